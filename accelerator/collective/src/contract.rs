@@ -1,0 +1,358 @@
+//! What every rank declares about an operation, and how disagreement is told.
+
+use std::{fmt, panic::Location};
+
+use crate::{
+    element::DType,
+    error::{Error, Kind},
+    reduce::ReduceOp,
+};
+
+/// One rank's declaration of one operation.
+///
+/// It rides on the first frame that the rank sends to every other rank, so that each rank holds
+/// all declarations before it uses any data.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Contract {
+    pub(crate) call: Call,
+    pub(crate) op: Option<ReduceOp>,
+    pub(crate) dtype: Option<DType>,
+    pub(crate) root: Option<usize>,
+    pub(crate) len: usize,
+    pub(crate) site: Site,
+}
+
+impl Contract {
+    pub(crate) fn new(call: Call, site: Site) -> Self {
+        Self {
+            call,
+            op: None,
+            dtype: None,
+            root: None,
+            len: 0,
+            site,
+        }
+    }
+
+    pub(crate) fn with_op(self, op: ReduceOp) -> Self {
+        Self {
+            op: Some(op),
+            ..self
+        }
+    }
+
+    pub(crate) fn with_data(self, dtype: DType, len: usize) -> Self {
+        Self {
+            dtype: Some(dtype),
+            len,
+            ..self
+        }
+    }
+
+    pub(crate) fn with_root(self, root: usize) -> Self {
+        Self {
+            root: Some(root),
+            ..self
+        }
+    }
+
+    /// Whether two ranks mean the same operation. Call sites may differ.
+    pub(crate) fn agrees_with(&self, other: &Self) -> bool {
+        self.call == other.call
+            && self.op == other.op
+            && self.dtype == other.dtype
+            && self.root == other.root
+            && (self.len == other.len || !self.call.fixes_len())
+    }
+
+    /// The size of the declared data in bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        self.len * self.dtype.map_or(1, DType::size)
+    }
+
+    /// The declaration as it rides on a frame.
+    pub(crate) fn encode(&self) -> ([u8; Self::BOUND], usize) {
+        let mut out = [0; Self::BOUND];
+        out[0] = self.call.code();
+        out[1] = self.op.map_or(0, ReduceOp::code);
+        out[2] = self.dtype.map_or(0, DType::code);
+        out[3] = self.site.len;
+        // A world size fits 32 bits; u32::MAX stands for "no root".
+        let root = self.root.map_or(u32::MAX, |root| root as u32);
+        out[4..8].copy_from_slice(&root.to_le_bytes());
+        out[8..16].copy_from_slice(&(self.len as u64).to_le_bytes());
+        out[16..20].copy_from_slice(&self.site.line.to_le_bytes());
+        let file = self.site.file().as_bytes();
+        let end = Self::FIXED + file.len();
+        out[Self::FIXED..end].copy_from_slice(file);
+        (out, end)
+    }
+
+    /// Reads what [`encode`](Self::encode) wrote; `None` where the bytes are anything else.
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        let (fixed, file) = bytes.split_at_checked(Self::FIXED)?;
+        let optional = |code: u8| (code != 0).then_some(code);
+        let op = match optional(fixed[1]) {
+            Some(code) => Some(ReduceOp::from_code(code)?),
+            None => None,
+        };
+        let dtype = match optional(fixed[2]) {
+            Some(code) => Some(DType::from_code(code)?),
+            None => None,
+        };
+        if usize::from(fixed[3]) != file.len() {
+            return None;
+        }
+        let root = u32::from_le_bytes(fixed[4..8].try_into().ok()?);
+        let len = u64::from_le_bytes(fixed[8..16].try_into().ok()?);
+        let len = usize::try_from(len).ok()?;
+        len.checked_mul(dtype.map_or(1, DType::size))?;
+        Some(Self {
+            call: Call::from_code(fixed[0])?,
+            op,
+            dtype,
+            root: (root != u32::MAX).then_some(root as usize),
+            len,
+            site: Site::new(
+                std::str::from_utf8(file).ok()?,
+                u32::from_le_bytes(fixed[16..20].try_into().ok()?),
+            ),
+        })
+    }
+
+    /// The most bytes that a declaration takes.
+    pub(crate) const BOUND: usize = Self::FIXED + Site::BOUND;
+
+    const FIXED: usize = 20;
+}
+
+impl fmt::Display for Contract {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.call.name())?;
+        if let Some(op) = self.op {
+            write!(f, " {op}")?;
+        }
+        if let Some(dtype) = self.dtype {
+            write!(f, " {dtype} x {}", self.len)?;
+        }
+        if let Some(root) = self.root {
+            write!(f, " from rank {root}")?;
+        }
+        write!(f, " at {}", self.site)
+    }
+}
+
+/// The operations of a process group.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Call {
+    AllGather,
+    AllGatherObject,
+    AllGatherVaried,
+    AllReduce,
+    Barrier,
+    Broadcast,
+    BroadcastObject,
+    GatherObject,
+    ReduceScatter,
+}
+
+impl Call {
+    const ALL: [Self; 9] = [
+        Self::AllGather,
+        Self::AllGatherObject,
+        Self::AllGatherVaried,
+        Self::AllReduce,
+        Self::Barrier,
+        Self::Broadcast,
+        Self::BroadcastObject,
+        Self::GatherObject,
+        Self::ReduceScatter,
+    ];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::AllGather => "all_gather",
+            Self::AllGatherObject => "all_gather_object",
+            Self::AllGatherVaried => "all_gather_varied",
+            Self::AllReduce => "all_reduce",
+            Self::Barrier => "barrier",
+            Self::Broadcast => "broadcast",
+            Self::BroadcastObject => "broadcast_object",
+            Self::GatherObject => "gather_object",
+            Self::ReduceScatter => "reduce_scatter",
+        }
+    }
+
+    /// Whether all ranks must declare the same length.
+    fn fixes_len(self) -> bool {
+        match self {
+            Self::AllGather
+            | Self::AllReduce
+            | Self::Barrier
+            | Self::Broadcast
+            | Self::ReduceScatter => true,
+            Self::AllGatherObject
+            | Self::AllGatherVaried
+            | Self::BroadcastObject
+            | Self::GatherObject => false,
+        }
+    }
+
+    fn code(self) -> u8 {
+        self as u8 + 1
+    }
+
+    fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|call| call.code() == code)
+    }
+}
+
+/// Where an operation was called: file and line, the file cut at the front to a bound.
+#[derive(Clone, Copy)]
+pub(crate) struct Site {
+    file: [u8; Self::BOUND],
+    len: u8,
+    line: u32,
+}
+
+impl Site {
+    pub(crate) fn new(file: &str, line: u32) -> Self {
+        let mut start = file.len().saturating_sub(Self::BOUND);
+        while !file.is_char_boundary(start) {
+            start += 1;
+        }
+        let tail = &file.as_bytes()[start..];
+        let mut bytes = [0; Self::BOUND];
+        bytes[..tail.len()].copy_from_slice(tail);
+        Self {
+            file: bytes,
+            // At most BOUND, which fits.
+            len: tail.len() as u8,
+            line,
+        }
+    }
+
+    pub(crate) fn of(location: &Location<'_>) -> Self {
+        Self::new(location.file(), location.line())
+    }
+
+    fn file(&self) -> &str {
+        // Cut at a character boundary by the only constructor.
+        std::str::from_utf8(&self.file[..usize::from(self.len)]).unwrap_or("?")
+    }
+
+    const BOUND: usize = 72;
+}
+
+impl fmt::Display for Site {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.file(), self.line)
+    }
+}
+
+impl fmt::Debug for Site {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// The error of ranks that disagree, in words that are the same on every rank: each side is told,
+/// ranks of the same side together.
+pub(crate) fn mismatch(sequence: u64, sides: &[Option<Contract>]) -> Error {
+    let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
+    for (rank, side) in sides.iter().enumerate() {
+        let side = match side {
+            Some(contract) => contract.to_string(),
+            None => "has not called it yet".to_owned(),
+        };
+        match groups.iter_mut().find(|(text, _)| *text == side) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => groups.push((side, vec![rank])),
+        }
+    }
+    let sides: Vec<String> = groups
+        .iter()
+        .map(|(side, ranks)| {
+            let ranks_text: Vec<String> = ranks.iter().map(usize::to_string).collect();
+            let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
+            format!("{noun} {}: {side}", ranks_text.join(", "))
+        })
+        .collect();
+    Error::new(
+        Kind::Mismatch,
+        format!(
+            "the ranks disagree in collective #{sequence}: {}; every rank must call the same \
+             collectives in the same order, with the same element type, length and root",
+            sides.join("; ")
+        ),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn declarations_survive_the_wire() {
+        let site = Site::new("src/train.rs", 12);
+        let contracts = [
+            Contract::new(Call::Barrier, site),
+            Contract::new(Call::AllReduce, site)
+                .with_op(ReduceOp::Sum)
+                .with_data(DType::F32, 10),
+            Contract::new(Call::Broadcast, site)
+                .with_data(DType::BF16, 1 << 40)
+                .with_root(63),
+        ];
+        for contract in contracts {
+            let (bytes, len) = contract.encode();
+            let back = Contract::decode(&bytes[..len]).unwrap();
+            assert!(contract.agrees_with(&back));
+            assert_eq!(contract.to_string(), back.to_string());
+            for cut in 0..len {
+                assert!(Contract::decode(&bytes[..cut]).is_none());
+            }
+        }
+    }
+
+    #[test]
+    fn long_paths_keep_their_end() {
+        let site = Site::new(&format!("{}/ä/train.rs", "é".repeat(200)), 7);
+        assert!(site.to_string().ends_with("/ä/train.rs:7"));
+        assert!(site.to_string().len() <= Site::BOUND + 2);
+    }
+
+    #[test]
+    fn every_side_is_told() {
+        let site = Site::new("train.rs", 12);
+        let reduce = Contract::new(Call::AllReduce, site)
+            .with_op(ReduceOp::Sum)
+            .with_data(DType::F32, 10);
+        let barrier = Contract::new(Call::Barrier, Site::new("train.rs", 20));
+        let error = mismatch(3, &[Some(reduce), Some(barrier), Some(reduce), None]);
+        assert!(error.is_mismatch());
+        assert!(error.to_string().starts_with(
+            "the ranks disagree in collective #3: ranks 0, 2: all_reduce sum f32 x 10 at \
+             train.rs:12; rank 1: barrier at train.rs:20; rank 3: has not called it yet;"
+        ));
+    }
+
+    #[test]
+    fn only_lengths_of_varied_operations_may_differ() {
+        let site = Site::new("train.rs", 1);
+        let with_len = |call, len| Contract::new(call, site).with_data(DType::U8, len);
+        for call in Call::ALL {
+            let agrees = with_len(call, 1).agrees_with(&with_len(call, 2));
+            assert_eq!(agrees, !call.fixes_len(), "{}", call.name());
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn rubbish_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = Contract::decode(&bytes);
+        }
+    }
+}

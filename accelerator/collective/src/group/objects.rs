@@ -1,0 +1,143 @@
+//! Collectives of values that serde can write.
+
+use std::panic::Location;
+
+use serde::{Serialize, de::DeserializeOwned};
+
+use super::ProcessGroup;
+use crate::{
+    contract::{Call, Contract, Site},
+    element::DType,
+    error::{Error, Kind, Result},
+};
+
+/// Objects travel as CBOR, which keeps what serde describes (NaN and maps with any keys
+/// included) and lets the receiver's type differ where the format allows.
+impl ProcessGroup {
+    /// Gives every rank the values of all ranks, in rank order.
+    ///
+    /// ```
+    /// use accelerator_collective::ProcessGroup;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let group = ProcessGroup::single();
+    /// let loss = ("loss".to_owned(), 0.5);
+    /// assert_eq!(group.all_gather_object(&loss)?, [loss]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A misuse error where the value cannot be written or read as `S`; otherwise as
+    /// [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn all_gather_object<S: Serialize + DeserializeOwned>(&self, value: &S) -> Result<Vec<S>> {
+        let site = Site::of(Location::caller());
+        let own = write(value, site)?;
+        let contract = Contract::new(Call::AllGatherObject, site).with_data(DType::U8, own.len());
+        let mut all = vec![Vec::new(); self.world_size()];
+        self.run(&contract, |exchange| {
+            exchange.all_gather(&own, |rank, piece| all[rank].extend_from_slice(piece))
+        })?;
+        all[self.rank()] = own;
+        read_all(&all, site)
+    }
+
+    /// Gives the root the values of all ranks, in rank order, and the other ranks `None`.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather_object`](Self::all_gather_object).
+    #[track_caller]
+    pub fn gather_object<S: Serialize + DeserializeOwned>(
+        &self,
+        value: &S,
+        root: usize,
+    ) -> Result<Option<Vec<S>>> {
+        let site = Site::of(Location::caller());
+        let own = write(value, site)?;
+        let contract = Contract::new(Call::GatherObject, site)
+            .with_data(DType::U8, own.len())
+            .with_root(root);
+        let mut all = vec![Vec::new(); self.world_size()];
+        self.run(&contract, |exchange| {
+            exchange.gather(root, &own, |rank, piece| all[rank].extend_from_slice(piece))
+        })?;
+        if self.rank() != root {
+            return Ok(None);
+        }
+        all[root] = own;
+        read_all(&all, site).map(Some)
+    }
+
+    /// Gives every rank the root's value. The root passes `Some`, what others pass is ignored.
+    ///
+    /// # Errors
+    ///
+    /// A misuse error where the root passes `None`; otherwise as
+    /// [`all_gather_object`](Self::all_gather_object).
+    #[track_caller]
+    pub fn broadcast_object<S: Serialize + DeserializeOwned>(
+        &self,
+        value: Option<&S>,
+        root: usize,
+    ) -> Result<S> {
+        let site = Site::of(Location::caller());
+        let contract = Contract::new(Call::BroadcastObject, site).with_root(root);
+        if self.rank() == root {
+            let Some(value) = value else {
+                return Err(Error::new(
+                    Kind::Misuse,
+                    format!(
+                        "rank {root} is the root of broadcast_object at {site}, but passed no \
+                         value"
+                    ),
+                ));
+            };
+            let bytes = write(value, site)?;
+            let contract = contract.with_data(DType::U8, bytes.len());
+            self.run(&contract, |exchange| exchange.broadcast_from(root, &bytes))?;
+            return read(&bytes, root, site);
+        }
+        let contract = contract.with_data(DType::U8, 0);
+        let mut bytes = Vec::new();
+        self.run(&contract, |exchange| {
+            exchange.broadcast_to(root, |piece| bytes.extend_from_slice(piece))
+        })?;
+        read(&bytes, root, site)
+    }
+}
+
+fn write<S: Serialize>(value: &S, site: Site) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    match ciborium::into_writer(value, &mut bytes) {
+        Ok(()) => Ok(bytes),
+        Err(error) => Err(Error::caused(
+            Kind::Misuse,
+            format!("the object given at {site} cannot be written"),
+            error,
+        )),
+    }
+}
+
+fn read_all<S: DeserializeOwned>(all: &[Vec<u8>], site: Site) -> Result<Vec<S>> {
+    all.iter()
+        .enumerate()
+        .map(|(rank, bytes)| read(bytes, rank, site))
+        .collect()
+}
+
+fn read<S: DeserializeOwned>(bytes: &[u8], rank: usize, site: Site) -> Result<S> {
+    ciborium::from_reader(bytes).map_err(|error| {
+        Error::caused(
+            Kind::Misuse,
+            format!(
+                "the object that rank {rank} sent cannot be read as {} at {site}; all ranks must \
+                 pass the same type",
+                std::any::type_name::<S>()
+            ),
+            error,
+        )
+    })
+}

@@ -1,0 +1,49 @@
+//! Topology, rendezvous, process groups, transports and collectives.
+//!
+//! A job is a number of *ranks*: processes, or threads of one process. [`Launch`] reads from the
+//! environment which one this is, [`ProcessGroup::connect`] finds the others and connects to
+//! them, and a [`ProcessGroup`] computes with them: all-reduce, broadcast, gathers, barriers and
+//! objects.
+//!
+//! ```
+//! use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
+//!
+//! # fn main() -> accelerator_collective::Result<()> {
+//! let launch = Launch::from_vars(|_| None)?; // a program reads Launch::from_env()
+//! let group = ProcessGroup::connect(&launch, &GroupOptions::new())?;
+//! let mut values = [1.0_f32, 2.0];
+//! group.all_reduce(&mut values, ReduceOp::Mean)?;
+//! group.close()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! What holds for every operation:
+//!
+//! - **Deterministic.** Values are combined in rank order; all ranks get the same bits, run after
+//!   run and over every transport.
+//! - **Checked.** Every rank declares what it calls; ranks that disagree all get one error that
+//!   shows every side.
+//! - **Bounded.** Nothing waits for ever: a rank that is gone, or does not come in time, is named.
+
+mod buffer;
+mod contract;
+mod element;
+mod error;
+mod group;
+mod partition;
+mod reduce;
+pub mod rendezvous;
+mod topology;
+mod transport;
+mod wire;
+
+pub use buffer::Buffer;
+pub use element::{DType, Element};
+pub use error::{Error, Result};
+pub use group::{Forbidden, GroupOptions, Pending, ProcessGroup};
+pub use partition::Partition;
+pub use reduce::ReduceOp;
+pub use rendezvous::{Rendezvous, StoreHost};
+pub use topology::{Launch, Origin, Setting, Topology};
+pub use transport::TransportKind;

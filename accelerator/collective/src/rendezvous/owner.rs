@@ -1,0 +1,136 @@
+//! Whose process is at the other end of a connection within this host.
+
+use std::net::{IpAddr, SocketAddr, TcpStream};
+
+/// Where the other end of a connection is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Neighbour {
+    /// On another host.
+    Afar,
+    /// On this host, and a process of this user as far as the system tells.
+    Own,
+    /// On this host, but a process of another user.
+    Other { user: u32 },
+}
+
+impl Neighbour {
+    pub(crate) fn of(stream: &TcpStream) -> Self {
+        let (Ok(peer), Ok(local)) = (stream.peer_addr(), stream.local_addr()) else {
+            return Self::Afar;
+        };
+        if !peer.ip().is_loopback() && peer.ip() != local.ip() {
+            return Self::Afar;
+        }
+        match (owner(peer, local), this_user()) {
+            // Root may do anything on this host anyway.
+            (Some(user), Some(own)) if user != own && user != 0 => Self::Other { user },
+            _ => Self::Own,
+        }
+    }
+}
+
+/// The user who owns the socket that is bound to `local` and connected to `remote`, where the
+/// system tells.
+#[cfg(target_os = "linux")]
+fn owner(local: SocketAddr, remote: SocketAddr) -> Option<u32> {
+    ["/proc/net/tcp", "/proc/net/tcp6"]
+        .into_iter()
+        .filter_map(|path| std::fs::read_to_string(path).ok())
+        .find_map(|table| find(&table, local, remote))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn owner(_local: SocketAddr, _remote: SocketAddr) -> Option<u32> {
+    None
+}
+
+#[cfg(target_os = "linux")]
+fn this_user() -> Option<u32> {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata("/proc/self").ok().map(|x| x.uid())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn this_user() -> Option<u32> {
+    None
+}
+
+/// Finds a connection in the kernel's table: `sl local remote state queues timer retransmits
+/// uid …`, addresses in hexadecimal.
+#[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "Linux only"))]
+fn find(table: &str, local: SocketAddr, remote: SocketAddr) -> Option<u32> {
+    table.lines().skip(1).find_map(|line| {
+        let mut fields = line.split_ascii_whitespace().skip(1);
+        let found =
+            address(fields.next()?)? == plain(local) && address(fields.next()?)? == plain(remote);
+        if !found {
+            return None;
+        }
+        fields.nth(4)?.parse().ok()
+    })
+}
+
+/// Reads an address such as `0100007F:1F90`: words of 32 bits as the machine holds them.
+fn address(text: &str) -> Option<SocketAddr> {
+    let (ip, port) = text.split_once(':')?;
+    let port = u16::from_str_radix(port, 16).ok()?;
+    let mut bytes = Vec::with_capacity(16);
+    let mut rest = ip;
+    while !rest.is_empty() {
+        let (word, tail) = rest.split_at_checked(8)?;
+        bytes.extend_from_slice(&u32::from_str_radix(word, 16).ok()?.to_ne_bytes());
+        rest = tail;
+    }
+    let ip = match bytes.len() {
+        4 => IpAddr::from(<[u8; 4]>::try_from(bytes).ok()?),
+        16 => IpAddr::from(<[u8; 16]>::try_from(bytes).ok()?),
+        _ => return None,
+    };
+    Some(plain(SocketAddr::new(ip, port)))
+}
+
+/// An IPv4 address that is written as an IPv6 one counts as the former.
+fn plain(address: SocketAddr) -> SocketAddr {
+    SocketAddr::new(address.ip().to_canonical(), address.port())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    #[cfg(target_endian = "little")]
+    fn tables_are_read() {
+        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n\
+             0: 0100007F:1F90 0100007F:0050 01 00000000:00000000 00:00000000 00000000  1000 0 1\n\
+             1: 0100007F:1F91 0100007F:0050 01 00000000:00000000 00:00000000 00000000  1001 0 1\n\
+             2: 0000000000000000FFFF00000100007F:1F92 0000000000000000FFFF00000100007F:0050 01 \
+             00000000:00000000 00:00000000 00000000  1002 0 1\n";
+        let remote = "127.0.0.1:80".parse().unwrap();
+        let user = |port| find(table, SocketAddr::new([127, 0, 0, 1].into(), port), remote);
+        assert_eq!(user(8080), Some(1000));
+        assert_eq!(user(8081), Some(1001));
+        assert_eq!(user(8082), Some(1002));
+        assert_eq!(user(8083), None);
+        for rubbish in ["", "x", "0100007F:", "0100007:1F90", "é100007F:1F90"] {
+            assert_eq!(address(rubbish), None);
+        }
+    }
+
+    #[test]
+    fn a_connection_within_this_process_is_our_own() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (far, _) = listener.accept().unwrap();
+        assert_eq!(Neighbour::of(&near), Neighbour::Own);
+        assert_eq!(Neighbour::of(&far), Neighbour::Own);
+        #[cfg(target_os = "linux")]
+        {
+            let (local, remote) = (near.local_addr().unwrap(), near.peer_addr().unwrap());
+            assert_eq!(owner(local, remote), this_user());
+            assert!(this_user().is_some());
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! The shared secret of a job.
+
+use std::{
+    fmt, fs,
+    io::{Read, Write},
+    path::Path,
+};
+
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
+
+use crate::error::{Error, Kind, Result};
+
+/// A secret that the ranks of a job share. It is proved by challenge and never sent.
+///
+/// ```
+/// use accelerator_collective::rendezvous::Token;
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let path = folder.path().join("token");
+/// let token = Token::generate()?;
+/// token.write_file(&path)?; // readable by this user only
+/// assert!(Token::from_file(&path).is_ok());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct Token(Vec<u8>);
+
+impl Token {
+    /// A new random token.
+    ///
+    /// # Errors
+    ///
+    /// An I/O error where the operating system gives no random bytes.
+    pub fn generate() -> Result<Self> {
+        Ok(Self(hex(&random()?).into_bytes()))
+    }
+
+    /// Reads the token that a file holds; white space around it does not count.
+    ///
+    /// # Errors
+    ///
+    /// An unauthorized error where the file cannot be read, or holds fewer than 16 bytes or
+    /// more than 4096.
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let mut text = Vec::new();
+        let read = fs::File::open(path)
+            .and_then(|file| file.take(LONGEST as u64 + 1).read_to_end(&mut text));
+        if let Err(error) = read {
+            return Err(Error::caused(
+                Kind::Unauthorized,
+                format!(
+                    "the token file {} cannot be read; ACCEL_TOKEN_FILE names the file that holds \
+                     the job token",
+                    path.display()
+                ),
+                error,
+            ));
+        }
+        let token = text.trim_ascii();
+        if token.len() < SHORTEST || text.len() > LONGEST {
+            return Err(Error::new(
+                Kind::Unauthorized,
+                format!(
+                    "the token file {} holds {} bytes; expected {SHORTEST} to {LONGEST}",
+                    path.display(),
+                    token.len()
+                ),
+            ));
+        }
+        Ok(Self(token.to_vec()))
+    }
+
+    /// Writes the token to a new file that only this user may read.
+    ///
+    /// # Errors
+    ///
+    /// An I/O error where the file exists or cannot be written.
+    pub fn write_file(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        let mut options = fs::OpenOptions::new();
+        options.write(true).create_new(true);
+        #[cfg(unix)]
+        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+        options
+            .open(path)
+            .and_then(|mut file| {
+                file.write_all(&self.0)?;
+                file.write_all(b"\n")
+            })
+            .map_err(|error| {
+                Error::io(
+                    format!("the token file {} cannot be written", path.display()),
+                    error,
+                )
+            })
+    }
+
+    pub(crate) fn key(&self) -> Key {
+        Key(self.0.clone())
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(..)")
+    }
+}
+
+/// A key for proofs: the token itself, or what was derived from it for one job.
+#[derive(Clone)]
+pub(crate) struct Key(Vec<u8>);
+
+impl Key {
+    pub(crate) fn new(bytes: impl Into<Vec<u8>>) -> Self {
+        Self(bytes.into())
+    }
+
+    /// The proof that the holder of this key said these parts, in this order, in this role.
+    pub(crate) fn prove(&self, role: &str, parts: &[&[u8]]) -> Proof {
+        self.mac(role, parts).finalize().into_bytes().into()
+    }
+
+    /// Checks a proof in constant time.
+    pub(crate) fn accepts(&self, role: &str, parts: &[&[u8]], proof: &[u8]) -> bool {
+        self.mac(role, parts).verify_slice(proof).is_ok()
+    }
+
+    #[expect(clippy::expect_used, reason = "HMAC takes keys of every length")]
+    fn mac(&self, role: &str, parts: &[&[u8]]) -> Hmac<Sha256> {
+        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("any length will do");
+        for part in std::iter::once(&role.as_bytes()).chain(parts) {
+            // Lengths keep the borders between the parts apart.
+            mac.update(&(part.len() as u64).to_le_bytes());
+            mac.update(part);
+        }
+        mac
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Key(..)")
+    }
+}
+
+/// Thirty-two random bytes.
+pub(crate) fn random() -> Result<[u8; 32]> {
+    let mut bytes = [0; 32];
+    getrandom::fill(&mut bytes).map_err(|error| {
+        Error::caused(
+            Kind::Io,
+            "the operating system gives no random bytes",
+            error,
+        )
+    })?;
+    Ok(bytes)
+}
+
+pub(crate) type Proof = [u8; 32];
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+const SHORTEST: usize = 16;
+const LONGEST: usize = 4096;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn proofs_hold_for_their_parts_only() {
+        let key = Token::generate().unwrap().key();
+        let proof = key.prove("store", &[b"ab", b"c"]);
+        assert!(key.accepts("store", &[b"ab", b"c"], &proof));
+        assert!(!key.accepts("store", &[b"a", b"bc"], &proof));
+        assert!(!key.accepts("rank", &[b"ab", b"c"], &proof));
+        assert!(!key.accepts("store", &[b"ab", b"c"], &proof[..31]));
+        assert!(!key.accepts("store", &[b"ab", b"c"], &[]));
+        let other = Token::generate().unwrap().key();
+        assert!(!other.accepts("store", &[b"ab", b"c"], &proof));
+    }
+
+    #[test]
+    fn files_keep_tokens() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("token");
+        assert!(Token::from_file(&path).unwrap_err().is_unauthorized());
+        let token = Token::generate().unwrap();
+        token.write_file(&path).unwrap();
+        assert_eq!(Token::from_file(&path).unwrap().0, token.0);
+        assert!(token.write_file(&path).unwrap_err().is_io());
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            let mode = fs::metadata(&path).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o600);
+        }
+        let short = folder.path().join("short");
+        fs::write(&short, "  hunter2\n").unwrap();
+        let error = Token::from_file(&short).unwrap_err();
+        assert!(error.to_string().contains("7 bytes"), "{error}");
+        let long = folder.path().join("long");
+        fs::write(&long, vec![b'x'; LONGEST + 1]).unwrap();
+        assert!(Token::from_file(&long).is_err());
+        assert_eq!(format!("{token:?}"), "Token(..)");
+    }
+}

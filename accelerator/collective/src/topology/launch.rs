@@ -1,0 +1,581 @@
+//! What the environment says about a launch.
+
+use std::{fmt, str::FromStr};
+
+use super::Topology;
+use crate::{
+    error::{Error, Kind, Result},
+    rendezvous::{Rendezvous, StoreHost},
+    transport::TransportKind,
+};
+
+/// How this process was started: its place in the job and where the ranks meet.
+///
+/// [`from_env`](Self::from_env) reads these variables, which `accel-launch` sets and torchrun
+/// knows:
+///
+/// | variable | meaning |
+/// |---|---|
+/// | `RANK`, `WORLD_SIZE` | this process among all of the job; both or neither |
+/// | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | this process among those of its host; both or neither |
+/// | `MASTER_ADDR` | the host of the store where the ranks meet |
+/// | `ACCEL_PORT`, else `MASTER_PORT` | the port of the store |
+/// | `TORCHELASTIC_USE_AGENT_STORE` | torchrun's agent listens on `MASTER_PORT`: the store is one above |
+/// | `TORCHELASTIC_RUN_ID`, `ACCEL_JOB` | the name of the job; ranks of another job are refused |
+/// | `ACCEL_STORE` | `launcher` where the launcher hosts the store, `rank0` (default) where rank 0 does |
+/// | `ACCEL_TOKEN_FILE` | the file that holds the job token |
+/// | `ACCEL_INSECURE` | `1` lets several hosts meet without a token |
+/// | `ACCEL_TRANSPORT` | `auto` (default), `tcp` or `threads` |
+///
+/// Without `RANK` and `WORLD_SIZE` the process is a world of its own. Anything incomplete,
+/// malformed or contradictory is an error: a process never becomes rank 0 by accident.
+///
+/// ```
+/// use accelerator_collective::Launch;
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let alone = Launch::from_vars(|_| None)?;
+/// assert_eq!(alone.topology.world_size(), 1);
+///
+/// let error = Launch::from_vars(|name| (name == "RANK").then(|| "banana".to_owned())).unwrap_err();
+/// assert!(error.is_topology());
+/// assert!(error.to_string().starts_with("RANK is \"banana\""));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Launch {
+    /// The place of this rank.
+    pub topology: Topology,
+    /// Where the ranks meet; `None` in a world of one.
+    pub rendezvous: Option<Rendezvous>,
+    /// The transport that the environment asks for.
+    pub transport: TransportKind,
+    settings: Vec<Setting>,
+}
+
+impl Launch {
+    /// A launch that the program describes itself.
+    ///
+    /// ```
+    /// use accelerator_collective::{Launch, Rendezvous, Topology};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let launch = Launch::new(Topology::new(1, 2)?, Rendezvous::new("127.0.0.1", 29_500));
+    /// assert_eq!(launch.topology.rank(), 1);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn new(topology: Topology, rendezvous: Rendezvous) -> Self {
+        Self {
+            topology,
+            rendezvous: Some(rendezvous),
+            transport: TransportKind::Auto,
+            settings: Vec::new(),
+        }
+    }
+
+    /// A world of one.
+    pub fn single() -> Self {
+        Self {
+            topology: Topology::single(),
+            rendezvous: None,
+            transport: TransportKind::Auto,
+            settings: Vec::new(),
+        }
+    }
+
+    /// Reads the environment of this process.
+    ///
+    /// # Errors
+    ///
+    /// A topology error that names the variable, what it holds and what was expected.
+    pub fn from_env() -> Result<Self> {
+        // A value that is not Unicode cannot be any of the valid ones; the lossy text shows it.
+        Self::from_vars(|name| {
+            std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+        })
+    }
+
+    /// Reads variables through `lookup`, as [`from_env`](Self::from_env) reads the environment.
+    ///
+    /// # Errors
+    ///
+    /// A topology error that names the variable, what it holds and what was expected.
+    pub fn from_vars(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        Reader {
+            lookup,
+            settings: Vec::new(),
+        }
+        .launch()
+    }
+
+    /// Every setting with its value and where it came from, in a fixed order.
+    pub fn settings(&self) -> &[Setting] {
+        &self.settings
+    }
+}
+
+/// One setting of a launch: what it is called, what it is, and who said so.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct Setting {
+    /// The name, such as `world size`.
+    pub name: &'static str,
+    /// The value as text.
+    pub value: String,
+    /// Where the value came from.
+    pub origin: Origin,
+}
+
+/// Where a setting came from.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum Origin {
+    /// Nobody said anything: the default.
+    Default,
+    /// It follows from other settings.
+    Derived,
+    /// The environment variable of this name.
+    Variable(&'static str),
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Default => f.write_str("default"),
+            Self::Derived => f.write_str("derived"),
+            Self::Variable(name) => f.write_str(name),
+        }
+    }
+}
+
+struct Reader<F> {
+    lookup: F,
+    settings: Vec<Setting>,
+}
+
+impl<F: Fn(&str) -> Option<String>> Reader<F> {
+    fn launch(mut self) -> Result<Launch> {
+        let topology = self.topology()?;
+        let transport = self.transport()?;
+        let rendezvous = if topology.world_size() > 1 {
+            Some(self.rendezvous()?)
+        } else {
+            None
+        };
+        let topology = self.place(topology, rendezvous.as_ref())?;
+        Ok(Launch {
+            topology,
+            rendezvous,
+            transport,
+            settings: self.settings,
+        })
+    }
+
+    fn topology(&mut self) -> Result<Topology> {
+        let rank = self.number("RANK")?;
+        let world_size = self.number("WORLD_SIZE")?;
+        let (rank, world_size) = match (rank, world_size) {
+            (Some(rank), Some(world_size)) => (rank, world_size),
+            (None, None) => {
+                for name in ["LOCAL_RANK", "LOCAL_WORLD_SIZE"] {
+                    if let Some(value) = self.number(name)? {
+                        return Err(invalid(format!(
+                            "{name} is {value}, but neither RANK nor WORLD_SIZE is set; set all \
+                             of them, or none for a single process"
+                        )));
+                    }
+                }
+                self.note("rank", 0, Origin::Default);
+                self.note("world size", 1, Origin::Default);
+                return Ok(Topology::single());
+            }
+            (Some(rank), None) => {
+                return Err(invalid(format!(
+                    "RANK is {rank}, but WORLD_SIZE is not set; set both, or neither for a single \
+                     process"
+                )));
+            }
+            (None, Some(world_size)) => {
+                return Err(invalid(format!(
+                    "WORLD_SIZE is {world_size}, but RANK is not set; set both, or neither for a \
+                     single process"
+                )));
+            }
+        };
+        if world_size == 0 {
+            return Err(invalid(
+                "WORLD_SIZE is \"0\"; expected the number of processes of the job, at least 1",
+            ));
+        }
+        if rank >= world_size {
+            return Err(invalid(format!(
+                "RANK is {rank}, but WORLD_SIZE is {world_size}; expected a rank from 0 to {}",
+                world_size - 1
+            )));
+        }
+        self.note("rank", rank, Origin::Variable("RANK"));
+        self.note("world size", world_size, Origin::Variable("WORLD_SIZE"));
+        Topology::new(rank, world_size)
+    }
+
+    fn place(&mut self, topology: Topology, rendezvous: Option<&Rendezvous>) -> Result<Topology> {
+        let local = match (self.number("LOCAL_RANK")?, self.number("LOCAL_WORLD_SIZE")?) {
+            (Some(rank), Some(size)) => Some((rank, size)),
+            (None, None) => None,
+            (Some(rank), None) => {
+                return Err(invalid(format!(
+                    "LOCAL_RANK is {rank}, but LOCAL_WORLD_SIZE is not set; set both or neither"
+                )));
+            }
+            (None, Some(size)) => {
+                return Err(invalid(format!(
+                    "LOCAL_WORLD_SIZE is {size}, but LOCAL_RANK is not set; set both or neither"
+                )));
+            }
+        };
+        let Some((rank, size)) = local else {
+            // Nobody said how the ranks are spread. Ranks that meet on the loopback interface
+            // share a host; otherwise each one is taken to be alone on its own.
+            let (rank, size) = if rendezvous.is_none_or(Rendezvous::is_loopback) {
+                (topology.rank(), topology.world_size())
+            } else {
+                (0, 1)
+            };
+            self.note("local rank", rank, Origin::Derived);
+            self.note("local world size", size, Origin::Derived);
+            return topology.with_local(rank, size);
+        };
+        if size == 0 || size > topology.world_size() {
+            return Err(invalid(format!(
+                "LOCAL_WORLD_SIZE is {size}, but WORLD_SIZE is {}; expected the number of \
+                 processes on this host, from 1 to WORLD_SIZE",
+                topology.world_size()
+            )));
+        }
+        if rank >= size {
+            return Err(invalid(format!(
+                "LOCAL_RANK is {rank}, but LOCAL_WORLD_SIZE is {size}; expected a local rank from \
+                 0 to {}",
+                size - 1
+            )));
+        }
+        if rank > topology.rank() {
+            return Err(invalid(format!(
+                "LOCAL_RANK is {rank}, but RANK is {}; a host's ranks are counted from the job's, \
+                 so LOCAL_RANK is never above RANK",
+                topology.rank()
+            )));
+        }
+        self.note("local rank", rank, Origin::Variable("LOCAL_RANK"));
+        self.note(
+            "local world size",
+            size,
+            Origin::Variable("LOCAL_WORLD_SIZE"),
+        );
+        topology.with_local(rank, size)
+    }
+
+    fn rendezvous(&mut self) -> Result<Rendezvous> {
+        let Some(host) = self.text("MASTER_ADDR") else {
+            return Err(invalid(
+                "WORLD_SIZE is above 1, but MASTER_ADDR is not set; set it to the host where the \
+                 ranks meet, 127.0.0.1 for processes of one host",
+            ));
+        };
+        if host.trim().is_empty() {
+            return Err(invalid(
+                "MASTER_ADDR is empty; expected a host name or an IP address",
+            ));
+        }
+        self.note("store host", &host, Origin::Variable("MASTER_ADDR"));
+        let port = self.port()?;
+        let mut rendezvous = Rendezvous::new(host.trim(), port);
+        rendezvous = rendezvous.with_store(self.store()?);
+        for name in ["ACCEL_JOB", "TORCHELASTIC_RUN_ID"] {
+            if let Some(job) = self.text(name) {
+                self.note("job", &job, Origin::Variable(name));
+                rendezvous = rendezvous.with_job(job);
+                break;
+            }
+        }
+        if let Some(path) = self.text("ACCEL_TOKEN_FILE") {
+            if path.is_empty() {
+                return Err(invalid(
+                    "ACCEL_TOKEN_FILE is empty; expected the path of the file that holds the job \
+                     token",
+                ));
+            }
+            self.note("token file", &path, Origin::Variable("ACCEL_TOKEN_FILE"));
+            rendezvous = rendezvous.with_token_file(path);
+        }
+        if self.switch("ACCEL_INSECURE")? {
+            rendezvous = rendezvous.without_security();
+        }
+        Ok(rendezvous)
+    }
+
+    fn port(&mut self) -> Result<u16> {
+        if let Some(port) = self.port_number("ACCEL_PORT")? {
+            self.note("store port", port, Origin::Variable("ACCEL_PORT"));
+            return Ok(port);
+        }
+        let Some(port) = self.port_number("MASTER_PORT")? else {
+            return Err(invalid(
+                "WORLD_SIZE is above 1, but neither ACCEL_PORT nor MASTER_PORT is set; set one to \
+                 the port where the ranks meet",
+            ));
+        };
+        if !self.switch("TORCHELASTIC_USE_AGENT_STORE")? {
+            self.note("store port", port, Origin::Variable("MASTER_PORT"));
+            return Ok(port);
+        }
+        let Some(next) = port.checked_add(1) else {
+            return Err(invalid(
+                "MASTER_PORT is 65535, on which torchrun's agent listens, and there is no port \
+                 above it for the store; set ACCEL_PORT",
+            ));
+        };
+        self.note("store port", next, Origin::Derived);
+        Ok(next)
+    }
+
+    fn store(&mut self) -> Result<StoreHost> {
+        let (store, origin) = match self.text("ACCEL_STORE") {
+            None => (StoreHost::Rank0, Origin::Default),
+            Some(value) => match value.as_str() {
+                "launcher" => (StoreHost::Launcher, Origin::Variable("ACCEL_STORE")),
+                "rank0" => (StoreHost::Rank0, Origin::Variable("ACCEL_STORE")),
+                _ => {
+                    return Err(invalid(format!(
+                        "ACCEL_STORE is {value:?}; expected launcher or rank0"
+                    )));
+                }
+            },
+        };
+        self.note("store", store, origin);
+        Ok(store)
+    }
+
+    fn transport(&mut self) -> Result<TransportKind> {
+        let Some(value) = self.text("ACCEL_TRANSPORT") else {
+            self.note("transport", TransportKind::Auto, Origin::Default);
+            return Ok(TransportKind::Auto);
+        };
+        let transport = TransportKind::from_str(&value)
+            .map_err(|error| invalid(format!("ACCEL_TRANSPORT: {error}")))?;
+        self.note("transport", transport, Origin::Variable("ACCEL_TRANSPORT"));
+        Ok(transport)
+    }
+
+    fn text(&self, name: &str) -> Option<String> {
+        (self.lookup)(name)
+    }
+
+    fn number(&self, name: &str) -> Result<Option<usize>> {
+        let Some(value) = self.text(name) else {
+            return Ok(None);
+        };
+        match value.trim().parse() {
+            Ok(number) => Ok(Some(number)),
+            Err(_) => Err(invalid(format!(
+                "{name} is {value:?}; expected a whole number from 0 on"
+            ))),
+        }
+    }
+
+    fn port_number(&self, name: &str) -> Result<Option<u16>> {
+        let Some(value) = self.text(name) else {
+            return Ok(None);
+        };
+        match value.trim().parse() {
+            Ok(port) if port != 0 => Ok(Some(port)),
+            _ => Err(invalid(format!(
+                "{name} is {value:?}; expected a port from 1 to 65535"
+            ))),
+        }
+    }
+
+    fn switch(&mut self, name: &'static str) -> Result<bool> {
+        let Some(value) = self.text(name) else {
+            return Ok(false);
+        };
+        match value.trim().to_ascii_lowercase().as_str() {
+            "1" | "true" => {
+                self.note(name, "1", Origin::Variable(name));
+                Ok(true)
+            }
+            "" | "0" | "false" => Ok(false),
+            _ => Err(invalid(format!("{name} is {value:?}; expected 1 or 0"))),
+        }
+    }
+
+    fn note(&mut self, name: &'static str, value: impl fmt::Display, origin: Origin) {
+        self.settings.push(Setting {
+            name,
+            value: value.to_string(),
+            origin,
+        });
+    }
+}
+
+fn invalid(message: impl Into<String>) -> Error {
+    Error::new(Kind::Topology, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn launch(vars: &[(&str, &str)]) -> Result<Launch> {
+        Launch::from_vars(|name| {
+            vars.iter()
+                .find(|(key, _)| *key == name)
+                .map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    const JOB: [(&str, &str); 4] = [
+        ("RANK", "1"),
+        ("WORLD_SIZE", "4"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "29500"),
+    ];
+
+    fn job(more: &[(&'static str, &'static str)]) -> Result<Launch> {
+        let mut vars = JOB.to_vec();
+        for (name, value) in more {
+            vars.retain(|(key, _)| key != name);
+            if *value != "(unset)" {
+                vars.push((name, value));
+            }
+        }
+        launch(&vars)
+    }
+
+    #[test]
+    fn nothing_set_is_a_world_of_one() {
+        let launch = launch(&[]).unwrap();
+        assert_eq!(launch.topology, Topology::single());
+        assert!(launch.rendezvous.is_none());
+        assert!(
+            launch
+                .settings()
+                .iter()
+                .all(|x| x.origin != Origin::Variable("RANK"))
+        );
+    }
+
+    #[test]
+    fn a_complete_launch_is_read_with_its_origins() {
+        let launch = job(&[("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")]).unwrap();
+        assert_eq!(launch.topology.to_string(), "rank 1 of 4 (local 1 of 2)");
+        let rendezvous = launch.rendezvous.as_ref().unwrap();
+        assert_eq!(rendezvous.to_string(), "127.0.0.1:29500");
+        let origin = |name| {
+            let setting = launch.settings().iter().find(|x| x.name == name).unwrap();
+            (setting.value.clone(), setting.origin)
+        };
+        assert_eq!(origin("rank"), ("1".to_owned(), Origin::Variable("RANK")));
+        assert_eq!(
+            origin("store port"),
+            ("29500".to_owned(), Origin::Variable("MASTER_PORT"))
+        );
+        assert_eq!(origin("store"), ("rank0".to_owned(), Origin::Default));
+    }
+
+    #[test]
+    fn the_store_keeps_clear_of_torchruns_agent() {
+        let port = |launch: Launch| launch.rendezvous.unwrap().port();
+        let torchrun = ("TORCHELASTIC_USE_AGENT_STORE", "True");
+        assert_eq!(port(job(&[torchrun]).unwrap()), 29501);
+        assert_eq!(
+            port(job(&[torchrun, ("ACCEL_PORT", "7000")]).unwrap()),
+            7000
+        );
+        assert_eq!(
+            port(job(&[("TORCHELASTIC_USE_AGENT_STORE", "False")]).unwrap()),
+            29500
+        );
+        assert!(job(&[torchrun, ("MASTER_PORT", "65535")]).is_err());
+    }
+
+    #[test]
+    fn the_place_on_the_host_is_derived() {
+        let near = job(&[]).unwrap();
+        assert_eq!(near.topology.to_string(), "rank 1 of 4 (local 1 of 4)");
+        let far = job(&[("MASTER_ADDR", "10.0.0.1")]).unwrap();
+        assert_eq!(far.topology.to_string(), "rank 1 of 4 (local 0 of 1)");
+    }
+
+    #[test]
+    fn what_is_malformed_or_contradictory_is_named() {
+        type Vars = [(&'static str, &'static str)];
+        let cases: [(&Vars, &[&str]); 20] = [
+            (
+                &[("RANK", "banana")],
+                &["RANK", "\"banana\"", "whole number"],
+            ),
+            (&[("RANK", "")], &["RANK", "\"\""]),
+            (&[("RANK", "-1")], &["RANK", "\"-1\""]),
+            (
+                &[("RANK", "4")],
+                &["RANK is 4", "WORLD_SIZE is 4", "0 to 3"],
+            ),
+            (
+                &[("RANK", "(unset)")],
+                &["WORLD_SIZE is 4", "RANK is not set"],
+            ),
+            (
+                &[("WORLD_SIZE", "(unset)")],
+                &["RANK is 1", "WORLD_SIZE is not set"],
+            ),
+            (&[("WORLD_SIZE", "0")], &["WORLD_SIZE", "at least 1"]),
+            (&[("WORLD_SIZE", "two")], &["WORLD_SIZE", "\"two\""]),
+            (&[("MASTER_ADDR", "(unset)")], &["MASTER_ADDR is not set"]),
+            (&[("MASTER_ADDR", " ")], &["MASTER_ADDR is empty"]),
+            (
+                &[("MASTER_PORT", "(unset)")],
+                &["ACCEL_PORT", "MASTER_PORT"],
+            ),
+            (&[("MASTER_PORT", "0")], &["MASTER_PORT", "1 to 65535"]),
+            (&[("ACCEL_PORT", "70000")], &["ACCEL_PORT", "\"70000\""]),
+            (
+                &[("LOCAL_RANK", "1")],
+                &["LOCAL_RANK is 1", "LOCAL_WORLD_SIZE"],
+            ),
+            (
+                &[("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "2")],
+                &["LOCAL_RANK is 2", "0 to 1"],
+            ),
+            (
+                &[("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "3")],
+                &["LOCAL_RANK is 2", "RANK is 1"],
+            ),
+            (
+                &[("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "5")],
+                &["LOCAL_WORLD_SIZE is 5"],
+            ),
+            (&[("ACCEL_STORE", "rank1")], &["ACCEL_STORE", "\"rank1\""]),
+            (
+                &[("ACCEL_TRANSPORT", "mpi")],
+                &["ACCEL_TRANSPORT", "\"mpi\""],
+            ),
+            (
+                &[("ACCEL_INSECURE", "maybe")],
+                &["ACCEL_INSECURE", "\"maybe\""],
+            ),
+        ];
+        for (vars, parts) in cases {
+            let error = job(vars).unwrap_err();
+            assert!(error.is_topology(), "{vars:?}");
+            for part in parts {
+                assert!(error.to_string().contains(part), "{vars:?}: {error}");
+            }
+        }
+        let error = launch(&[("LOCAL_RANK", "1")]).unwrap_err();
+        assert!(error.to_string().contains("LOCAL_RANK is 1"), "{error}");
+    }
+}

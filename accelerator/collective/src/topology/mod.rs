@@ -1,0 +1,171 @@
+//! Where a rank stands in its world.
+
+mod launch;
+
+use std::fmt;
+
+pub use launch::{Launch, Origin, Setting};
+
+use crate::error::{Error, Kind, Result};
+
+/// The place of one rank: its number in the whole job and on its host.
+///
+/// A topology is always consistent: a rank is below its world size, a local rank below its local
+/// world size, and no host holds more ranks than the world.
+///
+/// ```
+/// use accelerator_collective::Topology;
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let topology = Topology::new(5, 8)?.with_local(1, 4)?;
+/// assert_eq!(topology.to_string(), "rank 5 of 8 (local 1 of 4)");
+/// assert!(!topology.is_main());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub struct Topology {
+    rank: usize,
+    world_size: usize,
+    local_rank: usize,
+    local_world_size: usize,
+}
+
+impl Topology {
+    /// The only rank of a world of one.
+    pub fn single() -> Self {
+        Self {
+            rank: 0,
+            world_size: 1,
+            local_rank: 0,
+            local_world_size: 1,
+        }
+    }
+
+    /// A rank of a world that lies on one host; [`with_local`](Self::with_local) says otherwise.
+    ///
+    /// # Errors
+    ///
+    /// A topology error where the world is empty or the rank outside it.
+    pub fn new(rank: usize, world_size: usize) -> Result<Self> {
+        if world_size == 0 {
+            return Err(Error::new(
+                Kind::Topology,
+                "a world size of 0 was given; it counts the ranks of the job and is at least 1",
+            ));
+        }
+        if rank >= world_size {
+            return Err(Error::new(
+                Kind::Topology,
+                format!(
+                    "rank {rank} is outside the world: with a world size of {world_size}, ranks \
+                     are 0 to {}",
+                    world_size - 1
+                ),
+            ));
+        }
+        Ok(Self {
+            rank,
+            world_size,
+            local_rank: rank,
+            local_world_size: world_size,
+        })
+    }
+
+    /// The same rank with its place on its host.
+    ///
+    /// # Errors
+    ///
+    /// A topology error where the host is empty, holds more ranks than the world, or the local
+    /// rank is outside it.
+    pub fn with_local(self, local_rank: usize, local_world_size: usize) -> Result<Self> {
+        if local_world_size == 0 || local_world_size > self.world_size {
+            return Err(Error::new(
+                Kind::Topology,
+                format!(
+                    "a local world size of {local_world_size} was given; it counts the ranks of \
+                     this host and lies between 1 and the world size, {}",
+                    self.world_size
+                ),
+            ));
+        }
+        if local_rank >= local_world_size {
+            return Err(Error::new(
+                Kind::Topology,
+                format!(
+                    "local rank {local_rank} is outside its host: with a local world size of \
+                     {local_world_size}, local ranks are 0 to {}",
+                    local_world_size - 1
+                ),
+            ));
+        }
+        Ok(Self {
+            local_rank,
+            local_world_size,
+            ..self
+        })
+    }
+
+    /// This rank's number in the job, from 0.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The number of ranks of the job.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// This rank's number on its host, from 0.
+    pub fn local_rank(&self) -> usize {
+        self.local_rank
+    }
+
+    /// The number of ranks on this host.
+    pub fn local_world_size(&self) -> usize {
+        self.local_world_size
+    }
+
+    /// Whether this is rank 0 of the job.
+    pub fn is_main(&self) -> bool {
+        self.rank == 0
+    }
+
+    /// Whether this is the first rank of its host.
+    pub fn is_local_main(&self) -> bool {
+        self.local_rank == 0
+    }
+
+    /// Whether this is the highest rank of the job.
+    pub fn is_last(&self) -> bool {
+        self.rank + 1 == self.world_size
+    }
+}
+
+impl fmt::Display for Topology {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "rank {} of {} (local {} of {})",
+            self.rank, self.world_size, self.local_rank, self.local_world_size
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn impossible_places_are_refused() {
+        assert!(Topology::new(0, 0).unwrap_err().is_topology());
+        assert!(Topology::new(3, 3).unwrap_err().is_topology());
+        let rank = Topology::new(2, 3).unwrap();
+        assert!(rank.with_local(0, 0).is_err());
+        assert!(rank.with_local(0, 4).is_err());
+        assert!(rank.with_local(2, 2).is_err());
+        assert!(rank.is_last() && !rank.is_main());
+        assert!(rank.with_local(0, 1).unwrap().is_local_main());
+        assert_eq!(Topology::single(), Topology::new(0, 1).unwrap());
+    }
+}

@@ -1,0 +1,188 @@
+//! How parts of buffers get from one rank to another.
+
+mod inbox;
+mod pool;
+mod tcp;
+mod threads;
+mod watch;
+
+use std::{fmt, str::FromStr};
+
+pub(crate) use inbox::{Inbox, Parcel};
+pub(crate) use tcp::Tcp;
+pub(crate) use threads::Threads;
+pub(crate) use watch::{Patience, Seconds, Watch};
+
+use crate::{
+    buffer::Buffer,
+    contract::Contract,
+    element::DType,
+    error::{Error, Kind, Result},
+};
+
+/// The way in which the ranks of a group are connected.
+///
+/// ```
+/// use accelerator_collective::TransportKind;
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let transport: TransportKind = "tcp".parse()?;
+/// assert_eq!(transport, TransportKind::Tcp);
+/// assert_eq!(transport.to_string(), "tcp");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum TransportKind {
+    /// The best that serves all ranks.
+    #[default]
+    Auto,
+    /// TCP connections between processes.
+    Tcp,
+    /// Queues between the threads of one process.
+    Threads,
+}
+
+impl TransportKind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Tcp => "tcp",
+            Self::Threads => "threads",
+        }
+    }
+}
+
+impl fmt::Display for TransportKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for TransportKind {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        [Self::Auto, Self::Tcp, Self::Threads]
+            .into_iter()
+            .find(|kind| kind.name() == text)
+            .ok_or_else(|| {
+                Error::new(
+                    Kind::Misuse,
+                    format!("{text:?} is no transport; expected auto, tcp or threads"),
+                )
+            })
+    }
+}
+
+/// Moves tagged parts between ranks; knows nothing of reductions.
+///
+/// The algorithms of the group stand on four promises:
+/// - between two ranks, parts arrive in the order in which they were sent;
+/// - [`send`](Self::send) does not wait for the receiver's engine, only for room in its inbox,
+///   so two ranks may send to each other at the same time;
+/// - a rank that is gone is reported to the inbox of every other rank, and an [`Abort`] of a rank
+///   arrives before the news that this rank is gone;
+/// - what was sent may be overwritten by the sender once the owner of that part has sent its
+///   result, and not before the algorithm receives it.
+///
+/// The last promise is more than queues and sockets need, which copy: it lets a transport whose
+/// [`buffer`](Self::buffer)s lie in shared memory hand over a view instead of bytes. Its `send`
+/// publishes an offset where the part lies inside such a buffer, its [`Parcel`]s borrow the
+/// mapping, and the algorithms stay as they are.
+pub(crate) trait Transport: fmt::Debug + Send + Sync {
+    fn kind(&self) -> TransportKind;
+
+    /// Who the ranks are, in rank order.
+    fn peers(&self) -> &[Peer];
+
+    /// Where parts for this rank arrive.
+    fn inbox(&self) -> &Inbox;
+
+    /// Hands one part to a peer.
+    fn send(&self, to: usize, part: Part<'_>, watch: &mut Watch<'_>) -> Result<()>;
+
+    /// Says the last word to every peer, without waiting for any of them for long. Nothing is
+    /// sent afterwards.
+    fn farewell(&self, farewell: &Farewell);
+
+    /// A buffer that this transport reduces without further copies.
+    fn buffer(&self, dtype: DType, len: usize) -> Buffer {
+        Buffer::zeroed(dtype, len)
+    }
+}
+
+/// One part on its way: at most [`CHUNK`] bytes, and where it belongs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Part<'a> {
+    pub(crate) tag: Tag,
+    /// The sender's declaration, on the first part of an operation.
+    pub(crate) contract: Option<&'a Contract>,
+    pub(crate) payload: &'a [u8],
+}
+
+/// Where a part belongs.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Tag {
+    /// The number of the operation.
+    pub(crate) sequence: u64,
+    pub(crate) stage: Stage,
+    /// The number of the chunk within its stage.
+    pub(crate) index: u32,
+}
+
+/// The stages of an operation.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Stage {
+    /// The declaration, with the first data.
+    Begin,
+    /// Data on its way to the rank that owns its part.
+    Inward,
+    /// Data on its way from its owner to everyone.
+    Outward,
+}
+
+/// The last word of a rank.
+#[derive(Clone, Debug)]
+pub(crate) enum Farewell {
+    /// The rank failed, or saw another one fail.
+    Abort(Abort),
+    /// The rank has finished in good order.
+    Goodbye,
+}
+
+/// Why a rank gave up, and in which operation.
+#[derive(Clone, Debug)]
+pub(crate) struct Abort {
+    pub(crate) sequence: u64,
+    pub(crate) error: Error,
+}
+
+/// Who a rank is, for messages.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Peer {
+    pub(crate) rank: usize,
+    pub(crate) place: Place,
+}
+
+/// Where a rank runs.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Place {
+    Process { host: String, pid: u32 },
+    Thread,
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.place {
+            Place::Process { host, pid } => {
+                write!(f, "rank {} (process {pid} on {host})", self.rank)
+            }
+            Place::Thread => write!(f, "rank {} (a thread of this process)", self.rank),
+        }
+    }
+}
+
+/// The most bytes of one part; a multiple of every element size.
+pub(crate) const CHUNK: usize = 256 * 1024;

@@ -1,0 +1,98 @@
+//! Reused memory for parts that arrive.
+
+use std::{
+    fmt,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use crate::buffer::Storage;
+
+/// Memory that arrived parts give back when they are dropped.
+#[derive(Default)]
+pub(crate) struct Pool {
+    free: Mutex<Vec<Storage>>,
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pool({} free)", self.lock().len())
+    }
+}
+
+impl Pool {
+    /// A chunk of `len` bytes whose content is whatever was there before.
+    pub(crate) fn chunk(self: &Arc<Self>, len: usize) -> Chunk {
+        if len == 0 {
+            return Chunk::default();
+        }
+        let free = self.lock().pop();
+        let mut storage = free.unwrap_or_default();
+        storage.grow(len);
+        Chunk {
+            storage,
+            len,
+            pool: Some(Arc::clone(self)),
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Storage>> {
+        // A list of free memory is whole at every moment.
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Bytes that are aligned for every element type.
+#[derive(Default)]
+pub(crate) struct Chunk {
+    storage: Storage,
+    len: usize,
+    pool: Option<Arc<Pool>>,
+}
+
+impl Chunk {
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.storage.bytes()[..self.len]
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.storage.bytes_mut()[..self.len]
+    }
+}
+
+impl fmt::Debug for Chunk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Chunk({} bytes)", self.len)
+    }
+}
+
+impl Drop for Chunk {
+    fn drop(&mut self) {
+        if let Some(pool) = self.pool.take() {
+            let mut free = pool.lock();
+            if free.len() < KEPT {
+                free.push(std::mem::take(&mut self.storage));
+            }
+        }
+    }
+}
+
+/// How many chunks are kept: with the largest parts, 16 MiB.
+const KEPT: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_comes_back() {
+        let pool = Arc::new(Pool::default());
+        let mut chunk = pool.chunk(100);
+        chunk.bytes_mut().fill(7);
+        let address = chunk.bytes().as_ptr();
+        drop(chunk);
+        let chunk = pool.chunk(60);
+        assert_eq!(chunk.bytes().as_ptr(), address);
+        assert_eq!(chunk.bytes().len(), 60);
+        assert!(pool.chunk(0).bytes().is_empty());
+    }
+}

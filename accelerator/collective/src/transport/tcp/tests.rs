@@ -1,0 +1,269 @@
+//! Peers that die, lie or fall silent. The odd rank is played by hand, with bare connections.
+
+use std::{
+    io::{Read, Write},
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::mesh;
+use crate::{
+    element::Element,
+    error::Error,
+    group::{GroupOptions, ProcessGroup},
+    reduce::ReduceOp,
+    rendezvous::{Key, Meeting, Rendezvous, StoreHost, StoreServer},
+    topology::{Launch, Topology},
+    wire::{
+        frame::{FrameKind, Head},
+        message::Registration,
+    },
+};
+
+/// Lets `honest` run on all ranks but the last, and `odd` with the connections of that one.
+/// Gives what the honest ones returned, in rank order; within a minute.
+fn run<R: Send + 'static>(
+    world_size: usize,
+    options: &GroupOptions,
+    honest: impl Fn(ProcessGroup) -> R + Clone + Send + 'static,
+    odd: impl FnOnce(Vec<TcpStream>) + Send + 'static,
+) -> Vec<R> {
+    let store = StoreServer::bind(("127.0.0.1", 0), world_size, None).unwrap();
+    let rendezvous =
+        Rendezvous::new("127.0.0.1", store.local_addr().port()).with_store(StoreHost::Launcher);
+    let (sender, results) = mpsc::channel();
+    for rank in 0..world_size - 1 {
+        let topology = Topology::new(rank, world_size).unwrap();
+        let launch = Launch::new(topology, rendezvous.clone());
+        let (honest, options, sender) = (honest.clone(), options.clone(), sender.clone());
+        thread::spawn(move || {
+            let group = ProcessGroup::connect(&launch, &options).unwrap();
+            // The receiver is gone only where the test has failed already.
+            let _ = sender.send((rank, honest(group)));
+        });
+    }
+    thread::spawn(move || {
+        let patience = Duration::from_secs(30);
+        let rank = world_size - 1;
+        let topology = Topology::new(rank, world_size).unwrap();
+        let meeting = rendezvous.meet(&topology, patience).unwrap();
+        let streams = mesh::connect(rank, &meeting, Instant::now() + patience).unwrap();
+        odd(streams.into_iter().flatten().collect());
+    });
+    let mut all: Vec<(usize, R)> = (0..world_size - 1)
+        .map(|_| results.recv_timeout(Duration::from_secs(60)).unwrap())
+        .collect();
+    all.sort_by_key(|(rank, _)| *rank);
+    all.into_iter().map(|(_, result)| result).collect()
+}
+
+fn reduce(len: usize) -> impl Fn(ProcessGroup) -> Error + Clone + Send {
+    move |group| {
+        let mut values = vec![1.0_f32; len];
+        let error = group.all_reduce(&mut values, ReduceOp::Sum).unwrap_err();
+        let later = group.barrier().unwrap_err();
+        assert_eq!(later.to_string(), error.to_string());
+        error
+    }
+}
+
+fn patient() -> GroupOptions {
+    GroupOptions::new().with_progress_timeout(Duration::from_secs(50))
+}
+
+fn assert_lost(errors: &[Error], rank: usize) {
+    let process = format!("rank {rank} (process {} on ", std::process::id());
+    for error in errors {
+        assert!(error.is_peer_lost() && !error.is_peer_left(), "{error}");
+        assert_eq!(error.ranks(), [rank], "{error}");
+        let text = error.to_string();
+        assert!(text.starts_with(&process), "{text}");
+        assert!(text.contains("collective #0, all_reduce sum f32"), "{text}");
+        assert!(text.contains("tests.rs:"), "{text}");
+    }
+}
+
+#[test]
+fn a_death_before_the_operation_is_named_by_all() {
+    let errors = run(4, &patient(), reduce(10), drop);
+    assert_lost(&errors, 3);
+}
+
+#[test]
+fn a_death_in_the_operation_is_named_by_all() {
+    let errors = run(3, &patient(), reduce(3_000_000), |mut streams| {
+        // Takes a part of what comes, says nothing, dies.
+        for stream in &mut streams {
+            stream.read_exact(&mut [0; 1000]).unwrap();
+        }
+    });
+    assert_lost(&errors, 2);
+}
+
+#[test]
+fn a_death_within_a_frame_is_named() {
+    let errors = run(3, &patient(), reduce(10), |mut streams| {
+        let head = Head::new(FrameKind::Begin, 0, 0, &[0; 20], &[0; 40]).encode();
+        for stream in &mut streams {
+            stream.write_all(&head[..20]).unwrap();
+        }
+    });
+    assert_lost(&errors, 2);
+}
+
+#[test]
+fn a_death_is_named_though_a_living_rank_is_late() {
+    let options = patient();
+    let errors = run(
+        3,
+        &options,
+        |group| {
+            if group.rank() == 1 {
+                thread::sleep(Duration::from_secs(1));
+            }
+            let started = Instant::now();
+            let error = reduce(10)(group);
+            // Far below the progress timeout.
+            assert!(started.elapsed() < Duration::from_secs(30));
+            error
+        },
+        drop,
+    );
+    assert_lost(&errors, 2);
+}
+
+#[test]
+fn a_death_ends_started_operations() {
+    let errors = run(
+        3,
+        &patient(),
+        |group| {
+            let start = || group.start_all_reduce(group.buffer(f32::DTYPE, 100), ReduceOp::Sum);
+            let first = start().unwrap();
+            let second = start();
+            let error = first.wait().unwrap_err();
+            if let Ok(second) = second {
+                assert!(second.wait().unwrap_err().is_peer_lost());
+            }
+            error
+        },
+        drop,
+    );
+    assert_lost(&errors, 2);
+}
+
+#[test]
+fn a_rank_that_takes_nothing_is_named_in_time() {
+    let options = patient().with_progress_timeout(Duration::from_secs(1));
+    let (release, held) = mpsc::channel::<()>();
+    // More than the sockets hold, so that the sender stalls.
+    let errors = run(
+        2,
+        &options,
+        |group| group.broadcast(&mut vec![0_u8; 60_000_000], 0).unwrap_err(),
+        move |streams| {
+            let mut declared = streams[0].try_clone().unwrap();
+            let contract = crate::contract::Contract::new(
+                crate::contract::Call::Broadcast,
+                crate::contract::Site::new("odd.rs", 1),
+            )
+            .with_data(u8::DTYPE, 60_000_000)
+            .with_root(0);
+            let (bytes, len) = contract.encode();
+            let head = Head::new(FrameKind::Begin, 0, 0, &bytes[..len], &[]);
+            declared.write_all(&head.encode()).unwrap();
+            declared.write_all(&bytes[..len]).unwrap();
+            // Until the test is over.
+            let _ = held.recv();
+        },
+    );
+    drop(release);
+    assert!(errors[0].is_timeout(), "{}", errors[0]);
+    assert_eq!(errors[0].ranks(), [1], "{}", errors[0]);
+}
+
+#[test]
+fn bytes_that_are_no_frame_are_told() {
+    let rubbish: [(&[u8], &str); 3] = [
+        (&[b'x'; 100], "bytes that begin no frame"),
+        (
+            &Head::new(FrameKind::Begin, 0, 0, &[], &[]).encode(),
+            "a malformed declaration",
+        ),
+        (
+            &{
+                let mut head = Head::new(FrameKind::Outward, 0, 0, &[], &[]).encode();
+                head[27] = 0xff;
+                head
+            },
+            "a wrong checksum",
+        ),
+    ];
+    for (bytes, text) in rubbish {
+        let bytes = bytes.to_vec();
+        let (release, held) = mpsc::channel::<()>();
+        let errors = run(3, &patient(), reduce(10), move |mut streams| {
+            for stream in &mut streams {
+                stream.write_all(&bytes).unwrap();
+            }
+            let _ = held.recv();
+        });
+        drop(release);
+        for error in errors {
+            assert!(error.is_protocol(), "{error}");
+            assert_eq!(error.ranks(), [2], "{error}");
+            assert!(error.to_string().contains(text), "{error}");
+        }
+    }
+}
+
+#[test]
+fn frames_out_of_order_are_told() {
+    let (release, held) = mpsc::channel::<()>();
+    let errors = run(2, &patient(), reduce(10), move |mut streams| {
+        let head = Head::new(FrameKind::Outward, 5, 3, &[], &[]);
+        streams[0].write_all(&head.encode()).unwrap();
+        let _ = held.recv();
+    });
+    drop(release);
+    assert!(errors[0].is_protocol(), "{}", errors[0]);
+}
+
+/// Strangers at the door of a rank neither get in nor keep the others out.
+#[test]
+fn strangers_do_not_disturb_the_mesh() {
+    let listeners = [0, 1].map(|_| TcpListener::bind(("127.0.0.1", 0)).unwrap());
+    let addresses = [0, 1].map(|rank: usize| listeners[rank].local_addr().unwrap());
+    let meeting = |rank: usize, key: &[u8]| Meeting {
+        ranks: (0..2)
+            .map(|rank| Registration {
+                rank,
+                world_size: 2,
+                host: "here".to_owned(),
+                pid: 1,
+                address: addresses[rank],
+                patience: Duration::from_secs(30),
+            })
+            .collect(),
+        listener: listeners[rank].try_clone().unwrap(),
+        key: Key::new(key),
+        store: None,
+    };
+    let deadline = Instant::now() + Duration::from_secs(40);
+    let silent = TcpStream::connect(addresses[0]).unwrap();
+    let mut loud = TcpStream::connect(addresses[0]).unwrap();
+    loud.write_all(b"SSH-2.0-scanner\r\n").unwrap();
+    let (first, stranger) = (meeting(0, b"job"), meeting(1, b"another job"));
+    let host = thread::spawn(move || mesh::connect(0, &first, deadline).unwrap());
+    let error = mesh::connect(1, &stranger, deadline).unwrap_err();
+    assert!(
+        error.to_string().contains("the proof of another job"),
+        "{error}"
+    );
+    let streams = mesh::connect(1, &meeting(1, b"job"), deadline).unwrap();
+    assert!(streams[0].is_some() && streams[1].is_none());
+    assert!(host.join().unwrap()[1].is_some());
+    drop((silent, loud));
+}

@@ -1,0 +1,340 @@
+//! Frames between ranks: a fixed head, a short preamble, a bounded payload.
+
+use std::{fmt, io::Read};
+
+use super::source::ReadError;
+use crate::{
+    contract::Contract,
+    error::{Error, Kind},
+    transport::{Abort, CHUNK},
+};
+
+/// The head of a frame.
+///
+/// | bytes | content (little-endian) |
+/// |---|---|
+/// | 0..4 | `ACLF` |
+/// | 4 | version |
+/// | 5 | kind |
+/// | 6..8 | zero |
+/// | 8..16 | sequence number of the operation |
+/// | 16..20 | number of the chunk |
+/// | 20..24 | length of the preamble |
+/// | 24..28 | length of the payload |
+/// | 28..32 | CRC-32 of preamble and payload |
+/// | 32..36 | CRC-32 of the bytes before |
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Head {
+    pub(crate) kind: FrameKind,
+    pub(crate) sequence: u64,
+    pub(crate) index: u32,
+    pub(crate) preamble: usize,
+    pub(crate) payload: usize,
+    pub(crate) checksum: u32,
+}
+
+impl Head {
+    /// The head of a frame with this body.
+    pub(crate) fn new(
+        kind: FrameKind,
+        sequence: u64,
+        index: u32,
+        preamble: &[u8],
+        payload: &[u8],
+    ) -> Self {
+        Self {
+            kind,
+            sequence,
+            index,
+            preamble: preamble.len(),
+            payload: payload.len(),
+            checksum: checksum(preamble, payload),
+        }
+    }
+
+    pub(crate) fn encode(&self) -> [u8; Self::LEN] {
+        let mut out = [0; Self::LEN];
+        out[0..4].copy_from_slice(&MAGIC);
+        out[4] = VERSION;
+        out[5] = self.kind as u8;
+        out[8..16].copy_from_slice(&self.sequence.to_le_bytes());
+        out[16..20].copy_from_slice(&self.index.to_le_bytes());
+        // Both lengths are bounded far below 32 bits.
+        out[20..24].copy_from_slice(&(self.preamble as u32).to_le_bytes());
+        out[24..28].copy_from_slice(&(self.payload as u32).to_le_bytes());
+        out[28..32].copy_from_slice(&self.checksum.to_le_bytes());
+        let seal = crc32fast::hash(&out[..32]);
+        out[32..36].copy_from_slice(&seal.to_le_bytes());
+        out
+    }
+
+    /// Reads a head and checks everything that can be checked without the body, its lengths
+    /// above all.
+    pub(crate) fn decode(bytes: &[u8; Self::LEN]) -> Result<Self, FrameError> {
+        let word = |at: usize| {
+            u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        };
+        if bytes[0..4] != MAGIC {
+            return Err(FrameError::Magic([bytes[0], bytes[1], bytes[2], bytes[3]]));
+        }
+        if bytes[4] != VERSION {
+            return Err(FrameError::Version(bytes[4]));
+        }
+        if word(32) != crc32fast::hash(&bytes[..32]) {
+            return Err(FrameError::Checksum);
+        }
+        let Some(kind) = FrameKind::from_code(bytes[5]) else {
+            return Err(FrameError::Kind(bytes[5]));
+        };
+        let (preamble, payload) = (word(20) as usize, word(24) as usize);
+        if bytes[6..8] != [0, 0] || preamble > PREAMBLE || payload > CHUNK {
+            return Err(FrameError::Bounds { preamble, payload });
+        }
+        Ok(Self {
+            kind,
+            sequence: u64::from(word(8)) | u64::from(word(12)) << 32,
+            index: word(16),
+            preamble,
+            payload,
+            checksum: word(28),
+        })
+    }
+
+    /// Reads the next head of a connection.
+    pub(crate) fn read(from: &mut impl Read) -> Result<Self, ReadError> {
+        let mut bytes = [0; Self::LEN];
+        super::source::fill(from, &mut bytes)?;
+        Ok(Self::decode(&bytes)?)
+    }
+
+    /// Checks the body that followed.
+    pub(crate) fn check(&self, preamble: &[u8], payload: &[u8]) -> Result<(), FrameError> {
+        if checksum(preamble, payload) == self.checksum {
+            Ok(())
+        } else {
+            Err(FrameError::Checksum)
+        }
+    }
+
+    pub(crate) const LEN: usize = 36;
+}
+
+/// What a frame is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum FrameKind {
+    /// The rank gives up; the preamble says why.
+    Abort = 1,
+    /// The declaration of an operation (the preamble) and its first data.
+    Begin = 2,
+    /// The rank has finished in good order.
+    Goodbye = 3,
+    /// A sign of life; it says nothing else.
+    Heartbeat = 4,
+    /// Data on its way to the rank that owns its part.
+    Inward = 5,
+    /// Data on its way from its owner to everyone.
+    Outward = 6,
+}
+
+impl FrameKind {
+    const ALL: [Self; 6] = [
+        Self::Abort,
+        Self::Begin,
+        Self::Goodbye,
+        Self::Heartbeat,
+        Self::Inward,
+        Self::Outward,
+    ];
+
+    fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| *kind as u8 == code)
+    }
+}
+
+/// Why bytes are no frame.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum FrameError {
+    Bounds { preamble: usize, payload: usize },
+    Checksum,
+    Contract,
+    Kind(u8),
+    Magic([u8; 4]),
+    Version(u8),
+}
+
+impl fmt::Display for FrameError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bounds { preamble, payload } => write!(
+                f,
+                "lengths out of bounds: {preamble} and {payload} bytes, at most {PREAMBLE} and \
+                 {CHUNK} are allowed"
+            ),
+            Self::Checksum => f.write_str("a wrong checksum"),
+            Self::Contract => f.write_str("a malformed declaration"),
+            Self::Kind(kind) => write!(f, "an unknown kind of frame, {kind}"),
+            Self::Magic(found) => write!(f, "bytes that begin no frame, {found:02x?}"),
+            Self::Version(found) => write!(f, "protocol version {found}, expected {VERSION}"),
+        }
+    }
+}
+
+impl std::error::Error for FrameError {}
+
+impl Abort {
+    /// The preamble of an abort frame.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let ranks = &self.error.ranks()[..self.error.ranks().len().min(256)];
+        let mut out = vec![self.error.kind().code()];
+        out.extend_from_slice(&(ranks.len() as u16).to_le_bytes());
+        for rank in ranks {
+            out.extend_from_slice(&(*rank as u32).to_le_bytes());
+        }
+        let text = self.error.to_string();
+        let mut end = text.len().min(PREAMBLE - out.len());
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        out.extend_from_slice(&text.as_bytes()[..end]);
+        out
+    }
+
+    /// Reads what [`encode`](Self::encode) wrote.
+    pub(crate) fn decode(sequence: u64, bytes: &[u8]) -> Option<Self> {
+        let (kind, rest) = bytes.split_first()?;
+        let (count, rest) = rest.split_at_checked(2)?;
+        let count = usize::from(u16::from_le_bytes(count.try_into().ok()?));
+        let (ranks, text) = rest.split_at_checked(4 * count)?;
+        let ranks = ranks
+            .chunks_exact(4)
+            .map(|x| u32::from_le_bytes([x[0], x[1], x[2], x[3]]) as usize)
+            .collect();
+        let text = std::str::from_utf8(text).ok()?;
+        Some(Self {
+            sequence,
+            error: Error::about(Kind::from_code(*kind)?, ranks, text),
+        })
+    }
+}
+
+fn checksum(preamble: &[u8], payload: &[u8]) -> u32 {
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(preamble);
+    hasher.update(payload);
+    hasher.finalize()
+}
+
+/// The most bytes of a preamble: an abort that quotes a disagreement of many ranks.
+pub(crate) const PREAMBLE: usize = 16 * 1024;
+
+const MAGIC: [u8; 4] = *b"ACLF";
+const VERSION: u8 = 1;
+const _: () = assert!(Contract::BOUND <= PREAMBLE);
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn any_head() -> impl Strategy<Value = Head> {
+        let kind = proptest::sample::select(&FrameKind::ALL[..]);
+        (
+            kind,
+            any::<u64>(),
+            any::<u32>(),
+            0..=PREAMBLE,
+            0..=CHUNK,
+            any::<u32>(),
+        )
+            .prop_map(
+                |(kind, sequence, index, preamble, payload, checksum)| Head {
+                    kind,
+                    sequence,
+                    index,
+                    preamble,
+                    payload,
+                    checksum,
+                },
+            )
+    }
+
+    proptest! {
+        #[test]
+        fn heads_survive_the_wire(head in any_head()) {
+            prop_assert_eq!(Head::decode(&head.encode()), Ok(head));
+        }
+
+        #[test]
+        fn a_changed_bit_is_noticed(head in any_head(), bit in 0..Head::LEN * 8) {
+            let mut bytes = head.encode();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            prop_assert!(Head::decode(&bytes).is_err());
+        }
+
+        #[test]
+        fn a_truncated_head_is_noticed(head in any_head(), len in 0..Head::LEN) {
+            let bytes = head.encode();
+            prop_assert!(Head::read(&mut &bytes[..len]).is_err());
+        }
+
+        #[test]
+        fn rubbish_is_no_frame(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            prop_assert!(Head::read(&mut &bytes[..]).is_err());
+            let _ = Abort::decode(0, &bytes);
+        }
+
+        #[test]
+        fn a_changed_body_is_noticed(
+            preamble in proptest::collection::vec(any::<u8>(), 0..50),
+            payload in proptest::collection::vec(any::<u8>(), 1..500),
+            at in any::<proptest::sample::Index>(),
+            flip in 1_u8..,
+        ) {
+            let head = Head::new(FrameKind::Begin, 1, 0, &preamble, &payload);
+            prop_assert!(head.check(&preamble, &payload).is_ok());
+            let mut changed = payload.clone();
+            changed[at.index(payload.len())] ^= flip;
+            prop_assert_eq!(head.check(&preamble, &changed), Err(FrameError::Checksum));
+        }
+    }
+
+    #[test]
+    fn lengths_beyond_the_bounds_are_refused() {
+        let head = Head {
+            kind: FrameKind::Outward,
+            sequence: 0,
+            index: 0,
+            preamble: PREAMBLE + 1,
+            payload: 0,
+            checksum: 0,
+        };
+        assert!(matches!(
+            Head::decode(&head.encode()),
+            Err(FrameError::Bounds { .. })
+        ));
+        let head = Head {
+            preamble: 0,
+            payload: CHUNK + 1,
+            ..head
+        };
+        assert!(matches!(
+            Head::decode(&head.encode()),
+            Err(FrameError::Bounds { .. })
+        ));
+    }
+
+    #[test]
+    fn aborts_survive_the_wire() {
+        let text = "é".repeat(PREAMBLE);
+        for text in ["rank 1 is lost", &text] {
+            let error = Error::about(Kind::PeerLost, vec![1, 63], text);
+            let bytes = Abort { sequence: 7, error }.encode();
+            assert!(bytes.len() <= PREAMBLE);
+            let back = Abort::decode(7, &bytes).unwrap();
+            assert!(back.error.is_peer_lost());
+            assert_eq!(back.error.ranks(), [1, 63]);
+            assert!(text.starts_with(&back.error.to_string()));
+        }
+    }
+}

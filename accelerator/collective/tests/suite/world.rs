@@ -1,0 +1,92 @@
+//! Worlds of every kind, whose ranks are threads of the test.
+
+use std::{sync::mpsc, thread, time::Duration};
+
+use accelerator_collective::{
+    GroupOptions, Launch, ProcessGroup, Rendezvous, StoreHost, Topology, rendezvous::StoreServer,
+};
+
+/// How the ranks of a test are connected.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Means {
+    Tcp,
+    Threads,
+}
+
+/// Deadlines that a loaded machine keeps.
+pub(crate) fn patient() -> GroupOptions {
+    GroupOptions::new()
+        .with_connect_timeout(Duration::from_secs(60))
+        .with_progress_timeout(Duration::from_secs(60))
+}
+
+/// Runs `body` once for each rank, each on a thread of its own, and gives the results in rank
+/// order. Fails when that takes longer than two minutes.
+pub(crate) fn run<R: Send + 'static>(
+    means: Means,
+    world_size: usize,
+    body: impl Fn(ProcessGroup) -> R + Clone + Send + 'static,
+) -> Vec<R> {
+    run_with(means, world_size, &patient(), body)
+}
+
+pub(crate) fn run_with<R: Send + 'static>(
+    means: Means,
+    world_size: usize,
+    options: &GroupOptions,
+    body: impl Fn(ProcessGroup) -> R + Clone + Send + 'static,
+) -> Vec<R> {
+    let (sender, results) = mpsc::channel();
+    let start = |rank: usize, join: Box<dyn FnOnce() -> ProcessGroup + Send>| {
+        let (body, sender) = (body.clone(), sender.clone());
+        thread::spawn(move || {
+            let result = body(join());
+            // The receiver is gone only where the test has failed already.
+            let _ = sender.send((rank, result));
+        });
+    };
+    let mut store = None;
+    match means {
+        Means::Threads => {
+            let ranks = ProcessGroup::threads(world_size, options).unwrap();
+            for (rank, group) in ranks.into_iter().enumerate() {
+                start(rank, Box::new(move || group));
+            }
+        }
+        Means::Tcp => {
+            let server = StoreServer::bind(("127.0.0.1", 0), world_size, None).unwrap();
+            let port = server.local_addr().port();
+            store = Some(server);
+            for rank in 0..world_size {
+                let launch = launch(rank, world_size, port);
+                let options = options.clone();
+                start(
+                    rank,
+                    Box::new(move || ProcessGroup::connect(&launch, &options).unwrap()),
+                );
+            }
+        }
+    }
+    drop(sender);
+    let mut all: Vec<(usize, R)> = Vec::new();
+    while all.len() < world_size {
+        match results.recv_timeout(Duration::from_secs(120)) {
+            Ok(result) => all.push(result),
+            Err(error) => panic!(
+                "only ranks {:?} of {world_size} ended well: {error}",
+                all.iter().map(|(rank, _)| rank).collect::<Vec<_>>()
+            ),
+        }
+    }
+    drop(store);
+    all.sort_by_key(|(rank, _)| *rank);
+    all.into_iter().map(|(_, result)| result).collect()
+}
+
+/// The launch of one rank that meets the others at a store of the test.
+pub(crate) fn launch(rank: usize, world_size: usize, port: u16) -> Launch {
+    Launch::new(
+        Topology::new(rank, world_size).unwrap(),
+        Rendezvous::new("127.0.0.1", port).with_store(StoreHost::Launcher),
+    )
+}

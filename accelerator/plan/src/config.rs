@@ -1,0 +1,241 @@
+//! The settings of a plan.
+
+use std::num::NonZeroUsize;
+
+use crate::error::{Error, Kind, Result};
+use crate::plan::Plan;
+use crate::tail::TailPolicy;
+
+/// How many samples make a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BatchSize {
+    /// Samples a rank and step: the global batch grows with the world size.
+    PerRank(NonZeroUsize),
+    /// Samples a step over all ranks (Accelerate's `split_batches`); a multiple of the world size.
+    Global(NonZeroUsize),
+}
+
+impl BatchSize {
+    /// So many samples a rank and step.
+    ///
+    /// # Errors
+    ///
+    /// If it is zero ([`Error::is_batch_size`]).
+    pub fn per_rank(samples: usize) -> Result<Self> {
+        non_zero(samples).map(Self::PerRank)
+    }
+
+    /// So many samples a step over all ranks.
+    ///
+    /// # Errors
+    ///
+    /// If it is zero ([`Error::is_batch_size`]).
+    pub fn global(samples: usize) -> Result<Self> {
+        non_zero(samples).map(Self::Global)
+    }
+}
+
+/// In which order an epoch goes through the samples.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Order {
+    /// By index, the same in every epoch.
+    #[default]
+    Sequential,
+    /// Shuffled over all samples, anew in every epoch: see [`Permutation`](crate::Permutation).
+    Shuffled {
+        /// The seed of the run, the same on every rank.
+        seed: u64,
+    },
+}
+
+/// The settings of a [`Plan`]: one rank, [`TailPolicy::Exact`] and sequential order unless said
+/// otherwise.
+///
+/// ```
+/// use accelerator_plan::{BatchSize, Order, PlanConfig, TailPolicy};
+///
+/// # fn main() -> accelerator_plan::Result<()> {
+/// let plan = PlanConfig::new(60_000, BatchSize::global(128)?)
+///     .with_world_size(4)
+///     .with_tail(TailPolicy::Drop)
+///     .with_order(Order::Shuffled { seed: 42 })
+///     .init()?;
+/// assert_eq!(plan.batch_size(), 32);
+/// assert_eq!(plan.epoch(0).steps(0), 468);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct PlanConfig {
+    samples: u64,
+    batch_size: BatchSize,
+    world_size: usize,
+    tail: TailPolicy,
+    order: Order,
+}
+
+impl PlanConfig {
+    /// A plan for so many samples in batches of this size.
+    #[must_use]
+    pub fn new(samples: u64, batch_size: BatchSize) -> Self {
+        Self {
+            samples,
+            batch_size,
+            world_size: 1,
+            tail: TailPolicy::default(),
+            order: Order::default(),
+        }
+    }
+
+    /// Divides the samples over so many ranks.
+    #[must_use]
+    pub fn with_world_size(mut self, ranks: usize) -> Self {
+        self.world_size = ranks;
+        self
+    }
+
+    /// Chooses what becomes of the last, incomplete global batch.
+    #[must_use]
+    pub fn with_tail(mut self, tail: TailPolicy) -> Self {
+        self.tail = tail;
+        self
+    }
+
+    /// Chooses the order of the samples.
+    #[must_use]
+    pub fn with_order(mut self, order: Order) -> Self {
+        self.order = order;
+        self
+    }
+
+    /// The plan, its settings checked.
+    ///
+    /// # Errors
+    ///
+    /// If the world size is zero ([`Error::is_world_size`]), a global batch does not divide over
+    /// the ranks ([`Error::is_batch_size`]), or a batch or the whole plan is too large to count
+    /// ([`Error::is_too_large`]): a rank's batch may hold 2³² − 1 samples, and the samples plus one
+    /// global batch must stay below 2⁶⁴.
+    pub fn init(self) -> Result<Plan> {
+        let Self {
+            samples,
+            batch_size,
+            world_size,
+            tail,
+            order,
+        } = self;
+        let Some(ranks) = NonZeroUsize::new(world_size) else {
+            return Err(Error::new(
+                Kind::WorldSize,
+                "the world size is 0: give the number of ranks, at least 1".to_owned(),
+            ));
+        };
+        let per_rank = match batch_size {
+            BatchSize::PerRank(size) => size.get(),
+            BatchSize::Global(size) if size.get().is_multiple_of(world_size) => size.get() / ranks,
+            BatchSize::Global(size) => return Err(indivisible(size.get(), world_size)),
+        };
+        // Positions run at most one global batch past the samples; below this bound none overflows.
+        let countable = u32::try_from(per_rank).is_ok()
+            && (per_rank as u64)
+                .checked_mul(world_size as u64)
+                .and_then(|global| samples.checked_add(global))
+                .is_some();
+        if !countable {
+            return Err(Error::new(
+                Kind::TooLarge,
+                format!(
+                    "{samples} samples in batches of {per_rank} on {world_size} ranks cannot be counted: \
+                     give a smaller batch size, at most {} a rank, so that the samples and one global \
+                     batch stay below 2^64 together",
+                    u32::MAX
+                ),
+            ));
+        }
+        Ok(Plan::new(samples, per_rank, world_size, tail, order))
+    }
+}
+
+fn non_zero(samples: usize) -> Result<NonZeroUsize> {
+    NonZeroUsize::new(samples).ok_or_else(|| {
+        Error::new(
+            Kind::BatchSize,
+            "the batch size is 0: give the number of samples in a batch, at least 1".to_owned(),
+        )
+    })
+}
+
+fn indivisible(size: usize, world_size: usize) -> Error {
+    let below = size - size % world_size;
+    let above = below.saturating_add(world_size);
+    let advice = if below == 0 {
+        format!("{above}")
+    } else {
+        format!("{below} or {above}")
+    };
+    Error::new(
+        Kind::BatchSize,
+        format!(
+            "a global batch of {size} samples does not divide over {world_size} ranks: give a multiple of the world \
+             size, for example {advice}, or a batch size per rank"
+        ),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refuses_zero() {
+        for refused in [BatchSize::per_rank(0), BatchSize::global(0)] {
+            let error = refused.unwrap_err();
+            assert!(error.is_batch_size());
+            assert!(error.to_string().contains("at least 1"), "{error}");
+        }
+        let error = PlanConfig::new(1, BatchSize::per_rank(1).unwrap())
+            .with_world_size(0)
+            .init()
+            .unwrap_err();
+        assert!(error.is_world_size() && !error.is_batch_size());
+        assert!(error.to_string().contains("at least 1"), "{error}");
+    }
+
+    #[test]
+    fn refuses_a_global_batch_that_does_not_divide() {
+        let advice = |size, ranks| {
+            let error = PlanConfig::new(9, BatchSize::global(size).unwrap())
+                .with_world_size(ranks)
+                .init()
+                .unwrap_err();
+            assert!(error.is_batch_size());
+            error.to_string()
+        };
+        assert!(
+            advice(10, 4).contains("for example 8 or 12"),
+            "{}",
+            advice(10, 4)
+        );
+        assert!(
+            advice(3, 4).contains("for example 4, or"),
+            "{}",
+            advice(3, 4)
+        );
+        assert!(advice(usize::MAX, 2).contains("multiple of the world size"));
+    }
+
+    #[test]
+    fn refuses_what_cannot_be_counted() {
+        let init = |samples, size, ranks| {
+            PlanConfig::new(samples, BatchSize::per_rank(size).unwrap())
+                .with_world_size(ranks)
+                .init()
+        };
+        assert!(init(u64::MAX, 1, 1).unwrap_err().is_too_large());
+        assert!(init(u64::MAX - 8, 2, 5).unwrap_err().is_too_large());
+        assert!(init(10, usize::MAX, 1).unwrap_err().is_too_large());
+        assert!(init(10, 2, usize::MAX).unwrap_err().is_too_large());
+        let plan = init(u64::MAX - 10, 2, 5).unwrap();
+        assert_eq!(plan.epoch(0).steps(0), u64::MAX / 10 - 1 + 1);
+    }
+}

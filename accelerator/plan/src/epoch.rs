@@ -1,0 +1,207 @@
+//! The plan of one epoch.
+
+use std::ops::Range;
+
+use crate::batch::{BatchKind, PlannedBatch, RankBatches};
+use crate::config::Order;
+use crate::error::{Error, Kind, Result};
+use crate::permutation::Permutation;
+use crate::plan::Plan;
+use crate::tail::TailPolicy;
+
+/// Who gets which sample in one epoch; made by [`Plan::epoch`].
+///
+/// It holds a few numbers, however many samples there are, and computes any batch of any rank.
+/// A rank that is not below the world size has no batches.
+///
+/// ```
+/// use accelerator_plan::{BatchSize, PlanConfig};
+///
+/// # fn main() -> accelerator_plan::Result<()> {
+/// let plan = PlanConfig::new(1_000_000_000_000, BatchSize::per_rank(2)?).with_world_size(4).init()?;
+/// let batch = plan.epoch(0).batch(3, 1_000_000).expect("there are as many steps");
+/// assert_eq!(batch.indices, [8_000_006, 8_000_007]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct EpochPlan {
+    plan: Plan,
+    epoch: u64,
+    permutation: Option<Permutation>,
+    start: u64,
+}
+
+impl EpochPlan {
+    pub(crate) fn new(plan: Plan, epoch: u64) -> Self {
+        let permutation = match plan.order() {
+            Order::Sequential => None,
+            Order::Shuffled { seed } => Some(Permutation::new(plan.samples(), seed, epoch)),
+        };
+        Self {
+            plan,
+            epoch,
+            permutation,
+            start: 0,
+        }
+    }
+
+    /// The rest of the epoch when `consumed` of its samples, counted from its beginning, have been
+    /// used, by however many ranks in batches of whatever size.
+    ///
+    /// Steps are counted from 0 there. The number to give is what
+    /// [`consumed_after`](Self::consumed_after) said of the last step that was done. Padding still
+    /// comes from the start of the whole epoch.
+    ///
+    /// # Errors
+    ///
+    /// If the epoch has fewer samples ([`Error::is_start`]).
+    pub fn starting_at(self, consumed: u64) -> Result<Self> {
+        let samples = self.plan.samples();
+        if consumed > samples {
+            return Err(Error::new(
+                Kind::Start,
+                format!(
+                    "the epoch cannot start after {consumed} samples, it has only {samples}: give at most {samples}, \
+                     and check that the data set is the one the offset was saved for"
+                ),
+            ));
+        }
+        Ok(Self {
+            start: consumed,
+            ..self
+        })
+    }
+
+    /// The plan of the run that this epoch belongs to.
+    #[must_use]
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// The number of the epoch.
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// How many samples of the epoch were consumed before it starts here.
+    #[must_use]
+    pub fn start(&self) -> u64 {
+        self.start
+    }
+
+    /// The steps of this rank, from where the plan starts.
+    ///
+    /// They are the same on every rank, except under [`TailPolicy::Uneven`], where rank 0 has the
+    /// most and the last rank may have one fewer.
+    #[must_use]
+    pub fn steps(&self, rank: usize) -> u64 {
+        if rank >= self.plan.world_size() {
+            return 0;
+        }
+        let left = self.plan.samples() - self.start;
+        let (full, rest) = (
+            left / self.plan.global_batch(),
+            left % self.plan.global_batch(),
+        );
+        let takes_part = match self.plan.tail() {
+            TailPolicy::Exact | TailPolicy::Pad => rest > 0,
+            TailPolicy::Drop => false,
+            TailPolicy::Uneven => rest > self.chunk(rank),
+        };
+        full + u64::from(takes_part)
+    }
+
+    /// The batch of this rank in this step; `None` behind the last step.
+    ///
+    /// Takes time in proportion to the batch size, at any position.
+    #[must_use]
+    pub fn batch(&self, rank: usize, step: u64) -> Option<PlannedBatch> {
+        let steps = self.steps(rank);
+        if step >= steps {
+            return None;
+        }
+        let positions = self.positions(rank, step);
+        let samples = self.plan.samples();
+        let (loaded, real, kind) = if positions.is_empty() {
+            let earlier = match step.checked_sub(1) {
+                Some(before) => self.positions(rank, before),
+                None => self.positions(0, step),
+            };
+            (earlier, 0, BatchKind::Idle)
+        } else {
+            let real = positions.end.min(samples) - positions.start.min(samples);
+            // Fits: a batch has at most `u32::MAX` positions.
+            (positions, real as usize, BatchKind::Real)
+        };
+        let indices = loaded.map(|position| self.sample(position)).collect();
+        Some(PlannedBatch {
+            indices,
+            real,
+            kind,
+            step,
+            is_last: step + 1 == steps,
+        })
+    }
+
+    /// All batches of this rank, from where the plan starts.
+    #[must_use]
+    pub fn rank(&self, rank: usize) -> RankBatches {
+        RankBatches::new(self.clone(), rank)
+    }
+
+    /// How many samples of the epoch all ranks together have consumed once this step is done: the
+    /// offset to resume from.
+    ///
+    /// Never more than the samples of the epoch; behind the last step, what the last step left.
+    #[must_use]
+    pub fn consumed_after(&self, step: u64) -> u64 {
+        // Rank 0 takes part in every step.
+        let done = step.saturating_add(1).min(self.steps(0));
+        (self.start + done * self.plan.global_batch()).min(self.plan.samples())
+    }
+
+    /// Where the chunk of this rank begins within a global batch.
+    fn chunk(&self, rank: usize) -> u64 {
+        rank as u64 * self.plan.batch_size() as u64
+    }
+
+    /// The positions of a rank's share of one of its steps. They run past the samples under `Pad`
+    /// and are empty for an idle rank.
+    fn positions(&self, rank: usize, step: u64) -> Range<u64> {
+        let size = self.plan.batch_size() as u64;
+        let first = self.start + step * self.plan.global_batch();
+        let left = self.plan.samples() - first;
+        let is_tail = left < self.plan.global_batch();
+        let begin = first + self.chunk(rank);
+        match self.plan.tail() {
+            TailPolicy::Exact if is_tail => {
+                let (rank, ranks) = (rank as u64, self.plan.world_size() as u64);
+                let (share, extra) = (left / ranks, left % ranks);
+                let begin = first + rank * share + rank.min(extra);
+                begin..begin + share + u64::from(rank < extra)
+            }
+            TailPolicy::Uneven if is_tail => begin..(begin + size).min(self.plan.samples()),
+            _ => begin..begin + size,
+        }
+    }
+
+    /// The sample at a position of the epoch; past its end it begins again.
+    ///
+    /// Accelerate fills up from the samples of the first global batch, over and over again. That is
+    /// the same: the padding is shorter than a global batch, so it goes around only where the epoch
+    /// is, too.
+    fn sample(&self, position: u64) -> u64 {
+        let samples = self.plan.samples();
+        let position = if position < samples {
+            position
+        } else {
+            (position - samples) % samples
+        };
+        match &self.permutation {
+            Some(permutation) => permutation.index(position),
+            None => position,
+        }
+    }
+}

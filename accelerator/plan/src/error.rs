@@ -1,0 +1,73 @@
+//! The error of this crate.
+
+use std::fmt;
+use std::sync::Arc;
+
+/// The result of this crate's functions.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What is wrong with the settings of a plan.
+///
+/// The message says what was found, what was expected and what to do; the predicates tell the
+/// causes apart. Cloning is cheap.
+#[derive(Clone, Debug)]
+pub struct Error(Arc<Inner>);
+
+impl Error {
+    pub(crate) fn new(kind: Kind, message: String) -> Self {
+        Self(Arc::new(Inner { kind, message }))
+    }
+
+    /// Whether the batch size is zero, or does not divide over the ranks.
+    #[must_use]
+    pub fn is_batch_size(&self) -> bool {
+        self.0.kind == Kind::BatchSize
+    }
+
+    /// Whether the world size is zero.
+    #[must_use]
+    pub fn is_world_size(&self) -> bool {
+        self.0.kind == Kind::WorldSize
+    }
+
+    /// Whether an epoch was to start behind its last sample.
+    #[must_use]
+    pub fn is_start(&self) -> bool {
+        self.0.kind == Kind::Start
+    }
+
+    /// Whether a word names no tail policy.
+    #[must_use]
+    pub fn is_tail(&self) -> bool {
+        self.0.kind == Kind::Tail
+    }
+
+    /// Whether samples, batch size and world size are together too large to count.
+    #[must_use]
+    pub fn is_too_large(&self) -> bool {
+        self.0.kind == Kind::TooLarge
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.message)
+    }
+}
+
+impl std::error::Error for Error {}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    BatchSize,
+    WorldSize,
+    Start,
+    Tail,
+    TooLarge,
+}
+
+#[derive(Debug)]
+struct Inner {
+    kind: Kind,
+    message: String,
+}

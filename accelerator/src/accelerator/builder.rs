@@ -1,0 +1,232 @@
+use core::num::NonZeroUsize;
+use core::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use accelerator_collective::{GroupOptions, Launch, ProcessGroup, TransportKind};
+use burn::tensor::FloatDType;
+
+use super::{Accelerator, Settings, Shared};
+use crate::device::{self, DeviceKind};
+use crate::error::{Error, Result};
+use crate::model::Models;
+
+/// The environment variable that names the device, as [`AcceleratorBuilder::device`] does.
+const DEVICE_VARIABLE: &str = "ACCEL_DEVICE";
+
+/// Settings for an [`Accelerator`]; begin with [`Accelerator::builder`].
+///
+/// ```
+/// use accelerator::{Accelerator, DeviceKind};
+///
+/// let accelerator = Accelerator::builder()
+///     .device(DeviceKind::Flex)
+///     .seed(7)
+///     .accumulation_steps(4)
+///     .build()?;
+/// assert_eq!(accelerator.accumulation_steps(), 4);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct AcceleratorBuilder {
+    accumulation_steps: usize,
+    bucket_size: usize,
+    device: Option<DeviceKind>,
+    dtype: Option<FloatDType>,
+    launch: Option<Launch>,
+    options: GroupOptions,
+    seed: u64,
+    transport: Option<TransportKind>,
+}
+
+impl AcceleratorBuilder {
+    pub(super) fn new() -> Self {
+        Self {
+            accumulation_steps: 1,
+            bucket_size: 25 << 20,
+            device: None,
+            dtype: None,
+            launch: None,
+            options: GroupOptions::new(),
+            seed: 0,
+            transport: None,
+        }
+    }
+
+    /// How many calls of [`Accelerator::backward`] make one optimizer step. The last window of
+    /// an epoch may be shorter; its average is over the samples that it holds. Default: 1.
+    pub fn accumulation_steps(mut self, steps: usize) -> Self {
+        self.accumulation_steps = steps;
+        self
+    }
+
+    /// The size, in bytes, of the flat buffers in which gradients are reduced. The first one is
+    /// at most 1 MiB, so that communication can start early. Default: 25 MiB.
+    pub fn bucket_size(mut self, bytes: usize) -> Self {
+        self.bucket_size = bytes;
+        self
+    }
+
+    /// How long ranks wait for each other when they connect. Default: 60 s.
+    pub fn connect_timeout(mut self, timeout: Duration) -> Self {
+        self.options = self.options.with_connect_timeout(timeout);
+        self
+    }
+
+    /// The device; `None` is the default: `ACCEL_DEVICE`, else the fastest kind that is
+    /// compiled in.
+    pub fn device(mut self, kind: impl Into<Option<DeviceKind>>) -> Self {
+        self.device = kind.into();
+        self
+    }
+
+    /// The floating-point type of parameters and batches. It must be set before the process
+    /// makes its first tensor, since Burn fixes it then. Default: the device's own, which is
+    /// `F32`.
+    pub fn dtype(mut self, dtype: FloatDType) -> Self {
+        self.dtype = Some(dtype);
+        self
+    }
+
+    /// Where this process stands among the others, instead of what the environment says.
+    pub fn launched_as(mut self, launch: Launch) -> Self {
+        self.launch = Some(launch);
+        self
+    }
+
+    /// How long a collective waits for a rank that lives but does not come. Default: 10 minutes.
+    pub fn progress_timeout(mut self, timeout: Duration) -> Self {
+        self.options = self.options.with_progress_timeout(timeout);
+        self
+    }
+
+    /// The seed of initial weights, dropout and everything else that draws from the device. The
+    /// order of samples has a seed of its own, that of the loader. Default: 0.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// How bytes travel between ranks. Default: `ACCEL_TRANSPORT`, else chosen for where the
+    /// ranks are.
+    pub fn transport(mut self, transport: TransportKind) -> Self {
+        self.transport = Some(transport);
+        self
+    }
+
+    /// Finds this process's place, connects it with the others, and opens the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_config`] for a setting that is out of range, unknown or contradicts another;
+    /// [`Error::is_device`] for a device that is not there; [`Error::is_collective`] when the
+    /// other ranks do not come in time.
+    pub fn build(self) -> Result<Accelerator> {
+        let settings = self.settings()?;
+        if self.transport == Some(TransportKind::Threads) {
+            return Err(Error::config(
+                "the transport `threads` joins ranks inside one process; start them with \
+                 `Accelerator::builder().launch(n, …)`, or choose another transport",
+            ));
+        }
+        let launch = match &self.launch {
+            Some(launch) => launch.clone(),
+            None => Launch::from_env()?,
+        };
+        let group = ProcessGroup::connect(&launch, &self.group_options())?;
+        self.join(group, settings)
+    }
+
+    /// Runs `body` on `world_size` ranks, each a thread of this process, and returns what they
+    /// return, in rank order; see [`launch`](crate::launch).
+    ///
+    /// # Errors
+    ///
+    /// The error or panic of the rank that failed first.
+    pub fn launch<T, F>(self, world_size: usize, body: F) -> Result<Vec<T>>
+    where
+        T: Send,
+        F: Fn(Accelerator) -> Result<T> + Send + Sync,
+    {
+        let settings = self.settings()?;
+        let world_size = NonZeroUsize::new(world_size)
+            .ok_or_else(|| Error::config("launch: 0 ranks were asked for; at least 1 is needed"))?;
+        if !matches!(
+            self.transport,
+            None | Some(TransportKind::Auto | TransportKind::Threads)
+        ) {
+            return Err(Error::config(
+                "`launch` joins ranks inside one process by the transport `threads`; leave the \
+                 transport unset, or start processes with `accel-launch`",
+            ));
+        }
+        let groups = ProcessGroup::threads(world_size.get(), &self.options)?;
+        crate::launch::run(groups, |group| {
+            body(self.clone().join(group, settings.clone())?)
+        })
+    }
+
+    fn join(self, group: ProcessGroup, settings: Settings) -> Result<Accelerator> {
+        let kind = self.device_kind()?;
+        let mut device = kind.open(group.topology().local_rank())?;
+        if let Some(dtype) = self.dtype {
+            device::configure(&mut device, dtype)?;
+        }
+        // The same seed on every rank: models that are built alike are alike.
+        device.seed(accelerator_plan::mix(&[settings.seed]));
+        tracing::debug!(topology = %group.topology(), device = %kind, "accelerator ready");
+        Ok(Accelerator {
+            shared: Arc::new(Shared {
+                device,
+                group,
+                kind,
+                loaders: AtomicU64::new(0),
+                models: Models::default(),
+                settings,
+            }),
+        })
+    }
+
+    fn settings(&self) -> Result<Settings> {
+        let accumulation_steps = NonZeroUsize::new(self.accumulation_steps).ok_or_else(|| {
+            Error::config("accumulation_steps is 0; expected at least 1 (no accumulation)")
+        })?;
+        if self.bucket_size < 1024 {
+            return Err(Error::config(format!(
+                "bucket_size is {} bytes; expected at least 1024 (the default is 25 MiB)",
+                self.bucket_size
+            )));
+        }
+        Ok(Settings {
+            accumulation_steps,
+            bucket_size: self.bucket_size,
+            seed: self.seed,
+        })
+    }
+
+    fn group_options(&self) -> GroupOptions {
+        match self.transport {
+            Some(transport) => self.options.clone().with_transport(transport),
+            None => self.options.clone(),
+        }
+    }
+
+    fn device_kind(&self) -> Result<DeviceKind> {
+        let named = match std::env::var(DEVICE_VARIABLE) {
+            Ok(name) => Some(
+                name.parse::<DeviceKind>()
+                    .map_err(|error| Error::config(format!("{DEVICE_VARIABLE}: {error}")))?,
+            ),
+            Err(std::env::VarError::NotPresent) => None,
+            Err(error) => return Err(Error::config(format!("{DEVICE_VARIABLE}: {error}"))),
+        };
+        match (self.device, named) {
+            (Some(asked), Some(named)) if asked != named => Err(Error::config(format!(
+                "the program asks for device `{asked}`, and {DEVICE_VARIABLE} for `{named}`; \
+                 unset the variable, or leave the choice to it"
+            ))),
+            (asked, named) => Ok(asked.or(named).unwrap_or_else(DeviceKind::preferred)),
+        }
+    }
+}

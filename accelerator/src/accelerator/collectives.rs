@@ -1,0 +1,192 @@
+use accelerator_collective::ReduceOp;
+use burn::tensor::{DType, Tensor, TensorData};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::Accelerator;
+use crate::data::Batch;
+use crate::error::{Error, Result};
+use crate::metric::Metric;
+
+/// Tensors, metrics and objects of all ranks. Every rank must call the same operation.
+impl Accelerator {
+    /// The metric over every rank, in one reduction; tuples of metrics are reduced together.
+    ///
+    /// ```
+    /// use accelerator::metric::Mean;
+    ///
+    /// let means = accelerator::launch(2, |accelerator| {
+    ///     let mut mean = Mean::new();
+    ///     mean.update(accelerator.rank() as f64, 1 + accelerator.rank());
+    ///     Ok(accelerator.reduce(mean)?.value())
+    /// })?;
+    /// assert_eq!(means, [2.0 / 3.0, 2.0 / 3.0]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`] when another rank is lost.
+    #[track_caller]
+    pub fn reduce<T: Metric>(&self, metric: T) -> Result<T> {
+        let mut sums = Vec::with_capacity(T::SUMS);
+        metric.write(&mut sums);
+        self.shared.group.all_reduce(&mut sums, ReduceOp::Sum)?;
+        Ok(T::read(&sums))
+    }
+
+    /// The sum, mean, minimum or maximum of a tensor over the ranks, element by element.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::tensor::Tensor;
+    ///
+    /// let sums = launch(2, |accelerator| {
+    ///     let tensor = Tensor::<1>::from_floats([1.0, 2.0], &accelerator.device());
+    ///     let sum = accelerator.all_reduce(tensor, ReduceOp::Sum)?;
+    ///     Ok(sum.into_data().try_to_vec::<f32>().unwrap_or_default())
+    /// })?;
+    /// assert_eq!(sums, [[2.0, 4.0], [2.0, 4.0]]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`] when another rank is lost or its tensor has another shape or
+    /// type.
+    #[track_caller]
+    pub fn all_reduce<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
+        let (device, mut data) = (tensor.device(), tensor.into_data());
+        let group = &self.shared.group;
+        let dtype = data.dtype();
+        match dtype {
+            DType::F64 => group.all_reduce(floats::<f64>(&mut data)?, op)?,
+            DType::F32 | DType::Flex32 => group.all_reduce(floats::<f32>(&mut data)?, op)?,
+            DType::F16 => group.all_reduce(floats::<half::f16>(&mut data)?, op)?,
+            DType::BF16 => group.all_reduce(floats::<half::bf16>(&mut data)?, op)?,
+            other => return Err(not_a_float("all_reduce", other)),
+        }
+        Ok(Tensor::from_data(data, (&device, dtype)))
+    }
+
+    /// The tensors of all ranks, joined along the first dimension in rank order. The other
+    /// dimensions must be equal, the first one may differ.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`] when shapes do not fit together; [`Error::is_collective`] when
+    /// another rank is lost.
+    #[track_caller]
+    pub fn gather<const D: usize>(&self, tensor: Tensor<D>) -> Result<Tensor<D>> {
+        let rows = tensor.dims()[0];
+        self.gather_rows(tensor, rows)
+    }
+
+    /// As [`gather`](Self::gather), of the rows of `tensor` that belong to samples: padding and
+    /// idle batches are left out, so that over an epoch each sample comes exactly once.
+    ///
+    /// # Errors
+    ///
+    /// As [`gather`](Self::gather), and [`Error::is_misuse`] when `tensor` does not have a row
+    /// for each sample of the batch.
+    #[track_caller]
+    pub fn gather_for_metrics<const D: usize, O>(
+        &self,
+        tensor: Tensor<D>,
+        batch: &Batch<O>,
+    ) -> Result<Tensor<D>> {
+        let rows = tensor.dims()[0];
+        if rows != batch.len() {
+            return Err(Error::misuse(format!(
+                "gather_for_metrics: expected one row for each of the {} samples of the batch, \
+                 found {rows}; gather other tensors with `gather`",
+                batch.len()
+            )));
+        }
+        self.gather_rows(tensor, batch.real())
+    }
+
+    /// The tensor of rank `root`, on every rank; the others' own gives the shape.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`] when another rank is lost or its tensor has another size.
+    #[track_caller]
+    pub fn broadcast<const D: usize>(&self, tensor: Tensor<D>, root: usize) -> Result<Tensor<D>> {
+        let device = tensor.device();
+        let (mut bytes, shape, dtype) = tensor.into_data().into_parts();
+        self.shared.group.broadcast::<u8>(&mut bytes, root)?;
+        let data = TensorData::from_bytes(bytes, shape, dtype);
+        Ok(Tensor::from_data(data, (&device, dtype)))
+    }
+
+    /// Gathers the first `rows` rows, which may be none: Burn has no tensor without rows.
+    #[track_caller]
+    fn gather_rows<const D: usize>(&self, tensor: Tensor<D>, rows: usize) -> Result<Tensor<D>> {
+        let (device, data) = (tensor.device(), tensor.into_data());
+        let dtype = data.dtype();
+        let mut shape: Vec<usize> = data.shape().to_vec();
+        let kept = data.bytes().len() / shape[0].max(1) * rows;
+        shape[0] = rows;
+        let all = self
+            .shared
+            .group
+            .all_gather_object(&(shape.clone(), format!("{dtype:?}")))?;
+        let (first, first_dtype) = &all[0];
+        if let Some(rank) = all.iter().position(|(other, other_dtype)| {
+            other.get(1..) != first.get(1..) || other_dtype != first_dtype
+        }) {
+            let (other, other_dtype) = &all[rank];
+            return Err(Error::misuse(format!(
+                "gather joins tensors along their first dimension, so the rest must be equal: \
+                 rank 0 has {first:?} of {first_dtype}, rank {rank} has {other:?} of \
+                 {other_dtype}"
+            )));
+        }
+        let bytes = self
+            .shared
+            .group
+            .all_gather_varied(&data.bytes()[..kept])?
+            .concat();
+        shape[0] = all.iter().map(|(shape, _)| shape[0]).sum();
+        let data = TensorData::from_bytes_vec(bytes, shape, dtype);
+        Ok(Tensor::from_data(data, (&device, dtype)))
+    }
+
+    /// A value of each rank, in rank order, on every rank.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`] when another rank is lost or a value cannot be serialised.
+    #[track_caller]
+    pub fn gather_object<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
+        Ok(self.shared.group.all_gather_object(value)?)
+    }
+
+    /// Rank `root`'s value, on every rank.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`] when another rank is lost or the value cannot be serialised.
+    #[track_caller]
+    pub fn broadcast_object<T: Serialize + DeserializeOwned>(
+        &self,
+        value: &T,
+        root: usize,
+    ) -> Result<T> {
+        let mine = (self.rank() == root).then_some(value);
+        Ok(self.shared.group.broadcast_object(mine, root)?)
+    }
+}
+
+fn floats<E: burn::tensor::Element>(data: &mut TensorData) -> Result<&mut [E]> {
+    let dtype = data.dtype();
+    data.as_mut_slice::<E>()
+        .map_err(|_| not_a_float("the operation", dtype))
+}
+
+fn not_a_float(operation: &str, dtype: DType) -> Error {
+    Error::misuse(format!(
+        "{operation} takes tensors of f64, f32, f16 or bf16, found {dtype:?}; cast it first"
+    ))
+}

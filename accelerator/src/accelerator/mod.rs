@@ -1,0 +1,199 @@
+mod builder;
+mod collectives;
+mod process;
+
+use core::fmt;
+use core::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use accelerator_collective::{ProcessGroup, Topology};
+use burn::module::Module;
+use burn::tensor::{Device, Tensor};
+
+pub use self::builder::AcceleratorBuilder;
+use crate::device::DeviceKind;
+use crate::error::Result;
+use crate::gradient::{Gradients, Weight};
+use crate::model::Models;
+use crate::prepare::Prepare;
+
+/// This process's (or, under [`launch`](crate::launch), this thread's) place among the ranks of
+/// a job, with everything a training loop needs of it.
+///
+/// It is a handle: clones are the same accelerator. There is no global state, so one process
+/// may hold several.
+///
+/// ```
+/// use accelerator::Accelerator;
+///
+/// let accelerator = Accelerator::new()?;
+/// accelerator.print(format_args!("{} on {}", accelerator.topology(), accelerator.device_kind()));
+/// accelerator.finish()
+/// # .map(|()| assert!(accelerator.is_main_process()))
+/// # ; Ok::<(), accelerator::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Accelerator {
+    pub(crate) shared: Arc<Shared>,
+}
+
+pub(crate) struct Shared {
+    pub(crate) device: Device,
+    pub(crate) group: ProcessGroup,
+    pub(crate) kind: DeviceKind,
+    /// How many loaders were prepared: the next one's number.
+    pub(crate) loaders: AtomicU64,
+    pub(crate) models: Models,
+    pub(crate) settings: Settings,
+}
+
+/// What the builder was told, checked.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    pub(crate) accumulation_steps: NonZeroUsize,
+    /// In bytes.
+    pub(crate) bucket_size: usize,
+    pub(crate) seed: u64,
+}
+
+impl Accelerator {
+    /// Takes its place from the environment that `accel-launch`, torchrun or a cluster made; a
+    /// process that was started by hand is alone. Everything else has its default: see
+    /// [`Accelerator::builder`].
+    ///
+    /// # Errors
+    ///
+    /// See [`AcceleratorBuilder::build`].
+    pub fn new() -> Result<Self> {
+        Self::builder().build()
+    }
+
+    /// Starts from the defaults, to be changed before [`AcceleratorBuilder::build`].
+    pub fn builder() -> AcceleratorBuilder {
+        AcceleratorBuilder::new()
+    }
+
+    /// Makes model, optimizer and data loaders ready for wherever this program was started, and
+    /// gives them back in the order in which they came.
+    ///
+    /// | give | get |
+    /// |---|---|
+    /// | a Burn module | the same module, with rank 0's parameters, buffers and parameter ids |
+    /// | a `ModuleOptimizer` | a [`PreparedOptimizer`](crate::optim::PreparedOptimizer) whose `step` takes the learning rate |
+    /// | `(optimizer, scheduler)` | one whose `step` advances the scheduler itself |
+    /// | a [`Loader`](crate::data::Loader) | this rank's share, as a [`PreparedLoader`](crate::data::PreparedLoader) |
+    /// | an `Arc<dyn DataLoader<O>>` of Burn's | the same, shared out batch by batch |
+    /// | a tuple of these | a tuple of those |
+    ///
+    /// Every rank must prepare the same things in the same order.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_model`](crate::Error::is_model) when the model's layout differs between ranks,
+    /// naming the rank and the first path that differs;
+    /// [`Error::is_config`](crate::Error::is_config) for a batch size that is 0 or cannot be shared
+    /// by this many ranks;
+    /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
+    pub fn prepare<K, P: Prepare<K>>(&self, parts: P) -> Result<P::Prepared> {
+        parts.prepare(self)
+    }
+
+    /// Runs the backward pass of `loss` and, at the end of an accumulation window, averages the
+    /// gradients of `model` over every sample of every rank.
+    ///
+    /// `loss` is the mean over this rank's batch, as Burn's losses give it. `weight` says over
+    /// how many samples (or tokens): pass the batch itself, [`Batch::with_weight`], or a count.
+    /// The average is exact also where ranks or micro-steps hold different numbers of samples;
+    /// an idle rank's gradient counts as zero.
+    ///
+    /// Nothing is communicated before the window ends. The result goes to
+    /// [`PreparedOptimizer::step`], which leaves the model alone until then.
+    ///
+    /// [`Batch::with_weight`]: crate::data::Batch::with_weight
+    /// [`PreparedOptimizer::step`]: crate::optim::PreparedOptimizer::step
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, a loss
+    /// that does not depend on one, a weight that is not a number of samples, or a batch of a
+    /// loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven);
+    /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost. The model
+    /// is untouched in each case.
+    #[track_caller]
+    pub fn backward<M: Module>(
+        &self,
+        loss: Tensor<1>,
+        model: &M,
+        weight: impl Into<Weight>,
+    ) -> Result<Gradients> {
+        crate::gradient::backward(self, loss, model, weight.into())
+    }
+
+    /// Says goodbye to the other ranks, once all have come here. Call it at the end of the
+    /// program: a rank that leaves without it is taken for one that failed.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`](crate::Error::is_collective) when a rank does not come.
+    #[track_caller]
+    pub fn finish(&self) -> Result<()> {
+        self.shared.group.barrier()?;
+        Ok(self.shared.group.close()?)
+    }
+
+    /// The device to build models on. It records gradients; batches arrive on its plain form, so
+    /// that evaluation on `model.valid()` does not.
+    pub fn device(&self) -> Device {
+        self.shared.device.clone().autodiff()
+    }
+
+    /// The kind of [`device`](Self::device).
+    pub fn device_kind(&self) -> DeviceKind {
+        self.shared.kind
+    }
+
+    /// Where this rank stands.
+    pub fn topology(&self) -> &Topology {
+        self.shared.group.topology()
+    }
+
+    /// The number of this process among all, from 0.
+    pub fn rank(&self) -> usize {
+        self.shared.group.rank()
+    }
+
+    /// How many ranks the job has.
+    pub fn world_size(&self) -> usize {
+        self.shared.group.world_size()
+    }
+
+    /// How many calls of [`backward`](Self::backward) make one optimizer step.
+    pub fn accumulation_steps(&self) -> usize {
+        self.shared.settings.accumulation_steps.get()
+    }
+
+    /// The seed that was given to the builder.
+    pub fn seed(&self) -> u64 {
+        self.shared.settings.seed
+    }
+
+    /// The process group underneath, for communication that this type has no method for.
+    pub fn group(&self) -> &ProcessGroup {
+        &self.shared.group
+    }
+
+    pub(crate) fn next_loader(&self) -> u64 {
+        self.shared.loaders.fetch_add(1, Ordering::Relaxed)
+    }
+}
+
+impl fmt::Debug for Accelerator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Accelerator")
+            .field("topology", self.topology())
+            .field("device", &self.shared.device)
+            .field("settings", &self.shared.settings)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,117 @@
+use core::fmt;
+use core::ops::Deref;
+
+use crate::gradient::Weight;
+
+/// What a batcher made of this rank's share of a step, with what is known about it. It derefs
+/// to the batcher's value.
+#[derive(Clone)]
+pub struct Batch<O> {
+    value: O,
+    info: Info,
+}
+
+/// Everything about a batch but its value.
+#[derive(Clone, Debug)]
+pub(crate) struct Info {
+    pub(crate) epoch: u64,
+    pub(crate) indices: Vec<u64>,
+    pub(crate) is_last: bool,
+    /// How many samples there are, in the value and so in its loss.
+    pub(crate) len: usize,
+    /// How many of them, from the first, are seen for the first time in this epoch.
+    pub(crate) real: usize,
+    pub(crate) share: Share,
+    pub(crate) step: u64,
+    pub(crate) uneven: bool,
+}
+
+/// What a batch is to the others of its step.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Share {
+    /// This rank had no sample left: the value is another batch again, and counts for nothing.
+    Idle,
+    Used,
+}
+
+impl<O> Batch<O> {
+    pub(crate) fn new(value: O, info: Info) -> Self {
+        Self { value, info }
+    }
+
+    /// How many samples it holds, duplicates included: the rows of its tensors.
+    #[allow(clippy::len_without_is_empty, reason = "a batch is never empty")]
+    pub fn len(&self) -> usize {
+        self.info.len
+    }
+
+    /// How many of its samples, counted from the first, are seen for the first time in this
+    /// epoch. The rest is padding that metrics leave out; in an idle batch, all of it.
+    pub fn real(&self) -> usize {
+        self.info.real
+    }
+
+    /// What it counts in [`backward`](crate::Accelerator::backward): its number of samples, and
+    /// none when it is idle. Duplicates of [`TailPolicy::Pad`](crate::plan::TailPolicy::Pad)
+    /// count, as they do in Accelerate.
+    pub fn weight(&self) -> Weight {
+        self.with_weight(self.info.len as f64)
+    }
+
+    /// As [`weight`](Self::weight), with another count for its samples: the number of tokens
+    /// that the loss is the mean of, for example. An idle batch counts nothing all the same.
+    pub fn with_weight(&self, count: impl Into<f64>) -> Weight {
+        Weight {
+            count: if self.is_idle() { 0.0 } else { count.into() },
+            ends_epoch: self.info.is_last,
+            epoch: Some(self.info.epoch),
+            uneven: self.info.uneven,
+        }
+    }
+
+    /// Where its samples lie in the data set; empty for a batch of one of Burn's own loaders,
+    /// which do not tell.
+    pub fn indices(&self) -> &[u64] {
+        &self.info.indices
+    }
+
+    /// The epoch that was asked for.
+    pub fn epoch(&self) -> u64 {
+        self.info.epoch
+    }
+
+    /// The number of this step in the epoch, from 0.
+    pub fn step(&self) -> u64 {
+        self.info.step
+    }
+
+    /// Whether it is the last of the epoch.
+    pub fn is_last(&self) -> bool {
+        self.info.is_last
+    }
+
+    /// Whether this rank had no sample left for the epoch's last step, so that the value is an
+    /// earlier batch again. Run it as any other: its gradient and metrics count for nothing.
+    pub fn is_idle(&self) -> bool {
+        self.info.share == Share::Idle
+    }
+
+    /// The value alone.
+    pub fn into_inner(self) -> O {
+        self.value
+    }
+}
+
+impl<O> Deref for Batch<O> {
+    type Target = O;
+
+    fn deref(&self) -> &O {
+        &self.value
+    }
+}
+
+impl<O> fmt::Debug for Batch<O> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.info, f)
+    }
+}

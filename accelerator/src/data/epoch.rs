@@ -1,0 +1,97 @@
+use core::fmt;
+use std::time::{Duration, Instant};
+
+use accelerator_plan::mix;
+use burn::tensor::Device;
+
+use super::batch::Batch;
+use super::feed::Feed;
+use super::prepared::Place;
+use crate::error::Result;
+
+/// This rank's batches of one epoch; see [`PreparedLoader::epoch`](super::PreparedLoader::epoch).
+///
+/// Leaving it before its end is fine: its workers stop.
+#[must_use = "an epoch is an iterator"]
+pub struct Epoch<O> {
+    feed: Feed<O>,
+    reseed: Reseed,
+    remaining: Option<u64>,
+    waited: Duration,
+}
+
+impl<O> Epoch<O> {
+    pub(super) fn new(feed: Feed<O>, reseed: Reseed, steps: Option<u64>) -> Self {
+        Self {
+            feed,
+            reseed,
+            remaining: steps,
+            waited: Duration::ZERO,
+        }
+    }
+
+    /// How long `next` waited for batches so far. If it grows by much, add workers.
+    pub fn waited(&self) -> Duration {
+        self.waited
+    }
+}
+
+impl<O> Iterator for Epoch<O> {
+    type Item = Result<Batch<O>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let start = Instant::now();
+        let batch = self.feed.next();
+        self.waited += start.elapsed();
+        if let Some(remaining) = &mut self.remaining {
+            *remaining = remaining.saturating_sub(1);
+        }
+        if let Some(Ok(batch)) = &batch {
+            self.reseed.at(batch.step());
+        }
+        batch
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        // An error ends the epoch early, so the lower bound is not the number of steps.
+        (
+            0,
+            self.remaining.and_then(|steps| usize::try_from(steps).ok()),
+        )
+    }
+}
+
+impl<O> fmt::Debug for Epoch<O> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Epoch")
+            .field("remaining", &self.remaining)
+            .field("waited", &self.waited)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Sets the device's generator anew for each step, so that what a step draws depends on its
+/// place alone.
+pub(super) struct Reseed {
+    device: Device,
+    epoch: u64,
+    place: Place,
+}
+
+impl Reseed {
+    pub(super) fn new(device: Device, place: Place, epoch: u64) -> Self {
+        Self {
+            device,
+            epoch,
+            place,
+        }
+    }
+
+    fn at(&self, step: u64) {
+        let Place {
+            number, rank, seed, ..
+        } = self.place;
+        self.device
+            .seed(mix(&[seed, rank as u64, number, self.epoch, step]));
+    }
+}

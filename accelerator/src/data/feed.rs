@@ -1,0 +1,153 @@
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+
+use accelerator_plan::{BatchKind, EpochPlan, PlannedBatch};
+use burn::tensor::Device;
+
+use super::batch::{Batch, Info, Share as Used};
+use super::builder::Spec;
+use super::source::Source;
+use crate::device::panic_text;
+use crate::error::{Error, Kind, Result};
+
+/// Where the batches of an epoch come from, in order.
+pub(super) type Feed<O> = Box<dyn Iterator<Item = Result<Batch<O>>> + Send>;
+
+/// This rank's share of an epoch, by its plan.
+pub(super) struct Share<O> {
+    pub(super) device: Device,
+    pub(super) epoch: u64,
+    pub(super) plan: EpochPlan,
+    pub(super) rank: usize,
+    pub(super) source: Arc<dyn Source<O>>,
+    pub(super) spec: Spec,
+}
+
+impl<O: Send + 'static> Share<O> {
+    pub(super) fn feed(self) -> Feed<O> {
+        let steps = self.plan.steps(self.rank);
+        let workers = (self.spec.workers as u64).min(steps);
+        let share = Arc::new(self);
+        if workers == 0 {
+            return Box::new((0..steps).map_while(move |step| share.load(step)));
+        }
+        let started: std::io::Result<Vec<_>> = (0..workers)
+            .map(|worker| {
+                let share = share.clone();
+                Worker::start(share.spec.prefetch, move |sender| {
+                    for step in (worker..steps).step_by(workers as usize) {
+                        let Some(batch) = share.load(step) else {
+                            return;
+                        };
+                        let failed = batch.is_err();
+                        if sender.send(batch).is_err() || failed {
+                            return;
+                        }
+                    }
+                })
+            })
+            .collect();
+        match started {
+            Ok(workers) => Box::new(Workers { next: 0, workers }),
+            Err(error) => failed(error),
+        }
+    }
+
+    fn load(&self, step: u64) -> Option<Result<Batch<O>>> {
+        let planned = self.plan.batch(self.rank, step)?;
+        let value = self.source.load(&planned.indices, &self.device);
+        Some(value.map(|value| Batch::new(value, self.info(planned))))
+    }
+
+    fn info(&self, planned: PlannedBatch) -> Info {
+        Info {
+            epoch: self.epoch,
+            is_last: planned.is_last,
+            len: planned.indices.len(),
+            real: planned.real,
+            share: match planned.kind {
+                BatchKind::Idle => Used::Idle,
+                _ => Used::Used,
+            },
+            step: planned.step,
+            uneven: self.spec.is_uneven(),
+            indices: planned.indices,
+        }
+    }
+}
+
+/// A thread that loads ahead. Dropping it stops it.
+pub(super) struct Worker<O> {
+    batches: Option<Receiver<Result<Batch<O>>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl<O: Send + 'static> Worker<O> {
+    pub(super) fn start(
+        ahead: usize,
+        work: impl FnOnce(&SyncSender<Result<Batch<O>>>) + Send + 'static,
+    ) -> std::io::Result<Self> {
+        let (sender, batches) = sync_channel(ahead);
+        let thread = std::thread::Builder::new()
+            .name("loader".to_owned())
+            .spawn(move || {
+                if let Err(panic) = catch_unwind(AssertUnwindSafe(|| work(&sender))) {
+                    // Nobody listens any more if this fails.
+                    let _ = sender.send(Err(Error::new(
+                        Kind::Panic,
+                        format!("a loader's worker panicked: {}", panic_text(&*panic)),
+                    )));
+                }
+            })?;
+        Ok(Self {
+            batches: Some(batches),
+            thread: Some(thread),
+        })
+    }
+}
+
+impl<O> Iterator for Worker<O> {
+    type Item = Result<Batch<O>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.batches.as_ref()?.recv().ok()
+    }
+}
+
+impl<O> Drop for Worker<O> {
+    fn drop(&mut self) {
+        // Without a receiver the worker's next send fails, and it ends.
+        self.batches = None;
+        if let Some(thread) = self.thread.take() {
+            // Its panics were caught and sent.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A feed that has nothing but the error of a thread that could not be started.
+pub(super) fn failed<O: Send + 'static>(error: std::io::Error) -> Feed<O> {
+    Box::new(std::iter::once(Err(Error::with_source(
+        Kind::Data,
+        "a loader's worker thread could not be started",
+        error,
+    ))))
+}
+
+/// Workers that take steps in turn, read in the same turn.
+struct Workers<O> {
+    next: usize,
+    workers: Vec<Worker<O>>,
+}
+
+impl<O: Send + 'static> Iterator for Workers<O> {
+    type Item = Result<Batch<O>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let turn = self.next;
+        self.next = (turn + 1) % self.workers.len();
+        self.workers[turn].next()
+    }
+}

@@ -1,0 +1,131 @@
+use std::sync::Arc;
+use std::sync::mpsc::SyncSender;
+
+use burn::data::dataloader::{DataLoader, DataLoaderIterator};
+
+use super::batch::{Batch, Info, Share};
+use super::feed::{Feed, Worker, failed};
+use super::prepared::Place;
+use crate::error::{Error, Kind, Result};
+
+/// How many batches are read ahead.
+const AHEAD: usize = 2;
+
+/// Shares out a loader that can only be read from its start: every rank reads all of it and
+/// keeps each `W`-th batch. What a batch counts is what the loader's progress says it holds.
+///
+/// The last round may not have a batch for every rank. The others are idle then: they get the
+/// round's first batch, which counts for nothing.
+pub(super) fn feed<O: Send + 'static>(
+    loader: Arc<dyn DataLoader<O>>,
+    place: Place,
+    epoch: u64,
+) -> Feed<O> {
+    // Its iterator borrows the loader, so it lives and dies on one thread.
+    let worker = Worker::start(AHEAD, move |sender| {
+        let rounds = Rounds {
+            ahead: None,
+            items: loader.iter(),
+            processed: 0,
+            place,
+        };
+        if let Err(error) = rounds.run(epoch, sender) {
+            // Nobody listens any more if this fails.
+            let _ = sender.send(Err(error));
+        }
+    });
+    match worker {
+        Ok(worker) => Box::new(worker),
+        Err(error) => failed(error),
+    }
+}
+
+struct Rounds<'a, O> {
+    /// The batch after the round, read to know whether there is one.
+    ahead: Option<Counted<O>>,
+    items: Box<dyn DataLoaderIterator<O> + 'a>,
+    processed: usize,
+    place: Place,
+}
+
+struct Counted<O> {
+    value: O,
+    samples: usize,
+}
+
+impl<O> Rounds<'_, O> {
+    fn run(mut self, epoch: u64, sender: &SyncSender<Result<Batch<O>>>) -> Result<()> {
+        self.ahead = self.read()?;
+        for step in 0.. {
+            let Some((mine, share)) = self.round()? else {
+                return Ok(());
+            };
+            let info = Info {
+                epoch,
+                indices: Vec::new(),
+                is_last: self.ahead.is_none(),
+                len: mine.samples,
+                real: if share == Share::Idle {
+                    0
+                } else {
+                    mine.samples
+                },
+                share,
+                step,
+                uneven: false,
+            };
+            if sender.send(Ok(Batch::new(mine.value, info))).is_err() {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    /// This rank's batch of the next `W`.
+    fn round(&mut self) -> Result<Option<(Counted<O>, Share)>> {
+        let Some(first) = self.ahead.take() else {
+            return Ok(None);
+        };
+        let mut mine = (
+            first,
+            if self.place.rank == 0 {
+                Share::Used
+            } else {
+                Share::Idle
+            },
+        );
+        for rank in 1..self.place.world_size {
+            match self.read()? {
+                Some(batch) if rank == self.place.rank => mine = (batch, Share::Used),
+                Some(_) => {}
+                None => return Ok(Some(mine)),
+            }
+        }
+        self.ahead = self.read()?;
+        Ok(Some(mine))
+    }
+
+    fn read(&mut self) -> Result<Option<Counted<O>>> {
+        let Some(value) = self.items.next() else {
+            return Ok(None);
+        };
+        let value = value.map_err(|error| {
+            Error::with_source(
+                Kind::Data,
+                "the data loader failed to deliver a batch",
+                error,
+            )
+        })?;
+        let processed = self.items.progress().items_processed;
+        let samples = processed.saturating_sub(self.processed);
+        self.processed = processed;
+        if samples == 0 {
+            return Err(Error::new(
+                Kind::Data,
+                "the data loader's progress does not say how many items a batch holds, so it \
+                 cannot be weighed; build it with `accelerator::data::DataLoaderBuilder`",
+            ));
+        }
+        Ok(Some(Counted { value, samples }))
+    }
+}

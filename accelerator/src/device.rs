@@ -1,0 +1,225 @@
+use core::fmt;
+use core::str::FromStr;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use burn::tensor::{Device, FloatDType};
+
+use crate::error::{Error, Kind, Result};
+
+/// A kind of device that a program can run on.
+///
+/// Which kinds there are is decided by the crate's features: `flex` (the default) and `ndarray`
+/// on the CPU, `wgpu`, and `cuda`.
+///
+/// ```
+/// use accelerator::DeviceKind;
+///
+/// assert_eq!("flex".parse::<DeviceKind>()?, DeviceKind::Flex);
+/// assert!("banana".parse::<DeviceKind>().is_err());
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum DeviceKind {
+    /// NVIDIA devices; each rank of a host takes the device of its local rank.
+    Cuda,
+    /// The CPU, through Burn's pure-Rust kernels.
+    Flex,
+    /// The CPU, through Burn's older ndarray kernels. They are slower than [`DeviceKind::Flex`]
+    /// by an order of magnitude and deprecated upstream.
+    NdArray,
+    /// The best graphics device that Vulkan, Metal or WebGPU offers.
+    Wgpu,
+}
+
+impl DeviceKind {
+    /// Every kind there is, compiled in or not.
+    pub const ALL: [Self; 4] = [Self::Cuda, Self::Wgpu, Self::Flex, Self::NdArray];
+
+    /// Whether this build of the crate has the feature for this kind.
+    pub fn is_compiled_in(self) -> bool {
+        match self {
+            Self::Cuda => cfg!(feature = "cuda"),
+            Self::Flex => cfg!(feature = "flex"),
+            Self::NdArray => cfg!(feature = "ndarray"),
+            Self::Wgpu => cfg!(feature = "wgpu"),
+        }
+    }
+
+    /// The fastest kind that is compiled in.
+    pub(crate) fn preferred() -> Self {
+        Self::ALL
+            .into_iter()
+            .find(|kind| kind.is_compiled_in())
+            .unwrap_or(Self::Flex)
+    }
+
+    /// Opens the device of this kind for a rank that is the `local_rank`-th of its host.
+    pub(crate) fn open(self, local_rank: usize) -> Result<Device> {
+        if !self.is_compiled_in() {
+            let there: Vec<_> = Self::ALL
+                .into_iter()
+                .filter(|kind| kind.is_compiled_in())
+                .map(|kind| format!("`{kind}`"))
+                .collect();
+            return Err(Error::new(
+                Kind::Device,
+                format!(
+                    "device `{self}` is not compiled in; this program has {}: build it with \
+                     `--features {self}`, or choose one of those",
+                    there.join(", ")
+                ),
+            ));
+        }
+        // Burn's GPU runtimes panic where the driver or the device is missing.
+        catch_unwind(AssertUnwindSafe(|| self.open_compiled(local_rank))).unwrap_or_else(|panic| {
+            Err(Error::new(
+                Kind::Device,
+                format!(
+                    "device `{self}` (number {local_rank} of this host) could not be opened: \
+                         {}; check its driver, or choose another device",
+                    panic_text(&*panic)
+                ),
+            ))
+        })
+    }
+
+    #[allow(unused_variables, reason = "only `cuda` looks at the local rank")]
+    fn open_compiled(self, local_rank: usize) -> Result<Device> {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda => {
+                let there = Device::enumerate(burn::tensor::DeviceType::Cuda)
+                    .into_vec()
+                    .len();
+                if local_rank >= there {
+                    return Err(Error::new(
+                        Kind::Device,
+                        format!(
+                            "local rank {local_rank} needs CUDA device {local_rank}, but this \
+                             host has {there}; start at most {there} ranks on it"
+                        ),
+                    ));
+                }
+                opened(Device::cuda(local_rank))
+            }
+            #[cfg(feature = "flex")]
+            Self::Flex => Ok(Device::flex()),
+            #[cfg(feature = "ndarray")]
+            #[allow(
+                deprecated,
+                reason = "the kind exists to give this device to who asks for it"
+            )]
+            Self::NdArray => Ok(Device::ndarray()),
+            #[cfg(feature = "wgpu")]
+            Self::Wgpu => opened(Device::wgpu(burn::tensor::DeviceKind::DefaultDevice)),
+            #[allow(
+                unreachable_patterns,
+                reason = "reached by the kinds that are not compiled in"
+            )]
+            other => Err(Error::new(
+                Kind::Device,
+                format!("device `{other}` is not compiled in"),
+            )),
+        }
+    }
+}
+
+impl fmt::Display for DeviceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Cuda => "cuda",
+            Self::Flex => "flex",
+            Self::NdArray => "ndarray",
+            Self::Wgpu => "wgpu",
+        })
+    }
+}
+
+impl FromStr for DeviceKind {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Self::ALL
+            .into_iter()
+            .find(|kind| kind.to_string() == name)
+            .ok_or_else(|| {
+                Error::config(format!(
+                    "`{name}` is not a device; expected one of flex, ndarray, wgpu, cuda"
+                ))
+            })
+    }
+}
+
+/// Makes `dtype` the device's default. Burn allows this once per process and before the first
+/// tensor.
+pub(crate) fn configure(device: &mut Device, dtype: FloatDType) -> Result<()> {
+    if !device.supports_dtype(dtype) {
+        return Err(Error::new(
+            Kind::Device,
+            format!("the device {device:?} does not support {dtype:?}; choose another dtype"),
+        ));
+    }
+    match device.configure(dtype) {
+        Ok(()) => Ok(()),
+        Err(_) if device.settings().float_dtype == dtype => Ok(()),
+        Err(error) => Err(Error::with_source(
+            Kind::Config,
+            format!(
+                "the dtype {dtype:?} was asked for, but this process already computes in {:?} on \
+                 that device: build the Accelerator before the first tensor, and with one dtype \
+                 only",
+                device.settings().float_dtype
+            ),
+            error,
+        )),
+    }
+}
+
+/// What a panic said.
+pub(crate) fn panic_text(panic: &(dyn core::any::Any + Send)) -> String {
+    panic
+        .downcast_ref::<&str>()
+        .map(|text| (*text).to_owned())
+        .or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "a panic without a message".to_owned())
+}
+
+/// Runs something on the device, so that a missing driver shows here and not in the first step.
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
+fn opened(device: Device) -> Result<Device> {
+    device.sync().map_err(|error| {
+        Error::new(
+            Kind::Device,
+            format!("the device {device:?} does not answer: {error:?}"),
+        )
+    })?;
+    Ok(device)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_round_trip() {
+        for kind in DeviceKind::ALL {
+            assert_eq!(kind.to_string().parse::<DeviceKind>().unwrap(), kind);
+        }
+    }
+
+    #[test]
+    fn a_device_that_is_not_compiled_in_says_how_to_get_it() {
+        for kind in DeviceKind::ALL
+            .into_iter()
+            .filter(|kind| !kind.is_compiled_in())
+        {
+            let error = kind.open(0).unwrap_err();
+            assert!(error.is_device());
+            assert!(
+                error.to_string().contains(&format!("--features {kind}")),
+                "{error}"
+            );
+        }
+    }
+}

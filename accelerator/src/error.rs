@@ -1,0 +1,199 @@
+use core::fmt;
+use std::error::Error as StdError;
+use std::path::Path;
+use std::sync::Arc;
+
+/// The result of this crate's operations.
+pub type Result<T, E = Error> = core::result::Result<T, E>;
+
+/// What went wrong, where, and what to do about it.
+///
+/// The type is opaque: ask it with its predicates. Its `Debug` form is the message with its
+/// causes, so that `fn main() -> accelerator::Result<()>` ends with a text for people.
+///
+/// ```
+/// use accelerator::Accelerator;
+///
+/// let error = Accelerator::builder().accumulation_steps(0).build().unwrap_err();
+/// assert!(error.is_config());
+/// assert!(error.to_string().contains("accumulation_steps"));
+/// ```
+#[derive(Clone)]
+pub struct Error(Arc<Inner>);
+
+struct Inner {
+    kind: Kind,
+    message: String,
+    source: Option<Box<dyn StdError + Send + Sync>>,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Kind {
+    Collective,
+    Config,
+    Data,
+    Device,
+    Io,
+    Misuse,
+    Model,
+    Panic,
+}
+
+impl Error {
+    pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Self {
+        Self(Arc::new(Inner {
+            kind,
+            message: message.into(),
+            source: None,
+        }))
+    }
+
+    pub(crate) fn with_source(
+        kind: Kind,
+        message: impl Into<String>,
+        source: impl Into<Box<dyn StdError + Send + Sync>>,
+    ) -> Self {
+        Self(Arc::new(Inner {
+            kind,
+            message: message.into(),
+            source: Some(source.into()),
+        }))
+    }
+
+    pub(crate) fn config(message: impl Into<String>) -> Self {
+        Self::new(Kind::Config, message)
+    }
+
+    pub(crate) fn misuse(message: impl Into<String>) -> Self {
+        Self::new(Kind::Misuse, message)
+    }
+
+    pub(crate) fn io(action: &str, path: &Path, source: std::io::Error) -> Self {
+        Self::with_source(
+            Kind::Io,
+            format!("cannot {action} `{}`", path.display()),
+            source,
+        )
+    }
+
+    /// A setting of the builder or the environment is unknown, out of range, or contradicts
+    /// another one.
+    pub fn is_config(&self) -> bool {
+        self.0.kind == Kind::Config
+    }
+
+    /// A device is not compiled in, is not there, or cannot do what was asked of it.
+    pub fn is_device(&self) -> bool {
+        self.0.kind == Kind::Device
+    }
+
+    /// A data set failed to deliver a sample.
+    pub fn is_data(&self) -> bool {
+        self.0.kind == Kind::Data
+    }
+
+    /// A model differs between ranks, or does not fit a file.
+    pub fn is_model(&self) -> bool {
+        self.0.kind == Kind::Model
+    }
+
+    /// The communication with other ranks failed; see [`Error::collective`].
+    pub fn is_collective(&self) -> bool {
+        self.0.kind == Kind::Collective
+    }
+
+    /// A file could not be read or written.
+    pub fn is_io(&self) -> bool {
+        self.0.kind == Kind::Io
+    }
+
+    /// The library was used in a way that it does not support; the message says what to do
+    /// instead.
+    pub fn is_misuse(&self) -> bool {
+        self.0.kind == Kind::Misuse
+            || self
+                .collective()
+                .is_some_and(accelerator_collective::Error::is_misuse)
+    }
+
+    /// A rank of [`launch`](crate::launch), or a worker of a loader, panicked.
+    pub fn is_panic(&self) -> bool {
+        self.0.kind == Kind::Panic
+    }
+
+    /// The communication error behind this one, whose own predicates tell a lost peer from a
+    /// timeout or a mismatch.
+    pub fn collective(&self) -> Option<&accelerator_collective::Error> {
+        let mut source = self.source();
+        while let Some(error) = source {
+            if let Some(found) = error.downcast_ref() {
+                return Some(found);
+            }
+            source = error.source();
+        }
+        None
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.message)
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.message)?;
+        let mut source = self.source();
+        while let Some(error) = source {
+            write!(f, ": {error}")?;
+            source = error.source();
+        }
+        Ok(())
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.0
+            .source
+            .as_ref()
+            .map(|s| &**s as &(dyn StdError + 'static))
+    }
+}
+
+impl From<accelerator_collective::Error> for Error {
+    fn from(error: accelerator_collective::Error) -> Self {
+        Self::with_source(
+            Kind::Collective,
+            "communication between ranks failed",
+            error,
+        )
+    }
+}
+
+impl From<accelerator_plan::Error> for Error {
+    fn from(error: accelerator_plan::Error) -> Self {
+        Self::with_source(
+            Kind::Config,
+            "the samples cannot be shared out as asked",
+            error,
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn debug_is_the_chain_of_causes() {
+        let io = std::io::Error::new(std::io::ErrorKind::NotFound, "no such file");
+        let error = Error::io("open", Path::new("model.safetensors"), io);
+        assert_eq!(
+            format!("{error:?}"),
+            "cannot open `model.safetensors`: no such file"
+        );
+        assert!(error.is_io() && !error.is_model());
+    }
+}

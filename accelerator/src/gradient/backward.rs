@@ -1,0 +1,76 @@
+use burn::module::Module;
+use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
+
+use super::gradients::Gradients;
+use super::weight::Weight;
+use crate::accelerator::Accelerator;
+use crate::error::{Error, Result};
+
+/// See [`Accelerator::backward`].
+#[track_caller]
+pub(crate) fn backward<M: Module>(
+    accelerator: &Accelerator,
+    loss: Tensor<1>,
+    model: &M,
+    weight: Weight,
+) -> Result<Gradients> {
+    check(&loss, weight)?;
+    let slot = accelerator.shared.models.find(model)?;
+    let group = accelerator.group();
+    let gradients = GradientsParams::from_grads(loss.backward(), model);
+    let loss = loss.inner();
+    let steps = accelerator.accumulation_steps();
+    if group.world_size() == 1 && steps == 1 && weight.count > 0.0 {
+        return Ok(Gradients::untouched(slot, gradients, loss, weight));
+    }
+    let closed = {
+        let mut window = slot.window();
+        let value = loss.into_scalar::<f64>();
+        let micro_steps = window.add(&slot, group, gradients, value, weight.count);
+        if micro_steps < steps && !weight.ends_epoch {
+            return Ok(Gradients::accumulating());
+        }
+        core::mem::take(&mut *window)
+    };
+    let reduced = closed.reduce(&slot, group)?;
+    if reduced.total <= 0.0 {
+        slot.take_back(reduced.buffers);
+        return Err(Error::misuse(
+            "the weights of this step add up to 0 over all ranks: there is no sample to average \
+             over",
+        ));
+    }
+    let device = accelerator.shared.device.clone();
+    Ok(Gradients::reduced(slot, device, reduced, weight.epoch))
+}
+
+fn check(loss: &Tensor<1>, weight: Weight) -> Result<()> {
+    if weight.uneven {
+        return Err(Error::misuse(
+            "this batch is of a loader with the tail policy `uneven`, under which ranks may run \
+             different numbers of steps; train with `exact` (no sample twice, every rank the \
+             same number of steps), and keep `uneven` for evaluation",
+        ));
+    }
+    if !(weight.count >= 0.0 && weight.count.is_finite()) {
+        return Err(Error::misuse(format!(
+            "the weight of a batch is a number of samples or tokens, found {}",
+            weight.count
+        )));
+    }
+    let [elements] = loss.dims();
+    if elements != 1 {
+        return Err(Error::misuse(format!(
+            "the loss has {elements} elements; expected one, the mean over the batch"
+        )));
+    }
+    if !loss.is_tracked() {
+        return Err(Error::misuse(
+            "the loss does not depend on a trainable parameter: build the model on \
+             `accelerator.device()`, and compute the loss from the model, not from \
+             `model.valid()`",
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,276 @@
+use core::fmt;
+use std::sync::Arc;
+
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Tensor};
+
+use super::bucket;
+use super::rank::with_rank;
+use super::slot::Slot;
+use super::weight::Weight;
+use super::window::Reduced;
+
+/// The averaged gradients of a window, or the news that it is still open.
+///
+/// Pass them to [`PreparedOptimizer::step`](crate::optim::PreparedOptimizer::step) in either
+/// case: an open window leaves the model as it is.
+#[must_use = "pass gradients to the optimizer's `step`"]
+pub struct Gradients(Content);
+
+enum Content {
+    Accumulating,
+    Closed(Box<Closed>),
+}
+
+struct Closed {
+    device: Device,
+    epoch: Option<u64>,
+    /// What every element is multiplied by in the end.
+    factor: Option<f64>,
+    /// Before clipping.
+    norm: Option<f64>,
+    slot: Arc<Slot>,
+    values: Values,
+}
+
+enum Values {
+    /// Sums over all ranks.
+    Reduced(Sums),
+    /// One rank, no accumulation: as Burn made them.
+    Untouched {
+        gradients: GradientsParams,
+        loss: Tensor<1>,
+        samples: f64,
+    },
+}
+
+/// Buffers that go back to their slot.
+struct Sums {
+    slot: Arc<Slot>,
+    reduced: Reduced,
+}
+
+impl Gradients {
+    pub(super) fn accumulating() -> Self {
+        Self(Content::Accumulating)
+    }
+
+    pub(super) fn untouched(
+        slot: Arc<Slot>,
+        gradients: GradientsParams,
+        loss: Tensor<1>,
+        weight: Weight,
+    ) -> Self {
+        Self::closed(
+            slot,
+            loss.device(),
+            weight.epoch,
+            Values::Untouched {
+                gradients,
+                loss,
+                samples: weight.count,
+            },
+        )
+    }
+
+    pub(super) fn reduced(
+        slot: Arc<Slot>,
+        device: Device,
+        reduced: Reduced,
+        epoch: Option<u64>,
+    ) -> Self {
+        let sums = Sums {
+            slot: slot.clone(),
+            reduced,
+        };
+        Self::closed(slot, device, epoch, Values::Reduced(sums))
+    }
+
+    fn closed(slot: Arc<Slot>, device: Device, epoch: Option<u64>, values: Values) -> Self {
+        Self(Content::Closed(Box::new(Closed {
+            device,
+            epoch,
+            factor: None,
+            norm: None,
+            slot,
+            values,
+        })))
+    }
+
+    /// Scales the gradient down to the norm `max`, where it is longer: one norm over all
+    /// parameters, as `clip_grad_norm_` does in PyTorch, not one for each as Burn's
+    /// `GradientClippingConfig::Norm`. Nothing happens while the window is open.
+    ///
+    /// The factor is `max / (norm + 1e-6)`.
+    pub fn clip_norm(mut self, max: f64) -> Self {
+        if let Some(norm) = self.norm()
+            && let Content::Closed(closed) = &mut self.0
+        {
+            let factor = max / (norm + 1e-6);
+            // Also when the norm is NaN: nothing is hidden then.
+            if !(factor >= 1.0) {
+                closed.factor = Some(factor);
+            }
+        }
+        self
+    }
+
+    /// The L2 norm of the averaged gradient over all parameters, before clipping; `None` while
+    /// the window is open. Squares are added up in f64, parameter by parameter in path order, so
+    /// every rank has the same bits.
+    pub fn norm(&mut self) -> Option<f64> {
+        let Content::Closed(closed) = &mut self.0 else {
+            return None;
+        };
+        if closed.norm.is_none() {
+            closed.norm = Some(closed.values.squares(&closed.slot, &closed.device).sqrt());
+        }
+        closed.norm
+    }
+
+    /// The mean loss over every sample of every rank and micro-step; `None` while the window is
+    /// open. It was reduced with the gradients and costs no communication.
+    pub fn loss(&self) -> Option<f64> {
+        match &self.closed_ref()?.values {
+            Values::Reduced(sums) => Some(sums.reduced.loss),
+            Values::Untouched { loss, .. } => Some(loss.clone().into_scalar::<f64>()),
+        }
+    }
+
+    /// Over how many samples (or tokens) this is the average; `None` while the window is open.
+    pub fn samples(&self) -> Option<f64> {
+        match &self.closed_ref()?.values {
+            Values::Reduced(sums) => Some(sums.reduced.total),
+            Values::Untouched { samples, .. } => Some(*samples),
+        }
+    }
+
+    /// Whether the window is still open, so that an optimizer will not step.
+    pub fn is_accumulating(&self) -> bool {
+        matches!(self.0, Content::Accumulating)
+    }
+
+    /// As Burn's own type, clipped if that was asked for; `None` while the window is open.
+    pub fn into_params(self) -> Option<GradientsParams> {
+        let Content::Closed(closed) = self.0 else {
+            return None;
+        };
+        let Closed {
+            device,
+            factor,
+            slot,
+            values,
+            ..
+        } = *closed;
+        match values {
+            Values::Reduced(sums) => Some(sums.into_params(&device, factor)),
+            Values::Untouched { mut gradients, .. } => {
+                if let Some(factor) = factor {
+                    for parameter in slot.parameters() {
+                        with_rank!(parameter.shape.len(), D => {
+                            if let Some(gradient) = gradients.remove::<D>(parameter.id) {
+                                gradients.register(parameter.id, gradient.mul_scalar(factor));
+                            }
+                        });
+                    }
+                }
+                Some(gradients)
+            }
+        }
+    }
+
+    pub(crate) fn epoch(&self) -> Option<u64> {
+        self.closed_ref()?.epoch
+    }
+
+    /// The norm, if somebody asked for it.
+    pub(crate) fn known_norm(&self) -> Option<f64> {
+        self.closed_ref()?.norm
+    }
+
+    fn closed_ref(&self) -> Option<&Closed> {
+        match &self.0 {
+            Content::Accumulating => None,
+            Content::Closed(closed) => Some(closed),
+        }
+    }
+}
+
+impl fmt::Debug for Gradients {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.closed_ref() {
+            None => f.write_str("Gradients(accumulating)"),
+            Some(closed) => f
+                .debug_struct("Gradients")
+                .field("epoch", &closed.epoch)
+                .field("norm", &closed.norm)
+                .field("samples", &self.samples())
+                .finish_non_exhaustive(),
+        }
+    }
+}
+
+impl Values {
+    /// The sum of the squares of all elements.
+    fn squares(&mut self, slot: &Slot, device: &Device) -> f64 {
+        let mut sum = 0.0;
+        match self {
+            Self::Reduced(sums) => {
+                for (index, _) in sums.there() {
+                    let place = slot.buckets.place(index);
+                    let buffer = &sums.reduced.buffers[place.bucket];
+                    sum += bucket::squares(buffer, &place.range, sums.reduced.total);
+                }
+            }
+            Self::Untouched { gradients, .. } => {
+                for parameter in slot.parameters() {
+                    with_rank!(parameter.shape.len(), D => {
+                        if let Some(gradient) = gradients.remove::<D>(parameter.id) {
+                            // Taken out and put back, the data is nobody else's and not copied.
+                            let data = gradient.into_data();
+                            sum += bucket::squares_of(&data);
+                            let dtype = data.dtype();
+                            let gradient = Tensor::<D>::from_data(data, (device, dtype));
+                            gradients.register(parameter.id, gradient);
+                        }
+                    });
+                }
+            }
+        }
+        sum
+    }
+}
+
+impl Sums {
+    /// The parameters that have a gradient, by number.
+    fn there(&self) -> impl Iterator<Item = (usize, &crate::model::Trainable)> {
+        let present = &self.reduced.present;
+        self.slot
+            .parameters()
+            .iter()
+            .enumerate()
+            .filter(|(index, _)| present[*index])
+    }
+
+    fn into_params(self, device: &Device, factor: Option<f64>) -> GradientsParams {
+        let mut gradients = GradientsParams::new();
+        for (index, parameter) in self.there() {
+            let place = self.slot.buckets.place(index);
+            let buffer = &self.reduced.buffers[place.bucket];
+            let data = bucket::read(buffer, &place.range, parameter, self.reduced.total, factor);
+            let dtype = data.dtype();
+            with_rank!(parameter.shape.len(), D => {
+                let gradient = Tensor::<D>::from_data(data, (device, dtype));
+                gradients.register(parameter.id, gradient);
+            });
+        }
+        gradients
+    }
+}
+
+impl Drop for Sums {
+    fn drop(&mut self) {
+        self.slot
+            .take_back(core::mem::take(&mut self.reduced.buffers));
+    }
+}

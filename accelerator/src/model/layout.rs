@@ -1,0 +1,244 @@
+use core::fmt;
+
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Bool, DType, Int, Tensor};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Kind, Result};
+
+/// Every parameter and buffer of a model, in the order in which Burn visits them.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(crate) struct Layout(Vec<Entry>);
+
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(crate) struct Entry {
+    /// Burn's id; random per process until the model is prepared, so no part of the comparison.
+    pub(crate) id: u64,
+    path: String,
+    shape: Vec<usize>,
+    dtype: String,
+    /// `None` for what takes no gradient.
+    trainable: Option<Float>,
+}
+
+/// The types in which a parameter can be trained.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(crate) enum Float {
+    Bf16,
+    F16,
+    F32,
+    F64,
+}
+
+/// A parameter that takes a gradient.
+#[derive(Clone, Debug)]
+pub(crate) struct Trainable {
+    pub(crate) id: ParamId,
+    pub(crate) path: String,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) float: Float,
+}
+
+impl Layout {
+    pub(crate) fn of<M: Module>(model: &M) -> Self {
+        let mut reader = Reader {
+            path: Vec::new(),
+            entries: Vec::new(),
+        };
+        model.visit(&mut reader);
+        Self(reader.entries)
+    }
+
+    pub(crate) fn ids(&self) -> Vec<u64> {
+        self.0.iter().map(|entry| entry.id).collect()
+    }
+
+    pub(crate) fn trainable(&self) -> Vec<Trainable> {
+        let mut seen = Vec::new();
+        let mut parameters = Vec::new();
+        for entry in &self.0 {
+            // A parameter that is used in two places has one gradient.
+            if let Some(float) = entry.trainable
+                && !seen.contains(&entry.id)
+            {
+                seen.push(entry.id);
+                parameters.push(Trainable {
+                    id: ParamId::from(entry.id),
+                    path: entry.path.clone(),
+                    shape: entry.shape.clone(),
+                    float,
+                });
+            }
+        }
+        parameters
+    }
+
+    /// Compares the layouts of all ranks with rank 0's. All ranks see the same list, so all get
+    /// the same error.
+    pub(crate) fn check_against(&self, ranks: &[Self]) -> Result<()> {
+        let Some((first, others)) = ranks.split_first() else {
+            return Ok(());
+        };
+        for (rank, other) in (1..).zip(others) {
+            let count = first.0.len().max(other.0.len());
+            if let Some(at) = (0..count).find(|&at| !same(first.0.get(at), other.0.get(at))) {
+                return Err(Error::new(
+                    Kind::Model,
+                    format!(
+                        "the model differs between ranks: at parameter {at} of {count}, rank 0 \
+                         has {}, and rank {rank} has {}; build the same model on every rank",
+                        Shown(first.0.get(at)),
+                        Shown(other.0.get(at)),
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Float {
+    fn of(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::BF16 => Some(Self::Bf16),
+            DType::F16 => Some(Self::F16),
+            DType::F32 | DType::Flex32 => Some(Self::F32),
+            DType::F64 => Some(Self::F64),
+            _ => None,
+        }
+    }
+}
+
+fn same(left: Option<&Entry>, right: Option<&Entry>) -> bool {
+    match (left, right) {
+        (Some(left), Some(right)) => {
+            left.path == right.path
+                && left.shape == right.shape
+                && left.dtype == right.dtype
+                && left.trainable == right.trainable
+        }
+        (left, right) => left.is_none() && right.is_none(),
+    }
+}
+
+struct Shown<'a>(Option<&'a Entry>);
+
+impl fmt::Display for Shown<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(entry) => {
+                write!(f, "`{}` of {:?} {}", entry.path, entry.shape, entry.dtype)?;
+                if entry.trainable.is_none() {
+                    f.write_str(", frozen")
+                } else {
+                    Ok(())
+                }
+            }
+            None => f.write_str("nothing"),
+        }
+    }
+}
+
+struct Reader {
+    path: Vec<String>,
+    entries: Vec<Entry>,
+}
+
+impl Reader {
+    fn push(&mut self, id: ParamId, shape: Vec<usize>, dtype: DType, requires_gradient: bool) {
+        self.entries.push(Entry {
+            id: id.val(),
+            path: self.path.join("."),
+            shape,
+            dtype: format!("{dtype:?}").to_lowercase(),
+            trainable: if requires_gradient {
+                Float::of(dtype)
+            } else {
+                None
+            },
+        });
+    }
+}
+
+impl ModuleVisitor for Reader {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let value = param.val();
+        let requires_gradient = value.is_require_grad();
+        self.push(
+            param.id,
+            value.dims().to_vec(),
+            value.dtype(),
+            requires_gradient,
+        );
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        let value = param.val();
+        self.push(param.id, value.dims().to_vec(), value.dtype(), false);
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        let value = param.val();
+        self.push(param.id, value.dims().to_vec(), value.dtype(), false);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(path: &str, shape: &[usize]) -> Entry {
+        Entry {
+            id: 1,
+            path: path.to_owned(),
+            shape: shape.to_vec(),
+            dtype: "f32".to_owned(),
+            trainable: Some(Float::F32),
+        }
+    }
+
+    #[test]
+    fn the_first_difference_and_its_rank_are_named() {
+        let good = Layout(vec![entry("a.weight", &[2, 3]), entry("a.bias", &[3])]);
+        let wide = Layout(vec![entry("a.weight", &[2, 3]), entry("a.bias", &[4])]);
+        let error = good
+            .check_against(&[good.clone(), good.clone(), wide])
+            .unwrap_err();
+        assert!(error.is_model());
+        let text = error.to_string();
+        assert!(
+            text.contains("rank 2") && text.contains("`a.bias` of [4]"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn a_shorter_layout_differs() {
+        let long = Layout(vec![entry("a", &[1]), entry("b", &[1])]);
+        let short = Layout(vec![entry("a", &[1])]);
+        let text = long
+            .check_against(&[long.clone(), short])
+            .unwrap_err()
+            .to_string();
+        assert!(
+            text.contains("`b`") && text.contains("rank 1 has nothing"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn ids_do_not_count() {
+        let mut other = Layout(vec![entry("a", &[1])]);
+        other.0[0].id = 99;
+        let layout = Layout(vec![entry("a", &[1])]);
+        layout.check_against(&[layout.clone(), other]).unwrap();
+    }
+}

@@ -1,0 +1,117 @@
+use accelerator_collective::ProcessGroup;
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Bool, Int, Tensor, TensorData};
+
+use super::layout::Layout;
+use crate::error::Result;
+
+/// How many bytes of parameters travel in one broadcast.
+const CHUNK: usize = 64 << 20;
+
+/// Gives every rank rank 0's values and parameter ids. The layouts were compared before.
+///
+/// Ids must be equal since optimizer records are keyed by them.
+pub(super) fn from_rank_zero<M: Module>(
+    group: &ProcessGroup,
+    model: M,
+    layout: &Layout,
+) -> Result<M> {
+    let mut ids = layout.ids();
+    group.broadcast(&mut ids, 0)?;
+    let mut reader = Reader { values: Vec::new() };
+    model.visit(&mut reader);
+    let values = broadcast(group, reader.values)?;
+    if group.rank() == 0 {
+        return Ok(model);
+    }
+    Ok(model.map(&mut Writer {
+        ids: ids.into_iter(),
+        values: values.into_iter(),
+    }))
+}
+
+/// Replaces `values` by rank 0's, several in one broadcast.
+fn broadcast(group: &ProcessGroup, values: Vec<TensorData>) -> Result<Vec<TensorData>> {
+    let mut theirs = Vec::with_capacity(values.len());
+    let mut rest = values.into_iter().peekable();
+    let mut flat = Vec::new();
+    while rest.peek().is_some() {
+        flat.clear();
+        let mut parts = Vec::new();
+        while let Some(value) =
+            rest.next_if(|value| flat.is_empty() || flat.len() + value.bytes().len() <= CHUNK)
+        {
+            let start = flat.len();
+            flat.extend_from_slice(value.bytes());
+            parts.push((start..flat.len(), value.shape().clone(), value.dtype()));
+        }
+        group.broadcast(&mut flat, 0)?;
+        theirs.extend(parts.into_iter().map(|(range, shape, dtype)| {
+            TensorData::from_bytes_vec(flat[range].to_vec(), shape, dtype)
+        }));
+    }
+    Ok(theirs)
+}
+
+struct Reader {
+    values: Vec<TensorData>,
+}
+
+impl ModuleVisitor for Reader {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.values.push(param.val().into_data());
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.values.push(param.val().into_data());
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.values.push(param.val().into_data());
+    }
+}
+
+/// Maps in the order in which [`Reader`] visits.
+struct Writer {
+    ids: std::vec::IntoIter<u64>,
+    values: std::vec::IntoIter<TensorData>,
+}
+
+impl Writer {
+    fn next(&mut self) -> Option<(ParamId, TensorData)> {
+        Some((ParamId::from(self.ids.next()?), self.values.next()?))
+    }
+}
+
+impl ModuleMapper for Writer {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some((id, data)) = self.next() else {
+            return param;
+        };
+        let (_, old, mapper) = param.consume();
+        let new = Tensor::<D>::from_data(data, (&old.device(), old.dtype()))
+            .set_require_grad(old.is_require_grad());
+        Param::from_mapped_value(id, new, mapper)
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        let Some((id, data)) = self.next() else {
+            return param;
+        };
+        let (_, old, mapper) = param.consume();
+        let new = Tensor::<D, Int>::from_data(data, (&old.device(), old.dtype()));
+        Param::from_mapped_value(id, new, mapper)
+    }
+
+    fn map_bool<const D: usize>(
+        &mut self,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        let Some((id, data)) = self.next() else {
+            return param;
+        };
+        let (_, old, mapper) = param.consume();
+        let new = Tensor::<D, Bool>::from_data(data, &old.device());
+        Param::from_mapped_value(id, new, mapper)
+    }
+}

@@ -1,0 +1,131 @@
+//! Optimizers with their schedules.
+
+mod schedule;
+
+use core::fmt;
+
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+
+pub(crate) use self::schedule::Scheduler;
+pub use self::schedule::{Manual, PerEpoch, Scheduled};
+use crate::gradient::Gradients;
+
+/// What the last [`PreparedOptimizer::step`] did.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum StepOutcome {
+    /// The accumulation window is not full: the model is as it was, and so is the schedule.
+    Accumulated,
+    /// The model was updated.
+    Stepped {
+        /// The base learning rate of this step.
+        rate: f64,
+        /// The norm of the averaged gradient before clipping, where it was computed.
+        norm: Option<f64>,
+    },
+}
+
+/// An optimizer that steps once a window, and advances its schedule exactly then.
+///
+/// Made by [`Accelerator::prepare`](crate::Accelerator::prepare). With a scheduler `S` is
+/// [`Scheduled`], without one it is [`Manual`] and `step` takes the rate, as Burn's own does.
+pub struct PreparedOptimizer<S> {
+    optimizer: ModuleOptimizer,
+    outcome: StepOutcome,
+    schedule: S,
+    steps: u64,
+}
+
+impl<S> PreparedOptimizer<S> {
+    fn new(optimizer: ModuleOptimizer, schedule: S) -> Self {
+        Self {
+            optimizer,
+            outcome: StepOutcome::Accumulated,
+            schedule,
+            steps: 0,
+        }
+    }
+
+    fn apply<M: Module>(
+        &mut self,
+        model: M,
+        gradients: Gradients,
+        rate: impl FnOnce(&mut S) -> ModuleLearningRate,
+    ) -> M {
+        let norm = gradients.known_norm();
+        let Some(gradients) = gradients.into_params() else {
+            self.outcome = StepOutcome::Accumulated;
+            return model;
+        };
+        let rate = rate(&mut self.schedule);
+        self.outcome = StepOutcome::Stepped {
+            rate: rate.base(),
+            norm,
+        };
+        self.steps += 1;
+        self.optimizer.step(rate, model, gradients)
+    }
+
+    /// What the last `step` did; `Accumulated` before the first.
+    pub fn outcome(&self) -> StepOutcome {
+        self.outcome
+    }
+
+    /// How many times the model was updated.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Burn's optimizer inside, for its records.
+    pub fn inner(&self) -> &ModuleOptimizer {
+        &self.optimizer
+    }
+}
+
+impl PreparedOptimizer<Manual> {
+    pub(crate) fn manual(optimizer: ModuleOptimizer) -> Self {
+        Self::new(optimizer, Manual(()))
+    }
+
+    /// Updates the model with that learning rate, if the accumulation window is full; gives it
+    /// back as it was otherwise.
+    #[must_use]
+    pub fn step<M: Module>(
+        &mut self,
+        rate: impl Into<ModuleLearningRate>,
+        model: M,
+        gradients: Gradients,
+    ) -> M {
+        self.apply(model, gradients, |_| rate.into())
+    }
+}
+
+impl PreparedOptimizer<Scheduled> {
+    pub(crate) fn scheduled(optimizer: ModuleOptimizer, scheduler: Scheduler) -> Self {
+        Self::new(optimizer, Scheduled(scheduler))
+    }
+
+    /// Updates the model with the schedule's next learning rate, if the accumulation window is
+    /// full; gives it back as it was, and leaves the schedule where it is, otherwise.
+    #[must_use]
+    pub fn step<M: Module>(&mut self, model: M, gradients: Gradients) -> M {
+        let epoch = gradients.epoch();
+        self.apply(model, gradients, |schedule| schedule.0.next(epoch))
+    }
+
+    /// The base learning rate of the last step; `None` before the first.
+    pub fn learning_rate(&self) -> Option<f64> {
+        self.schedule.0.last()
+    }
+}
+
+impl<S> fmt::Debug for PreparedOptimizer<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PreparedOptimizer")
+            .field("outcome", &self.outcome)
+            .field("steps", &self.steps)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,149 @@
+use core::fmt;
+use std::sync::Arc;
+
+use burn::data::dataloader::DataLoader;
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+
+use crate::accelerator::Accelerator;
+use crate::data::{Loader, PreparedLoader};
+use crate::error::Result;
+use crate::optim::{Manual, PerEpoch, PreparedOptimizer, Scheduled, Scheduler};
+
+/// What [`Accelerator::prepare`] takes: a module, an optimizer, an optimizer with its scheduler,
+/// a data loader, or a tuple of these.
+///
+/// `K` is one of the [`kind`]s. It is always inferred; it exists so that one trait can cover
+/// every Burn module and the other types beside them.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be prepared",
+    label = "not a Burn module, optimizer, `(optimizer, scheduler)`, data loader, or tuple of these",
+    note = "a module must derive `Module`; a loader is built with \
+            `accelerator::data::DataLoaderBuilder` or is an `Arc<dyn DataLoader<_>>`",
+    note = "a constant learning rate is given to `step` each time, or as \
+            `(optimizer, ConstantLr::new(rate))`"
+)]
+pub trait Prepare<K> {
+    /// What it becomes.
+    type Prepared;
+
+    /// See [`Accelerator::prepare`].
+    ///
+    /// # Errors
+    ///
+    /// See [`Accelerator::prepare`].
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared>;
+}
+
+/// The kinds of things that can be prepared; see [`Prepare`].
+pub mod kind {
+    /// A loader built with [`DataLoaderBuilder`](crate::data::DataLoaderBuilder).
+    #[derive(Debug)]
+    pub enum Loader {}
+
+    /// A Burn module.
+    #[derive(Debug)]
+    pub enum Model {}
+
+    /// One of Burn's own data loaders.
+    #[derive(Debug)]
+    pub enum Opaque {}
+
+    /// An optimizer without a scheduler.
+    #[derive(Debug)]
+    pub enum Optimizer {}
+
+    /// An optimizer with a scheduler that advances once an epoch.
+    #[derive(Debug)]
+    pub enum ScheduledByEpoch {}
+
+    /// An optimizer with a scheduler that advances with each of its steps.
+    #[derive(Debug)]
+    pub enum ScheduledByStep {}
+}
+
+// `Display` tells a derived module from a tuple of modules, which is a Burn module as well.
+impl<M: Module + fmt::Display> Prepare<kind::Model> for M {
+    type Prepared = M;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<M> {
+        crate::model::prepare(accelerator, self)
+    }
+}
+
+impl Prepare<kind::Optimizer> for ModuleOptimizer {
+    type Prepared = PreparedOptimizer<Manual>;
+
+    fn prepare(self, _accelerator: &Accelerator) -> Result<Self::Prepared> {
+        Ok(PreparedOptimizer::manual(self))
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByStep> for (ModuleOptimizer, S) {
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, _accelerator: &Accelerator) -> Result<Self::Prepared> {
+        let (optimizer, scheduler) = self;
+        Ok(PreparedOptimizer::scheduled(
+            optimizer,
+            Scheduler::by_step(scheduler.into()),
+        ))
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByEpoch>
+    for (ModuleOptimizer, PerEpoch<S>)
+{
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, _accelerator: &Accelerator) -> Result<Self::Prepared> {
+        let (optimizer, PerEpoch(scheduler)) = self;
+        Ok(PreparedOptimizer::scheduled(
+            optimizer,
+            Scheduler::by_epoch(scheduler.into()),
+        ))
+    }
+}
+
+impl<O: Send + 'static> Prepare<kind::Loader> for Loader<O> {
+    type Prepared = PreparedLoader<O>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        PreparedLoader::sharded(accelerator, self)
+    }
+}
+
+impl<O: Send + 'static> Prepare<kind::Opaque> for Arc<dyn DataLoader<O>> {
+    type Prepared = PreparedLoader<O>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        Ok(PreparedLoader::opaque(accelerator, self))
+    }
+}
+
+macro_rules! tuples {
+    ($($part:ident $kind:ident),+) => {
+        impl<$($part, $kind),+> Prepare<($($kind,)+)> for ($($part,)+)
+        where
+            $($part: Prepare<$kind>),+
+        {
+            type Prepared = ($($part::Prepared,)+);
+
+            #[allow(non_snake_case, reason = "the names are those of the type parameters")]
+            fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+                let ($($part,)+) = self;
+                Ok(($($part.prepare(accelerator)?,)+))
+            }
+        }
+    };
+}
+
+tuples!(A KA);
+tuples!(A KA, B KB);
+tuples!(A KA, B KB, C KC);
+tuples!(A KA, B KB, C KC, D KD);
+tuples!(A KA, B KB, C KC, D KD, E KE);
+tuples!(A KA, B KB, C KC, D KD, E KE, F KF);
+tuples!(A KA, B KB, C KC, D KD, E KE, F KF, G KG);
+tuples!(A KA, B KB, C KC, D KD, E KE, F KF, G KG, H KH);

@@ -1,0 +1,254 @@
+//! Who gets which sample, through every kind of loader.
+
+mod common;
+
+use std::sync::Arc;
+
+use accelerator::prelude::*;
+use burn::data::dataloader::{DataLoader, DataLoaderBuilder as BurnBuilder};
+use burn::data::dataset::{Dataset, DatasetError};
+use common::{Column, ColumnBatcher, columns, loader};
+
+/// Every rank's batches of an epoch: (sample numbers, real ones, idle or not).
+fn shares(
+    ranks: usize,
+    epoch: u64,
+    build: impl Fn() -> accelerator::data::Loader<Column> + Send + Sync,
+) -> Vec<Vec<(Vec<usize>, usize, bool)>> {
+    accelerator::launch(ranks, |accelerator| {
+        let loader = accelerator.prepare(build())?;
+        loader
+            .epoch(epoch)
+            .map(|batch| {
+                let batch = batch?;
+                assert_eq!(batch.numbers.len(), batch.len());
+                let numbers: Vec<u64> = batch.numbers.iter().map(|&n| n as u64).collect();
+                assert_eq!(numbers, batch.indices());
+                Ok((batch.numbers.clone(), batch.real(), batch.is_idle()))
+            })
+            .collect()
+    })
+    .unwrap()
+}
+
+#[test]
+fn the_last_step_is_divided_and_an_idle_rank_repeats_itself() {
+    let ranks = shares(3, 0, || loader(10, 3));
+    assert_eq!(ranks[0], [(vec![0, 1, 2], 3, false), (vec![9], 1, false)]);
+    assert_eq!(ranks[1][1], (vec![3, 4, 5], 0, true));
+    assert_eq!(ranks[2][1], (vec![6, 7, 8], 0, true));
+}
+
+#[test]
+fn workers_do_not_change_the_order() {
+    let build = |workers| {
+        move || {
+            DataLoaderBuilder::new(ColumnBatcher)
+                .batch_size(3)
+                .shuffle(9)
+                .num_workers(workers)
+                .build(columns(50))
+        }
+    };
+    let inline = shares(2, 5, build(0));
+    assert_eq!(inline, shares(2, 5, build(1)));
+    assert_eq!(inline, shares(2, 5, build(3)));
+    assert_ne!(
+        inline,
+        shares(2, 6, build(1)),
+        "another epoch, another order"
+    );
+    let mut all: Vec<usize> = inline
+        .into_iter()
+        .flatten()
+        .flat_map(|batch| batch.0)
+        .collect();
+    all.sort_unstable();
+    assert_eq!(all, (0..50).collect::<Vec<_>>());
+}
+
+#[test]
+fn metrics_see_each_sample_once() {
+    for tail in [TailPolicy::Exact, TailPolicy::Pad, TailPolicy::Uneven] {
+        let gathered = accelerator::launch(2, |accelerator| {
+            let loader = DataLoaderBuilder::new(ColumnBatcher)
+                .batch_size(16)
+                .tail(tail)
+                .build(columns(99));
+            let loader = accelerator.prepare(loader)?;
+            let mut values = Vec::new();
+            let mut mean = Mean::new();
+            // Uneven ranks run different numbers of steps, so they gather at the end.
+            for batch in loader.epoch(0) {
+                let batch = batch?;
+                mean.update_with(
+                    batch
+                        .values
+                        .clone()
+                        .narrow(0, 0, batch.real().max(1))
+                        .mean(),
+                    batch.real(),
+                );
+                if tail != TailPolicy::Uneven {
+                    let all = accelerator.gather_for_metrics(batch.values.clone(), &batch)?;
+                    values.extend(all.into_data().try_to_vec::<f32>().unwrap());
+                }
+            }
+            let mean = accelerator.reduce(mean)?;
+            assert_eq!(mean.samples(), 99.0);
+            assert!((mean.value() - 3.9).abs() < 1e-6, "{mean}");
+            Ok(values)
+        })
+        .unwrap();
+        if tail != TailPolicy::Uneven {
+            let wanted: Vec<f32> = (0..99).map(|n| n as f32 / 10.0 - 1.0).collect();
+            assert_eq!(gathered, [wanted.clone(), wanted], "in order");
+        }
+    }
+}
+
+#[test]
+fn it_is_a_burn_loader_too() {
+    accelerator::launch(3, |accelerator| {
+        let loader: Arc<dyn DataLoader<Column>> = Arc::new(accelerator.prepare(loader(10, 3))?);
+        let read = |loader: &Arc<dyn DataLoader<Column>>| -> Vec<usize> {
+            loader
+                .iter()
+                .flat_map(|batch| batch.unwrap().numbers)
+                .collect()
+        };
+        let mine = read(&loader);
+        assert_eq!(mine.len(), loader.num_items(), "idle batches are left out");
+        let all = accelerator.gather_object(&mine)?;
+        let mut all = all.concat();
+        all.sort_unstable();
+        assert_eq!(all, (0..10).collect::<Vec<_>>());
+
+        let mut pass = loader.iter();
+        while pass.next().is_some() {}
+        assert!(pass.progress().is_completed());
+
+        let part = loader.slice(2, 5);
+        let all = accelerator.gather_object(&read(&part))?.concat();
+        assert_eq!(all, [2, 3, 4]);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_loader_of_burns_is_shared_out_batch_by_batch() {
+    let ranks = accelerator::launch(3, |accelerator| {
+        let loader = BurnBuilder::new(ColumnBatcher)
+            .batch_size(2)
+            .build(columns(15));
+        let loader = accelerator.prepare(loader)?;
+        loader
+            .epoch(0)
+            .map(|batch| {
+                let batch = batch?;
+                Ok((batch.numbers.clone(), batch.real(), batch.is_last()))
+            })
+            .collect::<Result<Vec<_>>>()
+    })
+    .unwrap();
+    // Eight batches over three ranks: the third one is idle in the last round.
+    assert_eq!(
+        ranks[0],
+        [
+            (vec![0, 1], 2, false),
+            (vec![6, 7], 2, false),
+            (vec![12, 13], 2, true)
+        ]
+    );
+    assert_eq!(
+        ranks[1],
+        [
+            (vec![2, 3], 2, false),
+            (vec![8, 9], 2, false),
+            (vec![14], 1, true)
+        ]
+    );
+    assert_eq!(
+        ranks[2],
+        [
+            (vec![4, 5], 2, false),
+            (vec![10, 11], 2, false),
+            (vec![12, 13], 0, true)
+        ]
+    );
+}
+
+struct Broken {
+    at: usize,
+    how: Fault,
+}
+
+enum Fault {
+    Error,
+    Panic,
+}
+
+impl Dataset<usize> for Broken {
+    fn get(&self, index: usize) -> Result<usize, DatasetError> {
+        match self.how {
+            _ if index != self.at => Ok(index),
+            Fault::Error => Err(DatasetError::new(std::io::Error::other("disk on fire"))),
+            Fault::Panic => panic!("index {index} is cursed"),
+        }
+    }
+
+    fn len(&self) -> usize {
+        10
+    }
+}
+
+#[test]
+fn a_data_set_that_fails_ends_the_epoch_with_its_error() {
+    for (how, text) in [(Fault::Error, "disk on fire"), (Fault::Panic, "cursed")] {
+        let accelerator = Accelerator::new().unwrap();
+        let loader = DataLoaderBuilder::new(ColumnBatcher)
+            .batch_size(2)
+            .build(Broken { at: 5, how });
+        let loader = accelerator.prepare(loader).unwrap();
+        let batches: Vec<_> = loader.epoch(0).collect();
+        assert_eq!(batches.len(), 3, "two batches and an error");
+        let error = batches[2].as_ref().unwrap_err();
+        assert!(error.is_data() || error.is_panic());
+        assert!(format!("{error:?}").contains(text), "{error:?}");
+    }
+}
+
+#[test]
+fn an_epoch_can_be_left_early() {
+    let accelerator = Accelerator::new().unwrap();
+    let loader = accelerator.prepare(loader(1_000_000, 2)).unwrap();
+    for epoch in 0..3 {
+        let batch = loader.epoch(epoch).next().unwrap().unwrap();
+        assert_eq!(batch.numbers, [0, 1]);
+    }
+}
+
+#[test]
+fn sizes_that_make_no_sense_are_refused() {
+    let accelerator = Accelerator::new().unwrap();
+    let error = accelerator.prepare(loader(10, 0)).unwrap_err();
+    assert!(
+        error.is_config() && format!("{error:?}").contains("batch size"),
+        "{error:?}"
+    );
+    let error = accelerator::launch(2, |accelerator| {
+        let loader = DataLoaderBuilder::new(ColumnBatcher)
+            .global_batch_size(5)
+            .build(columns(10));
+        accelerator.prepare(loader).map(|_| ())
+    })
+    .unwrap_err();
+    assert!(error.is_config(), "{error:?}");
+    assert!(format!("{error:?}").contains('5'), "{error:?}");
+}
+
+#[test]
+fn an_empty_data_set_has_no_step() {
+    assert_eq!(shares(2, 0, || loader(0, 4)), [vec![], vec![]]);
+}

@@ -1,0 +1,148 @@
+//! What ranks do together besides training.
+
+mod common;
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use accelerator::collective::TransportKind;
+use accelerator::prelude::*;
+use burn::tensor::Tensor;
+use common::devices;
+
+#[test]
+fn tensors_are_gathered_reduced_and_broadcast() {
+    for kind in devices() {
+        Accelerator::builder()
+            .device(kind)
+            .launch(2, |accelerator| {
+                let device = accelerator.device();
+                let rank = accelerator.rank() as f32;
+                let list = |tensor: Tensor<1>| tensor.into_data().try_to_vec::<f32>().unwrap();
+                // Accelerate's own test: rank r holds arange(2) + 1 + 2 r.
+                let mine =
+                    || Tensor::<1>::from_floats([1.0 + 2.0 * rank, 2.0 + 2.0 * rank], &device);
+                assert_eq!(list(accelerator.gather(mine())?), [1.0, 2.0, 3.0, 4.0]);
+                assert_eq!(list(accelerator.broadcast(mine(), 0)?), [1.0, 2.0]);
+                assert_eq!(
+                    list(accelerator.all_reduce(mine(), ReduceOp::Sum)?),
+                    [4.0, 6.0]
+                );
+                assert_eq!(
+                    list(accelerator.all_reduce(mine(), ReduceOp::Mean)?),
+                    [2.0, 3.0]
+                );
+                assert_eq!(
+                    list(accelerator.all_reduce(mine(), ReduceOp::Max)?),
+                    [3.0, 4.0]
+                );
+                let some = mine().narrow(0, 0, 1 + accelerator.rank());
+                assert_eq!(list(accelerator.gather(some)?), [1.0, 3.0, 4.0]);
+                assert_eq!(accelerator.broadcast_object(&accelerator.rank(), 1)?, 1);
+                Ok(())
+            })
+            .unwrap();
+    }
+}
+
+#[test]
+fn shapes_that_cannot_be_joined_are_named() {
+    let errors = accelerator::launch(2, |accelerator| {
+        let columns = 2 + accelerator.rank();
+        let tensor = Tensor::<2>::zeros([1, columns], &accelerator.device());
+        Ok(accelerator.gather(tensor).unwrap_err().to_string())
+    })
+    .unwrap();
+    assert_eq!(errors[0], errors[1]);
+    assert!(
+        errors[0].contains("[1, 2]") && errors[0].contains("[1, 3]"),
+        "{}",
+        errors[0]
+    );
+}
+
+#[test]
+fn a_collective_on_one_rank_only_is_an_error_there_and_then() {
+    accelerator::launch(2, |accelerator| {
+        let inside = accelerator.on_main_process(|| accelerator.wait_for_everyone());
+        if let Some(inside) = inside {
+            let error = inside.unwrap_err();
+            assert!(error.is_misuse(), "{error:?}");
+            assert!(format!("{error:?}").contains("one rank only"), "{error:?}");
+        }
+        // The group is as good as before.
+        accelerator.wait_for_everyone()
+    })
+    .unwrap();
+}
+
+#[test]
+fn the_main_process_goes_first_or_all_fail() {
+    let order = Mutex::new(Vec::new());
+    accelerator::launch(3, |accelerator| {
+        accelerator.main_process_first(|| {
+            if accelerator.is_main_process() {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            order.lock().unwrap().push(accelerator.rank());
+            Ok(())
+        })
+    })
+    .unwrap();
+    assert_eq!(order.into_inner().unwrap()[0], 0);
+
+    let errors = accelerator::launch(2, |accelerator| {
+        let outcome: Result<()> = accelerator.main_process_first(|| {
+            assert!(accelerator.is_main_process(), "the others do not run it");
+            accelerator.prepare(common::loader(1, 0)).map(|_| ())
+        });
+        Ok(format!("{:?}", outcome.unwrap_err()))
+    })
+    .unwrap();
+    assert!(
+        errors.iter().all(|error| error.contains("batch size")),
+        "{errors:?}"
+    );
+}
+
+#[test]
+fn the_first_failure_of_a_launch_is_the_one_reported() {
+    let error = accelerator::launch(3, |accelerator| {
+        assert!(accelerator.rank() != 1, "rank one stumbles");
+        accelerator.wait_for_everyone()
+    })
+    .unwrap_err();
+    assert!(error.is_panic());
+    assert!(error.to_string().contains("rank 1") && error.to_string().contains("stumbles"));
+}
+
+#[test]
+fn settings_that_contradict_each_other_are_refused() {
+    let error = Accelerator::builder()
+        .transport(TransportKind::Threads)
+        .build()
+        .unwrap_err();
+    assert!(error.is_config() && error.to_string().contains("launch"));
+    let error = Accelerator::builder()
+        .transport(TransportKind::Tcp)
+        .launch(2, |_| Ok(()))
+        .unwrap_err();
+    assert!(error.is_config() && error.to_string().contains("accel-launch"));
+    let error = Accelerator::builder().launch(0, |_| Ok(())).unwrap_err();
+    assert!(error.is_config());
+    let error = Accelerator::builder().bucket_size(10).build().unwrap_err();
+    assert!(error.is_config() && error.to_string().contains("bucket_size"));
+}
+
+#[test]
+fn shares_cover_everything() {
+    for world_size in 1..6 {
+        for count in 0..20 {
+            let shares =
+                accelerator::launch(world_size, |accelerator| Ok(accelerator.share_of(count)))
+                    .unwrap();
+            let all: Vec<_> = shares.into_iter().flatten().collect();
+            assert_eq!(all, (0..count).collect::<Vec<_>>());
+        }
+    }
+}

@@ -1,0 +1,331 @@
+//! The loop: what a window averages, when the optimizer and its schedule move.
+
+mod common;
+
+use accelerator::prelude::*;
+use burn::lr_scheduler::step::StepLrSchedulerConfig;
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
+use burn::tensor::{Device, Tensor};
+use common::{assert_close, columns, devices, distance, flat, line, loader};
+
+#[test]
+fn one_rank_does_what_plain_burn_does_bit_for_bit() {
+    for kind in devices() {
+        let accelerator = Accelerator::builder().device(kind).build().unwrap();
+        let device = accelerator.device();
+        let parts = (line(&device), AdamWConfig::new().init(), loader(10, 4));
+        let (mut model, mut optimizer, train) = accelerator.prepare(parts).unwrap();
+
+        let mut plain = line(&device);
+        let mut plain_optimizer = AdamWConfig::new().init();
+        for batch in train.epoch(0) {
+            let batch = batch.unwrap();
+            let gradients = accelerator
+                .backward(distance(&model, &batch), &model, &batch)
+                .unwrap();
+            model = optimizer.step(0.1, model, gradients);
+
+            let gradients = distance(&plain, &batch).backward();
+            let gradients = GradientsParams::from_grads(gradients, &plain);
+            plain = plain_optimizer.step(0.1, plain, gradients);
+        }
+        assert_eq!(flat(&model), flat(&plain));
+        assert_ne!(flat(&model), flat(&line(&device)));
+    }
+}
+
+/// Seven samples in batches of two for each of two ranks: the last step has one sample for rank
+/// 0 and one for rank 1, or an idle rank.
+fn after_one_epoch(kind: DeviceKind, ranks: usize, samples: usize, global: usize) -> Vec<f32> {
+    let outcomes = Accelerator::builder()
+        .device(kind)
+        .launch(ranks, |accelerator| {
+            let device = accelerator.device();
+            let train = DataLoaderBuilder::new(common::ColumnBatcher)
+                .global_batch_size(global)
+                .build(columns(samples));
+            let parts = (line(&device), SgdConfig::new().init(), train);
+            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                let mut loss = distance(&model, &batch);
+                if batch.is_idle() {
+                    // What an idle rank computes may be anything.
+                    loss = loss * f32::NAN;
+                }
+                let gradients = accelerator.backward(loss, &model, &batch)?;
+                assert!(gradients.loss().is_some_and(f64::is_finite));
+                model = optimizer.step(0.05, model, gradients);
+            }
+            Ok(flat(&model))
+        })
+        .unwrap();
+    for outcome in &outcomes {
+        assert_eq!(outcome, &outcomes[0], "every rank holds the same bits");
+    }
+    outcomes[0].clone()
+}
+
+#[test]
+fn ranks_do_what_one_does_also_where_samples_do_not_divide() {
+    for kind in devices() {
+        for samples in [8, 9, 11, 15, 17] {
+            let one = after_one_epoch(kind, 1, samples, 4);
+            for ranks in [2, 4] {
+                assert_close(&after_one_epoch(kind, ranks, samples, 4), &one, 1e-6);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_window_averages_over_its_samples_and_ends_with_the_epoch() {
+    // Micro-steps of 4, 4, 4 and 2 samples, in windows of 3: the second window holds 2 samples.
+    let accelerator = Accelerator::builder()
+        .accumulation_steps(3)
+        .build()
+        .unwrap();
+    let device = accelerator.device();
+    let parts = (line(&device), SgdConfig::new().init(), loader(14, 4));
+    let (mut model, mut optimizer, train) = accelerator.prepare(parts).unwrap();
+    let mut outcomes = Vec::new();
+    let mut samples = Vec::new();
+    for batch in train.epoch(0) {
+        let batch = batch.unwrap();
+        let before = flat(&model);
+        let gradients = accelerator
+            .backward(distance(&model, &batch), &model, &batch)
+            .unwrap();
+        samples.extend(gradients.samples());
+        model = optimizer.step(0.05, model, gradients);
+        let moved = flat(&model) != before;
+        assert_eq!(moved, optimizer.outcome() != StepOutcome::Accumulated);
+        outcomes.push(moved);
+    }
+    assert_eq!(outcomes, [false, false, true, true]);
+    assert_eq!(samples, [12.0, 2.0]);
+    assert_eq!(optimizer.steps(), 2);
+
+    // The same with whole windows as batches.
+    let plain = Accelerator::new().unwrap();
+    let parts = (line(&device), SgdConfig::new().init(), loader(14, 12));
+    let (mut whole, mut optimizer, train) = plain.prepare(parts).unwrap();
+    for batch in train.epoch(0) {
+        let batch = batch.unwrap();
+        let gradients = plain
+            .backward(distance(&whole, &batch), &whole, &batch)
+            .unwrap();
+        whole = optimizer.step(0.05, whole, gradients);
+    }
+    assert_close(&flat(&model), &flat(&whole), 1e-6);
+}
+
+#[test]
+fn a_schedule_advances_with_optimizer_steps_or_with_epochs() {
+    let rates = |by_epoch: bool| {
+        let accelerator = Accelerator::builder()
+            .accumulation_steps(2)
+            .build()
+            .unwrap();
+        let device = accelerator.device();
+        let halving = StepLrSchedulerConfig::new(0.1, 1)
+            .with_gamma(0.5)
+            .init()
+            .unwrap();
+        let train = loader(8, 2);
+        let optimizer = SgdConfig::new().init();
+        let model = line(&device);
+        let (mut model, mut optimizer, train) = if by_epoch {
+            accelerator
+                .prepare((model, (optimizer, PerEpoch(halving)), train))
+                .unwrap()
+        } else {
+            accelerator
+                .prepare((model, (optimizer, halving), train))
+                .unwrap()
+        };
+        assert_eq!(optimizer.learning_rate(), None);
+        let mut rates = Vec::new();
+        for epoch in 0..2 {
+            for batch in train.epoch(epoch) {
+                let batch = batch.unwrap();
+                let gradients = accelerator
+                    .backward(distance(&model, &batch), &model, &batch)
+                    .unwrap();
+                model = optimizer.step(model, gradients);
+                if let StepOutcome::Stepped { rate, .. } = optimizer.outcome() {
+                    rates.push(rate);
+                }
+            }
+        }
+        rates
+    };
+    assert_eq!(rates(false), [0.1, 0.05, 0.025, 0.0125]);
+    assert_eq!(rates(true), [0.1, 0.1, 0.05, 0.05]);
+}
+
+#[test]
+fn two_models_have_a_window_each() {
+    let norms = Accelerator::builder()
+        .accumulation_steps(2)
+        .launch(2, |accelerator| {
+            let device = accelerator.device();
+            let parts = (
+                (line(&device), SgdConfig::new().init()),
+                (line(&device), AdamWConfig::new().init()),
+                loader(16, 2),
+            );
+            let ((mut generator, mut first), (mut critic, mut second), train) =
+                accelerator.prepare(parts)?;
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                let loss = distance(&generator, &batch);
+                let gradients = accelerator.backward(loss, &generator, &batch)?;
+                generator = first.step(0.05, generator, gradients);
+                // The second model's window is out of step with the first's.
+                if batch.step() > 0 {
+                    let loss = distance(&critic, &batch);
+                    let gradients = accelerator.backward(loss, &critic, &batch)?;
+                    critic = second.step(0.05, critic, gradients);
+                }
+            }
+            Ok((
+                first.steps(),
+                second.steps(),
+                flat(&generator) != flat(&critic),
+            ))
+        })
+        .unwrap();
+    // Four micro-steps; of the three of the second model the last one closes its window.
+    assert_eq!(norms, [(2, 2, true); 2]);
+}
+
+#[test]
+fn clipping_is_by_one_norm_over_all_parameters() {
+    for kind in devices() {
+        let results = |ranks| {
+            Accelerator::builder()
+                .device(kind)
+                .launch(ranks, |accelerator| {
+                    let device = accelerator.device();
+                    let model = line(&device);
+                    let train = DataLoaderBuilder::new(common::ColumnBatcher)
+                        .global_batch_size(6)
+                        .build(columns(6));
+                    let (model, mut optimizer, train) =
+                        accelerator.prepare((model, SgdConfig::new().init(), train))?;
+                    let batch = train.epoch(0).next().unwrap()?;
+                    let mut gradients =
+                        accelerator.backward(distance(&model, &batch), &model, &batch)?;
+                    let norm = gradients.norm().unwrap();
+                    let before = flat(&model);
+                    let model = optimizer.step(1.0, model, gradients.clip_norm(norm / 2.0));
+                    assert!(matches!(
+                        optimizer.outcome(),
+                        StepOutcome::Stepped { norm: Some(n), .. } if n == norm
+                    ));
+                    let moved: f64 = flat(&model)
+                        .iter()
+                        .zip(&before)
+                        .map(|(after, before)| f64::from(after - before).powi(2))
+                        .sum();
+                    Ok((norm, moved.sqrt()))
+                })
+                .unwrap()[0]
+        };
+        let (norm, moved) = results(1);
+        assert!(norm > 1.0);
+        assert!((moved - norm / 2.0).abs() < 1e-5, "{moved} of {norm}");
+        let (norm_of_two, moved_by_two) = results(2);
+        assert!((norm_of_two - norm).abs() < 1e-5);
+        assert!((moved_by_two - moved).abs() < 1e-5);
+    }
+}
+
+#[derive(Debug, Module)]
+struct Branches {
+    left: Linear,
+    right: Linear,
+    unused: Linear,
+}
+
+#[test]
+fn a_gradient_that_only_some_ranks_have_is_averaged_with_zeros() {
+    let new = |device: &Device| Branches {
+        left: line(device),
+        right: line(device),
+        unused: LinearConfig::new(3, 3).init(device),
+    };
+    let outcomes = accelerator::launch(2, |accelerator| {
+        let device = accelerator.device();
+        let (model, mut optimizer, train) =
+            accelerator.prepare((new(&device), AdamWConfig::new().init(), loader(4, 2)))?;
+        let unused = flat(&model.unused);
+        let batch = train.epoch(0).next().unwrap()?;
+        let branch = if accelerator.is_main_process() {
+            &model.left
+        } else {
+            &model.right
+        };
+        let gradients = accelerator.backward(distance(branch, &batch), &model, &batch)?;
+        let model = optimizer.step(0.1, model, gradients);
+        // AdamW would move it by its weight decay if it had a gradient of zeros.
+        assert_eq!(flat(&model.unused), unused, "no rank used it");
+        Ok((flat(&model.left), flat(&model.right)))
+    })
+    .unwrap();
+    assert_eq!(outcomes[0], outcomes[1]);
+    let start = flat(&line(&Device::default()));
+    assert_ne!(outcomes[0].0, start);
+    assert_ne!(outcomes[0].1, start);
+}
+
+#[test]
+fn tokens_can_weigh_instead_of_samples() {
+    // Rank 0 has the mean over 1 token, rank 1 that over 3.
+    let rates = accelerator::launch(2, |accelerator| {
+        let device = accelerator.device();
+        let (model, mut optimizer, train) =
+            accelerator.prepare((line(&device), SgdConfig::new().init(), loader(4, 2)))?;
+        let batch = train.epoch(0).next().unwrap()?;
+        let slope = model.weight.val().reshape([1]);
+        let tokens = 1 + 2 * accelerator.rank() as u32;
+        let loss = slope * (10.0 * accelerator.rank() as f32);
+        let gradients = accelerator.backward(loss, &model, batch.with_weight(tokens))?;
+        assert_eq!(gradients.samples(), Some(4.0));
+        let model = optimizer.step(1.0, model, gradients);
+        Ok(0.5 - flat(&model)[0])
+    })
+    .unwrap();
+    assert_eq!(rates, [7.5, 7.5]);
+}
+
+#[test]
+fn misuse_is_answered_before_anything_moves() {
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    let uneven = DataLoaderBuilder::new(common::ColumnBatcher)
+        .tail(TailPolicy::Uneven)
+        .build(columns(4));
+    let (model, train, uneven) = accelerator
+        .prepare((line(&device), loader(4, 2), uneven))
+        .unwrap();
+    let batch = train.epoch(0).next().unwrap().unwrap();
+    let loss = || distance(&model, &batch);
+    let text = |loss, model: &Linear, weight: accelerator::Weight| {
+        let error = accelerator.backward(loss, model, weight).unwrap_err();
+        assert!(error.is_misuse(), "{error:?}");
+        error.to_string()
+    };
+    assert!(text(loss(), &line(&device), batch.weight()).contains("not prepared"));
+    assert!(text(loss(), &model, accelerator::Weight::from(f64::NAN)).contains("NaN"));
+    assert!(text(loss(), &model, accelerator::Weight::from(0)).contains("0 over all ranks"));
+    let two = Tensor::cat(vec![loss(), loss()], 0);
+    assert!(text(two, &model, batch.weight()).contains("2 elements"));
+    let untracked = distance(&model.valid(), &batch);
+    assert!(text(untracked, &model, batch.weight()).contains("does not depend"));
+    let batch = uneven.epoch(0).next().unwrap().unwrap();
+    assert!(text(loss(), &model, batch.weight()).contains("`exact`"));
+}

@@ -1,0 +1,86 @@
+//! Trains a small CNN to read handwritten digits, on as many processes as it is started on.
+//!
+//! `cargo run --release --example mnist -- --help` lists the flags.
+
+use accelerator::prelude::*;
+use accelerator_examples::{
+    Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, Reporter, SampleLog, Score,
+    cross_entropy,
+};
+use burn::module::Module;
+use clap::Parser;
+
+fn main() -> Result<(), Report> {
+    let args = MnistArgs::parse();
+    let lr = args.learning_rate();
+    let digits = args.digits()?;
+
+    let accelerator = Accelerator::builder()
+        .device(args.device.map(Into::into))
+        .dtype(args.dtype.into())
+        .seed(args.seed)
+        .build()?;
+    let device = accelerator.device();
+
+    let model = CnnConfig::new().with_dropout(args.dropout).init(&device);
+    let optimizer = args.optimizer.init();
+    let train = DataLoaderBuilder::new(DigitBatcher)
+        .batch_size(args.batch_size.get())
+        .shuffle(args.seed)
+        .build(digits.train);
+    let valid = DataLoaderBuilder::new(DigitBatcher)
+        .batch_size(256)
+        .build(digits.validation);
+    let test = DataLoaderBuilder::new(DigitBatcher)
+        .batch_size(256)
+        .build(digits.test);
+    let (mut model, mut optimizer, train, valid, test) =
+        accelerator.prepare((model, optimizer, train, valid, test))?;
+
+    let mut samples = SampleLog::open(args.log_samples.as_deref(), accelerator.rank())?;
+    let mut reporter = Reporter::new(
+        accelerator.rank(),
+        &args,
+        train.steps().unwrap_or(0) as usize,
+    )?;
+    if let Some(path) = &args.save_initial {
+        accelerator.save_model(&model, path)?;
+    }
+
+    for epoch in 0..args.epochs {
+        for batch in train.epoch(epoch as u64) {
+            let batch = batch?;
+            let loss = cross_entropy(model.forward(batch.images.clone()), batch.targets.clone());
+            let gradients = accelerator.backward(loss, &model, &batch)?;
+            let (loss, count) = (gradients.loss(), gradients.samples());
+            model = optimizer.step(lr, model, gradients);
+            samples.log(&batch.indices()[..batch.real()])?;
+            if let (Some(loss), Some(count)) = (loss, count) {
+                reporter.step(epoch, loss, lr, count as usize)?;
+            }
+        }
+        let score = evaluate(&accelerator, &model.valid(), &valid)?;
+        reporter.validated(epoch, score.loss(), score.accuracy())?;
+    }
+
+    let score = evaluate(&accelerator, &model.valid(), &test)?;
+    reporter.tested(score.loss(), score.accuracy())?;
+    if let Some(path) = &args.save {
+        accelerator.save_model(&model, path)?;
+    }
+    Ok(accelerator.finish()?)
+}
+
+fn evaluate(
+    accelerator: &Accelerator,
+    model: &Cnn,
+    loader: &PreparedLoader<DigitBatch>,
+) -> Result<Score, Report> {
+    let mut score = Score::new();
+    for batch in loader.epoch(0) {
+        let batch = batch?;
+        let logits = model.forward(batch.images.clone());
+        score.update(logits, batch.targets.clone(), batch.real());
+    }
+    Ok(accelerator.reduce(score)?)
+}

@@ -1,0 +1,75 @@
+//! Trains a small CNN to read handwritten digits, with Burn alone and in one process.
+//!
+//! `cargo run --release --example mnist_plain -- --help` lists the flags.
+
+use std::sync::Arc;
+
+use accelerator_examples::{
+    Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, Reporter, SampleLog, Score,
+    cross_entropy, save_model,
+};
+use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
+use burn::module::Module;
+use burn::optim::GradientsParams;
+use clap::Parser;
+
+fn main() -> Result<(), Report> {
+    let args = MnistArgs::parse();
+    let lr = args.learning_rate();
+    let device = args.open_device()?.autodiff();
+    let digits = args.digits()?;
+    let steps = digits.train.count().div_ceil(args.batch_size.get());
+    let mut reporter = Reporter::new(0, &args, steps)?;
+    let mut samples = SampleLog::open(args.log_samples.as_deref(), 0)?;
+
+    let mut model = CnnConfig::new().with_dropout(args.dropout).init(&device);
+    let mut optimizer = args.optimizer.init();
+    let train = DataLoaderBuilder::new(DigitBatcher)
+        .batch_size(args.batch_size.get())
+        .shuffle(args.seed)
+        .set_device(device.clone())
+        .build(digits.train);
+    let valid = DataLoaderBuilder::new(DigitBatcher)
+        .batch_size(256)
+        .set_device(device.clone().inner())
+        .build(digits.validation);
+    let test = DataLoaderBuilder::new(DigitBatcher)
+        .batch_size(256)
+        .set_device(device.inner())
+        .build(digits.test);
+
+    if let Some(path) = &args.save_initial {
+        save_model(&model, path)?;
+    }
+
+    for epoch in 0..args.epochs {
+        for batch in train.iter() {
+            let batch = batch?;
+            let count = batch.indices.len();
+            let loss = cross_entropy(model.forward(batch.images), batch.targets);
+            let gradients = GradientsParams::from_grads(loss.backward(), &model);
+            model = optimizer.step(lr, model, gradients);
+            samples.log(&batch.indices)?;
+            reporter.step(epoch, loss.into_scalar(), lr, count)?;
+        }
+        let score = evaluate(&model.valid(), &valid)?;
+        reporter.validated(epoch, score.loss(), score.accuracy())?;
+    }
+
+    let score = evaluate(&model.valid(), &test)?;
+    reporter.tested(score.loss(), score.accuracy())?;
+    if let Some(path) = &args.save {
+        save_model(&model, path)?;
+    }
+    Ok(())
+}
+
+fn evaluate(model: &Cnn, loader: &Arc<dyn DataLoader<DigitBatch>>) -> Result<Score, Report> {
+    let mut score = Score::new();
+    for batch in loader.iter() {
+        let batch = batch?;
+        let logits = model.forward(batch.images);
+        score.update(logits, batch.targets, batch.indices.len());
+    }
+    Ok(score)
+}

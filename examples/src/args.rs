@@ -1,0 +1,243 @@
+use core::num::NonZeroUsize;
+use std::path::PathBuf;
+
+use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
+use burn::tensor::{Device, FloatDType};
+use clap::{Parser, ValueEnum};
+
+use crate::device::{DeviceName, configure};
+use crate::digits::Split;
+use crate::error::{Error, Kind, Result};
+
+/// The number of training samples that are drawn where `--limit` does not say otherwise.
+const DRAWN: usize = 3200;
+
+/// Train a small convolutional network to read handwritten digits.
+#[derive(Clone, Debug, Parser)]
+pub struct MnistArgs {
+    /// The folder with MNIST's files, or others in that format; without it, digits are drawn
+    #[arg(long, value_name = "DIR")]
+    pub data_dir: Option<PathBuf>,
+
+    /// How often to go through the training samples; 0 only tests the untrained model
+    #[arg(long, default_value_t = 3, value_name = "N")]
+    pub epochs: usize,
+
+    /// The number of samples in a batch (of each process, where there are several)
+    #[arg(long, default_value = "64", value_name = "N", value_parser = at_least_one)]
+    pub batch_size: NonZeroUsize,
+
+    /// The learning rate [default: 0.001 for adamw, 0.01 for sgd]
+    #[arg(long, value_name = "RATE", value_parser = learning_rate)]
+    pub lr: Option<f64>,
+
+    /// The optimizer
+    #[arg(long, value_enum, default_value_t = OptimizerName::AdamW)]
+    pub optimizer: OptimizerName,
+
+    /// The probability of dropping a value before each dense layer
+    #[arg(long, default_value = "0.25", value_name = "P", value_parser = probability)]
+    pub dropout: f64,
+
+    /// The seed of weights, dropout and the order of the samples
+    #[arg(long, default_value_t = 42)]
+    pub seed: u64,
+
+    /// Train on at most this many samples [default: all of a folder, 3200 drawn ones]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub limit: Option<NonZeroUsize>,
+
+    /// The precision of weights and images
+    #[arg(long, value_enum, default_value_t = Dtype::F32)]
+    pub dtype: Dtype,
+
+    /// The kind of device [default: the fastest that is compiled in]
+    #[arg(long, value_enum)]
+    pub device: Option<DeviceName>,
+
+    /// Write figures of each step, each epoch and the test to this file, one JSON object a line
+    #[arg(long, value_name = "FILE")]
+    pub metrics: Option<PathBuf>,
+
+    /// Write the trained model to this safetensors file
+    #[arg(long, value_name = "FILE")]
+    pub save: Option<PathBuf>,
+
+    /// Write the untrained model to this safetensors file
+    #[arg(long, value_name = "FILE")]
+    pub save_initial: Option<PathBuf>,
+
+    /// Write the positions of the samples of each step to this file, one JSON object a line
+    #[arg(long, value_name = "FILE")]
+    pub log_samples: Option<PathBuf>,
+}
+
+/// The optimizers to choose from.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+pub enum OptimizerName {
+    /// Adam with decoupled weight decay
+    #[value(name = "adamw")]
+    AdamW,
+    /// Stochastic gradient descent without momentum
+    Sgd,
+}
+
+/// The precisions to choose from.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+pub enum Dtype {
+    /// Single precision
+    F32,
+    /// Double precision
+    F64,
+}
+
+impl MnistArgs {
+    /// The digits to train on: those of `--data-dir`, or drawn ones.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Split::load`].
+    pub fn digits(&self) -> Result<Split> {
+        let limit = self.limit.map(NonZeroUsize::get);
+        match &self.data_dir {
+            Some(dir) => {
+                let split = Split::load(dir)?;
+                Ok(split.limit(limit.unwrap_or(usize::MAX)))
+            }
+            None => Ok(Split::draw(limit.unwrap_or(DRAWN))),
+        }
+    }
+
+    /// The learning rate: that of `--lr`, or what suits the optimizer.
+    pub fn learning_rate(&self) -> f64 {
+        self.lr.unwrap_or(match self.optimizer {
+            OptimizerName::AdamW => 1e-3,
+            OptimizerName::Sgd => 1e-2,
+        })
+    }
+
+    /// Opens the device of `--device`, or Burn's default one, with the dtype and the seed asked
+    /// for. To be called once, before the first tensor.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_device`] when it is not compiled in or does not support the dtype.
+    pub fn open_device(&self) -> Result<Device> {
+        let mut device = match self.device {
+            Some(name) => name.open()?,
+            None => Device::default(),
+        };
+        configure(&mut device, self.dtype.into())?;
+        device.seed(self.seed);
+        Ok(device)
+    }
+}
+
+impl OptimizerName {
+    /// The optimizer with Burn's default settings.
+    pub fn init(self) -> ModuleOptimizer {
+        match self {
+            Self::AdamW => AdamWConfig::new().init(),
+            Self::Sgd => SgdConfig::new().init(),
+        }
+    }
+}
+
+impl From<Dtype> for FloatDType {
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => Self::F32,
+            Dtype::F64 => Self::F64,
+        }
+    }
+}
+
+fn at_least_one(text: &str) -> Result<NonZeroUsize> {
+    text.parse()
+        .map_err(|_| out_of_range(text, "a whole number of at least 1"))
+}
+
+fn learning_rate(text: &str) -> Result<f64> {
+    number(text, "a number above 0, such as 0.001", |rate| {
+        rate > 0.0 && rate.is_finite()
+    })
+}
+
+fn probability(text: &str) -> Result<f64> {
+    number(
+        text,
+        "a number from 0 (nothing is dropped) to less than 1",
+        |p| (0.0..1.0).contains(&p),
+    )
+}
+
+fn number(text: &str, expected: &str, allows: impl Fn(f64) -> bool) -> Result<f64> {
+    text.parse()
+        .ok()
+        .filter(|&number| allows(number))
+        .ok_or_else(|| out_of_range(text, expected))
+}
+
+fn out_of_range(text: &str, expected: &str) -> Error {
+    Error::new(
+        Kind::Settings,
+        format!("expected {expected}, found `{text}`"),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(args: &str) -> Result<MnistArgs, String> {
+        let all = ["mnist"].into_iter().chain(args.split_whitespace());
+        MnistArgs::try_parse_from(all).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn every_flag_is_known() {
+        let args = parse(
+            "--data-dir d --epochs 2 --batch-size 32 --lr 0.5 --optimizer sgd --dropout 0 \
+             --seed 7 --limit 100 --dtype f64 --device cuda --metrics m --save s \
+             --save-initial i --log-samples l",
+        )
+        .unwrap();
+        assert_eq!((args.epochs, args.batch_size.get(), args.seed), (2, 32, 7));
+        assert_eq!((args.learning_rate(), args.dropout), (0.5, 0.0));
+        assert_eq!(args.device, Some(DeviceName::Cuda));
+        assert_eq!(FloatDType::from(args.dtype), FloatDType::F64);
+    }
+
+    #[test]
+    fn the_learning_rate_follows_the_optimizer() {
+        assert_eq!(parse("").unwrap().learning_rate(), 1e-3);
+        assert_eq!(parse("--optimizer sgd").unwrap().learning_rate(), 1e-2);
+    }
+
+    #[test]
+    fn values_out_of_range_are_named_with_what_is_expected() {
+        for (args, found, expected) in [
+            ("--batch-size 0", "found `0`", "at least 1"),
+            ("--batch-size=-3", "found `-3`", "at least 1"),
+            ("--limit 0", "--limit", "at least 1"),
+            ("--lr 0", "found `0`", "above 0"),
+            ("--lr NaN", "found `NaN`", "above 0"),
+            ("--dropout 1", "found `1`", "less than 1"),
+            ("--optimizer adam", "'adam'", "adamw, sgd"),
+            ("--dtype f16", "'f16'", "f32, f64"),
+            ("--device banana", "'banana'", "flex, ndarray, wgpu, cuda"),
+        ] {
+            let error = parse(args).unwrap_err();
+            assert!(
+                error.contains(found) && error.contains(expected),
+                "{args}: {error}"
+            );
+        }
+    }
+
+    #[test]
+    fn drawn_digits_follow_the_limit() {
+        let args = parse("--limit 40").unwrap();
+        assert_eq!(args.digits().unwrap().train.count(), 40);
+    }
+}

@@ -1,0 +1,216 @@
+//! Images of handwritten digits, 28 by 28 grey values each, with their labels: read from files
+//! in the format of MNIST, or drawn.
+
+mod batch;
+mod draw;
+mod glyph;
+mod idx;
+mod noise;
+mod split;
+
+use std::sync::Arc;
+
+use burn::data::dataset::{Dataset, DatasetError};
+
+pub use self::batch::{DigitBatch, DigitBatcher};
+pub use self::split::Split;
+use crate::error::{Error, Kind, Result};
+
+/// The width and the height of an image, in pixels.
+pub const SIDE: usize = 28;
+
+/// The number of grey values of an image, row by row, 0 for the ground and 255 for full ink.
+pub const PIXELS: usize = SIDE * SIDE;
+
+/// The number of labels: the digits 0 to 9.
+pub const CLASSES: usize = 10;
+
+/// A set of images with their labels. Clones share the images.
+///
+/// ```
+/// use accelerator_examples::Digits;
+/// use burn::data::dataset::Dataset;
+///
+/// let digits = Digits::draw(20, 7);
+/// let digit = digits.get(3)?;
+/// assert_eq!(digit.index, 3);
+/// assert!(digit.label < 10);
+/// assert_eq!(digit.image.len(), 28 * 28);
+/// # Ok::<(), burn::data::dataset::DatasetError>(())
+/// ```
+#[derive(Clone)]
+pub struct Digits {
+    samples: Arc<Samples>,
+    len: usize,
+}
+
+struct Samples {
+    images: Vec<u8>,
+    labels: Vec<u8>,
+}
+
+/// One image with its label, and its place in the set that it comes from.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Digit {
+    /// The position of this sample in its [`Digits`].
+    pub index: usize,
+    /// The grey values, row by row: 0 is the ground, 255 is full ink.
+    pub image: [u8; PIXELS],
+    /// The digit that the image shows, 0 to 9.
+    pub label: u8,
+}
+
+impl Digits {
+    /// A set of the given images, [`PIXELS`] bytes each, and their labels.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_format`] when the images are not a whole number of images or a label is above
+    /// 9, [`Error::is_mismatch`] when there are more or fewer labels than images.
+    pub fn new(images: Vec<u8>, labels: Vec<u8>) -> Result<Self> {
+        if !images.len().is_multiple_of(PIXELS) {
+            return Err(Error::new(
+                Kind::Format,
+                format!(
+                    "the images have {} bytes, which is not a multiple of {PIXELS} ({SIDE}x{SIDE}); \
+                     pass whole images",
+                    images.len()
+                ),
+            ));
+        }
+        let count = images.len() / PIXELS;
+        if count != labels.len() {
+            return Err(Error::new(
+                Kind::Mismatch,
+                format!(
+                    "there are {count} images but {} labels; pass one label for each image",
+                    labels.len()
+                ),
+            ));
+        }
+        if let Some(at) = labels
+            .iter()
+            .position(|&label| usize::from(label) >= CLASSES)
+        {
+            return Err(Error::new(
+                Kind::Format,
+                format!(
+                    "label number {at} is {}; expected a digit from 0 to 9",
+                    labels[at]
+                ),
+            ));
+        }
+        Ok(Self::checked(images, labels))
+    }
+
+    /// Draws `count` digits: glyphs of several styles, bent, turned, sheared, scaled and shifted
+    /// at random, with strokes of varying width and ink, on noisy ground.
+    ///
+    /// Each image is a function of `seed` and its index alone, so that a longer set begins with
+    /// the shorter one, and every ten successive samples (from a multiple of ten on) show the ten
+    /// digits in random order.
+    pub fn draw(count: usize, seed: u64) -> Self {
+        let mut images = Vec::with_capacity(count * PIXELS);
+        let mut labels = Vec::with_capacity(count);
+        for index in 0..count {
+            let (image, label) = draw::digit(seed, index);
+            images.extend_from_slice(&image);
+            labels.push(label);
+        }
+        Self::checked(images, labels)
+    }
+
+    /// The first `count` samples of this set, or all where it has fewer.
+    #[must_use]
+    pub fn limit(mut self, count: usize) -> Self {
+        self.len = self.len.min(count);
+        self
+    }
+
+    /// The number of samples.
+    pub fn count(&self) -> usize {
+        self.len
+    }
+
+    /// The labels, in the order of the samples.
+    pub fn labels(&self) -> &[u8] {
+        &self.samples.labels[..self.len]
+    }
+
+    /// The grey values of the image at `index`, row by row.
+    ///
+    /// # Panics
+    ///
+    /// When `index` is not below [`count`](Self::count).
+    pub fn image(&self, index: usize) -> &[u8; PIXELS] {
+        assert!(
+            index < self.len,
+            "sample {index} was asked for, but the set has {}",
+            self.len
+        );
+        &self.samples.images.as_chunks().0[index]
+    }
+
+    /// A set of samples that are known to fit together.
+    fn checked(images: Vec<u8>, labels: Vec<u8>) -> Self {
+        Self {
+            len: labels.len(),
+            samples: Arc::new(Samples { images, labels }),
+        }
+    }
+}
+
+impl Dataset<Digit> for Digits {
+    fn get(&self, index: usize) -> Result<Digit, DatasetError> {
+        Ok(Digit {
+            index,
+            image: *self.image(index),
+            label: self.samples.labels[index],
+        })
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl core::fmt::Debug for Digits {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Digits").field("count", &self.len).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_that_do_not_fit_together_are_refused() {
+        assert!(
+            Digits::new(vec![0; PIXELS + 1], vec![1])
+                .unwrap_err()
+                .is_format()
+        );
+        assert!(
+            Digits::new(vec![0; PIXELS], vec![1, 2])
+                .unwrap_err()
+                .is_mismatch()
+        );
+        let error = Digits::new(vec![0; 2 * PIXELS], vec![9, 10]).unwrap_err();
+        assert!(error.is_format());
+        assert!(
+            error.to_string().contains("label number 1 is 10"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_limit_keeps_the_first_samples() {
+        let all = Digits::draw(30, 1);
+        let some = all.clone().limit(12);
+        assert_eq!((some.len(), all.len()), (12, 30));
+        assert_eq!(some.labels(), &all.labels()[..12]);
+        assert_eq!(some.get(11).unwrap(), all.get(11).unwrap());
+        assert_eq!(all.clone().limit(99).len(), 30);
+    }
+}

@@ -1,0 +1,28 @@
+//! What the example programs share, so that each of them is little more than its training loop:
+//! handwritten digits (read or drawn), the network, the command line, and what is printed and
+//! logged.
+//!
+//! Nothing here knows how many processes train together; the programs bring that in.
+
+mod args;
+mod cnn;
+mod device;
+pub mod digits;
+mod error;
+mod loss;
+mod metrics;
+mod reporter;
+mod samples;
+mod save;
+mod score;
+
+pub use crate::args::{Dtype, MnistArgs, OptimizerName};
+pub use crate::cnn::{Cnn, CnnConfig};
+pub use crate::device::DeviceName;
+pub use crate::digits::{Digit, DigitBatch, DigitBatcher, Digits, Split};
+pub use crate::error::{Error, Report, Result};
+pub use crate::loss::cross_entropy;
+pub use crate::reporter::Reporter;
+pub use crate::samples::SampleLog;
+pub use crate::save::save_model;
+pub use crate::score::Score;

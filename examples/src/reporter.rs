@@ -1,0 +1,213 @@
+use core::fmt;
+use std::io::{self, Write};
+use std::path::Path;
+use std::time::Instant;
+
+use crate::args::MnistArgs;
+use crate::error::{Error, Result};
+use crate::metrics::{EpochRecord, Metrics, StepRecord, TestRecord};
+use crate::save::check_target;
+
+/// How many lines are printed in an epoch, about.
+const LINES: usize = 10;
+
+/// Tells how a training goes: on the console and, with `--metrics`, in a file. It speaks on rank
+/// 0 only, so that every rank can run the same program.
+#[derive(Debug)]
+pub struct Reporter {
+    /// Nothing on a rank that is silent.
+    output: Option<Output>,
+    epoch_step: usize,
+    step: usize,
+}
+
+#[derive(Debug)]
+struct Output {
+    metrics: Option<Metrics>,
+    steps_per_epoch: usize,
+    /// When the last step ended, or training began or went on after a validation.
+    last_step: Instant,
+    /// Time and samples since the last line on the console.
+    seconds: f64,
+    samples: usize,
+}
+
+impl Reporter {
+    /// A reporter for this rank of a training with so many steps in an epoch. It makes the file
+    /// of `--metrics` and checks the targets of `--save` and `--save-initial`, so that no
+    /// training is lost to them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_io`] when one of these files cannot be made.
+    pub fn new(rank: usize, args: &MnistArgs, steps_per_epoch: usize) -> Result<Self> {
+        let mut reporter = Self {
+            output: None,
+            epoch_step: 0,
+            step: 0,
+        };
+        if rank == 0 {
+            for path in [&args.save, &args.save_initial].into_iter().flatten() {
+                check_target(path)?;
+            }
+            reporter.output = Some(Output {
+                metrics: args.metrics.as_deref().map(Metrics::create).transpose()?,
+                steps_per_epoch,
+                last_step: Instant::now(),
+                seconds: 0.0,
+                samples: 0,
+            });
+        }
+        Ok(reporter)
+    }
+
+    /// Reports an optimizer step: its epoch, the loss, the learning rate, and how many samples
+    /// all ranks together trained on.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_io`] when the console or the metrics file cannot be written.
+    pub fn step(&mut self, epoch: usize, loss: f64, lr: f64, samples: usize) -> Result<()> {
+        self.step += 1;
+        self.epoch_step += 1;
+        let Some(output) = &mut self.output else {
+            return Ok(());
+        };
+        let now = Instant::now();
+        let seconds = now.duration_since(output.last_step).as_secs_f64();
+        output.last_step = now;
+        output.seconds += seconds;
+        output.samples += samples;
+        output.record(&StepRecord {
+            step: self.step,
+            epoch,
+            loss,
+            lr,
+            samples_per_second: rate(samples, seconds),
+        })?;
+        let every = output.steps_per_epoch.div_ceil(LINES).max(1);
+        if self.epoch_step.is_multiple_of(every) || self.epoch_step == output.steps_per_epoch {
+            print(format_args!(
+                "epoch {epoch} step {}/{} loss {loss:.4} lr {lr} {:.0} samples/s",
+                self.epoch_step,
+                output.steps_per_epoch,
+                rate(output.samples, output.seconds),
+            ))?;
+            (output.seconds, output.samples) = (0.0, 0);
+        }
+        Ok(())
+    }
+
+    /// Reports the validation after an epoch: the mean loss, and the accuracy from 0 to 1.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_io`] when the console or the metrics file cannot be written.
+    pub fn validated(&mut self, epoch: usize, loss: f64, accuracy: f64) -> Result<()> {
+        self.epoch_step = 0;
+        let Some(output) = &mut self.output else {
+            return Ok(());
+        };
+        output.record(&EpochRecord {
+            epoch,
+            validation_loss: loss,
+            validation_accuracy: accuracy,
+        })?;
+        print(format_args!(
+            "epoch {epoch} validation loss {loss:.4} accuracy {:.1} %",
+            100.0 * accuracy
+        ))?;
+        // What a validation takes is not a step's time.
+        output.last_step = Instant::now();
+        Ok(())
+    }
+
+    /// Reports the test in the end: the mean loss, and the accuracy from 0 to 1.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_io`] when the console or the metrics file cannot be written.
+    pub fn tested(&mut self, loss: f64, accuracy: f64) -> Result<()> {
+        let Some(output) = &mut self.output else {
+            return Ok(());
+        };
+        output.record(&TestRecord {
+            test_loss: loss,
+            test_accuracy: accuracy,
+        })?;
+        print(format_args!("test loss {loss:.4}"))?;
+        print(format_args!("test accuracy {:.1} %", 100.0 * accuracy))
+    }
+}
+
+impl Output {
+    fn record(&mut self, record: &impl serde::Serialize) -> Result<()> {
+        match &mut self.metrics {
+            Some(metrics) => metrics.write(record),
+            None => Ok(()),
+        }
+    }
+}
+
+fn rate(samples: usize, seconds: f64) -> f64 {
+    samples as f64 / seconds.max(1e-9)
+}
+
+/// Prints a line. Unlike `println!`, it returns an error where nobody listens any more.
+fn print(line: fmt::Arguments<'_>) -> Result<()> {
+    writeln!(io::stdout().lock(), "{line}")
+        .map_err(|error| Error::io("print to", Path::new("standard output"), error))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use serde_json::Value;
+
+    use super::*;
+
+    #[test]
+    fn a_training_is_recorded_line_by_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let args = MnistArgs::parse_from(["mnist", "--metrics", path.to_str().unwrap()]);
+        let mut reporter = Reporter::new(0, &args, 2).unwrap();
+        for epoch in 0..2 {
+            reporter.step(epoch, 2.5, 0.1, 64).unwrap();
+            reporter.step(epoch, 1.5, 0.1, 32).unwrap();
+            reporter.validated(epoch, 0.5, 0.75).unwrap();
+        }
+        reporter.tested(0.25, 0.875).unwrap();
+
+        let text = std::fs::read_to_string(&path).unwrap();
+        let lines: Vec<Value> = text
+            .lines()
+            .map(|l| serde_json::from_str(l).unwrap())
+            .collect();
+        assert_eq!(lines.len(), 7);
+        let steps: Vec<_> = lines.iter().filter_map(|l| l["step"].as_u64()).collect();
+        assert_eq!(steps, [1, 2, 3, 4]);
+        assert_eq!(
+            (&lines[4]["epoch"], &lines[4]["loss"]),
+            (&1.into(), &1.5.into())
+        );
+        assert!(lines[0]["samples_per_second"].as_f64().unwrap() > 0.0);
+        assert_eq!(lines[2]["validation_accuracy"], 0.75);
+        assert_eq!(lines[6]["test_accuracy"], 0.875);
+    }
+
+    #[test]
+    fn other_ranks_are_silent() {
+        let args = MnistArgs::parse_from(["mnist", "--metrics", "/nowhere/metrics.jsonl"]);
+        let mut reporter = Reporter::new(1, &args, 2).unwrap();
+        reporter.step(0, 2.5, 0.1, 64).unwrap();
+        reporter.tested(0.25, 0.875).unwrap();
+        assert!(Reporter::new(0, &args, 2).unwrap_err().is_io());
+    }
+
+    #[test]
+    fn a_target_without_a_folder_is_an_error_before_training() {
+        let args = MnistArgs::parse_from(["mnist", "--save", "/nowhere/model.safetensors"]);
+        assert!(Reporter::new(0, &args, 2).unwrap_err().is_io());
+    }
+}

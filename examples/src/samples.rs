@@ -1,0 +1,112 @@
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use crate::error::{Error, Kind, Result};
+
+/// Which samples each rank trained on in each step: one JSON object a line,
+/// `{"rank":0,"step":1,"samples":[5,2,9]}`.
+///
+/// Several processes can write to the same file: a line is appended in one piece. Each of them
+/// empties the file when it opens it, and so all must have opened it before the first one writes;
+/// any collective in between sees to that.
+#[derive(Debug)]
+pub struct SampleLog {
+    file: Option<(File, PathBuf)>,
+    rank: usize,
+    step: usize,
+}
+
+#[derive(Serialize)]
+struct Line<'a> {
+    rank: usize,
+    step: usize,
+    samples: &'a [u64],
+}
+
+impl SampleLog {
+    /// Empties the file, or makes it; without a path, nothing is logged.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_io`] when the file cannot be written.
+    pub fn open(path: Option<&Path>, rank: usize) -> Result<Self> {
+        let file = match path {
+            Some(path) => Some((empty(path)?, path.to_owned())),
+            None => None,
+        };
+        Ok(Self {
+            file,
+            rank,
+            step: 0,
+        })
+    }
+
+    /// Notes the samples of the next step, the first of which is step 1.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_io`] when the file cannot be written.
+    pub fn log(&mut self, samples: &[u64]) -> Result<()> {
+        self.step += 1;
+        let Some((file, path)) = &mut self.file else {
+            return Ok(());
+        };
+        let line = Line {
+            rank: self.rank,
+            step: self.step,
+            samples,
+        };
+        let mut text = serde_json::to_vec(&line).map_err(|error| {
+            Error::with_source(
+                Kind::Io,
+                "sample positions could not be put into JSON",
+                error,
+            )
+        })?;
+        text.push(b'\n');
+        file.write_all(&text)
+            .map_err(|error| Error::io("write to", path, error))
+    }
+}
+
+/// An empty file that is written at its end, wherever that is by then.
+fn empty(path: &Path) -> Result<File> {
+    File::create(path)
+        .and_then(|_| OpenOptions::new().append(true).open(path))
+        .map_err(|error| Error::io("create", path, error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_write_to_one_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("samples.jsonl");
+        std::fs::write(&path, "old").unwrap();
+        let mut ranks = [0, 1].map(|rank| SampleLog::open(Some(&path), rank).unwrap());
+        ranks[0].log(&[3, 1]).unwrap();
+        ranks[1].log(&[2, 0]).unwrap();
+        ranks[0].log(&[4]).unwrap();
+        let expected = "{\"rank\":0,\"step\":1,\"samples\":[3,1]}\n\
+                        {\"rank\":1,\"step\":1,\"samples\":[2,0]}\n\
+                        {\"rank\":0,\"step\":2,\"samples\":[4]}\n";
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), expected);
+    }
+
+    #[test]
+    fn without_a_path_nothing_happens() {
+        SampleLog::open(None, 0).unwrap().log(&[1]).unwrap();
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_made_is_named() {
+        let error = SampleLog::open(Some(Path::new("/nowhere/s.jsonl")), 0).unwrap_err();
+        assert!(error.is_io());
+        assert!(error.to_string().contains("/nowhere/s.jsonl"), "{error}");
+    }
+}

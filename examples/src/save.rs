@@ -1,0 +1,90 @@
+use std::io::{self, ErrorKind};
+use std::path::Path;
+
+use burn::store::{ModuleSnapshot, SafetensorsStore};
+
+use crate::error::{Error, Kind, Result};
+
+/// Writes the model's parameters to a safetensors file, each under its path in the model; a file
+/// that is there is replaced.
+///
+/// # Errors
+///
+/// [`Error::is_io`] when the file cannot be written.
+pub fn save_model(model: &impl ModuleSnapshot, path: &Path) -> Result<()> {
+    let mut store = SafetensorsStore::from_file(path).overwrite(true);
+    model.save_into(&mut store).map_err(|error| {
+        Error::with_source(
+            Kind::Io,
+            format!(
+                "cannot save the model to `{}`; check the path, its permissions and the space left",
+                path.display()
+            ),
+            error,
+        )
+    })
+}
+
+/// Checks that a file can be made at the path, without touching one that is there.
+pub(crate) fn check_target(path: &Path) -> Result<()> {
+    let refuse = |kind, text| Err(Error::io("save to", path, io::Error::new(kind, text)));
+    if path.is_dir() {
+        return refuse(ErrorKind::IsADirectory, "it is a folder");
+    }
+    let parent = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    if parent.is_dir() {
+        Ok(())
+    } else {
+        refuse(ErrorKind::NotFound, "its folder is not there")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Device;
+
+    use super::*;
+    use crate::CnnConfig;
+
+    #[test]
+    fn a_saved_model_loads_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        let device = Device::default();
+        let model = CnnConfig::new().init(&device.clone().autodiff());
+        save_model(&model, &path).unwrap();
+        save_model(&model, &path).unwrap();
+
+        let mut other = CnnConfig::new().init(&device);
+        let loaded = other
+            .load_from(&mut SafetensorsStore::from_file(&path))
+            .unwrap();
+        assert!(
+            loaded.missing.is_empty() && loaded.unused.is_empty(),
+            "{loaded:?}"
+        );
+        let input = burn::tensor::Tensor::ones([1, 1, 28, 28], &device);
+        let both = [other.forward(input.clone()), {
+            use burn::module::Module;
+            model.valid().forward(input)
+        }];
+        both[0].to_data().assert_eq(&both[1].to_data(), true);
+    }
+
+    #[test]
+    fn a_target_that_cannot_be_made_is_found_out_before_training() {
+        let dir = tempfile::tempdir().unwrap();
+        check_target(&dir.path().join("model.safetensors")).unwrap();
+        check_target(Path::new("model.safetensors")).unwrap();
+        assert!(check_target(dir.path()).unwrap_err().is_io());
+        let error = check_target(&dir.path().join("no/model.safetensors")).unwrap_err();
+        assert!(error.is_io());
+        assert!(
+            error.to_string().contains("no/model.safetensors"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,102 @@
+use accelerator::metric::Metric;
+use burn::tensor::{Int, Tensor};
+
+use crate::cross_entropy;
+
+/// How well a model does on a data set: the mean of the loss and the share of right answers,
+/// over samples (and not over batches, the last of which may be smaller).
+///
+/// ```
+/// use accelerator_examples::Score;
+/// use burn::tensor::{Device, Tensor};
+///
+/// let device = Device::default();
+/// let logits = Tensor::from_data([[9.0, 0.0], [9.0, 0.0]], &device);
+/// let targets = Tensor::from_data([0, 1], &device);
+/// let mut score = Score::new();
+/// score.update(logits, targets, 2);
+/// assert_eq!(score.accuracy(), 0.5);
+/// ```
+///
+/// It is a metric of the `accelerator` crate too, so that the scores of several ranks can be put
+/// together; a program that knows one rank only can leave that alone.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Score {
+    correct: f64,
+    /// Summed over samples.
+    loss: f64,
+    samples: f64,
+}
+
+impl Score {
+    /// A score without samples.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds the first `samples` rows of a batch, all or fewer: the model's logits
+    /// `[batch, classes]` and the labels `[batch]`.
+    pub fn update(&mut self, logits: Tensor<2>, targets: Tensor<1, Int>, samples: usize) {
+        if samples == 0 {
+            return;
+        }
+        let (logits, targets) = (logits.narrow(0, 0, samples), targets.narrow(0, 0, samples));
+        let answers = logits.clone().argmax(1).flatten::<1>(0, 1);
+        let correct: i64 = answers.equal(targets.clone()).int().sum().into_scalar();
+        let loss: f64 = cross_entropy(logits, targets).into_scalar();
+        self.correct += correct as f64;
+        self.loss += loss * samples as f64;
+        self.samples += samples as f64;
+    }
+
+    /// The share of right answers, 0 to 1; NaN without samples.
+    pub fn accuracy(&self) -> f64 {
+        self.correct / self.samples
+    }
+
+    /// The mean cross-entropy of a sample; NaN without samples.
+    pub fn loss(&self) -> f64 {
+        self.loss / self.samples
+    }
+}
+
+impl Metric for Score {
+    const SUMS: usize = 3;
+
+    fn write(&self, sums: &mut Vec<f64>) {
+        sums.extend([self.correct, self.loss, self.samples]);
+    }
+
+    fn read(sums: &[f64]) -> Self {
+        Self {
+            correct: sums[0],
+            loss: sums[1],
+            samples: sums[2],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Device;
+
+    use super::*;
+
+    #[test]
+    fn batches_count_by_their_samples() {
+        let device = Device::default();
+        let mut score = Score::new();
+        assert!(score.accuracy().is_nan());
+        // Three samples with two equal logits each, of which the first counts as the answer ...
+        let even = Tensor::zeros([3, 2], &device);
+        score.update(even, Tensor::from_data([0, 0, 0], &device), 3);
+        // ... and one that is wrong, with a loss of 20.
+        // followed by a row that does not count.
+        let wrong = Tensor::from_data([[20.0, 0.0], [0.0, 20.0]], &device);
+        score.update(wrong.clone(), Tensor::from_data([1, 1], &device), 1);
+        score.update(wrong, Tensor::from_data([1, 1], &device), 0);
+        assert_eq!(score.accuracy(), 0.75);
+        let expected = (3.0 * 2f64.ln() + 20.0) / 4.0;
+        assert!((score.loss() - expected).abs() < 1e-5, "{}", score.loss());
+    }
+}

@@ -1,0 +1,258 @@
+//! Finding a cargo target and building it.
+
+mod metadata;
+mod suggest;
+
+use std::env;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::cli::Options;
+use crate::error::{Error, Result};
+use crate::job::End;
+use crate::target::{Kind, Selector};
+use crate::tool::{self, Channel, Stderr};
+use metadata::{Artifact, Found, Metadata};
+use suggest::{Suggestion, nearest};
+
+/// A target that was found, and how cargo is to build it.
+#[derive(Clone, Debug)]
+pub(crate) struct Build {
+    kind: Kind,
+    name: String,
+    source: PathBuf,
+    package_dir: PathBuf,
+    arguments: Vec<OsString>,
+}
+
+impl Build {
+    /// Looks `selector` up in the workspace of the current folder; a source file also in
+    /// its own.
+    ///
+    /// # Errors
+    /// When there is no cargo package, or no such target in it: the error lists similar ones.
+    pub(crate) fn find(selector: &Selector, options: &Options, channel: &Channel) -> Result<Self> {
+        let here = env::current_dir().map_err(|error| {
+            Error::system("the current folder cannot be read").with_source(error)
+        })?;
+        let mut manifests = Vec::new();
+        manifests.extend(manifest_above(&here).map(|_| None));
+        if let Selector::Source(path) = selector {
+            manifests.extend(path.parent().and_then(manifest_above).map(Some));
+        }
+        let mut known = Vec::new();
+        for manifest in &manifests {
+            let metadata = Metadata::read(manifest.as_deref(), channel)?;
+            let found = metadata.matches(selector, options.package.as_deref());
+            match found.as_slice() {
+                [] => known.extend(metadata.runnable()),
+                [only] => return Ok(Self::new(only, &metadata, manifest.as_deref(), options)),
+                several => {
+                    let defaults: Vec<_> = several
+                        .iter()
+                        .filter(|found| metadata.is_default(found.package))
+                        .collect();
+                    return match defaults.as_slice() {
+                        [only] => Ok(Self::new(only, &metadata, manifest.as_deref(), options)),
+                        _ => Err(ambiguous(selector, several)),
+                    };
+                }
+            }
+        }
+        if manifests.is_empty() {
+            return Err(Error::usage(format!(
+                "{selector} needs a cargo package, but there is no Cargo.toml in {} or above; start it from a folder \
+                 of the package",
+                here.display()
+            )));
+        }
+        Err(not_found(
+            selector,
+            options.package.as_deref(),
+            known,
+            &here,
+        ))
+    }
+
+    /// The folder of the package that the target belongs to.
+    pub(crate) fn package_dir(&self) -> &Path {
+        &self.package_dir
+    }
+
+    /// The command as a user would type it.
+    pub(crate) fn command_line(&self) -> String {
+        let arguments: Vec<_> = self
+            .arguments
+            .iter()
+            .map(|argument| argument.to_string_lossy())
+            .collect();
+        format!("cargo build {}", arguments.join(" "))
+    }
+
+    /// Builds the target and returns the path of its program.
+    ///
+    /// Cargo's progress and the compiler's messages go to standard error.
+    ///
+    /// # Errors
+    /// When cargo fails, or a signal ends it.
+    pub(crate) fn run(&self, options: &Options, channel: &Channel) -> Result<PathBuf> {
+        let mut command = cargo();
+        command
+            .arg("build")
+            .args(&self.arguments)
+            .arg("--message-format=json-render-diagnostics");
+        if options.quiet {
+            command.arg("--quiet");
+        }
+        let finished = tool::run(command, Stderr::Show, channel)?;
+        let (kind, name) = (self.kind.name(), &self.name);
+        if finished.end != End::Code(0) {
+            return Err(Error::build(format!(
+                "cargo could not build {kind} `{name}` ({}); nothing was started",
+                finished.end
+            )));
+        }
+        finished
+            .stdout
+            .split(|&byte| byte == b'\n')
+            .filter_map(|line| serde_json::from_slice::<Artifact>(line).ok())
+            .filter(|artifact| artifact.target.is(self.kind, name) && artifact.target.src_path == self.source)
+            .find_map(|artifact| artifact.executable)
+            .ok_or_else(|| {
+                Error::build(format!(
+                    "cargo built {kind} `{name}` but named no program for it; is its crate-type a library?"
+                ))
+            })
+    }
+
+    fn new(
+        found: &Found<'_>,
+        metadata: &Metadata,
+        manifest: Option<&Path>,
+        options: &Options,
+    ) -> Self {
+        let mut arguments: Vec<OsString> = Vec::new();
+        let mut push = |items: &[&str]| arguments.extend(items.iter().map(OsString::from));
+        match options.profile.as_deref() {
+            None | Some("release") => push(&["--release"]),
+            Some(profile) => push(&["--profile", profile]),
+        }
+        if let Some(manifest) = manifest {
+            push(&["--manifest-path", &manifest.to_string_lossy()]);
+        }
+        // The same packages that plain `cargo build` would choose, where these have the
+        // target: another choice could build the dependencies again with other features.
+        match options.package.as_deref() {
+            Some(package) => push(&["--package", package]),
+            None if !metadata.is_default(found.package) => {
+                push(&["--package", &found.package.name])
+            }
+            None => {}
+        }
+        for features in &options.features {
+            push(&["--features", features]);
+        }
+        if options.no_default_features {
+            push(&["--no-default-features"]);
+        }
+        push(&[&format!("--{}", found.kind.name()), &found.target.name]);
+        Self {
+            kind: found.kind,
+            name: found.target.name.clone(),
+            source: found.target.src_path.clone(),
+            package_dir: found
+                .package
+                .manifest_path
+                .parent()
+                .map(Path::to_path_buf)
+                .unwrap_or_default(),
+            arguments,
+        }
+    }
+}
+
+/// The variables that cargo sets for a program it runs, and that mislead another cargo or
+/// program when the launcher itself was started by `cargo run`.
+pub(crate) fn leftovers() -> impl Iterator<Item = OsString> {
+    const EXACT: [&str; 6] = [
+        "CARGO_BIN_NAME",
+        "CARGO_CRATE_NAME",
+        "CARGO_MANIFEST_DIR",
+        "CARGO_MANIFEST_PATH",
+        "CARGO_PRIMARY_PACKAGE",
+        "OUT_DIR",
+    ];
+    env::vars_os().map(|(name, _)| name).filter(|name| {
+        let name = name.to_string_lossy();
+        EXACT.contains(&&*name)
+            || name.starts_with("CARGO_PKG_")
+            || name.starts_with("CARGO_BIN_EXE_")
+    })
+}
+
+/// Cargo, the same one that started the launcher where one did.
+pub(crate) fn cargo() -> Command {
+    let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    for name in leftovers() {
+        command.env_remove(name);
+    }
+    command
+}
+
+fn manifest_above(folder: &Path) -> Option<PathBuf> {
+    folder
+        .ancestors()
+        .map(|ancestor| ancestor.join("Cargo.toml"))
+        .find(|manifest| manifest.is_file())
+}
+
+fn ambiguous(selector: &Selector, found: &[Found<'_>]) -> Error {
+    let listed: Vec<_> = found
+        .iter()
+        .map(|found| {
+            format!(
+                "--package {} --{} {}",
+                found.package.name,
+                found.kind.name(),
+                found.target.name
+            )
+        })
+        .collect();
+    Error::usage(format!(
+        "{selector} can mean several targets; say which: {}",
+        listed.join(", or ")
+    ))
+}
+
+fn not_found(
+    selector: &Selector,
+    package: Option<&str>,
+    known: Vec<Suggestion>,
+    here: &Path,
+) -> Error {
+    let place = match package {
+        Some(package) => format!("package {package}"),
+        None => format!("the cargo workspace of {}", here.display()),
+    };
+    let wanted = match selector {
+        Selector::Named(_, name) => name.clone(),
+        Selector::Source(path) => path
+            .file_stem()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned(),
+    };
+    let near = nearest(&wanted, known);
+    let what = match selector {
+        Selector::Named(..) => format!("{selector}: there is no such target in {place}"),
+        Selector::Source(_) => {
+            format!("{selector} is not the source file of a binary or an example in {place}")
+        }
+    };
+    Error::usage(if near.is_empty() {
+        format!("{what}, which has none that can be run; add one, or give a program's path")
+    } else {
+        format!("{what}; near it are:\n  {}", near.join("\n  "))
+    })
+}

@@ -1,0 +1,71 @@
+//! Targets to offer in the place of one that is not there.
+
+/// How many targets an error lists.
+const SUGGESTIONS: usize = 5;
+
+/// A target that an error can offer instead.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Suggestion {
+    /// Its name.
+    pub(crate) name: String,
+    /// How the error shows it.
+    pub(crate) shown: String,
+}
+
+/// The targets whose names are most like `wanted`, the most alike first.
+pub(crate) fn nearest(wanted: &str, mut known: Vec<Suggestion>) -> Vec<String> {
+    known.sort_by_key(|suggestion| distance(wanted, &suggestion.name));
+    known.dedup();
+    known
+        .into_iter()
+        .take(SUGGESTIONS)
+        .map(|suggestion| suggestion.shown)
+        .collect()
+}
+
+/// How many letters must be added, dropped or changed to get from `a` to `b` (Levenshtein).
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, from) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, to) in b.iter().enumerate() {
+            let change = diagonal + usize::from(from != *to);
+            diagonal = row[j + 1];
+            row[j + 1] = change.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn distances() {
+        for (a, b, expected) in [
+            ("", "", 0),
+            ("mnist", "mnist", 0),
+            ("mnsit", "mnist", 2),
+            ("", "abc", 3),
+            ("abc", "", 3),
+            ("kitten", "sitting", 3),
+        ] {
+            assert_eq!(distance(a, b), expected, "{a} {b}");
+        }
+    }
+
+    #[test]
+    fn the_nearest_comes_first() {
+        let known =
+            ["train", "mnist_plain", "mnist", "regression", "x", "y", "z"].map(|name| Suggestion {
+                name: name.into(),
+                shown: name.into(),
+            });
+        let near = nearest("mnits", known.to_vec());
+        assert_eq!(near[0], "mnist");
+        assert_eq!(near.len(), SUGGESTIONS);
+    }
+}

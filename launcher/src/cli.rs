@@ -1,0 +1,272 @@
+//! The command line.
+
+use std::ffi::OsString;
+use std::net::ToSocketAddrs;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+
+use crate::argv::Argv;
+use crate::env::EnvArgs;
+use crate::plan::PlanArgs;
+
+/// What the launcher was asked to do.
+#[derive(Debug)]
+pub(crate) enum Invocation {
+    /// Start a script.
+    Launch {
+        /// The launcher's options.
+        options: Box<Options>,
+        /// The script's arguments.
+        arguments: Vec<OsString>,
+    },
+    /// Show the environment.
+    Env(EnvArgs),
+    /// Show who gets which sample.
+    Plan(PlanArgs),
+}
+
+impl Invocation {
+    /// Reads a command line whose first item is the program's name.
+    ///
+    /// # Errors
+    /// Clap's, which knows how to print itself; `--help` and `--version` are such errors too.
+    pub(crate) fn parse(
+        arguments: impl IntoIterator<Item = OsString>,
+    ) -> Result<Self, clap::Error> {
+        let mut command = Cli::command();
+        // Fills in the parts that clap derives late, such as `--help`.
+        command.build();
+        let argv = Argv::split(&command, arguments);
+        let cli = Cli::from_arg_matches(&command.try_get_matches_from(argv.launcher)?)?;
+        Ok(match cli.command {
+            Some(Sub::Env(arguments)) => Self::Env(arguments),
+            Some(Sub::Plan(arguments)) => Self::Plan(arguments),
+            None => Self::Launch {
+                options: Box::new(cli.options),
+                arguments: argv.script,
+            },
+        })
+    }
+}
+
+/// Starts a training program on many processes.
+#[derive(Debug, Parser)]
+#[command(
+    name = "accel-launch",
+    version,
+    override_usage = "accel-launch [OPTIONS] SCRIPT [ARGS]...\n       \
+        accel-launch [OPTIONS] --example NAME [ARGS]...\n       \
+        accel-launch [OPTIONS] --bin NAME [ARGS]...\n       \
+        accel-launch env|plan [OPTIONS]",
+    after_help = AFTER_HELP,
+    args_conflicts_with_subcommands = true,
+    disable_help_subcommand = true
+)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    command: Option<Sub>,
+    #[command(flatten)]
+    options: Options,
+}
+
+/// The options of a launch. What is `None` was not given.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct Options {
+    /// A program, or the source file of a binary or an example of a cargo package.
+    ///
+    /// A source file's target is built with cargo first. Everything after the script is
+    /// handed to it untouched.
+    #[arg(value_name = "SCRIPT")]
+    pub(crate) script: Option<PathBuf>,
+
+    /// How many processes (ranks) to start on this machine [default: 1].
+    #[arg(short = 'n', long, value_name = "N", value_parser = count, allow_negative_numbers = true)]
+    pub(crate) num_processes: Option<NonZeroUsize>,
+
+    /// Run this example of the cargo package; it stands in the place of the script.
+    #[arg(long, value_name = "NAME", help_heading = "Cargo targets", conflicts_with_all = ["bin", "script"])]
+    pub(crate) example: Option<String>,
+
+    /// Run this binary of the cargo package; it stands in the place of the script.
+    #[arg(
+        long,
+        value_name = "NAME",
+        help_heading = "Cargo targets",
+        conflicts_with = "script"
+    )]
+    pub(crate) bin: Option<String>,
+
+    /// The package that the target belongs to.
+    #[arg(short, long, value_name = "NAME", help_heading = "Cargo targets")]
+    pub(crate) package: Option<String>,
+
+    /// Cargo features to build with; can be repeated.
+    #[arg(short = 'F', long, value_name = "LIST", help_heading = "Cargo targets")]
+    pub(crate) features: Vec<String>,
+
+    /// Build without the package's default features.
+    #[arg(long, help_heading = "Cargo targets")]
+    pub(crate) no_default_features: bool,
+
+    /// The cargo profile to build with, `dev` for a quick build [default: release].
+    #[arg(long, value_name = "NAME", help_heading = "Cargo targets")]
+    pub(crate) profile: Option<String>,
+
+    /// Build with the release profile, as is the default.
+    #[arg(
+        short,
+        long,
+        help_heading = "Cargo targets",
+        conflicts_with = "profile"
+    )]
+    pub(crate) release: bool,
+
+    /// Where the ranks meet: an address of this machine [default: 127.0.0.1].
+    #[arg(long, value_name = "HOST", value_parser = host)]
+    pub(crate) master_addr: Option<String>,
+
+    /// The port where the ranks meet; 0 takes a free one [default: 0].
+    #[arg(long, value_name = "PORT")]
+    pub(crate) master_port: Option<u16>,
+
+    /// Threads of a rank (RAYON_NUM_THREADS and OMP_NUM_THREADS).
+    ///
+    /// By default the cores are divided by the number of ranks; one rank alone, and
+    /// variables that are set already, are left as they are.
+    #[arg(long, value_name = "N", value_parser = count, allow_negative_numbers = true)]
+    pub(crate) threads_per_process: Option<NonZeroUsize>,
+
+    /// Also write each rank's output to DIR/rank-N.log.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) log_dir: Option<PathBuf>,
+
+    /// Seconds between the request to end (SIGTERM) and SIGKILL [default: 5].
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
+    pub(crate) grace: Option<Duration>,
+
+    /// Do not put `[rank]` before the lines of the output.
+    #[arg(long)]
+    pub(crate) no_prefix: bool,
+
+    /// Say nothing but what the ranks say, unless something fails.
+    #[arg(short, long)]
+    pub(crate) quiet: bool,
+
+    /// Show what would be started, and where each setting comes from; start nothing.
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+}
+
+#[derive(Debug, Subcommand)]
+enum Sub {
+    /// Show what is known of this machine and its environment, and where each setting comes from.
+    Env(EnvArgs),
+    /// Show which rank gets which sample.
+    Plan(PlanArgs),
+}
+
+const AFTER_HELP: &str = "\
+Options before the script are the launcher's, everything after it is the script's. After
+a cargo target a first `--` is dropped, as `cargo run` does. To run a program called `env`
+or `plan`, write `./env`.
+
+Rank 0 reads the launcher's standard input, unless that is a terminal. SIGINT, SIGTERM,
+SIGHUP and SIGQUIT end all ranks, and a second one kills them; SIGUSR1 and SIGUSR2 are
+handed on.
+
+Exit code: 0 when every rank succeeds; that of the rank that failed first; 128 + signal
+where a signal ended it; 2 for a wrong command line; 101 where cargo could not build.
+
+Examples:
+  accel-launch --num-processes 2 examples/mnist.rs --epochs 3
+  accel-launch --num-processes 4 --log-dir logs target/release/train --batch-size 32";
+
+fn count(text: &str) -> Result<NonZeroUsize, String> {
+    match text.parse::<usize>().map(NonZeroUsize::new) {
+        Ok(Some(count)) => Ok(count),
+        Ok(None) => Err("expected at least 1; leave the option out for the default".into()),
+        Err(_) => Err("expected a whole number of at least 1".into()),
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    /// More than any sensible wait, and far from overflow.
+    const LONGEST: f64 = 1e6;
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.0..=LONGEST).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err("expected a number of seconds between 0 and 1000000, such as 5 or 0.5".into()),
+    }
+}
+
+fn host(text: &str) -> Result<String, String> {
+    match (text, 0).to_socket_addrs().map(|mut addresses| addresses.next()) {
+        Ok(Some(_)) => Ok(text.to_owned()),
+        _ => Err("expected an address or a host name that can be resolved; the port goes to --master-port".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Invocation, clap::Error> {
+        Invocation::parse(
+            std::iter::once("accel-launch")
+                .chain(line.split_whitespace())
+                .map(OsString::from),
+        )
+    }
+
+    #[test]
+    fn the_command_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn reads_a_launch() {
+        let Ok(Invocation::Launch { options, arguments }) =
+            parse("-n 2 --grace 0.5 train --quiet -n 3")
+        else {
+            panic!("expected a launch");
+        };
+        assert_eq!(options.num_processes.map(NonZeroUsize::get), Some(2));
+        assert_eq!(options.grace, Some(Duration::from_millis(500)));
+        assert_eq!(options.script, Some(PathBuf::from("train")));
+        assert!(!options.quiet);
+        assert_eq!(arguments, ["--quiet", "-n", "3"]);
+    }
+
+    #[test]
+    fn refuses_nonsense() {
+        for line in [
+            "-n 0 a",
+            "-n -1 a",
+            "-n two a",
+            "--grace -1 a",
+            "--grace nan a",
+            "--no-such a",
+            "--master-port 70000 a",
+            "--threads-per-process 0 a",
+            "--profile dev --release a",
+            "--master-addr 127.0.0.1:80 a",
+        ] {
+            assert_eq!(
+                parse(line).err().map(|error| error.exit_code()),
+                Some(2),
+                "{line}"
+            );
+        }
+    }
+
+    #[test]
+    fn reads_sub_commands() {
+        assert!(matches!(parse("env --json"), Ok(Invocation::Env(_))));
+        assert!(matches!(
+            parse("./env --json"),
+            Ok(Invocation::Launch { .. })
+        ));
+    }
+}

@@ -1,0 +1,117 @@
+//! The launcher's error: a message that says what to do, and the exit code it ends with.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+/// What goes wrong before, or beside, the training program itself.
+#[derive(Clone, Debug)]
+pub(crate) struct Error {
+    inner: Arc<Inner>,
+}
+
+/// A result whose error is an [`Error`].
+pub(crate) type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    /// The command line, or what it points to, is wrong: exit code 2.
+    pub(crate) fn usage(message: impl Into<String>) -> Self {
+        Self::new(Kind::Usage, message)
+    }
+
+    /// Cargo could not build the program: exit code 101, as cargo's own.
+    pub(crate) fn build(message: impl Into<String>) -> Self {
+        Self::new(Kind::Build, message)
+    }
+
+    /// The machine did not give what was asked of it: exit code 1.
+    pub(crate) fn system(message: impl Into<String>) -> Self {
+        Self::new(Kind::System, message)
+    }
+
+    /// A signal ended the launcher before the program ran: exit code 128 + `signal`.
+    pub(crate) fn interrupted(signal: i32) -> Self {
+        let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+        Self::new(
+            Kind::Interrupted(signal),
+            format!("ended by {name} before any rank was started"),
+        )
+    }
+
+    /// Attaches the error that led to this one.
+    pub(crate) fn with_source(self, source: impl StdError + Send + Sync + 'static) -> Self {
+        Self {
+            inner: Arc::new(Inner {
+                kind: self.inner.kind,
+                message: self.inner.message.clone(),
+                source: Some(Box::new(source)),
+            }),
+        }
+    }
+
+    /// The exit code that the launcher ends with.
+    pub(crate) fn exit_code(&self) -> ExitCode {
+        ExitCode::from(match self.inner.kind {
+            Kind::Usage => 2,
+            Kind::Build => 101,
+            Kind::System => 1,
+            Kind::Interrupted(signal) => u8::try_from(128 + signal).unwrap_or(u8::MAX),
+        })
+    }
+
+    fn new(kind: Kind, message: impl Into<String>) -> Self {
+        Self {
+            inner: Arc::new(Inner {
+                kind,
+                message: message.into(),
+                source: None,
+            }),
+        }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.inner.message)
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.inner
+            .source
+            .as_deref()
+            .map(|source| source as &(dyn StdError + 'static))
+    }
+}
+
+/// `error` and the chain of its causes in one line.
+pub(crate) fn chain(error: &dyn StdError) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        source = cause.source();
+    }
+    text
+}
+
+#[derive(Debug)]
+struct Inner {
+    kind: Kind,
+    message: String,
+    source: Option<Box<dyn StdError + Send + Sync>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Usage,
+    Build,
+    System,
+    Interrupted(i32),
+}

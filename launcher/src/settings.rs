@@ -1,0 +1,200 @@
+//! What a launch is to be like: every setting, and where it came from.
+
+use std::fmt::Display;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use crate::cli::Options;
+use crate::output::Prefix;
+use crate::threads::{self, Threads};
+
+/// Time between SIGTERM and SIGKILL where nothing else is asked for.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// The resolved settings of a launch on this machine.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    /// How many ranks are started.
+    pub(crate) ranks: NonZeroUsize,
+    /// The host of the store.
+    pub(crate) master_addr: String,
+    /// The port of the store; 0 takes a free one.
+    pub(crate) master_port: u16,
+    /// The name of the job, which keeps a stray rank of another one out.
+    pub(crate) job: String,
+    /// The variables of thread pools.
+    pub(crate) threads: Vec<(&'static str, Threads)>,
+    /// Time between SIGTERM and SIGKILL.
+    pub(crate) grace: Duration,
+    /// How output is marked.
+    pub(crate) prefix: Prefix,
+    /// Where log files go.
+    pub(crate) log_dir: Option<PathBuf>,
+    /// All of it as text.
+    pub(crate) table: Vec<Setting>,
+}
+
+/// One setting as text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Setting {
+    /// What it is called.
+    pub(crate) name: &'static str,
+    /// What it is.
+    pub(crate) value: String,
+    /// Who said so.
+    pub(crate) origin: String,
+}
+
+impl Settings {
+    /// Fills `options` up with defaults, and with what `lookup` finds in the environment.
+    pub(crate) fn resolve(options: &Options, lookup: impl Fn(&str) -> Option<String>) -> Self {
+        let mut table = Table(Vec::new());
+        let ranks = options.num_processes.unwrap_or(NonZeroUsize::MIN);
+        table.add(
+            "processes",
+            ranks,
+            origin(&options.num_processes, "--num-processes"),
+        );
+
+        let master_addr = options
+            .master_addr
+            .clone()
+            .unwrap_or_else(|| "127.0.0.1".to_owned());
+        table.add(
+            "store host",
+            &master_addr,
+            origin(&options.master_addr, "--master-addr"),
+        );
+
+        let master_port = options.master_port.unwrap_or(0);
+        let port: &dyn Display = if master_port == 0 {
+            &"a free one"
+        } else {
+            &master_port
+        };
+        table.add(
+            "store port",
+            port,
+            origin(&options.master_port, "--master-port"),
+        );
+
+        let job = match lookup("ACCEL_JOB").filter(|job| !job.is_empty()) {
+            Some(job) => {
+                table.add("job", &job, "ACCEL_JOB");
+                job
+            }
+            None => {
+                let job = new_job();
+                table.add("job", &job, "new for every launch");
+                job
+            }
+        };
+
+        let cores = threads::cores();
+        let threads = threads::VARIABLES.map(|name| {
+            let threads = Threads::choose(options.threads_per_process, lookup(name), ranks, cores);
+            match &threads {
+                Threads::Set { count, origin } => table.add(name, count, origin),
+                Threads::Inherited(value) => table.add(name, value, "environment"),
+                Threads::Unset => table.add(name, "unset", "one process: left to the program"),
+            }
+            (name, threads)
+        });
+
+        let grace = options.grace.unwrap_or(GRACE);
+        table.add(
+            "grace",
+            format_args!("{} s", grace.as_secs_f64()),
+            origin(&options.grace, "--grace"),
+        );
+
+        let (prefix, why) = match (options.no_prefix, ranks.get()) {
+            (_, 1) => (Prefix::Raw, "one process"),
+            (true, _) => (Prefix::Lines, "--no-prefix"),
+            (false, _) => (Prefix::Rank, "default"),
+        };
+        table.add(
+            "line prefix",
+            if prefix == Prefix::Rank {
+                "[rank]"
+            } else {
+                "none"
+            },
+            why,
+        );
+
+        match &options.log_dir {
+            Some(dir) => table.add("log folder", dir.display(), "--log-dir"),
+            None => table.add("log folder", "none", "default"),
+        }
+        Self {
+            ranks,
+            master_addr,
+            master_port,
+            job,
+            threads: threads.to_vec(),
+            grace,
+            prefix,
+            log_dir: options.log_dir.clone(),
+            table: table.0,
+        }
+    }
+}
+
+/// A name that no other launch on this machine has: this process, and when it began.
+fn new_job() -> String {
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    format!("{}-{:x}", std::process::id(), now.as_micros())
+}
+
+struct Table(Vec<Setting>);
+
+impl Table {
+    fn add(&mut self, name: &'static str, value: impl Display, origin: impl Display) {
+        self.0.push(Setting {
+            name,
+            value: value.to_string(),
+            origin: origin.to_string(),
+        });
+    }
+}
+
+/// `option` where it was given.
+fn origin<T>(given: &Option<T>, option: &'static str) -> &'static str {
+    if given.is_some() { option } else { "default" }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_setting_has_an_origin() {
+        let options = Options {
+            num_processes: NonZeroUsize::new(2),
+            master_port: Some(7),
+            ..Options::default()
+        };
+        let settings = Settings::resolve(&options, |name| {
+            (name == "OMP_NUM_THREADS").then(|| "3".to_owned())
+        });
+        let find = |name: &str| {
+            let setting = settings
+                .table
+                .iter()
+                .find(|setting| setting.name == name)
+                .unwrap();
+            (setting.value.as_str(), setting.origin.as_str())
+        };
+        assert_eq!(find("processes"), ("2", "--num-processes"));
+        assert_eq!(find("store port"), ("7", "--master-port"));
+        assert_eq!(find("store host"), ("127.0.0.1", "default"));
+        assert_eq!(find("OMP_NUM_THREADS"), ("3", "environment"));
+        assert!(find("RAYON_NUM_THREADS").1.ends_with("over 2 local ranks"));
+        assert_eq!(find("line prefix"), ("[rank]", "default"));
+        assert_eq!(find("grace"), ("5 s", "default"));
+    }
+}

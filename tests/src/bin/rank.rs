@@ -1,0 +1,106 @@
+//! One rank of a test's job. It does what its first argument says and prints its result as one
+//! line of JSON.
+
+#![allow(
+    clippy::expect_used,
+    reason = "this program is part of tests; a panic is how they fail"
+)]
+
+use std::time::Duration;
+
+use accelerator::prelude::*;
+use accelerator_tests::fixtures::Training;
+use accelerator_tests::{problems, trajectory};
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::FloatDType;
+use serde::Serialize;
+
+fn main() -> Result<()> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    match args[..] {
+        ["trajectory", device, case] => {
+            let training = Training::load();
+            let case = &training.cases[number(case)];
+            let accelerator = Accelerator::builder()
+                .device(device.parse::<DeviceKind>()?)
+                .accumulation_steps(case.accumulate)
+                .build()?;
+            print(&trajectory::run(
+                &accelerator,
+                case,
+                training.problem(case),
+            )?);
+        }
+        ["train", dtype, accumulate, setting] => {
+            let builder = Accelerator::builder()
+                .device(DeviceKind::Flex)
+                .dtype(float(dtype))
+                .accumulation_steps(number(accumulate));
+            print(&problems::train(&builder.build()?, &from_json(setting))?);
+        }
+        // Ranks as threads: in a process of its own all the same, since Burn fixes the dtype.
+        ["train-threads", world_size, dtype, accumulate, setting] => {
+            let setting = from_json(setting);
+            let builder = Accelerator::builder()
+                .device(DeviceKind::Flex)
+                .dtype(float(dtype))
+                .accumulation_steps(number(accumulate));
+            let outcomes = builder.launch(number(world_size), |accelerator| {
+                problems::train(&accelerator, &setting)
+            })?;
+            print(&outcomes);
+        }
+        ["connect", seconds] => {
+            let timeout = Duration::from_secs(number(seconds) as u64);
+            let accelerator = Accelerator::builder().connect_timeout(timeout).build()?;
+            print(&accelerator.gather_object(&accelerator.rank())?);
+            accelerator.finish()?;
+        }
+        ["different-models"] => {
+            let accelerator = Accelerator::new()?;
+            let outputs = 3 + accelerator.rank();
+            let model: Linear = LinearConfig::new(4, outputs).init(&accelerator.device());
+            accelerator.prepare(model)?;
+        }
+        ["different-calls"] => {
+            let accelerator = Accelerator::new()?;
+            if accelerator.is_main_process() {
+                accelerator.wait_for_everyone()?;
+            } else {
+                accelerator.reduce(Mean::new())?;
+            }
+        }
+        ["die", rank] => {
+            let accelerator = Accelerator::new()?;
+            accelerator.wait_for_everyone()?;
+            if accelerator.rank() == number(rank) {
+                std::process::exit(7);
+            }
+            accelerator.wait_for_everyone()?;
+        }
+        _ => panic!("unknown task {args:?}"),
+    }
+    Ok(())
+}
+
+fn number(text: &str) -> usize {
+    text.parse()
+        .unwrap_or_else(|error| panic!("{text}: {error}"))
+}
+
+fn float(name: &str) -> FloatDType {
+    match name {
+        "f32" => FloatDType::F32,
+        "f64" => FloatDType::F64,
+        _ => panic!("unknown dtype {name}"),
+    }
+}
+
+fn from_json(text: &str) -> problems::Setting {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{text}: {error}"))
+}
+
+fn print(value: &impl Serialize) {
+    println!("{}", serde_json::to_string(value).expect("plain data"));
+}

@@ -1,0 +1,110 @@
+//! The tables and trajectories that Accelerate and PyTorch produced.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+/// The folder of the fixtures: `ACCEL_FIXTURES`, a relative path counting from the workspace's
+/// root, else the one beside this crate's sources.
+pub fn folder() -> PathBuf {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    std::env::var_os("ACCEL_FIXTURES").map_or_else(
+        || here.join("fixtures"),
+        |folder| here.join("..").join(folder),
+    )
+}
+
+/// `training.json`.
+#[derive(Debug, Deserialize)]
+pub struct Training {
+    pub problems: BTreeMap<String, Problem>,
+    pub cases: Vec<Case>,
+}
+
+/// Samples and initial weights, `[out, in]` as PyTorch keeps them.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Problem {
+    pub x: Vec<f32>,
+    pub y: Vec<i64>,
+    pub initial: Weights,
+}
+
+/// The parameters of `Linear(4, 16) → tanh → Linear(16, 3)`, row-major.
+#[derive(Clone, Debug, Deserialize, serde::Serialize)]
+pub struct Weights {
+    #[serde(rename = "hidden.weight")]
+    pub hidden_weight: Vec<f32>,
+    #[serde(rename = "hidden.bias")]
+    pub hidden_bias: Vec<f32>,
+    #[serde(rename = "output.weight")]
+    pub output_weight: Vec<f32>,
+    #[serde(rename = "output.bias")]
+    pub output_bias: Vec<f32>,
+}
+
+/// One run of PyTorch DDP under Accelerate.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Case {
+    pub world_size: usize,
+    pub batch_size: usize,
+    pub samples: usize,
+    pub accumulate: usize,
+    pub optimizer: Optimizer,
+    pub lr: f64,
+    pub momentum: Option<f64>,
+    pub clip: Option<f64>,
+    pub epochs: u64,
+    pub even_batches: bool,
+    pub losses: Vec<f64>,
+    pub grad_norms: Vec<f64>,
+    #[serde(rename = "final")]
+    pub last: Weights,
+}
+
+/// The optimizers of the trajectories.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Optimizer {
+    Adamw,
+    Sgd,
+}
+
+impl Training {
+    /// Reads the file.
+    ///
+    /// # Panics
+    ///
+    /// When it is missing, is not what it should be, or holds no case.
+    pub fn load() -> Self {
+        let path = folder().join("training.json");
+        let text = std::fs::read_to_string(&path)
+            .unwrap_or_else(|error| panic!("cannot read {}: {error}", path.display()));
+        let training: Self = serde_json::from_str(&text)
+            .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        assert!(
+            !training.cases.is_empty(),
+            "{} holds no case",
+            path.display()
+        );
+        training
+    }
+
+    /// The samples of a case.
+    pub fn problem(&self, case: &Case) -> &Problem {
+        &self.problems[&case.samples.to_string()]
+    }
+}
+
+impl Weights {
+    /// All parameters, one after the other.
+    pub fn flat(&self) -> Vec<f32> {
+        [
+            &self.hidden_weight[..],
+            &self.hidden_bias,
+            &self.output_weight,
+            &self.output_bias,
+        ]
+        .concat()
+    }
+}

@@ -1,0 +1,18 @@
+//! What the tests that need several processes, or more than one device, stand on: fixtures,
+//! small training problems, and ranks as processes. The program `rank` is what they start.
+
+#![allow(
+    missing_docs,
+    reason = "field names are those of the fixtures and speak for themselves"
+)]
+#![allow(
+    clippy::expect_used,
+    clippy::missing_panics_doc,
+    clippy::unwrap_used,
+    reason = "this crate is tests; a panic is how they fail"
+)]
+
+pub mod fixtures;
+pub mod problems;
+pub mod processes;
+pub mod trajectory;

@@ -1,0 +1,232 @@
+//! Small problems for which the world size must not matter.
+
+use accelerator::prelude::*;
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataset::InMemDataset;
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::conv::{Conv2d, Conv2dConfig};
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
+use burn::tensor::activation::{relu, tanh};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use serde::{Deserialize, Serialize};
+
+/// Which network, how it is optimized, and over what.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+pub struct Setting {
+    pub net: Which,
+    pub optimizer: Rule,
+    pub samples: usize,
+    /// Of all ranks together.
+    pub global_batch: usize,
+    pub epochs: u64,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+pub enum Which {
+    Cnn,
+    Mlp,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+pub enum Rule {
+    Adamw,
+    Sgd,
+}
+
+/// What a run came to.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct Outcome {
+    pub losses: Vec<f64>,
+    pub parameters: Vec<f64>,
+    pub steps: u64,
+    /// How many of this rank's batches were idle.
+    pub idle: usize,
+}
+
+impl Outcome {
+    /// The largest difference of a parameter.
+    pub fn distance(&self, other: &Self) -> f64 {
+        assert_eq!(self.parameters.len(), other.parameters.len());
+        self.parameters
+            .iter()
+            .zip(&other.parameters)
+            .map(|(ours, theirs)| (ours - theirs).abs())
+            .fold(0.0, f64::max)
+    }
+}
+
+/// Trains with shuffling and clipping, and gives the parameters back.
+pub fn train(accelerator: &Accelerator, setting: &Setting) -> Result<Outcome> {
+    match setting.net {
+        Which::Cnn => fit(
+            accelerator,
+            setting,
+            Cnn::new(&accelerator.device()),
+            Cnn::forward,
+        ),
+        Which::Mlp => fit(
+            accelerator,
+            setting,
+            Mlp::new(&accelerator.device()),
+            Mlp::forward,
+        ),
+    }
+}
+
+fn fit<M: Module + std::fmt::Display>(
+    accelerator: &Accelerator,
+    setting: &Setting,
+    model: M,
+    forward: fn(&M, Tensor<4>) -> Tensor<2>,
+) -> Result<Outcome> {
+    let model = with_fixed_weights(model);
+    let optimizer: ModuleOptimizer = match setting.optimizer {
+        Rule::Adamw => AdamWConfig::new().with_weight_decay(0.01).init(),
+        Rule::Sgd => SgdConfig::new().init(),
+    };
+    let train = DataLoaderBuilder::new(PictureBatcher)
+        .global_batch_size(setting.global_batch)
+        .shuffle(3)
+        .build(InMemDataset::new((0..setting.samples).collect()));
+    let (mut model, mut optimizer, train) = accelerator.prepare((model, optimizer, train))?;
+    let (mut losses, mut idle) = (Vec::new(), 0);
+    for epoch in 0..setting.epochs {
+        for batch in train.epoch(epoch) {
+            let batch = batch?;
+            idle += usize::from(batch.is_idle());
+            let loss = CrossEntropyLossConfig::new()
+                .init(&accelerator.device())
+                .forward(
+                    forward(&model, batch.pictures.clone()),
+                    batch.targets.clone(),
+                );
+            let gradients = accelerator.backward(loss, &model, &batch)?.clip_norm(1.0);
+            losses.extend(gradients.loss());
+            model = optimizer.step(0.02, model, gradients);
+        }
+    }
+    accelerator.finish()?;
+    let mut parameters = Vec::new();
+    model.visit(&mut Flat(&mut parameters));
+    Ok(Outcome {
+        losses,
+        parameters,
+        steps: optimizer.steps(),
+        idle,
+    })
+}
+
+#[derive(Debug, Module)]
+struct Cnn {
+    first: Conv2d,
+    second: Conv2d,
+    output: Linear,
+}
+
+impl Cnn {
+    fn new(device: &Device) -> Self {
+        Self {
+            first: Conv2dConfig::new([1, 3], [3, 3]).init(device),
+            second: Conv2dConfig::new([3, 4], [3, 3]).init(device),
+            output: LinearConfig::new(4 * 4 * 4, 5).init(device),
+        }
+    }
+
+    fn forward(&self, pictures: Tensor<4>) -> Tensor<2> {
+        let x = tanh(self.first.forward(pictures));
+        let x = relu(self.second.forward(x));
+        self.output.forward(x.flatten(1, 3))
+    }
+}
+
+#[derive(Debug, Module)]
+struct Mlp {
+    hidden: Linear,
+    output: Linear,
+    /// Never used: it must stay without a gradient, and as it is.
+    unused: Linear,
+}
+
+impl Mlp {
+    fn new(device: &Device) -> Self {
+        Self {
+            hidden: LinearConfig::new(64, 16).init(device),
+            output: LinearConfig::new(16, 5).init(device),
+            unused: LinearConfig::new(2, 2).init(device),
+        }
+    }
+
+    fn forward(&self, pictures: Tensor<4>) -> Tensor<2> {
+        self.output
+            .forward(tanh(self.hidden.forward(pictures.flatten(1, 3))))
+    }
+}
+
+/// 8 × 8 values and a class, made from the sample's number.
+#[derive(Clone, Debug)]
+struct Pictures {
+    pictures: Tensor<4>,
+    targets: Tensor<1, Int>,
+}
+
+struct PictureBatcher;
+
+impl Batcher<usize, Pictures> for PictureBatcher {
+    fn batch(&self, items: Vec<usize>, device: &Device) -> Pictures {
+        let pixel = |sample: usize, at: usize| noise(sample * 64 + at) + (sample % 5) as f64 * 0.1;
+        let values: Vec<f64> = items
+            .iter()
+            .flat_map(|&sample| (0..64).map(move |at| pixel(sample, at)))
+            .collect();
+        let targets: Vec<i64> = items.iter().map(|sample| (sample % 5) as i64).collect();
+        let shape = [items.len(), 1, 8, 8];
+        Pictures {
+            pictures: Tensor::from_data(TensorData::new(values, shape), device),
+            targets: Tensor::from_data(TensorData::new(targets, [items.len()]), device),
+        }
+    }
+}
+
+/// From -0.5 to 0.5, from the number alone.
+fn noise(number: usize) -> f64 {
+    let mixed = accelerator::plan::mix(&[number as u64]);
+    (mixed >> 11) as f64 / (1_u64 << 53) as f64 - 0.5
+}
+
+/// Weights that do not depend on the generator of the process, which threads share.
+fn with_fixed_weights<M: Module>(model: M) -> M {
+    struct Fixed(usize);
+    impl burn::module::ModuleMapper for Fixed {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            let (id, old, mapper) = param.consume();
+            let dims = old.dims();
+            let count = dims.iter().product();
+            let values: Vec<f64> = (0..count)
+                .map(|at| 0.6 * noise(1_000_000 + self.0 + at))
+                .collect();
+            self.0 += count;
+            let new =
+                Tensor::from_data(TensorData::new(values, dims), (&old.device(), old.dtype()))
+                    .set_require_grad(old.is_require_grad());
+            Param::from_mapped_value(id, new, mapper)
+        }
+    }
+    model.map(&mut Fixed(0))
+}
+
+struct Flat<'a>(&'a mut Vec<f64>);
+
+impl ModuleVisitor for Flat<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0.extend(
+            param
+                .val()
+                .into_data()
+                .convert::<f64>()
+                .try_to_vec::<f64>()
+                .unwrap(),
+        );
+    }
+}

@@ -1,0 +1,186 @@
+//! Runs a trajectory of the fixtures with this library, and compares.
+
+use accelerator::prelude::*;
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataset::InMemDataset;
+use burn::module::{Module, Param};
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
+use burn::tensor::{Device, Int, Tensor, TensorData, activation::tanh};
+use serde::{Deserialize, Serialize};
+
+use crate::fixtures::{Case, Optimizer, Problem, Weights};
+
+/// What a run came to; the names are those of the fixtures.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct Trajectory {
+    pub losses: Vec<f64>,
+    pub grad_norms: Vec<f64>,
+    pub last: Weights,
+}
+
+#[derive(Debug, Module)]
+struct Net {
+    hidden: Linear,
+    output: Linear,
+}
+
+#[derive(Clone, Debug)]
+struct Sample {
+    x: [f32; 4],
+    y: i64,
+}
+
+#[derive(Clone, Debug)]
+struct Samples {
+    x: Tensor<2>,
+    y: Tensor<1, Int>,
+}
+
+struct SampleBatcher;
+
+/// Trains as the case says.
+pub fn run(accelerator: &Accelerator, case: &Case, problem: &Problem) -> Result<Trajectory> {
+    assert!(case.even_batches, "the trajectories pad");
+    let device = accelerator.device();
+    let model = Net::new(&problem.initial, &device);
+    let train = DataLoaderBuilder::new(SampleBatcher)
+        .batch_size(case.batch_size)
+        .tail(TailPolicy::Pad)
+        .build(samples(problem));
+    let (mut model, mut optimizer, train) = accelerator.prepare((model, optimizer(case), train))?;
+    let (mut losses, mut grad_norms) = (Vec::new(), Vec::new());
+    for epoch in 0..case.epochs {
+        for batch in train.epoch(epoch) {
+            let batch = batch?;
+            let loss = CrossEntropyLossConfig::new()
+                .init(&device)
+                .forward(model.forward(batch.x.clone()), batch.y.clone());
+            let mut gradients = accelerator.backward(loss, &model, &batch)?;
+            losses.extend(gradients.loss());
+            grad_norms.extend(gradients.norm());
+            if let Some(max) = case.clip {
+                gradients = gradients.clip_norm(max);
+            }
+            model = optimizer.step(case.lr, model, gradients);
+        }
+    }
+    accelerator.finish()?;
+    Ok(Trajectory {
+        losses,
+        grad_norms,
+        last: model.weights(),
+    })
+}
+
+impl Trajectory {
+    /// The largest differences to what PyTorch got, as (losses, norms, weights).
+    pub fn distance(&self, case: &Case) -> (f64, f64, f64) {
+        let largest = |ours: &[f64], theirs: &[f64]| {
+            assert_eq!(
+                ours.len(),
+                theirs.len(),
+                "one figure for each optimizer step"
+            );
+            ours.iter()
+                .zip(theirs)
+                .map(|(ours, theirs)| (ours - theirs).abs())
+                .fold(0.0, f64::max)
+        };
+        let wide = |weights: &Weights| {
+            weights
+                .flat()
+                .into_iter()
+                .map(f64::from)
+                .collect::<Vec<_>>()
+        };
+        (
+            largest(&self.losses, &case.losses),
+            largest(&self.grad_norms, &case.grad_norms),
+            largest(&wide(&self.last), &wide(&case.last)),
+        )
+    }
+}
+
+impl Net {
+    fn new(weights: &Weights, device: &Device) -> Self {
+        let linear = |rows: usize, columns: usize, weight: &[f32], bias: &[f32]| {
+            let mut linear = LinearConfig::new(columns, rows).init(device);
+            let weight = TensorData::new(weight.to_vec(), [rows, columns]);
+            linear.weight = Param::from_tensor(Tensor::<2>::from_data(weight, device).transpose());
+            let bias = TensorData::new(bias.to_vec(), [rows]);
+            linear.bias = Some(Param::from_data(bias, device));
+            linear
+        };
+        Self {
+            hidden: linear(16, 4, &weights.hidden_weight, &weights.hidden_bias),
+            output: linear(3, 16, &weights.output_weight, &weights.output_bias),
+        }
+    }
+
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.output.forward(tanh(self.hidden.forward(x)))
+    }
+
+    fn weights(&self) -> Weights {
+        let rows = |linear: &Linear| {
+            linear
+                .weight
+                .val()
+                .transpose()
+                .into_data()
+                .try_to_vec()
+                .unwrap()
+        };
+        let bias = |linear: &Linear| {
+            linear
+                .bias
+                .as_ref()
+                .map(|bias| bias.val().into_data().try_to_vec().unwrap())
+                .unwrap()
+        };
+        Weights {
+            hidden_weight: rows(&self.hidden),
+            hidden_bias: bias(&self.hidden),
+            output_weight: rows(&self.output),
+            output_bias: bias(&self.output),
+        }
+    }
+}
+
+impl Batcher<Sample, Samples> for SampleBatcher {
+    fn batch(&self, items: Vec<Sample>, device: &Device) -> Samples {
+        let count = items.len();
+        let x: Vec<f32> = items.iter().flat_map(|sample| sample.x).collect();
+        let y: Vec<i64> = items.iter().map(|sample| sample.y).collect();
+        Samples {
+            x: Tensor::from_data(TensorData::new(x, [count, 4]), device),
+            y: Tensor::from_data(TensorData::new(y, [count]), device),
+        }
+    }
+}
+
+fn samples(problem: &Problem) -> InMemDataset<Sample> {
+    let (rows, rest) = problem.x.as_chunks::<4>();
+    assert!(rest.is_empty() && rows.len() == problem.y.len());
+    let sample = |(x, y): (&[f32; 4], &i64)| Sample { x: *x, y: *y };
+    InMemDataset::new(rows.iter().zip(&problem.y).map(sample).collect())
+}
+
+fn optimizer(case: &Case) -> ModuleOptimizer {
+    match case.optimizer {
+        Optimizer::Adamw => AdamWConfig::new()
+            .with_epsilon(1e-8)
+            .with_weight_decay(0.01)
+            .init(),
+        Optimizer::Sgd => {
+            let momentum = case.momentum.unwrap_or(0.0);
+            let momentum = MomentumConfig::new()
+                .with_momentum(momentum)
+                .with_dampening(0.0);
+            SgdConfig::new().with_momentum(Some(momentum)).init()
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! What people get wrong is answered at once, by name.
+
+use std::path::Path;
+use std::process::Command;
+
+use accelerator_tests::processes::{Ended, run_ranks};
+
+fn ranks(world_size: usize, args: &[&str], change: impl Fn(usize, &mut Command)) -> Vec<Ended> {
+    run_ranks(
+        Path::new(env!("CARGO_BIN_EXE_rank")),
+        args,
+        world_size,
+        change,
+    )
+}
+
+/// One process, with these variables instead of those that it would get.
+fn alone(variables: &[(&str, &str)]) -> Ended {
+    ranks(1, &["connect", "2"], |_, command| {
+        for (name, value) in variables {
+            command.env(name, value);
+        }
+    })
+    .remove(0)
+}
+
+fn fails_with(ended: &Ended, words: &[&str]) {
+    assert!(
+        !ended.status.success(),
+        "it should have failed: {}",
+        ended.stdout
+    );
+    for word in words {
+        assert!(
+            ended.stderr.contains(word),
+            "`{word}` is missing in: {}",
+            ended.stderr
+        );
+    }
+    assert!(!ended.stderr.contains("panicked"), "{}", ended.stderr);
+}
+
+#[test]
+fn a_rank_that_is_no_number() {
+    fails_with(&alone(&[("RANK", "banana")]), &["RANK", "banana"]);
+}
+
+#[test]
+fn a_rank_beyond_the_world() {
+    fails_with(
+        &alone(&[("RANK", "2"), ("WORLD_SIZE", "2")]),
+        &["RANK", "WORLD_SIZE", "2"],
+    );
+}
+
+#[test]
+fn a_device_that_is_not_compiled_in() {
+    fails_with(
+        &alone(&[("ACCEL_DEVICE", "cuda")]),
+        &["cuda", "not compiled in", "flex"],
+    );
+    fails_with(
+        &alone(&[("ACCEL_DEVICE", "banana")]),
+        &["ACCEL_DEVICE", "banana", "flex"],
+    );
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named_after_the_deadline() {
+    let ended = alone(&[("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")]);
+    fails_with(&ended, &["1 of 2", "rank 1"]);
+}
+
+#[test]
+fn a_wrong_job_token_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |rank: usize| folder.path().join(format!("token-{rank}"));
+    for rank in 0..2 {
+        let token = format!("{:064x}", 77 + rank);
+        std::fs::write(file(rank), token).unwrap();
+    }
+    let ended = ranks(2, &["connect", "5"], |rank, command| {
+        command.env("ACCEL_TOKEN_FILE", file(rank));
+    });
+    fails_with(&ended[1], &["token"]);
+    fails_with(&ended[0], &["rank 1"]);
+}
+
+#[test]
+fn a_port_that_is_taken_is_named() {
+    let holder = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = holder.local_addr().unwrap().port().to_string();
+    let ended = ranks(2, &["connect", "5"], |_, command| {
+        command.env("MASTER_PORT", &port);
+    });
+    fails_with(&ended[0], &[&port, "in use"]);
+    assert!(!ended[1].status.success());
+}
+
+#[test]
+fn models_that_differ_between_ranks() {
+    for ended in ranks(2, &["different-models"], |_, _| {}) {
+        fails_with(&ended, &["`weight`", "[4, 3]", "rank 1", "[4, 4]"]);
+    }
+}
+
+#[test]
+fn collectives_that_ranks_call_differently() {
+    let ended = ranks(2, &["different-calls"], |_, _| {});
+    for rank in &ended {
+        fails_with(
+            rank,
+            &["rank 0", "barrier", "rank 1", "all_reduce", "rank.rs"],
+        );
+    }
+}
+
+#[test]
+fn a_rank_that_dies_is_named_by_the_others() {
+    let ended = ranks(3, &["die", "1"], |_, _| {});
+    assert_eq!(ended[1].status.code(), Some(7));
+    for rank in [0, 2] {
+        fails_with(&ended[rank], &["rank 1"]);
+    }
+}

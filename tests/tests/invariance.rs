@@ -1,0 +1,131 @@
+//! The number of ranks does not change what is learnt.
+
+use std::path::Path;
+
+use accelerator_tests::problems::{Outcome, Rule, Setting, Which};
+use accelerator_tests::processes::run_ranks;
+
+fn processes(world_size: usize, dtype: &str, accumulate: usize, setting: &Setting) -> Vec<Outcome> {
+    let setting = serde_json::to_string(setting).unwrap();
+    let args = ["train", dtype, &accumulate.to_string(), &setting];
+    run_ranks(
+        Path::new(env!("CARGO_BIN_EXE_rank")),
+        &args,
+        world_size,
+        |_, _| {},
+    )
+    .into_iter()
+    .map(|rank| {
+        assert!(rank.status.success(), "{}", rank.stderr);
+        serde_json::from_str(&rank.stdout).unwrap()
+    })
+    .collect()
+}
+
+fn threads(world_size: usize, dtype: &str, accumulate: usize, setting: &Setting) -> Vec<Outcome> {
+    let setting = serde_json::to_string(setting).unwrap();
+    let (world_size, accumulate) = (world_size.to_string(), accumulate.to_string());
+    let args = ["train-threads", &world_size, dtype, &accumulate, &setting];
+    let rank = run_ranks(
+        Path::new(env!("CARGO_BIN_EXE_rank")),
+        &args,
+        1,
+        |_, command| {
+            for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"] {
+                command.env_remove(name);
+            }
+            command.env_remove("MASTER_ADDR").env_remove("MASTER_PORT");
+        },
+    )
+    .remove(0);
+    assert!(rank.status.success(), "{}", rank.stderr);
+    serde_json::from_str(&rank.stdout).unwrap()
+}
+
+/// `bound` is the largest difference allowed in a parameter.
+fn check(one: &Outcome, ranks: &[Outcome], bound: f64) {
+    for rank in ranks {
+        assert_eq!(
+            rank.steps, one.steps,
+            "every rank steps as often as one alone"
+        );
+        assert_eq!(
+            rank.parameters, ranks[0].parameters,
+            "all ranks hold the same bits"
+        );
+        let distance = rank.distance(one);
+        assert!(distance < bound, "{} ranks: {distance:.1e}", ranks.len());
+    }
+    let first = one.losses.first().copied().unwrap_or_default();
+    let last = one.losses.last().copied().unwrap_or_default();
+    assert!(last < first, "the loss fell from {first}, to {last}");
+}
+
+/// 61 samples in global batches of 12: the last one holds a single sample, so that all ranks but
+/// one are idle in it. Six micro-steps in windows of 4: the last window is short.
+const RAGGED: usize = 61;
+
+fn invariance(net: Which) {
+    let setting = Setting {
+        net,
+        optimizer: Rule::Adamw,
+        samples: RAGGED,
+        global_batch: 12,
+        epochs: 3,
+    };
+    for accumulate in [1, 4] {
+        let one = processes(1, "f64", accumulate, &setting).remove(0);
+        assert_eq!(one.steps, if accumulate == 1 { 18 } else { 6 });
+        for world_size in [2, 3] {
+            let ranks = processes(world_size, "f64", accumulate, &setting);
+            check(&one, &ranks, 1e-9);
+            assert_eq!(ranks[0].idle, 0);
+            assert_eq!(ranks[1].idle, 3, "idle once an epoch");
+        }
+        check(&one, &threads(4, "f64", accumulate, &setting), 1e-9);
+    }
+}
+
+#[test]
+fn an_mlp_in_f64_learns_the_same_on_any_number_of_ranks() {
+    invariance(Which::Mlp);
+}
+
+#[test]
+fn a_cnn_in_f64_learns_the_same_on_any_number_of_ranks() {
+    invariance(Which::Cnn);
+}
+
+#[test]
+fn sgd_in_f32_learns_the_same_to_a_millionth() {
+    let setting = Setting {
+        net: Which::Mlp,
+        optimizer: Rule::Sgd,
+        samples: RAGGED,
+        global_batch: 12,
+        epochs: 3,
+    };
+    let one = processes(1, "f32", 1, &setting).remove(0);
+    check(&one, &processes(2, "f32", 1, &setting), 1e-6);
+    check(&one, &threads(3, "f32", 1, &setting), 1e-6);
+}
+
+#[test]
+fn a_run_repeats_itself_bit_for_bit() {
+    let setting = Setting {
+        net: Which::Cnn,
+        optimizer: Rule::Adamw,
+        samples: RAGGED,
+        global_batch: 12,
+        epochs: 1,
+    };
+    let first = processes(3, "f32", 2, &setting);
+    let second = processes(3, "f32", 2, &setting);
+    assert_eq!(first[0].parameters, second[0].parameters);
+    assert_eq!(first[0].losses, second[0].losses);
+    let threads = threads(3, "f32", 2, &setting);
+    assert_eq!(
+        first[0].parameters, threads[0].parameters,
+        "whatever the transport"
+    );
+}
