@@ -38,32 +38,25 @@ fn main() -> Result<(), Report> {
         accelerator.prepare((model, optimizer, train, valid, test))?;
 
     let mut samples = SampleLog::open(args.log_samples.as_deref(), accelerator.rank())?;
-    let mut reporter = Reporter::new(
-        accelerator.rank(),
-        &args,
-        train.steps().unwrap_or(0) as usize,
-    )?;
+    let mut reporter = Reporter::new(accelerator.rank(), &args, train.steps())?;
     if let Some(path) = &args.save_initial {
         accelerator.save_model(&model, path)?;
     }
 
     for epoch in 0..args.epochs {
-        for batch in train.epoch(epoch as u64) {
+        for batch in train.epoch(epoch) {
             let batch = batch?;
             let loss = cross_entropy(model.forward(batch.images.clone()), batch.targets.clone());
             let gradients = accelerator.backward(loss, &model, &batch)?;
-            let (loss, count) = (gradients.loss(), gradients.samples());
+            reporter.step(epoch, gradients.loss(), lr, gradients.samples())?;
             model = optimizer.step(lr, model, gradients);
-            samples.log(&batch.indices()[..batch.real()])?;
-            if let (Some(loss), Some(count)) = (loss, count) {
-                reporter.step(epoch, loss, lr, count as usize)?;
-            }
+            samples.log(batch.real_indices())?;
         }
-        let score = evaluate(&accelerator, &model.valid(), &valid)?;
+        let score = accelerator.reduce(evaluate(&model.valid(), &valid)?)?;
         reporter.validated(epoch, score.loss(), score.accuracy())?;
     }
 
-    let score = evaluate(&accelerator, &model.valid(), &test)?;
+    let score = accelerator.reduce(evaluate(&model.valid(), &test)?)?;
     reporter.tested(score.loss(), score.accuracy())?;
     if let Some(path) = &args.save {
         accelerator.save_model(&model, path)?;
@@ -71,16 +64,12 @@ fn main() -> Result<(), Report> {
     Ok(accelerator.finish()?)
 }
 
-fn evaluate(
-    accelerator: &Accelerator,
-    model: &Cnn,
-    loader: &PreparedLoader<DigitBatch>,
-) -> Result<Score, Report> {
+fn evaluate(model: &Cnn, loader: &PreparedLoader<DigitBatch>) -> Result<Score, Report> {
     let mut score = Score::new();
     for batch in loader.epoch(0) {
         let batch = batch?;
         let logits = model.forward(batch.images.clone());
         score.update(logits, batch.targets.clone(), batch.real());
     }
-    Ok(accelerator.reduce(score)?)
+    Ok(score)
 }

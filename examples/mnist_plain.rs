@@ -16,11 +16,9 @@ use clap::Parser;
 fn main() -> Result<(), Report> {
     let args = MnistArgs::parse();
     let lr = args.learning_rate();
-    let device = args.open_device()?.autodiff();
     let digits = args.digits()?;
-    let steps = digits.train.count().div_ceil(args.batch_size.get());
-    let mut reporter = Reporter::new(0, &args, steps)?;
-    let mut samples = SampleLog::open(args.log_samples.as_deref(), 0)?;
+
+    let device = args.open_device()?.autodiff();
 
     let mut model = CnnConfig::new().with_dropout(args.dropout).init(&device);
     let mut optimizer = args.optimizer.init();
@@ -38,6 +36,9 @@ fn main() -> Result<(), Report> {
         .set_device(device.inner())
         .build(digits.test);
 
+    let mut samples = SampleLog::open(args.log_samples.as_deref(), 0)?;
+    let steps = train.num_items().div_ceil(args.batch_size.get());
+    let mut reporter = Reporter::new(0, &args, steps as u64)?;
     if let Some(path) = &args.save_initial {
         save_model(&model, path)?;
     }
@@ -45,12 +46,11 @@ fn main() -> Result<(), Report> {
     for epoch in 0..args.epochs {
         for batch in train.iter() {
             let batch = batch?;
-            let count = batch.indices.len();
-            let loss = cross_entropy(model.forward(batch.images), batch.targets);
+            let loss = cross_entropy(model.forward(batch.images.clone()), batch.targets.clone());
             let gradients = GradientsParams::from_grads(loss.backward(), &model);
+            reporter.step(epoch, loss.into_scalar(), lr, batch.indices.len() as f64)?;
             model = optimizer.step(lr, model, gradients);
             samples.log(&batch.indices)?;
-            reporter.step(epoch, loss.into_scalar(), lr, count)?;
         }
         let score = evaluate(&model.valid(), &valid)?;
         reporter.validated(epoch, score.loss(), score.accuracy())?;
@@ -68,8 +68,8 @@ fn evaluate(model: &Cnn, loader: &Arc<dyn DataLoader<DigitBatch>>) -> Result<Sco
     let mut score = Score::new();
     for batch in loader.iter() {
         let batch = batch?;
-        let logits = model.forward(batch.images);
-        score.update(logits, batch.targets, batch.indices.len());
+        let logits = model.forward(batch.images.clone());
+        score.update(logits, batch.targets.clone(), batch.indices.len());
     }
     Ok(score)
 }

@@ -21,7 +21,7 @@ pub struct MnistArgs {
 
     /// How often to go through the training samples; 0 only tests the untrained model
     #[arg(long, default_value_t = 3, value_name = "N")]
-    pub epochs: usize,
+    pub epochs: u64,
 
     /// The number of samples in a batch (of each process, where there are several)
     #[arg(long, default_value = "64", value_name = "N", value_parser = at_least_one)]

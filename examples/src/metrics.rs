@@ -18,7 +18,7 @@ pub(crate) struct Metrics {
 pub(crate) struct StepRecord {
     /// Counted from 1, through all epochs.
     pub(crate) step: usize,
-    pub(crate) epoch: usize,
+    pub(crate) epoch: u64,
     pub(crate) loss: f64,
     pub(crate) lr: f64,
     pub(crate) samples_per_second: f64,
@@ -27,7 +27,7 @@ pub(crate) struct StepRecord {
 /// What is known after an epoch.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct EpochRecord {
-    pub(crate) epoch: usize,
+    pub(crate) epoch: u64,
     pub(crate) validation_loss: f64,
     pub(crate) validation_accuracy: f64,
 }

@@ -9,7 +9,7 @@ use crate::metrics::{EpochRecord, Metrics, StepRecord, TestRecord};
 use crate::save::check_target;
 
 /// How many lines are printed in an epoch, about.
-const LINES: usize = 10;
+const LINES: u64 = 10;
 
 /// Tells how a training goes: on the console and, with `--metrics`, in a file. It speaks on rank
 /// 0 only, so that every rank can run the same program.
@@ -17,19 +17,20 @@ const LINES: usize = 10;
 pub struct Reporter {
     /// Nothing on a rank that is silent.
     output: Option<Output>,
-    epoch_step: usize,
+    epoch_step: u64,
     step: usize,
 }
 
 #[derive(Debug)]
 struct Output {
     metrics: Option<Metrics>,
-    steps_per_epoch: usize,
+    /// 0 where it is not known.
+    steps_per_epoch: u64,
     /// When the last step ended, or training began or went on after a validation.
     last_step: Instant,
     /// Time and samples since the last line on the console.
     seconds: f64,
-    samples: usize,
+    samples: f64,
 }
 
 impl Reporter {
@@ -40,7 +41,11 @@ impl Reporter {
     /// # Errors
     ///
     /// [`Error::is_io`] when one of these files cannot be made.
-    pub fn new(rank: usize, args: &MnistArgs, steps_per_epoch: usize) -> Result<Self> {
+    pub fn new(
+        rank: usize,
+        args: &MnistArgs,
+        steps_per_epoch: impl Into<Option<u64>>,
+    ) -> Result<Self> {
         let mut reporter = Self {
             output: None,
             epoch_step: 0,
@@ -52,22 +57,31 @@ impl Reporter {
             }
             reporter.output = Some(Output {
                 metrics: args.metrics.as_deref().map(Metrics::create).transpose()?,
-                steps_per_epoch,
+                steps_per_epoch: steps_per_epoch.into().unwrap_or(0),
                 last_step: Instant::now(),
                 seconds: 0.0,
-                samples: 0,
+                samples: 0.0,
             });
         }
         Ok(reporter)
     }
 
     /// Reports an optimizer step: its epoch, the loss, the learning rate, and how many samples
-    /// all ranks together trained on.
+    /// all ranks together trained on. Without a loss there was no step, and nothing to report.
     ///
     /// # Errors
     ///
     /// [`Error::is_io`] when the console or the metrics file cannot be written.
-    pub fn step(&mut self, epoch: usize, loss: f64, lr: f64, samples: usize) -> Result<()> {
+    pub fn step(
+        &mut self,
+        epoch: u64,
+        loss: impl Into<Option<f64>>,
+        lr: f64,
+        samples: impl Into<Option<f64>>,
+    ) -> Result<()> {
+        let (Some(loss), Some(samples)) = (loss.into(), samples.into()) else {
+            return Ok(());
+        };
         self.step += 1;
         self.epoch_step += 1;
         let Some(output) = &mut self.output else {
@@ -93,7 +107,7 @@ impl Reporter {
                 output.steps_per_epoch,
                 rate(output.samples, output.seconds),
             ))?;
-            (output.seconds, output.samples) = (0.0, 0);
+            (output.seconds, output.samples) = (0.0, 0.0);
         }
         Ok(())
     }
@@ -103,7 +117,7 @@ impl Reporter {
     /// # Errors
     ///
     /// [`Error::is_io`] when the console or the metrics file cannot be written.
-    pub fn validated(&mut self, epoch: usize, loss: f64, accuracy: f64) -> Result<()> {
+    pub fn validated(&mut self, epoch: u64, loss: f64, accuracy: f64) -> Result<()> {
         self.epoch_step = 0;
         let Some(output) = &mut self.output else {
             return Ok(());
@@ -149,8 +163,8 @@ impl Output {
     }
 }
 
-fn rate(samples: usize, seconds: f64) -> f64 {
-    samples as f64 / seconds.max(1e-9)
+fn rate(samples: f64, seconds: f64) -> f64 {
+    samples / seconds.max(1e-9)
 }
 
 /// Prints a line. Unlike `println!`, it returns an error where nobody listens any more.
@@ -173,8 +187,9 @@ mod tests {
         let args = MnistArgs::parse_from(["mnist", "--metrics", path.to_str().unwrap()]);
         let mut reporter = Reporter::new(0, &args, 2).unwrap();
         for epoch in 0..2 {
-            reporter.step(epoch, 2.5, 0.1, 64).unwrap();
-            reporter.step(epoch, 1.5, 0.1, 32).unwrap();
+            reporter.step(epoch, 2.5, 0.1, 64.0).unwrap();
+            reporter.step(epoch, None, 0.1, None).unwrap();
+            reporter.step(epoch, 1.5, 0.1, 32.0).unwrap();
             reporter.validated(epoch, 0.5, 0.75).unwrap();
         }
         reporter.tested(0.25, 0.875).unwrap();
@@ -200,7 +215,7 @@ mod tests {
     fn other_ranks_are_silent() {
         let args = MnistArgs::parse_from(["mnist", "--metrics", "/nowhere/metrics.jsonl"]);
         let mut reporter = Reporter::new(1, &args, 2).unwrap();
-        reporter.step(0, 2.5, 0.1, 64).unwrap();
+        reporter.step(0, 2.5, 0.1, 64.0).unwrap();
         reporter.tested(0.25, 0.875).unwrap();
         assert!(Reporter::new(0, &args, 2).unwrap_err().is_io());
     }

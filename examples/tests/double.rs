@@ -20,7 +20,7 @@ fn everything_computes_in_the_dtype_that_was_asked_for() {
     let logits = model.forward(batch.images);
     assert_eq!(logits.dtype(), DType::F64);
     let mut score = Score::new();
-    score.update(logits.clone(), batch.targets.clone());
+    score.update(logits.clone(), batch.targets.clone(), 4);
     let loss = cross_entropy(logits, batch.targets);
     assert_eq!(loss.dtype(), DType::F64);
     assert_eq!(loss.into_scalar::<f64>(), score.loss());

@@ -1,5 +1,7 @@
 //! Every trajectory that PyTorch DDP produced, on both CPU devices, on threads and on processes.
 
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
 use std::path::Path;
 
 use accelerator::{Accelerator, DeviceKind};

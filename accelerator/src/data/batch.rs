@@ -75,6 +75,12 @@ impl<O> Batch<O> {
         &self.info.indices
     }
 
+    /// The [`indices`](Self::indices) of the [`real`](Self::real) samples: over all ranks, each
+    /// sample of an epoch comes exactly once.
+    pub fn real_indices(&self) -> &[u64] {
+        &self.info.indices[..self.info.real.min(self.info.indices.len())]
+    }
+
     /// The epoch that was asked for.
     pub fn epoch(&self) -> u64 {
         self.info.epoch

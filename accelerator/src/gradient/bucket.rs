@@ -277,20 +277,14 @@ fn not_a_float(dtype: burn::tensor::DType) -> ! {
     unreachable!("a gradient of type {dtype:?}")
 }
 
+// The `expect`s hold: a place is only read as the type that its bucket was allocated with, which
+// the callers match on.
 macro_rules! views {
     ($shared:ident, $unique:ident, $type:ty) => {
-        #[expect(
-            clippy::expect_used,
-            reason = "buckets hold the type they were allocated with"
-        )]
         fn $shared<'a>(buffer: &'a Buffer, range: &Range<usize>) -> &'a [$type] {
             &buffer.as_slice::<$type>().expect("a bucket of that type")[range.clone()]
         }
 
-        #[expect(
-            clippy::expect_used,
-            reason = "buckets hold the type they were allocated with"
-        )]
         fn $unique<'a>(buffer: &'a mut Buffer, range: &Range<usize>) -> &'a mut [$type] {
             &mut buffer
                 .as_mut_slice::<$type>()

@@ -33,6 +33,7 @@ struct Closed {
     values: Values,
 }
 
+#[allow(clippy::large_enum_variant, reason = "it lies in a box already")]
 enum Values {
     /// Sums over all ranks.
     Reduced(Sums),
@@ -108,7 +109,7 @@ impl Gradients {
         {
             let factor = max / (norm + 1e-6);
             // Also when the norm is NaN: nothing is hidden then.
-            if !(factor >= 1.0) {
+            if factor < 1.0 || factor.is_nan() {
                 closed.factor = Some(factor);
             }
         }

@@ -86,7 +86,6 @@ mod tests {
             .with_gamma(0.5)
             .init()
             .unwrap()
-            .into()
     }
 
     #[test]
