@@ -48,7 +48,12 @@ fn main() -> Result<(), Report> {
             let batch = batch?;
             let loss = cross_entropy(model.forward(batch.images.clone()), batch.targets.clone());
             let gradients = GradientsParams::from_grads(loss.backward(), &model);
-            reporter.step(epoch, loss.into_scalar(), lr, batch.indices.len() as f64)?;
+            reporter.step(
+                epoch,
+                loss.into_scalar::<f64>(),
+                lr,
+                batch.indices.len() as f64,
+            )?;
             model = optimizer.step(lr, model, gradients);
             samples.log(&batch.indices)?;
         }

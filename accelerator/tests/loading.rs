@@ -1,5 +1,7 @@
 //! Who gets which sample, through every kind of loader.
 
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
 mod common;
 
 use std::sync::Arc;

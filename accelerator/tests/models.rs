@@ -1,5 +1,7 @@
 //! Models are the same on every rank, and on disk.
 
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
 mod common;
 
 use accelerator::prelude::*;

@@ -1,5 +1,7 @@
 //! What ranks do together besides training.
 
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
 mod common;
 
 use std::sync::Mutex;

@@ -1,5 +1,7 @@
 //! The loop: what a window averages, when the optimizer and its schedule move.
 
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
 mod common;
 
 use accelerator::prelude::*;

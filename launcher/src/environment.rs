@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::process::Command;
 
+use crate::allocator;
 use crate::cargo;
 use crate::settings::Settings;
 use crate::threads::Threads;
@@ -39,6 +40,9 @@ impl Environment {
                 common.push((name, count.to_string().into()));
             }
         }
+        common.extend(allocator::settings(settings.ranks, |name| {
+            std::env::var_os(name).is_some()
+        }));
         common.extend(package_dir.map(|dir| ("CARGO_MANIFEST_DIR", dir.into())));
         Self {
             common,

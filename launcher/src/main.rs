@@ -3,6 +3,7 @@
 #[cfg(not(unix))]
 compile_error!("accel-launch supervises process groups, which only Unix systems have");
 
+mod allocator;
 mod argv;
 mod cargo;
 mod cli;
