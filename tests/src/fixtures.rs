@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 
 /// The folder of the fixtures: `ACCEL_FIXTURES`, a relative path counting from the workspace's
 /// root, else the one beside this crate's sources.
@@ -13,6 +14,33 @@ pub fn folder() -> PathBuf {
         || here.join("fixtures"),
         |folder| here.join("..").join(folder),
     )
+}
+
+/// `sharding.json`.
+#[derive(Debug, Deserialize)]
+pub struct Sharding {
+    pub cases: Vec<ShardingCase>,
+}
+
+/// One table of Accelerate's sharding classes.
+#[derive(Clone, Debug, Deserialize)]
+pub struct ShardingCase {
+    pub samples: i64,
+    pub batch_size: usize,
+    pub world_size: usize,
+    pub drop_last: bool,
+    pub split_batches: bool,
+    /// Of data sets that are read by index only.
+    pub even_batches: Option<bool>,
+    pub ranks: Table,
+}
+
+/// What each rank gets.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+pub enum Table {
+    Batches(Vec<Vec<Vec<i64>>>),
+    Samples(Vec<Vec<i64>>),
 }
 
 /// `training.json`.
@@ -70,6 +98,19 @@ pub enum Optimizer {
     Sgd,
 }
 
+impl Sharding {
+    /// Reads the file.
+    ///
+    /// # Panics
+    ///
+    /// When it is missing, is not what it should be, or holds no case.
+    pub fn load() -> Self {
+        let sharding: Self = load("sharding.json");
+        assert!(!sharding.cases.is_empty(), "sharding.json holds no case");
+        sharding
+    }
+}
+
 impl Training {
     /// Reads the file.
     ///
@@ -77,16 +118,8 @@ impl Training {
     ///
     /// When it is missing, is not what it should be, or holds no case.
     pub fn load() -> Self {
-        let path = folder().join("training.json");
-        let text = std::fs::read_to_string(&path)
-            .unwrap_or_else(|error| panic!("cannot read {}: {error}", path.display()));
-        let training: Self = serde_json::from_str(&text)
-            .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-        assert!(
-            !training.cases.is_empty(),
-            "{} holds no case",
-            path.display()
-        );
+        let training: Self = load("training.json");
+        assert!(!training.cases.is_empty(), "training.json holds no case");
         training
     }
 
@@ -107,4 +140,11 @@ impl Weights {
         ]
         .concat()
     }
+}
+
+fn load<T: DeserializeOwned>(name: &str) -> T {
+    let path = folder().join(name);
+    let text = std::fs::read_to_string(&path)
+        .unwrap_or_else(|error| panic!("cannot read {}: {error}", path.display()));
+    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }

@@ -125,3 +125,11 @@ fn a_rank_that_dies_is_named_by_the_others() {
         fails_with(&ended[rank], &["rank 1"]);
     }
 }
+
+#[test]
+fn a_variable_that_is_misspelt() {
+    fails_with(
+        &alone(&[("ACCEL_TRASNPORT", "tcp")]),
+        &["ACCEL_TRASNPORT", "ACCEL_TRANSPORT"],
+    );
+}

@@ -2,12 +2,16 @@
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 
+use std::io::Write;
 use std::path::Path;
 
-use accelerator::{Accelerator, DeviceKind};
-use accelerator_tests::fixtures::{Case, Training};
+use accelerator::prelude::*;
+use accelerator_tests::fixtures::{Case, Sharding, Table, Training};
 use accelerator_tests::processes::run_ranks;
 use accelerator_tests::trajectory::{Trajectory, run};
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataset::InMemDataset;
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 /// PyTorch's kernels add in another order than Burn's.
 const LOSS: f64 = 1e-4;
@@ -31,6 +35,61 @@ fn check(case: &Case, ranks: &[Trajectory]) {
     }
 }
 
+/// Past the test harness, which swallows what a passing test prints.
+fn say(line: std::fmt::Arguments<'_>) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// Every table of Accelerate's, read through prepared loaders.
+fn sharding(device: DeviceKind) {
+    let sharding = Sharding::load();
+    for case in &sharding.cases {
+        let tail = match case.even_batches {
+            _ if case.drop_last => TailPolicy::Drop,
+            Some(false) => TailPolicy::Uneven,
+            // Accelerate's iterable data sets know no other way than to pad.
+            Some(true) | None => TailPolicy::Pad,
+        };
+        let ranks = Accelerator::builder()
+            .device(device)
+            .launch(case.world_size, |accelerator| {
+                let builder = DataLoaderBuilder::new(Numbers).tail(tail);
+                let builder = if case.split_batches {
+                    builder.global_batch_size(case.batch_size)
+                } else {
+                    builder.batch_size(case.batch_size)
+                };
+                let dataset = InMemDataset::new((0..case.samples).collect());
+                let loader = accelerator.prepare(builder.build(dataset))?;
+                loader
+                    .epoch(0)
+                    .map(|batch| Ok(batch?.into_inner().into_data().try_to_vec().unwrap()))
+                    .collect::<Result<Vec<Vec<i64>>>>()
+            })
+            .unwrap();
+        match &case.ranks {
+            Table::Batches(batches) => assert_eq!(&ranks, batches, "{case:?}"),
+            Table::Samples(samples) => {
+                let flat: Vec<Vec<i64>> = ranks.iter().map(|rank| rank.concat()).collect();
+                assert_eq!(&flat, samples, "{case:?}");
+            }
+        }
+    }
+    say(format_args!(
+        "checked {} sharding cases through loaders, {device}",
+        sharding.cases.len()
+    ));
+}
+
+struct Numbers;
+
+impl Batcher<i64, Tensor<1, Int>> for Numbers {
+    fn batch(&self, items: Vec<i64>, device: &Device) -> Tensor<1, Int> {
+        let shape = [items.len()];
+        Tensor::from_data(TensorData::new(items, shape), (device, DType::I64))
+    }
+}
+
 fn on_threads(device: DeviceKind) {
     let training = Training::load();
     for case in &training.cases {
@@ -43,10 +102,10 @@ fn on_threads(device: DeviceKind) {
             .unwrap();
         check(case, &ranks);
     }
-    println!(
-        "{} trajectories checked on threads, {device}",
+    say(format_args!(
+        "checked {} trajectories on threads, {device}",
         training.cases.len()
-    );
+    ));
 }
 
 fn on_processes(device: DeviceKind) {
@@ -69,10 +128,20 @@ fn on_processes(device: DeviceKind) {
             .collect();
         check(case, &ranks);
     }
-    println!(
-        "{} trajectories checked on processes, {device}",
+    say(format_args!(
+        "checked {} trajectories on processes, {device}",
         training.cases.len()
-    );
+    ));
+}
+
+#[test]
+fn sharding_vectors_through_loaders_flex() {
+    sharding(DeviceKind::Flex);
+}
+
+#[test]
+fn sharding_vectors_through_loaders_ndarray() {
+    sharding(DeviceKind::NdArray);
 }
 
 #[test]

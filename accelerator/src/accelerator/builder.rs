@@ -6,13 +6,10 @@ use std::sync::atomic::AtomicU64;
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, TransportKind};
 use burn::tensor::FloatDType;
 
-use super::{Accelerator, Settings, Shared};
+use super::{Accelerator, Settings, Shared, environment};
 use crate::device::{self, DeviceKind};
 use crate::error::{Error, Result};
 use crate::model::Models;
-
-/// The environment variable that names the device, as [`AcceleratorBuilder::device`] does.
-const DEVICE_VARIABLE: &str = "ACCEL_DEVICE";
 
 /// Settings for an [`Accelerator`]; begin with [`Accelerator::builder`].
 ///
@@ -168,7 +165,7 @@ impl AcceleratorBuilder {
     }
 
     fn join(self, group: ProcessGroup, settings: Settings) -> Result<Accelerator> {
-        let kind = self.device_kind()?;
+        let kind = environment::device(self.device)?;
         let mut device = kind.open(group.topology().local_rank())?;
         if let Some(dtype) = self.dtype {
             device::configure(&mut device, dtype)?;
@@ -189,6 +186,7 @@ impl AcceleratorBuilder {
     }
 
     fn settings(&self) -> Result<Settings> {
+        environment::check()?;
         let accumulation_steps = NonZeroUsize::new(self.accumulation_steps).ok_or_else(|| {
             Error::config("accumulation_steps is 0; expected at least 1 (no accumulation)")
         })?;
@@ -209,24 +207,6 @@ impl AcceleratorBuilder {
         match self.transport {
             Some(transport) => self.options.clone().with_transport(transport),
             None => self.options.clone(),
-        }
-    }
-
-    fn device_kind(&self) -> Result<DeviceKind> {
-        let named = match std::env::var(DEVICE_VARIABLE) {
-            Ok(name) => Some(
-                name.parse::<DeviceKind>()
-                    .map_err(|error| Error::config(format!("{DEVICE_VARIABLE}: {error}")))?,
-            ),
-            Err(std::env::VarError::NotPresent) => None,
-            Err(error) => return Err(Error::config(format!("{DEVICE_VARIABLE}: {error}"))),
-        };
-        match (self.device, named) {
-            (Some(asked), Some(named)) if asked != named => Err(Error::config(format!(
-                "the program asks for device `{asked}`, and {DEVICE_VARIABLE} for `{named}`; \
-                 unset the variable, or leave the choice to it"
-            ))),
-            (asked, named) => Ok(asked.or(named).unwrap_or_else(DeviceKind::preferred)),
         }
     }
 }

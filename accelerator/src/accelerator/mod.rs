@@ -1,5 +1,6 @@
 mod builder;
 mod collectives;
+mod environment;
 mod process;
 
 use core::fmt;

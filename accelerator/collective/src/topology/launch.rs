@@ -56,6 +56,16 @@ pub struct Launch {
 }
 
 impl Launch {
+    /// The variables of this project that [`from_env`](Self::from_env) reads, beside torchrun's.
+    pub const VARIABLES: [&'static str; 6] = [
+        "ACCEL_INSECURE",
+        "ACCEL_JOB",
+        "ACCEL_PORT",
+        "ACCEL_STORE",
+        "ACCEL_TOKEN_FILE",
+        "ACCEL_TRANSPORT",
+    ];
+
     /// A launch that the program describes itself.
     ///
     /// ```
