@@ -5,13 +5,14 @@
 use accelerator::prelude::*;
 use accelerator_examples::{
     Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, Reporter, SampleLog, Score,
-    cross_entropy,
+    cross_entropy, init_logging,
 };
 use burn::module::Module;
 use clap::Parser;
 
 fn main() -> Result<(), Report> {
     let args = MnistArgs::parse();
+    init_logging();
     let lr = args.learning_rate();
     let digits = args.digits()?;
 

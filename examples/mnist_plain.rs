@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use accelerator_examples::{
     Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, Reporter, SampleLog, Score,
-    cross_entropy, save_model,
+    cross_entropy, init_logging, save_model,
 };
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
 use burn::module::Module;
@@ -15,6 +15,7 @@ use clap::Parser;
 
 fn main() -> Result<(), Report> {
     let args = MnistArgs::parse();
+    init_logging();
     let lr = args.learning_rate();
     let digits = args.digits()?;
 

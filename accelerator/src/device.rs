@@ -144,9 +144,8 @@ impl FromStr for DeviceKind {
             .into_iter()
             .find(|kind| kind.to_string() == name)
             .ok_or_else(|| {
-                Error::config(format!(
-                    "`{name}` is not a device; expected one of flex, ndarray, wgpu, cuda"
-                ))
+                let names = Self::ALL.map(|kind| kind.to_string()).join(", ");
+                Error::config(format!("`{name}` is not a device; expected one of {names}"))
             })
     }
 }
@@ -154,6 +153,11 @@ impl FromStr for DeviceKind {
 /// Makes `dtype` the device's default. Burn allows this once per process and before the first
 /// tensor.
 pub(crate) fn configure(device: &mut Device, dtype: FloatDType) -> Result<()> {
+    if dtype == FloatDType::Flex32 {
+        return Err(Error::config(
+            "the dtype Flex32 has no fixed size in memory and cannot be reduced; choose F32",
+        ));
+    }
     if !device.supports_dtype(dtype) {
         return Err(Error::new(
             Kind::Device,

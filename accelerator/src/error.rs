@@ -144,9 +144,15 @@ impl fmt::Display for Error {
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0.message)?;
+        let mut said = self.0.message.clone();
         let mut source = self.source();
         while let Some(error) = source {
-            write!(f, ": {error}")?;
+            let text = error.to_string();
+            // Some errors say their cause themselves.
+            if !said.contains(&text) {
+                write!(f, ": {text}")?;
+                said = text;
+            }
             source = error.source();
         }
         Ok(())
@@ -163,12 +169,15 @@ impl StdError for Error {
 }
 
 impl From<accelerator_collective::Error> for Error {
+    /// With the message of the cause, which names ranks and places.
     fn from(error: accelerator_collective::Error) -> Self {
-        Self::with_source(
-            Kind::Collective,
-            "communication between ranks failed",
-            error,
-        )
+        // What the variables or the builder said about the ranks is a setting like others.
+        let kind = if error.is_topology() {
+            Kind::Config
+        } else {
+            Kind::Collective
+        };
+        Self::with_source(kind, error.to_string(), error)
     }
 }
 

@@ -1,13 +1,11 @@
 use core::fmt;
-use std::sync::Arc;
 
-use burn::data::dataloader::DataLoader;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 
 use crate::accelerator::Accelerator;
-use crate::data::{Loader, PreparedLoader};
+use crate::data::{InOrder, Loader, PreparedLoader};
 use crate::error::Result;
 use crate::optim::{Manual, PerEpoch, PreparedOptimizer, Scheduled, Scheduler};
 
@@ -20,7 +18,7 @@ use crate::optim::{Manual, PerEpoch, PreparedOptimizer, Scheduled, Scheduler};
     message = "`{Self}` cannot be prepared",
     label = "not a Burn module, optimizer, `(optimizer, scheduler)`, data loader, or tuple of these",
     note = "a module must derive `Module`; a loader is built with \
-            `accelerator::data::DataLoaderBuilder` or is an `Arc<dyn DataLoader<_>>`",
+            `accelerator::data::DataLoaderBuilder`, or is one of Burn's own in `InOrder(…)`",
     note = "a constant learning rate is given to `step` each time, or as \
             `(optimizer, ConstantLr::new(rate))`"
 )]
@@ -46,7 +44,7 @@ pub mod kind {
     #[derive(Debug)]
     pub enum Model {}
 
-    /// One of Burn's own data loaders.
+    /// One of Burn's own data loaders, in [`InOrder`](crate::data::InOrder).
     #[derive(Debug)]
     pub enum Opaque {}
 
@@ -114,11 +112,11 @@ impl<O: Send + 'static> Prepare<kind::Loader> for Loader<O> {
     }
 }
 
-impl<O: Send + 'static> Prepare<kind::Opaque> for Arc<dyn DataLoader<O>> {
+impl<O: Send + 'static> Prepare<kind::Opaque> for InOrder<O> {
     type Prepared = PreparedLoader<O>;
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        Ok(PreparedLoader::opaque(accelerator, self))
+        Ok(PreparedLoader::opaque(accelerator, self.0))
     }
 }
 

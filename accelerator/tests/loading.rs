@@ -6,6 +6,7 @@ mod common;
 
 use std::sync::Arc;
 
+use accelerator::data::InOrder;
 use accelerator::prelude::*;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder as BurnBuilder};
 use burn::data::dataset::{Dataset, DatasetError};
@@ -144,7 +145,7 @@ fn a_loader_of_burns_is_shared_out_batch_by_batch() {
         let loader = BurnBuilder::new(ColumnBatcher)
             .batch_size(2)
             .build(columns(15));
-        let loader = accelerator.prepare(loader)?;
+        let loader = accelerator.prepare(InOrder(loader))?;
         loader
             .epoch(0)
             .map(|batch| {
@@ -186,6 +187,7 @@ struct Broken {
     how: Fault,
 }
 
+#[derive(Clone, Copy, Eq, PartialEq)]
 enum Fault {
     Error,
     Panic,
@@ -208,16 +210,22 @@ impl Dataset<usize> for Broken {
 #[test]
 fn a_data_set_that_fails_ends_the_epoch_with_its_error() {
     for (how, text) in [(Fault::Error, "disk on fire"), (Fault::Panic, "cursed")] {
-        let accelerator = Accelerator::new().unwrap();
-        let loader = DataLoaderBuilder::new(ColumnBatcher)
-            .batch_size(2)
-            .build(Broken { at: 5, how });
-        let loader = accelerator.prepare(loader).unwrap();
-        let batches: Vec<_> = loader.epoch(0).collect();
-        assert_eq!(batches.len(), 3, "two batches and an error");
-        let error = batches[2].as_ref().unwrap_err();
-        assert!(error.is_data() || error.is_panic());
-        assert!(format!("{error:?}").contains(text), "{error:?}");
+        for workers in [0, 1, 3] {
+            if workers == 0 && how == Fault::Panic {
+                continue; // That one reaches the program itself, as a panic does.
+            }
+            let accelerator = Accelerator::new().unwrap();
+            let loader = DataLoaderBuilder::new(ColumnBatcher)
+                .batch_size(2)
+                .num_workers(workers)
+                .build(Broken { at: 5, how });
+            let loader = accelerator.prepare(loader).unwrap();
+            let batches: Vec<_> = loader.epoch(0).collect();
+            assert_eq!(batches.len(), 3, "two batches and an error");
+            let error = batches[2].as_ref().unwrap_err();
+            assert!(error.is_data() || error.is_panic());
+            assert!(format!("{error:?}").contains(text), "{error:?}");
+        }
     }
 }
 

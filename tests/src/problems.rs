@@ -6,7 +6,7 @@ use burn::data::dataset::InMemDataset;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::activation::{relu, tanh};
 use burn::tensor::{Device, Int, Tensor, TensorData};
@@ -21,6 +21,10 @@ pub struct Setting {
     /// Of all ranks together.
     pub global_batch: usize,
     pub epochs: u64,
+    /// Of the accelerator; it matters to dropout only.
+    pub seed: u64,
+    /// The probability, in the MLP.
+    pub dropout: f64,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
@@ -69,7 +73,7 @@ pub fn train(accelerator: &Accelerator, setting: &Setting) -> Result<Outcome> {
         Which::Mlp => fit(
             accelerator,
             setting,
-            Mlp::new(&accelerator.device()),
+            Mlp::new(&accelerator.device(), setting.dropout),
             Mlp::forward,
         ),
     }
@@ -144,23 +148,25 @@ impl Cnn {
 #[derive(Debug, Module)]
 struct Mlp {
     hidden: Linear,
+    dropout: Dropout,
     output: Linear,
     /// Never used: it must stay without a gradient, and as it is.
     unused: Linear,
 }
 
 impl Mlp {
-    fn new(device: &Device) -> Self {
+    fn new(device: &Device, dropout: f64) -> Self {
         Self {
             hidden: LinearConfig::new(64, 16).init(device),
+            dropout: DropoutConfig::new(dropout).init(),
             output: LinearConfig::new(16, 5).init(device),
             unused: LinearConfig::new(2, 2).init(device),
         }
     }
 
     fn forward(&self, pictures: Tensor<4>) -> Tensor<2> {
-        self.output
-            .forward(tanh(self.hidden.forward(pictures.flatten(1, 3))))
+        let hidden = tanh(self.hidden.forward(pictures.flatten(1, 3)));
+        self.output.forward(self.dropout.forward(hidden))
     }
 }
 

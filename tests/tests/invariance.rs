@@ -74,6 +74,8 @@ fn invariance(net: Which) {
         samples: RAGGED,
         global_batch: 12,
         epochs: 3,
+        seed: 0,
+        dropout: 0.0,
     };
     for accumulate in [1, 4] {
         let one = processes(1, "f64", accumulate, &setting).remove(0);
@@ -106,6 +108,8 @@ fn sgd_in_f32_learns_the_same_to_a_millionth() {
         samples: RAGGED,
         global_batch: 12,
         epochs: 3,
+        seed: 0,
+        dropout: 0.0,
     };
     let one = processes(1, "f32", 1, &setting).remove(0);
     check(&one, &processes(2, "f32", 1, &setting), 1e-6);
@@ -120,6 +124,8 @@ fn a_run_repeats_itself_bit_for_bit() {
         samples: RAGGED,
         global_batch: 12,
         epochs: 1,
+        seed: 0,
+        dropout: 0.0,
     };
     let first = processes(3, "f32", 2, &setting);
     let second = processes(3, "f32", 2, &setting);
@@ -129,5 +135,28 @@ fn a_run_repeats_itself_bit_for_bit() {
     assert_eq!(
         first[0].parameters, threads[0].parameters,
         "whatever the transport"
+    );
+}
+
+#[test]
+fn dropout_follows_the_seed_and_differs_between_ranks() {
+    let setting = |seed| Setting {
+        net: Which::Mlp,
+        optimizer: Rule::Sgd,
+        samples: RAGGED,
+        global_batch: 12,
+        epochs: 2,
+        seed,
+        dropout: 0.5,
+    };
+    let run = |seed| processes(2, "f32", 1, &setting(seed)).remove(0).parameters;
+    let first = run(1);
+    assert_eq!(first, run(1), "the same seed, the same masks");
+    assert_ne!(first, run(2), "another seed, other masks");
+    // Were masks the same on both ranks, two ranks would do what one does only by chance; and one
+    // rank draws other masks than two.
+    assert_ne!(
+        first,
+        processes(1, "f32", 1, &setting(1)).remove(0).parameters
     );
 }

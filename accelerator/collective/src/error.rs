@@ -38,7 +38,7 @@ impl Error {
     }
 
     /// Another rank is gone while it was still needed: it died, its connection broke, or it
-    /// finished early (see [`is_peer_left`](Self::is_peer_left)).
+    /// left early (see [`is_peer_left`](Self::is_peer_left)).
     pub fn is_peer_lost(&self) -> bool {
         matches!(self.0.kind, Kind::PeerLost | Kind::PeerLeft)
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, TransportKind};
-use burn::tensor::FloatDType;
+use burn::tensor::{Device, FloatDType};
 
 use super::{Accelerator, Settings, Shared, environment};
 use crate::device::{self, DeviceKind};
@@ -59,7 +59,7 @@ impl AcceleratorBuilder {
     }
 
     /// The size, in bytes, of the flat buffers in which gradients are reduced. The first one is
-    /// at most 1 MiB, so that communication can start early. Default: 25 MiB.
+    /// at most 1 MiB. Default: 25 MiB.
     pub fn bucket_size(mut self, bytes: usize) -> Self {
         self.bucket_size = bytes;
         self
@@ -131,8 +131,10 @@ impl AcceleratorBuilder {
             Some(launch) => launch.clone(),
             None => Launch::from_env()?,
         };
-        let group = ProcessGroup::connect(&launch, &self.group_options())?;
-        self.join(group, settings)
+        // Before the others are kept waiting for a rank that will not come.
+        let (kind, device) = self.open_device(launch.topology.local_rank())?;
+        let group = ProcessGroup::connect(&launch, &self.group_options(&launch)?)?;
+        Ok(self.join(group, settings, kind, device))
     }
 
     /// Runs `body` on `world_size` ranks, each a thread of this process, and returns what they
@@ -158,22 +160,30 @@ impl AcceleratorBuilder {
                  transport unset, or start processes with `accel-launch`",
             ));
         }
+        if self.launch.is_some() {
+            return Err(Error::config(
+                "`launched_as` says which process this is, and `launch` makes ranks inside one; \
+                 use one of them",
+            ));
+        }
         let groups = ProcessGroup::threads(world_size.get(), &self.options)?;
         crate::launch::run(groups, |group| {
-            body(self.clone().join(group, settings.clone())?)
+            let (kind, device) = self.open_device(group.topology().local_rank())?;
+            body(self.join(group, settings.clone(), kind, device))
         })
     }
 
-    fn join(self, group: ProcessGroup, settings: Settings) -> Result<Accelerator> {
-        let kind = environment::device(self.device)?;
-        let mut device = kind.open(group.topology().local_rank())?;
-        if let Some(dtype) = self.dtype {
-            device::configure(&mut device, dtype)?;
-        }
+    fn join(
+        &self,
+        group: ProcessGroup,
+        settings: Settings,
+        kind: DeviceKind,
+        device: Device,
+    ) -> Accelerator {
         // The same seed on every rank: models that are built alike are alike.
-        device.seed(accelerator_plan::mix(&[settings.seed]));
+        device.seed(settings.seed);
         tracing::debug!(topology = %group.topology(), device = %kind, "accelerator ready");
-        Ok(Accelerator {
+        Accelerator {
             shared: Arc::new(Shared {
                 device,
                 group,
@@ -182,7 +192,16 @@ impl AcceleratorBuilder {
                 models: Models::default(),
                 settings,
             }),
-        })
+        }
+    }
+
+    fn open_device(&self, local_rank: usize) -> Result<(DeviceKind, Device)> {
+        let kind = environment::device(self.device)?;
+        let mut device = kind.open(local_rank)?;
+        if let Some(dtype) = self.dtype {
+            device::configure(&mut device, dtype)?;
+        }
+        Ok((kind, device))
     }
 
     fn settings(&self) -> Result<Settings> {
@@ -203,10 +222,20 @@ impl AcceleratorBuilder {
         })
     }
 
-    fn group_options(&self) -> GroupOptions {
-        match self.transport {
-            Some(transport) => self.options.clone().with_transport(transport),
-            None => self.options.clone(),
+    fn group_options(&self, launch: &Launch) -> Result<GroupOptions> {
+        match (self.transport, launch.transport) {
+            (Some(asked), named)
+                if named != TransportKind::Auto
+                    && asked != TransportKind::Auto
+                    && asked != named =>
+            {
+                Err(Error::config(format!(
+                    "the program asks for the transport `{asked}`, and ACCEL_TRANSPORT for \
+                     `{named}`; unset the variable, or leave the choice to it"
+                )))
+            }
+            (Some(asked), _) => Ok(self.options.clone().with_transport(asked)),
+            (None, _) => Ok(self.options.clone()),
         }
     }
 }

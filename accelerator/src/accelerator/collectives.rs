@@ -1,4 +1,5 @@
 use accelerator_collective::ReduceOp;
+use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Tensor, TensorData};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -52,8 +53,8 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_collective`] when another rank is lost or its tensor has another shape or
-    /// type.
+    /// [`Error::is_collective`] when another rank is lost or its tensor has another number of
+    /// elements or another type.
     #[track_caller]
     pub fn all_reduce<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
         let (device, mut data) = (tensor.device(), tensor.into_data());
@@ -77,7 +78,7 @@ impl Accelerator {
     /// [`Error::is_misuse`] when shapes do not fit together; [`Error::is_collective`] when
     /// another rank is lost.
     #[track_caller]
-    pub fn gather<const D: usize>(&self, tensor: Tensor<D>) -> Result<Tensor<D>> {
+    pub fn gather<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
         let rows = tensor.dims()[0];
         self.gather_rows(tensor, rows)
     }
@@ -90,11 +91,11 @@ impl Accelerator {
     /// As [`gather`](Self::gather), and [`Error::is_misuse`] when `tensor` does not have a row
     /// for each sample of the batch.
     #[track_caller]
-    pub fn gather_for_metrics<const D: usize, O>(
+    pub fn gather_for_metrics<const D: usize, K: Basic, O>(
         &self,
-        tensor: Tensor<D>,
+        tensor: Tensor<D, K>,
         batch: &Batch<O>,
-    ) -> Result<Tensor<D>> {
+    ) -> Result<Tensor<D, K>> {
         let rows = tensor.dims()[0];
         if rows != batch.len() {
             return Err(Error::misuse(format!(
@@ -110,19 +111,44 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_collective`] when another rank is lost or its tensor has another size.
+    /// [`Error::is_misuse`] when the shape or type is not that of the root;
+    /// [`Error::is_collective`] when another rank is lost, or tensors have different sizes.
     #[track_caller]
-    pub fn broadcast<const D: usize>(&self, tensor: Tensor<D>, root: usize) -> Result<Tensor<D>> {
+    pub fn broadcast<const D: usize, K: Basic>(
+        &self,
+        tensor: Tensor<D, K>,
+        root: usize,
+    ) -> Result<Tensor<D, K>> {
         let device = tensor.device();
         let (mut bytes, shape, dtype) = tensor.into_data().into_parts();
+        let described = (shape.to_vec(), format!("{dtype:?}"));
+        let mine = (self.rank() == root).then_some(&described);
+        let theirs = self.shared.group.broadcast_object(mine, root)?;
+        // Every rank goes on to the values, so that one that differs does not leave the others
+        // waiting for it.
         self.shared.group.broadcast::<u8>(&mut bytes, root)?;
+        if theirs != described {
+            return Err(Error::misuse(format!(
+                "broadcast: rank {root} has {:?} of {}, rank {} has {:?} of {}; give every rank \
+                 a tensor of the same shape and type",
+                theirs.0,
+                theirs.1,
+                self.rank(),
+                described.0,
+                described.1
+            )));
+        }
         let data = TensorData::from_bytes(bytes, shape, dtype);
         Ok(Tensor::from_data(data, (&device, dtype)))
     }
 
     /// Gathers the first `rows` rows, which may be none: Burn has no tensor without rows.
     #[track_caller]
-    fn gather_rows<const D: usize>(&self, tensor: Tensor<D>, rows: usize) -> Result<Tensor<D>> {
+    fn gather_rows<const D: usize, K: Basic>(
+        &self,
+        tensor: Tensor<D, K>,
+        rows: usize,
+    ) -> Result<Tensor<D, K>> {
         let (device, data) = (tensor.device(), tensor.into_data());
         let dtype = data.dtype();
         let mut shape: Vec<usize> = data.shape().to_vec();

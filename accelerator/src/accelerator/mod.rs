@@ -84,7 +84,7 @@ impl Accelerator {
     /// | a `ModuleOptimizer` | a [`PreparedOptimizer`](crate::optim::PreparedOptimizer) whose `step` takes the learning rate |
     /// | `(optimizer, scheduler)` | one whose `step` advances the scheduler itself |
     /// | a [`Loader`](crate::data::Loader) | this rank's share, as a [`PreparedLoader`](crate::data::PreparedLoader) |
-    /// | an `Arc<dyn DataLoader<O>>` of Burn's | the same, shared out batch by batch |
+    /// | [`InOrder`](crate::data::InOrder) around one of Burn's own loaders | the same, shared out batch by batch |
     /// | a tuple of these | a tuple of those |
     ///
     /// Every rank must prepare the same things in the same order.
@@ -132,7 +132,8 @@ impl Accelerator {
     }
 
     /// Says goodbye to the other ranks, once all have come here. Call it at the end of the
-    /// program: a rank that leaves without it is taken for one that failed.
+    /// program: ranks that still communicate when another has left without it get an error that
+    /// says so.
     ///
     /// # Errors
     ///

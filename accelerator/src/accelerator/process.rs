@@ -1,6 +1,8 @@
 use core::fmt;
 use std::ops::Range;
 
+use accelerator_collective::Partition;
+
 use super::Accelerator;
 use crate::error::{Error, Result};
 
@@ -109,9 +111,7 @@ impl Accelerator {
     /// # Ok::<(), accelerator::Error>(())
     /// ```
     pub fn share_of(&self, count: usize) -> Range<usize> {
-        let (each, more) = (count / self.world_size(), count % self.world_size());
-        let start = self.rank() * each + self.rank().min(more);
-        start..start + each + usize::from(self.rank() < more)
+        Partition::new(count, self.world_size()).range(self.rank())
     }
 
     fn alone<T>(&self, work: impl FnOnce() -> T) -> T {

@@ -1,4 +1,5 @@
 use core::fmt;
+use core::iter::FusedIterator;
 use std::time::{Duration, Instant};
 
 use accelerator_plan::mix;
@@ -11,9 +12,11 @@ use crate::error::Result;
 
 /// This rank's batches of one epoch; see [`PreparedLoader::epoch`](super::PreparedLoader::epoch).
 ///
-/// Leaving it before its end is fine: its workers stop.
+/// An error is the last thing that it yields. Leaving it before its end is fine: its workers stop.
 #[must_use = "an epoch is an iterator"]
 pub struct Epoch<O> {
+    /// After an error too: what follows it would depend on the number of workers.
+    ended: bool,
     feed: Feed<O>,
     reseed: Reseed,
     remaining: Option<u64>,
@@ -23,6 +26,7 @@ pub struct Epoch<O> {
 impl<O> Epoch<O> {
     pub(super) fn new(feed: Feed<O>, reseed: Reseed, steps: Option<u64>) -> Self {
         Self {
+            ended: false,
             feed,
             reseed,
             remaining: steps,
@@ -41,7 +45,8 @@ impl<O> Iterator for Epoch<O> {
 
     fn next(&mut self) -> Option<Self::Item> {
         let start = Instant::now();
-        let batch = self.feed.next();
+        let batch = if self.ended { None } else { self.feed.next() };
+        self.ended = !matches!(batch, Some(Ok(_)));
         self.waited += start.elapsed();
         if let Some(remaining) = &mut self.remaining {
             *remaining = remaining.saturating_sub(1);
@@ -60,6 +65,8 @@ impl<O> Iterator for Epoch<O> {
         )
     }
 }
+
+impl<O> FusedIterator for Epoch<O> {}
 
 impl<O> fmt::Debug for Epoch<O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

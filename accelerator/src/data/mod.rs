@@ -23,5 +23,6 @@ mod source;
 pub use self::batch::Batch;
 pub use self::builder::{DataLoaderBuilder, Loader};
 pub use self::epoch::Epoch;
+pub use self::opaque::InOrder;
 pub use self::prepared::PreparedLoader;
 pub use accelerator_plan::{TailPolicy, sample_rng_seed};

@@ -1,3 +1,4 @@
+use core::fmt;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 
@@ -7,6 +8,48 @@ use super::batch::{Batch, Info, Share};
 use super::feed::{Feed, Worker, failed};
 use super::prepared::Place;
 use crate::error::{Error, Kind, Result};
+
+/// One of Burn's own data loaders, with the promise that it gives the same batches in the same
+/// order on every rank, which cannot be checked: nothing else tells ranks apart that each read all
+/// of it.
+///
+/// Burn's builder keeps the promise with at most one worker. With `num_workers(2)` and more the
+/// order depends on timing, and ranks would use some samples twice and others never. Build with
+/// [`DataLoaderBuilder`](super::DataLoaderBuilder) where you can: it reads this rank's share only.
+///
+/// ```
+/// use accelerator::data::InOrder;
+/// use burn::data::dataloader::{DataLoaderBuilder, batcher::Batcher};
+/// use burn::data::dataset::InMemDataset;
+/// use burn::tensor::Device;
+///
+/// struct Listed;
+/// impl Batcher<u32, Vec<u32>> for Listed {
+///     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
+/// }
+///
+/// let shares = accelerator::launch(2, |accelerator| {
+///     let loader = DataLoaderBuilder::new(Listed)
+///         .batch_size(2)
+///         .build(InMemDataset::new((0..6).collect()));
+///     let loader = accelerator.prepare(InOrder(loader))?;
+///     loader.epoch(0).map(|batch| batch.map(|batch| batch.real())).collect()
+/// })?;
+/// // Three batches: rank 1 is idle in the second round.
+/// assert_eq!(shares, [[2, 2], [2, 0]]);
+/// # let _: &Vec<Vec<usize>> = &shares;
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+pub struct InOrder<O>(
+    /// The loader.
+    pub Arc<dyn DataLoader<O>>,
+);
+
+impl<O> fmt::Debug for InOrder<O> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("InOrder").finish_non_exhaustive()
+    }
+}
 
 /// How many batches are read ahead.
 const AHEAD: usize = 2;

@@ -3,9 +3,12 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
 use super::gradients::Gradients;
+use super::rank::with_rank;
 use super::weight::Weight;
+use super::window::{Window, check_all_known};
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Result};
+use crate::model::Trainable;
 
 /// See [`Accelerator::backward`].
 #[track_caller]
@@ -22,12 +25,17 @@ pub(crate) fn backward<M: Module>(
     let loss = loss.inner();
     let steps = accelerator.accumulation_steps();
     if group.world_size() == 1 && steps == 1 && weight.count > 0.0 {
+        let known = |parameter: &&Trainable| with_rank!(parameter.shape.len(), D => gradients.get::<D>(parameter.id).is_some());
+        let strangers = gradients.len() - slot.parameters().iter().filter(known).count();
+        check_all_known(strangers)?;
         return Ok(Gradients::untouched(slot, gradients, loss, weight));
     }
     let closed = {
         let mut window = slot.window();
         let value = loss.into_scalar::<f64>();
-        let micro_steps = window.add(&slot, group, gradients, value, weight.count);
+        let micro_steps = window
+            .add(&slot, group, gradients, value, weight.count)
+            .inspect_err(|_| *window = Window::default())?;
         if micro_steps < steps && !weight.ends_epoch {
             return Ok(Gradients::accumulating());
         }

@@ -102,14 +102,15 @@ impl Gradients {
     /// parameters, as `clip_grad_norm_` does in PyTorch, not one for each as Burn's
     /// `GradientClippingConfig::Norm`. Nothing happens while the window is open.
     ///
-    /// The factor is `max / (norm + 1e-6)`.
+    /// The factor is `max / (norm + 1e-6)`. Of two calls the stricter one holds; a negative `max`
+    /// is taken as 0.
     pub fn clip_norm(mut self, max: f64) -> Self {
         if let Some(norm) = self.norm()
             && let Content::Closed(closed) = &mut self.0
         {
-            let factor = max / (norm + 1e-6);
+            let factor = max.max(0.0) / (norm + 1e-6);
             // Also when the norm is NaN: nothing is hidden then.
-            if factor < 1.0 || factor.is_nan() {
+            if factor.is_nan() || factor < closed.factor.unwrap_or(1.0) {
                 closed.factor = Some(factor);
             }
         }

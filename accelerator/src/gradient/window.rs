@@ -4,7 +4,7 @@ use burn::optim::GradientsParams;
 use super::bucket::{self, Entry};
 use super::rank::with_rank;
 use super::slot::Slot;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// The sums of the micro-steps since the last optimizer step.
 #[derive(Debug, Default)]
@@ -16,6 +16,17 @@ pub(super) struct Window {
     weight: f64,
     /// Σ weight · loss.
     loss: f64,
+}
+
+/// Refuses gradients of parameters that the slot does not know, so many of them.
+pub(super) fn check_all_known(strangers: usize) -> Result<()> {
+    if strangers == 0 {
+        return Ok(());
+    }
+    Err(Error::misuse(format!(
+        "{strangers} parameters have a gradient that had none when the model was prepared (they were \
+         frozen, or belong to another model): prepare the model again after unfreezing"
+    )))
 }
 
 /// What a window comes to, over all ranks.
@@ -40,7 +51,7 @@ impl Window {
         mut gradients: GradientsParams,
         loss: f64,
         weight: f64,
-    ) -> usize {
+    ) -> Result<usize> {
         if self.buffers.is_empty() {
             self.buffers = slot.lend(group);
             self.written = vec![false; slot.parameters().len()];
@@ -61,11 +72,12 @@ impl Window {
                 bucket::write(buffer, &place.range, &gradient, weight, entry);
                 self.written[index] = true;
             }
+            check_all_known(gradients.len())?;
             self.loss += weight * loss;
             self.weight += weight;
         }
         self.micro_steps += 1;
-        self.micro_steps
+        Ok(self.micro_steps)
     }
 
     /// Closes the window and sums it over the ranks.

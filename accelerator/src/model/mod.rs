@@ -25,8 +25,15 @@ impl Models {
         let mut search = Search {
             slots: &slots,
             found: None,
+            mixed: false,
         };
         model.visit(&mut search);
+        if search.mixed {
+            return Err(Error::misuse(
+                "parts of this model were prepared as parts of different models: prepare it as \
+                 one, after the others",
+            ));
+        }
         search.found.ok_or_else(|| {
             Error::misuse(
                 "this model was not prepared, or got other parameter ids since (by loading a \
@@ -73,12 +80,15 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
 struct Search<'a> {
     slots: &'a HashMap<ParamId, Arc<Slot>>,
     found: Option<Arc<Slot>>,
+    mixed: bool,
 }
 
 impl ModuleVisitor for Search<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.found.is_none() {
-            self.found = self.slots.get(&param.id).cloned();
+        match (&self.found, self.slots.get(&param.id)) {
+            (Some(found), Some(slot)) => self.mixed |= !Arc::ptr_eq(found, slot),
+            (None, Some(slot)) => self.found = Some(slot.clone()),
+            (_, None) => {}
         }
     }
 }

@@ -36,8 +36,14 @@ fn main() -> Result<()> {
             let builder = Accelerator::builder()
                 .device(DeviceKind::Flex)
                 .dtype(float(dtype))
-                .accumulation_steps(number(accumulate));
-            print(&problems::train(&builder.build()?, &from_json(setting))?);
+                .accumulation_steps(number(accumulate))
+                // Small, so that these small networks have several buckets.
+                .bucket_size(1024);
+            let setting = from_json(setting);
+            print(&problems::train(
+                &builder.seed(setting.seed).build()?,
+                &setting,
+            )?);
         }
         // Ranks as threads: in a process of its own all the same, since Burn fixes the dtype.
         ["train-threads", world_size, dtype, accumulate, setting] => {
@@ -45,7 +51,8 @@ fn main() -> Result<()> {
             let builder = Accelerator::builder()
                 .device(DeviceKind::Flex)
                 .dtype(float(dtype))
-                .accumulation_steps(number(accumulate));
+                .accumulation_steps(number(accumulate))
+                .bucket_size(1024);
             let outcomes = builder.launch(number(world_size), |accelerator| {
                 problems::train(&accelerator, &setting)
             })?;

@@ -15,6 +15,7 @@ use super::{
     server::{StoreOptions, StoreServer},
     token::{Key, Token, random},
 };
+use crate::rendezvous::LONGEST;
 use crate::{
     error::{Error, Kind, Result},
     topology::Topology,
@@ -41,7 +42,7 @@ pub(crate) struct Meeting {
 impl Rendezvous {
     /// Meets the other ranks.
     pub(crate) fn meet(&self, topology: &Topology, patience: Duration) -> Result<Meeting> {
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + patience.min(LONGEST);
         let token = match &self.token {
             TokenSource::File(path) => Some(Token::from_file(path)?),
             TokenSource::Given(token) => Some(token.clone()),

@@ -12,6 +12,7 @@ mod token;
 use std::{fmt, net::IpAddr, path::PathBuf};
 
 pub use server::{StoreOptions, StoreServer};
+pub(crate) use state::LONGEST;
 pub use token::Token;
 
 pub(crate) use client::Meeting;

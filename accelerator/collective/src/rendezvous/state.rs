@@ -258,7 +258,8 @@ struct Arrival {
 }
 
 /// No rank is more patient than this, so that adding it to a point in time cannot overflow.
-const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+/// The longest wait that is computed with; beyond it a deadline would leave the range of time.
+pub(crate) const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// How many notes are kept.
 const NOTES: usize = 8;

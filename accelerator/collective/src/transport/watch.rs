@@ -106,8 +106,9 @@ impl<'a> Watch<'a> {
             Kind::PeerLeft,
             vec![peer.rank],
             format!(
-                "{peer} finished early: it closed its group in good order while rank {} was in \
-                 {self}; every rank must call the same collectives",
+                "{peer} left early: it closed its group, or its program ended, while rank {} was \
+                 in {self}; if it failed, its own message says why, otherwise it calls fewer \
+                 collectives than the others",
                 self.rank
             ),
         )

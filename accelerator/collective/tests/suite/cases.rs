@@ -368,7 +368,7 @@ pub(crate) fn a_rank_that_does_not_come(means: Means, world_size: usize) {
     }
 }
 
-/// A rank that closes its group while others go on is named, as one that finished early.
+/// A rank that closes its group while others go on is named, as one that left early.
 pub(crate) fn a_rank_that_finishes_early(means: Means, world_size: usize) {
     let errors = run(means, world_size, |group| {
         group.barrier().unwrap();
@@ -385,7 +385,7 @@ pub(crate) fn a_rank_that_finishes_early(means: Means, world_size: usize) {
         } else {
             assert!(error.is_peer_left() && error.is_peer_lost(), "{error}");
             assert_eq!(error.ranks(), [1], "{error}");
-            assert!(error.to_string().contains("finished early"), "{error}");
+            assert!(error.to_string().contains("left early"), "{error}");
         }
     }
 }

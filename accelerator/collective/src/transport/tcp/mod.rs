@@ -15,6 +15,7 @@ use std::{
 };
 
 use super::{Farewell, Inbox, Part, Peer, Place, Stage, Transport, TransportKind, Watch};
+use crate::rendezvous::LONGEST;
 use crate::{
     error::{Error, Result},
     rendezvous::Meeting,
@@ -40,7 +41,7 @@ impl Tcp {
         patience: Duration,
     ) -> Result<Self> {
         let rank = topology.rank();
-        let streams = mesh::connect(rank, &meeting, Instant::now() + patience)?;
+        let streams = mesh::connect(rank, &meeting, Instant::now() + patience.min(LONGEST))?;
         let peers: Vec<Peer> = meeting
             .ranks
             .into_iter()
