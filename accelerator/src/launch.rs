@@ -11,9 +11,11 @@ use crate::error::{Error, Kind, Result};
 /// return, in rank order.
 ///
 /// This is how a notebook or a unit test runs a training function on several ranks. Settings go
-/// through [`Accelerator::builder`], whose `launch` is the same. Burn's CPU random generator is
-/// one for the whole process, so what ranks draw from it here (initial weights of ranks other
-/// than 0 are replaced in `prepare`; dropout) is not reproducible: for that, use processes.
+/// through [`Accelerator::builder`], whose `launch` is the same.
+///
+/// Burn's CPU random generator is one for the whole process, so what ranks draw from it at the
+/// same time is not reproducible. Build models with [`Accelerator::init`], which takes turns;
+/// for reproducible dropout, use processes.
 ///
 /// ```
 /// let ranks = accelerator::launch(3, |accelerator| {

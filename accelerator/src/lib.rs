@@ -65,6 +65,7 @@ compile_error!(
 );
 
 mod accelerator;
+mod agreement;
 pub mod data;
 mod device;
 mod error;

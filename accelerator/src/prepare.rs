@@ -19,8 +19,9 @@ use crate::optim::{Manual, PerEpoch, PreparedOptimizer, Scheduled, Scheduler};
     label = "not a Burn module, optimizer, `(optimizer, scheduler)`, data loader, or tuple of these",
     note = "a module must derive `Module`; a loader is built with \
             `accelerator::data::DataLoaderBuilder`, or is one of Burn's own in `InOrder(…)`",
-    note = "a constant learning rate is given to `step` each time, or as \
-            `(optimizer, ConstantLr::new(rate))`"
+    note = "an optimizer is Burn's `ModuleOptimizer`: call `.init()` on its config; a scheduler goes \
+            beside its optimizer, as `(optimizer, scheduler)`",
+    note = "a loader builder needs `.build(dataset)`"
 )]
 pub trait Prepare<K> {
     /// What it becomes.

@@ -262,3 +262,32 @@ fn sizes_that_make_no_sense_are_refused() {
 fn an_empty_data_set_has_no_step() {
     assert_eq!(shares(2, 0, || loader(0, 4)), [vec![], vec![]]);
 }
+
+#[test]
+fn loaders_that_differ_between_ranks_are_named() {
+    let build = |rank: usize, what: &str| {
+        let (samples, size, seed, tail) = match (rank, what) {
+            (1, "length") => (11, 2, 1, TailPolicy::Exact),
+            (1, "size") => (10, 3, 1, TailPolicy::Exact),
+            (1, "seed") => (10, 2, 2, TailPolicy::Exact),
+            (1, "tail") => (10, 2, 1, TailPolicy::Drop),
+            _ => (10, 2, 1, TailPolicy::Exact),
+        };
+        DataLoaderBuilder::new(ColumnBatcher)
+            .batch_size(size)
+            .shuffle(seed)
+            .tail(tail)
+            .build(columns(samples))
+    };
+    for what in ["length", "size", "seed", "tail"] {
+        let errors = accelerator::launch(2, |accelerator| {
+            Ok(accelerator
+                .prepare(build(accelerator.rank(), what))
+                .unwrap_err()
+                .to_string())
+        })
+        .unwrap();
+        assert_eq!(errors[0], errors[1]);
+        assert!(errors[0].contains("rank 1 has"), "{}", errors[0]);
+    }
+}

@@ -103,6 +103,53 @@ fn a_saved_model_loads_with_its_running_statistics() {
     assert_eq!(left, ["model.safetensors"], "no temporary file is left");
 }
 
+#[cfg(unix)]
+#[test]
+fn saving_replaces_files_only_and_keeps_links() {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    let folder = tempfile::tempdir().unwrap();
+    let (file, link) = (folder.path().join("file"), folder.path().join("link"));
+    std::fs::write(&file, "old").unwrap();
+    let plain = std::fs::metadata(&file).unwrap().permissions().mode();
+    symlink("file", &link).unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let model = line(&accelerator.device());
+    accelerator.save_model(&model, &link).unwrap();
+    assert!(link.is_symlink(), "the link stays");
+    assert_ne!(
+        std::fs::read(&file).unwrap(),
+        b"old",
+        "its target is replaced"
+    );
+    let mode = std::fs::metadata(&file).unwrap().permissions().mode();
+    assert_eq!(mode, plain, "as any file that is made here");
+
+    let error = accelerator.save_model(&model, "/dev/null").unwrap_err();
+    assert!(
+        error.is_io() && format!("{error:?}").contains("regular file"),
+        "{error:?}"
+    );
+    assert!(
+        accelerator
+            .save_model(&model, folder.path())
+            .unwrap_err()
+            .is_io()
+    );
+
+    // What an interrupted save leaves is overwritten and taken away by the next one.
+    std::fs::write(folder.path().join(".file.partial"), "half").unwrap();
+    accelerator.save_model(&model, &file).unwrap();
+    let mut names: Vec<_> = folder
+        .path()
+        .read_dir()
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name())
+        .collect();
+    names.sort();
+    assert_eq!(names, ["file", "link"]);
+}
+
 #[test]
 fn a_file_that_cannot_be_written_or_read_is_an_error_on_every_rank() {
     let errors = accelerator::launch(2, |accelerator| {

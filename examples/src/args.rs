@@ -12,6 +12,9 @@ use crate::error::{Error, Kind, Result};
 /// The number of training samples that are drawn where `--limit` does not say otherwise.
 const DRAWN: usize = 3200;
 
+/// The most that are drawn; they lie in memory, 784 bytes each.
+const MOST_DRAWN: usize = 1_000_000;
+
 /// Train a small convolutional network to read handwritten digits.
 #[derive(Clone, Debug, Parser)]
 pub struct MnistArgs {
@@ -99,6 +102,12 @@ impl MnistArgs {
     /// Those of [`Split::load`].
     pub fn digits(&self) -> Result<Split> {
         let limit = self.limit.map(NonZeroUsize::get);
+        if self.data_dir.is_none() && limit.is_some_and(|limit| limit > MOST_DRAWN) {
+            return Err(out_of_range(
+                &limit.unwrap_or_default().to_string(),
+                &format!("a --limit of at most {MOST_DRAWN} drawn digits"),
+            ));
+        }
         match &self.data_dir {
             Some(dir) => {
                 let split = Split::load(dir)?;

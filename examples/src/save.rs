@@ -27,18 +27,29 @@ pub fn save_model(model: &impl ModuleSnapshot, path: &Path) -> Result<()> {
 
 /// Checks that a file can be made at the path, without touching one that is there.
 pub(crate) fn check_target(path: &Path) -> Result<()> {
-    let refuse = |kind, text| Err(Error::io("save to", path, io::Error::new(kind, text)));
-    if path.is_dir() {
-        return refuse(ErrorKind::IsADirectory, "it is a folder");
-    }
+    let refuse = |error| Err(Error::io("save to", path, error));
     let parent = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    if parent.is_dir() {
-        Ok(())
-    } else {
-        refuse(ErrorKind::NotFound, "its folder is not there")
+    match std::fs::metadata(path) {
+        Ok(found) if !found.is_file() => {
+            return refuse(io::Error::other("it is there and not a regular file"));
+        }
+        _ if !parent.is_dir() => {
+            return refuse(io::Error::new(
+                ErrorKind::NotFound,
+                "its folder is not there",
+            ));
+        }
+        _ => {}
+    }
+    // What permissions and file systems allow is best found out by doing it.
+    let name = format!(".accelerate-probe-{}", std::process::id());
+    let probe = parent.join(name);
+    match std::fs::File::create(&probe).and_then(|_| std::fs::remove_file(&probe)) {
+        Ok(()) => Ok(()),
+        Err(error) => refuse(error),
     }
 }
 

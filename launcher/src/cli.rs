@@ -6,6 +6,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use accelerator_collective::Topology;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::argv::Argv;
@@ -186,6 +187,9 @@ Examples:
 
 fn count(text: &str) -> Result<NonZeroUsize, String> {
     match text.parse::<usize>().map(NonZeroUsize::new) {
+        Ok(Some(count)) if count.get() > Topology::LARGEST => {
+            Err(format!("expected at most {}", Topology::LARGEST))
+        }
         Ok(Some(count)) => Ok(count),
         Ok(None) => Err("expected at least 1; leave the option out for the default".into()),
         Err(_) => Err("expected a whole number of at least 1".into()),

@@ -15,6 +15,16 @@ use signal_hook::consts::signal;
 /// rank that was killed is taken for the culprit.
 const SETTLE: Duration = Duration::from_millis(50);
 
+/// The exit code of a Rust program whose `main` returned an error: what a rank ends with that
+/// lost another.
+const ERROR: i32 = 1;
+
+/// How long the launcher waits where the first failing exit code was [`ERROR`].
+///
+/// A rank that panics leaves its group while it unwinds, a little before its process ends, so a
+/// rank that lost it can end first. Within this time any other failing code takes the blame.
+const SETTLE_ERROR: Duration = Duration::from_millis(250);
+
 /// How long the group may take to end before the launcher says whom it waits for.
 const PATIENCE: Duration = Duration::from_secs(1);
 
@@ -208,11 +218,17 @@ impl Job {
             return;
         }
         match (&self.phase, end) {
-            (Phase::Running, End::Code(_)) => {
+            (Phase::Running, End::Code(code)) => {
+                let settle = if code == ERROR { SETTLE_ERROR } else { SETTLE };
                 self.phase = Phase::Settling {
                     first: rank,
-                    until: now + SETTLE,
+                    until: now + settle,
                 };
+            }
+            (&Phase::Settling { first, until }, End::Code(code))
+                if code != ERROR && self.end(first) == Some(End::Code(ERROR)) =>
+            {
+                self.phase = Phase::Settling { first: rank, until };
             }
             (Phase::Running | Phase::Settling { .. }, End::Signal(_)) => {
                 self.begin_ending(Cause::Failure(rank), signal::SIGTERM, now, actions);
@@ -357,6 +373,21 @@ mod tests {
         assert_eq!(
             (job.exit_code(), job.cause()),
             (139, Some(Cause::Failure(1)))
+        );
+    }
+
+    #[test]
+    fn another_code_just_after_an_error_is_the_culprit() {
+        // Rank 0 lost rank 1, which panicked and ended a little later.
+        let (mut job, now) = job(3);
+        job.step(ended(0, End::Code(ERROR)), now);
+        assert_eq!(job.step(ended(1, End::Code(101)), now + SETTLE), []);
+        assert_eq!(job.deadline(), Some(now + SETTLE_ERROR));
+        // The first such code stays.
+        job.step(ended(2, End::Code(9)), now + SETTLE);
+        assert_eq!(
+            (job.exit_code(), job.cause()),
+            (101, Some(Cause::Failure(1)))
         );
     }
 

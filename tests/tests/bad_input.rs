@@ -133,3 +133,23 @@ fn a_variable_that_is_misspelt() {
         &["ACCEL_TRASNPORT", "ACCEL_TRANSPORT"],
     );
 }
+
+#[test]
+fn settings_that_differ_between_ranks() {
+    let setting = r#"{"net":"Mlp","optimizer":"Sgd","samples":8,"global_batch":4,"epochs":1,"seed":0,"dropout":0.0}"#;
+    let ended = ranks(2, &["train-accumulating-by-rank", setting], |_, _| {});
+    for rank in &ended {
+        fails_with(
+            rank,
+            &["1 accumulation steps", "rank 1 has 2 accumulation steps"],
+        );
+    }
+}
+
+#[test]
+fn a_world_that_is_too_large() {
+    for size in ["18446744073709551615", "99999999999", "1000000"] {
+        let ended = alone(&[("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)]);
+        fails_with(&ended, &[size, "at most"]);
+    }
+}

@@ -218,12 +218,20 @@ pub(crate) fn list_ranks(ranks: &[usize]) -> String {
     match ranks {
         [] => "no rank".to_owned(),
         [rank] => format!("rank {rank}"),
-        [first @ .., last] => {
+        [first @ .., last] if first.len() < LISTED => {
             let first: Vec<String> = first.iter().map(usize::to_string).collect();
             format!("ranks {} and {last}", first.join(", "))
         }
+        [first @ .., last] => {
+            let shown: Vec<String> = first.iter().take(LISTED).map(usize::to_string).collect();
+            let more = first.len() - shown.len();
+            format!("ranks {}, {more} more and {last}", shown.join(", "))
+        }
     }
 }
+
+/// How many ranks a message lists one by one.
+const LISTED: usize = 8;
 
 #[cfg(test)]
 mod tests {
@@ -234,6 +242,11 @@ mod tests {
         assert_eq!(list_ranks(&[3]), "rank 3");
         assert_eq!(list_ranks(&[1, 3]), "ranks 1 and 3");
         assert_eq!(list_ranks(&[0, 1, 3]), "ranks 0, 1 and 3");
+        let many: Vec<usize> = (1..100).collect();
+        assert_eq!(
+            list_ranks(&many),
+            "ranks 1, 2, 3, 4, 5, 6, 7, 8, 90 more and 99"
+        );
     }
 
     #[test]

@@ -7,6 +7,7 @@ use accelerator_collective::{GroupOptions, Launch, ProcessGroup, TransportKind};
 use burn::tensor::{Device, FloatDType};
 
 use super::{Accelerator, Settings, Shared, environment};
+use crate::agreement;
 use crate::device::{self, DeviceKind};
 use crate::error::{Error, Result};
 use crate::model::Models;
@@ -134,6 +135,11 @@ impl AcceleratorBuilder {
         // Before the others are kept waiting for a rank that will not come.
         let (kind, device) = self.open_device(launch.topology.local_rank())?;
         let group = ProcessGroup::connect(&launch, &self.group_options(&launch)?)?;
+        let described = format!(
+            "{} accumulation steps, a bucket size of {} bytes, the seed {}",
+            settings.accumulation_steps, settings.bucket_size, settings.seed
+        );
+        agreement::check(&group, "a setting of the accelerator", &described)?;
         Ok(self.join(group, settings, kind, device))
     }
 

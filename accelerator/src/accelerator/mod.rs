@@ -5,8 +5,8 @@ mod process;
 
 use core::fmt;
 use core::num::NonZeroUsize;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use accelerator_collective::{ProcessGroup, Topology};
 use burn::module::Module;
@@ -89,12 +89,16 @@ impl Accelerator {
     ///
     /// Every rank must prepare the same things in the same order.
     ///
+    /// A bare number is a Burn module too, so `(optimizer, 1e-3)` could be two things, and the
+    /// compiler answers "type annotations needed" (E0283). Give a constant rate to `step`, or as
+    /// `(optimizer, ConstantLr::new(1e-3))`.
+    ///
     /// # Errors
     ///
     /// [`Error::is_model`](crate::Error::is_model) when the model's layout differs between ranks,
     /// naming the rank and the first path that differs;
-    /// [`Error::is_config`](crate::Error::is_config) for a batch size that is 0 or cannot be shared
-    /// by this many ranks;
+    /// [`Error::is_config`](crate::Error::is_config) for a loader whose batch size is 0 or cannot be
+    /// shared by this many ranks, or that differs between ranks;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     pub fn prepare<K, P: Prepare<K>>(&self, parts: P) -> Result<P::Prepared> {
         parts.prepare(self)
@@ -142,6 +146,36 @@ impl Accelerator {
     pub fn finish(&self) -> Result<()> {
         self.shared.group.barrier()?;
         Ok(self.shared.group.close()?)
+    }
+
+    /// Builds a model whose initial weights follow the seed alone, on the device of
+    /// [`device`](Self::device).
+    ///
+    /// A rank that is a process gets that from plain `Model::new(&accelerator.device())` as well.
+    /// Ranks that are threads share Burn's CPU generator, and draw from it all at once: there this
+    /// method lets one build at a time, from the seed.
+    ///
+    /// ```
+    /// use burn::nn::{Linear, LinearConfig};
+    ///
+    /// let train = |accelerator: accelerator::Accelerator| {
+    ///     let model: Linear = accelerator.init(|device| LinearConfig::new(3, 3).init(device));
+    ///     let model = accelerator.prepare(model)?;
+    ///     Ok(model.weight.val().into_data())
+    /// };
+    /// let alone = accelerator::launch(1, train)?;
+    /// let together = accelerator::launch(4, train)?;
+    /// assert!(together.iter().all(|weight| *weight == alone[0]));
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn init<M: Module>(&self, build: impl FnOnce(&Device) -> M) -> M {
+        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+        let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let device = self.device();
+        device.seed(self.seed());
+        let model = build(&device);
+        crate::model::draw_all(&model);
+        model
     }
 
     /// The device to build models on. It records gradients; batches arrive on its plain form, so

@@ -151,6 +151,21 @@ impl Spec {
     }
 }
 
+/// What must be the same on every rank.
+impl fmt::Display for Spec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.size {
+            Size::Global(size) => write!(f, "a global batch size of {size}")?,
+            Size::PerRank(size) => write!(f, "a batch size of {size}")?,
+        }
+        match self.order {
+            Order::Shuffled { seed } => write!(f, ", shuffled by {seed}")?,
+            Order::Sequential => f.write_str(", in sequence")?,
+        }
+        write!(f, ", tail policy {}", self.tail)
+    }
+}
+
 impl<I, O> fmt::Debug for DataLoaderBuilder<I, O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DataLoaderBuilder")

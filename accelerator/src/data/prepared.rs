@@ -12,6 +12,7 @@ use super::feed;
 use super::opaque;
 use super::source::{Slice, Source};
 use crate::accelerator::Accelerator;
+use crate::agreement;
 use crate::error::Result;
 
 /// This rank's share of a data set, made by
@@ -51,6 +52,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
     pub(crate) fn sharded(accelerator: &Accelerator, loader: Loader<O>) -> Result<Self> {
         let Loader { source, spec } = loader;
         let plan = spec.plan(source.len(), accelerator.world_size())?;
+        let described = format!("{} samples, {spec}", source.len());
+        agreement::check(accelerator.group(), "a data loader", &described)?;
         Ok(Self::new(
             accelerator.shared.device.clone(),
             Place::of(accelerator),

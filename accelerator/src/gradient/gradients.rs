@@ -13,7 +13,28 @@ use super::window::Reduced;
 /// The averaged gradients of a window, or the news that it is still open.
 ///
 /// Pass them to [`PreparedOptimizer::step`](crate::optim::PreparedOptimizer::step) in either
-/// case: an open window leaves the model as it is.
+/// case: an open window leaves the model as it is. Burn's own optimizers do not take them: where
+/// the compiler says "expected `GradientsParams`, found `Gradients`", the optimizer was not passed
+/// through [`Accelerator::prepare`](crate::Accelerator::prepare).
+///
+/// Between `backward` and `step` they can be clipped and asked for the loss:
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::Tensor;
+///
+/// let accelerator = Accelerator::new()?;
+/// let device = accelerator.device();
+/// let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+///
+/// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+/// let gradients = accelerator.backward(loss, &model, 4)?;
+/// assert!(gradients.loss().is_some() && gradients.samples() == Some(4.0));
+/// let mut gradients = gradients.clip_norm(0.5);
+/// assert!(gradients.norm().is_some_and(|norm| norm > 1.0), "before clipping");
+/// # Ok::<(), Error>(())
+/// ```
 #[must_use = "pass gradients to the optimizer's `step`"]
 pub struct Gradients(Content);
 

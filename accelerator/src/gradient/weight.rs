@@ -4,7 +4,8 @@ use crate::data::Batch;
 /// average, and whether it ends the accumulation window.
 ///
 /// Usually made from a batch (`&batch`). A bare number of samples or tokens works too, but does
-/// not know where an epoch ends: use [`Batch::with_weight`] when you accumulate.
+/// not know its epoch, nor where that ends: use [`Batch::with_weight`] when you accumulate or
+/// have a schedule by epoch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Weight {
     pub(crate) count: f64,

@@ -1,4 +1,5 @@
-use std::path::{Path, PathBuf};
+use std::io::Write;
+use std::path::Path;
 
 use burn::module::Module;
 use burn::store::{ModuleSnapshot, SafetensorsStore};
@@ -73,33 +74,45 @@ impl Accelerator {
 }
 
 fn write<M: Module>(model: &M, path: &Path) -> Result<()> {
-    let temporary = temporary_beside(path);
+    let mut store = SafetensorsStore::from_bytes(None);
     // `valid` brings running statistics up to date, which are a step behind otherwise.
-    let outcome = model
+    let bytes = model
         .valid()
-        .save_into(&mut SafetensorsStore::from_file(&temporary).overwrite(true))
+        .save_into(&mut store)
+        .and_then(|()| store.get_bytes())
         .map_err(|error| {
             Error::with_source(
-                Kind::Io,
-                format!("cannot write the model to `{}`", path.display()),
+                Kind::Model,
+                "the model cannot be written as safetensors",
                 error.to_string(),
             )
-        })
-        .and_then(|()| {
-            std::fs::File::open(&temporary)
-                .and_then(|file| file.sync_all())
-                .and_then(|()| std::fs::rename(&temporary, path))
-                .map_err(|error| Error::io("write the model to", path, error))
-        });
-    if outcome.is_err() {
+        })?;
+    replace_file(path, &bytes).map_err(|error| Error::io("write the model to", path, error))
+}
+
+/// Puts a file in the place of another, whole or not at all. A symbolic link stays and its target
+/// is replaced; what is not a regular file is refused.
+///
+/// The temporary file lies in the same folder, so that renaming is atomic. It always has the same
+/// name, so that what an interrupted save leaves is overwritten by the next one.
+fn replace_file(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let target = match std::fs::metadata(path) {
+        Ok(found) if !found.is_file() => {
+            return Err(std::io::Error::other("it is there and not a regular file"));
+        }
+        Ok(_) => path.canonicalize()?,
+        Err(_) => path.to_owned(),
+    };
+    let name = target.file_name().unwrap_or_default().to_string_lossy();
+    let temporary = target.with_file_name(format!(".{name}.partial"));
+    let written = std::fs::File::create(&temporary).and_then(|mut file| {
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        std::fs::rename(&temporary, &target)
+    });
+    if written.is_err() {
         // Best effort: the error of the write is the one to report.
         let _ = std::fs::remove_file(&temporary);
     }
-    outcome
-}
-
-/// A name in the same folder, so that renaming is atomic, with the ending that the store wants.
-fn temporary_beside(path: &Path) -> PathBuf {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.with_file_name(format!(".{name}.{}.tmp.safetensors", std::process::id()))
+    written
 }

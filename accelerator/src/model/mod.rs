@@ -51,6 +51,11 @@ impl Models {
     }
 }
 
+/// Makes the model draw what it would draw lazily, in the order in which Burn visits it.
+pub(crate) fn draw_all<M: Module>(model: &M) {
+    Layout::of(model);
+}
+
 /// See [`Accelerator::prepare`].
 pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<M> {
     let device = accelerator.device();

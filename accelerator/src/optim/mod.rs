@@ -1,4 +1,47 @@
 //! Optimizers with their schedules.
+//!
+//! A loop with a schedule, accumulation and clipping:
+//!
+//! ```
+//! use accelerator::prelude::*;
+//! use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+//! # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::optim::AdamWConfig;
+//! # use burn::tensor::{Device, Tensor, TensorData};
+//! # struct Rows;
+//! # impl Batcher<f32, Tensor<2>> for Rows {
+//! #     fn batch(&self, items: Vec<f32>, device: &Device) -> Tensor<2> {
+//! #         let shape = [items.len(), 1];
+//! #         Tensor::from_data(TensorData::new(items, shape), device)
+//! #     }
+//! # }
+//!
+//! # fn main() -> Result<()> {
+//! let accelerator = Accelerator::builder().accumulation_steps(2).build()?;
+//! let device = accelerator.device();
+//! let model: Linear = LinearConfig::new(1, 1).init(&device);
+//! let optimizer = AdamWConfig::new().init();
+//! let scheduler = CosineAnnealingLrSchedulerConfig::new(1e-2, 100).init().unwrap();
+//! # let dataset = InMemDataset::new(vec![0.5_f32; 40]);
+//! let train = DataLoaderBuilder::new(Rows).batch_size(4).build(dataset);
+//!
+//! let (mut model, mut optimizer, train) =
+//!     accelerator.prepare((model, (optimizer, scheduler), train))?;
+//! for batch in train.epoch(0) {
+//!     let batch = batch?;
+//!     let loss = model.forward((*batch).clone()).powi_scalar(2).mean();
+//!     // Nothing is communicated, and nothing steps, until the window of two is full.
+//!     let gradients = accelerator.backward(loss, &model, &batch)?.clip_norm(1.0);
+//!     model = optimizer.step(model, gradients);
+//!     if let StepOutcome::Stepped { rate, norm } = optimizer.outcome() {
+//!         accelerator.print(format_args!("rate {rate}, norm {norm:?}"));
+//!     }
+//! }
+//! assert_eq!(optimizer.steps(), 5);
+//! # accelerator.finish()
+//! # }
+//! ```
 
 mod schedule;
 

@@ -6,7 +6,8 @@ use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrSchedu
 /// `(optimizer, PerEpoch(scheduler))`.
 ///
 /// The epoch is that of the batches passed to `backward`; the rate holds from the epoch's first
-/// step.
+/// step. A bare count passed instead of a batch does not tell the epoch, and then the rate stays
+/// as it is: pass the batch, or its [`with_weight`](crate::data::Batch::with_weight).
 #[derive(Clone, Copy, Debug)]
 pub struct PerEpoch<S>(pub S);
 

@@ -45,6 +45,11 @@ fn main() -> Result<()> {
                 &setting,
             )?);
         }
+        ["train-accumulating-by-rank", setting] => {
+            let rank: usize = std::env::var("RANK").map_or(0, |rank| number(&rank));
+            let builder = Accelerator::builder().accumulation_steps(1 + rank);
+            print(&problems::train(&builder.build()?, &from_json(setting))?);
+        }
         // Ranks as threads: in a process of its own all the same, since Burn fixes the dtype.
         ["train-threads", world_size, dtype, accumulate, setting] => {
             let setting = from_json(setting);

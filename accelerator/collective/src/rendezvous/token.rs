@@ -47,7 +47,12 @@ impl Token {
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let mut text = Vec::new();
-        let read = fs::File::open(path)
+        // Anything but a file could keep this waiting for ever when it is opened.
+        let read = fs::metadata(path)
+            .and_then(|found| match found.is_file() {
+                true => fs::File::open(path),
+                false => Err(std::io::Error::other("it is not a regular file")),
+            })
             .and_then(|file| file.take(LONGEST as u64 + 1).read_to_end(&mut text));
         if let Err(error) = read {
             return Err(Error::caused(

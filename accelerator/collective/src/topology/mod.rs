@@ -32,6 +32,9 @@ pub struct Topology {
 }
 
 impl Topology {
+    /// The most ranks that a job may have: a bound against settings gone wrong.
+    pub const LARGEST: usize = 8192;
+
     /// The only rank of a world of one.
     pub fn single() -> Self {
         Self {
@@ -52,6 +55,15 @@ impl Topology {
             return Err(Error::new(
                 Kind::Topology,
                 "a world size of 0 was given; it counts the ranks of the job and is at least 1",
+            ));
+        }
+        if world_size > Self::LARGEST {
+            return Err(Error::new(
+                Kind::Topology,
+                format!(
+                    "a world size of {world_size} was given; at most {} ranks can form a job",
+                    Self::LARGEST
+                ),
             ));
         }
         if rank >= world_size {
