@@ -331,3 +331,30 @@ fn misuse_is_answered_before_anything_moves() {
     let batch = uneven.epoch(0).next().unwrap().unwrap();
     assert!(text(loss(), &model, batch.weight()).contains("`exact`"));
 }
+
+#[test]
+fn a_parameter_that_was_unfrozen_after_prepare_is_refused_on_any_number_of_ranks() {
+    for ranks in [1, 2] {
+        let errors = accelerator::launch(ranks, |accelerator| {
+            let device = accelerator.device();
+            let mut model = Branches {
+                left: line(&device),
+                right: line(&device).no_grad(),
+                unused: line(&device),
+            };
+            let train;
+            (model, train) = accelerator.prepare((model, loader(8, 2)))?;
+            model.right = model.right.set_require_grad(true);
+            let batch = train.epoch(0).next().unwrap()?;
+            let loss = distance(&model.left, &batch) + distance(&model.right, &batch);
+            Ok(accelerator.backward(loss, &model, &batch).unwrap_err())
+        })
+        .unwrap();
+        for error in errors {
+            assert!(
+                error.is_misuse() && error.to_string().contains("2 parameters"),
+                "{error}"
+            );
+        }
+    }
+}
