@@ -11,7 +11,11 @@ use crate::tail::TailPolicy;
 pub enum BatchSize {
     /// Samples a rank and step: the global batch grows with the world size.
     PerRank(NonZeroUsize),
-    /// Samples a step over all ranks (Accelerate's `split_batches`); a multiple of the world size.
+    /// Samples a step over all ranks (Accelerate's `split_batches`), at least one a rank.
+    ///
+    /// Where it does not divide over the ranks, the first ranks get one sample more in every step.
+    /// [`TailPolicy::Pad`] and [`TailPolicy::Uneven`] want a multiple of the world size, as
+    /// Accelerate does.
     Global(NonZeroUsize),
 }
 
@@ -112,8 +116,9 @@ impl PlanConfig {
     ///
     /// # Errors
     ///
-    /// If the world size is zero ([`Error::is_world_size`]), a global batch does not divide over
-    /// the ranks ([`Error::is_batch_size`]), or a batch or the whole plan is too large to count
+    /// If the world size is zero ([`Error::is_world_size`]), a global batch holds fewer samples than
+    /// there are ranks or does not divide over them under a policy that wants it to
+    /// ([`Error::is_batch_size`]), or a batch or the whole plan is too large to count
     /// ([`Error::is_too_large`]): a rank's batch may hold 2³² − 1 samples, and the samples plus one
     /// global batch must stay below 2⁶⁴.
     pub fn init(self) -> Result<Plan> {
@@ -130,29 +135,33 @@ impl PlanConfig {
                 "the world size is 0: give the number of ranks, at least 1".to_owned(),
             ));
         };
-        let per_rank = match batch_size {
+        let global = match batch_size {
+            BatchSize::PerRank(size) => (size.get() as u64).checked_mul(world_size as u64),
+            BatchSize::Global(size) => {
+                check_divisible(size.get(), ranks, tail)?;
+                Some(size.get() as u64)
+            }
+        };
+        let largest = match batch_size {
             BatchSize::PerRank(size) => size.get(),
-            BatchSize::Global(size) if size.get().is_multiple_of(world_size) => size.get() / ranks,
-            BatchSize::Global(size) => return Err(indivisible(size.get(), world_size)),
+            BatchSize::Global(size) => size.get().div_ceil(world_size),
         };
         // Positions run at most one global batch past the samples; below this bound none overflows.
-        let countable = u32::try_from(per_rank).is_ok()
-            && (per_rank as u64)
-                .checked_mul(world_size as u64)
-                .and_then(|global| samples.checked_add(global))
-                .is_some();
-        if !countable {
+        let global = global.filter(|&global| {
+            u32::try_from(largest).is_ok() && samples.checked_add(global).is_some()
+        });
+        let Some(global) = global else {
             return Err(Error::new(
                 Kind::TooLarge,
                 format!(
-                    "{samples} samples in batches of {per_rank} on {world_size} ranks cannot be counted: \
+                    "{samples} samples in batches of {largest} on {world_size} ranks cannot be counted: \
                      give a smaller batch size, at most {} a rank, so that the samples and one global \
                      batch stay below 2^64 together",
                     u32::MAX
                 ),
             ));
-        }
-        Ok(Plan::new(samples, per_rank, world_size, tail, order))
+        };
+        Ok(Plan::new(samples, global, world_size, tail, order))
     }
 }
 
@@ -165,7 +174,25 @@ fn non_zero(samples: usize) -> Result<NonZeroUsize> {
     })
 }
 
-fn indivisible(size: usize, world_size: usize) -> Error {
+/// Whether every rank gets a share of a global batch that the tail policy can work with.
+fn check_divisible(size: usize, ranks: NonZeroUsize, tail: TailPolicy) -> Result<()> {
+    let ranks = ranks.get();
+    let is_multiple = size.is_multiple_of(ranks);
+    match tail {
+        _ if is_multiple => Ok(()),
+        TailPolicy::Exact | TailPolicy::Drop if size >= ranks => Ok(()),
+        TailPolicy::Exact | TailPolicy::Drop => Err(Error::new(
+            Kind::BatchSize,
+            format!(
+                "a global batch of {size} samples cannot be divided over {ranks} ranks, some would have none in every \
+                 step: give at least {ranks}, or start at most {size} ranks"
+            ),
+        )),
+        TailPolicy::Pad | TailPolicy::Uneven => Err(indivisible(size, ranks, tail)),
+    }
+}
+
+fn indivisible(size: usize, world_size: usize, tail: TailPolicy) -> Error {
     let below = size - size % world_size;
     let above = below.saturating_add(world_size);
     let advice = if below == 0 {
@@ -176,8 +203,8 @@ fn indivisible(size: usize, world_size: usize) -> Error {
     Error::new(
         Kind::BatchSize,
         format!(
-            "a global batch of {size} samples does not divide over {world_size} ranks: give a multiple of the world \
-             size, for example {advice}, or a batch size per rank"
+            "a global batch of {size} samples does not divide over {world_size} ranks, which the tail policy {tail} \
+             wants: give a multiple of the world size, for example {advice}, or a batch size per rank, or choose exact"
         ),
     )
 }
@@ -202,26 +229,30 @@ mod tests {
     }
 
     #[test]
-    fn refuses_a_global_batch_that_does_not_divide() {
-        let advice = |size, ranks| {
+    fn refuses_a_global_batch_that_a_policy_cannot_divide() {
+        let advice = |size, ranks, tail| {
             let error = PlanConfig::new(9, BatchSize::global(size).unwrap())
                 .with_world_size(ranks)
+                .with_tail(tail)
                 .init()
                 .unwrap_err();
             assert!(error.is_batch_size());
             error.to_string()
         };
-        assert!(
-            advice(10, 4).contains("for example 8 or 12"),
-            "{}",
-            advice(10, 4)
-        );
-        assert!(
-            advice(3, 4).contains("for example 4, or"),
-            "{}",
-            advice(3, 4)
-        );
-        assert!(advice(usize::MAX, 2).contains("multiple of the world size"));
+        for tail in [TailPolicy::Pad, TailPolicy::Uneven] {
+            let text = advice(10, 4, tail);
+            assert!(text.contains("for example 8 or 12"), "{text}");
+            let text = advice(3, 4, tail);
+            assert!(text.contains("for example 4, or"), "{text}");
+            assert!(advice(usize::MAX, 2, tail).contains("multiple of the world size"));
+        }
+        for tail in [TailPolicy::Exact, TailPolicy::Drop] {
+            let text = advice(3, 4, tail);
+            assert!(
+                text.contains("at least 4") && text.contains("at most 3 ranks"),
+                "{text}"
+            );
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::batch::{BatchKind, PlannedBatch, RankBatches};
 use crate::config::Order;
 use crate::error::{Error, Kind, Result};
 use crate::permutation::Permutation;
-use crate::plan::Plan;
+use crate::plan::{Plan, divide};
 use crate::tail::TailPolicy;
 
 /// Who gets which sample in one epoch; made by [`Plan::epoch`].
@@ -108,7 +108,7 @@ impl EpochPlan {
         let takes_part = match self.plan.tail() {
             TailPolicy::Exact | TailPolicy::Pad => rest > 0,
             TailPolicy::Drop => false,
-            TailPolicy::Uneven => rest > self.chunk(rank),
+            TailPolicy::Uneven => rest > self.plan.share(rank).start,
         };
         full + u64::from(takes_part)
     }
@@ -162,29 +162,21 @@ impl EpochPlan {
         (self.start + done * self.plan.global_batch()).min(self.plan.samples())
     }
 
-    /// Where the chunk of this rank begins within a global batch.
-    fn chunk(&self, rank: usize) -> u64 {
-        rank as u64 * self.plan.batch_size() as u64
-    }
-
     /// The positions of a rank's share of one of its steps. They run past the samples under `Pad`
     /// and are empty for an idle rank.
     fn positions(&self, rank: usize, step: u64) -> Range<u64> {
-        let size = self.plan.batch_size() as u64;
         let first = self.start + step * self.plan.global_batch();
         let left = self.plan.samples() - first;
         let is_tail = left < self.plan.global_batch();
-        let begin = first + self.chunk(rank);
-        match self.plan.tail() {
-            TailPolicy::Exact if is_tail => {
-                let (rank, ranks) = (rank as u64, self.plan.world_size() as u64);
-                let (share, extra) = (left / ranks, left % ranks);
-                let begin = first + rank * share + rank.min(extra);
-                begin..begin + share + u64::from(rank < extra)
+        let share = match self.plan.tail() {
+            TailPolicy::Exact if is_tail => divide(left, self.plan.world_size(), rank),
+            TailPolicy::Uneven if is_tail => {
+                let share = self.plan.share(rank);
+                share.start..share.end.min(left)
             }
-            TailPolicy::Uneven if is_tail => begin..(begin + size).min(self.plan.samples()),
-            _ => begin..begin + size,
-        }
+            _ => self.plan.share(rank),
+        };
+        first + share.start..first + share.end
     }
 
     /// The sample at a position of the epoch; past its end it begins again.

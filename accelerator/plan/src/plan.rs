@@ -1,5 +1,7 @@
 //! The plan of a run: the same for every epoch.
 
+use std::ops::Range;
+
 use crate::config::Order;
 use crate::epoch::EpochPlan;
 use crate::tail::TailPolicy;
@@ -8,30 +10,31 @@ use crate::tail::TailPolicy;
 ///
 /// Made by [`PlanConfig::init`](crate::PlanConfig::init). A global batch holds
 /// [`global_batch`](Self::global_batch) samples; of the sequence of an epoch, global batch `k`
-/// covers the positions from `k · global_batch` on, and rank `r` gets the `r`-th chunk of
-/// [`batch_size`](Self::batch_size) positions of it. So the ranks together see the samples in the
-/// order in which one rank with the global batch would.
+/// covers the positions from `k · global_batch` on, and rank `r` gets the `r`-th
+/// [`share`](Self::share) of them. So the ranks together see the samples in the order in which one
+/// rank with the global batch would.
 #[derive(Clone, Debug)]
 pub struct Plan {
     samples: u64,
-    batch_size: usize,
+    global: u64,
     world_size: usize,
     tail: TailPolicy,
     order: Order,
 }
 
 impl Plan {
-    /// The caller has checked that the sizes are not zero and can be counted.
+    /// The caller has checked that the sizes are not zero, that every rank gets a share, and that
+    /// all can be counted.
     pub(crate) fn new(
         samples: u64,
-        batch_size: usize,
+        global: u64,
         world_size: usize,
         tail: TailPolicy,
         order: Order,
     ) -> Self {
         Self {
             samples,
-            batch_size,
+            global,
             world_size,
             tail,
             order,
@@ -50,16 +53,38 @@ impl Plan {
         self.samples
     }
 
-    /// The samples of a rank's full batch.
+    /// The samples of a rank's full batch: the most that any rank gets in a step. Where the global
+    /// batch does not divide over the ranks, the last ones get one sample fewer.
     #[must_use]
     pub fn batch_size(&self) -> usize {
-        self.batch_size
+        // Fits: a rank's batch has at most `u32::MAX` samples.
+        self.global.div_ceil(self.world_size as u64) as usize
     }
 
     /// The samples that all ranks use in a full step.
     #[must_use]
     pub fn global_batch(&self) -> u64 {
-        self.batch_size as u64 * self.world_size as u64
+        self.global
+    }
+
+    /// The part of a full global batch that this rank gets, by position within it; empty where the
+    /// rank is not below the world size.
+    ///
+    /// ```
+    /// use accelerator_plan::{BatchSize, PlanConfig};
+    ///
+    /// # fn main() -> accelerator_plan::Result<()> {
+    /// let plan = PlanConfig::new(100, BatchSize::global(8)?).with_world_size(3).init()?;
+    /// assert_eq!([0, 1, 2].map(|rank| plan.share(rank)), [0..3, 3..6, 6..8]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn share(&self, rank: usize) -> Range<u64> {
+        if rank >= self.world_size {
+            return self.global..self.global;
+        }
+        divide(self.global, self.world_size, rank)
     }
 
     /// The number of ranks.
@@ -79,4 +104,13 @@ impl Plan {
     pub fn order(&self) -> Order {
         self.order
     }
+}
+
+/// The part of `count` things that a rank gets when they are divided as evenly as possible, in
+/// rank order: the first ranks get one more.
+pub(crate) fn divide(count: u64, ranks: usize, rank: usize) -> Range<u64> {
+    let (rank, ranks) = (rank as u64, ranks as u64);
+    let (share, extra) = (count / ranks, count % ranks);
+    let begin = rank * share + rank.min(extra);
+    begin..begin + share + u64::from(rank < extra)
 }

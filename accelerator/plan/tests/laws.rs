@@ -146,6 +146,46 @@ proptest! {
     }
 
     #[test]
+    fn a_global_batch_that_does_not_divide_keeps_the_steps_of_one_rank(
+        settings in settings(),
+        global in 1_usize..40,
+        consumed in any::<prop::sample::Index>(),
+    ) {
+        let consumed = consumed.index(settings.samples as usize + 1) as u64;
+        let epoch = |world_size, tail| {
+            let plan = PlanConfig::new(settings.samples, BatchSize::global(global).unwrap())
+                .with_world_size(world_size)
+                .with_order(settings.order)
+                .with_tail(tail)
+                .init();
+            plan.map(|plan| plan.epoch(settings.epoch).starting_at(consumed).unwrap())
+        };
+        for tail in [TailPolicy::Exact, TailPolicy::Drop] {
+            let many = match epoch(settings.world_size, tail) {
+                Ok(many) => many,
+                Err(error) => {
+                    prop_assert!(error.is_batch_size() && global < settings.world_size, "{}", error);
+                    continue;
+                }
+            };
+            let alone = epoch(1, tail).unwrap();
+            prop_assert_eq!(many.steps(0), alone.steps(0));
+            for (step, batches) in steps(&many).iter().enumerate() {
+                let together: Vec<_> = batches.iter().flat_map(PlannedBatch::real_indices).copied().collect();
+                prop_assert_eq!(&together, &alone.batch(0, step as u64).unwrap().indices);
+                prop_assert_eq!(many.consumed_after(step as u64), alone.consumed_after(step as u64));
+                let sizes: Vec<_> = batches.iter().map(|batch| batch.real).collect();
+                prop_assert!(sizes.is_sorted_by(|a, b| a >= b) && sizes[0] - sizes[sizes.len() - 1] <= 1, "{:?}", sizes);
+                prop_assert!(sizes[0] <= many.plan().batch_size());
+                prop_assert!(together.len() < global || sizes[sizes.len() - 1] > 0);
+            }
+        }
+        for tail in [TailPolicy::Pad, TailPolicy::Uneven] {
+            prop_assert_eq!(epoch(settings.world_size, tail).is_ok(), global % settings.world_size == 0);
+        }
+    }
+
+    #[test]
     fn pad_fills_every_batch(settings in settings()) {
         let epoch = settings.epoch(TailPolicy::Pad);
         let sequence = settings.sequence();

@@ -159,3 +159,28 @@ fn refuses_to_start_behind_the_end() {
         "{message}"
     );
 }
+
+#[test]
+fn a_global_batch_that_does_not_divide_gives_the_first_ranks_more() {
+    let global = |samples, size, ranks, tail| {
+        let plan = PlanConfig::new(samples, BatchSize::global(size).unwrap())
+            .with_world_size(ranks)
+            .with_tail(tail)
+            .init()
+            .unwrap();
+        assert_eq!(plan.batch_size(), size.div_ceil(ranks));
+        table(&plan.epoch(0))
+    };
+    assert_eq!(
+        global(14, 5, 3, TailPolicy::Exact),
+        ["0 1 | 5 6 | 10 11", "2 3 | 7 8 | 12", "4 | 9 | 13"]
+    );
+    assert_eq!(
+        global(11, 5, 3, TailPolicy::Exact),
+        ["0 1 | 5 6 | 10", "2 3 | 7 8 | [7, 8]", "4 | 9 | [9]"]
+    );
+    assert_eq!(
+        global(14, 5, 2, TailPolicy::Drop),
+        ["0 1 2 | 5 6 7", "3 4 | 8 9"]
+    );
+}

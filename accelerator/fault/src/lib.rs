@@ -1,0 +1,36 @@
+//! Faults injected on purpose, at places that can be named and replayed.
+//!
+//! A [`FaultPlan`] says which rank suffers what, and when: `rank=1 step=3 kill; rank=0 step=5 stop
+//! 10s`. A program that is built with the feature `inject` reads it from [`VARIABLE`], and the
+//! library asks [`strike`] at the places that a plan can name. Without the feature `strike` is
+//! nothing, and a plan that is set all the same is an error ([`check`]).
+//!
+//! ```
+//! use accelerator_fault::{Bounds, FaultPlan};
+//!
+//! # fn main() -> Result<(), accelerator_fault::Error> {
+//! let plan: FaultPlan = "rank=1 step=3 kill; rank=0 save=2 written exit 7".parse()?;
+//! assert_eq!(plan.to_string(), "rank=1 step=3 kill; rank=0 save=2 written exit 7");
+//!
+//! // A schedule that is drawn, not written, is replayed by its seed.
+//! let bounds = Bounds { ranks: 4, steps: 100, saves: 5, restarts: 3 };
+//! assert_eq!(FaultPlan::random(7, bounds), FaultPlan::random(7, bounds));
+//! # Ok(())
+//! # }
+//! ```
+
+mod parse;
+mod plan;
+mod random;
+mod strike;
+
+pub use parse::Error;
+pub use plan::{Action, Fault, FaultPlan, Point, SaveStage};
+pub use random::Bounds;
+pub use strike::{Effect, check, strike};
+
+/// The variable that holds the plan of a process.
+pub const VARIABLE: &str = "ACCEL_FAULTS";
+
+/// The variable that says how often the job was restarted; a fault belongs to one such life.
+pub const RESTART: &str = "ACCEL_RESTART";

@@ -1,0 +1,146 @@
+//! Where a plan becomes deed.
+
+use crate::parse::Error;
+use crate::plan::Point;
+
+/// What the place that asked has to do itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// Cut all connections of the rank.
+    DropConnection,
+    /// Spoil the next frame.
+    CorruptFrame,
+    /// Fail the next write as a full disk does.
+    DiskFull,
+    /// Fail the next write.
+    FailWrite,
+}
+
+/// Lets what is planned for this rank and place happen.
+///
+/// What concerns the whole process (kill, exit, panic, stop, slow) happens inside; the rest is
+/// for the caller. Each fault strikes once. Without the feature `inject`, nothing happens.
+#[inline]
+pub fn strike(rank: usize, point: Point) -> Option<Effect> {
+    #[cfg(feature = "inject")]
+    return inject::strike(rank, point);
+    #[cfg(not(feature = "inject"))]
+    {
+        let _ = (rank, point);
+        None
+    }
+}
+
+/// Whether the plan of the environment can be carried out.
+///
+/// # Errors
+///
+/// When the plan cannot be read, or is set for a program that is built without injection.
+pub fn check() -> Result<(), Error> {
+    match std::env::var(crate::VARIABLE) {
+        Err(std::env::VarError::NotPresent) => Ok(()),
+        Err(error) => Err(Error(format!("{}: {error}", crate::VARIABLE))),
+        Ok(text) => {
+            let plan: crate::FaultPlan = text.parse()?;
+            if plan.faults.is_empty() || cfg!(feature = "inject") {
+                return Ok(());
+            }
+            Err(Error(format!(
+                "{} is set, but this program is built without fault injection; build it with the \
+                 feature `faults`, or unset the variable",
+                crate::VARIABLE
+            )))
+        }
+    }
+}
+
+#[cfg(feature = "inject")]
+mod inject {
+    use std::process::Command;
+    use std::sync::OnceLock;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::time::Duration;
+
+    use rustix::process::{Signal, getpid, kill_process};
+
+    use super::Effect;
+    use crate::plan::{Action, Fault, FaultPlan, Point};
+
+    pub(super) fn strike(rank: usize, point: Point) -> Option<Effect> {
+        let armed = armed().iter().find(|armed| {
+            armed.fault.rank == rank
+                && armed.fault.point == point
+                && !armed.struck.swap(true, Ordering::AcqRel)
+        })?;
+        let fault = &armed.fault;
+        match fault.action {
+            Action::Kill => die(Signal::KILL),
+            Action::Segv => die(Signal::SEGV),
+            Action::Exit(code) => std::process::exit(code),
+            Action::Panic => panic!("injected fault: {fault}"),
+            Action::Stop(time) => stop(time),
+            Action::Slow(time) => std::thread::sleep(time),
+            Action::DropConnection => return Some(Effect::DropConnection),
+            Action::CorruptFrame => return Some(Effect::CorruptFrame),
+            Action::DiskFull => return Some(Effect::DiskFull),
+            Action::FailWrite => return Some(Effect::FailWrite),
+        }
+        None
+    }
+
+    struct Armed {
+        fault: Fault,
+        struck: AtomicBool,
+    }
+
+    /// The faults of this life of the job.
+    fn armed() -> &'static [Armed] {
+        static ARMED: OnceLock<Vec<Armed>> = OnceLock::new();
+        ARMED.get_or_init(|| {
+            let read = |name| std::env::var(name).ok();
+            let restart = read(crate::RESTART)
+                .and_then(|x| x.parse().ok())
+                .unwrap_or(0);
+            // A plan that cannot be read is refused by `check`.
+            let plan: FaultPlan = read(crate::VARIABLE)
+                .and_then(|text| text.parse().ok())
+                .unwrap_or_default();
+            let faults = plan.faults.into_iter().filter(|x| x.restart == restart);
+            faults
+                .map(|fault| Armed {
+                    fault,
+                    struck: AtomicBool::new(false),
+                })
+                .collect()
+        })
+    }
+
+    fn die(signal: Signal) {
+        // The standard library has a handler for SIGSEGV, because of stack overflows. Where it is
+        // none, the handler restores the default and returns, expecting the fault to happen again:
+        // so it is the second signal that ends the process.
+        for _ in 0..20 {
+            let _ = kill_process(getpid(), signal);
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        loop {
+            let _ = kill_process(getpid(), Signal::KILL);
+            std::thread::sleep(Duration::from_secs(1));
+        }
+    }
+
+    /// Stops the process, and lets a shell wake it again after a time.
+    fn stop(time: Option<Duration>) {
+        if let Some(time) = time {
+            let script = format!(
+                "sleep {}; kill -CONT {}",
+                time.as_secs_f64(),
+                getpid().as_raw_pid()
+            );
+            if Command::new("sh").args(["-c", &script]).spawn().is_err() {
+                return;
+            }
+        }
+        let _ = kill_process(getpid(), Signal::STOP);
+    }
+}

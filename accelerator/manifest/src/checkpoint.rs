@@ -1,0 +1,354 @@
+//! Checkpoints that have their name.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use crate::error::{Error, Kind, Result};
+use crate::folder::parse_name;
+use crate::hash::ContentHash;
+use crate::manifest::{FileEntry, Manifest};
+use crate::name::{FileName, MANIFEST};
+use crate::tree;
+
+/// A checkpoint in a [`Folder`](crate::Folder): a name to start with, nothing of which is believed.
+///
+/// What is read from it is compared with its manifest.
+#[derive(Clone, Debug)]
+pub struct Checkpoint {
+    number: u64,
+    path: PathBuf,
+    manifest: OnceLock<Manifest>,
+}
+
+impl Checkpoint {
+    /// The checkpoint at `path`, in whatever folder and under whatever name: a copy, say.
+    ///
+    /// # Errors
+    ///
+    /// Where the name does not tell the number, the manifest must: see
+    /// [`manifest`](Self::manifest).
+    pub fn at(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let name = path.file_name().and_then(|x| x.to_str());
+        if let Some(number) = name.and_then(parse_name) {
+            return Ok(Self::named(path, number));
+        }
+        let manifest = read_manifest(&path)?;
+        Ok(Self::committed(path, manifest))
+    }
+
+    /// Its number, by its name.
+    #[must_use]
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Where it lies.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What it says of itself; read and checked once, then kept.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_not_found`] where there is no checkpoint, [`Error::is_corrupt`] where its
+    /// manifest is missing or not what was written, [`Error::is_incompatible`] where a newer version wrote it.
+    pub fn manifest(&self) -> Result<&Manifest> {
+        if let Some(manifest) = self.manifest.get() {
+            return Ok(manifest);
+        }
+        let manifest = read_manifest(&self.path)?;
+        Ok(self.manifest.get_or_init(|| manifest))
+    }
+
+    /// The content of a file, if it is what was written.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`manifest`](Self::manifest); [`Error::is_not_found`] for a file that the manifest
+    /// does not have, [`Error::is_corrupt`] for one that is not as it says.
+    pub fn read(&self, name: &FileName) -> Result<Vec<u8>> {
+        let mut reader = self.open(name)?;
+        let too_large = || {
+            let message = format!(
+                "{} is too large for the memory",
+                name.at(&self.path).display()
+            );
+            Error::new(Kind::Io, message)
+        };
+        // The length is that of the file, which `open` has looked at.
+        let bytes = usize::try_from(reader.expected.bytes).map_err(|_| too_large())?;
+        let mut content = Vec::new();
+        content.try_reserve_exact(bytes).map_err(|_| too_large())?;
+        reader
+            .read_to_end(&mut content)
+            .map_err(|error| reader.error(error))?;
+        Ok(content)
+    }
+
+    /// A file, to be read in order; its end is an error if the content is not what was written.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read); the sum is known only when all is read.
+    pub fn open(&self, name: &FileName) -> Result<VerifiedReader> {
+        let Some(entry) = self.manifest()?.files.get(name) else {
+            let message = format!(
+                "the checkpoint {} has no file {name}; expected it in its manifest",
+                self.path.display()
+            );
+            return Err(Error::new(Kind::NotFound, message));
+        };
+        let file = tree::expect_file(&self.path, name, entry.bytes)?;
+        Ok(VerifiedReader {
+            file,
+            path: name.at(&self.path),
+            expected: entry.clone(),
+            bytes: 0,
+            hash: blake3::Hasher::new(),
+        })
+    }
+
+    /// Where a file lies, for readers that want a path, such as maps of memory. Nothing is
+    /// checked: [`verify`](Self::verify) first.
+    #[must_use]
+    pub fn path_of(&self, name: &FileName) -> PathBuf {
+        name.at(&self.path)
+    }
+
+    /// Compares the checkpoint with its manifest, and lists everything that is wrong with it.
+    #[must_use]
+    pub fn verify(&self, depth: Depth) -> Verdict {
+        let mut verdict = Verdict {
+            number: self.number,
+            path: self.path.clone(),
+            defects: Vec::new(),
+            strangers: Vec::new(),
+        };
+        // Not the one that is kept: the file may have changed since.
+        let manifest = match read_manifest(&self.path) {
+            Ok(manifest) => manifest,
+            Err(error) => {
+                verdict
+                    .defects
+                    .push(Defect::new(&self.path, MANIFEST, error));
+                return verdict;
+            }
+        };
+        for (name, entry) in &manifest.files {
+            if let Err(error) = check(&self.path, name, entry, depth) {
+                let defect = Defect::new(&self.path, name.as_str(), error);
+                verdict.defects.push(defect);
+            }
+        }
+        verdict.strangers = tree::strangers(&self.path, &manifest);
+        verdict
+    }
+
+    pub(crate) fn named(path: PathBuf, number: u64) -> Self {
+        let manifest = OnceLock::new();
+        Self {
+            number,
+            path,
+            manifest,
+        }
+    }
+
+    pub(crate) fn committed(path: PathBuf, manifest: Manifest) -> Self {
+        Self {
+            number: manifest.number,
+            path,
+            manifest: OnceLock::from(manifest),
+        }
+    }
+}
+
+/// How closely a checkpoint is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Depth {
+    /// The manifest is whole, and all files are there in their lengths: quick.
+    Sizes,
+    /// The content of every file has its sum: reads everything.
+    Hashes,
+}
+
+/// What is wrong with a checkpoint, if anything.
+#[derive(Clone, Debug)]
+pub struct Verdict {
+    /// The checkpoint's number.
+    pub number: u64,
+    /// Where it lies.
+    pub path: PathBuf,
+    /// Everything that is wrong with it.
+    pub defects: Vec<Defect>,
+    /// Names of things in it that the manifest does not know. They do no harm: nothing reads them.
+    pub strangers: Vec<String>,
+}
+
+/// A file that is not what the manifest says, or the manifest itself.
+#[derive(Clone, Debug)]
+pub struct Defect {
+    /// Its name within the checkpoint.
+    pub file: String,
+    /// What was expected, and what was found; paths are within the checkpoint.
+    pub what: String,
+    /// The same, as it would come from reading the file.
+    pub error: Error,
+}
+
+impl Defect {
+    fn new(root: &Path, file: &str, error: Error) -> Self {
+        let root = format!("{}{}", root.display(), std::path::MAIN_SEPARATOR);
+        Self {
+            file: file.to_owned(),
+            what: error.to_string().replace(&root, ""),
+            error,
+        }
+    }
+}
+
+impl Verdict {
+    /// Whether nothing is wrong, as deep as was looked.
+    #[must_use]
+    pub fn is_good(&self) -> bool {
+        self.defects.is_empty()
+    }
+}
+
+impl fmt::Display for Verdict {
+    /// The path, and the first defects.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN: usize = 3;
+        write!(f, "{}", self.path.display())?;
+        if self.is_good() {
+            return f.write_str(" is good");
+        }
+        for (index, defect) in self.defects.iter().take(SHOWN).enumerate() {
+            write!(f, "{} {defect}", if index == 0 { ":" } else { ";" })?;
+        }
+        match self.defects.len().saturating_sub(SHOWN) {
+            0 => Ok(()),
+            more => write!(f, "; and {more} more"),
+        }
+    }
+}
+
+impl fmt::Display for Defect {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.what.contains(&self.file) {
+            write!(f, "{}: ", self.file)?;
+        }
+        f.write_str(&self.what)
+    }
+}
+
+/// Reads a file of a checkpoint, and fails at its end where it is not what was written.
+#[derive(Debug)]
+pub struct VerifiedReader {
+    file: File,
+    path: PathBuf,
+    expected: FileEntry,
+    bytes: u64,
+    hash: blake3::Hasher,
+}
+
+impl VerifiedReader {
+    /// What the manifest says of the file.
+    #[must_use]
+    pub fn entry(&self) -> &FileEntry {
+        &self.expected
+    }
+
+    fn error(&self, error: io::Error) -> Error {
+        match error.downcast::<Error>() {
+            Ok(error) => error,
+            Err(error) => Error::io("read", &self.path, error),
+        }
+    }
+}
+
+impl Read for VerifiedReader {
+    /// Fails with an [`Error`] inside the [`io::Error`], which is of the kind `InvalidData`.
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read(buffer)?;
+        self.bytes += read as u64;
+        if read > 0 && self.bytes <= self.expected.bytes {
+            self.hash.update(&buffer[..read]);
+            return Ok(read);
+        }
+        if read == 0 && buffer.is_empty() {
+            return Ok(0);
+        }
+        let message = if self.bytes != self.expected.bytes {
+            size_message(&self.path, self.expected.bytes, self.bytes)
+        } else {
+            let found = ContentHash::from(self.hash.finalize());
+            if found == self.expected.blake3 {
+                return Ok(0);
+            }
+            format!(
+                "{} has changed since it was written: expected the BLAKE3 sum {}, found {found}",
+                self.path.display(),
+                self.expected.blake3
+            )
+        };
+        let error = Error::new(Kind::Corrupt, message);
+        Err(io::Error::new(io::ErrorKind::InvalidData, error))
+    }
+}
+
+pub(crate) fn size_message(path: &Path, expected: u64, found: u64) -> String {
+    let what = if found < expected {
+        "cut off"
+    } else {
+        "too long"
+    };
+    format!(
+        "{} is {what}: expected {expected} bytes, found {found}",
+        path.display()
+    )
+}
+
+fn check(root: &Path, name: &FileName, entry: &FileEntry, depth: Depth) -> Result<()> {
+    let file = tree::expect_file(root, name, entry.bytes)?;
+    if depth == Depth::Sizes {
+        return Ok(());
+    }
+    let mut reader = VerifiedReader {
+        file,
+        path: name.at(root),
+        expected: entry.clone(),
+        bytes: 0,
+        hash: blake3::Hasher::new(),
+    };
+    let mut buffer = vec![0; 1 << 18];
+    loop {
+        match reader.read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(reader.error(error)),
+        }
+    }
+}
+
+fn read_manifest(root: &Path) -> Result<Manifest> {
+    if let Err(error) = root.symlink_metadata() {
+        return Err(Error::io("read the checkpoint", root, error));
+    }
+    tree::expect_folder(root)?;
+    let path = root.join(MANIFEST);
+    let mut bytes = Vec::new();
+    // One byte more than is allowed: `parse` refuses what is longer.
+    let read = tree::open_file(&path).and_then(|file| {
+        file.take(Manifest::LONGEST as u64 + 1)
+            .read_to_end(&mut bytes)
+    });
+    read.map_err(|error| tree::broken("the manifest of the checkpoint", &path, error))?;
+    Manifest::parse(&bytes).map_err(|error| error.at(&path))
+}

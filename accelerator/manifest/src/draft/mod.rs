@@ -1,0 +1,271 @@
+//! Checkpoints that are being written.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use accelerator_fault::SaveStage;
+
+use crate::checkpoint::Checkpoint;
+use crate::disk::Disk;
+use crate::error::{Error, Kind, Result};
+use crate::folder::{State, name_of, point_latest, temporary};
+use crate::manifest::{Facts, FileEntry, Manifest, Role};
+use crate::name::{FileName, MANIFEST};
+use crate::tree;
+
+use writer::Writer;
+
+mod writer;
+
+/// A checkpoint that is being written, under a hidden name.
+///
+/// It becomes a [`Checkpoint`] by [`commit`](Self::commit). Dropped before, it is removed; where
+/// its process dies, the next draft in the same folder removes it.
+///
+/// ```
+/// # use std::num::NonZeroUsize;
+/// use accelerator_manifest::{Facts, Folder, Role};
+///
+/// # fn main() -> accelerator_manifest::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let folder = Folder::create(temporary.path().join("runs/a"))?;
+/// let mut draft = folder.begin(0)?;
+/// draft.write(&"model.bin".parse()?, Role::Model, |file| file.write_all(b"weights"))?;
+///
+/// // A writer that wants a path puts its file where the draft lies.
+/// std::fs::write(draft.path().join("vocabulary.txt"), "a b c").unwrap();
+/// draft.adopt(Role::Other)?;
+///
+/// let checkpoint = draft.commit(Facts::new(NonZeroUsize::MIN))?;
+/// assert_eq!(checkpoint.manifest()?.files.len(), 2);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Draft {
+    folder: PathBuf,
+    number: u64,
+    writer: Writer,
+    state: DraftState,
+}
+
+impl Draft {
+    /// The number that the checkpoint will have.
+    #[must_use]
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Where the draft lies, for writers that want a path; what they write there is taken in by
+    /// [`adopt`](Self::adopt).
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.writer.root
+    }
+
+    /// What was written so far.
+    #[must_use]
+    pub fn files(&self) -> &BTreeMap<FileName, FileEntry> {
+        &self.writer.files
+    }
+
+    /// Writes a file: streams it, sums it up, and flushes it to the disk.
+    ///
+    /// Writes of `content` are collected to blocks of 1 MiB; it needs no buffer of its own.
+    ///
+    /// # Errors
+    ///
+    /// What the disk says, what `content` says, and [`Error::is_misuse`] for a name that is taken.
+    /// Of the file nothing is left then, and the draft can go on.
+    pub fn write<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
+        &mut self,
+        name: &FileName,
+        role: Role,
+        content: impl FnOnce(&mut dyn Write) -> Result<(), E>,
+    ) -> Result<&FileEntry> {
+        self.writer.write(name, role, content)
+    }
+
+    /// Writes a file that is in memory, as [`write`](Self::write) does.
+    ///
+    /// # Errors
+    ///
+    /// As [`write`](Self::write).
+    pub fn write_bytes(&mut self, name: &FileName, role: Role, bytes: &[u8]) -> Result<&FileEntry> {
+        self.write(name, role, |file| file.write_all(bytes))
+    }
+
+    /// Takes in what others have put below [`path`](Self::path): files without an entry are read
+    /// once for their sum, and flushed. Returns their names.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_name`] and [`Error::is_misuse`] for names and things that a checkpoint cannot
+    /// have, such as links, and what the disk says.
+    pub fn adopt(&mut self, role: Role) -> Result<Vec<FileName>> {
+        let mut adopted = Vec::new();
+        for name in tree::files_of(self.path())? {
+            let name = FileName::new(name)?;
+            if !self.writer.files.contains_key(&name) {
+                self.writer.adopt(&name, role)?;
+                adopted.push(name);
+            }
+        }
+        Ok(adopted)
+    }
+
+    /// Makes the draft a checkpoint: writes the manifest, flushes everything, gives it its name,
+    /// and lets `latest` point to it.
+    ///
+    /// That the text file `latest` could not be replaced is logged and is no error: it is a hint
+    /// for people, and the checkpoint is complete without it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`] for files without an entry ([`adopt`](Self::adopt) them),
+    /// [`Error::is_conflict`] where another process was faster with this number, and what the disk
+    /// says. The draft is removed then.
+    pub fn commit(mut self, facts: Facts) -> Result<Checkpoint> {
+        self.refuse_strangers()?;
+        let manifest = Manifest {
+            format: Manifest::FORMAT,
+            number: self.number,
+            created: now(),
+            library: env!("CARGO_PKG_VERSION").to_owned(),
+            facts,
+            files: std::mem::take(&mut self.writer.files),
+        };
+        let writer = &self.writer;
+        let (disk, root) = (&writer.disk, &writer.root);
+        let path = root.join(MANIFEST);
+        let write = |bytes: &[u8]| {
+            let mut file = disk.create(&path)?;
+            disk.write(&path, &mut file, bytes)?;
+            disk.sync(&path, &file)
+        };
+        write(&manifest.to_bytes()?).map_err(|error| Error::io("write", &path, error))?;
+        let folders = manifest.files.keys().filter_map(FileName::folder);
+        let folders: BTreeSet<_> = folders.collect();
+        for path in folders
+            .into_iter()
+            .map(|x| root.join(x))
+            .chain([root.clone()])
+        {
+            disk.sync_folder(&path)
+                .map_err(|error| Error::io("flush", &path, error))?;
+        }
+        writer
+            .strike(SaveStage::Written)
+            .map_err(|error| Error::io("write", root, error))?;
+
+        let path = self.folder.join(name_of(self.number));
+        disk.rename(root, &path)
+            .map_err(|error| self.rename_error(&path, error))?;
+        self.state = DraftState::Committed;
+        disk.sync_folder(&self.folder).map_err(|error| {
+            let message = format!(
+                "{} is complete, but it is not certain that it survives a power cut: cannot flush \
+                 {}: {error}",
+                path.display(),
+                self.folder.display()
+            );
+            Error::caused(Kind::Io, message, error)
+        })?;
+        let hint = writer
+            .strike(SaveStage::Renamed)
+            .and_then(|()| point_latest(disk, &self.folder, self.number));
+        if let Err(error) = hint {
+            tracing::warn!(
+                "{} is complete, but `latest` beside it could not be changed: {error}",
+                path.display()
+            );
+        }
+        Ok(Checkpoint::committed(path, manifest))
+    }
+
+    /// Removes the draft, and says what stood in the way, as dropping it cannot.
+    ///
+    /// # Errors
+    ///
+    /// What the disk says.
+    pub fn abandon(mut self) -> Result<()> {
+        self.state = DraftState::Removed;
+        let root = self.path();
+        let removed = self.writer.disk.remove_folder(root);
+        removed.map_err(|error| Error::io("remove", root, error))
+    }
+
+    /// `folder` exists; the number is free as far as can be seen.
+    pub(crate) fn begin(folder: &Path, number: u64, rank: usize, disk: Disk) -> Result<Self> {
+        let root = folder.join(temporary(&name_of(number), State::Partial));
+        let writer = Writer::new(root, number, rank, disk);
+        let begin = writer.strike(SaveStage::Begin);
+        begin
+            .and_then(|()| writer.disk.make_folder(&writer.root))
+            .map_err(|error| Error::io("write a checkpoint in", folder, error))?;
+        Ok(Self {
+            folder: folder.to_owned(),
+            number,
+            writer,
+            state: DraftState::Open,
+        })
+    }
+
+    fn refuse_strangers(&self) -> Result<()> {
+        let names = tree::files_of(self.path())?;
+        let listed = |x: &&String| !self.writer.files.keys().any(|name| name.as_str() == **x);
+        match names.iter().find(listed) {
+            None => Ok(()),
+            Some(name) => {
+                let path = self.path().join(name);
+                let message = format!(
+                    "{} was put into the checkpoint without an entry in its manifest; adopt such \
+                     files before the commit",
+                    path.display()
+                );
+                Err(Error::new(Kind::Misuse, message))
+            }
+        }
+    }
+
+    fn rename_error(&self, path: &Path, error: io::Error) -> Error {
+        let taken = [
+            io::ErrorKind::AlreadyExists,
+            io::ErrorKind::DirectoryNotEmpty,
+            io::ErrorKind::NotADirectory,
+        ];
+        if !taken.contains(&error.kind()) {
+            return Error::io("give the finished checkpoint its name", path, error);
+        }
+        let message = format!(
+            "{} was written by someone else while this checkpoint of the same number was; expected \
+             one writer a folder: give each job its own",
+            path.display()
+        );
+        Error::caused(Kind::Conflict, message, error)
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if self.state == DraftState::Open
+            && let Err(error) = self.writer.disk.remove_folder(self.path())
+        {
+            tracing::debug!("cannot remove the draft {}: {error}", self.path().display());
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum DraftState {
+    Open,
+    Committed,
+    Removed,
+}
+
+fn now() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |x| x.as_secs())
+}

@@ -1,0 +1,210 @@
+//! Files that are written into a draft.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use accelerator_fault::{Effect, Point, SaveStage, strike};
+
+use crate::disk::Disk;
+use crate::error::{Error, Kind, Result};
+use crate::manifest::{FileEntry, Manifest, Role};
+use crate::name::FileName;
+use crate::tree;
+
+/// Writes files into a folder, and remembers what they are.
+#[derive(Debug)]
+pub(super) struct Writer {
+    pub(super) root: PathBuf,
+    number: u64,
+    rank: usize,
+    pub(super) disk: Disk,
+    pub(super) files: BTreeMap<FileName, FileEntry>,
+    /// Whether a first write was done in halves.
+    halved: bool,
+}
+
+impl Writer {
+    pub(super) fn new(root: PathBuf, number: u64, rank: usize, disk: Disk) -> Self {
+        let files = BTreeMap::new();
+        Self {
+            root,
+            number,
+            rank,
+            disk,
+            files,
+            halved: false,
+        }
+    }
+
+    pub(super) fn write<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
+        &mut self,
+        name: &FileName,
+        role: Role,
+        content: impl FnOnce(&mut dyn Write) -> Result<(), E>,
+    ) -> Result<&FileEntry> {
+        self.refuse_taken(name)?;
+        if let Some(folder) = name.folder() {
+            let path = self.root.join(folder);
+            match self.disk.make_folder(&path) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                    return Err(Error::io("make the folder", &path, error));
+                }
+                _ => {}
+            }
+        }
+        let path = name.at(&self.root);
+        let file = self
+            .disk
+            .create(&path)
+            .map_err(|error| Error::io("create", &path, error))?;
+        match self.fill(&path, file, role, content) {
+            Ok(entry) => Ok(self.files.entry(name.clone()).or_insert(entry)),
+            Err(error) => {
+                // The draft is removed with all that is in it at the latest.
+                let _ = self.disk.remove_file(&path);
+                Err(error)
+            }
+        }
+    }
+
+    fn fill<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
+        &mut self,
+        path: &Path,
+        file: File,
+        role: Role,
+        content: impl FnOnce(&mut dyn Write) -> Result<(), E>,
+    ) -> Result<FileEntry> {
+        const BLOCK: usize = 1 << 20;
+        let mut buffer = BufWriter::with_capacity(BLOCK, Summing::new(self, path, file));
+        let told = content(&mut buffer);
+        let flushed = buffer.flush();
+        // What is still in the buffer could not be written.
+        let (sum, _) = buffer.into_parts();
+        let Summing {
+            file,
+            hash,
+            halved,
+            result,
+            ..
+        } = sum;
+        self.halved = halved;
+        let failed = |error: io::Error| Error::io("write", path, error);
+        // First what the disk said: `content` may say it in its own words, or not at all.
+        result.map_err(failed)?;
+        told.map_err(|error| {
+            let error: Box<dyn std::error::Error + Send + Sync> = error.into();
+            let message = format!("cannot write {}: {error}", path.display());
+            Error::caused(Kind::Io, message, error)
+        })?;
+        flushed.map_err(failed)?;
+        self.disk.sync(path, &file).map_err(failed)?;
+        Ok(FileEntry {
+            bytes: hash.count(),
+            blake3: hash.finalize().into(),
+            role,
+        })
+    }
+
+    pub(super) fn adopt(&mut self, name: &FileName, role: Role) -> Result<()> {
+        self.refuse_taken(name)?;
+        let path = name.at(&self.root);
+        let mut hash = blake3::Hasher::new();
+        let file = tree::open_file(&path).and_then(|file| hash.update_reader(&file).map(|_| file));
+        let file = file.map_err(|error| Error::io("read", &path, error))?;
+        let synced = self.disk.sync(&path, &file);
+        synced.map_err(|error| Error::io("flush", &path, error))?;
+        let entry = FileEntry {
+            bytes: hash.count(),
+            blake3: hash.finalize().into(),
+            role,
+        };
+        self.files.insert(name.clone(), entry);
+        Ok(())
+    }
+
+    fn refuse_taken(&self, name: &FileName) -> Result<()> {
+        let message = if self.files.contains_key(name) {
+            format!("{name} was written to {} before", self.root.display())
+        } else if self.files.len() >= Manifest::MOST_FILES {
+            format!(
+                "expected at most {} files in a checkpoint",
+                Manifest::MOST_FILES
+            )
+        } else {
+            return Ok(());
+        };
+        Err(Error::new(Kind::Misuse, message))
+    }
+
+    /// Lets planned faults happen; those that are a failing disk come back as what it would say.
+    pub(super) fn strike(&self, stage: SaveStage) -> io::Result<()> {
+        match strike(self.rank, Point::Save(self.number, stage)) {
+            Some(Effect::DiskFull) => Err(io::ErrorKind::StorageFull.into()),
+            Some(Effect::FailWrite) => Err(io::Error::other("an injected fault: the write failed")),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Sums up what goes to a file.
+struct Summing<'a> {
+    writer: &'a Writer,
+    path: &'a Path,
+    file: File,
+    hash: blake3::Hasher,
+    halved: bool,
+    result: io::Result<()>,
+}
+
+impl<'a> Summing<'a> {
+    fn new(writer: &'a Writer, path: &'a Path, file: File) -> Self {
+        Self {
+            writer,
+            path,
+            file,
+            hash: blake3::Hasher::new(),
+            halved: writer.halved,
+            result: Ok(()),
+        }
+    }
+
+    /// The first write is done in halves, so that faults find a torn file on the disk.
+    fn put(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        if !self.halved && bytes.len() > 1 {
+            self.halved = true;
+            let half;
+            (half, bytes) = bytes.split_at(bytes.len() / 2);
+            self.put_all(half)?;
+            self.writer.strike(SaveStage::Data)?;
+        }
+        self.put_all(bytes)
+    }
+
+    fn put_all(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.writer.disk.write(self.path, &mut self.file, bytes)?;
+        self.hash.update(bytes);
+        Ok(())
+    }
+}
+
+impl Write for Summing<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.result.is_err() {
+            return Err(io::Error::other("an earlier write to this file failed"));
+        }
+        match self.put(bytes) {
+            Ok(()) => Ok(bytes.len()),
+            Err(error) => {
+                let kind = error.kind();
+                self.result = Err(error);
+                Err(kind.into())
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,359 @@
+//! Folders of checkpoints.
+
+use std::fs;
+use std::io;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+use crate::checkpoint::{Checkpoint, Depth, Verdict};
+use crate::disk::Disk;
+use crate::draft::Draft;
+use crate::error::{Error, Kind, Result};
+use crate::tree::open_file;
+
+pub(crate) use names::{State, name_of, parse_name, temporary};
+
+use names::Leftover;
+
+mod names;
+#[cfg(test)]
+mod tests;
+
+/// A folder that holds checkpoints: `checkpoint-000001`, `checkpoint-000002`, …, and `latest`, a
+/// text file with the name of the newest.
+///
+/// Other things in the folder are left alone.
+///
+/// ```
+/// # use std::num::NonZeroUsize;
+/// use accelerator_manifest::{Depth, Facts, Folder};
+///
+/// # fn main() -> accelerator_manifest::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let folder = Folder::create(temporary.path().join("runs/a"))?;
+/// assert!(folder.latest_good()?.found.is_none());
+/// for step in [100, 200, 300] {
+///     folder.begin(0)?.commit(Facts { step, ..Facts::new(NonZeroUsize::MIN) })?;
+/// }
+/// assert_eq!(folder.prune(NonZeroUsize::MIN, Depth::Sizes, &[])?, [1, 2]);
+/// assert_eq!(folder.latest_good()?.found.map(|x| x.number()), Some(3));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Folder {
+    path: PathBuf,
+    disk: Disk,
+}
+
+/// The newest good checkpoint, and what was passed over.
+#[derive(Clone, Debug)]
+pub struct Search {
+    /// The newest one that nothing is wrong with.
+    pub found: Option<Checkpoint>,
+    /// Newer ones, the newest first, with what is wrong with them.
+    pub rejected: Vec<Verdict>,
+}
+
+impl Folder {
+    /// The largest number of a checkpoint.
+    pub const LARGEST: u64 = 999_999_999_999_999_999;
+
+    /// A folder that exists.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_not_found`] where it does not, and [`Error::is_misuse`] where it is no folder.
+    pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let metadata = fs::metadata(&path)
+            .map_err(|error| Error::io("open the folder of checkpoints", &path, error))?;
+        if !metadata.is_dir() {
+            return Err(not_a_folder(&path));
+        }
+        let disk = Disk::default();
+        Ok(Self { path, disk })
+    }
+
+    /// A folder that is made, with those above it, where it does not exist. What is made lasts,
+    /// once this returns.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`] where something else has its name, and what the disk says.
+    pub fn create(path: impl Into<PathBuf>) -> Result<Self> {
+        Self::create_on(Disk::default(), path.into())
+    }
+
+    /// Where it lies.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What has the name of a checkpoint, the oldest first. Nothing is read of them.
+    ///
+    /// # Errors
+    ///
+    /// What the disk says.
+    pub fn checkpoints(&self) -> Result<Vec<Checkpoint>> {
+        let names = self.names()?;
+        let mut numbers: Vec<u64> = names.iter().filter_map(|x| parse_name(x)).collect();
+        numbers.sort_unstable();
+        let named = |number| Checkpoint::named(self.path.join(name_of(number)), number);
+        Ok(numbers.into_iter().map(named).collect())
+    }
+
+    /// The newest checkpoint that is whole, every file of which has its sum.
+    ///
+    /// `latest` is not asked: it may be behind, or gone. Nothing is deleted.
+    ///
+    /// # Errors
+    ///
+    /// What the disk says of the folder itself, and [`Error::is_incompatible`] where a newer
+    /// version of the library wrote the newest one: going back behind it is for people to decide.
+    pub fn latest_good(&self) -> Result<Search> {
+        let mut rejected = Vec::new();
+        for checkpoint in self.checkpoints()?.into_iter().rev() {
+            let verdict = checkpoint.verify(Depth::Hashes);
+            if verdict.is_good() {
+                let found = Some(checkpoint);
+                return Ok(Search { found, rejected });
+            }
+            if let Some(defect) = verdict.defects.iter().find(|x| x.error.is_incompatible()) {
+                let path = verdict.path.display();
+                let message = format!("cannot read {path}: {}", defect.error);
+                return Err(Error::caused(
+                    Kind::Incompatible,
+                    message,
+                    defect.error.clone(),
+                ));
+            }
+            rejected.push(verdict);
+        }
+        let found = None;
+        Ok(Search { found, rejected })
+    }
+
+    /// The number in the text file `latest`, if it is one. A hint for people: it may be behind.
+    #[must_use]
+    pub fn latest_hint(&self) -> Option<u64> {
+        let path = self.path.join(LATEST);
+        let file = open_file(&path).ok()?;
+        let mut text = String::new();
+        io::Read::read_to_string(&mut io::Read::take(file, 64), &mut text).ok()?;
+        parse_name(text.trim_end())
+    }
+
+    /// The number after the highest that is there, broken checkpoints included; 1 in an empty
+    /// folder.
+    ///
+    /// # Errors
+    ///
+    /// What the disk says, and [`Error::is_misuse`] behind [`Folder::LARGEST`].
+    pub fn next_number(&self) -> Result<u64> {
+        let last = self.checkpoints()?.last().map_or(0, Checkpoint::number);
+        if last >= Self::LARGEST {
+            let message = format!(
+                "{} has no number left for a checkpoint",
+                self.path.display()
+            );
+            return Err(Error::new(Kind::Misuse, message));
+        }
+        Ok(last + 1)
+    }
+
+    /// Begins a checkpoint with the [next number](Self::next_number), and removes what processes
+    /// of this machine that are gone have left unfinished. `rank` is the caller's; fault plans
+    /// name it.
+    ///
+    /// # Errors
+    ///
+    /// What the disk says.
+    pub fn begin(&self, rank: usize) -> Result<Draft> {
+        self.sweep()?;
+        Draft::begin(&self.path, self.next_number()?, rank, self.disk.clone())
+    }
+
+    /// What is unfinished in the folder: drafts, and checkpoints that are being removed, of this
+    /// process and of others.
+    ///
+    /// # Errors
+    ///
+    /// What the disk says.
+    pub fn unfinished(&self) -> Result<Vec<PathBuf>> {
+        let names = self.names()?;
+        let ours = names.iter().filter(|x| Leftover::parse(x).is_some());
+        Ok(ours.map(|x| self.path.join(x)).collect())
+    }
+
+    /// Removes the oldest good checkpoints until `keep` good ones are left; returns their numbers.
+    ///
+    /// Good is what passes a look of this depth; [`Depth::Sizes`] is enough where the newest was
+    /// just written. Broken ones do not count and are left alone, as are the numbers in
+    /// `protected`, which count. What is about to be removed is read first, at any depth, so that no
+    /// damaged one disappears.
+    ///
+    /// # Errors
+    ///
+    /// What the disk says.
+    pub fn prune(&self, keep: NonZeroUsize, depth: Depth, protected: &[u64]) -> Result<Vec<u64>> {
+        let mut good = self.checkpoints()?;
+        good.retain(|x| x.verify(depth).is_good());
+        let mut excess = good.len().saturating_sub(keep.get());
+        // The newest good one is out of reach, whatever is protected.
+        good.pop();
+        let mut removed = Vec::new();
+        for checkpoint in good {
+            if excess == 0 {
+                break;
+            }
+            if protected.contains(&checkpoint.number()) {
+                continue;
+            }
+            excess -= 1;
+            // What only looked good did not count either, and is left for people to look at.
+            if checkpoint.verify(Depth::Hashes).is_good() {
+                self.remove(&checkpoint)?;
+                removed.push(checkpoint.number());
+            }
+        }
+        Ok(removed)
+    }
+
+    /// Removes a checkpoint of this folder, good or broken. It loses its name first, so that no
+    /// half of it can be taken for a checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`] for a checkpoint of another folder, and what the disk says.
+    pub fn remove(&self, checkpoint: &Checkpoint) -> Result<()> {
+        let path = checkpoint.path();
+        if path.parent() != Some(&*self.path) {
+            let message = format!("{} is not in {}", path.display(), self.path.display());
+            return Err(Error::new(Kind::Misuse, message));
+        }
+        let name = name_of(checkpoint.number());
+        let away = self.path.join(temporary(&name, State::Removed));
+        let remove = || {
+            self.disk.rename(path, &away)?;
+            self.disk.sync_folder(&self.path)?;
+            self.remove_any(&away)
+        };
+        remove().map_err(|error| Error::io("remove", path, error))
+    }
+
+    fn create_on(disk: Disk, path: PathBuf) -> Result<Self> {
+        if let Err(error) = make_folders(&disk, &path) {
+            // That something else is there says more than that no folder could be made.
+            if fs::metadata(&path).is_ok_and(|x| !x.is_dir()) {
+                return Err(not_a_folder(&path));
+            }
+            return Err(Error::io("make the folder of checkpoints", &path, error));
+        }
+        let folder = Self::open(path)?;
+        Ok(Self { disk, ..folder })
+    }
+
+    #[cfg(test)]
+    pub(crate) fn with_disk(self, disk: Disk) -> Self {
+        Self { disk, ..self }
+    }
+
+    /// Removes what processes that are gone have left; what cannot be removed is left.
+    fn sweep(&self) -> Result<()> {
+        for name in self.names()? {
+            if !Leftover::parse(&name).is_some_and(|x| x.is_orphaned()) {
+                continue;
+            }
+            let path = self.path.join(&name);
+            match self.remove_any(&path) {
+                Ok(()) => tracing::info!("removed {}, left by a dead process", path.display()),
+                // Another process was faster.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => tracing::warn!("cannot remove {}: {error}", path.display()),
+            }
+        }
+        Ok(())
+    }
+
+    /// A link is removed itself, not what it points to.
+    fn remove_any(&self, path: &Path) -> io::Result<()> {
+        if fs::symlink_metadata(path)?.is_dir() {
+            self.disk.remove_folder(path)
+        } else {
+            self.disk.remove_file(path)
+        }
+    }
+
+    /// Names that are no text are none of ours.
+    fn names(&self) -> Result<Vec<String>> {
+        list(&self.path).map_err(|error| Error::io("list", &self.path, error))
+    }
+}
+
+/// Replaces the text file `latest`, all of it or nothing.
+pub(crate) fn point_latest(disk: &Disk, folder: &Path, number: u64) -> io::Result<()> {
+    let draft = folder.join(temporary(LATEST, State::Partial));
+    let replace = || {
+        let mut file = disk.create(&draft)?;
+        disk.write(
+            &draft,
+            &mut file,
+            format!("{}\n", name_of(number)).as_bytes(),
+        )?;
+        disk.sync(&draft, &file)?;
+        disk.rename(&draft, &folder.join(LATEST))?;
+        disk.sync_folder(folder)
+    };
+    replace().inspect_err(|_| {
+        let _ = disk.remove_file(&draft);
+    })
+}
+
+pub(crate) const LATEST: &str = "latest";
+
+/// Makes a folder and those above it, from the top down, and flushes the name of each: files are
+/// lost with a folder that has none.
+fn make_folders(disk: &Disk, path: &Path) -> io::Result<()> {
+    // The empty path has no parent, and is refused when it is opened.
+    let Some(parent) = path.parent().filter(|_| !path.is_dir()) else {
+        return Ok(());
+    };
+    let parent = match parent {
+        here if here.as_os_str().is_empty() => Path::new("."),
+        other => other,
+    };
+    if !parent.exists() {
+        make_folders(disk, parent)?;
+    }
+    match disk.make_folder(path) {
+        // Another process was faster; nobody knows whether it has come to the flush.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => {
+            disk.sync_folder(parent)
+        }
+        Err(error) => Err(error),
+        // Found by the next try, it would be taken for one that lasts.
+        Ok(()) => disk.sync_folder(parent).inspect_err(|_| {
+            let _ = disk.remove_empty(path);
+        }),
+    }
+}
+
+fn list(folder: &Path) -> io::Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        if let Ok(name) = entry?.file_name().into_string() {
+            names.push(name);
+        }
+    }
+    Ok(names)
+}
+
+fn not_a_folder(path: &Path) -> Error {
+    let message = format!(
+        "expected a folder for checkpoints at {}, found a file; choose another name",
+        path.display()
+    );
+    Error::new(Kind::Misuse, message)
+}

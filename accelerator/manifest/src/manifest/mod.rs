@@ -1,0 +1,314 @@
+//! What a checkpoint says of itself.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::num::NonZeroUsize;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Kind, Result};
+use crate::hash::ContentHash;
+use crate::name::FileName;
+
+use seal::{check_seal, seal};
+
+mod seal;
+#[cfg(test)]
+mod tests;
+
+/// The content of `manifest.json`.
+///
+/// The last field of the file, `seal`, is the sum of everything before it, so that no bit of it can
+/// change unnoticed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// The version of the format, [`Manifest::FORMAT`]; fields that a reader does not know do not
+    /// raise it.
+    pub format: u32,
+    /// The number that the checkpoint was written under.
+    pub number: u64,
+    /// When it was written, in seconds since 1970.
+    pub created: u64,
+    /// The version of the library that wrote it.
+    pub library: String,
+    /// What the training program told.
+    #[serde(flatten)]
+    pub facts: Facts,
+    /// Every file of the checkpoint but the manifest itself.
+    pub files: BTreeMap<FileName, FileEntry>,
+}
+
+/// What a training program tells about a checkpoint.
+///
+/// ```
+/// use std::num::NonZeroUsize;
+/// use accelerator_manifest::Facts;
+///
+/// let facts = Facts { step: 1200, epoch: 3, ..Facts::new(NonZeroUsize::MIN) };
+/// assert!(facts.loaders.is_empty());
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Facts {
+    /// Why it was written.
+    pub kind: CheckpointKind,
+    /// Optimizer steps that are done.
+    pub step: u64,
+    /// The epoch that is to be continued, 0 first.
+    pub epoch: u64,
+    /// The number of ranks.
+    pub world_size: NonZeroUsize,
+    /// The seed of the job, where it has one.
+    #[serde(default)]
+    pub seed: Option<u64>,
+    /// Where each data loader stands.
+    #[serde(default)]
+    pub loaders: Vec<LoaderState>,
+    /// The parameters and buffers of the models.
+    #[serde(default)]
+    pub parameters: Vec<Parameter>,
+    /// Whatever else the writer wants to find again.
+    #[serde(default)]
+    pub extra: serde_json::Map<String, serde_json::Value>,
+}
+
+/// Why a checkpoint was written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum CheckpointKind {
+    /// By all ranks together.
+    Full,
+    /// By a survivor, after another rank was lost.
+    Emergency,
+}
+
+/// Where a data loader stands.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LoaderState {
+    /// The number of samples of an epoch.
+    pub samples: u64,
+    /// The order of the samples, in words: it must be the same on resume.
+    pub order: String,
+    /// What is done with the last, incomplete batch, in words.
+    pub tail: String,
+    /// Samples of a full batch over all ranks.
+    pub global_batch: u64,
+    /// The epoch that is being read, 0 first.
+    pub epoch: u64,
+    /// Samples of the epoch that all ranks together have used.
+    pub consumed: u64,
+    /// Batches of the epoch that each rank has used.
+    pub step: u64,
+    /// Whether the program has seen the end of the epoch.
+    pub finished: bool,
+    /// Whatever else belongs to it.
+    #[serde(default)]
+    pub extra: serde_json::Map<String, serde_json::Value>,
+}
+
+/// A parameter or a buffer of a model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Parameter {
+    /// Where it is within the model: `layers.0.weight`.
+    pub path: String,
+    /// The id that the optimizer knows it by.
+    pub id: String,
+    /// Its shape.
+    pub shape: Vec<u64>,
+    /// The type of its elements: `f32`.
+    pub dtype: String,
+}
+
+/// What the manifest says of a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileEntry {
+    /// Its length.
+    pub bytes: u64,
+    /// The sum of its content.
+    pub blake3: ContentHash,
+    /// What it is for.
+    pub role: Role,
+}
+
+/// What a file of a checkpoint is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum Role {
+    /// A model's values, or the index of their files.
+    Model,
+    /// An optimizer's state.
+    Optimizer,
+    /// A schedule's state.
+    Scheduler,
+    /// What belongs to single ranks.
+    Ranks,
+    /// An object of the user's.
+    Object,
+    /// Anything else, such as a file that a hook has added.
+    #[serde(other)]
+    Other,
+}
+
+impl Facts {
+    /// Those of a full checkpoint at the start of training, to be filled in.
+    #[must_use]
+    pub fn new(world_size: NonZeroUsize) -> Self {
+        Self {
+            kind: CheckpointKind::Full,
+            step: 0,
+            epoch: 0,
+            world_size,
+            seed: None,
+            loaders: Vec::new(),
+            parameters: Vec::new(),
+            extra: serde_json::Map::new(),
+        }
+    }
+}
+
+impl Manifest {
+    /// The version that this crate writes, and the newest that it reads.
+    pub const FORMAT: u32 = 1;
+
+    /// The longest manifest that is read, in bytes.
+    pub const LONGEST: usize = 64 << 20;
+
+    /// The most files that a checkpoint may have, beside the manifest.
+    pub const MOST_FILES: usize = 65_536;
+
+    /// Reads the content of a `manifest.json`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_corrupt`] where it is not, bit for bit, what was written, or says what cannot
+    /// be; [`Error::is_incompatible`] where a newer version wrote it.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        let corrupt = |message: String| Error::new(Kind::Corrupt, message);
+        if bytes.len() > Self::LONGEST {
+            let (found, most) = (bytes.len(), Self::LONGEST);
+            return Err(corrupt(format!(
+                "expected at most {most} bytes of a manifest, found {found}"
+            )));
+        }
+        check_seal(bytes)?;
+        #[derive(Deserialize)]
+        struct Head {
+            format: u32,
+        }
+        let head: Head = serde_json::from_slice(bytes)
+            .map_err(|error| corrupt(format!("expected a manifest in JSON: {error}")))?;
+        if head.format > Self::FORMAT || head.format == 0 {
+            let message = format!(
+                "the manifest has format {}, and this version reads formats 1 to {}; use the \
+                 version of the library that wrote it, or a newer one",
+                head.format,
+                Self::FORMAT
+            );
+            return Err(Error::new(Kind::Incompatible, message));
+        }
+        let manifest: Self = serde_json::from_slice(bytes)
+            .map_err(|error| corrupt(format!("expected a manifest of format 1: {error}")))?;
+        match manifest.defect() {
+            None => Ok(manifest),
+            Some(defect) => Err(corrupt(defect)),
+        }
+    }
+
+    /// The bytes of all files together.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        let sizes = self.files.values().map(|x| x.bytes);
+        sizes.fold(0, u64::saturating_add)
+    }
+
+    /// The content of `manifest.json`, with its seal.
+    pub(crate) fn to_bytes(&self) -> Result<Vec<u8>> {
+        if let Some(defect) = self.defect() {
+            return Err(Error::new(Kind::Misuse, defect));
+        }
+        let mut bytes = serde_json::to_vec_pretty(self).map_err(|error| {
+            Error::caused(
+                Kind::Misuse,
+                format!("cannot write the manifest as JSON: {error}"),
+                error,
+            )
+        })?;
+        // What is left of an object when its end, "\n}", is cut off.
+        bytes.truncate(bytes.len() - 2);
+        seal(&mut bytes);
+        if bytes.len() > Self::LONGEST {
+            let message = format!(
+                "the manifest would have {} bytes, more than the {} that are read back; put large \
+                 values into files",
+                bytes.len(),
+                Self::LONGEST
+            );
+            return Err(Error::new(Kind::Misuse, message));
+        }
+        Ok(bytes)
+    }
+
+    /// What cannot be, if anything.
+    fn defect(&self) -> Option<String> {
+        if self.files.len() > Self::MOST_FILES {
+            let (count, most) = (self.files.len(), Self::MOST_FILES);
+            return Some(format!(
+                "{count} files, more than the {most} that are allowed"
+            ));
+        }
+        let folders: BTreeSet<&str> = self.files.keys().filter_map(FileName::folder).collect();
+        if let Some(name) = self.files.keys().find(|x| folders.contains(x.as_str())) {
+            return Some(format!("{name} is a file and a folder at once"));
+        }
+        let sizes = self.files.values().map(|x| x.bytes);
+        if sizes
+            .into_iter()
+            .try_fold(0_u64, u64::checked_add)
+            .is_none()
+        {
+            return Some("files of more than 2^64 bytes together".to_owned());
+        }
+        None
+    }
+}
+
+impl fmt::Display for CheckpointKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Full => "full",
+            Self::Emergency => "emergency",
+        })
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Model => "model",
+            Self::Optimizer => "optimizer",
+            Self::Scheduler => "scheduler",
+            Self::Ranks => "ranks",
+            Self::Object => "object",
+            Self::Other => "other",
+        })
+    }
+}
+
+/// What the fuzzer runs: reads `bytes` as a loader does, and once more with a seal that fits.
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub fn fuzz_manifest(bytes: &[u8]) {
+    let _ = Manifest::parse(bytes);
+    let mut sealed = bytes.to_vec();
+    seal(&mut sealed);
+    if let Ok(manifest) = Manifest::parse(&sealed) {
+        let root = std::path::Path::new("root");
+        assert!(manifest.files.keys().all(|x| x.at(root).starts_with(root)));
+        let _ = manifest.bytes();
+        // It may be too long once it is written with line breaks.
+        if let Ok(bytes) = manifest.to_bytes() {
+            assert!(Manifest::parse(&bytes).is_ok_and(|again| again == manifest));
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! What is in a folder: order, `latest`, strangers, pruning, leftovers.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test fails where its preparation does"
+)]
+
+mod support;
+
+use std::fs;
+use std::num::NonZeroUsize;
+use std::process::Command;
+
+use accelerator_manifest::{Checkpoint, Depth, Folder};
+use support::{latest, numbers, save};
+
+fn keep(count: usize) -> NonZeroUsize {
+    NonZeroUsize::new(count).unwrap()
+}
+
+fn spoil(checkpoint: &Checkpoint) {
+    fs::write(checkpoint.path().join("optimizer.bin"), "short").unwrap();
+}
+
+#[test]
+fn an_empty_folder_has_nothing_and_starts_with_one() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::create(temporary.path().join("runs/a")).unwrap();
+    assert_eq!(latest(&folder), (None, 0));
+    assert_eq!(folder.next_number().unwrap(), 1);
+    assert_eq!(folder.latest_hint(), None);
+    assert_eq!(save(&folder, 1).unwrap().number(), 1);
+}
+
+#[test]
+fn numbers_go_on_behind_broken_checkpoints_and_strangers_are_ignored() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    for stranger in [
+        "checkpoint-7",
+        "checkpoint-best",
+        ".git",
+        "checkpoint-000001.tar",
+        "notes",
+    ] {
+        fs::create_dir(temporary.path().join(stranger)).unwrap();
+    }
+    assert_eq!(folder.next_number().unwrap(), 1);
+    save(&folder, 1).unwrap();
+    fs::create_dir(temporary.path().join("checkpoint-000041")).unwrap();
+    fs::write(temporary.path().join("checkpoint-000042"), "a file").unwrap();
+    assert_eq!(numbers(&folder), [1, 41, 42]);
+    assert_eq!(latest(&folder), (Some(1), 2));
+    assert_eq!(save(&folder, 2).unwrap().number(), 43);
+    assert!(temporary.path().join("checkpoint-best").exists());
+}
+
+#[test]
+fn wrong_folders_are_told() {
+    let temporary = tempfile::tempdir().unwrap();
+    let file = temporary.path().join("file");
+    fs::write(&file, "").unwrap();
+    for result in [Folder::open(&file), Folder::create(&file)] {
+        let error = result.unwrap_err();
+        assert!(
+            error.is_misuse() && error.to_string().contains("found a file"),
+            "{error}"
+        );
+    }
+    assert!(Folder::create(file.join("below")).is_err());
+    assert!(
+        Folder::open(temporary.path().join("missing"))
+            .unwrap_err()
+            .is_not_found()
+    );
+    assert!(
+        Checkpoint::at(temporary.path().join("missing"))
+            .unwrap_err()
+            .is_not_found()
+    );
+    let gone = Folder::create(temporary.path().join("gone")).unwrap();
+    fs::remove_dir(gone.path()).unwrap();
+    assert!(gone.begin(0).unwrap_err().is_not_found());
+}
+
+#[test]
+fn a_read_only_folder_is_told() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    save(&folder, 1).unwrap();
+    let mode =
+        |mode| fs::set_permissions(temporary.path(), fs::Permissions::from_mode(mode)).unwrap();
+    mode(0o555);
+    let may_write_all_the_same = fs::write(temporary.path().join("probe"), "").is_ok();
+    if may_write_all_the_same {
+        eprintln!("skipped: root may write to folders that are read-only");
+    } else {
+        let error = folder.begin(0).unwrap_err();
+        assert!(
+            error.is_io() && error.to_string().contains("check who may write there"),
+            "{error}"
+        );
+        assert_eq!(latest(&folder), (Some(1), 0));
+    }
+    mode(0o755);
+}
+
+#[test]
+fn files_are_made_as_other_files_are() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::create(temporary.path().join("a")).unwrap();
+    fs::write(temporary.path().join("file"), "").unwrap();
+    fs::create_dir(temporary.path().join("folder")).unwrap();
+    let mode = |path: &str| {
+        fs::metadata(temporary.path().join(path))
+            .unwrap()
+            .permissions()
+            .mode()
+    };
+    save(&folder, 1).unwrap();
+    for file in ["model.safetensors", "manifest.json", "ranks/00000.json"] {
+        assert_eq!(mode(&format!("a/checkpoint-000001/{file}")), mode("file"));
+    }
+    assert_eq!(mode("a/latest"), mode("file"));
+    assert_eq!(mode("a/checkpoint-000001"), mode("folder"));
+    assert_eq!(mode("a/checkpoint-000001/ranks"), mode("folder"));
+}
+
+#[test]
+fn latest_is_a_hint_that_nothing_depends_on() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    save(&folder, 1).unwrap();
+    save(&folder, 2).unwrap();
+    let path = temporary.path().join("latest");
+    assert_eq!(fs::read_to_string(&path).unwrap(), "checkpoint-000002\n");
+    assert_eq!(folder.latest_hint(), Some(2));
+
+    for (text, hint) in [
+        ("", None),
+        ("checkpoint-000001\n", Some(1)),
+        ("checkpoint-000099\n", Some(99)),
+        ("../../etc/passwd\n", None),
+        ("\u{0}\u{1}", None),
+    ] {
+        fs::write(&path, text).unwrap();
+        assert_eq!(folder.latest_hint(), hint, "{text:?}");
+        assert_eq!(latest(&folder), (Some(2), 0), "{text:?}");
+    }
+    fs::remove_file(&path).unwrap();
+    assert_eq!(latest(&folder), (Some(2), 0));
+
+    // A link is replaced, and what it points to is left alone.
+    let target = temporary.path().join("target");
+    fs::write(&target, "mine").unwrap();
+    std::os::unix::fs::symlink(&target, &path).unwrap();
+    assert_eq!(folder.latest_hint(), None);
+    save(&folder, 3).unwrap();
+    assert_eq!(folder.latest_hint(), Some(3));
+    assert_eq!(fs::read_to_string(&target).unwrap(), "mine");
+
+    // In the place of a folder it cannot be; the checkpoint is complete without.
+    fs::remove_file(&path).unwrap();
+    fs::create_dir_all(path.join("full")).unwrap();
+    assert_eq!(save(&folder, 4).unwrap().number(), 4);
+    assert_eq!(latest(&folder), (Some(4), 0));
+    assert_eq!(
+        folder.unfinished().unwrap(),
+        Vec::<std::path::PathBuf>::new()
+    );
+}
+
+#[test]
+fn pruning_removes_the_oldest_good_ones() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    for step in 1..=6 {
+        save(&folder, step).unwrap();
+    }
+    assert_eq!(folder.prune(keep(4), Depth::Sizes, &[]).unwrap(), [1, 2]);
+    assert_eq!(numbers(&folder), [3, 4, 5, 6]);
+    // What is protected counts, and stays.
+    assert_eq!(folder.prune(keep(2), Depth::Sizes, &[3]).unwrap(), [4, 5]);
+    assert_eq!(numbers(&folder), [3, 6]);
+    assert_eq!(
+        folder.prune(keep(1), Depth::Sizes, &[3, 6]).unwrap(),
+        [0_u64; 0]
+    );
+    assert_eq!(
+        folder.prune(keep(9), Depth::Sizes, &[]).unwrap(),
+        [0_u64; 0]
+    );
+    assert!(folder.unfinished().unwrap().is_empty());
+}
+
+#[test]
+fn what_is_damaged_inside_is_never_removed_however_shallow_the_look() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    let saved: Vec<_> = (1..=5).map(|step| save(&folder, step).unwrap()).collect();
+    // Of the same size as before.
+    let files = fs::read_dir(saved[1].path()).unwrap();
+    let mut files = files.map(|entry| entry.unwrap().path());
+    let data = files.find(|x| x.is_file() && !x.to_string_lossy().contains("manifest"));
+    let data = data.unwrap();
+    let mut bytes = fs::read(&data).unwrap();
+    bytes[0] ^= 1;
+    fs::write(&data, bytes).unwrap();
+    assert!(saved[1].verify(Depth::Sizes).is_good());
+    assert_eq!(folder.prune(keep(2), Depth::Sizes, &[]).unwrap(), [1, 3]);
+    assert_eq!(numbers(&folder), [2, 4, 5]);
+}
+
+#[test]
+fn broken_checkpoints_do_not_count_and_are_left_alone() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    let saved: Vec<_> = (1..=6).map(|step| save(&folder, step).unwrap()).collect();
+    for broken in [0, 3, 5] {
+        spoil(&saved[broken]);
+    }
+    // Good are 2, 3 and 5.
+    assert_eq!(folder.prune(keep(2), Depth::Sizes, &[]).unwrap(), [2]);
+    assert_eq!(numbers(&folder), [1, 3, 4, 5, 6]);
+    // The newest good one stays, however few are kept, and though broken ones are newer.
+    assert_eq!(folder.prune(keep(1), Depth::Hashes, &[]).unwrap(), [3]);
+    assert_eq!(latest(&folder), (Some(5), 1));
+    folder.remove(&saved[3]).unwrap();
+    assert_eq!(numbers(&folder), [1, 5, 6]);
+
+    let other = tempfile::tempdir().unwrap();
+    let elsewhere = save(&Folder::open(other.path()).unwrap(), 1).unwrap();
+    assert!(folder.remove(&elsewhere).unwrap_err().is_misuse());
+}
+
+#[test]
+fn leftovers_of_dead_processes_are_swept() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    let mine = folder.begin(0).unwrap();
+    let name = mine
+        .path()
+        .file_name()
+        .unwrap()
+        .to_str()
+        .unwrap()
+        .to_owned();
+    let of = |process: u32| {
+        name.replace(
+            &format!("-{}-", std::process::id()),
+            &format!("-{process}-"),
+        )
+    };
+
+    let mut child = Command::new("true").spawn().unwrap();
+    child.wait().unwrap();
+    let mut sleeper = Command::new("sleep").arg("1000").spawn().unwrap();
+    let dead = temporary.path().join(of(child.id()));
+    let living = temporary.path().join(of(sleeper.id()));
+    let foreign = temporary
+        .path()
+        .join(".checkpoint-000001.partial-00000000-999999999-0123456789abcdef");
+    let stranger = temporary.path().join(".checkpoint-000001.partial");
+    let removed = temporary
+        .path()
+        .join(of(child.id()).replace("partial", "removed"));
+    let hint = temporary
+        .path()
+        .join(of(child.id()).replace("checkpoint-000001", "latest"));
+    for path in [&dead, &living, &foreign, &stranger, &removed] {
+        fs::create_dir(path).unwrap();
+        fs::write(path.join("half"), "x").unwrap();
+    }
+    fs::write(&hint, "x").unwrap();
+
+    save(&folder, 1).unwrap();
+    for (path, stays) in [
+        (&dead, false),
+        (&removed, false),
+        (&hint, false),
+        (&living, true),
+        (&foreign, true),
+        (&stranger, true),
+    ] {
+        assert_eq!(path.exists(), stays, "{}", path.display());
+    }
+    assert!(mine.path().exists());
+    assert_eq!(folder.unfinished().unwrap().len(), 3);
+    sleeper.kill().unwrap();
+    sleeper.wait().unwrap();
+}
