@@ -90,13 +90,31 @@ impl Error {
         &self.0.ranks
     }
 
+    /// The rank that failed first, and why, as far as this rank knows. It is known for lost peers
+    /// and for those that broke the protocol, and stays known where the news came through other
+    /// ranks.
+    ///
+    /// ```
+    /// use std::thread;
+    ///
+    /// use accelerator_collective::{GroupOptions, ProcessGroup};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let mut ranks = ProcessGroup::threads(2, &GroupOptions::new())?.into_iter();
+    /// let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
+    /// thread::spawn(move || second.abort("its data set is empty"));
+    /// let error = first.barrier().unwrap_err();
+    /// let culprit = error.culprit().unwrap();
+    /// assert_eq!((culprit.rank(), culprit.cause()), (1, "its data set is empty"));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn culprit(&self) -> Option<&Culprit> {
+        self.0.culprit.as_ref()
+    }
+
     pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Self {
-        Self(Arc::new(Inner {
-            kind,
-            message: message.into(),
-            ranks: Vec::new(),
-            source: None,
-        }))
+        Self::about(kind, Vec::new(), message)
     }
 
     pub(crate) fn about(kind: Kind, ranks: Vec<usize>, message: impl Into<String>) -> Self {
@@ -104,8 +122,39 @@ impl Error {
             kind,
             message: message.into(),
             ranks,
+            culprit: None,
             source: None,
         }))
+    }
+
+    /// An error for which one rank is to blame; the message contains the cause.
+    pub(crate) fn blaming(kind: Kind, culprit: Culprit, message: impl Into<String>) -> Self {
+        Self(Arc::new(Inner {
+            kind,
+            message: message.into(),
+            ranks: vec![culprit.rank],
+            culprit: Some(culprit),
+            source: None,
+        }))
+    }
+
+    /// The same error with what a witness says about the cause.
+    pub(crate) fn with_testimony(&self, text: &str) -> Self {
+        let Some(culprit) = &self.0.culprit else {
+            return self.clone();
+        };
+        let cause = match culprit.certainty {
+            Certainty::Guessed => text.to_owned(),
+            Certainty::Partial => format!("{}; {text}", culprit.cause),
+            Certainty::Settled => return self.clone(),
+        };
+        let message = self.0.message.replacen(&culprit.cause, &cause, 1);
+        let culprit = Culprit {
+            cause,
+            certainty: Certainty::Settled,
+            ..culprit.clone()
+        };
+        Self::blaming(self.0.kind, culprit, message)
     }
 
     pub(crate) fn io(message: impl Into<String>, source: io::Error) -> Self {
@@ -121,6 +170,7 @@ impl Error {
             kind,
             message: message.into(),
             ranks: Vec::new(),
+            culprit: None,
             source: Some(Box::new(source)),
         }))
     }
@@ -150,6 +200,7 @@ impl fmt::Debug for Error {
             .field("kind", &self.0.kind)
             .field("message", &self.0.message)
             .field("ranks", &self.0.ranks)
+            .field("culprit", &self.0.culprit)
             .field("source", &self.0.source)
             .finish()
     }
@@ -161,6 +212,58 @@ impl std::error::Error for Error {
             Some(source) => Some(source.as_ref()),
             None => None,
         }
+    }
+}
+
+/// The rank that is to blame for an error; see [`Error::culprit`].
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Culprit {
+    pub(crate) rank: usize,
+    pub(crate) host: String,
+    pub(crate) pid: Option<u32>,
+    pub(crate) cause: String,
+    pub(crate) certainty: Certainty,
+}
+
+impl Culprit {
+    /// Its number in the job.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The name of the host on which it runs, or ran; "this process" for a thread.
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// Its process id on that host; `None` for a thread.
+    pub fn pid(&self) -> Option<u32> {
+        self.pid
+    }
+
+    /// What is known about why, for people: "it panicked: index out of bounds (at
+    /// src/main.rs:7)", "it has been silent for 5.0 s: stopped, swapped out, or cut off from the
+    /// network".
+    pub fn cause(&self) -> &str {
+        &self.cause
+    }
+}
+
+/// Whether a witness could say more about a cause; the numbers are those of the wire.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Certainty {
+    /// Only the effect was seen: a witness knows better.
+    Guessed = 1,
+    /// The cause is true and may have one of its own.
+    Partial = 2,
+    /// Nobody knows better.
+    Settled = 3,
+}
+
+impl Certainty {
+    pub(crate) fn from_code(code: u8) -> Option<Self> {
+        let all = [Self::Guessed, Self::Partial, Self::Settled];
+        all.into_iter().find(|certainty| *certainty as u8 == code)
     }
 }
 
@@ -210,6 +313,7 @@ struct Inner {
     kind: Kind,
     message: String,
     ranks: Vec<usize>,
+    culprit: Option<Culprit>,
     source: Option<Box<dyn std::error::Error + Send + Sync>>,
 }
 
@@ -259,6 +363,37 @@ mod tests {
         );
         assert!(std::error::Error::source(&error).is_some());
         assert!(error.is_io());
+    }
+
+    #[test]
+    fn a_witness_replaces_a_guess_and_adds_to_a_part() {
+        let error = |certainty| {
+            let culprit = Culprit {
+                rank: 2,
+                host: "there".to_owned(),
+                pid: Some(7),
+                cause: "its connection ended".to_owned(),
+                certainty,
+            };
+            let message = "rank 2 is lost: its connection ended; rank 0 was busy";
+            Error::blaming(Kind::PeerLost, culprit, message)
+        };
+        let told = |certainty| {
+            let told = error(certainty).with_testimony("it was killed by SIGKILL");
+            let cause = told.culprit().unwrap().cause().to_owned();
+            assert_eq!(
+                told.to_string(),
+                format!("rank 2 is lost: {cause}; rank 0 was busy")
+            );
+            assert_eq!(told.ranks(), [2]);
+            cause
+        };
+        assert_eq!(told(Certainty::Guessed), "it was killed by SIGKILL");
+        assert_eq!(
+            told(Certainty::Partial),
+            "its connection ended; it was killed by SIGKILL"
+        );
+        assert_eq!(told(Certainty::Settled), "its connection ended");
     }
 
     #[test]

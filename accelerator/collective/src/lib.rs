@@ -30,6 +30,9 @@ mod buffer;
 mod contract;
 mod element;
 mod error;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod group;
 mod partition;
 mod reduce;
@@ -40,7 +43,7 @@ mod wire;
 
 pub use buffer::Buffer;
 pub use element::{DType, Element};
-pub use error::{Error, Result};
+pub use error::{Culprit, Error, Result};
 pub use group::{Forbidden, GroupOptions, Pending, ProcessGroup};
 pub use partition::Partition;
 pub use reduce::ReduceOp;

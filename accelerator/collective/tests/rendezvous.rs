@@ -308,7 +308,7 @@ fn strangers_do_not_disturb() {
                 .unwrap(),
             // The right beginning, and a length that nobody should allocate.
             1 => stream
-                .write_all(b"ACLR\x01\0\0\0\xff\xff\xff\xff\0\0\0\0")
+                .write_all(b"ACLR\x02\0\0\0\xff\xff\xff\xff\0\0\0\0")
                 .unwrap(),
             2 => {}
             _ => {
@@ -337,7 +337,7 @@ fn another_version_is_refused_in_words() {
     let _ = stream.read_to_end(&mut answer);
     let answer = String::from_utf8_lossy(&answer);
     assert!(
-        answer.contains("protocol version 9, expected 1"),
+        answer.contains("protocol version 9, expected 2"),
         "{answer}"
     );
 

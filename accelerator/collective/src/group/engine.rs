@@ -2,13 +2,15 @@
 
 use std::ops::Range;
 
+use accelerator_fault::{Effect, Point, strike};
+
 use crate::{
     contract::{Contract, mismatch},
     element::DType,
     error::{Error, Result},
     partition::Partition,
     reduce::{ReduceOp, combine},
-    transport::{CHUNK, Parcel, Part, Stage, Tag, Transport, Watch},
+    transport::{CHUNK, Parcel, Part, Stage, Tag, Transport, TransportKind, Watch},
 };
 
 /// Memory that the operations of one rank use again and again.
@@ -69,7 +71,7 @@ impl<'a> Exchange<'a> {
     /// reduces all of it, in the same order and so to the same bits.
     pub(crate) fn all_reduce(mut self, dtype: DType, op: ReduceOp, bytes: &mut [u8]) -> Result<()> {
         if self.world_size == 1 {
-            return Ok(());
+            return self.begin(|_| &[]);
         }
         if bytes.len() <= SHORT {
             self.begin(|_| bytes)?;
@@ -118,7 +120,7 @@ impl<'a> Exchange<'a> {
         own: &mut [u8],
     ) -> Result<()> {
         if self.world_size == 1 {
-            return Ok(());
+            return self.begin(|_| &[]);
         }
         let parts = Parts::new(bytes.len() / dtype.size(), dtype.size(), self.world_size);
         let (rank, offset) = (self.rank, parts.part(self.rank).start);
@@ -259,6 +261,15 @@ impl<'a> Exchange<'a> {
             };
             self.transport.send(peer, part, &mut self.watch)?;
         }
+        match strike(self.rank, Point::Operation(self.watch.sequence)) {
+            Some(Effect::DropConnection) if self.transport.kind() != TransportKind::Threads => {
+                self.transport.cut();
+                return Err(self.watch.cut(&self.transport.peers()[self.rank]));
+            }
+            Some(Effect::CorruptFrame) => self.transport.spoil(),
+            // The others have no place here, or cannot happen to threads.
+            _ => {}
+        }
         Ok(())
     }
 
@@ -395,14 +406,14 @@ impl<'a> Exchange<'a> {
 
     fn unexpected(&self, from: usize, parcel: &Parcel, wanted: Tag) -> Error {
         self.watch.protocol(
-            from,
+            &self.transport.peers()[from],
             format_args!("it sent {:?}, expected {wanted:?}", parcel.tag),
         )
     }
 
     fn wrong_size(&self, from: usize, found: usize, expected: usize) -> Error {
         self.watch.protocol(
-            from,
+            &self.transport.peers()[from],
             format_args!("it sent {found} bytes, expected {expected}"),
         )
     }

@@ -7,19 +7,22 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::{
     engine::{Exchange, Scratch},
     line::{Line, Ticket},
     options::GroupOptions,
+    panics,
+    pulse::Pulse,
 };
 use crate::{
     contract::Contract,
-    error::{Error, Kind, Result},
+    error::{Certainty, Culprit, Error, Kind, Result},
+    rendezvous::StoreLine,
     topology::Topology,
-    transport::{Abort, Farewell, Transport, Watch},
+    transport::{Abort, Farewell, Parting, Transport, TransportKind, Watch},
 };
 
 /// What all handles of one rank share.
@@ -27,13 +30,22 @@ pub(crate) struct Member {
     pub(crate) topology: Topology,
     pub(crate) options: GroupOptions,
     pub(crate) transport: Box<dyn Transport>,
-    line: Line,
+    order: Line,
     scratch: Mutex<Scratch>,
+    /// Held by the thread that ends the group by a failure.
+    failing: Mutex<()>,
     /// The first error of an operation: the answer to every later one.
     failure: OnceLock<Error>,
+    /// Who had been silent for long when the group failed.
+    suspects: OnceLock<Vec<usize>>,
     /// Whether the last word has been said.
     parted: AtomicBool,
     forbidden: Mutex<Vec<Arc<str>>>,
+    /// The connection to the store, which may have witnesses.
+    line: Option<StoreLine>,
+    /// What witnesses said and the transport has not confirmed, with when it came.
+    news: Mutex<Vec<(usize, String, Instant)>>,
+    pub(super) pulse: Arc<Pulse>,
 }
 
 impl Member {
@@ -41,16 +53,63 @@ impl Member {
         topology: Topology,
         options: GroupOptions,
         transport: Box<dyn Transport>,
+        line: Option<StoreLine>,
     ) -> Self {
         Self {
             topology,
             options,
             transport,
-            line: Line::default(),
+            order: Line::default(),
             scratch: Mutex::default(),
+            failing: Mutex::default(),
             failure: OnceLock::new(),
+            suspects: OnceLock::new(),
             parted: AtomicBool::new(false),
             forbidden: Mutex::default(),
+            line,
+            news: Mutex::default(),
+            pulse: Arc::default(),
+        }
+    }
+
+    /// Lets the panics of this process, and the deaths of others, be known. Without others there
+    /// is nothing to know.
+    pub(crate) fn wake(self: &Arc<Self>) -> Result<()> {
+        if self.topology.world_size() == 1 {
+            return Ok(());
+        }
+        panics::watch(self);
+        if self.transport.kind() == TransportKind::Threads {
+            return Ok(());
+        }
+        if let Some(line) = &self.line {
+            let pulse = Arc::clone(&self.pulse);
+            line.on_news(move || pulse.nudge());
+        }
+        Pulse::start(self)
+    }
+
+    /// One beat of the pulse: signs of life, judgement, news from witnesses. Says after how long
+    /// the next one is due.
+    pub(super) fn beat(&self) -> Option<Duration> {
+        let pause = self.transport.pulse(self.options.liveness_timeout())?;
+        let Some(line) = &self.line else {
+            return Some(pause);
+        };
+        // A list of news is whole at every moment.
+        let mut news = self.news.lock().unwrap_or_else(PoisonError::into_inner);
+        while let Some((rank, text)) = line.news() {
+            if rank < self.topology.world_size() && rank != self.topology.rank() {
+                news.push((rank, text, Instant::now()));
+            }
+        }
+        // A rank's own last words may be on their way for a moment.
+        news.retain(|(rank, text, came)| {
+            came.elapsed() < ON_ITS_WAY || !self.transport.testify(*rank, text)
+        });
+        match news.is_empty() {
+            true => Some(pause),
+            false => Some(pause.min(ON_ITS_WAY / 4)),
         }
     }
 
@@ -79,7 +138,7 @@ impl Member {
             ));
         }
         self.state()?;
-        Ok(self.line.join())
+        Ok(self.order.join())
     }
 
     /// Runs an operation when its turn comes, and delivers the outcome before the next one has
@@ -91,7 +150,7 @@ impl Member {
         body: impl FnOnce(Exchange<'_>) -> Result<T>,
         deliver: impl FnOnce(Result<T>) -> R,
     ) -> R {
-        let turn = self.line.turn(ticket);
+        let turn = self.order.turn(ticket);
         deliver(self.exchange(turn.number(), contract, body))
     }
 
@@ -108,36 +167,68 @@ impl Member {
         // Every operation starts by clearing the scratch memory.
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let exchange = Exchange::new(&*self.transport, contract, watch, &mut scratch);
-        body(exchange).inspect_err(|error| self.fail(sequence, error.clone()))
+        body(exchange).map_err(|error| self.fail(sequence, error))
     }
 
     /// Leaves in good order, after everything that was started.
     pub(crate) fn close(&self) {
-        let ticket = self.line.join();
-        let _turn = self.line.turn(ticket);
-        self.part(&Farewell::Goodbye);
+        let ticket = self.order.join();
+        let _turn = self.order.turn(ticket);
+        if self.part(&Farewell::Goodbye(Parting::Closed))
+            && let Some(line) = &self.line
+        {
+            line.farewell();
+        }
     }
 
     /// Leaves because the last handle is gone; waits a moment for what was started.
     pub(crate) fn leave(&self) {
         if thread::panicking() {
-            self.abandon();
-        } else if self.line.is_idle_within(LINGER) {
-            self.part(&Farewell::Goodbye);
+            self.abort(&panics::said());
+        } else if self.order.is_idle_within(LINGER) {
+            self.part(&Farewell::Goodbye(Parting::Dropped));
         } else {
-            self.fail(
-                self.line.serving(),
-                Error::about(
-                    Kind::PeerLost,
-                    vec![self.topology.rank()],
-                    format!(
-                        "{} dropped its group while operations that it had started were pending; \
-                         wait for them, or close the group",
-                        self.transport.peers()[self.topology.rank()]
-                    ),
-                ),
+            self.abort(
+                "it dropped its group while operations that it had started were pending; wait for \
+                 them, or close the group",
             );
         }
+    }
+
+    /// Fails for a reason of this rank's own.
+    pub(crate) fn abort(&self, reason: &str) {
+        if self.parted.load(Ordering::Acquire) {
+            return;
+        }
+        let me = &self.transport.peers()[self.topology.rank()];
+        let sequence = self.order.serving();
+        let error = Error::blaming(
+            Kind::PeerLost,
+            me.culprit(reason, Certainty::Settled),
+            format!("{me} is lost: {reason}; it was at collective #{sequence}"),
+        );
+        self.fail(sequence, error);
+    }
+
+    /// See [`ProcessGroup::lost`](super::ProcessGroup::lost).
+    pub(crate) fn lost(&self) -> Vec<usize> {
+        let failure = self.failure.get();
+        let patience = failure.map_or(Duration::ZERO, |_| MOMENT);
+        let inbox = self.transport.inbox();
+        let speechless = inbox.last_words(self.topology.rank(), patience);
+        let mut lost = inbox.gone();
+        lost.extend(failure.and_then(Error::culprit).map(Culprit::rank));
+        let suspects = self.suspects.get().map_or(&[][..], Vec::as_slice);
+        // Who has said a last word lived when this group had failed: witnesses would only tell
+        // that it has ended since.
+        lost.extend(speechless.into_iter().filter(|rank| {
+            let line = self.line.as_ref();
+            let testimony = line.and_then(|line| line.testimony(*rank, Duration::ZERO));
+            suspects.contains(rank) || testimony.is_some()
+        }));
+        lost.sort_unstable();
+        lost.dedup();
+        lost
     }
 
     pub(crate) fn forbid(&self, reason: Arc<str>) {
@@ -167,28 +258,62 @@ impl Member {
         Ok(())
     }
 
-    fn abandon(&self) {
-        let error = Error::about(
-            Kind::PeerLost,
-            vec![self.topology.rank()],
-            format!(
-                "{} is lost: it panicked",
-                self.transport.peers()[self.topology.rank()]
-            ),
-        );
-        self.fail(self.line.serving(), error);
+    /// Ends the group, unless it has ended before; gives the error with which it ended.
+    fn fail(&self, sequence: u64, error: Error) -> Error {
+        // Whoever sees the failure may end the process at once, so the store is told before.
+        let _first = self.failing.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(earlier) = self.failure.get() {
+            return earlier.clone();
+        }
+        let error = self.ask_witnesses(error);
+        if let Some(line) = &self.line {
+            line.accuse(&self.own_words(&error));
+        }
+        // Nobody else sets them while the lock is held.
+        let silence = self.options.liveness_timeout() / 2;
+        let _ = self.suspects.set(self.transport.silent(silence));
+        let _ = self.failure.set(error.clone());
+        let abort = error.clone();
+        self.part(&Farewell::Abort(Abort {
+            sequence,
+            error: abort,
+        }));
+        error
     }
 
-    fn fail(&self, sequence: u64, error: Error) {
-        if self.failure.set(error.clone()).is_ok() {
-            self.part(&Farewell::Abort(Abort { sequence, error }));
+    /// Adds what the store knows about the end of the culprit, where that may be more.
+    fn ask_witnesses(&self, error: Error) -> Error {
+        let (Some(line), Some(culprit)) = (&self.line, error.culprit()) else {
+            return error;
+        };
+        if culprit.certainty == Certainty::Settled || culprit.rank() == self.topology.rank() {
+            return error;
+        }
+        match line.testimony(culprit.rank(), PATIENCE) {
+            Some(text) => error.with_testimony(&text),
+            None => error,
         }
     }
 
-    fn part(&self, farewell: &Farewell) {
-        if !self.parted.swap(true, Ordering::AcqRel) {
-            self.transport.farewell(farewell);
+    /// What the store is told: of a failure of its own a rank tells the cause only, since the
+    /// store adds who said it, and others where they were.
+    fn own_words(&self, error: &Error) -> Error {
+        match error.culprit() {
+            Some(culprit) if culprit.rank() == self.topology.rank() => {
+                Error::blaming(error.kind(), culprit.clone(), culprit.cause())
+            }
+            _ => error.clone(),
         }
+    }
+
+    /// Says the last word, and whether this call did.
+    fn part(&self, farewell: &Farewell) -> bool {
+        if self.parted.swap(true, Ordering::AcqRel) {
+            return false;
+        }
+        self.pulse.stop();
+        self.transport.farewell(farewell);
+        true
     }
 
     fn forbidden(&self) -> MutexGuard<'_, Vec<Arc<str>>> {
@@ -199,12 +324,18 @@ impl Member {
     }
 }
 
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.pulse.stop();
+    }
+}
+
 impl fmt::Debug for Member {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Member")
             .field("topology", &self.topology)
             .field("transport", &self.transport.kind())
-            .field("operations", &self.line.serving())
+            .field("operations", &self.order.serving())
             .field("failure", &self.failure.get())
             .finish_non_exhaustive()
     }
@@ -218,10 +349,19 @@ struct Watchdog<'a> {
 impl Drop for Watchdog<'_> {
     fn drop(&mut self) {
         if thread::panicking() {
-            self.member.abandon();
+            self.member.abort(&panics::said());
         }
     }
 }
 
 /// How long dropping the last handle waits for operations that were started.
 const LINGER: Duration = Duration::from_secs(1);
+
+/// How long to wait for the last words of others after a failure.
+const MOMENT: Duration = Duration::from_millis(500);
+
+/// How long a failing rank waits for what the store knows.
+const PATIENCE: Duration = Duration::from_millis(250);
+
+/// How long the last words of a rank may take longer than the news of its end.
+const ON_ITS_WAY: Duration = Duration::from_millis(200);

@@ -5,7 +5,9 @@ mod line;
 mod member;
 mod objects;
 mod options;
+mod panics;
 mod pending;
+mod pulse;
 
 use std::{
     fmt,
@@ -29,6 +31,7 @@ use crate::{
     error::{Error, Kind, Result},
     partition::Partition,
     reduce::ReduceOp,
+    rendezvous::StoreLine,
     topology::{Launch, Topology},
     transport::{Tcp, Threads, Transport, TransportKind},
 };
@@ -77,18 +80,18 @@ impl ProcessGroup {
     /// assert!(group.barrier().is_ok());
     /// ```
     pub fn single() -> Self {
-        let transport = Box::new(Threads::alone());
-        Self::join(Topology::single(), &GroupOptions::new(), transport)
+        Self::alone(&GroupOptions::new())
     }
 
     /// The ranks of a new world whose members are threads of this process, in rank order.
     ///
     /// # Errors
     ///
-    /// A topology error for a world of none, a misuse error for a timeout of zero or for another
-    /// transport.
+    /// A topology error for a world of none; a misuse error for a timeout of zero, for another
+    /// transport, or for planned faults that this program cannot carry out.
     pub fn threads(world_size: usize, options: &GroupOptions) -> Result<Vec<Self>> {
         options.check()?;
+        check_faults()?;
         let transport = options.transport();
         if !matches!(transport, TransportKind::Auto | TransportKind::Threads) {
             return Err(Error::new(
@@ -101,7 +104,7 @@ impl ProcessGroup {
             .enumerate()
             .map(|(rank, transport)| {
                 let topology = Topology::new(rank, world_size)?;
-                Ok(Self::join(topology, options, Box::new(transport)))
+                Self::join(topology, options, Box::new(transport), None)
             })
             .collect()
     }
@@ -110,12 +113,21 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// A rendezvous error where the ranks do not find one another within the connect timeout.
+    /// - a misuse error for a timeout of zero, for a transport that does not connect processes, or
+    ///   for planned faults that this program cannot carry out;
+    /// - a topology error where the launch does not say where the ranks meet;
+    /// - a rendezvous error where the ranks do not find one another within the connect timeout,
+    ///   or disagree about the job;
+    /// - a peer-lost error that names the rank that is gone before all are connected;
+    /// - an unauthorized error where the job token is missing, or wrong on either side;
+    /// - an address-in-use error where rank 0 is to host the store and its address is taken;
+    /// - a protocol error where the store, or what is at its address, does not speak as it should;
+    /// - an I/O error where the operating system refuses a socket, a file or a thread.
     pub fn connect(launch: &Launch, options: &GroupOptions) -> Result<Self> {
         options.check()?;
+        check_faults()?;
         if launch.topology.world_size() == 1 {
-            let transport = Box::new(Threads::alone());
-            return Ok(Self::join(launch.topology, options, transport));
+            return Ok(Self::alone(&options.completed_by(launch)));
         }
         let asked = match options.transport() {
             TransportKind::Auto => launch.transport,
@@ -140,11 +152,12 @@ impl ProcessGroup {
             ));
         };
         let patience = options.connect_timeout();
-        let mut meeting = rendezvous.meet(&launch.topology, patience)?;
-        // The store must live until every rank has its table, which a complete mesh shows.
-        let _store = meeting.store.take();
+        let options = &options.completed_by(launch);
+        let liveness = options.liveness_timeout();
+        let meeting = rendezvous.meet(&launch.topology, patience, liveness)?;
+        let line = meeting.line.clone();
         let transport = Tcp::connect(&launch.topology, meeting, patience)?;
-        Ok(Self::join(launch.topology, options, Box::new(transport)))
+        Self::join(launch.topology, options, Box::new(transport), line)
     }
 
     /// This rank's place.
@@ -360,8 +373,9 @@ impl ProcessGroup {
     /// Leaves the group in good order, after everything that was started. Later collectives of
     /// this rank fail, and those of other ranks say that this rank finished.
     ///
-    /// Dropping the last handle does the same, but waits for started operations only for a
-    /// moment.
+    /// A rank that drops its last handle without this leaves as well, and waits for started
+    /// operations only for a moment. Where others then still need it, they say that it is lost:
+    /// its program returned early or failed.
     ///
     /// # Errors
     ///
@@ -371,15 +385,94 @@ impl ProcessGroup {
         Ok(())
     }
 
+    /// Ends the group because this rank fails, for a reason that the program knows: the others'
+    /// pending and next collectives fail with an error that names this rank and says why. Later
+    /// collectives of this rank fail with the same error.
+    ///
+    /// The reason goes on from "rank 1 is lost: ", as in "its data set is empty". A group that
+    /// has failed before, or is closed, stays as it is.
+    ///
+    /// ```
+    /// use accelerator_collective::{GroupOptions, ProcessGroup};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// ranks[1].abort("its data set is empty");
+    /// let error = ranks[0].barrier().unwrap_err();
+    /// assert!(error.is_peer_lost());
+    /// assert!(error.to_string().contains("rank 1 (a thread of this process) is lost: its data set is empty"));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn abort(&self, reason: impl Into<String>) {
+        self.0.member.abort(&reason.into());
+    }
+
+    /// The ranks that are gone as far as this rank knows, in ascending order: those that failed by
+    /// themselves, whose connection ended, that were silent for too long, that left or dropped
+    /// their group, or that another rank or the launcher reports so. This rank itself is among
+    /// them where it failed by itself or others gave it up.
+    ///
+    /// An error names the [culprit](Error::culprit) alone; several ranks may have died with it. A
+    /// rank that gave up because of them is not lost: it may still run. What it does afterwards
+    /// is not observed.
+    ///
+    /// In a group that failed, this waits up to half a second for news of ranks that are not
+    /// heard of yet. Nothing is sent. Ranks that can reach one another come to the same answer,
+    /// except where one dies, or is slow to notice the failure, just then; where the network
+    /// splits, each side takes the other for lost.
+    ///
+    /// ```
+    /// use std::thread;
+    ///
+    /// use accelerator_collective::{GroupOptions, ProcessGroup};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(4, &GroupOptions::new())?;
+    /// assert!(ranks[3].lost().is_empty());
+    /// ranks[1].abort("its host is on fire");
+    /// ranks[0].abort("its host is on fire");
+    /// thread::scope(|scope| {
+    ///     for survivor in &ranks[2..] {
+    ///         scope.spawn(|| {
+    ///             assert!(survivor.barrier().unwrap_err().is_peer_lost());
+    ///             assert_eq!(survivor.lost(), [0, 1]);
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn lost(&self) -> Vec<usize> {
+        self.0.member.lost()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn inbox(&self) -> &crate::transport::Inbox {
+        self.0.member.transport.inbox()
+    }
+
+    fn alone(options: &GroupOptions) -> Self {
+        let transport = Box::new(Threads::alone());
+        let member = Member::new(Topology::single(), options.clone(), transport, None);
+        Self(Arc::new(Handle {
+            member: Arc::new(member),
+            jobs: Mutex::new(None),
+        }))
+    }
+
     pub(crate) fn join(
         topology: Topology,
         options: &GroupOptions,
         transport: Box<dyn Transport>,
-    ) -> Self {
-        Self(Arc::new(Handle {
-            member: Arc::new(Member::new(topology, options.clone(), transport)),
+        line: Option<StoreLine>,
+    ) -> Result<Self> {
+        let member = Arc::new(Member::new(topology, options.clone(), transport, line));
+        member.wake()?;
+        Ok(Self(Arc::new(Handle {
+            member,
             jobs: Mutex::new(None),
-        }))
+        })))
     }
 
     fn run(
@@ -398,6 +491,11 @@ impl fmt::Debug for ProcessGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("ProcessGroup").field(&self.0.member).finish()
     }
+}
+
+fn check_faults() -> Result<()> {
+    let refused = "the planned faults cannot be carried out";
+    accelerator_fault::check().map_err(|error| Error::caused(Kind::Misuse, refused, error))
 }
 
 /// While it lives, collectives of this rank fail; see [`ProcessGroup::forbid`].
@@ -495,6 +593,47 @@ impl Job {
                 Ok(buffer)
             },
             |outcome| self.completion.complete(outcome),
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    /// The test below runs this one in a process of its own.
+    #[test]
+    fn groups_are_made() {
+        let options = GroupOptions::new();
+        let launch = Launch::new(Topology::single(), crate::Rendezvous::new("127.0.0.1", 1));
+        let connected = ProcessGroup::connect(&launch, &options).map(drop);
+        let threads = ProcessGroup::threads(2, &options).map(drop);
+        if std::env::var_os(accelerator_fault::VARIABLE).is_none() {
+            assert!(connected.is_ok() && threads.is_ok());
+            return;
+        }
+        for error in [connected.unwrap_err(), threads.unwrap_err()] {
+            assert!(error.is_misuse(), "{error}");
+            let text = error.to_string();
+            assert!(
+                text.contains("the planned faults cannot be carried out: "),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_plan_of_faults_that_cannot_be_read_is_refused() {
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "group::tests::groups_are_made"])
+            .env(accelerator_fault::VARIABLE, "rank=0 step=1 dance")
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(
+            output.status.success() && text.contains("1 passed"),
+            "{text}"
         );
     }
 }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use crate::{
     error::{Error, Kind, Result},
+    topology::Launch,
     transport::{Patience, TransportKind},
 };
 
@@ -25,17 +26,20 @@ use crate::{
 pub struct GroupOptions {
     connect_timeout: Duration,
     progress_timeout: Duration,
+    /// Where unset, what the launch says, else five seconds.
+    liveness_timeout: Option<Duration>,
     warn_after: Duration,
     transport: TransportKind,
 }
 
 impl GroupOptions {
     /// The defaults: 60 seconds to find one another, 10 minutes without progress in an
-    /// operation, a warning after 10 seconds, any transport.
+    /// operation, a warning after 10 seconds, 5 seconds without a sign of life, any transport.
     pub fn new() -> Self {
         Self {
             connect_timeout: Duration::from_secs(60),
             progress_timeout: Duration::from_secs(600),
+            liveness_timeout: None,
             warn_after: Duration::from_secs(10),
             transport: TransportKind::Auto,
         }
@@ -53,6 +57,19 @@ impl GroupOptions {
     pub fn with_progress_timeout(self, progress_timeout: Duration) -> Self {
         Self {
             progress_timeout,
+            ..self
+        }
+    }
+
+    /// After how long without a sign of life a rank is lost: stopped, swapped out, or cut off
+    /// from the network. A rank that lives shows it, however busy it is; one that is merely slow
+    /// has the [progress timeout](Self::with_progress_timeout). Below a second, a loaded machine
+    /// may make ranks look dead. Threads of one process cannot fall silent.
+    ///
+    /// Unset, `ACCEL_LIVENESS_TIMEOUT` of the launch says it.
+    pub fn with_liveness_timeout(self, liveness_timeout: Duration) -> Self {
+        Self {
+            liveness_timeout: Some(liveness_timeout),
             ..self
         }
     }
@@ -77,6 +94,11 @@ impl GroupOptions {
         self.progress_timeout
     }
 
+    /// After how long without a sign of life a rank is lost.
+    pub fn liveness_timeout(&self) -> Duration {
+        self.liveness_timeout.unwrap_or(LIVENESS)
+    }
+
     /// After how long without progress a warning is logged.
     pub fn warn_after(&self) -> Duration {
         self.warn_after
@@ -91,6 +113,7 @@ impl GroupOptions {
         for (name, timeout) in [
             ("connect", self.connect_timeout),
             ("progress", self.progress_timeout),
+            ("liveness", self.liveness_timeout()),
         ] {
             if timeout.is_zero() {
                 return Err(Error::new(
@@ -100,6 +123,14 @@ impl GroupOptions {
             }
         }
         Ok(())
+    }
+
+    /// The same options with what the launch says where they say nothing.
+    pub(crate) fn completed_by(&self, launch: &Launch) -> Self {
+        Self {
+            liveness_timeout: self.liveness_timeout.or(launch.liveness_timeout()),
+            ..self.clone()
+        }
     }
 
     pub(crate) fn patience(&self) -> Patience {
@@ -113,5 +144,37 @@ impl GroupOptions {
 impl Default for GroupOptions {
     fn default() -> Self {
         Self::new()
+    }
+}
+
+const LIVENESS: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_launch_completes_what_the_options_leave_open() {
+        let launch =
+            Launch::from_vars(|name| (name == "ACCEL_LIVENESS_TIMEOUT").then(|| "1.5".to_owned()))
+                .unwrap();
+        let silent = GroupOptions::new();
+        assert_eq!(silent.liveness_timeout(), Duration::from_secs(5));
+        let completed = silent.completed_by(&launch);
+        assert_eq!(completed.liveness_timeout(), Duration::from_millis(1500));
+        let set = silent.with_liveness_timeout(Duration::from_secs(2));
+        let completed = set.completed_by(&launch);
+        assert_eq!(completed.liveness_timeout(), Duration::from_secs(2));
+    }
+
+    #[test]
+    fn deadlines_of_zero_are_misuse() {
+        for options in [
+            GroupOptions::new().with_connect_timeout(Duration::ZERO),
+            GroupOptions::new().with_progress_timeout(Duration::ZERO),
+            GroupOptions::new().with_liveness_timeout(Duration::ZERO),
+        ] {
+            assert!(options.check().unwrap_err().is_misuse());
+        }
     }
 }

@@ -3,20 +3,37 @@
 //! A small store listens at one address. Every rank registers there, and when all have come each
 //! gets the table of all.
 
+mod address;
 mod client;
+mod desk;
+mod line;
+mod lobby;
+mod options;
+mod outbox;
 mod owner;
+mod report;
 mod server;
 mod state;
+#[cfg(test)]
+mod tests;
 mod token;
+mod visit;
 
 use std::{fmt, net::IpAddr, path::PathBuf};
 
-pub use server::{StoreOptions, StoreServer};
+pub use options::StoreOptions;
+pub use report::{Accusation, Report};
+pub use server::StoreServer;
 pub(crate) use state::LONGEST;
 pub use token::Token;
 
+pub(crate) use address::reachable;
 pub(crate) use client::Meeting;
+pub(crate) use line::StoreLine;
+pub(crate) use lobby::{Guest, Lobby};
 pub(crate) use token::{Key, random};
+
+use crate::{error::Result, topology::is_on};
 
 /// Where the ranks of a job meet, and by what right.
 ///
@@ -143,8 +160,56 @@ pub(crate) enum TokenSource {
     None,
 }
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Security {
+/// Whether ranks of other hosts need a token to join.
+///
+/// ```
+/// use accelerator_collective::rendezvous::Security;
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let set = |name: &str| (name == Security::VARIABLE).then(|| "1".to_owned());
+/// assert_eq!(Security::from_vars(set)?, Security::Waived);
+/// assert_eq!(Security::from_vars(|_| None)?, Security::Required);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Security {
+    /// Without a token, only processes of the same user on the same host may join.
+    #[default]
     Required,
+    /// Whoever reaches the port may join.
     Waived,
+}
+
+impl Security {
+    /// The variable that waives security: `1` or `true`; else `0`, `false` or nothing.
+    pub const VARIABLE: &'static str = "ACCEL_INSECURE";
+
+    /// Reads the environment of this process.
+    ///
+    /// # Errors
+    ///
+    /// A topology error where the variable holds anything else.
+    pub fn from_env() -> Result<Self> {
+        Self::from_vars(|name| {
+            std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+        })
+    }
+
+    /// Reads the variable through `lookup`, as [`from_env`](Self::from_env) reads the
+    /// environment.
+    ///
+    /// # Errors
+    ///
+    /// As [`from_env`](Self::from_env).
+    pub fn from_vars(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let waived = match lookup(Self::VARIABLE) {
+            Some(value) => is_on(Self::VARIABLE, &value)?,
+            None => false,
+        };
+        Ok(match waived {
+            true => Self::Waived,
+            false => Self::Required,
+        })
+    }
 }

@@ -1,6 +1,8 @@
 //! Whose process is at the other end of a connection within this host.
 
 use std::net::{IpAddr, SocketAddr, TcpStream};
+#[cfg(target_os = "linux")]
+use std::sync::{Mutex, PoisonError};
 
 /// Where the other end of a connection is.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -33,6 +35,10 @@ impl Neighbour {
 /// system tells.
 #[cfg(target_os = "linux")]
 fn owner(local: SocketAddr, remote: SocketAddr) -> Option<u32> {
+    // The kernel works for each line. Connections that come all at once must not keep the
+    // processors from everything else.
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     ["/proc/net/tcp", "/proc/net/tcp6"]
         .into_iter()
         .filter_map(|path| std::fs::read_to_string(path).ok())

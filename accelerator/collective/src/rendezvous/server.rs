@@ -1,30 +1,34 @@
 //! The store behind its sockets.
 
+mod door;
+
 use std::{
     collections::HashMap,
     fmt,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
+    net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering},
+        mpsc,
     },
     thread,
     time::{Duration, Instant},
 };
 
 use super::{
-    Security,
-    owner::Neighbour,
-    state::{Action, Connection, Event, State},
+    StoreOptions,
+    address::reachable,
+    desk::Desk,
+    lobby::Lobby,
+    outbox,
+    state::{Action, Event, State, Weight, Word},
     token::{Key, Token, random},
+    visit::host_name,
 };
 use crate::{
     error::{Error, Kind, Result},
     topology::Topology,
-    wire::{
-        ReadError,
-        message::{self, Message, Nonce, Proves, Refusal, Registration, Table},
-    },
+    wire::message::{self, Message, Nonce, Refusal, Table},
 };
 
 /// The store where the ranks of one job meet; it runs on threads of its own until it is dropped.
@@ -99,21 +103,33 @@ impl StoreServer {
             .local_addr()
             .map_err(|error| Error::io("the store's own address cannot be read", error))?;
         let shared = Arc::new(Shared {
-            limit: 2 * options.world_size + 64,
+            lobby: Lobby::new(options.world_size + 64),
+            strangers: Lobby::new(8),
             desk: Mutex::new(Desk {
                 state: State::new(options.world_size),
-                waiting: HashMap::new(),
+                lines: HashMap::new(),
+                reports: None,
             }),
             options,
             secret: random()?,
+            host_name: host_name(),
             changed: Condvar::new(),
-            open: AtomicUsize::new(0),
+            turned_away: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),
         });
         let server = Self {
             shared: Arc::clone(&shared),
             address,
         };
+        if let Some(observer) = shared.options.observer.clone() {
+            let (sender, reports) = mpsc::channel();
+            shared.desk().reports = Some(sender);
+            server.spawn("store-observer", move || {
+                for report in reports {
+                    observer(report);
+                }
+            })?;
+        }
         server.spawn("store-clock", {
             let shared = Arc::clone(&shared);
             move || shared.keep_time()
@@ -122,9 +138,35 @@ impl StoreServer {
         Ok(server)
     }
 
+    /// Tells all ranks how a rank ended, as the one who saw it end. The text goes on from
+    /// "rank 2 (process 17 on host) is lost: ", such as "it was killed by SIGKILL" or "it ended
+    /// with exit code 3; its last words: …".
+    ///
+    /// Until the ranks are connected, everybody fails with it at once. Later they know the cause
+    /// when they see the rank gone. A rank that has left in good order is not lost by it.
+    ///
+    /// ```
+    /// use accelerator_collective::rendezvous::StoreServer;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let store = StoreServer::bind(("127.0.0.1", 0), 2, None)?;
+    /// store.testify(1, "it was killed by SIGKILL");
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn testify(&self, rank: usize, text: impl Into<String>) {
+        let text = message::shorten(&text.into(), message::TEXT);
+        self.shared.step(Event::Testimony { rank, text });
+    }
+
     /// Where the store listens.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
+    }
+
+    /// What the rank that hosts the store says, without the way over its line.
+    pub(super) fn said(&self, rank: usize, word: Word) {
+        self.shared.step(Event::Said { rank, word });
     }
 
     fn spawn(&self, name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
@@ -147,69 +189,25 @@ impl fmt::Debug for StoreServer {
 
 impl Drop for StoreServer {
     fn drop(&mut self) {
+        let host = self.shared.options.host;
+        self.shared.step(Event::Closing { host });
         self.shared.stopped.store(true, Ordering::Release);
         let mut desk = self.shared.desk();
-        for (_, stream) in desk.waiting.drain() {
-            // The other end may be gone already.
-            let _ = stream.shutdown(std::net::Shutdown::Both);
-        }
+        desk.reports = None;
+        let lines: Vec<_> = desk.lines.drain().map(|(_, line)| line).collect();
         drop(desk);
+        let deadline = outbox::last_call();
+        for line in lines {
+            line.outbox.flush(deadline);
+            line.outbox.end();
+        }
+        self.shared.lobby.clear();
+        self.shared.strangers.clear();
         self.shared.changed.notify_all();
         // A last visitor wakes the thread that accepts. Should it not get through, the thread
         // ends with the next one.
-        let mut address = self.address;
-        if address.ip().is_unspecified() {
-            address.set_ip(match address.ip() {
-                IpAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
-                IpAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
-            });
-        }
+        let address = reachable(self.address);
         drop(TcpStream::connect_timeout(&address, Duration::from_secs(1)));
-    }
-}
-
-/// What a store expects of the ranks.
-#[derive(Clone, Debug)]
-pub struct StoreOptions {
-    world_size: usize,
-    token: Option<Token>,
-    job: String,
-    security: Security,
-}
-
-impl StoreOptions {
-    /// A store for so many ranks.
-    pub fn new(world_size: usize) -> Self {
-        Self {
-            world_size,
-            token: None,
-            job: String::new(),
-            security: Security::Required,
-        }
-    }
-
-    /// Ranks must prove this token.
-    pub fn with_token(self, token: Token) -> Self {
-        Self {
-            token: Some(token),
-            ..self
-        }
-    }
-
-    /// Names the job; ranks of a job with another name are refused.
-    pub fn with_job(self, job: impl Into<String>) -> Self {
-        Self {
-            job: job.into(),
-            ..self
-        }
-    }
-
-    /// Lets ranks of other hosts join without a token.
-    pub fn without_security(self) -> Self {
-        Self {
-            security: Security::Waived,
-            ..self
-        }
     }
 }
 
@@ -217,200 +215,77 @@ struct Shared {
     options: StoreOptions,
     /// What the key of the job is made from.
     secret: Nonce,
+    host_name: String,
     desk: Mutex<Desk>,
     /// The deadline has changed, or the store stops.
     changed: Condvar,
-    /// How many connections are open, and how many may be.
-    open: AtomicUsize,
-    limit: usize,
+    /// Who has not registered yet.
+    lobby: Arc<Lobby>,
+    /// Who may not join, and is told so.
+    strangers: Arc<Lobby>,
+    /// How many strangers there were.
+    turned_away: AtomicUsize,
     stopped: AtomicBool,
 }
 
-/// The state machine with the connections that wait for its answer.
-struct Desk {
-    state: State,
-    waiting: HashMap<Connection, Arc<Visitor>>,
-}
-
-/// A connection that has been let in.
-struct Visitor {
-    stream: TcpStream,
-    /// The nonces of its challenge, for the proof of the answer.
-    nonces: [Nonce; 2],
-}
-
-impl Visitor {
-    fn shutdown(&self, how: std::net::Shutdown) -> std::io::Result<()> {
-        self.stream.shutdown(how)
-    }
-}
-
 impl Shared {
-    fn accept(self: &Arc<Self>, listener: &TcpListener) {
-        for connection in 0.. {
-            let accepted = listener.accept();
-            if self.is_stopped() {
-                return;
-            }
-            let Ok((stream, _)) = accepted else {
-                // Too many open files, for instance: try again, but not at full speed.
-                thread::sleep(Duration::from_millis(20));
-                continue;
-            };
-            if self.open.fetch_add(1, Ordering::AcqRel) >= self.limit {
-                self.open.fetch_sub(1, Ordering::AcqRel);
-                continue;
-            }
-            let shared = Arc::clone(self);
-            let spawned = thread::Builder::new()
-                .name("store-visitor".to_owned())
-                .stack_size(512 * 1024)
-                .spawn(move || {
-                    shared.receive(connection, stream);
-                    shared.open.fetch_sub(1, Ordering::AcqRel);
-                });
-            if spawned.is_err() {
-                self.open.fetch_sub(1, Ordering::AcqRel);
-            }
-        }
-    }
-
-    /// Serves one connection from the first byte to the last.
-    fn receive(&self, connection: Connection, stream: TcpStream) {
-        let registered = self.admit(&stream);
-        let (registration, nonces) = match registered {
-            Ok(registered) => registered,
-            Err(error) => {
-                let peer = match stream.peer_addr() {
-                    Ok(peer) => peer.to_string(),
-                    Err(_) => "somebody".to_owned(),
-                };
-                tracing::debug!(%peer, %error, "the store turned a connection away");
-                // Nobody may be there to read it.
-                let _ = Message::Refused(Refusal::new(&error)).send(&stream);
-                let note = format!("{peer} was turned away: {error}");
-                self.step(Event::Stranger { note });
-                return;
-            }
-        };
-        let visitor = Arc::new(Visitor { stream, nonces });
-        {
-            let mut desk = self.desk();
-            if self.is_stopped() {
-                return;
-            }
-            desk.waiting.insert(connection, Arc::clone(&visitor));
-        }
-        self.step(Event::Registered {
-            connection,
-            registration,
-        });
-        // The rank has nothing more to say; this returns when it or the store ends.
-        while !self.is_stopped() {
-            let pause = Instant::now() + Duration::from_millis(500);
-            match Message::receive(&visitor.stream, message::SHORT, pause) {
-                Err(error) if error.is_timeout() => {}
-                _ => break,
-            }
-        }
-        self.desk().waiting.remove(&connection);
-        self.step(Event::Gone { connection });
-    }
-
-    /// The conversation at the door; the rank that may join comes out of it.
-    fn admit(&self, stream: &TcpStream) -> Result<(Registration, [Nonce; 2])> {
-        let deadline = Instant::now() + DOOR;
-        let unreadable =
-            |error: ReadError| Error::new(Kind::Protocol, format!("no rank of this job: {error}"));
-        // A rank that waits must not be delayed; without this it only takes longer.
-        let _ = stream.set_nodelay(true);
-        let key = self.options.token.as_ref().map(Token::key);
-        let hello = Message::receive(stream, message::SHORT, deadline).map_err(unreadable)?;
-        let Message::Hello { nonce, job, proves } = hello else {
-            return Err(Error::new(Kind::Protocol, "it did not say hello"));
-        };
-        if job != self.options.job {
-            return Err(Error::new(
-                Kind::Rendezvous,
-                format!(
-                    "this store serves the job {:?}, a rank of the job {job:?} must look for its \
-                     own; do two jobs use one port?",
-                    self.options.job
-                ),
-            ));
-        }
-        match (&key, proves) {
-            (Some(_), Proves::Nothing) => {
-                return Err(Error::new(
-                    Kind::Unauthorized,
-                    "this job has a token, but the rank has none; set ACCEL_TOKEN_FILE to the \
-                     file that holds it",
-                ));
-            }
-            (None, Proves::Nothing) => self.check_neighbour(stream)?,
-            // Without a token of its own the store proves nothing, and the rank turns away.
-            _ => {}
-        }
-        let own = random()?;
-        Message::Challenge {
-            nonce: own,
-            proof: key.as_ref().map(|key| key.prove("store", &[&nonce, &own])),
-        }
-        .send(stream)
-        .map_err(unreadable)?;
-        let register = Message::receive(stream, message::SHORT, deadline).map_err(unreadable)?;
-        let Message::Register { body, proof } = register else {
-            return Err(Error::new(Kind::Protocol, "it did not register"));
-        };
-        if let Some(key) = &key
-            && !key.accepts("rank", &[&own, &nonce, &body], &proof.unwrap_or_default())
-        {
-            return Err(Error::new(
-                Kind::Unauthorized,
-                "the token of the rank is not the token of this job; ACCEL_TOKEN_FILE must name \
-                 the same token for every process",
-            ));
-        }
-        let registration = message::from_bytes(&body).map_err(unreadable)?;
-        Ok((registration, [nonce, own]))
-    }
-
-    fn check_neighbour(&self, stream: &TcpStream) -> Result<()> {
-        match Neighbour::of(stream) {
-            Neighbour::Own => Ok(()),
-            Neighbour::Other { user } => Err(Error::new(
-                Kind::Unauthorized,
-                format!(
-                    "a process of user {user} cannot join another user's job without a token; \
-                     set ACCEL_TOKEN_FILE for every process"
-                ),
-            )),
-            Neighbour::Afar if self.options.security == Security::Waived => Ok(()),
-            Neighbour::Afar => Err(Error::new(
-                Kind::Unauthorized,
-                "a rank on another host cannot join without a token; set ACCEL_TOKEN_FILE for \
-                 every process, or ACCEL_INSECURE=1 on a network where everyone may join",
-            )),
-        }
-    }
-
     fn step(&self, event: Event) {
         let mut desk = self.desk();
-        let actions = desk.state.step(event, Instant::now());
-        for action in actions {
-            self.act(&mut desk, action);
-        }
+        let before = desk.state.due();
+        self.step_at(&mut desk, event, Instant::now());
+        let after = desk.state.due();
         drop(desk);
-        self.changed.notify_all();
+        // The clock needs to know only where it would come too late.
+        if after.is_some_and(|after| before.is_none_or(|before| after < before)) {
+            self.changed.notify_all();
+        }
     }
 
-    fn act(&self, desk: &mut Desk, action: Action) {
+    fn step_at(&self, desk: &mut Desk, event: Event, now: Instant) {
+        for action in desk.state.step(event, now) {
+            self.act(desk, action);
+        }
+    }
+
+    fn act(&self, desk: &Desk, action: Action) {
         match action {
-            Action::Refuse { connection, error } => {
-                if let Some(visitor) = desk.waiting.remove(&connection) {
-                    // Who has gone needs no answer; that is seen by its own thread.
-                    let _ = Message::Refused(Refusal::new(&error)).send(&visitor.stream);
+            Action::Adjourn { connections } => {
+                desk.tell(&connections, &Message::Adjourned);
+            }
+            Action::Beat { connections } => {
+                let message = Message::Heartbeat.encode();
+                for line in desk.lines(&connections) {
+                    line.outbox.beat(&message);
                 }
+            }
+            Action::Refuse { connection, error } => {
+                desk.tell(&[connection], &Message::Refused(Refusal::new(&error)));
+            }
+            Action::Report(report) => {
+                if let Some(reports) = &desk.reports {
+                    // The observer may have panicked; the store goes on without it.
+                    let _ = reports.send(report);
+                }
+            }
+            Action::Tell {
+                connection,
+                mut missing,
+            } => {
+                let count = missing.len();
+                missing.truncate(message::LISTED);
+                desk.tell(&[connection], &Message::Waiting { missing, count });
+            }
+            Action::Testify {
+                connections,
+                rank,
+                text,
+                weight,
+            } => {
+                let message = match weight {
+                    Weight::News => Message::Testimony { rank, text },
+                    Weight::Hearsay => Message::Hearsay { rank, text },
+                };
+                desk.tell(&connections, &message);
             }
             Action::Welcome { connections, ranks } => {
                 let body = message::to_bytes(&Table {
@@ -418,12 +293,10 @@ impl Shared {
                     secret: self.secret,
                 });
                 let key = self.options.token.as_ref().map(Token::key);
-                for connection in connections {
-                    if let Some(visitor) = desk.waiting.remove(&connection) {
-                        let proof = key.as_ref().map(|key| welcome(key, &visitor.nonces, &body));
-                        let body = body.clone();
-                        let _ = Message::Welcome { body, proof }.send(&visitor.stream);
-                    }
+                for line in desk.lines(&connections) {
+                    let proof = key.as_ref().map(|key| welcome(key, &line.nonces, &body));
+                    let body = body.clone();
+                    line.outbox.push(&Message::Welcome { body, proof }.encode());
                 }
             }
         }
@@ -431,20 +304,34 @@ impl Shared {
 
     fn keep_time(&self) {
         let mut desk = self.desk();
+        // When the clock should have been looked at.
+        let mut expected = None;
         while !self.is_stopped() {
             let now = Instant::now();
-            desk = match desk.state.deadline() {
-                Some(deadline) if deadline <= now => {
-                    for action in desk.state.step(Event::Tick, now) {
-                        self.act(&mut desk, action);
+            let late = |by| expected.is_some_and(|at: Instant| now > at + by);
+            if desk.state.tolerance().is_some_and(late) {
+                self.step_at(&mut desk, Event::Overslept, now);
+            }
+            desk = match desk.state.due() {
+                Some(due) if due <= now => {
+                    // A sign of life may have come that its thread had no time to read.
+                    for (rank, connection) in desk.state.silent(now) {
+                        if desk.has_news(connection) {
+                            let word = Word::Heartbeat;
+                            self.step_at(&mut desk, Event::Said { rank, word }, now);
+                        }
                     }
+                    self.step_at(&mut desk, Event::Tick, now);
+                    expected = Some(Instant::now());
                     desk
                 }
-                Some(deadline) => {
-                    let waited = self.changed.wait_timeout(desk, deadline - now);
+                Some(due) => {
+                    expected = Some(due);
+                    let waited = self.changed.wait_timeout(desk, due - now);
                     waited.unwrap_or_else(PoisonError::into_inner).0
                 }
                 None => {
+                    expected = None;
                     let waited = self.changed.wait(desk);
                     waited.unwrap_or_else(PoisonError::into_inner)
                 }
@@ -466,6 +353,3 @@ impl Shared {
 pub(crate) fn welcome(key: &Key, nonces: &[Nonce; 2], body: &[u8]) -> [u8; 32] {
     key.prove("welcome", &[&nonces[0], &nonces[1], body])
 }
-
-/// How long a stranger may take to say who it is.
-const DOOR: Duration = Duration::from_secs(10);

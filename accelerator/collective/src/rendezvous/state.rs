@@ -1,34 +1,49 @@
 //! The store as a pure state machine.
 
+mod arrival;
+mod clock;
+mod event;
+mod failure;
+
 use std::{
     collections::BTreeMap,
     time::{Duration, Instant},
 };
 
+use super::{Accusation, Report};
 use crate::{
     error::{Error, Kind, list_ranks},
-    transport::Seconds,
     wire::message::Registration,
 };
 
-/// Who has come to a rendezvous, and what follows from it.
+use arrival::{Arrival, Stage};
+pub(crate) use event::{Action, Connection, Event, Weight, Word};
+use failure::name;
+
+/// Who has come to a rendezvous, what became of them, and what follows from it.
 ///
 /// ```text
-/// gathering ── the last rank comes ──────────────► complete
-///     └─────── deadline, or a contradiction ─────► failed
+/// gathering ── the last rank comes ──► connecting ── all are connected ──► together
+///     │                                    │
+///     └── deadline, contradiction,         └── a death, silence,
+///         a death, silence ────► failed ◄───── a rank that gives up
 /// ```
 ///
-/// Whoever comes after the end is refused; what happened before does not change.
+/// Whoever comes after the table is complete is refused; what happened before does not change.
+/// Deaths and silence are judged in [`Event::Tick`] only, so that whoever keeps the time can say
+/// first that it [overslept](Event::Overslept).
 #[derive(Debug)]
 pub(crate) struct State {
     world_size: usize,
     ranks: BTreeMap<usize, Arrival>,
-    /// When the least patient of those present gives up.
-    deadline: Option<Instant>,
     /// When the first rank came.
     started: Option<Instant>,
+    /// When the ranks are next given a sign of life.
+    beat_at: Instant,
     /// What else happened, told when the rendezvous fails.
     notes: Vec<String>,
+    /// Whether the ranks got the table.
+    complete: bool,
     phase: Phase,
 }
 
@@ -37,9 +52,10 @@ impl State {
         Self {
             world_size,
             ranks: BTreeMap::new(),
-            deadline: None,
             started: None,
+            beat_at: Instant::now(),
             notes: Vec::new(),
+            complete: false,
             phase: Phase::Gathering,
         }
     }
@@ -47,24 +63,56 @@ impl State {
     /// What to do about an event.
     pub(crate) fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
         match event {
-            Event::Gone { connection } => self.gone(connection),
+            Event::Closing { host } => self.closing(host),
+            Event::Gone { connection } => self.gone(connection, now),
+            Event::Overslept => self.forgive(now),
             Event::Registered {
                 connection,
                 registration,
-            } => return self.registered(connection, registration, now),
-            Event::Stranger { note } => self.note(note),
-            Event::Tick => {}
+            } => self.registered(connection, registration, now),
+            Event::Said { rank, word } => self.said(rank, word, now),
+            Event::Stranger { note } => self.stranger(note),
+            Event::Testimony { rank, text } => self.testimony(rank, text, now),
+            Event::Tick => self.judge(now),
         }
-        if self.deadline.is_some_and(|deadline| deadline <= now) {
-            let error = self.overdue(now);
-            return self.fail(error);
-        }
-        Vec::new()
     }
 
     /// When the next [`Event::Tick`] is due.
-    pub(crate) fn deadline(&self) -> Option<Instant> {
-        self.deadline
+    pub(crate) fn due(&self) -> Option<Instant> {
+        if !self.is_meeting() {
+            return None;
+        }
+        let gathering = matches!(self.phase, Phase::Gathering);
+        let each = self.ranks.values().flat_map(|arrival| {
+            [
+                gathering.then_some(arrival.deadline),
+                (gathering && arrival.is_present()).then_some(arrival.tell_at),
+                self.loss_at(arrival),
+            ]
+        });
+        let beat = (!self.ranks.is_empty()).then_some(self.beat_at);
+        each.chain([beat]).flatten().min()
+    }
+
+    /// How late [`Event::Tick`] may come before it must be preceded by [`Event::Overslept`].
+    pub(crate) fn tolerance(&self) -> Option<Duration> {
+        let judging = self.is_meeting() && !self.ranks.is_empty();
+        judging.then(|| self.liveness() / 4)
+    }
+
+    /// The ranks that the next [`Event::Tick`] finds silent, with their connections.
+    pub(crate) fn silent(&self, now: Instant) -> Vec<(usize, Connection)> {
+        let ranks = self.ranks.iter().filter_map(|(rank, arrival)| {
+            self.loss_at(arrival).filter(|at| *at <= now)?;
+            Some((*rank, arrival.connection?))
+        });
+        ranks.collect()
+    }
+
+    /// Whether this is the connection of a rank, and not of one that was refused.
+    pub(crate) fn knows(&self, connection: Connection) -> bool {
+        let mut ranks = self.ranks.values();
+        ranks.any(|arrival| arrival.connection == Some(connection))
     }
 
     fn registered(
@@ -75,7 +123,7 @@ impl State {
     ) -> Vec<Action> {
         let refuse = |error| vec![Action::Refuse { connection, error }];
         match &self.phase {
-            Phase::Complete => {
+            Phase::Connecting | Phase::Together => {
                 return refuse(Error::about(
                     Kind::Rendezvous,
                     vec![registration.rank],
@@ -94,27 +142,37 @@ impl State {
             actions.extend(self.fail(error));
             return actions;
         }
-        self.started.get_or_insert(now);
-        let deadline = now + registration.patience.min(LONGEST);
-        self.deadline = Some(self.deadline.map_or(deadline, |other| other.min(deadline)));
+        if self.ranks.is_empty() {
+            self.started.get_or_insert(now);
+            self.beat_at = now;
+        }
+        let Registration {
+            rank, host, pid, ..
+        } = registration.clone();
         let arrival = Arrival {
-            connection,
+            connection: Some(connection),
+            deadline: now + registration.patience.min(LONGEST),
+            heard: now,
+            gone: None,
+            ended: None,
+            tell_at: now + TELL_AFTER,
+            stage: Stage::Waiting,
             registration,
         };
-        self.ranks.insert(arrival.registration.rank, arrival);
-        if self.ranks.len() < self.world_size {
-            return Vec::new();
+        self.ranks.insert(rank, arrival);
+        let mut actions = vec![Action::Report(Report::Joined { rank, host, pid })];
+        let present = self.ranks.values().filter(|arrival| arrival.is_present());
+        if present.count() == self.world_size {
+            self.phase = Phase::Connecting;
+            self.complete = true;
+            let ranks = self.ranks.values();
+            actions.push(Action::Report(Report::Met));
+            actions.push(Action::Welcome {
+                connections: self.connections(|_| true),
+                ranks: ranks.map(|x| x.registration.clone()).collect(),
+            });
         }
-        self.phase = Phase::Complete;
-        self.deadline = None;
-        vec![Action::Welcome {
-            connections: self.ranks.values().map(|x| x.connection).collect(),
-            ranks: self
-                .ranks
-                .values()
-                .map(|x| x.registration.clone())
-                .collect(),
-        }]
+        actions
     }
 
     /// A registration that contradicts what is known can never become right: the rendezvous
@@ -145,30 +203,155 @@ impl State {
             ));
         }
         match self.ranks.get(&new.rank) {
-            None => Ok(()),
-            Some(Arrival { registration, .. }) => Err(Error::about(
+            Some(
+                arrival @ Arrival {
+                    registration: old, ..
+                },
+            ) if arrival.is_present() => Err(Error::about(
                 Kind::Rendezvous,
                 vec![new.rank],
                 format!(
                     "two processes came as rank {}: process {} on {} and process {} on {}; RANK \
                      must differ from process to process",
-                    new.rank, registration.pid, registration.host, new.pid, new.host
+                    new.rank, old.pid, old.host, new.pid, new.host
                 ),
             )),
+            _ => Ok(()),
         }
     }
 
-    fn gone(&mut self, connection: Connection) {
-        if !matches!(self.phase, Phase::Gathering) {
-            return;
+    fn said(&mut self, rank: usize, word: Word, now: Instant) -> Vec<Action> {
+        let Some(arrival) = self.ranks.get_mut(&rank) else {
+            return Vec::new();
+        };
+        arrival.heard = now;
+        match word {
+            Word::Accuse(error) => {
+                let accusation = Accusation::new(rank, &error);
+                let confession = accusation.is_confession();
+                let text = accusation.text.clone();
+                let mut actions = vec![Action::Report(Report::Failed(accusation))];
+                match self.phase {
+                    Phase::Connecting => {
+                        actions.extend(self.testify(rank, format!("it gave up: {text}")));
+                        actions.extend(self.fail_but(error, Some(rank)));
+                    }
+                    Phase::Together if confession => actions.push(Action::Testify {
+                        connections: self.connections(|x| x.registration.rank != rank),
+                        rank,
+                        text: format!("it said: {text}"),
+                        weight: Weight::Hearsay,
+                    }),
+                    _ => {}
+                }
+                actions
+            }
+            Word::Connected => {
+                if !matches!(self.phase, Phase::Connecting) || arrival.stage != Stage::Waiting {
+                    return Vec::new();
+                }
+                arrival.stage = Stage::Connected;
+                let ended = arrival.ended.take();
+                let mut ranks = self.ranks.values();
+                if ranks.all(|arrival| arrival.stage != Stage::Waiting) {
+                    self.phase = Phase::Together;
+                }
+                ended.map_or(Vec::new(), |(text, _)| self.testify(rank, text))
+            }
+            Word::Farewell => match (arrival.stage, &self.phase) {
+                (Stage::Waiting, Phase::Connecting) => {
+                    arrival.stage = Stage::Closed;
+                    self.lose(rank, "it left")
+                }
+                // There is no group to leave.
+                (Stage::Waiting, _) => Vec::new(),
+                _ => {
+                    arrival.stage = Stage::Closed;
+                    vec![Action::Report(Report::Closed { rank })]
+                }
+            },
+            Word::Heartbeat => Vec::new(),
         }
-        let rank = self.ranks.iter().find(|(_, x)| x.connection == connection);
-        if let Some((&rank, arrival)) = rank {
-            let Registration { pid, host, .. } = &arrival.registration;
-            self.note(format!(
-                "rank {rank} (process {pid} on {host}) came and went away again"
-            ));
-            self.ranks.remove(&rank);
+    }
+
+    fn gone(&mut self, connection: Connection, now: Instant) -> Vec<Action> {
+        let mut ranks = self.ranks.values_mut();
+        let Some(arrival) = ranks.find(|x| x.connection == Some(connection)) else {
+            return Vec::new();
+        };
+        arrival.connection = None;
+        arrival.gone = Some(now);
+        if matches!(self.phase, Phase::Gathering) {
+            let name = name(&arrival.registration);
+            self.note(format!("{name} came and went away again"));
+        }
+        Vec::new()
+    }
+
+    /// Somebody who saw a rank end says how. The rank's own last words may be on their way, and
+    /// blame another one: they are heard first.
+    fn testimony(&mut self, rank: usize, text: String, now: Instant) -> Vec<Action> {
+        if rank >= self.world_size {
+            return Vec::new();
+        }
+        if let Some(arrival) = self.ranks.get_mut(&rank)
+            && matches!(self.phase, Phase::Connecting)
+            && arrival.stage == Stage::Waiting
+            && arrival.connection.is_some()
+        {
+            arrival.ended.get_or_insert((text, now));
+            return Vec::new();
+        }
+        match self.phase {
+            Phase::Gathering => self.lose(rank, &text),
+            Phase::Connecting if !self.has_connected(rank) => self.lose(rank, &text),
+            // An end after a farewell is no loss.
+            _ if self.has_closed(rank) => vec![Action::Testify {
+                connections: self.connections(|x| x.registration.rank != rank),
+                rank,
+                text,
+                weight: Weight::Hearsay,
+            }],
+            _ => self.testify(rank, text),
+        }
+    }
+
+    fn stranger(&mut self, note: String) -> Vec<Action> {
+        self.note(note.clone());
+        vec![Action::Report(Report::Stranger { note })]
+    }
+
+    /// The store closes, for the rank that hosts it or for the launcher.
+    fn closing(&mut self, host: Option<usize>) -> Vec<Action> {
+        match (&self.phase, host) {
+            (Phase::Gathering, _) => {
+                let error = Error::about(
+                    Kind::Rendezvous,
+                    host.into_iter().collect(),
+                    format!(
+                        "the store was closed when {} of {} ranks had come; missing: {}",
+                        self.present(),
+                        self.world_size,
+                        list_ranks(&self.missing())
+                    ),
+                );
+                self.fail(error)
+            }
+            (Phase::Connecting, Some(rank)) if !self.has_connected(rank) => {
+                self.lose(rank, "it ended, and the store with it,")
+            }
+            _ => {
+                let mut ranks = self.ranks.iter();
+                let ended = ranks.find_map(|(rank, x)| Some((*rank, x.ended.clone()?.0)));
+                let mut actions = match ended {
+                    Some((rank, text)) => self.lose(rank, &text),
+                    None => Vec::new(),
+                };
+                actions.push(Action::Adjourn {
+                    connections: self.connections(|_| true),
+                });
+                actions
+            }
         }
     }
 
@@ -178,276 +361,81 @@ impl State {
         }
     }
 
-    fn overdue(&self, now: Instant) -> Error {
-        let missing: Vec<usize> = (0..self.world_size)
-            .filter(|rank| !self.ranks.contains_key(rank))
-            .collect();
-        let waited = self.started.map_or(Duration::ZERO, |started| now - started);
-        let mut message = format!(
-            "rendezvous: {} of {} ranks came within {}; missing: {}; start as many processes as \
-             WORLD_SIZE says, and see what became of those that did not come",
-            self.ranks.len(),
-            self.world_size,
-            Seconds(waited),
-            list_ranks(&missing),
-        );
-        for note in &self.notes {
-            message.push_str("; ");
-            message.push_str(note);
-        }
-        Error::about(Kind::Rendezvous, missing, message)
+    fn connections(&self, which: impl Fn(&Arrival) -> bool) -> Vec<Connection> {
+        let ranks = self.ranks.values().filter(|arrival| which(arrival));
+        ranks.filter_map(|arrival| arrival.connection).collect()
     }
 
-    fn fail(&mut self, error: Error) -> Vec<Action> {
-        self.deadline = None;
-        self.phase = Phase::Failed(error.clone());
-        std::mem::take(&mut self.ranks)
-            .into_values()
-            .map(|arrival| Action::Refuse {
-                connection: arrival.connection,
-                error: error.clone(),
-            })
-            .collect()
+    fn missing(&self) -> Vec<usize> {
+        let present = |rank: &usize| self.ranks.get(rank).is_some_and(Arrival::is_present);
+        (0..self.world_size).filter(|rank| !present(rank)).collect()
+    }
+
+    fn present(&self) -> usize {
+        self.world_size - self.missing().len()
+    }
+
+    fn has_connected(&self, rank: usize) -> bool {
+        let arrival = self.ranks.get(&rank);
+        arrival.is_some_and(|arrival| arrival.stage != Stage::Waiting)
+    }
+
+    fn has_closed(&self, rank: usize) -> bool {
+        let arrival = self.ranks.get(&rank);
+        arrival.is_some_and(|arrival| arrival.stage == Stage::Closed)
+    }
+
+    fn is_meeting(&self) -> bool {
+        matches!(self.phase, Phase::Gathering | Phase::Connecting)
+    }
+
+    /// The least that a rank has told.
+    fn liveness(&self) -> Duration {
+        let told = self.ranks.values().map(|x| x.registration.liveness);
+        bounded(told.min().unwrap_or(MOST_LIVENESS))
     }
 }
-
-/// What happens at the store.
-#[derive(Debug)]
-pub(crate) enum Event {
-    /// A connection ended.
-    Gone { connection: Connection },
-    /// A rank that may join said who it is.
-    Registered {
-        connection: Connection,
-        registration: Registration,
-    },
-    /// Somebody was turned away at the door.
-    Stranger { note: String },
-    /// Time has passed.
-    Tick,
-}
-
-/// What the store does.
-#[derive(Debug)]
-pub(crate) enum Action {
-    Refuse {
-        connection: Connection,
-        error: Error,
-    },
-    /// Gives all ranks the table of all.
-    Welcome {
-        connections: Vec<Connection>,
-        ranks: Vec<Registration>,
-    },
-}
-
-/// The number of a connection to the store.
-pub(crate) type Connection = u64;
 
 #[derive(Debug)]
 enum Phase {
-    Complete,
+    Connecting,
     Failed(Error),
     Gathering,
+    Together,
 }
 
-#[derive(Debug)]
-struct Arrival {
-    connection: Connection,
-    registration: Registration,
+/// How often whoever goes by this liveness gives a sign of life.
+pub(crate) fn beat_every(liveness: Duration) -> Duration {
+    (liveness / 4).min(SLOWEST_BEAT)
 }
 
-/// No rank is more patient than this, so that adding it to a point in time cannot overflow.
-/// The longest wait that is computed with; beyond it a deadline would leave the range of time.
+/// A liveness within reason: below it the scheduler would decide who lives.
+pub(crate) fn bounded(liveness: Duration) -> Duration {
+    liveness.clamp(LEAST_LIVENESS, MOST_LIVENESS)
+}
+
+/// The longest wait that is computed with, so that adding it to a point in time cannot overflow.
 pub(crate) const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// How long a rank whose connection ended may take to come again.
+pub(crate) const RETURN: Duration = Duration::from_millis(500);
+
+/// How long the launcher may take to say how a process ended whose connection did.
+const TESTIMONY: Duration = Duration::from_millis(250);
+
+/// How long the last words of a process may take, once the launcher says that it ended.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// When a rank that waits is told whom for, and when again.
+const TELL_AFTER: Duration = Duration::from_secs(5);
+const TELL_AGAIN: Duration = Duration::from_secs(30);
+
+const LEAST_LIVENESS: Duration = Duration::from_millis(100);
+const MOST_LIVENESS: Duration = Duration::from_secs(24 * 3600);
+const SLOWEST_BEAT: Duration = Duration::from_millis(250);
 
 /// How many notes are kept.
 const NOTES: usize = 8;
 
 #[cfg(test)]
-mod tests {
-    use std::collections::HashSet;
-
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn registration(rank: usize, world_size: usize) -> Registration {
-        Registration {
-            rank,
-            world_size,
-            host: "here".to_owned(),
-            pid: 100 + rank as u32,
-            address: "127.0.0.1:1".parse().unwrap(),
-            patience: Duration::from_secs(5),
-        }
-    }
-
-    fn come(connection: Connection, rank: usize, world_size: usize) -> Event {
-        Event::Registered {
-            connection,
-            registration: registration(rank, world_size),
-        }
-    }
-
-    fn refusals(actions: &[Action]) -> Vec<(Connection, String)> {
-        actions
-            .iter()
-            .map(|action| match action {
-                Action::Refuse { connection, error } => (*connection, error.to_string()),
-                Action::Welcome { .. } => panic!("unexpected {action:?}"),
-            })
-            .collect()
-    }
-
-    #[test]
-    fn the_last_rank_completes_the_table() {
-        let now = Instant::now();
-        let mut state = State::new(3);
-        assert!(state.step(come(10, 2, 3), now).is_empty());
-        assert!(state.step(come(11, 0, 3), now).is_empty());
-        let actions = state.step(come(12, 1, 3), now);
-        let [Action::Welcome { connections, ranks }] = &actions[..] else {
-            panic!("unexpected {actions:?}");
-        };
-        assert_eq!(connections, &[11, 12, 10]);
-        assert!(ranks.iter().enumerate().all(|(i, x)| x.rank == i));
-        assert_eq!(state.deadline(), None);
-        // Nothing changes afterwards.
-        let late = state.step(come(13, 1, 3), now);
-        assert!(refusals(&late)[0].1.contains("too late"));
-        assert!(state.step(Event::Gone { connection: 10 }, now).is_empty());
-    }
-
-    #[test]
-    fn the_deadline_names_the_missing_and_what_was_seen() {
-        let now = Instant::now();
-        let mut state = State::new(3);
-        state.step(come(1, 0, 3), now);
-        state.step(come(2, 2, 3), now);
-        state.step(Event::Gone { connection: 2 }, now);
-        let note = "127.0.0.1:9 was refused: a wrong token".to_owned();
-        state.step(Event::Stranger { note }, now);
-        let due = state.deadline().unwrap();
-        assert_eq!(due, now + Duration::from_secs(5));
-        assert!(
-            state
-                .step(Event::Tick, due - Duration::from_millis(1))
-                .is_empty()
-        );
-        let told = refusals(&state.step(Event::Tick, due));
-        assert_eq!(told.len(), 1);
-        assert!(told[0].1.starts_with(
-            "rendezvous: 1 of 3 ranks came within 5 s; missing: ranks 1 and 2; start"
-        ));
-        assert!(
-            told[0]
-                .1
-                .contains("rank 2 (process 102 on here) came and went away again")
-        );
-        assert!(told[0].1.contains("a wrong token"));
-        let late = state.step(come(4, 1, 3), due);
-        assert_eq!(refusals(&late)[0].1, told[0].1);
-    }
-
-    #[test]
-    fn contradictions_are_told_to_everyone() {
-        let cases = [
-            (
-                come(2, 0, 3),
-                "two processes came as rank 0: process 100 on here",
-            ),
-            (
-                come(2, 1, 2),
-                "came with a world size of 2, but this job has 3",
-            ),
-            (
-                come(2, 3, 3),
-                "came as rank 3, but the ranks of this job are 0 to 2",
-            ),
-        ];
-        for (event, text) in cases {
-            let now = Instant::now();
-            let mut state = State::new(3);
-            state.step(come(1, 0, 3), now);
-            let told = refusals(&state.step(event, now));
-            let connections: Vec<Connection> = told.iter().map(|(x, _)| *x).collect();
-            assert_eq!(connections, [2, 1]);
-            assert!(
-                told.iter().all(|(_, reason)| reason.contains(text)),
-                "{told:?}"
-            );
-        }
-    }
-
-    #[derive(Clone, Debug)]
-    enum Move {
-        Come(usize),
-        Go(usize),
-        Wait(u64),
-    }
-
-    fn any_move() -> impl Strategy<Value = Move> {
-        prop_oneof![
-            4 => (0_usize..5).prop_map(Move::Come),
-            1 => (0_usize..20).prop_map(Move::Go),
-            1 => (0_u64..2000).prop_map(Move::Wait),
-        ]
-    }
-
-    proptest! {
-        /// Every connection gets at most one answer, and never different ones; a welcome goes to
-        /// all ranks, each once; a failure to all that are present.
-        #[test]
-        fn everyone_gets_one_answer(moves in proptest::collection::vec(any_move(), 0..40)) {
-            let mut now = Instant::now();
-            let mut state = State::new(4);
-            let mut present: HashSet<Connection> = HashSet::new();
-            let mut welcomed = false;
-            for (connection, next) in moves.into_iter().enumerate() {
-                let connection = connection as Connection;
-                let event = match next {
-                    Move::Come(rank) => {
-                        present.insert(connection);
-                        come(connection, rank, 4)
-                    }
-                    Move::Go(at) => {
-                        let Some(&connection) = present.iter().nth(at) else { continue };
-                        present.remove(&connection);
-                        Event::Gone { connection }
-                    }
-                    Move::Wait(pause) => {
-                        now += Duration::from_millis(pause);
-                        Event::Tick
-                    }
-                };
-                let actions = state.step(event, now);
-                let failed = actions.len() > 1;
-                for action in actions {
-                    match action {
-                        Action::Refuse { connection, .. } => {
-                            prop_assert!(present.remove(&connection));
-                        }
-                        Action::Welcome { connections, ranks } => {
-                            prop_assert!(!welcomed);
-                            welcomed = true;
-                            prop_assert_eq!(ranks.len(), 4);
-                            prop_assert!(ranks.iter().enumerate().all(|(i, x)| x.rank == i));
-                            for connection in connections {
-                                prop_assert!(present.remove(&connection));
-                            }
-                        }
-                    }
-                }
-                if failed {
-                    prop_assert!(present.is_empty());
-                    prop_assert!(!welcomed);
-                }
-                if let Some(deadline) = state.deadline() {
-                    prop_assert!(!present.is_empty() || !welcomed);
-                    prop_assert!(deadline > now);
-                }
-            }
-        }
-    }
-}
+mod tests;

@@ -42,8 +42,8 @@ impl Token {
     ///
     /// # Errors
     ///
-    /// An unauthorized error where the file cannot be read, or holds fewer than 16 bytes or
-    /// more than 4096.
+    /// An unauthorized error where the file cannot be read, may be read by other users too, or
+    /// holds fewer than 16 bytes or more than 4096.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let mut text = Vec::new();
@@ -53,7 +53,10 @@ impl Token {
                 true => fs::File::open(path),
                 false => Err(std::io::Error::other("it is not a regular file")),
             })
-            .and_then(|file| file.take(LONGEST as u64 + 1).read_to_end(&mut text));
+            .and_then(|file| {
+                check_privacy(&file)?;
+                file.take(LONGEST as u64 + 1).read_to_end(&mut text)
+            });
         if let Err(error) = read {
             return Err(Error::caused(
                 Kind::Unauthorized,
@@ -167,6 +170,25 @@ pub(crate) fn random() -> Result<[u8; 32]> {
 
 pub(crate) type Proof = [u8; 32];
 
+/// A secret that other users can read, or replace, is none.
+#[cfg(unix)]
+fn check_privacy(file: &fs::File) -> std::io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    let mode = file.metadata()?.permissions().mode() & 0o777;
+    match mode & 0o077 {
+        0 => Ok(()),
+        _ => Err(std::io::Error::other(format!(
+            "other users have access to it, its mode is {mode:03o}; run chmod 600 on it, and \
+             make a new token if somebody may have read this one"
+        ))),
+    }
+}
+
+#[cfg(not(unix))]
+fn check_privacy(_file: &fs::File) -> std::io::Result<()> {
+    Ok(())
+}
+
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -177,6 +199,7 @@ const LONGEST: usize = 4096;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rendezvous::{Rendezvous, StoreOptions, StoreServer};
 
     #[test]
     fn proofs_hold_for_their_parts_only() {
@@ -207,12 +230,54 @@ mod tests {
             assert_eq!(mode & 0o777, 0o600);
         }
         let short = folder.path().join("short");
-        fs::write(&short, "  hunter2\n").unwrap();
+        Token(b"  hunter2".to_vec()).write_file(&short).unwrap();
         let error = Token::from_file(&short).unwrap_err();
         assert!(error.to_string().contains("7 bytes"), "{error}");
         let long = folder.path().join("long");
-        fs::write(&long, vec![b'x'; LONGEST + 1]).unwrap();
-        assert!(Token::from_file(&long).is_err());
+        Token(vec![b'x'; LONGEST + 1]).write_file(&long).unwrap();
+        let error = Token::from_file(&long).unwrap_err();
+        assert!(error.to_string().contains("4097 bytes"), "{error}");
+    }
+
+    #[test]
+    fn nothing_prints_a_token() {
+        let token = Token::generate().unwrap();
         assert_eq!(format!("{token:?}"), "Token(..)");
+        assert_eq!(format!("{:?}", token.key()), "Key(..)");
+        let secret = String::from_utf8(token.0.clone()).unwrap();
+        let bytes = format!("{:?}", token.0);
+        let options = StoreOptions::new(2).with_token(token.clone());
+        let rendezvous = Rendezvous::new("127.0.0.1", 1).with_token(token.clone());
+        let store = StoreServer::bind(("127.0.0.1", 0), 2, Some(token)).unwrap();
+        for shown in [
+            format!("{options:?}"),
+            format!("{rendezvous:?}"),
+            format!("{store:?}"),
+        ] {
+            assert!(shown.contains("Token(..)"), "{shown}");
+            assert!(
+                !shown.contains(&secret) && !shown.contains(&bytes),
+                "{shown}"
+            );
+        }
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn a_token_file_that_others_can_read_is_refused() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("token");
+        Token::generate().unwrap().write_file(&path).unwrap();
+        for mode in [0o640, 0o604, 0o620, 0o601] {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            let error = Token::from_file(&path).unwrap_err();
+            assert!(error.is_unauthorized());
+            let text = error.to_string();
+            assert!(text.contains("chmod 600"), "{text}");
+            assert!(text.contains(&format!("{mode:03o}")), "{text}");
+        }
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o400)).unwrap();
+        assert!(Token::from_file(&path).is_ok());
     }
 }

@@ -1,11 +1,11 @@
 //! What the environment says about a launch.
 
-use std::{fmt, str::FromStr};
+use std::{fmt, str::FromStr, time::Duration};
 
 use super::Topology;
 use crate::{
     error::{Error, Kind, Result},
-    rendezvous::{Rendezvous, StoreHost},
+    rendezvous::{Rendezvous, Security, StoreHost},
     transport::TransportKind,
 };
 
@@ -26,6 +26,10 @@ use crate::{
 /// | `ACCEL_TOKEN_FILE` | the file that holds the job token |
 /// | `ACCEL_INSECURE` | `1` lets several hosts meet without a token |
 /// | `ACCEL_TRANSPORT` | `auto` (default), `tcp` or `threads` |
+/// | `ACCEL_LIVENESS_TIMEOUT` | after how many seconds of silence a rank counts as lost |
+/// | `ACCEL_RESTART`, `ACCEL_MAX_RESTARTS` | how often the job was restarted, and may be; set by the launcher |
+///
+/// `ACCEL_FAULTS`, faults to inject for tests, is read where they strike.
 ///
 /// Without `RANK` and `WORLD_SIZE` the process is a world of its own. Anything incomplete,
 /// malformed or contradictory is an error: a process never becomes rank 0 by accident.
@@ -52,15 +56,24 @@ pub struct Launch {
     pub rendezvous: Option<Rendezvous>,
     /// The transport that the environment asks for.
     pub transport: TransportKind,
+    liveness_timeout: Option<Duration>,
+    restart: u64,
+    max_restarts: Option<u64>,
     settings: Vec<Setting>,
 }
 
 impl Launch {
-    /// The variables of this project that [`from_env`](Self::from_env) reads, beside torchrun's.
-    pub const VARIABLES: [&'static str; 6] = [
+    /// The variables of this project that belong to a launch, beside torchrun's:
+    /// [`from_env`](Self::from_env) reads them all but `ACCEL_FAULTS`, which is read where the
+    /// faults strike.
+    pub const VARIABLES: [&'static str; 10] = [
+        "ACCEL_FAULTS",
         "ACCEL_INSECURE",
         "ACCEL_JOB",
+        "ACCEL_LIVENESS_TIMEOUT",
+        "ACCEL_MAX_RESTARTS",
         "ACCEL_PORT",
+        "ACCEL_RESTART",
         "ACCEL_STORE",
         "ACCEL_TOKEN_FILE",
         "ACCEL_TRANSPORT",
@@ -81,8 +94,7 @@ impl Launch {
         Self {
             topology,
             rendezvous: Some(rendezvous),
-            transport: TransportKind::Auto,
-            settings: Vec::new(),
+            ..Self::single()
         }
     }
 
@@ -92,6 +104,9 @@ impl Launch {
             topology: Topology::single(),
             rendezvous: None,
             transport: TransportKind::Auto,
+            liveness_timeout: None,
+            restart: 0,
+            max_restarts: None,
             settings: Vec::new(),
         }
     }
@@ -119,6 +134,36 @@ impl Launch {
             settings: Vec::new(),
         }
         .launch()
+    }
+
+    /// After how long without a sign of life a rank counts as lost, where the environment says
+    /// (`ACCEL_LIVENESS_TIMEOUT`, in seconds).
+    ///
+    /// ```
+    /// use std::time::Duration;
+    ///
+    /// use accelerator_collective::Launch;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let set = |name: &str| (name == "ACCEL_LIVENESS_TIMEOUT").then(|| "1.5".to_owned());
+    /// assert_eq!(Launch::from_vars(set)?.liveness_timeout(), Some(Duration::from_millis(1500)));
+    /// assert_eq!(Launch::from_vars(|_| None)?.liveness_timeout(), None);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn liveness_timeout(&self) -> Option<Duration> {
+        self.liveness_timeout
+    }
+
+    /// How often the launcher has restarted this job (`ACCEL_RESTART`); 0 the first time.
+    pub fn restart(&self) -> u64 {
+        self.restart
+    }
+
+    /// How often the launcher restarts this job at most (`ACCEL_MAX_RESTARTS`); `None` without
+    /// a launcher that restarts.
+    pub fn max_restarts(&self) -> Option<u64> {
+        self.max_restarts
     }
 
     /// Every setting with its value and where it came from, in a fixed order.
@@ -176,10 +221,16 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
             None
         };
         let topology = self.place(topology, rendezvous.as_ref())?;
+        let liveness_timeout = self.liveness_timeout()?;
+        let restart = self.count("restart", "ACCEL_RESTART")?.unwrap_or(0);
+        let max_restarts = self.count("most restarts", "ACCEL_MAX_RESTARTS")?;
         Ok(Launch {
             topology,
             rendezvous,
             transport,
+            liveness_timeout,
+            restart,
+            max_restarts,
             settings: self.settings,
         })
     }
@@ -321,7 +372,12 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
             self.note("token file", &path, Origin::Variable("ACCEL_TOKEN_FILE"));
             rendezvous = rendezvous.with_token_file(path);
         }
-        if self.switch("ACCEL_INSECURE")? {
+        if Security::from_vars(&self.lookup)? == Security::Waived {
+            self.note(
+                Security::VARIABLE,
+                "1",
+                Origin::Variable(Security::VARIABLE),
+            );
             rendezvous = rendezvous.without_security();
         }
         Ok(rendezvous)
@@ -380,6 +436,33 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
         Ok(transport)
     }
 
+    fn liveness_timeout(&mut self) -> Result<Option<Duration>> {
+        const NAME: &str = "ACCEL_LIVENESS_TIMEOUT";
+        let Some(value) = self.text(NAME) else {
+            return Ok(None);
+        };
+        let seconds = value.trim().parse().ok();
+        let timeout = seconds
+            .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+            .filter(|timeout| !timeout.is_zero());
+        let Some(timeout) = timeout else {
+            return Err(invalid(format!(
+                "{NAME} is {value:?}; expected seconds above 0, such as 5 or 1.5"
+            )));
+        };
+        let text = format!("{} s", timeout.as_secs_f64());
+        self.note("liveness timeout", text, Origin::Variable(NAME));
+        Ok(Some(timeout))
+    }
+
+    fn count(&mut self, what: &'static str, name: &'static str) -> Result<Option<u64>> {
+        let count = self.number(name)?.map(|count| count as u64);
+        if let Some(count) = count {
+            self.note(what, count, Origin::Variable(name));
+        }
+        Ok(count)
+    }
+
     fn text(&self, name: &str) -> Option<String> {
         (self.lookup)(name)
     }
@@ -412,14 +495,11 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
         let Some(value) = self.text(name) else {
             return Ok(false);
         };
-        match value.trim().to_ascii_lowercase().as_str() {
-            "1" | "true" => {
-                self.note(name, "1", Origin::Variable(name));
-                Ok(true)
-            }
-            "" | "0" | "false" => Ok(false),
-            _ => Err(invalid(format!("{name} is {value:?}; expected 1 or 0"))),
+        let on = is_on(name, &value)?;
+        if on {
+            self.note(name, "1", Origin::Variable(name));
         }
+        Ok(on)
     }
 
     fn note(&mut self, name: &'static str, value: impl fmt::Display, origin: Origin) {
@@ -428,6 +508,15 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
             value: value.to_string(),
             origin,
         });
+    }
+}
+
+/// Reads the value of a variable that is on or off.
+pub(crate) fn is_on(name: &str, value: &str) -> Result<bool> {
+    match value.trim().to_ascii_lowercase().as_str() {
+        "1" | "true" => Ok(true),
+        "" | "0" | "false" => Ok(false),
+        _ => Err(invalid(format!("{name} is {value:?}; expected 1 or 0"))),
     }
 }
 
@@ -497,6 +586,28 @@ mod tests {
     }
 
     #[test]
+    fn restarts_and_liveness_are_read() {
+        let first = job(&[]).unwrap();
+        assert_eq!((first.restart(), first.max_restarts()), (0, None));
+        assert_eq!(first.liveness_timeout(), None);
+        let later = job(&[
+            ("ACCEL_RESTART", "2"),
+            ("ACCEL_MAX_RESTARTS", "3"),
+            ("ACCEL_LIVENESS_TIMEOUT", "0.25"),
+        ]);
+        let later = later.unwrap();
+        assert_eq!((later.restart(), later.max_restarts()), (2, Some(3)));
+        assert_eq!(later.liveness_timeout(), Some(Duration::from_millis(250)));
+        let settings = later.settings();
+        let origin = Origin::Variable("ACCEL_LIVENESS_TIMEOUT");
+        assert!(
+            settings
+                .iter()
+                .any(|x| x.origin == origin && x.value == "0.25 s")
+        );
+    }
+
+    #[test]
     fn the_store_keeps_clear_of_torchruns_agent() {
         let port = |launch: Launch| launch.rendezvous.unwrap().port();
         let torchrun = ("TORCHELASTIC_USE_AGENT_STORE", "True");
@@ -523,7 +634,7 @@ mod tests {
     #[test]
     fn what_is_malformed_or_contradictory_is_named() {
         type Vars = [(&'static str, &'static str)];
-        let cases: [(&Vars, &[&str]); 20] = [
+        let cases: [(&Vars, &[&str]); 25] = [
             (
                 &[("RANK", "banana")],
                 &["RANK", "\"banana\"", "whole number"],
@@ -576,6 +687,23 @@ mod tests {
             (
                 &[("ACCEL_INSECURE", "maybe")],
                 &["ACCEL_INSECURE", "\"maybe\""],
+            ),
+            (
+                &[("ACCEL_LIVENESS_TIMEOUT", "0")],
+                &["ACCEL_LIVENESS_TIMEOUT", "\"0\"", "above 0"],
+            ),
+            (
+                &[("ACCEL_LIVENESS_TIMEOUT", "-1")],
+                &["ACCEL_LIVENESS_TIMEOUT", "\"-1\""],
+            ),
+            (
+                &[("ACCEL_LIVENESS_TIMEOUT", "5s")],
+                &["ACCEL_LIVENESS_TIMEOUT", "\"5s\""],
+            ),
+            (&[("ACCEL_RESTART", "x")], &["ACCEL_RESTART", "\"x\""]),
+            (
+                &[("ACCEL_MAX_RESTARTS", "-1")],
+                &["ACCEL_MAX_RESTARTS", "\"-1\""],
             ),
         ];
         for (vars, parts) in cases {

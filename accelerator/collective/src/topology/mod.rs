@@ -4,6 +4,7 @@ mod launch;
 
 use std::fmt;
 
+pub(crate) use launch::is_on;
 pub use launch::{Launch, Origin, Setting};
 
 use crate::error::{Error, Kind, Result};

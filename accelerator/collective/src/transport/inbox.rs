@@ -8,10 +8,15 @@ use std::{
 };
 
 use super::{
-    Abort, Peer, Tag, Watch,
+    Abort, Parting, Peer, Tag, Watch,
     pool::{Chunk, Pool},
+    watch::LATE,
 };
-use crate::{contract::Contract, error::Error, error::Result, reduce::Share};
+use crate::{
+    contract::Contract,
+    error::{Certainty, Culprit, Error, Result},
+    reduce::Share,
+};
 
 /// The parts for one rank, one queue for each sender, and what is known of the senders.
 #[derive(Debug)]
@@ -29,8 +34,10 @@ impl Inbox {
         Self {
             state: Mutex::new(State {
                 queues: (0..world_size).map(|_| Queue::default()).collect(),
-                cause: None,
+                blames: Vec::new(),
                 closed: false,
+                awake: None,
+                slept: None,
             }),
             arrival: Condvar::new(),
             room: Condvar::new(),
@@ -50,7 +57,7 @@ impl Inbox {
             return;
         }
         let queue = &mut state.queues[from];
-        queue.bytes += parcel.chunk.bytes().len();
+        queue.bytes += parcel.weight();
         queue.parcels.push_back(parcel);
         drop(state);
         self.arrival.notify_one();
@@ -67,20 +74,43 @@ impl Inbox {
         !full(&mut state)
     }
 
-    /// Notes that a peer closed its group in good order.
-    pub(crate) fn left(&self, rank: usize) {
-        self.lock().queues[rank].standing = Standing::Left;
+    /// Notes that a peer said goodbye.
+    pub(crate) fn left(&self, rank: usize, parting: Parting) {
+        self.lock().queues[rank].standing = match parting {
+            Parting::Closed => Standing::Left,
+            Parting::Dropped => Standing::Dropped,
+        };
         self.arrival.notify_one();
     }
 
     /// Notes that a peer is gone without a word, unless it has said its last word before.
-    pub(crate) fn lost(&self, rank: usize, why: impl Into<String>) {
+    pub(crate) fn lost(&self, rank: usize, cause: impl Into<String>, certainty: Certainty) {
         let mut state = self.lock();
         if state.queues[rank].standing != Standing::Present {
             return;
         }
         state.queues[rank].standing = Standing::Lost;
-        state.blame(None, Cause::Lost(rank, why.into()));
+        let cause = cause.into();
+        state.attend(Instant::now());
+        let cause = match state.slept {
+            // Who ended a connection meanwhile has given this rank up.
+            Some((woke, slept))
+                if certainty == Certainty::Guessed && woke.elapsed() < AFTERMATH =>
+            {
+                Cause::Overslept(slept, rank, cause)
+            }
+            _ => Cause::Lost(rank, cause, certainty),
+        };
+        state.blame(None, cause);
+        drop(state);
+        self.arrival.notify_one();
+    }
+
+    /// Notes that a peer sends what the protocol does not allow.
+    pub(crate) fn broke(&self, rank: usize, what: String) {
+        let mut state = self.lock();
+        state.queues[rank].standing = Standing::Lost;
+        state.blame(Some(0), Cause::Broke(rank, what));
         drop(state);
         self.arrival.notify_one();
     }
@@ -88,10 +118,68 @@ impl Inbox {
     /// Notes that a peer has given up.
     pub(crate) fn aborted(&self, rank: usize, abort: Abort) {
         let mut state = self.lock();
-        state.queues[rank].standing = Standing::Lost;
-        state.blame(Some(abort.sequence), Cause::Aborted(abort.error));
+        let cause = match abort.error.culprit() {
+            // It tells its own end; who hears it says in which operation that was.
+            Some(culprit) if culprit.rank() == rank && abort.error.is_peer_lost() => {
+                state.queues[rank].standing = Standing::Lost;
+                Cause::Lost(rank, culprit.cause().to_owned(), culprit.certainty)
+            }
+            culprit => {
+                let accused = culprit.and_then(|x| state.queues.get_mut(x.rank()));
+                if let Some(queue) = accused {
+                    queue.accused = true;
+                }
+                state.queues[rank].standing = Standing::GaveUp;
+                Cause::Told(rank, abort.error)
+            }
+        };
+        state.blame(Some(abort.sequence), cause);
         drop(state);
         self.arrival.notify_one();
+    }
+
+    /// Whether a peer has neither said its last word nor been given up.
+    pub(crate) fn is_present(&self, rank: usize) -> bool {
+        self.lock().queues[rank].standing == Standing::Present
+    }
+
+    /// Waits a while until each peer has said its last word or is gone, and gives those that are
+    /// neither.
+    pub(crate) fn last_words(&self, me: usize, patience: Duration) -> Vec<usize> {
+        let until = Instant::now() + patience;
+        let mut state = self.lock();
+        loop {
+            let queues = state.queues.iter().enumerate();
+            let present: Vec<usize> = queues
+                .filter(|(rank, queue)| *rank != me && queue.standing == Standing::Present)
+                .map(|(rank, _)| rank)
+                .collect();
+            let now = Instant::now();
+            if present.is_empty() || now >= until {
+                return present;
+            }
+            // Another thread may take the notice, so this one looks by itself, too.
+            state = self.wait(state, until.min(now + GRACE / 4));
+        }
+    }
+
+    /// The ranks that are gone, by their own word or without one, or by the word of others.
+    pub(crate) fn gone(&self) -> Vec<usize> {
+        let state = self.lock();
+        let queues = state.queues.iter().enumerate();
+        queues
+            .filter(|(_, queue)| queue.is_gone())
+            .map(|(rank, _)| rank)
+            .collect()
+    }
+
+    /// Notes that this process runs, and will say so again soon. Where it did not for `limit`,
+    /// the others have reason to give it up.
+    pub(crate) fn awake(&self, limit: Duration) {
+        let now = Instant::now();
+        let mut state = self.lock();
+        state.attend(now);
+        state.awake = Some((now, limit));
     }
 
     /// Drops what is there and whatever still comes.
@@ -122,7 +210,7 @@ impl Inbox {
     ) -> Result<Parcel> {
         let mut state = self.lock();
         loop {
-            state.check_abort(watch)?;
+            state.check_abort(peers, watch)?;
             if let Some(parcel) = state.queues[from].pop() {
                 drop(state);
                 self.room.notify_all();
@@ -139,8 +227,9 @@ impl Inbox {
                     .filter(silent)
                     .collect()
             })?;
-            let pause = state.pause(pause);
-            state = self.wait(state, pause);
+            let due = Instant::now() + state.pause(pause);
+            state = self.wait(state, due);
+            watch.woke(due, Instant::now());
         }
     }
 
@@ -151,19 +240,19 @@ impl Inbox {
 
     /// Waits a while for news about a peer to which nothing can be sent any more.
     pub(crate) fn verdict(&self, to: usize, peers: &[Peer], watch: &Watch<'_>) -> Result<()> {
-        let until = Instant::now() + GRACE;
+        let until = Instant::now() + VERDICT;
         let mut state = self.lock();
         loop {
             state.check(to, peers, watch)?;
-            let now = Instant::now();
-            if now >= until {
+            if Instant::now() >= until {
                 return Ok(());
             }
-            state = self.wait(state, until - now);
+            state = self.wait(state, until);
         }
     }
 
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, pause: Duration) -> MutexGuard<'a, State> {
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, until: Instant) -> MutexGuard<'a, State> {
+        let pause = until.saturating_duration_since(Instant::now());
         let waited = self.arrival.wait_timeout(state, pause);
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
@@ -182,6 +271,15 @@ pub(crate) struct Parcel {
     pub(crate) chunk: Chunk,
 }
 
+impl Parcel {
+    /// How much of its queue it takes: its content, and what it costs to keep it. A peer that
+    /// sends parts without content fills its queue too.
+    fn weight(&self) -> usize {
+        const KEPT: usize = 512;
+        self.chunk.bytes().len() + KEPT
+    }
+}
+
 /// In a reduction, what has arrived from each rank; nothing for the rank itself.
 impl Share for Option<Parcel> {
     fn bytes(&self) -> Option<&[u8]> {
@@ -192,57 +290,122 @@ impl Share for Option<Parcel> {
 #[derive(Debug)]
 struct State {
     queues: Vec<Queue>,
-    /// The first failure that became known; later ones are its collateral.
-    cause: Option<Blame>,
+    /// The failures that became known, in that order: the later ones are mostly collateral of
+    /// the first.
+    blames: Vec<Blame>,
     closed: bool,
+    /// When this process last said that it runs, and after how long without that the others may
+    /// give it up.
+    awake: Option<(Instant, Duration)>,
+    /// When it ran again after it had not for too long, and for how long.
+    slept: Option<(Instant, Duration)>,
 }
 
 impl State {
     fn blame(&mut self, sequence: Option<u64>, cause: Cause) {
-        self.cause.get_or_insert(Blame {
-            sequence,
-            cause,
-            since: Instant::now(),
+        if self.blames.len() < BLAMES {
+            self.blames.push(Blame {
+                sequence,
+                cause,
+                since: Instant::now(),
+            });
+        }
+    }
+
+    fn attend(&mut self, now: Instant) {
+        if let Some((last, limit)) = self.awake {
+            let slept = now.saturating_duration_since(last);
+            if slept > limit {
+                self.slept = Some((now, slept));
+                self.awake = Some((now, limit));
+            }
+        }
+    }
+
+    /// The failure that is told: what others say about this rank itself, else the first.
+    fn cause(&self, me: usize) -> Option<&Blame> {
+        let about_me = |blame: &&Blame| match &blame.cause {
+            Cause::Told(_, error) => error.culprit().is_some_and(|x| x.rank() == me),
+            _ => false,
+        };
+        self.blames.iter().find(about_me).or(self.blames.first())
+    }
+
+    /// Why a rank is lost, from those who know best.
+    fn settled(&self, rank: usize) -> Option<&Culprit> {
+        let mut told = self.blames.iter().filter_map(|blame| match &blame.cause {
+            Cause::Told(_, error) => error.culprit(),
+            _ => None,
         });
+        told.find(|x| x.rank() == rank && x.certainty == Certainty::Settled)
+    }
+
+    fn error(&self, cause: &Cause, peers: &[Peer], watch: &Watch<'_>) -> Error {
+        let me = &peers[watch.rank];
+        match cause {
+            Cause::Lost(rank, cause, certainty) => match self.settled(*rank) {
+                Some(culprit) if *certainty == Certainty::Guessed => {
+                    watch.lost(&peers[*rank], culprit.cause(), Certainty::Settled)
+                }
+                _ => watch.lost(&peers[*rank], cause, *certainty),
+            },
+            Cause::Overslept(slept, rank, seen) => {
+                let seen = format!("rank {rank} gave it up ({seen})");
+                watch.overslept(me, *slept, &seen)
+            }
+            Cause::Broke(rank, what) => watch.protocol(&peers[*rank], what),
+            Cause::Told(by, error) => match error.culprit() {
+                Some(culprit) if culprit.rank() == watch.rank && error.is_peer_lost() => {
+                    watch.given_up(me, *by, culprit.cause())
+                }
+                _ => error.clone(),
+            },
+        }
     }
 
     /// Fails where a peer gave up this operation, or an earlier one, even if its data are here:
     /// a rank that comes too late must not take the operation for done.
-    fn check_abort(&self, watch: &Watch<'_>) -> Result<()> {
-        match &self.cause {
+    fn check_abort(&self, peers: &[Peer], watch: &Watch<'_>) -> Result<()> {
+        match self.cause(watch.rank) {
             Some(Blame {
                 sequence: Some(at),
-                cause: Cause::Aborted(error),
+                cause,
                 ..
-            }) if *at <= watch.sequence => Err(error.clone()),
+            }) if *at <= watch.sequence => Err(self.error(cause, peers, watch)),
+            _ if self.closed => Err(watch.interrupted()),
             _ => Ok(()),
         }
     }
 
     /// Fails where nothing can come from `from` any more, or where a failure elsewhere dooms the
     /// operation. A failure elsewhere gets a moment of grace, since a peer that has done its part
-    /// of this operation may be gone already while the others complete it.
+    /// of this operation may be gone already while the others complete it; so does the suspicion
+    /// that this rank was given up, since those who did so may say why.
     fn check(&self, from: usize, peers: &[Peer], watch: &Watch<'_>) -> Result<()> {
-        self.check_abort(watch)?;
-        let error = |cause: &Cause| match cause {
-            Cause::Aborted(error) => error.clone(),
-            Cause::Lost(rank, why) => watch.lost(&peers[*rank], why),
-        };
+        self.check_abort(peers, watch)?;
         let standing = self.queues[from].standing;
-        match &self.cause {
-            Some(blame) if standing != Standing::Present || blame.since.elapsed() >= GRACE => {
-                Err(error(&blame.cause))
+        match self.cause(watch.rank) {
+            Some(blame) => {
+                let suspected = matches!(blame.cause, Cause::Overslept(..));
+                if blame.since.elapsed() >= GRACE || standing != Standing::Present && !suspected {
+                    return Err(self.error(&blame.cause, peers, watch));
+                }
+                Ok(())
             }
-            _ if standing == Standing::Left => Err(watch.left(&peers[from])),
-            _ => Ok(()),
+            None => match standing {
+                Standing::Left => Err(watch.left(&peers[from])),
+                Standing::Dropped => Err(watch.lost(&peers[from], DROPPED, Certainty::Partial)),
+                Standing::GaveUp | Standing::Lost | Standing::Present => Ok(()),
+            },
         }
     }
 
-    /// Shortens a pause where a moment of grace runs.
+    /// Shortens a pause: a process that was stopped notices it by waking late, and where a moment
+    /// of grace runs its end matters.
     fn pause(&self, pause: Duration) -> Duration {
-        match self.cause {
-            Some(_) => pause.min(GRACE / 4),
-            None => pause,
+        match self.blames.is_empty() {
+            false => pause.min(GRACE / 4),
+            true => pause.min(LATE),
         }
     }
 }
@@ -252,18 +415,31 @@ struct Queue {
     parcels: VecDeque<Parcel>,
     bytes: usize,
     standing: Standing,
+    /// Whether another rank says that this one is to blame.
+    accused: bool,
 }
 
 impl Queue {
+    fn is_gone(&self) -> bool {
+        let by_itself = match self.standing {
+            Standing::Dropped | Standing::Left | Standing::Lost => true,
+            Standing::GaveUp | Standing::Present => false,
+        };
+        by_itself || self.accused
+    }
+
     fn pop(&mut self) -> Option<Parcel> {
         let parcel = self.parcels.pop_front()?;
-        self.bytes -= parcel.chunk.bytes().len();
+        self.bytes -= parcel.weight();
         Some(parcel)
     }
 }
 
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 enum Standing {
+    Dropped,
+    /// It said that its group failed, and not by its own fault: it may still run.
+    GaveUp,
     Left,
     Lost,
     #[default]
@@ -280,8 +456,14 @@ struct Blame {
 
 #[derive(Debug)]
 enum Cause {
-    Aborted(Error),
-    Lost(usize, String),
+    /// This rank sends what is not allowed.
+    Broke(usize, String),
+    /// This rank is gone, by its own word or without one.
+    Lost(usize, String, Certainty),
+    /// This process did not run for so long, and then found that this rank was gone.
+    Overslept(Duration, usize, String),
+    /// This rank says that another one failed, or that all disagree.
+    Told(usize, Error),
 }
 
 /// At this many bytes the queue of one sender is full. The algorithms keep a peer a few chunks
@@ -289,3 +471,52 @@ enum Cause {
 const QUEUE_BYTES: usize = 64 * super::CHUNK;
 
 const GRACE: Duration = Duration::from_millis(100);
+
+/// How long a rank whose connection broke waits for the reason.
+const VERDICT: Duration = Duration::from_millis(500);
+
+/// How long after this process ran again the end of a connection is taken for the answer to its
+/// silence.
+const AFTERMATH: Duration = Duration::from_secs(2);
+
+/// How many failures are kept.
+const BLAMES: usize = 64;
+
+const DROPPED: &str =
+    "it dropped its group without closing it: its program returned early or failed";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{error::Kind, transport::Place};
+
+    #[test]
+    fn who_is_accused_is_gone_and_who_accuses_is_not() {
+        let inbox = Inbox::new(5);
+        let abort = |rank: usize| {
+            let peer = Peer {
+                rank,
+                place: Place::Thread,
+            };
+            let culprit = peer.culprit("it died", Certainty::Settled);
+            Abort {
+                sequence: 3,
+                error: Error::blaming(Kind::PeerLost, culprit, "it died"),
+            }
+        };
+        assert!(inbox.gone().is_empty());
+        inbox.aborted(1, abort(2));
+        assert_eq!(inbox.gone(), [2]);
+        // This rank, 0, is accused, and an error may name a rank that is none.
+        inbox.aborted(1, abort(0));
+        inbox.aborted(1, abort(9));
+        inbox.aborted(3, abort(3));
+        assert_eq!(inbox.gone(), [0, 2, 3]);
+        // Its connection ends after its last word.
+        inbox.lost(1, "its connection ended", Certainty::Guessed);
+        assert_eq!(inbox.gone(), [0, 2, 3]);
+        assert_eq!(inbox.last_words(0, Duration::ZERO), [2, 4]);
+        inbox.left(4, Parting::Dropped);
+        assert_eq!(inbox.gone(), [0, 2, 3, 4]);
+    }
+}

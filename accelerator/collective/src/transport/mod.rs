@@ -6,10 +6,12 @@ mod tcp;
 mod threads;
 mod watch;
 
-use std::{fmt, str::FromStr};
+use std::{fmt, str::FromStr, time::Duration};
 
 pub(crate) use inbox::{Inbox, Parcel};
 pub(crate) use tcp::Tcp;
+#[cfg(feature = "fuzzing")]
+pub(crate) use tcp::feed;
 pub(crate) use threads::Threads;
 pub(crate) use watch::{Patience, Seconds, Watch};
 
@@ -17,7 +19,7 @@ use crate::{
     buffer::Buffer,
     contract::Contract,
     element::DType,
-    error::{Error, Kind, Result},
+    error::{Certainty, Culprit, Error, Kind, Result},
 };
 
 /// The way in which the ranks of a group are connected.
@@ -107,6 +109,33 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
     /// sent afterwards.
     fn farewell(&self, farewell: &Farewell);
 
+    /// Shows the peers that this rank lives, and gives up those that have shown nothing for
+    /// `liveness`: they are reported to the inbox. Says when to call it again; `None` where a
+    /// peer cannot fall silent.
+    fn pulse(&self, liveness: Duration) -> Option<Duration> {
+        let _ = liveness;
+        None
+    }
+
+    /// The peers that have said nothing for so long, and no last word.
+    fn silent(&self, silence: Duration) -> Vec<usize> {
+        let _ = silence;
+        Vec::new()
+    }
+
+    /// Takes a witness's word that a rank has ended, and says whether that settles the matter;
+    /// it does not while the rank's own last words may be on their way.
+    fn testify(&self, rank: usize, text: &str) -> bool {
+        let _ = (rank, text);
+        true
+    }
+
+    /// Cuts all connections, as a fault; nothing where there are none.
+    fn cut(&self) {}
+
+    /// Spoils the next part that is sent, as a fault; nothing where parts cannot be spoilt.
+    fn spoil(&self) {}
+
     /// A buffer that this transport reduces without further copies.
     fn buffer(&self, dtype: DType, len: usize) -> Buffer {
         Buffer::zeroed(dtype, len)
@@ -148,8 +177,17 @@ pub(crate) enum Stage {
 pub(crate) enum Farewell {
     /// The rank failed, or saw another one fail.
     Abort(Abort),
-    /// The rank has finished in good order.
-    Goodbye,
+    /// The rank has finished.
+    Goodbye(Parting),
+}
+
+/// How a rank leaves that has not failed.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Parting {
+    /// In good order.
+    Closed,
+    /// Its last handle was dropped, and nobody said why.
+    Dropped,
 }
 
 /// Why a rank gave up, and in which operation.
@@ -171,6 +209,23 @@ pub(crate) struct Peer {
 pub(crate) enum Place {
     Process { host: String, pid: u32 },
     Thread,
+}
+
+impl Peer {
+    /// The peer as the one to blame.
+    pub(crate) fn culprit(&self, cause: impl Into<String>, certainty: Certainty) -> Culprit {
+        let (host, pid) = match &self.place {
+            Place::Process { host, pid } => (host.clone(), Some(*pid)),
+            Place::Thread => ("this process".to_owned(), None),
+        };
+        Culprit {
+            rank: self.rank,
+            host,
+            pid,
+            cause: cause.into(),
+            certainty,
+        }
+    }
 }
 
 impl fmt::Display for Peer {

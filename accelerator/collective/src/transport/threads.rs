@@ -1,11 +1,17 @@
 //! Ranks as threads of one process.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use super::{Farewell, Inbox, Parcel, Part, Peer, Place, Transport, TransportKind, Watch};
 use crate::error::Result;
 
 /// One rank among the threads of a process: sending copies a part into the receiver's inbox.
+///
+/// A thread cannot fall silent alone, lose its connections or send a spoilt part, so such faults
+/// do nothing here. It can panic, leave early and be slow.
 #[derive(Debug)]
 pub(crate) struct Threads {
     rank: usize,
@@ -46,7 +52,12 @@ impl Transport for Threads {
 
     fn send(&self, to: usize, part: Part<'_>, watch: &mut Watch<'_>) -> Result<()> {
         let target = &self.hub.inboxes[to];
-        while !target.has_room(self.rank, PAUSE) {
+        loop {
+            let due = Instant::now() + PAUSE;
+            if target.has_room(self.rank, PAUSE) {
+                break;
+            }
+            watch.woke(due, Instant::now());
             self.inbox().check(to, self.peers(), watch)?;
             watch.tick(|| vec![to])?;
         }
@@ -71,7 +82,7 @@ impl Transport for Threads {
             }
             match farewell {
                 Farewell::Abort(abort) => inbox.aborted(self.rank, abort.clone()),
-                Farewell::Goodbye => inbox.left(self.rank),
+                Farewell::Goodbye(parting) => inbox.left(self.rank, *parting),
             }
         }
     }

@@ -8,7 +8,7 @@ use std::{
 use super::Peer;
 use crate::{
     contract::Contract,
-    error::{Error, Kind, Result, list_ranks},
+    error::{Certainty, Culprit, Error, Kind, Result, list_ranks},
 };
 
 /// How long an operation waits.
@@ -93,36 +93,82 @@ impl<'a> Watch<'a> {
         }
     }
 
-    pub(crate) fn lost(&self, peer: &Peer, why: &str) -> Error {
-        Error::about(
+    /// Notes that this thread slept until `woke` though it wanted to wake at `due`: the time in
+    /// between does not count, since news that came in it could not be read, and a moment is
+    /// given to read them.
+    pub(crate) fn woke(&mut self, due: Instant, woke: Instant) {
+        let late = woke.saturating_duration_since(due);
+        if late >= LATE {
+            self.since = (self.since + late + LATE).min(woke);
+        }
+    }
+
+    pub(crate) fn lost(&self, peer: &Peer, cause: &str, certainty: Certainty) -> Error {
+        self.blame(
             Kind::PeerLost,
-            vec![peer.rank],
-            format!("{peer} is lost: {why}; rank {} was in {self}", self.rank),
+            peer.culprit(cause, certainty),
+            format_args!("{peer} is lost: {cause}"),
         )
     }
 
     pub(crate) fn left(&self, peer: &Peer) -> Error {
-        Error::about(
+        let cause = "it closed its group";
+        let message = format!(
+            "{peer} left early: {cause} while rank {} was in {self}; it calls fewer collectives \
+             than the others",
+            self.rank
+        );
+        Error::blaming(
             Kind::PeerLeft,
-            vec![peer.rank],
-            format!(
-                "{peer} left early: it closed its group, or its program ended, while rank {} was \
-                 in {self}; if it failed, its own message says why, otherwise it calls fewer \
-                 collectives than the others",
-                self.rank
-            ),
+            peer.culprit(cause, Certainty::Settled),
+            message,
         )
     }
 
-    pub(crate) fn protocol(&self, from: usize, what: impl fmt::Display) -> Error {
-        Error::about(
-            Kind::Protocol,
-            vec![from],
-            format!(
-                "rank {from} broke the protocol: {what}; rank {} was in {self}",
-                self.rank
-            ),
+    pub(crate) fn protocol(&self, peer: &Peer, what: impl fmt::Display) -> Error {
+        let cause = format!("it broke the protocol: {what}");
+        let message = format!("{peer} is at fault: {cause}");
+        let culprit = peer.culprit(cause, Certainty::Settled);
+        self.blame(Kind::Protocol, culprit, format_args!("{message}"))
+    }
+
+    /// The error of a rank that another one has given up; `me` is this rank.
+    pub(crate) fn given_up(&self, me: &Peer, by: usize, cause: &str) -> Error {
+        self.blame(
+            Kind::PeerLost,
+            me.culprit(cause, Certainty::Settled),
+            format_args!("{me} was declared lost by rank {by}: {cause}"),
         )
+    }
+
+    /// The error of a rank that did not run for so long that the others must have given it up.
+    pub(crate) fn overslept(&self, me: &Peer, slept: Duration, seen: &str) -> Error {
+        let cause = format!(
+            "it did not run for {}: stopped, swapped out or starved; meanwhile {seen}",
+            Seconds(slept)
+        );
+        let message = format!("{me} is lost: {cause}");
+        self.blame(
+            Kind::PeerLost,
+            me.culprit(cause, Certainty::Settled),
+            format_args!("{message}"),
+        )
+    }
+
+    /// The error of a rank whose connections a fault has cut; `me` is this rank.
+    pub(crate) fn cut(&self, me: &Peer) -> Error {
+        self.lost(me, "its connections were cut", Certainty::Settled)
+    }
+
+    /// The error of an operation that runs while another thread ends the group.
+    pub(crate) fn interrupted(&self) -> Error {
+        let message = format!("rank {} gave up its group during {self}", self.rank);
+        Error::new(Kind::Closed, message)
+    }
+
+    fn blame(&self, kind: Kind, culprit: Culprit, what: fmt::Arguments<'_>) -> Error {
+        let message = format!("{what}; rank {} was in {self}", self.rank);
+        Error::blaming(kind, culprit, message)
     }
 
     fn overdue(&self, waited: Duration, missing: Vec<usize>) -> Error {
@@ -158,3 +204,6 @@ impl fmt::Display for Seconds {
 }
 
 const SHORTEST: Duration = Duration::from_millis(1);
+
+/// A thread that wakes so much later than it asked for was kept from running.
+pub(crate) const LATE: Duration = Duration::from_millis(250);

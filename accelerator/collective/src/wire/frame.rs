@@ -5,7 +5,7 @@ use std::{fmt, io::Read};
 use super::source::ReadError;
 use crate::{
     contract::Contract,
-    error::{Error, Kind},
+    error::{Certainty, Culprit, Error, Kind},
     transport::{Abort, CHUNK},
 };
 
@@ -126,9 +126,10 @@ pub(crate) enum FrameKind {
     Abort = 1,
     /// The declaration of an operation (the preamble) and its first data.
     Begin = 2,
-    /// The rank has finished in good order.
+    /// The rank leaves; the number of the chunk says how: 0 in good order, 1 without a word.
     Goodbye = 3,
-    /// A sign of life; it says nothing else.
+    /// A sign of life. The number of the chunk says after how many milliseconds of silence the
+    /// sender gives a peer up.
     Heartbeat = 4,
     /// Data on its way to the rank that owns its part.
     Inward = 5,
@@ -182,7 +183,7 @@ impl fmt::Display for FrameError {
 impl std::error::Error for FrameError {}
 
 impl Abort {
-    /// The preamble of an abort frame.
+    /// The preamble of an abort frame: kind, ranks, the culprit where there is one, the text.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let ranks = &self.error.ranks()[..self.error.ranks().len().min(256)];
         let mut out = vec![self.error.kind().code()];
@@ -190,31 +191,84 @@ impl Abort {
         for rank in ranks {
             out.extend_from_slice(&(*rank as u32).to_le_bytes());
         }
-        let text = self.error.to_string();
-        let mut end = text.len().min(PREAMBLE - out.len());
-        while !text.is_char_boundary(end) {
-            end -= 1;
+        match self.error.culprit() {
+            None => out.push(0),
+            Some(culprit) => {
+                out.push(culprit.certainty as u8);
+                out.extend_from_slice(&(culprit.rank as u32).to_le_bytes());
+                out.extend_from_slice(&culprit.pid.unwrap_or(0).to_le_bytes());
+                for text in [&culprit.host, &culprit.cause] {
+                    let text = prefix(text, PREAMBLE / 8);
+                    out.extend_from_slice(&(text.len() as u16).to_le_bytes());
+                    out.extend_from_slice(text.as_bytes());
+                }
+            }
         }
-        out.extend_from_slice(&text.as_bytes()[..end]);
+        let text = self.error.to_string();
+        out.extend_from_slice(prefix(&text, PREAMBLE - out.len()).as_bytes());
         out
     }
 
     /// Reads what [`encode`](Self::encode) wrote.
     pub(crate) fn decode(sequence: u64, bytes: &[u8]) -> Option<Self> {
-        let (kind, rest) = bytes.split_first()?;
-        let (count, rest) = rest.split_at_checked(2)?;
-        let count = usize::from(u16::from_le_bytes(count.try_into().ok()?));
-        let (ranks, text) = rest.split_at_checked(4 * count)?;
-        let ranks = ranks
-            .chunks_exact(4)
-            .map(|x| u32::from_le_bytes([x[0], x[1], x[2], x[3]]) as usize)
-            .collect();
-        let text = std::str::from_utf8(text).ok()?;
-        Some(Self {
-            sequence,
-            error: Error::about(Kind::from_code(*kind)?, ranks, text),
-        })
+        let mut fields = Fields(bytes);
+        let kind = Kind::from_code(fields.take(1)?[0])?;
+        let count = fields.short()?;
+        let ranks = fields.take(4 * count)?.chunks_exact(4);
+        let ranks = ranks.map(|x| u32::from_le_bytes([x[0], x[1], x[2], x[3]]) as usize);
+        let ranks: Vec<usize> = ranks.collect();
+        let culprit = match fields.take(1)?[0] {
+            0 => None,
+            certainty => Some(Culprit {
+                certainty: Certainty::from_code(certainty)?,
+                rank: fields.word()? as usize,
+                pid: Some(fields.word()?).filter(|pid| *pid != 0),
+                host: fields.text()?,
+                cause: fields.text()?,
+            }),
+        };
+        let text = std::str::from_utf8(fields.0).ok()?;
+        let error = match culprit {
+            Some(culprit) if ranks == [culprit.rank] => Error::blaming(kind, culprit, text),
+            Some(_) => return None,
+            None => Error::about(kind, ranks, text),
+        };
+        Some(Self { sequence, error })
     }
+}
+
+/// Bytes that are read from the front.
+struct Fields<'a>(&'a [u8]);
+
+impl<'a> Fields<'a> {
+    fn take(&mut self, len: usize) -> Option<&'a [u8]> {
+        let (taken, rest) = self.0.split_at_checked(len)?;
+        self.0 = rest;
+        Some(taken)
+    }
+
+    fn short(&mut self) -> Option<usize> {
+        let bytes = self.take(2)?;
+        Some(usize::from(u16::from_le_bytes([bytes[0], bytes[1]])))
+    }
+
+    fn word(&mut self) -> Option<u32> {
+        Some(u32::from_le_bytes(self.take(4)?.try_into().ok()?))
+    }
+
+    fn text(&mut self) -> Option<String> {
+        let len = self.short()?;
+        Some(std::str::from_utf8(self.take(len)?).ok()?.to_owned())
+    }
+}
+
+/// As much of a text as fits into so many bytes.
+fn prefix(text: &str, bytes: usize) -> &str {
+    let mut end = text.len().min(bytes);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
 }
 
 fn checksum(preamble: &[u8], payload: &[u8]) -> u32 {
@@ -228,7 +282,7 @@ fn checksum(preamble: &[u8], payload: &[u8]) -> u32 {
 pub(crate) const PREAMBLE: usize = 16 * 1024;
 
 const MAGIC: [u8; 4] = *b"ACLF";
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 const _: () = assert!(Contract::BOUND <= PREAMBLE);
 
 #[cfg(test)]
@@ -328,13 +382,46 @@ mod tests {
     fn aborts_survive_the_wire() {
         let text = "é".repeat(PREAMBLE);
         for text in ["rank 1 is lost", &text] {
-            let error = Error::about(Kind::PeerLost, vec![1, 63], text);
+            let error = Error::about(Kind::Timeout, vec![1, 63], text);
             let bytes = Abort { sequence: 7, error }.encode();
             assert!(bytes.len() <= PREAMBLE);
             let back = Abort::decode(7, &bytes).unwrap();
-            assert!(back.error.is_peer_lost());
+            assert!(back.error.is_timeout());
             assert_eq!(back.error.ranks(), [1, 63]);
+            assert_eq!(back.error.culprit(), None);
             assert!(text.starts_with(&back.error.to_string()));
+        }
+    }
+
+    #[test]
+    fn culprits_survive_the_wire() {
+        let long = "é".repeat(PREAMBLE);
+        let cases = [
+            (Some(7), "it panicked", Certainty::Settled),
+            (None, &long, Certainty::Guessed),
+        ];
+        for (pid, cause, certainty) in cases {
+            let culprit = Culprit {
+                rank: 63,
+                host: "node-7".to_owned(),
+                pid,
+                cause: cause.to_owned(),
+                certainty,
+            };
+            let error = Error::blaming(Kind::PeerLost, culprit, format!("it is lost: {cause}"));
+            let bytes = Abort { sequence: 7, error }.encode();
+            assert!(bytes.len() <= PREAMBLE);
+            let back = Abort::decode(7, &bytes).unwrap().error;
+            assert!(back.is_peer_lost());
+            assert_eq!(back.ranks(), [63]);
+            let found = back.culprit().unwrap();
+            assert_eq!(
+                (found.rank(), found.host(), found.pid()),
+                (63, "node-7", pid)
+            );
+            assert!(cause.starts_with(found.cause()) && !found.cause().is_empty());
+            assert_eq!(found.certainty, certainty);
+            assert!(Abort::decode(7, &bytes[..20]).is_none());
         }
     }
 }

@@ -1,7 +1,7 @@
-//! Messages while ranks meet: with the store, and with one another.
+//! Messages of ranks with the store, and with one another while they meet.
 
 use std::{
-    io::{Read, Write},
+    io::{self, Read, Write},
     net::{SocketAddr, TcpStream},
     time::{Duration, Instant},
 };
@@ -9,9 +9,9 @@ use std::{
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::source::{ReadError, Source, fill};
-use crate::error::{Error, Kind};
+use crate::error::{Certainty, Culprit, Error, Kind};
 
-/// Everything that is said before a group is connected.
+/// Everything that is said outside of operations.
 #[derive(Debug, Deserialize, Serialize)]
 pub(crate) enum Message {
     /// A rank to the store: what it wants to join.
@@ -20,10 +20,13 @@ pub(crate) enum Message {
         job: String,
         proves: Proves,
     },
-    /// The store to the rank: proof of the token, where there is one, and a question.
+    /// The store to the rank: proof of the token, where there is one, and a question. The
+    /// process that hosts the store is for messages only.
     Challenge {
         nonce: Nonce,
         proof: Option<[u8; 32]>,
+        host: String,
+        pid: u32,
     },
     /// The rank to the store: a [`Registration`], with proof of the token.
     Register {
@@ -35,19 +38,55 @@ pub(crate) enum Message {
         body: Vec<u8>,
         proof: Option<[u8; 32]>,
     },
-    /// The store to the rank: no, and why.
+    /// The store to the rank: no, and why; until it is connected, also after the table.
     Refused(Refusal),
+    /// Either way until the rank is connected: a sign of life.
+    Heartbeat,
+    /// The store to a rank that waits: whom for. At most [`LISTED`] of them, and how many.
+    Waiting { missing: Vec<usize>, count: usize },
+    /// The rank to the store: it is connected to all others.
+    Connected,
+    /// The rank to the store: its group failed, and whom it blames.
+    Accuse(Refusal),
+    /// The rank to the store: it leaves in good order.
+    Farewell,
+    /// The store to the rank: a rank has ended, and how.
+    Testimony { rank: usize, text: String },
+    /// The store to the rank: what is known about a rank, should anybody ask.
+    Hearsay { rank: usize, text: String },
+    /// The store to the rank: it closes in good order.
+    Adjourned,
     /// A rank to another one: who it is.
     Greet { from: u32, to: u32, nonce: Nonce },
     /// The other one: proof of the job.
     Answer { nonce: Nonce, proof: [u8; 32] },
     /// And back.
     Confirm { proof: [u8; 32] },
+    /// The other one: the connection counts.
+    Accepted,
 }
 
 impl Message {
     /// Sends the message, in one piece.
-    pub(crate) fn send(&self, mut stream: &TcpStream) -> Result<(), ReadError> {
+    pub(crate) fn send(&self, stream: &TcpStream) -> Result<(), ReadError> {
+        self.send_within(stream, Duration::from_secs(5))
+    }
+
+    /// Sends the message, in one piece, to somebody who may not take it: without any progress
+    /// that [soon](SOON) is an error, and the connection is of no use any more.
+    pub(crate) fn offer(&self, stream: &TcpStream) -> Result<(), ReadError> {
+        self.send_within(stream, SOON)
+    }
+
+    fn send_within(&self, mut stream: &TcpStream, limit: Duration) -> Result<(), ReadError> {
+        stream
+            .set_write_timeout(Some(limit))
+            .and_then(|()| stream.write_all(&self.encode()))
+            .map_err(ReadError::Io)
+    }
+
+    /// The bytes that go over the wire.
+    pub(crate) fn encode(&self) -> Vec<u8> {
         let body = to_bytes(self);
         let mut out = Vec::with_capacity(ENVELOPE + body.len());
         out.extend_from_slice(&MAGIC);
@@ -55,10 +94,26 @@ impl Message {
         out.extend_from_slice(&(body.len() as u32).to_le_bytes());
         out.extend_from_slice(&crc32fast::hash(&body).to_le_bytes());
         out.extend_from_slice(&body);
-        stream
-            .set_write_timeout(Some(Duration::from_secs(5)))
-            .and_then(|()| stream.write_all(&out))
-            .map_err(ReadError::Io)
+        out
+    }
+
+    /// Waits until a message begins to arrive; without a pause, for as long as it takes. Says
+    /// whether one does; the end of the connection is an error.
+    pub(crate) fn arrives(stream: &TcpStream, pause: Option<Duration>) -> Result<bool, ReadError> {
+        // Sub-millisecond timeouts may be rounded to zero, which means none.
+        let pause = pause.map(|pause| pause.max(Duration::from_millis(1)));
+        let seen = stream
+            .set_read_timeout(pause)
+            .and_then(|()| stream.peek(&mut [0]));
+        match seen {
+            Ok(0) => Err(ReadError::Closed),
+            Ok(_) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(false),
+            Err(error) => match ReadError::Io(error) {
+                error if error.is_timeout() => Ok(false),
+                error => Err(error),
+            },
+        }
     }
 
     /// Receives the next message, which may be as long as `bound` and must come by the
@@ -71,7 +126,7 @@ impl Message {
         Self::read(&mut Source::new(stream, deadline), bound)
     }
 
-    fn read(from: &mut impl Read, bound: usize) -> Result<Self, ReadError> {
+    pub(crate) fn read(from: &mut impl Read, bound: usize) -> Result<Self, ReadError> {
         let mut envelope = [0; ENVELOPE];
         fill(from, &mut envelope)?;
         let word = |at: usize| {
@@ -131,6 +186,8 @@ pub(crate) struct Registration {
     pub(crate) address: SocketAddr,
     /// How long it will wait for the others.
     pub(crate) patience: Duration,
+    /// After how long without a sign of life it takes others for lost.
+    pub(crate) liveness: Duration,
 }
 
 /// All ranks of a job, in rank order.
@@ -147,6 +204,29 @@ pub(crate) struct Refusal {
     pub(crate) kind: u8,
     pub(crate) ranks: Vec<usize>,
     pub(crate) reason: String,
+    culprit: Option<Suspect>,
+}
+
+/// A [`Culprit`] on its way.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+struct Suspect {
+    rank: usize,
+    host: String,
+    pid: Option<u32>,
+    cause: String,
+    certainty: u8,
+}
+
+impl Suspect {
+    fn new(culprit: &Culprit) -> Self {
+        Self {
+            rank: culprit.rank,
+            host: shorten(&culprit.host, NAME),
+            pid: culprit.pid,
+            cause: shorten(&culprit.cause, TEXT / 2),
+            certainty: culprit.certainty as u8,
+        }
+    }
 }
 
 impl Refusal {
@@ -155,13 +235,55 @@ impl Refusal {
             kind: error.kind().code(),
             ranks: error.ranks().to_vec(),
             reason: error.message().to_owned(),
+            culprit: error.culprit().map(Suspect::new),
+        }
+    }
+
+    /// What a stranger may send: a text and a list that have bounds.
+    pub(crate) fn bounded(error: &Error) -> Self {
+        Self {
+            kind: error.kind().code(),
+            ranks: error.ranks().iter().copied().take(LISTED).collect(),
+            reason: shorten(&error.to_string(), TEXT),
+            culprit: error.culprit().map(Suspect::new),
         }
     }
 
     pub(crate) fn into_error(self) -> Error {
         let kind = Kind::from_code(self.kind).unwrap_or(Kind::Rendezvous);
-        Error::about(kind, self.ranks, self.reason)
+        match self.culprit {
+            Some(Suspect {
+                rank,
+                host,
+                pid,
+                cause,
+                certainty,
+            }) if self.ranks == [rank] => {
+                let certainty = Certainty::from_code(certainty).unwrap_or(Certainty::Settled);
+                let culprit = Culprit {
+                    rank,
+                    host,
+                    pid,
+                    cause,
+                    certainty,
+                };
+                Error::blaming(kind, culprit, self.reason)
+            }
+            _ => Error::about(kind, self.ranks, self.reason),
+        }
     }
+}
+
+/// The beginning of a text, of so many bytes at most.
+pub(crate) fn shorten(text: &str, most: usize) -> String {
+    let end = (0..=text.len().min(most))
+        .rev()
+        .find(|at| text.is_char_boundary(*at));
+    let mut short = text[..end.unwrap_or(0)].to_owned();
+    if short.len() < text.len() {
+        short.push('…');
+    }
+    short
 }
 
 pub(crate) type Nonce = [u8; 32];
@@ -178,14 +300,26 @@ pub(crate) fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ReadErr
         .map_err(|error| ReadError::Message(format!("a malformed message, {error}")))
 }
 
+/// How long somebody may take to make room for a few bytes.
+pub(crate) const SOON: Duration = Duration::from_millis(200);
+
 /// The most bytes of a message that somebody unknown may send.
 pub(crate) const SHORT: usize = 4 * 1024;
 
 /// The most bytes of a table: over a thousand ranks.
 pub(crate) const LONG: usize = 1024 * 1024;
 
+/// The most ranks that a message lists.
+pub(crate) const LISTED: usize = 64;
+
+/// The most bytes of a text in a [`SHORT`] message.
+pub(crate) const TEXT: usize = 2000;
+
+/// The most bytes of the name of a host.
+const NAME: usize = 256;
+
 const MAGIC: [u8; 4] = *b"ACLR";
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 const ENVELOPE: usize = 16;
 
 #[cfg(test)]
@@ -242,7 +376,66 @@ mod tests {
         let mut bytes = exchange(&Message::Confirm { proof: [0; 32] });
         bytes[4] = 9;
         let error = Message::read(&mut &bytes[..], SHORT).unwrap_err();
-        assert!(error.to_string().contains("protocol version 9, expected 1"));
+        assert!(error.to_string().contains("protocol version 9, expected 2"));
+    }
+
+    #[test]
+    fn accusations_are_bounded() {
+        let ranks = (1_000_000..1_100_000).collect();
+        let error = Error::about(Kind::PeerLost, ranks, "é".repeat(5000));
+        let accuse = Message::Accuse(Refusal::bounded(&error));
+        let bytes = exchange(&accuse);
+        assert!(bytes.len() <= SHORT);
+        let Message::Accuse(back) = Message::read(&mut &bytes[..], SHORT).unwrap() else {
+            panic!("another message");
+        };
+        let back = back.into_error();
+        assert!(back.is_peer_lost());
+        assert_eq!(back.ranks().len(), LISTED);
+        assert!(back.to_string().ends_with("é…"));
+        assert_eq!(shorten("short", 5), "short");
+        assert_eq!(shorten("short", 4), "shor…");
+    }
+
+    #[test]
+    fn an_accusation_names_the_culprit() {
+        let culprit = Culprit {
+            rank: 3,
+            host: "h".repeat(5000),
+            pid: Some(17),
+            cause: "é".repeat(5000),
+            certainty: Certainty::Guessed,
+        };
+        let error = Error::blaming(Kind::PeerLost, culprit, "x".repeat(5000));
+        let bytes = exchange(&Message::Accuse(Refusal::bounded(&error)));
+        assert!(bytes.len() <= SHORT);
+        let Message::Accuse(back) = Message::read(&mut &bytes[..], SHORT).unwrap() else {
+            panic!("another message");
+        };
+        let back = back.into_error();
+        let culprit = back.culprit().unwrap();
+        assert_eq!((culprit.rank(), culprit.pid()), (3, Some(17)));
+        assert_eq!(culprit.certainty, Certainty::Guessed);
+        assert!(culprit.cause().starts_with("éé"));
+    }
+
+    #[test]
+    fn waiting_for_a_message_keeps_it_whole() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (far, _) = listener.accept().unwrap();
+        let pause = Some(Duration::from_millis(10));
+        assert!(!Message::arrives(&far, pause).unwrap());
+        Message::Heartbeat.send(&near).unwrap();
+        assert!(Message::arrives(&far, None).unwrap());
+        let due = Instant::now() + Duration::from_secs(30);
+        let message = Message::receive(&far, SHORT, due).unwrap();
+        assert!(matches!(message, Message::Heartbeat));
+        drop(near);
+        assert!(matches!(
+            Message::arrives(&far, None),
+            Err(ReadError::Closed)
+        ));
     }
 
     proptest! {

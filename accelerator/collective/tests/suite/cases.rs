@@ -422,8 +422,85 @@ pub(crate) fn a_rank_that_panics(means: Means, world_size: usize) {
     for error in errors.iter().flatten() {
         assert!(error.is_peer_lost() && !error.is_peer_left(), "{error}");
         assert_eq!(error.ranks(), [1], "{error}");
-        assert!(error.to_string().contains("panicked"), "{error}");
+        let text = error.to_string();
+        assert!(
+            text.contains("it panicked: a panic that the test wants (at "),
+            "{text}"
+        );
+        assert!(text.contains("cases.rs:"), "{text}");
+        assert!(text.contains("was in collective #1, all_reduce"), "{text}");
+        assert_eq!(error.culprit().unwrap().rank(), 1, "{error}");
     }
+}
+
+/// So is one whose program returns without closing its group.
+pub(crate) fn a_rank_that_returns_early(means: Means, world_size: usize) {
+    let errors = run(means, world_size, |group| {
+        group.barrier().unwrap();
+        (group.rank() != 1).then(|| group.barrier().unwrap_err())
+    });
+    for error in errors.iter().flatten() {
+        assert!(error.is_peer_lost() && !error.is_peer_left(), "{error}");
+        assert_eq!(error.ranks(), [1], "{error}");
+        let cause = error.culprit().unwrap().cause();
+        assert!(
+            cause.starts_with("it dropped its group without closing it"),
+            "{error}"
+        );
+        assert!(error.to_string().contains(cause), "{error}");
+        assert!(error.to_string().contains("in collective #1"), "{error}");
+    }
+}
+
+/// A rank that fails for its own reasons says so to all, whether they are waiting or come later.
+pub(crate) fn a_rank_that_aborts(means: Means, world_size: usize) {
+    let errors = run(means, world_size, |group| {
+        group.barrier().unwrap();
+        if group.rank() == 1 {
+            let pending = group
+                .start_all_reduce(group.buffer(f32::DTYPE, 10), ReduceOp::Sum)
+                .unwrap();
+            group.abort("its data set is empty");
+            group.abort("a second reason changes nothing");
+            assert!(pending.wait().is_err());
+            return group.barrier().unwrap_err();
+        }
+        if group.rank() > 1 {
+            std::thread::sleep(Duration::from_millis(300));
+        }
+        group
+            .all_reduce(&mut [1.0_f32; 10], ReduceOp::Sum)
+            .and_then(|()| group.barrier())
+            .unwrap_err()
+    });
+    for (rank, error) in errors.iter().enumerate() {
+        assert!(error.is_peer_lost() && !error.is_peer_left(), "{error}");
+        assert_eq!(error.ranks(), [1], "{error}");
+        assert_eq!(error.culprit().unwrap().cause(), "its data set is empty");
+        assert!(
+            error
+                .to_string()
+                .contains(") is lost: its data set is empty; "),
+            "{error}"
+        );
+        if rank != 1 {
+            assert!(
+                error.to_string().contains(" was in collective #"),
+                "{error}"
+            );
+        }
+    }
+}
+
+/// A rank that is slow, but lives, is waited for beyond the liveness deadline.
+pub(crate) fn a_slow_rank_is_not_lost(means: Means, world_size: usize) {
+    let options = patient().with_liveness_timeout(Duration::from_secs(1));
+    run_with(means, world_size, &options, |group| {
+        if group.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(2500));
+        }
+        group.barrier().unwrap();
+    });
 }
 
 /// Operations that were started fail with their group, and nobody waits for them in vain.

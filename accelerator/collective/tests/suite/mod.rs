@@ -47,6 +47,9 @@ macro_rules! transport {
                     a_rank_that_does_not_come,
                     a_rank_that_finishes_early,
                     a_rank_that_panics,
+                    a_rank_that_returns_early,
+                    a_rank_that_aborts,
+                    a_slow_rank_is_not_lost,
                     started_operations_fail_too,
                 ]
             );
@@ -69,6 +72,9 @@ macro_rules! transport {
                     a_rank_that_does_not_come,
                     a_rank_that_finishes_early,
                     a_rank_that_panics,
+                    a_rank_that_returns_early,
+                    a_rank_that_aborts,
+                    a_slow_rank_is_not_lost,
                     started_operations_fail_too,
                 ]
             );
@@ -101,6 +107,8 @@ macro_rules! transport {
                     a_rank_that_does_not_come,
                     a_rank_that_finishes_early,
                     a_rank_that_panics,
+                    a_rank_that_returns_early,
+                    a_rank_that_aborts,
                     started_operations_fail_too,
                 ]
             );

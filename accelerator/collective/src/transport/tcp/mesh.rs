@@ -5,61 +5,82 @@ use std::{
     net::{TcpListener, TcpStream},
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, Ordering},
         mpsc,
     },
     thread,
     time::{Duration, Instant},
 };
 
+use accelerator_fault::{Effect, Point, strike};
+
 use crate::{
     error::{Error, Kind, Result, list_ranks},
-    rendezvous::{Key, Meeting, random},
+    rendezvous::{Guest, Key, Lobby, Meeting, random, reachable},
     wire::{
         ReadError,
-        message::{self, Message, Nonce},
+        message::{self, Message, Nonce, Registration},
     },
 };
 
 /// A connection to every other rank, in rank order: made to the lower ones, taken from the
 /// higher ones. Both sides prove that they belong to the job.
+///
+/// While that lasts the store watches over the ranks; what it says about one that is lost ends
+/// the wait for everybody.
 pub(super) fn connect(
     rank: usize,
     meeting: &Meeting,
     deadline: Instant,
 ) -> Result<Vec<Option<TcpStream>>> {
+    if let Some(Effect::DropConnection) = strike(rank, Point::Connect) {
+        if let Some(line) = &meeting.line {
+            line.cut();
+        }
+        return Err(Error::about(
+            Kind::Rendezvous,
+            vec![rank],
+            format!("the connections of rank {rank} were cut by an injected fault"),
+        ));
+    }
+    let outcome = assemble(rank, meeting, deadline);
+    if let Some(line) = &meeting.line {
+        match &outcome {
+            Ok(_) => line.connected(),
+            Err(error) => line.accuse(error),
+        }
+    }
+    outcome
+}
+
+fn assemble(rank: usize, meeting: &Meeting, deadline: Instant) -> Result<Vec<Option<TcpStream>>> {
     let world_size = meeting.ranks.len();
     let mut streams: Vec<Option<TcpStream>> = (0..world_size).map(|_| None).collect();
-    let arrivals = Door::open(rank, world_size, meeting, deadline)?;
-    for (peer, registration) in meeting.ranks.iter().enumerate().take(rank) {
-        let failed = |error: ReadError| {
-            Error::about(
-                Kind::Rendezvous,
-                vec![peer],
-                format!(
-                    "rank {rank} cannot connect to rank {peer} (process {} on {}) at {}: {error}",
-                    registration.pid, registration.host, registration.address
-                ),
-            )
-        };
-        let left = deadline.saturating_duration_since(Instant::now());
-        let left = left.max(Duration::from_millis(1));
-        let stream = TcpStream::connect_timeout(&registration.address, left)
-            .map_err(|error| failed(ReadError::Io(error)))?;
-        greet(&stream, &meeting.key, rank, peer, deadline).map_err(failed)?;
-        streams[peer] = Some(stream);
+    let (sender, events) = mpsc::channel();
+    let _door = Door::open(rank, world_size, meeting, sender.clone())?;
+    let _caller = Caller::start(rank, meeting, deadline, sender.clone())?;
+    if let Some(line) = &meeting.line {
+        line.on_news(move || {
+            // Nobody waits for it once the ranks are connected.
+            let _ = sender.send(Event::News);
+        });
     }
     let missing = |streams: &[Option<TcpStream>]| {
-        let missing = streams.iter().enumerate().skip(rank + 1);
-        let missing = missing.filter(|(_, stream)| stream.is_none());
+        let missing = streams.iter().enumerate();
+        let missing = missing.filter(|(peer, stream)| *peer != rank && stream.is_none());
         missing.map(|(peer, _)| peer).collect::<Vec<_>>()
     };
     while !missing(&streams).is_empty() {
-        let left = deadline.saturating_duration_since(Instant::now());
-        match arrivals.arrived.recv_timeout(left) {
-            Ok((peer, stream)) => {
-                streams[peer].get_or_insert(stream);
-            }
+        if let Some(error) = meeting.line.as_ref().and_then(|line| line.verdict()) {
+            return Err(error);
+        }
+        // The caller knows best why it got no connection; it says so at the deadline.
+        let left = (deadline + SLACK).saturating_duration_since(Instant::now());
+        match events.recv_timeout(left) {
+            Ok(Event::Failed(error)) => return Err(error),
+            Ok(Event::News) => {}
+            // A second connection replaces one that the other side has given up.
+            Ok(Event::Peer(peer, stream)) => streams[peer] = Some(stream),
             Err(_) => {
                 let missing = missing(&streams);
                 let message = format!(
@@ -74,41 +95,206 @@ pub(super) fn connect(
     Ok(streams)
 }
 
-/// The listening side; dropped, it stops to accept.
+enum Event {
+    /// A peer cannot be reached.
+    Failed(Error),
+    /// The store may have said something.
+    News,
+    /// A peer is connected.
+    Peer(usize, TcpStream),
+}
+
+/// The connecting side: a thread that calls the lower ranks; dropped, it gives up.
+struct Caller {
+    closed: Arc<AtomicBool>,
+}
+
+impl Caller {
+    fn start(
+        rank: usize,
+        meeting: &Meeting,
+        deadline: Instant,
+        sender: mpsc::Sender<Event>,
+    ) -> Result<Self> {
+        let closed = Arc::new(AtomicBool::new(false));
+        if rank == 0 {
+            return Ok(Self { closed });
+        }
+        let call = Call {
+            key: meeting.key.clone(),
+            rank,
+            deadline,
+            closed: Arc::clone(&closed),
+        };
+        let lower = meeting.ranks[..rank].to_vec();
+        let spawned = thread::Builder::new()
+            .name("mesh-caller".to_owned())
+            .spawn(move || {
+                for peer in &lower {
+                    let event = match call.reach(peer) {
+                        Some(Ok(stream)) => Event::Peer(peer.rank, stream),
+                        Some(Err(error)) => Event::Failed(error),
+                        None => return,
+                    };
+                    let failed = matches!(event, Event::Failed(_));
+                    // The mesh may have been given up.
+                    if sender.send(event).is_err() || failed {
+                        return;
+                    }
+                }
+            });
+        match spawned {
+            Ok(_) => Ok(Self { closed }),
+            Err(error) => Err(Error::io("this rank cannot connect to the others", error)),
+        }
+    }
+}
+
+impl Drop for Caller {
+    fn drop(&mut self) {
+        self.closed.store(true, Ordering::Release);
+    }
+}
+
+struct Call {
+    key: Key,
+    rank: usize,
+    deadline: Instant,
+    closed: Arc<AtomicBool>,
+}
+
+impl Call {
+    /// Connects to a peer, again where somebody else took its place at the door; `None` where
+    /// nobody waits for it any more.
+    fn reach(&self, peer: &Registration) -> Option<Result<TcpStream>> {
+        // The peer has listened since before it registered: who refuses is not there any more,
+        // of which the store usually knows more.
+        let mut refused: Option<Instant> = None;
+        let mut pause = SHORTEST;
+        loop {
+            let failure = match self.try_once(peer) {
+                Ok(stream) => return Some(Ok(stream)),
+                Err(failure) => failure,
+            };
+            if self.is_closed() {
+                return None;
+            }
+            let now = Instant::now();
+            let until = match &failure {
+                ReadError::Message(_) | ReadError::Frame(_) => now,
+                ReadError::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                    *refused.get_or_insert(now + REFUSED)
+                }
+                ReadError::Io(_) | ReadError::Closed | ReadError::Torn => self.deadline,
+            };
+            if now + pause > until.min(self.deadline) {
+                return Some(Err(Error::about(
+                    Kind::Rendezvous,
+                    vec![peer.rank],
+                    format!(
+                        "rank {} cannot connect to rank {} (process {} on {}) at {}: {failure}",
+                        self.rank, peer.rank, peer.pid, peer.host, peer.address
+                    ),
+                )));
+            }
+            thread::sleep(pause);
+            pause = (2 * pause).min(LONGEST);
+        }
+    }
+
+    /// The connecting side of the handshake.
+    fn try_once(&self, peer: &Registration) -> Result<TcpStream, ReadError> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        let left = left.clamp(Duration::from_millis(1), Duration::from_secs(1));
+        let stream = TcpStream::connect_timeout(&peer.address, left).map_err(ReadError::Io)?;
+        let _ = stream.set_nodelay(true);
+        let nonce = random().map_err(|error| ReadError::Io(io::Error::other(error)))?;
+        Message::Greet {
+            from: self.rank as u32,
+            to: peer.rank as u32,
+            nonce,
+        }
+        .send(&stream)?;
+        let Message::Answer { nonce: own, proof } = self.hear(&stream)? else {
+            return Err(ReadError::Message("no answer to the greeting".to_owned()));
+        };
+        let said = transcript(self.rank, peer.rank, &nonce, &own);
+        if !self.key.accepts("answer", &[&said], &proof) {
+            return Err(ReadError::Message("the proof of another job".to_owned()));
+        }
+        Message::Confirm {
+            proof: self.key.prove("confirm", &[&said]),
+        }
+        .send(&stream)?;
+        match self.hear(&stream)? {
+            Message::Accepted => Ok(stream),
+            _ => Err(ReadError::Message("no word of welcome".to_owned())),
+        }
+    }
+
+    /// The next message of the peer, as long as somebody waits for it.
+    fn hear(&self, stream: &TcpStream) -> Result<Message, ReadError> {
+        while !Message::arrives(stream, Some(TICK))? {
+            if self.is_closed() || Instant::now() > self.deadline {
+                return Err(ReadError::Io(io::ErrorKind::TimedOut.into()));
+            }
+        }
+        Message::receive(stream, message::SHORT, Instant::now() + Lobby::PATIENCE)
+    }
+
+    fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+}
+
+/// The listening side: a thread that accepts; dropped, it ends.
 struct Door {
-    arrived: mpsc::Receiver<(usize, TcpStream)>,
+    listener: TcpListener,
+    lobby: Arc<Lobby>,
     closed: Arc<AtomicBool>,
 }
 
 impl Door {
-    fn open(rank: usize, world_size: usize, meeting: &Meeting, deadline: Instant) -> Result<Self> {
-        let (sender, arrived) = mpsc::channel();
+    fn open(
+        rank: usize,
+        world_size: usize,
+        meeting: &Meeting,
+        sender: mpsc::Sender<Event>,
+    ) -> Result<Self> {
         let closed = Arc::new(AtomicBool::new(false));
+        let lobby = Lobby::new(world_size + 64);
         let visit = Visit {
             key: meeting.key.clone(),
             rank,
             world_size,
-            deadline,
             sender,
         };
-        let listener = meeting.listener.try_clone();
-        let spawned = listener.and_then(|listener| {
-            listener.set_nonblocking(true)?;
-            let closed = Arc::clone(&closed);
+        let failed = |error| Error::io("this rank cannot listen for the others", error);
+        let listener = meeting.listener.try_clone().map_err(failed)?;
+        let door = Self {
+            listener: meeting.listener.try_clone().map_err(failed)?,
+            lobby: Arc::clone(&lobby),
+            closed: Arc::clone(&closed),
+        };
+        if rank + 1 < world_size {
             thread::Builder::new()
                 .name("mesh".to_owned())
-                .spawn(move || visit.accept(&listener, &closed))
-        });
-        match spawned {
-            Ok(_) => Ok(Self { arrived, closed }),
-            Err(error) => Err(Error::io("this rank cannot listen for the others", error)),
+                .spawn(move || visit.accept(&listener, &lobby, &closed))
+                .map_err(failed)?;
         }
+        Ok(door)
     }
 }
 
 impl Drop for Door {
     fn drop(&mut self) {
         self.closed.store(true, Ordering::Release);
+        self.lobby.clear();
+        // A last visitor wakes the thread that accepts. Should it not get through, the thread
+        // ends with the next one.
+        if let Ok(address) = self.listener.local_addr() {
+            drop(TcpStream::connect_timeout(&reachable(address), TICK));
+        }
     }
 }
 
@@ -117,60 +303,46 @@ struct Visit {
     key: Key,
     rank: usize,
     world_size: usize,
-    deadline: Instant,
-    sender: mpsc::Sender<(usize, TcpStream)>,
+    sender: mpsc::Sender<Event>,
 }
 
 impl Visit {
-    fn accept(&self, listener: &TcpListener, closed: &AtomicBool) {
-        let open = Arc::new(AtomicUsize::new(0));
-        while !closed.load(Ordering::Acquire) && Instant::now() < self.deadline {
-            let stream = match listener.accept() {
-                Ok((stream, _)) => stream,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    thread::sleep(Duration::from_millis(1));
-                    continue;
-                }
-                Err(_) => {
-                    thread::sleep(Duration::from_millis(20));
-                    continue;
-                }
+    fn accept(&self, listener: &TcpListener, lobby: &Arc<Lobby>, closed: &AtomicBool) {
+        loop {
+            let accepted = listener.accept();
+            if closed.load(Ordering::Acquire) {
+                return;
+            }
+            let Ok((stream, _)) = accepted else {
+                // Too many open files, for instance: try again, but not at full speed.
+                thread::sleep(Duration::from_millis(20));
+                continue;
             };
             // Each visitor has its own thread, so that a stranger who says nothing keeps nobody
             // waiting; the number is bounded.
-            if open.load(Ordering::Acquire) >= 2 * self.world_size + 64 {
-                continue;
-            }
-            open.fetch_add(1, Ordering::AcqRel);
+            let stream = Arc::new(stream);
+            let guest = lobby.enter(&stream);
             let visit = self.clone();
-            let counter = Arc::clone(&open);
             let spawned = thread::Builder::new()
                 .name("mesh-visitor".to_owned())
                 .stack_size(512 * 1024)
                 .spawn(move || {
-                    match visit.receive(&stream) {
-                        // The mesh may be complete, or given up, already.
-                        Ok(peer) => drop(visit.sender.send((peer, stream))),
-                        Err(error) => {
-                            tracing::debug!(%error, "a connection that is no rank was dropped");
-                        }
+                    if let Err(error) = visit.receive(stream, guest) {
+                        tracing::debug!(%error, "a connection that is no rank was dropped");
                     }
-                    counter.fetch_sub(1, Ordering::AcqRel);
                 });
-            if spawned.is_err() {
-                open.fetch_sub(1, Ordering::AcqRel);
+            if let Err(error) = spawned {
+                tracing::warn!(%error, "there is no thread for a connection of another rank");
             }
         }
     }
 
-    /// The accepting side of the handshake: who it is that came.
-    fn receive(&self, stream: &TcpStream) -> Result<usize, ReadError> {
-        let deadline = self.deadline.min(Instant::now() + DOOR);
-        // Where the listener does not block, some systems make its connections the same.
-        stream.set_nonblocking(false).map_err(ReadError::Io)?;
+    /// The accepting side of the handshake.
+    fn receive(&self, stream: Arc<TcpStream>, guest: Guest) -> Result<(), ReadError> {
+        let deadline = Instant::now() + Lobby::PATIENCE;
         let _ = stream.set_nodelay(true);
         let Message::Greet { from, to, nonce } =
-            Message::receive(stream, message::SHORT, deadline)?
+            Message::receive(&stream, message::SHORT, deadline)?
         else {
             return Err(ReadError::Message("no greeting".to_owned()));
         };
@@ -184,45 +356,27 @@ impl Visit {
         let own = random().map_err(|error| ReadError::Io(io::Error::other(error)))?;
         let said = transcript(peer, self.rank, &nonce, &own);
         let proof = self.key.prove("answer", &[&said]);
-        Message::Answer { nonce: own, proof }.send(stream)?;
-        let Message::Confirm { proof } = Message::receive(stream, message::SHORT, deadline)? else {
+        Message::Answer { nonce: own, proof }.send(&stream)?;
+        let Message::Confirm { proof } = Message::receive(&stream, message::SHORT, deadline)?
+        else {
             return Err(ReadError::Message("no confirmation".to_owned()));
         };
         if !self.key.accepts("confirm", &[&said], &proof) {
             return Err(ReadError::Message("the proof of another job".to_owned()));
         }
-        Ok(peer)
+        // Whoever had to make room for somebody else calls again.
+        if !guest.leave() {
+            return Err(ReadError::Closed);
+        }
+        Message::Accepted.send(&stream)?;
+        let stream = match Arc::try_unwrap(stream) {
+            Ok(stream) => stream,
+            Err(shared) => shared.try_clone().map_err(ReadError::Io)?,
+        };
+        // The mesh may be complete, or given up, already.
+        let _ = self.sender.send(Event::Peer(peer, stream));
+        Ok(())
     }
-}
-
-/// The connecting side of the handshake.
-fn greet(
-    stream: &TcpStream,
-    key: &Key,
-    rank: usize,
-    peer: usize,
-    deadline: Instant,
-) -> Result<(), ReadError> {
-    let _ = stream.set_nodelay(true);
-    let nonce = random().map_err(|error| ReadError::Io(io::Error::other(error)))?;
-    Message::Greet {
-        from: rank as u32,
-        to: peer as u32,
-        nonce,
-    }
-    .send(stream)?;
-    let Message::Answer { nonce: own, proof } = Message::receive(stream, message::SHORT, deadline)?
-    else {
-        return Err(ReadError::Message("no answer to the greeting".to_owned()));
-    };
-    let said = transcript(rank, peer, &nonce, &own);
-    if !key.accepts("answer", &[&said], &proof) {
-        return Err(ReadError::Message("the proof of another job".to_owned()));
-    }
-    Message::Confirm {
-        proof: key.prove("confirm", &[&said]),
-    }
-    .send(stream)
 }
 
 /// What both sides of a handshake prove: who speaks with whom, and the nonces of both.
@@ -235,5 +389,15 @@ fn transcript(from: usize, to: usize, nonce: &Nonce, own: &Nonce) -> Vec<u8> {
     said
 }
 
-/// How long a stranger may take to say who it is.
-const DOOR: Duration = Duration::from_secs(10);
+/// How long a peer whose listener is gone may take to be found dead by the store.
+const REFUSED: Duration = Duration::from_secs(1);
+
+/// How often a caller looks whether anybody waits for it.
+const TICK: Duration = Duration::from_millis(100);
+
+/// How long to wait before calling again, from the first time to the last.
+const SHORTEST: Duration = Duration::from_millis(10);
+const LONGEST: Duration = Duration::from_millis(200);
+
+/// By how much the caller's news may come after the deadline.
+const SLACK: Duration = Duration::from_millis(250);

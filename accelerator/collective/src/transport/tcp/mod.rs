@@ -1,27 +1,30 @@
 //! Ranks as processes, connected each with each by TCP.
 
+mod ear;
+mod link;
 mod mesh;
+mod pulse;
 mod reader;
 
 use std::{
-    io::{self, IoSlice, Write},
-    net::{Shutdown, TcpStream},
     sync::{
-        Arc, Mutex, PoisonError, TryLockError,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    thread,
     time::{Duration, Instant},
 };
 
-use super::{Farewell, Inbox, Part, Peer, Place, Stage, Transport, TransportKind, Watch};
-use crate::rendezvous::LONGEST;
+use super::{Farewell, Inbox, Part, Parting, Peer, Place, Stage, Transport, TransportKind, Watch};
 use crate::{
-    error::{Error, Result},
-    rendezvous::Meeting,
+    error::{Certainty, Error, Result},
+    rendezvous::{LONGEST, Meeting},
     topology::Topology,
     wire::frame::{FrameKind, Head},
 };
+use link::Link;
+use pulse::Pace;
+#[cfg(feature = "fuzzing")]
+pub(crate) use reader::feed;
 
 /// One rank in a mesh of connections. A thread for each peer reads what comes into the inbox, so
 /// a peer that sends never waits for this rank's engine.
@@ -31,6 +34,11 @@ pub(crate) struct Tcp {
     peers: Vec<Peer>,
     links: Vec<Option<Link>>,
     inbox: Arc<Inbox>,
+    /// How long the others may take to complete their connections.
+    patience: Duration,
+    pace: Mutex<Pace>,
+    /// Whether the next part is to be spoilt.
+    spoilt: AtomicBool,
 }
 
 impl Tcp {
@@ -60,7 +68,7 @@ impl Tcp {
                 None => None,
                 Some(stream) => {
                     let link = Link::new(stream)?;
-                    reader::spawn(&link.control, peer.clone(), Arc::clone(&inbox))?;
+                    reader::spawn(&link, peer.clone(), Arc::clone(&inbox))?;
                     Some(link)
                 }
             };
@@ -71,7 +79,19 @@ impl Tcp {
             peers,
             links,
             inbox,
+            patience,
+            pace: Mutex::default(),
+            spoilt: AtomicBool::new(false),
         })
+    }
+
+    /// The head of a part as bytes; one of them is wrong where a fault asks for it.
+    fn sealed(&self, head: Head) -> [u8; Head::LEN] {
+        let mut bytes = head.encode();
+        if self.spoilt.load(Ordering::Relaxed) && self.spoilt.swap(false, Ordering::Relaxed) {
+            bytes[8] ^= 1;
+        }
+        bytes
     }
 
     fn others(&self) -> impl Iterator<Item = (usize, &Link)> {
@@ -95,7 +115,7 @@ impl Transport for Tcp {
 
     fn send(&self, to: usize, part: Part<'_>, watch: &mut Watch<'_>) -> Result<()> {
         let Some(link) = &self.links[to] else {
-            return Err(watch.protocol(self.rank, "it sent a part to itself"));
+            return Err(watch.protocol(&self.peers[self.rank], "it sent a part to itself"));
         };
         let declaration = part.contract.map(|contract| contract.encode());
         let preamble = match &declaration {
@@ -111,12 +131,21 @@ impl Transport for Tcp {
         let head = Head::new(kind, sequence, index, preamble, part.payload);
         // After a failure the time to complete the frame is short; the failure is told then.
         let mut failure: Option<(Error, Instant)> = None;
-        let outcome = link.write(&head.encode(), preamble, part.payload, |written| {
+        let mut due = Instant::now() + link::TICK;
+        let outcome = link.write(&self.sealed(head), preamble, part.payload, |written| {
+            let now = Instant::now();
+            watch.woke(due, now);
+            due = now + link::TICK;
             if failure.is_none() {
                 let check = self.inbox.check(to, &self.peers, watch);
                 let check = check.and_then(|()| watch.tick(|| vec![to]).map(drop));
                 if let Err(error) = check {
-                    failure = Some((error, Instant::now() + LINGER));
+                    // Who is lost takes nothing more.
+                    let linger = match error.is_peer_lost() && error.ranks().contains(&to) {
+                        true => Duration::ZERO,
+                        false => LINGER,
+                    };
+                    failure = Some((error, now + linger));
                 }
             }
             match &failure {
@@ -131,7 +160,7 @@ impl Transport for Tcp {
                 // The peer, or another one, has said why; else the broken connection is why.
                 self.inbox.verdict(to, &self.peers, watch)?;
                 let why = format!("its connection broke: {error}");
-                Err(watch.lost(&self.peers[to], &why))
+                Err(watch.lost(&self.peers[to], &why, Certainty::Guessed))
             }
         }
     }
@@ -144,15 +173,68 @@ impl Transport for Tcp {
                 let head = Head::new(FrameKind::Abort, abort.sequence, 0, &preamble, &[]);
                 (head.encode(), preamble)
             }
-            Farewell::Goodbye => {
-                let head = Head::new(FrameKind::Goodbye, 0, 0, &[], &[]);
+            Farewell::Goodbye(parting) => {
+                let parting = match parting {
+                    Parting::Closed => 0,
+                    Parting::Dropped => 1,
+                };
+                let head = Head::new(FrameKind::Goodbye, 0, parting, &[], &[]);
                 (head.encode(), Vec::new())
             }
         };
+        // Who is lost is told last, so that nobody else waits for it.
+        let (present, lost): (Vec<_>, Vec<_>) = self
+            .others()
+            .partition(|(rank, _)| self.inbox.is_present(*rank));
         let until = Instant::now() + LINGER;
-        for (_, link) in self.others() {
+        for (_, link) in present {
             link.part(&head, &preamble, until);
         }
+        let until = Instant::now();
+        for (_, link) in lost {
+            link.part(&head, &preamble, until);
+        }
+    }
+
+    fn pulse(&self, liveness: Duration) -> Option<Duration> {
+        // A moment is whole at every moment.
+        let mut pace = self.pace.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(self.round(&mut pace, liveness))
+    }
+
+    fn silent(&self, silence: Duration) -> Vec<usize> {
+        let now = Instant::now();
+        self.others()
+            .filter(|(rank, link)| {
+                self.inbox.is_present(*rank)
+                    && link.ear.is_known()
+                    && link.ear.silence(now) >= silence
+                    && !link.has_news()
+            })
+            .map(|(rank, _)| rank)
+            .collect()
+    }
+
+    fn testify(&self, rank: usize, text: &str) -> bool {
+        if let Some(link) = &self.links[rank]
+            && self.inbox.is_present(rank)
+        {
+            if link.ear.is_shut() || link.has_news() {
+                return false;
+            }
+            self.inbox.lost(rank, text, Certainty::Settled);
+        }
+        true
+    }
+
+    fn cut(&self) {
+        for (_, link) in self.others() {
+            link.cut();
+        }
+    }
+
+    fn spoil(&self) {
+        self.spoilt.store(true, Ordering::Relaxed);
     }
 }
 
@@ -161,112 +243,10 @@ impl Drop for Tcp {
         // Usually the last word has been said; a second end of the sending side does nothing.
         self.inbox.close();
         for (_, link) in self.others() {
-            let _ = link.control.shutdown(Shutdown::Write);
+            link.hang_up();
         }
     }
 }
-
-/// The connection to one peer.
-#[derive(Debug)]
-struct Link {
-    writer: Mutex<TcpStream>,
-    /// The same connection, for what must not wait for the writer.
-    control: TcpStream,
-    /// Whether a frame was left unfinished, after which nothing can be said any more.
-    torn: AtomicBool,
-}
-
-impl Link {
-    fn new(stream: TcpStream) -> Result<Self> {
-        let prepared = stream
-            .set_nodelay(true)
-            .and_then(|()| stream.set_write_timeout(Some(TICK)))
-            .and_then(|()| stream.set_read_timeout(Some(reader::TICK)))
-            .and_then(|()| stream.try_clone());
-        match prepared {
-            Ok(control) => Ok(Self {
-                writer: Mutex::new(stream),
-                control,
-                torn: AtomicBool::new(false),
-            }),
-            Err(error) => Err(Error::io("a connection cannot be set up", error)),
-        }
-    }
-
-    /// Writes a frame. While the peer takes nothing, `go_on` is asked from time to time, with
-    /// the number of bytes written so far, whether to keep trying.
-    fn write(
-        &self,
-        head: &[u8],
-        preamble: &[u8],
-        payload: &[u8],
-        go_on: impl FnMut(usize) -> bool,
-    ) -> io::Result<()> {
-        // A writer that panicked has left its frame torn, which is noted.
-        let mut stream = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        self.write_to(&mut stream, [head, preamble, payload], go_on)
-    }
-
-    fn write_to(
-        &self,
-        stream: &mut TcpStream,
-        pieces: [&[u8]; 3],
-        mut go_on: impl FnMut(usize) -> bool,
-    ) -> io::Result<()> {
-        if self.torn.swap(true, Ordering::AcqRel) {
-            return Err(io::Error::other("an earlier frame was left unfinished"));
-        }
-        let total: usize = pieces.iter().map(|piece| piece.len()).sum();
-        let mut slices = pieces.map(IoSlice::new);
-        let mut slices = &mut slices[..];
-        let mut written = 0;
-        while written < total {
-            match stream.write_vectored(slices) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(count) => {
-                    written += count;
-                    IoSlice::advance_slices(&mut slices, count);
-                }
-                Err(error) => match error.kind() {
-                    io::ErrorKind::Interrupted => {}
-                    io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                        if !go_on(written) {
-                            self.torn.store(written > 0, Ordering::Release);
-                            return Err(io::ErrorKind::TimedOut.into());
-                        }
-                    }
-                    _ => return Err(error),
-                },
-            }
-        }
-        self.torn.store(false, Ordering::Release);
-        Ok(())
-    }
-
-    /// Says the last word, if that is possible in time, and ends the sending side.
-    fn part(&self, head: &[u8], preamble: &[u8], until: Instant) {
-        loop {
-            match self.writer.try_lock() {
-                Ok(mut stream) => {
-                    // A peer that takes nothing will see the connection end.
-                    let _ = self.write_to(&mut stream, [head, preamble, &[]], |_| {
-                        Instant::now() < until
-                    });
-                    break;
-                }
-                Err(TryLockError::Poisoned(_)) => break,
-                Err(TryLockError::WouldBlock) if Instant::now() < until => {
-                    thread::sleep(Duration::from_millis(5));
-                }
-                Err(TryLockError::WouldBlock) => break,
-            }
-        }
-        let _ = self.control.shutdown(Shutdown::Write);
-    }
-}
-
-/// How often a writer that waits asks whether to go on.
-const TICK: Duration = Duration::from_millis(100);
 
 /// How long the last words take at most, to all peers together.
 const LINGER: Duration = Duration::from_secs(1);

@@ -8,10 +8,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use super::{ear::Ear, link::Link};
 use crate::{
     contract::Contract,
-    error::{Error, Kind, Result},
-    transport::{Abort, Inbox, Parcel, Peer, Stage, Tag},
+    error::{Certainty, Error, Result},
+    transport::{Abort, Inbox, Parcel, Parting, Peer, Stage, Tag},
     wire::{
         ReadError, fill,
         frame::{FrameError, FrameKind, Head},
@@ -20,18 +21,21 @@ use crate::{
 
 /// Starts to read from a peer into the inbox. The thread ends with the connection, or soon after
 /// the inbox is closed.
-pub(super) fn spawn(stream: &TcpStream, peer: Peer, inbox: Arc<Inbox>) -> Result<()> {
+pub(super) fn spawn(link: &Link, peer: Peer, inbox: Arc<Inbox>) -> Result<()> {
     let name = format!("from-rank-{}", peer.rank);
-    let spawned = stream.try_clone().and_then(|stream| {
+    let spawned = link.source().and_then(|stream| {
+        let ear = Arc::clone(&link.ear);
         let source = Patient {
             stream,
             inbox: Arc::clone(&inbox),
+            ear: Arc::clone(&ear),
             closed: None,
         };
         let mut reader = Reader {
             source: BufReader::with_capacity(BUFFER, source),
             peer,
             inbox,
+            ear,
             preamble: Vec::new(),
         };
         thread::Builder::new()
@@ -45,33 +49,47 @@ pub(super) fn spawn(stream: &TcpStream, peer: Peer, inbox: Arc<Inbox>) -> Result
     }
 }
 
-struct Reader {
-    source: BufReader<Patient>,
+/// Reads bytes as if a peer had sent them, until they end.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn feed(source: impl Read, peer: Peer, inbox: Arc<Inbox>) {
+    Reader {
+        source,
+        peer,
+        inbox,
+        ear: Arc::new(Ear::new()),
+        preamble: Vec::new(),
+    }
+    .run();
+}
+
+struct Reader<S> {
+    source: S,
     peer: Peer,
     inbox: Arc<Inbox>,
+    ear: Arc<Ear>,
     preamble: Vec<u8>,
 }
 
-impl Reader {
+impl<S: Read> Reader<S> {
     fn run(&mut self) {
         let rank = self.peer.rank;
         loop {
             match self.step() {
                 Ok(()) => {}
-                Err(ReadError::Closed) => {
-                    self.inbox
-                        .lost(rank, "its connection ended without a goodbye");
-                    return;
-                }
-                Err(error @ (ReadError::Io(_) | ReadError::Torn)) => {
-                    self.inbox.lost(rank, error.to_string());
+                // This rank has left: what the peer does is not read any more.
+                Err(error) if error.is_timeout() => return,
+                Err(error @ (ReadError::Closed | ReadError::Io(_) | ReadError::Torn)) => {
+                    let cause = match error {
+                        ReadError::Torn => format!("{ENDED}, in the middle of a frame"),
+                        ReadError::Io(error) => format!("{ENDED} ({error})"),
+                        _ => ENDED.to_owned(),
+                    };
+                    self.inbox.lost(rank, cause, Certainty::Guessed);
                     return;
                 }
                 Err(error @ (ReadError::Frame(_) | ReadError::Message(_))) => {
                     // What follows cannot be understood either.
-                    let message = format!("{} broke the protocol: {error}", self.peer);
-                    let error = Error::about(Kind::Protocol, vec![rank], message);
-                    self.inbox.aborted(rank, Abort { sequence: 0, error });
+                    self.inbox.broke(rank, error.to_string());
                     return;
                 }
             }
@@ -94,10 +112,17 @@ impl Reader {
                 return Ok(());
             }
             FrameKind::Goodbye => {
-                self.inbox.left(rank);
+                let parting = match head.index {
+                    0 => Parting::Closed,
+                    _ => Parting::Dropped,
+                };
+                self.inbox.left(rank, parting);
                 return Ok(());
             }
-            FrameKind::Heartbeat => return Ok(()),
+            FrameKind::Heartbeat => {
+                self.ear.wish(head.index);
+                return Ok(());
+            }
             FrameKind::Begin => Stage::Begin,
             FrameKind::Inward => Stage::Inward,
             FrameKind::Outward => Stage::Outward,
@@ -116,7 +141,11 @@ impl Reader {
             chunk,
         };
         self.inbox.deposit(rank, parcel);
-        while !self.inbox.has_room(rank, TICK) {}
+        if !self.inbox.has_room(rank, Duration::ZERO) {
+            self.ear.shut();
+            while !self.inbox.has_room(rank, TICK) {}
+            self.ear.open();
+        }
         Ok(())
     }
 }
@@ -126,6 +155,7 @@ impl Reader {
 struct Patient {
     stream: TcpStream,
     inbox: Arc<Inbox>,
+    ear: Arc<Ear>,
     closed: Option<Instant>,
 }
 
@@ -139,12 +169,17 @@ impl Read for Patient {
                     | io::ErrorKind::WouldBlock => {}
                     _ => return Err(error),
                 },
-                done => return done,
+                Ok(count) => {
+                    if count > 0 {
+                        self.ear.hear();
+                    }
+                    return Ok(count);
+                }
             }
             if self.inbox.is_closed() {
                 let closed = *self.closed.get_or_insert_with(Instant::now);
                 if closed.elapsed() >= DRAIN {
-                    return Ok(0);
+                    return Err(io::ErrorKind::TimedOut.into());
                 }
             }
         }
@@ -157,6 +192,8 @@ fn body(source: &mut impl Read, buffer: &mut [u8]) -> Result<(), ReadError> {
         other => other,
     }
 }
+
+const ENDED: &str = "its connection ended: the process died or lost the network";
 
 /// How often a reader that waits looks whether the inbox is closed.
 pub(super) const TICK: Duration = Duration::from_millis(500);

@@ -3,12 +3,12 @@
 use std::{
     io::{Read, Write},
     net::{TcpListener, TcpStream},
-    sync::mpsc,
+    sync::{Arc, Barrier, Mutex, mpsc},
     thread,
     time::{Duration, Instant},
 };
 
-use super::mesh;
+use super::{Tcp, mesh};
 use crate::{
     element::Element,
     error::Error,
@@ -16,41 +16,60 @@ use crate::{
     reduce::ReduceOp,
     rendezvous::{Key, Meeting, Rendezvous, StoreHost, StoreServer},
     topology::{Launch, Topology},
+    transport::Abort,
     wire::{
         frame::{FrameKind, Head},
         message::Registration,
     },
 };
 
+mod silence;
+
 /// Lets `honest` run on all ranks but the last, and `odd` with the connections of that one.
-/// Gives what the honest ones returned, in rank order; within a minute.
+/// The odd one begins when all groups stand. Gives what the honest ones returned, in rank order;
+/// within a minute.
 fn run<R: Send + 'static>(
     world_size: usize,
     options: &GroupOptions,
     honest: impl Fn(ProcessGroup) -> R + Clone + Send + 'static,
     odd: impl FnOnce(Vec<TcpStream>) + Send + 'static,
 ) -> Vec<R> {
-    let store = StoreServer::bind(("127.0.0.1", 0), world_size, None).unwrap();
+    run_with_witness(world_size, options, honest, |streams, _| odd(streams))
+}
+
+/// The same, where the odd rank can let the store testify.
+fn run_with_witness<R: Send + 'static>(
+    world_size: usize,
+    options: &GroupOptions,
+    honest: impl Fn(ProcessGroup) -> R + Clone + Send + 'static,
+    odd: impl FnOnce(Vec<TcpStream>, &StoreServer) + Send + 'static,
+) -> Vec<R> {
+    let store = Arc::new(StoreServer::bind(("127.0.0.1", 0), world_size, None).unwrap());
     let rendezvous =
         Rendezvous::new("127.0.0.1", store.local_addr().port()).with_store(StoreHost::Launcher);
     let (sender, results) = mpsc::channel();
+    let gate = Arc::new(Barrier::new(world_size));
     for rank in 0..world_size - 1 {
         let topology = Topology::new(rank, world_size).unwrap();
         let launch = Launch::new(topology, rendezvous.clone());
         let (honest, options, sender) = (honest.clone(), options.clone(), sender.clone());
+        let gate = Arc::clone(&gate);
         thread::spawn(move || {
             let group = ProcessGroup::connect(&launch, &options).unwrap();
+            gate.wait();
             // The receiver is gone only where the test has failed already.
             let _ = sender.send((rank, honest(group)));
         });
     }
+    let witness = Arc::clone(&store);
     thread::spawn(move || {
         let patience = Duration::from_secs(30);
         let rank = world_size - 1;
         let topology = Topology::new(rank, world_size).unwrap();
-        let meeting = rendezvous.meet(&topology, patience).unwrap();
+        let meeting = rendezvous.meet(&topology, patience, patience).unwrap();
         let streams = mesh::connect(rank, &meeting, Instant::now() + patience).unwrap();
-        odd(streams.into_iter().flatten().collect());
+        gate.wait();
+        odd(streams.into_iter().flatten().collect(), &witness);
     });
     let mut all: Vec<(usize, R)> = (0..world_size - 1)
         .map(|_| results.recv_timeout(Duration::from_secs(60)).unwrap())
@@ -71,6 +90,69 @@ fn reduce(len: usize) -> impl Fn(ProcessGroup) -> Error + Clone + Send {
 
 fn patient() -> GroupOptions {
     GroupOptions::new().with_progress_timeout(Duration::from_secs(50))
+}
+
+/// A liveness deadline of a second.
+fn brisk() -> GroupOptions {
+    patient().with_liveness_timeout(Duration::from_secs(1))
+}
+
+fn show_life(streams: &mut [TcpStream]) {
+    let head = Head::new(FrameKind::Heartbeat, 0, 1000, &[], &[]);
+    for stream in streams {
+        stream.write_all(&head.encode()).unwrap();
+    }
+}
+
+/// Reads frames until an abort, or the end.
+fn last_word(stream: &mut TcpStream) -> Abort {
+    loop {
+        let head = Head::read(stream).unwrap();
+        let mut preamble = vec![0; head.preamble];
+        stream.read_exact(&mut preamble).unwrap();
+        let mut payload = vec![0; head.payload];
+        stream.read_exact(&mut payload).unwrap();
+        if head.kind == FrameKind::Abort {
+            return Abort::decode(head.sequence, &preamble).unwrap();
+        }
+    }
+}
+
+/// Rank 0 of two, whose pulse the test is, and the bare connection of rank 1.
+fn pair() -> (Tcp, TcpStream) {
+    let mut meetings = meetings(b"job");
+    let (second, first) = (meetings.pop().unwrap(), meetings.pop().unwrap());
+    let patience = Duration::from_secs(40);
+    let other = thread::spawn(move || {
+        let mut streams = mesh::connect(1, &second, Instant::now() + patience).unwrap();
+        streams.remove(0).unwrap()
+    });
+    let tcp = Tcp::connect(&Topology::new(0, 2).unwrap(), first, patience).unwrap();
+    (tcp, other.join().unwrap())
+}
+
+/// What two ranks know that have met.
+fn meetings(key: &[u8]) -> Vec<Meeting> {
+    let listeners = [0, 1].map(|_| TcpListener::bind(("127.0.0.1", 0)).unwrap());
+    let addresses = [0, 1].map(|rank: usize| listeners[rank].local_addr().unwrap());
+    let ranks: Vec<Registration> = (0..2)
+        .map(|rank| Registration {
+            rank,
+            world_size: 2,
+            host: "here".to_owned(),
+            pid: 1,
+            address: addresses[rank],
+            patience: Duration::from_secs(30),
+            liveness: Duration::from_secs(30),
+        })
+        .collect();
+    let meeting = |listener| Meeting {
+        ranks: ranks.clone(),
+        listener,
+        key: Key::new(key),
+        line: None,
+    };
+    listeners.into_iter().map(meeting).collect()
 }
 
 fn assert_lost(errors: &[Error], rank: usize) {
@@ -132,6 +214,58 @@ fn a_death_is_named_though_a_living_rank_is_late() {
         drop,
     );
     assert_lost(&errors, 2);
+}
+
+#[test]
+fn a_survivor_that_is_late_is_not_lost() {
+    let (done, wait) = mpsc::channel::<()>();
+    let wait = Arc::new(Mutex::new(wait));
+    let lost = run(
+        3,
+        &patient(),
+        move |group| {
+            if group.rank() == 1 {
+                let _ = wait.lock().unwrap().recv();
+                return group.lost();
+            }
+            assert!(group.barrier().unwrap_err().is_peer_lost());
+            // Until this rank reads no more from the other.
+            thread::sleep(Duration::from_secs(3));
+            let lost = group.lost();
+            let _ = done.send(());
+            lost
+        },
+        drop,
+    );
+    assert_eq!(lost, [[2], [2]]);
+}
+
+#[test]
+fn a_rank_that_was_silent_when_another_died_is_lost() {
+    let options = patient().with_liveness_timeout(Duration::from_secs(8));
+    let (keep, kept) = mpsc::channel();
+    let lost = run(
+        4,
+        &options,
+        |group| {
+            if group.rank() == 2 {
+                // Longer than half the deadline, and not long enough for a judgement.
+                thread::sleep(Duration::from_secs(5));
+                group.abort("its host is gone");
+            }
+            assert!(group.barrier().unwrap_err().is_peer_lost());
+            (group.lost(), group)
+        },
+        move |mut streams| {
+            show_life(&mut streams);
+            // The connections stay open.
+            let _ = keep.send(streams);
+        },
+    );
+    for (lost, group) in &lost {
+        assert_eq!(*lost, [2, 3], "rank {}", group.rank());
+    }
+    drop(kept);
 }
 
 #[test]
@@ -234,35 +368,25 @@ fn frames_out_of_order_are_told() {
 /// Strangers at the door of a rank neither get in nor keep the others out.
 #[test]
 fn strangers_do_not_disturb_the_mesh() {
-    let listeners = [0, 1].map(|_| TcpListener::bind(("127.0.0.1", 0)).unwrap());
-    let addresses = [0, 1].map(|rank: usize| listeners[rank].local_addr().unwrap());
-    let meeting = |rank: usize, key: &[u8]| Meeting {
-        ranks: (0..2)
-            .map(|rank| Registration {
-                rank,
-                world_size: 2,
-                host: "here".to_owned(),
-                pid: 1,
-                address: addresses[rank],
-                patience: Duration::from_secs(30),
-            })
-            .collect(),
-        listener: listeners[rank].try_clone().unwrap(),
-        key: Key::new(key),
-        store: None,
+    let mut own = meetings(b"job");
+    let (second, first) = (own.pop().unwrap(), own.pop().unwrap());
+    let address = first.ranks[0].address;
+    let stranger = Meeting {
+        ranks: first.ranks.clone(),
+        key: Key::new(b"another job"),
+        ..meetings(b"another job").remove(1)
     };
     let deadline = Instant::now() + Duration::from_secs(40);
-    let silent = TcpStream::connect(addresses[0]).unwrap();
-    let mut loud = TcpStream::connect(addresses[0]).unwrap();
+    let silent = TcpStream::connect(address).unwrap();
+    let mut loud = TcpStream::connect(address).unwrap();
     loud.write_all(b"SSH-2.0-scanner\r\n").unwrap();
-    let (first, stranger) = (meeting(0, b"job"), meeting(1, b"another job"));
     let host = thread::spawn(move || mesh::connect(0, &first, deadline).unwrap());
     let error = mesh::connect(1, &stranger, deadline).unwrap_err();
     assert!(
         error.to_string().contains("the proof of another job"),
         "{error}"
     );
-    let streams = mesh::connect(1, &meeting(1, b"job"), deadline).unwrap();
+    let streams = mesh::connect(1, &second, deadline).unwrap();
     assert!(streams[0].is_some() && streams[1].is_none());
     assert!(host.join().unwrap()[1].is_some());
     drop((silent, loud));

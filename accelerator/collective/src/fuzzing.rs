@@ -1,0 +1,320 @@
+//! Entry points for fuzz targets (see `fuzz/`). No part of the interface.
+//!
+//! A target fails by a panic, by memory without bounds, or by taking for ever; besides, a stream
+//! that was correct before it was damaged must give an error or the right sums.
+
+use std::{
+    io::{Cursor, Read},
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError,
+        mpsc::{Receiver, Sender, channel},
+    },
+    thread,
+    time::Duration,
+};
+
+use crate::{
+    error::Result,
+    group::{GroupOptions, ProcessGroup},
+    reduce::ReduceOp,
+    topology::Topology,
+    transport::{Farewell, Inbox, Part, Peer, Place, Stage, Transport, TransportKind, Watch, feed},
+    wire::{
+        frame::{FrameKind, Head, PREAMBLE},
+        message::{self, Message, Registration, Table},
+    },
+};
+
+/// Gives bytes to a rank as what its peer sent over an open connection.
+///
+/// Where the first byte is even, the rest follows so many frames of a correct stream. Where it is
+/// odd, the rest says how a correct stream is damaged.
+pub fn frames(bytes: &[u8]) {
+    let Some((mode, bytes)) = bytes.split_first() else {
+        return;
+    };
+    let correct = correct();
+    if mode % 2 == 0 {
+        let kept = usize::from(mode / 2) % (correct.len() + 1);
+        let mut stream = correct[..kept].concat();
+        stream.extend_from_slice(bytes);
+        // Any sums are right here: the peer may send what it likes.
+        let _ = receive(Cursor::new(stream));
+        return;
+    }
+    let mut frames = correct.to_vec();
+    for damage in bytes.chunks_exact(4).take(3) {
+        spoil(&mut frames, [damage[0], damage[1], damage[2], damage[3]]);
+    }
+    for (found, expected) in receive(Cursor::new(frames.concat())).iter().zip(expected()) {
+        if let Ok(found) = found {
+            assert!(found == expected, "a damaged stream gave a wrong sum");
+        }
+    }
+}
+
+/// Reads bytes as messages of those who meet, from strangers and from the store.
+pub fn messages(bytes: &[u8]) {
+    for bound in [message::SHORT, message::LONG] {
+        let mut rest = Cursor::new(bytes);
+        while let Ok(message) = Message::read(&mut rest, bound) {
+            if let Message::Register { body, .. } | Message::Welcome { body, .. } = message {
+                let _ = message::from_bytes::<Registration>(&body);
+                let _ = message::from_bytes::<Table>(&body);
+            }
+        }
+    }
+    let _ = message::from_bytes::<Message>(bytes);
+    let _ = message::from_bytes::<Registration>(bytes);
+    let _ = message::from_bytes::<Table>(bytes);
+}
+
+/// One operation that is one frame, one with a part for each rank, and one whose parts are cut.
+const LENGTHS: [usize; 3] = [3, 5000, 140_000];
+
+fn values(rank: usize, len: usize) -> Vec<f32> {
+    (0..len)
+        .map(|index| (rank * 1000 + index % 100) as f32)
+        .collect()
+}
+
+fn expected() -> &'static [Vec<f32>] {
+    static SUMS: OnceLock<Vec<Vec<f32>>> = OnceLock::new();
+    SUMS.get_or_init(|| {
+        let sums = LENGTHS.map(|len| {
+            let both = values(0, len).into_iter().zip(values(1, len));
+            both.map(|(a, b)| a + b).collect()
+        });
+        sums.into()
+    })
+}
+
+fn reduce(group: &ProcessGroup) -> Vec<Result<Vec<f32>>> {
+    let sums = LENGTHS.map(|len| {
+        let mut values = values(group.rank(), len);
+        let reduced = group.all_reduce(&mut values, ReduceOp::Sum);
+        reduced.map(|()| values)
+    });
+    sums.into()
+}
+
+/// What rank 0 makes of a stream from rank 1.
+fn receive(stream: impl Read + Send) -> Vec<Result<Vec<f32>>> {
+    let (wire, _) = Wire::new(0);
+    let (inbox, peer) = (Arc::clone(&wire.inbox), wire.peers[1].clone());
+    thread::scope(|scope| {
+        scope.spawn(move || feed(stream, peer, inbox));
+        match join(0, wire) {
+            Ok(group) => reduce(&group),
+            Err(_) => Vec::new(),
+        }
+    })
+}
+
+fn join(rank: usize, wire: Wire) -> Result<ProcessGroup> {
+    let options = GroupOptions::new().with_progress_timeout(Duration::from_secs(20));
+    let topology = Topology::new(rank, 2)?;
+    ProcessGroup::join(topology, &options, Box::new(wire), None)
+}
+
+/// The frames that rank 1 sends when all goes well.
+fn correct() -> &'static [Vec<u8>] {
+    static FRAMES: OnceLock<Vec<Vec<u8>>> = OnceLock::new();
+    FRAMES.get_or_init(|| {
+        let (left, from_left) = Wire::new(0);
+        let (right, from_right) = Wire::new(1);
+        let ends = [(left, from_right), (right, from_left)];
+        let recorded = Mutex::new(Vec::new());
+        thread::scope(|scope| {
+            for (rank, (wire, frames)) in ends.into_iter().enumerate() {
+                let (inbox, peer) = (Arc::clone(&wire.inbox), wire.peers[1 - rank].clone());
+                let source = Tape {
+                    frames,
+                    current: Cursor::default(),
+                    recorded: (rank == 0).then_some(&recorded),
+                };
+                scope.spawn(move || feed(source, peer, inbox));
+                scope.spawn(move || {
+                    let group = join(rank, wire)?;
+                    drop(reduce(&group));
+                    group.close()
+                });
+            }
+        });
+        let recorded = recorded.into_inner();
+        recorded.unwrap_or_else(PoisonError::into_inner)
+    })
+}
+
+/// Damages a stream of frames: what, in which frame, and where.
+fn spoil(frames: &mut Vec<Vec<u8>>, [what, frame, high, low]: [u8; 4]) {
+    if frames.is_empty() {
+        return;
+    }
+    let frame = usize::from(frame) % frames.len();
+    let place = usize::from(high) * 256 + usize::from(low);
+    match what % 6 {
+        0 => {
+            let bits = frames[frame].len() * 8;
+            let bit = place % bits.max(1);
+            if let Some(byte) = frames[frame].get_mut(bit / 8) {
+                *byte ^= 1 << (bit % 8);
+            }
+        }
+        1 => {
+            let len = place % (frames[frame].len() + 1);
+            frames[frame].truncate(len);
+            frames.truncate(frame + 1);
+        }
+        2 => {
+            let twice = frames[frame].clone();
+            frames.insert(place % (frames.len() + 1), twice);
+        }
+        3 => {
+            let other = place % frames.len();
+            frames.swap(frame, other);
+        }
+        4 => drop(frames.remove(frame)),
+        _ => {
+            // Lengths out of bounds, under a correct seal.
+            if let Some(head) = frames[frame].get_mut(..Head::LEN) {
+                let (field, value) = match low % 2 {
+                    0 => (20, PREAMBLE as u32 + 1 + u32::from(high)),
+                    _ => (24, u32::MAX - u32::from(high)),
+                };
+                head[field..field + 4].copy_from_slice(&value.to_le_bytes());
+                let seal = crc32fast::hash(&head[..32]);
+                head[32..36].copy_from_slice(&seal.to_le_bytes());
+            }
+        }
+    }
+}
+
+/// A transport whose frames go to whoever holds the other end.
+#[derive(Debug)]
+struct Wire {
+    peers: Vec<Peer>,
+    inbox: Arc<Inbox>,
+    // In a mutex so that the transport can be shared.
+    sent: Mutex<Sender<Vec<u8>>>,
+}
+
+impl Wire {
+    fn new(rank: usize) -> (Self, Receiver<Vec<u8>>) {
+        let (sender, frames) = channel();
+        let peers = (0..2).map(|peer| Peer {
+            rank: peer,
+            place: Place::Process {
+                host: "fuzz".to_owned(),
+                pid: (10 * rank + peer) as u32,
+            },
+        });
+        let wire = Self {
+            peers: peers.collect(),
+            inbox: Arc::new(Inbox::new(2)),
+            sent: Mutex::new(sender),
+        };
+        (wire, frames)
+    }
+
+    fn push(&self, head: Head, preamble: &[u8], payload: &[u8]) {
+        let sent = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
+        // Nobody listens where the peer is a stream that was written before.
+        let _ = sent.send([&head.encode()[..], preamble, payload].concat());
+    }
+}
+
+impl Transport for Wire {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Tcp
+    }
+
+    fn peers(&self) -> &[Peer] {
+        &self.peers
+    }
+
+    fn inbox(&self) -> &Inbox {
+        &self.inbox
+    }
+
+    fn send(&self, _: usize, part: Part<'_>, _: &mut Watch<'_>) -> Result<()> {
+        let declaration = part.contract.map(|contract| contract.encode());
+        let preamble = match &declaration {
+            Some((bytes, len)) => &bytes[..*len],
+            None => &[],
+        };
+        let kind = match part.tag.stage {
+            Stage::Begin => FrameKind::Begin,
+            Stage::Inward => FrameKind::Inward,
+            Stage::Outward => FrameKind::Outward,
+        };
+        let (sequence, index) = (part.tag.sequence, part.tag.index);
+        let head = Head::new(kind, sequence, index, preamble, part.payload);
+        self.push(head, preamble, part.payload);
+        Ok(())
+    }
+
+    fn farewell(&self, farewell: &Farewell) {
+        self.inbox.close();
+        if let Farewell::Goodbye(_) = farewell {
+            self.push(Head::new(FrameKind::Goodbye, 0, 0, &[], &[]), &[], &[]);
+        }
+    }
+}
+
+/// Frames as they come, one after the other.
+struct Tape<'a> {
+    frames: Receiver<Vec<u8>>,
+    current: Cursor<Vec<u8>>,
+    recorded: Option<&'a Mutex<Vec<Vec<u8>>>>,
+}
+
+impl Read for Tape<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        loop {
+            match self.current.read(buffer)? {
+                0 if !buffer.is_empty() => {}
+                count => return Ok(count),
+            }
+            let Ok(frame) = self.frames.recv() else {
+                return Ok(0);
+            };
+            if let Some(recorded) = self.recorded {
+                let mut recorded = recorded.lock().unwrap_or_else(PoisonError::into_inner);
+                recorded.push(frame.clone());
+            }
+            self.current = Cursor::new(frame);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_undamaged_stream_gives_the_right_sums() {
+        let found = receive(Cursor::new(correct().concat()));
+        let found: Vec<_> = found.into_iter().map(|sums| sums.unwrap()).collect();
+        assert_eq!(found, expected());
+        assert!(correct().len() >= 7, "{} frames", correct().len());
+    }
+
+    /// A few thousand inputs of each kind, so that the targets are known to work without a fuzzer.
+    #[test]
+    fn damaged_streams_never_give_wrong_sums() {
+        let mut state = 1_u64;
+        let mut next = || {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            (state >> 56) as u8
+        };
+        for round in 0..500 {
+            let len = 1 + round % 40;
+            let bytes: Vec<u8> = (0..len).map(|_| next()).collect();
+            frames(&bytes);
+            messages(&bytes);
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! What a thread said when it panicked.
+
+use std::{
+    cell::RefCell,
+    panic::{self, PanicHookInfo},
+    sync::{Arc, Mutex, Once, PoisonError, Weak, mpsc},
+    thread,
+    time::Duration,
+};
+
+use super::member::Member;
+
+/// Lets panics be told in the name of a member. The first call installs a panic hook, in front of
+/// the one that was there.
+///
+/// Where panics unwind, the hook only keeps what each thread said, and the member tells it when
+/// the unwinding drops its group: a panic of a thread that holds no group concerns nobody else.
+/// Where panics abort, nothing unwinds and every panic ends the process, so the hook itself lets
+/// all members tell.
+pub(super) fn watch(member: &Arc<Member>) {
+    if cfg!(panic = "abort") {
+        let mut members = MEMBERS.lock().unwrap_or_else(PoisonError::into_inner);
+        members.retain(|member| member.strong_count() > 0);
+        members.push(Arc::downgrade(member));
+    }
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let earlier = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            let text = describe(info);
+            if cfg!(panic = "abort") {
+                tell(&text);
+            }
+            // The memory of a thread that is ending may be gone.
+            let _ = SAID.try_with(|said| {
+                if let Ok(mut said) = said.try_borrow_mut() {
+                    *said = Some(text);
+                }
+            });
+            earlier(info);
+        }));
+    });
+}
+
+/// What this thread, which is unwinding, said.
+pub(super) fn said() -> String {
+    let said = SAID.try_with(|said| said.try_borrow().ok().and_then(|said| said.clone()));
+    match said.ok().flatten() {
+        Some(text) => text,
+        None => "it panicked".to_owned(),
+    }
+}
+
+fn describe(info: &PanicHookInfo<'_>) -> String {
+    let message = info.payload_as_str().unwrap_or("a value that is no text");
+    let end = message.char_indices().nth(LONGEST);
+    let message = &message[..end.map_or(message.len(), |(at, _)| at)];
+    match info.location() {
+        Some(place) => format!(
+            "it panicked: {message} (at {}:{})",
+            place.file(),
+            place.line()
+        ),
+        None => format!("it panicked: {message}"),
+    }
+}
+
+/// Lets every member of the process tell that it is lost, within a moment: the panicking thread
+/// may hold what another thread needs for that.
+fn tell(text: &str) {
+    let members: Vec<Weak<Member>> = match MEMBERS.try_lock() {
+        Ok(members) => members.clone(),
+        Err(_) => return,
+    };
+    let (sender, done) = mpsc::channel::<()>();
+    let text = text.to_owned();
+    let spawned = thread::Builder::new().spawn(move || {
+        for member in members.iter().filter_map(Weak::upgrade) {
+            member.abort(&text);
+        }
+        drop(sender);
+    });
+    if spawned.is_ok() {
+        let _ = done.recv_timeout(MOMENT);
+    }
+}
+
+thread_local! {
+    static SAID: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+static MEMBERS: Mutex<Vec<Weak<Member>>> = Mutex::new(Vec::new());
+
+/// How many characters of a panic's message are told.
+const LONGEST: usize = 1000;
+
+/// How long a panic that aborts waits for the last words.
+const MOMENT: Duration = Duration::from_millis(1500);

@@ -1,0 +1,221 @@
+//! What the store says to one rank.
+
+use std::{
+    io::{self, Write},
+    net::{Shutdown, TcpStream},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::Instant,
+};
+
+use rustix::{
+    io::Errno,
+    net::{SendFlags, send},
+};
+
+use crate::wire::message::{self, SOON};
+
+/// The way out to a rank, on which nobody waits for it: what the rank does not take at once
+/// is kept, in order, and a thread that lives as long as anything is left writes it. Who lets
+/// too much pile up loses the connection, and so does one to whom a message cannot go out whole.
+#[derive(Debug)]
+pub(super) struct Outbox {
+    stream: Arc<TcpStream>,
+    backlog: Mutex<Backlog>,
+    /// The backlog is gone.
+    written: Condvar,
+}
+
+impl Outbox {
+    pub(super) fn new(stream: Arc<TcpStream>) -> io::Result<Arc<Self>> {
+        // The liveness decides how long a rank may take, and then the stream is shut down.
+        stream.set_write_timeout(None)?;
+        Ok(Arc::new(Self {
+            stream,
+            backlog: Mutex::default(),
+            written: Condvar::new(),
+        }))
+    }
+
+    pub(super) fn stream(&self) -> &TcpStream {
+        &self.stream
+    }
+
+    /// Sends a message, at once or behind the others.
+    pub(super) fn push(self: &Arc<Self>, message: &[u8]) {
+        let mut backlog = self.backlog();
+        let sent = match backlog.writer {
+            Writer::Idle => self.send_some(message),
+            Writer::Busy => 0,
+        };
+        let rest = &message[sent..];
+        if rest.is_empty() {
+            return;
+        }
+        if backlog.bytes.len() + rest.len() > MOST {
+            tracing::debug!("a rank takes nothing of what the store says, and is cut off");
+            return self.end();
+        }
+        backlog.bytes.extend_from_slice(rest);
+        if backlog.writer == Writer::Idle {
+            let outbox = Arc::clone(self);
+            let spawned = thread::Builder::new()
+                .name("store-writer".to_owned())
+                .stack_size(256 * 1024)
+                .spawn(move || outbox.write());
+            match spawned {
+                Ok(_) => backlog.writer = Writer::Busy,
+                Err(error) => {
+                    tracing::warn!(%error, "the store has no thread for a rank that is slow");
+                    self.end();
+                }
+            }
+        }
+    }
+
+    /// Sends a sign of life, where nothing else is on its way that says as much.
+    pub(super) fn beat(self: &Arc<Self>, message: &[u8]) {
+        let busy = self.backlog().writer == Writer::Busy;
+        if !busy {
+            self.push(message);
+        }
+    }
+
+    /// Waits for the rank to take what was said.
+    pub(super) fn flush(&self, deadline: Instant) {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let busy = |backlog: &mut Backlog| backlog.writer == Writer::Busy;
+        drop(self.written.wait_timeout_while(self.backlog(), left, busy));
+    }
+
+    /// Ends the connection, and with it whatever waits to be written.
+    pub(super) fn end(&self) {
+        // The other end may be gone already.
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+
+    /// Sends as much as there is room for.
+    fn send_some(&self, bytes: &[u8]) -> usize {
+        match send(&*self.stream, bytes, FLAGS) {
+            Ok(sent) => sent,
+            Err(Errno::AGAIN | Errno::INTR) => 0,
+            Err(_) => {
+                // Who has gone is noticed by the thread that reads.
+                self.end();
+                bytes.len()
+            }
+        }
+    }
+
+    fn write(&self) {
+        loop {
+            let bytes = {
+                let mut backlog = self.backlog();
+                if backlog.bytes.is_empty() {
+                    backlog.writer = Writer::Idle;
+                    self.written.notify_all();
+                    return;
+                }
+                std::mem::take(&mut backlog.bytes)
+            };
+            if (&*self.stream).write_all(&bytes).is_err() {
+                self.end();
+                self.backlog().bytes.clear();
+            }
+        }
+    }
+
+    fn backlog(&self) -> MutexGuard<'_, Backlog> {
+        // It is whole after each of the few statements that change it.
+        self.backlog.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[derive(Debug, Default)]
+struct Backlog {
+    bytes: Vec<u8>,
+    writer: Writer,
+}
+
+/// Whether a thread writes.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+enum Writer {
+    Busy,
+    #[default]
+    Idle,
+}
+
+/// Until when whoever is spoken to last may take it.
+pub(super) fn last_call() -> Instant {
+    Instant::now() + SOON
+}
+
+/// Rust's programs ignore the signal of a broken pipe; the others must not end by it.
+#[cfg(not(target_vendor = "apple"))]
+const FLAGS: SendFlags = SendFlags::DONTWAIT.union(SendFlags::NOSIGNAL);
+#[cfg(target_vendor = "apple")]
+const FLAGS: SendFlags = SendFlags::DONTWAIT;
+
+/// The most bytes that wait for a rank: a table, and word of very many deaths.
+const MOST: usize = 4 * message::LONG;
+
+#[cfg(test)]
+mod tests {
+    use std::{io::Read, net::TcpListener, time::Duration};
+
+    use super::*;
+
+    fn pair() -> (Arc<Outbox>, TcpStream) {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let far = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let near = Arc::new(listener.accept().unwrap().0);
+        (Outbox::new(near).unwrap(), far)
+    }
+
+    fn is_busy(outbox: &Outbox) -> bool {
+        outbox.backlog().writer == Writer::Busy
+    }
+
+    #[test]
+    fn who_is_slow_hears_everything_in_order() {
+        let (outbox, mut far) = pair();
+        let mut said = Vec::new();
+        let mut say = |number: u32| {
+            let message = number.to_le_bytes().repeat(10_000);
+            outbox.push(&message);
+            said.extend_from_slice(&message);
+        };
+        let mut number = 0;
+        while !is_busy(&outbox) {
+            say(number);
+            number += 1;
+        }
+        outbox.beat(b"no sign of life is needed");
+        (0..3).for_each(|more| say(number + more));
+        let mut heard = vec![0; said.len()];
+        far.read_exact(&mut heard).unwrap();
+        assert!(heard == said);
+        outbox.flush(Instant::now() + Duration::from_secs(30));
+        assert!(!is_busy(&outbox));
+        outbox.beat(b"beat");
+        let mut beat = [0; 4];
+        far.read_exact(&mut beat).unwrap();
+        assert_eq!(&beat, b"beat");
+    }
+
+    #[test]
+    fn who_takes_nothing_is_cut_off() {
+        let (outbox, mut far) = pair();
+        let message = vec![7; 100_000];
+        // What the kernel keeps is more than the backlog, but has bounds too.
+        for _ in 0..1000 {
+            outbox.push(&message);
+        }
+        outbox.flush(Instant::now() + Duration::from_secs(30));
+        assert!(!is_busy(&outbox));
+        let mut heard = Vec::new();
+        // The connection ends, in one way or the other.
+        let _ = far.read_to_end(&mut heard);
+        assert!(heard.len() < 1000 * message.len());
+    }
+}

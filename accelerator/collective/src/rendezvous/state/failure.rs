@@ -1,0 +1,129 @@
+//! What is said when the ranks cannot meet.
+
+use std::time::{Duration, Instant};
+
+use super::{Action, Arrival, Phase, Stage, State, Weight};
+use crate::{
+    error::{Error, Kind, list_ranks},
+    rendezvous::{Accusation, Report, line::culprit},
+    transport::Seconds,
+    wire::message::Registration,
+};
+
+impl State {
+    /// A rank is lost before the ranks are connected.
+    pub(super) fn lose(&mut self, rank: usize, cause: &str) -> Vec<Action> {
+        let error = self.lost(rank, cause);
+        if let Some(arrival) = self.ranks.get_mut(&rank) {
+            arrival.ended = None;
+        }
+        let mut actions = self.testify(rank, cause.to_owned());
+        actions.extend(self.fail(error));
+        actions
+    }
+
+    pub(super) fn lost(&self, rank: usize, cause: &str) -> Error {
+        let arrival = self.ranks.get(&rank);
+        let name = match arrival {
+            Some(arrival) => name(&arrival.registration),
+            None => format!("rank {rank}"),
+        };
+        let when = match (&self.phase, arrival) {
+            (Phase::Gathering, None) => "before it joined",
+            (Phase::Gathering, Some(_)) => "before the ranks had met",
+            _ => "before the ranks were connected",
+        };
+        let end = cause.find([';', ':']).unwrap_or(cause.len());
+        let (what, more) = cause.split_at(end);
+        let hint = match (arrival, what) {
+            (None, "it ended with exit code 0") => ": does its program call Accelerator::new?",
+            _ => "",
+        };
+        let message = match what.strip_prefix("it ") {
+            Some(what) => format!("{name} {what} {when}{hint}{more}"),
+            None => format!("{name} was lost {when}: {cause}"),
+        };
+        match arrival {
+            Some(Arrival { registration, .. }) => {
+                Error::blaming(Kind::PeerLost, culprit(registration, cause), message)
+            }
+            None => Error::about(Kind::PeerLost, vec![rank], message),
+        }
+    }
+
+    /// What the ranks that have the table hear of one that is lost. Those that this store takes
+    /// to be waiting may be connected already, or become so.
+    pub(super) fn testify(&self, rank: usize, text: String) -> Vec<Action> {
+        if !self.complete {
+            return Vec::new();
+        }
+        let connections = self.connections(|x| x.registration.rank != rank);
+        vec![Action::Testify {
+            connections,
+            rank,
+            text,
+            weight: Weight::News,
+        }]
+    }
+
+    /// How others ended meanwhile, which decides nothing any more.
+    pub(super) fn testify_ends(&mut self) -> Vec<Action> {
+        let ranks = self.ranks.iter_mut();
+        let ends = ranks.filter_map(|(rank, arrival)| Some((*rank, arrival.ended.take()?.0)));
+        let ends: Vec<_> = ends.collect();
+        let actions = ends.into_iter();
+        actions
+            .flat_map(|(rank, text)| self.testify(rank, text))
+            .collect()
+    }
+
+    pub(super) fn overdue(&self, now: Instant) -> Error {
+        let missing = self.missing();
+        let waited = self.started.map_or(Duration::ZERO, |started| now - started);
+        let mut message = format!(
+            "rendezvous: {} of {} ranks came within {}; missing: {}; start as many processes as \
+             WORLD_SIZE says, and see what became of those that did not come",
+            self.present(),
+            self.world_size,
+            Seconds(waited),
+            list_ranks(&missing)
+        );
+        for note in &self.notes {
+            message.push_str("; ");
+            message.push_str(note);
+        }
+        Error::about(Kind::Rendezvous, missing, message)
+    }
+
+    pub(super) fn fail(&mut self, error: Error) -> Vec<Action> {
+        self.fail_but(error, None)
+    }
+
+    /// Tells everyone who is not connected, but the one who told us.
+    pub(super) fn fail_but(&mut self, error: Error, teller: Option<usize>) -> Vec<Action> {
+        let mut actions = self.testify_ends();
+        for (&rank, arrival) in &self.ranks {
+            if arrival.stage != Stage::Waiting || Some(rank) == teller {
+                continue;
+            }
+            let Some(connection) = arrival.connection else {
+                continue;
+            };
+            actions.push(Action::Refuse {
+                connection,
+                error: error.clone(),
+            });
+            // That a rank hears of its own loss is no word of its own.
+            if !error.ranks().contains(&rank) {
+                let accusation = Accusation::new(rank, &error);
+                actions.push(Action::Report(Report::Failed(accusation)));
+            }
+        }
+        self.phase = Phase::Failed(error);
+        actions
+    }
+}
+
+pub(super) fn name(rank: &Registration) -> String {
+    format!("rank {} (process {} on {})", rank.rank, rank.pid, rank.host)
+}

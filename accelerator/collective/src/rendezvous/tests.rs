@@ -1,0 +1,512 @@
+//! Failures before the ranks are connected, with ranks and stores that are played by hand.
+
+use std::{
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::net::sockopt::set_socket_recv_buffer_size;
+
+use super::{Rendezvous, Report, StoreHost, StoreOptions, StoreServer, random};
+use crate::{
+    error::{Error, Result},
+    group::{GroupOptions, ProcessGroup},
+    reduce::ReduceOp,
+    topology::{Launch, Topology},
+    wire::{
+        ReadError,
+        message::{self, Message, Proves, Registration, Table},
+    },
+};
+
+const LIVENESS: Duration = Duration::from_secs(1);
+
+/// Longer than any failure should take, shorter than the connect timeout.
+const SOON: Duration = Duration::from_secs(15);
+
+fn options() -> GroupOptions {
+    GroupOptions::new()
+        .with_connect_timeout(Duration::from_secs(60))
+        .with_liveness_timeout(LIVENESS)
+}
+
+/// A store with its reports.
+fn store(world_size: usize) -> (StoreServer, mpsc::Receiver<Report>) {
+    let (sender, reports) = mpsc::channel();
+    let options = StoreOptions::new(world_size).with_observer(move |report| {
+        // The test may have ended.
+        let _ = sender.send(report);
+    });
+    let server = StoreServer::bind_with(("127.0.0.1", 0), options).unwrap();
+    (server, reports)
+}
+
+fn at(address: SocketAddr) -> Rendezvous {
+    Rendezvous::new("127.0.0.1", address.port()).with_store(StoreHost::Launcher)
+}
+
+/// Ranks that connect, each on a thread of its own.
+struct Ranks(mpsc::Receiver<(usize, Result<ProcessGroup>)>, usize);
+
+impl Ranks {
+    fn start(ranks: &[usize], world_size: usize, rendezvous: &Rendezvous) -> Self {
+        let (sender, outcomes) = mpsc::channel();
+        for &rank in ranks {
+            let topology = Topology::new(rank, world_size).unwrap();
+            let launch = Launch::new(topology, rendezvous.clone());
+            let sender = sender.clone();
+            thread::spawn(move || {
+                let outcome = ProcessGroup::connect(&launch, &options());
+                // The receiver is gone only where the test has failed already.
+                let _ = sender.send((rank, outcome));
+            });
+        }
+        Self(outcomes, ranks.len())
+    }
+
+    fn outcomes(self) -> Vec<Result<ProcessGroup>> {
+        let outcome = |_| self.0.recv_timeout(SOON).expect("a rank still waits");
+        let mut all: Vec<_> = (0..self.1).map(outcome).collect();
+        all.sort_by_key(|(rank, _)| *rank);
+        all.into_iter().map(|(_, outcome)| outcome).collect()
+    }
+
+    fn errors(self) -> Vec<Error> {
+        let errors = self.outcomes().into_iter();
+        errors.map(|outcome| outcome.unwrap_err()).collect()
+    }
+}
+
+/// A rank that registers, gives signs of life, and does nothing more.
+struct Odd {
+    stream: TcpStream,
+    beating: Arc<AtomicBool>,
+    /// It listens, and accepts nobody.
+    listener: TcpListener,
+}
+
+impl Odd {
+    fn register(store: SocketAddr, rank: usize, world_size: usize) -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let stream = TcpStream::connect(store).unwrap();
+        let hello = Message::Hello {
+            nonce: random().unwrap(),
+            job: String::new(),
+            proves: Proves::Nothing,
+        };
+        hello.send(&stream).unwrap();
+        let odd = Self {
+            stream,
+            beating: Arc::new(AtomicBool::new(true)),
+            listener,
+        };
+        assert!(matches!(odd.hear(), Message::Challenge { .. }));
+        let registration = Registration {
+            rank,
+            world_size,
+            host: "far".to_owned(),
+            pid: 4711,
+            address: odd.listener.local_addr().unwrap(),
+            patience: Duration::from_secs(60),
+            liveness: LIVENESS,
+        };
+        let body = message::to_bytes(&registration);
+        odd.say(&Message::Register { body, proof: None });
+        odd.live();
+        odd
+    }
+
+    fn say(&self, message: &Message) {
+        message.send(&self.stream).unwrap();
+    }
+
+    fn live(&self) {
+        let stream = self.stream.try_clone().unwrap();
+        let beating = Arc::clone(&self.beating);
+        thread::spawn(move || {
+            while beating.load(Ordering::Relaxed) && Message::Heartbeat.send(&stream).is_ok() {
+                thread::sleep(LIVENESS / 20);
+            }
+        });
+    }
+
+    /// Gives no more signs of life, as if it were stopped.
+    fn freeze(&self) {
+        self.beating.store(false, Ordering::Relaxed);
+    }
+
+    /// Ends its connection to the store, as if it were dead; its listener stays.
+    fn die(&self) {
+        self.freeze();
+        self.stream.shutdown(Shutdown::Both).unwrap();
+    }
+
+    /// The next message that is no sign of life.
+    fn hear(&self) -> Message {
+        loop {
+            let deadline = Instant::now() + SOON;
+            match Message::receive(&self.stream, message::LONG, deadline).unwrap() {
+                Message::Heartbeat => {}
+                message => return message,
+            }
+        }
+    }
+
+    fn table(&self) -> Table {
+        match self.hear() {
+            Message::Welcome { body, .. } => message::from_bytes(&body).unwrap(),
+            other => panic!("unexpected {other:?}"),
+        }
+    }
+}
+
+fn wait_for(reports: &mpsc::Receiver<Report>, which: impl Fn(&Report) -> bool) -> Report {
+    let deadline = Instant::now() + SOON;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let report = reports.recv_timeout(left).expect("the report came");
+        if which(&report) {
+            return report;
+        }
+    }
+}
+
+fn wait_for_rank(reports: &mpsc::Receiver<Report>, rank: usize) {
+    wait_for(
+        reports,
+        |report| matches!(report, Report::Joined { rank: joined, .. } if *joined == rank),
+    );
+}
+
+/// The error names rank 2, which was played by hand, and a cause.
+fn assert_named(error: &Error, cause: &str) {
+    assert!(error.is_peer_lost(), "{error}");
+    assert_eq!(error.ranks(), [2], "{error}");
+    let text = error.to_string();
+    assert!(text.contains("rank 2 (process 4711 on far)"), "{text}");
+    assert!(text.contains(cause), "{text}");
+    let culprit = error.culprit().unwrap();
+    assert_eq!((culprit.host(), culprit.pid()), ("far", Some(4711)));
+}
+
+#[test]
+fn a_testimony_ends_the_wait_at_once() {
+    let (server, reports) = store(4);
+    let ranks = Ranks::start(&[0, 1], 4, &at(server.local_addr()));
+    let _odd = Odd::register(server.local_addr(), 2, 4);
+    for _ in 0..3 {
+        wait_for(&reports, |report| matches!(report, Report::Joined { .. }));
+    }
+    server.testify(2, "it was killed by SIGKILL");
+    for error in ranks.errors() {
+        assert_named(&error, "was killed by SIGKILL before the ranks had met");
+    }
+    let Report::Failed(accusation) = wait_for(&reports, |x| matches!(x, Report::Failed(_))) else {
+        unreachable!("it was waited for");
+    };
+    assert_eq!(accusation.accused, [2]);
+    assert!(!accusation.is_confession());
+    assert!(accusation.error().is_peer_lost());
+    // Whoever comes now hears it at once, too.
+    let late = Ranks::start(&[3], 4, &at(server.local_addr())).errors();
+    assert_named(&late[0], "SIGKILL");
+}
+
+#[test]
+fn a_dead_rank_is_named_while_the_others_gather() {
+    let (server, reports) = store(4);
+    let ranks = Ranks::start(&[0, 1], 4, &at(server.local_addr()));
+    let odd = Odd::register(server.local_addr(), 2, 4);
+    wait_for_rank(&reports, 2);
+    let started = Instant::now();
+    odd.die();
+    for error in ranks.errors() {
+        assert_named(&error, "its connection to the store ended");
+    }
+    assert!(started.elapsed() < 3 * Duration::from_secs(1));
+}
+
+#[test]
+fn a_silent_rank_is_named_while_the_others_gather() {
+    let (server, reports) = store(4);
+    let ranks = Ranks::start(&[0, 1], 4, &at(server.local_addr()));
+    let odd = Odd::register(server.local_addr(), 2, 4);
+    wait_for_rank(&reports, 2);
+    odd.freeze();
+    for error in ranks.errors() {
+        assert_named(&error, "has been silent for 1");
+    }
+    // It finds why when it wakes up.
+    let Message::Refused(refusal) = odd.hear() else {
+        panic!("no refusal");
+    };
+    assert_named(&refusal.into_error(), "silent");
+}
+
+#[test]
+fn a_dead_rank_is_named_between_table_and_mesh() {
+    // Rank 0 waits for rank 2 to call, rank 3 calls rank 2, which lets it wait.
+    for witness in [
+        None,
+        Some("it ended with exit code 3; its last words: no data"),
+    ] {
+        let (server, _reports) = store(4);
+        let ranks = Ranks::start(&[0, 1, 3], 4, &at(server.local_addr()));
+        let odd = Odd::register(server.local_addr(), 2, 4);
+        assert_eq!(odd.table().ranks.len(), 4);
+        let started = Instant::now();
+        odd.die();
+        let cause = match witness {
+            None => "its connection to the store ended",
+            Some(text) => {
+                server.testify(2, text);
+                "ended with exit code 3 before the ranks were connected; its last words: no data"
+            }
+        };
+        for error in ranks.errors() {
+            assert_named(&error, cause);
+        }
+        assert!(started.elapsed() < 3 * Duration::from_secs(1));
+    }
+}
+
+#[test]
+fn a_silent_rank_is_named_between_table_and_mesh() {
+    let (server, _reports) = store(4);
+    let ranks = Ranks::start(&[0, 1, 3], 4, &at(server.local_addr()));
+    let odd = Odd::register(server.local_addr(), 2, 4);
+    odd.table();
+    odd.freeze();
+    for error in ranks.errors() {
+        assert_named(&error, "has been silent for 1");
+    }
+}
+
+#[test]
+fn a_rank_that_gives_up_is_heard_by_all() {
+    let (server, reports) = store(3);
+    let ranks = Ranks::start(&[0, 1], 3, &at(server.local_addr()));
+    let odd = Odd::register(server.local_addr(), 2, 3);
+    odd.table();
+    let error = Error::about(
+        crate::error::Kind::Rendezvous,
+        vec![2],
+        "rank 2 (process 4711 on far) panicked: no memory",
+    );
+    odd.say(&Message::Accuse(message::Refusal::bounded(&error)));
+    for error in ranks.errors() {
+        assert!(error.is_rendezvous());
+        assert!(error.to_string().contains("panicked: no memory"), "{error}");
+    }
+    let failed = |x: &Report| matches!(x, Report::Failed(x) if x.rank == 2);
+    let Report::Failed(accusation) = wait_for(&reports, failed) else {
+        unreachable!("it was waited for");
+    };
+    assert!(accusation.is_confession());
+}
+
+/// A store that is killed: its sockets end without a word.
+#[test]
+fn a_store_that_is_gone_ends_the_wait() {
+    for (host, lost) in [(StoreHost::Launcher, false), (StoreHost::Rank0, true)] {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let ranks = Ranks::start(&[1], 2, &at(address).with_store(host));
+        let (stream, _) = listener.accept().unwrap();
+        let deadline = Instant::now() + SOON;
+        let hello = Message::receive(&stream, message::SHORT, deadline).unwrap();
+        assert!(matches!(hello, Message::Hello { .. }));
+        let nonce = random().unwrap();
+        let challenge = Message::Challenge {
+            nonce,
+            proof: None,
+            host: "far".to_owned(),
+            pid: 4711,
+        };
+        challenge.send(&stream).unwrap();
+        let register = Message::receive(&stream, message::SHORT, deadline).unwrap();
+        assert!(matches!(register, Message::Register { .. }));
+        let started = Instant::now();
+        drop((stream, listener));
+        let error = &ranks.errors()[0];
+        assert_eq!(error.is_peer_lost(), lost, "{error}");
+        assert_eq!(error.is_rendezvous(), !lost, "{error}");
+        let text = error.to_string();
+        assert!(text.contains("is gone before the ranks had met"), "{text}");
+        assert!(text.contains("(process 4711 on far)"), "{text}");
+        assert_eq!(error.culprit().and_then(|x| x.pid()), lost.then_some(4711));
+        assert!(started.elapsed() < 3 * Duration::from_secs(1));
+    }
+}
+
+#[test]
+fn connected_ranks_outlive_the_store() {
+    let (server, reports) = store(2);
+    let ranks = Ranks::start(&[0, 1], 2, &at(server.local_addr()));
+    let groups: Vec<_> = ranks.outcomes().into_iter().map(|x| x.unwrap()).collect();
+    wait_for(&reports, |report| matches!(report, Report::Met));
+    drop(server);
+    thread::scope(|scope| {
+        for group in groups {
+            scope.spawn(move || {
+                let mut values = [1_u32];
+                group.all_reduce(&mut values, ReduceOp::Sum).unwrap();
+                assert_eq!(values, [2]);
+                group.close().unwrap();
+            });
+        }
+    });
+}
+
+/// A rank that is stopped takes nothing; the words for the others must not wait for it.
+#[test]
+fn a_rank_that_reads_nothing_delays_nobody() {
+    let (server, _reports) = store(3);
+    let odds: Vec<Odd> = (0..3)
+        .map(|rank| Odd::register(server.local_addr(), rank, 3))
+        .collect();
+    let (quick, stopped) = (&odds[0], &odds[2]);
+    set_socket_recv_buffer_size(&stopped.stream, 4096).unwrap();
+    assert_eq!(quick.table().ranks.len(), 3);
+    odds.iter().for_each(|odd| odd.say(&Message::Connected));
+    // Far more than fits in the buffers of a connection.
+    let text = |number: usize| format!("{number:0>1900}");
+    let started = Instant::now();
+    for number in 0..8000 {
+        server.testify(1, text(number));
+        match quick.hear() {
+            Message::Testimony {
+                rank: 1,
+                text: heard,
+            } => assert_eq!(heard, text(number)),
+            other => panic!("unexpected {other:?}"),
+        }
+        assert!(started.elapsed() < 4 * SOON, "after {number}");
+    }
+    // What it finds when it wakes up is whole and in order, until it was given up.
+    stopped.freeze();
+    assert_eq!(stopped.table().ranks.len(), 3);
+    for number in 0.. {
+        let deadline = Instant::now() + SOON;
+        match Message::receive(&stopped.stream, message::LONG, deadline) {
+            Ok(Message::Testimony {
+                rank: 1,
+                text: heard,
+            }) => assert_eq!(heard, text(number)),
+            Ok(other) => panic!("unexpected {other:?}"),
+            Err(ReadError::Closed | ReadError::Torn | ReadError::Io(_)) => break,
+            Err(error) => panic!("{error}"),
+        }
+        assert!(number < 8000, "it was never given up");
+    }
+}
+
+#[test]
+fn leaving_in_good_order_is_reported() {
+    let (server, reports) = store(2);
+    let ranks = Ranks::start(&[0, 1], 2, &at(server.local_addr()));
+    let groups: Vec<_> = ranks.outcomes().into_iter().map(|x| x.unwrap()).collect();
+    let mut groups = groups.into_iter();
+    groups.next().unwrap().close().unwrap();
+    wait_for(&reports, |report| {
+        matches!(report, Report::Closed { rank: 0 })
+    });
+}
+
+#[test]
+fn a_witness_is_asked_about_a_connected_rank() {
+    let (server, _reports) = store(2);
+    let ranks = Ranks::start(&[0, 1], 2, &at(server.local_addr()));
+    let mut groups = ranks.outcomes().into_iter().map(|x| x.unwrap());
+    let (first, second) = (groups.next().unwrap(), groups.next().unwrap());
+    server.testify(1, "it was killed by SIGSEGV");
+    let error = first.barrier().unwrap_err();
+    assert!(error.is_peer_lost(), "{error}");
+    assert_eq!(error.ranks(), [1]);
+    assert!(error.to_string().contains("killed by SIGSEGV"), "{error}");
+    drop(second);
+}
+
+#[test]
+fn nobody_who_waits_long_is_taken_for_lost() {
+    let (server, reports) = store(3);
+    let ranks = Ranks::start(&[0, 1], 3, &at(server.local_addr()));
+    // Three times the liveness, in which the store judges.
+    let quiet = reports.iter().take(2).count();
+    assert_eq!(quiet, 2);
+    let failed = reports.recv_timeout(3 * LIVENESS);
+    assert!(failed.is_err(), "{failed:?}");
+    let last = Ranks::start(&[2], 3, &at(server.local_addr()));
+    for outcome in ranks.outcomes().into_iter().chain(last.outcomes()) {
+        outcome.unwrap();
+    }
+}
+
+#[test]
+fn idle_connections_keep_nobody_out_of_the_store() {
+    let (server, _reports) = store(3);
+    let idle: Vec<TcpStream> = (0..200)
+        .map(|_| TcpStream::connect(server.local_addr()).unwrap())
+        .collect();
+    let ranks = Ranks::start(&[0, 1, 2], 3, &at(server.local_addr()));
+    for outcome in ranks.outcomes() {
+        outcome.unwrap();
+    }
+    drop(idle);
+}
+
+#[test]
+fn idle_connections_keep_nobody_out_of_a_rank() {
+    let (server, _reports) = store(3);
+    let ranks = Ranks::start(&[0, 1], 3, &at(server.local_addr()));
+    let odd = Odd::register(server.local_addr(), 2, 3);
+    let table = odd.table();
+    // Rank 0 and rank 1 wait for rank 2, which sends strangers first.
+    let idle: Vec<TcpStream> = (0..400)
+        .map(|index| TcpStream::connect(table.ranks[index % 2].address).unwrap())
+        .collect();
+    let key = super::Key::new(table.secret);
+    let meeting = super::Meeting {
+        ranks: table.ranks,
+        listener: odd.listener.try_clone().unwrap(),
+        key,
+        line: None,
+    };
+    let topology = Topology::new(2, 3).unwrap();
+    let transport = crate::transport::Tcp::connect(&topology, meeting, SOON);
+    for outcome in ranks.outcomes() {
+        outcome.unwrap();
+    }
+    drop((idle, transport.unwrap()));
+}
+
+#[test]
+fn loopback_stays_on_loopback() {
+    for attempt in 0.. {
+        let port = {
+            let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+            listener.local_addr().unwrap().port()
+        };
+        let rendezvous = Rendezvous::new("127.0.0.1", port);
+        let topology = Topology::new(0, 2).unwrap();
+        let addresses = [SocketAddr::from(([127, 0, 0, 1], port))];
+        let server = match rendezvous.serve(&addresses, &topology, None) {
+            // Somebody else was faster.
+            Err(error) if error.is_address_in_use() && attempt < 5 => continue,
+            other => other.unwrap(),
+        };
+        assert!(server.local_addr().ip().is_loopback());
+        let ranks = Ranks::start(&[1], 2, &at(server.local_addr()));
+        let odd = Odd::register(server.local_addr(), 0, 2);
+        assert!(odd.table().ranks[1].address.ip().is_loopback());
+        odd.die();
+        ranks.errors();
+        return;
+    }
+}

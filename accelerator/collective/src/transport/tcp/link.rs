@@ -1,0 +1,176 @@
+//! The connection to one peer.
+
+use std::{
+    io::{self, IoSlice, Write},
+    net::{Shutdown, TcpStream},
+    sync::{
+        Arc, Mutex, PoisonError, TryLockError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::{ear::Ear, reader};
+use crate::error::{Error, Result};
+
+/// The connection to one peer: whole frames go out, one at a time.
+#[derive(Debug)]
+pub(super) struct Link {
+    writer: Mutex<TcpStream>,
+    /// The same connection, for what must not wait for the writer.
+    control: TcpStream,
+    /// What comes in shows here.
+    pub(super) ear: Arc<Ear>,
+    /// Whether a frame was left unfinished or the last word is said, after which nothing can be
+    /// said any more.
+    torn: AtomicBool,
+    /// Whether something was sent since [`beat`](Self::beat) asked last.
+    used: AtomicBool,
+}
+
+impl Link {
+    pub(super) fn new(stream: TcpStream) -> Result<Self> {
+        let prepared = stream
+            .set_nodelay(true)
+            .and_then(|()| stream.set_write_timeout(Some(TICK)))
+            .and_then(|()| stream.set_read_timeout(Some(reader::TICK)))
+            .and_then(|()| stream.try_clone());
+        match prepared {
+            Ok(control) => Ok(Self {
+                writer: Mutex::new(stream),
+                control,
+                ear: Arc::new(Ear::new()),
+                torn: AtomicBool::new(false),
+                used: AtomicBool::new(false),
+            }),
+            Err(error) => Err(Error::io("a connection cannot be set up", error)),
+        }
+    }
+
+    /// Another handle on the connection, for its reader.
+    pub(super) fn source(&self) -> io::Result<TcpStream> {
+        self.control.try_clone()
+    }
+
+    /// Writes a frame. While the peer takes nothing, `go_on` is asked from time to time, with
+    /// the number of bytes written so far, whether to keep trying.
+    pub(super) fn write(
+        &self,
+        head: &[u8],
+        preamble: &[u8],
+        payload: &[u8],
+        go_on: impl FnMut(usize) -> bool,
+    ) -> io::Result<()> {
+        // A writer that panicked has left its frame torn, which is noted.
+        let mut stream = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        self.used.store(true, Ordering::Relaxed);
+        self.write_to(&mut stream, [head, preamble, payload], go_on)
+    }
+
+    /// Writes a short frame where nothing was written since the last call. Never waits: where a
+    /// frame is under way the link is not idle, and a peer that takes nothing is not reading.
+    pub(super) fn beat(&self, frame: &[u8]) {
+        if self.used.swap(false, Ordering::Relaxed) {
+            return;
+        }
+        if let Ok(mut stream) = self.writer.try_lock()
+            && is_ready(&stream, PollFlags::OUT)
+        {
+            // A connection that says it is writable has room for some kilobytes; who else writes
+            // holds the lock.
+            let until = Instant::now() + TICK;
+            let _ = self.write_to(&mut stream, [frame, &[], &[]], |written| {
+                written > 0 && Instant::now() < until
+            });
+        }
+    }
+
+    /// Whether bytes, or the end of the connection, wait to be read.
+    pub(super) fn has_news(&self) -> bool {
+        is_ready(&self.control, PollFlags::IN)
+    }
+
+    /// Says the last word, if that is possible in time, and ends the sending side.
+    pub(super) fn part(&self, head: &[u8], preamble: &[u8], until: Instant) {
+        loop {
+            match self.writer.try_lock() {
+                Ok(mut stream) => {
+                    // A peer that takes nothing will see the connection end.
+                    let _ = self.write_to(&mut stream, [head, preamble, &[]], |_| {
+                        Instant::now() < until
+                    });
+                    self.torn.store(true, Ordering::Release);
+                    break;
+                }
+                Err(TryLockError::Poisoned(_)) => break,
+                Err(TryLockError::WouldBlock) if Instant::now() < until => {
+                    thread::sleep(Duration::from_millis(5));
+                }
+                Err(TryLockError::WouldBlock) => break,
+            }
+        }
+        self.hang_up();
+    }
+
+    /// Ends the sending side.
+    pub(super) fn hang_up(&self) {
+        let _ = self.control.shutdown(Shutdown::Write);
+    }
+
+    /// Ends both sides at once.
+    pub(super) fn cut(&self) {
+        let _ = self.control.shutdown(Shutdown::Both);
+    }
+
+    fn write_to(
+        &self,
+        stream: &mut TcpStream,
+        pieces: [&[u8]; 3],
+        mut go_on: impl FnMut(usize) -> bool,
+    ) -> io::Result<()> {
+        if self.torn.swap(true, Ordering::AcqRel) {
+            return Err(io::Error::other("an earlier frame was left unfinished"));
+        }
+        let total: usize = pieces.iter().map(|piece| piece.len()).sum();
+        let mut slices = pieces.map(IoSlice::new);
+        let mut slices = &mut slices[..];
+        let mut written = 0;
+        while written < total {
+            match stream.write_vectored(slices) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(count) => {
+                    written += count;
+                    IoSlice::advance_slices(&mut slices, count);
+                }
+                Err(error) => match error.kind() {
+                    io::ErrorKind::Interrupted => {}
+                    io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+                        if !go_on(written) {
+                            self.torn.store(written > 0, Ordering::Release);
+                            return Err(io::ErrorKind::TimedOut.into());
+                        }
+                    }
+                    _ => return Err(error),
+                },
+            }
+        }
+        self.torn.store(false, Ordering::Release);
+        Ok(())
+    }
+}
+
+/// Whether a connection is ready at this moment; an error or an end counts as being so.
+fn is_ready(stream: &TcpStream, flags: PollFlags) -> bool {
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    let mut fds = [PollFd::new(stream, flags)];
+    matches!(poll(&mut fds, Some(&now)), Ok(count) if count > 0)
+}
+
+/// How often a writer that waits asks whether to go on.
+pub(super) const TICK: Duration = Duration::from_millis(100);

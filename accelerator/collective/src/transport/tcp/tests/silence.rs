@@ -1,0 +1,252 @@
+//! Peers that fall silent, and those who judge them.
+
+use std::{
+    io::Write,
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{brisk, last_word, pair, patient, reduce, run, run_with_witness, show_life};
+use crate::{
+    contract::{Call, Contract, Site},
+    element::Element,
+    error::Result,
+    group::ProcessGroup,
+    reduce::ReduceOp,
+    transport::{CHUNK, Watch, tcp::pulse::Pace},
+    wire::frame::{FrameKind, Head},
+};
+
+/// The odd rank shows life once, and says nothing more; every operation says so in time, and
+/// names no rank that shows life.
+#[test]
+fn silence_is_named_in_every_operation() {
+    type Operation = fn(&ProcessGroup) -> Result<()>;
+    let operations: [Operation; 8] = [
+        |group| group.all_reduce(&mut [1.0_f32; 10], ReduceOp::Sum),
+        |group| group.all_reduce(&mut vec![1.0_f32; 3_000_000], ReduceOp::Sum),
+        |group| group.broadcast(&mut vec![1_u8; 9_000_000], 0),
+        |group| group.all_gather(&[1_u8; 10]).map(drop),
+        |group| {
+            group
+                .reduce_scatter(&[1.0_f32; 10], ReduceOp::Sum)
+                .map(drop)
+        },
+        |group| group.gather_object(&1, 0).map(drop),
+        |group| {
+            let buffer = group.buffer(f32::DTYPE, 10);
+            group
+                .start_all_reduce(buffer, ReduceOp::Sum)?
+                .wait()
+                .map(drop)
+        },
+        |group| group.barrier(),
+    ];
+    thread::scope(|scope| {
+        for operation in operations {
+            scope.spawn(move || {
+                let (release, held) = mpsc::channel::<()>();
+                let honest = move |group: ProcessGroup| {
+                    let started = Instant::now();
+                    let error = operation(&group).unwrap_err();
+                    (error, started.elapsed())
+                };
+                let told = run(3, &brisk(), honest, move |mut streams| {
+                    show_life(&mut streams);
+                    let _ = held.recv();
+                });
+                drop(release);
+                for (error, waited) in told {
+                    assert!(error.is_peer_lost() && !error.is_peer_left(), "{error}");
+                    assert_eq!(error.ranks(), [2], "{error}");
+                    let culprit = error.culprit().unwrap();
+                    assert_eq!(culprit.pid(), Some(std::process::id()));
+                    assert!(
+                        culprit.cause().starts_with("it has been silent for 1."),
+                        "{error}"
+                    );
+                    assert!(
+                        error.to_string().contains("was in collective #0"),
+                        "{error}"
+                    );
+                    assert!(waited < Duration::from_secs(6), "{waited:?}");
+                }
+            });
+        }
+    });
+}
+
+/// It is noted while nobody calls anything, so the next call need not wait for it.
+#[test]
+fn silence_between_operations_is_noted() {
+    let (release, held) = mpsc::channel::<()>();
+    let honest = |group: ProcessGroup| {
+        let until = Instant::now() + Duration::from_secs(30);
+        let inbox = group.inbox();
+        while inbox.is_present(1) {
+            assert!(Instant::now() < until, "nobody noticed");
+            thread::sleep(Duration::from_millis(10));
+        }
+        let patient = Instant::now();
+        let error = group.barrier().unwrap_err();
+        // A whole period has passed before.
+        assert!(patient.elapsed() < Duration::from_secs(1), "{error}");
+        error
+    };
+    let errors = run(2, &brisk(), honest, move |mut streams| {
+        show_life(&mut streams);
+        let _ = held.recv();
+    });
+    drop(release);
+    assert!(
+        errors[0].to_string().contains("it has been silent"),
+        "{}",
+        errors[0]
+    );
+}
+
+/// Who is given up is told so, with the reason, and can read it when it runs again.
+#[test]
+fn a_rank_that_is_given_up_is_told() {
+    let (sender, words) = mpsc::channel();
+    run(3, &brisk(), reduce(10), move |mut streams| {
+        show_life(&mut streams);
+        for stream in &mut streams {
+            let _ = sender.send(last_word(stream));
+        }
+    });
+    for abort in words.iter().take(2) {
+        let culprit = abort.error.culprit().unwrap();
+        assert_eq!(culprit.rank(), 2);
+        assert!(
+            culprit.cause().starts_with("it has been silent"),
+            "{}",
+            culprit.cause()
+        );
+        assert!(abort.error.is_peer_lost());
+    }
+}
+
+/// A rank that computes for long while another one sends it more than it holds reads nothing
+/// meanwhile, signs of life included.
+#[test]
+fn a_full_queue_is_no_silence() {
+    const LEN: usize = 40_000_000;
+    let honest = |group: ProcessGroup| {
+        // Far beyond the liveness deadline.
+        thread::sleep(Duration::from_secs(3));
+        let mut values = vec![0_u8; LEN];
+        group.broadcast(&mut values, 1).unwrap();
+        values.iter().all(|x| *x == 7)
+    };
+    let whole = run(2, &brisk(), honest, |mut streams| {
+        show_life(&mut streams);
+        let contract = Contract::new(Call::Broadcast, Site::new("odd.rs", 1))
+            .with_data(u8::DTYPE, LEN)
+            .with_root(1);
+        let (bytes, len) = contract.encode();
+        let values = vec![7_u8; CHUNK];
+        for index in 0..LEN.div_ceil(CHUNK) {
+            let payload = &values[..CHUNK.min(LEN - index * CHUNK)];
+            let (kind, preamble) = match index {
+                0 => (FrameKind::Begin, &bytes[..len]),
+                _ => (FrameKind::Outward, &[][..]),
+            };
+            let head = Head::new(kind, 0, index as u32, preamble, payload);
+            for piece in [&head.encode()[..], preamble, payload] {
+                streams[0].write_all(piece).unwrap();
+            }
+        }
+        // The connection stays until the other side has read all.
+        let _ = last_word(&mut streams[0]);
+    });
+    assert_eq!(whole, [true]);
+}
+
+/// Who did not run for a while accuses nobody of the silence that it slept through.
+#[test]
+fn who_was_stopped_accuses_nobody() {
+    let liveness = Duration::from_millis(800);
+    let (tcp, mut other) = pair();
+    show_life(std::slice::from_mut(&mut other));
+    let until = Instant::now() + Duration::from_secs(30);
+    while !tcp.links[1].as_ref().unwrap().ear.is_known() {
+        assert!(Instant::now() < until, "nothing was heard");
+        thread::sleep(Duration::from_millis(1));
+    }
+    let mut pace = Pace::default();
+    tcp.round(&mut pace, liveness);
+    // What a stopped process does.
+    thread::sleep(3 * liveness);
+    let woke = Instant::now();
+    let mut pause = tcp.round(&mut pace, liveness);
+    assert!(tcp.inbox.is_present(1), "it was asleep itself");
+    while tcp.inbox.is_present(1) {
+        assert!(Instant::now() < until, "silence is never noticed");
+        thread::sleep(pause);
+        pause = tcp.round(&mut pace, liveness);
+    }
+    // The clocks count whole milliseconds.
+    let least = liveness - Duration::from_millis(5);
+    assert!(woke.elapsed() >= least, "{:?}", woke.elapsed());
+}
+
+/// Connections that end after this process did not run are the others' answer to its silence.
+#[test]
+fn who_was_stopped_and_given_up_knows_it() {
+    let liveness = Duration::from_millis(100);
+    let (tcp, other) = pair();
+    tcp.round(&mut Pace::default(), liveness);
+    thread::sleep(5 * liveness);
+    drop(other);
+    let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
+    let patience = patient().patience();
+    let mut watch = Watch::new(0, 4, &contract, patience);
+    let error = tcp.inbox.take(1, 1..2, &tcp.peers, &mut watch).unwrap_err();
+    assert_eq!(error.ranks(), [0], "{error}");
+    let text = error.to_string();
+    assert!(text.contains("it did not run for "), "{text}");
+    assert!(
+        text.contains("rank 1 gave it up (its connection ended"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_witness_says_how_a_rank_died() {
+    let errors = run_with_witness(3, &patient(), reduce(10), |streams, store| {
+        store.testify(2, "it was killed by SIGKILL");
+        drop(streams);
+    });
+    for error in errors {
+        let cause = error.culprit().unwrap().cause();
+        // In other words where the store does not know yet that all are connected.
+        assert!(cause.contains("was killed by SIGKILL"), "{error}");
+        let text = error.to_string();
+        assert!(
+            text.contains(&format!(" is lost: {cause}; rank ")),
+            "{text}"
+        );
+        assert!(text.contains("was in collective #0"), "{text}");
+    }
+}
+
+/// The connections are as they were, as where a whole host is gone.
+#[test]
+fn a_witness_is_believed_though_the_connections_stand() {
+    let (release, held) = mpsc::channel::<()>();
+    let options = patient().with_liveness_timeout(Duration::from_secs(50));
+    let errors = run_with_witness(3, &options, reduce(10), move |mut streams, store| {
+        show_life(&mut streams);
+        store.testify(2, "it was killed by SIGKILL");
+        let _ = held.recv();
+    });
+    drop(release);
+    for error in errors {
+        assert_eq!(error.ranks(), [2], "{error}");
+        let cause = error.culprit().unwrap().cause();
+        // In other words where the store does not know yet that all are connected.
+        assert!(cause.contains("was killed by SIGKILL"), "{error}");
+    }
+}

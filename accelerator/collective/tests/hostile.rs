@@ -1,0 +1,463 @@
+//! What comes over a connection may be damaged in any way: the ranks answer with an error or with
+//! the right sums, in bounded time and memory.
+//!
+//! Two ranks are connected through a proxy of the test, which knows frames and damages them. The
+//! store's answer cannot be changed unnoticed, so the proxy stands in front of the store as well,
+//! and puts its own address where rank 0 says where it listens.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test fails where its preparation does"
+)]
+
+use std::{
+    alloc::System,
+    io::{Read, Write},
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream},
+    sync::{
+        Arc, Barrier, Mutex,
+        atomic::{AtomicUsize, Ordering},
+        mpsc,
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use accelerator_collective::{
+    GroupOptions, Launch, ProcessGroup, ReduceOp, Rendezvous, Result, StoreHost, Topology,
+    rendezvous::StoreServer,
+};
+use cap::Cap;
+use ciborium::Value;
+
+#[global_allocator]
+static MEMORY: Cap<System> = Cap::new(System, usize::MAX);
+
+/// Tests share the account of memory, so they run one by one.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// What both ranks may take together: two queues of 16 MiB, buffers, and what the test itself
+/// holds.
+const MEMORY_BOUND: usize = 96 << 20;
+
+/// Where the rank that is flooded waits for the end of the flood.
+static FLOODED: Barrier = Barrier::new(2);
+
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// One operation that is one frame, one with a part for each rank, and one whose parts are cut.
+const LENGTHS: [usize; 3] = [3, 5000, 300_000];
+
+#[test]
+fn undamaged_frames_give_the_right_sums() {
+    let played = play(None);
+    assert!(played.outcomes.iter().all(Result::is_ok), "{played:?}");
+    assert!(played.frames >= 10, "{played:?}");
+}
+
+#[test]
+fn flipped_bits_are_noticed_wherever_they_are() {
+    for seed in 0..24 {
+        let played = play(Some(Damage::new(seed, What::Flip)));
+        played.assert_noticed();
+    }
+}
+
+#[test]
+fn a_stream_that_is_cut_off_is_an_error() {
+    for seed in 100..112 {
+        play(Some(Damage::new(seed, What::Truncate))).assert_noticed();
+    }
+}
+
+#[test]
+fn frames_that_come_twice_are_noticed_or_do_no_harm() {
+    for seed in 200..212 {
+        play(Some(Damage::new(seed, What::Duplicate))).assert_right();
+    }
+}
+
+#[test]
+fn frames_in_the_wrong_order_are_noticed_or_do_no_harm() {
+    for seed in 300..312 {
+        play(Some(Damage::new(seed, What::Swap))).assert_right();
+    }
+}
+
+#[test]
+fn lengths_beyond_the_bounds_are_refused_before_memory_is_taken() {
+    for seed in 400..408 {
+        play(Some(Damage::new(seed, What::Oversize))).assert_noticed();
+    }
+}
+
+#[test]
+fn bytes_that_are_no_frames_are_refused() {
+    for seed in 500..508 {
+        play(Some(Damage::new(seed, What::Rubbish))).assert_noticed();
+    }
+}
+
+#[test]
+fn a_flood_of_empty_frames_does_not_fill_the_memory() {
+    let played = play(Some(Damage::new(0, What::Flood)));
+    played.assert_right();
+}
+
+/// What is done to one frame.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum What {
+    Duplicate,
+    Flip,
+    Flood,
+    Oversize,
+    Rubbish,
+    Swap,
+    Truncate,
+}
+
+/// What is done, to which frame, and where.
+#[derive(Clone, Copy, Debug)]
+struct Damage {
+    what: What,
+    /// Whether what rank 1 sends is damaged, or what rank 0 sends.
+    from: usize,
+    frame: usize,
+    place: usize,
+}
+
+impl Damage {
+    fn new(seed: u64, what: What) -> Self {
+        let mut state = seed;
+        let mut draw = |bound: usize| {
+            // SplitMix64.
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut z = state;
+            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            ((z ^ (z >> 31)) % bound as u64) as usize
+        };
+        Self {
+            what,
+            from: draw(2),
+            // Of at least as many in each direction that are not heartbeats.
+            frame: if what == What::Flood { 0 } else { draw(5) },
+            place: draw(1 << 30),
+        }
+    }
+
+    /// Writes the frame, damaged; whether anything can follow.
+    fn write(&self, frame: &[u8], next: &mut Option<Vec<u8>>, to: &mut TcpStream) -> Pass {
+        let mut bytes = frame.to_vec();
+        match self.what {
+            What::Flip => {
+                let bit = self.place % (bytes.len() * 8);
+                bytes[bit / 8] ^= 1 << (bit % 8);
+            }
+            What::Truncate => {
+                let len = self.place % bytes.len();
+                let _ = to.write_all(&bytes[..len]);
+                return Pass::End;
+            }
+            What::Duplicate => bytes.extend_from_slice(frame),
+            What::Swap => {
+                *next = Some(bytes);
+                return Pass::On;
+            }
+            What::Oversize => {
+                let (at, value) = match self.place % 2 {
+                    0 => (20, 16 * 1024 + 1),
+                    _ => (24, u32::MAX),
+                };
+                bytes[at..at + 4].copy_from_slice(&u32::to_le_bytes(value));
+                let seal = crc32fast::hash(&bytes[..32]);
+                bytes[32..36].copy_from_slice(&seal.to_le_bytes());
+            }
+            What::Rubbish => {
+                let rubbish = self.place.to_le_bytes().repeat(20);
+                bytes.splice(0..0, rubbish);
+            }
+            What::Flood => {
+                // The same declaration again, without data, as fast as it goes.
+                let preamble = u32::from_le_bytes(bytes[20..24].try_into().unwrap()) as usize;
+                let preamble = bytes[HEAD..HEAD + preamble].to_vec();
+                let mut empty = bytes[..HEAD].to_vec();
+                empty[24..28].copy_from_slice(&[0; 4]);
+                empty[28..32].copy_from_slice(&crc32fast::hash(&preamble).to_le_bytes());
+                let seal = crc32fast::hash(&empty[..32]);
+                empty[32..36].copy_from_slice(&seal.to_le_bytes());
+                empty.extend_from_slice(&preamble);
+                let block = empty.repeat(10_000);
+                // A rank that takes nothing any more keeps this from going on.
+                let done = to.write_all(frame);
+                let done = done.and_then(|()| (0..100).try_for_each(|_| to.write_all(&block)));
+                FLOODED.wait();
+                return match done {
+                    Ok(()) => Pass::On,
+                    Err(_) => Pass::End,
+                };
+            }
+        }
+        match to.write_all(&bytes) {
+            Ok(()) => Pass::On,
+            Err(_) => Pass::End,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Pass {
+    End,
+    On,
+}
+
+/// How two ranks fared.
+#[derive(Debug)]
+struct Played {
+    damage: Option<Damage>,
+    outcomes: Vec<Result<()>>,
+    /// How many frames went through.
+    frames: usize,
+    memory: usize,
+    took: Duration,
+}
+
+impl Played {
+    /// Whatever the ranks were given, they did not take it for something else.
+    #[track_caller]
+    fn assert_right(&self) {
+        assert!(self.memory < MEMORY_BOUND, "{self:?}");
+        assert!(self.took < DEADLINE, "{self:?}");
+    }
+
+    /// The receiver has told the damage.
+    #[track_caller]
+    fn assert_noticed(&self) {
+        self.assert_right();
+        let receiver = 1 - self.damage.unwrap().from;
+        let error = self.outcomes[receiver].as_ref().unwrap_err();
+        assert!(error.is_protocol() || error.is_peer_lost(), "{self:?}");
+        assert!(!error.ranks().is_empty(), "{self:?}");
+    }
+}
+
+/// Lets two ranks compute over a connection on which one frame is damaged. Panics where a sum is
+/// wrong, or nothing comes of it in time.
+fn play(damage: Option<Damage>) -> Played {
+    let _alone = ALONE.lock().unwrap_or_else(|poison| poison.into_inner());
+    let before = MEMORY.allocated();
+    let started = Instant::now();
+    let store = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
+    let real = store.local_addr();
+    let frames = Arc::new(AtomicUsize::new(0));
+    let door = door(real, damage, Arc::clone(&frames));
+
+    let (sender, outcomes) = mpsc::channel();
+    for (rank, port) in [(0, door.port()), (1, real.port())] {
+        let sender = sender.clone();
+        thread::spawn(move || {
+            let outcome = compute(rank, port, damage);
+            // The receiver is gone only where the test has failed already.
+            let _ = sender.send((rank, outcome));
+        });
+    }
+    let mut peak = 0;
+    let mut all: Vec<Option<Result<()>>> = vec![None, None];
+    while all.iter().any(Option::is_none) {
+        peak = peak.max(MEMORY.allocated().saturating_sub(before));
+        match outcomes.recv_timeout(Duration::from_millis(2)) {
+            Ok((rank, outcome)) => all[rank] = Some(outcome),
+            Err(_) => assert!(
+                started.elapsed() < DEADLINE,
+                "{damage:?}: no outcome in time: {all:?}"
+            ),
+        }
+    }
+    Played {
+        damage,
+        outcomes: all.into_iter().flatten().collect(),
+        frames: frames.load(Ordering::Relaxed),
+        memory: peak,
+        took: started.elapsed(),
+    }
+}
+
+fn compute(rank: usize, port: u16, damage: Option<Damage>) -> Result<()> {
+    let launch = Launch::new(
+        Topology::new(rank, 2).unwrap(),
+        Rendezvous::new("127.0.0.1", port).with_store(StoreHost::Launcher),
+    );
+    let options = GroupOptions::new()
+        .with_connect_timeout(DEADLINE)
+        .with_liveness_timeout(Duration::from_secs(2))
+        .with_progress_timeout(Duration::from_secs(4));
+    let group = ProcessGroup::connect(&launch, &options)?;
+    for (number, len) in LENGTHS.into_iter().enumerate() {
+        let flooded = |damage: Damage| damage.what == What::Flood && damage.from != rank;
+        if number == 1 && damage.is_some_and(flooded) {
+            // The program is busy elsewhere while the flood comes.
+            FLOODED.wait();
+        }
+        let value = |rank: usize, index: usize| (rank * 1000 + index % 100) as f64;
+        let mut values: Vec<f64> = (0..len).map(|index| value(rank, index)).collect();
+        group.all_reduce(&mut values, ReduceOp::Sum)?;
+        let expected = (0..len).map(|index| value(0, index) + value(1, index));
+        assert!(values.into_iter().eq(expected), "a wrong sum: {damage:?}");
+    }
+    group.close()
+}
+
+/// The store as rank 0 sees it: what rank 0 says of where it listens leads to the proxy.
+fn door(store: SocketAddr, damage: Option<Damage>, frames: Arc<AtomicUsize>) -> SocketAddr {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    thread::spawn(move || {
+        // A rank may come several times until it is let in.
+        for rank in listener.incoming().flatten() {
+            let Ok(store) = TcpStream::connect(store) else {
+                return;
+            };
+            let frames = Arc::clone(&frames);
+            let back = (store.try_clone().unwrap(), rank.try_clone().unwrap());
+            thread::spawn(move || {
+                let (mut store, mut rank) = back;
+                let _ = std::io::copy(&mut store, &mut rank);
+                let _ = rank.shutdown(Shutdown::Write);
+            });
+            thread::spawn(move || {
+                let (mut rank, mut store) = (rank, store);
+                while let Some(message) = unit(&mut rank) {
+                    let message = redirect(message, |real| mesh(real, damage, Arc::clone(&frames)));
+                    if store.write_all(&message).is_err() {
+                        break;
+                    }
+                }
+                let _ = store.shutdown(Shutdown::Write);
+            });
+        }
+    });
+    address
+}
+
+/// Puts another address into a registration; other messages stay as they are.
+fn redirect(message: Vec<u8>, proxy: impl FnOnce(SocketAddr) -> SocketAddr) -> Vec<u8> {
+    let mut value: Value = ciborium::from_reader(&message[ENVELOPE..]).unwrap();
+    let Some(body) = field(&mut value, "Register").and_then(|x| field(x, "body")) else {
+        return message;
+    };
+    let bytes: Vec<u8> = body.deserialized().unwrap();
+    let mut registration: Value = ciborium::from_reader(&bytes[..]).unwrap();
+    let address = field(&mut registration, "address").unwrap();
+    let real: SocketAddr = ciborium::from_reader(&written(address)[..]).unwrap();
+    *address = ciborium::from_reader(&written(&proxy(real))[..]).unwrap();
+    let bytes = written(&registration);
+    *body = Value::serialized(&bytes).unwrap();
+    let body = written(&value);
+    let mut out = message[..ENVELOPE].to_vec();
+    out[8..12].copy_from_slice(&(body.len() as u32).to_le_bytes());
+    out[12..16].copy_from_slice(&crc32fast::hash(&body).to_le_bytes());
+    out.extend_from_slice(&body);
+    out
+}
+
+/// Stands between rank 1 and rank 0, and damages one frame.
+fn mesh(rank0: SocketAddr, damage: Option<Damage>, frames: Arc<AtomicUsize>) -> SocketAddr {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    thread::spawn(move || {
+        for rank1 in listener.incoming().flatten() {
+            let Ok(rank0) = TcpStream::connect(rank0) else {
+                return;
+            };
+            let patience = Some(Duration::from_secs(5));
+            let ends = [
+                (0, rank0.try_clone().unwrap(), rank1.try_clone().unwrap()),
+                (1, rank1, rank0),
+            ];
+            for (from, source, target) in ends {
+                target.set_write_timeout(patience).unwrap();
+                target.set_nodelay(true).unwrap();
+                let damage = damage.filter(|damage| damage.from == from);
+                let frames = Arc::clone(&frames);
+                thread::spawn(move || pass_on(source, target, damage, &frames));
+            }
+        }
+    });
+    address
+}
+
+fn pass_on(
+    mut source: TcpStream,
+    mut target: TcpStream,
+    damage: Option<Damage>,
+    frames: &AtomicUsize,
+) {
+    let mut number = 0;
+    let mut held = None;
+    while let Some(unit) = unit(&mut source) {
+        let counts = unit[..4] == *b"ACLF" && unit[5] != HEARTBEAT;
+        let pass = match damage {
+            Some(damage) if counts && number == damage.frame => {
+                damage.write(&unit, &mut held, &mut target)
+            }
+            _ => match target.write_all(&unit) {
+                Ok(()) => Pass::On,
+                Err(_) => Pass::End,
+            },
+        };
+        if counts
+            && (damage.is_none() || number != damage.unwrap().frame)
+            && let Some(held) = held.take()
+        {
+            let _ = target.write_all(&held);
+        }
+        number += usize::from(counts);
+        frames.fetch_add(usize::from(counts), Ordering::Relaxed);
+        if pass == Pass::End {
+            // Both ranks see the connection end.
+            let _ = source.shutdown(Shutdown::Both);
+            let _ = target.shutdown(Shutdown::Both);
+            return;
+        }
+    }
+    let _ = target.shutdown(Shutdown::Write);
+}
+
+/// The next message or frame as a whole.
+fn unit(from: &mut TcpStream) -> Option<Vec<u8>> {
+    let mut bytes = vec![0; ENVELOPE];
+    from.read_exact(&mut bytes).ok()?;
+    let word = |bytes: &[u8], at: usize| {
+        u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap()) as usize
+    };
+    let len = if bytes[..4] == *b"ACLF" {
+        bytes.resize(HEAD, 0);
+        from.read_exact(&mut bytes[ENVELOPE..]).ok()?;
+        word(&bytes, 20) + word(&bytes, 24)
+    } else {
+        word(&bytes, 8)
+    };
+    let start = bytes.len();
+    bytes.resize(start + len, 0);
+    from.read_exact(&mut bytes[start..]).ok()?;
+    Some(bytes)
+}
+
+fn field<'a>(value: &'a mut Value, name: &str) -> Option<&'a mut Value> {
+    let entries = value.as_map_mut()?;
+    let entry = entries
+        .iter_mut()
+        .find(|(key, _)| key.as_text() == Some(name));
+    entry.map(|(_, value)| value)
+}
+
+fn written(value: &impl serde::Serialize) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    ciborium::into_writer(value, &mut bytes).unwrap();
+    bytes
+}
+
+/// The head of a frame, and of a message.
+const HEAD: usize = 36;
+const ENVELOPE: usize = 16;
+const HEARTBEAT: u8 = 4;
