@@ -3,6 +3,8 @@ use std::error::Error as StdError;
 use std::path::Path;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 /// The result of this crate's operations.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
@@ -24,15 +26,19 @@ pub struct Error(Arc<Inner>);
 struct Inner {
     kind: Kind,
     message: String,
+    /// Where another rank's error was one that its source said.
+    misuse: bool,
     source: Option<Box<dyn StdError + Send + Sync>>,
 }
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) enum Kind {
+    Checkpoint,
     Collective,
     Config,
     Data,
     Device,
+    Drift,
     Io,
     Misuse,
     Model,
@@ -44,8 +50,23 @@ impl Error {
         Self(Arc::new(Inner {
             kind,
             message: message.into(),
+            misuse: false,
             source: None,
         }))
+    }
+
+    /// A misuse that another rank met in something of that kind, in its words.
+    pub(crate) fn misuse_in(kind: Kind, message: String) -> Self {
+        Self(Arc::new(Inner {
+            kind,
+            message,
+            misuse: true,
+            source: None,
+        }))
+    }
+
+    pub(crate) fn kind(&self) -> Kind {
+        self.0.kind
     }
 
     pub(crate) fn with_source(
@@ -56,6 +77,7 @@ impl Error {
         Self(Arc::new(Inner {
             kind,
             message: message.into(),
+            misuse: false,
             source: Some(source.into()),
         }))
     }
@@ -76,6 +98,12 @@ impl Error {
         )
     }
 
+    /// A checkpoint does not fit this program, is damaged, or none in the folder is whole; a hook
+    /// that runs at a save or a resume failed; or two jobs saved into one folder at the same time.
+    pub fn is_checkpoint(&self) -> bool {
+        self.0.kind == Kind::Checkpoint
+    }
+
     /// A setting of the builder or the environment is unknown, out of range, or contradicts
     /// another one.
     pub fn is_config(&self) -> bool {
@@ -92,6 +120,12 @@ impl Error {
         self.0.kind == Kind::Data
     }
 
+    /// The parameters of a model are no longer the same on every rank; see
+    /// [`AcceleratorBuilder::check_replicas_every`](crate::AcceleratorBuilder::check_replicas_every).
+    pub fn is_drift(&self) -> bool {
+        self.0.kind == Kind::Drift
+    }
+
     /// A model differs between ranks, or does not fit a file.
     pub fn is_model(&self) -> bool {
         self.0.kind == Kind::Model
@@ -100,6 +134,19 @@ impl Error {
     /// The communication with other ranks failed; see [`Error::collective`].
     pub fn is_collective(&self) -> bool {
         self.0.kind == Kind::Collective
+    }
+
+    /// Another rank is gone: it exited, was killed, is silent, or cannot be reached. The message
+    /// names it.
+    pub fn is_peer_lost(&self) -> bool {
+        self.collective()
+            .is_some_and(accelerator_collective::Error::is_peer_lost)
+    }
+
+    /// The rank that is lost, where one is: its number, host, process, and what is known about
+    /// why.
+    pub fn culprit(&self) -> Option<&accelerator_collective::Culprit> {
+        self.collective()?.culprit()
     }
 
     /// A file could not be read or written.
@@ -111,6 +158,7 @@ impl Error {
     /// instead.
     pub fn is_misuse(&self) -> bool {
         self.0.kind == Kind::Misuse
+            || self.0.misuse
             || self
                 .collective()
                 .is_some_and(accelerator_collective::Error::is_misuse)
@@ -176,6 +224,20 @@ impl From<accelerator_collective::Error> for Error {
             Kind::Config
         } else {
             Kind::Collective
+        };
+        Self::with_source(kind, error.to_string(), error)
+    }
+}
+
+impl From<accelerator_manifest::Error> for Error {
+    /// With the message of the cause, which names the file.
+    fn from(error: accelerator_manifest::Error) -> Self {
+        let kind = if error.is_io() || error.is_not_found() {
+            Kind::Io
+        } else if error.is_misuse() {
+            Kind::Misuse
+        } else {
+            Kind::Checkpoint
         };
         Self::with_source(kind, error.to_string(), error)
     }

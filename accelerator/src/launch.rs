@@ -52,7 +52,7 @@ where
             .map(|group| {
                 let (body, failures) = (&body, &failures);
                 let rank = group.rank();
-                let member = group.clone();
+                let (member, aborted) = (group.clone(), group.clone());
                 let work = move || {
                     let outcome = catch_unwind(AssertUnwindSafe(|| body(group)));
                     let error = match outcome {
@@ -64,10 +64,16 @@ where
                         ),
                     };
                     // Noted before the group is left, so that no consequence can come first.
+                    let reason = format!("it returned an error: {error:?}");
+                    let panicked = error.is_panic();
                     failures
                         .lock()
                         .unwrap_or_else(std::sync::PoisonError::into_inner)
                         .push((rank, error));
+                    // A panic is told by the group itself; one that failed before keeps its cause.
+                    if !panicked {
+                        aborted.abort(reason);
+                    }
                     None
                 };
                 std::thread::Builder::new()

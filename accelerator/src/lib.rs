@@ -50,7 +50,9 @@
 //! | average gradients, accumulate, clip | [`Accelerator::backward`], [`Gradients`] |
 //! | step an optimizer with its schedule | [`optim`] |
 //! | evaluate | [`metric`], [`Accelerator::reduce`], [`Accelerator::gather_for_metrics`] |
-//! | save and load models | [`Accelerator::save_model`], [`Accelerator::load_model`] |
+//! | save and load models | [`Accelerator::save_model`], [`Accelerator::load_model`], [`model`] |
+//! | find a rank whose parameters drifted | [`Accelerator::check_replicas`] |
+//! | save everything, and go on from there | [`checkpoint`] |
 //! | run on several ranks inside one process, in tests | [`launch`] |
 
 #[cfg(not(any(
@@ -66,15 +68,18 @@ compile_error!(
 
 mod accelerator;
 mod agreement;
+pub mod checkpoint;
 pub mod data;
 mod device;
 mod error;
 mod gradient;
 mod launch;
 pub mod metric;
-mod model;
+pub mod model;
 pub mod optim;
+mod outcome;
 mod prepare;
+mod replicas;
 
 pub use accelerator_collective as collective;
 pub use accelerator_plan as plan;
@@ -88,6 +93,7 @@ pub use crate::prepare::{Prepare, kind};
 
 /// What a training program usually imports.
 pub mod prelude {
+    pub use crate::checkpoint::{Checkpoints, Object, PerRank};
     pub use crate::collective::ReduceOp;
     pub use crate::data::{Batch, DataLoaderBuilder, PreparedLoader};
     pub use crate::metric::{Accuracy, Mean};

@@ -247,15 +247,38 @@ fn sizes_that_make_no_sense_are_refused() {
         error.is_config() && format!("{error:?}").contains("batch size"),
         "{error:?}"
     );
-    let error = accelerator::launch(2, |accelerator| {
-        let loader = DataLoaderBuilder::new(ColumnBatcher)
+    for (tail, size) in [(TailPolicy::Exact, 1), (TailPolicy::Pad, 5)] {
+        let error = accelerator::launch(2, |accelerator| {
+            let loader = DataLoaderBuilder::new(ColumnBatcher)
+                .global_batch_size(size)
+                .tail(tail)
+                .build(columns(10));
+            accelerator.prepare(loader).map(|_| ())
+        })
+        .unwrap_err();
+        assert!(error.is_config(), "{error:?}");
+        let text = format!("a global batch of {size}");
+        assert!(format!("{error:?}").contains(&text), "{error:?}");
+    }
+}
+
+#[test]
+fn a_global_batch_that_does_not_divide_is_shared_as_evenly_as_possible() {
+    let build = || {
+        DataLoaderBuilder::new(ColumnBatcher)
             .global_batch_size(5)
-            .build(columns(10));
-        accelerator.prepare(loader).map(|_| ())
+            .build(columns(12))
+    };
+    let ranks = accelerator::launch(2, |accelerator| {
+        let loader = accelerator.prepare(build())?;
+        loader
+            .epoch(0)
+            .map(|batch| Ok(batch?.numbers.clone()))
+            .collect::<Result<Vec<_>>>()
     })
-    .unwrap_err();
-    assert!(error.is_config(), "{error:?}");
-    assert!(format!("{error:?}").contains('5'), "{error:?}");
+    .unwrap();
+    assert_eq!(ranks[0], [vec![0, 1, 2], vec![5, 6, 7], vec![10]]);
+    assert_eq!(ranks[1], [vec![3, 4], vec![8, 9], vec![11]]);
 }
 
 #[test]

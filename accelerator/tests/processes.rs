@@ -7,7 +7,7 @@ mod common;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use accelerator::collective::TransportKind;
+use accelerator::collective::{Launch, TransportKind};
 use accelerator::prelude::*;
 use burn::tensor::Tensor;
 use common::devices;
@@ -98,13 +98,13 @@ fn the_main_process_goes_first_or_all_fail() {
             assert!(accelerator.is_main_process(), "the others do not run it");
             accelerator.prepare(common::loader(1, 0)).map(|_| ())
         });
-        Ok(format!("{:?}", outcome.unwrap_err()))
+        Ok(outcome.unwrap_err())
     })
     .unwrap();
-    assert!(
-        errors.iter().all(|error| error.contains("batch size")),
-        "{errors:?}"
-    );
+    for error in errors {
+        assert!(error.is_config(), "the same kind everywhere: {error:?}");
+        assert!(format!("{error:?}").contains("batch size"), "{error:?}");
+    }
 }
 
 #[test]
@@ -134,6 +134,72 @@ fn settings_that_contradict_each_other_are_refused() {
     assert!(error.is_config());
     let error = Accelerator::builder().bucket_size(10).build().unwrap_err();
     assert!(error.is_config() && error.to_string().contains("bucket_size"));
+}
+
+#[test]
+fn a_program_can_ask_which_life_of_the_job_this_is() {
+    let first = Accelerator::new().unwrap();
+    assert_eq!((first.restarts(), first.max_restarts()), (0, None));
+    let launch = Launch::from_vars(|name| match name {
+        "ACCEL_RESTART" => Some("2".to_owned()),
+        "ACCEL_MAX_RESTARTS" => Some("3".to_owned()),
+        _ => None,
+    });
+    let later = Accelerator::builder()
+        .launched_as(launch.unwrap())
+        .build()
+        .unwrap();
+    assert_eq!((later.restarts(), later.max_restarts()), (2, Some(3)));
+}
+
+#[test]
+fn a_lost_rank_is_named_and_the_deadline_for_silence_is_the_builders() {
+    let patience = Duration::from_millis(700);
+    let outcomes = Accelerator::builder()
+        .liveness_timeout(patience)
+        .launch(3, |accelerator| {
+            assert_eq!(accelerator.group().options().liveness_timeout(), patience);
+            if accelerator.rank() == 2 {
+                accelerator.group().abort("its disk is full");
+                return Ok(None);
+            }
+            Ok(accelerator.wait_for_everyone().err())
+        })
+        .unwrap();
+    for error in &outcomes[..2] {
+        let error = error.as_ref().unwrap();
+        assert!(error.is_peer_lost() && error.is_collective(), "{error:?}");
+        let culprit = error.culprit().unwrap();
+        assert_eq!((culprit.rank(), culprit.cause()), (2, "its disk is full"));
+    }
+}
+
+/// Builds in a process whose environment the test below has made.
+#[test]
+#[ignore = "a part of another test"]
+fn build_in_a_child() {
+    let error = Accelerator::new().unwrap_err();
+    assert!(error.is_config(), "{error:?}");
+    let error = Accelerator::builder().launch(2, |_| Ok(())).unwrap_err();
+    assert!(error.is_config(), "{error:?}");
+    println!("refused: {error:?}");
+}
+
+#[test]
+fn a_plan_of_faults_that_cannot_be_carried_out_is_refused() {
+    let refused = |plan: &str| {
+        let child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", "build_in_a_child", "--nocapture"])
+            .env("ACCEL_FAULTS", plan)
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&child.stdout).into_owned();
+        assert!(child.status.success() && text.contains("refused"), "{text}");
+        text
+    };
+    assert!(refused("rank=0 step=1 sing").contains("sing"));
+    #[cfg(not(feature = "faults"))]
+    assert!(refused("rank=0 step=1 exit 7").contains("built without"));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-use core::num::NonZeroUsize;
+use core::num::{NonZeroU64, NonZeroUsize};
 use core::time::Duration;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -6,10 +6,11 @@ use std::sync::atomic::AtomicU64;
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, TransportKind};
 use burn::tensor::{Device, FloatDType};
 
-use super::{Accelerator, Settings, Shared, environment};
+use super::{Accelerator, Restarts, Settings, Shared, environment};
 use crate::agreement;
+use crate::checkpoint::Ongoing;
 use crate::device::{self, DeviceKind};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::model::Models;
 
 /// Settings for an [`Accelerator`]; begin with [`Accelerator::builder`].
@@ -30,6 +31,7 @@ use crate::model::Models;
 pub struct AcceleratorBuilder {
     accumulation_steps: usize,
     bucket_size: usize,
+    check_replicas: Option<NonZeroU64>,
     device: Option<DeviceKind>,
     dtype: Option<FloatDType>,
     launch: Option<Launch>,
@@ -43,6 +45,7 @@ impl AcceleratorBuilder {
         Self {
             accumulation_steps: 1,
             bucket_size: 25 << 20,
+            check_replicas: None,
             device: None,
             dtype: None,
             launch: None,
@@ -63,6 +66,16 @@ impl AcceleratorBuilder {
     /// at most 1 MiB. Default: 25 MiB.
     pub fn bucket_size(mut self, bytes: usize) -> Self {
         self.bucket_size = bytes;
+        self
+    }
+
+    /// Compares the parameters of each model between the ranks after every so many optimizer
+    /// steps, in the [`backward`](Accelerator::backward) that ends the next accumulation window:
+    /// see [`check_replicas`](Accelerator::check_replicas) for what is compared, and what it
+    /// costs. It fails with [`Error::is_drift`] on every rank before the model is moved. The last
+    /// steps of a program are checked where it asks for it. Default, and 0: never.
+    pub fn check_replicas_every(mut self, steps: u64) -> Self {
+        self.check_replicas = NonZeroU64::new(steps);
         self
     }
 
@@ -93,6 +106,14 @@ impl AcceleratorBuilder {
         self
     }
 
+    /// How long a rank may be silent before the others give it up, as one that is stopped or cut
+    /// off from the network. A rank that dies is noticed at once. Default:
+    /// `ACCEL_LIVENESS_TIMEOUT` (seconds), else 5 s.
+    pub fn liveness_timeout(mut self, timeout: Duration) -> Self {
+        self.options = self.options.with_liveness_timeout(timeout);
+        self
+    }
+
     /// How long a collective waits for a rank that lives but does not come. Default: 10 minutes.
     pub fn progress_timeout(mut self, timeout: Duration) -> Self {
         self.options = self.options.with_progress_timeout(timeout);
@@ -117,7 +138,8 @@ impl AcceleratorBuilder {
     ///
     /// # Errors
     ///
-    /// [`Error::is_config`] for a setting that is out of range, unknown or contradicts another;
+    /// [`Error::is_config`] for a setting that is out of range, unknown or contradicts another, or
+    /// a plan of faults in a program that is built without them;
     /// [`Error::is_device`] for a device that is not there; [`Error::is_collective`] when the
     /// other ranks do not come in time.
     pub fn build(self) -> Result<Accelerator> {
@@ -136,11 +158,22 @@ impl AcceleratorBuilder {
         let (kind, device) = self.open_device(launch.topology.local_rank())?;
         let group = ProcessGroup::connect(&launch, &self.group_options(&launch)?)?;
         let described = format!(
-            "{} accumulation steps, a bucket size of {} bytes, the seed {}",
-            settings.accumulation_steps, settings.bucket_size, settings.seed
+            "{} accumulation steps, a bucket size of {} bytes, the seed {}, and replicas checked \
+             {}",
+            settings.accumulation_steps,
+            settings.bucket_size,
+            settings.seed,
+            match settings.check_replicas {
+                Some(steps) => format!("every {steps} steps"),
+                None => "never".to_owned(),
+            }
         );
         agreement::check(&group, "a setting of the accelerator", &described)?;
-        Ok(self.join(group, settings, kind, device))
+        let restarts = Restarts {
+            done: launch.restart(),
+            most: launch.max_restarts(),
+        };
+        Ok(self.join(group, settings, restarts, kind, device))
     }
 
     /// Runs `body` on `world_size` ranks, each a thread of this process, and returns what they
@@ -175,7 +208,12 @@ impl AcceleratorBuilder {
         let groups = ProcessGroup::threads(world_size.get(), &self.options)?;
         crate::launch::run(groups, |group| {
             let (kind, device) = self.open_device(group.topology().local_rank())?;
-            body(self.join(group, settings.clone(), kind, device))
+            // Threads are started by this program, which nothing restarts.
+            let restarts = Restarts {
+                done: 0,
+                most: None,
+            };
+            body(self.join(group, settings.clone(), restarts, kind, device))
         })
     }
 
@@ -183,6 +221,7 @@ impl AcceleratorBuilder {
         &self,
         group: ProcessGroup,
         settings: Settings,
+        restarts: Restarts,
         kind: DeviceKind,
         device: Device,
     ) -> Accelerator {
@@ -191,11 +230,13 @@ impl AcceleratorBuilder {
         tracing::debug!(topology = %group.topology(), device = %kind, "accelerator ready");
         Accelerator {
             shared: Arc::new(Shared {
+                checkpoints: Ongoing::default(),
                 device,
                 group,
                 kind,
                 loaders: AtomicU64::new(0),
                 models: Models::default(),
+                restarts,
                 settings,
             }),
         }
@@ -212,6 +253,8 @@ impl AcceleratorBuilder {
 
     fn settings(&self) -> Result<Settings> {
         environment::check()?;
+        accelerator_fault::check()
+            .map_err(|error| Error::with_source(Kind::Config, error.to_string(), error))?;
         let accumulation_steps = NonZeroUsize::new(self.accumulation_steps).ok_or_else(|| {
             Error::config("accumulation_steps is 0; expected at least 1 (no accumulation)")
         })?;
@@ -224,6 +267,7 @@ impl AcceleratorBuilder {
         Ok(Settings {
             accumulation_steps,
             bucket_size: self.bucket_size,
+            check_replicas: self.check_replicas,
             seed: self.seed,
         })
     }

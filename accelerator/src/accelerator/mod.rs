@@ -4,7 +4,7 @@ mod environment;
 mod process;
 
 use core::fmt;
-use core::num::NonZeroUsize;
+use core::num::{NonZeroU64, NonZeroUsize};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,8 +13,9 @@ use burn::module::Module;
 use burn::tensor::{Device, Tensor};
 
 pub use self::builder::AcceleratorBuilder;
+use crate::checkpoint::Ongoing;
 use crate::device::DeviceKind;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::gradient::{Gradients, Weight};
 use crate::model::Models;
 use crate::prepare::Prepare;
@@ -40,12 +41,14 @@ pub struct Accelerator {
 }
 
 pub(crate) struct Shared {
+    pub(crate) checkpoints: Ongoing,
     pub(crate) device: Device,
     pub(crate) group: ProcessGroup,
     pub(crate) kind: DeviceKind,
     /// How many loaders were prepared: the next one's number.
     pub(crate) loaders: AtomicU64,
     pub(crate) models: Models,
+    pub(crate) restarts: Restarts,
     pub(crate) settings: Settings,
 }
 
@@ -55,7 +58,16 @@ pub(crate) struct Settings {
     pub(crate) accumulation_steps: NonZeroUsize,
     /// In bytes.
     pub(crate) bucket_size: usize,
+    /// After how many optimizer steps the parameters of all ranks are compared.
+    pub(crate) check_replicas: Option<NonZeroU64>,
     pub(crate) seed: u64,
+}
+
+/// What the launcher says about restarts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Restarts {
+    done: u64,
+    most: Option<u64>,
 }
 
 impl Accelerator {
@@ -141,11 +153,24 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_collective`](crate::Error::is_collective) when a rank does not come.
+    /// [`Error::is_collective`](crate::Error::is_collective) when a rank does not come. The error of
+    /// a checkpoint that was [saved beside training](Self::save_state_async), if nobody asked for it
+    /// before; the group is left all the same. Where both go wrong, the error is that of the
+    /// checkpoint, with the other one as its [source](Error::collective).
     #[track_caller]
     pub fn finish(&self) -> Result<()> {
-        self.shared.group.barrier()?;
-        Ok(self.shared.group.close()?)
+        let saved = self.shared.checkpoints.settle(self);
+        let met = self.shared.group.barrier();
+        self.shared.group.close()?;
+        match (saved, met) {
+            (saved, Ok(())) => saved,
+            (Ok(()), Err(lost)) => Err(lost.into()),
+            (Err(error), Err(_)) if error.is_collective() => Err(error),
+            (Err(error), Err(lost)) => {
+                let message = format!("{error:?}; and the ranks did not finish together: {lost}");
+                Err(Error::with_source(error.kind(), message, lost))
+            }
+        }
     }
 
     /// Builds a model whose initial weights follow the seed alone, on the device of
@@ -212,6 +237,24 @@ impl Accelerator {
     /// The seed that was given to the builder.
     pub fn seed(&self) -> u64 {
         self.shared.settings.seed
+    }
+
+    /// How often the launcher has restarted this job: 0 in its first life, and without a launcher.
+    ///
+    /// ```
+    /// let accelerator = accelerator::Accelerator::new()?;
+    /// if accelerator.restarts() > 0 {
+    ///     accelerator.print(format_args!("life {}", accelerator.restarts() + 1));
+    /// }
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn restarts(&self) -> u64 {
+        self.shared.restarts.done
+    }
+
+    /// How often the launcher restarts this job at most; `None` without a launcher that does.
+    pub fn max_restarts(&self) -> Option<u64> {
+        self.shared.restarts.most
     }
 
     /// The process group underneath, for communication that this type has no method for.

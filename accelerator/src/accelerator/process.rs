@@ -4,7 +4,8 @@ use std::ops::Range;
 use accelerator_collective::Partition;
 
 use super::Accelerator;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::outcome;
 
 /// What only some ranks do, and in which order.
 impl Accelerator {
@@ -70,26 +71,16 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// What `work` returned on this rank. When it failed on rank 0, every other rank gets that
-    /// message and does not run it.
+    /// What `work` returned on this rank. When it failed on rank 0, every other rank gets an error
+    /// of the same kind with that message, and does not run it.
     #[track_caller]
     pub fn main_process_first<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let group = &self.shared.group;
         if self.is_main_process() {
-            let outcome = self.alone(work);
-            let message = outcome.as_ref().err().map(|error| format!("{error:?}"));
-            self.shared.group.broadcast_object(Some(&message), 0)?;
-            return outcome;
+            return outcome::tell(group, self.alone(work));
         }
-        match self
-            .shared
-            .group
-            .broadcast_object::<Option<String>>(None, 0)?
-        {
-            Some(message) => Err(Error::misuse(format!(
-                "rank 0, which goes first here, failed: {message}"
-            ))),
-            None => work(),
-        }
+        outcome::hear(group, "do what it does first here")?;
+        work()
     }
 
     /// Waits until every rank has come here.

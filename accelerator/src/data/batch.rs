@@ -1,6 +1,7 @@
 use core::fmt;
 use core::ops::Deref;
 
+use super::cursor::Mark;
 use crate::gradient::Weight;
 
 /// What a batcher made of this rank's share of a step, with what is known about it. It derefs
@@ -9,11 +10,15 @@ use crate::gradient::Weight;
 pub struct Batch<O> {
     value: O,
     info: Info,
+    /// Where it ends; known when it is handed out.
+    mark: Option<Mark>,
 }
 
 /// Everything about a batch but its value.
 #[derive(Clone, Debug)]
 pub(crate) struct Info {
+    /// How many samples of the epoch all ranks have used with this batch.
+    pub(crate) consumed: u64,
     pub(crate) epoch: u64,
     pub(crate) indices: Vec<u64>,
     pub(crate) is_last: bool,
@@ -36,7 +41,19 @@ pub(crate) enum Share {
 
 impl<O> Batch<O> {
     pub(crate) fn new(value: O, info: Info) -> Self {
-        Self { value, info }
+        Self {
+            value,
+            info,
+            mark: None,
+        }
+    }
+
+    pub(super) fn info(&self) -> &Info {
+        &self.info
+    }
+
+    pub(super) fn set_mark(&mut self, mark: Mark) {
+        self.mark = Some(mark);
     }
 
     /// How many samples it holds, duplicates included: the rows of its tensors.
@@ -65,6 +82,7 @@ impl<O> Batch<O> {
             count: if self.is_idle() { 0.0 } else { count.into() },
             ends_epoch: self.info.is_last,
             epoch: Some(self.info.epoch),
+            mark: self.mark.clone(),
             uneven: self.info.uneven,
         }
     }

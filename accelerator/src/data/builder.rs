@@ -48,6 +48,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
         Self {
             batcher: Arc::new(batcher),
             spec: Spec {
+                agreed: None,
                 order: Order::Sequential,
                 prefetch: 2,
                 size: Size::PerRank(1),
@@ -63,8 +64,10 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
         self
     }
 
-    /// How many samples all ranks get in a step together: a multiple of the world size. This is
-    /// Accelerate's `split_batches`.
+    /// How many samples all ranks get in a step together, at least one each. Where it does not
+    /// divide over the ranks, the first ones get one sample more ([`TailPolicy::Pad`] and
+    /// [`TailPolicy::Uneven`] want a multiple of the world size). This is Accelerate's
+    /// `split_batches`.
     pub fn global_batch_size(mut self, samples: usize) -> Self {
         self.spec.size = Size::Global(samples);
         self
@@ -118,6 +121,8 @@ pub struct Loader<O> {
 /// How samples are to be read, whatever they are.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Spec {
+    /// The global batch size of the checkpoint that training went on from, instead of `size`.
+    agreed: Option<u64>,
     order: Order,
     pub(super) prefetch: usize,
     size: Size,
@@ -135,15 +140,44 @@ enum Size {
 impl Spec {
     /// Who gets which of `samples` samples.
     pub(super) fn plan(&self, samples: u64, world_size: usize) -> Result<Plan> {
-        let size = match self.size {
-            Size::Global(size) => BatchSize::global(size)?,
-            Size::PerRank(size) => BatchSize::per_rank(size)?,
+        let size = match (self.agreed, self.size) {
+            (Some(size), _) => BatchSize::global(usize::try_from(size).unwrap_or(usize::MAX))?,
+            (None, Size::Global(size)) => BatchSize::global(size)?,
+            (None, Size::PerRank(size)) => BatchSize::per_rank(size)?,
         };
         Ok(PlanConfig::new(samples, size)
             .with_world_size(world_size)
             .with_order(self.order)
             .with_tail(self.tail)
             .init()?)
+    }
+
+    /// With that global batch size, whatever the user gave.
+    pub(super) fn agreed(self, global_batch: Option<u64>) -> Self {
+        Self {
+            agreed: global_batch,
+            ..self
+        }
+    }
+
+    /// The batch size that the user gave, in words.
+    pub(super) fn size(&self) -> String {
+        match self.size {
+            Size::Global(size) => format!("a global batch size of {size}"),
+            Size::PerRank(size) => format!("a batch size of {size}"),
+        }
+    }
+
+    /// The order of samples, in words.
+    pub(super) fn order(&self) -> String {
+        match self.order {
+            Order::Shuffled { seed } => format!("shuffled by {seed}"),
+            Order::Sequential => "in sequence".to_owned(),
+        }
+    }
+
+    pub(super) fn tail(&self) -> TailPolicy {
+        self.tail
     }
 
     pub(super) fn is_uneven(&self) -> bool {
@@ -154,15 +188,8 @@ impl Spec {
 /// What must be the same on every rank.
 impl fmt::Display for Spec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.size {
-            Size::Global(size) => write!(f, "a global batch size of {size}")?,
-            Size::PerRank(size) => write!(f, "a batch size of {size}")?,
-        }
-        match self.order {
-            Order::Shuffled { seed } => write!(f, ", shuffled by {seed}")?,
-            Order::Sequential => f.write_str(", in sequence")?,
-        }
-        write!(f, ", tail policy {}", self.tail)
+        let (size, order, tail) = (self.size(), self.order(), self.tail);
+        write!(f, "{size}, {order}, tail policy {tail}")
     }
 }
 

@@ -1,11 +1,13 @@
 use core::fmt;
 use core::iter::FusedIterator;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use accelerator_plan::mix;
 use burn::tensor::Device;
 
 use super::batch::Batch;
+use super::cursor::{Mark, Pass, Spot};
 use super::feed::Feed;
 use super::prepared::Place;
 use crate::error::Result;
@@ -18,16 +20,18 @@ pub struct Epoch<O> {
     /// After an error too: what follows it would depend on the number of workers.
     ended: bool,
     feed: Feed<O>,
+    pass: Arc<Pass>,
     reseed: Reseed,
     remaining: Option<u64>,
     waited: Duration,
 }
 
 impl<O> Epoch<O> {
-    pub(super) fn new(feed: Feed<O>, reseed: Reseed, steps: Option<u64>) -> Self {
+    pub(super) fn new(feed: Feed<O>, pass: Arc<Pass>, reseed: Reseed, steps: Option<u64>) -> Self {
         Self {
             ended: false,
             feed,
+            pass,
             reseed,
             remaining: steps,
             waited: Duration::ZERO,
@@ -45,13 +49,27 @@ impl<O> Iterator for Epoch<O> {
 
     fn next(&mut self) -> Option<Self::Item> {
         let start = Instant::now();
-        let batch = if self.ended { None } else { self.feed.next() };
+        let mut batch = if self.ended { None } else { self.feed.next() };
+        if !self.ended && batch.is_none() {
+            self.pass.finish();
+        }
         self.ended = !matches!(batch, Some(Ok(_)));
         self.waited += start.elapsed();
         if let Some(remaining) = &mut self.remaining {
             *remaining = remaining.saturating_sub(1);
         }
-        if let Some(Ok(batch)) = &batch {
+        if let Some(Ok(batch)) = &mut batch {
+            let end = Spot {
+                epoch: batch.epoch(),
+                consumed: batch.info().consumed,
+                finished: false,
+                step: batch.step() + 1,
+            };
+            self.pass.advance(end);
+            batch.set_mark(Mark {
+                pass: self.pass.clone(),
+                end,
+            });
             self.reseed.at(batch.step());
         }
         batch
@@ -67,6 +85,12 @@ impl<O> Iterator for Epoch<O> {
 }
 
 impl<O> FusedIterator for Epoch<O> {}
+
+impl<O> Drop for Epoch<O> {
+    fn drop(&mut self) {
+        self.pass.close();
+    }
+}
 
 impl<O> fmt::Debug for Epoch<O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

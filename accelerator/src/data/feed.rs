@@ -23,6 +23,8 @@ pub(super) struct Share<O> {
     pub(super) rank: usize,
     pub(super) source: Arc<dyn Source<O>>,
     pub(super) spec: Spec,
+    /// How many steps of the epoch were done where the plan starts.
+    pub(super) steps_before: u64,
 }
 
 impl<O: Send + 'static> Share<O> {
@@ -63,6 +65,7 @@ impl<O: Send + 'static> Share<O> {
 
     fn info(&self, planned: PlannedBatch) -> Info {
         Info {
+            consumed: self.plan.consumed_after(planned.step),
             epoch: self.epoch,
             is_last: planned.is_last,
             len: planned.indices.len(),
@@ -71,7 +74,7 @@ impl<O: Send + 'static> Share<O> {
                 BatchKind::Idle => Used::Idle,
                 _ => Used::Used,
             },
-            step: planned.step,
+            step: self.steps_before + planned.step,
             uneven: self.spec.is_uneven(),
             indices: planned.indices,
         }

@@ -14,15 +14,19 @@
 mod batch;
 mod builder;
 mod burn_loader;
+mod cursor;
 mod epoch;
 mod feed;
 mod opaque;
 mod prepared;
 mod source;
+mod standing;
 
 pub use self::batch::Batch;
 pub use self::builder::{DataLoaderBuilder, Loader};
+pub(crate) use self::cursor::{Mark, Spot};
 pub use self::epoch::Epoch;
 pub use self::opaque::InOrder;
 pub use self::prepared::PreparedLoader;
+pub(crate) use self::standing::{Continuation, Standing};
 pub use accelerator_plan::{TailPolicy, sample_rng_seed};

@@ -5,6 +5,7 @@ use std::sync::mpsc::SyncSender;
 use burn::data::dataloader::{DataLoader, DataLoaderIterator};
 
 use super::batch::{Batch, Info, Share};
+use super::cursor::Spot;
 use super::feed::{Feed, Worker, failed};
 use super::prepared::Place;
 use crate::error::{Error, Kind, Result};
@@ -57,12 +58,14 @@ const AHEAD: usize = 2;
 /// Shares out a loader that can only be read from its start: every rank reads all of it and
 /// keeps each `W`-th batch. What a batch counts is what the loader's progress says it holds.
 ///
+/// Where an epoch goes on, what was used before is read and dropped.
+///
 /// The last round may not have a batch for every rank. The others are idle then: they get the
 /// round's first batch, which counts for nothing.
 pub(super) fn feed<O: Send + 'static>(
     loader: Arc<dyn DataLoader<O>>,
     place: Place,
-    epoch: u64,
+    start: Spot,
 ) -> Feed<O> {
     // Its iterator borrows the loader, so it lives and dies on one thread.
     let worker = Worker::start(AHEAD, move |sender| {
@@ -72,7 +75,7 @@ pub(super) fn feed<O: Send + 'static>(
             processed: 0,
             place,
         };
-        if let Err(error) = rounds.run(epoch, sender) {
+        if let Err(error) = rounds.run(start, sender) {
             // Nobody listens any more if this fails.
             let _ = sender.send(Err(error));
         }
@@ -97,14 +100,21 @@ struct Counted<O> {
 }
 
 impl<O> Rounds<'_, O> {
-    fn run(mut self, epoch: u64, sender: &SyncSender<Result<Batch<O>>>) -> Result<()> {
+    fn run(mut self, start: Spot, sender: &SyncSender<Result<Batch<O>>>) -> Result<()> {
         self.ahead = self.read()?;
-        for step in 0.. {
+        for _ in 0..start.step {
+            if self.round()?.is_none() {
+                return Ok(());
+            }
+        }
+        for step in start.step.. {
             let Some((mine, share)) = self.round()? else {
                 return Ok(());
             };
+            let ahead = self.ahead.as_ref().map_or(0, |batch| batch.samples);
             let info = Info {
-                epoch,
+                consumed: (self.processed - ahead) as u64,
+                epoch: start.epoch,
                 indices: Vec::new(),
                 is_last: self.ahead.is_none(),
                 len: mine.samples,

@@ -7,6 +7,7 @@ use burn::data::dataloader::DataLoader;
 use burn::tensor::Device;
 
 use super::builder::{Loader, Spec};
+use super::cursor::Cursor;
 use super::epoch::{Epoch, Reseed};
 use super::feed;
 use super::opaque;
@@ -22,6 +23,7 @@ use crate::error::Result;
 /// well, for code that wants one: that way gives the bare batches, without idle ones, and counts
 /// epochs by itself.
 pub struct PreparedLoader<O> {
+    pub(super) cursor: Arc<Cursor>,
     pub(super) device: Device,
     /// How often it was read as a Burn loader.
     pub(super) passes: AtomicU64,
@@ -69,6 +71,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
 
     fn new(device: Device, place: Place, samples: Samples<O>) -> Self {
         Self {
+            cursor: Arc::default(),
             device,
             passes: AtomicU64::new(0),
             place,
@@ -80,34 +83,40 @@ impl<O: Send + 'static> PreparedLoader<O> {
     /// the same each time one epoch is asked for. A loader of Burn's own keeps its own order
     /// instead, which goes on with each pass.
     ///
+    /// After [`resume`](crate::Accelerator::resume), the epoch in which the checkpoint was saved
+    /// begins with the first batch that was not used yet; any other one is whole.
+    ///
     /// While batches are taken, the device's random generator is set from the seed, the rank, the
     /// loader, the epoch and the step: dropout is reproducible, and another one on each rank.
     pub fn epoch(&self, epoch: u64) -> Epoch<O> {
+        let pass = self.cursor.begin(epoch);
+        let start = pass.yielded();
         let reseed = Reseed::new(self.device.clone(), self.place, epoch);
-        match &self.samples {
-            Samples::Opaque(loader) => Epoch::new(
-                opaque::feed(loader.clone(), self.place, epoch),
-                reseed,
-                None,
-            ),
+        let (feed, steps) = match &self.samples {
+            Samples::Opaque(loader) => (opaque::feed(loader.clone(), self.place, start), None),
             Samples::Planned { plan, source, spec } => {
-                let plan = plan.epoch(epoch);
+                // What was used lies within the samples, which `resume` has compared.
+                let plan = match plan.epoch(epoch).starting_at(start.consumed) {
+                    Ok(plan) => plan,
+                    Err(_) => plan.epoch(epoch),
+                };
                 let steps = plan.steps(self.place.rank);
-                let feed = feed::Share {
+                let share = feed::Share {
                     device: self.device.clone(),
                     epoch,
                     plan,
                     rank: self.place.rank,
                     source: source.clone(),
                     spec: *spec,
-                }
-                .feed();
-                Epoch::new(feed, reseed, Some(steps))
+                    steps_before: start.step,
+                };
+                (share.feed(), Some(steps))
             }
-        }
+        };
+        Epoch::new(feed, pass, reseed, steps)
     }
 
-    /// How many steps this rank runs in an epoch; `None` for one of Burn's own loaders, which do
+    /// How many steps this rank runs in a whole epoch; `None` for one of Burn's own loaders, which do
     /// not tell.
     pub fn steps(&self) -> Option<u64> {
         match &self.samples {

@@ -1,3 +1,4 @@
+use accelerator_fault::{Point, strike};
 use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
@@ -7,8 +8,10 @@ use super::rank::with_rank;
 use super::weight::Weight;
 use super::window::{Window, check_all_known};
 use crate::accelerator::Accelerator;
+use crate::data::Mark;
 use crate::error::{Error, Result};
 use crate::model::Trainable;
+use crate::replicas;
 
 /// See [`Accelerator::backward`].
 #[track_caller]
@@ -18,7 +21,7 @@ pub(crate) fn backward<M: Module>(
     model: &M,
     weight: Weight,
 ) -> Result<Gradients> {
-    check(&loss, weight)?;
+    check(&loss, &weight)?;
     let slot = accelerator.shared.models.find(model)?;
     let group = accelerator.group();
     let gradients = GradientsParams::from_grads(loss.backward(), model);
@@ -28,19 +31,29 @@ pub(crate) fn backward<M: Module>(
         let known = |parameter: &&Trainable| with_rank!(parameter.shape.len(), D => gradients.get::<D>(parameter.id).is_some());
         let strangers = gradients.len() - slot.parameters().iter().filter(known).count();
         check_all_known(strangers)?;
+        // What it asks of the caller concerns connections and files, of which there are none here.
+        let _ = strike(group.rank(), Point::Step(slot.steps()));
+        slot.count_step();
+        if let Some(mark) = &weight.mark {
+            mark.is_used();
+        }
         return Ok(Gradients::untouched(slot, gradients, loss, weight));
     }
+    let (epoch, ends_epoch) = (weight.epoch, weight.ends_epoch);
     let closed = {
         let mut window = slot.window();
         let value = loss.into_scalar::<f64>();
         let micro_steps = window
-            .add(&slot, group, gradients, value, weight.count)
+            .add(&slot, group, gradients, value, weight)
             .inspect_err(|_| *window = Window::default())?;
-        if micro_steps < steps && !weight.ends_epoch {
+        if micro_steps < steps && !ends_epoch {
             return Ok(Gradients::accumulating());
         }
         core::mem::take(&mut *window)
     };
+    // As above.
+    let _ = strike(group.rank(), Point::Step(slot.steps()));
+    replicas::check_when_due(accelerator, &slot, model)?;
     let reduced = closed.reduce(&slot, group)?;
     if reduced.total <= 0.0 {
         slot.take_back(reduced.buffers);
@@ -49,11 +62,13 @@ pub(crate) fn backward<M: Module>(
              over",
         ));
     }
+    slot.count_step();
+    reduced.marks.iter().for_each(Mark::is_used);
     let device = accelerator.shared.device.clone();
-    Ok(Gradients::reduced(slot, device, reduced, weight.epoch))
+    Ok(Gradients::reduced(slot, device, reduced, epoch))
 }
 
-fn check(loss: &Tensor<1>, weight: Weight) -> Result<()> {
+fn check(loss: &Tensor<1>, weight: &Weight) -> Result<()> {
     if weight.uneven {
         return Err(Error::misuse(
             "this batch is of a loader with the tail policy `uneven`, under which ranks may run \

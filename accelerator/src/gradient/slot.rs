@@ -1,4 +1,4 @@
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use accelerator_collective::{Buffer, ProcessGroup};
@@ -16,12 +16,15 @@ pub(crate) struct Slot {
     /// Whether a gradient that only other ranks had was reported.
     reported: AtomicBool,
     spare: Mutex<Vec<Vec<Buffer>>>,
+    /// How many windows ended, over the whole job.
+    steps: AtomicU64,
     window: Mutex<Window>,
 }
 
 impl Slot {
     pub(crate) fn new(parameters: Vec<Trainable>, bucket_size: usize) -> Self {
         Self {
+            steps: AtomicU64::new(0),
             buckets: Buckets::new(&parameters, bucket_size),
             window: Mutex::new(Window::default()),
             reported: AtomicBool::new(false),
@@ -30,8 +33,31 @@ impl Slot {
         }
     }
 
+    /// For a model that was trained for so many steps before.
+    pub(crate) fn with_steps(self, steps: u64) -> Self {
+        Self {
+            steps: AtomicU64::new(steps),
+            ..self
+        }
+    }
+
     pub(crate) fn parameters(&self) -> &[Trainable] {
         &self.parameters
+    }
+
+    /// How many windows ended, over the whole job.
+    pub(crate) fn steps(&self) -> u64 {
+        self.steps.load(Ordering::Relaxed)
+    }
+
+    /// A window has ended well.
+    pub(super) fn count_step(&self) {
+        self.steps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How many micro-steps of the next step are done.
+    pub(crate) fn open_micro_steps(&self) -> usize {
+        self.window().micro_steps()
     }
 
     /// Says once, by path, that this rank had no gradient for a parameter that others trained.

@@ -4,6 +4,8 @@ use burn::optim::GradientsParams;
 use super::bucket::{self, Entry};
 use super::rank::with_rank;
 use super::slot::Slot;
+use super::weight::Weight;
+use crate::data::Mark;
 use crate::error::{Error, Result};
 
 /// The sums of the micro-steps since the last optimizer step.
@@ -12,6 +14,8 @@ pub(super) struct Window {
     buffers: Vec<Buffer>,
     /// Which parameters had a gradient.
     written: Vec<bool>,
+    /// Where the batches end that are in it: the last one of each pass.
+    marks: Vec<Mark>,
     micro_steps: usize,
     weight: f64,
     /// Σ weight · loss.
@@ -36,6 +40,8 @@ pub(super) struct Reduced {
     pub(super) buffers: Vec<Buffer>,
     /// The mean loss.
     pub(super) loss: f64,
+    /// Where the batches end that are in it.
+    pub(super) marks: Vec<Mark>,
     /// Which parameters had a gradient somewhere.
     pub(super) present: Vec<bool>,
     /// Σ weight.
@@ -50,13 +56,14 @@ impl Window {
         group: &ProcessGroup,
         mut gradients: GradientsParams,
         loss: f64,
-        weight: f64,
+        weight: Weight,
     ) -> Result<usize> {
+        let Weight { count, mark, .. } = weight;
         if self.buffers.is_empty() {
             self.buffers = slot.lend(group);
             self.written = vec![false; slot.parameters().len()];
         }
-        if weight > 0.0 {
+        if count > 0.0 {
             for (index, parameter) in slot.parameters().iter().enumerate() {
                 let gradient = with_rank!(parameter.shape.len(), D => {
                     gradients.remove::<D>(parameter.id).map(|tensor| tensor.into_data())
@@ -69,15 +76,23 @@ impl Window {
                 };
                 let place = slot.buckets.place(index);
                 let buffer = &mut self.buffers[place.bucket];
-                bucket::write(buffer, &place.range, &gradient, weight, entry);
+                bucket::write(buffer, &place.range, &gradient, count, entry);
                 self.written[index] = true;
             }
             check_all_known(gradients.len())?;
-            self.loss += weight * loss;
-            self.weight += weight;
+            self.loss += count * loss;
+            self.weight += count;
+        }
+        if let Some(mark) = mark {
+            self.marks.retain(|earlier| !mark.follows(earlier));
+            self.marks.push(mark);
         }
         self.micro_steps += 1;
         Ok(self.micro_steps)
+    }
+
+    pub(super) fn micro_steps(&self) -> usize {
+        self.micro_steps
     }
 
     /// Closes the window and sums it over the ranks.
@@ -119,6 +134,7 @@ impl Window {
         Ok(Reduced {
             buffers,
             loss: values[1] / values[0],
+            marks: self.marks,
             present,
             total: values[0],
         })

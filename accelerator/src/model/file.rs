@@ -1,118 +1,265 @@
-use std::io::Write;
-use std::path::Path;
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
 
 use burn::module::Module;
-use burn::store::{ModuleSnapshot, SafetensorsStore};
 
+use super::write::FileNames;
+use super::{LoadOptions, LoadReport, ModelSnapshot, SaveOptions, load};
 use crate::accelerator::Accelerator;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
+use crate::outcome;
 
 /// Models on disk, as safetensors.
 impl Accelerator {
     /// Writes the model to `path`, by parameter path, once for all ranks: rank 0 writes, the
     /// others learn how it went. The file appears whole or not at all.
     ///
-    /// Parameters have the shapes that Burn gives them (a `Linear` weight is `[in, out]`).
+    /// Parameters have the shapes that Burn gives them (a `Linear` weight is `[in, out]`). For
+    /// PyTorch's, and for several files, see [`save_model_with`](Self::save_model_with).
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::nn::{Linear, LinearConfig};
+    ///
+    /// # fn main() -> accelerator::Result<()> {
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("model.safetensors");
+    /// let accelerator = Accelerator::new()?;
+    /// let device = accelerator.device();
+    /// let model: Linear = accelerator.prepare(LinearConfig::new(3, 2).init(&device))?;
+    /// accelerator.save_model(&model, &path)?;
+    ///
+    /// let other: Linear = LinearConfig::new(3, 2).init(&device);
+    /// let other = accelerator.load_model(other, &path)?;
+    /// assert_eq!(other.weight.val().into_data(), model.weight.val().into_data());
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///
-    /// [`Error::is_io`] on every rank when rank 0 could not write;
-    /// [`Error::is_collective`] when another rank is lost.
+    /// [`Error::is_io`] on every rank when rank 0 could not write; [`Error::is_model`] for a
+    /// parameter that such files cannot hold; [`Error::is_collective`] when another rank is lost.
     #[track_caller]
     pub fn save_model<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<()> {
-        let path = path.as_ref();
-        let outcome = self
-            .on_main_process(|| write(model, path))
-            .unwrap_or(Ok(()));
-        let message = outcome.as_ref().err().map(|error| format!("{error:?}"));
-        let message = self.broadcast_object(&message, 0)?;
-        outcome?;
-        message.map_or(Ok(()), |message| {
-            Err(Error::new(
-                Kind::Io,
-                format!("rank 0 failed to save the model: {message}"),
-            ))
-        })
+        self.save_model_with(model, path, &SaveOptions::new())
     }
 
-    /// Reads the model's parameters from a safetensors file that [`save_model`](Self::save_model)
-    /// wrote. Every rank reads; load before [`prepare`](Self::prepare), or prepare again.
+    /// As [`save_model`](Self::save_model), in the layout and the sizes that `options` say.
+    ///
+    /// Where the model does not fit in one file, `path` names the whole: for
+    /// `runs/model.safetensors` there are `runs/model-00001-of-00003.safetensors`, …, and
+    /// `runs/model.safetensors.index.json`. All files are written under other names first; the
+    /// index takes its place last. Files of an older save under the same name are then removed. With
+    /// [`SaveOptions::with_max_shard_size`], a symbolic link at `path` is replaced, not followed.
     ///
     /// # Errors
     ///
-    /// [`Error::is_model`] when the file lacks a parameter or has it in another shape, naming
-    /// it; [`Error::is_io`] when it cannot be read.
-    pub fn load_model<M: Module>(&self, mut model: M, path: impl AsRef<Path>) -> Result<M> {
-        let path = path.as_ref();
-        if let Err(error) = std::fs::File::open(path) {
-            return Err(Error::io("open the model file", path, error));
+    /// As [`save_model`](Self::save_model).
+    #[track_caller]
+    pub fn save_model_with<M: Module>(
+        &self,
+        model: &M,
+        path: impl AsRef<Path>,
+        options: &SaveOptions,
+    ) -> Result<()> {
+        let group = self.group();
+        let work = || save(&ModelSnapshot::of(model), path.as_ref(), options);
+        match self.on_main_process(work) {
+            Some(outcome) => outcome::tell(group, outcome),
+            None => outcome::hear(group, "save the model"),
         }
-        let result = model
-            .load_from(&mut SafetensorsStore::from_file(path))
-            .map_err(|error| {
-                Error::with_source(
-                    Kind::Model,
-                    format!(
-                        "the model file `{}` does not fit this model",
-                        path.display()
-                    ),
-                    error.to_string(),
-                )
-            })?;
-        if let Some(extra) = result.unused.first() {
-            return Err(Error::new(
-                Kind::Model,
-                format!(
-                    "the model file `{}` has `{extra}`, which this model has not ({} such)",
-                    path.display(),
-                    result.unused.len()
-                ),
-            ));
-        }
+    }
+
+    /// Gives the model the values of a safetensors file, or of a set of them with an index. Rank
+    /// 0 reads, and the others get its values and parameter ids. A model that was prepared stays
+    /// prepared.
+    ///
+    /// `path` is the file, the index, or a folder with `model.safetensors` or
+    /// `model.safetensors.index.json`. The file must fit the model: see
+    /// [`load_model_with`](Self::load_model_with) for files of other programs and other models.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_model`] on every rank when the file does not fit, with what is missing,
+    /// unexpected, misshapen or of another type, or when the model differs between ranks;
+    /// [`Error::is_io`] when a file cannot be read or is damaged; [`Error::is_collective`] when
+    /// another rank is lost.
+    #[track_caller]
+    pub fn load_model<M: Module>(&self, model: M, path: impl AsRef<Path>) -> Result<M> {
+        let (model, _) = self.load_model_with(model, path, &LoadOptions::new())?;
         Ok(model)
     }
-}
 
-fn write<M: Module>(model: &M, path: &Path) -> Result<()> {
-    let mut store = SafetensorsStore::from_bytes(None);
-    // `valid` brings running statistics up to date, which are a step behind otherwise.
-    let bytes = model
-        .valid()
-        .save_into(&mut store)
-        .and_then(|()| store.get_bytes())
-        .map_err(|error| {
-            Error::with_source(
-                Kind::Model,
-                "the model cannot be written as safetensors",
-                error.to_string(),
-            )
-        })?;
-    replace_file(path, &bytes).map_err(|error| Error::io("write the model to", path, error))
-}
-
-/// Puts a file in the place of another, whole or not at all. A symbolic link stays and its target
-/// is replaced; what is not a regular file is refused.
-///
-/// The temporary file lies in the same folder, so that renaming is atomic. It always has the same
-/// name, so that what an interrupted save leaves is overwritten by the next one.
-fn replace_file(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    let target = match std::fs::metadata(path) {
-        Ok(found) if !found.is_file() => {
-            return Err(std::io::Error::other("it is there and not a regular file"));
-        }
-        Ok(_) => path.canonicalize()?,
-        Err(_) => path.to_owned(),
-    };
-    let name = target.file_name().unwrap_or_default().to_string_lossy();
-    let temporary = target.with_file_name(format!(".{name}.partial"));
-    let written = std::fs::File::create(&temporary).and_then(|mut file| {
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        std::fs::rename(&temporary, &target)
-    });
-    if written.is_err() {
-        // Best effort: the error of the write is the one to report.
-        let _ = std::fs::remove_file(&temporary);
+    /// As [`load_model`](Self::load_model), under the names, in the layout and with the
+    /// exceptions that `options` say. The report is that of rank 0, on every rank.
+    ///
+    /// A parameter that the file lacks gets rank 0's value on every rank, as in
+    /// [`prepare`](Self::prepare).
+    ///
+    /// ```
+    /// use accelerator::model::LoadOptions;
+    /// use accelerator::prelude::*;
+    /// use burn::nn::{Linear, LinearConfig};
+    ///
+    /// # fn main() -> accelerator::Result<()> {
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("model.safetensors");
+    /// let accelerator = Accelerator::new()?;
+    /// let device = accelerator.device();
+    /// let trained: Linear = LinearConfig::new(3, 2).with_bias(false).init(&device);
+    /// accelerator.save_model(&trained, &path)?;
+    ///
+    /// let model: Linear = LinearConfig::new(3, 2).init(&device);
+    /// let options = LoadOptions::new().allow_partial();
+    /// let (model, report) = accelerator.load_model_with(model, &path, &options)?;
+    /// assert_eq!(report.loaded, ["weight"]);
+    /// assert_eq!(report.missing, ["bias"]);
+    /// # let _ = model;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`load_model`](Self::load_model); what `options` allow is none.
+    /// [`Error::is_config`] when renaming gives two tensors one name.
+    #[track_caller]
+    pub fn load_model_with<M: Module>(
+        &self,
+        model: M,
+        path: impl AsRef<Path>,
+        options: &LoadOptions,
+    ) -> Result<(M, LoadReport)> {
+        load::load_on_all(self, model, path.as_ref(), options, None)
     }
-    written
+}
+
+/// Writes the files of a model beside their places, and then puts them there.
+fn save(snapshot: &ModelSnapshot, path: &Path, options: &SaveOptions) -> Result<()> {
+    let failed = |error| Error::io("write the model to", path, error);
+    let target = target(path, options).map_err(failed)?;
+    let name = target.file_name().unwrap_or_default().to_string_lossy();
+    let names = FileNames::new(&name);
+    let mut staged = Staged {
+        folder: target.with_file_name(""),
+        names: Vec::new(),
+    };
+    let written = snapshot.write(&names, options, &mut |name, emit| {
+        staged.write(name, emit).map_err(failed)
+    })?;
+    staged.publish(&names).map_err(failed)?;
+    staged.remove_stale(&names, &written);
+    Ok(())
+}
+
+/// Where the file goes. A symbolic link stays and its target is replaced, but not where there may
+/// be several files, whose index is looked for beside the link. What is not a regular file is
+/// refused.
+fn target(path: &Path, options: &SaveOptions) -> io::Result<PathBuf> {
+    match std::fs::metadata(path) {
+        Ok(found) if !found.is_file() => {
+            Err(io::Error::other("it is there and not a regular file"))
+        }
+        Ok(_) if options.max_shard_size.is_none() => path.canonicalize(),
+        Ok(_) | Err(_) => Ok(path.to_owned()),
+    }
+}
+
+/// Files that are written and not yet in their places. They lie in the same folder, so that
+/// renaming is atomic, under names that the next save takes again: what an interrupted one
+/// leaves is overwritten.
+struct Staged {
+    folder: PathBuf,
+    /// Of those that are still staged.
+    names: Vec<String>,
+}
+
+impl Staged {
+    fn write(
+        &mut self,
+        name: &str,
+        emit: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>,
+    ) -> io::Result<()> {
+        self.names.push(name.to_owned());
+        let mut file = File::create(self.partial(name))?;
+        emit(&mut file)?;
+        file.sync_all()
+    }
+
+    /// Puts every file in its place, the index last. Where shards of an older save are replaced,
+    /// its index goes first: none may ever speak of files of two saves.
+    fn publish(&mut self, names: &FileNames) -> io::Result<()> {
+        let sharded = self.names.len() > 1;
+        if sharded
+            && self
+                .names
+                .iter()
+                .any(|name| names.is_shard(name) && self.folder.join(name).exists())
+        {
+            remove_if_there(&self.folder.join(names.index()))?;
+        }
+        while let Some(name) = self.names.first() {
+            std::fs::rename(self.partial(name), self.folder.join(name))?;
+            self.names.remove(0);
+        }
+        sync_folder(&self.folder);
+        Ok(())
+    }
+
+    /// Removes what older saves under this name have left. They no longer count: a file is read
+    /// before an index, and an index names its shards.
+    fn remove_stale(&self, names: &FileNames, written: &[String]) {
+        let ours =
+            |name: &str| name == names.single || name == names.index() || names.is_shard(name);
+        let Ok(files) = std::fs::read_dir(folder_or_here(&self.folder)) else {
+            return;
+        };
+        for file in files.flatten() {
+            let name = file.file_name().to_string_lossy().into_owned();
+            if ours(&name)
+                && !written.contains(&name)
+                && let Err(error) = remove_if_there(&file.path())
+            {
+                let path = file.path();
+                tracing::warn!(path = %path.display(), %error, "an older model file is left");
+            }
+        }
+    }
+
+    fn partial(&self, name: &str) -> PathBuf {
+        self.folder.join(format!(".{name}.partial"))
+    }
+}
+
+impl Drop for Staged {
+    fn drop(&mut self) {
+        for name in &self.names {
+            // Best effort: there was an error before, which is the one to report.
+            let _ = std::fs::remove_file(self.partial(name));
+        }
+    }
+}
+
+fn remove_if_there(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Best effort: not every system can flush a folder.
+fn sync_folder(folder: &Path) {
+    if let Ok(folder) = File::open(folder_or_here(folder)) {
+        let _ = folder.sync_all();
+    }
+}
+
+fn folder_or_here(folder: &Path) -> &Path {
+    if folder.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        folder
+    }
 }

@@ -1,5 +1,6 @@
 use core::fmt;
 
+use accelerator_manifest::Parameter;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Bool, DType, Int, Tensor};
 use serde::{Deserialize, Serialize};
@@ -51,6 +52,40 @@ impl Layout {
 
     pub(crate) fn ids(&self) -> Vec<u64> {
         self.0.iter().map(|entry| entry.id).collect()
+    }
+
+    /// For the manifest of a checkpoint.
+    pub(crate) fn parameters(&self) -> impl Iterator<Item = Parameter> {
+        self.0.iter().map(|entry| Parameter {
+            path: entry.path.clone(),
+            id: entry.id.to_string(),
+            shape: entry.shape.iter().map(|&size| size as u64).collect(),
+            dtype: entry.dtype.clone(),
+        })
+    }
+
+    /// Compares the layout of a model that was saved with that of this one. What is trained may
+    /// differ: parameters can be frozen for the rest.
+    pub(crate) fn check_saved(&self, mine: &Self) -> Result<()> {
+        let count = self.0.len().max(mine.0.len());
+        let fits = |at: &usize| match (self.0.get(*at), mine.0.get(*at)) {
+            (Some(saved), Some(mine)) => {
+                (&saved.path, &saved.shape, &saved.dtype) == (&mine.path, &mine.shape, &mine.dtype)
+            }
+            _ => false,
+        };
+        match (0..count).find(|at| !fits(at)) {
+            None => Ok(()),
+            Some(at) => Err(Error::new(
+                Kind::Model,
+                format!(
+                    "the checkpoint does not fit this model: at parameter {at} of {count}, it has \
+                     {}, and the model has {}; build the model that was saved",
+                    Shown(self.0.get(at)),
+                    Shown(mine.0.get(at)),
+                ),
+            )),
+        }
     }
 
     pub(crate) fn trainable(&self) -> Vec<Trainable> {

@@ -1,15 +1,35 @@
+//! Model files: what is written, what is read, and what of it fits.
+//!
+//! [`Accelerator::save_model`](crate::Accelerator::save_model) and
+//! [`load_model`](crate::Accelerator::load_model) write and read safetensors files, which every
+//! other tool opens; the types here say how.
+
+mod dtype;
 mod file;
+mod file_layout;
 mod layout;
+mod load;
+mod options;
+mod read;
 mod replicate;
+mod report;
+mod snapshot;
+mod write;
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
-use self::layout::Layout;
-pub(crate) use self::layout::{Float, Trainable};
+pub use self::file_layout::FileLayout;
+pub(crate) use self::layout::{Float, Layout, Trainable};
+pub(crate) use self::load::load_on_all;
+pub use self::options::{LoadOptions, SaveOptions};
+pub use self::report::{LoadReport, Misshapen, Mistyped};
+pub(crate) use self::snapshot::ModelSnapshot;
+pub(crate) use self::write::FileNames;
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Result};
 use crate::gradient::Slot;
@@ -79,6 +99,30 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
         layout.trainable(),
         accelerator.shared.settings.bucket_size,
     ));
+    Ok(model)
+}
+
+/// Gives a prepared model the values and ids that were saved at `path`, which rank 0 alone reads,
+/// and makes it known by them, after so many steps.
+#[track_caller]
+pub(crate) fn resume<M: Module>(
+    accelerator: &Accelerator,
+    model: M,
+    path: &Path,
+    saved: &Layout,
+    steps: u64,
+) -> Result<M> {
+    saved.check_saved(&Layout::of(&model))?;
+    let (model, _) = load_on_all(
+        accelerator,
+        model,
+        path,
+        &LoadOptions::new(),
+        Some(&saved.ids()),
+    )?;
+    let bucket_size = accelerator.shared.settings.bucket_size;
+    let slot = Slot::new(Layout::of(&model).trainable(), bucket_size);
+    accelerator.shared.models.insert(slot.with_steps(steps));
     Ok(model)
 }
 

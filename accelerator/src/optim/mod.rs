@@ -43,7 +43,9 @@
 //! # }
 //! ```
 
+mod factor;
 mod schedule;
+mod state;
 
 use core::fmt;
 
@@ -53,6 +55,7 @@ use burn::optim::ModuleOptimizer;
 
 pub(crate) use self::schedule::Scheduler;
 pub use self::schedule::{Manual, PerEpoch, Scheduled};
+pub(crate) use self::state::{OptimizerSnapshot, OptimizerState, Schedule, check_known};
 use crate::gradient::Gradients;
 
 /// What the last [`PreparedOptimizer::step`] did.
@@ -75,6 +78,8 @@ pub enum StepOutcome {
 /// Made by [`Accelerator::prepare`](crate::Accelerator::prepare). With a scheduler `S` is
 /// [`Scheduled`], without one it is [`Manual`] and `step` takes the rate, as Burn's own does.
 pub struct PreparedOptimizer<S> {
+    /// What the rates of the schedule are multiplied by, since training went on at another size.
+    factor: f64,
     optimizer: ModuleOptimizer,
     outcome: StepOutcome,
     schedule: S,
@@ -84,6 +89,7 @@ pub struct PreparedOptimizer<S> {
 impl<S> PreparedOptimizer<S> {
     fn new(optimizer: ModuleOptimizer, schedule: S) -> Self {
         Self {
+            factor: 1.0,
             optimizer,
             outcome: StepOutcome::Accumulated,
             schedule,
@@ -95,14 +101,14 @@ impl<S> PreparedOptimizer<S> {
         &mut self,
         model: M,
         gradients: Gradients,
-        rate: impl FnOnce(&mut S) -> ModuleLearningRate,
+        rate: impl FnOnce(&mut S, &M) -> ModuleLearningRate,
     ) -> M {
         let norm = gradients.known_norm();
         let Some(gradients) = gradients.into_params() else {
             self.outcome = StepOutcome::Accumulated;
             return model;
         };
-        let rate = rate(&mut self.schedule);
+        let rate = rate(&mut self.schedule, &model);
         self.outcome = StepOutcome::Stepped {
             rate: rate.base(),
             norm,
@@ -141,7 +147,7 @@ impl PreparedOptimizer<Manual> {
         model: M,
         gradients: Gradients,
     ) -> M {
-        self.apply(model, gradients, |_| rate.into())
+        self.apply(model, gradients, |_, _| rate.into())
     }
 }
 
@@ -154,13 +160,15 @@ impl PreparedOptimizer<Scheduled> {
     /// full; gives it back as it was, and leaves the schedule where it is, otherwise.
     #[must_use]
     pub fn step<M: Module>(&mut self, model: M, gradients: Gradients) -> M {
-        let epoch = gradients.epoch();
-        self.apply(model, gradients, |schedule| schedule.0.next(epoch))
+        let (epoch, factor) = (gradients.epoch(), self.factor);
+        self.apply(model, gradients, |schedule, model| {
+            factor::scaled(schedule.0.next(epoch), factor, model)
+        })
     }
 
     /// The base learning rate of the last step; `None` before the first.
     pub fn learning_rate(&self) -> Option<f64> {
-        self.schedule.0.last()
+        self.schedule.0.last().map(|rate| rate * self.factor)
     }
 }
 

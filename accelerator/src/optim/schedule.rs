@@ -1,5 +1,6 @@
 use core::fmt;
 
+use burn::lr_scheduler::LrSchedulerRecord;
 use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
 
 /// A scheduler that is to advance once an epoch, not with each optimizer step: prepare
@@ -21,12 +22,15 @@ pub struct Scheduled(pub(super) Scheduler);
 
 /// A Burn scheduler and when it advances.
 pub(crate) struct Scheduler {
-    scheduler: ModuleLrScheduler,
-    unit: Unit,
-    current: Option<ModuleLearningRate>,
+    pub(super) scheduler: ModuleLrScheduler,
+    pub(super) unit: Unit,
+    pub(super) current: Option<ModuleLearningRate>,
+    /// How it stood before it gave the current rate, which Burn has no record for.
+    pub(super) before: Option<LrSchedulerRecord>,
 }
 
-enum Unit {
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Unit {
     Step,
     Epoch { last: Option<u64> },
 }
@@ -37,6 +41,7 @@ impl Scheduler {
             scheduler,
             unit: Unit::Step,
             current: None,
+            before: None,
         }
     }
 
@@ -45,6 +50,7 @@ impl Scheduler {
             scheduler,
             unit: Unit::Epoch { last: None },
             current: None,
+            before: None,
         }
     }
 
@@ -58,7 +64,10 @@ impl Scheduler {
                 self.current.clone().filter(|_| same)
             }
         };
-        let rate = held.unwrap_or_else(|| self.scheduler.step());
+        let rate = held.unwrap_or_else(|| {
+            self.before = Some(self.scheduler.to_record());
+            self.scheduler.step()
+        });
         self.current = Some(rate.clone());
         rate
     }

@@ -1,0 +1,185 @@
+use core::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+
+use super::share::from_main;
+use super::write::Saved;
+use crate::accelerator::Accelerator;
+use crate::device::panic_text;
+use crate::error::{Error, Kind, Result};
+
+/// A checkpoint that is being written beside training; from
+/// [`Accelerator::save_state_async`](crate::Accelerator::save_state_async).
+///
+/// Dropping it changes nothing: the checkpoint is completed all the same. How it went is told by
+/// [`wait`](Self::wait), by the next save, or by [`finish`](crate::Accelerator::finish), whichever
+/// comes first; a program that ends without any of them still waits, on rank 0, for the writing.
+#[must_use = "`wait` tells how it went; so do the next save and `finish`"]
+pub struct Saving {
+    accelerator: Accelerator,
+    work: Arc<Work>,
+}
+
+impl Saving {
+    pub(super) fn new(accelerator: Accelerator, work: Arc<Work>) -> Self {
+        Self { accelerator, work }
+    }
+
+    /// Waits until the checkpoint is complete. Every rank must call it.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`save_state`](crate::Accelerator::save_state), on every rank.
+    #[track_caller]
+    pub fn wait(self) -> Result<Saved> {
+        let outcome = self.work.settle(&self.accelerator);
+        self.accelerator.shared.checkpoints.forget(&self.work);
+        outcome
+    }
+
+    /// Whether waiting would not take long: the writing is done, on rank 0. On other ranks, always.
+    pub fn is_done(&self) -> bool {
+        self.work.is_done()
+    }
+}
+
+impl fmt::Debug for Saving {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Saving")
+            .field("is_done", &self.is_done())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What an accelerator keeps between saves.
+#[derive(Debug)]
+pub(crate) struct Ongoing {
+    factor: Mutex<f64>,
+    /// The save whose outcome was not told yet.
+    work: Mutex<Option<Arc<Work>>>,
+}
+
+impl Default for Ongoing {
+    fn default() -> Self {
+        Self {
+            factor: Mutex::new(1.0),
+            work: Mutex::new(None),
+        }
+    }
+}
+
+impl Ongoing {
+    /// What learning rates are multiplied by since the number of ranks changed.
+    pub(super) fn factor(&self) -> f64 {
+        *lock(&self.factor)
+    }
+
+    pub(super) fn set_factor(&self, factor: f64) {
+        *lock(&self.factor) = factor;
+    }
+
+    pub(super) fn begin(&self, work: Arc<Work>) {
+        *lock(&self.work) = Some(work);
+    }
+
+    /// Waits for an earlier save, and tells every rank how it went.
+    #[track_caller]
+    pub(crate) fn settle(&self, accelerator: &Accelerator) -> Result<()> {
+        let work = lock(&self.work).take();
+        work.map_or(Ok(()), |work| work.settle(accelerator).map(|_| ()))
+    }
+
+    /// Waits, on this rank alone, for a save that it has begun.
+    pub(super) fn join(&self) {
+        if let Some(work) = &*lock(&self.work)
+            && let Some(Err(error)) = work.join()
+        {
+            tracing::error!("the checkpoint that was begun before could not be saved: {error:?}");
+        }
+    }
+
+    fn forget(&self, settled: &Arc<Work>) {
+        let mut work = lock(&self.work);
+        if work.as_ref().is_some_and(|work| Arc::ptr_eq(work, settled)) {
+            *work = None;
+        }
+    }
+}
+
+/// A thread that writes a checkpoint, on rank 0; on the others, the knowledge that there is one.
+#[derive(Debug, Default)]
+pub(crate) struct Work {
+    thread: Mutex<Option<JoinHandle<Result<Saved>>>>,
+    /// How the thread ended.
+    ended: OnceLock<Result<Saved>>,
+    /// What every rank was told.
+    told: OnceLock<Result<Saved>>,
+}
+
+impl Work {
+    /// Runs `write` on a thread of its own; where none can be had, that is the outcome.
+    pub(super) fn start(write: impl FnOnce() -> Result<Saved> + Send + 'static) -> Arc<Self> {
+        let work = Self::default();
+        let thread = std::thread::Builder::new()
+            .name("checkpoint".to_owned())
+            .spawn(write);
+        match thread {
+            Ok(thread) => *lock(&work.thread) = Some(thread),
+            Err(error) => {
+                let message = "the thread that writes the checkpoint could not be started";
+                let error = Error::with_source(Kind::Io, message, error);
+                let _ = work.ended.set(Err(error));
+            }
+        }
+        Arc::new(work)
+    }
+
+    fn is_done(&self) -> bool {
+        lock(&self.thread)
+            .as_ref()
+            .is_none_or(JoinHandle::is_finished)
+    }
+
+    #[track_caller]
+    fn settle(&self, accelerator: &Accelerator) -> Result<Saved> {
+        if let Some(told) = self.told.get() {
+            return told.clone();
+        }
+        let outcome = from_main(accelerator, "save the checkpoint", || {
+            let none = || {
+                Err(Error::misuse(
+                    "rank 0 writes checkpoints, and has begun none",
+                ))
+            };
+            self.join().unwrap_or_else(none)
+        });
+        self.told.get_or_init(|| outcome).clone()
+    }
+
+    /// How the thread ended; `None` where there never was one.
+    fn join(&self) -> Option<Result<Saved>> {
+        if let Some(thread) = lock(&self.thread).take() {
+            let ended = thread.join().unwrap_or_else(|panic| {
+                let what = panic_text(&*panic);
+                let message = format!("writing the checkpoint panicked: {what}");
+                Err(Error::new(Kind::Panic, message))
+            });
+            let _ = self.ended.set(ended);
+        }
+        self.ended.get().cloned()
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        if self.told.get().is_none()
+            && let Some(Err(error)) = self.join()
+        {
+            tracing::error!("a checkpoint could not be saved: {error:?}");
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

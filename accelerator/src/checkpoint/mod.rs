@@ -1,0 +1,245 @@
+//! Checkpoints: save everything that training depends on, and go on from there.
+//!
+//! ```
+//! use accelerator::prelude::*;
+//! use accelerator::checkpoint::{Checkpoints, Object};
+//! # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::optim::AdamWConfig;
+//! # use burn::tensor::{Device, Tensor, TensorData};
+//! # struct Rows;
+//! # impl Batcher<f32, Tensor<2>> for Rows {
+//! #     fn batch(&self, items: Vec<f32>, device: &Device) -> Tensor<2> {
+//! #         let shape = [items.len(), 1];
+//! #         Tensor::from_data(TensorData::new(items, shape), device)
+//! #     }
+//! # }
+//!
+//! # fn main() -> Result<()> {
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let folder = folder.path();
+//! let accelerator = Accelerator::new()?;
+//! let model: Linear = LinearConfig::new(1, 1).init(&accelerator.device());
+//! # let dataset = InMemDataset::new(vec![0.5_f32; 40]);
+//! let train = DataLoaderBuilder::new(Rows).batch_size(4).shuffle(1).build(dataset);
+//! let (model, optimizer, train) =
+//!     accelerator.prepare((model, AdamWConfig::new().init(), train))?;
+//! let lowest = f64::INFINITY;
+//!
+//! let checkpoints = Checkpoints::new(folder).with_total_limit(3);
+//! let ((mut model, mut optimizer, train, Object(mut lowest)), position) =
+//!     accelerator.resume(&checkpoints, (model, optimizer, train, Object(lowest)))?;
+//! for epoch in position.epoch()..3 {
+//!     for batch in train.epoch(epoch) {
+//!         let batch = batch?;
+//!         let loss = model.forward((*batch).clone()).powi_scalar(2).mean();
+//!         let gradients = accelerator.backward(loss, &model, &batch)?;
+//!         lowest = lowest.min(gradients.loss().unwrap_or(lowest));
+//!         model = optimizer.step(1e-2, model, gradients);
+//!         if optimizer.steps() % 7 == 0 {
+//!             accelerator.save_state(&checkpoints, (&model, &optimizer, &train, Object(&lowest)))?;
+//!         }
+//!     }
+//! }
+//! # assert_eq!(optimizer.steps(), 30);
+//! # let (_, position) = accelerator.resume(&checkpoints, (model, optimizer, train, Object(lowest)))?;
+//! # assert_eq!((position.epoch(), position.step()), (2, 28));
+//! # accelerator.finish()
+//! # }
+//! ```
+//!
+//! Interrupted anywhere and started again, this program ends with the weights of one that was never
+//! interrupted; on the CPU, bit for bit.
+//!
+//! A checkpoint is complete or not there: whatever dies while it is written. One that was damaged
+//! later is found out by its hashes, and the one before it is used. `accel-launch checkpoint` lists
+//! and verifies them.
+
+mod background;
+mod parts;
+mod position;
+mod resume;
+mod save;
+mod settings;
+mod share;
+mod snapshot;
+mod state;
+mod world;
+mod write;
+
+pub(crate) use self::background::Ongoing;
+pub use self::background::Saving;
+pub use self::parts::{Object, PerRank, Resume, Save, kind};
+pub use self::position::Position;
+pub use self::settings::{Checkpoints, Draft, Resumed};
+pub use self::world::{Rescale, WorldChange};
+pub use self::write::Saved;
+use crate::accelerator::Accelerator;
+use crate::error::Result;
+
+/// Checkpoints. Only rank 0 writes and reads files, so no common file system is needed; every rank
+/// must call the same method, except [`save_emergency`](Self::save_emergency).
+impl Accelerator {
+    /// Saves a checkpoint: model, optimizer with its schedule, where the loaders stand, and values
+    /// of the program's own, in one new folder within `checkpoints`.
+    ///
+    /// Save between optimizer steps: when `optimizer.outcome()` is `Stepped`, or after an epoch.
+    /// Batches count as used when they went into an optimizer step; a batch that was taken from the
+    /// loader and is not there yet comes again.
+    ///
+    /// First all ranks compare what they are about to save; if one is not ready, none saves. Then
+    /// rank 0 writes, under a hidden name that is changed at the end. Then old checkpoints are
+    /// removed, beyond the [limit](Checkpoints::with_total_limit).
+    ///
+    /// # Errors
+    ///
+    /// The same on every rank: [`Error::is_misuse`](crate::Error::is_misuse) between the micro-steps
+    /// of a window, for a model that was not prepared, an optimizer without its model, or ranks that
+    /// save different things; [`Error::is_io`](crate::Error::is_io) when rank 0 cannot write;
+    /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) when a hook fails. The outcome of an
+    /// earlier [`save_state_async`](Self::save_state_async) that nobody waited for is told here,
+    /// and nothing is saved then. [`Error::is_collective`](crate::Error::is_collective) when a rank
+    /// is lost: a checkpoint is there complete, or not at all.
+    #[track_caller]
+    pub fn save_state<K>(
+        &self,
+        checkpoints: impl Into<Checkpoints>,
+        parts: impl Save<K>,
+    ) -> Result<Saved> {
+        save::save(self, &checkpoints.into(), parts)
+    }
+
+    /// As [`save_state`](Self::save_state), with the writing on a thread beside training, which
+    /// waits only until values are taken: handles of tensors, that later steps leave alone.
+    /// Meanwhile the old values take memory.
+    ///
+    /// One save runs at a time: the next one first waits for it.
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// # use accelerator::checkpoint::Object;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    /// # let accelerator = Accelerator::new()?;
+    /// let saving = accelerator.save_state_async(folder, Object(&"state"))?;
+    /// // Train on here.
+    /// let saved = saving.wait()?;
+    /// assert_eq!(saved.number(), 1);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`save_state`](Self::save_state), for what is found before the writing begins. What goes
+    /// wrong later is told on every rank by [`Saving::wait`], the next save, or
+    /// [`finish`](Self::finish).
+    #[track_caller]
+    pub fn save_state_async<K>(
+        &self,
+        checkpoints: impl Into<Checkpoints>,
+        parts: impl Save<K>,
+    ) -> Result<Saving> {
+        save::save_async(self, checkpoints.into(), parts)
+    }
+
+    /// Saves what is left when another rank is lost: for the survivors, after an error that
+    /// [is about a lost peer](crate::Error::is_peer_lost).
+    ///
+    /// Ranks do not communicate here: each knows what it has heard of the others, waits up to a
+    /// second for more, and comes to the same
+    /// [list of lost ranks](crate::collective::ProcessGroup::lost). The lowest rank that is not on
+    /// it writes, on its own host, and gets `Some`; the others do nothing. Where the network splits,
+    /// each side takes the other for lost and writes a checkpoint: in a folder that both see there
+    /// are two, of the same step. A writer that dies while it writes leaves none, and the others
+    /// need not notice.
+    ///
+    /// The checkpoint is that of the last complete step: a window that failed, or is open, is not in
+    /// it, and its batches come again.
+    ///
+    /// ```no_run
+    /// # use accelerator::prelude::*;
+    /// # fn train(_: &Accelerator, _: &mut u64) -> Result<()> { Ok(()) }
+    /// use accelerator::checkpoint::Object;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let mut state = 0;
+    /// if let Err(error) = train(&accelerator, &mut state) {
+    ///     if error.is_peer_lost() {
+    ///         accelerator.save_emergency("runs/a", Object(&state))?;
+    ///     }
+    ///     return Err(error);
+    /// }
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`](crate::Error::is_misuse) when no rank is lost: every rank must have
+    /// come here to find that. The error of the group when it failed in another way.
+    /// [`Error::is_peer_lost`](crate::Error::is_peer_lost) when the rank that was to write turns out
+    /// to be lost as well, or none is left.
+    /// [`Error::is_io`](crate::Error::is_io) when the checkpoint cannot be written.
+    #[track_caller]
+    pub fn save_emergency<K>(
+        &self,
+        checkpoints: impl Into<Checkpoints>,
+        parts: impl Save<K>,
+    ) -> Result<Option<Saved>> {
+        save::save_emergency(self, &checkpoints.into(), parts)
+    }
+
+    /// Gives prepared parts what the newest good checkpoint in the folder saved of them, and says
+    /// where to go on. Without any checkpoint, parts come back as they are, and
+    /// [`Position::is_start`] says so.
+    ///
+    /// Pass the parts that were saved, in the same order, the values of your own as they are at the
+    /// start. `checkpoints` may also be the path of one checkpoint.
+    ///
+    /// - Models get values and parameter ids; optimizers their state, with schedule and count.
+    /// - Loaders: the epoch that was not finished goes on after the last sample that was used, with
+    ///   the same order of samples; every other epoch is whole. Loaders that no gradients were made
+    ///   from begin anew, as validation does.
+    /// - [`InOrder`](crate::data::InOrder) loaders of Burn's own skip what was used by reading and
+    ///   dropping it. That needs as many ranks as before, and an order that is the same each time.
+    /// - At another number of ranks, a step uses as many samples as before, divided as evenly as
+    ///   possible, and the learning rate stays: see [`resume_with`](Self::resume_with).
+    ///
+    /// Checkpoints that are damaged are passed over with a warning, and left where they are.
+    ///
+    /// # Errors
+    ///
+    /// The same on every rank: [`Error::is_checkpoint`](crate::Error::is_checkpoint) for other parts
+    /// than were saved, a loader with another number or order of samples, another kind of optimizer
+    /// or scheduler, and where checkpoints are there and none is whole;
+    /// [`Error::is_model`](crate::Error::is_model) for a model of another layout;
+    /// [`Error::is_config`](crate::Error::is_config) where batches cannot be divided over the ranks;
+    /// [`Error::is_io`](crate::Error::is_io) when rank 0 cannot read. It never starts afresh by
+    /// itself.
+    #[track_caller]
+    pub fn resume<K, P: Resume<K>>(
+        &self,
+        checkpoints: impl Into<Checkpoints>,
+        parts: P,
+    ) -> Result<(P, Position)> {
+        resume::resume(self, &checkpoints.into(), parts, |_| Rescale::default())
+    }
+
+    /// As [`resume`](Self::resume), with a rule for another number of ranks; see [`Rescale`]. The
+    /// rule is asked on rank 0, and only if the number is another one.
+    ///
+    /// A batch size that was changed in the program holds as it is, whatever the rule.
+    ///
+    /// # Errors
+    ///
+    /// As [`resume`](Self::resume), and [`Error::is_config`](crate::Error::is_config) for a factor
+    /// that is not a positive number.
+    #[track_caller]
+    pub fn resume_with<K, P: Resume<K>>(
+        &self,
+        checkpoints: impl Into<Checkpoints>,
+        parts: P,
+        rule: impl FnOnce(&WorldChange) -> Rescale,
+    ) -> Result<(P, Position)> {
+        resume::resume(self, &checkpoints.into(), parts, rule)
+    }
+}

@@ -1,0 +1,248 @@
+use core::fmt;
+
+use burn::module::Module;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::resume::Restorer;
+use super::snapshot::{PartKind, Snapshot};
+use crate::data::PreparedLoader;
+use crate::error::Result;
+use crate::optim::{Manual, PreparedOptimizer, Scheduled};
+
+/// What [`Accelerator::save_state`](crate::Accelerator::save_state) takes: references to prepared
+/// models, optimizers and loaders, [`Object`]s and [`PerRank`] values, or a tuple of these.
+///
+/// `K` is one of the [`kind`]s and always inferred, as for [`Prepare`](crate::Prepare).
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be saved in a checkpoint",
+    label = "not a reference to a prepared part, an `Object(&value)`, `PerRank(&value)`, or a tuple",
+    note = "pass references to what `prepare` gave: `(&model, &optimizer, &train)`",
+    note = "values of your own go in as `Object(&value)`, one for all ranks, or `PerRank(&value)`"
+)]
+pub trait Save<K> {
+    #[doc(hidden)]
+    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()>;
+}
+
+/// What [`Accelerator::resume`](crate::Accelerator::resume) takes and gives back: prepared models,
+/// optimizers and loaders, [`Object`]s and [`PerRank`] values, or a tuple of these.
+///
+/// `K` is one of the [`kind`]s and always inferred, as for [`Prepare`](crate::Prepare).
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be resumed from a checkpoint",
+    label = "not a prepared part, an `Object(value)`, `PerRank(value)`, or a tuple of these",
+    note = "pass what `prepare` gave, by value: `(model, optimizer, train)`",
+    note = "values of your own go in as `Object(value)`, as they are at the start"
+)]
+pub trait Resume<K>: Sized {
+    #[doc(hidden)]
+    fn kinds(kinds: &mut Vec<PartKind>);
+
+    #[doc(hidden)]
+    fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self>;
+}
+
+/// A value of the program's own in a checkpoint, the same for all ranks: rank 0's is saved, and
+/// every rank gets it.
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use accelerator::checkpoint::Object;
+///
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+/// let accelerator = Accelerator::new()?;
+/// let best = 0.98_f64;
+/// accelerator.save_state(folder, Object(&best))?;
+///
+/// let (Object(best), _) = accelerator.resume(folder, Object(0.0_f64))?;
+/// assert_eq!(best, 0.98);
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Object<T>(
+    /// The value; a reference to it to save.
+    pub T,
+);
+
+/// A value of the program's own in a checkpoint, another one on each rank. They travel to rank 0,
+/// which writes them.
+///
+/// With another number of ranks, rank `r` gets what rank `r` saved, and a rank for which nothing
+/// was saved keeps what it passes; so it is after an emergency save, which holds the writer's own
+/// value alone.
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use accelerator::checkpoint::PerRank;
+///
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+/// launch(2, |accelerator| {
+///     let mine = 10 * accelerator.rank();
+///     accelerator.save_state(folder, PerRank(&mine))?;
+///     let (PerRank(back), _) = accelerator.resume(folder, PerRank(0))?;
+///     assert_eq!(back, mine);
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct PerRank<T>(
+    /// The value; a reference to it to save.
+    pub T,
+);
+
+/// The kinds of things that a checkpoint can hold; see [`Save`] and [`Resume`].
+pub mod kind {
+    /// A prepared loader.
+    #[derive(Debug)]
+    pub enum Loader {}
+
+    /// A prepared Burn module.
+    #[derive(Debug)]
+    pub enum Model {}
+
+    /// A value of the program's own, in [`Object`](super::Object).
+    #[derive(Debug)]
+    pub enum Object {}
+
+    /// A prepared optimizer, with its scheduler if it has one.
+    #[derive(Debug)]
+    pub enum Optimizer {}
+
+    /// A value of the program's own on each rank, in [`PerRank`](super::PerRank).
+    #[derive(Debug)]
+    pub enum PerRank {}
+}
+
+impl<M: Module + fmt::Display> Save<kind::Model> for &M {
+    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+        snapshot.add_model(self)
+    }
+}
+
+impl<M: Module + fmt::Display> Resume<kind::Model> for M {
+    fn kinds(kinds: &mut Vec<PartKind>) {
+        kinds.push(PartKind::Model);
+    }
+
+    fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
+        restorer.model(self)
+    }
+}
+
+macro_rules! optimizers {
+    ($($schedule:ident),+) => {
+        $(
+            impl Save<kind::Optimizer> for &PreparedOptimizer<$schedule> {
+                fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+                    snapshot.add_optimizer(self)
+                }
+            }
+
+            impl Resume<kind::Optimizer> for PreparedOptimizer<$schedule> {
+                fn kinds(kinds: &mut Vec<PartKind>) {
+                    kinds.push(PartKind::Optimizer);
+                }
+
+                fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
+                    restorer.optimizer(self)
+                }
+            }
+        )+
+    };
+}
+
+optimizers!(Manual, Scheduled);
+
+impl<O: Send + 'static> Save<kind::Loader> for &PreparedLoader<O> {
+    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+        snapshot.add_loader(self.standing());
+        Ok(())
+    }
+}
+
+impl<O: Send + 'static> Resume<kind::Loader> for PreparedLoader<O> {
+    fn kinds(kinds: &mut Vec<PartKind>) {
+        kinds.push(PartKind::Loader);
+    }
+
+    fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
+        restorer.loader(self)
+    }
+}
+
+impl<T: Serialize> Save<kind::Object> for Object<&T> {
+    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+        snapshot.add_object(self.0)
+    }
+}
+
+impl<T: DeserializeOwned> Resume<kind::Object> for Object<T> {
+    fn kinds(kinds: &mut Vec<PartKind>) {
+        kinds.push(PartKind::Object);
+    }
+
+    fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
+        restorer.object().map(Self)
+    }
+}
+
+impl<T: Serialize> Save<kind::PerRank> for PerRank<&T> {
+    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+        snapshot.add_per_rank(self.0)
+    }
+}
+
+impl<T: DeserializeOwned> Resume<kind::PerRank> for PerRank<T> {
+    fn kinds(kinds: &mut Vec<PartKind>) {
+        kinds.push(PartKind::PerRank);
+    }
+
+    fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
+        let saved = restorer.per_rank()?;
+        Ok(saved.map_or(self, Self))
+    }
+}
+
+macro_rules! tuples {
+    ($($part:ident $kind:ident),+) => {
+        impl<$($part, $kind),+> Save<($($kind,)+)> for ($($part,)+)
+        where
+            $($part: Save<$kind>),+
+        {
+            #[allow(non_snake_case, reason = "the names are those of the type parameters")]
+            fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+                let ($($part,)+) = self;
+                $($part.collect(snapshot)?;)+
+                Ok(())
+            }
+        }
+
+        impl<$($part, $kind),+> Resume<($($kind,)+)> for ($($part,)+)
+        where
+            $($part: Resume<$kind>),+
+        {
+            fn kinds(kinds: &mut Vec<PartKind>) {
+                $($part::kinds(kinds);)+
+            }
+
+            #[allow(non_snake_case, reason = "the names are those of the type parameters")]
+            fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
+                let ($($part,)+) = self;
+                Ok(($($part.restore(restorer)?,)+))
+            }
+        }
+    };
+}
+
+tuples!(A KA);
+tuples!(A KA, B KB);
+tuples!(A KA, B KB, C KC);
+tuples!(A KA, B KB, C KC, D KD);
+tuples!(A KA, B KB, C KC, D KD, E KE);
+tuples!(A KA, B KB, C KC, D KD, E KE, F KF);
+tuples!(A KA, B KB, C KC, D KD, E KE, F KF, G KG);
+tuples!(A KA, B KB, C KC, D KD, E KE, F KF, G KG, H KH);

@@ -1,0 +1,90 @@
+use core::fmt;
+
+/// Where training goes on; from [`Accelerator::resume`](crate::Accelerator::resume).
+///
+/// Loops start at [`epoch`](Self::epoch); the loader goes on in mid-epoch by itself.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Position {
+    pub(super) checkpoint: Option<u64>,
+    pub(super) epoch: u64,
+    pub(super) factor: f64,
+    pub(super) passed_over: Vec<String>,
+    pub(super) step: u64,
+    pub(super) world_size: usize,
+    pub(super) world_size_before: usize,
+}
+
+impl Position {
+    pub(super) fn start(world_size: usize) -> Self {
+        Self {
+            checkpoint: None,
+            epoch: 0,
+            factor: 1.0,
+            passed_over: Vec::new(),
+            step: 0,
+            world_size,
+            world_size_before: world_size,
+        }
+    }
+
+    /// The epoch to go on with: the one in which the checkpoint was saved, or the next one if the
+    /// loop had seen its end. It is that of the loader whose batches went to `backward` (the first
+    /// of them in the tuple; the first that was read, where none did), and 0 without a loader.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// How many optimizer steps were done: those of the first optimizer in the tuple.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// Whether there was no checkpoint, so that training starts from the beginning.
+    pub fn is_start(&self) -> bool {
+        self.checkpoint.is_none()
+    }
+
+    /// The number of the checkpoint; `None` at the start.
+    pub fn checkpoint(&self) -> Option<u64> {
+        self.checkpoint
+    }
+
+    /// What is wrong with the newer checkpoints that were not used: each with its path, and the
+    /// file that is missing, cut or changed. They are left where they are. Empty where the newest
+    /// one is good. It is logged as a warning as well or, where the program collects no logs, printed
+    /// to standard error by rank 0.
+    pub fn passed_over(&self) -> &[String] {
+        &self.passed_over
+    }
+
+    /// How many ranks there are.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// How many ranks saved the checkpoint; as many as there are at the start.
+    pub fn world_size_before(&self) -> usize {
+        self.world_size_before
+    }
+
+    /// What changes of the number of ranks have multiplied the learning rate by so far; 1 unless
+    /// [`Rescale::with_learning_rate_factor`](super::Rescale::with_learning_rate_factor) was used.
+    /// Optimizers with a scheduler apply it by themselves.
+    pub fn learning_rate_factor(&self) -> f64 {
+        self.factor
+    }
+}
+
+/// "the start", or "step 120 in epoch 3, by checkpoint 6".
+impl fmt::Display for Position {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.checkpoint {
+            None => f.write_str("the start"),
+            Some(number) => write!(
+                f,
+                "step {} in epoch {}, by checkpoint {number}",
+                self.step, self.epoch
+            ),
+        }
+    }
+}

@@ -1,0 +1,372 @@
+use core::fmt;
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+use accelerator_manifest::{Checkpoint, Depth, FileName, Folder, Verdict};
+use burn::module::Module;
+use burn::tensor::Bytes;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::parts::Resume;
+use super::position::Position;
+use super::settings::{Checkpoints, Resumed};
+use super::share::{bytes_from_main, from_main};
+use super::snapshot::PartKind;
+use super::state::{Names, PartState, State, decode};
+use super::world::{Rescale, WorldChange};
+use crate::accelerator::Accelerator;
+use crate::agreement;
+use crate::data::{Continuation, PreparedLoader};
+use crate::error::{Error, Kind, Result};
+use crate::optim::{PreparedOptimizer, Schedule, check_known};
+
+/// See [`Accelerator::resume_with`].
+#[track_caller]
+pub(super) fn resume<K, P: Resume<K>>(
+    accelerator: &Accelerator,
+    settings: &Checkpoints,
+    parts: P,
+    rule: impl FnOnce(&WorldChange) -> Rescale,
+) -> Result<(P, Position)> {
+    accelerator.shared.checkpoints.settle(accelerator)?;
+    let mut kinds = Vec::new();
+    P::kinds(&mut kinds);
+    agreement::check(
+        accelerator.group(),
+        "what is passed to `resume`",
+        &list(&kinds),
+    )?;
+    let mut source = None;
+    let found = from_main(accelerator, "find a checkpoint", || {
+        let Some((checkpoint, passed_over)) = newest(settings.path())? else {
+            return Ok(None);
+        };
+        let mut found = Found::read(&checkpoint, accelerator.world_size(), rule)?;
+        found.passed_over = passed_over;
+        source = Some(checkpoint);
+        Ok(Some(found))
+    })?;
+    let Some(found) = found else {
+        return Ok((parts, Position::start(accelerator.world_size())));
+    };
+    found.compare(&kinds)?;
+    if found.seed.is_some_and(|seed| seed != accelerator.seed()) {
+        tracing::warn!(
+            "the checkpoint was saved with the seed {}, and this program has {}: dropout will draw \
+             otherwise than if it had gone on",
+            found.seed.unwrap_or_default(),
+            accelerator.seed()
+        );
+    }
+    let factor = found.state.factor * found.rescale.factor();
+    let mut restorer = Restorer {
+        accelerator,
+        at: 0,
+        factor,
+        found: &found,
+        ids: found.state.ids(),
+        names: Names::default(),
+        source: source.as_ref(),
+    };
+    let parts = parts.restore(&mut restorer)?;
+    accelerator.shared.checkpoints.set_factor(factor);
+    from_main(accelerator, "resume", || {
+        settings.run_after_resume(&Resumed {
+            number: found.number,
+            path: found.path.clone(),
+            step: found.step,
+        })
+    })?;
+    if accelerator.is_main_process() {
+        tracing::info!(step = found.step, "going on from {}", found.path.display());
+    }
+    let position = Position {
+        checkpoint: Some(found.number),
+        epoch: found.state.spot().map_or(0, |spot| spot.next_epoch()),
+        factor,
+        passed_over: found.passed_over.clone(),
+        step: found.step,
+        world_size: accelerator.world_size(),
+        world_size_before: found.world_size,
+    };
+    Ok((parts, position))
+}
+
+/// The newest good checkpoint in the folder, or the one that the path itself is, and what is wrong
+/// with those that are newer; `None` where there is none at all.
+fn newest(path: &Path) -> Result<Option<(Checkpoint, Vec<String>)>> {
+    if path.join("manifest.json").exists() {
+        let checkpoint = Checkpoint::at(path)?;
+        let verdict = checkpoint.verify(Depth::Hashes);
+        return match verdict.is_good() {
+            true => Ok(Some((checkpoint, Vec::new()))),
+            false => Err(broken(path, &[verdict])),
+        };
+    }
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    if name.starts_with("checkpoint-") && !path.exists() {
+        return Err(Error::new(
+            Kind::Checkpoint,
+            format!(
+                "there is no checkpoint `{}`; pass the folder that holds the checkpoints to go on \
+                 from the newest one, or see `accel-launch checkpoint list` for their names",
+                path.display()
+            ),
+        ));
+    }
+    let nothing = || {
+        tracing::info!(
+            "no checkpoint in `{}`: training starts afresh",
+            path.display()
+        );
+        Ok(None)
+    };
+    let folder = match Folder::open(path) {
+        Ok(folder) => folder,
+        Err(error) if error.is_not_found() => return nothing(),
+        Err(error) => return Err(error.into()),
+    };
+    let search = folder.latest_good()?;
+    let Some(found) = search.found else {
+        return match &*search.rejected {
+            [] => nothing(),
+            rejected => Err(broken(path, rejected)),
+        };
+    };
+    for verdict in &search.rejected {
+        warn(&format!(
+            "a checkpoint was passed over: {verdict}; going back to {}",
+            found.path().display()
+        ));
+    }
+    let rejected = search.rejected.iter().map(Verdict::to_string).collect();
+    Ok(Some((found, rejected)))
+}
+
+/// Lost work must not go unnoticed: where the program collects no logs, its standard error is told.
+#[allow(clippy::print_stderr, reason = "nobody else would hear of it")]
+fn warn(text: &str) {
+    if tracing::dispatcher::has_been_set() {
+        tracing::warn!("{text}");
+    } else {
+        eprintln!("accelerator: {text}");
+    }
+}
+
+fn broken(path: &Path, rejected: &[Verdict]) -> Error {
+    let verdicts: Vec<_> = rejected.iter().map(Verdict::to_string).collect();
+    Error::new(
+        Kind::Checkpoint,
+        format!(
+            "no checkpoint in `{}` is whole, so training cannot go on: {}; restore one of them, or \
+             move the folder away to start afresh",
+            path.display(),
+            verdicts.join("; ")
+        ),
+    )
+}
+
+/// What rank 0 found, for all.
+#[derive(Deserialize, Serialize)]
+struct Found {
+    number: u64,
+    passed_over: Vec<String>,
+    path: PathBuf,
+    rescale: Rescale,
+    seed: Option<u64>,
+    state: State,
+    step: u64,
+    world_size: usize,
+}
+
+impl Found {
+    fn read(
+        checkpoint: &Checkpoint,
+        now: usize,
+        rule: impl FnOnce(&WorldChange) -> Rescale,
+    ) -> Result<Self> {
+        let facts = &checkpoint.manifest()?.facts;
+        let file: FileName = State::FILE.parse()?;
+        let state: State = decode("its state", &checkpoint.read(&file)?)?;
+        let before = facts.world_size.get();
+        let change = WorldChange {
+            before,
+            now,
+            global_batches: state
+                .loaders()
+                .filter_map(|loader| loader.global_batch)
+                .collect(),
+        };
+        let rescale = if before == now {
+            Rescale::default()
+        } else {
+            rule(&change)
+        };
+        let factor = rescale.factor();
+        if !(factor > 0.0 && factor.is_finite()) {
+            return Err(Error::config(format!(
+                "the factor for learning rates is {factor}; expected a positive number"
+            )));
+        }
+        Ok(Self {
+            number: checkpoint.number(),
+            passed_over: Vec::new(),
+            path: checkpoint.path().to_owned(),
+            rescale,
+            seed: facts.seed,
+            state,
+            step: facts.step,
+            world_size: before,
+        })
+    }
+
+    /// Whether the parts are those that were saved.
+    fn compare(&self, kinds: &[PartKind]) -> Result<()> {
+        let saved = self.state.kinds();
+        let count = saved.len().max(kinds.len());
+        let Some(at) = (0..count).find(|&at| saved.get(at) != kinds.get(at)) else {
+            return Ok(());
+        };
+        let shown = |kind: Option<&PartKind>| {
+            kind.map_or_else(|| "nothing".to_owned(), PartKind::to_string)
+        };
+        Err(Error::new(
+            Kind::Checkpoint,
+            format!(
+                "the checkpoint `{}` does not fit: at place {} of the tuple it has {}, and `resume` \
+                 was given {}; pass the parts that were saved ({}), in that order",
+                self.path.display(),
+                at + 1,
+                shown(saved.get(at)),
+                shown(kinds.get(at)),
+                list(&saved),
+            ),
+        ))
+    }
+}
+
+fn list(kinds: &[PartKind]) -> String {
+    let kinds: Vec<_> = kinds.iter().map(PartKind::to_string).collect();
+    kinds.join(", ")
+}
+
+/// Gives each part back what was saved of it, in order.
+pub struct Restorer<'a> {
+    accelerator: &'a Accelerator,
+    at: usize,
+    factor: f64,
+    found: &'a Found,
+    /// Of every parameter that was saved.
+    ids: HashSet<u64>,
+    names: Names,
+    /// On rank 0.
+    source: Option<&'a Checkpoint>,
+}
+
+impl<'a> Restorer<'a> {
+    #[track_caller]
+    pub(super) fn model<M: Module>(&mut self, model: M) -> Result<M> {
+        let (name, part) = self.next()?;
+        let PartState::Model(saved) = part else {
+            return Err(other_kind(&name));
+        };
+        let mut path = self.found.path.clone();
+        path.extend(self.names.model());
+        path.push("model.safetensors");
+        crate::model::resume(self.accelerator, model, &path, &saved.layout, saved.steps)
+    }
+
+    #[track_caller]
+    pub(super) fn optimizer<S: Schedule>(
+        &mut self,
+        optimizer: PreparedOptimizer<S>,
+    ) -> Result<PreparedOptimizer<S>> {
+        let (name, part) = self.next()?;
+        let PartState::Optimizer(saved) = part else {
+            return Err(other_kind(&name));
+        };
+        let file = self.names.optimizer()?;
+        let record = Bytes::from_bytes_vec(self.read(&file)?).shared();
+        check_known(&name, &record, &self.ids)?;
+        optimizer.go_on(&name, saved.clone(), record, self.factor)
+    }
+
+    pub(super) fn loader<O: Send + 'static>(
+        &mut self,
+        loader: PreparedLoader<O>,
+    ) -> Result<PreparedLoader<O>> {
+        let goes_on = self.found.state.goes_on(self.at);
+        let (name, part) = self.next()?;
+        let PartState::Loader(saved) = part else {
+            return Err(other_kind(&name));
+        };
+        let (before, now) = (self.found.world_size, self.accelerator.world_size());
+        let rescale = self.found.rescale;
+        let how = Continuation {
+            global_batch: &|global_batch| rescale.global_batch(before, now, global_batch),
+            goes_on,
+            same_world: before == now,
+        };
+        loader.go_on(&name, saved, &how)
+    }
+
+    #[track_caller]
+    pub(super) fn object<T: DeserializeOwned>(&mut self) -> Result<T> {
+        let (name, _) = self.next()?;
+        let file = self.names.object()?;
+        decode(&name, &self.read(&file)?)
+    }
+
+    /// This rank's value, if it saved one.
+    #[track_caller]
+    pub(super) fn per_rank<T: DeserializeOwned>(&mut self) -> Result<Option<T>> {
+        let (name, _) = self.next()?;
+        let file = self.names.per_rank()?;
+        let values: Vec<Option<Vec<u8>>> = decode(&name, &self.read(&file)?)?;
+        let mine = values.into_iter().nth(self.accelerator.rank()).flatten();
+        mine.map(|bytes| decode(&name, &bytes)).transpose()
+    }
+
+    /// The next part, and what errors call it.
+    fn next(&mut self) -> Result<(String, &'a PartState)> {
+        let found = self.found;
+        let Some(part) = found.state.parts.get(self.at) else {
+            return Err(other_kind("a part"));
+        };
+        self.at += 1;
+        let kind = match part.kind() {
+            PartKind::Loader => "loader",
+            PartKind::Model => "model",
+            PartKind::Object => "object",
+            PartKind::Optimizer => "optimizer",
+            PartKind::PerRank => "value for each rank",
+        };
+        Ok((format!("the {kind} at place {}", self.at), part))
+    }
+
+    #[track_caller]
+    fn read(&self, file: &FileName) -> Result<Vec<u8>> {
+        let source = self.source;
+        bytes_from_main(self.accelerator, "read the checkpoint", || match source {
+            Some(checkpoint) => Ok(checkpoint.read(file)?),
+            None => Err(Error::misuse("rank 0 reads checkpoints, and found none")),
+        })
+    }
+}
+
+impl fmt::Debug for Restorer<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Restorer")
+            .field("at", &self.at)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Kinds were compared before.
+fn other_kind(name: &str) -> Error {
+    Error::new(
+        Kind::Checkpoint,
+        format!("the checkpoint has something else in the place of {name}"),
+    )
+}

@@ -1,0 +1,158 @@
+use core::num::NonZeroUsize;
+use std::sync::Arc;
+
+use accelerator_manifest::Draft;
+use serde::{Deserialize, Serialize};
+
+use super::background::{Saving, Work};
+use super::parts::Save;
+use super::settings::Checkpoints;
+use super::share::from_main;
+use super::snapshot::{Mode, Report, Snapshot, Taken, Writer};
+use super::write::{self, Job, Saved};
+use crate::accelerator::Accelerator;
+use crate::error::{Error, Kind, Result};
+use crate::outcome::Failure;
+
+/// See [`Accelerator::save_state`].
+#[track_caller]
+pub(super) fn save<K>(
+    accelerator: &Accelerator,
+    settings: &Checkpoints,
+    parts: impl Save<K>,
+) -> Result<Saved> {
+    let (draft, taken) = prepare(accelerator, settings, parts)?;
+    let job = job(accelerator, Mode::Regular);
+    from_main(accelerator, "save the checkpoint", || match draft {
+        Some(draft) => write::write(draft, &taken, settings, job),
+        None => Err(not_begun()),
+    })
+}
+
+/// See [`Accelerator::save_state_async`].
+#[track_caller]
+pub(super) fn save_async<K>(
+    accelerator: &Accelerator,
+    settings: Checkpoints,
+    parts: impl Save<K>,
+) -> Result<Saving> {
+    let (draft, taken) = prepare(accelerator, &settings, parts)?;
+    let job = job(accelerator, Mode::Regular);
+    let work = match draft {
+        Some(draft) => Work::start(move || write::write(draft, &taken, &settings, job)),
+        None => Arc::default(),
+    };
+    accelerator.shared.checkpoints.begin(work.clone());
+    Ok(Saving::new(accelerator.clone(), work))
+}
+
+/// See [`Accelerator::save_emergency`].
+pub(super) fn save_emergency<K>(
+    accelerator: &Accelerator,
+    settings: &Checkpoints,
+    parts: impl Save<K>,
+) -> Result<Option<Saved>> {
+    let loss = loss(accelerator)?;
+    let lost = accelerator.group().lost();
+    accelerator.shared.checkpoints.join();
+    match (0..accelerator.world_size()).find(|rank| !lost.contains(rank)) {
+        Some(writer) if writer == accelerator.rank() => {}
+        Some(writer) if accelerator.group().lost().contains(&writer) => {
+            let message = format!(
+                "rank {writer}, which was to write the emergency checkpoint, is lost too; {loss}"
+            );
+            return Err(Error::with_source(Kind::Collective, message, loss));
+        }
+        Some(_) => return Ok(None),
+        None => {
+            let message = format!("no rank is left to write the emergency checkpoint; {loss}");
+            return Err(Error::with_source(Kind::Collective, message, loss));
+        }
+    }
+    let mut snapshot = Snapshot::new(accelerator, Mode::Emergency, Writer::This);
+    parts.collect(&mut snapshot)?;
+    let taken = snapshot.taken;
+    let draft = write::begin(settings, accelerator.rank())?;
+    let job = job(accelerator, Mode::Emergency);
+    write::write(draft, &taken, settings, job).map(Some)
+}
+
+/// Phase 1: every rank takes its snapshot, and says whether it is ready, and with what. Only if all
+/// are, and agree, does anyone go on; rank 0 has a draft then.
+#[track_caller]
+fn prepare<K>(
+    accelerator: &Accelerator,
+    settings: &Checkpoints,
+    parts: impl Save<K>,
+) -> Result<(Option<Draft>, Taken)> {
+    accelerator.shared.checkpoints.settle(accelerator)?;
+    let (rank, is_main) = (accelerator.rank(), accelerator.is_main_process());
+    let writer = if is_main { Writer::This } else { Writer::Other };
+    let mut snapshot = Snapshot::new(accelerator, Mode::Regular, writer);
+    let collected = parts.collect(&mut snapshot);
+    let mut taken = snapshot.taken;
+    let begun = collected.and_then(|()| {
+        let draft = is_main.then(|| write::begin(settings, rank));
+        draft.transpose()
+    });
+    let mine = match &begun {
+        Ok(_) => Vote::Ready(taken.report(rank)),
+        Err(error) => Vote::Failed(Failure::of(error)),
+    };
+    if accelerator.world_size() == 1 {
+        return Ok((begun?, taken));
+    }
+    let votes = accelerator.group().all_gather_object(&mine)?;
+    let draft = begun?;
+    let reports = count(votes)?;
+    taken.complete(&reports);
+    Ok((draft, taken))
+}
+
+#[derive(Deserialize, Serialize)]
+enum Vote {
+    Failed(Failure),
+    Ready(Report),
+}
+
+/// Every rank's report, if all are ready and agree. All ranks see the same votes, so all come to
+/// the same.
+fn count(votes: Vec<Vote>) -> Result<Vec<Report>> {
+    let mut reports: Vec<Report> = Vec::with_capacity(votes.len());
+    for (rank, vote) in votes.into_iter().enumerate() {
+        match vote {
+            Vote::Failed(failure) => return Err(failure.into_error(rank, "save a checkpoint")),
+            Vote::Ready(report) => reports.push(report),
+        }
+    }
+    for (rank, report) in reports.iter().enumerate() {
+        reports[0].compare(report, rank)?;
+    }
+    Ok(reports)
+}
+
+/// The loss with which the group failed. In a group that failed, nothing is sent.
+#[track_caller]
+fn loss(accelerator: &Accelerator) -> Result<accelerator_collective::Error> {
+    match accelerator.group().barrier() {
+        Err(error) if error.is_peer_lost() => Ok(error),
+        Err(error) => Err(error.into()),
+        Ok(()) => Err(Error::misuse(
+            "save_emergency is for the ranks that are left when another one is lost, and none is: \
+             use `save_state`",
+        )),
+    }
+}
+
+fn job(accelerator: &Accelerator, mode: Mode) -> Job {
+    Job {
+        factor: accelerator.shared.checkpoints.factor(),
+        mode,
+        seed: accelerator.seed(),
+        world_size: NonZeroUsize::new(accelerator.world_size()).unwrap_or(NonZeroUsize::MIN),
+    }
+}
+
+fn not_begun() -> Error {
+    Error::misuse("rank 0 writes checkpoints, and has begun none")
+}

@@ -1,0 +1,216 @@
+use core::fmt;
+use core::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::error::{Error, Kind, Result};
+
+/// A folder of checkpoints, and how they are kept. A bare path will do where a `Checkpoints` is
+/// asked for.
+///
+/// ```
+/// use accelerator::checkpoint::Checkpoints;
+///
+/// let checkpoints = Checkpoints::new("runs/a").with_total_limit(3);
+/// assert_eq!(checkpoints.path(), std::path::Path::new("runs/a"));
+/// ```
+#[derive(Clone)]
+#[must_use]
+pub struct Checkpoints {
+    path: PathBuf,
+    total_limit: Option<usize>,
+    pub(super) max_shard_size: u64,
+    before_save: Vec<Arc<Hook<Draft>>>,
+    after_resume: Vec<Arc<Hook<Resumed>>>,
+}
+
+type Hook<T> = dyn Fn(&T) -> Result<(), HookError> + Send + Sync;
+
+/// Whatever a hook fails with.
+type HookError = Box<dyn std::error::Error + Send + Sync>;
+
+/// A checkpoint that is about to be complete; for [`Checkpoints::before_save`].
+#[derive(Clone, Debug)]
+pub struct Draft {
+    pub(super) number: u64,
+    pub(super) path: PathBuf,
+    pub(super) step: u64,
+}
+
+/// A checkpoint that training goes on from; for [`Checkpoints::after_resume`].
+#[derive(Clone, Debug)]
+pub struct Resumed {
+    pub(super) number: u64,
+    pub(super) path: PathBuf,
+    pub(super) step: u64,
+}
+
+impl Checkpoints {
+    /// Checkpoints in the folder `path`, which is made when the first one is saved. Only rank 0
+    /// sees it.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            total_limit: None,
+            max_shard_size: 0,
+            before_save: Vec::new(),
+            after_resume: Vec::new(),
+        }
+    }
+
+    /// How many checkpoints are kept, at least 1: when a new one is complete, the oldest are
+    /// removed. Those that lack a file, or have one of another size, neither count nor are removed.
+    /// Of the contents, only those about to be removed are read, and damaged ones stay; among those
+    /// that are kept, one whose bytes changed in place counts. Default: all.
+    pub fn with_total_limit(mut self, checkpoints: usize) -> Self {
+        self.total_limit = Some(checkpoints);
+        self
+    }
+
+    /// Cuts models into files of at most so many bytes, and an index that Hugging Face's tools
+    /// read. A single parameter is never cut. Default, and 0: one file.
+    pub fn with_max_shard_size(mut self, bytes: u64) -> Self {
+        self.max_shard_size = bytes;
+        self
+    }
+
+    /// Runs `hook` on rank 0 before each checkpoint is completed. Files that it writes into
+    /// [`Draft::path`] become part of the checkpoint: hashed, and verified before a resume.
+    ///
+    /// A failure gives the checkpoint up. It must call no collective, which the other ranks would
+    /// not join. With [`save_state_async`](crate::Accelerator::save_state_async), it runs on another
+    /// thread, beside training.
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// # use accelerator::checkpoint::{Checkpoints, Object};
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    /// # let accelerator = Accelerator::new()?;
+    /// let checkpoints = Checkpoints::new(folder).before_save(|draft| {
+    ///     Ok(std::fs::write(draft.path().join("note.txt"), "a good one")?)
+    /// });
+    /// let saved = accelerator.save_state(&checkpoints, Object(&1))?;
+    /// assert_eq!(std::fs::read(saved.path().join("note.txt")).unwrap(), b"a good one");
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn before_save(
+        mut self,
+        hook: impl Fn(&Draft) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
+        + Send
+        + Sync
+        + 'static,
+    ) -> Self {
+        self.before_save.push(Arc::new(hook));
+        self
+    }
+
+    /// Runs `hook` on rank 0 when everything is loaded from a checkpoint; to read files that
+    /// [`before_save`](Self::before_save) added. A failure fails the resume, on every rank.
+    pub fn after_resume(
+        mut self,
+        hook: impl Fn(&Resumed) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
+        + Send
+        + Sync
+        + 'static,
+    ) -> Self {
+        self.after_resume.push(Arc::new(hook));
+        self
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// How many are kept, if there is a limit.
+    pub(super) fn limit(&self) -> Result<Option<NonZeroUsize>> {
+        let limit = |limit| {
+            NonZeroUsize::new(limit).ok_or_else(|| {
+                Error::config("with_total_limit: 0 checkpoints; expected at least 1")
+            })
+        };
+        self.total_limit.map(limit).transpose()
+    }
+
+    pub(super) fn run_before_save(&self, draft: &Draft) -> Result<()> {
+        let failed = |error| {
+            let message = format!("a hook that runs before checkpoint {} failed", draft.number);
+            Error::with_source(Kind::Checkpoint, message, error)
+        };
+        let mut hooks = self.before_save.iter();
+        hooks.try_for_each(|hook| hook(draft).map_err(failed))
+    }
+
+    pub(super) fn run_after_resume(&self, resumed: &Resumed) -> Result<()> {
+        let failed = |error| {
+            let path = resumed.path.display();
+            let message = format!("a hook that runs after resuming from {path} failed");
+            Error::with_source(Kind::Checkpoint, message, error)
+        };
+        let mut hooks = self.after_resume.iter();
+        hooks.try_for_each(|hook| hook(resumed).map_err(failed))
+    }
+}
+
+impl Draft {
+    /// The number that the checkpoint will have.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Where it lies until it is complete.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// How many optimizer steps were done.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+}
+
+impl Resumed {
+    /// The number of the checkpoint.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// How many optimizer steps were done.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+}
+
+impl From<&Self> for Checkpoints {
+    fn from(checkpoints: &Self) -> Self {
+        checkpoints.clone()
+    }
+}
+
+macro_rules! from_paths {
+    ($($path:ty),+) => {
+        $(impl From<$path> for Checkpoints {
+            fn from(path: $path) -> Self {
+                Self::new(path)
+            }
+        })+
+    };
+}
+
+from_paths!(&str, String, &String, &Path, PathBuf, &PathBuf);
+
+impl fmt::Debug for Checkpoints {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Checkpoints")
+            .field("path", &self.path)
+            .field("total_limit", &self.total_limit)
+            .field("max_shard_size", &self.max_shard_size)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,53 @@
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::accelerator::Accelerator;
+use crate::error::Result;
+use crate::outcome;
+
+/// How many bytes travel in one broadcast.
+const CHUNK: usize = 64 << 20;
+
+/// What rank 0's `work` comes to, on every rank; where it fails, every rank gets the error.
+#[track_caller]
+pub(super) fn from_main<T: Serialize + DeserializeOwned>(
+    accelerator: &Accelerator,
+    action: &str,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let group = accelerator.group();
+    if accelerator.world_size() == 1 {
+        return work();
+    }
+    match accelerator.on_main_process(work) {
+        Some(mine) => {
+            let mine = outcome::tell(group, mine)?;
+            Ok(group.broadcast_object(Some(&mine), 0)?)
+        }
+        None => {
+            outcome::hear(group, action)?;
+            Ok(group.broadcast_object(None, 0)?)
+        }
+    }
+}
+
+/// The bytes that `read` gives on rank 0, on every rank.
+#[track_caller]
+pub(super) fn bytes_from_main(
+    accelerator: &Accelerator,
+    action: &str,
+    read: impl FnOnce() -> Result<Vec<u8>>,
+) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let length = from_main(accelerator, action, || {
+        bytes = read()?;
+        Ok(bytes.len() as u64)
+    })?;
+    bytes.resize(length as usize, 0);
+    if accelerator.world_size() > 1 {
+        for chunk in bytes.chunks_mut(CHUNK) {
+            accelerator.group().broadcast(chunk, 0)?;
+        }
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,285 @@
+use core::fmt;
+use std::collections::HashSet;
+
+use burn::module::Module;
+use serde::{Deserialize, Serialize};
+
+use super::state::{ModelState, PartState, State, encode};
+use crate::accelerator::Accelerator;
+use crate::data::Standing;
+use crate::error::{Error, Kind, Result};
+use crate::model::{Layout, ModelSnapshot};
+use crate::optim::{OptimizerSnapshot, PreparedOptimizer, Schedule};
+
+/// Everything that goes into a checkpoint, at one moment: taken while training stands still,
+/// written later and elsewhere.
+pub struct Snapshot<'a> {
+    accelerator: &'a Accelerator,
+    mode: Mode,
+    writer: Writer,
+    pub(super) taken: Taken,
+}
+
+/// Whether a window may be open.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Mode {
+    /// What an open window holds is lost, and its batches are not used.
+    Emergency,
+    Regular,
+}
+
+/// Whether this rank writes, and so needs the values too.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Writer {
+    Other,
+    This,
+}
+
+/// A snapshot without its accelerator.
+#[derive(Default)]
+pub(super) struct Taken {
+    pub(super) parts: Vec<Part>,
+}
+
+pub(super) enum Part {
+    Loader(Standing),
+    Model {
+        state: ModelState,
+        /// On the rank that writes.
+        values: Option<ModelSnapshot>,
+    },
+    Object(Vec<u8>),
+    Optimizer(OptimizerSnapshot),
+    /// This rank's, and then every rank's.
+    PerRank(Vec<Option<Vec<u8>>>),
+}
+
+/// What a part of a checkpoint is.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PartKind {
+    #[doc(hidden)]
+    Loader,
+    #[doc(hidden)]
+    Model,
+    #[doc(hidden)]
+    Object,
+    #[doc(hidden)]
+    Optimizer,
+    #[doc(hidden)]
+    PerRank,
+}
+
+/// What a rank says of its snapshot before any is written.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(super) struct Report(Vec<PartReport>);
+
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+enum PartReport {
+    Loader(Box<Standing>),
+    Model { steps: u64 },
+    Object,
+    Optimizer { steps: u64 },
+    PerRank(Vec<u8>),
+}
+
+impl<'a> Snapshot<'a> {
+    pub(super) fn new(accelerator: &'a Accelerator, mode: Mode, writer: Writer) -> Self {
+        Self {
+            accelerator,
+            mode,
+            writer,
+            taken: Taken::default(),
+        }
+    }
+
+    pub(super) fn add_model<M: Module>(&mut self, model: &M) -> Result<()> {
+        let slot = self.accelerator.shared.models.find(model)?;
+        let open = slot.open_micro_steps();
+        if open > 0 && self.mode == Mode::Regular {
+            return Err(Error::misuse(format!(
+                "a checkpoint is saved between optimizer steps, and {open} micro-steps of the next \
+                 one are done: save when `optimizer.outcome()` is `Stepped`, or at the end of an \
+                 epoch"
+            )));
+        }
+        let values = (self.writer == Writer::This).then(|| ModelSnapshot::of(model));
+        self.taken.parts.push(Part::Model {
+            state: ModelState {
+                layout: Layout::of(model),
+                steps: slot.steps(),
+            },
+            values,
+        });
+        Ok(())
+    }
+
+    pub(super) fn add_optimizer<S: Schedule>(
+        &mut self,
+        optimizer: &PreparedOptimizer<S>,
+    ) -> Result<()> {
+        let optimizer = optimizer.snapshot()?;
+        self.taken.parts.push(Part::Optimizer(optimizer));
+        Ok(())
+    }
+
+    pub(super) fn add_loader(&mut self, standing: Standing) {
+        self.taken.parts.push(Part::Loader(standing));
+    }
+
+    pub(super) fn add_object<T: Serialize>(&mut self, value: &T) -> Result<()> {
+        self.taken.parts.push(Part::Object(encode(value)?));
+        Ok(())
+    }
+
+    pub(super) fn add_per_rank<T: Serialize>(&mut self, value: &T) -> Result<()> {
+        let mut values = vec![None; self.accelerator.world_size()];
+        values[self.accelerator.rank()] = Some(encode(value)?);
+        self.taken.parts.push(Part::PerRank(values));
+        Ok(())
+    }
+}
+
+impl Taken {
+    pub(super) fn report(&self, rank: usize) -> Report {
+        let parts = self.parts.iter().map(|part| match part {
+            Part::Loader(standing) => PartReport::Loader(Box::new(standing.clone())),
+            Part::Model { state, .. } => PartReport::Model { steps: state.steps },
+            Part::Object(_) => PartReport::Object,
+            Part::Optimizer(optimizer) => PartReport::Optimizer {
+                steps: optimizer.state.steps,
+            },
+            Part::PerRank(values) => {
+                let mine = values.get(rank).cloned().flatten();
+                PartReport::PerRank(mine.unwrap_or_default())
+            }
+        });
+        Report(parts.collect())
+    }
+
+    /// Takes every rank's own values in.
+    pub(super) fn complete(&mut self, reports: &[Report]) {
+        for (at, part) in self.parts.iter_mut().enumerate() {
+            let Part::PerRank(values) = part else {
+                continue;
+            };
+            for (value, report) in values.iter_mut().zip(reports) {
+                if let Some(PartReport::PerRank(bytes)) = report.0.get(at) {
+                    *value = Some(bytes.clone());
+                }
+            }
+        }
+    }
+
+    /// Optimizer steps: those of the first optimizer, else of the first model.
+    pub(super) fn step(&self) -> u64 {
+        let optimizers = self.parts.iter().filter_map(|part| match part {
+            Part::Optimizer(optimizer) => Some(optimizer.state.steps),
+            _ => None,
+        });
+        let models = self.parts.iter().filter_map(|part| match part {
+            Part::Model { state, .. } => Some(state.steps),
+            _ => None,
+        });
+        optimizers.chain(models).next().unwrap_or(0)
+    }
+
+    /// What the learning rates of the job are multiplied by.
+    pub(super) fn state(&self, factor: f64) -> State {
+        let parts = self.parts.iter().map(|part| match part {
+            Part::Loader(standing) => PartState::Loader(standing.clone()),
+            Part::Model { state, .. } => PartState::Model(state.clone()),
+            Part::Object(_) => PartState::Object,
+            Part::Optimizer(optimizer) => PartState::Optimizer(optimizer.state.clone()),
+            Part::PerRank(_) => PartState::PerRank,
+        });
+        State {
+            factor,
+            parts: parts.collect(),
+        }
+    }
+
+    /// The ids of every parameter that is saved.
+    pub(super) fn ids(&self) -> HashSet<u64> {
+        let layouts = self.parts.iter().filter_map(|part| match part {
+            Part::Model { state, .. } => Some(state.layout.ids()),
+            _ => None,
+        });
+        layouts.flatten().collect()
+    }
+}
+
+impl Report {
+    /// Compares rank 0's report with that of `rank`.
+    pub(super) fn compare(&self, other: &Self, rank: usize) -> Result<()> {
+        let (mine, theirs) = (&self.0, &other.0);
+        let count = mine.len().max(theirs.len());
+        let Some(at) = (0..count).find(|&at| !same(mine.get(at), theirs.get(at))) else {
+            return Ok(());
+        };
+        Err(Error::new(
+            Kind::Misuse,
+            format!(
+                "ranks do not agree on what they save: at place {} of the tuple, rank 0 has {}, and \
+                 rank {rank} has {}; every rank saves the same parts, after the same step",
+                at + 1,
+                Shown(mine.get(at)),
+                Shown(theirs.get(at)),
+            ),
+        ))
+    }
+}
+
+/// Whether ranks agree on a part. A loader that gradients are made from stands at one place on
+/// all of them; one for evaluation may be read by some ranks alone.
+fn same(left: Option<&PartReport>, right: Option<&PartReport>) -> bool {
+    match (left, right) {
+        (Some(PartReport::Loader(left)), Some(PartReport::Loader(right))) => {
+            left.trained == right.trained && (!left.trained || left.spot == right.spot)
+        }
+        (Some(PartReport::PerRank(_)), Some(PartReport::PerRank(_))) => true,
+        (left, right) => left == right,
+    }
+}
+
+struct Shown<'a>(Option<&'a PartReport>);
+
+impl fmt::Display for Shown<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            None => f.write_str("nothing"),
+            Some(PartReport::Loader(standing)) => match standing.spot {
+                Some(spot) => write!(
+                    f,
+                    "a loader in epoch {} after {} samples",
+                    spot.epoch, spot.consumed
+                ),
+                None => f.write_str("a loader that was not read yet"),
+            },
+            Some(PartReport::Model { steps }) => write!(f, "a model after {steps} steps"),
+            Some(PartReport::Object) => PartKind::Object.fmt(f),
+            Some(PartReport::Optimizer { steps }) => write!(f, "an optimizer after {steps} steps"),
+            Some(PartReport::PerRank(_)) => PartKind::PerRank.fmt(f),
+        }
+    }
+}
+
+impl fmt::Display for PartKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Loader => "a loader",
+            Self::Model => "a model",
+            Self::Object => "an object",
+            Self::Optimizer => "an optimizer",
+            Self::PerRank => "a value for each rank",
+        })
+    }
+}
+
+impl fmt::Debug for Snapshot<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Snapshot")
+            .field("parts", &self.taken.parts.len())
+            .finish_non_exhaustive()
+    }
+}

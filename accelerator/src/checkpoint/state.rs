@@ -1,0 +1,162 @@
+use std::collections::HashSet;
+
+use accelerator_manifest::FileName;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::snapshot::PartKind;
+use crate::data::{Spot, Standing};
+use crate::error::{Error, Kind, Result};
+use crate::model::Layout;
+use crate::optim::OptimizerState;
+
+/// The content of `state.cbor`: all that is small, exactly. The manifest repeats for people what
+/// they may want to know of it.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(super) struct State {
+    /// What the learning rates of the job are multiplied by.
+    pub(super) factor: f64,
+    pub(super) parts: Vec<PartState>,
+}
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(super) enum PartState {
+    Loader(Standing),
+    Model(ModelState),
+    Object,
+    Optimizer(OptimizerState),
+    PerRank,
+}
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(super) struct ModelState {
+    pub(super) layout: Layout,
+    /// How many windows ended.
+    pub(super) steps: u64,
+}
+
+impl State {
+    /// Where the file with the state lies.
+    pub(super) const FILE: &str = "state.cbor";
+
+    /// The place of the loop: that of the first loader that gradients were made from; where there
+    /// is none, of the first that was read.
+    pub(super) fn spot(&self) -> Option<Spot> {
+        let read = || self.loaders().filter(|loader| loader.spot.is_some());
+        let loader = read()
+            .find(|loader| loader.trained)
+            .or_else(|| read().next())?;
+        loader.spot
+    }
+
+    /// Whether the loader at that place goes on in mid-epoch. One for evaluation starts anew, as
+    /// it does each time.
+    pub(super) fn goes_on(&self, at: usize) -> bool {
+        let Some(PartState::Loader(loader)) = self.parts.get(at) else {
+            return false;
+        };
+        if self.loaders().any(|loader| loader.trained) {
+            return loader.trained;
+        }
+        let mut before = self.parts[..at].iter();
+        !before.any(|part| matches!(part, PartState::Loader(other) if other.spot.is_some()))
+    }
+
+    pub(super) fn loaders(&self) -> impl Iterator<Item = &Standing> {
+        self.parts.iter().filter_map(|part| match part {
+            PartState::Loader(standing) => Some(standing),
+            _ => None,
+        })
+    }
+
+    pub(super) fn ids(&self) -> HashSet<u64> {
+        let layouts = self.parts.iter().filter_map(|part| match part {
+            PartState::Model(model) => Some(model.layout.ids()),
+            _ => None,
+        });
+        layouts.flatten().collect()
+    }
+
+    pub(super) fn kinds(&self) -> Vec<PartKind> {
+        self.parts.iter().map(PartState::kind).collect()
+    }
+}
+
+impl PartState {
+    pub(super) fn kind(&self) -> PartKind {
+        match self {
+            Self::Loader(_) => PartKind::Loader,
+            Self::Model(_) => PartKind::Model,
+            Self::Object => PartKind::Object,
+            Self::Optimizer(_) => PartKind::Optimizer,
+            Self::PerRank => PartKind::PerRank,
+        }
+    }
+}
+
+/// Gives out the names of files, by how many parts of a kind there were before.
+#[derive(Debug, Default)]
+pub(super) struct Names {
+    models: usize,
+    objects: usize,
+    optimizers: usize,
+    per_rank: usize,
+}
+
+impl Names {
+    /// The folder of the next model within the checkpoint: none for the first.
+    pub(super) fn model(&mut self) -> Option<String> {
+        self.models += 1;
+        (self.models > 1).then(|| format!("model-{}", self.models))
+    }
+
+    pub(super) fn object(&mut self) -> Result<FileName> {
+        numbered("object", "cbor", &mut self.objects)
+    }
+
+    pub(super) fn optimizer(&mut self) -> Result<FileName> {
+        numbered("optimizer", "bpk", &mut self.optimizers)
+    }
+
+    pub(super) fn per_rank(&mut self) -> Result<FileName> {
+        numbered("ranks", "cbor", &mut self.per_rank)
+    }
+}
+
+fn numbered(stem: &str, extension: &str, count: &mut usize) -> Result<FileName> {
+    *count += 1;
+    let name = match *count {
+        1 => format!("{stem}.{extension}"),
+        count => format!("{stem}-{count}.{extension}"),
+    };
+    Ok(name.parse::<FileName>()?)
+}
+
+/// CBOR keeps what serde describes: NaN, the last bit of a float, and maps with any keys.
+pub(super) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    ciborium::into_writer(value, &mut bytes).map_err(|error| {
+        Error::with_source(
+            Kind::Misuse,
+            format!(
+                "a {} cannot be written into a checkpoint",
+                core::any::type_name::<T>()
+            ),
+            error.to_string(),
+        )
+    })?;
+    Ok(bytes)
+}
+
+pub(super) fn decode<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T> {
+    ciborium::from_reader(bytes).map_err(|error| {
+        Error::with_source(
+            Kind::Checkpoint,
+            format!(
+                "the checkpoint does not fit: {what} cannot be read as {}",
+                core::any::type_name::<T>()
+            ),
+            error.to_string(),
+        )
+    })
+}

@@ -1,0 +1,136 @@
+use serde::{Deserialize, Serialize};
+
+/// That a checkpoint was saved by another number of ranks than go on from it.
+///
+/// [`Accelerator::resume_with`](crate::Accelerator::resume_with) shows it to the program, which
+/// answers with a [`Rescale`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct WorldChange {
+    pub(super) before: usize,
+    pub(super) now: usize,
+    pub(super) global_batches: Vec<u64>,
+}
+
+impl WorldChange {
+    /// How many ranks saved the checkpoint.
+    pub fn before(&self) -> usize {
+        self.before
+    }
+
+    /// How many ranks there are here.
+    pub fn now(&self) -> usize {
+        self.now
+    }
+
+    /// How many times as many ranks there are: less than 1 when the job shrank.
+    pub fn ratio(&self) -> f64 {
+        self.now as f64 / self.before as f64
+    }
+
+    /// How many samples all ranks used together in a step, for each loader that was saved; one of
+    /// Burn's own, which does not tell, is left out.
+    pub fn global_batches(&self) -> &[u64] {
+        &self.global_batches
+    }
+}
+
+/// What becomes of batch size and learning rate at another number of ranks.
+///
+/// | rule | samples a step, over all ranks | learning rate |
+/// |---|---|---|
+/// | [`keep_global_batch`](Self::keep_global_batch), the default | as before, divided as evenly as possible | as before |
+/// | [`keep_batch_per_rank`](Self::keep_batch_per_rank) | grows and shrinks with the ranks | as before, unless a factor is given |
+///
+/// The first rule keeps the trajectory of the job that was, up to rounding. Under the second one
+/// the rate is often scaled along:
+///
+/// ```
+/// # use accelerator::prelude::*;
+/// # use accelerator::checkpoint::Rescale;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+/// # let accelerator = Accelerator::new()?;
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(1, 1).init(&accelerator.device()))?;
+/// let (model, position) = accelerator.resume_with(folder, model, |change| {
+///     Rescale::keep_batch_per_rank().with_learning_rate_factor(change.ratio())
+/// })?;
+/// # assert!(position.is_start());
+/// # let _: Linear = model;
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
+pub struct Rescale {
+    batch: Batch,
+    factor: f64,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
+enum Batch {
+    Global,
+    PerRank,
+}
+
+impl Rescale {
+    /// A step uses as many samples as before, whatever the number of ranks: where that does not
+    /// divide evenly, the first ranks get one sample more.
+    pub fn keep_global_batch() -> Self {
+        Self {
+            batch: Batch::Global,
+            factor: 1.0,
+        }
+    }
+
+    /// A rank uses as many samples in a step as before.
+    pub fn keep_batch_per_rank() -> Self {
+        Self {
+            batch: Batch::PerRank,
+            factor: 1.0,
+        }
+    }
+
+    /// Multiplies learning rates from here on: those of every optimizer with a scheduler. A program
+    /// that tells its optimizer the rate multiplies it by
+    /// [`Position::learning_rate_factor`](super::Position::learning_rate_factor). Later checkpoints
+    /// keep the factor, and a later change multiplies it again.
+    #[must_use]
+    pub fn with_learning_rate_factor(self, factor: f64) -> Self {
+        Self { factor, ..self }
+    }
+
+    pub(super) fn factor(self) -> f64 {
+        self.factor
+    }
+
+    /// The global batch for what was `global_batch` samples.
+    pub(super) fn global_batch(self, before: usize, now: usize, global_batch: u64) -> u64 {
+        match self.batch {
+            Batch::Global => global_batch,
+            Batch::PerRank => {
+                let (before, now) = (before as u128, now as u128);
+                let scaled = (u128::from(global_batch) * now + before / 2) / before;
+                u64::try_from(scaled).unwrap_or(u64::MAX).max(now as u64)
+            }
+        }
+    }
+}
+
+impl Default for Rescale {
+    fn default() -> Self {
+        Self::keep_global_batch()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_follow_the_rule() {
+        let per_rank = Rescale::keep_batch_per_rank();
+        assert_eq!(per_rank.global_batch(4, 3, 128), 96);
+        assert_eq!(per_rank.global_batch(3, 2, 8), 5, "rounded");
+        assert_eq!(per_rank.global_batch(4, 1, 1), 1);
+        assert_eq!(Rescale::default().global_batch(4, 3, 128), 128);
+    }
+}

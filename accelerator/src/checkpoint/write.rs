@@ -1,0 +1,186 @@
+use core::num::NonZeroUsize;
+use std::path::PathBuf;
+
+use accelerator_manifest::{
+    self as manifest, CheckpointKind, Depth, Facts, FileName, Folder, Role,
+};
+use serde::{Deserialize, Serialize};
+
+use super::settings::{Checkpoints, Draft};
+use super::snapshot::{Mode, Part, Taken};
+use super::state::{Names, State, encode};
+use crate::data::Standing;
+use crate::error::{Error, Result};
+use crate::model::{FileNames, Layout, SaveOptions};
+use crate::optim::check_known;
+
+/// A checkpoint that was saved.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Saved {
+    number: u64,
+    path: PathBuf,
+    step: u64,
+}
+
+impl Saved {
+    /// Its number: 1 for the first in a folder.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Where it lies, on the host of the rank that wrote it.
+    pub fn path(&self) -> &std::path::Path {
+        &self.path
+    }
+
+    /// How many optimizer steps were done.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+}
+
+/// What the job is, at the time of a save.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Job {
+    pub(super) factor: f64,
+    pub(super) mode: Mode,
+    pub(super) seed: u64,
+    pub(super) world_size: NonZeroUsize,
+}
+
+/// Opens the folder and begins a checkpoint in it.
+pub(super) fn begin(settings: &Checkpoints, rank: usize) -> Result<manifest::Draft> {
+    settings.limit()?;
+    if settings.path().join("manifest.json").exists() {
+        return Err(Error::misuse(format!(
+            "`{}` is a checkpoint; expected the folder that holds checkpoints",
+            settings.path().display()
+        )));
+    }
+    Ok(Folder::create(settings.path())?.begin(rank)?)
+}
+
+/// Writes everything, gives the checkpoint its name, and only then removes old ones.
+pub(super) fn write(
+    mut draft: manifest::Draft,
+    taken: &Taken,
+    settings: &Checkpoints,
+    job: Job,
+) -> Result<Saved> {
+    let step = taken.step();
+    let state = taken.state(job.factor);
+    let ids = taken.ids();
+    let options = SaveOptions::new().with_max_shard_size(settings.max_shard_size);
+    let mut names = Names::default();
+    for (at, part) in taken.parts.iter().enumerate() {
+        match part {
+            Part::Loader(_) => {}
+            Part::Model { values, .. } => {
+                let folder = names.model();
+                let Some(values) = values else { continue };
+                let files = FileNames::new("model.safetensors");
+                values.write(&files, &options, &mut |name, content| {
+                    let name = match &folder {
+                        Some(folder) => FileName::new(format!("{folder}/{name}"))?,
+                        None => FileName::new(name)?,
+                    };
+                    draft.write(&name, Role::Model, |file| content(file))?;
+                    Ok(())
+                })?;
+            }
+            Part::Object(bytes) => {
+                draft.write_bytes(&names.object()?, Role::Object, bytes)?;
+            }
+            Part::Optimizer(optimizer) => {
+                let bytes = optimizer.bytes()?;
+                check_known(&format!("the optimizer at place {}", at + 1), &bytes, &ids)?;
+                draft.write_bytes(&names.optimizer()?, Role::Optimizer, &bytes)?;
+            }
+            Part::PerRank(values) => {
+                draft.write_bytes(&names.per_rank()?, Role::Ranks, &encode(values)?)?;
+            }
+        }
+    }
+    draft.write_bytes(&State::FILE.parse()?, Role::Other, &encode(&state)?)?;
+    settings.run_before_save(&Draft {
+        number: draft.number(),
+        path: draft.path().to_owned(),
+        step,
+    })?;
+    draft.adopt(Role::Other)?;
+    let checkpoint = draft.commit(facts(taken, &state, job))?;
+    if let Some(limit) = settings.limit()? {
+        prune(settings, limit);
+    }
+    Ok(Saved {
+        number: checkpoint.number(),
+        path: checkpoint.path().to_owned(),
+        step,
+    })
+}
+
+/// The new checkpoint is complete: that an old one stays is no failure of it.
+fn prune(settings: &Checkpoints, limit: NonZeroUsize) {
+    let pruned =
+        Folder::open(settings.path()).and_then(|folder| folder.prune(limit, Depth::Sizes, &[]));
+    match pruned {
+        Ok(numbers) if !numbers.is_empty() => tracing::debug!(?numbers, "removed old checkpoints"),
+        Ok(_) => {}
+        Err(error) => tracing::warn!("old checkpoints could not be removed: {error}"),
+    }
+}
+
+fn facts(taken: &Taken, state: &State, job: Job) -> Facts {
+    let mut extra = serde_json::Map::new();
+    let parts = state.parts.iter().map(|part| part.kind().to_string());
+    extra.insert("parts".to_owned(), parts.collect());
+    extra.insert("learning_rate_factor".to_owned(), job.factor.into());
+    let layouts: Vec<&Layout> = taken
+        .parts
+        .iter()
+        .filter_map(|part| match part {
+            Part::Model { state, .. } => Some(&state.layout),
+            _ => None,
+        })
+        .collect();
+    let mut names = Names::default();
+    let parameters = layouts.into_iter().flat_map(|layout| {
+        let folder = names.model();
+        layout.parameters().map(move |mut parameter| {
+            if let Some(folder) = &folder {
+                parameter.path = format!("{folder}/{}", parameter.path);
+            }
+            parameter
+        })
+    });
+    Facts {
+        kind: match job.mode {
+            Mode::Emergency => CheckpointKind::Emergency,
+            Mode::Regular => CheckpointKind::Full,
+        },
+        step: taken.step(),
+        epoch: state.spot().map_or(0, |spot| spot.next_epoch()),
+        world_size: job.world_size,
+        seed: Some(job.seed),
+        loaders: state.loaders().map(loader).collect(),
+        parameters: parameters.collect(),
+        extra,
+    }
+}
+
+fn loader(standing: &Standing) -> manifest::LoaderState {
+    let spot = standing.spot.unwrap_or_default();
+    let mut extra = serde_json::Map::new();
+    extra.insert("trained".to_owned(), standing.trained.into());
+    manifest::LoaderState {
+        samples: standing.samples,
+        order: standing.order.clone(),
+        tail: standing.tail.clone(),
+        global_batch: standing.global_batch.unwrap_or(0),
+        epoch: spot.epoch,
+        consumed: spot.consumed,
+        step: spot.step,
+        finished: spot.finished,
+        extra,
+    }
+}

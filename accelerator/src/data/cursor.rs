@@ -1,0 +1,304 @@
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use serde::{Deserialize, Serialize};
+
+/// A place in an epoch: what lies before it is used.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub(crate) struct Spot {
+    pub(crate) epoch: u64,
+    /// Samples, over all ranks.
+    pub(crate) consumed: u64,
+    /// Whether the program saw the end of the epoch.
+    pub(crate) finished: bool,
+    /// Batches a rank.
+    pub(crate) step: u64,
+}
+
+impl Spot {
+    pub(crate) fn start_of(epoch: u64) -> Self {
+        Self {
+            epoch,
+            ..Self::default()
+        }
+    }
+
+    /// The epoch with which a program goes on.
+    pub(crate) fn next_epoch(self) -> u64 {
+        self.epoch + u64::from(self.finished)
+    }
+}
+
+/// Where the program stands in a loader.
+///
+/// Batches that went into a gradient are used when their window was averaged, not before: what was
+/// read ahead, yielded, or added to a window that failed is not. In a loader whose batches never go
+/// to `backward` (for evaluation, or where a bare count is passed), what was yielded is used.
+#[derive(Debug, Default)]
+pub(super) struct Cursor(Mutex<State>);
+
+/// Where another process stood.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Restored {
+    pub(super) spot: Option<Spot>,
+    /// Whether gradients were made from batches.
+    pub(super) trained: bool,
+    /// Whether an epoch that is not finished is continued.
+    pub(super) goes_on: bool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The pass that was trained on last.
+    current: Option<Arc<Pass>>,
+    /// The pass that was begun last.
+    latest: Option<Arc<Pass>>,
+    /// Where the epoch of that number goes on. It holds until something of it was used, so that a
+    /// look at a first batch does not use it up.
+    resume: Option<Spot>,
+    /// Where an earlier process stood.
+    restored: Option<Spot>,
+    /// Whether gradients were made from batches, in this process or an earlier one.
+    trained: bool,
+}
+
+impl Cursor {
+    /// A cursor that stands where another process stood.
+    pub(super) fn restored(from: Restored) -> Arc<Self> {
+        Arc::new(Self(Mutex::new(State {
+            resume: from.spot.filter(|spot| from.goes_on && !spot.finished),
+            restored: from.spot,
+            trained: from.trained,
+            ..State::default()
+        })))
+    }
+
+    /// Begins a pass over that epoch, where it is to begin.
+    pub(super) fn begin(self: &Arc<Self>, epoch: u64) -> Arc<Pass> {
+        let mut state = self.lock();
+        let start = state
+            .resume
+            .filter(|spot| spot.epoch == epoch)
+            .unwrap_or(Spot::start_of(epoch));
+        let pass = Arc::new(Pass {
+            cursor: Arc::downgrade(self),
+            progress: Mutex::new(Progress {
+                is_open: true,
+                used: start,
+                yielded: start,
+            }),
+        });
+        state.latest = Some(pass.clone());
+        pass
+    }
+
+    /// Where it stands; `None` if it was never read.
+    pub(super) fn spot(&self) -> Option<Spot> {
+        let state = self.lock();
+        let latest = state.latest.as_ref().map(|pass| pass.progress());
+        let current = state.current.as_ref().map(|pass| pass.progress());
+        let spot = |progress: Progress| {
+            if state.trained && !progress.yielded.finished {
+                progress.used
+            } else {
+                progress.yielded
+            }
+        };
+        match (current, latest) {
+            // An epoch was left before its end, and the next one has begun.
+            (Some(current), Some(latest))
+                if !current.is_open && !current.yielded.finished && latest.is_open =>
+            {
+                Some(spot(latest))
+            }
+            (Some(progress), _) | (None, Some(progress)) => Some(spot(progress)),
+            (None, None) => state.restored,
+        }
+    }
+
+    /// Whether gradients were made from its batches.
+    pub(super) fn is_trained(&self) -> bool {
+        self.lock().trained
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One pass over an epoch.
+#[derive(Debug)]
+pub(crate) struct Pass {
+    /// Gone with the loader, which its iterators may outlive.
+    cursor: Weak<Cursor>,
+    progress: Mutex<Progress>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Progress {
+    /// Whether its iterator lives.
+    is_open: bool,
+    used: Spot,
+    yielded: Spot,
+}
+
+impl Pass {
+    /// Where it began, and then what was yielded.
+    pub(super) fn yielded(&self) -> Spot {
+        self.progress().yielded
+    }
+
+    pub(super) fn advance(&self, to: Spot) {
+        self.lock().yielded = to;
+    }
+
+    /// The program saw its end.
+    pub(super) fn finish(&self) {
+        self.lock().yielded.finished = true;
+        let epoch = self.yielded().epoch;
+        let Some(cursor) = self.cursor.upgrade() else {
+            return;
+        };
+        let mut state = cursor.lock();
+        state.resume = state.resume.filter(|spot| spot.epoch != epoch);
+    }
+
+    /// Its iterator is gone.
+    pub(super) fn close(&self) {
+        self.lock().is_open = false;
+    }
+
+    fn progress(&self) -> Progress {
+        *self.lock()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Where a batch ends, and in which pass.
+#[derive(Clone, Debug)]
+pub(crate) struct Mark {
+    pub(super) pass: Arc<Pass>,
+    pub(super) end: Spot,
+}
+
+impl Mark {
+    /// Whether it is of the same pass, so that the later one says all.
+    pub(crate) fn follows(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.pass, &other.pass)
+    }
+
+    /// Its batch, and all before it in the pass, went into a step.
+    pub(crate) fn is_used(&self) {
+        self.pass.lock().used = self.end;
+        let Some(cursor) = self.pass.cursor.upgrade() else {
+            return;
+        };
+        let mut state = cursor.lock();
+        state.trained = true;
+        state.resume = None;
+        state.current = Some(self.pass.clone());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spot(epoch: u64, step: u64) -> Spot {
+        Spot {
+            epoch,
+            consumed: 10 * step,
+            finished: false,
+            step,
+        }
+    }
+
+    fn take(pass: &Arc<Pass>, step: u64) -> Mark {
+        let end = spot(pass.yielded().epoch, step);
+        pass.advance(end);
+        Mark {
+            pass: pass.clone(),
+            end,
+        }
+    }
+
+    #[test]
+    fn what_is_trained_counts_and_what_is_only_yielded_does_not() {
+        let cursor = Arc::new(Cursor::default());
+        assert_eq!(cursor.spot(), None);
+        let pass = cursor.begin(4);
+        take(&pass, 1).is_used();
+        take(&pass, 2);
+        assert_eq!(cursor.spot(), Some(spot(4, 1)));
+        take(&pass, 3).is_used();
+        assert_eq!(cursor.spot(), Some(spot(4, 3)));
+        // A look at another epoch's first batch changes nothing.
+        take(&cursor.begin(0), 1);
+        assert_eq!(cursor.spot(), Some(spot(4, 3)));
+        pass.finish();
+        assert_eq!(cursor.spot().map(Spot::next_epoch), Some(5));
+    }
+
+    #[test]
+    fn an_epoch_that_was_left_gives_way_to_the_next() {
+        let cursor = Arc::new(Cursor::default());
+        let pass = cursor.begin(0);
+        take(&pass, 1).is_used();
+        pass.close();
+        assert_eq!(
+            cursor.spot(),
+            Some(spot(0, 1)),
+            "the loop was left, to go on"
+        );
+        let next = cursor.begin(1);
+        take(&next, 1);
+        assert_eq!(cursor.spot(), Some(Spot::start_of(1)));
+    }
+
+    #[test]
+    fn in_evaluation_what_was_yielded_counts() {
+        let cursor = Arc::new(Cursor::default());
+        take(&cursor.begin(0), 2);
+        assert_eq!(cursor.spot(), Some(spot(0, 2)));
+        assert!(!cursor.is_trained());
+    }
+
+    #[test]
+    fn a_restored_place_holds_until_it_is_used() {
+        let cursor = Cursor::restored(Restored {
+            spot: Some(spot(3, 7)),
+            trained: true,
+            goes_on: true,
+        });
+        assert_eq!(cursor.spot(), Some(spot(3, 7)));
+        assert_eq!(cursor.begin(0).yielded(), Spot::start_of(0));
+        assert_eq!(cursor.begin(3).yielded(), spot(3, 7), "a look");
+        let pass = cursor.begin(3);
+        assert_eq!(pass.yielded(), spot(3, 7));
+        assert_eq!(cursor.spot(), Some(spot(3, 7)));
+        take(&pass, 8).is_used();
+        assert_eq!(cursor.begin(3).yielded(), Spot::start_of(3));
+    }
+
+    #[test]
+    fn a_restored_place_that_does_not_go_on_is_only_remembered() {
+        let evaluation = Cursor::restored(Restored {
+            spot: Some(spot(0, 7)),
+            trained: false,
+            goes_on: false,
+        });
+        assert_eq!(evaluation.begin(0).yielded(), Spot::start_of(0));
+        let end = Spot {
+            finished: true,
+            ..spot(2, 9)
+        };
+        let finished = Cursor::restored(Restored {
+            spot: Some(end),
+            trained: true,
+            goes_on: true,
+        });
+        assert_eq!(finished.begin(2).yielded(), Spot::start_of(2));
+    }
+}

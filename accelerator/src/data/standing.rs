@@ -1,0 +1,153 @@
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use serde::{Deserialize, Serialize};
+
+use super::cursor::{Cursor, Restored, Spot};
+use super::prepared::{PreparedLoader, Samples};
+use crate::error::{Error, Kind, Result};
+
+/// What a checkpoint keeps of a loader.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(crate) struct Standing {
+    pub(crate) samples: u64,
+    /// In words.
+    pub(crate) order: String,
+    /// In words.
+    pub(crate) tail: String,
+    /// The batch size that the user gave, in words.
+    pub(crate) size: String,
+    /// Samples of a full step over all ranks; `None` for one of Burn's own loaders.
+    pub(crate) global_batch: Option<u64>,
+    /// Its number among the loaders of the program, from which dropout is seeded.
+    pub(crate) number: u64,
+    /// How often it was read as a Burn loader.
+    pub(crate) passes: u64,
+    /// Whether gradients were made from its batches.
+    pub(crate) trained: bool,
+    /// `None` if it was never read.
+    pub(crate) spot: Option<Spot>,
+}
+
+/// How a loader is to go on.
+pub(crate) struct Continuation<'a> {
+    /// The samples of a step over all ranks, where there were so many.
+    pub(crate) global_batch: &'a dyn Fn(u64) -> u64,
+    /// Whether an epoch that was not finished is continued.
+    pub(crate) goes_on: bool,
+    /// Whether there were as many ranks.
+    pub(crate) same_world: bool,
+}
+
+impl<O: Send + 'static> PreparedLoader<O> {
+    pub(crate) fn standing(&self) -> Standing {
+        let spot = self.cursor.spot();
+        let passes = self.passes.load(Ordering::Relaxed);
+        // The pass that is not finished is to be begun again.
+        let is_in_pass =
+            spot.is_some_and(|spot| !spot.finished && passes.checked_sub(1) == Some(spot.epoch));
+        let (order, tail, size, global_batch) = match &self.samples {
+            Samples::Opaque(_) => opaque(),
+            Samples::Planned { plan, spec, .. } => (
+                spec.order(),
+                spec.tail().to_string(),
+                spec.size(),
+                Some(plan.global_batch()),
+            ),
+        };
+        Standing {
+            samples: self.samples(),
+            order,
+            tail,
+            size,
+            global_batch,
+            number: self.place.number,
+            passes: passes - u64::from(is_in_pass),
+            trained: self.cursor.is_trained(),
+            spot,
+        }
+    }
+
+    /// Goes on where a loader stood that is `name`d so in errors.
+    pub(crate) fn go_on(
+        mut self,
+        name: &str,
+        saved: &Standing,
+        how: &Continuation<'_>,
+    ) -> Result<Self> {
+        let mine = self.standing();
+        saved.compare(name, &mine)?;
+        if let Samples::Planned { plan, source, spec } = &mut self.samples {
+            let own = plan.global_batch();
+            let wanted = match saved.global_batch {
+                Some(global_batch) if mine.size == saved.size => (how.global_batch)(global_batch),
+                _ => {
+                    tracing::info!(
+                        "{name} had {} when the checkpoint was saved, and has {} here, which holds",
+                        saved.size,
+                        mine.size
+                    );
+                    own
+                }
+            };
+            let agreed = spec.agreed((wanted != own).then_some(wanted));
+            match agreed.plan(source.len(), self.place.world_size) {
+                Ok(shared_out) => (*plan, *spec) = (shared_out, agreed),
+                Err(error) if saved.trained => return Err(error),
+                // Its batches are only looked at: their size changes no weights.
+                Err(error) => tracing::debug!(
+                    "{name} keeps its own batch size of {own} over all ranks: {error:?}"
+                ),
+            }
+        } else if !how.same_world && how.goes_on && saved.spot.is_some_and(|spot| spot.step > 0) {
+            return Err(Error::new(
+                Kind::Checkpoint,
+                format!(
+                    "{name} is one of Burn's own, which goes on in mid-epoch with as many ranks as \
+                     before only; build it with `accelerator::data::DataLoaderBuilder`, or start \
+                     as many ranks"
+                ),
+            ));
+        }
+        self.place.number = saved.number;
+        self.passes = AtomicU64::new(saved.passes);
+        self.cursor = Cursor::restored(Restored {
+            spot: saved.spot,
+            trained: saved.trained,
+            goes_on: how.goes_on,
+        });
+        Ok(self)
+    }
+}
+
+impl Standing {
+    /// Whether positions mean the same.
+    fn compare(&self, name: &str, mine: &Self) -> Result<()> {
+        let differs = |what: &str, saved: &str, mine: &str| {
+            Err(Error::new(
+                Kind::Checkpoint,
+                format!(
+                    "the checkpoint does not fit {name}: its {what} was {saved} when it was saved, \
+                     and is {mine} in this program; build it as it was, or start afresh in another \
+                     folder"
+                ),
+            ))
+        };
+        if self.samples != mine.samples {
+            let (saved, mine) = (self.samples.to_string(), mine.samples.to_string());
+            return differs("number of samples", &saved, &mine);
+        }
+        if self.order != mine.order {
+            return differs("order", &self.order, &mine.order);
+        }
+        if self.tail != mine.tail {
+            return differs("tail policy", &self.tail, &mine.tail);
+        }
+        Ok(())
+    }
+}
+
+/// What is known of a loader of Burn's.
+fn opaque() -> (String, String, String, Option<u64>) {
+    let own = || "that of one of Burn's own loaders".to_owned();
+    (own(), own(), own(), None)
+}

@@ -1,0 +1,387 @@
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Parameter};
+use burn::tensor::kind::Basic;
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
+
+use super::file_layout::Place;
+use super::layout::Layout;
+use super::options::{Casts, Mode};
+use super::read::{ModelFile, Stored};
+use super::report::{LoadReport, Misshapen, Mistyped};
+use super::{FileLayout, LoadOptions, dtype, replicate};
+use crate::accelerator::Accelerator;
+use crate::error::{Error, Kind, Result};
+use crate::outcome;
+
+/// Loads on rank 0, and gives the others its values, ids and report. `path` and `ids` count on
+/// rank 0 only.
+#[track_caller]
+pub(crate) fn load_on_all<M: Module>(
+    accelerator: &Accelerator,
+    model: M,
+    path: &Path,
+    options: &LoadOptions,
+    ids: Option<&[u64]>,
+) -> Result<(M, LoadReport)> {
+    let load = |model| ModelFile::open(path).and_then(|file| load(model, &file, options, ids));
+    let group = accelerator.group();
+    if group.world_size() == 1 {
+        return load(model);
+    }
+    let (model, report) = if group.rank() == 0 {
+        let (model, report) = outcome::tell(group, load(model))?;
+        group.broadcast_object(Some(&report), 0)?;
+        (model, report)
+    } else {
+        outcome::hear(group, "load the model")?;
+        (model, group.broadcast_object(None, 0)?)
+    };
+    let layout = Layout::of(&model);
+    layout.check_against(&group.all_gather_object(&layout)?)?;
+    Ok((replicate::from_rank_zero(group, model, &layout)?, report))
+}
+
+/// Gives the model the file's values, and `ids` where there are some, one for each parameter and
+/// buffer in order. The values are the file's bit for bit, unless they are cast.
+pub(crate) fn load<M: Module>(
+    model: M,
+    file: &ModelFile,
+    options: &LoadOptions,
+    ids: Option<&[u64]>,
+) -> Result<(M, LoadReport)> {
+    let matched = Matched::new(&model, file, options)?;
+    let report = matched.report;
+    let acceptable = match options.mode {
+        Mode::Strict => report.is_complete(),
+        Mode::Partial => !report.loaded.is_empty(),
+    };
+    if !acceptable {
+        return Err(unfit(file, &report));
+    }
+    if let Some(ids) = ids
+        && ids.len() != matched.sources.len()
+    {
+        return Err(Error::new(
+            Kind::Model,
+            format!(
+                "{} parameter ids were saved with `{}`, and the model has {} parameters and \
+                 buffers",
+                ids.len(),
+                file.path().display(),
+                matched.sources.len()
+            ),
+        ));
+    }
+    let mut writer = Writer {
+        file,
+        ids: ids.map(|ids| ids.iter().copied()),
+        sources: matched.sources.into_iter(),
+        failure: None,
+    };
+    let model = model.map(&mut writer);
+    match writer.failure {
+        None => Ok((model, report)),
+        Some(failure) => Err(failure),
+    }
+}
+
+fn unfit(file: &ModelFile, report: &LoadReport) -> Error {
+    let hint = report.hint();
+    Error::new(
+        Kind::Model,
+        format!(
+            "the model file `{}` does not fit this model: {report}{}{}",
+            file.path().display(),
+            if hint.is_some() { "; " } else { "" },
+            hint.unwrap_or_default()
+        ),
+    )
+}
+
+/// Where the value of each parameter comes from, in the order of visits.
+struct Matched<'a> {
+    sources: Vec<Option<Source<'a>>>,
+    report: LoadReport,
+}
+
+struct Source<'a> {
+    stored: &'a Stored,
+    turned: Turned,
+}
+
+/// Whether a file has a matrix the other way round.
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Turned {
+    No,
+    Yes,
+}
+
+impl<'a> Matched<'a> {
+    fn new<M: Module>(model: &M, file: &'a ModelFile, options: &LoadOptions) -> Result<Self> {
+        let mut matcher = Matcher {
+            file,
+            layout: agreed_layout(file, options)?,
+            casts: options.casts,
+            originals: originals(file, options)?,
+            used: BTreeSet::new(),
+            place: Place::default(),
+            matched: Self {
+                sources: Vec::new(),
+                report: LoadReport::default(),
+            },
+        };
+        model.visit(&mut matcher);
+        let used = matcher.used;
+        let mut matched = matcher.matched;
+        let counts = |name: &&str| {
+            let ignored =
+                matcher.layout == FileLayout::PyTorch && name.ends_with("num_batches_tracked");
+            !used.contains(*name) && !ignored
+        };
+        let unexpected = file.names().filter(counts).map(str::to_owned);
+        matched.report.unexpected = unexpected.collect();
+        Ok(matched)
+    }
+}
+
+fn agreed_layout(file: &ModelFile, options: &LoadOptions) -> Result<FileLayout> {
+    match (options.layout, file.layout()) {
+        (Some(asked), Some(said)) if asked != said => Err(Error::new(
+            Kind::Model,
+            format!(
+                "the model file `{}` says that it has the layout {said:?}, and {asked:?} was asked \
+                 for; leave `with_layout` out",
+                file.path().display()
+            ),
+        )),
+        (asked, said) => Ok(asked.or(said).unwrap_or_default()),
+    }
+}
+
+/// The file's names by what they are called after renaming.
+fn originals(file: &ModelFile, options: &LoadOptions) -> Result<BTreeMap<String, String>> {
+    let mut originals = BTreeMap::new();
+    for name in file.names() {
+        if let Some(other) = originals.insert(options.renamed(name), name.to_owned()) {
+            return Err(Error::config(format!(
+                "renaming makes `{other}` and `{name}` of the model file `{}` the same: `{}`",
+                file.path().display(),
+                options.renamed(name)
+            )));
+        }
+    }
+    Ok(originals)
+}
+
+struct Matcher<'a> {
+    file: &'a ModelFile,
+    layout: FileLayout,
+    casts: Casts,
+    originals: BTreeMap<String, String>,
+    /// Names of the file.
+    used: BTreeSet<String>,
+    place: Place,
+    matched: Matched<'a>,
+}
+
+impl Matcher<'_> {
+    fn push<const D: usize, K: Basic>(&mut self, param: &Param<Tensor<D, K>>)
+    where
+        Tensor<D, K>: Parameter,
+    {
+        let source = self.source(param);
+        self.matched.sources.push(source);
+    }
+}
+
+impl<'a> Matcher<'a> {
+    fn source<const D: usize, K: Basic>(
+        &mut self,
+        param: &Param<Tensor<D, K>>,
+    ) -> Option<Source<'a>>
+    where
+        Tensor<D, K>: Parameter,
+    {
+        let name = self.place.name(self.layout);
+        let report = &mut self.matched.report;
+        let original = self.originals.get(&name).unwrap_or(&name);
+        let Some((original, stored)) = self.file.find(original) else {
+            report.missing.push(name);
+            return None;
+        };
+        self.used.insert(original.to_owned());
+        let value = param.val();
+        let (turned, expected) =
+            if self.layout == FileLayout::PyTorch && D == 2 && self.place.is_linear_weight() {
+                let mut shape = value.dims().to_vec();
+                shape.reverse();
+                (Turned::Yes, shape)
+            } else {
+                let saved = param.transform_for_save().val();
+                (Turned::No, saved.dims().to_vec())
+            };
+        if stored.shape != expected {
+            report.misshapen.push(Misshapen {
+                name,
+                expected,
+                found: stored.shape.clone(),
+            });
+            return None;
+        }
+        if !fits(stored.dtype, value.dtype(), self.casts) {
+            report.mistyped.push(Mistyped {
+                name,
+                expected: format!("{:?}", value.dtype()).to_lowercase(),
+                found: stored.dtype.to_string().to_lowercase(),
+            });
+            return None;
+        }
+        report.loaded.push(name);
+        Some(Source { stored, turned })
+    }
+}
+
+fn fits(stored: safetensors::Dtype, wanted: DType, casts: Casts) -> bool {
+    match dtype::from_file(stored) {
+        _ if dtype::to_file(wanted) == Some(stored) => true,
+        Some(found) => casts == Casts::Floats && found.is_float() && wanted.is_float(),
+        None => false,
+    }
+}
+
+impl ModuleVisitor for Matcher<'_> {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.place.enter(name, container_type);
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.place.exit();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.push(param);
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.push(param);
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.push(param);
+    }
+}
+
+/// Maps in the order in which [`Matcher`] visits.
+struct Writer<'a, I> {
+    file: &'a ModelFile,
+    ids: Option<I>,
+    sources: std::vec::IntoIter<Option<Source<'a>>>,
+    /// The first one; what comes after it is left as it is.
+    failure: Option<Error>,
+}
+
+impl<I: Iterator<Item = u64>> Writer<'_, I> {
+    /// Gives the parameter its id, and returns the value it is to get.
+    fn next<T: Parameter>(&mut self, param: &mut Param<T>) -> Option<(TensorData, Turned)> {
+        if let Some(id) = self.ids.as_mut().and_then(Iterator::next) {
+            param.id = ParamId::from(id);
+        }
+        let source = self.sources.next().flatten()?;
+        if self.failure.is_some() {
+            return None;
+        }
+        match self.file.read(source.stored) {
+            Ok(data) => Some((data, source.turned)),
+            Err(error) => {
+                self.failure = Some(error);
+                None
+            }
+        }
+    }
+}
+
+impl<I: Iterator<Item = u64>> ModuleMapper for Writer<'_, I> {
+    fn map_float<const D: usize>(&mut self, mut param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some((data, turned)) = self.next(&mut param) else {
+            return param;
+        };
+        let (id, old, mapper) = param.consume();
+        let (device, dtype) = (old.device(), old.dtype());
+        let stored = Tensor::<D>::from_data(data.convert_dtype(dtype), (&device, dtype));
+        let value = match turned {
+            Turned::Yes => stored.transpose(),
+            Turned::No => mapper.on_load(stored),
+        };
+        // Through the host once more where the values were turned: they then lie in memory as
+        // an optimizer's step leaves them, and sums over them come out the same to the last bit.
+        let new = Tensor::<D>::from_data(value.into_data(), (&device, dtype))
+            .set_require_grad(old.is_require_grad());
+        Param::from_mapped_value(id, new, mapper)
+    }
+
+    fn map_int<const D: usize>(
+        &mut self,
+        mut param: Param<Tensor<D, Int>>,
+    ) -> Param<Tensor<D, Int>> {
+        let Some((data, _)) = self.next(&mut param) else {
+            return param;
+        };
+        let (id, old, mapper) = param.consume();
+        let new = Tensor::<D, Int>::from_data(data, (&old.device(), old.dtype()));
+        Param::from_mapped_value(id, mapper.on_load(new), mapper)
+    }
+
+    fn map_bool<const D: usize>(
+        &mut self,
+        mut param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        let Some((data, _)) = self.next(&mut param) else {
+            return param;
+        };
+        let (id, old, mapper) = param.consume();
+        let new = Tensor::<D, Bool>::from_data(data, &old.device());
+        Param::from_mapped_value(id, mapper.on_load(new), mapper)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::nn::{Linear, LinearConfig};
+
+    use super::*;
+    use crate::model::{FileNames, ModelSnapshot, SaveOptions};
+
+    #[test]
+    fn saved_ids_come_back_with_the_values() {
+        let accelerator = Accelerator::new().unwrap();
+        let line = || -> Linear { LinearConfig::new(2, 3).init(&accelerator.device()) };
+        let saved = line();
+        let folder = tempfile::tempdir().unwrap();
+        let snapshot = ModelSnapshot::of(&saved);
+        let ids = snapshot.ids();
+        // On another thread, as saving beside training does.
+        let write = move || {
+            let names = FileNames::new("weights.safetensors");
+            snapshot.write(&names, &SaveOptions::new(), &mut |name, emit| {
+                let mut file = std::fs::File::create(folder.path().join(name)).unwrap();
+                emit(&mut file).map_err(|error| Error::io("write", Path::new(name), error))
+            })?;
+            Ok::<_, Error>(folder)
+        };
+        let folder = std::thread::spawn(write).join().unwrap().unwrap();
+        let path = folder.path().join("weights.safetensors");
+        let options = LoadOptions::new();
+        let (loaded, report) =
+            load_on_all(&accelerator, line(), &path, &options, Some(&ids)).unwrap();
+        assert!(report.is_complete());
+        assert_eq!(loaded.weight.id, saved.weight.id);
+        assert_eq!(
+            loaded.weight.val().into_data(),
+            saved.weight.val().into_data()
+        );
+        let error = load_on_all(&accelerator, line(), &path, &options, Some(&ids[1..]));
+        assert!(error.unwrap_err().is_model());
+    }
+}

@@ -1,0 +1,192 @@
+use core::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// How many names of a kind are shown.
+const SHOWN: usize = 10;
+
+/// What of a model was in a file, and what was not. Its `Display` form lists the first ten of
+/// each kind.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct LoadReport {
+    /// The parameters and buffers that have the file's values, by their names in the model.
+    pub loaded: Vec<String>,
+    /// Those that the file has not; they keep their values.
+    pub missing: Vec<String>,
+    /// What the file has and the model has not, by the file's names.
+    pub unexpected: Vec<String>,
+    /// Those that the file has in another shape; they keep their values.
+    pub misshapen: Vec<Misshapen>,
+    /// Those that the file has in another element type; they keep their values.
+    pub mistyped: Vec<Mistyped>,
+}
+
+/// A tensor that a file has in another shape than the model.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Misshapen {
+    /// Its name in the model.
+    pub name: String,
+    /// The shape that the model needs, in the file's layout.
+    pub expected: Vec<usize>,
+    /// The shape in the file.
+    pub found: Vec<usize>,
+}
+
+/// A tensor that a file has in another element type than the model.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Mistyped {
+    /// Its name in the model.
+    pub name: String,
+    /// The type in the model.
+    pub expected: String,
+    /// The type in the file.
+    pub found: String,
+}
+
+impl LoadReport {
+    /// Whether the file had every parameter as the model needs it, and nothing else.
+    pub fn is_complete(&self) -> bool {
+        self.missing.is_empty()
+            && self.unexpected.is_empty()
+            && self.misshapen.is_empty()
+            && self.mistyped.is_empty()
+    }
+
+    /// How many parameters and buffers the model has.
+    fn parameters(&self) -> usize {
+        self.loaded.len() + self.missing.len() + self.misshapen.len() + self.mistyped.len()
+    }
+
+    /// What may be wrong with the options, where the names say so.
+    pub(super) fn hint(&self) -> Option<String> {
+        self.prefix_hint().or_else(|| self.layout_hint())
+    }
+
+    fn prefix_hint(&self) -> Option<String> {
+        let first = self.missing.first()?;
+        let prefix = self.unexpected.iter().find_map(|name| {
+            let prefix = name.strip_suffix(first.as_str())?;
+            prefix.ends_with('.').then_some(prefix)
+        })?;
+        let found = self
+            .missing
+            .iter()
+            .filter(|name| self.unexpected.contains(&format!("{prefix}{name}")))
+            .count();
+        Some(format!(
+            "`LoadOptions::strip_prefix({prefix:?})` would find {found} of the missing"
+        ))
+    }
+
+    fn layout_hint(&self) -> Option<String> {
+        let turned = self
+            .misshapen
+            .iter()
+            .any(|tensor| tensor.expected.iter().rev().eq(&tensor.found));
+        let renamed = self.missing.iter().any(|name| {
+            name.strip_suffix("gamma")
+                .is_some_and(|owner| self.unexpected.contains(&format!("{owner}weight")))
+        });
+        (turned || renamed).then(|| {
+            "it looks like PyTorch's layout: try `LoadOptions::with_layout(FileLayout::PyTorch)`"
+                .to_owned()
+        })
+    }
+}
+
+impl fmt::Display for LoadReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} of {} parameters and buffers loaded",
+            self.loaded.len(),
+            self.parameters()
+        )?;
+        let quoted = |name: &String| format!("`{name}`");
+        list(f, "missing from the file", &self.missing, quoted)?;
+        list(f, "unexpected in the file", &self.unexpected, quoted)?;
+        list(f, "misshapen", &self.misshapen, |tensor| {
+            format!(
+                "`{}` (expected {:?}, found {:?})",
+                tensor.name, tensor.expected, tensor.found
+            )
+        })?;
+        list(f, "of another type", &self.mistyped, |tensor| {
+            format!(
+                "`{}` (expected {}, found {})",
+                tensor.name, tensor.expected, tensor.found
+            )
+        })
+    }
+}
+
+fn list<T>(
+    f: &mut fmt::Formatter<'_>,
+    what: &str,
+    items: &[T],
+    shown: impl Fn(&T) -> String,
+) -> fmt::Result {
+    if items.is_empty() {
+        return Ok(());
+    }
+    let names: Vec<_> = items.iter().take(SHOWN).map(shown).collect();
+    write!(f, "; {} {what}: {}", items.len(), names.join(", "))?;
+    match items.len().checked_sub(SHOWN) {
+        None | Some(0) => Ok(()),
+        Some(more) => write!(f, " and {more} more"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(names: &[&str]) -> Vec<String> {
+        names.iter().map(|&name| name.to_owned()).collect()
+    }
+
+    #[test]
+    fn ten_of_each_kind_are_shown_with_the_count() {
+        let report = LoadReport {
+            loaded: names(&["a"]),
+            missing: (0..12).map(|i| format!("m{i}")).collect(),
+            misshapen: vec![Misshapen {
+                name: "w".to_owned(),
+                expected: vec![2, 3],
+                found: vec![4],
+            }],
+            ..LoadReport::default()
+        };
+        let text = report.to_string();
+        assert!(text.starts_with("1 of 14 parameters"), "{text}");
+        assert!(text.contains("12 missing from the file: `m0`"), "{text}");
+        assert!(text.contains("`m9` and 2 more"), "{text}");
+        assert!(!text.contains("`m10`"), "{text}");
+        assert!(text.contains("`w` (expected [2, 3], found [4])"), "{text}");
+        assert!(!report.is_complete());
+    }
+
+    #[test]
+    fn a_prefix_is_guessed_from_the_names() {
+        let report = LoadReport {
+            missing: names(&["a.weight", "b.weight", "c"]),
+            unexpected: names(&["net.b.weight", "net.a.weight"]),
+            ..LoadReport::default()
+        };
+        let hint = report.hint().unwrap();
+        assert!(hint.contains("\"net.\"") && hint.contains("2 of"), "{hint}");
+    }
+
+    #[test]
+    fn pytorchs_layout_is_guessed_from_norms() {
+        let report = LoadReport {
+            missing: names(&["norm.gamma"]),
+            unexpected: names(&["norm.weight"]),
+            ..LoadReport::default()
+        };
+        assert!(report.hint().unwrap().contains("PyTorch"));
+    }
+}

@@ -1,0 +1,277 @@
+use std::collections::{BTreeSet, HashSet};
+
+use burn::lr_scheduler::LrSchedulerRecord;
+use burn::optim::ModuleOptimizer;
+use burn::tensor::Bytes;
+use burn_pack::Reader;
+use serde::{Deserialize, Serialize};
+
+use super::schedule::{Manual, Scheduled, Scheduler, Unit};
+use super::{PreparedOptimizer, StepOutcome};
+use crate::error::{Error, Kind, Result};
+
+/// An optimizer at one moment, cheap to take: its tensors become bytes when they are asked for.
+pub(crate) struct OptimizerSnapshot {
+    optimizer: ModuleOptimizer,
+    pub(crate) state: OptimizerState,
+}
+
+/// What a checkpoint keeps of an optimizer beside Burn's record.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub(crate) struct OptimizerState {
+    pub(crate) factor: f64,
+    /// Rate and norm of the last step, if the model was updated by it.
+    outcome: Option<(f64, Option<f64>)>,
+    schedule: Option<ScheduleState>,
+    pub(crate) steps: u64,
+}
+
+/// A scheduler, as Burn's records.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub(crate) struct ScheduleState {
+    /// Before it gave the current rate, if it has given one.
+    before: Option<Vec<u8>>,
+    after: Vec<u8>,
+    /// The epoch of the current rate, where it advances with epochs.
+    epoch: Option<u64>,
+    per_epoch: bool,
+}
+
+impl OptimizerSnapshot {
+    /// Burn's record, as the bytes of a file.
+    pub(crate) fn bytes(&self) -> Result<Bytes> {
+        bytes_of(&self.optimizer)
+    }
+}
+
+impl<S> PreparedOptimizer<S> {
+    pub(crate) fn snapshot(&self) -> Result<OptimizerSnapshot>
+    where
+        S: Schedule,
+    {
+        Ok(OptimizerSnapshot {
+            optimizer: self.optimizer.clone(),
+            state: OptimizerState {
+                factor: self.factor,
+                outcome: match self.outcome {
+                    StepOutcome::Stepped { rate, norm } => Some((rate, norm)),
+                    StepOutcome::Accumulated => None,
+                },
+                schedule: self.schedule.state()?,
+                steps: self.steps,
+            },
+        })
+    }
+
+    /// Goes on from a saved state, as the optimizer that errors call `name`. Rates are multiplied
+    /// by `factor` from here on.
+    pub(crate) fn go_on(
+        mut self,
+        name: &str,
+        state: OptimizerState,
+        record: Bytes,
+        factor: f64,
+    ) -> Result<Self>
+    where
+        S: Schedule,
+    {
+        self.schedule.restore(name, state.schedule)?;
+        let saved = Names::of(&record)?;
+        self.optimizer = self
+            .optimizer
+            .from_bytes(record)
+            .map_err(|error| unreadable(name, error))?;
+        // Burn starts afresh, silently, with what it does not know.
+        let loaded = Names::of(&bytes_of(&self.optimizer)?)?;
+        if let Some(lost) = saved.0.symmetric_difference(&loaded.0).next() {
+            let (_, field) = lost.split_once('.').unwrap_or(("", lost));
+            return Err(Error::new(
+                Kind::Checkpoint,
+                format!(
+                    "the checkpoint does not fit {name}: its state has {} entries in the \
+                     checkpoint and {} in this program, which differ first in `{field}`; build \
+                     the kind of optimizer that was saved",
+                    saved.0.len(),
+                    loaded.0.len()
+                ),
+            ));
+        }
+        self.factor = factor;
+        self.steps = state.steps;
+        self.outcome = match state.outcome {
+            Some((rate, norm)) => StepOutcome::Stepped { rate, norm },
+            None => StepOutcome::Accumulated,
+        };
+        Ok(self)
+    }
+}
+
+/// Whether the state in `record` belongs to parameters with these ids alone.
+pub(crate) fn check_known(name: &str, record: &Bytes, ids: &HashSet<u64>) -> Result<()> {
+    let strangers: BTreeSet<u64> = Names::of(record)?
+        .0
+        .iter()
+        .filter_map(|name| name.split_once('.')?.0.parse().ok())
+        .filter(|id| !ids.contains(id))
+        .collect();
+    if strangers.is_empty() {
+        return Ok(());
+    }
+    Err(Error::misuse(format!(
+        "{name} has state for {} parameters of models that are not beside it: save, and resume, an \
+         optimizer together with its model",
+        strangers.len()
+    )))
+}
+
+/// What a schedule, or the want of one, keeps in a checkpoint.
+pub(crate) trait Schedule {
+    fn state(&self) -> Result<Option<ScheduleState>>;
+
+    fn restore(&mut self, name: &str, state: Option<ScheduleState>) -> Result<()>;
+}
+
+impl Schedule for Manual {
+    fn state(&self) -> Result<Option<ScheduleState>> {
+        Ok(None)
+    }
+
+    fn restore(&mut self, name: &str, state: Option<ScheduleState>) -> Result<()> {
+        match state {
+            None => Ok(()),
+            Some(_) => Err(other_schedule(name, "a scheduler", "none")),
+        }
+    }
+}
+
+impl Schedule for Scheduled {
+    fn state(&self) -> Result<Option<ScheduleState>> {
+        let scheduler = &self.0;
+        let (per_epoch, epoch) = match scheduler.unit {
+            Unit::Step => (false, None),
+            Unit::Epoch { last } => (true, last),
+        };
+        Ok(Some(ScheduleState {
+            before: scheduler.before.clone().map(to_bytes).transpose()?,
+            after: to_bytes(scheduler.scheduler.to_record())?,
+            epoch,
+            per_epoch,
+        }))
+    }
+
+    fn restore(&mut self, name: &str, state: Option<ScheduleState>) -> Result<()> {
+        let Some(state) = state else {
+            return Err(other_schedule(name, "no scheduler", "one"));
+        };
+        let scheduler = &mut self.0;
+        match (&mut scheduler.unit, state.per_epoch) {
+            (Unit::Epoch { last }, true) => *last = state.epoch,
+            (Unit::Step, false) => {}
+            (_, true) => return Err(other_schedule(name, "a scheduler by epoch", "one by step")),
+            (_, false) => return Err(other_schedule(name, "a scheduler by step", "one by epoch")),
+        }
+        scheduler.go_on(name, &state)
+    }
+}
+
+impl Scheduler {
+    /// Loads how it stood and steps once more, which gives the rate again.
+    fn go_on(&mut self, name: &str, state: &ScheduleState) -> Result<()> {
+        let first = state.before.as_ref().unwrap_or(&state.after);
+        let record = LrSchedulerRecord::from_bytes(Bytes::from_bytes_vec(first.clone()))
+            .map_err(|error| unreadable(name, error))?;
+        self.scheduler = self.scheduler.clone().load_record(record.clone());
+        if state.before.is_some() {
+            self.current = Some(self.scheduler.step());
+            self.before = Some(record);
+        }
+        // Burn resets a scheduler, silently, that gets the record of another kind.
+        let loaded = to_bytes(self.scheduler.to_record())?;
+        if scalars(&loaded)? == scalars(&state.after)? {
+            return Ok(());
+        }
+        Err(other_schedule(
+            name,
+            "another kind of scheduler, or one with other settings",
+            "this one",
+        ))
+    }
+}
+
+/// The names of everything in a record.
+struct Names(BTreeSet<String>);
+
+impl Names {
+    fn of(record: &Bytes) -> Result<Self> {
+        let reader = reader(window(record)?)?;
+        let tensors = reader.tensor_names().into_iter().map(str::to_owned);
+        let scalars = reader.scalars().keys().cloned();
+        Ok(Self(tensors.chain(scalars).collect()))
+    }
+}
+
+fn scalars(record: &[u8]) -> Result<Vec<(String, String)>> {
+    let reader = reader(Bytes::from_bytes_vec(record.to_vec()))?;
+    let scalars = reader.scalars().iter();
+    Ok(scalars
+        .map(|(name, value)| (name.clone(), format!("{value:?}")))
+        .collect())
+}
+
+/// The same bytes, without a copy; they must be shared.
+fn window(record: &Bytes) -> Result<Bytes> {
+    record
+        .view(0, record.len())
+        .map_err(|_| unwritable("its bytes are not shared"))
+}
+
+fn reader(record: Bytes) -> Result<Reader> {
+    Reader::from_bytes(record).map_err(|error| {
+        Error::with_source(
+            Kind::Checkpoint,
+            "the record of an optimizer or a scheduler cannot be read",
+            error.to_string(),
+        )
+    })
+}
+
+/// Shared, so that names can be read from them without a copy.
+fn bytes_of(optimizer: &ModuleOptimizer) -> Result<Bytes> {
+    optimizer
+        .into_bytes()
+        .map(Bytes::shared)
+        .map_err(unwritable)
+}
+
+fn to_bytes(record: LrSchedulerRecord) -> Result<Vec<u8>> {
+    record
+        .into_bytes()
+        .map(|bytes| bytes.to_vec())
+        .map_err(unwritable)
+}
+
+fn unwritable(error: impl core::fmt::Display) -> Error {
+    Error::with_source(
+        Kind::Checkpoint,
+        "the state of an optimizer cannot be written",
+        error.to_string(),
+    )
+}
+
+fn unreadable(name: &str, error: impl core::fmt::Display) -> Error {
+    Error::with_source(
+        Kind::Checkpoint,
+        format!("the state of {name} cannot be read"),
+        error.to_string(),
+    )
+}
+
+fn other_schedule(name: &str, saved: &str, found: &str) -> Error {
+    Error::new(
+        Kind::Checkpoint,
+        format!(
+            "the checkpoint does not fit {name}: it was saved with {saved}, and has {found} in \
+             this program; prepare it with the scheduler that was saved"
+        ),
+    )
+}

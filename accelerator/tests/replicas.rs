@@ -1,0 +1,182 @@
+//! Ranks whose parameters drift apart are found and named.
+
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
+mod common;
+
+use accelerator::AcceleratorBuilder;
+use accelerator::prelude::*;
+use burn::module::{Module, ModuleMapper, Param};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::optim::SgdConfig;
+use burn::tensor::{Device, Distribution, Tensor};
+use common::{devices, distance, line, loader};
+
+/// Flips a bit of the first element of a parameter.
+struct Nudge {
+    name: &'static str,
+    bit: u32,
+}
+
+impl ModuleMapper for Nudge {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let wanted = match D {
+            1 => self.name == "bias",
+            _ => self.name == "weight",
+        };
+        if !wanted {
+            return param;
+        }
+        let (id, old, mapper) = param.consume();
+        let (device, dtype) = (old.device(), old.dtype());
+        let mut data = old.into_data();
+        let first = &mut data.as_mut_slice::<f32>().unwrap()[0];
+        *first = f32::from_bits(first.to_bits() ^ (1 << self.bit));
+        let new = Tensor::from_data(data, (&device, dtype)).require_grad();
+        Param::from_mapped_value(id, new, mapper)
+    }
+}
+
+/// Trains a line, which `nudged` ranks change after `at` steps. Returns how many steps each rank
+/// did and how it ended.
+fn train(
+    builder: AcceleratorBuilder,
+    ranks: usize,
+    nudged: &[usize],
+    at: u64,
+) -> Vec<(u64, Option<Error>)> {
+    builder
+        .launch(ranks, |accelerator| {
+            let device = accelerator.device();
+            let parts = (line(&device), SgdConfig::new().init(), loader(24, 2));
+            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            let mut steps = 0;
+            for epoch in 0..3 {
+                for batch in train.epoch(epoch) {
+                    let batch = batch?;
+                    let loss = distance(&model, &batch);
+                    let gradients = match accelerator.backward(loss, &model, &batch) {
+                        Ok(gradients) => gradients,
+                        Err(error) => return Ok((steps, Some(error))),
+                    };
+                    model = optimizer.step(0.1, model, gradients);
+                    steps += 1;
+                    if steps == at && nudged.contains(&accelerator.rank()) {
+                        // A large one: the steps before the next check would round a small one away.
+                        model = model.map(&mut Nudge {
+                            name: "bias",
+                            bit: 21,
+                        });
+                    }
+                }
+            }
+            Ok((steps, None))
+        })
+        .unwrap()
+}
+
+#[test]
+fn identical_replicas_a_rank_that_drifts_is_named() {
+    for kind in devices() {
+        let builder = Accelerator::builder().device(kind).check_replicas_every(3);
+        for (steps, error) in train(builder, 3, &[1], 4) {
+            assert_eq!(
+                steps, 6,
+                "found at the next check, before the model is moved"
+            );
+            let error = error.unwrap();
+            assert!(error.is_drift() && !error.is_collective(), "{error:?}");
+            let text = error.to_string();
+            assert!(text.contains("rank 1 differs from the other 2"), "{text}");
+            assert!(text.contains("1 of 2, first in `bias`"), "{text}");
+        }
+    }
+}
+
+#[test]
+fn of_two_ranks_both_are_named() {
+    let builder = Accelerator::builder().check_replicas_every(1);
+    for (steps, error) in train(builder, 2, &[1], 5) {
+        assert_eq!(steps, 5);
+        let text = error.unwrap().to_string();
+        assert!(
+            text.contains("ranks 0 and 1 differ from each other"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn ranks_that_agree_train_on_and_nothing_is_checked_unasked() {
+    let asked = Accelerator::builder().check_replicas_every(2);
+    let accumulating = asked.clone().accumulation_steps(2);
+    let unasked = Accelerator::builder();
+    // Nudged alike, they still agree.
+    for (builder, nudged) in [
+        (asked, &[0, 1, 2][..]),
+        (accumulating, &[]),
+        (unasked, &[1]),
+    ] {
+        for (steps, error) in train(builder, 3, nudged, 1) {
+            assert_eq!((steps, error.is_none()), (12, true), "{error:?}");
+        }
+    }
+}
+
+#[test]
+fn windows_are_counted_not_calls() {
+    let builder = Accelerator::builder()
+        .accumulation_steps(2)
+        .check_replicas_every(1);
+    // After the third call: the model then goes wrong in the middle of the second window, whose
+    // end is the fourth.
+    for (steps, error) in train(builder, 3, &[2], 3) {
+        assert_eq!(steps, 3);
+        assert!(error.unwrap().to_string().contains("rank 2"));
+    }
+}
+
+#[test]
+fn buffers_may_differ_and_parameters_may_not() {
+    #[derive(Debug, Module)]
+    struct Net {
+        norm: BatchNorm,
+        output: Linear,
+    }
+    impl Net {
+        fn new(device: &Device) -> Self {
+            Self {
+                norm: BatchNormConfig::new(2).init(device),
+                output: LinearConfig::new(2, 2).init(device),
+            }
+        }
+    }
+    let outcomes = accelerator::launch(3, |accelerator| {
+        let mut net = accelerator.prepare(accelerator.init(Net::new))?;
+        let pictures =
+            Tensor::<4>::random([4, 2, 3, 3], Distribution::Default, &accelerator.device());
+        net.norm
+            .forward(pictures * (accelerator.rank() as f32 + 1.0));
+        let sound = accelerator.check_replicas(&net);
+        if accelerator.rank() == 0 {
+            net.output = net.output.map(&mut Nudge {
+                name: "weight",
+                bit: 0,
+            });
+        }
+        // Also as it is evaluated.
+        let drifted = accelerator.check_replicas(&net.valid()).unwrap_err();
+        let strange: Linear = LinearConfig::new(2, 2).init(&accelerator.device());
+        let unknown = accelerator.check_replicas(&strange).unwrap_err();
+        Ok((sound, drifted, unknown))
+    })
+    .unwrap();
+    for (sound, drifted, unknown) in outcomes {
+        sound.unwrap();
+        let text = drifted.to_string();
+        assert!(drifted.is_drift());
+        assert!(text.contains("rank 0 differs from the other 2"), "{text}");
+        assert!(text.contains("first in `output.weight`"), "{text}");
+        assert!(unknown.is_misuse());
+    }
+}

@@ -1,0 +1,912 @@
+//! What goes into a checkpoint, what comes out of it, and what does not fit.
+
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use accelerator::checkpoint::{Position, Rescale};
+use accelerator::data::InOrder;
+use accelerator::optim::{Manual, Scheduled};
+use accelerator::prelude::*;
+use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
+use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+use burn::lr_scheduler::noam::NoamLrSchedulerConfig;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamWConfig, ModuleOptimizer, RmsPropConfig, SgdConfig};
+use common::{Column, ColumnBatcher, assert_close, columns, distance, flat, line, loader};
+
+type Parts = (Linear, PreparedOptimizer<Manual>, PreparedLoader<Column>);
+
+fn adam() -> ModuleOptimizer {
+    AdamWConfig::new().init()
+}
+
+fn prepared(accelerator: &Accelerator) -> Parts {
+    let parts = (line(&accelerator.device()), adam(), loader(12, 2));
+    accelerator.prepare(parts).unwrap()
+}
+
+/// Makes so many steps of epoch 0.
+fn train(accelerator: &Accelerator, parts: Parts, steps: usize) -> Parts {
+    let (mut model, mut optimizer, train) = parts;
+    for batch in train.epoch(0).take(steps) {
+        let batch = batch.unwrap();
+        let loss = distance(&model, &batch);
+        let gradients = accelerator.backward(loss, &model, &batch).unwrap();
+        model = optimizer.step(0.05, model, gradients);
+    }
+    (model, optimizer, train)
+}
+
+/// A folder with two checkpoints, after two and after four steps.
+fn two_checkpoints(folder: &Path) -> Parts {
+    let accelerator = Accelerator::new().unwrap();
+    let mut parts = prepared(&accelerator);
+    for steps in [2, 4] {
+        parts = prepared(&accelerator);
+        parts = train(&accelerator, parts, steps);
+        let (model, optimizer, train) = &parts;
+        let saved = accelerator
+            .save_state(folder, (model, optimizer, train))
+            .unwrap();
+        assert_eq!(saved.step(), steps as u64);
+    }
+    parts
+}
+
+fn resumed(folder: &Path) -> accelerator::Result<(Parts, Position)> {
+    let accelerator = Accelerator::new().unwrap();
+    let parts = prepared(&accelerator);
+    accelerator.resume(folder, parts)
+}
+
+/// The message, once it is certain that the checkpoint was blamed.
+fn misfit(error: &accelerator::Error) -> String {
+    assert!(error.is_checkpoint(), "{error:?}");
+    format!("{error:?}")
+}
+
+#[test]
+fn without_a_checkpoint_parts_come_back_as_they_are() {
+    let folder = tempfile::tempdir().unwrap();
+    for path in [folder.path().to_owned(), folder.path().join("not/there")] {
+        let ((model, optimizer, _), position) = resumed(&path).unwrap();
+        assert!(position.is_start() && position.checkpoint().is_none());
+        assert_eq!(
+            (position.epoch(), position.step(), optimizer.steps()),
+            (0, 0, 0)
+        );
+        assert_eq!(flat(&model), [0.5, 0.25]);
+    }
+}
+
+#[test]
+fn the_newest_checkpoint_is_resumed_and_names_the_rest_of_the_epoch() {
+    let folder = tempfile::tempdir().unwrap();
+    let (model, ..) = two_checkpoints(folder.path());
+    let ((back, optimizer, train), position) = resumed(folder.path()).unwrap();
+    assert_eq!(flat(&back), flat(&model));
+    assert_eq!(
+        (position.checkpoint(), position.step(), position.epoch()),
+        (Some(2), 4, 0)
+    );
+    assert_eq!(optimizer.steps(), 4);
+    // A look at the first batch does not use the offset up.
+    for _ in 0..2 {
+        let batch = train.epoch(0).next().unwrap().unwrap();
+        assert_eq!((batch.numbers.clone(), batch.step()), (vec![8, 9], 4));
+    }
+    let numbers = |epoch| -> Vec<usize> {
+        let batches = train.epoch(epoch);
+        batches
+            .flat_map(|batch| batch.unwrap().numbers.clone())
+            .collect()
+    };
+    assert_eq!(numbers(1).len(), 12);
+    assert_eq!(numbers(0), [8, 9, 10, 11]);
+    assert_eq!(numbers(0).len(), 12, "the offset holds once");
+}
+
+#[test]
+fn an_epoch_whose_end_was_seen_is_followed_by_the_next() {
+    for seen in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let accelerator = Accelerator::new().unwrap();
+        let parts = prepared(&accelerator);
+        let steps = if seen { usize::MAX } else { 6 };
+        let (model, optimizer, train) = train(&accelerator, parts, steps);
+        accelerator
+            .save_state(folder.path(), (&model, &optimizer, &train))
+            .unwrap();
+        let ((_, _, train), position) = resumed(folder.path()).unwrap();
+        assert_eq!(position.epoch(), u64::from(seen));
+        let left = train.epoch(position.epoch()).count();
+        assert_eq!(left, if seen { 6 } else { 0 });
+    }
+}
+
+#[test]
+fn a_batch_that_is_in_no_step_yet_comes_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let (mut model, mut optimizer, train) = prepared(&accelerator);
+    for batch in train.epoch(0) {
+        let batch = batch.unwrap();
+        if batch.step() == 3 {
+            accelerator
+                .save_state(folder.path(), (&model, &optimizer, &train))
+                .unwrap();
+            break;
+        }
+        let loss = distance(&model, &batch);
+        let gradients = accelerator.backward(loss, &model, &batch).unwrap();
+        model = optimizer.step(0.05, model, gradients);
+    }
+    let ((_, _, train), _) = resumed(folder.path()).unwrap();
+    assert_eq!(train.epoch(0).next().unwrap().unwrap().numbers, [6, 7]);
+}
+
+#[test]
+fn between_micro_steps_nothing_is_saved_on_any_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let errors = Accelerator::builder()
+        .accumulation_steps(2)
+        .launch(2, |accelerator| {
+            let (model, optimizer, train) = prepared(&accelerator);
+            let batch = train.epoch(0).next().unwrap()?;
+            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+            assert!(gradients.is_accumulating());
+            let parts = (&model, &optimizer, &train);
+            Ok(accelerator.save_state(folder.path(), parts).unwrap_err())
+        })
+        .unwrap();
+    for error in errors {
+        assert!(error.is_misuse(), "{error:?}");
+        assert!(error.to_string().contains("1 micro-steps"), "{error}");
+    }
+    assert!(names(folder.path()).is_empty());
+}
+
+/// What lies in a folder, sorted.
+fn names(folder: &Path) -> Vec<String> {
+    let entries = folder.read_dir().unwrap();
+    let mut names: Vec<_> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn ranks_that_save_different_things_are_told_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let errors = accelerator::launch(2, |accelerator| {
+        let (_, mut optimizer, _) = prepared(&accelerator);
+        if accelerator.rank() == 1 {
+            // One step more than rank 0.
+            let alone = Accelerator::new()?;
+            (_, optimizer, _) = train(&alone, prepared(&alone), 1);
+        }
+        Ok(accelerator
+            .save_state(folder.path(), &optimizer)
+            .unwrap_err())
+    })
+    .unwrap();
+    for error in errors {
+        let text = format!("{error:?}");
+        assert!(
+            error.is_misuse() && text.contains("rank 1 has an optimizer after 1 steps"),
+            "{text}"
+        );
+    }
+    assert!(names(folder.path()).is_empty(), "nothing is left");
+}
+
+#[test]
+fn damage_is_found_and_the_checkpoint_before_is_used() {
+    let folder = tempfile::tempdir().unwrap();
+    two_checkpoints(folder.path());
+    let newest = folder.path().join("checkpoint-000002");
+    for file in names(&newest) {
+        let path = newest.join(&file);
+        let good = std::fs::read(&path).unwrap();
+        let mut bad = good.clone();
+        let middle = bad.len() / 2;
+        bad[middle] ^= 1;
+        std::fs::write(&path, bad).unwrap();
+        let (_, position) = resumed(folder.path()).unwrap();
+        assert_eq!(
+            (position.checkpoint(), position.step()),
+            (Some(1), 2),
+            "{file}"
+        );
+        std::fs::write(&path, good).unwrap();
+    }
+    assert_eq!(resumed(folder.path()).unwrap().1.step(), 4);
+    // None is whole: that is no reason to start afresh.
+    for number in [1, 2] {
+        let path = folder.path().join(format!("checkpoint-00000{number}"));
+        std::fs::remove_file(path.join("optimizer.bpk")).unwrap();
+    }
+    let text = misfit(&resumed(folder.path()).unwrap_err());
+    assert!(
+        text.contains("checkpoint-000001") && text.contains("optimizer.bpk"),
+        "{text}"
+    );
+    assert_eq!(names(folder.path()).len(), 3, "nothing is deleted");
+}
+
+#[test]
+fn parts_that_were_not_saved_so_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    two_checkpoints(folder.path());
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    let (model, optimizer, train) = prepared(&accelerator);
+    let error = accelerator
+        .resume(folder.path(), (optimizer, model, train))
+        .unwrap_err();
+    let text = misfit(&error);
+    assert!(
+        text.contains("place 1 of the tuple it has a model"),
+        "{text}"
+    );
+
+    let (model, optimizer, _) = prepared(&accelerator);
+    let error = accelerator
+        .resume(folder.path(), (model, optimizer))
+        .unwrap_err();
+    assert!(
+        misfit(&error)
+            .contains("place 3 of the tuple it has a loader, and `resume` was given nothing")
+    );
+
+    let wide: Linear = LinearConfig::new(2, 1).init(&device);
+    let parts = accelerator.prepare((wide, adam(), loader(12, 2))).unwrap();
+    let error = accelerator.resume(folder.path(), parts).unwrap_err();
+    assert!(error.is_model(), "{error:?}");
+    let text = error.to_string();
+    assert!(
+        text.contains("`weight` of [1, 1]") && text.contains("[2, 1]"),
+        "{text}"
+    );
+
+    let other = [
+        (loader(13, 2), "number of samples was 12"),
+        (
+            DataLoaderBuilder::new(ColumnBatcher)
+                .batch_size(2)
+                .shuffle(3)
+                .build(columns(12)),
+            "shuffled by 3",
+        ),
+        (
+            DataLoaderBuilder::new(ColumnBatcher)
+                .batch_size(2)
+                .tail(TailPolicy::Drop)
+                .build(columns(12)),
+            "tail policy",
+        ),
+    ];
+    for (other, text) in other {
+        let parts = accelerator.prepare((line(&device), adam(), other)).unwrap();
+        let error = accelerator.resume(folder.path(), parts).unwrap_err();
+        assert!(misfit(&error).contains(text), "{error:?}");
+    }
+
+    for other in [SgdConfig::new().init(), RmsPropConfig::new().init()] {
+        let parts = accelerator
+            .prepare((line(&device), other, loader(12, 2)))
+            .unwrap();
+        let text = misfit(&accelerator.resume(folder.path(), parts).unwrap_err());
+        assert!(
+            text.contains("the kind of optimizer that was saved"),
+            "{text}"
+        );
+    }
+
+    let scheduled = (adam(), cosine());
+    let parts = accelerator
+        .prepare((line(&device), scheduled, loader(12, 2)))
+        .unwrap();
+    let text = misfit(&accelerator.resume(folder.path(), parts).unwrap_err());
+    assert!(text.contains("no scheduler"), "{text}");
+}
+
+fn cosine() -> burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler {
+    CosineAnnealingLrSchedulerConfig::new(0.1, 10)
+        .init()
+        .unwrap()
+}
+
+#[test]
+fn another_scheduler_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    let run = |optimizer: PreparedOptimizer<Scheduled>, resume| {
+        let (model, train) = accelerator.prepare((line(&device), loader(12, 2))).unwrap();
+        let (mut model, mut optimizer) = (model, optimizer);
+        if resume {
+            (model, optimizer) = accelerator.resume(folder.path(), (model, optimizer))?.0;
+        }
+        for batch in train.epoch(0).take(2) {
+            let batch = batch?;
+            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+            model = optimizer.step(model, gradients);
+        }
+        accelerator.save_state(folder.path(), (&model, &optimizer))?;
+        Ok(optimizer.learning_rate())
+    };
+    let first = run(accelerator.prepare((adam(), cosine())).unwrap(), false).unwrap();
+    let second = run(accelerator.prepare((adam(), cosine())).unwrap(), true).unwrap();
+    assert!(second < first, "{second:?} {first:?}");
+    let noam = NoamLrSchedulerConfig::new(0.1).init().unwrap();
+    let others = [
+        accelerator.prepare((adam(), noam)).unwrap(),
+        accelerator.prepare((adam(), PerEpoch(cosine()))).unwrap(),
+    ];
+    for other in others {
+        let error = run(other, true).map(|_: Option<f64>| ()).unwrap_err();
+        assert!(misfit(&error).contains("scheduler"), "{error:?}");
+    }
+}
+
+#[test]
+fn an_optimizer_is_saved_with_its_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let (_, optimizer, _) = train(&accelerator, prepared(&accelerator), 1);
+    let error = accelerator
+        .save_state(folder.path(), &optimizer)
+        .unwrap_err();
+    assert!(
+        error.is_misuse() && error.to_string().contains("together with its model"),
+        "{error}"
+    );
+    assert!(names(folder.path()).is_empty());
+}
+
+#[test]
+fn objects_come_back_exactly_and_to_every_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let numbers = |rank: usize| vec![f64::INFINITY, 0.1 + 0.2, -0.0, rank as f64];
+    let save = |ranks| {
+        accelerator::launch(ranks, |accelerator| {
+            let mine = numbers(accelerator.rank());
+            let parts = (Object(&mine), PerRank(&mine), Object(&accelerator.rank()));
+            accelerator.save_state(folder.path(), parts).map(|_| ())
+        })
+        .unwrap();
+    };
+    let load = |ranks| {
+        accelerator::launch(ranks, |accelerator| {
+            let rank = accelerator.rank();
+            let parts = (Object(vec![]), PerRank(vec![7.0]), Object(9));
+            let ((Object(shared), PerRank(mine), Object(zero)), _) =
+                accelerator.resume(folder.path(), parts)?;
+            assert_eq!((shared, zero), (numbers(0), 0));
+            let saved = if rank < 3 { numbers(rank) } else { vec![7.0] };
+            assert_eq!(mine, saved, "rank {rank} of {ranks}");
+            Ok(())
+        })
+        .unwrap();
+    };
+    save(3);
+    (1..=4).for_each(load);
+
+    let accelerator = Accelerator::new().unwrap();
+    let parts = (Object(String::new()), PerRank(0), Object(0));
+    let text = misfit(&accelerator.resume(folder.path(), parts).unwrap_err());
+    assert!(text.contains("the object at place 1"), "{text}");
+}
+
+#[test]
+fn two_models_come_back_with_their_optimizers() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path()).with_max_shard_size(4);
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    let prepare = || {
+        let parts = (
+            (line(&device), adam()),
+            (line(&device), adam()),
+            loader(12, 2),
+        );
+        accelerator
+            .prepare((parts.0.0, parts.0.1, parts.1.0, parts.1.1, parts.2))
+            .unwrap()
+    };
+    let run = |resume| {
+        let (mut a, mut first, mut b, mut second, mut train) = prepare();
+        if resume {
+            let parts = (a, first, b, second, train);
+            ((a, first, b, second, train), _) = accelerator.resume(&checkpoints, parts).unwrap();
+        }
+        for batch in train.epoch(0) {
+            let batch = batch.unwrap();
+            let gradients = accelerator
+                .backward(distance(&a, &batch), &a, &batch)
+                .unwrap();
+            a = first.step(0.05, a, gradients);
+            let loss = distance(&b, &batch) * 2.0;
+            let gradients = accelerator.backward(loss, &b, batch.weight()).unwrap();
+            b = second.step(0.01, b, gradients);
+            if !resume && batch.step() == 2 {
+                let parts = (&a, &first, &b, &second, &train);
+                accelerator.save_state(&checkpoints, parts).unwrap();
+            }
+        }
+        (flat(&a), flat(&b))
+    };
+    let whole = run(false);
+    assert_ne!(whole.0, whole.1);
+    assert_eq!(run(true), whole);
+    let checkpoint = folder.path().join("checkpoint-000001");
+    assert!(
+        checkpoint.join("model.safetensors.index.json").exists(),
+        "in shards"
+    );
+    assert!(
+        checkpoint
+            .join("model-2/model-00001-of-00002.safetensors")
+            .exists()
+    );
+}
+
+#[test]
+fn old_checkpoints_go_when_the_new_one_is_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let checkpoints = Checkpoints::new(folder.path()).with_total_limit(2);
+    for number in 1..=4 {
+        let saved = accelerator
+            .save_state(&checkpoints, Object(&number))
+            .unwrap();
+        assert_eq!(saved.number(), number);
+    }
+    assert_eq!(
+        names(folder.path()),
+        ["checkpoint-000003", "checkpoint-000004", "latest"]
+    );
+    let error = accelerator
+        .save_state(
+            Checkpoints::new(folder.path()).with_total_limit(0),
+            Object(&0),
+        )
+        .unwrap_err();
+    assert!(error.is_config(), "{error:?}");
+}
+
+#[test]
+fn hooks_add_files_that_are_verified() {
+    let folder = tempfile::tempdir().unwrap();
+    let seen = std::sync::Arc::new(Mutex::new(Vec::new()));
+    let notes = seen.clone();
+    let checkpoints = Checkpoints::new(folder.path())
+        .before_save(|draft| Ok(std::fs::write(draft.path().join("note.txt"), "hello")?))
+        .after_resume(move |resumed| {
+            let note = std::fs::read_to_string(resumed.path().join("note.txt"))?;
+            notes.lock().unwrap().push((resumed.number(), note));
+            Ok(())
+        });
+    accelerator::launch(2, |accelerator| {
+        accelerator.save_state(&checkpoints, Object(&1))?;
+        accelerator.resume(&checkpoints, Object(0)).map(|_| ())
+    })
+    .unwrap();
+    assert_eq!(
+        *seen.lock().unwrap(),
+        [(1, "hello".to_owned())],
+        "on rank 0 only"
+    );
+
+    let accelerator = Accelerator::new().unwrap();
+    std::fs::write(folder.path().join("checkpoint-000001/note.txt"), "hellO").unwrap();
+    let text = misfit(&accelerator.resume(&checkpoints, Object(0)).unwrap_err());
+    assert!(text.contains("note.txt"), "{text}");
+
+    let failing = checkpoints
+        .clone()
+        .before_save(|_| Err("no licence".into()));
+    let errors = accelerator::launch(2, |accelerator| {
+        Ok(accelerator.save_state(&failing, Object(&1)).unwrap_err())
+    })
+    .unwrap();
+    for error in errors {
+        assert!(misfit(&error).contains("no licence"), "{error:?}");
+    }
+    assert_eq!(names(folder.path()), ["checkpoint-000001", "latest"]);
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_or_read_is_an_error_on_every_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    std::fs::write(&file, "no folder").unwrap();
+    let errors = accelerator::launch(2, |accelerator| {
+        let save = accelerator.save_state(&file, Object(&1)).unwrap_err();
+        let resume = accelerator.resume(&file, Object(1)).unwrap_err();
+        Ok([save, resume])
+    })
+    .unwrap();
+    for error in errors.iter().flatten() {
+        assert!(error.is_misuse() || error.is_io(), "{error:?}");
+        assert!(format!("{error:?}").contains("file"), "{error:?}");
+    }
+}
+
+/// Files of a checkpoint but the manifest, which tells the time.
+fn content(checkpoint: &Path) -> Vec<(String, Vec<u8>)> {
+    let files = names(checkpoint)
+        .into_iter()
+        .filter(|name| !name.starts_with("manifest"));
+    files
+        .map(|name| {
+            let bytes = std::fs::read(checkpoint.join(&name)).unwrap();
+            (name, bytes)
+        })
+        .collect()
+}
+
+#[test]
+fn what_is_saved_beside_training_is_what_was_there_when_it_began() {
+    let folder = tempfile::tempdir().unwrap();
+    accelerator::launch(2, |accelerator| {
+        let mut parts = train(&accelerator, prepared(&accelerator), 2);
+        let (model, optimizer, loader) = &parts;
+        accelerator.save_state(folder.path(), (model, optimizer, loader))?;
+        let saving = accelerator.save_state_async(folder.path(), (model, optimizer, loader))?;
+        // In place, where nothing held the tensors.
+        for _ in 0..20 {
+            parts = train(&accelerator, parts, 3);
+        }
+        let saved = saving.wait()?;
+        assert_eq!((saved.number(), saved.step()), (2, 2));
+        let (model, optimizer, loader) = &parts;
+        let saving = accelerator.save_state_async(folder.path(), (model, optimizer, loader))?;
+        let next = accelerator.save_state(folder.path(), (model, optimizer, loader))?;
+        assert_eq!(next.number(), 4, "after the one before");
+        assert_eq!(saving.wait()?.number(), 3);
+        accelerator.finish()
+    })
+    .unwrap();
+    let at = |number| content(&folder.path().join(format!("checkpoint-00000{number}")));
+    let (first, second) = (at(1), at(2));
+    assert_eq!(first.len(), 3);
+    for ((name, first), (_, second)) in first.iter().zip(&second) {
+        // Burn writes an optimizer's entries in no order.
+        if name != "optimizer.bpk" {
+            assert_eq!(first, second, "{name}");
+        }
+    }
+    assert_ne!(at(3)[0], first[0]);
+}
+
+#[test]
+fn a_save_beside_training_that_fails_is_told_to_every_rank() {
+    for told_by in ["wait", "next", "finish"] {
+        let folder = tempfile::tempdir().unwrap();
+        let errors = accelerator::launch(2, |accelerator| {
+            let failing = Checkpoints::new(folder.path()).before_save(|_| Err("disk gone".into()));
+            let saving = accelerator.save_state_async(&failing, Object(&1))?;
+            let error = match told_by {
+                "wait" => saving.wait().unwrap_err(),
+                "next" => accelerator
+                    .save_state(folder.path(), Object(&1))
+                    .unwrap_err(),
+                _ => accelerator.finish().unwrap_err(),
+            };
+            Ok(error)
+        })
+        .unwrap();
+        for error in errors {
+            assert!(misfit(&error).contains("disk gone"), "{error:?}");
+        }
+        assert!(names(folder.path()).is_empty());
+    }
+}
+
+#[test]
+fn a_save_that_failed_is_told_at_the_end_though_a_rank_is_lost_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let told = Mutex::new(None);
+    let lost = accelerator::launch(2, |accelerator| {
+        let failing = Checkpoints::new(folder.path()).before_save(|_| Err("disk gone".into()));
+        let saving = accelerator.save_state_async(&failing, Object(&1))?;
+        if accelerator.rank() == 1 {
+            return Err(batch_is_cursed());
+        }
+        drop(saving);
+        let error = accelerator.finish().unwrap_err();
+        *told.lock().unwrap() = Some(error);
+        Ok(())
+    });
+    assert!(lost.unwrap_err().is_config(), "the culprit's error");
+    let error = told.into_inner().unwrap().unwrap();
+    assert!(misfit(&error).contains("disk gone"), "{error:?}");
+    assert!(error.is_peer_lost(), "{error:?}");
+    assert_eq!(error.culprit().map(|culprit| culprit.rank()), Some(1));
+}
+
+#[test]
+fn a_program_that_does_not_wait_still_completes_its_save() {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let slow = Checkpoints::new(folder.path()).before_save(|_| {
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        Ok(())
+    });
+    drop(accelerator.save_state_async(&slow, Object(&1)).unwrap());
+    drop(accelerator);
+    assert_eq!(names(folder.path()), ["checkpoint-000001", "latest"]);
+}
+
+/// A job that goes through the sizes in turn, so many steps each, and the last one to the end of
+/// two epochs. Returns the samples that each epoch used, and the weights.
+fn through_sizes(sizes: &[usize], steps: usize) -> (Vec<Vec<u64>>, Vec<f32>) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut used = vec![Vec::new(); 2];
+    let mut weights = Vec::new();
+    for (life, &ranks) in sizes.iter().enumerate() {
+        let is_last = life + 1 == sizes.len();
+        let outcomes = accelerator::launch(ranks, |accelerator| {
+            let device = accelerator.device();
+            let train = DataLoaderBuilder::new(ColumnBatcher)
+                .batch_size(12 / sizes[0])
+                .shuffle(5)
+                .num_workers(2)
+                .build(columns(50));
+            let optimizer = SgdConfig::new()
+                .with_momentum(Some(MomentumConfig::new()))
+                .init();
+            let parts = accelerator.prepare((line(&device), optimizer, train))?;
+            let ((mut model, mut optimizer, train), position) =
+                accelerator.resume(folder.path(), parts)?;
+            if life > 0 {
+                assert_eq!(position.world_size_before(), sizes[life - 1]);
+                assert_eq!(position.world_size(), ranks);
+            }
+            let mut used = vec![Vec::new(); 2];
+            let mut done = 0;
+            'job: for epoch in position.epoch()..2 {
+                for batch in train.epoch(epoch) {
+                    if done == steps && !is_last {
+                        break 'job;
+                    }
+                    let batch = batch?;
+                    let loss = distance(&model, &batch);
+                    let gradients = accelerator.backward(loss, &model, &batch)?;
+                    assert!(gradients.samples() <= Some(12.0));
+                    model = optimizer.step(0.05, model, gradients);
+                    used[epoch as usize].extend_from_slice(batch.real_indices());
+                    done += 1;
+                }
+            }
+            accelerator.save_state(folder.path(), (&model, &optimizer, &train))?;
+            Ok((used, flat(&model)))
+        })
+        .unwrap();
+        for (rank, _) in &outcomes {
+            for (all, mine) in used.iter_mut().zip(rank) {
+                all.extend_from_slice(mine);
+            }
+        }
+        weights = outcomes[0].1.clone();
+    }
+    used.iter_mut().for_each(|epoch| epoch.sort_unstable());
+    (used, weights)
+}
+
+#[test]
+fn at_another_size_each_sample_is_used_once_and_weights_are_those_of_the_first_size() {
+    for sizes in [[2, 3], [3, 2], [4, 1], [1, 4]] {
+        for steps in [2, 7] {
+            let (used, weights) = through_sizes(&sizes, steps);
+            let whole: Vec<u64> = (0..50).collect();
+            assert_eq!(used, [whole.clone(), whole.clone()], "{sizes:?}");
+            let (_, alone) = through_sizes(&sizes[..1], steps);
+            assert_close(&weights, &alone, 1e-5);
+        }
+    }
+    // Three ranks share twelve samples as five do not: 3, 3, 2, 2, 2.
+    let (used, weights) = through_sizes(&[3, 5, 2, 3], 2);
+    assert_eq!(used[0].len() + used[1].len(), 100);
+    let (_, alone) = through_sizes(&[3], 2);
+    assert_close(&weights, &alone, 1e-5);
+}
+
+#[test]
+fn the_program_may_rescale_instead() {
+    let folder = tempfile::tempdir().unwrap();
+    let life = |ranks: usize, factor: Option<f64>| {
+        let outcomes = accelerator::launch(ranks, |accelerator| {
+            let scheduler = burn::lr_scheduler::constant::ConstantLr::new(0.1);
+            let optimizer = (SgdConfig::new().init(), scheduler);
+            let parts = (line(&accelerator.device()), optimizer, loader(64, 4));
+            let parts = accelerator.prepare(parts)?;
+            let ((mut model, mut optimizer, train), position) =
+                accelerator.resume_with(folder.path(), parts, |change| {
+                    assert_eq!(change.now(), ranks);
+                    assert_eq!(change.global_batches().len(), 1);
+                    factor.map_or_else(Rescale::keep_global_batch, |factor| {
+                        Rescale::keep_batch_per_rank().with_learning_rate_factor(factor)
+                    })
+                })?;
+            let batch = train.epoch(0).next().unwrap()?;
+            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+            let samples = gradients.samples();
+            model = optimizer.step(model, gradients);
+            accelerator.save_state(folder.path(), (&model, &optimizer, &train))?;
+            Ok((
+                samples.unwrap(),
+                optimizer.learning_rate().unwrap(),
+                position.learning_rate_factor(),
+            ))
+        })
+        .unwrap();
+        outcomes[0]
+    };
+    assert_eq!(life(2, None), (8.0, 0.1, 1.0));
+    assert_eq!(life(3, Some(1.5)), (12.0, 0.1 * 1.5, 1.5));
+    assert_eq!(life(3, None), (12.0, 0.1 * 1.5, 1.5), "the factor stays");
+    assert_eq!(
+        life(2, None),
+        (12.0, 0.1 * 1.5, 1.5),
+        "and so does the batch"
+    );
+    assert_eq!(life(1, Some(0.5)), (6.0, 0.1 * 0.75, 0.75));
+}
+
+#[test]
+fn a_loader_of_burns_is_skipped_through() {
+    let folder = tempfile::tempdir().unwrap();
+    let life = |ranks: usize, steps: usize| {
+        accelerator::launch(ranks, |accelerator| {
+            let train = BurnBuilder::new(ColumnBatcher)
+                .batch_size(2)
+                .build(columns(22));
+            let parts = (line(&accelerator.device()), adam(), InOrder(train));
+            let parts = accelerator.prepare(parts)?;
+            let ((mut model, mut optimizer, train), _) =
+                accelerator.resume(folder.path(), parts)?;
+            let mut numbers = Vec::new();
+            for batch in train.epoch(0).take(steps) {
+                let batch = batch?;
+                let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+                model = optimizer.step(0.05, model, gradients);
+                numbers.extend(batch.numbers.iter().take(batch.real()).copied());
+            }
+            accelerator.save_state(folder.path(), (&model, &optimizer, &train))?;
+            Ok(numbers)
+        })
+    };
+    let mut used = life(2, 2).unwrap().concat();
+    let text = misfit(&life(3, 1).unwrap_err());
+    assert!(text.contains("as many ranks"), "{text}");
+    used.extend(life(2, usize::MAX).unwrap().concat());
+    used.sort_unstable();
+    assert_eq!(used, (0..22).collect::<Vec<_>>());
+}
+
+#[test]
+fn survivors_save_the_last_complete_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let saved = Mutex::new(Vec::new());
+    let lost = accelerator::launch(3, |accelerator| {
+        let train = DataLoaderBuilder::new(ColumnBatcher)
+            .batch_size(1)
+            .num_workers(2)
+            .build(columns(12));
+        let parts = (line(&accelerator.device()), adam(), train);
+        let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+        let mut looped = || -> Result<()> {
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                if accelerator.rank() == 0 && batch.step() == 2 {
+                    return Err(batch_is_cursed());
+                }
+                let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+                model = optimizer.step(0.05, model.clone(), gradients);
+            }
+            Ok(())
+        };
+        let error = looped().unwrap_err();
+        if error.is_peer_lost() {
+            let text = error.to_string();
+            assert!(
+                text.contains("rank 0") && text.contains("accumulation_steps is 0"),
+                "{text}"
+            );
+            let parts = (&model, &optimizer, &train);
+            let outcome = accelerator.save_emergency(folder.path(), parts)?;
+            saved
+                .lock()
+                .unwrap()
+                .push((accelerator.rank(), outcome.is_some()));
+        }
+        Err::<(), _>(error)
+    });
+    assert!(lost.unwrap_err().is_config(), "the culprit's error");
+    let mut saved = saved.into_inner().unwrap();
+    saved.sort_unstable();
+    assert_eq!(
+        saved,
+        [(1, true), (2, false)],
+        "the lowest that lives writes"
+    );
+
+    let ((_, optimizer, train), position) = resumed_one_by_one(&folder.path().to_owned());
+    assert_eq!((position.step(), optimizer.steps()), (2, 2));
+    let numbers: Vec<_> = train
+        .epoch(0)
+        .flat_map(|batch| batch.unwrap().numbers.clone())
+        .collect();
+    assert_eq!(
+        numbers,
+        (6..12).collect::<Vec<_>>(),
+        "the failed step's samples come again"
+    );
+
+    let accelerator = Accelerator::new().unwrap();
+    let error = accelerator
+        .save_emergency(folder.path(), Object(&1))
+        .unwrap_err();
+    assert!(
+        error.is_misuse() && error.to_string().contains("save_state"),
+        "{error}"
+    );
+}
+
+#[test]
+fn of_two_ranks_that_die_together_neither_is_to_write() {
+    let folder = tempfile::tempdir().unwrap();
+    let saved = Mutex::new(Vec::new());
+    let lost = accelerator::launch(4, |accelerator| {
+        let parts = accelerator.prepare((line(&accelerator.device()), adam(), loader(16, 1)))?;
+        let (model, optimizer, train) = self::train(&accelerator, parts, 2);
+        match accelerator.rank() {
+            0 => return Err(batch_is_cursed()),
+            1 => panic!("a panic that the test wants"),
+            _ => {}
+        }
+        let error = accelerator.group().barrier().map_err(Error::from);
+        let error = error.unwrap_err();
+        assert!(error.is_peer_lost(), "{error:?}");
+        let parts = (&model, &optimizer, &train);
+        let outcome = accelerator.save_emergency(folder.path(), parts)?;
+        let mut saved = saved.lock().unwrap();
+        saved.push((accelerator.rank(), outcome.is_some()));
+        Err::<(), _>(error)
+    });
+    let error = lost.unwrap_err();
+    assert!(error.is_config() || error.is_panic(), "{error:?}");
+    let mut saved = saved.into_inner().unwrap();
+    saved.sort_unstable();
+    assert_eq!(saved, [(2, true), (3, false)]);
+
+    let accelerator = Accelerator::new().unwrap();
+    let parts = (line(&accelerator.device()), adam(), loader(16, 1));
+    let parts = accelerator.prepare(parts).unwrap();
+    let ((_, optimizer, _), position) = accelerator.resume(folder.path(), parts).unwrap();
+    assert_eq!((position.step(), optimizer.steps()), (2, 2));
+    assert_eq!(position.world_size_before(), 4);
+}
+
+fn batch_is_cursed() -> Error {
+    Accelerator::builder()
+        .accumulation_steps(0)
+        .build()
+        .unwrap_err()
+}
+
+fn resumed_one_by_one(folder: &PathBuf) -> (Parts, Position) {
+    let accelerator = Accelerator::new().unwrap();
+    let parts = (line(&accelerator.device()), adam(), loader(12, 1));
+    let parts = accelerator.prepare(parts).unwrap();
+    accelerator.resume(folder, parts).unwrap()
+}
