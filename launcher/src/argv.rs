@@ -163,6 +163,8 @@ mod tests {
     fn subcommands_and_broken_lines_are_left_to_clap() {
         check("env --json", "env --json", "");
         check("plan --samples 3", "plan --samples 3", "");
+        check("checkpoint show a 3", "checkpoint show a 3", "");
+        check("./checkpoint list a", "./checkpoint", "list a");
         check("--no-such a.sh x", "--no-such a.sh", "x");
         check("--num-processes", "--num-processes", "");
         check("--help", "--help", "");

@@ -10,8 +10,10 @@ use accelerator_collective::Topology;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::argv::Argv;
+use crate::checkpoint::CheckpointArgs;
 use crate::env::EnvArgs;
 use crate::plan::PlanArgs;
+use crate::selftest::{RankArgs, TestArgs};
 
 /// What the launcher was asked to do.
 #[derive(Debug)]
@@ -27,9 +29,54 @@ pub(crate) enum Invocation {
     Env(EnvArgs),
     /// Show who gets which sample.
     Plan(PlanArgs),
+    /// Show or verify checkpoints.
+    Checkpoint(CheckpointArgs),
+    /// Test this installation.
+    Test(TestArgs),
+    /// Be a rank of such a test.
+    Rank(RankArgs),
+}
+
+/// A number of processes, or a range of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Processes {
+    /// The fewest to go on with.
+    pub(crate) least: NonZeroUsize,
+    /// How many to start with.
+    pub(crate) most: NonZeroUsize,
+}
+
+impl Processes {
+    /// Exactly so many.
+    pub(crate) fn exactly(count: NonZeroUsize) -> Self {
+        Self {
+            least: count,
+            most: count,
+        }
+    }
+
+    /// Whether there may be fewer than at the start.
+    pub(crate) fn is_range(self) -> bool {
+        self.least < self.most
+    }
+}
+
+impl std::fmt::Display for Processes {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.is_range() {
+            write!(formatter, "{}:{}", self.least, self.most)
+        } else {
+            self.most.fmt(formatter)
+        }
+    }
 }
 
 impl Invocation {
+    /// Whether processes are started that must not outlive the launcher.
+    pub(crate) fn runs_a_job(&self) -> bool {
+        matches!(self, Self::Launch { options, .. } if !options.dry_run)
+    }
+
     /// Reads a command line whose first item is the program's name.
     ///
     /// # Errors
@@ -45,6 +92,9 @@ impl Invocation {
         Ok(match cli.command {
             Some(Sub::Env(arguments)) => Self::Env(arguments),
             Some(Sub::Plan(arguments)) => Self::Plan(arguments),
+            Some(Sub::Checkpoint(arguments)) => Self::Checkpoint(arguments),
+            Some(Sub::Test(arguments)) => Self::Test(arguments),
+            Some(Sub::Rank(arguments)) => Self::Rank(arguments),
             None => Self::Launch {
                 options: Box::new(cli.options),
                 arguments: argv.script,
@@ -61,7 +111,8 @@ impl Invocation {
     override_usage = "accel-launch [OPTIONS] SCRIPT [ARGS]...\n       \
         accel-launch [OPTIONS] --example NAME [ARGS]...\n       \
         accel-launch [OPTIONS] --bin NAME [ARGS]...\n       \
-        accel-launch env|plan [OPTIONS]",
+        accel-launch env|plan|test [OPTIONS]\n       \
+        accel-launch checkpoint list|show|verify DIR",
     after_help = AFTER_HELP,
     args_conflicts_with_subcommands = true,
     disable_help_subcommand = true
@@ -83,9 +134,12 @@ pub(crate) struct Options {
     #[arg(value_name = "SCRIPT")]
     pub(crate) script: Option<PathBuf>,
 
-    /// How many processes (ranks) to start on this machine [default: 1].
-    #[arg(short = 'n', long, value_name = "N", value_parser = count, allow_negative_numbers = true)]
-    pub(crate) num_processes: Option<NonZeroUsize>,
+    /// How many processes (ranks) to start on this machine, or MIN:MAX of them [default: 1].
+    ///
+    /// MIN:MAX starts MAX. A rank that fails first in two attempts in a row, or cannot be
+    /// started, is given up: the job is restarted with one less, and never with fewer than MIN.
+    #[arg(short = 'n', long, value_name = "N|MIN:MAX", value_parser = processes, allow_negative_numbers = true)]
+    pub(crate) num_processes: Option<Processes>,
 
     /// Run this example of the cargo package; it stands in the place of the script.
     #[arg(long, value_name = "NAME", help_heading = "Cargo targets", conflicts_with_all = ["bin", "script"])]
@@ -140,13 +194,29 @@ pub(crate) struct Options {
     #[arg(long, value_name = "N", value_parser = count, allow_negative_numbers = true)]
     pub(crate) threads_per_process: Option<NonZeroUsize>,
 
-    /// Also write each rank's output to DIR/rank-N.log.
+    /// Also write each rank's output to DIR/rank-N.log, and a failure to DIR/failure.json.
+    ///
+    /// After restart K the files are DIR/rank-N.restart-K.log.
     #[arg(long, value_name = "DIR")]
     pub(crate) log_dir: Option<PathBuf>,
 
     /// Seconds between the request to end (SIGTERM) and SIGKILL [default: 5].
+    ///
+    /// When a rank fails, the others have as long to end by themselves before they are asked to.
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) grace: Option<Duration>,
+
+    /// How often a job that failed is started again [default: 0; with MIN:MAX processes 3].
+    ///
+    /// All ranks are ended and started anew; the program goes on from its last checkpoint. The
+    /// number holds for the whole job, however long it ran in between.
+    #[arg(long, value_name = "N")]
+    pub(crate) max_restarts: Option<u64>,
+
+    /// Seconds before the first restart; twice as many before each later one, up to 60
+    /// [default: 1].
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
+    pub(crate) restart_delay: Option<Duration>,
 
     /// Do not put `[rank]` before the lines of the output.
     #[arg(long)]
@@ -167,23 +237,32 @@ enum Sub {
     Env(EnvArgs),
     /// Show which rank gets which sample.
     Plan(PlanArgs),
+    /// List the checkpoints of a folder, show what is in one, or verify them.
+    Checkpoint(CheckpointArgs),
+    /// Test this installation: whether ranks meet, compute, and notice failures.
+    Test(TestArgs),
+    /// A rank of the self-test.
+    #[command(name = "__rank", hide = true)]
+    Rank(RankArgs),
 }
 
 const AFTER_HELP: &str = "\
 Options before the script are the launcher's, everything after it is the script's. After
-a cargo target a first `--` is dropped, as `cargo run` does. To run a program called `env`
-or `plan`, write `./env`.
+a cargo target a first `--` is dropped, as `cargo run` does. To run a program called `env`,
+`plan`, `checkpoint` or `test`, write `./env`.
 
 Rank 0 reads the launcher's standard input, unless that is a terminal. SIGINT, SIGTERM,
 SIGHUP and SIGQUIT end all ranks, and a second one kills them; SIGUSR1 and SIGUSR2 are
-handed on.
+handed on. Nothing that the ranks start outlives the job, daemons and `kill -9` of the
+launcher included.
 
 Exit code: 0 when every rank succeeds; that of the rank that failed first; 128 + signal
 where a signal ended it; 2 for a wrong command line; 101 where cargo could not build.
 
 Examples:
   accel-launch --num-processes 2 examples/mnist.rs --epochs 3
-  accel-launch --num-processes 4 --log-dir logs target/release/train --batch-size 32";
+  accel-launch --num-processes 4 --log-dir logs target/release/train --batch-size 32
+  accel-launch --num-processes 2:4 --max-restarts 10 --log-dir logs target/release/train";
 
 fn count(text: &str) -> Result<NonZeroUsize, String> {
     match text.parse::<usize>().map(NonZeroUsize::new) {
@@ -194,6 +273,17 @@ fn count(text: &str) -> Result<NonZeroUsize, String> {
         Ok(None) => Err("expected at least 1; leave the option out for the default".into()),
         Err(_) => Err("expected a whole number of at least 1".into()),
     }
+}
+
+fn processes(text: &str) -> Result<Processes, String> {
+    let Some((least, most)) = text.split_once(':') else {
+        return count(text).map(Processes::exactly);
+    };
+    let (least, most) = (count(least)?, count(most)?);
+    if least > most {
+        return Err("expected MIN:MAX with MIN no greater than MAX, such as 2:4".into());
+    }
+    Ok(Processes { least, most })
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
@@ -236,7 +326,8 @@ mod tests {
         else {
             panic!("expected a launch");
         };
-        assert_eq!(options.num_processes.map(NonZeroUsize::get), Some(2));
+        let two = NonZeroUsize::new(2).unwrap();
+        assert_eq!(options.num_processes, Some(Processes::exactly(two)));
         assert_eq!(options.grace, Some(Duration::from_millis(500)));
         assert_eq!(options.script, Some(PathBuf::from("train")));
         assert!(!options.quiet);
@@ -244,8 +335,24 @@ mod tests {
     }
 
     #[test]
+    fn reads_a_range_of_processes() {
+        let Ok(Invocation::Launch { options, .. }) = parse("-n 2:4 --max-restarts 5 train") else {
+            panic!("expected a launch");
+        };
+        let processes = options.num_processes.unwrap();
+        assert!(processes.is_range());
+        assert_eq!(processes.to_string(), "2:4");
+        assert_eq!(options.max_restarts, Some(5));
+    }
+
+    #[test]
     fn refuses_nonsense() {
         for line in [
+            "-n 4:2 a",
+            "-n 0:2 a",
+            "-n 2: a",
+            "--max-restarts -1 a",
+            "--restart-delay never a",
             "-n 0 a",
             "-n -1 a",
             "-n two a",
@@ -267,6 +374,13 @@ mod tests {
 
     #[test]
     fn reads_sub_commands() {
+        assert!(matches!(
+            parse("checkpoint show runs/a 3 --json"),
+            Ok(Invocation::Checkpoint(_))
+        ));
+        for line in ["checkpoint", "checkpoint list", "checkpoint show a first"] {
+            assert_eq!(parse(line).err().map(|x| x.exit_code()), Some(2), "{line}");
+        }
         assert!(matches!(parse("env --json"), Ok(Invocation::Env(_))));
         assert!(matches!(
             parse("./env --json"),

@@ -1,6 +1,7 @@
 //! `accel-launch env`: what is known of this machine and its environment.
 
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -112,6 +113,9 @@ impl Report {
             }
         };
         settings.extend(variables());
+        let (ours, misspelt) = own_variables(std::env::vars_os());
+        settings.extend(ours);
+        errors.extend(misspelt);
         Self {
             version: env!("CARGO_PKG_VERSION"),
             platform: Platform {
@@ -221,6 +225,42 @@ fn variables() -> Vec<Entry> {
     found.collect()
 }
 
+/// The variables of this project that are set, and an error for each that nothing reads: ranks
+/// refuse to run with it.
+fn own_variables(
+    variables: impl Iterator<Item = (OsString, OsString)>,
+) -> (Vec<Entry>, Vec<String>) {
+    /// What programs read beside what a launch is described by; the last is for own tests.
+    const OTHERS: [&str; 2] = ["ACCEL_DEVICE", "ACCEL_FIXTURES"];
+    let known = || Launch::VARIABLES.into_iter().chain(OTHERS);
+    let mut ours: Vec<_> = variables
+        .map(|(name, value)| {
+            let text = |text: OsString| text.to_string_lossy().into_owned();
+            (text(name), text(value))
+        })
+        .filter(|(name, _)| name.starts_with("ACCEL_"))
+        .collect();
+    ours.sort();
+    let unknown = ours
+        .iter()
+        .filter(|(name, _)| !known().any(|known| known == name));
+    let errors = unknown.map(|(name, _)| {
+        let names: Vec<_> = known().filter(|&name| name != OTHERS[1]).collect();
+        format!(
+            "the environment variable {name} is not known; expected one of {}: correct it, or \
+             unset it",
+            names.join(", ")
+        )
+    });
+    let errors = errors.collect();
+    let entries = ours.into_iter().map(|(name, value)| Entry {
+        name,
+        value,
+        origin: "environment".to_owned(),
+    });
+    (entries.collect(), errors)
+}
+
 fn tool(name: &'static str, mut command: Command) -> Tool {
     let program = command.get_program().to_string_lossy().into_owned();
     let version = match command.arg("--version").output() {
@@ -295,6 +335,17 @@ mod tests {
             .collect();
         assert_eq!(kinds, ["GPU (DRM render node)", "NVIDIA GPU", "NVIDIA GPU"]);
         assert!(devices(&folder.path().join("none")).is_empty());
+    }
+
+    #[test]
+    fn misspelt_variables_are_shown_and_named() {
+        let set = ["ACCEL_RESTART", "ACCEL_RESTRAT", "HOME", "ACCEL_DEVICE"];
+        let variables = set.map(|name| (OsString::from(name), OsString::from("1")));
+        let (entries, errors) = own_variables(variables.into_iter());
+        let names: Vec<_> = entries.iter().map(|entry| entry.name.as_str()).collect();
+        assert_eq!(names, ["ACCEL_DEVICE", "ACCEL_RESTART", "ACCEL_RESTRAT"]);
+        assert_eq!(errors.len(), 1);
+        assert!(errors[0].contains("ACCEL_RESTRAT is not known"));
     }
 
     #[test]

@@ -34,6 +34,11 @@ impl Environment {
             ("ACCEL_PORT", port),
             ("ACCEL_STORE", "launcher".into()),
             ("ACCEL_JOB", settings.job.clone().into()),
+            ("ACCEL_RESTART", settings.restart.to_string().into()),
+            (
+                "ACCEL_MAX_RESTARTS",
+                settings.max_restarts.to_string().into(),
+            ),
         ];
         for (name, threads) in &settings.threads {
             if let Threads::Set { count, .. } = threads {
@@ -94,12 +99,12 @@ fn misleading(package_dir: Option<&Path>) -> Vec<OsString> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::Options;
+    use crate::cli::{Options, Processes};
 
     #[test]
     fn ranks_differ_in_their_rank_only() {
         let options = Options {
-            num_processes: std::num::NonZeroUsize::new(3),
+            num_processes: std::num::NonZeroUsize::new(3).map(Processes::exactly),
             ..Options::default()
         };
         let settings = Settings::resolve(&options, |_| None);

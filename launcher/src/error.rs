@@ -35,8 +35,27 @@ impl Error {
         let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
         Self::new(
             Kind::Interrupted(signal),
-            format!("ended by {name} before any rank was started"),
+            format!("ended by {name} before the ranks had started"),
         )
+    }
+
+    /// A signal ended the launcher while it waited to restart a job: exit code 128 + `signal`.
+    pub(crate) fn interrupted_restart(signal: i32) -> Self {
+        let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+        Self::new(
+            Kind::Interrupted(signal),
+            format!("ended by {name} before the restart"),
+        )
+    }
+
+    /// Whether the command line, or what it points to, is wrong.
+    pub(crate) fn is_usage(&self) -> bool {
+        matches!(self.inner.kind, Kind::Usage)
+    }
+
+    /// Whether a signal ended the launcher.
+    pub(crate) fn is_interrupted(&self) -> bool {
+        matches!(self.inner.kind, Kind::Interrupted(_))
     }
 
     /// Attaches the error that led to this one.

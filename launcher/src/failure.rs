@@ -1,52 +1,374 @@
-//! The block that says which rank failed first.
+//! A failed attempt: which rank failed first, as a block of text and as `failure.json`.
 
+use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::fmt::Write;
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
 
+use serde::Serialize;
 use signal_hook::consts::signal;
+use signal_hook::low_level::signal_name;
 
+use crate::attempt::Finished;
+use crate::hearing::Statement;
 use crate::job::{Cause, End};
-use crate::output::Output;
-use crate::supervise::Outcome;
+use crate::text::{list, shell_line, utc};
 
-/// Describes the failure of a job of `pids.len()` ranks; `None` where no rank failed.
-pub(crate) fn report(outcome: &Outcome, pids: &[i32], output: &Output) -> Option<String> {
-    let Some(Cause::Failure(culprit)) = outcome.cause() else {
-        return None;
-    };
-    let end = outcome.end(culprit)?;
-    let first = if pids.len() > 1 { " first" } else { "" };
-    let mut text = format!(
-        "rank {culprit} (pid {}) failed{first}: {end}",
-        pids[culprit]
-    );
-    if end == End::Signal(signal::SIGKILL) {
-        text.push_str(", as when the machine runs out of memory");
-    }
-    let last = output.last_words(culprit);
-    if !last.is_empty() {
-        text.push_str("\n  its last lines:");
-        for line in last {
-            let _ = write!(text, "\n    | {line}");
-        }
-    }
-    if let Some(log) = output.log(culprit) {
-        let _ = write!(text, "\n  its log: {}", log.display());
-    }
-    let others: Vec<String> = (0..pids.len())
-        .filter(|&rank| rank != culprit)
-        .map(|rank| fate(outcome, rank))
-        .collect();
-    if !others.is_empty() {
-        let _ = write!(text, "\n  the others: {}", others.join("; "));
-    }
-    Some(text)
+/// The name of the report in the log folder.
+pub(crate) const FILE: &str = "failure.json";
+
+/// How many of the other ranks the block shows, a line each.
+const SHOWN: usize = 16;
+
+/// One failed attempt; its fields are those of `failure.json`.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Failure {
+    first: First,
+    collateral: Vec<Other>,
+    exit_code: u8,
+    restarts: u64,
+    world_size: usize,
+    job: String,
+    command: Vec<String>,
+    command_line: String,
+    log_files: Vec<String>,
+    time: String,
 }
 
-fn fate(outcome: &Outcome, rank: usize) -> String {
-    match (outcome.end(rank), outcome.ended_by_itself(rank)) {
-        (None, _) => format!("rank {rank} does not end, even on SIGKILL"),
-        (Some(End::Code(0)), true) => format!("rank {rank} had finished"),
-        (Some(end), true) => format!("rank {rank} failed after it ({end})"),
-        (Some(end), false) => format!("rank {rank} was ended ({end})"),
+/// The rank that failed first.
+#[derive(Clone, Debug, Serialize)]
+struct First {
+    rank: usize,
+    host: String,
+    pid: i32,
+    /// What happened to it, in words that go on from "rank 1: ".
+    cause: String,
+    /// What it ended with; both `null` where only the launcher ended it.
+    exit_code: Option<i32>,
+    signal: Option<i32>,
+    signal_name: Option<&'static str>,
+    last_words: Vec<String>,
+    log: Option<String>,
+    /// The ranks that named it, itself not included.
+    reported_by: BTreeSet<usize>,
+    #[serde(skip)]
+    shown: Shown,
+}
+
+/// What the block says of the first and the file does not.
+#[derive(Clone, Debug)]
+struct Shown {
+    fate: String,
+    said: Option<Statement>,
+}
+
+/// Another rank of the job, and how it ended.
+#[derive(Clone, Debug, Serialize)]
+struct Other {
+    rank: usize,
+    pid: i32,
+    exit_code: Option<i32>,
+    signal: Option<i32>,
+    /// Whether it ended before the launcher ended it.
+    by_itself: bool,
+    last_words: Vec<String>,
+}
+
+/// What became of the job that failed so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Ending {
+    /// It has ended.
+    Failed,
+    /// It is being started again.
+    Restarting,
+    /// It was started again, and then ended well.
+    Recovered,
+    /// It failed, and before it had ended well the launcher was told to end.
+    Interrupted,
+}
+
+impl Failure {
+    /// Describes the failure of an attempt; `None` where no rank failed.
+    ///
+    /// `command` is the launcher's own command line.
+    pub(crate) fn of(finished: &Finished, command: &[OsString]) -> Option<Self> {
+        let Some(Cause::Failure(rank)) = finished.outcome.cause() else {
+            return None;
+        };
+        let words = |rank| finished.output.last_words(rank);
+        let other = |rank| {
+            let (exit_code, signal) = parts(finished.outcome.end(rank));
+            Other {
+                rank,
+                pid: finished.pids[rank],
+                exit_code,
+                signal,
+                by_itself: finished.outcome.ended_by_itself(rank),
+                last_words: words(rank),
+            }
+        };
+        let log = |rank| {
+            finished
+                .output
+                .log(rank)
+                .map(|path| path.display().to_string())
+        };
+        let ranks = 0..finished.pids.len();
+        Some(Self {
+            first: First::of(finished, rank, log(rank)),
+            collateral: ranks
+                .clone()
+                .filter(|&one| one != rank)
+                .map(other)
+                .collect(),
+            exit_code: finished.outcome.exit_code(),
+            restarts: finished.settings.restart,
+            world_size: finished.pids.len(),
+            job: finished.settings.job.clone(),
+            command: command
+                .iter()
+                .map(|word| word.to_string_lossy().into_owned())
+                .collect(),
+            command_line: shell_line(command),
+            log_files: ranks.filter_map(log).collect(),
+            time: utc(SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .unwrap_or_default()),
+        })
+    }
+
+    /// The rank that failed first.
+    pub(crate) fn rank(&self) -> usize {
+        self.first.rank
+    }
+
+    /// Whether more than the order of ends tells that it was this rank. An error that all ranks share
+    /// ends each of them with code 1, and one of them is first.
+    pub(crate) fn is_certain(&self) -> bool {
+        self.first.exit_code != Some(1)
+            || !self.first.reported_by.is_empty()
+            || self.first.shown.said.is_some()
+    }
+
+    /// The exit code of a job that ends with it.
+    pub(crate) fn exit_code(&self) -> u8 {
+        self.exit_code
+    }
+
+    /// What happened, in a line that goes on, and whether it is the same as in the failure
+    /// `before`: "rank 1 was killed by SIGKILL, as before".
+    pub(crate) fn headline(&self, before: Option<&Self>) -> String {
+        let First { rank, shown, .. } = &self.first;
+        let again = match before {
+            Some(before) if self.is_like(before) => ", as before",
+            _ => "",
+        };
+        format!("rank {rank} {}{again}", shown.fate)
+    }
+
+    /// Whether the same rank failed in the same way.
+    fn is_like(&self, other: &Self) -> bool {
+        let key = |one: &Self| (one.first.rank, one.first.exit_code, one.first.signal);
+        key(self) == key(other) && self.first.last_words == other.first.last_words
+    }
+
+    /// The rank's last lines, and its log, indented.
+    pub(crate) fn evidence(&self) -> String {
+        let First {
+            last_words, log, ..
+        } = &self.first;
+        let mut text = String::new();
+        if !last_words.is_empty() {
+            text.push_str("\n  its last lines:");
+            for line in last_words {
+                let _ = write!(text, "\n    | {line}");
+            }
+        }
+        if let Some(log) = log {
+            let _ = write!(text, "\n  its log: {log}");
+        }
+        text
+    }
+
+    /// The whole block; `report` is where the same stands as JSON.
+    pub(crate) fn block(&self, report: Option<&Path>) -> String {
+        let First {
+            rank,
+            pid,
+            reported_by,
+            shown,
+            ..
+        } = &self.first;
+        let first = if self.world_size > 1 { " first" } else { "" };
+        let mut text = format!("rank {rank} (pid {pid}) failed{first}: {}", self.how());
+        if self.first.signal == Some(signal::SIGKILL) {
+            text.push_str(", as when the machine runs out of memory");
+        }
+        if let Some(statement) = &shown.said {
+            let who = if statement.rank == *rank {
+                "it said".to_owned()
+            } else {
+                format!("rank {} said", statement.rank)
+            };
+            let _ = write!(text, "\n  {who}: {}", statement.text);
+        }
+        if !reported_by.is_empty() {
+            let _ = write!(text, "\n  reported by {}", list(reported_by));
+        }
+        text.push_str(&self.evidence());
+        if !self.collateral.is_empty() {
+            text.push_str("\n  the others:");
+        }
+        for other in self.collateral.iter().take(SHOWN) {
+            let _ = write!(text, "\n    {}", other.fate());
+        }
+        if let Some(hidden @ 1..) = self.collateral.len().checked_sub(SHOWN) {
+            let _ = write!(text, "\n    and {hidden} more");
+        }
+        if let Some([first, .., last]) = Some(self.log_files.as_slice()) {
+            let _ = write!(text, "\n  all logs: {first} to {last}");
+        }
+        if let Some(report) = report {
+            let _ = write!(text, "\n  this report: {}", report.display());
+        }
+        let _ = write!(text, "\n  to run it again: {}", self.command_line);
+        text
+    }
+
+    fn how(&self) -> String {
+        match (self.first.exit_code, self.first.signal) {
+            (Some(code), _) if code != 0 => End::Code(code).to_string(),
+            (None, Some(signal)) => End::Signal(signal).to_string(),
+            _ => format!("it {}", self.first.shown.fate),
+        }
+    }
+}
+
+/// Writes `attempts`, of which the last speaks for the job, to the report in `folder`.
+///
+/// `reason` is why there was no further attempt, where there might have been one.
+///
+/// It is written beside and then renamed, so a reader never sees half of it.
+///
+/// # Errors
+/// When the folder cannot be written.
+pub(crate) fn write(
+    folder: &Path,
+    attempts: &[Failure],
+    ending: Ending,
+    reason: Option<&str>,
+) -> std::io::Result<()> {
+    #[derive(Serialize)]
+    struct File<'a> {
+        #[serde(flatten)]
+        last: &'a Failure,
+        ending: Ending,
+        reason: Option<&'a str>,
+        attempts: &'a [Failure],
+    }
+    let Some(last) = attempts.last() else {
+        return Ok(());
+    };
+    let file = File {
+        last,
+        ending,
+        reason,
+        attempts,
+    };
+    let mut text = serde_json::to_vec_pretty(&file)?;
+    text.push(b'\n');
+    let draft = folder.join(format!("{FILE}.partial"));
+    std::fs::write(&draft, text)?;
+    std::fs::rename(&draft, folder.join(FILE))
+}
+
+impl First {
+    fn of(finished: &Finished, rank: usize, log: Option<String>) -> Self {
+        let outcome = &finished.outcome;
+        let end = outcome.end(rank).filter(|_| outcome.ended_by_itself(rank));
+        let statements = finished.hearing.statements();
+        let confession = statements
+            .iter()
+            .find(|said| said.rank == rank)
+            .filter(|said| said.accused.contains(&rank));
+        let accusation = statements
+            .iter()
+            .find(|said| said.rank != rank && said.accused.contains(&rank));
+        let fate = match (end, confession) {
+            (Some(End::Signal(_)), _) => format!("was {}", shown(end)),
+            (Some(End::Code(0)), _) => "left with exit code 0 while others needed it".to_owned(),
+            (Some(End::Code(_)), _) => format!("ended with {}", shown(end)),
+            (None, Some(_)) => "said that it failed, and did not end".to_owned(),
+            (None, None) => "fell silent, and did not end".to_owned(),
+        };
+        let said = confession.or(accusation.filter(|_| !matches!(end, Some(End::Signal(_)))));
+        let cause = match confession {
+            Some(confession) => confession.text.clone(),
+            None => match (end, accusation) {
+                (None, Some(accusation)) => format!("it {fate}: {}", accusation.text),
+                _ => format!("it {fate}"),
+            },
+        };
+        let (exit_code, signal) = parts(end);
+        let host = finished.hearing.host(rank).unwrap_or_else(|| {
+            let system = rustix::system::uname();
+            system.nodename().to_string_lossy().into_owned()
+        });
+        Self {
+            rank,
+            host,
+            pid: finished.pids[rank],
+            cause,
+            exit_code,
+            signal,
+            signal_name: signal.and_then(signal_name),
+            last_words: finished.output.last_words(rank),
+            log,
+            reported_by: statements
+                .iter()
+                .filter(|said| said.rank != rank && said.accused.contains(&rank))
+                .map(|said| said.rank)
+                .collect(),
+            shown: Shown {
+                fate,
+                said: said.cloned(),
+            },
+        }
+    }
+}
+
+impl Other {
+    fn fate(&self) -> String {
+        let rank = self.rank;
+        let end = match (self.exit_code, self.signal) {
+            (Some(code), _) => End::Code(code),
+            (None, Some(signal)) => End::Signal(signal),
+            (None, None) => return format!("rank {rank} does not end, even on SIGKILL"),
+        };
+        let last = self
+            .last_words
+            .last()
+            .map(|line| format!(": {line}"))
+            .unwrap_or_default();
+        match (end, self.by_itself) {
+            (End::Code(0), true) => format!("rank {rank} had finished"),
+            (end, true) => format!("rank {rank} failed after it ({end}){last}"),
+            (end, false) => format!("rank {rank} was ended ({end})"),
+        }
+    }
+}
+
+fn shown(end: Option<End>) -> String {
+    end.map(|end| end.to_string()).unwrap_or_default()
+}
+
+/// `end` as exit code and signal, of which at most one is there.
+fn parts(end: Option<End>) -> (Option<i32>, Option<i32>) {
+    match end {
+        Some(End::Code(code)) => (Some(code), None),
+        Some(End::Signal(signal)) => (None, Some(signal)),
+        None => (None, None),
     }
 }

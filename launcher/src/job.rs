@@ -4,26 +4,18 @@
 //! every order of events can be tested without a process. `README.md` beside this file
 //! shows its states.
 
+mod event;
+
 use std::time::{Duration, Instant};
 
 use signal_hook::consts::signal;
 
-/// How long after a first failing exit code the launcher waits for a death by signal.
-///
-/// A killed rank's sockets are closed by the kernel an instant before its end can be
-/// observed, so another rank that fails because of it can be seen first. Within this time a
-/// rank that was killed is taken for the culprit.
-const SETTLE: Duration = Duration::from_millis(50);
+use crate::blame::{Evidence, Verdict};
+pub(crate) use event::{Action, Cause, End, Event};
 
-/// The exit code of a Rust program whose `main` returned an error: what a rank ends with that
-/// lost another.
-const ERROR: i32 = 1;
-
-/// How long the launcher waits where the first failing exit code was [`ERROR`].
-///
-/// A rank that panics leaves its group while it unwinds, a little before its process ends, so a
-/// rank that lost it can end first. Within this time any other failing code takes the blame.
-const SETTLE_ERROR: Duration = Duration::from_millis(250);
+/// How long to wait, when a rank fails, for word that others have joined the job: what has not is
+/// ended at once, and what has may end by itself.
+const JOINING: Duration = Duration::from_millis(200);
 
 /// How long the group may take to end before the launcher says whom it waits for.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -31,98 +23,30 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// How long a process may outlive SIGKILL (a device driver can hold it) before it is left.
 const ABANDON: Duration = Duration::from_secs(10);
 
-/// How a process ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum End {
-    /// It exited with this code.
-    Code(i32),
-    /// It was killed by this signal.
-    Signal(i32),
-}
-
-impl End {
-    /// The exit code a shell would report: the code itself, or 128 + signal.
-    pub(crate) fn exit_code(self) -> u8 {
-        match self {
-            // The kernel keeps eight bits of an exit code.
-            Self::Code(code) => (code & 0xff) as u8,
-            Self::Signal(signal) => u8::try_from(128 + signal).unwrap_or(u8::MAX),
-        }
-    }
-
-    fn is_success(self) -> bool {
-        self == Self::Code(0)
-    }
-}
-
-impl std::fmt::Display for End {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Code(code) => write!(formatter, "exit code {code}"),
-            Self::Signal(signal) => match signal_hook::low_level::signal_name(*signal) {
-                Some(name) => write!(formatter, "killed by {name}"),
-                None => write!(formatter, "killed by signal {signal}"),
-            },
-        }
-    }
-}
-
-/// What happened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Event {
-    /// A process of the group ended.
-    Ended {
-        /// Its place in the group.
-        rank: usize,
-        /// How it ended.
-        end: End,
-    },
-    /// The launcher received a signal that asks it to end.
-    Signal(i32),
-    /// Nobody reads the launcher's output any more.
-    OutputClosed,
-    /// Nothing; time has passed.
-    Tick,
-}
-
-/// What is to be done about it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Action {
-    /// Send this signal to the process group of every member.
-    Signal(i32),
-    /// Say that these ranks have not ended yet.
-    Waiting(Vec<usize>),
-}
-
-/// Why a group was ended, when it did not end by itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Cause {
-    /// This rank failed first.
-    Failure(usize),
-    /// The launcher was told to end by this signal.
-    Signal(i32),
-    /// The launcher's output was closed.
-    OutputClosed,
-}
-
 /// A group of processes from its start to the end of its last member.
 #[derive(Clone, Debug)]
 pub(crate) struct Job {
-    ends: Vec<Option<End>>,
-    /// The ranks that had ended when the launcher first signalled the group.
-    ended_by_themselves: Vec<bool>,
+    members: Vec<Member>,
+    evidence: Evidence,
     phase: Phase,
     grace: Duration,
+    /// The first signal that asked the launcher to end, whatever came before.
+    asked: Option<i32>,
+    /// The rank whose failing end was seen first.
+    first_failure: Option<usize>,
 }
 
 impl Job {
-    /// A group of `size` running processes; `grace` lies between SIGTERM and SIGKILL.
+    /// A group of `size` running processes; `grace` lies between SIGTERM and SIGKILL, and is what
+    /// the survivors of a failure have to end by themselves.
     pub(crate) fn new(size: usize, grace: Duration) -> Self {
         Self {
-            ends: vec![None; size],
-            ended_by_themselves: vec![false; size],
+            members: vec![Member::default(); size],
+            evidence: Evidence::default(),
             phase: Phase::Running,
             grace,
+            asked: None,
+            first_failure: None,
         }
     }
 
@@ -130,15 +54,38 @@ impl Job {
     pub(crate) fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
         let mut actions = Vec::new();
         match event {
-            Event::Ended { rank, end } => self.end_of(rank, end, now, &mut actions),
+            Event::Ended { rank, end } => self.end_of(rank, end),
+            Event::Joined(rank) => {
+                if let Some(member) = self.members.get_mut(rank) {
+                    member.has_joined = true;
+                }
+            }
+            Event::Closed(rank) => {
+                if let Some(member) = self.members.get_mut(rank) {
+                    member.has_closed = true;
+                }
+            }
+            Event::Accused { rank, mut accused } => {
+                accused.retain(|&rank| rank < self.members.len());
+                // What a rank says that was told to end proves nothing.
+                if self
+                    .members
+                    .get(rank)
+                    .is_some_and(|member| !member.signalled)
+                {
+                    self.evidence.accused(rank, &accused);
+                }
+            }
             Event::Signal(signal) => self.signal(signal, now, &mut actions),
             Event::OutputClosed => {
-                if !matches!(self.phase, Phase::Ending { .. }) {
-                    self.begin_ending(Cause::OutputClosed, signal::SIGTERM, now, &mut actions);
+                if !matches!(self.phase, Phase::Parting { .. } | Phase::Ending { .. }) {
+                    let cause = self.cause().unwrap_or(Cause::OutputClosed);
+                    self.end_all(cause, signal::SIGTERM, now, &mut actions);
                 }
             }
             Event::Tick => {}
         }
+        self.settle(now);
         self.pass_time(now, &mut actions);
         actions
     }
@@ -146,8 +93,11 @@ impl Job {
     /// When [`Job::step`] wants to be called again, if nothing happens before.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         match &self.phase {
-            Phase::Running => None,
+            Phase::Running | Phase::Abandoned { .. } => None,
             Phase::Settling { until, .. } => Some(*until),
+            Phase::Parting {
+                until, report_at, ..
+            } => [Some(*until), *report_at].into_iter().flatten().min(),
             Phase::Ending {
                 kill_at,
                 report_at,
@@ -157,35 +107,54 @@ impl Job {
                 .into_iter()
                 .flatten()
                 .min(),
-            Phase::Abandoned { .. } => None,
         }
     }
 
     /// Whether every process has ended, or is given up.
+    ///
+    /// What ranks have told the store can arrive behind their ends, and is waited for.
     pub(crate) fn is_over(&self) -> bool {
-        matches!(self.phase, Phase::Abandoned { .. }) || self.ends.iter().all(Option::is_some)
+        let has_ended = self.members.iter().all(|member| member.end.is_some());
+        let may_hear = self.members.len() > 1
+            && self.members.iter().any(|member| member.has_joined)
+            && matches!(self.phase, Phase::Settling { .. })
+            && self.cause().is_some();
+        matches!(self.phase, Phase::Abandoned { .. }) || (has_ended && !may_hear)
     }
 
     /// Why the group ended, if not every rank succeeded by itself.
+    ///
+    /// Where every rank succeeded after all there is none, whatever they said of each other.
     pub(crate) fn cause(&self) -> Option<Cause> {
+        let has_succeeded =
+            |member: &Member| member.by_itself && member.end.is_some_and(End::is_success);
+        if self.members.iter().all(has_succeeded) {
+            return None;
+        }
         match self.phase {
             Phase::Running => None,
-            Phase::Settling { first, .. } => Some(Cause::Failure(first)),
-            Phase::Ending { cause, .. } | Phase::Abandoned { cause } => Some(cause),
+            Phase::Settling { verdict, .. } => Some(Cause::Failure(verdict.rank)),
+            Phase::Parting { cause, .. }
+            | Phase::Ending { cause, .. }
+            | Phase::Abandoned { cause } => Some(cause),
         }
+    }
+
+    /// The first signal that asked the launcher to end, whatever the group ended of.
+    pub(crate) fn asked_to_end(&self) -> Option<i32> {
+        self.asked
     }
 
     /// How `rank` ended, if it did.
     pub(crate) fn end(&self, rank: usize) -> Option<End> {
-        self.ends.get(rank).copied().flatten()
+        self.members.get(rank)?.end
     }
 
-    /// Whether `rank` ended before the launcher signalled the group.
+    /// Whether `rank` ended before the launcher signalled it.
     pub(crate) fn ended_by_itself(&self, rank: usize) -> bool {
-        match self.phase {
-            Phase::Running | Phase::Settling { .. } => self.end(rank).is_some(),
-            _ => self.ended_by_themselves.get(rank).copied().unwrap_or(false),
-        }
+        self.members
+            .get(rank)
+            .is_some_and(|member| member.end.is_some() && member.by_itself)
     }
 
     /// Whether SIGKILL has been sent to the group.
@@ -197,52 +166,54 @@ impl Job {
     }
 
     /// The exit code of the whole: the culprit's, 128 + signal, or 0.
+    ///
+    /// A culprit that only the launcher ended, or that left with code 0, has none of its own: then
+    /// it is that of the first rank that failed because of it.
     pub(crate) fn exit_code(&self) -> u8 {
         match self.cause() {
             None => 0,
-            Some(Cause::Failure(rank)) => self.end(rank).map_or(1, End::exit_code),
+            Some(Cause::Failure(culprit)) => {
+                let own = |rank| {
+                    let end = self.end(rank).filter(|_| self.ended_by_itself(rank))?;
+                    (!end.is_success()).then_some(end.exit_code())
+                };
+                own(culprit)
+                    .or_else(|| self.first_failure.and_then(own))
+                    .unwrap_or(1)
+            }
             Some(Cause::Signal(signal)) => End::Signal(signal).exit_code(),
             Some(Cause::OutputClosed) => End::Signal(signal::SIGPIPE).exit_code(),
         }
     }
 
-    fn end_of(&mut self, rank: usize, end: End, now: Instant, actions: &mut Vec<Action>) {
-        let Some(slot) = self.ends.get_mut(rank) else {
+    fn end_of(&mut self, rank: usize, end: End) {
+        let Some(member) = self.members.get_mut(rank) else {
             return;
         };
-        if slot.is_some() {
+        if member.end.is_some() {
             return;
         }
-        *slot = Some(end);
-        if end.is_success() {
-            return;
-        }
-        match (&self.phase, end) {
-            (Phase::Running, End::Code(code)) => {
-                let settle = if code == ERROR { SETTLE_ERROR } else { SETTLE };
-                self.phase = Phase::Settling {
-                    first: rank,
-                    until: now + settle,
-                };
+        member.end = Some(end);
+        member.by_itself = !member.signalled;
+        if member.by_itself {
+            self.evidence.ended(rank, end);
+            if !end.is_success() {
+                self.first_failure.get_or_insert(rank);
             }
-            (&Phase::Settling { first, until }, End::Code(code))
-                if code != ERROR && self.end(first) == Some(End::Code(ERROR)) =>
-            {
-                self.phase = Phase::Settling { first: rank, until };
-            }
-            (Phase::Running | Phase::Settling { .. }, End::Signal(_)) => {
-                self.begin_ending(Cause::Failure(rank), signal::SIGTERM, now, actions);
-            }
-            _ => {}
         }
     }
 
     fn signal(&mut self, signal: i32, now: Instant, actions: &mut Vec<Action>) {
+        self.asked.get_or_insert(signal);
         match &mut self.phase {
-            Phase::Running => self.begin_ending(Cause::Signal(signal), signal, now, actions),
-            Phase::Settling { first, .. } => {
-                let cause = Cause::Failure(*first);
-                self.begin_ending(cause, signal, now, actions);
+            Phase::Running => self.end_all(Cause::Signal(signal), signal, now, actions),
+            Phase::Settling { verdict, .. } => {
+                let cause = Cause::Failure(verdict.rank);
+                self.end_all(cause, signal, now, actions);
+            }
+            Phase::Parting { cause, .. } => {
+                let cause = *cause;
+                self.end_all(cause, signal, now, actions);
             }
             // Asked again, the launcher waits no longer.
             Phase::Ending { kill_at, .. } => {
@@ -254,46 +225,156 @@ impl Job {
         }
     }
 
+    /// Goes by the evidence as long as nobody was signalled.
+    fn settle(&mut self, now: Instant) {
+        let since = match self.phase {
+            Phase::Running => now,
+            Phase::Settling { since, .. } => since,
+            _ => return,
+        };
+        let is_joined = self.members.iter().any(|member| member.has_joined);
+        for (rank, member) in self.members.iter().enumerate() {
+            if member.end == Some(End::Code(0)) {
+                let is_missed = is_joined && !member.has_joined;
+                self.evidence.missed(rank, is_missed);
+                let has_deserted = member.has_joined && !member.has_closed;
+                self.evidence.deserted(rank, has_deserted);
+            }
+        }
+        // Of ranks that are joining, some can be known to have joined and others not yet.
+        let are_joining = is_joined
+            && self
+                .members
+                .iter()
+                .any(|member| member.end.is_none() && !member.has_joined);
+        let joining = if are_joining { JOINING } else { Duration::ZERO };
+        self.phase = match self.evidence.verdict() {
+            Some(verdict) => Phase::Settling {
+                since,
+                verdict,
+                until: since + verdict.patience().max(joining),
+            },
+            None => Phase::Running,
+        };
+    }
+
     fn pass_time(&mut self, now: Instant, actions: &mut Vec<Action>) {
         if self.is_over() {
             return;
         }
-        if let Phase::Settling { first, until } = self.phase
+        if let Phase::Settling { verdict, until, .. } = self.phase
             && now >= until
         {
-            self.begin_ending(Cause::Failure(first), signal::SIGTERM, now, actions);
+            self.part(verdict.rank, now, actions);
         }
-        let alive: Vec<usize> = (0..self.ends.len())
-            .filter(|&rank| self.ends[rank].is_none())
+        if let Phase::Parting { cause, until, .. } = self.phase
+            && (now >= until || self.survivors().is_empty())
+        {
+            self.end_survivors(cause, until, now, actions);
+        }
+        let alive: Vec<usize> = (0..self.members.len())
+            .filter(|&rank| self.members[rank].end.is_none())
             .collect();
+        let all = self.all();
+        if let Phase::Parting { report_at, .. } | Phase::Ending { report_at, .. } = &mut self.phase
+            && report_at.is_some_and(|at| now >= at)
+        {
+            actions.push(Action::Waiting(alive));
+            *report_at = None;
+        }
         let Phase::Ending {
             cause,
             kill_at,
-            report_at,
             abandon_at,
+            ..
         } = &mut self.phase
         else {
             return;
         };
         if kill_at.is_some_and(|at| now >= at) {
-            actions.push(Action::Signal(signal::SIGKILL));
+            actions.push(Action::Signal {
+                signal: signal::SIGKILL,
+                ranks: all,
+            });
             *kill_at = None;
             *abandon_at = Some(now + ABANDON);
-        }
-        if report_at.is_some_and(|at| now >= at) {
-            actions.push(Action::Waiting(alive));
-            *report_at = None;
         }
         if abandon_at.is_some_and(|at| now >= at) {
             self.phase = Phase::Abandoned { cause: *cause };
         }
     }
 
-    fn begin_ending(&mut self, cause: Cause, signal: i32, now: Instant, actions: &mut Vec<Action>) {
-        for (by_itself, end) in self.ended_by_themselves.iter_mut().zip(&self.ends) {
-            *by_itself = end.is_some();
+    /// Ends all but those that learn of the failure from the store: they may end by themselves.
+    fn part(&mut self, culprit: usize, now: Instant, actions: &mut Vec<Action>) {
+        let survives = |rank: usize, member: &Member| {
+            member.has_joined && member.end.is_none() && rank != culprit
+        };
+        let ranks: Vec<usize> = (0..self.members.len())
+            .filter(|&rank| !survives(rank, &self.members[rank]))
+            .collect();
+        for &rank in &ranks {
+            self.members[rank].signalled = true;
         }
-        actions.push(Action::Signal(signal));
+        actions.push(Action::Signal {
+            signal: signal::SIGTERM,
+            ranks,
+        });
+        self.phase = Phase::Parting {
+            cause: Cause::Failure(culprit),
+            until: now + self.grace,
+            report_at: Some(now + PATIENCE),
+        };
+    }
+
+    /// Ends the survivors that did not end by themselves; what was told before is killed then.
+    fn end_survivors(
+        &mut self,
+        cause: Cause,
+        until: Instant,
+        now: Instant,
+        actions: &mut Vec<Action>,
+    ) {
+        let survivors = self.survivors();
+        let report_at = match self.phase {
+            Phase::Parting { report_at, .. } => report_at,
+            _ => None,
+        };
+        let kill_at = if survivors.is_empty() {
+            until
+        } else {
+            let told = self
+                .all()
+                .into_iter()
+                .filter(|rank| !survivors.contains(rank));
+            actions.push(Action::Signal {
+                signal: signal::SIGKILL,
+                ranks: told.collect(),
+            });
+            for &rank in &survivors {
+                self.members[rank].signalled = true;
+            }
+            actions.push(Action::Signal {
+                signal: signal::SIGTERM,
+                ranks: survivors,
+            });
+            now + self.grace
+        };
+        self.phase = Phase::Ending {
+            cause,
+            kill_at: Some(kill_at),
+            report_at,
+            abandon_at: None,
+        };
+    }
+
+    fn end_all(&mut self, cause: Cause, signal: i32, now: Instant, actions: &mut Vec<Action>) {
+        for member in &mut self.members {
+            member.signalled = true;
+        }
+        actions.push(Action::Signal {
+            signal,
+            ranks: self.all(),
+        });
         self.phase = Phase::Ending {
             cause,
             kill_at: Some(now + self.grace),
@@ -301,15 +382,50 @@ impl Job {
             abandon_at: None,
         };
     }
+
+    /// The ranks that run and were not told to end.
+    fn survivors(&self) -> Vec<usize> {
+        let survives = |member: &Member| member.end.is_none() && !member.signalled;
+        (0..self.members.len())
+            .filter(|&rank| survives(&self.members[rank]))
+            .collect()
+    }
+
+    fn all(&self) -> Vec<usize> {
+        (0..self.members.len()).collect()
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Member {
+    end: Option<End>,
+    /// Whether it has been sent a signal.
+    signalled: bool,
+    /// Whether it ended before.
+    by_itself: bool,
+    /// Whether the store knows it.
+    has_joined: bool,
+    /// Whether it took leave of the store.
+    has_closed: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum Phase {
     /// Nothing has failed.
     Running,
-    /// A rank failed by its exit code; a death by signal may still turn up.
-    Settling { first: usize, until: Instant },
-    /// The group was signalled; `kill_at` is `None` once SIGKILL has been sent.
+    /// Something has failed; who was first may still turn up.
+    Settling {
+        since: Instant,
+        verdict: Verdict,
+        until: Instant,
+    },
+    /// A rank failed; those that the store told of it may end by themselves, the others are told.
+    Parting {
+        cause: Cause,
+        until: Instant,
+        report_at: Option<Instant>,
+    },
+    /// The whole group was signalled; `kill_at` is `None` once SIGKILL has been sent.
     Ending {
         cause: Cause,
         kill_at: Option<Instant>,
@@ -321,161 +437,4 @@ enum Phase {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const GRACE: Duration = Duration::from_secs(5);
-
-    fn job(size: usize) -> (Job, Instant) {
-        (Job::new(size, GRACE), Instant::now())
-    }
-
-    fn ended(rank: usize, end: End) -> Event {
-        Event::Ended { rank, end }
-    }
-
-    #[test]
-    fn success_of_all_is_success() {
-        let (mut job, now) = job(2);
-        assert_eq!(job.step(ended(1, End::Code(0)), now), []);
-        assert!(!job.is_over());
-        assert_eq!(job.deadline(), None);
-        assert_eq!(job.step(ended(0, End::Code(0)), now), []);
-        assert!(job.is_over());
-        assert_eq!((job.exit_code(), job.cause()), (0, None));
-    }
-
-    #[test]
-    fn first_failure_ends_the_group_and_gives_the_code() {
-        let (mut job, now) = job(3);
-        assert_eq!(job.step(ended(1, End::Code(7)), now), []);
-        assert_eq!(job.deadline(), Some(now + SETTLE));
-        let later = now + SETTLE;
-        assert_eq!(
-            job.step(Event::Tick, later),
-            [Action::Signal(signal::SIGTERM)]
-        );
-        job.step(ended(0, End::Signal(signal::SIGTERM)), later);
-        job.step(ended(2, End::Code(1)), later);
-        assert!(job.is_over());
-        assert_eq!((job.exit_code(), job.cause()), (7, Some(Cause::Failure(1))));
-        assert!(job.ended_by_itself(1));
-        assert!(!job.ended_by_itself(0));
-    }
-
-    #[test]
-    fn a_death_by_signal_just_after_a_failing_exit_is_the_culprit() {
-        let (mut job, now) = job(2);
-        job.step(ended(0, End::Code(1)), now);
-        let actions = job.step(ended(1, End::Signal(signal::SIGSEGV)), now + SETTLE / 2);
-        assert_eq!(actions, [Action::Signal(signal::SIGTERM)]);
-        assert!(job.is_over());
-        assert_eq!(
-            (job.exit_code(), job.cause()),
-            (139, Some(Cause::Failure(1)))
-        );
-    }
-
-    #[test]
-    fn another_code_just_after_an_error_is_the_culprit() {
-        // Rank 0 lost rank 1, which panicked and ended a little later.
-        let (mut job, now) = job(3);
-        job.step(ended(0, End::Code(ERROR)), now);
-        assert_eq!(job.step(ended(1, End::Code(101)), now + SETTLE), []);
-        assert_eq!(job.deadline(), Some(now + SETTLE_ERROR));
-        // The first such code stays.
-        job.step(ended(2, End::Code(9)), now + SETTLE);
-        assert_eq!(
-            (job.exit_code(), job.cause()),
-            (101, Some(Cause::Failure(1)))
-        );
-    }
-
-    #[test]
-    fn a_death_by_our_own_signal_is_not_the_culprit() {
-        let (mut job, now) = job(2);
-        job.step(ended(0, End::Code(3)), now);
-        job.step(Event::Tick, now + SETTLE);
-        job.step(ended(1, End::Signal(signal::SIGTERM)), now + SETTLE);
-        assert_eq!(job.exit_code(), 3);
-    }
-
-    #[test]
-    fn all_failing_at_once_needs_no_settling() {
-        let (mut job, now) = job(2);
-        job.step(ended(1, End::Code(4)), now);
-        job.step(ended(0, End::Code(5)), now);
-        assert!(job.is_over());
-        assert_eq!(job.exit_code(), 4);
-        assert!(job.ended_by_itself(0));
-    }
-
-    #[test]
-    fn grace_then_kill_then_abandon() {
-        let (mut job, now) = job(1);
-        assert_eq!(
-            job.step(Event::Signal(signal::SIGINT), now),
-            [Action::Signal(signal::SIGINT)]
-        );
-        assert_eq!(job.deadline(), Some(now + PATIENCE));
-        assert_eq!(
-            job.step(Event::Tick, now + PATIENCE),
-            [Action::Waiting(vec![0])]
-        );
-        assert_eq!(job.deadline(), Some(now + GRACE));
-        assert_eq!(
-            job.step(Event::Tick, now + GRACE),
-            [Action::Signal(signal::SIGKILL)]
-        );
-        assert!(job.was_killed());
-        assert!(!job.is_over());
-        assert_eq!(job.step(Event::Tick, now + GRACE + ABANDON), []);
-        assert!(job.is_over());
-        assert_eq!(job.exit_code(), 130);
-    }
-
-    #[test]
-    fn a_second_signal_kills_at_once() {
-        let (mut job, now) = job(2);
-        job.step(Event::Signal(signal::SIGTERM), now);
-        assert_eq!(
-            job.step(Event::Signal(signal::SIGINT), now),
-            [Action::Signal(signal::SIGKILL)]
-        );
-        assert_eq!(job.step(Event::Signal(signal::SIGINT), now), []);
-        assert_eq!(job.exit_code(), 143);
-    }
-
-    #[test]
-    fn ranks_that_succeed_on_a_signal_do_not_change_the_code() {
-        let (mut job, now) = job(1);
-        job.step(Event::Signal(signal::SIGTERM), now);
-        job.step(ended(0, End::Code(0)), now);
-        assert_eq!(job.exit_code(), 143);
-    }
-
-    #[test]
-    fn closed_output_ends_quietly() {
-        let (mut job, now) = job(1);
-        assert_eq!(
-            job.step(Event::OutputClosed, now),
-            [Action::Signal(signal::SIGTERM)]
-        );
-        assert_eq!(job.step(Event::OutputClosed, now), []);
-        assert_eq!(job.step(Event::Tick, now + PATIENCE), []);
-        assert_eq!(job.exit_code(), 141);
-    }
-
-    #[test]
-    fn no_grace_kills_in_the_same_step() {
-        let mut job = Job::new(1, Duration::ZERO);
-        let actions = job.step(Event::Signal(signal::SIGINT), Instant::now());
-        assert_eq!(
-            actions,
-            [
-                Action::Signal(signal::SIGINT),
-                Action::Signal(signal::SIGKILL)
-            ]
-        );
-    }
-}
+mod tests;

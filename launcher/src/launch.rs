@@ -1,39 +1,51 @@
 //! A launch from its options to its exit code.
 
 use std::ffi::OsString;
-use std::io::{self, ErrorKind, IsTerminal};
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
-use std::sync::mpsc;
-use std::thread;
+use std::path::PathBuf;
+use std::process::ExitCode;
 
+use crate::attempt::Attempt;
 use crate::cargo::Build;
 use crate::cli::Options;
+use crate::course::Course;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::failure;
-use crate::job::Cause;
-use crate::output::{Output, Stream};
-use crate::rendezvous::Store;
-use crate::settings::Settings;
-use crate::signals;
-use crate::spawn::Process;
-use crate::supervise::supervise;
+use crate::keeper::Bond;
+use crate::output::Output;
+use crate::settings::{Settings, variable};
+use crate::signals::{self, Relay};
 use crate::target::Target;
 use crate::text::{columns, print};
 use crate::tool::Channel;
 
 /// Starts what `options` ask for with the script's own `arguments`, and sees it through.
 ///
+/// `command` is the launcher's own command line; `bond` ties it to its keeper, where it has one.
+///
 /// # Errors
 /// For what goes wrong before the ranks run; what goes wrong in them is in the exit code.
-pub(crate) fn run(options: &Options, arguments: &[OsString]) -> Result<ExitCode> {
+pub(crate) fn run(
+    options: &Options,
+    arguments: &[OsString],
+    command: &[OsString],
+    bond: Option<Bond>,
+) -> Result<ExitCode> {
     let target = Target::parse(options)?;
-    let settings = Settings::resolve(options, |name| std::env::var(name).ok());
-    let (sender, notices) = mpsc::channel();
-    let channel = Channel { sender, notices };
-    signals::listen(channel.sender.clone())?;
+    let settings = Settings::resolve(options, variable);
+    if settings.least_ranks < settings.ranks && settings.max_restarts == 0 {
+        return Err(Error::usage(
+            "--num-processes MIN:MAX goes on with fewer processes after a failure, which takes a \
+             restart; give --max-restarts at least 1, or one number of processes",
+        ));
+    }
+    let channel = Channel::new();
+    let relay = Relay::new(channel.sender.clone());
+    signals::listen(relay.clone())?;
+    if let Some(bond) = bond {
+        bond.listen(relay.clone());
+    }
     let build = match &target {
         Target::Program(_) => None,
         Target::Cargo(selector) => Some(Build::find(selector, options, &channel)?),
@@ -46,24 +58,19 @@ pub(crate) fn run(options: &Options, arguments: &[OsString]) -> Result<ExitCode>
         return describe(&target, build.as_ref(), &settings, arguments);
     }
 
-    let output = Output::open(
-        settings.ranks.get(),
-        settings.prefix,
-        settings.log_dir.as_deref(),
-        channel.sender.clone(),
-    )?;
+    if let Some(dir) = &settings.log_dir {
+        // Of an earlier launch; a new one must not be told by it.
+        let _ = std::fs::remove_file(dir.join(failure::FILE));
+    }
     // Before the build, so that a port that is taken is known before the wait.
-    let store = Store::open(
-        &settings.master_addr,
-        settings.master_port,
-        settings.ranks.get(),
-        &settings.job,
-    )?;
+    let attempt = Attempt::prepare(settings.clone(), &channel)?;
     if !options.quiet && options.num_processes.is_none() {
-        output.note("starting 1 process; --num-processes N starts more");
+        attempt
+            .output()
+            .note("starting 1 process; --num-processes N starts more");
     }
     if !options.quiet && build.is_some() {
-        warn_of_misplaced(options, arguments, &output);
+        warn_of_misplaced(options, arguments, attempt.output());
     }
     let program = match (target, &build) {
         (Target::Program(path), _) => path,
@@ -72,120 +79,16 @@ pub(crate) fn run(options: &Options, arguments: &[OsString]) -> Result<ExitCode>
             return Err(Error::usage(format!("{selector} was not found")));
         }
     };
-    let environment = Environment::new(
-        &settings,
-        store.address(),
-        build.as_ref().map(Build::package_dir),
-    );
-    let mut group = start(&program, arguments, &environment)?;
-    let readers = read_output(&mut group, &output)?;
-    let pids: Vec<i32> = group
-        .iter()
-        .map(|process| process.pid().as_raw_pid())
-        .collect();
-
-    let outcome = supervise(
-        &mut group,
-        settings.grace,
-        &channel.sender,
-        &channel.notices,
-        |ranks| {
-            // The terminal may be stopped, and the main thread must not wait for it.
-            let (output, text) = (
-                output.clone(),
-                format!("waiting for {} to end", list(ranks)),
-            );
-            let _ = thread::Builder::new().spawn(move || output.note(&text));
-        },
-    );
-    output.drain(readers, outcome.drained, &channel.notices);
-    drop(store);
-
-    if outcome.cause().is_none() && !outcome.left_behind.is_empty() {
-        output.note(&format!(
-            "ended processes that {} had left behind",
-            list(&outcome.left_behind)
-        ));
-    }
-    if let Some(report) = failure::report(&outcome, &pids, &output) {
-        output.note(&report);
-    } else if let Some(Cause::Signal(signal)) = outcome.cause() {
-        let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
-        let stuck: Vec<usize> = (0..pids.len())
-            .filter(|&rank| outcome.end(rank).is_none())
-            .collect();
-        if !stuck.is_empty() {
-            output.note(&format!(
-                "{} did not end on {name}, nor on SIGKILL",
-                list(&stuck)
-            ));
-        } else if !options.quiet {
-            output.note(&format!("ended by {name}"));
-        }
-    }
-    Ok(ExitCode::from(outcome.exit_code()))
-}
-
-/// Starts one process a rank. Should one fail to start, those before it are ended.
-fn start(
-    program: &Path,
-    arguments: &[OsString],
-    environment: &Environment,
-) -> Result<Vec<Process>> {
-    let mut group = Vec::with_capacity(environment.ranks());
-    for rank in 0..environment.ranks() {
-        let mut command = Command::new(program);
-        command
-            .args(arguments)
-            .stdin(stdin_of(rank))
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        environment.apply(rank, &mut command);
-        let process = Process::spawn(&mut command).map_err(|error| {
-            let shown = program.display();
-            if error.raw_os_error() == Some(rustix::io::Errno::NOEXEC.raw_os_error()) {
-                Error::usage(format!(
-                    "{shown} is neither a program for this machine nor a script that begins with `#!` and its interpreter"
-                ))
-            } else if error.kind() == ErrorKind::NotFound {
-                // The file itself has been found before.
-                Error::usage(format!("{shown} cannot be run: the interpreter that its first line names is missing"))
-            } else {
-                Error::system(format!("rank {rank} could not be started from {shown}"))
-            }
-            .with_source(error)
-        })?;
-        group.push(process);
-    }
-    Ok(group)
-}
-
-/// Rank 0 reads what is piped to the launcher. A terminal is left alone: the ranks are not
-/// in its foreground, and the kernel would stop one that reads from it.
-fn stdin_of(rank: usize) -> Stdio {
-    if rank == 0 && !io::stdin().is_terminal() {
-        Stdio::inherit()
-    } else {
-        Stdio::null()
-    }
-}
-
-/// Starts the readers of all streams and returns how many they are.
-fn read_output(group: &mut [Process], output: &Output) -> Result<usize> {
-    let mut readers = 0;
-    for (rank, process) in group.iter_mut().enumerate() {
-        let pipes = [
-            (Stream::Out, process.take_stdout()),
-            (Stream::Err, process.take_stderr()),
-        ];
-        for (stream, pipe) in pipes {
-            if let Some(pipe) = pipe {
-                output.read(rank, stream, pipe)?;
-                readers += 1;
-            }
-        }
-    }
-    Ok(readers)
+    let course = Course {
+        options,
+        settings,
+        program: &program,
+        arguments,
+        package_dir: build.as_ref().map(Build::package_dir),
+        command,
+        relay,
+    };
+    course.run(attempt, channel)
 }
 
 /// Says so when an option of the launcher stands where the program gets it.
@@ -261,11 +164,4 @@ fn describe(
     }));
     text.push_str(&columns(&table));
     print(&text)
-}
-
-/// "rank 1", or "ranks 0, 2".
-fn list(ranks: &[usize]) -> String {
-    let numbers: Vec<String> = ranks.iter().map(usize::to_string).collect();
-    let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
-    format!("{noun} {}", numbers.join(", "))
 }

@@ -5,17 +5,26 @@ compile_error!("accel-launch supervises process groups, which only Unix systems 
 
 mod allocator;
 mod argv;
+mod attempt;
+mod blame;
 mod cargo;
+mod checkpoint;
 mod cli;
+mod course;
+mod descendants;
 mod env;
 mod environment;
 mod error;
 mod failure;
+mod hearing;
 mod job;
+mod keeper;
 mod launch;
 mod output;
 mod plan;
 mod rendezvous;
+mod restart;
+mod selftest;
 mod settings;
 mod signals;
 mod spawn;
@@ -25,14 +34,18 @@ mod text;
 mod threads;
 mod tool;
 
+use std::ffi::OsString;
 use std::io::Write;
 use std::process::ExitCode;
 
 use cli::Invocation;
 use error::{Error, Result, chain};
+use keeper::Bond;
 
 fn main() -> ExitCode {
-    let invocation = match Invocation::parse(std::env::args_os()) {
+    let mut arguments: Vec<OsString> = std::env::args_os().collect();
+    let bond = Bond::take(&mut arguments);
+    let invocation = match Invocation::parse(arguments.iter().cloned()) {
         Ok(invocation) => invocation,
         Err(error) => {
             // That nobody reads the help is no error.
@@ -40,20 +53,30 @@ fn main() -> ExitCode {
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
         }
     };
-    dispatch(&invocation).unwrap_or_else(|error| {
+    if bond.is_none()
+        && invocation.runs_a_job()
+        && let Some(code) = keeper::keep(&arguments)
+    {
+        return code;
+    }
+    dispatch(&invocation, &arguments, bond).unwrap_or_else(|error| {
         let _ = writeln!(std::io::stderr(), "error: {}", chain(&error));
         error.exit_code()
     })
 }
 
-fn dispatch(invocation: &Invocation) -> Result<ExitCode> {
+/// `command` is the command line, and `bond` what ties this process to its keeper.
+fn dispatch(invocation: &Invocation, command: &[OsString], bond: Option<Bond>) -> Result<ExitCode> {
     match invocation {
-        Invocation::Launch { options, arguments } => launch::run(options, arguments),
+        Invocation::Launch { options, arguments } => launch::run(options, arguments, command, bond),
         Invocation::Env(arguments) => env::run(arguments),
+        Invocation::Checkpoint(arguments) => checkpoint::run(arguments),
         Invocation::Plan(arguments) => {
             let mut stdout = std::io::stdout().lock();
             plan::run(arguments, &mut stdout).map_err(|error| Error::usage(error.to_string()))?;
             Ok(ExitCode::SUCCESS)
         }
+        Invocation::Test(arguments) => selftest::run(arguments),
+        Invocation::Rank(arguments) => Ok(selftest::rank(arguments)),
     }
 }

@@ -180,13 +180,19 @@ fn write_table(epoch: &EpochPlan, out: &mut impl Write) -> io::Result<()> {
         TailPolicy::Uneven => (epoch.steps(0), "at most "),
         _ => (epoch.steps(0), ""),
     };
+    let least = plan.share(plan.world_size() - 1);
+    let (least, most) = (least.end - least.start, plan.batch_size() as u64);
+    let size = if least == most {
+        most.to_string()
+    } else {
+        format!("{least} or {most}")
+    };
     writeln!(
         out,
-        "samples {}, global batch {} ({} ranks of {}), steps {at_most}{steps}, tail {}",
+        "samples {}, global batch {} ({} ranks of {size}), steps {at_most}{steps}, tail {}",
         plan.samples(),
         plan.global_batch(),
         plan.world_size(),
-        plan.batch_size(),
         plan.tail(),
     )?;
     let order = match plan.order() {
@@ -403,8 +409,12 @@ mod tests {
             &["--start 10:", "at most 9"],
         );
         check(
-            "--samples 9 --batch-size 5 --world-size 2 --split-batches",
+            "--samples 9 --batch-size 5 --world-size 2 --split-batches --tail pad",
             &["--batch-size 5 --split-batches:", "4 or 6"],
+        );
+        check(
+            "--samples 9 --batch-size 1 --world-size 2 --split-batches",
+            &["--batch-size 1 --split-batches:", "at least 2"],
         );
         check(
             "--samples 18446744073709551615 --batch-size 5 --world-size 2",

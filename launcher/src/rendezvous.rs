@@ -1,38 +1,64 @@
 //! The store where the ranks meet. The launcher hosts it, so that it outlives every rank.
 
 use std::net::SocketAddr;
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
 
-use accelerator_collective::rendezvous::{StoreOptions, StoreServer, Token};
+use accelerator_collective::rendezvous::{Report, Security, StoreOptions, StoreServer, Token};
 
 use crate::error::{Error, Result, chain};
+use crate::settings::Settings;
+
+/// How long the store of an attempt may take to give back a port that was asked for.
+const RELEASE: Duration = Duration::from_secs(5);
 
 /// A running store; it stops when dropped.
 #[derive(Debug)]
 pub(crate) struct Store {
-    server: StoreServer,
+    server: Arc<StoreServer>,
 }
 
 impl Store {
-    /// Starts the store for the `world_size` ranks of `job` on `host` and `port`; port 0 takes
-    /// a free one.
+    /// Starts the store for the ranks of `settings`; `observer` is told what they report.
     ///
     /// The ranks inherit the launcher's environment, so the store goes by the same variables:
     /// it asks for the token of `ACCEL_TOKEN_FILE`, where that is set, and with
     /// `ACCEL_INSECURE=1` for none.
     ///
     /// # Errors
-    /// When the port is taken, `host` is no address of this machine, or the token cannot be
-    /// read.
-    pub(crate) fn open(host: &str, port: u16, world_size: usize, job: &str) -> Result<Self> {
-        let mut options = StoreOptions::new(world_size).with_job(job);
+    /// When the port is taken, the host is no address of this machine, the token cannot be read, or
+    /// `ACCEL_INSECURE` says neither yes nor no.
+    pub(crate) fn open(
+        settings: &Settings,
+        observer: impl Fn(Report) + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let (host, port) = (settings.master_addr.as_str(), settings.master_port);
+        let security = Security::from_env().map_err(|error| Error::usage(chain(&error)))?;
+        let mut options = StoreOptions::new(settings.ranks.get())
+            .with_job(&settings.job)
+            .with_security(security)
+            .with_observer(observer);
         if let Some(path) = std::env::var_os("ACCEL_TOKEN_FILE") {
             let token = Token::from_file(path).map_err(|error| Error::usage(chain(&error)))?;
             options = options.with_token(token);
         }
-        if std::env::var_os("ACCEL_INSECURE").is_some_and(|value| value == "1") {
-            options = options.without_security();
-        }
-        let server = StoreServer::bind_with((host, port), options).map_err(|error| {
+        // The store of the attempt before gives its port back when its last thread ends.
+        let patience = if settings.restart > 0 {
+            RELEASE
+        } else {
+            Duration::ZERO
+        };
+        let until = Instant::now() + patience;
+        let server = loop {
+            match StoreServer::bind_with((host, port), options.clone()) {
+                Err(error) if error.is_address_in_use() && Instant::now() < until => {
+                    thread::sleep(Duration::from_millis(5));
+                }
+                result => break result,
+            }
+        };
+        let server = server.map_err(|error| {
             if error.is_address_in_use() {
                 Error::system(format!(
                     "port {port} of {host} is taken; leave --master-port out to take a free one, \
@@ -42,11 +68,31 @@ impl Store {
                 Error::system(format!("--master-addr {host}: {}", chain(&error)))
             }
         })?;
-        Ok(Self { server })
+        Ok(Self {
+            server: Arc::new(server),
+        })
     }
 
     /// The address it listens on.
     pub(crate) fn address(&self) -> SocketAddr {
         self.server.local_addr()
+    }
+
+    /// A handle to testify with, which does not keep the store open.
+    pub(crate) fn stand(&self) -> Stand {
+        Stand(Arc::downgrade(&self.server))
+    }
+}
+
+/// Where the launcher tells the ranks what it saw.
+#[derive(Clone, Debug)]
+pub(crate) struct Stand(Weak<StoreServer>);
+
+impl Stand {
+    /// Tells all ranks how `rank` ended, unless the store is gone.
+    pub(crate) fn testify(&self, rank: usize, text: String) {
+        if let Some(server) = self.0.upgrade() {
+            server.testify(rank, text);
+        }
     }
 }

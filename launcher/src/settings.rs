@@ -5,18 +5,32 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::cli::Options;
+use crate::cli::{Options, Processes};
 use crate::output::Prefix;
 use crate::threads::{self, Threads};
 
 /// Time between SIGTERM and SIGKILL where nothing else is asked for.
 const GRACE: Duration = Duration::from_secs(5);
 
+/// Time before the first restart where nothing else is asked for.
+const RESTART_DELAY: Duration = Duration::from_secs(1);
+
+/// Restarts of a job that may shrink, where nothing else is asked for.
+const RESTARTS: u64 = 3;
+
 /// The resolved settings of a launch on this machine.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     /// How many ranks are started.
     pub(crate) ranks: NonZeroUsize,
+    /// The fewest that a restart may go on with.
+    pub(crate) least_ranks: NonZeroUsize,
+    /// How often the job has been restarted.
+    pub(crate) restart: u64,
+    /// How often it is restarted at most.
+    pub(crate) max_restarts: u64,
+    /// How long to wait before the first restart.
+    pub(crate) restart_delay: Duration,
     /// The host of the store.
     pub(crate) master_addr: String,
     /// The port of the store; 0 takes a free one.
@@ -50,10 +64,13 @@ impl Settings {
     /// Fills `options` up with defaults, and with what `lookup` finds in the environment.
     pub(crate) fn resolve(options: &Options, lookup: impl Fn(&str) -> Option<String>) -> Self {
         let mut table = Table(Vec::new());
-        let ranks = options.num_processes.unwrap_or(NonZeroUsize::MIN);
+        let processes = options
+            .num_processes
+            .unwrap_or(Processes::exactly(NonZeroUsize::MIN));
+        let ranks = processes.most;
         table.add(
             "processes",
-            ranks,
+            processes,
             origin(&options.num_processes, "--num-processes"),
         );
 
@@ -109,6 +126,20 @@ impl Settings {
             origin(&options.grace, "--grace"),
         );
 
+        let by_default = if processes.is_range() { RESTARTS } else { 0 };
+        let max_restarts = options.max_restarts.unwrap_or(by_default);
+        table.add(
+            "restarts",
+            max_restarts,
+            origin(&options.max_restarts, "--max-restarts"),
+        );
+        let restart_delay = options.restart_delay.unwrap_or(RESTART_DELAY);
+        table.add(
+            "restart delay",
+            format_args!("{} s", restart_delay.as_secs_f64()),
+            origin(&options.restart_delay, "--restart-delay"),
+        );
+
         let (prefix, why) = match (options.no_prefix, ranks.get()) {
             (_, 1) => (Prefix::Raw, "one process"),
             (true, _) => (Prefix::Lines, "--no-prefix"),
@@ -130,6 +161,10 @@ impl Settings {
         }
         Self {
             ranks,
+            least_ranks: processes.least,
+            restart: 0,
+            max_restarts,
+            restart_delay,
             master_addr,
             master_port,
             job,
@@ -138,6 +173,30 @@ impl Settings {
             prefix,
             log_dir: options.log_dir.clone(),
             table: table.0,
+        }
+    }
+
+    /// The settings of a restart with so many ranks; `options` and `lookup` are those that these
+    /// settings were resolved from.
+    pub(crate) fn restarted(
+        &self,
+        restart: u64,
+        ranks: NonZeroUsize,
+        options: &Options,
+        lookup: impl Fn(&str) -> Option<String>,
+    ) -> Self {
+        let options = Options {
+            num_processes: Some(Processes::exactly(ranks)),
+            ..options.clone()
+        };
+        Self {
+            restart,
+            least_ranks: self.least_ranks,
+            max_restarts: self.max_restarts,
+            prefix: self.prefix,
+            // A process of the attempt before cannot join this one.
+            job: format!("{}-restart-{restart}", self.job),
+            ..Self::resolve(&options, lookup)
         }
     }
 }
@@ -167,6 +226,11 @@ fn origin<T>(given: &Option<T>, option: &'static str) -> &'static str {
     if given.is_some() { option } else { "default" }
 }
 
+/// A variable of the launcher's environment, as [`Settings::resolve`] looks it up.
+pub(crate) fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -174,7 +238,7 @@ mod tests {
     #[test]
     fn every_setting_has_an_origin() {
         let options = Options {
-            num_processes: NonZeroUsize::new(2),
+            num_processes: NonZeroUsize::new(2).map(Processes::exactly),
             master_port: Some(7),
             ..Options::default()
         };
@@ -196,5 +260,25 @@ mod tests {
         assert!(find("RAYON_NUM_THREADS").1.ends_with("over 2 local ranks"));
         assert_eq!(find("line prefix"), ("[rank]", "default"));
         assert_eq!(find("grace"), ("5 s", "default"));
+        assert_eq!(find("restarts"), ("0", "default"));
+    }
+
+    #[test]
+    fn a_restart_keeps_all_but_the_name_the_number_and_what_follows_from_it() {
+        let options = Options {
+            num_processes: Some(Processes {
+                least: NonZeroUsize::MIN,
+                most: NonZeroUsize::new(2).unwrap(),
+            }),
+            ..Options::default()
+        };
+        let first = Settings::resolve(&options, |_| None);
+        assert_eq!((first.ranks.get(), first.max_restarts), (2, RESTARTS));
+        let again = first.restarted(1, NonZeroUsize::MIN, &options, |_| None);
+        assert_eq!((again.ranks.get(), again.restart), (1, 1));
+        assert_eq!(again.max_restarts, RESTARTS);
+        assert_eq!(again.job, format!("{}-restart-1", first.job));
+        assert_eq!(again.prefix, first.prefix);
+        assert!(matches!(again.threads[0].1, Threads::Unset));
     }
 }

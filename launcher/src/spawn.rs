@@ -10,14 +10,17 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
+use rustix::io::FdFlags;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitOptions};
 
+use crate::descendants;
 use crate::job::End;
 
 /// How long a program file may be busy (still open for writing somewhere) before that is an error.
@@ -50,7 +53,13 @@ impl Process {
         die_with_parent(command);
         let busy_until = Instant::now() + BUSY;
         let child = loop {
-            match command.spawn() {
+            let mut started = started();
+            let result = command.spawn();
+            if let Ok(child) = &result {
+                started.insert(pid_of(child).as_raw_pid());
+            }
+            drop(started);
+            match result {
                 // A file that was just written can be held open by a child of another
                 // thread that is between fork and exec.
                 Err(error)
@@ -109,7 +118,7 @@ impl Process {
         if !self.reaped {
             // It has ended, so this does not wait; it cannot fail but for "no such child".
             let _ = self.child.wait();
-            self.reaped = true;
+            self.forget();
         }
     }
 
@@ -120,7 +129,13 @@ impl Process {
 
     /// Gives the process up: it stays, unreaped, and is not touched any more.
     pub(crate) fn abandon(&mut self) {
+        self.forget();
+    }
+
+    /// From here on its number may be anybody's.
+    fn forget(&mut self) {
         self.reaped = true;
+        started().remove(&self.pid.as_raw_pid());
     }
 }
 
@@ -134,6 +149,7 @@ impl Drop for Process {
         while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < until {
             thread::sleep(Duration::from_millis(5));
         }
+        self.forget();
     }
 }
 
@@ -160,32 +176,65 @@ pub(crate) fn wait_for_end(pid: Pid) -> io::Result<End> {
     }
 }
 
-/// The process groups in which anything runs, where the kernel keeps an account of it.
-///
-/// Zombies do not count: an orphan that has ended stays in its group until process 1 clears
-/// it away, and in many a container nobody does.
-pub(crate) fn running_groups() -> Option<BTreeSet<i32>> {
-    let mut groups = BTreeSet::new();
-    let mut sees_itself = false;
-    for entry in std::fs::read_dir("/proc").ok()?.flatten() {
-        let Ok(stat) = std::fs::read_to_string(entry.path().join("stat")) else {
-            continue;
-        };
-        sees_itself |= entry.file_name().to_str() == Some(&std::process::id().to_string());
-        // The fields after the name, which stands in parentheses: state, parent, group.
-        let mut fields = stat
-            .rsplit(')')
-            .next()
-            .unwrap_or_default()
-            .split_whitespace();
-        if let (Some(state), Some(_), Some(group)) = (fields.next(), fields.next(), fields.next())
-            && !matches!(state, "Z" | "X")
+/// Takes children out of the kernel's table that ended and were never started here: orphans of
+/// descendants. Started processes are left to their owners.
+pub(crate) fn reap_orphans() {
+    // Held, so that a process which ends while it is being started is not taken for an orphan.
+    let started = started();
+    for pid in descendants::ended_children() {
+        if !started.contains(&pid)
+            && let Some(pid) = Pid::from_raw(pid)
         {
-            groups.extend(group.parse::<i32>());
+            let _ = rustix::process::waitpid(Some(pid), WaitOptions::NOHANG);
         }
     }
-    // An account in which this very process is missing cannot be trusted.
-    sees_itself.then_some(groups)
+}
+
+/// Starts `command` with the file behind `handle` open in it too, at the same number.
+///
+/// # Errors
+/// Those of [`Command::spawn`].
+pub(crate) fn spawn_with(command: &mut Command, handle: OwnedFd) -> io::Result<Child> {
+    let prepare = move || {
+        rustix::io::fcntl_setfd(&handle, FdFlags::empty())?;
+        Ok(())
+    };
+    // SAFETY: the closure runs in the child between fork and exec, where only
+    // async-signal-safe work is allowed: it makes one system call, allocates nothing and takes
+    // no lock.
+    unsafe {
+        command.pre_exec(prepare);
+    }
+    command.spawn()
+}
+
+/// Takes over the file that [`spawn_with`] left open at `number`, so that no process which this
+/// one starts inherits it; `None` where none is open there.
+///
+/// Call it once, before anything else opens files.
+pub(crate) fn inherited(number: i32) -> Option<OwnedFd> {
+    if number <= 2 {
+        return None;
+    }
+    // SAFETY: the number is only used to ask whether a file is open there.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
+    rustix::io::fcntl_setfd(borrowed, FdFlags::CLOEXEC).ok()?;
+    // SAFETY: a file is open there, by the line above. The caller, the very beginning of `main`,
+    // is the only one to know its number, so nothing else owns it.
+    Some(unsafe { OwnedFd::from_raw_fd(number) })
+}
+
+/// Lets no thread start or reap a process from here on: each that tries waits for ever.
+///
+/// For a process that is about to end, with everything that it started.
+pub(crate) fn close() {
+    std::mem::forget(started());
+}
+
+/// The ids of the processes that were started here and not reaped.
+fn started() -> MutexGuard<'static, BTreeSet<i32>> {
+    static STARTED: Mutex<BTreeSet<i32>> = Mutex::new(BTreeSet::new());
+    STARTED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn pid_of(child: &Child) -> Pid {
@@ -230,7 +279,7 @@ mod tests {
     }
 
     fn runs(group: Pid) -> bool {
-        let Some(groups) = running_groups() else {
+        let Some(groups) = descendants::running_groups() else {
             return rustix::process::test_kill_process_group(group).is_ok();
         };
         groups.contains(&group.as_raw_pid())

@@ -1,5 +1,6 @@
 //! Running a group of processes to its end: the hands of [`Job`].
 
+use std::collections::BTreeSet;
 use std::sync::mpsc::{Receiver, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -7,6 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use signal_hook::consts::signal;
 
+use crate::descendants::{self, Spared};
 use crate::job::{Action, Cause, End, Event, Job};
 use crate::signals;
 use crate::spawn::{self, Process};
@@ -14,11 +16,11 @@ use crate::spawn::{self, Process};
 /// How long a leftover process may outlive SIGKILL before it is left.
 const UNKILLABLE: Duration = Duration::from_secs(2);
 
-/// How often the launcher looks whether leftover processes are gone.
-const SWEEP: Duration = Duration::from_millis(10);
+/// How often the launcher looks whether leftover processes are gone: soon at first, then rarer.
+const SWEEP: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(50)];
 
 /// What a thread of the launcher tells the main one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Notice {
     /// A process ended.
     Ended {
@@ -26,6 +28,17 @@ pub(crate) enum Notice {
         rank: usize,
         /// How it ended.
         end: End,
+    },
+    /// A process has joined the job.
+    Joined(usize),
+    /// A process has left the job in good order.
+    Closed(usize),
+    /// A process told the store that its group has failed.
+    Accused {
+        /// Who says it.
+        rank: usize,
+        /// Who is at fault.
+        accused: Vec<usize>,
     },
     /// The launcher received a signal.
     Signal(i32),
@@ -35,14 +48,67 @@ pub(crate) enum Notice {
     Drained,
 }
 
+/// Whose doing the end of a process is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Doing {
+    /// Its own: it ended before the launcher signalled it.
+    Own,
+    /// The launcher's.
+    Launcher,
+}
+
+/// Who looks on while a group runs.
+pub(crate) trait Witness {
+    /// `rank` has ended, and by whose doing.
+    fn ended(&mut self, rank: usize, end: End, doing: Doing) {
+        let _ = (rank, end, doing);
+    }
+
+    /// `rank` has joined the job.
+    fn joined(&mut self, rank: usize) {
+        let _ = rank;
+    }
+
+    /// These ranks take long to end.
+    fn waiting(&mut self, ranks: &[usize]) {
+        let _ = ranks;
+    }
+}
+
+/// A witness who says nothing.
+#[derive(Debug)]
+pub(crate) struct Nobody;
+
+impl Witness for Nobody {}
+
+/// Which processes are ended with their group.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Family<'a> {
+    /// Those in the groups that its members lead.
+    Groups,
+    /// All that descends from this process, but those spared.
+    Descendants(&'a Spared),
+}
+
 /// How a group ended.
 #[derive(Clone, Debug)]
 pub(crate) struct Outcome {
     job: Job,
     /// How many readers came to their end meanwhile.
     pub(crate) drained: usize,
-    /// Ranks whose own processes left others behind, which were then ended.
-    pub(crate) left_behind: Vec<usize>,
+    /// What was left when the members had ended, and was then ended.
+    pub(crate) left_behind: LeftBehind,
+    /// The first signal that asked the launcher to end, whatever the group ended of.
+    pub(crate) asked_to_end: Option<i32>,
+}
+
+/// Processes that outlived the rank that started them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct LeftBehind {
+    /// The ranks they came from, as far as that is known.
+    pub(crate) ranks: BTreeSet<usize>,
+    /// How many came from nobody knows which.
+    pub(crate) others: usize,
 }
 
 impl Outcome {
@@ -56,7 +122,7 @@ impl Outcome {
         self.job.end(rank)
     }
 
-    /// Whether `rank` ended before the launcher ended the group.
+    /// Whether `rank` ended before the launcher ended it.
     pub(crate) fn ended_by_itself(&self, rank: usize) -> bool {
         self.job.ended_by_itself(rank)
     }
@@ -68,16 +134,16 @@ impl Outcome {
 }
 
 /// Waits for every process of `group`, ends all when one fails or the launcher is told to,
-/// and leaves no member of their process groups behind.
+/// and leaves nothing of their `family` behind.
 ///
-/// `sender` and `notices` are the two ends of the channel on which signals arrive;
-/// `waiting` is told the ranks that take long to end.
+/// `sender` and `notices` are the two ends of the channel on which signals arrive.
 pub(crate) fn supervise(
     group: &mut [Process],
     grace: Duration,
+    family: Family<'_>,
     sender: &Sender<Notice>,
     notices: &Receiver<Notice>,
-    mut waiting: impl FnMut(&[usize]),
+    witness: &mut impl Witness,
 ) -> Outcome {
     let mut job = Job::new(group.len(), grace);
     let mut drained = 0;
@@ -85,8 +151,19 @@ pub(crate) fn supervise(
         watch(rank, process, sender);
     }
     while !job.is_over() {
-        let event = match next(notices, job.deadline()) {
+        let notice = next(notices, job.deadline());
+        let ended = match notice {
+            Some(Notice::Ended { rank, end }) => Some((rank, end)),
+            _ => None,
+        };
+        let event = match notice {
             Some(Notice::Ended { rank, end }) => Event::Ended { rank, end },
+            Some(Notice::Joined(rank)) => {
+                witness.joined(rank);
+                Event::Joined(rank)
+            }
+            Some(Notice::Closed(rank)) => Event::Closed(rank),
+            Some(Notice::Accused { rank, accused }) => Event::Accused { rank, accused },
             Some(Notice::Signal(number)) if signals::asks_to_end(number) => Event::Signal(number),
             Some(Notice::Signal(number)) => {
                 if let Some(named) = Signal::from_named_raw(number) {
@@ -101,22 +178,41 @@ pub(crate) fn supervise(
             }
             None => Event::Tick,
         };
-        for action in job.step(event, Instant::now()) {
+        let actions = job.step(event, Instant::now());
+        if let Some((rank, end)) = ended {
+            let doing = match job.ended_by_itself(rank) {
+                true => Doing::Own,
+                false => Doing::Launcher,
+            };
+            witness.ended(rank, end, doing);
+        }
+        for action in actions {
             match action {
-                Action::Signal(number) => {
-                    if let Some(named) = Signal::from_named_raw(number) {
-                        group.iter().for_each(|process| process.signal_group(named));
+                Action::Signal { signal, ranks } => {
+                    if let Some(named) = Signal::from_named_raw(signal) {
+                        let members = ranks.into_iter().filter_map(|rank| group.get(rank));
+                        members.for_each(|process| end_group(process, named));
                     }
                 }
-                Action::Waiting(ranks) => waiting(&ranks),
+                Action::Waiting(ranks) => witness.waiting(&ranks),
             }
         }
     }
-    let left_behind = sweep(group, &job, grace, notices, &mut drained);
-    Outcome {
+    let mut outcome = Outcome {
+        left_behind: left_behind(group, &job, family),
+        asked_to_end: job.asked_to_end(),
         job,
         drained,
-        left_behind,
+    };
+    sweep(group, &mut outcome, grace, family, notices);
+    outcome
+}
+
+/// Sends `signal` to the group of `process`, and lets what is stopped there receive it.
+fn end_group(process: &Process, signal: Signal) {
+    process.signal_group(signal);
+    if signal != Signal::KILL {
+        process.signal_group(Signal::CONT);
     }
 }
 
@@ -155,61 +251,125 @@ fn next(notices: &Receiver<Notice>, deadline: Option<Instant>) -> Option<Notice>
     }
 }
 
-/// Ends what the processes of `group`, all over, have left in their process groups.
+/// Ends what the processes of `group`, all over, have left behind.
 ///
-/// The first signal is sent while the unreaped leader still pins the group's number; later
-/// ones only to groups that have been seen populated ever since.
+/// The first signal goes to the process groups, while the unreaped leaders still pin their numbers.
+/// What is left then is looked up: descendants, where they can be listed; else groups that have
+/// been seen populated ever since.
 fn sweep(
     group: &mut [Process],
-    job: &Job,
+    outcome: &mut Outcome,
     grace: Duration,
+    family: Family<'_>,
     notices: &Receiver<Notice>,
-    drained: &mut usize,
-) -> Vec<usize> {
-    let running = spawn::running_groups().unwrap_or_default();
-    let pid = |process: &Process| process.pid().as_raw_pid();
-    let left_behind = (0..group.len())
-        .filter(|&rank| running.contains(&pid(&group[rank])))
-        .collect();
+) {
+    let first = if outcome.job.was_killed() {
+        Signal::KILL
+    } else {
+        Signal::TERM
+    };
+    let mut stuck = BTreeSet::new();
     let mut left = Vec::new();
     for (rank, process) in group.iter_mut().enumerate() {
-        if job.end(rank).is_none() {
+        if outcome.end(rank).is_none() {
             process.abandon();
+            stuck.insert(process.pid().as_raw_pid());
             continue;
         }
-        process.signal_group(if job.was_killed() {
-            Signal::KILL
-        } else {
-            Signal::TERM
-        });
+        end_group(process, first);
         process.reap();
         left.push(rank);
     }
+    let mut told = BTreeSet::new();
     let mut kill_at = Some(Instant::now() + grace);
     let mut give_up_at = None;
+    let [mut pause, longest] = SWEEP;
     loop {
-        left.retain(|&rank| group[rank].has_group());
-        if !left.is_empty()
-            && let Some(running) = spawn::running_groups()
-        {
-            left.retain(|&rank| running.contains(&pid(&group[rank])));
-        }
         let now = Instant::now();
-        if left.is_empty() || give_up_at.is_some_and(|at| now >= at) {
-            return left_behind;
+        let is_killing = kill_at.is_none_or(|at| now >= at);
+        let is_clear = match descendants_of(family) {
+            Some(mut members) => {
+                members.retain(|member| !stuck.contains(&member.pid));
+                for member in &members {
+                    if is_killing {
+                        member.signal(Signal::KILL);
+                    } else if told.insert(member.pid) {
+                        member.signal(first);
+                        member.signal(Signal::CONT);
+                    }
+                }
+                members.is_empty()
+            }
+            None => {
+                left.retain(|&rank| group[rank].has_group());
+                if !left.is_empty()
+                    && let Some(running) = descendants::running_groups()
+                {
+                    left.retain(|&rank| running.contains(&group[rank].pid().as_raw_pid()));
+                }
+                if is_killing {
+                    left.iter()
+                        .for_each(|&rank| group[rank].signal_group(Signal::KILL));
+                }
+                left.is_empty()
+            }
+        };
+        if is_clear || give_up_at.is_some_and(|at| now >= at) {
+            return;
         }
-        if kill_at.is_some_and(|at| now >= at) {
-            left.iter()
-                .for_each(|&rank| group[rank].signal_group(Signal::KILL));
+        if is_killing && give_up_at.is_none() {
             kill_at = None;
             give_up_at = Some(now + UNKILLABLE);
         }
-        match next(notices, Some(now + SWEEP)) {
-            Some(Notice::Signal(number)) if signals::asks_to_end(number) && kill_at.is_some() => {
-                kill_at = Some(now)
+        let look_at = kill_at.map_or(now + pause, |at| at.min(now + pause));
+        pause = longest.min(pause * 2);
+        match next(notices, Some(look_at)) {
+            Some(Notice::Signal(number)) if signals::asks_to_end(number) => {
+                outcome.asked_to_end.get_or_insert(number);
+                kill_at = kill_at.map(|_| now);
             }
-            Some(Notice::Drained) => *drained += 1,
+            Some(Notice::Drained) => outcome.drained += 1,
             _ => {}
         }
     }
+}
+
+fn descendants_of(family: Family<'_>) -> Option<Vec<descendants::Member>> {
+    match family {
+        Family::Groups => None,
+        Family::Descendants(spared) => descendants::living(spared),
+    }
+}
+
+/// What runs on although the members of `group` that have ended do not.
+fn left_behind(group: &[Process], job: &Job, family: Family<'_>) -> LeftBehind {
+    if matches!(family, Family::Descendants(_)) && descendants::seems_alone() {
+        return LeftBehind::default();
+    }
+    let stuck = |pid: i32| {
+        let rank = (0..group.len()).find(|&rank| group[rank].pid().as_raw_pid() == pid);
+        rank.is_some_and(|rank| job.end(rank).is_none())
+    };
+    let Some(members) = descendants_of(family) else {
+        let running = descendants::running_groups().unwrap_or_default();
+        let ranks = (0..group.len()).filter(|&rank| {
+            job.end(rank).is_some() && running.contains(&group[rank].pid().as_raw_pid())
+        });
+        return LeftBehind {
+            ranks: ranks.collect(),
+            others: 0,
+        };
+    };
+    let mut found = LeftBehind::default();
+    for member in members {
+        if !stuck(member.pid) {
+            match member.rank().filter(|&rank| rank < group.len()) {
+                Some(rank) => {
+                    found.ranks.insert(rank);
+                }
+                None => found.others += 1,
+            }
+        }
+    }
+    found
 }

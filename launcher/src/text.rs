@@ -1,7 +1,9 @@
 //! Text for people: tables, and printing.
 
+use std::ffi::OsString;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use crate::error::{Error, Result};
 
@@ -43,6 +45,53 @@ pub(crate) fn columns<const N: usize>(rows: &[[String; N]]) -> String {
     text
 }
 
+/// "rank 1", or "ranks 0, 2".
+pub(crate) fn list<'a>(ranks: impl IntoIterator<Item = &'a usize>) -> String {
+    let numbers: Vec<String> = ranks.into_iter().map(usize::to_string).collect();
+    let noun = if numbers.len() == 1 { "rank" } else { "ranks" };
+    format!("{noun} {}", numbers.join(", "))
+}
+
+/// `words` as a shell would have to be given them.
+pub(crate) fn shell_line(words: &[OsString]) -> String {
+    let quoted = words.iter().map(|word| {
+        let word = word.to_string_lossy();
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,+@%^".contains(c);
+        if !word.is_empty() && word.chars().all(is_plain) {
+            word.into_owned()
+        } else {
+            format!("'{}'", word.replace('\'', r"'\''"))
+        }
+    });
+    quoted.collect::<Vec<_>>().join(" ")
+}
+
+/// A time since 1970 as text, in UTC and to the second: `2026-03-01T12:00:00Z`.
+pub(crate) fn utc(since_epoch: Duration) -> String {
+    let seconds = since_epoch.as_secs();
+    let (day, second) = (seconds / 86_400, seconds % 86_400);
+    // Howard Hinnant's civil_from_days, with years that begin in March: the leap day is the last.
+    let day = day + 719_468;
+    let (era, day_of_era) = (day / 146_097, day % 146_097);
+    let year_of_era =
+        (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted = (5 * day_of_year + 2) / 153;
+    let day_of_month = day_of_year - (153 * shifted + 2) / 5 + 1;
+    let month = if shifted < 10 {
+        shifted + 3
+    } else {
+        shifted - 9
+    };
+    let year = year_of_era + era * 400 + u64::from(month <= 2);
+    format!(
+        "{year:04}-{month:02}-{day_of_month:02}T{:02}:{:02}:{:02}Z",
+        second / 3_600,
+        second / 60 % 60,
+        second % 60
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -54,5 +103,28 @@ mod tests {
             ["long".to_owned(), "c".to_owned()],
         ];
         assert_eq!(columns(&rows), "a     b\nlong  c\n");
+    }
+
+    #[test]
+    fn a_command_line_can_be_given_to_a_shell() {
+        let words = ["train", "--lr=1e-3", "two words", "", "it's", "$x"].map(OsString::from);
+        assert_eq!(
+            shell_line(&words),
+            r"train --lr=1e-3 'two words' '' 'it'\''s' '$x'"
+        );
+    }
+
+    #[test]
+    fn times_are_read_by_people() {
+        for (seconds, text) in [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_399, "2000-02-28T23:59:59Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (1_709_251_200, "2024-03-01T00:00:00Z"),
+            (4_107_542_399, "2100-02-28T23:59:59Z"),
+            (4_107_542_400, "2100-03-01T00:00:00Z"),
+        ] {
+            assert_eq!(utc(Duration::from_secs(seconds)), text);
+        }
     }
 }

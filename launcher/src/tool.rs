@@ -3,14 +3,14 @@
 use std::fs::File;
 use std::io::Read;
 use std::process::{Command, Stdio};
-use std::sync::mpsc::{Receiver, Sender};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::job::{Cause, End};
 use crate::spawn::Process;
-use crate::supervise::{Notice, supervise};
+use crate::supervise::{Family, Nobody, Notice, supervise};
 
 /// How long a tool may take to end when it is told to.
 const GRACE: Duration = Duration::from_secs(5);
@@ -22,6 +22,14 @@ pub(crate) struct Channel {
     pub(crate) sender: Sender<Notice>,
     /// Read by the main thread.
     pub(crate) notices: Receiver<Notice>,
+}
+
+impl Channel {
+    /// A channel on which nothing has been reported.
+    pub(crate) fn new() -> Self {
+        let (sender, notices) = mpsc::channel();
+        Self { sender, notices }
+    }
 }
 
 /// What becomes of a tool's standard error.
@@ -62,7 +70,15 @@ pub(crate) fn run(mut command: Command, stderr: Stderr, channel: &Channel) -> Re
     let said = process.take_stdout().map(collect).transpose()?;
     let complained = process.take_stderr().map(collect).transpose()?;
     let mut group = [process];
-    let outcome = supervise(&mut group, GRACE, &channel.sender, &channel.notices, |_| {});
+    // A compiler cache that cargo started may stay: it serves other builds.
+    let outcome = supervise(
+        &mut group,
+        GRACE,
+        Family::Groups,
+        &channel.sender,
+        &channel.notices,
+        &mut Nobody,
+    );
     if let Some(Cause::Signal(signal)) = outcome.cause() {
         return Err(Error::interrupted(signal));
     }

@@ -211,6 +211,6 @@ fn a_signal_during_the_build_ends_cargo() {
     run.signal(rustix::process::Signal::TERM);
     run.end()
         .expect(143)
-        .says("ended by SIGTERM before any rank was started");
+        .says("ended by SIGTERM before the ranks had started");
     support::wait_until_dead(&pid[0]);
 }

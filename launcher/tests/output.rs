@@ -14,7 +14,7 @@ fn lines_are_prefixed_by_rank() {
         "talk.sh",
         "echo out one; echo out two; echo err >&2; printf unfinished",
     );
-    let ended = folder.launch(["-n", "2", "talk.sh"]).expect(0);
+    let ended = folder.launch(["-n", "2", "--quiet", "talk.sh"]).expect(0);
     assert_eq!(
         ended.sorted(),
         [

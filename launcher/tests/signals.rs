@@ -36,7 +36,10 @@ fn signals_reach_every_rank_and_give_the_code() {
 #[test]
 fn grandchildren_are_signalled_too() {
     let folder = Folder::new();
-    let body = format!("trap '' TERM; (trap - TERM; exec {LONG_SLEEP}) & echo $! >> pids; wait");
+    let body = format!(
+        "trap '' TERM; (trap - TERM; touch ready.$RANK; exec {LONG_SLEEP}) &\n\
+         while [ ! -e ready.$RANK ]; do sleep 0.02; done; echo $! >> pids; wait"
+    );
     // The shell ignores the signal; it ends because its child does.
     let (run, pids) = start(&folder, &body, &["--grace", "60"]);
     run.signal(Signal::TERM);
@@ -51,7 +54,8 @@ fn a_second_signal_kills() {
     let (run, pids) = start(&folder, body, &["--grace", "1000"]);
     run.signal(Signal::INT);
     folder.wait_for_lines("got", 2);
-    run.signal(Signal::INT);
+    // The same one so soon would be taken for one that came twice.
+    run.signal(Signal::TERM);
     run.end().expect(130);
     pids.iter().for_each(|pid| wait_until_dead(pid));
 }

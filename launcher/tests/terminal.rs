@@ -50,10 +50,12 @@ fn prefixes_are_coloured_on_a_terminal_only_and_if_wanted() {
     let folder = Folder::new();
     folder.script("talk.sh", "[ $RANK = 0 ] && echo hello; exit 0");
     let mut command = folder.launcher();
-    command.args(["-n", "2", "talk.sh"]);
+    command.args(["-n", "2", "--quiet", "talk.sh"]);
     assert_eq!(on_terminal(command), "\x1b[36m[0]\x1b[0m hello\r\n");
     let mut command = folder.launcher();
-    command.args(["-n", "2", "talk.sh"]).env("NO_COLOR", "1");
+    command
+        .args(["-n", "2", "--quiet", "talk.sh"])
+        .env("NO_COLOR", "1");
     assert_eq!(on_terminal(command), "[0] hello\r\n");
 }
 
@@ -69,7 +71,7 @@ fn a_line_takes_the_place_of_another_ranks_progress() {
     );
     let mut command = folder.launcher();
     command
-        .args(["-n", "2", "--log-dir", "logs", "talk.sh"])
+        .args(["-n", "2", "--quiet", "--log-dir", "logs", "talk.sh"])
         .env("NO_COLOR", "1");
     assert_eq!(
         on_terminal(command),

@@ -58,6 +58,7 @@ pub(crate) struct Output {
 
 impl Output {
     /// Prepares screens and, in `log_dir`, one log file a rank; an existing one is replaced.
+    /// Every restart of a job has log files of its own.
     ///
     /// # Errors
     /// When the folder or a log file cannot be made.
@@ -65,10 +66,11 @@ impl Output {
         size: usize,
         prefix: Prefix,
         log_dir: Option<&Path>,
+        restart: u64,
         notices: Sender<Notice>,
     ) -> Result<Self> {
         let logs = match log_dir {
-            Some(dir) => open_logs(dir, size)?,
+            Some(dir) => open_logs(dir, size, restart)?,
             None => Vec::new(),
         };
         let (out, err) = (io::stdout().is_terminal(), io::stderr().is_terminal());
@@ -86,6 +88,7 @@ impl Output {
                 broken: [AtomicBool::new(false), AtomicBool::new(false)],
                 logs,
                 tails: (0..size).map(|_| Mutex::default()).collect(),
+                complained: (0..size).map(|_| AtomicBool::new(false)).collect(),
                 writing: AtomicUsize::new(0),
                 over: AtomicBool::new(false),
                 notices,
@@ -104,6 +107,9 @@ impl Output {
             .name(format!("output-{rank}"))
             .spawn(move || {
                 shared.read(rank, stream, pipe);
+                if stream == Stream::Err {
+                    shared.complained[rank].store(true, Ordering::Release);
+                }
                 let _ = shared.notices.send(Notice::Drained);
             })
             .map_err(|error| {
@@ -123,8 +129,14 @@ impl Output {
     /// Waits until `readers` streams have come to their end, of which `drained` already did.
     ///
     /// Call it when the ranks are gone. It waits for a slow reader of the launcher's output,
-    /// but neither for a process that escaped with a stream nor after another signal.
-    pub(crate) fn drain(&self, readers: usize, mut drained: usize, notices: &Receiver<Notice>) {
+    /// but neither for a process that escaped with a stream nor after another signal that asks
+    /// to end, which it gives.
+    pub(crate) fn drain(
+        &self,
+        readers: usize,
+        mut drained: usize,
+        notices: &Receiver<Notice>,
+    ) -> Option<i32> {
         self.shared.over.store(true, Ordering::Relaxed);
         let mut silent_since = Instant::now();
         while drained < readers {
@@ -133,7 +145,7 @@ impl Output {
                     drained += 1;
                     silent_since = Instant::now();
                 }
-                Ok(Notice::Signal(signal)) if signals::asks_to_end(signal) => return,
+                Ok(Notice::Signal(signal)) if signals::asks_to_end(signal) => return Some(signal),
                 Ok(_) => {}
                 Err(RecvTimeoutError::Timeout) => {
                     if self.shared.writing.load(Ordering::Relaxed) > 0 {
@@ -148,6 +160,7 @@ impl Output {
         // A stream that cannot be written to has been dealt with before.
         let _ = self.shared.screens[0].finish(&mut io::stdout());
         let _ = self.shared.screens[1].finish(&mut io::stderr());
+        None
     }
 
     /// The last lines of `rank`'s standard error.
@@ -156,6 +169,12 @@ impl Output {
             .tails
             .get(rank)
             .map_or_else(Vec::new, |tail| lock(tail).text())
+    }
+
+    /// Whether all that `rank` wrote to its standard error has been read.
+    pub(crate) fn has_said_all(&self, rank: usize) -> bool {
+        let complained = self.shared.complained.get(rank);
+        complained.is_none_or(|complained| complained.load(Ordering::Acquire))
     }
 
     /// The log file of `rank`, if there is one.
@@ -173,6 +192,8 @@ struct Shared {
     broken: [AtomicBool; 2],
     logs: Vec<Log>,
     tails: Vec<Mutex<Tail>>,
+    /// Whether a rank's standard error has come to its end.
+    complained: Vec<AtomicBool>,
     /// How many readers are handing on what they read.
     writing: AtomicUsize,
     /// Whether the ranks are gone.
@@ -322,7 +343,7 @@ impl<W: Write + std::os::fd::AsFd> Patient<W> {
     }
 }
 
-fn open_logs(dir: &Path, size: usize) -> Result<Vec<Log>> {
+fn open_logs(dir: &Path, size: usize, restart: u64) -> Result<Vec<Log>> {
     std::fs::create_dir_all(dir).map_err(|error| {
         Error::usage(format!(
             "--log-dir {}: the folder cannot be made; name one that can be written",
@@ -332,7 +353,17 @@ fn open_logs(dir: &Path, size: usize) -> Result<Vec<Log>> {
     })?;
     (0..size)
         .map(|rank| {
-            let path = dir.join(format!("rank-{rank}.log"));
+            let path = dir.join(match restart {
+                0 => format!("rank-{rank}.log"),
+                _ => format!("rank-{rank}.restart-{restart}.log"),
+            });
+            // Opening a pipe would wait for its other end.
+            if std::fs::metadata(&path).is_ok_and(|found| !found.is_file()) {
+                return Err(Error::usage(format!(
+                    "--log-dir: {} is there and no plain file; name another folder",
+                    path.display()
+                )));
+            }
             let file = File::create(&path).map_err(|error| {
                 let message = format!(
                     "--log-dir: {} cannot be written; name another folder",

@@ -41,7 +41,7 @@ impl Tail {
 
     fn end_line(&mut self) {
         let line = std::mem::take(&mut self.current);
-        if line.iter().all(u8::is_ascii_whitespace) {
+        if line.iter().all(u8::is_ascii_whitespace) || is_backtrace(&line) {
             return;
         }
         if self.lines.len() == LINES {
@@ -49,6 +49,19 @@ impl Tail {
         }
         self.lines.push_back(line);
     }
+}
+
+/// Whether a line belongs to the backtrace that Rust prints after a panic's message, which is what
+/// the last lines are kept for.
+fn is_backtrace(line: &[u8]) -> bool {
+    let text = String::from_utf8_lossy(line);
+    let inner = text.trim();
+    let number = inner.split(':').next().unwrap_or_default();
+    let frame = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
+    inner == "stack backtrace:"
+        || inner.starts_with("note: run with `RUST_BACKTRACE")
+        || inner.starts_with("note: Some details are omitted, run with `RUST_BACKTRACE")
+        || text.starts_with(' ') && (frame && inner.contains(": ") || inner.starts_with("at "))
 }
 
 /// `line` without colours and control characters, and only the last of its progress updates.
@@ -81,6 +94,30 @@ mod tests {
             tail.feed(chunk);
         }
         tail.text()
+    }
+
+    #[test]
+    fn a_panic_is_not_pushed_out_by_its_backtrace() {
+        let mut said = "thread 'main' panicked at src/main.rs:3:5:\nno such digit: 10\nstack \
+                        backtrace:\n"
+            .to_owned();
+        for frame in 0..20 {
+            said.push_str(&format!(
+                "  {frame:2}: train::step\n             at ./src/main.rs:3:5\n"
+            ));
+        }
+        said.push_str(
+            "note: run with `RUST_BACKTRACE=1` environment variable to display a backtrace\n",
+        );
+        assert_eq!(
+            text(said.as_bytes()),
+            [
+                "thread 'main' panicked at src/main.rs:3:5:",
+                "no such digit: 10"
+            ]
+        );
+        // What only looks like it stays.
+        assert_eq!(text(b"12: done\n  at noon\n"), ["12: done"]);
     }
 
     #[test]

@@ -159,6 +159,14 @@ impl Run {
     }
 }
 
+impl Run {
+    /// Waits until nobody holds the launcher's standard error any more, and gives what was said.
+    pub fn close(mut self) -> String {
+        let stderr = self.stderr.take().unwrap().join().unwrap();
+        String::from_utf8_lossy(&stderr).into_owned()
+    }
+}
+
 impl Drop for Run {
     fn drop(&mut self) {
         if let Ok(None) = self.child.try_wait() {

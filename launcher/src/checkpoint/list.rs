@@ -1,0 +1,147 @@
+//! `accel-launch checkpoint list`.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use accelerator_manifest::{Checkpoint, CheckpointKind, Depth};
+use serde::Serialize;
+
+use super::{Place, duration, json, size, wrong_place};
+use crate::error::Result;
+use crate::text::{columns, print};
+
+pub(super) fn run(place: &Place, as_json: bool) -> Result<ExitCode> {
+    let list = List::read(place)?;
+    print(&if as_json { json(&list)? } else { list.text() })
+}
+
+/// The fields are those of the JSON object.
+#[derive(Serialize)]
+struct List {
+    place: PathBuf,
+    /// What the text file `latest` says.
+    latest: Option<u64>,
+    checkpoints: Vec<Row>,
+    /// Drafts, and what is being removed.
+    unfinished: Vec<PathBuf>,
+}
+
+#[derive(Serialize)]
+struct Row {
+    number: u64,
+    path: PathBuf,
+    /// Whether the manifest is good and all files are there in their lengths.
+    whole: bool,
+    defects: Vec<String>,
+    #[serde(flatten)]
+    facts: Option<Facts>,
+}
+
+/// What is known where the manifest can be read.
+#[derive(Serialize)]
+struct Facts {
+    step: u64,
+    epoch: u64,
+    world_size: usize,
+    bytes: u64,
+    created: u64,
+    kind: CheckpointKind,
+}
+
+impl List {
+    fn read(place: &Place) -> Result<Self> {
+        let rows = place.checkpoints()?;
+        let (latest, unfinished) = match place {
+            Place::One(_) => (None, Vec::new()),
+            Place::Folder(folder) => {
+                let unfinished = folder.unfinished();
+                let unfinished = unfinished.map_err(|error| wrong_place(place.path(), error))?;
+                (folder.latest_hint(), unfinished)
+            }
+        };
+        Ok(Self {
+            place: place.path().to_owned(),
+            latest,
+            checkpoints: rows.iter().map(Row::read).collect(),
+            unfinished,
+        })
+    }
+
+    fn text(&self) -> String {
+        if self.checkpoints.is_empty() && self.unfinished.is_empty() {
+            return format!("no checkpoints in {}\n", self.place.display());
+        }
+        let mut table = vec![
+            [
+                "number", "step", "epoch", "ranks", "size", "age", "kind", "state",
+            ]
+            .map(str::to_owned),
+        ];
+        table.extend(self.checkpoints.iter().map(|row| row.cells(self.latest)));
+        let mut text = columns(&table);
+        let is_there = |number| self.checkpoints.iter().any(|x| x.number == number);
+        if let Some(number) = self.latest.filter(|&x| !is_there(x)) {
+            text.push_str(&format!(
+                "`latest` names checkpoint {number}, which is not there\n"
+            ));
+        }
+        for path in &self.unfinished {
+            text.push_str(&format!("unfinished: {}\n", path.display()));
+        }
+        text
+    }
+}
+
+impl Row {
+    fn read(checkpoint: &Checkpoint) -> Self {
+        let verdict = checkpoint.verify(Depth::Sizes);
+        let facts = checkpoint.manifest().ok().map(|manifest| Facts {
+            step: manifest.facts.step,
+            epoch: manifest.facts.epoch,
+            world_size: manifest.facts.world_size.get(),
+            bytes: manifest.bytes(),
+            created: manifest.created,
+            kind: manifest.facts.kind,
+        });
+        Self {
+            number: checkpoint.number(),
+            path: checkpoint.path().to_owned(),
+            whole: verdict.is_good(),
+            defects: verdict.defects.iter().map(ToString::to_string).collect(),
+            facts,
+        }
+    }
+
+    fn cells(&self, latest: Option<u64>) -> [String; 8] {
+        let mut state = match self.defects.as_slice() {
+            [] => "sizes ok".to_owned(),
+            [defect] => format!("broken: {defect}"),
+            [defect, more @ ..] => format!("broken: {defect}; and {} more", more.len()),
+        };
+        if latest == Some(self.number) {
+            state = format!("latest, {state}");
+        }
+        let number = self.number.to_string();
+        let Some(facts) = &self.facts else {
+            let [a, b, c, d, e, f] = ["-"; 6].map(str::to_owned);
+            return [number, a, b, c, d, e, f, state];
+        };
+        [
+            number,
+            facts.step.to_string(),
+            facts.epoch.to_string(),
+            facts.world_size.to_string(),
+            size(facts.bytes),
+            duration(age(facts.created)),
+            facts.kind.to_string(),
+            state,
+        ]
+    }
+}
+
+/// In seconds; 0 for what a clock that is ahead has written.
+pub(super) fn age(created: u64) -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |x| x.as_secs().saturating_sub(created))
+}

@@ -1,0 +1,101 @@
+//! `accel-launch checkpoint verify`.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use accelerator_manifest::{Checkpoint, Depth};
+use serde::Serialize;
+
+use super::{Place, json, size};
+use crate::error::Result;
+use crate::text::print;
+
+pub(super) fn run(place: &Place, as_json: bool) -> Result<ExitCode> {
+    let checkpoints = place.checkpoints()?;
+    let mut report = Report {
+        good: !checkpoints.is_empty(),
+        checkpoints: Vec::new(),
+    };
+    for checkpoint in &checkpoints {
+        let entry = Entry::read(checkpoint);
+        report.good &= entry.good;
+        if !as_json {
+            // One by one, since reading may take its time.
+            print(&entry.text())?;
+        }
+        report.checkpoints.push(entry);
+    }
+    if as_json {
+        print(&json(&report)?)?;
+    } else if checkpoints.is_empty() {
+        print(&format!("no checkpoints in {}\n", place.path().display()))?;
+    }
+    Ok(if report.good {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// The fields are those of the JSON object.
+#[derive(Serialize)]
+struct Report {
+    good: bool,
+    checkpoints: Vec<Entry>,
+}
+
+#[derive(Serialize)]
+struct Entry {
+    number: u64,
+    path: PathBuf,
+    good: bool,
+    files: Option<usize>,
+    bytes: Option<u64>,
+    defects: Vec<Defect>,
+    /// Things that the manifest does not know; they do no harm.
+    strangers: Vec<String>,
+}
+
+#[derive(Serialize)]
+struct Defect {
+    file: String,
+    what: String,
+}
+
+impl Entry {
+    fn read(checkpoint: &Checkpoint) -> Self {
+        let verdict = checkpoint.verify(Depth::Hashes);
+        let manifest = checkpoint.manifest().ok();
+        let defects = verdict.defects.iter().map(|defect| Defect {
+            file: defect.file.clone(),
+            what: defect.to_string(),
+        });
+        Self {
+            number: verdict.number,
+            good: verdict.is_good(),
+            files: manifest.map(|x| x.files.len()),
+            bytes: manifest.map(accelerator_manifest::Manifest::bytes),
+            defects: defects.collect(),
+            strangers: verdict.strangers,
+            path: verdict.path,
+        }
+    }
+
+    fn text(&self) -> String {
+        let state = if self.good { "good" } else { "BROKEN" };
+        let mut text = format!("{}: {state}", self.path.display());
+        if let (Some(files), Some(bytes)) = (self.files, self.bytes) {
+            text.push_str(&format!(" ({files} files, {})", size(bytes)));
+        }
+        text.push('\n');
+        for defect in &self.defects {
+            text.push_str(&format!("  {}\n", defect.what));
+        }
+        for stranger in &self.strangers {
+            text.push_str(&format!(
+                "  {stranger}: not in the manifest (does no harm)\n"
+            ));
+        }
+        text
+    }
+}

@@ -1,0 +1,315 @@
+//! Schedules of faults against a small training program (`rank/train.rs`), under the launcher's
+//! own restarts.
+//!
+//! Whatever a schedule does, this must hold: the job ends, in time; every failed attempt names the
+//! rank that the fault struck, and none ends well that came to the place of a deadly one; the weights
+//! at the end are, bit for bit, those of a run that nothing disturbed; and no process, temporary file
+//! or broken checkpoint is left.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use accelerator_fault::{Action, Bounds, FaultPlan, Point};
+use accelerator_manifest::{Depth, Folder};
+
+use super::lives::Lives;
+use super::rank::{Spoil, Task, train};
+use super::ranks::{Event, command, listen};
+use super::report::{Outcome, Report, Trouble};
+use super::{Context, TestArgs};
+use crate::error::{Error, Result, chain};
+use crate::job::End;
+use crate::spawn::Process;
+
+/// Runs schedules until as many are done, or so much time has passed, as was asked for. `false`
+/// where a signal ended it.
+///
+/// # Errors
+/// Where no fault can be injected.
+pub(super) fn run(context: &Context, report: &mut Report) -> Result<bool> {
+    if !cfg!(feature = "faults") {
+        return Err(Error::usage(
+            "--chaos injects faults, which this program is built without; build it with the \
+             feature `faults`: cargo build --release -p accel-launch --features faults",
+        ));
+    }
+    let arguments = &context.arguments;
+    let started = Instant::now();
+    let undisturbed = Schedule::undisturbed(context).run();
+    let undisturbed = match undisturbed {
+        Ok((_, weights)) => {
+            context.show(report.add("undisturbed", Ok(String::new()), started.elapsed()))?;
+            weights
+        }
+        Err(trouble) => {
+            context.show(report.add("undisturbed", Err(trouble), started.elapsed()))?;
+            return Ok(context.interrupt.signal().is_none());
+        }
+    };
+    for number in 0.. {
+        let enough = match (arguments.schedules, arguments.minutes) {
+            (Some(schedules), _) => number >= schedules,
+            (None, Some(minutes)) => started.elapsed() >= minutes,
+            (None, None) => number >= SCHEDULES,
+        };
+        if enough {
+            break;
+        }
+        let began = Instant::now();
+        let seed = arguments.seed.wrapping_add(number);
+        let schedule = Schedule::drawn(context, seed);
+        let outcome = schedule.judge(&undisturbed);
+        if context.interrupt.signal().is_some() {
+            return Ok(false);
+        }
+        context.show(report.add(&format!("seed {seed}"), outcome, began.elapsed()))?;
+    }
+    Ok(true)
+}
+
+/// How many schedules there are where nothing else was asked for.
+const SCHEDULES: u64 = 20;
+
+/// In how many lives of a job a fault strikes at most.
+const LIVES: u64 = 3;
+
+/// One job with the faults that it suffers.
+struct Schedule<'a> {
+    context: &'a Context,
+    seed: u64,
+    plan: FaultPlan,
+}
+
+impl<'a> Schedule<'a> {
+    fn undisturbed(context: &'a Context) -> Self {
+        Self {
+            context,
+            seed: 0,
+            plan: FaultPlan::default(),
+        }
+    }
+
+    fn drawn(context: &'a Context, seed: u64) -> Self {
+        let bounds = Bounds {
+            ranks: context.arguments.num_processes.get(),
+            steps: train::STEPS,
+            saves: train::STEPS / train::SAVE_EVERY,
+            restarts: LIVES,
+        };
+        let mut plan = FaultPlan::random(seed, bounds);
+        for fault in &mut plan.faults {
+            // Connections are at hand where operations run: at the first one of that step.
+            if let (Point::Step(step), Action::DropConnection | Action::CorruptFrame) =
+                (fault.point, fault.action)
+            {
+                fault.point = Point::Operation(1 + train::OPERATIONS * step);
+            }
+        }
+        Self {
+            context,
+            seed,
+            plan,
+        }
+    }
+
+    /// Runs the schedule and compares what is left of it.
+    fn judge(&self, undisturbed: &[u8]) -> Outcome {
+        let wrong = |what: String| {
+            Trouble::Failed(format!(
+                "{what}\n    faults: {}\n    replay: {}",
+                self.plan,
+                replay(&self.context.arguments, self.seed)
+            ))
+        };
+        let outcome = self.run().and_then(|(lives, weights)| {
+            if weights != undisturbed {
+                return Err(Trouble::Failed(
+                    "the weights differ from those of the undisturbed run".into(),
+                ));
+            }
+            Ok(lives.restarts())
+        });
+        match outcome {
+            Ok(restarts) => Ok(format!("{}; {restarts} restarts", self.plan)),
+            Err(Trouble::Failed(what) | Trouble::TimedOut(what)) => Err(wrong(what)),
+            Err(other) => Err(other),
+        }
+    }
+
+    /// Runs the job to its end; gives its lives, which are as planned, and the weights.
+    fn run(&self) -> std::result::Result<(Lives, Vec<u8>), Trouble> {
+        let folder = tempfile::Builder::new()
+            .prefix("accel-launch-chaos-")
+            .tempdir()
+            .map_err(|error| failed("no temporary folder can be made", &error))?;
+        let root = folder.path();
+        let temporary = root.join("tmp");
+        fs::create_dir(&temporary).map_err(|error| failed("no folder can be made", &error))?;
+        let shared = shared_memory();
+
+        let end = self.launch(root, &temporary);
+        // Looked for in any case: what is left is ended by nobody else.
+        let left = processes_of(root);
+        let (end, words) = end?;
+        if !left.is_empty() {
+            return Err(Trouble::Failed(format!(
+                "processes of the job are left: {}",
+                left.join(", ")
+            )));
+        }
+        if end != End::Code(0) {
+            return Err(Trouble::Failed(format!(
+                "the job ended with {end}: {words}"
+            )));
+        }
+        let left: Vec<String> = shared_memory().difference(&shared).cloned().collect();
+        if !left.is_empty() {
+            return Err(Trouble::Failed(format!(
+                "left in {SHARED}: {}",
+                left.join(", ")
+            )));
+        }
+        if let Some(left) = entries(&temporary).into_iter().next() {
+            return Err(Trouble::Failed(format!(
+                "a temporary file is left: {}",
+                left.display()
+            )));
+        }
+        check_checkpoints(&root.join(train::CHECKPOINTS))?;
+        let weights = fs::read(root.join(train::FINAL))
+            .map_err(|error| failed("there are no final weights", &error))?;
+        let lives = Lives::read(&root.join("logs"))?;
+        lives.compare(&self.plan, self.context.arguments.num_processes.get())?;
+        Ok((lives, weights))
+    }
+
+    fn launch(&self, root: &Path, temporary: &Path) -> std::result::Result<(End, String), Trouble> {
+        let context = self.context;
+        let mut command = command(&context.program);
+        command
+            .args(["--quiet", "--restart-delay", "0", "--grace", "0.2"])
+            .arg("--num-processes")
+            .arg(context.arguments.num_processes.to_string())
+            .args(["--max-restarts", &(LIVES + 1).to_string()])
+            .arg("--log-dir")
+            .arg(root.join("logs"))
+            .arg(&context.program)
+            .args(["__rank", Task::Train.name(), "--limit", PATIENCE])
+            .arg("--folder")
+            .arg(root)
+            .env("ACCEL_LIVENESS_TIMEOUT", "1")
+            .env("TMPDIR", temporary);
+        if let Some(spoil) = context.arguments.break_chaos {
+            command.args(["--spoil", spoil.name()]);
+        }
+        if !self.plan.faults.is_empty() {
+            command.env(accelerator_fault::VARIABLE, self.plan.to_string());
+        }
+        let (sender, events) = mpsc::channel();
+        let mut process = Process::spawn(&mut command)
+            .map_err(|error| failed("the launcher cannot be started", &error))?;
+        listen(0, &mut process, sender).map_err(|error| failed("nothing can be heard", &error))?;
+        let limit = 2 * context.arguments.limit;
+        let started = Instant::now();
+        loop {
+            if context.interrupt.signal().is_some() {
+                return Err(Trouble::TimedOut("interrupted".into()));
+            }
+            match events.recv_timeout(Duration::from_millis(50)) {
+                Ok(Event::Line { .. }) => {}
+                Ok(Event::Ended { end, words, .. }) => {
+                    process.reap();
+                    return Ok((end, words));
+                }
+                Err(_) if started.elapsed() < limit => {}
+                Err(_) => {
+                    return Err(Trouble::TimedOut(format!(
+                        "the job did not end within {} s",
+                        limit.as_secs_f64()
+                    )));
+                }
+            }
+        }
+    }
+}
+
+/// How long a rank waits for others that live, in seconds.
+const PATIENCE: &str = "5";
+
+/// All must be whole, and nothing unfinished be left.
+fn check_checkpoints(path: &Path) -> std::result::Result<(), Trouble> {
+    let wrong = |error: &dyn std::error::Error| failed("the checkpoints cannot be read", error);
+    let folder = Folder::open(path).map_err(|error| wrong(&error))?;
+    for checkpoint in folder.checkpoints().map_err(|error| wrong(&error))? {
+        let verdict = checkpoint.verify(Depth::Hashes);
+        if !verdict.is_good() {
+            return Err(Trouble::Failed(format!("a broken checkpoint: {verdict}")));
+        }
+    }
+    let left = folder.unfinished().map_err(|error| wrong(&error))?;
+    match left.first() {
+        None => Ok(()),
+        Some(left) => Err(Trouble::Failed(format!(
+            "an unfinished checkpoint is left: {}",
+            left.display()
+        ))),
+    }
+}
+
+/// Processes that have the folder in their command line or environment; they get a moment to end.
+fn processes_of(root: &Path) -> Vec<String> {
+    let root = root.as_os_str().as_encoded_bytes();
+    let until = Instant::now() + Duration::from_secs(1);
+    loop {
+        let mut found = Vec::new();
+        for process in entries(Path::new("/proc")) {
+            let mentions = ["cmdline", "environ"].iter().any(|file| {
+                let bytes = fs::read(process.join(file)).unwrap_or_default();
+                bytes.windows(root.len()).any(|window| window == root)
+            });
+            if mentions {
+                let pid = process.file_name().unwrap_or_default();
+                found.push(format!("process {}", pid.to_string_lossy()));
+            }
+        }
+        if found.is_empty() || Instant::now() >= until {
+            return found;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+const SHARED: &str = "/dev/shm";
+
+/// What of ours lies in shared memory.
+fn shared_memory() -> BTreeSet<String> {
+    let names = entries(Path::new(SHARED)).into_iter();
+    let names = names.filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
+    names.filter(|name| name.contains("accel")).collect()
+}
+
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).collect()
+}
+
+/// The command that runs one schedule again.
+fn replay(arguments: &TestArgs, seed: u64) -> String {
+    format!(
+        "accel-launch test --chaos --seed {seed} --schedules 1 --num-processes {}",
+        arguments.num_processes
+    )
+}
+
+/// A trouble whose cause is `error`.
+pub(super) fn failed(what: &str, error: &dyn std::error::Error) -> Trouble {
+    Trouble::Failed(format!("{what}: {}", chain(error)))
+}
+
+/// The ways in which the training can be broken on purpose.
+pub(super) fn sabotage(text: &str) -> std::result::Result<Spoil, String> {
+    <Spoil as clap::ValueEnum>::from_str(text, false)
+}

@@ -1,0 +1,237 @@
+//! `accel-launch test`: whether this installation works on this machine.
+//!
+//! Every stage runs in processes of this very program (`rank/`), so that none can hang or crash
+//! the test; this side starts them, listens, and judges (`stage.rs`). Nothing of a stage outlives
+//! it: its processes are ended with it, whatever became of them.
+
+mod chaos;
+mod lives;
+mod rank;
+mod ranks;
+mod report;
+mod stage;
+mod timing;
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+
+use crate::error::{Error, Result};
+use crate::text::print;
+use rank::Spoil;
+use ranks::Interrupt;
+use report::{Report, Trouble};
+use stage::Stage;
+
+/// Tests this installation: whether ranks meet, compute, share out samples, and notice failures.
+///
+/// Every stage has a time limit and a verdict of its own. The exit code is 0 when nothing failed
+/// and 1 otherwise.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct TestArgs {
+    /// How many processes meet.
+    #[arg(short = 'n', long, value_name = "N", default_value = "2", value_parser = processes)]
+    num_processes: NonZeroUsize,
+
+    /// The port where they meet; 0 takes a free one.
+    #[arg(long, value_name = "PORT", default_value_t = 0)]
+    master_port: u16,
+
+    /// How many seconds a stage may take.
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = limit)]
+    limit: Duration,
+
+    /// Run these stages only; can be repeated.
+    #[arg(long, value_name = "STAGE")]
+    stage: Vec<Stage>,
+
+    /// Also measure how long it takes from the launcher's start to the first all-reduce that is
+    /// done, on as many processes: the median of ten times.
+    #[arg(long)]
+    timing: bool,
+
+    /// Instead, injects faults into a small training job, and compares its weights with those of
+    /// an undisturbed run. Takes a program that is built with the feature `faults`.
+    #[arg(long, conflicts_with_all = ["stage", "timing", "master_port"])]
+    chaos: bool,
+
+    /// The seed of the first schedule of faults; the next ones follow it.
+    #[arg(long, value_name = "S", requires = "chaos", default_value_t = 0)]
+    seed: u64,
+
+    /// How long schedules are drawn, in minutes.
+    #[arg(long, value_name = "M", requires = "chaos", conflicts_with = "schedules", value_parser = minutes)]
+    minutes: Option<Duration>,
+
+    /// How many schedules there are [default: 20].
+    #[arg(long, value_name = "N", requires = "chaos")]
+    schedules: Option<u64>,
+
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+
+    /// Break a stage on purpose, to see that the test notices.
+    #[arg(long, value_name = "STAGE:HOW", hide = true, value_parser = sabotage)]
+    r#break: Option<(Stage, Spoil)>,
+
+    /// Break the training of --chaos on purpose.
+    #[arg(long, value_name = "HOW", hide = true, value_parser = chaos::sabotage)]
+    break_chaos: Option<Spoil>,
+}
+
+/// What a rank of the self-test is told.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct RankArgs {
+    /// What it is to do.
+    task: rank::Task,
+
+    /// How many threads are ranks.
+    #[arg(long, default_value = "2")]
+    threads: NonZeroUsize,
+
+    /// How long it may wait for others.
+    #[arg(long, default_value = "60", value_parser = limit)]
+    limit: Duration,
+
+    /// Where it may write.
+    #[arg(long)]
+    folder: Option<PathBuf>,
+
+    /// How it fails, on purpose.
+    #[arg(long)]
+    spoil: Option<Spoil>,
+}
+
+/// Runs the test.
+///
+/// # Errors
+/// When nothing can be tested at all; what is found wrong is in the exit code.
+pub(crate) fn run(arguments: &TestArgs) -> Result<ExitCode> {
+    let context = Context {
+        interrupt: Interrupt::listen()?,
+        program: std::env::current_exe()
+            .map_err(|error| Error::system("this program cannot find itself").with_source(error))?,
+        arguments: arguments.clone(),
+    };
+    let started = Instant::now();
+    let mut report = Report::new(arguments.num_processes);
+    if arguments.chaos {
+        if !chaos::run(&context, &mut report)? {
+            return interrupted(context.interrupt.signal().unwrap_or_default());
+        }
+        return conclude(report, started, arguments);
+    }
+    let mut they_meet = true;
+    for stage in Stage::chosen(&arguments.stage) {
+        let began = Instant::now();
+        let outcome = match stage.needs_a_meeting() && !they_meet {
+            false => stage.run(&context),
+            true => Err(Trouble::Skipped("the processes did not meet".into())),
+        };
+        they_meet &= stage != Stage::Rendezvous || outcome.is_ok();
+        if let Some(signal) = context.interrupt.signal() {
+            return interrupted(signal);
+        }
+        let line = report.add(stage.name(), outcome, began.elapsed());
+        context.show(line)?;
+    }
+    if arguments.timing {
+        let began = Instant::now();
+        let outcome = timing::measure(&context);
+        if let Some(signal) = context.interrupt.signal() {
+            return interrupted(signal);
+        }
+        let outcome = outcome.map(|times| {
+            let text = times.to_string();
+            report.set_times(&times);
+            text
+        });
+        let line = report.add("timing", outcome, began.elapsed());
+        context.show(line)?;
+    }
+    conclude(report, started, arguments)
+}
+
+/// Is a rank of the test; the exit code says how it went, and its output what it saw.
+pub(crate) fn rank(arguments: &RankArgs) -> ExitCode {
+    rank::run(arguments)
+}
+
+/// What all stages of a test have in common.
+#[derive(Debug)]
+struct Context {
+    interrupt: Interrupt,
+    program: PathBuf,
+    arguments: TestArgs,
+}
+
+impl Context {
+    /// How the first rank of this stage is to fail.
+    fn spoil(&self, stage: Stage) -> Option<Spoil> {
+        let (broken, spoil) = self.arguments.r#break?;
+        (broken == stage).then_some(spoil)
+    }
+
+    fn show(&self, line: &str) -> Result<()> {
+        if !self.arguments.json {
+            print(line)?;
+        }
+        Ok(())
+    }
+}
+
+fn conclude(mut report: Report, started: Instant, arguments: &TestArgs) -> Result<ExitCode> {
+    report.seconds = started.elapsed().as_secs_f64();
+    match arguments.json {
+        true => print(&report.to_json())?,
+        false => print(&report.summary())?,
+    };
+    Ok(ExitCode::from(u8::from(!report.ok)))
+}
+
+fn interrupted(signal: i32) -> Result<ExitCode> {
+    let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+    print(&format!(
+        "ended by {name}; no process of the test is left\n"
+    ))?;
+    Ok(ExitCode::from(
+        u8::try_from(128 + signal).unwrap_or(u8::MAX),
+    ))
+}
+
+/// More than 16 would have sums that 8 bits cannot hold.
+fn processes(text: &str) -> std::result::Result<NonZeroUsize, String> {
+    match text.parse::<usize>() {
+        Ok(count @ 2..=16) => NonZeroUsize::new(count).ok_or_else(String::new),
+        _ => Err("expected a number of processes from 2 to 16".into()),
+    }
+}
+
+fn limit(text: &str) -> std::result::Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.1..=86_400.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err("expected a number of seconds between 0.1 and 86400".into()),
+    }
+}
+
+fn minutes(text: &str) -> std::result::Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(minutes) if (0.0..=100_000.0).contains(&minutes) => {
+            Ok(Duration::from_secs_f64(60.0 * minutes))
+        }
+        _ => Err("expected a number of minutes, such as 10 or 0.5".into()),
+    }
+}
+
+fn sabotage(text: &str) -> std::result::Result<(Stage, Spoil), String> {
+    use clap::ValueEnum;
+    let (stage, how) = text.split_once(':').unwrap_or((text, "wrong"));
+    Ok((
+        Stage::from_str(stage, false)?,
+        <Spoil as ValueEnum>::from_str(how, false)?,
+    ))
+}

@@ -1,0 +1,236 @@
+//! Every collective, compared with results that are known beforehand.
+//!
+//! At each index all ranks hold the same small number `b`, but for one rank, which holds `b + W`.
+//! So the sum is `W (b + 1)`, the mean `b + 1`, the largest `b + W` and the smallest `b`: exact in
+//! every type, and wrong as soon as any rank is missing, twice there, or at another place.
+
+use std::fmt::Debug;
+
+use accelerator_collective::{Element, Partition, ProcessGroup, ReduceOp};
+use half::{bf16, f16};
+
+use super::{Honesty, Result};
+
+/// Runs all collectives on this rank; says how many results were compared.
+pub(super) fn check(group: &ProcessGroup, honesty: Honesty) -> Result<String> {
+    let mut check = Check {
+        group,
+        honesty,
+        results: 0,
+    };
+    check.reduced::<f32>()?;
+    check.reduced::<f64>()?;
+    check.reduced::<f16>()?;
+    check.reduced::<bf16>()?;
+    check.reduced::<i8>()?;
+    check.reduced::<i16>()?;
+    check.reduced::<i32>()?;
+    check.reduced::<i64>()?;
+    check.reduced::<u8>()?;
+    check.reduced::<u16>()?;
+    check.reduced::<u32>()?;
+    check.reduced::<u64>()?;
+    check.large()?;
+    check.started()?;
+    check.broadcast()?;
+    check.gathered()?;
+    check.objects()?;
+    group.barrier()?;
+    Ok(format!(
+        "{} results on {} ranks over {}",
+        check.results,
+        group.world_size(),
+        group.transport()
+    ))
+}
+
+/// A type that holds small numbers exactly.
+trait Small: Element + PartialEq + Debug {
+    fn small(number: u8) -> Self;
+}
+
+macro_rules! small {
+    ($($type:ty: $convert:expr),* $(,)?) => {
+        $(impl Small for $type {
+            fn small(number: u8) -> Self {
+                $convert(number)
+            }
+        })*
+    };
+}
+
+small! {
+    f32: f32::from, f64: f64::from, u8: u8::from, u16: u16::from, u32: u32::from, u64: u64::from,
+    i16: i16::from, i32: i32::from, i64: i64::from, f16: f16::from, bf16: bf16::from,
+    // Far below 128.
+    i8: |number| number as i8,
+}
+
+const OPS: [ReduceOp; 4] = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Min];
+
+/// In bytes.
+const LARGE: usize = 1024 * 1024;
+
+struct Check<'a> {
+    group: &'a ProcessGroup,
+    honesty: Honesty,
+    results: usize,
+}
+
+impl Check<'_> {
+    /// All reductions of one type, short.
+    fn reduced<T: Small>(&mut self) -> Result<()> {
+        for len in [1, 1000] {
+            for op in OPS {
+                self.all_reduce::<T>(op, len)?;
+            }
+            let own = self
+                .group
+                .reduce_scatter(&self.values::<T>(len), ReduceOp::Sum)?;
+            let part = Partition::new(len, self.world()).range(self.group.rank());
+            let expected = self.expected::<T>(ReduceOp::Sum, len);
+            self.same(&own, &expected[part], "reduce-scatter")?;
+        }
+        Ok(())
+    }
+
+    /// Several chunks a part.
+    fn large(&mut self) -> Result<()> {
+        for op in OPS {
+            self.all_reduce::<f32>(op, LARGE / 4)?;
+        }
+        self.all_reduce::<f64>(ReduceOp::Sum, LARGE / 8)?;
+        self.all_reduce::<bf16>(ReduceOp::Sum, LARGE / 2)?;
+        self.all_reduce::<i8>(ReduceOp::Sum, LARGE)
+    }
+
+    fn all_reduce<T: Small>(&mut self, op: ReduceOp, len: usize) -> Result<()> {
+        let mut values = self.values::<T>(len);
+        self.group.all_reduce(&mut values, op)?;
+        let what = format!("all-reduce {op} {} x {len}", T::DTYPE);
+        self.same(&values, &self.expected::<T>(op, len), &what)
+    }
+
+    /// Two at a time, waited for in the other order.
+    fn started(&mut self) -> Result<()> {
+        let mut pending = Vec::new();
+        for len in [1000, 70_000] {
+            let mut buffer = self.group.buffer(f32::DTYPE, len);
+            buffer
+                .as_mut_slice::<f32>()?
+                .copy_from_slice(&self.values::<f32>(len));
+            pending.push(self.group.start_all_reduce(buffer, ReduceOp::Mean)?);
+        }
+        for pending in pending.into_iter().rev() {
+            let buffer = pending.wait()?;
+            let expected = self.expected::<f32>(ReduceOp::Mean, buffer.len());
+            self.same(buffer.as_slice::<f32>()?, &expected, "started all-reduce")?;
+        }
+        Ok(())
+    }
+
+    fn broadcast(&mut self) -> Result<()> {
+        for root in 0..self.world() {
+            let of = |rank: usize| vec![u64::small(rank as u8 + 1); 40_000];
+            let mut values = of(self.group.rank());
+            self.group.broadcast(&mut values, root)?;
+            self.same(&values, &of(root), &format!("broadcast from rank {root}"))?;
+        }
+        Ok(())
+    }
+
+    /// All equally many, and each one more than the rank before.
+    fn gathered(&mut self) -> Result<()> {
+        let of = |rank: usize, len: usize| vec![i32::small(rank as u8 + 1); len];
+        let rank = self.group.rank();
+        let all = self.group.all_gather(&of(rank, 100))?;
+        let expected: Vec<i32> = (0..self.world()).flat_map(|rank| of(rank, 100)).collect();
+        self.same(&all, &expected, "all-gather")?;
+        let all = self.group.all_gather_varied(&of(rank, rank))?;
+        let expected: Vec<Vec<i32>> = (0..self.world()).map(|rank| of(rank, rank)).collect();
+        self.same(&all, &expected, "all-gather of different lengths")
+    }
+
+    fn objects(&mut self) -> Result<()> {
+        let of = |rank: usize| (format!("rank {rank}"), vec![rank; rank]);
+        let rank = self.group.rank();
+        let all: Vec<_> = (0..self.world()).map(of).collect();
+        let found = self.group.all_gather_object(&of(rank))?;
+        self.same(&found, &all, "all-gather of objects")?;
+        let root = self.world() - 1;
+        let found = self.group.gather_object(&of(rank), root)?;
+        let expected = (rank == root).then_some(all);
+        self.same(&[found], &[expected], "gather of objects")?;
+        let own = of(rank);
+        let found = self
+            .group
+            .broadcast_object((rank == root).then_some(&own), root)?;
+        self.same(&[found], &[of(root)], "broadcast of an object")
+    }
+
+    fn values<T: Small>(&self, len: usize) -> Vec<T> {
+        let (rank, world) = (self.group.rank(), self.world());
+        let mut values: Vec<T> = (0..len)
+            .map(|index| {
+                let odd = if index % world == rank { world } else { 0 };
+                T::small(base(index) + odd as u8)
+            })
+            .collect();
+        if self.honesty.lies() {
+            values[len / 2] = T::small(0);
+        }
+        values
+    }
+
+    fn expected<T: Small>(&self, op: ReduceOp, len: usize) -> Vec<T> {
+        let world = self.world() as u8;
+        let at = |index| {
+            let base = base(index);
+            T::small(match op {
+                ReduceOp::Sum => world * (base + 1),
+                ReduceOp::Mean => base + 1,
+                ReduceOp::Max => base + world,
+                // The only one that is left.
+                _ => base,
+            })
+        };
+        (0..len).map(at).collect()
+    }
+
+    fn same<T: PartialEq + Debug>(
+        &mut self,
+        found: &[T],
+        expected: &[T],
+        what: &str,
+    ) -> Result<()> {
+        self.results += 1;
+        if found == expected {
+            return Ok(());
+        }
+        let rank = self.group.rank();
+        if found.len() != expected.len() {
+            let (found, expected) = (found.len(), expected.len());
+            return Err(format!(
+                "{what}: expected {expected} values on rank {rank}, found {found}"
+            )
+            .into());
+        }
+        let mut pairs = found.iter().zip(expected).enumerate();
+        match pairs.find(|(_, (found, expected))| found != expected) {
+            Some((index, (found, expected))) => Err(format!(
+                "{what}: expected {expected:?} at index {index} on rank {rank}, found {found:?}"
+            )
+            .into()),
+            None => Ok(()),
+        }
+    }
+
+    fn world(&self) -> usize {
+        self.group.world_size()
+    }
+}
+
+/// From 1 to 4.
+fn base(index: usize) -> u8 {
+    (index % 4) as u8 + 1
+}

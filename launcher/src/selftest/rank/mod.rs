@@ -1,0 +1,318 @@
+//! The side of the ranks: what a process of the self-test does.
+//!
+//! Its last line on standard output is what it has to say; a failure goes to standard error and
+//! into the exit code.
+
+mod checkpoint;
+mod collectives;
+mod plan;
+pub(super) mod train;
+mod training;
+
+use std::error::Error as StdError;
+use std::io::Write;
+use std::process::ExitCode;
+use std::thread;
+use std::time::Duration;
+
+use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+use super::RankArgs;
+use crate::error::chain;
+
+/// What a rank is to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Task {
+    /// Meet the others.
+    Rendezvous,
+    /// All collectives, among threads of this process.
+    Threads,
+    /// All collectives, with other processes.
+    Collectives,
+    /// Check the sharding plan.
+    Plan,
+    /// Learn something, together and alone.
+    Training,
+    /// All-reduces without end, and a report of the error that ends them.
+    Reduce,
+    /// One all-reduce.
+    First,
+    /// Write, damage and find checkpoints.
+    Checkpoint,
+    /// Train, save and resume, for schedules of faults.
+    Train,
+}
+
+impl Task {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Rendezvous => "rendezvous",
+            Self::Threads => "threads",
+            Self::Collectives => "collectives",
+            Self::Plan => "plan",
+            Self::Training => "training",
+            Self::Reduce => "reduce",
+            Self::First => "first",
+            Self::Checkpoint => "checkpoint",
+            Self::Train => "train",
+        }
+    }
+}
+
+/// How a rank breaks its stage on purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Spoil {
+    /// It never comes to an end.
+    Hang,
+    /// It dies.
+    Crash,
+    /// Its result is wrong.
+    Wrong,
+}
+
+impl Spoil {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Hang => "hang",
+            Self::Crash => "crash",
+            Self::Wrong => "wrong",
+        }
+    }
+}
+
+/// What a rank says about one that it lost.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(super) struct Loss {
+    pub(super) ranks: Vec<usize>,
+    pub(super) text: String,
+    is_peer_lost: bool,
+}
+
+impl Loss {
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        serde_json::from_str(text).ok()
+    }
+
+    /// Whether it names this rank, and its process, as lost.
+    pub(super) fn names(&self, rank: usize, pid: i32) -> bool {
+        self.is_peer_lost
+            && self.ranks == [rank]
+            && self
+                .text
+                .contains(&format!("rank {rank} (process {pid} on "))
+    }
+}
+
+/// What goes wrong in a rank.
+type Result<T> = std::result::Result<T, Box<dyn StdError + Send + Sync>>;
+
+/// Does what this rank is told.
+pub(super) fn run(arguments: &RankArgs) -> ExitCode {
+    if arguments.task != Task::Train {
+        misbehave(arguments.spoil);
+    }
+    let done = perform(arguments).and_then(|said| say(&said));
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "{}", chain(&*error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Hangs or dies, where it was told to.
+fn misbehave(spoil: Option<Spoil>) {
+    match spoil {
+        Some(Spoil::Hang) => loop {
+            thread::sleep(Duration::from_secs(3600));
+        },
+        Some(Spoil::Crash) => std::process::abort(),
+        Some(Spoil::Wrong) | None => {}
+    }
+}
+
+fn perform(arguments: &RankArgs) -> Result<String> {
+    let honesty = Honesty::of(arguments);
+    match arguments.task {
+        Task::Rendezvous => rendezvous(arguments, honesty),
+        Task::Threads => threads(arguments, honesty),
+        Task::Collectives => {
+            let group = connect(arguments)?;
+            let said = collectives::check(&group, honesty)?;
+            group.close()?;
+            Ok(said)
+        }
+        Task::Plan => plan::check(honesty),
+        Task::Training => {
+            let group = connect(arguments)?;
+            let said = training::check(&group, honesty)?;
+            group.close()?;
+            Ok(said)
+        }
+        Task::Reduce => reduce(arguments, honesty),
+        Task::First => {
+            let group = connect(arguments)?;
+            let mut values = [1.0_f32];
+            group.all_reduce(&mut values, ReduceOp::Sum)?;
+            if group.rank() == 0 {
+                say("the first all-reduce is done")?;
+            }
+            group.close()?;
+            Ok(String::new())
+        }
+        Task::Checkpoint => {
+            let folder = arguments.folder.as_deref();
+            checkpoint::check(folder.ok_or("no folder was given")?, honesty)
+        }
+        Task::Train => {
+            let folder = arguments.folder.as_deref();
+            train::run(arguments, folder.ok_or("no folder was given")?)
+        }
+    }
+}
+
+/// Whether a rank contributes what it should.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Honesty {
+    Honest,
+    /// Something in what it contributes is wrong, so that the test can be tested.
+    Lies,
+}
+
+impl Honesty {
+    fn of(arguments: &RankArgs) -> Self {
+        match arguments.spoil {
+            Some(_) => Self::Lies,
+            None => Self::Honest,
+        }
+    }
+
+    fn lies(self) -> bool {
+        self == Self::Lies
+    }
+}
+
+fn connect(arguments: &RankArgs) -> Result<ProcessGroup> {
+    let options = GroupOptions::new()
+        .with_connect_timeout(arguments.limit)
+        .with_progress_timeout(arguments.limit);
+    Ok(ProcessGroup::connect(&Launch::from_env()?, &options)?)
+}
+
+fn rendezvous(arguments: &RankArgs, honesty: Honesty) -> Result<String> {
+    let group = connect(arguments)?;
+    let own = (
+        group.rank() + usize::from(honesty.lies()),
+        std::process::id(),
+    );
+    let all = group.all_gather_object(&own)?;
+    for (rank, (said, _)) in all.iter().enumerate() {
+        if *said != rank {
+            return Err(format!("who should be rank {rank} says that it is rank {said}").into());
+        }
+    }
+    let mut pids: Vec<u32> = all.iter().map(|(_, pid)| *pid).collect();
+    pids.sort_unstable();
+    pids.dedup();
+    if pids.len() != group.world_size() {
+        return Err(format!("expected a process a rank, found the processes {pids:?}").into());
+    }
+    group.close()?;
+    Ok(format!("{} processes met", pids.len()))
+}
+
+fn threads(arguments: &RankArgs, honesty: Honesty) -> Result<String> {
+    let options = GroupOptions::new().with_progress_timeout(arguments.limit);
+    let groups = ProcessGroup::threads(arguments.threads.get(), &options)?;
+    let ranks: Vec<_> = groups
+        .into_iter()
+        .map(|group| {
+            let honesty = match group.rank() {
+                0 => honesty,
+                _ => Honesty::Honest,
+            };
+            thread::spawn(move || {
+                let said = collectives::check(&group, honesty)?;
+                group.close()?;
+                Ok(said)
+            })
+        })
+        .collect();
+    let mut said = Ok(String::new());
+    for (rank, thread) in ranks.into_iter().enumerate() {
+        let outcome: Result<String> = match thread.join() {
+            Ok(outcome) => outcome,
+            Err(_) => Err(format!("rank {rank} panicked").into()),
+        };
+        if said.is_ok() {
+            said = outcome;
+        }
+    }
+    said
+}
+
+fn reduce(arguments: &RankArgs, honesty: Honesty) -> Result<String> {
+    let group = connect(arguments)?;
+    let mut values = vec![1.0_f32; 65_536];
+    group.all_reduce(&mut values, ReduceOp::Mean)?;
+    say("ready")?;
+    loop {
+        if let Err(error) = group.all_reduce(&mut values, ReduceOp::Mean) {
+            let loss = Loss {
+                ranks: match honesty {
+                    Honesty::Honest => error.ranks().to_vec(),
+                    Honesty::Lies => vec![group.rank()],
+                },
+                text: chain(&error),
+                is_peer_lost: error.is_peer_lost(),
+            };
+            return Ok(serde_json::to_string(&loss)?);
+        }
+    }
+}
+
+/// A line for whoever started this rank.
+fn say(text: &str) -> Result<()> {
+    if text.is_empty() {
+        return Ok(());
+    }
+    let mut stdout = std::io::stdout().lock();
+    writeln!(stdout, "{text}")?;
+    stdout.flush()?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_the_command_line() {
+        for task in Task::value_variants() {
+            assert_eq!(Task::from_str(task.name(), false), Ok(*task));
+        }
+        for spoil in Spoil::value_variants() {
+            assert_eq!(Spoil::from_str(spoil.name(), false), Ok(*spoil));
+        }
+    }
+
+    #[test]
+    fn a_loss_names_rank_and_process() {
+        let loss = Loss {
+            ranks: vec![1],
+            text: "rank 1 (process 17 on a) is lost".into(),
+            is_peer_lost: true,
+        };
+        assert!(loss.names(1, 17));
+        assert!(!loss.names(1, 1));
+        assert!(!loss.names(0, 17));
+        let late = Loss {
+            is_peer_lost: false,
+            ..loss
+        };
+        assert!(!late.names(1, 17), "a timeout names a rank too");
+    }
+}

@@ -1,0 +1,317 @@
+//! Ranks that are processes of this program, and what is heard of them.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use accelerator_collective::rendezvous::{StoreOptions, StoreServer};
+use rustix::process::Pid;
+use signal_hook::consts::signal::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+
+use super::Context;
+use super::rank::{Spoil, Task};
+use super::report::Trouble;
+use crate::error::{Error, Result, chain};
+use crate::job::End;
+use crate::spawn::{Process, wait_for_end};
+
+/// Running processes of one stage. Dropped, they are killed, with their process groups.
+#[derive(Debug)]
+pub(super) struct Ranks {
+    // In this order: the processes end before the store does.
+    processes: Vec<Process>,
+    _store: Option<StoreServer>,
+    events: Receiver<Event>,
+    interrupt: Interrupt,
+    deadline: Instant,
+    limit: Duration,
+    running: Vec<bool>,
+}
+
+/// What is heard of a rank.
+#[derive(Debug)]
+pub(super) enum Event {
+    /// A line of its standard output.
+    Line {
+        rank: usize,
+        text: String,
+        at: Instant,
+    },
+    /// Its end, after its last line.
+    Ended {
+        rank: usize,
+        end: End,
+        words: String,
+    },
+}
+
+/// What the processes of a stage are to do.
+#[derive(Clone, Debug)]
+pub(super) struct Order<'a> {
+    pub(super) task: Task,
+    pub(super) processes: usize,
+    pub(super) folder: Option<&'a Path>,
+    pub(super) spoil: Option<Spoil>,
+    pub(super) variables: &'a [(&'a str, &'a str)],
+}
+
+impl Ranks {
+    /// Starts the processes, and the store where they meet.
+    pub(super) fn start(
+        context: &Context,
+        order: &Order<'_>,
+    ) -> std::result::Result<Self, Trouble> {
+        let world_size = order.processes;
+        let store = match world_size {
+            1 => None,
+            _ => Some(store(context, world_size)?),
+        };
+        let limit = context.arguments.limit;
+        let (sender, events) = mpsc::channel();
+        let mut ranks = Self {
+            processes: Vec::with_capacity(world_size),
+            events,
+            interrupt: context.interrupt.clone(),
+            deadline: Instant::now() + limit,
+            limit,
+            running: vec![true; world_size],
+            _store: store,
+        };
+        for rank in 0..world_size {
+            let mut command = command(&context.program);
+            command.arg("__rank").arg(order.task.name());
+            command.args(["--limit", &limit.as_secs_f64().to_string()]);
+            let threads = context.arguments.num_processes;
+            command.args(["--threads", &threads.to_string()]);
+            if let Some(folder) = order.folder {
+                command.arg("--folder").arg(folder);
+            }
+            if let Some(spoil) = order.spoil.filter(|_| rank == 0) {
+                command.args(["--spoil", spoil.name()]);
+            }
+            if let Some(store) = &ranks._store {
+                command.envs(place(rank, world_size, store.local_addr().port()));
+            }
+            command.envs(order.variables.iter().copied());
+            let mut process = Process::spawn(&mut command).map_err(|error| {
+                Trouble::Failed(format!("rank {rank} cannot be started: {error}"))
+            })?;
+            listen(rank, &mut process, sender.clone())
+                .map_err(|error| Trouble::Failed(chain(&error)))?;
+            ranks.processes.push(process);
+        }
+        Ok(ranks)
+    }
+
+    /// The process id of a rank.
+    pub(super) fn pid(&self, rank: usize) -> Pid {
+        self.processes[rank].pid()
+    }
+
+    /// What is heard next, within the limit of the stage.
+    ///
+    /// # Errors
+    /// A verdict, when nothing was heard in time; also when the test is interrupted, where no
+    /// verdict is shown.
+    pub(super) fn next(&mut self) -> std::result::Result<Event, Trouble> {
+        loop {
+            if self.interrupt.signal().is_some() {
+                return Err(Trouble::TimedOut("interrupted".into()));
+            }
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            match self.events.recv_timeout(left.min(TICK)) {
+                Ok(event) => {
+                    if let Event::Ended { rank, .. } = &event {
+                        self.running[*rank] = false;
+                    }
+                    return Ok(event);
+                }
+                Err(RecvTimeoutError::Timeout) if !left.is_zero() => {}
+                Err(RecvTimeoutError::Timeout) => return Err(self.late()),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Trouble::Failed("the ranks ended early".into()));
+                }
+            }
+        }
+    }
+
+    /// Sees all ranks through; gives what rank 0 said last.
+    pub(super) fn finish(mut self) -> std::result::Result<String, Trouble> {
+        let mut said = String::new();
+        while self.running.contains(&true) {
+            match self.next()? {
+                Event::Line { rank: 0, text, .. } => said = text,
+                Event::Line { .. } => {}
+                Event::Ended { rank, end, words } => expect_success(rank, end, &words)?,
+            }
+        }
+        Ok(said)
+    }
+
+    fn late(&self) -> Trouble {
+        let late: Vec<String> = (0..self.running.len())
+            .filter(|rank| self.running[*rank])
+            .map(|rank| format!("rank {rank} (process {})", self.pid(rank).as_raw_pid()))
+            .collect();
+        Trouble::TimedOut(format!(
+            "no end within {} s: waited for {}",
+            self.limit.as_secs_f64(),
+            late.join(", ")
+        ))
+    }
+}
+
+/// A failed rank's last words are the verdict.
+pub(super) fn expect_success(
+    rank: usize,
+    end: End,
+    words: &str,
+) -> std::result::Result<(), Trouble> {
+    if end == End::Code(0) {
+        return Ok(());
+    }
+    let colon = if words.is_empty() { "" } else { ": " };
+    Err(Trouble::Failed(format!(
+        "rank {rank} ended with {end}{colon}{words}"
+    )))
+}
+
+/// This program, with nothing of a launch in its environment.
+pub(super) fn command(program: &Path) -> Command {
+    let mut command = Command::new(program);
+    for (name, _) in std::env::vars_os() {
+        if is_of_a_launch(&name) {
+            command.env_remove(name);
+        }
+    }
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+/// Reads what a process says until it ends, each process on threads of its own.
+///
+/// # Errors
+/// When a thread cannot be started.
+pub(super) fn listen(rank: usize, process: &mut Process, events: Sender<Event>) -> Result<()> {
+    let (stdout, stderr) = (process.take_stdout(), process.take_stderr());
+    let pid = process.pid();
+    let words = thread::Builder::new()
+        .spawn(move || stderr.map(last_words).unwrap_or_default())
+        .map_err(no_thread)?;
+    let read = move || {
+        // A reader that is gone has its verdict already.
+        for line in stdout
+            .into_iter()
+            .flat_map(|pipe| BufReader::new(pipe).lines())
+        {
+            let Ok(text) = line else { break };
+            let at = Instant::now();
+            let _ = events.send(Event::Line { rank, text, at });
+        }
+        let words = words.join().unwrap_or_default();
+        if let Ok(end) = wait_for_end(pid) {
+            let _ = events.send(Event::Ended { rank, end, words });
+        }
+    };
+    thread::Builder::new().spawn(read).map_err(no_thread)?;
+    Ok(())
+}
+
+/// Whether a signal asked the test to end. It ends then as it always does, and leaves nothing.
+#[derive(Clone, Debug)]
+pub(super) struct Interrupt(Arc<AtomicUsize>);
+
+impl Interrupt {
+    /// Notes signals from now on.
+    ///
+    /// # Errors
+    /// When the handlers cannot be installed.
+    pub(super) fn listen() -> Result<Self> {
+        let received = Arc::new(AtomicUsize::new(0));
+        for signal in [SIGINT, SIGTERM, SIGHUP, SIGQUIT] {
+            signal_hook::flag::register_usize(signal, Arc::clone(&received), signal as usize)
+                .map_err(|error| {
+                    Error::system("the signal handlers could not be installed").with_source(error)
+                })?;
+        }
+        Ok(Self(received))
+    }
+
+    /// The last signal that was received.
+    pub(super) fn signal(&self) -> Option<i32> {
+        match self.0.load(Ordering::Acquire) {
+            0 => None,
+            signal => i32::try_from(signal).ok(),
+        }
+    }
+}
+
+fn store(context: &Context, world_size: usize) -> std::result::Result<StoreServer, Trouble> {
+    let port = context.arguments.master_port;
+    let options = StoreOptions::new(world_size).with_job(JOB);
+    StoreServer::bind_with(("127.0.0.1", port), options).map_err(|error| {
+        Trouble::Failed(match error.is_address_in_use() {
+            true => format!(
+                "port {port} of 127.0.0.1 is taken; leave --master-port out to take a free one"
+            ),
+            false => format!("no store can listen on 127.0.0.1: {}", chain(&error)),
+        })
+    })
+}
+
+fn place(rank: usize, world_size: usize, port: u16) -> [(&'static str, String); 9] {
+    [
+        ("RANK", rank.to_string()),
+        ("LOCAL_RANK", rank.to_string()),
+        ("WORLD_SIZE", world_size.to_string()),
+        ("LOCAL_WORLD_SIZE", world_size.to_string()),
+        ("MASTER_ADDR", "127.0.0.1".to_owned()),
+        ("MASTER_PORT", port.to_string()),
+        ("ACCEL_PORT", port.to_string()),
+        ("ACCEL_STORE", "launcher".to_owned()),
+        ("ACCEL_JOB", JOB.to_owned()),
+    ]
+}
+
+fn is_of_a_launch(name: &OsString) -> bool {
+    let name = name.to_string_lossy();
+    ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"].contains(&&*name)
+        || ["ACCEL_", "MASTER_", "TORCHELASTIC_"]
+            .iter()
+            .any(|prefix| name.starts_with(prefix))
+}
+
+/// The last lines of what a rank said, in one.
+fn last_words(pipe: File) -> String {
+    let mut bytes = Vec::new();
+    let mut pipe = BufReader::new(pipe);
+    // What follows is read away, so that nobody waits for room in the pipe.
+    let _ = (&mut pipe).take(MOST_WORDS).read_to_end(&mut bytes);
+    let _ = std::io::copy(&mut pipe, &mut std::io::sink());
+    let text = String::from_utf8_lossy(&bytes);
+    let lines: Vec<&str> = text.lines().filter(|line| !line.is_empty()).collect();
+    let last = lines.len().saturating_sub(3);
+    lines[last..].join("; ")
+}
+
+fn no_thread(error: std::io::Error) -> Error {
+    Error::system("a thread for the output of a rank could not be started").with_source(error)
+}
+
+/// How long a signal may wait to be seen.
+const TICK: Duration = Duration::from_millis(50);
+
+/// How much of a rank's complaints is kept.
+const MOST_WORDS: u64 = 64 * 1024;
+
+const JOB: &str = "self-test";

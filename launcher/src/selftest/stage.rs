@@ -1,0 +1,182 @@
+//! The stages: what each is to show, and how it is judged.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use clap::ValueEnum;
+use rustix::process::{Signal, kill_process};
+
+use super::Context;
+use super::rank::{Loss, Task};
+use super::ranks::{Event, Order, Ranks, expect_success};
+use super::report::{Outcome, Trouble};
+
+/// One thing to be shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Stage {
+    /// The processes find one another.
+    Rendezvous,
+    /// Every collective, between threads.
+    Threads,
+    /// Every collective, between processes.
+    Tcp,
+    /// Every sample is used exactly once.
+    Plan,
+    /// Many ranks learn what one rank learns.
+    Training,
+    /// A rank that is killed is named.
+    Death,
+    /// A rank that is stopped is named.
+    Silence,
+    /// A damaged checkpoint is found.
+    Checkpoint,
+}
+
+impl Stage {
+    /// All, or those that were named, in order.
+    pub(super) fn chosen(named: &[Self]) -> impl Iterator<Item = Self> {
+        let all = Self::value_variants().iter().copied();
+        all.filter(|stage| named.is_empty() || named.contains(stage))
+    }
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Rendezvous => "rendezvous",
+            Self::Threads => "collectives, threads",
+            Self::Tcp => "collectives, tcp",
+            Self::Plan => "sharding plan",
+            Self::Training => "training",
+            Self::Death => "killed rank",
+            Self::Silence => "stopped rank",
+            Self::Checkpoint => "checkpoint",
+        }
+    }
+
+    /// Whether it can only show something where the processes find one another.
+    pub(super) fn needs_a_meeting(self) -> bool {
+        matches!(
+            self,
+            Self::Tcp | Self::Training | Self::Death | Self::Silence
+        )
+    }
+
+    /// Runs the stage to its verdict, within the limit.
+    pub(super) fn run(self, context: &Context) -> Outcome {
+        match self {
+            Self::Rendezvous => self.together(context, Task::Rendezvous),
+            Self::Threads => self.alone(context, Task::Threads, None),
+            Self::Tcp => self.together(context, Task::Collectives),
+            Self::Plan => self.alone(context, Task::Plan, None),
+            Self::Training => self.together(context, Task::Training),
+            Self::Death => self.lose(context, Signal::KILL, "killed", DEATH),
+            Self::Silence => self.lose(context, Signal::STOP, "stopped", LIVENESS + SILENCE),
+            Self::Checkpoint => {
+                let folder = tempfile::Builder::new()
+                    .prefix("accel-launch-test-")
+                    .tempdir()
+                    .map_err(|error| {
+                        Trouble::Failed(format!("no temporary folder can be made: {error}"))
+                    })?;
+                self.alone(context, Task::Checkpoint, Some(folder.path()))
+            }
+        }
+    }
+
+    fn together(self, context: &Context, task: Task) -> Outcome {
+        let order = Order {
+            processes: context.arguments.num_processes.get(),
+            ..self.order(context, task)
+        };
+        Ranks::start(context, &order)?.finish()
+    }
+
+    fn alone(self, context: &Context, task: Task, folder: Option<&Path>) -> Outcome {
+        let order = Order {
+            folder,
+            ..self.order(context, task)
+        };
+        Ranks::start(context, &order)?.finish()
+    }
+
+    /// Sends `signal` to the last rank in the midst of all-reduces; all others must say in time
+    /// whom they lost.
+    fn lose(self, context: &Context, signal: Signal, what: &str, within: Duration) -> Outcome {
+        let world_size = context.arguments.num_processes.get();
+        let liveness = LIVENESS.as_secs_f64().to_string();
+        let order = Order {
+            processes: world_size,
+            variables: &[("ACCEL_LIVENESS_TIMEOUT", &liveness)],
+            ..self.order(context, Task::Reduce)
+        };
+        let mut ranks = Ranks::start(context, &order)?;
+        let mut ready = 0;
+        while ready < world_size {
+            match ranks.next()? {
+                Event::Line { .. } => ready += 1,
+                Event::Ended { rank, end, words } => {
+                    expect_success(rank, end, &words)?;
+                    return Err(Trouble::Failed(format!(
+                        "rank {rank} ended before anything happened to it"
+                    )));
+                }
+            }
+        }
+        let victim = world_size - 1;
+        let pid = ranks.pid(victim);
+        kill_process(pid, signal)
+            .map_err(|error| Trouble::Failed(format!("rank {victim} cannot be {what}: {error}")))?;
+        let struck = Instant::now();
+        let mut slowest = Duration::ZERO;
+        let mut named = 0;
+        while named < victim {
+            let (rank, text, at) = match ranks.next()? {
+                Event::Line { rank, text, at } if rank != victim => (rank, text, at),
+                Event::Ended { rank, end, words } if rank != victim => {
+                    expect_success(rank, end, &words)?;
+                    continue;
+                }
+                _ => continue,
+            };
+            let loss = Loss::parse(&text).ok_or_else(|| {
+                Trouble::Failed(format!("rank {rank} said what makes no sense: {text}"))
+            })?;
+            if !loss.names(victim, pid.as_raw_pid()) {
+                return Err(Trouble::Failed(format!(
+                    "rank {victim} (process {}) was {what}, but rank {rank} named {:?} and said: {}",
+                    pid.as_raw_pid(),
+                    loss.ranks,
+                    loss.text
+                )));
+            }
+            slowest = slowest.max(at.saturating_duration_since(struck));
+            named += 1;
+        }
+        let took = format!("{:.0} ms", slowest.as_secs_f64() * 1e3);
+        if slowest > within {
+            return Err(Trouble::Failed(format!(
+                "rank {victim} was {what} and was named after {took}; expected within {} s",
+                within.as_secs_f64()
+            )));
+        }
+        Ok(format!("named with its process id after {took}"))
+    }
+
+    fn order<'a>(self, context: &Context, task: Task) -> Order<'a> {
+        Order {
+            task,
+            processes: 1,
+            folder: None,
+            spoil: context.spoil(self),
+            variables: &[],
+        }
+    }
+}
+
+/// How soon a death must be known.
+const DEATH: Duration = Duration::from_secs(1);
+
+/// The liveness timeout of the stage with a stopped rank.
+const LIVENESS: Duration = Duration::from_secs(1);
+
+/// How much later than that silence must be known.
+const SILENCE: Duration = Duration::from_secs(1);

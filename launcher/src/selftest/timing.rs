@@ -1,0 +1,94 @@
+//! How long a launch takes until its ranks have computed something together.
+
+use std::fmt;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use super::Context;
+use super::rank::Task;
+use super::ranks::{Event, command, expect_success, listen};
+use super::report::Trouble;
+use crate::error::chain;
+use crate::spawn::Process;
+
+/// From the start of `accel-launch` to the end of the first all-reduce on rank 0, as seen from
+/// outside.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Times {
+    pub(super) median: Duration,
+    pub(super) min: Duration,
+    pub(super) max: Duration,
+}
+
+impl fmt::Display for Times {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        write!(
+            formatter,
+            "{:.1} ms to the first all-reduce (median of {RUNS}; {:.1} to {:.1} ms)",
+            ms(self.median),
+            ms(self.min),
+            ms(self.max)
+        )
+    }
+}
+
+/// Launches as a user does, again and again.
+pub(super) fn measure(context: &Context) -> Result<Times, Trouble> {
+    let mut times = (0..RUNS)
+        .map(|_| once(context))
+        .collect::<Result<Vec<_>, _>>()?;
+    times.sort_unstable();
+    let middle = RUNS / 2;
+    Ok(Times {
+        median: (times[middle - 1] + times[middle]) / 2,
+        min: times[0],
+        max: times[RUNS - 1],
+    })
+}
+
+fn once(context: &Context) -> Result<Duration, Trouble> {
+    let failed = |what: &str, error: &dyn std::error::Error| {
+        Trouble::Failed(format!("{what}: {}", chain(error)))
+    };
+    let limit = context.arguments.limit;
+    let mut command = command(&context.program);
+    command
+        .args(["--quiet", "--no-prefix", "--num-processes"])
+        .arg(context.arguments.num_processes.to_string())
+        .arg(&context.program)
+        .args(["__rank", Task::First.name()]);
+    let (sender, events) = mpsc::channel();
+    let started = Instant::now();
+    let mut process = Process::spawn(&mut command)
+        .map_err(|error| failed("the launcher cannot start", &error))?;
+    listen(0, &mut process, sender).map_err(|error| failed("nothing can be heard", &error))?;
+    let mut first = None;
+    loop {
+        if context.interrupt.signal().is_some() {
+            return Err(Trouble::TimedOut("interrupted".into()));
+        }
+        match events.recv_timeout(Duration::from_millis(50)) {
+            Ok(Event::Line { at, .. }) => first = first.or(Some(at)),
+            Ok(Event::Ended { end, words, .. }) => {
+                expect_success(0, end, &words)?;
+                process.reap();
+                return match first {
+                    Some(at) => Ok(at.saturating_duration_since(started)),
+                    None => Err(Trouble::Failed("rank 0 said nothing".into())),
+                };
+            }
+            Err(_) if started.elapsed() < limit => {}
+            Err(_) => {
+                return Err(Trouble::TimedOut(format!(
+                    "a launch of {} processes did not end within {} s",
+                    context.arguments.num_processes,
+                    limit.as_secs_f64()
+                )));
+            }
+        }
+    }
+}
+
+/// An even number.
+const RUNS: usize = 10;
