@@ -196,7 +196,7 @@ impl Batcher<usize, Pictures> for PictureBatcher {
 }
 
 /// From -0.5 to 0.5, from the number alone.
-fn noise(number: usize) -> f64 {
+pub(crate) fn noise(number: usize) -> f64 {
     let mixed = accelerator::plan::mix(&[number as u64]);
     (mixed >> 11) as f64 / (1_u64 << 53) as f64 - 0.5
 }
@@ -220,6 +220,11 @@ fn with_fixed_weights<M: Module>(model: M) -> M {
         }
     }
     model.map(&mut Fixed(0))
+}
+
+/// All floating-point values of a module, in the order of its fields.
+pub(crate) fn flat<M: Module>(model: &M, values: &mut Vec<f64>) {
+    model.visit(&mut Flat(values));
 }
 
 struct Flat<'a>(&'a mut Vec<f64>);

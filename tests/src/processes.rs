@@ -2,7 +2,7 @@
 
 use std::io::Read;
 use std::net::TcpListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -80,6 +80,24 @@ pub fn free_port() -> u16 {
         .and_then(|listener| listener.local_addr())
         .map(|address| address.port())
         .expect("a free port on loopback")
+}
+
+/// The launcher that was built beside the tests, or that of `LAUNCHER_UNDER_TEST`.
+///
+/// # Panics
+///
+/// When there is none.
+pub fn launcher() -> PathBuf {
+    let built = || {
+        let own = std::env::current_exe().expect("the path of this program");
+        // Tests lie one folder deeper than programs.
+        let beside = own.ancestors().skip(1).take(2);
+        beside
+            .map(|folder| folder.join("accel-launch"))
+            .find(|path| path.is_file())
+            .expect("accel-launch beside this program: cargo build --release -p accel-launch")
+    };
+    std::env::var_os("LAUNCHER_UNDER_TEST").map_or_else(built, PathBuf::from)
 }
 
 /// A process whose output is read as it comes, and which is killed when it is forgotten.

@@ -80,6 +80,8 @@ fn a_wrong_job_token_is_refused() {
     for rank in 0..2 {
         let token = format!("{:064x}", 77 + rank);
         std::fs::write(file(rank), token).unwrap();
+        let private = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+        std::fs::set_permissions(file(rank), private).unwrap();
     }
     let ended = ranks(2, &["connect", "5"], |rank, command| {
         command.env("ACCEL_TOKEN_FILE", file(rank));

@@ -63,6 +63,15 @@ fn main() -> Result<()> {
             })?;
             print(&outcomes);
         }
+        ["endure", job] => {
+            let job = serde_json::from_str(job).expect("a job");
+            let accelerator = Accelerator::builder()
+                .device(DeviceKind::Flex)
+                .accumulation_steps(2)
+                .seed(5)
+                .build()?;
+            accelerator_tests::enduring::train(&accelerator, &job)?;
+        }
         ["connect", seconds] => {
             let timeout = Duration::from_secs(number(seconds) as u64);
             let accelerator = Accelerator::builder().connect_timeout(timeout).build()?;

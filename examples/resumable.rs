@@ -1,0 +1,110 @@
+//! The digits of `mnist.rs` in a training that can be stopped and killed: it goes on where it was.
+//!
+//! ```text
+//! cargo run --release -p accel-launch -- --num-processes 2 --max-restarts 3 \
+//!     --example resumable --checkpoints runs/digits
+//! accel-launch checkpoint list runs/digits
+//! ```
+//!
+//! `cargo run --release --example resumable -- --help` lists the flags.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+use accelerator::prelude::*;
+use accelerator_examples::{
+    Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, Reporter, Score, cross_entropy,
+    init_logging,
+};
+use burn::module::Module;
+use clap::Parser;
+
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    training: MnistArgs,
+
+    /// The folder of the checkpoints; what lies there is gone on with
+    #[arg(long, value_name = "DIR")]
+    checkpoints: PathBuf,
+
+    /// Save after so many optimizer steps
+    #[arg(long, default_value = "20", value_name = "N")]
+    save_every: NonZeroUsize,
+
+    /// How many checkpoints to keep
+    #[arg(long, default_value = "3", value_name = "N")]
+    keep: NonZeroUsize,
+}
+
+fn main() -> Result<(), Report> {
+    let Args {
+        training: args,
+        checkpoints,
+        save_every,
+        keep,
+    } = Args::parse();
+    init_logging();
+    let lr = args.learning_rate();
+    let digits = args.digits()?;
+
+    let accelerator = Accelerator::builder()
+        .device(args.device.map(Into::into))
+        .dtype(args.dtype.into())
+        .seed(args.seed)
+        .build()?;
+    let device = accelerator.device();
+
+    let model = CnnConfig::new().with_dropout(args.dropout).init(&device);
+    let optimizer = args.optimizer.init();
+    let train = DataLoaderBuilder::new(DigitBatcher)
+        .batch_size(args.batch_size.get())
+        .shuffle(args.seed)
+        .build(digits.train);
+    let valid = DataLoaderBuilder::new(DigitBatcher)
+        .batch_size(256)
+        .build(digits.validation);
+    let (model, optimizer, train, valid) = accelerator.prepare((model, optimizer, train, valid))?;
+
+    let checkpoints = Checkpoints::new(checkpoints).with_total_limit(keep.get());
+    let best = Object(0.0_f64);
+    let (parts, position) = accelerator.resume(&checkpoints, (model, optimizer, train, best))?;
+    let (mut model, mut optimizer, train, Object(mut best)) = parts;
+    for reason in position.passed_over() {
+        accelerator.print(format_args!("not used: {reason}"));
+    }
+    accelerator.print(format_args!("training begins at {position}"));
+
+    let mut reporter = Reporter::new(accelerator.rank(), &args, train.steps())?;
+    for epoch in position.epoch()..args.epochs {
+        for batch in train.epoch(epoch) {
+            let batch = batch?;
+            let loss = cross_entropy(model.forward(batch.images.clone()), batch.targets.clone());
+            let gradients = accelerator.backward(loss, &model, &batch)?;
+            reporter.step(epoch, gradients.loss(), lr, gradients.samples())?;
+            model = optimizer.step(lr, model, gradients);
+            if optimizer.steps().is_multiple_of(save_every.get() as u64) {
+                let parts = (&model, &optimizer, &train, Object(&best));
+                accelerator.save_state(&checkpoints, parts)?;
+            }
+        }
+        let score = accelerator.reduce(evaluate(&model.valid(), &valid)?)?;
+        reporter.validated(epoch, score.loss(), score.accuracy())?;
+        best = best.max(score.accuracy());
+    }
+    accelerator.print(format_args!("best accuracy {:.1} %", 100.0 * best));
+    if let Some(path) = &args.save {
+        accelerator.save_model(&model, path)?;
+    }
+    Ok(accelerator.finish()?)
+}
+
+fn evaluate(model: &Cnn, loader: &PreparedLoader<DigitBatch>) -> Result<Score, Report> {
+    let mut score = Score::new();
+    for batch in loader.epoch(0) {
+        let batch = batch?;
+        let logits = model.forward(batch.images.clone());
+        score.update(logits, batch.targets.clone(), batch.real());
+    }
+    Ok(score)
+}

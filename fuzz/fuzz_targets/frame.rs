@@ -1,0 +1,5 @@
+//! What a peer sends over an open connection.
+
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| accelerator_collective::fuzzing::frames(bytes));

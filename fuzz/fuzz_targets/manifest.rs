@@ -1,0 +1,5 @@
+//! What a checkpoint says of itself.
+
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| accelerator_manifest::fuzz_manifest(bytes));

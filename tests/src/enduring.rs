@@ -1,0 +1,241 @@
+//! A training with everything that a resume must get right: shuffling, accumulation, dropout,
+//! augmentation, batch normalisation, a schedule, prefetching workers, two loaders, and a value of
+//! the user's own.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use accelerator::plan::sample_rng_seed;
+use accelerator::prelude::*;
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataset::{Dataset, DatasetError};
+use burn::lr_scheduler::step::StepLrSchedulerConfig;
+use burn::module::Module;
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Linear, LinearConfig};
+use burn::optim::AdamWConfig;
+use burn::tensor::activation::relu;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use serde::{Deserialize, Serialize};
+
+use crate::problems::{flat, noise};
+
+/// What to train, where to keep it, and where to write what came of it.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct Endurance {
+    /// The folder of the checkpoints.
+    pub checkpoints: PathBuf,
+    /// Where rank 0 writes the [`Outcome`] as JSON, and each rank its [`Step`]s as JSON lines
+    /// (`rank-N.jsonl` beside it).
+    pub outcome: PathBuf,
+    pub epochs: u64,
+    pub samples: usize,
+    /// Of each rank, at the size at which the job began.
+    pub batch_size: usize,
+    /// In optimizer steps.
+    pub save_every: u64,
+    pub dropout: f64,
+    /// AdamW, or plain SGD where the size changes.
+    pub adaptive: bool,
+    /// In milliseconds, so that a signal from outside finds the job at work.
+    pub pause: u64,
+}
+
+/// What a run came to.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub struct Outcome {
+    /// The bits of all parameters and running statistics.
+    pub parameters: Vec<u64>,
+    pub steps: u64,
+    /// The user's own value.
+    pub history: Vec<u64>,
+    /// In how many lives of the job.
+    pub restarts: u64,
+    pub world_size: usize,
+}
+
+/// One optimizer step of one rank, with the samples that it used.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct Step {
+    pub restart: u64,
+    pub epoch: u64,
+    /// The number of the optimizer step that used them, from 1.
+    pub step: u64,
+    pub rank: usize,
+    pub world_size: usize,
+    pub samples: Vec<u64>,
+}
+
+/// Trains from the newest checkpoint to the end.
+///
+/// # Errors
+///
+/// Those of the library.
+pub fn train(accelerator: &Accelerator, job: &Endurance) -> Result<()> {
+    let device = accelerator.device();
+    let model = Net::new(&device, job.dropout);
+    let optimizer = match job.adaptive {
+        true => AdamWConfig::new().with_weight_decay(0.01).init(),
+        false => burn::optim::SgdConfig::new().init(),
+    };
+    let schedule = StepLrSchedulerConfig::new(0.02, 7)
+        .with_gamma(0.9)
+        .init()
+        .expect("a valid schedule");
+    let loader = |count, seed: Option<u64>| {
+        let builder = DataLoaderBuilder::new(RowBatcher).batch_size(job.batch_size);
+        let builder = match seed {
+            Some(seed) => builder.shuffle(seed).num_workers(2).prefetch(3),
+            None => builder,
+        };
+        builder.build(Rows { count })
+    };
+    let (model, optimizer, train, valid) = accelerator.prepare((
+        model,
+        (optimizer, schedule),
+        loader(job.samples, Some(11)),
+        loader(job.samples / 4, None),
+    ))?;
+
+    let checkpoints = Checkpoints::new(&job.checkpoints).with_total_limit(3);
+    let parts = (model, optimizer, train, valid, Object(Vec::<u64>::new()));
+    let (parts, position) = accelerator.resume(&checkpoints, parts)?;
+    let (mut model, mut optimizer, train, valid, Object(mut history)) = parts;
+
+    let log = job
+        .outcome
+        .with_file_name(format!("rank-{}.jsonl", accelerator.rank()));
+    let mut log = std::fs::OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(log)
+        .expect("a writable folder");
+    let mut window = Vec::new();
+    for epoch in position.epoch()..job.epochs {
+        for batch in train.epoch(epoch) {
+            let batch = batch?;
+            std::thread::sleep(std::time::Duration::from_millis(job.pause));
+            window.extend_from_slice(batch.real_indices());
+            let loss = loss(&model, &batch);
+            let gradients = accelerator.backward(loss, &model, &batch)?.clip_norm(1.0);
+            if gradients.is_accumulating() {
+                continue;
+            }
+            model = optimizer.step(model, gradients);
+            let step = Step {
+                restart: accelerator.restarts(),
+                epoch,
+                step: optimizer.steps(),
+                rank: accelerator.rank(),
+                world_size: accelerator.world_size(),
+                samples: std::mem::take(&mut window),
+            };
+            let line = serde_json::to_string(&step).expect("plain data");
+            writeln!(log, "{line}").expect("a writable folder");
+            if optimizer.steps().is_multiple_of(job.save_every) {
+                let parts = (&model, &optimizer, &train, &valid, Object(&history));
+                accelerator.save_state(&checkpoints, parts)?;
+            }
+        }
+        // Draws from nothing, and reads the other loader in between.
+        let mut seen = Mean::new();
+        for batch in valid.epoch(epoch) {
+            let batch = batch?;
+            let loss = loss(&model, &batch);
+            seen.update(loss.into_scalar::<f64>(), batch.real());
+        }
+        history.push(accelerator.reduce(seen)?.samples() as u64);
+    }
+    if accelerator.is_main_process() {
+        let mut parameters = Vec::new();
+        flat(&model.valid(), &mut parameters);
+        let outcome = Outcome {
+            parameters: parameters.into_iter().map(f64::to_bits).collect(),
+            steps: optimizer.steps(),
+            history,
+            restarts: accelerator.restarts(),
+            world_size: accelerator.world_size(),
+        };
+        let text = serde_json::to_string(&outcome).expect("plain data");
+        std::fs::write(&job.outcome, text).expect("a writable folder");
+    }
+    accelerator.finish()
+}
+
+fn loss(model: &Net, batch: &Rows8) -> Tensor<1> {
+    CrossEntropyLossConfig::new()
+        .init(&batch.rows.device())
+        .forward(model.forward(batch.rows.clone()), batch.targets.clone())
+}
+
+#[derive(Debug, Module)]
+struct Net {
+    hidden: Linear,
+    norm: BatchNorm,
+    dropout: Dropout,
+    output: Linear,
+}
+
+impl Net {
+    fn new(device: &Device, dropout: f64) -> Self {
+        Self {
+            hidden: LinearConfig::new(8, 16).init(device),
+            norm: BatchNormConfig::new(16).init(device),
+            dropout: DropoutConfig::new(dropout).init(),
+            output: LinearConfig::new(16, 3).init(device),
+        }
+    }
+
+    fn forward(&self, rows: Tensor<2>) -> Tensor<2> {
+        let hidden = self.hidden.forward(rows);
+        // Statistics of a rank's own batch would depend on the world size.
+        let hidden = match self.dropout.prob > 0.0 {
+            true => self
+                .norm
+                .forward(hidden.unsqueeze_dim::<3>(2))
+                .squeeze_dim::<2>(2),
+            false => hidden,
+        };
+        self.output.forward(self.dropout.forward(relu(hidden)))
+    }
+}
+
+/// Rows made from their number, and changed a little by a generator that belongs to the sample.
+struct Rows {
+    count: usize,
+}
+
+impl Dataset<[f64; 9]> for Rows {
+    fn get(&self, index: usize) -> std::result::Result<[f64; 9], DatasetError> {
+        let augmented = (sample_rng_seed(5, 0, index as u64) >> 40) as f64 / 1e9;
+        let mut row = [0.0; 9];
+        for (at, value) in row.iter_mut().enumerate() {
+            *value = noise(index * 9 + at) + (index % 3) as f64 * 0.3 + augmented;
+        }
+        row[8] = (index % 3) as f64;
+        Ok(row)
+    }
+
+    fn len(&self) -> usize {
+        self.count
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Rows8 {
+    rows: Tensor<2>,
+    targets: Tensor<1, Int>,
+}
+
+struct RowBatcher;
+
+impl Batcher<[f64; 9], Rows8> for RowBatcher {
+    fn batch(&self, items: Vec<[f64; 9]>, device: &Device) -> Rows8 {
+        let values: Vec<f64> = items.iter().flat_map(|row| row[..8].to_vec()).collect();
+        let targets: Vec<i64> = items.iter().map(|row| row[8] as i64).collect();
+        Rows8 {
+            rows: Tensor::from_data(TensorData::new(values, [items.len(), 8]), device),
+            targets: Tensor::from_data(TensorData::new(targets, [items.len()]), device),
+        }
+    }
+}

@@ -1,0 +1,285 @@
+//! The fault matrix: transport × operation × fault.
+//!
+//! A job of three ranks calls one operation again and again. In one call rank 1 suffers a fault,
+//! and the survivors have to end with a typed error that names it, inside the deadline. A cell that
+//! cannot be is marked `n/a` with its reason.
+
+mod job;
+mod rank;
+mod report;
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+pub use rank::{rank, threads};
+
+/// How the ranks are connected and started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// Processes over TCP, started by hand with `RANK` and the like.
+    Plain,
+    /// Processes over TCP, started by `accel-launch`.
+    Launched,
+    /// Threads of one process.
+    Threads,
+}
+
+/// What happens to rank 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    Kill,
+    Segv,
+    Exit,
+    Panic,
+    Return,
+    Stop,
+    Slow,
+    DropConnection,
+    CorruptFrame,
+}
+
+/// Where it happens: in an operation of the group, or before there is one.
+pub(crate) const OPERATIONS: [&str; 14] = [
+    "rendezvous",
+    "connect",
+    "all_reduce",
+    "all_reduce_large",
+    "start_all_reduce",
+    "broadcast",
+    "broadcast_from_culprit",
+    "all_gather",
+    "all_gather_varied",
+    "reduce_scatter",
+    "gather_object",
+    "broadcast_object",
+    "barrier",
+    "idle",
+];
+
+pub(crate) const FAULTS: [Fault; 9] = [
+    Fault::Kill,
+    Fault::Segv,
+    Fault::Exit,
+    Fault::Panic,
+    Fault::Return,
+    Fault::Stop,
+    Fault::Slow,
+    Fault::DropConnection,
+    Fault::CorruptFrame,
+];
+
+pub(crate) const WAYS: [Way; 3] = [Way::Plain, Way::Launched, Way::Threads];
+
+/// The rank that suffers, of [`WORLD_SIZE`].
+pub(crate) const CULPRIT: usize = 1;
+pub(crate) const WORLD_SIZE: usize = 3;
+
+/// The operation of the group, by its sequence number, in which it happens.
+pub(crate) const OPERATION: u64 = 5;
+
+pub(crate) const LIVENESS: Duration = Duration::from_secs(1);
+pub(crate) const PROGRESS: Duration = Duration::from_secs(2);
+pub(crate) const CONNECT: Duration = Duration::from_secs(4);
+
+/// What a cell may take longer before it fails: the machine may be busy.
+pub(crate) const ALLOWANCE: Duration = Duration::from_millis(1500);
+
+/// One cell and what became of it.
+#[derive(Debug)]
+pub(crate) struct Cell {
+    pub(crate) way: Way,
+    pub(crate) operation: &'static str,
+    pub(crate) fault: Fault,
+    pub(crate) verdict: Verdict,
+}
+
+#[derive(Debug)]
+pub(crate) enum Verdict {
+    /// All survivors named the culprit; the slowest after so many seconds.
+    Named {
+        seconds: f64,
+    },
+    NotApplicable(&'static str),
+    Failed(String),
+}
+
+/// Runs the cells whose name (`plain/all_reduce/kill`) contains one of the filters, or all, and
+/// writes the report.
+pub fn run(report: Option<&Path>, filter: &[&str]) -> ExitCode {
+    let all = WAYS.into_iter().flat_map(|way| {
+        OPERATIONS
+            .into_iter()
+            .flat_map(move |operation| FAULTS.into_iter().map(move |fault| (way, operation, fault)))
+    });
+    let wanted = |(way, operation, fault): &(Way, &str, Fault)| {
+        let name = format!("{}/{operation}/{}", way.name(), fault.name());
+        filter.is_empty() || filter.iter().any(|part| name.contains(part))
+    };
+    let todo: Vec<_> = all.filter(wanted).collect();
+    let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..AT_ONCE {
+            scope.spawn(|| {
+                while let Some(&(way, operation, fault)) =
+                    todo.get(next.fetch_add(1, Ordering::Relaxed))
+                {
+                    let verdict = match impossible(way, operation, fault) {
+                        Some(reason) => Verdict::NotApplicable(reason),
+                        None => job::run(way, operation, fault),
+                    };
+                    if let Verdict::Failed(why) = &verdict {
+                        eprintln!("FAILED {}/{operation}/{}: {why}", way.name(), fault.name());
+                    }
+                    let cell = Cell {
+                        way,
+                        operation,
+                        fault,
+                        verdict,
+                    };
+                    done.lock()
+                        .unwrap_or_else(std::sync::PoisonError::into_inner)
+                        .push(cell);
+                }
+            });
+        }
+    });
+    let cells = done
+        .into_inner()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    let text = report::table(&cells);
+    match report {
+        Some(path) => {
+            if let Err(error) = std::fs::write(path, &text) {
+                eprintln!("{}: {error}", path.display());
+                return ExitCode::FAILURE;
+            }
+        }
+        None => println!("{text}"),
+    }
+    let failed = cells
+        .iter()
+        .filter(|cell| matches!(cell.verdict, Verdict::Failed(_)))
+        .count();
+    eprintln!("{} cells, {failed} failed", cells.len());
+    if failed == 0 && !cells.is_empty() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+/// Why a cell cannot be.
+fn impossible(way: Way, operation: &str, fault: Fault) -> Option<&'static str> {
+    let before = matches!(operation, "rendezvous" | "connect");
+    match (way, fault) {
+        (Way::Threads, _) if before => Some("threads do not meet, they are made together"),
+        (Way::Threads, Fault::Kill | Fault::Segv | Fault::Exit) => {
+            Some("ends the process, and with it all ranks")
+        }
+        (Way::Threads, Fault::Stop) => Some("stops the process, and with it all ranks"),
+        (Way::Threads, Fault::DropConnection | Fault::CorruptFrame) => {
+            Some("threads have no connections")
+        }
+        (_, Fault::CorruptFrame) if before => Some("no frames before the group is connected"),
+        (_, Fault::CorruptFrame) if operation == "idle" => Some("nothing is sent"),
+        (_, Fault::Return) if before => Some("the program has nothing to return from yet"),
+        _ => None,
+    }
+}
+
+impl Way {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::Launched => "launched",
+            Self::Threads => "threads",
+        }
+    }
+
+    pub(crate) fn title(self) -> &'static str {
+        match self {
+            Self::Plain => "Processes over TCP, without a launcher",
+            Self::Launched => "Processes over TCP, under `accel-launch`",
+            Self::Threads => "Threads of one process",
+        }
+    }
+}
+
+impl Fault {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Kill => "kill",
+            Self::Segv => "segv",
+            Self::Exit => "exit",
+            Self::Panic => "panic",
+            Self::Return => "return",
+            Self::Stop => "stop",
+            Self::Slow => "slow",
+            Self::DropConnection => "drop-connection",
+            Self::CorruptFrame => "corrupt-frame",
+        }
+    }
+
+    pub(crate) fn of(name: &str) -> Self {
+        FAULTS
+            .into_iter()
+            .find(|fault| fault.name() == name)
+            .unwrap_or_else(|| panic!("unknown fault {name}"))
+    }
+
+    /// What the plan of the library calls it; a return is the program's own doing.
+    pub(crate) fn action(self) -> Option<&'static str> {
+        match self {
+            Self::Exit => Some("exit 3"),
+            Self::Return => None,
+            Self::Slow => Some("slow 5s"),
+            other => Some(other.name()),
+        }
+    }
+
+    /// How long the survivors may take: a death one second, silence the liveness deadline,
+    /// slowness the progress timeout; a rank that never came, the connect timeout. The allowance
+    /// for a busy machine comes on top.
+    pub(crate) fn deadline(self, way: Way, operation: &str) -> Duration {
+        let death = Duration::from_secs(1);
+        // Without a launcher nobody knows of a process that has not come.
+        let unknown = operation == "rendezvous" && way == Way::Plain;
+        match self {
+            _ if unknown => CONNECT,
+            Self::Stop if operation == "rendezvous" => CONNECT,
+            Self::Stop => LIVENESS,
+            Self::Slow if matches!(operation, "rendezvous" | "connect") => CONNECT,
+            Self::Slow => PROGRESS,
+            _ => death,
+        }
+    }
+
+    /// What the survivors' error must say of the cause, one of these.
+    pub(crate) fn words(self, way: Way, operation: &str) -> &'static [&'static str] {
+        let launched = way == Way::Launched;
+        match (self, operation) {
+            // Nobody knows more of a process that has not come.
+            (_, "rendezvous") if !launched => &["missing: rank 1"],
+            (Self::Stop | Self::Slow, "rendezvous") => &["missing: rank 1"],
+            (Self::DropConnection, "rendezvous") => &["ended with exit code 1"],
+            (Self::Slow, "connect") => &["got no connection", "cannot connect to rank 1"],
+            (Self::Kill, _) if launched => &["killed by SIGKILL"],
+            (Self::Segv, _) if launched => &["killed by SIGSEGV"],
+            (Self::Exit, _) if launched => &["ended with exit code 3"],
+            (Self::Panic, "connect") if !launched => &["its connection"],
+            (Self::Panic, _) => &["injected fault"],
+            (Self::Kill | Self::Segv | Self::Exit, _) => &["its connection"],
+            (Self::Return, _) => &["dropped its group without closing it"],
+            (Self::Stop, _) => &["silent for"],
+            (Self::Slow, _) => &["waited"],
+            (Self::CorruptFrame, _) => &["a wrong checksum"],
+            (Self::DropConnection, _) => &["its connection"],
+        }
+    }
+}
+
+/// Cells that run at once: most of them wait.
+const AT_ONCE: usize = 4;

@@ -1,0 +1,167 @@
+//! One rank of a cell.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use accelerator_collective::{DType, Error, GroupOptions, Launch, ProcessGroup, ReduceOp};
+use serde::{Deserialize, Serialize};
+
+use super::{CONNECT, CULPRIT, Fault, LIVENESS, OPERATION, PROGRESS, WORLD_SIZE};
+
+/// What a rank saw at its end; one line of JSON on its standard output.
+#[derive(Debug, Deserialize, Serialize)]
+pub(crate) struct Seen {
+    pub(crate) rank: usize,
+    pub(crate) pid: u32,
+    /// `None` where nothing went wrong.
+    pub(crate) error: Option<SeenError>,
+    /// The error of one more call afterwards.
+    pub(crate) later: Option<String>,
+    /// From the beginning of the call that failed.
+    pub(crate) seconds: f64,
+}
+
+#[derive(Debug, Deserialize, Serialize)]
+pub(crate) struct SeenError {
+    pub(crate) text: String,
+    pub(crate) ranks: Vec<usize>,
+    pub(crate) typed: bool,
+    pub(crate) culprit: Option<SeenCulprit>,
+}
+
+#[derive(Debug, Deserialize, Serialize)]
+pub(crate) struct SeenCulprit {
+    pub(crate) rank: usize,
+    pub(crate) host: String,
+    pub(crate) pid: Option<u32>,
+    pub(crate) cause: String,
+}
+
+/// A rank that is a process.
+pub fn rank(operation: &str, fault: &str) -> ExitCode {
+    let started = Instant::now();
+    let launch = match Launch::from_env() {
+        Ok(launch) => launch,
+        Err(error) => panic!("{error}"),
+    };
+    let number = launch.topology.rank();
+    println!("STARTED {number} {}", std::process::id());
+    match ProcessGroup::connect(&launch, &options()) {
+        Ok(group) => live(&group, operation, Fault::of(fault)),
+        Err(error) => print(&Seen::new(number, Some(&error), None, started.elapsed())),
+    }
+    // As a program ends whose `main` returns an error.
+    ExitCode::FAILURE
+}
+
+/// All ranks of a cell as threads.
+pub fn threads(operation: &str, fault: &str) -> ExitCode {
+    let fault = Fault::of(fault);
+    let groups = ProcessGroup::threads(WORLD_SIZE, &options()).unwrap_or_else(|e| panic!("{e}"));
+    std::thread::scope(|scope| {
+        for group in groups {
+            scope.spawn(move || live(&group, operation, fault));
+        }
+    });
+    ExitCode::FAILURE
+}
+
+fn options() -> GroupOptions {
+    GroupOptions::new()
+        .with_connect_timeout(CONNECT)
+        .with_liveness_timeout(LIVENESS)
+        .with_progress_timeout(PROGRESS)
+}
+
+fn live(group: &ProcessGroup, operation: &str, fault: Fault) {
+    let rank = group.rank();
+    for number in 0.. {
+        if rank == CULPRIT && number == OPERATION && fault == Fault::Return {
+            return;
+        }
+        let mut started = Instant::now();
+        let outcome = if operation == "idle" && number == OPERATION {
+            idle(group, &mut started)
+        } else {
+            call(group, operation)
+        };
+        if let Err(error) = outcome {
+            let took = started.elapsed();
+            let later = call(group, "barrier").err();
+            print(&Seen::new(rank, Some(&error), later.as_ref(), took));
+            return;
+        }
+        if number > OPERATION + 3 {
+            // The fault did not strike, or nobody noticed.
+            print(&Seen::new(rank, None, None, started.elapsed()));
+            return;
+        }
+    }
+}
+
+/// Nothing is pending while the culprit dies; the next call knows. The culprit calls alone.
+fn idle(group: &ProcessGroup, started: &mut Instant) -> Result<(), Error> {
+    if group.rank() != CULPRIT {
+        // The others are busy elsewhere for longer than any deadline, and then call.
+        std::thread::sleep(LIVENESS + Duration::from_millis(1500));
+        *started = Instant::now();
+    }
+    group.barrier()
+}
+
+fn call(group: &ProcessGroup, operation: &str) -> Result<(), Error> {
+    let rank = group.rank();
+    match operation {
+        "all_reduce" => group.all_reduce(&mut [1.0_f32; 100], ReduceOp::Sum),
+        "all_reduce_large" => group.all_reduce(&mut vec![1.0_f32; 3_000_000], ReduceOp::Sum),
+        "start_all_reduce" => {
+            let buffer = group.buffer(DType::F32, 100_000);
+            let pending = group.start_all_reduce(buffer, ReduceOp::Mean)?;
+            pending.wait().map(drop)
+        }
+        "broadcast" => group.broadcast(&mut [rank as u64; 1000], 0),
+        "broadcast_from_culprit" => group.broadcast(&mut [rank as u64; 1000], CULPRIT),
+        "all_gather" => group.all_gather(&[rank as u64; 1000]).map(drop),
+        "all_gather_varied" => group.all_gather_varied(&vec![1_u8; 1000 * rank]).map(drop),
+        "reduce_scatter" => group
+            .reduce_scatter(&[1.0_f64; 5000], ReduceOp::Max)
+            .map(drop),
+        "gather_object" => group.gather_object(&format!("rank {rank}"), 0).map(drop),
+        "broadcast_object" => group
+            .broadcast_object((rank == 0).then_some(&42_u64), 0)
+            .map(drop),
+        _ => group.barrier(),
+    }
+}
+
+fn print(seen: &Seen) {
+    match serde_json::to_string(seen) {
+        Ok(line) => println!("SEEN {line}"),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+impl Seen {
+    fn new(rank: usize, error: Option<&Error>, later: Option<&Error>, took: Duration) -> Self {
+        Self {
+            rank,
+            pid: std::process::id(),
+            error: error.map(|error| SeenError {
+                text: error.to_string(),
+                ranks: error.ranks().to_vec(),
+                typed: error.is_peer_lost()
+                    || error.is_timeout()
+                    || error.is_rendezvous()
+                    || error.is_protocol(),
+                culprit: error.culprit().map(|culprit| SeenCulprit {
+                    rank: culprit.rank(),
+                    host: culprit.host().to_owned(),
+                    pid: culprit.pid(),
+                    cause: culprit.cause().to_owned(),
+                }),
+            }),
+            later: later.map(Error::to_string),
+            seconds: took.as_secs_f64(),
+        }
+    }
+}

@@ -1,0 +1,13 @@
+//! A dead rank is named: every fault in every operation over every transport.
+
+use std::process::Command;
+
+use accelerator_tests::processes::{launcher, run_all};
+
+#[test]
+fn a_dead_rank_is_named_by_every_survivor_whatever_happens_and_wherever() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_matrix"));
+    command.env("LAUNCHER_UNDER_TEST", launcher());
+    let ended = run_all(std::iter::once(command)).remove(0);
+    assert!(ended.status.success(), "{}\n{}", ended.stderr, ended.stdout);
+}
