@@ -6,6 +6,7 @@
 
 use std::time::{Duration, Instant};
 
+use accelerator::optim::Manual;
 use accelerator::prelude::*;
 use accelerator_benches::middle;
 use burn::module::Module;
