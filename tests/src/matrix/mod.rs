@@ -276,6 +276,8 @@ impl Fault {
             (Self::Stop, _) => &["silent for"],
             (Self::Slow, _) => &["waited"],
             (Self::CorruptFrame, _) => &["a wrong checksum"],
+            // Cut off, its process ends, and the launcher tells that.
+            (Self::DropConnection, _) if launched => &["its connection", "ended with exit code 1"],
             (Self::DropConnection, _) => &["its connection"],
         }
     }
