@@ -148,7 +148,8 @@ impl Accelerator {
     /// Ranks do not communicate here: each knows what it has heard of the others, waits up to a
     /// second for more, and comes to the same
     /// [list of lost ranks](crate::collective::ProcessGroup::lost). The lowest rank that is not on
-    /// it writes, on its own host, and gets `Some`; the others do nothing. Where the network splits,
+    /// it writes, on its own host, and gets `Some`; the others look a second time whether it lives, and
+    /// do nothing. Where the network splits,
     /// each side takes the other for lost and writes a checkpoint: in a folder that both see there
     /// are two, of the same step. A writer that dies while it writes leaves none, and the others
     /// need not notice.
@@ -176,8 +177,7 @@ impl Accelerator {
     ///
     /// [`Error::is_misuse`](crate::Error::is_misuse) when no rank is lost: every rank must have
     /// come here to find that. The error of the group when it failed in another way.
-    /// [`Error::is_peer_lost`](crate::Error::is_peer_lost) when the rank that was to write turns out
-    /// to be lost as well, or none is left.
+    /// [`Error::is_peer_lost`](crate::Error::is_peer_lost) when no rank is left that could write.
     /// [`Error::is_io`](crate::Error::is_io) when the checkpoint cannot be written.
     #[track_caller]
     pub fn save_emergency<K>(

@@ -53,16 +53,22 @@ pub(super) fn save_emergency<K>(
     parts: impl Save<K>,
 ) -> Result<Option<Saved>> {
     let loss = loss(accelerator)?;
-    let lost = accelerator.group().lost();
+    let mut lost = accelerator.group().lost();
     accelerator.shared.checkpoints.join();
-    match (0..accelerator.world_size()).find(|rank| !lost.contains(rank)) {
-        Some(writer) if writer == accelerator.rank() => {}
-        Some(writer) if accelerator.group().lost().contains(&writer) => {
-            let message = format!(
-                "rank {writer}, which was to write the emergency checkpoint, is lost too; {loss}"
-            );
-            return Err(Error::with_source(Kind::Collective, message, loss));
+    let writer = loop {
+        let writer = (0..accelerator.world_size()).find(|rank| !lost.contains(rank));
+        let Some(other) = writer.filter(|rank| *rank != accelerator.rank()) else {
+            break writer;
+        };
+        // One that was dying a moment ago is not to be waited for.
+        let later = accelerator.group().lost();
+        if !later.contains(&other) {
+            break writer;
         }
+        lost = later;
+    };
+    match writer {
+        Some(writer) if writer == accelerator.rank() => {}
         Some(_) => return Ok(None),
         None => {
             let message = format!("no rank is left to write the emergency checkpoint; {loss}");
