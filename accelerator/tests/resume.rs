@@ -866,9 +866,12 @@ fn survivors_save_the_last_complete_step() {
 fn of_two_ranks_that_die_together_neither_is_to_write() {
     let folder = tempfile::tempdir().unwrap();
     let saved = Mutex::new(Vec::new());
+    // Nobody dies while another still trains.
+    let trained = std::sync::Barrier::new(4);
     let lost = accelerator::launch(4, |accelerator| {
         let parts = accelerator.prepare((line(&accelerator.device()), adam(), loader(16, 1)))?;
         let (model, optimizer, train) = self::train(&accelerator, parts, 2);
+        trained.wait();
         match accelerator.rank() {
             0 => return Err(batch_is_cursed()),
             1 => panic!("a panic that the test wants"),
