@@ -1,10 +1,17 @@
 //! Flat, aligned buffers.
 
-use std::fmt;
+use std::{
+    fmt, mem,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
 
 use crate::{
     element::{DType, Element},
     error::{Error, Kind, Result},
+    shared::{Arena, Region},
 };
 
 /// A flat buffer of elements of one type, owned by its holder and aligned to a cache line.
@@ -29,20 +36,51 @@ use crate::{
 pub struct Buffer {
     dtype: DType,
     len: usize,
-    storage: Storage,
+    memory: Memory,
+    /// Where its memory is counted while it lives.
+    meter: Option<Meter>,
 }
 
 impl Buffer {
     /// A buffer of zeros on the heap.
     pub(crate) fn zeroed(dtype: DType, len: usize) -> Self {
-        let mut storage = Storage::default();
-        // A product that does not fit is more than any memory; the allocation says so.
-        storage.grow(len.saturating_mul(dtype.size()));
         Self {
             dtype,
             len,
-            storage,
+            // A product that does not fit is more than any memory; the allocation says so.
+            memory: Memory::zeroed(len.saturating_mul(dtype.size())),
+            meter: None,
         }
+    }
+
+    /// A buffer of zeros that other ranks can reach, in a region of at least its size.
+    pub(crate) fn shared(dtype: DType, len: usize, region: Region) -> Self {
+        Self {
+            dtype,
+            len,
+            memory: Memory::Shared(region),
+            meter: None,
+        }
+    }
+
+    /// Lets others write to the buffer, if it lies in this arena.
+    pub(crate) fn lend(&mut self, arena: &Arc<Arena>) -> Option<Loan<'_>> {
+        let offset = match &self.memory {
+            Memory::Shared(region) if region.is_in(arena) => region.offset(),
+            _ => return None,
+        };
+        Some(Loan {
+            memory: &mut self.memory,
+            offset,
+            over: false,
+        })
+    }
+
+    /// The same buffer, whose memory is counted while it lives.
+    pub(crate) fn counted_by(mut self, meter: &Meter) -> Self {
+        meter.add(self.memory.bytes().len());
+        self.meter = Some(meter.clone());
+        self
     }
 
     /// The elements.
@@ -82,13 +120,13 @@ impl Buffer {
 
     /// The elements as bytes in the machine's order.
     pub fn bytes(&self) -> &[u8] {
-        &self.storage.bytes()[..self.len * self.dtype.size()]
+        &self.memory.bytes()[..self.len * self.dtype.size()]
     }
 
     /// The elements as bytes, to be written.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         let len = self.len * self.dtype.size();
-        &mut self.storage.bytes_mut()[..len]
+        &mut self.memory.bytes_mut()[..len]
     }
 
     fn check<T: Element>(&self) -> Result<()> {
@@ -106,6 +144,20 @@ impl Buffer {
     }
 }
 
+impl fmt::Debug for Storage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Storage({} bytes)", self.bytes().len())
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if let Some(meter) = &self.meter {
+            meter.subtract(self.memory.bytes().len());
+        }
+    }
+}
+
 impl fmt::Debug for Buffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Buffer")
@@ -115,7 +167,88 @@ impl fmt::Debug for Buffer {
     }
 }
 
-/// Bytes that start at a cache line, so that they can be viewed as any element type.
+#[derive(Debug)]
+enum Memory {
+    Heap(Storage),
+    Shared(Region),
+}
+
+impl Memory {
+    fn zeroed(bytes: usize) -> Self {
+        let mut storage = Storage::default();
+        storage.grow(bytes);
+        Self::Heap(storage)
+    }
+
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Heap(storage) => storage.bytes(),
+            Self::Shared(region) => region.bytes(),
+        }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::Heap(storage) => storage.bytes_mut(),
+            Self::Shared(region) => region.bytes_mut(),
+        }
+    }
+}
+
+/// A buffer that other ranks may write to until this ends. Where it is dropped before, they may
+/// go on: the buffer then gets other memory.
+pub(crate) struct Loan<'a> {
+    memory: &'a mut Memory,
+    offset: usize,
+    over: bool,
+}
+
+impl Loan<'_> {
+    /// Where the buffer lies in this rank's arena.
+    pub(crate) fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// Nobody else writes to it any more.
+    pub(crate) fn end(mut self) {
+        self.over = true;
+    }
+}
+
+impl Drop for Loan<'_> {
+    fn drop(&mut self) {
+        if self.over {
+            return;
+        }
+        let Memory::Shared(region) = &*self.memory else {
+            return;
+        };
+        let other = Memory::zeroed(region.len());
+        if let Memory::Shared(region) = mem::replace(self.memory, other) {
+            region.abandon();
+        }
+    }
+}
+
+/// Counts the bytes of buffers that live.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Meter(Arc<AtomicUsize>);
+
+impl Meter {
+    pub(crate) fn bytes(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn add(&self, bytes: usize) {
+        self.0.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    fn subtract(&self, bytes: usize) {
+        self.0.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+/// Bytes on the heap that start at a cache line, so that they can be viewed as any element type.
 #[derive(Default)]
 pub(crate) struct Storage {
     lines: Vec<Line>,

@@ -123,7 +123,7 @@ impl Contract {
     /// The most bytes that a declaration takes.
     pub(crate) const BOUND: usize = Self::FIXED + Site::BOUND;
 
-    const FIXED: usize = 20;
+    pub(crate) const FIXED: usize = 20;
 }
 
 impl fmt::Display for Contract {
@@ -152,12 +152,14 @@ pub(crate) enum Call {
     Barrier,
     Broadcast,
     BroadcastObject,
+    /// What ranks tell one another when they are connected.
+    Connect,
     GatherObject,
     ReduceScatter,
 }
 
 impl Call {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 10] = [
         Self::AllGather,
         Self::AllGatherObject,
         Self::AllGatherVaried,
@@ -165,6 +167,7 @@ impl Call {
         Self::Barrier,
         Self::Broadcast,
         Self::BroadcastObject,
+        Self::Connect,
         Self::GatherObject,
         Self::ReduceScatter,
     ];
@@ -178,13 +181,14 @@ impl Call {
             Self::Barrier => "barrier",
             Self::Broadcast => "broadcast",
             Self::BroadcastObject => "broadcast_object",
+            Self::Connect => "connect",
             Self::GatherObject => "gather_object",
             Self::ReduceScatter => "reduce_scatter",
         }
     }
 
     /// Whether all ranks must declare the same length.
-    fn fixes_len(self) -> bool {
+    pub(crate) fn fixes_len(self) -> bool {
         match self {
             Self::AllGather
             | Self::AllReduce
@@ -194,6 +198,7 @@ impl Call {
             Self::AllGatherObject
             | Self::AllGatherVaried
             | Self::BroadcastObject
+            | Self::Connect
             | Self::GatherObject => false,
         }
     }

@@ -237,7 +237,7 @@ impl Transport for Wire {
         &self.inbox
     }
 
-    fn send(&self, _: usize, part: Part<'_>, _: &mut Watch<'_>) -> Result<()> {
+    fn send(&self, _: usize, part: Part<'_>, _: &mut Watch) -> Result<()> {
         let declaration = part.contract.map(|contract| contract.encode());
         let preamble = match &declaration {
             Some((bytes, len)) => &bytes[..*len],

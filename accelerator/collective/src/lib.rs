@@ -21,7 +21,7 @@
 //! What holds for every operation:
 //!
 //! - **Deterministic.** Values are combined in rank order; all ranks get the same bits, run after
-//!   run and over every transport.
+//!   run and over every transport that groups the ranks alike.
 //! - **Checked.** Every rank declares what it calls; ranks that disagree all get one error that
 //!   shows every side.
 //! - **Bounded.** Nothing waits for ever: a rank that is gone, or does not come in time, is named.
@@ -34,9 +34,11 @@ mod error;
 #[doc(hidden)]
 pub mod fuzzing;
 mod group;
+mod kernel;
 mod partition;
 mod reduce;
 pub mod rendezvous;
+mod shared;
 mod topology;
 mod transport;
 mod wire;
@@ -44,7 +46,7 @@ mod wire;
 pub use buffer::Buffer;
 pub use element::{DType, Element};
 pub use error::{Culprit, Error, Result};
-pub use group::{Forbidden, GroupOptions, Pending, ProcessGroup};
+pub use group::{Forbidden, GroupOptions, Observed, Pending, ProcessGroup, Runner};
 pub use partition::Partition;
 pub use reduce::ReduceOp;
 pub use rendezvous::{Rendezvous, StoreHost};

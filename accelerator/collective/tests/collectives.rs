@@ -8,8 +8,68 @@
 #[macro_use]
 mod suite;
 
+#[cfg(target_os = "linux")]
+transport!(shm, Means::Shm);
 transport!(tcp, Means::Tcp);
 transport!(threads, Means::Threads);
+
+#[cfg(target_os = "linux")]
+mod hierarchical {
+    use super::suite::{cases, world::Means};
+
+    const MEANS: Means = Means::Hierarchical;
+
+    world!(
+        three,
+        3,
+        [
+            every_type_and_reduction,
+            many_chunks,
+            broadcasts,
+            gathers,
+            objects,
+            barriers,
+            ranks_start_as_they_like,
+            started_beside_blocking,
+            several_threads_share_a_handle,
+            orderly_ends,
+            disagreements,
+            a_rank_that_does_not_come,
+            a_rank_that_finishes_early,
+            a_rank_that_panics,
+            a_rank_that_returns_early,
+            a_rank_that_aborts,
+            a_slow_rank_is_not_lost,
+            started_operations_fail_too,
+        ]
+    );
+    world!(
+        four,
+        4,
+        [
+            every_type_and_reduction,
+            many_chunks,
+            beyond_a_bucket,
+            ranks_start_as_they_like,
+            started_beside_blocking,
+            disagreements,
+            a_rank_that_does_not_come,
+            a_rank_that_panics,
+            a_rank_that_aborts,
+        ]
+    );
+    world!(
+        seven,
+        7,
+        [
+            every_type_and_reduction,
+            many_chunks,
+            ranks_start_as_they_like,
+            started_beside_blocking,
+            a_rank_that_panics,
+        ]
+    );
+}
 
 /// More ranks than a usual host has cores.
 mod many {
@@ -24,5 +84,11 @@ mod many {
     #[test]
     fn processes() {
         cases::barriers(Means::Tcp, 12);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn processes_of_one_host() {
+        cases::barriers(Means::Shm, 12);
     }
 }

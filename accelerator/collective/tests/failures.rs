@@ -9,9 +9,12 @@
 
 mod processes;
 
-use processes::{Job, assert_named};
+use processes::{FOR_EVER, Job, assert_named};
 
 const CALLS: [&str; 3] = ["all_reduce", "barrier", "broadcast"];
+
+const TRANSPORTS: [&[(&str, &str)]; 2] =
+    [&[("ACCEL_TRANSPORT", "shm")], &[("ACCEL_TRANSPORT", "tcp")]];
 
 /// A death is told within a second, on a machine that is not busy.
 const DEATH: u64 = 3_000;
@@ -67,11 +70,31 @@ fn a_dead_rank_is_named_though_it_hosts_the_store() {
     }
 }
 
+/// Wherever it is in an operation, over each transport.
+#[test]
+fn a_dead_rank_is_named_when_it_is_struck_in_the_middle() {
+    for transport in TRANSPORTS {
+        for (deed, cause, limit) in [
+            ("kill in the middle", "its connection ended", DEATH),
+            ("stop in the middle", "it has been silent for 1.", SILENCE),
+        ] {
+            let job = Job {
+                variables: transport,
+                ..job(FOR_EVER, 1, deed)
+            };
+            assert_named(job, &job.run(), "lost", cause, limit);
+        }
+    }
+}
+
 /// And learns it when it runs again.
 #[test]
 fn a_dead_rank_is_named_when_it_is_stopped() {
-    for call in CALLS {
-        let job = job(call, 1, "stop");
+    for (call, variables) in CALLS.into_iter().zip(TRANSPORTS.into_iter().cycle()) {
+        let job = Job {
+            variables,
+            ..job(call, 1, "stop")
+        };
         let ranks = job.run();
         assert_named(job, &ranks, "lost", "it has been silent for 1.", SILENCE);
         let stopped = &ranks[1];
@@ -102,8 +125,13 @@ fn a_dead_rank_is_named_when_it_is_stopped() {
 
 fn named(deed: &str, cause: &str, limit: u64) {
     for call in CALLS {
-        let job = job(call, 1, deed);
-        assert_named(job, &job.run(), "lost", cause, limit);
+        for transport in TRANSPORTS {
+            let job = Job {
+                variables: transport,
+                ..job(call, 1, deed)
+            };
+            assert_named(job, &job.run(), "lost", cause, limit);
+        }
     }
 }
 

@@ -68,15 +68,20 @@ fn strike(action: &str, kind: &str, cause: &str) -> Vec<Rank> {
     run(&format!("rank=1 op=2 {action}"), kind, cause)
 }
 
+/// Over each transport; gives what the ranks said over the last.
 fn run(plan: &str, kind: &str, cause: &str) -> Vec<Rank> {
-    let job = Job {
-        // No rank can be done with it before the fault is noticed.
-        call: LARGE,
-        victim: 1,
-        deed: "plan",
-        variables: &[("ACCEL_FAULTS", plan)],
+    let over = |transport| {
+        let job = Job {
+            // No rank can be done with it before the fault is noticed.
+            call: LARGE,
+            victim: 1,
+            deed: "plan",
+            variables: &[("ACCEL_FAULTS", plan), ("ACCEL_TRANSPORT", transport)],
+        };
+        let ranks = job.run();
+        assert_named(job, &ranks, kind, cause, LIMIT);
+        ranks
     };
-    let ranks = job.run();
-    assert_named(job, &ranks, kind, cause, LIMIT);
-    ranks
+    over("tcp");
+    over("shm")
 }

@@ -25,7 +25,7 @@ use std::{
 
 use accelerator_collective::{
     GroupOptions, Launch, ProcessGroup, ReduceOp, Rendezvous, Result, StoreHost, Topology,
-    rendezvous::StoreServer,
+    TransportKind, rendezvous::StoreServer,
 };
 use cap::Cap;
 use ciborium::Value;
@@ -288,6 +288,7 @@ fn compute(rank: usize, port: u16, damage: Option<Damage>) -> Result<()> {
         Rendezvous::new("127.0.0.1", port).with_store(StoreHost::Launcher),
     );
     let options = GroupOptions::new()
+        .with_transport(TransportKind::Tcp)
         .with_connect_timeout(DEADLINE)
         .with_liveness_timeout(Duration::from_secs(2))
         .with_progress_timeout(Duration::from_secs(4));

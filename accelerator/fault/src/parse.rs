@@ -34,8 +34,8 @@ fn fault(text: &str) -> Result<Fault, Error> {
     let wrong = |what: String| {
         Error(format!(
             "{what} in the fault {text:?}; expected `rank=R [restart=K] PLACE ACTION`, with a place \
-             of rendezvous, connect, step=N, op=N, save=N begin|data|written|renamed, and an action \
-             of kill, segv, exit CODE, panic, stop [TIME], slow TIME, drop-connection, \
+             of rendezvous, connect, step=N, op=N [within], save=N begin|data|written|renamed, and \
+             an action of kill, segv, exit CODE, panic, stop [TIME], slow TIME, drop-connection, \
              corrupt-frame, disk-full, fail-write"
         ))
     };
@@ -60,7 +60,13 @@ fn fault(text: &str) -> Result<Fault, Error> {
             "rendezvous" => break Point::Rendezvous,
             "connect" => break Point::Connect,
             "step" => break Point::Step(number()?),
-            "op" => break Point::Operation(number()?),
+            "op" => {
+                let operation = number()?;
+                break match words.next_if_eq(&"within") {
+                    Some(_) => Point::Within(operation),
+                    None => Point::Operation(operation),
+                };
+            }
             "save" => {
                 let stage = match words.peek() {
                     Some(&"begin") => Some(SaveStage::Begin),
@@ -137,7 +143,8 @@ mod tests {
     #[test]
     fn what_is_written_can_be_read() {
         let text = "rank=1 step=3 kill; rank=0 restart=2 step=5 stop 10000ms; rank=2 op=9 \
-                    corrupt-frame; rank=0 save=4 written exit 7; rank=3 rendezvous stop";
+                    corrupt-frame; rank=2 op=9 within kill; rank=0 save=4 written exit 7; rank=3 \
+                    rendezvous stop";
         let plan: FaultPlan = text.parse().unwrap();
         assert_eq!(plan.to_string(), text);
         assert_eq!(

@@ -36,6 +36,10 @@ pub enum Point {
     /// At the collective with this sequence number, when the rank has declared it and sent its
     /// first data.
     Operation(u64),
+    /// Within the collective with this sequence number: behind its declaration and its first data,
+    /// before the rank shows or sends more. A collective that ends with its first data has no such
+    /// place.
+    Within(u64),
     /// While the checkpoint with this number is saved.
     Save(u64, SaveStage),
 }
@@ -112,6 +116,7 @@ impl fmt::Display for Point {
             Self::Connect => f.write_str("connect"),
             Self::Step(step) => write!(f, "step={step}"),
             Self::Operation(operation) => write!(f, "op={operation}"),
+            Self::Within(operation) => write!(f, "op={operation} within"),
             Self::Save(number, stage) => write!(f, "save={number} {stage}"),
         }
     }

@@ -13,11 +13,13 @@ use std::{
 use super::{
     engine::{Exchange, Scratch},
     line::{Line, Ticket},
+    observer::{Callback, Observation, Runner},
     options::GroupOptions,
     panics,
     pulse::Pulse,
 };
 use crate::{
+    buffer::Meter,
     contract::Contract,
     error::{Certainty, Culprit, Error, Kind, Result},
     rendezvous::StoreLine,
@@ -30,7 +32,7 @@ pub(crate) struct Member {
     pub(crate) topology: Topology,
     pub(crate) options: GroupOptions,
     pub(crate) transport: Box<dyn Transport>,
-    order: Line,
+    pub(super) order: Arc<Line>,
     scratch: Mutex<Scratch>,
     /// Held by the thread that ends the group by a failure.
     failing: Mutex<()>,
@@ -46,6 +48,9 @@ pub(crate) struct Member {
     /// What witnesses said and the transport has not confirmed, with when it came.
     news: Mutex<Vec<(usize, String, Instant)>>,
     pub(super) pulse: Arc<Pulse>,
+    /// The memory of the buffers that live.
+    pub(super) buffers: Meter,
+    observer: OnceLock<Callback>,
 }
 
 impl Member {
@@ -59,7 +64,7 @@ impl Member {
             topology,
             options,
             transport,
-            order: Line::default(),
+            order: Arc::default(),
             scratch: Mutex::default(),
             failing: Mutex::default(),
             failure: OnceLock::new(),
@@ -69,6 +74,8 @@ impl Member {
             line,
             news: Mutex::default(),
             pulse: Arc::default(),
+            buffers: Meter::default(),
+            observer: OnceLock::new(),
         }
     }
 
@@ -143,18 +150,39 @@ impl Member {
 
     /// Runs an operation when its turn comes, and delivers the outcome before the next one has
     /// its turn.
-    pub(crate) fn perform<T, R>(
+    pub(super) fn perform<T, R>(
         &self,
+        runner: Runner,
         ticket: Ticket,
         contract: &Contract,
         body: impl FnOnce(Exchange<'_>) -> Result<T>,
         deliver: impl FnOnce(Result<T>) -> R,
     ) -> R {
         let turn = self.order.turn(ticket);
-        deliver(self.exchange(turn.number(), contract, body))
+        let observation = self.observation(runner);
+        let outcome = self.exchange(turn.number(), contract, body);
+        if let Some(observation) = observation {
+            observation.end(turn.number(), contract);
+        }
+        deliver(outcome)
     }
 
-    fn exchange<T>(
+    /// The beginning of an operation, where somebody looks on.
+    pub(super) fn observation(&self, runner: Runner) -> Option<Observation<'_>> {
+        Observation::begin(self.observer.get(), runner)
+    }
+
+    /// See [`ProcessGroup::observe`](super::ProcessGroup::observe).
+    pub(super) fn observe(&self, observer: Callback) -> Result<()> {
+        self.observer.set(observer).map_err(|_| {
+            let rank = self.topology.rank();
+            let text = format!("rank {rank} has an observer already; join the two into one");
+            Error::new(Kind::Misuse, text)
+        })
+    }
+
+    /// Runs an operation on this thread, from its begin to its end.
+    pub(super) fn exchange<T>(
         &self,
         sequence: u64,
         contract: &Contract,
@@ -163,15 +191,19 @@ impl Member {
         self.state()?;
         let _watchdog = Watchdog { member: self };
         let patience = self.options.patience();
-        let watch = Watch::new(self.topology.rank(), sequence, contract, patience);
+        let mut watch = Watch::new(self.topology.rank(), sequence, *contract, patience);
         // Every operation starts by clearing the scratch memory.
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        let exchange = Exchange::new(&*self.transport, contract, watch, &mut scratch);
+        let exchange = Exchange::new(&*self.transport, &mut watch, &mut scratch);
         body(exchange).map_err(|error| self.fail(sequence, error))
     }
 
-    /// Leaves in good order, after everything that was started.
+    /// Leaves in good order, after everything that was started. Does nothing where the last word
+    /// has been said.
     pub(crate) fn close(&self) {
+        if self.parted.load(Ordering::Acquire) {
+            return;
+        }
         let ticket = self.order.join();
         let _turn = self.order.turn(ticket);
         if self.part(&Farewell::Goodbye(Parting::Closed))
@@ -242,7 +274,7 @@ impl Member {
         }
     }
 
-    fn state(&self) -> Result<()> {
+    pub(super) fn state(&self) -> Result<()> {
         if let Some(error) = self.failure.get() {
             return Err(error.clone());
         }
@@ -259,7 +291,7 @@ impl Member {
     }
 
     /// Ends the group, unless it has ended before; gives the error with which it ended.
-    fn fail(&self, sequence: u64, error: Error) -> Error {
+    pub(super) fn fail(&self, sequence: u64, error: Error) -> Error {
         // Whoever sees the failure may end the process at once, so the store is told before.
         let _first = self.failing.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(earlier) = self.failure.get() {
@@ -342,8 +374,8 @@ impl fmt::Debug for Member {
 }
 
 /// Tells the others when an operation panics, which leaves them in the middle of it.
-struct Watchdog<'a> {
-    member: &'a Member,
+pub(super) struct Watchdog<'a> {
+    pub(super) member: &'a Member,
 }
 
 impl Drop for Watchdog<'_> {

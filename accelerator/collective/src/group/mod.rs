@@ -1,9 +1,12 @@
 //! Process groups: what programs call.
 
+mod choice;
 mod engine;
+mod flights;
 mod line;
 mod member;
 mod objects;
+mod observer;
 mod options;
 mod panics;
 mod pending;
@@ -16,13 +19,14 @@ use std::{
     thread,
 };
 
+pub(crate) use choice::Key;
+pub use observer::{Observed, Runner};
 pub use options::GroupOptions;
 pub use pending::Pending;
 
 use engine::Exchange;
-use line::Ticket;
+use flights::Job;
 use member::Member;
-use pending::Completion;
 
 use crate::{
     buffer::Buffer,
@@ -44,8 +48,9 @@ use crate::{
 /// error.
 ///
 /// Handles are cheap to clone and may be used from several threads; the operations of one rank
-/// run one after the other, in the order in which they were called. Results have the same bits on
-/// every rank, run after run, over every transport.
+/// begin and end in the order in which they were called, though several that were started may be
+/// under way at once. Results have the same bits on
+/// every rank, run after run, over every transport that [groups the ranks alike](ReduceOp).
 ///
 /// ```
 /// use std::thread;
@@ -100,7 +105,8 @@ impl ProcessGroup {
             ));
         }
         Topology::new(0, world_size)?;
-        Threads::world(world_size)
+        Threads::world(world_size)?
+            .into_iter()
             .enumerate()
             .map(|(rank, transport)| {
                 let topology = Topology::new(rank, world_size)?;
@@ -121,6 +127,8 @@ impl ProcessGroup {
     /// - a peer-lost error that names the rank that is gone before all are connected;
     /// - an unauthorized error where the job token is missing, or wrong on either side;
     /// - an address-in-use error where rank 0 is to host the store and its address is taken;
+    /// - a topology error, the same on every rank, where shared memory was asked for and there is
+    ///   none that all ranks can reach;
     /// - a protocol error where the store, or what is at its address, does not speak as it should;
     /// - an I/O error where the operating system refuses a socket, a file or a thread.
     pub fn connect(launch: &Launch, options: &GroupOptions) -> Result<Self> {
@@ -133,12 +141,12 @@ impl ProcessGroup {
             TransportKind::Auto => launch.transport,
             other => other,
         };
-        if !matches!(asked, TransportKind::Auto | TransportKind::Tcp) {
+        if asked == TransportKind::Threads {
             return Err(Error::new(
                 Kind::Misuse,
                 format!(
                     "processes cannot be connected by the {asked} transport; ACCEL_TRANSPORT and \
-                     the group's options allow auto or tcp"
+                     the group's options allow auto, hierarchical, shm or tcp"
                 ),
             ));
         }
@@ -157,7 +165,9 @@ impl ProcessGroup {
         let meeting = rendezvous.meet(&launch.topology, patience, liveness)?;
         let line = meeting.line.clone();
         let transport = Tcp::connect(&launch.topology, meeting, patience)?;
-        Self::join(launch.topology, options, Box::new(transport), line)
+        let group = Self::join(launch.topology, options, Box::new(transport), line)?;
+        choice::choose(&group.0.member, asked)?;
+        Ok(group)
     }
 
     /// This rank's place.
@@ -238,6 +248,45 @@ impl ProcessGroup {
             .with_op(op)
             .with_data(buffer.dtype(), buffer.len());
         self.0.start(contract, buffer, op)
+    }
+
+    /// Reduces the values of all ranks, element by element, in place and without a copy where the
+    /// buffer lies in the transport's memory; see [`buffer`](Self::buffer).
+    ///
+    /// It runs on the calling thread. Ranks that pass slices to [`all_reduce`](Self::all_reduce)
+    /// at the same time take part in the same operation.
+    ///
+    /// ```
+    /// use std::thread;
+    ///
+    /// use accelerator_collective::{DType, GroupOptions, ProcessGroup, ReduceOp};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// thread::scope(|scope| {
+    ///     for group in ranks {
+    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
+    ///             let mut buffer = group.buffer(DType::F32, 100_000);
+    ///             buffer.as_mut_slice::<f32>()?.fill(1.5);
+    ///             group.all_reduce_buffer(&mut buffer, ReduceOp::Sum)?;
+    ///             assert!(buffer.as_slice::<f32>()?.iter().all(|x| *x == 3.0));
+    ///             Ok(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`all_reduce`](Self::all_reduce). The buffer's contents are then unspecified.
+    #[track_caller]
+    pub fn all_reduce_buffer(&self, buffer: &mut Buffer, op: ReduceOp) -> Result<()> {
+        let contract = Contract::new(Call::AllReduce, Site::of(Location::caller()))
+            .with_op(op)
+            .with_data(buffer.dtype(), buffer.len());
+        self.run(&contract, |exchange| exchange.all_reduce_buffer(op, buffer))
     }
 
     /// Gives every rank the root's values.
@@ -341,7 +390,53 @@ impl ProcessGroup {
     ///
     /// As a `Vec` does, where the memory does not suffice.
     pub fn buffer(&self, dtype: DType, len: usize) -> Buffer {
-        self.0.member.transport.buffer(dtype, len)
+        let buffer = self.0.member.transport.buffer(dtype, len);
+        buffer.counted_by(&self.0.member.buffers)
+    }
+
+    /// The bytes of the buffers of this rank that live: those that [`buffer`](Self::buffer) has
+    /// made and nobody has dropped.
+    ///
+    /// ```
+    /// use accelerator_collective::{DType, ProcessGroup};
+    ///
+    /// let group = ProcessGroup::single();
+    /// let buffer = group.buffer(DType::F64, 1000);
+    /// assert!(group.buffer_bytes() >= 8000);
+    /// drop(buffer);
+    /// assert_eq!(group.buffer_bytes(), 0);
+    /// ```
+    pub fn buffer_bytes(&self) -> usize {
+        self.0.member.buffers.bytes()
+    }
+
+    /// Calls `observer` after each operation of this rank, before its result is given out: to
+    /// measure, not to compute. It runs on the thread that ran the operation, must not wait, and must
+    /// call no collective. Nothing is measured where nobody observes.
+    ///
+    /// ```
+    /// use std::sync::{Arc, atomic::{AtomicUsize, Ordering}};
+    ///
+    /// use accelerator_collective::{ProcessGroup, ReduceOp};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let group = ProcessGroup::single();
+    /// let bytes = Arc::new(AtomicUsize::new(0));
+    /// let sum = Arc::clone(&bytes);
+    /// group.observe(move |operation| {
+    ///     sum.fetch_add(operation.bytes, Ordering::Relaxed);
+    /// })?;
+    /// group.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum)?;
+    /// assert_eq!(bytes.load(Ordering::Relaxed), 32);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A misuse error where this rank has an observer already.
+    pub fn observe(&self, observer: impl Fn(&Observed) + Send + Sync + 'static) -> Result<()> {
+        self.0.member.observe(Box::new(observer))
     }
 
     /// Forbids collectives on all handles of this rank while the guard lives.
@@ -452,6 +547,11 @@ impl ProcessGroup {
         self.0.member.transport.inbox()
     }
 
+    #[cfg(test)]
+    pub(crate) fn world(&self) -> Option<&crate::shared::World> {
+        self.0.member.transport.shared()
+    }
+
     fn alone(options: &GroupOptions) -> Self {
         let transport = Box::new(Threads::alone());
         let member = Member::new(Topology::single(), options.clone(), transport, None);
@@ -483,7 +583,7 @@ impl ProcessGroup {
         let ticket = self.0.member.admit(contract)?;
         self.0
             .member
-            .perform(ticket, contract, body, |outcome| outcome)
+            .perform(Runner::Caller, ticket, contract, body, |outcome| outcome)
     }
 }
 
@@ -544,6 +644,8 @@ impl Handle {
                 if let Err(mpsc::SendError(job)) = jobs.send(job) {
                     // The thread is gone; the ticket must be served all the same.
                     job.run(&self.member);
+                } else {
+                    self.member.transport.inbox().nudge();
                 }
             }
             None => job.run(&self.member),
@@ -556,11 +658,7 @@ impl Handle {
         let member = Arc::clone(&self.member);
         thread::Builder::new()
             .name(format!("collective-{}", member.topology.rank()))
-            .spawn(move || {
-                for job in jobs {
-                    job.run(&member);
-                }
-            })
+            .spawn(move || flights::serve(&member, &jobs))
             .map_err(|error| Error::io("the communication thread cannot be started", error))?;
         Ok(sender)
     }
@@ -569,31 +667,6 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.member.leave();
-    }
-}
-
-/// A started operation on its way to the communication thread.
-struct Job {
-    ticket: Ticket,
-    contract: Contract,
-    buffer: Buffer,
-    op: ReduceOp,
-    completion: Completion,
-}
-
-impl Job {
-    fn run(self, member: &Member) {
-        let (dtype, op) = (self.buffer.dtype(), self.op);
-        let mut buffer = self.buffer;
-        member.perform(
-            self.ticket,
-            &self.contract,
-            |exchange| {
-                exchange.all_reduce(dtype, op, buffer.bytes_mut())?;
-                Ok(buffer)
-            },
-            |outcome| self.completion.complete(outcome),
-        );
     }
 }
 

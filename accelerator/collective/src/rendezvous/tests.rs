@@ -19,6 +19,7 @@ use crate::{
     group::{GroupOptions, ProcessGroup},
     reduce::ReduceOp,
     topology::{Launch, Topology},
+    transport::TransportKind,
     wire::{
         ReadError,
         message::{self, Message, Proves, Registration, Table},
@@ -31,7 +32,9 @@ const LIVENESS: Duration = Duration::from_secs(1);
 const SOON: Duration = Duration::from_secs(15);
 
 fn options() -> GroupOptions {
+    // Ranks that are played by hand have no memory to share.
     GroupOptions::new()
+        .with_transport(TransportKind::Tcp)
         .with_connect_timeout(Duration::from_secs(60))
         .with_liveness_timeout(LIVENESS)
 }

@@ -25,7 +25,7 @@ use crate::{
 /// | `ACCEL_STORE` | `launcher` where the launcher hosts the store, `rank0` (default) where rank 0 does |
 /// | `ACCEL_TOKEN_FILE` | the file that holds the job token |
 /// | `ACCEL_INSECURE` | `1` lets several hosts meet without a token |
-/// | `ACCEL_TRANSPORT` | `auto` (default), `tcp` or `threads` |
+/// | `ACCEL_TRANSPORT` | `auto` (default), `hierarchical`, `shm`, `tcp` or `threads` |
 /// | `ACCEL_LIVENESS_TIMEOUT` | after how many seconds of silence a rank counts as lost |
 /// | `ACCEL_RESTART`, `ACCEL_MAX_RESTARTS` | how often the job was restarted, and may be; set by the launcher |
 ///

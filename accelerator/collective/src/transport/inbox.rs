@@ -3,7 +3,10 @@
 use std::{
     collections::VecDeque,
     ops::Range,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -27,6 +30,10 @@ pub(crate) struct Inbox {
     /// A queue has become shorter.
     room: Condvar,
     pool: Arc<Pool>,
+    /// Whether there is anything that could end an operation whose data are here.
+    troubled: AtomicBool,
+    /// The rank for which this one waits, and one; zero while it waits for nobody.
+    awaited: AtomicUsize,
 }
 
 impl Inbox {
@@ -36,12 +43,15 @@ impl Inbox {
                 queues: (0..world_size).map(|_| Queue::default()).collect(),
                 blames: Vec::new(),
                 closed: false,
+                version: 0,
                 awake: None,
                 slept: None,
             }),
             arrival: Condvar::new(),
             room: Condvar::new(),
             pool: Arc::new(Pool::default()),
+            troubled: AtomicBool::new(false),
+            awaited: AtomicUsize::new(0),
         }
     }
 
@@ -59,8 +69,7 @@ impl Inbox {
         let queue = &mut state.queues[from];
         queue.bytes += parcel.weight();
         queue.parcels.push_back(parcel);
-        drop(state);
-        self.arrival.notify_one();
+        self.tell(state);
     }
 
     /// Waits a while for room in the queue of a sender, and says whether there is some.
@@ -76,11 +85,12 @@ impl Inbox {
 
     /// Notes that a peer said goodbye.
     pub(crate) fn left(&self, rank: usize, parting: Parting) {
-        self.lock().queues[rank].standing = match parting {
+        let mut state = self.lock();
+        state.queues[rank].standing = match parting {
             Parting::Closed => Standing::Left,
             Parting::Dropped => Standing::Dropped,
         };
-        self.arrival.notify_one();
+        self.tell(state);
     }
 
     /// Notes that a peer is gone without a word, unless it has said its last word before.
@@ -102,8 +112,8 @@ impl Inbox {
             _ => Cause::Lost(rank, cause, certainty),
         };
         state.blame(None, cause);
-        drop(state);
-        self.arrival.notify_one();
+        self.troubled.store(true, Ordering::Release);
+        self.tell(state);
     }
 
     /// Notes that a peer sends what the protocol does not allow.
@@ -111,8 +121,8 @@ impl Inbox {
         let mut state = self.lock();
         state.queues[rank].standing = Standing::Lost;
         state.blame(Some(0), Cause::Broke(rank, what));
-        drop(state);
-        self.arrival.notify_one();
+        self.troubled.store(true, Ordering::Release);
+        self.tell(state);
     }
 
     /// Notes that a peer has given up.
@@ -134,8 +144,31 @@ impl Inbox {
             }
         };
         state.blame(Some(abort.sequence), cause);
-        drop(state);
-        self.arrival.notify_one();
+        self.troubled.store(true, Ordering::Release);
+        self.tell(state);
+    }
+
+    /// Notes for which rank this one waits, so that others do not take it for the cause.
+    pub(crate) fn await_rank(&self, rank: Option<usize>) {
+        let code = rank.map_or(0, |rank| rank + 1);
+        self.awaited.store(code, Ordering::Relaxed);
+    }
+
+    /// The rank for which this one waits.
+    pub(crate) fn awaited(&self) -> Option<usize> {
+        self.awaited.load(Ordering::Relaxed).checked_sub(1)
+    }
+
+    /// Notes for which rank a peer waits.
+    pub(crate) fn waits(&self, rank: usize, awaited: Option<usize>) {
+        let mut state = self.lock();
+        let world_size = state.queues.len();
+        state.queues[rank].awaited = awaited.filter(|rank| *rank < world_size);
+    }
+
+    /// Those for whom `missing` wait in the end, and who wait for nobody themselves.
+    pub(crate) fn roots(&self, me: usize, missing: Vec<usize>) -> Vec<usize> {
+        self.lock().roots(me, missing)
     }
 
     /// Whether a peer has neither said its last word nor been given up.
@@ -186,6 +219,8 @@ impl Inbox {
     pub(crate) fn close(&self) {
         let mut state = self.lock();
         state.closed = true;
+        self.troubled.store(true, Ordering::Release);
+        state.version += 1;
         for queue in &mut state.queues {
             queue.parcels.clear();
             queue.bytes = 0;
@@ -206,40 +241,106 @@ impl Inbox {
         from: usize,
         awaited: Range<usize>,
         peers: &[Peer],
-        watch: &mut Watch<'_>,
+        watch: &mut Watch,
     ) -> Result<Parcel> {
         let mut state = self.lock();
         loop {
-            state.check_abort(peers, watch)?;
-            if let Some(parcel) = state.queues[from].pop() {
-                drop(state);
-                self.room.notify_all();
-                watch.moved(Instant::now());
+            if let Some(parcel) = state.attempt(from, Position::First, peers, watch)? {
+                self.taken(state, watch);
                 return Ok(parcel);
             }
-            state.check(from, peers, watch)?;
-            let rank = watch.rank;
-            let pause = watch.tick(|| {
-                let silent = |peer: &usize| state.queues[*peer].parcels.is_empty();
-                awaited
-                    .clone()
-                    .filter(|peer| *peer != rank)
-                    .filter(silent)
-                    .collect()
-            })?;
-            let due = Instant::now() + state.pause(pause);
-            state = self.wait(state, due);
-            watch.woke(due, Instant::now());
+            state = self.pause(state, awaited.clone(), watch)?;
         }
     }
 
+    /// The next part of an operation from a peer, where it has come.
+    pub(crate) fn poll(
+        &self,
+        from: usize,
+        place: Position,
+        peers: &[Peer],
+        watch: &mut Watch,
+    ) -> Result<Option<Parcel>> {
+        let mut state = self.lock();
+        let parcel = state.attempt(from, place, peers, watch)?;
+        if parcel.is_some() {
+            self.taken(state, watch);
+        }
+        Ok(parcel)
+    }
+
+    /// Counts what happened here.
+    pub(crate) fn version(&self) -> u64 {
+        self.lock().version
+    }
+
+    /// Waits until something happens that was not counted in `version`, or it is time to ask
+    /// again. `awaited` as for [`take`](Self::take).
+    pub(crate) fn wait_for_news(
+        &self,
+        version: u64,
+        awaited: Range<usize>,
+        watch: &mut Watch,
+    ) -> Result<()> {
+        let state = self.lock();
+        if state.version == version {
+            drop(self.pause(state, awaited, watch)?);
+        }
+        Ok(())
+    }
+
+    /// Ends the wait of [`wait_for_news`](Self::wait_for_news).
+    pub(crate) fn nudge(&self) {
+        self.tell(self.lock());
+    }
+
+    /// Waits until something may have happened.
+    fn pause<'a>(
+        &self,
+        state: MutexGuard<'a, State>,
+        awaited: Range<usize>,
+        watch: &mut Watch,
+    ) -> Result<MutexGuard<'a, State>> {
+        let (rank, sequence) = (watch.rank, watch.sequence);
+        let missing = awaited.filter(|peer| *peer != rank && !state.queues[*peer].holds(sequence));
+        self.await_rank(missing.clone().next());
+        let pause = watch.tick(|| state.roots(rank, missing.clone().collect()))?;
+        let due = Instant::now() + state.pause(pause);
+        let state = self.wait(state, due);
+        watch.woke(due, Instant::now());
+        Ok(state)
+    }
+
+    fn taken(&self, state: MutexGuard<'_, State>, watch: &mut Watch) {
+        drop(state);
+        self.await_rank(None);
+        self.room.notify_all();
+        watch.moved(Instant::now());
+    }
+
+    fn tell(&self, mut state: MutexGuard<'_, State>) {
+        state.version += 1;
+        drop(state);
+        self.arrival.notify_one();
+    }
+
     /// Whether a sender should go on: `Ok` while nothing speaks against it.
-    pub(crate) fn check(&self, to: usize, peers: &[Peer], watch: &Watch<'_>) -> Result<()> {
+    pub(crate) fn check(&self, to: usize, peers: &[Peer], watch: &Watch) -> Result<()> {
         self.lock().check(to, peers, watch)
     }
 
+    /// Whether nothing is known that could end an operation whose data are here.
+    pub(crate) fn is_calm(&self) -> bool {
+        !self.troubled.load(Ordering::Acquire)
+    }
+
+    /// Fails where a peer gave up this operation, or an earlier one, or this rank has left.
+    pub(crate) fn check_abort(&self, peers: &[Peer], watch: &Watch) -> Result<()> {
+        self.lock().check_abort(peers, watch)
+    }
+
     /// Waits a while for news about a peer to which nothing can be sent any more.
-    pub(crate) fn verdict(&self, to: usize, peers: &[Peer], watch: &Watch<'_>) -> Result<()> {
+    pub(crate) fn verdict(&self, to: usize, peers: &[Peer], watch: &Watch) -> Result<()> {
         let until = Instant::now() + VERDICT;
         let mut state = self.lock();
         loop {
@@ -261,6 +362,14 @@ impl Inbox {
         // Every change leaves the state whole, so a panic elsewhere does not spoil it.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Where an operation stands among those of its rank that are under way.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Position {
+    /// All before it are done.
+    First,
+    Later,
 }
 
 /// A part that has arrived.
@@ -294,6 +403,8 @@ struct State {
     /// the first.
     blames: Vec<Blame>,
     closed: bool,
+    /// Grows with everything that happens.
+    version: u64,
     /// When this process last said that it runs, and after how long without that the others may
     /// give it up.
     awake: Option<(Instant, Duration)>,
@@ -322,6 +433,25 @@ impl State {
         }
     }
 
+    /// See [`Inbox::roots`]. Ranks that wait in a circle, or for this one, are taken as they are.
+    fn roots(&self, me: usize, missing: Vec<usize>) -> Vec<usize> {
+        let root = |rank: usize| {
+            let mut last = rank;
+            for _ in &self.queues {
+                match self.queues.get(last).and_then(|queue| queue.awaited) {
+                    None => return last,
+                    Some(next) if next == me => return rank,
+                    Some(next) => last = next,
+                }
+            }
+            rank
+        };
+        let mut roots: Vec<usize> = missing.into_iter().map(root).collect();
+        roots.sort_unstable();
+        roots.dedup();
+        roots
+    }
+
     /// The failure that is told: what others say about this rank itself, else the first.
     fn cause(&self, me: usize) -> Option<&Blame> {
         let about_me = |blame: &&Blame| match &blame.cause {
@@ -340,7 +470,7 @@ impl State {
         told.find(|x| x.rank() == rank && x.certainty == Certainty::Settled)
     }
 
-    fn error(&self, cause: &Cause, peers: &[Peer], watch: &Watch<'_>) -> Error {
+    fn error(&self, cause: &Cause, peers: &[Peer], watch: &Watch) -> Error {
         let me = &peers[watch.rank];
         match cause {
             Cause::Lost(rank, cause, certainty) => match self.settled(*rank) {
@@ -363,9 +493,25 @@ impl State {
         }
     }
 
+    /// The next part from a peer, unless something speaks against going on.
+    fn attempt(
+        &mut self,
+        from: usize,
+        place: Position,
+        peers: &[Peer],
+        watch: &Watch,
+    ) -> Result<Option<Parcel>> {
+        self.check_abort(peers, watch)?;
+        let parcel = self.queues[from].pop(place, watch.sequence);
+        if parcel.is_none() {
+            self.check(from, peers, watch)?;
+        }
+        Ok(parcel)
+    }
+
     /// Fails where a peer gave up this operation, or an earlier one, even if its data are here:
     /// a rank that comes too late must not take the operation for done.
-    fn check_abort(&self, peers: &[Peer], watch: &Watch<'_>) -> Result<()> {
+    fn check_abort(&self, peers: &[Peer], watch: &Watch) -> Result<()> {
         match self.cause(watch.rank) {
             Some(Blame {
                 sequence: Some(at),
@@ -381,7 +527,7 @@ impl State {
     /// operation. A failure elsewhere gets a moment of grace, since a peer that has done its part
     /// of this operation may be gone already while the others complete it; so does the suspicion
     /// that this rank was given up, since those who did so may say why.
-    fn check(&self, from: usize, peers: &[Peer], watch: &Watch<'_>) -> Result<()> {
+    fn check(&self, from: usize, peers: &[Peer], watch: &Watch) -> Result<()> {
         self.check_abort(peers, watch)?;
         let standing = self.queues[from].standing;
         match self.cause(watch.rank) {
@@ -415,6 +561,8 @@ struct Queue {
     parcels: VecDeque<Parcel>,
     bytes: usize,
     standing: Standing,
+    /// For whom this rank waits, as it said last.
+    awaited: Option<usize>,
     /// Whether another rank says that this one is to blame.
     accused: bool,
 }
@@ -428,10 +576,27 @@ impl Queue {
         by_itself || self.accused
     }
 
-    fn pop(&mut self) -> Option<Parcel> {
-        let parcel = self.parcels.pop_front()?;
+    /// The next part of an operation. A part that has no place there is given too, for an error
+    /// to be made of it: that of an operation which is over, and that of one which the peer
+    /// begins only when it is done with this one.
+    fn pop(&mut self, place: Position, sequence: u64) -> Option<Parcel> {
+        let belongs = |parcel: &Parcel| {
+            let found = parcel.tag.sequence;
+            match place {
+                Position::First => found <= sequence || found >= sequence + FLIGHTS as u64,
+                Position::Later => found == sequence,
+            }
+        };
+        let index = self.parcels.iter().position(belongs)?;
+        let parcel = self.parcels.remove(index)?;
         self.bytes -= parcel.weight();
         Some(parcel)
+    }
+
+    fn holds(&self, sequence: u64) -> bool {
+        self.parcels
+            .iter()
+            .any(|parcel| parcel.tag.sequence == sequence)
     }
 }
 
@@ -466,9 +631,14 @@ enum Cause {
     Told(usize, Error),
 }
 
-/// At this many bytes the queue of one sender is full. The algorithms keep a peer a few chunks
-/// ahead at most, so only a broadcast to a slow rank ever gets there.
-const QUEUE_BYTES: usize = 64 * super::CHUNK;
+/// How many operations of one rank are under way at most.
+pub(crate) const FLIGHTS: usize = 4;
+
+/// At this many bytes the queue of one sender is full. The parts of a reduction that a peer sends
+/// before this rank has taken them are at most 16 chunks, for each operation under way, so only a
+/// broadcast to a slow rank ever gets there: a part that is needed never waits behind a full queue
+/// of parts that are not.
+const QUEUE_BYTES: usize = 128 * super::CHUNK;
 
 const GRACE: Duration = Duration::from_millis(100);
 
@@ -488,7 +658,11 @@ const DROPPED: &str =
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{error::Kind, transport::Place};
+    use crate::{
+        contract::{Call, Site},
+        error::Kind,
+        transport::{Patience, Place, Stage},
+    };
 
     #[test]
     fn who_is_accused_is_gone_and_who_accuses_is_not() {
@@ -518,5 +692,63 @@ mod tests {
         assert_eq!(inbox.last_words(0, Duration::ZERO), [2, 4]);
         inbox.left(4, Parting::Dropped);
         assert_eq!(inbox.gone(), [0, 2, 3, 4]);
+    }
+
+    #[test]
+    fn who_waits_for_another_is_not_the_one_that_is_missing() {
+        let inbox = Inbox::new(5);
+        assert_eq!(inbox.roots(0, vec![1, 2]), [1, 2]);
+        inbox.waits(1, Some(2));
+        inbox.waits(2, Some(3));
+        assert_eq!(inbox.roots(0, vec![1, 2, 4]), [3, 4]);
+        inbox.waits(2, None);
+        assert_eq!(inbox.roots(0, vec![1]), [2]);
+        // A circle, one through this rank, and a rank that is none.
+        inbox.waits(2, Some(1));
+        inbox.waits(4, Some(0));
+        inbox.waits(3, Some(9));
+        assert_eq!(inbox.roots(0, vec![1, 4]), [1, 4]);
+        assert_eq!(inbox.roots(0, vec![3]), [3]);
+    }
+
+    #[test]
+    fn each_operation_finds_its_own_parts() {
+        let inbox = Inbox::new(2);
+        let peers = [0, 1].map(|rank| Peer {
+            rank,
+            place: Place::Thread,
+        });
+        let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
+        let patience = Patience {
+            timeout: Duration::from_secs(50),
+            warn_after: Duration::from_secs(50),
+        };
+        let part = |sequence, index| Parcel {
+            tag: Tag {
+                sequence,
+                stage: Stage::Inward,
+                index,
+            },
+            contract: None,
+            chunk: Chunk::default(),
+        };
+        for (sequence, index) in [(6, 0), (5, 0), (6, 1), (5, 1), (9, 0)] {
+            inbox.deposit(1, part(sequence, index));
+        }
+        let poll = |sequence, position| {
+            let mut watch = Watch::new(0, sequence, contract, patience);
+            let parcel = inbox.poll(1, position, &peers, &mut watch).unwrap();
+            parcel.map(|parcel| (parcel.tag.sequence, parcel.tag.index))
+        };
+        assert_eq!(poll(5, Position::First), Some((5, 0)));
+        assert_eq!(poll(6, Position::Later), Some((6, 0)));
+        assert_eq!(poll(7, Position::Later), None);
+        assert_eq!(poll(5, Position::First), Some((5, 1)));
+        // The peer is done with 5, or it would not have begun 9.
+        assert_eq!(poll(5, Position::First), Some((9, 0)));
+        // One of an operation that is over.
+        assert_eq!(poll(7, Position::Later), None);
+        assert_eq!(poll(7, Position::First), Some((6, 1)));
+        assert_eq!(poll(7, Position::First), None);
     }
 }

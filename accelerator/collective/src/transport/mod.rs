@@ -8,7 +8,7 @@ mod watch;
 
 use std::{fmt, str::FromStr, time::Duration};
 
-pub(crate) use inbox::{Inbox, Parcel};
+pub(crate) use inbox::{FLIGHTS, Inbox, Parcel, Position};
 pub(crate) use tcp::Tcp;
 #[cfg(feature = "fuzzing")]
 pub(crate) use tcp::feed;
@@ -20,6 +20,7 @@ use crate::{
     contract::Contract,
     element::DType,
     error::{Certainty, Culprit, Error, Kind, Result},
+    shared::{Hosts, World},
 };
 
 /// The way in which the ranks of a group are connected.
@@ -40,16 +41,34 @@ pub enum TransportKind {
     /// The best that serves all ranks.
     #[default]
     Auto,
+    /// Shared memory between the processes of each host, TCP connections between hosts.
+    ///
+    /// An all-reduce combines the values of each host in rank order, then those of the hosts in
+    /// their order, so that a host sends no more than one rank would. Other operations, and means
+    /// of integers, go by connections. The ranks of a host must follow one another.
+    Hierarchical,
+    /// Memory that the processes of one host share.
+    Shm,
     /// TCP connections between processes.
     Tcp,
-    /// Queues between the threads of one process.
+    /// Memory of the one process whose threads the ranks are.
     Threads,
 }
 
 impl TransportKind {
+    const ALL: [Self; 5] = [
+        Self::Auto,
+        Self::Hierarchical,
+        Self::Shm,
+        Self::Tcp,
+        Self::Threads,
+    ];
+
     fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",
+            Self::Hierarchical => "hierarchical",
+            Self::Shm => "shm",
             Self::Tcp => "tcp",
             Self::Threads => "threads",
         }
@@ -66,13 +85,16 @@ impl FromStr for TransportKind {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        [Self::Auto, Self::Tcp, Self::Threads]
+        Self::ALL
             .into_iter()
             .find(|kind| kind.name() == text)
             .ok_or_else(|| {
                 Error::new(
                     Kind::Misuse,
-                    format!("{text:?} is no transport; expected auto, tcp or threads"),
+                    format!(
+                        "{text:?} is no transport; expected auto, hierarchical, shm, tcp or \
+                         threads"
+                    ),
                 )
             })
     }
@@ -80,19 +102,14 @@ impl FromStr for TransportKind {
 
 /// Moves tagged parts between ranks; knows nothing of reductions.
 ///
-/// The algorithms of the group stand on four promises:
+/// The algorithms of the group stand on three promises:
 /// - between two ranks, parts arrive in the order in which they were sent;
 /// - [`send`](Self::send) does not wait for the receiver's engine, only for room in its inbox,
 ///   so two ranks may send to each other at the same time;
 /// - a rank that is gone is reported to the inbox of every other rank, and an [`Abort`] of a rank
-///   arrives before the news that this rank is gone;
-/// - what was sent may be overwritten by the sender once the owner of that part has sent its
-///   result, and not before the algorithm receives it.
+///   arrives before the news that this rank is gone.
 ///
-/// The last promise is more than queues and sockets need, which copy: it lets a transport whose
-/// [`buffer`](Self::buffer)s lie in shared memory hand over a view instead of bytes. Its `send`
-/// publishes an offset where the part lies inside such a buffer, its [`Parcel`]s borrow the
-/// mapping, and the algorithms stay as they are.
+/// Ranks that [share](Self::shared) memory send no parts: the transport then tells who is gone.
 pub(crate) trait Transport: fmt::Debug + Send + Sync {
     fn kind(&self) -> TransportKind;
 
@@ -103,7 +120,13 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
     fn inbox(&self) -> &Inbox;
 
     /// Hands one part to a peer.
-    fn send(&self, to: usize, part: Part<'_>, watch: &mut Watch<'_>) -> Result<()>;
+    fn send(&self, to: usize, part: Part<'_>, watch: &mut Watch) -> Result<()>;
+
+    /// How many operations may be under way at once. More than one only where parts go through
+    /// the inbox alone.
+    fn lanes(&self) -> usize {
+        1
+    }
 
     /// Says the last word to every peer, without waiting for any of them for long. Nothing is
     /// sent afterwards.
@@ -136,9 +159,34 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
     /// Spoils the next part that is sent, as a fault; nothing where parts cannot be spoilt.
     fn spoil(&self) {}
 
+    /// The memory that the ranks share: where there is some, operations go through it, and nothing
+    /// is [sent](Self::send).
+    fn shared(&self) -> Option<&World> {
+        None
+    }
+
+    /// Lets operations go through shared memory from here on, where the ranks found some after they
+    /// were connected.
+    fn share(&self, world: World) {
+        let _ = world;
+    }
+
+    /// The hosts, where several ranks of one share memory and those of others do not.
+    fn hosts(&self) -> Option<&Hosts> {
+        None
+    }
+
+    /// Lets reductions go by hosts from here on.
+    fn share_by_hosts(&self, hosts: Hosts) {
+        let _ = hosts;
+    }
+
     /// A buffer that this transport reduces without further copies.
     fn buffer(&self, dtype: DType, len: usize) -> Buffer {
-        Buffer::zeroed(dtype, len)
+        match self.shared() {
+            Some(world) => world.buffer(dtype, len),
+            None => Buffer::zeroed(dtype, len),
+        }
     }
 }
 

@@ -1,21 +1,23 @@
 //! Ranks as threads of one process.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
+use std::{io, sync::Arc};
+
+use super::{Farewell, Inbox, Part, Peer, Place, Transport, TransportKind, Watch};
+use crate::{
+    error::{Error, Result},
+    shared::{Arena, Spin, World, cores},
 };
 
-use super::{Farewell, Inbox, Parcel, Part, Peer, Place, Transport, TransportKind, Watch};
-use crate::error::Result;
-
-/// One rank among the threads of a process: sending copies a part into the receiver's inbox.
+/// One rank among the threads of a process, which share its memory.
 ///
-/// A thread cannot fall silent alone, lose its connections or send a spoilt part, so such faults
-/// do nothing here. It can panic, leave early and be slow.
+/// A thread cannot fall silent alone, lose its connections or spoil what it says, so such faults do
+/// nothing here. It can panic, leave early and be slow.
 #[derive(Debug)]
 pub(crate) struct Threads {
     rank: usize,
     hub: Arc<Hub>,
+    /// None in a world of one.
+    world: Option<World>,
 }
 
 impl Threads {
@@ -24,16 +26,28 @@ impl Threads {
         Self {
             rank: 0,
             hub: Arc::new(Hub::new(1)),
+            world: None,
         }
     }
 
     /// The ranks of a new world, in rank order.
-    pub(crate) fn world(world_size: usize) -> impl Iterator<Item = Self> {
+    pub(crate) fn world(world_size: usize) -> Result<Vec<Self>> {
+        if world_size == 1 {
+            return Ok(vec![Self::alone()]);
+        }
+        let arenas: io::Result<Arc<[_]>> = (0..world_size)
+            .map(|_| Arena::of_thread().map(Arc::new))
+            .collect();
+        let arenas = arenas
+            .map_err(|error| Error::io("there is no memory that threads can share", error))?;
         let hub = Arc::new(Hub::new(world_size));
-        (0..world_size).map(move |rank| Self {
+        let spin = Spin::for_ranks(world_size, cores([]));
+        let ranks = (0..world_size).map(|rank| Self {
             rank,
             hub: Arc::clone(&hub),
-        })
+            world: Some(World::new(rank, Arc::clone(&arenas), 0, spin)),
+        });
+        Ok(ranks.collect())
     }
 }
 
@@ -50,28 +64,14 @@ impl Transport for Threads {
         &self.hub.inboxes[self.rank]
     }
 
-    fn send(&self, to: usize, part: Part<'_>, watch: &mut Watch<'_>) -> Result<()> {
-        let target = &self.hub.inboxes[to];
-        loop {
-            let due = Instant::now() + PAUSE;
-            if target.has_room(self.rank, PAUSE) {
-                break;
-            }
-            watch.woke(due, Instant::now());
-            self.inbox().check(to, self.peers(), watch)?;
-            watch.tick(|| vec![to])?;
-        }
-        let mut chunk = target.chunk(part.payload.len());
-        chunk.bytes_mut().copy_from_slice(part.payload);
-        target.deposit(
-            self.rank,
-            Parcel {
-                tag: part.tag,
-                contract: part.contract.copied(),
-                chunk,
-            },
-        );
-        Ok(())
+    fn send(&self, to: usize, _part: Part<'_>, watch: &mut Watch) -> Result<()> {
+        // Operations go through the memory that the threads share.
+        let me = &self.hub.peers[self.rank];
+        Err(watch.protocol(me, format_args!("it sent a part to rank {to}, a thread")))
+    }
+
+    fn shared(&self) -> Option<&World> {
+        self.world.as_ref()
     }
 
     fn farewell(&self, farewell: &Farewell) {
@@ -107,5 +107,3 @@ impl Hub {
         }
     }
 }
-
-const PAUSE: Duration = Duration::from_millis(20);

@@ -22,23 +22,18 @@ pub(crate) struct Patience {
 
 /// The clock of one operation of one rank.
 #[derive(Debug)]
-pub(crate) struct Watch<'a> {
+pub(crate) struct Watch {
     pub(crate) rank: usize,
     pub(crate) sequence: u64,
-    pub(crate) contract: &'a Contract,
+    pub(crate) contract: Contract,
     patience: Patience,
     /// The last progress.
     since: Instant,
     warned: bool,
 }
 
-impl<'a> Watch<'a> {
-    pub(crate) fn new(
-        rank: usize,
-        sequence: u64,
-        contract: &'a Contract,
-        patience: Patience,
-    ) -> Self {
+impl Watch {
+    pub(crate) fn new(rank: usize, sequence: u64, contract: Contract, patience: Patience) -> Self {
         Self {
             rank,
             sequence,
@@ -53,6 +48,11 @@ impl<'a> Watch<'a> {
     pub(crate) fn moved(&mut self, now: Instant) {
         self.since = now;
         self.warned = false;
+    }
+
+    /// Starts the clock anew.
+    pub(crate) fn restart(&mut self) {
+        self.moved(Instant::now());
     }
 
     /// Waits no longer than the time until the warning from here on.
@@ -183,7 +183,7 @@ impl<'a> Watch<'a> {
     }
 }
 
-impl fmt::Display for Watch<'_> {
+impl fmt::Display for Watch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "collective #{}, {}", self.sequence, self.contract)
     }

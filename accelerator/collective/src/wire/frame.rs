@@ -129,7 +129,8 @@ pub(crate) enum FrameKind {
     /// The rank leaves; the number of the chunk says how: 0 in good order, 1 without a word.
     Goodbye = 3,
     /// A sign of life. The number of the chunk says after how many milliseconds of silence the
-    /// sender gives a peer up.
+    /// sender gives a peer up, that of the operation for which rank it waits: one more than the
+    /// rank, or zero.
     Heartbeat = 4,
     /// Data on its way to the rank that owns its part.
     Inward = 5,

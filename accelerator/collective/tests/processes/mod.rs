@@ -6,11 +6,12 @@ use std::{
     io::Read,
     net::TcpListener,
     process::{Child, Command, ExitStatus, Stdio},
+    sync::atomic::{AtomicUsize, Ordering},
     thread,
     time::{Duration, Instant, SystemTime},
 };
 
-use accelerator_collective::{Error, GroupOptions, Launch, ProcessGroup, ReduceOp};
+use accelerator_collective::{DType, Error, GroupOptions, Launch, ProcessGroup, ReduceOp};
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
 /// What a rank that belongs to a job does; a test named `a_rank` calls it. Without the variables
@@ -28,7 +29,9 @@ pub(crate) fn rank() {
     let group = match deed {
         None => group,
         Some(deed) => {
-            println!("deed\t{}", now());
+            if !deed.ends_with("in the middle") {
+                println!("deed\t{}", now());
+            }
             // Only a rank that was stopped, or that a plan strikes, goes on.
             match act(&deed, group) {
                 Some(group) => group,
@@ -50,12 +53,12 @@ fn act(deed: &str, group: ProcessGroup) -> Option<ProcessGroup> {
     let strike = |signal| kill_process(getpid(), signal).unwrap();
     match deed {
         "kill" => strike(Signal::KILL),
-        "segv" => {
-            // The standard library takes the first one, and gives itself up as a handler.
+        "segv" => loop {
+            // The standard library takes the first one, and gives itself up as a handler. Two that
+            // come before any thread has time for them are one.
             strike(Signal::SEGV);
             thread::sleep(Duration::from_millis(10));
-            strike(Signal::SEGV);
-        }
+        },
         "stop" => {
             strike(Signal::STOP);
             // Another thread may take the signal; this one is stopped a little later.
@@ -72,12 +75,43 @@ fn act(deed: &str, group: ProcessGroup) -> Option<ProcessGroup> {
             group.abort("its data set is empty");
             return None;
         }
+        "kill in the middle" => strike_later(Signal::KILL),
+        "stop in the middle" => strike_later(Signal::STOP),
         // A fault plan strikes within the collective.
         _ => return Some(group),
+    }
+    if deed.ends_with("in the middle") {
+        return Some(group);
     }
     // Another thread may take the signal, which ends this one a little later.
     thread::sleep(Duration::from_secs(60));
     None
+}
+
+/// Strikes when this rank is in one of its collectives, wherever it is by then.
+fn strike_later(signal: Signal) {
+    thread::spawn(move || {
+        while CALLS.load(Ordering::Acquire) < 3 {
+            std::hint::spin_loop();
+        }
+        // A part of the time that one takes, another one each time.
+        thread::sleep(Duration::from_micros(
+            u64::from(std::process::id() % 29) * 100,
+        ));
+        println!("deed\t{}", now());
+        kill_process(getpid(), signal).unwrap();
+    });
+}
+
+/// How many collectives this rank has begun of those that it calls until one fails.
+static CALLS: AtomicUsize = AtomicUsize::new(0);
+
+fn reduce_for_ever(group: &ProcessGroup) -> Result<(), Error> {
+    let mut buffer = group.buffer(DType::F32, 3_000_000);
+    loop {
+        CALLS.fetch_add(1, Ordering::Release);
+        group.all_reduce_buffer(&mut buffer, ReduceOp::Mean)?;
+    }
 }
 
 fn report(group: &ProcessGroup, call: &str) {
@@ -107,6 +141,7 @@ fn invoke(group: &ProcessGroup, call: &str) -> Result<(), Error> {
         "all_reduce" => group.all_reduce(&mut values, ReduceOp::Sum),
         LARGE => group.all_reduce(&mut vec![1.0_f32; 3_000_000], ReduceOp::Sum),
         "barrier" => group.barrier(),
+        FOR_EVER => reduce_for_ever(group),
         "broadcast" => group.broadcast(&mut values, 0),
         _ => panic!("{call} is no call of this test"),
     }
@@ -279,7 +314,11 @@ pub(crate) fn assert_named(job: Job<'_>, ranks: &[Rank], kind: &str, cause: &str
         assert_eq!((error.rank, error.pid), (job.victim, pid), "{error:?}");
         assert!(error.cause.contains(cause), "{job:?}: {error:?}");
         let named = format!("rank {} (process {pid} on {})", job.victim, error.host);
-        for part in [&named, cause, "was in collective #2", job.call, "mod.rs:"] {
+        let number = match job.call {
+            FOR_EVER => "was in collective #",
+            _ => "was in collective #2",
+        };
+        for part in [&named, cause, number, job.call, "mod.rs:"] {
             assert!(error.text.contains(part), "{part:?} in {job:?}: {error:?}");
         }
         let waited = error.time.saturating_sub(deed);
@@ -289,6 +328,9 @@ pub(crate) fn assert_named(job: Job<'_>, ranks: &[Rank], kind: &str, cause: &str
 
 /// A collective of many frames from each rank to each.
 pub(crate) const LARGE: &str = "all_reduce sum f32 x 3000000";
+
+/// All-reduces of a large buffer, until one fails.
+pub(crate) const FOR_EVER: &str = "all_reduce mean f32 x 3000000";
 
 const WORLD: usize = 3;
 const CALL: &str = "COLLECTIVE_TEST_CALL";

@@ -26,35 +26,37 @@ fn lengths(world_size: usize) -> [usize; 7] {
 }
 
 pub(crate) fn every_type_and_reduction(means: Means, world_size: usize) {
-    fn all_ops<T: Sample>(group: &ProcessGroup) {
+    fn all_ops<T: Sample>(means: Means, group: &ProcessGroup) {
         let (rank, world_size) = (group.rank(), group.world_size());
+        let per_host = means.per_host(world_size);
         for len in lengths(world_size) {
             for op in OPS {
                 let what = format!("{op} {} x {len}, W = {world_size}", T::DTYPE);
-                let expected = reduced::<T>(world_size, len, op);
+                let expected = reduced::<T>(world_size, per_host, len, op);
                 let mut values = buffer::<T>(rank, len);
                 group.all_reduce(&mut values, op).unwrap();
                 assert_same(&values, &expected, &what);
 
                 let own = group.reduce_scatter(&buffer::<T>(rank, len), op).unwrap();
+                let expected = reduced::<T>(world_size, world_size, len, op);
                 let part = Partition::new(len, world_size).range(rank);
                 assert_same(&own, &expected[part], format_args!("scattered {what}"));
             }
         }
     }
-    run(means, world_size, |group| {
-        all_ops::<f32>(&group);
-        all_ops::<f64>(&group);
-        all_ops::<f16>(&group);
-        all_ops::<bf16>(&group);
-        all_ops::<i8>(&group);
-        all_ops::<i16>(&group);
-        all_ops::<i32>(&group);
-        all_ops::<i64>(&group);
-        all_ops::<u8>(&group);
-        all_ops::<u16>(&group);
-        all_ops::<u32>(&group);
-        all_ops::<u64>(&group);
+    run(means, world_size, move |group| {
+        all_ops::<f32>(means, &group);
+        all_ops::<f64>(means, &group);
+        all_ops::<f16>(means, &group);
+        all_ops::<bf16>(means, &group);
+        all_ops::<i8>(means, &group);
+        all_ops::<i16>(means, &group);
+        all_ops::<i32>(means, &group);
+        all_ops::<i64>(means, &group);
+        all_ops::<u8>(means, &group);
+        all_ops::<u16>(means, &group);
+        all_ops::<u32>(means, &group);
+        all_ops::<u64>(means, &group);
     });
 }
 
@@ -62,7 +64,8 @@ pub(crate) fn every_type_and_reduction(means: Means, world_size: usize) {
 /// sizes.
 pub(crate) fn many_chunks(means: Means, world_size: usize) {
     for len in [world_size * 65_536 + 1, world_size * 330_000 - 1] {
-        let expected = Arc::new(reduced::<f32>(world_size, len, ReduceOp::Sum));
+        let reduced = |per_host| Arc::new(reduced::<f32>(world_size, per_host, len, ReduceOp::Sum));
+        let (expected, scattered) = (reduced(means.per_host(world_size)), reduced(world_size));
         run(means, world_size, move |group| {
             let (rank, world_size) = (group.rank(), group.world_size());
             let own = buffer::<f32>(rank, len);
@@ -71,7 +74,7 @@ pub(crate) fn many_chunks(means: Means, world_size: usize) {
             assert_same(&values, &expected, len);
             let own = group.reduce_scatter(&own, ReduceOp::Sum).unwrap();
             let part = Partition::new(len, world_size).range(rank);
-            assert_same(&own, &expected[part], len);
+            assert_same(&own, &scattered[part], len);
         });
     }
 }
@@ -88,6 +91,83 @@ pub(crate) fn beyond_a_bucket(means: Means, world_size: usize) {
             .enumerate()
             .find(|(i, x)| **x != (*i % 1000) as f32 + shift);
         assert_eq!(wrong, None);
+    });
+}
+
+/// Buffers of the group, of another group and slices, in one operation; lengths around those at
+/// which the way changes.
+pub(crate) fn buffers(means: Means, world_size: usize) {
+    fn check<T: Sample>(means: Means, group: &ProcessGroup, stranger: &ProcessGroup, op: ReduceOp) {
+        let (rank, world_size) = (group.rank(), group.world_size());
+        let short = 16 * 1024 / size_of::<T>();
+        let chunk = 128 * 1024 / size_of::<T>();
+        for len in [
+            0,
+            1,
+            17,
+            short,
+            short + 1,
+            chunk - 1,
+            chunk + 33,
+            3 * chunk + 5,
+        ] {
+            let expected = reduced::<T>(world_size, means.per_host(world_size), len, op);
+            let own = buffer::<T>(rank, len);
+            // Everyone in place; nobody; those of odd rank.
+            for placed in [true, false, rank % 2 == 1] {
+                let home = if placed { group } else { stranger };
+                let mut values = home.buffer(T::DTYPE, len);
+                values.as_mut_slice::<T>().unwrap().copy_from_slice(&own);
+                let what = format!("{op} {} x {len}, W = {world_size}", T::DTYPE);
+                group.all_reduce_buffer(&mut values, op).unwrap();
+                assert_same(values.as_slice::<T>().unwrap(), &expected, what);
+            }
+        }
+    }
+    run(means, world_size, move |group| {
+        let stranger = ProcessGroup::single();
+        check::<f32>(means, &group, &stranger, ReduceOp::Sum);
+        check::<f64>(means, &group, &stranger, ReduceOp::Mean);
+        check::<bf16>(means, &group, &stranger, ReduceOp::Sum);
+        check::<f16>(means, &group, &stranger, ReduceOp::Max);
+        check::<i8>(means, &group, &stranger, ReduceOp::Mean);
+        check::<u32>(means, &group, &stranger, ReduceOp::Min);
+        assert_eq!((group.buffer_bytes(), stranger.buffer_bytes()), (0, 0));
+        // One that was reduced before is reduced again, and one may lie beside it.
+        let mut first = group.buffer(f32::DTYPE, 50_000);
+        let mut second = group.buffer(f32::DTYPE, 70_000);
+        assert!(group.buffer_bytes() >= 4 * 120_000);
+        for round in 0..4 {
+            first.as_mut_slice::<f32>().unwrap().fill(round as f32);
+            group.all_reduce_buffer(&mut first, ReduceOp::Sum).unwrap();
+            second.as_mut_slice::<f32>().unwrap().fill(1.0);
+            group.all_reduce_buffer(&mut second, ReduceOp::Sum).unwrap();
+            let sum = (round * group.world_size()) as f32;
+            assert!(first.as_slice::<f32>().unwrap().iter().all(|x| *x == sum));
+            let sum = group.world_size() as f32;
+            assert!(second.as_slice::<f32>().unwrap().iter().all(|x| *x == sum));
+        }
+    });
+}
+
+/// Who gets an error keeps a buffer of its own: nobody writes to it any more.
+pub(crate) fn a_buffer_outlives_a_failure(means: Means, world_size: usize) {
+    run(means, world_size, |group| {
+        // Else those that still connect learn it there.
+        group.barrier().unwrap();
+        let mut values = group.buffer(f32::DTYPE, 100_000);
+        let len = values.len();
+        values.as_mut_slice::<f32>().unwrap().fill(1.0);
+        if group.rank() == 0 {
+            group.abort("its data set is empty");
+            return;
+        }
+        let error = group.all_reduce_buffer(&mut values, ReduceOp::Sum);
+        assert!(error.unwrap_err().is_peer_lost());
+        assert_eq!(values.len(), len);
+        values.as_mut_slice::<f32>().unwrap().fill(2.0);
+        drop(group);
+        assert!(values.as_slice::<f32>().unwrap().iter().all(|x| *x == 2.0));
     });
 }
 
@@ -235,6 +315,45 @@ pub(crate) fn started_beside_blocking(means: Means, world_size: usize) {
                 );
             }
         }
+    });
+}
+
+/// One rank starts many operations at once, others have one at a time under way.
+pub(crate) fn ranks_start_as_they_like(means: Means, world_size: usize) {
+    run(means, world_size, |group| {
+        let (rank, world_size) = (group.rank(), group.world_size());
+        let sum = |index: usize| (world_size * (world_size - 1) / 2 + index * world_size) as f32;
+        let mut pending = Vec::new();
+        for (index, len) in [300_000, 10, 0, 70_000, 1_000_000, 5, 5, 200_000, 1, 4_200]
+            .into_iter()
+            .enumerate()
+        {
+            let mut buffer = group.buffer(f32::DTYPE, len);
+            let values = buffer.as_mut_slice::<f32>().unwrap();
+            values.fill((rank + index) as f32);
+            let check = move |values: &[f32]| {
+                assert_eq!(values.len(), len);
+                assert!(values.iter().all(|x| *x == sum(index)));
+            };
+            match rank % 3 {
+                0 => {
+                    let started = group.start_all_reduce(buffer, ReduceOp::Sum).unwrap();
+                    pending.push((started, check));
+                }
+                1 => {
+                    group.all_reduce(values, ReduceOp::Sum).unwrap();
+                    check(values);
+                }
+                _ => {
+                    let started = group.start_all_reduce(buffer, ReduceOp::Sum).unwrap();
+                    check(started.wait().unwrap().as_slice().unwrap());
+                }
+            }
+        }
+        for (pending, check) in pending {
+            check(pending.wait().unwrap().as_slice().unwrap());
+        }
+        group.barrier().unwrap();
     });
 }
 

@@ -18,10 +18,12 @@ macro_rules! transport {
                 [
                     every_type_and_reduction,
                     many_chunks,
+                    buffers,
                     broadcasts,
                     gathers,
                     objects,
                     barriers,
+                    ranks_start_as_they_like,
                     started_beside_blocking,
                     several_threads_share_a_handle,
                     misuse,
@@ -34,11 +36,13 @@ macro_rules! transport {
                 [
                     every_type_and_reduction,
                     many_chunks,
+                    buffers,
                     beyond_a_bucket,
                     broadcasts,
                     gathers,
                     objects,
                     barriers,
+                    ranks_start_as_they_like,
                     started_beside_blocking,
                     several_threads_share_a_handle,
                     misuse,
@@ -49,6 +53,7 @@ macro_rules! transport {
                     a_rank_that_panics,
                     a_rank_that_returns_early,
                     a_rank_that_aborts,
+                    a_buffer_outlives_a_failure,
                     a_slow_rank_is_not_lost,
                     started_operations_fail_too,
                 ]
@@ -59,11 +64,13 @@ macro_rules! transport {
                 [
                     every_type_and_reduction,
                     many_chunks,
+                    buffers,
                     beyond_a_bucket,
                     broadcasts,
                     gathers,
                     objects,
                     barriers,
+                    ranks_start_as_they_like,
                     started_beside_blocking,
                     several_threads_share_a_handle,
                     misuse,
@@ -74,6 +81,7 @@ macro_rules! transport {
                     a_rank_that_panics,
                     a_rank_that_returns_early,
                     a_rank_that_aborts,
+                    a_buffer_outlives_a_failure,
                     a_slow_rank_is_not_lost,
                     started_operations_fail_too,
                 ]
@@ -84,9 +92,11 @@ macro_rules! transport {
                 [
                     every_type_and_reduction,
                     many_chunks,
+                    buffers,
                     gathers,
                     objects,
                     barriers,
+                    ranks_start_as_they_like,
                     started_beside_blocking,
                     a_rank_that_panics,
                 ]
@@ -97,10 +107,12 @@ macro_rules! transport {
                 [
                     every_type_and_reduction,
                     many_chunks,
+                    buffers,
                     broadcasts,
                     gathers,
                     objects,
                     barriers,
+                    ranks_start_as_they_like,
                     started_beside_blocking,
                     orderly_ends,
                     disagreements,
@@ -109,6 +121,7 @@ macro_rules! transport {
                     a_rank_that_panics,
                     a_rank_that_returns_early,
                     a_rank_that_aborts,
+                    a_buffer_outlives_a_failure,
                     started_operations_fail_too,
                 ]
             );

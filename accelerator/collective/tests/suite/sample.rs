@@ -8,8 +8,8 @@ pub(crate) trait Sample: Element + PartialEq {
     /// extremes.
     fn sample(rank: usize, index: usize) -> Self;
 
-    /// The reduction of one value of each rank, one after the other.
-    fn oracle(values: &[Self], op: ReduceOp) -> Self;
+    /// The reduction of one value of each rank: host by host of so many ranks, one after the other.
+    fn oracle(values: &[Self], per_host: usize, op: ReduceOp) -> Self;
 }
 
 /// The buffer of one rank.
@@ -17,12 +17,17 @@ pub(crate) fn buffer<T: Sample>(rank: usize, len: usize) -> Vec<T> {
     (0..len).map(|index| T::sample(rank, index)).collect()
 }
 
-/// What all ranks should hold after a reduction.
-pub(crate) fn reduced<T: Sample>(world_size: usize, len: usize, op: ReduceOp) -> Vec<T> {
+/// What all ranks should hold after a reduction, host by host of so many ranks.
+pub(crate) fn reduced<T: Sample>(
+    world_size: usize,
+    per_host: usize,
+    len: usize,
+    op: ReduceOp,
+) -> Vec<T> {
     (0..len)
         .map(|index| {
             let values: Vec<T> = (0..world_size).map(|rank| T::sample(rank, index)).collect();
-            T::oracle(&values, op)
+            T::oracle(&values, per_host, op)
         })
         .collect()
 }
@@ -69,12 +74,16 @@ macro_rules! floats {
                     $from(fraction(rank, index))
                 }
 
-                fn oracle(values: &[Self], op: ReduceOp) -> Self {
+                fn oracle(values: &[Self], per_host: usize, op: ReduceOp) -> Self {
                     let nan = values.iter().find(|x| x.is_nan());
                     match op {
-                        ReduceOp::Sum => values[1..].iter().fold(values[0], |a, b| a + b),
+                        ReduceOp::Sum => {
+                            let hosts = values.chunks(per_host);
+                            let sums = hosts.map(|x| x[1..].iter().fold(x[0], |a, b| a + b));
+                            sums.reduce(|a, b| a + b).unwrap()
+                        }
                         ReduceOp::Mean => {
-                            Self::oracle(values, ReduceOp::Sum) / $from(values.len() as f64)
+                            Self::oracle(values, per_host, ReduceOp::Sum) / $from(values.len() as f64)
                         }
                         ReduceOp::Max => *nan.unwrap_or_else(|| {
                             values.iter().max_by(|a, b| a.total_cmp(b)).unwrap()
@@ -103,9 +112,9 @@ macro_rules! halves {
                     Self::from_f64(fraction(rank, index))
                 }
 
-                fn oracle(values: &[Self], op: ReduceOp) -> Self {
+                fn oracle(values: &[Self], per_host: usize, op: ReduceOp) -> Self {
                     let wide: Vec<f32> = values.iter().map(|x| x.to_f32()).collect();
-                    Self::from_f32(f32::oracle(&wide, op))
+                    Self::from_f32(f32::oracle(&wide, per_host, op))
                 }
             }
         )*
@@ -126,7 +135,7 @@ macro_rules! integers {
                     }
                 }
 
-                fn oracle(values: &[Self], op: ReduceOp) -> Self {
+                fn oracle(values: &[Self], _per_host: usize, op: ReduceOp) -> Self {
                     match op {
                         ReduceOp::Sum => values.iter().fold(0, |a, b| a.wrapping_add(*b)),
                         ReduceOp::Mean => {

@@ -3,14 +3,28 @@
 use std::{sync::mpsc, thread, time::Duration};
 
 use accelerator_collective::{
-    GroupOptions, Launch, ProcessGroup, Rendezvous, StoreHost, Topology, rendezvous::StoreServer,
+    GroupOptions, Launch, ProcessGroup, Rendezvous, StoreHost, Topology, TransportKind,
+    rendezvous::StoreServer,
 };
 
 /// How the ranks of a test are connected.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Means {
+    /// Hosts of two ranks, and the last one of what is left.
+    Hierarchical,
+    Shm,
     Tcp,
     Threads,
+}
+
+impl Means {
+    /// How many ranks a host holds, at most.
+    pub(crate) fn per_host(self, world_size: usize) -> usize {
+        match self {
+            Self::Hierarchical => 2,
+            Self::Shm | Self::Tcp | Self::Threads => world_size,
+        }
+    }
 }
 
 /// Deadlines that a loaded machine keeps.
@@ -53,16 +67,31 @@ pub(crate) fn run_with<R: Send + 'static>(
                 start(rank, Box::new(move || group));
             }
         }
-        Means::Tcp => {
+        Means::Hierarchical | Means::Shm | Means::Tcp => {
+            let transport = match means {
+                Means::Hierarchical => TransportKind::Hierarchical,
+                Means::Shm => TransportKind::Shm,
+                _ => TransportKind::Tcp,
+            };
             let server = StoreServer::bind(("127.0.0.1", 0), world_size, None).unwrap();
             let port = server.local_addr().port();
             store = Some(server);
             for rank in 0..world_size {
-                let launch = launch(rank, world_size, port);
-                let options = options.clone();
+                let mut launch = launch(rank, world_size, port);
+                if matches!(means, Means::Hierarchical) {
+                    let first = rank / 2 * 2;
+                    let size = 2.min(world_size - first);
+                    let topology = launch.topology.with_local(rank - first, size);
+                    launch.topology = topology.unwrap();
+                }
+                let options = options.clone().with_transport(transport);
                 start(
                     rank,
-                    Box::new(move || ProcessGroup::connect(&launch, &options).unwrap()),
+                    Box::new(move || {
+                        let group = ProcessGroup::connect(&launch, &options).unwrap();
+                        assert!(world_size == 1 || group.transport() == transport);
+                        group
+                    }),
                 );
             }
         }

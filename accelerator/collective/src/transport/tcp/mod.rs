@@ -8,16 +8,19 @@ mod reader;
 
 use std::{
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
 };
 
-use super::{Farewell, Inbox, Part, Parting, Peer, Place, Stage, Transport, TransportKind, Watch};
+use super::{
+    FLIGHTS, Farewell, Inbox, Part, Parting, Peer, Place, Stage, Transport, TransportKind, Watch,
+};
 use crate::{
     error::{Certainty, Error, Result},
     rendezvous::{LONGEST, Meeting},
+    shared::{Hosts, World},
     topology::Topology,
     wire::frame::{FrameKind, Head},
 };
@@ -39,6 +42,10 @@ pub(crate) struct Tcp {
     pace: Mutex<Pace>,
     /// Whether the next part is to be spoilt.
     spoilt: AtomicBool,
+    /// What operations go through instead of the connections, which then tell who is gone.
+    memory: OnceLock<World>,
+    /// Where reductions go by hosts.
+    hosts: OnceLock<Hosts>,
 }
 
 impl Tcp {
@@ -82,6 +89,8 @@ impl Tcp {
             patience,
             pace: Mutex::default(),
             spoilt: AtomicBool::new(false),
+            memory: OnceLock::new(),
+            hosts: OnceLock::new(),
         })
     }
 
@@ -102,7 +111,11 @@ impl Tcp {
 
 impl Transport for Tcp {
     fn kind(&self) -> TransportKind {
-        TransportKind::Tcp
+        match (self.memory.get(), self.hosts.get()) {
+            (Some(_), _) => TransportKind::Shm,
+            (None, Some(_)) => TransportKind::Hierarchical,
+            (None, None) => TransportKind::Tcp,
+        }
     }
 
     fn peers(&self) -> &[Peer] {
@@ -113,7 +126,7 @@ impl Transport for Tcp {
         &self.inbox
     }
 
-    fn send(&self, to: usize, part: Part<'_>, watch: &mut Watch<'_>) -> Result<()> {
+    fn send(&self, to: usize, part: Part<'_>, watch: &mut Watch) -> Result<()> {
         let Some(link) = &self.links[to] else {
             return Err(watch.protocol(&self.peers[self.rank], "it sent a part to itself"));
         };
@@ -138,7 +151,11 @@ impl Transport for Tcp {
             due = now + link::TICK;
             if failure.is_none() {
                 let check = self.inbox.check(to, &self.peers, watch);
-                let check = check.and_then(|()| watch.tick(|| vec![to]).map(drop));
+                let check = check.and_then(|()| {
+                    watch
+                        .tick(|| self.inbox.roots(self.rank, vec![to]))
+                        .map(drop)
+                });
                 if let Err(error) = check {
                     // Who is lost takes nothing more.
                     let linger = match error.is_peer_lost() && error.ranks().contains(&to) {
@@ -162,6 +179,13 @@ impl Transport for Tcp {
                 let why = format!("its connection broke: {error}");
                 Err(watch.lost(&self.peers[to], &why, Certainty::Guessed))
             }
+        }
+    }
+
+    fn lanes(&self) -> usize {
+        match self.kind() {
+            TransportKind::Tcp => FLIGHTS,
+            _ => 1,
         }
     }
 
@@ -225,6 +249,24 @@ impl Transport for Tcp {
             self.inbox.lost(rank, text, Certainty::Settled);
         }
         true
+    }
+
+    fn shared(&self) -> Option<&World> {
+        self.memory.get()
+    }
+
+    fn hosts(&self) -> Option<&Hosts> {
+        self.hosts.get()
+    }
+
+    fn share_by_hosts(&self, hosts: Hosts) {
+        // It is told once, when the ranks have found out.
+        let _ = self.hosts.set(hosts);
+    }
+
+    fn share(&self, world: World) {
+        // It is told once, when the ranks have found out.
+        let _ = self.memory.set(world);
     }
 
     fn cut(&self) {

@@ -35,7 +35,8 @@ impl Tcp {
             });
         }
         let milliseconds = liveness.as_millis().try_into().unwrap_or(u32::MAX);
-        let frame = Head::new(FrameKind::Heartbeat, 0, milliseconds, &[], &[]).encode();
+        let awaited = self.inbox.awaited().map_or(0, |rank| rank as u64 + 1);
+        let frame = Head::new(FrameKind::Heartbeat, awaited, milliseconds, &[], &[]).encode();
         let mut tick = beat(liveness);
         for (_, link) in self.present() {
             link.beat(&frame);

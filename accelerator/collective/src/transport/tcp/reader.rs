@@ -121,6 +121,9 @@ impl<S: Read> Reader<S> {
             }
             FrameKind::Heartbeat => {
                 self.ear.wish(head.index);
+                let awaited = head.sequence.checked_sub(1);
+                self.inbox
+                    .waits(rank, awaited.and_then(|rank| usize::try_from(rank).ok()));
                 return Ok(());
             }
             FrameKind::Begin => Stage::Begin,

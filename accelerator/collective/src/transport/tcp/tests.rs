@@ -16,7 +16,7 @@ use crate::{
     reduce::ReduceOp,
     rendezvous::{Key, Meeting, Rendezvous, StoreHost, StoreServer},
     topology::{Launch, Topology},
-    transport::Abort,
+    transport::{Abort, TransportKind},
     wire::{
         frame::{FrameKind, Head},
         message::Registration,
@@ -89,7 +89,9 @@ fn reduce(len: usize) -> impl Fn(ProcessGroup) -> Error + Clone + Send {
 }
 
 fn patient() -> GroupOptions {
-    GroupOptions::new().with_progress_timeout(Duration::from_secs(50))
+    GroupOptions::new()
+        .with_progress_timeout(Duration::from_secs(50))
+        .with_transport(TransportKind::Tcp)
 }
 
 /// A liveness deadline of a second.
@@ -350,6 +352,100 @@ fn bytes_that_are_no_frame_are_told() {
             assert_eq!(error.ranks(), [2], "{error}");
             assert!(error.to_string().contains(text), "{error}");
         }
+    }
+}
+
+/// The odd rank answers nothing before it has heard of all three operations, and then the last
+/// one first.
+#[test]
+fn started_operations_are_under_way_together() {
+    let sums = run(
+        2,
+        &patient(),
+        |group| {
+            let pending: Vec<_> = (0..3)
+                .map(|index| {
+                    let mut buffer = group.buffer(f32::DTYPE, 4);
+                    buffer.as_mut_slice().unwrap().fill(index as f32);
+                    group.start_all_reduce(buffer, ReduceOp::Sum).unwrap()
+                })
+                .collect();
+            let sums = pending.into_iter().map(|pending| {
+                let buffer = pending.wait().unwrap();
+                buffer.as_slice::<f32>().unwrap()[3]
+            });
+            sums.collect::<Vec<f32>>()
+        },
+        |mut streams| {
+            let mut frames = Vec::new();
+            while frames.len() < 3 {
+                let head = Head::read(&mut streams[0]).unwrap();
+                let mut body = vec![0; head.preamble + head.payload];
+                streams[0].read_exact(&mut body).unwrap();
+                if head.kind == FrameKind::Begin {
+                    assert_eq!(head.sequence, frames.len() as u64);
+                    frames.push((head, body));
+                }
+            }
+            for (head, body) in frames.into_iter().rev() {
+                streams[0].write_all(&head.encode()).unwrap();
+                streams[0].write_all(&body).unwrap();
+            }
+            // Until the other one leaves.
+            let _ = streams[0].read_to_end(&mut Vec::new());
+        },
+    );
+    assert_eq!(sums, [[0.0, 2.0, 4.0]]);
+}
+
+/// An error ends the operations that are under way in their order: what is done before it stays
+/// done.
+#[test]
+fn what_comes_before_an_error_is_done() {
+    let outcomes = run(
+        2,
+        &patient(),
+        |group| {
+            let start = |_| {
+                let buffer = group.buffer(f32::DTYPE, 4);
+                group.start_all_reduce(buffer, ReduceOp::Sum).unwrap()
+            };
+            let pending: Vec<_> = (0..4).map(start).collect();
+            let outcomes = pending.into_iter().map(|pending| pending.wait().map(drop));
+            outcomes.collect::<Vec<_>>()
+        },
+        |mut streams| {
+            let mut frames = Vec::new();
+            while frames.len() < 3 {
+                let head = Head::read(&mut streams[0]).unwrap();
+                let mut body = vec![0; head.preamble + head.payload];
+                streams[0].read_exact(&mut body).unwrap();
+                if head.kind == FrameKind::Begin {
+                    frames.push((head, body));
+                }
+            }
+            // The second one is never answered; the third one is wrong, and heard of at once.
+            let mut wrong = frames[2].0;
+            wrong.payload = 0;
+            wrong.checksum =
+                Head::new(wrong.kind, 2, 0, &frames[2].1[..wrong.preamble], &[]).checksum;
+            streams[0].write_all(&wrong.encode()).unwrap();
+            streams[0]
+                .write_all(&frames[2].1[..wrong.preamble])
+                .unwrap();
+            streams[0].write_all(&frames[0].0.encode()).unwrap();
+            streams[0].write_all(&frames[0].1).unwrap();
+        },
+    );
+    let [first, second, third, fourth] = &outcomes[0][..] else {
+        panic!("{outcomes:?}");
+    };
+    assert!(first.is_ok(), "{first:?}");
+    let error = second.as_ref().unwrap_err();
+    assert!(error.is_peer_lost(), "{error}");
+    assert!(error.to_string().contains("collective #1"), "{error}");
+    for later in [third, fourth] {
+        assert_eq!(later.as_ref().unwrap_err().to_string(), error.to_string());
     }
 }
 

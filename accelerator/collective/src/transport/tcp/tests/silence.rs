@@ -202,7 +202,7 @@ fn who_was_stopped_and_given_up_knows_it() {
     drop(other);
     let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
     let patience = patient().patience();
-    let mut watch = Watch::new(0, 4, &contract, patience);
+    let mut watch = Watch::new(0, 4, contract, patience);
     let error = tcp.inbox.take(1, 1..2, &tcp.peers, &mut watch).unwrap_err();
     assert_eq!(error.ranks(), [0], "{error}");
     let text = error.to_string();

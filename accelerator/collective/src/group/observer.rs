@@ -1,0 +1,134 @@
+//! Who looks on at a rank's operations.
+
+use std::{
+    fmt,
+    time::{Duration, Instant},
+};
+
+use crate::contract::Contract;
+
+/// An operation of this rank that has ended, well or not; see
+/// [`ProcessGroup::observe`](crate::ProcessGroup::observe).
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Observed {
+    /// The method that was called, such as `all_reduce`.
+    pub name: &'static str,
+    /// The number of the operation in the group, from 0, the same on every rank.
+    pub sequence: u64,
+    /// The size of the data that this rank passed.
+    pub bytes: usize,
+    /// When its turn came: the operations before it were done, or it was begun beside them.
+    pub started: Instant,
+    /// When it was done.
+    pub ended: Instant,
+    /// Which thread it ran on.
+    pub runner: Runner,
+}
+
+impl Observed {
+    /// How long it took, waiting for other ranks included.
+    pub fn duration(&self) -> Duration {
+        self.ended.duration_since(self.started)
+    }
+}
+
+/// The thread that runs an operation.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub enum Runner {
+    /// The one that called it: a blocking operation.
+    Caller,
+    /// The group's own, which runs started operations; several of them may be under way at once,
+    /// and they end in their order.
+    Communication,
+}
+
+pub(super) type Callback = Box<dyn Fn(&Observed) + Send + Sync>;
+
+/// An operation that somebody looks on at, from its start.
+pub(super) struct Observation<'a> {
+    callback: &'a Callback,
+    runner: Runner,
+    started: Instant,
+}
+
+impl<'a> Observation<'a> {
+    pub(super) fn begin(callback: Option<&'a Callback>, runner: Runner) -> Option<Self> {
+        callback.map(|callback| Self {
+            callback,
+            runner,
+            started: Instant::now(),
+        })
+    }
+
+    pub(super) fn end(self, sequence: u64, contract: &Contract) {
+        (self.callback)(&Observed {
+            name: contract.call.name(),
+            sequence,
+            bytes: contract.bytes(),
+            started: self.started,
+            ended: Instant::now(),
+            runner: self.runner,
+        });
+    }
+}
+
+impl fmt::Debug for Observation<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Observation")
+            .field("runner", &self.runner)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        sync::{Arc, Mutex},
+        thread,
+    };
+
+    use super::*;
+    use crate::{DType, GroupOptions, ProcessGroup, ReduceOp};
+
+    #[test]
+    fn every_operation_is_seen_before_its_result() {
+        let ranks = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
+        thread::scope(|scope| {
+            for group in ranks {
+                scope.spawn(move || {
+                    let seen = Arc::new(Mutex::new(Vec::new()));
+                    let notes = Arc::clone(&seen);
+                    let note = move |observed: &Observed| notes.lock().unwrap().push(*observed);
+                    group.observe(note).unwrap();
+                    let before = Instant::now();
+                    group.all_reduce(&mut [1_u16; 3], ReduceOp::Sum).unwrap();
+                    assert_eq!(seen.lock().unwrap().len(), 1);
+                    let pending: Vec<_> = (1..6)
+                        .map(|len| {
+                            let buffer = group.buffer(DType::F64, len);
+                            group.start_all_reduce(buffer, ReduceOp::Sum).unwrap()
+                        })
+                        .collect();
+                    for (number, pending) in pending.into_iter().enumerate() {
+                        pending.wait().unwrap();
+                        assert!(seen.lock().unwrap().len() >= 2 + number);
+                    }
+                    group.barrier().unwrap();
+                    let seen = seen.lock().unwrap();
+                    let bytes: Vec<_> = seen.iter().map(|observed| observed.bytes).collect();
+                    assert_eq!(bytes, [6, 8, 16, 24, 32, 40, 0]);
+                    assert_eq!(seen[6].name, "barrier");
+                    for (number, observed) in seen.iter().enumerate() {
+                        assert_eq!(observed.sequence, number as u64);
+                        let beside = (1..6).contains(&number);
+                        assert_eq!(observed.runner == Runner::Communication, beside);
+                        assert!(before <= observed.started && observed.started <= observed.ended);
+                    }
+                    assert!(seen.windows(2).all(|pair| pair[0].ended <= pair[1].ended));
+                    assert!(group.observe(|_| {}).unwrap_err().is_misuse());
+                });
+            }
+        });
+    }
+}

@@ -1,0 +1,325 @@
+//! The arithmetic of reductions, as fast as memory.
+//!
+//! [`fold`] combines the same part of all ranks' buffers in rank order and writes the result to one
+//! place, or to all of those buffers at once. It works block by block: of every rank in turn it
+//! reads a few vector registers full, and writes the totals when the last rank is in. Totals never
+//! leave the registers, every byte is read once and written once.
+//!
+//! The code is written once, as loops over arrays, and compiled several times: for AVX-512, for
+//! AVX2, and for what every processor of the architecture has. The widest that the processor has is
+//! taken. Bits do not depend on it: an element's operations and their order are the same, and where
+//! an instruction leaves bits open (the payload of a sum that is NaN) they are fixed. Only `f16` has
+//! conversions of its own for each (`path.rs`).
+//!
+//! What was tried and left out, with two cores and buffers of 64 KB to 100 MB: totals in the
+//! first-level cache rather than in registers (half as fast within caches, no faster from memory),
+//! stores that bypass the caches (the lines have just been read: up to 20 times slower), and
+//! prefetching (the processor finds these streams by itself). `speed.rs` measures.
+#![expect(unsafe_code, reason = "works on memory that several ranks share")]
+
+mod arithmetic;
+mod path;
+
+#[cfg(test)]
+mod speed;
+#[cfg(test)]
+mod tests;
+
+use half::{bf16, f16};
+
+use crate::{
+    element::DType,
+    reduce::{ReduceOp, Share},
+};
+use arithmetic::{ExactMean, Kernel, Max, Mean, Min, Sum};
+pub(crate) use path::Path;
+use path::{Convert, Instructions, Portable};
+
+/// Combines `len` elements of each of `sources`, in their order, and writes the result to each of
+/// `targets`, as [`ReduceOp`] says. Without sources it does nothing.
+///
+/// # Safety
+///
+/// - Each source can be read, and each target written, for `len` elements of `dtype`.
+/// - All of them are aligned to the element.
+/// - A target is exactly one of the sources, or touches none of them; no two targets overlap.
+/// - Nobody else writes sources, or reads or writes targets, meanwhile: also no other process.
+pub(crate) unsafe fn fold(
+    dtype: DType,
+    op: ReduceOp,
+    sources: &[*const u8],
+    targets: &[*mut u8],
+    len: usize,
+) {
+    // SAFETY: the caller promises the same.
+    unsafe { fold_by(Path::best(), dtype, op, sources, targets, len) }
+}
+
+/// Combines the shares of all ranks, in rank order, into `out`.
+///
+/// `out` holds the values of the rank whose share says `None`. All shares have the length of `out`,
+/// which is a whole number of elements.
+///
+/// # Panics
+///
+/// Panics where a share has another length, or is not aligned to the elements.
+pub(crate) fn fold_shares(dtype: DType, op: ReduceOp, shares: &[impl Share], out: &mut [u8]) {
+    fold_shares_by(Path::best(), dtype, op, shares, out);
+}
+
+/// As [`fold_shares`], by the instructions that are given.
+pub(crate) fn fold_shares_by(
+    path: Path,
+    dtype: DType,
+    op: ReduceOp,
+    shares: &[impl Share],
+    out: &mut [u8],
+) {
+    let (bytes, out) = (out.len(), out.as_mut_ptr());
+    let len = bytes / dtype.size();
+    let source = |share: &_| {
+        let source = match Share::bytes(share) {
+            Some(share) => {
+                assert_eq!(share.len(), bytes, "a share as long as the output");
+                share.as_ptr()
+            }
+            None => out.cast_const(),
+        };
+        let offset = source.align_offset(dtype.size());
+        assert!(len == 0 || offset == 0, "a share aligned to its elements");
+        source
+    };
+    assert!(
+        len == 0 || out.align_offset(dtype.size()) == 0,
+        "an output aligned to its elements"
+    );
+    let mut few = [std::ptr::null(); FEW];
+    let many: Vec<*const u8>;
+    let sources = if let Some(few) = few.get_mut(..shares.len()) {
+        for (slot, share) in few.iter_mut().zip(shares) {
+            *slot = source(share);
+        }
+        &*few
+    } else {
+        many = shares.iter().map(source).collect();
+        &many
+    };
+    // SAFETY: `out` is borrowed mutably and the shares are borrowed, so nobody else writes them
+    // and those with bytes of their own do not touch `out`; the others are `out` itself. Lengths and
+    // alignment were checked.
+    unsafe { fold_by(path, dtype, op, sources, &[out], len) }
+}
+
+/// As many ranks find room for their pointers on the stack.
+const FEW: usize = 128;
+
+/// As [`fold`], by the instructions that are given.
+///
+/// # Safety
+///
+/// As for [`fold`].
+pub(crate) unsafe fn fold_by(
+    path: Path,
+    dtype: DType,
+    op: ReduceOp,
+    sources: &[*const u8],
+    targets: &[*mut u8],
+    len: usize,
+) {
+    let parts = Parts {
+        sources,
+        targets,
+        len,
+    };
+    if sources.is_empty() {
+        return;
+    }
+    // The number is that of elements in a block: totals of 256 bytes.
+    macro_rules! run {
+        ($kernel:ty, $block:expr) => {
+            // SAFETY: the caller promises what `run` asks, for elements of this type.
+            unsafe { run::<$kernel, { $block }, { $block / 2 }>(path, &parts) }
+        };
+    }
+    macro_rules! float {
+        ($element:ty, $block:expr) => {
+            match op {
+                ReduceOp::Max => run!(Max<$element>, $block),
+                ReduceOp::Mean => run!(Mean<$element>, $block),
+                ReduceOp::Min => run!(Min<$element>, $block),
+                ReduceOp::Sum => run!(Sum<$element>, $block),
+            }
+        };
+    }
+    macro_rules! integer {
+        ($element:ty, $block:expr) => {
+            match op {
+                ReduceOp::Max => run!(Max<$element>, $block),
+                // Vectors do not divide integers.
+                // SAFETY: the caller promises what `blocks` asks.
+                ReduceOp::Mean => unsafe {
+                    blocks::<ExactMean<$element>, _, 8>(Portable, &parts);
+                },
+                ReduceOp::Min => run!(Min<$element>, $block),
+                ReduceOp::Sum => run!(Sum<$element>, $block),
+            }
+        };
+    }
+    match dtype {
+        DType::BF16 => float!(bf16, 64),
+        DType::F16 => float!(f16, 64),
+        DType::F32 => float!(f32, 64),
+        DType::F64 => float!(f64, 32),
+        DType::I8 => integer!(i8, 256),
+        DType::I16 => integer!(i16, 128),
+        DType::I32 => integer!(i32, 64),
+        DType::I64 => integer!(i64, 32),
+        DType::U8 => integer!(u8, 256),
+        DType::U16 => integer!(u16, 128),
+        DType::U32 => integer!(u32, 64),
+        DType::U64 => integer!(u64, 32),
+    }
+}
+
+/// What is combined, and where the results go.
+struct Parts<'a> {
+    sources: &'a [*const u8],
+    targets: &'a [*mut u8],
+    len: usize,
+}
+
+/// Combines in blocks of `WIDE` elements, or of `SLIM` where vectors are short.
+///
+/// # Safety
+///
+/// As for [`fold`], for elements of the kernel's type, with at least one source.
+unsafe fn run<K: Kernel, const WIDE: usize, const SLIM: usize>(path: Path, parts: &Parts<'_>) {
+    match path.instructions() {
+        // SAFETY: the caller promises the same.
+        Instructions::Portable => unsafe { blocks::<K, _, SLIM>(Portable, parts) },
+        // SAFETY: the same, and a path exists only where the processor has its instructions.
+        #[cfg(target_arch = "x86_64")]
+        Instructions::Avx2 => unsafe { avx2::<K, WIDE>(parts) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Instructions::Avx512 => unsafe { avx512::<K, WIDE>(parts) },
+    }
+}
+
+/// # Safety
+///
+/// As for [`run`], on a processor with these instructions.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,f16c")]
+unsafe fn avx2<K: Kernel, const N: usize>(parts: &Parts<'_>) {
+    // SAFETY: the caller promises the same.
+    unsafe { blocks::<K, _, N>(path::Avx2::assume(), parts) }
+}
+
+/// # Safety
+///
+/// As for [`run`], on a processor with these instructions.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c")]
+unsafe fn avx512<K: Kernel, const N: usize>(parts: &Parts<'_>) {
+    // SAFETY: the caller promises the same.
+    unsafe { blocks::<K, _, N>(path::Avx512::assume(), parts) }
+}
+
+/// Two ranks, the most frequent number, have their pointers in registers.
+///
+/// # Safety
+///
+/// As for [`run`].
+#[inline(always)]
+unsafe fn blocks<K: Kernel, P: Convert, const N: usize>(convert: P, parts: &Parts<'_>) {
+    let Parts {
+        sources,
+        targets,
+        len,
+    } = *parts;
+    // SAFETY: the caller promises the same, of the same pointers.
+    unsafe {
+        match (sources, targets) {
+            (&[a, b], &[x, y]) if K::PAIRS => each::<K, P, N>(convert, &[a, b], &[x, y], len),
+            (&[a, b], &[x]) if K::PAIRS => each::<K, P, N>(convert, &[a, b], &[x], len),
+            _ => each::<K, P, N>(convert, sources, targets, len),
+        }
+    }
+}
+
+/// # Safety
+///
+/// As for [`blocks`].
+#[inline(always)]
+unsafe fn each<K: Kernel, P: Convert, const N: usize>(
+    convert: P,
+    sources: &[*const u8],
+    targets: &[*mut u8],
+    len: usize,
+) {
+    let mut start = 0;
+    while len - start >= N {
+        let total = total::<K, P, N>(convert, sources.len(), |rank| {
+            // SAFETY: `start + N <= len` elements can be read; an array is aligned as its elements.
+            unsafe {
+                sources[rank]
+                    .cast::<K::Value>()
+                    .add(start)
+                    .cast::<[K::Value; N]>()
+                    .read()
+            }
+        });
+        for target in targets {
+            // SAFETY: as above, for writing. All sources of this block were read before.
+            unsafe {
+                target
+                    .cast::<K::Value>()
+                    .add(start)
+                    .cast::<[K::Value; N]>()
+                    .write(total)
+            };
+        }
+        start += N;
+    }
+    let rest = len - start;
+    if rest > 0 {
+        let total = total::<K, P, N>(convert, sources.len(), |rank| {
+            let mut values = [K::ZERO; N];
+            // SAFETY: `start + rest` is `len`, `rest` is less than `N`, and a local array touches
+            // nothing else.
+            unsafe {
+                let source = sources[rank].cast::<K::Value>().add(start);
+                source.copy_to_nonoverlapping(values.as_mut_ptr(), rest);
+            }
+            values
+        });
+        for target in targets {
+            // SAFETY: as above, for writing.
+            unsafe {
+                let target = target.cast::<K::Value>().add(start);
+                target.copy_from_nonoverlapping(total.as_ptr(), rest);
+            }
+        }
+    }
+}
+
+/// One block of all ranks.
+#[inline(always)]
+fn total<K: Kernel, P: Convert, const N: usize>(
+    convert: P,
+    world: usize,
+    load: impl Fn(usize) -> [K::Value; N],
+) -> [K::Value; N] {
+    let mut total = K::widen(convert, &load(0));
+    for rank in 1..world {
+        let values = K::widen(convert, &load(rank));
+        for (total, value) in total.iter_mut().zip(values) {
+            *total = K::join(*total, value);
+        }
+    }
+    for total in &mut total {
+        *total = K::finish(*total, world);
+    }
+    K::narrow(convert, &total)
+}

@@ -1,0 +1,188 @@
+//! What a rank says about an operation, in words of shared memory.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::memory::Atomics;
+use crate::contract::Contract;
+
+/// One rank's declaration of one operation, and where its data lie.
+///
+/// | word | content |
+/// |---|---|
+/// | 0 | operation, reduction, element type, length of the file name (a byte each), root |
+/// | 1 | number of elements |
+/// | 2 | sequence number of the operation |
+/// | 3 | offset of the data in the rank's arena, or all ones |
+/// | 4 | a check of the words before |
+/// | 5.. | line and file of the call |
+///
+/// Ranks that agree read the first five words, which lie in one cache line.
+#[repr(C, align(128))]
+#[derive(Debug)]
+pub(super) struct Card {
+    words: [AtomicU64; WORDS],
+}
+
+// SAFETY: atomic integers, and padding that nobody reads.
+unsafe impl Atomics for Card {}
+
+impl Card {
+    /// Writes the declaration, and says how the others will read it. What is read meanwhile is
+    /// rubbish: the protocol says when to read.
+    pub(super) fn write(&self, sequence: u64, contract: &Contract, data: Option<usize>) -> Brief {
+        let mut words = [0; WORDS];
+        let (bytes, len) = contract.encode();
+        let (fixed, file) = bytes[..len].split_at(Contract::FIXED);
+        let word = |range: std::ops::Range<usize>| {
+            let mut word = [0; 8];
+            word[..range.len()].copy_from_slice(&fixed[range]);
+            u64::from_le_bytes(word)
+        };
+        words[0] = word(0..8);
+        words[1] = word(8..16);
+        words[2] = sequence;
+        words[3] = data.map_or(u64::MAX, |offset| offset as u64);
+        words[4] = check(&words);
+        words[5] = word(16..20);
+        for (target, source) in words[FILE..].iter_mut().zip(file.chunks(8)) {
+            let mut word = [0; 8];
+            word[..source.len()].copy_from_slice(source);
+            *target = u64::from_le_bytes(word);
+        }
+        for (target, word) in self.words.iter().zip(words) {
+            target.store(word, Ordering::Relaxed);
+        }
+        Brief::of(&words)
+    }
+
+    /// Makes it wrong, as a fault.
+    pub(super) fn spoil(&self) {
+        self.words[2].fetch_xor(1, Ordering::Relaxed);
+    }
+
+    /// Reads what matters to ranks that agree; `None` where the check is wrong.
+    pub(super) fn read(&self) -> Option<Brief> {
+        let words: [u64; CHECK + 1] = std::array::from_fn(|i| self.word(i));
+        if check(&words) != words[CHECK] {
+            return None;
+        }
+        Some(Brief::of(&words))
+    }
+
+    /// Reads everything; `None` where it is no declaration.
+    pub(super) fn contract(&self) -> Option<Contract> {
+        let mut bytes = [0; Contract::BOUND];
+        bytes[..8].copy_from_slice(&self.word(0).to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.word(1).to_le_bytes());
+        bytes[16..20].copy_from_slice(&self.word(5).to_le_bytes()[..4]);
+        for (target, word) in bytes[Contract::FIXED..].chunks_mut(8).zip(FILE..) {
+            target.copy_from_slice(&self.word(word).to_le_bytes()[..target.len()]);
+        }
+        let end = Contract::FIXED + usize::from(bytes[3]);
+        Contract::decode(bytes.get(..end)?)
+    }
+
+    fn word(&self, index: usize) -> u64 {
+        self.words[index].load(Ordering::Relaxed)
+    }
+}
+
+/// What matters of a declaration to ranks that agree.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Brief {
+    /// Operation, reduction, element type and root.
+    pub(super) kind: u64,
+    /// The number of elements.
+    pub(super) len: u64,
+    pub(super) sequence: u64,
+    /// Where the data lie in the rank's arena.
+    pub(super) data: Option<u64>,
+}
+
+impl Brief {
+    fn of(words: &[u64]) -> Self {
+        Self {
+            // Without the length of the file name, in which ranks may differ.
+            kind: words[0] & !(0xff << 24),
+            len: words[1],
+            sequence: words[2],
+            data: (words[3] != u64::MAX).then_some(words[3]),
+        }
+    }
+}
+
+/// Enough to notice words that somebody else has written.
+fn check(words: &[u64]) -> u64 {
+    words[..CHECK].iter().fold(SEED, |check, word| {
+        let mixed = (check ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        mixed ^ mixed >> 29
+    })
+}
+
+/// Not zero, so that words that nobody has written are no declaration.
+const SEED: u64 = 0x6163_6365_6c5f_7368;
+
+const CHECK: usize = 4;
+const FILE: usize = 6;
+const WORDS: usize = 16;
+
+const _: () = assert!(
+    Contract::BOUND - Contract::FIXED <= 8 * (WORDS - FILE),
+    "a declaration fits its card"
+);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        contract::{Call, Site},
+        element::DType,
+        reduce::ReduceOp,
+    };
+
+    fn card() -> Card {
+        Card {
+            words: Default::default(),
+        }
+    }
+
+    #[test]
+    fn declarations_survive_the_card() {
+        let card = card();
+        assert_eq!(card.read(), None, "nobody has written it");
+        for path in ["", "main.rs", &format!("{}/train.rs", "x".repeat(100))] {
+            let contract = Contract::new(Call::AllReduce, Site::new(path, 77))
+                .with_op(ReduceOp::Mean)
+                .with_data(DType::BF16, 1 << 33);
+            card.write(5, &contract, Some(4096));
+            let brief = card.read().unwrap();
+            assert_eq!((brief.len, brief.sequence), (1 << 33, 5));
+            assert_eq!(brief.data, Some(4096));
+            let back = card.contract().unwrap();
+            assert_eq!(back.to_string(), contract.to_string());
+        }
+    }
+
+    #[test]
+    fn ranks_that_mean_the_same_write_the_same() {
+        let (one, two) = (card(), card());
+        let declare = |card: &Card, path, root| {
+            let contract = Contract::new(Call::Broadcast, Site::new(path, 1))
+                .with_data(DType::F32, 3)
+                .with_root(root);
+            card.write(0, &contract, None);
+            card.read().unwrap()
+        };
+        assert_eq!(declare(&one, "a.rs", 1), declare(&two, "other.rs", 1));
+        assert_ne!(declare(&one, "a.rs", 1), declare(&two, "a.rs", 2));
+    }
+
+    #[test]
+    fn a_spoilt_card_is_noticed() {
+        let card = card();
+        card.write(0, &Contract::new(Call::Barrier, Site::new("a.rs", 1)), None);
+        assert!(card.read().is_some());
+        card.spoil();
+        assert_eq!(card.read(), None);
+    }
+}

@@ -1,0 +1,105 @@
+//! Whole operations over shared memory, small enough for memcheck.
+
+use std::thread;
+
+use super::arena::CHUNK;
+use crate::{DType, GroupOptions, ProcessGroup, ReduceOp};
+
+fn run(world_size: usize, start: u32, body: impl Fn(&ProcessGroup) + Sync) {
+    let ranks = ProcessGroup::threads(world_size, &GroupOptions::new()).unwrap();
+    for group in &ranks {
+        let signal = group.world().unwrap().own().signal();
+        // A count may not leap further than half its range.
+        for part in 1..=4 {
+            signal.raise(start / 4 * part);
+        }
+        signal.raise(start);
+    }
+    thread::scope(|scope| {
+        for group in &ranks {
+            scope.spawn(|| body(group));
+        }
+    });
+}
+
+/// Every operation, with lengths around those at which the way changes.
+fn everything(group: &ProcessGroup) {
+    let (rank, world_size) = (group.rank(), group.world_size());
+    let ranks = (world_size * (world_size - 1) / 2) as f32;
+    let stranger = ProcessGroup::single();
+    for len in [1, 100, 5_000, CHUNK / 4 + 1, CHUNK / 2 + 77] {
+        let own: Vec<f32> = (0..len).map(|i| (i + rank) as f32).collect();
+        let sum = |i: usize| (i * world_size) as f32 + ranks;
+        let is_sum = |(i, x): (usize, &f32)| *x == sum(i);
+        for home in [group, &stranger] {
+            let mut buffer = home.buffer(DType::F32, len);
+            buffer.as_mut_slice::<f32>().unwrap().copy_from_slice(&own);
+            group.all_reduce_buffer(&mut buffer, ReduceOp::Sum).unwrap();
+            let values = buffer.as_slice::<f32>().unwrap();
+            assert!(values.iter().enumerate().all(is_sum), "{len}");
+        }
+        let mut values = own.clone();
+        group.all_reduce(&mut values, ReduceOp::Sum).unwrap();
+        assert!(values.iter().enumerate().all(is_sum), "{len}");
+        let part = group.reduce_scatter(&own, ReduceOp::Max).unwrap();
+        assert!(part.len() <= len.div_ceil(world_size));
+        let all = group.all_gather(&own).unwrap();
+        assert_eq!(all[(world_size - 1) * len], (world_size - 1) as f32);
+        let varied = group.all_gather_varied(&own[..len / (rank + 1)]).unwrap();
+        assert_eq!(varied[1].len(), len / 2);
+        let mut values = own;
+        group.broadcast(&mut values, 1).unwrap();
+        assert_eq!(values[0], 1.0);
+        let text = "x".repeat(len);
+        let told = group.broadcast_object(Some(&text), 0).unwrap();
+        assert_eq!(told.len(), len);
+        group.barrier().unwrap();
+    }
+}
+
+#[test]
+fn operations_touch_no_more_than_their_memory() {
+    for world_size in [2, 3] {
+        run(world_size, 0, everything);
+    }
+}
+
+/// Steps are counted in 31 bits.
+#[test]
+fn steps_go_on_where_their_count_begins_anew() {
+    for before in 1..=6 {
+        run(2, (1 << 31) - before, |group| {
+            for len in [10, 10_000, 100_000] {
+                let mut buffer = group.buffer(DType::I32, len);
+                buffer.as_mut_slice::<i32>().unwrap().fill(1);
+                group.all_reduce_buffer(&mut buffer, ReduceOp::Sum).unwrap();
+                assert!(buffer.as_slice::<i32>().unwrap().iter().all(|x| *x == 2));
+                let mut values = vec![1_i32; len];
+                group.all_reduce(&mut values, ReduceOp::Sum).unwrap();
+                assert!(values.iter().all(|x| *x == 2));
+            }
+        });
+    }
+}
+
+/// A rank that fails in an operation may have others write to its buffer still.
+#[test]
+fn a_buffer_that_others_may_write_to_is_given_up() {
+    let ranks = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
+    let mut buffer = ranks[0].buffer(DType::F32, 10_000);
+    let before = buffer.bytes().as_ptr();
+    assert!(buffer.lend(ranks[0].world().unwrap().own()).is_some());
+    assert_ne!(buffer.bytes().as_ptr(), before, "the loan did not end well");
+    assert_eq!(buffer.bytes().len(), 40_000);
+    assert!(buffer.lend(ranks[0].world().unwrap().own()).is_none());
+
+    let mut buffer = ranks[0].buffer(DType::F32, 10_000);
+    let before = buffer.bytes().as_ptr();
+    assert!(buffer.lend(ranks[1].world().unwrap().own()).is_none());
+    buffer.lend(ranks[0].world().unwrap().own()).unwrap().end();
+    assert_eq!(buffer.bytes().as_ptr(), before);
+    ranks[1].abort("its data set is empty");
+    let error = ranks[0].all_reduce_buffer(&mut buffer, ReduceOp::Sum);
+    assert!(error.unwrap_err().is_peer_lost());
+    assert_ne!(buffer.bytes().as_ptr(), before, "the operation failed");
+}

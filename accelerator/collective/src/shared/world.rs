@@ -1,0 +1,82 @@
+//! The ranks that share memory.
+
+use std::{fmt, sync::Arc};
+
+use super::{
+    arena::{Arena, Region},
+    signal::{Signal, Spin},
+};
+use crate::{buffer::Buffer, element::DType};
+
+/// One rank's view of the ranks of its host: their arenas, in rank order.
+#[derive(Clone)]
+pub(crate) struct World {
+    rank: usize,
+    arenas: Arc<[Arc<Arena>]>,
+    /// The rank of the first of them in the whole group; the others follow.
+    first: usize,
+    spin: Spin,
+}
+
+impl World {
+    /// `rank` is the place of this rank's arena among `arenas`, whose first belongs to the rank
+    /// `first` of the whole group.
+    pub(crate) fn new(rank: usize, arenas: Arc<[Arc<Arena>]>, first: usize, spin: Spin) -> Self {
+        Self {
+            rank,
+            arenas,
+            first,
+            spin,
+        }
+    }
+
+    /// This rank's place.
+    pub(crate) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The number of ranks.
+    pub(crate) fn size(&self) -> usize {
+        self.arenas.len()
+    }
+
+    /// The rank in the whole group of who has this place here.
+    pub(crate) fn member(&self, place: usize) -> usize {
+        self.first + place
+    }
+
+    /// A buffer in this rank's arena, or on the heap where there is no room.
+    pub(crate) fn buffer(&self, dtype: DType, len: usize) -> Buffer {
+        let bytes = len.checked_mul(dtype.size());
+        let region = bytes.and_then(|bytes| Region::new(self.own(), bytes));
+        match region {
+            Some(region) => Buffer::shared(dtype, len, region),
+            None => Buffer::zeroed(dtype, len),
+        }
+    }
+
+    pub(super) fn spin(&self) -> Spin {
+        self.spin
+    }
+
+    pub(crate) fn own(&self) -> &Arc<Arena> {
+        &self.arenas[self.rank]
+    }
+
+    pub(super) fn arena(&self, rank: usize) -> &Arena {
+        &self.arenas[rank]
+    }
+
+    pub(super) fn signal(&self, rank: usize) -> &Signal {
+        self.arenas[rank].signal()
+    }
+}
+
+impl fmt::Debug for World {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("World")
+            .field("rank", &self.rank)
+            .field("arenas", &self.arenas)
+            .finish_non_exhaustive()
+    }
+}

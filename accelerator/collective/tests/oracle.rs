@@ -1,0 +1,116 @@
+//! Reductions against a scalar oracle: any length, type and reduction, on 2 to 5 ranks.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test fails where its preparation does"
+)]
+
+#[allow(dead_code, reason = "other tests use the rest of it")]
+#[path = "suite/sample.rs"]
+mod sample;
+#[allow(dead_code, reason = "other tests use the rest of it")]
+#[path = "suite/world.rs"]
+mod world;
+
+use accelerator_collective::{Partition, ProcessGroup, ReduceOp};
+use half::{bf16, f16};
+use proptest::{prelude::*, sample::select};
+use sample::{Sample, assert_same, buffer, reduced};
+use world::{Means, run};
+
+/// One operation: which type, which reduction, how many elements, and how each rank passes them.
+#[derive(Clone, Copy, Debug)]
+struct Operation {
+    check: fn(&ProcessGroup, ReduceOp, usize, u32),
+    op: ReduceOp,
+    len: usize,
+    /// Bit `r`: rank `r` passes a buffer of the group.
+    placed: u32,
+}
+
+fn check<T: Sample>(group: &ProcessGroup, op: ReduceOp, len: usize, placed: u32) {
+    let (rank, world_size) = (group.rank(), group.world_size());
+    let what = format!("{op} {} x {len}, W = {world_size}, {placed:b}", T::DTYPE);
+    let expected = reduced::<T>(world_size, world_size, len, op);
+    let mut values = buffer::<T>(rank, len);
+    let own = group.reduce_scatter(&values, op).unwrap();
+    let part = Partition::new(len, world_size).range(rank);
+    assert_same(&own, &expected[part], &what);
+    if placed >> rank & 1 == 1 {
+        let mut shared = group.buffer(T::DTYPE, len);
+        shared.as_mut_slice::<T>().unwrap().copy_from_slice(&values);
+        group.all_reduce_buffer(&mut shared, op).unwrap();
+        assert_same(shared.as_slice::<T>().unwrap(), &expected, &what);
+    } else {
+        group.all_reduce(&mut values, op).unwrap();
+        assert_same(&values, &expected, &what);
+    }
+}
+
+fn operation() -> impl Strategy<Value = Operation> {
+    let checks: [fn(&ProcessGroup, ReduceOp, usize, u32); 12] = [
+        check::<f32>,
+        check::<f64>,
+        check::<f16>,
+        check::<bf16>,
+        check::<i8>,
+        check::<i16>,
+        check::<i32>,
+        check::<i64>,
+        check::<u8>,
+        check::<u16>,
+        check::<u32>,
+        check::<u64>,
+    ];
+    let ops = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Min];
+    // Around the ends of vectors, of short operations and of chunks of any type.
+    let lens = prop_oneof![
+        0..70_usize,
+        2_000..2_100_usize,
+        (
+            select(vec![16 * 1024, 128 * 1024, 256 * 1024]),
+            select(vec![1, 2, 4, 8]),
+            0..140_usize
+        )
+            .prop_map(|(bytes, size, near)| (bytes / size + near).saturating_sub(70)),
+    ];
+    let placed = prop_oneof![Just(u32::MAX), Just(0), any::<u32>()];
+    (select(checks.to_vec()), select(ops.to_vec()), lens, placed).prop_map(
+        |(check, op, len, placed)| Operation {
+            check,
+            op,
+            len,
+            placed,
+        },
+    )
+}
+
+fn holds(means: Means, world_size: usize, operations: &[Operation]) {
+    let operations = operations.to_vec();
+    run(means, world_size, move |group| {
+        for operation in &operations {
+            (operation.check)(&group, operation.op, operation.len, operation.placed);
+        }
+    });
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(16))]
+
+    #[test]
+    fn threads_agree_with_the_oracle(
+        world_size in 2..=5_usize,
+        operations in proptest::collection::vec(operation(), 1..6),
+    ) {
+        holds(Means::Threads, world_size, &operations);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn shared_memory_agrees_with_the_oracle(
+        world_size in 2..=5_usize,
+        operations in proptest::collection::vec(operation(), 1..6),
+    ) {
+        holds(Means::Shm, world_size, &operations);
+    }
+}
