@@ -48,7 +48,10 @@
 //! | start, choose device, precision, seed | [`Accelerator::new`], [`Accelerator::builder`] |
 //! | shard and prefetch data exactly | [`data`] |
 //! | average gradients, accumulate, clip | [`Accelerator::backward`], [`Gradients`] |
+//! | send gradients in half precision | [`Compression`] |
+//! | send gradients while backward runs | [`Overlap`] |
 //! | step an optimizer with its schedule | [`optim`] |
+//! | see where the time of a step goes | [`Accelerator::step_summary`], [`AcceleratorBuilder::with_trace`] |
 //! | evaluate | [`metric`], [`Accelerator::reduce`], [`Accelerator::gather_for_metrics`] |
 //! | save and load models | [`Accelerator::save_model`], [`Accelerator::load_model`], [`model`] |
 //! | find a rank whose parameters drifted | [`Accelerator::check_replicas`] |
@@ -80,6 +83,7 @@ pub mod optim;
 mod outcome;
 mod prepare;
 mod replicas;
+pub mod timeline;
 
 pub use accelerator_collective as collective;
 pub use accelerator_plan as plan;
@@ -87,7 +91,7 @@ pub use accelerator_plan as plan;
 pub use crate::accelerator::{Accelerator, AcceleratorBuilder};
 pub use crate::device::DeviceKind;
 pub use crate::error::{Error, Result};
-pub use crate::gradient::{Gradients, Weight};
+pub use crate::gradient::{Compression, Gradients, Overlap, OverlapReport, OverlapState, Weight};
 pub use crate::launch::launch;
 pub use crate::prepare::{Prepare, kind};
 

@@ -74,19 +74,21 @@ impl<M: Module + fmt::Display> Prepare<kind::Model> for M {
 impl Prepare<kind::Optimizer> for ModuleOptimizer {
     type Prepared = PreparedOptimizer<Manual>;
 
-    fn prepare(self, _accelerator: &Accelerator) -> Result<Self::Prepared> {
-        Ok(PreparedOptimizer::manual(self))
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        let timeline = accelerator.shared.timeline.clone();
+        Ok(PreparedOptimizer::manual(self, timeline))
     }
 }
 
 impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByStep> for (ModuleOptimizer, S) {
     type Prepared = PreparedOptimizer<Scheduled>;
 
-    fn prepare(self, _accelerator: &Accelerator) -> Result<Self::Prepared> {
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
         let (optimizer, scheduler) = self;
         Ok(PreparedOptimizer::scheduled(
             optimizer,
             Scheduler::by_step(scheduler.into()),
+            accelerator.shared.timeline.clone(),
         ))
     }
 }
@@ -96,11 +98,12 @@ impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByEpoch>
 {
     type Prepared = PreparedOptimizer<Scheduled>;
 
-    fn prepare(self, _accelerator: &Accelerator) -> Result<Self::Prepared> {
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
         let (optimizer, PerEpoch(scheduler)) = self;
         Ok(PreparedOptimizer::scheduled(
             optimizer,
             Scheduler::by_epoch(scheduler.into()),
+            accelerator.shared.timeline.clone(),
         ))
     }
 }

@@ -1,32 +1,81 @@
 //! What the environment may say besides where this process stands.
 
+use core::fmt::Display;
+use core::str::FromStr;
+use std::path::{Path, PathBuf};
+
 use accelerator_collective::Launch;
 
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
+use crate::gradient::{Compression, Overlap};
 
 /// Names the device, as [`AcceleratorBuilder::device`](super::AcceleratorBuilder::device) does.
 const DEVICE: &str = "ACCEL_DEVICE";
+
+/// Names the compression, as
+/// [`AcceleratorBuilder::with_compression`](super::AcceleratorBuilder::with_compression) does.
+const COMPRESSION: &str = "ACCEL_COMPRESSION";
+
+/// Says whether communication overlaps, as
+/// [`AcceleratorBuilder::with_overlap`](super::AcceleratorBuilder::with_overlap) does.
+const OVERLAP: &str = "ACCEL_OVERLAP";
+
+/// Names the file of the trace, as
+/// [`AcceleratorBuilder::with_trace`](super::AcceleratorBuilder::with_trace) does.
+const TRACE: &str = "ACCEL_TRACE";
 
 /// Moves the fixtures of this project's own tests.
 const FIXTURES: &str = "ACCEL_FIXTURES";
 
 /// The device of the program and of the environment, which must not contradict each other.
 pub(super) fn device(asked: Option<DeviceKind>) -> Result<DeviceKind> {
-    let named = match std::env::var(DEVICE) {
+    Ok(agreed("device", asked, DEVICE)?.unwrap_or_else(DeviceKind::preferred))
+}
+
+/// The compression of the program and of the environment, in the same way.
+pub(super) fn compression(asked: Option<Compression>) -> Result<Compression> {
+    Ok(agreed("compression", asked, COMPRESSION)?.unwrap_or_default())
+}
+
+/// The file of the trace, in the same way.
+pub(super) fn trace(asked: Option<&Path>) -> Result<Option<PathBuf>> {
+    let named = std::env::var_os(TRACE).filter(|path| !path.is_empty());
+    match (asked, named.map(PathBuf::from)) {
+        (Some(asked), Some(named)) if asked != named => Err(Error::config(format!(
+            "the program asks for a trace in `{}`, and {TRACE} for one in `{}`; unset the variable, \
+             or leave the choice to it",
+            asked.display(),
+            named.display()
+        ))),
+        (asked, named) => Ok(asked.map(Path::to_owned).or(named)),
+    }
+}
+
+/// The overlap of the program and of the environment, in the same way.
+pub(super) fn overlap(asked: Option<Overlap>) -> Result<Overlap> {
+    Ok(agreed("overlap", asked, OVERLAP)?.unwrap_or_default())
+}
+
+/// What the program or the variable says about `what`.
+fn agreed<T>(what: &str, asked: Option<T>, variable: &str) -> Result<Option<T>>
+where
+    T: Display + FromStr<Err: Display> + PartialEq,
+{
+    let named = match std::env::var(variable) {
         Ok(name) => Some(
-            name.parse::<DeviceKind>()
-                .map_err(|error| Error::config(format!("{DEVICE}: {error}")))?,
+            name.parse::<T>()
+                .map_err(|error| Error::config(format!("{variable}: {error}")))?,
         ),
         Err(std::env::VarError::NotPresent) => None,
-        Err(error) => return Err(Error::config(format!("{DEVICE}: {error}"))),
+        Err(error) => return Err(Error::config(format!("{variable}: {error}"))),
     };
     match (asked, named) {
         (Some(asked), Some(named)) if asked != named => Err(Error::config(format!(
-            "the program asks for device `{asked}`, and {DEVICE} for `{named}`; unset the \
+            "the program asks for {what} `{asked}`, and {variable} for `{named}`; unset the \
              variable, or leave the choice to it"
         ))),
-        (asked, named) => Ok(asked.or(named).unwrap_or_else(DeviceKind::preferred)),
+        (asked, named) => Ok(asked.or(named)),
     }
 }
 
@@ -37,7 +86,11 @@ pub(super) fn check() -> Result<()> {
 }
 
 fn check_names(names: impl Iterator<Item = String>) -> Result<()> {
-    let known = || Launch::VARIABLES.into_iter().chain([DEVICE, FIXTURES]);
+    let known = || {
+        Launch::VARIABLES
+            .into_iter()
+            .chain([COMPRESSION, DEVICE, FIXTURES, OVERLAP, TRACE])
+    };
     let mut ours = names.filter(|name| name.starts_with("ACCEL_"));
     match ours.find(|name| !known().any(|known| known == name)) {
         None => Ok(()),

@@ -5,6 +5,7 @@ mod process;
 
 use core::fmt;
 use core::num::{NonZeroU64, NonZeroUsize};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -16,9 +17,10 @@ pub use self::builder::AcceleratorBuilder;
 use crate::checkpoint::Ongoing;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
-use crate::gradient::{Gradients, Weight};
+use crate::gradient::{Compression, Gradients, Overlap, OverlapReport, Switch, Weight};
 use crate::model::Models;
 use crate::prepare::Prepare;
+use crate::timeline::{Recording, StepSummary, Timeline};
 
 /// This process's (or, under [`launch`](crate::launch), this thread's) place among the ranks of
 /// a job, with everything a training loop needs of it.
@@ -48,8 +50,10 @@ pub(crate) struct Shared {
     /// How many loaders were prepared: the next one's number.
     pub(crate) loaders: AtomicU64,
     pub(crate) models: Models,
+    pub(crate) overlap: Switch,
     pub(crate) restarts: Restarts,
     pub(crate) settings: Settings,
+    pub(crate) timeline: Timeline,
 }
 
 /// What the builder was told, checked.
@@ -60,7 +64,12 @@ pub(crate) struct Settings {
     pub(crate) bucket_size: usize,
     /// After how many optimizer steps the parameters of all ranks are compared.
     pub(crate) check_replicas: Option<NonZeroU64>,
+    pub(crate) compression: Compression,
+    pub(crate) overlap: Overlap,
+    pub(crate) recording: Recording,
     pub(crate) seed: u64,
+    /// The file of the trace.
+    pub(crate) trace: Option<PathBuf>,
 }
 
 /// What the launcher says about restarts.
@@ -144,7 +153,74 @@ impl Accelerator {
         model: &M,
         weight: impl Into<Weight>,
     ) -> Result<Gradients> {
-        crate::gradient::backward(self, loss, model, weight.into())
+        let timeline = &self.shared.timeline;
+        timeline.backward_begins();
+        let gradients = crate::gradient::backward(self, loss, model, weight.into());
+        match gradients {
+            Ok(_) => timeline.backward_ends(),
+            Err(_) => timeline.step_failed(),
+        }
+        gradients
+    }
+
+    /// Where the time of this rank's steps went so far; `None` before the first one, and where the
+    /// builder was not [asked](AcceleratorBuilder::with_step_summary) to note it.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::SgdConfig;
+    /// use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::builder().with_step_summary().build()?;
+    /// let device = accelerator.device();
+    /// let model: Linear = LinearConfig::new(2, 1).init(&device);
+    /// let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+    /// for _ in 0..3 {
+    ///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    ///     let gradients = accelerator.backward(loss, &model, 4)?;
+    ///     model = optimizer.step(0.1, model, gradients);
+    /// }
+    /// let summary = accelerator.step_summary().unwrap();
+    /// assert_eq!(summary.steps, 3);
+    /// assert!(summary.forward.mean + summary.backward.mean < summary.step.mean);
+    /// println!("{summary}");
+    /// // That of each rank:
+    /// let all = accelerator.gather_object(&summary)?;
+    /// # assert_eq!(all, [summary]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn step_summary(&self) -> Option<StepSummary> {
+        self.shared.timeline.summary()
+    }
+
+    /// The [`step_summary`](Self::step_summary) of all ranks: each figure is the mean of the ranks'
+    /// own. Every rank must call it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
+    #[track_caller]
+    pub fn mean_step_summary(&self) -> Result<Option<StepSummary>> {
+        let all = self.gather_object(&self.step_summary())?;
+        let mut all = all.into_iter().flatten();
+        let Some(mut mean) = all.next() else {
+            return Ok(None);
+        };
+        let mut count = 1.0;
+        for mut other in all {
+            count += 1.0;
+            mean.steps = mean.steps.min(other.steps);
+            for (sum, other) in mean.figures_mut().into_iter().zip(other.figures_mut()) {
+                sum.mean += other.mean;
+                sum.median += other.median;
+            }
+        }
+        for sum in mean.figures_mut() {
+            sum.mean /= count;
+            sum.median /= count;
+        }
+        Ok(Some(mean))
     }
 
     /// Says goodbye to the other ranks, once all have come here. Call it at the end of the
@@ -153,17 +229,21 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_collective`](crate::Error::is_collective) when a rank does not come. The error of
-    /// a checkpoint that was [saved beside training](Self::save_state_async), if nobody asked for it
+    /// [`Error::is_collective`](crate::Error::is_collective) when a rank does not come. On rank 0,
+    /// where a [trace](AcceleratorBuilder::with_trace) cannot be written. The error of a checkpoint that was [saved beside training](Self::save_state_async), if nobody asked for it
     /// before; the group is left all the same. Where both go wrong, the error is that of the
     /// checkpoint, with the other one as its [source](Error::collective).
     #[track_caller]
     pub fn finish(&self) -> Result<()> {
         let saved = self.shared.checkpoints.settle(self);
+        let traced = match &self.shared.settings.trace {
+            Some(path) => self.shared.timeline.write(&self.shared.group, path),
+            None => Ok(()),
+        };
         let met = self.shared.group.barrier();
         self.shared.group.close()?;
         match (saved, met) {
-            (saved, Ok(())) => saved,
+            (saved, Ok(())) => saved.and(traced),
             (Ok(()), Err(lost)) => Err(lost.into()),
             (Err(error), Err(_)) if error.is_collective() => Err(error),
             (Err(error), Err(lost)) => {
@@ -255,6 +335,37 @@ impl Accelerator {
     /// How often the launcher restarts this job at most; `None` without a launcher that does.
     pub fn max_restarts(&self) -> Option<u64> {
         self.shared.restarts.most
+    }
+
+    /// The bytes of the flat buffers in which this rank keeps gradients for communication, of all
+    /// models together. One process that does not accumulate needs none.
+    ///
+    /// They hold the gradients once, half-precision ones as `f32`, with a few numbers for each
+    /// parameter, in whole pages. [Compression](crate::Compression) adds what travels. Where gradients are
+    /// accumulated and communication [overlaps](crate::Overlap), they are there twice, since a step
+    /// may have to be undone.
+    pub fn bucket_memory(&self) -> usize {
+        self.shared.group.buffer_bytes()
+    }
+
+    /// How the gradients of a model were sent in its last step.
+    ///
+    /// ```
+    /// use accelerator::{Accelerator, OverlapState};
+    /// use burn::nn::{Linear, LinearConfig};
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&accelerator.device()))?;
+    /// // One process has nothing to send.
+    /// assert_eq!(accelerator.overlap_report(&model)?.state, OverlapState::Off);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared.
+    pub fn overlap_report<M: Module>(&self, model: &M) -> Result<OverlapReport> {
+        Ok(self.shared.models.find(model)?.overlap_report())
     }
 
     /// The process group underneath, for communication that this type has no method for.

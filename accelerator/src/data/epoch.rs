@@ -11,6 +11,7 @@ use super::cursor::{Mark, Pass, Spot};
 use super::feed::Feed;
 use super::prepared::Place;
 use crate::error::Result;
+use crate::timeline::Timeline;
 
 /// This rank's batches of one epoch; see [`PreparedLoader::epoch`](super::PreparedLoader::epoch).
 ///
@@ -23,17 +24,25 @@ pub struct Epoch<O> {
     pass: Arc<Pass>,
     reseed: Reseed,
     remaining: Option<u64>,
+    timeline: Timeline,
     waited: Duration,
 }
 
 impl<O> Epoch<O> {
-    pub(super) fn new(feed: Feed<O>, pass: Arc<Pass>, reseed: Reseed, steps: Option<u64>) -> Self {
+    pub(super) fn new(
+        feed: Feed<O>,
+        pass: Arc<Pass>,
+        reseed: Reseed,
+        steps: Option<u64>,
+        timeline: Timeline,
+    ) -> Self {
         Self {
             ended: false,
             feed,
             pass,
             reseed,
             remaining: steps,
+            timeline,
             waited: Duration::ZERO,
         }
     }
@@ -54,7 +63,11 @@ impl<O> Iterator for Epoch<O> {
             self.pass.finish();
         }
         self.ended = !matches!(batch, Some(Ok(_)));
-        self.waited += start.elapsed();
+        let end = Instant::now();
+        self.waited += end - start;
+        if !self.ended {
+            self.timeline.batch_came(start, end);
+        }
         if let Some(remaining) = &mut self.remaining {
             *remaining = remaining.saturating_sub(1);
         }

@@ -11,6 +11,7 @@ use super::builder::Spec;
 use super::source::Source;
 use crate::device::panic_text;
 use crate::error::{Error, Kind, Result};
+use crate::timeline::Timeline;
 
 /// Where the batches of an epoch come from, in order.
 pub(super) type Feed<O> = Box<dyn Iterator<Item = Result<Batch<O>>> + Send>;
@@ -25,6 +26,7 @@ pub(super) struct Share<O> {
     pub(super) spec: Spec,
     /// How many steps of the epoch were done where the plan starts.
     pub(super) steps_before: u64,
+    pub(super) timeline: Timeline,
 }
 
 impl<O: Send + 'static> Share<O> {
@@ -40,9 +42,11 @@ impl<O: Send + 'static> Share<O> {
                 let share = share.clone();
                 Worker::start(share.spec.prefetch, move |sender| {
                     for step in (worker..steps).step_by(workers as usize) {
+                        let loading = share.timeline.load(worker as usize);
                         let Some(batch) = share.load(step) else {
                             return;
                         };
+                        drop(loading);
                         let failed = batch.is_err();
                         if sender.send(batch).is_err() || failed {
                             return;

@@ -15,6 +15,7 @@ use super::source::{Slice, Source};
 use crate::accelerator::Accelerator;
 use crate::agreement;
 use crate::error::Result;
+use crate::timeline::Timeline;
 
 /// This rank's share of a data set, made by
 /// [`Accelerator::prepare`](crate::Accelerator::prepare).
@@ -29,6 +30,7 @@ pub struct PreparedLoader<O> {
     pub(super) passes: AtomicU64,
     pub(super) place: Place,
     pub(super) samples: Samples<O>,
+    timeline: Timeline,
 }
 
 /// Whose share it is.
@@ -60,22 +62,26 @@ impl<O: Send + 'static> PreparedLoader<O> {
             accelerator.shared.device.clone(),
             Place::of(accelerator),
             Samples::Planned { plan, source, spec },
+            accelerator.shared.timeline.clone(),
         ))
     }
 
     pub(crate) fn opaque(accelerator: &Accelerator, loader: Arc<dyn DataLoader<O>>) -> Self {
         let device = accelerator.shared.device.clone();
         let loader = loader.to_device(&device);
-        Self::new(device, Place::of(accelerator), Samples::Opaque(loader))
+        let timeline = accelerator.shared.timeline.clone();
+        let samples = Samples::Opaque(loader);
+        Self::new(device, Place::of(accelerator), samples, timeline)
     }
 
-    fn new(device: Device, place: Place, samples: Samples<O>) -> Self {
+    fn new(device: Device, place: Place, samples: Samples<O>, timeline: Timeline) -> Self {
         Self {
             cursor: Arc::default(),
             device,
             passes: AtomicU64::new(0),
             place,
             samples,
+            timeline,
         }
     }
 
@@ -109,11 +115,12 @@ impl<O: Send + 'static> PreparedLoader<O> {
                     source: source.clone(),
                     spec: *spec,
                     steps_before: start.step,
+                    timeline: self.timeline.clone(),
                 };
                 (share.feed(), Some(steps))
             }
         };
-        Epoch::new(feed, pass, reseed, steps)
+        Epoch::new(feed, pass, reseed, steps, self.timeline.clone())
     }
 
     /// How many steps this rank runs in a whole epoch; `None` for one of Burn's own loaders, which do
@@ -152,7 +159,13 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 }
             }
         };
-        Ok(Self::new(self.device.clone(), self.place, samples))
+        let timeline = self.timeline.clone();
+        Ok(Self::new(
+            self.device.clone(),
+            self.place,
+            samples,
+            timeline,
+        ))
     }
 
     /// The same samples, on another device.
@@ -165,7 +178,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 spec: *spec,
             },
         };
-        Self::new(device.clone(), self.place, samples)
+        Self::new(device.clone(), self.place, samples, self.timeline.clone())
     }
 }
 

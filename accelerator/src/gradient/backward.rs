@@ -5,6 +5,8 @@ use burn::tensor::Tensor;
 
 use super::gradients::Gradients;
 use super::rank::with_rank;
+use super::reducer::{Reduced, Reducer};
+use super::slot::Slot;
 use super::weight::Weight;
 use super::window::{Window, check_all_known};
 use crate::accelerator::Accelerator;
@@ -12,6 +14,7 @@ use crate::data::Mark;
 use crate::error::{Error, Result};
 use crate::model::Trainable;
 use crate::replicas;
+use crate::timeline::Phase;
 
 /// See [`Accelerator::backward`].
 #[track_caller]
@@ -24,10 +27,14 @@ pub(crate) fn backward<M: Module>(
     check(&loss, &weight)?;
     let slot = accelerator.shared.models.find(model)?;
     let group = accelerator.group();
-    let gradients = GradientsParams::from_grads(loss.backward(), model);
-    let loss = loss.inner();
     let steps = accelerator.accumulation_steps();
+    let timeline = &accelerator.shared.timeline;
     if group.world_size() == 1 && steps == 1 && weight.count > 0.0 {
+        let gradients = {
+            let _backward = timeline.span(Phase::Backward);
+            GradientsParams::from_grads(loss.backward(), model)
+        };
+        let loss = loss.inner();
         let known = |parameter: &&Trainable| with_rank!(parameter.shape.len(), D => gradients.get::<D>(parameter.id).is_some());
         let strangers = gradients.len() - slot.parameters().iter().filter(known).count();
         check_all_known(strangers)?;
@@ -39,24 +46,28 @@ pub(crate) fn backward<M: Module>(
         }
         return Ok(Gradients::untouched(slot, gradients, loss, weight));
     }
-    let (epoch, ends_epoch) = (weight.epoch, weight.ends_epoch);
-    let closed = {
+    let window = {
         let mut window = slot.window();
-        let value = loss.into_scalar::<f64>();
-        let micro_steps = window
-            .add(&slot, group, gradients, value, weight)
-            .inspect_err(|_| *window = Window::default())?;
-        if micro_steps < steps && !ends_epoch {
-            return Ok(Gradients::accumulating());
+        if window.micro_steps() + 1 < steps && !weight.ends_epoch {
+            let gradients = {
+                let _backward = timeline.span(Phase::Backward);
+                GradientsParams::from_grads(loss.backward(), model)
+            };
+            let loss = loss.inner().into_scalar::<f64>();
+            let _copy = timeline.span(Phase::Copy);
+            return window
+                .add(&slot, group, gradients, loss, weight)
+                .map(|()| Gradients::accumulating())
+                .inspect_err(|_| *window = Window::default());
         }
         core::mem::take(&mut *window)
     };
     // As above.
     let _ = strike(group.rank(), Point::Step(slot.steps()));
     replicas::check_when_due(accelerator, &slot, model)?;
-    let reduced = closed.reduce(&slot, group)?;
+    let reduced = reduce(accelerator, &slot, window, loss, model, &weight)?;
     if reduced.total <= 0.0 {
-        slot.take_back(reduced.buffers);
+        slot.take_back(reduced.ledger);
         return Err(Error::misuse(
             "the weights of this step add up to 0 over all ranks: there is no sample to average \
              over",
@@ -65,7 +76,42 @@ pub(crate) fn backward<M: Module>(
     slot.count_step();
     reduced.marks.iter().for_each(Mark::is_used);
     let device = accelerator.shared.device.clone();
-    Ok(Gradients::reduced(slot, device, reduced, epoch))
+    Ok(Gradients::reduced(slot, device, reduced, weight.epoch))
+}
+
+/// Runs the backward pass of the last micro-step, and sums the window over the ranks.
+#[track_caller]
+fn reduce<M: Module>(
+    accelerator: &Accelerator,
+    slot: &Slot,
+    window: Window,
+    loss: Tensor<1>,
+    model: &M,
+    weight: &Weight,
+) -> Result<Reduced> {
+    let group = accelerator.group();
+    let compression = accelerator.shared.settings.compression;
+    let mut watching = slot.watching();
+    let repair = watching.repair();
+    let timeline = &accelerator.shared.timeline;
+    let reducer = Reducer::new(
+        slot,
+        group,
+        window,
+        weight.count,
+        compression,
+        repair,
+        timeline,
+    )?;
+    let value = loss.clone();
+    let (gradients, reducer, news) = {
+        let _backward = timeline.span(Phase::Backward);
+        watching.backward(loss, model, slot, reducer)
+    };
+    let value = value.inner().into_scalar::<f64>();
+    let mut reduced = reducer.finish(slot, gradients, value, weight.mark.clone())?;
+    watching.learn(news, &mut reduced, slot, group)?;
+    Ok(reduced)
 }
 
 fn check(loss: &Tensor<1>, weight: &Weight) -> Result<()> {

@@ -3,6 +3,8 @@ use core::ops::Range;
 use accelerator_collective::{Buffer, DType, ProcessGroup};
 use burn::tensor::TensorData;
 
+use super::overlap::Order;
+use super::values::Values;
 use crate::model::{Float, Trainable};
 
 /// The most that the first bucket holds, in bytes: communication starts as soon as it is full.
@@ -11,8 +13,17 @@ const FIRST: usize = 1 << 20;
 /// Where each parameter's gradient lies.
 #[derive(Debug)]
 pub(super) struct Buckets {
-    shapes: Vec<(DType, usize)>,
+    buckets: Vec<Bucket>,
     places: Vec<Place>,
+}
+
+#[derive(Debug)]
+struct Bucket {
+    dtype: DType,
+    /// In elements.
+    length: usize,
+    /// The parameters whose gradients lie there, one after the other.
+    members: Vec<usize>,
 }
 
 #[derive(Clone, Debug)]
@@ -22,52 +33,85 @@ pub(super) struct Place {
 }
 
 impl Buckets {
-    /// Lays `parameters` out from the last to the first, a bucket a dtype, each at most `size`
-    /// bytes unless one parameter alone is larger.
-    pub(super) fn new(parameters: &[Trainable], size: usize) -> Self {
-        let mut shapes: Vec<(DType, usize)> = Vec::new();
-        let mut places = vec![
-            Place {
-                bucket: 0,
-                range: 0..0
-            };
-            parameters.len()
-        ];
+    /// Lays `parameters` out in that order, a bucket a dtype, each at most `size` bytes unless one
+    /// parameter alone is larger. A bucket comes before those that are full later.
+    pub(super) fn new(parameters: &[Trainable], order: &Order, size: usize) -> Self {
+        let mut buckets: Vec<Bucket> = Vec::new();
         // The bucket that is being filled, for each dtype.
         let mut open = [None; 2];
-        for (parameter, place) in parameters.iter().zip(&mut places).rev() {
+        for (position, &index) in order.parameters.iter().enumerate() {
+            if position == order.early {
+                open = [None; 2];
+            }
+            let parameter = &parameters[index];
             let dtype = dtype_of(parameter.float);
             let length: usize = parameter.shape.iter().product();
             let open = &mut open[usize::from(dtype == DType::F64)];
             let limit = |bucket| if bucket == 0 { size.min(FIRST) } else { size };
             let bucket = open
                 .filter(|&bucket: &usize| {
-                    (shapes[bucket].1 + length) * width(dtype) <= limit(bucket)
+                    (buckets[bucket].length + length) * width(dtype) <= limit(bucket)
                 })
                 .unwrap_or_else(|| {
-                    shapes.push((dtype, 0));
-                    shapes.len() - 1
+                    buckets.push(Bucket {
+                        dtype,
+                        length: 0,
+                        members: Vec::new(),
+                    });
+                    buckets.len() - 1
                 });
             *open = Some(bucket);
-            let start = shapes[bucket].1;
-            shapes[bucket].1 += length;
-            *place = Place {
-                bucket,
-                range: start..start + length,
-            };
+            buckets[bucket].length += length;
+            buckets[bucket].members.push(index);
         }
-        Self { shapes, places }
+        let mut position = vec![0; parameters.len()];
+        for (at, &index) in order.parameters.iter().enumerate() {
+            position[index] = at;
+        }
+        buckets.sort_by_key(|bucket| bucket.members.last().map(|&last| position[last]));
+        let nowhere = Place {
+            bucket: 0,
+            range: 0..0,
+        };
+        let mut places = vec![nowhere; parameters.len()];
+        for (number, bucket) in buckets.iter().enumerate() {
+            let mut start = 0;
+            for &index in &bucket.members {
+                let end = start + parameters[index].shape.iter().product::<usize>();
+                places[index] = Place {
+                    bucket: number,
+                    range: start..end,
+                };
+                start = end;
+            }
+        }
+        Self { buckets, places }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.buckets.len()
     }
 
     pub(super) fn place(&self, parameter: usize) -> &Place {
         &self.places[parameter]
     }
 
+    /// The parameters of a bucket, by number.
+    pub(super) fn members(&self, bucket: usize) -> &[usize] {
+        &self.buckets[bucket].members
+    }
+
+    /// The size of a bucket.
+    pub(super) fn bytes(&self, bucket: usize) -> usize {
+        let (dtype, length) = (self.buckets[bucket].dtype, self.buckets[bucket].length);
+        length * width(dtype)
+    }
+
     /// New buffers, one a bucket.
     pub(super) fn allocate(&self, group: &ProcessGroup) -> Vec<Buffer> {
-        self.shapes
+        self.buckets
             .iter()
-            .map(|&(dtype, length)| group.buffer(dtype, length))
+            .map(|bucket| group.buffer(bucket.dtype, bucket.length))
             .collect()
     }
 }
@@ -84,45 +128,28 @@ pub(super) enum Entry {
 pub(super) fn write(
     buffer: &mut Buffer,
     range: &Range<usize>,
-    gradient: &TensorData,
+    gradient: Values<'_>,
     weight: f64,
     entry: Entry,
 ) {
-    use burn::tensor::DType as B;
-    match gradient.dtype() {
-        B::F64 => {
-            put(
-                f64s_mut(buffer, range),
-                slice::<f64>(gradient),
-                weight,
-                entry,
-                |v| v,
-            );
-        }
-        B::F32 | B::Flex32 => {
-            put(
-                f32s_mut(buffer, range),
-                slice::<f32>(gradient),
-                weight as f32,
-                entry,
-                |v| v,
-            );
-        }
-        B::F16 => put(
+    let single = weight as f32;
+    match gradient {
+        Values::F64(from) => put(f64s_mut(buffer, range), from, weight, entry, |v| v),
+        Values::F32(from) => put(f32s_mut(buffer, range), from, single, entry, |v| v),
+        Values::F16(from) => put(
             f32s_mut(buffer, range),
-            slice::<half::f16>(gradient),
-            weight as f32,
+            from,
+            single,
             entry,
             half::f16::to_f32,
         ),
-        B::BF16 => put(
+        Values::Bf16(from) => put(
             f32s_mut(buffer, range),
-            slice::<half::bf16>(gradient),
-            weight as f32,
+            from,
+            single,
             entry,
             half::bf16::to_f32,
         ),
-        other => not_a_float(other),
     }
 }
 
@@ -190,14 +217,12 @@ pub(super) fn squares(buffer: &Buffer, range: &Range<usize>, total: f64) -> f64 
 }
 
 /// The sum of the squares of a gradient as Burn made it, in f64.
-pub(super) fn squares_of(gradient: &TensorData) -> f64 {
-    use burn::tensor::DType as B;
-    match gradient.dtype() {
-        B::F64 => sum_of_squares(slice::<f64>(gradient), |v| v),
-        B::F32 | B::Flex32 => sum_of_squares(slice::<f32>(gradient), f64::from),
-        B::F16 => sum_of_squares(slice::<half::f16>(gradient), half::f16::to_f64),
-        B::BF16 => sum_of_squares(slice::<half::bf16>(gradient), half::bf16::to_f64),
-        other => not_a_float(other),
+pub(super) fn squares_of(gradient: Values<'_>) -> f64 {
+    match gradient {
+        Values::F64(values) => sum_of_squares(values, |v| v),
+        Values::F32(values) => sum_of_squares(values, f64::from),
+        Values::F16(values) => sum_of_squares(values, half::f16::to_f64),
+        Values::Bf16(values) => sum_of_squares(values, half::bf16::to_f64),
     }
 }
 
@@ -261,22 +286,6 @@ fn sum_of_squares<T: Copy>(values: &[T], widen: impl Fn(T) -> f64) -> f64 {
     lanes.iter().sum()
 }
 
-#[expect(
-    clippy::expect_used,
-    reason = "the callers match on the data's type first"
-)]
-fn slice<E: burn::tensor::Element>(data: &TensorData) -> &[E] {
-    data.as_slice().expect("data of the type that was matched")
-}
-
-#[expect(
-    clippy::unreachable,
-    reason = "a parameter of another type is not listed as trainable"
-)]
-fn not_a_float(dtype: burn::tensor::DType) -> ! {
-    unreachable!("a gradient of type {dtype:?}")
-}
-
 // The `expect`s hold: a place is only read as the type that its bucket was allocated with, which
 // the callers match on.
 macro_rules! views {
@@ -318,7 +327,7 @@ mod tests {
     #[test]
     fn the_first_bucket_is_small_and_holds_the_last_parameters() {
         let parameters = parameters(&[3 << 20, 100_000, 200_000], Float::F32);
-        let buckets = Buckets::new(&parameters, 25 << 20);
+        let buckets = Buckets::new(&parameters, &Order::reversed(3), 25 << 20);
         assert_eq!(buckets.place(2).bucket, 0);
         assert_eq!(buckets.place(2).range, 0..200_000);
         // 300,000 × 4 bytes would be more than 1 MiB.
@@ -330,37 +339,60 @@ mod tests {
     fn half_precision_is_summed_in_single() {
         let parameters = parameters(&[4], Float::F16);
         let group = ProcessGroup::single();
-        let buckets = Buckets::new(&parameters, 1024);
+        let buckets = Buckets::new(&parameters, &Order::reversed(1), 1024);
         let mut buffer = buckets.allocate(&group).remove(0);
         let gradient = TensorData::new(vec![half::f16::from_f32(2000.0); 4], [4]);
         let range = &buckets.place(0).range;
         for entry in [Entry::Replace, Entry::Add] {
-            write(&mut buffer, range, &gradient, 64.0, entry);
+            write(&mut buffer, range, Values::of(&gradient), 64.0, entry);
         }
         let back = read(&buffer, range, &parameters[0], 128.0, None);
         assert_eq!(back, gradient);
         assert_eq!(squares(&buffer, range, 128.0), 4.0 * 2000.0 * 2000.0);
     }
 
+    #[test]
+    fn what_is_late_shares_no_bucket_with_what_is_early() {
+        let mut parameters = parameters(&[10, 10, 10, 10], Float::F32);
+        parameters[2].float = Float::F64;
+        let order = Order::of(&[None, Some(4), Some(2), Some(3)]);
+        let buckets = Buckets::new(&parameters, &order, 1024);
+        assert_eq!(buckets.len(), 3);
+        assert_eq!(buckets.members(0), [1, 3]);
+        assert_eq!(buckets.members(1), [2]);
+        assert_eq!(buckets.members(2), [0]);
+    }
+
     proptest! {
         #[test]
         fn places_do_not_overlap_and_fill_the_buckets(
             sizes in proptest::collection::vec(0_usize..5000, 1..40),
+            ready in proptest::collection::vec(proptest::option::of(0_usize..9), 40),
             limit in 1024_usize..40_000,
         ) {
-            let parameters = parameters(&sizes, Float::F32);
-            let buckets = Buckets::new(&parameters, limit);
-            let mut covered = vec![0; buckets.shapes.len()];
-            for index in (0..sizes.len()).rev() {
+            let mut parameters = parameters(&sizes, Float::F32);
+            for parameter in parameters.iter_mut().step_by(3) {
+                parameter.float = Float::F64;
+            }
+            let order = Order::of(&ready[..sizes.len()]);
+            let buckets = Buckets::new(&parameters, &order, limit);
+            let mut covered = vec![0; buckets.len()];
+            for &index in &order.parameters {
                 let place = buckets.place(index);
                 prop_assert_eq!(place.range.len(), sizes[index]);
                 prop_assert_eq!(place.range.start, covered[place.bucket]);
+                prop_assert!(buckets.members(place.bucket).contains(&index));
                 covered[place.bucket] = place.range.end;
                 let alone = place.range.start == 0;
-                prop_assert!(alone || place.range.end * 4 <= limit);
+                let bytes = place.range.end * width(dtype_of(parameters[index].float));
+                prop_assert!(alone || bytes <= limit);
             }
-            let lengths: Vec<_> = buckets.shapes.iter().map(|shape| shape.1).collect();
+            let lengths: Vec<_> = buckets.buckets.iter().map(|bucket| bucket.length).collect();
             prop_assert_eq!(covered, lengths);
+            for bucket in &buckets.buckets {
+                let first = ready[bucket.members[0]].is_some();
+                prop_assert!(bucket.members.iter().all(|&at| ready[at].is_some() == first));
+            }
         }
     }
 }

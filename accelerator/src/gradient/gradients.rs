@@ -1,14 +1,19 @@
 use core::fmt;
+use core::ops::Range;
 use std::sync::Arc;
 
+use accelerator_collective::Buffer;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
 use super::bucket;
+use super::ledger::Ledger;
 use super::rank::with_rank;
+use super::reducer::Reduced;
 use super::slot::Slot;
+use super::values::Values as Elements;
 use super::weight::Weight;
-use super::window::Reduced;
+use crate::model::Trainable;
 
 /// The averaged gradients of a window, or the news that it is still open.
 ///
@@ -66,10 +71,13 @@ enum Values {
     },
 }
 
-/// Buffers that go back to their slot.
+/// Sums, whose ledger goes back to its slot.
 struct Sums {
+    /// There until it is dropped.
+    ledger: Option<Ledger>,
+    loss: f64,
     slot: Arc<Slot>,
-    reduced: Reduced,
+    total: f64,
 }
 
 impl Gradients {
@@ -102,8 +110,10 @@ impl Gradients {
         epoch: Option<u64>,
     ) -> Self {
         let sums = Sums {
+            ledger: Some(reduced.ledger),
+            loss: reduced.loss,
             slot: slot.clone(),
-            reduced,
+            total: reduced.total,
         };
         Self::closed(slot, device, epoch, Values::Reduced(sums))
     }
@@ -155,7 +165,7 @@ impl Gradients {
     /// open. It was reduced with the gradients and costs no communication.
     pub fn loss(&self) -> Option<f64> {
         match &self.closed_ref()?.values {
-            Values::Reduced(sums) => Some(sums.reduced.loss),
+            Values::Reduced(sums) => Some(sums.loss),
             Values::Untouched { loss, .. } => Some(loss.clone().into_scalar::<f64>()),
         }
     }
@@ -163,7 +173,7 @@ impl Gradients {
     /// Over how many samples (or tokens) this is the average; `None` while the window is open.
     pub fn samples(&self) -> Option<f64> {
         match &self.closed_ref()?.values {
-            Values::Reduced(sums) => Some(sums.reduced.total),
+            Values::Reduced(sums) => Some(sums.total),
             Values::Untouched { samples, .. } => Some(*samples),
         }
     }
@@ -239,10 +249,8 @@ impl Values {
         let mut sum = 0.0;
         match self {
             Self::Reduced(sums) => {
-                for (index, _) in sums.there() {
-                    let place = slot.buckets.place(index);
-                    let buffer = &sums.reduced.buffers[place.bucket];
-                    sum += bucket::squares(buffer, &place.range, sums.reduced.total);
+                for (_, buffer, range) in sums.there() {
+                    sum += bucket::squares(buffer, range, sums.total);
                 }
             }
             Self::Untouched { gradients, .. } => {
@@ -251,7 +259,7 @@ impl Values {
                         if let Some(gradient) = gradients.remove::<D>(parameter.id) {
                             // Taken out and put back, the data is nobody else's and not copied.
                             let data = gradient.into_data();
-                            sum += bucket::squares_of(&data);
+                            sum += bucket::squares_of(Elements::of(&data));
                             let dtype = data.dtype();
                             let gradient = Tensor::<D>::from_data(data, (device, dtype));
                             gradients.register(parameter.id, gradient);
@@ -265,22 +273,21 @@ impl Values {
 }
 
 impl Sums {
-    /// The parameters that have a gradient, by number.
-    fn there(&self) -> impl Iterator<Item = (usize, &crate::model::Trainable)> {
-        let present = &self.reduced.present;
-        self.slot
-            .parameters()
-            .iter()
-            .enumerate()
-            .filter(|(index, _)| present[*index])
+    /// The parameters that have a gradient, in path order, and where its sum lies.
+    fn there(&self) -> impl Iterator<Item = (&Trainable, &Buffer, &Range<usize>)> {
+        let parameters = self.slot.parameters().iter().enumerate();
+        parameters.filter_map(|(index, parameter)| {
+            let ledger = self.ledger.as_ref()?;
+            let place = ledger.layout.place(index);
+            let sums = ledger.sums(place.bucket)?;
+            ledger.present[index].then_some((parameter, sums, &place.range))
+        })
     }
 
     fn into_params(self, device: &Device, factor: Option<f64>) -> GradientsParams {
         let mut gradients = GradientsParams::new();
-        for (index, parameter) in self.there() {
-            let place = self.slot.buckets.place(index);
-            let buffer = &self.reduced.buffers[place.bucket];
-            let data = bucket::read(buffer, &place.range, parameter, self.reduced.total, factor);
+        for (parameter, buffer, range) in self.there() {
+            let data = bucket::read(buffer, range, parameter, self.total, factor);
             let dtype = data.dtype();
             with_rank!(parameter.shape.len(), D => {
                 let gradient = Tensor::<D>::from_data(data, (device, dtype));
@@ -293,7 +300,8 @@ impl Sums {
 
 impl Drop for Sums {
     fn drop(&mut self) {
-        self.slot
-            .take_back(core::mem::take(&mut self.reduced.buffers));
+        if let Some(ledger) = self.ledger.take() {
+            self.slot.take_back(ledger);
+        }
     }
 }

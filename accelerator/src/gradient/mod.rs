@@ -1,12 +1,20 @@
 mod backward;
 mod bucket;
+mod compression;
 mod gradients;
+mod ledger;
+mod overlap;
 mod rank;
+mod reducer;
 mod slot;
+mod values;
 mod weight;
 mod window;
 
 pub(crate) use self::backward::backward;
+pub use self::compression::Compression;
 pub use self::gradients::Gradients;
+pub(crate) use self::overlap::Switch;
+pub use self::overlap::{Overlap, OverlapReport, OverlapState};
 pub(crate) use self::slot::Slot;
 pub use self::weight::Weight;

@@ -1,9 +1,14 @@
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use accelerator_collective::{Buffer, ProcessGroup};
+use accelerator_collective::ProcessGroup;
+use burn::module::ParamId;
 
 use super::bucket::Buckets;
+use super::compression::Compression;
+use super::ledger::Ledger;
+use super::overlap::{Order, OverlapReport, Switch, Watching};
 use super::window::Window;
 use crate::model::Trainable;
 
@@ -11,24 +16,47 @@ use crate::model::Trainable;
 /// that is open.
 #[derive(Debug)]
 pub(crate) struct Slot {
-    pub(super) buckets: Buckets,
+    bucket_size: usize,
+    /// The parameters' numbers.
+    numbers: HashMap<ParamId, usize>,
     parameters: Vec<Trainable>,
     /// Whether a gradient that only other ranks had was reported.
     reported: AtomicBool,
-    spare: Mutex<Vec<Vec<Buffer>>>,
+    /// Whether a bucket that did not fit the compressed type was reported.
+    reported_range: AtomicBool,
+    shelf: Mutex<Shelf>,
     /// How many windows ended, over the whole job.
     steps: AtomicU64,
+    watching: Mutex<Watching>,
     window: Mutex<Window>,
 }
 
+/// How gradients are laid out, and a ledger that nobody uses.
+#[derive(Debug)]
+struct Shelf {
+    layout: Arc<Buckets>,
+    spare: Option<Ledger>,
+}
+
 impl Slot {
-    pub(crate) fn new(parameters: Vec<Trainable>, bucket_size: usize) -> Self {
+    /// With `overlap`, buckets are laid out anew when it is known which gradients are ready
+    /// first.
+    pub(crate) fn new(parameters: Vec<Trainable>, bucket_size: usize, overlap: Switch) -> Self {
+        let order = Order::reversed(parameters.len());
+        let layout = Arc::new(Buckets::new(&parameters, &order, bucket_size));
+        let numbers = parameters.iter().enumerate();
         Self {
-            steps: AtomicU64::new(0),
-            buckets: Buckets::new(&parameters, bucket_size),
-            window: Mutex::new(Window::default()),
+            bucket_size,
+            numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
             reported: AtomicBool::new(false),
-            spare: Mutex::new(Vec::new()),
+            reported_range: AtomicBool::new(false),
+            shelf: Mutex::new(Shelf {
+                layout,
+                spare: None,
+            }),
+            steps: AtomicU64::new(0),
+            watching: Mutex::new(Watching::new(overlap)),
+            window: Mutex::new(Window::default()),
             parameters,
         }
     }
@@ -43,6 +71,11 @@ impl Slot {
 
     pub(crate) fn parameters(&self) -> &[Trainable] {
         &self.parameters
+    }
+
+    /// The number of a parameter.
+    pub(super) fn number(&self, id: ParamId) -> Option<usize> {
+        self.numbers.get(&id).copied()
     }
 
     /// How many windows ended, over the whole job.
@@ -76,24 +109,55 @@ impl Slot {
         }
     }
 
+    /// Says once that a compressed bucket had to be reduced again.
+    pub(super) fn report_range(&self, compression: Compression) {
+        if !self.reported_range.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                step = self.steps(),
+                "gradients that were sent as {compression} are not finite: they were too large, and                  this step was reduced again in f32, or they are not finite themselves (said once)"
+            );
+        }
+    }
+
     pub(super) fn window(&self) -> MutexGuard<'_, Window> {
         self.window.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Buffers to fill: used ones where there are some, since their pages are warm.
-    pub(super) fn lend(&self, group: &ProcessGroup) -> Vec<Buffer> {
-        let spare = self
-            .spare
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop();
-        spare.unwrap_or_else(|| self.buckets.allocate(group))
+    /// How the last window was sent.
+    pub(crate) fn overlap_report(&self) -> OverlapReport {
+        self.watching().report()
     }
 
-    pub(super) fn take_back(&self, buffers: Vec<Buffer>) {
-        self.spare
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(buffers);
+    pub(super) fn watching(&self) -> MutexGuard<'_, Watching> {
+        self.watching.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A ledger to fill: a used one where there is one, since its pages are warm.
+    pub(super) fn lend(&self, group: &ProcessGroup) -> Ledger {
+        let mut shelf = self.shelf();
+        let spare = shelf.spare.take();
+        spare.unwrap_or_else(|| Ledger::new(group, shelf.layout.clone(), self.parameters.len()))
+    }
+
+    /// Keeps one ledger, of the layout that holds.
+    pub(super) fn take_back(&self, mut ledger: Ledger) {
+        let mut shelf = self.shelf();
+        if Arc::ptr_eq(&ledger.layout, &shelf.layout) && shelf.spare.is_none() && ledger.reopen() {
+            shelf.spare = Some(ledger);
+        }
+    }
+
+    /// Lays the buckets out in another order, which all ranks have agreed on.
+    pub(super) fn lay_out(&self, order: &Order) -> Arc<Buckets> {
+        let layout = Arc::new(Buckets::new(&self.parameters, order, self.bucket_size));
+        *self.shelf() = Shelf {
+            layout: layout.clone(),
+            spare: None,
+        };
+        layout
+    }
+
+    fn shelf(&self) -> MutexGuard<'_, Shelf> {
+        self.shelf.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

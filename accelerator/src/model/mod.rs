@@ -98,6 +98,7 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
     accelerator.shared.models.insert(Slot::new(
         layout.trainable(),
         accelerator.shared.settings.bucket_size,
+        accelerator.shared.overlap,
     ));
     Ok(model)
 }
@@ -121,7 +122,8 @@ pub(crate) fn resume<M: Module>(
         Some(&saved.ids()),
     )?;
     let bucket_size = accelerator.shared.settings.bucket_size;
-    let slot = Slot::new(Layout::of(&model).trainable(), bucket_size);
+    let overlap = accelerator.shared.overlap;
+    let slot = Slot::new(Layout::of(&model).trainable(), bucket_size, overlap);
     accelerator.shared.models.insert(slot.with_steps(steps));
     Ok(model)
 }

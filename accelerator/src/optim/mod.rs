@@ -57,6 +57,7 @@ pub(crate) use self::schedule::Scheduler;
 pub use self::schedule::{Manual, PerEpoch, Scheduled};
 pub(crate) use self::state::{OptimizerSnapshot, OptimizerState, Schedule, check_known};
 use crate::gradient::Gradients;
+use crate::timeline::{Phase, Timeline};
 
 /// What the last [`PreparedOptimizer::step`] did.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -84,16 +85,18 @@ pub struct PreparedOptimizer<S> {
     outcome: StepOutcome,
     schedule: S,
     steps: u64,
+    timeline: Timeline,
 }
 
 impl<S> PreparedOptimizer<S> {
-    fn new(optimizer: ModuleOptimizer, schedule: S) -> Self {
+    fn new(optimizer: ModuleOptimizer, schedule: S, timeline: Timeline) -> Self {
         Self {
             factor: 1.0,
             optimizer,
             outcome: StepOutcome::Accumulated,
             schedule,
             steps: 0,
+            timeline,
         }
     }
 
@@ -104,7 +107,11 @@ impl<S> PreparedOptimizer<S> {
         rate: impl FnOnce(&mut S, &M) -> ModuleLearningRate,
     ) -> M {
         let norm = gradients.known_norm();
-        let Some(gradients) = gradients.into_params() else {
+        let gradients = {
+            let _copy = (!gradients.is_accumulating()).then(|| self.timeline.span(Phase::Copy));
+            gradients.into_params()
+        };
+        let Some(gradients) = gradients else {
             self.outcome = StepOutcome::Accumulated;
             return model;
         };
@@ -114,7 +121,12 @@ impl<S> PreparedOptimizer<S> {
             norm,
         };
         self.steps += 1;
-        self.optimizer.step(rate, model, gradients)
+        let model = {
+            let _optimizer = self.timeline.span(Phase::Optimizer);
+            self.optimizer.step(rate, model, gradients)
+        };
+        self.timeline.step_ends();
+        model
     }
 
     /// What the last `step` did; `Accumulated` before the first.
@@ -134,8 +146,8 @@ impl<S> PreparedOptimizer<S> {
 }
 
 impl PreparedOptimizer<Manual> {
-    pub(crate) fn manual(optimizer: ModuleOptimizer) -> Self {
-        Self::new(optimizer, Manual(()))
+    pub(crate) fn manual(optimizer: ModuleOptimizer, timeline: Timeline) -> Self {
+        Self::new(optimizer, Manual(()), timeline)
     }
 
     /// Updates the model with that learning rate, if the accumulation window is full; gives it
@@ -152,8 +164,12 @@ impl PreparedOptimizer<Manual> {
 }
 
 impl PreparedOptimizer<Scheduled> {
-    pub(crate) fn scheduled(optimizer: ModuleOptimizer, scheduler: Scheduler) -> Self {
-        Self::new(optimizer, Scheduled(scheduler))
+    pub(crate) fn scheduled(
+        optimizer: ModuleOptimizer,
+        scheduler: Scheduler,
+        timeline: Timeline,
+    ) -> Self {
+        Self::new(optimizer, Scheduled(scheduler), timeline)
     }
 
     /// Updates the model with the schedule's next learning rate, if the accumulation window is

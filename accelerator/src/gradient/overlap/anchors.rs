@@ -1,0 +1,79 @@
+use std::collections::BTreeMap;
+
+use burn::backend::DispatchTensor;
+use burn::tensor::{Device, Tensor};
+
+use super::hook;
+
+/// Tensors of chosen depths, of which no gradient is asked: what is placed above one of them runs
+/// at its depth in backward.
+///
+/// A node of Burn's graph is one deeper than its deepest parent, tracked or not, and backward
+/// runs from the deepest to the shallowest. Untracked nodes are no part of any backward pass, so
+/// a chain of them is made once and survives. There is one chain for each device and checkpointing
+/// strategy, since Burn does not mix these.
+#[derive(Debug, Default)]
+pub(super) struct Anchors {
+    chains: Vec<Chain>,
+}
+
+#[derive(Debug)]
+pub(super) struct Chain {
+    device: Device,
+    /// Makes tracked what has it as a parent.
+    leaf: DispatchTensor,
+    /// By depth. The one of depth 0 is always there.
+    made: BTreeMap<usize, DispatchTensor>,
+}
+
+impl Anchors {
+    /// The chain for losses on `device`.
+    pub(super) fn on(&mut self, device: &Device) -> &mut Chain {
+        let strategy = device.gradient_checkpointing_strategy();
+        let known = self.chains.iter().position(|chain| {
+            chain.device == *device && chain.device.gradient_checkpointing_strategy() == strategy
+        });
+        let known = known.unwrap_or_else(|| {
+            self.chains.push(Chain::new(device.clone()));
+            self.chains.len() - 1
+        });
+        &mut self.chains[known]
+    }
+}
+
+impl Chain {
+    fn new(device: Device) -> Self {
+        let zero = || Tensor::<1>::zeros([1], &device);
+        Self {
+            leaf: zero().require_grad().into_dispatch(),
+            made: BTreeMap::from([(0, zero().into_dispatch())]),
+            device,
+        }
+    }
+
+    pub(super) fn leaf(&self) -> DispatchTensor {
+        self.leaf.clone()
+    }
+
+    /// Anchors of these depths; those of others are forgotten.
+    pub(super) fn at(&mut self, depths: &[usize]) -> Vec<DispatchTensor> {
+        let anchors = depths.iter().map(|&depth| self.make(depth)).collect();
+        self.made
+            .retain(|depth, _| *depth == 0 || depths.contains(depth));
+        anchors
+    }
+
+    fn make(&mut self, depth: usize) -> DispatchTensor {
+        let nearest = self.made.range(..=depth).next_back();
+        let Some((&from, anchor)) = nearest else {
+            // Not reached: depth 0 is there.
+            return self.leaf();
+        };
+        let mut anchor = anchor.clone();
+        for _ in from..depth {
+            anchor = hook::deepen(anchor);
+        }
+        self.made.insert(depth, anchor.clone());
+        anchor
+    }
+}

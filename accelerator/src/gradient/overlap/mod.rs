@@ -1,0 +1,62 @@
+mod anchors;
+mod calibration;
+mod hook;
+mod identity;
+mod plan;
+mod report;
+mod setting;
+mod watching;
+
+use std::sync::Arc;
+
+use burn::backend::DispatchTensor;
+use burn::tensor::Tensor;
+
+use self::anchors::Anchors;
+use self::hook::{Observer, Watch};
+pub(super) use self::identity::same;
+pub(super) use self::plan::Order;
+pub use self::report::{OverlapReport, OverlapState};
+pub use self::setting::Overlap;
+pub(crate) use self::watching::Switch;
+pub(super) use self::watching::Watching;
+
+/// A place in backward at which to look at gradients.
+#[derive(Debug)]
+struct Lookout {
+    /// What is deeper has run when it is reached.
+    depth: usize,
+    /// The parameters whose gradients are looked at; `None` is one that has none.
+    leaves: Vec<Option<DispatchTensor>>,
+}
+
+/// The same loss, whose backward calls `observer` at each of `lookouts`, which are ordered from
+/// the deepest to the shallowest. Values and gradients stay as they are.
+fn watch(
+    loss: Tensor<1>,
+    anchors: &mut Anchors,
+    lookouts: Vec<Lookout>,
+    observer: &Arc<dyn Observer>,
+) -> Tensor<1> {
+    let chain = anchors.on(&loss.device());
+    let depths: Vec<usize> = lookouts.iter().map(|lookout| lookout.depth).collect();
+    let anchors = chain.at(&depths);
+    // Each watch stands on the next shallower one, so that one node joins all of them.
+    let mut watched = chain.leaf();
+    for (point, (lookout, anchor)) in lookouts.into_iter().zip(anchors).enumerate().rev() {
+        let watch = Watch {
+            leaves: lookout.leaves,
+            observer: Arc::clone(observer),
+            point,
+        };
+        watched = hook::watch(watched, anchor, watch);
+    }
+    Tensor::from_dispatch(hook::join(
+        loss.into_dispatch(),
+        watched,
+        Arc::clone(observer),
+    ))
+}
+
+#[cfg(test)]
+mod tests;

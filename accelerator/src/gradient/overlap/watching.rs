@@ -1,0 +1,338 @@
+use core::mem::take;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use accelerator_collective::ProcessGroup;
+use burn::backend::DispatchTensor;
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
+
+use super::calibration::{self, Calibration};
+use super::plan::{self, Order, Point};
+use super::report::{OverlapReport, OverlapState};
+use super::{Anchors, Lookout, Observer, hook, watch};
+use crate::error::Result;
+use crate::gradient::reducer::{Reduced, Reducer, Repair};
+use crate::gradient::slot::Slot;
+use crate::gradient::values;
+
+/// After how many steps in which a bucket was sent too early it is given up.
+const PATIENCE: u32 = 3;
+
+/// Whether buckets are to be sent while backward runs: the same on all ranks.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Switch {
+    Off,
+    On,
+}
+
+/// What is known about when a model's gradients are ready. All ranks go from phase to phase
+/// together, at the end of a window.
+#[derive(Debug)]
+pub(in crate::gradient) struct Watching {
+    anchors: Anchors,
+    phase: Phase,
+    /// In the last window: buckets, and how many were sent before backward ended.
+    buckets: usize,
+    early: usize,
+    repairs: u32,
+}
+
+#[derive(Debug)]
+enum Phase {
+    Off,
+    /// How deep is the loss?
+    Measuring,
+    /// Of a loss that is so deep: where is which gradient ready?
+    Calibrating(usize),
+    /// Buckets are sent at these points.
+    Sending(Vec<Point>),
+    /// What was ready changed too often.
+    GivenUp,
+}
+
+/// What a backward pass has taught.
+#[derive(Debug)]
+pub(in crate::gradient) enum News {
+    None,
+    Depth(usize),
+    /// By parameter: the depth at which it is ready.
+    Ready(Vec<Option<usize>>),
+}
+
+impl Watching {
+    pub(in crate::gradient) fn new(switch: Switch) -> Self {
+        Self {
+            anchors: Anchors::default(),
+            phase: match switch {
+                Switch::Off => Phase::Off,
+                Switch::On => Phase::Measuring,
+            },
+            buckets: 0,
+            early: 0,
+            repairs: 0,
+        }
+    }
+
+    pub(in crate::gradient) fn repair(&self) -> Repair {
+        match self.phase {
+            Phase::Sending(_) => Repair::Possible,
+            _ => Repair::Unneeded,
+        }
+    }
+
+    pub(in crate::gradient) fn report(&self) -> OverlapReport {
+        OverlapReport {
+            state: match self.phase {
+                Phase::Off => OverlapState::Off,
+                Phase::Measuring | Phase::Calibrating(_) => OverlapState::Learning,
+                Phase::Sending(_) => OverlapState::On,
+                Phase::GivenUp => OverlapState::GivenUp,
+            },
+            buckets: self.buckets,
+            early: self.early,
+            repairs: self.repairs,
+        }
+    }
+
+    /// Runs backward, while `reducer` sends what is ready if it is known where to look.
+    pub(in crate::gradient) fn backward<M: Module>(
+        &mut self,
+        loss: Tensor<1>,
+        model: &M,
+        slot: &Slot,
+        reducer: Reducer,
+    ) -> (GradientsParams, Reducer, News) {
+        let lookouts = match &self.phase {
+            Phase::Off | Phase::GivenUp => None,
+            Phase::Measuring => Some(Vec::new()),
+            Phase::Calibrating(depth) => Some(everywhere(*depth, model, slot)),
+            // An idle rank has nothing to send but zeros.
+            Phase::Sending(_) if reducer.is_idle() => None,
+            Phase::Sending(points) => Some(at_points(points, model, slot, &reducer)),
+        };
+        let Some(lookouts) = lookouts.filter(|_| hook::serves(&loss)) else {
+            let news = match self.phase {
+                Phase::Measuring => News::Depth(0),
+                Phase::Calibrating(_) => News::Ready(vec![None; slot.parameters().len()]),
+                _ => News::None,
+            };
+            let gradients = GradientsParams::from_grads(loss.backward(), model);
+            return (gradients, reducer, news);
+        };
+        let depths = lookouts.iter().map(|lookout| lookout.depth).collect();
+        let watcher = match &self.phase {
+            Phase::Calibrating(_) => {
+                Watcher::Calibrating(Calibration::new(slot.parameters().len(), depths))
+            }
+            Phase::Sending(points) => Watcher::Sending(points.clone()),
+            _ => Watcher::Measuring(0),
+        };
+        let eyes = Arc::new(Eyes(Mutex::new(Some((watcher, reducer)))));
+        let observer: Arc<dyn Observer> = eyes.clone();
+        let gradients = watch(loss, &mut self.anchors, lookouts, &observer).backward();
+        let gradients = GradientsParams::from_grads(gradients, model);
+        drop(observer);
+        let (watcher, reducer) = eyes.close();
+        let news = match watcher {
+            Watcher::Measuring(depth) => News::Depth(depth),
+            Watcher::Calibrating(calibration) => News::Ready(
+                calibration.result(|index| values::look(&gradients, &slot.parameters()[index])),
+            ),
+            Watcher::Sending(_) => News::None,
+        };
+        (gradients, reducer, news)
+    }
+
+    /// After a window was reduced: goes on to the next phase. All ranks call it.
+    #[track_caller]
+    pub(in crate::gradient) fn learn(
+        &mut self,
+        news: News,
+        reduced: &mut Reduced,
+        slot: &Slot,
+        group: &ProcessGroup,
+    ) -> Result<()> {
+        self.buckets = reduced.ledger.layout.len();
+        self.early = reduced.early;
+        match (&self.phase, news) {
+            (Phase::Measuring, News::Depth(depth)) => self.phase = Phase::Calibrating(depth),
+            (Phase::Calibrating(_), News::Ready(ready)) => {
+                self.phase = agree(&ready, slot, group)?;
+            }
+            (Phase::Sending(_), _) if reduced.repaired > 0 => {
+                self.repairs += 1;
+                if self.repairs >= PATIENCE {
+                    tracing::warn!(
+                        step = slot.steps(),
+                        "gradients became ready in another order than before in {PATIENCE} \
+                         steps, and had to be reduced again: from now on, gradients of this model are \
+                         sent when backward has ended (said once)"
+                    );
+                    self.phase = Phase::GivenUp;
+                    self.anchors = Anchors::default();
+                    // No step is undone any more.
+                    reduced.ledger.undo.fill_with(|| None);
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+/// Looks on, and keeps what it learns.
+#[derive(Debug)]
+enum Watcher {
+    Measuring(usize),
+    Calibrating(Calibration),
+    Sending(Vec<Point>),
+}
+
+/// Open while backward runs.
+#[derive(Debug)]
+struct Eyes(Mutex<Option<(Watcher, Reducer)>>);
+
+impl Eyes {
+    #[expect(
+        clippy::expect_used,
+        reason = "nobody else takes it out, and this is called once"
+    )]
+    fn close(&self) -> (Watcher, Reducer) {
+        self.lock().take().expect("eyes that were open")
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<(Watcher, Reducer)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Observer for Eyes {
+    fn begins(&self, depth: usize) {
+        if let Some((Watcher::Measuring(found), _)) = &mut *self.lock() {
+            *found = depth;
+        }
+    }
+
+    fn reached(&self, point: usize, gradients: &mut dyn Iterator<Item = Option<DispatchTensor>>) {
+        match &mut *self.lock() {
+            Some((Watcher::Calibrating(calibration), _)) => calibration.look(point, gradients),
+            Some((Watcher::Sending(points), reducer)) => {
+                for &bucket in &points[point].buckets {
+                    // Whatever becomes of one, the next starts at its own.
+                    let mut own = (&mut *gradients).take(reducer.members(bucket).len());
+                    reducer.complete(bucket, &mut own);
+                    own.for_each(drop);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Lays the buckets out in rank 0's order, and finds where to look on this rank.
+#[track_caller]
+fn agree(ready: &[Option<usize>], slot: &Slot, group: &ProcessGroup) -> Result<Phase> {
+    // 0 is what is ready in the end.
+    let mut depths: Vec<u64> = ready
+        .iter()
+        .map(|depth| depth.map_or(0, |depth| depth as u64))
+        .collect();
+    group.broadcast(&mut depths, 0)?;
+    let of_rank_zero = depths
+        .iter()
+        .map(|&depth| (depth > 0).then_some(depth as usize));
+    let order = Order::of(&of_rank_zero.collect::<Vec<_>>());
+    if order.early == 0 {
+        tracing::debug!("no gradient of this model is ready before backward ends");
+        return Ok(Phase::Off);
+    }
+    let layout = slot.lay_out(&order);
+    let late = &order.parameters[order.early..];
+    let early: Vec<Vec<usize>> = (0..layout.len())
+        .map(|bucket| layout.members(bucket).to_vec())
+        .take_while(|members| !members.iter().any(|index| late.contains(index)))
+        .collect();
+    let points = plan::points(&early, ready);
+    tracing::debug!(
+        buckets = layout.len(),
+        points = points.len(),
+        late = late.len(),
+        "buckets are sent while backward runs"
+    );
+    Ok(Phase::Sending(points))
+}
+
+/// Looks at all parameters, at quantiles of the depth.
+fn everywhere<M: Module>(depth: usize, model: &M, slot: &Slot) -> Vec<Lookout> {
+    let leaves = Leaves::of(model, slot);
+    let depths = calibration::depths(depth).into_iter();
+    depths
+        .map(|depth| Lookout {
+            depth,
+            leaves: leaves.clone(),
+        })
+        .collect()
+}
+
+/// Looks at each bucket where it should be complete.
+fn at_points<M: Module>(
+    points: &[Point],
+    model: &M,
+    slot: &Slot,
+    reducer: &Reducer,
+) -> Vec<Lookout> {
+    let mut leaves = Leaves::of(model, slot);
+    points
+        .iter()
+        .map(|point| Lookout {
+            depth: point.depth,
+            leaves: point
+                .buckets
+                .iter()
+                .flat_map(|&bucket| reducer.members(bucket))
+                .map(|&index| take(&mut leaves[index]))
+                .collect(),
+        })
+        .collect()
+}
+
+/// A model's parameters, by number.
+struct Leaves<'a> {
+    found: Vec<Option<DispatchTensor>>,
+    slot: &'a Slot,
+    /// Those that are there twice, whose gradients are two that belong together.
+    twice: Vec<usize>,
+}
+
+impl<'a> Leaves<'a> {
+    fn of<M: Module>(model: &M, slot: &'a Slot) -> Vec<Option<DispatchTensor>> {
+        let mut leaves = Leaves {
+            found: core::iter::repeat_with(|| None)
+                .take(slot.parameters().len())
+                .collect(),
+            slot,
+            twice: Vec::new(),
+        };
+        model.visit(&mut leaves);
+        for index in leaves.twice {
+            leaves.found[index] = None;
+        }
+        leaves.found
+    }
+}
+
+impl ModuleVisitor for Leaves<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if !param.is_require_grad() {
+            return;
+        }
+        if let Some(index) = self.slot.number(param.id)
+            && self.found[index]
+                .replace(param.val().into_dispatch())
+                .is_some()
+        {
+            self.twice.push(index);
+        }
+    }
+}

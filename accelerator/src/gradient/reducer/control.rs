@@ -1,0 +1,75 @@
+//! What ranks tell each other beside the sums.
+
+use accelerator_collective::{Buffer, DType, ReduceOp};
+
+use super::{Pace, Reducer, waited};
+use crate::error::Result;
+use crate::timeline::Phase;
+
+impl Reducer {
+    /// Lets the ranks add up their weights, before anybody sends.
+    pub(super) fn start_weighing(&mut self) -> Result<()> {
+        let spare = self.ledger.total.take();
+        let mut total = spare.unwrap_or_else(|| self.group.buffer(DType::F64, 1));
+        total.as_mut_slice::<f64>()?[0] = self.total;
+        self.promise.give();
+        self.weighing = Some(self.group.start_all_reduce(total, ReduceOp::Sum)?);
+        Ok(())
+    }
+
+    pub(super) fn send_control(&mut self) -> Result<()> {
+        let ledger = &mut self.ledger;
+        let Some(mut control) = ledger.control.take() else {
+            return Ok(());
+        };
+        let [weight, loss, rest @ ..] = control.as_mut_slice::<f64>()? else {
+            return Ok(());
+        };
+        (*weight, *loss) = (self.total, self.loss);
+        let here = ledger.written.iter().zip(&ledger.here);
+        let here = here.map(|(written, here)| written | here);
+        for (value, flag) in rest
+            .iter_mut()
+            .zip(here.chain(ledger.wrong.iter().copied()))
+        {
+            *value = f64::from(u8::from(flag));
+        }
+        self.promise.give();
+        match self.pace {
+            Pace::InFlight => {
+                self.control = Some(self.group.start_all_reduce(control, ReduceOp::Sum)?);
+            }
+            Pace::Blocking => {
+                let (bucket, bytes) = (self.ledger.layout.len(), control.bytes().len());
+                let _reduce = self.timeline.span(Phase::Reduce { bucket, bytes });
+                self.group.all_reduce_buffer(&mut control, ReduceOp::Sum)?;
+                self.ledger.control = Some(control);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn receive_control(&mut self) -> Result<()> {
+        if let Some(control) = self.control.take() {
+            // Numbered behind the buckets.
+            let number = self.ledger.layout.len();
+            let bytes = 8 * (2 + self.ledger.here.len() + self.ledger.wrong.len());
+            self.ledger.control = Some(waited(&self.timeline, number, bytes, control)?);
+        }
+        let ledger = &mut self.ledger;
+        let values = values(&ledger.control)?;
+        for (present, count) in ledger.present.iter_mut().zip(&values[2..]) {
+            *present = *count > 0.0;
+        }
+        Ok(())
+    }
+}
+
+/// Weight, Σ weight · loss, which parameters have gradients, which buckets are to be reduced
+/// again.
+pub(super) fn values(control: &Option<Buffer>) -> Result<&[f64]> {
+    Ok(match control {
+        Some(control) => control.as_slice::<f64>()?,
+        None => &[],
+    })
+}

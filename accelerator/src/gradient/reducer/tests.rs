@@ -1,0 +1,159 @@
+use std::sync::Barrier;
+
+use accelerator_collective::GroupOptions;
+use burn::module::ParamId;
+use burn::tensor::{Device, Tensor};
+
+use super::*;
+use crate::gradient::overlap::Switch;
+use crate::model::{Float, Trainable};
+use crate::timeline::Recording;
+
+fn slot() -> Slot {
+    let parameters = (1..=2)
+        .map(|id| Trainable {
+            id: ParamId::from(id),
+            path: format!("{id}"),
+            shape: vec![1000],
+            float: Float::F32,
+        })
+        .collect();
+    Slot::new(parameters, 1024, Switch::On)
+}
+
+fn on_two_ranks<T: Send>(body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
+    let groups = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
+    std::thread::scope(|scope| {
+        let body = &body;
+        let threads: Vec<_> = groups
+            .into_iter()
+            .map(|group| scope.spawn(move || body(group)))
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
+    })
+}
+
+fn gradient(value: f32) -> Tensor<1> {
+    Tensor::full([1000], value, &Device::default())
+}
+
+#[test]
+fn a_bucket_is_reduced_before_backward_ends() {
+    let in_backward = Barrier::new(2);
+    let results = on_two_ranks(|group| {
+        let slot = slot();
+        let new = Reducer::new(
+            &slot,
+            &group,
+            Window::default(),
+            1.0,
+            Compression::None,
+            Repair::Possible,
+            &Timeline::new(&group, Recording::Nothing).unwrap(),
+        );
+        let mut reducer = new.unwrap();
+        // The second parameter lies in the first bucket.
+        let (first, second) = (gradient(2.0), gradient(1.0 + group.rank() as f32));
+        let seen = second.clone().into_dispatch();
+        reducer.complete(0, &mut core::iter::once(Some(seen)));
+        // What follows is still backward, on both ranks: nobody has finished, and nobody will
+        // before the sum is there.
+        let Stage::Sent(pending) = replace(&mut reducer.ledger.stages[0], Stage::Lost) else {
+            panic!("{reducer:?}");
+        };
+        let buffer = pending.wait().unwrap();
+        assert_eq!(buffer.as_slice::<f32>().unwrap(), [3.0; 1000]);
+        in_backward.wait();
+        reducer.ledger.stages[0] = Stage::Summed(buffer);
+
+        let mut gradients = GradientsParams::new();
+        gradients.register(ParamId::from(1), first);
+        gradients.register(ParamId::from(2), second);
+        let reduced = reducer.finish(&slot, gradients, 0.5, None).unwrap();
+        assert_eq!((reduced.early, reduced.repaired), (1, 0));
+        (reduced.total, reduced.loss, reduced.ledger.present.clone())
+    });
+    assert_eq!(results, vec![(2.0, 0.5, vec![true, true]); 2]);
+}
+
+#[test]
+fn a_bucket_waits_for_those_before_it() {
+    on_two_ranks(|group| {
+        let slot = slot();
+        let new = Reducer::new(
+            &slot,
+            &group,
+            Window::default(),
+            1.0,
+            Compression::None,
+            Repair::Possible,
+            &Timeline::new(&group, Recording::Nothing).unwrap(),
+        );
+        let mut reducer = new.unwrap();
+        let (first, second) = (gradient(1.0), gradient(2.0));
+        let (seen_first, seen_second) = (
+            first.clone().into_dispatch(),
+            second.clone().into_dispatch(),
+        );
+        // Rank 1 has them in the other order, and sends in the same.
+        if group.rank() == 1 {
+            reducer.complete(1, &mut core::iter::once(Some(seen_first)));
+            assert_eq!(reducer.early, 0);
+            reducer.complete(0, &mut core::iter::once(Some(seen_second)));
+        } else {
+            reducer.complete(0, &mut core::iter::once(Some(seen_second)));
+            assert_eq!(reducer.early, 1);
+            reducer.complete(1, &mut core::iter::once(Some(seen_first)));
+        }
+        assert_eq!(reducer.early, 2);
+        let mut gradients = GradientsParams::new();
+        gradients.register(ParamId::from(1), first);
+        gradients.register(ParamId::from(2), second);
+        let reduced = reducer.finish(&slot, gradients, 0.0, None).unwrap();
+        let sums = |bucket| reduced.ledger.sums(bucket).unwrap().as_slice::<f32>();
+        assert_eq!(sums(0).unwrap(), [4.0; 1000]);
+        assert_eq!(sums(1).unwrap(), [2.0; 1000]);
+    });
+}
+
+#[test]
+fn a_rank_that_stops_in_the_middle_fails_all_by_name() {
+    let over = Barrier::new(2);
+    let errors = on_two_ranks(|group| {
+        let slot = slot();
+        let new = Reducer::new(
+            &slot,
+            &group,
+            Window::default(),
+            1.0,
+            Compression::None,
+            Repair::Possible,
+            &Timeline::new(&group, Recording::Nothing).unwrap(),
+        );
+        let mut reducer = new.unwrap();
+        let (first, second) = (gradient(1.0), gradient(2.0));
+        let seen = second.clone().into_dispatch();
+        reducer.complete(0, &mut core::iter::once(Some(seen)));
+        let mut gradients = GradientsParams::new();
+        gradients.register(ParamId::from(1), first);
+        gradients.register(ParamId::from(2), second);
+        if group.rank() == 0 {
+            gradients.register(ParamId::from(3), gradient(3.0));
+        }
+        let error = reducer.finish(&slot, gradients, 0.0, None).unwrap_err();
+        // Nobody hears of it since a group was dropped.
+        over.wait();
+        assert!(group.barrier().is_err());
+        error
+    });
+    assert!(errors[0].is_misuse(), "{:?}", errors[0]);
+    assert!(errors[1].is_peer_lost(), "{:?}", errors[1]);
+    let text = errors[1].to_string();
+    assert!(
+        text.contains("rank 0") && text.contains("1 parameters have a gradient that had none"),
+        "{text}"
+    );
+}

@@ -1,0 +1,370 @@
+use core::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use accelerator_collective::{Observed, Runner};
+
+use super::clock::Meeting;
+use super::event::{Event, Kind, Thread};
+use super::ring::Ring;
+use super::summary::StepSummary;
+
+/// How many events a trace holds, for each rank: thousands of steps, in some megabytes.
+const EVENTS: usize = 1 << 16;
+
+/// Over how many of the newest steps medians are taken.
+const STEPS: usize = 1 << 12;
+
+/// What is recorded.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) enum Recording {
+    /// Steps, and everything that a trace shows.
+    Events,
+    #[default]
+    Nothing,
+    /// What steps come to.
+    Steps,
+}
+
+impl fmt::Display for Recording {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Events => "a trace",
+            Self::Nothing => "nothing",
+            Self::Steps => "step times",
+        })
+    }
+}
+
+/// What a step came to, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Times {
+    /// From its first batch to the end of its optimizer.
+    pub(super) total: u64,
+    /// As [`Kind::PHASES`]; they share out a part of the total.
+    pub(super) phases: [u64; Kind::PHASES.len()],
+    /// How long operations were under way, on whichever thread.
+    pub(super) communicating: u64,
+    pub(super) bytes: u64,
+}
+
+/// Notes what a rank does, in memory that is taken when it is made.
+pub(super) struct Recorder {
+    anchor: Instant,
+    notes: Mutex<Notes>,
+}
+
+struct Notes {
+    clocks: Vec<Meeting>,
+    events: Ring<Event>,
+    steps: Ring<Times>,
+    /// Over all steps.
+    sums: Times,
+    count: u64,
+    open: Open,
+    /// When the last operation of each runner ended: those under way at once count once.
+    last_operation: [u64; 2],
+}
+
+/// The step that is under way.
+#[derive(Default)]
+struct Open {
+    /// When it began; unknown until its first batch is asked for.
+    begun: Option<u64>,
+    /// Since when the forward pass runs.
+    mark: u64,
+    state: State,
+    /// The phases that the main thread is in, the innermost last: the time of those within each.
+    within: Vec<u64>,
+    times: Times,
+}
+
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+enum State {
+    /// No `backward` of the step was called.
+    #[default]
+    New,
+    InBackward,
+    /// Another micro-step may come, or the optimizer.
+    Between,
+}
+
+impl Recorder {
+    pub(super) fn new(recording: Recording) -> Self {
+        let events = match recording {
+            Recording::Events => EVENTS,
+            Recording::Nothing | Recording::Steps => 0,
+        };
+        Self {
+            anchor: Instant::now(),
+            notes: Mutex::new(Notes {
+                clocks: Vec::with_capacity(2),
+                events: Ring::new(events),
+                steps: Ring::new(STEPS),
+                sums: Times::default(),
+                count: 0,
+                open: Open {
+                    within: Vec::with_capacity(8),
+                    ..Open::default()
+                },
+                last_operation: [0; 2],
+            }),
+        }
+    }
+
+    /// When all times begin.
+    pub(super) fn anchor(&self) -> Instant {
+        self.anchor
+    }
+
+    pub(super) fn met(&self, meeting: Meeting) {
+        self.notes().clocks.push(meeting);
+    }
+
+    pub(super) fn batch_came(&self, start: Instant, end: Instant) {
+        let (start, end) = (self.at(start), self.at(end));
+        let mut notes = self.notes();
+        if notes.open.state == State::New {
+            // What lies before belongs to no step: an evaluation, for example.
+            notes.open.begun = Some(start);
+            notes.open.times = Times::default();
+        }
+        notes.open.mark = end;
+        notes.phase(Kind::Data, start, end, end - start, [0; 2]);
+    }
+
+    pub(super) fn backward_begins(&self) {
+        let now = self.at(Instant::now());
+        let mut notes = self.notes();
+        let start = notes.open.mark.min(now);
+        if notes.open.state == State::New && notes.open.begun.is_none() {
+            notes.open.begun = Some(start);
+        }
+        notes.open.state = State::InBackward;
+        notes.phase(Kind::Forward, start, now, now - start, [0; 2]);
+    }
+
+    pub(super) fn backward_ends(&self) {
+        let now = self.at(Instant::now());
+        let mut notes = self.notes();
+        notes.open.state = State::Between;
+        notes.open.mark = now;
+    }
+
+    pub(super) fn step_failed(&self) {
+        let now = self.at(Instant::now());
+        self.notes().reset(now);
+    }
+
+    pub(super) fn step_ends(&self) -> Times {
+        let now = self.at(Instant::now());
+        let mut notes = self.notes();
+        let begun = notes.open.begun.unwrap_or(notes.open.mark).min(now);
+        let mut times = notes.open.times;
+        times.total = now - begun;
+        notes.event(Kind::Step, Thread::Main, begun, now, [times.bytes, 0]);
+        notes.sums.add(&times);
+        notes.steps.push(times);
+        notes.count += 1;
+        notes.reset(now);
+        times
+    }
+
+    /// The main thread enters a phase.
+    pub(super) fn enter(&self) -> Instant {
+        self.notes().open.within.push(0);
+        Instant::now()
+    }
+
+    /// The main thread leaves the phase that it entered at `start`; with its bytes and number.
+    pub(super) fn leave(&self, kind: Kind, start: Instant, detail: [u64; 2]) {
+        let (start, end) = (self.at(start), self.at(Instant::now()));
+        let mut notes = self.notes();
+        let inner = notes.open.within.pop().unwrap_or(0);
+        if let Some(outer) = notes.open.within.last_mut() {
+            *outer += end - start;
+        }
+        let own = (end - start).saturating_sub(inner);
+        notes.phase(kind, start, end, own, detail);
+    }
+
+    pub(super) fn loaded(&self, worker: usize, start: Instant) {
+        let (start, end) = (self.at(start), self.at(Instant::now()));
+        let worker = u16::try_from(worker).unwrap_or(u16::MAX);
+        self.notes()
+            .event(Kind::Load, Thread::Loader(worker), start, end, [0; 2]);
+    }
+
+    pub(super) fn communicated(&self, operation: &Observed) {
+        let (start, end) = (self.at(operation.started), self.at(operation.ended));
+        let mut notes = self.notes();
+        let (thread, last) = match operation.runner {
+            Runner::Caller => (Thread::Main, 0),
+            Runner::Communication => (Thread::Communication, 1),
+        };
+        // Those that are under way at once end in their order.
+        let start = start.max(notes.last_operation[last]).min(end);
+        notes.last_operation[last] = end;
+        let bytes = operation.bytes as u64;
+        if notes.open.state == State::InBackward {
+            notes.open.times.communicating += end - start;
+            notes.open.times.bytes += bytes;
+        }
+        let detail = [bytes, operation.sequence];
+        let kind = match operation.name {
+            "all_reduce" => Kind::AllReduce,
+            _ => Kind::Operation,
+        };
+        notes.event(kind, thread, start, end, detail);
+    }
+
+    pub(super) fn summary(&self) -> Option<StepSummary> {
+        let notes = self.notes();
+        StepSummary::of(notes.count, &notes.sums, notes.steps.items())
+    }
+
+    /// The events by their beginning, with how many older ones are gone, and how this rank's clock
+    /// compared with rank 0's.
+    pub(super) fn events(&self) -> (Vec<Event>, u64, Vec<Meeting>) {
+        let notes = self.notes();
+        let mut events = notes.events.items().to_vec();
+        // Outer ones first.
+        events.sort_by_key(|event| (event.start, core::cmp::Reverse(event.end)));
+        (events, notes.events.dropped(), notes.clocks.clone())
+    }
+
+    fn at(&self, instant: Instant) -> u64 {
+        let since = instant.saturating_duration_since(self.anchor);
+        // Enough for centuries.
+        since.as_nanos() as u64
+    }
+
+    fn notes(&self) -> MutexGuard<'_, Notes> {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Notes {
+    fn phase(&mut self, kind: Kind, start: u64, end: u64, own: u64, detail: [u64; 2]) {
+        if let Some(phase) = Kind::PHASES.into_iter().position(|phase| phase == kind) {
+            self.open.times.phases[phase] += own;
+        }
+        self.event(kind, Thread::Main, start, end, detail);
+    }
+
+    fn event(&mut self, kind: Kind, thread: Thread, start: u64, end: u64, detail: [u64; 2]) {
+        let [bytes, number] = detail;
+        self.events.push(Event {
+            kind,
+            thread,
+            start,
+            end,
+            step: self.count,
+            bytes,
+            number,
+        });
+    }
+
+    fn reset(&mut self, now: u64) {
+        self.open.begun = None;
+        self.open.mark = now;
+        self.open.state = State::New;
+        self.open.times = Times::default();
+    }
+}
+
+impl Times {
+    fn add(&mut self, other: &Self) {
+        self.total += other.total;
+        self.communicating += other.communicating;
+        self.bytes += other.bytes;
+        for (sum, phase) in self.phases.iter_mut().zip(other.phases) {
+            *sum += phase;
+        }
+    }
+}
+
+impl fmt::Display for Times {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let milliseconds = |nanoseconds| nanoseconds as f64 / 1e6;
+        write!(f, "{:.3} ms", milliseconds(self.total))?;
+        for (kind, time) in Kind::PHASES.into_iter().zip(self.phases) {
+            write!(f, ", {} {:.3}", kind.name(), milliseconds(time))?;
+        }
+        write!(
+            f,
+            ", communicating {:.3}, {} bytes",
+            milliseconds(self.communicating),
+            self.bytes
+        )
+    }
+}
+
+impl fmt::Debug for Recorder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Recorder")
+            .field("steps", &self.notes().count)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn a_phase_within_another_counts_once() {
+        let recorder = Recorder::new(Recording::Events);
+        let start = recorder.anchor();
+        recorder.batch_came(start, start);
+        recorder.backward_begins();
+        let outer = recorder.enter();
+        let inner = recorder.enter();
+        std::thread::sleep(2 * MS);
+        recorder.leave(Kind::Copy, inner, [0; 2]);
+        recorder.leave(Kind::Backward, outer, [0; 2]);
+        recorder.backward_ends();
+        let times = recorder.step_ends();
+        let [_, _, backward, copy, ..] = times.phases;
+        assert!(copy >= 2_000_000);
+        let (events, dropped, _) = recorder.events();
+        assert_eq!(dropped, 0);
+        let whole = events.iter().find(|event| event.kind == Kind::Backward);
+        let whole = whole.map(|event| event.end - event.start).unwrap();
+        assert!(backward + copy <= whole, "{backward} {copy} {whole}");
+        assert!(times.phases.iter().sum::<u64>() <= times.total);
+        assert_eq!(events[0].kind, Kind::Step, "the outermost comes first");
+    }
+
+    #[test]
+    fn what_lies_between_steps_belongs_to_none() {
+        let recorder = Recorder::new(Recording::Steps);
+        let start = recorder.anchor();
+        // An evaluation reads batches and calls no `backward`.
+        for batch in 0..3 {
+            recorder.batch_came(start + 10 * batch * MS, start + (10 * batch + 5) * MS);
+        }
+        recorder.backward_begins();
+        let [data, ..] = recorder.notes().open.times.phases;
+        assert_eq!(data, 5_000_000, "of the last batch alone");
+        // A micro-step's batch is a part of the step.
+        recorder.backward_ends();
+        recorder.batch_came(start + 30 * MS, start + 36 * MS);
+        let [data, ..] = recorder.notes().open.times.phases;
+        assert_eq!(data, 11_000_000);
+        assert_eq!(recorder.events().0.len(), 0, "only steps are recorded");
+    }
+
+    #[test]
+    fn a_step_that_failed_leaves_nothing() {
+        let recorder = Recorder::new(Recording::Steps);
+        recorder.backward_begins();
+        recorder.step_failed();
+        assert!(recorder.summary().is_none());
+        assert_eq!(recorder.notes().open.times.phases, [0; 6]);
+    }
+}

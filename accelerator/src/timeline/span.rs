@@ -1,0 +1,71 @@
+use std::time::Instant;
+
+use tracing::span::EnteredSpan;
+
+use super::event::Phase;
+use super::recorder::Recorder;
+
+/// A phase of the main thread, as long as it lives; for `tracing` as well, at the level `debug`.
+pub(crate) struct Span<'a> {
+    _entered: EnteredSpan,
+    noted: Option<(&'a Recorder, Instant)>,
+    phase: Phase,
+}
+
+impl<'a> Span<'a> {
+    pub(super) fn enter(
+        phase: Phase,
+        rank: usize,
+        step: u64,
+        recorder: Option<&'a Recorder>,
+    ) -> Self {
+        let span = match phase {
+            Phase::Backward => tracing::debug_span!("backward", rank, step),
+            Phase::Copy => tracing::debug_span!("copy_gradients", rank, step),
+            Phase::Optimizer => tracing::debug_span!("optimizer_step", rank, step),
+            Phase::Reduce { bucket, bytes } => {
+                tracing::debug_span!("all_reduce", rank, step, bucket, bytes)
+            }
+        };
+        Self {
+            _entered: span.entered(),
+            noted: recorder.map(|recorder| (recorder, recorder.enter())),
+            phase,
+        }
+    }
+}
+
+impl Drop for Span<'_> {
+    fn drop(&mut self) {
+        if let Some((recorder, start)) = self.noted {
+            let detail = match self.phase {
+                Phase::Reduce { bucket, bytes } => [bytes as u64, bucket as u64],
+                Phase::Backward | Phase::Copy | Phase::Optimizer => [0; 2],
+            };
+            recorder.leave(self.phase.kind(), start, detail);
+        }
+    }
+}
+
+/// A worker that loads a batch.
+pub(super) struct Load<'a> {
+    noted: Option<(&'a Recorder, Instant)>,
+    worker: usize,
+}
+
+impl<'a> Load<'a> {
+    pub(super) fn begin(worker: usize, recorder: Option<&'a Recorder>) -> Self {
+        Self {
+            noted: recorder.map(|recorder| (recorder, Instant::now())),
+            worker,
+        }
+    }
+}
+
+impl Drop for Load<'_> {
+    fn drop(&mut self) {
+        if let Some((recorder, start)) = self.noted {
+            recorder.loaded(self.worker, start);
+        }
+    }
+}

@@ -1,0 +1,208 @@
+use core::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::recorder::Times;
+
+/// Where the time of this rank's steps went, on average; from
+/// [`Accelerator::step_summary`](crate::Accelerator::step_summary).
+///
+/// A step begins when its first batch is asked for (or, for data that is no
+/// [`Epoch`](crate::data::Epoch)'s, where the step before ended), and ends when the optimizer has moved
+/// the model. What lies between steps, such as an evaluation, belongs to none.
+///
+/// `data`, `forward`, `backward`, `copying`, `exposed` and `optimizer` share out the time of the thread
+/// that trains, without overlap; the rest of the `step` is `other`. Times are in seconds. They are those
+/// of the program: a device that works beside it (a GPU) shows its time where the program waits for it.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct StepSummary {
+    /// How many steps there were. Means are over all of them, medians over the newest 4096.
+    pub steps: u64,
+    /// From first to last.
+    pub step: Figure,
+    /// Waiting for batches, or making them where the loader has no workers.
+    pub data: Figure,
+    /// From a batch's arrival to the call of `backward`.
+    pub forward: Figure,
+    /// Burn's backward pass.
+    pub backward: Figure,
+    /// Moving gradients into buckets and out of them.
+    pub copying: Figure,
+    /// Waiting for other ranks and for gradients on their way: communication that nothing hid.
+    pub exposed: Figure,
+    /// Burn's optimizer.
+    pub optimizer: Figure,
+    /// Everything else, from the schedule to what the loop itself does.
+    pub other: Figure,
+    /// How long collectives of `backward` were under way, hidden or not.
+    pub communicating: Figure,
+    /// How many bytes this rank gave to the collectives of `backward`: all buckets, as they travel,
+    /// and the few numbers that go with them.
+    pub bytes: Figure,
+}
+
+/// A time in seconds, or a number of bytes.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Figure {
+    /// The mean.
+    pub mean: f64,
+    /// The median: half of the steps had less.
+    pub median: f64,
+}
+
+impl StepSummary {
+    /// Which part of the communication was hidden behind computation, from 0 to 1; `None` where
+    /// there was no communication. Of means.
+    pub fn hidden(&self) -> Option<f64> {
+        let all = self.communicating.mean;
+        (all > 0.0).then(|| (1.0 - self.exposed.mean / all).clamp(0.0, 1.0))
+    }
+
+    pub(super) fn of(steps: u64, sums: &Times, newest: &[Times]) -> Option<Self> {
+        if steps == 0 {
+            return None;
+        }
+        let mut values = Vec::with_capacity(newest.len());
+        let mut figure = |unit: f64, of: &dyn Fn(&Times) -> u64| {
+            values.clear();
+            values.extend(newest.iter().map(of));
+            Figure {
+                mean: of(sums) as f64 / steps as f64 / unit,
+                median: median(&mut values) / unit,
+            }
+        };
+        let second = 1e9;
+        let mut phase = |number: usize| figure(second, &move |times| times.phases[number]);
+        // In the order of `Kind::PHASES`.
+        let [data, forward, backward, copying, exposed, optimizer] =
+            [0, 1, 2, 3, 4, 5].map(&mut phase);
+        Some(Self {
+            steps,
+            step: figure(second, &|times| times.total),
+            data,
+            forward,
+            backward,
+            copying,
+            exposed,
+            optimizer,
+            other: figure(second, &|times| {
+                times.total.saturating_sub(times.phases.iter().sum())
+            }),
+            communicating: figure(second, &|times| times.communicating),
+            bytes: figure(1.0, &|times| times.bytes),
+        })
+    }
+
+    /// All figures, for a reduction.
+    pub(crate) fn figures_mut(&mut self) -> [&mut Figure; 10] {
+        let Self {
+            steps: _,
+            step,
+            data,
+            forward,
+            backward,
+            copying,
+            exposed,
+            optimizer,
+            other,
+            communicating,
+            bytes,
+        } = self;
+        [
+            step,
+            data,
+            forward,
+            backward,
+            copying,
+            exposed,
+            optimizer,
+            other,
+            communicating,
+            bytes,
+        ]
+    }
+}
+
+impl fmt::Display for StepSummary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{:<16}{:>12}{:>12}{:>8}",
+            "", "mean ms", "median ms", "share"
+        )?;
+        let whole = self.step.mean.max(f64::MIN_POSITIVE);
+        let rows = [
+            ("step", self.step),
+            ("  data", self.data),
+            ("  forward", self.forward),
+            ("  backward", self.backward),
+            ("  copying", self.copying),
+            ("  exposed", self.exposed),
+            ("  optimizer", self.optimizer),
+            ("  other", self.other),
+            ("communicating", self.communicating),
+        ];
+        for (name, Figure { mean, median }) in rows {
+            let (mean, median, share) = (1e3 * mean, 1e3 * median, 100.0 * mean / whole);
+            writeln!(f, "{name:<16}{mean:>12.3}{median:>12.3}{share:>7.1}%")?;
+        }
+        write!(
+            f,
+            "{} steps, {:.0} bytes of gradients a step",
+            self.steps, self.bytes.median
+        )?;
+        match self.hidden() {
+            Some(hidden) => write!(f, ", {:.0}% of the communication hidden", 100.0 * hidden),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Of an even number, the mean of the two in the middle.
+fn median(values: &mut [u64]) -> f64 {
+    values.sort_unstable();
+    let middle = values.len() / 2;
+    match values {
+        [] => 0.0,
+        _ if values.len() % 2 == 1 => values[middle] as f64,
+        _ => (values[middle - 1] as f64 + values[middle] as f64) / 2.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_means_and_medians_in_seconds() {
+        let times = |total| Times {
+            total,
+            phases: [0, 0, 0, 0, total / 4, 0],
+            communicating: total / 2,
+            bytes: 100,
+        };
+        let newest = [
+            times(4_000_000_000),
+            times(1_000_000_000),
+            times(1_000_000_000),
+        ];
+        let sums = Times {
+            bytes: 300,
+            ..times(6_000_000_000)
+        };
+        let summary = StepSummary::of(3, &sums, &newest).unwrap();
+        assert_eq!((summary.step.mean, summary.step.median), (2.0, 1.0));
+        assert_eq!((summary.exposed.mean, summary.other.mean), (0.5, 1.5));
+        assert_eq!((summary.bytes.mean, summary.bytes.median), (100.0, 100.0));
+        assert_eq!(summary.hidden(), Some(0.5));
+        let table = summary.to_string();
+        assert!(
+            table.contains("1000.000") && table.contains("25.0%"),
+            "{table}"
+        );
+        assert!(StepSummary::of(0, &sums, &newest).is_none());
+        assert_eq!(median(&mut [4, 1]), 2.5);
+    }
+}

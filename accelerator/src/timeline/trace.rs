@@ -1,0 +1,164 @@
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::clock::Meeting;
+use super::event::{Event, Kind, Thread};
+use super::recorder::Recorder;
+
+/// What one rank has to show.
+#[derive(Debug, Deserialize, Serialize)]
+pub(super) struct RankTrace {
+    pub(super) rank: usize,
+    host: String,
+    process: u32,
+    /// How many older events are gone.
+    dropped: u64,
+    clocks: Vec<Meeting>,
+    events: Vec<Row>,
+}
+
+/// An event without the names of its fields, of which there are many.
+type Row = (Kind, Thread, u64, u64, u64, u64, u64);
+
+impl RankTrace {
+    pub(super) fn new(rank: usize, recorder: &Recorder) -> Self {
+        let (events, dropped, clocks) = recorder.events();
+        let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        let row = |event: Event| {
+            let Event {
+                kind,
+                thread,
+                start,
+                end,
+                step,
+                bytes,
+                number,
+            } = event;
+            (kind, thread, start, end, step, bytes, number)
+        };
+        Self {
+            rank,
+            host: host.trim().to_owned(),
+            process: std::process::id(),
+            dropped,
+            clocks,
+            events: events.into_iter().map(row).collect(),
+        }
+    }
+
+    /// When the first event began, in rank 0's time.
+    fn beginning(&self) -> Option<i64> {
+        let (_, _, start, ..) = self.events.first()?;
+        Some(Meeting::translate(&self.clocks, *start))
+    }
+}
+
+/// Where a rank puts its own part when it cannot give it to rank 0.
+pub(super) fn path_of_rank(path: &Path, rank: usize) -> PathBuf {
+    path.with_extension(format!("rank{rank}.json"))
+}
+
+/// Writes the trace event format of Chrome, in the form of an object, which Perfetto reads too: a
+/// process is a rank, complete events (`X`) are spans in microseconds, `M` names processes and
+/// threads, `C` counts bytes. The file is complete or not there.
+pub(super) fn write(path: &Path, ranks: &[RankTrace]) -> io::Result<()> {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".part");
+    let part = path.with_file_name(name);
+    let mut file = BufWriter::new(File::create(&part)?);
+    write_to(&mut file, ranks)?;
+    file.into_inner()?.sync_all()?;
+    fs::rename(part, path)
+}
+
+fn write_to(file: &mut impl Write, ranks: &[RankTrace]) -> io::Result<()> {
+    let zero = ranks.iter().filter_map(RankTrace::beginning).min();
+    let zero = zero.unwrap_or(0);
+    let about: Vec<_> = ranks.iter().map(about).collect();
+    write!(
+        file,
+        "{{\"displayTimeUnit\":\"ms\",\"otherData\":{},\n\"traceEvents\":[",
+        json!({ "clock": "that of rank 0, in microseconds since the first event", "ranks": about })
+    )?;
+    let mut between = "\n";
+    let mut put = |event: &Value| {
+        file.write_all(between.as_bytes())?;
+        between = ",\n";
+        serde_json::to_writer(&mut *file, event).map_err(io::Error::from)
+    };
+    for rank in ranks {
+        for event in names(rank) {
+            put(&event)?;
+        }
+        for row in &rank.events {
+            let microseconds = |time| (Meeting::translate(&rank.clocks, time) - zero) as f64 / 1e3;
+            let (start, end) = (microseconds(row.2), microseconds(row.3));
+            put(&span(rank.rank, row, start, end))?;
+            if let (Kind::Step, .., bytes, _) = *row {
+                put(&json!({
+                    "ph": "C", "name": "gradients sent", "pid": rank.rank, "tid": 0, "ts": end,
+                    "args": { "bytes": bytes },
+                }))?;
+            }
+        }
+    }
+    file.write_all(b"\n]}\n")
+}
+
+fn about(rank: &RankTrace) -> Value {
+    let error = rank.clocks.iter().map(|clock| clock.error).max();
+    json!({
+        "rank": rank.rank,
+        "host": rank.host,
+        "process": rank.process,
+        "older_events_dropped": rank.dropped,
+        "clock_error_us": error.unwrap_or(0) as f64 / 1e3,
+    })
+}
+
+/// The names of a rank and of its threads.
+fn names(rank: &RankTrace) -> Vec<Value> {
+    let name = |what: &str, tid: u32, args: Value| json!({ "ph": "M", "name": what, "pid": rank.rank, "tid": tid, "args": args });
+    let label = format!("rank {} ({}, {})", rank.rank, rank.host, rank.process);
+    let mut all = vec![
+        name("process_name", 0, json!({ "name": label })),
+        name("process_sort_index", 0, json!({ "sort_index": rank.rank })),
+    ];
+    let threads: BTreeSet<Thread> = rank.events.iter().map(|row| row.1).collect();
+    for thread in threads {
+        let number = thread.number();
+        let (label, index) = (
+            json!({ "name": thread.name() }),
+            json!({ "sort_index": number }),
+        );
+        all.push(name("thread_name", number, label));
+        all.push(name("thread_sort_index", number, index));
+    }
+    all
+}
+
+fn span(rank: usize, row: &Row, start: f64, end: f64) -> Value {
+    let &(kind, thread, _, _, step, bytes, number) = row;
+    let mut args = json!({ "step": step });
+    match kind {
+        Kind::AllReduce | Kind::Operation => {
+            args["bytes"] = json!(bytes);
+            args["operation"] = json!(number);
+        }
+        Kind::Reduce => {
+            args["bytes"] = json!(bytes);
+            args["bucket"] = json!(number);
+        }
+        Kind::Step => args["bytes"] = json!(bytes),
+        _ => {}
+    }
+    json!({
+        "ph": "X", "cat": "accelerator", "name": kind.name(), "pid": rank,
+        "tid": thread.number(), "ts": start, "dur": end - start, "args": args,
+    })
+}
