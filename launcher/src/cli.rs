@@ -10,6 +10,7 @@ use accelerator_collective::Topology;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::argv::Argv;
+use crate::bench::{AllReduceArgs, BenchArgs};
 use crate::checkpoint::CheckpointArgs;
 use crate::env::EnvArgs;
 use crate::plan::PlanArgs;
@@ -35,6 +36,10 @@ pub(crate) enum Invocation {
     Test(TestArgs),
     /// Be a rank of such a test.
     Rank(RankArgs),
+    /// Measure collectives.
+    Bench(BenchArgs),
+    /// Be a rank of such a measurement.
+    BenchRank(AllReduceArgs),
 }
 
 /// A number of processes, or a range of it.
@@ -74,7 +79,11 @@ impl std::fmt::Display for Processes {
 impl Invocation {
     /// Whether processes are started that must not outlive the launcher.
     pub(crate) fn runs_a_job(&self) -> bool {
-        matches!(self, Self::Launch { options, .. } if !options.dry_run)
+        match self {
+            Self::Launch { options, .. } => !options.dry_run,
+            Self::Bench(arguments) => arguments.starts_processes(),
+            _ => false,
+        }
     }
 
     /// Reads a command line whose first item is the program's name.
@@ -95,6 +104,8 @@ impl Invocation {
             Some(Sub::Checkpoint(arguments)) => Self::Checkpoint(arguments),
             Some(Sub::Test(arguments)) => Self::Test(arguments),
             Some(Sub::Rank(arguments)) => Self::Rank(arguments),
+            Some(Sub::Bench(arguments)) => Self::Bench(arguments),
+            Some(Sub::BenchRank(arguments)) => Self::BenchRank(arguments),
             None => Self::Launch {
                 options: Box::new(cli.options),
                 arguments: argv.script,
@@ -112,6 +123,7 @@ impl Invocation {
         accel-launch [OPTIONS] --example NAME [ARGS]...\n       \
         accel-launch [OPTIONS] --bin NAME [ARGS]...\n       \
         accel-launch env|plan|test [OPTIONS]\n       \
+        accel-launch bench all-reduce [OPTIONS]\n       \
         accel-launch checkpoint list|show|verify DIR",
     after_help = AFTER_HELP,
     args_conflicts_with_subcommands = true,
@@ -244,12 +256,17 @@ enum Sub {
     /// A rank of the self-test.
     #[command(name = "__rank", hide = true)]
     Rank(RankArgs),
+    /// Measure how fast ranks of this machine compute together, beside what its memory can do.
+    Bench(BenchArgs),
+    /// A rank of a measurement.
+    #[command(name = "__bench", hide = true)]
+    BenchRank(AllReduceArgs),
 }
 
 const AFTER_HELP: &str = "\
 Options before the script are the launcher's, everything after it is the script's. After
 a cargo target a first `--` is dropped, as `cargo run` does. To run a program called `env`,
-`plan`, `checkpoint` or `test`, write `./env`.
+`plan`, `checkpoint`, `bench` or `test`, write `./env`.
 
 Rank 0 reads the launcher's standard input, unless that is a terminal. SIGINT, SIGTERM,
 SIGHUP and SIGQUIT end all ranks, and a second one kills them; SIGUSR1 and SIGUSR2 are

@@ -230,8 +230,14 @@ fn variables() -> Vec<Entry> {
 fn own_variables(
     variables: impl Iterator<Item = (OsString, OsString)>,
 ) -> (Vec<Entry>, Vec<String>) {
-    /// What programs read beside what a launch is described by; the last is for own tests.
-    const OTHERS: [&str; 2] = ["ACCEL_DEVICE", "ACCEL_FIXTURES"];
+    /// What programs read beside what a launch is described by; the first is for own tests.
+    const OTHERS: [&str; 5] = [
+        "ACCEL_FIXTURES",
+        "ACCEL_COMPRESSION",
+        "ACCEL_DEVICE",
+        "ACCEL_OVERLAP",
+        "ACCEL_TRACE",
+    ];
     let known = || Launch::VARIABLES.into_iter().chain(OTHERS);
     let mut ours: Vec<_> = variables
         .map(|(name, value)| {
@@ -245,7 +251,7 @@ fn own_variables(
         .iter()
         .filter(|(name, _)| !known().any(|known| known == name));
     let errors = unknown.map(|(name, _)| {
-        let names: Vec<_> = known().filter(|&name| name != OTHERS[1]).collect();
+        let names: Vec<_> = known().filter(|&name| name != OTHERS[0]).collect();
         format!(
             "the environment variable {name} is not known; expected one of {}: correct it, or \
              unset it",

@@ -45,9 +45,7 @@ impl Environment {
                 common.push((name, count.to_string().into()));
             }
         }
-        common.extend(allocator::settings(settings.ranks, |name| {
-            std::env::var_os(name).is_some()
-        }));
+        common.extend(allocator::settings(|name| std::env::var_os(name).is_some()));
         common.extend(package_dir.map(|dir| ("CARGO_MANIFEST_DIR", dir.into())));
         Self {
             common,

@@ -6,6 +6,7 @@ compile_error!("accel-launch supervises process groups, which only Unix systems 
 mod allocator;
 mod argv;
 mod attempt;
+mod bench;
 mod blame;
 mod cargo;
 mod checkpoint;
@@ -20,6 +21,7 @@ mod hearing;
 mod job;
 mod keeper;
 mod launch;
+mod number;
 mod output;
 mod plan;
 mod rendezvous;
@@ -78,5 +80,7 @@ fn dispatch(invocation: &Invocation, command: &[OsString], bond: Option<Bond>) -
         }
         Invocation::Test(arguments) => selftest::run(arguments),
         Invocation::Rank(arguments) => Ok(selftest::rank(arguments)),
+        Invocation::Bench(arguments) => bench::run(arguments, command, bond),
+        Invocation::BenchRank(arguments) => Ok(bench::rank(arguments)),
     }
 }

@@ -144,6 +144,8 @@ impl Last {
             Point::Rendezvous | Point::Connect => ranks > 1,
             Point::Step(step) => (self.from..train::STEPS).contains(&step),
             Point::Operation(operation) => ranks > 1 && operation < operations,
+            // A short collective has no such place.
+            Point::Within(_) => false,
             Point::Save(number, _) => self.saves.contains(&number),
         }
     }

@@ -10,6 +10,7 @@ use accelerator_collective::{Element, Partition, ProcessGroup, ReduceOp};
 use half::{bf16, f16};
 
 use super::{Honesty, Result};
+use crate::number::Small;
 
 /// Runs all collectives on this rank; says how many results were compared.
 pub(super) fn check(group: &ProcessGroup, honesty: Honesty) -> Result<String> {
@@ -42,28 +43,6 @@ pub(super) fn check(group: &ProcessGroup, honesty: Honesty) -> Result<String> {
         group.world_size(),
         group.transport()
     ))
-}
-
-/// A type that holds small numbers exactly.
-trait Small: Element + PartialEq + Debug {
-    fn small(number: u8) -> Self;
-}
-
-macro_rules! small {
-    ($($type:ty: $convert:expr),* $(,)?) => {
-        $(impl Small for $type {
-            fn small(number: u8) -> Self {
-                $convert(number)
-            }
-        })*
-    };
-}
-
-small! {
-    f32: f32::from, f64: f64::from, u8: u8::from, u16: u16::from, u32: u32::from, u64: u64::from,
-    i16: i16::from, i32: i32::from, i64: i64::from, f16: f16::from, bf16: bf16::from,
-    // Far below 128.
-    i8: |number| number as i8,
 }
 
 const OPS: [ReduceOp; 4] = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Min];

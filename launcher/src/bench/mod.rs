@@ -1,0 +1,251 @@
+//! `accel-launch bench`: how fast the ranks of this machine compute together.
+//!
+//! The ranks are processes of this very program, which the launcher starts and supervises as it
+//! does any other (`rank.rs`), or threads of this one. Rank 0 prints the figures. What is timed,
+//! and beside what, is in this folder's README.
+
+mod bound;
+mod input;
+mod rank;
+mod report;
+mod size;
+
+use std::ffi::OsString;
+use std::num::NonZeroUsize;
+use std::process::ExitCode;
+
+use accelerator_collective::{DType, TransportKind};
+use clap::{Args, Subcommand, ValueEnum};
+
+use crate::cli::{Options, Processes};
+use crate::error::{Error, Result};
+use crate::keeper::Bond;
+use crate::launch;
+use size::Size;
+
+pub(crate) use rank::run as rank;
+
+/// What is to be measured.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+impl BenchArgs {
+    /// Whether the ranks are processes.
+    pub(crate) fn starts_processes(&self) -> bool {
+        let What::AllReduce(arguments) = &self.what;
+        arguments.transport != TransportKind::Threads
+    }
+}
+
+#[derive(Clone, Debug, Subcommand)]
+enum What {
+    /// Time all-reduces (sums) of several sizes, and check their results.
+    AllReduce(AllReduceArgs),
+}
+
+/// Times all-reduces (sums) of several sizes, and checks their results.
+///
+/// Every rank gets another input before each operation, and ends with the whole sum in memory of its
+/// own. Every sum of the warm-up and the last one are compared with what is known beforehand, element
+/// by element, and one element of each other one; a wrong sum is an error.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct AllReduceArgs {
+    /// How many ranks compute together.
+    #[arg(short = 'n', long, value_name = "N", default_value = "2", value_parser = processes)]
+    num_processes: NonZeroUsize,
+
+    /// How they are connected: auto, shm, tcp, hierarchical, or threads of one process.
+    #[arg(long, value_name = "KIND", default_value_t, value_parser = transport)]
+    transport: TransportKind,
+
+    /// The sizes, with commas between them: bytes, KiB, MiB, GiB, KB, MB or GB.
+    #[arg(
+        long,
+        value_name = "SIZE,...",
+        value_delimiter = ',',
+        default_value = "4KiB,64KiB,1MiB,4MiB,25MB,100MB"
+    )]
+    sizes: Vec<Size>,
+
+    /// The element types, with commas between them: bf16, f16, f32, f64, i8 to i64, u8 to u64.
+    #[arg(
+        long,
+        value_name = "TYPE,...",
+        value_delimiter = ',',
+        default_value = "f32",
+        value_parser = dtype
+    )]
+    dtype: Vec<DType>,
+
+    /// What is called, and so which memory is reduced.
+    #[arg(long, value_name = "CALL", value_enum, default_value_t = Call::Buffer)]
+    call: Call,
+
+    /// How many times are taken of each size [default: 400 MB in all, 20 to 200].
+    #[arg(long, value_name = "N")]
+    iterations: Option<NonZeroUsize>,
+
+    /// How many come before, which do not count.
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    warmup: usize,
+
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+
+    /// Have the last rank contribute something wrong, to see that it is noticed.
+    #[arg(long, hide = true)]
+    spoil: bool,
+}
+
+/// Which of the group's all-reduces is timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Call {
+    /// In place in a buffer of the group, on the rank's own thread.
+    Buffer,
+    /// In place in plain memory of the rank.
+    Slice,
+    /// In a buffer of the group, started on the communication thread and waited for.
+    Started,
+}
+
+/// Measures.
+///
+/// `command` is the launcher's own command line, which the ranks get too; `bond` ties it to its
+/// keeper, where it has one.
+///
+/// # Errors
+/// When the ranks cannot be started, or threads fail; how processes end is in the exit code.
+pub(crate) fn run(
+    arguments: &BenchArgs,
+    command: &[OsString],
+    bond: Option<Bond>,
+) -> Result<ExitCode> {
+    let processes = arguments.starts_processes();
+    let What::AllReduce(arguments) = &arguments.what;
+    arguments.check()?;
+    if !processes {
+        return rank::threads(arguments);
+    }
+    let program = std::env::current_exe()
+        .map_err(|error| Error::system("this program cannot find itself").with_source(error))?;
+    let options = Options {
+        script: Some(program),
+        num_processes: Some(Processes::exactly(arguments.num_processes)),
+        no_prefix: true,
+        quiet: true,
+        ..Options::default()
+    };
+    // Of "accel-launch bench all-reduce OPTIONS...".
+    let own = command.iter().skip(3).cloned();
+    let own: Vec<OsString> = std::iter::once("__bench".into()).chain(own).collect();
+    launch::run(&options, &own, command, bond)
+}
+
+impl AllReduceArgs {
+    /// What only all options together tell.
+    fn check(&self) -> Result<()> {
+        for size in &self.sizes {
+            let odd = self
+                .dtype
+                .iter()
+                .find(|dtype| size.bytes() % dtype.size() != 0);
+            if let Some(dtype) = odd {
+                return Err(Error::usage(format!(
+                    "--sizes {} is no whole number of {dtype}, which takes {} bytes",
+                    size.bytes(),
+                    dtype.size()
+                )));
+            }
+        }
+        let ranks = self.num_processes.get();
+        let largest = self.sizes.iter().map(|size| size.bytes()).max();
+        // What is reduced, and as much again for the bound.
+        let needed = largest.unwrap_or(0).saturating_mul(2 * ranks);
+        match available() {
+            Some(available) if needed > available => Err(Error::usage(format!(
+                "the largest of --sizes takes {:.1} GB on {ranks} ranks, and this machine has \
+                 {:.1} GB of memory available; give smaller --sizes or fewer --num-processes",
+                needed as f64 / 1e9,
+                available as f64 / 1e9
+            ))),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The memory that can be had without swapping, in bytes, where the system tells.
+fn available() -> Option<usize> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kilobytes: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kilobytes.checked_mul(1024)
+}
+
+fn processes(text: &str) -> std::result::Result<NonZeroUsize, String> {
+    match text.parse::<usize>() {
+        Ok(count) if (2..=MOST).contains(&count) => {
+            NonZeroUsize::new(count).ok_or_else(String::new)
+        }
+        _ => Err(format!("expected a number of processes from 2 to {MOST}")),
+    }
+}
+
+fn transport(text: &str) -> std::result::Result<TransportKind, String> {
+    text.parse()
+        .map_err(|error: accelerator_collective::Error| error.to_string())
+}
+
+fn dtype(text: &str) -> std::result::Result<DType, String> {
+    let found = DTYPES.into_iter().find(|dtype| dtype.name() == text);
+    found.ok_or_else(|| {
+        let names = DTYPES.map(DType::name);
+        format!("expected one of {}", names.join(", "))
+    })
+}
+
+/// More ranks would have sums that the smallest types cannot hold.
+const MOST: usize = 32;
+
+const DTYPES: [DType; 12] = [
+    DType::BF16,
+    DType::F16,
+    DType::F32,
+    DType::F64,
+    DType::I8,
+    DType::I16,
+    DType::I32,
+    DType::I64,
+    DType::U8,
+    DType::U16,
+    DType::U32,
+    DType::U64,
+];
+
+const AFTER_HELP: &str = "\
+The time of an iteration is that of its slowest rank; shown are the median over iterations, the
+least, and the 95th percentile. Up to 16 KiB an iteration is 100 operations, the writing of their
+inputs included; above, it is one operation, and the ranks write their inputs and meet at a barrier
+before it. `input_seconds` of the JSON is what lies between two timed iterations: with it, more
+iterations take as much longer as the figures say.
+
+Algorithm bandwidth is bytes / time; bus bandwidth is that x 2 (N - 1) / N.
+
+The bound is what memory allows an all-reduce in place that waits for nobody: each rank reads
+1/N of N arrays and writes the sum back to all N, which is `bytes` read and `bytes` written a rank.
+It is timed in the same run, on all ranks at once, each on N arrays of its own in memory of the kind
+that is reduced (buffers of the group, or the heap with --call slice), which no other rank touches.
+It is a plain loop without the widest vectors: what lies in the caches can be faster, above 100 %.
+
+Exit code: 0, or 1 where a sum is wrong, a rank fails or the ranks cannot be connected so; 2 for a
+wrong command line.
+
+Examples:
+  accel-launch bench all-reduce --num-processes 2
+  accel-launch bench all-reduce -n 4 --transport tcp --sizes 1MiB,25MB --dtype f32,bf16 --json";

@@ -1,0 +1,331 @@
+//! The side of the ranks: what is timed.
+
+use std::error::Error as StdError;
+use std::hash::{DefaultHasher, Hasher};
+use std::hint::black_box;
+use std::io::Write;
+use std::process::ExitCode;
+use std::thread;
+use std::time::Instant;
+
+use accelerator_collective::{
+    Buffer, DType, Element, GroupOptions, Launch, ProcessGroup, ReduceOp,
+};
+use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
+
+use super::bound;
+use super::input::Input;
+use super::report::Report;
+use super::size::Size;
+use super::{AllReduceArgs, Call};
+use crate::error::{Error, chain};
+use crate::number::Small;
+use crate::text::print;
+
+/// What one rank has measured.
+#[derive(Debug, Deserialize, Serialize)]
+pub(super) struct Sample {
+    /// Of each iteration, in seconds.
+    pub(super) seconds: Vec<f64>,
+    /// Between each iteration and the one before it, in seconds.
+    pub(super) between: Vec<f64>,
+    /// All iterations and what is between them, in seconds.
+    pub(super) elapsed: f64,
+    /// The same work without waiting, in seconds an operation.
+    pub(super) bound: Vec<f64>,
+    /// How many operations an iteration has.
+    pub(super) operations: usize,
+    /// Of the last sum.
+    pub(super) checksum: String,
+}
+
+/// What goes wrong on a rank.
+type Result<T> = std::result::Result<T, Box<dyn StdError + Send + Sync>>;
+
+/// Is a rank that is a process; rank 0's output is the report.
+pub(crate) fn run(arguments: &AllReduceArgs) -> ExitCode {
+    let options = GroupOptions::new().with_transport(arguments.transport);
+    let connect = || Ok(ProcessGroup::connect(&Launch::from_env()?, &options)?);
+    match connect().and_then(|group| measure(&group, arguments)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "error: {}", chain(&*error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Is all ranks, each a thread.
+///
+/// # Errors
+/// The first rank's that failed.
+pub(super) fn threads(arguments: &AllReduceArgs) -> crate::error::Result<ExitCode> {
+    let refused = "the ranks could not be started as threads";
+    let options = GroupOptions::new().with_transport(arguments.transport);
+    let groups = ProcessGroup::threads(arguments.num_processes.get(), &options)
+        .map_err(|error| Error::system(refused).with_source(error))?;
+    thread::scope(|scope| {
+        let ranks = groups.iter().map(|group| {
+            thread::Builder::new()
+                .name(format!("rank {}", group.rank()))
+                .spawn_scoped(scope, || measure(group, arguments))
+        });
+        let ranks: Vec<_> = ranks.collect();
+        let mut outcome = Ok(ExitCode::SUCCESS);
+        for (rank, thread) in ranks.into_iter().enumerate() {
+            let ended = match thread.map(thread::ScopedJoinHandle::join) {
+                Ok(Ok(Ok(()))) => continue,
+                Ok(Ok(Err(error))) => Error::system(chain(&*error)),
+                Ok(Err(_)) => Error::system(format!("rank {rank} panicked")),
+                Err(error) => {
+                    // The others need not wait for it.
+                    groups[rank].abort("its thread could not be started");
+                    Error::system(refused).with_source(error)
+                }
+            };
+            outcome = outcome.and(Err(ended));
+        }
+        outcome
+    })
+}
+
+/// Measures all that was asked for.
+fn measure(group: &ProcessGroup, arguments: &AllReduceArgs) -> Result<()> {
+    let outcome = each(group, arguments);
+    if let Err(error) = &outcome {
+        group.abort(chain(&**error));
+    }
+    outcome
+}
+
+fn each(group: &ProcessGroup, arguments: &AllReduceArgs) -> Result<()> {
+    let mut report = Report::new(arguments, group);
+    let shown = group.rank() == 0 && !arguments.json;
+    if shown {
+        print(&report.head())?;
+    }
+    for &dtype in &arguments.dtype {
+        for &size in &arguments.sizes {
+            let sample = match dtype {
+                DType::BF16 => sample::<bf16>(group, arguments, size)?,
+                DType::F16 => sample::<f16>(group, arguments, size)?,
+                DType::F32 => sample::<f32>(group, arguments, size)?,
+                DType::F64 => sample::<f64>(group, arguments, size)?,
+                DType::I8 => sample::<i8>(group, arguments, size)?,
+                DType::I16 => sample::<i16>(group, arguments, size)?,
+                DType::I32 => sample::<i32>(group, arguments, size)?,
+                DType::I64 => sample::<i64>(group, arguments, size)?,
+                DType::U8 => sample::<u8>(group, arguments, size)?,
+                DType::U16 => sample::<u16>(group, arguments, size)?,
+                DType::U32 => sample::<u32>(group, arguments, size)?,
+                DType::U64 => sample::<u64>(group, arguments, size)?,
+                other => return Err(format!("{other} cannot be measured").into()),
+            };
+            let samples = group.all_gather_object(&sample)?;
+            let line = report.add(size, dtype, &samples)?;
+            if shown {
+                print(&line)?;
+            }
+        }
+    }
+    if group.rank() == 0 && arguments.json {
+        print(&report.to_json())?;
+    }
+    group.barrier()?;
+    Ok(group.close()?)
+}
+
+/// Measures one size of one type.
+fn sample<T: Small>(group: &ProcessGroup, arguments: &AllReduceArgs, size: Size) -> Result<Sample> {
+    let bytes = size.bytes();
+    let operations = if bytes <= SHORT { OPERATIONS } else { 1 };
+    let iterations = match arguments.iterations {
+        Some(iterations) => iterations.get(),
+        None => (TRAFFIC / bytes).clamp(20, 200),
+    };
+    let spoilt = arguments.spoil && group.rank() + 1 == group.world_size();
+    let input = Input::new(group.rank(), group.world_size());
+    let write = |values: &mut [T], operation: usize| {
+        input.write(values, operation);
+        if spoilt {
+            values[0] = T::small(100);
+        }
+    };
+
+    let mut bound = Bound::new(group, arguments.call, bytes)?;
+    bound.measure(group, operations)?;
+    let mut operand = Operand::new(group, arguments.call, bytes / size_of::<T>());
+    let mut operation = 0;
+    for _ in 0..arguments.warmup {
+        write(operand.values()?, operation);
+        operand.all_reduce()?;
+        input.check(operand.values()?, operation)?;
+        operation += 1;
+    }
+
+    let mut seconds = Vec::with_capacity(iterations);
+    let mut between = Vec::with_capacity(iterations);
+    group.barrier()?;
+    let began = Instant::now();
+    let mut ended = began;
+    for _ in 0..iterations {
+        if operations == 1 {
+            write(operand.values()?, operation);
+        }
+        group.barrier()?;
+        let start = Instant::now();
+        if operations == 1 {
+            operand.all_reduce()?;
+        } else {
+            for operation in operation..operation + operations {
+                write(operand.values()?, operation);
+                operand.all_reduce()?;
+            }
+        }
+        between.push(start.duration_since(ended).as_secs_f64());
+        ended = Instant::now();
+        seconds.push(ended.duration_since(start).as_secs_f64());
+        operation += operations;
+        input.check_one(operand.values()?, operation - 1)?;
+    }
+    let elapsed = ended.duration_since(began).as_secs_f64();
+    input.check(operand.values()?, operation - 1)?;
+    let mut hasher = DefaultHasher::new();
+    hasher.write(operand.bytes()?);
+    drop(operand);
+    bound.measure(group, operations)?;
+    Ok(Sample {
+        seconds,
+        between,
+        elapsed,
+        bound: bound.seconds,
+        operations,
+        checksum: format!("{:016x}", hasher.finish()),
+    })
+}
+
+/// Memory of the kind that a call reduces.
+enum Memory<T> {
+    /// None while a started operation has it.
+    Group(Option<Buffer>),
+    Heap(Vec<T>),
+}
+
+impl<T: Element> Memory<T> {
+    fn new(group: &ProcessGroup, call: Call, len: usize) -> Self {
+        match call {
+            Call::Buffer | Call::Started => Self::Group(Some(group.buffer(T::DTYPE, len))),
+            Call::Slice => Self::Heap(vec![T::zeroed(); len]),
+        }
+    }
+
+    fn values(&mut self) -> Result<&mut [T]> {
+        match self {
+            Self::Group(Some(buffer)) => Ok(buffer.as_mut_slice()?),
+            Self::Group(None) => Err("the buffer did not come back".into()),
+            Self::Heap(values) => Ok(values),
+        }
+    }
+}
+
+/// What is reduced.
+struct Operand<'a, T> {
+    group: &'a ProcessGroup,
+    call: Call,
+    memory: Memory<T>,
+}
+
+impl<'a, T: Element> Operand<'a, T> {
+    fn new(group: &'a ProcessGroup, call: Call, len: usize) -> Self {
+        let memory = Memory::new(group, call, len);
+        Self {
+            group,
+            call,
+            memory,
+        }
+    }
+
+    fn values(&mut self) -> Result<&mut [T]> {
+        self.memory.values()
+    }
+
+    fn bytes(&mut self) -> Result<&[u8]> {
+        match &self.memory {
+            Memory::Group(Some(buffer)) => Ok(buffer.bytes()),
+            Memory::Group(None) => Err("the buffer did not come back".into()),
+            Memory::Heap(values) => Ok(bytemuck::cast_slice(values)),
+        }
+    }
+
+    fn all_reduce(&mut self) -> Result<()> {
+        match &mut self.memory {
+            Memory::Group(held) if self.call == Call::Started => {
+                let buffer = held.take().ok_or("the buffer did not come back")?;
+                let pending = self.group.start_all_reduce(buffer, ReduceOp::Sum)?;
+                *held = Some(pending.wait()?);
+            }
+            Memory::Group(Some(buffer)) => self.group.all_reduce_buffer(buffer, ReduceOp::Sum)?,
+            Memory::Group(None) => return Err("the buffer did not come back".into()),
+            Memory::Heap(values) => self.group.all_reduce(values, ReduceOp::Sum)?,
+        }
+        Ok(())
+    }
+}
+
+/// Times the [bound](bound::pass) on this rank, together with the others.
+struct Bound {
+    arrays: Vec<Memory<u64>>,
+    bytes: usize,
+    seconds: Vec<f64>,
+}
+
+impl Bound {
+    fn new(group: &ProcessGroup, call: Call, bytes: usize) -> Result<Self> {
+        let ranks = group.world_size();
+        let len = bytes.div_ceil(ranks * size_of::<u64>());
+        let mut arrays: Vec<_> = (0..ranks).map(|_| Memory::new(group, call, len)).collect();
+        for array in &mut arrays {
+            array.values()?.fill(1);
+        }
+        Ok(Self {
+            arrays,
+            bytes,
+            seconds: Vec::new(),
+        })
+    }
+
+    /// The number of times does not depend on the iterations that were asked for, so that these can
+    /// be timed from outside.
+    fn measure(&mut self, group: &ProcessGroup, operations: usize) -> Result<()> {
+        let mut arrays = Vec::with_capacity(self.arrays.len());
+        for array in &mut self.arrays {
+            arrays.push(array.values()?);
+        }
+        for _ in 0..WARM {
+            bound::pass(black_box(&mut arrays));
+        }
+        for _ in 0..(TRAFFIC / 4 / self.bytes).clamp(10, 100) {
+            group.barrier()?;
+            let start = Instant::now();
+            for _ in 0..operations {
+                bound::pass(black_box(&mut arrays));
+            }
+            self.seconds
+                .push(start.elapsed().as_secs_f64() / operations as f64);
+        }
+        Ok(())
+    }
+}
+
+/// In bytes. Up to here, one operation is too short for the clock.
+const SHORT: usize = 16 * 1024;
+
+/// How many of these are timed together.
+const OPERATIONS: usize = 100;
+
+/// How many bytes of a size are reduced where the number of iterations is left open.
+const TRAFFIC: usize = 400_000_000;
+
+/// How often the bound's loop runs before it counts.
+const WARM: usize = 3;

@@ -1,0 +1,266 @@
+//! The figures, for people and for programs.
+
+use accelerator_collective::{DType, ProcessGroup};
+use serde::Serialize;
+
+use super::rank::Sample;
+use super::size::Size;
+use super::{AllReduceArgs, Call};
+
+/// What was measured so far.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    operation: &'static str,
+    num_processes: usize,
+    transport: String,
+    call: &'static str,
+    warmup: usize,
+    bound: &'static str,
+    bound_memory: &'static str,
+    version: &'static str,
+    results: Vec<Line>,
+}
+
+/// One size of one type. Times are of one operation, where nothing else is said.
+#[derive(Debug, Serialize)]
+struct Line {
+    bytes: usize,
+    dtype: &'static str,
+    /// The median over iterations.
+    seconds: f64,
+    seconds_min: f64,
+    seconds_p95: f64,
+    seconds_mean: f64,
+    algorithm_bandwidth: f64,
+    bus_bandwidth: f64,
+    bound_seconds: f64,
+    bound_fraction: f64,
+    iterations: usize,
+    operations_per_iteration: usize,
+    /// Whether the writing of inputs is part of the time.
+    input_timed: bool,
+    /// The mean of what lies between two iterations.
+    input_seconds: f64,
+    /// All iterations and what lies between them, on rank 0.
+    loop_seconds: f64,
+    checksums: Vec<String>,
+}
+
+impl Report {
+    pub(super) fn new(arguments: &AllReduceArgs, group: &ProcessGroup) -> Self {
+        let (call, bound_memory) = match arguments.call {
+            Call::Buffer => ("buffer", BUFFERS),
+            Call::Slice => ("slice", "the heap"),
+            Call::Started => ("started", BUFFERS),
+        };
+        Self {
+            operation: "all-reduce sum",
+            num_processes: group.world_size(),
+            transport: group.transport().to_string(),
+            call,
+            warmup: arguments.warmup,
+            bound: BOUND,
+            bound_memory,
+            version: env!("CARGO_PKG_VERSION"),
+            results: Vec::new(),
+        }
+    }
+
+    /// What stands above the lines of figures.
+    pub(super) fn head(&self) -> String {
+        let columns = line([
+            "size",
+            "type",
+            "median",
+            "min",
+            "p95",
+            "algorithm",
+            "bus",
+            "bound",
+            "of bound",
+        ]);
+        format!(
+            "{} on {} ranks over {}, call {}; times are the slowest rank's\n\n{columns}",
+            self.operation, self.num_processes, self.transport, self.call
+        )
+    }
+
+    /// Takes in what each rank measured; returns the line that says so.
+    ///
+    /// # Errors
+    /// Text where the ranks ended with different sums.
+    pub(super) fn add(
+        &mut self,
+        size: Size,
+        dtype: DType,
+        samples: &[Sample],
+    ) -> Result<String, String> {
+        let checksums: Vec<String> = samples
+            .iter()
+            .map(|sample| sample.checksum.clone())
+            .collect();
+        if let Some(rank) = checksums
+            .iter()
+            .position(|checksum| *checksum != checksums[0])
+        {
+            return Err(format!(
+                "rank 0 ended with other bits than rank {rank}: the checksums are {}",
+                checksums.join(", ")
+            ));
+        }
+        let operations = samples.first().map_or(1, |sample| sample.operations);
+        let times = Times::of(
+            slowest(samples, |sample| &sample.seconds),
+            operations as f64,
+        );
+        let bound = Times::of(slowest(samples, |sample| &sample.bound), 1.0);
+        let between = Times::of(slowest(samples, |sample| &sample.between), 1.0);
+        let (bytes, ranks) = (size.bytes(), samples.len() as f64);
+        let algorithm_bandwidth = bytes as f64 / times.median;
+        let figures = Line {
+            bytes,
+            dtype: dtype.name(),
+            seconds: times.median,
+            seconds_min: times.min,
+            seconds_p95: times.p95,
+            seconds_mean: times.mean,
+            algorithm_bandwidth,
+            bus_bandwidth: algorithm_bandwidth * 2.0 * (ranks - 1.0) / ranks,
+            bound_seconds: bound.median,
+            bound_fraction: bound.median / times.median,
+            iterations: times.count,
+            operations_per_iteration: operations,
+            input_timed: operations > 1,
+            input_seconds: between.mean,
+            loop_seconds: samples.first().map_or(0.0, |sample| sample.elapsed),
+            checksums,
+        };
+        let text = line([
+            &size.to_string(),
+            figures.dtype,
+            &time(figures.seconds),
+            &time(figures.seconds_min),
+            &time(figures.seconds_p95),
+            &bandwidth(figures.algorithm_bandwidth),
+            &bandwidth(figures.bus_bandwidth),
+            &time(figures.bound_seconds),
+            &format!("{:.1} %", 100.0 * figures.bound_fraction),
+        ]);
+        self.results.push(figures);
+        Ok(text)
+    }
+
+    pub(super) fn to_json(&self) -> String {
+        // Text and numbers, which JSON always takes.
+        let text = serde_json::to_string(self).unwrap_or_default();
+        format!("{text}\n")
+    }
+}
+
+/// Of each iteration, the time of the rank that took longest.
+fn slowest(samples: &[Sample], of: impl Fn(&Sample) -> &Vec<f64>) -> Vec<f64> {
+    let iterations = samples.iter().map(|sample| of(sample).len()).min();
+    (0..iterations.unwrap_or(0))
+        .map(|iteration| {
+            let times = samples.iter().map(|sample| of(sample)[iteration]);
+            times.fold(0.0, f64::max)
+        })
+        .collect()
+}
+
+/// What is said of many times.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Times {
+    median: f64,
+    min: f64,
+    p95: f64,
+    mean: f64,
+    count: usize,
+}
+
+impl Times {
+    /// Of times that are each of so many operations.
+    fn of(mut times: Vec<f64>, operations: f64) -> Self {
+        for time in &mut times {
+            // No clock is finer, and nothing is divided by zero.
+            *time = time.max(1e-9) / operations;
+        }
+        times.sort_unstable_by(f64::total_cmp);
+        let count = times.len();
+        let at = |index: usize| times.get(index).copied().unwrap_or(f64::NAN);
+        Self {
+            median: (at((count.max(1) - 1) / 2) + at(count / 2)) / 2.0,
+            min: at(0),
+            p95: at((count * 95).div_ceil(100).max(1) - 1),
+            mean: times.iter().sum::<f64>() / count as f64,
+            count,
+        }
+    }
+}
+
+fn line(cells: [&str; 9]) -> String {
+    let [size, dtype, cells @ ..] = cells;
+    let mut text = format!("{size:>9}  {dtype:<4}");
+    for cell in cells {
+        text.push_str(&format!("  {cell:>10}"));
+    }
+    text.push('\n');
+    text
+}
+
+fn time(seconds: f64) -> String {
+    match seconds {
+        seconds if seconds < 1e-6 => format!("{:.0} ns", seconds * 1e9),
+        seconds if seconds < 1e-3 => format!("{:.2} µs", seconds * 1e6),
+        seconds if seconds < 1.0 => format!("{:.3} ms", seconds * 1e3),
+        seconds => format!("{seconds:.3} s"),
+    }
+}
+
+fn bandwidth(bytes_per_second: f64) -> String {
+    format!("{:.3} GB/s", bytes_per_second / 1e9)
+}
+
+/// Said in the JSON, so that no reader has to guess.
+const BOUND: &str = "the least traffic of an all-reduce in place: all ranks at once, each reads \
+    1/num_processes of num_processes arrays and writes the sum back to each of them (bytes read and \
+    bytes written a rank), waiting for nobody; on memory of the rank's own, warmed";
+
+const BUFFERS: &str = "buffers of the group, touched by their own rank alone";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_iteration_is_as_slow_as_its_slowest_rank() {
+        let sample = |seconds: &[f64]| Sample {
+            seconds: seconds.to_vec(),
+            between: vec![1.0; seconds.len()],
+            elapsed: 9.0,
+            bound: vec![0.5; seconds.len()],
+            operations: 2,
+            checksum: "a".into(),
+        };
+        let samples = [sample(&[2.0, 4.0, 4.0]), sample(&[6.0, 2.0, 5.0])];
+        assert_eq!(slowest(&samples, |sample| &sample.seconds), [6.0, 4.0, 5.0]);
+        let times = Times::of(vec![6.0, 4.0, 5.0], 2.0);
+        assert_eq!((times.median, times.min, times.p95), (2.5, 2.0, 3.0));
+        assert_eq!((times.mean, times.count), (2.5, 3));
+    }
+
+    #[test]
+    fn medians_and_percentiles_are_of_sorted_times() {
+        let times = Times::of((1..=20).rev().map(f64::from).collect(), 1.0);
+        assert_eq!((times.median, times.min, times.p95), (10.5, 1.0, 19.0));
+        assert_eq!(Times::of(vec![3.0], 1.0).p95, 3.0);
+    }
+
+    #[test]
+    fn times_are_shown_in_a_unit_that_fits() {
+        assert_eq!(time(1.2e-7), "120 ns");
+        assert_eq!(time(1.234e-6), "1.23 µs");
+        assert_eq!(time(0.0123), "12.300 ms");
+        assert_eq!(time(2.0), "2.000 s");
+    }
+}
