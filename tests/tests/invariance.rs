@@ -8,13 +8,25 @@ use accelerator_tests::problems::{Outcome, Rule, Setting, Which};
 use accelerator_tests::processes::run_ranks;
 
 fn processes(world_size: usize, dtype: &str, accumulate: usize, setting: &Setting) -> Vec<Outcome> {
+    processes_with(&[], world_size, dtype, accumulate, setting)
+}
+
+fn processes_with(
+    variables: &[(&str, &str)],
+    world_size: usize,
+    dtype: &str,
+    accumulate: usize,
+    setting: &Setting,
+) -> Vec<Outcome> {
     let setting = serde_json::to_string(setting).unwrap();
     let args = ["train", dtype, &accumulate.to_string(), &setting];
     run_ranks(
         Path::new(env!("CARGO_BIN_EXE_rank")),
         &args,
         world_size,
-        |_, _| {},
+        |_, command| {
+            command.envs(variables.iter().copied());
+        },
     )
     .into_iter()
     .map(|rank| {
@@ -136,6 +148,37 @@ fn a_run_repeats_itself_bit_for_bit() {
         first[0].parameters, threads[0].parameters,
         "whatever the transport"
     );
+}
+
+#[test]
+fn when_gradients_are_sent_and_how_changes_no_bit() {
+    for net in [Which::Mlp, Which::Cnn] {
+        let setting = Setting {
+            net,
+            optimizer: Rule::Adamw,
+            samples: RAGGED,
+            global_batch: 12,
+            epochs: 2,
+            seed: 0,
+            dropout: 0.0,
+        };
+        for accumulate in [1, 4] {
+            let run = |overlap, transport| {
+                let variables = [("ACCEL_OVERLAP", overlap), ("ACCEL_TRANSPORT", transport)];
+                processes_with(&variables, 3, "f32", accumulate, &setting)
+            };
+            let off = run("off", "tcp");
+            for (overlap, transport) in [("on", "tcp"), ("off", "shm"), ("on", "shm")] {
+                for outcome in run(overlap, transport) {
+                    assert_eq!(
+                        outcome.parameters, off[0].parameters,
+                        "{overlap}, {transport}"
+                    );
+                    assert_eq!(outcome.losses, off[0].losses, "{overlap}, {transport}");
+                }
+            }
+        }
+    }
 }
 
 #[test]

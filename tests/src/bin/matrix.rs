@@ -1,5 +1,7 @@
 //! Every fault in every operation over every transport, as a table: see [`accelerator_tests::matrix`].
 //!
+//! With `--sample`, every fault in every place once, over one transport after the other.
+//!
 //! ```text
 //! cargo run --release -p accelerator-tests --bin matrix -- --report tests/FAULTS.md
 //! ```
@@ -15,6 +17,7 @@ fn main() -> ExitCode {
     match args[..] {
         ["rank", operation, fault] => matrix::rank(operation, fault),
         ["threads", operation, fault] => matrix::threads(operation, fault),
+        ["--sample"] => matrix::sample(),
         ["--report", path, ref filter @ ..] => matrix::run(Some(&PathBuf::from(path)), filter),
         ref filter => matrix::run(None, filter),
     }

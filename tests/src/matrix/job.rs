@@ -1,9 +1,12 @@
 //! A cell's job: started, watched, judged.
 
+use std::fs;
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use super::rank::Seen;
-use super::{CULPRIT, Fault, OPERATION, Verdict, WORLD_SIZE, Way};
+use super::{CULPRIT, Fault, OPERATION, STARTED, Verdict, Way, is_within};
 use crate::processes::{Ended, launcher, run_all, run_ranks};
 
 pub(super) fn run(way: Way, operation: &'static str, fault: Fault) -> Verdict {
@@ -13,31 +16,45 @@ pub(super) fn run(way: Way, operation: &'static str, fault: Fault) -> Verdict {
     };
     let plan = plan(operation, fault);
     let args = ["rank", operation, fault.name()];
+    let sign = sign();
+    let prepare = |command: &mut Command| {
+        command
+            .env("ACCEL_FAULTS", &plan)
+            .env("RUST_BACKTRACE", "0")
+            .env(SIGN, &sign);
+    };
     let ended = match way {
-        Way::Plain => run_ranks(&program, &args, WORLD_SIZE, |_, command| {
-            command
-                .env("ACCEL_FAULTS", &plan)
-                .env("RUST_BACKTRACE", "0");
-        }),
-        Way::Launched => {
+        Way::Plain(transport) => {
+            let ranks = way.world_size() / way.hosts();
+            run_ranks(&program, &args, way.world_size(), |rank, command| {
+                prepare(command);
+                command
+                    .env("ACCEL_TRANSPORT", transport.name())
+                    .env("LOCAL_RANK", (rank % ranks).to_string())
+                    .env("LOCAL_WORLD_SIZE", ranks.to_string());
+            })
+        }
+        Way::Launched(transport) => {
             let mut command = Command::new(launcher());
+            prepare(&mut command);
             command
-                .env("RUST_BACKTRACE", "0")
-                .args(["--num-processes", &WORLD_SIZE.to_string(), "--no-prefix"])
+                .env("ACCEL_TRANSPORT", transport.name())
+                .args(["--num-processes", &way.world_size().to_string()])
+                .arg("--no-prefix")
                 .arg(&program)
-                .args(args)
-                .env("ACCEL_FAULTS", &plan);
+                .args(args);
             run_all(std::iter::once(command))
         }
         Way::Threads => {
             let mut command = Command::new(&program);
-            command
-                .env("RUST_BACKTRACE", "0")
-                .args(["threads", operation, fault.name()])
-                .env("ACCEL_FAULTS", &plan);
+            prepare(&mut command);
+            command.args(["threads", operation, fault.name()]);
             run_all(std::iter::once(command))
         }
     };
+    if let Err(why) = nothing_is_left(&sign) {
+        return Verdict::Failed(format!("{why}\n{}", output(&ended)));
+    }
     match judge(way, operation, fault, &ended) {
         Ok(seconds) => Verdict::Named { seconds },
         Err(why) => Verdict::Failed(format!("{why}\n{}", output(&ended))),
@@ -52,10 +69,15 @@ fn plan(operation: &str, fault: Fault) -> String {
     // is judged as well.
     let action = match fault {
         Fault::Stop => "stop 6s",
+        // The survivors call only after a while.
+        Fault::Slow if operation == "idle" => "slow 9s",
         _ => action,
     };
     let place = match operation {
         "rendezvous" | "connect" => operation.to_owned(),
+        // The second of those that are started together.
+        "start_several_within" => format!("op={} within", OPERATION * STARTED + 1),
+        _ if is_within(operation) => format!("op={OPERATION} within"),
         _ => format!("op={OPERATION}"),
     };
     format!("rank={CULPRIT} {place} {action}")
@@ -75,11 +97,11 @@ fn judge(way: Way, operation: &str, fault: Fault, ended: &[Ended]) -> Result<f64
         .find_map(|line| line.strip_prefix(&format!("STARTED {CULPRIT} ")))
         .and_then(|pid| pid.parse::<u32>().ok());
     let mut slowest: f64 = 0.0;
-    for survivor in (0..WORLD_SIZE).filter(|rank| *rank != CULPRIT) {
+    for survivor in (0..way.world_size()).filter(|rank| *rank != CULPRIT) {
         let Some(seen) = seen.iter().find(|seen| seen.rank == survivor) else {
             // A process that has not come to the store yet is ended with the job.
             let block = ended.iter().any(|x| x.stderr.contains("rank 1 (pid"));
-            if way == Way::Launched && operation == "rendezvous" && block {
+            if way.is_launched() && operation == "rendezvous" && block {
                 continue;
             }
             return Err(format!("rank {survivor} said nothing"));
@@ -99,6 +121,13 @@ fn judge(way: Way, operation: &str, fault: Fault, ended: &[Ended]) -> Result<f64
         let words = fault.words(way, operation);
         if !words.iter().any(|word| text.contains(word)) {
             return Err(format!("rank {survivor}: none of {words:?} in: {text}"));
+        }
+        let wanted = match way {
+            Way::Plain(transport) | Way::Launched(transport) => transport.name(),
+            Way::Threads => "threads",
+        };
+        if seen.transport.as_ref().is_some_and(|found| found != wanted) {
+            return Err(format!("rank {survivor}: not over {wanted}: {seen:?}"));
         }
         let in_group = !matches!(operation, "rendezvous" | "connect");
         if in_group && !text.contains("collective #") {
@@ -133,6 +162,48 @@ fn judge(way: Way, operation: &str, fault: Fault, ended: &[Ended]) -> Result<f64
     }
     Ok(slowest)
 }
+
+/// Marks the processes of a cell, with all that they start.
+fn sign() -> String {
+    static CELLS: AtomicUsize = AtomicUsize::new(0);
+    let cell = CELLS.fetch_add(1, Ordering::Relaxed);
+    format!("{}-{cell}.", std::process::id())
+}
+
+/// Waits until no process of a cell runs any more.
+fn nothing_is_left(sign: &str) -> Result<(), String> {
+    let sign = format!("{SIGN}={sign}");
+    let has_sign = |environment: Vec<u8>| {
+        let mut variables = environment.split(|byte| *byte == 0);
+        variables.any(|variable| variable == sign.as_bytes())
+    };
+    let deadline = Instant::now() + LAST;
+    loop {
+        let processes = fs::read_dir("/proc").map_err(|error| format!("/proc: {error}"))?;
+        let left = processes.flatten().find(|process| {
+            // Of those that ended meanwhile, and of other users, nothing can be read.
+            fs::read(process.path().join("environ")).is_ok_and(has_sign)
+        });
+        let Some(left) = left else { return Ok(()) };
+        if Instant::now() > deadline {
+            let pid = left.file_name();
+            return Err(format!("process {} still runs", pid.display()));
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// The files that jobs of ours have in `/dev/shm`.
+pub(super) fn files_in_memory() -> Vec<String> {
+    let files = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    let names = files.map(|file| file.file_name().to_string_lossy().into_owned());
+    names.filter(|name| name.contains("accel")).collect()
+}
+
+const SIGN: &str = "ACCEL_MATRIX_CELL";
+
+/// What wakes a stopped process may outlive the others of its cell by so much.
+const LAST: Duration = Duration::from_secs(15);
 
 fn output(ended: &[Ended]) -> String {
     let texts = ended.iter().map(|ended| {

@@ -1,6 +1,6 @@
 //! The fault matrix: transport × operation × fault.
 //!
-//! A job of three ranks calls one operation again and again. In one call rank 1 suffers a fault,
+//! A job of three ranks, or of two hosts with two each, calls one operation again and again. In one call rank 1 suffers a fault,
 //! and the survivors have to end with a typed error that names it, inside the deadline. A cell that
 //! cannot be is marked `n/a` with its reason.
 
@@ -19,12 +19,22 @@ pub use rank::{rank, threads};
 /// How the ranks are connected and started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
-    /// Processes over TCP, started by hand with `RANK` and the like.
-    Plain,
-    /// Processes over TCP, started by `accel-launch`.
-    Launched,
+    /// Processes, started by hand with `RANK` and the like.
+    Plain(Transport),
+    /// Processes, started by `accel-launch`.
+    Launched(Transport),
     /// Threads of one process.
     Threads,
+}
+
+/// What connects the processes of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Transport {
+    Shm,
+    Tcp,
+    /// Shared memory within each of two hosts, TCP between them. What makes the second host is its
+    /// ranks' variables: they count their local ranks anew.
+    Hierarchical,
 }
 
 /// What happens to rank 1.
@@ -42,12 +52,19 @@ pub(crate) enum Fault {
 }
 
 /// Where it happens: in an operation of the group, or before there is one.
-pub(crate) const OPERATIONS: [&str; 14] = [
+///
+/// Where a name ends with `_within`, it happens behind the first data of a collective of several
+/// steps; `op=5 within` in the words of a plan.
+pub(crate) const OPERATIONS: [&str; 18] = [
     "rendezvous",
     "connect",
     "all_reduce",
     "all_reduce_large",
+    "all_reduce_large_within",
+    "all_reduce_buffer",
+    "all_reduce_buffer_within",
     "start_all_reduce",
+    "start_several_within",
     "broadcast",
     "broadcast_from_culprit",
     "all_gather",
@@ -71,14 +88,23 @@ pub(crate) const FAULTS: [Fault; 9] = [
     Fault::CorruptFrame,
 ];
 
-pub(crate) const WAYS: [Way; 3] = [Way::Plain, Way::Launched, Way::Threads];
+pub(crate) const WAYS: [Way; 6] = [
+    Way::Plain(Transport::Shm),
+    Way::Launched(Transport::Shm),
+    Way::Plain(Transport::Tcp),
+    Way::Launched(Transport::Tcp),
+    Way::Plain(Transport::Hierarchical),
+    Way::Threads,
+];
 
-/// The rank that suffers, of [`WORLD_SIZE`].
+/// The rank that suffers; the second of the first host where there are several.
 pub(crate) const CULPRIT: usize = 1;
-pub(crate) const WORLD_SIZE: usize = 3;
 
 /// The operation of the group, by its sequence number, in which it happens.
 pub(crate) const OPERATION: u64 = 5;
+
+/// How many operations one call of `start_several_within` starts.
+pub(crate) const STARTED: u64 = 3;
 
 pub(crate) const LIVENESS: Duration = Duration::from_secs(1);
 pub(crate) const PROGRESS: Duration = Duration::from_secs(2);
@@ -109,16 +135,38 @@ pub(crate) enum Verdict {
 /// Runs the cells whose name (`plain/all_reduce/kill`) contains one of the filters, or all, and
 /// writes the report.
 pub fn run(report: Option<&Path>, filter: &[&str]) -> ExitCode {
-    let all = WAYS.into_iter().flat_map(|way| {
-        OPERATIONS
-            .into_iter()
-            .flat_map(move |operation| FAULTS.into_iter().map(move |fault| (way, operation, fault)))
-    });
     let wanted = |(way, operation, fault): &(Way, &str, Fault)| {
         let name = format!("{}/{operation}/{}", way.name(), fault.name());
         filter.is_empty() || filter.iter().any(|part| name.contains(part))
     };
-    let todo: Vec<_> = all.filter(wanted).collect();
+    run_cells(report, &all().filter(wanted).collect::<Vec<_>>())
+}
+
+/// Runs every fault in every place once, over one way after the other.
+pub fn sample() -> ExitCode {
+    let places = OPERATIONS.into_iter().enumerate();
+    let cells = places.flat_map(|(row, operation)| {
+        let faults = FAULTS.into_iter().enumerate();
+        faults.filter_map(move |(column, fault)| {
+            let ways = WAYS.into_iter().cycle().skip(row + column);
+            let mut ways = ways.take(WAYS.len());
+            let way = ways.find(|way| impossible(*way, operation, fault).is_none())?;
+            Some((way, operation, fault))
+        })
+    });
+    run_cells(None, &cells.collect::<Vec<_>>())
+}
+
+fn all() -> impl Iterator<Item = (Way, &'static str, Fault)> {
+    WAYS.into_iter().flat_map(|way| {
+        OPERATIONS
+            .into_iter()
+            .flat_map(move |operation| FAULTS.into_iter().map(move |fault| (way, operation, fault)))
+    })
+}
+
+fn run_cells(report: Option<&Path>, todo: &[(Way, &'static str, Fault)]) -> ExitCode {
+    let before = job::files_in_memory();
     let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
         for _ in 0..AT_ONCE {
@@ -163,8 +211,13 @@ pub fn run(report: Option<&Path>, filter: &[&str]) -> ExitCode {
         .iter()
         .filter(|cell| matches!(cell.verdict, Verdict::Failed(_)))
         .count();
+    let left = job::files_in_memory();
+    let left: Vec<_> = left.iter().filter(|file| !before.contains(file)).collect();
+    if !left.is_empty() {
+        eprintln!("FAILED: left in /dev/shm: {left:?}");
+    }
     eprintln!("{} cells, {failed} failed", cells.len());
-    if failed == 0 && !cells.is_empty() {
+    if failed == 0 && left.is_empty() && !cells.is_empty() {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
@@ -186,24 +239,74 @@ fn impossible(way: Way, operation: &str, fault: Fault) -> Option<&'static str> {
         (_, Fault::CorruptFrame) if before => Some("no frames before the group is connected"),
         (_, Fault::CorruptFrame) if operation == "idle" => Some("nothing is sent"),
         (_, Fault::Return) if before => Some("the program has nothing to return from yet"),
+        (_, Fault::Return) if is_within(operation) => Some("it returns between operations"),
+        (Way::Plain(Transport::Shm) | Way::Launched(Transport::Shm), Fault::CorruptFrame)
+            if is_within(operation) =>
+        {
+            Some("data in shared memory have no checksum")
+        }
         _ => None,
     }
 }
 
+/// Whether the fault strikes behind the first data of the operation.
+pub(crate) fn is_within(operation: &str) -> bool {
+    operation.ends_with("_within")
+}
+
 impl Way {
-    pub(crate) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> String {
         match self {
-            Self::Plain => "plain",
-            Self::Launched => "launched",
-            Self::Threads => "threads",
+            Self::Plain(transport) => transport.name().to_owned(),
+            Self::Launched(transport) => format!("launched-{}", transport.name()),
+            Self::Threads => "threads".to_owned(),
         }
     }
 
-    pub(crate) fn title(self) -> &'static str {
+    pub(crate) fn title(self) -> String {
         match self {
-            Self::Plain => "Processes over TCP, without a launcher",
-            Self::Launched => "Processes over TCP, under `accel-launch`",
-            Self::Threads => "Threads of one process",
+            Self::Plain(transport) => format!("{}, without a launcher", transport.title()),
+            Self::Launched(transport) => format!("{}, under `accel-launch`", transport.title()),
+            Self::Threads => "Threads of one process".to_owned(),
+        }
+    }
+
+    /// The number of ranks.
+    pub(crate) fn world_size(self) -> usize {
+        match self.hosts() {
+            1 => 3,
+            hosts => 2 * hosts,
+        }
+    }
+
+    /// On how many hosts the ranks believe to be.
+    pub(crate) fn hosts(self) -> usize {
+        match self {
+            Self::Plain(Transport::Hierarchical) | Self::Launched(Transport::Hierarchical) => 2,
+            _ => 1,
+        }
+    }
+
+    pub(crate) fn is_launched(self) -> bool {
+        matches!(self, Self::Launched(_))
+    }
+}
+
+impl Transport {
+    /// As `ACCEL_TRANSPORT` has it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Shm => "shm",
+            Self::Tcp => "tcp",
+            Self::Hierarchical => "hierarchical",
+        }
+    }
+
+    fn title(self) -> &'static str {
+        match self {
+            Self::Shm => "Processes over shared memory",
+            Self::Tcp => "Processes over TCP",
+            Self::Hierarchical => "Processes on two hosts",
         }
     }
 }
@@ -246,7 +349,7 @@ impl Fault {
     pub(crate) fn deadline(self, way: Way, operation: &str) -> Duration {
         let death = Duration::from_secs(1);
         // Without a launcher nobody knows of a process that has not come.
-        let unknown = operation == "rendezvous" && way == Way::Plain;
+        let unknown = operation == "rendezvous" && !way.is_launched();
         match self {
             _ if unknown => CONNECT,
             Self::Stop if operation == "rendezvous" => CONNECT,
@@ -259,7 +362,7 @@ impl Fault {
 
     /// What the survivors' error must say of the cause, one of these.
     pub(crate) fn words(self, way: Way, operation: &str) -> &'static [&'static str] {
-        let launched = way == Way::Launched;
+        let launched = way.is_launched();
         match (self, operation) {
             // Nobody knows more of a process that has not come.
             (_, "rendezvous") if !launched => &["missing: rank 1"],

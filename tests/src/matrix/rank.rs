@@ -3,10 +3,10 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::{DType, Error, GroupOptions, Launch, ProcessGroup, ReduceOp};
+use accelerator_collective::{DType, Error, GroupOptions, Launch, Pending, ProcessGroup, ReduceOp};
 use serde::{Deserialize, Serialize};
 
-use super::{CONNECT, CULPRIT, Fault, LIVENESS, OPERATION, PROGRESS, WORLD_SIZE};
+use super::{CONNECT, CULPRIT, Fault, LIVENESS, OPERATION, PROGRESS, STARTED, Way};
 
 /// What a rank saw at its end; one line of JSON on its standard output.
 #[derive(Debug, Deserialize, Serialize)]
@@ -17,6 +17,8 @@ pub(crate) struct Seen {
     pub(crate) error: Option<SeenError>,
     /// The error of one more call afterwards.
     pub(crate) later: Option<String>,
+    /// What the group was connected by, where there was one.
+    pub(crate) transport: Option<String>,
     /// From the beginning of the call that failed.
     pub(crate) seconds: f64,
 }
@@ -48,7 +50,10 @@ pub fn rank(operation: &str, fault: &str) -> ExitCode {
     println!("STARTED {number} {}", std::process::id());
     match ProcessGroup::connect(&launch, &options()) {
         Ok(group) => live(&group, operation, Fault::of(fault)),
-        Err(error) => print(&Seen::new(number, Some(&error), None, started.elapsed())),
+        Err(error) => {
+            let seen = Seen::new(number, Some(&error), None, started.elapsed());
+            print(&seen);
+        }
     }
     // As a program ends whose `main` returns an error.
     ExitCode::FAILURE
@@ -57,7 +62,8 @@ pub fn rank(operation: &str, fault: &str) -> ExitCode {
 /// All ranks of a cell as threads.
 pub fn threads(operation: &str, fault: &str) -> ExitCode {
     let fault = Fault::of(fault);
-    let groups = ProcessGroup::threads(WORLD_SIZE, &options()).unwrap_or_else(|e| panic!("{e}"));
+    let groups = ProcessGroup::threads(Way::Threads.world_size(), &options())
+        .unwrap_or_else(|e| panic!("{e}"));
     std::thread::scope(|scope| {
         for group in groups {
             scope.spawn(move || live(&group, operation, fault));
@@ -88,12 +94,12 @@ fn live(group: &ProcessGroup, operation: &str, fault: Fault) {
         if let Err(error) = outcome {
             let took = started.elapsed();
             let later = call(group, "barrier").err();
-            print(&Seen::new(rank, Some(&error), later.as_ref(), took));
+            print(&Seen::new(rank, Some(&error), later.as_ref(), took).over(group));
             return;
         }
         if number > OPERATION + 3 {
             // The fault did not strike, or nobody noticed.
-            print(&Seen::new(rank, None, None, started.elapsed()));
+            print(&Seen::new(rank, None, None, started.elapsed()).over(group));
             return;
         }
     }
@@ -113,11 +119,26 @@ fn call(group: &ProcessGroup, operation: &str) -> Result<(), Error> {
     let rank = group.rank();
     match operation {
         "all_reduce" => group.all_reduce(&mut [1.0_f32; 100], ReduceOp::Sum),
-        "all_reduce_large" => group.all_reduce(&mut vec![1.0_f32; 3_000_000], ReduceOp::Sum),
+        "all_reduce_large" | "all_reduce_large_within" => {
+            group.all_reduce(&mut vec![1.0_f32; LARGE], ReduceOp::Sum)
+        }
+        "all_reduce_buffer" | "all_reduce_buffer_within" => {
+            group.all_reduce_buffer(&mut group.buffer(DType::F32, LARGE), ReduceOp::Sum)
+        }
         "start_all_reduce" => {
             let buffer = group.buffer(DType::F32, 100_000);
             let pending = group.start_all_reduce(buffer, ReduceOp::Mean)?;
             pending.wait().map(drop)
+        }
+        "start_several_within" => {
+            let pending = (0..STARTED).map(|_| {
+                let buffer = group.buffer(DType::F32, LARGE / 2);
+                group.start_all_reduce(buffer, ReduceOp::Mean)
+            });
+            let pending = pending.collect::<Result<Vec<Pending>, Error>>()?;
+            pending
+                .into_iter()
+                .try_for_each(|pending| pending.wait().map(drop))
         }
         "broadcast" => group.broadcast(&mut [rank as u64; 1000], 0),
         "broadcast_from_culprit" => group.broadcast(&mut [rank as u64; 1000], CULPRIT),
@@ -161,7 +182,18 @@ impl Seen {
                 }),
             }),
             later: later.map(Error::to_string),
+            transport: None,
             seconds: took.as_secs_f64(),
         }
     }
+
+    fn over(self, group: &ProcessGroup) -> Self {
+        Self {
+            transport: Some(group.transport().to_string()),
+            ..self
+        }
+    }
 }
+
+/// Elements of a large buffer: several chunks, whatever the transport.
+const LARGE: usize = 1_000_000;

@@ -2,20 +2,21 @@
 
 use std::fmt::Write;
 
-use super::{
-    ALLOWANCE, CONNECT, Cell, FAULTS, LIVENESS, OPERATIONS, PROGRESS, Verdict, WAYS, WORLD_SIZE,
-};
+use super::{ALLOWANCE, CONNECT, Cell, FAULTS, LIVENESS, OPERATIONS, PROGRESS, Verdict, WAYS};
 
 pub(super) fn table(cells: &[Cell]) -> String {
     let mut text = format!(
         "# What survivors see\n\nWritten by `cargo run --release -p accelerator-tests --bin matrix -- --report \
-         tests/FAULTS.md`. A job of {WORLD_SIZE} ranks; rank 1 suffers the fault. A time is how long \
-         the slower survivor took, in seconds, to return a typed error that names rank 1, its host \
+         tests/FAULTS.md`. A job of three ranks, or of two hosts with two ranks each; rank 1 suffers the fault. A time is how long \
+         the slowest survivor took, in seconds, to return a typed error that names rank 1, its host \
          and process, the cause, and the operation with its sequence number; its next call fails \
-         alike. Deadlines: 1 s for a death, {} s for silence (stop), {} s for slowness (the progress \
+         alike. Nothing is left of a job: no process, no file in `/dev/shm`. Deadlines: 1 s for a death, {} s for silence (stop), {} s for slowness (the progress \
          timeout of this job), {} s for a rank that never came (its connect timeout). A cell fails {} s after its \
          deadline, since the machine that runs this may be busy.\n\n\
-         `idle`: nothing is pending when it happens; the next call is timed.\n",
+         A fault strikes when rank 1 has declared the operation and sent its first data; where a name ends \
+         with `_within`, behind that, when the others have begun to reduce. `idle`: nothing is pending \
+         when it happens; the next call is timed. The two hosts are one: the ranks of the second count \
+         their local ranks anew.\n",
         LIVENESS.as_secs(),
         PROGRESS.as_secs(),
         CONNECT.as_secs(),
