@@ -1,22 +1,14 @@
-//! What the benches share: medians, and how they are said.
+//! What the benches share: networks, loops, processes that run them in turns, and statistics.
 
-use std::time::{Duration, Instant};
+mod crew;
+mod model;
+mod pair;
+mod statistics;
+mod usage;
+pub mod worker;
 
-/// Times `work` `runs` times and gives the median.
-pub fn median(runs: usize, mut work: impl FnMut()) -> Duration {
-    let mut times: Vec<Duration> = (0..runs)
-        .map(|_| {
-            let start = Instant::now();
-            work();
-            start.elapsed()
-        })
-        .collect();
-    times.sort_unstable();
-    times.get(runs / 2).copied().unwrap_or_default()
-}
-
-/// The median of numbers, NaN of none.
-pub fn middle(mut numbers: Vec<f64>) -> f64 {
-    numbers.sort_unstable_by(f64::total_cmp);
-    numbers.get(numbers.len() / 2).copied().unwrap_or(f64::NAN)
-}
+pub use crew::{ALLOCATOR, Bond, Cores, Crew, Plan};
+pub use model::{Batch, Model, Net, SampleBatcher, Samples};
+pub use pair::{Pair, Step};
+pub use statistics::{Interval, median, middle};
+pub use usage::{Usage, peak_memory};

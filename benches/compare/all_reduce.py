@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""Compares all-reduces of `accel-launch`, Open MPI and PyTorch's gloo on this host.
+
+    cargo build --release -p accel-launch
+    PYTHON=/path/to/venv/bin/python benches/compare/all_reduce.py
+
+What is there is compared; what is missing is left out, and said. Nothing is installed.
+
+  accel-launch   target/release/accel-launch, or ACCEL_LAUNCH=...
+  Open MPI       mpicc and mpirun on the PATH (Debian: apt install libopenmpi-dev openmpi-bin);
+                 MPIRUN_FLAGS=... replaces the flags below
+  gloo           a Python with torch: PYTHON=...
+
+All sides do the same: f32 sums in place; another input at each element before every operation;
+every sum of the warm-up and the last one checked; above 16 KiB a barrier and then one timed
+operation, up to 16 KiB a loop of 100 operations, the writing of their inputs included; the time of
+an iteration is its slowest rank's, that of a run the median over its iterations. The sides run in
+turn, round after round; shown are the median of the rounds' times, and the median of the rounds'
+ratios.
+
+Open MPI is started with `--bind-to core` (with `--oversubscribe` instead where ranks outnumber
+cores), once with its defaults (`mpi`: on one host shared memory, and from 4 KiB on single copies from
+process to process where the kernel lets it) and once without such copies (`mpi-nocma`:
+OMPI_MCA_btl_vader_single_copy_mechanism=none), which of the two is faster depends on the size and the
+machine: the ratio is to the faster. Root needs --allow-run-as-root, which is added. gloo's ranks
+get OMP_NUM_THREADS = cores / ranks, as the launcher's own do.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SIZES = "4KiB,64KiB,1MiB,4MiB,25MB,100MB"
+UNITS = {"": 1, "B": 1, "KB": 10**3, "KiB": 2**10, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
+# What ours is to reach on two ranks: at most so much of the other's time.
+AIMS = {
+    4096: {"gloo": 1 / 50, "mpi": 1},
+    65536: {"mpi": 1},
+    2**20: {"mpi": 1},
+    2**22: {"mpi": 1},
+    25 * 10**6: {"gloo": 1 / 3, "mpi": 1 / 2, "bound": 0.8},
+    100 * 10**6: {"mpi": 1},
+}
+
+
+def main():
+    options = parse()
+    cores = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        sides = found(options, cores, Path(folder))
+        if "ours" not in sides:
+            sys.exit("accel-launch was not found: cargo build --release -p accel-launch, or ACCEL_LAUNCH=...")
+        print(
+            f"{options.ranks} ranks on {cores} cores, {options.rounds} rounds, transport {options.transport}, "
+            f"load {load()}",
+            flush=True,
+        )
+        rounds = []
+        for number in range(options.rounds):
+            rounds.append({name: run() for name, run in sides.items()})
+            print(f"round {number + 1}: load {load()}", file=sys.stderr, flush=True)
+    results = judged(options, rounds)
+    if options.json:
+        print(json.dumps({"ranks": options.ranks, "transport": options.transport, "results": results}))
+    else:
+        table(results)
+
+
+def parse():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", "-n", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--sizes", default=SIZES, help=f"with commas between them [{SIZES}]")
+    parser.add_argument("--transport", default="auto", help="of ours [auto]")
+    parser.add_argument("--call", default="buffer", help="of ours: buffer, slice or started [buffer]")
+    parser.add_argument("--without", action="append", default=[], choices=["mpi", "gloo"])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    options.sizes = [size(text) for text in options.sizes.split(",")]
+    return options
+
+
+def size(text):
+    number = text.rstrip("BKMGi ")
+    unit = text[len(number) :].strip()
+    if not number.isdigit() or unit not in UNITS or int(number) * UNITS[unit] % 4:
+        sys.exit(f"{text!r} is no size: expected whole numbers of f32, such as 4KiB or 25MB")
+    return int(number) * UNITS[unit]
+
+
+def iterations(size):
+    """As many as accel-launch takes by default."""
+    return max(20, min(200, 400_000_000 // size))
+
+
+def found(options, cores, folder):
+    """What can be run, each as a function that gives seconds (and more) by size."""
+    sides = {}
+    ours = os.environ.get("ACCEL_LAUNCH", HERE.parents[1] / "target/release/accel-launch")
+    if Path(ours).exists():
+        sides["ours"] = lambda: run_ours(options, str(ours))
+    if "mpi" not in options.without:
+        if shutil.which("mpicc") and shutil.which("mpirun"):
+            program = folder / "mpi_all_reduce"
+            subprocess.run(["mpicc", "-O3", "-o", program, HERE / "mpi_all_reduce.c"], check=True)
+            sides["mpi"] = lambda: run_mpi(options, cores, str(program), {})
+            plain = {"OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
+            sides["mpi-nocma"] = lambda: run_mpi(options, cores, str(program), plain)
+        else:
+            print("left out: Open MPI (no mpicc or no mpirun on the PATH)", file=sys.stderr)
+    if "gloo" not in options.without:
+        python = os.environ.get("PYTHON", sys.executable)
+        probe = [python, "-c", "import torch.distributed as d; assert d.is_gloo_available()"]
+        if subprocess.run(probe, capture_output=True).returncode == 0:
+            sides["gloo"] = lambda: run_gloo(options, cores, python)
+        else:
+            print(f"left out: gloo ({python} has no torch with it; set PYTHON=...)", file=sys.stderr)
+    return sides
+
+
+def run_ours(options, program):
+    command = [program, "bench", "all-reduce", "--json", "--num-processes", str(options.ranks)]
+    command += ["--transport", options.transport, "--call", options.call]
+    command += ["--sizes", ",".join(map(str, options.sizes))]
+    report = json.loads(output([command], os.environ))
+    return {result["bytes"]: result for result in report["results"]}
+
+
+def run_mpi(options, cores, program, variables):
+    fits = ["--bind-to", "core"] if options.ranks <= cores else ["--oversubscribe"]
+    if os.geteuid() == 0:
+        fits.append("--allow-run-as-root")
+    flags = os.environ["MPIRUN_FLAGS"].split() if "MPIRUN_FLAGS" in os.environ else fits
+    command = ["mpirun", *flags, "-n", str(options.ranks), program, *arguments(options)]
+    return lines(output([command], os.environ | variables))
+
+
+def run_gloo(options, cores, python):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    threads = str(max(1, cores // options.ranks))
+    place = {"WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place |= {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"}
+    command = [python, str(HERE / "gloo_all_reduce.py"), *arguments(options)]
+    environments = [os.environ | place | {"RANK": str(rank)} for rank in range(options.ranks)]
+    return lines(output([command] * options.ranks, *environments))
+
+
+def arguments(options):
+    return ["5", *(f"{size}:{iterations(size)}" for size in options.sizes)]
+
+
+def output(commands, *environments):
+    """What the first of the processes says, all of which must succeed."""
+    running = []
+    try:
+        for command, environment in zip(commands, environments):
+            running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        said = [process.communicate(timeout=600)[0] for process in running]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+    for process in running:
+        if process.returncode != 0:
+            sys.exit(f"{' '.join(process.args)} ended with {process.returncode}")
+    return said[0]
+
+
+def lines(text):
+    results = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return {result["bytes"]: result for result in results}
+
+
+def judged(options, rounds):
+    results = []
+    for size in options.sizes:
+        times = {name: [round[name][size]["seconds"] for round in rounds] for name in rounds[0]}
+        medians = {name: statistics.median(of) for name, of in times.items()}
+        # Of Open MPI, the setting that is faster at this size.
+        settings = [name for name in times if name.startswith("mpi")]
+        others = {"mpi": min(settings, key=medians.get)} if settings else {}
+        others |= {"gloo": "gloo"} if "gloo" in times else {}
+        ratios = {
+            other: statistics.median(own / of for own, of in zip(times["ours"], times[name]))
+            for other, name in others.items()
+        }
+        fractions = [round["ours"][size]["bound_fraction"] for round in rounds]
+        result = {"bytes": size, "seconds": medians, "ratios": ratios}
+        result["bound_fraction"] = statistics.median(fractions)
+        result["aims"] = {
+            name: {"aim": aim, "reached": reached(result, name, aim)}
+            for name, aim in (AIMS.get(size, {}) if options.ranks == 2 else {}).items()
+            if name == "bound" or name in others
+        }
+        results.append(result)
+    return results
+
+
+def reached(result, name, aim):
+    return result["bound_fraction"] >= aim if name == "bound" else result["ratios"][name] <= aim
+
+
+def table(results):
+    names = list(results[0]["seconds"])
+    others = list(results[0]["ratios"])
+    cells = [["bytes", *names, *(f"ours/{name}" for name in others), "of bound", "aims"]]
+    for result in results:
+        aims = [
+            f"{'of bound >=' if name == 'bound' else f'/{name} <='} {aim['aim']:.3g} "
+            f"{'reached' if aim['reached'] else 'MISSED'}"
+            for name, aim in result["aims"].items()
+        ]
+        cells.append(
+            [
+                str(result["bytes"]),
+                *(shown(result["seconds"][name]) for name in names),
+                *(f"{result['ratios'][name]:.3f}" for name in others),
+                f"{100 * result['bound_fraction']:.1f} %",
+                ", ".join(aims),
+            ]
+        )
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    for row in cells:
+        padded = [cell.rjust(width) for cell, width in zip(row[:-1], widths)]
+        print("  ".join([*padded, row[-1]]).rstrip())
+
+
+def shown(seconds):
+    return f"{seconds * 1e6:.2f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3f} ms"
+
+
+def load():
+    return f"{os.getloadavg()[0]:.1f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+//! What it costs to ask a plan for a batch, by the size of the data set, and what memory the process
+//! takes for it.
+//!
+//! `cargo bench -p accelerator-benches --bench plan_cost`
+
+#![allow(clippy::print_stdout, reason = "a bench prints its figures")]
+
+use std::error::Error;
+use std::hint::black_box;
+use std::time::Instant;
+
+use accelerator_benches::{Interval, peak_memory};
+use accelerator_plan::{BatchSize, Order, Plan, PlanConfig};
+use clap::Parser;
+use serde::Serialize;
+
+/// Measures what an index of a plan costs.
+#[derive(Debug, Parser)]
+struct Args {
+    /// Prints one JSON object a line
+    #[arg(long)]
+    json: bool,
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// What came out for a data set.
+#[derive(Debug, Serialize)]
+struct Line {
+    samples: u64,
+    /// Nanoseconds an index, in the order of the data.
+    in_order: Interval,
+    /// Nanoseconds an index, shuffled.
+    shuffled: Interval,
+    /// The most memory that the process has had so far, in KiB.
+    peak: u64,
+}
+
+const BATCH: usize = 64;
+const RANKS: usize = 8;
+/// Batches asked for in a round, from all over the epoch.
+const BATCHES: u64 = 512;
+const ROUNDS: usize = 20;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let args = Args::parse();
+    if !args.json {
+        println!("ns an index, batches of {BATCH} on rank 3 of {RANKS}, anywhere in the epoch");
+        println!(
+            "{:>15}  {:>24}  {:>24}  {:>12}",
+            "samples", "in order", "shuffled", "peak memory"
+        );
+    }
+    for exponent in [3, 4, 5, 6, 8, 10, 12] {
+        let samples = 10_u64.pow(exponent);
+        let line = Line {
+            samples,
+            in_order: cost(samples, Order::Sequential)?,
+            shuffled: cost(samples, Order::Shuffled { seed: 42 })?,
+            peak: peak_memory().unwrap_or(0),
+        };
+        if args.json {
+            println!("{}", serde_json::to_string(&line)?);
+        } else {
+            println!(
+                "{samples:>15}  {:>24}  {:>24}  {:>8} KiB",
+                format!("{:.1}", line.in_order),
+                format!("{:.1}", line.shuffled),
+                line.peak
+            );
+        }
+    }
+    Ok(())
+}
+
+fn cost(samples: u64, order: Order) -> Result<Interval, Box<dyn Error>> {
+    let plan: Plan = PlanConfig::new(samples, BatchSize::per_rank(BATCH)?)
+        .with_world_size(RANKS)
+        .with_order(order)
+        .init()?;
+    let epoch = plan.epoch(1);
+    let steps = epoch.steps(3).max(1);
+    let rounds = (0..ROUNDS as u64).map(|round| {
+        let start = Instant::now();
+        let mut indices = 0;
+        for number in 0..BATCHES {
+            // A stride that is prime goes all over the epoch.
+            let step = (round * BATCHES + number).wrapping_mul(2_147_483_647) % steps;
+            if let Some(batch) = black_box(epoch.batch(3, step)) {
+                indices += batch.indices.len();
+            }
+        }
+        start.elapsed().as_secs_f64() * 1e9 / indices as f64
+    });
+    Ok(Interval::of(rounds.collect()))
+}

@@ -1,0 +1,117 @@
+//! The networks that are trained, and what they are trained on.
+
+mod mlp;
+mod samples;
+mod transformer;
+
+use accelerator_examples::{Cnn, CnnConfig, cross_entropy};
+use burn::module::Module;
+use burn::tensor::{Device, Int, Tensor};
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+use mlp::Mlp;
+pub use samples::{Batch, SampleBatcher, Samples};
+use transformer::{LENGTH, TOKENS, Transformer};
+
+/// Classes of the networks that classify.
+const CLASSES: usize = 10;
+
+/// A network to train.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum Model {
+    /// The network of the example `mnist`, 1.2 million parameters
+    Cnn,
+    /// Dense layers 784-1024-1024-10, 1.9 million parameters
+    Mlp,
+    /// Dense layers 256-256-256-10, whose step takes about a millisecond
+    SmallMlp,
+    /// A causal transformer of 4 layers of width 256 over 64 tokens, 3.3 million parameters
+    Transformer,
+}
+
+/// One of the networks, with its weights.
+#[derive(Debug, Module)]
+pub struct Net {
+    cnn: Option<Cnn>,
+    mlp: Option<Mlp>,
+    transformer: Option<Transformer>,
+}
+
+impl Model {
+    /// Its name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Cnn => "cnn",
+            Self::Mlp => "mlp",
+            Self::SmallMlp => "small-mlp",
+            Self::Transformer => "transformer",
+        }
+    }
+
+    /// Samples in a batch, where nothing else is asked for.
+    pub fn batch_size(self) -> usize {
+        match self {
+            Self::Cnn | Self::SmallMlp => 64,
+            Self::Mlp => 128,
+            Self::Transformer => 16,
+        }
+    }
+
+    /// The network with new weights.
+    pub fn init(self, device: &Device) -> Net {
+        let mut net = Net {
+            cnn: None,
+            mlp: None,
+            transformer: None,
+        };
+        match self {
+            Self::Cnn => net.cnn = Some(CnnConfig::new().init(device)),
+            Self::Mlp => net.mlp = Some(Mlp::new(self.inputs(), 1024, CLASSES, device)),
+            Self::SmallMlp => net.mlp = Some(Mlp::new(self.inputs(), 256, CLASSES, device)),
+            Self::Transformer => net.transformer = Some(Transformer::new(device)),
+        }
+        net
+    }
+
+    /// Numbers of one sample.
+    fn inputs(self) -> usize {
+        match self {
+            Self::Cnn | Self::Mlp => 784,
+            Self::SmallMlp => 256,
+            // It reads labels only; a tensor has no side of length 0 in every kernel.
+            Self::Transformer => 1,
+        }
+    }
+
+    /// Labels of one sample, and how many different ones there are.
+    fn labels(self) -> (usize, usize) {
+        match self {
+            Self::Cnn | Self::Mlp | Self::SmallMlp => (1, CLASSES),
+            Self::Transformer => (LENGTH + 1, TOKENS),
+        }
+    }
+}
+
+impl Net {
+    /// The mean cross-entropy over a batch.
+    pub fn loss(&self, batch: &Batch) -> Tensor<1> {
+        let labels = batch.labels.clone();
+        let [samples, count] = labels.dims();
+        if let Some(transformer) = &self.transformer {
+            let length = count - 1;
+            let targets = labels.clone().narrow(1, 1, length);
+            let logits = transformer.forward(labels.narrow(1, 0, length));
+            return cross_entropy(logits, targets.reshape([samples * length]));
+        }
+        let values = batch.values.clone();
+        let targets: Tensor<1, Int> = labels.reshape([samples]);
+        let logits = match (&self.cnn, &self.mlp) {
+            (Some(cnn), _) => cnn.forward(values.reshape([samples, 1, 28, 28])),
+            (None, Some(mlp)) => mlp.forward(values),
+            (None, None) => values,
+        };
+        cross_entropy(logits, targets)
+    }
+}

@@ -1,0 +1,100 @@
+use core::fmt;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+/// The median of numbers, and where the median of what they are drawn from lies.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Interval {
+    /// The lower end.
+    pub low: f64,
+    /// The numbers' own median.
+    pub median: f64,
+    /// The upper end.
+    pub high: f64,
+}
+
+impl Interval {
+    /// The interval that holds the median with a probability of at least 95 %, whatever the
+    /// distribution: by order statistics, whose ranks are binomial. With fewer than six numbers
+    /// no such interval is bounded, and it is all of them. NaN of none.
+    ///
+    /// ```
+    /// use accelerator_benches::Interval;
+    ///
+    /// let interval = Interval::of((1..=20).map(f64::from).collect());
+    /// assert_eq!((interval.low, interval.median, interval.high), (6.0, 10.5, 15.0));
+    /// ```
+    pub fn of(mut numbers: Vec<f64>) -> Self {
+        numbers.sort_unstable_by(f64::total_cmp);
+        let count = numbers.len();
+        let at = |index: usize| numbers.get(index).copied().unwrap_or(f64::NAN);
+        let skip = skipped(count);
+        Self {
+            low: at(skip),
+            median: f64::midpoint(at(count.saturating_sub(1) / 2), at(count / 2)),
+            high: at(count.wrapping_sub(1 + skip)),
+        }
+    }
+}
+
+impl fmt::Display for Interval {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let digits = f.precision().unwrap_or(3);
+        let Self { low, median, high } = self;
+        write!(f, "{median:.digits$} [{low:.digits$}, {high:.digits$}]")
+    }
+}
+
+/// Times `work` `runs` times and gives the median.
+pub fn median(runs: usize, mut work: impl FnMut()) -> Duration {
+    let mut times: Vec<Duration> = (0..runs)
+        .map(|_| {
+            let start = Instant::now();
+            work();
+            start.elapsed()
+        })
+        .collect();
+    times.sort_unstable();
+    times.get(runs / 2).copied().unwrap_or_default()
+}
+
+/// The median of numbers, NaN of none.
+pub fn middle(numbers: Vec<f64>) -> f64 {
+    Interval::of(numbers).median
+}
+
+/// How many of the smallest and of the largest numbers may be left out of `count`: the most for
+/// which the tails of Binomial(count, 1/2) hold at most 2.5 % each.
+fn skipped(count: usize) -> usize {
+    let mut term = 0.5_f64.powi(i32::try_from(count).unwrap_or(i32::MAX));
+    let mut tail = term;
+    let mut skip = 0;
+    while tail <= 0.025 && skip < count / 2 {
+        skip += 1;
+        term *= (count - skip + 1) as f64 / skip as f64;
+        tail += term;
+    }
+    // `tail` exceeds the bound with `skip + 1` values below it; the interval starts at `skip`.
+    skip.saturating_sub(1).min(count.saturating_sub(1) / 2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ranks_are_those_of_the_tables() {
+        // Conover, Practical Nonparametric Statistics: n, and the 1-based lower rank.
+        for (count, rank) in [(6, 1), (9, 2), (12, 3), (15, 4), (20, 6), (25, 8)] {
+            assert_eq!(skipped(count) + 1, rank, "{count}");
+        }
+    }
+
+    #[test]
+    fn few_numbers_bound_nothing_less_than_themselves() {
+        let interval = Interval::of(vec![3.0, 1.0, 2.0]);
+        assert_eq!((interval.low, interval.high), (1.0, 3.0));
+        assert!(Interval::of(Vec::new()).median.is_nan());
+    }
+}
