@@ -53,13 +53,17 @@ impl Buffer {
         }
     }
 
-    /// A buffer of zeros that other ranks can reach, in a region of at least its size.
-    pub(crate) fn shared(dtype: DType, len: usize, region: Region) -> Self {
-        Self {
-            dtype,
-            len,
-            memory: Memory::Shared(region),
-            meter: None,
+    /// A buffer of zeros in an arena, or on the heap where there is no room.
+    pub(crate) fn placed(dtype: DType, len: usize, arena: &Arc<Arena>) -> Self {
+        let bytes = len.checked_mul(dtype.size());
+        match bytes.and_then(|bytes| Region::new(arena, bytes)) {
+            Some(region) => Self {
+                dtype,
+                len,
+                memory: Memory::Shared(region),
+                meter: None,
+            },
+            None => Self::zeroed(dtype, len),
         }
     }
 
@@ -276,7 +280,8 @@ impl Storage {
 #[repr(C, align(64))]
 struct Line([u8; LINE]);
 
-const LINE: usize = 64;
+/// The bytes of a cache line.
+pub(crate) const LINE: usize = 64;
 
 #[cfg(test)]
 mod tests {

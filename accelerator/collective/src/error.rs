@@ -1,6 +1,6 @@
 //! The error of this crate.
 
-use std::{fmt, io, sync::Arc};
+use std::{fmt, io, sync::Arc, time::Duration};
 
 /// A result whose error is [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -330,6 +330,20 @@ pub(crate) fn list_ranks(ranks: &[usize]) -> String {
             let shown: Vec<String> = first.iter().take(LISTED).map(usize::to_string).collect();
             let more = first.len() - shown.len();
             format!("ranks {}, {more} more and {last}", shown.join(", "))
+        }
+    }
+}
+
+/// A duration for people: "0.25 s", "10 s".
+pub(crate) struct Seconds(pub(crate) Duration);
+
+impl fmt::Display for Seconds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = self.0.as_secs_f64();
+        if seconds < 10.0 && seconds.fract() > 0.005 {
+            write!(f, "{seconds:.2} s")
+        } else {
+            write!(f, "{seconds:.0} s")
         }
     }
 }

@@ -10,7 +10,7 @@ use std::{
         mpsc::{Receiver, Sender, channel},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use crate::{
@@ -235,6 +235,11 @@ impl Transport for Wire {
 
     fn inbox(&self) -> &Inbox {
         &self.inbox
+    }
+
+    fn await_news(&self, version: u64, due: Instant, _: &Watch) -> Result<()> {
+        self.inbox.sleep(version, due);
+        Ok(())
     }
 
     fn send(&self, _: usize, part: Part<'_>, _: &mut Watch) -> Result<()> {

@@ -49,6 +49,13 @@ impl Partition {
     }
 }
 
+/// One of the chunks of `size` into which `len` is cut; the last one may be shorter, and what is
+/// behind it is empty.
+pub(crate) fn chunk(len: usize, index: usize, size: usize) -> Range<usize> {
+    let start = len.min(index * size);
+    start..len.min(start + size)
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

@@ -19,56 +19,20 @@ mod hierarchical {
 
     const MEANS: Means = Means::Hierarchical;
 
-    world!(
-        three,
-        3,
-        [
-            every_type_and_reduction,
-            many_chunks,
-            broadcasts,
-            gathers,
-            objects,
-            barriers,
-            ranks_start_as_they_like,
-            started_beside_blocking,
-            several_threads_share_a_handle,
-            orderly_ends,
-            disagreements,
-            a_rank_that_does_not_come,
-            a_rank_that_finishes_early,
-            a_rank_that_panics,
-            a_rank_that_returns_early,
-            a_rank_that_aborts,
-            a_slow_rank_is_not_lost,
-            started_operations_fail_too,
-        ]
-    );
+    world!(three, 3, [reductions, exchanges, whole, failures], []);
     world!(
         four,
         4,
+        [reductions],
         [
-            every_type_and_reduction,
-            many_chunks,
             beyond_a_bucket,
-            ranks_start_as_they_like,
-            started_beside_blocking,
             disagreements,
             a_rank_that_does_not_come,
             a_rank_that_panics,
             a_rank_that_aborts,
         ]
     );
-    world!(
-        seven,
-        7,
-        [
-            every_type_and_reduction,
-            many_chunks,
-            ranks_start_as_they_like,
-            started_beside_blocking,
-            a_rank_that_panics,
-        ]
-    );
+    world!(seven, 7, [reductions], [a_rank_that_panics]);
 }
 
 /// More ranks than a usual host has cores.

@@ -53,6 +53,12 @@ fn at(store: &StoreServer) -> Rendezvous {
     Rendezvous::new("127.0.0.1", store.local_addr().port()).with_store(StoreHost::Launcher)
 }
 
+/// What serves ranks of one host best.
+const BEST: TransportKind = match cfg!(target_os = "linux") {
+    true => TransportKind::Shm,
+    false => TransportKind::Tcp,
+};
+
 /// All ranks of a complete job connect and compute.
 fn assert_whole(launches: Vec<Launch>) {
     let world_size = launches.len();
@@ -64,7 +70,7 @@ fn assert_whole(launches: Vec<Launch>) {
                 let mut values = [1_u32];
                 group.all_reduce(&mut values, ReduceOp::Sum).unwrap();
                 assert_eq!(values, [world_size as u32]);
-                assert_eq!(group.transport(), TransportKind::Tcp);
+                assert_eq!(group.transport(), BEST);
             });
         }
     });
@@ -154,6 +160,62 @@ fn different_world_sizes_are_told_at_once() {
         assert!(error.to_string().contains(text), "{error}");
         let text = "a world size of 2, but this job has 3";
         assert!(error.to_string().contains(text), "{error}");
+    }
+}
+
+/// Whoever comes first.
+#[test]
+fn different_transports_are_told_at_once() {
+    for odd in 0..3 {
+        let store = StoreServer::bind(("127.0.0.1", 0), 3, None).unwrap();
+        let mut launches: Vec<Launch> = (0..3).map(|rank| launch(rank, 3, &at(&store))).collect();
+        launches[odd].transport = TransportKind::Tcp;
+        let all = errors(launches, LONG);
+        for error in &all {
+            assert!(error.is_rendezvous(), "{error}");
+            assert_eq!(
+                error.to_string(),
+                all[0].to_string(),
+                "all are told the same"
+            );
+            assert!(
+                error.ranks().len() == 2 && error.ranks().contains(&odd),
+                "{error}"
+            );
+            let text = error.to_string();
+            let asks = |rank: usize| format!("rank {rank} (process {} on ", std::process::id());
+            for rank in error.ranks() {
+                assert!(text.contains(&asks(*rank)), "{text}");
+            }
+            assert!(text.contains(" tcp") && text.contains(" auto"), "{text}");
+        }
+    }
+}
+
+/// What the options ask for counts, whichever way a rank was told.
+#[test]
+fn the_same_transport_may_be_asked_for_in_two_ways() {
+    let store = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
+    let told = GroupOptions::new().with_transport(TransportKind::Tcp);
+    let mut launches = [0, 1].map(|rank| launch(rank, 2, &at(&store)));
+    launches[1].transport = TransportKind::Tcp;
+    let [by_options, by_environment] = launches;
+    thread::scope(|scope| {
+        let first = scope.spawn(|| ProcessGroup::connect(&by_options, &told).unwrap());
+        let second = ProcessGroup::connect(&by_environment, &GroupOptions::new()).unwrap();
+        let first = first.join().unwrap();
+        assert_eq!(first.transport(), second.transport());
+    });
+}
+
+/// How long an operation may wait says nothing about connecting.
+#[test]
+fn an_impatient_group_has_all_the_time_to_connect() {
+    let store = StoreServer::bind(("127.0.0.1", 0), 4, None).unwrap();
+    let launches = (0..4).map(|rank| launch(rank, 4, &at(&store)));
+    let options = GroupOptions::new().with_progress_timeout(Duration::from_nanos(1));
+    for outcome in connect(launches.collect(), &options) {
+        assert_eq!(outcome.unwrap().transport(), BEST);
     }
 }
 
@@ -308,7 +370,7 @@ fn strangers_do_not_disturb() {
                 .unwrap(),
             // The right beginning, and a length that nobody should allocate.
             1 => stream
-                .write_all(b"ACLR\x02\0\0\0\xff\xff\xff\xff\0\0\0\0")
+                .write_all(b"ACLR\x03\0\0\0\xff\xff\xff\xff\0\0\0\0")
                 .unwrap(),
             2 => {}
             _ => {
@@ -337,7 +399,7 @@ fn another_version_is_refused_in_words() {
     let _ = stream.read_to_end(&mut answer);
     let answer = String::from_utf8_lossy(&answer);
     assert!(
-        answer.contains("protocol version 9, expected 2"),
+        answer.contains("protocol version 9, expected 3"),
         "{answer}"
     );
 

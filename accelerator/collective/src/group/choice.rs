@@ -1,6 +1,6 @@
 //! Which way processes exchange their data, once they are connected: they find out together.
 
-use std::{fmt, ops::Range};
+use std::{fmt, ops::Range, time::Instant};
 
 use serde::{Deserialize, Serialize};
 
@@ -9,7 +9,7 @@ use crate::{
     contract::{Call, Contract, Site},
     element::DType,
     error::{Error, Kind, Result},
-    shared::{Hosts, World},
+    shared::{Arrangement, Key},
     transport::TransportKind,
 };
 
@@ -18,27 +18,29 @@ use crate::{
 /// Every rank says where it runs and where its memory is, looks for that of the others, and says
 /// whether it found it. All know the same in the end, and so choose alike.
 ///
+/// It is part of connecting, which began at `began`, and has what is left of the connect timeout.
+///
 /// # Errors
 ///
 /// Where memory was to be shared and cannot be, the reason, the same on every rank; otherwise as an
 /// operation.
-pub(super) fn choose(member: &Member, asked: TransportKind) -> Result<()> {
+pub(super) fn choose(member: &Member, asked: TransportKind, began: Instant) -> Result<()> {
     if asked == TransportKind::Tcp {
         return Ok(());
     }
-    let obstacle = match arrange(member, asked)? {
-        Ok(Arrangement::OneHost(world)) => {
-            member.transport.share(world);
-            tracing::debug!("the ranks share the memory of their host");
-            return Ok(());
-        }
-        Ok(Arrangement::Hosts(hosts)) => {
-            tracing::debug!(
-                hosts = hosts.len(),
-                lanes = hosts.lanes(),
-                "the ranks share the memory of their hosts, which are connected by TCP"
-            );
-            member.transport.share_by_hosts(hosts);
+    let obstacle = match arrange(member, asked, began)? {
+        Ok(arrangement) => {
+            match &arrangement {
+                Arrangement::OneHost(_) => {
+                    tracing::debug!("the ranks share the memory of their host");
+                }
+                Arrangement::Hosts(hosts) => tracing::debug!(
+                    hosts = hosts.len(),
+                    lanes = hosts.lanes(),
+                    "the ranks share the memory of their hosts, which are connected by TCP"
+                ),
+            }
+            member.transport.share(arrangement);
             return Ok(());
         }
         Err(obstacle) => obstacle,
@@ -57,14 +59,6 @@ pub(super) fn choose(member: &Member, asked: TransportKind) -> Result<()> {
     ))
 }
 
-/// Which ranks share memory.
-enum Arrangement {
-    /// All of them.
-    OneHost(World),
-    /// Those of each host; some host holds several.
-    Hosts(Hosts),
-}
-
 /// Why ranks do not share memory, in words that are the same on every rank.
 #[derive(Debug)]
 struct Obstacle {
@@ -81,8 +75,6 @@ impl fmt::Display for Obstacle {
 /// What a rank tells the others.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 struct Offer {
-    /// The transport that it was asked to use.
-    asked: String,
     /// The machine on which it runs, since when.
     host: String,
     /// The first rank of its host.
@@ -92,38 +84,15 @@ struct Offer {
     memory: Result<Key, String>,
 }
 
-/// By what an arena is found and known.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
-pub(crate) struct Key {
-    /// The number of its file in the process that has it.
-    pub(crate) file: i32,
-    /// What is written in it.
-    pub(crate) nonce: [u64; 2],
-}
-
-/// The obstacle that is clear from what the ranks told.
-fn obstacle(offers: &[Offer]) -> Option<Obstacle> {
-    let first = offers.first()?;
-    let differs = |what: fn(&Offer, &Offer) -> bool| {
-        let found = offers.iter().position(|x| what(x, first));
-        found.map(|rank| (rank, &offers[rank]))
-    };
-    if let Some((rank, odd)) = differs(|x, first| x.asked != first.asked) {
-        return Some(Obstacle {
-            ranks: vec![0, rank],
-            text: format!(
-                "rank 0 was asked to use the transport {}, and rank {rank} {}",
-                first.asked, odd.asked
-            ),
-        });
-    }
+/// The obstacle that is clear from what the ranks told, which were all asked for the same.
+fn obstacle(asked: TransportKind, offers: &[Offer]) -> Option<Obstacle> {
     let hosts = hosts(offers);
     if let Some(second) = hosts.get(1)
-        && (first.asked == TransportKind::Shm.to_string() || hosts.len() == offers.len())
+        && (asked == TransportKind::Shm || hosts.len() == offers.len())
     {
         return Some(Obstacle {
             ranks: vec![0, second.start],
-            text: match first.asked == TransportKind::Hierarchical.to_string() {
+            text: match asked == TransportKind::Hierarchical {
                 true => "no host holds two ranks".to_owned(),
                 false => format!("ranks 0 and {} are on different hosts", second.start),
             },
@@ -170,14 +139,18 @@ impl Offer {
 }
 
 /// Has every rank tell the others something.
-fn tell<T: Serialize + for<'a> Deserialize<'a>>(member: &Member, value: &T) -> Result<Vec<T>> {
+fn tell<T>(member: &Member, began: Instant, value: &T) -> Result<Vec<T>>
+where
+    T: Serialize + for<'a> Deserialize<'a>,
+{
     let mut own = Vec::new();
     ciborium::into_writer(value, &mut own)
         .map_err(|error| Error::caused(Kind::Protocol, "an offer cannot be written", error))?;
     let contract =
         Contract::new(Call::Connect, Site::new(file!(), line!())).with_data(DType::U8, own.len());
     let mut all = vec![Vec::new(); member.topology.world_size()];
-    member.exchange(0, &contract, |exchange| {
+    let patience = member.options.patience_to_connect(began.elapsed());
+    member.exchange(0, &contract, patience, |exchange| {
         exchange.all_gather(&own, |rank, piece| all[rank].extend_from_slice(piece))
     })?;
     all[member.topology.rank()] = own;
@@ -194,17 +167,20 @@ fn tell<T: Serialize + for<'a> Deserialize<'a>>(member: &Member, value: &T) -> R
 use linux::arrange;
 
 #[cfg(not(target_os = "linux"))]
-fn arrange(member: &Member, asked: TransportKind) -> Result<Result<Arrangement, Obstacle>> {
+fn arrange(
+    member: &Member,
+    asked: TransportKind,
+    began: Instant,
+) -> Result<Result<Arrangement, Obstacle>> {
     let offer = Offer {
-        asked: asked.to_string(),
         host: String::new(),
         first: 0,
         pid: std::process::id(),
         memory: Err("this system has no files in memory".to_owned()),
     };
-    let offers = tell(member, &offer)?;
+    let offers = tell(member, began, &offer)?;
     // Every rank here says that it has none.
-    Ok(Err(obstacle(&offers).unwrap_or(Obstacle {
+    Ok(Err(obstacle(asked, &offers).unwrap_or(Obstacle {
         ranks: Vec::new(),
         text: "the ranks have no memory to share".to_owned(),
     })))
@@ -212,20 +188,21 @@ fn arrange(member: &Member, asked: TransportKind) -> Result<Result<Arrangement, 
 
 #[cfg(target_os = "linux")]
 mod linux {
-    use std::{fs, io, os::fd::AsRawFd, sync::Arc};
+    use std::{fs, io, os::fd::AsRawFd, sync::Arc, time::Instant};
 
-    use super::{Arrangement, Key, Obstacle, Offer, hosts, obstacle, tell};
+    use super::{Obstacle, Offer, hosts, obstacle, tell};
     use crate::{
         error::{Error, Kind, Result},
         group::member::Member,
         rendezvous::random,
-        shared::{Arena, Hosts, Spin, World, cores},
+        shared::{Arena, Arrangement, Hosts, Key, Spin, World, cores},
         transport::{Peer, Place, TransportKind},
     };
 
     pub(super) fn arrange(
         member: &Member,
         asked: TransportKind,
+        began: Instant,
     ) -> Result<Result<Arrangement, Obstacle>> {
         let (rank, topology) = (member.topology.rank(), &member.topology);
         let nonce: [u8; 32] = random()?;
@@ -246,14 +223,13 @@ mod linux {
             Err(error) => Err(error.to_string()),
         };
         let offer = Offer {
-            asked: asked.to_string(),
             host: host(&member.transport.peers()[rank]),
             first: rank.saturating_sub(topology.local_rank()),
             pid: std::process::id(),
             memory,
         };
-        let offers = tell(member, &offer)?;
-        if let Some(obstacle) = obstacle(&offers) {
+        let offers = tell(member, began, &offer)?;
+        if let Some(obstacle) = obstacle(asked, &offers) {
             return Ok(Err(obstacle));
         }
         let hosts = hosts(&offers);
@@ -272,7 +248,7 @@ mod linux {
             })
             .collect();
         let answer = found.as_ref().err().cloned();
-        let answers = tell(member, &answer)?;
+        let answers = tell(member, began, &answer)?;
         let failed = answers.iter().enumerate();
         let mut failed = failed.filter_map(|(rank, x)| Some((rank, x.as_ref()?)));
         if let Some((rank, error)) = failed.next() {
@@ -311,7 +287,6 @@ mod tests {
 
     fn offer() -> Offer {
         Offer {
-            asked: "auto".to_owned(),
             host: "one".to_owned(),
             first: 0,
             pid: 7,
@@ -325,17 +300,12 @@ mod tests {
     fn told(change: impl Fn(&mut Offer)) -> Option<String> {
         let mut offers = vec![offer(); 3];
         change(&mut offers[2]);
-        obstacle(&offers).map(|x| x.to_string())
+        obstacle(TransportKind::Auto, &offers).map(|x| x.to_string())
     }
 
     #[test]
     fn every_obstacle_is_found() {
         assert_eq!(told(|_| {}), None);
-        let text = told(|x| x.asked = "shm".to_owned()).unwrap();
-        assert!(
-            text.contains("auto") && text.contains("rank 2 shm"),
-            "{text}"
-        );
         let text = told(|x| x.host = "two".to_owned()).unwrap();
         assert!(text.starts_with("rank 2 says that the first rank of its host is 0"));
         let text = told(|x| x.memory = Err("no room".to_owned())).unwrap();
@@ -344,31 +314,29 @@ mod tests {
 
     #[test]
     fn hosts_are_found_and_their_ranks_counted() {
-        let on = |asked: &str, firsts: &[usize]| -> Vec<Offer> {
+        let on = |firsts: &[usize]| -> Vec<Offer> {
             let offer = |first: &usize| Offer {
-                asked: asked.to_owned(),
                 first: *first,
                 ..offer()
             };
             firsts.iter().map(offer).collect()
         };
-        let spread = on("auto", &[0, 0, 2, 3, 3]);
+        let spread = on(&[0, 0, 2, 3, 3]);
         assert_eq!(hosts(&spread), [0..2, 2..3, 3..5]);
-        assert!(obstacle(&spread).is_none());
-        let text = |offers: &[Offer]| obstacle(offers).unwrap().to_string();
+        assert!(obstacle(TransportKind::Auto, &spread).is_none());
+        let text = |asked, firsts: &[usize]| obstacle(asked, &on(firsts)).unwrap().to_string();
+        let (auto, shm) = (TransportKind::Auto, TransportKind::Shm);
         assert_eq!(
-            text(&on("shm", &[0, 0, 2])),
+            text(shm, &[0, 0, 2]),
             "ranks 0 and 2 are on different hosts"
         );
         assert_eq!(
-            text(&on("auto", &[0, 1, 2])),
+            text(auto, &[0, 1, 2]),
             "ranks 0 and 1 are on different hosts"
         );
-        assert_eq!(
-            text(&on("hierarchical", &[0, 1])),
-            "no host holds two ranks"
-        );
+        let alone = text(TransportKind::Hierarchical, &[0, 1]);
+        assert_eq!(alone, "no host holds two ranks");
         // Ranks that take turns are on no host that could be told.
-        assert!(text(&on("auto", &[0, 1, 0, 1, 1])).contains("must follow one another"));
+        assert!(text(auto, &[0, 1, 0, 1, 1]).contains("must follow one another"));
     }
 }

@@ -1,12 +1,10 @@
 //! The communication thread: started operations, several at a time.
 
-use std::{
-    collections::VecDeque,
-    sync::mpsc::{Receiver, TryRecvError},
-};
+use std::collections::VecDeque;
 
 use super::{
     engine::{Exchange, Progress, Reduction, Scratch},
+    jobs::Receiver,
     line::{Ticket, Turn},
     member::{Member, Watchdog},
     observer::{Observation, Runner},
@@ -50,7 +48,7 @@ impl Job {
 pub(super) fn serve(member: &Member, jobs: &Receiver<Job>) {
     let lanes = member.transport.lanes();
     if lanes < 2 {
-        for job in jobs {
+        while let Some(job) = jobs.recv() {
             job.run(member);
         }
         return;
@@ -111,12 +109,12 @@ impl<'a> Flights<'a> {
             let job = match self.next.take() {
                 Some(job) => job,
                 None if self.flights.is_empty() => match jobs.recv() {
-                    Ok(job) => job,
-                    Err(_) => return false,
+                    Some(job) => job,
+                    None => return false,
                 },
                 None => match jobs.try_recv() {
-                    Ok(job) => job,
-                    Err(TryRecvError::Empty | TryRecvError::Disconnected) => break,
+                    Some(job) => job,
+                    None => break,
                 },
             };
             let order = &self.member.order;
@@ -186,7 +184,12 @@ impl<'a> Flights<'a> {
         }
         if let Some(first) = self.flights.front_mut()
             && let State::Running(Progress::Waiting(awaited)) = &first.state
-            && let Err(error) = inbox.wait_for_news(version, awaited.clone(), &mut first.watch)
+            && let Err(error) = inbox.wait_for_news(
+                version,
+                awaited.clone(),
+                &*self.member.transport,
+                &mut first.watch,
+            )
         {
             let error = first
                 .exchange(self.member, Position::First)
@@ -280,7 +283,10 @@ mod tests {
     use crate::{
         contract::{Call, Site},
         element::DType,
-        group::{GroupOptions, ProcessGroup, pending::Pending},
+        group::{
+            GroupOptions, ProcessGroup, jobs,
+            pending::{Pending, Slots},
+        },
     };
 
     #[test]
@@ -290,10 +296,11 @@ mod tests {
         let contract = Contract::new(Call::AllReduce, Site::new(file!(), line!()))
             .with_op(ReduceOp::Sum)
             .with_data(DType::F32, 3);
-        let (sender, jobs) = mpsc::channel();
+        let (sender, jobs) = jobs::channel();
+        let slots = Slots::default();
         let pending: Vec<Pending> = (0..3)
             .map(|_| {
-                let (pending, completion) = Pending::new();
+                let (pending, completion) = slots.pair();
                 let job = Job {
                     ticket: member.admit(&contract).unwrap(),
                     contract,
@@ -301,7 +308,7 @@ mod tests {
                     op: ReduceOp::Sum,
                     completion,
                 };
-                sender.send(job).unwrap();
+                assert!(sender.send(job).is_ok());
                 pending
             })
             .collect();

@@ -24,7 +24,7 @@ use crate::{
     error::{Certainty, Culprit, Error, Kind, Result},
     rendezvous::StoreLine,
     topology::Topology,
-    transport::{Abort, Farewell, Parting, Transport, TransportKind, Watch},
+    transport::{Abort, Farewell, Parting, Patience, Transport, TransportKind, Watch},
 };
 
 /// What all handles of one rank share.
@@ -160,7 +160,7 @@ impl Member {
     ) -> R {
         let turn = self.order.turn(ticket);
         let observation = self.observation(runner);
-        let outcome = self.exchange(turn.number(), contract, body);
+        let outcome = self.exchange(turn.number(), contract, self.options.patience(), body);
         if let Some(observation) = observation {
             observation.end(turn.number(), contract);
         }
@@ -186,11 +186,11 @@ impl Member {
         &self,
         sequence: u64,
         contract: &Contract,
+        patience: Patience,
         body: impl FnOnce(Exchange<'_>) -> Result<T>,
     ) -> Result<T> {
         self.state()?;
         let _watchdog = Watchdog { member: self };
-        let patience = self.options.patience();
         let mut watch = Watch::new(self.topology.rank(), sequence, *contract, patience);
         // Every operation starts by clearing the scratch memory.
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use crate::{
     error::{Error, Kind, Result},
-    topology::Launch,
-    transport::{Patience, TransportKind},
+    launch::Launch,
+    transport::{Limit, Patience, TransportKind},
 };
 
 /// Deadlines and transport of a process group.
@@ -45,7 +45,7 @@ impl GroupOptions {
         }
     }
 
-    /// How long the ranks may take to find one another.
+    /// How long the ranks may take to find one another, and how they exchange data.
     pub fn with_connect_timeout(self, connect_timeout: Duration) -> Self {
         Self {
             connect_timeout,
@@ -84,7 +84,7 @@ impl GroupOptions {
         Self { transport, ..self }
     }
 
-    /// How long the ranks may take to find one another.
+    /// How long the ranks may take to find one another, and how they exchange data.
     pub fn connect_timeout(&self) -> Duration {
         self.connect_timeout
     }
@@ -137,6 +137,20 @@ impl GroupOptions {
         Patience {
             timeout: self.progress_timeout,
             warn_after: self.warn_after,
+            limit: Limit::Progress,
+        }
+    }
+
+    /// The patience of what belongs to connecting, where `spent` of the time for it is over.
+    ///
+    /// A rank may have waited nearly all of it for the last one to come, and then needs a moment
+    /// all the same.
+    pub(crate) fn patience_to_connect(&self, spent: Duration) -> Patience {
+        let left = self.connect_timeout.saturating_sub(spent);
+        Patience {
+            timeout: left.max(MOMENT),
+            warn_after: self.warn_after,
+            limit: Limit::Connect,
         }
     }
 }
@@ -148,6 +162,9 @@ impl Default for GroupOptions {
 }
 
 const LIVENESS: Duration = Duration::from_secs(5);
+
+/// The least that ranks which have met get to agree on how they exchange data.
+const MOMENT: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {

@@ -1,7 +1,7 @@
 //! Operations that run beside the program.
 
 use std::{
-    fmt,
+    fmt, mem,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
 };
 
@@ -15,7 +15,7 @@ use crate::{
 /// Dropping it does not stop the operation, since the other ranks count on it; the buffer and
 /// any error are then lost, though a failed group says so at the next operation.
 #[must_use = "the result and any error of the operation come from wait()"]
-pub struct Pending(Arc<Shared>);
+pub struct Pending(Option<Arc<Shared>>);
 
 impl Pending {
     /// Waits until the operation is done and gives the reduced buffer back.
@@ -25,34 +25,25 @@ impl Pending {
     /// # Errors
     ///
     /// The error of the operation, as of the blocking one.
-    pub fn wait(self) -> Result<Buffer> {
-        let outcome = self.0.outcome.lock();
-        // The outcome is replaced as a whole.
-        let outcome = outcome.unwrap_or_else(PoisonError::into_inner);
-        let waited = self
-            .0
-            .done
-            .wait_while(outcome, |outcome| matches!(outcome, Outcome::Running));
+    pub fn wait(mut self) -> Result<Buffer> {
+        // Only this method takes it.
+        let Some(shared) = self.0.take() else {
+            return Err(interrupted());
+        };
+        let running = |outcome: &mut Outcome| matches!(outcome, Outcome::Running);
+        let waited = shared.done.wait_while(shared.lock(), running);
         let mut outcome = waited.unwrap_or_else(PoisonError::into_inner);
-        match std::mem::replace(&mut *outcome, Outcome::Running) {
+        match mem::replace(&mut *outcome, Outcome::Free) {
             Outcome::Done(result) => result,
-            // `wait_while` returned, so it is not running; only this method takes the result.
-            Outcome::Running => Err(interrupted()),
+            // `wait_while` returned, so it is not running; the other two have no such end.
+            Outcome::Abandoned | Outcome::Free | Outcome::Running => Err(interrupted()),
         }
     }
 
     /// Whether [`wait`](Self::wait) would return at once.
     pub fn is_ready(&self) -> bool {
-        !matches!(*self.0.lock(), Outcome::Running)
-    }
-
-    /// The two ends of one operation.
-    pub(crate) fn new() -> (Self, Completion) {
-        let shared = Arc::new(Shared {
-            outcome: Mutex::new(Outcome::Running),
-            done: Condvar::new(),
-        });
-        (Self(Arc::clone(&shared)), Completion(shared))
+        let shared = self.0.as_ref();
+        shared.is_none_or(|shared| !matches!(*shared.lock(), Outcome::Running))
     }
 }
 
@@ -64,25 +55,87 @@ impl fmt::Debug for Pending {
     }
 }
 
+impl Drop for Pending {
+    fn drop(&mut self) {
+        let Some(shared) = self.0.take() else {
+            return;
+        };
+        let mut outcome = shared.lock();
+        let next = match &*outcome {
+            Outcome::Running => Outcome::Abandoned,
+            Outcome::Abandoned | Outcome::Done(_) | Outcome::Free => Outcome::Free,
+        };
+        let result = mem::replace(&mut *outcome, next);
+        drop(outcome);
+        // A buffer takes a while.
+        drop(result);
+    }
+}
+
 /// The end of an operation that knows the result. Dropped without one, it reports an error, so
 /// that nobody waits for ever.
 #[derive(Debug)]
-pub(crate) struct Completion(Arc<Shared>);
+pub(crate) struct Completion(Option<Arc<Shared>>);
 
 impl Completion {
-    pub(crate) fn complete(self, result: Result<Buffer>) {
-        *self.0.lock() = Outcome::Done(result);
+    pub(crate) fn complete(mut self, result: Result<Buffer>) {
+        self.end(result);
+    }
+
+    fn end(&mut self, result: Result<Buffer>) {
+        let Some(shared) = self.0.take() else {
+            return;
+        };
+        let mut outcome = shared.lock();
+        let unwanted = match &*outcome {
+            Outcome::Abandoned => {
+                *outcome = Outcome::Free;
+                Some(result)
+            }
+            Outcome::Done(_) | Outcome::Free | Outcome::Running => {
+                *outcome = Outcome::Done(result);
+                None
+            }
+        };
+        drop(outcome);
+        drop(unwanted);
+        // It may serve another operation already, whose end then looks once more.
+        shared.done.notify_all();
     }
 }
 
 impl Drop for Completion {
     fn drop(&mut self) {
-        let mut outcome = self.0.lock();
-        if matches!(*outcome, Outcome::Running) {
-            *outcome = Outcome::Done(Err(interrupted()));
+        if self.0.is_some() {
+            self.end(Err(interrupted()));
         }
-        drop(outcome);
-        self.0.done.notify_all();
+    }
+}
+
+/// What both ends of started operations share, for one operation after the other.
+#[derive(Debug, Default)]
+pub(crate) struct Slots(Mutex<Vec<Arc<Shared>>>);
+
+impl Slots {
+    /// The two ends of one operation.
+    pub(crate) fn pair(&self) -> (Pending, Completion) {
+        // A list of slots is whole at every moment.
+        let mut slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let free = slots.iter().find(|slot| slot.occupy());
+        let shared = match free {
+            Some(slot) => Arc::clone(slot),
+            None => {
+                let slot = Arc::new(Shared {
+                    outcome: Mutex::new(Outcome::Running),
+                    done: Condvar::new(),
+                });
+                if slots.len() < KEPT {
+                    slots.push(Arc::clone(&slot));
+                }
+                slot
+            }
+        };
+        (Pending(Some(Arc::clone(&shared))), Completion(Some(shared)))
     }
 }
 
@@ -93,6 +146,16 @@ struct Shared {
 }
 
 impl Shared {
+    /// Takes the slot where it is free, and says whether it was.
+    fn occupy(&self) -> bool {
+        let mut outcome = self.lock();
+        let free = matches!(*outcome, Outcome::Free);
+        if free {
+            *outcome = Outcome::Running;
+        }
+        free
+    }
+
     fn lock(&self) -> MutexGuard<'_, Outcome> {
         // The outcome is replaced as a whole.
         self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
@@ -101,7 +164,11 @@ impl Shared {
 
 #[derive(Debug)]
 enum Outcome {
+    /// Nobody wants the result.
+    Abandoned,
     Done(Result<Buffer>),
+    /// No operation has the slot.
+    Free,
     Running,
 }
 
@@ -112,6 +179,9 @@ fn interrupted() -> Error {
     )
 }
 
+/// How many slots are kept.
+const KEPT: usize = 256;
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -119,7 +189,7 @@ mod tests {
 
     #[test]
     fn a_result_is_handed_over() {
-        let (pending, completion) = Pending::new();
+        let (pending, completion) = Slots::default().pair();
         assert!(!pending.is_ready());
         completion.complete(Ok(Buffer::zeroed(DType::F32, 3)));
         assert!(pending.is_ready());
@@ -128,8 +198,32 @@ mod tests {
 
     #[test]
     fn nobody_waits_for_an_operation_that_is_gone() {
-        let (pending, completion) = Pending::new();
+        let (pending, completion) = Slots::default().pair();
         drop(completion);
         assert!(pending.wait().unwrap_err().is_closed());
+    }
+
+    #[test]
+    fn a_slot_serves_again_when_both_ends_are_done() {
+        let slots = Slots::default();
+        let used = || slots.0.lock().unwrap().len();
+        let (pending, completion) = slots.pair();
+        completion.complete(Ok(Buffer::zeroed(DType::F32, 3)));
+        pending.wait().unwrap();
+        let (pending, completion) = slots.pair();
+        assert_eq!(used(), 1);
+        // Nobody wants the result, but the operation runs.
+        drop(pending);
+        let (other, _completion) = slots.pair();
+        assert_eq!(used(), 2);
+        completion.complete(Ok(Buffer::zeroed(DType::F32, 3)));
+        let (pending, completion) = slots.pair();
+        assert_eq!(used(), 2);
+        assert!(!pending.is_ready() && !other.is_ready());
+        drop(completion);
+        // It was not waited for.
+        drop(pending);
+        let (_pending, _completion) = slots.pair();
+        assert_eq!(used(), 2);
     }
 }

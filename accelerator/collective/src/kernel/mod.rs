@@ -19,6 +19,7 @@
 
 mod arithmetic;
 mod path;
+mod wide;
 
 #[cfg(test)]
 mod speed;
@@ -27,13 +28,11 @@ mod tests;
 
 use half::{bf16, f16};
 
-use crate::{
-    element::DType,
-    reduce::{ReduceOp, Share},
-};
+use crate::{element::DType, reduce::ReduceOp};
 use arithmetic::{ExactMean, Kernel, Max, Mean, Min, Sum};
 pub(crate) use path::Path;
 use path::{Convert, Instructions, Portable};
+pub(crate) use wide::{divide, finish, wide, widen};
 
 /// Combines `len` elements of each of `sources`, in their order, and writes the result to each of
 /// `targets`, as [`ReduceOp`] says. Without sources it does nothing.
@@ -55,6 +54,12 @@ pub(crate) unsafe fn fold(
     unsafe { fold_by(Path::best(), dtype, op, sources, targets, len) }
 }
 
+/// One rank's bytes in a reduction.
+pub(crate) trait Share {
+    /// The bytes, or `None` for the rank whose values lie in the output.
+    fn bytes(&self) -> Option<&[u8]>;
+}
+
 /// Combines the shares of all ranks, in rank order, into `out`.
 ///
 /// `out` holds the values of the rank whose share says `None`. All shares have the length of `out`,
@@ -63,12 +68,12 @@ pub(crate) unsafe fn fold(
 /// # Panics
 ///
 /// Panics where a share has another length, or is not aligned to the elements.
-pub(crate) fn fold_shares(dtype: DType, op: ReduceOp, shares: &[impl Share], out: &mut [u8]) {
-    fold_shares_by(Path::best(), dtype, op, shares, out);
+pub(crate) fn combine(dtype: DType, op: ReduceOp, shares: &[impl Share], out: &mut [u8]) {
+    combine_by(Path::best(), dtype, op, shares, out);
 }
 
-/// As [`fold_shares`], by the instructions that are given.
-pub(crate) fn fold_shares_by(
+/// As [`combine`], by the instructions that are given.
+pub(crate) fn combine_by(
     path: Path,
     dtype: DType,
     op: ReduceOp,

@@ -106,7 +106,7 @@ impl Case {
                     })
                     .collect();
                 let bytes = bytemuck::cast_slice_mut(&mut out[range.clone()]);
-                fold_shares_by(path, T::DTYPE, op, &shares, bytes);
+                combine_by(path, T::DTYPE, op, &shares, bytes);
                 assert_eq!(images(&out[range]), expected);
             }
         }
@@ -121,7 +121,7 @@ fn many_ranks_are_combined() {
         .map(|values| Slice(Some(bytemuck::cast_slice(values))))
         .collect();
     let mut out = [0_i32; 3];
-    fold_shares(
+    combine(
         DType::I32,
         ReduceOp::Sum,
         &shares,
@@ -134,7 +134,7 @@ fn many_ranks_are_combined() {
 #[should_panic = "a share as long as the output"]
 fn a_shorter_share_is_refused() {
     let shares = [Slice(Some(&[0; 3])), Slice(None)];
-    fold_shares(DType::U8, ReduceOp::Sum, &shares, &mut [0; 4]);
+    combine(DType::U8, ReduceOp::Sum, &shares, &mut [0; 4]);
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn a_share_between_elements_is_refused() {
         Slice(None),
     ];
     let mut out = [0_u32; 2];
-    fold_shares(
+    combine(
         DType::U32,
         ReduceOp::Sum,
         &shares,
@@ -271,3 +271,68 @@ macro_rules! integer_oracle {
 }
 
 integer_oracle!(i8, i16, i32, i64, u8, u16, u32, u64);
+
+#[test]
+fn sums_follow_the_order_of_ranks() {
+    let ranks: [&[f32]; 3] = [&[1e8], &[1.0], &[-1e8]];
+    for own in 0..3 {
+        assert_eq!(reduce(ReduceOp::Sum, &ranks, own), [(1e8 + 1.0) - 1e8]);
+    }
+}
+
+#[test]
+fn halves_are_summed_in_f32_and_rounded_once() {
+    // In f16, 2048 + 1 + 1 stays 2048; in f32 it is 2050, which f16 can hold.
+    let values = [2048.0, 1.0, 1.0].map(|x| [f16::from_f32(x)]);
+    let ranks: Vec<&[f16]> = values.iter().map(|x| &x[..]).collect();
+    assert_eq!(reduce(ReduceOp::Sum, &ranks, 1), [f16::from_f32(2050.0)]);
+    let values = [256.0, 1.0, 1.0].map(|x| [bf16::from_f32(x)]);
+    let ranks: Vec<&[bf16]> = values.iter().map(|x| &x[..]).collect();
+    assert_eq!(reduce(ReduceOp::Sum, &ranks, 2), [bf16::from_f32(258.0)]);
+}
+
+#[test]
+fn integer_sums_wrap_and_means_do_not() {
+    let ranks: [&[u8]; 2] = [&[200], &[101]];
+    assert_eq!(reduce(ReduceOp::Sum, &ranks, 0), [45]);
+    assert_eq!(reduce(ReduceOp::Mean, &ranks, 0), [150]);
+    let ranks: [&[i64]; 2] = [&[i64::MAX], &[i64::MAX]];
+    assert_eq!(reduce(ReduceOp::Sum, &ranks, 0), [-2]);
+    assert_eq!(reduce(ReduceOp::Mean, &ranks, 1), [i64::MAX]);
+    let ranks: [&[i32]; 2] = [&[-3], &[0]];
+    assert_eq!(reduce(ReduceOp::Mean, &ranks, 1), [-1]);
+}
+
+#[test]
+fn a_nan_of_any_rank_wins() {
+    for op in [ReduceOp::Max, ReduceOp::Min] {
+        for odd in 0..3 {
+            let mut values = [[1.0_f64], [2.0], [3.0]];
+            values[odd] = [f64::NAN];
+            let ranks: Vec<&[f64]> = values.iter().map(|x| &x[..]).collect();
+            assert!(reduce(op, &ranks, 1)[0].is_nan(), "{op}, rank {odd}");
+        }
+    }
+}
+
+#[test]
+fn blocks_join_without_seams() {
+    let len = 3 * 512 + 7;
+    let first: Vec<i32> = (0..len).collect();
+    let second: Vec<i32> = (0..len).map(|x| 10 * x).collect();
+    let sum = reduce(ReduceOp::Sum, &[&first, &second], 0);
+    assert!(sum.iter().enumerate().all(|(i, x)| *x == 11 * i as i32));
+    assert_eq!(reduce(ReduceOp::Max, &[&first, &second], 1), second);
+    assert_eq!(reduce(ReduceOp::Min, &[&first, &second], 1), first);
+}
+
+/// The reduction of what the ranks hold, as rank `own` computes it.
+fn reduce<T: Element>(op: ReduceOp, ranks: &[&[T]], own: usize) -> Vec<T> {
+    let others = ranks.iter().enumerate();
+    let shares: Vec<Slice<'_>> = others
+        .map(|(rank, values)| Slice((rank != own).then(|| bytemuck::cast_slice(values))))
+        .collect();
+    let mut out = ranks[own].to_vec();
+    combine(T::DTYPE, op, &shares, bytemuck::cast_slice_mut(&mut out));
+    out
+}

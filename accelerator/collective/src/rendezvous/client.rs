@@ -19,6 +19,7 @@ use super::{
 use crate::{
     error::{Error, Kind, Result},
     topology::Topology,
+    transport_kind::TransportKind,
     wire::message::Registration,
 };
 
@@ -37,12 +38,13 @@ pub(crate) struct Meeting {
 
 impl Rendezvous {
     /// Meets the other ranks within `patience`. A rank from which nothing comes for `liveness`
-    /// is lost.
+    /// is lost, and all must have been asked for the same `transport`.
     pub(crate) fn meet(
         &self,
         topology: &Topology,
         patience: Duration,
         liveness: Duration,
+        transport: TransportKind,
     ) -> Result<Meeting> {
         if let Some(Effect::DropConnection) = strike(topology.rank(), Point::Rendezvous) {
             return Err(Error::new(
@@ -72,6 +74,7 @@ impl Rendezvous {
             deadline,
             patience,
             liveness,
+            transport,
             outward: addresses[0],
             keeper: OnceCell::new(),
         };

@@ -14,8 +14,7 @@ use super::{
     state::{Word, beat_every},
 };
 use crate::{
-    error::{Certainty, Culprit, Error, Kind, Result},
-    transport::Seconds,
+    error::{Certainty, Culprit, Error, Kind, Result, Seconds},
     wire::message::{self, Message, Refusal, Registration, TEXT, shorten},
 };
 

@@ -33,7 +33,7 @@ pub(crate) use line::StoreLine;
 pub(crate) use lobby::{Guest, Lobby};
 pub(crate) use token::{Key, random};
 
-use crate::{error::Result, topology::is_on};
+use crate::error::{Error, Kind, Result};
 
 /// Where the ranks of a job meet, and by what right.
 ///
@@ -211,5 +211,17 @@ impl Security {
             true => Self::Waived,
             false => Self::Required,
         })
+    }
+}
+
+/// Reads the value of a variable that is on or off.
+pub(crate) fn is_on(name: &str, value: &str) -> Result<bool> {
+    match value.trim().to_ascii_lowercase().as_str() {
+        "1" | "true" => Ok(true),
+        "" | "0" | "false" => Ok(false),
+        _ => Err(Error::new(
+            Kind::Topology,
+            format!("{name} is {value:?}; expected 1 or 0"),
+        )),
     }
 }

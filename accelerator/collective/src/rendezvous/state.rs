@@ -18,7 +18,7 @@ use crate::{
 
 use arrival::{Arrival, Stage};
 pub(crate) use event::{Action, Connection, Event, Weight, Word};
-use failure::name;
+use failure::{differing_transports, name};
 
 /// Who has come to a rendezvous, what became of them, and what follows from it.
 ///
@@ -202,12 +202,11 @@ impl State {
                 ),
             ));
         }
-        match self.ranks.get(&new.rank) {
-            Some(
-                arrival @ Arrival {
-                    registration: old, ..
-                },
-            ) if arrival.is_present() => Err(Error::about(
+        if let Some(arrival) = self.ranks.get(&new.rank)
+            && arrival.is_present()
+        {
+            let old = &arrival.registration;
+            return Err(Error::about(
                 Kind::Rendezvous,
                 vec![new.rank],
                 format!(
@@ -215,8 +214,12 @@ impl State {
                      must differ from process to process",
                     new.rank, old.pid, old.host, new.pid, new.host
                 ),
-            )),
-            _ => Ok(()),
+            ));
+        }
+        let mut others = self.ranks.values().filter(|arrival| arrival.is_present());
+        match others.find(|arrival| arrival.registration.transport != new.transport) {
+            Some(odd) => Err(differing_transports(&odd.registration, new)),
+            None => Ok(()),
         }
     }
 

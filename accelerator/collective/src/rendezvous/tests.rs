@@ -17,9 +17,10 @@ use super::{Rendezvous, Report, StoreHost, StoreOptions, StoreServer, random};
 use crate::{
     error::{Error, Result},
     group::{GroupOptions, ProcessGroup},
+    launch::Launch,
     reduce::ReduceOp,
-    topology::{Launch, Topology},
-    transport::TransportKind,
+    topology::Topology,
+    transport_kind::TransportKind,
     wire::{
         ReadError,
         message::{self, Message, Proves, Registration, Table},
@@ -118,6 +119,7 @@ impl Odd {
             address: odd.listener.local_addr().unwrap(),
             patience: Duration::from_secs(60),
             liveness: LIVENESS,
+            transport: TransportKind::Tcp,
         };
         let body = message::to_bytes(&registration);
         odd.say(&Message::Register { body, proof: None });

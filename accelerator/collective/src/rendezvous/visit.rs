@@ -17,9 +17,9 @@ use super::{
     token::{Key, random},
 };
 use crate::{
-    error::{Error, Kind, Result, list_ranks},
+    error::{Error, Kind, Result, Seconds, list_ranks},
     topology::Topology,
-    transport::Seconds,
+    transport_kind::TransportKind,
     wire::{
         ReadError,
         message::{self, Message, Nonce, Proves, Registration},
@@ -35,6 +35,8 @@ pub(super) struct Visit<'a> {
     pub(super) patience: Duration,
     /// After how long without a sign of life somebody is lost.
     pub(super) liveness: Duration,
+    /// The transport that this rank was asked to use.
+    pub(super) transport: TransportKind,
     /// The store's address as the other ranks see it.
     pub(super) outward: SocketAddr,
     /// The host and the id of the process that hosts the store, once they are known.
@@ -239,6 +241,7 @@ impl Visit<'_> {
             address,
             patience: self.deadline.saturating_duration_since(Instant::now()),
             liveness: self.liveness,
+            transport: self.transport,
         })
     }
 

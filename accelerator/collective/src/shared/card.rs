@@ -19,7 +19,7 @@ use crate::contract::Contract;
 /// Ranks that agree read the first five words, which lie in one cache line.
 #[repr(C, align(128))]
 #[derive(Debug)]
-pub(super) struct Card {
+pub(crate) struct Card {
     words: [AtomicU64; WORDS],
 }
 
@@ -29,7 +29,7 @@ unsafe impl Atomics for Card {}
 impl Card {
     /// Writes the declaration, and says how the others will read it. What is read meanwhile is
     /// rubbish: the protocol says when to read.
-    pub(super) fn write(&self, sequence: u64, contract: &Contract, data: Option<usize>) -> Brief {
+    pub(crate) fn write(&self, sequence: u64, contract: &Contract, data: Option<usize>) -> Brief {
         let mut words = [0; WORDS];
         let (bytes, len) = contract.encode();
         let (fixed, file) = bytes[..len].split_at(Contract::FIXED);
@@ -56,12 +56,12 @@ impl Card {
     }
 
     /// Makes it wrong, as a fault.
-    pub(super) fn spoil(&self) {
+    pub(crate) fn spoil(&self) {
         self.words[2].fetch_xor(1, Ordering::Relaxed);
     }
 
     /// Reads what matters to ranks that agree; `None` where the check is wrong.
-    pub(super) fn read(&self) -> Option<Brief> {
+    pub(crate) fn read(&self) -> Option<Brief> {
         let words: [u64; CHECK + 1] = std::array::from_fn(|i| self.word(i));
         if check(&words) != words[CHECK] {
             return None;
@@ -70,7 +70,7 @@ impl Card {
     }
 
     /// Reads everything; `None` where it is no declaration.
-    pub(super) fn contract(&self) -> Option<Contract> {
+    pub(crate) fn contract(&self) -> Option<Contract> {
         let mut bytes = [0; Contract::BOUND];
         bytes[..8].copy_from_slice(&self.word(0).to_le_bytes());
         bytes[8..16].copy_from_slice(&self.word(1).to_le_bytes());
@@ -89,14 +89,14 @@ impl Card {
 
 /// What matters of a declaration to ranks that agree.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) struct Brief {
+pub(crate) struct Brief {
     /// Operation, reduction, element type and root.
-    pub(super) kind: u64,
+    pub(crate) kind: u64,
     /// The number of elements.
-    pub(super) len: u64,
-    pub(super) sequence: u64,
+    pub(crate) len: u64,
+    pub(crate) sequence: u64,
     /// Where the data lie in the rank's arena.
-    pub(super) data: Option<u64>,
+    pub(crate) data: Option<u64>,
 }
 
 impl Brief {

@@ -4,6 +4,15 @@ use std::ops::Range;
 
 use super::world::World;
 
+/// Which ranks share memory.
+#[derive(Debug)]
+pub(crate) enum Arrangement {
+    /// All of them.
+    OneHost(World),
+    /// Those of each host; some host holds several.
+    Hosts(Hosts),
+}
+
 /// One rank's view of the hosts: the memory of its own, and who is where.
 #[derive(Debug)]
 pub(crate) struct Hosts {

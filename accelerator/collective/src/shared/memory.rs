@@ -195,7 +195,7 @@ impl Place {
         Self { start, len }
     }
 
-    pub(super) fn start(self) -> *mut u8 {
+    pub(crate) fn start(self) -> *mut u8 {
         self.start.as_ptr()
     }
 
@@ -204,7 +204,7 @@ impl Place {
     /// # Panics
     ///
     /// Where that does not lie within.
-    pub(super) fn part(self, at: usize, len: usize) -> Self {
+    pub(crate) fn part(self, at: usize, len: usize) -> Self {
         assert!(
             at <= self.len && len <= self.len - at,
             "{len} bytes at {at} do not lie within {} bytes",
@@ -220,7 +220,7 @@ impl Place {
     /// # Safety
     ///
     /// The memory lives and nobody writes to it for as long as the result is used.
-    pub(super) unsafe fn bytes<'a>(self) -> &'a [u8] {
+    pub(crate) unsafe fn bytes<'a>(self) -> &'a [u8] {
         // SAFETY: by the caller's promise.
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }

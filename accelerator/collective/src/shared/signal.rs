@@ -330,7 +330,7 @@ fn sleep(_word: &AtomicU32, _value: u32, limit: Duration) {
 #[cfg(not(target_os = "linux"))]
 fn wake_all(_word: &AtomicU32) {}
 
-#[cfg(test)]
+#[cfg(all(test, loom))]
 mod model;
 #[cfg(test)]
 mod tests;

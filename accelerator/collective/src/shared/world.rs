@@ -3,11 +3,9 @@
 use std::{fmt, sync::Arc};
 
 use super::{
-    arena::{Arena, Region},
+    arena::Arena,
     signal::{Signal, Spin},
 };
-use crate::{buffer::Buffer, element::DType};
-
 /// One rank's view of the ranks of its host: their arenas, in rank order.
 #[derive(Clone)]
 pub(crate) struct World {
@@ -45,17 +43,7 @@ impl World {
         self.first + place
     }
 
-    /// A buffer in this rank's arena, or on the heap where there is no room.
-    pub(crate) fn buffer(&self, dtype: DType, len: usize) -> Buffer {
-        let bytes = len.checked_mul(dtype.size());
-        let region = bytes.and_then(|bytes| Region::new(self.own(), bytes));
-        match region {
-            Some(region) => Buffer::shared(dtype, len, region),
-            None => Buffer::zeroed(dtype, len),
-        }
-    }
-
-    pub(super) fn spin(&self) -> Spin {
+    pub(crate) fn spin(&self) -> Spin {
         self.spin
     }
 
@@ -63,11 +51,11 @@ impl World {
         &self.arenas[self.rank]
     }
 
-    pub(super) fn arena(&self, rank: usize) -> &Arena {
+    pub(crate) fn arena(&self, rank: usize) -> &Arena {
         &self.arenas[rank]
     }
 
-    pub(super) fn signal(&self, rank: usize) -> &Signal {
+    pub(crate) fn signal(&self, rank: usize) -> &Signal {
         self.arenas[rank].signal()
     }
 }

@@ -1,111 +1,43 @@
 //! How parts of buffers get from one rank to another.
 
+mod bell;
 mod inbox;
 mod pool;
 mod tcp;
 mod threads;
 mod watch;
 
-use std::{fmt, str::FromStr, time::Duration};
+use std::{
+    fmt,
+    time::{Duration, Instant},
+};
 
 pub(crate) use inbox::{FLIGHTS, Inbox, Parcel, Position};
 pub(crate) use tcp::Tcp;
 #[cfg(feature = "fuzzing")]
 pub(crate) use tcp::feed;
 pub(crate) use threads::Threads;
-pub(crate) use watch::{Patience, Seconds, Watch};
+pub(crate) use watch::{Limit, Patience, Watch};
+
+pub(crate) use crate::{
+    transport_kind::TransportKind,
+    wire::frame::{Abort, CHUNK},
+};
 
 use crate::{
     buffer::Buffer,
     contract::Contract,
     element::DType,
-    error::{Certainty, Culprit, Error, Kind, Result},
-    shared::{Hosts, World},
+    error::{Certainty, Culprit, Result},
+    shared::{Arrangement, Hosts, World},
 };
-
-/// The way in which the ranks of a group are connected.
-///
-/// ```
-/// use accelerator_collective::TransportKind;
-///
-/// # fn main() -> accelerator_collective::Result<()> {
-/// let transport: TransportKind = "tcp".parse()?;
-/// assert_eq!(transport, TransportKind::Tcp);
-/// assert_eq!(transport.to_string(), "tcp");
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
-#[non_exhaustive]
-pub enum TransportKind {
-    /// The best that serves all ranks.
-    #[default]
-    Auto,
-    /// Shared memory between the processes of each host, TCP connections between hosts.
-    ///
-    /// An all-reduce combines the values of each host in rank order, then those of the hosts in
-    /// their order, so that a host sends no more than one rank would. Other operations, and means
-    /// of integers, go by connections. The ranks of a host must follow one another.
-    Hierarchical,
-    /// Memory that the processes of one host share.
-    Shm,
-    /// TCP connections between processes.
-    Tcp,
-    /// Memory of the one process whose threads the ranks are.
-    Threads,
-}
-
-impl TransportKind {
-    const ALL: [Self; 5] = [
-        Self::Auto,
-        Self::Hierarchical,
-        Self::Shm,
-        Self::Tcp,
-        Self::Threads,
-    ];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Hierarchical => "hierarchical",
-            Self::Shm => "shm",
-            Self::Tcp => "tcp",
-            Self::Threads => "threads",
-        }
-    }
-}
-
-impl fmt::Display for TransportKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for TransportKind {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|kind| kind.name() == text)
-            .ok_or_else(|| {
-                Error::new(
-                    Kind::Misuse,
-                    format!(
-                        "{text:?} is no transport; expected auto, hierarchical, shm, tcp or \
-                         threads"
-                    ),
-                )
-            })
-    }
-}
 
 /// Moves tagged parts between ranks; knows nothing of reductions.
 ///
 /// The algorithms of the group stand on three promises:
 /// - between two ranks, parts arrive in the order in which they were sent;
-/// - [`send`](Self::send) does not wait for the receiver's engine, only for room in its inbox,
-///   so two ranks may send to each other at the same time;
+/// - [`send`](Self::send) waits for room in the receiver's inbox, and at most for moments for its
+///   engine, so two ranks may send to each other at the same time;
 /// - a rank that is gone is reported to the inbox of every other rank, and an [`Abort`] of a rank
 ///   arrives before the news that this rank is gone.
 ///
@@ -118,6 +50,10 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
 
     /// Where parts for this rank arrive.
     fn inbox(&self) -> &Inbox;
+
+    /// Waits until something happens in the inbox that was not counted in `version`, or it is
+    /// `due`; it may return earlier. Fails where nothing is sent.
+    fn await_news(&self, version: u64, due: Instant, watch: &Watch) -> Result<()>;
 
     /// Hands one part to a peer.
     fn send(&self, to: usize, part: Part<'_>, watch: &mut Watch) -> Result<()>;
@@ -165,26 +101,21 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Lets operations go through shared memory from here on, where the ranks found some after they
-    /// were connected.
-    fn share(&self, world: World) {
-        let _ = world;
-    }
-
     /// The hosts, where several ranks of one share memory and those of others do not.
     fn hosts(&self) -> Option<&Hosts> {
         None
     }
 
-    /// Lets reductions go by hosts from here on.
-    fn share_by_hosts(&self, hosts: Hosts) {
-        let _ = hosts;
+    /// Lets operations go through shared memory from here on, where the ranks found some after they
+    /// were connected.
+    fn share(&self, arrangement: Arrangement) {
+        let _ = arrangement;
     }
 
     /// A buffer that this transport reduces without further copies.
     fn buffer(&self, dtype: DType, len: usize) -> Buffer {
         match self.shared() {
-            Some(world) => world.buffer(dtype, len),
+            Some(world) => Buffer::placed(dtype, len, world.own()),
             None => Buffer::zeroed(dtype, len),
         }
     }
@@ -238,13 +169,6 @@ pub(crate) enum Parting {
     Dropped,
 }
 
-/// Why a rank gave up, and in which operation.
-#[derive(Clone, Debug)]
-pub(crate) struct Abort {
-    pub(crate) sequence: u64,
-    pub(crate) error: Error,
-}
-
 /// Who a rank is, for messages.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Peer {
@@ -286,6 +210,3 @@ impl fmt::Display for Peer {
         }
     }
 }
-
-/// The most bytes of one part; a multiple of every element size.
-pub(crate) const CHUNK: usize = 256 * 1024;

@@ -1,6 +1,6 @@
 //! Ranks as threads of one process.
 
-use std::{io, sync::Arc};
+use std::{io, sync::Arc, time::Instant};
 
 use super::{Farewell, Inbox, Part, Peer, Place, Transport, TransportKind, Watch};
 use crate::{
@@ -62,6 +62,11 @@ impl Transport for Threads {
 
     fn inbox(&self) -> &Inbox {
         &self.hub.inboxes[self.rank]
+    }
+
+    fn await_news(&self, _: u64, _: Instant, watch: &Watch) -> Result<()> {
+        let me = &self.hub.peers[self.rank];
+        Err(watch.protocol(me, "it waits for parts, which threads do not send"))
     }
 
     fn send(&self, to: usize, _part: Part<'_>, watch: &mut Watch) -> Result<()> {

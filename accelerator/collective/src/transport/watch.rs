@@ -8,16 +8,26 @@ use std::{
 use super::Peer;
 use crate::{
     contract::Contract,
-    error::{Certainty, Culprit, Error, Kind, Result, list_ranks},
+    error::{Certainty, Culprit, Error, Kind, Result, Seconds, list_ranks},
 };
 
 /// How long an operation waits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Patience {
-    /// Without any progress, the operation fails after this time.
+    /// After this time the operation fails.
     pub(crate) timeout: Duration,
-    /// Without any progress, a warning is logged after this time.
+    /// After this time a warning is logged.
     pub(crate) warn_after: Duration,
+    pub(crate) limit: Limit,
+}
+
+/// Which of the group's timeouts bounds an operation.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Limit {
+    /// The connect timeout, which goes on whatever happens.
+    Connect,
+    /// The progress timeout, which begins anew with each progress.
+    Progress,
 }
 
 /// The clock of one operation of one rank.
@@ -27,7 +37,7 @@ pub(crate) struct Watch {
     pub(crate) sequence: u64,
     pub(crate) contract: Contract,
     patience: Patience,
-    /// The last progress.
+    /// The last progress, where the limit is that of progress; else the beginning.
     since: Instant,
     warned: bool,
 }
@@ -44,15 +54,22 @@ impl Watch {
         }
     }
 
-    /// Notes progress: the clock starts again.
+    /// Notes progress: the clock starts again, unless it is that of connecting.
     pub(crate) fn moved(&mut self, now: Instant) {
-        self.since = now;
-        self.warned = false;
+        if self.patience.limit == Limit::Progress {
+            self.since = now;
+            self.warned = false;
+        }
     }
 
-    /// Starts the clock anew.
+    /// As [`moved`](Self::moved), at this moment.
     pub(crate) fn restart(&mut self) {
         self.moved(Instant::now());
+    }
+
+    /// When the clock began.
+    pub(crate) fn since(&self) -> Instant {
+        self.since
     }
 
     /// Waits no longer than the time until the warning from here on.
@@ -65,10 +82,10 @@ impl Watch {
     /// # Errors
     ///
     /// A timeout that names the missing ranks.
-    pub(crate) fn tick(&mut self, missing: impl Fn() -> Vec<usize>) -> Result<Duration> {
+    pub(crate) fn tick(&mut self, missing: impl Fn(&Self) -> Vec<usize>) -> Result<Duration> {
         let waited = self.since.elapsed();
         let Some(left) = self.patience.timeout.checked_sub(waited) else {
-            return Err(self.overdue(waited, missing()));
+            return Err(self.overdue(waited, missing(self)));
         };
         if self.warned {
             return Ok(left.max(SHORTEST));
@@ -77,7 +94,7 @@ impl Watch {
             Some(calm) if !calm.is_zero() => Ok(left.min(calm).max(SHORTEST)),
             _ => {
                 self.warned = true;
-                let missing = missing();
+                let missing = missing(self);
                 tracing::warn!(
                     rank = self.rank,
                     sequence = self.sequence,
@@ -172,9 +189,15 @@ impl Watch {
     }
 
     fn overdue(&self, waited: Duration, missing: Vec<usize>) -> Error {
+        let advice = match self.patience.limit {
+            Limit::Connect => "ranks that need longer ask for a longer connect timeout",
+            Limit::Progress => {
+                "a rank that needs longer asks for a longer progress timeout, one that never comes \
+                 took another path through the program"
+            }
+        };
         let message = format!(
-            "rank {} waited {} for {} in {self}; a rank that needs longer asks for a longer \
-             progress timeout, one that never comes took another path through the program",
+            "rank {} waited {} for {} in {self}; {advice}",
             self.rank,
             Seconds(waited),
             list_ranks(&missing),
@@ -189,21 +212,34 @@ impl fmt::Display for Watch {
     }
 }
 
-/// A duration for people: "0.25 s", "10 s".
-pub(crate) struct Seconds(pub(crate) Duration);
-
-impl fmt::Display for Seconds {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let seconds = self.0.as_secs_f64();
-        if seconds < 10.0 && seconds.fract() > 0.005 {
-            write!(f, "{seconds:.2} s")
-        } else {
-            write!(f, "{seconds:.0} s")
-        }
-    }
-}
-
 const SHORTEST: Duration = Duration::from_millis(1);
 
 /// A thread that wakes so much later than it asked for was kept from running.
 pub(crate) const LATE: Duration = Duration::from_millis(250);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::contract::{Call, Site};
+
+    #[test]
+    fn progress_gives_no_more_time_to_connect() {
+        let watch = |limit| {
+            let patience = Patience {
+                timeout: Duration::from_nanos(1),
+                warn_after: Duration::from_secs(50),
+                limit,
+            };
+            let contract = Contract::new(Call::Connect, Site::new("here.rs", 1));
+            let mut watch = Watch::new(0, 0, contract, patience);
+            watch.moved(Instant::now() + Duration::from_secs(3600));
+            watch
+        };
+        assert!(watch(Limit::Progress).tick(|_| vec![1]).is_ok());
+        let error = watch(Limit::Connect).tick(|_| vec![1]).unwrap_err();
+        assert!(error.is_timeout(), "{error}");
+        assert_eq!(error.ranks(), [1]);
+        let text = error.to_string();
+        assert!(text.ends_with("ask for a longer connect timeout"), "{text}");
+    }
+}

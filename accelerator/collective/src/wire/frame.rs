@@ -1,12 +1,14 @@
 //! Frames between ranks: a fixed head, a short preamble, a bounded payload.
 
-use std::{fmt, io::Read};
+use std::fmt;
+#[cfg(test)]
+use std::io::Read;
 
+#[cfg(test)]
 use super::source::ReadError;
 use crate::{
     contract::Contract,
     error::{Certainty, Culprit, Error, Kind},
-    transport::{Abort, CHUNK},
 };
 
 /// The head of a frame.
@@ -101,6 +103,7 @@ impl Head {
     }
 
     /// Reads the next head of a connection.
+    #[cfg(test)]
     pub(crate) fn read(from: &mut impl Read) -> Result<Self, ReadError> {
         let mut bytes = [0; Self::LEN];
         super::source::fill(from, &mut bytes)?;
@@ -182,6 +185,13 @@ impl fmt::Display for FrameError {
 }
 
 impl std::error::Error for FrameError {}
+
+/// Why a rank gave up, and in which operation.
+#[derive(Clone, Debug)]
+pub(crate) struct Abort {
+    pub(crate) sequence: u64,
+    pub(crate) error: Error,
+}
 
 impl Abort {
     /// The preamble of an abort frame: kind, ranks, the culprit where there is one, the text.
@@ -278,6 +288,9 @@ fn checksum(preamble: &[u8], payload: &[u8]) -> u32 {
     hasher.update(payload);
     hasher.finalize()
 }
+
+/// The most bytes of one part; a multiple of every element size.
+pub(crate) const CHUNK: usize = 256 * 1024;
 
 /// The most bytes of a preamble: an abort that quotes a disagreement of many ranks.
 pub(crate) const PREAMBLE: usize = 16 * 1024;

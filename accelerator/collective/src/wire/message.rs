@@ -9,7 +9,10 @@ use std::{
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::source::{ReadError, Source, fill};
-use crate::error::{Certainty, Culprit, Error, Kind};
+use crate::{
+    error::{Certainty, Culprit, Error, Kind},
+    transport_kind::TransportKind,
+};
 
 /// Everything that is said outside of operations.
 #[derive(Debug, Deserialize, Serialize)]
@@ -188,6 +191,24 @@ pub(crate) struct Registration {
     pub(crate) patience: Duration,
     /// After how long without a sign of life it takes others for lost.
     pub(crate) liveness: Duration,
+    /// The transport that it was asked to use.
+    #[serde(with = "name")]
+    pub(crate) transport: TransportKind,
+}
+
+/// A transport by its name.
+mod name {
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    use crate::transport_kind::TransportKind;
+
+    pub(super) fn serialize<S: Serializer>(kind: &TransportKind, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(kind)
+    }
+
+    pub(super) fn deserialize<'a, D: Deserializer<'a>>(from: D) -> Result<TransportKind, D::Error> {
+        String::deserialize(from)?.parse().map_err(D::Error::custom)
+    }
 }
 
 /// All ranks of a job, in rank order.
@@ -319,7 +340,7 @@ pub(crate) const TEXT: usize = 2000;
 const NAME: usize = 256;
 
 const MAGIC: [u8; 4] = *b"ACLR";
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 const ENVELOPE: usize = 16;
 
 #[cfg(test)]
@@ -376,7 +397,7 @@ mod tests {
         let mut bytes = exchange(&Message::Confirm { proof: [0; 32] });
         bytes[4] = 9;
         let error = Message::read(&mut &bytes[..], SHORT).unwrap_err();
-        assert!(error.to_string().contains("protocol version 9, expected 2"));
+        assert!(error.to_string().contains("protocol version 9, expected 3"));
     }
 
     #[test]

@@ -4,4 +4,4 @@ pub(crate) mod frame;
 pub(crate) mod message;
 mod source;
 
-pub(crate) use source::{ReadError, fill};
+pub(crate) use source::ReadError;

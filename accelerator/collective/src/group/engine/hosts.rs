@@ -2,16 +2,15 @@
 
 use std::ops::Range;
 
-use half::{bf16, f16, slice::HalfFloatSliceExt};
-
 use super::Exchange;
 use crate::{
     buffer::Storage,
     element::DType,
     error::Result,
-    partition::Partition,
-    reduce::{ReduceOp, combine},
-    shared::{Hosts, STAGE},
+    kernel::{combine, divide, finish, wide, widen},
+    partition::{self, Partition},
+    reduce::ReduceOp,
+    shared::{CHUNK as STAGE, Hosts},
     transport::Stage,
 };
 
@@ -198,7 +197,10 @@ impl Exchange<'_> {
         let result = &mut stages.results[ring];
         result.grow(part.len() * plan.dtype.size());
         let result = &mut result.bytes_mut()[share.bytes(plan.dtype)];
-        finish(plan.dtype, op, self.world_size, owned, result);
+        if op == ReduceOp::Mean {
+            divide(plan.dtype, owned, self.world_size);
+        }
+        finish(plan.dtype, owned, result);
         for host in hosts.ring() {
             self.send(hosts.rank(host, lane), Stage::Outward, index, result)?;
         }
@@ -284,8 +286,7 @@ impl Plan {
     }
 
     fn chunk(&self, index: usize) -> Range<usize> {
-        let start = self.len.min(index * self.size);
-        start..self.len.min(start + self.size)
+        partition::chunk(self.len, index, self.size)
     }
 
     /// A lane's part of a chunk, within it.
@@ -307,47 +308,6 @@ trait Bytes {
 impl Bytes for Range<usize> {
     fn bytes(&self, dtype: DType) -> Range<usize> {
         self.start * dtype.size()..self.end * dtype.size()
-    }
-}
-
-/// In which type values are added up, so that the sum is rounded once.
-fn wide(dtype: DType) -> DType {
-    match dtype {
-        DType::BF16 | DType::F16 | DType::F32 => DType::F32,
-        other => other,
-    }
-}
-
-fn widen(dtype: DType, source: &[u8], target: &mut [u8]) {
-    let target: &mut [f32] = bytemuck::cast_slice_mut(target);
-    match dtype {
-        DType::BF16 => bytemuck::cast_slice::<u8, bf16>(source).convert_to_f32_slice(target),
-        DType::F16 => bytemuck::cast_slice::<u8, f16>(source).convert_to_f32_slice(target),
-        // It is wide enough.
-        _ => target.copy_from_slice(bytemuck::cast_slice(source)),
-    }
-}
-
-/// The result of all ranks from the total.
-fn finish(dtype: DType, op: ReduceOp, world_size: usize, total: &mut [u8], result: &mut [u8]) {
-    if op == ReduceOp::Mean {
-        match wide(dtype) {
-            DType::F32 => {
-                let total: &mut [f32] = bytemuck::cast_slice_mut(total);
-                total.iter_mut().for_each(|x| *x /= world_size as f32);
-            }
-            _ => {
-                let total: &mut [f64] = bytemuck::cast_slice_mut(total);
-                total.iter_mut().for_each(|x| *x /= world_size as f64);
-            }
-        }
-    }
-    match dtype {
-        DType::BF16 => bytemuck::cast_slice_mut::<u8, bf16>(result)
-            .convert_from_f32_slice(bytemuck::cast_slice(total)),
-        DType::F16 => bytemuck::cast_slice_mut::<u8, f16>(result)
-            .convert_from_f32_slice(bytemuck::cast_slice(total)),
-        _ => result.copy_from_slice(total),
     }
 }
 

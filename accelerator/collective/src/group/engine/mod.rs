@@ -1,5 +1,5 @@
 //! The algorithms over connections: `reduce` and `gather` hold them, `hosts` that over several
-//! hosts, here is what they share. Where all ranks share memory, operations go to `shared/`.
+//! hosts, here is what they share. Where all ranks share memory, operations go to `steps/`.
 
 mod gather;
 mod hosts;
@@ -13,7 +13,8 @@ use accelerator_fault::{Effect, Point, strike};
 use crate::{
     contract::{Contract, mismatch},
     error::{Error, Result},
-    shared::{self, Hosts, Steps},
+    shared::Hosts,
+    steps::{self, Steps},
     transport::{Parcel, Part, Position, Stage, Tag, Transport, Watch},
 };
 use hosts::Stages;
@@ -29,7 +30,7 @@ pub(crate) struct Scratch {
     /// What each rank has declared.
     sides: Vec<Option<Contract>>,
     /// What operations in shared memory use.
-    shared: shared::Scratch,
+    shared: steps::Scratch,
     /// What reductions over hosts use.
     stages: Stages,
 }
@@ -61,7 +62,7 @@ pub(crate) struct Exchange<'a> {
     world_size: usize,
     parcels: &'a mut Vec<Option<Parcel>>,
     sides: &'a mut Vec<Option<Contract>>,
-    scratch: &'a mut shared::Scratch,
+    scratch: &'a mut steps::Scratch,
     stages: &'a mut Stages,
 }
 
@@ -139,16 +140,7 @@ impl<'a> Exchange<'a> {
             };
             self.transport.send(peer, part, self.watch)?;
         }
-        match strike(self.rank, Point::Operation(self.watch.sequence)) {
-            Some(Effect::DropConnection) if self.world_size > 1 => {
-                self.transport.cut();
-                return Err(self.watch.cut(&self.transport.peers()[self.rank]));
-            }
-            Some(Effect::CorruptFrame) => self.transport.spoil(),
-            // The others have no place here.
-            _ => {}
-        }
-        Ok(())
+        self.risk(Point::Operation(self.watch.sequence))
     }
 
     /// Waits for everyone's declaration, and fails on every rank alike where they disagree. The
@@ -241,8 +233,14 @@ impl<'a> Exchange<'a> {
             contract: None,
             payload,
         };
-        match strike(self.rank, Point::Within(self.watch.sequence)) {
-            Some(Effect::DropConnection) => {
+        self.risk(Point::Within(self.watch.sequence))?;
+        self.transport.send(to, part, self.watch)
+    }
+
+    /// Carries out the fault that is planned for a place.
+    fn risk(&self, point: Point) -> Result<()> {
+        match strike(self.rank, point) {
+            Some(Effect::DropConnection) if self.world_size > 1 => {
                 self.transport.cut();
                 return Err(self.watch.cut(&self.transport.peers()[self.rank]));
             }
@@ -250,7 +248,7 @@ impl<'a> Exchange<'a> {
             // The others have no place here.
             _ => {}
         }
-        self.transport.send(to, part, self.watch)
+        Ok(())
     }
 
     fn receive(
@@ -294,7 +292,9 @@ impl<'a> Exchange<'a> {
     fn fetch(&mut self, from: usize, awaited: Range<usize>) -> Result<Option<Parcel>> {
         let (inbox, peers) = (self.transport.inbox(), self.transport.peers());
         match self.position {
-            None => inbox.take(from, awaited, peers, self.watch).map(Some),
+            None => inbox
+                .take(from, awaited, self.transport, self.watch)
+                .map(Some),
             Some(position) => inbox.poll(from, position, peers, self.watch),
         }
     }

@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
-use crate::{partition::Partition, transport::CHUNK};
+use crate::{
+    partition::{self, Partition},
+    transport::CHUNK,
+};
 
 /// A buffer cut into one part for each rank, and each part into chunks, in bytes.
 #[derive(Debug)]
@@ -39,8 +42,7 @@ impl Parts {
 
 /// A chunk of `len` bytes; empty behind the last one.
 pub(super) fn chunk(len: usize, round: usize) -> Range<usize> {
-    let start = len.min(round * CHUNK);
-    start..len.min(start + CHUNK)
+    partition::chunk(len, round, CHUNK)
 }
 
 #[cfg(test)]

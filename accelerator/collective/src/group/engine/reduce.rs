@@ -5,7 +5,8 @@ use crate::{
     buffer::Buffer,
     element::DType,
     error::Result,
-    reduce::{ReduceOp, combine},
+    kernel::combine,
+    reduce::{ReduceOp, SHORT},
     transport::Stage,
 };
 
@@ -245,6 +246,3 @@ impl Exchange<'_> {
         Ok(())
     }
 }
-
-/// Up to this many bytes a buffer is reduced by every rank for itself: one exchange, not two.
-const SHORT: usize = 16 * 1024;

@@ -6,7 +6,7 @@ use super::{
     Action, Arrival, LAST_WORDS, Phase, RETURN, Stage, State, TELL_AGAIN, TESTIMONY, beat_every,
     bounded,
 };
-use crate::transport::Seconds;
+use crate::error::Seconds;
 
 impl State {
     /// The clock: who is lost, who has waited too long, who wants to hear something.

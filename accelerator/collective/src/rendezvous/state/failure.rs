@@ -4,9 +4,8 @@ use std::time::{Duration, Instant};
 
 use super::{Action, Arrival, Phase, Stage, State, Weight};
 use crate::{
-    error::{Error, Kind, list_ranks},
+    error::{Error, Kind, Seconds, list_ranks},
     rendezvous::{Accusation, Report, line::culprit},
-    transport::Seconds,
     wire::message::Registration,
 };
 
@@ -122,6 +121,23 @@ impl State {
         self.phase = Phase::Failed(error);
         actions
     }
+}
+
+/// Some ranks would wait in vain for others to say where their memory is.
+pub(super) fn differing_transports(one: &Registration, two: &Registration) -> Error {
+    let (low, high) = match one.rank < two.rank {
+        true => (one, two),
+        false => (two, one),
+    };
+    let message = format!(
+        "{} was asked to use the transport {}, and {} {}; ACCEL_TRANSPORT, and the transport in the \
+         group's options, must be the same for every process",
+        name(low),
+        low.transport,
+        name(high),
+        high.transport
+    );
+    Error::about(Kind::Rendezvous, vec![low.rank, high.rank], message)
 }
 
 pub(super) fn name(rank: &Registration) -> String {

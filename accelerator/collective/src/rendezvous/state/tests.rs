@@ -3,6 +3,7 @@ use std::collections::{HashMap, HashSet};
 use proptest::prelude::*;
 
 use super::*;
+use crate::transport_kind::TransportKind;
 
 const LIVENESS: Duration = Duration::from_secs(2);
 const MS: Duration = Duration::from_millis(1);
@@ -16,6 +17,7 @@ fn registration(rank: usize, world_size: usize) -> Registration {
         address: "127.0.0.1:1".parse().unwrap(),
         patience: Duration::from_secs(60),
         liveness: LIVENESS,
+        transport: TransportKind::Auto,
     }
 }
 
@@ -125,6 +127,52 @@ fn the_last_rank_completes_the_table() {
     assert!(!state.knows(13) && state.knows(10));
     assert!(state.step(Event::Gone { connection: 10 }, now).is_empty());
     assert!(state.step(Event::Tick, now + 100 * LIVENESS).is_empty());
+}
+
+#[test]
+fn ranks_that_are_asked_for_different_transports_are_told_at_once() {
+    let now = Instant::now();
+    let mut state = State::new(4);
+    let come = |connection, rank, transport| Event::Registered {
+        connection,
+        registration: Registration {
+            transport,
+            ..registration(rank, 4)
+        },
+    };
+    state.step(come(10, 3, TransportKind::Tcp), now);
+    state.step(come(11, 0, TransportKind::Tcp), now);
+    let error = refusal(
+        &state.step(come(12, 1, TransportKind::Auto), now),
+        &[12, 11, 10],
+    );
+    assert!(error.is_rendezvous(), "{error}");
+    assert_eq!(error.ranks(), [0, 1]);
+    let text = error.to_string();
+    assert!(text.contains("rank 0 (process 100 on here) was asked to use the transport tcp, and "));
+    assert!(
+        text.contains("rank 1 (process 101 on here) auto; ACCEL_TRANSPORT"),
+        "{text}"
+    );
+    // Who comes later is told the same.
+    let late = refusal(&state.step(come(13, 2, TransportKind::Tcp), now), &[13]);
+    assert_eq!(late.to_string(), text);
+}
+
+#[test]
+fn a_rank_that_went_away_decides_no_transport() {
+    let now = Instant::now();
+    let mut state = State::new(2);
+    let come = |connection, transport| Event::Registered {
+        connection,
+        registration: Registration {
+            transport,
+            ..registration(0, 2)
+        },
+    };
+    state.step(come(10, TransportKind::Tcp), now);
+    state.step(Event::Gone { connection: 10 }, now);
+    assert!(refusals(&state.step(come(11, TransportKind::Auto), now)).is_empty());
 }
 
 #[test]

@@ -13,8 +13,11 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{ear::Ear, reader};
-use crate::error::{Error, Result};
+use super::{ear::Ear, intake::Intake};
+use crate::{
+    error::{Error, Result},
+    transport::Inbox,
+};
 
 /// The connection to one peer: whole frames go out, one at a time.
 #[derive(Debug)]
@@ -22,6 +25,8 @@ pub(super) struct Link {
     writer: Mutex<TcpStream>,
     /// The same connection, for what must not wait for the writer.
     control: TcpStream,
+    /// Whoever reads holds it, for a few frames.
+    pub(super) intake: Arc<Mutex<Intake<TcpStream>>>,
     /// What comes in shows here.
     pub(super) ear: Arc<Ear>,
     /// Whether a frame was left unfinished or the last word is said, after which nothing can be
@@ -32,22 +37,33 @@ pub(super) struct Link {
 }
 
 impl Link {
-    pub(super) fn new(stream: TcpStream) -> Result<Self> {
+    /// The connection to a rank, whose parts go to an inbox.
+    pub(super) fn new(stream: TcpStream, rank: usize, inbox: &Arc<Inbox>) -> Result<Self> {
+        let ear = Arc::new(Ear::new());
         let prepared = stream
             .set_nodelay(true)
-            .and_then(|()| stream.set_write_timeout(Some(TICK)))
-            .and_then(|()| stream.set_read_timeout(Some(reader::TICK)))
-            .and_then(|()| stream.try_clone());
+            .and_then(|()| stream.set_nonblocking(true))
+            .and_then(|()| Ok((stream.try_clone()?, stream.try_clone()?)));
         match prepared {
-            Ok(control) => Ok(Self {
-                writer: Mutex::new(stream),
-                control,
-                ear: Arc::new(Ear::new()),
-                torn: AtomicBool::new(false),
-                used: AtomicBool::new(false),
-            }),
+            Ok((control, source)) => {
+                hasten(&control);
+                let intake = Intake::new(source, rank, Arc::clone(inbox), Arc::clone(&ear));
+                Ok(Self {
+                    writer: Mutex::new(stream),
+                    control,
+                    intake: Arc::new(Mutex::new(intake)),
+                    ear,
+                    torn: AtomicBool::new(false),
+                    used: AtomicBool::new(false),
+                })
+            }
             Err(error) => Err(Error::io("a connection cannot be set up", error)),
         }
+    }
+
+    /// The connection, to wait for it.
+    pub(super) fn stream(&self) -> &TcpStream {
+        &self.control
     }
 
     /// Another handle on the connection, for its reader.
@@ -55,8 +71,8 @@ impl Link {
         self.control.try_clone()
     }
 
-    /// Writes a frame. While the peer takes nothing, `go_on` is asked from time to time, with
-    /// the number of bytes written so far, whether to keep trying.
+    /// Writes a frame. Where the connection has no room, `go_on` waits for some, and says whether
+    /// to keep trying; it is told the number of bytes written so far.
     pub(super) fn write(
         &self,
         head: &[u8],
@@ -83,7 +99,7 @@ impl Link {
             // holds the lock.
             let until = Instant::now() + TICK;
             let _ = self.write_to(&mut stream, [frame, &[], &[]], |written| {
-                written > 0 && Instant::now() < until
+                written > 0 && self.has_room_by(until)
             });
         }
     }
@@ -100,7 +116,7 @@ impl Link {
                 Ok(mut stream) => {
                     // A peer that takes nothing will see the connection end.
                     let _ = self.write_to(&mut stream, [head, preamble, &[]], |_| {
-                        Instant::now() < until
+                        self.has_room_by(until)
                     });
                     self.torn.store(true, Ordering::Release);
                     break;
@@ -123,6 +139,13 @@ impl Link {
     /// Ends both sides at once.
     pub(super) fn cut(&self) {
         let _ = self.control.shutdown(Shutdown::Both);
+    }
+
+    /// Waits a while for room to write, and says whether there is time left.
+    fn has_room_by(&self, until: Instant) -> bool {
+        let left = until.saturating_duration_since(Instant::now());
+        await_ready(&self.control, PollFlags::OUT, left);
+        Instant::now() < until
     }
 
     fn write_to(
@@ -162,14 +185,38 @@ impl Link {
     }
 }
 
+/// Lets a connection that stays on this host go as fast as memory does. Where the system's choice is
+/// a congestion control that paces what is sent, such as BBR, a wait of the program would be taken
+/// for a slow network. What goes over a network keeps the system's choice.
+fn hasten(stream: &TcpStream) {
+    #[cfg(target_os = "linux")]
+    if let (Ok(here), Ok(there)) = (stream.local_addr(), stream.peer_addr())
+        && here.ip() == there.ip()
+    {
+        // Every system has this one; a connection without it is slower, and as good.
+        let _ = rustix::net::sockopt::set_tcp_congestion(stream, "reno");
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = stream;
+}
+
 /// Whether a connection is ready at this moment; an error or an end counts as being so.
 fn is_ready(stream: &TcpStream, flags: PollFlags) -> bool {
-    let now = Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
+    await_ready(stream, flags, Duration::ZERO)
+}
+
+/// Waits a while until a connection is ready, and says whether it is; an error or an end counts as
+/// being so.
+pub(super) fn await_ready(stream: &TcpStream, flags: PollFlags, pause: Duration) -> bool {
     let mut fds = [PollFd::new(stream, flags)];
-    matches!(poll(&mut fds, Some(&now)), Ok(count) if count > 0)
+    matches!(poll(&mut fds, Some(&timespec(pause))), Ok(count) if count > 0)
+}
+
+pub(super) fn timespec(pause: Duration) -> Timespec {
+    Timespec {
+        tv_sec: pause.as_secs().try_into().unwrap_or(i64::MAX),
+        tv_nsec: pause.subsec_nanos().into(),
+    }
 }
 
 /// How often a writer that waits asks whether to go on.

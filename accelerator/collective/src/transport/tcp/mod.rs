@@ -1,10 +1,13 @@
 //! Ranks as processes, connected each with each by TCP.
 
 mod ear;
+mod intake;
 mod link;
 mod mesh;
 mod pulse;
 mod reader;
+mod tend;
+mod tending;
 
 use std::{
     sync::{
@@ -16,11 +19,12 @@ use std::{
 
 use super::{
     FLIGHTS, Farewell, Inbox, Part, Parting, Peer, Place, Stage, Transport, TransportKind, Watch,
+    bell::Bell,
 };
 use crate::{
     error::{Certainty, Error, Result},
     rendezvous::{LONGEST, Meeting},
-    shared::{Hosts, World},
+    shared::{Arrangement, Hosts, World, cores},
     topology::Topology,
     wire::frame::{FrameKind, Head},
 };
@@ -28,24 +32,26 @@ use link::Link;
 use pulse::Pace;
 #[cfg(feature = "fuzzing")]
 pub(crate) use reader::feed;
+use tending::Tending;
 
-/// One rank in a mesh of connections. A thread for each peer reads what comes into the inbox, so
-/// a peer that sends never waits for this rank's engine.
+/// One rank in a mesh of connections. Operations that wait read what comes; where there is none, a
+/// thread for each peer does, so a peer that sends never waits for this rank's engine for long.
 #[derive(Debug)]
 pub(crate) struct Tcp {
     rank: usize,
     peers: Vec<Peer>,
     links: Vec<Option<Link>>,
     inbox: Arc<Inbox>,
+    tending: Arc<Tending>,
+    /// How long an operation that waits keeps its core.
+    busy: Duration,
     /// How long the others may take to complete their connections.
     patience: Duration,
     pace: Mutex<Pace>,
     /// Whether the next part is to be spoilt.
     spoilt: AtomicBool,
     /// What operations go through instead of the connections, which then tell who is gone.
-    memory: OnceLock<World>,
-    /// Where reductions go by hosts.
-    hosts: OnceLock<Hosts>,
+    arrangement: OnceLock<Arrangement>,
 }
 
 impl Tcp {
@@ -68,14 +74,18 @@ impl Tcp {
                 },
             })
             .collect();
-        let inbox = Arc::new(Inbox::new(peers.len()));
+        let bell = Bell::new()
+            .map_err(|error| Error::io("there is no pair of sockets to wake a thread", error))?;
+        let inbox = Arc::new(Inbox::with_bell(peers.len(), bell));
+        let tending = Arc::new(Tending::new());
         let mut links = Vec::with_capacity(peers.len());
         for (peer, stream) in peers.iter().zip(streams) {
             let link = match stream {
                 None => None,
                 Some(stream) => {
-                    let link = Link::new(stream)?;
-                    reader::spawn(&link, peer.clone(), Arc::clone(&inbox))?;
+                    let link = Link::new(stream, peer.rank, &inbox)?;
+                    let (inbox, tending) = (Arc::clone(&inbox), Arc::clone(&tending));
+                    reader::spawn(&link, peer.rank, inbox, tending)?;
                     Some(link)
                 }
             };
@@ -83,14 +93,15 @@ impl Tcp {
         }
         Ok(Self {
             rank,
+            busy: busy(&peers, rank),
             peers,
             links,
             inbox,
+            tending,
             patience,
             pace: Mutex::default(),
             spoilt: AtomicBool::new(false),
-            memory: OnceLock::new(),
-            hosts: OnceLock::new(),
+            arrangement: OnceLock::new(),
         })
     }
 
@@ -111,10 +122,10 @@ impl Tcp {
 
 impl Transport for Tcp {
     fn kind(&self) -> TransportKind {
-        match (self.memory.get(), self.hosts.get()) {
-            (Some(_), _) => TransportKind::Shm,
-            (None, Some(_)) => TransportKind::Hierarchical,
-            (None, None) => TransportKind::Tcp,
+        match self.arrangement.get() {
+            Some(Arrangement::OneHost(_)) => TransportKind::Shm,
+            Some(Arrangement::Hosts(_)) => TransportKind::Hierarchical,
+            None => TransportKind::Tcp,
         }
     }
 
@@ -144,16 +155,25 @@ impl Transport for Tcp {
         let head = Head::new(kind, sequence, index, preamble, part.payload);
         // After a failure the time to complete the frame is short; the failure is told then.
         let mut failure: Option<(Error, Instant)> = None;
-        let mut due = Instant::now() + link::TICK;
+        let mut stuck: Option<(usize, Instant)> = None;
         let outcome = link.write(&self.sealed(head), preamble, part.payload, |written| {
             let now = Instant::now();
-            watch.woke(due, now);
-            due = now + link::TICK;
-            if failure.is_none() {
+            let mut due = match stuck {
+                Some((at, due)) if at == written => due,
+                _ => now + link::TICK,
+            };
+            if written > stuck.map_or(0, |(at, _)| at) {
+                watch.moved(now);
+            }
+            self.inbox.await_rank(Some(to));
+            let was_calm = self.inbox.is_calm();
+            if failure.is_none() && (now >= due || !was_calm) {
+                watch.woke(due, now);
+                due = now + link::TICK;
                 let check = self.inbox.check(to, &self.peers, watch);
                 let check = check.and_then(|()| {
                     watch
-                        .tick(|| self.inbox.roots(self.rank, vec![to]))
+                        .tick(|watch| self.inbox.roots(vec![to], watch))
                         .map(drop)
                 });
                 if let Err(error) = check {
@@ -165,14 +185,26 @@ impl Transport for Tcp {
                     failure = Some((error, now + linger));
                 }
             }
-            match &failure {
-                Some((_, until)) => written > 0 && Instant::now() < *until,
-                None => true,
+            stuck = Some((written, due));
+            if let Some((_, until)) = &failure {
+                if written == 0 || now >= *until {
+                    return false;
+                }
+                due = *until;
             }
+            // What has been told is not told again.
+            self.tend_until_writable(link, due, || was_calm && !self.inbox.is_calm());
+            true
         });
+        if stuck.is_some() {
+            self.inbox.await_rank(None);
+        }
         match (failure, outcome) {
             (Some((error, _)), _) => Err(error),
-            (None, Ok(())) => Ok(()),
+            (None, Ok(())) => {
+                watch.restart();
+                Ok(())
+            }
             (None, Err(error)) => {
                 // The peer, or another one, has said why; else the broken connection is why.
                 self.inbox.verdict(to, &self.peers, watch)?;
@@ -180,6 +212,11 @@ impl Transport for Tcp {
                 Err(watch.lost(&self.peers[to], &why, Certainty::Guessed))
             }
         }
+    }
+
+    fn await_news(&self, version: u64, due: Instant, _: &Watch) -> Result<()> {
+        self.tend(version, due);
+        Ok(())
     }
 
     fn lanes(&self) -> usize {
@@ -191,6 +228,7 @@ impl Transport for Tcp {
 
     fn farewell(&self, farewell: &Farewell) {
         self.inbox.close();
+        self.tending.end();
         let (head, preamble) = match farewell {
             Farewell::Abort(abort) => {
                 let preamble = abort.encode();
@@ -214,10 +252,12 @@ impl Transport for Tcp {
         for (_, link) in present {
             link.part(&head, &preamble, until);
         }
-        let until = Instant::now();
+        let now = Instant::now();
         for (_, link) in lost {
-            link.part(&head, &preamble, until);
+            link.part(&head, &preamble, now);
         }
+        // The program may end next.
+        self.clear(until);
     }
 
     fn pulse(&self, liveness: Duration) -> Option<Duration> {
@@ -252,21 +292,22 @@ impl Transport for Tcp {
     }
 
     fn shared(&self) -> Option<&World> {
-        self.memory.get()
+        match self.arrangement.get() {
+            Some(Arrangement::OneHost(world)) => Some(world),
+            _ => None,
+        }
     }
 
     fn hosts(&self) -> Option<&Hosts> {
-        self.hosts.get()
+        match self.arrangement.get() {
+            Some(Arrangement::Hosts(hosts)) => Some(hosts),
+            _ => None,
+        }
     }
 
-    fn share_by_hosts(&self, hosts: Hosts) {
+    fn share(&self, arrangement: Arrangement) {
         // It is told once, when the ranks have found out.
-        let _ = self.hosts.set(hosts);
-    }
-
-    fn share(&self, world: World) {
-        // It is told once, when the ranks have found out.
-        let _ = self.memory.set(world);
+        let _ = self.arrangement.set(arrangement);
     }
 
     fn cut(&self) {
@@ -284,11 +325,31 @@ impl Drop for Tcp {
     fn drop(&mut self) {
         // Usually the last word has been said; a second end of the sending side does nothing.
         self.inbox.close();
+        self.tending.end();
         for (_, link) in self.others() {
             link.hang_up();
         }
     }
 }
+
+/// How long an operation may keep its core while it waits: not at all where the ranks of this host
+/// outnumber the cores, since the one that is waited for may need it.
+fn busy(peers: &[Peer], rank: usize) -> Duration {
+    let here = |peer: &Peer| match (&peer.place, &peers[rank].place) {
+        (Place::Process { host, pid }, Place::Process { host: mine, .. }) if host == mine => {
+            Some(*pid)
+        }
+        _ => None,
+    };
+    let ranks = peers.iter().filter_map(here).count();
+    match ranks <= cores(peers.iter().filter_map(here)) {
+        true => BUSY,
+        false => Duration::ZERO,
+    }
+}
+
+/// Longer than two switches to and from sleep.
+const BUSY: Duration = Duration::from_micros(100);
 
 /// How long the last words take at most, to all peers together.
 const LINGER: Duration = Duration::from_secs(1);

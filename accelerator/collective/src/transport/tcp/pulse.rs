@@ -4,8 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::{Tcp, link::Link};
 use crate::{
-    error::Certainty,
-    transport::Seconds,
+    error::{Certainty, Seconds},
     wire::frame::{FrameKind, Head},
 };
 

@@ -13,9 +13,10 @@ use crate::{
     element::Element,
     error::Error,
     group::{GroupOptions, ProcessGroup},
+    launch::Launch,
     reduce::ReduceOp,
     rendezvous::{Key, Meeting, Rendezvous, StoreHost, StoreServer},
-    topology::{Launch, Topology},
+    topology::Topology,
     transport::{Abort, TransportKind},
     wire::{
         frame::{FrameKind, Head},
@@ -24,6 +25,7 @@ use crate::{
 };
 
 mod silence;
+mod waiting;
 
 /// Lets `honest` run on all ranks but the last, and `odd` with the connections of that one.
 /// The odd one begins when all groups stand. Gives what the honest ones returned, in rank order;
@@ -66,7 +68,8 @@ fn run_with_witness<R: Send + 'static>(
         let patience = Duration::from_secs(30);
         let rank = world_size - 1;
         let topology = Topology::new(rank, world_size).unwrap();
-        let meeting = rendezvous.meet(&topology, patience, patience).unwrap();
+        let meeting = rendezvous.meet(&topology, patience, patience, TransportKind::Tcp);
+        let meeting = meeting.unwrap();
         let streams = mesh::connect(rank, &meeting, Instant::now() + patience).unwrap();
         gate.wait();
         odd(streams.into_iter().flatten().collect(), &witness);
@@ -104,6 +107,22 @@ fn show_life(streams: &mut [TcpStream]) {
     for stream in streams {
         stream.write_all(&head.encode()).unwrap();
     }
+}
+
+/// Reads frames until that many operations were declared, and gives the declarations with what
+/// follows their heads.
+fn declarations(stream: &mut TcpStream, count: u64) -> Vec<(Head, Vec<u8>)> {
+    let mut frames = Vec::new();
+    while (frames.len() as u64) < count {
+        let head = Head::read(stream).unwrap();
+        let mut body = vec![0; head.preamble + head.payload];
+        stream.read_exact(&mut body).unwrap();
+        if head.kind == FrameKind::Begin {
+            assert_eq!(head.sequence, frames.len() as u64);
+            frames.push((head, body));
+        }
+    }
+    frames
 }
 
 /// Reads frames until an abort, or the end.
@@ -146,6 +165,7 @@ fn meetings(key: &[u8]) -> Vec<Meeting> {
             address: addresses[rank],
             patience: Duration::from_secs(30),
             liveness: Duration::from_secs(30),
+            transport: TransportKind::Tcp,
         })
         .collect();
     let meeting = |listener| Meeting {
@@ -377,16 +397,7 @@ fn started_operations_are_under_way_together() {
             sums.collect::<Vec<f32>>()
         },
         |mut streams| {
-            let mut frames = Vec::new();
-            while frames.len() < 3 {
-                let head = Head::read(&mut streams[0]).unwrap();
-                let mut body = vec![0; head.preamble + head.payload];
-                streams[0].read_exact(&mut body).unwrap();
-                if head.kind == FrameKind::Begin {
-                    assert_eq!(head.sequence, frames.len() as u64);
-                    frames.push((head, body));
-                }
-            }
+            let frames = declarations(&mut streams[0], 3);
             for (head, body) in frames.into_iter().rev() {
                 streams[0].write_all(&head.encode()).unwrap();
                 streams[0].write_all(&body).unwrap();
@@ -415,15 +426,7 @@ fn what_comes_before_an_error_is_done() {
             outcomes.collect::<Vec<_>>()
         },
         |mut streams| {
-            let mut frames = Vec::new();
-            while frames.len() < 3 {
-                let head = Head::read(&mut streams[0]).unwrap();
-                let mut body = vec![0; head.preamble + head.payload];
-                streams[0].read_exact(&mut body).unwrap();
-                if head.kind == FrameKind::Begin {
-                    frames.push((head, body));
-                }
-            }
+            let frames = declarations(&mut streams[0], 3);
             // The second one is never answered; the third one is wrong, and heard of at once.
             let mut wrong = frames[2].0;
             wrong.payload = 0;

@@ -14,7 +14,7 @@ use crate::{
     error::Result,
     group::ProcessGroup,
     reduce::ReduceOp,
-    transport::{CHUNK, Watch, tcp::pulse::Pace},
+    transport::{CHUNK, Part, Stage, Tag, Transport, Watch, tcp::pulse::Pace},
     wire::frame::{FrameKind, Head},
 };
 
@@ -203,7 +203,7 @@ fn who_was_stopped_and_given_up_knows_it() {
     let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
     let patience = patient().patience();
     let mut watch = Watch::new(0, 4, contract, patience);
-    let error = tcp.inbox.take(1, 1..2, &tcp.peers, &mut watch).unwrap_err();
+    let error = tcp.inbox.take(1, 1..2, &tcp, &mut watch).unwrap_err();
     assert_eq!(error.ranks(), [0], "{error}");
     let text = error.to_string();
     assert!(text.contains("it did not run for "), "{text}");
@@ -211,6 +211,61 @@ fn who_was_stopped_and_given_up_knows_it() {
         text.contains("rank 1 gave it up (its connection ended"),
         "{text}"
     );
+}
+
+/// So that those who wait for it blame the one that takes nothing.
+#[test]
+fn who_cannot_send_says_whom_it_waits_for() {
+    let (tcp, other) = pair();
+    thread::scope(|scope| {
+        let sender = scope.spawn(|| {
+            let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
+            let mut watch = Watch::new(0, 4, contract, patient().patience());
+            let part = Part {
+                tag: Tag {
+                    sequence: 4,
+                    stage: Stage::Inward,
+                    index: 0,
+                },
+                contract: None,
+                payload: &vec![0; CHUNK],
+            };
+            loop {
+                if let Err(error) = tcp.send(1, part, &mut watch) {
+                    return error;
+                }
+            }
+        });
+        let until = Instant::now() + Duration::from_secs(30);
+        while tcp.inbox.awaited() != Some(1) {
+            assert!(Instant::now() < until, "it does not say");
+            thread::yield_now();
+        }
+        drop(other);
+        assert_eq!(sender.join().unwrap().ranks(), [1]);
+    });
+    assert_eq!(tcp.inbox.awaited(), None);
+}
+
+/// News from other threads wake an operation that sleeps on its connections.
+#[test]
+fn news_wake_who_waits_for_a_part() {
+    let (tcp, _other) = pair();
+    let version = tcp.inbox.version();
+    thread::scope(|scope| {
+        let waits = scope.spawn(|| {
+            let until = Instant::now() + Duration::from_secs(30);
+            tcp.tend(version, until);
+            Instant::now() < until
+        });
+        while tcp.tending.nap().is_none() {
+            thread::yield_now();
+        }
+        // Long enough for it to sleep, as a rule; it wakes in any case.
+        thread::sleep(Duration::from_millis(50));
+        tcp.inbox.nudge();
+        assert!(waits.join().unwrap(), "it slept on");
+    });
 }
 
 #[test]

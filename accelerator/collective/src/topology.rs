@@ -1,11 +1,6 @@
 //! Where a rank stands in its world.
 
-mod launch;
-
 use std::fmt;
-
-pub(crate) use launch::is_on;
-pub use launch::{Launch, Origin, Setting};
 
 use crate::error::{Error, Kind, Result};
 

@@ -2,12 +2,14 @@
 
 use std::ops::Range;
 
-use super::{
-    arena::CHUNK,
-    steps::{Placement, Steps},
-};
+use super::{Placement, Steps};
 use crate::{
-    buffer::Buffer, element::DType, error::Result, partition::Partition, reduce::ReduceOp,
+    buffer::{Buffer, LINE},
+    element::DType,
+    error::Result,
+    partition::{self, Partition},
+    reduce::{ReduceOp, SHORT},
+    shared::CHUNK,
 };
 
 impl Steps<'_> {
@@ -146,11 +148,5 @@ fn lines(len: usize, world_size: usize, rank: usize) -> Range<usize> {
 
 /// A chunk of `len` bytes; empty behind the last one.
 pub(super) fn chunk(len: usize, index: usize) -> Range<usize> {
-    let start = len.min(index * CHUNK);
-    start..len.min(start + CHUNK)
+    partition::chunk(len, index, CHUNK)
 }
-
-/// Up to this many bytes a buffer is reduced by every rank for itself: one step, not two.
-const SHORT: usize = 16 * 1024;
-
-const LINE: usize = 64;

@@ -2,8 +2,7 @@
 
 use std::thread;
 
-use super::arena::CHUNK;
-use crate::{DType, GroupOptions, ProcessGroup, ReduceOp};
+use crate::{DType, GroupOptions, ProcessGroup, ReduceOp, shared::CHUNK};
 
 fn run(world_size: usize, start: u32, body: impl Fn(&ProcessGroup) + Sync) {
     let ranks = ProcessGroup::threads(world_size, &GroupOptions::new()).unwrap();

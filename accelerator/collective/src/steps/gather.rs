@@ -1,7 +1,7 @@
 //! Gathers, broadcasts and barriers: each rank sends what it has.
 
-use super::{arena::CHUNK, reduce::chunk, steps::Steps};
-use crate::error::Result;
+use super::{Steps, reduce::chunk};
+use crate::{error::Result, shared::CHUNK};
 
 impl Steps<'_> {
     /// Returns when every rank has called.

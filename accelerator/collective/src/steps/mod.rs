@@ -1,4 +1,14 @@
-//! One operation of one rank, step by step.
+//! Operations through memory that ranks share, step by step; see the README of [`shared`](crate::shared).
+#![expect(
+    unsafe_code,
+    reason = "memory that other ranks write to has no references; see the README of `shared`"
+)]
+
+mod gather;
+mod reduce;
+
+#[cfg(test)]
+mod tests;
 
 use std::{
     ops::Range,
@@ -8,13 +18,13 @@ use std::{
 
 use accelerator_fault::{Effect, Point, strike};
 
-use super::{arena::Arena, card::Brief, signal::Spin, world::World};
 use crate::{
     contract::{Contract, mismatch},
     element::DType,
     error::{Error, Result},
     kernel::fold,
     reduce::ReduceOp,
+    shared::{Arena, Brief, Spin, World},
     transport::{Peer, Transport, TransportKind, Watch},
 };
 
@@ -53,21 +63,21 @@ impl<'a> Steps<'a> {
         }
     }
 
-    pub(super) fn rank(&self) -> usize {
+    fn rank(&self) -> usize {
         self.world.rank()
     }
 
-    pub(super) fn size(&self) -> usize {
+    fn size(&self) -> usize {
         self.world.size()
     }
 
     /// This rank's arena.
-    pub(super) fn arena(&self) -> &'a Arc<Arena> {
+    fn arena(&self) -> &'a Arc<Arena> {
         self.world.own()
     }
 
     /// The other ranks, in rank order.
-    pub(super) fn others(&self) -> impl Iterator<Item = usize> + use<> {
+    fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let rank = self.rank();
         (0..self.size()).filter(move |peer| *peer != rank)
     }
@@ -75,7 +85,7 @@ impl<'a> Steps<'a> {
     /// The first step: declares the operation, with the offset of a buffer in this rank's arena or
     /// with the first data, and waits for everyone's declaration. Ranks that disagree all fail
     /// alike.
-    pub(super) fn open(&mut self, data: Option<usize>, first: &[u8]) -> Result<()> {
+    fn open(&mut self, data: Option<usize>, first: &[u8]) -> Result<()> {
         let (own, next) = (self.world.own(), self.step.wrapping_add(1));
         self.opened = next;
         let card = own.card(next);
@@ -152,7 +162,7 @@ impl<'a> Steps<'a> {
     ///
     /// Nobody else reads or writes this part of any rank's buffer between the declaration and the
     /// next step, and there is no reference to this rank's own.
-    pub(super) unsafe fn fold_in_place(
+    unsafe fn fold_in_place(
         &mut self,
         dtype: DType,
         op: ReduceOp,
@@ -181,7 +191,7 @@ impl<'a> Steps<'a> {
     }
 
     /// Whether all ranks declared a buffer, some, or none.
-    pub(super) fn placement(&self) -> Result<Placement> {
+    fn placement(&self) -> Result<Placement> {
         let mut placed = 0;
         for peer in 0..self.size() {
             placed += usize::from(self.brief(peer)?.data.is_some());
@@ -195,7 +205,7 @@ impl<'a> Steps<'a> {
 
     /// Notes how many bytes each rank declared, for [`declared`](Self::declared), and gives the
     /// most.
-    pub(super) fn measure(&mut self) -> Result<usize> {
+    fn measure(&mut self) -> Result<usize> {
         let size = self.watch.contract.dtype.map_or(1, DType::size);
         self.scratch.lens.clear();
         let mut most = 0;
@@ -210,7 +220,7 @@ impl<'a> Steps<'a> {
     }
 
     /// The number of bytes that a rank declared.
-    pub(super) fn declared(&self, peer: usize) -> usize {
+    fn declared(&self, peer: usize) -> usize {
         self.scratch.lens[peer]
     }
 
@@ -276,7 +286,7 @@ impl<'a> Steps<'a> {
     fn endure(&mut self, peer: usize) -> Result<()> {
         let (step, signal) = (self.step, self.world.signal(peer));
         let inbox = self.transport.inbox();
-        let (me, who) = (self.watch.rank, self.world.member(peer));
+        let who = self.world.member(peer);
         // The others' clocks begin when this rank has done its part, as with queues.
         self.watch.moved(Instant::now());
         loop {
@@ -291,10 +301,15 @@ impl<'a> Steps<'a> {
                     false => Err(error),
                 };
             }
-            let world = self.world;
-            let missing = || {
+            let (world, is_alone) = (self.world, self.transport.hosts().is_none());
+            let missing = |watch: &Watch| {
                 let missing = (peer..world.size()).filter(|x| !world.signal(*x).reached(step));
-                inbox.roots(me, missing.map(|x| world.member(x)).collect())
+                let missing = missing.map(|x| world.member(x)).collect();
+                match is_alone {
+                    // Everyone has taken the step before, so nobody waits for others in this one.
+                    true => missing,
+                    false => inbox.roots(missing, watch),
+                }
             };
             let slice = self.watch.tick(missing)?.min(SLICE);
             let due = Instant::now() + slice;
@@ -353,7 +368,7 @@ impl<'a> Steps<'a> {
 
 /// Where the data of an operation lie.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Placement {
+enum Placement {
     /// Each rank's in a buffer that all can reach.
     All,
     /// Some ranks' in such a buffer.

@@ -2,11 +2,11 @@
 
 use std::{fmt, str::FromStr, time::Duration};
 
-use super::Topology;
 use crate::{
     error::{Error, Kind, Result},
-    rendezvous::{Rendezvous, Security, StoreHost},
-    transport::TransportKind,
+    rendezvous::{Rendezvous, Security, StoreHost, is_on},
+    topology::Topology,
+    transport_kind::TransportKind,
 };
 
 /// How this process was started: its place in the job and where the ranks meet.
@@ -508,15 +508,6 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
             value: value.to_string(),
             origin,
         });
-    }
-}
-
-/// Reads the value of a variable that is on or off.
-pub(crate) fn is_on(name: &str, value: &str) -> Result<bool> {
-    match value.trim().to_ascii_lowercase().as_str() {
-        "1" | "true" => Ok(true),
-        "" | "0" | "false" => Ok(false),
-        _ => Err(invalid(format!("{name} is {value:?}; expected 1 or 0"))),
     }
 }
 

@@ -1,0 +1,235 @@
+//! Operations that all ranks of a group call.
+
+use std::panic::Location;
+
+use super::{Pending, ProcessGroup};
+use crate::{
+    buffer::Buffer,
+    contract::{Call, Contract, Site},
+    element::Element,
+    error::Result,
+    partition::Partition,
+    reduce::ReduceOp,
+};
+
+impl ProcessGroup {
+    /// Reduces the values of all ranks, element by element, in place.
+    ///
+    /// [`ReduceOp`] says how elements are combined.
+    ///
+    /// # Errors
+    ///
+    /// - a mismatch error, with the same text on every rank, where the ranks call different
+    ///   operations or pass different lengths, element types or reductions;
+    /// - a peer-lost error that names the rank that is gone;
+    /// - a timeout error that names the ranks that did not come within the progress timeout;
+    /// - a misuse error where collectives are [forbidden](Self::forbid), a closed error after
+    ///   [`close`](Self::close).
+    #[track_caller]
+    pub fn all_reduce<T: Element>(&self, values: &mut [T], op: ReduceOp) -> Result<()> {
+        let contract = Contract::new(Call::AllReduce, Site::of(Location::caller()))
+            .with_op(op)
+            .with_data(T::DTYPE, values.len());
+        self.run(&contract, |exchange| {
+            exchange.all_reduce(T::DTYPE, op, bytemuck::cast_slice_mut(values))
+        })
+    }
+
+    /// Starts to reduce a buffer over all ranks and returns at once.
+    ///
+    /// Started operations run on a communication thread of the group, in the order in which all
+    /// operations of this rank were called; a blocking operation waits for those that were
+    /// started before it.
+    ///
+    /// ```
+    /// use accelerator_collective::{DType, ProcessGroup, ReduceOp};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let group = ProcessGroup::single();
+    /// let mut buffer = group.buffer(DType::F32, 2);
+    /// buffer.as_mut_slice::<f32>()?.copy_from_slice(&[1.0, 2.0]);
+    /// let pending = group.start_all_reduce(buffer, ReduceOp::Mean)?;
+    /// // Compute something else here.
+    /// let buffer = pending.wait()?;
+    /// assert_eq!(buffer.as_slice::<f32>()?, [1.0, 2.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// At once where the operation is not admitted or the communication thread cannot be
+    /// started; otherwise from [`Pending::wait`], as [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn start_all_reduce(&self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
+        self.start_all_reduce_at(buffer, op, Location::caller())
+    }
+
+    /// As [`start_all_reduce`](Self::start_all_reduce), for what is started inside a callback: errors
+    /// name `caller` as the place.
+    ///
+    /// # Errors
+    ///
+    /// As [`start_all_reduce`](Self::start_all_reduce).
+    #[doc(hidden)]
+    pub fn start_all_reduce_at(
+        &self,
+        buffer: Buffer,
+        op: ReduceOp,
+        caller: &Location<'_>,
+    ) -> Result<Pending> {
+        let contract = Contract::new(Call::AllReduce, Site::of(caller))
+            .with_op(op)
+            .with_data(buffer.dtype(), buffer.len());
+        self.0.start(contract, buffer, op)
+    }
+
+    /// Reduces the values of all ranks, element by element, in place and without a copy where the
+    /// buffer lies in the transport's memory; see [`buffer`](Self::buffer).
+    ///
+    /// It runs on the calling thread. Ranks that pass slices to [`all_reduce`](Self::all_reduce)
+    /// at the same time take part in the same operation.
+    ///
+    /// ```
+    /// use std::thread;
+    ///
+    /// use accelerator_collective::{DType, GroupOptions, ProcessGroup, ReduceOp};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// thread::scope(|scope| {
+    ///     for group in ranks {
+    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
+    ///             let mut buffer = group.buffer(DType::F32, 100_000);
+    ///             buffer.as_mut_slice::<f32>()?.fill(1.5);
+    ///             group.all_reduce_buffer(&mut buffer, ReduceOp::Sum)?;
+    ///             assert!(buffer.as_slice::<f32>()?.iter().all(|x| *x == 3.0));
+    ///             Ok(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`all_reduce`](Self::all_reduce). The buffer's contents are then unspecified.
+    #[track_caller]
+    pub fn all_reduce_buffer(&self, buffer: &mut Buffer, op: ReduceOp) -> Result<()> {
+        self.all_reduce_buffer_at(buffer, op, Location::caller())
+    }
+
+    /// As [`all_reduce_buffer`](Self::all_reduce_buffer), in the name of `caller`.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_reduce`](Self::all_reduce).
+    #[doc(hidden)]
+    pub fn all_reduce_buffer_at(
+        &self,
+        buffer: &mut Buffer,
+        op: ReduceOp,
+        caller: &Location<'_>,
+    ) -> Result<()> {
+        let contract = Contract::new(Call::AllReduce, Site::of(caller))
+            .with_op(op)
+            .with_data(buffer.dtype(), buffer.len());
+        self.run(&contract, |exchange| exchange.all_reduce_buffer(op, buffer))
+    }
+
+    /// Gives every rank the root's values.
+    ///
+    /// # Errors
+    ///
+    /// A misuse error where the root is no rank; otherwise as [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn broadcast<T: Element>(&self, values: &mut [T], root: usize) -> Result<()> {
+        let contract = Contract::new(Call::Broadcast, Site::of(Location::caller()))
+            .with_data(T::DTYPE, values.len())
+            .with_root(root);
+        self.run(&contract, |exchange| {
+            exchange.broadcast(root, bytemuck::cast_slice_mut(values))
+        })
+    }
+
+    /// Gives every rank the values of all ranks, one after the other in rank order. All ranks
+    /// pass equally many.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn all_gather<T: Element>(&self, values: &[T]) -> Result<Vec<T>> {
+        let contract = Contract::new(Call::AllGather, Site::of(Location::caller()))
+            .with_data(T::DTYPE, values.len());
+        let len = values.len();
+        let mut all = vec![T::zeroed(); len * self.world_size()];
+        all[self.rank() * len..][..len].copy_from_slice(values);
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut all);
+        let part = size_of_val(values);
+        let mut next: Vec<usize> = (0..self.world_size()).map(|rank| rank * part).collect();
+        self.run(&contract, |exchange| {
+            exchange.all_gather(bytemuck::cast_slice(values), |rank, piece| {
+                bytes[next[rank]..][..piece.len()].copy_from_slice(piece);
+                next[rank] += piece.len();
+            })
+        })?;
+        Ok(all)
+    }
+
+    /// Gives every rank the values of each rank. Ranks may pass different numbers of values.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_reduce`](Self::all_reduce), except that lengths may differ.
+    #[track_caller]
+    pub fn all_gather_varied<T: Element>(&self, values: &[T]) -> Result<Vec<Vec<T>>> {
+        let contract = Contract::new(Call::AllGatherVaried, Site::of(Location::caller()))
+            .with_data(T::DTYPE, values.len());
+        let mut all = vec![Vec::new(); self.world_size()];
+        all[self.rank()].extend_from_slice(values);
+        self.run(&contract, |exchange| {
+            // A piece is a whole number of elements, aligned to a cache line.
+            exchange.all_gather(bytemuck::cast_slice(values), |rank, piece| {
+                all[rank].extend_from_slice(bytemuck::cast_slice(piece));
+            })
+        })?;
+        Ok(all)
+    }
+
+    /// Reduces the values of all ranks and gives rank `r` the `r`-th part of the result, as
+    /// [`Partition`] cuts it.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn reduce_scatter<T: Element>(&self, values: &[T], op: ReduceOp) -> Result<Vec<T>> {
+        let contract = Contract::new(Call::ReduceScatter, Site::of(Location::caller()))
+            .with_op(op)
+            .with_data(T::DTYPE, values.len());
+        let part = Partition::new(values.len(), self.world_size()).range(self.rank());
+        let mut own = values[part].to_vec();
+        self.run(&contract, |exchange| {
+            exchange.reduce_scatter(
+                T::DTYPE,
+                op,
+                bytemuck::cast_slice(values),
+                bytemuck::cast_slice_mut(&mut own),
+            )
+        })?;
+        Ok(own)
+    }
+
+    /// Returns when every rank has called it.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn barrier(&self) -> Result<()> {
+        let contract = Contract::new(Call::Barrier, Site::of(Location::caller()));
+        self.run(&contract, |exchange| exchange.barrier())
+    }
+}

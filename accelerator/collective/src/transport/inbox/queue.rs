@@ -1,0 +1,105 @@
+//! The parts from one sender, and what is known of it.
+
+use std::{collections::VecDeque, time::Instant};
+
+use crate::{
+    contract::Contract,
+    kernel::Share,
+    transport::{CHUNK, Tag, pool::Chunk},
+};
+
+/// Where an operation stands among those of its rank that are under way.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Position {
+    /// All before it are done.
+    First,
+    Later,
+}
+
+/// A part that has arrived.
+#[derive(Debug)]
+pub(crate) struct Parcel {
+    pub(crate) tag: Tag,
+    pub(crate) contract: Option<Contract>,
+    pub(crate) chunk: Chunk,
+}
+
+impl Parcel {
+    /// How much of its queue it takes: its content, and what it costs to keep it. A peer that
+    /// sends parts without content fills its queue too.
+    pub(super) fn weight(&self) -> usize {
+        const KEPT: usize = 512;
+        self.chunk.bytes().len() + KEPT
+    }
+}
+
+/// In a reduction, what has arrived from each rank; nothing for the rank itself.
+impl Share for Option<Parcel> {
+    fn bytes(&self) -> Option<&[u8]> {
+        self.as_ref().map(|parcel| parcel.chunk.bytes())
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Queue {
+    pub(super) parcels: VecDeque<Parcel>,
+    pub(super) bytes: usize,
+    pub(super) standing: Standing,
+    /// For whom this rank waits, as it said last, and when that came.
+    pub(super) awaited: Option<(usize, Instant)>,
+    /// Whether another rank says that this one is to blame.
+    pub(super) accused: bool,
+}
+
+impl Queue {
+    pub(super) fn is_gone(&self) -> bool {
+        let by_itself = match self.standing {
+            Standing::Dropped | Standing::Left | Standing::Lost => true,
+            Standing::GaveUp | Standing::Present => false,
+        };
+        by_itself || self.accused
+    }
+
+    /// The next part of an operation. A part that has no place there is given too, for an error
+    /// to be made of it: that of an operation which is over, and that of one which the peer
+    /// begins only when it is done with this one.
+    pub(super) fn pop(&mut self, place: Position, sequence: u64) -> Option<Parcel> {
+        let belongs = |parcel: &Parcel| {
+            let found = parcel.tag.sequence;
+            match place {
+                Position::First => found <= sequence || found >= sequence + FLIGHTS as u64,
+                Position::Later => found == sequence,
+            }
+        };
+        let index = self.parcels.iter().position(belongs)?;
+        let parcel = self.parcels.remove(index)?;
+        self.bytes -= parcel.weight();
+        Some(parcel)
+    }
+
+    pub(super) fn holds(&self, sequence: u64) -> bool {
+        self.parcels
+            .iter()
+            .any(|parcel| parcel.tag.sequence == sequence)
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(super) enum Standing {
+    Dropped,
+    /// It said that its group failed, and not by its own fault: it may still run.
+    GaveUp,
+    Left,
+    Lost,
+    #[default]
+    Present,
+}
+
+/// How many operations of one rank are under way at most.
+pub(crate) const FLIGHTS: usize = 4;
+
+/// At this many bytes the queue of one sender is full. The parts of a reduction that a peer sends
+/// before this rank has taken them are at most 16 chunks, for each operation under way, so only a
+/// broadcast to a slow rank ever gets there: a part that is needed never waits behind a full queue
+/// of parts that are not.
+pub(super) const QUEUE_BYTES: usize = 128 * CHUNK;

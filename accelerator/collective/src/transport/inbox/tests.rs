@@ -1,0 +1,128 @@
+use super::*;
+use crate::{
+    contract::{Call, Contract, Site},
+    error::{Error, Kind},
+    transport::{Limit, Patience, Peer, Place, Stage, Tag},
+};
+
+fn watch(sequence: u64) -> Watch {
+    let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
+    let patience = Patience {
+        timeout: Duration::from_secs(50),
+        warn_after: Duration::from_secs(50),
+        limit: Limit::Progress,
+    };
+    Watch::new(0, sequence, contract, patience)
+}
+
+#[test]
+fn who_is_accused_is_gone_and_who_accuses_is_not() {
+    let inbox = Inbox::new(5);
+    let abort = |rank: usize| {
+        let peer = Peer {
+            rank,
+            place: Place::Thread,
+        };
+        let culprit = peer.culprit("it died", Certainty::Settled);
+        Abort {
+            sequence: 3,
+            error: Error::blaming(Kind::PeerLost, culprit, "it died"),
+        }
+    };
+    assert!(inbox.gone().is_empty());
+    inbox.aborted(1, abort(2));
+    assert_eq!(inbox.gone(), [2]);
+    // This rank, 0, is accused, and an error may name a rank that is none.
+    inbox.aborted(1, abort(0));
+    inbox.aborted(1, abort(9));
+    inbox.aborted(3, abort(3));
+    assert_eq!(inbox.gone(), [0, 2, 3]);
+    // Its connection ends after its last word.
+    inbox.lost(1, "its connection ended", Certainty::Guessed);
+    assert_eq!(inbox.gone(), [0, 2, 3]);
+    assert_eq!(inbox.last_words(0, Duration::ZERO), [2, 4]);
+    inbox.left(4, Parting::Dropped);
+    assert_eq!(inbox.gone(), [0, 2, 3, 4]);
+}
+
+#[test]
+fn a_connection_that_ends_without_a_word_is_blamed_where_nobody_says_more() {
+    let inbox = Inbox::new(3);
+    let peers = [0, 1, 2].map(|rank| Peer {
+        rank,
+        place: Place::Thread,
+    });
+    inbox.lost(1, "its connection ended", Certainty::Guessed);
+    inbox.check(1, &peers, &watch(0)).unwrap();
+    let culprit = peers[2].culprit("it died", Certainty::Settled);
+    let error = Error::blaming(Kind::PeerLost, culprit, "it died");
+    inbox.aborted(2, Abort { sequence: 0, error });
+    let error = inbox.check(1, &peers, &watch(0)).unwrap_err();
+    assert_eq!(error.ranks(), [2], "{error}");
+}
+
+#[test]
+fn who_waits_for_another_is_not_the_one_that_is_missing() {
+    let inbox = Inbox::new(5);
+    let watch = watch(0);
+    let roots = |missing: &[usize]| inbox.roots(missing.to_vec(), &watch);
+    assert_eq!(roots(&[1, 2]), [1, 2]);
+    inbox.waits(1, Some(2));
+    inbox.waits(2, Some(3));
+    assert_eq!(roots(&[1, 2, 4]), [3, 4]);
+    inbox.waits(2, None);
+    assert_eq!(roots(&[1]), [2]);
+    // A circle, one through this rank, and a rank that is none.
+    inbox.waits(2, Some(1));
+    inbox.waits(4, Some(0));
+    inbox.waits(3, Some(9));
+    assert_eq!(roots(&[1, 4]), [1, 4]);
+    assert_eq!(roots(&[3]), [3]);
+}
+
+/// A rank that got what it waited for says so only with its next heartbeat.
+#[test]
+fn for_whom_a_rank_waited_before_does_not_count() {
+    let inbox = Inbox::new(3);
+    inbox.waits(2, Some(1));
+    let watch = watch(0);
+    assert_eq!(inbox.roots(vec![2], &watch), [2]);
+    inbox.waits(2, Some(1));
+    assert_eq!(inbox.roots(vec![2], &watch), [1]);
+}
+
+#[test]
+fn each_operation_finds_its_own_parts() {
+    let inbox = Inbox::new(2);
+    let peers = [0, 1].map(|rank| Peer {
+        rank,
+        place: Place::Thread,
+    });
+    let part = |sequence, index| Parcel {
+        tag: Tag {
+            sequence,
+            stage: Stage::Inward,
+            index,
+        },
+        contract: None,
+        chunk: Chunk::default(),
+    };
+    for (sequence, index) in [(6, 0), (5, 0), (6, 1), (5, 1), (9, 0)] {
+        inbox.deposit(1, part(sequence, index));
+    }
+    let poll = |sequence, position| {
+        let mut watch = watch(sequence);
+        let parcel = inbox.poll(1, position, &peers, &mut watch).unwrap();
+        parcel.map(|parcel| (parcel.tag.sequence, parcel.tag.index))
+    };
+    assert_eq!(poll(5, Position::First), Some((5, 0)));
+    assert_eq!(poll(6, Position::Later), Some((6, 0)));
+    assert_eq!(poll(7, Position::Later), None);
+    assert_eq!(poll(5, Position::First), Some((5, 1)));
+    // The peer is done with 5, or it would not have begun 9.
+    assert_eq!(poll(5, Position::First), Some((9, 0)));
+    // One of an operation that is over.
+    assert_eq!(poll(7, Position::Later), None);
+    assert_eq!(poll(7, Position::First), Some((6, 1)));
+    assert_eq!(poll(7, Position::First), None);
+}

@@ -1,0 +1,446 @@
+//! What comes from one peer, taken as far as it has come.
+
+use std::{
+    io::{self, IoSliceMut, Read},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use super::ear::Ear;
+use crate::{
+    contract::Contract,
+    error::Certainty,
+    transport::{Abort, Inbox, Parcel, Parting, Stage, Tag, pool::Chunk},
+    wire::{
+        ReadError,
+        frame::{FrameError, FrameKind, Head, PREAMBLE},
+    },
+};
+
+/// The receiving side of one connection. It never waits where its source does not, and can stop
+/// within a frame: whichever thread comes next goes on from there.
+#[derive(Debug)]
+pub(super) struct Intake<S> {
+    source: S,
+    /// Who sends.
+    rank: usize,
+    inbox: Arc<Inbox>,
+    ear: Arc<Ear>,
+    /// Bytes that were read, of which those in `from..to` have not been taken.
+    stage: Box<[u8]>,
+    from: usize,
+    to: usize,
+    preamble: Vec<u8>,
+    /// The frame whose payload is being read.
+    body: Option<Body>,
+    is_full: bool,
+    has_ended: bool,
+}
+
+/// How far the intake came.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Intook {
+    /// Frames were delivered; there may be more.
+    Frames,
+    /// There was only a part of a frame, or nothing at all.
+    Nothing,
+    /// The peer's queue in the inbox is full: nothing is read before there is room.
+    Full,
+    /// Nothing will come any more.
+    Ended,
+}
+
+#[derive(Debug)]
+struct Body {
+    head: Head,
+    chunk: Chunk,
+    filled: usize,
+}
+
+/// [Pumps](Intake::pump) an intake that several threads share. What it holds is whole between two
+/// frames; a thread that panicked within one has spoilt it, and with it the group.
+pub(super) fn pump<S: Read>(intake: &Mutex<Intake<S>>) -> Intook {
+    match intake.lock() {
+        Ok(mut intake) => intake.pump(),
+        Err(poisoned) => poisoned.into_inner().spoil(),
+    }
+}
+
+/// Whether bytes can be taken by an intake that several threads share.
+pub(super) fn is_open<S>(intake: &Mutex<Intake<S>>) -> bool {
+    let intake = intake.lock().unwrap_or_else(PoisonError::into_inner);
+    !intake.is_full && !intake.has_ended
+}
+
+impl<S: Read> Intake<S> {
+    pub(super) fn new(source: S, rank: usize, inbox: Arc<Inbox>, ear: Arc<Ear>) -> Self {
+        Self {
+            source,
+            rank,
+            inbox,
+            ear,
+            stage: vec![0; STAGE].into(),
+            from: 0,
+            to: 0,
+            preamble: Vec::new(),
+            body: None,
+            is_full: false,
+            has_ended: false,
+        }
+    }
+
+    /// Delivers the next frame to the inbox, and those that were read along with it: what a
+    /// thread leaves behind is never a whole frame, so that whoever waits for bytes misses none.
+    /// Only where the peer's queue gets full do whole frames stay: whoever makes room there pumps
+    /// before it waits for bytes.
+    pub(super) fn pump(&mut self) -> Intook {
+        if self.has_ended {
+            return Intook::Ended;
+        }
+        if self.is_full {
+            if !self.inbox.has_room(self.rank, Duration::ZERO) {
+                return Intook::Full;
+            }
+            self.is_full = false;
+            self.ear.open();
+        }
+        let mut any = false;
+        loop {
+            match self.step() {
+                Ok(true) if self.is_full => {
+                    self.ear.shut();
+                    return Intook::Frames;
+                }
+                Ok(true) if self.has_whole() => any = true,
+                Ok(true) => return Intook::Frames,
+                Ok(false) if any => return Intook::Frames,
+                Ok(false) => return Intook::Nothing,
+                Err(error) => {
+                    self.end(error);
+                    return Intook::Ended;
+                }
+            }
+        }
+    }
+
+    /// Ends what cannot be trusted any more.
+    fn spoil(&mut self) -> Intook {
+        if !self.has_ended {
+            self.has_ended = true;
+            self.inbox.failed(SPOILT);
+        }
+        Intook::Ended
+    }
+
+    /// Takes one frame, and says whether it was there.
+    fn step(&mut self) -> Result<bool, ReadError> {
+        loop {
+            let Some(body) = &mut self.body else {
+                if !self.begin()? && self.read()? == 0 {
+                    return Ok(false);
+                }
+                continue;
+            };
+            if body.filled < body.chunk.bytes().len() {
+                if self.read()? == 0 {
+                    return Ok(false);
+                }
+                continue;
+            }
+            // It was there.
+            if let Some(Body { head, chunk, .. }) = self.body.take() {
+                head.check(&self.preamble, chunk.bytes())?;
+                self.deliver(head, chunk)?;
+            }
+            return Ok(true);
+        }
+    }
+
+    /// Begins a frame, where its head and preamble have come.
+    fn begin(&mut self) -> Result<bool, ReadError> {
+        let Some(head) = self.head() else {
+            return Ok(false);
+        };
+        let head = head?;
+        let payload = Head::LEN + head.preamble;
+        let staged = &self.stage[self.from..self.to];
+        let Some(preamble) = staged.get(Head::LEN..payload) else {
+            return Ok(false);
+        };
+        self.preamble.clear();
+        self.preamble.extend_from_slice(preamble);
+        let mut chunk = self.inbox.chunk(head.payload);
+        let filled = head.payload.min(staged.len() - payload);
+        chunk.bytes_mut()[..filled].copy_from_slice(&staged[payload..payload + filled]);
+        self.from += payload + filled;
+        self.body = Some(Body {
+            head,
+            chunk,
+            filled,
+        });
+        Ok(true)
+    }
+
+    /// The head of the next frame, where it has come.
+    fn head(&self) -> Option<Result<Head, FrameError>> {
+        let staged = &self.stage[self.from..self.to];
+        staged.first_chunk().map(Head::decode)
+    }
+
+    /// Whether a whole frame, or one that is none, is waiting in memory.
+    fn has_whole(&self) -> bool {
+        match self.head() {
+            Some(Ok(head)) => self.to - self.from >= Head::LEN + head.preamble + head.payload,
+            Some(Err(_)) => true,
+            None => false,
+        }
+    }
+
+    /// Reads what is there: the rest of a payload goes straight to its place, what follows to the
+    /// stage. Gives the number of bytes; none where there are none at the moment.
+    fn read(&mut self) -> Result<usize, ReadError> {
+        if self.from == self.to {
+            (self.from, self.to) = (0, 0);
+        } else if self.from > 0 && self.body.is_none() {
+            self.stage.copy_within(self.from..self.to, 0);
+            (self.from, self.to) = (0, self.to - self.from);
+        }
+        let stage = &mut self.stage[self.to..];
+        let mut nothing = [];
+        let rest = match &mut self.body {
+            Some(body) => &mut body.chunk.bytes_mut()[body.filled..],
+            None => &mut nothing[..],
+        };
+        let missing = rest.len();
+        let count = loop {
+            let outcome = match missing {
+                0 => self.source.read(stage),
+                _ => {
+                    let mut places = [IoSliceMut::new(rest), IoSliceMut::new(stage)];
+                    self.source.read_vectored(&mut places)
+                }
+            };
+            match outcome {
+                Ok(count) => break count,
+                Err(error) => match error.kind() {
+                    io::ErrorKind::Interrupted => {}
+                    io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => return Ok(0),
+                    _ => return Err(ReadError::Io(error)),
+                },
+            }
+        };
+        if count == 0 {
+            return Err(match self.body.is_none() && self.from == self.to {
+                true => ReadError::Closed,
+                false => ReadError::Torn,
+            });
+        }
+        self.ear.hear();
+        if let Some(body) = &mut self.body {
+            body.filled += count.min(missing);
+        }
+        self.to += count.saturating_sub(missing);
+        Ok(count)
+    }
+
+    fn deliver(&mut self, head: Head, chunk: Chunk) -> Result<(), ReadError> {
+        let rank = self.rank;
+        let stage = match head.kind {
+            FrameKind::Abort => {
+                let abort = Abort::decode(head.sequence, &self.preamble);
+                let abort = abort.ok_or(FrameError::Contract)?;
+                self.inbox.aborted(rank, abort);
+                return Ok(());
+            }
+            FrameKind::Goodbye => {
+                let parting = match head.index {
+                    0 => Parting::Closed,
+                    _ => Parting::Dropped,
+                };
+                self.inbox.left(rank, parting);
+                return Ok(());
+            }
+            FrameKind::Heartbeat => {
+                self.ear.wish(head.index);
+                let awaited = head.sequence.checked_sub(1);
+                self.inbox
+                    .waits(rank, awaited.and_then(|rank| usize::try_from(rank).ok()));
+                return Ok(());
+            }
+            FrameKind::Begin => Stage::Begin,
+            FrameKind::Inward => Stage::Inward,
+            FrameKind::Outward => Stage::Outward,
+        };
+        let contract = match stage {
+            Stage::Begin => Some(Contract::decode(&self.preamble).ok_or(FrameError::Contract)?),
+            Stage::Inward | Stage::Outward => None,
+        };
+        let parcel = Parcel {
+            tag: Tag {
+                sequence: head.sequence,
+                stage,
+                index: head.index,
+            },
+            contract,
+            chunk,
+        };
+        self.is_full = !self.inbox.deposit(rank, parcel);
+        Ok(())
+    }
+
+    fn end(&mut self, error: ReadError) {
+        self.has_ended = true;
+        let cause = match error {
+            ReadError::Closed => ENDED.to_owned(),
+            ReadError::Torn => format!("{ENDED}, in the middle of a frame"),
+            ReadError::Io(error) => format!("{ENDED} ({error})"),
+            // What follows cannot be understood either.
+            ReadError::Frame(_) | ReadError::Message(_) => {
+                self.inbox.broke(self.rank, error.to_string());
+                return;
+            }
+        };
+        self.inbox.lost(self.rank, cause, Certainty::Guessed);
+    }
+}
+
+const SPOILT: &str = "a thread that reads its connections panicked";
+
+const ENDED: &str = "its connection ended: the process died or lost the network";
+
+/// Takes a short frame in one read, and the longest preamble with its head.
+const STAGE: usize = 24 * 1024;
+const _: () = assert!(Head::LEN + PREAMBLE <= STAGE);
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use super::*;
+    use crate::{
+        contract::{Call, Site},
+        transport::{Limit, Patience, Peer, Place, Position, Watch},
+    };
+
+    /// Pieces of a stream, with a pause after each.
+    #[derive(Default)]
+    struct Pieces(VecDeque<Vec<u8>>);
+
+    impl Read for Pieces {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            let Some(piece) = self.0.front_mut() else {
+                return Err(io::ErrorKind::WouldBlock.into());
+            };
+            let count = piece.len().min(buffer.len());
+            buffer[..count].copy_from_slice(&piece[..count]);
+            piece.drain(..count);
+            if count == 0 || piece.is_empty() {
+                self.0.pop_front();
+                return match count {
+                    0 => Err(io::ErrorKind::WouldBlock.into()),
+                    _ => Ok(count),
+                };
+            }
+            Ok(count)
+        }
+    }
+
+    fn intake() -> Intake<Pieces> {
+        let inbox = Arc::new(Inbox::new(2));
+        Intake::new(Pieces::default(), 1, inbox, Arc::new(Ear::new()))
+    }
+
+    /// Payloads shorter and longer than the stage.
+    fn frames() -> Vec<Vec<u8>> {
+        let payloads = [vec![], vec![1; 40], vec![2; 2 * STAGE], vec![3; 7]];
+        let frames = payloads.iter().enumerate().map(|(index, payload)| {
+            let head = Head::new(FrameKind::Inward, 5, index as u32, &[], payload);
+            [&head.encode()[..], payload].concat()
+        });
+        frames.collect()
+    }
+
+    #[test]
+    fn a_stream_may_pause_anywhere() {
+        let stream = frames().concat();
+        let places = (1..200).chain((200..stream.len()).step_by(997));
+        for place in places {
+            let mut intake = intake();
+            for piece in [&stream[..place], &stream[place..]] {
+                intake.source.0.push_back(piece.to_vec());
+                while intake.pump() == Intook::Frames {}
+            }
+            assert_eq!(intake.inbox.version(), 4, "paused at {place}");
+            assert!(!intake.is_full && !intake.has_ended);
+        }
+    }
+
+    #[test]
+    fn no_whole_frame_is_left_in_memory() {
+        let mut intake = intake();
+        let short = [&frames()[0][..], &frames()[1], &frames()[3]].concat();
+        // All but the last byte, which whoever waits for bytes will see.
+        intake.source.0.push_back(short[..short.len() - 1].to_vec());
+        assert_eq!(intake.pump(), Intook::Frames);
+        assert_eq!(intake.inbox.version(), 2);
+        intake.source.0.push_back(short[short.len() - 1..].to_vec());
+        assert_eq!(intake.pump(), Intook::Frames);
+        assert_eq!(intake.inbox.version(), 3);
+        assert_eq!(intake.pump(), Intook::Nothing);
+    }
+
+    #[test]
+    fn what_waits_for_room_is_delivered_when_there_is_some() {
+        let mut intake = intake();
+        let inbox = Arc::clone(&intake.inbox);
+        let parcel = |index| Parcel {
+            tag: Tag {
+                sequence: 5,
+                stage: Stage::Inward,
+                index,
+            },
+            contract: None,
+            chunk: Chunk::default(),
+        };
+        let mut next = 0..;
+        while inbox.deposit(1, parcel(next.next().unwrap())) {}
+        let peers = [0, 1].map(|rank| Peer {
+            rank,
+            place: Place::Thread,
+        });
+        let patience = Patience {
+            timeout: Duration::from_secs(50),
+            warn_after: Duration::from_secs(50),
+            limit: Limit::Progress,
+        };
+        let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
+        let mut watch = Watch::new(0, 5, contract, patience);
+        let mut make_room = || inbox.poll(1, Position::First, &peers, &mut watch).unwrap();
+        let frames: Vec<Vec<u8>> = next
+            .by_ref()
+            .take(3)
+            .map(|index| {
+                Head::new(FrameKind::Inward, 5, index, &[], &[])
+                    .encode()
+                    .to_vec()
+            })
+            .collect();
+        intake.source.0.push_back(frames.concat());
+        // Read in one piece, and delivered one by one.
+        for left in (0..3).rev() {
+            assert!(make_room().is_some());
+            assert_eq!(intake.pump(), Intook::Frames);
+            assert!(intake.is_full && intake.ear.is_shut());
+            assert_eq!(intake.has_whole(), left > 0);
+            assert_eq!(intake.pump(), Intook::Full);
+        }
+        assert!(intake.source.0.is_empty());
+        let mut last = None;
+        while let Some(parcel) = make_room() {
+            last = Some(parcel.tag.index);
+        }
+        assert_eq!(last.map(|last| last + 1), next.next());
+        assert_eq!(intake.pump(), Intook::Nothing);
+        assert!(!intake.is_full && !intake.ear.is_shut());
+    }
+}

@@ -1,0 +1,109 @@
+//! The waits of operations, which read the connections meanwhile.
+
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+
+use super::{
+    Tcp,
+    intake::{Intook, is_open, pump},
+    link::{Link, timespec},
+};
+
+impl Tcp {
+    /// Reads until something happens that was not counted in `version`, or it is `due`.
+    pub(super) fn tend(&self, version: u64, due: Instant) {
+        let _inside = self.tending.enter();
+        let mut busy = Instant::now() + self.busy;
+        loop {
+            let intook = self.pump();
+            if self.inbox.version() != version {
+                return;
+            }
+            let now = Instant::now();
+            if now >= due {
+                return;
+            }
+            if intook == Intook::Frames {
+                busy = now + self.busy;
+            }
+            if now < busy {
+                std::hint::spin_loop();
+                continue;
+            }
+            let Some(bell) = self.inbox.doze(version) else {
+                return;
+            };
+            self.poll([PollFd::new(bell, PollFlags::IN)], due - now);
+            self.inbox.get_up();
+        }
+    }
+
+    /// Waits until there may be room in a connection, and reads meanwhile; until it is `due` at the
+    /// latest, and not where there is reason to `stop`. The peer may be waiting for this rank to
+    /// read.
+    pub(super) fn tend_until_writable(&self, link: &Link, due: Instant, stop: impl Fn() -> bool) {
+        let _inside = self.tending.enter();
+        while self.pump() == Intook::Frames {}
+        let version = self.inbox.version();
+        if stop() {
+            return;
+        }
+        // Nothing is missed that happens after the look.
+        let Some(bell) = self.inbox.doze(version) else {
+            return;
+        };
+        let left = due.saturating_duration_since(Instant::now());
+        self.poll(
+            [
+                PollFd::new(bell, PollFlags::IN),
+                PollFd::new(link.stream(), PollFlags::OUT),
+            ],
+            left,
+        );
+        self.inbox.get_up();
+    }
+
+    /// Takes what has come, for a while at most: where bytes are left unread, the system cuts off
+    /// what this rank has said last.
+    pub(super) fn clear(&self, until: Instant) {
+        while self.pump() == Intook::Frames && Instant::now() < until {}
+    }
+
+    /// Takes at most a frame or two from everyone.
+    fn pump(&self) -> Intook {
+        let mut outcome = Intook::Nothing;
+        for (_, link) in self.others() {
+            if pump(&link.intake) == Intook::Frames {
+                outcome = Intook::Frames;
+            }
+        }
+        outcome
+    }
+
+    /// Waits for one of these, or for bytes from anyone whose bytes can be taken.
+    fn poll<const N: usize>(&self, these: [PollFd<'_>; N], pause: Duration) {
+        let mut few = std::array::from_fn::<_, FEW, _>(|at| these[at.min(N - 1)].clone());
+        let mut many = Vec::new();
+        let fds = match self.links.len() + N <= FEW {
+            true => &mut few[..],
+            false => {
+                many.extend_from_slice(&these);
+                many.resize(self.links.len() + N, these[0].clone());
+                &mut many[..]
+            }
+        };
+        let mut count = N;
+        for (_, link) in self.others() {
+            if is_open(&link.intake) {
+                fds[count] = PollFd::new(link.stream(), PollFlags::IN);
+                count += 1;
+            }
+        }
+        // One that failed is followed by another look.
+        let _ = poll(&mut fds[..count], Some(&timespec(pause)));
+    }
+}
+
+/// So many connections need no memory to be polled.
+const FEW: usize = 64;

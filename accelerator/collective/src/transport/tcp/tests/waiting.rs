@@ -1,0 +1,214 @@
+//! What a rank does while it waits for a connection, and when it leaves.
+
+use std::{
+    io::{Read, Write},
+    net::TcpStream,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    event::PollFlags,
+    net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_size},
+};
+
+use super::{pair, show_life};
+use crate::{
+    contract::{Call, Contract, Site},
+    error::{Certainty, Error, Kind},
+    transport::{
+        Abort, CHUNK, Farewell, Limit, Part, Parting, Patience, Stage, Tag, Transport, Watch,
+        tcp::{
+            Tcp,
+            link::{Link, await_ready},
+        },
+    },
+    wire::frame::{FrameKind, Head},
+};
+
+/// The program may end right after the last word: what is unread then makes the system drop it.
+#[test]
+fn nothing_is_left_unread_after_the_last_word() {
+    let (tcp, mut other) = pair();
+    let link = tcp.links[1].as_ref().unwrap();
+    // As far as the reading thread knows, an operation reads. It asks before it reads itself.
+    let _inside = tcp.tending.enter();
+    let mut others = [other.try_clone().unwrap()];
+    await_that(|| {
+        show_life(&mut others);
+        link.has_news()
+    });
+    tcp.farewell(&Farewell::Goodbye(Parting::Closed));
+    assert!(!link.has_news());
+    let head = Head::read(&mut other).unwrap();
+    assert_eq!(head.kind, FrameKind::Goodbye);
+    // Nor later.
+    for _ in 0..3 {
+        show_life(&mut others);
+        await_that(|| !link.has_news());
+    }
+}
+
+#[test]
+fn who_only_sends_gets_on_with_every_piece() {
+    const PIECE: usize = 64 * 1024;
+    const PIECES: usize = 12;
+    let (tcp, mut other) = pair();
+    narrow(&tcp, &other);
+    let mut watch = watch(Duration::from_secs(2));
+    // The peer takes nearly twice as long as the watch waits.
+    let slow = thread::spawn(move || {
+        for _ in 0..PIECES {
+            thread::sleep(Duration::from_millis(300));
+            other.read_exact(&mut [0; PIECE]).unwrap();
+        }
+        other
+    });
+    tcp.send(1, part(0, &[0; PIECE * PIECES]), &mut watch)
+        .unwrap();
+    let _other = slow.join().unwrap();
+}
+
+#[test]
+fn who_only_sends_gets_on_with_every_frame() {
+    let (tcp, _other) = pair();
+    let mut watch = watch(Duration::from_secs(50));
+    for index in 0..3 {
+        let since = watch.since();
+        tcp.send(1, part(index, &[0; 8]), &mut watch).unwrap();
+        assert!(watch.since() > since);
+    }
+}
+
+/// Else two ranks that write to each other would wait for each other.
+#[test]
+fn who_cannot_write_reads() {
+    const PARTS: u32 = 16;
+    let (tcp, mut other) = pair();
+    narrow(&tcp, &other);
+    // No reading thread helps.
+    let _inside = tcp.tending.enter();
+    let peer = thread::spawn(move || {
+        let payload = [1; CHUNK];
+        other.set_write_timeout(Some(LONG)).unwrap();
+        for index in 0..PARTS {
+            let head = Head::new(FrameKind::Inward, 4, index, &[], &payload);
+            other.write_all(&head.encode()).unwrap();
+            other.write_all(&payload).unwrap();
+        }
+        // Only then does it read.
+        let mut frame = vec![0; Head::LEN + CHUNK];
+        for _ in 0..PARTS {
+            other.read_exact(&mut frame).unwrap();
+        }
+    });
+    let mut watch = watch(LONG);
+    for index in 0..PARTS {
+        tcp.send(1, part(index, &[0; CHUNK]), &mut watch).unwrap();
+    }
+    peer.join().unwrap();
+}
+
+#[test]
+fn trouble_wakes_who_waits_for_room() {
+    let told = |_: &Tcp, other: &mut TcpStream| {
+        let error = Error::new(Kind::Misuse, "it gave up".to_owned());
+        let abort = Abort { sequence: 4, error }.encode();
+        let head = Head::new(FrameKind::Abort, 4, 0, &abort, &[]);
+        other.write_all(&head.encode()).unwrap();
+        other.write_all(&abort).unwrap();
+    };
+    let found = |tcp: &Tcp, _: &mut TcpStream| tcp.inbox.lost(1, "gone", Certainty::Settled);
+    let troubles: [fn(&Tcp, &mut TcpStream); 2] = [told, found];
+    for trouble in troubles {
+        let (tcp, mut other) = pair();
+        narrow(&tcp, &other);
+        let link = tcp.links[1].as_ref().unwrap();
+        fill(link);
+        thread::scope(|scope| {
+            let waits = scope.spawn(|| {
+                let until = Instant::now() + LONG;
+                while tcp.inbox.is_calm() {
+                    tcp.tend_until_writable(link, until, || !tcp.inbox.is_calm());
+                }
+                Instant::now() < until
+            });
+            await_that(|| tcp.tending.nap().is_some());
+            // Long enough for it to sleep, as a rule; it wakes in any case.
+            thread::sleep(Duration::from_millis(50));
+            trouble(&tcp, &mut other);
+            assert!(waits.join().unwrap(), "it slept on");
+        });
+    }
+}
+
+/// What a thread has taken that panicked cannot be trusted.
+#[test]
+fn a_panic_of_a_thread_that_reads_ends_the_group() {
+    let (tcp, _other) = pair();
+    let intake = Arc::clone(&tcp.links[1].as_ref().unwrap().intake);
+    let panicked = thread::spawn(move || {
+        let _intake = intake.lock().unwrap();
+        panic!("as the test wants it");
+    });
+    panicked.join().unwrap_err();
+    // Nobody waits: the reading thread finds it.
+    await_that(|| !tcp.inbox.is_calm());
+    let mut watch = watch(LONG);
+    let error = tcp.inbox.take(1, 1..2, &tcp, &mut watch).unwrap_err();
+    assert_eq!(error.ranks(), [0], "{error}");
+    let text = error.to_string();
+    assert!(
+        text.contains("a thread that reads its connections panicked"),
+        "{text}"
+    );
+}
+
+/// Lets a connection hold little.
+fn narrow(tcp: &Tcp, other: &TcpStream) {
+    for stream in [tcp.links[1].as_ref().unwrap().stream(), other] {
+        set_socket_send_buffer_size(stream, 16 * 1024).unwrap();
+        set_socket_recv_buffer_size(stream, 16 * 1024).unwrap();
+    }
+}
+
+/// Writes until there is no room any more.
+fn fill(link: &Link) {
+    let mut stream = link.stream();
+    while await_ready(stream, PollFlags::OUT, Duration::from_millis(300)) {
+        while stream.write(&[0; 4096]).is_ok() {}
+    }
+}
+
+fn part(index: u32, payload: &[u8]) -> Part<'_> {
+    Part {
+        tag: Tag {
+            sequence: 4,
+            stage: Stage::Inward,
+            index,
+        },
+        contract: None,
+        payload,
+    }
+}
+
+fn watch(timeout: Duration) -> Watch {
+    let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
+    let patience = Patience {
+        timeout,
+        warn_after: timeout,
+        limit: Limit::Progress,
+    };
+    Watch::new(0, 4, contract, patience)
+}
+
+fn await_that(mut condition: impl FnMut() -> bool) {
+    let until = Instant::now() + LONG;
+    while !condition() {
+        assert!(Instant::now() < until, "it does not come");
+        thread::yield_now();
+    }
+}
+
+const LONG: Duration = Duration::from_secs(30);
