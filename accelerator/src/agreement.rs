@@ -8,16 +8,68 @@ use crate::error::{Error, Result};
 /// ranks get the same error.
 #[track_caller]
 pub(crate) fn check(group: &ProcessGroup, what: &str, mine: &str) -> Result<()> {
+    check_all(group, &[Term::new(what, mine)])
+}
+
+/// One thing that must be the same.
+pub(crate) struct Term {
+    what: String,
+    value: String,
+    shown: String,
+    origin: Option<&'static str>,
+}
+
+impl Term {
+    pub(crate) fn new(what: impl Into<String>, value: impl ToString) -> Self {
+        let value = value.to_string();
+        Self {
+            what: what.into(),
+            shown: value.clone(),
+            value,
+            origin: None,
+        }
+    }
+
+    /// Errors show this in place of what is compared.
+    pub(crate) fn shown_as(self, shown: String) -> Self {
+        Self { shown, ..self }
+    }
+
+    /// By what it is set.
+    pub(crate) fn set_by(self, origin: &'static str) -> Self {
+        let origin = Some(origin);
+        Self { origin, ..self }
+    }
+}
+
+/// Compares several things at once. The error is about those that differ from rank 0's.
+#[track_caller]
+pub(crate) fn check_all(group: &ProcessGroup, mine: &[Term]) -> Result<()> {
     if group.world_size() == 1 {
         return Ok(());
     }
-    let all = group.all_gather_object(&mine.to_owned())?;
-    match all.iter().position(|other| *other != all[0]) {
-        None => Ok(()),
-        Some(rank) => Err(Error::config(format!(
-            "{what} differs between ranks: rank 0 has {}, and rank {rank} has {}; start every rank \
-             with the same",
-            all[0], all[rank]
+    let told = mine.iter();
+    let told = told.map(|term| (term.value.clone(), term.shown.clone()));
+    let all = group.all_gather_object(&told.collect::<Vec<_>>())?;
+    let differ = mine.iter().enumerate().filter_map(|(index, term)| {
+        let of = |rank: usize| all[rank].get(index);
+        let rank = (1..all.len()).find(|rank| of(*rank).map(|x| &x.0) != of(0).map(|x| &x.0))?;
+        let shown = |rank| of(rank).map_or("none", |(_, shown)| shown);
+        let origin = term.origin.map(|origin| format!(" (set by {origin})"));
+        Some(format!(
+            "{}{} differs between ranks: rank 0 has {}, and rank {rank} has {}",
+            term.what,
+            origin.unwrap_or_default(),
+            shown(0),
+            shown(rank)
+        ))
+    });
+    let differ: Vec<_> = differ.collect();
+    match differ.is_empty() {
+        true => Ok(()),
+        false => Err(Error::config(format!(
+            "{}; start every rank with the same",
+            differ.join("; ")
         ))),
     }
 }

@@ -57,6 +57,43 @@
 //! | find a rank whose parameters drifted | [`Accelerator::check_replicas`] |
 //! | save everything, and go on from there | [`checkpoint`] |
 //! | run on several ranks inside one process, in tests | [`launch`] |
+//!
+//! # Environment variables
+//!
+//! What the program leaves open can be said where it is started. Where both speak, they must agree; but
+//! for the timeout, where the program's word holds. An `ACCEL_…` variable that is not known is an error.
+//!
+//! | variable | values | default | in the program |
+//! |---|---|---|---|
+//! | `ACCEL_DEVICE` | `cuda`, `wgpu`, `flex`, `ndarray` | the fastest that is compiled in | [`device`](AcceleratorBuilder::device) |
+//! | `ACCEL_COMPRESSION` | `none`, `f16`, `bf16` | `none` | [`with_compression`](AcceleratorBuilder::with_compression) |
+//! | `ACCEL_OVERLAP` | `auto`, `off`, `on` | `auto`: on between hosts | [`with_overlap`](AcceleratorBuilder::with_overlap) |
+//! | `ACCEL_TRACE` | a path | no trace | [`with_trace`](AcceleratorBuilder::with_trace) |
+//! | `ACCEL_TRANSPORT` | `auto`, `hierarchical`, `shm`, `tcp` | `auto`: for where the ranks are | [`transport`](AcceleratorBuilder::transport) |
+//! | `ACCEL_LIVENESS_TIMEOUT` | seconds | 5 | [`liveness_timeout`](AcceleratorBuilder::liveness_timeout) |
+//!
+//! Size of buckets, accumulation, seed and the other timeouts are set by the program alone:
+//! [`bucket_size`](AcceleratorBuilder::bucket_size) (25 MiB),
+//! [`accumulation_steps`](AcceleratorBuilder::accumulation_steps) (1), [`seed`](AcceleratorBuilder::seed) (0),
+//! [`connect_timeout`](AcceleratorBuilder::connect_timeout) (60 s),
+//! [`progress_timeout`](AcceleratorBuilder::progress_timeout) (10 minutes).
+//!
+//! Where a process stands is set by `accel-launch`, torchrun or a cluster, and in the program by
+//! [`launched_as`](AcceleratorBuilder::launched_as); [`Launch`](collective::Launch) tells the meaning of
+//! each:
+//!
+//! | variable | values | default |
+//! |---|---|---|
+//! | `RANK`, `WORLD_SIZE` | numbers | a world of one |
+//! | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | numbers | all ranks on this host, if it is one |
+//! | `MASTER_ADDR` | the host of the store where ranks meet | none: needed by several ranks |
+//! | `ACCEL_PORT`, else `MASTER_PORT` | its port | none: needed by several ranks |
+//! | `ACCEL_STORE` | `launcher`, `rank0` | `rank0` |
+//! | `ACCEL_JOB` | the name of the job | none |
+//! | `ACCEL_TOKEN_FILE` | the file of the job token | none: needed between hosts |
+//! | `ACCEL_INSECURE` | `1`: hosts meet without a token | off |
+//! | `ACCEL_RESTART`, `ACCEL_MAX_RESTARTS` | numbers, see [`restarts`](Accelerator::restarts) | 0, none |
+//! | `ACCEL_FAULTS` | faults to inject, with the feature `faults` | none |
 
 #[cfg(not(any(
     feature = "cuda",
@@ -79,6 +116,7 @@ mod gradient;
 mod launch;
 pub mod metric;
 pub mod model;
+mod notice;
 pub mod optim;
 mod outcome;
 mod prepare;
@@ -103,5 +141,7 @@ pub mod prelude {
     pub use crate::metric::{Accuracy, Mean};
     pub use crate::optim::{PerEpoch, PreparedOptimizer, StepOutcome};
     pub use crate::plan::TailPolicy;
-    pub use crate::{Accelerator, DeviceKind, Error, Gradients, Result, launch};
+    pub use crate::{
+        Accelerator, Compression, DeviceKind, Error, Gradients, Overlap, Result, launch,
+    };
 }

@@ -32,6 +32,7 @@ pub trait Prepare<K> {
     /// # Errors
     ///
     /// See [`Accelerator::prepare`].
+    #[track_caller]
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared>;
 }
 

@@ -11,7 +11,7 @@ use burn::nn::loss::{MseLoss, Reduction};
 use burn::nn::{Linear, LinearConfig, Relu};
 use burn::optim::SgdConfig;
 use burn::tensor::{Device, Tensor, TensorData};
-use common::{Column, columns, devices, distance, flat, line};
+use common::{Column, columns, devices, distance, flat, line, of_every_rank};
 
 const COMPRESSED: [Compression; 2] = [Compression::F16, Compression::Bf16];
 
@@ -72,10 +72,7 @@ fn trained(builder: AcceleratorBuilder, ranks: usize) -> Vec<f32> {
             Ok(flat(&model))
         })
         .unwrap();
-    for outcome in &outcomes {
-        assert_eq!(outcome, &outcomes[0], "every rank holds the same bits");
-    }
-    outcomes[0].clone()
+    of_every_rank(outcomes)
 }
 
 #[test]
@@ -141,9 +138,7 @@ fn gradients_of(compression: Compression, factors: [f32; 2]) -> Vec<f32> {
                 .collect::<Vec<f32>>())
         })
         .unwrap();
-    let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
-    assert_eq!(bits(&outcomes[0]), bits(&outcomes[1]));
-    outcomes[0].clone()
+    of_every_rank(outcomes)
 }
 
 #[test]

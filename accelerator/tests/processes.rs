@@ -4,11 +4,14 @@
 
 mod common;
 
-use std::sync::Mutex;
+use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
-use accelerator::collective::{Launch, TransportKind};
+use accelerator::Overlap;
+use accelerator::collective::rendezvous::StoreServer;
+use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology, TransportKind};
 use accelerator::prelude::*;
+use burn::nn::{Linear, LinearConfig};
 use burn::tensor::Tensor;
 use common::devices;
 
@@ -119,6 +122,25 @@ fn the_first_failure_of_a_launch_is_the_one_reported() {
 }
 
 #[test]
+fn nobody_sets_the_generator_while_a_model_is_drawn() {
+    let accelerator = Accelerator::new().unwrap();
+    std::thread::scope(|scope| {
+        accelerator.init(|device| {
+            let (sender, built) = mpsc::channel();
+            scope.spawn(move || {
+                let outcome = Accelerator::new();
+                // Nobody listens when the model is there.
+                let _ = sender.send(outcome.map(drop));
+            });
+            // Another rank of this process, which joins late, waits for its turn.
+            assert!(built.recv_timeout(Duration::from_millis(200)).is_err());
+            let line: Linear = LinearConfig::new(2, 2).init(device);
+            line
+        });
+    });
+}
+
+#[test]
 fn settings_that_contradict_each_other_are_refused() {
     let error = Accelerator::builder()
         .transport(TransportKind::Threads)
@@ -134,6 +156,55 @@ fn settings_that_contradict_each_other_are_refused() {
     assert!(error.is_config());
     let error = Accelerator::builder().bucket_size(10).build().unwrap_err();
     assert!(error.is_config() && error.to_string().contains("bucket_size"));
+}
+
+/// What two ranks get that are connected as processes are, where each has that many ranks on its
+/// host and asks for that overlap.
+fn connected(ranks: [(usize, Overlap); 2]) -> [Result<Accelerator>; 2] {
+    let store = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
+    let rendezvous = Rendezvous::new("127.0.0.1", store.local_addr().port());
+    let rendezvous = rendezvous.with_store(StoreHost::Launcher);
+    std::thread::scope(|scope| {
+        let threads = [0, 1].map(|rank| {
+            let (local, overlap) = ranks[rank];
+            let topology = Topology::new(rank, 2).unwrap();
+            let topology = topology.with_local(rank % local, local).unwrap();
+            let builder = Accelerator::builder()
+                .launched_as(Launch::new(topology, rendezvous.clone()))
+                .transport(TransportKind::Tcp)
+                .with_overlap(overlap);
+            scope.spawn(move || builder.build())
+        });
+        threads.map(|thread| thread.join().unwrap())
+    })
+}
+
+#[test]
+fn ranks_for_which_overlap_comes_to_different_things_are_refused_alike() {
+    // A host that was started wrongly: what one rank takes for two hosts is one to the other.
+    let outcomes = connected([(1, Overlap::Auto), (2, Overlap::Auto)]);
+    let errors = outcomes.map(|outcome| outcome.unwrap_err());
+    for error in &errors {
+        assert!(error.is_config(), "{error:?}");
+        assert_eq!(error.to_string(), errors[0].to_string());
+    }
+    let text = errors[0].to_string();
+    for part in [
+        "overlap (set by ACCEL_OVERLAP or `with_overlap`) differs between ranks: rank 0 has",
+        "rank 0 has on (`auto`, with 1 of 2 ranks on its host)",
+        "rank 1 has off (`auto`, with 2 of 2 ranks on its host); start",
+    ] {
+        assert!(text.contains(part), "{part} is not in: {text}");
+    }
+    // It may be asked for in other words.
+    for ranks in [
+        [(1, Overlap::Auto), (1, Overlap::On)],
+        [(2, Overlap::Off), (2, Overlap::Auto)],
+    ] {
+        for outcome in connected(ranks) {
+            outcome.unwrap();
+        }
+    }
 }
 
 #[test]

@@ -6,10 +6,11 @@ mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::sync::Barrier;
 
 use accelerator::prelude::*;
 use accelerator::timeline::StepSummary;
-use accelerator::{AcceleratorBuilder, Compression};
+use accelerator::{AcceleratorBuilder, Compression, Overlap};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::tensor::Tensor;
@@ -61,7 +62,7 @@ fn phases_share_out_the_step() {
             summary.forward,
             summary.backward,
             summary.copying,
-            summary.exposed,
+            summary.waiting,
             summary.optimizer,
         ];
         for phase in phases {
@@ -74,11 +75,35 @@ fn phases_share_out_the_step() {
         );
         // Within a host ranks wait for their operations on the thread that trains.
         assert!(
-            summary.communicating.mean <= summary.exposed.mean,
+            summary.communicating.mean <= summary.waiting.mean,
             "{summary}"
         );
+        assert_eq!(summary.exposed, summary.communicating, "{summary}");
         assert_eq!(summary.hidden(), Some(0.0));
         assert!(summary.to_string().contains("6 steps"), "{summary}");
+    }
+}
+
+#[test]
+fn what_is_hidden_is_a_part_of_the_communication() {
+    let builder = Accelerator::builder().bucket_size(1024);
+    let builder = builder.with_overlap(Overlap::On).with_step_summary();
+    for summary in trained(builder, 12) {
+        let summary = summary.unwrap();
+        let (exposed, waiting) = (summary.exposed.mean, summary.waiting.mean);
+        assert!(exposed <= summary.communicating.mean, "{summary}");
+        assert!(exposed <= waiting, "{summary}");
+        let hidden = summary.hidden().unwrap();
+        assert!((0.0..=1.0).contains(&hidden), "{summary}");
+        let parts = [
+            summary.data,
+            summary.forward,
+            summary.backward,
+            summary.copying,
+        ];
+        let parts = parts.iter().map(|part| part.mean).sum::<f64>();
+        let rest = waiting + summary.optimizer.mean + summary.other.mean;
+        assert!((parts + rest - summary.step.mean).abs() < 1e-6, "{summary}");
     }
 }
 
@@ -160,15 +185,32 @@ fn a_trace_shows_all_ranks_and_what_they_did() {
             assert_eq!(spans(name).len(), steps, "{name}");
         }
         // At least one for each bucket, of which there are two, and one for the control vector.
-        assert!(spans("all-reduce").len() >= 3 * steps);
-        assert!(spans("wait for all-reduce").len() >= 3 * steps);
+        assert!(spans("all_reduce").len() >= 3 * steps);
+        // Preparing a model shares its layout and its parameters.
+        assert!(!spans("all_gather_object").is_empty() && spans("collective").is_empty());
+        let waits = spans("wait for all_reduce");
+        let about = |part: &Value| {
+            waits
+                .iter()
+                .filter(|e| e["args"]["bucket"] == *part)
+                .count()
+        };
+        assert_eq!(about(&"control".into()), steps);
+        assert_eq!(about(&0.into()), steps);
+        assert_eq!(
+            waits.len(),
+            (1..9).map(|n| about(&n.into())).sum::<usize>() + 2 * steps
+        );
+        let copies = spans("copy").into_iter();
+        let filled = copies.filter(|e| e["args"]["bucket"] == 1).count();
+        assert_eq!(filled, steps);
         let counters = of("C").into_iter().filter(|e| e["pid"] == rank);
         let bytes: Vec<_> = counters
             .map(|e| e["args"]["bytes"].as_f64().unwrap())
             .collect();
         let summary = summaries[rank as usize].as_ref().unwrap();
         assert_eq!(bytes, vec![summary.bytes.mean; steps]);
-        let sent: f64 = spans("all-reduce")
+        let sent: f64 = spans("all_reduce")
             .iter()
             .map(|e| e["args"]["bytes"].as_f64().unwrap())
             .sum();
@@ -186,7 +228,7 @@ fn a_trace_shows_all_ranks_and_what_they_did() {
     let last = |rank: u64| {
         let all = of("X").into_iter();
         let mut ends: Vec<(f64, f64)> = all
-            .filter(|e| e["pid"] == rank && e["name"] == "all-reduce")
+            .filter(|e| e["pid"] == rank && e["name"] == "all_reduce")
             .map(time)
             .collect();
         ends.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -262,14 +304,88 @@ fn a_rank_that_is_left_alone_writes_its_own_trace() {
 }
 
 #[test]
+fn a_loop_that_an_error_ends_leaves_its_own_trace() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+    // All ranks have made the first step.
+    let stepped = Barrier::new(3);
+    let outcome = Accelerator::builder()
+        .with_trace(&path)
+        .launch(3, |accelerator| {
+            let parts = (line(&accelerator.device()), SgdConfig::new().init());
+            let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+            let loader = common::loader(12, 2);
+            let train = accelerator.prepare(loader)?;
+            for (step, batch) in train.epoch(0).enumerate() {
+                let batch = batch?;
+                if step == 1 {
+                    stepped.wait();
+                }
+                if step == 1 && accelerator.rank() == 1 {
+                    accelerator.group().abort("its disk is full");
+                    return Ok(());
+                }
+                let loss = distance(&model, &batch);
+                let gradients = accelerator.backward(loss, &model, &batch)?;
+                model = optimizer.step(0.01, model, gradients);
+            }
+            accelerator.finish()
+        });
+    assert!(outcome.unwrap_err().is_peer_lost());
+    assert!(!path.exists());
+    for rank in 0..3 {
+        let trace = read(&folder.path().join(format!("trace.rank{rank}.json")));
+        assert_eq!(trace["otherData"]["ranks"][0]["rank"], rank);
+        let events = trace["traceEvents"].as_array().unwrap();
+        let steps = events
+            .iter()
+            .filter(|e| e["name"] == "step" && e["ph"] == "X");
+        assert_eq!(steps.count(), 1);
+    }
+}
+
+#[test]
+fn one_process_that_does_not_finish_leaves_a_trace() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+    let accelerator = Accelerator::builder().with_trace(&path).build().unwrap();
+    let other = accelerator.clone();
+    drop(accelerator);
+    assert!(!path.exists(), "there is another handle");
+    drop(other);
+    assert_eq!(read(&path)["otherData"]["ranks"][0]["rank"], 0);
+    // What is written once is not written again.
+    let accelerator = Accelerator::builder().with_trace(&path).build().unwrap();
+    accelerator.finish().unwrap();
+    std::fs::remove_file(&path).unwrap();
+    drop(accelerator);
+    assert!(!path.exists());
+}
+
+#[test]
 fn a_trace_that_could_not_be_written_is_refused_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let builder = |path: &str| Accelerator::builder().with_trace(folder.path().join(path));
-    for path in ["missing/trace.json", ""] {
+    let pipe = folder.path().join("pipe");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.unwrap().success());
+    for path in ["missing/trace.json", "", "pipe"] {
         let error = builder(path).build().unwrap_err();
         assert!(error.is_config(), "{error:?}");
         assert!(builder(path).launch(1, |_| Ok(())).is_err());
     }
+}
+
+#[test]
+fn a_trace_that_is_lost_in_the_end_costs_nothing_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let inner = folder.path().join("inner");
+    std::fs::create_dir(&inner).unwrap();
+    let builder = Accelerator::builder().with_trace(inner.join("trace.json"));
+    let accelerator = builder.build().unwrap();
+    std::fs::remove_dir(&inner).unwrap();
+    accelerator.finish().unwrap();
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
 use burn::tensor::{Device, Tensor};
-use common::{assert_close, columns, devices, distance, flat, line, loader};
+use common::{assert_close, columns, devices, distance, flat, line, loader, of_every_rank};
 
 #[test]
 fn one_rank_does_what_plain_burn_does_bit_for_bit() {
@@ -64,10 +64,7 @@ fn after_one_epoch(kind: DeviceKind, ranks: usize, samples: usize, global: usize
             Ok(flat(&model))
         })
         .unwrap();
-    for outcome in &outcomes {
-        assert_eq!(outcome, &outcomes[0], "every rank holds the same bits");
-    }
-    outcomes[0].clone()
+    of_every_rank(outcomes)
 }
 
 #[test]

@@ -4,17 +4,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use accelerator_collective::{GroupOptions, Launch, ProcessGroup, TransportKind};
+use accelerator_collective::{GroupOptions, Launch, ProcessGroup, Topology, TransportKind};
 use burn::tensor::{Device, FloatDType};
 
 use super::{Accelerator, Restarts, Settings, Shared, environment};
-use crate::agreement;
+use crate::agreement::{self, Term};
 use crate::checkpoint::Ongoing;
 use crate::device::{self, DeviceKind};
 use crate::error::{Error, Kind, Result};
-use crate::gradient::{Compression, Overlap, Switch};
+use crate::gradient::{Compression, Overlap, Switch, Turn};
 use crate::model::Models;
-use crate::timeline::{Recording, Timeline};
+use crate::timeline::{Place, Recording, Timeline};
 
 /// Settings for an [`Accelerator`]; begin with [`Accelerator::builder`].
 ///
@@ -155,6 +155,17 @@ impl AcceleratorBuilder {
     /// Notes how long each step takes, and what it is made of: for
     /// [`Accelerator::step_summary`], and for logs at the level `debug`. It costs a few readings of the
     /// clock a step. Default: no clock is read.
+    ///
+    /// At the end of the program, the mean of all ranks on the main one:
+    ///
+    /// ```
+    /// # let accelerator = accelerator::Accelerator::builder().with_step_summary().build()?;
+    /// # // Nothing is trained here.
+    /// if let Some(summary) = accelerator.mean_step_summary()? {
+    ///     accelerator.print(summary);
+    /// }
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn with_step_summary(mut self) -> Self {
         self.recording = Recording::Steps;
         self
@@ -168,9 +179,17 @@ impl AcceleratorBuilder {
     /// A process of it is a rank; its threads are the one that trains, the one that communicates, and
     /// the loader's workers. Times are those of rank 0's clock: how far clocks are apart is measured at
     /// the beginning and at the end, and the file says within which error. Each rank keeps its newest
-    /// 65 536 events, in memory that is taken at the start; a step has about ten, and two for each
-    /// bucket. Where other ranks are lost, each writes its own part instead, as `….rank3.json`; a
-    /// program that ends without `finish` writes none.
+    /// 65 536 events, in memory that is taken at the start; a step has about ten, and three to six for
+    /// each bucket. Rank 0 says where the file is: at the level `info`, or on stderr where the program
+    /// collects no logs.
+    ///
+    /// The file is complete or not there; what is no regular file is never replaced. A trace that cannot be
+    /// written in the end is lost with a warning, and costs nothing else.
+    ///
+    /// Where other ranks are lost, each writes its own part instead, as `….rank3.json`. So does a rank
+    /// that ends without `finish`, since an error has left its loop by `?`, for example: when the last
+    /// handle of its accelerator is dropped. A process that is killed, or ends by
+    /// [`std::process::exit`], writes nothing.
     ///
     /// ```
     /// # let folder = tempfile::tempdir().unwrap();
@@ -201,6 +220,7 @@ impl AcceleratorBuilder {
     /// a plan of faults in a program that is built without them;
     /// [`Error::is_device`] for a device that is not there; [`Error::is_collective`] when the
     /// other ranks do not come in time.
+    #[track_caller]
     pub fn build(self) -> Result<Accelerator> {
         let settings = self.settings()?;
         if self.transport == Some(TransportKind::Threads) {
@@ -216,29 +236,15 @@ impl AcceleratorBuilder {
         // Before the others are kept waiting for a rank that will not come.
         let (kind, device) = self.open_device(launch.topology.local_rank())?;
         if launch.topology.is_main() {
-            check_folder(settings.trace.as_deref())?;
+            check_trace(settings.trace.as_deref())?;
         }
         let group = ProcessGroup::connect(&launch, &self.group_options(&launch)?)?;
-        let described = format!(
-            "{} accumulation steps, a bucket size of {} bytes, compression {}, overlap {}, the seed \
-             {}, {} recorded, and replicas checked {}",
-            settings.accumulation_steps,
-            settings.bucket_size,
-            settings.compression,
-            settings.overlap,
-            settings.seed,
-            settings.recording,
-            match settings.check_replicas {
-                Some(steps) => format!("every {steps} steps"),
-                None => "never".to_owned(),
-            }
-        );
-        agreement::check(&group, "a setting of the accelerator", &described)?;
+        let switch = switch(group.topology(), settings.overlap);
+        agreement::check_all(&group, &terms(&settings, switch, group.topology()))?;
         let restarts = Restarts {
             done: launch.restart(),
             most: launch.max_restarts(),
         };
-        let switch = switch(&group, settings.overlap);
         self.join(group, settings, switch, restarts, kind, device)
     }
 
@@ -254,7 +260,7 @@ impl AcceleratorBuilder {
         F: Fn(Accelerator) -> Result<T> + Send + Sync,
     {
         let settings = self.settings()?;
-        check_folder(settings.trace.as_deref())?;
+        check_trace(settings.trace.as_deref())?;
         let world_size = NonZeroUsize::new(world_size)
             .ok_or_else(|| Error::config("launch: 0 ranks were asked for; at least 1 is needed"))?;
         if !matches!(
@@ -280,11 +286,12 @@ impl AcceleratorBuilder {
                 done: 0,
                 most: None,
             };
-            let switch = switch(&group, settings.overlap);
+            let switch = switch(group.topology(), settings.overlap);
             body(self.join(group, settings.clone(), switch, restarts, kind, device)?)
         })
     }
 
+    #[track_caller]
     fn join(
         &self,
         group: ProcessGroup,
@@ -294,8 +301,12 @@ impl AcceleratorBuilder {
         kind: DeviceKind,
         device: Device,
     ) -> Result<Accelerator> {
-        // The same seed on every rank: models that are built alike are alike.
-        device.seed(settings.seed);
+        {
+            // The same seed on every rank: models that are built alike are alike. Another rank of this
+            // process may be building one.
+            let _turn = super::drawing();
+            device.seed(settings.seed);
+        }
         tracing::debug!(topology = %group.topology(), device = %kind, "accelerator ready");
         let timeline = Timeline::new(&group, settings.recording)?;
         Ok(Accelerator {
@@ -310,6 +321,7 @@ impl AcceleratorBuilder {
                 restarts,
                 settings,
                 timeline,
+                turn: Turn::default(),
             }),
         })
     }
@@ -371,27 +383,23 @@ impl AcceleratorBuilder {
     }
 }
 
-/// Refuses a trace whose folder is not there, before there is anything to lose.
-fn check_folder(trace: Option<&Path>) -> Result<()> {
+/// Refuses a trace that cannot be written, before there is anything to lose.
+fn check_trace(trace: Option<&Path>) -> Result<()> {
     let Some(path) = trace else {
         return Ok(());
     };
-    let folder = match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
-    };
-    if folder.is_dir() && !path.is_dir() {
-        return Ok(());
+    match Place::find(path) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(Error::config(format!(
+            "the trace cannot be written to `{}`: {error}; name a file in a folder that exists and \
+             takes files",
+            path.display()
+        ))),
     }
-    Err(Error::config(format!(
-        "the trace cannot be written to `{}`: expected a file in a folder that exists",
-        path.display()
-    )))
 }
 
-/// What the setting comes to for these ranks: the same for all of them.
-fn switch(group: &ProcessGroup, overlap: Overlap) -> Switch {
-    let topology = group.topology();
+/// What the setting comes to for ranks that stand so.
+fn switch(topology: &Topology, overlap: Overlap) -> Switch {
     let on = match overlap {
         Overlap::On => topology.world_size() > 1,
         Overlap::Off => false,
@@ -399,4 +407,43 @@ fn switch(group: &ProcessGroup, overlap: Overlap) -> Switch {
         Overlap::Auto => topology.local_world_size() < topology.world_size(),
     };
     if on { Switch::On } else { Switch::Off }
+}
+
+/// What all ranks must set alike.
+fn terms(settings: &Settings, switch: Switch, topology: &Topology) -> Vec<Term> {
+    let replicas = match settings.check_replicas {
+        Some(steps) => format!("every {steps} steps"),
+        None => "never".to_owned(),
+    };
+    vec![
+        Term::new(
+            "the number of accumulation steps",
+            settings.accumulation_steps,
+        )
+        .set_by("`accumulation_steps`"),
+        Term::new("the bucket size in bytes", settings.bucket_size).set_by("`bucket_size`"),
+        Term::new("the compression", settings.compression)
+            .set_by("ACCEL_COMPRESSION or `with_compression`"),
+        // Ranks that ask for it in other words may come to the same.
+        Term::new("overlap", switch.name())
+            .shown_as(explained(switch, settings.overlap, topology))
+            .set_by("ACCEL_OVERLAP or `with_overlap`"),
+        Term::new("the seed", settings.seed).set_by("`seed`"),
+        Term::new("what is recorded", settings.recording)
+            .set_by("ACCEL_TRACE, `with_trace` or `with_step_summary`"),
+        Term::new("when replicas are checked", replicas).set_by("`check_replicas_every`"),
+    ]
+}
+
+/// What the setting came to, and why.
+fn explained(switch: Switch, overlap: Overlap, topology: &Topology) -> String {
+    match overlap {
+        Overlap::Auto => format!(
+            "{} (`auto`, with {} of {} ranks on its host)",
+            switch.name(),
+            topology.local_world_size(),
+            topology.world_size()
+        ),
+        Overlap::Off | Overlap::On => switch.name().to_owned(),
+    }
 }

@@ -7,7 +7,7 @@ use core::fmt;
 use core::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use accelerator_collective::{ProcessGroup, Topology};
 use burn::module::Module;
@@ -17,8 +17,9 @@ pub use self::builder::AcceleratorBuilder;
 use crate::checkpoint::Ongoing;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
-use crate::gradient::{Compression, Gradients, Overlap, OverlapReport, Switch, Weight};
+use crate::gradient::{Compression, Gradients, Overlap, OverlapReport, Switch, Turn, Weight};
 use crate::model::Models;
+use crate::notice;
 use crate::prepare::Prepare;
 use crate::timeline::{Recording, StepSummary, Timeline};
 
@@ -54,6 +55,21 @@ pub(crate) struct Shared {
     pub(crate) restarts: Restarts,
     pub(crate) settings: Settings,
     pub(crate) timeline: Timeline,
+    /// Of the threads that reduce gradients.
+    pub(crate) turn: Turn,
+}
+
+impl Drop for Shared {
+    /// The program ends without `finish`, which would have written the trace: a `?` has left the loop,
+    /// or a panic.
+    fn drop(&mut self) {
+        if let Some(path) = &self.settings.trace
+            && let Err(error) = self.timeline.write_own(self.group.world_size(), path)
+        {
+            let rank = self.group.rank();
+            notice::warn(&format!("the trace of rank {rank} is lost: {error}"));
+        }
+    }
 }
 
 /// What the builder was told, checked.
@@ -87,6 +103,7 @@ impl Accelerator {
     /// # Errors
     ///
     /// See [`AcceleratorBuilder::build`].
+    #[track_caller]
     pub fn new() -> Result<Self> {
         Self::builder().build()
     }
@@ -121,6 +138,7 @@ impl Accelerator {
     /// [`Error::is_config`](crate::Error::is_config) for a loader whose batch size is 0 or cannot be
     /// shared by this many ranks, or that differs between ranks;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
+    #[track_caller]
     pub fn prepare<K, P: Prepare<K>>(&self, parts: P) -> Result<P::Prepared> {
         parts.prepare(self)
     }
@@ -136,14 +154,19 @@ impl Accelerator {
     /// Nothing is communicated before the window ends. The result goes to
     /// [`PreparedOptimizer::step`], which leaves the model alone until then.
     ///
+    /// Ranks pair gradients by the order of calls: where there are several, each calls it from one
+    /// thread at a time.
+    ///
     /// [`Batch::with_weight`]: crate::data::Batch::with_weight
     /// [`PreparedOptimizer::step`]: crate::optim::PreparedOptimizer::step
     ///
     /// # Errors
     ///
     /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, a loss
-    /// that does not depend on one, a weight that is not a number of samples, or a batch of a
-    /// loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven);
+    /// that does not depend on one, a weight that is not a number of samples, a batch of a
+    /// loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), or a call while another
+    /// thread reduces gradients of the same model, or of one whose window is being reduced, which ends
+    /// the group;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost. The model
     /// is untouched in each case.
     #[track_caller]
@@ -229,21 +252,22 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_collective`](crate::Error::is_collective) when a rank does not come. On rank 0,
-    /// where a [trace](AcceleratorBuilder::with_trace) cannot be written. The error of a checkpoint that was [saved beside training](Self::save_state_async), if nobody asked for it
+    /// [`Error::is_collective`](crate::Error::is_collective) when a rank does not come. The error
+    /// of a checkpoint that was [saved beside training](Self::save_state_async), if nobody asked for it
     /// before; the group is left all the same. Where both go wrong, the error is that of the
     /// checkpoint, with the other one as its [source](Error::collective).
     #[track_caller]
     pub fn finish(&self) -> Result<()> {
         let saved = self.shared.checkpoints.settle(self);
-        let traced = match &self.shared.settings.trace {
-            Some(path) => self.shared.timeline.write(&self.shared.group, path),
-            None => Ok(()),
-        };
+        if let Some(path) = &self.shared.settings.trace
+            && let Err(error) = self.shared.timeline.write(&self.shared.group, path)
+        {
+            notice::warn(&format!("the trace is lost: {error}"));
+        }
         let met = self.shared.group.barrier();
         self.shared.group.close()?;
         match (saved, met) {
-            (saved, Ok(())) => saved.and(traced),
+            (saved, Ok(())) => saved,
             (Ok(()), Err(lost)) => Err(lost.into()),
             (Err(error), Err(_)) if error.is_collective() => Err(error),
             (Err(error), Err(lost)) => {
@@ -274,8 +298,7 @@ impl Accelerator {
     /// # Ok::<(), accelerator::Error>(())
     /// ```
     pub fn init<M: Module>(&self, build: impl FnOnce(&Device) -> M) -> M {
-        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-        let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = drawing();
         let device = self.device();
         device.seed(self.seed());
         let model = build(&device);
@@ -376,6 +399,12 @@ impl Accelerator {
     pub(crate) fn next_loader(&self) -> u64 {
         self.shared.loaders.fetch_add(1, Ordering::Relaxed)
     }
+}
+
+/// One of the threads of this process at a time sets the device's generator and draws from it.
+fn drawing() -> MutexGuard<'static, ()> {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl fmt::Debug for Accelerator {

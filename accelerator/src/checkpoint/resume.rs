@@ -19,6 +19,7 @@ use crate::accelerator::Accelerator;
 use crate::agreement;
 use crate::data::{Continuation, PreparedLoader};
 use crate::error::{Error, Kind, Result};
+use crate::notice;
 use crate::optim::{PreparedOptimizer, Schedule, check_known};
 
 /// See [`Accelerator::resume_with`].
@@ -135,23 +136,13 @@ fn newest(path: &Path) -> Result<Option<(Checkpoint, Vec<String>)>> {
         };
     };
     for verdict in &search.rejected {
-        warn(&format!(
+        notice::warn(&format!(
             "a checkpoint was passed over: {verdict}; going back to {}",
             found.path().display()
         ));
     }
     let rejected = search.rejected.iter().map(Verdict::to_string).collect();
     Ok(Some((found, rejected)))
-}
-
-/// Lost work must not go unnoticed: where the program collects no logs, its standard error is told.
-#[allow(clippy::print_stderr, reason = "nobody else would hear of it")]
-fn warn(text: &str) {
-    if tracing::dispatcher::has_been_set() {
-        tracing::warn!("{text}");
-    } else {
-        eprintln!("accelerator: {text}");
-    }
 }
 
 fn broken(path: &Path, rejected: &[Verdict]) -> Error {

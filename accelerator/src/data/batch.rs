@@ -5,7 +5,19 @@ use super::cursor::Mark;
 use crate::gradient::Weight;
 
 /// What a batcher made of this rank's share of a step, with what is known about it. It derefs
-/// to the batcher's value.
+/// to the batcher's value: fields and methods of that are there as they are.
+///
+/// A value that is a tensor itself is `(*batch).clone()`: `batch.clone()` is another `Batch`.
+///
+/// ```
+/// use accelerator::data::Batch;
+/// use burn::nn::Linear;
+/// use burn::tensor::Tensor;
+///
+/// fn forward(model: &Linear, batch: Batch<Tensor<2>>) -> Tensor<2> {
+///     model.forward((*batch).clone())
+/// }
+/// ```
 #[derive(Clone)]
 pub struct Batch<O> {
     value: O,

@@ -53,6 +53,7 @@ pub(super) enum Samples<O> {
 }
 
 impl<O: Send + 'static> PreparedLoader<O> {
+    #[track_caller]
     pub(crate) fn sharded(accelerator: &Accelerator, loader: Loader<O>) -> Result<Self> {
         let Loader { source, spec } = loader;
         let plan = spec.plan(source.len(), accelerator.world_size())?;

@@ -14,7 +14,7 @@ use crate::data::Mark;
 use crate::error::{Error, Result};
 use crate::model::Trainable;
 use crate::replicas;
-use crate::timeline::Phase;
+use crate::timeline::{Part, Phase};
 
 /// See [`Accelerator::backward`].
 #[track_caller]
@@ -46,7 +46,8 @@ pub(crate) fn backward<M: Module>(
         }
         return Ok(Gradients::untouched(slot, gradients, loss, weight));
     }
-    let window = {
+    let _turn = slot.turn().take(group)?;
+    let (window, _alone) = {
         let mut window = slot.window();
         if window.micro_steps() + 1 < steps && !weight.ends_epoch {
             let gradients = {
@@ -54,13 +55,15 @@ pub(crate) fn backward<M: Module>(
                 GradientsParams::from_grads(loss.backward(), model)
             };
             let loss = loss.inner().into_scalar::<f64>();
-            let _copy = timeline.span(Phase::Copy);
+            let _copy = timeline.span(Phase::Copy(Part::Whole));
             return window
                 .add(&slot, group, gradients, loss, weight)
                 .map(|()| Gradients::accumulating())
                 .inspect_err(|_| *window = Window::default());
         }
-        core::mem::take(&mut *window)
+        // Windows of other models are sent over the same group.
+        let alone = accelerator.shared.turn.take(group)?;
+        (core::mem::take(&mut *window), alone)
     };
     // As above.
     let _ = strike(group.rank(), Point::Step(slot.steps()));
@@ -76,7 +79,12 @@ pub(crate) fn backward<M: Module>(
     slot.count_step();
     reduced.marks.iter().for_each(Mark::is_used);
     let device = accelerator.shared.device.clone();
-    Ok(Gradients::reduced(slot, device, reduced, weight.epoch))
+    Ok(Gradients::reduced(
+        slot.clone(),
+        device,
+        reduced,
+        weight.epoch,
+    ))
 }
 
 /// Runs the backward pass of the last micro-step, and sums the window over the ranks.
@@ -104,13 +112,13 @@ fn reduce<M: Module>(
         timeline,
     )?;
     let value = loss.clone();
-    let (gradients, reducer, news) = {
+    let (gradients, reducer, lesson) = {
         let _backward = timeline.span(Phase::Backward);
         watching.backward(loss, model, slot, reducer)
     };
     let value = value.inner().into_scalar::<f64>();
     let mut reduced = reducer.finish(slot, gradients, value, weight.mark.clone())?;
-    watching.learn(news, &mut reduced, slot, group)?;
+    watching.learn(lesson, &mut reduced, slot, group)?;
     Ok(reduced)
 }
 

@@ -24,6 +24,10 @@ use crate::error::{Error, Result};
 /// whole step is reduced once more in `f32`, on all ranks alike: either it fits now, or the gradient was
 /// not finite in the first place.
 ///
+/// The weight of the window travels ahead of the gradients. With [`Overlap`](crate::Overlap), buckets wait
+/// for it: where backward is shorter than this exchange, none leaves before backward ends (see
+/// [`OverlapReport`](crate::OverlapReport)).
+///
 /// Worth it where the network is slow. Within a host, memory is faster than the conversion.
 ///
 /// ```

@@ -162,7 +162,40 @@ impl Gradients {
     }
 
     /// The mean loss over every sample of every rank and micro-step; `None` while the window is
-    /// open. It was reduced with the gradients and costs no communication.
+    /// open. It was reduced with the gradients and costs no communication: it is the same on all ranks,
+    /// and must not be reduced again.
+    ///
+    /// The mean loss of an epoch, over all ranks, each window counting with its samples:
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::SgdConfig;
+    /// use burn::tensor::Tensor;
+    ///
+    /// let losses = Accelerator::builder().launch(2, |accelerator| {
+    ///     let device = accelerator.device();
+    ///     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+    ///     let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+    ///
+    ///     let mut epoch = Mean::new();
+    ///     for samples in [4, 4, 2] {
+    ///         let input = Tensor::<2>::ones([samples, 2], &device);
+    ///         let loss = model.forward(input).powi_scalar(2).mean();
+    ///         let gradients = accelerator.backward(loss, &model, samples)?;
+    ///         // `None` while gradients are accumulated.
+    ///         if let (Some(loss), Some(samples)) = (gradients.loss(), gradients.samples()) {
+    ///             epoch.update(loss, samples as usize);
+    ///         }
+    ///         model = optimizer.step(0.1, model, gradients);
+    ///     }
+    ///     accelerator.print(format_args!("mean loss {epoch}"));
+    ///     assert_eq!(epoch.samples(), 20.0, "of both ranks");
+    ///     Ok(epoch.value())
+    /// })?;
+    /// assert_eq!(losses[0], losses[1]);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn loss(&self) -> Option<f64> {
         match &self.closed_ref()?.values {
             Values::Reduced(sums) => Some(sums.loss),
@@ -170,7 +203,8 @@ impl Gradients {
         }
     }
 
-    /// Over how many samples (or tokens) this is the average; `None` while the window is open.
+    /// Over how many samples (or tokens) of all ranks this is the average; `None` while the window is
+    /// open. As the [`loss`](Self::loss), it must not be reduced again.
     pub fn samples(&self) -> Option<f64> {
         match &self.closed_ref()?.values {
             Values::Reduced(sums) => Some(sums.total),

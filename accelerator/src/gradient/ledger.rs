@@ -65,6 +65,10 @@ pub(super) enum Fit {
 
 /// What was seen of a parameter's gradient when its bucket was filled before backward ended.
 #[derive(Debug, Default)]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "there is one a parameter, in memory that is kept; tensors of some devices are large"
+)]
 pub(super) enum Sight {
     /// It has not been looked for.
     #[default]

@@ -9,6 +9,7 @@ use super::bucket::Buckets;
 use super::compression::Compression;
 use super::ledger::Ledger;
 use super::overlap::{Order, OverlapReport, Switch, Watching};
+use super::turn::Turn;
 use super::window::Window;
 use crate::model::Trainable;
 
@@ -27,6 +28,8 @@ pub(crate) struct Slot {
     shelf: Mutex<Shelf>,
     /// How many windows ended, over the whole job.
     steps: AtomicU64,
+    /// Of the threads that add to the window.
+    turn: Turn,
     watching: Mutex<Watching>,
     window: Mutex<Window>,
 }
@@ -55,6 +58,7 @@ impl Slot {
                 spare: None,
             }),
             steps: AtomicU64::new(0),
+            turn: Turn::default(),
             watching: Mutex::new(Watching::new(overlap)),
             window: Mutex::new(Window::default()),
             parameters,
@@ -117,6 +121,10 @@ impl Slot {
                 "gradients that were sent as {compression} are not finite: they were too large, and                  this step was reduced again in f32, or they are not finite themselves (said once)"
             );
         }
+    }
+
+    pub(super) fn turn(&self) -> &Turn {
+        &self.turn
     }
 
     pub(super) fn window(&self) -> MutexGuard<'_, Window> {

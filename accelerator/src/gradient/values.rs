@@ -1,6 +1,8 @@
 #[cfg(feature = "flex")]
 use burn::backend::BackendTensor;
-use burn::backend::{DispatchTensor, DispatchTensorKind};
+use burn::backend::DispatchTensor;
+#[cfg(any(feature = "flex", feature = "ndarray"))]
+use burn::backend::DispatchTensorKind;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, TensorData, Transaction};
 

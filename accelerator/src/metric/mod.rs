@@ -33,6 +33,10 @@ pub trait Metric: Sized {
 
 /// A weighted mean, of a loss for example. Its value over no samples is NaN.
 ///
+/// What each rank has added of its own, as in an evaluation, becomes the mean of all by
+/// [`Accelerator::reduce`](crate::Accelerator::reduce). The training loss of
+/// [`Gradients::loss`](crate::Gradients::loss) is that of all ranks already: it only needs to be added up.
+///
 /// ```
 /// use accelerator::metric::Mean;
 ///

@@ -77,6 +77,7 @@ pub(crate) fn draw_all<M: Module>(model: &M) {
 }
 
 /// See [`Accelerator::prepare`].
+#[track_caller]
 pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<M> {
     let device = accelerator.device();
     let model = if model.devices().iter().all(|found| *found == device) {

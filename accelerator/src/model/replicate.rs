@@ -11,6 +11,7 @@ const CHUNK: usize = 64 << 20;
 /// Gives every rank rank 0's values and parameter ids. The layouts were compared before.
 ///
 /// Ids must be equal since optimizer records are keyed by them.
+#[track_caller]
 pub(super) fn from_rank_zero<M: Module>(
     group: &ProcessGroup,
     model: M,
@@ -31,6 +32,7 @@ pub(super) fn from_rank_zero<M: Module>(
 }
 
 /// Replaces `values` by rank 0's, several in one broadcast.
+#[track_caller]
 fn broadcast(group: &ProcessGroup, values: Vec<TensorData>) -> Result<Vec<TensorData>> {
     let mut theirs = Vec::with_capacity(values.len());
     let mut rest = values.into_iter().peekable();

@@ -57,7 +57,7 @@ pub(crate) use self::schedule::Scheduler;
 pub use self::schedule::{Manual, PerEpoch, Scheduled};
 pub(crate) use self::state::{OptimizerSnapshot, OptimizerState, Schedule, check_known};
 use crate::gradient::Gradients;
-use crate::timeline::{Phase, Timeline};
+use crate::timeline::{Part, Phase, Timeline};
 
 /// What the last [`PreparedOptimizer::step`] did.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -108,7 +108,8 @@ impl<S> PreparedOptimizer<S> {
     ) -> M {
         let norm = gradients.known_norm();
         let gradients = {
-            let _copy = (!gradients.is_accumulating()).then(|| self.timeline.span(Phase::Copy));
+            let copy = || self.timeline.span(Phase::Copy(Part::Whole));
+            let _copy = (!gradients.is_accumulating()).then(copy);
             gradients.into_params()
         };
         let Some(gradients) = gradients else {

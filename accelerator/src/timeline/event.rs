@@ -1,3 +1,5 @@
+use core::fmt;
+
 use serde::{Deserialize, Serialize};
 
 /// What the thread that trains is doing.
@@ -6,28 +8,92 @@ pub(crate) enum Phase {
     /// Burn's backward pass.
     Backward,
     /// Gradients into buckets, or out of them.
-    Copy,
+    Copy(Part),
     Optimizer,
-    /// Waiting for a bucket, or reducing it.
+    /// Waiting for what was sent, or reducing it.
     Reduce {
-        bucket: usize,
+        part: Part,
         bytes: usize,
     },
+}
+
+/// What an event is about.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(crate) enum Part {
+    /// Everything.
+    Whole,
+    /// A bucket of gradients, by number.
+    Bucket(u32),
+    /// The numbers that go with the gradients.
+    Control,
+    /// The weight of the window, which goes ahead of compressed gradients.
+    Weight,
+    /// An operation, by its number in the group.
+    Operation(u64),
 }
 
 /// What happened, in a trace.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) enum Kind {
-    AllReduce,
     Backward,
     Copy,
     Data,
     Forward,
     Load,
-    Operation,
+    Operation(Operation),
     Optimizer,
     Reduce,
     Step,
+}
+
+/// A collective, called as the method that starts it.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(super) enum Operation {
+    AllGather,
+    AllGatherObject,
+    AllGatherVaried,
+    AllReduce,
+    Barrier,
+    Broadcast,
+    BroadcastObject,
+    GatherObject,
+    Other,
+    ReduceScatter,
+}
+
+impl Operation {
+    const ALL: [Self; 10] = [
+        Self::AllGather,
+        Self::AllGatherObject,
+        Self::AllGatherVaried,
+        Self::AllReduce,
+        Self::Barrier,
+        Self::Broadcast,
+        Self::BroadcastObject,
+        Self::GatherObject,
+        Self::Other,
+        Self::ReduceScatter,
+    ];
+
+    pub(super) fn of(name: &str) -> Self {
+        let known = Self::ALL.into_iter().find(|known| known.name() == name);
+        known.unwrap_or(Self::Other)
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::AllGather => "all_gather",
+            Self::AllGatherObject => "all_gather_object",
+            Self::AllGatherVaried => "all_gather_varied",
+            Self::AllReduce => "all_reduce",
+            Self::Barrier => "barrier",
+            Self::Broadcast => "broadcast",
+            Self::BroadcastObject => "broadcast_object",
+            Self::GatherObject => "gather_object",
+            Self::Other => "collective",
+            Self::ReduceScatter => "reduce_scatter",
+        }
+    }
 }
 
 impl Kind {
@@ -43,15 +109,14 @@ impl Kind {
 
     pub(super) fn name(self) -> &'static str {
         match self {
-            Self::AllReduce => "all-reduce",
             Self::Backward => "backward",
             Self::Copy => "copy",
             Self::Data => "wait for data",
             Self::Forward => "forward",
             Self::Load => "load batch",
-            Self::Operation => "collective",
+            Self::Operation(operation) => operation.name(),
             Self::Optimizer => "optimizer",
-            Self::Reduce => "wait for all-reduce",
+            Self::Reduce => "wait for all_reduce",
             Self::Step => "step",
         }
     }
@@ -93,15 +158,56 @@ pub(super) struct Event {
     /// The optimizer steps that were done before.
     pub(super) step: u64,
     pub(super) bytes: u64,
-    /// The bucket, or the number of the operation in its group.
-    pub(super) number: u64,
+    pub(super) part: Part,
+}
+
+/// What else there is to say about an event.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Detail {
+    pub(super) bytes: u64,
+    pub(super) part: Part,
+}
+
+impl Detail {
+    pub(super) const NONE: Self = Self {
+        bytes: 0,
+        part: Part::Whole,
+    };
+}
+
+impl Part {
+    pub(crate) fn bucket(number: usize) -> Self {
+        Self::Bucket(u32::try_from(number).unwrap_or(u32::MAX))
+    }
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Whole => f.write_str("all"),
+            Self::Bucket(number) => write!(f, "bucket {number}"),
+            Self::Control => f.write_str("control"),
+            Self::Weight => f.write_str("weight"),
+            Self::Operation(number) => write!(f, "operation {number}"),
+        }
+    }
 }
 
 impl Phase {
+    /// What it is about, and how many bytes that has where they travel.
+    pub(super) fn detail(self) -> Detail {
+        let (part, bytes) = match self {
+            Self::Backward | Self::Optimizer => (Part::Whole, 0),
+            Self::Copy(part) => (part, 0),
+            Self::Reduce { part, bytes } => (part, bytes as u64),
+        };
+        Detail { bytes, part }
+    }
+
     pub(super) fn kind(self) -> Kind {
         match self {
             Self::Backward => Kind::Backward,
-            Self::Copy => Kind::Copy,
+            Self::Copy(_) => Kind::Copy,
             Self::Optimizer => Kind::Optimizer,
             Self::Reduce { .. } => Kind::Reduce,
         }

@@ -5,6 +5,8 @@
 
 mod clock;
 mod event;
+mod interval;
+mod place;
 mod recorder;
 mod ring;
 mod span;
@@ -19,15 +21,17 @@ use std::time::Instant;
 
 use accelerator_collective::ProcessGroup;
 
-pub(crate) use self::event::Phase;
+pub(crate) use self::event::{Part, Phase};
 pub(crate) use self::recorder::Recording;
 pub(crate) use self::span::Span;
 pub use self::summary::{Figure, StepSummary};
 
 use self::clock::Meeting;
+pub(crate) use self::place::Place;
 use self::recorder::Recorder;
 use self::trace::RankTrace;
 use crate::error::{Error, Result};
+use crate::notice;
 
 /// What one rank notes about its steps: a handle, clones of which note in one place.
 ///
@@ -46,6 +50,7 @@ struct Inner {
 
 impl Timeline {
     /// For a rank of that group, whose operations it will see.
+    #[track_caller]
     pub(crate) fn new(group: &ProcessGroup, recording: Recording) -> Result<Self> {
         let recorder = match recording {
             Recording::Nothing => None,
@@ -125,6 +130,7 @@ impl Timeline {
 
     /// Gathers the events of all ranks and lets rank 0 write them to `path`, where a trace is
     /// recorded. A rank that cannot reach rank 0 writes its own beside it.
+    #[track_caller]
     pub(crate) fn write(&self, group: &ProcessGroup, path: &Path) -> Result<()> {
         let Some(recorder) = &self.0.recorder else {
             return Ok(());
@@ -134,21 +140,41 @@ impl Timeline {
         }
         let met = self.meet(group);
         let own = RankTrace::new(self.0.rank, recorder);
-        let gathered = met.and_then(|()| Ok(group.gather_object(&own, 0)?));
+        let gathered = match met {
+            Ok(()) => group.gather_object(&own, 0).map_err(Error::from),
+            Err(error) => Err(error),
+        };
         let (path, ranks) = match gathered {
             Ok(None) => return Ok(()),
             Ok(Some(ranks)) => (path.to_owned(), ranks),
             Err(error) => {
-                let path = trace::path_of_rank(path, own.rank);
+                let path = place::of_rank(path, own.rank);
                 let shown = path.display();
                 tracing::warn!(%error, path = %shown, "ranks are missing: the trace is this rank's alone");
                 (path, vec![own])
             }
         };
-        trace::write(&path, &ranks).map_err(|error| Error::io("write the trace", &path, error))
+        put(&path, &ranks)
+    }
+
+    /// Writes what this rank alone noted, where nothing was written before: beside the trace that it
+    /// would have been a part of, or as the trace where there is no other rank. Waits for nobody.
+    pub(crate) fn write_own(&self, world_size: usize, path: &Path) -> Result<()> {
+        let Some(recorder) = &self.0.recorder else {
+            return Ok(());
+        };
+        if self.0.written.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        let path = match world_size {
+            1 => path.to_owned(),
+            _ => place::of_rank(path, self.0.rank),
+        };
+        put(&path, &[RankTrace::new(self.0.rank, recorder)])
     }
 
     /// Compares clocks with the other ranks.
+    #[track_caller]
     fn meet(&self, group: &ProcessGroup) -> Result<()> {
         if let Some(recorder) = &self.0.recorder {
             let meeting = Meeting::hold(group, recorder.anchor())?;
@@ -160,6 +186,22 @@ impl Timeline {
     fn steps(&self) -> u64 {
         self.0.steps.load(Ordering::Relaxed)
     }
+}
+
+/// Writes a trace, and says where.
+fn put(path: &Path, ranks: &[RankTrace]) -> Result<()> {
+    let written = Place::find(path).and_then(|place| trace::write(&place, ranks));
+    written.map_err(|error| Error::io("write the trace", path, error))?;
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    notice::tell(&format!(
+        "trace of {} written to {}: open it with https://ui.perfetto.dev",
+        match ranks {
+            [one] => format!("rank {}", one.rank),
+            _ => format!("{} ranks", ranks.len()),
+        },
+        path.display()
+    ));
+    Ok(())
 }
 
 impl fmt::Debug for Timeline {

@@ -5,7 +5,8 @@ use std::time::Instant;
 use accelerator_collective::{Observed, Runner};
 
 use super::clock::Meeting;
-use super::event::{Event, Kind, Thread};
+use super::event::{Detail, Event, Kind, Operation, Part, Thread};
+use super::interval::Intervals;
 use super::ring::Ring;
 use super::summary::StepSummary;
 
@@ -14,6 +15,9 @@ const EVENTS: usize = 1 << 16;
 
 /// Over how many of the newest steps medians are taken.
 const STEPS: usize = 1 << 12;
+
+/// Where [`Kind::Reduce`] lies among the phases.
+const WAITING: usize = 4;
 
 /// What is recorded.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -45,6 +49,8 @@ pub(super) struct Times {
     pub(super) phases: [u64; Kind::PHASES.len()],
     /// How long operations were under way, on whichever thread.
     pub(super) communicating: u64,
+    /// How much of that the main thread stood still for.
+    pub(super) exposed: u64,
     pub(super) bytes: u64,
 }
 
@@ -62,7 +68,7 @@ struct Notes {
     sums: Times,
     count: u64,
     open: Open,
-    /// When the last operation of each runner ended: those under way at once count once.
+    /// When the last operation of each runner ended: a trace shows one after the other.
     last_operation: [u64; 2],
 }
 
@@ -74,9 +80,21 @@ struct Open {
     /// Since when the forward pass runs.
     mark: u64,
     state: State,
-    /// The phases that the main thread is in, the innermost last: the time of those within each.
-    within: Vec<u64>,
+    /// The phases that the main thread is in, the innermost last.
+    within: Vec<Within>,
     times: Times,
+    /// When operations of the communication thread were under way, and when the main thread waited
+    /// for them: since `backward` was called.
+    operations: Intervals,
+    waits: Intervals,
+}
+
+/// A phase that has not ended.
+#[derive(Clone, Copy, Debug)]
+struct Within {
+    kind: Kind,
+    /// The time of those within it.
+    inner: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -105,6 +123,8 @@ impl Recorder {
                 count: 0,
                 open: Open {
                     within: Vec::with_capacity(8),
+                    operations: Intervals::new(),
+                    waits: Intervals::new(),
                     ..Open::default()
                 },
                 last_operation: [0; 2],
@@ -130,7 +150,7 @@ impl Recorder {
             notes.open.times = Times::default();
         }
         notes.open.mark = end;
-        notes.phase(Kind::Data, start, end, end - start, [0; 2]);
+        notes.phase(Kind::Data, start, end, end - start, Detail::NONE);
     }
 
     pub(super) fn backward_begins(&self) {
@@ -141,7 +161,7 @@ impl Recorder {
             notes.open.begun = Some(start);
         }
         notes.open.state = State::InBackward;
-        notes.phase(Kind::Forward, start, now, now - start, [0; 2]);
+        notes.phase(Kind::Forward, start, now, now - start, Detail::NONE);
     }
 
     pub(super) fn backward_ends(&self) {
@@ -149,6 +169,8 @@ impl Recorder {
         let mut notes = self.notes();
         notes.open.state = State::Between;
         notes.open.mark = now;
+        // All operations that were started have ended.
+        notes.open.settle();
     }
 
     pub(super) fn step_failed(&self) {
@@ -162,7 +184,16 @@ impl Recorder {
         let begun = notes.open.begun.unwrap_or(notes.open.mark).min(now);
         let mut times = notes.open.times;
         times.total = now - begun;
-        notes.event(Kind::Step, Thread::Main, begun, now, [times.bytes, 0]);
+        notes.event(
+            Kind::Step,
+            Thread::Main,
+            begun,
+            now,
+            Detail {
+                bytes: times.bytes,
+                part: Part::Whole,
+            },
+        );
         notes.sums.add(&times);
         notes.steps.push(times);
         notes.count += 1;
@@ -171,20 +202,23 @@ impl Recorder {
     }
 
     /// The main thread enters a phase.
-    pub(super) fn enter(&self) -> Instant {
-        self.notes().open.within.push(0);
+    pub(super) fn enter(&self, kind: Kind) -> Instant {
+        self.notes().open.within.push(Within { kind, inner: 0 });
         Instant::now()
     }
 
     /// The main thread leaves the phase that it entered at `start`; with its bytes and number.
-    pub(super) fn leave(&self, kind: Kind, start: Instant, detail: [u64; 2]) {
+    pub(super) fn leave(&self, kind: Kind, start: Instant, detail: Detail) {
         let (start, end) = (self.at(start), self.at(Instant::now()));
         let mut notes = self.notes();
-        let inner = notes.open.within.pop().unwrap_or(0);
+        let inner = notes.open.within.pop().map_or(0, |phase| phase.inner);
         if let Some(outer) = notes.open.within.last_mut() {
-            *outer += end - start;
+            outer.inner += end - start;
         }
         let own = (end - start).saturating_sub(inner);
+        if kind == Kind::Reduce && notes.open.state == State::InBackward {
+            notes.open.waits.push(start, end);
+        }
         notes.phase(kind, start, end, own, detail);
     }
 
@@ -192,7 +226,7 @@ impl Recorder {
         let (start, end) = (self.at(start), self.at(Instant::now()));
         let worker = u16::try_from(worker).unwrap_or(u16::MAX);
         self.notes()
-            .event(Kind::Load, Thread::Loader(worker), start, end, [0; 2]);
+            .event(Kind::Load, Thread::Loader(worker), start, end, Detail::NONE);
     }
 
     pub(super) fn communicated(&self, operation: &Observed) {
@@ -202,19 +236,19 @@ impl Recorder {
             Runner::Caller => (Thread::Main, 0),
             Runner::Communication => (Thread::Communication, 1),
         };
+        let bytes = operation.bytes as u64;
+        if notes.open.state == State::InBackward {
+            notes.open.communicated(thread, start, end);
+            notes.open.times.bytes += bytes;
+        }
         // Those that are under way at once end in their order.
         let start = start.max(notes.last_operation[last]).min(end);
         notes.last_operation[last] = end;
-        let bytes = operation.bytes as u64;
-        if notes.open.state == State::InBackward {
-            notes.open.times.communicating += end - start;
-            notes.open.times.bytes += bytes;
-        }
-        let detail = [bytes, operation.sequence];
-        let kind = match operation.name {
-            "all_reduce" => Kind::AllReduce,
-            _ => Kind::Operation,
+        let detail = Detail {
+            bytes,
+            part: Part::Operation(operation.sequence),
         };
+        let kind = Kind::Operation(Operation::of(operation.name));
         notes.event(kind, thread, start, end, detail);
     }
 
@@ -245,15 +279,15 @@ impl Recorder {
 }
 
 impl Notes {
-    fn phase(&mut self, kind: Kind, start: u64, end: u64, own: u64, detail: [u64; 2]) {
+    fn phase(&mut self, kind: Kind, start: u64, end: u64, own: u64, detail: Detail) {
         if let Some(phase) = Kind::PHASES.into_iter().position(|phase| phase == kind) {
             self.open.times.phases[phase] += own;
         }
         self.event(kind, Thread::Main, start, end, detail);
     }
 
-    fn event(&mut self, kind: Kind, thread: Thread, start: u64, end: u64, detail: [u64; 2]) {
-        let [bytes, number] = detail;
+    fn event(&mut self, kind: Kind, thread: Thread, start: u64, end: u64, detail: Detail) {
+        let Detail { bytes, part } = detail;
         self.events.push(Event {
             kind,
             thread,
@@ -261,7 +295,7 @@ impl Notes {
             end,
             step: self.count,
             bytes,
-            number,
+            part,
         });
     }
 
@@ -270,6 +304,38 @@ impl Notes {
         self.open.mark = now;
         self.open.state = State::New;
         self.open.times = Times::default();
+        self.open.operations.clear();
+        self.open.waits.clear();
+    }
+}
+
+impl Open {
+    /// An operation was under way.
+    fn communicated(&mut self, thread: Thread, start: u64, end: u64) {
+        match thread {
+            Thread::Communication => self.operations.push(start, end),
+            // One that blocks the main thread is hidden by nothing. No other is under way meanwhile.
+            _ => {
+                let time = end - start;
+                self.times.communicating += time;
+                self.times.exposed += time;
+                // What is not waited for in a phase of its own, such as an agreement.
+                if !self.within.iter().any(|phase| phase.kind == Kind::Reduce) {
+                    self.times.phases[WAITING] += time;
+                    if let Some(outer) = self.within.last_mut() {
+                        outer.inner += time;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Adds up the operations and waits that are complete.
+    fn settle(&mut self) {
+        self.times.communicating += self.operations.length();
+        self.times.exposed += self.operations.common(&self.waits);
+        self.operations.clear();
+        self.waits.clear();
     }
 }
 
@@ -277,6 +343,7 @@ impl Times {
     fn add(&mut self, other: &Self) {
         self.total += other.total;
         self.communicating += other.communicating;
+        self.exposed += other.exposed;
         self.bytes += other.bytes;
         for (sum, phase) in self.phases.iter_mut().zip(other.phases) {
             *sum += phase;
@@ -293,8 +360,9 @@ impl fmt::Display for Times {
         }
         write!(
             f,
-            ", communicating {:.3}, {} bytes",
+            ", communicating {:.3}, exposed {:.3}, {} bytes",
             milliseconds(self.communicating),
+            milliseconds(self.exposed),
             self.bytes
         )
     }
@@ -322,11 +390,11 @@ mod tests {
         let start = recorder.anchor();
         recorder.batch_came(start, start);
         recorder.backward_begins();
-        let outer = recorder.enter();
-        let inner = recorder.enter();
+        let outer = recorder.enter(Kind::Backward);
+        let inner = recorder.enter(Kind::Copy);
         std::thread::sleep(2 * MS);
-        recorder.leave(Kind::Copy, inner, [0; 2]);
-        recorder.leave(Kind::Backward, outer, [0; 2]);
+        recorder.leave(Kind::Copy, inner, Detail::NONE);
+        recorder.leave(Kind::Backward, outer, Detail::NONE);
         recorder.backward_ends();
         let times = recorder.step_ends();
         let [_, _, backward, copy, ..] = times.phases;
@@ -357,6 +425,36 @@ mod tests {
         let [data, ..] = recorder.notes().open.times.phases;
         assert_eq!(data, 11_000_000);
         assert_eq!(recorder.events().0.len(), 0, "only steps are recorded");
+    }
+
+    #[test]
+    fn only_waiting_while_something_is_under_way_is_exposed() {
+        let recorder = Recorder::new(Recording::Steps);
+        let at = |time: u64| time * 1_000_000;
+        recorder.backward_begins();
+        {
+            let mut notes = recorder.notes();
+            let open = &mut notes.open;
+            // Two are under way at once; the first one is hidden by backward.
+            open.communicated(Thread::Communication, at(10), at(16));
+            open.communicated(Thread::Communication, at(12), at(20));
+            // The loop waits before the thread has begun, and wakes late.
+            open.waits.push(at(18), at(23));
+            open.communicated(Thread::Communication, at(25), at(26));
+            open.waits.push(at(24), at(31));
+            // The loop communicates itself.
+            open.communicated(Thread::Main, at(40), at(43));
+        }
+        recorder.backward_ends();
+        let times = recorder.step_ends();
+        assert_eq!(times.communicating, at(10 + 1 + 3));
+        assert_eq!(times.exposed, at(2 + 1 + 3));
+        assert_eq!(Kind::PHASES[WAITING], Kind::Reduce);
+        assert_eq!(times.phases[WAITING], at(3), "no phase was entered for it");
+        // The next step begins with nothing.
+        recorder.backward_begins();
+        recorder.backward_ends();
+        assert_eq!(recorder.step_ends().communicating, 0);
     }
 
     #[test]

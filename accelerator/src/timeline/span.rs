@@ -21,15 +21,15 @@ impl<'a> Span<'a> {
     ) -> Self {
         let span = match phase {
             Phase::Backward => tracing::debug_span!("backward", rank, step),
-            Phase::Copy => tracing::debug_span!("copy_gradients", rank, step),
+            Phase::Copy(part) => tracing::debug_span!("copy_gradients", rank, step, %part),
             Phase::Optimizer => tracing::debug_span!("optimizer_step", rank, step),
-            Phase::Reduce { bucket, bytes } => {
-                tracing::debug_span!("all_reduce", rank, step, bucket, bytes)
+            Phase::Reduce { part, bytes } => {
+                tracing::debug_span!("all_reduce", rank, step, %part, bytes)
             }
         };
         Self {
             _entered: span.entered(),
-            noted: recorder.map(|recorder| (recorder, recorder.enter())),
+            noted: recorder.map(|recorder| (recorder, recorder.enter(phase.kind()))),
             phase,
         }
     }
@@ -38,11 +38,7 @@ impl<'a> Span<'a> {
 impl Drop for Span<'_> {
     fn drop(&mut self) {
         if let Some((recorder, start)) = self.noted {
-            let detail = match self.phase {
-                Phase::Reduce { bucket, bytes } => [bytes as u64, bucket as u64],
-                Phase::Backward | Phase::Copy | Phase::Optimizer => [0; 2],
-            };
-            recorder.leave(self.phase.kind(), start, detail);
+            recorder.leave(self.phase.kind(), start, self.phase.detail());
         }
     }
 }

@@ -11,9 +11,10 @@ use super::recorder::Times;
 /// [`Epoch`](crate::data::Epoch)'s, where the step before ended), and ends when the optimizer has moved
 /// the model. What lies between steps, such as an evaluation, belongs to none.
 ///
-/// `data`, `forward`, `backward`, `copying`, `exposed` and `optimizer` share out the time of the thread
-/// that trains, without overlap; the rest of the `step` is `other`. Times are in seconds. They are those
-/// of the program: a device that works beside it (a GPU) shows its time where the program waits for it.
+/// `data`, `forward`, `backward`, `copying`, `waiting` and `optimizer` share out the time of the thread
+/// that trains, without overlap; the rest of the `step` is `other`. `communicating` runs beside them, or
+/// within `waiting`. Times are in seconds. They are those of the program: a device that works beside it
+/// (a GPU) shows its time where the program waits for it.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct StepSummary {
@@ -29,14 +30,18 @@ pub struct StepSummary {
     pub backward: Figure,
     /// Moving gradients into buckets and out of them.
     pub copying: Figure,
-    /// Waiting for other ranks and for gradients on their way: communication that nothing hid.
-    pub exposed: Figure,
+    /// Standing still until the gradients of all ranks are there. That is more than `exposed` by what it
+    /// takes until another thread begins to communicate, and until this one wakes.
+    pub waiting: Figure,
     /// Burn's optimizer.
     pub optimizer: Figure,
     /// Everything else, from the schedule to what the loop itself does.
     pub other: Figure,
-    /// How long collectives of `backward` were under way, hidden or not.
+    /// How long collectives of `backward` were under way, hidden or not: each from its start to its
+    /// end, with waiting for ranks that come late. Several at once count once.
     pub communicating: Figure,
+    /// The part of `communicating` that nothing hid: the thread that trains stood still meanwhile.
+    pub exposed: Figure,
     /// How many bytes this rank gave to the collectives of `backward`: all buckets, as they travel,
     /// and the few numbers that go with them.
     pub bytes: Figure,
@@ -57,7 +62,7 @@ impl StepSummary {
     /// there was no communication. Of means.
     pub fn hidden(&self) -> Option<f64> {
         let all = self.communicating.mean;
-        (all > 0.0).then(|| (1.0 - self.exposed.mean / all).clamp(0.0, 1.0))
+        (all > 0.0).then(|| 1.0 - self.exposed.mean / all)
     }
 
     pub(super) fn of(steps: u64, sums: &Times, newest: &[Times]) -> Option<Self> {
@@ -76,7 +81,7 @@ impl StepSummary {
         let second = 1e9;
         let mut phase = |number: usize| figure(second, &move |times| times.phases[number]);
         // In the order of `Kind::PHASES`.
-        let [data, forward, backward, copying, exposed, optimizer] =
+        let [data, forward, backward, copying, waiting, optimizer] =
             [0, 1, 2, 3, 4, 5].map(&mut phase);
         Some(Self {
             steps,
@@ -85,42 +90,31 @@ impl StepSummary {
             forward,
             backward,
             copying,
-            exposed,
+            waiting,
             optimizer,
             other: figure(second, &|times| {
                 times.total.saturating_sub(times.phases.iter().sum())
             }),
             communicating: figure(second, &|times| times.communicating),
+            exposed: figure(second, &|times| times.exposed),
             bytes: figure(1.0, &|times| times.bytes),
         })
     }
 
     /// All figures, for a reduction.
-    pub(crate) fn figures_mut(&mut self) -> [&mut Figure; 10] {
-        let Self {
-            steps: _,
-            step,
-            data,
-            forward,
-            backward,
-            copying,
-            exposed,
-            optimizer,
-            other,
-            communicating,
-            bytes,
-        } = self;
+    pub(crate) fn figures_mut(&mut self) -> [&mut Figure; 11] {
         [
-            step,
-            data,
-            forward,
-            backward,
-            copying,
-            exposed,
-            optimizer,
-            other,
-            communicating,
-            bytes,
+            &mut self.step,
+            &mut self.data,
+            &mut self.forward,
+            &mut self.backward,
+            &mut self.copying,
+            &mut self.waiting,
+            &mut self.optimizer,
+            &mut self.other,
+            &mut self.communicating,
+            &mut self.exposed,
+            &mut self.bytes,
         ]
     }
 }
@@ -139,14 +133,22 @@ impl fmt::Display for StepSummary {
             ("  forward", self.forward),
             ("  backward", self.backward),
             ("  copying", self.copying),
-            ("  exposed", self.exposed),
+            ("  waiting", self.waiting),
             ("  optimizer", self.optimizer),
             ("  other", self.other),
-            ("communicating", self.communicating),
         ];
         for (name, Figure { mean, median }) in rows {
             let (mean, median, share) = (1e3 * mean, 1e3 * median, 100.0 * mean / whole);
             writeln!(f, "{name:<16}{mean:>12.3}{median:>12.3}{share:>7.1}%")?;
+        }
+        // No share of the step: it runs beside it.
+        let beside = [
+            ("communicating", self.communicating),
+            ("  exposed", self.exposed),
+        ];
+        for (name, Figure { mean, median }) in beside {
+            let (mean, median) = (1e3 * mean, 1e3 * median);
+            writeln!(f, "{name:<16}{mean:>12.3}{median:>12.3}")?;
         }
         write!(
             f,
@@ -181,6 +183,7 @@ mod tests {
             total,
             phases: [0, 0, 0, 0, total / 4, 0],
             communicating: total / 2,
+            exposed: total / 5,
             bytes: 100,
         };
         let newest = [
@@ -194,13 +197,20 @@ mod tests {
         };
         let summary = StepSummary::of(3, &sums, &newest).unwrap();
         assert_eq!((summary.step.mean, summary.step.median), (2.0, 1.0));
-        assert_eq!((summary.exposed.mean, summary.other.mean), (0.5, 1.5));
+        assert_eq!((summary.waiting.mean, summary.other.mean), (0.5, 1.5));
         assert_eq!((summary.bytes.mean, summary.bytes.median), (100.0, 100.0));
-        assert_eq!(summary.hidden(), Some(0.5));
+        assert_eq!((summary.exposed.mean, summary.hidden()), (0.4, Some(0.6)));
         let table = summary.to_string();
         assert!(
             table.contains("1000.000") && table.contains("25.0%"),
             "{table}"
+        );
+        let shares = table.lines().filter_map(|line| line.strip_suffix('%'));
+        let shares = shares.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok());
+        assert_eq!(
+            shares.sum::<f64>(),
+            200.0,
+            "the step, and its parts: {table}"
         );
         assert!(StepSummary::of(0, &sums, &newest).is_none());
         assert_eq!(median(&mut [4, 1]), 2.5);

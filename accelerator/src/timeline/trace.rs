@@ -1,13 +1,13 @@
 use std::collections::BTreeSet;
-use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::io::{self, Write};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::clock::Meeting;
-use super::event::{Event, Kind, Thread};
+use super::event::{Event, Kind, Part, Thread};
+use super::place::Place;
 use super::recorder::Recorder;
 
 /// What one rank has to show.
@@ -23,7 +23,7 @@ pub(super) struct RankTrace {
 }
 
 /// An event without the names of its fields, of which there are many.
-type Row = (Kind, Thread, u64, u64, u64, u64, u64);
+type Row = (Kind, Thread, u64, u64, u64, u64, Part);
 
 impl RankTrace {
     pub(super) fn new(rank: usize, recorder: &Recorder) -> Self {
@@ -37,9 +37,9 @@ impl RankTrace {
                 end,
                 step,
                 bytes,
-                number,
+                part,
             } = event;
-            (kind, thread, start, end, step, bytes, number)
+            (kind, thread, start, end, step, bytes, part)
         };
         Self {
             rank,
@@ -58,22 +58,11 @@ impl RankTrace {
     }
 }
 
-/// Where a rank puts its own part when it cannot give it to rank 0.
-pub(super) fn path_of_rank(path: &Path, rank: usize) -> PathBuf {
-    path.with_extension(format!("rank{rank}.json"))
-}
-
 /// Writes the trace event format of Chrome, in the form of an object, which Perfetto reads too: a
 /// process is a rank, complete events (`X`) are spans in microseconds, `M` names processes and
-/// threads, `C` counts bytes. The file is complete or not there.
-pub(super) fn write(path: &Path, ranks: &[RankTrace]) -> io::Result<()> {
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(".part");
-    let part = path.with_file_name(name);
-    let mut file = BufWriter::new(File::create(&part)?);
-    write_to(&mut file, ranks)?;
-    file.into_inner()?.sync_all()?;
-    fs::rename(part, path)
+/// threads, `C` counts bytes.
+pub(super) fn write(place: &Place, ranks: &[RankTrace]) -> io::Result<()> {
+    place.fill(|file| write_to(file, ranks))
 }
 
 fn write_to(file: &mut impl Write, ranks: &[RankTrace]) -> io::Result<()> {
@@ -143,19 +132,17 @@ fn names(rank: &RankTrace) -> Vec<Value> {
 }
 
 fn span(rank: usize, row: &Row, start: f64, end: f64) -> Value {
-    let &(kind, thread, _, _, step, bytes, number) = row;
+    let &(kind, thread, _, _, step, bytes, part) = row;
     let mut args = json!({ "step": step });
-    match kind {
-        Kind::AllReduce | Kind::Operation => {
-            args["bytes"] = json!(bytes);
-            args["operation"] = json!(number);
-        }
-        Kind::Reduce => {
-            args["bytes"] = json!(bytes);
-            args["bucket"] = json!(number);
-        }
-        Kind::Step => args["bytes"] = json!(bytes),
-        _ => {}
+    if let Kind::Operation(_) | Kind::Reduce | Kind::Step = kind {
+        args["bytes"] = json!(bytes);
+    }
+    match part {
+        Part::Whole => {}
+        Part::Bucket(number) => args["bucket"] = json!(number),
+        Part::Control => args["bucket"] = json!("control"),
+        Part::Weight => args["bucket"] = json!("weight"),
+        Part::Operation(number) => args["operation"] = json!(number),
     }
     json!({
         "ph": "X", "cat": "accelerator", "name": kind.name(), "pid": rank,

@@ -74,6 +74,24 @@ pub fn flat<M: Module>(model: &M) -> Vec<f32> {
     flat.0
 }
 
+/// What each of the ranks has, which is the same to the bit.
+pub fn of_every_rank(outcomes: Vec<Vec<f32>>) -> Vec<f32> {
+    let bits = |values: &Vec<f32>| {
+        values
+            .iter()
+            .map(|value| value.to_bits())
+            .collect::<Vec<_>>()
+    };
+    for outcome in &outcomes {
+        assert_eq!(
+            bits(outcome),
+            bits(&outcomes[0]),
+            "every rank holds the same bits"
+        );
+    }
+    outcomes.into_iter().next().unwrap()
+}
+
 pub fn assert_close(ours: &[f32], theirs: &[f32], bound: f32) {
     assert_eq!(ours.len(), theirs.len());
     for (ours, theirs) in ours.iter().zip(theirs) {

@@ -2,6 +2,7 @@ mod anchors;
 mod calibration;
 mod hook;
 mod identity;
+mod learning;
 mod plan;
 mod report;
 mod setting;

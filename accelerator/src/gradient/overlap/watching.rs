@@ -8,6 +8,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
 use super::calibration::{self, Calibration};
+use super::learning::{Agreement, Learning, Lesson};
 use super::plan::{self, Order, Point};
 use super::report::{OverlapReport, OverlapState};
 use super::{Anchors, Lookout, Observer, hook, watch};
@@ -26,6 +27,15 @@ pub(crate) enum Switch {
     On,
 }
 
+impl Switch {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::On => "on",
+        }
+    }
+}
+
 /// What is known about when a model's gradients are ready. All ranks go from phase to phase
 /// together, at the end of a window.
 #[derive(Debug)]
@@ -35,29 +45,21 @@ pub(in crate::gradient) struct Watching {
     /// In the last window: buckets, and how many were sent before backward ended.
     buckets: usize,
     early: usize,
+    /// In all windows in which buckets could be sent early, and how many these were.
+    early_total: u64,
+    windows: u64,
     repairs: u32,
 }
 
 #[derive(Debug)]
 enum Phase {
     Off,
-    /// How deep is the loss?
-    Measuring,
-    /// Of a loss that is so deep: where is which gradient ready?
-    Calibrating(usize),
+    /// When gradients are ready is not known to all ranks yet.
+    Learning(Learning),
     /// Buckets are sent at these points.
     Sending(Vec<Point>),
     /// What was ready changed too often.
     GivenUp,
-}
-
-/// What a backward pass has taught.
-#[derive(Debug)]
-pub(in crate::gradient) enum News {
-    None,
-    Depth(usize),
-    /// By parameter: the depth at which it is ready.
-    Ready(Vec<Option<usize>>),
 }
 
 impl Watching {
@@ -66,10 +68,12 @@ impl Watching {
             anchors: Anchors::default(),
             phase: match switch {
                 Switch::Off => Phase::Off,
-                Switch::On => Phase::Measuring,
+                Switch::On => Phase::Learning(Learning::new()),
             },
             buckets: 0,
             early: 0,
+            early_total: 0,
+            windows: 0,
             repairs: 0,
         }
     }
@@ -85,48 +89,55 @@ impl Watching {
         OverlapReport {
             state: match self.phase {
                 Phase::Off => OverlapState::Off,
-                Phase::Measuring | Phase::Calibrating(_) => OverlapState::Learning,
+                Phase::Learning(_) => OverlapState::Learning,
                 Phase::Sending(_) => OverlapState::On,
                 Phase::GivenUp => OverlapState::GivenUp,
             },
             buckets: self.buckets,
             early: self.early,
+            early_total: self.early_total,
+            windows: self.windows,
             repairs: self.repairs,
         }
     }
 
-    /// Runs backward, while `reducer` sends what is ready if it is known where to look.
+    /// Runs backward, while `reducer` sends what is ready if it is known where to look. Tells what was
+    /// learnt in it.
     pub(in crate::gradient) fn backward<M: Module>(
         &mut self,
         loss: Tensor<1>,
         model: &M,
         slot: &Slot,
         reducer: Reducer,
-    ) -> (GradientsParams, Reducer, News) {
-        let lookouts = match &self.phase {
-            Phase::Off | Phase::GivenUp => None,
-            Phase::Measuring => Some(Vec::new()),
-            Phase::Calibrating(depth) => Some(everywhere(*depth, model, slot)),
-            // An idle rank has nothing to send but zeros.
-            Phase::Sending(_) if reducer.is_idle() => None,
-            Phase::Sending(points) => Some(at_points(points, model, slot, &reducer)),
+    ) -> (GradientsParams, Reducer, Option<Lesson>) {
+        let served = hook::serves(&loss);
+        let watched = match &self.phase {
+            // It has nothing to send but zeros, and nothing to learn from.
+            _ if reducer.is_idle() => None,
+            Phase::Sending(points) if served => Some((
+                Watcher::Sending(points.clone()),
+                at_points(points, model, slot, &reducer),
+            )),
+            Phase::Learning(learning) => match learning.lesson {
+                Lesson::Learnt(_) => None,
+                _ if !served => {
+                    let late = Lesson::Learnt(vec![None; slot.parameters().len()]);
+                    let gradients = GradientsParams::from_grads(loss.backward(), model);
+                    return (gradients, reducer, Some(late));
+                }
+                Lesson::Depth => Some((Watcher::Measuring(0), Vec::new())),
+                Lesson::Places(depth) => {
+                    let lookouts = everywhere(depth, model, slot);
+                    let depths = lookouts.iter().map(|lookout| lookout.depth).collect();
+                    let calibration = Calibration::new(slot.parameters().len(), depths);
+                    Some((Watcher::Calibrating(calibration), lookouts))
+                }
+            },
+            Phase::Off | Phase::Sending(_) | Phase::GivenUp => None,
         };
-        let Some(lookouts) = lookouts.filter(|_| hook::serves(&loss)) else {
-            let news = match self.phase {
-                Phase::Measuring => News::Depth(0),
-                Phase::Calibrating(_) => News::Ready(vec![None; slot.parameters().len()]),
-                _ => News::None,
-            };
+        let Some((watcher, lookouts)) = watched else {
             let gradients = GradientsParams::from_grads(loss.backward(), model);
-            return (gradients, reducer, news);
-        };
-        let depths = lookouts.iter().map(|lookout| lookout.depth).collect();
-        let watcher = match &self.phase {
-            Phase::Calibrating(_) => {
-                Watcher::Calibrating(Calibration::new(slot.parameters().len(), depths))
-            }
-            Phase::Sending(points) => Watcher::Sending(points.clone()),
-            _ => Watcher::Measuring(0),
+            return (gradients, reducer, None);
         };
         let eyes = Arc::new(Eyes(Mutex::new(Some((watcher, reducer)))));
         let observer: Arc<dyn Observer> = eyes.clone();
@@ -134,33 +145,53 @@ impl Watching {
         let gradients = GradientsParams::from_grads(gradients, model);
         drop(observer);
         let (watcher, reducer) = eyes.close();
-        let news = match watcher {
-            Watcher::Measuring(depth) => News::Depth(depth),
-            Watcher::Calibrating(calibration) => News::Ready(
-                calibration.result(|index| values::look(&gradients, &slot.parameters()[index])),
-            ),
-            Watcher::Sending(_) => News::None,
+        let lesson = match watcher {
+            Watcher::Measuring(depth) => Some(Lesson::Places(depth)),
+            Watcher::Calibrating(calibration) => {
+                Some(Lesson::Learnt(calibration.result(|index| {
+                    values::look(&gradients, &slot.parameters()[index])
+                })))
+            }
+            Watcher::Sending(_) => None,
         };
-        (gradients, reducer, news)
+        (gradients, reducer, lesson)
     }
 
-    /// After a window was reduced: goes on to the next phase. All ranks call it.
+    /// After a window was reduced, with what it has taught this rank: goes on to the next phase. All
+    /// ranks call it.
     #[track_caller]
     pub(in crate::gradient) fn learn(
         &mut self,
-        news: News,
+        lesson: Option<Lesson>,
         reduced: &mut Reduced,
         slot: &Slot,
         group: &ProcessGroup,
     ) -> Result<()> {
         self.buckets = reduced.ledger.layout.len();
         self.early = reduced.early;
-        match (&self.phase, news) {
-            (Phase::Measuring, News::Depth(depth)) => self.phase = Phase::Calibrating(depth),
-            (Phase::Calibrating(_), News::Ready(ready)) => {
-                self.phase = agree(&ready, slot, group)?;
+        if let Phase::Sending(_) = self.phase {
+            self.early_total += reduced.early as u64;
+            self.windows += 1;
+        }
+        match &mut self.phase {
+            Phase::Learning(learning) => {
+                if let Some(lesson) = lesson {
+                    learning.lesson = lesson;
+                }
+                let parameters = slot.parameters().len();
+                match learning.agree(parameters, group)? {
+                    Agreement::NotYet => {}
+                    Agreement::NothingEarly => {
+                        tracing::debug!("no gradient of this model is ready before backward ends");
+                        self.phase = Phase::Off;
+                    }
+                    Agreement::Order(order) => {
+                        let ready = learning.ready(parameters);
+                        self.phase = Phase::Sending(lay_out(&order, &ready, slot));
+                    }
+                }
             }
-            (Phase::Sending(_), _) if reduced.repaired > 0 => {
+            Phase::Sending(_) if reduced.repaired > 0 => {
                 self.repairs += 1;
                 if self.repairs >= PATIENCE {
                     tracing::warn!(
@@ -230,24 +261,10 @@ impl Observer for Eyes {
     }
 }
 
-/// Lays the buckets out in rank 0's order, and finds where to look on this rank.
-#[track_caller]
-fn agree(ready: &[Option<usize>], slot: &Slot, group: &ProcessGroup) -> Result<Phase> {
-    // 0 is what is ready in the end.
-    let mut depths: Vec<u64> = ready
-        .iter()
-        .map(|depth| depth.map_or(0, |depth| depth as u64))
-        .collect();
-    group.broadcast(&mut depths, 0)?;
-    let of_rank_zero = depths
-        .iter()
-        .map(|&depth| (depth > 0).then_some(depth as usize));
-    let order = Order::of(&of_rank_zero.collect::<Vec<_>>());
-    if order.early == 0 {
-        tracing::debug!("no gradient of this model is ready before backward ends");
-        return Ok(Phase::Off);
-    }
-    let layout = slot.lay_out(&order);
+/// Lays the buckets out in that order, and finds where to look on this rank, where gradients are
+/// `ready` at these depths.
+fn lay_out(order: &Order, ready: &[Option<usize>], slot: &Slot) -> Vec<Point> {
+    let layout = slot.lay_out(order);
     let late = &order.parameters[order.early..];
     let early: Vec<Vec<usize>> = (0..layout.len())
         .map(|bucket| layout.members(bucket).to_vec())
@@ -260,7 +277,7 @@ fn agree(ready: &[Option<usize>], slot: &Slot, group: &ProcessGroup) -> Result<P
         late = late.len(),
         "buckets are sent while backward runs"
     );
-    Ok(Phase::Sending(points))
+    points
 }
 
 /// Looks at all parameters, at quantiles of the depth.

@@ -4,7 +4,7 @@ use accelerator_collective::{Buffer, DType, ReduceOp};
 
 use super::{Pace, Reducer, waited};
 use crate::error::Result;
-use crate::timeline::Phase;
+use crate::timeline::{Part, Phase};
 
 impl Reducer {
     /// Lets the ranks add up their weights, before anybody sends.
@@ -13,7 +13,10 @@ impl Reducer {
         let mut total = spare.unwrap_or_else(|| self.group.buffer(DType::F64, 1));
         total.as_mut_slice::<f64>()?[0] = self.total;
         self.promise.give();
-        self.weighing = Some(self.group.start_all_reduce(total, ReduceOp::Sum)?);
+        let pending = self
+            .group
+            .start_all_reduce_at(total, ReduceOp::Sum, self.caller)?;
+        self.weighing = Some(pending);
         Ok(())
     }
 
@@ -37,12 +40,16 @@ impl Reducer {
         self.promise.give();
         match self.pace {
             Pace::InFlight => {
-                self.control = Some(self.group.start_all_reduce(control, ReduceOp::Sum)?);
+                let pending =
+                    self.group
+                        .start_all_reduce_at(control, ReduceOp::Sum, self.caller)?;
+                self.control = Some(pending);
             }
             Pace::Blocking => {
-                let (bucket, bytes) = (self.ledger.layout.len(), control.bytes().len());
-                let _reduce = self.timeline.span(Phase::Reduce { bucket, bytes });
-                self.group.all_reduce_buffer(&mut control, ReduceOp::Sum)?;
+                let (part, bytes) = (Part::Control, control.bytes().len());
+                let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
+                self.group
+                    .all_reduce_buffer_at(&mut control, ReduceOp::Sum, self.caller)?;
                 self.ledger.control = Some(control);
             }
         }
@@ -51,10 +58,8 @@ impl Reducer {
 
     pub(super) fn receive_control(&mut self) -> Result<()> {
         if let Some(control) = self.control.take() {
-            // Numbered behind the buckets.
-            let number = self.ledger.layout.len();
             let bytes = 8 * (2 + self.ledger.here.len() + self.ledger.wrong.len());
-            self.ledger.control = Some(waited(&self.timeline, number, bytes, control)?);
+            self.ledger.control = Some(waited(&self.timeline, Part::Control, bytes, control)?);
         }
         let ledger = &mut self.ledger;
         let values = values(&ledger.control)?;

@@ -2,6 +2,7 @@ mod control;
 mod promise;
 
 use core::mem::replace;
+use core::panic::Location;
 
 use accelerator_collective::{Buffer, Pending, ProcessGroup, ReduceOp, TransportKind};
 use burn::backend::DispatchTensor;
@@ -15,7 +16,7 @@ use super::values;
 use super::window::{self, Window, check_all_known};
 use crate::data::Mark;
 use crate::error::Result;
-use crate::timeline::{Phase, Timeline};
+use crate::timeline::{Part, Phase, Timeline};
 
 /// Sums a window over the ranks: takes the gradients of its last micro-step, in the middle of
 /// backward or after it, and sends what is complete.
@@ -27,6 +28,8 @@ use crate::timeline::{Phase, Timeline};
 pub(super) struct Reducer {
     /// First, so that others hear of a failure before what is on its way is given up.
     promise: Promise,
+    /// Where the program called `backward`, for errors: much is sent from inside Burn.
+    caller: &'static Location<'static>,
     compression: Compression,
     control: Option<Pending>,
     /// Buckets that were sent before backward ended.
@@ -103,6 +106,7 @@ impl Reducer {
         let (ledger, marks, before) = window.into_parts(slot, group);
         let mut reducer = Self {
             promise: Promise::new(group),
+            caller: Location::caller(),
             compression,
             control: None,
             early: 0,
@@ -151,7 +155,7 @@ impl Reducer {
         let Some(mut buffer) = self.ledger.open(bucket) else {
             return;
         };
-        let copy = self.timeline.span(Phase::Copy);
+        let copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
         let ledger = &mut self.ledger;
         ledger.keep(&self.group, bucket, &buffer);
         let layout = ledger.layout.clone();
@@ -180,7 +184,6 @@ impl Reducer {
     ///
     /// Where this fails although something was sent, the group fails with it: the other ranks wait
     /// for what this one does not send.
-    #[track_caller]
     pub(super) fn finish(
         mut self,
         slot: &Slot,
@@ -199,7 +202,6 @@ impl Reducer {
     }
 
     /// Sends what is left, and waits for everything. Tells how many buckets were sent too early.
-    #[track_caller]
     fn conclude(
         &mut self,
         slot: &Slot,
@@ -252,10 +254,10 @@ impl Reducer {
     /// many gradients are of no parameter that is known.
     fn fill(&mut self, slot: &Slot, gradients: &mut GradientsParams) -> usize {
         let mut strangers = gradients.len();
-        let _copy = self.timeline.span(Phase::Copy);
         let ledger = &mut self.ledger;
         let layout = ledger.layout.clone();
         for bucket in 0..layout.len() {
+            let _copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
             let open = ledger.open(bucket);
             for &index in layout.members(bucket) {
                 let parameter = &slot.parameters()[index];
@@ -323,7 +325,7 @@ impl Reducer {
     /// Sends buckets in their order, up to the first that is not complete.
     fn send_complete(&mut self) -> Result<()> {
         if let Some(total) = self.weighing.take() {
-            let total = waited(&self.timeline, self.ledger.layout.len(), 8, total)?;
+            let total = waited(&self.timeline, Part::Weight, 8, total)?;
             self.scale = Some(self.compression.scale(total.as_slice::<f64>()?[0]));
             self.ledger.total = Some(total);
         }
@@ -344,11 +346,13 @@ impl Reducer {
         let spare = self.ledger.wires[bucket].take();
         let mut wire = spare.unwrap_or_else(|| self.group.buffer(dtype, buffer.len()));
         {
-            let _copy = self.timeline.span(Phase::Copy);
+            let _copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
             compression::compress(&buffer, &mut wire, scale);
         }
         self.promise.give();
-        let pending = self.group.start_all_reduce(wire, ReduceOp::Sum)?;
+        let pending = self
+            .group
+            .start_all_reduce_at(wire, ReduceOp::Sum, self.caller)?;
         self.ledger.stages[bucket] = Stage::SentRounded(buffer, pending);
         Ok(())
     }
@@ -356,11 +360,16 @@ impl Reducer {
     fn send_exactly(&mut self, bucket: usize, mut buffer: Buffer) -> Result<()> {
         self.promise.give();
         self.ledger.stages[bucket] = match self.pace {
-            Pace::InFlight => Stage::Sent(self.group.start_all_reduce(buffer, ReduceOp::Sum)?),
+            Pace::InFlight => Stage::Sent(self.group.start_all_reduce_at(
+                buffer,
+                ReduceOp::Sum,
+                self.caller,
+            )?),
             Pace::Blocking => {
-                let bytes = buffer.bytes().len();
-                let _reduce = self.timeline.span(Phase::Reduce { bucket, bytes });
-                self.group.all_reduce_buffer(&mut buffer, ReduceOp::Sum)?;
+                let (part, bytes) = (Part::bucket(bucket), buffer.bytes().len());
+                let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
+                self.group
+                    .all_reduce_buffer_at(&mut buffer, ReduceOp::Sum, self.caller)?;
                 Stage::Summed(buffer)
             }
         };
@@ -376,12 +385,12 @@ impl Reducer {
             ledger.stages[bucket] = match replace(&mut ledger.stages[bucket], Stage::Lost) {
                 Stage::Sent(pending) => {
                     let bytes = ledger.layout.bytes(bucket);
-                    Stage::Summed(waited(timeline, bucket, bytes, pending)?)
+                    Stage::Summed(waited(timeline, Part::bucket(bucket), bytes, pending)?)
                 }
                 Stage::SentRounded(sums, pending) => {
                     let bytes = sums.bytes().len() / 2;
-                    let wire = waited(timeline, bucket, bytes, pending)?;
-                    let _copy = timeline.span(Phase::Copy);
+                    let wire = waited(timeline, Part::bucket(bucket), bytes, pending)?;
+                    let _copy = timeline.span(Phase::Copy(Part::bucket(bucket)));
                     let fit = if compression::is_finite(&wire) {
                         Fit::Within
                     } else {
@@ -411,7 +420,7 @@ impl Reducer {
             ledger.stages[bucket] = match replace(&mut ledger.stages[bucket], Stage::Lost) {
                 Stage::Rounded(mut sums, _) => match (&ledger.wires[bucket], self.scale) {
                     (Some(wire), Some(scale)) if fits => {
-                        let _copy = self.timeline.span(Phase::Copy);
+                        let _copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
                         compression::expand(wire, &mut sums, scale);
                         Stage::Summed(sums)
                     }
@@ -428,8 +437,8 @@ impl Reducer {
 }
 
 /// Waits for what was started, and notes how long.
-fn waited(timeline: &Timeline, bucket: usize, bytes: usize, pending: Pending) -> Result<Buffer> {
-    let _reduce = timeline.span(Phase::Reduce { bucket, bytes });
+fn waited(timeline: &Timeline, part: Part, bytes: usize, pending: Pending) -> Result<Buffer> {
+    let _reduce = timeline.span(Phase::Reduce { part, bytes });
     Ok(pending.wait()?)
 }
 

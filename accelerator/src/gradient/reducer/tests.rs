@@ -21,6 +21,20 @@ fn slot() -> Slot {
     Slot::new(parameters, 1024, Switch::On)
 }
 
+/// For a window whose only micro-step has the weight 1.
+fn reducer(slot: &Slot, group: &ProcessGroup) -> Reducer {
+    let reducer = Reducer::new(
+        slot,
+        group,
+        Window::default(),
+        1.0,
+        Compression::None,
+        Repair::Possible,
+        &Timeline::new(group, Recording::Nothing).unwrap(),
+    );
+    reducer.unwrap()
+}
+
 fn on_two_ranks<T: Send>(body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
     let groups = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
     std::thread::scope(|scope| {
@@ -40,21 +54,20 @@ fn gradient(value: f32) -> Tensor<1> {
     Tensor::full([1000], value, &Device::default())
 }
 
+/// Of both parameters.
+fn gradients(first: Tensor<1>, second: Tensor<1>) -> GradientsParams {
+    let mut gradients = GradientsParams::new();
+    gradients.register(ParamId::from(1), first);
+    gradients.register(ParamId::from(2), second);
+    gradients
+}
+
 #[test]
 fn a_bucket_is_reduced_before_backward_ends() {
     let in_backward = Barrier::new(2);
     let results = on_two_ranks(|group| {
         let slot = slot();
-        let new = Reducer::new(
-            &slot,
-            &group,
-            Window::default(),
-            1.0,
-            Compression::None,
-            Repair::Possible,
-            &Timeline::new(&group, Recording::Nothing).unwrap(),
-        );
-        let mut reducer = new.unwrap();
+        let mut reducer = reducer(&slot, &group);
         // The second parameter lies in the first bucket.
         let (first, second) = (gradient(2.0), gradient(1.0 + group.rank() as f32));
         let seen = second.clone().into_dispatch();
@@ -69,9 +82,7 @@ fn a_bucket_is_reduced_before_backward_ends() {
         in_backward.wait();
         reducer.ledger.stages[0] = Stage::Summed(buffer);
 
-        let mut gradients = GradientsParams::new();
-        gradients.register(ParamId::from(1), first);
-        gradients.register(ParamId::from(2), second);
+        let gradients = gradients(first, second);
         let reduced = reducer.finish(&slot, gradients, 0.5, None).unwrap();
         assert_eq!((reduced.early, reduced.repaired), (1, 0));
         (reduced.total, reduced.loss, reduced.ledger.present.clone())
@@ -83,16 +94,7 @@ fn a_bucket_is_reduced_before_backward_ends() {
 fn a_bucket_waits_for_those_before_it() {
     on_two_ranks(|group| {
         let slot = slot();
-        let new = Reducer::new(
-            &slot,
-            &group,
-            Window::default(),
-            1.0,
-            Compression::None,
-            Repair::Possible,
-            &Timeline::new(&group, Recording::Nothing).unwrap(),
-        );
-        let mut reducer = new.unwrap();
+        let mut reducer = reducer(&slot, &group);
         let (first, second) = (gradient(1.0), gradient(2.0));
         let (seen_first, seen_second) = (
             first.clone().into_dispatch(),
@@ -109,9 +111,7 @@ fn a_bucket_waits_for_those_before_it() {
             reducer.complete(1, &mut core::iter::once(Some(seen_first)));
         }
         assert_eq!(reducer.early, 2);
-        let mut gradients = GradientsParams::new();
-        gradients.register(ParamId::from(1), first);
-        gradients.register(ParamId::from(2), second);
+        let gradients = gradients(first, second);
         let reduced = reducer.finish(&slot, gradients, 0.0, None).unwrap();
         let sums = |bucket| reduced.ledger.sums(bucket).unwrap().as_slice::<f32>();
         assert_eq!(sums(0).unwrap(), [4.0; 1000]);
@@ -124,22 +124,11 @@ fn a_rank_that_stops_in_the_middle_fails_all_by_name() {
     let over = Barrier::new(2);
     let errors = on_two_ranks(|group| {
         let slot = slot();
-        let new = Reducer::new(
-            &slot,
-            &group,
-            Window::default(),
-            1.0,
-            Compression::None,
-            Repair::Possible,
-            &Timeline::new(&group, Recording::Nothing).unwrap(),
-        );
-        let mut reducer = new.unwrap();
+        let mut reducer = reducer(&slot, &group);
         let (first, second) = (gradient(1.0), gradient(2.0));
         let seen = second.clone().into_dispatch();
         reducer.complete(0, &mut core::iter::once(Some(seen)));
-        let mut gradients = GradientsParams::new();
-        gradients.register(ParamId::from(1), first);
-        gradients.register(ParamId::from(2), second);
+        let mut gradients = gradients(first, second);
         if group.rank() == 0 {
             gradients.register(ParamId::from(3), gradient(3.0));
         }

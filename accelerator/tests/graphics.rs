@@ -1,0 +1,130 @@
+//! Training on a graphics device, where there is one. Mesa's `lavapipe` is one that computes on the CPU:
+//!
+//! ```text
+//! cargo test --release -p accelerator --no-default-features --features wgpu --test graphics -- --nocapture
+//! ```
+
+#![cfg(feature = "wgpu")]
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
+mod common;
+
+use accelerator::prelude::*;
+use accelerator::{Overlap, OverlapReport, OverlapState};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::conv::{Conv2d, Conv2dConfig};
+use burn::nn::loss::{MseLoss, Reduction};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::optim::AdamWConfig;
+use burn::tensor::activation::relu;
+use burn::tensor::{Device, Tensor, TensorData};
+use common::{Column, columns};
+
+#[derive(Module, Debug)]
+struct Net {
+    convolution: Conv2d,
+    norm: BatchNorm,
+    hidden: Vec<Linear>,
+    output: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        Self {
+            convolution: Conv2dConfig::new([1, 4], [1, 1]).init(device),
+            norm: BatchNormConfig::new(4).init(device),
+            hidden: [(16, 300), (300, 1000), (1000, 300)]
+                .map(|(inputs, outputs)| LinearConfig::new(inputs, outputs).init(device))
+                .into(),
+            output: LinearConfig::new(300, 1).init(device),
+        }
+    }
+
+    /// The squared distance from `3 x - 1`.
+    fn distance(&self, batch: &Column) -> Tensor<1> {
+        let samples = batch.values.dims()[0];
+        let wanted = batch.values.clone() * 3.0 - 1.0;
+        let image = batch
+            .values
+            .clone()
+            .repeat_dim(1, 4)
+            .reshape([samples, 1, 2, 2]);
+        let features = relu(self.norm.forward(self.convolution.forward(image)));
+        let mut hidden = features.flatten::<2>(1, 3);
+        for layer in &self.hidden {
+            hidden = relu(layer.forward(hidden));
+        }
+        MseLoss::new().forward(self.output.forward(hidden), wanted, Reduction::Mean)
+    }
+}
+
+/// What a rank ends with, bit for bit, and how the gradients of its last step were sent.
+struct Outcome {
+    /// Running statistics, which are each rank's own, are left out.
+    trained: Vec<TensorData>,
+    report: OverlapReport,
+}
+
+impl ModuleVisitor for Outcome {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if param.is_require_grad() {
+            self.trained.push(param.val().into_data());
+        }
+    }
+}
+
+/// What both ranks have after two epochs.
+fn train(overlap: Overlap) -> Vec<Outcome> {
+    Accelerator::builder()
+        .device(DeviceKind::Wgpu)
+        .with_overlap(overlap)
+        .bucket_size(1 << 18)
+        .launch(2, |accelerator| {
+            let train = DataLoaderBuilder::new(common::ColumnBatcher)
+                .batch_size(4)
+                .build(columns(24));
+            let parts = (accelerator.init(Net::new), AdamWConfig::new().init(), train);
+            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            for epoch in 0..2 {
+                for batch in train.epoch(epoch) {
+                    let batch = batch?;
+                    let loss = model.distance(&batch);
+                    let gradients = accelerator.backward(loss, &model, &batch)?;
+                    model = optimizer.step(0.01, model, gradients);
+                }
+            }
+            let mut outcome = Outcome {
+                trained: Vec::new(),
+                report: accelerator.overlap_report(&model)?,
+            };
+            model.visit(&mut outcome);
+            Ok(outcome)
+        })
+        .unwrap()
+}
+
+#[test]
+fn two_ranks_of_a_graphics_device_get_the_same_bits_with_and_without_overlap() {
+    if let Err(error) = Accelerator::builder().device(DeviceKind::Wgpu).build() {
+        assert!(error.is_device(), "{error:?}");
+        eprintln!("skipped, since there is no graphics device here: {error}");
+        return;
+    }
+    let [off, on] = [Overlap::Off, Overlap::On].map(train);
+    // Not `assert_eq`, which would print every value.
+    for outcome in off.iter().chain(&on) {
+        assert!(
+            outcome.trained == off[0].trained,
+            "every rank holds the same bits, with overlap and without: {:?}",
+            outcome.report
+        );
+    }
+    for Outcome { report, .. } in off {
+        assert_eq!((report.state, report.early), (OverlapState::Off, 0));
+    }
+    for Outcome { report, .. } in on {
+        assert_eq!(report.state, OverlapState::On);
+        assert!(report.early > 0, "{report:?}");
+        assert_eq!(report.repairs, 0, "{report:?}");
+    }
+}

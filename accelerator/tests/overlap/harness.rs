@@ -1,0 +1,191 @@
+//! Training with overlap and without.
+
+use core::fmt::Display;
+
+use accelerator::prelude::*;
+use accelerator::{Compression, Overlap, OverlapReport, OverlapState};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::optim::AdamWConfig;
+use burn::tensor::{Device, Tensor, TensorData};
+
+/// A call of `backward`.
+pub(crate) struct Place {
+    pub(crate) device: Device,
+    pub(crate) rank: usize,
+    pub(crate) step: usize,
+}
+
+impl Place {
+    pub(crate) fn of(accelerator: &Accelerator, step: usize) -> Self {
+        Self {
+            device: accelerator.device(),
+            rank: accelerator.rank(),
+            step,
+        }
+    }
+
+    /// Numbers that differ between ranks and steps.
+    pub(crate) fn input<const D: usize>(&self, shape: [usize; D]) -> Tensor<D> {
+        let count: usize = shape.iter().product();
+        let seed = (self.rank * 31 + self.step * 7) as f32;
+        let values = (0..count).map(|i| ((i as f32) * 0.37 + seed).sin());
+        let values = TensorData::new(values.collect::<Vec<f32>>(), shape);
+        Tensor::from_data(values, &self.device.clone().inner())
+    }
+
+    /// A batch of another size on each rank.
+    pub(crate) fn rows(&self) -> usize {
+        3 + self.rank
+    }
+}
+
+#[derive(Clone, Copy)]
+pub(crate) struct Setting {
+    pub(crate) accumulation: usize,
+    pub(crate) compression: Compression,
+    /// Where a rank has no samples.
+    pub(crate) idle: fn(&Place) -> bool,
+    pub(crate) kind: DeviceKind,
+    pub(crate) ranks: usize,
+    pub(crate) steps: usize,
+}
+
+impl Setting {
+    pub(crate) fn new(kind: DeviceKind) -> Self {
+        Self {
+            accumulation: 1,
+            compression: Compression::None,
+            idle: |_| false,
+            kind,
+            ranks: 2,
+            steps: 6,
+        }
+    }
+}
+
+/// What a rank ends with, bit for bit, and how it was sent.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    pub(crate) parameters: Vec<TensorData>,
+    pub(crate) losses: Vec<u64>,
+    pub(crate) norms: Vec<u64>,
+    pub(crate) report: OverlapReport,
+}
+
+pub(crate) fn run<M: Module + Display>(
+    setting: Setting,
+    overlap: Overlap,
+    build: &(impl Fn(&Device) -> M + Sync),
+    loss: &(impl Fn(&M, &Place) -> Tensor<1> + Sync),
+) -> Vec<Outcome> {
+    Accelerator::builder()
+        .device(setting.kind)
+        .bucket_size(1024)
+        .accumulation_steps(setting.accumulation)
+        .with_compression(setting.compression)
+        .with_overlap(overlap)
+        .launch(setting.ranks, |accelerator| {
+            let model = known(build(&accelerator.device()));
+            let (mut model, mut optimizer) =
+                accelerator.prepare((model, AdamWConfig::new().init()))?;
+            let (mut losses, mut norms) = (Vec::new(), Vec::new());
+            for step in 0..setting.steps * setting.accumulation {
+                let place = Place::of(&accelerator, step);
+                let samples = if (setting.idle)(&place) {
+                    0
+                } else {
+                    place.rows()
+                };
+                let gradients = accelerator.backward(loss(&model, &place), &model, samples)?;
+                losses.extend(gradients.loss().map(f64::to_bits));
+                let mut gradients = gradients.clip_norm(0.5);
+                norms.extend(gradients.norm().map(f64::to_bits));
+                model = optimizer.step(0.05, model, gradients);
+            }
+            Ok(Outcome {
+                parameters: parameters(&model),
+                losses,
+                norms,
+                report: accelerator.overlap_report(&model)?,
+            })
+        })
+        .unwrap()
+}
+
+/// Trains with overlap and without, compares everything, and gives the reports of those with.
+pub(crate) fn same_bits<M: Module + Display>(
+    setting: Setting,
+    build: impl Fn(&Device) -> M + Sync,
+    loss: impl Fn(&M, &Place) -> Tensor<1> + Sync,
+) -> Vec<OverlapReport> {
+    let off = run(setting, Overlap::Off, &build, &loss);
+    let on = run(setting, Overlap::On, &build, &loss);
+    assert!(!off[0].parameters.is_empty() && off[0].losses.len() == setting.steps);
+    for outcome in off.iter().chain(&on) {
+        assert_eq!(outcome.parameters, off[0].parameters);
+        assert_eq!(outcome.losses, off[0].losses);
+        assert_eq!(outcome.norms, off[0].norms);
+    }
+    assert!(off.iter().all(|off| off.report.state == OverlapState::Off
+        && off.report.early_total == 0
+        && off.report.windows == 0));
+    on.into_iter().map(|outcome| outcome.report).collect()
+}
+
+pub(crate) fn assert_on(reports: &[OverlapReport]) {
+    for report in reports {
+        assert_eq!(report.state, OverlapState::On, "{report:?}");
+        assert!(
+            report.early > 0 && report.early < report.buckets,
+            "{report:?}"
+        );
+        assert_eq!(report.repairs, 0, "{report:?}");
+        assert!(
+            report.windows > 0 && report.early_total >= report.early as u64,
+            "{report:?}"
+        );
+        assert!(
+            report.early_total <= report.windows * report.buckets as u64,
+            "{report:?}"
+        );
+    }
+}
+
+/// What is trained. Running statistics are each rank's own.
+pub(crate) fn parameters<M: Module>(model: &M) -> Vec<TensorData> {
+    struct Reader(Vec<TensorData>);
+    impl ModuleVisitor for Reader {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if param.is_require_grad() {
+                self.0.push(param.val().into_data());
+            }
+        }
+    }
+    let mut reader = Reader(Vec::new());
+    model.visit(&mut reader);
+    reader.0
+}
+
+/// The model with values that are the same each time. Tests beside this one draw from the same
+/// generator.
+pub(crate) fn known<M: Module>(model: M) -> M {
+    struct Known(f32);
+    impl ModuleMapper for Known {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            let (id, old, mapper) = param.consume();
+            // A variance must not be negative.
+            let mean = if D == 1 { 0.5 } else { 0.0 };
+            let values = (0..old.shape().num_elements()).map(|_| {
+                self.0 += 1.0;
+                mean + 0.3 * (self.0 * 1.7).sin()
+            });
+            let values = TensorData::new(values.collect::<Vec<f32>>(), old.shape());
+            let new = Tensor::from_data(
+                values.convert_dtype(old.dtype()),
+                (&old.device(), old.dtype()),
+            );
+            Param::from_mapped_value(id, new.set_require_grad(old.is_require_grad()), mapper)
+        }
+    }
+    model.map(&mut Known(0.0))
+}
