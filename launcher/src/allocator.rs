@@ -10,7 +10,7 @@ use std::ffi::OsString;
 /// the same time, since they wait for each other in the kernel. With the first three it keeps
 /// them. The last asks for huge pages where the system gives them on request. Peaks of memory
 /// grew by less than a tenth.
-const VARIABLES: [(&str, &str); 4] = [
+pub(crate) const VARIABLES: [(&str, &str); 4] = [
     ("MALLOC_MMAP_THRESHOLD_", "4294967296"),
     ("MALLOC_TOP_PAD_", "67108864"),
     ("MALLOC_TRIM_THRESHOLD_", "4294967296"),

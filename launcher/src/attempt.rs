@@ -80,6 +80,7 @@ impl Attempt {
             settings.prefix,
             settings.log_dir.as_deref(),
             settings.restart,
+            settings.lost_output,
             channel.sender.clone(),
         )?;
         let hearing = Hearing::default();

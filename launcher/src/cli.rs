@@ -13,6 +13,7 @@ use crate::argv::Argv;
 use crate::bench::{AllReduceArgs, BenchArgs};
 use crate::checkpoint::CheckpointArgs;
 use crate::env::EnvArgs;
+use crate::output::LostOutput;
 use crate::plan::PlanArgs;
 use crate::selftest::{RankArgs, TestArgs};
 
@@ -241,6 +242,10 @@ pub(crate) struct Options {
     /// Show what would be started, and where each setting comes from; start nothing.
     #[arg(long)]
     pub(crate) dry_run: bool,
+
+    /// What becomes of the job where its output cannot be written; no option of the command line.
+    #[arg(skip)]
+    pub(crate) lost_output: LostOutput,
 }
 
 #[derive(Debug, Subcommand)]
@@ -274,7 +279,8 @@ handed on. Nothing that the ranks start outlives the job, daemons and `kill -9` 
 launcher included.
 
 Exit code: 0 when every rank succeeds; that of the rank that failed first; 128 + signal
-where a signal ended it; 2 for a wrong command line; 101 where cargo could not build.
+where a signal ended it; 2 for a wrong command line, or an ACCEL_ variable that the ranks
+would refuse (`accel-launch env` lists them all); 101 where cargo could not build.
 
 Examples:
   accel-launch --num-processes 2 examples/mnist.rs --epochs 3

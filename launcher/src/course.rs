@@ -117,7 +117,12 @@ impl Course<'_> {
                 }
                 Ended::Ran(finished) => {
                     self.remark(&finished);
-                    let code = ExitCode::from(finished.outcome.exit_code());
+                    let code = match finished.outcome.cause() {
+                        None | Some(Cause::OutputClosed) if finished.output.is_lost() => {
+                            ExitCode::FAILURE
+                        }
+                        _ => ExitCode::from(finished.outcome.exit_code()),
+                    };
                     let failure = Failure::of(&finished, self.command);
                     let (Some(failure), None) = (&failure, finished.outcome.asked_to_end) else {
                         history.failures.extend(failure);

@@ -10,10 +10,12 @@ use accelerator_collective::Launch;
 use clap::Args;
 use serde::Serialize;
 
+use crate::allocator;
 use crate::cargo;
 use crate::error::{Error, Result, chain};
 use crate::text::{columns, print};
 use crate::threads;
+use crate::variables::{self, Reader, Scope};
 
 /// Arguments of `accel-launch env`.
 #[derive(Args, Clone, Debug)]
@@ -78,6 +80,28 @@ struct Entry {
     name: String,
     value: String,
     origin: String,
+    /// What a variable of this project may say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    expected: Option<&'static str>,
+    /// Who reads it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    read_by: Option<&'static str>,
+}
+
+impl Entry {
+    fn variable(name: &str, value: Option<OsString>, default: &str) -> Self {
+        let (value, origin) = match value {
+            Some(value) => (value.to_string_lossy().into_owned(), "environment"),
+            None => (default.to_owned(), "default"),
+        };
+        Self {
+            name: name.to_owned(),
+            value,
+            origin: origin.to_owned(),
+            expected: None,
+            read_by: None,
+        }
+    }
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -97,6 +121,8 @@ struct Device {
 impl Report {
     fn collect() -> Self {
         let cores = threads::cores();
+        let ours = variables::set();
+        let faults = variables::faults(&ours, Scope::Everything);
         let mut errors = Vec::new();
         let (topology, mut settings) = match Launch::from_env() {
             Ok(launch) => {
@@ -104,18 +130,21 @@ impl Report {
                     name: setting.name.to_owned(),
                     value: setting.value.clone(),
                     origin: setting.origin.to_string(),
+                    expected: None,
+                    read_by: None,
                 });
                 (Some(launch.topology.to_string()), settings.collect())
             }
             Err(error) => {
-                errors.push(chain(&error));
+                let text = chain(&error);
+                // What the faults say is not said twice.
+                if !faults.iter().any(|fault| text.contains(&fault.name)) {
+                    errors.push(text);
+                }
                 (None, Vec::new())
             }
         };
-        settings.extend(variables());
-        let (ours, misspelt) = own_variables(std::env::vars_os());
-        settings.extend(ours);
-        errors.extend(misspelt);
+        settings.extend(variables(&ours));
         Self {
             version: env!("CARGO_PKG_VERSION"),
             platform: Platform {
@@ -130,9 +159,12 @@ impl Report {
             threads: shares(cores),
             topology,
             settings,
+            errors: errors
+                .into_iter()
+                .chain(faults.into_iter().map(|fault| fault.text))
+                .collect(),
             tools: vec![tool("cargo", cargo::cargo()), tool("rustc", rustc())],
             devices: devices(Path::new("/dev")),
-            errors,
         }
     }
 
@@ -205,66 +237,38 @@ fn shares(cores: NonZeroUsize) -> Vec<Share> {
         .collect()
 }
 
-/// The variables that matter to a launch beside the topology, where they are set.
-fn variables() -> Vec<Entry> {
-    const NAMES: [&str; 5] = [
-        "RAYON_NUM_THREADS",
-        "OMP_NUM_THREADS",
-        "CUDA_VISIBLE_DEVICES",
-        "NO_COLOR",
-        "RUST_LOG",
+/// Every variable that matters to a launch beside the topology: what it says, or what holds where it
+/// is not set; and those of this project that nothing knows.
+fn variables(ours: &[(String, OsString)]) -> Vec<Entry> {
+    const OTHERS: [(&str, &str); 5] = [
+        ("RAYON_NUM_THREADS", "cores over ranks"),
+        ("OMP_NUM_THREADS", "cores over ranks"),
+        ("CUDA_VISIBLE_DEVICES", "all devices"),
+        ("NO_COLOR", "colours on a terminal"),
+        ("RUST_LOG", "that of the program"),
     ];
-    let found = NAMES.iter().filter_map(|name| {
-        let value = std::env::var_os(name)?;
-        Some(Entry {
-            name: (*name).to_owned(),
-            value: value.to_string_lossy().into_owned(),
-            origin: "environment".to_owned(),
-        })
-    });
-    found.collect()
-}
-
-/// The variables of this project that are set, and an error for each that nothing reads: ranks
-/// refuse to run with it.
-fn own_variables(
-    variables: impl Iterator<Item = (OsString, OsString)>,
-) -> (Vec<Entry>, Vec<String>) {
-    /// What programs read beside what a launch is described by; the first is for own tests.
-    const OTHERS: [&str; 5] = [
-        "ACCEL_FIXTURES",
-        "ACCEL_COMPRESSION",
-        "ACCEL_DEVICE",
-        "ACCEL_OVERLAP",
-        "ACCEL_TRACE",
-    ];
-    let known = || Launch::VARIABLES.into_iter().chain(OTHERS);
-    let mut ours: Vec<_> = variables
-        .map(|(name, value)| {
-            let text = |text: OsString| text.to_string_lossy().into_owned();
-            (text(name), text(value))
-        })
-        .filter(|(name, _)| name.starts_with("ACCEL_"))
+    let mut entries: Vec<_> = OTHERS
+        .into_iter()
+        .chain(allocator::VARIABLES)
+        .map(|(name, default)| Entry::variable(name, std::env::var_os(name), default))
         .collect();
-    ours.sort();
+    let of = |name: &str| ours.iter().find(|(known, _)| known == name);
+    for variable in &variables::VARIABLES {
+        let value = of(variable.name).map(|(_, value)| value.clone());
+        if value.is_none() && variable.reader == Reader::Tests {
+            continue;
+        }
+        entries.push(Entry {
+            expected: Some(variable.expected),
+            read_by: Some(variable.reader.text()),
+            ..Entry::variable(variable.name, value, variable.default)
+        });
+    }
     let unknown = ours
         .iter()
-        .filter(|(name, _)| !known().any(|known| known == name));
-    let errors = unknown.map(|(name, _)| {
-        let names: Vec<_> = known().filter(|&name| name != OTHERS[0]).collect();
-        format!(
-            "the environment variable {name} is not known; expected one of {}: correct it, or \
-             unset it",
-            names.join(", ")
-        )
-    });
-    let errors = errors.collect();
-    let entries = ours.into_iter().map(|(name, value)| Entry {
-        name,
-        value,
-        origin: "environment".to_owned(),
-    });
-    (entries.collect(), errors)
+        .filter(|(name, _)| variables::find(name).is_none());
+    entries.extend(unknown.map(|(name, value)| Entry::variable(name, Some(value.clone()), "")));
+    entries
 }
 
 fn tool(name: &'static str, mut command: Command) -> Tool {
@@ -344,14 +348,18 @@ mod tests {
     }
 
     #[test]
-    fn misspelt_variables_are_shown_and_named() {
-        let set = ["ACCEL_RESTART", "ACCEL_RESTRAT", "HOME", "ACCEL_DEVICE"];
-        let variables = set.map(|name| (OsString::from(name), OsString::from("1")));
-        let (entries, errors) = own_variables(variables.into_iter());
-        let names: Vec<_> = entries.iter().map(|entry| entry.name.as_str()).collect();
-        assert_eq!(names, ["ACCEL_DEVICE", "ACCEL_RESTART", "ACCEL_RESTRAT"]);
-        assert_eq!(errors.len(), 1);
-        assert!(errors[0].contains("ACCEL_RESTRAT is not known"));
+    fn every_variable_is_shown_set_or_not() {
+        let set = [("ACCEL_RESTRAT", "1"), ("ACCEL_DEVICE", "tpu")];
+        let set = set.map(|(name, value)| (name.to_owned(), OsString::from(value)));
+        let entries = variables(&set);
+        let find = |name: &str| {
+            let entry = entries.iter().find(|entry| entry.name == name).unwrap();
+            (entry.value.as_str(), entry.origin.as_str())
+        };
+        assert_eq!(find("ACCEL_RESTRAT"), ("1", "environment"));
+        assert_eq!(find("ACCEL_DEVICE"), ("tpu", "environment"));
+        assert_eq!(find("ACCEL_OVERLAP"), ("auto", "default"));
+        assert!(!entries.iter().any(|entry| entry.name == "ACCEL_FIXTURES"));
     }
 
     #[test]

@@ -14,6 +14,7 @@ use crate::attempt::Finished;
 use crate::hearing::Statement;
 use crate::job::{Cause, End};
 use crate::text::{list, shell_line, utc};
+use crate::variables;
 
 /// The name of the report in the log folder.
 pub(crate) const FILE: &str = "failure.json";
@@ -131,7 +132,7 @@ impl Failure {
                 .iter()
                 .map(|word| word.to_string_lossy().into_owned())
                 .collect(),
-            command_line: shell_line(command),
+            command_line: variables::assignments(&variables::set()) + &shell_line(command),
             log_files: ranks.filter_map(log).collect(),
             time: utc(SystemTime::now()
                 .duration_since(UNIX_EPOCH)

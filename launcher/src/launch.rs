@@ -19,6 +19,7 @@ use crate::signals::{self, Relay};
 use crate::target::Target;
 use crate::text::{columns, print};
 use crate::tool::Channel;
+use crate::variables;
 
 /// Starts what `options` ask for with the script's own `arguments`, and sees it through.
 ///
@@ -33,6 +34,7 @@ pub(crate) fn run(
     bond: Option<Bond>,
 ) -> Result<ExitCode> {
     let target = Target::parse(options)?;
+    variables::check()?;
     let settings = Settings::resolve(options, variable);
     if settings.least_ranks < settings.ranks && settings.max_restarts == 0 {
         return Err(Error::usage(
@@ -161,6 +163,10 @@ fn describe(
             setting.value.clone(),
             setting.origin.clone(),
         ]
+    }));
+    table.extend(variables::set().into_iter().map(|(name, value)| {
+        let value = value.to_string_lossy().into_owned();
+        [name, value, "environment".to_owned()]
     }));
     text.push_str(&columns(&table));
     print(&text)

@@ -35,6 +35,7 @@ mod target;
 mod text;
 mod threads;
 mod tool;
+mod variables;
 
 use std::ffi::OsString;
 use std::io::Write;

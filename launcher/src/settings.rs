@@ -5,8 +5,9 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use crate::allocator;
 use crate::cli::{Options, Processes};
-use crate::output::Prefix;
+use crate::output::{LostOutput, Prefix};
 use crate::threads::{self, Threads};
 
 /// Time between SIGTERM and SIGKILL where nothing else is asked for.
@@ -45,6 +46,8 @@ pub(crate) struct Settings {
     pub(crate) prefix: Prefix,
     /// Where log files go.
     pub(crate) log_dir: Option<PathBuf>,
+    /// What becomes of the job where its output cannot be written.
+    pub(crate) lost_output: LostOutput,
     /// All of it as text.
     pub(crate) table: Vec<Setting>,
 }
@@ -119,6 +122,13 @@ impl Settings {
             (name, threads)
         });
 
+        for (name, value) in allocator::VARIABLES {
+            match lookup(name) {
+                Some(own) => table.add(name, own, "environment"),
+                None => table.add(name, value, "default: ranks keep memory that they freed"),
+            }
+        }
+
         let grace = options.grace.unwrap_or(GRACE);
         table.add(
             "grace",
@@ -172,6 +182,7 @@ impl Settings {
             grace,
             prefix,
             log_dir: options.log_dir.clone(),
+            lost_output: options.lost_output,
             table: table.0,
         }
     }
@@ -243,7 +254,9 @@ mod tests {
             ..Options::default()
         };
         let settings = Settings::resolve(&options, |name| {
-            (name == "OMP_NUM_THREADS").then(|| "3".to_owned())
+            ["OMP_NUM_THREADS", "MALLOC_TOP_PAD_"]
+                .contains(&name)
+                .then(|| "3".to_owned())
         });
         let find = |name: &str| {
             let setting = settings
@@ -257,6 +270,9 @@ mod tests {
         assert_eq!(find("store port"), ("7", "--master-port"));
         assert_eq!(find("store host"), ("127.0.0.1", "default"));
         assert_eq!(find("OMP_NUM_THREADS"), ("3", "environment"));
+        assert_eq!(find("MALLOC_TOP_PAD_"), ("3", "environment"));
+        assert_eq!(find("GLIBC_TUNABLES").0, "glibc.malloc.hugetlb=1");
+        assert!(find("GLIBC_TUNABLES").1.starts_with("default"));
         assert!(find("RAYON_NUM_THREADS").1.ends_with("over 2 local ranks"));
         assert_eq!(find("line prefix"), ("[rank]", "default"));
         assert_eq!(find("grace"), ("5 s", "default"));

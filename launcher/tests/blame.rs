@@ -125,6 +125,7 @@ fn a_killed_rank() {
     assert_eq!(report["log_files"].as_array().unwrap().len(), 3);
     assert_eq!(report["command"][1], "-n");
     let line = report["command_line"].as_str().unwrap();
+    assert!(line.starts_with("ACCEL_LIVENESS_TIMEOUT=1 "), "{line}");
     ended.says(&format!("to run it again: {line}"));
 }
 

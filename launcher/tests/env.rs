@@ -78,3 +78,80 @@ fn errors_in_the_environment_are_shown() {
         }
     }
 }
+
+/// What every rank would refuse, one variable after the other.
+const WRONG: [(&str, &str); 6] = [
+    ("ACCEL_OVERLAP", "yes"),
+    ("ACCEL_COMPRESSION", "fp16"),
+    ("ACCEL_TRACE", "/no/such/folder/x.json"),
+    ("ACCEL_DEVICE", "tpu"),
+    ("ACCEL_TRANSPORT", "pigeons"),
+    ("ACCEL_FOO", "banana"),
+];
+
+#[test]
+fn what_ranks_would_refuse_is_an_error_in_every_command() {
+    let folder = Folder::new();
+    folder.script("ran.sh", "echo ran >> ran");
+    for (name, value) in WRONG {
+        for (line, code) in [
+            ("env --json", 1),
+            ("--dry-run -n 2 ran.sh", 2),
+            ("-n 2 ran.sh", 2),
+            ("bench all-reduce --sizes 4KiB --iterations 2", 2),
+            (
+                "bench all-reduce --sizes 4KiB --iterations 2 --transport threads",
+                2,
+            ),
+        ] {
+            let mut command = folder.launcher();
+            command.args(line.split(' ')).env(name, value);
+            let ended = Run::start(command).end().expect(code);
+            if code == 2 {
+                assert!(ended.stdout.is_empty(), "{line}: {ended:?}");
+                assert_eq!(ended.stderr.lines().count(), 1, "{line}: {ended:?}");
+                ended.says(name).says("; expected ");
+            } else {
+                let report: serde_json::Value = serde_json::from_str(&ended.text()).unwrap();
+                let errors = report["errors"].as_array().unwrap();
+                assert_eq!(errors.len(), 1, "{report}");
+                assert!(errors[0].as_str().unwrap().contains(name), "{report}");
+            }
+        }
+    }
+    assert!(!folder.path().join("ran").exists());
+}
+
+#[test]
+fn variables_that_are_not_set_are_listed_with_their_defaults() {
+    let text = Folder::new().launch(["env", "--json"]).expect(0).text();
+    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let settings = report["settings"].as_array().unwrap();
+    for (name, default) in [("ACCEL_OVERLAP", "auto"), ("ACCEL_COMPRESSION", "none")] {
+        let entry = settings.iter().find(|entry| entry["name"] == name).unwrap();
+        assert_eq!(entry["value"], default, "{entry}");
+        assert_eq!(entry["origin"], "default", "{entry}");
+        assert_eq!(entry["read_by"], "ranks", "{entry}");
+        assert!(entry["expected"].is_string(), "{entry}");
+    }
+}
+
+#[test]
+fn a_dry_run_lists_what_ranks_get_for_their_allocator() {
+    let folder = Folder::new();
+    folder.script("run.sh", "true");
+    let mut command = folder.launcher();
+    command
+        .args(["--dry-run", "-n", "2", "run.sh"])
+        .env("MALLOC_TOP_PAD_", "7")
+        .env("ACCEL_OVERLAP", "off");
+    let text = Run::start(command).end().expect(0).text();
+    let row = |name: &str| {
+        let row = text.lines().find(|line| line.starts_with(name)).unwrap();
+        row.split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    assert_eq!(row("MALLOC_TOP_PAD_"), "MALLOC_TOP_PAD_ 7 environment");
+    assert_eq!(row("ACCEL_OVERLAP"), "ACCEL_OVERLAP off environment");
+    assert!(row("GLIBC_TUNABLES").contains("glibc.malloc.hugetlb=1 default"));
+    assert!(row("MALLOC_TRIM_THRESHOLD_").contains("4294967296 default"));
+}

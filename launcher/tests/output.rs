@@ -97,6 +97,18 @@ fn odd_bytes_and_long_lines_pass_unharmed() {
 }
 
 #[test]
+fn a_job_goes_on_where_its_output_cannot_be_written() {
+    let folder = Folder::new();
+    folder.script("talk.sh", "echo said; echo $RANK >> ran");
+    let mut command = folder.launcher();
+    command.args(["-n", "2", "talk.sh"]);
+    let full = std::fs::File::options().write(true).open("/dev/full");
+    let ended = Run::start_into(command, full.unwrap().into()).end();
+    ended.expect(0).says("the job goes on without it");
+    assert_eq!(folder.wait_for_lines("ran", 2).len(), 2);
+}
+
+#[test]
 fn progress_lines_come_through_as_they_are_drawn() {
     let folder = Folder::new();
     folder.script("talk.sh", "printf '10%%\\r20%%\\rdone\\n'");

@@ -14,9 +14,10 @@ use rustix::process::Signal;
 use serde_json::Value;
 use support::{Ended, Folder, Run, wait_until, wait_until_dead};
 
-const STAGES: [&str; 8] = [
+const STAGES: [&str; 9] = [
     "rendezvous",
     "threads",
+    "shm",
     "tcp",
     "plan",
     "training",
@@ -48,12 +49,34 @@ fn every_stage_is_ok_here() {
 
 #[test]
 fn three_processes_can_be_tested_too() {
-    let line = "test -n 3 --stage rendezvous --stage tcp --stage training --stage death";
+    let line =
+        "test -n 3 --stage rendezvous --stage shm --stage tcp --stage training --stage death";
     let ended = Folder::new().launch(line.split(' ')).expect(0);
     let text = ended.text();
     assert!(text.contains("3 processes met"), "{text}");
+    assert!(text.contains("on 3 ranks over shm"), "{text}");
     assert!(text.contains("on 3 ranks over tcp"), "{text}");
-    assert!(text.contains("all is well: 4 stages ok"), "{text}");
+    assert!(text.contains("all is well: 5 stages ok"), "{text}");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn memory_that_cannot_be_shared_is_no_failure() {
+    let folder = Folder::new();
+    let mut command = std::process::Command::new("sh");
+    let line = "ulimit -f 0; exec \"$0\" test --json --stage shm";
+    command
+        .args(["-c", line])
+        .arg(folder.launcher().get_program());
+    let ended = Run::start(command).end().expect(0);
+    let report = json(&ended);
+    assert_eq!(report["ok"], true, "{report}");
+    assert_eq!(verdict(&report), "skipped", "{report}");
+    let detail = report["stages"][0]["detail"].as_str().unwrap();
+    assert!(
+        detail.starts_with("rank 0 has no memory to share"),
+        "{report}"
+    );
 }
 
 #[test]
@@ -119,7 +142,7 @@ fn a_port_that_is_taken_is_told_and_what_needs_it_is_left_out() {
         line.contains(&format!("port {port} of 127.0.0.1 is taken")),
         "{text}"
     );
-    assert!(text.contains("1 stage FAILED, 4 skipped"), "{text}");
+    assert!(text.contains("1 stage FAILED, 5 skipped"), "{text}");
 }
 
 #[test]

@@ -21,6 +21,8 @@ use crate::cli::{Options, Processes};
 use crate::error::{Error, Result};
 use crate::keeper::Bond;
 use crate::launch;
+use crate::output::LostOutput;
+use crate::variables;
 use size::Size;
 
 pub(crate) use rank::run as rank;
@@ -85,15 +87,15 @@ pub(crate) struct AllReduceArgs {
     #[arg(long, value_name = "CALL", value_enum, default_value_t = Call::Buffer)]
     call: Call,
 
-    /// How many times are taken of each size [default: 400 MB in all, 20 to 200].
-    #[arg(long, value_name = "N")]
+    /// How many operations of each size count [default: 400 MB in all, 20 to 10,000].
+    #[arg(long, value_name = "N", value_parser = iterations, allow_negative_numbers = true)]
     iterations: Option<NonZeroUsize>,
 
     /// How many come before, which do not count.
-    #[arg(long, value_name = "N", default_value_t = 5)]
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = warmup, allow_negative_numbers = true)]
     warmup: usize,
 
-    /// Print one JSON object.
+    /// Print one JSON object; the README beside the source of this command explains its fields.
     #[arg(long)]
     json: bool,
 
@@ -128,6 +130,7 @@ pub(crate) fn run(
     let processes = arguments.starts_processes();
     let What::AllReduce(arguments) = &arguments.what;
     arguments.check()?;
+    variables::check()?;
     if !processes {
         return rank::threads(arguments);
     }
@@ -138,6 +141,7 @@ pub(crate) fn run(
         num_processes: Some(Processes::exactly(arguments.num_processes)),
         no_prefix: true,
         quiet: true,
+        lost_output: LostOutput::Ends,
         ..Options::default()
     };
     // Of "accel-launch bench all-reduce OPTIONS...".
@@ -197,6 +201,18 @@ fn processes(text: &str) -> std::result::Result<NonZeroUsize, String> {
     }
 }
 
+fn iterations(text: &str) -> std::result::Result<NonZeroUsize, String> {
+    let count = text.parse().ok().filter(|count| *count <= LONGEST);
+    count
+        .and_then(NonZeroUsize::new)
+        .ok_or_else(|| format!("expected a number of operations from 1 to {LONGEST}"))
+}
+
+fn warmup(text: &str) -> std::result::Result<usize, String> {
+    let count = text.parse().ok().filter(|count| *count <= LONGEST);
+    count.ok_or_else(|| format!("expected a number of operations from 0 to {LONGEST}"))
+}
+
 fn transport(text: &str) -> std::result::Result<TransportKind, String> {
     text.parse()
         .map_err(|error: accelerator_collective::Error| error.to_string())
@@ -212,6 +228,9 @@ fn dtype(text: &str) -> std::result::Result<DType, String> {
 
 /// More ranks would have sums that the smallest types cannot hold.
 const MOST: usize = 32;
+
+/// The most operations of a size: hours of even the shortest ones.
+const LONGEST: usize = 1_000_000_000;
 
 const DTYPES: [DType; 12] = [
     DType::BF16,
@@ -229,11 +248,9 @@ const DTYPES: [DType; 12] = [
 ];
 
 const AFTER_HELP: &str = "\
-The time of an iteration is that of its slowest rank; shown are the median over iterations, the
-least, and the 95th percentile. Up to 16 KiB an iteration is 100 operations, the writing of their
-inputs included; above, it is one operation, and the ranks write their inputs and meet at a barrier
-before it. `input_seconds` of the JSON is what lies between two timed iterations: with it, more
-iterations take as much longer as the figures say.
+The iterations run one after the other, with nothing between them, and are timed in up to 100 blocks;
+the time of a block is that of its slowest rank. Shown are, of one operation, the median over blocks, the
+least, and the 95th percentile. The inputs change with every operation, on every rank, and the time that this takes is part of the figures, so N more iterations take N times as much longer.
 
 Algorithm bandwidth is bytes / time; bus bandwidth is that x 2 (N - 1) / N.
 
@@ -243,8 +260,12 @@ It is timed in the same run, on all ranks at once, each on N arrays of its own i
 that is reduced (buffers of the group, or the heap with --call slice), which no other rank touches.
 It is a plain loop without the widest vectors: what lies in the caches can be faster, above 100 %.
 
-Exit code: 0, or 1 where a sum is wrong, a rank fails or the ranks cannot be connected so; 2 for a
-wrong command line.
+With --json the figures are one object: seconds, bytes, and bytes a second. The README in the folder
+launcher/src/bench has a table of all fields with their units. Where the machine has more to do than its
+cores can (`load_1m` above `cores`), figures show waiting as well.
+
+Exit code: 0, or 1 where a sum is wrong, a rank fails, the ranks cannot be connected so or the output
+cannot be written; 2 for a wrong command line or environment.
 
 Examples:
   accel-launch bench all-reduce --num-processes 2

@@ -26,16 +26,16 @@ use crate::text::print;
 /// What one rank has measured.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) struct Sample {
-    /// Of each iteration, in seconds.
+    /// Of an operation in each block of them, in seconds.
     pub(super) seconds: Vec<f64>,
-    /// Between each iteration and the one before it, in seconds.
-    pub(super) between: Vec<f64>,
-    /// All iterations and what is between them, in seconds.
+    /// All iterations, in seconds.
     pub(super) elapsed: f64,
     /// The same work without waiting, in seconds an operation.
     pub(super) bound: Vec<f64>,
-    /// How many operations an iteration has.
-    pub(super) operations: usize,
+    /// How many operations there were.
+    pub(super) iterations: usize,
+    /// How many values inputs have, and after how many operations they are written as a whole.
+    pub(super) inputs: (usize, usize),
     /// Of the last sum.
     pub(super) checksum: String,
 }
@@ -103,6 +103,9 @@ fn each(group: &ProcessGroup, arguments: &AllReduceArgs) -> Result<()> {
     let mut report = Report::new(arguments, group);
     let shown = group.rank() == 0 && !arguments.json;
     if shown {
+        if let Some(warning) = report.warning() {
+            let _ = write!(std::io::stderr(), "{warning}");
+        }
         print(&report.head())?;
     }
     for &dtype in &arguments.dtype {
@@ -139,10 +142,9 @@ fn each(group: &ProcessGroup, arguments: &AllReduceArgs) -> Result<()> {
 /// Measures one size of one type.
 fn sample<T: Small>(group: &ProcessGroup, arguments: &AllReduceArgs, size: Size) -> Result<Sample> {
     let bytes = size.bytes();
-    let operations = if bytes <= SHORT { OPERATIONS } else { 1 };
     let iterations = match arguments.iterations {
         Some(iterations) => iterations.get(),
-        None => (TRAFFIC / bytes).clamp(20, 200),
+        None => (TRAFFIC / bytes).clamp(20, 10_000),
     };
     let spoilt = arguments.spoil && group.rank() + 1 == group.world_size();
     let input = Input::new(group.rank(), group.world_size());
@@ -154,7 +156,7 @@ fn sample<T: Small>(group: &ProcessGroup, arguments: &AllReduceArgs, size: Size)
     };
 
     let mut bound = Bound::new(group, arguments.call, bytes)?;
-    bound.measure(group, operations)?;
+    bound.measure(group)?;
     let mut operand = Operand::new(group, arguments.call, bytes / size_of::<T>());
     let mut operation = 0;
     for _ in 0..arguments.warmup {
@@ -164,43 +166,33 @@ fn sample<T: Small>(group: &ProcessGroup, arguments: &AllReduceArgs, size: Size)
         operation += 1;
     }
 
-    let mut seconds = Vec::with_capacity(iterations);
-    let mut between = Vec::with_capacity(iterations);
+    let blocks = iterations.min(BLOCKS);
+    let mut seconds = Vec::with_capacity(blocks);
     group.barrier()?;
     let began = Instant::now();
-    let mut ended = began;
-    for _ in 0..iterations {
-        if operations == 1 {
-            write(operand.values()?, operation);
-        }
-        group.barrier()?;
+    for block in 0..blocks {
+        let operations = iterations * (block + 1) / blocks - iterations * block / blocks;
         let start = Instant::now();
-        if operations == 1 {
+        for operation in operation..operation + operations {
+            write(operand.values()?, operation);
             operand.all_reduce()?;
-        } else {
-            for operation in operation..operation + operations {
-                write(operand.values()?, operation);
-                operand.all_reduce()?;
-            }
         }
-        between.push(start.duration_since(ended).as_secs_f64());
-        ended = Instant::now();
-        seconds.push(ended.duration_since(start).as_secs_f64());
+        seconds.push(start.elapsed().as_secs_f64() / operations as f64);
         operation += operations;
         input.check_one(operand.values()?, operation - 1)?;
     }
-    let elapsed = ended.duration_since(began).as_secs_f64();
+    let elapsed = began.elapsed().as_secs_f64();
     input.check(operand.values()?, operation - 1)?;
     let mut hasher = DefaultHasher::new();
     hasher.write(operand.bytes()?);
     drop(operand);
-    bound.measure(group, operations)?;
+    bound.measure(group)?;
     Ok(Sample {
         seconds,
-        between,
         elapsed,
         bound: bound.seconds,
-        operations,
+        iterations,
+        inputs: (input.modulus(), input.period()),
         checksum: format!("{:016x}", hasher.finish()),
     })
 }
@@ -297,7 +289,8 @@ impl Bound {
 
     /// The number of times does not depend on the iterations that were asked for, so that these can
     /// be timed from outside.
-    fn measure(&mut self, group: &ProcessGroup, operations: usize) -> Result<()> {
+    fn measure(&mut self, group: &ProcessGroup) -> Result<()> {
+        let passes = (SHORT / self.bytes).clamp(1, 100);
         let mut arrays = Vec::with_capacity(self.arrays.len());
         for array in &mut self.arrays {
             arrays.push(array.values()?);
@@ -308,21 +301,21 @@ impl Bound {
         for _ in 0..(TRAFFIC / 4 / self.bytes).clamp(10, 100) {
             group.barrier()?;
             let start = Instant::now();
-            for _ in 0..operations {
+            for _ in 0..passes {
                 bound::pass(black_box(&mut arrays));
             }
             self.seconds
-                .push(start.elapsed().as_secs_f64() / operations as f64);
+                .push(start.elapsed().as_secs_f64() / passes as f64);
         }
         Ok(())
     }
 }
 
-/// In bytes. Up to here, one operation is too short for the clock.
-const SHORT: usize = 16 * 1024;
+/// In bytes. Below, several passes of the bound are timed together: one is too short for the clock.
+const SHORT: usize = 1 << 20;
 
-/// How many of these are timed together.
-const OPERATIONS: usize = 100;
+/// In how many blocks the iterations are timed, where there are so many.
+const BLOCKS: usize = 100;
 
 /// How many bytes of a size are reduced where the number of iterations is left open.
 const TRAFFIC: usize = 400_000_000;

@@ -1,11 +1,14 @@
 //! The figures, for people and for programs.
 
-use accelerator_collective::{DType, ProcessGroup};
+use std::num::NonZeroUsize;
+
+use accelerator_collective::{DType, ProcessGroup, TransportKind};
 use serde::Serialize;
 
 use super::rank::Sample;
 use super::size::Size;
 use super::{AllReduceArgs, Call};
+use crate::threads;
 
 /// What was measured so far.
 #[derive(Debug, Serialize)]
@@ -13,20 +16,24 @@ pub(super) struct Report {
     operation: &'static str,
     num_processes: usize,
     transport: String,
+    asked: String,
     call: &'static str,
     warmup: usize,
+    cores: NonZeroUsize,
+    /// Where the system tells.
+    load_1m: Option<f64>,
     bound: &'static str,
     bound_memory: &'static str,
     version: &'static str,
     results: Vec<Line>,
 }
 
-/// One size of one type. Times are of one operation, where nothing else is said.
+/// One size of one type. Times are of one operation.
 #[derive(Debug, Serialize)]
 struct Line {
     bytes: usize,
     dtype: &'static str,
-    /// The median over iterations.
+    /// The median over blocks of iterations.
     seconds: f64,
     seconds_min: f64,
     seconds_p95: f64,
@@ -36,12 +43,11 @@ struct Line {
     bound_seconds: f64,
     bound_fraction: f64,
     iterations: usize,
-    operations_per_iteration: usize,
-    /// Whether the writing of inputs is part of the time.
-    input_timed: bool,
-    /// The mean of what lies between two iterations.
-    input_seconds: f64,
-    /// All iterations and what lies between them, on rank 0.
+    blocks: usize,
+    input_values: usize,
+    /// After how many operations inputs are written as a whole.
+    input_period: usize,
+    /// All iterations, on the rank that took longest.
     loop_seconds: f64,
     checksums: Vec<String>,
 }
@@ -57,8 +63,11 @@ impl Report {
             operation: "all-reduce sum",
             num_processes: group.world_size(),
             transport: group.transport().to_string(),
+            asked: arguments.transport.to_string(),
             call,
             warmup: arguments.warmup,
+            cores: threads::cores(),
+            load_1m: load(),
             bound: BOUND,
             bound_memory,
             version: env!("CARGO_PKG_VERSION"),
@@ -80,9 +89,36 @@ impl Report {
             "of bound",
         ]);
         format!(
-            "{} on {} ranks over {}, call {}; times are the slowest rank's\n\n{columns}",
-            self.operation, self.num_processes, self.transport, self.call
+            "{} on {} ranks over {}{}, call {}; times are the slowest rank's\n\n{columns}",
+            self.operation,
+            self.num_processes,
+            self.transport,
+            self.remark(),
+            self.call
         )
+    }
+
+    /// Why the transport is not the one that was asked for.
+    fn remark(&self) -> String {
+        let Self {
+            asked, transport, ..
+        } = self;
+        if asked == transport || *asked == TransportKind::Auto.to_string() {
+            return String::new();
+        }
+        format!(" (asked for {asked}; one host, so {transport})")
+    }
+
+    /// A warning, where the machine is busy.
+    pub(super) fn warning(&self) -> Option<String> {
+        let load = self
+            .load_1m
+            .filter(|load| *load > self.cores.get() as f64)?;
+        Some(format!(
+            "warning: the load of the last minute is {load:.1}, and there are {} cores: the figures \
+             show waiting as well\n",
+            self.cores
+        ))
     }
 
     /// Takes in what each rank measured; returns the line that says so.
@@ -108,13 +144,12 @@ impl Report {
                 checksums.join(", ")
             ));
         }
-        let operations = samples.first().map_or(1, |sample| sample.operations);
-        let times = Times::of(
-            slowest(samples, |sample| &sample.seconds),
-            operations as f64,
-        );
-        let bound = Times::of(slowest(samples, |sample| &sample.bound), 1.0);
-        let between = Times::of(slowest(samples, |sample| &sample.between), 1.0);
+        let times = Times::of(slowest(samples, |sample| &sample.seconds));
+        let bound = Times::of(slowest(samples, |sample| &sample.bound));
+        let iterations = samples.first().map_or(0, |sample| sample.iterations);
+        let (input_values, input_period) = samples.first().map_or((0, 0), |sample| sample.inputs);
+        let elapsed = samples.iter().map(|sample| sample.elapsed);
+        let loop_seconds = elapsed.fold(0.0, f64::max);
         let (bytes, ranks) = (size.bytes(), samples.len() as f64);
         let algorithm_bandwidth = bytes as f64 / times.median;
         let figures = Line {
@@ -123,16 +158,16 @@ impl Report {
             seconds: times.median,
             seconds_min: times.min,
             seconds_p95: times.p95,
-            seconds_mean: times.mean,
+            seconds_mean: loop_seconds / iterations as f64,
             algorithm_bandwidth,
             bus_bandwidth: algorithm_bandwidth * 2.0 * (ranks - 1.0) / ranks,
             bound_seconds: bound.median,
             bound_fraction: bound.median / times.median,
-            iterations: times.count,
-            operations_per_iteration: operations,
-            input_timed: operations > 1,
-            input_seconds: between.mean,
-            loop_seconds: samples.first().map_or(0.0, |sample| sample.elapsed),
+            iterations,
+            blocks: times.count,
+            input_values,
+            input_period,
+            loop_seconds,
             checksums,
         };
         let text = line([
@@ -157,12 +192,19 @@ impl Report {
     }
 }
 
-/// Of each iteration, the time of the rank that took longest.
+/// How many threads ran or waited for a core, on average over the last minute, where the system
+/// tells.
+fn load() -> Option<f64> {
+    let text = std::fs::read_to_string("/proc/loadavg").ok()?;
+    text.split_whitespace().next()?.parse().ok()
+}
+
+/// Of each block, the time of the rank that took longest.
 fn slowest(samples: &[Sample], of: impl Fn(&Sample) -> &Vec<f64>) -> Vec<f64> {
-    let iterations = samples.iter().map(|sample| of(sample).len()).min();
-    (0..iterations.unwrap_or(0))
-        .map(|iteration| {
-            let times = samples.iter().map(|sample| of(sample)[iteration]);
+    let blocks = samples.iter().map(|sample| of(sample).len()).min();
+    (0..blocks.unwrap_or(0))
+        .map(|block| {
+            let times = samples.iter().map(|sample| of(sample)[block]);
             times.fold(0.0, f64::max)
         })
         .collect()
@@ -174,16 +216,14 @@ struct Times {
     median: f64,
     min: f64,
     p95: f64,
-    mean: f64,
     count: usize,
 }
 
 impl Times {
-    /// Of times that are each of so many operations.
-    fn of(mut times: Vec<f64>, operations: f64) -> Self {
+    fn of(mut times: Vec<f64>) -> Self {
         for time in &mut times {
             // No clock is finer, and nothing is divided by zero.
-            *time = time.max(1e-9) / operations;
+            *time = time.max(1e-9);
         }
         times.sort_unstable_by(f64::total_cmp);
         let count = times.len();
@@ -192,7 +232,6 @@ impl Times {
             median: (at((count.max(1) - 1) / 2) + at(count / 2)) / 2.0,
             min: at(0),
             p95: at((count * 95).div_ceil(100).max(1) - 1),
-            mean: times.iter().sum::<f64>() / count as f64,
             count,
         }
     }
@@ -233,27 +272,52 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_iteration_is_as_slow_as_its_slowest_rank() {
+    fn a_busy_machine_and_another_transport_are_told() {
+        let mut report = Report {
+            operation: "all-reduce sum",
+            num_processes: 2,
+            transport: "shm".into(),
+            asked: "hierarchical".into(),
+            call: "buffer",
+            warmup: 5,
+            cores: NonZeroUsize::MIN,
+            load_1m: Some(1.5),
+            bound: BOUND,
+            bound_memory: BUFFERS,
+            version: "0",
+            results: Vec::new(),
+        };
+        let head = "over shm (asked for hierarchical; one host, so shm), call";
+        assert!(report.head().contains(head), "{}", report.head());
+        assert!(report.warning().unwrap().contains("1.5"));
+        report.asked = "auto".into();
+        report.load_1m = Some(1.0);
+        assert!(report.head().contains("over shm, call"));
+        assert_eq!(report.warning(), None);
+    }
+
+    #[test]
+    fn a_block_is_as_slow_as_its_slowest_rank() {
         let sample = |seconds: &[f64]| Sample {
             seconds: seconds.to_vec(),
-            between: vec![1.0; seconds.len()],
             elapsed: 9.0,
             bound: vec![0.5; seconds.len()],
-            operations: 2,
+            iterations: 6,
+            inputs: (7, 61),
             checksum: "a".into(),
         };
         let samples = [sample(&[2.0, 4.0, 4.0]), sample(&[6.0, 2.0, 5.0])];
         assert_eq!(slowest(&samples, |sample| &sample.seconds), [6.0, 4.0, 5.0]);
-        let times = Times::of(vec![6.0, 4.0, 5.0], 2.0);
-        assert_eq!((times.median, times.min, times.p95), (2.5, 2.0, 3.0));
-        assert_eq!((times.mean, times.count), (2.5, 3));
+        let times = Times::of(vec![6.0, 4.0, 5.0]);
+        assert_eq!((times.median, times.min, times.p95), (5.0, 4.0, 6.0));
+        assert_eq!(times.count, 3);
     }
 
     #[test]
     fn medians_and_percentiles_are_of_sorted_times() {
-        let times = Times::of((1..=20).rev().map(f64::from).collect(), 1.0);
+        let times = Times::of((1..=20).rev().map(f64::from).collect());
         assert_eq!((times.median, times.min, times.p95), (10.5, 1.0, 19.0));
-        assert_eq!(Times::of(vec![3.0], 1.0).p95, 3.0);
+        assert_eq!(Times::of(vec![3.0]).p95, 3.0);
     }
 
     #[test]

@@ -28,6 +28,13 @@ impl FromStr for Size {
         {
             Some((_, factor)) => *factor,
             None => {
+                let letter = unit.to_ascii_uppercase();
+                if ["K", "M", "G", "T"].contains(&letter.as_str()) {
+                    return Err(format!(
+                        "{unit:?} is no unit; write {letter}B for powers of 1000, or {letter}iB for \
+                         powers of 1024"
+                    ));
+                }
                 let names: Vec<&str> = UNITS.iter().map(|(name, _)| *name).collect();
                 return Err(format!(
                     "{unit:?} is no unit; expected a number with one of{}, such as 64KiB",
@@ -118,6 +125,11 @@ mod tests {
             ("0KiB", "at least 1 byte"),
             ("MiB", "whole number of bytes"),
             ("-1", "is no unit"),
+            (
+                "1M",
+                "\"M\" is no unit; write MB for powers of 1000, or MiB",
+            ),
+            ("64k", "write KB for powers of 1000, or KiB"),
             ("1.5", "whole number of bytes"),
             ("1.2.3KB", "whole number of bytes"),
             ("4KiBs", "\"KiBs\" is no unit"),

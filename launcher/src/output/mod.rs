@@ -50,6 +50,16 @@ pub(crate) enum Prefix {
     Raw,
 }
 
+/// What becomes of a job whose standard output cannot be written, as on a disk that is full.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum LostOutput {
+    /// It goes on: training is worth more than what it says.
+    #[default]
+    GoesOn,
+    /// It ends with exit code 1: what it says is all that it is for.
+    Ends,
+}
+
 /// What the launcher does with the output of `size` ranks. Clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct Output {
@@ -67,6 +77,7 @@ impl Output {
         prefix: Prefix,
         log_dir: Option<&Path>,
         restart: u64,
+        lost_output: LostOutput,
         notices: Sender<Notice>,
     ) -> Result<Self> {
         let logs = match log_dir {
@@ -86,6 +97,8 @@ impl Output {
                 coloured: [out && colours_wanted(), err && colours_wanted()],
                 screens: [out_screen, err_screen],
                 broken: [AtomicBool::new(false), AtomicBool::new(false)],
+                lost_output,
+                lost: AtomicBool::new(false),
                 logs,
                 tails: (0..size).map(|_| Mutex::default()).collect(),
                 complained: (0..size).map(|_| AtomicBool::new(false)).collect(),
@@ -163,6 +176,11 @@ impl Output {
         None
     }
 
+    /// Whether standard output could not be written, and the job is to end for it.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.shared.lost.load(Ordering::Acquire)
+    }
+
     /// The last lines of `rank`'s standard error.
     pub(crate) fn last_words(&self, rank: usize) -> Vec<String> {
         self.shared
@@ -190,6 +208,8 @@ struct Shared {
     screens: [Arc<Screen>; 2],
     /// Streams of the launcher that take no more.
     broken: [AtomicBool; 2],
+    lost_output: LostOutput,
+    lost: AtomicBool,
     logs: Vec<Log>,
     tails: Vec<Mutex<Tail>>,
     /// Whether a rank's standard error has come to its end.
@@ -273,10 +293,15 @@ impl Shared {
         if error.kind() == ErrorKind::BrokenPipe {
             let _ = self.notices.send(Notice::OutputClosed);
         } else if stream == Stream::Out {
-            // Training is worth more than its output: it goes on.
-            self.note(&format!(
-                "standard output cannot be written: {error}; the job goes on without it"
-            ));
+            let what = match self.lost_output {
+                LostOutput::GoesOn => "; the job goes on without it",
+                LostOutput::Ends => "",
+            };
+            self.note(&format!("standard output cannot be written: {error}{what}"));
+            if self.lost_output == LostOutput::Ends {
+                self.lost.store(true, Ordering::Release);
+                let _ = self.notices.send(Notice::OutputClosed);
+            }
         }
     }
 

@@ -18,7 +18,9 @@ pub(super) enum Stage {
     Rendezvous,
     /// Every collective, between threads.
     Threads,
-    /// Every collective, between processes.
+    /// Every collective, between processes that share memory.
+    Shm,
+    /// Every collective, between processes over connections.
     Tcp,
     /// Every sample is used exactly once.
     Plan,
@@ -43,6 +45,7 @@ impl Stage {
         match self {
             Self::Rendezvous => "rendezvous",
             Self::Threads => "collectives, threads",
+            Self::Shm => "collectives, shm",
             Self::Tcp => "collectives, tcp",
             Self::Plan => "sharding plan",
             Self::Training => "training",
@@ -56,18 +59,19 @@ impl Stage {
     pub(super) fn needs_a_meeting(self) -> bool {
         matches!(
             self,
-            Self::Tcp | Self::Training | Self::Death | Self::Silence
+            Self::Shm | Self::Tcp | Self::Training | Self::Death | Self::Silence
         )
     }
 
     /// Runs the stage to its verdict, within the limit.
     pub(super) fn run(self, context: &Context) -> Outcome {
         match self {
-            Self::Rendezvous => self.together(context, Task::Rendezvous),
+            Self::Rendezvous => self.together(context, Task::Rendezvous, &[]),
             Self::Threads => self.alone(context, Task::Threads, None),
-            Self::Tcp => self.together(context, Task::Collectives),
+            Self::Shm => self.share_memory(context),
+            Self::Tcp => self.together(context, Task::Collectives, &[("ACCEL_TRANSPORT", "tcp")]),
             Self::Plan => self.alone(context, Task::Plan, None),
-            Self::Training => self.together(context, Task::Training),
+            Self::Training => self.together(context, Task::Training, &[]),
             Self::Death => self.lose(context, Signal::KILL, "killed", DEATH),
             Self::Silence => self.lose(context, Signal::STOP, "stopped", LIVENESS + SILENCE),
             Self::Checkpoint => {
@@ -82,9 +86,25 @@ impl Stage {
         }
     }
 
-    fn together(self, context: &Context, task: Task) -> Outcome {
+    /// Where processes cannot share memory, they train over connections; that is no failure.
+    fn share_memory(self, context: &Context) -> Outcome {
+        let variables = [("ACCEL_TRANSPORT", "shm")];
+        match self.together(context, Task::Collectives, &variables) {
+            Err(Trouble::Failed(text)) => Err(match text.split_once(NO_MEMORY) {
+                Some((_, why)) => {
+                    let why = why.split_once("; ask for").map_or(why, |(why, _)| why);
+                    Trouble::Skipped(why.to_owned())
+                }
+                None => Trouble::Failed(text),
+            }),
+            outcome => outcome,
+        }
+    }
+
+    fn together(self, context: &Context, task: Task, variables: &[(&str, &str)]) -> Outcome {
         let order = Order {
             processes: context.arguments.num_processes.get(),
+            variables,
             ..self.order(context, task)
         };
         Ranks::start(context, &order)?.finish()
@@ -171,6 +191,9 @@ impl Stage {
         }
     }
 }
+
+/// What ranks say that were asked to share memory and cannot.
+const NO_MEMORY: &str = "the transport `shm` was asked for, but ";
 
 /// How soon a death must be known.
 const DEATH: Duration = Duration::from_secs(1);

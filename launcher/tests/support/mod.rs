@@ -119,10 +119,15 @@ pub struct Ended {
 }
 
 impl Run {
-    pub fn start(mut command: Command) -> Self {
+    pub fn start(command: Command) -> Self {
+        Self::start_into(command, Stdio::piped())
+    }
+
+    /// The same, with another standard output, of which [`end`](Self::end) then gives nothing.
+    pub fn start_into(mut command: Command, stdout: Stdio) -> Self {
         let mut child = command
             .stdin(Stdio::null())
-            .stdout(Stdio::piped())
+            .stdout(stdout)
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
@@ -147,7 +152,9 @@ impl Run {
     pub fn end(mut self) -> Ended {
         let status = wait_until("the launcher to end", || self.child.try_wait().unwrap());
         let took = self.started.elapsed();
-        let read = |reader: Option<JoinHandle<Vec<u8>>>| reader.unwrap().join().unwrap();
+        let read = |reader: Option<JoinHandle<Vec<u8>>>| {
+            reader.map_or_else(Vec::new, |reader| reader.join().unwrap())
+        };
         let stdout = read(self.stdout.take());
         let stderr = String::from_utf8_lossy(&read(self.stderr.take())).into_owned();
         Ended {
