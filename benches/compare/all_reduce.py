@@ -11,12 +11,13 @@ What is there is compared; what is missing is left out, and said. Nothing is ins
                  MPIRUN_FLAGS=... replaces the flags below
   gloo           a Python with torch: PYTHON=...
 
-All sides do the same: f32 sums in place; another input at each element before every operation;
-every sum of the warm-up and the last one checked; above 16 KiB a barrier and then one timed
-operation, up to 16 KiB a loop of 100 operations, the writing of their inputs included; the time of
-an iteration is its slowest rank's, that of a run the median over its iterations. The sides run in
-turn, round after round; shown are the median of the rounds' times, and the median of the rounds'
-ratios.
+All sides do the same: f32 sums in place, one operation after the other; other inputs before every
+operation (a stripe is written anew over the sums of the one before, from time to time
+everything; part of the time); every sum of the warm-up and the last one checked; timed in up to 100 blocks
+of operations. The time of a block is its slowest rank's, that of a run the median over its blocks. The
+sides run in turn, round after round; shown are the median of the rounds' times, and the median of the
+rounds' ratios. --outside N also times, from outside, our whole processes with N and with 2N operations
+of each size, and subtracts.
 
 Open MPI is started with `--bind-to core` (with `--oversubscribe` instead where ranks outnumber
 cores), once with its defaults (`mpi`: on one host shared memory, and from 4 KiB on single copies from
@@ -35,6 +36,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -63,11 +65,14 @@ def main():
             f"load {load()}",
             flush=True,
         )
+        options.inputs = inputs(options, str(ours()))
         rounds = []
         for number in range(options.rounds):
             rounds.append({name: run() for name, run in sides.items()})
             print(f"round {number + 1}: load {load()}", file=sys.stderr, flush=True)
     results = judged(options, rounds)
+    if options.outside:
+        from_outside(options, str(ours()), results)
     if options.json:
         print(json.dumps({"ranks": options.ranks, "transport": options.transport, "results": results}))
     else:
@@ -84,6 +89,7 @@ def parse():
     parser.add_argument("--transport", default="auto", help="of ours [auto]")
     parser.add_argument("--call", default="buffer", help="of ours: buffer, slice or started [buffer]")
     parser.add_argument("--without", action="append", default=[], choices=["mpi", "gloo"])
+    parser.add_argument("--outside", type=int, default=0, metavar="N", help="time whole processes too")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     options.sizes = [size(text) for text in options.sizes.split(",")]
@@ -100,15 +106,14 @@ def size(text):
 
 def iterations(size):
     """As many as accel-launch takes by default."""
-    return max(20, min(200, 400_000_000 // size))
+    return max(20, min(10_000, 400_000_000 // size))
 
 
 def found(options, cores, folder):
     """What can be run, each as a function that gives seconds (and more) by size."""
     sides = {}
-    ours = os.environ.get("ACCEL_LAUNCH", HERE.parents[1] / "target/release/accel-launch")
-    if Path(ours).exists():
-        sides["ours"] = lambda: run_ours(options, str(ours))
+    if ours().exists():
+        sides["ours"] = lambda: run_ours(options, str(ours()))
     if "mpi" not in options.without:
         if shutil.which("mpicc") and shutil.which("mpirun"):
             program = folder / "mpi_all_reduce"
@@ -128,11 +133,40 @@ def found(options, cores, folder):
     return sides
 
 
-def run_ours(options, program):
+def ours():
+    return Path(os.environ.get("ACCEL_LAUNCH", HERE.parents[1] / "target/release/accel-launch"))
+
+
+def command(options, program, sizes):
     command = [program, "bench", "all-reduce", "--json", "--num-processes", str(options.ranks)]
     command += ["--transport", options.transport, "--call", options.call]
-    command += ["--sizes", ",".join(map(str, options.sizes))]
-    report = json.loads(output([command], os.environ))
+    return command + ["--sizes", ",".join(map(str, sizes))]
+
+
+def inputs(options, program):
+    """How many values our inputs have, and after how many operations they are written as a whole."""
+    report = json.loads(output([command(options, program, [4]) + ["--iterations", "1"]], os.environ))
+    return [str(report["results"][0][name]) for name in ("input_values", "input_period")]
+
+
+def from_outside(options, program, results):
+    """Adds to our results what N more operations cost a whole process, by the clock on the wall."""
+    for result in results:
+        once = max(20, int(0.5 / result["seconds"]["ours"]))
+        differences = []
+        for _ in range(options.outside):
+            times = []
+            for count in (once, 2 * once):
+                start = time.perf_counter()
+                one = command(options, program, [result["bytes"]]) + ["--iterations", str(count)]
+                output([one], os.environ)
+                times.append(time.perf_counter() - start)
+            differences.append((times[1] - times[0]) / once)
+        result["seconds"]["outside"] = statistics.median(differences)
+
+
+def run_ours(options, program):
+    report = json.loads(output([command(options, program, options.sizes)], os.environ))
     return {result["bytes"]: result for result in report["results"]}
 
 
@@ -158,7 +192,7 @@ def run_gloo(options, cores, python):
 
 
 def arguments(options):
-    return ["5", *(f"{size}:{iterations(size)}" for size in options.sizes)]
+    return [*options.inputs, "5", *(f"{size}:{iterations(size)}" for size in options.sizes)]
 
 
 def output(commands, *environments):

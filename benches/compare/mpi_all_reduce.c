@@ -1,39 +1,57 @@
 /* All-reduces (sums) of f32 with MPI, timed as `accel-launch bench all-reduce` times its own:
  * see launcher/src/bench/README.md. Built and started by all_reduce.py.
  *
- * mpi_all_reduce WARMUP BYTES:ITERATIONS...
+ * mpi_all_reduce VALUES PERIOD WARMUP BYTES:ITERATIONS...
  */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { MODULUS = 7, REPEATS = 512, BLOCK = MODULUS * REPEATS, SHORT = 16 * 1024, OPERATIONS = 100 };
+/* As in launcher/src/bench: the stripes, the blocks. */
+enum { MOST = 7, REPEATS = 512, PARTS = 64, BLOCKS = 100 };
 
-static float table[BLOCK + MODULUS];
+static float table[MOST * (REPEATS + 1)];
 static int rank, ranks;
+static size_t modulus, period, block_len;
 
-/* Element i of operation k on rank r is (i + 13k + 11r) mod 7. */
+static size_t start_of(size_t len, size_t part) { return len * part / PARTS; }
+
+/* Element i of operation k on rank r is (i + 13k + 11r) mod VALUES; a whole one begins a period, and then
+ * each operation writes a stripe over the sums of the one before. */
 static void write_input(float *values, size_t len, size_t operation) {
-    const float *block = table + (13 * operation + 11 * (size_t)rank) % MODULUS;
-    for (size_t at = 0; at < len; at += BLOCK) {
-        size_t part = len - at < BLOCK ? len - at : BLOCK;
-        memcpy(values + at, block, part * sizeof(float));
+    size_t part = operation % period;
+    size_t from = part ? start_of(len, part) : 0, to = part ? start_of(len, part + 1) : len;
+    const float *block = table + (from + 13 * operation + 11 * (size_t)rank) % modulus;
+    for (size_t at = from; at < to; at += block_len) {
+        size_t count = to - at < block_len ? to - at : block_len;
+        memcpy(values + at, block, count * sizeof(float));
     }
 }
 
+static float sum_of(size_t index) {
+    float sum = 0;
+    for (int other = 0; other < ranks; other++)
+        sum += (float)((index + 11 * (size_t)other) % modulus);
+    return sum;
+}
+
 static void check(const float *values, size_t len, size_t operation) {
-    float expected[MODULUS];
-    for (size_t shift = 0; shift < MODULUS; shift++) {
-        expected[shift] = 0;
-        for (int other = 0; other < ranks; other++)
-            expected[shift] += (float)((shift + 13 * operation + 11 * (size_t)other) % MODULUS);
-    }
-    for (size_t i = 0; i < len; i++) {
-        if (values[i] != expected[i % MODULUS]) {
-            fprintf(stderr, "rank %d: expected %g at index %zu, found %g\n", rank,
-                    expected[i % MODULUS], i, values[i]);
-            MPI_Abort(MPI_COMM_WORLD, 1);
+    size_t begun = operation % period;
+    for (size_t part = 0; part < PARTS; part++) {
+        size_t again = part <= begun ? begun - part : begun;
+        float expected[MOST];
+        for (size_t shift = 0; shift < modulus; shift++) {
+            expected[shift] = sum_of(shift + 13 * (operation - again));
+            for (size_t n = 0; n < again; n++)
+                expected[shift] *= (float)ranks;
+        }
+        for (size_t i = start_of(len, part); i < start_of(len, part + 1); i++) {
+            if (values[i] != expected[i % modulus]) {
+                fprintf(stderr, "rank %d: expected %g at index %zu, found %g\n", rank,
+                        expected[i % modulus], i, values[i]);
+                MPI_Abort(MPI_COMM_WORLD, 1);
+            }
         }
     }
 }
@@ -49,10 +67,10 @@ static void all_reduce(float *values, size_t len) {
 
 static double sample(size_t bytes, size_t iterations, size_t warmup) {
     size_t len = bytes / sizeof(float), operation = 0;
-    size_t operations = bytes <= SHORT ? OPERATIONS : 1;
+    size_t blocks = iterations < BLOCKS ? iterations : BLOCKS;
     float *values = aligned_alloc(64, (bytes + 63) / 64 * 64);
-    double *times = malloc(iterations * sizeof(double));
-    double *slowest = malloc(iterations * sizeof(double));
+    double *times = malloc(blocks * sizeof(double));
+    double *slowest = malloc(blocks * sizeof(double));
     if (!values || !times || !slowest)
         MPI_Abort(MPI_COMM_WORLD, 1);
     for (size_t n = 0; n < warmup; n++, operation++) {
@@ -60,26 +78,21 @@ static double sample(size_t bytes, size_t iterations, size_t warmup) {
         all_reduce(values, len);
         check(values, len, operation);
     }
-    for (size_t n = 0; n < iterations; n++) {
-        if (operations == 1)
-            write_input(values, len, operation);
-        MPI_Barrier(MPI_COMM_WORLD);
+    MPI_Barrier(MPI_COMM_WORLD);
+    for (size_t n = 0; n < blocks; n++) {
+        size_t end = operation + iterations * (n + 1) / blocks - iterations * n / blocks;
+        size_t operations = end - operation;
         double start = MPI_Wtime();
-        if (operations == 1) {
+        for (; operation < end; operation++) {
+            write_input(values, len, operation);
             all_reduce(values, len);
-        } else {
-            for (size_t k = operation; k < operation + operations; k++) {
-                write_input(values, len, k);
-                all_reduce(values, len);
-            }
         }
         times[n] = (MPI_Wtime() - start) / (double)operations;
-        operation += operations;
     }
     check(values, len, operation - 1);
-    MPI_Allreduce(times, slowest, (int)iterations, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
-    qsort(slowest, iterations, sizeof(double), ascending);
-    double median = (slowest[(iterations - 1) / 2] + slowest[iterations / 2]) / 2;
+    MPI_Allreduce(times, slowest, (int)blocks, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
+    qsort(slowest, blocks, sizeof(double), ascending);
+    double median = (slowest[(blocks - 1) / 2] + slowest[blocks / 2]) / 2;
     free(values);
     free(times);
     free(slowest);
@@ -90,10 +103,17 @@ int main(int argc, char **argv) {
     MPI_Init(&argc, &argv);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &ranks);
-    for (size_t i = 0; i < BLOCK + MODULUS; i++)
-        table[i] = (float)(i % MODULUS);
-    size_t warmup = argc > 1 ? strtoul(argv[1], NULL, 10) : 5;
-    for (int n = 2; n < argc; n++) {
+    if (argc < 4 || strtoul(argv[1], NULL, 10) < 1 || strtoul(argv[1], NULL, 10) > MOST) {
+        fprintf(stderr, "expected VALUES (1 to %d) PERIOD WARMUP BYTES:ITERATIONS...\n", MOST);
+        MPI_Abort(MPI_COMM_WORLD, 2);
+    }
+    modulus = strtoul(argv[1], NULL, 10);
+    period = strtoul(argv[2], NULL, 10);
+    block_len = modulus * REPEATS;
+    for (size_t i = 0; i < block_len + modulus; i++)
+        table[i] = (float)(i % modulus);
+    size_t warmup = strtoul(argv[3], NULL, 10);
+    for (int n = 4; n < argc; n++) {
         char *rest;
         size_t bytes = strtoul(argv[n], &rest, 10);
         size_t iterations = *rest == ':' ? strtoul(rest + 1, NULL, 10) : 20;

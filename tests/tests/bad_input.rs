@@ -143,7 +143,10 @@ fn settings_that_differ_between_ranks() {
     for rank in &ended {
         fails_with(
             rank,
-            &["1 accumulation steps", "rank 1 has 2 accumulation steps"],
+            &[
+                "the number of accumulation steps (set by `accumulation_steps`) differs between ranks: \
+                 rank 0 has 1, and rank 1 has 2; start",
+            ],
         );
     }
 }

@@ -200,7 +200,7 @@ pub(super) fn files_in_memory() -> Vec<String> {
     names.filter(|name| name.contains("accel")).collect()
 }
 
-const SIGN: &str = "ACCEL_MATRIX_CELL";
+const SIGN: &str = "MATRIX_CELL";
 
 /// What wakes a stopped process may outlive the others of its cell by so much.
 const LAST: Duration = Duration::from_secs(15);
