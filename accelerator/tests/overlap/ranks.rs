@@ -122,10 +122,16 @@ fn ranks_at_odds_are_told_the_lines_of_the_program() {
                 Ok((format!("{}:{line}", file!()), format!("{error:?}")))
             })
             .unwrap();
-        for (_, text) in &texts {
-            for (place, _) in &texts {
-                assert!(text.contains(place), "{place} is not in: {text}");
-            }
+        assert_every_place_is_told(&texts);
+    }
+}
+
+/// Of each rank the place of its call, and the error that it got.
+#[track_caller]
+fn assert_every_place_is_told(texts: &[(String, String)]) {
+    for (_, text) in texts {
+        for (place, _) in texts {
+            assert!(text.contains(place), "{place} is not in: {text}");
         }
     }
 }
@@ -147,11 +153,7 @@ fn preparing_is_told_by_the_line_of_the_program_too() {
         Ok((format!("{}:{line}", file!()), format!("{error:?}")))
     })
     .unwrap();
-    for (_, text) in &texts {
-        for (place, _) in &texts {
-            assert!(text.contains(place), "{place} is not in: {text}");
-        }
-    }
+    assert_every_place_is_told(&texts);
 }
 
 #[test]
