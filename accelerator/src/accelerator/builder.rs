@@ -74,7 +74,8 @@ impl AcceleratorBuilder {
     }
 
     /// The size, in bytes, of the flat buffers in which gradients are reduced. The first one is
-    /// at most 1 MiB. Default: 25 MiB.
+    /// at most 1 MiB. With [`Overlap`], one that holds 1 MiB is also closed where the next gradient
+    /// is ready later. Default: 25 MiB.
     pub fn bucket_size(mut self, bytes: usize) -> Self {
         self.bucket_size = bytes;
         self

@@ -155,7 +155,8 @@ impl Accelerator {
     /// [`PreparedOptimizer::step`], which leaves the model alone until then.
     ///
     /// Ranks pair gradients by the order of calls: where there are several, each calls it from one
-    /// thread at a time.
+    /// thread at a time. Burn 0.22.1 itself may lock up where one thread is in a backward pass while
+    /// another computes with the same parameters.
     ///
     /// [`Batch::with_weight`]: crate::data::Batch::with_weight
     /// [`PreparedOptimizer::step`]: crate::optim::PreparedOptimizer::step

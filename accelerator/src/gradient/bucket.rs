@@ -7,8 +7,10 @@ use super::overlap::Order;
 use super::values::Values;
 use crate::model::{Float, Trainable};
 
-/// The most that the first bucket holds, in bytes: communication starts as soon as it is full.
-const FIRST: usize = 1 << 20;
+/// What is worth an all-reduce of its own, in bytes: the most that the first bucket holds, so that
+/// communication starts soon, and what a bucket holds at least before it is sent without one that is
+/// ready later.
+const WORTHWHILE: usize = 1 << 20;
 
 /// Where each parameter's gradient lies.
 #[derive(Debug)]
@@ -34,7 +36,8 @@ pub(super) struct Place {
 
 impl Buckets {
     /// Lays `parameters` out in that order, a bucket a dtype, each at most `size` bytes unless one
-    /// parameter alone is larger. A bucket comes before those that are full later.
+    /// parameter alone is larger. A bucket that is worth an operation does not wait for a gradient
+    /// that is ready later. A bucket comes before those that are full later.
     pub(super) fn new(parameters: &[Trainable], order: &Order, size: usize) -> Self {
         let mut buckets: Vec<Bucket> = Vec::new();
         // The bucket that is being filled, for each dtype.
@@ -42,12 +45,24 @@ impl Buckets {
         for (position, &index) in order.parameters.iter().enumerate() {
             if position == order.early {
                 open = [None; 2];
+            } else if order.is_later(position) {
+                let size = |&bucket: &usize| {
+                    let Bucket { dtype, length, .. } = &buckets[bucket];
+                    length * width(*dtype)
+                };
+                open = open.map(|open| open.filter(|bucket| size(bucket) < WORTHWHILE));
             }
             let parameter = &parameters[index];
             let dtype = dtype_of(parameter.float);
             let length: usize = parameter.shape.iter().product();
             let open = &mut open[usize::from(dtype == DType::F64)];
-            let limit = |bucket| if bucket == 0 { size.min(FIRST) } else { size };
+            let limit = |bucket| {
+                if bucket == 0 {
+                    size.min(WORTHWHILE)
+                } else {
+                    size
+                }
+            };
             let bucket = open
                 .filter(|&bucket: &usize| {
                     (buckets[bucket].length + length) * width(dtype) <= limit(bucket)
@@ -361,6 +376,18 @@ mod tests {
         assert_eq!(buckets.members(0), [1, 3]);
         assert_eq!(buckets.members(1), [2]);
         assert_eq!(buckets.members(2), [0]);
+    }
+
+    #[test]
+    fn a_bucket_that_is_worth_it_does_not_wait_for_what_is_ready_later() {
+        // A classifier: a small last layer, a large one, and two convolutions.
+        let parameters = parameters(&[10_000, 20_000, 1 << 20, 1000, 500], Float::F32);
+        let order = Order::of(&[Some(1), Some(2), Some(7), Some(8), Some(7)]);
+        let buckets = Buckets::new(&parameters, &order, 25 << 20);
+        assert_eq!(buckets.len(), 3);
+        assert_eq!(buckets.members(0), [3, 4]);
+        assert_eq!(buckets.members(1), [2]);
+        assert_eq!(buckets.members(2), [1, 0]);
     }
 
     proptest! {

@@ -118,7 +118,8 @@ impl Slot {
         if !self.reported_range.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 step = self.steps(),
-                "gradients that were sent as {compression} are not finite: they were too large, and                  this step was reduced again in f32, or they are not finite themselves (said once)"
+                "gradients that were sent as {compression} are not finite: they were too large, and this \
+                 step was reduced again in f32, or they are not finite themselves (said once)"
             );
         }
     }

@@ -141,15 +141,13 @@ mod tests {
 
     #[test]
     fn the_first_rank_that_knows_of_anything_early_teaches_all() {
-        let order = |parameters: [usize; 3]| {
-            Agreement::Order(Order {
-                parameters: parameters.into(),
-                early: 2,
-            })
+        let order = |lesson: Lesson| match lesson {
+            Lesson::Learnt(ready) => Agreement::Order(Order::of(&ready)),
+            Lesson::Depth | Lesson::Places(_) => Agreement::NotYet,
         };
-        assert_eq!(agreement([early, earlier], 2), order([2, 0, 1]));
-        assert_eq!(agreement([earlier, early], 2), order([0, 1, 2]));
-        assert_eq!(agreement([late, earlier], 2), order([0, 1, 2]));
+        assert_eq!(agreement([early, earlier], 2), order(early()));
+        assert_eq!(agreement([earlier, early], 2), order(earlier()));
+        assert_eq!(agreement([late, earlier], 2), order(earlier()));
         assert_eq!(agreement([late, late], 2), Agreement::NothingEarly);
     }
 

@@ -6,6 +6,8 @@
 pub(in crate::gradient) struct Order {
     pub(in crate::gradient) parameters: Vec<usize>,
     pub(in crate::gradient) early: usize,
+    /// By place in `parameters`: whether that gradient is ready later than the one in front of it.
+    later: Vec<bool>,
 }
 
 impl Order {
@@ -21,10 +23,19 @@ impl Order {
         let mut parameters: Vec<usize> = (0..ready.len()).rev().collect();
         // `None` is less than every depth. The sort keeps the order of equals.
         parameters.sort_by_key(|&parameter| core::cmp::Reverse(ready[parameter]));
+        let pairs = parameters.windows(2);
+        let later = pairs.map(|pair| ready[pair[0]] != ready[pair[1]]);
+        let later = core::iter::once(false).chain(later).collect();
         Self {
             parameters,
             early: ready.iter().flatten().count(),
+            later,
         }
+    }
+
+    /// Whether the gradient at that place is ready later than the one in front of it.
+    pub(in crate::gradient) fn is_later(&self, place: usize) -> bool {
+        self.later[place]
     }
 }
 
@@ -75,6 +86,8 @@ mod tests {
         let order = Order::of(&[Some(3), None, Some(9), Some(3), None]);
         assert_eq!(order.parameters, [2, 3, 0, 4, 1]);
         assert_eq!(order.early, 3);
+        let later: Vec<bool> = (0..5).map(|place| order.is_later(place)).collect();
+        assert_eq!(later, [false, true, false, true, false]);
         assert_eq!(Order::reversed(3).parameters, [2, 1, 0]);
     }
 
