@@ -146,7 +146,10 @@ def command(options, program, sizes):
 def inputs(options, program):
     """How many values our inputs have, and after how many operations they are written as a whole."""
     report = json.loads(output([command(options, program, [4]) + ["--iterations", "1"]], os.environ))
-    return [str(report["results"][0][name]) for name in ("input_values", "input_period")]
+    result = report["results"][0]
+    if "input_period" not in result:
+        sys.exit(f"{program} is older than this script: cargo build --release -p accel-launch")
+    return [str(result[name]) for name in ("input_values", "input_period")]
 
 
 def from_outside(options, program, results):

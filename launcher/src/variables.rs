@@ -122,13 +122,13 @@ pub(crate) const VARIABLES: [Variable; 15] = [
     },
     Variable {
         name: "ACCEL_LIVENESS_TIMEOUT",
-        expected: "seconds above 0, such as 5 or 1.5",
+        expected: "seconds from 0.1, such as 5 or 1.5",
         default: "that of the transport",
         reader: Reader::Ranks,
         accepts: |value| {
             let seconds = value.to_str().and_then(|value| value.trim().parse().ok());
             let timeout = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-            timeout.is_some_and(|timeout| !timeout.is_zero())
+            timeout.is_some_and(|timeout| timeout >= Duration::from_millis(100))
         },
     },
     Variable {
@@ -352,6 +352,7 @@ mod tests {
             ("ACCEL_TRACE", &lost),
             ("ACCEL_TRANSPORT", "mpi"),
             ("ACCEL_LIVENESS_TIMEOUT", "0"),
+            ("ACCEL_LIVENESS_TIMEOUT", "0.001"),
             ("ACCEL_LIVENESS_TIMEOUT", "5s"),
             ("ACCEL_INSECURE", "maybe"),
             ("ACCEL_FAULTS", "banana"),

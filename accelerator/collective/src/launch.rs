@@ -444,10 +444,10 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
         let seconds = value.trim().parse().ok();
         let timeout = seconds
             .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
-            .filter(|timeout| !timeout.is_zero());
+            .filter(|timeout| *timeout >= SHORTEST_LIVENESS);
         let Some(timeout) = timeout else {
             return Err(invalid(format!(
-                "{NAME} is {value:?}; expected seconds above 0, such as 5 or 1.5"
+                "{NAME} is {value:?}; expected seconds from 0.1, such as 5 or 1.5"
             )));
         };
         let text = format!("{} s", timeout.as_secs_f64());
@@ -514,6 +514,10 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
 fn invalid(message: impl Into<String>) -> Error {
     Error::new(Kind::Topology, message)
 }
+
+/// The shortest liveness timeout: a busy system may hold a process up for less without anything
+/// being wrong.
+pub(crate) const SHORTEST_LIVENESS: Duration = Duration::from_millis(100);
 
 #[cfg(test)]
 mod tests {
@@ -681,7 +685,11 @@ mod tests {
             ),
             (
                 &[("ACCEL_LIVENESS_TIMEOUT", "0")],
-                &["ACCEL_LIVENESS_TIMEOUT", "\"0\"", "above 0"],
+                &["ACCEL_LIVENESS_TIMEOUT", "\"0\"", "from 0.1"],
+            ),
+            (
+                &[("ACCEL_LIVENESS_TIMEOUT", "0.001")],
+                &["ACCEL_LIVENESS_TIMEOUT", "\"0.001\""],
             ),
             (
                 &[("ACCEL_LIVENESS_TIMEOUT", "-1")],

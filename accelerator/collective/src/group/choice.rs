@@ -46,7 +46,15 @@ pub(super) fn choose(member: &Member, asked: TransportKind, began: Instant) -> R
         Err(obstacle) => obstacle,
     };
     if asked == TransportKind::Auto {
-        tracing::debug!("the ranks exchange data by TCP: {obstacle}");
+        match obstacle.nature {
+            Nature::Apart => tracing::debug!("the ranks exchange data by TCP: {obstacle}"),
+            // All of them see it.
+            Nature::Broken if member.topology.is_main() => tracing::warn!(
+                "ranks of one host exchange data by TCP, which is slower than the memory that they \
+                 could share: {obstacle}"
+            ),
+            Nature::Broken => {}
+        }
         return Ok(());
     }
     Err(Error::about(
@@ -62,8 +70,17 @@ pub(super) fn choose(member: &Member, asked: TransportKind, began: Instant) -> R
 /// Why ranks do not share memory, in words that are the same on every rank.
 #[derive(Debug)]
 struct Obstacle {
+    nature: Nature,
     ranks: Vec<usize>,
     text: String,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Nature {
+    /// There is nothing to share.
+    Apart,
+    /// Ranks of one host could share, but for this.
+    Broken,
 }
 
 impl fmt::Display for Obstacle {
@@ -91,6 +108,7 @@ fn obstacle(asked: TransportKind, offers: &[Offer]) -> Option<Obstacle> {
         && (asked == TransportKind::Shm || hosts.len() == offers.len())
     {
         return Some(Obstacle {
+            nature: Nature::Apart,
             ranks: vec![0, second.start],
             text: match asked == TransportKind::Hierarchical {
                 true => "no host holds two ranks".to_owned(),
@@ -103,6 +121,7 @@ fn obstacle(asked: TransportKind, offers: &[Offer]) -> Option<Obstacle> {
         .find(|host| offers[host.start].first != host.start)
     {
         return Some(Obstacle {
+            nature: Nature::Broken,
             ranks: vec![host.start],
             text: format!(
                 "rank {} says that the first rank of its host is {}: the ranks of a host must \
@@ -114,6 +133,7 @@ fn obstacle(asked: TransportKind, offers: &[Offer]) -> Option<Obstacle> {
     offers.iter().enumerate().find_map(|(rank, offer)| {
         let error = offer.memory.as_ref().err()?;
         Some(Obstacle {
+            nature: Nature::Broken,
             ranks: vec![rank],
             text: format!("rank {rank} has no memory to share: {error}"),
         })
@@ -181,6 +201,7 @@ fn arrange(
     let offers = tell(member, began, &offer)?;
     // Every rank here says that it has none.
     Ok(Err(obstacle(asked, &offers).unwrap_or(Obstacle {
+        nature: Nature::Apart,
         ranks: Vec::new(),
         text: "the ranks have no memory to share".to_owned(),
     })))
@@ -190,7 +211,7 @@ fn arrange(
 mod linux {
     use std::{fs, io, os::fd::AsRawFd, sync::Arc, time::Instant};
 
-    use super::{Obstacle, Offer, hosts, obstacle, tell};
+    use super::{Nature, Obstacle, Offer, hosts, obstacle, tell};
     use crate::{
         error::{Error, Kind, Result},
         group::member::Member,
@@ -253,6 +274,7 @@ mod linux {
         let mut failed = failed.filter_map(|(rank, x)| Some((rank, x.as_ref()?)));
         if let Some((rank, error)) = failed.next() {
             return Ok(Err(Obstacle {
+                nature: Nature::Broken,
                 ranks: vec![rank],
                 text: format!("rank {rank} cannot reach the memory of others: {error}"),
             }));

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use crate::{
-    error::{Error, Kind, Result},
-    launch::Launch,
+    error::{Error, Kind, Result, Seconds},
+    launch::{Launch, SHORTEST_LIVENESS},
     transport::{Limit, Patience, TransportKind},
 };
 
@@ -64,7 +64,8 @@ impl GroupOptions {
     /// After how long without a sign of life a rank is lost: stopped, swapped out, or cut off
     /// from the network. A rank that lives shows it, however busy it is; one that is merely slow
     /// has the [progress timeout](Self::with_progress_timeout). Below a second, a loaded machine
-    /// may make ranks look dead. Threads of one process cannot fall silent.
+    /// may make ranks look dead; less than 0.1 seconds is refused. Threads of one process
+    /// cannot fall silent.
     ///
     /// Unset, `ACCEL_LIVENESS_TIMEOUT` of the launch says it.
     pub fn with_liveness_timeout(self, liveness_timeout: Duration) -> Self {
@@ -121,6 +122,18 @@ impl GroupOptions {
                     format!("the {name} timeout is zero, so nothing could ever succeed"),
                 ));
             }
+        }
+        let liveness = self.liveness_timeout();
+        if liveness < SHORTEST_LIVENESS {
+            return Err(Error::new(
+                Kind::Misuse,
+                format!(
+                    "the liveness timeout is {}, expected at least {}: a busy machine holds ranks up \
+                     for longer, which would then count as lost",
+                    Seconds(liveness),
+                    Seconds(SHORTEST_LIVENESS),
+                ),
+            ));
         }
         Ok(())
     }
@@ -185,11 +198,12 @@ mod tests {
     }
 
     #[test]
-    fn deadlines_of_zero_are_misuse() {
+    fn deadlines_that_nobody_can_keep_are_misuse() {
         for options in [
             GroupOptions::new().with_connect_timeout(Duration::ZERO),
             GroupOptions::new().with_progress_timeout(Duration::ZERO),
             GroupOptions::new().with_liveness_timeout(Duration::ZERO),
+            GroupOptions::new().with_liveness_timeout(SHORTEST_LIVENESS / 2),
         ] {
             assert!(options.check().unwrap_err().is_misuse());
         }
