@@ -44,6 +44,7 @@
 //! ```
 
 mod factor;
+pub mod fused;
 mod schedule;
 mod state;
 
@@ -53,6 +54,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 
+pub use self::fused::InitFused;
 pub(crate) use self::schedule::Scheduler;
 pub use self::schedule::{Manual, PerEpoch, Scheduled};
 pub(crate) use self::state::{OptimizerSnapshot, OptimizerState, Schedule, check_known};
