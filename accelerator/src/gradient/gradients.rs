@@ -3,8 +3,9 @@ use core::ops::Range;
 use std::sync::Arc;
 
 use accelerator_collective::Buffer;
+use burn::module::ParamId;
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Shape, Tensor};
 
 use super::bucket;
 use super::ledger::Ledger;
@@ -246,6 +247,14 @@ impl Gradients {
         }
     }
 
+    /// For an optimizer that steps parts of parameters; `None` while the window is open.
+    pub(crate) fn into_averages(self) -> Option<Averages> {
+        match self.0 {
+            Content::Accumulating => None,
+            Content::Closed(closed) => Some(Averages(closed)),
+        }
+    }
+
     pub(crate) fn epoch(&self) -> Option<u64> {
         self.closed_ref()?.epoch
     }
@@ -260,6 +269,68 @@ impl Gradients {
             Content::Accumulating => None,
             Content::Closed(closed) => Some(closed),
         }
+    }
+}
+
+/// The averaged gradients of a window, to be read in parts.
+pub(crate) struct Averages(Box<Closed>);
+
+impl Averages {
+    /// The parameters that have a gradient, in path order: the same on every rank.
+    pub(crate) fn parameters(&self) -> impl Iterator<Item = &Trainable> {
+        let parameters = self.0.slot.parameters().iter().enumerate();
+        parameters
+            .filter(|(index, parameter)| match &self.0.values {
+                Values::Reduced(sums) => sums.place(*index).is_some(),
+                Values::Untouched { gradients, .. } => {
+                    super::values::look(gradients, parameter).is_some()
+                }
+            })
+            .map(|(_, parameter)| parameter)
+    }
+
+    /// Those elements of a parameter's gradient, clipped if that was asked for, in that shape.
+    pub(crate) fn part<const D: usize>(
+        &self,
+        id: ParamId,
+        range: &Range<usize>,
+        shape: &[usize],
+    ) -> Option<Tensor<D>> {
+        let Closed {
+            device,
+            factor,
+            slot,
+            values,
+            ..
+        } = &*self.0;
+        let index = slot.number(id)?;
+        let parameter = &slot.parameters()[index];
+        match values {
+            Values::Reduced(sums) => {
+                let (buffer, place) = sums.place(index)?;
+                let range = place.start + range.start..place.start + range.end;
+                let data =
+                    bucket::read(buffer, &range, parameter.float, shape, sums.total, *factor);
+                let dtype = data.dtype();
+                Some(Tensor::from_data(data, (device, dtype)))
+            }
+            Values::Untouched { gradients, .. } => {
+                let gradient =
+                    Tensor::<1>::from_dispatch(super::values::look(gradients, parameter)?);
+                let elements = parameter.shape.iter().product::<usize>();
+                let part = gradient.reshape([elements]).slice([range.clone()]);
+                let part = part.reshape(Shape::from(shape.to_vec()));
+                Some(match factor {
+                    Some(factor) => part.mul_scalar(*factor),
+                    None => part,
+                })
+            }
+        }
+    }
+
+    /// The plain device of the gradients.
+    pub(crate) fn device(&self) -> &Device {
+        &self.0.device
     }
 }
 
@@ -311,17 +382,24 @@ impl Sums {
     fn there(&self) -> impl Iterator<Item = (&Trainable, &Buffer, &Range<usize>)> {
         let parameters = self.slot.parameters().iter().enumerate();
         parameters.filter_map(|(index, parameter)| {
-            let ledger = self.ledger.as_ref()?;
-            let place = ledger.layout.place(index);
-            let sums = ledger.sums(place.bucket)?;
-            ledger.present[index].then_some((parameter, sums, &place.range))
+            let (sums, range) = self.place(index)?;
+            Some((parameter, sums, range))
         })
+    }
+
+    /// Where the sum of a parameter lies, if it has a gradient.
+    fn place(&self, index: usize) -> Option<(&Buffer, &Range<usize>)> {
+        let ledger = self.ledger.as_ref()?;
+        let place = ledger.layout.place(index);
+        let sums = ledger.sums(place.bucket)?;
+        ledger.present[index].then_some((sums, &place.range))
     }
 
     fn into_params(self, device: &Device, factor: Option<f64>) -> GradientsParams {
         let mut gradients = GradientsParams::new();
         for (parameter, buffer, range) in self.there() {
-            let data = bucket::read(buffer, range, parameter, self.total, factor);
+            let (float, shape) = (parameter.float, &parameter.shape);
+            let data = bucket::read(buffer, range, float, shape, self.total, factor);
             let dtype = data.dtype();
             with_rank!(parameter.shape.len(), D => {
                 let gradient = Tensor::<D>::from_data(data, (device, dtype));

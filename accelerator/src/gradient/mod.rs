@@ -14,9 +14,11 @@ mod window;
 
 pub(crate) use self::backward::backward;
 pub use self::compression::Compression;
+pub(crate) use self::gradients::Averages;
 pub use self::gradients::Gradients;
 pub(crate) use self::overlap::Switch;
 pub use self::overlap::{Overlap, OverlapReport, OverlapState};
+pub(crate) use self::rank::with_rank;
 pub(crate) use self::slot::Slot;
 pub(crate) use self::turn::Turn;
 pub use self::weight::Weight;

@@ -173,7 +173,10 @@ fn settings_are_read_and_not_guessed() {
     let adam: Option<serde_json::Value> = super::settings(&AdamConfig::new());
     assert!(adam.is_some_and(|told| told["beta_1"].is_number()));
     let tensor = Tensor::<1>::zeros([3], &Device::flex());
-    assert_eq!(super::memory::Reach::of(&[&tensor]), super::memory::Reach::F32);
+    assert_eq!(
+        super::memory::Reach::of(&[&tensor]),
+        super::memory::Reach::F32
+    );
     assert!(super::adam::FusedAdam::new(&AdamConfig::new()).is_fused());
     assert!(super::adamw::FusedAdamW::new(&AdamWConfig::new()).is_fused());
 }
