@@ -138,7 +138,7 @@ pub mod prelude {
     pub use crate::checkpoint::{Checkpoints, Object, PerRank};
     pub use crate::collective::ReduceOp;
     pub use crate::data::{Batch, DataLoaderBuilder, PreparedLoader};
-    pub use crate::metric::{Accuracy, Mean};
+    pub use crate::metric::{Accuracy, Confusion, Mean, TopK};
     pub use crate::optim::{PerEpoch, PreparedOptimizer, StepOutcome};
     pub use crate::plan::TailPolicy;
     pub use crate::{

@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use super::Accelerator;
 use crate::data::Batch;
 use crate::error::{Error, Result};
-use crate::metric::Metric;
+use crate::metric::{self, Metric};
 
 /// Tensors, metrics and objects of all ranks. Every rank must call the same operation.
 impl Accelerator {
@@ -27,13 +27,11 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_collective`] when another rank is lost.
+    /// [`Error::is_misuse`] when ranks reduce other metrics, or of another size, that have as many
+    /// sums in all; [`Error::is_collective`] when they have more or fewer, or another rank is lost.
     #[track_caller]
     pub fn reduce<T: Metric>(&self, metric: T) -> Result<T> {
-        let mut sums = Vec::with_capacity(T::SUMS);
-        metric.write(&mut sums);
-        self.shared.group.all_reduce(&mut sums, ReduceOp::Sum)?;
-        Ok(T::read(&sums))
+        metric::reduce(&self.shared.group, metric)
     }
 
     /// The sum, mean, minimum or maximum of a tensor over the ranks, element by element.
