@@ -322,6 +322,7 @@ impl AcceleratorBuilder {
                 restarts,
                 settings,
                 timeline,
+                trigger: Arc::default(),
                 turn: Turn::default(),
             }),
         })

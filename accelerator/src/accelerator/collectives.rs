@@ -87,13 +87,23 @@ impl Accelerator {
     /// # Errors
     ///
     /// As [`gather`](Self::gather), and [`Error::is_misuse`] when `tensor` does not have a row
-    /// for each sample of the batch.
+    /// for each sample of the batch, or the batch is of a loader with
+    /// [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), under which other ranks may have had
+    /// their last batch: keep rows of such a loader until its end, and gather once then.
     #[track_caller]
     pub fn gather_for_metrics<const D: usize, K: Basic, O>(
         &self,
         tensor: Tensor<D, K>,
         batch: &Batch<O>,
     ) -> Result<Tensor<D, K>> {
+        if batch.is_uneven() {
+            return Err(Error::misuse(
+                "gather_for_metrics: this batch is of a loader with the tail policy `uneven`, under \
+                 which ranks may run different numbers of steps; keep what belongs to \
+                 `batch.real()` until the epoch has ended, and call `gather_object` once then, or \
+                 use metrics and `reduce`",
+            ));
+        }
         let rows = tensor.dims()[0];
         if rows != batch.len() {
             return Err(Error::misuse(format!(

@@ -113,7 +113,7 @@ impl Ledger {
                 .take(parameters)
                 .collect(),
             present: vec![false; parameters],
-            control: Some(group.buffer(DType::F64, 2 + parameters + buckets)),
+            control: Some(group.buffer(DType::F64, 2 + parameters + buckets + 1)),
             total: None,
             layout,
         }

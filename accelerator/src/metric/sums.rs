@@ -117,7 +117,7 @@ mod tests {
         .unwrap();
         for (means, confusion) in reduced {
             assert_eq!(means, vec![Mean::of(1.0, 6); 4]);
-            assert_eq!(confusion.of(0, 1), 3);
+            assert_eq!(confusion.of(1, 0), 3);
         }
     }
 

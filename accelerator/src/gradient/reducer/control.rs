@@ -37,6 +37,9 @@ impl Reducer {
         {
             *value = f64::from(u8::from(flag));
         }
+        if let (Some(last), Some(trigger)) = (rest.last_mut(), &self.trigger) {
+            *last = trigger.send();
+        }
         self.promise.give();
         match self.pace {
             Pace::InFlight => {
@@ -58,7 +61,7 @@ impl Reducer {
 
     pub(super) fn receive_control(&mut self) -> Result<()> {
         if let Some(control) = self.control.take() {
-            let bytes = 8 * (2 + self.ledger.here.len() + self.ledger.wrong.len());
+            let bytes = 8 * (2 + self.ledger.here.len() + self.ledger.wrong.len() + 1);
             self.ledger.control = Some(waited(&self.timeline, Part::Control, bytes, control)?);
         }
         let ledger = &mut self.ledger;
@@ -66,12 +69,15 @@ impl Reducer {
         for (present, count) in ledger.present.iter_mut().zip(&values[2..]) {
             *present = *count > 0.0;
         }
+        if let (Some(last), Some(trigger)) = (values.last(), &self.trigger) {
+            trigger.receive(*last);
+        }
         Ok(())
     }
 }
 
 /// Weight, Σ weight · loss, which parameters have gradients, which buckets are to be reduced
-/// again.
+/// again, and how many ranks have raised the flag of `set_trigger`.
 pub(super) fn values(control: &Option<Buffer>) -> Result<&[f64]> {
     Ok(match control {
         Some(control) => control.as_slice::<f64>()?,
