@@ -65,6 +65,12 @@ use crate::timeline::{Part, Phase, Timeline};
 pub enum StepOutcome {
     /// The accumulation window is not full: the model is as it was, and so is the schedule.
     Accumulated,
+    /// Gradients were not finite in [`Precision::F16`](crate::Precision::F16), on all ranks alike: the
+    /// model is as it was, and so is the schedule. The next losses are scaled by less.
+    Skipped {
+        /// By what the loss was multiplied.
+        scale: f64,
+    },
     /// The model was updated.
     Stepped {
         /// The base learning rate of this step.
@@ -106,6 +112,11 @@ impl<S> PreparedOptimizer<S> {
         gradients: Gradients,
         rate: impl FnOnce(&mut S, &M) -> ModuleLearningRate,
     ) -> M {
+        if let Some(scale) = gradients.overflow() {
+            self.outcome = StepOutcome::Skipped { scale };
+            self.timeline.step_ends();
+            return model;
+        }
         let norm = gradients.known_norm();
         let gradients = {
             let copy = || self.timeline.span(Phase::Copy(Part::Whole));

@@ -23,6 +23,9 @@ pub(crate) struct OptimizerState {
     /// Rate and norm of the last step, if the model was updated by it.
     outcome: Option<(f64, Option<f64>)>,
     schedule: Option<ScheduleState>,
+    /// The scale of the last step's loss, if the model was not updated since gradients were not finite.
+    #[serde(default)]
+    skipped: Option<f64>,
     pub(crate) steps: u64,
 }
 
@@ -55,9 +58,13 @@ impl<S> PreparedOptimizer<S> {
                 factor: self.factor,
                 outcome: match self.outcome {
                     StepOutcome::Stepped { rate, norm } => Some((rate, norm)),
-                    StepOutcome::Accumulated => None,
+                    StepOutcome::Accumulated | StepOutcome::Skipped { .. } => None,
                 },
                 schedule: self.schedule.state()?,
+                skipped: match self.outcome {
+                    StepOutcome::Skipped { scale } => Some(scale),
+                    StepOutcome::Accumulated | StepOutcome::Stepped { .. } => None,
+                },
                 steps: self.steps,
             },
         })
@@ -98,9 +105,10 @@ impl<S> PreparedOptimizer<S> {
         }
         self.factor = factor;
         self.steps = state.steps;
-        self.outcome = match state.outcome {
-            Some((rate, norm)) => StepOutcome::Stepped { rate, norm },
-            None => StepOutcome::Accumulated,
+        self.outcome = match (state.outcome, state.skipped) {
+            (Some((rate, norm)), _) => StepOutcome::Stepped { rate, norm },
+            (None, Some(scale)) => StepOutcome::Skipped { scale },
+            (None, None) => StepOutcome::Accumulated,
         };
         Ok(self)
     }

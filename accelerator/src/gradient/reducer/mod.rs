@@ -1,4 +1,4 @@
-mod control;
+pub(super) mod control;
 mod promise;
 
 use core::mem::replace;
@@ -38,7 +38,11 @@ pub(super) struct Reducer {
     ledger: Ledger,
     /// Σ weight · loss of the window.
     loss: f64,
+    /// By what the loss was multiplied before backward.
+    loss_scale: f64,
     marks: Vec<Mark>,
+    /// How many calls of `backward` are in the window.
+    micro_steps: usize,
     /// The bucket that is sent next.
     next: usize,
     /// What went wrong while nobody could be told.
@@ -113,7 +117,9 @@ impl Reducer {
             group: group.clone(),
             ledger,
             loss: before.loss,
+            loss_scale: 1.0,
             marks,
+            micro_steps: before.micro_steps + 1,
             next: 0,
             outcome: Ok(()),
             pace: Pace::InFlight,
@@ -130,6 +136,14 @@ impl Reducer {
             reducer.start_weighing()?;
         }
         Ok(reducer)
+    }
+
+    /// For gradients of a loss that was multiplied by `scale`.
+    pub(super) fn with_loss_scale(self, scale: f64) -> Self {
+        Self {
+            loss_scale: scale,
+            ..self
+        }
     }
 
     /// Whether this rank has nothing to give in the last micro-step.
@@ -238,6 +252,7 @@ impl Reducer {
 
     fn into_reduced(mut self, repaired: usize) -> Result<Reduced> {
         self.promise.keep();
+        control::check_windows(&self)?;
         let control = control::values(&self.ledger.control)?;
         let (total, loss) = (control[0], control[1]);
         Ok(Reduced {
@@ -292,7 +307,7 @@ impl Reducer {
         let ledger = &mut self.ledger;
         let layout = ledger.layout.clone();
         let control = control::values(&ledger.control)?;
-        let flags = 2 + slot.parameters().len();
+        let flags = control::HEADER + slot.parameters().len();
         for (wrong, sum) in ledger.wrong.iter_mut().zip(&control[flags..]) {
             *wrong = *sum > 0.0;
         }
@@ -326,7 +341,8 @@ impl Reducer {
     fn send_complete(&mut self) -> Result<()> {
         if let Some(total) = self.weighing.take() {
             let total = waited(&self.timeline, Part::Weight, 8, total)?;
-            self.scale = Some(self.compression.scale(total.as_slice::<f64>()?[0]));
+            let total_weight = total.as_slice::<f64>()?[0];
+            self.scale = Some(self.compression.scale(total_weight * self.loss_scale));
             self.ledger.total = Some(total);
         }
         while self.next < self.ledger.layout.len() {
