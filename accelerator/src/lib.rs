@@ -51,7 +51,9 @@
 //! | compute in half precision | [`precision`] |
 //! | send gradients in half precision | [`Compression`] |
 //! | send gradients while backward runs | [`Overlap`] |
-//! | step an optimizer with its schedule | [`optim`] |
+//! | step an optimizer with its schedule, freeze, group parameters | [`optim`] |
+//! | know how many steps there will be | [`Accelerator::plan`] |
+//! | average weights over time | [`Ema`] |
 //! | see where the time of a step goes | [`Accelerator::step_summary`], [`AcceleratorBuilder::with_trace`] |
 //! | evaluate | [`metric`], [`Accelerator::reduce`], [`Accelerator::gather_for_metrics`] |
 //! | save and load models | [`Accelerator::save_model`], [`Accelerator::load_model`], [`model`] |
@@ -114,6 +116,7 @@ mod agreement;
 pub mod checkpoint;
 pub mod data;
 mod device;
+mod ema;
 mod error;
 mod gradient;
 mod launch;
@@ -132,6 +135,7 @@ pub use accelerator_plan as plan;
 
 pub use crate::accelerator::{Accelerator, AcceleratorBuilder};
 pub use crate::device::DeviceKind;
+pub use crate::ema::Ema;
 pub use crate::error::{Error, Result};
 pub use crate::gradient::{
     Clip, Compression, Gradients, Overlap, OverlapReport, OverlapState, Weight,
@@ -144,8 +148,9 @@ pub mod prelude {
     pub use crate::checkpoint::{Checkpoints, Object, PerRank};
     pub use crate::collective::ReduceOp;
     pub use crate::data::{Batch, DataLoaderBuilder, PreparedLoader};
+    pub use crate::ema::Ema;
     pub use crate::metric::{Accuracy, Mean};
-    pub use crate::optim::{PerEpoch, PreparedOptimizer, StepOutcome};
+    pub use crate::optim::{PerEpoch, PerProcess, PreparedOptimizer, RateScaling, StepOutcome};
     pub use crate::plan::TailPolicy;
     pub use crate::precision::Precision;
     pub use crate::{
