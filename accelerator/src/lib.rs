@@ -56,6 +56,10 @@
 //! | average weights over time | [`Ema`] |
 //! | see where the time of a step goes | [`Accelerator::step_summary`], [`AcceleratorBuilder::with_trace`] |
 //! | evaluate | [`metric`], [`Accelerator::reduce`], [`Accelerator::gather_for_metrics`] |
+//! | exchange tensors and objects | [`Accelerator::gather`], [`Accelerator::pad_across_processes`], [`Accelerator::gather_object`] |
+//! | share out other work than batches | [`Accelerator::split_between_processes`] |
+//! | do something on one rank only, or there first | [`Accelerator::on_main_process`], [`Accelerator::main_process_first`] |
+//! | stop all ranks for a reason that one of them knows | [`Accelerator::set_trigger`], [`Accelerator::check_trigger`] |
 //! | save and load models | [`Accelerator::save_model`], [`Accelerator::load_model`], [`model`] |
 //! | find a rank whose parameters drifted | [`Accelerator::check_replicas`] |
 //! | save everything, and go on from there | [`checkpoint`] |
@@ -133,7 +137,7 @@ pub mod timeline;
 pub use accelerator_collective as collective;
 pub use accelerator_plan as plan;
 
-pub use crate::accelerator::{Accelerator, AcceleratorBuilder};
+pub use crate::accelerator::{Accelerator, AcceleratorBuilder, PadSide, PaddedShare};
 pub use crate::device::DeviceKind;
 pub use crate::ema::Ema;
 pub use crate::error::{Error, Result};
@@ -149,11 +153,12 @@ pub mod prelude {
     pub use crate::collective::ReduceOp;
     pub use crate::data::{Batch, DataLoaderBuilder, PreparedLoader};
     pub use crate::ema::Ema;
-    pub use crate::metric::{Accuracy, Mean};
+    pub use crate::metric::{Accuracy, Confusion, Mean, TopK};
     pub use crate::optim::{PerEpoch, PerProcess, PreparedOptimizer, RateScaling, StepOutcome};
     pub use crate::plan::TailPolicy;
     pub use crate::precision::Precision;
     pub use crate::{
-        Accelerator, Clip, Compression, DeviceKind, Error, Gradients, Overlap, Result, launch,
+        Accelerator, Clip, Compression, DeviceKind, Error, Gradients, Overlap, PadSide, Result,
+        launch,
     };
 }

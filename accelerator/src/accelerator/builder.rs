@@ -374,6 +374,7 @@ impl AcceleratorBuilder {
                 restarts,
                 settings,
                 timeline,
+                trigger: Arc::default(),
                 turn: Turn::default(),
             }),
         })

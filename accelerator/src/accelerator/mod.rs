@@ -1,7 +1,10 @@
 mod builder;
 mod collectives;
 mod environment;
+mod padding;
 mod process;
+mod share;
+mod trigger;
 
 use core::fmt;
 use core::num::{NonZeroU64, NonZeroUsize};
@@ -14,6 +17,9 @@ use burn::module::Module;
 use burn::tensor::{Device, Tensor};
 
 pub use self::builder::AcceleratorBuilder;
+pub use self::padding::PadSide;
+pub use self::share::PaddedShare;
+pub(crate) use self::trigger::Trigger;
 use crate::checkpoint::Ongoing;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
@@ -56,6 +62,7 @@ pub(crate) struct Shared {
     pub(crate) restarts: Restarts,
     pub(crate) settings: Settings,
     pub(crate) timeline: Timeline,
+    pub(crate) trigger: Arc<Trigger>,
     /// Of the threads that reduce gradients.
     pub(crate) turn: Turn,
 }

@@ -133,6 +133,11 @@ impl<O> Batch<O> {
         self.info.share == Share::Idle
     }
 
+    /// Whether other ranks may run another number of steps.
+    pub(crate) fn is_uneven(&self) -> bool {
+        self.info.uneven
+    }
+
     /// The value alone.
     pub fn into_inner(self) -> O {
         self.value

@@ -47,6 +47,8 @@ pub(crate) fn backward<M: Module>(
         // What it asks of the caller concerns connections and files, of which there are none here.
         let _ = strike(group.rank(), Point::Step(slot.steps()));
         slot.count_step();
+        let trigger = &accelerator.shared.trigger;
+        trigger.receive(trigger.send());
         if let Some(mark) = &weight.mark {
             mark.is_used();
         }
@@ -129,6 +131,7 @@ fn reduce<M: Module>(
     )?;
     let scale = slot.loss_scale();
     let reducer = reducer.with_loss_scale(scale.unwrap_or(1.0));
+    let reducer = reducer.with_trigger(accelerator.shared.trigger.clone());
     let value = loss.clone();
     let (gradients, reducer, lesson) = {
         let _backward = timeline.span(Phase::Backward);

@@ -114,7 +114,7 @@ impl Ledger {
                 .take(parameters)
                 .collect(),
             present: vec![false; parameters],
-            control: Some(group.buffer(DType::F64, control::HEADER + parameters + buckets)),
+            control: Some(group.buffer(DType::F64, control::HEADER + parameters + buckets + 1)),
             total: None,
             layout,
         }

@@ -43,6 +43,9 @@ impl Reducer {
         {
             *value = f64::from(u8::from(flag));
         }
+        if let (Some(last), Some(trigger)) = (rest.last_mut(), &self.trigger) {
+            *last = trigger.send();
+        }
         self.promise.give();
         match self.pace {
             Pace::InFlight => {
@@ -64,13 +67,16 @@ impl Reducer {
 
     pub(super) fn receive_control(&mut self) -> Result<()> {
         if let Some(control) = self.control.take() {
-            let bytes = 8 * (HEADER + self.ledger.here.len() + self.ledger.wrong.len());
+            let bytes = 8 * (HEADER + self.ledger.here.len() + self.ledger.wrong.len() + 1);
             self.ledger.control = Some(waited(&self.timeline, Part::Control, bytes, control)?);
         }
         let ledger = &mut self.ledger;
         let values = values(&ledger.control)?;
         for (present, count) in ledger.present.iter_mut().zip(&values[HEADER..]) {
             *present = *count > 0.0;
+        }
+        if let (Some(last), Some(trigger)) = (values.last(), &self.trigger) {
+            trigger.receive(*last);
         }
         Ok(())
     }
@@ -98,7 +104,8 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
     )))
 }
 
-/// The header, which parameters have gradients, which buckets are to be reduced again.
+/// The header, which parameters have gradients, which buckets are to be reduced again, and how many
+/// ranks have raised the flag of `set_trigger`.
 pub(super) fn values(control: &Option<Buffer>) -> Result<&[f64]> {
     Ok(match control {
         Some(control) => control.as_slice::<f64>()?,

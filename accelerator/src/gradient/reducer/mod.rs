@@ -3,6 +3,7 @@ mod promise;
 
 use core::mem::replace;
 use core::panic::Location;
+use std::sync::Arc;
 
 use accelerator_collective::{Buffer, Pending, ProcessGroup, ReduceOp, TransportKind};
 use burn::backend::DispatchTensor;
@@ -14,6 +15,7 @@ use super::ledger::{Fit, Ledger, Sight, Stage};
 use super::slot::Slot;
 use super::values;
 use super::window::{self, Window, check_all_known};
+use crate::accelerator::Trigger;
 use crate::data::Mark;
 use crate::error::Result;
 use crate::timeline::{Part, Phase, Timeline};
@@ -53,6 +55,8 @@ pub(super) struct Reducer {
     timeline: Timeline,
     /// The weight of the window, with the last micro-step.
     total: f64,
+    /// The flag that travels along.
+    trigger: Option<Arc<Trigger>>,
     weighing: Option<Pending>,
     /// The weight of the last micro-step.
     weight: f64,
@@ -127,6 +131,7 @@ impl Reducer {
             scale: None,
             timeline: timeline.clone(),
             total: before.weight + weight,
+            trigger: None,
             weighing: None,
             weight,
         };
@@ -142,6 +147,14 @@ impl Reducer {
     pub(super) fn with_loss_scale(self, scale: f64) -> Self {
         Self {
             loss_scale: scale,
+            ..self
+        }
+    }
+
+    /// Lets that flag travel along.
+    pub(super) fn with_trigger(self, trigger: Arc<Trigger>) -> Self {
+        Self {
+            trigger: Some(trigger),
             ..self
         }
     }
