@@ -7,7 +7,7 @@ use burn::optim::ModuleOptimizer;
 use crate::accelerator::Accelerator;
 use crate::data::{InOrder, Loader, PreparedLoader};
 use crate::error::Result;
-use crate::optim::{Manual, PerEpoch, PreparedOptimizer, Scheduled, Scheduler};
+use crate::optim::{Manual, PerEpoch, PerProcess, PreparedOptimizer, Scheduled, Scheduler};
 
 /// What [`Accelerator::prepare`] takes: a module, an optimizer, an optimizer with its scheduler,
 /// a data loader, or a tuple of these.
@@ -58,6 +58,10 @@ pub mod kind {
     #[derive(Debug)]
     pub enum ScheduledByEpoch {}
 
+    /// An optimizer with a scheduler that advances once for each rank with each of its steps.
+    #[derive(Debug)]
+    pub enum ScheduledByProcess {}
+
     /// An optimizer with a scheduler that advances with each of its steps.
     #[derive(Debug)]
     pub enum ScheduledByStep {}
@@ -104,6 +108,21 @@ impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByEpoch>
         Ok(PreparedOptimizer::scheduled(
             optimizer,
             Scheduler::by_epoch(scheduler.into()),
+            accelerator.shared.timeline.clone(),
+        ))
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByProcess>
+    for (ModuleOptimizer, PerProcess<S>)
+{
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        let (optimizer, PerProcess(scheduler)) = self;
+        Ok(PreparedOptimizer::scheduled(
+            optimizer,
+            Scheduler::by_process(scheduler.into(), accelerator.world_size()),
             accelerator.shared.timeline.clone(),
         ))
     }
