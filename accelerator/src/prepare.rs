@@ -7,7 +7,9 @@ use burn::optim::ModuleOptimizer;
 use crate::accelerator::Accelerator;
 use crate::data::{InOrder, Loader, PreparedLoader};
 use crate::error::Result;
-use crate::optim::{Manual, PerEpoch, PreparedOptimizer, Scheduled, Scheduler, Sharded, Shards};
+use crate::optim::{
+    Manual, PerEpoch, PerProcess, PreparedOptimizer, Scheduled, Scheduler, Sharded, Shards,
+};
 
 /// What [`Accelerator::prepare`] takes: a module, an optimizer, an optimizer with its scheduler,
 /// a data loader, or a tuple of these.
@@ -58,6 +60,10 @@ pub mod kind {
     #[derive(Debug)]
     pub enum ScheduledByEpoch {}
 
+    /// An optimizer with a scheduler that advances once for each rank with each of its steps.
+    #[derive(Debug)]
+    pub enum ScheduledByProcess {}
+
     /// An optimizer with a scheduler that advances with each of its steps.
     #[derive(Debug)]
     pub enum ScheduledByStep {}
@@ -65,6 +71,11 @@ pub mod kind {
     /// An optimizer in [`Sharded`](crate::optim::Sharded), with a scheduler that advances once an epoch.
     #[derive(Debug)]
     pub enum ShardedByEpoch {}
+
+    /// An optimizer in [`Sharded`](crate::optim::Sharded), with a scheduler that advances once for each rank
+    /// with each of its steps.
+    #[derive(Debug)]
+    pub enum ShardedByProcess {}
 
     /// An optimizer in [`Sharded`](crate::optim::Sharded), with a scheduler that advances with each of
     /// its steps.
@@ -155,6 +166,36 @@ impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByEpoch>
         Ok(PreparedOptimizer::scheduled(
             Shards::new(accelerator.group(), optimizer)?,
             Scheduler::by_epoch(scheduler.into()),
+            accelerator.shared.timeline.clone(),
+        ))
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByProcess>
+    for (ModuleOptimizer, PerProcess<S>)
+{
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        let (optimizer, PerProcess(scheduler)) = self;
+        Ok(PreparedOptimizer::scheduled(
+            (optimizer, None),
+            Scheduler::by_process(scheduler.into(), accelerator.world_size()),
+            accelerator.shared.timeline.clone(),
+        ))
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByProcess>
+    for (Sharded<ModuleOptimizer>, PerProcess<S>)
+{
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        let (Sharded(optimizer), PerProcess(scheduler)) = self;
+        Ok(PreparedOptimizer::scheduled(
+            Shards::new(accelerator.group(), optimizer)?,
+            Scheduler::by_process(scheduler.into(), accelerator.world_size()),
             accelerator.shared.timeline.clone(),
         ))
     }

@@ -156,10 +156,11 @@ pub(crate) enum Call {
     Connect,
     GatherObject,
     ReduceScatter,
+    ScatterObject,
 }
 
 impl Call {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 11] = [
         Self::AllGather,
         Self::AllGatherObject,
         Self::AllGatherVaried,
@@ -170,6 +171,7 @@ impl Call {
         Self::Connect,
         Self::GatherObject,
         Self::ReduceScatter,
+        Self::ScatterObject,
     ];
 
     pub(crate) fn name(self) -> &'static str {
@@ -184,6 +186,7 @@ impl Call {
             Self::Connect => "connect",
             Self::GatherObject => "gather_object",
             Self::ReduceScatter => "reduce_scatter",
+            Self::ScatterObject => "scatter_object",
         }
     }
 
@@ -199,7 +202,8 @@ impl Call {
             | Self::AllGatherVaried
             | Self::BroadcastObject
             | Self::Connect
-            | Self::GatherObject => false,
+            | Self::GatherObject
+            | Self::ScatterObject => false,
         }
     }
 

@@ -629,7 +629,7 @@ mod tests {
     #[test]
     fn what_is_malformed_or_contradictory_is_named() {
         type Vars = [(&'static str, &'static str)];
-        let cases: [(&Vars, &[&str]); 25] = [
+        let cases: [(&Vars, &[&str]); 26] = [
             (
                 &[("RANK", "banana")],
                 &["RANK", "\"banana\"", "whole number"],

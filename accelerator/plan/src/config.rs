@@ -130,10 +130,7 @@ impl PlanConfig {
             order,
         } = self;
         let Some(ranks) = NonZeroUsize::new(world_size) else {
-            return Err(Error::new(
-                Kind::WorldSize,
-                "the world size is 0: give the number of ranks, at least 1".to_owned(),
-            ));
+            return Err(Error::no_ranks());
         };
         let global = match batch_size {
             BatchSize::PerRank(size) => (size.get() as u64).checked_mul(world_size as u64),

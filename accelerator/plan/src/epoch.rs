@@ -1,6 +1,7 @@
 //! The plan of one epoch.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::batch::{BatchKind, PlannedBatch, RankBatches};
 use crate::config::Order;
@@ -28,20 +29,32 @@ use crate::tail::TailPolicy;
 pub struct EpochPlan {
     plan: Plan,
     epoch: u64,
-    permutation: Option<Permutation>,
+    sequence: Sequence,
     start: u64,
 }
 
 impl EpochPlan {
     pub(crate) fn new(plan: Plan, epoch: u64) -> Self {
-        let permutation = match plan.order() {
-            Order::Sequential => None,
-            Order::Shuffled { seed } => Some(Permutation::new(plan.samples(), seed, epoch)),
+        let sequence = match plan.order() {
+            Order::Sequential => Sequence::Sequential,
+            Order::Shuffled { seed } => {
+                Sequence::Permuted(Permutation::new(plan.samples(), seed, epoch))
+            }
         };
         Self {
             plan,
             epoch,
-            permutation,
+            sequence,
+            start: 0,
+        }
+    }
+
+    /// The caller has checked that there are as many samples as the plan says.
+    pub(crate) fn listed(plan: Plan, epoch: u64, order: Arc<[u64]>) -> Self {
+        Self {
+            plan,
+            epoch,
+            sequence: Sequence::Listed(order),
             start: 0,
         }
     }
@@ -191,9 +204,18 @@ impl EpochPlan {
         } else {
             (position - samples) % samples
         };
-        match &self.permutation {
-            Some(permutation) => permutation.index(position),
-            None => position,
+        match &self.sequence {
+            Sequence::Sequential => position,
+            Sequence::Permuted(permutation) => permutation.index(position),
+            Sequence::Listed(order) => order[position as usize],
         }
     }
+}
+
+/// The samples of an epoch, by position.
+#[derive(Clone, Debug)]
+enum Sequence {
+    Sequential,
+    Permuted(Permutation),
+    Listed(Arc<[u64]>),
 }

@@ -18,6 +18,13 @@ impl Error {
         Self(Arc::new(Inner { kind, message }))
     }
 
+    pub(crate) fn no_ranks() -> Self {
+        Self::new(
+            Kind::WorldSize,
+            "the world size is 0: give the number of ranks, at least 1".to_owned(),
+        )
+    }
+
     /// Whether the batch size is zero, or does not divide over the ranks.
     #[must_use]
     pub fn is_batch_size(&self) -> bool {
@@ -42,6 +49,12 @@ impl Error {
         self.0.kind == Kind::Tail
     }
 
+    /// Whether samples cannot be drawn by their weights.
+    #[must_use]
+    pub fn is_weights(&self) -> bool {
+        self.0.kind == Kind::Weights
+    }
+
     /// Whether samples, batch size and world size are together too large to count.
     #[must_use]
     pub fn is_too_large(&self) -> bool {
@@ -64,6 +77,7 @@ pub(crate) enum Kind {
     Start,
     Tail,
     TooLarge,
+    Weights,
 }
 
 #[derive(Debug)]

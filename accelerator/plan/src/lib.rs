@@ -29,10 +29,14 @@
 //! # }
 //! ```
 //!
+//! What is not an order of its own can be given: the order of an epoch's samples ([`Plan::listed`]),
+//! by weights for example ([`WeightedSampler`]), or whole batches of any size ([`BatchPlan`]).
+//!
 //! The order of a shuffled epoch is a [`Permutation`], computed by index; randomness that belongs
 //! to one sample, such as augmentation, is seeded by [`sample_rng_seed`].
 
 pub use batch::{BatchKind, PlannedBatch, RankBatches};
+pub use batches::BatchPlan;
 pub use config::{BatchSize, Order, PlanConfig};
 pub use epoch::EpochPlan;
 pub use error::{Error, Result};
@@ -40,8 +44,10 @@ pub use mix::{mix, sample_rng_seed};
 pub use permutation::Permutation;
 pub use plan::Plan;
 pub use tail::TailPolicy;
+pub use weighted::WeightedSampler;
 
 mod batch;
+mod batches;
 mod config;
 mod epoch;
 mod error;
@@ -49,3 +55,4 @@ mod mix;
 mod permutation;
 mod plan;
 mod tail;
+mod weighted;

@@ -1,9 +1,11 @@
 //! The plan of a run: the same for every epoch.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::config::Order;
 use crate::epoch::EpochPlan;
+use crate::error::{Error, Kind, Result};
 use crate::tail::TailPolicy;
 
 /// Who gets which sample, in every epoch of a run.
@@ -45,6 +47,44 @@ impl Plan {
     #[must_use]
     pub fn epoch(&self, epoch: u64) -> EpochPlan {
         EpochPlan::new(self.clone(), epoch)
+    }
+
+    /// The plan of one epoch whose samples are given, in their order: the choice of a sampler, instead
+    /// of this plan's own [`samples`](Self::samples) and [`order`](Self::order). Samples may be left out
+    /// or come more than once.
+    ///
+    /// ```
+    /// use accelerator_plan::{BatchSize, PlanConfig};
+    ///
+    /// # fn main() -> accelerator_plan::Result<()> {
+    /// let plan = PlanConfig::new(9, BatchSize::per_rank(2)?).with_world_size(2).init()?;
+    /// let epoch = plan.listed(0, [8, 8, 3, 5, 0])?;
+    /// assert_eq!(epoch.batch(1, 0).expect("there are two steps").indices, [3, 5]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// If the list is too long to count ([`Error::is_too_large`]).
+    pub fn listed(&self, epoch: u64, order: impl Into<Arc<[u64]>>) -> Result<EpochPlan> {
+        let order = order.into();
+        let samples = order.len() as u64;
+        if samples.checked_add(self.global).is_none() {
+            return Err(Error::new(
+                Kind::TooLarge,
+                format!(
+                    "{samples} samples and a global batch of {} cannot be counted together: give a smaller \
+                     batch size",
+                    self.global
+                ),
+            ));
+        }
+        let plan = Self {
+            samples,
+            ..self.clone()
+        };
+        Ok(EpochPlan::listed(plan, epoch, order))
     }
 
     /// The samples of an epoch.

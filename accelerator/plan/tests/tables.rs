@@ -2,7 +2,9 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
-use accelerator_plan::{BatchKind, BatchSize, EpochPlan, PlanConfig, TailPolicy};
+use accelerator_plan::{
+    BatchKind, BatchPlan, BatchSize, EpochPlan, PlanConfig, PlannedBatch, TailPolicy,
+};
 
 fn epoch(samples: u64, batch_size: usize, world_size: usize, tail: TailPolicy) -> EpochPlan {
     PlanConfig::new(samples, BatchSize::per_rank(batch_size).unwrap())
@@ -16,19 +18,137 @@ fn epoch(samples: u64, batch_size: usize, world_size: usize, tail: TailPolicy) -
 /// Every rank's batches, written `0 1 2 | 6 7`: repeated samples in parentheses, an idle rank's
 /// batch in brackets.
 fn table(epoch: &EpochPlan) -> Vec<String> {
-    let cell = |batch: accelerator_plan::PlannedBatch| {
-        let real = batch.real_indices().iter().map(u64::to_string);
-        match batch.kind {
-            BatchKind::Real => real
-                .chain(batch.padding().iter().map(|index| format!("({index})")))
-                .collect::<Vec<_>>()
-                .join(" "),
-            BatchKind::Idle => format!("{:?}", batch.indices),
-        }
-    };
     (0..epoch.plan().world_size())
         .map(|rank| epoch.rank(rank).map(cell).collect::<Vec<_>>().join(" | "))
         .collect()
+}
+
+fn cell(batch: PlannedBatch) -> String {
+    let real = batch.real_indices().iter().map(u64::to_string);
+    match batch.kind {
+        BatchKind::Real => real
+            .chain(batch.padding().iter().map(|index| format!("({index})")))
+            .collect::<Vec<_>>()
+            .join(" "),
+        BatchKind::Idle => format!("{:?}", batch.indices),
+    }
+}
+
+/// The same of batches that are given.
+fn dealt(plan: &BatchPlan, world_size: usize) -> Vec<String> {
+    let row = |rank: usize| -> Vec<String> {
+        let batches = (0..plan.steps(rank)).map(|step| plan.batch(rank, step).unwrap());
+        batches.map(cell).collect()
+    };
+    (0..world_size).map(|rank| row(rank).join(" | ")).collect()
+}
+
+/// C1: the tables of batch samplers whose batches have different sizes.
+#[test]
+fn given_batches_go_round_as_in_accelerate() {
+    let five = vec![
+        vec![0, 1, 2],
+        vec![3, 4],
+        vec![5, 6, 7, 8],
+        vec![9, 10, 11],
+        vec![12, 13],
+    ];
+    let deal = |batches: &[Vec<u64>], ranks, tail| {
+        dealt(
+            &BatchPlan::new(batches.to_vec(), ranks, tail).unwrap(),
+            ranks,
+        )
+    };
+    let zero = "0 1 2 | 5 6 7 8 | 12 13";
+    let pad = deal(&five, 2, TailPolicy::Pad);
+    assert_eq!(pad, [zero, "3 4 | 9 10 11 | (0) (1) (2)"]);
+    assert_eq!(deal(&five, 2, TailPolicy::Uneven), [zero, "3 4 | 9 10 11"]);
+    let drop = deal(&five, 2, TailPolicy::Drop);
+    assert_eq!(drop, ["0 1 2 | 5 6 7 8", "3 4 | 9 10 11"]);
+    let exact = deal(&five, 2, TailPolicy::Exact);
+    assert_eq!(exact, [zero, "3 4 | 9 10 11 | [9, 10, 11]"]);
+    for tail in [
+        TailPolicy::Pad,
+        TailPolicy::Exact,
+        TailPolicy::Drop,
+        TailPolicy::Uneven,
+    ] {
+        assert_eq!(
+            deal(&five[..4], 2, tail),
+            ["0 1 2 | 5 6 7 8", "3 4 | 9 10 11"]
+        );
+        assert_eq!(deal(&[], 2, tail), ["", ""]);
+    }
+    let again = "(0) (1) (2)";
+    assert_eq!(deal(&five[..1], 2, TailPolicy::Pad), ["0 1 2", again]);
+    assert_eq!(
+        deal(&five[..1], 3, TailPolicy::Pad),
+        ["0 1 2", again, again]
+    );
+    let seven = [
+        vec![0],
+        vec![1, 2],
+        vec![3, 4, 5],
+        vec![6],
+        vec![7, 8],
+        vec![9, 10, 11],
+        vec![12, 13],
+    ];
+    assert_eq!(
+        deal(&seven, 3, TailPolicy::Pad),
+        [
+            "0 | 6 | 12 13",
+            "1 2 | 7 8 | (0)",
+            "3 4 5 | 9 10 11 | (1) (2)"
+        ]
+    );
+}
+
+#[test]
+fn given_batches_go_on_where_one_ended() {
+    let batches = vec![vec![0, 1, 2], vec![3, 4], vec![5, 6, 7, 8], vec![9]];
+    let plan = BatchPlan::new(batches, 2, TailPolicy::Exact).unwrap();
+    assert_eq!([0, 1, 2].map(|step| plan.consumed_after(step)), [5, 10, 10]);
+    // By three ranks two batches were used in the first step, say, and two ranks go on.
+    let rest = plan.clone().starting_at(5).unwrap();
+    assert_eq!(dealt(&rest, 2), ["5 6 7 8", "9"]);
+    assert_eq!(dealt(&plan.clone().starting_at(10).unwrap(), 2), ["", ""]);
+    assert!(plan.starting_at(6).unwrap_err().is_start());
+    let error = BatchPlan::new(vec![vec![0], vec![]], 2, TailPolicy::Exact).unwrap_err();
+    assert!(
+        error.is_batch_size() && error.to_string().contains("batch 1"),
+        "{error}"
+    );
+    assert!(
+        BatchPlan::new(vec![], 0, TailPolicy::Exact)
+            .unwrap_err()
+            .is_world_size()
+    );
+}
+
+#[test]
+fn a_list_of_samples_is_dealt_as_an_epoch_of_its_own() {
+    let plan = PlanConfig::new(100, BatchSize::per_rank(2).unwrap()).with_world_size(2);
+    let rows = |tail| {
+        let plan = plan.clone().with_tail(tail).init().unwrap();
+        table(&plan.listed(3, [9, 9, 7, 5, 0]).unwrap())
+    };
+    assert_eq!(rows(TailPolicy::Exact), ["9 9 | 0", "7 5 | [7, 5]"]);
+    assert_eq!(rows(TailPolicy::Pad), ["9 9 | 0 (9)", "7 5 | (9) (7)"]);
+    let plan = plan.init().unwrap();
+    let rest = plan
+        .listed(3, [9, 9, 7, 5, 0])
+        .unwrap()
+        .starting_at(1)
+        .unwrap();
+    assert_eq!(table(&rest), ["9 7", "5 0"]);
+    assert!(
+        plan.listed(3, [1])
+            .unwrap()
+            .starting_at(2)
+            .unwrap_err()
+            .is_start()
+    );
 }
 
 #[test]

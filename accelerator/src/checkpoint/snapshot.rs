@@ -108,6 +108,7 @@ impl<'a> Snapshot<'a> {
         self.taken.parts.push(Part::Model {
             state: ModelState {
                 layout: Layout::of(model),
+                scaler: slot.scaler_state(),
                 steps: slot.steps(),
             },
             values,

@@ -2,7 +2,7 @@ use core::fmt;
 use core::ops::Deref;
 
 use super::cursor::Mark;
-use crate::gradient::Weight;
+use crate::gradient::{Sync, Weight};
 
 /// What a batcher made of this rank's share of a step, with what is known about it. It derefs
 /// to the batcher's value: fields and methods of that are there as they are.
@@ -95,6 +95,7 @@ impl<O> Batch<O> {
             ends_epoch: self.info.is_last,
             epoch: Some(self.info.epoch),
             mark: self.mark.clone(),
+            sync: Sync::AsSet,
             uneven: self.info.uneven,
         }
     }
@@ -130,6 +131,11 @@ impl<O> Batch<O> {
     /// earlier batch again. Run it as any other: its gradient and metrics count for nothing.
     pub fn is_idle(&self) -> bool {
         self.info.share == Share::Idle
+    }
+
+    /// Whether other ranks may run another number of steps.
+    pub(crate) fn is_uneven(&self) -> bool {
+        self.info.uneven
     }
 
     /// The value alone.

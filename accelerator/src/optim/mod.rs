@@ -43,8 +43,45 @@
 //! # }
 //! ```
 
+//!
+//! # Frozen parameters, and groups
+//!
+//! Parameters are frozen by path with Burn's own `freeze_group`, before `prepare`: they get no gradient, are not
+//! sent, and stay what they are. Groups with learning rates of their own are given to the scheduler, and those
+//! with another optimizer to the optimizer:
+//!
+//! ```
+//! use accelerator::prelude::*;
+//! use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+//! use burn::module::{Module, ParamGroup};
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::optim::SgdConfig;
+//! # use burn::tensor::Tensor;
+//!
+//! let accelerator = Accelerator::new()?;
+//! let device = accelerator.device();
+//! let model: Vec<Linear> = (0..3).map(|_| LinearConfig::new(2, 2).init(&device)).collect();
+//! # #[derive(Debug, Module)]
+//! # struct Net { layers: Vec<Linear> }
+//! # let model = Net { layers: model };
+//! let model = model.freeze_group(ParamGroup::from_predicate("layers.0."));
+//! let scheduler = ModuleLrScheduler::new(1e-3)
+//!     .with_group(ParamGroup::from_predicate("layers.2."), 1e-2);
+//! let (mut model, mut optimizer) =
+//!     accelerator.prepare((model, (SgdConfig::new().init(), scheduler)))?;
+//! # let input = Tensor::<2>::ones([1, 2], &device);
+//! # let before: Vec<_> = model.layers.iter().map(|layer| layer.weight.val().into_data()).collect();
+//! # let loss = model.layers.iter().fold(input, |x, layer| layer.forward(x) + 0.1).powi_scalar(2).mean();
+//! # let gradients = accelerator.backward(loss, &model, 1)?;
+//! # model = optimizer.step(model, gradients);
+//! # assert_eq!(model.layers[0].weight.val().into_data(), before[0]);
+//! # assert_ne!(model.layers[1].weight.val().into_data(), before[1]);
+//! # Ok::<(), Error>(())
+//! ```
+
 mod factor;
 pub mod fused;
+mod plan;
 mod schedule;
 mod sharded;
 mod state;
@@ -56,8 +93,9 @@ use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 
 pub use self::fused::InitFused;
+pub use self::plan::{RateScaling, TrainingPlan};
 pub(crate) use self::schedule::Scheduler;
-pub use self::schedule::{Manual, PerEpoch, Scheduled};
+pub use self::schedule::{Manual, PerEpoch, PerProcess, Scheduled};
 pub use self::sharded::Sharded;
 pub(crate) use self::sharded::Shards;
 pub(crate) use self::state::{OptimizerSnapshot, OptimizerState, Schedule, check_known};
@@ -74,6 +112,12 @@ pub enum StepOutcome {
     /// Another rank was lost while a [`Sharded`] optimizer stepped: the model is as it was. The next
     /// call that communicates returns the error, which names the rank.
     Lost,
+    /// Gradients were not finite in [`Precision::F16`](crate::Precision::F16), on all ranks alike: the
+    /// model is as it was, and so is the schedule. The next losses are scaled by less.
+    Skipped {
+        /// By what the loss was multiplied.
+        scale: f64,
+    },
     /// The model was updated.
     Stepped {
         /// The base learning rate of this step.
@@ -123,6 +167,11 @@ impl<S> PreparedOptimizer<S> {
         gradients: Gradients,
         rate: impl FnOnce(&mut S, &M) -> ModuleLearningRate,
     ) -> M {
+        if let Some(scale) = gradients.overflow() {
+            self.outcome = StepOutcome::Skipped { scale };
+            self.timeline.step_ends();
+            return model;
+        }
         let norm = gradients.known_norm();
         if gradients.is_accumulating() {
             self.outcome = StepOutcome::Accumulated;
@@ -241,6 +290,11 @@ impl PreparedOptimizer<Scheduled> {
         self.apply(model, gradients, |schedule, model| {
             factor::scaled(schedule.0.next(epoch), factor, model)
         })
+    }
+
+    /// How many times the schedule advances in so many optimizer steps and epochs.
+    pub(crate) fn advances(&self, steps: Option<u64>, epochs: u64) -> Option<u64> {
+        self.schedule.0.advances(steps, epochs)
     }
 
     /// The base learning rate of the last step; `None` before the first.

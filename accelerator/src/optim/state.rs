@@ -27,6 +27,9 @@ pub(crate) struct OptimizerState {
     /// Rate and norm of the last step, if the model was updated by it.
     outcome: Option<(f64, Option<f64>)>,
     schedule: Option<ScheduleState>,
+    /// The scale of the last step's loss, if the model was not updated since gradients were not finite.
+    #[serde(default)]
+    skipped: Option<f64>,
     pub(crate) steps: u64,
 }
 
@@ -39,6 +42,8 @@ pub(crate) struct ScheduleState {
     /// The epoch of the current rate, where it advances with epochs.
     epoch: Option<u64>,
     per_epoch: bool,
+    #[serde(default)]
+    per_process: bool,
 }
 
 impl OptimizerSnapshot {
@@ -77,9 +82,17 @@ impl<S> PreparedOptimizer<S> {
                 factor: self.factor,
                 outcome: match self.outcome {
                     StepOutcome::Stepped { rate, norm } => Some((rate, norm)),
-                    StepOutcome::Accumulated | StepOutcome::Lost => None,
+                    StepOutcome::Accumulated | StepOutcome::Lost | StepOutcome::Skipped { .. } => {
+                        None
+                    }
                 },
                 schedule: self.schedule.state()?,
+                skipped: match self.outcome {
+                    StepOutcome::Skipped { scale } => Some(scale),
+                    StepOutcome::Accumulated | StepOutcome::Lost | StepOutcome::Stepped { .. } => {
+                        None
+                    }
+                },
                 steps: self.steps,
             },
         })
@@ -127,9 +140,10 @@ impl<S> PreparedOptimizer<S> {
         }
         self.factor = factor;
         self.steps = state.steps;
-        self.outcome = match state.outcome {
-            Some((rate, norm)) => StepOutcome::Stepped { rate, norm },
-            None => StepOutcome::Accumulated,
+        self.outcome = match (state.outcome, state.skipped) {
+            (Some((rate, norm)), _) => StepOutcome::Stepped { rate, norm },
+            (None, Some(scale)) => StepOutcome::Skipped { scale },
+            (None, None) => StepOutcome::Accumulated,
         };
         Ok(self)
     }
@@ -184,15 +198,16 @@ impl Schedule for Manual {
 impl Schedule for Scheduled {
     fn state(&self) -> Result<Option<ScheduleState>> {
         let scheduler = &self.0;
-        let (per_epoch, epoch) = match scheduler.unit {
-            Unit::Step => (false, None),
-            Unit::Epoch { last } => (true, last),
+        let epoch = match scheduler.unit {
+            Unit::Step | Unit::Process { .. } => None,
+            Unit::Epoch { last } => last,
         };
         Ok(Some(ScheduleState {
             before: scheduler.before.clone().map(to_bytes).transpose()?,
             after: to_bytes(scheduler.scheduler.to_record())?,
             epoch,
-            per_epoch,
+            per_epoch: matches!(scheduler.unit, Unit::Epoch { .. }),
+            per_process: matches!(scheduler.unit, Unit::Process { .. }),
         }))
     }
 
@@ -201,11 +216,18 @@ impl Schedule for Scheduled {
             return Err(other_schedule(name, "no scheduler", "one"));
         };
         let scheduler = &mut self.0;
-        match (&mut scheduler.unit, state.per_epoch) {
-            (Unit::Epoch { last }, true) => *last = state.epoch,
-            (Unit::Step, false) => {}
-            (_, true) => return Err(other_schedule(name, "a scheduler by epoch", "one by step")),
-            (_, false) => return Err(other_schedule(name, "a scheduler by step", "one by epoch")),
+        let saved = match (state.per_epoch, state.per_process) {
+            (true, _) => "epoch",
+            (false, true) => "process",
+            (false, false) => "step",
+        };
+        let found = scheduler.unit.name();
+        if saved != found {
+            let (saved, found) = (format!("a scheduler by {saved}"), format!("one by {found}"));
+            return Err(other_schedule(name, &saved, &found));
+        }
+        if let Unit::Epoch { last } = &mut scheduler.unit {
+            *last = state.epoch;
         }
         scheduler.go_on(name, &state)
     }

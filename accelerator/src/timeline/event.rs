@@ -59,10 +59,11 @@ pub(super) enum Operation {
     GatherObject,
     Other,
     ReduceScatter,
+    ScatterObject,
 }
 
 impl Operation {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 11] = [
         Self::AllGather,
         Self::AllGatherObject,
         Self::AllGatherVaried,
@@ -73,6 +74,7 @@ impl Operation {
         Self::GatherObject,
         Self::Other,
         Self::ReduceScatter,
+        Self::ScatterObject,
     ];
 
     pub(super) fn of(name: &str) -> Self {
@@ -92,6 +94,7 @@ impl Operation {
             Self::GatherObject => "gather_object",
             Self::Other => "collective",
             Self::ReduceScatter => "reduce_scatter",
+            Self::ScatterObject => "scatter_object",
         }
     }
 }

@@ -107,6 +107,64 @@ impl ProcessGroup {
         })?;
         read(&bytes, root, site)
     }
+
+    /// Gives each rank its value of those that the root has, one for each rank in rank order. The root
+    /// passes `Some`, what others pass is ignored. Over connections each rank is sent its own value
+    /// only.
+    ///
+    /// ```
+    /// use accelerator_collective::ProcessGroup;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let group = ProcessGroup::single();
+    /// let parts = [vec!["a", "b"]];
+    /// let mine: Vec<String> = group.scatter_object(Some(&parts), 0)?;
+    /// assert_eq!(mine, ["a", "b"]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A misuse error where the root passes `None` or not one value for each rank, or a value cannot be
+    /// written, or read as `T`; otherwise as [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn scatter_object<S: Serialize, T: DeserializeOwned>(
+        &self,
+        values: Option<&[S]>,
+        root: usize,
+    ) -> Result<T> {
+        let site = Site::of(Location::caller());
+        let contract = Contract::new(Call::ScatterObject, site).with_root(root);
+        if self.rank() != root {
+            let contract = contract.with_data(DType::U8, 0);
+            let mut part = Vec::new();
+            self.run(&contract, |exchange| {
+                part = exchange.scatter_to(root)?;
+                Ok(())
+            })?;
+            return read(&part, root, site);
+        }
+        let (values, world_size) = (values.unwrap_or_default(), self.world_size());
+        if values.len() != world_size {
+            return Err(Error::new(
+                Kind::Misuse,
+                format!(
+                    "rank {root} is the root of scatter_object at {site}, and passed {} values for \
+                     {world_size} ranks; pass one for each",
+                    values.len()
+                ),
+            ));
+        }
+        let parts = values.iter().map(|value| write(value, site));
+        let mut parts = parts.collect::<Result<Vec<_>>>()?;
+        let own = std::mem::take(&mut parts[root]);
+        // What lies in shared memory: the parts, behind their lengths.
+        let bytes = parts.iter().map(Vec::len).sum::<usize>() + world_size * size_of::<u64>();
+        let contract = contract.with_data(DType::U8, bytes);
+        self.run(&contract, |exchange| exchange.scatter_from(&parts))?;
+        read(&own, root, site)
+    }
 }
 
 fn write<S: Serialize>(value: &S, site: Site) -> Result<Vec<u8>> {

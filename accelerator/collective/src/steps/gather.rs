@@ -37,6 +37,17 @@ impl Steps<'_> {
         self.spread(&[], |peer| peer == root, |_, piece| sink(piece))
     }
 
+    /// The root's side of a scatter: `bytes` is all that it has for others, one after the other.
+    pub(crate) fn scatter_from(self, bytes: &[u8]) -> Result<()> {
+        self.spread(bytes, |_| false, |_, _| {})
+    }
+
+    /// Every other rank's side of a scatter: gives what the root has for all to `sink`, in order. It
+    /// lies in memory that is shared: who leaves a part alone copies nothing of it.
+    pub(crate) fn scatter_to(self, root: usize, mut sink: impl FnMut(&[u8])) -> Result<()> {
+        self.spread(&[], |peer| peer == root, |_, piece| sink(piece))
+    }
+
     /// Puts what this rank has, chunk by chunk, and takes what it wants. All ranks take as many
     /// steps as the longest declared data have chunks.
     fn spread(

@@ -37,7 +37,7 @@ pub(crate) fn disagreements(means: Means, world_size: usize) {
     let usual: Act = |group| group.all_reduce(&mut [0.0_f32; 10], ReduceOp::Sum);
     let large: Act = |group| group.all_reduce(&mut [0.0_f32; 90_000], ReduceOp::Sum);
     let rooted: Act = |group| group.broadcast(&mut [0_u8; 4], 0);
-    let cases: [(Act, Act, &str, &str); 8] = [
+    let cases: [(Act, Act, &str, &str); 9] = [
         (
             usual,
             |group| group.barrier(),
@@ -85,6 +85,16 @@ pub(crate) fn disagreements(means: Means, world_size: usize) {
             |group| group.all_gather_object(&1).map(drop),
             "all_reduce",
             "all_gather_object",
+        ),
+        (
+            usual,
+            |group| {
+                group
+                    .scatter_object::<u8, u8>(Some(&vec![1; group.world_size()]), 1)
+                    .map(drop)
+            },
+            "all_reduce",
+            "scatter_object",
         ),
     ];
     for (usual, odd, usual_text, odd_text) in cases {

@@ -231,6 +231,9 @@ pub(crate) fn objects(means: Means, world_size: usize) {
             let mine = Report::of(rank);
             let value = (rank == root).then_some(&mine);
             assert_eq!(group.broadcast_object(value, root).unwrap(), expected[root]);
+            let parts = (rank == root).then_some(&expected[..]);
+            let part: Report = group.scatter_object(parts, root).unwrap();
+            assert_eq!(part, expected[rank]);
         }
         let losses = group.all_gather_object(&f64::NAN).unwrap();
         assert!(losses.iter().all(|x| x.is_nan()));

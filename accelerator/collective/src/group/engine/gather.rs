@@ -127,4 +127,121 @@ impl Exchange<'_> {
             round += 1;
         }
     }
+
+    /// The root's side of a scatter: sends each rank its part, and nothing of the others'.
+    pub(crate) fn scatter_from(mut self, parts: &[Vec<u8>]) -> Result<()> {
+        let lens: Vec<_> = parts
+            .iter()
+            .map(|part| (part.len() as u64).to_le_bytes())
+            .collect();
+        if let Some(steps) = self.steps() {
+            // Where memory is shared, all parts lie in it, behind their lengths.
+            let lens = lens.as_flattened().iter().copied();
+            let all: Vec<u8> = lens.chain(parts.concat()).collect();
+            return steps.scatter_from(&all);
+        }
+        self.begin(|peer| &lens[peer])?;
+        self.meet(|_, _| 0)?;
+        let longest = parts.iter().map(Vec::len).max().unwrap_or(0);
+        for round in 0..longest.div_ceil(CHUNK) {
+            for peer in self.ring() {
+                let piece = &parts[peer][chunk(parts[peer].len(), round)];
+                if !piece.is_empty() {
+                    self.send(peer, Stage::Outward, round + 1, piece)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Every other rank's side of a scatter: its part.
+    pub(crate) fn scatter_to(mut self, root: usize) -> Result<Vec<u8>> {
+        let (rank, world_size) = (self.rank, self.world_size);
+        let mut part = Vec::new();
+        if let Some(steps) = self.steps() {
+            let mut slice = Slice::new(rank, world_size);
+            steps.scatter_to(root, |piece| slice.take(piece, &mut part))?;
+            return Ok(part);
+        }
+        self.begin(|_| &[])?;
+        self.meet(|peer, _| match peer == root {
+            true => LEN,
+            false => 0,
+        })?;
+        let first = self.round(root, Stage::Begin, 0, LEN)?;
+        let len = read_len(first.chunk.bytes());
+        for round in 0..len.div_ceil(CHUNK) {
+            let expected = chunk(len, round).len();
+            let parcel = self.receive(root, root..root + 1, Stage::Outward, round + 1, expected)?;
+            part.extend_from_slice(parcel.chunk.bytes());
+        }
+        Ok(part)
+    }
+}
+
+/// The part of one rank in the parts of all, which come piece by piece, behind their lengths.
+struct Slice {
+    rank: usize,
+    lens: Vec<u8>,
+    /// The bytes of the lengths.
+    header: usize,
+    /// How many bytes of the parts have gone by.
+    passed: usize,
+}
+
+impl Slice {
+    fn new(rank: usize, world_size: usize) -> Self {
+        Self {
+            rank,
+            lens: Vec::new(),
+            header: LEN * world_size,
+            passed: 0,
+        }
+    }
+
+    fn take(&mut self, piece: &[u8], part: &mut Vec<u8>) {
+        let missing = (self.header - self.lens.len()).min(piece.len());
+        let (lens, data) = piece.split_at(missing);
+        self.lens.extend_from_slice(lens);
+        if self.lens.len() < self.header {
+            return;
+        }
+        let mut lens = self.lens.chunks_exact(LEN).map(read_len);
+        let before: usize = lens.by_ref().take(self.rank).sum();
+        let mine = before..before + lens.next().unwrap_or(0);
+        let within = |end: usize| end.saturating_sub(self.passed).min(data.len());
+        part.extend_from_slice(&data[within(mine.start)..within(mine.end)]);
+        self.passed += data.len();
+    }
+}
+
+/// The bytes of a length.
+const LEN: usize = size_of::<u64>();
+
+fn read_len(bytes: &[u8]) -> usize {
+    let mut len = [0; LEN];
+    len.copy_from_slice(bytes);
+    u64::from_le_bytes(len) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slice_takes_its_part_however_the_pieces_are_cut() {
+        let parts = [vec![1_u8; 3], vec![2; 5], vec![], vec![4; 2]];
+        let lens = parts
+            .iter()
+            .flat_map(|part| (part.len() as u64).to_le_bytes());
+        let all: Vec<u8> = lens.chain(parts.concat()).collect();
+        for cut in 1..all.len() + 1 {
+            for (rank, wanted) in parts.iter().enumerate() {
+                let (mut slice, mut part) = (Slice::new(rank, parts.len()), Vec::new());
+                all.chunks(cut)
+                    .for_each(|piece| slice.take(piece, &mut part));
+                assert_eq!(&part, wanted, "rank {rank}, pieces of {cut}");
+            }
+        }
+    }
 }
