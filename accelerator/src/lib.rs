@@ -57,6 +57,7 @@
 //! | share out other work than batches | [`Accelerator::split_between_processes`] |
 //! | do something on one rank only, or there first | [`Accelerator::on_main_process`], [`Accelerator::main_process_first`] |
 //! | stop all ranks for a reason that one of them knows | [`Accelerator::set_trigger`], [`Accelerator::check_trigger`] |
+//! | normalise over the batches of all ranks | [`nn::SyncBatchNorm`], [`Accelerator::valid`] |
 //! | save and load models | [`Accelerator::save_model`], [`Accelerator::load_model`], [`model`] |
 //! | find a rank whose parameters drifted | [`Accelerator::check_replicas`] |
 //! | save everything, and go on from there | [`checkpoint`] |
@@ -120,6 +121,7 @@ mod gradient;
 mod launch;
 pub mod metric;
 pub mod model;
+pub mod nn;
 mod notice;
 pub mod optim;
 mod outcome;

@@ -14,6 +14,7 @@ use crate::device::{self, DeviceKind};
 use crate::error::{Error, Kind, Result};
 use crate::gradient::{Compression, Overlap, Switch, Turn};
 use crate::model::Models;
+use crate::nn::Crossing;
 use crate::timeline::{Place, Recording, Timeline};
 
 /// Settings for an [`Accelerator`]; begin with [`Accelerator::builder`].
@@ -323,6 +324,7 @@ impl AcceleratorBuilder {
                 settings,
                 timeline,
                 trigger: Arc::default(),
+                crossing: Crossing::default(),
                 turn: Turn::default(),
             }),
         })

@@ -25,6 +25,7 @@ use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::{Compression, Gradients, Overlap, OverlapReport, Switch, Turn, Weight};
 use crate::model::Models;
+use crate::nn::Crossing;
 use crate::notice;
 use crate::prepare::Prepare;
 use crate::timeline::{Recording, StepSummary, Timeline};
@@ -51,6 +52,7 @@ pub struct Accelerator {
 
 pub(crate) struct Shared {
     pub(crate) checkpoints: Ongoing,
+    pub(crate) crossing: Crossing,
     pub(crate) device: Device,
     pub(crate) group: ProcessGroup,
     pub(crate) kind: DeviceKind,
