@@ -45,7 +45,7 @@ fn accumulation() {
 
 #[test]
 fn accumulation_in_half_precision() {
-    let args = [&SMALL[..], &["--epochs", "2", "--precision", "bf16"]].concat();
+    let args = [&SMALL[..], &["--precision", "bf16"]].concat();
     learns("accumulation", &args);
 }
 
