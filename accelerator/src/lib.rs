@@ -59,6 +59,8 @@
 //! | exchange tensors and objects | [`Accelerator::gather`], [`Accelerator::pad_across_processes`], [`Accelerator::gather_object`] |
 //! | share out other work than batches | [`Accelerator::split_between_processes`] |
 //! | do something on one rank only, or there first | [`Accelerator::on_main_process`], [`Accelerator::main_process_first`] |
+//! | find the batch that memory holds | [`Accelerator::find_executable_batch_size`] |
+//! | log and warn with ranks | [`logging`], [`Accelerator::warn_once`] |
 //! | stop all ranks for a reason that one of them knows | [`Accelerator::set_trigger`], [`Accelerator::check_trigger`] |
 //! | save and load models | [`Accelerator::save_model`], [`Accelerator::load_model`], [`model`] |
 //! | find a rank whose parameters drifted | [`Accelerator::check_replicas`] |
@@ -117,6 +119,7 @@ compile_error!(
 
 mod accelerator;
 mod agreement;
+mod batch_size;
 pub mod checkpoint;
 pub mod data;
 mod device;
@@ -124,6 +127,7 @@ mod ema;
 mod error;
 mod gradient;
 mod launch;
+pub mod logging;
 pub mod metric;
 pub mod model;
 mod notice;
@@ -131,6 +135,8 @@ pub mod optim;
 mod outcome;
 pub mod precision;
 mod prepare;
+#[cfg(feature = "progress")]
+mod progress;
 mod replicas;
 pub mod timeline;
 
@@ -138,6 +144,7 @@ pub use accelerator_collective as collective;
 pub use accelerator_plan as plan;
 
 pub use crate::accelerator::{Accelerator, AcceleratorBuilder, PadSide, PaddedShare};
+pub use crate::batch_size::BatchSizeFinder;
 pub use crate::device::DeviceKind;
 pub use crate::ema::Ema;
 pub use crate::error::{Error, Result};

@@ -13,6 +13,7 @@ use crate::checkpoint::Ongoing;
 use crate::device::{self, DeviceKind};
 use crate::error::{Error, Kind, Result};
 use crate::gradient::{Compression, Overlap, Switch, Turn};
+use crate::logging::Warned;
 use crate::model::Models;
 use crate::precision::{LossScale, Precision};
 use crate::timeline::{Place, Recording, Timeline};
@@ -376,6 +377,7 @@ impl AcceleratorBuilder {
                 timeline,
                 trigger: Arc::default(),
                 turn: Turn::default(),
+                warned: Warned::default(),
             }),
         })
     }

@@ -24,6 +24,7 @@ use crate::checkpoint::Ongoing;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::{Compression, Gradients, Overlap, OverlapReport, Switch, Turn, Weight};
+use crate::logging::Warned;
 use crate::model::Models;
 use crate::notice;
 use crate::precision::{LossScale, Precision, Scaler};
@@ -65,6 +66,7 @@ pub(crate) struct Shared {
     pub(crate) trigger: Arc<Trigger>,
     /// Of the threads that reduce gradients.
     pub(crate) turn: Turn,
+    pub(crate) warned: Warned,
 }
 
 impl Drop for Shared {

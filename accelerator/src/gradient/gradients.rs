@@ -3,8 +3,9 @@ use core::ops::Range;
 use std::sync::Arc;
 
 use accelerator_collective::Buffer;
+use burn::module::ParamId;
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Shape, Tensor};
 
 use super::bucket;
 use super::clip::{Clip, Limit};
@@ -317,6 +318,17 @@ impl Gradients {
         }
     }
 
+    /// For an optimizer that steps parts of parameters; `None` while the window is open.
+    pub(crate) fn into_averages(self) -> Option<Averages> {
+        let Content::Closed(mut closed) = self.0 else {
+            return None;
+        };
+        if let Values::Untouched { .. } = closed.values {
+            closed.apply_factors();
+        }
+        Some(Averages(closed))
+    }
+
     pub(crate) fn epoch(&self) -> Option<u64> {
         match &self.0 {
             Content::Accumulating => None,
@@ -335,6 +347,65 @@ impl Gradients {
             Content::Accumulating | Content::Overflowed { .. } => None,
             Content::Closed(closed) => Some(closed),
         }
+    }
+}
+
+/// The averaged gradients of a window, to be read in parts.
+pub(crate) struct Averages(Box<Closed>);
+
+impl Averages {
+    /// The parameters that have a gradient, in path order: the same on every rank.
+    pub(crate) fn parameters(&self) -> impl Iterator<Item = &Trainable> {
+        let parameters = self.0.slot.parameters().iter().enumerate();
+        parameters
+            .filter(|(index, parameter)| match &self.0.values {
+                Values::Reduced(sums) => sums.place(*index).is_some(),
+                Values::Untouched { gradients, .. } => {
+                    super::values::look(gradients, parameter).is_some()
+                }
+            })
+            .map(|(_, parameter)| parameter)
+    }
+
+    /// Those elements of a parameter's gradient, clipped if that was asked for, in that shape.
+    pub(crate) fn part<const D: usize>(
+        &self,
+        id: ParamId,
+        range: &Range<usize>,
+        shape: &[usize],
+    ) -> Option<Tensor<D>> {
+        let Closed {
+            device,
+            factors,
+            slot,
+            values,
+            ..
+        } = &*self.0;
+        let index = slot.number(id)?;
+        let parameter = &slot.parameters()[index];
+        match values {
+            Values::Reduced(sums) => {
+                let (buffer, place) = sums.place(index)?;
+                let range = place.start + range.start..place.start + range.end;
+                let factor = factor(factors, index);
+                let data =
+                    bucket::read(buffer, &range, parameter.float, shape, sums.divisor, factor);
+                let dtype = data.dtype();
+                Some(Tensor::from_data(data, (device, dtype)))
+            }
+            Values::Untouched { gradients, .. } => {
+                let gradient =
+                    Tensor::<1>::from_dispatch(super::values::look(gradients, parameter)?);
+                let elements = parameter.shape.iter().product::<usize>();
+                let part = gradient.reshape([elements]).slice([range.clone()]);
+                Some(part.reshape(Shape::from(shape.to_vec())))
+            }
+        }
+    }
+
+    /// The plain device of the gradients.
+    pub(crate) fn device(&self) -> &Device {
+        &self.0.device
     }
 }
 
@@ -517,11 +588,17 @@ impl Sums {
     fn there(&self) -> impl Iterator<Item = (usize, &Trainable, &Buffer, &Range<usize>)> {
         let parameters = self.slot.parameters().iter().enumerate();
         parameters.filter_map(|(index, parameter)| {
-            let ledger = self.ledger.as_ref()?;
-            let place = ledger.layout.place(index);
-            let sums = ledger.sums(place.bucket)?;
-            ledger.present[index].then_some((index, parameter, sums, &place.range))
+            let (sums, range) = self.place(index)?;
+            Some((index, parameter, sums, range))
         })
+    }
+
+    /// Where the sum of a parameter lies, if it has a gradient.
+    fn place(&self, index: usize) -> Option<(&Buffer, &Range<usize>)> {
+        let ledger = self.ledger.as_ref()?;
+        let place = ledger.layout.place(index);
+        let sums = ledger.sums(place.bucket)?;
+        ledger.present[index].then_some((sums, &place.range))
     }
 
     /// Replaces every element, given the number of its parameter and the element of the average.
@@ -545,9 +622,9 @@ impl Sums {
     fn into_params(self, device: &Device, factors: &[f64]) -> GradientsParams {
         let mut gradients = GradientsParams::new();
         for (index, parameter, buffer, range) in self.there() {
-            // What is 1 changes no bit, and costs nothing where it is left out.
-            let factor = factors.get(index).copied().filter(|&factor| factor != 1.0);
-            let data = bucket::read(buffer, range, parameter, self.divisor, factor);
+            let factor = factor(factors, index);
+            let (float, shape) = (parameter.float, &parameter.shape);
+            let data = bucket::read(buffer, range, float, shape, self.divisor, factor);
             let dtype = data.dtype();
             with_rank!(parameter.shape.len(), D => {
                 let gradient = Tensor::<D>::from_data(data, (device, dtype));
@@ -556,6 +633,12 @@ impl Sums {
         }
         gradients
     }
+}
+
+/// What the elements of a parameter are multiplied by. What is 1 changes no bit, and costs nothing where
+/// it is left out.
+fn factor(factors: &[f64], index: usize) -> Option<f64> {
+    factors.get(index).copied().filter(|&factor| factor != 1.0)
 }
 
 impl Drop for Sums {
