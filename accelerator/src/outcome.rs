@@ -39,7 +39,7 @@ pub(crate) fn exchange(group: &ProcessGroup, mine: Option<&Error>, action: &str)
 }
 
 /// As much of an error as can travel.
-#[derive(Deserialize, Serialize)]
+#[derive(Clone, Deserialize, Serialize)]
 pub(crate) struct Failure {
     kind: Kind,
     misuse: bool,

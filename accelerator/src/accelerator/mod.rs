@@ -24,9 +24,11 @@ use crate::checkpoint::Ongoing;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::{Compression, Gradients, Overlap, OverlapReport, Switch, Turn, Weight};
+use crate::logging::Warned;
 use crate::model::Models;
 use crate::nn::Crossing;
 use crate::notice;
+use crate::precision::{LossScale, Precision, Scaler};
 use crate::prepare::Prepare;
 use crate::timeline::{Recording, StepSummary, Timeline};
 
@@ -66,6 +68,7 @@ pub(crate) struct Shared {
     pub(crate) trigger: Arc<Trigger>,
     /// Of the threads that reduce gradients.
     pub(crate) turn: Turn,
+    pub(crate) warned: Warned,
 }
 
 impl Drop for Shared {
@@ -90,7 +93,9 @@ pub(crate) struct Settings {
     /// After how many optimizer steps the parameters of all ranks are compared.
     pub(crate) check_replicas: Option<NonZeroU64>,
     pub(crate) compression: Compression,
+    pub(crate) loss_scale: LossScale,
     pub(crate) overlap: Overlap,
+    pub(crate) precision: Precision,
     pub(crate) recording: Recording,
     pub(crate) seed: u64,
     /// The file of the trace.
@@ -347,6 +352,11 @@ impl Accelerator {
         self.shared.settings.accumulation_steps.get()
     }
 
+    /// The type in which forward and backward compute; see [`precision`](crate::precision).
+    pub fn precision(&self) -> Precision {
+        self.shared.settings.precision
+    }
+
     /// The seed that was given to the builder.
     pub fn seed(&self) -> u64 {
         self.shared.settings.seed
@@ -404,6 +414,12 @@ impl Accelerator {
     /// The process group underneath, for communication that this type has no method for.
     pub fn group(&self) -> &ProcessGroup {
         &self.shared.group
+    }
+
+    /// For the losses of a model, where they are scaled.
+    pub(crate) fn scaler(&self) -> Option<Scaler> {
+        let settings = &self.shared.settings;
+        (settings.precision == Precision::F16).then(|| Scaler::new(settings.loss_scale))
     }
 
     pub(crate) fn next_loader(&self) -> u64 {

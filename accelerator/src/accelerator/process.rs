@@ -161,7 +161,7 @@ impl Accelerator {
         Ok(self.shared.group.barrier()?)
     }
 
-    fn alone<T>(&self, work: impl FnOnce() -> T) -> T {
+    pub(crate) fn alone<T>(&self, work: impl FnOnce() -> T) -> T {
         let _guard = (self.world_size() > 1).then(|| {
             self.shared.group.forbid(
                 "it was called inside a closure that runs on one rank only, where the others \
