@@ -53,3 +53,11 @@ fn accumulation_in_half_precision() {
 fn gan() {
     learns("gan", &[]);
 }
+
+#[test]
+fn nlp_transformer() {
+    learns(
+        "nlp_transformer",
+        &["--epochs", "12", "--length", "32", "--width", "32"],
+    );
+}
