@@ -40,6 +40,7 @@ pub(crate) enum Kind {
     Device,
     Drift,
     Io,
+    Memory,
     Misuse,
     Model,
     Panic,
@@ -124,6 +125,12 @@ impl Error {
     /// [`AcceleratorBuilder::check_replicas_every`](crate::AcceleratorBuilder::check_replicas_every).
     pub fn is_drift(&self) -> bool {
         self.0.kind == Kind::Drift
+    }
+
+    /// No batch is small enough for the memory of every rank; see
+    /// [`find_executable_batch_size`](crate::Accelerator::find_executable_batch_size).
+    pub fn is_out_of_memory(&self) -> bool {
+        self.0.kind == Kind::Memory
     }
 
     /// A model differs between ranks, or does not fit a file.

@@ -47,12 +47,22 @@
 //! |---|---|
 //! | start, choose device, precision, seed | [`Accelerator::new`], [`Accelerator::builder`] |
 //! | shard and prefetch data exactly | [`data`] |
-//! | average gradients, accumulate, clip | [`Accelerator::backward`], [`Gradients`] |
+//! | average gradients, accumulate, clip | [`Accelerator::backward`], [`Weight`], [`Gradients`], [`Clip`] |
+//! | compute in half precision | [`precision`] |
 //! | send gradients in half precision | [`Compression`] |
 //! | send gradients while backward runs | [`Overlap`] |
-//! | step an optimizer with its schedule | [`optim`] |
+//! | step an optimizer with its schedule, freeze, group parameters | [`optim`] |
+//! | know how many steps there will be | [`Accelerator::plan`] |
+//! | average weights over time | [`Ema`] |
 //! | see where the time of a step goes | [`Accelerator::step_summary`], [`AcceleratorBuilder::with_trace`] |
 //! | evaluate | [`metric`], [`Accelerator::reduce`], [`Accelerator::gather_for_metrics`] |
+//! | exchange tensors and objects | [`Accelerator::gather`], [`Accelerator::pad_across_processes`], [`Accelerator::gather_object`] |
+//! | share out other work than batches | [`Accelerator::split_between_processes`] |
+//! | do something on one rank only, or there first | [`Accelerator::on_main_process`], [`Accelerator::main_process_first`] |
+//! | find the batch that memory holds | [`Accelerator::find_executable_batch_size`] |
+//! | log and warn with ranks | [`logging`], [`Accelerator::warn_once`] |
+//! | stop all ranks for a reason that one of them knows | [`Accelerator::set_trigger`], [`Accelerator::check_trigger`] |
+//! | normalise over the batches of all ranks | [`nn::SyncBatchNorm`], [`Accelerator::valid`] |
 //! | save and load models | [`Accelerator::save_model`], [`Accelerator::load_model`], [`model`] |
 //! | find a rank whose parameters drifted | [`Accelerator::check_replicas`] |
 //! | save everything, and go on from there | [`checkpoint`] |
@@ -65,16 +75,18 @@
 //!
 //! | variable | values | default | in the program |
 //! |---|---|---|---|
+//! | `ACCEL_ACCUMULATION_STEPS` | a number | 1 | [`accumulation_steps`](AcceleratorBuilder::accumulation_steps) |
 //! | `ACCEL_DEVICE` | `cuda`, `wgpu`, `flex`, `ndarray` | the fastest that is compiled in | [`device`](AcceleratorBuilder::device) |
 //! | `ACCEL_COMPRESSION` | `none`, `f16`, `bf16` | `none` | [`with_compression`](AcceleratorBuilder::with_compression) |
 //! | `ACCEL_OVERLAP` | `auto`, `off`, `on` | `auto`: on between hosts | [`with_overlap`](AcceleratorBuilder::with_overlap) |
+//! | `ACCEL_PRECISION` | `no`, `f16`, `bf16` | `no` | [`precision`](AcceleratorBuilder::precision) |
 //! | `ACCEL_TRACE` | a path | no trace | [`with_trace`](AcceleratorBuilder::with_trace) |
 //! | `ACCEL_TRANSPORT` | `auto`, `hierarchical`, `shm`, `tcp` | `auto`: for where the ranks are | [`transport`](AcceleratorBuilder::transport) |
 //! | `ACCEL_LIVENESS_TIMEOUT` | seconds | 5 | [`liveness_timeout`](AcceleratorBuilder::liveness_timeout) |
 //!
-//! Size of buckets, accumulation, seed and the other timeouts are set by the program alone:
+//! Size of buckets, seed and the other timeouts are set by the program alone:
 //! [`bucket_size`](AcceleratorBuilder::bucket_size) (25 MiB),
-//! [`accumulation_steps`](AcceleratorBuilder::accumulation_steps) (1), [`seed`](AcceleratorBuilder::seed) (0),
+//! [`seed`](AcceleratorBuilder::seed) (0),
 //! [`connect_timeout`](AcceleratorBuilder::connect_timeout) (60 s),
 //! [`progress_timeout`](AcceleratorBuilder::progress_timeout) (10 minutes).
 //!
@@ -108,28 +120,39 @@ compile_error!(
 
 mod accelerator;
 mod agreement;
+mod batch_size;
 pub mod checkpoint;
 pub mod data;
 mod device;
+mod ema;
 mod error;
 mod gradient;
 mod launch;
+pub mod logging;
 pub mod metric;
 pub mod model;
+pub mod nn;
 mod notice;
 pub mod optim;
 mod outcome;
+pub mod precision;
 mod prepare;
+#[cfg(feature = "progress")]
+mod progress;
 mod replicas;
 pub mod timeline;
 
 pub use accelerator_collective as collective;
 pub use accelerator_plan as plan;
 
-pub use crate::accelerator::{Accelerator, AcceleratorBuilder};
+pub use crate::accelerator::{Accelerator, AcceleratorBuilder, PadSide, PaddedShare};
+pub use crate::batch_size::BatchSizeFinder;
 pub use crate::device::DeviceKind;
+pub use crate::ema::Ema;
 pub use crate::error::{Error, Result};
-pub use crate::gradient::{Compression, Gradients, Overlap, OverlapReport, OverlapState, Weight};
+pub use crate::gradient::{
+    Clip, Compression, Gradients, Overlap, OverlapReport, OverlapState, Weight,
+};
 pub use crate::launch::launch;
 pub use crate::prepare::{Prepare, kind};
 
@@ -138,10 +161,13 @@ pub mod prelude {
     pub use crate::checkpoint::{Checkpoints, Object, PerRank};
     pub use crate::collective::ReduceOp;
     pub use crate::data::{Batch, DataLoaderBuilder, PreparedLoader};
-    pub use crate::metric::{Accuracy, Mean};
-    pub use crate::optim::{PerEpoch, PreparedOptimizer, StepOutcome};
+    pub use crate::ema::Ema;
+    pub use crate::metric::{Accuracy, Confusion, Mean, TopK};
+    pub use crate::optim::{PerEpoch, PerProcess, PreparedOptimizer, RateScaling, StepOutcome};
     pub use crate::plan::TailPolicy;
+    pub use crate::precision::Precision;
     pub use crate::{
-        Accelerator, Compression, DeviceKind, Error, Gradients, Overlap, Result, launch,
+        Accelerator, Clip, Compression, DeviceKind, Error, Gradients, Overlap, PadSide, Result,
+        launch,
     };
 }

@@ -26,8 +26,20 @@ pub(crate) fn hear(group: &ProcessGroup, action: &str) -> Result<()> {
     }
 }
 
+/// Tells all ranks of what failed on some of them, and hears of it. The error is that of the lowest
+/// rank that failed, which did so while it had to do `action`.
+#[track_caller]
+pub(crate) fn exchange(group: &ProcessGroup, mine: Option<&Error>, action: &str) -> Result<()> {
+    let all = group.all_gather_object(&mine.map(Failure::of))?;
+    let mut failures = all.into_iter().enumerate();
+    match failures.find_map(|(rank, failure)| Some((rank, failure?))) {
+        Some((rank, failure)) => Err(failure.into_error(rank, action)),
+        None => Ok(()),
+    }
+}
+
 /// As much of an error as can travel.
-#[derive(Deserialize, Serialize)]
+#[derive(Clone, Deserialize, Serialize)]
 pub(crate) struct Failure {
     kind: Kind,
     misuse: bool,

@@ -7,7 +7,9 @@ use burn::optim::ModuleOptimizer;
 use crate::accelerator::Accelerator;
 use crate::data::{InOrder, Loader, PreparedLoader};
 use crate::error::Result;
-use crate::optim::{Manual, PerEpoch, PreparedOptimizer, Scheduled, Scheduler};
+use crate::optim::{
+    Manual, PerEpoch, PerProcess, PreparedOptimizer, Scheduled, Scheduler, Sharded, Shards,
+};
 
 /// What [`Accelerator::prepare`] takes: a module, an optimizer, an optimizer with its scheduler,
 /// a data loader, or a tuple of these.
@@ -20,7 +22,7 @@ use crate::optim::{Manual, PerEpoch, PreparedOptimizer, Scheduled, Scheduler};
     note = "a module must derive `Module`; a loader is built with \
             `accelerator::data::DataLoaderBuilder`, or is one of Burn's own in `InOrder(…)`",
     note = "an optimizer is Burn's `ModuleOptimizer`: call `.init()` on its config; a scheduler goes \
-            beside its optimizer, as `(optimizer, scheduler)`",
+            beside its optimizer, as `(optimizer, scheduler)`; `Sharded(optimizer)` stands in its place",
     note = "a loader builder needs `.build(dataset)`"
 )]
 pub trait Prepare<K> {
@@ -58,9 +60,31 @@ pub mod kind {
     #[derive(Debug)]
     pub enum ScheduledByEpoch {}
 
+    /// An optimizer with a scheduler that advances once for each rank with each of its steps.
+    #[derive(Debug)]
+    pub enum ScheduledByProcess {}
+
     /// An optimizer with a scheduler that advances with each of its steps.
     #[derive(Debug)]
     pub enum ScheduledByStep {}
+
+    /// An optimizer in [`Sharded`](crate::optim::Sharded), with a scheduler that advances once an epoch.
+    #[derive(Debug)]
+    pub enum ShardedByEpoch {}
+
+    /// An optimizer in [`Sharded`](crate::optim::Sharded), with a scheduler that advances once for each rank
+    /// with each of its steps.
+    #[derive(Debug)]
+    pub enum ShardedByProcess {}
+
+    /// An optimizer in [`Sharded`](crate::optim::Sharded), with a scheduler that advances with each of
+    /// its steps.
+    #[derive(Debug)]
+    pub enum ShardedByStep {}
+
+    /// An optimizer in [`Sharded`](crate::optim::Sharded), without a scheduler.
+    #[derive(Debug)]
+    pub enum ShardedOptimizer {}
 }
 
 // `Display` tells a derived module from a tuple of modules, which is a Burn module as well.
@@ -77,7 +101,7 @@ impl Prepare<kind::Optimizer> for ModuleOptimizer {
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
         let timeline = accelerator.shared.timeline.clone();
-        Ok(PreparedOptimizer::manual(self, timeline))
+        Ok(PreparedOptimizer::manual((self, None), timeline))
     }
 }
 
@@ -87,7 +111,7 @@ impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByStep> for (ModuleOptim
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
         let (optimizer, scheduler) = self;
         Ok(PreparedOptimizer::scheduled(
-            optimizer,
+            (optimizer, None),
             Scheduler::by_step(scheduler.into()),
             accelerator.shared.timeline.clone(),
         ))
@@ -102,8 +126,76 @@ impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByEpoch>
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
         let (optimizer, PerEpoch(scheduler)) = self;
         Ok(PreparedOptimizer::scheduled(
-            optimizer,
+            (optimizer, None),
             Scheduler::by_epoch(scheduler.into()),
+            accelerator.shared.timeline.clone(),
+        ))
+    }
+}
+
+impl Prepare<kind::ShardedOptimizer> for Sharded<ModuleOptimizer> {
+    type Prepared = PreparedOptimizer<Manual>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        let optimizer = Shards::new(accelerator.group(), self.0)?;
+        let timeline = accelerator.shared.timeline.clone();
+        Ok(PreparedOptimizer::manual(optimizer, timeline))
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByStep> for (Sharded<ModuleOptimizer>, S) {
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        let (Sharded(optimizer), scheduler) = self;
+        Ok(PreparedOptimizer::scheduled(
+            Shards::new(accelerator.group(), optimizer)?,
+            Scheduler::by_step(scheduler.into()),
+            accelerator.shared.timeline.clone(),
+        ))
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByEpoch>
+    for (Sharded<ModuleOptimizer>, PerEpoch<S>)
+{
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        let (Sharded(optimizer), PerEpoch(scheduler)) = self;
+        Ok(PreparedOptimizer::scheduled(
+            Shards::new(accelerator.group(), optimizer)?,
+            Scheduler::by_epoch(scheduler.into()),
+            accelerator.shared.timeline.clone(),
+        ))
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByProcess>
+    for (ModuleOptimizer, PerProcess<S>)
+{
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        let (optimizer, PerProcess(scheduler)) = self;
+        Ok(PreparedOptimizer::scheduled(
+            (optimizer, None),
+            Scheduler::by_process(scheduler.into(), accelerator.world_size()),
+            accelerator.shared.timeline.clone(),
+        ))
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByProcess>
+    for (Sharded<ModuleOptimizer>, PerProcess<S>)
+{
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        let (Sharded(optimizer), PerProcess(scheduler)) = self;
+        Ok(PreparedOptimizer::scheduled(
+            Shards::new(accelerator.group(), optimizer)?,
+            Scheduler::by_process(scheduler.into(), accelerator.world_size()),
             accelerator.shared.timeline.clone(),
         ))
     }

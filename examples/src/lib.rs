@@ -6,6 +6,7 @@
 
 mod args;
 mod cnn;
+mod course;
 mod device;
 pub mod digits;
 mod error;
@@ -19,6 +20,7 @@ mod score;
 
 pub use crate::args::{Dtype, MnistArgs, OptimizerName};
 pub use crate::cnn::{Cnn, CnnConfig};
+pub use crate::course::Course;
 pub use crate::device::DeviceName;
 pub use crate::digits::{Digit, DigitBatch, DigitBatcher, Digits, Split};
 pub use crate::error::{Error, Report, Result};

@@ -1,4 +1,4 @@
-use accelerator::metric::Metric;
+use accelerator::metric::{Metric, Sums};
 use burn::tensor::{Int, Tensor};
 
 use crate::cross_entropy;
@@ -61,18 +61,10 @@ impl Score {
 }
 
 impl Metric for Score {
-    const SUMS: usize = 3;
-
-    fn write(&self, sums: &mut Vec<f64>) {
-        sums.extend([self.correct, self.loss, self.samples]);
-    }
-
-    fn read(sums: &[f64]) -> Self {
-        Self {
-            correct: sums[0],
-            loss: sums[1],
-            samples: sums[2],
-        }
+    fn sums(&mut self, sums: &mut Sums<'_>) {
+        sums.one(&mut self.correct);
+        sums.one(&mut self.loss);
+        sums.one(&mut self.samples);
     }
 }
 

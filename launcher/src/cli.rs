@@ -13,6 +13,7 @@ use crate::argv::Argv;
 use crate::bench::{AllReduceArgs, BenchArgs};
 use crate::checkpoint::CheckpointArgs;
 use crate::env::EnvArgs;
+use crate::estimate::EstimateArgs;
 use crate::output::LostOutput;
 use crate::plan::PlanArgs;
 use crate::selftest::{RankArgs, TestArgs};
@@ -31,6 +32,8 @@ pub(crate) enum Invocation {
     Env(EnvArgs),
     /// Show who gets which sample.
     Plan(PlanArgs),
+    /// Estimate the memory that a model takes.
+    Estimate(EstimateArgs),
     /// Show or verify checkpoints.
     Checkpoint(CheckpointArgs),
     /// Test this installation.
@@ -101,6 +104,7 @@ impl Invocation {
         let cli = Cli::from_arg_matches(&command.try_get_matches_from(argv.launcher)?)?;
         Ok(match cli.command {
             Some(Sub::Env(arguments)) => Self::Env(arguments),
+            Some(Sub::Estimate(arguments)) => Self::Estimate(arguments),
             Some(Sub::Plan(arguments)) => Self::Plan(arguments),
             Some(Sub::Checkpoint(arguments)) => Self::Checkpoint(arguments),
             Some(Sub::Test(arguments)) => Self::Test(arguments),
@@ -125,7 +129,8 @@ impl Invocation {
         accel-launch [OPTIONS] --bin NAME [ARGS]...\n       \
         accel-launch env|plan|test [OPTIONS]\n       \
         accel-launch bench all-reduce [OPTIONS]\n       \
-        accel-launch checkpoint list|show|verify DIR",
+        accel-launch checkpoint list|show|verify DIR\n       \
+        accel-launch estimate-memory FILE.safetensors",
     after_help = AFTER_HELP,
     args_conflicts_with_subcommands = true,
     disable_help_subcommand = true
@@ -256,6 +261,9 @@ enum Sub {
     Plan(PlanArgs),
     /// List the checkpoints of a folder, show what is in one, or verify them.
     Checkpoint(CheckpointArgs),
+    /// Estimate the memory that training a model takes, from its file.
+    #[command(name = "estimate-memory")]
+    Estimate(EstimateArgs),
     /// Test this installation: whether ranks meet, compute, and notice failures.
     Test(TestArgs),
     /// A rank of the self-test.
@@ -271,7 +279,7 @@ enum Sub {
 const AFTER_HELP: &str = "\
 Options before the script are the launcher's, everything after it is the script's. After
 a cargo target a first `--` is dropped, as `cargo run` does. To run a program called `env`,
-`plan`, `checkpoint`, `bench` or `test`, write `./env`.
+`plan`, `checkpoint`, `estimate-memory`, `bench` or `test`, write `./env`.
 
 Rank 0 reads the launcher's standard input, unless that is a terminal. SIGINT, SIGTERM,
 SIGHUP and SIGQUIT end all ranks, and a second one kills them; SIGUSR1 and SIGUSR2 are

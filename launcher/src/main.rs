@@ -16,6 +16,7 @@ mod descendants;
 mod env;
 mod environment;
 mod error;
+mod estimate;
 mod failure;
 mod hearing;
 mod job;
@@ -73,6 +74,7 @@ fn dispatch(invocation: &Invocation, command: &[OsString], bond: Option<Bond>) -
     match invocation {
         Invocation::Launch { options, arguments } => launch::run(options, arguments, command, bond),
         Invocation::Env(arguments) => env::run(arguments),
+        Invocation::Estimate(arguments) => estimate::run(arguments),
         Invocation::Checkpoint(arguments) => checkpoint::run(arguments),
         Invocation::Plan(arguments) => {
             let mut stdout = std::io::stdout().lock();

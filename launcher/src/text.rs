@@ -5,6 +5,8 @@ use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
+use serde::Serialize;
+
 use crate::error::{Error, Result};
 
 /// Prints `text`; that nobody reads on is no error.
@@ -22,6 +24,32 @@ pub(crate) fn print(text: &str) -> Result<ExitCode> {
         }
         _ => Ok(ExitCode::SUCCESS),
     }
+}
+
+/// As JSON with a line break at its end.
+pub(crate) fn json(value: &impl Serialize) -> Result<String> {
+    let text = serde_json::to_string_pretty(value);
+    let text = text.map_err(|error| Error::system("cannot write JSON").with_source(error))?;
+    Ok(text + "\n")
+}
+
+/// `1.5 MiB`.
+pub(crate) fn size(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let mut amount = bytes as f64 / 1024.0;
+    let mut units = UNITS.into_iter();
+    let mut unit = units.next().unwrap_or_default();
+    for larger in units {
+        if amount < 1023.95 {
+            break;
+        }
+        amount /= 1024.0;
+        unit = larger;
+    }
+    format!("{amount:.1} {unit}")
 }
 
 /// Aligns `rows` in columns, two blanks apart.
@@ -103,6 +131,22 @@ mod tests {
             ["long".to_owned(), "c".to_owned()],
         ];
         assert_eq!(columns(&rows), "a     b\nlong  c\n");
+    }
+
+    #[test]
+    fn amounts_are_short() {
+        for (bytes, text) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1.0 KiB"),
+            (1536, "1.5 KiB"),
+            (1 << 20, "1.0 MiB"),
+            ((1 << 20) - 1, "1.0 MiB"),
+            (400 << 20, "400.0 MiB"),
+            (u64::MAX, "16.0 EiB"),
+        ] {
+            assert_eq!(size(bytes), text);
+        }
     }
 
     #[test]

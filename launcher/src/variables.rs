@@ -3,6 +3,7 @@
 //! The launcher cannot ask the library that trains, which brings its tensors along. A test keeps this
 //! table equal to what the library reads.
 
+use core::num::NonZeroUsize;
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::time::Duration;
@@ -71,7 +72,17 @@ pub(crate) struct Fault {
 }
 
 /// All of them, in alphabetical order.
-pub(crate) const VARIABLES: [Variable; 15] = [
+pub(crate) const VARIABLES: [Variable; 17] = [
+    Variable {
+        name: "ACCEL_ACCUMULATION_STEPS",
+        expected: "a number of at least 1",
+        default: "1",
+        reader: Reader::Ranks,
+        accepts: |value| {
+            let number = value.to_str().map(str::parse::<NonZeroUsize>);
+            matches!(number, Some(Ok(_)))
+        },
+    },
     Variable {
         name: "ACCEL_COMPRESSION",
         expected: "none, f16 or bf16",
@@ -154,6 +165,13 @@ pub(crate) const VARIABLES: [Variable; 15] = [
             let port = value.to_str().map(|value| value.trim().parse::<u16>());
             matches!(port, Some(Ok(1..)))
         },
+    },
+    Variable {
+        name: "ACCEL_PRECISION",
+        expected: "no, f16 or bf16",
+        default: "no",
+        reader: Reader::Ranks,
+        accepts: |value| ["no", "f16", "bf16"].iter().any(|name| value == *name),
     },
     Variable {
         name: "ACCEL_RESTART",
@@ -326,6 +344,7 @@ mod tests {
             ("ACCEL_DEVICE", "device.rs"),
             ("ACCEL_COMPRESSION", "gradient/compression.rs"),
             ("ACCEL_OVERLAP", "gradient/overlap/setting.rs"),
+            ("ACCEL_PRECISION", "precision/mod.rs"),
         ] {
             let text = library(path);
             let variable = find(name).unwrap();
@@ -347,7 +366,9 @@ mod tests {
             ("ACCEL_OVERLAP", "yes"),
             ("ACCEL_OVERLAP", ""),
             ("ACCEL_COMPRESSION", "fp16"),
+            ("ACCEL_ACCUMULATION_STEPS", "0"),
             ("ACCEL_DEVICE", "tpu"),
+            ("ACCEL_PRECISION", "fp16"),
             ("ACCEL_TRACE", folder),
             ("ACCEL_TRACE", &lost),
             ("ACCEL_TRANSPORT", "mpi"),

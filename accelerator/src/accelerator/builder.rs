@@ -13,7 +13,10 @@ use crate::checkpoint::Ongoing;
 use crate::device::{self, DeviceKind};
 use crate::error::{Error, Kind, Result};
 use crate::gradient::{Compression, Overlap, Switch, Turn};
+use crate::logging::Warned;
 use crate::model::Models;
+use crate::nn::Crossing;
+use crate::precision::{LossScale, Precision};
 use crate::timeline::{Place, Recording, Timeline};
 
 /// Settings for an [`Accelerator`]; begin with [`Accelerator::builder`].
@@ -32,33 +35,47 @@ use crate::timeline::{Place, Recording, Timeline};
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct AcceleratorBuilder {
-    accumulation_steps: usize,
+    accumulation_steps: Option<usize>,
     bucket_size: usize,
     check_replicas: Option<NonZeroU64>,
     compression: Option<Compression>,
     device: Option<DeviceKind>,
     dtype: Option<FloatDType>,
+    global_batch: Option<GlobalBatch>,
     launch: Option<Launch>,
+    loss_scale: LossScale,
     options: GroupOptions,
     overlap: Option<Overlap>,
+    precision: Option<Precision>,
     recording: Recording,
     seed: u64,
     trace: Option<PathBuf>,
     transport: Option<TransportKind>,
 }
 
+/// A batch of all ranks, in samples, to be reached by accumulation.
+#[derive(Clone, Copy, Debug)]
+struct GlobalBatch {
+    samples: usize,
+    /// Of one rank in one micro-step.
+    batch_size: usize,
+}
+
 impl AcceleratorBuilder {
     pub(super) fn new() -> Self {
         Self {
-            accumulation_steps: 1,
+            accumulation_steps: None,
             bucket_size: 25 << 20,
             check_replicas: None,
             compression: None,
             device: None,
             dtype: None,
+            global_batch: None,
             launch: None,
+            loss_scale: LossScale::new(),
             options: GroupOptions::new(),
             overlap: None,
+            precision: None,
             recording: Recording::Nothing,
             seed: 0,
             trace: None,
@@ -67,9 +84,10 @@ impl AcceleratorBuilder {
     }
 
     /// How many calls of [`Accelerator::backward`] make one optimizer step. The last window of
-    /// an epoch may be shorter; its average is over the samples that it holds. Default: 1.
+    /// an epoch may be shorter; its average is over the samples that it holds. Default:
+    /// `ACCEL_ACCUMULATION_STEPS`, else 1.
     pub fn accumulation_steps(mut self, steps: usize) -> Self {
-        self.accumulation_steps = steps;
+        self.accumulation_steps = Some(steps);
         self
     }
 
@@ -112,6 +130,26 @@ impl AcceleratorBuilder {
         self
     }
 
+    /// Accumulates as many micro-steps as make an optimizer step of `samples` over all ranks, where each
+    /// rank's batches have `batch_size`: `samples / (world size · batch_size)`, so that a program does the
+    /// same steps on any number of ranks.
+    ///
+    /// [`build`](Self::build) fails with [`Error::is_config`] where that is no whole number, and names the
+    /// nearest sizes that are reached; another batch would be another training.
+    ///
+    /// ```
+    /// let accelerator = accelerator::Accelerator::builder().global_batch(256, 32).build()?;
+    /// assert_eq!(accelerator.accumulation_steps() * accelerator.world_size(), 8);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn global_batch(mut self, samples: usize, batch_size: usize) -> Self {
+        self.global_batch = Some(GlobalBatch {
+            samples,
+            batch_size,
+        });
+        self
+    }
+
     /// Where this process stands among the others, instead of what the environment says.
     pub fn launched_as(mut self, launch: Launch) -> Self {
         self.launch = Some(launch);
@@ -123,6 +161,20 @@ impl AcceleratorBuilder {
     /// `ACCEL_LIVENESS_TIMEOUT` (seconds), else 5 s.
     pub fn liveness_timeout(mut self, timeout: Duration) -> Self {
         self.options = self.options.with_liveness_timeout(timeout);
+        self
+    }
+
+    /// How the loss is scaled with [`Precision::F16`]. Default: [`LossScale::new`].
+    pub fn loss_scale(mut self, rule: LossScale) -> Self {
+        self.loss_scale = rule;
+        self
+    }
+
+    /// The type in which [`Accelerator::forward`] and backward compute; parameters stay in full
+    /// precision: see [`precision`](crate::precision). Default: `ACCEL_PRECISION`, else
+    /// [`Precision::No`].
+    pub fn precision(mut self, precision: Precision) -> Self {
+        self.precision = Some(precision);
         self
     }
 
@@ -223,7 +275,7 @@ impl AcceleratorBuilder {
     /// other ranks do not come in time.
     #[track_caller]
     pub fn build(self) -> Result<Accelerator> {
-        let settings = self.settings()?;
+        let mut settings = self.settings()?;
         if self.transport == Some(TransportKind::Threads) {
             return Err(Error::config(
                 "the transport `threads` joins ranks inside one process; start them with \
@@ -235,7 +287,8 @@ impl AcceleratorBuilder {
             None => Launch::from_env()?,
         };
         // Before the others are kept waiting for a rank that will not come.
-        let (kind, device) = self.open_device(launch.topology.local_rank())?;
+        settings.accumulation_steps = self.steps(launch.topology.world_size())?;
+        let (kind, device) = self.open_device(launch.topology.local_rank(), &settings)?;
         if launch.topology.is_main() {
             check_trace(settings.trace.as_deref())?;
         }
@@ -260,7 +313,8 @@ impl AcceleratorBuilder {
         T: Send,
         F: Fn(Accelerator) -> Result<T> + Send + Sync,
     {
-        let settings = self.settings()?;
+        let mut settings = self.settings()?;
+        settings.accumulation_steps = self.steps(world_size)?;
         check_trace(settings.trace.as_deref())?;
         let world_size = NonZeroUsize::new(world_size)
             .ok_or_else(|| Error::config("launch: 0 ranks were asked for; at least 1 is needed"))?;
@@ -281,7 +335,7 @@ impl AcceleratorBuilder {
         }
         let groups = ProcessGroup::threads(world_size.get(), &self.options)?;
         crate::launch::run(groups, |group| {
-            let (kind, device) = self.open_device(group.topology().local_rank())?;
+            let (kind, device) = self.open_device(group.topology().local_rank(), &settings)?;
             // Threads are started by this program, which nothing restarts.
             let restarts = Restarts {
                 done: 0,
@@ -322,16 +376,31 @@ impl AcceleratorBuilder {
                 restarts,
                 settings,
                 timeline,
+                trigger: Arc::default(),
+                crossing: Crossing::default(),
                 turn: Turn::default(),
+                warned: Warned::default(),
             }),
         })
     }
 
-    fn open_device(&self, local_rank: usize) -> Result<(DeviceKind, Device)> {
+    fn open_device(&self, local_rank: usize, settings: &Settings) -> Result<(DeviceKind, Device)> {
         let kind = environment::device(self.device)?;
         let mut device = kind.open(local_rank)?;
         if let Some(dtype) = self.dtype {
             device::configure(&mut device, dtype)?;
+        }
+        let precision = settings.precision;
+        if let Some(dtype) = precision.dtype()
+            && !device.supports_dtype(dtype)
+        {
+            return Err(Error::new(
+                Kind::Device,
+                format!(
+                    "the precision {precision} was asked for, and the device `{kind}` does not compute in \
+                     it; choose another precision, or another device"
+                ),
+            ));
         }
         Ok((kind, device))
     }
@@ -340,9 +409,7 @@ impl AcceleratorBuilder {
         environment::check()?;
         accelerator_fault::check()
             .map_err(|error| Error::with_source(Kind::Config, error.to_string(), error))?;
-        let accumulation_steps = NonZeroUsize::new(self.accumulation_steps).ok_or_else(|| {
-            Error::config("accumulation_steps is 0; expected at least 1 (no accumulation)")
-        })?;
+        self.loss_scale.check()?;
         if self.bucket_size < 1024 {
             return Err(Error::config(format!(
                 "bucket_size is {} bytes; expected at least 1024 (the default is 25 MiB)",
@@ -355,15 +422,37 @@ impl AcceleratorBuilder {
             None => self.recording,
         };
         Ok(Settings {
-            accumulation_steps,
+            accumulation_steps: NonZeroUsize::MIN,
             bucket_size: self.bucket_size,
             check_replicas: self.check_replicas,
             compression: environment::compression(self.compression)?,
+            loss_scale: self.loss_scale,
             overlap: environment::overlap(self.overlap)?,
+            precision: environment::precision(self.precision)?,
             recording,
             seed: self.seed,
             trace,
         })
+    }
+
+    /// How many micro-steps make a step on so many ranks, as the program and the environment say.
+    fn steps(&self, world_size: usize) -> Result<NonZeroUsize> {
+        let given = self.accumulation_steps.map(|steps| {
+            NonZeroUsize::new(steps).ok_or_else(|| {
+                Error::config("accumulation_steps is 0; expected at least 1 (no accumulation)")
+            })
+        });
+        let reached = self.global_batch.map(|batch| batch.steps(world_size));
+        let asked = match (given.transpose()?, reached.transpose()?) {
+            (Some(given), Some(reached)) if given != reached => {
+                return Err(Error::config(format!(
+                    "accumulation_steps is {given}, and `global_batch` comes to {reached} on \
+                     {world_size} ranks; set one of them"
+                )));
+            }
+            (given, reached) => reached.or(given),
+        };
+        environment::accumulation_steps(asked)
     }
 
     fn group_options(&self, launch: &Launch) -> Result<GroupOptions> {
@@ -381,6 +470,31 @@ impl AcceleratorBuilder {
             (Some(asked), _) => Ok(self.options.clone().with_transport(asked)),
             (None, _) => Ok(self.options.clone()),
         }
+    }
+}
+
+impl GlobalBatch {
+    fn steps(self, world_size: usize) -> Result<NonZeroUsize> {
+        let Self {
+            samples,
+            batch_size,
+        } = self;
+        let step = world_size * batch_size;
+        if step > 0
+            && samples % step == 0
+            && let Some(steps) = NonZeroUsize::new(samples / step)
+        {
+            return Ok(steps);
+        }
+        let below = samples.checked_div(step).unwrap_or(0) * step;
+        let near = match below {
+            0 => format!("{step}"),
+            _ => format!("{below} or {}", below + step),
+        };
+        Err(Error::config(format!(
+            "a global batch of {samples} samples is no multiple of {world_size} ranks times batches of \
+             {batch_size}; choose {near}, or another batch size"
+        )))
     }
 }
 
@@ -421,7 +535,7 @@ fn terms(settings: &Settings, switch: Switch, topology: &Topology) -> Vec<Term> 
             "the number of accumulation steps",
             settings.accumulation_steps,
         )
-        .set_by("`accumulation_steps`"),
+        .set_by("ACCEL_ACCUMULATION_STEPS, `accumulation_steps` or `global_batch`"),
         Term::new("the bucket size in bytes", settings.bucket_size).set_by("`bucket_size`"),
         Term::new("the compression", settings.compression)
             .set_by("ACCEL_COMPRESSION or `with_compression`"),
@@ -429,6 +543,8 @@ fn terms(settings: &Settings, switch: Switch, topology: &Topology) -> Vec<Term> 
         Term::new("overlap", switch.name())
             .shown_as(explained(switch, settings.overlap, topology))
             .set_by("ACCEL_OVERLAP or `with_overlap`"),
+        Term::new("the precision", settings.precision).set_by("ACCEL_PRECISION or `precision`"),
+        Term::new("the scale of the loss", settings.loss_scale).set_by("`loss_scale`"),
         Term::new("the seed", settings.seed).set_by("`seed`"),
         Term::new("what is recorded", settings.recording)
             .set_by("ACCEL_TRACE, `with_trace` or `with_step_summary`"),

@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use super::Accelerator;
 use crate::data::Batch;
 use crate::error::{Error, Result};
-use crate::metric::Metric;
+use crate::metric::{self, Metric};
 
 /// Tensors, metrics and objects of all ranks. Every rank must call the same operation.
 impl Accelerator {
@@ -27,13 +27,11 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_collective`] when another rank is lost.
+    /// [`Error::is_misuse`] when ranks reduce other metrics, or of another size, that have as many
+    /// sums in all; [`Error::is_collective`] when they have more or fewer, or another rank is lost.
     #[track_caller]
     pub fn reduce<T: Metric>(&self, metric: T) -> Result<T> {
-        let mut sums = Vec::with_capacity(T::SUMS);
-        metric.write(&mut sums);
-        self.shared.group.all_reduce(&mut sums, ReduceOp::Sum)?;
-        Ok(T::read(&sums))
+        metric::reduce(&self.shared.group, metric)
     }
 
     /// The sum, mean, minimum or maximum of a tensor over the ranks, element by element.
@@ -89,13 +87,23 @@ impl Accelerator {
     /// # Errors
     ///
     /// As [`gather`](Self::gather), and [`Error::is_misuse`] when `tensor` does not have a row
-    /// for each sample of the batch.
+    /// for each sample of the batch, or the batch is of a loader with
+    /// [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), under which other ranks may have had
+    /// their last batch: keep rows of such a loader until its end, and gather once then.
     #[track_caller]
     pub fn gather_for_metrics<const D: usize, K: Basic, O>(
         &self,
         tensor: Tensor<D, K>,
         batch: &Batch<O>,
     ) -> Result<Tensor<D, K>> {
+        if batch.is_uneven() {
+            return Err(Error::misuse(
+                "gather_for_metrics: this batch is of a loader with the tail policy `uneven`, under \
+                 which ranks may run different numbers of steps; keep what belongs to \
+                 `batch.real()` until the epoch has ended, and call `gather_object` once then, or \
+                 use metrics and `reduce`",
+            ));
+        }
         let rows = tensor.dims()[0];
         if rows != batch.len() {
             return Err(Error::misuse(format!(

@@ -1,6 +1,7 @@
 //! What the environment may say besides where this process stands.
 
 use core::fmt::Display;
+use core::num::NonZeroUsize;
 use core::str::FromStr;
 use std::path::{Path, PathBuf};
 
@@ -9,6 +10,7 @@ use accelerator_collective::Launch;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::{Compression, Overlap};
+use crate::precision::Precision;
 
 /// Names the device, as [`AcceleratorBuilder::device`](super::AcceleratorBuilder::device) does.
 const DEVICE: &str = "ACCEL_DEVICE";
@@ -24,6 +26,13 @@ const OVERLAP: &str = "ACCEL_OVERLAP";
 /// Names the file of the trace, as
 /// [`AcceleratorBuilder::with_trace`](super::AcceleratorBuilder::with_trace) does.
 const TRACE: &str = "ACCEL_TRACE";
+
+/// Names the precision, as [`AcceleratorBuilder::precision`](super::AcceleratorBuilder::precision) does.
+const PRECISION: &str = "ACCEL_PRECISION";
+
+/// Says how many micro-steps make a step, as
+/// [`AcceleratorBuilder::accumulation_steps`](super::AcceleratorBuilder::accumulation_steps) does.
+const ACCUMULATION_STEPS: &str = "ACCEL_ACCUMULATION_STEPS";
 
 /// Moves the fixtures of this project's own tests.
 const FIXTURES: &str = "ACCEL_FIXTURES";
@@ -57,6 +66,42 @@ pub(super) fn overlap(asked: Option<Overlap>) -> Result<Overlap> {
     Ok(agreed("overlap", asked, OVERLAP)?.unwrap_or_default())
 }
 
+/// The precision of the program and of the environment, in the same way.
+pub(super) fn precision(asked: Option<Precision>) -> Result<Precision> {
+    Ok(agreed("precision", asked, PRECISION)?.unwrap_or_default())
+}
+
+/// The number of accumulation steps of the program and of the environment, in the same way.
+pub(super) fn accumulation_steps(asked: Option<NonZeroUsize>) -> Result<NonZeroUsize> {
+    let asked = asked.map(Count);
+    let agreed = agreed(
+        "a number of accumulation steps of",
+        asked,
+        ACCUMULATION_STEPS,
+    )?;
+    Ok(agreed.map_or(NonZeroUsize::MIN, |count| count.0))
+}
+
+/// A number of at least 1, whose errors say so.
+#[derive(PartialEq)]
+struct Count(NonZeroUsize);
+
+impl Display for Count {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl FromStr for Count {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        text.parse()
+            .map(Self)
+            .map_err(|_| format!("expected a number of at least 1, found `{text}`"))
+    }
+}
+
 /// What the program or the variable says about `what`.
 fn agreed<T>(what: &str, asked: Option<T>, variable: &str) -> Result<Option<T>>
 where
@@ -87,9 +132,15 @@ pub(super) fn check() -> Result<()> {
 
 fn check_names(names: impl Iterator<Item = String>) -> Result<()> {
     let known = || {
-        Launch::VARIABLES
-            .into_iter()
-            .chain([COMPRESSION, DEVICE, FIXTURES, OVERLAP, TRACE])
+        Launch::VARIABLES.into_iter().chain([
+            ACCUMULATION_STEPS,
+            COMPRESSION,
+            DEVICE,
+            FIXTURES,
+            OVERLAP,
+            PRECISION,
+            TRACE,
+        ])
     };
     let mut ours = names.filter(|name| name.starts_with("ACCEL_"));
     match ours.find(|name| !known().any(|known| known == name)) {

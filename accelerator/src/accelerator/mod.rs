@@ -1,7 +1,10 @@
 mod builder;
 mod collectives;
 mod environment;
+mod padding;
 mod process;
+mod share;
+mod trigger;
 
 use core::fmt;
 use core::num::{NonZeroU64, NonZeroUsize};
@@ -14,12 +17,18 @@ use burn::module::Module;
 use burn::tensor::{Device, Tensor};
 
 pub use self::builder::AcceleratorBuilder;
+pub use self::padding::PadSide;
+pub use self::share::PaddedShare;
+pub(crate) use self::trigger::Trigger;
 use crate::checkpoint::Ongoing;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::{Compression, Gradients, Overlap, OverlapReport, Switch, Turn, Weight};
+use crate::logging::Warned;
 use crate::model::Models;
+use crate::nn::Crossing;
 use crate::notice;
+use crate::precision::{LossScale, Precision, Scaler};
 use crate::prepare::Prepare;
 use crate::timeline::{Recording, StepSummary, Timeline};
 
@@ -45,6 +54,7 @@ pub struct Accelerator {
 
 pub(crate) struct Shared {
     pub(crate) checkpoints: Ongoing,
+    pub(crate) crossing: Crossing,
     pub(crate) device: Device,
     pub(crate) group: ProcessGroup,
     pub(crate) kind: DeviceKind,
@@ -55,8 +65,10 @@ pub(crate) struct Shared {
     pub(crate) restarts: Restarts,
     pub(crate) settings: Settings,
     pub(crate) timeline: Timeline,
+    pub(crate) trigger: Arc<Trigger>,
     /// Of the threads that reduce gradients.
     pub(crate) turn: Turn,
+    pub(crate) warned: Warned,
 }
 
 impl Drop for Shared {
@@ -81,7 +93,9 @@ pub(crate) struct Settings {
     /// After how many optimizer steps the parameters of all ranks are compared.
     pub(crate) check_replicas: Option<NonZeroU64>,
     pub(crate) compression: Compression,
+    pub(crate) loss_scale: LossScale,
     pub(crate) overlap: Overlap,
+    pub(crate) precision: Precision,
     pub(crate) recording: Recording,
     pub(crate) seed: u64,
     /// The file of the trace.
@@ -338,6 +352,11 @@ impl Accelerator {
         self.shared.settings.accumulation_steps.get()
     }
 
+    /// The type in which forward and backward compute; see [`precision`](crate::precision).
+    pub fn precision(&self) -> Precision {
+        self.shared.settings.precision
+    }
+
     /// The seed that was given to the builder.
     pub fn seed(&self) -> u64 {
         self.shared.settings.seed
@@ -395,6 +414,12 @@ impl Accelerator {
     /// The process group underneath, for communication that this type has no method for.
     pub fn group(&self) -> &ProcessGroup {
         &self.shared.group
+    }
+
+    /// For the losses of a model, where they are scaled.
+    pub(crate) fn scaler(&self) -> Option<Scaler> {
+        let settings = &self.shared.settings;
+        (settings.precision == Precision::F16).then(|| Scaler::new(settings.loss_scale))
     }
 
     pub(crate) fn next_loader(&self) -> u64 {

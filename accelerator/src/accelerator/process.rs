@@ -1,7 +1,5 @@
 use core::fmt;
-use std::ops::Range;
-
-use accelerator_collective::Partition;
+use std::io::Write;
 
 use super::Accelerator;
 use crate::error::Result;
@@ -24,12 +22,41 @@ impl Accelerator {
         self.topology().is_last()
     }
 
-    /// Prints a line on rank 0, and nothing elsewhere.
-    #[allow(clippy::print_stdout, reason = "printing is what this function is for")]
+    /// Prints a line on rank 0, and nothing elsewhere. That nobody reads it is no error.
     pub fn print(&self, line: impl fmt::Display) {
         if self.is_main_process() {
-            println!("{line}");
+            print(line);
         }
+    }
+
+    /// Prints a line on the first rank of each host, and nothing elsewhere.
+    pub fn print_local(&self, line: impl fmt::Display) {
+        if self.is_local_main_process() {
+            print(line);
+        }
+    }
+
+    /// Prints a line of each rank, in the order of ranks and in one piece, on rank 0.
+    ///
+    /// Every rank must call it. No rank waits for another one's turn to print: the lines travel to
+    /// rank 0 in one operation. Where some ranks do not come, or one calls it where it is alone, that
+    /// is an error as with every operation of the group, and no hang.
+    ///
+    /// ```
+    /// accelerator::launch(2, |accelerator| {
+    ///     accelerator.print_in_order(format_args!("rank {} is ready", accelerator.rank()))
+    /// })?;
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost or does not call it.
+    #[track_caller]
+    pub fn print_in_order(&self, line: impl fmt::Display) -> Result<()> {
+        let lines = self.shared.group.all_gather_object(&line.to_string())?;
+        self.print(lines.join("\n"));
+        Ok(())
     }
 
     /// Runs `work` on rank 0 only.
@@ -52,6 +79,18 @@ impl Accelerator {
     /// [`on_main_process`](Self::on_main_process).
     pub fn on_local_main_process<T>(&self, work: impl FnOnce() -> T) -> Option<T> {
         self.is_local_main_process().then(|| self.alone(work))
+    }
+
+    /// Runs `work` on the rank with the highest number only; see
+    /// [`on_main_process`](Self::on_main_process).
+    pub fn on_last_process<T>(&self, work: impl FnOnce() -> T) -> Option<T> {
+        self.is_last_process().then(|| self.alone(work))
+    }
+
+    /// Runs `work` on the rank with that number on its host, on each host; see
+    /// [`on_main_process`](Self::on_main_process).
+    pub fn on_local_process<T>(&self, local_rank: usize, work: impl FnOnce() -> T) -> Option<T> {
+        (self.topology().local_rank() == local_rank).then(|| self.alone(work))
     }
 
     /// Runs `work` on that rank only; see [`on_main_process`](Self::on_main_process).
@@ -79,7 +118,36 @@ impl Accelerator {
         if self.is_main_process() {
             return outcome::tell(group, self.alone(work));
         }
-        outcome::hear(group, "do what it does first here")?;
+        outcome::hear(group, FIRST)?;
+        work()
+    }
+
+    /// Runs `work` on the first rank of each host, and on the others after it succeeded on all of
+    /// those: what is unpacked to a disk of the host is there once a host.
+    ///
+    /// ```
+    /// accelerator::launch(2, |accelerator| {
+    ///     accelerator.local_main_process_first(|| Ok(()))
+    /// })?;
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// What `work` returned on this rank. When it failed on the first rank of a host, every other rank
+    /// of every host gets an error of the same kind with that message, and those that are not the first
+    /// of theirs do not run it.
+    #[track_caller]
+    pub fn local_main_process_first<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let group = &self.shared.group;
+        if self.is_local_main_process() {
+            let mine = self.alone(work);
+            let told = outcome::exchange(group, mine.as_ref().err(), FIRST);
+            let value = mine?;
+            told?;
+            return Ok(value);
+        }
+        outcome::exchange(group, None, FIRST)?;
         work()
     }
 
@@ -93,19 +161,7 @@ impl Accelerator {
         Ok(self.shared.group.barrier()?)
     }
 
-    /// This rank's contiguous share of `count` items; the first ranks get one more where it
-    /// does not divide evenly.
-    ///
-    /// ```
-    /// let shares = accelerator::launch(4, |accelerator| Ok(accelerator.share_of(17)))?;
-    /// assert_eq!(shares, [0..5, 5..9, 9..13, 13..17]);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
-    pub fn share_of(&self, count: usize) -> Range<usize> {
-        Partition::new(count, self.world_size()).range(self.rank())
-    }
-
-    fn alone<T>(&self, work: impl FnOnce() -> T) -> T {
+    pub(crate) fn alone<T>(&self, work: impl FnOnce() -> T) -> T {
         let _guard = (self.world_size() > 1).then(|| {
             self.shared.group.forbid(
                 "it was called inside a closure that runs on one rank only, where the others \
@@ -114,4 +170,12 @@ impl Accelerator {
         });
         work()
     }
+}
+
+/// What rank 0, or the first rank of a host, does before the others.
+const FIRST: &str = "do what it does first here";
+
+fn print(line: impl fmt::Display) {
+    // One call, so that lines of several processes do not mix.
+    let _ = std::io::stdout().write_all(format!("{line}\n").as_bytes());
 }

@@ -5,8 +5,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::resume::Restorer;
+
 use super::snapshot::{PartKind, Snapshot};
 use crate::data::PreparedLoader;
+use crate::ema::Ema;
 use crate::error::Result;
 use crate::optim::{Manual, PreparedOptimizer, Scheduled};
 
@@ -96,6 +98,10 @@ pub struct PerRank<T>(
 
 /// The kinds of things that a checkpoint can hold; see [`Save`] and [`Resume`].
 pub mod kind {
+    /// Averaged weights.
+    #[derive(Debug)]
+    pub enum Ema {}
+
     /// A prepared loader.
     #[derive(Debug)]
     pub enum Loader {}
@@ -130,6 +136,23 @@ impl<M: Module + fmt::Display> Resume<kind::Model> for M {
 
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
         restorer.model(self)
+    }
+}
+
+// To a checkpoint it is one more model.
+impl<M: Module + fmt::Display> Save<kind::Ema> for &Ema<M> {
+    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+        snapshot.add_model(self.model())
+    }
+}
+
+impl<M: Module + fmt::Display> Resume<kind::Ema> for Ema<M> {
+    fn kinds(kinds: &mut Vec<PartKind>) {
+        kinds.push(PartKind::Model);
+    }
+
+    fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
+        self.try_map(|model| restorer.model(model))
     }
 }
 

@@ -265,7 +265,14 @@ impl<'a> Restorer<'a> {
         let mut path = self.found.path.clone();
         path.extend(self.names.model());
         path.push("model.safetensors");
-        crate::model::resume(self.accelerator, model, &path, &saved.layout, saved.steps)
+        crate::model::resume(
+            self.accelerator,
+            model,
+            &path,
+            &saved.layout,
+            saved.steps,
+            saved.scaler,
+        )
     }
 
     #[track_caller]

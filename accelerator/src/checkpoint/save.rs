@@ -112,6 +112,7 @@ fn prepare<K>(
     let draft = begun?;
     let reports = count(votes)?;
     taken.complete(&reports);
+    taken.gather(accelerator.group())?;
     Ok((draft, taken))
 }
 

@@ -1,6 +1,7 @@
 use core::fmt;
 use std::collections::HashSet;
 
+use accelerator_collective::ProcessGroup;
 use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
@@ -107,6 +108,7 @@ impl<'a> Snapshot<'a> {
         self.taken.parts.push(Part::Model {
             state: ModelState {
                 layout: Layout::of(model),
+                scaler: slot.scaler_state(),
                 steps: slot.steps(),
             },
             values,
@@ -119,6 +121,13 @@ impl<'a> Snapshot<'a> {
         optimizer: &PreparedOptimizer<S>,
     ) -> Result<()> {
         let optimizer = optimizer.snapshot()?;
+        if self.mode == Mode::Emergency && optimizer.is_sharded() {
+            return Err(Error::misuse(
+                "the state of a sharded optimizer lies on all ranks, and that of the rank that is lost \
+                 is gone with it: leave the optimizer out of the emergency checkpoint, or go on from \
+                 the last one that was saved",
+            ));
+        }
         self.taken.parts.push(Part::Optimizer(optimizer));
         Ok(())
     }
@@ -169,6 +178,17 @@ impl Taken {
                 }
             }
         }
+    }
+
+    /// Brings state that lies on several ranks together where it is written.
+    #[track_caller]
+    pub(super) fn gather(&mut self, group: &ProcessGroup) -> Result<()> {
+        for part in &mut self.parts {
+            if let Part::Optimizer(optimizer) = part {
+                optimizer.gather(group)?;
+            }
+        }
+        Ok(())
     }
 
     /// Optimizer steps: those of the first optimizer, else of the first model.

@@ -9,6 +9,7 @@ use crate::data::{Spot, Standing};
 use crate::error::{Error, Kind, Result};
 use crate::model::Layout;
 use crate::optim::OptimizerState;
+use crate::precision::ScalerState;
 
 /// The content of `state.cbor`: all that is small, exactly. The manifest repeats for people what
 /// they may want to know of it.
@@ -31,6 +32,9 @@ pub(super) enum PartState {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct ModelState {
     pub(super) layout: Layout,
+    /// How the scale of its losses stands, where there is one.
+    #[serde(default)]
+    pub(super) scaler: Option<ScalerState>,
     /// How many windows ended.
     pub(super) steps: u64,
 }

@@ -4,7 +4,7 @@ use core::ops::Deref;
 use serde::{Deserialize, Serialize};
 
 use super::cursor::Mark;
-use crate::gradient::Weight;
+use crate::gradient::{Sync, Weight};
 
 /// What a batcher made of this rank's share of a step, with what is known about it. It derefs
 /// to the batcher's value: fields and methods of that are there as they are.
@@ -97,6 +97,7 @@ impl<O> Batch<O> {
             ends_epoch: self.info.is_last,
             epoch: Some(self.info.epoch),
             mark: self.mark.clone(),
+            sync: Sync::AsSet,
             uneven: self.info.uneven,
         }
     }
@@ -134,6 +135,11 @@ impl<O> Batch<O> {
     /// earlier batch again. Run it as any other: its gradient and metrics count for nothing.
     pub fn is_idle(&self) -> bool {
         self.info.share == Share::Idle
+    }
+
+    /// Whether other ranks may run another number of steps.
+    pub(crate) fn is_uneven(&self) -> bool {
+        self.info.uneven
     }
 
     /// The value alone.

@@ -1,12 +1,12 @@
 use accelerator_fault::{Point, strike};
 use burn::module::Module;
 use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 
 use super::gradients::Gradients;
 use super::rank::with_rank;
 use super::reducer::{Reduced, Reducer};
-use super::slot::Slot;
+use super::slot::{Slot, WorkingCopy};
 use super::weight::Weight;
 use super::window::{Window, check_all_known};
 use crate::accelerator::Accelerator;
@@ -26,10 +26,16 @@ pub(crate) fn backward<M: Module>(
 ) -> Result<Gradients> {
     check(&loss, &weight)?;
     let slot = accelerator.shared.models.find(model)?;
+    // The graph of a working copy is used up by this.
+    let copy = slot.take_working();
     let group = accelerator.group();
     let steps = accelerator.accumulation_steps();
     let timeline = &accelerator.shared.timeline;
-    if group.world_size() == 1 && steps == 1 && weight.count > 0.0 {
+    let scale = slot.loss_scale();
+    let ends = |before: usize| weight.ends_window(before + 1, steps);
+    // What one rank computes is handed on as it is, where nothing is to be added or taken back.
+    let alone = group.world_size() == 1 && scale.is_none() && weight.count > 0.0;
+    if alone && slot.open_micro_steps() == 0 && ends(0) {
         let gradients = {
             let _backward = timeline.span(Phase::Backward);
             GradientsParams::from_grads(loss.backward(), model)
@@ -41,6 +47,8 @@ pub(crate) fn backward<M: Module>(
         // What it asks of the caller concerns connections and files, of which there are none here.
         let _ = strike(group.rank(), Point::Step(slot.steps()));
         slot.count_step();
+        let trigger = &accelerator.shared.trigger;
+        trigger.receive(trigger.send());
         if let Some(mark) = &weight.mark {
             mark.is_used();
         }
@@ -49,10 +57,10 @@ pub(crate) fn backward<M: Module>(
     let _turn = slot.turn().take(group)?;
     let (window, _alone) = {
         let mut window = slot.window();
-        if window.micro_steps() + 1 < steps && !weight.ends_epoch {
+        if !ends(window.micro_steps()) {
             let gradients = {
                 let _backward = timeline.span(Phase::Backward);
-                GradientsParams::from_grads(loss.backward(), model)
+                GradientsParams::from_grads(scaled(loss.clone(), scale).backward(), model)
             };
             let loss = loss.inner().into_scalar::<f64>();
             let _copy = timeline.span(Phase::Copy(Part::Whole));
@@ -68,7 +76,7 @@ pub(crate) fn backward<M: Module>(
     // As above.
     let _ = strike(group.rank(), Point::Step(slot.steps()));
     replicas::check_when_due(accelerator, &slot, model)?;
-    let reduced = reduce(accelerator, &slot, window, loss, model, &weight)?;
+    let reduced = reduce(accelerator, &slot, window, loss, model, copy, &weight)?;
     if reduced.total <= 0.0 {
         slot.take_back(reduced.ledger);
         return Err(Error::misuse(
@@ -79,12 +87,21 @@ pub(crate) fn backward<M: Module>(
     slot.count_step();
     reduced.marks.iter().for_each(Mark::is_used);
     let device = accelerator.shared.device.clone();
-    Ok(Gradients::reduced(
-        slot.clone(),
-        device,
-        reduced,
-        weight.epoch,
-    ))
+    let mut gradients = Gradients::reduced(slot.clone(), device, reduced, scale, weight.epoch);
+    if let Some(scale) = scale {
+        // All ranks see the same sums.
+        let finite = gradients.norm().is_some_and(f64::is_finite);
+        slot.update_loss_scale(finite);
+        if !finite {
+            tracing::debug!(
+                step = slot.steps(),
+                scale,
+                "a step is skipped: gradients are not finite"
+            );
+            return Ok(Gradients::overflowed(scale, weight.epoch));
+        }
+    }
+    Ok(gradients)
 }
 
 /// Runs the backward pass of the last micro-step, and sums the window over the ranks.
@@ -95,11 +112,15 @@ fn reduce<M: Module>(
     window: Window,
     loss: Tensor<1>,
     model: &M,
+    copy: WorkingCopy,
     weight: &Weight,
 ) -> Result<Reduced> {
     let group = accelerator.group();
     let compression = accelerator.shared.settings.compression;
     let mut watching = slot.watching();
+    if accelerator.shared.crossing.is_noted() {
+        watching.give_way();
+    }
     let repair = watching.repair();
     let timeline = &accelerator.shared.timeline;
     let reducer = Reducer::new(
@@ -111,15 +132,34 @@ fn reduce<M: Module>(
         repair,
         timeline,
     )?;
+    let scale = slot.loss_scale();
+    let reducer = reducer.with_loss_scale(scale.unwrap_or(1.0));
+    let reducer = reducer.with_trigger(accelerator.shared.trigger.clone());
     let value = loss.clone();
     let (gradients, reducer, lesson) = {
         let _backward = timeline.span(Phase::Backward);
-        watching.backward(loss, model, slot, reducer)
+        watching.backward(scaled(loss, scale), model, copy, slot, reducer)
     };
     let value = value.inner().into_scalar::<f64>();
     let mut reduced = reducer.finish(slot, gradients, value, weight.mark.clone())?;
     watching.learn(lesson, &mut reduced, slot, group)?;
     Ok(reduced)
+}
+
+/// In full precision, times the loss scale: small gradients in half precision would be 0 without.
+fn scaled(loss: Tensor<1>, scale: Option<f64>) -> Tensor<1> {
+    match scale {
+        Some(scale) => in_full(loss).mul_scalar(scale),
+        None => loss,
+    }
+}
+
+/// In `f32`, where it is in half precision.
+fn in_full(loss: Tensor<1>) -> Tensor<1> {
+    match loss.dtype() {
+        DType::F16 | DType::BF16 => loss.cast(DType::F32),
+        _ => loss,
+    }
 }
 
 fn check(loss: &Tensor<1>, weight: &Weight) -> Result<()> {

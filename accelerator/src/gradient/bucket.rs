@@ -180,12 +180,13 @@ pub(super) fn clear(buffer: &mut Buffer, range: &Range<usize>) {
 pub(super) fn read(
     buffer: &Buffer,
     range: &Range<usize>,
-    parameter: &Trainable,
+    float: Float,
+    shape: &[usize],
     total: f64,
     factor: Option<f64>,
 ) -> TensorData {
-    let shape = parameter.shape.clone();
-    match parameter.float {
+    let shape = shape.to_vec();
+    match float {
         Float::F64 => {
             let values = f64s(buffer, range);
             TensorData::new(scaled(values, total, factor, |v| v), shape)
@@ -220,24 +221,45 @@ pub(super) fn read(
     }
 }
 
-/// The sum of the squares of `value / total`, in f64.
-pub(super) fn squares(buffer: &Buffer, range: &Range<usize>, total: f64) -> f64 {
+/// The sum of `|value / total|^order`, in f64; the largest of them, where the order is infinite.
+pub(super) fn power(buffer: &Buffer, range: &Range<usize>, total: f64, order: f64) -> f64 {
     match buffer.dtype() {
-        DType::F64 => sum_of_squares(f64s(buffer, range), |v| v / total),
+        DType::F64 => sum_of_powers(f64s(buffer, range), |v| v / total, order),
         _ => {
             let total = total as f32;
-            sum_of_squares(f32s(buffer, range), |v| f64::from(v / total))
+            sum_of_powers(f32s(buffer, range), |v| f64::from(v / total), order)
         }
     }
 }
 
-/// The sum of the squares of a gradient as Burn made it, in f64.
-pub(super) fn squares_of(gradient: Values<'_>) -> f64 {
+/// The same of a gradient as Burn made it.
+pub(super) fn power_of(gradient: Values<'_>, order: f64) -> f64 {
     match gradient {
-        Values::F64(values) => sum_of_squares(values, |v| v),
-        Values::F32(values) => sum_of_squares(values, f64::from),
-        Values::F16(values) => sum_of_squares(values, half::f16::to_f64),
-        Values::Bf16(values) => sum_of_squares(values, half::bf16::to_f64),
+        Values::F64(values) => sum_of_powers(values, |v| v, order),
+        Values::F32(values) => sum_of_powers(values, f64::from, order),
+        Values::F16(values) => sum_of_powers(values, half::f16::to_f64, order),
+        Values::Bf16(values) => sum_of_powers(values, half::bf16::to_f64, order),
+    }
+}
+
+/// Replaces every value of a place.
+pub(super) fn change(buffer: &mut Buffer, range: &Range<usize>, new: impl Fn(f64) -> f64) {
+    match buffer.dtype() {
+        DType::F64 => f64s_mut(buffer, range)
+            .iter_mut()
+            .for_each(|value| *value = new(*value)),
+        _ => f32s_mut(buffer, range)
+            .iter_mut()
+            .for_each(|value| *value = new(f64::from(*value)) as f32),
+    }
+}
+
+/// The larger of two magnitudes, or what is no number.
+pub(super) fn larger(one: f64, other: f64) -> f64 {
+    if other > one || other.is_nan() {
+        other
+    } else {
+        one
     }
 }
 
@@ -280,6 +302,18 @@ where
             .iter()
             .map(|&value| narrow(value / total * factor))
             .collect(),
+    }
+}
+
+fn sum_of_powers<T: Copy>(values: &[T], widen: impl Fn(T) -> f64, order: f64) -> f64 {
+    if order == 2.0 {
+        return sum_of_squares(values, widen);
+    }
+    let magnitudes = values.iter().map(|&value| widen(value).abs());
+    if order.is_infinite() {
+        magnitudes.fold(0.0, larger)
+    } else {
+        magnitudes.map(|magnitude| magnitude.powf(order)).sum()
     }
 }
 
@@ -361,9 +395,10 @@ mod tests {
         for entry in [Entry::Replace, Entry::Add] {
             write(&mut buffer, range, Values::of(&gradient), 64.0, entry);
         }
-        let back = read(&buffer, range, &parameters[0], 128.0, None);
+        let back = read(&buffer, range, Float::F16, &[4], 128.0, None);
         assert_eq!(back, gradient);
-        assert_eq!(squares(&buffer, range, 128.0), 4.0 * 2000.0 * 2000.0);
+        assert_eq!(power(&buffer, range, 128.0, 2.0), 4.0 * 2000.0 * 2000.0);
+        assert_eq!(power(&buffer, range, 128.0, f64::INFINITY), 2000.0);
     }
 
     #[test]

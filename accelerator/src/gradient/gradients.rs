@@ -3,10 +3,12 @@ use core::ops::Range;
 use std::sync::Arc;
 
 use accelerator_collective::Buffer;
+use burn::module::ParamId;
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Shape, Tensor};
 
 use super::bucket;
+use super::clip::{Clip, Limit};
 use super::ledger::Ledger;
 use super::rank::with_rank;
 use super::reducer::Reduced;
@@ -46,15 +48,23 @@ pub struct Gradients(Content);
 enum Content {
     Accumulating,
     Closed(Box<Closed>),
+    /// They were not finite, and the loss was scaled by this.
+    Overflowed {
+        scale: f64,
+        epoch: Option<u64>,
+    },
 }
 
 struct Closed {
     device: Device,
     epoch: Option<u64>,
-    /// What every element is multiplied by in the end.
-    factor: Option<f64>,
+    /// By parameter: what its elements are multiplied by in the end; empty where they stay as they
+    /// are.
+    factors: Vec<f64>,
     /// Before clipping.
     norm: Option<f64>,
+    /// By parameter: the sum of the squares of its elements, before clipping.
+    squares: Option<Vec<f64>>,
     slot: Arc<Slot>,
     values: Values,
 }
@@ -75,6 +85,8 @@ enum Values {
 struct Sums {
     /// There until it is dropped.
     ledger: Option<Ledger>,
+    /// What sums are divided by: the total weight, times the scale of the loss.
+    divisor: f64,
     loss: f64,
     slot: Arc<Slot>,
     total: f64,
@@ -83,6 +95,10 @@ struct Sums {
 impl Gradients {
     pub(super) fn accumulating() -> Self {
         Self(Content::Accumulating)
+    }
+
+    pub(super) fn overflowed(scale: f64, epoch: Option<u64>) -> Self {
+        Self(Content::Overflowed { scale, epoch })
     }
 
     pub(super) fn untouched(
@@ -107,10 +123,12 @@ impl Gradients {
         slot: Arc<Slot>,
         device: Device,
         reduced: Reduced,
+        scale: Option<f64>,
         epoch: Option<u64>,
     ) -> Self {
         let sums = Sums {
             ledger: Some(reduced.ledger),
+            divisor: reduced.total * scale.unwrap_or(1.0),
             loss: reduced.loss,
             slot: slot.clone(),
             total: reduced.total,
@@ -122,9 +140,10 @@ impl Gradients {
         Self(Content::Closed(Box::new(Closed {
             device,
             epoch,
-            factor: None,
+            factors: Vec::new(),
             norm: None,
             slot,
+            squares: None,
             values,
         })))
     }
@@ -134,31 +153,81 @@ impl Gradients {
     /// `GradientClippingConfig::Norm`. Nothing happens while the window is open.
     ///
     /// The factor is `max / (norm + 1e-6)`. Of two calls the stricter one holds; a negative `max`
-    /// is taken as 0.
-    pub fn clip_norm(mut self, max: f64) -> Self {
-        if let Some(norm) = self.norm()
-            && let Content::Closed(closed) = &mut self.0
-        {
-            let factor = max.max(0.0) / (norm + 1e-6);
-            // Also when the norm is NaN: nothing is hidden then.
-            if factor.is_nan() || factor < closed.factor.unwrap_or(1.0) {
-                closed.factor = Some(factor);
+    /// is taken as 0. See [`clip`](Self::clip) for other norms, values, and groups of parameters.
+    pub fn clip_norm(self, max: f64) -> Self {
+        self.clip(Clip::norm(max))
+    }
+
+    /// Holds every element within `-max..=max`, as `clip_grad_value_` does in PyTorch. Nothing
+    /// happens while the window is open.
+    pub fn clip_value(self, max: f64) -> Self {
+        self.clip(Clip::value(max))
+    }
+
+    /// Clips as `clip` says. Several are applied one after the other. What is clipped is the average
+    /// over all samples, without the scale of the loss, so that limits are the same at any world size,
+    /// accumulation and precision. Nothing happens while the window is open.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use accelerator::Clip;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let device = accelerator.device();
+    /// let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let mut gradients = accelerator
+    ///     .backward(loss, &model, 4)?
+    ///     .clip(Clip::norm(0.5).of_order(f64::INFINITY))
+    ///     .clip(Clip::value(0.1).only(|path| path == "bias"));
+    /// assert!(gradients.norm_of_order(f64::INFINITY).is_some_and(|largest| largest <= 0.5));
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn clip(mut self, clip: Clip<'_>) -> Self {
+        let Content::Closed(closed) = &mut self.0 else {
+            return self;
+        };
+        let chosen = closed.chosen(&clip);
+        match clip.limit {
+            Limit::Norm { max, order } => {
+                if order == 2.0 {
+                    closed.whole_norm();
+                }
+                let norm = closed.norm_of(order, &chosen);
+                let factor = max.max(0.0) / (norm + 1e-6);
+                // Also when the norm is NaN: nothing is hidden then.
+                if factor.is_nan() || factor < 1.0 {
+                    closed.multiply(factor, &chosen);
+                }
             }
+            Limit::Value(max) => closed.clamp(max.max(0.0), &chosen),
         }
         self
     }
 
-    /// The L2 norm of the averaged gradient over all parameters, before clipping; `None` while
+    /// The L2 norm of the averaged gradient over all parameters, before clipping by norm; `None` while
     /// the window is open. Squares are added up in f64, parameter by parameter in path order, so
     /// every rank has the same bits.
     pub fn norm(&mut self) -> Option<f64> {
-        let Content::Closed(closed) = &mut self.0 else {
-            return None;
-        };
-        if closed.norm.is_none() {
-            closed.norm = Some(closed.values.squares(&closed.slot, &closed.device).sqrt());
+        match &mut self.0 {
+            Content::Closed(closed) => Some(closed.whole_norm()),
+            Content::Accumulating | Content::Overflowed { .. } => None,
         }
-        closed.norm
+    }
+
+    /// The norm of another order, `(Σ |x|ᵖ)^(1/p)`, over all parameters, as they are now: after what
+    /// was clipped. With an infinite order it is the largest magnitude. `None` while the window is
+    /// open.
+    pub fn norm_of_order(&mut self, order: f64) -> Option<f64> {
+        match &mut self.0 {
+            Content::Closed(closed) => {
+                let all = vec![true; closed.slot.parameters().len()];
+                Some(closed.norm_of(order, &all))
+            }
+            Content::Accumulating | Content::Overflowed { .. } => None,
+        }
     }
 
     /// The mean loss over every sample of every rank and micro-step; `None` while the window is
@@ -217,37 +286,55 @@ impl Gradients {
         matches!(self.0, Content::Accumulating)
     }
 
-    /// As Burn's own type, clipped if that was asked for; `None` while the window is open.
+    /// The scale of the loss with which the gradient left the range of
+    /// [`Precision::F16`](crate::Precision::F16): it is dropped, on all ranks, and the optimizer skips
+    /// this step. `None` where it did not.
+    pub fn overflow(&self) -> Option<f64> {
+        match self.0 {
+            Content::Overflowed { scale, .. } => Some(scale),
+            Content::Accumulating | Content::Closed(_) => None,
+        }
+    }
+
+    /// As Burn's own type, clipped if that was asked for; `None` while the window is open, and where
+    /// the step is skipped.
     pub fn into_params(self) -> Option<GradientsParams> {
         let Content::Closed(closed) = self.0 else {
             return None;
         };
+        let mut closed = *closed;
+        if let Values::Untouched { .. } = closed.values {
+            closed.apply_factors();
+        }
         let Closed {
             device,
-            factor,
-            slot,
+            factors,
             values,
             ..
-        } = *closed;
+        } = closed;
         match values {
-            Values::Reduced(sums) => Some(sums.into_params(&device, factor)),
-            Values::Untouched { mut gradients, .. } => {
-                if let Some(factor) = factor {
-                    for parameter in slot.parameters() {
-                        with_rank!(parameter.shape.len(), D => {
-                            if let Some(gradient) = gradients.remove::<D>(parameter.id) {
-                                gradients.register(parameter.id, gradient.mul_scalar(factor));
-                            }
-                        });
-                    }
-                }
-                Some(gradients)
-            }
+            Values::Reduced(sums) => Some(sums.into_params(&device, &factors)),
+            Values::Untouched { gradients, .. } => Some(gradients),
         }
     }
 
+    /// For an optimizer that steps parts of parameters; `None` while the window is open.
+    pub(crate) fn into_averages(self) -> Option<Averages> {
+        let Content::Closed(mut closed) = self.0 else {
+            return None;
+        };
+        if let Values::Untouched { .. } = closed.values {
+            closed.apply_factors();
+        }
+        Some(Averages(closed))
+    }
+
     pub(crate) fn epoch(&self) -> Option<u64> {
-        self.closed_ref()?.epoch
+        match &self.0 {
+            Content::Accumulating => None,
+            Content::Closed(closed) => closed.epoch,
+            Content::Overflowed { epoch, .. } => *epoch,
+        }
     }
 
     /// The norm, if somebody asked for it.
@@ -257,17 +344,79 @@ impl Gradients {
 
     fn closed_ref(&self) -> Option<&Closed> {
         match &self.0 {
-            Content::Accumulating => None,
+            Content::Accumulating | Content::Overflowed { .. } => None,
             Content::Closed(closed) => Some(closed),
         }
     }
 }
 
+/// The averaged gradients of a window, to be read in parts.
+pub(crate) struct Averages(Box<Closed>);
+
+impl Averages {
+    /// The parameters that have a gradient, in path order: the same on every rank.
+    pub(crate) fn parameters(&self) -> impl Iterator<Item = &Trainable> {
+        let parameters = self.0.slot.parameters().iter().enumerate();
+        parameters
+            .filter(|(index, parameter)| match &self.0.values {
+                Values::Reduced(sums) => sums.place(*index).is_some(),
+                Values::Untouched { gradients, .. } => {
+                    super::values::look(gradients, parameter).is_some()
+                }
+            })
+            .map(|(_, parameter)| parameter)
+    }
+
+    /// Those elements of a parameter's gradient, clipped if that was asked for, in that shape.
+    pub(crate) fn part<const D: usize>(
+        &self,
+        id: ParamId,
+        range: &Range<usize>,
+        shape: &[usize],
+    ) -> Option<Tensor<D>> {
+        let Closed {
+            device,
+            factors,
+            slot,
+            values,
+            ..
+        } = &*self.0;
+        let index = slot.number(id)?;
+        let parameter = &slot.parameters()[index];
+        match values {
+            Values::Reduced(sums) => {
+                let (buffer, place) = sums.place(index)?;
+                let range = place.start + range.start..place.start + range.end;
+                let factor = factor(factors, index);
+                let data =
+                    bucket::read(buffer, &range, parameter.float, shape, sums.divisor, factor);
+                let dtype = data.dtype();
+                Some(Tensor::from_data(data, (device, dtype)))
+            }
+            Values::Untouched { gradients, .. } => {
+                let gradient =
+                    Tensor::<1>::from_dispatch(super::values::look(gradients, parameter)?);
+                let elements = parameter.shape.iter().product::<usize>();
+                let part = gradient.reshape([elements]).slice([range.clone()]);
+                Some(part.reshape(Shape::from(shape.to_vec())))
+            }
+        }
+    }
+
+    /// The plain device of the gradients.
+    pub(crate) fn device(&self) -> &Device {
+        &self.0.device
+    }
+}
+
 impl fmt::Debug for Gradients {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.closed_ref() {
-            None => f.write_str("Gradients(accumulating)"),
-            Some(closed) => f
+        match &self.0 {
+            Content::Accumulating => f.write_str("Gradients(accumulating)"),
+            Content::Overflowed { scale, .. } => {
+                write!(f, "Gradients(not finite at scale {scale})")
+            }
+            Content::Closed(closed) => f
                 .debug_struct("Gradients")
                 .field("epoch", &closed.epoch)
                 .field("norm", &closed.norm)
@@ -277,23 +426,151 @@ impl fmt::Debug for Gradients {
     }
 }
 
+impl Closed {
+    /// By parameter: whether it is clipped.
+    fn chosen(&self, clip: &Clip<'_>) -> Vec<bool> {
+        let parameters = self.slot.parameters().iter();
+        parameters.map(|known| clip.covers(&known.path)).collect()
+    }
+
+    fn factor(&self, parameter: usize) -> Option<f64> {
+        self.factors.get(parameter).copied()
+    }
+
+    /// The L2 norm of everything, before clipping.
+    fn whole_norm(&mut self) -> f64 {
+        if self.norm.is_none() {
+            let norm = self.squares().iter().sum::<f64>().sqrt();
+            self.norm = Some(norm);
+        }
+        self.norm.unwrap_or(f64::NAN)
+    }
+
+    fn squares(&mut self) -> &[f64] {
+        let (slot, device, values) = (&self.slot, &self.device, &mut self.values);
+        self.squares
+            .get_or_insert_with(|| values.powers(slot, device, 2.0, |_| true))
+    }
+
+    /// The norm of what is chosen, as it is now.
+    fn norm_of(&mut self, order: f64, chosen: &[bool]) -> f64 {
+        if order == 2.0 {
+            let squares = self.squares().to_vec();
+            let scaled = |(at, square): (usize, f64)| match self.factor(at) {
+                _ if !chosen[at] => 0.0,
+                Some(factor) => square * factor * factor,
+                None => square,
+            };
+            let sum: f64 = squares.into_iter().enumerate().map(scaled).sum();
+            return sum.sqrt();
+        }
+        let powers = self
+            .values
+            .powers(&self.slot, &self.device, order, |at| chosen[at]);
+        let scaled = powers.into_iter().enumerate().map(|(at, power)| {
+            let factor = self.factor(at).unwrap_or(1.0);
+            power
+                * if order.is_infinite() {
+                    factor
+                } else {
+                    factor.powf(order)
+                }
+        });
+        if order.is_infinite() {
+            scaled.fold(0.0, bucket::larger)
+        } else {
+            scaled.sum::<f64>().powf(1.0 / order)
+        }
+    }
+
+    fn multiply(&mut self, factor: f64, chosen: &[bool]) {
+        if self.factors.is_empty() {
+            self.factors = vec![1.0; chosen.len()];
+        }
+        for (mine, chosen) in self.factors.iter_mut().zip(chosen) {
+            if *chosen {
+                *mine *= factor;
+            }
+        }
+    }
+
+    /// Holds the chosen elements within a range, where they lie.
+    fn clamp(&mut self, max: f64, chosen: &[bool]) {
+        self.apply_factors();
+        self.squares = None;
+        match &mut self.values {
+            Values::Reduced(sums) => sums.change(|at, value| {
+                if chosen[at] {
+                    value.clamp(-max, max)
+                } else {
+                    value
+                }
+            }),
+            Values::Untouched { gradients, .. } => {
+                for (at, parameter) in self.slot.parameters().iter().enumerate() {
+                    if chosen[at] {
+                        with_rank!(parameter.shape.len(), D => {
+                            if let Some(gradient) = gradients.remove::<D>(parameter.id) {
+                                gradients.register(parameter.id, gradient.clamp(-max, max));
+                            }
+                        });
+                    }
+                }
+            }
+        }
+    }
+
+    /// Multiplies now what would be multiplied in the end.
+    fn apply_factors(&mut self) {
+        let factors = core::mem::take(&mut self.factors);
+        if factors.is_empty() {
+            return;
+        }
+        self.squares = None;
+        match &mut self.values {
+            Values::Reduced(sums) => sums.change(|at, value| value * factors[at]),
+            Values::Untouched { gradients, .. } => {
+                for (parameter, factor) in self.slot.parameters().iter().zip(factors) {
+                    with_rank!(parameter.shape.len(), D => {
+                        if let Some(gradient) = gradients.remove::<D>(parameter.id) {
+                            gradients.register(parameter.id, gradient.mul_scalar(factor));
+                        }
+                    });
+                }
+            }
+        }
+    }
+}
+
 impl Values {
-    /// The sum of the squares of all elements.
-    fn squares(&mut self, slot: &Slot, device: &Device) -> f64 {
-        let mut sum = 0.0;
+    /// By parameter: the sum of `|x|^order` of its elements, or the largest magnitude where the order is
+    /// infinite; 0 for what has no gradient, or is not asked for.
+    fn powers(
+        &mut self,
+        slot: &Slot,
+        device: &Device,
+        order: f64,
+        asked: impl Fn(usize) -> bool,
+    ) -> Vec<f64> {
+        let mut powers = vec![0.0; slot.parameters().len()];
         match self {
             Self::Reduced(sums) => {
-                for (_, buffer, range) in sums.there() {
-                    sum += bucket::squares(buffer, range, sums.total);
+                for (at, _, buffer, range) in sums.there() {
+                    if asked(at) {
+                        powers[at] = bucket::power(buffer, range, sums.divisor, order);
+                    }
                 }
             }
             Self::Untouched { gradients, .. } => {
-                for parameter in slot.parameters() {
+                for (at, parameter) in slot.parameters().iter().enumerate() {
+                    if !asked(at) {
+                        continue;
+                    }
                     with_rank!(parameter.shape.len(), D => {
                         if let Some(gradient) = gradients.remove::<D>(parameter.id) {
                             // Taken out and put back, the data is nobody else's and not copied.
                             let data = gradient.into_data();
-                            sum += bucket::squares_of(Elements::of(&data));
+                            powers[at] = bucket::power_of(Elements::of(&data), order);
                             let dtype = data.dtype();
                             let gradient = Tensor::<D>::from_data(data, (device, dtype));
                             gradients.register(parameter.id, gradient);
@@ -302,26 +579,52 @@ impl Values {
                 }
             }
         }
-        sum
+        powers
     }
 }
 
 impl Sums {
     /// The parameters that have a gradient, in path order, and where its sum lies.
-    fn there(&self) -> impl Iterator<Item = (&Trainable, &Buffer, &Range<usize>)> {
+    fn there(&self) -> impl Iterator<Item = (usize, &Trainable, &Buffer, &Range<usize>)> {
         let parameters = self.slot.parameters().iter().enumerate();
         parameters.filter_map(|(index, parameter)| {
-            let ledger = self.ledger.as_ref()?;
-            let place = ledger.layout.place(index);
-            let sums = ledger.sums(place.bucket)?;
-            ledger.present[index].then_some((parameter, sums, &place.range))
+            let (sums, range) = self.place(index)?;
+            Some((index, parameter, sums, range))
         })
     }
 
-    fn into_params(self, device: &Device, factor: Option<f64>) -> GradientsParams {
+    /// Where the sum of a parameter lies, if it has a gradient.
+    fn place(&self, index: usize) -> Option<(&Buffer, &Range<usize>)> {
+        let ledger = self.ledger.as_ref()?;
+        let place = ledger.layout.place(index);
+        let sums = ledger.sums(place.bucket)?;
+        ledger.present[index].then_some((sums, &place.range))
+    }
+
+    /// Replaces every element, given the number of its parameter and the element of the average.
+    fn change(&mut self, new: impl Fn(usize, f64) -> f64) {
+        let Some(ledger) = &mut self.ledger else {
+            return;
+        };
+        let layout = ledger.layout.clone();
+        for index in 0..self.slot.parameters().len() {
+            let place = layout.place(index);
+            if ledger.present[index]
+                && let Some(sums) = ledger.sums_mut(place.bucket)
+            {
+                bucket::change(sums, &place.range, |value| new(index, value / self.divisor));
+            }
+        }
+        self.divisor = 1.0;
+    }
+
+    /// Elements are multiplied by the factor of their parameter, where there are any.
+    fn into_params(self, device: &Device, factors: &[f64]) -> GradientsParams {
         let mut gradients = GradientsParams::new();
-        for (parameter, buffer, range) in self.there() {
-            let data = bucket::read(buffer, range, parameter, self.total, factor);
+        for (index, parameter, buffer, range) in self.there() {
+            let factor = factor(factors, index);
+            let (float, shape) = (parameter.float, &parameter.shape);
+            let data = bucket::read(buffer, range, float, shape, self.divisor, factor);
             let dtype = data.dtype();
             with_rank!(parameter.shape.len(), D => {
                 let gradient = Tensor::<D>::from_data(data, (device, dtype));
@@ -330,6 +633,12 @@ impl Sums {
         }
         gradients
     }
+}
+
+/// What the elements of a parameter are multiplied by. What is 1 changes no bit, and costs nothing where
+/// it is left out.
+fn factor(factors: &[f64], index: usize) -> Option<f64> {
+    factors.get(index).copied().filter(|&factor| factor != 1.0)
 }
 
 impl Drop for Sums {

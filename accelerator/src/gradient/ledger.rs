@@ -5,6 +5,7 @@ use burn::backend::DispatchTensor;
 
 use super::bucket::{self, Buckets, Entry};
 use super::overlap;
+use super::reducer::control;
 use super::values::with_values;
 
 /// The sums of a window, with the books that are kept on them. The next window uses it again, so
@@ -113,7 +114,7 @@ impl Ledger {
                 .take(parameters)
                 .collect(),
             present: vec![false; parameters],
-            control: Some(group.buffer(DType::F64, 2 + parameters + buckets)),
+            control: Some(group.buffer(DType::F64, control::HEADER + parameters + buckets + 1)),
             total: None,
             layout,
         }
@@ -237,6 +238,14 @@ impl Ledger {
     /// The sums of all ranks, of a window that was reduced.
     pub(super) fn sums(&self, bucket: usize) -> Option<&Buffer> {
         match &self.stages[bucket] {
+            Stage::Summed(buffer) => Some(buffer),
+            _ => None,
+        }
+    }
+
+    /// The same, to be changed.
+    pub(super) fn sums_mut(&mut self, bucket: usize) -> Option<&mut Buffer> {
+        match &mut self.stages[bucket] {
             Stage::Summed(buffer) => Some(buffer),
             _ => None,
         }

@@ -1,5 +1,6 @@
 mod backward;
 mod bucket;
+mod clip;
 mod compression;
 mod gradients;
 mod ledger;
@@ -13,10 +14,14 @@ mod weight;
 mod window;
 
 pub(crate) use self::backward::backward;
+pub use self::clip::Clip;
 pub use self::compression::Compression;
+pub(crate) use self::gradients::Averages;
 pub use self::gradients::Gradients;
 pub(crate) use self::overlap::Switch;
 pub use self::overlap::{Overlap, OverlapReport, OverlapState};
+pub(crate) use self::rank::with_rank;
 pub(crate) use self::slot::Slot;
 pub(crate) use self::turn::Turn;
+pub(crate) use self::weight::Sync;
 pub use self::weight::Weight;

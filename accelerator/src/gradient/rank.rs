@@ -39,4 +39,4 @@ macro_rules! with_rank {
     };
 }
 
-pub(super) use with_rank;
+pub(crate) use with_rank;

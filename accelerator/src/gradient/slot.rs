@@ -3,6 +3,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use accelerator_collective::ProcessGroup;
+use burn::backend::DispatchTensor;
 use burn::module::ParamId;
 
 use super::bucket::Buckets;
@@ -12,6 +13,7 @@ use super::overlap::{Order, OverlapReport, Switch, Watching};
 use super::turn::Turn;
 use super::window::Window;
 use crate::model::Trainable;
+use crate::precision::{Scaler, ScalerState};
 
 /// What is kept for a prepared model: which gradients it has, where they lie, and the window
 /// that is open.
@@ -32,6 +34,21 @@ pub(crate) struct Slot {
     turn: Turn,
     watching: Mutex<Watching>,
     window: Mutex<Window>,
+    working: Mutex<WorkingCopy>,
+    /// Where losses are scaled.
+    scaler: Mutex<Option<Scaler>>,
+}
+
+/// What was made of the parameters for the forward that comes next.
+#[derive(Debug, Default)]
+pub(crate) enum WorkingCopy {
+    /// The parameters themselves are used.
+    #[default]
+    None,
+    /// By parameter: what the forward uses in its place, where that is something else.
+    One(Vec<Option<DispatchTensor>>),
+    /// Several, whose gradients are added up at the end.
+    Several,
 }
 
 /// How gradients are laid out, and a ledger that nobody uses.
@@ -61,6 +78,8 @@ impl Slot {
             turn: Turn::default(),
             watching: Mutex::new(Watching::new(overlap)),
             window: Mutex::new(Window::default()),
+            working: Mutex::new(WorkingCopy::None),
+            scaler: Mutex::new(None),
             parameters,
         }
     }
@@ -73,12 +92,56 @@ impl Slot {
         }
     }
 
+    /// With losses that are scaled so.
+    pub(crate) fn with_scaler(self, scaler: Option<Scaler>) -> Self {
+        Self {
+            scaler: Mutex::new(scaler),
+            ..self
+        }
+    }
+
+    /// By what losses are multiplied before backward.
+    pub(crate) fn loss_scale(&self) -> Option<f64> {
+        self.scaler().as_ref().map(Scaler::scale)
+    }
+
+    /// How the scale of losses stands, for a checkpoint.
+    pub(crate) fn scaler_state(&self) -> Option<ScalerState> {
+        self.scaler().as_ref().map(Scaler::state)
+    }
+
+    /// A window was reduced whose gradients are all finite, or not.
+    pub(super) fn update_loss_scale(&self, finite: bool) {
+        if let Some(scaler) = &mut *self.scaler() {
+            scaler.update(finite);
+        }
+    }
+
+    fn scaler(&self) -> MutexGuard<'_, Option<Scaler>> {
+        self.scaler.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A copy was made for the next forward.
+    pub(crate) fn note_working(&self, parts: Vec<Option<DispatchTensor>>) {
+        let mut working = self.working.lock().unwrap_or_else(PoisonError::into_inner);
+        *working = match *working {
+            WorkingCopy::None => WorkingCopy::One(parts),
+            WorkingCopy::One(_) | WorkingCopy::Several => WorkingCopy::Several,
+        };
+    }
+
+    /// What the forward of this backward used.
+    pub(super) fn take_working(&self) -> WorkingCopy {
+        let mut working = self.working.lock().unwrap_or_else(PoisonError::into_inner);
+        core::mem::take(&mut *working)
+    }
+
     pub(crate) fn parameters(&self) -> &[Trainable] {
         &self.parameters
     }
 
     /// The number of a parameter.
-    pub(super) fn number(&self, id: ParamId) -> Option<usize> {
+    pub(crate) fn number(&self, id: ParamId) -> Option<usize> {
         self.numbers.get(&id).copied()
     }
 

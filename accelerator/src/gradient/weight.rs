@@ -1,7 +1,8 @@
 use crate::data::{Batch, Mark};
 
 /// How much one call of [`Accelerator::backward`](crate::Accelerator::backward) counts in the
-/// average, and whether it ends the accumulation window.
+/// average, and whether it ends the accumulation window: see [`no_sync`](Self::no_sync) and
+/// [`trigger_sync`](Self::trigger_sync).
 ///
 /// Usually made from a batch (`&batch`). A bare number of samples or tokens works too, but does
 /// not know its epoch, nor where that ends, nor of which loader it is: use
@@ -13,8 +14,86 @@ pub struct Weight {
     pub(crate) epoch: Option<u64>,
     /// Where its batch ends in its loader.
     pub(crate) mark: Option<Mark>,
+    /// Whether the program itself says what becomes of the window.
+    pub(crate) sync: Sync,
     /// The batch is from a loader whose ranks may run different numbers of steps.
     pub(crate) uneven: bool,
+}
+
+/// When an accumulation window ends.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Sync {
+    /// When it is full, and with the epoch.
+    AsSet,
+    /// Not with this call.
+    NoSync,
+    /// With this call.
+    Trigger,
+}
+
+impl Weight {
+    /// Keeps the accumulation window open behind this call, however many it holds, and at the end of
+    /// an epoch too. Nothing is communicated; what it adds up is averaged when a later call ends the
+    /// window.
+    ///
+    /// Every rank says so in the same calls. Where windows that end together hold different numbers of
+    /// calls, `backward` fails on all ranks, with [`Error::is_misuse`](crate::Error::is_misuse).
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use accelerator::Weight;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let device = accelerator.device();
+    /// let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// let loss = || model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    ///
+    /// // With a batch, `batch.weight().no_sync()`.
+    /// let open = accelerator.backward(loss(), &model, Weight::from(4).no_sync())?;
+    /// assert!(open.is_accumulating());
+    /// let gradients = accelerator.backward(loss(), &model, 4)?;
+    /// assert_eq!(gradients.samples(), Some(8.0));
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[must_use]
+    pub fn no_sync(self) -> Self {
+        let sync = Sync::NoSync;
+        Self { sync, ..self }
+    }
+
+    /// Ends the accumulation window with this call, however few it holds. Every rank says so in the
+    /// same calls, as with [`no_sync`](Self::no_sync).
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use accelerator::Weight;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::builder().accumulation_steps(8).build()?;
+    /// let device = accelerator.device();
+    /// let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let gradients = accelerator.backward(loss, &model, Weight::from(4).trigger_sync())?;
+    /// assert!(!gradients.is_accumulating());
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[must_use]
+    pub fn trigger_sync(self) -> Self {
+        let sync = Sync::Trigger;
+        Self { sync, ..self }
+    }
+
+    /// Whether the window ends, which holds so many calls with this one and is full with `full`.
+    pub(super) fn ends_window(&self, calls: usize, full: usize) -> bool {
+        match self.sync {
+            Sync::AsSet => calls >= full || self.ends_epoch,
+            Sync::NoSync => false,
+            Sync::Trigger => true,
+        }
+    }
 }
 
 impl<O> From<&Batch<O>> for Weight {
@@ -37,6 +116,7 @@ impl From<f64> for Weight {
             ends_epoch: false,
             epoch: None,
             mark: None,
+            sync: Sync::AsSet,
             uneven: false,
         }
     }

@@ -14,7 +14,6 @@ pub(super) struct Window {
     ledger: Option<Ledger>,
     /// Where the batches end that are in it: the last one of each pass.
     marks: Vec<Mark>,
-    micro_steps: usize,
     totals: Totals,
 }
 
@@ -24,6 +23,7 @@ pub(super) struct Totals {
     pub(super) weight: f64,
     /// Σ weight · loss.
     pub(super) loss: f64,
+    pub(super) micro_steps: usize,
 }
 
 /// Refuses gradients of parameters that the slot does not know, so many of them.
@@ -79,12 +79,12 @@ impl Window {
             self.totals.weight += count;
         }
         note(&mut self.marks, mark);
-        self.micro_steps += 1;
+        self.totals.micro_steps += 1;
         Ok(())
     }
 
     pub(super) fn micro_steps(&self) -> usize {
-        self.micro_steps
+        self.totals.micro_steps
     }
 
     /// What was added up so far, to be completed by the last micro-step.

@@ -4,6 +4,7 @@
 //! [`load_model`](crate::Accelerator::load_model) write and read safetensors files, which every
 //! other tool opens; the types here say how.
 
+mod buffers;
 mod dtype;
 mod file;
 mod file_layout;
@@ -33,6 +34,7 @@ pub(crate) use self::write::FileNames;
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Result};
 use crate::gradient::Slot;
+use crate::precision::ScalerState;
 
 /// The models that were prepared, known by their parameters' ids.
 #[derive(Debug, Default)]
@@ -96,16 +98,18 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
     } else {
         model
     };
-    accelerator.shared.models.insert(Slot::new(
+    let slot = Slot::new(
         layout.trainable(),
         accelerator.shared.settings.bucket_size,
         accelerator.shared.overlap,
-    ));
+    );
+    let slot = slot.with_scaler(accelerator.scaler());
+    accelerator.shared.models.insert(slot);
     Ok(model)
 }
 
 /// Gives a prepared model the values and ids that were saved at `path`, which rank 0 alone reads,
-/// and makes it known by them, after so many steps.
+/// and makes it known by them, after so many steps and with that scale of its losses.
 #[track_caller]
 pub(crate) fn resume<M: Module>(
     accelerator: &Accelerator,
@@ -113,6 +117,7 @@ pub(crate) fn resume<M: Module>(
     path: &Path,
     saved: &Layout,
     steps: u64,
+    scaler: Option<ScalerState>,
 ) -> Result<M> {
     saved.check_saved(&Layout::of(&model))?;
     let (model, _) = load_on_all(
@@ -125,7 +130,12 @@ pub(crate) fn resume<M: Module>(
     let bucket_size = accelerator.shared.settings.bucket_size;
     let overlap = accelerator.shared.overlap;
     let slot = Slot::new(Layout::of(&model).trainable(), bucket_size, overlap);
-    accelerator.shared.models.insert(slot.with_steps(steps));
+    let going_on = accelerator.scaler().map(|fresh| match scaler {
+        Some(state) => fresh.with_state(state),
+        None => fresh,
+    });
+    let slot = slot.with_steps(steps).with_scaler(going_on);
+    accelerator.shared.models.insert(slot);
     Ok(model)
 }
 

@@ -43,8 +43,47 @@
 //! # }
 //! ```
 
+//!
+//! # Frozen parameters, and groups
+//!
+//! Parameters are frozen by path with Burn's own `freeze_group`, before `prepare`: they get no gradient, are not
+//! sent, and stay what they are. Groups with learning rates of their own are given to the scheduler, and those
+//! with another optimizer to the optimizer:
+//!
+//! ```
+//! use accelerator::prelude::*;
+//! use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+//! use burn::module::{Module, ParamGroup};
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::optim::SgdConfig;
+//! # use burn::tensor::Tensor;
+//!
+//! let accelerator = Accelerator::new()?;
+//! let device = accelerator.device();
+//! let model: Vec<Linear> = (0..3).map(|_| LinearConfig::new(2, 2).init(&device)).collect();
+//! # #[derive(Debug, Module)]
+//! # struct Net { layers: Vec<Linear> }
+//! # let model = Net { layers: model };
+//! let model = model.freeze_group(ParamGroup::from_predicate("layers.0."));
+//! let scheduler = ModuleLrScheduler::new(1e-3)
+//!     .with_group(ParamGroup::from_predicate("layers.2."), 1e-2);
+//! let (mut model, mut optimizer) =
+//!     accelerator.prepare((model, (SgdConfig::new().init(), scheduler)))?;
+//! # let input = Tensor::<2>::ones([1, 2], &device);
+//! # let before: Vec<_> = model.layers.iter().map(|layer| layer.weight.val().into_data()).collect();
+//! # let loss = model.layers.iter().fold(input, |x, layer| layer.forward(x) + 0.1).powi_scalar(2).mean();
+//! # let gradients = accelerator.backward(loss, &model, 1)?;
+//! # model = optimizer.step(model, gradients);
+//! # assert_eq!(model.layers[0].weight.val().into_data(), before[0]);
+//! # assert_ne!(model.layers[1].weight.val().into_data(), before[1]);
+//! # Ok::<(), Error>(())
+//! ```
+
 mod factor;
+pub mod fused;
+mod plan;
 mod schedule;
+mod sharded;
 mod state;
 
 use core::fmt;
@@ -53,9 +92,14 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 
+pub use self::fused::InitFused;
+pub use self::plan::{RateScaling, TrainingPlan};
 pub(crate) use self::schedule::Scheduler;
-pub use self::schedule::{Manual, PerEpoch, Scheduled};
+pub use self::schedule::{Manual, PerEpoch, PerProcess, Scheduled};
+pub use self::sharded::Sharded;
+pub(crate) use self::sharded::Shards;
 pub(crate) use self::state::{OptimizerSnapshot, OptimizerState, Schedule, check_known};
+use crate::error::Result;
 use crate::gradient::Gradients;
 use crate::timeline::{Part, Phase, Timeline};
 
@@ -65,6 +109,15 @@ use crate::timeline::{Part, Phase, Timeline};
 pub enum StepOutcome {
     /// The accumulation window is not full: the model is as it was, and so is the schedule.
     Accumulated,
+    /// Another rank was lost while a [`Sharded`] optimizer stepped: the model is as it was. The next
+    /// call that communicates returns the error, which names the rank.
+    Lost,
+    /// Gradients were not finite in [`Precision::F16`](crate::Precision::F16), on all ranks alike: the
+    /// model is as it was, and so is the schedule. The next losses are scaled by less.
+    Skipped {
+        /// By what the loss was multiplied.
+        scale: f64,
+    },
     /// The model was updated.
     Stepped {
         /// The base learning rate of this step.
@@ -84,50 +137,90 @@ pub struct PreparedOptimizer<S> {
     optimizer: ModuleOptimizer,
     outcome: StepOutcome,
     schedule: S,
+    /// Of an optimizer whose state is shared out over several ranks.
+    shards: Option<Shards>,
     steps: u64,
     timeline: Timeline,
 }
 
 impl<S> PreparedOptimizer<S> {
-    fn new(optimizer: ModuleOptimizer, schedule: S, timeline: Timeline) -> Self {
+    fn new(
+        (optimizer, shards): (ModuleOptimizer, Option<Shards>),
+        schedule: S,
+        timeline: Timeline,
+    ) -> Self {
         Self {
             factor: 1.0,
             optimizer,
             outcome: StepOutcome::Accumulated,
             schedule,
+            shards,
             steps: 0,
             timeline,
         }
     }
 
+    #[track_caller]
     fn apply<M: Module>(
         &mut self,
         model: M,
         gradients: Gradients,
         rate: impl FnOnce(&mut S, &M) -> ModuleLearningRate,
     ) -> M {
+        if let Some(scale) = gradients.overflow() {
+            self.outcome = StepOutcome::Skipped { scale };
+            self.timeline.step_ends();
+            return model;
+        }
         let norm = gradients.known_norm();
-        let gradients = {
-            let copy = || self.timeline.span(Phase::Copy(Part::Whole));
-            let _copy = (!gradients.is_accumulating()).then(copy);
-            gradients.into_params()
-        };
-        let Some(gradients) = gradients else {
+        if gradients.is_accumulating() {
             self.outcome = StepOutcome::Accumulated;
             return model;
-        };
+        }
         let rate = rate(&mut self.schedule, &model);
-        self.outcome = StepOutcome::Stepped {
+        let stepped = StepOutcome::Stepped {
             rate: rate.base(),
             norm,
         };
-        self.steps += 1;
-        let model = {
+        match self.step_closed(rate, model, gradients) {
+            Ok(model) => {
+                self.outcome = stepped;
+                self.steps += 1;
+                self.timeline.step_ends();
+                model
+            }
+            Err(model) => {
+                self.outcome = StepOutcome::Lost;
+                self.timeline.step_failed();
+                model
+            }
+        }
+    }
+
+    /// The model, updated; as it was where other ranks are lost.
+    #[track_caller]
+    fn step_closed<M: Module>(
+        &mut self,
+        rate: ModuleLearningRate,
+        model: M,
+        gradients: Gradients,
+    ) -> core::result::Result<M, M> {
+        if let Some(shards) = &mut self.shards {
+            let Some(averages) = gradients.into_averages() else {
+                return Ok(model);
+            };
             let _optimizer = self.timeline.span(Phase::Optimizer);
-            self.optimizer.step(rate, model, gradients)
+            return shards.step(&mut self.optimizer, rate, model, averages);
+        }
+        let gradients = {
+            let _copy = self.timeline.span(Phase::Copy(Part::Whole));
+            gradients.into_params()
         };
-        self.timeline.step_ends();
-        model
+        let Some(gradients) = gradients else {
+            return Ok(model);
+        };
+        let _optimizer = self.timeline.span(Phase::Optimizer);
+        Ok(self.optimizer.step(rate, model, gradients))
     }
 
     /// What the last `step` did; `Accumulated` before the first.
@@ -140,20 +233,35 @@ impl<S> PreparedOptimizer<S> {
         self.steps
     }
 
-    /// Burn's optimizer inside, for its records.
+    /// The bytes of state that this rank keeps, such as Adam's moments: 0 before the first step. A
+    /// [`Sharded`] optimizer keeps its part alone; what it resumed and has not stepped since is whole,
+    /// and counted too.
+    ///
+    /// Burn does not tell, so the state is copied to be counted: ask now and then.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) where Burn cannot write the state.
+    pub fn state_memory(&self) -> Result<usize> {
+        let waiting = self.shards.as_ref().map_or(0, Shards::waiting);
+        Ok(state::size_of(&self.optimizer)? + waiting)
+    }
+
+    /// Burn's optimizer inside, for its records: of a [`Sharded`] one, this rank's part of the state.
     pub fn inner(&self) -> &ModuleOptimizer {
         &self.optimizer
     }
 }
 
 impl PreparedOptimizer<Manual> {
-    pub(crate) fn manual(optimizer: ModuleOptimizer, timeline: Timeline) -> Self {
+    pub(crate) fn manual(optimizer: (ModuleOptimizer, Option<Shards>), timeline: Timeline) -> Self {
         Self::new(optimizer, Manual(()), timeline)
     }
 
     /// Updates the model with that learning rate, if the accumulation window is full; gives it
     /// back as it was otherwise.
     #[must_use]
+    #[track_caller]
     pub fn step<M: Module>(
         &mut self,
         rate: impl Into<ModuleLearningRate>,
@@ -166,7 +274,7 @@ impl PreparedOptimizer<Manual> {
 
 impl PreparedOptimizer<Scheduled> {
     pub(crate) fn scheduled(
-        optimizer: ModuleOptimizer,
+        optimizer: (ModuleOptimizer, Option<Shards>),
         scheduler: Scheduler,
         timeline: Timeline,
     ) -> Self {
@@ -176,11 +284,17 @@ impl PreparedOptimizer<Scheduled> {
     /// Updates the model with the schedule's next learning rate, if the accumulation window is
     /// full; gives it back as it was, and leaves the schedule where it is, otherwise.
     #[must_use]
+    #[track_caller]
     pub fn step<M: Module>(&mut self, model: M, gradients: Gradients) -> M {
         let (epoch, factor) = (gradients.epoch(), self.factor);
         self.apply(model, gradients, |schedule, model| {
             factor::scaled(schedule.0.next(epoch), factor, model)
         })
+    }
+
+    /// How many times the schedule advances in so many optimizer steps and epochs.
+    pub(crate) fn advances(&self, steps: Option<u64>, epochs: u64) -> Option<u64> {
+        self.schedule.0.advances(steps, epochs)
     }
 
     /// The base learning rate of the last step; `None` before the first.

@@ -12,6 +12,40 @@ use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrSchedu
 #[derive(Clone, Copy, Debug)]
 pub struct PerEpoch<S>(pub S);
 
+/// A scheduler that is to advance once for each rank with every optimizer step, as those that Accelerate
+/// prepares do: prepare `(optimizer, PerProcess(scheduler))`.
+///
+/// It is for schedules that count the batches of one process which has all the data: on two ranks they
+/// come to their end after half the steps. A schedule that counts optimizer steps needs nothing around it.
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::SgdConfig;
+/// use burn::tensor::Tensor;
+///
+/// let rates = launch(2, |accelerator| {
+///     let device = accelerator.device();
+///     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+///     let scheduler = LinearLrSchedulerConfig::new(1.0, 0.5, 5).init().unwrap();
+///     let (mut model, mut optimizer) =
+///         accelerator.prepare((model, (SgdConfig::new().init(), PerProcess(scheduler))))?;
+///     let mut rates = Vec::new();
+///     for _ in 0..3 {
+///         let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+///         let gradients = accelerator.backward(loss, &model, 4)?;
+///         model = optimizer.step(model, gradients);
+///         rates.extend(optimizer.learning_rate().map(|rate| (rate * 10.0).round()));
+///     }
+///     Ok(rates)
+/// })?;
+/// assert_eq!(rates[0], [10.0, 8.0, 6.0]);
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct PerProcess<S>(pub S);
+
 /// The optimizer has no schedule: each `step` is told its learning rate.
 #[derive(Debug)]
 pub struct Manual(pub(super) ());
@@ -32,7 +66,24 @@ pub(crate) struct Scheduler {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Unit {
     Step,
-    Epoch { last: Option<u64> },
+    Epoch {
+        last: Option<u64>,
+    },
+    /// So many times with each step.
+    Process {
+        world_size: usize,
+    },
+}
+
+impl Unit {
+    /// What a schedule advances with, in words.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Step => "step",
+            Self::Epoch { .. } => "epoch",
+            Self::Process { .. } => "process",
+        }
+    }
 }
 
 impl Scheduler {
@@ -54,10 +105,40 @@ impl Scheduler {
         }
     }
 
+    pub(crate) fn by_process(scheduler: ModuleLrScheduler, world_size: usize) -> Self {
+        Self {
+            scheduler,
+            unit: Unit::Process { world_size },
+            current: None,
+            before: None,
+        }
+    }
+
+    /// How many times it advances in so many optimizer steps and epochs.
+    pub(super) fn advances(&self, steps: Option<u64>, epochs: u64) -> Option<u64> {
+        match self.unit {
+            Unit::Step => steps,
+            Unit::Epoch { .. } => Some(epochs),
+            Unit::Process { world_size } => steps.map(|steps| steps * world_size as u64),
+        }
+    }
+
     /// The rate for an optimizer step on a window of that epoch.
     pub(super) fn next(&mut self, epoch: Option<u64>) -> ModuleLearningRate {
         let held = match &mut self.unit {
             Unit::Step => None,
+            Unit::Process { world_size } => {
+                // The first rate is that of the beginning.
+                let skipped = if self.current.is_some() {
+                    *world_size
+                } else {
+                    1
+                };
+                for _ in 1..skipped {
+                    self.scheduler.step();
+                }
+                None
+            }
             Unit::Epoch { last } => {
                 let same = epoch.is_none() || *last == epoch;
                 *last = epoch.or(*last);
@@ -87,6 +168,7 @@ impl fmt::Debug for Scheduler {
 
 #[cfg(test)]
 mod tests {
+    use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
     use burn::lr_scheduler::step::StepLrSchedulerConfig;
 
     use super::*;
@@ -103,6 +185,21 @@ mod tests {
         let mut scheduler = Scheduler::by_step(halving());
         let rates: Vec<_> = (0..3).map(|_| scheduler.next(Some(0)).base()).collect();
         assert_eq!(rates, [1.0, 0.5, 0.25]);
+    }
+
+    /// C9: the rate of `LambdaLR(1 - n/10)` after one step is 0.9 on one process, 0.8 on two.
+    #[test]
+    fn c9_by_process_advances_once_for_each_rank() {
+        for (world_size, expected) in [(1, [1.0, 0.9, 0.8]), (2, [1.0, 0.8, 0.6])] {
+            let linear = LinearLrSchedulerConfig::new(1.0, 0.0001, 10)
+                .init()
+                .unwrap();
+            let mut scheduler = Scheduler::by_process(linear.into(), world_size);
+            let rates: Vec<_> = (0..3)
+                .map(|_| (scheduler.next(Some(0)).base() * 10.0).round() / 10.0)
+                .collect();
+            assert_eq!(rates, expected);
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 use std::collections::{BTreeSet, HashSet};
 
+use accelerator_collective::ProcessGroup;
 use burn::lr_scheduler::LrSchedulerRecord;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Bytes;
@@ -7,11 +8,14 @@ use burn_pack::Reader;
 use serde::{Deserialize, Serialize};
 
 use super::schedule::{Manual, Scheduled, Scheduler, Unit};
+use super::sharded::{Joint, Shards};
 use super::{PreparedOptimizer, StepOutcome};
 use crate::error::{Error, Kind, Result};
 
 /// An optimizer at one moment, cheap to take: its tensors become bytes when they are asked for.
 pub(crate) struct OptimizerSnapshot {
+    /// Of a sharded optimizer, this rank's part.
+    joint: Option<Joint>,
     optimizer: ModuleOptimizer,
     pub(crate) state: OptimizerState,
 }
@@ -23,6 +27,9 @@ pub(crate) struct OptimizerState {
     /// Rate and norm of the last step, if the model was updated by it.
     outcome: Option<(f64, Option<f64>)>,
     schedule: Option<ScheduleState>,
+    /// The scale of the last step's loss, if the model was not updated since gradients were not finite.
+    #[serde(default)]
+    skipped: Option<f64>,
     pub(crate) steps: u64,
 }
 
@@ -35,12 +42,31 @@ pub(crate) struct ScheduleState {
     /// The epoch of the current rate, where it advances with epochs.
     epoch: Option<u64>,
     per_epoch: bool,
+    #[serde(default)]
+    per_process: bool,
 }
 
 impl OptimizerSnapshot {
     /// Burn's record, as the bytes of a file.
     pub(crate) fn bytes(&self) -> Result<Bytes> {
-        bytes_of(&self.optimizer)
+        match &self.joint {
+            Some(joint) => joint.bytes(),
+            None => bytes_of(&self.optimizer),
+        }
+    }
+
+    /// Brings the state of a sharded optimizer together on rank 0. All ranks call it.
+    #[track_caller]
+    pub(crate) fn gather(&mut self, group: &ProcessGroup) -> Result<()> {
+        match &mut self.joint {
+            Some(joint) => joint.gather(group, &self.optimizer),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether there is state of other ranks beside it.
+    pub(crate) fn is_sharded(&self) -> bool {
+        self.joint.is_some()
     }
 }
 
@@ -50,14 +76,23 @@ impl<S> PreparedOptimizer<S> {
         S: Schedule,
     {
         Ok(OptimizerSnapshot {
+            joint: self.shards.as_ref().map(Shards::joint),
             optimizer: self.optimizer.clone(),
             state: OptimizerState {
                 factor: self.factor,
                 outcome: match self.outcome {
                     StepOutcome::Stepped { rate, norm } => Some((rate, norm)),
-                    StepOutcome::Accumulated => None,
+                    StepOutcome::Accumulated | StepOutcome::Lost | StepOutcome::Skipped { .. } => {
+                        None
+                    }
                 },
                 schedule: self.schedule.state()?,
+                skipped: match self.outcome {
+                    StepOutcome::Skipped { scale } => Some(scale),
+                    StepOutcome::Accumulated | StepOutcome::Lost | StepOutcome::Stepped { .. } => {
+                        None
+                    }
+                },
                 steps: self.steps,
             },
         })
@@ -77,8 +112,12 @@ impl<S> PreparedOptimizer<S> {
     {
         self.schedule.restore(name, state.schedule)?;
         let saved = Names::of(&record)?;
-        self.optimizer = self
-            .optimizer
+        let kept = self.shards.is_some().then(|| window(&record)).transpose()?;
+        let optimizer = match &self.shards {
+            Some(shards) => shards.blank(),
+            None => self.optimizer,
+        };
+        self.optimizer = optimizer
             .from_bytes(record)
             .map_err(|error| unreadable(name, error))?;
         // Burn starts afresh, silently, with what it does not know.
@@ -96,14 +135,26 @@ impl<S> PreparedOptimizer<S> {
                 ),
             ));
         }
+        if let (Some(shards), Some(record)) = (&mut self.shards, kept) {
+            self.optimizer = shards.go_on(record)?;
+        }
         self.factor = factor;
         self.steps = state.steps;
-        self.outcome = match state.outcome {
-            Some((rate, norm)) => StepOutcome::Stepped { rate, norm },
-            None => StepOutcome::Accumulated,
+        self.outcome = match (state.outcome, state.skipped) {
+            (Some((rate, norm)), _) => StepOutcome::Stepped { rate, norm },
+            (None, Some(scale)) => StepOutcome::Skipped { scale },
+            (None, None) => StepOutcome::Accumulated,
         };
         Ok(self)
     }
+}
+
+/// The bytes of the tensors of an optimizer's state.
+pub(super) fn size_of(optimizer: &ModuleOptimizer) -> Result<usize> {
+    let tensors = reader(bytes_of(optimizer)?)?
+        .into_tensors()
+        .map_err(unwritable)?;
+    Ok(tensors.iter().map(burn_pack::Tensor::byte_len).sum())
 }
 
 /// Whether the state in `record` belongs to parameters with these ids alone.
@@ -147,15 +198,16 @@ impl Schedule for Manual {
 impl Schedule for Scheduled {
     fn state(&self) -> Result<Option<ScheduleState>> {
         let scheduler = &self.0;
-        let (per_epoch, epoch) = match scheduler.unit {
-            Unit::Step => (false, None),
-            Unit::Epoch { last } => (true, last),
+        let epoch = match scheduler.unit {
+            Unit::Step | Unit::Process { .. } => None,
+            Unit::Epoch { last } => last,
         };
         Ok(Some(ScheduleState {
             before: scheduler.before.clone().map(to_bytes).transpose()?,
             after: to_bytes(scheduler.scheduler.to_record())?,
             epoch,
-            per_epoch,
+            per_epoch: matches!(scheduler.unit, Unit::Epoch { .. }),
+            per_process: matches!(scheduler.unit, Unit::Process { .. }),
         }))
     }
 
@@ -164,11 +216,18 @@ impl Schedule for Scheduled {
             return Err(other_schedule(name, "no scheduler", "one"));
         };
         let scheduler = &mut self.0;
-        match (&mut scheduler.unit, state.per_epoch) {
-            (Unit::Epoch { last }, true) => *last = state.epoch,
-            (Unit::Step, false) => {}
-            (_, true) => return Err(other_schedule(name, "a scheduler by epoch", "one by step")),
-            (_, false) => return Err(other_schedule(name, "a scheduler by step", "one by epoch")),
+        let saved = match (state.per_epoch, state.per_process) {
+            (true, _) => "epoch",
+            (false, true) => "process",
+            (false, false) => "step",
+        };
+        let found = scheduler.unit.name();
+        if saved != found {
+            let (saved, found) = (format!("a scheduler by {saved}"), format!("one by {found}"));
+            return Err(other_schedule(name, &saved, &found));
+        }
+        if let Unit::Epoch { last } = &mut scheduler.unit {
+            *last = state.epoch;
         }
         scheduler.go_on(name, &state)
     }
@@ -225,7 +284,7 @@ fn window(record: &Bytes) -> Result<Bytes> {
         .map_err(|_| unwritable("its bytes are not shared"))
 }
 
-fn reader(record: Bytes) -> Result<Reader> {
+pub(super) fn reader(record: Bytes) -> Result<Reader> {
     Reader::from_bytes(record).map_err(|error| {
         Error::with_source(
             Kind::Checkpoint,
@@ -236,7 +295,7 @@ fn reader(record: Bytes) -> Result<Reader> {
 }
 
 /// Shared, so that names can be read from them without a copy.
-fn bytes_of(optimizer: &ModuleOptimizer) -> Result<Bytes> {
+pub(super) fn bytes_of(optimizer: &ModuleOptimizer) -> Result<Bytes> {
     optimizer
         .into_bytes()
         .map(Bytes::shared)
@@ -250,7 +309,7 @@ fn to_bytes(record: LrSchedulerRecord) -> Result<Vec<u8>> {
         .map_err(unwritable)
 }
 
-fn unwritable(error: impl core::fmt::Display) -> Error {
+pub(super) fn unwritable(error: impl core::fmt::Display) -> Error {
     Error::with_source(
         Kind::Checkpoint,
         "the state of an optimizer cannot be written",

@@ -7,9 +7,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use accelerator_manifest::{Checkpoint, CheckpointKind, Depth};
 use serde::Serialize;
 
-use super::{Place, duration, json, size, wrong_place};
+use super::{Place, duration, wrong_place};
 use crate::error::Result;
-use crate::text::{columns, print};
+use crate::text::{columns, json, print, size};
 
 pub(super) fn run(place: &Place, as_json: bool) -> Result<ExitCode> {
     let list = List::read(place)?;

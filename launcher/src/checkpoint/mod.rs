@@ -9,7 +9,6 @@ use std::process::ExitCode;
 
 use accelerator_manifest::{Checkpoint, Depth, Folder};
 use clap::{Args, Subcommand};
-use serde::Serialize;
 
 use crate::error::{Error, Result};
 
@@ -165,32 +164,6 @@ fn which(text: &str) -> std::result::Result<Which, String> {
     }
 }
 
-/// As JSON with a line break at its end.
-fn json(value: &impl Serialize) -> Result<String> {
-    let text = serde_json::to_string_pretty(value);
-    let text = text.map_err(|error| Error::system("cannot write JSON").with_source(error))?;
-    Ok(text + "\n")
-}
-
-/// `1.5 MiB`.
-fn size(bytes: u64) -> String {
-    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-    if bytes < 1024 {
-        return format!("{bytes} B");
-    }
-    let mut amount = bytes as f64 / 1024.0;
-    let mut units = UNITS.into_iter();
-    let mut unit = units.next().unwrap_or_default();
-    for larger in units {
-        if amount < 1023.95 {
-            break;
-        }
-        amount /= 1024.0;
-        unit = larger;
-    }
-    format!("{amount:.1} {unit}")
-}
-
 /// `3 min`: whole units of the largest that fits.
 fn duration(seconds: u64) -> String {
     match seconds {
@@ -206,19 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn amounts_are_short() {
-        for (bytes, text) in [
-            (0, "0 B"),
-            (1023, "1023 B"),
-            (1024, "1.0 KiB"),
-            (1536, "1.5 KiB"),
-            (1 << 20, "1.0 MiB"),
-            ((1 << 20) - 1, "1.0 MiB"),
-            (400 << 20, "400.0 MiB"),
-            (u64::MAX, "16.0 EiB"),
-        ] {
-            assert_eq!(size(bytes), text);
-        }
+    fn times_are_short() {
         for (seconds, text) in [
             (0, "0 s"),
             (59, "59 s"),

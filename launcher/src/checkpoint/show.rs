@@ -4,10 +4,10 @@ use std::process::ExitCode;
 
 use accelerator_manifest::{Checkpoint, LoaderState, Manifest};
 
+use super::duration;
 use super::list::age;
-use super::{duration, json, size};
 use crate::error::{Error, Result};
-use crate::text::{columns, print};
+use crate::text::{columns, json, print, size};
 
 pub(super) fn run(checkpoint: &Checkpoint, as_json: bool) -> Result<ExitCode> {
     let manifest = checkpoint.manifest().map_err(|error| {

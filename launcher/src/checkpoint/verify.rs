@@ -6,9 +6,9 @@ use std::process::ExitCode;
 use accelerator_manifest::{Checkpoint, Depth};
 use serde::Serialize;
 
-use super::{Place, json, size};
+use super::Place;
 use crate::error::Result;
-use crate::text::print;
+use crate::text::{json, print, size};
 
 pub(super) fn run(place: &Place, as_json: bool) -> Result<ExitCode> {
     let checkpoints = place.checkpoints()?;

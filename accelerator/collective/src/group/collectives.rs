@@ -198,6 +198,39 @@ impl ProcessGroup {
         Ok(all)
     }
 
+    /// As [`all_gather_varied`](Self::all_gather_varied), into memory of the caller's: `sink` gets the
+    /// values of each other rank with its number, piece by piece and in order for each rank. The
+    /// rank's own values are not given back.
+    ///
+    /// ```
+    /// use accelerator_collective::ProcessGroup;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let group = ProcessGroup::single();
+    /// group.all_gather_varied_with(&[1_u8, 2], |rank, _| unreachable!("there is no rank {rank}"))?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather_varied`](Self::all_gather_varied).
+    #[track_caller]
+    pub fn all_gather_varied_with<T: Element>(
+        &self,
+        values: &[T],
+        mut sink: impl FnMut(usize, &[T]),
+    ) -> Result<()> {
+        let contract = Contract::new(Call::AllGatherVaried, Site::of(Location::caller()))
+            .with_data(T::DTYPE, values.len());
+        self.run(&contract, |exchange| {
+            // A piece is a whole number of elements, aligned to a cache line.
+            exchange.all_gather(bytemuck::cast_slice(values), |rank, piece| {
+                sink(rank, bytemuck::cast_slice(piece));
+            })
+        })
+    }
+
     /// Reduces the values of all ranks and gives rank `r` the `r`-th part of the result, as
     /// [`Partition`] cuts it.
     ///

@@ -14,7 +14,7 @@ use super::report::{OverlapReport, OverlapState};
 use super::{Anchors, Lookout, Observer, hook, watch};
 use crate::error::Result;
 use crate::gradient::reducer::{Reduced, Reducer, Repair};
-use crate::gradient::slot::Slot;
+use crate::gradient::slot::{Slot, WorkingCopy};
 use crate::gradient::values;
 
 /// After how many steps in which a bucket was sent too early it is given up.
@@ -78,6 +78,16 @@ impl Watching {
         }
     }
 
+    /// Sends nothing while backward runs, since layers of this program exchange data in it.
+    pub(in crate::gradient) fn give_way(&mut self) {
+        if !matches!(self.phase, Phase::Off) {
+            tracing::debug!(
+                "gradients are sent when backward has ended: layers exchange data in it"
+            );
+            self.phase = Phase::Off;
+        }
+    }
+
     pub(in crate::gradient) fn repair(&self) -> Repair {
         match self.phase {
             Phase::Sending(_) => Repair::Possible,
@@ -107,6 +117,7 @@ impl Watching {
         &mut self,
         loss: Tensor<1>,
         model: &M,
+        copy: WorkingCopy,
         slot: &Slot,
         reducer: Reducer,
     ) -> (GradientsParams, Reducer, Option<Lesson>) {
@@ -116,7 +127,7 @@ impl Watching {
             _ if reducer.is_idle() => None,
             Phase::Sending(points) if served => Some((
                 Watcher::Sending(points.clone()),
-                at_points(points, model, slot, &reducer),
+                at_points(points, Leaves::of(model, copy, slot), &reducer),
             )),
             Phase::Learning(learning) => match learning.lesson {
                 Lesson::Learnt(_) => None,
@@ -127,7 +138,7 @@ impl Watching {
                 }
                 Lesson::Depth => Some((Watcher::Measuring(0), Vec::new())),
                 Lesson::Places(depth) => {
-                    let lookouts = everywhere(depth, model, slot);
+                    let lookouts = everywhere(depth, &Leaves::of(model, copy, slot));
                     let depths = lookouts.iter().map(|lookout| lookout.depth).collect();
                     let calibration = Calibration::new(slot.parameters().len(), depths);
                     Some((Watcher::Calibrating(calibration), lookouts))
@@ -281,25 +292,22 @@ fn lay_out(order: &Order, ready: &[Option<usize>], slot: &Slot) -> Vec<Point> {
 }
 
 /// Looks at all parameters, at quantiles of the depth.
-fn everywhere<M: Module>(depth: usize, model: &M, slot: &Slot) -> Vec<Lookout> {
-    let leaves = Leaves::of(model, slot);
+fn everywhere(depth: usize, leaves: &[Option<DispatchTensor>]) -> Vec<Lookout> {
     let depths = calibration::depths(depth).into_iter();
     depths
         .map(|depth| Lookout {
             depth,
-            leaves: leaves.clone(),
+            leaves: leaves.to_vec(),
         })
         .collect()
 }
 
 /// Looks at each bucket where it should be complete.
-fn at_points<M: Module>(
+fn at_points(
     points: &[Point],
-    model: &M,
-    slot: &Slot,
+    mut leaves: Vec<Option<DispatchTensor>>,
     reducer: &Reducer,
 ) -> Vec<Lookout> {
-    let mut leaves = Leaves::of(model, slot);
     points
         .iter()
         .map(|point| Lookout {
@@ -323,7 +331,9 @@ struct Leaves<'a> {
 }
 
 impl<'a> Leaves<'a> {
-    fn of<M: Module>(model: &M, slot: &'a Slot) -> Vec<Option<DispatchTensor>> {
+    /// Those of a working copy are looked at in its place: their gradients are complete long before
+    /// they are cast to the type of the parameter, which is the last that backward does.
+    fn of<M: Module>(model: &M, copy: WorkingCopy, slot: &'a Slot) -> Vec<Option<DispatchTensor>> {
         let mut leaves = Leaves {
             found: core::iter::repeat_with(|| None)
                 .take(slot.parameters().len())
@@ -332,6 +342,17 @@ impl<'a> Leaves<'a> {
             twice: Vec::new(),
         };
         model.visit(&mut leaves);
+        match copy {
+            WorkingCopy::None => {}
+            WorkingCopy::One(parts) => {
+                for (found, part) in leaves.found.iter_mut().zip(parts) {
+                    if found.is_some() && part.is_some() {
+                        *found = part;
+                    }
+                }
+            }
+            WorkingCopy::Several => leaves.found.fill(None),
+        }
         for index in leaves.twice {
             leaves.found[index] = None;
         }

@@ -3,8 +3,12 @@
 use accelerator_collective::{Buffer, DType, ReduceOp};
 
 use super::{Pace, Reducer, waited};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::timeline::{Part, Phase};
+
+/// How many numbers stand in front of the flags: weight, Σ weight · loss, the number of micro-steps,
+/// and its square.
+pub(in crate::gradient) const HEADER: usize = 4;
 
 impl Reducer {
     /// Lets the ranks add up their weights, before anybody sends.
@@ -25,10 +29,12 @@ impl Reducer {
         let Some(mut control) = ledger.control.take() else {
             return Ok(());
         };
-        let [weight, loss, rest @ ..] = control.as_mut_slice::<f64>()? else {
+        let [weight, loss, steps, squared, rest @ ..] = control.as_mut_slice::<f64>()? else {
             return Ok(());
         };
         (*weight, *loss) = (self.total, self.loss);
+        *steps = self.micro_steps as f64;
+        *squared = *steps * *steps;
         let here = ledger.written.iter().zip(&ledger.here);
         let here = here.map(|(written, here)| written | here);
         for (value, flag) in rest
@@ -36,6 +42,9 @@ impl Reducer {
             .zip(here.chain(ledger.wrong.iter().copied()))
         {
             *value = f64::from(u8::from(flag));
+        }
+        if let (Some(last), Some(trigger)) = (rest.last_mut(), &self.trigger) {
+            *last = trigger.send();
         }
         self.promise.give();
         match self.pace {
@@ -58,20 +67,45 @@ impl Reducer {
 
     pub(super) fn receive_control(&mut self) -> Result<()> {
         if let Some(control) = self.control.take() {
-            let bytes = 8 * (2 + self.ledger.here.len() + self.ledger.wrong.len());
+            let bytes = 8 * (HEADER + self.ledger.here.len() + self.ledger.wrong.len() + 1);
             self.ledger.control = Some(waited(&self.timeline, Part::Control, bytes, control)?);
         }
         let ledger = &mut self.ledger;
         let values = values(&ledger.control)?;
-        for (present, count) in ledger.present.iter_mut().zip(&values[2..]) {
+        for (present, count) in ledger.present.iter_mut().zip(&values[HEADER..]) {
             *present = *count > 0.0;
+        }
+        if let (Some(last), Some(trigger)) = (values.last(), &self.trigger) {
+            trigger.receive(*last);
         }
         Ok(())
     }
 }
 
-/// Weight, Σ weight · loss, which parameters have gradients, which buckets are to be reduced
-/// again.
+/// Whether windows of the same length ended on all ranks. All ranks see the same numbers, so all get
+/// the same error.
+pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
+    let values = values(&reducer.ledger.control)?;
+    let (steps, squared) = (values[2], values[3]);
+    // The mean of the squares is the square of the mean where there is no variance.
+    if squared * reducer.group.world_size() as f64 == steps * steps {
+        return Ok(());
+    }
+    let all = reducer.group.all_gather(&[reducer.micro_steps as u64])?;
+    let shown: Vec<_> = (0..)
+        .zip(&all)
+        .map(|(rank, calls)| format!("{calls} on rank {rank}"))
+        .collect();
+    Err(Error::misuse(format!(
+        "the accumulation windows that end here hold different numbers of `backward` calls: {}; call \
+         `no_sync` and `trigger_sync` in the same steps on every rank, and run the same number of \
+         steps",
+        shown.join(", ")
+    )))
+}
+
+/// The header, which parameters have gradients, which buckets are to be reduced again, and how many
+/// ranks have raised the flag of `set_trigger`.
 pub(super) fn values(control: &Option<Buffer>) -> Result<&[f64]> {
     Ok(match control {
         Some(control) => control.as_slice::<f64>()?,

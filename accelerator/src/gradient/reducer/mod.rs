@@ -1,8 +1,9 @@
-mod control;
+pub(super) mod control;
 mod promise;
 
 use core::mem::replace;
 use core::panic::Location;
+use std::sync::Arc;
 
 use accelerator_collective::{Buffer, Pending, ProcessGroup, ReduceOp, TransportKind};
 use burn::backend::DispatchTensor;
@@ -14,6 +15,7 @@ use super::ledger::{Fit, Ledger, Sight, Stage};
 use super::slot::Slot;
 use super::values;
 use super::window::{self, Window, check_all_known};
+use crate::accelerator::Trigger;
 use crate::data::Mark;
 use crate::error::Result;
 use crate::timeline::{Part, Phase, Timeline};
@@ -38,7 +40,11 @@ pub(super) struct Reducer {
     ledger: Ledger,
     /// Σ weight · loss of the window.
     loss: f64,
+    /// By what the loss was multiplied before backward.
+    loss_scale: f64,
     marks: Vec<Mark>,
+    /// How many calls of `backward` are in the window.
+    micro_steps: usize,
     /// The bucket that is sent next.
     next: usize,
     /// What went wrong while nobody could be told.
@@ -49,6 +55,8 @@ pub(super) struct Reducer {
     timeline: Timeline,
     /// The weight of the window, with the last micro-step.
     total: f64,
+    /// The flag that travels along.
+    trigger: Option<Arc<Trigger>>,
     weighing: Option<Pending>,
     /// The weight of the last micro-step.
     weight: f64,
@@ -113,7 +121,9 @@ impl Reducer {
             group: group.clone(),
             ledger,
             loss: before.loss,
+            loss_scale: 1.0,
             marks,
+            micro_steps: before.micro_steps + 1,
             next: 0,
             outcome: Ok(()),
             pace: Pace::InFlight,
@@ -121,6 +131,7 @@ impl Reducer {
             scale: None,
             timeline: timeline.clone(),
             total: before.weight + weight,
+            trigger: None,
             weighing: None,
             weight,
         };
@@ -130,6 +141,22 @@ impl Reducer {
             reducer.start_weighing()?;
         }
         Ok(reducer)
+    }
+
+    /// For gradients of a loss that was multiplied by `scale`.
+    pub(super) fn with_loss_scale(self, scale: f64) -> Self {
+        Self {
+            loss_scale: scale,
+            ..self
+        }
+    }
+
+    /// Lets that flag travel along.
+    pub(super) fn with_trigger(self, trigger: Arc<Trigger>) -> Self {
+        Self {
+            trigger: Some(trigger),
+            ..self
+        }
     }
 
     /// Whether this rank has nothing to give in the last micro-step.
@@ -238,6 +265,7 @@ impl Reducer {
 
     fn into_reduced(mut self, repaired: usize) -> Result<Reduced> {
         self.promise.keep();
+        control::check_windows(&self)?;
         let control = control::values(&self.ledger.control)?;
         let (total, loss) = (control[0], control[1]);
         Ok(Reduced {
@@ -292,7 +320,7 @@ impl Reducer {
         let ledger = &mut self.ledger;
         let layout = ledger.layout.clone();
         let control = control::values(&ledger.control)?;
-        let flags = 2 + slot.parameters().len();
+        let flags = control::HEADER + slot.parameters().len();
         for (wrong, sum) in ledger.wrong.iter_mut().zip(&control[flags..]) {
             *wrong = *sum > 0.0;
         }
@@ -326,7 +354,8 @@ impl Reducer {
     fn send_complete(&mut self) -> Result<()> {
         if let Some(total) = self.weighing.take() {
             let total = waited(&self.timeline, Part::Weight, 8, total)?;
-            self.scale = Some(self.compression.scale(total.as_slice::<f64>()?[0]));
+            let total_weight = total.as_slice::<f64>()?[0];
+            self.scale = Some(self.compression.scale(total_weight * self.loss_scale));
             self.ledger.total = Some(total);
         }
         while self.next < self.ledger.layout.len() {

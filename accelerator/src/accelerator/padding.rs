@@ -1,0 +1,82 @@
+use burn::tensor::kind::Basic;
+use burn::tensor::{ElementConversion, Tensor};
+
+use super::Accelerator;
+use crate::error::{Error, Result};
+
+/// Where [`Accelerator::pad_across_processes`] adds what is missing.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum PadSide {
+    /// Before the first element.
+    Start,
+    /// After the last element.
+    #[default]
+    End,
+}
+
+/// Tensors of the same size on every rank.
+impl Accelerator {
+    /// The tensor, as long in dimension `dim` as the longest of all ranks: what is missing is filled
+    /// with `value`. Sequences of different lengths can be [gathered](Self::gather) then.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::tensor::{Int, Tensor};
+    ///
+    /// let padded = launch(2, |accelerator| {
+    ///     // [0, 1, 2] on rank 0, [0, 1] on rank 1.
+    ///     let tensor = Tensor::<1, Int>::arange(0..3 - accelerator.rank() as i64, &accelerator.device());
+    ///     let padded = accelerator.pad_across_processes(tensor, 0, -1, PadSide::End)?;
+    ///     Ok(padded.into_data().convert::<i64>().try_to_vec::<i64>().unwrap_or_default())
+    /// })?;
+    /// assert_eq!(padded, [[0, 1, 2], [0, 1, -1]]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`] on every rank when there is no such dimension, or ranks name different
+    /// ones; [`Error::is_collective`] when another rank is lost.
+    #[track_caller]
+    pub fn pad_across_processes<const D: usize, K: Basic>(
+        &self,
+        tensor: Tensor<D, K>,
+        dim: usize,
+        value: impl ElementConversion,
+        side: PadSide,
+    ) -> Result<Tensor<D, K>> {
+        let mut shape = tensor.dims();
+        let size = shape.get(dim).copied();
+        // Wrong dimensions are exchanged too, so that no rank waits for one that has returned.
+        let all = self.shared.group.all_gather_object(&(
+            D as u64,
+            dim as u64,
+            size.unwrap_or(0) as u64,
+        ))?;
+        let (first_dims, first_dim, _) = all[0];
+        if let Some((rank, &(dims, dim, _))) = all
+            .iter()
+            .enumerate()
+            .find(|(_, (dims, dim, _))| dim >= dims || (dims, dim) != (&first_dims, &first_dim))
+        {
+            return Err(Error::misuse(format!(
+                "pad_across_processes: expected one dimension of the tensors on every rank, found \
+                 dimension {first_dim} of {first_dims} on rank 0, dimension {dim} of {dims} on rank \
+                 {rank}; dimensions count from 0"
+            )));
+        }
+        let own = size.unwrap_or(0);
+        let longest = all.iter().map(|(_, _, size)| *size as usize).max();
+        let missing = longest.unwrap_or(own) - own;
+        if missing == 0 {
+            return Ok(tensor);
+        }
+        shape[dim] = missing;
+        let padding = Tensor::full(shape, value, (&tensor.device(), tensor.dtype()));
+        let parts = match side {
+            PadSide::Start => vec![padding, tensor],
+            PadSide::End => vec![tensor, padding],
+        };
+        Ok(Tensor::cat(parts, dim))
+    }
+}

@@ -1,0 +1,94 @@
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use accelerator_collective::{ProcessGroup, ReduceOp};
+
+use super::Accelerator;
+use crate::error::Result;
+
+/// A flag that any rank raises for all.
+impl Accelerator {
+    /// Raises a flag that [`check_trigger`](Self::check_trigger) shows to every rank: to stop early,
+    /// or to save, for a reason that only this rank knows. Nothing is communicated here, so that it may
+    /// be called on one rank only.
+    pub fn set_trigger(&self) {
+        self.shared.trigger.state().set = true;
+    }
+
+    /// Whether some rank has [raised the flag](Self::set_trigger): the same answer on every rank, and
+    /// down again after it. Every rank must call it, in the same places.
+    ///
+    /// It costs nothing where gradients travel anyhow:
+    ///
+    /// - If a window of gradients was reduced since the last check, the answer is what came with it:
+    ///   whether some rank had raised the flag by the end of its backward pass. A flag that is raised
+    ///   later travels with the next window, or is told by the next check without one.
+    /// - Otherwise ranks are asked, which is a reduction of one number; so is a check right after
+    ///   another one.
+    ///
+    /// Which of the two it is depends on the calls of `backward` and `check_trigger` alone, and so is
+    /// the same on every rank, and at every world size.
+    ///
+    /// ```
+    /// let answers = accelerator::launch(2, |accelerator| {
+    ///     let before = accelerator.check_trigger()?;
+    ///     accelerator.on_last_process(|| accelerator.set_trigger());
+    ///     Ok([before, accelerator.check_trigger()?, accelerator.check_trigger()?])
+    /// })?;
+    /// assert_eq!(answers, [[false, true, false]; 2]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`](crate::Error::is_collective) when ranks have to be asked and one is
+    /// lost.
+    #[track_caller]
+    pub fn check_trigger(&self) -> Result<bool> {
+        self.shared.trigger.check(&self.shared.group)
+    }
+}
+
+/// What is known of the flag.
+#[derive(Debug, Default)]
+pub(crate) struct Trigger(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    /// Raised on this rank, and not told to the others yet.
+    set: bool,
+    /// What windows since the last check have told; `None` where there was none.
+    told: Option<bool>,
+}
+
+impl Trigger {
+    /// What a window tells of this rank, as a summand.
+    pub(crate) fn send(&self) -> f64 {
+        let set = std::mem::take(&mut self.state().set);
+        f64::from(u8::from(set))
+    }
+
+    /// What a window has told, as the sum over all ranks.
+    pub(crate) fn receive(&self, sum: f64) {
+        let mut state = self.state();
+        state.told = Some(state.told == Some(true) || sum > 0.0);
+    }
+
+    #[track_caller]
+    fn check(&self, group: &ProcessGroup) -> Result<bool> {
+        if let Some(told) = self.state().told.take() {
+            return Ok(told);
+        }
+        let mine = self.send();
+        let mut flag = [mine];
+        if let Err(error) = group.all_reduce(&mut flag, ReduceOp::Sum) {
+            // Nobody has heard of it.
+            self.state().set |= mine > 0.0;
+            return Err(error.into());
+        }
+        Ok(flag[0] > 0.0)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

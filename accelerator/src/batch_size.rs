@@ -1,0 +1,370 @@
+use core::fmt;
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use serde::{Deserialize, Serialize};
+
+use crate::accelerator::Accelerator;
+use crate::device::panic_text;
+use crate::error::{Error, Kind, Result};
+use crate::outcome::Failure;
+
+/// Finds the largest batch that memory holds, the same on every rank; see
+/// [`Accelerator::find_executable_batch_size`].
+///
+/// ```
+/// use accelerator::{Accelerator, BatchSizeFinder, Error};
+///
+/// let accelerator = Accelerator::new()?;
+/// let finder = BatchSizeFinder::starting_at(128)
+///     .with_reduction(|size| size / 2)
+///     .with_out_of_memory(|text| text.contains("too big"));
+/// let (size, ()) = finder.find(&accelerator, |size| {
+///     assert!(size <= 50, "{size} is too big");
+///     Ok::<_, Error>(())
+/// })?;
+/// assert_eq!(size, 32);
+/// # Ok::<(), Error>(())
+/// ```
+#[must_use]
+pub struct BatchSizeFinder {
+    is_out_of_memory: Box<dyn Fn(&str) -> bool>,
+    reduce: Box<dyn Fn(usize) -> usize>,
+    start: usize,
+}
+
+impl BatchSizeFinder {
+    /// Begins with so many samples, and tries nine tenths of them next.
+    pub fn starting_at(samples: usize) -> Self {
+        Self {
+            is_out_of_memory: Box::new(sounds_like_memory),
+            // As Accelerate rounds: down.
+            reduce: Box::new(|size| (size as f64 * 0.9) as usize),
+            start: samples,
+        }
+    }
+
+    /// What to try after a size that was too large. It must become smaller; a size that does not is
+    /// made smaller by one.
+    pub fn with_reduction(mut self, reduce: impl Fn(usize) -> usize + 'static) -> Self {
+        self.reduce = Box::new(reduce);
+        self
+    }
+
+    /// Which errors and panics mean that memory did not suffice, by their text. By default those that
+    /// speak of memory, as allocators and the drivers of devices do; all others end the search.
+    pub fn with_out_of_memory(mut self, is: impl Fn(&str) -> bool + 'static) -> Self {
+        self.is_out_of_memory = Box::new(is);
+        self
+    }
+
+    /// Searches; see [`Accelerator::find_executable_batch_size`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    #[track_caller]
+    pub fn find<T, E>(
+        &self,
+        accelerator: &Accelerator,
+        mut attempt: impl FnMut(usize) -> Result<T, E>,
+    ) -> Result<(usize, T), E>
+    where
+        E: From<Error> + fmt::Debug + 'static,
+    {
+        let group = accelerator.group();
+        let mut size = self.start;
+        let mut reason = None;
+        while size > 0 {
+            let mine = catch_unwind(AssertUnwindSafe(|| accelerator.alone(|| attempt(size))));
+            let (report, mut held) = self.report(mine, size);
+            let all = group.all_gather_object(&report).map_err(Error::from);
+            let all = match all {
+                Ok(all) => all,
+                // What happened here comes before what it led to.
+                Err(lost) => return Err(held.failure().unwrap_or_else(|| lost.into())),
+            };
+            for (rank, report) in all.iter().enumerate() {
+                if let Report::Failed(failure) = report {
+                    return Err(held.failure().unwrap_or_else(|| {
+                        let failure = failure.clone();
+                        let action = format!("try batches of {size} samples");
+                        failure.into_error(rank, &action).into()
+                    }));
+                }
+            }
+            let full = all
+                .iter()
+                .enumerate()
+                .filter_map(|(rank, report)| match report {
+                    Report::OutOfMemory { next, text } => Some((*next, rank, text)),
+                    Report::Done | Report::Failed(_) => None,
+                });
+            // The smallest of all ranks, where they reduce differently.
+            let Some((next, rank, text)) = full.min_by_key(|(next, ..)| *next) else {
+                if let Held::Done(value) = held {
+                    return Ok((size, value));
+                }
+                // Each rank has reported what it holds, and none has reported anything else.
+                return Err(Error::misuse("a rank did not report its outcome").into());
+            };
+            tracing::info!(size, next, rank, "batches of this size are out of memory");
+            reason = Some(format!("rank {rank}, with {size}: {text}"));
+            // What was computed with a size that others cannot hold makes room.
+            drop(held);
+            size = next;
+        }
+        Err(Error::new(
+            Kind::Memory,
+            match reason {
+                Some(reason) => format!(
+                    "no batch size is small enough: from {} down to 1, every one was out of memory \
+                     (last on {reason}); use a smaller model or another device",
+                    self.start
+                ),
+                None => "the search for a batch size starts at 0; expected at least 1".to_owned(),
+            },
+        )
+        .into())
+    }
+
+    /// What others are told of an attempt, and what is kept of it here.
+    fn report<T, E: fmt::Debug + 'static>(
+        &self,
+        outcome: std::thread::Result<Result<T, E>>,
+        size: usize,
+    ) -> (Report, Held<T, E>) {
+        let (text, held) = match outcome {
+            Ok(Ok(value)) => return (Report::Done, Held::Done(value)),
+            Ok(Err(error)) => (format!("{error:?}"), Held::Error(error)),
+            Err(panic) => (panic_text(&*panic), Held::Panic(panic)),
+        };
+        if (self.is_out_of_memory)(&text) {
+            let next = (self.reduce)(size).min(size - 1);
+            return (Report::OutOfMemory { next, text }, Held::Nothing);
+        }
+        let failure = match &held {
+            Held::Error(error) => match (error as &dyn Any).downcast_ref::<Error>() {
+                Some(error) => Failure::of(error),
+                None => Failure::of(&Error::new(Kind::Device, text)),
+            },
+            _ => Failure::of(&Error::new(Kind::Panic, text)),
+        };
+        (Report::Failed(failure), held)
+    }
+}
+
+impl fmt::Debug for BatchSizeFinder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BatchSizeFinder")
+            .field("start", &self.start)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Batches that fit.
+impl Accelerator {
+    /// The largest number of samples, from `start` downwards by nine tenths (128, 115, 103, 92, …), for
+    /// which `attempt` succeeds on every rank, with what it returned there.
+    ///
+    /// An attempt computes what a step computes, forward and backward on a batch of that size, and by
+    /// itself: a collective inside it, [`backward`](Self::backward) on a prepared model among them, is
+    /// an error where there are several ranks, since one that runs out of memory would never come to
+    /// it. After each attempt ranks compare; if one ran out of memory, all try the smallest of what
+    /// ranks would try next.
+    ///
+    /// Out of memory is an attempt whose error or panic says so; see
+    /// [`BatchSizeFinder::with_out_of_memory`]. Where the system kills a process instead, as Linux does
+    /// when the memory of the machine is used up, no attempt can tell.
+    ///
+    /// ```
+    /// use accelerator::Error;
+    ///
+    /// let sizes = accelerator::launch(2, |accelerator| {
+    ///     // Rank 1 has less memory than rank 0.
+    ///     let room = [110, 100][accelerator.rank()];
+    ///     let (size, _) = accelerator.find_executable_batch_size(128, |size| {
+    ///         assert!(size <= room, "out of memory");
+    ///         Ok::<_, Error>(())
+    ///     })?;
+    ///     Ok(size)
+    /// })?;
+    /// assert_eq!(sizes, [92, 92]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_out_of_memory`] on every rank when not even one sample fits; the attempt's own error
+    /// where it failed otherwise, and on the other ranks an error that says so;
+    /// [`Error::is_collective`] when another rank is lost.
+    ///
+    /// # Panics
+    ///
+    /// With the attempt's own panic, when that is not for want of memory.
+    #[track_caller]
+    pub fn find_executable_batch_size<T, E>(
+        &self,
+        start: usize,
+        attempt: impl FnMut(usize) -> Result<T, E>,
+    ) -> Result<(usize, T), E>
+    where
+        E: From<Error> + fmt::Debug + 'static,
+    {
+        BatchSizeFinder::starting_at(start).find(self, attempt)
+    }
+}
+
+/// How an attempt went, for the other ranks.
+#[derive(Clone, Deserialize, Serialize)]
+enum Report {
+    Done,
+    Failed(Failure),
+    OutOfMemory { next: usize, text: String },
+}
+
+/// What an attempt left on this rank.
+enum Held<T, E> {
+    Done(T),
+    Error(E),
+    Nothing,
+    Panic(Box<dyn Any + Send>),
+}
+
+impl<T, E> Held<T, E> {
+    /// The attempt's own error, or its panic again.
+    fn failure(&mut self) -> Option<E> {
+        match std::mem::replace(self, Self::Nothing) {
+            Self::Error(error) => Some(error),
+            Self::Panic(panic) => resume_unwind(panic),
+            Self::Done(_) | Self::Nothing => None,
+        }
+    }
+}
+
+fn sounds_like_memory(text: &str) -> bool {
+    let text = text.to_lowercase();
+    [
+        "out of memory",
+        "outofmemory",
+        "out_of_memory",
+        "memory allocation of",
+        "cannot allocate memory",
+        "alloc_failed",
+        "buffertoobig",
+    ]
+    .iter()
+    .any(|sign| text.contains(sign))
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    fn tried(
+        finder: impl Fn() -> BatchSizeFinder + Sync,
+        room: [usize; 3],
+    ) -> Result<Vec<(Vec<usize>, Result<usize>)>> {
+        crate::launch(3, |accelerator| {
+            let mut sizes = Vec::new();
+            let found = finder().find(&accelerator, |size| {
+                sizes.push(size);
+                if size > room[accelerator.rank()] {
+                    return Err(Error::new(Kind::Device, "CUDA_ERROR_OUT_OF_MEMORY"));
+                }
+                Ok(())
+            });
+            Ok((sizes, found.map(|(size, ())| size)))
+        })
+    }
+
+    #[test]
+    fn c20_sizes_are_those_of_accelerate_and_the_same_on_every_rank() {
+        for (sizes, found) in tried(|| BatchSizeFinder::starting_at(128), [128, 73, 90]).unwrap() {
+            assert_eq!(sizes, [128, 115, 103, 92, 82, 73]);
+            assert_eq!(found.unwrap(), 73);
+        }
+    }
+
+    #[test]
+    fn c20_sizes_are_reduced_by_the_programs_own_rule() {
+        let halves = || BatchSizeFinder::starting_at(64).with_reduction(|size| size / 2);
+        for (sizes, found) in tried(halves, [10, 64, 64]).unwrap() {
+            assert_eq!(sizes, [64, 32, 16, 8]);
+            assert_eq!(found.unwrap(), 8);
+        }
+        // One that never ends is ended.
+        let never = || BatchSizeFinder::starting_at(4).with_reduction(|size| size);
+        for (sizes, found) in tried(never, [2; 3]).unwrap() {
+            assert_eq!((sizes, found.unwrap()), (vec![4, 3, 2], 2));
+        }
+    }
+
+    #[test]
+    fn c20_nothing_fits_is_an_error_that_says_so() {
+        for (sizes, found) in tried(|| BatchSizeFinder::starting_at(4), [4, 0, 4]).unwrap() {
+            assert_eq!(sizes, [4, 3, 2, 1]);
+            let error = found.unwrap_err();
+            assert!(error.is_out_of_memory(), "{error:?}");
+            let text = error.to_string();
+            assert!(
+                text.contains("from 4 down to 1") && text.contains("rank 1"),
+                "{text}"
+            );
+        }
+        for (sizes, found) in tried(|| BatchSizeFinder::starting_at(0), [4; 3]).unwrap() {
+            assert!(sizes.is_empty());
+            assert!(found.unwrap_err().to_string().contains("starts at 0"));
+        }
+    }
+
+    #[test]
+    fn c20_what_is_no_want_of_memory_ends_the_search_on_every_rank() {
+        let outcomes = crate::launch(2, |accelerator| {
+            let found = accelerator.find_executable_batch_size(8, |_| match accelerator.rank() {
+                0 => Ok(()),
+                _ => Err(Error::new(Kind::Data, "the file has no header")),
+            });
+            Ok(found.unwrap_err())
+        })
+        .unwrap();
+        assert!(outcomes[1].is_data(), "{:?}", outcomes[1]);
+        let text = outcomes[0].to_string();
+        assert!(text.contains("rank 1 failed to try batches of 8"), "{text}");
+        assert!(text.contains("no header"), "{text}");
+    }
+
+    #[test]
+    fn c20_a_panic_that_is_no_want_of_memory_is_a_panic() {
+        let others = Mutex::new(Vec::new());
+        let error = crate::launch(2, |accelerator| {
+            let found = accelerator.find_executable_batch_size(8, |_| {
+                assert!(accelerator.rank() == 0, "a wrong index");
+                Ok::<_, Error>(())
+            });
+            others.lock().unwrap().push(found.unwrap_err());
+            Ok(())
+        })
+        .unwrap_err();
+        assert!(
+            error.is_panic() && error.to_string().contains("a wrong index"),
+            "{error:?}"
+        );
+        let others = others.into_inner().unwrap();
+        assert_eq!(others.len(), 1);
+        assert!(others[0].is_panic() && others[0].to_string().contains("rank 1 failed"));
+    }
+
+    #[test]
+    fn c20_an_attempt_that_communicates_is_refused() {
+        let errors = crate::launch(2, |accelerator| {
+            let found =
+                accelerator.find_executable_batch_size(8, |_| accelerator.wait_for_everyone());
+            Ok(found.unwrap_err())
+        })
+        .unwrap();
+        assert!(errors.iter().all(Error::is_misuse), "{errors:?}");
+    }
+}

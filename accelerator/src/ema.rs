@@ -1,0 +1,134 @@
+use core::fmt;
+use core::mem::replace;
+use std::collections::HashMap;
+
+use burn::backend::DispatchTensor;
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::Tensor;
+
+use crate::error::Result;
+
+/// The exponential moving average of a model's weights: smoother than the last ones, and often better to
+/// evaluate and to keep.
+///
+/// After each step, `average = decay · average + (1 - decay) · weights`, for everything that is trained;
+/// frozen parameters and running statistics are taken over as they are. Weights are the same on every rank,
+/// and so is their average: nothing is communicated. It is saved in checkpoints beside its model, and
+/// needs as much memory again as the parameters.
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::SgdConfig;
+/// use burn::tensor::Tensor;
+///
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+/// let accelerator = Accelerator::new()?;
+/// let device = accelerator.device();
+/// let model: Linear = LinearConfig::new(2, 1).init(&device);
+/// let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+/// let mut ema = Ema::new(&model, 0.99);
+/// for _ in 0..3 {
+///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+///     let gradients = accelerator.backward(loss, &model, 4)?;
+///     model = optimizer.step(0.1, model, gradients);
+///     if let StepOutcome::Stepped { .. } = optimizer.outcome() {
+///         ema.update(&model);
+///     }
+/// }
+/// let averaged = ema.model().forward(Tensor::<2>::ones([1, 2], &device.inner()));
+/// accelerator.save_state(folder, (&model, &optimizer, &ema))?;
+/// # let ((_, _, back), _) = accelerator.resume(folder, (model, optimizer, ema))?;
+/// # let device = accelerator.device();
+/// # let again = back.model().forward(Tensor::<2>::ones([1, 2], &device.inner()));
+/// # assert_eq!(again.into_data(), averaged.into_data());
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Ema<M> {
+    average: M,
+    decay: f64,
+}
+
+impl<M: Module> Ema<M> {
+    /// Begins with the weights of `model`, which was prepared. A `decay` near 1 averages over more steps,
+    /// about `1 / (1 - decay)` of them; what is out of 0 to 1 is taken as the nearer of these.
+    pub fn new(model: &M, decay: f64) -> Self {
+        Self {
+            average: model.valid(),
+            decay: decay.clamp(0.0, 1.0),
+        }
+    }
+
+    /// Takes the weights of a step in. Call it after each optimizer step that
+    /// [moved](crate::optim::StepOutcome::Stepped) the model, on every rank.
+    pub fn update(&mut self, model: &M) {
+        let mut reader = Reader(HashMap::new());
+        model.visit(&mut reader);
+        let mut mixer = Mixer {
+            decay: self.decay,
+            weights: reader.0,
+        };
+        // Held by nobody else meanwhile, it is updated where it lies.
+        let average = replace(&mut self.average, model.clone());
+        self.average = average.map(&mut mixer);
+    }
+
+    /// The model with averaged weights, to evaluate or to save: it records no gradients.
+    pub fn model(&self) -> &M {
+        &self.average
+    }
+
+    /// The same, for good.
+    pub fn into_model(self) -> M {
+        self.average
+    }
+
+    /// What `new` makes of the averaged model.
+    pub(crate) fn try_map(self, new: impl FnOnce(M) -> Result<M>) -> Result<Self> {
+        let average = new(self.average)?.valid();
+        Ok(Self { average, ..self })
+    }
+}
+
+impl<M> fmt::Debug for Ema<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ema")
+            .field("decay", &self.decay)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Collects what a model holds, and whether it is trained.
+struct Reader(HashMap<ParamId, (DispatchTensor, bool)>);
+
+impl ModuleVisitor for Reader {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let trained = param.is_require_grad();
+        let value = param.val().without_autodiff().into_dispatch();
+        self.0.insert(param.id, (value, trained));
+    }
+}
+
+struct Mixer {
+    decay: f64,
+    weights: HashMap<ParamId, (DispatchTensor, bool)>,
+}
+
+impl ModuleMapper for Mixer {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        // One that is used in two places is mixed once for each, with the same result.
+        let Some((weight, trained)) = self.weights.get(&param.id) else {
+            return param;
+        };
+        let weight = Tensor::<D>::from_dispatch(weight.clone());
+        let (id, average, mapper) = param.consume();
+        let mixed = if *trained {
+            average.mul_scalar(self.decay) + weight.mul_scalar(1.0 - self.decay)
+        } else {
+            weight
+        };
+        Param::from_mapped_value(id, mixed, mapper)
+    }
+}

@@ -1,0 +1,300 @@
+//! Logs of several ranks: which rank said it, and which ranks speak at all.
+//!
+//! This library logs by [`tracing`], as Burn does; a program chooses what becomes of it. With
+//! `tracing-subscriber`, [`layer`] writes to standard error, with the rank in front of each event:
+//!
+//! ```
+//! use accelerator::logging::{self, Speakers};
+//! use tracing_subscriber::prelude::*;
+//!
+//! # fn main() -> accelerator::Result<()> {
+//! // What rank 0 says, and warnings and errors of every rank.
+//! tracing_subscriber::registry()
+//!     .with(tracing_subscriber::filter::LevelFilter::INFO)
+//!     .with(logging::layer(Speakers::Main)?)
+//!     .init();
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Nothing here communicates, so that logging cannot hang: lines of different ranks come in the order of
+//! time. Lines in the order of ranks are [`Accelerator::print_in_order`]'s, which every rank calls.
+//!
+//! Ranks that are threads of one process share a subscriber, and none of this knows them apart: there,
+//! enter [`Accelerator::span`].
+
+use std::collections::HashSet;
+use std::fmt;
+use std::io::IsTerminal;
+use std::sync::{Mutex, PoisonError};
+
+use accelerator_collective::{Launch, Topology};
+use tracing::{Event, Level, Metadata, Span, Subscriber};
+use tracing_subscriber::fmt::format::{Format, Full, Writer};
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::layer::{Context, Filter, Layer};
+use tracing_subscriber::registry::LookupSpan;
+
+use crate::accelerator::Accelerator;
+use crate::error::Result;
+use crate::notice;
+
+/// Which ranks' events are shown, up to `INFO`. Warnings and errors are those of every rank in any
+/// case, since they may concern one rank alone.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Speakers {
+    /// Those of rank 0.
+    #[default]
+    Main,
+    /// Those of the first rank of each host.
+    LocalMain,
+    /// Those of every rank.
+    Every,
+}
+
+/// Writes events of these ranks to standard error, in `tracing-subscriber`'s usual format with the rank
+/// in front. Colours are for terminals.
+///
+/// # Errors
+///
+/// [`Error::is_config`](crate::Error::is_config) when the environment says something impossible about
+/// this process's rank, as [`Accelerator::new`] would find.
+pub fn layer<S>(speakers: Speakers) -> Result<impl Layer<S>>
+where
+    S: Subscriber + for<'span> LookupSpan<'span>,
+{
+    let topology = Launch::from_env()?.topology;
+    let layer = tracing_subscriber::fmt::layer()
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .event_format(RankFormat::new(&topology, Format::default()));
+    Ok(layer.with_filter(RankFilter::new(speakers, &topology)))
+}
+
+/// Lets through what these ranks say, for layers of the program's own.
+#[derive(Clone, Copy, Debug)]
+pub struct RankFilter {
+    speaks: bool,
+}
+
+impl RankFilter {
+    /// For the rank that stands so; [`Accelerator::topology`] and [`Launch::from_env`] tell.
+    pub fn new(speakers: Speakers, topology: &Topology) -> Self {
+        let speaks = match speakers {
+            Speakers::Main => topology.is_main(),
+            Speakers::LocalMain => topology.is_local_main(),
+            Speakers::Every => true,
+        };
+        Self { speaks }
+    }
+
+    fn shows(self, metadata: &Metadata<'_>) -> bool {
+        // Spans are the context of warnings too.
+        self.speaks || metadata.is_span() || *metadata.level() <= Level::WARN
+    }
+}
+
+impl<S> Filter<S> for RankFilter {
+    fn enabled(&self, metadata: &Metadata<'_>, _context: &Context<'_, S>) -> bool {
+        self.shows(metadata)
+    }
+}
+
+/// Puts `rank=N` in front of what another format writes, where there are several ranks.
+///
+/// ```
+/// use accelerator::Accelerator;
+/// use accelerator::logging::RankFormat;
+/// use tracing_subscriber::fmt::format::Format;
+///
+/// let accelerator = Accelerator::new()?;
+/// let format = RankFormat::new(accelerator.topology(), Format::default().compact());
+/// let subscriber = tracing_subscriber::fmt().event_format(format).finish();
+/// # drop(subscriber);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct RankFormat<F = Format<Full>> {
+    inner: F,
+    /// `None` for one that is alone.
+    rank: Option<usize>,
+}
+
+impl<F> RankFormat<F> {
+    /// For the rank that stands so, around `inner`.
+    pub fn new(topology: &Topology, inner: F) -> Self {
+        Self {
+            inner,
+            rank: (topology.world_size() > 1).then(|| topology.rank()),
+        }
+    }
+}
+
+impl<S, N, F> FormatEvent<S, N> for RankFormat<F>
+where
+    S: Subscriber + for<'span> LookupSpan<'span>,
+    N: for<'writer> FormatFields<'writer> + 'static,
+    F: FormatEvent<S, N>,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        if let Some(rank) = self.rank {
+            write!(writer, "rank={rank} ")?;
+        }
+        self.inner.format_event(context, writer, event)
+    }
+}
+
+/// Logs of this rank.
+impl Accelerator {
+    /// A span with `rank` and `world_size`, to be entered at the beginning of what this rank does: any
+    /// subscriber shows it with every event of this thread.
+    ///
+    /// ```
+    /// accelerator::launch(2, |accelerator| {
+    ///     let _rank = accelerator.span().entered();
+    ///     tracing::info!("training begins");
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn span(&self) -> Span {
+        let (rank, world_size) = (self.rank(), self.world_size());
+        // At the level of errors, so that it is there whatever is filtered.
+        tracing::error_span!("rank", rank, world_size)
+    }
+
+    /// Warns on rank 0, once for each text: of what every rank finds, such as a setting that does not
+    /// fit. A program that collects no logs gets it on standard error.
+    ///
+    /// Nothing is communicated. What one rank alone finds is `tracing::warn!`'s.
+    ///
+    /// ```
+    /// let accelerator = accelerator::Accelerator::new()?;
+    /// for _epoch in 0..3 {
+    ///     accelerator.warn_once("this data set has no labels");
+    /// }
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn warn_once(&self, text: impl fmt::Display) {
+        if self.is_main_process() {
+            let text = text.to_string();
+            if self.shared.warned.is_first(&text) {
+                notice::warn(&text);
+            }
+        }
+    }
+}
+
+/// What was warned of.
+#[derive(Debug, Default)]
+pub(crate) struct Warned(Mutex<HashSet<String>>);
+
+impl Warned {
+    fn is_first(&self, text: &str) -> bool {
+        let mut warned = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        warned.insert(text.to_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{self, Write};
+    use std::sync::Arc;
+
+    use tracing_subscriber::prelude::*;
+
+    use super::*;
+
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// What the rank that stands so shows of `work`.
+    fn shown(topology: &Topology, speakers: Speakers, work: impl FnOnce()) -> String {
+        let lines = Lines::default();
+        let writer = lines.clone();
+        let layer = tracing_subscriber::fmt::layer()
+            .with_writer(move || writer.clone())
+            .with_ansi(false)
+            .event_format(RankFormat::new(
+                topology,
+                Format::default().without_time().with_target(false),
+            ))
+            .with_filter(RankFilter::new(speakers, topology));
+        let subscriber = tracing_subscriber::registry().with(layer);
+        tracing::subscriber::with_default(subscriber, work);
+        let bytes = lines.0.lock().unwrap().clone();
+        String::from_utf8(bytes).unwrap()
+    }
+
+    #[test]
+    fn those_who_do_not_speak_warn_all_the_same() {
+        let of = |rank, speakers| {
+            let topology = Topology::new(rank, 4).unwrap();
+            let topology = topology.with_local(rank % 2, 2).unwrap();
+            shown(&topology, speakers, || {
+                let _step = tracing::info_span!("step", number = 7).entered();
+                tracing::info!("loaded");
+                tracing::warn!("slow");
+            })
+        };
+        let info = |rank: usize| format!("rank={rank}  INFO step{{number=7}}: loaded\n");
+        let warning = |rank: usize| format!("rank={rank}  WARN step{{number=7}}: slow\n");
+        for (speakers, speaking) in [
+            (Speakers::Main, [true, false, false, false]),
+            (Speakers::LocalMain, [true, false, true, false]),
+            (Speakers::Every, [true; 4]),
+        ] {
+            for (rank, speaks) in speaking.into_iter().enumerate() {
+                let own = if speaks { info(rank) } else { String::new() };
+                assert_eq!(of(rank, speakers), own + &warning(rank));
+            }
+        }
+    }
+
+    #[test]
+    fn one_process_has_no_rank_to_show() {
+        let text = shown(&Topology::single(), Speakers::Main, || {
+            tracing::info!("alone")
+        });
+        assert_eq!(text, " INFO alone\n");
+    }
+
+    #[cfg(feature = "flex")]
+    #[test]
+    fn a_warning_is_given_once_and_by_rank_zero() {
+        let texts = crate::launch(2, |accelerator| {
+            Ok(shown(&Topology::single(), Speakers::Every, || {
+                let _rank = accelerator.span().entered();
+                for what in ["labels", "images", "labels"] {
+                    accelerator.warn_once(format_args!("no {what}"));
+                }
+                tracing::info!("done");
+            }))
+        })
+        .unwrap();
+        let rank = |rank| format!("rank{{rank={rank} world_size=2}}: ");
+        assert_eq!(
+            texts[0],
+            format!(
+                " WARN {0}no labels\n WARN {0}no images\n INFO {0}done\n",
+                rank(0)
+            )
+        );
+        assert_eq!(texts[1], format!(" INFO {}done\n", rank(1)));
+    }
+}

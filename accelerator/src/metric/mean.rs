@@ -1,0 +1,91 @@
+use core::fmt;
+
+use burn::tensor::Tensor;
+
+use super::{Metric, Sums};
+
+/// A weighted mean, of a loss for example. Its value over no samples is NaN.
+///
+/// What each rank has added of its own, as in an evaluation, becomes the mean of all by
+/// [`Accelerator::reduce`](crate::Accelerator::reduce). The training loss of
+/// [`Gradients::loss`](crate::Gradients::loss) is that of all ranks already: it only needs to be added up.
+///
+/// ```
+/// use accelerator::metric::Mean;
+///
+/// let mut loss = Mean::new();
+/// loss.update(0.5, 30);
+/// loss.update(2.0, 10);
+/// assert_eq!(loss.value(), 0.875);
+/// assert_eq!(loss.to_string(), "0.8750");
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Mean {
+    pub(super) sum: f64,
+    pub(super) samples: f64,
+}
+
+impl Mean {
+    /// A mean of nothing yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The mean `value` of `samples` samples.
+    pub fn of(value: f64, samples: usize) -> Self {
+        let mut mean = Self::new();
+        mean.update(value, samples);
+        mean
+    }
+
+    /// Adds the mean `value` of `samples` samples; none of them, none added.
+    pub fn update(&mut self, value: f64, samples: usize) {
+        if samples > 0 {
+            self.sum += value * samples as f64;
+            self.samples += samples as f64;
+        }
+    }
+
+    /// Adds a loss, the mean over `samples` samples.
+    pub fn update_with(&mut self, loss: Tensor<1>, samples: usize) {
+        if samples > 0 {
+            self.update(loss.into_scalar::<f64>(), samples);
+        }
+    }
+
+    /// The mean so far.
+    pub fn value(&self) -> f64 {
+        self.sum / self.samples
+    }
+
+    /// Over how many samples.
+    pub fn samples(&self) -> f64 {
+        self.samples
+    }
+}
+
+impl fmt::Display for Mean {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.*}", f.precision().unwrap_or(4), self.value())
+    }
+}
+
+impl Metric for Mean {
+    fn sums(&mut self, sums: &mut Sums<'_>) {
+        sums.one(&mut self.sum);
+        sums.one(&mut self.samples);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mean_of_nothing_ignores_the_value() {
+        let mut mean = Mean::new();
+        mean.update(f64::NAN, 0);
+        mean.update(2.0, 4);
+        assert_eq!(mean.value(), 2.0);
+    }
+}

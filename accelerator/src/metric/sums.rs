@@ -1,0 +1,156 @@
+use accelerator_collective::{ProcessGroup, ReduceOp};
+
+use super::Metric;
+use crate::error::{Error, Result};
+
+/// What a [`Metric`] shows its sums to.
+#[derive(Debug)]
+pub struct Sums<'a> {
+    pass: Pass<'a>,
+    shape: Shape,
+}
+
+#[derive(Debug)]
+enum Pass<'a> {
+    /// Sums are appended.
+    Read(&'a mut Vec<f64>),
+    /// Sums are replaced by these; those at the front come next.
+    Write(&'a [f64]),
+}
+
+impl Sums<'_> {
+    /// Shows one sum.
+    pub fn one(&mut self, sum: &mut f64) {
+        self.all(core::slice::from_mut(sum));
+    }
+
+    /// Shows several.
+    pub fn all(&mut self, sums: &mut [f64]) {
+        self.shape.add(sums.len());
+        match &mut self.pass {
+            Pass::Read(read) => read.extend_from_slice(sums),
+            Pass::Write(rest) => {
+                // A metric that shows more than it did at first keeps its own value for that.
+                let (next, others) = rest.split_at(sums.len().min(rest.len()));
+                sums[..next.len()].copy_from_slice(next);
+                *rest = others;
+            }
+        }
+    }
+}
+
+/// The metric over all ranks.
+///
+/// Ahead of the sums travel a digest of their shape and its square: over all ranks, the mean of the
+/// squares is the square of the mean only where all digests are equal. Every rank sees the same
+/// figures, so all of them find the same.
+#[track_caller]
+pub(crate) fn reduce<M: Metric>(group: &ProcessGroup, mut metric: M) -> Result<M> {
+    let mut values = vec![0.0; HEAD];
+    let mut sums = Sums {
+        pass: Pass::Read(&mut values),
+        shape: Shape::default(),
+    };
+    metric.sums(&mut sums);
+    let digest = sums.shape.digest();
+    let lengths = sums.shape.lengths;
+    values[0] = digest;
+    values[1] = digest * digest;
+    group.all_reduce(&mut values, ReduceOp::Sum)?;
+    let (head, values) = values.split_at(HEAD);
+    // Whole numbers of at most 2^53, which f64 adds up exactly.
+    let (sum, squares) = (head[0] as u128, head[1] as u128);
+    if squares * group.world_size() as u128 != sum * sum {
+        return Err(differing(&group.all_gather_object(&lengths)?));
+    }
+    metric.sums(&mut Sums {
+        pass: Pass::Write(values),
+        shape: Shape::default(),
+    });
+    Ok(metric)
+}
+
+const HEAD: usize = 2;
+
+/// How many sums were shown at a time.
+#[derive(Debug, Default)]
+struct Shape {
+    lengths: Vec<usize>,
+}
+
+impl Shape {
+    fn add(&mut self, len: usize) {
+        self.lengths.push(len);
+    }
+
+    /// A whole number below 2^18, the square of which can be added up over 2^17 ranks without
+    /// rounding.
+    fn digest(&self) -> f64 {
+        let lengths: Vec<u64> = self.lengths.iter().map(|&len| len as u64).collect();
+        (accelerator_plan::mix(&lengths) >> 46) as f64
+    }
+}
+
+fn differing(ranks: &[Vec<usize>]) -> Error {
+    let other = ranks.iter().position(|lengths| *lengths != ranks[0]);
+    let other = other.unwrap_or_default();
+    Error::misuse(format!(
+        "reduce: metrics differ between ranks: the sums of rank 0 come in pieces of {:?}, those of \
+         rank {other} in pieces of {:?}; reduce the same metrics, of the same size and in the same \
+         order, on every rank",
+        ranks[0], ranks[other]
+    ))
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use crate::metric::{Confusion, Mean};
+
+    #[test]
+    fn collections_of_any_size_are_reduced_together() {
+        let reduced = crate::launch(3, |accelerator| {
+            let means = vec![Mean::of(accelerator.rank() as f64, 2); 4];
+            let mut confusion = Confusion::new(2);
+            confusion.count(&[1], &[0])?;
+            accelerator.reduce((means, confusion))
+        })
+        .unwrap();
+        for (means, confusion) in reduced {
+            assert_eq!(means, vec![Mean::of(1.0, 6); 4]);
+            assert_eq!(confusion.of(1, 0), 3);
+        }
+    }
+
+    /// In other words, of the same number of sums in all.
+    #[test]
+    fn sums_in_another_order_are_refused_on_every_rank() {
+        let errors = crate::launch(3, |accelerator| {
+            let (two, three) = (Confusion::new(2), Confusion::new(3));
+            let outcome = if accelerator.rank() == 2 {
+                accelerator.reduce((two, three)).map(drop)
+            } else {
+                accelerator.reduce((three, two)).map(drop)
+            };
+            let error = outcome.unwrap_err();
+            accelerator.wait_for_everyone()?;
+            Ok(error)
+        })
+        .unwrap();
+        for error in errors {
+            assert!(error.is_misuse(), "{error:?}");
+            let text = error.to_string();
+            assert!(text.contains("rank 0 come in pieces of [9, 4]"), "{text}");
+            assert!(text.contains("rank 2 in pieces of [4, 9]"), "{text}");
+        }
+    }
+
+    #[test]
+    fn another_number_of_sums_is_refused_on_every_rank() {
+        let errors = crate::launch(2, |accelerator| {
+            let confusion = Confusion::new(2 + accelerator.rank());
+            Ok(accelerator.reduce(confusion).unwrap_err())
+        })
+        .unwrap();
+        assert!(errors.iter().all(crate::Error::is_collective), "{errors:?}");
+    }
+}

@@ -1,0 +1,138 @@
+use burn::optim::decay::WeightDecayConfig;
+use burn::optim::{Adam, AdamConfig, AdamState, Optimizer};
+use burn::tensor::{Device, Tensor};
+use serde::Deserialize;
+
+use super::memory::{Reach, Real};
+use super::moments::{self, Betas, Rule};
+use super::settings;
+
+/// Burn's [`Adam`] as one pass over memory; see the [module](crate::optim::fused). Made by
+/// [`InitFused`](super::InitFused).
+#[derive(Clone)]
+#[allow(missing_debug_implementations, reason = "Burn's optimizers have none")]
+pub struct FusedAdam {
+    burn: Adam,
+    settings: Option<Settings>,
+}
+
+#[derive(Clone, Deserialize)]
+struct Settings {
+    beta_1: f32,
+    beta_2: f32,
+    epsilon: f32,
+    amsgrad: bool,
+    weight_decay: Option<WeightDecayConfig>,
+}
+
+impl FusedAdam {
+    pub(super) fn new(config: &AdamConfig) -> Self {
+        Self {
+            burn: config.build(),
+            settings: settings(config),
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_fused(&self) -> bool {
+        self.settings.is_some()
+    }
+}
+
+impl Optimizer for FusedAdam {
+    type State<const D: usize> = AdamState<D>;
+
+    fn step<const D: usize>(
+        &self,
+        lr: f64,
+        tensor: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<AdamState<D>>,
+    ) -> (Tensor<D>, Option<AdamState<D>>) {
+        let mut tensors = vec![&tensor, &grad];
+        if let Some(state) = &state {
+            tensors.extend([&state.momentum.moment_1, &state.momentum.moment_2]);
+            tensors.extend(&state.momentum.max_moment_2);
+        }
+        match (&self.settings, Reach::of(&tensors)) {
+            (None, _) | (_, Reach::None) => self.burn.step(lr, tensor, grad, state),
+            (Some(settings), Reach::F32) => settings.step::<f32, D>(lr, tensor, grad, state),
+            (Some(settings), Reach::F64) => settings.step::<f64, D>(lr, tensor, grad, state),
+        }
+    }
+
+    fn to_device<const D: usize>(state: AdamState<D>, device: &Device) -> AdamState<D> {
+        Adam::to_device(state, device)
+    }
+}
+
+impl Settings {
+    fn step<E: Real, const D: usize>(
+        &self,
+        lr: f64,
+        tensor: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<AdamState<D>>,
+    ) -> (Tensor<D>, Option<AdamState<D>>) {
+        let betas = Betas {
+            beta_1: self.beta_1,
+            beta_2: self.beta_2,
+            amsgrad: self.amsgrad,
+        };
+        let scalar = |value: f32| E::of(f64::from(value));
+        let update = |time: i32| {
+            let correction_2 = (1.0 - self.beta_2.powi(time)).sqrt();
+            Update {
+                factor: scalar(correction_2 / (1.0 - self.beta_1.powi(time))),
+                epsilon: scalar(self.epsilon * correction_2),
+                rate: E::of(lr),
+            }
+        };
+        let state = state.map(|state| state.momentum);
+        let (tensor, momentum) = match &self.weight_decay {
+            None => moments::step::<E, _, D>(betas, tensor, grad, state, update),
+            Some(decay) => {
+                let penalty = scalar(decay.penalty);
+                let rule = |time| Decayed(update(time), penalty);
+                moments::step::<E, _, D>(betas, tensor, grad, state, rule)
+            }
+        };
+        (tensor, Some(AdamState::new(momentum)))
+    }
+}
+
+/// What the moments do to a parameter.
+#[derive(Clone, Copy)]
+struct Update<E> {
+    factor: E,
+    epsilon: E,
+    rate: E,
+}
+
+/// The same, with a penalty on the parameter in the gradient.
+#[derive(Clone, Copy)]
+struct Decayed<E>(Update<E>, E);
+
+impl<E: Real> Rule<E> for Update<E> {
+    #[inline(always)]
+    fn gradient(self, _parameter: E, gradient: E) -> E {
+        gradient
+    }
+
+    #[inline(always)]
+    fn land(self, parameter: E, moment_1: E, moment_2: E) -> E {
+        parameter - moment_1 * self.factor / (moment_2.root() + self.epsilon) * self.rate
+    }
+}
+
+impl<E: Real> Rule<E> for Decayed<E> {
+    #[inline(always)]
+    fn gradient(self, parameter: E, gradient: E) -> E {
+        parameter * self.1 + gradient
+    }
+
+    #[inline(always)]
+    fn land(self, parameter: E, moment_1: E, moment_2: E) -> E {
+        self.0.land(parameter, moment_1, moment_2)
+    }
+}

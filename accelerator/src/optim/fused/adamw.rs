@@ -1,0 +1,172 @@
+use burn::optim::{AdamW, AdamWConfig, AdamWState, Optimizer};
+use burn::tensor::{Device, Tensor};
+use serde::Deserialize;
+
+use super::memory::{Reach, Real};
+use super::moments::{self, Betas, Rule};
+use super::settings;
+
+/// Burn's [`AdamW`] as one pass over memory; see the [module](crate::optim::fused). Made by
+/// [`InitFused`](super::InitFused).
+#[derive(Clone)]
+#[allow(missing_debug_implementations, reason = "Burn's optimizers have none")]
+pub struct FusedAdamW {
+    burn: AdamW,
+    settings: Option<Settings>,
+}
+
+#[derive(Clone, Copy, Deserialize)]
+struct Settings {
+    beta_1: f32,
+    beta_2: f32,
+    epsilon: f32,
+    weight_decay: f32,
+    cautious_weight_decay: bool,
+    amsgrad: bool,
+}
+
+impl FusedAdamW {
+    pub(super) fn new(config: &AdamWConfig) -> Self {
+        Self {
+            burn: config.build(),
+            settings: settings(config),
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_fused(&self) -> bool {
+        self.settings.is_some()
+    }
+}
+
+impl Optimizer for FusedAdamW {
+    type State<const D: usize> = AdamWState<D>;
+
+    fn step<const D: usize>(
+        &self,
+        lr: f64,
+        tensor: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<AdamWState<D>>,
+    ) -> (Tensor<D>, Option<AdamWState<D>>) {
+        let mut tensors = vec![&tensor, &grad];
+        if let Some(state) = &state {
+            tensors.extend([&state.momentum.moment_1, &state.momentum.moment_2]);
+            tensors.extend(&state.momentum.max_moment_2);
+        }
+        match (self.settings, Reach::of(&tensors)) {
+            (None, _) | (_, Reach::None) => self.burn.step(lr, tensor, grad, state),
+            (Some(settings), Reach::F32) => settings.step::<f32, D>(lr, tensor, grad, state),
+            (Some(settings), Reach::F64) => settings.step::<f64, D>(lr, tensor, grad, state),
+        }
+    }
+
+    fn to_device<const D: usize>(state: AdamWState<D>, device: &Device) -> AdamWState<D> {
+        AdamW::to_device(state, device)
+    }
+}
+
+impl Settings {
+    fn step<E: Real, const D: usize>(
+        self,
+        lr: f64,
+        tensor: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<AdamWState<D>>,
+    ) -> (Tensor<D>, Option<AdamWState<D>>) {
+        let betas = Betas {
+            beta_1: self.beta_1,
+            beta_2: self.beta_2,
+            amsgrad: self.amsgrad,
+        };
+        let decay_rate = lr * f64::from(self.weight_decay);
+        let scalar = |value: f32| E::of(f64::from(value));
+        let update = move |time: i32| Update {
+            correction_1: scalar(1.0 - self.beta_1.powi(time)),
+            correction_2: scalar(1.0 - self.beta_2.powi(time)),
+            epsilon: scalar(self.epsilon),
+            rate: E::of(lr),
+        };
+        let state = state.map(|state| state.momentum);
+        let (tensor, momentum) = if decay_rate == 0.0 {
+            moments::step::<E, _, D>(betas, tensor, grad, state, |time| Plain(update(time)))
+        } else if self.cautious_weight_decay {
+            let rate = E::of(decay_rate);
+            let rule = |time| Cautious(update(time), rate);
+            moments::step::<E, _, D>(betas, tensor, grad, state, rule)
+        } else {
+            let rest = E::of(1.0 - decay_rate);
+            let rule = |time| Decayed(update(time), rest);
+            moments::step::<E, _, D>(betas, tensor, grad, state, rule)
+        };
+        (tensor, Some(AdamWState::new(momentum)))
+    }
+}
+
+/// What the moments do to a parameter.
+#[derive(Clone, Copy)]
+struct Update<E> {
+    correction_1: E,
+    correction_2: E,
+    epsilon: E,
+    rate: E,
+}
+
+impl<E: Real> Update<E> {
+    #[inline(always)]
+    fn of(self, decayed: E, moment_1: E, moment_2: E) -> E {
+        let moment_1 = moment_1 / self.correction_1;
+        let moment_2 = moment_2 / self.correction_2;
+        decayed - moment_1 / (moment_2.root() + self.epsilon) * self.rate
+    }
+}
+
+/// Without decay.
+#[derive(Clone, Copy)]
+struct Plain<E>(Update<E>);
+
+/// With decay, of which so much is left.
+#[derive(Clone, Copy)]
+struct Decayed<E>(Update<E>, E);
+
+/// With decay at that rate, where it does not go against the moment.
+#[derive(Clone, Copy)]
+struct Cautious<E>(Update<E>, E);
+
+impl<E: Real> Rule<E> for Plain<E> {
+    #[inline(always)]
+    fn gradient(self, _parameter: E, gradient: E) -> E {
+        gradient
+    }
+
+    #[inline(always)]
+    fn land(self, parameter: E, moment_1: E, moment_2: E) -> E {
+        self.0.of(parameter, moment_1, moment_2)
+    }
+}
+
+impl<E: Real> Rule<E> for Decayed<E> {
+    #[inline(always)]
+    fn gradient(self, _parameter: E, gradient: E) -> E {
+        gradient
+    }
+
+    #[inline(always)]
+    fn land(self, parameter: E, moment_1: E, moment_2: E) -> E {
+        self.0.of(parameter * self.1, moment_1, moment_2)
+    }
+}
+
+impl<E: Real> Rule<E> for Cautious<E> {
+    #[inline(always)]
+    fn gradient(self, _parameter: E, gradient: E) -> E {
+        gradient
+    }
+
+    #[inline(always)]
+    fn land(self, parameter: E, moment_1: E, moment_2: E) -> E {
+        let differ = (parameter >= E::ZERO) != (moment_1 >= E::ZERO);
+        let decay = if differ { E::ZERO } else { parameter * self.1 };
+        self.0.of(parameter - decay, moment_1, moment_2)
+    }
+}

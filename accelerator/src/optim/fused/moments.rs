@@ -1,0 +1,159 @@
+//! What Adam and AdamW have in common: two moments of the gradient.
+
+use burn::optim::AdaptiveMomentumState;
+use burn::tensor::Tensor;
+
+use super::memory::{Real, Taken, vectorised};
+
+/// How fast the moments move.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Betas {
+    pub(super) beta_1: f32,
+    pub(super) beta_2: f32,
+    pub(super) amsgrad: bool,
+}
+
+/// The formulas in which the optimizers differ, for one element each.
+pub(super) trait Rule<E>: Copy {
+    /// The gradient that enters the moments.
+    fn gradient(self, parameter: E, gradient: E) -> E;
+
+    /// The parameter after the step.
+    fn land(self, parameter: E, moment_1: E, moment_2: E) -> E;
+}
+
+/// A step of all elements. `rule` is made for the number of the step, from 1.
+pub(super) fn step<E: Real, R: Rule<E>, const D: usize>(
+    betas: Betas,
+    tensor: Tensor<D>,
+    grad: Tensor<D>,
+    state: Option<AdaptiveMomentumState<D>>,
+    rule: impl FnOnce(i32) -> R,
+) -> (Tensor<D>, AdaptiveMomentumState<D>) {
+    let mut parameters = Taken::<E>::from(tensor);
+    let gradients = Taken::<E>::from(grad);
+    let Some(state) = state else {
+        return first(betas, parameters, gradients, rule(1));
+    };
+    let time = state.time + 1;
+    let rule = rule(time as i32);
+    let speed = Speed::<E>::of(betas);
+    let mut moment_1 = Taken::<E>::from(state.moment_1);
+    let mut moment_2 = Taken::<E>::from(state.moment_2);
+    let (p, g) = (parameters.slice_mut(), gradients.slice());
+    let max_moment_2 = if betas.amsgrad {
+        let (m, v) = (moment_1.slice_mut(), moment_2.slice_mut());
+        vectorised(|| advance(speed, rule, p, g, m, v));
+        let mut max = match state.max_moment_2 {
+            Some(max) => Taken::<E>::from(max),
+            None => Taken::like(&moment_2, moment_2.slice().to_vec()),
+        };
+        raise(max.slice_mut(), moment_2.slice());
+        vectorised(|| land(rule, p, moment_1.slice(), max.slice()));
+        Some(max.into_tensor())
+    } else {
+        let (m, v) = (moment_1.slice_mut(), moment_2.slice_mut());
+        vectorised(|| sweep(speed, rule, p, g, m, v));
+        state.max_moment_2
+    };
+    let mut state =
+        AdaptiveMomentumState::new(time, moment_1.into_tensor(), moment_2.into_tensor());
+    state.max_moment_2 = max_moment_2;
+    (parameters.into_tensor(), state)
+}
+
+/// The first step, which finds no moments.
+fn first<E: Real, R: Rule<E>, const D: usize>(
+    betas: Betas,
+    mut parameters: Taken<E>,
+    gradients: Taken<E>,
+    rule: R,
+) -> (Tensor<D>, AdaptiveMomentumState<D>) {
+    let speed = Speed::<E>::of(betas);
+    let (p, g) = (parameters.slice_mut(), gradients.slice());
+    let entering = || p.iter().zip(g).map(|(&p, &g)| rule.gradient(p, g));
+    let m: Vec<E> = entering().map(|g| g * speed.factor_1).collect();
+    let v: Vec<E> = entering().map(|g| g * g * speed.factor_2).collect();
+    land(rule, p, &m, &v);
+    let max = betas.amsgrad.then(|| v.clone());
+    let tensor = |elements| Taken::like(&gradients, elements).into_tensor();
+    let mut state = AdaptiveMomentumState::new(1, tensor(m), tensor(v));
+    state.max_moment_2 = max.map(tensor);
+    (parameters.into_tensor(), state)
+}
+
+#[derive(Clone, Copy)]
+struct Speed<E> {
+    beta_1: E,
+    beta_2: E,
+    factor_1: E,
+    factor_2: E,
+}
+
+impl<E: Real> Speed<E> {
+    fn of(betas: Betas) -> Self {
+        let scalar = |value: f32| E::of(f64::from(value));
+        Self {
+            beta_1: scalar(betas.beta_1),
+            beta_2: scalar(betas.beta_2),
+            factor_1: scalar(1.0 - betas.beta_1),
+            factor_2: scalar(1.0 - betas.beta_2),
+        }
+    }
+
+    #[inline(always)]
+    fn moments(self, gradient: E, moment_1: E, moment_2: E) -> (E, E) {
+        (
+            moment_1 * self.beta_1 + gradient * self.factor_1,
+            moment_2 * self.beta_2 + gradient * gradient * self.factor_2,
+        )
+    }
+}
+
+/// Moments and parameters at once.
+#[inline(always)]
+fn sweep<E: Real, R: Rule<E>>(
+    speed: Speed<E>,
+    rule: R,
+    p: &mut [E],
+    g: &[E],
+    m: &mut [E],
+    v: &mut [E],
+) {
+    for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+        (*m, *v) = speed.moments(rule.gradient(*p, *g), *m, *v);
+        *p = rule.land(*p, *m, *v);
+    }
+}
+
+/// Moments alone.
+#[inline(always)]
+fn advance<E: Real, R: Rule<E>>(
+    speed: Speed<E>,
+    rule: R,
+    p: &[E],
+    g: &[E],
+    m: &mut [E],
+    v: &mut [E],
+) {
+    for (((p, g), m), v) in p.iter().zip(g).zip(m).zip(v) {
+        (*m, *v) = speed.moments(rule.gradient(*p, *g), *m, *v);
+    }
+}
+
+/// Parameters alone.
+#[inline(always)]
+fn land<E: Real, R: Rule<E>>(rule: R, p: &mut [E], m: &[E], v: &[E]) {
+    for ((p, m), v) in p.iter_mut().zip(m).zip(v) {
+        *p = rule.land(*p, *m, *v);
+    }
+}
+
+/// Burn's `max_pair`, which keeps what is not less.
+fn raise<E: Real>(max: &mut [E], v: &[E]) {
+    for (max, v) in max.iter_mut().zip(v) {
+        if *max < *v {
+            *max = *v;
+        }
+    }
+}

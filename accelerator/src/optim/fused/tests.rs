@@ -1,0 +1,182 @@
+//! Beside Burn's own optimizers, on random tensors.
+#![cfg(feature = "flex")]
+
+use burn::grad_clipping::GradientClippingConfig;
+use burn::module::{Param, ParamId};
+use burn::optim::decay::WeightDecayConfig;
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamConfig, AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use proptest::prelude::*;
+
+use super::InitFused;
+
+/// Steps a parameter with each of the gradients; its bits after each, and the record at the end.
+/// Half way the optimizer is made anew from its record.
+fn run(
+    make: impl Fn() -> ModuleOptimizer,
+    start: &[f64],
+    gradients: &[Vec<f64>],
+    rates: &[f64],
+    dtype: DType,
+) -> (Vec<TensorData>, Vec<u8>) {
+    let device = Device::flex();
+    let tensor = |values: &[f64]| {
+        let data = TensorData::new(values.to_vec(), [values.len()]).convert_dtype(dtype);
+        Tensor::<1>::from_data(data, (&device, dtype))
+    };
+    let start = Tensor::<1>::from_inner(tensor(start)).require_grad();
+    let mut parameter = Param::initialized(ParamId::from(7), start);
+    let mut optimizer = make();
+    let mut values = Vec::new();
+    for (step, (gradient, rate)) in gradients.iter().zip(rates).enumerate() {
+        let mut all = GradientsParams::new();
+        all.register(parameter.id, tensor(gradient));
+        parameter = optimizer.step(*rate, parameter, all);
+        values.push(parameter.val().inner().into_data());
+        // Burn reads state of other types than the device's own as that one.
+        if step == 2 && dtype == DType::F32 {
+            let record = optimizer.into_bytes().unwrap();
+            optimizer = make().from_bytes(record).unwrap();
+        }
+    }
+    let record = optimizer.into_bytes().unwrap();
+    (values, record.to_vec())
+}
+
+#[derive(Clone, Debug)]
+struct Case {
+    start: Vec<f64>,
+    gradients: Vec<Vec<f64>>,
+    rates: Vec<f64>,
+    dtype: DType,
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let number = prop_oneof![
+        8 => -2.0..2.0_f64,
+        1 => Just(0.0),
+        1 => Just(-0.0),
+        1 => -1e20..1e20_f64,
+        1 => -1e-30..1e-30_f64,
+    ];
+    let sizes = prop_oneof![1_usize..70, Just(515)];
+    let dtype = prop_oneof![3 => Just(DType::F32), 1 => Just(DType::F64), 1 => Just(DType::F16)];
+    (sizes, 1_usize..6, dtype).prop_flat_map(move |(size, steps, dtype)| {
+        let values = proptest::collection::vec(number.clone(), size);
+        let rate = prop_oneof![Just(0.0), 1e-4..0.5_f64];
+        (
+            values.clone(),
+            proptest::collection::vec(values, steps),
+            proptest::collection::vec(rate, steps),
+        )
+            .prop_map(move |(start, gradients, rates)| Case {
+                start,
+                gradients,
+                rates,
+                dtype,
+            })
+    })
+}
+
+/// Bits, but that one NaN is as good as another.
+fn bits(data: &TensorData) -> Vec<u64> {
+    let one = |value: f64| {
+        if value.is_nan() {
+            u64::MAX
+        } else {
+            value.to_bits()
+        }
+    };
+    data.iter::<f64>().map(one).collect()
+}
+
+fn compare(
+    case: &Case,
+    fused: impl Fn() -> ModuleOptimizer,
+    burn: impl Fn() -> ModuleOptimizer,
+) -> Result<(), TestCaseError> {
+    let Case {
+        start,
+        gradients,
+        rates,
+        dtype,
+    } = case;
+    let (ours, our_record) = run(fused, start, gradients, rates, *dtype);
+    let (theirs, their_record) = run(burn, start, gradients, rates, *dtype);
+    for (step, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
+        prop_assert_eq!(bits(ours), bits(theirs), "step {}", step);
+    }
+    // Infinities aside, of which NaN come.
+    if theirs
+        .iter()
+        .all(|data| data.iter::<f64>().all(f64::is_finite))
+    {
+        prop_assert_eq!(our_record, their_record);
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn adamw_is_burns(
+        case in cases(),
+        decay in prop_oneof![Just(0.0_f32), 1e-3..0.3_f32],
+        cautious: bool,
+        amsgrad: bool,
+        clip: bool,
+    ) {
+        let clipping = clip.then_some(GradientClippingConfig::Value(0.5));
+        let config = AdamWConfig::new()
+            .with_beta_1(0.8)
+            .with_epsilon(1e-7)
+            .with_weight_decay(decay)
+            .with_cautious_weight_decay(cautious)
+            .with_amsgrad(amsgrad)
+            .with_grad_clipping(clipping);
+        compare(&case, || config.init_fused(), || config.init())?;
+    }
+
+    #[test]
+    fn adam_is_burns(case in cases(), decay in proptest::option::of(0.0..0.3_f32), amsgrad: bool) {
+        let decay = decay.map(WeightDecayConfig::new);
+        let config = AdamConfig::new()
+            .with_beta_2(0.99)
+            .with_weight_decay(decay)
+            .with_amsgrad(amsgrad);
+        compare(&case, || config.init_fused(), || config.init())?;
+    }
+
+    #[test]
+    fn sgd_is_burns(
+        case in cases(),
+        decay in proptest::option::of(0.0..0.3_f32),
+        momentum in proptest::option::of((0.0..0.99_f64, 0.0..0.5_f64, any::<bool>())),
+    ) {
+        let momentum = momentum.map(|(factor, dampening, nesterov)| MomentumConfig {
+            momentum: factor,
+            dampening,
+            nesterov,
+        });
+        let config = SgdConfig::new()
+            .with_weight_decay(decay.map(WeightDecayConfig::new))
+            .with_momentum(momentum);
+        compare(&case, || config.init_fused(), || config.init())?;
+    }
+}
+
+#[test]
+fn settings_are_read_and_not_guessed() {
+    // With Burn's own operations instead, bits would be the same, and this crate's loops unused.
+    let adam: Option<serde_json::Value> = super::settings(&AdamConfig::new());
+    assert!(adam.is_some_and(|told| told["beta_1"].is_number()));
+    let tensor = Tensor::<1>::zeros([3], &Device::flex());
+    assert_eq!(
+        super::memory::Reach::of(&[&tensor]),
+        super::memory::Reach::F32
+    );
+    assert!(super::adam::FusedAdam::new(&AdamConfig::new()).is_fused());
+    assert!(super::adamw::FusedAdamW::new(&AdamWConfig::new()).is_fused());
+}

@@ -1,0 +1,161 @@
+use core::fmt;
+
+use super::{PreparedOptimizer, Scheduled};
+use crate::accelerator::Accelerator;
+use crate::data::PreparedLoader;
+
+/// How a learning rate that was found on one process follows the world size.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum RateScaling {
+    /// As many times as large as there are ranks, as is usual for SGD ([Goyal et al.,
+    /// 2017](https://arxiv.org/abs/1706.02677)), after some steps of warm-up.
+    Linear,
+    /// With the square root of the number of ranks, as is usual for Adam and its kin.
+    Sqrt,
+}
+
+/// What a training will be: how many samples make a step, how many steps there are. Made by
+/// [`Accelerator::plan`], and printed once at the start.
+///
+/// Figures are `None` where a loader does not tell its length or the size of its batches.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct TrainingPlan {
+    /// Ranks.
+    pub world_size: usize,
+    /// Micro-steps of a full accumulation window.
+    pub accumulation_steps: usize,
+    /// Samples of an epoch, over all ranks.
+    pub samples: u64,
+    /// Samples of all ranks in one optimizer step with a full window: the effective batch.
+    pub effective_batch: Option<u64>,
+    /// Batches of each rank in an epoch.
+    pub micro_steps_per_epoch: Option<u64>,
+    /// Optimizer steps in an epoch. Its last one may hold fewer samples.
+    pub steps_per_epoch: Option<u64>,
+    /// Epochs.
+    pub epochs: u64,
+    /// Optimizer steps in all, if none is skipped.
+    pub steps: Option<u64>,
+    /// How many times the learning rate advances in all; `None` where it is not known, or there is no
+    /// scheduler.
+    pub rate_steps: Option<u64>,
+}
+
+impl TrainingPlan {
+    /// With the schedule of that optimizer.
+    #[must_use]
+    pub fn with_schedule(self, optimizer: &PreparedOptimizer<Scheduled>) -> Self {
+        let rate_steps = optimizer.advances(self.steps, self.epochs);
+        Self { rate_steps, ..self }
+    }
+}
+
+impl fmt::Display for TrainingPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", Counted(self.world_size as u64, "rank"))?;
+        if let Some(batch) = self.effective_batch {
+            write!(f, ", {} a step", Counted(batch, "sample"))?;
+        }
+        if self.accumulation_steps > 1 {
+            write!(f, " in {} micro-steps", self.accumulation_steps)?;
+        }
+        write!(
+            f,
+            "; {} of {}",
+            Counted(self.epochs, "epoch"),
+            Counted(self.samples, "sample")
+        )?;
+        if let Some(steps) = self.steps_per_epoch {
+            write!(f, " in {}", Counted(steps, "optimizer step"))?;
+        }
+        if let Some(steps) = self.steps {
+            write!(f, ", {steps} in all")?;
+        }
+        if let Some(steps) = self.rate_steps {
+            write!(f, "; {}", Counted(steps, "step"))?;
+            write!(f, " of the learning rate")?;
+        }
+        Ok(())
+    }
+}
+
+impl Accelerator {
+    /// What training on that loader for so many epochs comes to.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # use burn::tensor::Device;
+    /// # struct Rows;
+    /// # impl Batcher<f32, Vec<f32>> for Rows {
+    /// #     fn batch(&self, items: Vec<f32>, _: &Device) -> Vec<f32> { items }
+    /// # }
+    /// # let dataset = InMemDataset::new(vec![0.5_f32; 100]);
+    ///
+    /// let accelerator = Accelerator::builder().accumulation_steps(4).build()?;
+    /// let train = DataLoaderBuilder::new(Rows).batch_size(8).build(dataset);
+    /// let train = accelerator.prepare(train)?;
+    /// let plan = accelerator.plan(&train, 3);
+    /// assert_eq!((plan.effective_batch, plan.steps), (Some(32), Some(12)));
+    /// assert_eq!(
+    ///     plan.to_string(),
+    ///     "1 rank, 32 samples a step in 4 micro-steps; 3 epochs of 100 samples in 4 optimizer steps, \
+    ///      12 in all"
+    /// );
+    /// accelerator.print(plan);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn plan<O: Send + 'static>(&self, train: &PreparedLoader<O>, epochs: u64) -> TrainingPlan {
+        let accumulation = self.accumulation_steps();
+        let micro_steps = train.steps();
+        let steps_per_epoch = micro_steps.map(|steps| steps.div_ceil(accumulation as u64));
+        let batch = train.standing().global_batch;
+        TrainingPlan {
+            world_size: self.world_size(),
+            accumulation_steps: accumulation,
+            samples: train.samples(),
+            effective_batch: batch.map(|samples| samples * accumulation as u64),
+            micro_steps_per_epoch: micro_steps,
+            steps_per_epoch,
+            epochs,
+            steps: steps_per_epoch.map(|steps| steps * epochs),
+            rate_steps: None,
+        }
+    }
+
+    /// A learning rate that was found on one process, for this many.
+    ///
+    /// With batches of the same size on each rank, a step sees as many times the samples. Where the global
+    /// batch stays as it was, so does the rate.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    ///
+    /// let rates = launch(4, |accelerator| {
+    ///     let linear = accelerator.scaled_rate(0.1, RateScaling::Linear);
+    ///     let root = accelerator.scaled_rate(0.1, RateScaling::Sqrt);
+    ///     Ok((linear, root))
+    /// })?;
+    /// assert_eq!(rates[3], (0.4, 0.2));
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn scaled_rate(&self, rate: f64, scaling: RateScaling) -> f64 {
+        let ranks = self.world_size() as f64;
+        match scaling {
+            RateScaling::Linear => rate * ranks,
+            RateScaling::Sqrt => rate * ranks.sqrt(),
+        }
+    }
+}
+
+/// A number and what it counts.
+struct Counted(u64, &'static str);
+
+impl fmt::Display for Counted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(count, noun) = self;
+        let plural = if *count == 1 { "" } else { "s" };
+        write!(f, "{count} {noun}{plural}")
+    }
+}

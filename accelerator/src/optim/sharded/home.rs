@@ -1,0 +1,167 @@
+use core::ops::Range;
+use std::collections::HashMap;
+
+use burn::module::ParamId;
+
+use crate::model::{Float, Trainable};
+
+/// A parameter is cut where each rank gets at least so many elements: below, what a piece costs by
+/// itself is more than what is saved.
+const WORTH_A_PIECE: usize = 4096;
+/// Pieces begin at whole cache lines of the smallest type.
+const ALIGNMENT: usize = 32;
+
+/// On which ranks the elements of a parameter live.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Home {
+    /// Rank `r` has the elements from the `r`-th to the next one.
+    bounds: Vec<usize>,
+    shape: Vec<usize>,
+}
+
+impl Home {
+    pub(super) fn range(&self, rank: usize) -> Range<usize> {
+        self.bounds[rank]..self.bounds[rank + 1]
+    }
+
+    /// The shape of a rank's piece: that of the parameter, if it has all of it.
+    pub(super) fn shape(&self, rank: usize) -> Vec<usize> {
+        let length = self.range(rank).len();
+        if length == self.elements() {
+            return self.shape.clone();
+        }
+        let mut shape = vec![1; self.shape.len().max(1)];
+        shape[0] = length;
+        shape
+    }
+
+    pub(super) fn whole_shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    pub(super) fn elements(&self) -> usize {
+        self.bounds.last().copied().unwrap_or(0)
+    }
+
+    pub(super) fn ranks(&self) -> usize {
+        self.bounds.len() - 1
+    }
+}
+
+/// Where the parameters live that were stepped so far.
+#[derive(Debug)]
+pub(super) struct Homes {
+    known: HashMap<ParamId, Home>,
+    /// Bytes of parameters, by rank.
+    loads: Vec<usize>,
+}
+
+impl Homes {
+    pub(super) fn new(ranks: usize) -> Self {
+        Self {
+            known: HashMap::new(),
+            loads: vec![0; ranks],
+        }
+    }
+
+    pub(super) fn known(&self) -> &HashMap<ParamId, Home> {
+        &self.known
+    }
+
+    /// Finds a home for a parameter. `may_be_cut` is asked where it is large.
+    pub(super) fn settle(
+        &mut self,
+        parameter: &Trainable,
+        may_be_cut: impl FnOnce() -> bool,
+    ) -> &Home {
+        let (ranks, elements) = (self.loads.len(), parameter.shape.iter().product::<usize>());
+        let cut = elements >= ranks * WORTH_A_PIECE && may_be_cut();
+        let bounds = if cut {
+            let part = elements.div_ceil(ranks).next_multiple_of(ALIGNMENT);
+            (0..=ranks)
+                .map(|rank| (rank * part).min(elements))
+                .collect()
+        } else {
+            let owner = self.least_loaded();
+            let bound = |rank| if rank > owner { elements } else { 0 };
+            (0..=ranks).map(bound).collect()
+        };
+        let home = Home {
+            bounds,
+            shape: parameter.shape.clone(),
+        };
+        for (rank, load) in self.loads.iter_mut().enumerate() {
+            *load += home.range(rank).len() * width(parameter.float);
+        }
+        self.known.entry(parameter.id).or_insert(home)
+    }
+
+    fn least_loaded(&self) -> usize {
+        let loads = self.loads.iter().enumerate();
+        loads
+            .min_by_key(|(_, load)| **load)
+            .map_or(0, |(rank, _)| rank)
+    }
+}
+
+fn width(float: Float) -> usize {
+    match float {
+        Float::Bf16 | Float::F16 => 2,
+        Float::F32 => 4,
+        Float::F64 => 8,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn parameter(elements: usize) -> Trainable {
+        Trainable {
+            id: ParamId::new(),
+            path: String::new(),
+            shape: vec![elements],
+            float: Float::F32,
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn homes_cover_every_element_once_and_are_balanced(
+            sizes in proptest::collection::vec(0_usize..60_000, 1..30),
+            ranks in 2_usize..6,
+        ) {
+            let mut homes = Homes::new(ranks);
+            for &size in &sizes {
+                let home = homes.settle(&parameter(size), || true).clone();
+                let mut covered = 0;
+                for rank in 0..ranks {
+                    prop_assert_eq!(home.range(rank).start, covered);
+                    prop_assert_eq!(
+                        home.shape(rank).iter().product::<usize>(),
+                        home.range(rank).len()
+                    );
+                    covered = home.range(rank).end;
+                }
+                prop_assert_eq!(covered, size);
+            }
+            let most = homes.loads.iter().max().unwrap();
+            let least = homes.loads.iter().min().unwrap();
+            // One parameter that is not cut, and the rounding of those that are.
+            let slack = 4 * (ranks * WORTH_A_PIECE + sizes.len() * ranks * ALIGNMENT);
+            prop_assert!(most - least <= slack, "{:?}", homes.loads);
+        }
+    }
+
+    #[test]
+    fn what_may_not_be_cut_lives_on_one_rank() {
+        let mut homes = Homes::new(2);
+        for owner in [0, 1] {
+            let home = homes.settle(&parameter(100_000), || false);
+            assert_eq!(home.range(owner), 0..100_000);
+            assert_eq!(home.shape(owner), [100_000]);
+        }
+    }
+}

@@ -1,0 +1,297 @@
+//! Optimizers whose state is shared out over the ranks.
+
+mod home;
+mod pieces;
+mod probe;
+mod record;
+mod write;
+
+use std::collections::{BTreeMap, HashMap};
+
+use accelerator_collective::ProcessGroup;
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::{Module, ParamId};
+use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
+use burn::tensor::{Bytes, Tensor};
+
+use self::home::{Home, Homes};
+use self::pieces::Reader;
+use self::record::{Entry, Records};
+use self::write::Writer;
+use crate::error::Result;
+use crate::gradient::{Averages, with_rank};
+
+/// An optimizer whose state is shared out over the ranks: prepare `Sharded(optimizer)` in its place,
+/// with or without a scheduler.
+///
+/// Each rank keeps its part of the state, steps its part of the parameters, and gets the rest from the
+/// others (ZeRO stage 1): time and memory of the optimizer are divided by the number of ranks, and a step
+/// ends with an all-gather of the parameters. Training has the same bits as without, on the CPU. One
+/// rank alone has nothing to share.
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use accelerator::optim::{InitFused, Sharded};
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::AdamWConfig;
+/// use burn::tensor::Tensor;
+///
+/// let train = |ranks| {
+///     accelerator::launch(ranks, |accelerator| {
+///         let device = accelerator.device();
+///         let model: Linear = accelerator.init(|device| LinearConfig::new(300, 70).init(device));
+///         let optimizer = AdamWConfig::new().init_fused();
+///         let (mut model, mut optimizer) = accelerator.prepare((model, Sharded(optimizer)))?;
+///         for _ in 0..3 {
+///             let input = Tensor::<2>::ones([2, 300], &device);
+///             let loss = model.forward(input).powi_scalar(2).mean();
+///             let gradients = accelerator.backward(loss, &model, 2)?;
+///             model = optimizer.step(1e-3, model, gradients);
+///         }
+///         Ok((model.weight.val().into_data(), optimizer.state_memory()?))
+///     })
+/// };
+/// let (alone, together) = (train(1)?, train(2)?);
+/// assert_eq!(together[0].0, alone[0].0, "bit for bit");
+/// assert!(together[0].1 < alone[0].1 * 6 / 10, "half of the state");
+/// # Ok::<(), Error>(())
+/// ```
+///
+/// Every optimizer of Burn's can be sharded. One that looks at a parameter as a whole (LAMB, Muon,
+/// Adafactor; gradient clipping that is set in Burn's configuration) keeps each parameter on one rank;
+/// the others, which look at each element by itself, cut large parameters. Which kind an optimizer is
+/// shows when a parameter is first stepped, by stepping a small tensor in both ways: an optimizer of your
+/// own that is element-wise there, and not everywhere, must not be sharded.
+///
+/// In a checkpoint the state is whole: it goes on at another number of ranks, and with or without
+/// sharding. While ranks step they are joined by the all-gather; when another rank is lost in it, the
+/// model is as it was, [`outcome`](super::PreparedOptimizer::outcome) is
+/// [`Lost`](super::StepOutcome::Lost), and the next call that communicates returns the error. An
+/// emergency checkpoint cannot hold a sharded optimizer, since the lost rank's state is gone.
+#[derive(Clone, Copy, Debug)]
+pub struct Sharded<O>(
+    /// Burn's optimizer.
+    pub O,
+);
+
+/// What a sharded optimizer knows beside Burn's, which holds the state of this rank's pieces.
+pub(crate) struct Shards {
+    /// Without any state.
+    blank: ModuleOptimizer,
+    group: ProcessGroup,
+    homes: Homes,
+    /// State of whole parameters that were not stepped since it was loaded.
+    loaded: Records,
+}
+
+/// The state of all ranks at one moment.
+pub(super) struct Joint {
+    homes: HashMap<ParamId, Home>,
+    loaded: Records,
+    /// Each rank's own, once they came together on rank 0.
+    parts: Vec<Vec<u8>>,
+}
+
+impl Shards {
+    /// Takes what state the optimizer has, to be cut later. `None` where there is one rank alone.
+    pub(crate) fn new(
+        group: &ProcessGroup,
+        optimizer: ModuleOptimizer,
+    ) -> Result<(ModuleOptimizer, Option<Self>)> {
+        if group.world_size() == 1 {
+            return Ok((optimizer, None));
+        }
+        let loaded = Records::of(&optimizer)?;
+        let blank = optimizer.load_record(OptimizerRecord::default());
+        let shards = Self {
+            blank: blank.clone(),
+            group: group.clone(),
+            homes: Homes::new(group.world_size()),
+            loaded,
+        };
+        Ok((blank, Some(shards)))
+    }
+
+    /// Goes on from a record of whole parameters, which fits the optimizer. Gives the optimizer
+    /// without state.
+    pub(super) fn go_on(&mut self, record: Bytes) -> Result<ModuleOptimizer> {
+        self.loaded = Records::read(record)?;
+        self.homes = Homes::new(self.group.world_size());
+        Ok(self.blank.clone())
+    }
+
+    /// The optimizer, as if it had all the state in a record; to compare with what it would save.
+    pub(super) fn blank(&self) -> ModuleOptimizer {
+        self.blank.clone()
+    }
+
+    /// The bytes of state that wait to be cut.
+    pub(super) fn waiting(&self) -> usize {
+        self.loaded.size()
+    }
+
+    pub(super) fn joint(&self) -> Joint {
+        Joint {
+            homes: self.homes.known().clone(),
+            loaded: self.loaded.clone(),
+            parts: Vec::new(),
+        }
+    }
+
+    /// Steps this rank's pieces and gives the model all ranks' new values. Where other ranks are lost,
+    /// the model is as it was, in `Err`; the group has failed then.
+    #[track_caller]
+    pub(super) fn step<M: Module>(
+        &mut self,
+        optimizer: &mut ModuleOptimizer,
+        rate: ModuleLearningRate,
+        model: M,
+        averages: Averages,
+    ) -> core::result::Result<M, M> {
+        let rank = self.group.rank();
+        if let Err(error) = self.settle(optimizer, &averages) {
+            self.group.abort(error.to_string());
+            return Err(model);
+        }
+        let mut reader = Reader::new(rank, self.homes.known(), &averages);
+        model.visit(&mut reader);
+        let (pieces, spots) = reader.finish();
+        let mut gradients = GradientsParams::new();
+        for piece in pieces.iter() {
+            with_rank!(piece.dimensions(), D => {
+                let gradient = averages.part::<D>(piece.id, &piece.range, piece.shape());
+                if let Some(gradient) = gradient {
+                    gradients.register(piece.id, gradient);
+                }
+            });
+        }
+        drop(averages);
+        let pieces = optimizer.step(rate, pieces, gradients);
+        let own = pieces.into_bytes();
+        match self.exchange(own, &spots) {
+            Some(parts) => Ok(model.map(&mut Writer::new(spots, parts))),
+            None => Err(model),
+        }
+    }
+
+    /// Settles where the parameters live that are stepped for the first time, and cuts what state was
+    /// loaded for them.
+    fn settle(&mut self, optimizer: &mut ModuleOptimizer, averages: &Averages) -> Result<()> {
+        let mut cut = Records::default();
+        for parameter in averages.parameters() {
+            if self.homes.known().contains_key(&parameter.id) {
+                continue;
+            }
+            let blank = &self.blank;
+            let home = self.homes.settle(parameter, || {
+                probe::is_element_wise(blank, parameter, averages.device())
+            });
+            if let Some(entry) = self.loaded.remove(parameter.id)
+                && let Some(entry) = entry.cut(home, self.group.rank())
+            {
+                cut.insert(parameter.id, entry);
+            }
+        }
+        if cut.is_empty() {
+            return Ok(());
+        }
+        let mut all = Records::of(optimizer)?;
+        all.extend(cut);
+        *optimizer = all.load_into(self.blank.clone())?;
+        Ok(())
+    }
+
+    /// The bytes of every rank's pieces.
+    #[track_caller]
+    fn exchange(&self, own: Vec<u8>, spots: &Spots) -> Option<Vec<Vec<u8>>> {
+        let capacities = spots.lengths.iter();
+        let mut parts: Vec<Vec<u8>> = capacities.map(|_| Vec::new()).collect();
+        for (rank, (part, length)) in parts.iter_mut().zip(&spots.lengths).enumerate() {
+            if rank != self.group.rank() {
+                part.reserve_exact(*length);
+            }
+        }
+        let gathered = self.group.all_gather_varied_with(&own, |rank, piece| {
+            parts[rank].extend_from_slice(piece);
+        });
+        gathered.ok()?;
+        parts[self.group.rank()] = own;
+        let lengths = parts.iter().map(Vec::len);
+        if lengths.eq(spots.lengths.iter().copied()) {
+            return Some(parts);
+        }
+        self.group.abort(
+            "ranks stepped different parameters with a sharded optimizer: step the same model on \
+             every rank, with the gradients of the same backward pass"
+                .to_owned(),
+        );
+        None
+    }
+}
+
+/// Where each parameter's pieces lie among the bytes that ranks exchange.
+#[derive(Debug, Default)]
+struct Spots {
+    /// By parameter: for each rank, where its piece begins, and how long it is.
+    starts: HashMap<ParamId, Vec<(usize, usize)>>,
+    /// By rank.
+    lengths: Vec<usize>,
+}
+
+impl Joint {
+    /// Brings the state of all ranks together on rank 0.
+    #[track_caller]
+    pub(super) fn gather(
+        &mut self,
+        group: &ProcessGroup,
+        optimizer: &ModuleOptimizer,
+    ) -> Result<()> {
+        let own = super::state::bytes_of(optimizer)?;
+        let mut parts = vec![Vec::new(); group.world_size()];
+        let is_main = group.rank() == 0;
+        group.all_gather_varied_with(&own, |rank, piece: &[u8]| {
+            if is_main {
+                parts[rank].extend_from_slice(piece);
+            }
+        })?;
+        if is_main {
+            parts[0].extend_from_slice(&own);
+            self.parts = parts;
+        }
+        Ok(())
+    }
+
+    /// The record of whole parameters, on rank 0.
+    pub(super) fn bytes(&self) -> Result<Bytes> {
+        let mut ranks = Vec::with_capacity(self.parts.len());
+        for part in &self.parts {
+            ranks.push(Records::read(Bytes::from_bytes_vec(part.clone()))?);
+        }
+        let mut pieces: BTreeMap<ParamId, Vec<Option<Entry>>> = BTreeMap::new();
+        let count = ranks.len();
+        for (rank, records) in ranks.into_iter().enumerate() {
+            for (id, entry) in records.into_entries() {
+                let all = pieces
+                    .entry(id)
+                    .or_insert_with(|| core::iter::repeat_with(|| None).take(count).collect());
+                all[rank] = Some(entry);
+            }
+        }
+        let mut whole = self.loaded.clone();
+        for (id, entries) in pieces {
+            if let Some(entry) = self
+                .homes
+                .get(&id)
+                .and_then(|home| Entry::join(entries, home))
+            {
+                whole.insert(id, entry);
+            }
+        }
+        whole.into_bytes()
+    }
+}
+
+/// A tensor of plain values as one whose gradient is known.
+fn leaf<const D: usize>(value: Tensor<D>) -> Tensor<D> {
+    Tensor::from_inner(value).require_grad()
+}

@@ -1,0 +1,200 @@
+use core::fmt;
+use core::ops::Range;
+use std::collections::{HashMap, HashSet};
+
+use burn::backend::DispatchTensor;
+use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Device, Shape, Tensor};
+
+use super::home::Home;
+use super::{Spots, leaf};
+use crate::gradient::{Averages, with_rank};
+
+/// This rank's pieces of parameters, as a module that Burn's optimizers step. They have the ids,
+/// paths and numbers of dimensions of what they are pieces of.
+#[derive(Clone, Default)]
+pub(super) struct Pieces(Vec<Piece>);
+
+#[derive(Clone)]
+pub(super) struct Piece {
+    pub(super) id: ParamId,
+    path: String,
+    /// Which elements of the parameter it has.
+    pub(super) range: Range<usize>,
+    shape: Vec<usize>,
+    /// On a plain device.
+    value: DispatchTensor,
+}
+
+impl Pieces {
+    pub(super) fn one(id: ParamId, path: &str, shape: Vec<usize>, value: DispatchTensor) -> Self {
+        Self(vec![Piece {
+            id,
+            path: path.to_owned(),
+            range: 0..shape.iter().product(),
+            shape,
+            value,
+        }])
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Piece> {
+        self.0.iter()
+    }
+
+    /// The values, one after the other.
+    pub(super) fn into_bytes(self) -> Vec<u8> {
+        let mut all = Vec::new();
+        for piece in self.0 {
+            let data = Tensor::<1>::from_dispatch(piece.value).into_data();
+            all.extend_from_slice(data.bytes());
+        }
+        all
+    }
+}
+
+impl Piece {
+    pub(super) fn dimensions(&self) -> usize {
+        self.shape.len()
+    }
+
+    pub(super) fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+}
+
+impl Module for Pieces {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        devices
+    }
+
+    fn fork(self, _device: &Device) -> Self {
+        self
+    }
+
+    fn to_device(self, _device: &Device) -> Self {
+        self
+    }
+
+    fn train(self) -> Self {
+        self
+    }
+
+    fn valid(&self) -> Self {
+        self.clone()
+    }
+
+    fn materialize(self) -> Self {
+        self
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        for piece in &self.0 {
+            visitor.enter_module(&piece.path, "");
+            with_rank!(piece.dimensions(), D => {
+                let value = Tensor::<D>::from_dispatch(piece.value.clone());
+                visitor.visit_float(&Param::initialized(piece.id, leaf(value)));
+            });
+            visitor.exit_module(&piece.path, "");
+        }
+    }
+
+    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        let map = |piece: Piece| {
+            mapper.enter_module(&piece.path, "");
+            let value = with_rank!(piece.dimensions(), D => {
+                let value = leaf(Tensor::<D>::from_dispatch(piece.value));
+                let param = mapper.map_float(Param::initialized(piece.id, value));
+                let (_, value, _) = param.consume();
+                value.inner().into_dispatch()
+            });
+            mapper.exit_module(&piece.path, "");
+            Piece { value, ..piece }
+        };
+        Self(self.0.into_iter().map(map).collect())
+    }
+}
+
+impl fmt::Debug for Pieces {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let paths = self.0.iter().map(|piece| (&piece.path, &piece.range));
+        f.debug_map().entries(paths).finish()
+    }
+}
+
+/// Takes this rank's pieces out of a model, of the parameters that have a gradient, and notes where
+/// all ranks' pieces will lie.
+pub(super) struct Reader<'a> {
+    rank: usize,
+    homes: &'a HashMap<ParamId, Home>,
+    averaged: HashSet<ParamId>,
+    path: Vec<String>,
+    pieces: Pieces,
+    spots: Spots,
+}
+
+impl<'a> Reader<'a> {
+    pub(super) fn new(rank: usize, homes: &'a HashMap<ParamId, Home>, averages: &Averages) -> Self {
+        let averaged: HashSet<_> = averages.parameters().map(|known| known.id).collect();
+        Self {
+            rank,
+            homes,
+            averaged,
+            path: Vec::new(),
+            pieces: Pieces::default(),
+            spots: Spots::default(),
+        }
+    }
+
+    pub(super) fn finish(self) -> (Pieces, Spots) {
+        (self.pieces, self.spots)
+    }
+}
+
+impl ModuleVisitor for Reader<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        // A parameter that a module has twice is stepped once, as by Burn.
+        if !self.averaged.remove(&param.id) {
+            return;
+        }
+        let Some(home) = self.homes.get(&param.id) else {
+            return;
+        };
+        let value = param.val().inner();
+        let width = value.dtype().size();
+        self.spots.lengths.resize(home.ranks(), 0);
+        let spots = (0..home.ranks()).map(|rank| {
+            let start = self.spots.lengths[rank];
+            let length = home.range(rank).len() * width;
+            self.spots.lengths[rank] += length;
+            (start, length)
+        });
+        let spots = spots.collect();
+        self.spots.starts.insert(param.id, spots);
+        let range = home.range(self.rank);
+        if range.is_empty() {
+            return;
+        }
+        let shape = home.shape(self.rank);
+        let value = if range.len() == home.elements() {
+            value
+        } else {
+            let flat = value.reshape([home.elements()]).slice([range.clone()]);
+            flat.reshape(Shape::from(shape.clone()))
+        };
+        self.pieces.0.push(Piece {
+            id: param.id,
+            path: self.path.join("."),
+            range,
+            shape,
+            value: value.into_dispatch(),
+        });
+    }
+}

@@ -1,0 +1,180 @@
+use std::collections::BTreeMap;
+
+use burn::module::ParamId;
+use burn::optim::ModuleOptimizer;
+use burn::tensor::{Bytes, DType};
+use burn_pack::{Reader, Scalar, Tensor, Writer};
+
+use super::home::Home;
+use crate::error::Result;
+use crate::optim::state::{bytes_of, reader, unwritable};
+
+/// A record of Burn's, taken apart by parameters.
+#[derive(Clone, Default)]
+pub(super) struct Records(BTreeMap<ParamId, Entry>);
+
+/// The state of a parameter, or of a piece of it.
+#[derive(Clone, Default)]
+pub(super) struct Entry {
+    path: Option<String>,
+    /// By name, without the id.
+    scalars: Vec<(String, Scalar)>,
+    tensors: Vec<Field>,
+}
+
+#[derive(Clone)]
+struct Field {
+    name: String,
+    dtype: DType,
+    shape: Vec<usize>,
+    bytes: Bytes,
+}
+
+impl Records {
+    pub(super) fn of(optimizer: &ModuleOptimizer) -> Result<Self> {
+        Self::read(bytes_of(optimizer)?)
+    }
+
+    pub(super) fn read(record: Bytes) -> Result<Self> {
+        let reader: Reader = reader(record)?;
+        let mut records = Self::default();
+        for (id, path) in reader.metadata() {
+            if let Ok(id) = id.parse::<u64>() {
+                records.entry(id).path = Some(path.clone());
+            }
+        }
+        for (name, value) in reader.scalars() {
+            if let Some((id, name)) = split(name) {
+                records.entry(id).scalars.push((name, *value));
+            }
+        }
+        for tensor in reader.into_tensors().map_err(unwritable)? {
+            let (name, dtype, shape, _, bytes) = tensor.into_parts().map_err(unwritable)?;
+            if let Some((id, name)) = split(&name) {
+                records.entry(id).tensors.push(Field {
+                    name,
+                    dtype,
+                    shape: shape.to_vec(),
+                    bytes,
+                });
+            }
+        }
+        Ok(records)
+    }
+
+    /// As Burn writes it.
+    pub(super) fn into_bytes(self) -> Result<Bytes> {
+        let mut tensors = Vec::new();
+        let (mut scalars, mut paths) = (Vec::new(), Vec::new());
+        for (id, entry) in self.0 {
+            let id = id.val();
+            paths.extend(entry.path.map(|path| (id.to_string(), path)));
+            let named = entry.scalars.into_iter();
+            scalars.extend(named.map(|(name, value)| (format!("{id}.{name}"), value)));
+            tensors.extend(entry.tensors.into_iter().map(|field| {
+                let name = format!("{id}.{}", field.name);
+                Tensor::new(name, field.dtype, field.shape, Some(id), field.bytes)
+            }));
+        }
+        let mut writer = Writer::new(tensors);
+        for (name, value) in scalars {
+            writer = writer.with_scalar(&name, value);
+        }
+        for (id, path) in paths {
+            writer = writer.with_metadata(&id, &path);
+        }
+        writer.into_bytes().map(Bytes::shared).map_err(unwritable)
+    }
+
+    pub(super) fn load_into(self, blank: ModuleOptimizer) -> Result<ModuleOptimizer> {
+        blank.from_bytes(self.into_bytes()?).map_err(unwritable)
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(super) fn insert(&mut self, id: ParamId, entry: Entry) {
+        self.0.insert(id, entry);
+    }
+
+    pub(super) fn remove(&mut self, id: ParamId) -> Option<Entry> {
+        self.0.remove(&id)
+    }
+
+    pub(super) fn extend(&mut self, others: Self) {
+        self.0.extend(others.0);
+    }
+
+    pub(super) fn into_entries(self) -> impl Iterator<Item = (ParamId, Entry)> {
+        self.0.into_iter()
+    }
+
+    /// The bytes of its tensors.
+    pub(super) fn size(&self) -> usize {
+        let fields = self.0.values().flat_map(|entry| &entry.tensors);
+        fields.map(|field| field.bytes.len()).sum()
+    }
+
+    fn entry(&mut self, id: u64) -> &mut Entry {
+        self.0.entry(ParamId::from(id)).or_default()
+    }
+}
+
+impl Entry {
+    /// What a rank keeps of the state of a whole parameter.
+    pub(super) fn cut(self, home: &Home, rank: usize) -> Option<Self> {
+        let range = home.range(rank);
+        if range.is_empty() && home.elements() > 0 {
+            return None;
+        }
+        if range.len() == home.elements() {
+            return Some(self);
+        }
+        let cut = |field: Field| {
+            if field.shape.iter().product::<usize>() != home.elements() {
+                return field;
+            }
+            let width = field.dtype.size();
+            let bytes = field.bytes[range.start * width..range.end * width].to_vec();
+            Field {
+                shape: home.shape(rank),
+                bytes: Bytes::from_bytes_vec(bytes),
+                ..field
+            }
+        };
+        Some(Self {
+            tensors: self.tensors.into_iter().map(cut).collect(),
+            ..self
+        })
+    }
+
+    /// The state of a whole parameter, of what each rank keeps of it.
+    pub(super) fn join(parts: Vec<Option<Self>>, home: &Home) -> Option<Self> {
+        let mut parts = parts.into_iter().enumerate();
+        let (rank, mut whole) = parts.find_map(|(rank, part)| Some((rank, part?)))?;
+        let length = home.range(rank).len();
+        if length == home.elements() {
+            return Some(whole);
+        }
+        let rest: Vec<Self> = parts.filter_map(|(_, part)| part).collect();
+        for (at, field) in whole.tensors.iter_mut().enumerate() {
+            if field.shape.iter().product::<usize>() != length {
+                continue;
+            }
+            let mut bytes = field.bytes.to_vec();
+            for part in &rest {
+                bytes.extend_from_slice(&part.tensors.get(at)?.bytes);
+            }
+            field.bytes = Bytes::from_bytes_vec(bytes);
+            field.shape = home.whole_shape().to_vec();
+        }
+        Some(whole)
+    }
+}
+
+/// The id and the rest of a name.
+fn split(name: &str) -> Option<(u64, String)> {
+    let (id, name) = name.split_once('.')?;
+    Some((id.parse().ok()?, name.to_owned()))
+}

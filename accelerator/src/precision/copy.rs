@@ -1,0 +1,153 @@
+use burn::backend::DispatchTensor;
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{DType, FloatDType, Tensor};
+
+use crate::accelerator::Accelerator;
+use crate::gradient::Slot;
+
+/// Runs `layer` in `f32` on an input that may be in half precision, and gives its output in the
+/// input's type: for layers that do not compute in half precision. What is in full precision goes
+/// through as it is.
+///
+/// ```
+/// use accelerator::precision::in_full;
+/// use burn::nn::{BatchNorm, BatchNormConfig};
+/// use burn::tensor::{DType, Device, Tensor};
+///
+/// let norm: BatchNorm = BatchNormConfig::new(3).init(&Device::default());
+/// let half = Tensor::<3>::ones([2, 3, 4], &Device::default()).cast(DType::BF16);
+/// let output = in_full(half, |x| norm.forward(x));
+/// assert_eq!(output.dtype(), DType::BF16);
+/// ```
+pub fn in_full<const D: usize, const E: usize>(
+    input: Tensor<D>,
+    layer: impl FnOnce(Tensor<D>) -> Tensor<E>,
+) -> Tensor<E> {
+    match input.dtype() {
+        half @ (DType::F16 | DType::BF16) => layer(input.cast(DType::F32)).cast(half),
+        _ => layer(input),
+    }
+}
+
+impl Accelerator {
+    /// Runs the forward pass on a [working copy](Self::working_copy) of the model, or on the model
+    /// itself with [`Precision::No`](super::Precision::No). See the [module](super) for the whole loop.
+    pub fn forward<M: Module, T>(&self, model: &M, forward: impl FnOnce(&M) -> T) -> T {
+        match self.precision().dtype() {
+            Some(_) => forward(&self.working_copy(model)),
+            None => forward(model),
+        }
+    }
+
+    /// The model with parameters in the [precision](Self::precision) to compute in, cast from those of
+    /// `model`, which get the gradients. `BatchNorm` stays as it is. With
+    /// [`Precision::No`](super::Precision::No) it is the same model.
+    ///
+    /// It serves one backward pass, and is gone with it: [`forward`](Self::forward) makes one each time.
+    /// Two models that share parameters, or two forward passes whose losses are added, may each have a
+    /// copy; then gradients are sent when backward has ended, whatever
+    /// [`Overlap`](crate::Overlap) says.
+    pub fn working_copy<M: Module>(&self, model: &M) -> M {
+        self.working_copy_except(model, |_| false)
+    }
+
+    /// The same, but for parameters with paths (`layers.0.weight`) that `keep` chooses, which stay as they
+    /// are.
+    pub fn working_copy_except<M: Module>(&self, model: &M, keep: impl Fn(&str) -> bool) -> M {
+        let Some(dtype) = self.precision().dtype() else {
+            return model.clone();
+        };
+        // One that was not prepared, for evaluation say, has no gradients to wait for.
+        let slot = self.shared.models.find(model).ok();
+        let mut caster = Caster {
+            dtype,
+            keep: &keep,
+            norms: 0,
+            parts: Vec::new(),
+            path: Vec::new(),
+            slot: slot.as_deref(),
+        };
+        if let Some(slot) = &slot {
+            caster.parts.resize_with(slot.parameters().len(), || None);
+        }
+        let copy = model.clone().map(&mut caster);
+        let parts = caster.parts;
+        if let Some(slot) = &slot
+            && parts.iter().any(Option::is_some)
+        {
+            slot.note_working(parts);
+        }
+        copy
+    }
+
+    /// A tensor in the [precision](Self::precision) to compute in: for what goes into the model.
+    pub fn to_working<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        match self.precision().dtype() {
+            Some(dtype) => tensor.cast(dtype),
+            None => tensor,
+        }
+    }
+
+    /// A tensor in the type of the parameters, if it is in half precision: for what goes into a loss or a
+    /// metric.
+    pub fn to_full<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        let full = self.shared.device.settings().float_dtype;
+        match (self.precision().dtype(), tensor.dtype()) {
+            (Some(_), DType::F16 | DType::BF16) => tensor.cast(full),
+            _ => tensor,
+        }
+    }
+
+    /// By what the loss of a model is multiplied before backward; `None` where it is not scaled.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared.
+    pub fn loss_scale<M: Module>(&self, model: &M) -> crate::Result<Option<f64>> {
+        Ok(self.shared.models.find(model)?.loss_scale())
+    }
+}
+
+/// Casts parameters inside the graph, and notes what became of those that take a gradient.
+struct Caster<'a, K> {
+    dtype: FloatDType,
+    keep: &'a K,
+    /// Inside of how many layers that do not compute in half precision.
+    norms: usize,
+    parts: Vec<Option<DispatchTensor>>,
+    path: Vec<String>,
+    slot: Option<&'a Slot>,
+}
+
+impl<K: Fn(&str) -> bool> ModuleMapper for Caster<'_, K> {
+    fn enter_module(&mut self, name: &str, kind: &str) {
+        self.path.push(name.to_owned());
+        self.norms += usize::from(is_norm(kind));
+    }
+
+    fn exit_module(&mut self, _name: &str, kind: &str) {
+        self.path.pop();
+        self.norms -= usize::from(is_norm(kind));
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if self.norms > 0 || (self.keep)(&self.path.join(".")) {
+            return param;
+        }
+        let (id, value, mapper) = param.consume();
+        let trained = value.is_require_grad();
+        let cast = value.cast(self.dtype);
+        if let Some(index) = self.slot.and_then(|slot| slot.number(id))
+            && trained
+            && let Some(part) = self.parts.get_mut(index)
+        {
+            *part = Some(cast.clone().into_dispatch());
+        }
+        Param::from_mapped_value(id, cast, mapper)
+    }
+}
+
+/// Burn's layer whose running statistics are shared by all copies of it, and stay in full precision.
+fn is_norm(kind: &str) -> bool {
+    kind.ends_with(":BatchNorm")
+}

@@ -1,0 +1,142 @@
+//! Computing in half precision, with parameters in full.
+//!
+//! What differs from the loop in full precision:
+//!
+//! ```diff
+//! -let accelerator = Accelerator::new()?;
+//! +let accelerator = Accelerator::builder().precision(Precision::Bf16).build()?;
+//!  …
+//! -let loss = cross_entropy(model.forward(batch.images.clone()), batch.targets.clone());
+//! +let loss = accelerator.forward(&model, |model| {
+//! +    let logits = model.forward(accelerator.to_working(batch.images.clone()));
+//! +    cross_entropy(accelerator.to_full(logits), batch.targets.clone())
+//! +});
+//!  let gradients = accelerator.backward(loss, &model, &batch)?;
+//!  model = optimizer.step(model, gradients);
+//! ```
+//!
+//! Written so, it also runs in full precision: [`Precision::No`] makes all three do nothing, and
+//! `ACCEL_PRECISION=bf16` says otherwise where the program leaves it open.
+//!
+//! The model that the program holds has the *master weights*, in `f32` (or the
+//! [`dtype`](crate::AcceleratorBuilder::dtype) that was asked for): the optimizer updates them,
+//! checkpoints save them, and `model.valid()` evaluates with them. `forward` lends a *working copy*, whose
+//! parameters are cast from the masters inside the graph, so that gradients come back to the masters in
+//! full precision. A copy serves one backward; `forward` makes a new one each time, which costs half the
+//! memory of the parameters while it lives.
+//!
+//! # What stays in full precision
+//!
+//! - Losses: cast what goes into them, with [`to_full`](crate::Accelerator::to_full).
+//! - `BatchNorm`, which in Burn has no half precision that it could mix with its running statistics: its
+//!   parameters stay as they are in the copy. In the model's own `forward`, give it what it can take, and
+//!   take back what came in, with [`in_full`]. `LayerNorm`, `GroupNorm` and `RmsNorm` compute in `f32` by
+//!   themselves.
+//! - What [`working_copy_except`](crate::Accelerator::working_copy_except) is told.
+//!
+//! # Overflow
+//!
+//! `f16` has few exponents: gradients below 6·10⁻⁸ are 0, and nothing above 65504 is finite. So with
+//! [`Precision::F16`] the loss is multiplied by a [scale](LossScale) before backward, and the averaged
+//! gradients are divided by it. Where a reduced gradient is not finite, the step is left out on all ranks,
+//! which see the same bits: the optimizer says
+//! [`StepOutcome::Skipped`](crate::optim::StepOutcome::Skipped), its schedule stays, and the scale is
+//! smaller from then on. Each model has a scale of its own, which checkpoints keep.
+//!
+//! ```
+//! use accelerator::prelude::*;
+//! use accelerator::precision::Precision;
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::optim::SgdConfig;
+//! use burn::tensor::{DType, Tensor};
+//!
+//! let accelerator = Accelerator::builder().precision(Precision::F16).build()?;
+//! let device = accelerator.device();
+//! let model: Linear = LinearConfig::new(2, 1).init(&device);
+//! let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+//! for _ in 0..20 {
+//!     let input = accelerator.to_working(Tensor::<2>::ones([4, 2], &device));
+//!     let loss = accelerator.forward(&model, |model| {
+//!         let output = model.forward(input);
+//!         assert_eq!(output.dtype(), DType::F16);
+//!         accelerator.to_full(output).powi_scalar(2).mean()
+//!     });
+//!     let gradients = accelerator.backward(loss, &model, 4)?;
+//!     model = optimizer.step(0.1, model, gradients);
+//!     // The first steps may be, until the scale is small enough.
+//!     if let StepOutcome::Skipped { scale } = optimizer.outcome() {
+//!         accelerator.print(format_args!("the scale {scale} is too large"));
+//!     }
+//! }
+//! assert!(optimizer.steps() > 10);
+//! assert_eq!(model.weight.val().dtype(), DType::F32);
+//! # Ok::<(), Error>(())
+//! ```
+
+mod copy;
+mod scale;
+
+use core::fmt;
+use core::str::FromStr;
+
+use burn::tensor::FloatDType;
+
+pub use self::copy::in_full;
+pub use self::scale::LossScale;
+pub(crate) use self::scale::{Scaler, ScalerState};
+use crate::error::{Error, Result};
+
+/// The type in which forward and backward compute. Parameters, their gradients and the optimizer stay in
+/// full precision.
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum Precision {
+    /// bfloat16: the range of `f32` with 8 bits of precision.
+    Bf16,
+    /// Half precision of 11 bits, in a narrow range: the loss is [scaled](LossScale).
+    F16,
+    /// That of the parameters.
+    #[default]
+    No,
+}
+
+impl Precision {
+    const ALL: [Self; 3] = [Self::Bf16, Self::F16, Self::No];
+
+    /// The name that `ACCEL_PRECISION` takes: `no`, `f16` or `bf16`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+            Self::No => "no",
+        }
+    }
+
+    /// The type of a working copy; `None` where there is none.
+    pub(crate) fn dtype(self) -> Option<FloatDType> {
+        match self {
+            Self::Bf16 => Some(FloatDType::BF16),
+            Self::F16 => Some(FloatDType::F16),
+            Self::No => None,
+        }
+    }
+}
+
+impl fmt::Display for Precision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Precision {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let known = Self::ALL.into_iter().find(|known| known.name() == name);
+        known.ok_or_else(|| {
+            Error::config(format!(
+                "there is no precision `{name}`; expected no, f16 or bf16"
+            ))
+        })
+    }
+}

@@ -1,0 +1,208 @@
+use core::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// How the loss is scaled with [`Precision::F16`](super::Precision::F16): as PyTorch's `GradScaler`
+/// does it, with the same defaults.
+///
+/// ```
+/// use accelerator::precision::{LossScale, Precision};
+/// use accelerator::Accelerator;
+///
+/// let accelerator = Accelerator::builder()
+///     .precision(Precision::F16)
+///     .loss_scale(LossScale::new().with_initial(1024.0).with_growth_interval(100))
+///     .build()?;
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[must_use]
+pub struct LossScale {
+    initial: f64,
+    growth: f64,
+    backoff: f64,
+    interval: u64,
+}
+
+impl LossScale {
+    /// Begins with 65536, doubles after 2000 good steps in a row, and halves when gradients are not
+    /// finite.
+    pub fn new() -> Self {
+        Self {
+            initial: 65536.0,
+            growth: 2.0,
+            backoff: 0.5,
+            interval: 2000,
+        }
+    }
+
+    /// The scale at first. A power of two adds no rounding error. Default: 65536.
+    pub fn with_initial(mut self, scale: f64) -> Self {
+        self.initial = scale;
+        self
+    }
+
+    /// By what the scale is multiplied after so many good steps. Default: 2.
+    pub fn with_growth(mut self, factor: f64) -> Self {
+        self.growth = factor;
+        self
+    }
+
+    /// By what the scale is multiplied when a step is skipped. Default: 0.5.
+    pub fn with_backoff(mut self, factor: f64) -> Self {
+        self.backoff = factor;
+        self
+    }
+
+    /// After how many good steps in a row the scale grows. Default: 2000.
+    pub fn with_growth_interval(mut self, steps: u64) -> Self {
+        self.interval = steps;
+        self
+    }
+
+    /// Refuses what leads nowhere.
+    pub(crate) fn check(&self) -> Result<()> {
+        let positive = |value: f64| value > 0.0 && value.is_finite();
+        let good = positive(self.initial)
+            && self.initial <= LARGEST
+            && self.growth >= 1.0
+            && self.growth.is_finite()
+            && positive(self.backoff)
+            && self.backoff < 1.0
+            && self.interval > 0;
+        if good {
+            return Ok(());
+        }
+        Err(Error::config(format!(
+            "the loss scale is {self}; expected a positive beginning, a growth of at least 1, a \
+             backoff between 0 and 1, and an interval of at least one step"
+        )))
+    }
+}
+
+impl Default for LossScale {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Display for LossScale {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} at first, times {} after {} good steps, times {} after a bad one",
+            self.initial, self.growth, self.interval, self.backoff
+        )
+    }
+}
+
+/// The bounds of a scale: its products with sums stay within the range of `f32`.
+const LARGEST: f64 = (1_u64 << 40) as f64;
+const SMALLEST: f64 = 1.0 / LARGEST;
+
+/// A scale as it stands. It moves by what all ranks see alike, and so is the same on each.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scaler {
+    rule: LossScale,
+    state: ScalerState,
+}
+
+/// What a checkpoint keeps of it.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
+pub(crate) struct ScalerState {
+    scale: f64,
+    /// Since it changed, or a step was skipped.
+    good_steps: u64,
+}
+
+impl Scaler {
+    pub(crate) fn new(rule: LossScale) -> Self {
+        let state = ScalerState {
+            scale: rule.initial,
+            good_steps: 0,
+        };
+        Self { rule, state }
+    }
+
+    /// Goes on from what was saved.
+    pub(crate) fn with_state(self, state: ScalerState) -> Self {
+        Self { state, ..self }
+    }
+
+    pub(crate) fn scale(&self) -> f64 {
+        self.state.scale
+    }
+
+    pub(crate) fn state(&self) -> ScalerState {
+        self.state
+    }
+
+    /// A window was reduced whose gradients are all finite, or not.
+    pub(crate) fn update(&mut self, finite: bool) {
+        let ScalerState { scale, good_steps } = &mut self.state;
+        if !finite {
+            *scale = (*scale * self.rule.backoff).max(SMALLEST);
+            *good_steps = 0;
+            return;
+        }
+        *good_steps += 1;
+        if *good_steps >= self.rule.interval {
+            *scale = (*scale * self.rule.growth).min(LARGEST);
+            *good_steps = 0;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_scale_grows_after_good_steps_in_a_row_and_backs_off_at_once() {
+        let mut scaler = Scaler::new(LossScale::new().with_initial(8.0).with_growth_interval(3));
+        let mut after = |finite| {
+            scaler.update(finite);
+            scaler.scale()
+        };
+        assert_eq!([true, true, true].map(&mut after), [8.0, 8.0, 16.0]);
+        // A bad step begins the count again.
+        assert_eq!([true, true, false].map(&mut after), [16.0, 16.0, 8.0]);
+        assert_eq!([true, true, true].map(&mut after), [8.0, 8.0, 16.0]);
+    }
+
+    #[test]
+    fn the_defaults_are_those_of_pytorch() {
+        let mut scaler = Scaler::new(LossScale::new());
+        assert_eq!(scaler.scale(), 65536.0);
+        for _ in 0..1999 {
+            scaler.update(true);
+        }
+        assert_eq!(scaler.scale(), 65536.0);
+        scaler.update(true);
+        assert_eq!(scaler.scale(), 131_072.0);
+        scaler.update(false);
+        assert_eq!(scaler.scale(), 65536.0);
+    }
+
+    #[test]
+    fn what_leads_nowhere_is_refused_and_bounds_hold() {
+        let bad = [
+            LossScale::new().with_initial(0.0),
+            LossScale::new().with_initial(f64::NAN),
+            LossScale::new().with_growth(0.5),
+            LossScale::new().with_backoff(1.0),
+            LossScale::new().with_growth_interval(0),
+        ];
+        for rule in bad {
+            assert!(rule.check().unwrap_err().is_config(), "{rule}");
+        }
+        LossScale::new().check().unwrap();
+        let mut scaler = Scaler::new(LossScale::new().with_growth_interval(1));
+        (0..200).for_each(|_| scaler.update(true));
+        assert_eq!(scaler.scale(), LARGEST);
+        (0..200).for_each(|_| scaler.update(false));
+        assert_eq!(scaler.scale(), SMALLEST);
+    }
+}

@@ -1,0 +1,67 @@
+use std::io::IsTerminal;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::accelerator::Accelerator;
+
+/// A bar that shows how far a loop is (feature `progress`).
+impl Accelerator {
+    /// A progress bar on rank 0's standard error; hidden on every other rank, and where standard error
+    /// is no terminal, a file or the launcher for example. Without a length it only counts.
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _device: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// let accelerator = Accelerator::new()?;
+    /// # let loader = DataLoaderBuilder::new(Listed).build(InMemDataset::new(vec![1, 2, 3]));
+    /// let train = accelerator.prepare(loader)?;
+    /// let bar = accelerator.progress(train.steps());
+    /// for batch in bar.wrap_iter(train.epoch(0)) {
+    ///     let batch = batch?;
+    ///     // As without.
+    /// #   drop(batch);
+    /// }
+    /// assert_eq!(bar.position(), 3);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn progress(&self, len: impl Into<Option<u64>>) -> ProgressBar {
+        let len = len.into();
+        let target = if self.is_main_process() && std::io::stderr().is_terminal() {
+            ProgressDrawTarget::stderr()
+        } else {
+            ProgressDrawTarget::hidden()
+        };
+        let template = match len {
+            Some(_) => "{bar:30} {pos}/{len} {per_sec} {eta} left {msg}",
+            None => "{spinner} {pos} {per_sec} {msg}",
+        };
+        let bar = ProgressBar::with_draw_target(len, target);
+        match ProgressStyle::with_template(template) {
+            Ok(style) => bar.with_style(style),
+            // A template of ours that cannot be read; the usual one can.
+            Err(_) => bar,
+        }
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_rank_zero_shows_a_bar_and_only_on_a_terminal() {
+        let hidden = crate::launch(2, |accelerator| {
+            let bar = accelerator.progress(3);
+            let counted = bar.wrap_iter(0..3).count();
+            assert_eq!((counted, bar.position()), (3, 3));
+            Ok([bar.is_hidden(), accelerator.progress(None).is_hidden()])
+        })
+        .unwrap();
+        assert!(hidden[0][0] || std::io::stderr().is_terminal());
+        assert_eq!(hidden[1], [true; 2]);
+    }
+}

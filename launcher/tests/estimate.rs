@@ -1,0 +1,151 @@
+//! `accel-launch estimate-memory`.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test fails where its preparation does"
+)]
+
+mod support;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+use support::Folder;
+
+/// A file with these tensors: name, type, shape and bytes. There is no data behind the header, which
+/// alone is to be read.
+fn model(folder: &Path, name: &str, tensors: &[(&str, &str, &[u64], u64)]) -> PathBuf {
+    let mut header = serde_json::Map::new();
+    header.insert("__metadata__".to_owned(), json!({"format": "pt"}));
+    let mut at = 0;
+    for (name, dtype, shape, bytes) in tensors {
+        let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": [at, at + bytes]});
+        header.insert((*name).to_owned(), entry);
+        at += bytes;
+    }
+    let header = serde_json::to_vec(&header).unwrap();
+    let path = folder.join(name);
+    fs::write(
+        &path,
+        [&(header.len() as u64).to_le_bytes()[..], &header].concat(),
+    )
+    .unwrap();
+    path
+}
+
+fn estimate(path: &Path, more: &[&str]) -> (i32, String, String) {
+    let mut args = vec!["estimate-memory", path.to_str().unwrap()];
+    args.extend(more);
+    let ended = Folder::new().launch(args);
+    (ended.code(), ended.text(), ended.stderr)
+}
+
+#[test]
+fn parameters_gradients_and_optimizers_are_added_up() {
+    let folder = Folder::new();
+    // A million weights as f32, half a million as bf16, and a counter.
+    let path = model(
+        folder.path(),
+        "model.safetensors",
+        &[
+            ("a.weight", "F32", &[1000, 1000], 4_000_000),
+            ("b.weight", "BF16", &[500, 1000], 1_000_000),
+            ("steps", "I64", &[], 8),
+        ],
+    );
+    let (code, stdout, stderr) = estimate(&path, &["--json"]);
+    assert_eq!(code, 0, "{stderr}");
+    let report: Value = serde_json::from_str(&stdout).unwrap();
+    assert_eq!(report["tensors"], 3);
+    assert_eq!(report["elements"], 1_500_001);
+    assert_eq!(report["parameters"], 5_000_008);
+    assert_eq!(report["gradients"], 5_000_000);
+    assert_eq!(report["buckets"], 6_000_000);
+    let optimizers = json!({"sgd": 0, "sgd_momentum": 5_000_000, "adam": 10_000_000});
+    assert_eq!(report["optimizers"], optimizers);
+    assert_eq!(report["totals"]["inference"], 5_000_008);
+    assert_eq!(report["totals"]["adam"], 26_000_008);
+    assert_eq!(report["dtypes"][0]["dtype"], "F32");
+    assert_eq!(report["dtypes"][2]["trained"], false);
+    assert_eq!(report["left_out"], json!(["activations"]));
+
+    let (code, stdout, _) = estimate(&path, &[]);
+    assert_eq!(code, 0);
+    for part in [
+        "BF16",
+        "I64 (not trained)",
+        "24.8 MiB",
+        "Left out: activations",
+    ] {
+        assert!(stdout.contains(part), "{part} is not in:\n{stdout}");
+    }
+}
+
+#[test]
+fn an_index_is_the_sum_of_its_shards() {
+    let folder = Folder::new();
+    model(
+        folder.path(),
+        "m-1-of-2.safetensors",
+        &[("a", "F16", &[10], 20)],
+    );
+    model(
+        folder.path(),
+        "m-2-of-2.safetensors",
+        &[("b", "F64", &[3], 24)],
+    );
+    let map = json!({"a": "m-1-of-2.safetensors", "b": "m-2-of-2.safetensors"});
+    let index = |map: &Value| {
+        let text = json!({"metadata": {"total_size": 44}, "weight_map": map}).to_string();
+        folder.write("m.safetensors.index.json", &text)
+    };
+    let (code, stdout, stderr) = estimate(&index(&map), &["--json"]);
+    assert_eq!(code, 0, "{stderr}");
+    let report: Value = serde_json::from_str(&stdout).unwrap();
+    assert_eq!(
+        (&report["elements"], &report["parameters"]),
+        (&json!(13), &json!(44))
+    );
+
+    for (map, part) in [
+        (
+            json!({"c": "m-1-of-2.safetensors"}),
+            "`c` is in m-1-of-2.safetensors",
+        ),
+        (json!({"a": "../m-1-of-2.safetensors"}), "files beside it"),
+        (json!({"a": "m-3.safetensors"}), "m-3.safetensors"),
+    ] {
+        let (code, _, stderr) = estimate(&index(&map), &[]);
+        assert_eq!(code, 2, "{stderr}");
+        assert!(stderr.contains(part), "{part} is not in: {stderr}");
+    }
+}
+
+#[test]
+fn what_is_no_safetensors_file_is_refused() {
+    let folder = Folder::new();
+    let long = [&u64::MAX.to_le_bytes()[..], b"{}"].concat();
+    let huge = r#"{"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}}"#;
+    let huge = [&(huge.len() as u64).to_le_bytes()[..], huge.as_bytes()].concat();
+    for (bytes, part) in [
+        (&b"short"[..], "5 bytes"),
+        (&long, "announce a header"),
+        (&[&2_u64.to_le_bytes()[..], b"[]"].concat(), "its header"),
+        (&huge, "`a` has the shape"),
+    ] {
+        let path = folder.path().join("x.safetensors");
+        fs::write(&path, bytes).unwrap();
+        let (code, _, stderr) = estimate(&path, &[]);
+        assert_eq!(code, 2, "{stderr}");
+        assert!(stderr.contains(part), "{part} is not in: {stderr}");
+    }
+    for (path, part) in [
+        (folder.path(), "is a folder"),
+        (Path::new("/nowhere"), "cannot read"),
+    ] {
+        let (code, _, stderr) = estimate(path, &[]);
+        assert_eq!(code, 2, "{stderr}");
+        assert!(stderr.contains(part), "{stderr}");
+    }
+}
