@@ -139,7 +139,10 @@ fn tail_policies_do_what_they_do_of_a_data_set() {
     let planned = |ranks, samples, size, tail| {
         accelerator::launch(ranks, |accelerator| {
             let loader = accelerator.prepare(builder(size, tail).build(columns(samples)))?;
-            loader.epoch(0).map(|batch| Ok(seen(&batch?))).collect::<Result<Vec<_>>>()
+            loader
+                .epoch(0)
+                .map(|batch| Ok(seen(&batch?)))
+                .collect::<Result<Vec<_>>>()
         })
         .unwrap()
     };
