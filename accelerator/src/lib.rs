@@ -62,6 +62,7 @@
 //! | find the batch that memory holds | [`Accelerator::find_executable_batch_size`] |
 //! | log and warn with ranks | [`logging`], [`Accelerator::warn_once`] |
 //! | stop all ranks for a reason that one of them knows | [`Accelerator::set_trigger`], [`Accelerator::check_trigger`] |
+//! | normalise over the batches of all ranks | [`nn::SyncBatchNorm`], [`Accelerator::valid`] |
 //! | save and load models | [`Accelerator::save_model`], [`Accelerator::load_model`], [`model`] |
 //! | find a rank whose parameters drifted | [`Accelerator::check_replicas`] |
 //! | save everything, and go on from there | [`checkpoint`] |
@@ -130,6 +131,7 @@ mod launch;
 pub mod logging;
 pub mod metric;
 pub mod model;
+pub mod nn;
 mod notice;
 pub mod optim;
 mod outcome;

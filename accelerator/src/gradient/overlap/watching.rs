@@ -78,6 +78,16 @@ impl Watching {
         }
     }
 
+    /// Sends nothing while backward runs, since layers of this program exchange data in it.
+    pub(in crate::gradient) fn give_way(&mut self) {
+        if !matches!(self.phase, Phase::Off) {
+            tracing::debug!(
+                "gradients are sent when backward has ended: layers exchange data in it"
+            );
+            self.phase = Phase::Off;
+        }
+    }
+
     pub(in crate::gradient) fn repair(&self) -> Repair {
         match self.phase {
             Phase::Sending(_) => Repair::Possible,
