@@ -4,7 +4,7 @@ use core::ops::Deref;
 use serde::{Deserialize, Serialize};
 
 use super::cursor::Mark;
-use crate::gradient::{Sync, Weight};
+use crate::gradient::{Closing, Weight};
 
 /// What a batcher made of this rank's share of a step, with what is known about it. It derefs
 /// to the batcher's value: fields and methods of that are there as they are.
@@ -97,7 +97,7 @@ impl<O> Batch<O> {
             ends_epoch: self.info.is_last,
             epoch: Some(self.info.epoch),
             mark: self.mark.clone(),
-            sync: Sync::AsSet,
+            closing: Closing::AsSet,
             uneven: self.info.uneven,
         }
     }
