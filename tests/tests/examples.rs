@@ -114,3 +114,11 @@ fn big_batch() {
         "{two}"
     );
 }
+
+#[test]
+fn nlp_transformer() {
+    learns(
+        "nlp_transformer",
+        &["--epochs", "12", "--length", "32", "--width", "32"],
+    );
+}

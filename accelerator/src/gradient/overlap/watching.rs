@@ -125,6 +125,8 @@ impl Watching {
         let watched = match &self.phase {
             // It has nothing to send but zeros, and nothing to learn from.
             _ if reducer.is_idle() => None,
+            // What is added up last is ready in the end, and a step that follows may have one copy.
+            _ if matches!(copy, WorkingCopy::Several) => None,
             Phase::Sending(points) if served => Some((
                 Watcher::Sending(points.clone()),
                 at_points(points, Leaves::of(model, copy, slot), &reducer),
