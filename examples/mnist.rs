@@ -40,6 +40,7 @@ fn main() -> Result<(), Report> {
 
     let mut samples = SampleLog::open(args.log_samples.as_deref(), accelerator.rank())?;
     let mut reporter = Reporter::new(accelerator.rank(), &args, train.steps())?;
+    accelerator.print(accelerator.plan(&train, args.epochs));
     if let Some(path) = &args.save_initial {
         accelerator.save_model(&model, path)?;
     }

@@ -59,6 +59,8 @@ fn main() -> Result<()> {
         accelerator.device_kind()
     ));
 
+    accelerator.print(accelerator.plan(&train, 10));
+
     for epoch in 0..10 {
         let mut loss = None;
         for batch in train.epoch(epoch) {

@@ -73,6 +73,7 @@ fn main() -> Result<(), Report> {
     for reason in position.passed_over() {
         accelerator.print(format_args!("not used: {reason}"));
     }
+    accelerator.print(accelerator.plan(&train, args.epochs));
     accelerator.print(format_args!("training begins at {position}"));
 
     let mut reporter = Reporter::new(accelerator.rank(), &args, train.steps())?;

@@ -352,3 +352,62 @@ fn what_a_device_cannot_compute_in_is_refused() {
         "{error}"
     );
 }
+
+#[test]
+fn a_step_may_have_several_copies_and_one_that_no_backward_uses() {
+    let run = |overlap: Overlap| {
+        let builder = Accelerator::builder()
+            .device(DeviceKind::Flex)
+            .bucket_size(1024)
+            .with_overlap(overlap)
+            .precision(Precision::Bf16);
+        let rows = builder.launch(2, |accelerator| {
+            let device = accelerator.device();
+            let layers: Vec<Linear> = (0..4)
+                .map(|_| LinearConfig::new(32, 32).init(&device))
+                .collect();
+            let parts = (known(Stack { layers }), SgdConfig::new().init());
+            let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+            for step in 0..12 {
+                let input = Tensor::<2>::ones([2, 32], &device) * (1.0 + accelerator.rank() as f32);
+                let input = accelerator.to_working(input);
+                let loss = || {
+                    let output = accelerator.forward(&model, |model| model.forward(input.clone()));
+                    accelerator.to_full(output).powi_scalar(2).mean()
+                };
+                let loss = match step {
+                    // Looked at, and forgotten.
+                    0 | 1 | 7 => {
+                        let _ = loss();
+                        loss()
+                    }
+                    8 | 9 => loss() + loss() * 0.5,
+                    _ => loss(),
+                };
+                let gradients = accelerator.backward(loss, &model, 2)?;
+                model = optimizer.step(0.01, model, gradients);
+            }
+            let report = accelerator.overlap_report(&model)?;
+            assert_eq!(report.repairs, 0, "{report:?}");
+            assert!(
+                overlap == Overlap::Off || report.early_total > 0,
+                "{report:?}"
+            );
+            Ok(flat(&model))
+        });
+        of_every_rank(rows.unwrap())
+    };
+    assert_eq!(run(Overlap::On), run(Overlap::Off));
+}
+
+#[derive(Debug, Module)]
+struct Stack {
+    layers: Vec<Linear>,
+}
+
+impl Stack {
+    fn forward(&self, input: Tensor<2>) -> Tensor<2> {
+        let layers = self.layers.iter();
+        layers.fold(input, |x, layer| relu(layer.forward(x)) + 0.1)
+    }
+}

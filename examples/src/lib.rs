@@ -6,6 +6,7 @@
 
 mod args;
 mod cnn;
+mod course;
 mod device;
 pub mod digits;
 mod error;
@@ -16,9 +17,12 @@ mod reporter;
 mod samples;
 mod save;
 mod score;
+pub mod text;
+mod transformer;
 
 pub use crate::args::{Dtype, MnistArgs, OptimizerName};
 pub use crate::cnn::{Cnn, CnnConfig};
+pub use crate::course::Course;
 pub use crate::device::DeviceName;
 pub use crate::digits::{Digit, DigitBatch, DigitBatcher, Digits, Split};
 pub use crate::error::{Error, Report, Result};
@@ -28,3 +32,4 @@ pub use crate::reporter::Reporter;
 pub use crate::samples::SampleLog;
 pub use crate::save::save_model;
 pub use crate::score::Score;
+pub use crate::transformer::{Transformer, TransformerConfig};

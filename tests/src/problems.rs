@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 pub struct Setting {
     pub net: Which,
     pub optimizer: Rule,
+    pub clipping: Clipping,
     pub samples: usize,
     /// Of all ranks together.
     pub global_batch: usize,
@@ -49,6 +50,30 @@ pub enum Which {
 pub enum Rule {
     Adamw,
     Sgd,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+pub enum Clipping {
+    /// One L2 norm.
+    Norm,
+    /// The third norm, the largest magnitude of one layer, and each element.
+    Manifold,
+}
+
+impl Clipping {
+    fn of(self, gradients: Gradients) -> Gradients {
+        match self {
+            Self::Norm => gradients.clip_norm(1.0),
+            Self::Manifold => gradients
+                .clip(Clip::norm(0.5).of_order(3.0))
+                .clip(
+                    Clip::norm(0.05)
+                        .of_order(f64::INFINITY)
+                        .only(|path| path.starts_with("output.")),
+                )
+                .clip_value(0.04),
+        }
+    }
 }
 
 /// What a run came to.
@@ -127,7 +152,8 @@ fn fit<M: Module + std::fmt::Display>(
                     forward(&model, batch.pictures.clone()),
                     batch.targets.clone(),
                 );
-            let gradients = accelerator.backward(loss, &model, &batch)?.clip_norm(1.0);
+            let gradients = accelerator.backward(loss, &model, &batch)?;
+            let gradients = setting.clipping.of(gradients);
             losses.extend(gradients.loss());
             model = optimizer.step(0.02, model, gradients);
         }

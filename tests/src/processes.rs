@@ -100,6 +100,20 @@ pub fn launcher() -> PathBuf {
     std::env::var_os("LAUNCHER_UNDER_TEST").map_or_else(built, PathBuf::from)
 }
 
+/// An example program that was built beside the tests.
+///
+/// # Panics
+///
+/// When it was not built.
+pub fn example(name: &str) -> PathBuf {
+    let own = std::env::current_exe().expect("the path of this program");
+    let folders = own.ancestors().skip(1).take(2);
+    folders
+        .map(|folder| folder.join("examples").join(name))
+        .find(|path| path.is_file())
+        .unwrap_or_else(|| panic!("no example `{name}`: cargo build --release --examples"))
+}
+
 /// A process whose output is read as it comes, and which is killed when it is forgotten.
 struct Running {
     child: Child,

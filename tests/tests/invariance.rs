@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use accelerator_tests::problems::{Outcome, Rule, Setting, State, Which};
+use accelerator_tests::problems::{Clipping, Outcome, Rule, Setting, State, Which};
 use accelerator_tests::processes::run_ranks;
 
 fn processes(world_size: usize, dtype: &str, accumulate: usize, setting: &Setting) -> Vec<Outcome> {
@@ -79,10 +79,11 @@ fn check(one: &Outcome, ranks: &[Outcome], bound: f64) {
 /// one are idle in it. Six micro-steps in windows of 4: the last window is short.
 const RAGGED: usize = 61;
 
-fn invariance(net: Which) {
+fn invariance(net: Which, clipping: Clipping) {
     let setting = Setting {
         net,
         optimizer: Rule::Adamw,
+        clipping,
         samples: RAGGED,
         global_batch: 12,
         epochs: 3,
@@ -105,12 +106,17 @@ fn invariance(net: Which) {
 
 #[test]
 fn an_mlp_in_f64_learns_the_same_on_any_number_of_ranks() {
-    invariance(Which::Mlp);
+    invariance(Which::Mlp, Clipping::Norm);
 }
 
 #[test]
 fn a_cnn_in_f64_learns_the_same_on_any_number_of_ranks() {
-    invariance(Which::Cnn);
+    invariance(Which::Cnn, Clipping::Norm);
+}
+
+#[test]
+fn other_norms_values_and_groups_clip_the_same_on_any_number_of_ranks() {
+    invariance(Which::Cnn, Clipping::Manifold);
 }
 
 #[test]
@@ -118,6 +124,7 @@ fn sgd_in_f32_learns_the_same_to_a_millionth() {
     let setting = Setting {
         net: Which::Mlp,
         optimizer: Rule::Sgd,
+        clipping: Clipping::Norm,
         samples: RAGGED,
         global_batch: 12,
         epochs: 3,
@@ -135,6 +142,7 @@ fn a_run_repeats_itself_bit_for_bit() {
     let setting = Setting {
         net: Which::Cnn,
         optimizer: Rule::Adamw,
+        clipping: Clipping::Norm,
         samples: RAGGED,
         global_batch: 12,
         epochs: 1,
@@ -159,6 +167,7 @@ fn when_gradients_are_sent_and_how_changes_no_bit() {
         let setting = Setting {
             net,
             optimizer: Rule::Adamw,
+            clipping: Clipping::Norm,
             samples: RAGGED,
             global_batch: 12,
             epochs: 2,
@@ -191,6 +200,7 @@ fn where_the_state_of_an_optimizer_lives_changes_no_bit() {
         let setting = |state| Setting {
             net,
             optimizer,
+            clipping: Clipping::Norm,
             samples: RAGGED,
             global_batch: 12,
             epochs: 2,
@@ -217,6 +227,7 @@ fn dropout_follows_the_seed_and_differs_between_ranks() {
     let setting = |seed| Setting {
         net: Which::Mlp,
         optimizer: Rule::Sgd,
+        clipping: Clipping::Norm,
         samples: RAGGED,
         global_batch: 12,
         epochs: 2,

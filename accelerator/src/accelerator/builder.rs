@@ -15,6 +15,7 @@ use crate::error::{Error, Kind, Result};
 use crate::gradient::{Compression, Overlap, Switch, Turn};
 use crate::logging::Warned;
 use crate::model::Models;
+use crate::nn::Crossing;
 use crate::precision::{LossScale, Precision};
 use crate::timeline::{Place, Recording, Timeline};
 
@@ -376,6 +377,7 @@ impl AcceleratorBuilder {
                 settings,
                 timeline,
                 trigger: Arc::default(),
+                crossing: Crossing::default(),
                 turn: Turn::default(),
                 warned: Warned::default(),
             }),

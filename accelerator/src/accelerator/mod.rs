@@ -26,6 +26,7 @@ use crate::error::{Error, Result};
 use crate::gradient::{Compression, Gradients, Overlap, OverlapReport, Switch, Turn, Weight};
 use crate::logging::Warned;
 use crate::model::Models;
+use crate::nn::Crossing;
 use crate::notice;
 use crate::precision::{LossScale, Precision, Scaler};
 use crate::prepare::Prepare;
@@ -53,6 +54,7 @@ pub struct Accelerator {
 
 pub(crate) struct Shared {
     pub(crate) checkpoints: Ongoing,
+    pub(crate) crossing: Crossing,
     pub(crate) device: Device,
     pub(crate) group: ProcessGroup,
     pub(crate) kind: DeviceKind,

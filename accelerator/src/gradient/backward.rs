@@ -118,6 +118,9 @@ fn reduce<M: Module>(
     let group = accelerator.group();
     let compression = accelerator.shared.settings.compression;
     let mut watching = slot.watching();
+    if accelerator.shared.crossing.is_noted() {
+        watching.give_way();
+    }
     let repair = watching.repair();
     let timeline = &accelerator.shared.timeline;
     let reducer = Reducer::new(

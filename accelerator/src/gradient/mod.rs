@@ -23,5 +23,5 @@ pub use self::overlap::{Overlap, OverlapReport, OverlapState};
 pub(crate) use self::rank::with_rank;
 pub(crate) use self::slot::Slot;
 pub(crate) use self::turn::Turn;
-pub(crate) use self::weight::Sync;
+pub(crate) use self::weight::Closing;
 pub use self::weight::Weight;

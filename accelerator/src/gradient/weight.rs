@@ -15,20 +15,20 @@ pub struct Weight {
     /// Where its batch ends in its loader.
     pub(crate) mark: Option<Mark>,
     /// Whether the program itself says what becomes of the window.
-    pub(crate) sync: Sync,
+    pub(crate) closing: Closing,
     /// The batch is from a loader whose ranks may run different numbers of steps.
     pub(crate) uneven: bool,
 }
 
 /// When an accumulation window ends.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Sync {
+pub(crate) enum Closing {
     /// When it is full, and with the epoch.
     AsSet,
     /// Not with this call.
-    NoSync,
+    KeepOpen,
     /// With this call.
-    Trigger,
+    Now,
 }
 
 impl Weight {
@@ -59,8 +59,8 @@ impl Weight {
     /// ```
     #[must_use]
     pub fn no_sync(self) -> Self {
-        let sync = Sync::NoSync;
-        Self { sync, ..self }
+        let closing = Closing::KeepOpen;
+        Self { closing, ..self }
     }
 
     /// Ends the accumulation window with this call, however few it holds. Every rank says so in the
@@ -82,16 +82,16 @@ impl Weight {
     /// ```
     #[must_use]
     pub fn trigger_sync(self) -> Self {
-        let sync = Sync::Trigger;
-        Self { sync, ..self }
+        let closing = Closing::Now;
+        Self { closing, ..self }
     }
 
     /// Whether the window ends, which holds so many calls with this one and is full with `full`.
     pub(super) fn ends_window(&self, calls: usize, full: usize) -> bool {
-        match self.sync {
-            Sync::AsSet => calls >= full || self.ends_epoch,
-            Sync::NoSync => false,
-            Sync::Trigger => true,
+        match self.closing {
+            Closing::AsSet => calls >= full || self.ends_epoch,
+            Closing::KeepOpen => false,
+            Closing::Now => true,
         }
     }
 }
@@ -116,7 +116,7 @@ impl From<f64> for Weight {
             ends_epoch: false,
             epoch: None,
             mark: None,
-            sync: Sync::AsSet,
+            closing: Closing::AsSet,
             uneven: false,
         }
     }

@@ -13,7 +13,8 @@ use crate::outcome;
 /// Models on disk, as safetensors.
 impl Accelerator {
     /// Writes the model to `path`, by parameter path, once for all ranks: rank 0 writes, the
-    /// others learn how it went. The file appears whole or not at all.
+    /// others learn how it went. The file appears whole or not at all. Running statistics are those
+    /// of all ranks; see [`sync_buffers`](Self::sync_buffers).
     ///
     /// Parameters have the shapes that Burn gives them (a `Linear` weight is `[in, out]`). For
     /// PyTorch's, and for several files, see [`save_model_with`](Self::save_model_with).
@@ -64,6 +65,7 @@ impl Accelerator {
         path: impl AsRef<Path>,
         options: &SaveOptions,
     ) -> Result<()> {
+        self.sync_buffers(model)?;
         let group = self.group();
         let work = || save(&ModelSnapshot::of(model), path.as_ref(), options);
         match self.on_main_process(work) {

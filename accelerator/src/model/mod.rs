@@ -4,6 +4,7 @@
 //! [`load_model`](crate::Accelerator::load_model) write and read safetensors files, which every
 //! other tool opens; the types here say how.
 
+mod buffers;
 mod dtype;
 mod file;
 mod file_layout;

@@ -194,7 +194,7 @@ mod tests {
             let linear = LinearLrSchedulerConfig::new(1.0, 0.0001, 10)
                 .init()
                 .unwrap();
-            let mut scheduler = Scheduler::by_process(linear.into(), world_size);
+            let mut scheduler = Scheduler::by_process(linear, world_size);
             let rates: Vec<_> = (0..3)
                 .map(|_| (scheduler.next(Some(0)).base() * 10.0).round() / 10.0)
                 .collect();

@@ -78,6 +78,16 @@ impl Watching {
         }
     }
 
+    /// Sends nothing while backward runs, since layers of this program exchange data in it.
+    pub(in crate::gradient) fn give_way(&mut self) {
+        if !matches!(self.phase, Phase::Off) {
+            tracing::debug!(
+                "gradients are sent when backward has ended: layers exchange data in it"
+            );
+            self.phase = Phase::Off;
+        }
+    }
+
     pub(in crate::gradient) fn repair(&self) -> Repair {
         match self.phase {
             Phase::Sending(_) => Repair::Possible,
@@ -115,6 +125,8 @@ impl Watching {
         let watched = match &self.phase {
             // It has nothing to send but zeros, and nothing to learn from.
             _ if reducer.is_idle() => None,
+            // What is added up last is ready in the end, and a step that follows may have one copy.
+            _ if matches!(copy, WorkingCopy::Several) => None,
             Phase::Sending(points) if served => Some((
                 Watcher::Sending(points.clone()),
                 at_points(points, Leaves::of(model, copy, slot), &reducer),

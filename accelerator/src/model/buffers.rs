@@ -1,0 +1,219 @@
+//! Buffers, such as the running statistics of a batch norm, brought together over the ranks.
+
+use std::collections::HashMap;
+
+use accelerator_collective::ReduceOp;
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::{DType, Tensor, TensorData};
+
+use crate::accelerator::Accelerator;
+use crate::error::{Error, Result};
+
+/// The statistics that Burn's batch norm keeps, by the names of its fields.
+const MEAN: &str = "running_mean";
+const VARIANCE: &str = "running_var";
+
+/// What is not trained, and each rank has of its own.
+impl Accelerator {
+    /// Gives every rank the running statistics of all: each has seen its own share of the data.
+    ///
+    /// Means are averaged, and a `running_var` becomes the variance of everything that the ranks have
+    /// seen, `mean(var + mean²) − mean(mean)²`. Any other buffer that a module keeps in a `RunningState` is
+    /// averaged. What is the same on all ranks stays as it is, to the bit, and costs eight bytes. Parameters
+    /// are not touched: frozen ones that differ belong to
+    /// [`check_replicas`](Self::check_replicas)' kind of trouble.
+    ///
+    /// [`save_model`](Self::save_model) does this by itself, and [`valid`](Self::valid) for evaluation.
+    /// Checkpoints hold rank 0's, unless this is called before.
+    ///
+    /// ```
+    /// use burn::nn::{BatchNorm, BatchNormConfig};
+    /// use burn::tensor::Tensor;
+    ///
+    /// let means = accelerator::launch(2, |accelerator| {
+    ///     let device = accelerator.device();
+    ///     let model: BatchNorm = accelerator.prepare(BatchNormConfig::new(1).with_momentum(1.0).init(&device))?;
+    ///     let value = accelerator.rank() as f64 * 4.0;
+    ///     model.forward(Tensor::<2>::full([3, 1], value, &device));
+    ///     accelerator.sync_buffers(&model)?;
+    ///     Ok((model.running_mean.value().into_scalar::<f64>(), model.running_var.value().into_scalar::<f64>()))
+    /// })?;
+    /// assert_eq!(means, [(2.0, 4.0), (2.0, 4.0)]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`] when another rank is lost, or has another model.
+    #[track_caller]
+    pub fn sync_buffers<M: Module>(&self, model: &M) -> Result<()> {
+        let group = self.group();
+        if group.world_size() == 1 {
+            return Ok(());
+        }
+        // `valid` brings running statistics up to date, which are a step behind otherwise.
+        drop(model.valid());
+        let mut reader = Reader::default();
+        model.visit(&mut reader);
+        let buffers = reader.buffers;
+        if buffers.is_empty() {
+            return Ok(());
+        }
+        let mine: Vec<u64> = buffers.iter().map(Buffer::digest).collect();
+        let all = group.all_gather(&mine)?;
+        let same = |at: usize| {
+            all.chunks_exact(mine.len())
+                .all(|rank| rank[at] == mine[at])
+        };
+        let differing: Vec<&Buffer> = (0..mine.len())
+            .filter(|&at| !same(at))
+            .map(|at| &buffers[at])
+            .collect();
+        if differing.is_empty() {
+            return Ok(());
+        }
+        let known: HashMap<&str, &Buffer> = buffers.iter().map(|x| (&*x.path, x)).collect();
+        let sums = differing.iter().map(|buffer| known.get(&*buffer.mean()));
+        let sums: Vec<Vec<f64>> = differing
+            .iter()
+            .zip(sums)
+            .map(|(buffer, mean)| moments(buffer, mean.copied()))
+            .collect::<Result<_>>()?;
+        let mut flat = sums.concat();
+        group.all_reduce(&mut flat, ReduceOp::Mean)?;
+        let mut rest = &flat[..];
+        let mut means: HashMap<usize, Vec<f64>> = HashMap::new();
+        for buffer in &differing {
+            let (own, others) = rest.split_at(buffer.data.num_elements());
+            rest = others;
+            means.insert(buffer.place, own.to_vec());
+        }
+        let mut values = HashMap::new();
+        for buffer in &differing {
+            let mut own = means[&buffer.place].clone();
+            if let Some(mean) = known.get(&*buffer.mean()) {
+                let center = match means.get(&mean.place) {
+                    Some(center) => center.clone(),
+                    // The same on all ranks.
+                    None => mean.values()?,
+                };
+                for (value, center) in own.iter_mut().zip(center) {
+                    *value = (*value - center * center).max(0.0);
+                }
+            }
+            let data = TensorData::new(own, buffer.data.shape().clone());
+            values.insert(buffer.place, data.convert_dtype(buffer.data.dtype()));
+        }
+        // Clones share running states, which are changed in place; of parameters only the clone's
+        // are, which nobody keeps.
+        model.clone().map(&mut Writer { place: 0, values });
+        Ok(())
+    }
+
+    /// The model for evaluation, as Burn's `model.valid()`, with the running statistics of all ranks; see
+    /// [`sync_buffers`](Self::sync_buffers).
+    ///
+    /// # Errors
+    ///
+    /// As [`sync_buffers`](Self::sync_buffers).
+    #[track_caller]
+    pub fn valid<M: Module>(&self, model: &M) -> Result<M> {
+        self.sync_buffers(model)?;
+        Ok(model.valid())
+    }
+}
+
+/// What is added up over the ranks: of a variance whose mean is known, the second moment.
+fn moments(buffer: &Buffer, mean: Option<&Buffer>) -> Result<Vec<f64>> {
+    let mut values = buffer.values()?;
+    if let Some(mean) = mean {
+        for (value, mean) in values.iter_mut().zip(mean.values()?) {
+            *value += mean * mean;
+        }
+    }
+    Ok(values)
+}
+
+/// Something that takes no gradient.
+struct Buffer {
+    data: TensorData,
+    path: String,
+    /// Among the floats of the model.
+    place: usize,
+}
+
+impl Buffer {
+    fn digest(&self) -> u64 {
+        let hash = blake3::hash(self.data.bytes());
+        let start = hash.as_bytes().iter().take(8);
+        start.fold(0, |number, &byte| number << 8 | u64::from(byte))
+    }
+
+    /// The path of the mean that belongs to this variance; no path where it is none.
+    fn mean(&self) -> String {
+        match self.path.strip_suffix(VARIANCE) {
+            Some(module) => format!("{module}{MEAN}"),
+            None => String::new(),
+        }
+    }
+
+    fn values(&self) -> Result<Vec<f64>> {
+        let data = self.data.clone().convert_dtype(DType::F64);
+        data.try_to_vec().map_err(|_| {
+            Error::misuse(format!(
+                "`{}` is of {:?}, which is no number",
+                self.path,
+                self.data.dtype()
+            ))
+        })
+    }
+}
+
+#[derive(Default)]
+struct Reader {
+    buffers: Vec<Buffer>,
+    path: Vec<String>,
+    place: usize,
+}
+
+impl ModuleVisitor for Reader {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let value = param.val();
+        if !value.is_require_grad() {
+            self.buffers.push(Buffer {
+                data: value.into_data(),
+                path: self.path.join("."),
+                place: self.place,
+            });
+        }
+        self.place += 1;
+    }
+}
+
+/// Maps in the order in which [`Reader`] visits.
+struct Writer {
+    place: usize,
+    values: HashMap<usize, TensorData>,
+}
+
+impl ModuleMapper for Writer {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let data = self.values.remove(&self.place);
+        self.place += 1;
+        let Some(data) = data else {
+            return param;
+        };
+        let (id, old, mapper) = param.consume();
+        let dtype = old.dtype();
+        let new = Tensor::<D>::from_data(data, (&old.device(), dtype));
+        Param::from_mapped_value(id, new, mapper)
+    }
+}

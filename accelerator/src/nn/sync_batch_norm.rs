@@ -1,0 +1,290 @@
+use core::fmt;
+use std::sync::{Arc, Weak};
+
+use accelerator_collective::{ProcessGroup, ReduceOp};
+use burn::module::{Content, DisplaySettings, Flag, Module, ModuleDisplay, Param, RunningState};
+use burn::nn::{BatchNorm, BatchNormConfig};
+use burn::tensor::{DType, Tensor, TensorData};
+
+use super::exchange::{self, Back};
+use crate::accelerator::{Accelerator, Shared};
+use crate::gradient::Weight;
+
+/// Makes a [`SyncBatchNorm`]. The fields are those of Burn's [`BatchNormConfig`].
+#[derive(Clone, Debug)]
+pub struct SyncBatchNormConfig(BatchNormConfig);
+
+impl SyncBatchNormConfig {
+    /// For so many features, with Burn's defaults: an epsilon of 1e-5, a momentum of 0.1.
+    pub fn new(num_features: usize) -> Self {
+        Self(BatchNormConfig::new(num_features))
+    }
+
+    /// What is added to the variance. Finite and positive.
+    #[must_use]
+    pub fn with_epsilon(self, epsilon: f64) -> Self {
+        Self(self.0.with_epsilon(epsilon))
+    }
+
+    /// How much of the running statistics each step replaces, from 0 to 1.
+    #[must_use]
+    pub fn with_momentum(self, momentum: f64) -> Self {
+        Self(self.0.with_momentum(momentum))
+    }
+
+    /// The layer, on the accelerator's device.
+    ///
+    /// # Panics
+    ///
+    /// As Burn's: without a feature, and for an epsilon or a momentum out of their ranges.
+    pub fn init(&self, accelerator: &Accelerator) -> SyncBatchNorm {
+        SyncBatchNorm::of(self.0.init(&accelerator.device()), accelerator)
+    }
+}
+
+/// Batch normalisation over the batches of all ranks together: in training, mean and variance are
+/// those of the global batch, and gradients flow through them to every rank. So the ranks train
+/// what one process would with the whole batch.
+///
+/// Its parameters and running statistics have the names and shapes of Burn's [`BatchNorm`]: files of one
+/// load into the other. For evaluation (`model.valid()`), and in a world of one, it computes what that
+/// does.
+///
+/// Each forward in training takes three small all-reduces, each backward two. They run within Burn's
+/// backward, in the order of the graph, which must be the same on all ranks; gradients of an accelerator
+/// that has such a layer are sent when backward has ended, whatever [`Overlap`](crate::Overlap) says.
+///
+/// The mean and the variance are computed one after the other, as deviations from the mean of all, in
+/// single precision where the input is half. Variances are over n (Ioffe and Szegedy, *Batch Normalization*,
+/// 2015); the running variance is over n as well, as in Burn.
+///
+/// ```
+/// use accelerator::nn::{SyncBatchNorm, SyncBatchNormConfig};
+/// use burn::tensor::Tensor;
+///
+/// let outputs = accelerator::launch(2, |accelerator| {
+///     let norm: SyncBatchNorm = accelerator.prepare(SyncBatchNormConfig::new(1).init(&accelerator))?;
+///     // One rank has seen −1 only, the other 1: over both, the mean is 0 and the variance 1.
+///     let value = 2.0 * accelerator.rank() as f64 - 1.0;
+///     let input = Tensor::<2>::full([4, 1], value, &accelerator.device());
+///     let output = norm.forward(input, 4);
+///     Ok(output.mean().into_scalar::<f64>())
+/// })?;
+/// assert!((outputs[0] + 1.0).abs() < 1e-4 && (outputs[1] - 1.0).abs() < 1e-4);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+#[derive(Debug, Module)]
+#[module(custom_display)]
+pub struct SyncBatchNorm {
+    /// The learnable weight gamma.
+    pub gamma: Param<Tensor<1>>,
+    /// The learnable bias beta.
+    pub beta: Param<Tensor<1>>,
+    /// Whether training behaviour is enabled for this layer.
+    pub training: Param<Flag>,
+    /// The running mean.
+    pub running_mean: RunningState<Tensor<1>>,
+    /// The running variance.
+    pub running_var: RunningState<Tensor<1>>,
+    /// How much of the running statistics each step replaces.
+    pub momentum: f64,
+    /// What is added to the variance.
+    pub epsilon: f64,
+    #[module(skip)]
+    ranks: Ranks,
+}
+
+impl SyncBatchNorm {
+    /// A layer that Burn made, over all ranks. It goes on with the running statistics that it has.
+    pub fn of(norm: BatchNorm, accelerator: &Accelerator) -> Self {
+        accelerator.shared.crossing.note();
+        Self {
+            gamma: norm.gamma,
+            beta: norm.beta,
+            training: norm.training,
+            running_mean: norm.running_mean,
+            running_var: norm.running_var,
+            momentum: norm.momentum,
+            epsilon: norm.epsilon,
+            ranks: Ranks(Arc::downgrade(&accelerator.shared)),
+        }
+    }
+
+    /// Normalises a batch of shape `[rows, features, …]`.
+    ///
+    /// `weight` is what `backward` will be given for this batch: `&batch`, or a count. Ranks whose gradients
+    /// count more have more say in the gradients of the statistics, and an idle batch has none in
+    /// either.
+    ///
+    /// All ranks call it in training. Where one of them is lost the output is of no use, and
+    /// `backward` says so.
+    ///
+    /// # Panics
+    ///
+    /// Where the input has less than two dimensions, or another number of features.
+    pub fn forward<const D: usize>(
+        &self,
+        input: Tensor<D>,
+        weight: impl Into<Weight>,
+    ) -> Tensor<D> {
+        let features = self.gamma.shape().num_elements();
+        assert!(
+            D >= 2 && input.dims()[1] == features,
+            "expected an input of [rows, {features}, …], found {:?}",
+            input.dims()
+        );
+        if !(input.device().is_autodiff() && self.training.is_enabled()) {
+            let device = input.device();
+            return burn::tensor::module::batch_norm(
+                input,
+                self.gamma.val(),
+                self.beta.val(),
+                self.running_mean.value().to_device(&device),
+                self.running_var.value().to_device(&device),
+                self.epsilon,
+            );
+        }
+        let group = self.ranks.group();
+        let Some(group) = group.filter(|group| group.world_size() > 1) else {
+            let normed = burn::tensor::module::batch_norm_train(
+                input,
+                self.gamma.val(),
+                self.beta.val(),
+                self.epsilon,
+            );
+            self.remember(normed.mean.detach(), normed.variance.detach());
+            return normed.output;
+        };
+        self.forward_together(input, Share::new(group, weight.into().count))
+    }
+
+    fn forward_together<const D: usize>(&self, input: Tensor<D>, share: Share) -> Tensor<D> {
+        let dims = input.dims();
+        let dtype = input.dtype();
+        let wide = match dtype {
+            DType::F16 | DType::BF16 => input.cast(DType::F32),
+            _ => input,
+        };
+        let features = dims[1];
+        let mut along = [1; D];
+        along[1] = features;
+        let cells = (dims.iter().product::<usize>() / features) as f64;
+        // Burn's gradient of a division by a number is exact in single precision only.
+        let each = 1.0 / share.count(cells);
+        let sums = |values: Tensor<D>| -> Tensor<1> {
+            let rows = values.swap_dims(0, 1).reshape([features as i32, -1]);
+            rows.sum_dim(1).reshape([features])
+        };
+        let mean = share.sum(sums(wide.clone())) * each;
+        let deviations = wide - mean.clone().reshape(along);
+        let variance = share.sum(sums(deviations.clone() * deviations.clone())) * each;
+        self.remember(mean.detach(), variance.clone().detach());
+        let scale = (variance + self.epsilon).sqrt().recip().reshape(along);
+        let gamma = self.gamma.val().cast(deviations.dtype()).reshape(along);
+        let beta = self.beta.val().cast(deviations.dtype()).reshape(along);
+        (deviations * scale * gamma + beta).cast(dtype)
+    }
+
+    fn remember(&self, mean: Tensor<1>, variance: Tensor<1>) {
+        for (state, seen) in [(&self.running_mean, mean), (&self.running_var, variance)] {
+            let kept = state.value_sync().to_device(&seen.device());
+            let seen = seen.cast(kept.dtype());
+            let value = kept * (1.0 - self.momentum) + seen * self.momentum;
+            state.update(value.detach());
+        }
+    }
+}
+
+impl ModuleDisplay for SyncBatchNorm {
+    fn custom_settings(&self) -> Option<DisplaySettings> {
+        DisplaySettings::new()
+            .with_new_line_after_attribute(false)
+            .optional()
+    }
+
+    fn custom_content(&self, content: Content) -> Option<Content> {
+        content
+            .add("num_features", &self.beta.shape().num_elements())
+            .add("momentum", &self.momentum)
+            .add("epsilon", &self.epsilon)
+            .optional()
+    }
+}
+
+/// The ranks that normalise together. A model that outlives its accelerator is alone.
+#[derive(Clone)]
+struct Ranks(Weak<Shared>);
+
+impl Ranks {
+    fn group(&self) -> Option<ProcessGroup> {
+        self.0.upgrade().map(|shared| shared.group.clone())
+    }
+}
+
+impl fmt::Debug for Ranks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let world_size = self.group().map(|group| group.world_size());
+        f.debug_tuple("Ranks").field(&world_size).finish()
+    }
+}
+
+/// What this rank's batch is to the global one.
+#[derive(Clone, Debug)]
+struct Share {
+    group: ProcessGroup,
+    /// What its gradient will be multiplied by.
+    weight: f64,
+}
+
+impl Share {
+    fn new(group: ProcessGroup, weight: f64) -> Self {
+        Self { group, weight }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.weight <= 0.0
+    }
+
+    /// How many values all ranks have for each feature.
+    fn count(&self, own: f64) -> f64 {
+        let mut total = [if self.is_idle() { 0.0 } else { own }];
+        // A group that has failed says so in `backward`.
+        let _ = self.group.all_reduce(&mut total, ReduceOp::Sum);
+        total[0]
+    }
+
+    /// The sum over all ranks, in rank order and in double precision.
+    fn sum(&self, own: Tensor<1>) -> Tensor<1> {
+        let values = self.summed(own.clone().inner(), if self.is_idle() { 0.0 } else { 1.0 });
+        exchange::replace(own, Tensor::from_inner(values), Arc::new(self.clone()))
+    }
+
+    fn summed(&self, own: Tensor<1>, factor: f64) -> Tensor<1> {
+        let (device, dtype) = (own.device(), own.dtype());
+        let data = own.into_data();
+        let shape = data.shape().clone();
+        let mut values: Vec<f64> = match data.convert_dtype(DType::F64).try_to_vec() {
+            Ok(values) if factor != 0.0 => values,
+            // What an idle rank computed may be anything.
+            _ => vec![0.0; shape.num_elements()],
+        };
+        for value in &mut values {
+            *value *= factor;
+        }
+        let _ = self.group.all_reduce(&mut values, ReduceOp::Sum);
+        let data = TensorData::new(values, shape).convert_dtype(dtype);
+        Tensor::from_data(data, (&device, dtype))
+    }
+}
+
+impl Back for Share {
+    /// `backward` multiplies the gradients of each rank by its weight, before they are added up: so
+    /// the gradient of the sum over the ranks is weighted here, and this rank's weight taken out.
+    fn back(&self, gradient: Tensor<1>) -> Tensor<1> {
+        let sum = self.summed(gradient, self.weight.max(0.0));
+        match self.is_idle() {
+            true => sum * 0.0,
+            false => sum / self.weight,
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! Schedules, groups of parameters, frozen ones, and averages of weights.
+
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
+mod common;
+
+use accelerator::optim::Scheduled;
+use accelerator::prelude::*;
+use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::module::{Module, ParamGroup};
+use burn::nn::Linear;
+use burn::optim::SgdConfig;
+use burn::tensor::Device;
+use common::{assert_close, distance, flat, line, loader, of_every_rank};
+
+fn linear() -> ModuleLrScheduler {
+    LinearLrSchedulerConfig::new(1.0, 1e-9, 20).init().unwrap()
+}
+
+/// The rates of the optimizer steps of so many micro-steps.
+fn rates(
+    ranks: usize,
+    accumulation: usize,
+    prepare: impl Fn(&Accelerator, Linear) -> Result<(Linear, PreparedOptimizer<Scheduled>)> + Sync,
+) -> Vec<f32> {
+    let rows = Accelerator::builder()
+        .accumulation_steps(accumulation)
+        .launch(ranks, |accelerator| {
+            let (mut model, mut optimizer) = prepare(&accelerator, line(&accelerator.device()))?;
+            let mut rates = Vec::new();
+            for _ in 0..10 * accumulation {
+                let loss = model.weight.val().powi_scalar(2).mean();
+                let gradients = accelerator.backward(loss, &model, 1)?;
+                model = optimizer.step(model, gradients);
+                if let StepOutcome::Stepped { rate, .. } = optimizer.outcome() {
+                    rates.push(rate as f32);
+                }
+            }
+            Ok(rates)
+        });
+    of_every_rank(rows.unwrap())
+}
+
+/// C9: a schedule of 20 steps on two ranks, which each step takes two of: at its end after 10 steps,
+/// whatever is accumulated. Counted by steps it is half way then.
+#[test]
+fn c9_a_schedule_counts_steps_or_those_of_every_process() {
+    for accumulation in [1, 2, 4] {
+        let by_step = |accelerator: &Accelerator, model| {
+            accelerator.prepare((model, (SgdConfig::new().init(), linear())))
+        };
+        let by_process = |accelerator: &Accelerator, model| {
+            let optimizer = (SgdConfig::new().init(), PerProcess(linear()));
+            accelerator.prepare((model, optimizer))
+        };
+        let falling = |by: f32| {
+            (0..10)
+                .map(|step| 1.0 - by * step as f32)
+                .collect::<Vec<_>>()
+        };
+        for ranks in [1, 2] {
+            assert_close(&rates(ranks, accumulation, by_step), &falling(0.05), 1e-6);
+            let each = 0.05 * ranks as f32;
+            assert_close(
+                &rates(ranks, accumulation, by_process),
+                &falling(each),
+                1e-6,
+            );
+        }
+    }
+}
+
+#[test]
+fn a_schedule_by_process_goes_on_where_it_was_saved() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let rates = accelerator::launch(2, |accelerator| {
+        let prepared = || {
+            let optimizer = (SgdConfig::new().init(), PerProcess(linear()));
+            accelerator.prepare((line(&accelerator.device()), optimizer))
+        };
+        let step = |model: &mut Linear, optimizer: &mut PreparedOptimizer<Scheduled>| {
+            let loss = model.weight.val().powi_scalar(2).mean();
+            let gradients = accelerator.backward(loss, model, 1)?;
+            *model = optimizer.step(model.clone(), gradients);
+            Ok::<_, Error>(optimizer.learning_rate().unwrap() as f32)
+        };
+        let (mut model, mut optimizer) = prepared()?;
+        step(&mut model, &mut optimizer)?;
+        step(&mut model, &mut optimizer)?;
+        accelerator.save_state(folder, (&model, &optimizer))?;
+        let ((mut model, mut optimizer), _) = accelerator.resume(folder, prepared()?)?;
+        let saved = optimizer.learning_rate().unwrap() as f32;
+        let next = step(&mut model, &mut optimizer)?;
+
+        let by_step = (SgdConfig::new().init(), linear());
+        let other = accelerator.prepare((line(&accelerator.device()), by_step))?;
+        let error = accelerator.resume(folder, other).unwrap_err().to_string();
+        assert!(
+            error.contains("by process") && error.contains("by step"),
+            "{error}"
+        );
+        Ok(vec![saved, next])
+    });
+    assert_close(&of_every_rank(rates.unwrap()), &[0.9, 0.8], 1e-6);
+}
+
+#[test]
+fn a_plan_tells_what_there_will_be() {
+    let plans = Accelerator::builder()
+        .accumulation_steps(3)
+        .launch(2, |accelerator| {
+            let optimizer = SgdConfig::new().init();
+            let parts = (
+                line(&accelerator.device()),
+                (optimizer, PerProcess(linear())),
+                loader(50, 4),
+            );
+            let (model, optimizer, train) = accelerator.prepare(parts)?;
+            let plan = accelerator.plan(&train, 5).with_schedule(&optimizer);
+            let by_epoch = (SgdConfig::new().init(), PerEpoch(linear()));
+            let by_epoch = accelerator.prepare(by_epoch)?;
+            assert_eq!(plan.with_schedule(&by_epoch).rate_steps, Some(5));
+            drop(model);
+            Ok(plan)
+        });
+    for plan in plans.unwrap() {
+        // 50 samples in global batches of 8: 7 micro-steps, windows of 3, 3 and 1.
+        assert_eq!(plan.micro_steps_per_epoch, Some(7));
+        assert_eq!(plan.steps_per_epoch, Some(3));
+        assert_eq!(plan.effective_batch, Some(24));
+        assert_eq!((plan.steps, plan.rate_steps), (Some(15), Some(30)));
+        let text = plan.to_string();
+        assert!(
+            text.contains("2 ranks") && text.contains("30 steps"),
+            "{text}"
+        );
+    }
+}
+
+#[derive(Debug, Module)]
+struct Three {
+    frozen: Linear,
+    slow: Linear,
+    fast: Linear,
+}
+
+impl Three {
+    fn new(device: &Device) -> Self {
+        Self {
+            frozen: line(device),
+            slow: line(device),
+            fast: line(device),
+        }
+    }
+}
+
+#[test]
+fn groups_have_rates_of_their_own_and_frozen_parameters_stay_on_any_number_of_ranks() {
+    let train = |ranks: usize| {
+        let rows = accelerator::launch(ranks, |accelerator| {
+            let model = Three::new(&accelerator.device());
+            let model = model.freeze_group(ParamGroup::from_predicate("frozen."));
+            let scheduler =
+                ModuleLrScheduler::new(0.01).with_group(ParamGroup::from_predicate("fast."), 0.1);
+            let train = DataLoaderBuilder::new(common::ColumnBatcher)
+                .global_batch_size(4)
+                .build(common::columns(12));
+            let parts = (model, (SgdConfig::new().init(), scheduler), train);
+            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                let loss = distance(&model.frozen, &batch)
+                    + distance(&model.slow, &batch)
+                    + distance(&model.fast, &batch);
+                let gradients = accelerator.backward(loss, &model, &batch)?;
+                model = optimizer.step(model, gradients);
+            }
+            Ok(flat(&model))
+        });
+        of_every_rank(rows.unwrap())
+    };
+    let one = train(1);
+    assert_close(&train(2), &one, 1e-6);
+    let start = flat(&line(&Device::default()));
+    assert_eq!(one[..2], start);
+    let moved = |values: &[f32]| (values[0] - start[0]).abs() + (values[1] - start[1]).abs();
+    let (slow, fast) = (moved(&one[2..4]), moved(&one[4..]));
+    assert!(slow > 0.0 && fast > 5.0 * slow, "{slow}, {fast}");
+}
+
+#[test]
+fn an_average_of_weights_is_that_of_every_step_and_comes_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let rows = accelerator::launch(2, |accelerator| {
+        let device = accelerator.device();
+        let prepared = || {
+            let model = Three::new(&device).freeze_group(ParamGroup::from_predicate("frozen."));
+            accelerator.prepare((model, SgdConfig::new().init(), loader(12, 2)))
+        };
+        let (mut model, mut optimizer, train) = prepared()?;
+        let mut ema = Ema::new(&model, 0.75);
+        let mut expected = flat(&model);
+        for batch in train.epoch(0) {
+            let batch = batch?;
+            let loss = distance(&model.slow, &batch) + distance(&model.fast, &batch);
+            let gradients = accelerator.backward(loss, &model, &batch)?;
+            model = optimizer.step(0.05, model, gradients);
+            ema.update(&model);
+            for (mean, weight) in expected.iter_mut().zip(flat(&model)) {
+                *mean = 0.75 * *mean + 0.25 * weight;
+            }
+        }
+        let averaged = flat(ema.model());
+        assert_close(&averaged, &expected, 1e-6);
+        assert_ne!(averaged, flat(&model));
+        accelerator.save_state(folder, (&model, &ema, &optimizer))?;
+
+        let (fresh, optimizer, _) = prepared()?;
+        let ema = Ema::new(&fresh, 0.75);
+        let ((back, mut ema, _), _) = accelerator.resume(folder, (fresh, ema, optimizer))?;
+        assert_eq!(flat(ema.model()), averaged);
+        assert_eq!(flat(&back), flat(&model));
+        // The model is still the one that is trained.
+        let gradients = accelerator.backward(back.slow.weight.val().mean(), &back, 1)?;
+        assert_eq!(gradients.samples(), Some(2.0));
+        ema.update(&back);
+        assert_ne!(flat(ema.model()), averaged);
+        Ok(averaged)
+    });
+    of_every_rank(rows.unwrap());
+}

@@ -1,0 +1,113 @@
+//! Running statistics of all ranks.
+
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use accelerator::prelude::*;
+use burn::module::Module;
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::tensor::{Device, Tensor, TensorData};
+use common::devices;
+
+#[derive(Debug, Module)]
+struct Net {
+    frozen: Linear,
+    norm: BatchNorm,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        Self {
+            frozen: LinearConfig::new(2, 2).init(device).no_grad(),
+            norm: BatchNormConfig::new(2).with_momentum(1.0).init(device),
+        }
+    }
+
+    fn forward(&self, input: Tensor<2>) -> Tensor<2> {
+        self.norm.forward(self.frozen.forward(input))
+    }
+}
+
+fn rows(rank: usize, device: &Device) -> Tensor<2> {
+    let values = (0..8).map(|i| ((i + 13 * rank) as f32 * 0.7).sin() + rank as f32);
+    let data = TensorData::new(values.collect::<Vec<_>>(), [4, 2]);
+    Tensor::from_data(data, device)
+}
+
+fn values(tensor: Tensor<1>) -> Vec<f64> {
+    tensor.into_data().convert::<f64>().try_to_vec().unwrap()
+}
+
+#[test]
+fn statistics_become_those_of_everything_that_was_seen() {
+    for kind in devices() {
+        let ranks = Accelerator::builder()
+            .device(kind)
+            .launch(3, |accelerator| {
+                let device = accelerator.device();
+                let model = accelerator.prepare(accelerator.init(Net::new))?;
+                let before = model.frozen.weight.val().into_data();
+                let own = model.frozen.forward(rows(accelerator.rank(), &device));
+                model.forward(rows(accelerator.rank(), &device));
+                let valid = accelerator.valid(&model)?;
+                assert_eq!(model.frozen.weight.val().into_data(), before);
+                assert!(!model.norm.running_mean.value().is_require_grad());
+                let seen = rows(7, &device).inner();
+                Ok((
+                    own.into_data()
+                        .convert::<f64>()
+                        .try_to_vec::<f64>()
+                        .unwrap(),
+                    values(valid.norm.running_mean.value()),
+                    values(valid.norm.running_var.value()),
+                    valid.forward(seen).into_data(),
+                ))
+            })
+            .unwrap();
+        let all: Vec<f64> = ranks.iter().flat_map(|rank| rank.0.clone()).collect();
+        for channel in 0..2 {
+            let seen = || all.iter().skip(channel).step_by(2);
+            let mean = seen().sum::<f64>() / 12.0;
+            // Burn's running variance is the one over n − 1 or over n of each rank's own batch.
+            let found = ranks[0].1[channel];
+            assert!((found - mean).abs() < 1e-6, "{found} {mean}");
+            let spread = seen().map(|x| (x - mean).powi(2)).sum::<f64>() / 12.0;
+            let between = spread - ranks[0].2[channel];
+            assert!(between.abs() < 1e-5 * spread, "{between} {spread}");
+        }
+        for rank in &ranks[1..] {
+            assert_eq!(
+                (&rank.1, &rank.2, &rank.3),
+                (&ranks[0].1, &ranks[0].2, &ranks[0].3)
+            );
+        }
+    }
+}
+
+#[test]
+fn what_is_the_same_everywhere_stays_and_models_without_buffers_send_nothing() {
+    accelerator::launch(3, |accelerator| {
+        let operations = Arc::new(AtomicUsize::new(0));
+        let count = operations.clone();
+        let model = accelerator.prepare(accelerator.init(Net::new))?;
+        let line: Linear =
+            accelerator.prepare(accelerator.init(|device| LinearConfig::new(3, 3).init(device)))?;
+        let observed = accelerator.group().observe(move |_| {
+            count.fetch_add(1, Ordering::Relaxed);
+        });
+        observed.unwrap();
+        let frozen = model.frozen.weight.val().into_data();
+        accelerator.sync_buffers(&line)?;
+        assert_eq!(operations.load(Ordering::Relaxed), 0);
+        accelerator.sync_buffers(&model)?;
+        // The comparison alone.
+        assert_eq!(operations.load(Ordering::Relaxed), 1);
+        assert_eq!(model.frozen.weight.val().into_data(), frozen);
+        Ok(())
+    })
+    .unwrap();
+}

@@ -1,0 +1,84 @@
+//! Trains the network of the example `mnist` in steps of the same size on any number of processes: as
+//! many micro-steps are accumulated as it takes.
+//!
+//! ```text
+//! cargo run --release --example accumulation -- --global-batch 256 --batch-size 32
+//! cargo run --release -p accel-launch -- --num-processes 2 --example accumulation
+//! ```
+
+use accelerator::prelude::*;
+use accelerator_examples::{
+    CnnConfig, Course, DigitBatcher, MnistArgs, Report, cross_entropy, init_logging,
+};
+use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+use clap::Parser;
+
+/// Train on batches that are larger than what a device holds
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    mnist: MnistArgs,
+
+    /// The samples of an optimizer step, over all processes
+    #[arg(long, default_value_t = 256, value_name = "N")]
+    global_batch: usize,
+
+    /// The precision to compute in: no, f16 or bf16 [default: ACCEL_PRECISION, else no]
+    #[arg(long)]
+    precision: Option<Precision>,
+}
+
+fn main() -> Result<(), Report> {
+    let args = Args::parse();
+    init_logging();
+    let (mnist, epochs) = (&args.mnist, args.mnist.epochs);
+    let digits = mnist.digits()?;
+    let batch_size = mnist.batch_size.get();
+
+    let mut builder = Accelerator::builder()
+        .device(mnist.device.map(Into::into))
+        .global_batch(args.global_batch, batch_size)
+        .seed(mnist.seed);
+    if let Some(precision) = args.precision {
+        builder = builder.precision(precision);
+    }
+    let accelerator = builder.build()?;
+    let device = accelerator.device();
+
+    let model = CnnConfig::new().with_dropout(mnist.dropout).init(&device);
+    let train = DataLoaderBuilder::new(DigitBatcher)
+        .batch_size(batch_size)
+        .shuffle(mnist.seed)
+        .build(digits.train);
+    let (mut model, train) = accelerator.prepare((model, train))?;
+    let plan = accelerator.plan(&train, epochs);
+    let steps = plan.steps.unwrap_or(1).max(1) as usize;
+    let schedule = CosineAnnealingLrSchedulerConfig::new(mnist.learning_rate(), steps);
+    let schedule = schedule.init().map_err(std::io::Error::other)?;
+    let mut optimizer = accelerator.prepare((mnist.optimizer.init(), schedule))?;
+    accelerator.print(plan.with_schedule(&optimizer));
+
+    let mut course = Course::new();
+    for epoch in 0..epochs {
+        for batch in train.epoch(epoch) {
+            let batch = batch?;
+            let images = accelerator.to_working(batch.images.clone());
+            let loss = accelerator.forward(&model, |model| {
+                let logits = accelerator.to_full(model.forward(images));
+                cross_entropy(logits, batch.targets.clone())
+            });
+            // Nothing is sent, and nothing moves, until the window is full.
+            let gradients = accelerator.backward(loss, &model, &batch)?.clip_norm(1.0);
+            course.note(gradients.loss());
+            model = optimizer.step(model, gradients);
+            if let StepOutcome::Skipped { scale } = optimizer.outcome() {
+                accelerator.print(format_args!(
+                    "step skipped: the loss scale {scale} is too large"
+                ));
+            }
+        }
+    }
+    // The same on each of them.
+    println!("rank {}: loss {course}", accelerator.rank());
+    Ok(accelerator.finish()?)
+}
