@@ -53,3 +53,12 @@ fn accumulation_in_half_precision() {
 fn gan() {
     learns("gan", &[]);
 }
+
+/// The last step is short, on one rank and on two.
+#[test]
+fn streaming() {
+    for sharing in ["dispatched", "sharded"] {
+        let args = ["--limit", "326", "--batch-size", "8", "--sharing", sharing];
+        learns("streaming", &args);
+    }
+}
