@@ -108,7 +108,12 @@ impl BatchSizeFinder {
                 // Each rank has reported what it holds, and none has reported anything else.
                 return Err(Error::misuse("a rank did not report its outcome").into());
             };
-            tracing::info!(size, next, rank, "batches of this size are out of memory");
+            tracing::info!(
+                size,
+                next,
+                on = rank,
+                "batches of this size are out of memory"
+            );
             reason = Some(format!("rank {rank}, with {size}: {text}"));
             // What was computed with a size that others cannot hold makes room.
             drop(held);

@@ -60,7 +60,8 @@
 //! | share out other work than batches | [`Accelerator::split_between_processes`] |
 //! | do something on one rank only, or there first | [`Accelerator::on_main_process`], [`Accelerator::main_process_first`] |
 //! | find the batch that memory holds | [`Accelerator::find_executable_batch_size`] |
-//! | log and warn with ranks | [`logging`], [`Accelerator::warn_once`] |
+//! | log, warn, print with ranks | [`logging`], [`Accelerator::warn_once`], [`Accelerator::print_in_order`] |
+//! | show progress bars on rank 0 | `Accelerator::progress`, with the feature `progress` |
 //! | stop all ranks for a reason that one of them knows | [`Accelerator::set_trigger`], [`Accelerator::check_trigger`] |
 //! | normalise over the batches of all ranks | [`nn::SyncBatchNorm`], [`Accelerator::valid`] |
 //! | save and load models | [`Accelerator::save_model`], [`Accelerator::load_model`], [`model`] |

@@ -17,6 +17,8 @@ mod reporter;
 mod samples;
 mod save;
 mod score;
+pub mod text;
+mod transformer;
 
 pub use crate::args::{Dtype, MnistArgs, OptimizerName};
 pub use crate::cnn::{Cnn, CnnConfig};
@@ -30,3 +32,4 @@ pub use crate::reporter::Reporter;
 pub use crate::samples::SampleLog;
 pub use crate::save::save_model;
 pub use crate::score::Score;
+pub use crate::transformer::{Transformer, TransformerConfig};

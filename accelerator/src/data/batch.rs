@@ -1,6 +1,8 @@
 use core::fmt;
 use core::ops::Deref;
 
+use serde::{Deserialize, Serialize};
+
 use super::cursor::Mark;
 use crate::gradient::{Closing, Weight};
 
@@ -27,7 +29,7 @@ pub struct Batch<O> {
 }
 
 /// Everything about a batch but its value.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct Info {
     /// How many samples of the epoch all ranks have used with this batch.
     pub(crate) consumed: u64,
@@ -44,7 +46,7 @@ pub(crate) struct Info {
 }
 
 /// What a batch is to the others of its step.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) enum Share {
     /// This rank had no sample left: the value is another batch again, and counts for nothing.
     Idle,
@@ -100,8 +102,8 @@ impl<O> Batch<O> {
         }
     }
 
-    /// Where its samples lie in the data set; empty for a batch of one of Burn's own loaders,
-    /// which do not tell.
+    /// Where its samples lie in the data set or stream; empty for a batch of one of Burn's own loaders,
+    /// which do not tell, and of a stream that is read in parts.
     pub fn indices(&self) -> &[u64] {
         &self.info.indices
     }
@@ -122,7 +124,9 @@ impl<O> Batch<O> {
         self.info.step
     }
 
-    /// Whether it is the last of the epoch.
+    /// Whether it is the last of the epoch on this rank: Accelerate's `end_of_dataloader`. It is so on
+    /// the last batch of every kind of loader, and on no other; each loader knows for itself, also while
+    /// another one is read inside its loop.
     pub fn is_last(&self) -> bool {
         self.info.is_last
     }

@@ -1,11 +1,16 @@
 use core::fmt;
 use std::sync::Arc;
 
-use accelerator_plan::{BatchSize, Order, Plan, PlanConfig, TailPolicy};
+use accelerator_plan::{TailPolicy, WeightedSampler};
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
-use super::source::{Batched, Source};
+use super::order::{Listed, Order};
+use super::source::{Batched, Batching, SamplePlace, Source};
+use super::spec::{Size, Spec};
+use super::stream::{Dispatched, Interleaved, Parts, SampleStream, Shared, Streamed};
 use crate::error::Result;
 
 /// Builds a loader that [`Accelerator::prepare`](crate::Accelerator::prepare) can share out.
@@ -38,7 +43,7 @@ use crate::error::Result;
 /// ```
 #[must_use]
 pub struct DataLoaderBuilder<I, O> {
-    batcher: Arc<dyn Batcher<I, O>>,
+    batching: Batching<I, O>,
     spec: Spec,
 }
 
@@ -46,15 +51,11 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// Begins with what makes a batch of samples. The batch size is 1 until it is set.
     pub fn new(batcher: impl Batcher<I, O> + 'static) -> Self {
         Self {
-            batcher: Arc::new(batcher),
-            spec: Spec {
-                agreed: None,
-                order: Order::Sequential,
-                prefetch: 2,
-                size: Size::PerRank(1),
-                tail: TailPolicy::default(),
-                workers: 1,
+            batching: Batching {
+                batcher: Arc::new(batcher),
+                map: None,
             },
+            spec: Spec::default(),
         }
     }
 
@@ -79,8 +80,172 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
         self
     }
 
+    /// Goes through the samples in the order that `order` gives for each epoch, by their numbers in the
+    /// data set. Samples may be left out, or come more than once.
+    ///
+    /// It must depend on the epoch alone. Ranks compare what they got when an epoch's first batch is
+    /// asked for, which all of them must do together, and fail alike where it differs.
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # use burn::tensor::Device;
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
+    /// # }
+    /// use accelerator::prelude::*;
+    ///
+    /// let shares = launch(2, |accelerator| {
+    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///         .batch_size(2)
+    ///         .sampler(|epoch| (epoch..10).rev().collect())
+    ///         .build(InMemDataset::new((0..10).collect()));
+    ///     let loader = accelerator.prepare(loader)?;
+    ///     loader.epoch(3).map(|batch| Ok(batch?.into_inner())).collect()
+    /// })?;
+    /// assert_eq!(shares, [[vec![9, 8], vec![5, 4]], [vec![7, 6], vec![3]]]);
+    /// # let _: &Vec<Vec<Vec<u32>>> = &shares;
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn sampler(mut self, order: impl Fn(u64) -> Vec<u64> + Send + Sync + 'static) -> Self {
+        self.spec.order = Order::Listed(Listed {
+            draws: None,
+            list: Arc::new(order),
+            name: "that of a sampler".to_owned(),
+        });
+        self
+    }
+
+    /// Uses the batches that `batches` gives for each epoch, of whatever sizes: lists of numbers of
+    /// samples. Whole batches go round the ranks, one each in a step; batch sizes do not count. Under
+    /// [`TailPolicy::Exact`] a rank idles where the last round has no batch for it.
+    ///
+    /// It must depend on the epoch alone, and is compared between ranks, as a
+    /// [`sampler`](Self::sampler)'s order is.
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # use burn::tensor::Device;
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
+    /// # }
+    /// use accelerator::prelude::*;
+    ///
+    /// let shares = launch(2, |accelerator| {
+    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///         .batch_sampler(|_epoch| vec![vec![0, 1, 2], vec![3], vec![4, 5]])
+    ///         .build(InMemDataset::new((0..6).collect()));
+    ///     let loader = accelerator.prepare(loader)?;
+    ///     loader.epoch(0).map(|batch| batch.map(|batch| batch.real())).collect()
+    /// })?;
+    /// assert_eq!(shares, [[3, 2], [1, 0]]);
+    /// # let _: &Vec<Vec<usize>> = &shares;
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn batch_sampler(
+        mut self,
+        batches: impl Fn(u64) -> Vec<Vec<u64>> + Send + Sync + 'static,
+    ) -> Self {
+        self.spec.order = Order::Batched(Arc::new(batches));
+        self
+    }
+
+    /// Draws so many samples in each epoch by their weights, each time from all of them.
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # use burn::tensor::Device;
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
+    /// # }
+    /// use accelerator::plan::WeightedSampler;
+    /// use accelerator::prelude::*;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let loader = DataLoaderBuilder::new(Listed)
+    ///     .batch_size(50)
+    ///     .weighted(WeightedSampler::new([1.0, 1.0, 8.0])?, 100, 42)
+    ///     .build(InMemDataset::new(vec![0, 1, 2]));
+    /// let loader = accelerator.prepare(loader)?;
+    /// assert_eq!(loader.steps(), Some(2));
+    /// let first = loader.epoch(0).next().unwrap()?;
+    /// assert!(first.iter().filter(|&&item| item == 2).count() > 25);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn weighted(mut self, sampler: WeightedSampler, draws: usize, seed: u64) -> Self {
+        self.spec.order = Order::Listed(Listed {
+            draws: Some(draws as u64),
+            name: format!("{draws} draws by weights and {seed}, with replacement"),
+            list: Arc::new(move |epoch| sampler.with_replacement(draws, seed, epoch)),
+        });
+        self
+    }
+
+    /// Draws so many different samples in each epoch by their weights; at most as many as have a
+    /// weight above 0.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_config`](crate::Error::is_config) where fewer samples can be drawn.
+    pub fn weighted_without_replacement(
+        mut self,
+        sampler: WeightedSampler,
+        draws: usize,
+        seed: u64,
+    ) -> Result<Self> {
+        sampler.without_replacement(draws, seed, 0)?;
+        self.spec.order = Order::Listed(Listed {
+            draws: Some(draws as u64),
+            name: format!("{draws} draws by weights and {seed}, without replacement"),
+            list: Arc::new(move |epoch| {
+                // It succeeded for epoch 0, and does not depend on the epoch.
+                let drawn = sampler.without_replacement(draws, seed, epoch);
+                drawn.unwrap_or_default()
+            }),
+        });
+        Ok(self)
+    }
+
+    /// Does something to each sample before it is put into a batch, on the thread that loads it, which
+    /// knows the sample's place: augmentation that is the same on whichever rank and worker it happens.
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # use burn::tensor::Device;
+    /// # struct Listed;
+    /// # impl Batcher<u64, Vec<u64>> for Listed {
+    /// #     fn batch(&self, items: Vec<u64>, _device: &Device) -> Vec<u64> { items }
+    /// # }
+    /// use accelerator::prelude::*;
+    ///
+    /// let noisy = |ranks| launch(ranks, |accelerator| {
+    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///         .batch_size(2)
+    ///         // In a program: a generator that is seeded by this.
+    ///         .map_samples(|item, place| item * 1000 + place.rng_seed(42) % 1000)
+    ///         .build(InMemDataset::new((0..8).collect()));
+    ///     let loader = accelerator.prepare(loader)?;
+    ///     loader.epoch(0).map(|batch| Ok(batch?.into_inner())).collect::<Result<Vec<_>>>()
+    /// });
+    /// let (one, two) = (noisy(1)?.concat().concat(), noisy(2)?.concat().concat());
+    /// assert!(one.iter().all(|item| two.contains(item)));
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn map_samples(
+        mut self,
+        map: impl Fn(I, SamplePlace) -> I + Send + Sync + 'static,
+    ) -> Self {
+        self.batching.map = Some(match self.batching.map {
+            None => Arc::new(map),
+            Some(before) => Arc::new(move |item, place| map(before(item, place), place)),
+        });
+        self
+    }
+
     /// How many threads load ahead. With 0, each batch is loaded when it is asked for. The order
-    /// of batches does not depend on it. Default: 1.
+    /// of batches does not depend on it. A stream is read by one. Default: 1.
     pub fn num_workers(mut self, workers: usize) -> Self {
         self.spec.workers = workers;
         self
@@ -101,12 +266,123 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// Adds the data set.
     pub fn build(self, dataset: impl Dataset<I> + 'static) -> Loader<O> {
         Loader {
-            source: Arc::new(Batched {
-                batcher: self.batcher,
+            origin: Origin::Indexed(Arc::new(Batched {
+                batching: self.batching,
                 dataset: Arc::new(dataset),
-            }),
+            })),
             spec: self.spec,
         }
+    }
+
+    /// Adds a stream without a length, of which every rank reads all, and keeps its own samples: step
+    /// by step, as it would of a data set in sequence. Ranks need not talk, and each decodes everything
+    /// (`W` ranks do `W` times the work of one), so it is for streams that cost little.
+    ///
+    /// It must give the same samples in the same order on every rank, which cannot be checked.
+    ///
+    /// Of a stream, tail policies do what they do of a data set. Its place is a number of samples: a
+    /// resumed epoch goes on behind those that were used, at any world size. It is read one step ahead
+    /// of what [`prefetch`](Self::prefetch) reads, so that [`Batch::is_last`](super::Batch::is_last) is
+    /// known; see [`SampleStream`] for an example.
+    pub fn build_stream(self, stream: impl SampleStream<Item = I>) -> Loader<O> {
+        let (streamed, spec) = self.streamed(stream);
+        Loader {
+            origin: Origin::Stream(Arc::new(Interleaved(streamed))),
+            spec,
+        }
+    }
+
+    /// Adds a stream without a length, of which each rank reads a part of its own: that of its
+    /// [`StreamPart`](super::StreamPart), a share of the files for example. Nothing is read twice. In
+    /// every step ranks tell each other whether they have more.
+    ///
+    /// Parts may have different lengths; a rank whose part has ended idles until all have. Under
+    /// [`TailPolicy::Pad`] it gets its own first batch again, and under [`TailPolicy::Drop`] the epoch
+    /// ends with the first part that has no full batch. Under [`TailPolicy::Uneven`] each rank ends
+    /// with its part, and ranks do not talk. In mid-epoch it resumes on as many ranks only.
+    ///
+    /// ```
+    /// use accelerator::data::StreamPart;
+    /// use accelerator::prelude::*;
+    /// # use burn::data::dataloader::batcher::Batcher;
+    /// # use burn::tensor::Device;
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
+    /// # }
+    ///
+    /// let shares = launch(2, |accelerator| {
+    ///     let files = [vec![0, 1, 2], vec![3, 4], vec![5, 6, 7]];
+    ///     let numbers = move |part: StreamPart| {
+    ///         let mine = files.clone().into_iter().skip(part.index()).step_by(part.count());
+    ///         mine.flatten().map(std::io::Result::Ok)
+    ///     };
+    ///     let loader = DataLoaderBuilder::new(Listed).batch_size(4).build_sharded_stream(numbers);
+    ///     let loader = accelerator.prepare(loader)?;
+    ///     loader.epoch(0).map(|batch| batch.map(|batch| (batch.to_vec(), batch.real()))).collect()
+    /// })?;
+    /// assert_eq!(shares[0], [(vec![0, 1, 2, 5], 4), (vec![6, 7], 2)]);
+    /// assert_eq!(shares[1], [(vec![3, 4], 2), (vec![3, 4], 0)]);
+    /// # let _: &Vec<Vec<(Vec<u32>, usize)>> = &shares;
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn build_sharded_stream(self, stream: impl SampleStream<Item = I>) -> Loader<O> {
+        let (streamed, spec) = self.streamed(stream);
+        Loader {
+            origin: Origin::Stream(Arc::new(Parts(streamed))),
+            spec,
+        }
+    }
+
+    /// Adds a stream without a length that rank 0 reads alone, ahead of the training, as many steps as
+    /// [`prefetch`](Self::prefetch) says. When all ranks ask for their next batch, it sends each of them
+    /// its samples, through serde; each makes its batch of them itself. What fails in reading fails on
+    /// every rank alike.
+    ///
+    /// Ranks must ask for batches in lockstep, as a training loop does, and not on
+    /// another thread than their other collectives. [`TailPolicy::Uneven`] is refused by
+    /// [`prepare`](crate::Accelerator::prepare). Otherwise, and in where it resumes, it is as
+    /// [`build_stream`](Self::build_stream).
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::data::dataloader::batcher::Batcher;
+    /// # use burn::tensor::Device;
+    /// # struct Listed;
+    /// # impl Batcher<String, Vec<String>> for Listed {
+    /// #     fn batch(&self, items: Vec<String>, _device: &Device) -> Vec<String> { items }
+    /// # }
+    ///
+    /// let shares = launch(2, |accelerator| {
+    ///     // In a program: lines of a file that only rank 0 has.
+    ///     let lines = |_part| "a b c d e".split(' ').map(|word| std::io::Result::Ok(word.to_owned()));
+    ///     let loader = DataLoaderBuilder::new(Listed).batch_size(2).build_dispatched_stream(lines);
+    ///     let loader = accelerator.prepare(loader)?;
+    ///     loader.epoch(0).map(|batch| batch.map(|batch| (batch.concat(), batch.real()))).collect()
+    /// })?;
+    /// assert_eq!(shares[0], [("ab".to_owned(), 2), ("e".to_owned(), 1)]);
+    /// // Rank 1 idles in the last step, on rank 0's samples.
+    /// assert_eq!(shares[1], [("cd".to_owned(), 2), ("e".to_owned(), 0)]);
+    /// # let _: &Vec<Vec<(String, usize)>> = &shares;
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn build_dispatched_stream(self, stream: impl SampleStream<Item = I>) -> Loader<O>
+    where
+        I: Serialize + DeserializeOwned,
+    {
+        let (streamed, spec) = self.streamed(stream);
+        Loader {
+            origin: Origin::Stream(Arc::new(Dispatched(streamed))),
+            spec,
+        }
+    }
+
+    fn streamed<S: SampleStream<Item = I>>(self, stream: S) -> (Streamed<S, O>, Spec) {
+        let streamed = Streamed {
+            batching: self.batching,
+            stream: Arc::new(stream),
+        };
+        (streamed, self.spec)
     }
 }
 
@@ -114,83 +390,14 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
 /// [`Accelerator::prepare`](crate::Accelerator::prepare).
 #[must_use]
 pub struct Loader<O> {
-    pub(super) source: Arc<dyn Source<O>>,
+    pub(super) origin: Origin<O>,
     pub(super) spec: Spec,
 }
 
-/// How samples are to be read, whatever they are.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Spec {
-    /// The global batch size of the checkpoint that training went on from, instead of `size`.
-    agreed: Option<u64>,
-    order: Order,
-    pub(super) prefetch: usize,
-    size: Size,
-    tail: TailPolicy,
-    pub(super) workers: usize,
-}
-
-/// As the user gave it.
-#[derive(Clone, Copy, Debug)]
-enum Size {
-    Global(usize),
-    PerRank(usize),
-}
-
-impl Spec {
-    /// Who gets which of `samples` samples.
-    pub(super) fn plan(&self, samples: u64, world_size: usize) -> Result<Plan> {
-        let size = match (self.agreed, self.size) {
-            (Some(size), _) => BatchSize::global(usize::try_from(size).unwrap_or(usize::MAX))?,
-            (None, Size::Global(size)) => BatchSize::global(size)?,
-            (None, Size::PerRank(size)) => BatchSize::per_rank(size)?,
-        };
-        Ok(PlanConfig::new(samples, size)
-            .with_world_size(world_size)
-            .with_order(self.order)
-            .with_tail(self.tail)
-            .init()?)
-    }
-
-    /// With that global batch size, whatever the user gave.
-    pub(super) fn agreed(self, global_batch: Option<u64>) -> Self {
-        Self {
-            agreed: global_batch,
-            ..self
-        }
-    }
-
-    /// The batch size that the user gave, in words.
-    pub(super) fn size(&self) -> String {
-        match self.size {
-            Size::Global(size) => format!("a global batch size of {size}"),
-            Size::PerRank(size) => format!("a batch size of {size}"),
-        }
-    }
-
-    /// The order of samples, in words.
-    pub(super) fn order(&self) -> String {
-        match self.order {
-            Order::Shuffled { seed } => format!("shuffled by {seed}"),
-            Order::Sequential => "in sequence".to_owned(),
-        }
-    }
-
-    pub(super) fn tail(&self) -> TailPolicy {
-        self.tail
-    }
-
-    pub(super) fn is_uneven(&self) -> bool {
-        self.tail == TailPolicy::Uneven
-    }
-}
-
-/// What must be the same on every rank.
-impl fmt::Display for Spec {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (size, order, tail) = (self.size(), self.order(), self.tail);
-        write!(f, "{size}, {order}, tail policy {tail}")
-    }
+/// Where samples come from.
+pub(super) enum Origin<O> {
+    Indexed(Arc<dyn Source<O>>),
+    Stream(Arc<dyn Shared<O>>),
 }
 
 impl<I, O> fmt::Debug for DataLoaderBuilder<I, O> {
@@ -203,9 +410,11 @@ impl<I, O> fmt::Debug for DataLoaderBuilder<I, O> {
 
 impl<O> fmt::Debug for Loader<O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Loader")
-            .field("samples", &self.source.len())
-            .field("spec", &self.spec)
-            .finish_non_exhaustive()
+        let mut debug = f.debug_struct("Loader");
+        match &self.origin {
+            Origin::Indexed(source) => debug.field("samples", &source.len()),
+            Origin::Stream(stream) => debug.field("stream", &stream.sharing()),
+        };
+        debug.field("spec", &self.spec).finish_non_exhaustive()
     }
 }

@@ -6,6 +6,7 @@ use burn::data::dataset::DatasetError;
 use burn::tensor::Device;
 
 use super::epoch::Epoch;
+use super::order::Dealt;
 use super::prepared::{PreparedLoader, Samples};
 
 /// The bare batches, each pass another epoch. Idle batches are left out, since this interface
@@ -20,18 +21,18 @@ impl<O: Send + 'static> DataLoader<O> for PreparedLoader<O> {
         })
     }
 
+    /// 0 for a stream, which does not tell; where batches are given, those of epoch 0.
     fn num_items(&self) -> usize {
         match &self.samples {
             Samples::Opaque(loader) => loader.num_items().div_ceil(self.place.world_size),
-            Samples::Planned { plan, .. } => {
-                let (plan, rank) = (plan.epoch(0), self.place.rank);
-                let real = |step| plan.batch(rank, step).map_or(0, |batch| batch.real);
-                match plan.steps(rank) {
-                    0 => 0,
-                    // All steps but the last are alike.
-                    steps => (steps as usize - 1) * real(0) + real(steps - 1),
-                }
-            }
+            Samples::Planned {
+                plan, source, spec, ..
+            } => match Dealt::new(spec, plan, source.len(), 0) {
+                Ok(dealt) => dealt.share.real(self.place.rank),
+                // It is told when batches are asked for.
+                Err(_) => 0,
+            },
+            Samples::Stream { .. } => 0,
         }
     }
 
@@ -39,6 +40,8 @@ impl<O: Send + 'static> DataLoader<O> for PreparedLoader<O> {
         Arc::new(self.on(device))
     }
 
+    /// A stream has no slices, and is given whole. The numbers of a sampler are those in the slice.
+    ///
     /// # Panics
     ///
     /// Never: the part is shared out by the settings that were accepted for the whole.

@@ -10,17 +10,16 @@ use super::batch::Batch;
 use super::cursor::{Mark, Pass, Spot};
 use super::feed::Feed;
 use super::prepared::Place;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::timeline::Timeline;
 
 /// This rank's batches of one epoch; see [`PreparedLoader::epoch`](super::PreparedLoader::epoch).
 ///
 /// An error is the last thing that it yields. Leaving it before its end is fine: its workers stop.
+/// Reading begins with the first batch that is asked for.
 #[must_use = "an epoch is an iterator"]
 pub struct Epoch<O> {
-    /// After an error too: what follows it would depend on the number of workers.
-    ended: bool,
-    feed: Feed<O>,
+    feed: State<O>,
     pass: Arc<Pass>,
     reseed: Reseed,
     remaining: Option<u64>,
@@ -28,23 +27,83 @@ pub struct Epoch<O> {
     waited: Duration,
 }
 
+enum State<O> {
+    /// Nothing was asked for yet; so many of its batches are to be left out.
+    Closed(Open<O>, u64),
+    /// After an error too: what follows it would depend on the number of workers.
+    Ended,
+    /// While batches were left out.
+    Failed(Error),
+    Open(Feed<O>),
+}
+
+/// Begins to read behind the first so many batches.
+pub(super) type Open<O> = Box<dyn FnOnce(u64) -> Feed<O> + Send>;
+
 impl<O> Epoch<O> {
     pub(super) fn new(
-        feed: Feed<O>,
+        open: Open<O>,
         pass: Arc<Pass>,
         reseed: Reseed,
         steps: Option<u64>,
         timeline: Timeline,
     ) -> Self {
         Self {
-            ended: false,
-            feed,
+            feed: State::Closed(open, 0),
             pass,
             reseed,
             remaining: steps,
             timeline,
             waited: Duration::ZERO,
         }
+    }
+
+    /// Leaves out the next so many batches: of this rank, and so, where every rank says the same, so
+    /// many steps. What a data set would have loaded for them is not loaded; a stream is asked to skip
+    /// it, and one of Burn's own loaders reads it for nothing. Batches keep their numbers, weights and
+    /// ends.
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # use burn::tensor::Device;
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
+    /// # }
+    /// use accelerator::prelude::*;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let loader = DataLoaderBuilder::new(Listed)
+    ///     .batch_size(4)
+    ///     .build(InMemDataset::new((0..16).collect()));
+    /// let loader = accelerator.prepare(loader)?;
+    /// let rest = loader.epoch(0).skip_first_batches(2).collect::<Result<Vec<_>>>()?;
+    /// assert_eq!(*rest[0], [8, 9, 10, 11]);
+    /// assert_eq!((rest.len(), rest[0].step()), (2, 2));
+    /// assert!(rest[1].is_last());
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn skip_first_batches(mut self, batches: u64) -> Self {
+        if let Some(remaining) = &mut self.remaining {
+            *remaining = remaining.saturating_sub(batches);
+        }
+        match &mut self.feed {
+            State::Closed(_, skipped) => *skipped = skipped.saturating_add(batches),
+            State::Ended | State::Failed(_) => {}
+            State::Open(feed) => {
+                for _ in 0..batches {
+                    match feed.next() {
+                        Some(Ok(_)) => {}
+                        Some(Err(error)) => {
+                            self.feed = State::Failed(error);
+                            break;
+                        }
+                        None => break,
+                    }
+                }
+            }
+        }
+        self
     }
 
     /// How long `next` waited for batches so far. If it grows by much, add workers.
@@ -58,15 +117,22 @@ impl<O> Iterator for Epoch<O> {
 
     fn next(&mut self) -> Option<Self::Item> {
         let start = Instant::now();
-        let mut batch = if self.ended { None } else { self.feed.next() };
-        if !self.ended && batch.is_none() {
-            self.pass.finish();
-        }
-        self.ended = !matches!(batch, Some(Ok(_)));
+        let mut feed = match core::mem::replace(&mut self.feed, State::Ended) {
+            State::Closed(open, skipped) => open(skipped),
+            State::Ended => return None,
+            State::Failed(error) => return Some(Err(error)),
+            State::Open(feed) => feed,
+        };
+        let mut batch = feed.next();
         let end = Instant::now();
         self.waited += end - start;
-        if !self.ended {
-            self.timeline.batch_came(start, end);
+        match &batch {
+            Some(Ok(_)) => {
+                self.feed = State::Open(feed);
+                self.timeline.batch_came(start, end);
+            }
+            Some(Err(_)) => {}
+            None => self.pass.finish(),
         }
         if let Some(remaining) = &mut self.remaining {
             *remaining = remaining.saturating_sub(1);

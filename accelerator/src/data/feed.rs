@@ -3,24 +3,27 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-use accelerator_plan::{BatchKind, EpochPlan, PlannedBatch};
+use accelerator_plan::{BatchKind, PlannedBatch};
 use burn::tensor::Device;
 
 use super::batch::{Batch, Info, Share as Used};
-use super::builder::Spec;
+use super::order::EpochShare;
 use super::source::Source;
+use super::spec::Spec;
 use crate::device::panic_text;
 use crate::error::{Error, Kind, Result};
 use crate::timeline::Timeline;
 
 /// Where the batches of an epoch come from, in order.
-pub(super) type Feed<O> = Box<dyn Iterator<Item = Result<Batch<O>>> + Send>;
+pub(super) type Feed<O> = Ahead<Batch<O>>;
 
 /// This rank's share of an epoch, by its plan.
 pub(super) struct Share<O> {
     pub(super) device: Device,
     pub(super) epoch: u64,
-    pub(super) plan: EpochPlan,
+    /// The first step of the plan that is wanted.
+    pub(super) first: u64,
+    pub(super) plan: EpochShare,
     pub(super) rank: usize,
     pub(super) source: Arc<dyn Source<O>>,
     pub(super) spec: Spec,
@@ -31,17 +34,17 @@ pub(super) struct Share<O> {
 
 impl<O: Send + 'static> Share<O> {
     pub(super) fn feed(self) -> Feed<O> {
-        let steps = self.plan.steps(self.rank);
-        let workers = (self.spec.workers as u64).min(steps);
+        let (first, steps) = (self.first, self.plan.steps(self.rank));
+        let workers = (self.spec.workers as u64).min(steps.saturating_sub(first));
         let share = Arc::new(self);
         if workers == 0 {
-            return Box::new((0..steps).map_while(move |step| share.load(step)));
+            return Box::new((first..steps).map_while(move |step| share.load(step)));
         }
         let started: std::io::Result<Vec<_>> = (0..workers)
             .map(|worker| {
                 let share = share.clone();
                 Worker::start(share.spec.prefetch, move |sender| {
-                    for step in (worker..steps).step_by(workers as usize) {
+                    for step in (first + worker..steps).step_by(workers as usize) {
                         let loading = share.timeline.load(worker as usize);
                         let Some(batch) = share.load(step) else {
                             return;
@@ -63,7 +66,7 @@ impl<O: Send + 'static> Share<O> {
 
     fn load(&self, step: u64) -> Option<Result<Batch<O>>> {
         let planned = self.plan.batch(self.rank, step)?;
-        let value = self.source.load(&planned.indices, &self.device);
+        let value = self.source.load(self.epoch, &planned.indices, &self.device);
         Some(value.map(|value| Batch::new(value, self.info(planned))))
     }
 
@@ -86,17 +89,17 @@ impl<O: Send + 'static> Share<O> {
 }
 
 /// A thread that loads ahead. Dropping it stops it.
-pub(super) struct Worker<O> {
-    batches: Option<Receiver<Result<Batch<O>>>>,
+pub(super) struct Worker<T> {
+    items: Option<Receiver<Result<T>>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl<O: Send + 'static> Worker<O> {
+impl<T: Send + 'static> Worker<T> {
     pub(super) fn start(
         ahead: usize,
-        work: impl FnOnce(&SyncSender<Result<Batch<O>>>) + Send + 'static,
+        work: impl FnOnce(&SyncSender<Result<T>>) + Send + 'static,
     ) -> std::io::Result<Self> {
-        let (sender, batches) = sync_channel(ahead);
+        let (sender, items) = sync_channel(ahead);
         let thread = std::thread::Builder::new()
             .name("loader".to_owned())
             .spawn(move || {
@@ -109,24 +112,24 @@ impl<O: Send + 'static> Worker<O> {
                 }
             })?;
         Ok(Self {
-            batches: Some(batches),
+            items: Some(items),
             thread: Some(thread),
         })
     }
 }
 
-impl<O> Iterator for Worker<O> {
-    type Item = Result<Batch<O>>;
+impl<T> Iterator for Worker<T> {
+    type Item = Result<T>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        self.batches.as_ref()?.recv().ok()
+        self.items.as_ref()?.recv().ok()
     }
 }
 
-impl<O> Drop for Worker<O> {
+impl<T> Drop for Worker<T> {
     fn drop(&mut self) {
         // Without a receiver the worker's next send fails, and it ends.
-        self.batches = None;
+        self.items = None;
         if let Some(thread) = self.thread.take() {
             // Its panics were caught and sent.
             let _ = thread.join();
@@ -134,8 +137,39 @@ impl<O> Drop for Worker<O> {
     }
 }
 
+/// What is read in order, perhaps ahead.
+pub(super) type Ahead<T> = Box<dyn Iterator<Item = Result<T>> + Send>;
+
+/// Reads ahead on a thread, where there is to be one.
+pub(super) fn read_ahead<T: Send + 'static>(
+    spec: &Spec,
+    timeline: Timeline,
+    mut items: impl Iterator<Item = Result<T>> + Send + 'static,
+) -> Ahead<T> {
+    if spec.workers == 0 {
+        return Box::new(items);
+    }
+    let worker = Worker::start(spec.prefetch, move |sender| {
+        loop {
+            let loading = timeline.load(0);
+            let Some(item) = items.next() else {
+                return;
+            };
+            drop(loading);
+            let failed = item.is_err();
+            if sender.send(item).is_err() || failed {
+                return;
+            }
+        }
+    });
+    match worker {
+        Ok(worker) => Box::new(worker),
+        Err(error) => failed(error),
+    }
+}
+
 /// A feed that has nothing but the error of a thread that could not be started.
-pub(super) fn failed<O: Send + 'static>(error: std::io::Error) -> Feed<O> {
+pub(super) fn failed<T: Send + 'static>(error: std::io::Error) -> Ahead<T> {
     Box::new(std::iter::once(Err(Error::with_source(
         Kind::Data,
         "a loader's worker thread could not be started",
@@ -144,13 +178,13 @@ pub(super) fn failed<O: Send + 'static>(error: std::io::Error) -> Feed<O> {
 }
 
 /// Workers that take steps in turn, read in the same turn.
-struct Workers<O> {
+struct Workers<T> {
     next: usize,
-    workers: Vec<Worker<O>>,
+    workers: Vec<Worker<T>>,
 }
 
-impl<O: Send + 'static> Iterator for Workers<O> {
-    type Item = Result<Batch<O>>;
+impl<T> Iterator for Workers<T> {
+    type Item = Result<T>;
 
     fn next(&mut self) -> Option<Self::Item> {
         let turn = self.next;

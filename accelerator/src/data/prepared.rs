@@ -2,19 +2,23 @@ use core::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use accelerator_plan::Plan;
+use accelerator_collective::ProcessGroup;
+use accelerator_plan::{Plan, TailPolicy};
 use burn::data::dataloader::DataLoader;
 use burn::tensor::Device;
 
-use super::builder::{Loader, Spec};
-use super::cursor::Cursor;
-use super::epoch::{Epoch, Reseed};
+use super::builder::{Loader, Origin};
+use super::cursor::{Cursor, Spot};
+use super::epoch::{Epoch, Open, Reseed};
 use super::feed;
 use super::opaque;
+use super::order::{Dealt, Order};
 use super::source::{Slice, Source};
+use super::spec::Spec;
+use super::stream::{self, Shared, Sharing};
 use crate::accelerator::Accelerator;
 use crate::agreement;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::timeline::Timeline;
 
 /// This rank's share of a data set, made by
@@ -46,23 +50,86 @@ pub(super) enum Samples<O> {
     /// One of Burn's own loaders.
     Opaque(Arc<dyn DataLoader<O>>),
     Planned {
+        group: ProcessGroup,
         plan: Plan,
         source: Arc<dyn Source<O>>,
         spec: Spec,
     },
+    Stream {
+        group: ProcessGroup,
+        /// Of full steps; its number of samples means nothing.
+        plan: Plan,
+        spec: Spec,
+        stream: Arc<dyn Shared<O>>,
+    },
+}
+
+impl<O> Clone for Samples<O> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Opaque(loader) => Self::Opaque(loader.clone()),
+            Self::Planned {
+                group,
+                plan,
+                source,
+                spec,
+            } => Self::Planned {
+                group: group.clone(),
+                plan: plan.clone(),
+                source: source.clone(),
+                spec: spec.clone(),
+            },
+            Self::Stream {
+                group,
+                plan,
+                spec,
+                stream,
+            } => Self::Stream {
+                group: group.clone(),
+                plan: plan.clone(),
+                spec: spec.clone(),
+                stream: stream.clone(),
+            },
+        }
+    }
 }
 
 impl<O: Send + 'static> PreparedLoader<O> {
     #[track_caller]
     pub(crate) fn sharded(accelerator: &Accelerator, loader: Loader<O>) -> Result<Self> {
-        let Loader { source, spec } = loader;
-        let plan = spec.plan(source.len(), accelerator.world_size())?;
-        let described = format!("{} samples, {spec}", source.len());
+        let Loader { origin, spec } = loader;
+        let group = accelerator.group().clone();
+        let world_size = accelerator.world_size();
+        let (samples, described) = match origin {
+            Origin::Indexed(source) => {
+                let described = format!("{} samples, {spec}", source.len());
+                let plan = spec.plan(source.len(), world_size)?;
+                let samples = Samples::Planned {
+                    group,
+                    plan,
+                    source,
+                    spec,
+                };
+                (samples, described)
+            }
+            Origin::Stream(stream) => {
+                check_stream(&spec, stream.sharing())?;
+                let described = format!("a stream ({}), {spec}", stream.sharing());
+                let plan = spec.plan(0, world_size)?;
+                let samples = Samples::Stream {
+                    group,
+                    plan,
+                    spec,
+                    stream,
+                };
+                (samples, described)
+            }
+        };
         agreement::check(accelerator.group(), "a data loader", &described)?;
         Ok(Self::new(
             accelerator.shared.device.clone(),
             Place::of(accelerator),
-            Samples::Planned { plan, source, spec },
+            samples,
             accelerator.shared.timeline.clone(),
         ))
     }
@@ -99,45 +166,94 @@ impl<O: Send + 'static> PreparedLoader<O> {
         let pass = self.cursor.begin(epoch);
         let start = pass.yielded();
         let reseed = Reseed::new(self.device.clone(), self.place, epoch);
-        let (feed, steps) = match &self.samples {
-            Samples::Opaque(loader) => (opaque::feed(loader.clone(), self.place, start), None),
-            Samples::Planned { plan, source, spec } => {
+        let steps = match &self.samples {
+            Samples::Planned { plan, spec, .. } if !spec.order().varies() => {
                 // What was used lies within the samples, which `resume` has compared.
-                let plan = match plan.epoch(epoch).starting_at(start.consumed) {
-                    Ok(plan) => plan,
-                    Err(_) => plan.epoch(epoch),
-                };
-                let steps = plan.steps(self.place.rank);
-                let share = feed::Share {
-                    device: self.device.clone(),
-                    epoch,
-                    plan,
-                    rank: self.place.rank,
-                    source: source.clone(),
-                    spec: *spec,
-                    steps_before: start.step,
-                    timeline: self.timeline.clone(),
-                };
-                (share.feed(), Some(steps))
+                let plan = plan.epoch(epoch);
+                let rest = plan.clone().starting_at(start.consumed).unwrap_or(plan);
+                Some(rest.steps(self.place.rank))
             }
+            _ => None,
         };
-        Epoch::new(feed, pass, reseed, steps, self.timeline.clone())
+        let open = self.open(epoch, start);
+        Epoch::new(open, pass, reseed, steps, self.timeline.clone())
     }
 
-    /// How many steps this rank runs in a whole epoch; `None` for one of Burn's own loaders, which do
-    /// not tell.
-    pub fn steps(&self) -> Option<u64> {
-        match &self.samples {
-            Samples::Opaque(_) => None,
-            Samples::Planned { plan, .. } => Some(plan.epoch(0).steps(self.place.rank)),
+    /// How an epoch is read from there on.
+    fn open(&self, epoch: u64, start: Spot) -> Open<O> {
+        let (device, place, timeline) = (self.device.clone(), self.place, self.timeline.clone());
+        match self.samples.clone() {
+            Samples::Opaque(loader) => Box::new(move |skip| {
+                let step = start.step.saturating_add(skip);
+                opaque::feed(loader, place, Spot { step, ..start })
+            }),
+            Samples::Planned {
+                group,
+                plan,
+                source,
+                spec,
+            } => Box::new(move |skip| {
+                let dealt = Dealt::new(&spec, &plan, source.len(), epoch);
+                let whole = match spec.order().is_given() {
+                    true => Dealt::agreed(dealt, &group, epoch),
+                    false => dealt.map(|dealt| dealt.share),
+                };
+                let rest = whole.and_then(|whole| whole.starting_at(start.consumed));
+                let plan = match rest {
+                    Ok(plan) => plan,
+                    Err(error) => return Box::new(core::iter::once(Err(error))),
+                };
+                let share = feed::Share {
+                    device,
+                    epoch,
+                    first: skip,
+                    plan,
+                    rank: place.rank,
+                    source,
+                    spec,
+                    steps_before: start.step,
+                    timeline,
+                };
+                share.feed()
+            }),
+            Samples::Stream {
+                group,
+                plan,
+                spec,
+                stream,
+            } => Box::new(move |skip| {
+                stream.feed(stream::Pass {
+                    device,
+                    epoch,
+                    group,
+                    place,
+                    plan,
+                    skip,
+                    spec,
+                    start,
+                    timeline,
+                })
+            }),
         }
     }
 
-    /// How many samples the whole data set has, over all ranks.
+    /// How many steps this rank runs in a whole epoch; `None` for streams and Burn's own loaders, which do
+    /// not tell, and where a sampler of the program's own says it anew for each epoch.
+    pub fn steps(&self) -> Option<u64> {
+        match &self.samples {
+            Samples::Planned { plan, spec, .. } if !spec.order().varies() => {
+                Some(plan.epoch(0).steps(self.place.rank))
+            }
+            _ => None,
+        }
+    }
+
+    /// How many samples the whole data set has, over all ranks; 0 for a stream, which does not tell.
     pub fn samples(&self) -> u64 {
         match &self.samples {
             Samples::Opaque(loader) => loader.num_items() as u64,
             Samples::Planned { source, .. } => source.len(),
+            Samples::Stream { .. } => 0,
         }
     }
 
@@ -145,7 +261,13 @@ impl<O: Send + 'static> PreparedLoader<O> {
     pub(super) fn part(&self, start: usize, end: usize) -> Result<Self> {
         let samples = match &self.samples {
             Samples::Opaque(loader) => Samples::Opaque(loader.slice(start, end)),
-            Samples::Planned { source, spec, .. } => {
+            Samples::Stream { .. } => self.samples.clone(),
+            Samples::Planned {
+                group,
+                source,
+                spec,
+                ..
+            } => {
                 let end = (end as u64).min(source.len());
                 let start = (start as u64).min(end);
                 let source = Slice {
@@ -154,9 +276,10 @@ impl<O: Send + 'static> PreparedLoader<O> {
                     start,
                 };
                 Samples::Planned {
+                    group: group.clone(),
                     plan: spec.plan(source.len, self.place.world_size)?,
                     source: Arc::new(source),
-                    spec: *spec,
+                    spec: spec.clone(),
                 }
             }
         };
@@ -173,14 +296,28 @@ impl<O: Send + 'static> PreparedLoader<O> {
     pub(super) fn on(&self, device: &Device) -> Self {
         let samples = match &self.samples {
             Samples::Opaque(loader) => Samples::Opaque(loader.to_device(device)),
-            Samples::Planned { plan, source, spec } => Samples::Planned {
-                plan: plan.clone(),
-                source: source.clone(),
-                spec: *spec,
-            },
+            samples => samples.clone(),
         };
         Self::new(device.clone(), self.place, samples, self.timeline.clone())
     }
+}
+
+/// Whether the settings fit a stream.
+fn check_stream(spec: &Spec, sharing: Sharing) -> Result<()> {
+    if !matches!(spec.order(), Order::Sequential) {
+        return Err(Error::config(format!(
+            "a stream keeps its own order, and this loader's is {}: shuffle within the stream, or build \
+             the loader with a data set",
+            spec.order()
+        )));
+    }
+    if sharing == Sharing::Dispatched && spec.tail() == TailPolicy::Uneven {
+        return Err(Error::config(
+            "under the tail policy `uneven` ranks may run different numbers of steps, and a dispatched \
+             stream has them meet in each: choose `exact`, `pad` or `drop`, or `build_stream`",
+        ));
+    }
+    Ok(())
 }
 
 impl Place {
@@ -200,8 +337,14 @@ impl<O> fmt::Debug for PreparedLoader<O> {
         debug
             .field("device", &self.device)
             .field("place", &self.place);
-        if let Samples::Planned { plan, .. } = &self.samples {
-            debug.field("plan", plan);
+        match &self.samples {
+            Samples::Opaque(_) => {}
+            Samples::Planned { plan, .. } => {
+                debug.field("plan", plan);
+            }
+            Samples::Stream { spec, stream, .. } => {
+                debug.field("stream", &stream.sharing()).field("spec", spec);
+            }
         }
         debug.finish_non_exhaustive()
     }

@@ -1,30 +1,92 @@
 use std::sync::Arc;
 
+use accelerator_plan::sample_rng_seed;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
 use crate::error::{Error, Kind, Result};
 
+/// Which sample it is that a function of [`DataLoaderBuilder::map_samples`] gets.
+///
+/// [`DataLoaderBuilder::map_samples`]: super::DataLoaderBuilder::map_samples
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct SamplePlace {
+    epoch: u64,
+    index: u64,
+}
+
+impl SamplePlace {
+    /// The epoch that is read.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Where the sample lies in the data set or stream; of a stream that is read in parts, its place in
+    /// the part times the number of parts, and the part's own number.
+    pub fn index(&self) -> u64 {
+        self.index
+    }
+
+    /// The seed of what is drawn for this sample in this epoch: the same on whichever rank and
+    /// worker it is loaded.
+    pub fn rng_seed(&self, seed: u64) -> u64 {
+        sample_rng_seed(seed, self.epoch, self.index)
+    }
+}
+
 /// Samples by index, made into batches. It hides the type of a single item.
 pub(super) trait Source<O>: Send + Sync {
     fn len(&self) -> u64;
 
-    fn load(&self, indices: &[u64], device: &Device) -> Result<O>;
+    fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<O>;
+}
+
+/// What makes a batch of items.
+pub(super) struct Batching<I, O> {
+    pub(super) batcher: Arc<dyn Batcher<I, O>>,
+    pub(super) map: Option<Arc<Map<I>>>,
+}
+
+/// What is done to each item before.
+pub(super) type Map<I> = dyn Fn(I, SamplePlace) -> I + Send + Sync;
+
+impl<I: 'static, O: 'static> Batching<I, O> {
+    /// A batch of items with those indices.
+    pub(super) fn batch(&self, epoch: u64, items: Vec<I>, indices: &[u64], device: &Device) -> O {
+        let items = match &self.map {
+            None => items,
+            Some(map) => items
+                .into_iter()
+                .zip(indices)
+                .map(|(item, &index)| map(item, SamplePlace { epoch, index }))
+                .collect(),
+        };
+        self.batcher.batch(items, device)
+    }
+}
+
+impl<I, O> Clone for Batching<I, O> {
+    fn clone(&self) -> Self {
+        Self {
+            batcher: self.batcher.clone(),
+            map: self.map.clone(),
+        }
+    }
 }
 
 /// A Burn data set with its batcher.
 pub(super) struct Batched<I, O> {
-    pub(super) batcher: Arc<dyn Batcher<I, O>>,
+    pub(super) batching: Batching<I, O>,
     pub(super) dataset: Arc<dyn Dataset<I>>,
 }
 
-impl<I, O> Source<O> for Batched<I, O> {
+impl<I: 'static, O: 'static> Source<O> for Batched<I, O> {
     fn len(&self) -> u64 {
         self.dataset.len() as u64
     }
 
-    fn load(&self, indices: &[u64], device: &Device) -> Result<O> {
+    fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<O> {
         let wanted = indices.iter().map(|&index| index as usize).collect();
         let items = self.dataset.get_many(wanted).map_err(|error| {
             Error::with_source(
@@ -33,7 +95,7 @@ impl<I, O> Source<O> for Batched<I, O> {
                 error,
             )
         })?;
-        Ok(self.batcher.batch(items, device))
+        Ok(self.batching.batch(epoch, items, indices, device))
     }
 }
 
@@ -49,8 +111,8 @@ impl<O> Source<O> for Slice<O> {
         self.len
     }
 
-    fn load(&self, indices: &[u64], device: &Device) -> Result<O> {
+    fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<O> {
         let moved: Vec<_> = indices.iter().map(|index| index + self.start).collect();
-        self.source.load(&moved, device)
+        self.source.load(epoch, &moved, device)
     }
 }

@@ -2,8 +2,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
+use accelerator_plan::Plan;
+
 use super::cursor::{Cursor, Restored, Spot};
+use super::order::Order;
 use super::prepared::{PreparedLoader, Samples};
+use super::spec::Spec;
+use super::stream::Sharing;
 use crate::error::{Error, Kind, Result};
 
 /// What a checkpoint keeps of a loader.
@@ -48,11 +53,28 @@ impl<O: Send + 'static> PreparedLoader<O> {
         let (order, tail, size, global_batch) = match &self.samples {
             Samples::Opaque(_) => opaque(),
             Samples::Planned { plan, spec, .. } => (
-                spec.order(),
+                spec.order().to_string(),
                 spec.tail().to_string(),
                 spec.size(),
-                Some(plan.global_batch()),
+                (!matches!(spec.order(), Order::Batched(_))).then(|| plan.global_batch()),
             ),
+            Samples::Stream {
+                plan, spec, stream, ..
+            } => match stream.sharing() {
+                // Of both, a place is the same.
+                Sharing::Dispatched | Sharing::Interleaved => (
+                    "that of a stream".to_owned(),
+                    spec.tail().to_string(),
+                    spec.size(),
+                    Some(plan.global_batch()),
+                ),
+                Sharing::Parts => (
+                    "that of a stream in parts".to_owned(),
+                    spec.tail().to_string(),
+                    spec.size(),
+                    None,
+                ),
+            },
         };
         Standing {
             samples: self.samples(),
@@ -76,37 +98,38 @@ impl<O: Send + 'static> PreparedLoader<O> {
     ) -> Result<Self> {
         let mine = self.standing();
         saved.compare(name, &mine)?;
-        if let Samples::Planned { plan, source, spec } = &mut self.samples {
-            let own = plan.global_batch();
-            let wanted = match saved.global_batch {
-                Some(global_batch) if mine.size == saved.size => (how.global_batch)(global_batch),
-                _ => {
-                    tracing::info!(
-                        "{name} had {} when the checkpoint was saved, and has {} here, which holds",
-                        saved.size,
-                        mine.size
-                    );
-                    own
-                }
-            };
-            let agreed = spec.agreed((wanted != own).then_some(wanted));
-            match agreed.plan(source.len(), self.place.world_size) {
-                Ok(shared_out) => (*plan, *spec) = (shared_out, agreed),
-                Err(error) if saved.trained => return Err(error),
-                // Its batches are only looked at: their size changes no weights.
-                Err(error) => tracing::debug!(
-                    "{name} keeps its own batch size of {own} over all ranks: {error:?}"
-                ),
+        let in_mid_epoch = how.goes_on && saved.spot.is_some_and(|spot| spot.step > 0);
+        let world_size = self.place.world_size;
+        match &mut self.samples {
+            Samples::Planned {
+                plan, source, spec, ..
+            } => {
+                let len = source.len();
+                keep_batch(name, saved, &mine, how, (plan, spec), (len, world_size))?;
             }
-        } else if !how.same_world && how.goes_on && saved.spot.is_some_and(|spot| spot.step > 0) {
-            return Err(Error::new(
-                Kind::Checkpoint,
-                format!(
-                    "{name} is one of Burn's own, which goes on in mid-epoch with as many ranks as \
-                     before only; build it with `accelerator::data::DataLoaderBuilder`, or start \
-                     as many ranks"
-                ),
-            ));
+            Samples::Stream {
+                plan, spec, stream, ..
+            } if stream.sharing() != Sharing::Parts => {
+                keep_batch(name, saved, &mine, how, (plan, spec), (0, world_size))?;
+            }
+            Samples::Stream { .. } if in_mid_epoch && saved.size != mine.size => {
+                return Err(Error::new(
+                    Kind::Checkpoint,
+                    format!(
+                        "{name} is a stream that is read in parts, which goes on in mid-epoch with batches \
+                         as before only: it had {} when the checkpoint was saved, and has {} here",
+                        saved.size, mine.size
+                    ),
+                ));
+            }
+            Samples::Opaque(_) if in_mid_epoch && !how.same_world => {
+                return Err(other_world(name, "one of Burn's own", "DataLoaderBuilder"));
+            }
+            Samples::Stream { .. } if in_mid_epoch && !how.same_world => {
+                let builder = "DataLoaderBuilder::build_dispatched_stream";
+                return Err(other_world(name, "a stream that is read in parts", builder));
+            }
+            Samples::Opaque(_) | Samples::Stream { .. } => {}
         }
         self.place.number = saved.number;
         self.passes = AtomicU64::new(saved.passes);
@@ -144,6 +167,50 @@ impl Standing {
         }
         Ok(())
     }
+}
+
+/// Goes on with the batch size of the checkpoint, where the program has not given another one.
+fn keep_batch(
+    name: &str,
+    saved: &Standing,
+    mine: &Standing,
+    how: &Continuation<'_>,
+    (plan, spec): (&mut Plan, &mut Spec),
+    (samples, world_size): (u64, usize),
+) -> Result<()> {
+    let own = plan.global_batch();
+    let wanted = match saved.global_batch {
+        Some(global_batch) if mine.size == saved.size => (how.global_batch)(global_batch),
+        None if mine.size == saved.size => own,
+        _ => {
+            tracing::info!(
+                "{name} had {} when the checkpoint was saved, and has {} here, which holds",
+                saved.size,
+                mine.size
+            );
+            own
+        }
+    };
+    let agreed = spec.clone().agreed((wanted != own).then_some(wanted));
+    match agreed.plan(samples, world_size) {
+        Ok(shared_out) => (*plan, *spec) = (shared_out, agreed),
+        Err(error) if saved.trained => return Err(error),
+        // Its batches are only looked at: their size changes no weights.
+        Err(error) => {
+            tracing::debug!("{name} keeps its own batch size of {own} over all ranks: {error:?}");
+        }
+    }
+    Ok(())
+}
+
+fn other_world(name: &str, what: &str, builder: &str) -> Error {
+    Error::new(
+        Kind::Checkpoint,
+        format!(
+            "{name} is {what}, which goes on in mid-epoch with as many ranks as before only; build it with \
+             `accelerator::data::{builder}`, or start as many ranks"
+        ),
+    )
 }
 
 /// What is known of a loader of Burn's.

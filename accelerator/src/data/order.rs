@@ -1,0 +1,222 @@
+use core::fmt;
+use std::sync::Arc;
+
+use accelerator_collective::ProcessGroup;
+use accelerator_plan::{self as plan, BatchPlan, EpochPlan, Plan, PlannedBatch, mix};
+
+use super::spec::Spec;
+use crate::error::{Error, Kind, Result};
+use crate::outcome::Failure;
+
+/// In which order an epoch goes through the samples.
+#[derive(Clone, Default)]
+pub(super) enum Order {
+    #[default]
+    Sequential,
+    Shuffled {
+        seed: u64,
+    },
+    /// As a function of the epoch says.
+    Listed(Listed),
+    /// In batches that a function of the epoch gives.
+    Batched(Arc<dyn Fn(u64) -> Vec<Vec<u64>> + Send + Sync>),
+}
+
+#[derive(Clone)]
+pub(super) struct Listed {
+    /// How many samples an epoch has, where that is known.
+    pub(super) draws: Option<u64>,
+    pub(super) list: Arc<dyn Fn(u64) -> Vec<u64> + Send + Sync>,
+    /// In words.
+    pub(super) name: String,
+}
+
+impl Order {
+    /// The order where positions are computed, and that of positions where they are listed.
+    pub(super) fn by_index(&self) -> plan::Order {
+        match *self {
+            Self::Shuffled { seed } => plan::Order::Shuffled { seed },
+            _ => plan::Order::Sequential,
+        }
+    }
+
+    /// How many samples an epoch has, where it is not as many as the data set.
+    pub(super) fn draws(&self) -> Option<u64> {
+        match self {
+            Self::Listed(listed) => listed.draws,
+            _ => None,
+        }
+    }
+
+    /// Whether nothing but the epoch's own list says how many samples and steps it has.
+    pub(super) fn varies(&self) -> bool {
+        match self {
+            Self::Sequential | Self::Shuffled { .. } => false,
+            Self::Listed(listed) => listed.draws.is_none(),
+            Self::Batched(_) => true,
+        }
+    }
+
+    /// Whether the program's own code gives it, so that ranks may differ.
+    pub(super) fn is_given(&self) -> bool {
+        matches!(self, Self::Listed(_) | Self::Batched(_))
+    }
+}
+
+impl fmt::Display for Order {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Sequential => f.write_str("in sequence"),
+            Self::Shuffled { seed } => write!(f, "shuffled by {seed}"),
+            Self::Listed(listed) => f.write_str(&listed.name),
+            Self::Batched(_) => f.write_str("that of a batch sampler"),
+        }
+    }
+}
+
+impl fmt::Debug for Order {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// Who gets which sample in one epoch, and the number by which ranks compare what was given.
+pub(super) struct Dealt {
+    pub(super) share: EpochShare,
+    /// Of the samples in their order, where the program gave it.
+    digest: Option<u64>,
+}
+
+/// Who gets which sample in one epoch.
+#[derive(Clone, Debug)]
+pub(super) enum EpochShare {
+    Batches(BatchPlan),
+    Samples(EpochPlan),
+}
+
+impl Dealt {
+    /// The epoch as the order has it, in a data set of so many samples.
+    pub(super) fn new(spec: &Spec, plan: &Plan, samples: u64, epoch: u64) -> Result<Self> {
+        Ok(match spec.order() {
+            Order::Sequential | Order::Shuffled { .. } => Self {
+                share: EpochShare::Samples(plan.epoch(epoch)),
+                digest: None,
+            },
+            Order::Listed(listed) => {
+                let list = (listed.list)(epoch);
+                check_range(&list, samples, epoch)?;
+                Self {
+                    digest: Some(mix(&list)),
+                    share: EpochShare::Samples(plan.listed(epoch, list)?),
+                }
+            }
+            Order::Batched(batches) => {
+                let batches = batches(epoch);
+                for batch in &batches {
+                    check_range(batch, samples, epoch)?;
+                }
+                let digests: Vec<_> = batches.iter().map(|batch| mix(batch)).collect();
+                let batches = BatchPlan::new(batches, plan.world_size(), spec.tail())?;
+                Self {
+                    share: EpochShare::Batches(batches),
+                    digest: Some(mix(&digests)),
+                }
+            }
+        })
+    }
+
+    /// Compares what was given on each rank, and fails on all alike where ranks differ.
+    pub(super) fn agreed(
+        mine: Result<Self>,
+        group: &ProcessGroup,
+        epoch: u64,
+    ) -> Result<EpochShare> {
+        let told = match &mine {
+            Ok(dealt) => Ok(dealt.digest),
+            Err(error) => Err(Failure::of(error)),
+        };
+        let told = (group.world_size() > 1).then(|| group.all_gather_object(&told));
+        let mine = mine?;
+        let Some(told) = told.transpose()? else {
+            return Ok(mine.share);
+        };
+        let mut sides: Vec<(Option<u64>, Vec<String>)> = Vec::new();
+        for (rank, told) in told.into_iter().enumerate() {
+            let digest = told.map_err(|failure| failure.into_error(rank, "sample an epoch"))?;
+            match sides.iter_mut().find(|(side, _)| *side == digest) {
+                Some((_, ranks)) => ranks.push(rank.to_string()),
+                None => sides.push((digest, vec![rank.to_string()])),
+            }
+        }
+        if sides.len() == 1 {
+            return Ok(mine.share);
+        }
+        let sides = sides.iter().map(|(digest, ranks)| {
+            let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
+            format!("{noun} {}: {:016x}", ranks.join(", "), digest.unwrap_or(0))
+        });
+        Err(Error::new(
+            Kind::Data,
+            format!(
+                "the sampler gives ranks different orders of epoch {epoch} (digests: {}), so samples would be \
+                 used twice or never; make it depend on the epoch alone: no random numbers but those that a \
+                 seed which all ranks share gives, and no order of a hash map",
+                sides.collect::<Vec<_>>().join("; ")
+            ),
+        ))
+    }
+}
+
+impl EpochShare {
+    pub(super) fn steps(&self, rank: usize) -> u64 {
+        match self {
+            Self::Batches(plan) => plan.steps(rank),
+            Self::Samples(plan) => plan.steps(rank),
+        }
+    }
+
+    pub(super) fn batch(&self, rank: usize, step: u64) -> Option<PlannedBatch> {
+        match self {
+            Self::Batches(plan) => plan.batch(rank, step),
+            Self::Samples(plan) => plan.batch(rank, step),
+        }
+    }
+
+    /// How many samples this rank sees for the first time.
+    pub(super) fn real(&self, rank: usize) -> usize {
+        let real = |step| self.batch(rank, step).map_or(0, |batch| batch.real);
+        match (self, self.steps(rank)) {
+            (_, 0) => 0,
+            (Self::Batches(_), steps) => (0..steps).map(real).sum(),
+            // All steps but the last are alike.
+            (Self::Samples(_), steps) => (steps as usize - 1) * real(0) + real(steps - 1),
+        }
+    }
+
+    pub(super) fn consumed_after(&self, step: u64) -> u64 {
+        match self {
+            Self::Batches(plan) => plan.consumed_after(step),
+            Self::Samples(plan) => plan.consumed_after(step),
+        }
+    }
+
+    pub(super) fn starting_at(self, consumed: u64) -> Result<Self> {
+        Ok(match self {
+            Self::Batches(plan) => Self::Batches(plan.starting_at(consumed)?),
+            Self::Samples(plan) => Self::Samples(plan.starting_at(consumed)?),
+        })
+    }
+}
+
+fn check_range(list: &[u64], samples: u64, epoch: u64) -> Result<()> {
+    match list.iter().find(|&&index| index >= samples) {
+        None => Ok(()),
+        Some(index) => Err(Error::new(
+            Kind::Data,
+            format!(
+                "the sampler gave sample {index} in epoch {epoch}, and the data set has {samples}, counted \
+                 from 0"
+            ),
+        )),
+    }
+}

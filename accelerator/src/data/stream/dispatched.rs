@@ -1,0 +1,235 @@
+use core::fmt;
+
+use serde::de::{DeserializeOwned, Error as _, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use super::rounds::Rounds;
+use super::{Pass, SampleStream, Streamed};
+use crate::data::batch::{Batch, Info};
+use crate::data::feed::{Ahead, read_ahead};
+use crate::error::{Error, Kind, Result};
+use crate::outcome::Failure;
+
+/// This rank's batches of a stream that rank 0 reads for all.
+pub(super) struct Batches<S: SampleStream, O> {
+    /// What rank 0 reads, ahead of the training.
+    ahead: Option<Ahead<Dispatch<O>>>,
+    has_ended: bool,
+    pass: Pass,
+    streamed: Streamed<S, O>,
+}
+
+/// What rank 0 has for one step.
+struct Dispatch<O> {
+    own: Batch<O>,
+    /// For each rank; rank 0's own is not used.
+    told: Vec<Told>,
+}
+
+/// What rank 0 tells another one.
+#[derive(Deserialize, Serialize)]
+enum Told {
+    Batch(Info, Bytes),
+    End,
+    Failed(Failure),
+}
+
+impl<S, O> Batches<S, O>
+where
+    S: SampleStream<Item: Serialize + DeserializeOwned>,
+    O: Send + 'static,
+{
+    pub(super) fn new(streamed: Streamed<S, O>, pass: Pass) -> Self {
+        let ahead = (pass.rank() == 0).then(|| {
+            let reader = Dispatcher {
+                pass: pass.clone(),
+                rounds: None,
+                streamed: streamed.clone(),
+            };
+            read_ahead(&pass.spec, pass.timeline.clone(), reader)
+        });
+        Self {
+            ahead,
+            has_ended: false,
+            pass,
+            streamed,
+        }
+    }
+
+    /// Sends what was read to the others.
+    fn tell(&mut self, ahead: Option<Result<Dispatch<O>>>) -> Result<Option<Batch<O>>> {
+        let world_size = self.pass.world_size();
+        let same = |told: fn(&Error) -> Told, error: &Error| {
+            (0..world_size).map(|_| told(error)).collect::<Vec<_>>()
+        };
+        let (own, told) = match ahead {
+            Some(Ok(Dispatch { own, told })) => (Ok(Some(own)), told),
+            Some(Err(error)) => {
+                let told = same(|error| Told::Failed(Failure::of(error)), &error);
+                (Err(error), told)
+            }
+            None => (Ok(None), (0..world_size).map(|_| Told::End).collect()),
+        };
+        if world_size > 1 {
+            let sent = self.pass.group.scatter_object::<_, Told>(Some(&told), 0);
+            // The reader's own error is the cause.
+            let own = own?;
+            sent?;
+            return Ok(own);
+        }
+        own
+    }
+
+    fn hear(&self) -> Result<Option<Batch<O>>> {
+        let (pass, batching) = (&self.pass, &self.streamed.batching);
+        match pass.group.scatter_object::<Told, Told>(None, 0)? {
+            Told::End => Ok(None),
+            Told::Failed(failure) => Err(failure.into_error(0, "read the stream")),
+            Told::Batch(info, bytes) => {
+                let items: Vec<S::Item> = decode(&bytes.0)?;
+                let value = batching.batch(pass.epoch, items, &info.indices, &pass.device);
+                Ok(Some(Batch::new(value, info)))
+            }
+        }
+    }
+}
+
+impl<S, O> Iterator for Batches<S, O>
+where
+    S: SampleStream<Item: Serialize + DeserializeOwned>,
+    O: Send + 'static,
+{
+    type Item = Result<Batch<O>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.has_ended {
+            return None;
+        }
+        let batch = match &mut self.ahead {
+            Some(ahead) => {
+                let ahead = ahead.next();
+                self.tell(ahead)
+            }
+            None => self.hear(),
+        };
+        // The last batch says that it is: no rank asks for another one.
+        self.has_ended = match &batch {
+            Ok(Some(batch)) => batch.is_last(),
+            _ => true,
+        };
+        batch.transpose()
+    }
+}
+
+/// Reads rounds, and packs what the others get.
+struct Dispatcher<S: SampleStream, O> {
+    pass: Pass,
+    rounds: Option<Rounds<S::Item>>,
+    streamed: Streamed<S, O>,
+}
+
+impl<S, O> Dispatcher<S, O>
+where
+    S: SampleStream<Item: Serialize>,
+    O: 'static,
+{
+    fn read(&mut self) -> Result<Option<Dispatch<O>>> {
+        let rounds = match &mut self.rounds {
+            Some(rounds) => rounds,
+            None => {
+                let rounds = Rounds::open(&*self.streamed.stream, self.pass.clone())?;
+                self.rounds.insert(rounds)
+            }
+        };
+        let Some(round) = rounds.next()? else {
+            return Ok(None);
+        };
+        let pass = &self.pass;
+        let Some(own) = round.hand(0, pass) else {
+            return Ok(None);
+        };
+        let mut told = vec![Told::End];
+        for rank in 1..pass.world_size() {
+            told.push(match round.hand(rank, pass) {
+                Some(hand) => {
+                    let bytes = Bytes(encode(&round.items(&hand))?);
+                    Told::Batch(hand.info, bytes)
+                }
+                None => Told::End,
+            });
+        }
+        let items = round.into_items(&own);
+        let batching = &self.streamed.batching;
+        let value = batching.batch(pass.epoch, items, &own.info.indices, &pass.device);
+        Ok(Some(Dispatch {
+            own: Batch::new(value, own.info),
+            told,
+        }))
+    }
+}
+
+impl<S, O> Iterator for Dispatcher<S, O>
+where
+    S: SampleStream<Item: Serialize>,
+    O: 'static,
+{
+    type Item = Result<Dispatch<O>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.read().transpose()
+    }
+}
+
+fn encode<I: Serialize>(items: &[I]) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    match ciborium::into_writer(items, &mut bytes) {
+        Ok(()) => Ok(bytes),
+        Err(error) => Err(travel("written", error)),
+    }
+}
+
+fn decode<I: DeserializeOwned>(bytes: &[u8]) -> Result<Vec<I>> {
+    ciborium::from_reader(bytes).map_err(|error| travel("read", error))
+}
+
+fn travel(what: &str, error: impl std::error::Error + Send + Sync + 'static) -> Error {
+    let message = format!(
+        "samples of a dispatched stream travel from rank 0 through serde, and cannot be {what}"
+    );
+    Error::with_source(Kind::Data, message, error)
+}
+
+/// Bytes that serde takes as such, and not one by one.
+struct Bytes(Vec<u8>);
+
+impl Serialize for Bytes {
+    fn serialize<T: Serializer>(&self, serializer: T) -> Result<T::Ok, T::Error> {
+        serializer.serialize_bytes(&self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for Bytes {
+    fn deserialize<T: Deserializer<'de>>(deserializer: T) -> Result<Self, T::Error> {
+        struct Buffer;
+
+        impl Visitor<'_> for Buffer {
+            type Value = Bytes;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("bytes")
+            }
+
+            fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<Bytes, E> {
+                Ok(Bytes(bytes.to_vec()))
+            }
+
+            fn visit_byte_buf<E: serde::de::Error>(self, bytes: Vec<u8>) -> Result<Bytes, E> {
+                Ok(Bytes(bytes))
+            }
+        }
+
+        deserializer
+            .deserialize_byte_buf(Buffer)
+            .map_err(T::Error::custom)
+    }
+}

@@ -1,0 +1,54 @@
+use super::rounds::Rounds;
+use super::{Pass, SampleStream, Streamed};
+use crate::data::batch::Batch;
+use crate::error::Result;
+
+/// This rank's batches of a stream that every rank reads as a whole.
+pub(super) struct Batches<S: SampleStream, O> {
+    pass: Pass,
+    /// From the first batch on.
+    rounds: Option<Rounds<S::Item>>,
+    streamed: Streamed<S, O>,
+}
+
+impl<S: SampleStream, O> Batches<S, O> {
+    pub(super) fn new(streamed: Streamed<S, O>, pass: Pass) -> Self {
+        Self {
+            pass,
+            rounds: None,
+            streamed,
+        }
+    }
+}
+
+impl<S: SampleStream, O: 'static> Batches<S, O> {
+    fn read(&mut self) -> Result<Option<Batch<O>>> {
+        let rounds = match &mut self.rounds {
+            Some(rounds) => rounds,
+            None => {
+                let rounds = Rounds::open(&*self.streamed.stream, self.pass.clone())?;
+                self.rounds.insert(rounds)
+            }
+        };
+        let Some(round) = rounds.next()? else {
+            return Ok(None);
+        };
+        let pass = &self.pass;
+        let Some(hand) = round.hand(pass.rank(), pass) else {
+            return Ok(None);
+        };
+        let items = round.into_items(&hand);
+        let indices = &hand.info.indices;
+        let batching = &self.streamed.batching;
+        let value = batching.batch(pass.epoch, items, indices, &pass.device);
+        Ok(Some(Batch::new(value, hand.info)))
+    }
+}
+
+impl<S: SampleStream, O: 'static> Iterator for Batches<S, O> {
+    type Item = Result<Batch<O>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.read().transpose()
+    }
+}

@@ -1,0 +1,146 @@
+//! Streams without a length; see the README of this folder.
+
+mod dispatched;
+mod interleaved;
+mod parts;
+mod rounds;
+mod source;
+
+use core::fmt;
+use std::sync::Arc;
+
+use accelerator_collective::ProcessGroup;
+use accelerator_plan::{EpochPlan, Plan};
+use burn::tensor::Device;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+pub use self::source::{SampleStream, StreamError, StreamItems, StreamPart};
+use super::cursor::Spot;
+use super::feed::{Feed, read_ahead};
+use super::prepared::Place;
+use super::source::Batching;
+use super::spec::Spec;
+use crate::error::Result;
+use crate::timeline::Timeline;
+
+/// A stream that was told how ranks share it. It hides the type of a single item.
+pub(super) trait Shared<O>: Send + Sync {
+    fn sharing(&self) -> Sharing;
+
+    /// This rank's batches of one pass.
+    fn feed(&self, pass: Pass) -> Feed<O>;
+}
+
+/// How ranks share a stream.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Sharing {
+    /// Rank 0 reads, and sends each rank its samples.
+    Dispatched,
+    /// Every rank reads all of it, and keeps its own samples.
+    Interleaved,
+    /// Each rank reads a part of its own.
+    Parts,
+}
+
+impl fmt::Display for Sharing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Dispatched => "dispatched from rank 0",
+            Self::Interleaved => "read by every rank",
+            Self::Parts => "read in parts",
+        })
+    }
+}
+
+/// One pass of one rank over a stream.
+#[derive(Clone)]
+pub(super) struct Pass {
+    pub(super) device: Device,
+    pub(super) epoch: u64,
+    pub(super) group: ProcessGroup,
+    pub(super) place: Place,
+    /// Of full steps; its number of samples means nothing.
+    pub(super) plan: Plan,
+    /// How many batches are left out behind the start.
+    pub(super) skip: u64,
+    pub(super) spec: Spec,
+    pub(super) start: Spot,
+    pub(super) timeline: Timeline,
+}
+
+impl Pass {
+    /// How so many samples are divided among the ranks, of which so many were used before.
+    fn divide(&self, samples: usize, used: usize) -> Result<EpochPlan> {
+        let plan = self.spec.plan(samples as u64, self.place.world_size)?;
+        Ok(plan.epoch(self.epoch).starting_at(used as u64)?)
+    }
+
+    fn rank(&self) -> usize {
+        self.place.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.place.world_size
+    }
+}
+
+/// A stream with what makes batches of its items.
+pub(super) struct Streamed<S: SampleStream, O> {
+    pub(super) batching: Batching<S::Item, O>,
+    pub(super) stream: Arc<S>,
+}
+
+impl<S: SampleStream, O> Clone for Streamed<S, O> {
+    fn clone(&self) -> Self {
+        Self {
+            batching: self.batching.clone(),
+            stream: self.stream.clone(),
+        }
+    }
+}
+
+pub(super) struct Interleaved<S: SampleStream, O>(pub(super) Streamed<S, O>);
+
+impl<S: SampleStream, O: Send + 'static> Shared<O> for Interleaved<S, O> {
+    fn sharing(&self) -> Sharing {
+        Sharing::Interleaved
+    }
+
+    fn feed(&self, pass: Pass) -> Feed<O> {
+        let (spec, timeline) = (pass.spec.clone(), pass.timeline.clone());
+        read_ahead(
+            &spec,
+            timeline,
+            interleaved::Batches::new(self.0.clone(), pass),
+        )
+    }
+}
+
+pub(super) struct Parts<S: SampleStream, O>(pub(super) Streamed<S, O>);
+
+impl<S: SampleStream, O: Send + 'static> Shared<O> for Parts<S, O> {
+    fn sharing(&self) -> Sharing {
+        Sharing::Parts
+    }
+
+    fn feed(&self, pass: Pass) -> Feed<O> {
+        Box::new(parts::Batches::new(self.0.clone(), pass))
+    }
+}
+
+pub(super) struct Dispatched<S: SampleStream, O>(pub(super) Streamed<S, O>);
+
+impl<S, O> Shared<O> for Dispatched<S, O>
+where
+    S: SampleStream<Item: Serialize + DeserializeOwned>,
+    O: Send + 'static,
+{
+    fn sharing(&self) -> Sharing {
+        Sharing::Dispatched
+    }
+
+    fn feed(&self, pass: Pass) -> Feed<O> {
+        Box::new(dispatched::Batches::new(self.0.clone(), pass))
+    }
+}

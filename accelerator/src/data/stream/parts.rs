@@ -1,0 +1,301 @@
+use accelerator_plan::TailPolicy;
+use serde::{Deserialize, Serialize};
+
+use super::source::{Reader, StreamPart};
+use super::{Pass, SampleStream, Streamed};
+use crate::data::batch::{Batch, Info, Share};
+use crate::data::feed::{Ahead, read_ahead};
+use crate::error::{Error, Kind, Result};
+use crate::outcome::Failure;
+
+/// This rank's batches of a stream of which each rank reads a part of its own.
+///
+/// Parts may end at different places, so ranks tell each other in every step how many samples they
+/// have and whether there are more: the epoch ends where no rank has any.
+pub(super) struct Batches<O> {
+    ahead: Ahead<Own<O>>,
+    /// Of all ranks, at the start of the pass.
+    before: u64,
+    has_ended: bool,
+    pass: Pass,
+    step: u64,
+}
+
+/// A step of this rank's own part.
+struct Own<O> {
+    /// How many of its samples were used in this pass, those that were left out included.
+    done: u64,
+    has_more: bool,
+    /// `None` where the part has nothing for a step: it is empty, or too short.
+    batch: Option<OwnBatch<O>>,
+}
+
+struct OwnBatch<O> {
+    len: usize,
+    real: usize,
+    share: Share,
+    value: O,
+}
+
+/// What a rank tells of its step.
+#[derive(Deserialize, Serialize)]
+struct Word {
+    done: u64,
+    has_batch: bool,
+    has_more: bool,
+    /// Whether it has samples that were not used before.
+    has_new: bool,
+}
+
+impl<O: Send + 'static> Batches<O> {
+    pub(super) fn new<S: SampleStream>(streamed: Streamed<S, O>, pass: Pass) -> Self {
+        let reader = OwnPart {
+            ahead: None,
+            done: 0,
+            first: Vec::new(),
+            pass: pass.clone(),
+            reader: None,
+            streamed,
+        };
+        Self {
+            ahead: read_ahead(&pass.spec, pass.timeline.clone(), reader),
+            before: pass.start.consumed,
+            has_ended: false,
+            step: pass.start.step + pass.skip,
+            pass,
+        }
+    }
+
+    fn read(&mut self) -> Result<Option<Batch<O>>> {
+        let own = match self.ahead.next() {
+            Some(own) => own,
+            // Its thread ends after an error only, behind which nothing is asked for.
+            None => return Ok(None),
+        };
+        let is_uneven = self.pass.spec.is_uneven();
+        let is_alone = is_uneven || self.pass.world_size() == 1;
+        let words = match &own {
+            Ok(own) if is_alone => vec![Word::of(own)],
+            Err(error) if is_alone => return Err(error.clone()),
+            _ => self.meet(&own)?,
+        };
+        let own = own?;
+        let stops_early = self.pass.spec.tail() == TailPolicy::Drop;
+        let (has_batches, has_more) = match stops_early {
+            true => (
+                words.iter().all(|word| word.has_batch),
+                words.iter().all(|word| word.has_more),
+            ),
+            false => (
+                words.iter().any(|word| word.has_new),
+                words.iter().any(|word| word.has_more),
+            ),
+        };
+        if !has_batches {
+            return Ok(None);
+        }
+        let batch = match own.batch {
+            Some(batch) if words.iter().all(|word| word.has_batch) => batch,
+            _ => return Err(empty(&words)),
+        };
+        self.step += 1;
+        let info = Info {
+            consumed: self.before + words.iter().map(|word| word.done).sum::<u64>(),
+            epoch: self.pass.epoch,
+            indices: Vec::new(),
+            is_last: !has_more,
+            len: batch.len,
+            real: batch.real,
+            share: batch.share,
+            step: self.step - 1,
+            uneven: is_uneven,
+        };
+        Ok(Some(Batch::new(batch.value, info)))
+    }
+
+    /// Tells all ranks of this one's step, and hears of theirs.
+    fn meet(&self, own: &Result<Own<O>>) -> Result<Vec<Word>> {
+        let told = match own {
+            Ok(own) => Ok(Word::of(own)),
+            Err(error) => Err(Failure::of(error)),
+        };
+        let told = self.pass.group.all_gather_object(&told)?;
+        if let Err(error) = own {
+            return Err(error.clone());
+        }
+        let told = told.into_iter().enumerate();
+        told.map(|(rank, told)| {
+            told.map_err(|failure| failure.into_error(rank, "read its part of the stream"))
+        })
+        .collect()
+    }
+}
+
+impl<O: Send + 'static> Iterator for Batches<O> {
+    type Item = Result<Batch<O>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.has_ended {
+            return None;
+        }
+        let batch = self.read();
+        self.has_ended = match &batch {
+            Ok(Some(batch)) => batch.is_last(),
+            _ => true,
+        };
+        batch.transpose()
+    }
+}
+
+impl Word {
+    fn of<O>(own: &Own<O>) -> Self {
+        Self {
+            done: own.done,
+            has_batch: own.batch.is_some(),
+            has_more: own.has_more,
+            has_new: own.batch.as_ref().is_some_and(|batch| batch.real > 0),
+        }
+    }
+}
+
+/// Some parts hold nothing from the beginning, and others do.
+fn empty(words: &[Word]) -> Error {
+    let ranks = words.iter().enumerate().filter(|(_, word)| !word.has_batch);
+    let ranks: Vec<_> = ranks.map(|(rank, _)| rank.to_string()).collect();
+    Error::new(
+        Kind::Data,
+        format!(
+            "the parts of the stream that belong to ranks {} hold no sample from here on, and others do: \
+             such a rank has no batch to run while it idles; divide the stream so that each part holds \
+             one, or read it on rank 0 (`build_dispatched_stream`)",
+            ranks.join(", ")
+        ),
+    )
+}
+
+/// Reads a part batch by batch, and goes on with batches that do not count when it has ended.
+struct OwnPart<S: SampleStream, O> {
+    /// The next batch's items.
+    ahead: Option<Result<Vec<S::Item>>>,
+    done: u64,
+    /// What short batches are filled up with, or what an idle rank runs.
+    first: Vec<S::Item>,
+    pass: Pass,
+    /// From the first batch on.
+    reader: Option<Reader<S::Item>>,
+    streamed: Streamed<S, O>,
+}
+
+impl<S: SampleStream, O: 'static> OwnPart<S, O> {
+    fn read(&mut self) -> Result<Own<O>> {
+        let size = self.size();
+        if self.reader.is_none() {
+            self.open()?;
+        }
+        let items = self.fetch(size)?;
+        self.ahead = match items.len() == size {
+            true => Some(self.fetch(size)),
+            false => Some(Ok(Vec::new())),
+        };
+        let tail = self.pass.spec.tail();
+        let wanted = if tail == TailPolicy::Drop { size } else { 1 };
+        // What cannot be read is more: its error comes in the next step.
+        let has_more = !matches!(&self.ahead, Some(Ok(next)) if next.len() < wanted);
+        let real = items.len();
+        let start = self.place();
+        let (items, share) = match tail {
+            TailPolicy::Drop | TailPolicy::Uneven if real < wanted => (Vec::new(), Share::Used),
+            TailPolicy::Pad => {
+                if self.first.is_empty() {
+                    self.first.clone_from(&items);
+                }
+                let padding = self.first.iter().cycle().cloned();
+                let padding = padding.take(size - real).collect::<Vec<_>>();
+                ([items, padding].concat(), Share::Used)
+            }
+            _ if real == 0 => (self.first.clone(), Share::Idle),
+            _ => {
+                if !has_more {
+                    self.first.clone_from(&items);
+                }
+                (items, Share::Used)
+            }
+        };
+        if items.is_empty() {
+            return Ok(Own {
+                done: self.done,
+                has_more: false,
+                batch: None,
+            });
+        }
+        self.done += real as u64;
+        let (rank, count) = (self.pass.rank() as u64, self.pass.world_size() as u64);
+        let len = items.len();
+        let indices: Vec<_> = (start..start + len as u64)
+            .map(|index| index * count + rank)
+            .collect();
+        let batching = &self.streamed.batching;
+        let value = batching.batch(self.pass.epoch, items, &indices, &self.pass.device);
+        Ok(Own {
+            done: self.done,
+            has_more,
+            batch: Some(OwnBatch {
+                len,
+                real,
+                share,
+                value,
+            }),
+        })
+    }
+
+    /// What was read ahead, or the next items.
+    fn fetch(&mut self, size: usize) -> Result<Vec<S::Item>> {
+        match (self.ahead.take(), &mut self.reader) {
+            (Some(ahead), _) => ahead,
+            (None, Some(reader)) => reader.take(size),
+            (None, None) => Ok(Vec::new()),
+        }
+    }
+
+    fn open(&mut self) -> Result<()> {
+        let (pass, size) = (&self.pass, self.size());
+        let part = StreamPart::of(pass.epoch, pass.rank(), pass.world_size());
+        let stream = &*self.streamed.stream;
+        let skipped = pass.start.step.saturating_mul(size as u64);
+        if skipped > 0 {
+            // A part that has ended by then still needs a batch to idle with.
+            self.first = Reader::open(stream, part, 0)?.take(size)?;
+        }
+        let mut reader = Reader::open(stream, part, skipped)?;
+        for _ in 0..pass.skip {
+            let left_out = reader.take(size)?;
+            if left_out.is_empty() {
+                break;
+            }
+            self.done += left_out.len() as u64;
+            if self.first.is_empty() {
+                self.first = left_out;
+            }
+        }
+        self.reader = Some(reader);
+        Ok(())
+    }
+
+    /// Where the next sample lies in the part.
+    fn place(&self) -> u64 {
+        self.pass.start.step.saturating_mul(self.size() as u64) + self.done
+    }
+
+    fn size(&self) -> usize {
+        let share = self.pass.plan.share(self.pass.rank());
+        (share.end - share.start) as usize
+    }
+}
+
+impl<S: SampleStream, O: 'static> Iterator for OwnPart<S, O> {
+    type Item = Result<Own<O>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        Some(self.read())
+    }
+}

@@ -1,0 +1,164 @@
+use accelerator_plan::{BatchKind, EpochPlan, TailPolicy};
+
+use super::Pass;
+use super::source::{Reader, SampleStream, StreamPart};
+use crate::data::batch::{Info, Share};
+use crate::error::{Error, Result};
+
+/// Reads a whole stream in rounds: the samples that all ranks use in a step.
+pub(super) struct Rounds<I> {
+    ahead: Ahead<I>,
+    /// How many samples were used before the next round.
+    before: u64,
+    /// The first samples of the stream, where the last round is filled up with them.
+    first: Vec<I>,
+    pass: Pass,
+    reader: Reader<I>,
+    /// Of the next round.
+    step: u64,
+}
+
+/// The next round, which is read before the one before it is given out, so that it is known which is
+/// the last.
+enum Ahead<I> {
+    End,
+    Failed(Error),
+    Round(Vec<I>),
+}
+
+/// What all ranks use in one step.
+pub(super) struct Round<I> {
+    pub(super) items: Vec<I>,
+    division: EpochPlan,
+    /// That of the next round; `None` where it cannot be read.
+    next: Option<EpochPlan>,
+    /// Where the first of the items that are not padding lies in the stream.
+    offset: u64,
+    padding: usize,
+    step: u64,
+}
+
+impl<I: Clone> Rounds<I> {
+    pub(super) fn open<S: SampleStream<Item = I>>(stream: &S, pass: Pass) -> Result<Self> {
+        let part = StreamPart::whole(pass.epoch);
+        let size = pass.plan.global_batch();
+        let before = pass
+            .start
+            .consumed
+            .saturating_add(pass.skip.saturating_mul(size));
+        let first = match pass.spec.tail() {
+            TailPolicy::Pad if before > 0 => Reader::open(stream, part, 0)?.take(size as usize)?,
+            _ => Vec::new(),
+        };
+        let mut rounds = Self {
+            ahead: Ahead::End,
+            before,
+            first,
+            reader: Reader::open(stream, part, before)?,
+            step: pass.start.step + pass.skip,
+            pass,
+        };
+        rounds.ahead = rounds.read();
+        Ok(rounds)
+    }
+
+    pub(super) fn next(&mut self) -> Result<Option<Round<I>>> {
+        let new = match core::mem::replace(&mut self.ahead, Ahead::End) {
+            Ahead::End => return Ok(None),
+            Ahead::Failed(error) => return Err(error),
+            Ahead::Round(items) => items,
+        };
+        let is_full = new.len() == self.size();
+        if is_full {
+            self.ahead = self.read();
+        }
+        let next = match &self.ahead {
+            Ahead::End => Some(0),
+            Ahead::Failed(_) => None,
+            Ahead::Round(items) => Some(items.len()),
+        };
+        let pads = self.pass.spec.tail() == TailPolicy::Pad;
+        let mut items = match pads && !is_full {
+            true => self.first.clone(),
+            false => Vec::new(),
+        };
+        if pads && is_full && self.first.is_empty() {
+            self.first = new.clone();
+        }
+        let (offset, padding) = (self.before, items.len());
+        self.before += new.len() as u64;
+        self.step += 1;
+        items.extend(new);
+        Ok(Some(Round {
+            division: self.pass.divide(items.len(), padding)?,
+            items,
+            next: next.map(|next| self.pass.divide(next, 0)).transpose()?,
+            offset,
+            padding,
+            step: self.step - 1,
+        }))
+    }
+
+    fn read(&mut self) -> Ahead<I> {
+        match self.reader.take(self.size()) {
+            Ok(items) if items.is_empty() => Ahead::End,
+            Ok(items) => Ahead::Round(items),
+            Err(error) => Ahead::Failed(error),
+        }
+    }
+
+    /// The samples of a full round.
+    fn size(&self) -> usize {
+        // A round lies in memory.
+        self.pass.plan.global_batch() as usize
+    }
+}
+
+/// What one rank gets of a round.
+pub(super) struct Hand {
+    pub(super) info: Info,
+    /// By their numbers among the items.
+    chosen: Vec<usize>,
+}
+
+impl<I: Clone> Round<I> {
+    /// What a rank gets; `None` where it has nothing to do any more.
+    pub(super) fn hand(&self, rank: usize, pass: &Pass) -> Option<Hand> {
+        let planned = self.division.batch(rank, 0)?;
+        let new = (self.items.len() - self.padding) as u64;
+        let chosen: Vec<_> = planned.indices.iter().map(|&i| i as usize).collect();
+        let place = |&index: &usize| match index.checked_sub(self.padding) {
+            Some(new) => self.offset + new as u64,
+            None => index as u64,
+        };
+        let info = Info {
+            consumed: self.offset + new,
+            epoch: pass.epoch,
+            indices: chosen.iter().map(place).collect(),
+            is_last: self.next.as_ref().is_some_and(|next| next.steps(rank) == 0),
+            len: chosen.len(),
+            real: planned.real,
+            share: match planned.kind {
+                BatchKind::Idle => Share::Idle,
+                BatchKind::Real => Share::Used,
+            },
+            step: self.step,
+            uneven: pass.spec.is_uneven(),
+        };
+        Some(Hand { info, chosen })
+    }
+
+    /// The items of a hand.
+    pub(super) fn items(&self, hand: &Hand) -> Vec<I> {
+        hand.chosen.iter().map(|&i| self.items[i].clone()).collect()
+    }
+
+    /// As [`items`](Self::items), where they are needed for nothing else.
+    pub(super) fn into_items(mut self, hand: &Hand) -> Vec<I> {
+        let is_run = hand.chosen.windows(2).all(|pair| pair[0] + 1 == pair[1]);
+        match (hand.chosen.first(), hand.chosen.last()) {
+            (Some(&first), Some(&last)) if is_run => self.items.drain(first..=last).collect(),
+            _ => self.items(hand),
+        }
+    }
+}

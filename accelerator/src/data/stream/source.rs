@@ -1,0 +1,184 @@
+use crate::error::{Error, Kind, Result};
+
+/// What went wrong in a program's own stream.
+pub type StreamError = Box<dyn std::error::Error + Send + Sync>;
+
+/// The samples of a stream, in order.
+pub type StreamItems<I> = Box<dyn Iterator<Item = Result<I, StreamError>> + Send>;
+
+/// Samples that come one after the other, as many as there are: lines of files, records of a
+/// queue, what a simulator makes. It is read from its start in every epoch.
+///
+/// A function of the [`StreamPart`] that gives an iterator of results is one:
+///
+/// ```
+/// use accelerator::prelude::*;
+/// # use burn::data::dataloader::batcher::Batcher;
+/// # use burn::tensor::Device;
+/// # struct Listed;
+/// # impl Batcher<u32, Vec<u32>> for Listed {
+/// #     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
+/// # }
+///
+/// let shares = launch(2, |accelerator| {
+///     // In a program: the lines of a file, with `Err` where reading fails.
+///     let numbers = |_part| (0..7).map(std::io::Result::Ok);
+///     let loader = DataLoaderBuilder::new(Listed).batch_size(2).build_stream(numbers);
+///     let loader = accelerator.prepare(loader)?;
+///     loader.epoch(0).map(|batch| Ok(batch?.into_inner())).collect()
+/// })?;
+/// assert_eq!(shares, [[vec![0, 1], vec![4, 5]], [vec![2, 3], vec![6]]]);
+/// # let _: &Vec<Vec<Vec<u32>>> = &shares;
+/// # Ok::<(), Error>(())
+/// ```
+///
+/// One that can be entered in the middle says so by [`read_from`](Self::read_from), which resuming and
+/// [`skip_first_batches`](super::Epoch::skip_first_batches) use; otherwise what was used before is read
+/// and dropped.
+///
+/// ```
+/// use accelerator::data::{SampleStream, StreamError, StreamItems, StreamPart};
+///
+/// struct Squares;
+///
+/// impl SampleStream for Squares {
+///     type Item = u64;
+///
+///     fn read(&self, part: StreamPart) -> Result<StreamItems<u64>, StreamError> {
+///         self.read_from(part, 0)
+///     }
+///
+///     fn read_from(&self, part: StreamPart, skipped: u64) -> Result<StreamItems<u64>, StreamError> {
+///         let mine = (part.index() as u64..100).step_by(part.count()).skip(skipped as usize);
+///         Ok(Box::new(mine.map(|n| Ok(n * n))))
+///     }
+/// }
+/// # let part = StreamPart::whole(0);
+/// # let third = Squares.read_from(part, 2).unwrap().next().unwrap();
+/// # assert_eq!(third.unwrap(), 4);
+/// ```
+pub trait SampleStream: Send + Sync + 'static {
+    /// A sample.
+    type Item: Clone + Send + 'static;
+
+    /// Begins to read that part for that epoch.
+    ///
+    /// # Errors
+    ///
+    /// Whatever keeps it from being read.
+    fn read(&self, part: StreamPart) -> Result<StreamItems<Self::Item>, StreamError>;
+
+    /// Begins behind the first `skipped` samples of the part; with nothing left, where it has fewer.
+    ///
+    /// # Errors
+    ///
+    /// Whatever keeps it from being read.
+    fn read_from(
+        &self,
+        part: StreamPart,
+        skipped: u64,
+    ) -> Result<StreamItems<Self::Item>, StreamError> {
+        let mut items = self.read(part)?;
+        for _ in 0..skipped {
+            match items.next() {
+                Some(item) => drop(item?),
+                None => break,
+            }
+        }
+        Ok(items)
+    }
+}
+
+/// Functions that give an iterator are streams.
+impl<F, It, I, E> SampleStream for F
+where
+    F: Fn(StreamPart) -> It + Send + Sync + 'static,
+    It: IntoIterator<Item = Result<I, E>>,
+    It::IntoIter: Send + 'static,
+    I: Clone + Send + 'static,
+    E: Into<StreamError>,
+{
+    type Item = I;
+
+    fn read(&self, part: StreamPart) -> Result<StreamItems<I>, StreamError> {
+        let items = self(part).into_iter();
+        Ok(Box::new(items.map(|item| item.map_err(Into::into))))
+    }
+}
+
+/// Which part of a stream is read, and for which epoch.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct StreamPart {
+    count: usize,
+    epoch: u64,
+    index: usize,
+}
+
+impl StreamPart {
+    /// All of it.
+    pub fn whole(epoch: u64) -> Self {
+        Self {
+            count: 1,
+            epoch,
+            index: 0,
+        }
+    }
+
+    pub(super) fn of(epoch: u64, index: usize, count: usize) -> Self {
+        Self {
+            count,
+            epoch,
+            index,
+        }
+    }
+
+    /// The number of the part, from 0. It is that of the rank, where each rank reads its own.
+    pub fn index(&self) -> usize {
+        self.index
+    }
+
+    /// How many parts there are: as many as ranks where each rank reads its own, otherwise 1.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// The epoch.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+}
+
+/// A part that is being read.
+pub(super) struct Reader<I>(StreamItems<I>);
+
+impl<I> Reader<I> {
+    pub(super) fn open<S: SampleStream<Item = I>>(
+        stream: &S,
+        part: StreamPart,
+        skipped: u64,
+    ) -> Result<Self> {
+        let items = match skipped {
+            0 => stream.read(part),
+            _ => stream.read_from(part, skipped),
+        };
+        items.map(Self).map_err(|error| {
+            let from = match skipped {
+                0 => String::new(),
+                _ => format!(" from sample {skipped} on"),
+            };
+            failed(&format!("be read{from}"), error)
+        })
+    }
+
+    /// As many as there are, up to `count`.
+    pub(super) fn take(&mut self, count: usize) -> Result<Vec<I>> {
+        let items = self.0.by_ref().take(count);
+        items
+            .collect::<Result<_, _>>()
+            .map_err(|error| failed("deliver a sample", error))
+    }
+}
+
+fn failed(what: &str, error: StreamError) -> Error {
+    Error::with_source(Kind::Data, format!("the stream failed to {what}"), error)
+}

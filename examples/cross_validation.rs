@@ -1,0 +1,106 @@
+//! Trains the network of the example `mnist` several times, each time without another part of the
+//! samples, and asks it about that part: in the end, every sample was asked about once.
+//!
+//! ```text
+//! cargo run --release --example cross_validation -- --folds 5
+//! cargo run --release -p accel-launch -- --num-processes 2 --example cross_validation
+//! ```
+
+use accelerator::prelude::*;
+use accelerator_examples::{
+    CnnConfig, Course, Digit, DigitBatcher, Digits, MnistArgs, Report, cross_entropy, init_logging,
+};
+use burn::data::dataset::Dataset;
+use burn::data::dataset::transform::SelectionDataset;
+use burn::module::Module;
+use burn::tensor::{Int, Tensor};
+use clap::Parser;
+
+/// Train on all but a part of the samples, for each part, and validate on that part
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    mnist: MnistArgs,
+
+    /// How many parts there are
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u64).range(2..))]
+    folds: u64,
+}
+
+fn main() -> Result<(), Report> {
+    let Args { mnist, folds } = Args::parse();
+    init_logging();
+    let lr = mnist.learning_rate();
+    let digits = mnist.digits()?.train;
+
+    let accelerator = Accelerator::builder()
+        .device(mnist.device.map(Into::into))
+        .seed(mnist.seed)
+        .build()?;
+
+    let mut confusion = Confusion::new(10);
+    let mut course = Course::new();
+    for fold in 0..folds {
+        let model = CnnConfig::new()
+            .with_dropout(mnist.dropout)
+            .init(&accelerator.device());
+        let train = DataLoaderBuilder::new(DigitBatcher)
+            .batch_size(mnist.batch_size.get())
+            .shuffle(mnist.seed + fold)
+            .build(select(&digits, |index| index % folds != fold));
+        let valid = DataLoaderBuilder::new(DigitBatcher)
+            .batch_size(64)
+            .build(select(&digits, |index| index % folds == fold));
+        let (mut model, mut optimizer, train, valid) =
+            accelerator.prepare((model, mnist.optimizer.init(), train, valid))?;
+
+        course = Course::new();
+        for epoch in 0..mnist.epochs {
+            for batch in train.epoch(epoch) {
+                let batch = batch?;
+                let loss =
+                    cross_entropy(model.forward(batch.images.clone()), batch.targets.clone());
+                let gradients = accelerator.backward(loss, &model, &batch)?;
+                course.note(gradients.loss());
+                model = optimizer.step(lr, model, gradients);
+            }
+        }
+
+        let model = model.valid();
+        let mut part = Confusion::new(10);
+        for batch in valid.epoch(0) {
+            let batch = batch?;
+            let answers = model.forward(batch.images.clone()).argmax(1).flatten(0, 1);
+            // Of all processes, and without what only fills up the last batch.
+            let answers = numbers(accelerator.gather_for_metrics(answers, &batch)?);
+            let targets = accelerator.gather_for_metrics(batch.targets.clone(), &batch)?;
+            let targets = numbers(targets);
+            part.count(&targets, &answers)?;
+            confusion.count(&targets, &answers)?;
+        }
+        accelerator.print(format_args!(
+            "fold {fold}: {} samples, accuracy {:.1} %",
+            part.samples(),
+            100.0 * part.accuracy()
+        ));
+    }
+    accelerator.print(format_args!(
+        "all {} of {} samples, accuracy {:.1} %, macro F1 {:.3}",
+        confusion.samples(),
+        digits.len(),
+        100.0 * confusion.accuracy(),
+        confusion.macro_f1()
+    ));
+    // That of the last fold, the same on each of them.
+    println!("rank {}: loss {course}", accelerator.rank());
+    Ok(accelerator.finish()?)
+}
+
+fn select(digits: &Digits, is_in: impl Fn(u64) -> bool) -> SelectionDataset<Digits, Digit> {
+    let indices = (0..digits.len()).filter(|&index| is_in(index as u64));
+    SelectionDataset::from_indices_unchecked(digits.clone(), indices.collect())
+}
+
+fn numbers(tensor: Tensor<1, Int>) -> Vec<i64> {
+    tensor.into_data().iter::<i64>().collect()
+}

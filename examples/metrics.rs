@@ -1,0 +1,107 @@
+//! Trains the network of the example `mnist` and tells more of it than a loss: accuracy, the best three
+//! answers, and which digits are taken for which, over all samples and processes. It stops everywhere
+//! when the first process says that time is up.
+//!
+//! ```text
+//! cargo run --release --example metrics
+//! cargo run --release -p accel-launch -- --num-processes 2 --example metrics --time-limit 60
+//! ```
+
+use std::time::{Duration, Instant};
+
+use accelerator::prelude::*;
+use accelerator_examples::{
+    Cnn, CnnConfig, Course, DigitBatch, DigitBatcher, MnistArgs, Report, cross_entropy,
+    init_logging,
+};
+use burn::module::Module;
+use clap::Parser;
+
+/// Train, and measure what was learnt
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    mnist: MnistArgs,
+
+    /// Stop training after so many seconds of the first process's clock
+    #[arg(long, value_name = "SECONDS")]
+    time_limit: Option<u64>,
+}
+
+fn main() -> Result<(), Report> {
+    let Args { mnist, time_limit } = Args::parse();
+    init_logging();
+    let lr = mnist.learning_rate();
+    let digits = mnist.digits()?;
+
+    let accelerator = Accelerator::builder()
+        .device(mnist.device.map(Into::into))
+        .seed(mnist.seed)
+        .build()?;
+
+    let model = CnnConfig::new()
+        .with_dropout(mnist.dropout)
+        .init(&accelerator.device());
+    let optimizer = mnist.optimizer.init();
+    let train = DataLoaderBuilder::new(DigitBatcher)
+        .batch_size(mnist.batch_size.get())
+        .shuffle(mnist.seed)
+        .build(digits.train);
+    let valid = DataLoaderBuilder::new(DigitBatcher)
+        .batch_size(64)
+        .build(digits.validation);
+    let (mut model, mut optimizer, train, valid) =
+        accelerator.prepare((model, optimizer, train, valid))?;
+
+    let limit = time_limit.map(Duration::from_secs);
+    let start = Instant::now();
+    let mut course = Course::new();
+    'training: for epoch in 0..mnist.epochs {
+        for batch in train.epoch(epoch) {
+            let batch = batch?;
+            let loss = cross_entropy(model.forward(batch.images.clone()), batch.targets.clone());
+            let gradients = accelerator.backward(loss, &model, &batch)?;
+            course.note(gradients.loss());
+            model = optimizer.step(lr, model, gradients);
+            // Clocks differ: one process decides, and the gradients of the next step take it along.
+            if accelerator.is_main_process() && limit.is_some_and(|limit| start.elapsed() > limit) {
+                accelerator.set_trigger();
+            }
+            if accelerator.check_trigger()? {
+                accelerator.print("time is up");
+                break 'training;
+            }
+        }
+        let (loss, accuracy, top, confusion) =
+            accelerator.reduce(evaluate(&model.valid(), &valid)?)?;
+        accelerator.print(format_args!(
+            "epoch {epoch}: loss {loss} accuracy {accuracy} best three {top}\n{confusion}"
+        ));
+    }
+    // The same on each of them.
+    println!("rank {}: loss {course}", accelerator.rank());
+    Ok(accelerator.finish()?)
+}
+
+type Figures = (Mean, Accuracy, TopK, Confusion);
+
+fn evaluate(model: &Cnn, loader: &PreparedLoader<DigitBatch>) -> Result<Figures, Report> {
+    let (mut loss, mut accuracy) = (Mean::new(), Accuracy::new());
+    let (mut top, mut confusion) = (TopK::new(3), Confusion::new(10));
+    for batch in loader.epoch(0) {
+        let batch = batch?;
+        let (targets, real) = (batch.targets.clone(), batch.real());
+        let logits = model.forward(batch.images.clone());
+        if real > 0 {
+            let rows = logits.clone().narrow(0, 0, real);
+            loss.update_with(
+                cross_entropy(rows, targets.clone().narrow(0, 0, real)),
+                real,
+            );
+        }
+        accuracy.update(logits.clone(), targets.clone(), real);
+        top.update(logits.clone(), targets.clone(), real);
+        confusion.update(logits, targets, real)?;
+    }
+    Ok((loss, accuracy, top, confusion))
+}

@@ -1,0 +1,112 @@
+//! A small language model that learns a text character by character.
+//!
+//! ```text
+//! cargo run --release --example nlp_transformer
+//! cargo run --release -p accel-launch -- --num-processes 2 --example nlp_transformer --text my.txt
+//! ```
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+use accelerator::prelude::*;
+use accelerator_examples::text::{TextBatcher, TextWindows};
+use accelerator_examples::{
+    Course, DeviceName, Report, TransformerConfig, cross_entropy, init_logging,
+};
+use burn::module::Module;
+use burn::optim::AdamWConfig;
+use clap::Parser;
+
+/// Learn a text character by character, and continue it
+#[derive(Debug, Parser)]
+struct Args {
+    /// The text [default: one that comes along]
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
+
+    /// How often to go through it
+    #[arg(long, default_value_t = 30, value_name = "N")]
+    epochs: u64,
+
+    /// The number of stretches in a batch of each process
+    #[arg(long, default_value = "8", value_name = "N")]
+    batch_size: NonZeroUsize,
+
+    /// The number of characters in a stretch
+    #[arg(long, default_value = "64", value_name = "N")]
+    length: NonZeroUsize,
+
+    /// The width of the model, a multiple of four
+    #[arg(long, default_value_t = 64, value_name = "N")]
+    width: usize,
+
+    /// The number of layers
+    #[arg(long, default_value_t = 2, value_name = "N")]
+    layers: usize,
+
+    /// The learning rate
+    #[arg(long, default_value_t = 3e-3, value_name = "RATE")]
+    lr: f64,
+
+    /// What to continue when it has learnt
+    #[arg(long, default_value = "The ", value_name = "TEXT")]
+    prompt: String,
+
+    /// The kind of device [default: the fastest that is compiled in]
+    #[arg(long, value_enum)]
+    device: Option<DeviceName>,
+}
+
+fn main() -> Result<(), Report> {
+    let args = Args::parse();
+    init_logging();
+    let length = args.length.get();
+    let (windows, vocabulary) = TextWindows::open(args.text.as_deref(), length)?;
+
+    let accelerator = Accelerator::builder()
+        .device(args.device.map(Into::into))
+        .build()?;
+    let model = TransformerConfig::new(vocabulary.len(), length)
+        .with_width(args.width)
+        .with_layers(args.layers);
+    let model = accelerator.init(|device| model.init(device));
+    let train = DataLoaderBuilder::new(TextBatcher)
+        .batch_size(args.batch_size.get())
+        .shuffle(42)
+        .build(windows);
+    let parts = (model, AdamWConfig::new().init(), train);
+    let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+    accelerator.print(accelerator.plan(&train, args.epochs));
+
+    let mut course = Course::new();
+    for epoch in 0..args.epochs {
+        let mut loss = Mean::new();
+        for batch in train.epoch(epoch) {
+            let batch = batch?;
+            let logits = accelerator.forward(&model, |model| model.forward(batch.tokens.clone()));
+            let error = cross_entropy(accelerator.to_full(logits), batch.next.clone());
+            // The loss is a mean over tokens, and so is the average of gradients.
+            let tokens = batch.with_weight(batch.tokens() as f64);
+            let gradients = accelerator.backward(error, &model, tokens)?.clip_norm(1.0);
+            course.note(gradients.loss());
+            if let (Some(value), Some(tokens)) = (gradients.loss(), gradients.samples()) {
+                loss.update(value, tokens as usize);
+            }
+            model = optimizer.step(args.lr, model, gradients);
+        }
+        accelerator.print(format_args!("epoch {epoch}: {loss} nats a character"));
+    }
+    accelerator.on_main_process(|| {
+        let (model, device) = (model.valid(), accelerator.device().inner());
+        let prompt = vocabulary.tokens(&args.prompt);
+        if !prompt.is_empty() {
+            // As far as it has ever seen.
+            let more = length.saturating_sub(prompt.len());
+            let tokens = model.continued(&prompt, length, more, &device);
+            println!("{}", vocabulary.text(&tokens));
+        }
+    });
+    // The same on each of them.
+    println!("rank {}: loss {course}", accelerator.rank());
+    Ok(accelerator.finish()?)
+}

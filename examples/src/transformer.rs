@@ -1,0 +1,85 @@
+use burn::config::Config;
+use burn::module::Module;
+use burn::nn::attention::generate_autoregressive_mask;
+use burn::nn::transformer::{
+    TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
+};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::tensor::{Device, Int, Tensor};
+
+/// Settings of a [`Transformer`].
+#[derive(Config, Debug)]
+pub struct TransformerConfig {
+    /// How many different tokens there are.
+    pub tokens: usize,
+    /// The most tokens that it sees at once.
+    pub length: usize,
+    /// The width of the model, a multiple of four.
+    #[config(default = 64)]
+    pub width: usize,
+    /// How many layers it has.
+    #[config(default = 2)]
+    pub layers: usize,
+    /// The probability of dropping a value.
+    #[config(default = 0.0)]
+    pub dropout: f64,
+}
+
+/// A small language model: encoder layers of four heads under a causal mask, normalised first.
+#[derive(Debug, Module)]
+pub struct Transformer {
+    tokens: Embedding,
+    places: Embedding,
+    encoder: TransformerEncoder,
+    head: Linear,
+}
+
+impl TransformerConfig {
+    /// A model with random weights.
+    pub fn init(&self, device: &Device) -> Transformer {
+        Transformer {
+            tokens: EmbeddingConfig::new(self.tokens, self.width).init(device),
+            places: EmbeddingConfig::new(self.length, self.width).init(device),
+            encoder: TransformerEncoderConfig::new(self.width, 4 * self.width, 4, self.layers)
+                .with_dropout(self.dropout)
+                .with_norm_first(true)
+                .init(device),
+            head: LinearConfig::new(self.width, self.tokens).init(device),
+        }
+    }
+}
+
+impl Transformer {
+    /// The logits of what follows each token of `[batch, length]`: `[batch · length, tokens]`.
+    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
+        let [batch, length] = tokens.dims();
+        let device = tokens.device();
+        let places = Tensor::arange(0..length as i64, &device).unsqueeze::<2>();
+        let x = self.tokens.forward(tokens) + self.places.forward(places);
+        let mask = generate_autoregressive_mask(batch, length, &device);
+        let input = TransformerEncoderInput::new(x).mask_attn(mask);
+        let logits = self.head.forward(self.encoder.forward(input));
+        let [_, _, known] = logits.dims();
+        logits.reshape([batch * length, known])
+    }
+
+    /// What follows `tokens` most probably, `count` tokens one by one. It sees the last `length` of them.
+    pub fn continued(
+        &self,
+        tokens: &[usize],
+        length: usize,
+        count: usize,
+        device: &Device,
+    ) -> Vec<usize> {
+        let mut tokens = tokens.to_vec();
+        for _ in 0..count {
+            let seen = &tokens[tokens.len().saturating_sub(length)..];
+            let seen: Vec<i64> = seen.iter().map(|&token| token as i64).collect();
+            let rows = seen.len();
+            let seen = Tensor::<1, Int>::from_data(&seen[..], device).unsqueeze::<2>();
+            let next = self.forward(seen).narrow(0, rows - 1, 1).argmax(1);
+            tokens.push(next.into_scalar::<i64>() as usize);
+        }
+        tokens
+    }
+}
