@@ -244,7 +244,7 @@ impl Gradients {
     }
 
     /// The scale of the loss with which the gradient left the range of
-    /// [`Precision::F16`](crate::Precision::F16): it is dropped, on all ranks, and the optimizer skips
+    /// [`Precision::F16`](crate::precision::Precision::F16): it is dropped, on all ranks, and the optimizer skips
     /// this step. `None` where it did not.
     pub fn overflow(&self) -> Option<f64> {
         match self.0 {
