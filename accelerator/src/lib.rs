@@ -54,6 +54,7 @@
 //! | step an optimizer with its schedule, freeze, group parameters | [`optim`] |
 //! | know how many steps there will be | [`Accelerator::plan`] |
 //! | average weights over time | [`Ema`] |
+//! | step faster on the CPU, and keep a part of an optimizer's state on each rank | [`optim::fused`], [`optim::Sharded`] |
 //! | see where the time of a step goes | [`Accelerator::step_summary`], [`AcceleratorBuilder::with_trace`] |
 //! | evaluate | [`metric`], [`Accelerator::reduce`], [`Accelerator::gather_for_metrics`] |
 //! | exchange tensors and objects | [`Accelerator::gather`], [`Accelerator::pad_across_processes`], [`Accelerator::gather_object`] |

@@ -1,5 +1,6 @@
 //! Small problems for which the world size must not matter.
 
+use accelerator::optim::Sharded;
 use accelerator::prelude::*;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
@@ -26,12 +27,23 @@ pub struct Setting {
     pub seed: u64,
     /// The probability, in the MLP.
     pub dropout: f64,
+    pub state: State,
+}
+
+/// Where the optimizer's state lives.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+pub enum State {
+    /// Shared out over the ranks.
+    Sharded,
+    Whole,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 pub enum Which {
     Cnn,
     Mlp,
+    /// An MLP with a parameter that is worth cutting.
+    Wide,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
@@ -98,7 +110,13 @@ pub fn train(accelerator: &Accelerator, setting: &Setting) -> Result<Outcome> {
         Which::Mlp => fit(
             accelerator,
             setting,
-            Mlp::new(&accelerator.device(), setting.dropout),
+            Mlp::new(&accelerator.device(), 16, setting.dropout),
+            Mlp::forward,
+        ),
+        Which::Wide => fit(
+            accelerator,
+            setting,
+            Mlp::new(&accelerator.device(), 256, setting.dropout),
             Mlp::forward,
         ),
     }
@@ -119,7 +137,10 @@ fn fit<M: Module + std::fmt::Display>(
         .global_batch_size(setting.global_batch)
         .shuffle(3)
         .build(InMemDataset::new((0..setting.samples).collect()));
-    let (mut model, mut optimizer, train) = accelerator.prepare((model, optimizer, train))?;
+    let (mut model, mut optimizer, train) = match setting.state {
+        State::Sharded => accelerator.prepare((model, Sharded(optimizer), train))?,
+        State::Whole => accelerator.prepare((model, optimizer, train))?,
+    };
     let (mut losses, mut idle) = (Vec::new(), 0);
     for epoch in 0..setting.epochs {
         for batch in train.epoch(epoch) {
@@ -181,11 +202,11 @@ struct Mlp {
 }
 
 impl Mlp {
-    fn new(device: &Device, dropout: f64) -> Self {
+    fn new(device: &Device, width: usize, dropout: f64) -> Self {
         Self {
-            hidden: LinearConfig::new(64, 16).init(device),
+            hidden: LinearConfig::new(64, width).init(device),
             dropout: DropoutConfig::new(dropout).init(),
-            output: LinearConfig::new(16, 5).init(device),
+            output: LinearConfig::new(width, 5).init(device),
             unused: LinearConfig::new(2, 2).init(device),
         }
     }

@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use accelerator_tests::problems::{Clipping, Outcome, Rule, Setting, Which};
+use accelerator_tests::problems::{Clipping, Outcome, Rule, Setting, State, Which};
 use accelerator_tests::processes::run_ranks;
 
 fn processes(world_size: usize, dtype: &str, accumulate: usize, setting: &Setting) -> Vec<Outcome> {
@@ -89,6 +89,7 @@ fn invariance(net: Which, clipping: Clipping) {
         epochs: 3,
         seed: 0,
         dropout: 0.0,
+        state: State::Whole,
     };
     for accumulate in [1, 4] {
         let one = processes(1, "f64", accumulate, &setting).remove(0);
@@ -129,6 +130,7 @@ fn sgd_in_f32_learns_the_same_to_a_millionth() {
         epochs: 3,
         seed: 0,
         dropout: 0.0,
+        state: State::Whole,
     };
     let one = processes(1, "f32", 1, &setting).remove(0);
     check(&one, &processes(2, "f32", 1, &setting), 1e-6);
@@ -146,6 +148,7 @@ fn a_run_repeats_itself_bit_for_bit() {
         epochs: 1,
         seed: 0,
         dropout: 0.0,
+        state: State::Whole,
     };
     let first = processes(3, "f32", 2, &setting);
     let second = processes(3, "f32", 2, &setting);
@@ -170,6 +173,7 @@ fn when_gradients_are_sent_and_how_changes_no_bit() {
             epochs: 2,
             seed: 0,
             dropout: 0.0,
+            state: State::Whole,
         };
         for accumulate in [1, 4] {
             let run = |overlap, transport| {
@@ -191,6 +195,34 @@ fn when_gradients_are_sent_and_how_changes_no_bit() {
 }
 
 #[test]
+fn where_the_state_of_an_optimizer_lives_changes_no_bit() {
+    for (net, optimizer) in [(Which::Wide, Rule::Adamw), (Which::Cnn, Rule::Adamw)] {
+        let setting = |state| Setting {
+            net,
+            optimizer,
+            clipping: Clipping::Norm,
+            samples: RAGGED,
+            global_batch: 12,
+            epochs: 2,
+            seed: 0,
+            dropout: 0.0,
+            state,
+        };
+        for world_size in [1, 2, 3] {
+            let run = |state| processes(world_size, "f32", 2, &setting(state));
+            let whole = run(State::Whole);
+            for (sharded, whole) in run(State::Sharded).iter().zip(&whole) {
+                assert_eq!(
+                    sharded.parameters, whole.parameters,
+                    "{net:?}, {world_size} ranks"
+                );
+                assert_eq!(sharded.losses, whole.losses, "{net:?}, {world_size} ranks");
+            }
+        }
+    }
+}
+
+#[test]
 fn dropout_follows_the_seed_and_differs_between_ranks() {
     let setting = |seed| Setting {
         net: Which::Mlp,
@@ -201,6 +233,7 @@ fn dropout_follows_the_seed_and_differs_between_ranks() {
         epochs: 2,
         seed,
         dropout: 0.5,
+        state: State::Whole,
     };
     let run = |seed| processes(2, "f32", 1, &setting(seed)).remove(0).parameters;
     let first = run(1);

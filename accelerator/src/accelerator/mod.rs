@@ -135,6 +135,7 @@ impl Accelerator {
     /// | a Burn module | the same module, with rank 0's parameters, buffers and parameter ids |
     /// | a `ModuleOptimizer` | a [`PreparedOptimizer`](crate::optim::PreparedOptimizer) whose `step` takes the learning rate |
     /// | `(optimizer, scheduler)` | one whose `step` advances the scheduler itself |
+    /// | [`Sharded(optimizer)`](crate::optim::Sharded) | the same, with its state shared out over the ranks |
     /// | a [`Loader`](crate::data::Loader) | this rank's share, as a [`PreparedLoader`](crate::data::PreparedLoader) |
     /// | [`InOrder`](crate::data::InOrder) around one of Burn's own loaders | the same, shared out batch by batch |
     /// | a tuple of these | a tuple of those |

@@ -35,6 +35,11 @@ impl Home {
         shape
     }
 
+    /// Whether several ranks have elements.
+    pub(super) fn is_cut(&self) -> bool {
+        (0..self.ranks()).all(|rank| self.range(rank).len() < self.elements())
+    }
+
     pub(super) fn whole_shape(&self) -> &[usize] {
         &self.shape
     }

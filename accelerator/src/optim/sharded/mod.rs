@@ -1,6 +1,7 @@
 //! Optimizers whose state is shared out over the ranks.
 
 mod home;
+mod messages;
 mod pieces;
 mod probe;
 mod record;
@@ -15,7 +16,8 @@ use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, Tensor};
 
 use self::home::{Home, Homes};
-use self::pieces::Reader;
+use self::messages::Messages;
+use self::pieces::{Pieces, Reader};
 use self::record::{Entry, Records};
 use self::write::Writer;
 use crate::error::Result;
@@ -155,7 +157,7 @@ impl Shards {
         }
         let mut reader = Reader::new(rank, self.homes.known(), &averages);
         model.visit(&mut reader);
-        let (pieces, spots) = reader.finish();
+        let (pieces, messages) = reader.finish();
         let mut gradients = GradientsParams::new();
         for piece in pieces.iter() {
             with_rank!(piece.dimensions(), D => {
@@ -167,9 +169,8 @@ impl Shards {
         }
         drop(averages);
         let pieces = optimizer.step(rate, pieces, gradients);
-        let own = pieces.into_bytes();
-        match self.exchange(own, &spots) {
-            Some(parts) => Ok(model.map(&mut Writer::new(spots, parts))),
+        match self.exchange(pieces, &messages) {
+            Some(arrived) => Ok(model.map(&mut Writer::new(messages, arrived))),
             None => Err(model),
         }
     }
@@ -201,23 +202,39 @@ impl Shards {
         Ok(())
     }
 
-    /// The bytes of every rank's pieces.
+    /// The bytes of every rank's pieces, by message and then by rank.
     #[track_caller]
-    fn exchange(&self, own: Vec<u8>, spots: &Spots) -> Option<Vec<Vec<u8>>> {
-        let capacities = spots.lengths.iter();
-        let mut parts: Vec<Vec<u8>> = capacities.map(|_| Vec::new()).collect();
-        for (rank, (part, length)) in parts.iter_mut().zip(&spots.lengths).enumerate() {
+    fn exchange(&self, pieces: Pieces, messages: &Messages) -> Option<Vec<Vec<Bytes>>> {
+        let mut own: HashMap<ParamId, Bytes> = pieces.into_bytes().collect();
+        let mut arrived = Vec::new();
+        for message in messages.iter() {
+            arrived.push(self.gather(message.collect(&mut own), message.lengths())?);
+        }
+        Some(arrived)
+    }
+
+    /// What each rank passes, of these lengths.
+    #[track_caller]
+    fn gather(&self, own: Bytes, lengths: &[usize]) -> Option<Vec<Bytes>> {
+        let mut parts: Vec<Vec<u8>> = lengths.iter().map(|_| Vec::new()).collect();
+        for (rank, (part, length)) in parts.iter_mut().zip(lengths).enumerate() {
             if rank != self.group.rank() {
                 part.reserve_exact(*length);
             }
         }
-        let gathered = self.group.all_gather_varied_with(&own, |rank, piece| {
-            parts[rank].extend_from_slice(piece);
-        });
+        let gathered = self
+            .group
+            .all_gather_varied_with(&own, |rank, piece: &[u8]| {
+                parts[rank].extend_from_slice(piece);
+            });
         gathered.ok()?;
+        let mut parts: Vec<Bytes> = parts.into_iter().map(Bytes::from_bytes_vec).collect();
         parts[self.group.rank()] = own;
-        let lengths = parts.iter().map(Vec::len);
-        if lengths.eq(spots.lengths.iter().copied()) {
+        if parts
+            .iter()
+            .map(|part| part.len())
+            .eq(lengths.iter().copied())
+        {
             return Some(parts);
         }
         self.group.abort(
@@ -227,15 +244,6 @@ impl Shards {
         );
         None
     }
-}
-
-/// Where each parameter's pieces lie among the bytes that ranks exchange.
-#[derive(Debug, Default)]
-struct Spots {
-    /// By parameter: for each rank, where its piece begins, and how long it is.
-    starts: HashMap<ParamId, Vec<(usize, usize)>>,
-    /// By rank.
-    lengths: Vec<usize>,
 }
 
 impl Joint {

@@ -4,10 +4,11 @@ use std::collections::{HashMap, HashSet};
 
 use burn::backend::DispatchTensor;
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
-use burn::tensor::{Device, Shape, Tensor};
+use burn::tensor::{Bytes, Device, Shape, Tensor};
 
 use super::home::Home;
-use super::{Spots, leaf};
+use super::leaf;
+use super::messages::Messages;
 use crate::gradient::{Averages, with_rank};
 
 /// This rank's pieces of parameters, as a module that Burn's optimizers step. They have the ids,
@@ -41,14 +42,12 @@ impl Pieces {
         self.0.iter()
     }
 
-    /// The values, one after the other.
-    pub(super) fn into_bytes(self) -> Vec<u8> {
-        let mut all = Vec::new();
-        for piece in self.0 {
+    /// The values.
+    pub(super) fn into_bytes(self) -> impl Iterator<Item = (ParamId, Bytes)> {
+        self.0.into_iter().map(|piece| {
             let data = Tensor::<1>::from_dispatch(piece.value).into_data();
-            all.extend_from_slice(data.bytes());
-        }
-        all
+            (piece.id, data.into_parts().0)
+        })
     }
 }
 
@@ -121,15 +120,15 @@ impl fmt::Debug for Pieces {
     }
 }
 
-/// Takes this rank's pieces out of a model, of the parameters that have a gradient, and notes where
-/// all ranks' pieces will lie.
+/// Takes this rank's pieces out of a model, of the parameters that have a gradient, and notes in which
+/// messages all ranks' pieces will travel.
 pub(super) struct Reader<'a> {
     rank: usize,
     homes: &'a HashMap<ParamId, Home>,
     averaged: HashSet<ParamId>,
     path: Vec<String>,
     pieces: Pieces,
-    spots: Spots,
+    messages: Messages,
 }
 
 impl<'a> Reader<'a> {
@@ -141,12 +140,12 @@ impl<'a> Reader<'a> {
             averaged,
             path: Vec::new(),
             pieces: Pieces::default(),
-            spots: Spots::default(),
+            messages: Messages::default(),
         }
     }
 
-    pub(super) fn finish(self) -> (Pieces, Spots) {
-        (self.pieces, self.spots)
+    pub(super) fn finish(self) -> (Pieces, Messages) {
+        (self.pieces, self.messages)
     }
 }
 
@@ -168,16 +167,7 @@ impl ModuleVisitor for Reader<'_> {
             return;
         };
         let value = param.val().inner();
-        let width = value.dtype().size();
-        self.spots.lengths.resize(home.ranks(), 0);
-        let spots = (0..home.ranks()).map(|rank| {
-            let start = self.spots.lengths[rank];
-            let length = home.range(rank).len() * width;
-            self.spots.lengths[rank] += length;
-            (start, length)
-        });
-        let spots = spots.collect();
-        self.spots.starts.insert(param.id, spots);
+        self.messages.add(param.id, home, value.dtype().size());
         let range = home.range(self.rank);
         if range.is_empty() {
             return;

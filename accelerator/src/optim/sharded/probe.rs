@@ -62,7 +62,8 @@ fn run(
             gradients.register(id, tensor(step, scale));
             pieces = optimizer.step(0.01, pieces, gradients);
         }
-        pieces.into_bytes()
+        let values = pieces.into_bytes().flat_map(|(_, bytes)| bytes.to_vec());
+        values.collect()
     })
 }
 

@@ -1,24 +1,24 @@
 use burn::module::{ModuleMapper, Param};
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Bytes, Tensor, TensorData};
 
-use super::Spots;
+use super::messages::Messages;
 
 /// Writes all ranks' pieces into a model: in place, where nobody else holds its tensors.
 pub(super) struct Writer {
-    spots: Spots,
-    /// By rank.
-    parts: Vec<Vec<u8>>,
+    messages: Messages,
+    /// By message, and then by rank.
+    arrived: Vec<Vec<Bytes>>,
 }
 
 impl Writer {
-    pub(super) fn new(spots: Spots, parts: Vec<Vec<u8>>) -> Self {
-        Self { spots, parts }
+    pub(super) fn new(messages: Messages, arrived: Vec<Vec<Bytes>>) -> Self {
+        Self { messages, arrived }
     }
 }
 
 impl ModuleMapper for Writer {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(spots) = self.spots.starts.remove(&param.id) else {
+        let Some(place) = self.messages.take_place(param.id) else {
             return param;
         };
         let (id, old, mapper) = param.consume();
@@ -26,7 +26,7 @@ impl ModuleMapper for Writer {
         let requires_gradient = old.is_require_grad();
         let (mut bytes, shape, _) = old.inner().into_data().into_parts();
         let mut at = 0;
-        for ((start, length), part) in spots.into_iter().zip(&self.parts) {
+        for ((start, length), part) in place.spots.into_iter().zip(&self.arrived[place.message]) {
             bytes[at..at + length].copy_from_slice(&part[start..start + length]);
             at += length;
         }

@@ -1,0 +1,467 @@
+//! Optimizers whose state is shared out over the ranks do what whole ones do.
+
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
+mod common;
+
+use std::path::Path;
+
+use accelerator::optim::{InitFused, Scheduled, Sharded};
+use accelerator::prelude::*;
+use burn::grad_clipping::GradientClippingConfig;
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::lr_scheduler::step::StepLrSchedulerConfig;
+use burn::module::{Module, ModuleMapper, Param, ParamGroup};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{
+    AdaGradConfig, AdamConfig, AdamWConfig, LambConfig, ModuleOptimizer, MuonConfig, RmsPropConfig,
+    SgdConfig,
+};
+use burn::tensor::activation::tanh;
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use common::{Column, ColumnBatcher, columns};
+
+/// `wide` is cut among up to four ranks, and the rest lives on one each.
+#[derive(Debug, Module)]
+struct Net {
+    first: Linear,
+    frozen: Linear,
+    wide: Linear,
+    unused: Linear,
+    last: Linear,
+}
+
+impl Net {
+    fn new(device: &Device, dtype: DType) -> Self {
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        let net = Self {
+            first: linear(1, 50),
+            frozen: linear(50, 60),
+            wide: linear(60, 300),
+            unused: linear(2, 3),
+            last: linear(300, 1),
+        };
+        let net = net.map(&mut Fixed { at: 0, dtype });
+        net.freeze_group(ParamGroup::from_predicate("frozen"))
+    }
+
+    fn loss(&self, batch: &Column, dtype: DType) -> Tensor<1> {
+        let x = batch.values.clone().cast(float(dtype));
+        let y = tanh(self.first.forward(x.clone()));
+        let y = tanh(self.wide.forward(tanh(self.frozen.forward(y))));
+        (self.last.forward(y) - x * 3.0 + 1.0).powi_scalar(2).mean()
+    }
+}
+
+/// Weights that do not depend on the generator, which threads share.
+struct Fixed {
+    at: usize,
+    dtype: DType,
+}
+
+impl ModuleMapper for Fixed {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, old, mapper) = param.consume();
+        let count: usize = old.dims().iter().product();
+        let values: Vec<f64> = (0..count)
+            .map(|at| f64::from(((self.at + at) as f32 * 12.9898).sin()) * 0.3)
+            .collect();
+        self.at += count;
+        let data = TensorData::new(values, old.dims()).convert_dtype(self.dtype);
+        let new = Tensor::<D>::from_data(data, (&old.device(), self.dtype));
+        Param::from_mapped_value(id, new.set_require_grad(true), mapper)
+    }
+}
+
+fn float(dtype: DType) -> FloatDType {
+    match dtype {
+        DType::F64 => FloatDType::F64,
+        DType::F16 => FloatDType::F16,
+        DType::BF16 => FloatDType::BF16,
+        _ => FloatDType::F32,
+    }
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum State {
+    Sharded,
+    Whole,
+}
+
+const BOTH: [State; 2] = [State::Whole, State::Sharded];
+
+#[derive(Clone, Copy)]
+struct Case {
+    accumulate: usize,
+    clip: Option<f64>,
+    dtype: DType,
+    make: Make,
+    schedule: Schedule,
+}
+
+#[derive(Clone, Copy)]
+enum Schedule {
+    /// With a rate of its own for `wide`.
+    Groups,
+    PerEpoch,
+    PerStep,
+}
+
+const CASE: Case = Case {
+    accumulate: 1,
+    clip: None,
+    dtype: DType::F32,
+    make: adamw,
+    schedule: Schedule::PerStep,
+};
+
+fn adamw() -> ModuleOptimizer {
+    AdamWConfig::new().with_weight_decay(0.05).init()
+}
+
+type Make = fn() -> ModuleOptimizer;
+type Parts = (Net, PreparedOptimizer<Scheduled>, PreparedLoader<Column>);
+
+impl Case {
+    fn scheduler(self) -> ModuleLrScheduler {
+        let steps = StepLrSchedulerConfig::new(0.02, 2)
+            .with_gamma(0.5)
+            .init()
+            .unwrap();
+        match self.schedule {
+            Schedule::Groups => ModuleLrScheduler::new(0.02_f64)
+                .with_group(ParamGroup::from_predicate("wide"), 0.003_f64),
+            Schedule::PerEpoch | Schedule::PerStep => steps,
+        }
+    }
+
+    fn prepare(self, accelerator: &Accelerator, state: State) -> accelerator::Result<Parts> {
+        let model = Net::new(&accelerator.device(), self.dtype);
+        // 11 samples in global batches of 4: in the last one, a rank of three is idle.
+        let train = DataLoaderBuilder::new(ColumnBatcher)
+            .global_batch_size(4)
+            .build(columns(10));
+        let (optimizer, scheduler) = ((self.make)(), self.scheduler());
+        match (state, self.schedule) {
+            (State::Whole, Schedule::PerEpoch) => {
+                accelerator.prepare((model, (optimizer, PerEpoch(scheduler)), train))
+            }
+            (State::Whole, _) => accelerator.prepare((model, (optimizer, scheduler), train)),
+            (State::Sharded, Schedule::PerEpoch) => {
+                accelerator.prepare((model, (Sharded(optimizer), PerEpoch(scheduler)), train))
+            }
+            (State::Sharded, _) => {
+                accelerator.prepare((model, (Sharded(optimizer), scheduler), train))
+            }
+        }
+    }
+
+    /// Trains for some epochs. Gives the model's values after each step.
+    fn train(
+        self,
+        accelerator: &Accelerator,
+        parts: Parts,
+        epochs: core::ops::Range<u64>,
+    ) -> accelerator::Result<(Parts, Vec<Vec<f64>>)> {
+        let (mut model, mut optimizer, train) = parts;
+        let mut values = Vec::new();
+        for epoch in epochs {
+            for batch in train.epoch(epoch) {
+                let batch = batch?;
+                let loss = model.loss(&batch, self.dtype);
+                let mut gradients = accelerator.backward(loss, &model, &batch)?;
+                if let Some(max) = self.clip {
+                    gradients = gradients.clip_norm(max);
+                }
+                model = optimizer.step(model, gradients);
+                values.push(flat(&model));
+            }
+        }
+        Ok(((model, optimizer, train), values))
+    }
+
+    fn run(self, ranks: usize, state: State) -> Vec<Vec<f64>> {
+        let outcomes = Accelerator::builder()
+            .accumulation_steps(self.accumulate)
+            .device(DeviceKind::Flex)
+            // Several buckets.
+            .bucket_size(20_000)
+            .launch(ranks, |accelerator| {
+                let parts = self.prepare(&accelerator, state)?;
+                let (parts, values) = self.train(&accelerator, parts, 0..2)?;
+                assert!(matches!(parts.1.outcome(), StepOutcome::Stepped { .. }));
+                assert_eq!(parts.1.steps(), if self.accumulate == 1 { 6 } else { 4 });
+                Ok(values)
+            });
+        of_every_rank(outcomes.unwrap())
+    }
+
+    fn check(self, name: &str) {
+        for ranks in [1, 2, 3] {
+            let whole = self.run(ranks, State::Whole);
+            assert_ne!(whole.first(), whole.last(), "{name}: nothing was learnt");
+            let finite = |values: &Vec<f64>| values.iter().all(|value| value.is_finite());
+            assert!(whole.iter().all(finite), "{name}");
+            assert!(
+                self.run(ranks, State::Sharded) == whole,
+                "{name}, {ranks} ranks"
+            );
+        }
+    }
+}
+
+/// What each of the ranks has, which is the same.
+fn of_every_rank(outcomes: Vec<Vec<Vec<f64>>>) -> Vec<Vec<f64>> {
+    assert!(outcomes.iter().all(|outcome| *outcome == outcomes[0]));
+    outcomes.into_iter().next().unwrap()
+}
+
+fn flat(model: &Net) -> Vec<f64> {
+    let mut values = Vec::new();
+    for linear in [
+        &model.first,
+        &model.frozen,
+        &model.wide,
+        &model.unused,
+        &model.last,
+    ] {
+        values.extend(linear.weight.val().into_data().iter::<f64>());
+        let bias = linear.bias.as_ref().unwrap();
+        values.extend(bias.val().into_data().iter::<f64>());
+    }
+    values
+}
+
+#[test]
+fn every_optimizer_learns_the_same_bits() {
+    let optimizers: [(&str, Make); 10] = [
+        ("adagrad", || AdaGradConfig::new().init()),
+        ("adam", || AdamConfig::new().with_amsgrad(true).init()),
+        ("adamw", adamw),
+        ("clipped by tensor", || {
+            let clipping = GradientClippingConfig::Norm(0.01);
+            AdamWConfig::new().with_grad_clipping(Some(clipping)).init()
+        }),
+        ("fused adamw", || {
+            AdamWConfig::new().with_weight_decay(0.05).init_fused()
+        }),
+        ("fused sgd", || SgdConfig::new().init_fused()),
+        ("lamb", || LambConfig::new().init()),
+        ("muon and sgd", || {
+            let wide = ParamGroup::from_predicate("wide.weight");
+            SgdConfig::new()
+                .init()
+                .with_group(wide, MuonConfig::new().build(), None)
+        }),
+        ("momentum", || {
+            SgdConfig::new()
+                .with_momentum(Some(MomentumConfig::new().with_nesterov(true)))
+                .init()
+        }),
+        ("rmsprop", || RmsPropConfig::new().init()),
+    ];
+    for (name, make) in optimizers {
+        Case { make, ..CASE }.check(name);
+    }
+}
+
+#[test]
+fn windows_clipping_schedules_and_groups_stay_as_they_are() {
+    Case {
+        accumulate: 2,
+        clip: Some(0.05),
+        ..CASE
+    }
+    .check("windows, clipped");
+    Case {
+        schedule: Schedule::PerEpoch,
+        ..CASE
+    }
+    .check("a rate an epoch");
+    Case {
+        schedule: Schedule::Groups,
+        clip: Some(0.5),
+        ..CASE
+    }
+    .check("groups of rates");
+    let two_kinds = || {
+        let last = ParamGroup::from_predicate("last");
+        adamw().with_group(last, SgdConfig::new().build(), None)
+    };
+    Case {
+        make: two_kinds,
+        accumulate: 2,
+        ..CASE
+    }
+    .check("groups of optimizers");
+}
+
+#[test]
+fn other_types_learn_the_same_bits() {
+    let momentum: Make = || {
+        SgdConfig::new()
+            .with_momentum(Some(MomentumConfig::new()))
+            .init_fused()
+    };
+    // Adam's squares leave the range of f16.
+    let cases = [
+        (DType::F64, adamw as Make),
+        (DType::F64, momentum),
+        (DType::BF16, adamw),
+        (DType::F16, momentum),
+    ];
+    for (dtype, make) in cases {
+        for clip in [None, Some(0.1)] {
+            let case = Case {
+                clip,
+                dtype,
+                make,
+                ..CASE
+            };
+            case.check(&format!("{dtype:?}, clipped to {clip:?}"));
+        }
+    }
+}
+
+#[test]
+fn state_is_divided_by_the_number_of_ranks() {
+    let memory = |ranks, state| {
+        accelerator::launch(ranks, |accelerator| {
+            let parts = CASE.prepare(&accelerator, state)?;
+            assert_eq!(parts.1.state_memory()?, 0, "before the first step");
+            let (parts, _) = CASE.train(&accelerator, parts, 0..1)?;
+            parts.1.state_memory()
+        })
+        .unwrap()
+    };
+    // Two moments of each element that takes a gradient.
+    let whole = 2 * 4 * (50 + 50 + 60 * 300 + 300 + 300 + 1);
+    assert_eq!(memory(2, State::Whole), [whole, whole]);
+    for ranks in [2, 3] {
+        let parts = memory(ranks, State::Sharded);
+        assert_eq!(parts.iter().sum::<usize>(), whole, "each element once");
+        for part in parts {
+            assert!(
+                part.abs_diff(whole / ranks) < whole / 20,
+                "{part} of {whole}"
+            );
+        }
+    }
+}
+
+/// Goes on from a checkpoint, for the second epoch.
+fn resumed(folder: &Path, ranks: usize, state: State) -> Vec<Vec<f64>> {
+    let outcomes = accelerator::launch(ranks, |accelerator| {
+        let parts = CASE.prepare(&accelerator, state)?;
+        let (parts, position) = accelerator.resume(folder, parts)?;
+        assert_eq!((position.epoch(), position.step()), (1, 3));
+        CASE.train(&accelerator, parts, 1..2)
+            .map(|(_, values)| values)
+    });
+    of_every_rank(outcomes.unwrap())
+}
+
+#[test]
+fn checkpoints_are_the_same_with_and_without_shards_and_fit_any_number_of_ranks() {
+    let uninterrupted = CASE.run(2, State::Whole).split_off(3);
+    for saved_by in BOTH {
+        let folder = tempfile::tempdir().unwrap();
+        accelerator::launch(2, |accelerator| {
+            let parts = CASE.prepare(&accelerator, saved_by)?;
+            let ((model, optimizer, train), _) = CASE.train(&accelerator, parts, 0..1)?;
+            let saving =
+                accelerator.save_state_async(folder.path(), (&model, &optimizer, &train))?;
+            saving.wait().map(|_| ())
+        })
+        .unwrap();
+        for state in BOTH {
+            assert!(
+                resumed(folder.path(), 2, state) == uninterrupted,
+                "saved {saved_by:?}, resumed {state:?}"
+            );
+        }
+        let whole = resumed(folder.path(), 3, State::Whole);
+        assert!(
+            resumed(folder.path(), 3, State::Sharded) == whole,
+            "saved {saved_by:?}"
+        );
+        let alone = resumed(folder.path(), 1, State::Whole);
+        assert!(
+            resumed(folder.path(), 1, State::Sharded) == alone,
+            "saved {saved_by:?}"
+        );
+    }
+}
+
+#[test]
+fn what_was_resumed_and_not_stepped_is_saved_again() {
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    accelerator::launch(2, |accelerator| {
+        let parts = CASE.prepare(&accelerator, State::Sharded)?;
+        let ((model, optimizer, train), _) = CASE.train(&accelerator, parts, 0..1)?;
+        accelerator.save_state(first.path(), (&model, &optimizer, &train))?;
+        let parts = CASE.prepare(&accelerator, State::Sharded)?;
+        let ((model, optimizer, train), _) = accelerator.resume(first.path(), parts)?;
+        assert!(optimizer.state_memory()? > 0);
+        accelerator.save_state(second.path(), (&model, &optimizer, &train))
+    })
+    .unwrap();
+    let expected = resumed(first.path(), 2, State::Whole);
+    assert!(resumed(second.path(), 2, State::Whole) == expected);
+}
+
+#[test]
+fn another_kind_of_optimizer_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let errors = accelerator::launch(2, |accelerator| {
+        let parts = CASE.prepare(&accelerator, State::Sharded)?;
+        let ((model, optimizer, train), _) = CASE.train(&accelerator, parts, 0..1)?;
+        accelerator.save_state(folder.path(), (&model, &optimizer, &train))?;
+        let other = Case {
+            make: || SgdConfig::new().init(),
+            ..CASE
+        };
+        let parts = other.prepare(&accelerator, State::Sharded)?;
+        Ok(accelerator.resume(folder.path(), parts).unwrap_err())
+    })
+    .unwrap();
+    for error in errors {
+        assert!(error.is_checkpoint(), "{error:?}");
+    }
+}
+
+#[test]
+fn a_rank_that_is_lost_in_a_step_leaves_the_model_as_it_was() {
+    let folder = tempfile::tempdir().unwrap();
+    accelerator::launch(2, |accelerator| {
+        let (mut model, mut optimizer, train) = CASE.prepare(&accelerator, State::Sharded)?;
+        let mut batches = train.epoch(0);
+        let batch = batches.next().unwrap()?;
+        let gradients = accelerator.backward(model.loss(&batch, CASE.dtype), &model, &batch)?;
+        if accelerator.rank() == 1 {
+            return Ok(());
+        }
+        let before = flat(&model);
+        model = optimizer.step(model, gradients);
+        assert_eq!(optimizer.outcome(), StepOutcome::Lost);
+        assert_eq!((flat(&model), optimizer.steps()), (before, 0));
+        let batch = batches.next().unwrap()?;
+        let loss = model.loss(&batch, CASE.dtype);
+        let error = accelerator.backward(loss, &model, &batch).unwrap_err();
+        assert!(error.is_collective(), "{error:?}");
+        let error = accelerator
+            .save_emergency(folder.path(), (&model, &optimizer, &train))
+            .unwrap_err();
+        assert!(
+            error.is_misuse() && error.to_string().contains("sharded"),
+            "{error:?}"
+        );
+        accelerator
+            .save_emergency(folder.path(), &model)
+            .map(|saved| {
+                assert!(saved.is_some());
+            })
+    })
+    .unwrap();
+}

@@ -1,0 +1,201 @@
+//! The step of an optimizer as Burn does it, fused, and shared out over the ranks, in turns whose order
+//! rotates. What comes before it, forward and backward, is not timed.
+//!
+//! `cargo bench -p accelerator-benches --bench optimizer_step -- --help`
+
+#![allow(clippy::print_stdout, reason = "a bench prints its figures")]
+
+use std::error::Error;
+use std::net::TcpListener;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use accelerator::optim::{InitFused, Manual, Sharded};
+use accelerator::prelude::*;
+use accelerator_benches::{ALLOCATOR, Batch, Interval, Model, Net, Samples};
+use burn::data::dataloader::batcher::Batcher;
+use burn::optim::AdamWConfig;
+use clap::Parser;
+use serde::Serialize;
+
+/// Samples in a batch: few, since forward and backward are not timed.
+const SAMPLES: usize = 8;
+const RATE: f64 = 1e-5;
+
+/// Measures AdamW's step.
+#[derive(Debug, Parser)]
+struct Args {
+    /// The network
+    #[arg(long, default_value = "mlp")]
+    model: Model,
+    /// How many processes train together
+    #[arg(long, value_delimiter = ',', default_value = "1,2")]
+    processes: Vec<usize>,
+    /// Rounds; in each, every side takes its turn
+    #[arg(long, default_value_t = 20)]
+    rounds: usize,
+    /// Steps of a turn
+    #[arg(long, default_value_t = 10)]
+    steps: usize,
+    /// Threads of a process
+    #[arg(long, default_value_t = 1)]
+    threads: usize,
+    /// Prints one JSON object a line
+    #[arg(long)]
+    json: bool,
+    /// Is a rank of the job that measures
+    #[arg(long, hide = true)]
+    rank: bool,
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// What came out for a side.
+#[derive(Debug, Serialize)]
+struct Line {
+    processes: usize,
+    side: &'static str,
+    /// Milliseconds of a step, on rank 0.
+    step: Interval,
+    /// Over Burn's, round by round.
+    ratio: Interval,
+    /// Bytes of state of each rank.
+    state: Vec<usize>,
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let args = Args::parse();
+    if args.rank {
+        return measure(&args);
+    }
+    for &processes in &args.processes {
+        run(&args, processes)?;
+    }
+    Ok(())
+}
+
+/// Runs this program as that many ranks, the first of which prints.
+fn run(args: &Args, processes: usize) -> Result<(), Box<dyn Error>> {
+    let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
+    let ranks = (0..processes).map(|rank| {
+        let mut command = Command::new(std::env::current_exe()?);
+        command
+            .args(std::env::args_os().skip(1))
+            .arg("--rank")
+            .envs(ALLOCATOR)
+            .env("RAYON_NUM_THREADS", args.threads.to_string())
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", processes.to_string())
+            .env("LOCAL_RANK", rank.to_string())
+            .env("LOCAL_WORLD_SIZE", processes.to_string())
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", port.to_string());
+        if rank > 0 {
+            command.stdout(Stdio::null());
+        }
+        command.spawn()
+    });
+    let ranks: Vec<_> = ranks.collect::<Result<_, _>>()?;
+    for (rank, mut child) in ranks.into_iter().enumerate() {
+        let status = child.wait()?;
+        if !status.success() {
+            return Err(format!("rank {rank} ended with {status}").into());
+        }
+    }
+    Ok(())
+}
+
+/// One way to step.
+struct Side {
+    name: &'static str,
+    /// `None` where a step has failed.
+    model: Option<Net>,
+    optimizer: PreparedOptimizer<Manual>,
+    times: Vec<f64>,
+}
+
+fn measure(args: &Args) -> Result<(), Box<dyn Error>> {
+    let accelerator = Accelerator::builder().device(DeviceKind::Flex).build()?;
+    let device = accelerator.device();
+    let batcher = Samples::new(args.model).batcher();
+    let batch = batcher.batch((0..SAMPLES).collect(), &device.clone().inner());
+    let config = AdamWConfig::new();
+    let mut sides = Vec::new();
+    let mut add = |name, (model, optimizer)| {
+        sides.push(Side {
+            name,
+            model: Some(model),
+            optimizer,
+            times: Vec::new(),
+        });
+    };
+    let net = || args.model.init(&device);
+    add("burn", accelerator.prepare((net(), config.init()))?);
+    add("fused", accelerator.prepare((net(), config.init_fused()))?);
+    if accelerator.world_size() > 1 {
+        let sharded = Sharded(config.init());
+        add("burn, sharded", accelerator.prepare((net(), sharded))?);
+        let sharded = Sharded(config.init_fused());
+        add("fused, sharded", accelerator.prepare((net(), sharded))?);
+    }
+    for side in &mut sides {
+        side.turn(&accelerator, &batch, args.steps)?;
+        side.times.clear();
+    }
+    for round in 0..args.rounds {
+        for turn in 0..sides.len() {
+            let at = (round + turn) % sides.len();
+            sides[at].turn(&accelerator, &batch, args.steps)?;
+        }
+    }
+    let burn = sides[0].times.clone();
+    for side in sides {
+        let state = accelerator.gather_object(&side.optimizer.state_memory()?)?;
+        let ratios = side.times.iter().zip(&burn).map(|(a, b)| a / b);
+        let line = Line {
+            processes: accelerator.world_size(),
+            side: side.name,
+            ratio: Interval::of(ratios.collect()),
+            step: Interval::of(side.times),
+            state,
+        };
+        if args.json {
+            println!("{}", serde_json::to_string(&line)?);
+        } else {
+            let Line {
+                processes,
+                side,
+                step,
+                ratio,
+                state,
+            } = line;
+            println!(
+                "{processes} × {side:15} {step:.3} ms, ratio {ratio:.3}, state {state:?} bytes"
+            );
+        }
+    }
+    Ok(accelerator.finish()?)
+}
+
+impl Side {
+    /// So many steps, all ranks at once.
+    fn turn(
+        &mut self,
+        accelerator: &Accelerator,
+        batch: &Batch,
+        steps: usize,
+    ) -> Result<(), Box<dyn Error>> {
+        let mut spent = Duration::ZERO;
+        for _ in 0..steps {
+            let model = self.model.take().ok_or("an earlier step failed")?;
+            let gradients = accelerator.backward(model.loss(batch), &model, SAMPLES)?;
+            accelerator.wait_for_everyone()?;
+            let start = Instant::now();
+            let model = self.optimizer.step(RATE, model, gradients);
+            spent += start.elapsed();
+            self.model = Some(model);
+        }
+        self.times.push(spent.as_secs_f64() * 1e3 / steps as f64);
+        Ok(())
+    }
+}
