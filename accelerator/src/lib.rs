@@ -46,7 +46,7 @@
 //! | to | see |
 //! |---|---|
 //! | start, choose device, precision, seed | [`Accelerator::new`], [`Accelerator::builder`] |
-//! | shard and prefetch data exactly | [`data`] |
+//! | shard and prefetch data exactly, of every kind: data sets, samplers, streams | [`data`] |
 //! | average gradients, accumulate, clip | [`Accelerator::backward`], [`Weight`], [`Gradients`], [`Clip`] |
 //! | compute in half precision | [`precision`] |
 //! | send gradients in half precision | [`Compression`] |

@@ -55,6 +55,15 @@ fn gan() {
     learns("gan", &[]);
 }
 
+/// The last step is short, on one rank and on two.
+#[test]
+fn streaming() {
+    for sharing in ["dispatched", "sharded"] {
+        let args = ["--limit", "326", "--batch-size", "8", "--sharing", sharing];
+        learns("streaming", &args);
+    }
+}
+
 #[test]
 fn metrics() {
     for stdout in learns("metrics", &["--limit", "320", "--batch-size", "8"]) {

@@ -5,6 +5,7 @@
 use std::io::Write;
 use std::path::Path;
 
+use accelerator::data::Loader;
 use accelerator::prelude::*;
 use accelerator_tests::fixtures::{Case, Sharding, Table, Training};
 use accelerator_tests::processes::run_ranks;
@@ -53,18 +54,36 @@ fn sharding(device: DeviceKind) {
         let ranks = Accelerator::builder()
             .device(device)
             .launch(case.world_size, |accelerator| {
-                let builder = DataLoaderBuilder::new(Numbers).tail(tail);
-                let builder = if case.split_batches {
-                    builder.global_batch_size(case.batch_size)
-                } else {
-                    builder.batch_size(case.batch_size)
+                let builder = || {
+                    let builder = DataLoaderBuilder::new(Numbers).tail(tail);
+                    if case.split_batches {
+                        builder.global_batch_size(case.batch_size)
+                    } else {
+                        builder.batch_size(case.batch_size)
+                    }
                 };
                 let dataset = InMemDataset::new((0..case.samples).collect());
-                let loader = accelerator.prepare(builder.build(dataset))?;
-                loader
-                    .epoch(0)
-                    .map(|batch| Ok(batch?.into_inner().into_data().try_to_vec().unwrap()))
-                    .collect::<Result<Vec<Vec<i64>>>>()
+                let read = |loader: Loader<Tensor<1, Int>>| {
+                    let loader = accelerator.prepare(loader)?;
+                    loader
+                        .epoch(0)
+                        .map(|batch| Ok(batch?.into_inner().into_data().try_to_vec().unwrap()))
+                        .collect::<Result<Vec<Vec<i64>>>>()
+                };
+                if case.even_batches.is_some() {
+                    return read(builder().build(dataset));
+                }
+                // Those of iterable data sets hold for streams, whoever reads them.
+                let samples = case.samples;
+                let stream = move |_part| (0..samples).map(std::io::Result::Ok);
+                let batches = read(builder().build(dataset))?;
+                assert_eq!(read(builder().build_stream(stream))?, batches, "{case:?}");
+                assert_eq!(
+                    read(builder().build_dispatched_stream(stream))?,
+                    batches,
+                    "{case:?}"
+                );
+                Ok(batches)
             })
             .unwrap();
         match &case.ranks {

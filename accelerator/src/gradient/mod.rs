@@ -1,6 +1,8 @@
+mod averages;
 mod backward;
 mod bucket;
 mod clip;
+mod closed;
 mod compression;
 mod gradients;
 mod ledger;
@@ -13,10 +15,10 @@ mod values;
 mod weight;
 mod window;
 
+pub(crate) use self::averages::Averages;
 pub(crate) use self::backward::backward;
 pub use self::clip::Clip;
 pub use self::compression::Compression;
-pub(crate) use self::gradients::Averages;
 pub use self::gradients::Gradients;
 pub(crate) use self::overlap::Switch;
 pub use self::overlap::{Overlap, OverlapReport, OverlapState};

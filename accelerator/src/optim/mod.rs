@@ -112,7 +112,7 @@ pub enum StepOutcome {
     /// Another rank was lost while a [`Sharded`] optimizer stepped: the model is as it was. The next
     /// call that communicates returns the error, which names the rank.
     Lost,
-    /// Gradients were not finite in [`Precision::F16`](crate::Precision::F16), on all ranks alike: the
+    /// Gradients were not finite in [`Precision::F16`](crate::precision::Precision::F16), on all ranks alike: the
     /// model is as it was, and so is the schedule. The next losses are scaled by less.
     Skipped {
         /// By what the loss was multiplied.

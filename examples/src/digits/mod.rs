@@ -6,11 +6,13 @@ mod draw;
 mod glyph;
 mod idx;
 mod noise;
+mod pixels;
 mod split;
 
 use std::sync::Arc;
 
 use burn::data::dataset::{Dataset, DatasetError};
+use serde::{Deserialize, Serialize};
 
 pub use self::batch::{DigitBatch, DigitBatcher};
 pub use self::split::Split;
@@ -49,12 +51,14 @@ struct Samples {
     labels: Vec<u8>,
 }
 
-/// One image with its label, and its place in the set that it comes from.
-#[derive(Clone, Debug, Eq, PartialEq)]
+/// One image with its label, and its place in the set that it comes from. It can travel between
+/// processes.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Digit {
     /// The position of this sample in its [`Digits`].
     pub index: usize,
     /// The grey values, row by row: 0 is the ground, 255 is full ink.
+    #[serde(with = "pixels")]
     pub image: [u8; PIXELS],
     /// The digit that the image shows, 0 to 9.
     pub label: u8,

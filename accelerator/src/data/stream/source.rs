@@ -33,7 +33,7 @@ pub type StreamItems<I> = Box<dyn Iterator<Item = Result<I, StreamError>> + Send
 /// ```
 ///
 /// One that can be entered in the middle says so by [`read_from`](Self::read_from), which resuming and
-/// [`skip_first_batches`](super::Epoch::skip_first_batches) use; otherwise what was used before is read
+/// [`skip_first_batches`](crate::data::Epoch::skip_first_batches) use; otherwise what was used before is read
 /// and dropped.
 ///
 /// ```
