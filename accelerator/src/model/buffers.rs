@@ -65,19 +65,27 @@ impl Accelerator {
             all.chunks_exact(mine.len())
                 .all(|rank| rank[at] == mine[at])
         };
+        let known: HashMap<&str, (usize, &Buffer)> = buffers
+            .iter()
+            .enumerate()
+            .map(|(at, buffer)| (&*buffer.path, (at, buffer)))
+            .collect();
+        // Ranks whose variances are the same have seen more than that where their means differ.
+        let mean_differs = |at: usize| {
+            let mean = known.get(&*buffers[at].mean());
+            mean.is_some_and(|&(mean, _)| !same(mean))
+        };
         let differing: Vec<&Buffer> = (0..mine.len())
-            .filter(|&at| !same(at))
+            .filter(|&at| !same(at) || mean_differs(at))
             .map(|at| &buffers[at])
             .collect();
         if differing.is_empty() {
             return Ok(());
         }
-        let known: HashMap<&str, &Buffer> = buffers.iter().map(|x| (&*x.path, x)).collect();
-        let sums = differing.iter().map(|buffer| known.get(&*buffer.mean()));
+        let mean_of = |buffer: &Buffer| known.get(&*buffer.mean()).map(|&(_, mean)| mean);
         let sums: Vec<Vec<f64>> = differing
             .iter()
-            .zip(sums)
-            .map(|(buffer, mean)| moments(buffer, mean.copied()))
+            .map(|buffer| moments(buffer, mean_of(buffer)))
             .collect::<Result<_>>()?;
         let mut flat = sums.concat();
         group.all_reduce(&mut flat, ReduceOp::Mean)?;
@@ -91,7 +99,7 @@ impl Accelerator {
         let mut values = HashMap::new();
         for buffer in &differing {
             let mut own = means[&buffer.place].clone();
-            if let Some(mean) = known.get(&*buffer.mean()) {
+            if let Some(mean) = mean_of(buffer) {
                 let center = match means.get(&mean.place) {
                     Some(center) => center.clone(),
                     // The same on all ranks.

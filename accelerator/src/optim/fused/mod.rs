@@ -13,10 +13,10 @@
 //! use accelerator::prelude::*;
 //! use accelerator::optim::InitFused;
 //! use burn::nn::{Linear, LinearConfig};
-//! use burn::optim::AdamWConfig;
+//! use burn::optim::{AdamWConfig, ModuleOptimizer};
 //! use burn::tensor::Tensor;
 //!
-//! let train = |optimizer| {
+//! let train = |optimizer: ModuleOptimizer| {
 //!     let accelerator = Accelerator::new()?;
 //!     let device = accelerator.device();
 //!     let model: Linear = accelerator.init(|device| LinearConfig::new(3, 2).init(device));
