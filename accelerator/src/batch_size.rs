@@ -73,7 +73,10 @@ impl BatchSizeFinder {
         E: From<Error> + fmt::Debug + 'static,
     {
         let group = accelerator.group();
-        let mut size = self.start;
+        // Ranks may begin with what their own devices seem to hold.
+        let starts = group.all_gather_object(&self.start).map_err(Error::from)?;
+        let start = starts.into_iter().min().unwrap_or(self.start);
+        let mut size = start;
         let mut reason = None;
         while size > 0 {
             let mine = catch_unwind(AssertUnwindSafe(|| accelerator.alone(|| attempt(size))));
@@ -125,7 +128,7 @@ impl BatchSizeFinder {
                 Some(reason) => format!(
                     "no batch size is small enough: from {} down to 1, every one was out of memory \
                      (last on {reason}); use a smaller model or another device",
-                    self.start
+                    start
                 ),
                 None => "the search for a batch size starts at 0; expected at least 1".to_owned(),
             },
@@ -319,6 +322,12 @@ mod tests {
                 "{text}"
             );
         }
+        let outcomes = crate::launch(2, |accelerator| {
+            let start = [128, 100][accelerator.rank()];
+            let found = accelerator.find_executable_batch_size(start, |_| Ok::<_, Error>(()));
+            Ok(found?.0)
+        });
+        assert_eq!(outcomes.unwrap(), [100, 100], "ranks begin with the least");
         for (sizes, found) in tried(|| BatchSizeFinder::starting_at(0), [4; 3]).unwrap() {
             assert!(sizes.is_empty());
             assert!(found.unwrap_err().to_string().contains("starts at 0"));

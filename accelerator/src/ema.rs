@@ -3,7 +3,7 @@ use core::mem::replace;
 use std::collections::HashMap;
 
 use burn::backend::DispatchTensor;
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::Tensor;
 
 use crate::error::Result;
@@ -64,11 +64,14 @@ impl<M: Module> Ema<M> {
     /// Takes the weights of a step in. Call it after each optimizer step that
     /// [moved](crate::optim::StepOutcome::Stepped) the model, on every rank.
     pub fn update(&mut self, model: &M) {
-        let mut reader = Reader(HashMap::new());
+        // `valid` brings running statistics up to date, which are a step behind otherwise.
+        drop(model.valid());
+        let mut reader = Reader::default();
         model.visit(&mut reader);
         let mut mixer = Mixer {
             decay: self.decay,
-            weights: reader.0,
+            path: Vec::new(),
+            weights: reader.weights,
         };
         // Held by nobody else meanwhile, it is updated where it lies.
         let average = replace(&mut self.average, model.clone());
@@ -100,26 +103,47 @@ impl<M> fmt::Debug for Ema<M> {
     }
 }
 
-/// Collects what a model holds, and whether it is trained.
-struct Reader(HashMap<ParamId, (DispatchTensor, bool)>);
+/// Collects what a model holds by path, and whether it is trained. Ids may have changed since the
+/// average began, by preparing or resuming.
+#[derive(Default)]
+struct Reader {
+    path: Vec<String>,
+    weights: HashMap<String, (DispatchTensor, bool)>,
+}
 
 impl ModuleVisitor for Reader {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let trained = param.is_require_grad();
         let value = param.val().without_autodiff().into_dispatch();
-        self.0.insert(param.id, (value, trained));
+        self.weights.insert(self.path.join("."), (value, trained));
     }
 }
 
 struct Mixer {
     decay: f64,
-    weights: HashMap<ParamId, (DispatchTensor, bool)>,
+    path: Vec<String>,
+    weights: HashMap<String, (DispatchTensor, bool)>,
 }
 
 impl ModuleMapper for Mixer {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        // One that is used in two places is mixed once for each, with the same result.
-        let Some((weight, trained)) = self.weights.get(&param.id) else {
+        let Some((weight, trained)) = self.weights.get(&self.path.join(".")) else {
             return param;
         };
         let weight = Tensor::<D>::from_dispatch(weight.clone());

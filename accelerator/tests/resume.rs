@@ -646,6 +646,46 @@ fn a_program_that_does_not_wait_still_completes_its_save() {
     assert_eq!(names(folder.path()), ["checkpoint-000001", "latest"]);
 }
 
+#[test]
+fn a_global_batch_that_micro_steps_reach_is_kept_at_another_number_of_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    for (life, ranks) in [2, 1, 4].into_iter().enumerate() {
+        let outcomes = Accelerator::builder()
+            .global_batch(16, 4)
+            .launch(ranks, |accelerator| {
+                assert_eq!(accelerator.accumulation_steps() * ranks, 4);
+                let train = DataLoaderBuilder::new(ColumnBatcher)
+                    .batch_size(4)
+                    .build(columns(160));
+                let optimizer = SgdConfig::new().init();
+                let parts = (line(&accelerator.device()), optimizer, train);
+                let parts = accelerator.prepare(parts)?;
+                let (parts, position) = accelerator.resume(folder.path(), parts)?;
+                let (mut model, mut optimizer, train) = parts;
+                let mut samples = Vec::new();
+                for batch in train.epoch(position.epoch()) {
+                    let batch = batch?;
+                    let gradients =
+                        accelerator.backward(distance(&model, &batch), &model, &batch)?;
+                    samples.extend(gradients.samples());
+                    model = optimizer.step(0.05, model, gradients);
+                    if samples.len() == 2 {
+                        break;
+                    }
+                }
+                accelerator.save_state(folder.path(), (&model, &optimizer, &train))?;
+                Ok((samples, optimizer.steps()))
+            });
+        for outcome in outcomes.unwrap() {
+            assert_eq!(
+                outcome,
+                (vec![16.0; 2], 2 * (life as u64 + 1)),
+                "{ranks} ranks"
+            );
+        }
+    }
+}
+
 /// A job that goes through the sizes in turn, so many steps each, and the last one to the end of
 /// two epochs. Returns the samples that each epoch used, and the weights.
 fn through_sizes(sizes: &[usize], steps: usize) -> (Vec<Vec<u64>>, Vec<f32>) {

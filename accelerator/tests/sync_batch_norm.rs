@@ -170,3 +170,20 @@ fn a_rank_that_is_lost_in_forward_is_named_by_backward() {
     assert!(error.is_peer_lost(), "{error:?}");
     assert_eq!(error.culprit().unwrap().rank(), 1);
 }
+
+#[test]
+fn what_counts_for_nothing_on_all_ranks_leaves_no_trace() {
+    for ranks in [1, 2] {
+        let outcomes = double().launch(ranks, |accelerator| {
+            let device = accelerator.device();
+            let norm: SyncBatchNorm =
+                accelerator.prepare(SyncBatchNormConfig::new(3).init(&accelerator))?;
+            let before = floats(&norm.valid());
+            norm.forward(common_input(&device), 0);
+            let after = floats(&norm.valid());
+            norm.forward(common_input(&device), 4);
+            Ok((before == after, floats(&norm.valid()) == after))
+        });
+        assert!(outcomes.unwrap().iter().all(|seen| *seen == (true, false)));
+    }
+}

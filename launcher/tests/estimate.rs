@@ -115,6 +115,11 @@ fn an_index_is_the_sum_of_its_shards() {
         ),
         (json!({"a": "../m-1-of-2.safetensors"}), "files beside it"),
         (json!({"a": "m-3.safetensors"}), "m-3.safetensors"),
+        // An index of indices, itself among them.
+        (
+            json!({"a": "m.safetensors.index.json"}),
+            "is no safetensors file",
+        ),
     ] {
         let (code, _, stderr) = estimate(&index(&map), &[]);
         assert_eq!(code, 2, "{stderr}");

@@ -144,7 +144,8 @@ fn settings_that_differ_between_ranks() {
         fails_with(
             rank,
             &[
-                "the number of accumulation steps (set by `accumulation_steps`) differs between ranks: \
+                "the number of accumulation steps (set by ACCEL_ACCUMULATION_STEPS, `accumulation_steps` or \
+                 `global_batch`) differs between ranks: \
                  rank 0 has 1, and rank 1 has 2; start",
             ],
         );

@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicU64;
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, Topology, TransportKind};
 use burn::tensor::{Device, FloatDType};
 
-use super::{Accelerator, Restarts, Settings, Shared, environment};
+use super::{Accelerator, Restarts, Settings, Shared, WindowSize, environment};
 use crate::agreement::{self, Term};
 use crate::checkpoint::Ongoing;
 use crate::device::{self, DeviceKind};
@@ -432,6 +432,10 @@ impl AcceleratorBuilder {
             recording,
             seed: self.seed,
             trace,
+            window: match self.global_batch {
+                Some(_) => WindowSize::Samples,
+                None => WindowSize::Steps,
+            },
         })
     }
 
@@ -479,7 +483,12 @@ impl GlobalBatch {
             samples,
             batch_size,
         } = self;
-        let step = world_size * batch_size;
+        if samples == 0 || batch_size == 0 {
+            return Err(Error::config(format!(
+                "global_batch is {samples} samples in batches of {batch_size}; expected at least 1 of each"
+            )));
+        }
+        let step = world_size.saturating_mul(batch_size);
         if step > 0
             && samples % step == 0
             && let Some(steps) = NonZeroUsize::new(samples / step)

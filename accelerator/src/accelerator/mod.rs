@@ -100,6 +100,16 @@ pub(crate) struct Settings {
     pub(crate) seed: u64,
     /// The file of the trace.
     pub(crate) trace: Option<PathBuf>,
+    pub(crate) window: WindowSize,
+}
+
+/// What the program says about how much an optimizer step takes.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum WindowSize {
+    /// So many samples over all ranks.
+    Samples,
+    /// So many micro-steps.
+    Steps,
 }
 
 /// What the launcher says about restarts.

@@ -202,7 +202,11 @@ impl Accelerator {
     /// - [`InOrder`](crate::data::InOrder) loaders of Burn's own skip what was used by reading and
     ///   dropping it. That needs as many ranks as before, and an order that is the same each time.
     /// - At another number of ranks, a step uses as many samples as before, divided as evenly as
-    ///   possible, and the learning rate stays: see [`resume_with`](Self::resume_with).
+    ///   possible, and the learning rate stays: see [`resume_with`](Self::resume_with). With
+    ///   [`global_batch`](crate::AcceleratorBuilder::global_batch), batches stay as they are, and micro-steps
+    ///   follow.
+    /// - Running statistics of a batch norm are rank 0's on every rank; see
+    ///   [`sync_buffers`](Self::sync_buffers).
     ///
     /// Checkpoints that are damaged are passed over with a warning, and left where they are.
     ///

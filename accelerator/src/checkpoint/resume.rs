@@ -15,7 +15,7 @@ use super::share::{bytes_from_main, from_main};
 use super::snapshot::PartKind;
 use super::state::{Names, PartState, State, decode};
 use super::world::{Rescale, WorldChange};
-use crate::accelerator::Accelerator;
+use crate::accelerator::{Accelerator, WindowSize};
 use crate::agreement;
 use crate::data::{Continuation, PreparedLoader};
 use crate::error::{Error, Kind, Result};
@@ -43,7 +43,8 @@ pub(super) fn resume<K, P: Resume<K>>(
         let Some((checkpoint, passed_over)) = newest(settings.path())? else {
             return Ok(None);
         };
-        let mut found = Found::read(&checkpoint, accelerator.world_size(), rule)?;
+        let window = accelerator.shared.settings.window;
+        let mut found = Found::read(&checkpoint, accelerator.world_size(), window, rule)?;
         found.passed_over = passed_over;
         source = Some(checkpoint);
         Ok(Some(found))
@@ -175,6 +176,7 @@ impl Found {
     fn read(
         checkpoint: &Checkpoint,
         now: usize,
+        window: WindowSize,
         rule: impl FnOnce(&WorldChange) -> Rescale,
     ) -> Result<Self> {
         let facts = &checkpoint.manifest()?.facts;
@@ -193,6 +195,10 @@ impl Found {
             Rescale::default()
         } else {
             rule(&change)
+        };
+        let rescale = match window {
+            WindowSize::Samples => rescale.with_steps_that_follow(),
+            WindowSize::Steps => rescale,
         };
         let factor = rescale.factor();
         if !(factor > 0.0 && factor.is_finite()) {

@@ -98,6 +98,15 @@ impl Rescale {
         Self { factor, ..self }
     }
 
+    /// The same where micro-steps reach the global batch on any number of ranks: it is kept by batches
+    /// that stay as they are.
+    pub(super) fn with_steps_that_follow(self) -> Self {
+        Self {
+            batch: Batch::PerRank,
+            ..self
+        }
+    }
+
     pub(super) fn factor(self) -> f64 {
         self.factor
     }

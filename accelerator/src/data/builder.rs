@@ -109,6 +109,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// ```
     pub fn sampler(mut self, order: impl Fn(u64) -> Vec<u64> + Send + Sync + 'static) -> Self {
         self.spec.order = Order::Listed(Listed {
+            choices: None,
             draws: None,
             list: Arc::new(order),
             name: "that of a sampler".to_owned(),
@@ -176,6 +177,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// ```
     pub fn weighted(mut self, sampler: WeightedSampler, draws: usize, seed: u64) -> Self {
         self.spec.order = Order::Listed(Listed {
+            choices: Some(sampler.len() as u64),
             draws: Some(draws as u64),
             name: format!("{draws} draws by weights and {seed}, with replacement"),
             list: Arc::new(move |epoch| sampler.with_replacement(draws, seed, epoch)),
@@ -197,6 +199,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     ) -> Result<Self> {
         sampler.without_replacement(draws, seed, 0)?;
         self.spec.order = Order::Listed(Listed {
+            choices: Some(sampler.len() as u64),
             draws: Some(draws as u64),
             name: format!("{draws} draws by weights and {seed}, without replacement"),
             list: Arc::new(move |epoch| {

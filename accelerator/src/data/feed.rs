@@ -43,7 +43,7 @@ impl<O: Send + 'static> Share<O> {
         let started: std::io::Result<Vec<_>> = (0..workers)
             .map(|worker| {
                 let share = share.clone();
-                Worker::start(share.spec.prefetch, move |sender| {
+                Worker::start(share.spec.prefetch, Ending::Awaited, move |sender| {
                     for step in (first + worker..steps).step_by(workers as usize) {
                         let loading = share.timeline.load(worker as usize);
                         let Some(batch) = share.load(step) else {
@@ -94,9 +94,19 @@ pub(super) struct Worker<T> {
     thread: Option<JoinHandle<()>>,
 }
 
+/// What becomes of a worker that is dropped in the middle of its work.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Ending {
+    /// It is waited for: it ends with the batch that it is at.
+    Awaited,
+    /// It may be waiting for the world, and ends when that answers.
+    Left,
+}
+
 impl<T: Send + 'static> Worker<T> {
     pub(super) fn start(
         ahead: usize,
+        ending: Ending,
         work: impl FnOnce(&SyncSender<Result<T>>) + Send + 'static,
     ) -> std::io::Result<Self> {
         let (sender, items) = sync_channel(ahead);
@@ -113,7 +123,7 @@ impl<T: Send + 'static> Worker<T> {
             })?;
         Ok(Self {
             items: Some(items),
-            thread: Some(thread),
+            thread: (ending == Ending::Awaited).then_some(thread),
         })
     }
 }
@@ -149,7 +159,7 @@ pub(super) fn read_ahead<T: Send + 'static>(
     if spec.workers == 0 {
         return Box::new(items);
     }
-    let worker = Worker::start(spec.prefetch, move |sender| {
+    let worker = Worker::start(spec.prefetch, Ending::Left, move |sender| {
         loop {
             let loading = timeline.load(0);
             let Some(item) = items.next() else {

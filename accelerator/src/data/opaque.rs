@@ -6,7 +6,7 @@ use burn::data::dataloader::{DataLoader, DataLoaderIterator};
 
 use super::batch::{Batch, Info, Share};
 use super::cursor::Spot;
-use super::feed::{Feed, Worker, failed};
+use super::feed::{Ending, Feed, Worker, failed};
 use super::prepared::Place;
 use crate::error::{Error, Kind, Result};
 
@@ -68,7 +68,7 @@ pub(super) fn feed<O: Send + 'static>(
     start: Spot,
 ) -> Feed<O> {
     // Its iterator borrows the loader, so it lives and dies on one thread.
-    let worker = Worker::start(AHEAD, move |sender| {
+    let worker = Worker::start(AHEAD, Ending::Awaited, move |sender| {
         let rounds = Rounds {
             ahead: None,
             items: loader.iter(),

@@ -24,6 +24,8 @@ pub(super) enum Order {
 
 #[derive(Clone)]
 pub(super) struct Listed {
+    /// How many samples it chooses from, where that is known.
+    pub(super) choices: Option<u64>,
     /// How many samples an epoch has, where that is known.
     pub(super) draws: Option<u64>,
     pub(super) list: Arc<dyn Fn(u64) -> Vec<u64> + Send + Sync>,
@@ -45,6 +47,20 @@ impl Order {
         match self {
             Self::Listed(listed) => listed.draws,
             _ => None,
+        }
+    }
+
+    /// Refuses an order that is made for another data set than one of so many samples.
+    pub(super) fn check(&self, samples: u64) -> Result<()> {
+        match self {
+            Self::Listed(Listed {
+                choices: Some(choices),
+                ..
+            }) if *choices != samples => Err(Error::config(format!(
+                "the sampler has {choices} weights, and the data set has {samples} samples: give each \
+                 sample a weight"
+            ))),
+            _ => Ok(()),
         }
     }
 

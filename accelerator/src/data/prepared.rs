@@ -102,6 +102,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         let world_size = accelerator.world_size();
         let (samples, described) = match origin {
             Origin::Indexed(source) => {
+                spec.order().check(source.len())?;
                 let described = format!("{} samples, {spec}", source.len());
                 let plan = spec.plan(source.len(), world_size)?;
                 let samples = Samples::Planned {

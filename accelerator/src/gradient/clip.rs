@@ -50,7 +50,15 @@ impl<'a> Clip<'a> {
 
     /// By the norm `(Σ |x|ᵖ)^(1/p)` of that order instead, which is positive; with an infinite one, the
     /// largest magnitude. Means nothing for [`value`](Self::value).
+    ///
+    /// # Panics
+    ///
+    /// Where `order` is not above 0: there is no such norm.
     pub fn of_order(mut self, order: f64) -> Self {
+        assert!(
+            order > 0.0,
+            "expected an order of norm above 0, found {order}"
+        );
         if let Limit::Norm { order: mine, .. } = &mut self.limit {
             *mine = order;
         }

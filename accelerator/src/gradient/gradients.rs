@@ -153,13 +153,13 @@ impl Gradients {
                     closed.whole_norm();
                 }
                 let norm = closed.norm_of(order, &chosen);
-                let factor = max.max(0.0) / (norm + 1e-6);
+                let factor = at_least_zero(max) / (norm + 1e-6);
                 // Also when the norm is NaN: nothing is hidden then.
                 if factor.is_nan() || factor < 1.0 {
                     closed.multiply(factor, &chosen);
                 }
             }
-            Limit::Value(max) => closed.clamp(max.max(0.0), &chosen),
+            Limit::Value(max) => closed.clamp(at_least_zero(max), &chosen),
         }
         self
     }
@@ -322,4 +322,9 @@ impl fmt::Debug for Gradients {
                 .finish_non_exhaustive(),
         }
     }
+}
+
+/// A limit that is no number stays so, and is seen in what it limits.
+fn at_least_zero(limit: f64) -> f64 {
+    if limit < 0.0 { 0.0 } else { limit }
 }

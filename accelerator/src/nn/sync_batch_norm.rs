@@ -113,8 +113,8 @@ impl SyncBatchNorm {
     /// Normalises a batch of shape `[rows, features, …]`.
     ///
     /// `weight` is what `backward` will be given for this batch: `&batch`, or a count. Ranks whose gradients
-    /// count more have more say in the gradients of the statistics, and an idle batch has none in
-    /// either.
+    /// count more have more say in the gradients of the statistics, and an idle batch, or one of weight 0,
+    /// has none in either.
     ///
     /// All ranks call it in training. Where one of them is lost the output is of no use, and
     /// `backward` says so.
@@ -144,6 +144,7 @@ impl SyncBatchNorm {
                 self.epsilon,
             );
         }
+        let weight = weight.into().count;
         let group = self.ranks.group();
         let Some(group) = group.filter(|group| group.world_size() > 1) else {
             let normed = burn::tensor::module::batch_norm_train(
@@ -152,10 +153,12 @@ impl SyncBatchNorm {
                 self.beta.val(),
                 self.epsilon,
             );
-            self.remember(normed.mean.detach(), normed.variance.detach());
+            if weight > 0.0 {
+                self.remember(normed.mean.detach(), normed.variance.detach());
+            }
             return normed.output;
         };
-        self.forward_together(input, Share::new(group, weight.into().count))
+        self.forward_together(input, Share::new(group, weight))
     }
 
     fn forward_together<const D: usize>(&self, input: Tensor<D>, share: Share) -> Tensor<D> {
@@ -170,7 +173,9 @@ impl SyncBatchNorm {
         along[1] = features;
         let cells = (dims.iter().product::<usize>() / features) as f64;
         // Burn's gradient of a division by a number is exact in single precision only.
-        let each = 1.0 / share.count(cells);
+        let each = share.count(cells).recip();
+        // Where nobody has anything, nothing is normalised, and nothing is learnt of it.
+        let each = if each.is_finite() { each } else { 0.0 };
         let sums = |values: Tensor<D>| -> Tensor<1> {
             let rows = values.swap_dims(0, 1).reshape([features as i32, -1]);
             rows.sum_dim(1).reshape([features])
@@ -178,7 +183,9 @@ impl SyncBatchNorm {
         let mean = share.sum(sums(wide.clone())) * each;
         let deviations = wide - mean.clone().reshape(along);
         let variance = share.sum(sums(deviations.clone() * deviations.clone())) * each;
-        self.remember(mean.detach(), variance.clone().detach());
+        if each > 0.0 {
+            self.remember(mean.detach(), variance.clone().detach());
+        }
         let scale = (variance + self.epsilon).sqrt().recip().reshape(along);
         let gamma = self.gamma.val().cast(deviations.dtype()).reshape(along);
         let beta = self.beta.val().cast(deviations.dtype()).reshape(along);

@@ -147,7 +147,8 @@ impl<K: Fn(&str) -> bool> ModuleMapper for Caster<'_, K> {
     }
 }
 
-/// Burn's layer whose running statistics are shared by all copies of it, and stay in full precision.
+/// Layers whose running statistics are shared by all copies of them, and stay in full precision: Burn's,
+/// and ours.
 fn is_norm(kind: &str) -> bool {
-    kind.ends_with(":BatchNorm")
+    kind.ends_with(":BatchNorm") || kind.ends_with(":SyncBatchNorm")
 }

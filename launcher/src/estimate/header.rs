@@ -31,6 +31,10 @@ pub(super) fn read(path: &Path) -> Result<BTreeMap<String, Tensor>> {
     {
         return read_shards(path);
     }
+    read_file(path)
+}
+
+fn read_file(path: &Path) -> Result<BTreeMap<String, Tensor>> {
     let wrong = |what: String| {
         Error::usage(format!(
             "{} is no safetensors file: {what}; expected a file such as model.safetensors, or the \
@@ -91,6 +95,13 @@ fn parse(text: &[u8]) -> std::result::Result<BTreeMap<String, Tensor>, String> {
                     entry.shape
                 ));
             };
+            let expected = width(&entry.dtype).map(|width| elements.checked_mul(width));
+            if expected.is_some_and(|expected| expected != Some(bytes)) {
+                return Err(format!(
+                    "the tensor `{name}` of {} has the shape {:?}, and {bytes} bytes",
+                    entry.dtype, entry.shape
+                ));
+            }
             let tensor = Tensor {
                 bytes,
                 dtype: entry.dtype,
@@ -99,6 +110,17 @@ fn parse(text: &[u8]) -> std::result::Result<BTreeMap<String, Tensor>, String> {
             Ok((name, tensor))
         })
         .collect()
+}
+
+/// The bytes of an element, where the type is known and has whole bytes.
+fn width(dtype: &str) -> Option<u64> {
+    Some(match dtype {
+        "BOOL" | "I8" | "U8" | "F8_E4M3" | "F8_E5M2" => 1,
+        "BF16" | "F16" | "I16" | "U16" => 2,
+        "F32" | "I32" | "U32" => 4,
+        "F64" | "I64" | "U64" => 8,
+        _ => return None,
+    })
 }
 
 fn read_shards(path: &Path) -> Result<BTreeMap<String, Tensor>> {
@@ -122,7 +144,8 @@ fn read_shards(path: &Path) -> Result<BTreeMap<String, Tensor>> {
                 path.display()
             )));
         }
-        let mut found = read(&path.with_file_name(shard))?;
+        // An index among them is no safetensors file, and is refused as such.
+        let mut found = read_file(&path.with_file_name(shard))?;
         for (name, _) in index.weight_map.iter().filter(|(_, file)| *file == shard) {
             let tensor = found.remove(name).ok_or_else(|| {
                 Error::usage(format!(

@@ -17,7 +17,7 @@ use super::values;
 use super::window::{self, Window, check_all_known};
 use crate::accelerator::Trigger;
 use crate::data::Mark;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::timeline::{Part, Phase, Timeline};
 
 /// Sums a window over the ranks: takes the gradients of its last micro-step, in the middle of
@@ -323,6 +323,12 @@ impl Reducer {
         let flags = control::HEADER + slot.parameters().len();
         for (wrong, sum) in ledger.wrong.iter_mut().zip(&control[flags..]) {
             *wrong = *sum > 0.0;
+        }
+        if self.repair == Repair::Unneeded && ledger.wrong.contains(&true) {
+            return Err(Error::misuse(
+                "another rank sends gradients while backward runs, and this one does not: build the same \
+                 layers on every rank",
+            ));
         }
         let mut count = 0;
         for bucket in 0..layout.len() {
