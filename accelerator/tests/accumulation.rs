@@ -232,6 +232,7 @@ fn a_global_batch_is_reached_by_accumulation() {
     assert!(text.contains("48 or 72"), "{text}");
     assert!(error(Accelerator::builder().global_batch(4, 8), 1).contains("choose 8"));
     assert!(error(Accelerator::builder().global_batch(0, 8), 1).contains("choose 8"));
+    assert!(error(Accelerator::builder().global_batch(8, 0), 1).contains("batches of 0"));
     let both = Accelerator::builder()
         .global_batch(64, 8)
         .accumulation_steps(4);

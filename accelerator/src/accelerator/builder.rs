@@ -483,10 +483,10 @@ impl GlobalBatch {
             samples,
             batch_size,
         } = self;
-        if samples == 0 || batch_size == 0 {
-            return Err(Error::config(format!(
-                "global_batch is {samples} samples in batches of {batch_size}; expected at least 1 of each"
-            )));
+        if batch_size == 0 {
+            return Err(Error::config(
+                "global_batch was given batches of 0 samples; expected at least 1",
+            ));
         }
         let step = world_size.saturating_mul(batch_size);
         if step > 0
