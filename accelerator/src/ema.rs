@@ -7,6 +7,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::Tensor;
 
 use crate::error::Result;
+use crate::model::settle_statistics;
 
 /// The exponential moving average of a model's weights: smoother than the last ones, and often better to
 /// evaluate and to keep.
@@ -64,8 +65,7 @@ impl<M: Module> Ema<M> {
     /// Takes the weights of a step in. Call it after each optimizer step that
     /// [moved](crate::optim::StepOutcome::Stepped) the model, on every rank.
     pub fn update(&mut self, model: &M) {
-        // `valid` brings running statistics up to date, which are a step behind otherwise.
-        drop(model.valid());
+        settle_statistics(model);
         let mut reader = Reader::default();
         model.visit(&mut reader);
         let mut mixer = Mixer {

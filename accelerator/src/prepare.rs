@@ -100,8 +100,7 @@ impl Prepare<kind::Optimizer> for ModuleOptimizer {
     type Prepared = PreparedOptimizer<Manual>;
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        let timeline = accelerator.shared.timeline.clone();
-        Ok(PreparedOptimizer::manual((self, None), timeline))
+        manual(accelerator, self)
     }
 }
 
@@ -109,12 +108,7 @@ impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByStep> for (ModuleOptim
     type Prepared = PreparedOptimizer<Scheduled>;
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        let (optimizer, scheduler) = self;
-        Ok(PreparedOptimizer::scheduled(
-            (optimizer, None),
-            Scheduler::by_step(scheduler.into()),
-            accelerator.shared.timeline.clone(),
-        ))
+        scheduled(accelerator, self.0, Scheduler::by_step(self.1.into()))
     }
 }
 
@@ -124,50 +118,7 @@ impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByEpoch>
     type Prepared = PreparedOptimizer<Scheduled>;
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        let (optimizer, PerEpoch(scheduler)) = self;
-        Ok(PreparedOptimizer::scheduled(
-            (optimizer, None),
-            Scheduler::by_epoch(scheduler.into()),
-            accelerator.shared.timeline.clone(),
-        ))
-    }
-}
-
-impl Prepare<kind::ShardedOptimizer> for Sharded<ModuleOptimizer> {
-    type Prepared = PreparedOptimizer<Manual>;
-
-    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        let optimizer = Shards::new(accelerator.group(), self.0)?;
-        let timeline = accelerator.shared.timeline.clone();
-        Ok(PreparedOptimizer::manual(optimizer, timeline))
-    }
-}
-
-impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByStep> for (Sharded<ModuleOptimizer>, S) {
-    type Prepared = PreparedOptimizer<Scheduled>;
-
-    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        let (Sharded(optimizer), scheduler) = self;
-        Ok(PreparedOptimizer::scheduled(
-            Shards::new(accelerator.group(), optimizer)?,
-            Scheduler::by_step(scheduler.into()),
-            accelerator.shared.timeline.clone(),
-        ))
-    }
-}
-
-impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByEpoch>
-    for (Sharded<ModuleOptimizer>, PerEpoch<S>)
-{
-    type Prepared = PreparedOptimizer<Scheduled>;
-
-    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        let (Sharded(optimizer), PerEpoch(scheduler)) = self;
-        Ok(PreparedOptimizer::scheduled(
-            Shards::new(accelerator.group(), optimizer)?,
-            Scheduler::by_epoch(scheduler.into()),
-            accelerator.shared.timeline.clone(),
-        ))
+        scheduled(accelerator, self.0, Scheduler::by_epoch(self.1.0.into()))
     }
 }
 
@@ -177,12 +128,34 @@ impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByProcess>
     type Prepared = PreparedOptimizer<Scheduled>;
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        let (optimizer, PerProcess(scheduler)) = self;
-        Ok(PreparedOptimizer::scheduled(
-            (optimizer, None),
-            Scheduler::by_process(scheduler.into(), accelerator.world_size()),
-            accelerator.shared.timeline.clone(),
-        ))
+        let scheduler = Scheduler::by_process(self.1.0.into(), accelerator.world_size());
+        scheduled(accelerator, self.0, scheduler)
+    }
+}
+
+impl Prepare<kind::ShardedOptimizer> for Sharded<ModuleOptimizer> {
+    type Prepared = PreparedOptimizer<Manual>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        manual(accelerator, self)
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByStep> for (Sharded<ModuleOptimizer>, S) {
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        scheduled(accelerator, self.0, Scheduler::by_step(self.1.into()))
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByEpoch>
+    for (Sharded<ModuleOptimizer>, PerEpoch<S>)
+{
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        scheduled(accelerator, self.0, Scheduler::by_epoch(self.1.0.into()))
     }
 }
 
@@ -192,12 +165,8 @@ impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByProcess>
     type Prepared = PreparedOptimizer<Scheduled>;
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        let (Sharded(optimizer), PerProcess(scheduler)) = self;
-        Ok(PreparedOptimizer::scheduled(
-            Shards::new(accelerator.group(), optimizer)?,
-            Scheduler::by_process(scheduler.into(), accelerator.world_size()),
-            accelerator.shared.timeline.clone(),
-        ))
+        let scheduler = Scheduler::by_process(self.1.0.into(), accelerator.world_size());
+        scheduled(accelerator, self.0, scheduler)
     }
 }
 
@@ -242,3 +211,39 @@ tuples!(A KA, B KB, C KC, D KD, E KE);
 tuples!(A KA, B KB, C KC, D KD, E KE, F KF);
 tuples!(A KA, B KB, C KC, D KD, E KE, F KF, G KG);
 tuples!(A KA, B KB, C KC, D KD, E KE, F KF, G KG, H KH);
+
+/// An optimizer, with how its state is shared out over the ranks.
+trait Steps {
+    fn shared_out(self, accelerator: &Accelerator) -> Result<(ModuleOptimizer, Option<Shards>)>;
+}
+
+impl Steps for ModuleOptimizer {
+    fn shared_out(self, _accelerator: &Accelerator) -> Result<(Self, Option<Shards>)> {
+        Ok((self, None))
+    }
+}
+
+impl Steps for Sharded<ModuleOptimizer> {
+    #[track_caller]
+    fn shared_out(self, accelerator: &Accelerator) -> Result<(ModuleOptimizer, Option<Shards>)> {
+        Shards::new(accelerator.group(), self.0)
+    }
+}
+
+#[track_caller]
+fn manual(accelerator: &Accelerator, optimizer: impl Steps) -> Result<PreparedOptimizer<Manual>> {
+    let optimizer = optimizer.shared_out(accelerator)?;
+    let timeline = accelerator.shared.timeline.clone();
+    Ok(PreparedOptimizer::manual(optimizer, timeline))
+}
+
+#[track_caller]
+fn scheduled(
+    accelerator: &Accelerator,
+    optimizer: impl Steps,
+    scheduler: Scheduler,
+) -> Result<PreparedOptimizer<Scheduled>> {
+    let optimizer = optimizer.shared_out(accelerator)?;
+    let timeline = accelerator.shared.timeline.clone();
+    Ok(PreparedOptimizer::scheduled(optimizer, scheduler, timeline))
+}

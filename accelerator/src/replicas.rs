@@ -102,6 +102,12 @@ fn check<M: Module>(accelerator: &Accelerator, slot: &Slot, model: &M) -> Result
     ))
 }
 
+/// The first eight bytes of a hash: enough to tell two values apart that nobody made alike on purpose.
+pub(crate) fn short(hash: &blake3::Hash) -> u64 {
+    let start = hash.as_bytes().iter().take(8);
+    start.fold(0, |number, &byte| number << 8 | u64::from(byte))
+}
+
 /// What a rank's parameters come to.
 struct Fingerprint {
     /// Of all of them.
@@ -150,9 +156,7 @@ impl ModuleVisitor for Reader {
         if self.trainable.contains(&param.id) {
             let hash = blake3::hash(param.val().into_data().bytes());
             self.all.update(hash.as_bytes());
-            let start = hash.as_bytes().iter().take(8);
-            self.parameters
-                .push(start.fold(0, |number, &byte| number << 8 | u64::from(byte)));
+            self.parameters.push(short(&hash));
             self.paths.push(self.path.join("."));
         }
     }

@@ -8,6 +8,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Result};
+use crate::replicas::short;
 
 /// The statistics that Burn's batch norm keeps, by the names of its fields.
 const MEAN: &str = "running_mean";
@@ -51,8 +52,7 @@ impl Accelerator {
         if group.world_size() == 1 {
             return Ok(());
         }
-        // `valid` brings running statistics up to date, which are a step behind otherwise.
-        drop(model.valid());
+        settle_statistics(model);
         let mut reader = Reader::default();
         model.visit(&mut reader);
         let buffers = reader.buffers;
@@ -131,6 +131,11 @@ impl Accelerator {
     }
 }
 
+/// Brings running statistics up to date, which Burn leaves a step behind until `valid` is called.
+pub(crate) fn settle_statistics<M: Module>(model: &M) {
+    drop(model.valid());
+}
+
 /// What is added up over the ranks: of a variance whose mean is known, the second moment.
 fn moments(buffer: &Buffer, mean: Option<&Buffer>) -> Result<Vec<f64>> {
     let mut values = buffer.values()?;
@@ -152,9 +157,7 @@ struct Buffer {
 
 impl Buffer {
     fn digest(&self) -> u64 {
-        let hash = blake3::hash(self.data.bytes());
-        let start = hash.as_bytes().iter().take(8);
-        start.fold(0, |number, &byte| number << 8 | u64::from(byte))
+        short(&blake3::hash(self.data.bytes()))
     }
 
     /// The path of the mean that belongs to this variance; no path where it is none.

@@ -24,6 +24,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
+pub(crate) use self::buffers::settle_statistics;
 pub use self::file_layout::FileLayout;
 pub(crate) use self::layout::{Float, Layout, Trainable};
 pub(crate) use self::load::load_on_all;

@@ -134,13 +134,7 @@ where
     O: 'static,
 {
     fn read(&mut self) -> Result<Option<Dispatch<O>>> {
-        let rounds = match &mut self.rounds {
-            Some(rounds) => rounds,
-            None => {
-                let rounds = Rounds::open(&*self.streamed.stream, self.pass.clone())?;
-                self.rounds.insert(rounds)
-            }
-        };
+        let rounds = Rounds::opened(&mut self.rounds, &*self.streamed.stream, &self.pass)?;
         let Some(round) = rounds.next()? else {
             return Ok(None);
         };

@@ -23,13 +23,7 @@ impl<S: SampleStream, O> Batches<S, O> {
 
 impl<S: SampleStream, O: 'static> Batches<S, O> {
     fn read(&mut self) -> Result<Option<Batch<O>>> {
-        let rounds = match &mut self.rounds {
-            Some(rounds) => rounds,
-            None => {
-                let rounds = Rounds::open(&*self.streamed.stream, self.pass.clone())?;
-                self.rounds.insert(rounds)
-            }
-        };
+        let rounds = Rounds::opened(&mut self.rounds, &*self.streamed.stream, &self.pass)?;
         let Some(round) = rounds.next()? else {
             return Ok(None);
         };

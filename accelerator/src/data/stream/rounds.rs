@@ -39,7 +39,19 @@ pub(super) struct Round<I> {
 }
 
 impl<I: Clone> Rounds<I> {
-    pub(super) fn open<S: SampleStream<Item = I>>(stream: &S, pass: Pass) -> Result<Self> {
+    /// The rounds of a pass, which are read from the first time on that somebody asks for them.
+    pub(super) fn opened<'a, S: SampleStream<Item = I>>(
+        rounds: &'a mut Option<Self>,
+        stream: &S,
+        pass: &Pass,
+    ) -> Result<&'a mut Self> {
+        match rounds {
+            Some(rounds) => Ok(rounds),
+            None => Ok(rounds.insert(Self::open(stream, pass.clone())?)),
+        }
+    }
+
+    fn open<S: SampleStream<Item = I>>(stream: &S, pass: Pass) -> Result<Self> {
         let part = StreamPart::whole(pass.epoch);
         let size = pass.plan.global_batch();
         let before = pass

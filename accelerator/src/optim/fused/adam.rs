@@ -49,12 +49,8 @@ impl Optimizer for FusedAdam {
         grad: Tensor<D>,
         state: Option<AdamState<D>>,
     ) -> (Tensor<D>, Option<AdamState<D>>) {
-        let mut tensors = vec![&tensor, &grad];
-        if let Some(state) = &state {
-            tensors.extend([&state.momentum.moment_1, &state.momentum.moment_2]);
-            tensors.extend(&state.momentum.max_moment_2);
-        }
-        match (&self.settings, Reach::of(&tensors)) {
+        let momentum = state.as_ref().map(|state| &state.momentum);
+        match (&self.settings, moments::reach(&tensor, &grad, momentum)) {
             (None, _) | (_, Reach::None) => self.burn.step(lr, tensor, grad, state),
             (Some(settings), Reach::F32) => settings.step::<f32, D>(lr, tensor, grad, state),
             (Some(settings), Reach::F64) => settings.step::<f64, D>(lr, tensor, grad, state),

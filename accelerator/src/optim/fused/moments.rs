@@ -3,7 +3,7 @@
 use burn::optim::AdaptiveMomentumState;
 use burn::tensor::Tensor;
 
-use super::memory::{Real, Taken, vectorised};
+use super::memory::{Reach, Real, Taken, vectorised};
 
 /// How fast the moments move.
 #[derive(Clone, Copy, Debug)]
@@ -20,6 +20,20 @@ pub(super) trait Rule<E>: Copy {
 
     /// The parameter after the step.
     fn land(self, parameter: E, moment_1: E, moment_2: E) -> E;
+}
+
+/// How a step can reach the elements of all tensors that it takes.
+pub(super) fn reach<const D: usize>(
+    tensor: &Tensor<D>,
+    grad: &Tensor<D>,
+    state: Option<&AdaptiveMomentumState<D>>,
+) -> Reach {
+    let mut tensors = vec![tensor, grad];
+    if let Some(state) = state {
+        tensors.extend([&state.moment_1, &state.moment_2]);
+        tensors.extend(&state.max_moment_2);
+    }
+    Reach::of(&tensors)
 }
 
 /// A step of all elements. `rule` is made for the number of the step, from 1.
