@@ -50,7 +50,7 @@ pub use buffer::Buffer;
 pub use element::{DType, Element};
 pub use error::{Culprit, Error, Result};
 pub use group::{Forbidden, GroupOptions, Observed, Pending, ProcessGroup, Runner};
-pub use launch::{Launch, Origin, Setting};
+pub use launch::{Launch, Origin, Setting, variable};
 pub use partition::Partition;
 pub use reduce::ReduceOp;
 pub use rendezvous::{Rendezvous, StoreHost};
