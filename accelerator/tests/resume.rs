@@ -459,11 +459,11 @@ fn two_models_come_back_with_their_optimizers() {
 }
 
 #[test]
-fn old_checkpoints_go_when_the_new_one_is_there() {
+fn c18_of_eleven_checkpoints_the_last_two_stay() {
     let folder = tempfile::tempdir().unwrap();
     let accelerator = Accelerator::new().unwrap();
     let checkpoints = Checkpoints::new(folder.path()).with_total_limit(2);
-    for number in 1..=4 {
+    for number in 1..=11 {
         let saved = accelerator
             .save_state(&checkpoints, Object(&number))
             .unwrap();
@@ -471,7 +471,7 @@ fn old_checkpoints_go_when_the_new_one_is_there() {
     }
     assert_eq!(
         names(folder.path()),
-        ["checkpoint-000003", "checkpoint-000004", "latest"]
+        ["checkpoint-000010", "checkpoint-000011", "latest"]
     );
     let error = accelerator
         .save_state(
@@ -483,7 +483,7 @@ fn old_checkpoints_go_when_the_new_one_is_there() {
 }
 
 #[test]
-fn hooks_add_files_that_are_verified() {
+fn c19_hooks_add_files_that_are_verified_and_belong_to_one_folder_value() {
     let folder = tempfile::tempdir().unwrap();
     let seen = std::sync::Arc::new(Mutex::new(Vec::new()));
     let notes = seen.clone();
@@ -509,6 +509,12 @@ fn hooks_add_files_that_are_verified() {
     std::fs::write(folder.path().join("checkpoint-000001/note.txt"), "hellO").unwrap();
     let text = misfit(&accelerator.resume(&checkpoints, Object(0)).unwrap_err());
     assert!(text.contains("note.txt"), "{text}");
+
+    // A value without the hooks has none: they are of the value, not of the accelerator.
+    let plain = Checkpoints::new(folder.path());
+    let saved = accelerator.save_state(&plain, Object(&1)).unwrap();
+    assert!(!saved.path().join("note.txt").exists());
+    std::fs::remove_dir_all(saved.path()).unwrap();
 
     let failing = checkpoints
         .clone()
