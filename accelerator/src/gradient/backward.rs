@@ -24,10 +24,10 @@ pub(crate) fn backward<M: Module>(
     model: &M,
     weight: Weight,
 ) -> Result<Gradients> {
-    check(&loss, &weight)?;
     let slot = accelerator.shared.models.find(model)?;
-    // The graph of a working copy is used up by this.
+    // The graph of a working copy is used up by this, or never.
     let copy = slot.take_working();
+    check(&loss, &weight)?;
     let group = accelerator.group();
     let steps = accelerator.accumulation_steps();
     let timeline = &accelerator.shared.timeline;
