@@ -200,3 +200,30 @@ fn nlp_transformer() {
         assert!(stdout.contains("epoch 11: "), "{stdout}");
     }
 }
+
+/// Also where it has fewer steps than there are between two saves.
+#[test]
+fn resumable_saves_its_end_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_str().unwrap();
+    let small = ["--limit", "80", "--batch-size", "8", "--epochs", "1"];
+    let args = [&small[..], &["--save-every", "100", "--checkpoints", path]].concat();
+    let starts = [(), ()].map(|()| {
+        let ended = run_ranks(&example("resumable"), &args, 1, |_, _| ());
+        let Ended {
+            status,
+            stdout,
+            stderr,
+        } = &ended[0];
+        assert!(status.success(), "{stderr}");
+        let folders = folder.path().read_dir().unwrap();
+        let names = folders.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let checkpoints = names.filter(|name| name.starts_with("checkpoint-"));
+        assert_eq!(checkpoints.count(), 1);
+        let begins = stdout
+            .lines()
+            .find(|line| line.starts_with("training begins"));
+        begins.unwrap().to_owned()
+    });
+    assert_ne!(starts[0], starts[1]);
+}

@@ -5,8 +5,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::resume::Restorer;
-
-use super::snapshot::{PartKind, Snapshot};
+use super::snapshot::{PartKind, Settling, Snapshot};
 use crate::data::PreparedLoader;
 use crate::ema::Ema;
 use crate::error::Result;
@@ -24,7 +23,14 @@ use crate::optim::{Manual, PreparedOptimizer, Scheduled};
 )]
 pub trait Save<K> {
     #[doc(hidden)]
-    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()>;
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()>;
+
+    /// What takes all ranks, once it is known that they are ready.
+    #[doc(hidden)]
+    fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
+        settling.pass_over();
+        Ok(())
+    }
 }
 
 /// What [`Accelerator::resume`](crate::Accelerator::resume) takes and gives back: prepared models,
@@ -124,8 +130,12 @@ pub mod kind {
 }
 
 impl<M: Module + fmt::Display> Save<kind::Model> for &M {
-    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
-        snapshot.add_model(self)
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+        snapshot.add_model(*self)
+    }
+
+    fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
+        settling.model(*self)
     }
 }
 
@@ -141,8 +151,12 @@ impl<M: Module + fmt::Display> Resume<kind::Model> for M {
 
 // To a checkpoint it is one more model.
 impl<M: Module + fmt::Display> Save<kind::Ema> for &Ema<M> {
-    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_model(self.model())
+    }
+
+    fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
+        settling.model(self.model())
     }
 }
 
@@ -160,7 +174,7 @@ macro_rules! optimizers {
     ($($schedule:ident),+) => {
         $(
             impl Save<kind::Optimizer> for &PreparedOptimizer<$schedule> {
-                fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+                fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
                     snapshot.add_optimizer(self)
                 }
             }
@@ -181,7 +195,7 @@ macro_rules! optimizers {
 optimizers!(Manual, Scheduled);
 
 impl<O: Send + 'static> Save<kind::Loader> for &PreparedLoader<O> {
-    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_loader(self.standing());
         Ok(())
     }
@@ -198,7 +212,7 @@ impl<O: Send + 'static> Resume<kind::Loader> for PreparedLoader<O> {
 }
 
 impl<T: Serialize> Save<kind::Object> for Object<&T> {
-    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_object(self.0)
     }
 }
@@ -214,7 +228,7 @@ impl<T: DeserializeOwned> Resume<kind::Object> for Object<T> {
 }
 
 impl<T: Serialize> Save<kind::PerRank> for PerRank<&T> {
-    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_per_rank(self.0)
     }
 }
@@ -237,9 +251,16 @@ macro_rules! tuples {
             $($part: Save<$kind>),+
         {
             #[allow(non_snake_case, reason = "the names are those of the type parameters")]
-            fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+            fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
                 let ($($part,)+) = self;
-                $($part.collect(snapshot)?;)+
+                $(Save::<$kind>::collect($part, snapshot)?;)+
+                Ok(())
+            }
+
+            #[allow(non_snake_case, reason = "the names are those of the type parameters")]
+            fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
+                let ($($part,)+) = self;
+                $(Save::<$kind>::settle($part, settling)?;)+
                 Ok(())
             }
         }
