@@ -52,6 +52,7 @@
 //! | send gradients in half precision | [`Compression`] |
 //! | send gradients while backward runs | [`Overlap`] |
 //! | step an optimizer with its schedule, freeze, group parameters | [`optim`] |
+//! | average parameters now and then, in place of gradients | [`local`] |
 //! | know how many steps there will be | [`Accelerator::plan`] |
 //! | average weights over time | [`Ema`] |
 //! | step faster on the CPU, and keep a part of an optimizer's state on each rank | [`optim::fused`], [`optim::Sharded`] |
@@ -130,6 +131,7 @@ mod ema;
 mod error;
 mod gradient;
 mod launch;
+pub mod local;
 pub mod logging;
 pub mod metric;
 pub mod model;
@@ -164,6 +166,7 @@ pub mod prelude {
     pub use crate::collective::ReduceOp;
     pub use crate::data::{Batch, DataLoaderBuilder, PreparedLoader};
     pub use crate::ema::Ema;
+    pub use crate::local::{DiLoCoConfig, LocalOutcome, LocalSgdConfig, LocalTraining};
     pub use crate::metric::{Accuracy, Confusion, Mean, TopK};
     pub use crate::optim::{PerEpoch, PerProcess, PreparedOptimizer, RateScaling, StepOutcome};
     pub use crate::plan::TailPolicy;

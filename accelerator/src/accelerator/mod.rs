@@ -24,7 +24,9 @@ pub(crate) use self::trigger::Trigger;
 use crate::checkpoint::Ongoing;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
-use crate::gradient::{Compression, Gradients, Overlap, OverlapReport, Switch, Turn, Weight};
+use crate::gradient::{
+    Compression, Gradients, Overlap, OverlapReport, Reach, Switch, Turn, Weight,
+};
 use crate::logging::Warned;
 use crate::model::Models;
 use crate::nn::Crossing;
@@ -193,8 +195,8 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, a loss
-    /// that does not depend on one, a weight that is not a number of samples, a batch of a
+    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or whose replicas
+    /// differ in the middle of [local steps](crate::local), a loss that does not depend on one, a weight that is not a number of samples, a batch of a
     /// loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), or a call while another
     /// thread reduces gradients of the same model, or of one whose window is being reduced, which ends
     /// the group;
@@ -207,9 +209,21 @@ impl Accelerator {
         model: &M,
         weight: impl Into<Weight>,
     ) -> Result<Gradients> {
+        self.backward_of(loss, model, weight.into(), Reach::All)
+    }
+
+    /// The same over the samples of these ranks.
+    #[track_caller]
+    pub(crate) fn backward_of<M: Module>(
+        &self,
+        loss: Tensor<1>,
+        model: &M,
+        weight: Weight,
+        reach: Reach,
+    ) -> Result<Gradients> {
         let timeline = &self.shared.timeline;
         timeline.backward_begins();
-        let gradients = crate::gradient::backward(self, loss, model, weight.into());
+        let gradients = crate::gradient::backward(self, loss, model, weight, reach);
         match gradients {
             Ok(_) => timeline.backward_ends(),
             Err(_) => timeline.step_failed(),

@@ -104,6 +104,9 @@ impl<'a> Snapshot<'a> {
                  epoch"
             )));
         }
+        if self.mode == Mode::Regular {
+            slot.round().check_together("save a checkpoint")?;
+        }
         // Several ranks bring their running statistics together before, once all are ready.
         let is_settled = self.mode == Mode::Emergency || self.accelerator.world_size() == 1;
         let takes = is_settled && self.writer == Writer::This;
