@@ -76,7 +76,7 @@ fn accumulation_in_half_precision() {
 fn local_sgd() {
     let args = ["--limit", "320", "--batch-size", "8", "--period", "3"];
     learns("local_sgd", &args);
-    let args = [&args[..], &["--epochs", "6", "--diloco"]].concat();
+    let args = [&args[..], &["--epochs", "4", "--diloco"]].concat();
     learns("local_sgd", &args);
 }
 
