@@ -1,12 +1,13 @@
 use core::fmt;
 
 use burn::tensor::{Int, Tensor};
+use serde::{Deserialize, Serialize};
 
 use super::{Mean, Metric, Sums};
 
 /// The share of samples whose highest logit is that of their target. Its value over no samples
 /// is NaN.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Accuracy(Mean);
 
 impl Accuracy {
