@@ -15,7 +15,7 @@ mod values;
 mod weight;
 mod window;
 
-pub(crate) use self::averages::Averages;
+pub(crate) use self::averages::{Averaged, Averages, Place, Real as Summand};
 pub(crate) use self::backward::backward;
 pub use self::clip::Clip;
 pub use self::compression::Compression;
@@ -25,5 +25,7 @@ pub use self::overlap::{Overlap, OverlapReport, OverlapState};
 pub(crate) use self::rank::with_rank;
 pub(crate) use self::slot::Slot;
 pub(crate) use self::turn::Turn;
+#[cfg_attr(not(feature = "flex"), allow(unused_imports))]
+pub(crate) use self::values::{Values, with_values};
 pub(crate) use self::weight::Closing;
 pub use self::weight::Weight;
