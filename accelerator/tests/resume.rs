@@ -483,6 +483,35 @@ fn c18_of_eleven_checkpoints_the_last_two_stay() {
 }
 
 #[test]
+fn another_job_that_saves_into_the_folder_is_noticed() {
+    let folder = tempfile::tempdir().unwrap();
+    let (ours, theirs) = (Accelerator::new().unwrap(), Accelerator::new().unwrap());
+    let save = |job: &Accelerator| job.save_state(folder.path(), Object(&0));
+    save(&ours).unwrap();
+    save(&ours).unwrap();
+    // It may be that it goes on where the first one ended.
+    assert_eq!(save(&theirs).unwrap().number(), 3);
+    assert_eq!(save(&theirs).unwrap().number(), 4);
+    let error = save(&ours).unwrap_err();
+    let text = misfit(&error);
+    assert!(
+        text.contains("saved checkpoint 2, and 4 is there"),
+        "{text}"
+    );
+    // Nothing of it is left behind, and the other job is not disturbed.
+    assert_eq!(save(&theirs).unwrap().number(), 5);
+    assert_eq!(names(folder.path()).len(), 6);
+    // Elsewhere all is well.
+    let elsewhere = tempfile::tempdir().unwrap();
+    assert_eq!(
+        ours.save_state(elsewhere.path(), Object(&0))
+            .unwrap()
+            .number(),
+        1
+    );
+}
+
+#[test]
 fn c19_hooks_add_files_that_are_verified_and_belong_to_one_folder_value() {
     let folder = tempfile::tempdir().unwrap();
     let seen = std::sync::Arc::new(Mutex::new(Vec::new()));

@@ -57,6 +57,7 @@ fn a_job_is_restarted_until_it_ends_well() {
     assert_eq!(folder.read("logs/rank-1.log"), "");
     assert_eq!(folder.read("logs/rank-1.restart-2.log"), "life 2\n");
     let report = report(&folder);
+    assert_eq!(report["version"], 1);
     assert_eq!(report["ending"], "recovered");
     assert_eq!(report["attempts"].as_array().unwrap().len(), 2);
     assert_eq!(report["attempts"][0]["first"]["log"], "logs/rank-1.log");

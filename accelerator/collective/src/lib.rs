@@ -36,6 +36,7 @@ pub mod fuzzing;
 mod group;
 mod kernel;
 mod launch;
+mod notice;
 mod part;
 mod partition;
 mod reduce;
@@ -51,7 +52,9 @@ pub use buffer::Buffer;
 pub use element::{DType, Element};
 pub use error::{Culprit, Error, Result};
 pub use group::{Forbidden, GroupOptions, Observed, Pending, ProcessGroup, Runner};
-pub use launch::{Launch, Origin, Setting};
+pub use launch::{Launch, Origin, Setting, variable};
+#[doc(hidden)]
+pub use notice::unheard;
 pub use part::Part;
 pub use partition::Partition;
 pub use reduce::ReduceOp;

@@ -104,6 +104,9 @@ impl<'a> Snapshot<'a> {
                  epoch"
             )));
         }
+        if self.mode == Mode::Regular {
+            slot.round().check_together("save a checkpoint")?;
+        }
         let values = (self.writer == Writer::This).then(|| ModelSnapshot::of(model));
         self.taken.parts.push(Part::Model {
             state: ModelState {

@@ -142,6 +142,15 @@ impl Shards {
         }
     }
 
+    /// Ends the group over gradients of one rank: pieces would get those of different ranks.
+    pub(super) fn refuse_own(&self) {
+        self.group.abort(
+            "a sharded optimizer got gradients of one rank alone: in local training, ranks step \
+             optimizers of their own; prepare the optimizer without `Sharded`"
+                .to_owned(),
+        );
+    }
+
     /// Steps this rank's pieces and gives the model all ranks' new values. Where other ranks are lost,
     /// the model is as it was, in `Err`; the group has failed then.
     #[track_caller]
@@ -214,15 +223,6 @@ impl Shards {
             // All is written, also where a rank was lost after that.
             _ => Ok(model),
         }
-    }
-
-    /// Ends the group, since gradients are those of one rank alone.
-    pub(super) fn refuse(&self) {
-        self.group.abort(
-            "a sharded optimizer got gradients of another accelerator, which is one rank alone: step it \
-             with the gradients of the accelerator that prepared it"
-                .to_owned(),
-        );
     }
 
     /// Settles where the parameters live that are stepped for the first time, and cuts what state was
