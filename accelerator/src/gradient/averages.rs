@@ -22,6 +22,10 @@ pub(crate) struct Averages {
 }
 
 /// What an optimizer steps with.
+#[allow(
+    clippy::large_enum_variant,
+    reason = "there is one at a time, for a moment"
+)]
 pub(crate) enum Averaged {
     Sums(Averages),
     /// One rank, no accumulation: as Burn made them.
