@@ -12,6 +12,7 @@ mod rank;
 mod reducer;
 mod slot;
 mod turn;
+mod undo;
 mod values;
 mod weight;
 mod window;
@@ -27,6 +28,7 @@ pub use self::overlap::{Overlap, OverlapReport, OverlapState};
 pub(crate) use self::rank::with_rank;
 pub(crate) use self::slot::Slot;
 pub(crate) use self::turn::Turn;
+pub(crate) use self::undo::Undo;
 #[cfg_attr(not(feature = "flex"), allow(unused_imports))]
 pub(crate) use self::values::{Values, with_values};
 pub(crate) use self::weight::Closing;
