@@ -1,5 +1,7 @@
 //! What must be the same on every rank, compared once and named where it is not.
 
+use core::fmt;
+
 use accelerator_collective::ProcessGroup;
 
 use crate::error::{Error, Result};
@@ -40,6 +42,24 @@ impl Term {
         let origin = Some(origin);
         Self { origin, ..self }
     }
+}
+
+/// What each rank has, in rank order, with ranks that have the same together:
+/// `ranks 0, 2: a; rank 1: b`.
+pub(crate) fn sides<T: fmt::Display>(all: impl IntoIterator<Item = T>) -> String {
+    let mut sides: Vec<(String, Vec<String>)> = Vec::new();
+    for (rank, one) in all.into_iter().enumerate() {
+        let (one, rank) = (one.to_string(), rank.to_string());
+        match sides.iter_mut().find(|(side, _)| *side == one) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => sides.push((one, vec![rank])),
+        }
+    }
+    let sides = sides.into_iter().map(|(side, ranks)| {
+        let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
+        format!("{noun} {}: {side}", ranks.join(", "))
+    });
+    sides.collect::<Vec<_>>().join("; ")
 }
 
 /// Compares several things at once. The error is about those that differ from rank 0's.

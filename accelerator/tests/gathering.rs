@@ -9,7 +9,7 @@ use accelerator::data::InOrder;
 use accelerator::prelude::*;
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
 use burn::optim::SgdConfig;
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Device, FloatDType, Int, Tensor};
 use common::{Column, ColumnBatcher, columns, devices, distance, line};
 
 fn numbers(batch: &Column, device: &Device) -> Tensor<1, Int> {
@@ -259,10 +259,132 @@ fn c4_a_dimension_that_is_not_there_is_refused_on_every_rank() {
     for error in errors {
         assert!(error.is_misuse(), "{error:?}");
         assert!(
-            error.to_string().contains("dimension 1 of 1 on rank 1"),
+            error
+                .to_string()
+                .contains("rank 1: dimension 1 of [2] of F32"),
             "{error}"
         );
     }
+}
+
+/// C5: Accelerate's debug mode, which is always on here: every rank is told what each one has, and the
+/// ranks can go on.
+#[test]
+fn c5_tensors_that_do_not_fit_together_are_named_on_every_rank() {
+    type Call = fn(&Accelerator, &Batch<Column>) -> Result<()>;
+    // A tensor of a number of rows and columns, which rank 1 has another one of.
+    fn tensor(accelerator: &Accelerator, others: [usize; 2], one: [usize; 2]) -> Tensor<2> {
+        let shape = if accelerator.rank() == 1 { one } else { others };
+        Tensor::ones(shape, &accelerator.device())
+    }
+    let calls: [(&str, Call, [&str; 2]); 9] = [
+        (
+            "gather",
+            |x, _| x.gather(tensor(x, [2, 3], [2, 4])).map(drop),
+            ["[2, 3] of F32", "[2, 4] of F32"],
+        ),
+        (
+            "all_reduce, with as many elements",
+            |x, _| {
+                x.all_reduce(tensor(x, [2, 3], [3, 2]), ReduceOp::Sum)
+                    .map(drop)
+            },
+            ["[2, 3] of F32", "[3, 2] of F32"],
+        ),
+        (
+            "all_reduce",
+            |x, _| {
+                x.all_reduce(tensor(x, [2, 3], [2, 2]), ReduceOp::Max)
+                    .map(drop)
+            },
+            ["[2, 3] of F32", "[2, 2] of F32"],
+        ),
+        (
+            "all_reduce of another type",
+            |x, _| {
+                let tensor = tensor(x, [2, 3], [2, 3]);
+                let tensor = if x.rank() == 1 {
+                    tensor.cast(FloatDType::F64)
+                } else {
+                    tensor
+                };
+                x.all_reduce(tensor, ReduceOp::Sum).map(drop)
+            },
+            ["all_reduce sum of [2, 3] of F32", "[2, 3] of F64"],
+        ),
+        (
+            "all_reduce in another way",
+            |x, _| {
+                let op = if x.rank() == 1 {
+                    ReduceOp::Max
+                } else {
+                    ReduceOp::Sum
+                };
+                x.all_reduce(tensor(x, [2, 3], [2, 3]), op).map(drop)
+            },
+            ["all_reduce sum of [2, 3]", "all_reduce max of [2, 3]"],
+        ),
+        (
+            "broadcast",
+            |x, _| x.broadcast(tensor(x, [2, 3], [6, 1]), 2).map(drop),
+            ["broadcast from rank 2 of [2, 3] of F32", "[6, 1] of F32"],
+        ),
+        (
+            "gather_for_metrics",
+            // Two samples are in the batch of each rank.
+            |x, batch| {
+                x.gather_for_metrics(tensor(x, [2, 3], [1, 3]), batch)
+                    .map(drop)
+            },
+            ["[2, 3] for 2 samples", "[1, 3] for 2 samples"],
+        ),
+        (
+            "pad_across_processes",
+            |x, _| {
+                let tensor = tensor(x, [2, 3], [2, 3]);
+                let tensor = if x.rank() == 1 {
+                    tensor.cast(FloatDType::F64)
+                } else {
+                    tensor
+                };
+                x.pad_across_processes(tensor, 0, 0, PadSide::End).map(drop)
+            },
+            [
+                "dimension 0 of [2, 3] of F32",
+                "dimension 0 of [2, 3] of F64",
+            ],
+        ),
+        (
+            "reduce",
+            |x, _| {
+                let (two, three) = (Confusion::new(2), Confusion::new(3));
+                match x.rank() {
+                    1 => x.reduce((two, three)).map(drop),
+                    _ => x.reduce((three, two)).map(drop),
+                }
+            },
+            ["[9, 4]", "[4, 9]"],
+        ),
+    ];
+    accelerator::launch(3, |accelerator| {
+        let loader = DataLoaderBuilder::new(ColumnBatcher).batch_size(2);
+        let loader = accelerator.prepare(loader.build(columns(6)))?;
+        let batch = loader.epoch(0).next().unwrap()?;
+        for (name, call, [others, one]) in calls {
+            let error = call(&accelerator, &batch).unwrap_err();
+            assert!(error.is_misuse(), "{name}: {error:?}");
+            let text = error.to_string();
+            let (Some(first), Some(second)) = (text.find("ranks 0, 2: "), text.find("rank 1: "))
+            else {
+                panic!("{name}: {text}");
+            };
+            assert!(text[first..second].contains(others), "{name}: {text}");
+            assert!(text[second..].contains(one), "{name}: {text}");
+            accelerator.wait_for_everyone()?;
+        }
+        Ok(())
+    })
+    .unwrap();
 }
 
 #[test]

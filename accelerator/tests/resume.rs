@@ -459,11 +459,11 @@ fn two_models_come_back_with_their_optimizers() {
 }
 
 #[test]
-fn old_checkpoints_go_when_the_new_one_is_there() {
+fn c18_of_eleven_checkpoints_the_last_two_stay() {
     let folder = tempfile::tempdir().unwrap();
     let accelerator = Accelerator::new().unwrap();
     let checkpoints = Checkpoints::new(folder.path()).with_total_limit(2);
-    for number in 1..=4 {
+    for number in 1..=11 {
         let saved = accelerator
             .save_state(&checkpoints, Object(&number))
             .unwrap();
@@ -471,7 +471,7 @@ fn old_checkpoints_go_when_the_new_one_is_there() {
     }
     assert_eq!(
         names(folder.path()),
-        ["checkpoint-000003", "checkpoint-000004", "latest"]
+        ["checkpoint-000010", "checkpoint-000011", "latest"]
     );
     let error = accelerator
         .save_state(
@@ -483,7 +483,36 @@ fn old_checkpoints_go_when_the_new_one_is_there() {
 }
 
 #[test]
-fn hooks_add_files_that_are_verified() {
+fn another_job_that_saves_into_the_folder_is_noticed() {
+    let folder = tempfile::tempdir().unwrap();
+    let (ours, theirs) = (Accelerator::new().unwrap(), Accelerator::new().unwrap());
+    let save = |job: &Accelerator| job.save_state(folder.path(), Object(&0));
+    save(&ours).unwrap();
+    save(&ours).unwrap();
+    // It may be that it goes on where the first one ended.
+    assert_eq!(save(&theirs).unwrap().number(), 3);
+    assert_eq!(save(&theirs).unwrap().number(), 4);
+    let error = save(&ours).unwrap_err();
+    let text = misfit(&error);
+    assert!(
+        text.contains("saved checkpoint 2, and 4 is there"),
+        "{text}"
+    );
+    // Nothing of it is left behind, and the other job is not disturbed.
+    assert_eq!(save(&theirs).unwrap().number(), 5);
+    assert_eq!(names(folder.path()).len(), 6);
+    // Elsewhere all is well.
+    let elsewhere = tempfile::tempdir().unwrap();
+    assert_eq!(
+        ours.save_state(elsewhere.path(), Object(&0))
+            .unwrap()
+            .number(),
+        1
+    );
+}
+
+#[test]
+fn c19_hooks_add_files_that_are_verified_and_belong_to_one_folder_value() {
     let folder = tempfile::tempdir().unwrap();
     let seen = std::sync::Arc::new(Mutex::new(Vec::new()));
     let notes = seen.clone();
@@ -509,6 +538,12 @@ fn hooks_add_files_that_are_verified() {
     std::fs::write(folder.path().join("checkpoint-000001/note.txt"), "hellO").unwrap();
     let text = misfit(&accelerator.resume(&checkpoints, Object(0)).unwrap_err());
     assert!(text.contains("note.txt"), "{text}");
+
+    // A value without the hooks has none: they are of the value, not of the accelerator.
+    let plain = Checkpoints::new(folder.path());
+    let saved = accelerator.save_state(&plain, Object(&1)).unwrap();
+    assert!(!saved.path().join("note.txt").exists());
+    std::fs::remove_dir_all(saved.path()).unwrap();
 
     let failing = checkpoints
         .clone()

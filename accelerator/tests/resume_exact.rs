@@ -132,7 +132,7 @@ fn program(
 }
 
 #[test]
-fn a_run_resumed_after_any_step_ends_with_the_same_bits() {
+fn c17_a_run_resumed_after_any_step_ends_with_the_same_bits() {
     let _turn = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     for per_epoch in [false, true] {
         let folder = tempfile::tempdir().unwrap();
@@ -188,7 +188,7 @@ fn ranks(from: Option<&Path>, into: Option<&Path>, samples: usize) -> Vec<f32> {
 }
 
 #[test]
-fn two_ranks_resumed_after_any_step_end_with_the_same_bits() {
+fn c17_two_ranks_resumed_after_any_step_end_with_the_same_bits() {
     let _turn = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     // 25 samples in global batches of 8: the last one leaves rank 1 idle.
     for samples in [25, 28] {

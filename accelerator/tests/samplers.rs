@@ -218,6 +218,64 @@ fn given_orders_and_batches_go_on_in_mid_epoch() {
     }
 }
 
+#[test]
+fn an_epoch_does_not_go_on_in_another_order_than_it_began_in() {
+    type Build = dyn Fn(u64) -> Loader<Column> + Sync;
+    let listed = |salt: u64| {
+        let builder = builder().batch_size(2);
+        let order = move |epoch| (0..13).map(|n| (n + epoch * salt) % 13).collect();
+        builder.sampler(order).build(columns(13))
+    };
+    let batched = |salt: u64| {
+        let order = move |epoch| (0..6).map(|n| vec![n, (7 + epoch * salt) % 14]).collect();
+        builder().batch_sampler(order).build(columns(14))
+    };
+    let weighted = |salt: u64| {
+        let weights: Vec<_> = (0..9).map(|n| 1.0 + (n * salt) as f64).collect();
+        let sampler = WeightedSampler::new(weights).unwrap();
+        let builder = builder().batch_size(2);
+        builder.weighted(sampler, 14, 3).build(columns(9))
+    };
+    let all: [&Build; 3] = [&listed, &batched, &weighted];
+    for build in all {
+        let folder = tempfile::tempdir().unwrap();
+        let fresh = |accelerator: &Accelerator, salt| {
+            let parts = (
+                line(&accelerator.device()),
+                SgdConfig::new().init(),
+                build(salt),
+            );
+            accelerator.prepare(parts)
+        };
+        let errors = accelerator::launch(2, |accelerator| {
+            let (mut model, mut optimizer, train) = fresh(&accelerator, 1)?;
+            let batch = train.epoch(1).next().unwrap()?;
+            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+            model = optimizer.step(0.1, model, gradients);
+            accelerator.save_state(folder.path(), (&model, &optimizer, &train))?;
+            let parts = fresh(&accelerator, 2)?;
+            let ((_, _, train), _) = accelerator.resume(folder.path(), parts)?;
+            // Nothing of other epochs was used.
+            assert!(train.epoch(0).all(|batch| batch.is_ok()));
+            let error = train.epoch(1).next().unwrap().unwrap_err();
+            accelerator.wait_for_everyone()?;
+            let parts = fresh(&accelerator, 1)?;
+            let ((_, _, train), _) = accelerator.resume(folder.path(), parts)?;
+            assert!(train.epoch(1).all(|batch| batch.is_ok()));
+            Ok(error)
+        })
+        .unwrap();
+        for error in errors {
+            assert!(error.is_checkpoint(), "{error:?}");
+            let text = error.to_string();
+            assert!(
+                text.contains("epoch 1") && text.contains("4 samples"),
+                "{text}"
+            );
+        }
+    }
+}
+
 /// C11: three samples, one a batch, on two ranks. Accelerate joins rank 1, which has one step, with
 /// rank 0, which has two; here that is evaluation, and training has it idle.
 #[test]

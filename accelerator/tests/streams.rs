@@ -10,8 +10,12 @@ use std::time::Duration;
 
 use accelerator::data::{Loader, SampleStream, StreamError, StreamItems, StreamPart};
 use accelerator::prelude::*;
+use burn::data::dataloader::batcher::Batcher;
 use burn::optim::SgdConfig;
+use burn::tensor::Device;
 use common::{Column, ColumnBatcher, assert_close, columns, distance, flat, line, of_every_rank};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Kind {
@@ -355,6 +359,147 @@ fn a_reader_that_panics_is_an_error_on_every_rank() {
             error.to_string().contains("the reader fell over"),
             "{error:?}"
         );
+    }
+}
+
+/// A number that cannot be read where it is seven.
+#[derive(Clone, Serialize)]
+struct Fragile(usize);
+
+impl<'de> Deserialize<'de> for Fragile {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        match usize::deserialize(deserializer)? {
+            7 => Err(D::Error::custom("seven is broken")),
+            number => Ok(Self(number)),
+        }
+    }
+}
+
+struct FragileBatcher;
+
+impl Batcher<Fragile, Column> for FragileBatcher {
+    fn batch(&self, items: Vec<Fragile>, device: &Device) -> Column {
+        ColumnBatcher.batch(items.into_iter().map(|Fragile(n)| n).collect(), device)
+    }
+}
+
+/// Sample 7 belongs to the first rank, the second, and to one that is alone.
+#[test]
+fn a_sample_that_cannot_be_read_fails_every_rank_whosever_it_is() {
+    for (ranks, size, good) in [(2, 6, 0), (2, 4, 0), (3, 2, 1), (1, 4, 1)] {
+        let outcomes = accelerator::launch(ranks, |accelerator| {
+            let numbers = |_: StreamPart| (0..40).map(|n| std::io::Result::Ok(Fragile(n)));
+            let loader = DataLoaderBuilder::new(FragileBatcher)
+                .batch_size(size)
+                .build_dispatched_stream(numbers);
+            let loader = accelerator.prepare(loader)?;
+            let mut epoch = loader.epoch(0);
+            let error = epoch.find_map(Result::err).unwrap();
+            // Nobody waits for a rank that has returned.
+            accelerator.wait_for_everyone()?;
+            let good_batches = loader.epoch(0).take_while(Result::is_ok).count();
+            Ok((error, good_batches))
+        });
+        for (error, good_batches) in outcomes.unwrap() {
+            assert_eq!(good_batches, good);
+            assert!(error.is_data(), "{error:?}");
+            let text = format!("{error:?}");
+            assert!(
+                text.contains("cannot be read") && text.contains("seven is broken"),
+                "{text}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_batcher_that_panics_on_one_rank_is_an_error_on_every_rank() {
+    struct Falls;
+    impl Batcher<usize, Column> for Falls {
+        fn batch(&self, items: Vec<usize>, device: &Device) -> Column {
+            assert!(!items.contains(&3), "the batcher fell over");
+            ColumnBatcher.batch(items, device)
+        }
+    }
+    for kind in [Kind::Dispatched, Kind::Parts] {
+        for workers in [0, 1] {
+            let errors = accelerator::launch(3, |accelerator| {
+                // Of both, sample 3 is in rank 1's first batch or in rank 0's second one.
+                let builder = DataLoaderBuilder::new(Falls)
+                    .batch_size(2)
+                    .num_workers(workers);
+                let loader = accelerator.prepare(build(kind, builder, Numbers(40)))?;
+                let error = loader.epoch(0).find_map(Result::err).unwrap();
+                accelerator.wait_for_everyone()?;
+                Ok(error)
+            });
+            for error in errors.unwrap() {
+                assert!(error.is_panic(), "{kind:?}, {workers} workers: {error:?}");
+                assert!(
+                    error.to_string().contains("the batcher fell over"),
+                    "{error:?}"
+                );
+            }
+        }
+    }
+}
+
+/// As when an evaluation runs on one rank only, or ranks count epochs differently.
+#[test]
+fn ranks_that_read_different_data_are_named_on_every_rank() {
+    type Read = fn(&[PreparedLoader<Column>], usize) -> Option<Result<Batch<Column>>>;
+    let cases: [(Read, [&str; 2]); 3] = [
+        (
+            |loaders, rank| loaders[usize::from(rank == 1)].epoch(0).next(),
+            [
+                "step 0 of epoch 0 of loader 0",
+                "step 0 of epoch 0 of loader 1",
+            ],
+        ),
+        (
+            |loaders, rank| loaders[1].epoch(4 + u64::from(rank == 1)).next(),
+            [
+                "step 0 of epoch 4 of loader 1",
+                "step 0 of epoch 5 of loader 1",
+            ],
+        ),
+        (
+            |loaders, rank| {
+                let skipped = u64::from(rank == 1);
+                loaders[0].epoch(1).skip_first_batches(skipped).next()
+            },
+            [
+                "step 0 of epoch 1 of loader 0",
+                "step 1 of epoch 1 of loader 0",
+            ],
+        ),
+    ];
+    let streams = [Some(Kind::Dispatched), Some(Kind::Parts), None];
+    for kind in streams {
+        for (read, [most, one]) in cases {
+            let errors = accelerator::launch(3, |accelerator| {
+                let loader = || {
+                    let builder = builder(2, TailPolicy::Exact);
+                    let listed = |_| (0..18).collect();
+                    accelerator.prepare(match kind {
+                        Some(kind) => build(kind, builder, Numbers(18)),
+                        None => builder.sampler(listed).build(columns(18)),
+                    })
+                };
+                let loaders = [loader()?, loader()?];
+                let error = read(&loaders, accelerator.rank()).unwrap().unwrap_err();
+                accelerator.wait_for_everyone()?;
+                Ok(error)
+            });
+            for error in errors.unwrap() {
+                assert!(error.is_misuse(), "{kind:?}: {error:?}");
+                let text = error.to_string();
+                assert!(
+                    text.contains(&format!("ranks 0, 2: {most}; rank 1: {one}")),
+                    "{text}"
+                );
+            }
+        }
     }
 }
 

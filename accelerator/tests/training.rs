@@ -5,11 +5,13 @@
 mod common;
 
 use accelerator::prelude::*;
+use burn::data::dataloader::batcher::Batcher;
 use burn::lr_scheduler::step::StepLrSchedulerConfig;
 use burn::module::Module;
+use burn::nn::loss::{MseLoss, Reduction};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Tensor, TensorData};
 use common::{assert_close, columns, devices, distance, flat, line, loader, of_every_rank};
 
 #[test]
@@ -75,6 +77,74 @@ fn ranks_do_what_one_does_also_where_samples_do_not_divide() {
             for ranks in [2, 4] {
                 assert_close(&after_one_epoch(kind, ranks, samples, 4), &one, 1e-6);
             }
+        }
+    }
+}
+
+/// Pairs near `y = 2 x + 3`, as in Accelerate's own check.
+struct Pairs;
+
+impl Batcher<usize, Tensor<2>> for Pairs {
+    fn batch(&self, items: Vec<usize>, device: &Device) -> Tensor<2> {
+        let draw = |item: usize, what: usize| {
+            accelerator::plan::mix(&[item as u64, what as u64]) as f64 / u64::MAX as f64 - 0.5
+        };
+        let pairs: Vec<f64> = items
+            .iter()
+            .flat_map(|&item| {
+                let x = 4.0 * draw(item, 0);
+                [x, 2.0 * x + 3.0 + 0.2 * draw(item, 1)]
+            })
+            .collect();
+        Tensor::from_data(TensorData::new(pairs, [items.len(), 2]), device)
+    }
+}
+
+/// Three epochs over 96 pairs with SGD at 0.1; `batch` is of each rank, or of all where it is split.
+fn three_epochs(ranks: usize, kind: DeviceKind, split: bool, batch: usize) -> Vec<f32> {
+    let outcomes = Accelerator::builder()
+        .device(kind)
+        .launch(ranks, |accelerator| {
+            let loader = DataLoaderBuilder::new(Pairs).shuffle(42);
+            let loader = if split {
+                loader.global_batch_size(batch)
+            } else {
+                loader.batch_size(batch)
+            };
+            let parts = (
+                line(&accelerator.device()),
+                SgdConfig::new().init(),
+                loader.build(columns(96)),
+            );
+            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            for epoch in 0..3 {
+                for batch in train.epoch(epoch) {
+                    let batch = batch?;
+                    let pairs = (*batch).clone();
+                    let (x, y) = (pairs.clone().narrow(1, 0, 1), pairs.narrow(1, 1, 1));
+                    let loss = MseLoss::new().forward(model.forward(x), y, Reduction::Mean);
+                    let gradients = accelerator.backward(loss, &model, &batch)?;
+                    model = optimizer.step(0.1, model, gradients);
+                }
+            }
+            Ok(flat(&model))
+        })
+        .unwrap();
+    of_every_rank(outcomes)
+}
+
+#[test]
+fn c3_ranks_end_where_one_with_the_whole_batch_does() {
+    for kind in devices() {
+        for ranks in [2, 3, 4] {
+            let one = three_epochs(1, kind, false, 8 * ranks);
+            assert_close(&three_epochs(ranks, kind, false, 8), &one, 1e-6);
+            assert_close(&three_epochs(ranks, kind, true, 8 * ranks), &one, 1e-6);
+            // Something was learnt.
+            assert!(
+                (one[0] - 2.0).abs() < 0.3 && (one[1] - 3.0).abs() < 0.6,
+                "{one:?}"
+            );
         }
     }
 }

@@ -46,9 +46,12 @@ impl Argv {
                     None => (long, None),
                 };
                 let option = find(command, |option| {
+                    let aliases = option.get_all_aliases().unwrap_or_default();
                     option
                         .get_long()
-                        .is_some_and(|long| long.as_bytes() == name)
+                        .into_iter()
+                        .chain(aliases)
+                        .any(|long| long.as_bytes() == name)
                 });
                 at += 1 + usize::from(value.is_none() && option.is_some_and(takes_value));
                 if TARGETS.iter().any(|target| target.as_bytes() == name) {

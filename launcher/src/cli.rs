@@ -97,7 +97,7 @@ impl Invocation {
     pub(crate) fn parse(
         arguments: impl IntoIterator<Item = OsString>,
     ) -> Result<Self, clap::Error> {
-        let mut command = Cli::command();
+        let mut command = underscored(Cli::command());
         // Fills in the parts that clap derives late, such as `--help`.
         command.build();
         let argv = Argv::split(&command, arguments);
@@ -117,6 +117,24 @@ impl Invocation {
             },
         })
     }
+}
+
+/// The command, whose options may also be written with underscores, as other launchers' are.
+fn underscored(command: clap::Command) -> clap::Command {
+    let names: Vec<String> = command
+        .get_subcommands()
+        .map(|subcommand| subcommand.get_name().to_owned())
+        .collect();
+    let command = command.mut_args(|option| match option.get_long() {
+        Some(long) if long.contains('-') => {
+            let alias = long.replace('-', "_");
+            option.alias(alias)
+        }
+        _ => option,
+    });
+    names.into_iter().fold(command, |command, name| {
+        command.mut_subcommand(name, underscored)
+    })
 }
 
 /// Starts a training program on many processes.
@@ -347,7 +365,25 @@ mod tests {
 
     #[test]
     fn the_command_is_sound() {
-        Cli::command().debug_assert();
+        underscored(Cli::command()).debug_assert();
+    }
+
+    #[test]
+    fn c22_options_are_known_with_underscores_too() {
+        for line in [
+            "--num_processes 3 --max_restarts=2 --log_dir d train --num_processes 9",
+            "--num-processes 3 --max-restarts=2 --log-dir d train --num_processes 9",
+        ] {
+            let Ok(Invocation::Launch { options, arguments }) = parse(line) else {
+                panic!("expected a launch: {line}");
+            };
+            let three = NonZeroUsize::new(3).unwrap();
+            assert_eq!(options.num_processes, Some(Processes::exactly(three)));
+            assert_eq!(options.script, Some(PathBuf::from("train")));
+            assert_eq!(arguments, ["--num_processes", "9"]);
+        }
+        let help = underscored(Cli::command()).render_long_help().to_string();
+        assert!(!help.contains("num_processes"), "{help}");
     }
 
     #[test]

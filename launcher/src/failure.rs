@@ -19,6 +19,9 @@ use crate::variables;
 /// The name of the report in the log folder.
 pub(crate) const FILE: &str = "failure.json";
 
+/// Of the report's form.
+const VERSION: u32 = 1;
+
 /// How many of the other ranks the block shows, a line each.
 const SHOWN: usize = 16;
 
@@ -263,6 +266,7 @@ pub(crate) fn write(
 ) -> std::io::Result<()> {
     #[derive(Serialize)]
     struct File<'a> {
+        version: u32,
         #[serde(flatten)]
         last: &'a Failure,
         ending: Ending,
@@ -273,6 +277,7 @@ pub(crate) fn write(
         return Ok(());
     };
     let file = File {
+        version: VERSION,
         last,
         ending,
         reason,

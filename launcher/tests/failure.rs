@@ -34,6 +34,26 @@ fn one_failure_ends_the_others_and_gives_the_code() {
 }
 
 #[test]
+fn c21_ranks_that_sleep_end_with_those_that_fail() {
+    let folder = Folder::new();
+    folder.script(
+        "even.sh",
+        &format!(
+            "echo $$ >> pids; if [ $((RANK % 2)) = 0 ]; then \
+             while [ $(wc -l < pids) -lt 4 ]; do sleep 0.05; done; \
+             echo \"sorry from $RANK\" >&2; exit 3; fi; {LONG_SLEEP}"
+        ),
+    );
+    let ended = folder.launch(["-n", "4", "even.sh"]).expect(3);
+    assert!(ended.took < SOON, "{ended:?}");
+    let ended = ended.says("failed first: exit code 3").says("sorry from ");
+    assert_eq!(ended.stderr.matches("failed first").count(), 1);
+    for pid in folder.wait_for_lines("pids", 4) {
+        assert!(!is_alive(&pid));
+    }
+}
+
+#[test]
 fn a_signal_gives_128_and_its_number() {
     let folder = Folder::new();
     folder.script(

@@ -57,11 +57,29 @@ fn a_job_is_restarted_until_it_ends_well() {
     assert_eq!(folder.read("logs/rank-1.log"), "");
     assert_eq!(folder.read("logs/rank-1.restart-2.log"), "life 2\n");
     let report = report(&folder);
+    assert_eq!(report["version"], 1);
     assert_eq!(report["ending"], "recovered");
     assert_eq!(report["attempts"].as_array().unwrap().len(), 2);
     assert_eq!(report["attempts"][0]["first"]["log"], "logs/rank-1.log");
     assert_eq!(report["attempts"][1]["restarts"], 1);
     assert_eq!(report["first"]["rank"], 1);
+}
+
+#[test]
+fn c21_three_restarts_are_enough_for_what_succeeds_the_fourth_time() {
+    let folder = Folder::new();
+    // A rank each time, so that no slot fails twice in a row.
+    folder.script(
+        "job.sh",
+        "[ $RANK = $((ACCEL_RESTART % 2)) ] && [ $ACCEL_RESTART -lt 3 ] && exit 1; echo life $ACCEL_RESTART",
+    );
+    let launch = |restarts: &str| {
+        let more = ["--max-restarts", restarts, "--restart-delay", "0.1"];
+        let ends = ["-n", "2", "--log-dir", "logs", "job.sh"];
+        folder.launch(more.into_iter().chain(ends))
+    };
+    launch("3").expect(0).says("ended well after 3 restarts");
+    launch("2").expect(1).says("giving up");
 }
 
 #[test]

@@ -7,7 +7,10 @@ use burn::data::dataset::InMemDataset;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
+use burn::nn::transformer::{
+    TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
+};
+use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::activation::{relu, tanh};
 use burn::tensor::{Device, Int, Tensor, TensorData};
@@ -42,6 +45,8 @@ pub enum State {
 pub enum Which {
     Cnn,
     Mlp,
+    /// Rows of pixels are its tokens.
+    Transformer,
     /// An MLP with a parameter that is worth cutting.
     Wide,
 }
@@ -112,6 +117,12 @@ pub fn train(accelerator: &Accelerator, setting: &Setting) -> Result<Outcome> {
             setting,
             Mlp::new(&accelerator.device(), 16, setting.dropout),
             Mlp::forward,
+        ),
+        Which::Transformer => fit(
+            accelerator,
+            setting,
+            Transformer::new(&accelerator.device()),
+            Transformer::forward,
         ),
         Which::Wide => fit(
             accelerator,
@@ -214,6 +225,34 @@ impl Mlp {
     fn forward(&self, pictures: Tensor<4>) -> Tensor<2> {
         let hidden = tanh(self.hidden.forward(pictures.flatten(1, 3)));
         self.output.forward(self.dropout.forward(hidden))
+    }
+}
+
+#[derive(Debug, Module)]
+struct Transformer {
+    places: Embedding,
+    encoder: TransformerEncoder,
+    output: Linear,
+}
+
+impl Transformer {
+    fn new(device: &Device) -> Self {
+        Self {
+            places: EmbeddingConfig::new(8, 8).init(device),
+            encoder: TransformerEncoderConfig::new(8, 16, 2, 2)
+                .with_dropout(0.0)
+                .with_norm_first(true)
+                .init(device),
+            output: LinearConfig::new(8, 5).init(device),
+        }
+    }
+
+    fn forward(&self, pictures: Tensor<4>) -> Tensor<2> {
+        let rows: Tensor<3> = pictures.squeeze_dim(1);
+        let places = Tensor::<1, Int>::arange(0..8, &rows.device()).unsqueeze();
+        let tokens = rows + self.places.forward(places);
+        let encoded = self.encoder.forward(TransformerEncoderInput::new(tokens));
+        self.output.forward(encoded.mean_dim(1).squeeze_dim(1))
     }
 }
 

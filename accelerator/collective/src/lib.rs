@@ -36,6 +36,7 @@ pub mod fuzzing;
 mod group;
 mod kernel;
 mod launch;
+mod notice;
 mod partition;
 mod reduce;
 pub mod rendezvous;
@@ -51,6 +52,8 @@ pub use element::{DType, Element};
 pub use error::{Culprit, Error, Result};
 pub use group::{Forbidden, GroupOptions, Observed, Pending, ProcessGroup, Runner};
 pub use launch::{Launch, Origin, Setting};
+#[doc(hidden)]
+pub use notice::unheard;
 pub use partition::Partition;
 pub use reduce::ReduceOp;
 pub use rendezvous::{Rendezvous, StoreHost};

@@ -4,7 +4,8 @@ use burn::tensor::{DType, Tensor, TensorData};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::Accelerator;
+use super::{Accelerator, passed};
+use crate::agreement::sides;
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::metric::{self, Metric};
@@ -51,12 +52,13 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_collective`] when another rank is lost or its tensor has another number of
-    /// elements or another type.
+    /// [`Error::is_misuse`] on every rank, with what each has, when tensors differ in shape or type, or
+    /// ranks ask for different reductions; [`Error::is_collective`] when another rank is lost.
     #[track_caller]
     pub fn all_reduce<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
         let (device, mut data) = (tensor.device(), tensor.into_data());
         let group = &self.shared.group;
+        passed::check(group, format_args!("all_reduce {op}"), &data)?;
         let dtype = data.dtype();
         match dtype {
             DType::F64 => group.all_reduce(floats::<f64>(&mut data)?, op)?,
@@ -73,12 +75,12 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_misuse`] when shapes do not fit together; [`Error::is_collective`] when
-    /// another rank is lost.
+    /// [`Error::is_misuse`] on every rank, with what each has, when shapes do not fit together or types
+    /// differ; [`Error::is_collective`] when another rank is lost.
     #[track_caller]
     pub fn gather<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
         let rows = tensor.dims()[0];
-        self.gather_rows(tensor, rows)
+        self.gather_rows(tensor, rows, None)
     }
 
     /// As [`gather`](Self::gather), of the rows of `tensor` that belong to samples: padding and
@@ -86,8 +88,8 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// As [`gather`](Self::gather), and [`Error::is_misuse`] when `tensor` does not have a row
-    /// for each sample of the batch, or the batch is of a loader with
+    /// As [`gather`](Self::gather), and [`Error::is_misuse`] on every rank when some rank's `tensor` does
+    /// not have a row for each sample of its batch, or the batch is of a loader with
     /// [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), under which other ranks may have had
     /// their last batch: keep rows of such a loader until its end, and gather once then.
     #[track_caller]
@@ -104,23 +106,15 @@ impl Accelerator {
                  use metrics and `reduce`",
             ));
         }
-        let rows = tensor.dims()[0];
-        if rows != batch.len() {
-            return Err(Error::misuse(format!(
-                "gather_for_metrics: expected one row for each of the {} samples of the batch, \
-                 found {rows}; gather other tensors with `gather`",
-                batch.len()
-            )));
-        }
-        self.gather_rows(tensor, batch.real())
+        self.gather_rows(tensor, batch.real(), Some(batch.len()))
     }
 
     /// The tensor of rank `root`, on every rank; the others' own gives the shape.
     ///
     /// # Errors
     ///
-    /// [`Error::is_misuse`] when the shape or type is not that of the root;
-    /// [`Error::is_collective`] when another rank is lost, or tensors have different sizes.
+    /// [`Error::is_misuse`] on every rank, with what each has, when tensors differ in shape or type, or
+    /// ranks name different roots; [`Error::is_collective`] when another rank is lost.
     #[track_caller]
     pub fn broadcast<const D: usize, K: Basic>(
         &self,
@@ -128,61 +122,61 @@ impl Accelerator {
         root: usize,
     ) -> Result<Tensor<D, K>> {
         let device = tensor.device();
-        let (mut bytes, shape, dtype) = tensor.into_data().into_parts();
-        let described = (shape.to_vec(), format!("{dtype:?}"));
-        let mine = (self.rank() == root).then_some(&described);
-        let theirs = self.shared.group.broadcast_object(mine, root)?;
-        // Every rank goes on to the values, so that one that differs does not leave the others
-        // waiting for it.
-        self.shared.group.broadcast::<u8>(&mut bytes, root)?;
-        if theirs != described {
-            return Err(Error::misuse(format!(
-                "broadcast: rank {root} has {:?} of {}, rank {} has {:?} of {}; give every rank \
-                 a tensor of the same shape and type",
-                theirs.0,
-                theirs.1,
-                self.rank(),
-                described.0,
-                described.1
-            )));
-        }
+        let data = tensor.into_data();
+        let group = &self.shared.group;
+        passed::check(group, format_args!("broadcast from rank {root}"), &data)?;
+        let (mut bytes, shape, dtype) = data.into_parts();
+        group.broadcast::<u8>(&mut bytes, root)?;
         let data = TensorData::from_bytes(bytes, shape, dtype);
         Ok(Tensor::from_data(data, (&device, dtype)))
     }
 
-    /// Gathers the first `rows` rows, which may be none: Burn has no tensor without rows.
+    /// Gathers the first `rows` rows, which may be none: Burn has no tensor without rows. The tensor has
+    /// one for each of `samples`, where that is said.
     #[track_caller]
     fn gather_rows<const D: usize, K: Basic>(
         &self,
         tensor: Tensor<D, K>,
         rows: usize,
+        samples: Option<usize>,
     ) -> Result<Tensor<D, K>> {
         let (device, data) = (tensor.device(), tensor.into_data());
         let dtype = data.dtype();
         let mut shape: Vec<usize> = data.shape().to_vec();
-        let kept = data.bytes().len() / shape[0].max(1) * rows;
-        shape[0] = rows;
-        let all = self
-            .shared
-            .group
-            .all_gather_object(&(shape.clone(), format!("{dtype:?}")))?;
-        let (first, first_dtype) = &all[0];
-        if let Some(rank) = all.iter().position(|(other, other_dtype)| {
-            other.get(1..) != first.get(1..) || other_dtype != first_dtype
-        }) {
-            let (other, other_dtype) = &all[rank];
+        // What does not fit is exchanged too, so that no rank waits for one that has returned.
+        let told = (shape.clone(), format!("{dtype:?}"), samples, rows);
+        let all = self.shared.group.all_gather_object(&told)?;
+        if all
+            .iter()
+            .any(|(dims, _, samples, _)| samples.is_some_and(|samples| samples != dims[0]))
+        {
+            let all = all.iter().map(|(dims, _, samples, _)| match samples {
+                Some(samples) => format!("{dims:?} for {samples} samples"),
+                None => format!("{dims:?}"),
+            });
             return Err(Error::misuse(format!(
-                "gather joins tensors along their first dimension, so the rest must be equal: \
-                 rank 0 has {first:?} of {first_dtype}, rank {rank} has {other:?} of \
-                 {other_dtype}"
+                "gather_for_metrics: expected one row for each sample of the batch, found {}; gather other \
+                 tensors with `gather`",
+                sides(all)
             )));
         }
+        let (first, first_dtype, ..) = &all[0];
+        if all
+            .iter()
+            .any(|(dims, dtype, ..)| (dims.get(1..), dtype) != (first.get(1..), first_dtype))
+        {
+            let all = all
+                .iter()
+                .map(|(dims, dtype, ..)| format!("gather of {dims:?} of {dtype}"));
+            return Err(passed::differing("rows", all));
+        }
+        let kept = data.bytes().len() / shape[0].max(1) * rows;
         let bytes = self
             .shared
             .group
             .all_gather_varied(&data.bytes()[..kept])?
             .concat();
-        shape[0] = all.iter().map(|(shape, _)| shape[0]).sum();
+        shape[0] = all.iter().map(|(.., rows)| rows).sum();
         let data = TensorData::from_bytes_vec(bytes, shape, dtype);
         Ok(Tensor::from_data(data, (&device, dtype)))
     }

@@ -2,6 +2,7 @@ mod builder;
 mod collectives;
 mod environment;
 mod padding;
+mod passed;
 mod process;
 mod share;
 mod trigger;

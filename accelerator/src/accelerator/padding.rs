@@ -2,6 +2,7 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{ElementConversion, Tensor};
 
 use super::Accelerator;
+use crate::agreement::sides;
 use crate::error::{Error, Result};
 
 /// Where [`Accelerator::pad_across_processes`] adds what is missing.
@@ -35,8 +36,8 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_misuse`] on every rank when there is no such dimension, or ranks name different
-    /// ones; [`Error::is_collective`] when another rank is lost.
+    /// [`Error::is_misuse`] on every rank, with what each has, when there is no such dimension, or ranks name
+    /// different ones, or tensors of different types or numbers of dimensions; [`Error::is_collective`] when another rank is lost.
     #[track_caller]
     pub fn pad_across_processes<const D: usize, K: Basic>(
         &self,
@@ -46,27 +47,25 @@ impl Accelerator {
         side: PadSide,
     ) -> Result<Tensor<D, K>> {
         let mut shape = tensor.dims();
-        let size = shape.get(dim).copied();
         // Wrong dimensions are exchanged too, so that no rank waits for one that has returned.
-        let all = self.shared.group.all_gather_object(&(
-            D as u64,
-            dim as u64,
-            size.unwrap_or(0) as u64,
-        ))?;
-        let (first_dims, first_dim, _) = all[0];
-        if let Some((rank, &(dims, dim, _))) = all
-            .iter()
-            .enumerate()
-            .find(|(_, (dims, dim, _))| dim >= dims || (dims, dim) != (&first_dims, &first_dim))
-        {
+        let told = (dim, shape.to_vec(), format!("{:?}", tensor.dtype()));
+        let all = self.shared.group.all_gather_object(&told)?;
+        let (first_dim, first, first_dtype) = &all[0];
+        let fits = all.iter().all(|(dim, dims, dtype)| {
+            dim < &dims.len() && (dim, dims.len(), dtype) == (first_dim, first.len(), first_dtype)
+        });
+        if !fits {
+            let all = all.iter();
+            let all =
+                all.map(|(dim, dims, dtype)| format!("dimension {dim} of {dims:?} of {dtype}"));
             return Err(Error::misuse(format!(
-                "pad_across_processes: expected one dimension of the tensors on every rank, found \
-                 dimension {first_dim} of {first_dims} on rank 0, dimension {dim} of {dims} on rank \
-                 {rank}; dimensions count from 0"
+                "pad_across_processes: expected one dimension of tensors of one type on every rank, found {}; \
+                 dimensions count from 0",
+                sides(all)
             )));
         }
-        let own = size.unwrap_or(0);
-        let longest = all.iter().map(|(_, _, size)| *size as usize).max();
+        let own = shape[dim];
+        let longest = all.iter().map(|(dim, dims, _)| dims[*dim]).max();
         let missing = longest.unwrap_or(own) - own;
         if missing == 0 {
             return Ok(tensor);

@@ -1,4 +1,6 @@
 use core::fmt;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
@@ -55,6 +57,8 @@ impl fmt::Debug for Saving {
 #[derive(Debug)]
 pub(crate) struct Ongoing {
     factor: Mutex<f64>,
+    /// The number of the last checkpoint that this rank has begun, by folder.
+    numbers: Mutex<HashMap<PathBuf, u64>>,
     /// The save whose outcome was not told yet.
     work: Mutex<Option<Arc<Work>>>,
 }
@@ -63,6 +67,7 @@ impl Default for Ongoing {
     fn default() -> Self {
         Self {
             factor: Mutex::new(1.0),
+            numbers: Mutex::default(),
             work: Mutex::new(None),
         }
     }
@@ -76,6 +81,28 @@ impl Ongoing {
 
     pub(super) fn set_factor(&self, factor: f64) {
         *lock(&self.factor) = factor;
+    }
+
+    /// Notes that the checkpoint of that number comes next in a folder, unless somebody else has saved
+    /// there since this rank did.
+    pub(super) fn comes_next(&self, folder: &Path, number: u64) -> Result<()> {
+        let folder = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+        let mut numbers = lock(&self.numbers);
+        if let Some(last) = numbers.get(&folder)
+            && number > last + 1
+        {
+            return Err(Error::new(
+                Kind::Checkpoint,
+                format!(
+                    "another job saves into `{}`: this one saved checkpoint {last}, and {} is there; a \
+                     resume would go on from whichever is newer, so give each job a folder of its own",
+                    folder.display(),
+                    number - 1
+                ),
+            ));
+        }
+        numbers.insert(folder, number);
+        Ok(())
     }
 
     pub(super) fn begin(&self, work: Arc<Work>) {

@@ -78,7 +78,11 @@ pub(super) fn save_emergency<K>(
     let mut snapshot = Snapshot::new(accelerator, Mode::Emergency, Writer::This);
     parts.collect(&mut snapshot)?;
     let taken = snapshot.taken;
-    let draft = write::begin(settings, accelerator.rank())?;
+    let draft = write::begin(
+        settings,
+        accelerator.rank(),
+        &accelerator.shared.checkpoints,
+    )?;
     let job = job(accelerator, Mode::Emergency);
     write::write(draft, &taken, settings, job).map(Some)
 }
@@ -98,7 +102,7 @@ fn prepare<K>(
     let collected = parts.collect(&mut snapshot);
     let mut taken = snapshot.taken;
     let begun = collected.and_then(|()| {
-        let draft = is_main.then(|| write::begin(settings, rank));
+        let draft = is_main.then(|| write::begin(settings, rank, &accelerator.shared.checkpoints));
         draft.transpose()
     });
     let mine = match &begun {

@@ -6,6 +6,7 @@ use accelerator_manifest::{
 };
 use serde::{Deserialize, Serialize};
 
+use super::background::Ongoing;
 use super::settings::{Checkpoints, Draft};
 use super::snapshot::{Mode, Part, Taken};
 use super::state::{HookState, Names, State, encode};
@@ -49,7 +50,11 @@ pub(super) struct Job {
 }
 
 /// Opens the folder and begins a checkpoint in it.
-pub(super) fn begin(settings: &Checkpoints, rank: usize) -> Result<manifest::Draft> {
+pub(super) fn begin(
+    settings: &Checkpoints,
+    rank: usize,
+    ongoing: &Ongoing,
+) -> Result<manifest::Draft> {
     settings.limit()?;
     if settings.path().join("manifest.json").exists() {
         return Err(Error::misuse(format!(
@@ -57,7 +62,9 @@ pub(super) fn begin(settings: &Checkpoints, rank: usize) -> Result<manifest::Dra
             settings.path().display()
         )));
     }
-    Ok(Folder::create(settings.path())?.begin(rank)?)
+    let draft = Folder::create(settings.path())?.begin(rank)?;
+    ongoing.comes_next(settings.path(), draft.number())?;
+    Ok(draft)
 }
 
 /// Writes everything, gives the checkpoint its name, and only then removes old ones.

@@ -84,7 +84,8 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// data set. Samples may be left out, or come more than once.
     ///
     /// It must depend on the epoch alone. Ranks compare what they got when an epoch's first batch is
-    /// asked for, which all of them must do together, and fail alike where it differs.
+    /// asked for, which all of them must do together, and fail alike where it differs. An epoch that goes on
+    /// from a checkpoint is compared with what was given when it began.
     ///
     /// ```
     /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
@@ -339,8 +340,8 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
 
     /// Adds a stream without a length that rank 0 reads alone, ahead of the training, as many steps as
     /// [`prefetch`](Self::prefetch) says. When all ranks ask for their next batch, it sends each of them
-    /// its samples, through serde; each makes its batch of them itself. What fails in reading fails on
-    /// every rank alike.
+    /// its samples, through serde; each makes its batch of them itself. What fails on one rank, in reading or
+    /// in making its batch, is an error on every rank.
     ///
     /// Ranks must ask for batches in lockstep, as a training loop does, and not on
     /// another thread than their other collectives. [`TailPolicy::Uneven`] is refused by

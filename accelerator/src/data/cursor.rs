@@ -8,6 +8,9 @@ pub(crate) struct Spot {
     pub(crate) epoch: u64,
     /// Samples, over all ranks.
     pub(crate) consumed: u64,
+    /// Of the order of the epoch, where the program gave it.
+    #[serde(default)]
+    pub(crate) digest: Option<u64>,
     /// Whether the program saw the end of the epoch.
     pub(crate) finished: bool,
     /// Batches a rank.
@@ -147,6 +150,13 @@ impl Pass {
         self.progress().yielded
     }
 
+    /// What was given for its epoch has that digest.
+    pub(super) fn deal(&self, digest: Option<u64>) {
+        let mut progress = self.lock();
+        progress.used.digest = digest;
+        progress.yielded.digest = digest;
+    }
+
     pub(super) fn advance(&self, to: Spot) {
         self.lock().yielded = to;
     }
@@ -210,6 +220,7 @@ mod tests {
         Spot {
             epoch,
             consumed: 10 * step,
+            digest: None,
             finished: false,
             step,
         }

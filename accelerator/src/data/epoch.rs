@@ -141,6 +141,7 @@ impl<O> Iterator for Epoch<O> {
             let end = Spot {
                 epoch: batch.epoch(),
                 consumed: batch.info().consumed,
+                digest: self.pass.yielded().digest,
                 finished: false,
                 step: batch.step() + 1,
             };

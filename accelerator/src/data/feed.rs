@@ -113,12 +113,12 @@ impl<T: Send + 'static> Worker<T> {
         let thread = std::thread::Builder::new()
             .name("loader".to_owned())
             .spawn(move || {
-                if let Err(panic) = catch_unwind(AssertUnwindSafe(|| work(&sender))) {
+                if let Err(error) = caught("a loader's worker", || {
+                    work(&sender);
+                    Ok(())
+                }) {
                     // Nobody listens any more if this fails.
-                    let _ = sender.send(Err(Error::new(
-                        Kind::Panic,
-                        format!("a loader's worker panicked: {}", panic_text(&*panic)),
-                    )));
+                    let _ = sender.send(Err(error));
                 }
             })?;
         Ok(Self {
@@ -150,14 +150,24 @@ impl<T> Drop for Worker<T> {
 /// What is read in order, perhaps ahead.
 pub(super) type Ahead<T> = Box<dyn Iterator<Item = Result<T>> + Send>;
 
-/// Reads ahead on a thread, where there is to be one.
+/// What `work` gives, or how it panicked.
+pub(super) fn caught<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let message = format!("{what} panicked: {}", panic_text(&*panic));
+        Err(Error::new(Kind::Panic, message))
+    })
+}
+
+/// Reads ahead on a thread, where there is to be one. A panic is an error in both cases.
 pub(super) fn read_ahead<T: Send + 'static>(
     spec: &Spec,
     timeline: Timeline,
     mut items: impl Iterator<Item = Result<T>> + Send + 'static,
 ) -> Ahead<T> {
     if spec.workers == 0 {
-        return Box::new(items);
+        return Box::new(core::iter::from_fn(move || {
+            caught("a loader", || Ok(items.next())).unwrap_or_else(|error| Some(Err(error)))
+        }));
     }
     let worker = Worker::start(spec.prefetch, Ending::Left, move |sender| {
         loop {

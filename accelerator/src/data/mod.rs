@@ -32,6 +32,7 @@ mod burn_loader;
 mod cursor;
 mod epoch;
 mod feed;
+mod meeting;
 mod opaque;
 mod order;
 mod prepared;

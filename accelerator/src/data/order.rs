@@ -4,9 +4,11 @@ use std::sync::Arc;
 use accelerator_collective::ProcessGroup;
 use accelerator_plan::{self as plan, BatchPlan, EpochPlan, Plan, PlannedBatch, mix};
 
+use super::cursor::Spot;
+use super::meeting::{Here, meet};
 use super::spec::Spec;
+use crate::agreement::sides;
 use crate::error::{Error, Kind, Result};
-use crate::outcome::Failure;
 
 /// In which order an epoch goes through the samples.
 #[derive(Clone, Default)]
@@ -100,7 +102,7 @@ impl fmt::Debug for Order {
 pub(super) struct Dealt {
     pub(super) share: EpochShare,
     /// Of the samples in their order, where the program gave it.
-    digest: Option<u64>,
+    pub(super) digest: Option<u64>,
 }
 
 /// Who gets which sample in one epoch.
@@ -142,45 +144,51 @@ impl Dealt {
     }
 
     /// Compares what was given on each rank, and fails on all alike where ranks differ.
-    pub(super) fn agreed(
-        mine: Result<Self>,
-        group: &ProcessGroup,
-        epoch: u64,
-    ) -> Result<EpochShare> {
-        let told = match &mine {
-            Ok(dealt) => Ok(dealt.digest),
-            Err(error) => Err(Failure::of(error)),
-        };
-        let told = (group.world_size() > 1).then(|| group.all_gather_object(&told));
+    pub(super) fn agreed(mine: Result<Self>, group: &ProcessGroup, here: Here) -> Result<Self> {
+        if group.world_size() == 1 {
+            return mine;
+        }
+        let digest = mine.as_ref().map(|dealt| dealt.digest);
+        let digests = meet(group, here, digest, "sample an epoch")?;
         let mine = mine?;
-        let Some(told) = told.transpose()? else {
-            return Ok(mine.share);
-        };
-        let mut sides: Vec<(Option<u64>, Vec<String>)> = Vec::new();
-        for (rank, told) in told.into_iter().enumerate() {
-            let digest = told.map_err(|failure| failure.into_error(rank, "sample an epoch"))?;
-            match sides.iter_mut().find(|(side, _)| *side == digest) {
-                Some((_, ranks)) => ranks.push(rank.to_string()),
-                None => sides.push((digest, vec![rank.to_string()])),
-            }
+        if digests.iter().all(|digest| *digest == mine.digest) {
+            return Ok(mine);
         }
-        if sides.len() == 1 {
-            return Ok(mine.share);
-        }
-        let sides = sides.iter().map(|(digest, ranks)| {
-            let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
-            format!("{noun} {}: {:016x}", ranks.join(", "), digest.unwrap_or(0))
-        });
         Err(Error::new(
             Kind::Data,
             format!(
-                "the sampler gives ranks different orders of epoch {epoch} (digests: {}), so samples would be \
+                "the sampler gives ranks different orders of epoch {} (digests: {}), so samples would be \
                  used twice or never; make it depend on the epoch alone: no random numbers but those that a \
                  seed which all ranks share gives, and no order of a hash map",
-                sides.collect::<Vec<_>>().join("; ")
+                here.epoch,
+                sides(digests.into_iter().map(shown))
             ),
         ))
     }
+
+    /// Whether an epoch of which so much was used goes on in the order that it began in.
+    pub(super) fn goes_on_from(&self, start: Spot) -> Result<()> {
+        match (start.digest, self.digest) {
+            (Some(saved), Some(mine)) if saved != mine && start.step > 0 => Err(Error::new(
+                Kind::Checkpoint,
+                format!(
+                    "the checkpoint does not fit the loader: epoch {} goes on behind {} samples of the order \
+                     that was given when it was saved (digest {}), and another order is given here (digest \
+                     {}), so samples would be used twice or never; give the order, the batches or the weights \
+                     as they were, make them depend on the epoch alone, or start afresh in another folder",
+                    start.epoch,
+                    start.consumed,
+                    shown(Some(saved)),
+                    shown(Some(mine))
+                ),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn shown(digest: Option<u64>) -> String {
+    format!("{:016x}", digest.unwrap_or(0))
 }
 
 impl EpochShare {

@@ -8,9 +8,10 @@ use burn::data::dataloader::DataLoader;
 use burn::tensor::Device;
 
 use super::builder::{Loader, Origin};
-use super::cursor::{Cursor, Spot};
+use super::cursor::{Cursor, Pass, Spot};
 use super::epoch::{Epoch, Open, Reseed};
 use super::feed;
+use super::meeting::Here;
 use super::opaque;
 use super::order::{Dealt, Order};
 use super::source::{Slice, Source};
@@ -176,12 +177,12 @@ impl<O: Send + 'static> PreparedLoader<O> {
             }
             _ => None,
         };
-        let open = self.open(epoch, start);
+        let open = self.open(epoch, start, pass.clone());
         Epoch::new(open, pass, reseed, steps, self.timeline.clone())
     }
 
     /// How an epoch is read from there on.
-    fn open(&self, epoch: u64, start: Spot) -> Open<O> {
+    fn open(&self, epoch: u64, start: Spot, pass: Arc<Pass>) -> Open<O> {
         let (device, place, timeline) = (self.device.clone(), self.place, self.timeline.clone());
         match self.samples.clone() {
             Samples::Opaque(loader) => Box::new(move |skip| {
@@ -194,12 +195,20 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 source,
                 spec,
             } => Box::new(move |skip| {
-                let dealt = Dealt::new(&spec, &plan, source.len(), epoch);
-                let whole = match spec.order().is_given() {
-                    true => Dealt::agreed(dealt, &group, epoch),
-                    false => dealt.map(|dealt| dealt.share),
-                };
-                let rest = whole.and_then(|whole| whole.starting_at(start.consumed));
+                let mut dealt = Dealt::new(&spec, &plan, source.len(), epoch);
+                if spec.order().is_given() {
+                    let here = Here {
+                        epoch,
+                        loader: place.number,
+                        step: start.step.saturating_add(skip),
+                    };
+                    dealt = Dealt::agreed(dealt, &group, here);
+                }
+                let rest = dealt.and_then(|dealt| {
+                    dealt.goes_on_from(start)?;
+                    pass.deal(dealt.digest);
+                    dealt.share.starting_at(start.consumed)
+                });
                 let plan = match rest {
                     Ok(plan) => plan,
                     Err(error) => return Box::new(core::iter::once(Err(error))),

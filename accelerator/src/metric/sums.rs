@@ -1,6 +1,7 @@
 use accelerator_collective::{ProcessGroup, ReduceOp};
 
 use super::Metric;
+use crate::agreement::sides;
 use crate::error::{Error, Result};
 
 /// What a [`Metric`] shows its sums to.
@@ -92,13 +93,11 @@ impl Shape {
 }
 
 fn differing(ranks: &[Vec<usize>]) -> Error {
-    let other = ranks.iter().position(|lengths| *lengths != ranks[0]);
-    let other = other.unwrap_or_default();
+    let ranks = ranks.iter().map(|lengths| format!("{lengths:?}"));
     Error::misuse(format!(
-        "reduce: metrics differ between ranks: the sums of rank 0 come in pieces of {:?}, those of \
-         rank {other} in pieces of {:?}; reduce the same metrics, of the same size and in the same \
-         order, on every rank",
-        ranks[0], ranks[other]
+        "reduce: metrics differ between ranks: their sums come in pieces of other lengths ({}); reduce the \
+         same metrics, of the same size and in the same order, on every rank",
+        sides(ranks)
     ))
 }
 
@@ -139,8 +138,10 @@ mod tests {
         for error in errors {
             assert!(error.is_misuse(), "{error:?}");
             let text = error.to_string();
-            assert!(text.contains("rank 0 come in pieces of [9, 4]"), "{text}");
-            assert!(text.contains("rank 2 in pieces of [4, 9]"), "{text}");
+            assert!(
+                text.contains("ranks 0, 1: [9, 4]; rank 2: [4, 9]"),
+                "{text}"
+            );
         }
     }
 

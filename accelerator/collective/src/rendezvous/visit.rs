@@ -18,6 +18,7 @@ use super::{
 };
 use crate::{
     error::{Error, Kind, Result, Seconds, list_ranks},
+    notice::unheard,
     topology::Topology,
     transport_kind::TransportKind,
     wire::{
@@ -60,6 +61,8 @@ impl Visit<'_> {
         let mut targets = targets.iter().cycle();
         // Until when a store that was there must be there again.
         let mut lost: Option<Instant> = None;
+        let started = Instant::now();
+        let mut warning = WARN_AFTER;
         loop {
             // `targets` has at least one address, so its cycle has no end.
             let Some(target) = targets.next() else {
@@ -85,6 +88,10 @@ impl Visit<'_> {
                      running, and do MASTER_ADDR and the port name it?",
                     Seconds(self.patience)
                 )));
+            }
+            if started.elapsed() > warning {
+                self.warn_of_absence(started.elapsed(), &failure);
+                warning *= 2;
             }
             thread::sleep(RETRY);
         }
@@ -188,7 +195,7 @@ impl Visit<'_> {
 
     fn warn(&self, started: Instant, missing: &[usize], count: usize) {
         let more = count.saturating_sub(missing.len());
-        tracing::warn!(
+        let text = format!(
             "rank {} has waited {} for the others at the store at {}; missing: {}{}",
             self.topology.rank(),
             Seconds(started.elapsed()),
@@ -199,6 +206,21 @@ impl Visit<'_> {
                 more => format!(", and {more} more"),
             }
         );
+        tracing::warn!("{text}");
+        unheard(&text);
+    }
+
+    /// Says that the store is not there yet, now and then.
+    fn warn_of_absence(&self, waited: Duration, failure: &str) {
+        let text = format!(
+            "rank {} has not reached the store at {} in {}: {failure}; it gives up after {}",
+            self.topology.rank(),
+            self.rendezvous,
+            Seconds(waited),
+            Seconds(self.patience)
+        );
+        tracing::warn!("{text}");
+        unheard(&text);
     }
 
     /// The store was there, and is not any more.
@@ -415,3 +437,5 @@ pub(super) fn host_name() -> String {
 
 pub(super) const RETRY: Duration = Duration::from_millis(50);
 const SLACK: Duration = Duration::from_secs(5);
+/// How long a store may be away before anybody is told; each time twice as long.
+const WARN_AFTER: Duration = Duration::from_secs(3);

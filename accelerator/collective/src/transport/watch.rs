@@ -9,6 +9,7 @@ use super::Peer;
 use crate::{
     contract::Contract,
     error::{Certainty, Culprit, Error, Kind, Result, Seconds, list_ranks},
+    notice::unheard,
 };
 
 /// How long an operation waits.
@@ -95,16 +96,20 @@ impl Watch {
             _ => {
                 self.warned = true;
                 let missing = missing(self);
-                tracing::warn!(
-                    rank = self.rank,
-                    sequence = self.sequence,
-                    ?missing,
+                let text = format!(
                     "rank {} has waited {} for {} in {self}; it gives up after {}",
                     self.rank,
                     Seconds(waited),
                     list_ranks(&missing),
                     Seconds(self.patience.timeout),
                 );
+                tracing::warn!(
+                    rank = self.rank,
+                    sequence = self.sequence,
+                    ?missing,
+                    "{text}"
+                );
+                unheard(&text);
                 Ok(left.max(SHORTEST))
             }
         }

@@ -6,7 +6,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::rounds::Rounds;
 use super::{Pass, SampleStream, Streamed};
 use crate::data::batch::{Batch, Info};
-use crate::data::feed::{Ahead, read_ahead};
+use crate::data::feed::{Ahead, caught, read_ahead};
+use crate::data::meeting::{Here, meet};
 use crate::error::{Error, Kind, Result};
 use crate::outcome::Failure;
 
@@ -16,6 +17,8 @@ pub(super) struct Batches<S: SampleStream, O> {
     ahead: Option<Ahead<Dispatch<O>>>,
     has_ended: bool,
     pass: Pass,
+    /// That of the next batch.
+    step: u64,
     streamed: Streamed<S, O>,
 }
 
@@ -51,45 +54,67 @@ where
         Self {
             ahead,
             has_ended: false,
+            step: pass.first_step(),
             pass,
             streamed,
         }
     }
 
-    /// Sends what was read to the others.
-    fn tell(&mut self, ahead: Option<Result<Dispatch<O>>>) -> Result<Option<Batch<O>>> {
-        let world_size = self.pass.world_size();
-        let same = |told: fn(&Error) -> Told, error: &Error| {
-            (0..world_size).map(|_| told(error)).collect::<Vec<_>>()
-        };
-        let (own, told) = match ahead {
-            Some(Ok(Dispatch { own, told })) => (Ok(Some(own)), told),
-            Some(Err(error)) => {
-                let told = same(|error| Told::Failed(Failure::of(error)), &error);
-                (Err(error), told)
-            }
-            None => (Ok(None), (0..world_size).map(|_| Told::End).collect()),
-        };
-        if world_size > 1 {
-            let sent = self.pass.group.scatter_object::<_, Told>(Some(&told), 0);
-            // The reader's own error is the cause.
-            let own = own?;
-            sent?;
-            return Ok(own);
+    /// What rank 0 has for this one, made on every rank or on none.
+    fn read(&mut self) -> Result<Option<Batch<O>>> {
+        let ahead = self.ahead.as_mut().map(Iterator::next);
+        if self.pass.world_size() == 1 {
+            let dispatched = ahead.flatten().transpose()?;
+            return Ok(dispatched.map(|dispatch| dispatch.own));
         }
-        own
+        let here = self.pass.here(self.step);
+        let batch = match ahead {
+            Some(ahead) => self.tell(here, ahead),
+            None => self.hear(here),
+        };
+        self.step += 1;
+        let made = batch.as_ref().map(|_| ());
+        meet(&self.pass.group, here, made, "make its batch of the stream")?;
+        batch
     }
 
-    fn hear(&self) -> Result<Option<Batch<O>>> {
+    /// Sends what was read to the others.
+    fn tell(&self, here: Here, ahead: Option<Result<Dispatch<O>>>) -> Result<Option<Batch<O>>> {
+        let same = |told: &dyn Fn() -> Told| (0..self.pass.world_size()).map(|_| told()).collect();
+        let (own, told): (_, Vec<_>) = match ahead {
+            Some(Ok(Dispatch { own, told })) => (Ok(Some(own)), told),
+            Some(Err(error)) => {
+                let told = same(&|| Told::Failed(Failure::of(&error)));
+                (Err(error), told)
+            }
+            None => (Ok(None), same(&|| Told::End)),
+        };
+        let told: Vec<_> = told.into_iter().map(|told| (here, told)).collect();
+        let sent = self
+            .pass
+            .group
+            .scatter_object::<_, (Here, Told)>(Some(&told), 0);
+        // The reader's own error is the cause.
+        let own = own?;
+        sent?;
+        Ok(own)
+    }
+
+    fn hear(&self, here: Here) -> Result<Option<Batch<O>>> {
         let (pass, batching) = (&self.pass, &self.streamed.batching);
-        match pass.group.scatter_object::<Told, Told>(None, 0)? {
-            Told::End => Ok(None),
-            Told::Failed(failure) => Err(failure.into_error(0, "read the stream")),
-            Told::Batch(info, bytes) => {
+        let told = pass
+            .group
+            .scatter_object::<(Here, Told), (Here, Told)>(None, 0)?;
+        match told {
+            // Of no use here, which is what comes to light when the ranks meet.
+            (there, _) if there != here => Ok(None),
+            (_, Told::End) => Ok(None),
+            (_, Told::Failed(failure)) => Err(failure.into_error(0, "read the stream")),
+            (_, Told::Batch(info, bytes)) => caught("making a batch", || {
                 let items: Vec<S::Item> = decode(&bytes.0)?;
                 let value = batching.batch(pass.epoch, items, &info.indices, &pass.device);
                 Ok(Some(Batch::new(value, info)))
-            }
+            }),
         }
     }
 }
@@ -105,13 +130,7 @@ where
         if self.has_ended {
             return None;
         }
-        let batch = match &mut self.ahead {
-            Some(ahead) => {
-                let ahead = ahead.next();
-                self.tell(ahead)
-            }
-            None => self.hear(),
-        };
+        let batch = self.read();
         // The last batch says that it is: no rank asks for another one.
         self.has_ended = match &batch {
             Ok(Some(batch)) => batch.is_last(),
@@ -130,7 +149,7 @@ struct Dispatcher<S: SampleStream, O> {
 
 impl<S, O> Dispatcher<S, O>
 where
-    S: SampleStream<Item: Serialize>,
+    S: SampleStream<Item: Serialize + DeserializeOwned>,
     O: 'static,
 {
     fn read(&mut self) -> Result<Option<Dispatch<O>>> {
@@ -152,7 +171,8 @@ where
                 None => Told::End,
             });
         }
-        let items = round.into_items(&own);
+        // As the others get theirs, so that what cannot travel fails on any number of ranks.
+        let items: Vec<S::Item> = decode(&encode(&round.into_items(&own))?)?;
         let batching = &self.streamed.batching;
         let value = batching.batch(pass.epoch, items, &own.info.indices, &pass.device);
         Ok(Some(Dispatch {
@@ -164,7 +184,7 @@ where
 
 impl<S, O> Iterator for Dispatcher<S, O>
 where
-    S: SampleStream<Item: Serialize>,
+    S: SampleStream<Item: Serialize + DeserializeOwned>,
     O: 'static,
 {
     type Item = Result<Dispatch<O>>;

@@ -18,6 +18,7 @@ use serde::de::DeserializeOwned;
 pub use self::source::{SampleStream, StreamError, StreamItems, StreamPart};
 use super::cursor::Spot;
 use super::feed::{Feed, read_ahead};
+use super::meeting::Here;
 use super::prepared::Place;
 use super::source::Batching;
 use super::spec::Spec;
@@ -74,6 +75,20 @@ impl Pass {
     fn divide(&self, samples: usize, used: usize) -> Result<EpochPlan> {
         let plan = self.spec.plan(samples as u64, self.place.world_size)?;
         Ok(plan.epoch(self.epoch).starting_at(used as u64)?)
+    }
+
+    /// The step of the pass with that number.
+    fn here(&self, step: u64) -> Here {
+        Here {
+            epoch: self.epoch,
+            loader: self.place.number,
+            step,
+        }
+    }
+
+    /// The number of its first step.
+    fn first_step(&self) -> u64 {
+        self.start.step.saturating_add(self.skip)
     }
 
     fn rank(&self) -> usize {

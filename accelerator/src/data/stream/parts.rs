@@ -5,8 +5,8 @@ use super::source::{Reader, StreamPart};
 use super::{Pass, SampleStream, Streamed};
 use crate::data::batch::{Batch, Info, Share};
 use crate::data::feed::{Ahead, read_ahead};
+use crate::data::meeting::meet;
 use crate::error::{Error, Kind, Result};
-use crate::outcome::Failure;
 
 /// This rank's batches of a stream of which each rank reads a part of its own.
 ///
@@ -61,7 +61,7 @@ impl<O: Send + 'static> Batches<O> {
             ahead: read_ahead(&pass.spec, pass.timeline.clone(), reader),
             before: pass.start.consumed,
             has_ended: false,
-            step: pass.start.step + pass.skip,
+            step: pass.first_step(),
             pass,
         }
     }
@@ -77,7 +77,11 @@ impl<O: Send + 'static> Batches<O> {
         let words = match &own {
             Ok(own) if is_alone => vec![Word::of(own)],
             Err(error) if is_alone => return Err(error.clone()),
-            _ => self.meet(&own)?,
+            _ => {
+                let here = self.pass.here(self.step);
+                let mine = own.as_ref().map(Word::of);
+                meet(&self.pass.group, here, mine, "read its part of the stream")?
+            }
         };
         let own = own?;
         let stops_early = self.pass.spec.tail() == TailPolicy::Drop;
@@ -111,23 +115,6 @@ impl<O: Send + 'static> Batches<O> {
             uneven: is_uneven,
         };
         Ok(Some(Batch::new(batch.value, info)))
-    }
-
-    /// Tells all ranks of this one's step, and hears of theirs.
-    fn meet(&self, own: &Result<Own<O>>) -> Result<Vec<Word>> {
-        let told = match own {
-            Ok(own) => Ok(Word::of(own)),
-            Err(error) => Err(Failure::of(error)),
-        };
-        let told = self.pass.group.all_gather_object(&told)?;
-        if let Err(error) = own {
-            return Err(error.clone());
-        }
-        let told = told.into_iter().enumerate();
-        told.map(|(rank, told)| {
-            told.map_err(|failure| failure.into_error(rank, "read its part of the stream"))
-        })
-        .collect()
     }
 }
 

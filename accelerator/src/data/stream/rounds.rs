@@ -67,7 +67,7 @@ impl<I: Clone> Rounds<I> {
             before,
             first,
             reader: Reader::open(stream, part, before)?,
-            step: pass.start.step + pass.skip,
+            step: pass.first_step(),
             pass,
         };
         rounds.ahead = rounds.read();
