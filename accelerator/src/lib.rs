@@ -53,16 +53,17 @@
 //! | send gradients as products of thin matrices, or in your own way | [`hook::PowerSgd`], [`hook::CommunicationHook`] |
 //! | send gradients while backward runs | [`Overlap`] |
 //! | step an optimizer with its schedule, freeze, group parameters | [`optim`] |
+//! | average parameters now and then, in place of gradients | [`local`] |
 //! | know how many steps there will be | [`Accelerator::plan`] |
 //! | average weights over time | [`Ema`] |
 //! | step faster on the CPU, and keep a part of an optimizer's state on each rank | [`optim::fused`], [`optim::Sharded`] |
-//! | see where the time of a step goes | [`Accelerator::step_summary`], [`AcceleratorBuilder::with_trace`] |
+//! | see where the time of a step goes | [`Accelerator::step_summary`], [`AcceleratorBuilder::with_trace`], [`Accelerator::profile`] |
 //! | evaluate | [`metric`], [`Accelerator::reduce`], [`Accelerator::gather_for_metrics`] |
 //! | exchange tensors and objects | [`Accelerator::gather`], [`Accelerator::pad_across_processes`], [`Accelerator::gather_object`] |
 //! | share out other work than batches | [`Accelerator::split_between_processes`] |
 //! | do something on one rank only, or there first | [`Accelerator::on_main_process`], [`Accelerator::main_process_first`] |
 //! | find the batch that memory holds | [`Accelerator::find_executable_batch_size`] |
-//! | log, warn, print with ranks | [`logging`], [`Accelerator::warn_once`], [`Accelerator::print_in_order`] |
+//! | log, warn, print with ranks | [`logging`], [`Accelerator::warn_once`], [`Accelerator::print_in_order`], [`Accelerator::in_rank_order`] |
 //! | show progress bars on rank 0 | `Accelerator::progress`, with the feature `progress` |
 //! | stop all ranks for a reason that one of them knows | [`Accelerator::set_trigger`], [`Accelerator::check_trigger`] |
 //! | normalise over the batches of all ranks | [`nn::SyncBatchNorm`], [`Accelerator::valid`] |
@@ -74,7 +75,8 @@
 //! # Environment variables
 //!
 //! What the program leaves open can be said where it is started. Where both speak, they must agree; but
-//! for the timeout, where the program's word holds. An `ACCEL_…` variable that is not known is an error.
+//! for the timeout, where the program's word holds. An `ACCEL_…` variable that is not known is an error; one
+//! that is set to nothing counts as not set.
 //!
 //! | variable | values | default | in the program |
 //! |---|---|---|---|
@@ -84,6 +86,7 @@
 //! | `ACCEL_OVERLAP` | `auto`, `off`, `on` | `auto`: on between hosts | [`with_overlap`](AcceleratorBuilder::with_overlap) |
 //! | `ACCEL_PRECISION` | `no`, `f16`, `bf16` | `no` | [`precision`](AcceleratorBuilder::precision) |
 //! | `ACCEL_TRACE` | a path | no trace | [`with_trace`](AcceleratorBuilder::with_trace) |
+//! | `ACCEL_TRACE_SCHEDULE` | `active=3,wait=1,warm_up=1,repeat=2,skip_first=10`; all but `active` may be left out | one trace of everything | [`with_trace_schedule`](AcceleratorBuilder::with_trace_schedule) |
 //! | `ACCEL_TRANSPORT` | `auto`, `hierarchical`, `shm`, `tcp` | `auto`: for where the ranks are | [`transport`](AcceleratorBuilder::transport) |
 //! | `ACCEL_LIVENESS_TIMEOUT` | seconds | 5 | [`liveness_timeout`](AcceleratorBuilder::liveness_timeout) |
 //!
@@ -131,6 +134,7 @@ mod ema;
 mod error;
 mod gradient;
 mod launch;
+pub mod local;
 pub mod logging;
 pub mod metric;
 pub mod model;
@@ -166,6 +170,7 @@ pub mod prelude {
     pub use crate::collective::ReduceOp;
     pub use crate::data::{Batch, DataLoaderBuilder, PreparedLoader};
     pub use crate::ema::Ema;
+    pub use crate::local::{DiLoCoConfig, LocalOutcome, LocalSgdConfig, LocalTraining};
     pub use crate::metric::{Accuracy, Confusion, Mean, TopK};
     pub use crate::optim::{PerEpoch, PerProcess, PreparedOptimizer, RateScaling, StepOutcome};
     pub use crate::plan::TailPolicy;

@@ -18,7 +18,8 @@
 //! ```
 //!
 //! Nothing here communicates, so that logging cannot hang: lines of different ranks come in the order of
-//! time. Lines in the order of ranks are [`Accelerator::print_in_order`]'s, which every rank calls.
+//! time. Lines in the order of ranks are [`Accelerator::print_in_order`]'s, which every rank calls; and
+//! [`Accelerator::in_rank_order`] lets the ranks log one after the other.
 //!
 //! Ranks that are threads of one process share a subscriber, and none of this knows them apart: there,
 //! enter [`Accelerator::span`].

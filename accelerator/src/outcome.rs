@@ -26,6 +26,22 @@ pub(crate) fn hear(group: &ProcessGroup, action: &str) -> Result<()> {
     }
 }
 
+/// Ends the turn of the rank of that number, which tells the others whether it failed to do `action`.
+#[track_caller]
+pub(crate) fn take_turn(
+    group: &ProcessGroup,
+    turn: usize,
+    mine: Option<&Error>,
+    action: &str,
+) -> Result<()> {
+    let mine = mine.map(Failure::of);
+    let told = (turn == group.rank()).then_some(&mine);
+    match group.broadcast_object::<Option<Failure>>(told, turn)? {
+        Some(failure) => Err(failure.into_error(turn, action)),
+        None => Ok(()),
+    }
+}
+
 /// Tells all ranks of what failed on some of them, and hears of it. The error is that of the lowest
 /// rank that failed, which did so while it had to do `action`.
 #[track_caller]

@@ -12,7 +12,7 @@ use accelerator::collective::rendezvous::StoreServer;
 use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology, TransportKind};
 use accelerator::prelude::*;
 use burn::nn::{Linear, LinearConfig};
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
 use common::devices;
 
 #[test]
@@ -138,6 +138,124 @@ fn nobody_sets_the_generator_while_a_model_is_drawn() {
             line
         });
     });
+}
+
+#[test]
+fn an_accelerator_is_not_built_while_a_model_is_drawn() {
+    let accelerator = Accelerator::new().unwrap();
+    let build = |device: &Device| -> Linear { LinearConfig::new(2, 2).init(device) };
+    let values = |model: Linear| model.weight.val().into_data();
+    let alone = values(accelerator.init(build));
+    accelerator.init(|device| {
+        for outcome in [
+            Accelerator::new().map(drop),
+            accelerator::launch(2, |_| Ok(())).map(drop),
+        ] {
+            let error = outcome.unwrap_err();
+            assert!(error.is_misuse(), "{error:?}");
+            assert!(
+                error.to_string().contains("`Accelerator::init`"),
+                "{error:?}"
+            );
+        }
+        // A model within a model is drawn from the seed, as by itself.
+        assert_eq!(values(accelerator.init(build)), alone);
+        build(device)
+    });
+    // The turn is over, whatever went on within it.
+    Accelerator::new().unwrap();
+    assert_eq!(values(accelerator.init(build)), alone);
+}
+
+#[test]
+fn ranks_take_turns() {
+    let order = Mutex::new(Vec::new());
+    let values = accelerator::launch(3, |accelerator| {
+        let rank = accelerator.rank();
+        for _ in 0..4 {
+            let value = accelerator.in_rank_order(|| {
+                order.lock().unwrap().push((rank, "begins"));
+                std::thread::yield_now();
+                order.lock().unwrap().push((rank, "ends"));
+                rank
+            })?;
+            assert_eq!(value, rank);
+        }
+        accelerator.in_rank_order(|| Err::<(), _>("its own affair"))
+    });
+    assert_eq!(values.unwrap(), [Err("its own affair"); 3]);
+    let turns = [0, 1, 2].map(|rank| [(rank, "begins"), (rank, "ends")]);
+    assert_eq!(order.into_inner().unwrap(), turns.as_flattened().repeat(4));
+}
+
+#[test]
+fn a_turn_that_communicates_is_told_so_there_and_then() {
+    accelerator::launch(2, |accelerator| {
+        let inside = accelerator.in_rank_order(|| accelerator.wait_for_everyone())?;
+        let error = inside.unwrap_err();
+        assert!(error.is_misuse(), "{error:?}");
+        assert!(format!("{error:?}").contains("one rank only"), "{error:?}");
+        // Nobody has a turn where the others cannot come.
+        let ran = accelerator.on_main_process(|| accelerator.in_rank_order(|| panic!("it ran")));
+        assert!(ran.is_none_or(|outcome: Result<()>| outcome.unwrap_err().is_misuse()));
+        accelerator.wait_for_everyone()
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_turn_that_panics_leaves_nobody_waiting() {
+    let ran = Mutex::new(Vec::new());
+    let outcomes = accelerator::launch(3, |accelerator| {
+        let rank = accelerator.rank();
+        let turn = || {
+            accelerator.in_rank_order(|| {
+                ran.lock().unwrap().push(rank);
+                assert!(rank != 1, "it stumbles");
+            })
+        };
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(turn));
+        let text = match outcome {
+            Err(_) => "panicked".to_owned(),
+            Ok(outcome) => {
+                let error = outcome.unwrap_err();
+                assert!(error.is_panic(), "{error:?}");
+                error.to_string()
+            }
+        };
+        // A rank that goes on finds the others where it is.
+        accelerator.wait_for_everyone()?;
+        Ok(text)
+    })
+    .unwrap();
+    assert_eq!(outcomes[1], "panicked");
+    for text in [&outcomes[0], &outcomes[2]] {
+        assert!(
+            text.contains("rank 1") && text.contains("it stumbles"),
+            "{text}"
+        );
+    }
+    assert_eq!(ran.into_inner().unwrap(), [0, 1]);
+}
+
+#[test]
+fn a_rank_that_does_something_else_is_found_before_anybody_speaks() {
+    let errors = accelerator::launch(3, |accelerator| {
+        let outcome = match accelerator.rank() {
+            2 => accelerator.gather_object(&1).map(drop),
+            _ => accelerator.in_rank_order(|| panic!("it ran")),
+        };
+        Ok(outcome.unwrap_err())
+    })
+    .unwrap();
+    for error in errors {
+        assert!(error.is_collective(), "{error:?}");
+        let text = format!("{error:?}");
+        assert!(
+            text.contains("barrier") && text.contains("all_gather_object"),
+            "{text}"
+        );
+    }
 }
 
 #[test]

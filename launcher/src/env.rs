@@ -6,7 +6,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
-use accelerator_collective::Launch;
+use accelerator_collective::{Launch, variable};
 use clap::Args;
 use serde::Serialize;
 
@@ -250,7 +250,7 @@ fn variables(ours: &[(String, OsString)]) -> Vec<Entry> {
     let mut entries: Vec<_> = OTHERS
         .into_iter()
         .chain(allocator::VARIABLES)
-        .map(|(name, default)| Entry::variable(name, std::env::var_os(name), default))
+        .map(|(name, default)| Entry::variable(name, variable(name), default))
         .collect();
     let of = |name: &str| ours.iter().find(|(known, _)| known == name);
     for variable in &variables::VARIABLES {
@@ -288,7 +288,7 @@ fn tool(name: &'static str, mut command: Command) -> Tool {
 }
 
 fn rustc() -> Command {
-    Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()))
+    Command::new(variable("RUSTC").unwrap_or_else(|| "rustc".into()))
 }
 
 /// The device files of accelerators in `folder`.

@@ -6,6 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::rendezvous::{Report, Security, StoreOptions, StoreServer, Token};
+use accelerator_collective::variable;
 
 use crate::error::{Error, Result, chain};
 use crate::settings::Settings;
@@ -39,7 +40,7 @@ impl Store {
             .with_job(&settings.job)
             .with_security(security)
             .with_observer(observer);
-        if let Some(path) = std::env::var_os("ACCEL_TOKEN_FILE") {
+        if let Some(path) = variable("ACCEL_TOKEN_FILE") {
             let token = Token::from_file(path).map_err(|error| Error::usage(chain(&error)))?;
             options = options.with_token(token);
         }

@@ -239,7 +239,7 @@ fn origin<T>(given: &Option<T>, option: &'static str) -> &'static str {
 
 /// A variable of the launcher's environment, as [`Settings::resolve`] looks it up.
 pub(crate) fn variable(name: &str) -> Option<String> {
-    std::env::var(name).ok()
+    accelerator_collective::variable(name)?.into_string().ok()
 }
 
 #[cfg(test)]

@@ -72,7 +72,7 @@ pub(crate) struct Fault {
 }
 
 /// All of them, in alphabetical order.
-pub(crate) const VARIABLES: [Variable; 17] = [
+pub(crate) const VARIABLES: [Variable; 18] = [
     Variable {
         name: "ACCEL_ACCUMULATION_STEPS",
         expected: "a number of at least 1",
@@ -104,7 +104,7 @@ pub(crate) const VARIABLES: [Variable; 17] = [
         reader: Reader::Ranks,
         accepts: |value| {
             let plan = value.to_str().map(str::parse::<FaultPlan>);
-            value.is_empty() || matches!(plan, Some(Ok(_)))
+            matches!(plan, Some(Ok(_)))
         },
     },
     Variable {
@@ -199,7 +199,14 @@ pub(crate) const VARIABLES: [Variable; 17] = [
         expected: "the path of a file in a folder that exists",
         default: "none",
         reader: Reader::Ranks,
-        accepts: |value| value.is_empty() || can_be_file(Path::new(value)),
+        accepts: |value| can_be_file(Path::new(value)),
+    },
+    Variable {
+        name: "ACCEL_TRACE_SCHEDULE",
+        expected: "active=N with wait=N, warm_up=N, repeat=N and skip_first=N where wanted, with commas",
+        default: "none: one trace of everything",
+        reader: Reader::Ranks,
+        accepts: |value| value.to_str().is_some_and(is_schedule),
     },
     Variable {
         name: "ACCEL_TRANSPORT",
@@ -213,9 +220,11 @@ pub(crate) const VARIABLES: [Variable; 17] = [
     },
 ];
 
-/// The variables of this project that are set, in alphabetical order; misspelt ones too.
+/// The variables of this project that are set, in alphabetical order; misspelt ones too. One that is
+/// empty is not set.
 pub(crate) fn set() -> Vec<(String, OsString)> {
-    let all = std::env::vars_os().map(|(name, value)| (name.to_string_lossy().into_owned(), value));
+    let all = std::env::vars_os().filter(|(_, value)| !value.is_empty());
+    let all = all.map(|(name, value)| (name.to_string_lossy().into_owned(), value));
     let mut ours: Vec<_> = all.filter(|(name, _)| name.starts_with(PREFIX)).collect();
     ours.sort();
     ours
@@ -286,6 +295,27 @@ fn names() -> Vec<&'static str> {
 fn is_number(value: &OsStr) -> bool {
     let number = value.to_str().map(|value| value.trim().parse::<usize>());
     matches!(number, Some(Ok(_)))
+}
+
+/// Whether it is a schedule of traces.
+fn is_schedule(text: &str) -> bool {
+    const NAMES: [&str; 5] = ["active", "repeat", "skip_first", "wait", "warm_up"];
+    let mut named: Vec<(&str, u64)> = Vec::new();
+    for part in text.split(',') {
+        let Some((name, number)) = part.split_once('=') else {
+            return false;
+        };
+        let (name, number) = (name.trim(), number.trim().parse());
+        match number {
+            Ok(number) if NAMES.contains(&name) && !named.iter().any(|x| x.0 == name) => {
+                named.push((name, number));
+            }
+            _ => return false,
+        }
+    }
+    named
+        .iter()
+        .any(|(name, number)| *name == "active" && *number > 0)
 }
 
 fn can_be_file(path: &Path) -> bool {
@@ -364,13 +394,17 @@ mod tests {
         let lost = format!("{folder}/none/x.json");
         for (name, value) in [
             ("ACCEL_OVERLAP", "yes"),
-            ("ACCEL_OVERLAP", ""),
             ("ACCEL_COMPRESSION", "fp16"),
             ("ACCEL_ACCUMULATION_STEPS", "0"),
             ("ACCEL_DEVICE", "tpu"),
             ("ACCEL_PRECISION", "fp16"),
             ("ACCEL_TRACE", folder),
             ("ACCEL_TRACE", &lost),
+            ("ACCEL_TRACE_SCHEDULE", "3"),
+            ("ACCEL_TRACE_SCHEDULE", "wait=3"),
+            ("ACCEL_TRACE_SCHEDULE", "active=0"),
+            ("ACCEL_TRACE_SCHEDULE", "active=1,active=1"),
+            ("ACCEL_TRACE_SCHEDULE", "active=1,sleep=1"),
             ("ACCEL_TRANSPORT", "mpi"),
             ("ACCEL_LIVENESS_TIMEOUT", "0"),
             ("ACCEL_LIVENESS_TIMEOUT", "0.001"),
@@ -386,8 +420,12 @@ mod tests {
         }
         let trace = format!("{folder}/x.json");
         for (name, value) in [
-            ("ACCEL_TRACE", ""),
             ("ACCEL_TRACE", "x.json"),
+            ("ACCEL_TRACE_SCHEDULE", "active=3"),
+            (
+                "ACCEL_TRACE_SCHEDULE",
+                "active=3, wait=1,warm_up=1,repeat=2,skip_first=10",
+            ),
             ("ACCEL_TRACE", &trace),
             ("ACCEL_LIVENESS_TIMEOUT", " 1.5"),
             ("ACCEL_INSECURE", "True"),

@@ -155,3 +155,31 @@ fn a_dry_run_lists_what_ranks_get_for_their_allocator() {
     assert!(row("GLIBC_TUNABLES").contains("glibc.malloc.hugetlb=1 default"));
     assert!(row("MALLOC_TRIM_THRESHOLD_").contains("4294967296 default"));
 }
+
+#[test]
+fn what_is_set_to_nothing_is_not_set() {
+    let folder = Folder::new();
+    folder.script("rank.sh", "echo rank $RANK");
+    let empty = [
+        "ACCEL_ACCUMULATION_STEPS",
+        "ACCEL_DEVICE",
+        "ACCEL_FAULTS",
+        "ACCEL_JOB",
+        "ACCEL_LIVENESS_TIMEOUT",
+        "ACCEL_NO_SUCH_VARIABLE",
+        "ACCEL_TOKEN_FILE",
+        "ACCEL_TRANSPORT",
+        "OMP_NUM_THREADS",
+        "RANK",
+        "WORLD_SIZE",
+    ];
+    let run = |args: &[&str], values: &[(&str, &str)]| {
+        let mut command = folder.launcher();
+        command.args(args).envs(values.iter().copied());
+        Run::start(command).end().expect(0).text()
+    };
+    let empty = empty.map(|name| (name, ""));
+    assert_eq!(run(&["env"], &empty), run(&["env"], &[]));
+    let text = run(&["-n", "1", "--no-prefix", "rank.sh"], &empty);
+    assert_eq!(text, "rank 0\n");
+}

@@ -111,7 +111,7 @@ fn an_index_is_the_sum_of_its_shards() {
     for (map, part) in [
         (
             json!({"c": "m-1-of-2.safetensors"}),
-            "`c` is in m-1-of-2.safetensors",
+            "`c` is in `m-1-of-2.safetensors`",
         ),
         (json!({"a": "../m-1-of-2.safetensors"}), "files beside it"),
         (json!({"a": "m-3.safetensors"}), "m-3.safetensors"),
@@ -128,16 +128,73 @@ fn an_index_is_the_sum_of_its_shards() {
 }
 
 #[test]
+fn what_a_file_says_is_shown_and_not_obeyed() {
+    let folder = Folder::new();
+    let path = model(
+        folder.path(),
+        "x.safetensors",
+        &[("a", "F\u{1b}[31mX", &[2], 8), ("b\u{7}", "I8", &[2], 2)],
+    );
+    let (code, stdout, stderr) = estimate(&path, &[]);
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stdout.contains("F\\u{1b}[31mX"), "{stdout}");
+    let path = model(
+        folder.path(),
+        "y.safetensors",
+        &[("\u{1b}c", "I8", &[2], 3)],
+    );
+    let (code, _, stderr) = estimate(&path, &[]);
+    assert_eq!(code, 2);
+    assert!(
+        stderr.contains("`\\u{1b}c` of I8 has the shape [2], and 3 bytes"),
+        "{stderr}"
+    );
+    let path = folder.path().join("z.safetensors.index.json");
+    for map in [json!({"a": "\u{1b}c"}), json!({"\u{1b}c": "x.safetensors"})] {
+        fs::write(&path, json!({"weight_map": map}).to_string()).unwrap();
+        let (code, _, stderr) = estimate(&path, &[]);
+        assert_eq!(code, 2, "{stderr}");
+        assert!(stderr.contains("`\\u{1b}c`"), "{stderr}");
+    }
+    for (_, stdout, stderr) in [estimate(&path, &[])] {
+        assert!(!(stdout + &stderr).contains('\u{1b}'));
+    }
+}
+
+#[test]
+fn an_index_that_is_too_long_is_not_read() {
+    let folder = Folder::new();
+    let path = folder.path().join("m.safetensors.index.json");
+    // It takes no room on the disk.
+    fs::File::create(&path).unwrap().set_len(1 << 40).unwrap();
+    let (code, _, stderr) = estimate(&path, &[]);
+    assert_eq!(code, 2, "{stderr}");
+    assert!(stderr.contains("at most 100000000"), "{stderr}");
+}
+
+#[test]
 fn what_is_no_safetensors_file_is_refused() {
     let folder = Folder::new();
     let long = [&u64::MAX.to_le_bytes()[..], b"{}"].concat();
     let huge = r#"{"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}}"#;
-    let huge = [&(huge.len() as u64).to_le_bytes()[..], huge.as_bytes()].concat();
+    let header = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
+    let huge = header(huge);
+    let one = r#"{"dtype":"I8","shape":[1],"data_offsets":[0,1]}"#;
     for (bytes, part) in [
         (&b"short"[..], "5 bytes"),
         (&long, "announce a header"),
         (&[&2_u64.to_le_bytes()[..], b"[]"].concat(), "its header"),
         (&huge, "`a` has the shape"),
+        (&header(r#"{"a":3}"#), "the tensor `a`: invalid type"),
+        (
+            &header(&format!(r#"{{"a":{one},"a":{one}}}"#)),
+            "`a` is there twice",
+        ),
+        (
+            &header(&format!(r#"{{"a":{one}}} {{}}"#)),
+            "trailing characters",
+        ),
+        (&header(r#"{"a":"#), "`a`: EOF"),
     ] {
         let path = folder.path().join("x.safetensors");
         fs::write(&path, bytes).unwrap();

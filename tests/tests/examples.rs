@@ -50,6 +50,15 @@ fn accumulation_in_half_precision() {
     learns("accumulation", &args);
 }
 
+/// Rounds that do not fill an epoch, and one that is short in the end.
+#[test]
+fn local_sgd() {
+    let args = ["--limit", "320", "--batch-size", "8", "--period", "3"];
+    learns("local_sgd", &args);
+    let args = [&args[..], &["--epochs", "6", "--diloco"]].concat();
+    learns("local_sgd", &args);
+}
+
 #[test]
 fn gan() {
     learns("gan", &[]);

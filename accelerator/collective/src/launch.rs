@@ -1,6 +1,6 @@
 //! What the environment says about a launch.
 
-use std::{fmt, str::FromStr, time::Duration};
+use std::{ffi::OsString, fmt, str::FromStr, time::Duration};
 
 use crate::{
     error::{Error, Kind, Result},
@@ -118,12 +118,11 @@ impl Launch {
     /// A topology error that names the variable, what it holds and what was expected.
     pub fn from_env() -> Result<Self> {
         // A value that is not Unicode cannot be any of the valid ones; the lossy text shows it.
-        Self::from_vars(|name| {
-            std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
-        })
+        Self::from_vars(|name| Some(variable(name)?.to_string_lossy().into_owned()))
     }
 
-    /// Reads variables through `lookup`, as [`from_env`](Self::from_env) reads the environment.
+    /// Reads variables through `lookup`, as [`from_env`](Self::from_env) reads the environment. One that
+    /// is empty counts as not set.
     ///
     /// # Errors
     ///
@@ -204,6 +203,16 @@ impl fmt::Display for Origin {
             Self::Variable(name) => f.write_str(name),
         }
     }
+}
+
+/// What the environment says by the variable of this name. One that is set to nothing is not set, as
+/// `NAME= program` means it.
+///
+/// ```
+/// assert_eq!(accelerator_collective::variable("ACCEL_NO_SUCH_VARIABLE"), None);
+/// ```
+pub fn variable(name: &str) -> Option<OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
 struct Reader<F> {
@@ -363,12 +372,6 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
             }
         }
         if let Some(path) = self.text("ACCEL_TOKEN_FILE") {
-            if path.is_empty() {
-                return Err(invalid(
-                    "ACCEL_TOKEN_FILE is empty; expected the path of the file that holds the job \
-                     token",
-                ));
-            }
             self.note("token file", &path, Origin::Variable("ACCEL_TOKEN_FILE"));
             rendezvous = rendezvous.with_token_file(path);
         }
@@ -464,7 +467,7 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
     }
 
     fn text(&self, name: &str) -> Option<String> {
-        (self.lookup)(name)
+        (self.lookup)(name).filter(|value| !value.is_empty())
     }
 
     fn number(&self, name: &str) -> Result<Option<usize>> {
@@ -563,6 +566,33 @@ mod tests {
     }
 
     #[test]
+    fn a_variable_that_is_empty_is_not_set() {
+        let names = Launch::VARIABLES.into_iter().chain([
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "TORCHELASTIC_RUN_ID",
+            "TORCHELASTIC_USE_AGENT_STORE",
+        ]);
+        let empty: Vec<_> = names.map(|name| (name, "")).collect();
+        let settings = |launch: Launch| launch.settings().to_vec();
+        let (empty, unset) = (launch(&empty).unwrap(), launch(&[]).unwrap());
+        assert_eq!(settings(empty), settings(unset));
+        let others = [
+            ("LOCAL_RANK", ""),
+            ("ACCEL_PORT", ""),
+            ("ACCEL_STORE", ""),
+            ("ACCEL_JOB", ""),
+        ];
+        assert_eq!(settings(job(&others).unwrap()), settings(job(&[]).unwrap()));
+        let error = job(&[("WORLD_SIZE", "")]).unwrap_err().to_string();
+        assert!(error.contains("WORLD_SIZE is not set"), "{error}");
+    }
+
+    #[test]
     fn a_complete_launch_is_read_with_its_origins() {
         let launch = job(&[("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")]).unwrap();
         assert_eq!(launch.topology.to_string(), "rank 1 of 4 (local 1 of 2)");
@@ -634,7 +664,7 @@ mod tests {
                 &[("RANK", "banana")],
                 &["RANK", "\"banana\"", "whole number"],
             ),
-            (&[("RANK", "")], &["RANK", "\"\""]),
+            (&[("RANK", " ")], &["RANK", "\" \""]),
             (&[("RANK", "-1")], &["RANK", "\"-1\""]),
             (
                 &[("RANK", "4")],

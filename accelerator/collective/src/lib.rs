@@ -51,7 +51,7 @@ pub use buffer::Buffer;
 pub use element::{DType, Element};
 pub use error::{Culprit, Error, Result};
 pub use group::{Forbidden, GroupOptions, Observed, Pending, ProcessGroup, Runner};
-pub use launch::{Launch, Origin, Setting};
+pub use launch::{Launch, Origin, Setting, variable};
 #[doc(hidden)]
 pub use notice::unheard;
 pub use partition::Partition;

@@ -40,6 +40,8 @@ pub fn check() -> Result<(), Error> {
     match std::env::var(crate::VARIABLE) {
         Err(std::env::VarError::NotPresent) => Ok(()),
         Err(error) => Err(Error(format!("{}: {error}", crate::VARIABLE))),
+        // Set to nothing is not set, for the other variables of the project too.
+        Ok(text) if text.is_empty() => Ok(()),
         Ok(text) => {
             let plan: crate::FaultPlan = text.parse()?;
             if plan.faults.is_empty() || cfg!(feature = "inject") {
@@ -97,7 +99,7 @@ mod inject {
     fn armed() -> &'static [Armed] {
         static ARMED: OnceLock<Vec<Armed>> = OnceLock::new();
         ARMED.get_or_init(|| {
-            let read = |name| std::env::var(name).ok();
+            let read = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
             let restart = read(crate::RESTART)
                 .and_then(|x| x.parse().ok())
                 .unwrap_or(0);

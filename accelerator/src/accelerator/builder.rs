@@ -1,6 +1,6 @@
 use core::num::{NonZeroU64, NonZeroUsize};
 use core::time::Duration;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -18,7 +18,7 @@ use crate::logging::Warned;
 use crate::model::Models;
 use crate::nn::Crossing;
 use crate::precision::{LossScale, Precision};
-use crate::timeline::{Place, Recording, Timeline};
+use crate::timeline::{self, Output, Place, Recording, Schedule, Timeline, check_cycles};
 
 /// Settings for an [`Accelerator`]; begin with [`Accelerator::builder`].
 ///
@@ -52,6 +52,7 @@ pub struct AcceleratorBuilder {
     recording: Recording,
     seed: u64,
     trace: Option<PathBuf>,
+    trace_schedule: Option<Schedule>,
     transport: Option<TransportKind>,
 }
 
@@ -82,6 +83,7 @@ impl AcceleratorBuilder {
             recording: Recording::Nothing,
             seed: 0,
             trace: None,
+            trace_schedule: None,
             transport: None,
         }
     }
@@ -260,7 +262,10 @@ impl AcceleratorBuilder {
     /// Where other ranks are lost, each writes its own part instead, as `….rank3.json`. So does a rank
     /// that ends without `finish`, since an error has left its loop by `?`, for example: when the last
     /// handle of its accelerator is dropped. A process that is killed, or ends by
-    /// [`std::process::exit`], writes nothing.
+    /// [`std::process::exit`], writes nothing. Such parts of an earlier run are removed at the start, but
+    /// not in a restart of the job by the launcher, and where a whole trace is written.
+    ///
+    /// Of a long training, record some steps: [`with_trace_schedule`](Self::with_trace_schedule).
     ///
     /// ```
     /// # let folder = tempfile::tempdir().unwrap();
@@ -273,6 +278,31 @@ impl AcceleratorBuilder {
     /// ```
     pub fn with_trace(mut self, path: impl Into<PathBuf>) -> Self {
         self.trace = Some(path.into());
+        self
+    }
+
+    /// Of the steps from the first on, records those that the schedule keeps, in a trace for each of its
+    /// cycles beside the file of [`with_trace`](Self::with_trace): `trace.cycle0.json` and so on. It is
+    /// [`Accelerator::profile`] from the start to the end of the program. Default:
+    /// `ACCEL_TRACE_SCHEDULE`, else one trace of everything.
+    ///
+    /// ```
+    /// use accelerator::timeline::Schedule;
+    ///
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("trace.json");
+    /// // Five steps of every thousand.
+    /// let schedule = Schedule::new(5).with_wait(994).with_warm_up(1);
+    /// let accelerator = accelerator::Accelerator::builder()
+    ///     .with_trace(&path)
+    ///     .with_trace_schedule(schedule)
+    ///     .build()?;
+    /// # accelerator.finish()?;
+    /// # assert!(!path.exists());
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn with_trace_schedule(mut self, schedule: Schedule) -> Self {
+        self.trace_schedule = Some(schedule);
         self
     }
 
@@ -308,7 +338,10 @@ impl AcceleratorBuilder {
         settings.accumulation_steps = self.steps(launch.topology.world_size())?;
         let (kind, device) = self.open_device(launch.topology.local_rank(), &settings)?;
         if launch.topology.is_main() {
-            check_trace(settings.trace.as_deref())?;
+            check_trace(&settings)?;
+        }
+        if launch.topology.is_local_main() && launch.restart() == 0 {
+            clear_traces(&settings);
         }
         let group = ProcessGroup::connect(&launch, &self.group_options(&launch)?)?;
         let switch = switch(group.topology(), &settings);
@@ -335,7 +368,8 @@ impl AcceleratorBuilder {
     {
         let mut settings = self.settings()?;
         settings.accumulation_steps = self.steps(world_size)?;
-        check_trace(settings.trace.as_deref())?;
+        check_trace(&settings)?;
+        clear_traces(&settings);
         let world_size = NonZeroUsize::new(world_size)
             .ok_or_else(|| Error::config("launch: 0 ranks were asked for; at least 1 is needed"))?;
         if !matches!(
@@ -388,6 +422,9 @@ impl AcceleratorBuilder {
         }
         tracing::debug!(topology = %group.topology(), device = %kind, "accelerator ready");
         let timeline = Timeline::new(&group, settings.recording)?;
+        if let (Some(schedule), Some(path)) = (settings.trace_schedule, &settings.trace) {
+            timeline.begin(&group, schedule, Output::Trace(path.clone()))?;
+        }
         Ok(Accelerator {
             shared: Arc::new(Shared {
                 checkpoints: Ongoing::default(),
@@ -430,6 +467,12 @@ impl AcceleratorBuilder {
     }
 
     fn settings(&self) -> Result<Settings> {
+        if super::is_drawing() {
+            return Err(Error::misuse(
+                "an accelerator cannot be built within the closure of `Accelerator::init`, whose model \
+                 would be drawn from another place of the generator; build it before",
+            ));
+        }
         environment::check()?;
         accelerator_fault::check()
             .map_err(|error| Error::with_source(Kind::Config, error.to_string(), error))?;
@@ -441,9 +484,20 @@ impl AcceleratorBuilder {
             )));
         }
         let trace = environment::trace(self.trace.as_deref())?;
-        let recording = match &trace {
-            Some(_) => Recording::Events,
-            None => self.recording,
+        let trace_schedule = environment::trace_schedule(self.trace_schedule)?;
+        let recording = match (&trace, &trace_schedule) {
+            (Some(_), None) => Recording::Events,
+            (Some(_), Some(schedule)) => {
+                schedule.check()?;
+                self.recording
+            }
+            (None, None) => self.recording,
+            (None, Some(schedule)) => {
+                return Err(Error::config(format!(
+                    "the schedule `{schedule}` was given, and no trace; name its file by `with_trace` or \
+                     ACCEL_TRACE, or leave the schedule out"
+                )));
+            }
         };
         let compression = environment::compression(self.compression)?;
         if self.hook.is_some() && compression != Compression::None {
@@ -465,6 +519,7 @@ impl AcceleratorBuilder {
             recording,
             seed: self.seed,
             trace,
+            trace_schedule,
             window: match self.global_batch {
                 Some(_) => WindowSize::Samples,
                 None => WindowSize::Steps,
@@ -541,10 +596,13 @@ impl GlobalBatch {
 }
 
 /// Refuses a trace that cannot be written, before there is anything to lose.
-fn check_trace(trace: Option<&Path>) -> Result<()> {
-    let Some(path) = trace else {
+fn check_trace(settings: &Settings) -> Result<()> {
+    let Some(path) = &settings.trace else {
         return Ok(());
     };
+    if settings.trace_schedule.is_some() {
+        return check_cycles(path);
+    }
     match Place::find(path) {
         Ok(_) => Ok(()),
         Err(error) => Err(Error::config(format!(
@@ -552,6 +610,13 @@ fn check_trace(trace: Option<&Path>) -> Result<()> {
              takes files",
             path.display()
         ))),
+    }
+}
+
+/// Removes what an earlier run left beside the trace.
+fn clear_traces(settings: &Settings) {
+    if let Some(path) = &settings.trace {
+        timeline::clear(path);
     }
 }
 
@@ -574,6 +639,10 @@ fn terms(settings: &Settings, switch: Switch, topology: &Topology) -> Vec<Term> 
         Some(steps) => format!("every {steps} steps"),
         None => "never".to_owned(),
     };
+    let schedule = match settings.trace_schedule {
+        Some(schedule) => schedule.to_string(),
+        None => "none".to_owned(),
+    };
     vec![
         Term::new(
             "the number of accumulation steps",
@@ -592,6 +661,8 @@ fn terms(settings: &Settings, switch: Switch, topology: &Topology) -> Vec<Term> 
         Term::new("the seed", settings.seed).set_by("`seed`"),
         Term::new("what is recorded", settings.recording)
             .set_by("ACCEL_TRACE, `with_trace` or `with_step_summary`"),
+        Term::new("the schedule of the trace", schedule)
+            .set_by("ACCEL_TRACE_SCHEDULE or `with_trace_schedule`"),
         Term::new("when replicas are checked", replicas).set_by("`check_replicas_every`"),
     ]
 }

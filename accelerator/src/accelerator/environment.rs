@@ -5,12 +5,13 @@ use core::num::NonZeroUsize;
 use core::str::FromStr;
 use std::path::{Path, PathBuf};
 
-use accelerator_collective::Launch;
+use accelerator_collective::{Launch, variable};
 
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::{Compression, Overlap};
 use crate::precision::Precision;
+use crate::timeline::Schedule;
 
 /// Names the device, as [`AcceleratorBuilder::device`](super::AcceleratorBuilder::device) does.
 const DEVICE: &str = "ACCEL_DEVICE";
@@ -26,6 +27,10 @@ const OVERLAP: &str = "ACCEL_OVERLAP";
 /// Names the file of the trace, as
 /// [`AcceleratorBuilder::with_trace`](super::AcceleratorBuilder::with_trace) does.
 const TRACE: &str = "ACCEL_TRACE";
+
+/// Says which steps the trace keeps, as
+/// [`AcceleratorBuilder::with_trace_schedule`](super::AcceleratorBuilder::with_trace_schedule) does.
+const TRACE_SCHEDULE: &str = "ACCEL_TRACE_SCHEDULE";
 
 /// Names the precision, as [`AcceleratorBuilder::precision`](super::AcceleratorBuilder::precision) does.
 const PRECISION: &str = "ACCEL_PRECISION";
@@ -49,8 +54,7 @@ pub(super) fn compression(asked: Option<Compression>) -> Result<Compression> {
 
 /// The file of the trace, in the same way.
 pub(super) fn trace(asked: Option<&Path>) -> Result<Option<PathBuf>> {
-    let named = std::env::var_os(TRACE).filter(|path| !path.is_empty());
-    match (asked, named.map(PathBuf::from)) {
+    match (asked, variable(TRACE).map(PathBuf::from)) {
         (Some(asked), Some(named)) if asked != named => Err(Error::config(format!(
             "the program asks for a trace in `{}`, and {TRACE} for one in `{}`; unset the variable, \
              or leave the choice to it",
@@ -59,6 +63,11 @@ pub(super) fn trace(asked: Option<&Path>) -> Result<Option<PathBuf>> {
         ))),
         (asked, named) => Ok(asked.map(Path::to_owned).or(named)),
     }
+}
+
+/// Which steps the trace keeps, in the same way.
+pub(super) fn trace_schedule(asked: Option<Schedule>) -> Result<Option<Schedule>> {
+    agreed("the schedule", asked, TRACE_SCHEDULE)
 }
 
 /// The overlap of the program and of the environment, in the same way.
@@ -103,21 +112,18 @@ impl FromStr for Count {
 }
 
 /// What the program or the variable says about `what`.
-fn agreed<T>(what: &str, asked: Option<T>, variable: &str) -> Result<Option<T>>
+fn agreed<T>(what: &str, asked: Option<T>, name: &str) -> Result<Option<T>>
 where
     T: Display + FromStr<Err: Display> + PartialEq,
 {
-    let named = match std::env::var(variable) {
-        Ok(name) => Some(
-            name.parse::<T>()
-                .map_err(|error| Error::config(format!("{variable}: {error}")))?,
-        ),
-        Err(std::env::VarError::NotPresent) => None,
-        Err(error) => return Err(Error::config(format!("{variable}: {error}"))),
-    };
+    // A value that is not Unicode is none of the valid ones; the lossy text shows it.
+    let parsed = variable(name).map(|value| value.to_string_lossy().parse::<T>());
+    let named = parsed
+        .transpose()
+        .map_err(|error| Error::config(format!("{name}: {error}")))?;
     match (asked, named) {
         (Some(asked), Some(named)) if asked != named => Err(Error::config(format!(
-            "the program asks for {what} `{asked}`, and {variable} for `{named}`; unset the \
+            "the program asks for {what} `{asked}`, and {name} for `{named}`; unset the \
              variable, or leave the choice to it"
         ))),
         (asked, named) => Ok(asked.or(named)),
@@ -126,7 +132,8 @@ where
 
 /// Refuses a variable with this project's prefix that nothing reads: it is misspelt.
 pub(super) fn check() -> Result<()> {
-    let names = std::env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned());
+    let set = std::env::vars_os().filter(|(_, value)| !value.is_empty());
+    let names = set.map(|(name, _)| name.to_string_lossy().into_owned());
     check_names(names)
 }
 
@@ -140,6 +147,7 @@ fn check_names(names: impl Iterator<Item = String>) -> Result<()> {
             OVERLAP,
             PRECISION,
             TRACE,
+            TRACE_SCHEDULE,
         ])
     };
     let mut ours = names.filter(|name| name.starts_with("ACCEL_"));

@@ -7,9 +7,10 @@ mod process;
 mod share;
 mod trigger;
 
+use core::cell::Cell;
 use core::fmt;
 use core::num::{NonZeroU64, NonZeroUsize};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -25,14 +26,16 @@ use crate::checkpoint::Ongoing;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::hook;
-use crate::gradient::{Compression, Gradients, Overlap, OverlapReport, Switch, Turn, Weight};
+use crate::gradient::{
+    Compression, Gradients, Overlap, OverlapReport, Reach, Switch, Turn, Weight,
+};
 use crate::logging::Warned;
 use crate::model::Models;
 use crate::nn::Crossing;
 use crate::notice;
 use crate::precision::{LossScale, Precision, Scaler};
 use crate::prepare::Prepare;
-use crate::timeline::{Recording, StepSummary, Timeline};
+use crate::timeline::{Recording, Schedule, StepSummary, Timeline};
 
 /// This process's (or, under [`launch`](crate::launch), this thread's) place among the ranks of
 /// a job, with everything a training loop needs of it.
@@ -77,8 +80,10 @@ impl Drop for Shared {
     /// The program ends without `finish`, which would have written the trace: a `?` has left the loop,
     /// or a panic.
     fn drop(&mut self) {
-        if let Some(path) = &self.settings.trace
-            && let Err(error) = self.timeline.write_own(self.group.world_size(), path)
+        let world_size = self.group.world_size();
+        self.timeline.write_own_cycles(world_size);
+        if let Some(path) = self.settings.whole_trace()
+            && let Err(error) = self.timeline.write_own(world_size, path)
         {
             let rank = self.group.rank();
             notice::warn(&format!("the trace of rank {rank} is lost: {error}"));
@@ -101,9 +106,20 @@ pub(crate) struct Settings {
     pub(crate) precision: Precision,
     pub(crate) recording: Recording,
     pub(crate) seed: u64,
-    /// The file of the trace.
+    /// The file of the trace; with a schedule, the one beside which those of its cycles are.
     pub(crate) trace: Option<PathBuf>,
+    pub(crate) trace_schedule: Option<Schedule>,
     pub(crate) window: WindowSize,
+}
+
+impl Settings {
+    /// The file of the trace, where it is one of the whole program.
+    pub(crate) fn whole_trace(&self) -> Option<&Path> {
+        match self.trace_schedule {
+            Some(_) => None,
+            None => self.trace.as_deref(),
+        }
+    }
 }
 
 /// What the program says about how much an optimizer step takes.
@@ -191,8 +207,8 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, a loss
-    /// that does not depend on one, a weight that is not a number of samples, a batch of a
+    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or whose replicas
+    /// differ in the middle of [local steps](crate::local), a loss that does not depend on one, a weight that is not a number of samples, a batch of a
     /// loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), or a call while another
     /// thread reduces gradients of the same model, or of one whose window is being reduced, which ends
     /// the group;
@@ -205,9 +221,22 @@ impl Accelerator {
         model: &M,
         weight: impl Into<Weight>,
     ) -> Result<Gradients> {
+        self.backward_of(loss, model, weight.into(), Reach::All)
+    }
+
+    /// The same over the samples of these ranks.
+    #[track_caller]
+    pub(crate) fn backward_of<M: Module>(
+        &self,
+        loss: Tensor<1>,
+        model: &M,
+        weight: Weight,
+        reach: Reach,
+    ) -> Result<Gradients> {
         let timeline = &self.shared.timeline;
+        timeline.deliver(&self.shared.group)?;
         timeline.backward_begins();
-        let gradients = crate::gradient::backward(self, loss, model, weight.into());
+        let gradients = crate::gradient::backward(self, loss, model, weight, reach);
         match gradients {
             Ok(_) => timeline.backward_ends(),
             Err(_) => timeline.step_failed(),
@@ -288,10 +317,15 @@ impl Accelerator {
     #[track_caller]
     pub fn finish(&self) -> Result<()> {
         let saved = self.shared.checkpoints.settle(self);
-        if let Some(path) = &self.shared.settings.trace
-            && let Err(error) = self.shared.timeline.write(&self.shared.group, path)
+        let (timeline, group) = (&self.shared.timeline, &self.shared.group);
+        if let Some(path) = self.shared.settings.whole_trace()
+            && let Err(error) = timeline.write(group, path)
         {
             notice::warn(&format!("the trace is lost: {error}"));
+        }
+        if let Err(error) = timeline.finish(group) {
+            // The barrier returns it.
+            tracing::debug!(%error, "ranks are missing: traces of cycles are each rank's own");
         }
         let met = self.shared.group.barrier();
         self.shared.group.close()?;
@@ -326,6 +360,9 @@ impl Accelerator {
     /// assert!(together.iter().all(|weight| *weight == alone[0]));
     /// # Ok::<(), accelerator::Error>(())
     /// ```
+    ///
+    /// Within `build`, another model may be built by `init`, from the seed again; an accelerator cannot be,
+    /// since that would set the generator under this model: [`Error::is_misuse`].
     pub fn init<M: Module>(&self, build: impl FnOnce(&Device) -> M) -> M {
         let _turn = drawing();
         let device = self.device();
@@ -447,10 +484,39 @@ impl Accelerator {
     }
 }
 
-/// One of the threads of this process at a time sets the device's generator and draws from it.
-fn drawing() -> MutexGuard<'static, ()> {
+/// One of the threads of this process at a time sets the device's generator and draws from it. A thread
+/// whose turn it is goes on.
+fn drawing() -> Drawing {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
+    let turn = (!is_drawing()).then(|| {
+        let turn = ONE_AT_A_TIME.lock();
+        turn.unwrap_or_else(PoisonError::into_inner)
+    });
+    DRAWING.set(true);
+    Drawing { turn }
+}
+
+/// Whether it is this thread's turn to draw.
+fn is_drawing() -> bool {
+    DRAWING.get()
+}
+
+thread_local! {
+    static DRAWING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A turn to draw, or a part of one.
+struct Drawing {
+    /// `None` for a part.
+    turn: Option<MutexGuard<'static, ()>>,
+}
+
+impl Drop for Drawing {
+    fn drop(&mut self) {
+        if self.turn.is_some() {
+            DRAWING.set(false);
+        }
+    }
 }
 
 impl fmt::Debug for Accelerator {

@@ -1,8 +1,10 @@
 use core::fmt;
 use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use super::Accelerator;
-use crate::error::Result;
+use crate::device::panic_text;
+use crate::error::{Error, Kind, Result};
 use crate::outcome;
 
 /// What only some ranks do, and in which order.
@@ -57,6 +59,64 @@ impl Accelerator {
         let lines = self.shared.group.all_gather_object(&line.to_string())?;
         self.print(lines.join("\n"));
         Ok(())
+    }
+
+    /// Runs `work` on one rank after the other, in their order: each begins when the one before has
+    /// ended, and the first when all have come. Every rank must call it; it returns when all are done.
+    ///
+    /// Lines that ranks log so come in the order of ranks where they write to one place, a terminal or a
+    /// file. A launcher that collects the output of each rank by itself, as `accel-launch` does, may still
+    /// mix lines that come at almost the same time: where the order of lines is all that matters,
+    /// [`print_in_order`](Self::print_in_order) sends them to rank 0, in one operation for all ranks in
+    /// place of one for each.
+    ///
+    /// A collective inside `work` returns an error there and then. What `work` returns is this rank's own
+    /// affair, an error included. When it panics, the panic goes on here, the other ranks get an error, and
+    /// those whose turn it would have been do not run theirs.
+    ///
+    /// ```
+    /// accelerator::launch(2, |accelerator| {
+    ///     let _rank = accelerator.span().entered();
+    ///     accelerator.in_rank_order(|| tracing::info!("{} is ready", accelerator.device_kind()))
+    /// })?;
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost or calls something
+    /// else, before any rank has run `work` in the latter case; [`Error::is_panic`](crate::Error::is_panic)
+    /// when `work` panicked on another rank.
+    #[track_caller]
+    pub fn in_rank_order<T>(&self, work: impl FnOnce() -> T) -> Result<T> {
+        let group = &self.shared.group;
+        group.barrier()?;
+        let mut work = Some(work);
+        let mut mine = None;
+        for turn in 0..self.world_size() {
+            let work = if turn == self.rank() {
+                work.take()
+            } else {
+                None
+            };
+            let ended = work.map(|work| {
+                let work = AssertUnwindSafe(|| self.alone(work));
+                catch_unwind(work)
+            });
+            let failure = match &ended {
+                Some(Err(panic)) => Some(Error::new(Kind::Panic, panic_text(&**panic))),
+                _ => None,
+            };
+            let told = outcome::take_turn(group, turn, failure.as_ref(), IN_TURN);
+            match ended {
+                Some(Ok(value)) => mine = Some(value),
+                Some(Err(panic)) => resume_unwind(panic),
+                None => {}
+            }
+            told?;
+        }
+        // Each rank has had its turn.
+        mine.ok_or_else(|| Error::new(Kind::Misuse, "this rank had no turn"))
     }
 
     /// Runs `work` on rank 0 only.
@@ -174,6 +234,9 @@ impl Accelerator {
 
 /// What rank 0, or the first rank of a host, does before the others.
 const FIRST: &str = "do what it does first here";
+
+/// What a rank does when it is its turn.
+const IN_TURN: &str = "do what it does in its turn here";
 
 fn print(line: impl fmt::Display) {
     // One call, so that lines of several processes do not mix.

@@ -10,6 +10,7 @@ use super::snapshot::{PartKind, Snapshot};
 use crate::data::PreparedLoader;
 use crate::ema::Ema;
 use crate::error::Result;
+use crate::local::{DiLoCo, LocalSgd};
 use crate::optim::{Manual, PreparedOptimizer, Scheduled};
 
 /// What [`Accelerator::save_state`](crate::Accelerator::save_state) takes: references to prepared
@@ -98,6 +99,10 @@ pub struct PerRank<T>(
 
 /// The kinds of things that a checkpoint can hold; see [`Save`] and [`Resume`].
 pub mod kind {
+    /// The outer optimizer of local training.
+    #[derive(Debug)]
+    pub enum DiLoCo {}
+
     /// Averaged weights.
     #[derive(Debug)]
     pub enum Ema {}
@@ -105,6 +110,10 @@ pub mod kind {
     /// A prepared loader.
     #[derive(Debug)]
     pub enum Loader {}
+
+    /// Local training without an outer optimizer.
+    #[derive(Debug)]
+    pub enum LocalSgd {}
 
     /// A prepared Burn module.
     #[derive(Debug)]
@@ -153,6 +162,40 @@ impl<M: Module + fmt::Display> Resume<kind::Ema> for Ema<M> {
 
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
         self.try_map(|model| restorer.model(model))
+    }
+}
+
+// Between rounds it has nothing to keep; within one, the model refuses.
+impl Save<kind::LocalSgd> for &LocalSgd {
+    fn collect(self, _snapshot: &mut Snapshot<'_>) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl Resume<kind::LocalSgd> for LocalSgd {
+    fn kinds(_kinds: &mut Vec<PartKind>) {}
+
+    fn restore(self, _restorer: &mut Restorer<'_>) -> Result<Self> {
+        Ok(self)
+    }
+}
+
+// To a checkpoint it is two more models: the outer parameters, and their momentum.
+impl<M: Module + fmt::Display> Save<kind::DiLoCo> for &DiLoCo<M> {
+    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+        self.states()
+            .into_iter()
+            .try_for_each(|state| snapshot.add_model(state))
+    }
+}
+
+impl<M: Module + fmt::Display> Resume<kind::DiLoCo> for DiLoCo<M> {
+    fn kinds(kinds: &mut Vec<PartKind>) {
+        kinds.extend([PartKind::Model, PartKind::Model]);
+    }
+
+    fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
+        self.try_map(|state| restorer.model(state))
     }
 }
 

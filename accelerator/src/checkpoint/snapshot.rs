@@ -106,6 +106,9 @@ impl<'a> Snapshot<'a> {
                  epoch"
             )));
         }
+        if self.mode == Mode::Regular {
+            slot.round().check_together("save a checkpoint")?;
+        }
         let values = (self.writer == Writer::This).then(|| ModelSnapshot::of(model));
         let mut hooks = Vec::new();
         if let Some(hook) = slot.hook() {

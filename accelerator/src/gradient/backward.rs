@@ -16,6 +16,14 @@ use crate::model::Trainable;
 use crate::replicas;
 use crate::timeline::{Part, Phase};
 
+/// Whose samples gradients are the average over.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Reach {
+    All,
+    /// Those of this rank alone: nothing is communicated.
+    Own,
+}
+
 /// See [`Accelerator::backward`].
 #[track_caller]
 pub(crate) fn backward<M: Module>(
@@ -23,9 +31,13 @@ pub(crate) fn backward<M: Module>(
     loss: Tensor<1>,
     model: &M,
     weight: Weight,
+    reach: Reach,
 ) -> Result<Gradients> {
     check(&loss, &weight)?;
     let slot = accelerator.shared.models.find(model)?;
+    if reach == Reach::All {
+        slot.round().check_together("average its gradients")?;
+    }
     // The graph of a working copy is used up by this.
     let copy = slot.take_working();
     let group = accelerator.group();
@@ -34,7 +46,8 @@ pub(crate) fn backward<M: Module>(
     let scale = slot.loss_scale();
     let ends = |before: usize| weight.ends_window(before + 1, steps);
     // What one rank computes is handed on as it is, where nothing is to be added or taken back.
-    let alone = group.world_size() == 1 && scale.is_none() && weight.count > 0.0;
+    let alone = reach == Reach::Own || group.world_size() == 1;
+    let alone = alone && scale.is_none() && weight.count > 0.0;
     if alone && slot.open_micro_steps() == 0 && ends(0) {
         let gradients = {
             let _backward = timeline.span(Phase::Backward);
@@ -47,8 +60,10 @@ pub(crate) fn backward<M: Module>(
         // What it asks of the caller concerns connections and files, of which there are none here.
         let _ = strike(group.rank(), Point::Step(slot.steps()));
         slot.count_step();
-        let trigger = &accelerator.shared.trigger;
-        trigger.receive(trigger.send());
+        if reach == Reach::All {
+            let trigger = &accelerator.shared.trigger;
+            trigger.receive(trigger.send());
+        }
         if let Some(mark) = &weight.mark {
             mark.is_used();
         }
@@ -70,15 +85,28 @@ pub(crate) fn backward<M: Module>(
                 .inspect_err(|_| *window = Window::default());
         }
         // Windows of other models are sent over the same group.
-        let alone = accelerator.shared.turn.take(group)?;
+        let alone = match reach {
+            Reach::All => accelerator.shared.turn.take(group)?,
+            Reach::Own => None,
+        };
         (core::mem::take(&mut *window), alone)
     };
     // As above.
     let _ = strike(group.rank(), Point::Step(slot.steps()));
-    replicas::check_when_due(accelerator, &slot, model)?;
-    let reduced = reduce(accelerator, &slot, window, loss, model, copy, &weight)?;
+    let reduced = match reach {
+        Reach::All => {
+            replicas::check_when_due(accelerator, &slot, model)?;
+            reduce(accelerator, &slot, window, loss, model, copy, &weight)?
+        }
+        Reach::Own => add_up(accelerator, &slot, window, loss, model, &weight)?,
+    };
     if reduced.total <= 0.0 {
         slot.take_back(reduced.ledger);
+        if reach == Reach::Own {
+            slot.count_step();
+            reduced.marks.iter().for_each(Mark::is_used);
+            return Ok(Gradients::idle(weight.epoch));
+        }
         return Err(Error::misuse(
             "the weights of this step add up to 0 over all ranks: there is no sample to average \
              over",
@@ -98,7 +126,7 @@ pub(crate) fn backward<M: Module>(
                 scale,
                 "a step is skipped: gradients are not finite"
             );
-            return Ok(Gradients::overflowed(scale, weight.epoch));
+            return Ok(Gradients::overflowed(scale, weight.epoch, reach));
         }
     }
     Ok(gradients)
@@ -144,6 +172,28 @@ fn reduce<M: Module>(
     let mut reduced = reducer.finish(slot, gradients, value, weight.mark.clone())?;
     watching.learn(lesson, &mut reduced, slot, group)?;
     Ok(reduced)
+}
+
+/// Runs the backward pass of the last micro-step, and adds the window up on this rank alone.
+fn add_up<M: Module>(
+    accelerator: &Accelerator,
+    slot: &Slot,
+    window: Window,
+    loss: Tensor<1>,
+    model: &M,
+    weight: &Weight,
+) -> Result<Reduced> {
+    let (group, timeline) = (accelerator.group(), &accelerator.shared.timeline);
+    let scale = slot.loss_scale();
+    let reducer = Reducer::alone(slot, group, window, weight.count, timeline);
+    let reducer = reducer.with_loss_scale(scale.unwrap_or(1.0));
+    let value = loss.clone();
+    let gradients = {
+        let _backward = timeline.span(Phase::Backward);
+        GradientsParams::from_grads(scaled(loss, scale).backward(), model)
+    };
+    let value = value.inner().into_scalar::<f64>();
+    reducer.finish(slot, gradients, value, weight.mark.clone())
 }
 
 /// In full precision, times the loss scale: small gradients in half precision would be 0 without.

@@ -124,10 +124,15 @@ impl Buckets {
 
     /// New buffers, one a bucket.
     pub(super) fn allocate(&self, group: &ProcessGroup) -> Vec<Buffer> {
-        self.buckets
-            .iter()
-            .map(|bucket| group.buffer(bucket.dtype, bucket.length))
+        (0..self.len())
+            .map(|bucket| self.allocate_one(group, bucket))
             .collect()
+    }
+
+    /// A new buffer for that bucket.
+    pub(super) fn allocate_one(&self, group: &ProcessGroup, bucket: usize) -> Buffer {
+        let Bucket { dtype, length, .. } = &self.buckets[bucket];
+        group.buffer(*dtype, *length)
     }
 }
 

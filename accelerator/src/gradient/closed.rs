@@ -25,6 +25,8 @@ pub(super) struct Closed {
     /// By parameter: the sum of the squares of its elements, before clipping.
     pub(super) squares: Option<Vec<f64>>,
     pub(super) slot: Arc<Slot>,
+    /// Of gradients of this rank alone: held until they are used.
+    pub(super) tie: Option<Arc<()>>,
     pub(super) values: Values,
 }
 

@@ -5,6 +5,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
 use super::averages::Averages;
+use super::backward::Reach;
 use super::clip::{Clip, Limit};
 use super::closed::{Closed, Sums, Values};
 use super::reducer::Reduced;
@@ -42,10 +43,15 @@ pub struct Gradients(Content);
 enum Content {
     Accumulating,
     Closed(Box<Closed>),
+    /// This rank had no sample in a step of its own.
+    Idle {
+        epoch: Option<u64>,
+    },
     /// They were not finite, and the loss was scaled by this.
     Overflowed {
         scale: f64,
         epoch: Option<u64>,
+        reach: Reach,
     },
 }
 
@@ -54,8 +60,16 @@ impl Gradients {
         Self(Content::Accumulating)
     }
 
-    pub(super) fn overflowed(scale: f64, epoch: Option<u64>) -> Self {
-        Self(Content::Overflowed { scale, epoch })
+    pub(super) fn idle(epoch: Option<u64>) -> Self {
+        Self(Content::Idle { epoch })
+    }
+
+    pub(super) fn overflowed(scale: f64, epoch: Option<u64>, reach: Reach) -> Self {
+        Self(Content::Overflowed {
+            scale,
+            epoch,
+            reach,
+        })
     }
 
     pub(super) fn untouched(
@@ -100,8 +114,36 @@ impl Gradients {
             norm: None,
             slot,
             squares: None,
+            tie: None,
             values,
         })))
+    }
+
+    /// As those of this rank alone, which are in use for as long as `tie` is held.
+    pub(crate) fn tied(mut self, tie: &Arc<()>) -> Self {
+        if let Content::Closed(closed) = &mut self.0 {
+            closed.tie = Some(tie.clone());
+        }
+        self
+    }
+
+    /// Whether they are those of this rank alone.
+    pub(crate) fn is_own(&self) -> bool {
+        self.closed_ref().is_some_and(|closed| closed.tie.is_some())
+    }
+
+    /// Whether this rank had no sample in a step of its own.
+    pub(crate) fn is_idle(&self) -> bool {
+        matches!(self.0, Content::Idle { .. })
+    }
+
+    /// Whether this is a step of the job that this rank alone does not take.
+    pub(crate) fn is_missed(&self) -> bool {
+        match self.0 {
+            Content::Idle { .. } => true,
+            Content::Overflowed { reach, .. } => reach == Reach::Own,
+            Content::Accumulating | Content::Closed(_) => false,
+        }
     }
 
     /// Scales the gradient down to the norm `max`, where it is longer: one norm over all
@@ -169,7 +211,7 @@ impl Gradients {
     pub fn norm(&mut self) -> Option<f64> {
         match &mut self.0 {
             Content::Closed(closed) => Some(closed.whole_norm()),
-            Content::Accumulating | Content::Overflowed { .. } => None,
+            Content::Accumulating | Content::Idle { .. } | Content::Overflowed { .. } => None,
         }
     }
 
@@ -182,7 +224,7 @@ impl Gradients {
                 let all = vec![true; closed.slot.parameters().len()];
                 Some(closed.norm_of(order, &all))
             }
-            Content::Accumulating | Content::Overflowed { .. } => None,
+            Content::Accumulating | Content::Idle { .. } | Content::Overflowed { .. } => None,
         }
     }
 
@@ -248,7 +290,7 @@ impl Gradients {
     pub fn overflow(&self) -> Option<f64> {
         match self.0 {
             Content::Overflowed { scale, .. } => Some(scale),
-            Content::Accumulating | Content::Closed(_) => None,
+            Content::Accumulating | Content::Closed(_) | Content::Idle { .. } => None,
         }
     }
 
@@ -289,7 +331,7 @@ impl Gradients {
         match &self.0 {
             Content::Accumulating => None,
             Content::Closed(closed) => closed.epoch,
-            Content::Overflowed { epoch, .. } => *epoch,
+            Content::Idle { epoch } | Content::Overflowed { epoch, .. } => *epoch,
         }
     }
 
@@ -300,7 +342,7 @@ impl Gradients {
 
     fn closed_ref(&self) -> Option<&Closed> {
         match &self.0 {
-            Content::Accumulating | Content::Overflowed { .. } => None,
+            Content::Accumulating | Content::Idle { .. } | Content::Overflowed { .. } => None,
             Content::Closed(closed) => Some(closed),
         }
     }
@@ -310,6 +352,7 @@ impl fmt::Debug for Gradients {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
             Content::Accumulating => f.write_str("Gradients(accumulating)"),
+            Content::Idle { .. } => f.write_str("Gradients(idle)"),
             Content::Overflowed { scale, .. } => {
                 write!(f, "Gradients(not finite at scale {scale})")
             }

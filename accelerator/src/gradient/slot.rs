@@ -13,6 +13,7 @@ use super::ledger::Ledger;
 use super::overlap::{Order, OverlapReport, Switch, Watching};
 use super::turn::Turn;
 use super::window::Window;
+use crate::local::Round;
 use crate::model::Trainable;
 use crate::precision::{Scaler, ScalerState};
 
@@ -30,6 +31,8 @@ pub(crate) struct Slot {
     reported: AtomicBool,
     /// Whether a bucket that did not fit the compressed type was reported.
     reported_range: AtomicBool,
+    /// What this rank did by itself.
+    round: Mutex<Round>,
     shelf: Mutex<Shelf>,
     /// How many windows ended, over the whole job.
     steps: AtomicU64,
@@ -74,6 +77,7 @@ impl Slot {
             numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
             reported: AtomicBool::new(false),
             reported_range: AtomicBool::new(false),
+            round: Mutex::new(Round::default()),
             shelf: Mutex::new(Shelf {
                 layout,
                 spare: None,
@@ -198,6 +202,16 @@ impl Slot {
                  step was reduced again in f32, or they are not finite themselves (said once)"
             );
         }
+    }
+
+    /// What this rank did by itself since replicas were the same.
+    pub(crate) fn round(&self) -> MutexGuard<'_, Round> {
+        self.round.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How gradients are laid out, which is the same on every rank.
+    pub(super) fn layout(&self) -> Arc<Buckets> {
+        self.shelf().layout.clone()
     }
 
     pub(super) fn turn(&self) -> &Turn {

@@ -41,7 +41,9 @@ impl Accelerator {
     /// # Errors
     ///
     /// [`Error::is_io`] on every rank when rank 0 could not write; [`Error::is_model`] for a
-    /// parameter that such files cannot hold; [`Error::is_collective`] when another rank is lost.
+    /// parameter that such files cannot hold; [`Error::is_misuse`] in the middle of
+    /// [local steps](crate::local), where each rank has another model; [`Error::is_collective`] when
+    /// another rank is lost.
     #[track_caller]
     pub fn save_model<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<()> {
         self.save_model_with(model, path, &SaveOptions::new())
@@ -65,6 +67,9 @@ impl Accelerator {
         path: impl AsRef<Path>,
         options: &SaveOptions,
     ) -> Result<()> {
+        if let Ok(slot) = self.shared.models.find(model) {
+            slot.round().check_together("save the model")?;
+        }
         self.sync_buffers(model)?;
         let group = self.group();
         let work = || save(&ModelSnapshot::of(model), path.as_ref(), options);

@@ -109,11 +109,16 @@ use crate::timeline::{Part, Phase, Timeline};
 pub enum StepOutcome {
     /// The accumulation window is not full: the model is as it was, and so is the schedule.
     Accumulated,
-    /// Another rank was lost while a [`Sharded`] optimizer stepped: the model is as it was. The next
-    /// call that communicates returns the error, which names the rank.
+    /// This rank had no sample in a [local step](crate::local): the model is as it was. The step and the
+    /// schedule count on, as on ranks that had some.
+    Idle,
+    /// Another rank was lost while a [`Sharded`] optimizer stepped, or that got gradients of one rank
+    /// ([`local`](crate::local)): the model is as it was. The next call that communicates returns the error,
+    /// which names the rank.
     Lost,
     /// Gradients were not finite in [`Precision::F16`](crate::precision::Precision::F16), on all ranks alike: the
-    /// model is as it was, and so is the schedule. The next losses are scaled by less.
+    /// model is as it was, and so is the schedule. The next losses are scaled by less. In a
+    /// [local step](crate::local) it is this rank alone, whose schedule keeps pace with the others'.
     Skipped {
         /// By what the loss was multiplied.
         scale: f64,
@@ -167,8 +172,17 @@ impl<S> PreparedOptimizer<S> {
         gradients: Gradients,
         rate: impl FnOnce(&mut S, &M) -> ModuleLearningRate,
     ) -> M {
-        if let Some(scale) = gradients.overflow() {
-            self.outcome = StepOutcome::Skipped { scale };
+        let missed = match gradients.overflow() {
+            Some(scale) => Some(StepOutcome::Skipped { scale }),
+            None => gradients.is_idle().then_some(StepOutcome::Idle),
+        };
+        if let Some(outcome) = missed {
+            if gradients.is_missed() {
+                // Other ranks step, and schedules keep pace.
+                rate(&mut self.schedule, &model);
+                self.steps += 1;
+            }
+            self.outcome = outcome;
             self.timeline.step_ends();
             return model;
         }
@@ -206,6 +220,10 @@ impl<S> PreparedOptimizer<S> {
         gradients: Gradients,
     ) -> core::result::Result<M, M> {
         if let Some(shards) = &mut self.shards {
+            if gradients.is_own() {
+                shards.refuse_own();
+                return Err(model);
+            }
             let Some(averages) = gradients.into_averages() else {
                 return Ok(model);
             };
@@ -228,7 +246,7 @@ impl<S> PreparedOptimizer<S> {
         self.outcome
     }
 
-    /// How many times the model was updated.
+    /// How many times the model was updated; in [local training](crate::local), on any rank.
     pub fn steps(&self) -> u64 {
         self.steps
     }

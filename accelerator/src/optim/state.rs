@@ -82,16 +82,18 @@ impl<S> PreparedOptimizer<S> {
                 factor: self.factor,
                 outcome: match self.outcome {
                     StepOutcome::Stepped { rate, norm } => Some((rate, norm)),
-                    StepOutcome::Accumulated | StepOutcome::Lost | StepOutcome::Skipped { .. } => {
-                        None
-                    }
+                    StepOutcome::Accumulated
+                    | StepOutcome::Idle
+                    | StepOutcome::Lost
+                    | StepOutcome::Skipped { .. } => None,
                 },
                 schedule: self.schedule.state()?,
                 skipped: match self.outcome {
                     StepOutcome::Skipped { scale } => Some(scale),
-                    StepOutcome::Accumulated | StepOutcome::Lost | StepOutcome::Stepped { .. } => {
-                        None
-                    }
+                    StepOutcome::Accumulated
+                    | StepOutcome::Idle
+                    | StepOutcome::Lost
+                    | StepOutcome::Stepped { .. } => None,
                 },
                 steps: self.steps,
             },

@@ -1,33 +1,42 @@
 //! Where the time of a step goes.
 //!
 //! Ask for it when the accelerator is built, and read the [`StepSummary`]; or write a
-//! [trace](crate::AcceleratorBuilder::with_trace) of all ranks and look at it.
+//! [trace](crate::AcceleratorBuilder::with_trace) of all ranks and look at it. Of a long training, record
+//! some steps now and then, by a [`Schedule`]: with [`Accelerator::profile`](crate::Accelerator::profile),
+//! or from outside.
 
 mod clock;
 mod event;
 mod interval;
 mod place;
+mod profiler;
 mod recorder;
 mod ring;
+mod schedule;
 mod span;
 mod summary;
+mod tally;
 mod trace;
 
 use core::fmt;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use accelerator_collective::ProcessGroup;
 
 pub(crate) use self::event::{Part, Phase};
+pub(crate) use self::place::{Place, clear};
+pub use self::profiler::{Cycle, Profiler};
+pub(crate) use self::profiler::{Output, check_cycles};
 pub(crate) use self::recorder::Recording;
+pub use self::schedule::{Schedule, SchedulePhase};
 pub(crate) use self::span::Span;
 pub use self::summary::{Figure, StepSummary};
 
 use self::clock::Meeting;
-pub(crate) use self::place::Place;
+use self::profiler::Profiling;
 use self::recorder::Recorder;
 use self::trace::RankTrace;
 use crate::error::{Error, Result};
@@ -40,8 +49,13 @@ use crate::notice;
 pub(crate) struct Timeline(Arc<Inner>);
 
 struct Inner {
+    /// What runs by a schedule.
+    profiling: Profiling,
     rank: usize,
-    recorder: Option<Arc<Recorder>>,
+    /// Made when something is recorded for the first time.
+    recorder: OnceLock<Arc<Recorder>>,
+    /// What the builder asked for.
+    recording: Recording,
     /// How many optimizer steps this process did.
     steps: AtomicU64,
     /// Whether the trace was written.
@@ -52,22 +66,17 @@ impl Timeline {
     /// For a rank of that group, whose operations it will see.
     #[track_caller]
     pub(crate) fn new(group: &ProcessGroup, recording: Recording) -> Result<Self> {
-        let recorder = match recording {
-            Recording::Nothing => None,
-            Recording::Steps | Recording::Events => Some(Arc::new(Recorder::new(recording))),
-        };
-        if let Some(recorder) = &recorder
-            && group.world_size() > 1
-        {
-            let recorder = Arc::clone(recorder);
-            group.observe(move |operation| recorder.communicated(operation))?;
-        }
         let timeline = Self(Arc::new(Inner {
+            profiling: Profiling::default(),
             rank: group.rank(),
-            recorder,
+            recorder: OnceLock::new(),
+            recording,
             steps: AtomicU64::new(0),
             written: AtomicBool::new(false),
         }));
+        if recording != Recording::Nothing {
+            timeline.recorder_of(group, recording)?;
+        }
         if recording == Recording::Events {
             timeline.meet(group)?;
         }
@@ -77,39 +86,38 @@ impl Timeline {
     /// Begins a phase on the thread that trains; it ends when the guard is dropped. Phases may lie
     /// within each other: the time of the inner one counts for it alone.
     pub(crate) fn span(&self, phase: Phase) -> Span<'_> {
-        let recorder = self.0.recorder.as_deref();
-        Span::enter(phase, self.0.rank, self.steps(), recorder)
+        Span::enter(phase, self.0.rank, self.steps(), self.recorder())
     }
 
     /// Begins to load a batch on a worker's thread; the end is that of the guard.
     pub(crate) fn load(&self, worker: usize) -> impl Drop + use<'_> {
-        span::Load::begin(worker, self.0.recorder.as_deref())
+        span::Load::begin(worker, self.recorder())
     }
 
     /// A batch came, for which the loop had waited since `start`.
     pub(crate) fn batch_came(&self, start: Instant, end: Instant) {
-        if let Some(recorder) = &self.0.recorder {
+        if let Some(recorder) = self.recorder() {
             recorder.batch_came(start, end);
         }
     }
 
     /// The loss is computed, and `backward` was called.
     pub(crate) fn backward_begins(&self) {
-        if let Some(recorder) = &self.0.recorder {
+        if let Some(recorder) = self.recorder() {
             recorder.backward_begins();
         }
     }
 
     /// `backward` is done.
     pub(crate) fn backward_ends(&self) {
-        if let Some(recorder) = &self.0.recorder {
+        if let Some(recorder) = self.recorder() {
             recorder.backward_ends();
         }
     }
 
     /// What was begun since the last step will not become one.
     pub(crate) fn step_failed(&self) {
-        if let Some(recorder) = &self.0.recorder {
+        if let Some(recorder) = self.recorder() {
             recorder.step_failed();
         }
     }
@@ -117,22 +125,23 @@ impl Timeline {
     /// The optimizer has moved the model.
     pub(crate) fn step_ends(&self) {
         let step = self.0.steps.fetch_add(1, Ordering::Relaxed);
-        if let Some(recorder) = &self.0.recorder {
+        if let Some(recorder) = self.recorder() {
             let times = recorder.step_ends();
             tracing::debug!(rank = self.0.rank, step, times = %times, "step");
         }
+        self.advance(step + 1);
     }
 
     /// What the steps so far came to.
     pub(crate) fn summary(&self) -> Option<StepSummary> {
-        self.0.recorder.as_ref()?.summary()
+        self.recorder()?.summary()
     }
 
     /// Gathers the events of all ranks and lets rank 0 write them to `path`, where a trace is
     /// recorded. A rank that cannot reach rank 0 writes its own beside it.
     #[track_caller]
     pub(crate) fn write(&self, group: &ProcessGroup, path: &Path) -> Result<()> {
-        let Some(recorder) = &self.0.recorder else {
+        let Some(recorder) = self.recorder() else {
             return Ok(());
         };
         if self.0.written.swap(true, Ordering::Relaxed) {
@@ -146,7 +155,10 @@ impl Timeline {
         };
         let (path, ranks) = match gathered {
             Ok(None) => return Ok(()),
-            Ok(Some(ranks)) => (path.to_owned(), ranks),
+            Ok(Some(ranks)) => {
+                place::clear_parts(path);
+                (path.to_owned(), ranks)
+            }
             Err(error) => {
                 let path = place::of_rank(path, own.rank);
                 let shown = path.display();
@@ -160,7 +172,7 @@ impl Timeline {
     /// Writes what this rank alone noted, where nothing was written before: beside the trace that it
     /// would have been a part of, or as the trace where there is no other rank. Waits for nobody.
     pub(crate) fn write_own(&self, world_size: usize, path: &Path) -> Result<()> {
-        let Some(recorder) = &self.0.recorder else {
+        let Some(recorder) = self.recorder() else {
             return Ok(());
         };
         if self.0.written.swap(true, Ordering::Relaxed) {
@@ -176,11 +188,38 @@ impl Timeline {
     /// Compares clocks with the other ranks.
     #[track_caller]
     fn meet(&self, group: &ProcessGroup) -> Result<()> {
-        if let Some(recorder) = &self.0.recorder {
+        if let Some(recorder) = self.recorder() {
             let meeting = Meeting::hold(group, recorder.anchor())?;
             recorder.met(meeting);
         }
         Ok(())
+    }
+
+    /// What notes, where anything is to be noted.
+    fn recorder(&self) -> Option<&Recorder> {
+        let recorder = self.0.recorder.get()?;
+        recorder.is_on().then_some(recorder)
+    }
+
+    /// The recorder; made for `recording` where there is none, and told of the group's operations.
+    #[track_caller]
+    fn recorder_of(&self, group: &ProcessGroup, recording: Recording) -> Result<&Recorder> {
+        if self.0.recorder.get().is_none() {
+            let recorder = Arc::new(Recorder::new(recording));
+            if group.world_size() > 1 {
+                let recorder = Arc::clone(&recorder);
+                group.observe(move |operation| {
+                    if recorder.is_on() {
+                        recorder.communicated(operation);
+                    }
+                })?;
+            }
+            return Ok(self.0.recorder.get_or_init(|| recorder));
+        }
+        Ok(self
+            .0
+            .recorder
+            .get_or_init(|| Arc::new(Recorder::new(recording))))
     }
 
     fn steps(&self) -> u64 {
@@ -208,7 +247,7 @@ impl fmt::Debug for Timeline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Timeline")
             .field("rank", &self.0.rank)
-            .field("recorder", &self.0.recorder)
+            .field("recorder", &self.0.recorder.get())
             .finish_non_exhaustive()
     }
 }

@@ -1,3 +1,4 @@
+use std::ffi::OsStr;
 use std::fs;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -52,22 +53,76 @@ impl Place {
 
     /// A file of a name of its own, in the same folder, so that renaming it is atomic.
     fn open(&self) -> io::Result<NamedTempFile> {
-        let folder = match self.0.parent() {
-            Some(folder) if !folder.as_os_str().is_empty() => folder,
-            _ => Path::new("."),
-        };
         let mut builder = tempfile::Builder::new();
         builder.prefix(".trace-");
         // As any file of the user's, and not for the user alone.
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-        builder.tempfile_in(folder)
+        builder.tempfile_in(folder(&self.0))
     }
 }
 
 /// Where a rank puts its own part when it cannot give it to rank 0.
 pub(super) fn of_rank(path: &Path, rank: usize) -> PathBuf {
     path.with_extension(format!("rank{rank}.json"))
+}
+
+/// The trace of one cycle of a schedule.
+pub(super) fn of_cycle(path: &Path, cycle: u64) -> PathBuf {
+    path.with_extension(format!("cycle{cycle}.json"))
+}
+
+/// Removes what an earlier run left under the names of [`of_rank`] and [`of_cycle`]: nobody is to take
+/// it for this one's. That it cannot be removed is said, and is no error.
+pub(crate) fn clear(path: &Path) {
+    remove(path, |rest| {
+        let (cycle, part) = rest.split_once('.').unwrap_or((rest, ""));
+        match is_numbered(cycle, "cycle") {
+            true => part.is_empty() || is_numbered(part, "rank"),
+            false => is_numbered(rest, "rank"),
+        }
+    });
+}
+
+/// Removes the parts that ranks wrote under the name of [`of_rank`]: the whole takes their place.
+pub(super) fn clear_parts(path: &Path) {
+    remove(path, |rest| is_numbered(rest, "rank"));
+}
+
+/// Removes the files beside `path` called as its stem, a point, something of which `is_old` is true, and
+/// `.json`.
+fn remove(path: &Path, is_old: impl Fn(&str) -> bool) {
+    let Some(stem) = path.file_stem().and_then(OsStr::to_str) else {
+        return;
+    };
+    let Ok(entries) = fs::read_dir(folder(path)) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let rest = name.to_str().and_then(|name| name.strip_prefix(stem));
+        let rest = rest.and_then(|rest| rest.strip_prefix('.')?.strip_suffix(".json"));
+        if rest.is_some_and(&is_old)
+            && let Err(error) = fs::remove_file(entry.path())
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            let path = entry.path();
+            tracing::warn!(%error, path = %path.display(), "an old trace cannot be removed");
+        }
+    }
+}
+
+/// Whether it is `what` with a number.
+fn is_numbered(text: &str, what: &str) -> bool {
+    let number = text.strip_prefix(what).unwrap_or_default();
+    !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+fn folder(path: &Path) -> &Path {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    }
 }
 
 #[cfg(all(test, unix))]
@@ -125,5 +180,39 @@ mod tests {
         outer.unwrap();
         assert_eq!(fs::read(&place.0).unwrap(), b"one");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn only_traces_of_an_earlier_run_are_cleared() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("trace.json");
+        let old = [
+            "trace.rank0.json",
+            "trace.rank12.json",
+            "trace.cycle3.json",
+            "trace.cycle3.rank1.json",
+        ];
+        let kept = [
+            "trace.json",
+            "trace.rank.json",
+            "trace.rank1.txt",
+            "trace.rankx.json",
+            "trace.cycle.json",
+            "trace.rank1.cycle2.json",
+            "other.rank1.json",
+            "trace2.rank1.json",
+        ];
+        for name in old.iter().chain(&kept) {
+            fs::write(folder.path().join(name), "").unwrap();
+        }
+        clear_parts(&of_cycle(&path, 3));
+        assert!(!folder.path().join(old[3]).exists() && folder.path().join(old[2]).exists());
+        clear(&path);
+        for name in old {
+            assert!(!folder.path().join(name).exists(), "{name}");
+        }
+        for name in kept {
+            assert!(folder.path().join(name).exists(), "{name}");
+        }
     }
 }

@@ -1,4 +1,5 @@
 use core::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -9,12 +10,10 @@ use super::event::{Detail, Event, Kind, Operation, Part, Thread};
 use super::interval::Intervals;
 use super::ring::Ring;
 use super::summary::StepSummary;
+use super::tally::{Tally, Times};
 
 /// How many events a trace holds, for each rank: thousands of steps, in some megabytes.
 const EVENTS: usize = 1 << 16;
-
-/// Over how many of the newest steps medians are taken.
-const STEPS: usize = 1 << 12;
 
 /// Where [`Kind::Reduce`] lies among the phases.
 const WAITING: usize = 4;
@@ -40,34 +39,37 @@ impl fmt::Display for Recording {
     }
 }
 
-/// What a step came to, in nanoseconds.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Times {
-    /// From its first batch to the end of its optimizer.
-    pub(super) total: u64,
-    /// As [`Kind::PHASES`]; they share out a part of the total.
-    pub(super) phases: [u64; Kind::PHASES.len()],
-    /// How long operations were under way, on whichever thread.
-    pub(super) communicating: u64,
-    /// How much of that the main thread stood still for.
-    pub(super) exposed: u64,
-    pub(super) bytes: u64,
+/// What becomes of events while a schedule runs.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Mode {
+    /// They are kept, from here on.
+    Kept,
+    /// They are not noted.
+    Off,
+    /// They are noted, at the price that this has, and thrown away.
+    Discarded,
 }
 
-/// Notes what a rank does, in memory that is taken when it is made.
+/// Notes what a rank does, in memory that is taken beforehand.
 pub(super) struct Recorder {
     anchor: Instant,
     notes: Mutex<Notes>,
+    /// Whether anything is noted.
+    on: AtomicBool,
 }
 
 struct Notes {
     clocks: Vec<Meeting>,
+    /// The steps of the cycle under way, where a schedule keeps them.
+    cycle: Option<Tally>,
     events: Ring<Event>,
-    steps: Ring<Times>,
-    /// Over all steps.
-    sums: Times,
-    count: u64,
+    /// Whether events are noted.
+    noting: bool,
     open: Open,
+    /// How many steps were done before.
+    step: u64,
+    /// All steps, where they are to be added up.
+    whole: Option<Tally>,
     /// When the last operation of each runner ended: a trace shows one after the other.
     last_operation: [u64; 2],
 }
@@ -109,24 +111,27 @@ enum State {
 
 impl Recorder {
     pub(super) fn new(recording: Recording) -> Self {
-        let events = match recording {
-            Recording::Events => EVENTS,
-            Recording::Nothing | Recording::Steps => 0,
+        let (events, whole) = match recording {
+            Recording::Events => (EVENTS, Some(Tally::new())),
+            Recording::Nothing => (0, None),
+            Recording::Steps => (0, Some(Tally::new())),
         };
         Self {
             anchor: Instant::now(),
+            on: AtomicBool::new(whole.is_some()),
             notes: Mutex::new(Notes {
                 clocks: Vec::with_capacity(2),
+                cycle: None,
                 events: Ring::new(events),
-                steps: Ring::new(STEPS),
-                sums: Times::default(),
-                count: 0,
+                noting: events > 0,
                 open: Open {
                     within: Vec::with_capacity(8),
                     operations: Intervals::new(),
                     waits: Intervals::new(),
                     ..Open::default()
                 },
+                step: 0,
+                whole,
                 last_operation: [0; 2],
             }),
         }
@@ -135,6 +140,55 @@ impl Recorder {
     /// When all times begin.
     pub(super) fn anchor(&self) -> Instant {
         self.anchor
+    }
+
+    /// Whether there is anything to note.
+    pub(super) fn is_on(&self) -> bool {
+        self.on.load(Ordering::Relaxed)
+    }
+
+    /// Takes the memory for a schedule's events.
+    pub(super) fn begin_schedule(&self) {
+        self.notes().events = Ring::new(EVENTS);
+    }
+
+    /// Gives it back.
+    pub(super) fn end_schedule(&self) {
+        let mut notes = self.notes();
+        notes.events = Ring::new(0);
+        notes.noting = false;
+        notes.cycle = None;
+        self.on.store(notes.whole.is_some(), Ordering::Relaxed);
+    }
+
+    /// What holds from the next step on, before which `step` steps were done.
+    pub(super) fn switch(&self, mode: Mode, step: u64) {
+        let now = self.at(Instant::now());
+        let mut notes = self.notes();
+        if !self.is_on() {
+            notes.reset(now);
+        }
+        notes.step = step;
+        notes.noting = mode != Mode::Off;
+        if mode == Mode::Kept {
+            notes.events.clear();
+            notes.cycle.get_or_insert_with(Tally::new).clear();
+        } else {
+            notes.cycle = None;
+        }
+        let on = mode != Mode::Off || notes.whole.is_some();
+        self.on.store(on, Ordering::Relaxed);
+    }
+
+    /// What the steps of this cycle came to; `None` where none are kept, or none was done.
+    pub(super) fn cycle(&self) -> Option<StepSummary> {
+        self.notes().cycle.as_ref()?.summary()
+    }
+
+    /// Whether a schedule keeps events here, and there are some.
+    pub(super) fn keeps_some(&self) -> bool {
+        let notes = self.notes();
+        notes.cycle.is_some() && !notes.events.items().is_empty()
     }
 
     pub(super) fn met(&self, meeting: Meeting) {
@@ -194,9 +248,11 @@ impl Recorder {
                 part: Part::Whole,
             },
         );
-        notes.sums.add(&times);
-        notes.steps.push(times);
-        notes.count += 1;
+        let Notes { cycle, whole, .. } = &mut *notes;
+        for tally in [cycle, whole].into_iter().flatten() {
+            tally.add(times);
+        }
+        notes.step += 1;
         notes.reset(now);
         times
     }
@@ -253,8 +309,7 @@ impl Recorder {
     }
 
     pub(super) fn summary(&self) -> Option<StepSummary> {
-        let notes = self.notes();
-        StepSummary::of(notes.count, &notes.sums, notes.steps.items())
+        self.notes().whole.as_ref()?.summary()
     }
 
     /// The events by their beginning, with how many older ones are gone, and how this rank's clock
@@ -287,13 +342,16 @@ impl Notes {
     }
 
     fn event(&mut self, kind: Kind, thread: Thread, start: u64, end: u64, detail: Detail) {
+        if !self.noting {
+            return;
+        }
         let Detail { bytes, part } = detail;
         self.events.push(Event {
             kind,
             thread,
             start,
             end,
-            step: self.count,
+            step: self.step,
             bytes,
             part,
         });
@@ -339,39 +397,10 @@ impl Open {
     }
 }
 
-impl Times {
-    fn add(&mut self, other: &Self) {
-        self.total += other.total;
-        self.communicating += other.communicating;
-        self.exposed += other.exposed;
-        self.bytes += other.bytes;
-        for (sum, phase) in self.phases.iter_mut().zip(other.phases) {
-            *sum += phase;
-        }
-    }
-}
-
-impl fmt::Display for Times {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let milliseconds = |nanoseconds| nanoseconds as f64 / 1e6;
-        write!(f, "{:.3} ms", milliseconds(self.total))?;
-        for (kind, time) in Kind::PHASES.into_iter().zip(self.phases) {
-            write!(f, ", {} {:.3}", kind.name(), milliseconds(time))?;
-        }
-        write!(
-            f,
-            ", communicating {:.3}, exposed {:.3}, {} bytes",
-            milliseconds(self.communicating),
-            milliseconds(self.exposed),
-            self.bytes
-        )
-    }
-}
-
 impl fmt::Debug for Recorder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Recorder")
-            .field("steps", &self.notes().count)
+            .field("steps", &self.notes().step)
             .finish_non_exhaustive()
     }
 }
@@ -455,6 +484,38 @@ mod tests {
         recorder.backward_begins();
         recorder.backward_ends();
         assert_eq!(recorder.step_ends().communicating, 0);
+    }
+
+    #[test]
+    fn a_schedule_keeps_the_events_of_its_cycles_alone() {
+        let recorder = Recorder::new(Recording::Nothing);
+        let step = || {
+            recorder.backward_begins();
+            recorder.backward_ends();
+            recorder.step_ends();
+        };
+        assert!(!recorder.is_on() && recorder.summary().is_none());
+        recorder.begin_schedule();
+        recorder.switch(Mode::Discarded, 7);
+        step();
+        assert!(recorder.is_on() && recorder.cycle().is_none() && !recorder.keeps_some());
+        recorder.switch(Mode::Kept, 8);
+        assert!(!recorder.keeps_some());
+        step();
+        step();
+        assert_eq!(recorder.cycle().unwrap().steps, 2);
+        let steps: Vec<_> = recorder.events().0.iter().map(|event| event.step).collect();
+        assert!(steps.iter().all(|step| [8, 9].contains(step)), "{steps:?}");
+        recorder.switch(Mode::Off, 10);
+        assert!(!recorder.is_on() && recorder.cycle().is_none());
+        recorder.switch(Mode::Kept, 12);
+        assert!(
+            recorder.cycle().is_none(),
+            "nothing is left of the cycle before"
+        );
+        recorder.end_schedule();
+        assert!(!recorder.is_on() && recorder.events().0.is_empty());
+        assert!(recorder.summary().is_none());
     }
 
     #[test]

@@ -26,6 +26,12 @@ impl<T: Copy> Ring<T> {
         self.count += 1;
     }
 
+    /// Forgets everything, and keeps the memory.
+    pub(super) fn clear(&mut self) {
+        self.items.clear();
+        self.count = 0;
+    }
+
     /// How many are gone.
     pub(super) fn dropped(&self) -> u64 {
         self.count - self.items.len() as u64
@@ -50,6 +56,9 @@ mod tests {
         let mut items = ring.items().to_vec();
         items.sort_unstable();
         assert_eq!((items, ring.dropped()), (vec![5, 6, 7], 5));
+        ring.clear();
+        ring.push(9);
+        assert_eq!((ring.items(), ring.dropped()), (&[9][..], 0));
         let mut none = Ring::new(0);
         none.push(1);
         assert_eq!((none.items().len(), none.dropped()), (0, 1));

@@ -18,7 +18,7 @@ pub(super) struct RankTrace {
     process: u32,
     /// How many older events are gone.
     dropped: u64,
-    clocks: Vec<Meeting>,
+    pub(super) clocks: Vec<Meeting>,
     events: Vec<Row>,
 }
 

@@ -1,15 +1,18 @@
 //! The headers of safetensors files: eight bytes of length, and JSON of that length.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry as Place;
+use std::fmt;
 use std::fs::File;
-use std::io::Read;
+use std::io::{BufReader, Read};
 use std::path::{Component, Path};
 
 use serde::Deserialize;
+use serde::de::{self, DeserializeOwned, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use crate::error::{Error, Result};
 
-/// The most that the format allows.
+/// The most that the format allows; and no index is longer that anybody wrote.
 const LONGEST: u64 = 100_000_000;
 
 /// A tensor, as a header describes it.
@@ -59,13 +62,67 @@ fn read_file(path: &Path) -> Result<BTreeMap<String, Tensor>> {
             "its first bytes announce a header of {length} bytes, in a file of {size}"
         )));
     }
-    let mut text = Vec::new();
-    file.take(length).read_to_end(&mut text).map_err(failed)?;
-    parse(&text).map_err(wrong)
+    let header: Header =
+        parse(file, length).map_err(|error| wrong(format!("its header: {error}")))?;
+    Ok(header.0)
+}
+
+/// Reads JSON of so many bytes, without keeping its text.
+fn parse<T: DeserializeOwned>(file: impl Read, length: u64) -> serde_json::Result<T> {
+    let mut reader = serde_json::Deserializer::from_reader(BufReader::new(file.take(length)));
+    let value = T::deserialize(&mut reader)?;
+    reader.end()?;
+    Ok(value)
 }
 
 /// What a header holds beside tensors.
 const METADATA: &str = "__metadata__";
+
+/// The tensors of a header, checked one by one as they are read.
+struct Header(BTreeMap<String, Tensor>);
+
+impl<'de> Deserialize<'de> for Header {
+    fn deserialize<D: Deserializer<'de>>(reader: D) -> std::result::Result<Self, D::Error> {
+        reader.deserialize_map(Tensors).map(Self)
+    }
+}
+
+struct Tensors;
+
+impl<'de> Visitor<'de> for Tensors {
+    type Value = BTreeMap<String, Tensor>;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("an object of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(
+        self,
+        mut map: A,
+    ) -> std::result::Result<Self::Value, A::Error> {
+        let mut tensors = BTreeMap::new();
+        while let Some(name) = map.next_key::<String>()? {
+            if name == METADATA {
+                map.next_value::<IgnoredAny>()?;
+                continue;
+            }
+            let entry: Entry = map.next_value().map_err(|error| {
+                de::Error::custom(format!("the tensor {}: {error}", quoted(&name)))
+            })?;
+            let tensor = entry.tensor(&name).map_err(de::Error::custom)?;
+            match tensors.entry(name) {
+                Place::Vacant(place) => place.insert(tensor),
+                Place::Occupied(place) => {
+                    let name = quoted(place.key());
+                    return Err(de::Error::custom(format!(
+                        "the tensor {name} is there twice"
+                    )));
+                }
+            };
+        }
+        Ok(tensors)
+    }
+}
 
 #[derive(Deserialize)]
 struct Entry {
@@ -74,42 +131,42 @@ struct Entry {
     shape: Vec<u64>,
 }
 
+impl Entry {
+    fn tensor(self, name: &str) -> std::result::Result<Tensor, String> {
+        let [start, end] = self.data_offsets;
+        let elements = self.shape.iter().try_fold(1_u64, |a, &b| a.checked_mul(b));
+        let (Some(bytes), Some(elements)) = (end.checked_sub(start), elements) else {
+            return Err(format!(
+                "the tensor {} has the shape {:?} and lies from {start} to {end}",
+                quoted(name),
+                self.shape
+            ));
+        };
+        let expected = width(&self.dtype).map(|width| elements.checked_mul(width));
+        if expected.is_some_and(|expected| expected != Some(bytes)) {
+            return Err(format!(
+                "the tensor {} of {} has the shape {:?}, and {bytes} bytes",
+                quoted(name),
+                self.dtype,
+                self.shape
+            ));
+        }
+        Ok(Tensor {
+            bytes,
+            dtype: self.dtype,
+            elements,
+        })
+    }
+}
+
 #[derive(Deserialize)]
 struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
-fn parse(text: &[u8]) -> std::result::Result<BTreeMap<String, Tensor>, String> {
-    let header: BTreeMap<String, serde_json::Value> =
-        serde_json::from_slice(text).map_err(|error| format!("its header: {error}"))?;
-    let tensors = header.into_iter().filter(|(name, _)| name != METADATA);
-    tensors
-        .map(|(name, entry)| {
-            let entry: Entry = serde_json::from_value(entry)
-                .map_err(|error| format!("the tensor `{name}`: {error}"))?;
-            let [start, end] = entry.data_offsets;
-            let elements = entry.shape.iter().try_fold(1_u64, |a, &b| a.checked_mul(b));
-            let (Some(bytes), Some(elements)) = (end.checked_sub(start), elements) else {
-                return Err(format!(
-                    "the tensor `{name}` has the shape {:?} and lies from {start} to {end}",
-                    entry.shape
-                ));
-            };
-            let expected = width(&entry.dtype).map(|width| elements.checked_mul(width));
-            if expected.is_some_and(|expected| expected != Some(bytes)) {
-                return Err(format!(
-                    "the tensor `{name}` of {} has the shape {:?}, and {bytes} bytes",
-                    entry.dtype, entry.shape
-                ));
-            }
-            let tensor = Tensor {
-                bytes,
-                dtype: entry.dtype,
-                elements,
-            };
-            Ok((name, tensor))
-        })
-        .collect()
+/// What a file says, so that a terminal shows it and obeys none of it.
+fn quoted(text: &str) -> String {
+    format!("`{}`", text.escape_debug())
 }
 
 /// The bytes of an element, where the type is known and has whole bytes.
@@ -124,37 +181,54 @@ fn width(dtype: &str) -> Option<u64> {
 }
 
 fn read_shards(path: &Path) -> Result<BTreeMap<String, Tensor>> {
-    let text = std::fs::read(path).map_err(|error| unreadable(path, error))?;
-    let index: Index = serde_json::from_slice(&text).map_err(|error| {
+    let file = open(path)?;
+    let size = file
+        .metadata()
+        .map_err(|error| unreadable(path, error))?
+        .len();
+    if size > LONGEST {
+        return Err(Error::usage(format!(
+            "{} has {size} bytes; expected an index of at most {LONGEST}",
+            path.display()
+        )));
+    }
+    let index: Index = parse(file, LONGEST).map_err(|error| {
         let message = format!(
             "{} is no index of a safetensors file: expected a `weight_map`",
             path.display()
         );
         Error::usage(message).with_source(error)
     })?;
+    let mut shards: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (name, shard) in index.weight_map {
+        shards.entry(shard).or_default().push(name);
+    }
     let mut tensors = BTreeMap::new();
-    for shard in index.weight_map.values().collect::<BTreeSet<_>>() {
-        let mut parts = Path::new(shard).components();
-        if !matches!(
+    for (shard, names) in shards {
+        let mut parts = Path::new(&shard).components();
+        let beside = matches!(
             (parts.next(), parts.next()),
             (Some(Component::Normal(_)), None)
-        ) {
+        );
+        if !beside || shard.chars().any(char::is_control) {
             return Err(Error::usage(format!(
-                "{}: expected the names of files beside it, found `{shard}`",
-                path.display()
+                "{}: expected the names of files beside it, found {}",
+                path.display(),
+                quoted(&shard)
             )));
         }
         // An index among them is no safetensors file, and is refused as such.
-        let mut found = read_file(&path.with_file_name(shard))?;
-        for (name, _) in index.weight_map.iter().filter(|(_, file)| *file == shard) {
-            let tensor = found.remove(name).ok_or_else(|| {
+        let mut found = read_file(&path.with_file_name(&shard))?;
+        for name in names {
+            let tensor = found.remove(&name).ok_or_else(|| {
                 Error::usage(format!(
-                    "{} says that `{name}` is in {shard}, where it is not: the files do not belong \
-                     together",
-                    path.display()
+                    "{} says that {} is in {}, where it is not: the files do not belong together",
+                    path.display(),
+                    quoted(&name),
+                    quoted(&shard)
                 ))
             })?;
-            tensors.insert(name.clone(), tensor);
+            tensors.insert(name, tensor);
         }
     }
     Ok(tensors)

@@ -110,9 +110,11 @@ impl Report {
         );
         let mut rows = vec![["dtype", "tensors", "elements", "size"].map(str::to_owned)];
         rows.extend(self.dtypes.iter().map(|dtype| {
+            // A file may say anything; a terminal is to show it, and to obey none of it.
+            let name = dtype.dtype.escape_debug();
             let name = match dtype.trained {
-                true => dtype.dtype.clone(),
-                false => format!("{} (not trained)", dtype.dtype),
+                true => name.to_string(),
+                false => format!("{name} (not trained)"),
             };
             [
                 name,

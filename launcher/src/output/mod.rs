@@ -414,7 +414,7 @@ fn parting(terminal: bool) -> Parting {
 }
 
 fn colours_wanted() -> bool {
-    std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()) && !is_dumb()
+    accelerator_collective::variable("NO_COLOR").is_none() && !is_dumb()
 }
 
 fn is_dumb() -> bool {

@@ -46,8 +46,11 @@ impl Reducer {
         if let (Some(last), Some(trigger)) = (rest.last_mut(), &self.trigger) {
             *last = trigger.send();
         }
-        self.promise.give();
+        if self.pace != Pace::Nowhere {
+            self.promise.give();
+        }
         match self.pace {
+            Pace::Nowhere => self.ledger.control = Some(control),
             Pace::InFlight => {
                 let pending =
                     self.group

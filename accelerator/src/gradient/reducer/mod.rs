@@ -96,6 +96,8 @@ pub(super) struct Reduced {
 enum Pace {
     Blocking,
     InFlight,
+    /// There is none: sums stay those of this rank.
+    Nowhere,
 }
 
 impl Reducer {
@@ -116,11 +118,35 @@ impl Reducer {
         } else {
             compression
         };
-        let (ledger, marks, before) = window.into_parts(slot, group);
         let mut reducer = Self {
+            compression,
+            pace: Pace::InFlight,
+            repair,
+            scale: None,
+            ..Self::alone(slot, group, window, weight, timeline)
+        };
+        if compression == Compression::None {
+            reducer.scale = Some(compression.scale(1.0));
+        } else {
+            reducer.start_weighing()?;
+        }
+        Ok(reducer)
+    }
+
+    /// For a window that stays on this rank: its sums are those of its own gradients.
+    #[track_caller]
+    pub(super) fn alone(
+        slot: &Slot,
+        group: &ProcessGroup,
+        window: Window,
+        weight: f64,
+        timeline: &Timeline,
+    ) -> Self {
+        let (ledger, marks, before) = window.into_parts(slot, group);
+        Self {
             promise: Promise::new(group),
             caller: Location::caller(),
-            compression,
+            compression: Compression::None,
             control: None,
             early: 0,
             group: group.clone(),
@@ -132,21 +158,15 @@ impl Reducer {
             micro_steps: before.micro_steps + 1,
             next: 0,
             outcome: Ok(()),
-            pace: Pace::InFlight,
-            repair,
-            scale: None,
+            pace: Pace::Nowhere,
+            repair: Repair::Unneeded,
+            scale: Some(Compression::None.scale(1.0)),
             timeline: timeline.clone(),
             total: before.weight + weight,
             trigger: None,
             weighing: None,
             weight,
-        };
-        if compression == Compression::None {
-            reducer.scale = Some(compression.scale(1.0));
-        } else {
-            reducer.start_weighing()?;
         }
-        Ok(reducer)
     }
 
     /// For gradients of a loss that was multiplied by `scale`.
@@ -250,7 +270,7 @@ impl Reducer {
         }
         check_all_known(self.fill(slot, &mut gradients))?;
         let repaired = match slot.hook() {
-            Some(hook) if self.group.world_size() > 1 => {
+            Some(hook) if self.group.world_size() > 1 && self.pace != Pace::Nowhere => {
                 self.hand_over(slot, hook)?;
                 0
             }
@@ -270,7 +290,7 @@ impl Reducer {
     /// Sends the buckets that are left, and the control vector, and takes in what comes to that. Tells
     /// how many buckets were sent too early.
     fn exchange(&mut self, slot: &Slot, gradients: &GradientsParams) -> Result<usize> {
-        if self.early == 0 && !is_networked(&self.group) {
+        if self.pace == Pace::InFlight && self.early == 0 && !is_networked(&self.group) {
             self.pace = Pace::Blocking;
         }
         self.send_complete()?;
@@ -284,7 +304,9 @@ impl Reducer {
 
     fn into_reduced(mut self, repaired: usize) -> Result<Reduced> {
         self.promise.keep();
-        control::check_windows(&self)?;
+        if self.pace != Pace::Nowhere {
+            control::check_windows(&self)?;
+        }
         let control = control::values(&self.ledger.control)?;
         let (total, loss) = (control[0], control[1]);
         Ok(Reduced {
@@ -416,8 +438,11 @@ impl Reducer {
     }
 
     fn send_exactly(&mut self, bucket: usize, mut buffer: Buffer) -> Result<()> {
-        self.promise.give();
+        if self.pace != Pace::Nowhere {
+            self.promise.give();
+        }
         self.ledger.stages[bucket] = match self.pace {
+            Pace::Nowhere => Stage::Summed(buffer),
             Pace::InFlight => Stage::Sent(self.group.start_all_reduce_at(
                 buffer,
                 ReduceOp::Sum,

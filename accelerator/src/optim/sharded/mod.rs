@@ -140,6 +140,15 @@ impl Shards {
         }
     }
 
+    /// Ends the group over gradients of one rank: pieces would get those of different ranks.
+    pub(super) fn refuse_own(&self) {
+        self.group.abort(
+            "a sharded optimizer got gradients of one rank alone: in local training, ranks step \
+             optimizers of their own; prepare the optimizer without `Sharded`"
+                .to_owned(),
+        );
+    }
+
     /// Steps this rank's pieces and gives the model all ranks' new values. Where other ranks are lost,
     /// the model is as it was, in `Err`; the group has failed then.
     #[track_caller]

@@ -1,0 +1,210 @@
+use core::fmt;
+
+use burn::module::Module;
+use burn::tensor::Tensor;
+
+use super::parameters::{self, Form};
+use super::round::Concern;
+use super::rounds::{InRounds, Rounds};
+use super::{LocalTraining, Weighting};
+use crate::accelerator::Accelerator;
+use crate::error::{Error, Result};
+use crate::gradient::{mean_over_ranks, with_rank};
+
+/// How [`DiLoCo`] trains.
+#[derive(Clone, Debug)]
+pub struct DiLoCoConfig {
+    momentum: f64,
+    period: u64,
+    rate: f64,
+    weighting: Weighting,
+}
+
+impl DiLoCoConfig {
+    /// The outer optimizer steps after every `period` optimizer steps: with a rate of 0.7 and a Nesterov
+    /// momentum of 0.9, as in the paper. There, a period is about 500.
+    pub fn new(period: u64) -> Self {
+        Self {
+            momentum: 0.9,
+            period,
+            rate: 0.7,
+            weighting: Weighting::default(),
+        }
+    }
+
+    /// The learning rate of the outer optimizer. With a rate of 1 and a momentum of 0 this is [`LocalSgd`]
+    /// (up to rounding).
+    ///
+    /// [`LocalSgd`]: super::LocalSgd
+    #[must_use]
+    pub fn with_outer_rate(self, rate: f64) -> Self {
+        Self { rate, ..self }
+    }
+
+    /// The Nesterov momentum of the outer optimizer, from 0 to below 1.
+    #[must_use]
+    pub fn with_outer_momentum(self, momentum: f64) -> Self {
+        Self { momentum, ..self }
+    }
+
+    /// What ranks count in an average: [`Weighting::Samples`] by default.
+    #[must_use]
+    pub fn with_weighting(self, weighting: Weighting) -> Self {
+        Self { weighting, ..self }
+    }
+
+    /// For a prepared model, whose parameters are the first outer ones: after any warm-up with
+    /// [`Accelerator::backward`]. Every rank calls it with the same settings.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_config`](crate::Error::is_config) for a period of 0, a rate that is not positive, a
+    /// momentum out of 0 to 1, or settings that differ between ranks;
+    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared;
+    /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
+    #[track_caller]
+    pub fn init<M: Module>(&self, accelerator: &Accelerator, model: &M) -> Result<DiLoCo<M>> {
+        if !(self.rate > 0.0 && self.rate.is_finite()) {
+            return Err(Error::config(format!(
+                "the outer rate is {}; expected a positive number, such as 0.7",
+                self.rate
+            )));
+        }
+        if !(0.0..1.0).contains(&self.momentum) {
+            return Err(Error::config(format!(
+                "the outer momentum is {}; expected 0 or more, and less than 1",
+                self.momentum
+            )));
+        }
+        let said = format!("{self:?}");
+        let concern = Concern::Apart;
+        let rounds = Rounds::new(accelerator, self.period, self.weighting, concern, &said)?;
+        let slot = rounds.slot(model)?;
+        let outer = model.valid();
+        let zeros = parameters::zeros(&outer, &slot)?;
+        Ok(DiLoCo {
+            momentum: self.momentum,
+            rate: self.rate,
+            rounds,
+            velocity: parameters::replace(&outer, &slot, Form::Plain, &zeros),
+            outer,
+        })
+    }
+}
+
+/// DiLoCo ([Douillard et al. 2023](https://arxiv.org/abs/2311.08105)): every rank takes many steps with its own
+/// optimizer, and what these changed, averaged over the ranks, is the gradient of an outer SGD with Nesterov
+/// momentum. See [`local`](crate::local).
+///
+/// With outer parameters `θ`, the mean `g` of `θ` − a rank's parameters, momentum `μ` and rate `η`, a round ends
+/// with `v ← μ v + g`, `θ ← θ − η (g + μ v)`, and `θ` on every rank. So it does on one rank alone, where
+/// nothing is communicated.
+///
+/// It keeps `θ` and `v` in the type of the parameters, twice their memory, on every rank, and belongs into
+/// checkpoints beside the model:
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::AdamWConfig;
+/// use burn::tensor::Tensor;
+///
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+/// let accelerator = Accelerator::new()?;
+/// let device = accelerator.device();
+/// let model: Linear = LinearConfig::new(2, 1).init(&device);
+/// let (model, optimizer) = accelerator.prepare((model, AdamWConfig::new().init()))?;
+/// let local = DiLoCoConfig::new(3).with_outer_rate(0.5).init(&accelerator, &model)?;
+/// let ((mut model, mut optimizer, mut local), _) =
+///     accelerator.resume(folder, (model, optimizer, local))?;
+/// for _ in 0..9 {
+///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).powi_scalar(2).mean();
+///     let gradients = local.backward(loss, &model, 4)?;
+///     model = optimizer.step(1e-3, model, gradients);
+///     if local.step(&mut model)? == LocalOutcome::Averaged {
+///         accelerator.save_state(folder, (&model, &optimizer, &local))?;
+///     }
+/// }
+/// local.finish(&mut model)?;
+/// # Ok::<(), Error>(())
+/// ```
+pub struct DiLoCo<M> {
+    momentum: f64,
+    /// The outer parameters, on the plain device.
+    outer: M,
+    rate: f64,
+    rounds: Rounds,
+    /// The momentum of each of them, as a model, so that it is saved as one.
+    velocity: M,
+}
+
+impl<M: Module> LocalTraining<M> for DiLoCo<M> {
+    #[track_caller]
+    fn average(&mut self, model: &mut M) -> Result<()> {
+        let accelerator = &self.rounds.accelerator;
+        let slot = self.rounds.slot(model)?;
+        let Some(share) = self.rounds.share(&slot)? else {
+            return Ok(());
+        };
+        let mut outer = parameters::of(&self.outer, &slot)?;
+        let mut velocity = parameters::of(&self.velocity, &slot)?;
+        let mut changes = parameters::of(model, &slot)?;
+        for (at, known) in slot.parameters().iter().enumerate() {
+            changes[at] = with_rank!(known.shape.len(), D => {
+                let mine = Tensor::<D>::from_dispatch(changes[at].clone());
+                (Tensor::<D>::from_dispatch(outer[at].clone()) - mine).into_dispatch()
+            });
+        }
+        let gradients = mean_over_ranks(accelerator, &slot, &changes, share)?;
+        accelerator.sync_buffers(model)?;
+        for (at, known) in slot.parameters().iter().enumerate() {
+            with_rank!(known.shape.len(), D => {
+                let tensor = |value: &_| Tensor::<D>::from_dispatch(Clone::clone(value));
+                let gradient = tensor(&gradients[at]);
+                let moved = tensor(&velocity[at]).mul_scalar(self.momentum) + gradient.clone();
+                let step = gradient + moved.clone().mul_scalar(self.momentum);
+                outer[at] = (tensor(&outer[at]) - step.mul_scalar(self.rate)).into_dispatch();
+                velocity[at] = moved.into_dispatch();
+            });
+        }
+        self.outer = parameters::replace(&self.outer, &slot, Form::Plain, &outer);
+        self.velocity = parameters::replace(&self.velocity, &slot, Form::Plain, &velocity);
+        *model = parameters::replace(model, &slot, Form::Trained, &outer);
+        Rounds::close(&slot);
+        Ok(())
+    }
+}
+
+impl<M: Module> DiLoCo<M> {
+    /// What a checkpoint keeps.
+    pub(crate) fn states(&self) -> [&M; 2] {
+        [&self.outer, &self.velocity]
+    }
+
+    /// What `new` makes of what a checkpoint keeps.
+    pub(crate) fn try_map(self, mut new: impl FnMut(M) -> Result<M>) -> Result<Self> {
+        let outer = new(self.outer)?.valid();
+        let velocity = new(self.velocity)?.valid();
+        Ok(Self {
+            outer,
+            velocity,
+            ..self
+        })
+    }
+}
+
+impl<M> InRounds for DiLoCo<M> {
+    fn rounds(&self) -> &Rounds {
+        &self.rounds
+    }
+}
+
+impl<M> fmt::Debug for DiLoCo<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DiLoCo")
+            .field("rate", &self.rate)
+            .field("momentum", &self.momentum)
+            .finish_non_exhaustive()
+    }
+}

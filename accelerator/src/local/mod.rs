@@ -1,0 +1,164 @@
+//! Local training: ranks step by themselves, and average parameters now and then.
+//!
+//! Where communication is slow beside computing, gradients need not be averaged in every step. Under
+//! [`LocalSgd`] each rank steps its optimizer with its own gradients, and every so many steps the
+//! parameters of all ranks are averaged. [`DiLoCo`] takes hundreds of steps, and hands what they changed on
+//! average to an outer optimizer. Nothing is sent in between.
+//!
+//! ```
+//! use accelerator::prelude::*;
+//! # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::optim::SgdConfig;
+//! # use burn::tensor::{Device, Tensor, TensorData};
+//! # struct Rows;
+//! # impl Batcher<f32, Tensor<2>> for Rows {
+//! #     fn batch(&self, items: Vec<f32>, device: &Device) -> Tensor<2> {
+//! #         let shape = [items.len(), 1];
+//! #         Tensor::from_data(TensorData::new(items, shape), device)
+//! #     }
+//! # }
+//!
+//! let weights = accelerator::launch(2, |accelerator| {
+//!     let model: Linear = accelerator.init(|device| LinearConfig::new(1, 1).init(device));
+//! #   let dataset = InMemDataset::new((0..52).map(|i| i as f32 / 52.0).collect());
+//!     let train = DataLoaderBuilder::new(Rows).batch_size(4).shuffle(1).build(dataset);
+//!     let (mut model, mut optimizer, train) =
+//!         accelerator.prepare((model, SgdConfig::new().init(), train))?;
+//!
+//!     let mut local = LocalSgdConfig::new(4).init(&accelerator, &model)?;
+//!     for batch in train.epoch(0) {
+//!         let batch = batch?;
+//!         let loss = (model.forward((*batch).clone()) - 1.0).powi_scalar(2).mean();
+//!         // Of this rank's samples alone.
+//!         let gradients = local.backward(loss, &model, &batch)?;
+//!         model = optimizer.step(0.1, model, gradients);
+//!         // Averages after every fourth step.
+//!         local.step(&mut model)?;
+//!     }
+//!     local.finish(&mut model)?;
+//!     Ok(model.weight.val().into_data())
+//! })?;
+//! assert_eq!(weights[0], weights[1], "bit for bit");
+//! # Ok::<(), Error>(())
+//! ```
+//!
+//! Accumulation, clipping, loss scales and schedules work as with [`Accelerator::backward`], on each rank by
+//! itself: a norm is that of this rank's gradient, and so are [`Gradients::loss`] and
+//! [`Gradients::samples`]. A rank without samples in a step does not step
+//! ([`StepOutcome::Idle`](crate::optim::StepOutcome::Idle)) and counts it all the same, so that all ranks
+//! average at the same moment. While replicas differ, `accelerator.backward`, `save_state` and `save_model`
+//! refuse the model, on all ranks, with a typed error.
+//!
+//! # Optimizer state
+//!
+//! Moments are each rank's own and never averaged, as in the papers; a
+//! [`Sharded`](crate::optim::Sharded) optimizer is refused. Checkpoints hold those of rank 0, which every
+//! rank gets: training that is resumed has the same bits as one that was not interrupted where the
+//! optimizer keeps no state (SGD without momentum), and otherwise goes on with rank 0's moments on all ranks.
+//!
+//! [`Accelerator::backward`]: crate::Accelerator::backward
+//! [`Gradients::loss`]: crate::Gradients::loss
+//! [`Gradients::samples`]: crate::Gradients::samples
+
+mod diloco;
+mod parameters;
+mod round;
+mod rounds;
+mod sgd;
+
+use burn::module::Module;
+use burn::tensor::Tensor;
+
+pub use self::diloco::{DiLoCo, DiLoCoConfig};
+pub(crate) use self::round::Round;
+pub(crate) use self::rounds::Share;
+pub use self::sgd::{LocalSgd, LocalSgdConfig};
+use crate::error::Result;
+use crate::gradient::{Gradients, Weight};
+
+/// A loop of local training: [`LocalSgd`] or [`DiLoCo`].
+///
+/// In each step `backward`, the optimizer, `step`, in this order; in the end `finish`. Every rank makes the
+/// same calls.
+pub trait LocalTraining<M: Module>: rounds::InRounds + Sized {
+    /// Runs the backward pass of `loss`, and at the end of an accumulation window averages the gradients of
+    /// `model` over the samples of this rank alone. Nothing is communicated.
+    ///
+    /// # Errors
+    ///
+    /// As [`Accelerator::backward`](crate::Accelerator::backward), but for those of communication, and of a step
+    /// without samples; [`Error::is_misuse`](crate::Error::is_misuse) where an average is due that was not made.
+    /// The model is untouched in each case.
+    #[track_caller]
+    fn backward(
+        &mut self,
+        loss: Tensor<1>,
+        model: &M,
+        weight: impl Into<Weight>,
+    ) -> Result<Gradients> {
+        self.rounds().backward(loss, model, weight.into())
+    }
+
+    /// [Averages](Self::average) if the round is full. To be called behind the optimizer, in every step.
+    ///
+    /// # Errors
+    ///
+    /// As [`average`](Self::average).
+    #[track_caller]
+    fn step(&mut self, model: &mut M) -> Result<LocalOutcome> {
+        if !self.rounds().is_due(model)? {
+            return Ok(LocalOutcome::Local);
+        }
+        self.average(model)?;
+        Ok(LocalOutcome::Averaged)
+    }
+
+    /// Ends the round though it may not be full, to save or evaluate the model: averages the parameters of all
+    /// ranks, with [`DiLoCo`] by an outer step. The next round begins here. Where no step was taken since the
+    /// last one, nothing changes.
+    ///
+    /// Every rank calls it after the same step, and ends with the same bits, running statistics included. Sums
+    /// are in the type of the parameters, those of half-precision ones in f32.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost;
+    /// [`Error::is_misuse`](crate::Error::is_misuse) on every rank where they took different numbers of steps,
+    /// within an accumulation window, while gradients of a backward pass are not used, and for a model that
+    /// [`DiLoCo`] was not made for. Model and outer optimizer are as they were in each case.
+    #[track_caller]
+    fn average(&mut self, model: &mut M) -> Result<()>;
+
+    /// Averages what is left of a round, at the end of local training.
+    ///
+    /// # Errors
+    ///
+    /// As [`average`](Self::average).
+    #[track_caller]
+    fn finish(mut self, model: &mut M) -> Result<()> {
+        self.average(model)
+    }
+}
+
+/// What each rank counts in an average of parameters.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Weighting {
+    /// The samples (or tokens) with which it stepped since the last average, as in federated averaging
+    /// ([McMahan et al. 2017](https://arxiv.org/abs/1602.05629)). The default, since it is exact: with one
+    /// plain SGD step a round it is the average of gradients over all samples, whatever each rank had, and a
+    /// rank without samples does not dilute what the others have learnt.
+    #[default]
+    Samples,
+    /// The same as any other rank, as in Accelerate's `LocalSGD`.
+    Equal,
+}
+
+/// What [`LocalTraining::step`] did.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum LocalOutcome {
+    /// Replicas are the same on every rank: it is the moment to evaluate or to save.
+    Averaged,
+    /// The round goes on, and each rank has a model of its own.
+    Local,
+}

@@ -1,0 +1,92 @@
+//! The trained parameters of a model, taken out and put back.
+
+use burn::backend::DispatchTensor;
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::Tensor;
+
+use crate::error::{Error, Result};
+use crate::gradient::{Slot, with_rank};
+
+/// The values by the numbers of their parameters, on the plain device.
+pub(super) fn of<M: Module>(model: &M, slot: &Slot) -> Result<Vec<DispatchTensor>> {
+    let mut reader = Reader {
+        slot,
+        values: vec![None; slot.parameters().len()],
+    };
+    model.visit(&mut reader);
+    let values = reader.values.into_iter().zip(slot.parameters());
+    let values = values.map(|(value, known)| {
+        value.ok_or_else(|| {
+            Error::misuse(format!(
+                "there is no parameter `{}` with this model's id where local training looks for it: begin it \
+                 with the model that is trained, after `prepare` and `resume`, or resume both",
+                known.path
+            ))
+        })
+    });
+    values.collect()
+}
+
+/// As many zeros.
+pub(super) fn zeros<M: Module>(model: &M, slot: &Slot) -> Result<Vec<DispatchTensor>> {
+    let mut values = of(model, slot)?;
+    for (value, known) in values.iter_mut().zip(slot.parameters()) {
+        *value = with_rank!(known.shape.len(), D => {
+            Tensor::<D>::from_dispatch(value.clone()).zeros_like().into_dispatch()
+        });
+    }
+    Ok(values)
+}
+
+/// Whether gradients of a model are recorded.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Form {
+    Plain,
+    Trained,
+}
+
+/// The model with other values, which are given by the numbers of their parameters.
+pub(super) fn replace<M: Module>(
+    model: &M,
+    slot: &Slot,
+    form: Form,
+    values: &[DispatchTensor],
+) -> M {
+    let mut writer = Writer { slot, form, values };
+    model.clone().map(&mut writer)
+}
+
+struct Reader<'a> {
+    slot: &'a Slot,
+    values: Vec<Option<DispatchTensor>>,
+}
+
+impl ModuleVisitor for Reader<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(number) = self.slot.number(param.id) {
+            let value = param.val().without_autodiff();
+            self.values[number] = Some(value.into_dispatch());
+        }
+    }
+}
+
+struct Writer<'a> {
+    slot: &'a Slot,
+    form: Form,
+    values: &'a [DispatchTensor],
+}
+
+impl ModuleMapper for Writer<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(number) = self.slot.number(param.id) else {
+            return param;
+        };
+        let (id, _, mapper) = param.consume();
+        let value = Tensor::<D>::from_dispatch(self.values[number].clone());
+        let value = match self.form {
+            Form::Plain => value,
+            Form::Trained => Tensor::from_inner(value).require_grad(),
+        };
+        Param::from_mapped_value(id, value, mapper)
+    }
+}

@@ -1,0 +1,52 @@
+use crate::error::{Error, Result};
+
+/// What a rank did to a model by itself since the replicas of all ranks were the same.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Round {
+    /// Whether replicas differ, or something beside the model waits for the end of the round.
+    apart: bool,
+    /// The weight of the samples that this rank stepped with.
+    samples: f64,
+    /// Windows that ended, this rank's idle ones included: the same number on every rank.
+    steps: u64,
+}
+
+/// What an unfinished round means for what is done outside of it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Concern {
+    /// Replicas differ, or the outer optimizer waits.
+    Apart,
+    /// One rank alone has nothing to average.
+    None,
+}
+
+impl Round {
+    /// A window has ended.
+    pub(super) fn count(&mut self, samples: f64, concern: Concern) {
+        self.steps += 1;
+        self.samples += samples;
+        self.apart |= concern == Concern::Apart;
+    }
+
+    pub(super) fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    pub(super) fn samples(&self) -> f64 {
+        self.samples
+    }
+
+    /// Refuses what needs the same replicas on every rank. All ranks count the same steps, so all get
+    /// the same error.
+    pub(crate) fn check_together(&self, action: &str) -> Result<()> {
+        if !self.apart {
+            return Ok(());
+        }
+        Err(Error::misuse(format!(
+            "cannot {action} in the middle of local training: each rank took {} steps of its own since \
+             parameters were averaged; call `average` first, or do it when `step` has returned \
+             `LocalOutcome::Averaged`",
+            self.steps
+        )))
+    }
+}

@@ -1,0 +1,197 @@
+use core::num::NonZeroU64;
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn::tensor::Tensor;
+
+use super::Weighting;
+use super::round::{Concern, Round};
+use crate::accelerator::Accelerator;
+use crate::agreement;
+use crate::error::{Error, Result};
+use crate::gradient::{Gradients, Reach, Slot, Weight};
+
+/// When ranks meet, and what each of them counts: what local training of both kinds has in common.
+#[derive(Debug)]
+pub struct Rounds {
+    pub(super) accelerator: Accelerator,
+    concern: Concern,
+    /// Gradients that were handed out and not used hold it too.
+    handed: Arc<()>,
+    period: NonZeroU64,
+    weighting: Weighting,
+}
+
+/// What goes on in rounds.
+pub trait InRounds {
+    #[doc(hidden)]
+    fn rounds(&self) -> &Rounds;
+}
+
+/// What a rank counts in a mean over all of them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Share {
+    /// Over all ranks.
+    pub(crate) total: f64,
+    pub(crate) weight: f64,
+}
+
+impl Rounds {
+    /// Compares what the program `said` with the other ranks.
+    #[track_caller]
+    pub(super) fn new(
+        accelerator: &Accelerator,
+        period: u64,
+        weighting: Weighting,
+        concern: Concern,
+        said: &str,
+    ) -> Result<Self> {
+        let period = NonZeroU64::new(period).ok_or_else(|| {
+            Error::config(
+                "local training averages after every 0 steps; expected 1 or more: 1 is after each one",
+            )
+        })?;
+        agreement::check(accelerator.group(), "local training", said)?;
+        Ok(Self {
+            accelerator: accelerator.clone(),
+            concern,
+            handed: Arc::default(),
+            period,
+            weighting,
+        })
+    }
+
+    /// Runs the backward pass, and counts the window if that ends it.
+    #[track_caller]
+    pub(super) fn backward<M: Module>(
+        &self,
+        loss: Tensor<1>,
+        model: &M,
+        weight: Weight,
+    ) -> Result<Gradients> {
+        let slot = self.slot(model)?;
+        let steps = slot.round().steps();
+        if steps >= self.period.get() {
+            return Err(Error::misuse(format!(
+                "{steps} local steps were taken, and parameters are due to be averaged after {}: call \
+                 `local.step(&mut model)?` after each step of the optimizer",
+                self.period
+            )));
+        }
+        let gradients = self
+            .accelerator
+            .backward_of(loss, model, weight, Reach::Own)?;
+        if !gradients.is_accumulating() {
+            let samples = gradients.samples().unwrap_or(0.0);
+            slot.round().count(samples, self.concern);
+        }
+        Ok(gradients.tied(&self.handed))
+    }
+
+    /// Whether it is time to average.
+    pub(super) fn is_due<M: Module>(&self, model: &M) -> Result<bool> {
+        Ok(self.slot(model)?.round().steps() >= self.period.get())
+    }
+
+    pub(super) fn slot<M: Module>(&self, model: &M) -> Result<Arc<Slot>> {
+        self.accelerator.shared.models.find(model)
+    }
+
+    /// What this rank counts in the average that comes next; `None` where no rank took a step.
+    #[track_caller]
+    pub(super) fn share(&self, slot: &Slot) -> Result<Option<Share>> {
+        let round: Round = *slot.round();
+        let obstacle = self.obstacle(slot);
+        let blocked = f64::from(u8::from(obstacle.is_some()));
+        let group = self.accelerator.group();
+        let mine = [round.steps() as f64, round.samples(), blocked];
+        let all = match group.world_size() {
+            1 => mine.to_vec(),
+            _ => group.all_gather(&mine)?,
+        };
+        if let Some(error) = obstacle {
+            return Err(error);
+        }
+        let each = |number| all.iter().skip(number).step_by(mine.len()).copied();
+        if let Some(rank) = each(2).position(|blocked| blocked > 0.0) {
+            return Err(Error::misuse(format!(
+                "rank {rank} was not ready to average parameters, and its own error says why: make the \
+                 same calls on every rank"
+            )));
+        }
+        if each(0).any(|steps| steps != mine[0]) {
+            let shown: Vec<_> = (0..)
+                .zip(each(0))
+                .map(|(rank, steps)| format!("{steps} on rank {rank}"))
+                .collect();
+            return Err(Error::misuse(format!(
+                "ranks average after different numbers of local steps: {}; run the same number of steps \
+                 on every rank, idle ones included: batches of a prepared loader do",
+                shown.join(", ")
+            )));
+        }
+        if round.steps() == 0 {
+            return Ok(None);
+        }
+        let samples: Vec<f64> = each(1).collect();
+        Ok(Some(self.weighting.share(&samples, group.rank())))
+    }
+
+    /// Why this rank cannot average. All ranks hear of it, since they wait for it.
+    fn obstacle(&self, slot: &Slot) -> Option<Error> {
+        let open = slot.open_micro_steps();
+        if open > 0 {
+            return Some(Error::misuse(format!(
+                "parameters are averaged between optimizer steps, and {open} micro-steps of the next one \
+                 are done: end the window with `trigger_sync`, or average at the end of an epoch"
+            )));
+        }
+        (Arc::strong_count(&self.handed) > 1).then(|| {
+            Error::misuse(
+                "the gradients of this rank's last backward are not used yet: let the optimizer step \
+                 (or drop them) before parameters are averaged",
+            )
+        })
+    }
+
+    /// The model is the same on every rank.
+    pub(super) fn close(slot: &Slot) {
+        *slot.round() = Round::default();
+    }
+}
+
+impl Weighting {
+    /// The share of a rank, where ranks stepped with so many samples. Ranks that count the same count 1:
+    /// multiplying by that changes no bit.
+    fn share(self, samples: &[f64], rank: usize) -> Share {
+        let alike = samples.iter().all(|count| *count == samples[0]);
+        if self == Self::Equal || alike {
+            return Share {
+                total: samples.len() as f64,
+                weight: 1.0,
+            };
+        }
+        Share {
+            total: samples.iter().sum(),
+            weight: samples[rank],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn share(weighting: Weighting, samples: &[f64]) -> [f64; 2] {
+        let Share { total, weight } = weighting.share(samples, 1);
+        [weight, total]
+    }
+
+    #[test]
+    fn a_rank_counts_what_it_saw_or_as_any_other() {
+        assert_eq!(share(Weighting::Samples, &[6.0, 2.0, 0.0]), [2.0, 8.0]);
+        assert_eq!(share(Weighting::Samples, &[7.0, 7.0, 7.0]), [1.0, 3.0]);
+        assert_eq!(share(Weighting::Samples, &[0.0, 0.0]), [1.0, 2.0]);
+        assert_eq!(share(Weighting::Equal, &[6.0, 2.0, 0.0]), [1.0, 3.0]);
+    }
+}

@@ -1,0 +1,94 @@
+use core::fmt;
+
+use burn::module::Module;
+
+use super::parameters::{self, Form};
+use super::round::Concern;
+use super::rounds::{InRounds, Rounds};
+use super::{LocalTraining, Weighting};
+use crate::accelerator::Accelerator;
+use crate::error::Result;
+use crate::gradient::mean_over_ranks;
+
+/// How [`LocalSgd`] trains.
+#[derive(Clone, Debug)]
+pub struct LocalSgdConfig {
+    period: u64,
+    weighting: Weighting,
+}
+
+impl LocalSgdConfig {
+    /// Parameters are averaged after every `period` optimizer steps.
+    pub fn new(period: u64) -> Self {
+        Self {
+            period,
+            weighting: Weighting::default(),
+        }
+    }
+
+    /// What ranks count in an average: [`Weighting::Samples`] by default.
+    #[must_use]
+    pub fn with_weighting(self, weighting: Weighting) -> Self {
+        Self { weighting, ..self }
+    }
+
+    /// For a prepared model. Every rank calls it with the same settings.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_config`](crate::Error::is_config) for a period of 0, or settings that differ between ranks;
+    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared;
+    /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
+    #[track_caller]
+    pub fn init<M: Module>(&self, accelerator: &Accelerator, model: &M) -> Result<LocalSgd> {
+        let concern = match accelerator.world_size() {
+            1 => Concern::None,
+            _ => Concern::Apart,
+        };
+        let said = format!("{self:?}");
+        let rounds = Rounds::new(accelerator, self.period, self.weighting, concern, &said)?;
+        rounds.slot(model)?;
+        Ok(LocalSgd { rounds })
+    }
+}
+
+/// Local SGD ([Stich 2018](https://arxiv.org/abs/1805.09767)): every rank steps with its own gradients, and
+/// every so many steps the parameters of all ranks are averaged. See [`local`](crate::local).
+///
+/// It keeps no copy of the model. An average takes an exchange of 24 bytes a rank, the all-reduces of the
+/// buckets that gradients travel in, and where the model has running statistics,
+/// [`sync_buffers`](Accelerator::sync_buffers). One rank alone trains as with [`Accelerator::backward`], to the
+/// same bits.
+pub struct LocalSgd {
+    rounds: Rounds,
+}
+
+impl<M: Module> LocalTraining<M> for LocalSgd {
+    #[track_caller]
+    fn average(&mut self, model: &mut M) -> Result<()> {
+        let accelerator = &self.rounds.accelerator;
+        let slot = self.rounds.slot(model)?;
+        if let Some(share) = self.rounds.share(&slot)?
+            && accelerator.world_size() > 1
+        {
+            let mine = parameters::of(model, &slot)?;
+            let means = mean_over_ranks(accelerator, &slot, &mine, share)?;
+            accelerator.sync_buffers(model)?;
+            *model = parameters::replace(model, &slot, Form::Trained, &means);
+        }
+        Rounds::close(&slot);
+        Ok(())
+    }
+}
+
+impl InRounds for LocalSgd {
+    fn rounds(&self) -> &Rounds {
+        &self.rounds
+    }
+}
+
+impl fmt::Debug for LocalSgd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LocalSgd").finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,497 @@
+use core::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use accelerator_collective::ProcessGroup;
+
+use super::clock::Meeting;
+use super::place;
+use super::recorder::{Mode, Recorder, Recording};
+use super::schedule::{Schedule, SchedulePhase};
+use super::summary::StepSummary;
+use super::trace::RankTrace;
+use super::{Place, Timeline, put};
+use crate::accelerator::Accelerator;
+use crate::agreement;
+use crate::error::{Error, Result};
+use crate::notice;
+use crate::outcome;
+
+/// Recording of some steps, by a [`Schedule`], while the program runs.
+impl Accelerator {
+    /// Records the steps that the schedule keeps, and writes a trace of all ranks for each of its cycles:
+    /// for `trace.json` the files are `trace.cycle0.json`, `trace.cycle1.json` and so on, which
+    /// [Perfetto](https://ui.perfetto.dev) opens; see [`with_trace`](crate::AcceleratorBuilder::with_trace).
+    /// Every rank must call it, with the same schedule. From outside it is asked for by `ACCEL_TRACE` and
+    /// `ACCEL_TRACE_SCHEDULE`.
+    ///
+    /// Steps are those of optimizers, and are counted by themselves: so a loop is recorded as it is,
+    /// micro-steps of a window belong together, and nothing can be called at the wrong place. Where a
+    /// program steps two optimizers in turn, a round of its loop is two steps.
+    ///
+    /// Recording ends with the schedule, with [`finish`](Self::finish), or when the [`Profiler`] is
+    /// dropped, which all ranks must do at the same place. What is kept of a cycle that is not complete
+    /// then is written as well, if a step was done. The ranks exchange what they have in the
+    /// [`backward`](Self::backward) that comes next, before it computes, or in `finish`: that time is the
+    /// next step's, so let a cycle begin with steps that [wait](Schedule::with_wait) or
+    /// [warm up](Schedule::with_warm_up). Where ranks are lost, each one left writes its own, as
+    /// `trace.cycle0.rank3.json`.
+    ///
+    /// Files of an earlier run under these names are removed at the start, but not in a restart of the
+    /// job by the launcher.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use accelerator::timeline::Schedule;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::SgdConfig;
+    /// use burn::tensor::Tensor;
+    ///
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    /// let accelerator = Accelerator::new()?;
+    /// let device = accelerator.device();
+    /// let model: Linear = LinearConfig::new(2, 1).init(&device);
+    /// let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+    ///
+    /// let schedule = Schedule::new(2).with_skip_first(1).with_wait(1).with_warm_up(1).with_repeat(2);
+    /// let profiler = accelerator.profile(schedule, folder.join("trace.json"))?;
+    /// for _ in 0..10 {
+    ///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    ///     let gradients = accelerator.backward(loss, &model, 4)?;
+    ///     model = optimizer.step(0.1, model, gradients);
+    /// }
+    /// drop(profiler);
+    /// accelerator.finish()?;
+    /// assert!(folder.join("trace.cycle0.json").is_file());
+    /// assert!(folder.join("trace.cycle1.json").is_file());
+    /// # assert_eq!(folder.read_dir().unwrap().count(), 2);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// On all ranks alike: [`Error::is_config`] for a schedule without active steps or that differs between
+    /// ranks, or a trace that rank 0 cannot write; [`Error::is_misuse`] while a trace is recorded already;
+    /// [`Error::is_collective`] when another rank is lost or does not call it. A trace that cannot be
+    /// written later is lost with a warning.
+    #[track_caller]
+    pub fn profile(&self, schedule: Schedule, path: impl Into<PathBuf>) -> Result<Profiler> {
+        self.begin_profile(schedule, Output::Trace(path.into()))
+    }
+
+    /// Hands what the steps of each cycle came to, on this rank, to `on_ready`: at the end of the step
+    /// that completes it, or where recording [ends](Self::profile) within it after a step at least.
+    /// Nothing is written. What else holds for [`profile`](Self::profile) holds here.
+    ///
+    /// `on_ready` must keep no [`Accelerator`], which would then never be dropped.
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// use accelerator::timeline::Schedule;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let schedule = Schedule::new(10).with_wait(1000);
+    /// let profiler = accelerator.profile_with(schedule, |cycle| {
+    ///     println!("steps from {}:\n{}", cycle.first_step, cycle.summary);
+    /// })?;
+    /// # drop(profiler);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`profile`](Self::profile).
+    #[track_caller]
+    pub fn profile_with(
+        &self,
+        schedule: Schedule,
+        on_ready: impl FnMut(&Cycle) + Send + 'static,
+    ) -> Result<Profiler> {
+        self.begin_profile(schedule, Output::Call(Box::new(on_ready)))
+    }
+
+    #[track_caller]
+    fn begin_profile(&self, schedule: Schedule, output: Output) -> Result<Profiler> {
+        let shared = &self.shared;
+        let mut mine = schedule.check().and_then(|()| shared.timeline.is_free());
+        if let Output::Trace(path) = &output
+            && mine.is_ok()
+        {
+            if self.is_main_process() {
+                mine = check_cycles(path);
+            }
+            if self.is_local_main_process() && self.restarts() == 0 {
+                place::clear(path);
+            }
+        }
+        let told = outcome::exchange(&shared.group, mine.as_ref().err(), "begin to profile");
+        mine?;
+        told?;
+        agreement::check(
+            &shared.group,
+            "the schedule of the profiler",
+            &schedule.to_string(),
+        )?;
+        let number = shared.timeline.begin(&shared.group, schedule, output)?;
+        Ok(Profiler {
+            timeline: shared.timeline.clone(),
+            number,
+        })
+    }
+}
+
+/// Recording by a [`Schedule`], for as long as this lives; see [`Accelerator::profile`].
+#[must_use = "recording ends when this is dropped"]
+pub struct Profiler {
+    timeline: Timeline,
+    number: u64,
+}
+
+impl Profiler {
+    /// How many cycles are complete, or were cut off in the end.
+    pub fn cycles(&self) -> u64 {
+        let state = self.timeline.profiling().state();
+        match &state.current {
+            Some(profile) if profile.number == self.number => profile.cycles,
+            _ => state
+                .last
+                .filter(|last| last.0 == self.number)
+                .map_or(0, |last| last.1),
+        }
+    }
+}
+
+impl Drop for Profiler {
+    fn drop(&mut self) {
+        self.timeline.end(Some(self.number), Worth::Steps);
+    }
+}
+
+impl fmt::Debug for Profiler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Profiler")
+            .field("cycles", &self.cycles())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What the steps came to that one cycle of a [`Schedule`] kept on this rank.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Cycle {
+    /// The number of the cycle, from 0.
+    pub number: u64,
+    /// How many optimizer steps this process had done before the first that is kept.
+    pub first_step: u64,
+    /// What they came to. Where recording was ended, they may be less than the schedule's.
+    pub summary: StepSummary,
+}
+
+/// Where cycles go.
+pub(crate) enum Output {
+    Call(Box<dyn FnMut(&Cycle) + Send>),
+    /// Beside this file.
+    Trace(PathBuf),
+}
+
+/// When a cycle that is not complete is worth keeping.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Worth {
+    /// With any event, where each rank writes its own.
+    Events,
+    /// With a step, which all ranks have done alike.
+    Steps,
+}
+
+/// The schedule that runs, and what it has left to write.
+#[derive(Default)]
+pub(super) struct Profiling {
+    /// Whether a schedule runs, and whether a trace waits: looked at in every step, without a lock.
+    runs: AtomicBool,
+    waits: AtomicBool,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    begun: u64,
+    current: Option<Profile>,
+    /// The number of the profile that ended last, and its cycles.
+    last: Option<(u64, u64)>,
+    /// When the clocks were compared last.
+    met: Meeting,
+    ready: Vec<Ready>,
+}
+
+struct Profile {
+    /// How many cycles there were.
+    cycles: u64,
+    /// The optimizer steps before it.
+    first: u64,
+    /// Those before the steps that are kept.
+    kept_from: u64,
+    number: u64,
+    output: Output,
+    schedule: Schedule,
+}
+
+/// A trace of this rank that all are to make one of.
+struct Ready {
+    path: PathBuf,
+    trace: RankTrace,
+}
+
+impl Profiling {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Timeline {
+    /// Begins to record by a schedule, and gives its number; every rank does. Where clocks are to be
+    /// compared, the ranks communicate.
+    #[track_caller]
+    pub(crate) fn begin(
+        &self,
+        group: &ProcessGroup,
+        schedule: Schedule,
+        output: Output,
+    ) -> Result<u64> {
+        // Of a schedule before, whose times lie between other meetings.
+        self.deliver(group)?;
+        let recorder = self.recorder_of(group, Recording::Nothing)?;
+        let met = match output {
+            Output::Call(_) => Meeting::default(),
+            Output::Trace(_) => Meeting::hold(group, recorder.anchor())?,
+        };
+        recorder.begin_schedule();
+        let done = self.steps();
+        let mut state = self.profiling().state();
+        state.met = met;
+        state.begun += 1;
+        let mut profile = Profile {
+            cycles: 0,
+            first: done,
+            kept_from: done,
+            number: state.begun,
+            output,
+            schedule,
+        };
+        profile.enter(recorder, done, SchedulePhase::Idle);
+        let number = profile.number;
+        state.current = Some(profile);
+        self.profiling().runs.store(true, Ordering::Relaxed);
+        Ok(number)
+    }
+
+    /// An optimizer step has ended, the `done`th of this process.
+    pub(super) fn advance(&self, done: u64) {
+        let profiling = self.profiling();
+        if !profiling.runs.load(Ordering::Relaxed) {
+            return;
+        }
+        // Out of the lock: a closure of the program may be called.
+        let Some(mut profile) = profiling.state().current.take() else {
+            return;
+        };
+        let Some(recorder) = self.any_recorder() else {
+            return;
+        };
+        let steps = done.saturating_sub(profile.first);
+        let before = profile.schedule.phase(steps.saturating_sub(1));
+        if before == SchedulePhase::Last {
+            self.cut(&mut profile, recorder, Worth::Steps);
+        }
+        if profile.schedule.is_over(steps) {
+            self.retire(&profile, recorder);
+        } else {
+            profile.enter(recorder, done, before);
+            profiling.state().current = Some(profile);
+        }
+    }
+
+    /// Ends the schedule of that number, or whichever runs; what it has kept is to be written.
+    pub(super) fn end(&self, number: Option<u64>, worth: Worth) {
+        let mut state = self.profiling().state();
+        let runs = state.current.as_ref().map(|profile| profile.number);
+        if number.is_some() && number != runs {
+            return;
+        }
+        let taken = state.current.take();
+        drop(state);
+        if let (Some(mut profile), Some(recorder)) = (taken, self.any_recorder()) {
+            self.cut(&mut profile, recorder, worth);
+            self.retire(&profile, recorder);
+        }
+    }
+
+    /// Ends the schedule that runs, and writes the rest.
+    #[track_caller]
+    pub(crate) fn finish(&self, group: &ProcessGroup) -> Result<()> {
+        self.end(None, Worth::Steps);
+        self.deliver(group)
+    }
+
+    /// Gathers the cycles that are complete, and lets rank 0 write them; nothing, in one branch, where
+    /// there are none. If ranks are missing, this one writes its own.
+    #[track_caller]
+    pub(crate) fn deliver(&self, group: &ProcessGroup) -> Result<()> {
+        let profiling = self.profiling();
+        if !profiling.waits.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let (ready, before, recorder) = {
+            let mut state = profiling.state();
+            profiling.waits.store(false, Ordering::Relaxed);
+            let ready = std::mem::take(&mut state.ready);
+            (ready, state.met, self.any_recorder())
+        };
+        let Some(recorder) = recorder else {
+            return Ok(());
+        };
+        let mut lost = None;
+        let met = match Meeting::hold(group, recorder.anchor()) {
+            Ok(met) => met,
+            Err(error) => {
+                lost = Some(error);
+                before
+            }
+        };
+        profiling.state().met = met;
+        for mut one in ready {
+            one.trace.clocks = vec![before, met];
+            if lost.is_none() {
+                match group.gather_object(&one.trace, 0) {
+                    Ok(None) => continue,
+                    Ok(Some(ranks)) => {
+                        place::clear_parts(&one.path);
+                        keep(&one.path, &ranks);
+                        continue;
+                    }
+                    Err(error) => lost = Some(error.into()),
+                }
+            }
+            keep(&place::of_rank(&one.path, one.trace.rank), &[one.trace]);
+        }
+        lost.map_or(Ok(()), Err)
+    }
+
+    /// Writes what this rank alone has kept, and waits for nobody.
+    pub(crate) fn write_own_cycles(&self, world_size: usize) {
+        self.end(None, Worth::Events);
+        let mut state = self.profiling().state();
+        let (ready, met) = (std::mem::take(&mut state.ready), state.met);
+        drop(state);
+        for mut one in ready {
+            one.trace.clocks = vec![met];
+            let path = match world_size {
+                1 => one.path,
+                _ => place::of_rank(&one.path, one.trace.rank),
+            };
+            keep(&path, &[one.trace]);
+        }
+    }
+
+    /// Refuses a second recording.
+    fn is_free(&self) -> Result<()> {
+        let busy = self.profiling().runs.load(Ordering::Relaxed);
+        match busy || self.0.recording == Recording::Events {
+            true => Err(Error::misuse(
+                "a trace is recorded already, by `with_trace`, ACCEL_TRACE or another profiler; let one of \
+                 them end before the next one begins",
+            )),
+            false => Ok(()),
+        }
+    }
+
+    /// Takes what the cycle has kept, if it is worth it.
+    fn cut(&self, profile: &mut Profile, recorder: &Recorder, worth: Worth) {
+        let summary = recorder.cycle();
+        let number = profile.cycles;
+        match &mut profile.output {
+            Output::Call(call) => {
+                // A panic is on its way already.
+                let Some(summary) = summary.filter(|_| !std::thread::panicking()) else {
+                    return;
+                };
+                call(&Cycle {
+                    number,
+                    first_step: profile.kept_from,
+                    summary,
+                });
+            }
+            Output::Trace(path) => {
+                if summary.is_none() && (worth == Worth::Steps || !recorder.keeps_some()) {
+                    return;
+                }
+                let ready = Ready {
+                    path: place::of_cycle(path, number),
+                    trace: RankTrace::new(self.0.rank, recorder),
+                };
+                let mut state = self.profiling().state();
+                state.ready.push(ready);
+                self.profiling().waits.store(true, Ordering::Relaxed);
+            }
+        }
+        profile.cycles += 1;
+    }
+
+    fn retire(&self, profile: &Profile, recorder: &Recorder) {
+        recorder.end_schedule();
+        self.profiling().state().last = Some((profile.number, profile.cycles));
+        self.profiling().runs.store(false, Ordering::Relaxed);
+    }
+
+    fn profiling(&self) -> &Profiling {
+        &self.0.profiling
+    }
+
+    /// The recorder, whether or not it is on.
+    fn any_recorder(&self) -> Option<&Recorder> {
+        self.0.recorder.get().map(Arc::as_ref)
+    }
+}
+
+impl Profile {
+    /// Sets the recorder to the step that comes after `done`, where the one before was in that phase.
+    fn enter(&mut self, recorder: &Recorder, done: u64, before: SchedulePhase) {
+        let mode = match self.schedule.phase(done.saturating_sub(self.first)) {
+            SchedulePhase::Idle => Mode::Off,
+            SchedulePhase::WarmUp => Mode::Discarded,
+            // The cycle goes on.
+            SchedulePhase::Active | SchedulePhase::Last if before == SchedulePhase::Active => {
+                return;
+            }
+            SchedulePhase::Active | SchedulePhase::Last => {
+                self.kept_from = done;
+                Mode::Kept
+            }
+        };
+        recorder.switch(mode, done);
+    }
+}
+
+/// Refuses traces of cycles that cannot be written, before there is anything to lose.
+pub(crate) fn check_cycles(path: &Path) -> Result<()> {
+    let named = path.file_stem().is_some() && !path.is_dir();
+    let found = match named {
+        true => Place::find(&place::of_cycle(path, 0)).map(drop),
+        false => Err(std::io::Error::other("it is a folder: name a file in it")),
+    };
+    found.map_err(|error| {
+        Error::config(format!(
+            "the traces of cycles cannot be written beside `{}`: {error}; name a file in a folder that \
+             exists and takes files",
+            path.display()
+        ))
+    })
+}
+
+/// Writes a trace, or says that it is lost: training does not depend on it.
+fn keep(path: &Path, ranks: &[RankTrace]) {
+    if let Err(error) = put(path, ranks) {
+        notice::warn(&format!("a trace is lost: {error:?}"));
+    }
+}

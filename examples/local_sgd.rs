@@ -1,0 +1,97 @@
+//! Trains the network of the example `mnist` with little communication: each process steps by itself, and
+//! parameters are averaged every few steps, or handed to an outer optimizer (DiLoCo).
+//!
+//! ```text
+//! cargo run --release -p accel-launch -- --num-processes 2 --example local_sgd -- --period 8
+//! cargo run --release -p accel-launch -- --num-processes 2 --example local_sgd -- --period 8 --diloco
+//! ```
+
+use accelerator::optim::Manual;
+use accelerator::prelude::*;
+use accelerator_examples::{
+    Cnn, CnnConfig, Course, DigitBatch, DigitBatcher, MnistArgs, Report, cross_entropy,
+    init_logging,
+};
+use clap::Parser;
+
+/// Train with parameters that are averaged now and then
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    mnist: MnistArgs,
+
+    /// The steps between two averages
+    #[arg(long, default_value_t = 8, value_name = "N")]
+    period: u64,
+
+    /// Let an outer optimizer with momentum step along what all processes changed
+    #[arg(long)]
+    diloco: bool,
+}
+
+fn main() -> Result<(), Report> {
+    let args = Args::parse();
+    init_logging();
+    let mnist = &args.mnist;
+    let digits = mnist.digits()?;
+
+    let accelerator = Accelerator::builder()
+        .device(mnist.device.map(Into::into))
+        .seed(mnist.seed)
+        .build()?;
+    let model = CnnConfig::new()
+        .with_dropout(mnist.dropout)
+        .init(&accelerator.device());
+    let train = DataLoaderBuilder::new(DigitBatcher)
+        .batch_size(mnist.batch_size.get())
+        .shuffle(mnist.seed)
+        .build(digits.train);
+    let (model, optimizer, train) = accelerator.prepare((model, mnist.optimizer.init(), train))?;
+    accelerator.print(accelerator.plan(&train, mnist.epochs));
+
+    let course = if args.diloco {
+        let local = DiLoCoConfig::new(args.period).init(&accelerator, &model)?;
+        run(&accelerator, mnist, local, (model, optimizer, train))?
+    } else {
+        let local = LocalSgdConfig::new(args.period).init(&accelerator, &model)?;
+        run(&accelerator, mnist, local, (model, optimizer, train))?
+    };
+    // The same on each of them.
+    println!("rank {}: loss {course}", accelerator.rank());
+    Ok(accelerator.finish()?)
+}
+
+type Parts = (Cnn, PreparedOptimizer<Manual>, PreparedLoader<DigitBatch>);
+
+fn run(
+    accelerator: &Accelerator,
+    args: &MnistArgs,
+    mut local: impl LocalTraining<Cnn>,
+    (mut model, mut optimizer, train): Parts,
+) -> Result<Course> {
+    let mut course = Course::new();
+    // Of this rank's samples since the last average.
+    let mut round = Mean::new();
+    for epoch in 0..args.epochs {
+        for batch in train.epoch(epoch) {
+            let batch = batch?;
+            let logits = model.forward(batch.images.clone());
+            let loss = cross_entropy(logits, batch.targets.clone());
+            // Nothing is sent: each process goes its own way.
+            let gradients = local.backward(loss, &model, &batch)?.clip_norm(1.0);
+            if let (Some(loss), Some(samples)) = (gradients.loss(), gradients.samples()) {
+                round.update(loss, samples as usize);
+            }
+            model = optimizer.step(args.learning_rate(), model, gradients);
+            if local.step(&mut model)? == LocalOutcome::Averaged {
+                let mean = accelerator.reduce(core::mem::take(&mut round))?;
+                course.note(mean.value());
+            }
+        }
+    }
+    local.finish(&mut model)?;
+    if let Some(path) = &args.save {
+        accelerator.save_model(&model, path)?;
+    }
+    Ok(course)
+}
