@@ -57,6 +57,11 @@ fn main() -> Result<(), Report> {
     let schedule = schedule.init().map_err(std::io::Error::other)?;
     let mut optimizer = accelerator.prepare((mnist.optimizer.init(), schedule))?;
     accelerator.print(plan.with_schedule(&optimizer));
+    let precision = match accelerator.precision() {
+        Precision::No => "full precision".to_owned(),
+        half => half.to_string(),
+    };
+    accelerator.print(format_args!("forward and backward in {precision}"));
 
     let mut course = Course::new();
     for epoch in 0..epochs {

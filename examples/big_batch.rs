@@ -47,40 +47,67 @@ fn main() -> Result<(), Report> {
     let (size, ()) = accelerator.find_executable_batch_size(mnist.batch_size.get(), |size| {
         step(&accelerator, &model, size, args.holds)
     })?;
-    // No more than a step takes; micro-steps are of the same size but for the last.
-    let each = args.global_batch.get().div_ceil(accelerator.world_size());
-    let micro_steps = each.div_ceil(size) as u64;
-    let batch_size = each.div_ceil(micro_steps as usize);
+    let processes = accelerator.world_size();
+    let (micro_steps, together) = divided(args.global_batch.get(), processes, size)?;
     accelerator.print(format_args!(
-        "memory holds {size} samples: {micro_steps} × {batch_size} in a step of each process"
+        "memory holds {size} samples: {micro_steps} × {together} in a step of all processes"
     ));
 
     let train = DataLoaderBuilder::new(DigitBatcher)
-        .batch_size(batch_size)
+        .global_batch_size(together)
         .shuffle(mnist.seed)
         .build(digits.train);
     let (mut model, mut optimizer, train) =
         accelerator.prepare((model, mnist.optimizer.init(), train))?;
 
     let mut course = Course::new();
+    let mut sizes = Vec::new();
     for epoch in 0..mnist.epochs {
         for batch in train.epoch(epoch) {
             let batch = batch?;
             let loss = cross_entropy(model.forward(batch.images.clone()), batch.targets.clone());
             // The window stays open until it holds a step, or the epoch ends.
-            let is_full = (batch.step() + 1).is_multiple_of(micro_steps) || batch.is_last();
+            let is_full = (batch.step() + 1).is_multiple_of(micro_steps as u64) || batch.is_last();
             let weight = match is_full {
                 true => batch.weight(),
                 false => batch.weight().no_sync(),
             };
             let gradients = accelerator.backward(loss, &model, weight)?;
             course.note(gradients.loss());
+            sizes.extend(gradients.samples().map(|samples| samples as usize));
             model = optimizer.step(lr, model, gradients);
         }
     }
+    accelerator.print(format_args!(
+        "{} steps of at most {} samples, {} in all",
+        sizes.len(),
+        sizes.iter().max().unwrap_or(&0),
+        sizes.iter().sum::<usize>()
+    ));
     // The same on each of them.
     println!("rank {}: loss {course}", accelerator.rank());
     Ok(accelerator.finish()?)
+}
+
+/// Of how many micro-steps a step of exactly so many samples is made, and how many samples all processes use
+/// in each: as few and as large ones as each process `holds`, all of the same size.
+fn divided(step: usize, processes: usize, holds: usize) -> Result<(usize, usize), Report> {
+    let divide = |step: usize| {
+        // Each process gets a sample at least.
+        let mut counts = (1..=step / processes).filter(|count| step.is_multiple_of(*count));
+        let count = counts.find(|count| (step / count).div_ceil(processes) <= holds)?;
+        Some((count, step / count))
+    };
+    divide(step).ok_or_else(|| {
+        // A multiple of the processes can be, with one sample for each of them.
+        let next = (step..).find(|&step| divide(step).is_some());
+        let message = format!(
+            "a step of {step} samples cannot be divided into micro-steps of the same size that hold 1 to {holds} \
+             samples in each of {processes} processes; the next size that can is {}",
+            next.unwrap_or(step)
+        );
+        std::io::Error::new(std::io::ErrorKind::InvalidInput, message).into()
+    })
 }
 
 /// What a micro-step computes, by this process alone.

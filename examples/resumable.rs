@@ -28,7 +28,7 @@ struct Args {
     #[arg(long, value_name = "DIR")]
     checkpoints: PathBuf,
 
-    /// Save after so many optimizer steps
+    /// Save after so many optimizer steps, and at the end
     #[arg(long, default_value = "20", value_name = "N")]
     save_every: NonZeroUsize,
 
@@ -76,6 +76,7 @@ fn main() -> Result<(), Report> {
     accelerator.print(accelerator.plan(&train, args.epochs));
     accelerator.print(format_args!("training begins at {position}"));
 
+    let mut saved = position.step();
     let mut reporter = Reporter::new(accelerator.rank(), &args, train.steps())?;
     for epoch in position.epoch()..args.epochs {
         for batch in train.epoch(epoch) {
@@ -87,11 +88,17 @@ fn main() -> Result<(), Report> {
             if optimizer.steps().is_multiple_of(save_every.get() as u64) {
                 let parts = (&model, &optimizer, &train, Object(&best));
                 accelerator.save_state(&checkpoints, parts)?;
+                saved = optimizer.steps();
             }
         }
         let score = accelerator.reduce(evaluate(&model.valid(), &valid)?)?;
         reporter.validated(epoch, score.loss(), score.accuracy())?;
         best = best.max(score.accuracy());
+    }
+    // The end of the training, with whatever steps came after the last save.
+    if optimizer.steps() != saved {
+        let parts = (&model, &optimizer, &train, Object(&best));
+        accelerator.save_state(&checkpoints, parts)?;
     }
     accelerator.print(format_args!("best accuracy {:.1} %", 100.0 * best));
     if let Some(path) = &args.save {

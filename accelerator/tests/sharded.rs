@@ -437,16 +437,22 @@ fn a_rank_that_is_lost_in_a_step_leaves_the_model_as_it_was() {
     accelerator::launch(2, |accelerator| {
         let (mut model, mut optimizer, train) = CASE.prepare(&accelerator, State::Sharded)?;
         let mut batches = train.epoch(0);
+        for batch in batches.by_ref().take(2) {
+            let batch = batch?;
+            let gradients = accelerator.backward(model.loss(&batch, CASE.dtype), &model, &batch)?;
+            model = optimizer.step(model, gradients);
+        }
+        // The third step has another learning rate.
+        let before = (flat(&model), optimizer.steps(), optimizer.learning_rate());
         let batch = batches.next().unwrap()?;
         let gradients = accelerator.backward(model.loss(&batch, CASE.dtype), &model, &batch)?;
         if accelerator.rank() == 1 {
             return Ok(());
         }
-        let before = flat(&model);
         model = optimizer.step(model, gradients);
         assert_eq!(optimizer.outcome(), StepOutcome::Lost);
-        assert_eq!((flat(&model), optimizer.steps()), (before, 0));
-        let batch = batches.next().unwrap()?;
+        let after = (flat(&model), optimizer.steps(), optimizer.learning_rate());
+        assert_eq!(after, before);
         let loss = model.loss(&batch, CASE.dtype);
         let error = accelerator.backward(loss, &model, &batch).unwrap_err();
         assert!(error.is_collective(), "{error:?}");
@@ -457,11 +463,16 @@ fn a_rank_that_is_lost_in_a_step_leaves_the_model_as_it_was() {
             error.is_misuse() && error.to_string().contains("sharded"),
             "{error:?}"
         );
-        accelerator
-            .save_emergency(folder.path(), &model)
-            .map(|saved| {
-                assert!(saved.is_some());
-            })
+        let saved = accelerator.save_emergency(folder.path(), (&model, &train))?;
+        assert!(saved.is_some());
+        Ok(())
     })
     .unwrap();
+    // What was in the step that is lost comes again.
+    let accelerator = Accelerator::new().unwrap();
+    let (model, _, train) = CASE.prepare(&accelerator, State::Whole).unwrap();
+    let resumed = accelerator.resume(folder.path(), (model, train));
+    let ((_, train), position) = resumed.unwrap();
+    assert_eq!((position.epoch(), position.step()), (0, 2));
+    assert_eq!(train.epoch(0).next().unwrap().unwrap().step(), 2);
 }

@@ -111,3 +111,33 @@ fn what_is_the_same_everywhere_stays_and_models_without_buffers_send_nothing() {
     })
     .unwrap();
 }
+
+/// What is saved is what `save_model` would write, and what every rank goes on with.
+#[test]
+fn checkpoints_hold_the_statistics_of_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let means = |model: &Net| values(model.norm.running_mean.value());
+    let saved = accelerator::launch(2, |accelerator| {
+        let model = accelerator.prepare(accelerator.init(Net::new))?;
+        let value = accelerator.rank() as f64 * 4.0;
+        let seen = Tensor::<2>::full([3, 2], value, &accelerator.device());
+        model.norm.forward(seen);
+        accelerator.save_state(folder.path(), &model)?;
+        assert_eq!(means(&model), [2.0, 2.0]);
+        // Beside training, too.
+        let seen = Tensor::<2>::full([3, 2], value + 1.0, &accelerator.device());
+        model.norm.forward(seen);
+        let saving = accelerator.save_state_async(folder.path(), &model)?;
+        assert_eq!(means(&model), [3.0, 3.0]);
+        saving.wait()
+    });
+    assert_eq!(saved.unwrap()[1].number(), 2);
+    for (number, mean) in [(1, 2.0), (2, 3.0)] {
+        let accelerator = Accelerator::new().unwrap();
+        let model = accelerator.init(Net::new);
+        let model = accelerator.prepare(model).unwrap();
+        let path = folder.path().join(format!("checkpoint-{number:06}"));
+        let (model, _) = accelerator.resume(path, model).unwrap();
+        assert_eq!(means(&model), [mean; 2]);
+    }
+}

@@ -425,3 +425,26 @@ fn a_parameter_that_was_unfrozen_after_prepare_is_refused_on_any_number_of_ranks
         }
     }
 }
+
+#[test]
+fn models_that_are_trained_one_after_the_other_need_memory_for_one() {
+    accelerator::launch(2, |accelerator| {
+        let train = || {
+            let device = accelerator.device();
+            let model: Linear = accelerator.init(|device| LinearConfig::new(300, 300).init(device));
+            let (model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+            let input = Tensor::<2>::ones([4, 300], &device.inner());
+            let loss = model.forward(input).mean();
+            let gradients = accelerator.backward(loss, &model, 4)?;
+            drop(optimizer.step(0.1, model, gradients));
+            Ok::<_, Error>(accelerator.bucket_memory())
+        };
+        let one = train()?;
+        assert!(one >= 300 * 301 * 4);
+        for _ in 0..3 {
+            assert_eq!(train()?, one);
+        }
+        Ok(())
+    })
+    .unwrap();
+}

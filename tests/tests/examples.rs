@@ -39,15 +39,36 @@ const SMALL: [&str; 6] = [
     "16",
 ];
 
+/// The plan of [`SMALL`] on one process and on two.
+const PLANS: [&str; 2] = [
+    "1 rank, 16 samples a step in 2 micro-steps; 3 epochs of 320 samples in 20 optimizer steps, 60 in all; 60 \
+     steps of the learning rate",
+    "2 ranks, 16 samples a step; 3 epochs of 320 samples in 20 optimizer steps, 60 in all; 60 steps of the \
+     learning rate",
+];
+
+fn says(stdout: &str, line: &str) {
+    assert!(
+        stdout.lines().any(|found| found == line),
+        "{line}\n{stdout}"
+    );
+}
+
 #[test]
 fn accumulation() {
-    learns("accumulation", &SMALL);
+    for (stdout, plan) in learns("accumulation", &SMALL).iter().zip(PLANS) {
+        says(stdout, plan);
+        says(stdout, "forward and backward in full precision");
+    }
 }
 
 #[test]
 fn accumulation_in_half_precision() {
     let args = [&SMALL[..], &["--precision", "bf16"]].concat();
-    learns("accumulation", &args);
+    for (stdout, plan) in learns("accumulation", &args).iter().zip(PLANS) {
+        says(stdout, plan);
+        says(stdout, "forward and backward in bf16");
+    }
 }
 
 /// Rounds that do not fill an epoch, and one that is short in the end.
@@ -55,13 +76,17 @@ fn accumulation_in_half_precision() {
 fn local_sgd() {
     let args = ["--limit", "320", "--batch-size", "8", "--period", "3"];
     learns("local_sgd", &args);
-    let args = [&args[..], &["--epochs", "6", "--diloco"]].concat();
+    let args = [&args[..], &["--epochs", "4", "--diloco"]].concat();
     learns("local_sgd", &args);
 }
 
 #[test]
 fn gan() {
-    learns("gan", &[]);
+    for (stdout, ranks) in learns("gan", &[]).iter().zip(["1 rank, ", "2 ranks, "]) {
+        let plan = stdout.lines().next().unwrap();
+        let samples = "; 20 epochs of 1024 samples in ";
+        assert!(plan.starts_with(ranks) && plan.contains(samples), "{plan}");
+    }
 }
 
 /// The last step is short, on one rank and on two.
@@ -128,15 +153,86 @@ fn big_batch() {
         "{one}"
     );
     assert!(
-        two.contains("memory holds 8 samples: 2 × 8 in a step"),
+        two.contains("memory holds 8 samples: 2 × 16 in a step"),
         "{two}"
     );
+    for stdout in [one, two] {
+        says(&stdout, "45 steps of at most 32 samples, 1440 in all");
+    }
+}
+
+/// Neither memory nor the number of processes divides them.
+#[test]
+fn big_batch_takes_what_it_says_or_refuses() {
+    let run = |step, ranks| {
+        let args = [
+            "--limit",
+            "330",
+            "--epochs",
+            "1",
+            "--batch-size",
+            "8",
+            "--holds",
+            "8",
+        ];
+        let args = [&args[..], &["--global-batch", step]].concat();
+        run_ranks(&example("big_batch"), &args, ranks, |_, _| ())
+    };
+    for (ranks, micro_steps) in [(1, "11 × 3"), (2, "3 × 11")] {
+        let ended = &run("33", ranks)[0];
+        assert!(ended.status.success(), "{}", ended.stderr);
+        assert!(ended.stdout.contains(micro_steps), "{}", ended.stdout);
+        says(&ended.stdout, "10 steps of at most 33 samples, 330 in all");
+    }
+    for ended in run("37", 2) {
+        assert!(!ended.status.success(), "{}", ended.stdout);
+        let text = "a step of 37 samples cannot be divided";
+        assert!(ended.stderr.contains(text), "{}", ended.stderr);
+        assert!(
+            ended.stderr.contains("the next size that can is 38"),
+            "{}",
+            ended.stderr
+        );
+    }
 }
 
 #[test]
 fn nlp_transformer() {
-    learns(
-        "nlp_transformer",
-        &["--epochs", "12", "--length", "32", "--width", "32"],
-    );
+    let args = ["--epochs", "12", "--length", "32", "--width", "32"];
+    let ranks = ["1 rank, ", "2 ranks, "];
+    for (stdout, ranks) in learns("nlp_transformer", &args).iter().zip(ranks) {
+        let plan = stdout.lines().next().unwrap();
+        assert!(
+            plan.starts_with(ranks) && plan.contains("; 12 epochs of "),
+            "{plan}"
+        );
+        assert!(stdout.contains("epoch 11: "), "{stdout}");
+    }
+}
+
+/// Also where it has fewer steps than there are between two saves.
+#[test]
+fn resumable_saves_its_end_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_str().unwrap();
+    let small = ["--limit", "80", "--batch-size", "8", "--epochs", "1"];
+    let args = [&small[..], &["--save-every", "100", "--checkpoints", path]].concat();
+    let starts = [(), ()].map(|()| {
+        let ended = run_ranks(&example("resumable"), &args, 1, |_, _| ());
+        let Ended {
+            status,
+            stdout,
+            stderr,
+        } = &ended[0];
+        assert!(status.success(), "{stderr}");
+        let folders = folder.path().read_dir().unwrap();
+        let names = folders.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let checkpoints = names.filter(|name| name.starts_with("checkpoint-"));
+        assert_eq!(checkpoints.count(), 1);
+        let begins = stdout
+            .lines()
+            .find(|line| line.starts_with("training begins"));
+        begins.unwrap().to_owned()
+    });
+    assert_ne!(starts[0], starts[1]);
 }

@@ -171,6 +171,10 @@ impl Accelerator {
     ///
     /// Every rank must prepare the same things in the same order.
     ///
+    /// A model stays known as long as the accelerator lives, since nothing tells when a program has done with
+    /// it: that is a few hundred bytes for each of its parameters. A program that trains one model after the
+    /// other needs [memory for the gradients](Self::bucket_memory) of one.
+    ///
     /// A bare number is a Burn module too, so `(optimizer, 1e-3)` could be two things, and the
     /// compiler answers "type annotations needed" (E0283). Give a constant rate to `step`, or as
     /// `(optimizer, ConstantLr::new(1e-3))`.

@@ -88,7 +88,9 @@ impl Accelerator {
     /// loader and is not there yet comes again.
     ///
     /// First all ranks compare what they are about to save; if one is not ready, none saves. Then
-    /// rank 0 writes, under a hidden name that is changed at the end. Then old checkpoints are
+    /// running statistics are brought together, so that they are the same on all ranks afterwards
+    /// ([`sync_buffers`](Self::sync_buffers)): a program that goes on from here has what one has that was never
+    /// interrupted. Then rank 0 writes, under a hidden name that is changed at the end. Then old checkpoints are
     /// removed, beyond the [limit](Checkpoints::with_total_limit).
     ///
     /// # Errors
@@ -155,7 +157,7 @@ impl Accelerator {
     /// need not notice.
     ///
     /// The checkpoint is that of the last complete step: a window that failed, or is open, is not in
-    /// it, and its batches come again.
+    /// it, and its batches come again. Running statistics of a batch norm are the writer's own.
     ///
     /// ```no_run
     /// # use accelerator::prelude::*;
@@ -205,8 +207,7 @@ impl Accelerator {
     ///   possible, and the learning rate stays: see [`resume_with`](Self::resume_with). With
     ///   [`global_batch`](crate::AcceleratorBuilder::global_batch), batches stay as they are, and micro-steps
     ///   follow.
-    /// - Running statistics of a batch norm are rank 0's on every rank; see
-    ///   [`sync_buffers`](Self::sync_buffers).
+    /// - Running statistics of a batch norm are those of all ranks that saved, on every rank.
     ///
     /// Checkpoints that are damaged are passed over with a warning, and left where they are.
     ///

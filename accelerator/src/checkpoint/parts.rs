@@ -5,8 +5,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::resume::Restorer;
-
-use super::snapshot::{PartKind, Snapshot};
+use super::snapshot::{PartKind, Settling, Snapshot};
 use crate::data::PreparedLoader;
 use crate::ema::Ema;
 use crate::error::Result;
@@ -25,7 +24,14 @@ use crate::optim::{Manual, PreparedOptimizer, Scheduled};
 )]
 pub trait Save<K> {
     #[doc(hidden)]
-    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()>;
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()>;
+
+    /// What takes all ranks, once it is known that they are ready.
+    #[doc(hidden)]
+    fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
+        settling.pass_over();
+        Ok(())
+    }
 }
 
 /// What [`Accelerator::resume`](crate::Accelerator::resume) takes and gives back: prepared models,
@@ -133,8 +139,12 @@ pub mod kind {
 }
 
 impl<M: Module + fmt::Display> Save<kind::Model> for &M {
-    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
-        snapshot.add_model(self)
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+        snapshot.add_model(*self)
+    }
+
+    fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
+        settling.model(*self)
     }
 }
 
@@ -150,8 +160,12 @@ impl<M: Module + fmt::Display> Resume<kind::Model> for M {
 
 // To a checkpoint it is one more model.
 impl<M: Module + fmt::Display> Save<kind::Ema> for &Ema<M> {
-    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_model(self.model())
+    }
+
+    fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
+        settling.model(self.model())
     }
 }
 
@@ -167,7 +181,11 @@ impl<M: Module + fmt::Display> Resume<kind::Ema> for Ema<M> {
 
 // Between rounds it has nothing to keep; within one, the model refuses.
 impl Save<kind::LocalSgd> for &LocalSgd {
-    fn collect(self, _snapshot: &mut Snapshot<'_>) -> Result<()> {
+    fn collect(&self, _snapshot: &mut Snapshot<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    fn settle(&self, _settling: &mut Settling<'_>) -> Result<()> {
         Ok(())
     }
 }
@@ -182,10 +200,16 @@ impl Resume<kind::LocalSgd> for LocalSgd {
 
 // To a checkpoint it is two more models: the outer parameters, and their momentum.
 impl<M: Module + fmt::Display> Save<kind::DiLoCo> for &DiLoCo<M> {
-    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         self.states()
             .into_iter()
             .try_for_each(|state| snapshot.add_model(state))
+    }
+
+    fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
+        self.states()
+            .into_iter()
+            .try_for_each(|state| settling.model(state))
     }
 }
 
@@ -203,7 +227,7 @@ macro_rules! optimizers {
     ($($schedule:ident),+) => {
         $(
             impl Save<kind::Optimizer> for &PreparedOptimizer<$schedule> {
-                fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+                fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
                     snapshot.add_optimizer(self)
                 }
             }
@@ -224,7 +248,7 @@ macro_rules! optimizers {
 optimizers!(Manual, Scheduled);
 
 impl<O: Send + 'static> Save<kind::Loader> for &PreparedLoader<O> {
-    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_loader(self.standing());
         Ok(())
     }
@@ -241,7 +265,7 @@ impl<O: Send + 'static> Resume<kind::Loader> for PreparedLoader<O> {
 }
 
 impl<T: Serialize> Save<kind::Object> for Object<&T> {
-    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_object(self.0)
     }
 }
@@ -257,7 +281,7 @@ impl<T: DeserializeOwned> Resume<kind::Object> for Object<T> {
 }
 
 impl<T: Serialize> Save<kind::PerRank> for PerRank<&T> {
-    fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_per_rank(self.0)
     }
 }
@@ -280,9 +304,16 @@ macro_rules! tuples {
             $($part: Save<$kind>),+
         {
             #[allow(non_snake_case, reason = "the names are those of the type parameters")]
-            fn collect(self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+            fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
                 let ($($part,)+) = self;
-                $($part.collect(snapshot)?;)+
+                $(Save::<$kind>::collect($part, snapshot)?;)+
+                Ok(())
+            }
+
+            #[allow(non_snake_case, reason = "the names are those of the type parameters")]
+            fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
+                let ($($part,)+) = self;
+                $(Save::<$kind>::settle($part, settling)?;)+
                 Ok(())
             }
         }

@@ -8,7 +8,7 @@ use super::background::{Saving, Work};
 use super::parts::Save;
 use super::settings::Checkpoints;
 use super::share::from_main;
-use super::snapshot::{Mode, Report, Snapshot, Taken, Writer};
+use super::snapshot::{Mode, Report, Settling, Snapshot, Taken, Writer};
 use super::write::{self, Job, Saved};
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Kind, Result};
@@ -88,7 +88,8 @@ pub(super) fn save_emergency<K>(
 }
 
 /// Phase 1: every rank takes its snapshot, and says whether it is ready, and with what. Only if all
-/// are, and agree, does anyone go on; rank 0 has a draft then.
+/// are, and agree, does anyone go on: what lies on several ranks is brought together, and rank 0 has a
+/// draft.
 #[track_caller]
 fn prepare<K>(
     accelerator: &Accelerator,
@@ -116,6 +117,7 @@ fn prepare<K>(
     let draft = begun?;
     let reports = count(votes)?;
     taken.complete(&reports);
+    parts.settle(&mut Settling::new(accelerator, writer, &mut taken))?;
     taken.gather(accelerator.group())?;
     Ok((draft, taken))
 }

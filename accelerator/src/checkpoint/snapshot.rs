@@ -48,7 +48,7 @@ pub(super) enum Part {
         state: ModelState,
         /// What its communication hook keeps: this rank's, and then every rank's where it is written.
         hooks: Vec<Option<Vec<u8>>>,
-        /// On the rank that writes.
+        /// On the rank that writes, in the end.
         values: Option<ModelSnapshot>,
     },
     Object(Vec<u8>),
@@ -109,7 +109,10 @@ impl<'a> Snapshot<'a> {
         if self.mode == Mode::Regular {
             slot.round().check_together("save a checkpoint")?;
         }
-        let values = (self.writer == Writer::This).then(|| ModelSnapshot::of(model));
+        // Several ranks bring their running statistics together before, once all are ready.
+        let is_settled = self.mode == Mode::Emergency || self.accelerator.world_size() == 1;
+        let takes = is_settled && self.writer == Writer::This;
+        let values = takes.then(|| ModelSnapshot::of(model));
         let mut hooks = Vec::new();
         if let Some(hook) = slot.hook() {
             hooks = vec![None; self.accelerator.world_size()];
@@ -157,6 +160,41 @@ impl<'a> Snapshot<'a> {
         let mut values = vec![None; self.accelerator.world_size()];
         values[self.accelerator.rank()] = Some(encode(value)?);
         self.taken.parts.push(Part::PerRank(values));
+        Ok(())
+    }
+}
+
+/// Completes a snapshot with all ranks, part by part.
+pub struct Settling<'a> {
+    accelerator: &'a Accelerator,
+    at: usize,
+    taken: &'a mut Taken,
+    writer: Writer,
+}
+
+impl<'a> Settling<'a> {
+    pub(super) fn new(accelerator: &'a Accelerator, writer: Writer, taken: &'a mut Taken) -> Self {
+        Self {
+            accelerator,
+            at: 0,
+            taken,
+            writer,
+        }
+    }
+
+    pub(super) fn pass_over(&mut self) {
+        self.at += 1;
+    }
+
+    #[track_caller]
+    pub(super) fn model<M: Module>(&mut self, model: &M) -> Result<()> {
+        self.accelerator.sync_buffers(model)?;
+        if self.writer == Writer::This
+            && let Some(Part::Model { values, .. }) = self.taken.parts.get_mut(self.at)
+        {
+            *values = Some(ModelSnapshot::of(model));
+        }
+        self.at += 1;
         Ok(())
     }
 }
@@ -329,6 +367,14 @@ impl fmt::Display for PartKind {
             Self::Optimizer => "an optimizer",
             Self::PerRank => "a value for each rank",
         })
+    }
+}
+
+impl fmt::Debug for Settling<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Settling")
+            .field("at", &self.at)
+            .finish_non_exhaustive()
     }
 }
 

@@ -85,6 +85,7 @@ impl Cursor {
         let pass = Arc::new(Pass {
             cursor: Arc::downgrade(self),
             progress: Mutex::new(Progress {
+                before: start,
                 is_open: true,
                 used: start,
                 yielded: start,
@@ -138,6 +139,8 @@ pub(crate) struct Pass {
 
 #[derive(Clone, Copy, Debug)]
 struct Progress {
+    /// What was used before the last window.
+    before: Spot,
     /// Whether its iterator lives.
     is_open: bool,
     used: Spot,
@@ -153,6 +156,7 @@ impl Pass {
     /// What was given for its epoch has that digest.
     pub(super) fn deal(&self, digest: Option<u64>) {
         let mut progress = self.lock();
+        progress.before.digest = digest;
         progress.used.digest = digest;
         progress.yielded.digest = digest;
     }
@@ -201,7 +205,14 @@ impl Mark {
 
     /// Its batch, and all before it in the pass, went into a step.
     pub(crate) fn is_used(&self) {
-        self.pass.lock().used = self.end;
+        {
+            let mut progress = self.pass.lock();
+            // Windows of several models may end with the same batch.
+            if progress.used != self.end {
+                progress.before = progress.used;
+                progress.used = self.end;
+            }
+        }
         let Some(cursor) = self.pass.cursor.upgrade() else {
             return;
         };
@@ -209,6 +220,14 @@ impl Mark {
         state.trained = true;
         state.resume = None;
         state.current = Some(self.pass.clone());
+    }
+
+    /// The step into which its batch went did not happen: the batches of its window come again.
+    pub(crate) fn is_unused(&self) {
+        let mut progress = self.pass.lock();
+        if progress.used == self.end {
+            progress.used = progress.before;
+        }
     }
 }
 
@@ -250,6 +269,28 @@ mod tests {
         assert_eq!(cursor.spot(), Some(spot(4, 3)));
         pass.finish();
         assert_eq!(cursor.spot().map(Spot::next_epoch), Some(5));
+    }
+
+    #[test]
+    fn the_window_of_a_step_that_did_not_happen_comes_again() {
+        let cursor = Arc::new(Cursor::default());
+        let pass = cursor.begin(2);
+        take(&pass, 1).is_used();
+        take(&pass, 2);
+        let last = take(&pass, 3);
+        // Of two models.
+        last.is_used();
+        last.is_used();
+        assert_eq!(cursor.spot(), Some(spot(2, 3)));
+        last.is_unused();
+        last.is_unused();
+        assert_eq!(cursor.spot(), Some(spot(2, 1)));
+        // The first window of an epoch.
+        let pass = cursor.begin(3);
+        let first = take(&pass, 1);
+        first.is_used();
+        first.is_unused();
+        assert_eq!(cursor.spot(), Some(Spot::start_of(3)));
     }
 
     #[test]

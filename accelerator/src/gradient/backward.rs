@@ -33,13 +33,13 @@ pub(crate) fn backward<M: Module>(
     weight: Weight,
     reach: Reach,
 ) -> Result<Gradients> {
-    check(&loss, &weight)?;
     let slot = accelerator.shared.models.find(model)?;
+    // The graph of a working copy is used up by this, or never.
+    let copy = slot.take_working();
     if reach == Reach::All {
         slot.round().check_together("average its gradients")?;
     }
-    // The graph of a working copy is used up by this.
-    let copy = slot.take_working();
+    check(&loss, &weight)?;
     let group = accelerator.group();
     let steps = accelerator.accumulation_steps();
     let timeline = &accelerator.shared.timeline;

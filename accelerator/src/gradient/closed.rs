@@ -11,6 +11,7 @@ use super::ledger::Ledger;
 use super::rank::with_rank;
 use super::slot::Slot;
 use super::values::Values as Elements;
+use crate::data::Mark;
 use crate::model::Trainable;
 
 /// The averaged gradients of a window that has ended.
@@ -20,6 +21,8 @@ pub(super) struct Closed {
     /// By parameter: what its elements are multiplied by in the end; empty where they stay as they
     /// are.
     pub(super) factors: Vec<f64>,
+    /// Where the batches end that are in it; empty where nothing can be undone.
+    pub(super) marks: Vec<Mark>,
     /// Before clipping.
     pub(super) norm: Option<f64>,
     /// By parameter: the sum of the squares of its elements, before clipping.

@@ -10,7 +10,9 @@ use super::clip::{Clip, Limit};
 use super::closed::{Closed, Sums, Values};
 use super::reducer::Reduced;
 use super::slot::Slot;
+use super::undo::Undo;
 use super::weight::Weight;
+use crate::data::Mark;
 
 /// The averaged gradients of a window, or the news that it is still open.
 ///
@@ -82,6 +84,7 @@ impl Gradients {
             slot,
             loss.device(),
             weight.epoch,
+            Vec::new(),
             Values::Untouched {
                 gradients,
                 loss,
@@ -103,14 +106,21 @@ impl Gradients {
             slot: slot.clone(),
             total: reduced.total,
         };
-        Self::closed(slot, device, epoch, Values::Reduced(sums))
+        Self::closed(slot, device, epoch, reduced.marks, Values::Reduced(sums))
     }
 
-    fn closed(slot: Arc<Slot>, device: Device, epoch: Option<u64>, values: Values) -> Self {
+    fn closed(
+        slot: Arc<Slot>,
+        device: Device,
+        epoch: Option<u64>,
+        marks: Vec<Mark>,
+        values: Values,
+    ) -> Self {
         Self(Content::Closed(Box::new(Closed {
             device,
             epoch,
             factors: Vec::new(),
+            marks,
             norm: None,
             slot,
             squares: None,
@@ -325,6 +335,17 @@ impl Gradients {
             closed.apply_factors();
         }
         Some(Averages(closed))
+    }
+
+    /// What is to be undone where the step does not happen; to be taken once.
+    pub(crate) fn take_undo(&mut self) -> Option<Undo> {
+        match &mut self.0 {
+            Content::Accumulating | Content::Idle { .. } | Content::Overflowed { .. } => None,
+            Content::Closed(closed) => Some(Undo {
+                marks: core::mem::take(&mut closed.marks),
+                slot: closed.slot.clone(),
+            }),
+        }
     }
 
     pub(crate) fn epoch(&self) -> Option<u64> {

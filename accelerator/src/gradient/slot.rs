@@ -172,6 +172,11 @@ impl Slot {
         self.steps.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// The step for which a window ended well did not happen.
+    pub(super) fn uncount_step(&self) {
+        self.steps.fetch_sub(1, Ordering::Relaxed);
+    }
+
     /// How many micro-steps of the next step are done.
     pub(crate) fn open_micro_steps(&self) -> usize {
         self.window().micro_steps()
@@ -236,6 +241,11 @@ impl Slot {
         let mut shelf = self.shelf();
         let spare = shelf.spare.take();
         spare.unwrap_or_else(|| Ledger::new(group, shelf.layout.clone(), self.parameters.len()))
+    }
+
+    /// Gives the memory of the spare ledger back; the next window takes some anew.
+    pub(crate) fn release_spare(&self) {
+        self.shelf().spare = None;
     }
 
     /// Keeps one ledger, of the layout that holds.

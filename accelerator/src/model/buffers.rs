@@ -24,8 +24,12 @@ impl Accelerator {
     /// are not touched: frozen ones that differ belong to
     /// [`check_replicas`](Self::check_replicas)' kind of trouble.
     ///
-    /// [`save_model`](Self::save_model) does this by itself, and [`valid`](Self::valid) for evaluation.
-    /// Checkpoints hold rank 0's, unless this is called before.
+    /// Every rank counts alike, however many samples it has seen: nothing tells how many went into a running
+    /// statistic. Where ranks train on shares of different sizes for long, or one idles often,
+    /// [`SyncBatchNorm`](crate::nn::SyncBatchNorm) weighs them.
+    ///
+    /// [`save_model`](Self::save_model) and [`save_state`](Self::save_state) do this by themselves, and
+    /// [`valid`](Self::valid) for evaluation. An emergency checkpoint holds the writer's own.
     ///
     /// ```
     /// use burn::nn::{BatchNorm, BatchNormConfig};

@@ -39,6 +39,10 @@ use crate::gradient::hook::Held;
 use crate::precision::ScalerState;
 
 /// The models that were prepared, known by their parameters' ids.
+///
+/// Nothing tells when a program has dropped the last copy of a model, which is Burn's own type: so its entry
+/// stays as long as the accelerator lives, with a few hundred bytes for each parameter. The memory in which its
+/// gradients travelled is given back when another model is prepared.
 #[derive(Debug, Default)]
 pub(crate) struct Models(Mutex<HashMap<ParamId, Arc<Slot>>>);
 
@@ -69,6 +73,8 @@ impl Models {
     fn insert(&self, slot: Slot) {
         let slot = Arc::new(slot);
         let mut slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // One that still trains takes it again.
+        slots.values().for_each(|slot| slot.release_spare());
         for parameter in slot.parameters() {
             slots.insert(parameter.id, slot.clone());
         }

@@ -100,7 +100,7 @@ pub use self::sharded::Sharded;
 pub(crate) use self::sharded::Shards;
 pub(crate) use self::state::{OptimizerSnapshot, OptimizerState, Schedule, check_known};
 use crate::error::Result;
-use crate::gradient::Gradients;
+use crate::gradient::{Gradients, Undo};
 use crate::timeline::{Part, Phase, Timeline};
 
 /// What the last [`PreparedOptimizer::step`] did.
@@ -113,8 +113,11 @@ pub enum StepOutcome {
     /// schedule count on, as on ranks that had some.
     Idle,
     /// Another rank was lost while a [`Sharded`] optimizer stepped, or that got gradients of one rank
-    /// ([`local`](crate::local)): the model is as it was. The next call that communicates returns the error,
-    /// which names the rank.
+    /// ([`local`](crate::local)): the model is as it was, and so is the schedule; the batches of the step count as not used, and come again after an emergency checkpoint. The
+    /// next call that communicates returns the error, which names the rank.
+    ///
+    /// Each rank tells of itself: where one had every new value before the other rank was lost, it has
+    /// `Stepped`. They can do nothing together any more, so both are whole.
     Lost,
     /// Gradients were not finite in [`Precision::F16`](crate::precision::Precision::F16), on all ranks alike: the
     /// model is as it was, and so is the schedule. The next losses are scaled by less. In a
@@ -169,9 +172,12 @@ impl<S> PreparedOptimizer<S> {
     fn apply<M: Module>(
         &mut self,
         model: M,
-        gradients: Gradients,
+        mut gradients: Gradients,
         rate: impl FnOnce(&mut S, &M) -> ModuleLearningRate,
-    ) -> M {
+    ) -> M
+    where
+        S: Clone,
+    {
         let missed = match gradients.overflow() {
             Some(scale) => Some(StepOutcome::Skipped { scale }),
             None => gradients.is_idle().then_some(StepOutcome::Idle),
@@ -191,6 +197,11 @@ impl<S> PreparedOptimizer<S> {
             self.outcome = StepOutcome::Accumulated;
             return model;
         }
+        // Only steps that communicate can fail.
+        let before = self
+            .shards
+            .is_some()
+            .then(|| (self.schedule.clone(), gradients.take_undo()));
         let rate = rate(&mut self.schedule, &model);
         let stepped = StepOutcome::Stepped {
             rate: rate.base(),
@@ -205,6 +216,10 @@ impl<S> PreparedOptimizer<S> {
             }
             Err(model) => {
                 self.outcome = StepOutcome::Lost;
+                if let Some((schedule, undo)) = before {
+                    self.schedule = schedule;
+                    undo.into_iter().for_each(Undo::undo);
+                }
                 self.timeline.step_failed();
                 model
             }

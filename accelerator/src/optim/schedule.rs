@@ -47,14 +47,15 @@ pub struct PerEpoch<S>(pub S);
 pub struct PerProcess<S>(pub S);
 
 /// The optimizer has no schedule: each `step` is told its learning rate.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Manual(pub(super) ());
 
 /// The optimizer has a schedule, which advances with it.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Scheduled(pub(super) Scheduler);
 
 /// A Burn scheduler and when it advances.
+#[derive(Clone)]
 pub(crate) struct Scheduler {
     pub(super) scheduler: ModuleLrScheduler,
     pub(super) unit: Unit,

@@ -46,7 +46,8 @@ impl Accelerator {
     /// It serves one backward pass, and is gone with it: [`forward`](Self::forward) makes one each time.
     /// Two models that share parameters, or two forward passes whose losses are added, may each have a
     /// copy; then gradients are sent when backward has ended, whatever
-    /// [`Overlap`](crate::Overlap) says.
+    /// [`Overlap`](crate::Overlap) says. One whose loss goes to no backward looks like the first of two, and is
+    /// kept until the next backward: evaluate on `model.valid()`, which leaves nothing behind.
     pub fn working_copy<M: Module>(&self, model: &M) -> M {
         self.working_copy_except(model, |_| false)
     }

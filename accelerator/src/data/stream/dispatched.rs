@@ -72,7 +72,7 @@ where
             Some(ahead) => self.tell(here, ahead),
             None => self.hear(here),
         };
-        self.step += 1;
+        self.step = self.step.saturating_add(1);
         let made = batch.as_ref().map(|_| ());
         meet(&self.pass.group, here, made, "make its batch of the stream")?;
         batch
