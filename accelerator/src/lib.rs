@@ -168,11 +168,13 @@ pub use crate::prepare::{Prepare, kind};
 pub mod prelude {
     pub use crate::checkpoint::{Checkpoints, Object, PerRank};
     pub use crate::collective::ReduceOp;
-    pub use crate::data::{Batch, DataLoaderBuilder, PreparedLoader};
+    pub use crate::data::{Batch, DataLoaderBuilder, InOrder, PreparedLoader};
     pub use crate::ema::Ema;
     pub use crate::local::{DiLoCoConfig, LocalOutcome, LocalSgdConfig, LocalTraining};
     pub use crate::metric::{Accuracy, Confusion, Mean, TopK};
-    pub use crate::optim::{PerEpoch, PerProcess, PreparedOptimizer, RateScaling, StepOutcome};
+    pub use crate::optim::{
+        InitFused, PerEpoch, PerProcess, PreparedOptimizer, RateScaling, Sharded, StepOutcome,
+    };
     pub use crate::plan::TailPolicy;
     pub use crate::precision::Precision;
     pub use crate::{
