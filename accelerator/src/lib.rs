@@ -50,6 +50,7 @@
 //! | average gradients, accumulate, clip | [`Accelerator::backward`], [`Weight`], [`Gradients`], [`Clip`] |
 //! | compute in half precision | [`precision`] |
 //! | send gradients in half precision | [`Compression`] |
+//! | send gradients as products of thin matrices, or in your own way | [`hook::PowerSgd`], [`hook::CommunicationHook`] |
 //! | send gradients while backward runs | [`Overlap`] |
 //! | step an optimizer with its schedule, freeze, group parameters | [`optim`] |
 //! | average parameters now and then, in place of gradients | [`local`] |
@@ -156,6 +157,7 @@ pub use crate::batch_size::BatchSizeFinder;
 pub use crate::device::DeviceKind;
 pub use crate::ema::Ema;
 pub use crate::error::{Error, Result};
+pub use crate::gradient::hook;
 pub use crate::gradient::{
     Clip, Compression, Gradients, Overlap, OverlapReport, OverlapState, Weight,
 };
@@ -166,11 +168,13 @@ pub use crate::prepare::{Prepare, kind};
 pub mod prelude {
     pub use crate::checkpoint::{Checkpoints, Object, PerRank};
     pub use crate::collective::ReduceOp;
-    pub use crate::data::{Batch, DataLoaderBuilder, PreparedLoader};
+    pub use crate::data::{Batch, DataLoaderBuilder, InOrder, PreparedLoader};
     pub use crate::ema::Ema;
     pub use crate::local::{DiLoCoConfig, LocalOutcome, LocalSgdConfig, LocalTraining};
     pub use crate::metric::{Accuracy, Confusion, Mean, TopK};
-    pub use crate::optim::{PerEpoch, PerProcess, PreparedOptimizer, RateScaling, StepOutcome};
+    pub use crate::optim::{
+        InitFused, PerEpoch, PerProcess, PreparedOptimizer, RateScaling, Sharded, StepOutcome,
+    };
     pub use crate::plan::TailPolicy;
     pub use crate::precision::Precision;
     pub use crate::{

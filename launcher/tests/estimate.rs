@@ -211,3 +211,19 @@ fn what_is_no_safetensors_file_is_refused() {
         assert!(stderr.contains(part), "{stderr}");
     }
 }
+
+#[test]
+fn a_folder_of_checkpoints_tells_which_file_may_be_meant() {
+    let folder = tempfile::tempdir().unwrap();
+    for number in [1, 2] {
+        let checkpoint = folder.path().join(format!("checkpoint-00000{number}"));
+        fs::create_dir(&checkpoint).unwrap();
+        model(&checkpoint, "model.safetensors", &[("a", "F32", &[2], 8)]);
+    }
+    let (code, _, stderr) = estimate(folder.path(), &[]);
+    assert_eq!(code, 2, "{stderr}");
+    assert!(
+        stderr.contains("checkpoint-000002/model.safetensors"),
+        "{stderr}"
+    );
+}

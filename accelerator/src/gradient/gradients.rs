@@ -97,12 +97,11 @@ impl Gradients {
         slot: Arc<Slot>,
         device: Device,
         reduced: Reduced,
-        scale: Option<f64>,
         epoch: Option<u64>,
     ) -> Self {
         let sums = Sums {
             ledger: Some(reduced.ledger),
-            divisor: reduced.total * scale.unwrap_or(1.0),
+            divisor: reduced.divisor,
             loss: reduced.loss,
             slot: slot.clone(),
             total: reduced.total,

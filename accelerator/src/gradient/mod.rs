@@ -5,6 +5,7 @@ mod clip;
 mod closed;
 mod compression;
 mod gradients;
+pub mod hook;
 mod ledger;
 mod mean;
 mod overlap;

@@ -42,7 +42,30 @@
 //! # accelerator.finish()
 //! # }
 //! ```
-
+//!
+//! # Warm-up
+//!
+//! Burn joins schedules to one. Over optimizer steps, 100 of warm-up, then a cosine over 900:
+//!
+//! ```
+//! use accelerator::prelude::*;
+//! use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+//! use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
+//! use burn::lr_scheduler::sequential::SequentialLrSchedulerConfig;
+//! use burn::lr_scheduler::LrSchedulerConfig;
+//! use burn::optim::AdamWConfig;
+//!
+//! let parts = vec![
+//!     LrSchedulerConfig::Linear(LinearLrSchedulerConfig::new(1e-6, 1e-3, 100)),
+//!     LrSchedulerConfig::Cosine(CosineAnnealingLrSchedulerConfig::new(1e-3, 900)),
+//! ];
+//! let schedule = SequentialLrSchedulerConfig::new(parts, vec![100]).init().unwrap();
+//!
+//! let accelerator = Accelerator::new()?;
+//! let optimizer = accelerator.prepare((AdamWConfig::new().init(), schedule))?;
+//! # assert_eq!(optimizer.steps(), 0);
+//! # Ok::<(), Error>(())
+//! ```
 //!
 //! # Frozen parameters, and groups
 //!

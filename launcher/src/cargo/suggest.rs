@@ -1,7 +1,7 @@
 //! Targets to offer in the place of one that is not there.
 
 /// How many targets an error lists.
-const SUGGESTIONS: usize = 5;
+const SUGGESTIONS: usize = 8;
 
 /// A target that an error can offer instead.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,8 +14,13 @@ pub(crate) struct Suggestion {
 
 /// The targets whose names are most like `wanted`, the most alike first.
 pub(crate) fn nearest(wanted: &str, mut known: Vec<Suggestion>) -> Vec<String> {
-    known.sort_by_key(|suggestion| distance(wanted, &suggestion.name));
-    known.dedup();
+    known.sort_by(|one, other| {
+        let nearness = |suggestion: &Suggestion| distance(wanted, &suggestion.name);
+        nearness(one)
+            .cmp(&nearness(other))
+            .then_with(|| one.shown.cmp(&other.shown))
+    });
+    known.dedup_by(|one, other| one.shown == other.shown);
     known
         .into_iter()
         .take(SUGGESTIONS)
@@ -59,12 +64,25 @@ mod tests {
 
     #[test]
     fn the_nearest_comes_first() {
-        let known =
-            ["train", "mnist_plain", "mnist", "regression", "x", "y", "z"].map(|name| Suggestion {
-                name: name.into(),
-                shown: name.into(),
-            });
+        let known = [
+            "train",
+            "mnist_plain",
+            "mnist",
+            "mnist",
+            "regression",
+            "u",
+            "v",
+            "w",
+            "x",
+            "y",
+            "z",
+        ];
+        let known = known.map(|name| Suggestion {
+            name: name.into(),
+            shown: name.into(),
+        });
         let near = nearest("mnits", known.to_vec());
+        assert_ne!(near[1], "mnist", "each is listed once");
         assert_eq!(near[0], "mnist");
         assert_eq!(near.len(), SUGGESTIONS);
     }

@@ -5,7 +5,7 @@ use std::collections::btree_map::Entry as Place;
 use std::fmt;
 use std::fs::File;
 use std::io::{BufReader, Read};
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
 use serde::Deserialize;
 use serde::de::{self, DeserializeOwned, Deserializer, IgnoredAny, MapAccess, Visitor};
@@ -239,11 +239,34 @@ fn open(path: &Path) -> Result<File> {
     let is_folder = file.metadata().is_ok_and(|metadata| metadata.is_dir());
     if is_folder {
         return Err(Error::usage(format!(
-            "{} is a folder; expected a safetensors file in it, or its index",
-            path.display()
+            "{} is a folder; expected a safetensors file, or its index{}",
+            path.display(),
+            match inside(path) {
+                Some(file) => format!(", such as {}", file.display()),
+                None => String::new(),
+            }
         )));
     }
     Ok(file)
+}
+
+/// A file that was meant, perhaps: in the folder, or in the newest checkpoint in it.
+fn inside(folder: &Path) -> Option<PathBuf> {
+    let names = std::fs::read_dir(folder).ok()?;
+    let mut paths: Vec<PathBuf> = names.flatten().map(|entry| entry.path()).collect();
+    paths.sort();
+    let ends_with = |path: &&PathBuf, end| path.to_str().is_some_and(|path| path.ends_with(end));
+    let index = paths
+        .iter()
+        .find(|path| ends_with(path, ".safetensors.index.json"));
+    let file = index.or_else(|| paths.iter().find(|path| ends_with(path, ".safetensors")));
+    file.cloned().or_else(|| {
+        let is_checkpoint = |path: &&PathBuf| {
+            let name = path.file_name().and_then(|name| name.to_str());
+            name.is_some_and(|name| name.starts_with("checkpoint-")) && path.is_dir()
+        };
+        inside(paths.iter().rfind(is_checkpoint)?)
+    })
 }
 
 fn unreadable(path: &Path, error: std::io::Error) -> Error {

@@ -390,7 +390,7 @@ impl Drop for Watchdog<'_> {
 const LINGER: Duration = Duration::from_secs(1);
 
 /// How long to wait for the last words of others after a failure.
-const MOMENT: Duration = Duration::from_millis(500);
+const MOMENT: Duration = Duration::from_secs(2);
 
 /// How long a failing rank waits for what the store knows.
 const PATIENCE: Duration = Duration::from_millis(250);
