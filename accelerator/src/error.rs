@@ -39,6 +39,7 @@ pub(crate) enum Kind {
     Data,
     Device,
     Drift,
+    Hook,
     Io,
     Memory,
     Misuse,
@@ -160,6 +161,12 @@ impl Error {
         self.0.kind == Kind::Drift
     }
 
+    /// A communication hook failed to reduce gradients, with an error of its own; see
+    /// [`CommunicationHook`](crate::hook::CommunicationHook).
+    pub fn is_hook(&self) -> bool {
+        self.0.kind == Kind::Hook
+    }
+
     /// No batch is small enough for the memory of every rank; see
     /// [`find_executable_batch_size`](crate::Accelerator::find_executable_batch_size).
     pub fn is_out_of_memory(&self) -> bool {
@@ -209,7 +216,7 @@ impl Error {
         self.0.kind == Kind::Other
     }
 
-    /// A rank of [`launch`](crate::launch), or a worker of a loader, panicked.
+    /// A rank of [`launch`](crate::launch), a worker of a loader, or a communication hook panicked.
     pub fn is_panic(&self) -> bool {
         self.0.kind == Kind::Panic
     }

@@ -108,6 +108,7 @@ mod plan;
 mod schedule;
 mod sharded;
 mod state;
+mod whole;
 
 use core::fmt;
 
@@ -122,8 +123,9 @@ pub use self::schedule::{Manual, PerEpoch, PerProcess, Scheduled};
 pub use self::sharded::Sharded;
 pub(crate) use self::sharded::Shards;
 pub(crate) use self::state::{OptimizerSnapshot, OptimizerState, Schedule, check_known};
+use self::whole::Kinds;
 use crate::error::Result;
-use crate::gradient::{Gradients, Undo};
+use crate::gradient::{Averaged, Gradients, Undo};
 use crate::timeline::{Part, Phase, Timeline};
 
 /// What the last [`PreparedOptimizer::step`] did.
@@ -151,7 +153,8 @@ pub enum StepOutcome {
     },
     /// The model was updated.
     Stepped {
-        /// The base learning rate of this step.
+        /// The base learning rate of this step; those of groups with rates of their own are told by
+        /// [`PreparedOptimizer::learning_rates`].
         rate: f64,
         /// The norm of the averaged gradient before clipping, where it was computed.
         norm: Option<f64>,
@@ -165,6 +168,7 @@ pub enum StepOutcome {
 pub struct PreparedOptimizer<S> {
     /// What the rates of the schedule are multiplied by, since training went on at another size.
     factor: f64,
+    kinds: Kinds,
     optimizer: ModuleOptimizer,
     outcome: StepOutcome,
     schedule: S,
@@ -182,6 +186,7 @@ impl<S> PreparedOptimizer<S> {
     ) -> Self {
         Self {
             factor: 1.0,
+            kinds: Kinds::default(),
             optimizer,
             outcome: StepOutcome::Accumulated,
             schedule,
@@ -257,26 +262,40 @@ impl<S> PreparedOptimizer<S> {
         model: M,
         gradients: Gradients,
     ) -> core::result::Result<M, M> {
-        if let Some(shards) = &mut self.shards {
-            if gradients.is_own() {
-                shards.refuse_own();
-                return Err(model);
-            }
-            let Some(averages) = gradients.into_averages() else {
-                return Ok(model);
-            };
-            let _optimizer = self.timeline.span(Phase::Optimizer);
-            return shards.step(&mut self.optimizer, rate, model, averages);
+        if let Some(shards) = &self.shards
+            && gradients.is_own()
+        {
+            shards.refuse_own();
+            return Err(model);
         }
-        let gradients = {
-            let _copy = self.timeline.span(Phase::Copy(Part::Whole));
-            gradients.into_params()
-        };
-        let Some(gradients) = gradients else {
+        let copy = self.timeline.span(Phase::Copy(Part::Whole));
+        let Some(averaged) = gradients.into_averaged() else {
             return Ok(model);
         };
-        let _optimizer = self.timeline.span(Phase::Optimizer);
-        Ok(self.optimizer.step(rate, model, gradients))
+        let optimizer = &mut self.optimizer;
+        match (averaged, &mut self.shards) {
+            (Averaged::Sums(averages), None) => {
+                let ready = self.kinds.ready(optimizer, averages);
+                drop(copy);
+                let _optimizer = self.timeline.span(Phase::Optimizer);
+                Ok(ready.step(optimizer, rate, model))
+            }
+            (Averaged::Untouched(gradients), None) => {
+                drop(copy);
+                let _optimizer = self.timeline.span(Phase::Optimizer);
+                Ok(optimizer.step(rate, model, gradients))
+            }
+            (Averaged::Sums(averages), Some(shards)) => {
+                drop(copy);
+                let _optimizer = self.timeline.span(Phase::Optimizer);
+                shards.step(optimizer, rate, model, averages)
+            }
+            // They are of an accelerator that is one rank alone.
+            (Averaged::Untouched(_), Some(shards)) => {
+                shards.refuse_own();
+                Err(model)
+            }
+        }
     }
 
     /// What the last `step` did; `Accumulated` before the first.
@@ -316,6 +335,10 @@ impl PreparedOptimizer<Manual> {
 
     /// Updates the model with that learning rate, if the accumulation window is full; gives it
     /// back as it was otherwise.
+    ///
+    /// # Panics
+    ///
+    /// With gradients of another model: where none of the parameters that `backward` was given is in this one.
     #[must_use]
     #[track_caller]
     pub fn step<M: Module>(
@@ -339,6 +362,10 @@ impl PreparedOptimizer<Scheduled> {
 
     /// Updates the model with the schedule's next learning rate, if the accumulation window is
     /// full; gives it back as it was, and leaves the schedule where it is, otherwise.
+    ///
+    /// # Panics
+    ///
+    /// With gradients of another model: where none of the parameters that `backward` was given is in this one.
     #[must_use]
     #[track_caller]
     pub fn step<M: Module>(&mut self, model: M, gradients: Gradients) -> M {
@@ -351,6 +378,35 @@ impl PreparedOptimizer<Scheduled> {
     /// How many times the schedule advances in so many optimizer steps and epochs.
     pub(crate) fn advances(&self, steps: Option<u64>, epochs: u64) -> Option<u64> {
         self.schedule.0.advances(steps, epochs)
+    }
+
+    /// The learning rate of the last step for each trainable parameter of the model, by path; empty before the
+    /// first.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+    /// use burn::module::ParamGroup;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::SgdConfig;
+    /// use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let device = accelerator.device();
+    /// let model: Linear = LinearConfig::new(2, 1).init(&device);
+    /// let scheduler = ModuleLrScheduler::new(0.5).with_group(ParamGroup::from_predicate("bias"), 2.0);
+    /// let (mut model, mut optimizer) =
+    ///     accelerator.prepare((model, (SgdConfig::new().init(), scheduler)))?;
+    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let gradients = accelerator.backward(loss, &model, 4)?;
+    /// model = optimizer.step(model, gradients);
+    /// let rates = optimizer.learning_rates(&model);
+    /// assert_eq!(rates, [("weight".to_owned(), 0.5), ("bias".to_owned(), 2.0)]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn learning_rates<M: Module>(&self, model: &M) -> Vec<(String, f64)> {
+        let current = self.schedule.0.current.as_ref();
+        current.map_or_else(Vec::new, |rate| factor::by_path(rate, self.factor, model))
     }
 
     /// The base learning rate of the last step; `None` before the first.
