@@ -422,7 +422,7 @@ mod tests {
     /// By a process of its own, of which nobody else uses standard error.
     #[test]
     fn c20_a_size_that_does_not_fit_is_one_line_of_rank_zero() {
-        const CHILD: &str = "ACCEL_TEST_BATCH_SIZE_CHILD";
+        const CHILD: &str = "BATCH_SIZE_TEST_CHILD";
         if std::env::var_os(CHILD).is_some() {
             let found = crate::launch(2, |accelerator| {
                 let found = accelerator.find_executable_batch_size(10, |size| {

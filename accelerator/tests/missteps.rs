@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex};
 use accelerator::checkpoint::{Object, PerRank};
 use accelerator::prelude::*;
 use accelerator::{Clip, Weight};
+use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear};
 use burn::optim::SgdConfig;
 use burn::tensor::Tensor;

@@ -229,17 +229,11 @@ fn check_some_trained(slot: &Slot, some: bool) -> Result<()> {
         return Ok(());
     }
     let parameters = slot.parameters();
-    let Some(first) = parameters.first() else {
-        return Err(Error::misuse(
-            "this model had no trainable parameter when it was prepared, so there is nothing to average: \
-             unfreeze some, and prepare it again",
-        ));
-    };
     Err(Error::misuse(format!(
         "the loss does not depend on this model: none of its {} parameters (`{}`, …) has a gradient on any \
          rank; pass the model that the loss was computed from, and do not detach it from there",
         parameters.len(),
-        first.path,
+        parameters.first().map_or("", |first| &first.path),
     )))
 }
 

@@ -206,6 +206,12 @@ impl<S> PreparedOptimizer<S> {
     where
         S: Clone,
     {
+        if let Some(path) = gradients.stranger_to(&model) {
+            panic!(
+                "these gradients are of another model, whose first trainable parameter is `{path}`: the model \
+                 that `step` was given has none of its parameters; pass the one that `backward` was given"
+            );
+        }
         let missed = match gradients.overflow() {
             Some(scale) => Some(StepOutcome::Skipped { scale }),
             None => gradients.is_idle().then_some(StepOutcome::Idle),
