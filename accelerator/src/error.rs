@@ -39,6 +39,7 @@ pub(crate) enum Kind {
     Data,
     Device,
     Drift,
+    Hook,
     Io,
     Memory,
     Misuse,
@@ -127,6 +128,12 @@ impl Error {
         self.0.kind == Kind::Drift
     }
 
+    /// A communication hook failed to reduce gradients, with an error of its own; see
+    /// [`CommunicationHook`](crate::hook::CommunicationHook).
+    pub fn is_hook(&self) -> bool {
+        self.0.kind == Kind::Hook
+    }
+
     /// No batch is small enough for the memory of every rank; see
     /// [`find_executable_batch_size`](crate::Accelerator::find_executable_batch_size).
     pub fn is_out_of_memory(&self) -> bool {
@@ -171,7 +178,7 @@ impl Error {
                 .is_some_and(accelerator_collective::Error::is_misuse)
     }
 
-    /// A rank of [`launch`](crate::launch), or a worker of a loader, panicked.
+    /// A rank of [`launch`](crate::launch), a worker of a loader, or a communication hook panicked.
     pub fn is_panic(&self) -> bool {
         self.0.kind == Kind::Panic
     }

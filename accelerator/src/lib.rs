@@ -50,6 +50,7 @@
 //! | average gradients, accumulate, clip | [`Accelerator::backward`], [`Weight`], [`Gradients`], [`Clip`] |
 //! | compute in half precision | [`precision`] |
 //! | send gradients in half precision | [`Compression`] |
+//! | send gradients as products of thin matrices, or in your own way | [`hook::PowerSgd`], [`hook::CommunicationHook`] |
 //! | send gradients while backward runs | [`Overlap`] |
 //! | step an optimizer with its schedule, freeze, group parameters | [`optim`] |
 //! | average parameters now and then, in place of gradients | [`local`] |
@@ -156,6 +157,7 @@ pub use crate::batch_size::BatchSizeFinder;
 pub use crate::device::DeviceKind;
 pub use crate::ema::Ema;
 pub use crate::error::{Error, Result};
+pub use crate::gradient::hook;
 pub use crate::gradient::{
     Clip, Compression, Gradients, Overlap, OverlapReport, OverlapState, Weight,
 };

@@ -130,10 +130,10 @@ fn a_plan_tells_what_there_will_be() {
         assert_eq!(plan.micro_steps_per_epoch, Some(7));
         assert_eq!(plan.steps_per_epoch, Some(3));
         assert_eq!(plan.effective_batch, Some(24));
-        assert_eq!((plan.steps, plan.rate_steps), (Some(15), Some(30)));
+        assert_eq!((plan.steps, plan.rate_steps), (Some(15), Some(29)));
         let text = plan.to_string();
         assert!(
-            text.contains("2 ranks") && text.contains("30 steps"),
+            text.contains("2 ranks") && text.contains("29 steps"),
             "{text}"
         );
     }

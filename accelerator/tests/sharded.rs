@@ -297,6 +297,59 @@ fn windows_clipping_schedules_and_groups_stay_as_they_are() {
     .check("groups of optimizers");
 }
 
+/// Fused optimizers read sums where they lie; Burn's get copies.
+#[test]
+fn steps_from_sums_have_burns_bits() {
+    let pairs: [(&str, Make, Make); 3] = [
+        ("adamw", adamw, || {
+            AdamWConfig::new().with_weight_decay(0.05).init_fused()
+        }),
+        (
+            "amsgrad",
+            || AdamConfig::new().with_amsgrad(true).init(),
+            || AdamConfig::new().with_amsgrad(true).init_fused(),
+        ),
+        (
+            "two kinds",
+            || {
+                let last = ParamGroup::from_predicate("last");
+                adamw().with_group(last, SgdConfig::new().build(), None)
+            },
+            || {
+                let last = ParamGroup::from_predicate("last");
+                let fused = AdamWConfig::new().with_weight_decay(0.05).init_fused();
+                fused.with_group(last, SgdConfig::new().build(), None)
+            },
+        ),
+    ];
+    for (name, burns, fused) in pairs {
+        for (clip, dtype) in [
+            (None, DType::F32),
+            (Some(0.05), DType::F32),
+            (None, DType::F64),
+        ] {
+            let case = Case {
+                clip,
+                dtype,
+                ..CASE
+            };
+            let expected = Case {
+                make: burns,
+                ..case
+            }
+            .run(2, State::Whole);
+            for state in BOTH {
+                let found = Case {
+                    make: fused,
+                    ..case
+                }
+                .run(2, state);
+                assert!(found == expected, "{name}, {state:?}, clipped to {clip:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn other_types_learn_the_same_bits() {
     let momentum: Make = || {

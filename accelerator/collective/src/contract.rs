@@ -147,6 +147,8 @@ impl fmt::Display for Contract {
 pub(crate) enum Call {
     AllGather,
     AllGatherObject,
+    /// Of buffers.
+    AllGatherParts,
     AllGatherVaried,
     AllReduce,
     Barrier,
@@ -160,9 +162,10 @@ pub(crate) enum Call {
 }
 
 impl Call {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 12] = [
         Self::AllGather,
         Self::AllGatherObject,
+        Self::AllGatherParts,
         Self::AllGatherVaried,
         Self::AllReduce,
         Self::Barrier,
@@ -178,6 +181,7 @@ impl Call {
         match self {
             Self::AllGather => "all_gather",
             Self::AllGatherObject => "all_gather_object",
+            Self::AllGatherParts => "all_gather_parts",
             Self::AllGatherVaried => "all_gather_varied",
             Self::AllReduce => "all_reduce",
             Self::Barrier => "barrier",
@@ -199,6 +203,7 @@ impl Call {
             | Self::Broadcast
             | Self::ReduceScatter => true,
             Self::AllGatherObject
+            | Self::AllGatherParts
             | Self::AllGatherVaried
             | Self::BroadcastObject
             | Self::Connect

@@ -37,6 +37,7 @@ mod group;
 mod kernel;
 mod launch;
 mod notice;
+mod part;
 mod partition;
 mod reduce;
 pub mod rendezvous;
@@ -54,6 +55,7 @@ pub use group::{Forbidden, GroupOptions, Observed, Pending, ProcessGroup, Runner
 pub use launch::{Launch, Origin, Setting, variable};
 #[doc(hidden)]
 pub use notice::unheard;
+pub use part::Part;
 pub use partition::Partition;
 pub use reduce::ReduceOp;
 pub use rendezvous::{Rendezvous, StoreHost};

@@ -12,6 +12,7 @@ use crate::agreement::{self, Term};
 use crate::checkpoint::Ongoing;
 use crate::device::{self, DeviceKind};
 use crate::error::{Error, Kind, Result};
+use crate::gradient::hook::{CommunicationHook, Maker};
 use crate::gradient::{Compression, Overlap, Switch, Turn};
 use crate::logging::Warned;
 use crate::model::Models;
@@ -42,6 +43,7 @@ pub struct AcceleratorBuilder {
     device: Option<DeviceKind>,
     dtype: Option<FloatDType>,
     global_batch: Option<GlobalBatch>,
+    hook: Option<Maker>,
     launch: Option<Launch>,
     loss_scale: LossScale,
     options: GroupOptions,
@@ -72,6 +74,7 @@ impl AcceleratorBuilder {
             device: None,
             dtype: None,
             global_batch: None,
+            hook: None,
             launch: None,
             loss_scale: LossScale::new(),
             options: GroupOptions::new(),
@@ -207,6 +210,21 @@ impl AcceleratorBuilder {
         self
     }
 
+    /// Reduces gradients in the program's own way: by a hook that `make` gives, once for each prepared
+    /// model of each rank, and once more to learn its name. See
+    /// [`CommunicationHook`], and [`PowerSgd`](crate::hook::PowerSgd) for one that is ready. Every rank
+    /// uses a hook of the same name, or none. Default: an exact all-reduce.
+    ///
+    /// Nothing is sent while backward runs, and there is no [`Compression`] beside it:
+    /// [`build`](Self::build) fails with [`Error::is_config`] where both are asked for.
+    pub fn with_communication_hook<H: CommunicationHook + 'static>(
+        mut self,
+        make: impl Fn() -> H + Send + Sync + 'static,
+    ) -> Self {
+        self.hook = Some(Maker::new(make));
+        self
+    }
+
     /// Notes how long each step takes, and what it is made of: for
     /// [`Accelerator::step_summary`], and for logs at the level `debug`. It costs a few readings of the
     /// clock a step. Default: no clock is read.
@@ -326,8 +344,10 @@ impl AcceleratorBuilder {
             clear_traces(&settings);
         }
         let group = ProcessGroup::connect(&launch, &self.group_options(&launch)?)?;
-        let switch = switch(group.topology(), settings.overlap);
-        agreement::check_all(&group, &terms(&settings, switch, group.topology()))?;
+        let switch = switch(group.topology(), &settings);
+        let mut terms = terms(&settings, switch, group.topology());
+        terms.push(hook_term(&settings));
+        agreement::check_all(&group, &terms)?;
         let restarts = Restarts {
             done: launch.restart(),
             most: launch.max_restarts(),
@@ -375,7 +395,11 @@ impl AcceleratorBuilder {
                 done: 0,
                 most: None,
             };
-            let switch = switch(group.topology(), settings.overlap);
+            let switch = switch(group.topology(), &settings);
+            if settings.hook.is_some() {
+                // The rest is one setting, and each thread makes hooks of its own.
+                agreement::check_all(&group, &[hook_term(&settings)])?;
+            }
             body(self.join(group, settings.clone(), switch, restarts, kind, device)?)
         })
     }
@@ -475,11 +499,20 @@ impl AcceleratorBuilder {
                 )));
             }
         };
+        let compression = environment::compression(self.compression)?;
+        if self.hook.is_some() && compression != Compression::None {
+            return Err(Error::config(format!(
+                "`with_communication_hook` was called, and the compression is {compression} (by \
+                 ACCEL_COMPRESSION or `with_compression`): a hook decides itself in which type gradients \
+                 travel; leave one of them out"
+            )));
+        }
         Ok(Settings {
             accumulation_steps: NonZeroUsize::MIN,
             bucket_size: self.bucket_size,
             check_replicas: self.check_replicas,
-            compression: environment::compression(self.compression)?,
+            compression,
+            hook: self.hook.clone(),
             loss_scale: self.loss_scale,
             overlap: environment::overlap(self.overlap)?,
             precision: environment::precision(self.precision)?,
@@ -588,8 +621,10 @@ fn clear_traces(settings: &Settings) {
 }
 
 /// What the setting comes to for ranks that stand so.
-fn switch(topology: &Topology, overlap: Overlap) -> Switch {
-    let on = match overlap {
+fn switch(topology: &Topology, settings: &Settings) -> Switch {
+    let on = match settings.overlap {
+        // Hooks run when backward has ended.
+        _ if settings.hook.is_some() => false,
         Overlap::On => topology.world_size() > 1,
         Overlap::Off => false,
         // On one host, ranks compute on the cores that sending would need.
@@ -619,7 +654,7 @@ fn terms(settings: &Settings, switch: Switch, topology: &Topology) -> Vec<Term> 
             .set_by("ACCEL_COMPRESSION or `with_compression`"),
         // Ranks that ask for it in other words may come to the same.
         Term::new("overlap", switch.name())
-            .shown_as(explained(switch, settings.overlap, topology))
+            .shown_as(explained(switch, settings, topology))
             .set_by("ACCEL_OVERLAP or `with_overlap`"),
         Term::new("the precision", settings.precision).set_by("ACCEL_PRECISION or `precision`"),
         Term::new("the scale of the loss", settings.loss_scale).set_by("`loss_scale`"),
@@ -632,9 +667,17 @@ fn terms(settings: &Settings, switch: Switch, topology: &Topology) -> Vec<Term> 
     ]
 }
 
+/// The hook, which is made to learn its name.
+fn hook_term(settings: &Settings) -> Term {
+    let hook = settings.hook.as_ref().map(Maker::make);
+    let name = hook.as_ref().map_or("none", |hook| hook.name());
+    Term::new("the communication hook", name).set_by("`with_communication_hook`")
+}
+
 /// What the setting came to, and why.
-fn explained(switch: Switch, overlap: Overlap, topology: &Topology) -> String {
-    match overlap {
+fn explained(switch: Switch, settings: &Settings, topology: &Topology) -> String {
+    match settings.overlap {
+        _ if settings.hook.is_some() => format!("{} (by a communication hook)", switch.name()),
         Overlap::Auto => format!(
             "{} (`auto`, with {} of {} ranks on its host)",
             switch.name(),

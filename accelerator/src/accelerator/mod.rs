@@ -25,6 +25,7 @@ pub(crate) use self::trigger::Trigger;
 use crate::checkpoint::Ongoing;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
+use crate::gradient::hook;
 use crate::gradient::{
     Compression, Gradients, Overlap, OverlapReport, Reach, Switch, Turn, Weight,
 };
@@ -99,6 +100,7 @@ pub(crate) struct Settings {
     /// After how many optimizer steps the parameters of all ranks are compared.
     pub(crate) check_replicas: Option<NonZeroU64>,
     pub(crate) compression: Compression,
+    pub(crate) hook: Option<hook::Maker>,
     pub(crate) loss_scale: LossScale,
     pub(crate) overlap: Overlap,
     pub(crate) precision: Precision,
@@ -467,6 +469,12 @@ impl Accelerator {
     /// The process group underneath, for communication that this type has no method for.
     pub fn group(&self) -> &ProcessGroup {
         &self.shared.group
+    }
+
+    /// For the gradients of a model, where the program reduces them itself.
+    pub(crate) fn communication_hook(&self) -> Option<hook::Held> {
+        let maker = self.shared.settings.hook.as_ref();
+        maker.map(hook::Maker::make)
     }
 
     /// For the losses of a model, where they are scaled.

@@ -13,14 +13,16 @@ use super::position::Position;
 use super::settings::{Checkpoints, Resumed};
 use super::share::{bytes_from_main, from_main};
 use super::snapshot::PartKind;
-use super::state::{Names, PartState, State, decode};
+use super::state::{HookState, Names, PartState, State, decode};
 use super::world::{Rescale, WorldChange};
 use crate::accelerator::{Accelerator, WindowSize};
 use crate::agreement;
 use crate::data::{Continuation, PreparedLoader};
 use crate::error::{Error, Kind, Result};
+use crate::gradient::hook::{Held, SavedBy};
 use crate::notice;
 use crate::optim::{PreparedOptimizer, Schedule, check_known};
+use crate::outcome;
 
 /// See [`Accelerator::resume_with`].
 #[track_caller]
@@ -269,7 +271,9 @@ impl<'a> Restorer<'a> {
             return Err(other_kind(&name));
         };
         let mut path = self.found.path.clone();
-        path.extend(self.names.model());
+        let folder = self.names.model();
+        let hook = self.hook(saved.hook.as_ref(), folder.as_deref())?;
+        path.extend(folder);
         path.push("model.safetensors");
         crate::model::resume(
             self.accelerator,
@@ -278,7 +282,51 @@ impl<'a> Restorer<'a> {
             &saved.layout,
             saved.steps,
             saved.scaler,
+            hook,
         )
+    }
+
+    /// The hook of the program for a model, with what was saved of it if it is the same one.
+    #[track_caller]
+    fn hook(&self, saved: Option<&HookState>, folder: Option<&str>) -> Result<Option<Held>> {
+        let hook = self.accelerator.communication_hook();
+        let (Some(fresh), Some(saved)) = (&hook, saved) else {
+            return Ok(hook);
+        };
+        if fresh.name() != saved.name {
+            if self.accelerator.is_main_process() {
+                tracing::warn!(
+                    "the checkpoint was saved with the communication hook `{}`, and this program has `{}`, \
+                     which begins anew",
+                    saved.name,
+                    fresh.name()
+                );
+            }
+            return Ok(hook);
+        }
+        let (rank, ranks) = (self.accelerator.rank(), self.accelerator.world_size());
+        let mut mine = None;
+        if saved.saved.len() == ranks && !saved.saved.contains(&false) {
+            // Rank 0 alone reads, and each rank hears of the others' too.
+            for other in 0..ranks {
+                let state = self.read(&HookState::file(folder, other)?)?;
+                if other == rank {
+                    mine = Some((state, SavedBy::ThisRank));
+                }
+            }
+        } else if let Some(first) = saved.saved.iter().position(|saved| *saved) {
+            let state = self.read(&HookState::file(folder, first)?)?;
+            mine = Some((state, SavedBy::OneForAll));
+        }
+        let restored = match mine {
+            Some((state, saved_by)) => fresh.restore(&state, saved_by),
+            None => Ok(()),
+        };
+        if ranks > 1 {
+            let group = self.accelerator.group();
+            outcome::exchange(group, restored.as_ref().err(), "resume")?;
+        }
+        restored.map(|()| hook)
     }
 
     #[track_caller]

@@ -5,7 +5,7 @@ use accelerator_collective::ProcessGroup;
 use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
-use super::state::{ModelState, PartState, State, encode};
+use super::state::{HookState, ModelState, PartState, State, encode};
 use crate::accelerator::Accelerator;
 use crate::data::Standing;
 use crate::error::{Error, Kind, Result};
@@ -46,6 +46,8 @@ pub(super) enum Part {
     Loader(Standing),
     Model {
         state: ModelState,
+        /// What its communication hook keeps: this rank's, and then every rank's where it is written.
+        hooks: Vec<Option<Vec<u8>>>,
         /// On the rank that writes, in the end.
         values: Option<ModelSnapshot>,
     },
@@ -111,12 +113,19 @@ impl<'a> Snapshot<'a> {
         let is_settled = self.mode == Mode::Emergency || self.accelerator.world_size() == 1;
         let takes = is_settled && self.writer == Writer::This;
         let values = takes.then(|| ModelSnapshot::of(model));
+        let mut hooks = Vec::new();
+        if let Some(hook) = slot.hook() {
+            hooks = vec![None; self.accelerator.world_size()];
+            hooks[self.accelerator.rank()] = hook.save()?;
+        }
         self.taken.parts.push(Part::Model {
             state: ModelState {
+                hook: slot.hook().map(|hook| HookState::new(hook.name(), &hooks)),
                 layout: Layout::of(model),
                 scaler: slot.scaler_state(),
                 steps: slot.steps(),
             },
+            hooks,
             values,
         });
         Ok(())
@@ -225,8 +234,15 @@ impl Taken {
     #[track_caller]
     pub(super) fn gather(&mut self, group: &ProcessGroup) -> Result<()> {
         for part in &mut self.parts {
-            if let Part::Optimizer(optimizer) = part {
-                optimizer.gather(group)?;
+            match part {
+                Part::Model { state, hooks, .. } => {
+                    gather_hooks(group, hooks)?;
+                    if let Some(hook) = &mut state.hook {
+                        hook.note(hooks);
+                    }
+                }
+                Part::Optimizer(optimizer) => optimizer.gather(group)?,
+                Part::Loader(_) | Part::Object(_) | Part::PerRank(_) => {}
             }
         }
         Ok(())
@@ -289,6 +305,23 @@ impl Report {
             ),
         ))
     }
+}
+
+/// Brings what each rank's hook keeps to rank 0, which writes.
+#[track_caller]
+fn gather_hooks(group: &ProcessGroup, hooks: &mut [Option<Vec<u8>>]) -> Result<()> {
+    if hooks.is_empty() {
+        return Ok(());
+    }
+    let is_main = group.rank() == 0;
+    let mine = hooks[group.rank()].take().unwrap_or_default();
+    group.all_gather_varied_with(&mine, |rank, piece: &[u8]| {
+        if is_main {
+            hooks[rank].get_or_insert_default().extend_from_slice(piece);
+        }
+    })?;
+    hooks[group.rank()] = (!mine.is_empty()).then_some(mine);
+    Ok(())
 }
 
 /// Whether ranks agree on a part. A loader that gradients are made from stands at one place on

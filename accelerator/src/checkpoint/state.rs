@@ -31,12 +31,44 @@ pub(super) enum PartState {
 
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct ModelState {
+    /// What its communication hook has kept, where it has one.
+    #[serde(default)]
+    pub(super) hook: Option<HookState>,
     pub(super) layout: Layout,
     /// How the scale of its losses stands, where there is one.
     #[serde(default)]
     pub(super) scaler: Option<ScalerState>,
     /// How many windows ended.
     pub(super) steps: u64,
+}
+
+/// Whose files there are of what a communication hook keeps.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(super) struct HookState {
+    pub(super) name: String,
+    /// By rank.
+    pub(super) saved: Vec<bool>,
+}
+
+impl HookState {
+    pub(super) fn new(name: &str, states: &[Option<Vec<u8>>]) -> Self {
+        Self {
+            name: name.to_owned(),
+            saved: states.iter().map(Option::is_some).collect(),
+        }
+    }
+
+    /// Notes what has come in.
+    pub(super) fn note(&mut self, states: &[Option<Vec<u8>>]) {
+        self.saved = states.iter().map(Option::is_some).collect();
+    }
+
+    /// The file of a rank, beside those of a model that has a folder, or none.
+    pub(super) fn file(folder: Option<&str>, rank: usize) -> Result<FileName> {
+        let folder = folder.map(|folder| format!("{folder}/"));
+        let folder = folder.unwrap_or_default();
+        Ok(FileName::new(format!("{folder}hook-rank-{rank:05}.bin"))?)
+    }
 }
 
 impl State {

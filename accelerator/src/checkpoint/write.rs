@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::background::Ongoing;
 use super::settings::{Checkpoints, Draft};
 use super::snapshot::{Mode, Part, Taken};
-use super::state::{Names, State, encode};
+use super::state::{HookState, Names, State, encode};
 use crate::data::Standing;
 use crate::error::{Error, Result};
 use crate::model::{FileNames, Layout, SaveOptions};
@@ -82,8 +82,14 @@ pub(super) fn write(
     for (at, part) in taken.parts.iter().enumerate() {
         match part {
             Part::Loader(_) => {}
-            Part::Model { values, .. } => {
+            Part::Model { hooks, values, .. } => {
                 let folder = names.model();
+                for (rank, state) in hooks.iter().enumerate() {
+                    if let Some(state) = state {
+                        let name = HookState::file(folder.as_deref(), rank)?;
+                        draft.write_bytes(&name, Role::Ranks, state)?;
+                    }
+                }
                 let Some(values) = values else { continue };
                 let files = FileNames::new("model.safetensors");
                 values.write(&files, &options, &mut |name, content| {

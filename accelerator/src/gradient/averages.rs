@@ -1,25 +1,62 @@
-use core::ops::Range;
+use core::ops::{Div, Mul, Range};
+use std::sync::Arc;
 
+use accelerator_collective::{Element, Part, ProcessGroup};
 use burn::module::ParamId;
-use burn::tensor::{Device, Shape, Tensor};
+use burn::optim::GradientsParams;
+use burn::tensor::{DType, Device, Tensor, TensorData};
 
-use super::closed::{Closed, Values, factor};
-use super::{bucket, values};
-use crate::model::Trainable;
+use super::bucket;
+use super::closed::{Sums, factor};
+use super::ledger::Stage;
+use super::slot::Slot;
+use crate::model::{Float, Trainable};
 
-/// The averaged gradients of a window, to be read in parts.
-pub(crate) struct Averages(pub(super) Box<Closed>);
+/// The averaged gradients of a window that was reduced over several micro-steps or ranks: sums, to be read
+/// in parts, or where they lie.
+pub(crate) struct Averages {
+    pub(super) device: Device,
+    pub(super) factors: Vec<f64>,
+    pub(super) slot: Arc<Slot>,
+    pub(super) sums: Sums,
+}
+
+/// What an optimizer steps with.
+#[allow(
+    clippy::large_enum_variant,
+    reason = "there is one at a time, for a moment"
+)]
+pub(crate) enum Averaged {
+    Sums(Averages),
+    /// One rank, no accumulation: as Burn made them.
+    Untouched(GradientsParams),
+}
+
+/// Sums of elements, where they lie.
+pub(crate) struct Place<'a, E> {
+    pub(crate) sums: &'a mut [E],
+    /// What makes gradients of them.
+    pub(crate) scale: Scale<E>,
+}
+
+/// How sums become gradients: `sum / total · factor`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scale<E> {
+    by: By<E>,
+    factor: Option<E>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum By<E> {
+    Total(E),
+    /// Multiplies by what is one over a power of two, which gives the same bits as to divide.
+    Share(E),
+}
 
 impl Averages {
     /// The parameters that have a gradient, in path order: the same on every rank.
     pub(crate) fn parameters(&self) -> impl Iterator<Item = &Trainable> {
-        let parameters = self.0.slot.parameters().iter().enumerate();
-        parameters
-            .filter(|(index, parameter)| match &self.0.values {
-                Values::Reduced(sums) => sums.place(*index).is_some(),
-                Values::Untouched { gradients, .. } => values::look(gradients, parameter).is_some(),
-            })
-            .map(|(_, parameter)| parameter)
+        self.sums.there().map(|(_, parameter, _, _)| parameter)
     }
 
     /// Those elements of a parameter's gradient, clipped if that was asked for, in that shape.
@@ -29,36 +66,189 @@ impl Averages {
         range: &Range<usize>,
         shape: &[usize],
     ) -> Option<Tensor<D>> {
-        let Closed {
-            device,
-            factors,
-            slot,
-            values,
-            ..
-        } = &*self.0;
-        let index = slot.number(id)?;
-        let parameter = &slot.parameters()[index];
-        match values {
-            Values::Reduced(sums) => {
-                let (buffer, place) = sums.place(index)?;
-                let range = place.start + range.start..place.start + range.end;
-                let factor = factor(factors, index);
-                let data =
-                    bucket::read(buffer, &range, parameter.float, shape, sums.divisor, factor);
-                let dtype = data.dtype();
-                Some(Tensor::from_data(data, (device, dtype)))
+        let index = self.slot.number(id)?;
+        let (buffer, place) = self.sums.place(index)?;
+        let range = place.start + range.start..place.start + range.end;
+        let factor = factor(&self.factors, index);
+        let float = self.slot.parameters()[index].float;
+        let data = bucket::read(buffer, &range, float, shape, self.sums.divisor, factor);
+        let dtype = data.dtype();
+        Some(Tensor::from_data(data, (&self.device, dtype)))
+    }
+
+    /// The sums of those elements of a parameter; `None` where it has no gradient, or sums of another type.
+    pub(crate) fn place<E>(&mut self, id: ParamId, range: &Range<usize>) -> Option<Place<'_, E>>
+    where
+        E: Element + Real,
+    {
+        let index = self.slot.number(id)?;
+        let scale = Scale::of(self.sums.divisor, factor(&self.factors, index));
+        let (buffer, place) = self.sums.place_mut(index)?;
+        let sums = buffer.as_mut_slice::<E>().ok()?;
+        let sums = &mut sums[place.start + range.start..place.start + range.end];
+        Some(Place { sums, scale })
+    }
+
+    /// What is registered as the gradient of a parameter whose sums are read where they lie. Whoever
+    /// reads it finds that it is no number.
+    pub(crate) fn stand_in<const D: usize>(&self, id: ParamId) -> Option<Tensor<D>> {
+        let parameter = &self.slot.parameters()[self.slot.number(id)?];
+        let dtype = match parameter.float {
+            Float::F64 => DType::F64,
+            Float::F32 => DType::F32,
+            Float::F16 => DType::F16,
+            Float::Bf16 => DType::BF16,
+        };
+        let data = TensorData::new(vec![f64::NAN], [1; D]).convert_dtype(dtype);
+        Some(Tensor::from_data(data, (&self.device, dtype)))
+    }
+
+    /// Puts bytes of new elements of a parameter in the place of their sums.
+    pub(crate) fn land(&mut self, id: ParamId, range: &Range<usize>, bytes: &[u8]) {
+        let width = bytes.len() / range.len().max(1);
+        if let Some(index) = self.slot.number(id)
+            && let Some((buffer, place)) = self.sums.place_mut(index)
+        {
+            let start = place.start * buffer.dtype().size() + range.start * width;
+            buffer.bytes_mut()[start..start + bytes.len()].copy_from_slice(bytes);
+        }
+    }
+
+    /// Shows every rank what has [landed](Self::land) on each: the bytes of the part of each
+    /// parameter that a rank has, and where they begin in the parameter. It shows everything, or nothing.
+    #[track_caller]
+    pub(crate) fn exchange(
+        &mut self,
+        group: &ProcessGroup,
+        part: impl Fn(ParamId, usize) -> Range<usize>,
+        mut sink: impl FnMut(ParamId, usize, &[u8]),
+    ) -> accelerator_collective::Result<()> {
+        let Some(ledger) = &mut self.sums.ledger else {
+            return Ok(());
+        };
+        let ranks = group.world_size();
+        let (mut parts, mut targets) = (vec![Vec::new(); ranks], vec![Vec::new(); ranks]);
+        for (index, parameter) in self.slot.parameters().iter().enumerate() {
+            if !ledger.present[index] {
+                continue;
             }
-            Values::Untouched { gradients, .. } => {
-                let gradient = Tensor::<1>::from_dispatch(values::look(gradients, parameter)?);
-                let elements = parameter.shape.iter().product::<usize>();
-                let part = gradient.reshape([elements]).slice([range.clone()]);
-                Some(part.reshape(Shape::from(shape.to_vec())))
+            let place = ledger.layout.place(index);
+            let start = place.range.start * ledger.layout.width(place.bucket);
+            let width = parameter.float.width();
+            for rank in 0..ranks {
+                let range = part(parameter.id, rank);
+                if !range.is_empty() {
+                    let (from, to) = (range.start * width, range.end * width);
+                    parts[rank].push(Part {
+                        buffer: place.bucket,
+                        bytes: start + from..start + to,
+                    });
+                    targets[rank].push((parameter.id, from));
+                }
             }
         }
+        let summed = |stage| match stage {
+            &mut Stage::Summed(ref mut buffer) => Some(buffer),
+            _ => None,
+        };
+        let mut buffers: Vec<_> = ledger.stages.iter_mut().filter_map(summed).collect();
+        group.all_gather_parts(&mut buffers, &parts, |rank, number, bytes| {
+            let (id, start) = targets[rank][number];
+            sink(id, start, bytes);
+        })
+    }
+
+    /// The gradients of the parameters that are asked for.
+    pub(crate) fn params(&self, asked: impl Fn(ParamId) -> bool) -> GradientsParams {
+        self.sums.params(&self.device, &self.factors, asked)
     }
 
     /// The plain device of the gradients.
     pub(crate) fn device(&self) -> &Device {
-        &self.0.device
+        &self.device
+    }
+}
+
+/// What sums can be.
+pub(crate) trait Real: Copy + Div<Output = Self> + Mul<Output = Self> {
+    /// The nearest number.
+    fn near(value: f64) -> Self;
+
+    /// One over it, where it is a power of two and neither is subnormal.
+    fn exact_share(self) -> Option<Self>;
+}
+
+macro_rules! real {
+    ($($float:ty, $bits:ty, $mantissa:expr);+) => {
+        $(
+            impl Real for $float {
+                fn near(value: f64) -> Self {
+                    value as Self
+                }
+
+                fn exact_share(self) -> Option<Self> {
+                    let fraction: $bits = self.to_bits() << (<$bits>::BITS - $mantissa);
+                    let share = 1.0 / self;
+                    (fraction == 0 && self.is_normal() && share.is_normal()).then_some(share)
+                }
+            }
+        )+
+    };
+}
+
+real!(f32, u32, 23; f64, u64, 52);
+
+impl<E: Real> Scale<E> {
+    fn of(total: f64, factor: Option<f64>) -> Self {
+        let total = E::near(total);
+        Self {
+            by: total.exact_share().map_or(By::Total(total), By::Share),
+            factor: factor.map(E::near),
+        }
+    }
+
+    /// Writes gradients of `sums`.
+    #[inline(always)]
+    pub(crate) fn write(self, sums: &[E], gradients: &mut [E]) {
+        let pairs = gradients.iter_mut().zip(sums);
+        match (self.by, self.factor) {
+            (By::Total(total), None) => pairs.for_each(|(g, s)| *g = *s / total),
+            (By::Total(total), Some(factor)) => {
+                pairs.for_each(|(g, s)| *g = *s / total * factor);
+            }
+            (By::Share(share), None) => pairs.for_each(|(g, s)| *g = *s * share),
+            (By::Share(share), Some(factor)) => {
+                pairs.for_each(|(g, s)| *g = *s * share * factor);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn sums_are_divided_to_the_same_bits(
+            sums in proptest::collection::vec(any::<f32>(), 1..20),
+            total in prop_oneof![
+                (-130_i32..130).prop_map(|power| f64::from(power).exp2()),
+                0.1..1e6_f64,
+            ],
+            factor in proptest::option::of(1e-6..1.0_f64),
+        ) {
+            let mut found = vec![0.0; sums.len()];
+            Scale::<f32>::of(total, factor).write(&sums, &mut found);
+            for (found, sum) in found.iter().zip(sums) {
+                let mut expected = sum / total as f32;
+                if let Some(factor) = factor {
+                    expected *= factor as f32;
+                }
+                prop_assert!(found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan());
+            }
+        }
     }
 }

@@ -115,7 +115,7 @@ pub(crate) fn backward<M: Module>(
     slot.count_step();
     reduced.marks.iter().for_each(Mark::is_used);
     let device = accelerator.shared.device.clone();
-    let mut gradients = Gradients::reduced(slot.clone(), device, reduced, scale, weight.epoch);
+    let mut gradients = Gradients::reduced(slot.clone(), device, reduced, weight.epoch);
     if let Some(scale) = scale {
         // All ranks see the same sums.
         let finite = gradients.norm().is_some_and(f64::is_finite);

@@ -122,6 +122,11 @@ impl Buckets {
         length * width(dtype)
     }
 
+    /// The bytes of an element of a bucket.
+    pub(super) fn width(&self, bucket: usize) -> usize {
+        width(self.buckets[bucket].dtype)
+    }
+
     /// New buffers, one a bucket.
     pub(super) fn allocate(&self, group: &ProcessGroup) -> Vec<Buffer> {
         (0..self.len())

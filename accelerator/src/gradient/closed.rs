@@ -2,10 +2,11 @@ use core::ops::Range;
 use std::sync::Arc;
 
 use accelerator_collective::Buffer;
+use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
-use super::bucket;
+use super::bucket::{self, Place};
 use super::clip::Clip;
 use super::ledger::Ledger;
 use super::rank::with_rank;
@@ -126,6 +127,8 @@ impl Closed {
 
     /// Holds the chosen elements within a range, where they lie.
     pub(super) fn clamp(&mut self, max: f64, chosen: &[bool]) {
+        // It can be had later no more.
+        self.whole_norm();
         self.apply_factors();
         self.squares = None;
         match &mut self.values {
@@ -233,6 +236,16 @@ impl Sums {
         ledger.present[index].then_some((sums, &place.range))
     }
 
+    /// The same, to be changed.
+    pub(super) fn place_mut(&mut self, index: usize) -> Option<(&mut Buffer, Range<usize>)> {
+        let ledger = self.ledger.as_mut()?;
+        if !ledger.present[index] {
+            return None;
+        }
+        let Place { bucket, range } = ledger.layout.place(index).clone();
+        Some((ledger.sums_mut(bucket)?, range))
+    }
+
     /// Replaces every element, given the number of its parameter and the element of the average.
     fn change(&mut self, new: impl Fn(usize, f64) -> f64) {
         let Some(ledger) = &mut self.ledger else {
@@ -250,10 +263,19 @@ impl Sums {
         self.divisor = 1.0;
     }
 
-    /// Elements are multiplied by the factor of their parameter, where there are any.
-    pub(super) fn into_params(self, device: &Device, factors: &[f64]) -> GradientsParams {
+    /// The gradients of the parameters that are asked for. Elements are multiplied by the factor of their
+    /// parameter, where there are any.
+    pub(super) fn params(
+        &self,
+        device: &Device,
+        factors: &[f64],
+        asked: impl Fn(ParamId) -> bool,
+    ) -> GradientsParams {
         let mut gradients = GradientsParams::new();
         for (index, parameter, buffer, range) in self.there() {
+            if !asked(parameter.id) {
+                continue;
+            }
             let factor = factor(factors, index);
             let (float, shape) = (parameter.float, &parameter.shape);
             let data = bucket::read(buffer, range, float, shape, self.divisor, factor);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
-use super::averages::Averages;
+use super::averages::{Averaged, Averages};
 use super::backward::Reach;
 use super::clip::{Clip, Limit};
 use super::closed::{Closed, Sums, Values};
@@ -97,12 +97,11 @@ impl Gradients {
         slot: Arc<Slot>,
         device: Device,
         reduced: Reduced,
-        scale: Option<f64>,
         epoch: Option<u64>,
     ) -> Self {
         let sums = Sums {
             ledger: Some(reduced.ledger),
-            divisor: reduced.total * scale.unwrap_or(1.0),
+            divisor: reduced.divisor,
             loss: reduced.loss,
             slot: slot.clone(),
             total: reduced.total,
@@ -216,7 +215,7 @@ impl Gradients {
         self
     }
 
-    /// The L2 norm of the averaged gradient over all parameters, before clipping by norm; `None` while
+    /// The L2 norm of the averaged gradient over all parameters, before any clipping; `None` while
     /// the window is open. Squares are added up in f64, parameter by parameter in path order, so
     /// every rank has the same bits.
     pub fn norm(&mut self) -> Option<f64> {
@@ -308,34 +307,37 @@ impl Gradients {
     /// As Burn's own type, clipped if that was asked for; `None` while the window is open, and where
     /// the step is skipped.
     pub fn into_params(self) -> Option<GradientsParams> {
-        let Content::Closed(closed) = self.0 else {
-            return None;
-        };
-        let mut closed = *closed;
-        if let Values::Untouched { .. } = closed.values {
-            closed.apply_factors();
-        }
-        let Closed {
-            device,
-            factors,
-            values,
-            ..
-        } = closed;
-        match values {
-            Values::Reduced(sums) => Some(sums.into_params(&device, &factors)),
-            Values::Untouched { gradients, .. } => Some(gradients),
-        }
+        Some(match self.into_averaged()? {
+            Averaged::Sums(averages) => averages.params(|_| true),
+            Averaged::Untouched(gradients) => gradients,
+        })
     }
 
-    /// For an optimizer that steps parts of parameters; `None` while the window is open.
-    pub(crate) fn into_averages(self) -> Option<Averages> {
+    /// For an optimizer that reads sums where they lie; `None` while the window is open, and where the
+    /// step is skipped.
+    pub(crate) fn into_averaged(self) -> Option<Averaged> {
         let Content::Closed(mut closed) = self.0 else {
             return None;
         };
         if let Values::Untouched { .. } = closed.values {
             closed.apply_factors();
         }
-        Some(Averages(closed))
+        let Closed {
+            device,
+            factors,
+            slot,
+            values,
+            ..
+        } = *closed;
+        Some(match values {
+            Values::Reduced(sums) => Averaged::Sums(Averages {
+                device,
+                factors,
+                slot,
+                sums,
+            }),
+            Values::Untouched { gradients, .. } => Averaged::Untouched(gradients),
+        })
     }
 
     /// What is to be undone where the step does not happen; to be taken once.

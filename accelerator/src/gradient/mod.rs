@@ -5,6 +5,7 @@ mod clip;
 mod closed;
 mod compression;
 mod gradients;
+pub mod hook;
 mod ledger;
 mod mean;
 mod overlap;
@@ -17,7 +18,7 @@ mod values;
 mod weight;
 mod window;
 
-pub(crate) use self::averages::Averages;
+pub(crate) use self::averages::{Averaged, Averages, Place, Real as Summand};
 pub(crate) use self::backward::{Reach, backward};
 pub use self::clip::Clip;
 pub use self::compression::Compression;
@@ -29,5 +30,7 @@ pub(crate) use self::rank::with_rank;
 pub(crate) use self::slot::Slot;
 pub(crate) use self::turn::Turn;
 pub(crate) use self::undo::Undo;
+#[cfg_attr(not(feature = "flex"), allow(unused_imports))]
+pub(crate) use self::values::{Values, with_values};
 pub(crate) use self::weight::Closing;
 pub use self::weight::Weight;

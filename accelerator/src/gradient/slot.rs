@@ -8,6 +8,7 @@ use burn::module::ParamId;
 
 use super::bucket::Buckets;
 use super::compression::Compression;
+use super::hook::Held;
 use super::ledger::Ledger;
 use super::overlap::{Order, OverlapReport, Switch, Watching};
 use super::turn::Turn;
@@ -21,6 +22,8 @@ use crate::precision::{Scaler, ScalerState};
 #[derive(Debug)]
 pub(crate) struct Slot {
     bucket_size: usize,
+    /// Where a hook of the program's reduces the gradients.
+    hook: Option<Held>,
     /// The parameters' numbers.
     numbers: HashMap<ParamId, usize>,
     parameters: Vec<Trainable>,
@@ -70,6 +73,7 @@ impl Slot {
         let numbers = parameters.iter().enumerate();
         Self {
             bucket_size,
+            hook: None,
             numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
             reported: AtomicBool::new(false),
             reported_range: AtomicBool::new(false),
@@ -94,6 +98,15 @@ impl Slot {
             steps: AtomicU64::new(steps),
             ..self
         }
+    }
+
+    /// With gradients that a hook reduces.
+    pub(crate) fn with_hook(self, hook: Option<Held>) -> Self {
+        Self { hook, ..self }
+    }
+
+    pub(crate) fn hook(&self) -> Option<&Held> {
+        self.hook.as_ref()
     }
 
     /// With losses that are scaled so.

@@ -28,7 +28,7 @@ pub(super) fn take(
 
 /// The elements of a gradient, in row-major order.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Values<'a> {
+pub(crate) enum Values<'a> {
     Bf16(&'a [half::bf16]),
     F16(&'a [half::f16]),
     F32(&'a [f32]),
@@ -49,7 +49,7 @@ impl<'a> Values<'a> {
 
 /// Lets `read` see the elements of each of `gradients`, with its number: where they lie, if the
 /// device allows it, or else a copy of them. What must be fetched from a device is fetched at once.
-pub(super) fn with_values<'a>(
+pub(crate) fn with_values<'a>(
     gradients: impl Iterator<Item = (usize, &'a DispatchTensor)>,
     mut read: impl FnMut(usize, Values<'_>),
 ) {

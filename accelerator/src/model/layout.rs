@@ -31,6 +31,17 @@ pub(crate) enum Float {
     F64,
 }
 
+impl Float {
+    /// The bytes of an element.
+    pub(crate) fn width(self) -> usize {
+        match self {
+            Self::Bf16 | Self::F16 => 2,
+            Self::F32 => 4,
+            Self::F64 => 8,
+        }
+    }
+}
+
 /// A parameter that takes a gradient.
 #[derive(Clone, Debug)]
 pub(crate) struct Trainable {

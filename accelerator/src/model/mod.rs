@@ -35,6 +35,7 @@ pub(crate) use self::write::FileNames;
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Result};
 use crate::gradient::Slot;
+use crate::gradient::hook::Held;
 use crate::precision::ScalerState;
 
 /// The models that were prepared, known by their parameters' ids.
@@ -111,12 +112,13 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
         accelerator.shared.overlap,
     );
     let slot = slot.with_scaler(accelerator.scaler());
+    let slot = slot.with_hook(accelerator.communication_hook());
     accelerator.shared.models.insert(slot);
     Ok(model)
 }
 
 /// Gives a prepared model the values and ids that were saved at `path`, which rank 0 alone reads,
-/// and makes it known by them, after so many steps and with that scale of its losses.
+/// and makes it known by them, after so many steps, with that scale of its losses and that hook.
 #[track_caller]
 pub(crate) fn resume<M: Module>(
     accelerator: &Accelerator,
@@ -125,6 +127,7 @@ pub(crate) fn resume<M: Module>(
     saved: &Layout,
     steps: u64,
     scaler: Option<ScalerState>,
+    hook: Option<Held>,
 ) -> Result<M> {
     saved.check_saved(&Layout::of(&model))?;
     let (model, _) = load_on_all(
@@ -142,6 +145,7 @@ pub(crate) fn resume<M: Module>(
         None => fresh,
     });
     let slot = slot.with_steps(steps).with_scaler(going_on);
+    let slot = slot.with_hook(hook);
     accelerator.shared.models.insert(slot);
     Ok(model)
 }

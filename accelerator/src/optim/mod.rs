@@ -108,6 +108,7 @@ mod plan;
 mod schedule;
 mod sharded;
 mod state;
+mod whole;
 
 use core::fmt;
 
@@ -122,8 +123,9 @@ pub use self::schedule::{Manual, PerEpoch, PerProcess, Scheduled};
 pub use self::sharded::Sharded;
 pub(crate) use self::sharded::Shards;
 pub(crate) use self::state::{OptimizerSnapshot, OptimizerState, Schedule, check_known};
+use self::whole::Kinds;
 use crate::error::Result;
-use crate::gradient::{Gradients, Undo};
+use crate::gradient::{Averaged, Gradients, Undo};
 use crate::timeline::{Part, Phase, Timeline};
 
 /// What the last [`PreparedOptimizer::step`] did.
@@ -165,6 +167,7 @@ pub enum StepOutcome {
 pub struct PreparedOptimizer<S> {
     /// What the rates of the schedule are multiplied by, since training went on at another size.
     factor: f64,
+    kinds: Kinds,
     optimizer: ModuleOptimizer,
     outcome: StepOutcome,
     schedule: S,
@@ -182,6 +185,7 @@ impl<S> PreparedOptimizer<S> {
     ) -> Self {
         Self {
             factor: 1.0,
+            kinds: Kinds::default(),
             optimizer,
             outcome: StepOutcome::Accumulated,
             schedule,
@@ -257,26 +261,40 @@ impl<S> PreparedOptimizer<S> {
         model: M,
         gradients: Gradients,
     ) -> core::result::Result<M, M> {
-        if let Some(shards) = &mut self.shards {
-            if gradients.is_own() {
-                shards.refuse_own();
-                return Err(model);
-            }
-            let Some(averages) = gradients.into_averages() else {
-                return Ok(model);
-            };
-            let _optimizer = self.timeline.span(Phase::Optimizer);
-            return shards.step(&mut self.optimizer, rate, model, averages);
+        if let Some(shards) = &self.shards
+            && gradients.is_own()
+        {
+            shards.refuse_own();
+            return Err(model);
         }
-        let gradients = {
-            let _copy = self.timeline.span(Phase::Copy(Part::Whole));
-            gradients.into_params()
-        };
-        let Some(gradients) = gradients else {
+        let copy = self.timeline.span(Phase::Copy(Part::Whole));
+        let Some(averaged) = gradients.into_averaged() else {
             return Ok(model);
         };
-        let _optimizer = self.timeline.span(Phase::Optimizer);
-        Ok(self.optimizer.step(rate, model, gradients))
+        let optimizer = &mut self.optimizer;
+        match (averaged, &mut self.shards) {
+            (Averaged::Sums(averages), None) => {
+                let ready = self.kinds.ready(optimizer, averages);
+                drop(copy);
+                let _optimizer = self.timeline.span(Phase::Optimizer);
+                Ok(ready.step(optimizer, rate, model))
+            }
+            (Averaged::Untouched(gradients), None) => {
+                drop(copy);
+                let _optimizer = self.timeline.span(Phase::Optimizer);
+                Ok(optimizer.step(rate, model, gradients))
+            }
+            (Averaged::Sums(averages), Some(shards)) => {
+                drop(copy);
+                let _optimizer = self.timeline.span(Phase::Optimizer);
+                shards.step(optimizer, rate, model, averages)
+            }
+            // They are of an accelerator that is one rank alone.
+            (Averaged::Untouched(_), Some(shards)) => {
+                shards.refuse_own();
+                Err(model)
+            }
+        }
     }
 
     /// What the last `step` did; `Accumulated` before the first.

@@ -120,7 +120,11 @@ impl Scheduler {
         match self.unit {
             Unit::Step => steps,
             Unit::Epoch { .. } => Some(epochs),
-            Unit::Process { world_size } => steps.map(|steps| steps * world_size as u64),
+            Unit::Process { world_size } => {
+                // The first rate is that of the beginning.
+                let rest = steps.map(|steps| steps.saturating_sub(1) * world_size as u64);
+                rest.zip(steps).map(|(rest, steps)| rest + steps.min(1))
+            }
         }
     }
 

@@ -51,6 +51,7 @@ pub(super) enum Kind {
 pub(super) enum Operation {
     AllGather,
     AllGatherObject,
+    AllGatherParts,
     AllGatherVaried,
     AllReduce,
     Barrier,
@@ -63,9 +64,10 @@ pub(super) enum Operation {
 }
 
 impl Operation {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 12] = [
         Self::AllGather,
         Self::AllGatherObject,
+        Self::AllGatherParts,
         Self::AllGatherVaried,
         Self::AllReduce,
         Self::Barrier,
@@ -86,6 +88,7 @@ impl Operation {
         match self {
             Self::AllGather => "all_gather",
             Self::AllGatherObject => "all_gather_object",
+            Self::AllGatherParts => "all_gather_parts",
             Self::AllGatherVaried => "all_gather_varied",
             Self::AllReduce => "all_reduce",
             Self::Barrier => "barrier",

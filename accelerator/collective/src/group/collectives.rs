@@ -6,8 +6,9 @@ use super::{Pending, ProcessGroup};
 use crate::{
     buffer::Buffer,
     contract::{Call, Contract, Site},
-    element::Element,
+    element::{DType, Element},
     error::Result,
+    part::{Part, Shares},
     partition::Partition,
     reduce::ReduceOp,
 };
@@ -228,6 +229,62 @@ impl ProcessGroup {
             exchange.all_gather(bytemuck::cast_slice(values), |rank, piece| {
                 sink(rank, bytemuck::cast_slice(piece));
             })
+        })
+    }
+
+    /// Shows every rank parts of the buffers of all ranks: `sink` gets each part with its rank and its
+    /// number among the parts of that rank, its own ones too. All ranks pass buffers of the same
+    /// lengths, and the same `parts`, by rank, of which those of different ranks must not overlap.
+    ///
+    /// Where ranks share memory they see the parts where they lie, without a copy. What a rank has in its
+    /// own buffers of the parts of others is unspecified then and after errors.
+    ///
+    /// `sink` is called for everything or not at all, also where an error is returned: it is called when
+    /// all parts of all ranks are there.
+    ///
+    /// ```
+    /// use std::thread;
+    ///
+    /// use accelerator_collective::{DType, GroupOptions, Part, ProcessGroup};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// // Rank 0 has the first four bytes, and rank 1 the rest.
+    /// let parts = [0..4, 4..6].map(|bytes| vec![Part { buffer: 0, bytes }]);
+    /// thread::scope(|scope| {
+    ///     for group in ranks {
+    ///         let parts = &parts;
+    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
+    ///             let mut buffer = group.buffer(DType::U8, 6);
+    ///             buffer.as_mut_slice::<u8>()?.fill(group.rank() as u8 + 1);
+    ///             let mut all = Vec::new();
+    ///             group.all_gather_parts(&mut [&mut buffer], parts, |_, _, bytes| all.extend(bytes))?;
+    ///             assert_eq!(all, [1, 1, 1, 1, 2, 2]);
+    ///             Ok(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A misuse error where parts do not lie within the buffers, or are not those of as many ranks as
+    /// there are; a mismatch error where ranks pass other parts; otherwise as
+    /// [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn all_gather_parts(
+        &self,
+        buffers: &mut [&mut Buffer],
+        parts: &[Vec<Part>],
+        sink: impl FnMut(usize, usize, &[u8]),
+    ) -> Result<()> {
+        let shares = Shares::new(buffers, parts, self.world_size())?;
+        let contract = Contract::new(Call::AllGatherParts, Site::of(Location::caller()))
+            .with_data(DType::U8, shares.longest());
+        self.run(&contract, |exchange| {
+            exchange.all_gather_parts(buffers, &shares, sink)
         })
     }
 

@@ -15,5 +15,6 @@ mod world;
 pub(crate) use arena::{Arena, CHUNK, Key, Region};
 pub(crate) use card::Brief;
 pub(crate) use hosts::{Arrangement, Hosts};
+pub(crate) use memory::Place;
 pub(crate) use signal::{Spin, cores};
 pub(crate) use world::World;

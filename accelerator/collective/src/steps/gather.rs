@@ -1,7 +1,12 @@
 //! Gathers, broadcasts and barriers: each rank sends what it has.
 
 use super::{Steps, reduce::chunk};
-use crate::{error::Result, shared::CHUNK};
+use crate::{
+    buffer::{Buffer, Loan},
+    error::Result,
+    part::{DIGEST, Shares, parts_differ},
+    shared::{CHUNK, Place},
+};
 
 impl Steps<'_> {
     /// Returns when every rank has called.
@@ -76,3 +81,84 @@ impl Steps<'_> {
         Ok(())
     }
 }
+
+impl Steps<'_> {
+    /// Shows this rank the shares of all: where they lie, if it can reach all buffers, or else in its
+    /// own, once everything has come.
+    pub(crate) fn all_gather_parts(
+        mut self,
+        buffers: &mut [&mut Buffer],
+        shares: &Shares<'_>,
+        mut sink: impl FnMut(usize, usize, &[u8]),
+    ) -> Result<()> {
+        let lens: Vec<usize> = buffers.iter().map(|buffer| buffer.bytes().len()).collect();
+        let mut loans = Vec::with_capacity(buffers.len());
+        let mut notice = shares.digest().to_vec();
+        for buffer in buffers.iter_mut() {
+            let loan = buffer.lend(self.arena());
+            let offset = loan.as_ref().map_or(NOWHERE, |loan| loan.offset() as u64);
+            notice.extend_from_slice(&offset.to_le_bytes());
+            loans.extend(loan);
+        }
+        self.open(None, &notice)?;
+        // Lengths and parts are the same where digests are.
+        let differs = |peer: usize| self.view(peer, 0..DIGEST) != shares.digest();
+        if self.others().any(differs) {
+            return Err(parts_differ(self.watch.sequence));
+        }
+        let mut places = Vec::with_capacity(self.size() * lens.len());
+        for peer in 0..self.size() {
+            let offsets = match peer == self.rank() {
+                true => &notice[DIGEST..],
+                false => &self.view(peer, 0..notice.len())[DIGEST..],
+            };
+            for (offset, len) in offsets.chunks_exact(size_of::<u64>()).zip(&lens) {
+                let mut bytes = [0; size_of::<u64>()];
+                bytes.copy_from_slice(offset);
+                let offset = u64::from_le_bytes(bytes);
+                places.push(self.world.arena(peer).buffer(offset, *len));
+            }
+        }
+        let Some(places) = places.into_iter().collect::<Option<Vec<Place>>>() else {
+            // Nobody reads the buffers of others then: all see the same offsets.
+            loans.into_iter().for_each(Loan::end);
+            return self.gather_staged(buffers, shares, sink);
+        };
+        for rank in 0..self.size() {
+            for (number, part) in shares.of(rank).iter().enumerate() {
+                let place = places[rank * lens.len() + part.buffer];
+                let place = place.part(part.bytes.start, part.bytes.len());
+                // SAFETY: in bounds. Every rank has lent its buffers, and writes to none of them until
+                // all have taken the next step; where a rank fails before, it never uses the
+                // memory again.
+                sink(rank, number, unsafe { place.bytes() });
+            }
+        }
+        self.advance()?;
+        loans.into_iter().for_each(Loan::end);
+        Ok(())
+    }
+
+    /// Through the slots, chunk by chunk, into the buffers.
+    fn gather_staged(
+        mut self,
+        buffers: &mut [&mut Buffer],
+        shares: &Shares<'_>,
+        sink: impl FnMut(usize, usize, &[u8]),
+    ) -> Result<()> {
+        let own = shares.collect(self.rank(), buffers);
+        for index in 0..shares.longest().div_ceil(CHUNK) {
+            self.put(0, &own[chunk(own.len(), index)]);
+            self.advance()?;
+            for peer in self.others() {
+                let range = chunk(shares.len(peer), index);
+                shares.put(peer, range.start, self.view(peer, 0..range.len()), buffers);
+            }
+        }
+        shares.show(buffers, sink);
+        Ok(())
+    }
+}
+
+/// The offset of a buffer that lies in no arena: no region begins there.
+const NOWHERE: u64 = u64::MAX;

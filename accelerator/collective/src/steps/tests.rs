@@ -1,8 +1,8 @@
 //! Whole operations over shared memory, small enough for memcheck.
 
-use std::thread;
+use std::{ops::Range, thread};
 
-use crate::{DType, GroupOptions, ProcessGroup, ReduceOp, shared::CHUNK};
+use crate::{DType, GroupOptions, Part, ProcessGroup, ReduceOp, shared::CHUNK};
 
 fn run(world_size: usize, start: u32, body: impl Fn(&ProcessGroup) + Sync) {
     let ranks = ProcessGroup::threads(world_size, &GroupOptions::new()).unwrap();
@@ -19,6 +19,14 @@ fn run(world_size: usize, start: u32, body: impl Fn(&ProcessGroup) + Sync) {
             scope.spawn(|| body(group));
         }
     });
+}
+
+/// Some elements of a buffer of `f32`.
+fn part(buffer: usize, elements: Range<usize>) -> Part {
+    Part {
+        buffer,
+        bytes: 4 * elements.start..4 * elements.end,
+    }
 }
 
 /// Every operation, with lengths around those at which the way changes.
@@ -40,12 +48,43 @@ fn everything(group: &ProcessGroup) {
         let mut values = own.clone();
         group.all_reduce(&mut values, ReduceOp::Sum).unwrap();
         assert!(values.iter().enumerate().all(is_sum), "{len}");
-        let part = group.reduce_scatter(&own, ReduceOp::Max).unwrap();
-        assert!(part.len() <= len.div_ceil(world_size));
+        let reduced = group.reduce_scatter(&own, ReduceOp::Max).unwrap();
+        assert!(reduced.len() <= len.div_ceil(world_size));
         let all = group.all_gather(&own).unwrap();
         assert_eq!(all[(world_size - 1) * len], (world_size - 1) as f32);
         let varied = group.all_gather_varied(&own[..len / (rank + 1)]).unwrap();
         assert_eq!(varied[1].len(), len / 2);
+        for homes in [[group, group], [group, &stranger]] {
+            let mut buffers = homes.map(|home| home.buffer(DType::F32, len));
+            for buffer in &mut buffers {
+                buffer.as_mut_slice::<f32>().unwrap().fill(rank as f32);
+            }
+            // The last rank has nothing.
+            let large = |rank: usize| {
+                let bound = |rank| len * rank / (world_size - 1);
+                bound(rank)..bound(rank + 1)
+            };
+            let small = |rank: usize| rank.min(len)..(rank + 1).min(len);
+            let parts: Vec<_> = (0..world_size)
+                .map(|rank| match rank + 1 == world_size {
+                    true => Vec::new(),
+                    false => vec![part(1, large(rank)), part(0, small(rank))],
+                })
+                .collect();
+            let mut seen = Vec::new();
+            let [one, other] = &mut buffers;
+            let show = |rank, number, bytes: &[u8]| {
+                let values = bytemuck::cast_slice::<u8, f32>(bytes);
+                assert!(values.iter().all(|x| *x == rank as f32));
+                seen.push((rank, number, values.len()));
+            };
+            group
+                .all_gather_parts(&mut [one, other], &parts, show)
+                .unwrap();
+            let of = |rank| [(rank, 0, large(rank).len()), (rank, 1, small(rank).len())];
+            let expected: Vec<_> = (0..world_size - 1).flat_map(of).collect();
+            assert_eq!(seen, expected, "{len}");
+        }
         let mut values = own;
         group.broadcast(&mut values, 1).unwrap();
         assert_eq!(values[0], 1.0);
@@ -101,4 +140,18 @@ fn a_buffer_that_others_may_write_to_is_given_up() {
     let error = ranks[0].all_reduce_buffer(&mut buffer, ReduceOp::Sum);
     assert!(error.unwrap_err().is_peer_lost());
     assert_ne!(buffer.bytes().as_ptr(), before, "the operation failed");
+}
+
+/// Ranks that mean other parts all learn of it, and nobody sees any.
+#[test]
+fn other_parts_are_a_mismatch_on_every_rank() {
+    run(2, 0, |group| {
+        let mut buffer = group.buffer(DType::F32, 10_000);
+        let parts = [vec![part(0, 0..1 + group.rank())], vec![part(0, 2..3)]];
+        let mut buffers = [&mut buffer];
+        let error = group
+            .all_gather_parts(&mut buffers, &parts, |_, _, _| panic!("parts are shown"))
+            .unwrap_err();
+        assert!(error.is_mismatch(), "{error}");
+    });
 }

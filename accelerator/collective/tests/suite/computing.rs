@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use accelerator_collective::{Buffer, Element, Partition, ProcessGroup, ReduceOp};
+use accelerator_collective::{Buffer, DType, Element, Part, Partition, ProcessGroup, ReduceOp};
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
@@ -181,6 +181,42 @@ pub(crate) fn gathers(means: Means, world_size: usize) {
             let all = group.all_gather(&buffer::<f32>(rank, len)).unwrap();
             let expected: Vec<f32> = (0..world_size).flat_map(|r| buffer(r, len)).collect();
             assert_same(&all, &expected, len);
+        }
+        for len in [0, 1, 1000, 400_000] {
+            let mut single = group.buffer(DType::F32, len);
+            let values = buffer::<f32>(rank, len);
+            single.as_mut_slice().unwrap().copy_from_slice(&values);
+            let mut bytes = group.buffer(DType::U8, world_size);
+            bytes.bytes_mut().fill(rank as u8);
+            // Each rank has a byte of one buffer, and twice as much of the other as the one before.
+            let bound = |rank: u32| {
+                4 * (len * (2_usize.pow(rank) - 1) / (2_usize.pow(world_size as u32) - 1))
+            };
+            let parts: Vec<_> = (0..world_size)
+                .map(|rank| {
+                    let some = bound(rank as u32)..bound(rank as u32 + 1);
+                    [(0, some), (1, rank..rank + 1)].map(|(buffer, bytes)| Part { buffer, bytes })
+                })
+                .map(Vec::from)
+                .collect();
+            let (mut all, mut ranks) = (Vec::new(), Vec::new());
+            let show = |rank, number, part: &[u8]| match number {
+                0 => all.extend_from_slice(part),
+                _ => ranks.push((rank, part.to_vec())),
+            };
+            let mut buffers = [&mut single, &mut bytes];
+            group.all_gather_parts(&mut buffers, &parts, show).unwrap();
+            let mut expected = Vec::new();
+            for (rank, parts) in parts.iter().enumerate() {
+                let values = buffer::<f32>(rank, len);
+                let bytes = bytemuck::cast_slice::<f32, u8>(&values);
+                expected.extend_from_slice(&bytes[parts[0].bytes.clone()]);
+            }
+            assert!(all == expected, "{len}");
+            let expected: Vec<_> = (0..world_size)
+                .map(|rank| (rank, vec![rank as u8]))
+                .collect();
+            assert_eq!(ranks, expected);
         }
         for unit in [0, 1, 100_000] {
             // Rank 0 has nothing to give, the last one the most.

@@ -28,7 +28,8 @@ pub struct OverlapReport {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum OverlapState {
-    /// They are sent afterwards: as the settings say, or since no gradient is ready earlier.
+    /// They are sent afterwards: as the settings say, by a
+    /// [communication hook](crate::hook::CommunicationHook), or since no gradient is ready earlier.
     Off,
     /// The first two windows in which each rank has samples tell which gradients are ready when.
     Learning,

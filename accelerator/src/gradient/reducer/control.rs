@@ -88,10 +88,7 @@ impl Reducer {
 /// Whether windows of the same length ended on all ranks. All ranks see the same numbers, so all get
 /// the same error.
 pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
-    let values = values(&reducer.ledger.control)?;
-    let (steps, squared) = (values[2], values[3]);
-    // The mean of the squares is the square of the mean where there is no variance.
-    if squared * reducer.group.world_size() as f64 == steps * steps {
+    if windows_agree(reducer)? {
         return Ok(());
     }
     let all = reducer.group.all_gather(&[reducer.micro_steps as u64])?;
@@ -105,6 +102,14 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
          steps",
         shown.join(", ")
     )))
+}
+
+/// The same, without a word to the others.
+pub(super) fn windows_agree(reducer: &Reducer) -> Result<bool> {
+    let values = values(&reducer.ledger.control)?;
+    let (steps, squared) = (values[2], values[3]);
+    // The mean of the squares is the square of the mean where there is no variance.
+    Ok(squared * reducer.group.world_size() as f64 == steps * steps)
 }
 
 /// The header, which parameters have gradients, which buckets are to be reduced again, and how many

@@ -1,4 +1,5 @@
 pub(super) mod control;
+mod handover;
 mod promise;
 
 use core::mem::replace;
@@ -37,6 +38,8 @@ pub(super) struct Reducer {
     /// Buckets that were sent before backward ended.
     early: usize,
     group: ProcessGroup,
+    /// Whether buckets hold the mean gradient in the end, or sums.
+    handed_over: bool,
     ledger: Ledger,
     /// Σ weight · loss of the window.
     loss: f64,
@@ -80,6 +83,8 @@ pub(super) struct Reduced {
     pub(super) marks: Vec<Mark>,
     /// Σ weight.
     pub(super) total: f64,
+    /// What the sums are to be divided by.
+    pub(super) divisor: f64,
     /// How many buckets this rank sent before its backward ended.
     pub(super) early: usize,
     /// How many buckets were reduced again, since a rank had sent them too early.
@@ -145,6 +150,7 @@ impl Reducer {
             control: None,
             early: 0,
             group: group.clone(),
+            handed_over: false,
             ledger,
             loss: before.loss,
             loss_scale: 1.0,
@@ -263,15 +269,13 @@ impl Reducer {
             gradients = GradientsParams::new();
         }
         check_all_known(self.fill(slot, &mut gradients))?;
-        if self.pace == Pace::InFlight && self.early == 0 && !is_networked(&self.group) {
-            self.pace = Pace::Blocking;
-        }
-        self.send_complete()?;
-        self.send_control()?;
-        self.receive()?;
-        self.receive_control()?;
-        let repaired = self.redo(slot, &gradients)?;
-        self.settle(slot)?;
+        let repaired = match slot.hook() {
+            Some(hook) if self.group.world_size() > 1 && self.pace != Pace::Nowhere => {
+                self.hand_over(slot, hook)?;
+                0
+            }
+            _ => self.exchange(slot, &gradients)?,
+        };
         let ledger = &mut self.ledger;
         for (written, here) in ledger.written.iter_mut().zip(&ledger.here) {
             *written |= here;
@@ -280,6 +284,21 @@ impl Reducer {
         if self.total > 0.0 {
             slot.report_missing(&ledger.written, &ledger.present);
         }
+        Ok(repaired)
+    }
+
+    /// Sends the buckets that are left, and the control vector, and takes in what comes to that. Tells
+    /// how many buckets were sent too early.
+    fn exchange(&mut self, slot: &Slot, gradients: &GradientsParams) -> Result<usize> {
+        if self.pace == Pace::InFlight && self.early == 0 && !is_networked(&self.group) {
+            self.pace = Pace::Blocking;
+        }
+        self.send_complete()?;
+        self.send_control()?;
+        self.receive()?;
+        self.receive_control()?;
+        let repaired = self.redo(slot, gradients)?;
+        self.settle(slot)?;
         Ok(repaired)
     }
 
@@ -294,6 +313,10 @@ impl Reducer {
             loss: loss / total,
             marks: self.marks,
             total,
+            divisor: match self.handed_over {
+                true => 1.0,
+                false => total * self.loss_scale,
+            },
             early: self.early,
             repaired,
             ledger: self.ledger,

@@ -5,7 +5,7 @@ use serde::Deserialize;
 
 use super::memory::{Reach, Real};
 use super::moments::{self, Betas, Rule};
-use super::settings;
+use super::{settings, sums};
 
 /// Burn's [`Adam`] as one pass over memory; see the [module](crate::optim::fused). Made by
 /// [`InitFused`](super::InitFused).
@@ -51,7 +51,10 @@ impl Optimizer for FusedAdam {
     ) -> (Tensor<D>, Option<AdamState<D>>) {
         let momentum = state.as_ref().map(|state| &state.momentum);
         match (&self.settings, moments::reach(&tensor, &grad, momentum)) {
-            (None, _) | (_, Reach::None) => self.burn.step(lr, tensor, grad, state),
+            (None, _) | (_, Reach::None) => {
+                let grad = sums::gradient(&tensor, grad);
+                self.burn.step(lr, tensor, grad, state)
+            }
             (Some(settings), Reach::F32) => settings.step::<f32, D>(lr, tensor, grad, state),
             (Some(settings), Reach::F64) => settings.step::<f64, D>(lr, tensor, grad, state),
         }

@@ -2,11 +2,15 @@
 
 use core::ops::{Add, Div, Mul, Sub};
 
-use burn::tensor::{DType, Device, Element, Tensor, TensorData};
+use burn::tensor::{DType, Device, Element, Shape, Tensor, TensorData};
+
+use crate::gradient::{Summand, Values, with_values};
 
 /// The numbers that the loops work on. A factor reaches them through `f64`, as in Burn.
 pub(super) trait Real:
     Element
+    + accelerator_collective::Element
+    + Summand
     + Add<Output = Self>
     + Sub<Output = Self>
     + Mul<Output = Self>
@@ -18,9 +22,19 @@ pub(super) trait Real:
     fn of(value: f64) -> Self;
 
     fn root(self) -> Self;
+
+    /// Values of this type.
+    fn among(values: Values<'_>) -> Option<&[Self]>;
 }
 
 impl Real for f32 {
+    fn among(values: Values<'_>) -> Option<&[Self]> {
+        match values {
+            Values::F32(values) => Some(values),
+            _ => None,
+        }
+    }
+
     const ZERO: Self = 0.0;
 
     fn of(value: f64) -> Self {
@@ -33,6 +47,13 @@ impl Real for f32 {
 }
 
 impl Real for f64 {
+    fn among(values: Values<'_>) -> Option<&[Self]> {
+        match values {
+            Values::F64(values) => Some(values),
+            _ => None,
+        }
+    }
+
     const ZERO: Self = 0.0;
 
     fn of(value: f64) -> Self {
@@ -101,12 +122,6 @@ impl<E: Real> Taken<E> {
         Self::of(data, device)
     }
 
-    /// New elements in the shape of others.
-    pub(super) fn like(other: &Self, elements: Vec<E>) -> Self {
-        let data = TensorData::new(elements, other.data.shape().clone());
-        Self::of(data, other.device.clone())
-    }
-
     fn of(data: TensorData, device: Device) -> Self {
         Self {
             data,
@@ -115,18 +130,12 @@ impl<E: Real> Taken<E> {
         }
     }
 
-    #[expect(
-        clippy::expect_used,
-        reason = "`from` and `like` make data of this type"
-    )]
+    #[expect(clippy::expect_used, reason = "`from` makes data of this type")]
     pub(super) fn slice(&self) -> &[E] {
         self.data.as_slice().expect("elements of this type")
     }
 
-    #[expect(
-        clippy::expect_used,
-        reason = "`from` and `like` make data of this type"
-    )]
+    #[expect(clippy::expect_used, reason = "`from` makes data of this type")]
     pub(super) fn slice_mut(&mut self) -> &mut [E] {
         self.data.as_mut_slice().expect("elements of this type")
     }
@@ -134,6 +143,37 @@ impl<E: Real> Taken<E> {
     pub(super) fn into_tensor<const D: usize>(self) -> Tensor<D> {
         Tensor::from_data(self.data, (&self.device, E::dtype()))
     }
+}
+
+/// The shape of a tensor and where it is, for another one.
+pub(super) struct Mould<const D: usize>(Shape, Device);
+
+impl<const D: usize> Mould<D> {
+    pub(super) fn of(tensor: &Tensor<D>) -> Self {
+        Self(tensor.shape(), tensor.device())
+    }
+
+    pub(super) fn cast<E: Real>(&self, elements: Vec<E>) -> Tensor<D> {
+        let data = TensorData::new(elements, self.0.clone());
+        Tensor::from_data(data, (&self.1, E::dtype()))
+    }
+
+    pub(super) fn elements(&self) -> usize {
+        self.0.num_elements()
+    }
+}
+
+/// Lets `read` see the elements of a tensor: where they lie, if the device allows it.
+pub(super) fn with_elements<E: Real, const D: usize>(
+    tensor: &Tensor<D>,
+    mut read: impl FnMut(&[E]),
+) {
+    let tensor = tensor.clone().into_dispatch();
+    with_values(core::iter::once((0, &tensor)), |_, values| {
+        if let Some(values) = E::among(values) {
+            read(values);
+        }
+    });
 }
 
 /// Runs a loop compiled for the widest vectors that the processor has. Bits do not depend on it.

@@ -2,7 +2,8 @@
 //!
 //! Burn writes an optimizer as a chain of tensor operations. On the CPU each of them reads and writes
 //! all elements, so a step of AdamW goes through memory some fifteen times. Here it is one loop, in
-//! place: the same operations in the same order for each element, and so the same bits.
+//! place: the same operations in the same order for each element, and so the same bits. After an all-reduce it
+//! reads the sums of gradients where they lie, which Burn's own get divided and copied.
 //!
 //! An optimizer from [`InitFused::init_fused`] is a [`ModuleOptimizer`] like any other: it takes
 //! groups and gradient clipping, and its records are Burn's, so either optimizer goes on from what
@@ -38,6 +39,7 @@ mod adamw;
 mod memory;
 mod moments;
 mod sgd;
+pub(super) mod sums;
 
 #[cfg(test)]
 mod tests;

@@ -3,7 +3,8 @@
 use burn::optim::AdaptiveMomentumState;
 use burn::tensor::Tensor;
 
-use super::memory::{Reach, Real, Taken, vectorised};
+use super::memory::{Mould, Reach, Real, Taken, vectorised};
+use super::sums;
 
 /// How fast the moments move.
 #[derive(Clone, Copy, Debug)]
@@ -44,56 +45,71 @@ pub(super) fn step<E: Real, R: Rule<E>, const D: usize>(
     state: Option<AdaptiveMomentumState<D>>,
     rule: impl FnOnce(i32) -> R,
 ) -> (Tensor<D>, AdaptiveMomentumState<D>) {
-    let mut parameters = Taken::<E>::from(tensor);
-    let gradients = Taken::<E>::from(grad);
     let Some(state) = state else {
-        return first(betas, parameters, gradients, rule(1));
+        return first(betas, tensor, grad, rule(1));
     };
     let time = state.time + 1;
     let rule = rule(time as i32);
     let speed = Speed::<E>::of(betas);
     let mut moment_1 = Taken::<E>::from(state.moment_1);
     let mut moment_2 = Taken::<E>::from(state.moment_2);
-    let (p, g) = (parameters.slice_mut(), gradients.slice());
-    let max_moment_2 = if betas.amsgrad {
-        let (m, v) = (moment_1.slice_mut(), moment_2.slice_mut());
-        vectorised(|| advance(speed, rule, p, g, m, v));
+    let (m, v) = (moment_1.slice_mut(), moment_2.slice_mut());
+    let (tensor, max_moment_2) = if betas.amsgrad {
+        let is_first = state.max_moment_2.is_none();
         let mut max = match state.max_moment_2 {
             Some(max) => Taken::<E>::from(max),
-            None => Taken::like(&moment_2, moment_2.slice().to_vec()),
+            None => {
+                let mould = Mould::of(&tensor);
+                Taken::from(mould.cast(vec![E::ZERO; mould.elements()]))
+            }
         };
-        raise(max.slice_mut(), moment_2.slice());
-        vectorised(|| land(rule, p, moment_1.slice(), max.slice()));
-        Some(max.into_tensor())
+        let highest = max.slice_mut();
+        let tensor = sums::step(tensor, grad, |p, g, at| {
+            let (m, v) = (&mut m[at.clone()], &mut v[at.clone()]);
+            let max = &mut highest[at];
+            vectorised(|| advance(speed, rule, p, g, m, v));
+            match is_first {
+                true => max.copy_from_slice(v),
+                false => raise(max, v),
+            }
+            vectorised(|| land(rule, p, m, max));
+        });
+        (tensor, Some(max.into_tensor()))
     } else {
-        let (m, v) = (moment_1.slice_mut(), moment_2.slice_mut());
-        vectorised(|| sweep(speed, rule, p, g, m, v));
-        state.max_moment_2
+        let tensor = sums::step(tensor, grad, |p, g, at| {
+            let (m, v) = (&mut m[at.clone()], &mut v[at]);
+            vectorised(|| sweep(speed, rule, p, g, m, v));
+        });
+        (tensor, state.max_moment_2)
     };
     let mut state =
         AdaptiveMomentumState::new(time, moment_1.into_tensor(), moment_2.into_tensor());
     state.max_moment_2 = max_moment_2;
-    (parameters.into_tensor(), state)
+    (tensor, state)
 }
 
 /// The first step, which finds no moments.
 fn first<E: Real, R: Rule<E>, const D: usize>(
     betas: Betas,
-    mut parameters: Taken<E>,
-    gradients: Taken<E>,
+    tensor: Tensor<D>,
+    grad: Tensor<D>,
     rule: R,
 ) -> (Tensor<D>, AdaptiveMomentumState<D>) {
     let speed = Speed::<E>::of(betas);
-    let (p, g) = (parameters.slice_mut(), gradients.slice());
-    let entering = || p.iter().zip(g).map(|(&p, &g)| rule.gradient(p, g));
-    let m: Vec<E> = entering().map(|g| g * speed.factor_1).collect();
-    let v: Vec<E> = entering().map(|g| g * g * speed.factor_2).collect();
-    land(rule, p, &m, &v);
-    let max = betas.amsgrad.then(|| v.clone());
-    let tensor = |elements| Taken::like(&gradients, elements).into_tensor();
-    let mut state = AdaptiveMomentumState::new(1, tensor(m), tensor(v));
-    state.max_moment_2 = max.map(tensor);
-    (parameters.into_tensor(), state)
+    let mould = Mould::of(&tensor);
+    let (mut m, mut v) = (Vec::new(), Vec::new());
+    m.reserve_exact(mould.elements());
+    v.reserve_exact(mould.elements());
+    let tensor = sums::step(tensor, grad, |p, g, at| {
+        let entering = || p.iter().zip(g).map(|(&p, &g)| rule.gradient(p, g));
+        m.extend(entering().map(|g| g * speed.factor_1));
+        v.extend(entering().map(|g| g * g * speed.factor_2));
+        land(rule, p, &m[at.clone()], &v[at]);
+    });
+    let max = betas.amsgrad.then(|| mould.cast(v.clone()));
+    let mut state = AdaptiveMomentumState::new(1, mould.cast(m), mould.cast(v));
+    state.max_moment_2 = max;
+    (tensor, state)
 }
 
 #[derive(Clone, Copy)]

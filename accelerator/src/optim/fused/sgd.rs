@@ -1,17 +1,25 @@
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{Optimizer, RecordState, SgdConfig, StateSink, StateSource, join_path};
+use burn::optim::{
+    Optimizer, RecordState, Sgd, SgdConfig, SgdState, StateSink, StateSource, join_path,
+};
 use burn::tensor::{Device, Tensor};
 use serde::Deserialize;
 
-use super::memory::{Reach, Real, Taken, vectorised};
-use super::settings;
+use super::memory::{Mould, Reach, Real, Taken, vectorised};
+use super::{settings, sums};
 
 /// Burn's [`Sgd`](burn::optim::Sgd) as one pass over memory; see the
 /// [module](crate::optim::fused). Made by [`InitFused`](super::InitFused).
 #[derive(Clone)]
 #[allow(missing_debug_implementations, reason = "Burn's optimizers have none")]
 pub struct FusedSgd {
+    burn: Sgd,
+    settings: Option<Settled>,
+}
+
+#[derive(Clone, Copy)]
+struct Settled {
     momentum: Option<Momentum>,
     /// What is added to the gradient, times the parameter.
     penalty: Option<f64>,
@@ -22,6 +30,8 @@ pub struct FusedSgd {
 #[allow(missing_debug_implementations, reason = "Burn's states have none")]
 pub struct FusedSgdState<const D: usize> {
     velocity: Option<Tensor<D>>,
+    /// In its place, where Burn's own steps.
+    burn: Option<SgdState<D>>,
 }
 
 #[derive(Clone, Copy)]
@@ -39,13 +49,8 @@ struct Settings {
 }
 
 impl FusedSgd {
-    #[expect(
-        clippy::expect_used,
-        reason = "a test reads every setting of the one version of Burn that this crate depends on"
-    )]
     pub(super) fn new(config: &SgdConfig) -> Self {
-        let settings: Settings = settings(config).expect("the settings of Burn's SGD");
-        Self {
+        let settled = |settings: Settings| Settled {
             momentum: settings.momentum.map(|momentum| Momentum {
                 // Burn keeps it as `f32`.
                 factor: f64::from(momentum.momentum as f32),
@@ -53,9 +58,38 @@ impl FusedSgd {
                 nesterov: momentum.nesterov,
             }),
             penalty: settings.weight_decay.map(|decay| f64::from(decay.penalty)),
+        };
+        Self {
+            burn: config.build(),
+            settings: settings(config).map(settled),
         }
     }
 
+    #[cfg(test)]
+    pub(super) fn is_fused(&self) -> bool {
+        self.settings.is_some()
+    }
+
+    /// By Burn's own optimizer, whose state is of another type.
+    fn step_of_burn<const D: usize>(
+        &self,
+        lr: f64,
+        tensor: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<FusedSgdState<D>>,
+    ) -> (Tensor<D>, Option<FusedSgdState<D>>) {
+        let device = tensor.device();
+        let state = state.and_then(|state| state.into_burn(&device));
+        let (tensor, state) = self.burn.step(lr, tensor, grad, state);
+        let state = state.map(|state| FusedSgdState {
+            velocity: None,
+            burn: Some(state),
+        });
+        (tensor, state)
+    }
+}
+
+impl Settled {
     /// As Burn does it, with tensors.
     fn step_of_tensors<const D: usize>(
         &self,
@@ -92,70 +126,76 @@ impl FusedSgd {
         grad: Tensor<D>,
         velocity: Option<Tensor<D>>,
     ) -> (Tensor<D>, Option<Tensor<D>>) {
-        let mut parameters = Taken::<E>::from(tensor);
-        let gradients = Taken::<E>::from(grad);
-        let (p, g) = (parameters.slice_mut(), gradients.slice());
         let rate = E::of(lr);
-        let velocity = match self.penalty {
-            Some(penalty) => {
+        match (self.penalty, self.momentum) {
+            (Some(penalty), momentum) => {
                 let penalty = E::of(penalty);
                 let pull = move |p: E, g: E| p * penalty + g;
-                self.sweep(rate, p, &gradients, velocity, pull)
+                match momentum {
+                    Some(momentum) => momentum.sweep(rate, tensor, grad, velocity, pull),
+                    None => (slide(rate, tensor, grad, pull), None),
+                }
             }
-            None if self.momentum.is_some() => self.sweep(rate, p, &gradients, velocity, |_, g| g),
-            None => {
-                vectorised(|| p.iter_mut().zip(g).for_each(|(p, g)| *p = *p - *g * rate));
-                None
-            }
-        };
-        (parameters.into_tensor(), velocity)
+            (None, Some(momentum)) => momentum.sweep(rate, tensor, grad, velocity, |_, g| g),
+            (None, None) => (slide(rate, tensor, grad, |_, g| g), None),
+        }
     }
+}
 
+impl Momentum {
     fn sweep<E: Real, const D: usize>(
-        &self,
+        self,
         rate: E,
-        p: &mut [E],
-        gradients: &Taken<E>,
+        tensor: Tensor<D>,
+        grad: Tensor<D>,
         velocity: Option<Tensor<D>>,
         pull: impl Fn(E, E) -> E + Copy,
-    ) -> Option<Tensor<D>> {
-        let g = gradients.slice();
-        let Some(momentum) = self.momentum else {
-            vectorised(|| {
-                for (p, g) in p.iter_mut().zip(g) {
-                    *p = *p - pull(*p, *g) * rate;
-                }
-            });
-            return None;
-        };
-        let (factor, share) = (E::of(momentum.factor), E::of(momentum.share));
-        let velocity = match velocity {
-            Some(velocity) => {
-                let mut velocity = Taken::<E>::from(velocity);
-                let v = velocity.slice_mut();
-                let moved = move |g: E, v: E| g * share + v * factor;
-                match momentum.nesterov {
-                    true => vectorised(|| {
-                        glide(rate, p, g, v, pull, moved, |g, v| v * factor + g);
-                    }),
-                    false => vectorised(|| glide(rate, p, g, v, pull, moved, |_, v| v)),
-                }
-                velocity
-            }
-            None => {
-                let first = p.iter().zip(g).map(|(&p, &g)| pull(p, g)).collect();
-                let mut velocity = Taken::like(gradients, first);
-                let v = velocity.slice_mut();
+    ) -> (Tensor<D>, Option<Tensor<D>>) {
+        let (factor, share) = (E::of(self.factor), E::of(self.share));
+        let ahead = move |g: E, v: E| v * factor + g;
+        let Some(velocity) = velocity else {
+            let mould = Mould::of(&tensor);
+            let mut all: Vec<E> = Vec::new();
+            all.reserve_exact(mould.elements());
+            let tensor = sums::step(tensor, grad, |p, g, at| {
+                all.extend(p.iter().zip(g).map(|(&p, &g)| pull(p, g)));
+                let v = &mut all[at];
                 let still = |_, v| v;
-                match momentum.nesterov {
-                    true => glide(rate, p, g, v, pull, still, |g, v| v * factor + g),
+                match self.nesterov {
+                    true => glide(rate, p, g, v, pull, still, ahead),
                     false => glide(rate, p, g, v, pull, still, |_, v| v),
                 }
-                velocity
-            }
+            });
+            return (tensor, Some(mould.cast(all)));
         };
-        Some(velocity.into_tensor())
+        let mut velocity = Taken::<E>::from(velocity);
+        let all = velocity.slice_mut();
+        let moved = move |g: E, v: E| g * share + v * factor;
+        let tensor = sums::step(tensor, grad, |p, g, at| {
+            let v = &mut all[at];
+            match self.nesterov {
+                true => vectorised(|| glide(rate, p, g, v, pull, moved, ahead)),
+                false => vectorised(|| glide(rate, p, g, v, pull, moved, |_, v| v)),
+            }
+        });
+        (tensor, Some(velocity.into_tensor()))
     }
+}
+
+/// Parameters alone.
+fn slide<E: Real, const D: usize>(
+    rate: E,
+    tensor: Tensor<D>,
+    grad: Tensor<D>,
+    pull: impl Fn(E, E) -> E + Copy,
+) -> Tensor<D> {
+    sums::step(tensor, grad, |p, g, _| {
+        vectorised(|| {
+            for (p, g) in p.iter_mut().zip(g) {
+                *p = *p - pull(*p, *g) * rate;
+            }
+        });
+    })
 }
 
 /// Velocities and parameters at once.
@@ -186,26 +226,57 @@ impl Optimizer for FusedSgd {
         grad: Tensor<D>,
         state: Option<FusedSgdState<D>>,
     ) -> (Tensor<D>, Option<FusedSgdState<D>>) {
+        let Some(settings) = self.settings else {
+            let grad = sums::gradient(&tensor, grad);
+            return self.step_of_burn(lr, tensor, grad, state);
+        };
         let velocity = state.and_then(|state| state.velocity);
         let mut tensors = vec![&tensor, &grad];
         tensors.extend(&velocity);
         let (tensor, velocity) = match Reach::of(&tensors) {
-            Reach::None => self.step_of_tensors(lr, tensor, grad, velocity),
-            Reach::F32 => self.step_in_memory::<f32, D>(lr, tensor, grad, velocity),
-            Reach::F64 => self.step_in_memory::<f64, D>(lr, tensor, grad, velocity),
+            Reach::None => {
+                let grad = sums::gradient(&tensor, grad);
+                settings.step_of_tensors(lr, tensor, grad, velocity)
+            }
+            Reach::F32 => settings.step_in_memory::<f32, D>(lr, tensor, grad, velocity),
+            Reach::F64 => settings.step_in_memory::<f64, D>(lr, tensor, grad, velocity),
         };
-        (tensor, Some(FusedSgdState { velocity }))
+        let state = FusedSgdState {
+            velocity,
+            burn: None,
+        };
+        (tensor, Some(state))
     }
 
     fn to_device<const D: usize>(state: FusedSgdState<D>, device: &Device) -> FusedSgdState<D> {
         FusedSgdState {
             velocity: state.velocity.map(|velocity| velocity.to_device(device)),
+            burn: state.burn.map(|burn| Sgd::to_device(burn, device)),
         }
+    }
+}
+
+impl<const D: usize> FusedSgdState<D> {
+    /// As Burn keeps it; what was loaded from a record is not yet.
+    fn into_burn(self, device: &Device) -> Option<SgdState<D>> {
+        if self.burn.is_some() {
+            return self.burn;
+        }
+        let mut sink = StateSink::default();
+        self.state_flatten("", &mut sink);
+        let mut source = StateSource::new(sink.scalars.into_iter().collect());
+        for (name, data) in sink.tensors {
+            source.insert_tensor(name, data);
+        }
+        SgdState::state_unflatten("", &mut source, device)
     }
 }
 
 impl<const D: usize> RecordState for FusedSgdState<D> {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
+        if let Some(burn) = &self.burn {
+            return burn.state_flatten(prefix, out);
+        }
         if let Some(velocity) = &self.velocity {
             let path = join_path(prefix, "momentum");
             out.push_tensor(&path, "velocity", velocity.clone().into_data());
@@ -216,6 +287,7 @@ impl<const D: usize> RecordState for FusedSgdState<D> {
         let data = src.take_tensor(&join_path(prefix, "momentum"), "velocity");
         Some(Self {
             velocity: data.map(|data| Tensor::from_data(data, device)),
+            burn: None,
         })
     }
 }

@@ -179,4 +179,5 @@ fn settings_are_read_and_not_guessed() {
     );
     assert!(super::adam::FusedAdam::new(&AdamConfig::new()).is_fused());
     assert!(super::adamw::FusedAdamW::new(&AdamWConfig::new()).is_fused());
+    assert!(super::sgd::FusedSgd::new(&SgdConfig::new()).is_fused());
 }

@@ -3,7 +3,7 @@ use std::collections::HashMap;
 
 use burn::module::ParamId;
 
-use crate::model::{Float, Trainable};
+use crate::model::Trainable;
 
 /// A parameter is cut where each rank gets at least so many elements: below, what a piece costs by
 /// itself is more than what is saved.
@@ -35,21 +35,12 @@ impl Home {
         shape
     }
 
-    /// Whether several ranks have elements.
-    pub(super) fn is_cut(&self) -> bool {
-        (0..self.ranks()).all(|rank| self.range(rank).len() < self.elements())
-    }
-
     pub(super) fn whole_shape(&self) -> &[usize] {
         &self.shape
     }
 
     pub(super) fn elements(&self) -> usize {
         self.bounds.last().copied().unwrap_or(0)
-    }
-
-    pub(super) fn ranks(&self) -> usize {
-        self.bounds.len() - 1
     }
 }
 
@@ -96,7 +87,7 @@ impl Homes {
             shape: parameter.shape.clone(),
         };
         for (rank, load) in self.loads.iter_mut().enumerate() {
-            *load += home.range(rank).len() * width(parameter.float);
+            *load += home.range(rank).len() * parameter.float.width();
         }
         self.known.entry(parameter.id).or_insert(home)
     }
@@ -109,19 +100,12 @@ impl Homes {
     }
 }
 
-fn width(float: Float) -> usize {
-    match float {
-        Float::Bf16 | Float::F16 => 2,
-        Float::F32 => 4,
-        Float::F64 => 8,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::model::Float;
 
     fn parameter(elements: usize) -> Trainable {
         Trainable {

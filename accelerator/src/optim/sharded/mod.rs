@@ -1,13 +1,12 @@
 //! Optimizers whose state is shared out over the ranks.
 
 mod home;
-mod messages;
 mod pieces;
-mod probe;
+pub(super) mod probe;
 mod record;
 mod write;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use accelerator_collective::ProcessGroup;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
@@ -16,11 +15,12 @@ use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, Tensor};
 
 use self::home::{Home, Homes};
-use self::messages::Messages;
-use self::pieces::{Pieces, Reader};
+use self::pieces::{Reader, Sums};
 use self::record::{Entry, Records};
-use self::write::Writer;
-use crate::error::Result;
+use self::write::Elements;
+use super::fused::sums::{self, Landing};
+use super::whole::Kinds;
+use crate::error::{Error, Kind, Result};
 use crate::gradient::{Averages, with_rank};
 
 /// An optimizer whose state is shared out over the ranks: prepare `Sharded(optimizer)` in its place,
@@ -82,6 +82,7 @@ pub(crate) struct Shards {
     blank: ModuleOptimizer,
     group: ProcessGroup,
     homes: Homes,
+    kinds: Kinds,
     /// State of whole parameters that were not stepped since it was loaded.
     loaded: Records,
 }
@@ -109,6 +110,7 @@ impl Shards {
             blank: blank.clone(),
             group: group.clone(),
             homes: Homes::new(group.world_size()),
+            kinds: Kinds::default(),
             loaded,
         };
         Ok((blank, Some(shards)))
@@ -164,23 +166,62 @@ impl Shards {
             self.group.abort(error.to_string());
             return Err(model);
         }
+        self.kinds.learn(&self.blank, &averages);
         let mut reader = Reader::new(rank, self.homes.known(), &averages);
         model.visit(&mut reader);
-        let (pieces, messages) = reader.finish();
+        let (mut pieces, stepped) = reader.finish();
         let mut gradients = GradientsParams::new();
-        for piece in pieces.iter() {
+        for piece in pieces.iter_mut() {
             with_rank!(piece.dimensions(), D => {
-                let gradient = averages.part::<D>(piece.id, &piece.range, piece.shape());
+                let gradient = if self.kinds.is_fused(piece.id) {
+                    piece.sums = Sums::Waiting;
+                    averages.stand_in::<D>(piece.id)
+                } else {
+                    averages.part::<D>(piece.id, &piece.range, piece.shape())
+                };
                 if let Some(gradient) = gradient {
                     gradients.register(piece.id, gradient);
                 }
             });
         }
-        drop(averages);
-        let pieces = optimizer.step(rate, pieces, gradients);
-        match self.exchange(pieces, &messages) {
-            Some(arrived) => Ok(model.map(&mut Writer::new(messages, arrived))),
-            None => Err(model),
+        let step = || optimizer.step(rate, pieces, gradients);
+        let (pieces, mut averages) = sums::step_on(averages, Landing::Sums, step);
+        for piece in pieces.into_elsewhere() {
+            let (id, range) = (piece.id, piece.range.clone());
+            averages.land(id, &range, &piece.into_bytes());
+        }
+        self.exchange(model, averages, stepped)
+    }
+
+    /// Gives the model all ranks' new pieces, which lie in the places of their sums.
+    #[track_caller]
+    fn exchange<M: Module>(
+        &self,
+        model: M,
+        mut averages: Averages,
+        stepped: HashSet<ParamId>,
+    ) -> core::result::Result<M, M> {
+        let homes = self.homes.known();
+        let part = |id: ParamId, rank| match homes.get(&id) {
+            Some(home) if stepped.contains(&id) => home.range(rank),
+            _ => 0..0,
+        };
+        let mut elements = Elements::default();
+        let model = model.map(&mut elements.taker(stepped.clone()));
+        let mut all_there = false;
+        let gathered = averages.exchange(&self.group, part, |id, start, bytes| {
+            all_there = true;
+            elements.write(id, start, bytes);
+        });
+        let model = model.map(&mut elements);
+        match gathered {
+            Err(error) if !all_there => {
+                // Others wait for a rank that refuses by itself.
+                self.group.abort(error.to_string());
+                Err(model)
+            }
+            // All is written, also where a rank was lost after that.
+            _ => Ok(model),
         }
     }
 
@@ -210,60 +251,31 @@ impl Shards {
         *optimizer = all.load_into(self.blank.clone())?;
         Ok(())
     }
-
-    /// The bytes of every rank's pieces, by message and then by rank.
-    #[track_caller]
-    fn exchange(&self, pieces: Pieces, messages: &Messages) -> Option<Vec<Vec<Bytes>>> {
-        let mut own: HashMap<ParamId, Bytes> = pieces.into_bytes().collect();
-        let mut arrived = Vec::new();
-        for message in messages.iter() {
-            arrived.push(self.gather(message.collect(&mut own), message.lengths())?);
-        }
-        Some(arrived)
-    }
-
-    /// What each rank passes, of these lengths.
-    #[track_caller]
-    fn gather(&self, own: Bytes, lengths: &[usize]) -> Option<Vec<Bytes>> {
-        let mut parts: Vec<Vec<u8>> = lengths.iter().map(|_| Vec::new()).collect();
-        for (rank, (part, length)) in parts.iter_mut().zip(lengths).enumerate() {
-            if rank != self.group.rank() {
-                part.reserve_exact(*length);
-            }
-        }
-        let gathered = self
-            .group
-            .all_gather_varied_with(&own, |rank, piece: &[u8]| {
-                parts[rank].extend_from_slice(piece);
-            });
-        gathered.ok()?;
-        let mut parts: Vec<Bytes> = parts.into_iter().map(Bytes::from_bytes_vec).collect();
-        parts[self.group.rank()] = own;
-        if parts
-            .iter()
-            .map(|part| part.len())
-            .eq(lengths.iter().copied())
-        {
-            return Some(parts);
-        }
-        self.group.abort(
-            "ranks stepped different parameters with a sharded optimizer: step the same model on \
-             every rank, with the gradients of the same backward pass"
-                .to_owned(),
-        );
-        None
-    }
 }
 
 impl Joint {
-    /// Brings the state of all ranks together on rank 0.
+    /// Brings the state of all ranks together on rank 0. Where one rank cannot write its own, all fail.
     #[track_caller]
     pub(super) fn gather(
         &mut self,
         group: &ProcessGroup,
         optimizer: &ModuleOptimizer,
     ) -> Result<()> {
-        let own = super::state::bytes_of(optimizer)?;
+        // A rank without its state still takes part, or the others would wait for it.
+        let own = super::state::bytes_of(optimizer);
+        let mine = [u8::from(own.is_ok())];
+        let mut lost = group.all_gather(&mine)?.into_iter().zip(0_usize..);
+        let lost = lost.find(|(is_there, _)| *is_there == 0);
+        let own = own?;
+        if let Some((_, rank)) = lost {
+            return Err(Error::new(
+                Kind::Checkpoint,
+                format!(
+                    "rank {rank} could not write its part of the state of a sharded optimizer; its own \
+                     error says why"
+                ),
+            ));
+        }
         let mut parts = vec![Vec::new(); group.world_size()];
         let is_main = group.rank() == 0;
         group.all_gather_varied_with(&own, |rank, piece: &[u8]| {
@@ -296,13 +308,19 @@ impl Joint {
         }
         let mut whole = self.loaded.clone();
         for (id, entries) in pieces {
-            if let Some(entry) = self
-                .homes
-                .get(&id)
-                .and_then(|home| Entry::join(entries, home))
-            {
-                whole.insert(id, entry);
-            }
+            let home = self.homes.get(&id);
+            let entry = home.and_then(|home| Entry::join(entries, home));
+            let entry = entry.ok_or_else(|| {
+                Error::new(
+                    Kind::Checkpoint,
+                    format!(
+                        "expected a part of the state of parameter {id} from every rank that has \
+                         elements of it, all with the same tensors; found others, so the optimizer \
+                         cannot be sharded: save it unsharded"
+                    ),
+                )
+            })?;
+            whole.insert(id, entry);
         }
         whole.into_bytes()
     }

@@ -8,8 +8,8 @@ use burn::tensor::{Bytes, Device, Shape, Tensor};
 
 use super::home::Home;
 use super::leaf;
-use super::messages::Messages;
 use crate::gradient::{Averages, with_rank};
+use crate::optim::fused::sums;
 
 /// This rank's pieces of parameters, as a module that Burn's optimizers step. They have the ids,
 /// paths and numbers of dimensions of what they are pieces of.
@@ -23,8 +23,20 @@ pub(super) struct Piece {
     /// Which elements of the parameter it has.
     pub(super) range: Range<usize>,
     shape: Vec<usize>,
+    /// Where it is stepped from sums of gradients, and lands.
+    pub(super) sums: Sums,
     /// On a plain device.
     value: DispatchTensor,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Sums {
+    /// Its gradient was copied.
+    Copied,
+    /// Its gradient stands for them.
+    Waiting,
+    /// It lies in their place, and its value is the old one.
+    Replaced,
 }
 
 impl Pieces {
@@ -34,20 +46,26 @@ impl Pieces {
             path: path.to_owned(),
             range: 0..shape.iter().product(),
             shape,
+            sums: Sums::Copied,
             value,
         }])
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = &Piece> {
-        self.0.iter()
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Piece> {
+        self.0.iter_mut()
+    }
+
+    /// Those that do not lie in the place of their sums.
+    pub(super) fn into_elsewhere(self) -> impl Iterator<Item = Piece> {
+        let pieces = self.0.into_iter();
+        pieces.filter(|piece| piece.sums != Sums::Replaced)
     }
 
     /// The values.
     pub(super) fn into_bytes(self) -> impl Iterator<Item = (ParamId, Bytes)> {
-        self.0.into_iter().map(|piece| {
-            let data = Tensor::<1>::from_dispatch(piece.value).into_data();
-            (piece.id, data.into_parts().0)
-        })
+        self.0
+            .into_iter()
+            .map(|piece| (piece.id, piece.into_bytes()))
     }
 }
 
@@ -58,6 +76,12 @@ impl Piece {
 
     pub(super) fn shape(&self) -> &[usize] {
         &self.shape
+    }
+
+    /// The values.
+    pub(super) fn into_bytes(self) -> Bytes {
+        let data = Tensor::<1>::from_dispatch(self.value).into_data();
+        data.into_parts().0
     }
 }
 
@@ -98,16 +122,23 @@ impl Module for Pieces {
     }
 
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        let map = |piece: Piece| {
+        let map = |mut piece: Piece| {
             mapper.enter_module(&piece.path, "");
-            let value = with_rank!(piece.dimensions(), D => {
+            piece.value = with_rank!(piece.dimensions(), D => {
                 let value = leaf(Tensor::<D>::from_dispatch(piece.value));
-                let param = mapper.map_float(Param::initialized(piece.id, value));
+                let step = || mapper.map_float(Param::initialized(piece.id, value));
+                let (param, replaced) = match piece.sums {
+                    Sums::Waiting => sums::step_next(piece.id, piece.range.clone(), step),
+                    Sums::Copied | Sums::Replaced => (step(), false),
+                };
+                if replaced {
+                    piece.sums = Sums::Replaced;
+                }
                 let (_, value, _) = param.consume();
                 value.inner().into_dispatch()
             });
             mapper.exit_module(&piece.path, "");
-            Piece { value, ..piece }
+            piece
         };
         Self(self.0.into_iter().map(map).collect())
     }
@@ -120,15 +151,15 @@ impl fmt::Debug for Pieces {
     }
 }
 
-/// Takes this rank's pieces out of a model, of the parameters that have a gradient, and notes in which
-/// messages all ranks' pieces will travel.
+/// Takes this rank's pieces out of a model, of the parameters that have a gradient, and notes which all
+/// ranks step.
 pub(super) struct Reader<'a> {
     rank: usize,
     homes: &'a HashMap<ParamId, Home>,
     averaged: HashSet<ParamId>,
     path: Vec<String>,
     pieces: Pieces,
-    messages: Messages,
+    stepped: HashSet<ParamId>,
 }
 
 impl<'a> Reader<'a> {
@@ -140,12 +171,12 @@ impl<'a> Reader<'a> {
             averaged,
             path: Vec::new(),
             pieces: Pieces::default(),
-            messages: Messages::default(),
+            stepped: HashSet::new(),
         }
     }
 
-    pub(super) fn finish(self) -> (Pieces, Messages) {
-        (self.pieces, self.messages)
+    pub(super) fn finish(self) -> (Pieces, HashSet<ParamId>) {
+        (self.pieces, self.stepped)
     }
 }
 
@@ -167,7 +198,7 @@ impl ModuleVisitor for Reader<'_> {
             return;
         };
         let value = param.val().inner();
-        self.messages.add(param.id, home, value.dtype().size());
+        self.stepped.insert(param.id);
         let range = home.range(self.rank);
         if range.is_empty() {
             return;
@@ -184,6 +215,7 @@ impl ModuleVisitor for Reader<'_> {
             path: self.path.join("."),
             range,
             shape,
+            sums: Sums::Copied,
             value: value.into_dispatch(),
         });
     }

@@ -6,6 +6,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use super::pieces::Pieces;
 use crate::gradient::with_rank;
 use crate::model::{Float, Trainable};
+use crate::optim::fused::sums;
 
 /// Elements of the tensor that is stepped: 8 rows and 6 columns, where there are two dimensions.
 const ELEMENTS: usize = 48;
@@ -32,6 +33,23 @@ pub(super) fn is_element_wise(
     };
     // An optimizer may refuse a shape.
     catch_unwind(AssertUnwindSafe(probe)).unwrap_or(false)
+}
+
+/// Whether an optimizer without state steps a parameter in the loops of
+/// [`fused`](crate::optim::fused), which can read sums of gradients where they lie.
+pub(in crate::optim) fn is_fused(
+    blank: &ModuleOptimizer,
+    parameter: &Trainable,
+    device: &Device,
+) -> bool {
+    if blank.has_gradient_clipping() {
+        return false;
+    }
+    sums::is_fused_by(|| {
+        let probe = || run(blank.clone(), parameter, device, 0, ELEMENTS);
+        // An optimizer may refuse a shape.
+        let _ = catch_unwind(AssertUnwindSafe(probe));
+    })
 }
 
 /// The values of elements `from` to `to` after three steps.
@@ -146,6 +164,45 @@ mod tests {
         ];
         for (name, optimizer) in whole {
             assert!(!is_cut(optimizer, "", &[30, 10], Float::F32), "{name}");
+        }
+    }
+
+    #[test]
+    fn what_is_fused_is_found_out() {
+        let fused = || AdamWConfig::new().init_fused();
+        let group = ParamGroup::from_predicate("special");
+        let sgd = SgdConfig::new().build();
+        let clipping = GradientClippingConfig::Norm(1.0);
+        let cases = [
+            (fused(), "layer.weight", Float::F32, true),
+            (fused(), "layer.weight", Float::F64, true),
+            // Burn's operations, with gradients of that type.
+            (fused(), "layer.weight", Float::F16, false),
+            (SgdConfig::new().init_fused(), "", Float::F32, true),
+            (SgdConfig::new().init(), "", Float::F32, false),
+            (
+                fused().with_group(group, sgd, None),
+                "special",
+                Float::F32,
+                false,
+            ),
+            // It clips the gradient itself.
+            (
+                fused().with_grad_clipping(clipping.init()),
+                "",
+                Float::F32,
+                false,
+            ),
+        ];
+        for (optimizer, path, float, expected) in cases {
+            let parameter = Trainable {
+                id: ParamId::new(),
+                path: path.to_owned(),
+                shape: vec![30, 10],
+                float,
+            };
+            let found = is_fused(&optimizer, &parameter, &Device::flex());
+            assert_eq!(found, expected, "{path} {float:?}");
         }
     }
 

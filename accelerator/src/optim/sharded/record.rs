@@ -149,7 +149,8 @@ impl Entry {
         })
     }
 
-    /// The state of a whole parameter, of what each rank keeps of it.
+    /// The state of a whole parameter, of what each rank keeps of it; `None` where a rank has none of
+    /// elements that live there, or other tensors than the first.
     pub(super) fn join(parts: Vec<Option<Self>>, home: &Home) -> Option<Self> {
         let mut parts = parts.into_iter().enumerate();
         let (rank, mut whole) = parts.find_map(|(rank, part)| Some((rank, part?)))?;
@@ -157,14 +158,30 @@ impl Entry {
         if length == home.elements() {
             return Some(whole);
         }
-        let rest: Vec<Self> = parts.filter_map(|(_, part)| part).collect();
+        let mut reached = home.range(rank).end;
+        let mut rest = Vec::new();
+        for (rank, part) in parts {
+            let range = home.range(rank);
+            if range.is_empty() {
+                continue;
+            }
+            reached = range.end;
+            rest.push((range.len(), part?));
+        }
+        if home.range(rank).start != 0 || reached != home.elements() {
+            return None;
+        }
         for (at, field) in whole.tensors.iter_mut().enumerate() {
             if field.shape.iter().product::<usize>() != length {
                 continue;
             }
             let mut bytes = field.bytes.to_vec();
-            for part in &rest {
-                bytes.extend_from_slice(&part.tensors.get(at)?.bytes);
+            for (length, part) in &rest {
+                let other = part.tensors.get(at)?;
+                if other.name != field.name || other.bytes.len() != length * field.dtype.size() {
+                    return None;
+                }
+                bytes.extend_from_slice(&other.bytes);
             }
             field.bytes = Bytes::from_bytes_vec(bytes);
             field.shape = home.whole_shape().to_vec();

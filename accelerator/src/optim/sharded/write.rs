@@ -1,38 +1,70 @@
-use burn::module::{ModuleMapper, Param};
-use burn::tensor::{Bytes, Tensor, TensorData};
+use std::collections::{HashMap, HashSet};
 
-use super::messages::Messages;
+use burn::module::{ModuleMapper, Param, ParamId};
+use burn::tensor::{Bytes, DType, Device, Shape, Tensor, TensorData};
 
-/// Writes all ranks' pieces into a model: in place, where nobody else holds its tensors.
-pub(super) struct Writer {
-    messages: Messages,
-    /// By message, and then by rank.
-    arrived: Vec<Vec<Bytes>>,
+/// Takes the elements of parameters out of a model: moved, where nobody else holds its tensors.
+pub(super) struct Taker<'a> {
+    asked: HashSet<ParamId>,
+    taken: &'a mut Elements,
 }
 
-impl Writer {
-    pub(super) fn new(messages: Messages, arrived: Vec<Vec<Bytes>>) -> Self {
-        Self { messages, arrived }
+/// Elements of parameters, to be written to and [put back](ModuleMapper) into their model.
+#[derive(Default)]
+pub(super) struct Elements(HashMap<ParamId, Held>);
+
+struct Held {
+    bytes: Bytes,
+    shape: Shape,
+    dtype: DType,
+    /// Its own, which knows how gradients are to be checkpointed.
+    device: Device,
+    requires_gradient: bool,
+}
+
+impl Elements {
+    pub(super) fn taker(&mut self, asked: HashSet<ParamId>) -> Taker<'_> {
+        Taker { asked, taken: self }
+    }
+
+    /// Writes bytes of a parameter, from that one on.
+    pub(super) fn write(&mut self, id: ParamId, start: usize, bytes: &[u8]) {
+        if let Some(held) = self.0.get_mut(&id) {
+            held.bytes[start..start + bytes.len()].copy_from_slice(bytes);
+        }
     }
 }
 
-impl ModuleMapper for Writer {
+impl ModuleMapper for Taker<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(place) = self.messages.take_place(param.id) else {
+        if !self.asked.remove(&param.id) {
+            return param;
+        }
+        let (id, old, mapper) = param.consume();
+        let (dtype, device) = (old.dtype(), old.device());
+        let requires_gradient = old.is_require_grad();
+        let (bytes, shape, _) = old.inner().into_data().into_parts();
+        let held = Held {
+            bytes,
+            shape,
+            dtype,
+            device,
+            requires_gradient,
+        };
+        let nothing = Tensor::<D>::zeros([1; D], &held.device);
+        self.taken.0.insert(id, held);
+        Param::from_mapped_value(id, nothing, mapper)
+    }
+}
+
+impl ModuleMapper for Elements {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(held) = self.0.remove(&param.id) else {
             return param;
         };
-        let (id, old, mapper) = param.consume();
-        let (device, dtype) = (old.device(), old.dtype());
-        let requires_gradient = old.is_require_grad();
-        let (mut bytes, shape, _) = old.inner().into_data().into_parts();
-        let mut at = 0;
-        for ((start, length), part) in place.spots.into_iter().zip(&self.arrived[place.message]) {
-            bytes[at..at + length].copy_from_slice(&part[start..start + length]);
-            at += length;
-        }
-        let data = TensorData::from_bytes(bytes, shape, dtype);
-        // On its own device, which knows how gradients are to be checkpointed.
-        let new = Tensor::<D>::from_data(data, (&device, dtype));
-        Param::from_mapped_value(id, new.set_require_grad(requires_gradient), mapper)
+        let (id, _, mapper) = param.consume();
+        let data = TensorData::from_bytes(held.bytes, held.shape, held.dtype);
+        let new = Tensor::<D>::from_data(data, (&held.device, held.dtype));
+        Param::from_mapped_value(id, new.set_require_grad(held.requires_gradient), mapper)
     }
 }

@@ -2,8 +2,10 @@
 
 use super::{AHEAD, Exchange, parts::chunk};
 use crate::{
+    buffer::Buffer,
     contract::Contract,
     error::Result,
+    part::{Shares, parts_differ},
     transport::{CHUNK, Stage},
 };
 
@@ -36,6 +38,48 @@ impl Exchange<'_> {
                 }
             }
         }
+        Ok(())
+    }
+
+    /// Shows every rank the shares of all, in its own buffers, once everything has come.
+    pub(crate) fn all_gather_parts(
+        mut self,
+        buffers: &mut [&mut Buffer],
+        shares: &Shares<'_>,
+        sink: impl FnMut(usize, usize, &[u8]),
+    ) -> Result<()> {
+        if let Some(steps) = self.steps() {
+            return steps.all_gather_parts(buffers, shares, sink);
+        }
+        let digest = shares.digest();
+        self.begin(|_| &digest)?;
+        self.meet(|_, _| digest.len())?;
+        let mut parcels = self.parcels.iter_mut();
+        if parcels.any(|parcel| {
+            parcel
+                .take()
+                .is_some_and(|parcel| parcel.chunk.bytes() != digest)
+        }) {
+            return Err(parts_differ(self.watch.sequence));
+        }
+        let own = shares.collect(self.rank, buffers);
+        for round in 0..AHEAD {
+            self.announce(round + 1, &own[chunk(own.len(), round)])?;
+        }
+        for round in 0..shares.longest().div_ceil(CHUNK) {
+            let next = round + AHEAD;
+            self.announce(next + 1, &own[chunk(own.len(), next)])?;
+            for peer in self.others() {
+                let range = chunk(shares.len(peer), round);
+                if !range.is_empty() {
+                    let stage = Stage::Outward;
+                    let parcel =
+                        self.receive(peer, peer..peer + 1, stage, round + 1, range.len())?;
+                    shares.put(peer, range.start, parcel.chunk.bytes(), buffers);
+                }
+            }
+        }
+        shares.show(buffers, sink);
         Ok(())
     }
 

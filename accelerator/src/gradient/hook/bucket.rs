@@ -1,0 +1,127 @@
+use core::ops::Range;
+
+use accelerator_collective::{Buffer, ReduceOp};
+
+use super::Ranks;
+use crate::error::Result;
+use crate::model::Trainable;
+
+/// Gradients that are reduced together, as a [`CommunicationHook`](super::CommunicationHook) gets them.
+#[derive(Debug)]
+pub struct GradientBucket<'a> {
+    buffer: &'a mut Buffer,
+    count: usize,
+    number: usize,
+    parameters: Vec<BucketParameter<'a>>,
+    step: u64,
+}
+
+/// Where the gradient of a parameter lies in its bucket.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct BucketParameter<'a> {
+    /// The path of the parameter in its model: it names it for good, also where buckets are laid out
+    /// otherwise.
+    pub path: &'a str,
+    /// Its shape; elements lie in row-major order.
+    pub shape: &'a [usize],
+    /// Its elements' places among the values of the bucket.
+    pub range: Range<usize>,
+    /// Whether some rank has a gradient for it in this step. Where none has, its values are zeros on all
+    /// ranks, and what becomes of them is not looked at.
+    pub is_present: bool,
+}
+
+/// The values of a bucket. Half-precision gradients are reduced in `f32`.
+#[derive(Debug)]
+pub enum BucketValues<'a> {
+    /// Of parameters in `f32` or less.
+    F32(&'a mut [f32]),
+    /// Of parameters in `f64`.
+    F64(&'a mut [f64]),
+}
+
+impl<'a> BucketParameter<'a> {
+    pub(in crate::gradient) fn new(
+        parameter: &'a Trainable,
+        range: Range<usize>,
+        is_present: bool,
+    ) -> Self {
+        Self {
+            path: &parameter.path,
+            shape: &parameter.shape,
+            range,
+            is_present,
+        }
+    }
+}
+
+impl<'a> GradientBucket<'a> {
+    /// The bucket of that number out of `count`, which holds f32 or f64.
+    pub(in crate::gradient) fn new(
+        buffer: &'a mut Buffer,
+        number: usize,
+        count: usize,
+        step: u64,
+        parameters: Vec<BucketParameter<'a>>,
+    ) -> Self {
+        Self {
+            buffer,
+            count,
+            number,
+            parameters,
+            step,
+        }
+    }
+
+    /// Its number among the buckets of the model, from 0.
+    pub fn number(&self) -> usize {
+        self.number
+    }
+
+    /// How many buckets the model has.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// How many steps of the model were reduced before this one, over the whole job: it goes on after a
+    /// resume.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// The parameters in it, one after the other: their ranges fill the bucket.
+    pub fn parameters(&self) -> &[BucketParameter<'a>] {
+        &self.parameters
+    }
+
+    /// The values, to be read and replaced.
+    pub fn values_mut(&mut self) -> BucketValues<'_> {
+        self.parts_mut().1
+    }
+
+    /// The parameters and the values, at once.
+    #[expect(clippy::expect_used, reason = "buckets hold f32 or f64, see `Buckets`")]
+    pub fn parts_mut(&mut self) -> (&[BucketParameter<'a>], BucketValues<'_>) {
+        // Asked first: an unsuccessful look would hold the borrow.
+        let values = if self.buffer.as_slice::<f64>().is_ok() {
+            BucketValues::F64(self.buffer.as_mut_slice().expect("it holds f64"))
+        } else {
+            BucketValues::F32(self.buffer.as_mut_slice().expect("it holds f32"))
+        };
+        (&self.parameters, values)
+    }
+
+    /// Puts the exact sum of all ranks in place of the values: what is done without a hook, as fast as
+    /// there.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
+    #[track_caller]
+    pub fn all_reduce(&mut self, ranks: &Ranks<'_>) -> Result<()> {
+        Ok(ranks
+            .group()
+            .all_reduce_buffer(self.buffer, ReduceOp::Sum)?)
+    }
+}

@@ -1,0 +1,146 @@
+//! Hooks that reduce gradients in the program's own way, in place of the all-reduce: see
+//! [`CommunicationHook`], and [`PowerSgd`] for one that is ready.
+//!
+//! ```
+//! use accelerator::hook::PowerSgd;
+//! use accelerator::prelude::*;
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::optim::SgdConfig;
+//! use burn::tensor::Tensor;
+//!
+//! Accelerator::builder()
+//!     .with_communication_hook(|| PowerSgd::new(2).start_after(1))
+//!     .launch(2, |accelerator| {
+//!         let model: Linear = accelerator.init(|device| LinearConfig::new(64, 64).init(device));
+//!         let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+//!         for _ in 0..3 {
+//!             let input = Tensor::<2>::ones([4, 64], &accelerator.device());
+//!             let gradients = accelerator.backward(model.forward(input).mean(), &model, 4)?;
+//!             model = optimizer.step(0.1, model, gradients);
+//!         }
+//!         accelerator.check_replicas(&model)
+//!     })?;
+//! # Ok::<(), accelerator::Error>(())
+//! ```
+
+mod bucket;
+mod held;
+mod power_sgd;
+mod ranks;
+
+use std::error::Error as StdError;
+
+pub use self::bucket::{BucketParameter, BucketValues, GradientBucket};
+pub(crate) use self::held::{Held, Maker};
+pub use self::power_sgd::PowerSgd;
+pub use self::ranks::Ranks;
+
+/// Whatever a hook fails with.
+pub type HookError = Box<dyn StdError + Send + Sync>;
+
+/// Reduces the gradients of a model over the ranks, bucket by bucket, in place of the all-reduce.
+///
+/// It is given to [`with_communication_hook`](crate::AcceleratorBuilder::with_communication_hook), and
+/// built once for each prepared model of each rank, so that what it keeps belongs to one model.
+///
+/// # What it gets, and what it leaves
+///
+/// A bucket holds *this rank's share of the mean gradient*: `weight / total · gradient`, where `total` is
+/// the weight of all ranks in this step. The sum of the shares is the mean gradient over every sample of
+/// every rank; that sum, or what the hook takes for it, is what `reduce` leaves in the bucket. Gradients
+/// are accumulated and unscaled by then, and not clipped yet.
+///
+/// - **Every rank must leave the same bits.** Ranks step on their own from what they get: where it
+///   differs, they train different models from then on. What comes out of an all-reduce or an all-gather
+///   has the same bits on all ranks, and so has what is computed from it alone, in one order.
+///   [`check_replicas_every`](crate::AcceleratorBuilder::check_replicas_every) finds a hook that breaks
+///   this.
+/// - **Every rank makes the same calls** of [`Ranks`], in one order. It may depend on the bucket's number,
+///   step and parameters, which are the same on all ranks; not on this rank's values.
+/// - Values are finite. A step in which some rank's gradients are not is reduced as it is, on all ranks
+///   alike, and passes the hook by: what a hook keeps from step to step stays finite.
+/// - Buckets come in their order, when backward has ended: nothing is sent while it runs, whatever
+///   [`Overlap`](crate::Overlap) says ([`OverlapReport`](crate::OverlapReport) tells `Off`).
+/// - One rank alone has nothing to reduce, and calls no hook.
+///
+/// # Errors
+///
+/// An error or a panic ends the step on every rank: here as [`Error::is_hook`](crate::Error::is_hook) or
+/// [`Error::is_panic`](crate::Error::is_panic), on the others as a lost peer, whose cause is this error. An
+/// error of [`Ranks`] is handed on as it is.
+///
+/// # Examples
+///
+/// A hook that bounds how much a rank can add to an element:
+///
+/// ```
+/// use accelerator::hook::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks};
+///
+/// struct Bounded(f32);
+///
+/// impl CommunicationHook for Bounded {
+///     fn name(&self) -> String {
+///         format!("bounded to {}", self.0)
+///     }
+///
+///     fn reduce(&mut self, bucket: &mut GradientBucket<'_>, ranks: &Ranks<'_>) -> Result<(), HookError> {
+///         match bucket.values_mut() {
+///             BucketValues::F32(values) => values.iter_mut().for_each(|v| *v = v.clamp(-self.0, self.0)),
+///             BucketValues::F64(_) => return Err("only f32 is expected".into()),
+///         }
+///         Ok(bucket.all_reduce(ranks)?)
+///     }
+/// }
+///
+/// let accelerator = accelerator::Accelerator::builder()
+///     .with_communication_hook(|| Bounded(0.5))
+///     .build()?;
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+pub trait CommunicationHook: Send {
+    /// What it is, with every setting on which the result depends. It is compared between the ranks when
+    /// the accelerator is built, and between a checkpoint and the program that goes on from it.
+    fn name(&self) -> String;
+
+    /// Puts the sum over the ranks in the place of this rank's share.
+    ///
+    /// # Errors
+    ///
+    /// Whatever it likes; it ends the step on all ranks.
+    fn reduce(
+        &mut self,
+        bucket: &mut GradientBucket<'_>,
+        ranks: &Ranks<'_>,
+    ) -> Result<(), HookError>;
+
+    /// What this rank keeps from step to step, for a checkpoint. Called between steps. Empty, as by
+    /// default: there is nothing to keep.
+    ///
+    /// # Errors
+    ///
+    /// Whatever it likes; the save fails on all ranks.
+    fn save(&self) -> Result<Vec<u8>, HookError> {
+        Ok(Vec::new())
+    }
+
+    /// Goes on from what [`save`](Self::save) gave. It is called on every rank or on none, before the first
+    /// step, and only where the checkpoint was saved with a hook of the same [`name`](Self::name).
+    ///
+    /// # Errors
+    ///
+    /// Whatever it likes; the resume fails on all ranks.
+    fn restore(&mut self, state: &[u8], saved_by: SavedBy) -> Result<(), HookError> {
+        let _ = (state, saved_by);
+        Ok(())
+    }
+}
+
+/// Whose state a hook goes on from.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub enum SavedBy {
+    /// That of one of the ranks, the same one for all: the job had another number of ranks, or not all of
+    /// them were left to save. What a rank has for itself alone is to be left out.
+    OneForAll,
+    /// This rank's own.
+    ThisRank,
+}

@@ -1,0 +1,200 @@
+//! The step of whole parameters, from sums where they lie if the optimizer can.
+
+use core::fmt;
+use std::collections::HashMap;
+
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::{Devices, Flag, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
+use burn::tensor::{Bool, Device, Int, Tensor};
+
+use super::fused::sums::{self, Landing};
+use super::sharded::probe;
+use crate::gradient::{Averages, with_rank};
+
+/// Which parameters a fused optimizer steps.
+#[derive(Debug, Default)]
+pub(super) struct Kinds(HashMap<ParamId, Kind>);
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Kind {
+    Fused,
+    Other,
+}
+
+impl Kinds {
+    /// Finds out about parameters that are stepped for the first time.
+    pub(super) fn learn(&mut self, optimizer: &ModuleOptimizer, averages: &Averages) {
+        let mut blank = None;
+        for parameter in averages.parameters() {
+            if self.0.contains_key(&parameter.id) {
+                continue;
+            }
+            let blank = blank.get_or_insert_with(|| {
+                let optimizer = optimizer.clone();
+                optimizer.load_record(OptimizerRecord::default())
+            });
+            let kind = match probe::is_fused(blank, parameter, averages.device()) {
+                true => Kind::Fused,
+                false => Kind::Other,
+            };
+            self.0.insert(parameter.id, kind);
+        }
+    }
+
+    pub(super) fn is_fused(&self, id: ParamId) -> bool {
+        self.0.get(&id) == Some(&Kind::Fused)
+    }
+
+    /// Copies what an optimizer cannot read where it lies.
+    pub(super) fn ready(&mut self, optimizer: &ModuleOptimizer, averages: Averages) -> Ready {
+        self.learn(optimizer, &averages);
+        let mut gradients = averages.params(|id| !self.is_fused(id));
+        let mut waiting = HashMap::new();
+        for parameter in averages.parameters() {
+            if self.is_fused(parameter.id) {
+                with_rank!(parameter.shape.len(), D => {
+                    if let Some(stand_in) = averages.stand_in::<D>(parameter.id) {
+                        gradients.register(parameter.id, stand_in);
+                    }
+                });
+                waiting.insert(parameter.id, parameter.shape.iter().product());
+            }
+        }
+        Ready {
+            averages,
+            gradients,
+            waiting,
+        }
+    }
+}
+
+/// Averages that can be stepped with.
+pub(super) struct Ready {
+    averages: Averages,
+    gradients: GradientsParams,
+    waiting: HashMap<ParamId, usize>,
+}
+
+impl Ready {
+    pub(super) fn step<M: Module>(
+        self,
+        optimizer: &mut ModuleOptimizer,
+        rate: ModuleLearningRate,
+        model: M,
+    ) -> M {
+        let Self {
+            averages,
+            gradients,
+            waiting,
+        } = self;
+        let model = Announced { model, waiting };
+        let step = || optimizer.step(rate, model, gradients);
+        sums::step_on(averages, Landing::Parameter, step).0.model
+    }
+}
+
+/// A model that says which parameter is stepped next.
+#[derive(Clone)]
+struct Announced<M> {
+    model: M,
+    /// The parameters whose sums wait, with their numbers of elements.
+    waiting: HashMap<ParamId, usize>,
+}
+
+impl<M: Module> Module for Announced<M> {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        self.model.collect_devices(devices)
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        self.with(|model| model.fork(device))
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        self.with(|model| model.to_device(device))
+    }
+
+    fn train(self) -> Self {
+        self.with(Module::train)
+    }
+
+    fn valid(&self) -> Self {
+        self.clone().with(|model| model.valid())
+    }
+
+    fn materialize(self) -> Self {
+        self.with(Module::materialize)
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        self.model.visit(visitor);
+    }
+
+    fn map<P: ModuleMapper>(self, mapper: &mut P) -> Self {
+        let Self { model, mut waiting } = self;
+        let mut mapper = Announcer {
+            mapper,
+            waiting: &mut waiting,
+        };
+        Self {
+            model: model.map(&mut mapper),
+            waiting,
+        }
+    }
+}
+
+impl<M> Announced<M> {
+    fn with(self, change: impl FnOnce(M) -> M) -> Self {
+        Self {
+            model: change(self.model),
+            waiting: self.waiting,
+        }
+    }
+}
+
+impl<M: fmt::Debug> fmt::Debug for Announced<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.model.fmt(f)
+    }
+}
+
+struct Announcer<'a, P> {
+    mapper: &'a mut P,
+    waiting: &'a mut HashMap<ParamId, usize>,
+}
+
+impl<P: ModuleMapper> ModuleMapper for Announcer<'_, P> {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.mapper.enter_module(name, container_type);
+    }
+
+    fn exit_module(&mut self, name: &str, container_type: &str) {
+        self.mapper.exit_module(name, container_type);
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        // A parameter that a module has twice is stepped once.
+        match self.waiting.remove(&param.id) {
+            None => self.mapper.map_float(param),
+            Some(elements) => {
+                sums::step_next(param.id, 0..elements, || self.mapper.map_float(param)).0
+            }
+        }
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        self.mapper.map_int(param)
+    }
+
+    fn map_bool<const D: usize>(
+        &mut self,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        self.mapper.map_bool(param)
+    }
+
+    fn map_flag(&mut self, param: Param<Flag>) -> Param<Flag> {
+        self.mapper.map_flag(param)
+    }
+}
