@@ -32,10 +32,13 @@ use crate::outcome::Failure;
 #[must_use]
 pub struct BatchSizeFinder {
     /// `None` for [`sounds_like_memory`].
-    is_out_of_memory: Option<Box<dyn Fn(&str) -> bool>>,
+    is_out_of_memory: Option<Box<Rule>>,
     reduce: Box<dyn Fn(usize) -> usize>,
     start: usize,
 }
+
+/// Whether a text speaks of want of memory.
+type Rule = dyn Fn(&str) -> bool;
 
 impl BatchSizeFinder {
     /// Begins with so many samples, and tries nine tenths of them next.

@@ -60,7 +60,7 @@ pub(crate) fn backward<M: Module>(
         let known = |parameter: &&Trainable| with_rank!(parameter.shape.len(), D => gradients.get::<D>(parameter.id).is_some());
         let strangers = gradients.len() - slot.parameters().iter().filter(known).count();
         check_all_known(strangers)?;
-        check_some_trained(&slot, gradients.len() > 0)?;
+        check_some_trained(&slot, !gradients.is_empty())?;
         // What it asks of the caller concerns connections and files, of which there are none here.
         let _ = strike(group.rank(), Point::Step(slot.steps()));
         slot.count_step();
