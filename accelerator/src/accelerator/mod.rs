@@ -221,7 +221,8 @@ impl Accelerator {
     /// # Errors
     ///
     /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or whose replicas
-    /// differ in the middle of [local steps](crate::local), a loss that does not depend on one, a weight that is not a number of samples, a batch of a
+    /// differ in the middle of [local steps](crate::local), a loss that does not depend
+    /// on it on any rank (which all learn at the end of the window), a weight that is not a number of samples, a batch of a
     /// loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), or a call while another
     /// thread reduces gradients of the same model, or of one whose window is being reduced, which ends
     /// the group;

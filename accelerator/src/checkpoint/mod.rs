@@ -209,6 +209,9 @@ impl Accelerator {
     ///   follow.
     /// - Running statistics of a batch norm are those of all ranks that saved, on every rank.
     ///
+    /// Figures that are built over an epoch, such as its mean loss, are saved and resumed beside these: see
+    /// [`metric`](crate::metric#in-a-checkpoint), also for another number of ranks.
+    ///
     /// Checkpoints that are damaged are passed over with a warning, and left where they are.
     ///
     /// # Errors
