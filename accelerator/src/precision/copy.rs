@@ -32,6 +32,26 @@ pub fn in_full<const D: usize, const E: usize>(
 impl Accelerator {
     /// Runs the forward pass on a [working copy](Self::working_copy) of the model, or on the model
     /// itself with [`Precision::No`](super::Precision::No). See the [module](super) for the whole loop.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::{DType, Tensor};
+    ///
+    /// let accelerator = Accelerator::builder().precision(Precision::Bf16).build()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let inputs = Tensor::<2>::ones([4, 2], &device);
+    /// # let targets = Tensor::<2>::zeros([4, 1], &device);
+    /// let loss = accelerator.forward(&model, |model| {
+    ///     let outputs = model.forward(accelerator.to_working(inputs));
+    ///     assert_eq!(outputs.dtype(), DType::BF16);
+    ///     (accelerator.to_full(outputs) - targets).powi_scalar(2).mean()
+    /// });
+    /// let gradients = accelerator.backward(loss, &model, 4)?;
+    /// # let _ = gradients;
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn forward<M: Module, T>(&self, model: &M, forward: impl FnOnce(&M) -> T) -> T {
         match self.precision().dtype() {
             Some(_) => forward(&self.working_copy(model)),
@@ -54,6 +74,20 @@ impl Accelerator {
 
     /// The same, but for parameters with paths (`layers.0.weight`) that `keep` chooses, which stay as they
     /// are.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::DType;
+    ///
+    /// let accelerator = Accelerator::builder().precision(Precision::Bf16).build()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// let copy = accelerator.working_copy_except(&model, |path| path.ends_with("bias"));
+    /// assert_eq!(copy.weight.val().dtype(), DType::BF16);
+    /// assert_eq!(copy.bias.unwrap().val().dtype(), DType::F32);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn working_copy_except<M: Module>(&self, model: &M, keep: impl Fn(&str) -> bool) -> M {
         let Some(dtype) = self.precision().dtype() else {
             return model.clone();
