@@ -28,8 +28,8 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_misuse`] when ranks reduce other metrics, or of another size, that have as many
-    /// sums in all; [`Error::is_collective`] when they have more or fewer, or another rank is lost.
+    /// [`Error::is_misuse`] on every rank, with what each has, when ranks reduce other metrics, or of another
+    /// size, that have as many sums in all; [`Error::is_collective`] when they have more or fewer, or another rank is lost.
     #[track_caller]
     pub fn reduce<T: Metric>(&self, metric: T) -> Result<T> {
         metric::reduce(&self.shared.group, metric)

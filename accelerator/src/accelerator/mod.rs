@@ -34,7 +34,7 @@ use crate::model::Models;
 use crate::nn::Crossing;
 use crate::notice;
 use crate::precision::{LossScale, Precision, Scaler};
-use crate::prepare::Prepare;
+use crate::prepare::{self, Prepare};
 use crate::timeline::{Recording, Schedule, StepSummary, Timeline};
 
 /// This process's (or, under [`launch`](crate::launch), this thread's) place among the ranks of
@@ -171,6 +171,10 @@ impl Accelerator {
     ///
     /// Every rank must prepare the same things in the same order.
     ///
+    /// A model is known by its parameters' ids, which are rank 0's from here on: go on with what comes back.
+    /// A clone that was made before is the prepared model where ids stay as they are, on rank 0 and on one
+    /// process, and a model that was not prepared on the other ranks: clone afterwards.
+    ///
     /// A model stays known as long as the accelerator lives, since nothing tells when a program has done with
     /// it: that is a few hundred bytes for each of its parameters. A program that trains one model after the
     /// other needs [memory for the gradients](Self::bucket_memory) of one.
@@ -207,9 +211,11 @@ impl Accelerator {
     /// naming the rank and the first path that differs;
     /// [`Error::is_config`](crate::Error::is_config) for a loader whose batch size is 0 or cannot be
     /// shared by this many ranks, or that differs between ranks;
+    /// [`Error::is_misuse`](crate::Error::is_misuse) when ranks prepare different things, or in another order;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
     pub fn prepare<K, P: Prepare<K>>(&self, parts: P) -> Result<P::Prepared> {
+        prepare::check_kinds::<K, P>(self)?;
         parts.prepare(self)
     }
 
@@ -217,7 +223,9 @@ impl Accelerator {
     /// gradients of `model` over every sample of every rank.
     ///
     /// `loss` is the mean over this rank's batch, as Burn's losses give it. `weight` says over
-    /// how many samples (or tokens): pass the batch itself, [`Batch::with_weight`], or a count.
+    /// how many samples (or tokens): pass the batch itself, [`Batch::with_weight`], or a count. A bare count
+    /// is taken at its word, on an idle rank too: that has a batch of padding, whose `len()` is not 0. Pass
+    /// `&batch`, or [`Batch::real`], which leaves padding out.
     /// The average is exact also where ranks or micro-steps hold different numbers of samples;
     /// an idle rank's gradient counts as zero.
     ///
@@ -228,6 +236,7 @@ impl Accelerator {
     /// thread at a time. Burn 0.22.1 itself may lock up where one thread is in a backward pass while
     /// another computes with the same parameters.
     ///
+    /// [`Batch::real`]: crate::data::Batch::real
     /// [`Batch::with_weight`]: crate::data::Batch::with_weight
     /// [`PreparedOptimizer::step`]: crate::optim::PreparedOptimizer::step
     ///

@@ -284,10 +284,15 @@ impl<O: Send + 'static> PreparedLoader<O> {
 
     /// How many samples the whole data set has, over all ranks; 0 for a stream, which does not tell.
     pub fn samples(&self) -> u64 {
+        self.known_samples().unwrap_or(0)
+    }
+
+    /// The same; `None` for a stream.
+    pub(crate) fn known_samples(&self) -> Option<u64> {
         match &self.samples {
-            Samples::Opaque(loader) => loader.num_items() as u64,
-            Samples::Planned { source, .. } => source.len(),
-            Samples::Stream { .. } => 0,
+            Samples::Opaque(loader) => Some(loader.num_items() as u64),
+            Samples::Planned { source, .. } => Some(source.len()),
+            Samples::Stream { .. } => None,
         }
     }
 

@@ -1,6 +1,7 @@
 use core::fmt;
 use std::sync::Arc;
 
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
@@ -137,6 +138,15 @@ impl Gradients {
         self
     }
 
+    /// The path of a parameter that they were made for, where they are of none of this model's.
+    pub(crate) fn stranger_to<M: Module>(&self, model: &M) -> Option<&str> {
+        let slot = &self.closed_ref()?.slot;
+        let mut search = Search { slot, found: false };
+        model.visit(&mut search);
+        let first = slot.parameters().first()?;
+        (!search.found).then_some(first.path.as_str())
+    }
+
     /// Whether they are those of this rank alone.
     pub(crate) fn is_own(&self) -> bool {
         self.closed_ref().is_some_and(|closed| closed.tie.is_some())
@@ -211,6 +221,9 @@ impl Gradients {
             return self;
         };
         let chosen = closed.chosen(&clip);
+        if !chosen.contains(&true) {
+            closed.slot.report_unclipped();
+        }
         match clip.limit {
             Limit::Norm { max, order } => {
                 if order == 2.0 {
@@ -440,6 +453,18 @@ impl fmt::Debug for Gradients {
                 .field("samples", &self.samples())
                 .finish_non_exhaustive(),
         }
+    }
+}
+
+/// Looks for a parameter that a slot knows.
+struct Search<'a> {
+    slot: &'a Slot,
+    found: bool,
+}
+
+impl ModuleVisitor for Search<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.found |= self.slot.number(param.id).is_some();
     }
 }
 

@@ -1,6 +1,7 @@
 use core::fmt;
 
 use burn::tensor::{Int, Tensor};
+use serde::{Deserialize, Serialize};
 
 use super::{Mean, Metric, Sums};
 
@@ -20,7 +21,7 @@ use super::{Mean, Metric, Sums};
 /// assert_eq!(accuracy.value(), 0.5);
 /// assert_eq!(accuracy.to_string(), "50.00 %");
 /// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Accuracy(Mean);
 
 impl Accuracy {

@@ -1,6 +1,7 @@
 use core::fmt;
 
 use burn::tensor::{Int, Tensor};
+use serde::{Deserialize, Serialize};
 
 use super::{Metric, Sums};
 use crate::error::{Error, Result};
@@ -24,7 +25,8 @@ use crate::error::{Error, Result};
 /// println!("{confusion}");
 /// # Ok::<(), accelerator::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(try_from = "Counts")]
 pub struct Confusion {
     classes: usize,
     /// By class of the sample, and within it by answer.
@@ -222,6 +224,28 @@ impl Metric for Confusion {
     }
 }
 
+/// What was written of one, which is not one yet.
+#[derive(Deserialize)]
+struct Counts {
+    classes: usize,
+    counts: Vec<f64>,
+}
+
+impl TryFrom<Counts> for Confusion {
+    type Error = Error;
+
+    fn try_from(Counts { classes, counts }: Counts) -> Result<Self> {
+        if classes.checked_mul(classes) == Some(counts.len()) {
+            return Ok(Self { classes, counts });
+        }
+        Err(Error::misuse(format!(
+            "Confusion: expected a count for each pair of {classes} classes, found {}; read what was \
+             written from a `Confusion`",
+            counts.len()
+        )))
+    }
+}
+
 fn share(part: f64, whole: f64) -> f64 {
     if whole > 0.0 { part / whole } else { 0.0 }
 }
@@ -269,6 +293,18 @@ mod tests {
             text.lines().count() == 6 && text.contains("0.8000"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn what_was_written_comes_back_and_nothing_else() {
+        let mut confusion = Confusion::new(2);
+        confusion.count(&[0, 1, 1], &[0, 1, 0]).unwrap();
+        let mut text = serde_json::to_string(&confusion).unwrap();
+        let back: Confusion = serde_json::from_str(&text).unwrap();
+        assert_eq!(back, confusion);
+        text = text.replace("\"classes\":2", "\"classes\":3");
+        let error = serde_json::from_str::<Confusion>(&text).unwrap_err();
+        assert!(error.to_string().contains("3 classes, found 4"), "{error}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 use core::fmt;
 
 use burn::tensor::Tensor;
+use serde::{Deserialize, Serialize};
 
 use super::{Metric, Sums};
 
@@ -19,7 +20,7 @@ use super::{Metric, Sums};
 /// assert_eq!(loss.value(), 0.875);
 /// assert_eq!(loss.to_string(), "0.8750");
 /// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Mean {
     pub(super) sum: f64,
     pub(super) samples: f64,

@@ -180,7 +180,8 @@ pub enum StepOutcome {
     },
     /// The model was updated.
     Stepped {
-        /// The base learning rate of this step.
+        /// The base learning rate of this step; those of groups with rates of their own are told by
+        /// [`PreparedOptimizer::learning_rates`].
         rate: f64,
         /// The norm of the averaged gradient before clipping, where it was computed.
         norm: Option<f64>,
@@ -261,6 +262,12 @@ impl<S> PreparedOptimizer<S> {
     where
         S: Clone,
     {
+        if let Some(path) = gradients.stranger_to(&model) {
+            panic!(
+                "these gradients are of another model, whose first trainable parameter is `{path}`: the model \
+                 that `step` was given has none of its parameters; pass the one that `backward` was given"
+            );
+        }
         let missed = match gradients.overflow() {
             Some(scale) => Some(StepOutcome::Skipped { scale }),
             None => gradients.is_idle().then_some(StepOutcome::Idle),
@@ -410,6 +417,10 @@ impl PreparedOptimizer<Manual> {
 
     /// Updates the model with that learning rate, if the accumulation window is full; gives it
     /// back as it was otherwise.
+    ///
+    /// # Panics
+    ///
+    /// With gradients of another model: where none of the parameters that `backward` was given is in this one.
     #[must_use]
     #[track_caller]
     pub fn step<M: Module>(
@@ -433,6 +444,10 @@ impl PreparedOptimizer<Scheduled> {
 
     /// Updates the model with the schedule's next learning rate, if the accumulation window is
     /// full; gives it back as it was, and leaves the schedule where it is, otherwise.
+    ///
+    /// # Panics
+    ///
+    /// With gradients of another model: where none of the parameters that `backward` was given is in this one.
     #[must_use]
     #[track_caller]
     pub fn step<M: Module>(&mut self, model: M, gradients: Gradients) -> M {
@@ -445,6 +460,35 @@ impl PreparedOptimizer<Scheduled> {
     /// How many times the schedule advances in so many optimizer steps and epochs.
     pub(crate) fn advances(&self, steps: Option<u64>, epochs: u64) -> Option<u64> {
         self.schedule.0.advances(steps, epochs)
+    }
+
+    /// The learning rate of the last step for each trainable parameter of the model, by path; empty before the
+    /// first.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+    /// use burn::module::ParamGroup;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::SgdConfig;
+    /// use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let device = accelerator.device();
+    /// let model: Linear = LinearConfig::new(2, 1).init(&device);
+    /// let scheduler = ModuleLrScheduler::new(0.5).with_group(ParamGroup::from_predicate("bias"), 2.0);
+    /// let (mut model, mut optimizer) =
+    ///     accelerator.prepare((model, (SgdConfig::new().init(), scheduler)))?;
+    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let gradients = accelerator.backward(loss, &model, 4)?;
+    /// model = optimizer.step(model, gradients);
+    /// let rates = optimizer.learning_rates(&model);
+    /// assert_eq!(rates, [("weight".to_owned(), 0.5), ("bias".to_owned(), 2.0)]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn learning_rates<M: Module>(&self, model: &M) -> Vec<(String, f64)> {
+        let current = self.schedule.0.current.as_ref();
+        current.map_or_else(Vec::new, |rate| factor::by_path(rate, self.factor, model))
     }
 
     /// The base learning rate of the last step; `None` before the first.

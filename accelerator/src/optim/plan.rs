@@ -25,8 +25,8 @@ pub struct TrainingPlan {
     pub world_size: usize,
     /// Micro-steps of a full accumulation window.
     pub accumulation_steps: usize,
-    /// Samples of an epoch, over all ranks.
-    pub samples: u64,
+    /// Samples of an epoch, over all ranks; a stream does not tell.
+    pub samples: Option<u64>,
     /// Samples of all ranks in one optimizer step with a full window: the effective batch.
     pub effective_batch: Option<u64>,
     /// Batches of each rank in an epoch.
@@ -82,12 +82,11 @@ impl fmt::Display for TrainingPlan {
         if self.accumulation_steps > 1 {
             write!(f, " in {} micro-steps", self.accumulation_steps)?;
         }
-        write!(
-            f,
-            "; {} of {}",
-            Counted(self.epochs, "epoch"),
-            Counted(self.samples, "sample")
-        )?;
+        write!(f, "; {} of ", Counted(self.epochs, "epoch"))?;
+        match self.samples {
+            Some(samples) => write!(f, "{}", Counted(samples, "sample"))?,
+            None => f.write_str("an unknown number of samples")?,
+        }
         if let Some(steps) = self.steps_per_epoch {
             write!(f, " in {}", Counted(steps, "optimizer step"))?;
         }
@@ -136,7 +135,7 @@ impl Accelerator {
         TrainingPlan {
             world_size: self.world_size(),
             accumulation_steps: accumulation,
-            samples: train.samples(),
+            samples: train.known_samples(),
             effective_batch: batch.map(|samples| samples * accumulation as u64),
             micro_steps_per_epoch: micro_steps,
             steps_per_epoch,

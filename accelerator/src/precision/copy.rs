@@ -33,6 +33,10 @@ impl Accelerator {
     /// Runs the forward pass on a [working copy](Self::working_copy) of the model, or on the model
     /// itself with [`Precision::No`](super::Precision::No). See the [module](super) for the whole loop.
     ///
+    /// What goes into the model must be in that precision too: pass the inputs through
+    /// [`to_working`](Self::to_working) before, and the output through [`to_full`](Self::to_full) before the
+    /// loss. Without it, Burn panics in the first layer, with the two types that do not fit together.
+    ///
     /// ```
     /// use accelerator::prelude::*;
     /// # use burn::nn::{Linear, LinearConfig};
@@ -101,12 +105,18 @@ impl Accelerator {
             parts: Vec::new(),
             path: Vec::new(),
             slot: slot.as_deref(),
+            trains: false,
         };
         if let Some(slot) = &slot {
             caster.parts.resize_with(slot.parameters().len(), || None);
         }
         let copy = model.clone().map(&mut caster);
-        let parts = caster.parts;
+        let Caster { parts, trains, .. } = caster;
+        if let Some(slot) = &slot
+            && trains
+        {
+            slot.note_copied();
+        }
         if let Some(slot) = &slot
             && parts.iter().any(Option::is_some)
         {
@@ -115,7 +125,8 @@ impl Accelerator {
         copy
     }
 
-    /// A tensor in the [precision](Self::precision) to compute in: for what goes into the model.
+    /// A tensor in the [precision](Self::precision) to compute in: for what goes into the model in
+    /// [`forward`](Self::forward). Tensors of integers, such as tokens, need nothing.
     pub fn to_working<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
         match self.precision().dtype() {
             Some(dtype) => tensor.cast(dtype),
@@ -152,6 +163,8 @@ struct Caster<'a, K> {
     parts: Vec<Option<DispatchTensor>>,
     path: Vec<String>,
     slot: Option<&'a Slot>,
+    /// Whether there is a parameter that takes a gradient.
+    trains: bool,
 }
 
 impl<K: Fn(&str) -> bool> ModuleMapper for Caster<'_, K> {
@@ -166,6 +179,7 @@ impl<K: Fn(&str) -> bool> ModuleMapper for Caster<'_, K> {
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.trains |= param.is_require_grad();
         if self.norms > 0 || (self.keep)(&self.path.join(".")) {
             return param;
         }
