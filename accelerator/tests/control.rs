@@ -5,6 +5,7 @@
 
 mod common;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
 
@@ -257,5 +258,37 @@ fn c14_what_fails_on_the_first_of_a_host_fails_everywhere() {
         let text = format!("{error:?}");
         assert!(text.contains("batch size"), "{text}");
         assert_eq!(text.contains("rank 2 failed"), rank != 2, "{text}");
+    }
+}
+
+#[test]
+fn who_waits_for_the_first_hears_of_its_panic() {
+    let outcomes = accelerator::launch(2, |accelerator| {
+        let mut texts = Vec::new();
+        for local in [false, true] {
+            let work = || -> Result<()> {
+                assert!(accelerator.rank() != 0, "a panic that the test wants");
+                unreachable!("rank 1 does not run it");
+            };
+            let outcome = catch_unwind(AssertUnwindSafe(|| match local {
+                false => accelerator.main_process_first(work),
+                true => accelerator.local_main_process_first(work),
+            }));
+            match (accelerator.rank(), outcome) {
+                (0, outcome) => assert!(outcome.is_err(), "it goes on"),
+                (_, outcome) => {
+                    let error = outcome.unwrap().unwrap_err();
+                    assert!(error.is_panic(), "{error:?}");
+                    texts.push(error.to_string());
+                }
+            }
+            accelerator.wait_for_everyone()?;
+        }
+        accelerator.finish()?;
+        Ok(texts)
+    })
+    .unwrap();
+    for text in &outcomes[1] {
+        assert!(text.contains("a panic that the test wants"), "{text}");
     }
 }

@@ -219,6 +219,25 @@ fn calls_out_of_order_are_refused() {
 }
 
 #[test]
+fn training_that_begins_in_the_middle_of_a_round_is_refused() {
+    accelerator::launch(2, |accelerator| {
+        let (mut model, mut optimizer) = prepared(&accelerator)?;
+        let mut local = LocalSgdConfig::new(4).init(&accelerator, &model)?;
+        let gradients = local.backward(loss(&accelerator, &model), &model, 4)?;
+        model = optimizer.step(RATE, model, gradients);
+        let error = DiLoCoConfig::new(2).init(&accelerator, &model).unwrap_err();
+        assert!(error.is_misuse(), "its replicas differ: {error:?}");
+        let error = LocalSgdConfig::new(2)
+            .init(&accelerator, &model)
+            .unwrap_err();
+        assert!(error.is_misuse(), "{error:?}");
+        local.average(&mut model)?;
+        DiLoCoConfig::new(2).init(&accelerator, &model).map(drop)
+    })
+    .unwrap();
+}
+
+#[test]
 fn ranks_with_different_numbers_of_steps_are_told_so() {
     accelerator::launch(2, |accelerator| {
         let (mut model, mut optimizer) = prepared(&accelerator)?;

@@ -204,6 +204,7 @@ fn what_is_no_safetensors_file_is_refused() {
     for (path, part) in [
         (folder.path(), "is a folder"),
         (Path::new("/nowhere"), "cannot read"),
+        (Path::new("/dev/tty"), "is no regular file"),
     ] {
         let (code, _, stderr) = estimate(path, &[]);
         assert_eq!(code, 2, "{stderr}");

@@ -179,13 +179,15 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// What `work` returned on this rank. When it failed on rank 0, every other rank gets an error
-    /// of the same kind with that message, and does not run it.
+    /// What `work` returned on this rank. When it failed on rank 0, or panicked, every other rank gets an
+    /// error of the same kind with that message, and does not run it.
     #[track_caller]
     pub fn main_process_first<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let group = &self.shared.group;
         if self.is_main_process() {
-            return outcome::tell(group, self.alone(work));
+            return self.first(work, |failure| {
+                outcome::tell(group, failure.map_or(Ok(()), Err))
+            });
         }
         outcome::hear(group, FIRST)?;
         work()
@@ -210,11 +212,9 @@ impl Accelerator {
     pub fn local_main_process_first<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let group = &self.shared.group;
         if self.is_local_main_process() {
-            let mine = self.alone(work);
-            let told = outcome::exchange(group, mine.as_ref().err(), FIRST);
-            let value = mine?;
-            told?;
-            return Ok(value);
+            return self.first(work, |failure| {
+                outcome::exchange(group, failure.as_ref(), FIRST)
+            });
         }
         outcome::exchange(group, None, FIRST)?;
         work()
@@ -228,6 +228,24 @@ impl Accelerator {
     #[track_caller]
     pub fn wait_for_everyone(&self) -> Result<()> {
         Ok(self.shared.group.barrier()?)
+    }
+
+    /// Runs what others wait for, and tells them how it went, panics too.
+    #[track_caller]
+    fn first<T>(
+        &self,
+        work: impl FnOnce() -> Result<T>,
+        tell: impl FnOnce(Option<Error>) -> Result<()>,
+    ) -> Result<T> {
+        let ended = catch_unwind(AssertUnwindSafe(|| self.alone(work)));
+        let failure = match &ended {
+            Ok(outcome) => outcome.as_ref().err().cloned(),
+            Err(panic) => Some(Error::new(Kind::Panic, panic_text(&**panic))),
+        };
+        let told = tell(failure);
+        let value = ended.unwrap_or_else(|panic| resume_unwind(panic))?;
+        told?;
+        Ok(value)
     }
 
     pub(crate) fn alone<T>(&self, work: impl FnOnce() -> T) -> T {

@@ -76,7 +76,8 @@ impl DiLoCoConfig {
     ///
     /// [`Error::is_config`](crate::Error::is_config) for a period of 0, a rate that is not positive, a
     /// momentum out of 0 to 1, or settings that differ between ranks;
-    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared;
+    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or is in the middle of
+    /// other local training;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
     pub fn init<M: Module>(&self, accelerator: &Accelerator, model: &M) -> Result<DiLoCo<M>> {
@@ -96,6 +97,7 @@ impl DiLoCoConfig {
         let concern = Concern::Apart;
         let rounds = Rounds::new(accelerator, self.period, self.weighting, concern, &said)?;
         let slot = rounds.slot(model)?;
+        slot.round().check_together("begin local training")?;
         let outer = model.valid();
         let zeros = parameters::zeros(&outer, &slot)?;
         Ok(DiLoCo {

@@ -235,9 +235,8 @@ fn read_shards(path: &Path) -> Result<BTreeMap<String, Tensor>> {
 }
 
 fn open(path: &Path) -> Result<File> {
-    let file = File::open(path).map_err(|error| unreadable(path, error))?;
-    let is_folder = file.metadata().is_ok_and(|metadata| metadata.is_dir());
-    if is_folder {
+    let found = std::fs::metadata(path).map_err(|error| unreadable(path, error))?;
+    if found.is_dir() {
         return Err(Error::usage(format!(
             "{} is a folder; expected a safetensors file, or its index{}",
             path.display(),
@@ -247,7 +246,14 @@ fn open(path: &Path) -> Result<File> {
             }
         )));
     }
-    Ok(file)
+    // Others may have nobody who writes to them.
+    if !found.is_file() {
+        return Err(Error::usage(format!(
+            "{} is no regular file; expected a safetensors file, or its index",
+            path.display()
+        )));
+    }
+    File::open(path).map_err(|error| unreadable(path, error))
 }
 
 /// A file that was meant, perhaps: in the folder, or in the newest checkpoint in it.
