@@ -69,13 +69,10 @@ impl Held {
         }
     }
 
-    /// What this rank keeps from step to step, if there is anything.
-    pub(crate) fn save(&self) -> Result<Option<Vec<u8>>> {
+    /// What this rank keeps from step to step; empty where that is nothing.
+    pub(crate) fn save(&self) -> Result<Vec<u8>> {
         let saved = self.lock().save();
-        let state = saved.map_err(|error| {
-            self.failed(Kind::Checkpoint, "could not save what it keeps", error)
-        })?;
-        Ok((!state.is_empty()).then_some(state))
+        saved.map_err(|error| self.failed(Kind::Checkpoint, "could not save what it keeps", error))
     }
 
     pub(crate) fn restore(&self, state: &[u8], saved_by: SavedBy) -> Result<()> {
