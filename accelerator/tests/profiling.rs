@@ -5,6 +5,7 @@
 mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
@@ -302,4 +303,24 @@ fn traces_of_an_earlier_run_do_not_stay() {
     assert_eq!(count(), 4);
     accelerator.finish().unwrap();
     assert!(!folder.path().join("trace.rank1.json").exists());
+}
+
+#[test]
+fn c24_a_closure_that_panics_ends_recording_and_the_next_profiler_begins() {
+    let accelerator = Accelerator::new().unwrap();
+    let first = accelerator
+        .profile_with(Schedule::new(2), |_| panic!("there is no room"))
+        .unwrap();
+    let training = AssertUnwindSafe(|| train(&accelerator, 4, |_| ()));
+    assert!(catch_unwind(training).is_err());
+    assert_eq!(first.cycles(), 0);
+    let cycles = Arc::<Mutex<Vec<u64>>>::default();
+    let noted = cycles.clone();
+    let second = accelerator
+        .profile_with(Schedule::new(2).with_repeat(1), move |cycle| {
+            noted.lock().unwrap().push(cycle.summary.steps);
+        })
+        .unwrap();
+    train(&accelerator, 4, |_| ()).unwrap();
+    assert_eq!((&*cycles.lock().unwrap(), second.cycles()), (&vec![2], 1));
 }

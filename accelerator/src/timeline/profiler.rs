@@ -83,7 +83,7 @@ impl Accelerator {
 
     /// Hands what the steps of each cycle came to, on this rank, to `on_ready`: at the end of the step
     /// that completes it, or where recording [ends](Self::profile) within it after a step at least.
-    /// Nothing is written. What else holds for [`profile`](Self::profile) holds here.
+    /// Nothing is written. A panic of its ends recording, and goes on in the program. What else holds for [`profile`](Self::profile) holds here.
     ///
     /// `on_ready` must keep no [`Accelerator`], which would then never be dropped.
     ///
@@ -292,11 +292,11 @@ impl Timeline {
         if !profiling.runs.load(Ordering::Relaxed) {
             return;
         }
-        // Out of the lock: a closure of the program may be called.
-        let Some(mut profile) = profiling.state().current.take() else {
+        let Some(recorder) = self.any_recorder() else {
             return;
         };
-        let Some(recorder) = self.any_recorder() else {
+        // Out of the lock: a closure of the program may be called.
+        let Some(mut profile) = profiling.state().current.take() else {
             return;
         };
         let steps = done.saturating_sub(profile.first);
@@ -305,7 +305,7 @@ impl Timeline {
             self.cut(&mut profile, recorder, Worth::Steps);
         }
         if profile.schedule.is_over(steps) {
-            self.retire(&profile, recorder);
+            self.retire((profile.number, profile.cycles), recorder);
         } else {
             profile.enter(recorder, done, before);
             profiling.state().current = Some(profile);
@@ -323,7 +323,7 @@ impl Timeline {
         drop(state);
         if let (Some(mut profile), Some(recorder)) = (taken, self.any_recorder()) {
             self.cut(&mut profile, recorder, worth);
-            self.retire(&profile, recorder);
+            self.retire((profile.number, profile.cycles), recorder);
         }
     }
 
@@ -416,6 +416,11 @@ impl Timeline {
                 let Some(summary) = summary.filter(|_| !std::thread::panicking()) else {
                     return;
                 };
+                let _guard = EndOnPanic {
+                    last: (profile.number, number),
+                    recorder,
+                    timeline: self,
+                };
                 call(&Cycle {
                     number,
                     first_step: profile.kept_from,
@@ -438,9 +443,10 @@ impl Timeline {
         profile.cycles += 1;
     }
 
-    fn retire(&self, profile: &Profile, recorder: &Recorder) {
+    /// Ends recording by the profile of a number, after so many cycles.
+    fn retire(&self, last: (u64, u64), recorder: &Recorder) {
         recorder.end_schedule();
-        self.profiling().state().last = Some((profile.number, profile.cycles));
+        self.profiling().state().last = Some(last);
         self.profiling().runs.store(false, Ordering::Relaxed);
     }
 
@@ -451,6 +457,21 @@ impl Timeline {
     /// The recorder, whether or not it is on.
     fn any_recorder(&self) -> Option<&Recorder> {
         self.0.recorder.get().map(Arc::as_ref)
+    }
+}
+
+/// Ends recording where a closure of the program panics: its profile is gone with the panic.
+struct EndOnPanic<'a> {
+    last: (u64, u64),
+    recorder: &'a Recorder,
+    timeline: &'a Timeline,
+}
+
+impl Drop for EndOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.timeline.retire(self.last, self.recorder);
+        }
     }
 }
 
