@@ -1,12 +1,15 @@
 use core::fmt;
 use std::any::Any;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::cell::Cell;
+use std::panic::{self, AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Once;
 
 use serde::{Deserialize, Serialize};
 
 use crate::accelerator::Accelerator;
 use crate::device::panic_text;
 use crate::error::{Error, Kind, Result};
+use crate::notice;
 use crate::outcome::Failure;
 
 /// Finds the largest batch that memory holds, the same on every rank; see
@@ -28,16 +31,20 @@ use crate::outcome::Failure;
 /// ```
 #[must_use]
 pub struct BatchSizeFinder {
-    is_out_of_memory: Box<dyn Fn(&str) -> bool>,
+    /// `None` for [`sounds_like_memory`].
+    is_out_of_memory: Option<Box<Rule>>,
     reduce: Box<dyn Fn(usize) -> usize>,
     start: usize,
 }
+
+/// Whether a text speaks of want of memory.
+type Rule = dyn Fn(&str) -> bool;
 
 impl BatchSizeFinder {
     /// Begins with so many samples, and tries nine tenths of them next.
     pub fn starting_at(samples: usize) -> Self {
         Self {
-            is_out_of_memory: Box::new(sounds_like_memory),
+            is_out_of_memory: None,
             // As Accelerate rounds: down.
             reduce: Box::new(|size| (size as f64 * 0.9) as usize),
             start: samples,
@@ -52,9 +59,10 @@ impl BatchSizeFinder {
     }
 
     /// Which errors and panics mean that memory did not suffice, by their text. By default those that
-    /// speak of memory, as allocators and the drivers of devices do; all others end the search.
+    /// speak of memory, as allocators and the drivers of devices do; all others end the search. With a rule
+    /// of the program's own, panics of attempts are reported as all panics are.
     pub fn with_out_of_memory(mut self, is: impl Fn(&str) -> bool + 'static) -> Self {
-        self.is_out_of_memory = Box::new(is);
+        self.is_out_of_memory = Some(Box::new(is));
         self
     }
 
@@ -79,7 +87,10 @@ impl BatchSizeFinder {
         let mut size = start;
         let mut reason = None;
         while size > 0 {
-            let mine = catch_unwind(AssertUnwindSafe(|| accelerator.alone(|| attempt(size))));
+            let mine = {
+                let _quiet = self.is_out_of_memory.is_none().then(Quiet::begin);
+                catch_unwind(AssertUnwindSafe(|| accelerator.alone(|| attempt(size))))
+            };
             let (report, mut held) = self.report(mine, size);
             let all = group.all_gather_object(&report).map_err(Error::from);
             let all = match all {
@@ -111,12 +122,11 @@ impl BatchSizeFinder {
                 // Each rank has reported what it holds, and none has reported anything else.
                 return Err(Error::misuse("a rank did not report its outcome").into());
             };
-            tracing::info!(
-                size,
-                next,
-                on = rank,
-                "batches of this size are out of memory"
-            );
+            if next > 0 && accelerator.is_main_process() {
+                notice::tell(&format!(
+                    "batches of {size} samples do not fit (rank {rank} is out of memory), trying {next}"
+                ));
+            }
             reason = Some(format!("rank {rank}, with {size}: {text}"));
             // What was computed with a size that others cannot hold makes room.
             drop(held);
@@ -147,7 +157,11 @@ impl BatchSizeFinder {
             Ok(Err(error)) => (format!("{error:?}"), Held::Error(error)),
             Err(panic) => (panic_text(&*panic), Held::Panic(panic)),
         };
-        if (self.is_out_of_memory)(&text) {
+        let is_out_of_memory = match &self.is_out_of_memory {
+            Some(is) => is(&text),
+            None => sounds_like_memory(&text),
+        };
+        if is_out_of_memory {
             let next = (self.reduce)(size).min(size - 1);
             return (Report::OutOfMemory { next, text }, Held::Nothing);
         }
@@ -182,7 +196,9 @@ impl Accelerator {
     /// ranks would try next.
     ///
     /// Out of memory is an attempt whose error or panic says so; see
-    /// [`BatchSizeFinder::with_out_of_memory`]. Where the system kills a process instead, as Linux does
+    /// [`BatchSizeFinder::with_out_of_memory`]. Rank 0 says in a line what does not fit and what is tried next;
+    /// such a panic of an attempt's own thread, which is caught, is not reported beside it: the first
+    /// search puts a panic hook in front of the one that is there, which leaves out these alone. Where the system kills a process instead, as Linux does
     /// when the memory of the machine is used up, no attempt can tell.
     ///
     /// ```
@@ -247,6 +263,41 @@ impl<T, E> Held<T, E> {
             Self::Panic(panic) => resume_unwind(panic),
             Self::Done(_) | Self::Nothing => None,
         }
+    }
+}
+
+/// While it is there, panics of this thread for want of memory, which are caught, are not reported.
+struct Quiet {
+    /// What held before.
+    outer: bool,
+}
+
+thread_local! {
+    static QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+impl Quiet {
+    fn begin() -> Self {
+        static HOOK: Once = Once::new();
+        HOOK.call_once(|| {
+            let earlier = panic::take_hook();
+            panic::set_hook(Box::new(move |info| {
+                // The memory of a thread that is ending may be gone. Where panics abort, nothing is caught.
+                let is_quiet = cfg!(panic = "unwind") && QUIET.try_with(Cell::get).unwrap_or(false);
+                if !(is_quiet && info.payload_as_str().is_some_and(sounds_like_memory)) {
+                    earlier(info);
+                }
+            }));
+        });
+        Self {
+            outer: QUIET.replace(true),
+        }
+    }
+}
+
+impl Drop for Quiet {
+    fn drop(&mut self) {
+        QUIET.set(self.outer);
     }
 }
 
@@ -369,6 +420,43 @@ mod tests {
         let others = others.into_inner().unwrap();
         assert_eq!(others.len(), 1);
         assert!(others[0].is_panic() && others[0].to_string().contains("rank 1 failed"));
+    }
+
+    /// By a process of its own, of which nobody else uses standard error.
+    #[test]
+    fn c20_a_size_that_does_not_fit_is_one_line_of_rank_zero() {
+        const CHILD: &str = "BATCH_SIZE_TEST_CHILD";
+        if std::env::var_os(CHILD).is_some() {
+            let found = crate::launch(2, |accelerator| {
+                let found = accelerator.find_executable_batch_size(10, |size| {
+                    // Of another thread, which nobody catches for the attempt.
+                    let other = std::thread::spawn(|| panic!("out of memory elsewhere"));
+                    assert!(other.join().is_err());
+                    assert!(size < 9, "out of memory here");
+                    Ok::<_, Error>(())
+                })?;
+                let after = catch_unwind(|| panic!("out of memory afterwards"));
+                assert!(after.is_err());
+                Ok(found.0)
+            });
+            assert_eq!(found.unwrap(), [8, 8]);
+            return;
+        }
+        let name = "batch_size::tests::c20_a_size_that_does_not_fit_is_one_line_of_rank_zero";
+        let child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name, "--nocapture"])
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
+        let told = String::from_utf8_lossy(&child.stderr);
+        assert!(child.status.success(), "{told}");
+        let count = |text: &str| told.matches(text).count();
+        assert_eq!(count("batches of 10 samples do not fit"), 1, "{told}");
+        assert_eq!(count("out of memory), trying 9"), 1, "{told}");
+        assert_eq!(count("batches of 9 samples do not fit"), 1, "{told}");
+        assert_eq!(count("out of memory here"), 0, "{told}");
+        assert_eq!(count("out of memory elsewhere"), 6, "{told}");
+        assert_eq!(count("out of memory afterwards"), 2, "{told}");
     }
 
     #[test]

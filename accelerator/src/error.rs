@@ -44,10 +44,43 @@ pub(crate) enum Kind {
     Memory,
     Misuse,
     Model,
+    Other,
     Panic,
 }
 
 impl Error {
+    /// An error of the program's own, in its words: for a closure or a hook that this library calls, and to
+    /// leave a function that returns its [`Result`]. Any error goes in, and so does a text. It travels to other
+    /// ranks as this library's own do. One of this type comes back as it is.
+    ///
+    /// Errors of files have a conversion, so that `?` takes them.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    ///
+    /// fn classes(text: &str) -> Result<usize> {
+    ///     let classes = text.trim().parse().map_err(Error::other)?;
+    ///     if classes == 0 {
+    ///         return Err(Error::other("there are no classes"));
+    ///     }
+    ///     Ok(classes)
+    /// }
+    ///
+    /// assert!(classes("ten").unwrap_err().is_other());
+    /// assert_eq!(classes("0").unwrap_err().to_string(), "there are no classes");
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let missing = accelerator.main_process_first(|| Ok(std::fs::read_to_string("no/such/file")?));
+    /// assert!(missing.unwrap_err().is_io());
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn other(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        match error.into().downcast::<Self>() {
+            Ok(own) => *own,
+            Err(other) => Self::with_source(Kind::Other, other.to_string(), other),
+        }
+    }
+
     pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Self {
         Self(Arc::new(Inner {
             kind,
@@ -178,6 +211,11 @@ impl Error {
                 .is_some_and(accelerator_collective::Error::is_misuse)
     }
 
+    /// It is the program's own; see [`Error::other`].
+    pub fn is_other(&self) -> bool {
+        self.0.kind == Kind::Other
+    }
+
     /// A rank of [`launch`](crate::launch), a worker of a loader, or a communication hook panicked.
     pub fn is_panic(&self) -> bool {
         self.0.kind == Kind::Panic
@@ -227,6 +265,13 @@ impl StdError for Error {
             .source
             .as_ref()
             .map(|s| &**s as &(dyn StdError + 'static))
+    }
+}
+
+impl From<std::io::Error> for Error {
+    /// With the message of the cause; [`Error::is_io`] holds.
+    fn from(error: std::io::Error) -> Self {
+        Self::with_source(Kind::Io, error.to_string(), error)
     }
 }
 
@@ -280,5 +325,40 @@ mod tests {
             "cannot open `model.safetensors`: no such file"
         );
         assert!(error.is_io() && !error.is_model());
+    }
+
+    #[test]
+    fn an_error_of_the_program_keeps_its_causes_and_its_kind() {
+        let read = || -> Result<()> { Err(std::io::Error::other("the disk is gone"))? };
+        let error = read().unwrap_err();
+        assert!(error.is_io() && !error.is_other(), "{error:?}");
+        assert_eq!(format!("{error:?}"), "the disk is gone");
+        // One of ours stays what it is, however it comes.
+        assert!(Error::other(error).is_io());
+        let boxed: Box<dyn StdError + Send + Sync> = Box::new(Error::misuse("no"));
+        assert!(Error::other(boxed).is_misuse());
+        let error = Error::other("x1".parse::<u8>().unwrap_err());
+        assert!(error.is_other() && error.source().is_some());
+    }
+
+    #[cfg(feature = "flex")]
+    #[test]
+    fn an_error_of_the_program_travels() {
+        let errors = crate::launch(2, |accelerator| {
+            let failed = accelerator.main_process_first(|| {
+                assert!(accelerator.is_main_process(), "rank 0 has failed");
+                Err::<(), _>(Error::other("no labels"))
+            });
+            Ok(failed.unwrap_err())
+        })
+        .unwrap();
+        for error in &errors {
+            assert!(error.is_other(), "{error:?}");
+        }
+        assert!(
+            errors[1].to_string().contains("rank 0 failed"),
+            "{errors:?}"
+        );
+        assert!(errors[1].to_string().contains("no labels"), "{errors:?}");
     }
 }

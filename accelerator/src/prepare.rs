@@ -5,8 +5,9 @@ use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 
 use crate::accelerator::Accelerator;
+use crate::agreement::sides;
 use crate::data::{InOrder, Loader, PreparedLoader};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::optim::{
     Manual, PerEpoch, PerProcess, PreparedOptimizer, Scheduled, Scheduler, Sharded, Shards,
 };
@@ -36,6 +37,31 @@ pub trait Prepare<K> {
     /// See [`Accelerator::prepare`].
     #[track_caller]
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared>;
+
+    /// Names its parts, in the order in which they are prepared: ranks compare them before they begin.
+    #[doc(hidden)]
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push(core::any::type_name::<Self>().to_owned());
+    }
+}
+
+/// Whether all ranks prepare the same kinds of things, in the same order.
+#[track_caller]
+pub(crate) fn check_kinds<K, P: Prepare<K>>(accelerator: &Accelerator) -> Result<()> {
+    if accelerator.world_size() == 1 {
+        return Ok(());
+    }
+    let mut kinds = Vec::new();
+    P::kinds(&mut kinds);
+    let all = accelerator.group().all_gather_object(&kinds)?;
+    if all.iter().all(|theirs| *theirs == kinds) {
+        return Ok(());
+    }
+    Err(Error::misuse(format!(
+        "prepare: ranks prepare different things ({}); prepare the same parts in the same order on every \
+         rank",
+        sides(all.iter().map(|kinds| kinds.join(", ")))
+    )))
 }
 
 /// The kinds of things that can be prepared; see [`Prepare`].
@@ -94,6 +120,10 @@ impl<M: Module + fmt::Display> Prepare<kind::Model> for M {
     fn prepare(self, accelerator: &Accelerator) -> Result<M> {
         crate::model::prepare(accelerator, self)
     }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("a model".to_owned());
+    }
 }
 
 impl Prepare<kind::Optimizer> for ModuleOptimizer {
@@ -102,6 +132,10 @@ impl Prepare<kind::Optimizer> for ModuleOptimizer {
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
         manual(accelerator, self)
     }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("an optimizer".to_owned());
+    }
 }
 
 impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByStep> for (ModuleOptimizer, S) {
@@ -109,6 +143,10 @@ impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByStep> for (ModuleOptim
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
         scheduled(accelerator, self.0, Scheduler::by_step(self.1.into()))
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("an optimizer with a scheduler by step".to_owned());
     }
 }
 
@@ -119,6 +157,10 @@ impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByEpoch>
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
         scheduled(accelerator, self.0, Scheduler::by_epoch(self.1.0.into()))
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("an optimizer with a scheduler by epoch".to_owned());
     }
 }
 
@@ -131,6 +173,10 @@ impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByProcess>
         let scheduler = Scheduler::by_process(self.1.0.into(), accelerator.world_size());
         scheduled(accelerator, self.0, scheduler)
     }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("an optimizer with a scheduler by process".to_owned());
+    }
 }
 
 impl Prepare<kind::ShardedOptimizer> for Sharded<ModuleOptimizer> {
@@ -139,6 +185,10 @@ impl Prepare<kind::ShardedOptimizer> for Sharded<ModuleOptimizer> {
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
         manual(accelerator, self)
     }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("a sharded optimizer".to_owned());
+    }
 }
 
 impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByStep> for (Sharded<ModuleOptimizer>, S) {
@@ -146,6 +196,10 @@ impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByStep> for (Sharded<Modul
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
         scheduled(accelerator, self.0, Scheduler::by_step(self.1.into()))
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("a sharded optimizer with a scheduler by step".to_owned());
     }
 }
 
@@ -156,6 +210,10 @@ impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByEpoch>
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
         scheduled(accelerator, self.0, Scheduler::by_epoch(self.1.0.into()))
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("a sharded optimizer with a scheduler by epoch".to_owned());
     }
 }
 
@@ -168,6 +226,10 @@ impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByProcess>
         let scheduler = Scheduler::by_process(self.1.0.into(), accelerator.world_size());
         scheduled(accelerator, self.0, scheduler)
     }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("a sharded optimizer with a scheduler by process".to_owned());
+    }
 }
 
 impl<O: Send + 'static> Prepare<kind::Loader> for Loader<O> {
@@ -176,6 +238,10 @@ impl<O: Send + 'static> Prepare<kind::Loader> for Loader<O> {
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
         PreparedLoader::sharded(accelerator, self)
     }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("a loader".to_owned());
+    }
 }
 
 impl<O: Send + 'static> Prepare<kind::Opaque> for InOrder<O> {
@@ -183,6 +249,10 @@ impl<O: Send + 'static> Prepare<kind::Opaque> for InOrder<O> {
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
         Ok(PreparedLoader::opaque(accelerator, self.0))
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("a loader of Burn's own".to_owned());
     }
 }
 
@@ -198,6 +268,10 @@ macro_rules! tuples {
             fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
                 let ($($part,)+) = self;
                 Ok(($($part.prepare(accelerator)?,)+))
+            }
+
+            fn kinds(kinds: &mut Vec<String>) {
+                $($part::kinds(kinds);)+
             }
         }
     };
@@ -246,4 +320,49 @@ fn scheduled(
     let optimizer = optimizer.shared_out(accelerator)?;
     let timeline = accelerator.shared.timeline.clone();
     Ok(PreparedOptimizer::scheduled(optimizer, scheduler, timeline))
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn::nn::{Linear, LinearConfig};
+    use burn::optim::SgdConfig;
+
+    use super::*;
+
+    #[test]
+    fn another_order_is_named_on_every_rank_and_the_group_lives() {
+        let errors = crate::launch(3, |accelerator| {
+            let model = || -> Linear { LinearConfig::new(1, 1).init(&accelerator.device()) };
+            let optimizer = || SgdConfig::new().init();
+            let error = if accelerator.rank() == 1 {
+                accelerator.prepare((optimizer(), model())).map(drop)
+            } else {
+                accelerator.prepare((model(), optimizer())).map(drop)
+            };
+            let alone = if accelerator.rank() == 1 {
+                accelerator.prepare(model()).map(drop)
+            } else {
+                accelerator.prepare(Sharded(optimizer())).map(drop)
+            };
+            accelerator.wait_for_everyone()?;
+            Ok([error.unwrap_err(), alone.unwrap_err()])
+        })
+        .unwrap();
+        for [error, alone] in errors {
+            assert!(
+                error.is_misuse() && alone.is_misuse(),
+                "{error:?} {alone:?}"
+            );
+            let text = error.to_string();
+            assert!(
+                text.contains("ranks 0, 2: a model, an optimizer; rank 1: an optimizer, a model"),
+                "{text}"
+            );
+            let text = alone.to_string();
+            assert!(
+                text.contains("ranks 0, 2: a sharded optimizer; rank 1: a model"),
+                "{text}"
+            );
+        }
+    }
 }

@@ -157,3 +157,18 @@ fn what_is_not_finite_is_not_hidden() {
         assert!(flat(&model).iter().all(|value| value.is_nan()), "{model:?}");
     }
 }
+
+#[test]
+fn a_limit_that_is_no_number_is_seen_in_what_it_limits() {
+    for kind in devices() {
+        for ranks in [1, 2] {
+            let values = moved(kind, ranks, &|gradients| gradients.clip_value(f64::NAN));
+            assert!(values.iter().all(|value| value.is_nan()), "{values:?}");
+            let head = |gradients: Gradients| {
+                gradients.clip(Clip::value(f64::NAN).only(|path| path == "head"))
+            };
+            let values = moved(kind, ranks, &head);
+            assert!(values[2].is_nan() && !values[0].is_nan(), "{values:?}");
+        }
+    }
+}

@@ -12,7 +12,7 @@ use burn::module::{Module, Param, ParamGroup, ParamId};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear};
 use burn::optim::SgdConfig;
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
-use common::{assert_close, distance, flat, line, loader, of_every_rank};
+use common::{ColumnBatcher, assert_close, distance, flat, line, loader, of_every_rank};
 
 fn linear() -> ModuleLrScheduler {
     LinearLrSchedulerConfig::new(1.0, 1e-9, 20).init().unwrap()
@@ -104,6 +104,22 @@ fn a_schedule_by_process_goes_on_where_it_was_saved() {
         Ok(vec![saved, next])
     });
     assert_close(&of_every_rank(rates.unwrap()), &[0.9, 0.8], 1e-6);
+}
+
+#[test]
+fn a_plan_of_a_stream_does_not_make_a_number_up() {
+    let accelerator = Accelerator::new().unwrap();
+    let stream = DataLoaderBuilder::new(ColumnBatcher)
+        .batch_size(4)
+        .build_stream(|_| (0..9).map(std::io::Result::Ok));
+    let train = accelerator.prepare(stream).unwrap();
+    let plan = accelerator.plan(&train, 2);
+    assert_eq!((plan.samples, plan.steps), (None, None));
+    let text = plan.to_string();
+    assert!(
+        text.ends_with("2 epochs of an unknown number of samples"),
+        "{text}"
+    );
 }
 
 #[test]

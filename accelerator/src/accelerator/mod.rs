@@ -34,7 +34,7 @@ use crate::model::Models;
 use crate::nn::Crossing;
 use crate::notice;
 use crate::precision::{LossScale, Precision, Scaler};
-use crate::prepare::Prepare;
+use crate::prepare::{self, Prepare};
 use crate::timeline::{Recording, Schedule, StepSummary, Timeline};
 
 /// This process's (or, under [`launch`](crate::launch), this thread's) place among the ranks of
@@ -171,6 +171,10 @@ impl Accelerator {
     ///
     /// Every rank must prepare the same things in the same order.
     ///
+    /// A model is known by its parameters' ids, which are rank 0's from here on: go on with what comes back.
+    /// A clone that was made before is the prepared model where ids stay as they are, on rank 0 and on one
+    /// process, and a model that was not prepared on the other ranks: clone afterwards.
+    ///
     /// A model stays known as long as the accelerator lives, since nothing tells when a program has done with
     /// it: that is a few hundred bytes for each of its parameters. A program that trains one model after the
     /// other needs [memory for the gradients](Self::bucket_memory) of one.
@@ -179,15 +183,39 @@ impl Accelerator {
     /// compiler answers "type annotations needed" (E0283). Give a constant rate to `step`, or as
     /// `(optimizer, ConstantLr::new(1e-3))`.
     ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// use accelerator::prelude::*;
+    /// use burn::lr_scheduler::constant::ConstantLr;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::AdamConfig;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let model: Linear = LinearConfig::new(2, 1).init(&accelerator.device());
+    /// let optimizer = (AdamConfig::new().init(), ConstantLr::new(1e-3));
+    /// # let dataset = InMemDataset::new((0..32).collect());
+    /// let train = DataLoaderBuilder::new(Listed).batch_size(8).build(dataset);
+    /// let (model, optimizer, train) = accelerator.prepare((model, optimizer, train))?;
+    /// # assert_eq!((optimizer.steps(), train.steps()), (0, Some(4)));
+    /// # let _: Linear = model;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::is_model`](crate::Error::is_model) when the model's layout differs between ranks,
     /// naming the rank and the first path that differs;
     /// [`Error::is_config`](crate::Error::is_config) for a loader whose batch size is 0 or cannot be
     /// shared by this many ranks, or that differs between ranks;
+    /// [`Error::is_misuse`](crate::Error::is_misuse) when ranks prepare different things, or in another order;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
     pub fn prepare<K, P: Prepare<K>>(&self, parts: P) -> Result<P::Prepared> {
+        prepare::check_kinds::<K, P>(self)?;
         parts.prepare(self)
     }
 
@@ -195,7 +223,9 @@ impl Accelerator {
     /// gradients of `model` over every sample of every rank.
     ///
     /// `loss` is the mean over this rank's batch, as Burn's losses give it. `weight` says over
-    /// how many samples (or tokens): pass the batch itself, [`Batch::with_weight`], or a count.
+    /// how many samples (or tokens): pass the batch itself, [`Batch::with_weight`], or a count. A bare count
+    /// is taken at its word, on an idle rank too: that has a batch of padding, whose `len()` is not 0. Pass
+    /// `&batch`, or [`Batch::real`], which leaves padding out.
     /// The average is exact also where ranks or micro-steps hold different numbers of samples;
     /// an idle rank's gradient counts as zero.
     ///
@@ -206,13 +236,35 @@ impl Accelerator {
     /// thread at a time. Burn 0.22.1 itself may lock up where one thread is in a backward pass while
     /// another computes with the same parameters.
     ///
+    /// [`Batch::real`]: crate::data::Batch::real
     /// [`Batch::with_weight`]: crate::data::Batch::with_weight
     /// [`PreparedOptimizer::step`]: crate::optim::PreparedOptimizer::step
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let losses = launch(2, |accelerator| {
+    /// #     let device = accelerator.device();
+    /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+    /// #     let model = accelerator.prepare(model)?;
+    ///     // A loss of 0 over one sample on rank 0, and of 1 over three on rank 1.
+    ///     let samples = 1 + 2 * accelerator.rank();
+    /// #     let zero = model.forward(Tensor::<2>::ones([samples, 2], &device)).mean() * 0.0;
+    /// #     let loss = zero + accelerator.rank() as f64;
+    ///     let gradients = accelerator.backward(loss, &model, samples)?;
+    ///     Ok(gradients.loss())
+    /// })?;
+    /// assert_eq!(losses, [Some(0.75), Some(0.75)]);
+    /// # Ok::<(), Error>(())
+    /// ```
     ///
     /// # Errors
     ///
     /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or whose replicas
-    /// differ in the middle of [local steps](crate::local), a loss that does not depend on one, a weight that is not a number of samples, a batch of a
+    /// differ in the middle of [local steps](crate::local), a loss that does not depend
+    /// on it on any rank (which all learn at the end of the window), a weight that is not a number of samples, a batch of a
     /// loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), or a call while another
     /// thread reduces gradients of the same model, or of one whose window is being reduced, which ends
     /// the group;
@@ -467,6 +519,18 @@ impl Accelerator {
     }
 
     /// The process group underneath, for communication that this type has no method for.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    ///
+    /// let latest = launch(2, |accelerator| {
+    ///     let mut seconds = [0.5 * accelerator.rank() as f64];
+    ///     accelerator.group().all_reduce(&mut seconds, ReduceOp::Max)?;
+    ///     Ok(seconds[0])
+    /// })?;
+    /// assert_eq!(latest, [0.5, 0.5]);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn group(&self) -> &ProcessGroup {
         &self.shared.group
     }

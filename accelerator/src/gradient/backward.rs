@@ -13,6 +13,8 @@ use crate::accelerator::Accelerator;
 use crate::data::Mark;
 use crate::error::{Error, Result};
 use crate::model::Trainable;
+use crate::notice;
+use crate::precision::Precision;
 use crate::replicas;
 use crate::timeline::{Part, Phase};
 
@@ -49,6 +51,7 @@ pub(crate) fn backward<M: Module>(
     let alone = reach == Reach::Own || group.world_size() == 1;
     let alone = alone && scale.is_none() && weight.count > 0.0;
     if alone && slot.open_micro_steps() == 0 && ends(0) {
+        check_precision_used(accelerator, &slot);
         let gradients = {
             let _backward = timeline.span(Phase::Backward);
             GradientsParams::from_grads(loss.backward(), model)
@@ -57,6 +60,7 @@ pub(crate) fn backward<M: Module>(
         let known = |parameter: &&Trainable| with_rank!(parameter.shape.len(), D => gradients.get::<D>(parameter.id).is_some());
         let strangers = gradients.len() - slot.parameters().iter().filter(known).count();
         check_all_known(strangers)?;
+        check_some_trained(&slot, !gradients.is_empty())?;
         // What it asks of the caller concerns connections and files, of which there are none here.
         let _ = strike(group.rank(), Point::Step(slot.steps()));
         slot.count_step();
@@ -91,6 +95,7 @@ pub(crate) fn backward<M: Module>(
         };
         (core::mem::take(&mut *window), alone)
     };
+    check_precision_used(accelerator, &slot);
     // As above.
     let _ = strike(group.rank(), Point::Step(slot.steps()));
     let reduced = match reach {
@@ -111,6 +116,12 @@ pub(crate) fn backward<M: Module>(
             "the weights of this step add up to 0 over all ranks: there is no sample to average \
              over",
         ));
+    }
+    // All ranks see the same, but for steps of their own.
+    let some_trained = check_some_trained(&slot, reduced.ledger.present.contains(&true));
+    if let Err(error) = some_trained {
+        slot.take_back(reduced.ledger);
+        return Err(error);
     }
     slot.count_step();
     reduced.marks.iter().for_each(Mark::is_used);
@@ -209,6 +220,32 @@ fn in_full(loss: Tensor<1>) -> Tensor<1> {
     match loss.dtype() {
         DType::F16 | DType::BF16 => loss.cast(DType::F32),
         _ => loss,
+    }
+}
+
+/// Refuses a window with samples in which no parameter of the model has a gradient.
+fn check_some_trained(slot: &Slot, some: bool) -> Result<()> {
+    if some {
+        return Ok(());
+    }
+    let parameters = slot.parameters();
+    Err(Error::misuse(format!(
+        "the loss does not depend on this model: none of its {} parameters (`{}`, …) has a gradient on any \
+         rank; pass the model that the loss was computed from, and do not detach it from there",
+        parameters.len(),
+        parameters.first().map_or("", |first| &first.path),
+    )))
+}
+
+/// Says once a model that what was asked for is not done: its steps compute in full precision.
+fn check_precision_used(accelerator: &Accelerator, slot: &Slot) {
+    let precision = accelerator.precision();
+    if precision != Precision::No && slot.lacks_working_copy() && accelerator.is_main_process() {
+        notice::warn(&format!(
+            "the precision is {precision}, and a model is trained in full precision all the same: its forward \
+             pass does not use the working copy; write `accelerator.forward(&model, |model| …)` around it, \
+             with `accelerator.to_working(input)` for what goes in (said once a model)"
+        ));
     }
 }
 

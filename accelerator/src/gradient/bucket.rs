@@ -231,7 +231,8 @@ pub(super) fn read(
     }
 }
 
-/// The sum of `|value / total|^order`, in f64; the largest of them, where the order is infinite.
+/// The sum of `|value / total|^order`, in f64; the largest of them, where the order is infinite. Powers are
+/// those of one library, whatever the system has: ranks on other hosts get the same bits.
 pub(super) fn power(buffer: &Buffer, range: &Range<usize>, total: f64, order: f64) -> f64 {
     match buffer.dtype() {
         DType::F64 => sum_of_powers(f64s(buffer, range), |v| v / total, order),
@@ -323,7 +324,9 @@ fn sum_of_powers<T: Copy>(values: &[T], widen: impl Fn(T) -> f64, order: f64) ->
     if order.is_infinite() {
         magnitudes.fold(0.0, larger)
     } else {
-        magnitudes.map(|magnitude| magnitude.powf(order)).sum()
+        magnitudes
+            .map(|magnitude| libm::pow(magnitude, order))
+            .sum()
     }
 }
 

@@ -104,13 +104,13 @@ impl Closed {
                 * if order.is_infinite() {
                     factor
                 } else {
-                    factor.powf(order)
+                    libm::pow(factor, order)
                 }
         });
         if order.is_infinite() {
             scaled.fold(0.0, bucket::larger)
         } else {
-            scaled.sum::<f64>().powf(1.0 / order)
+            libm::pow(scaled.sum::<f64>(), 1.0 / order)
         }
     }
 
@@ -129,6 +129,9 @@ impl Closed {
     pub(super) fn clamp(&mut self, max: f64, chosen: &[bool]) {
         // It can be had later no more.
         self.whole_norm();
+        if max.is_nan() {
+            return self.multiply(max, chosen);
+        }
         self.apply_factors();
         self.squares = None;
         match &mut self.values {

@@ -15,6 +15,7 @@ use super::turn::Turn;
 use super::window::Window;
 use crate::local::Round;
 use crate::model::Trainable;
+use crate::notice;
 use crate::precision::{Scaler, ScalerState};
 
 /// What is kept for a prepared model: which gradients it has, where they lie, and the window
@@ -29,6 +30,10 @@ pub(crate) struct Slot {
     parameters: Vec<Trainable>,
     /// Whether a gradient that only other ranks had was reported.
     reported: AtomicBool,
+    /// Whether a clip of nothing was reported.
+    reported_clip: AtomicBool,
+    /// Whether steps in full precision, where another one was asked for, were reported.
+    reported_precision: AtomicBool,
     /// Whether a bucket that did not fit the compressed type was reported.
     reported_range: AtomicBool,
     /// What this rank did by itself.
@@ -41,6 +46,8 @@ pub(crate) struct Slot {
     watching: Mutex<Watching>,
     window: Mutex<Window>,
     working: Mutex<WorkingCopy>,
+    /// Whether a copy was ever made to be trained through.
+    works_on_copies: AtomicBool,
     /// Where losses are scaled.
     scaler: Mutex<Option<Scaler>>,
 }
@@ -76,6 +83,8 @@ impl Slot {
             hook: None,
             numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
             reported: AtomicBool::new(false),
+            reported_clip: AtomicBool::new(false),
+            reported_precision: AtomicBool::new(false),
             reported_range: AtomicBool::new(false),
             round: Mutex::new(Round::default()),
             shelf: Mutex::new(Shelf {
@@ -87,6 +96,7 @@ impl Slot {
             watching: Mutex::new(Watching::new(overlap)),
             window: Mutex::new(Window::default()),
             working: Mutex::new(WorkingCopy::None),
+            works_on_copies: AtomicBool::new(false),
             scaler: Mutex::new(None),
             parameters,
         }
@@ -136,6 +146,31 @@ impl Slot {
 
     fn scaler(&self) -> MutexGuard<'_, Option<Scaler>> {
         self.scaler.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A copy that takes gradients was asked for, whatever of it had to be cast.
+    pub(crate) fn note_copied(&self) {
+        self.works_on_copies.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether no copy was ever made to be trained through; true once.
+    pub(super) fn lacks_working_copy(&self) -> bool {
+        !self.works_on_copies.load(Ordering::Relaxed)
+            && !self.reported_precision.swap(true, Ordering::Relaxed)
+    }
+
+    /// Says once that a clip is of none of the parameters.
+    pub(super) fn report_unclipped(&self) {
+        if let Some(first) = self.parameters.first()
+            && !self.reported_clip.swap(true, Ordering::Relaxed)
+        {
+            notice::warn(&format!(
+                "a clip that was asked for covers none of the {} trainable parameters of its model: `only` is \
+                 given paths such as `{}` (said once a model)",
+                self.parameters.len(),
+                first.path
+            ));
+        }
     }
 
     /// A copy was made for the next forward.

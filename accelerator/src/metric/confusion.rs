@@ -1,6 +1,7 @@
 use core::fmt;
 
 use burn::tensor::{Int, Tensor};
+use serde::{Deserialize, Serialize};
 
 use super::{Metric, Sums};
 use crate::error::{Error, Result};
@@ -24,7 +25,8 @@ use crate::error::{Error, Result};
 /// println!("{confusion}");
 /// # Ok::<(), accelerator::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(try_from = "Counts")]
 pub struct Confusion {
     classes: usize,
     /// By class of the sample, and within it by answer.
@@ -43,6 +45,18 @@ impl Confusion {
     /// Counts the first `samples` rows of `logits` (`[rows, classes]`), whose highest is the answer,
     /// against `targets` (`[rows]`). Pass [`Batch::real`](crate::data::Batch::real), which leaves
     /// padding out.
+    ///
+    /// ```
+    /// use accelerator::metric::Confusion;
+    /// use burn::tensor::{Device, Tensor};
+    ///
+    /// let device = Device::default();
+    /// let logits = Tensor::from_data([[0.9, 0.1], [0.2, 0.8]], &device);
+    /// let mut confusion = Confusion::new(2);
+    /// confusion.update(logits, Tensor::from_data([0, 0], &device), 2)?;
+    /// assert_eq!((confusion.of(0, 0), confusion.of(0, 1), confusion.samples()), (1, 1, 2));
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     ///
     /// # Errors
     ///
@@ -131,6 +145,18 @@ impl Confusion {
     }
 
     /// The mean recall of the classes, each of which counts the same: the balanced accuracy.
+    ///
+    /// ```
+    /// use accelerator::metric::Confusion;
+    ///
+    /// let mut confusion = Confusion::new(2);
+    /// // It always says 0, and three of four samples are.
+    /// confusion.count(&[0, 0, 0, 1], &[0, 0, 0, 0])?;
+    /// assert_eq!(confusion.accuracy(), 0.75);
+    /// assert_eq!(confusion.macro_recall(), 0.5);
+    /// assert_eq!((confusion.f1(0), confusion.f1(1)), (6.0 / 7.0, 0.0));
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn macro_recall(&self) -> f64 {
         self.each(|class| self.recall(class)) / self.classes as f64
     }
@@ -198,6 +224,28 @@ impl Metric for Confusion {
     }
 }
 
+/// What was written of one, which is not one yet.
+#[derive(Deserialize)]
+struct Counts {
+    classes: usize,
+    counts: Vec<f64>,
+}
+
+impl TryFrom<Counts> for Confusion {
+    type Error = Error;
+
+    fn try_from(Counts { classes, counts }: Counts) -> Result<Self> {
+        if classes.checked_mul(classes) == Some(counts.len()) {
+            return Ok(Self { classes, counts });
+        }
+        Err(Error::misuse(format!(
+            "Confusion: expected a count for each pair of {classes} classes, found {}; read what was \
+             written from a `Confusion`",
+            counts.len()
+        )))
+    }
+}
+
 fn share(part: f64, whole: f64) -> f64 {
     if whole > 0.0 { part / whole } else { 0.0 }
 }
@@ -245,6 +293,18 @@ mod tests {
             text.lines().count() == 6 && text.contains("0.8000"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn what_was_written_comes_back_and_nothing_else() {
+        let mut confusion = Confusion::new(2);
+        confusion.count(&[0, 1, 1], &[0, 1, 0]).unwrap();
+        let mut text = serde_json::to_string(&confusion).unwrap();
+        let back: Confusion = serde_json::from_str(&text).unwrap();
+        assert_eq!(back, confusion);
+        text = text.replace("\"classes\":2", "\"classes\":3");
+        let error = serde_json::from_str::<Confusion>(&text).unwrap_err();
+        assert!(error.to_string().contains("3 classes, found 4"), "{error}");
     }
 
     #[test]

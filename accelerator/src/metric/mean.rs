@@ -1,6 +1,7 @@
 use core::fmt;
 
 use burn::tensor::Tensor;
+use serde::{Deserialize, Serialize};
 
 use super::{Metric, Sums};
 
@@ -19,7 +20,7 @@ use super::{Metric, Sums};
 /// assert_eq!(loss.value(), 0.875);
 /// assert_eq!(loss.to_string(), "0.8750");
 /// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Mean {
     pub(super) sum: f64,
     pub(super) samples: f64,
@@ -47,6 +48,20 @@ impl Mean {
     }
 
     /// Adds a loss, the mean over `samples` samples.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::tensor::Tensor;
+    ///
+    /// let means = launch(2, |accelerator| {
+    ///     let errors = Tensor::<1>::full([4], accelerator.rank() as f64, &accelerator.device());
+    ///     let mut loss = Mean::new();
+    ///     loss.update_with(errors.mean(), 4);
+    ///     Ok(accelerator.reduce(loss)?.value())
+    /// })?;
+    /// assert_eq!(means, [0.5, 0.5]);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn update_with(&mut self, loss: Tensor<1>, samples: usize) {
         if samples > 0 {
             self.update(loss.into_scalar::<f64>(), samples);

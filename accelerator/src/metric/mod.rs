@@ -25,6 +25,38 @@
 //! assert_eq!(figures, [(6.0, 2.0 / 3.0); 2]);
 //! # Ok::<(), accelerator::Error>(())
 //! ```
+//!
+//! # In a checkpoint
+//!
+//! A figure that is built over an epoch is a part of the training, where that is saved in mid-epoch. What
+//! is the same on every rank, as a mean of [`Gradients::loss`](crate::Gradients::loss), goes into the checkpoint
+//! as an [`Object`](crate::checkpoint::Object). What each rank has counted by itself goes there as a
+//! [`PerRank`](crate::checkpoint::PerRank) value, as long as there are as many ranks: rank `r` goes on with
+//! what rank `r` had. That of a rank which is no longer there would be lost; so where training may go on at
+//! another number of ranks, save the figure of all of them, and let rank 0 alone go on with it: the sums
+//! of all ranks are the same.
+//!
+//! ```
+//! use accelerator::checkpoint::Object;
+//! use accelerator::prelude::*;
+//!
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let folder = folder.path();
+//! launch(3, |accelerator| {
+//!     let mine = Mean::of(accelerator.rank() as f64, 2);
+//!     let all = accelerator.reduce(mine)?;
+//!     accelerator.save_state(folder, Object(&all))?;
+//!     Ok(())
+//! })?;
+//! let means = launch(2, |accelerator| {
+//!     let (Object(all), _) = accelerator.resume(folder, Object(Mean::new()))?;
+//!     let mut mine = if accelerator.is_main_process() { all } else { Mean::new() };
+//!     mine.update(4.0, 1);
+//!     accelerator.reduce(mine)
+//! })?;
+//! assert_eq!(means, [Mean::of(14.0 / 8.0, 8); 2]);
+//! # Ok::<(), accelerator::Error>(())
+//! ```
 
 mod accuracy;
 mod confusion;
@@ -70,6 +102,22 @@ pub use self::top_k::TopK;
 pub trait Metric {
     /// Shows its sums: first they are read, then overwritten with those of all ranks.
     fn sums(&mut self, sums: &mut Sums<'_>);
+
+    /// What it is, so that ranks which reduce different metrics with as many sums are found out: the name
+    /// of the type, unless it says more.
+    fn name(&self) -> String {
+        short(core::any::type_name::<Self>())
+    }
+}
+
+/// The name of a type without the paths of modules.
+fn short(name: &str) -> String {
+    let mut short = String::new();
+    // An identifier that a path follows is a module.
+    for part in name.split_inclusive(|c: char| !(c.is_alphanumeric() || c == '_' || c == ':')) {
+        short.push_str(part.rsplit("::").next().unwrap_or(part));
+    }
+    short
 }
 
 macro_rules! tuples {
@@ -79,6 +127,13 @@ macro_rules! tuples {
             fn sums(&mut self, sums: &mut Sums<'_>) {
                 let ($($metric,)+) = self;
                 $($metric.sums(sums);)+
+            }
+
+            #[allow(non_snake_case, reason = "the names are those of the type parameters")]
+            fn name(&self) -> String {
+                let ($($metric,)+) = self;
+                let names = [$($metric.name()),+];
+                format!("({})", names.join(", "))
             }
         }
     };
@@ -94,5 +149,15 @@ tuples!(A, B, C, D, E, F);
 impl<M: Metric> Metric for Vec<M> {
     fn sums(&mut self, sums: &mut Sums<'_>) {
         self.iter_mut().for_each(|metric| metric.sums(sums));
+    }
+
+    fn name(&self) -> String {
+        let names: Vec<_> = self.iter().map(Metric::name).collect();
+        match names.first() {
+            Some(first) if names.iter().all(|name| name == first) => {
+                format!("[{first}; {}]", names.len())
+            }
+            _ => format!("[{}]", names.join(", ")),
+        }
     }
 }

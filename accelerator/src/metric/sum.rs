@@ -1,5 +1,7 @@
 use core::fmt;
 
+use serde::{Deserialize, Serialize};
+
 use super::{Metric, Sums};
 
 /// A total, over all samples of all ranks: of tokens, of seconds, or of how often something came.
@@ -17,7 +19,7 @@ use super::{Metric, Sums};
 /// assert_eq!(totals, [(201.0, 2.0); 2]);
 /// # Ok::<(), accelerator::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Sum(f64);
 
 impl Sum {

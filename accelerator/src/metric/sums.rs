@@ -42,7 +42,7 @@ impl Sums<'_> {
 
 /// The metric over all ranks.
 ///
-/// Ahead of the sums travel a digest of their shape and its square: over all ranks, the mean of the
+/// Ahead of the sums travel a digest of what they are and its square: over all ranks, the mean of the
 /// squares is the square of the mean only where all digests are equal. Every rank sees the same
 /// figures, so all of them find the same.
 #[track_caller]
@@ -53,8 +53,9 @@ pub(crate) fn reduce<M: Metric>(group: &ProcessGroup, mut metric: M) -> Result<M
         shape: Shape::default(),
     };
     metric.sums(&mut sums);
-    let digest = sums.shape.digest();
     let lengths = sums.shape.lengths;
+    let name = metric.name();
+    let digest = digest(&name, &lengths);
     values[0] = digest;
     values[1] = digest * digest;
     group.all_reduce(&mut values, ReduceOp::Sum)?;
@@ -62,7 +63,7 @@ pub(crate) fn reduce<M: Metric>(group: &ProcessGroup, mut metric: M) -> Result<M
     // Whole numbers of at most 2^53, which f64 adds up exactly.
     let (sum, squares) = (head[0] as u128, head[1] as u128);
     if squares * group.world_size() as u128 != sum * sum {
-        return Err(differing(&group.all_gather_object(&lengths)?));
+        return Err(differing(&group.all_gather_object(&(name, lengths))?));
     }
     metric.sums(&mut Sums {
         pass: Pass::Write(values),
@@ -83,27 +84,32 @@ impl Shape {
     fn add(&mut self, len: usize) {
         self.lengths.push(len);
     }
-
-    /// A whole number below 2^18, the square of which can be added up over 2^17 ranks without
-    /// rounding.
-    fn digest(&self) -> f64 {
-        let lengths: Vec<u64> = self.lengths.iter().map(|&len| len as u64).collect();
-        (accelerator_plan::mix(&lengths) >> 46) as f64
-    }
 }
 
-fn differing(ranks: &[Vec<usize>]) -> Error {
-    let ranks = ranks.iter().map(|lengths| format!("{lengths:?}"));
+/// A whole number below 2^18, the square of which can be added up over 2^17 ranks without rounding.
+fn digest(name: &str, lengths: &[usize]) -> f64 {
+    let name = name.bytes().map(u64::from);
+    let words: Vec<u64> = core::iter::once(lengths.len() as u64)
+        .chain(lengths.iter().map(|&len| len as u64))
+        .chain(name)
+        .collect();
+    (accelerator_plan::mix(&words) >> 46) as f64
+}
+
+fn differing(ranks: &[(String, Vec<usize>)]) -> Error {
+    let ranks = ranks
+        .iter()
+        .map(|(name, lengths)| format!("{name} with sums in pieces of {lengths:?}"));
     Error::misuse(format!(
-        "reduce: metrics differ between ranks: their sums come in pieces of other lengths ({}); reduce the \
-         same metrics, of the same size and in the same order, on every rank",
+        "reduce: metrics differ between ranks ({}); reduce the same metrics, of the same size and in the same \
+         order, on every rank",
         sides(ranks)
     ))
 }
 
 #[cfg(all(test, feature = "flex"))]
 mod tests {
-    use crate::metric::{Confusion, Mean};
+    use crate::metric::{Accuracy, Confusion, Mean, TopK};
 
     #[test]
     fn collections_of_any_size_are_reduced_together() {
@@ -139,7 +145,36 @@ mod tests {
             assert!(error.is_misuse(), "{error:?}");
             let text = error.to_string();
             assert!(
-                text.contains("ranks 0, 1: [9, 4]; rank 2: [4, 9]"),
+                text.contains("ranks 0, 1: (Confusion, Confusion) with sums in pieces of [9, 4]")
+                    && text
+                        .contains("rank 2: (Confusion, Confusion) with sums in pieces of [4, 9]"),
+                "{text}"
+            );
+        }
+    }
+
+    /// Of the same size, and in pieces of the same lengths.
+    #[test]
+    fn another_kind_of_metric_is_refused_on_every_rank() {
+        let errors = crate::launch(2, |accelerator| {
+            let mean = Mean::of(1.0, 2);
+            let error = if accelerator.is_main_process() {
+                accelerator.reduce((mean, vec![mean; 2])).unwrap_err()
+            } else {
+                let others = (Accuracy::new(), vec![mean; 2]);
+                accelerator.reduce(others).unwrap_err()
+            };
+            let other_k = accelerator.reduce(TopK::new(accelerator.rank()));
+            assert!(other_k.unwrap_err().is_misuse());
+            Ok(error)
+        })
+        .unwrap();
+        for error in errors {
+            assert!(error.is_misuse(), "{error:?}");
+            let text = error.to_string();
+            assert!(
+                text.contains("rank 0: (Mean, [Mean; 2]) with")
+                    && text.contains("rank 1: (Accuracy, [Mean; 2]) with"),
                 "{text}"
             );
         }

@@ -1,6 +1,7 @@
 use core::fmt;
 
 use burn::tensor::{Int, Tensor};
+use serde::{Deserialize, Serialize};
 
 use super::{Mean, Metric, Sums};
 
@@ -20,7 +21,7 @@ use super::{Mean, Metric, Sums};
 /// top.update(logits, Tensor::from_data([2, 0], &device), 2);
 /// assert_eq!(top.value(), 0.5);
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct TopK {
     hits: Mean,
     k: usize,
@@ -90,6 +91,10 @@ impl fmt::Display for TopK {
 impl Metric for TopK {
     fn sums(&mut self, sums: &mut Sums<'_>) {
         self.hits.sums(sums);
+    }
+
+    fn name(&self) -> String {
+        format!("TopK({})", self.k)
     }
 }
 

@@ -54,6 +54,7 @@ impl Models {
             slots: &slots,
             found: None,
             mixed: false,
+            trains: false,
         };
         model.visit(&mut search);
         if search.mixed {
@@ -63,10 +64,13 @@ impl Models {
             ));
         }
         search.found.ok_or_else(|| {
-            Error::misuse(
+            Error::misuse(if !search.trains {
+                "this model has no trainable parameter, so nothing is known of it, prepared or not: unfreeze \
+                 some, and prepare it then"
+            } else {
                 "this model was not prepared, or got other parameter ids since (by loading a \
-                 record): pass it through `Accelerator::prepare` before `backward`",
-            )
+                 record): pass it through `Accelerator::prepare` before `backward`"
+            })
         })
     }
 
@@ -161,10 +165,13 @@ struct Search<'a> {
     slots: &'a HashMap<ParamId, Arc<Slot>>,
     found: Option<Arc<Slot>>,
     mixed: bool,
+    /// Whether there is a parameter that takes a gradient.
+    trains: bool,
 }
 
 impl ModuleVisitor for Search<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.trains |= param.is_require_grad();
         match (&self.found, self.slots.get(&param.id)) {
             (Some(found), Some(slot)) => self.mixed |= !Arc::ptr_eq(found, slot),
             (None, Some(slot)) => self.found = Some(slot.clone()),

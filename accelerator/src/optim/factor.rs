@@ -18,6 +18,7 @@ pub(super) fn scaled<M: Module>(
         path: Vec::new(),
         rate: &rate,
         others: Vec::new(),
+        trained: Vec::new(),
     };
     model.visit(&mut reader);
     if reader.others.is_empty() {
@@ -32,11 +33,29 @@ pub(super) fn scaled<M: Module>(
         .step()
 }
 
-/// Collects the parameters that have another rate than the base.
+/// By path, the rate of each parameter that is trained, times a factor.
+pub(super) fn by_path<M: Module>(
+    rate: &ModuleLearningRate,
+    factor: f64,
+    model: &M,
+) -> Vec<(String, f64)> {
+    let mut reader = Reader {
+        path: Vec::new(),
+        rate,
+        others: Vec::new(),
+        trained: Vec::new(),
+    };
+    model.visit(&mut reader);
+    let trained = reader.trained.into_iter();
+    trained.map(|(path, rate)| (path, rate * factor)).collect()
+}
+
+/// Collects rates, and the parameters that have another one than the base.
 struct Reader<'a> {
     path: Vec<String>,
     rate: &'a ModuleLearningRate,
     others: Vec<(ParamId, f64)>,
+    trained: Vec<(String, f64)>,
 }
 
 impl ModuleVisitor for Reader<'_> {
@@ -53,6 +72,9 @@ impl ModuleVisitor for Reader<'_> {
         let rate = self.rate.lr_from_param(param.id, Some(&path));
         if rate != self.rate.base() {
             self.others.push((param.id, rate));
+        }
+        if param.is_require_grad() {
+            self.trained.push((path, rate));
         }
     }
 }

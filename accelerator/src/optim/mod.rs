@@ -129,6 +129,33 @@ use crate::gradient::{Averaged, Gradients, Undo};
 use crate::timeline::{Part, Phase, Timeline};
 
 /// What the last [`PreparedOptimizer::step`] did.
+///
+/// ```
+/// use accelerator::prelude::*;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::optim::SgdConfig;
+/// # use burn::tensor::Tensor;
+///
+/// let accelerator = Accelerator::builder().accumulation_steps(2).build()?;
+/// # let device = accelerator.device();
+/// # let model: Linear = LinearConfig::new(2, 1).init(&device);
+/// # let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+/// # let mut outcomes = Vec::new();
+/// for _ in 0..4 {
+///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+///     let gradients = accelerator.backward(loss, &model, 4)?;
+///     model = optimizer.step(0.1, model, gradients);
+///     match optimizer.outcome() {
+///         StepOutcome::Stepped { rate, .. } => accelerator.print(format_args!("rate {rate}")),
+///         StepOutcome::Skipped { scale } => accelerator.print(format_args!("skipped at {scale}")),
+///         _ => {}
+///     }
+/// #     outcomes.push(matches!(optimizer.outcome(), StepOutcome::Stepped { .. }));
+/// }
+/// # assert_eq!(outcomes, [false, true, false, true]);
+/// assert_eq!(optimizer.steps(), 2);
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum StepOutcome {
@@ -153,7 +180,8 @@ pub enum StepOutcome {
     },
     /// The model was updated.
     Stepped {
-        /// The base learning rate of this step.
+        /// The base learning rate of this step; those of groups with rates of their own are told by
+        /// [`PreparedOptimizer::learning_rates`].
         rate: f64,
         /// The norm of the averaged gradient before clipping, where it was computed.
         norm: Option<f64>,
@@ -164,6 +192,35 @@ pub enum StepOutcome {
 ///
 /// Made by [`Accelerator::prepare`](crate::Accelerator::prepare). With a scheduler `S` is
 /// [`Scheduled`], without one it is [`Manual`] and `step` takes the rate, as Burn's own does.
+///
+/// ```
+/// use accelerator::optim::{PreparedOptimizer, Scheduled};
+/// # use accelerator::prelude::*;
+/// # use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
+/// # use burn::optim::AdamConfig;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::tensor::Tensor;
+/// # let accelerator = Accelerator::new()?;
+/// # let device = accelerator.device();
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+///
+/// struct Trainer {
+///     model: Linear,
+///     optimizer: PreparedOptimizer<Scheduled>,
+/// }
+///
+/// let schedule = LinearLrSchedulerConfig::new(0.5, 0.25, 2).init().unwrap();
+/// let optimizer = accelerator.prepare((AdamConfig::new().init(), schedule))?;
+/// let mut trainer = Trainer { model, optimizer };
+/// for rate in [0.5, 0.375, 0.25] {
+///     let loss = trainer.model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+///     let gradients = accelerator.backward(loss, &trainer.model, 4)?;
+///     trainer.model = trainer.optimizer.step(trainer.model, gradients);
+///     assert_eq!(trainer.optimizer.learning_rate(), Some(rate));
+/// }
+/// assert_eq!(trainer.optimizer.steps(), 3);
+/// # Ok::<(), Error>(())
+/// ```
 pub struct PreparedOptimizer<S> {
     /// What the rates of the schedule are multiplied by, since training went on at another size.
     factor: f64,
@@ -205,6 +262,12 @@ impl<S> PreparedOptimizer<S> {
     where
         S: Clone,
     {
+        if let Some(path) = gradients.stranger_to(&model) {
+            panic!(
+                "these gradients are of another model, whose first trainable parameter is `{path}`: the model \
+                 that `step` was given has none of its parameters; pass the one that `backward` was given"
+            );
+        }
         let missed = match gradients.overflow() {
             Some(scale) => Some(StepOutcome::Skipped { scale }),
             None => gradients.is_idle().then_some(StepOutcome::Idle),
@@ -313,6 +376,26 @@ impl<S> PreparedOptimizer<S> {
     ///
     /// Burn does not tell, so the state is copied to be counted: ask now and then.
     ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// use burn::optim::AdamConfig;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    /// # let accelerator = Accelerator::new()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    ///
+    /// let mut optimizer = accelerator.prepare(AdamConfig::new().init())?;
+    /// assert_eq!(optimizer.state_memory()?, 0);
+    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let gradients = accelerator.backward(loss, &model, 4)?;
+    /// let model = optimizer.step(1e-3, model, gradients);
+    /// // Two moments in f32 of each of three parameters, and a little more.
+    /// assert!(optimizer.state_memory()? >= 2 * 4 * 3);
+    /// # let _: Linear = model;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) where Burn cannot write the state.
@@ -334,6 +417,10 @@ impl PreparedOptimizer<Manual> {
 
     /// Updates the model with that learning rate, if the accumulation window is full; gives it
     /// back as it was otherwise.
+    ///
+    /// # Panics
+    ///
+    /// With gradients of another model: where none of the parameters that `backward` was given is in this one.
     #[must_use]
     #[track_caller]
     pub fn step<M: Module>(
@@ -357,6 +444,10 @@ impl PreparedOptimizer<Scheduled> {
 
     /// Updates the model with the schedule's next learning rate, if the accumulation window is
     /// full; gives it back as it was, and leaves the schedule where it is, otherwise.
+    ///
+    /// # Panics
+    ///
+    /// With gradients of another model: where none of the parameters that `backward` was given is in this one.
     #[must_use]
     #[track_caller]
     pub fn step<M: Module>(&mut self, model: M, gradients: Gradients) -> M {
@@ -369,6 +460,35 @@ impl PreparedOptimizer<Scheduled> {
     /// How many times the schedule advances in so many optimizer steps and epochs.
     pub(crate) fn advances(&self, steps: Option<u64>, epochs: u64) -> Option<u64> {
         self.schedule.0.advances(steps, epochs)
+    }
+
+    /// The learning rate of the last step for each trainable parameter of the model, by path; empty before the
+    /// first.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+    /// use burn::module::ParamGroup;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::SgdConfig;
+    /// use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let device = accelerator.device();
+    /// let model: Linear = LinearConfig::new(2, 1).init(&device);
+    /// let scheduler = ModuleLrScheduler::new(0.5).with_group(ParamGroup::from_predicate("bias"), 2.0);
+    /// let (mut model, mut optimizer) =
+    ///     accelerator.prepare((model, (SgdConfig::new().init(), scheduler)))?;
+    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let gradients = accelerator.backward(loss, &model, 4)?;
+    /// model = optimizer.step(model, gradients);
+    /// let rates = optimizer.learning_rates(&model);
+    /// assert_eq!(rates, [("weight".to_owned(), 0.5), ("bias".to_owned(), 2.0)]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn learning_rates<M: Module>(&self, model: &M) -> Vec<(String, f64)> {
+        let current = self.schedule.0.current.as_ref();
+        current.map_or_else(Vec::new, |rate| factor::by_path(rate, self.factor, model))
     }
 
     /// The base learning rate of the last step; `None` before the first.

@@ -26,8 +26,8 @@ pub struct TrainingPlan {
     pub world_size: usize,
     /// Micro-steps of a full accumulation window.
     pub accumulation_steps: usize,
-    /// Samples of an epoch, over all ranks.
-    pub samples: u64,
+    /// Samples of an epoch, over all ranks; a stream does not tell.
+    pub samples: Option<u64>,
     /// Samples of all ranks in one optimizer step with a full window: the effective batch.
     pub effective_batch: Option<u64>,
     /// Batches of each rank in an epoch.
@@ -45,6 +45,28 @@ pub struct TrainingPlan {
 
 impl TrainingPlan {
     /// With the schedule of that optimizer.
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+    /// # use burn::optim::SgdConfig;
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// # let accelerator = Accelerator::new()?;
+    /// # let dataset = InMemDataset::new((0..96).collect());
+    /// # let train = DataLoaderBuilder::new(Listed).batch_size(8).build(dataset);
+    /// # let train = accelerator.prepare(train)?;
+    ///
+    /// let steps = accelerator.plan(&train, 3).steps.expect("a data set knows its length");
+    /// let schedule = CosineAnnealingLrSchedulerConfig::new(1e-2, steps as usize).init().unwrap();
+    /// let optimizer = accelerator.prepare((SgdConfig::new().init(), schedule))?;
+    /// let plan = accelerator.plan(&train, 3).with_schedule(&optimizer);
+    /// assert_eq!(plan.rate_steps, Some(36), "the schedule reaches its end");
+    /// # Ok::<(), Error>(())
+    /// ```
     #[must_use]
     pub fn with_schedule(self, optimizer: &PreparedOptimizer<Scheduled>) -> Self {
         let rate_steps = optimizer.advances(self.steps, self.epochs);
@@ -61,12 +83,11 @@ impl fmt::Display for TrainingPlan {
         if self.accumulation_steps > 1 {
             write!(f, " in {} micro-steps", self.accumulation_steps)?;
         }
-        write!(
-            f,
-            "; {} of {}",
-            Counted(self.epochs, "epoch"),
-            Counted(self.samples, "sample")
-        )?;
+        write!(f, "; {} of ", Counted(self.epochs, "epoch"))?;
+        match self.samples {
+            Some(samples) => write!(f, "{}", Counted(samples, "sample"))?,
+            None => f.write_str("an unknown number of samples")?,
+        }
         if let Some(steps) = self.steps_per_epoch {
             write!(f, " in {}", Counted(steps, "optimizer step"))?;
         }
@@ -115,7 +136,7 @@ impl Accelerator {
         TrainingPlan {
             world_size: self.world_size(),
             accumulation_steps: accumulation,
-            samples: train.samples(),
+            samples: train.known_samples(),
             effective_batch: batch.and_then(|samples| samples.checked_mul(accumulation as u64)),
             micro_steps_per_epoch: micro_steps,
             steps_per_epoch,

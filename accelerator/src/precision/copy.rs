@@ -32,6 +32,30 @@ pub fn in_full<const D: usize, const E: usize>(
 impl Accelerator {
     /// Runs the forward pass on a [working copy](Self::working_copy) of the model, or on the model
     /// itself with [`Precision::No`](super::Precision::No). See the [module](super) for the whole loop.
+    ///
+    /// What goes into the model must be in that precision too: pass the inputs through
+    /// [`to_working`](Self::to_working) before, and the output through [`to_full`](Self::to_full) before the
+    /// loss. Without it, Burn panics in the first layer, with the two types that do not fit together.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::{DType, Tensor};
+    ///
+    /// let accelerator = Accelerator::builder().precision(Precision::Bf16).build()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let inputs = Tensor::<2>::ones([4, 2], &device);
+    /// # let targets = Tensor::<2>::zeros([4, 1], &device);
+    /// let loss = accelerator.forward(&model, |model| {
+    ///     let outputs = model.forward(accelerator.to_working(inputs));
+    ///     assert_eq!(outputs.dtype(), DType::BF16);
+    ///     (accelerator.to_full(outputs) - targets).powi_scalar(2).mean()
+    /// });
+    /// let gradients = accelerator.backward(loss, &model, 4)?;
+    /// # let _ = gradients;
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn forward<M: Module, T>(&self, model: &M, forward: impl FnOnce(&M) -> T) -> T {
         match self.precision().dtype() {
             Some(_) => forward(&self.working_copy(model)),
@@ -54,6 +78,20 @@ impl Accelerator {
 
     /// The same, but for parameters with paths (`layers.0.weight`) that `keep` chooses, which stay as they
     /// are.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::DType;
+    ///
+    /// let accelerator = Accelerator::builder().precision(Precision::Bf16).build()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// let copy = accelerator.working_copy_except(&model, |path| path.ends_with("bias"));
+    /// assert_eq!(copy.weight.val().dtype(), DType::BF16);
+    /// assert_eq!(copy.bias.unwrap().val().dtype(), DType::F32);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn working_copy_except<M: Module>(&self, model: &M, keep: impl Fn(&str) -> bool) -> M {
         let Some(dtype) = self.precision().dtype() else {
             return model.clone();
@@ -67,12 +105,18 @@ impl Accelerator {
             parts: Vec::new(),
             path: Vec::new(),
             slot: slot.as_deref(),
+            trains: false,
         };
         if let Some(slot) = &slot {
             caster.parts.resize_with(slot.parameters().len(), || None);
         }
         let copy = model.clone().map(&mut caster);
-        let parts = caster.parts;
+        let Caster { parts, trains, .. } = caster;
+        if let Some(slot) = &slot
+            && trains
+        {
+            slot.note_copied();
+        }
         if let Some(slot) = &slot
             && parts.iter().any(Option::is_some)
         {
@@ -81,7 +125,8 @@ impl Accelerator {
         copy
     }
 
-    /// A tensor in the [precision](Self::precision) to compute in: for what goes into the model.
+    /// A tensor in the [precision](Self::precision) to compute in: for what goes into the model in
+    /// [`forward`](Self::forward). Tensors of integers, such as tokens, need nothing.
     pub fn to_working<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
         match self.precision().dtype() {
             Some(dtype) => tensor.cast(dtype),
@@ -118,6 +163,8 @@ struct Caster<'a, K> {
     parts: Vec<Option<DispatchTensor>>,
     path: Vec<String>,
     slot: Option<&'a Slot>,
+    /// Whether there is a parameter that takes a gradient.
+    trains: bool,
 }
 
 impl<K: Fn(&str) -> bool> ModuleMapper for Caster<'_, K> {
@@ -132,6 +179,7 @@ impl<K: Fn(&str) -> bool> ModuleMapper for Caster<'_, K> {
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.trains |= param.is_require_grad();
         if self.norms > 0 || (self.keep)(&self.path.join(".")) {
             return param;
         }

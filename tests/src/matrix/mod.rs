@@ -55,7 +55,7 @@ pub(crate) enum Fault {
 ///
 /// Where a name ends with `_within`, it happens behind the first data of a collective of several
 /// steps; `op=5 within` in the words of a plan.
-pub(crate) const OPERATIONS: [&str; 18] = [
+pub(crate) const OPERATIONS: [&str; 21] = [
     "rendezvous",
     "connect",
     "all_reduce",
@@ -69,8 +69,11 @@ pub(crate) const OPERATIONS: [&str; 18] = [
     "broadcast_from_culprit",
     "all_gather",
     "all_gather_varied",
+    "all_gather_parts",
+    "all_gather_parts_within",
     "reduce_scatter",
     "gather_object",
+    "scatter_object",
     "broadcast_object",
     "barrier",
     "idle",

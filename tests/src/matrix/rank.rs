@@ -3,7 +3,9 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::{DType, Error, GroupOptions, Launch, Pending, ProcessGroup, ReduceOp};
+use accelerator_collective::{
+    DType, Error, GroupOptions, Launch, Part, Pending, ProcessGroup, ReduceOp,
+};
 use serde::{Deserialize, Serialize};
 
 use super::{CONNECT, CULPRIT, Fault, LIVENESS, OPERATION, PROGRESS, STARTED, Way};
@@ -144,10 +146,29 @@ fn call(group: &ProcessGroup, operation: &str) -> Result<(), Error> {
         "broadcast_from_culprit" => group.broadcast(&mut [rank as u64; 1000], CULPRIT),
         "all_gather" => group.all_gather(&[rank as u64; 1000]).map(drop),
         "all_gather_varied" => group.all_gather_varied(&vec![1_u8; 1000 * rank]).map(drop),
+        "all_gather_parts" | "all_gather_parts_within" => {
+            let mut buffer = group.buffer(DType::F32, LARGE);
+            let length = buffer.bytes().len() / group.world_size();
+            let part = |rank| Part {
+                buffer: 0,
+                bytes: rank * length..(rank + 1) * length,
+            };
+            let parts: Vec<_> = (0..group.world_size())
+                .map(|rank| vec![part(rank)])
+                .collect();
+            group.all_gather_parts(&mut [&mut buffer], &parts, |_, _, _| {})
+        }
         "reduce_scatter" => group
             .reduce_scatter(&[1.0_f64; 5000], ReduceOp::Max)
             .map(drop),
         "gather_object" => group.gather_object(&format!("rank {rank}"), 0).map(drop),
+        "scatter_object" => {
+            let values: Vec<String> = (0..group.world_size())
+                .map(|rank| format!("for rank {rank}"))
+                .collect();
+            let values = (rank == 0).then_some(&values[..]);
+            group.scatter_object::<String, String>(values, 0).map(drop)
+        }
         "broadcast_object" => group
             .broadcast_object((rank == 0).then_some(&42_u64), 0)
             .map(drop),

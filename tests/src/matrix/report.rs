@@ -14,7 +14,7 @@ pub(super) fn table(cells: &[Cell]) -> String {
          timeout of this job), {} s for a rank that never came (its connect timeout). A cell fails {} s after its \
          deadline, since the machine that runs this may be busy.\n\n\
          A fault strikes when rank 1 has declared the operation and sent its first data; where a name ends \
-         with `_within`, behind that, when the others have begun to reduce. `idle`: nothing is pending \
+         with `_within`, behind that, when the others have begun to reduce or to read. `idle`: nothing is pending \
          when it happens; the next call is timed. The two hosts are one: the ranks of the second count \
          their local ranks anew.\n",
         LIVENESS.as_secs(),
