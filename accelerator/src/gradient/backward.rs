@@ -14,7 +14,7 @@ use crate::data::Mark;
 use crate::error::{Error, Result};
 use crate::model::Trainable;
 use crate::notice;
-use crate::precision::Precision;
+use crate::precision::{Finiteness, Precision};
 use crate::replicas;
 use crate::timeline::{Part, Phase};
 
@@ -129,9 +129,12 @@ pub(crate) fn backward<M: Module>(
     let mut gradients = Gradients::reduced(slot.clone(), device, reduced, weight.epoch);
     if let Some(scale) = scale {
         // All ranks see the same sums.
-        let finite = gradients.norm().is_some_and(f64::is_finite);
-        slot.update_loss_scale(finite);
-        if !finite {
+        let finiteness = match gradients.norm() {
+            Some(norm) if norm.is_finite() => Finiteness::Finite,
+            _ => Finiteness::NotFinite,
+        };
+        slot.update_loss_scale(finiteness);
+        if finiteness == Finiteness::NotFinite {
             tracing::debug!(
                 step = slot.steps(),
                 scale,

@@ -8,7 +8,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Result};
-use crate::replicas::short;
+use crate::short_hash::short;
 
 /// The statistics that Burn's batch norm keeps, by the names of its fields.
 const MEAN: &str = "running_mean";

@@ -3,8 +3,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{CommunicationHook, GradientBucket, HookError, Ranks, SavedBy};
-use crate::device::panic_text;
 use crate::error::{Error, Kind, Result};
+use crate::panic_text::panic_text;
 
 /// Makes the hook of each model.
 #[derive(Clone)]
