@@ -73,6 +73,19 @@ where
 }
 
 /// Lets through what these ranks say, for layers of the program's own.
+///
+/// ```
+/// use accelerator::logging::{RankFilter, Speakers};
+/// use tracing_subscriber::prelude::*;
+///
+/// # let accelerator = accelerator::Accelerator::new()?;
+/// // A file for each host, beside what goes to standard error.
+/// let filter = RankFilter::new(Speakers::LocalMain, accelerator.topology());
+/// let file = tracing_subscriber::fmt::layer().with_writer(std::io::sink).with_filter(filter);
+/// let subscriber = tracing_subscriber::registry().with(file);
+/// # drop(subscriber);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct RankFilter {
     speaks: bool,

@@ -109,6 +109,28 @@ impl AcceleratorBuilder {
     /// see [`check_replicas`](Accelerator::check_replicas) for what is compared, and what it
     /// costs. It fails with [`Error::is_drift`] on every rank before the model is moved. The last
     /// steps of a program are checked where it asks for it. Default, and 0: never.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::optim::SgdConfig;
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let errors = Accelerator::builder().check_replicas_every(1).launch(2, |accelerator| {
+    /// #     let device = accelerator.device();
+    /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+    /// #     let optimizer = SgdConfig::new().init();
+    /// #     let (mut model, mut optimizer) = accelerator.prepare((model, optimizer))?;
+    /// #     let loss = |model: &Linear| model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    ///     let gradients = accelerator.backward(loss(&model), &model, 4)?;
+    ///     // Each rank steps with a rate of its own, by mistake.
+    ///     let rate = [0.1, 0.2][accelerator.rank()];
+    ///     model = optimizer.step(rate, model, gradients);
+    ///     Ok(accelerator.backward(loss(&model), &model, 4).unwrap_err())
+    /// })?;
+    /// assert!(errors.iter().all(Error::is_drift));
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn check_replicas_every(mut self, steps: u64) -> Self {
         self.check_replicas = NonZeroU64::new(steps);
         self
@@ -130,6 +152,17 @@ impl AcceleratorBuilder {
     /// The floating-point type of parameters and batches. It must be set before the process
     /// makes its first tensor, since Burn fixes it then. Default: the device's own, which is
     /// `F32`.
+    ///
+    /// ```
+    /// use accelerator::Accelerator;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::{DType, FloatDType};
+    ///
+    /// let accelerator = Accelerator::builder().dtype(FloatDType::F64).build()?;
+    /// let model: Linear = LinearConfig::new(2, 1).init(&accelerator.device());
+    /// assert_eq!(model.weight.val().dtype(), DType::F64);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn dtype(mut self, dtype: FloatDType) -> Self {
         self.dtype = Some(dtype);
         self
@@ -156,6 +189,16 @@ impl AcceleratorBuilder {
     }
 
     /// Where this process stands among the others, instead of what the environment says.
+    ///
+    /// ```
+    /// use accelerator::Accelerator;
+    /// use accelerator::collective::Launch;
+    ///
+    /// // Alone, whatever launched the process: for an evaluation within a job, for example.
+    /// let accelerator = Accelerator::builder().launched_as(Launch::single()).build()?;
+    /// assert_eq!(accelerator.world_size(), 1);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn launched_as(mut self, launch: Launch) -> Self {
         self.launch = Some(launch);
         self
@@ -184,6 +227,20 @@ impl AcceleratorBuilder {
     }
 
     /// How long a collective waits for a rank that lives but does not come. Default: 10 minutes.
+    ///
+    /// ```
+    /// use accelerator::Accelerator;
+    /// use core::time::Duration;
+    ///
+    /// // Hosts that boot one after the other, and checkpoints that take long.
+    /// let accelerator = Accelerator::builder()
+    ///     .connect_timeout(Duration::from_secs(600))
+    ///     .liveness_timeout(Duration::from_secs(20))
+    ///     .progress_timeout(Duration::from_secs(3600))
+    ///     .build()?;
+    /// # assert_eq!(accelerator.world_size(), 1);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn progress_timeout(mut self, timeout: Duration) -> Self {
         self.options = self.options.with_progress_timeout(timeout);
         self
@@ -191,6 +248,19 @@ impl AcceleratorBuilder {
 
     /// The seed of initial weights, dropout and everything else that draws from the device. The
     /// order of samples has a seed of its own, that of the loader. Default: 0.
+    ///
+    /// ```
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use accelerator::Accelerator;
+    /// let weights = |seed| -> accelerator::Result<_> {
+    ///     let accelerator = Accelerator::builder().seed(seed).build()?;
+    ///     let model: Linear = LinearConfig::new(2, 1).init(&accelerator.device());
+    ///     Ok(model.weight.val().into_data())
+    /// };
+    /// assert_eq!(weights(7)?, weights(7)?);
+    /// assert_ne!(weights(7)?, weights(8)?);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
@@ -357,6 +427,16 @@ impl AcceleratorBuilder {
 
     /// Runs `body` on `world_size` ranks, each a thread of this process, and returns what they
     /// return, in rank order; see [`launch`](crate::launch).
+    ///
+    /// ```
+    /// use accelerator::Accelerator;
+    ///
+    /// let accumulation = Accelerator::builder()
+    ///     .global_batch(256, 32)
+    ///     .launch(4, |accelerator| Ok(accelerator.accumulation_steps()))?;
+    /// assert_eq!(accumulation, [2; 4]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     ///
     /// # Errors
     ///

@@ -73,6 +73,20 @@ impl Accelerator {
     /// The tensors of all ranks, joined along the first dimension in rank order. The other
     /// dimensions must be equal, the first one may differ.
     ///
+    /// ```
+    /// use burn::tensor::Tensor;
+    ///
+    /// let gathered = accelerator::launch(2, |accelerator| {
+    ///     // One row of rank 0, two of rank 1.
+    ///     let (rank, device) = (accelerator.rank(), accelerator.device());
+    ///     let rows = Tensor::<2>::full([1 + rank, 1], rank as f64, &device);
+    ///     let all = accelerator.gather(rows)?;
+    ///     Ok(all.into_data().try_to_vec::<f32>().unwrap_or_default())
+    /// })?;
+    /// assert_eq!(gathered, [[0.0, 1.0, 1.0]; 2]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::is_misuse`] on every rank, with what each has, when shapes do not fit together or types
@@ -85,6 +99,34 @@ impl Accelerator {
 
     /// As [`gather`](Self::gather), of the rows of `tensor` that belong to samples: padding and
     /// idle batches are left out, so that over an epoch each sample comes exactly once.
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// use accelerator::prelude::*;
+    /// use burn::tensor::Tensor;
+    ///
+    /// let answers = launch(2, |accelerator| {
+    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///         .batch_size(2)
+    ///         .build(InMemDataset::new((0..5).collect()));
+    ///     let mut all = Vec::new();
+    ///     for batch in accelerator.prepare(loader)?.epoch(0) {
+    ///         let batch = batch?;
+    ///         // What a model would say of each sample.
+    ///         let mine: Vec<f32> = batch.iter().map(|&item| 10.0 * item as f32).collect();
+    ///         let mine = Tensor::<1>::from_floats(mine.as_slice(), &accelerator.device());
+    ///         let gathered = accelerator.gather_for_metrics(mine, &batch)?;
+    ///         all.extend(gathered.into_data().try_to_vec::<f32>().unwrap_or_default());
+    ///     }
+    ///     Ok(all)
+    /// })?;
+    /// assert_eq!(answers, [[0.0, 10.0, 20.0, 30.0, 40.0]; 2]);
+    /// # Ok::<(), Error>(())
+    /// ```
     ///
     /// # Errors
     ///
@@ -110,6 +152,18 @@ impl Accelerator {
     }
 
     /// The tensor of rank `root`, on every rank; the others' own gives the shape.
+    ///
+    /// ```
+    /// use burn::tensor::Tensor;
+    ///
+    /// let values = accelerator::launch(3, |accelerator| {
+    ///     let mine = Tensor::<1>::full([2], accelerator.rank() as f64, &accelerator.device());
+    ///     let of_rank_1 = accelerator.broadcast(mine, 1)?;
+    ///     Ok(of_rank_1.into_data().try_to_vec::<f32>().unwrap_or_default())
+    /// })?;
+    /// assert_eq!(values, [[1.0, 1.0]; 3]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     ///
     /// # Errors
     ///
@@ -183,6 +237,15 @@ impl Accelerator {
 
     /// A value of each rank, in rank order, on every rank.
     ///
+    /// ```
+    /// let names = accelerator::launch(2, |accelerator| {
+    ///     accelerator.gather_object(&format!("rank {}", accelerator.rank()))
+    /// })?;
+    /// assert_eq!(names[0], ["rank 0", "rank 1"]);
+    /// # assert_eq!(names[1], names[0]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::is_collective`] when another rank is lost or a value cannot be serialised.
@@ -192,6 +255,16 @@ impl Accelerator {
     }
 
     /// Rank `root`'s value, on every rank.
+    ///
+    /// ```
+    /// let runs = accelerator::launch(2, |accelerator| {
+    ///     // Only rank 0 knows the time at which the run began.
+    ///     let run = accelerator.on_main_process(|| "2026-05-01".to_owned()).unwrap_or_default();
+    ///     accelerator.broadcast_object(&run, 0)
+    /// })?;
+    /// assert_eq!(runs, ["2026-05-01"; 2]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     ///
     /// # Errors
     ///

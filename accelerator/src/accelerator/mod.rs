@@ -183,6 +183,28 @@ impl Accelerator {
     /// compiler answers "type annotations needed" (E0283). Give a constant rate to `step`, or as
     /// `(optimizer, ConstantLr::new(1e-3))`.
     ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// use accelerator::prelude::*;
+    /// use burn::lr_scheduler::constant::ConstantLr;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::AdamConfig;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let model: Linear = LinearConfig::new(2, 1).init(&accelerator.device());
+    /// let optimizer = (AdamConfig::new().init(), ConstantLr::new(1e-3));
+    /// # let dataset = InMemDataset::new((0..32).collect());
+    /// let train = DataLoaderBuilder::new(Listed).batch_size(8).build(dataset);
+    /// let (model, optimizer, train) = accelerator.prepare((model, optimizer, train))?;
+    /// # assert_eq!((optimizer.steps(), train.steps()), (0, Some(4)));
+    /// # let _: Linear = model;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::is_model`](crate::Error::is_model) when the model's layout differs between ranks,
@@ -218,13 +240,34 @@ impl Accelerator {
     /// [`Batch::with_weight`]: crate::data::Batch::with_weight
     /// [`PreparedOptimizer::step`]: crate::optim::PreparedOptimizer::step
     ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let losses = launch(2, |accelerator| {
+    /// #     let device = accelerator.device();
+    /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+    /// #     let model = accelerator.prepare(model)?;
+    ///     // A loss of 0 over one sample on rank 0, and of 1 over three on rank 1.
+    ///     let samples = 1 + 2 * accelerator.rank();
+    /// #     let zero = model.forward(Tensor::<2>::ones([samples, 2], &device)).mean() * 0.0;
+    /// #     let loss = zero + accelerator.rank() as f64;
+    ///     let gradients = accelerator.backward(loss, &model, samples)?;
+    ///     Ok(gradients.loss())
+    /// })?;
+    /// assert_eq!(losses, [Some(0.75), Some(0.75)]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or whose replicas
-    /// differ in the middle of [local steps](crate::local), a loss that does not depend on one, a weight that is not a number of samples, a batch of a
-    /// loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), a call where the ranks are not
-    /// together, as in [`on_main_process`](Self::on_main_process), which leaves the window as it is, or after a
-    /// [`SyncBatchNorm`](crate::nn::SyncBatchNorm) was used there, or a call while another
+    /// differ in the middle of [local steps](crate::local), a loss that does not depend
+    /// on it on any rank (which all learn at the end of the window), a weight that is not a number of samples, a
+    /// batch of a loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), a call where the ranks are
+    /// not together, as in [`on_main_process`](Self::on_main_process), which leaves the window as it is, or after
+    /// a [`SyncBatchNorm`](crate::nn::SyncBatchNorm) was used there, or a call while another
     /// thread reduces gradients of the same model, or of one whose window is being reduced, which ends
     /// the group;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost. The model
@@ -476,6 +519,18 @@ impl Accelerator {
     }
 
     /// The process group underneath, for communication that this type has no method for.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    ///
+    /// let latest = launch(2, |accelerator| {
+    ///     let mut seconds = [0.5 * accelerator.rank() as f64];
+    ///     accelerator.group().all_reduce(&mut seconds, ReduceOp::Max)?;
+    ///     Ok(seconds[0])
+    /// })?;
+    /// assert_eq!(latest, [0.5, 0.5]);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn group(&self) -> &ProcessGroup {
         &self.shared.group
     }

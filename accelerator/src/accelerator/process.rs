@@ -154,6 +154,15 @@ impl Accelerator {
     }
 
     /// Runs `work` on that rank only; see [`on_main_process`](Self::on_main_process).
+    ///
+    /// ```
+    /// let seen = accelerator::launch(3, |accelerator| {
+    ///     let last = accelerator.on_last_process(|| "last");
+    ///     Ok(accelerator.on_process(1, || "second").or(last))
+    /// })?;
+    /// assert_eq!(seen, [None, Some("second"), Some("last")]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn on_process<T>(&self, rank: usize, work: impl FnOnce() -> T) -> Option<T> {
         (self.rank() == rank).then(|| self.alone(work))
     }

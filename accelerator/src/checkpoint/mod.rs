@@ -93,6 +93,25 @@ impl Accelerator {
     /// interrupted. Then rank 0 writes, under a hidden name that is changed at the end. Then old checkpoints are
     /// removed, beyond the [limit](Checkpoints::with_total_limit).
     ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// use burn::optim::AdamConfig;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    /// # let accelerator = Accelerator::new()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    ///
+    /// let optimizer = accelerator.prepare(AdamConfig::new().init())?;
+    /// let lowest_loss = 0.25;
+    /// let saved = accelerator.save_state(folder, (&model, &optimizer, Object(&lowest_loss)))?;
+    /// accelerator.print(format_args!("saved as {}", saved.path().display()));
+    /// # assert!(saved.path().is_dir());
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// The same on every rank: [`Error::is_misuse`](crate::Error::is_misuse) between the micro-steps
@@ -209,7 +228,35 @@ impl Accelerator {
     ///   follow.
     /// - Running statistics of a batch norm are those of all ranks that saved, on every rank.
     ///
+    /// Figures that are built over an epoch, such as its mean loss, are saved and resumed beside these: see
+    /// [`metric`](crate::metric#in-a-checkpoint), also for another number of ranks.
+    ///
     /// Checkpoints that are damaged are passed over with a warning, and left where they are.
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// use burn::optim::AdamConfig;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    /// # let accelerator = Accelerator::new()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    ///
+    /// let optimizer = accelerator.prepare(AdamConfig::new().init())?;
+    /// let lowest_loss = f64::INFINITY;
+    /// let parts = (model, optimizer, Object(lowest_loss));
+    /// let ((model, optimizer, Object(lowest_loss)), position) =
+    ///     accelerator.resume(folder, parts)?;
+    /// for epoch in position.epoch()..3 {
+    ///     // Train.
+    ///     accelerator.save_state(folder, (&model, &optimizer, Object(&lowest_loss)))?;
+    /// }
+    /// # let (_, position) = accelerator.resume(folder, (model, optimizer, Object(lowest_loss)))?;
+    /// # assert_eq!(position.checkpoint(), Some(3));
+    /// # Ok::<(), Error>(())
+    /// ```
     ///
     /// # Errors
     ///

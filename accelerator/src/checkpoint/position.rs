@@ -3,6 +3,23 @@ use core::fmt;
 /// Where training goes on; from [`Accelerator::resume`](crate::Accelerator::resume).
 ///
 /// Loops start at [`epoch`](Self::epoch); the loader goes on in mid-epoch by itself.
+///
+/// ```
+/// use accelerator::prelude::*;
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+///
+/// let accelerator = Accelerator::new()?;
+/// let (Object(lowest), position) = accelerator.resume(folder, Object(9.0))?;
+/// assert!(position.is_start() && lowest == 9.0);
+///
+/// accelerator.save_state(folder, Object(&0.5))?;
+/// let (Object(lowest), position) = accelerator.resume(folder, Object(9.0))?;
+/// assert_eq!((lowest, position.checkpoint()), (0.5, Some(1)));
+/// assert_eq!(position.to_string(), "step 0 in epoch 0, by checkpoint 1");
+/// assert!(position.passed_over().is_empty(), "the newest one is good");
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Position {
     pub(super) checkpoint: Option<u64>,

@@ -62,6 +62,22 @@ impl Checkpoints {
     /// removed. Those that lack a file, or have one of another size, neither count nor are removed.
     /// Of the contents, only those about to be removed are read, and damaged ones stay; among those
     /// that are kept, one whose bytes changed in place counts. Default: all.
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    /// # let accelerator = Accelerator::new()?;
+    /// let checkpoints = Checkpoints::new(folder).with_total_limit(2);
+    /// let first = accelerator.save_state(&checkpoints, Object(&1))?;
+    /// for state in 2..=4 {
+    ///     accelerator.save_state(&checkpoints, Object(&state))?;
+    /// }
+    /// assert!(!first.path().exists());
+    /// let (Object(state), position) = accelerator.resume(&checkpoints, Object(0))?;
+    /// assert_eq!((state, position.checkpoint()), (4, Some(4)));
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn with_total_limit(mut self, checkpoints: usize) -> Self {
         self.total_limit = Some(checkpoints);
         self
@@ -69,6 +85,21 @@ impl Checkpoints {
 
     /// Cuts models into files of at most so many bytes, and an index that Hugging Face's tools
     /// read. A single parameter is never cut. Default, and 0: one file.
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    /// # let accelerator = Accelerator::new()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    /// let checkpoints = Checkpoints::new(folder).with_max_shard_size(8);
+    /// let saved = accelerator.save_state(&checkpoints, &model)?;
+    /// assert!(saved.path().join("model.safetensors.index.json").is_file());
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn with_max_shard_size(mut self, bytes: u64) -> Self {
         self.max_shard_size = bytes;
         self
@@ -107,6 +138,25 @@ impl Checkpoints {
 
     /// Runs `hook` on rank 0 when everything is loaded from a checkpoint; to read files that
     /// [`before_save`](Self::before_save) added. A failure fails the resume, on every rank.
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    /// # let accelerator = Accelerator::new()?;
+    /// let checkpoints = Checkpoints::new(folder)
+    ///     .before_save(|draft| {
+    ///         Ok(std::fs::write(draft.path().join("number"), draft.number().to_string())?)
+    ///     })
+    ///     .after_resume(|resumed| {
+    ///         let number = std::fs::read_to_string(resumed.path().join("number"))?;
+    ///         assert_eq!(number, resumed.number().to_string());
+    ///         Ok(())
+    ///     });
+    /// accelerator.save_state(&checkpoints, Object(&1))?;
+    /// accelerator.resume(&checkpoints, Object(0))?;
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn after_resume(
         mut self,
         hook: impl Fn(&Resumed) -> Result<(), Box<dyn std::error::Error + Send + Sync>>

@@ -4,6 +4,25 @@ use serde::{Deserialize, Serialize};
 ///
 /// [`Accelerator::resume_with`](crate::Accelerator::resume_with) shows it to the program, which
 /// answers with a [`Rescale`].
+///
+/// ```
+/// use accelerator::checkpoint::Rescale;
+/// use accelerator::prelude::*;
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+///
+/// launch(2, |accelerator| accelerator.save_state(folder, Object(&1)).map(drop))?;
+/// launch(4, |accelerator| {
+///     let (_, position) = accelerator.resume_with(folder, Object(0), |change| {
+///         assert_eq!((change.before(), change.now(), change.ratio()), (2, 4, 2.0));
+///         Rescale::keep_batch_per_rank().with_learning_rate_factor(change.ratio())
+///     })?;
+///     assert_eq!((position.world_size_before(), position.world_size()), (2, 4));
+///     assert_eq!(position.learning_rate_factor(), 2.0);
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct WorldChange {
     pub(super) before: usize,

@@ -20,6 +20,31 @@ use crate::gradient::{Closing, Weight};
 ///     model.forward((*batch).clone())
 /// }
 /// ```
+///
+/// It knows its place, and what it counts:
+///
+/// ```
+/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+/// # struct Listed;
+/// # impl Batcher<u32, Vec<u32>> for Listed {
+/// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+/// # }
+/// use accelerator::prelude::*;
+///
+/// let batches = launch(2, |accelerator| {
+///     let loader = DataLoaderBuilder::new(Listed)
+///         .batch_size(2)
+///         .build(InMemDataset::new((0..5).collect()));
+///     accelerator.prepare(loader)?.epoch(0).collect::<Result<Vec<_>>>()
+/// })?;
+/// let last = &batches[0][1];
+/// assert_eq!((last.epoch(), last.step(), last.is_last()), (0, 1, true));
+/// assert_eq!((last.len(), last.indices()), (1, &[4][..]));
+/// // Nothing is left for rank 1: it runs an earlier batch again, which counts for nothing.
+/// let idle = &batches[1][1];
+/// assert!(idle.is_idle() && idle.real() == 0);
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Batch<O> {
     value: O,
@@ -91,6 +116,30 @@ impl<O> Batch<O> {
 
     /// As [`weight`](Self::weight), with another count for its samples: the number of tokens
     /// that the loss is the mean of, for example. An idle batch counts nothing all the same.
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    /// # use accelerator::prelude::*;
+    /// # let accelerator = Accelerator::new()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let dataset = InMemDataset::new(vec![3, 5, 4]);
+    /// # let loader = DataLoaderBuilder::new(Listed).batch_size(3).build(dataset);
+    /// # let loader = accelerator.prepare(loader)?;
+    /// # let batch = loader.epoch(0).next().unwrap()?;
+    /// # let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// // Sentences of 3, 5 and 4 words, whose loss is the mean over all words.
+    /// let words: u32 = batch.iter().sum();
+    /// let gradients = accelerator.backward(loss, &model, batch.with_weight(words))?;
+    /// assert_eq!(gradients.samples(), Some(12.0));
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn with_weight(&self, count: impl Into<f64>) -> Weight {
         Weight {
             count: if self.is_idle() { 0.0 } else { count.into() },
@@ -110,6 +159,29 @@ impl<O> Batch<O> {
 
     /// The [`indices`](Self::indices) of the [`real`](Self::real) samples: over all ranks, each
     /// sample of an epoch comes exactly once.
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// use accelerator::prelude::*;
+    ///
+    /// let seen = launch(2, |accelerator| {
+    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///         .batch_size(2)
+    ///         .tail(TailPolicy::Pad)
+    ///         .build(InMemDataset::new((0..5).collect()));
+    ///     let batches = accelerator.prepare(loader)?.epoch(0).collect::<Result<Vec<_>>>()?;
+    ///     assert!(batches.iter().all(|batch| batch.len() == 2), "duplicates included");
+    ///     Ok(batches.iter().flat_map(|batch| batch.real_indices().to_vec()).collect::<Vec<_>>())
+    /// })?;
+    /// let mut seen = seen.concat();
+    /// seen.sort();
+    /// assert_eq!(seen, [0, 1, 2, 3, 4]);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn real_indices(&self) -> &[u64] {
         &self.info.indices[..self.info.real.min(self.info.indices.len())]
     }

@@ -69,6 +69,25 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// divide over the ranks, the first ones get one sample more ([`TailPolicy::Pad`] and
     /// [`TailPolicy::Uneven`] want a multiple of the world size). This is Accelerate's
     /// `split_batches`.
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// use accelerator::prelude::*;
+    ///
+    /// let sizes = launch(3, |accelerator| {
+    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///         .global_batch_size(4)
+    ///         .build(InMemDataset::new((0..8).collect()));
+    ///     let loader = accelerator.prepare(loader)?;
+    ///     loader.epoch(0).map(|batch| Ok(batch?.len())).collect::<Result<Vec<_>>>()
+    /// })?;
+    /// assert_eq!(sizes, [[2, 2], [1, 1], [1, 1]]);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn global_batch_size(mut self, samples: usize) -> Self {
         self.spec.size = Size::Global(samples);
         self
@@ -189,6 +208,27 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// Draws so many different samples in each epoch by their weights; at most as many as have a
     /// weight above 0.
     ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// use accelerator::plan::WeightedSampler;
+    /// use accelerator::prelude::*;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let loader = DataLoaderBuilder::new(Listed)
+    ///     .batch_size(2)
+    ///     .weighted_without_replacement(WeightedSampler::new([1.0, 0.0, 8.0])?, 2, 42)?
+    ///     .build(InMemDataset::new(vec![0, 1, 2]));
+    /// let loader = accelerator.prepare(loader)?;
+    /// let mut drawn = loader.epoch(0).next().unwrap()?.into_inner();
+    /// drawn.sort();
+    /// assert_eq!(drawn, [0, 2]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::is_config`](crate::Error::is_config) where fewer samples can be drawn.
@@ -250,6 +290,27 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
 
     /// How many threads load ahead. With 0, each batch is loaded when it is asked for. The order
     /// of batches does not depend on it. A stream is read by one. Default: 1.
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// # use accelerator::prelude::*;
+    /// # let accelerator = Accelerator::new()?;
+    /// let read = |workers| -> Result<Vec<_>> {
+    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///         .batch_size(4)
+    ///         .shuffle(42)
+    ///         .num_workers(workers)
+    ///         .prefetch(3)
+    ///         .build(InMemDataset::new((0..40).collect()));
+    ///     accelerator.prepare(loader)?.epoch(0).map(|batch| Ok(batch?.into_inner())).collect()
+    /// };
+    /// assert_eq!(read(0)?, read(4)?);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn num_workers(mut self, workers: usize) -> Self {
         self.spec.workers = workers;
         self
@@ -262,6 +323,27 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     }
 
     /// What happens where the samples do not fill the last step. Default: `Exact`.
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// # use accelerator::prelude::*;
+    /// # let accelerator = Accelerator::new()?;
+    /// let sizes = |policy| -> Result<Vec<_>> {
+    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///         .batch_size(4)
+    ///         .tail(policy)
+    ///         .build(InMemDataset::new((0..10).collect()));
+    ///     accelerator.prepare(loader)?.epoch(0).map(|batch| Ok(batch?.len())).collect()
+    /// };
+    /// assert_eq!(sizes(TailPolicy::Exact)?, [4, 4, 2]);
+    /// assert_eq!(sizes(TailPolicy::Pad)?, [4, 4, 4]);
+    /// assert_eq!(sizes(TailPolicy::Drop)?, [4, 4]);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn tail(mut self, policy: TailPolicy) -> Self {
         self.spec.tail = policy;
         self
@@ -392,6 +474,26 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
 
 /// A loader that was built and not yet shared out: pass it to
 /// [`Accelerator::prepare`](crate::Accelerator::prepare).
+///
+/// ```
+/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+/// # struct Listed;
+/// # impl Batcher<u32, Vec<u32>> for Listed {
+/// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+/// # }
+/// use accelerator::data::{DataLoaderBuilder, Loader};
+/// use accelerator::Accelerator;
+///
+/// fn numbers(count: u32) -> Loader<Vec<u32>> {
+///     let dataset = InMemDataset::new((0..count).collect());
+///     DataLoaderBuilder::new(Listed).batch_size(8).build(dataset)
+/// }
+///
+/// let accelerator = Accelerator::new()?;
+/// let (train, valid) = accelerator.prepare((numbers(80), numbers(20)))?;
+/// assert_eq!((train.steps(), valid.steps()), (Some(10), Some(3)));
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[must_use]
 pub struct Loader<O> {
     pub(super) origin: Origin<O>,

@@ -17,6 +17,29 @@ use crate::timeline::Timeline;
 ///
 /// An error is the last thing that it yields. Leaving it before its end is fine: its workers stop.
 /// Reading begins with the first batch that is asked for.
+///
+/// ```
+/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+/// # struct Listed;
+/// # impl Batcher<u32, Vec<u32>> for Listed {
+/// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+/// # }
+/// use accelerator::prelude::*;
+///
+/// # let accelerator = Accelerator::new()?;
+/// # let loader = DataLoaderBuilder::new(Listed)
+/// #     .batch_size(4)
+/// #     .build(InMemDataset::new((0..16).collect()));
+/// # let loader = accelerator.prepare(loader)?;
+/// let mut batches = loader.epoch(0);
+/// assert_eq!(batches.size_hint().1, Some(4), "an error may end it earlier");
+/// for batch in batches.by_ref().take(2) {
+///     assert_eq!(batch?.len(), 4);
+/// }
+/// assert_eq!(*batches.next().unwrap()?, [8, 9, 10, 11]);
+/// accelerator.print(format_args!("waited {:?} for data", batches.waited()));
+/// # Ok::<(), Error>(())
+/// ```
 #[must_use = "an epoch is an iterator"]
 pub struct Epoch<O> {
     feed: State<O>,

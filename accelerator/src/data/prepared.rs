@@ -28,6 +28,30 @@ use crate::timeline::Timeline;
 /// [`epoch`](Self::epoch) gives its batches with their weights. It is a Burn `DataLoader` as
 /// well, for code that wants one: that way gives the bare batches, without idle ones, and counts
 /// epochs by itself.
+///
+/// ```
+/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+/// # struct Listed;
+/// # impl Batcher<u32, Vec<u32>> for Listed {
+/// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+/// # }
+/// use accelerator::prelude::*;
+///
+/// let accelerator = Accelerator::new()?;
+/// let train = DataLoaderBuilder::new(Listed)
+///     .batch_size(4)
+///     .shuffle(1)
+///     .build(InMemDataset::new((0..10).collect()));
+/// let train = accelerator.prepare(train)?;
+/// assert_eq!((train.samples(), train.steps()), (10, Some(3)));
+///
+/// let items = |epoch| -> Result<Vec<_>> {
+///     train.epoch(epoch).map(|batch| Ok(batch?.into_inner())).collect()
+/// };
+/// assert_eq!(items(0)?, items(0)?);
+/// assert_ne!(items(0)?, items(1)?);
+/// # Ok::<(), Error>(())
+/// ```
 pub struct PreparedLoader<O> {
     pub(super) cursor: Arc<Cursor>,
     pub(super) device: Device,

@@ -10,6 +10,24 @@ use crate::error::{Error, Kind, Result};
 /// Which sample it is that a function of [`DataLoaderBuilder::map_samples`] gets.
 ///
 /// [`DataLoaderBuilder::map_samples`]: super::DataLoaderBuilder::map_samples
+///
+/// ```
+/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+/// # struct Listed;
+/// # impl Batcher<u32, Vec<u32>> for Listed {
+/// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+/// # }
+/// use accelerator::prelude::*;
+///
+/// # let accelerator = Accelerator::new()?;
+/// let loader = DataLoaderBuilder::new(Listed)
+///     .batch_size(2)
+///     .map_samples(|_, place| (100 * place.epoch() + place.index()) as u32)
+///     .build(InMemDataset::new(vec![0; 4]));
+/// let loader = accelerator.prepare(loader)?;
+/// assert_eq!(*loader.epoch(3).next().unwrap()?, [300, 301]);
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct SamplePlace {
     epoch: u64,

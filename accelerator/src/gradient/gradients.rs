@@ -187,6 +187,19 @@ impl Gradients {
 
     /// Holds every element within `-max..=max`, as `clip_grad_value_` does in PyTorch. Nothing
     /// happens while the window is open.
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    /// # let accelerator = Accelerator::new()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let mut gradients = accelerator.backward(loss, &model, 4)?.clip_value(0.125);
+    /// assert_eq!(gradients.norm_of_order(f64::INFINITY), Some(0.125));
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn clip_value(self, max: f64) -> Self {
         self.clip(Clip::value(max))
     }
@@ -319,6 +332,24 @@ impl Gradients {
     /// The scale of the loss with which the gradient left the range of
     /// [`Precision::F16`](crate::precision::Precision::F16): it is dropped, on all ranks, and the optimizer skips
     /// this step. `None` where it did not.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::builder().precision(Precision::F16).build()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let input = accelerator.to_working(Tensor::<2>::ones([4, 2], &device));
+    /// let loss = accelerator.forward(&model, |model| {
+    ///     accelerator.to_full(model.forward(input)).mean() * 1e4
+    /// });
+    /// let gradients = accelerator.backward(loss, &model, 4)?;
+    /// assert_eq!(gradients.overflow(), Some(65536.0));
+    /// assert_eq!(accelerator.loss_scale(&model)?, Some(32768.0), "for the next step");
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn overflow(&self) -> Option<f64> {
         match self.0 {
             Content::Overflowed { scale, .. } => Some(scale),
@@ -328,6 +359,28 @@ impl Gradients {
 
     /// As Burn's own type, clipped if that was asked for; `None` while the window is open, and where
     /// the step is skipped.
+    ///
+    /// For an optimizer of Burn's that was not prepared:
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// use burn::optim::SgdConfig;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    /// # let accelerator = Accelerator::new()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    ///
+    /// let mut optimizer = SgdConfig::new().init();
+    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let gradients = accelerator.backward(loss, &model, 4)?;
+    /// let model = match gradients.into_params() {
+    ///     Some(gradients) => optimizer.step(0.1, model, gradients),
+    ///     None => model,
+    /// };
+    /// # let _: Linear = model;
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn into_params(self) -> Option<GradientsParams> {
         Some(match self.into_averaged()? {
             Averaged::Sums(averages) => averages.params(|_| true),

@@ -9,6 +9,24 @@ use crate::data::{Batch, Mark};
 /// [`Batch::with_weight`] when you accumulate, have a schedule by epoch, or save checkpoints. Nor does a
 /// number know padding: `batch.len()` of the batch that an idle rank gets counts like any other, and the
 /// average is over samples that are none. Use [`Batch::real`] where it must be a number.
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use accelerator::Weight;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::tensor::Tensor;
+///
+/// let accelerator = Accelerator::builder().accumulation_steps(2).build()?;
+/// # let device = accelerator.device();
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+/// # let loss = |mean: f64| model.forward(Tensor::<2>::ones([4, 2], &device)).mean() * 0.0 + mean;
+/// // A loss of 1 over 4 samples, and one of 5 over 12.
+/// let open = accelerator.backward(loss(1.0), &model, Weight::from(4))?;
+/// let gradients = accelerator.backward(loss(5.0), &model, 12)?;
+/// assert_eq!(gradients.loss(), Some(4.0));
+/// # assert!(open.is_accumulating());
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Weight {
     pub(crate) count: f64,

@@ -12,6 +12,22 @@ use crate::error::{Error, Result};
 use crate::gradient::{mean_over_ranks, with_rank};
 
 /// How [`DiLoCo`] trains.
+///
+/// ```
+/// # use accelerator::prelude::*;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::tensor::Tensor;
+/// # let accelerator = Accelerator::new()?;
+/// # let device = accelerator.device();
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+/// let config = DiLoCoConfig::new(500).with_outer_rate(0.5).with_outer_momentum(0.8);
+/// let local = config.init(&accelerator, &model)?;
+/// # let _ = local;
+///
+/// let endless = DiLoCoConfig::new(500).with_outer_momentum(1.0);
+/// assert!(endless.init(&accelerator, &model).unwrap_err().is_config());
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct DiLoCoConfig {
     momentum: f64,

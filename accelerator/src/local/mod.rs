@@ -126,6 +126,31 @@ pub trait LocalTraining<M: Module>: rounds::InRounds + Sized {
     /// Every rank calls it after the same step, and ends with the same bits, running statistics included. Sums
     /// are in the type of the parameters, those of half-precision ones in f32.
     ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::optim::SgdConfig;
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let weights = launch(2, |accelerator| {
+    /// #     let device = accelerator.device();
+    /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+    /// #     let optimizer = SgdConfig::new().init();
+    /// #     let (mut model, mut optimizer) = accelerator.prepare((model, optimizer))?;
+    ///     let mut local = LocalSgdConfig::new(100).init(&accelerator, &model)?;
+    ///     let input = Tensor::<2>::full([4, 2], accelerator.rank() as f64, &device);
+    ///     let loss = model.forward(input).powi_scalar(2).mean();
+    ///     let gradients = local.backward(loss, &model, 4)?;
+    ///     model = optimizer.step(0.1, model, gradients);
+    ///     assert_eq!(local.step(&mut model)?, LocalOutcome::Local);
+    ///     // After one of a hundred steps.
+    ///     local.average(&mut model)?;
+    ///     Ok(model.weight.val().into_data())
+    /// })?;
+    /// assert_eq!(weights[0], weights[1]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost;
@@ -160,6 +185,30 @@ pub enum Weighting {
 }
 
 /// What [`LocalTraining::step`] did.
+///
+/// ```
+/// use accelerator::prelude::*;
+/// # use burn::optim::SgdConfig;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::tensor::Tensor;
+/// # let accelerator = Accelerator::new()?;
+/// # let device = accelerator.device();
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+/// # let (mut model, mut optimizer) = (model, accelerator.prepare(SgdConfig::new().init())?);
+/// # let mut averaged = Vec::new();
+/// let mut local = LocalSgdConfig::new(2).init(&accelerator, &model)?;
+/// for step in 1..=4 {
+///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+///     let gradients = local.backward(loss, &model, 4)?;
+///     model = optimizer.step(0.1, model, gradients);
+///     if local.step(&mut model)? == LocalOutcome::Averaged {
+///         accelerator.print(format_args!("step {step}: all ranks have the same model"));
+/// #         averaged.push(step);
+///     }
+/// }
+/// # assert_eq!(averaged, [2, 4]);
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum LocalOutcome {
     /// Replicas are the same on every rank: it is the moment to evaluate or to save.

@@ -11,6 +11,23 @@ use crate::error::Result;
 use crate::gradient::mean_over_ranks;
 
 /// How [`LocalSgd`] trains.
+///
+/// ```
+/// use accelerator::local::{LocalSgdConfig, Weighting};
+/// # use accelerator::prelude::*;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::tensor::Tensor;
+/// # let accelerator = Accelerator::new()?;
+/// # let device = accelerator.device();
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+///
+/// // Averages after every eighth step, in which each rank counts the same.
+/// let config = LocalSgdConfig::new(8).with_weighting(Weighting::Equal);
+/// let local = config.init(&accelerator, &model)?;
+/// assert!(LocalSgdConfig::new(0).init(&accelerator, &model).unwrap_err().is_config());
+/// # let _ = local;
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct LocalSgdConfig {
     period: u64,

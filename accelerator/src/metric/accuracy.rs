@@ -7,6 +7,20 @@ use super::{Mean, Metric, Sums};
 
 /// The share of samples whose highest logit is that of their target. Its value over no samples
 /// is NaN.
+///
+/// ```
+/// use accelerator::metric::Accuracy;
+/// use burn::tensor::{Device, Tensor};
+///
+/// let device = Device::default();
+/// let logits = Tensor::from_data([[0.9, 0.1], [0.2, 0.8], [0.7, 0.3]], &device);
+/// let targets = Tensor::from_data([0, 0, 1], &device);
+/// let mut accuracy = Accuracy::new();
+/// // The last row is padding: in a loop, `batch.real()` says so.
+/// accuracy.update(logits, targets, 2);
+/// assert_eq!(accuracy.value(), 0.5);
+/// assert_eq!(accuracy.to_string(), "50.00 %");
+/// ```
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Accuracy(Mean);
 

@@ -46,6 +46,18 @@ impl Confusion {
     /// against `targets` (`[rows]`). Pass [`Batch::real`](crate::data::Batch::real), which leaves
     /// padding out.
     ///
+    /// ```
+    /// use accelerator::metric::Confusion;
+    /// use burn::tensor::{Device, Tensor};
+    ///
+    /// let device = Device::default();
+    /// let logits = Tensor::from_data([[0.9, 0.1], [0.2, 0.8]], &device);
+    /// let mut confusion = Confusion::new(2);
+    /// confusion.update(logits, Tensor::from_data([0, 0], &device), 2)?;
+    /// assert_eq!((confusion.of(0, 0), confusion.of(0, 1), confusion.samples()), (1, 1, 2));
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::is_misuse`] where a target is no class; nothing is counted then.
@@ -133,6 +145,18 @@ impl Confusion {
     }
 
     /// The mean recall of the classes, each of which counts the same: the balanced accuracy.
+    ///
+    /// ```
+    /// use accelerator::metric::Confusion;
+    ///
+    /// let mut confusion = Confusion::new(2);
+    /// // It always says 0, and three of four samples are.
+    /// confusion.count(&[0, 0, 0, 1], &[0, 0, 0, 0])?;
+    /// assert_eq!(confusion.accuracy(), 0.75);
+    /// assert_eq!(confusion.macro_recall(), 0.5);
+    /// assert_eq!((confusion.f1(0), confusion.f1(1)), (6.0 / 7.0, 0.0));
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn macro_recall(&self) -> f64 {
         self.each(|class| self.recall(class)) / self.classes as f64
     }

@@ -48,6 +48,20 @@ impl Mean {
     }
 
     /// Adds a loss, the mean over `samples` samples.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::tensor::Tensor;
+    ///
+    /// let means = launch(2, |accelerator| {
+    ///     let errors = Tensor::<1>::full([4], accelerator.rank() as f64, &accelerator.device());
+    ///     let mut loss = Mean::new();
+    ///     loss.update_with(errors.mean(), 4);
+    ///     Ok(accelerator.reduce(loss)?.value())
+    /// })?;
+    /// assert_eq!(means, [0.5, 0.5]);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn update_with(&mut self, loss: Tensor<1>, samples: usize) {
         if samples > 0 {
             self.update(loss.into_scalar::<f64>(), samples);

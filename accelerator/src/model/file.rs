@@ -57,6 +57,26 @@ impl Accelerator {
     /// index takes its place last. Files of an older save under the same name are then removed. With
     /// [`SaveOptions::with_max_shard_size`], a symbolic link at `path` is replaced, not followed.
     ///
+    /// ```
+    /// use accelerator::model::{FileLayout, SaveOptions};
+    /// # use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    /// # let accelerator = Accelerator::new()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    ///
+    /// let options = SaveOptions::new().with_layout(FileLayout::PyTorch).with_max_shard_size(8);
+    /// accelerator.save_model_with(&model, folder.join("model.safetensors"), &options)?;
+    /// assert!(folder.join("model.safetensors.index.json").is_file());
+    /// // The files say which layout they have.
+    /// let other = accelerator.load_model(LinearConfig::new(2, 1).init(&device), folder)?;
+    /// assert_eq!(other.weight.val().into_data(), model.weight.val().into_data());
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// As [`save_model`](Self::save_model).

@@ -7,6 +7,31 @@ const SHOWN: usize = 10;
 
 /// What of a model was in a file, and what was not. Its `Display` form lists the first ten of
 /// each kind.
+///
+/// ```
+/// use accelerator::model::LoadOptions;
+/// # use accelerator::prelude::*;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::tensor::Tensor;
+/// # let accelerator = Accelerator::new()?;
+/// # let device = accelerator.device();
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let path = folder.path().join("model.safetensors");
+/// # accelerator.save_model(&model, &path)?;
+///
+/// // The file has two inputs.
+/// let wider: Linear = LinearConfig::new(3, 1).init(&device);
+/// let options = LoadOptions::new().allow_partial();
+/// let (wider, report) = accelerator.load_model_with(wider, &path, &options)?;
+/// assert!(!report.is_complete());
+/// assert_eq!(report.loaded, ["bias"]);
+/// let weight = &report.misshapen[0];
+/// assert_eq!((weight.expected.as_slice(), weight.found.as_slice()), (&[3, 1][..], &[2, 1][..]));
+/// accelerator.print(report);
+/// # let _: Linear = wider;
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct LoadReport {

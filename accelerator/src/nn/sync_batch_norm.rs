@@ -12,6 +12,18 @@ use crate::error::{Error, Kind};
 use crate::gradient::Weight;
 
 /// Makes a [`SyncBatchNorm`]. The fields are those of Burn's [`BatchNormConfig`].
+///
+/// ```
+/// use accelerator::nn::SyncBatchNormConfig;
+///
+/// # let accelerator = accelerator::Accelerator::new()?;
+/// let norm = SyncBatchNormConfig::new(16)
+///     .with_epsilon(1e-3)
+///     .with_momentum(0.01)
+///     .init(&accelerator);
+/// assert_eq!((norm.gamma.dims(), norm.momentum), ([16], 0.01));
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct SyncBatchNormConfig(BatchNormConfig);
 
@@ -97,6 +109,18 @@ pub struct SyncBatchNorm {
 
 impl SyncBatchNorm {
     /// A layer that Burn made, over all ranks. It goes on with the running statistics that it has.
+    ///
+    /// ```
+    /// use accelerator::nn::SyncBatchNorm;
+    /// use burn::nn::BatchNormConfig;
+    ///
+    /// # let accelerator = accelerator::Accelerator::new()?;
+    /// // One that was loaded or trained as Burn's own.
+    /// let norm = BatchNormConfig::new(16).init(&accelerator.device());
+    /// let norm = SyncBatchNorm::of(norm, &accelerator);
+    /// # assert_eq!(norm.gamma.dims(), [16]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn of(norm: BatchNorm, accelerator: &Accelerator) -> Self {
         accelerator.shared.crossing.note();
         Self {

@@ -44,6 +44,28 @@ pub struct TrainingPlan {
 
 impl TrainingPlan {
     /// With the schedule of that optimizer.
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+    /// # use burn::optim::SgdConfig;
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// # let accelerator = Accelerator::new()?;
+    /// # let dataset = InMemDataset::new((0..96).collect());
+    /// # let train = DataLoaderBuilder::new(Listed).batch_size(8).build(dataset);
+    /// # let train = accelerator.prepare(train)?;
+    ///
+    /// let steps = accelerator.plan(&train, 3).steps.expect("a data set knows its length");
+    /// let schedule = CosineAnnealingLrSchedulerConfig::new(1e-2, steps as usize).init().unwrap();
+    /// let optimizer = accelerator.prepare((SgdConfig::new().init(), schedule))?;
+    /// let plan = accelerator.plan(&train, 3).with_schedule(&optimizer);
+    /// assert_eq!(plan.rate_steps, Some(36), "the schedule reaches its end");
+    /// # Ok::<(), Error>(())
+    /// ```
     #[must_use]
     pub fn with_schedule(self, optimizer: &PreparedOptimizer<Scheduled>) -> Self {
         let rate_steps = optimizer.advances(self.steps, self.epochs);

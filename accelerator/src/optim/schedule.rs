@@ -9,6 +9,37 @@ use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrSchedu
 /// The epoch is that of the batches passed to `backward`; the rate holds from the epoch's first
 /// step. A bare count passed instead of a batch does not tell the epoch, and then the rate stays
 /// as it is: pass the batch, or its [`with_weight`](crate::data::Batch::with_weight).
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
+/// # use burn::optim::SgdConfig;
+/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+/// # struct Listed;
+/// # impl Batcher<u32, Vec<u32>> for Listed {
+/// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+/// # }
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::tensor::Tensor;
+/// # let accelerator = Accelerator::new()?;
+/// # let device = accelerator.device();
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+/// # let dataset = InMemDataset::new((0..8).collect());
+/// # let train = DataLoaderBuilder::new(Listed).batch_size(2).build(dataset);
+///
+/// let schedule = LinearLrSchedulerConfig::new(0.5, 0.25, 2).init().unwrap();
+/// let (mut model, mut optimizer, train) =
+///     accelerator.prepare((model, (SgdConfig::new().init(), PerEpoch(schedule)), train))?;
+/// for epoch in 0..3 {
+///     for batch in train.epoch(epoch) {
+///         let loss = model.forward(Tensor::<2>::ones([2, 2], &device)).mean();
+///         let gradients = accelerator.backward(loss, &model, &batch?)?;
+///         model = optimizer.step(model, gradients);
+///         assert_eq!(optimizer.learning_rate(), Some([0.5, 0.375, 0.25][epoch as usize]));
+///     }
+/// }
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct PerEpoch<S>(pub S);
 

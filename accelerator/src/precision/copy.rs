@@ -36,6 +36,26 @@ impl Accelerator {
     /// What goes into the model must be in that precision too: pass the inputs through
     /// [`to_working`](Self::to_working) before, and the output through [`to_full`](Self::to_full) before the
     /// loss. Without it, Burn panics in the first layer, with the two types that do not fit together.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::{DType, Tensor};
+    ///
+    /// let accelerator = Accelerator::builder().precision(Precision::Bf16).build()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let inputs = Tensor::<2>::ones([4, 2], &device);
+    /// # let targets = Tensor::<2>::zeros([4, 1], &device);
+    /// let loss = accelerator.forward(&model, |model| {
+    ///     let outputs = model.forward(accelerator.to_working(inputs));
+    ///     assert_eq!(outputs.dtype(), DType::BF16);
+    ///     (accelerator.to_full(outputs) - targets).powi_scalar(2).mean()
+    /// });
+    /// let gradients = accelerator.backward(loss, &model, 4)?;
+    /// # let _ = gradients;
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn forward<M: Module, T>(&self, model: &M, forward: impl FnOnce(&M) -> T) -> T {
         match self.precision().dtype() {
             Some(_) => forward(&self.working_copy(model)),
@@ -58,6 +78,20 @@ impl Accelerator {
 
     /// The same, but for parameters with paths (`layers.0.weight`) that `keep` chooses, which stay as they
     /// are.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::DType;
+    ///
+    /// let accelerator = Accelerator::builder().precision(Precision::Bf16).build()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// let copy = accelerator.working_copy_except(&model, |path| path.ends_with("bias"));
+    /// assert_eq!(copy.weight.val().dtype(), DType::BF16);
+    /// assert_eq!(copy.bias.unwrap().val().dtype(), DType::F32);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn working_copy_except<M: Module>(&self, model: &M, keep: impl Fn(&str) -> bool) -> M {
         let Some(dtype) = self.precision().dtype() else {
             return model.clone();

@@ -88,6 +88,16 @@ use crate::error::{Error, Result};
 
 /// The type in which forward and backward compute. Parameters, their gradients and the optimizer stay in
 /// full precision.
+///
+/// ```
+/// use accelerator::Accelerator;
+/// use accelerator::precision::Precision;
+///
+/// let accelerator = Accelerator::builder().precision(Precision::Bf16).build()?;
+/// assert_eq!(accelerator.precision(), Precision::Bf16);
+/// assert_eq!("f16".parse::<Precision>()?, Precision::F16);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Precision {

@@ -144,6 +144,32 @@ impl Accelerator {
 }
 
 /// Recording by a [`Schedule`], for as long as this lives; see [`Accelerator::profile`].
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use accelerator::timeline::Schedule;
+/// # use burn::optim::SgdConfig;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::tensor::Tensor;
+/// # let accelerator = Accelerator::new()?;
+/// # let device = accelerator.device();
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+/// # let (mut model, mut optimizer) = (model, accelerator.prepare(SgdConfig::new().init())?);
+///
+/// let schedule = Schedule::new(2).with_wait(1);
+/// let profiler = accelerator.profile_with(schedule, |cycle| {
+///     assert_eq!(cycle.first_step, 3 * cycle.number + 1);
+///     assert_eq!(cycle.summary.steps, 2);
+/// })?;
+/// for _ in 0..6 {
+///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+///     let gradients = accelerator.backward(loss, &model, 4)?;
+///     model = optimizer.step(0.1, model, gradients);
+/// }
+/// assert_eq!(profiler.cycles(), 2);
+/// # drop(profiler);
+/// # Ok::<(), Error>(())
+/// ```
 #[must_use = "recording ends when this is dropped"]
 pub struct Profiler {
     timeline: Timeline,

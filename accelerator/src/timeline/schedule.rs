@@ -96,6 +96,13 @@ impl Schedule {
     }
 
     /// How many cycles are complete after so many steps.
+    ///
+    /// ```
+    /// use accelerator::timeline::Schedule;
+    ///
+    /// let schedule = Schedule::new(2).with_wait(1).with_repeat(3);
+    /// assert_eq!((schedule.cycles(5), schedule.cycles(6), schedule.cycles(100)), (1, 2, 3));
+    /// ```
     pub fn cycles(&self, steps: u64) -> u64 {
         if self.active == 0 {
             return 0;

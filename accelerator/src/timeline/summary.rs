@@ -60,6 +60,31 @@ pub struct Figure {
 impl StepSummary {
     /// Which part of the communication was hidden behind computation, from 0 to 1; `None` where
     /// there was no communication. Of means.
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::optim::SgdConfig;
+    /// # use burn::tensor::Tensor;
+    /// Accelerator::builder().with_step_summary().launch(2, |accelerator| {
+    /// #     let device = accelerator.device();
+    /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+    /// #     let optimizer = SgdConfig::new().init();
+    /// #     let (mut model, mut optimizer) = accelerator.prepare((model, optimizer))?;
+    /// #     for _ in 0..3 {
+    /// #         let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// #         let gradients = accelerator.backward(loss, &model, 4)?;
+    /// #         model = optimizer.step(0.1, model, gradients);
+    /// #     }
+    ///     // After some steps:
+    ///     let summary = accelerator.mean_step_summary()?.expect("steps were taken");
+    ///     let hidden = summary.hidden().expect("two ranks communicate");
+    ///     assert!((0.0..=1.0).contains(&hidden));
+    ///     accelerator.print(format_args!("{:.0} % are hidden", 100.0 * hidden));
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn hidden(&self) -> Option<f64> {
         let all = self.communicating.mean;
         (all > 0.0).then(|| 1.0 - self.exposed.mean / all)

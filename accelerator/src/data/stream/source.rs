@@ -107,6 +107,16 @@ where
 }
 
 /// Which part of a stream is read, and for which epoch.
+///
+/// ```
+/// use accelerator::data::StreamPart;
+///
+/// // Which of five files belong to a part.
+/// let files = |part: StreamPart| (part.index()..5).step_by(part.count());
+/// let whole = StreamPart::whole(3);
+/// assert_eq!(files(whole).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
+/// assert_eq!((whole.index(), whole.count(), whole.epoch()), (0, 1, 3));
+/// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct StreamPart {
     count: usize,

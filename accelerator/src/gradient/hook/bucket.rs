@@ -7,6 +7,49 @@ use crate::error::Result;
 use crate::model::Trainable;
 
 /// Gradients that are reduced together, as a [`CommunicationHook`](super::CommunicationHook) gets them.
+///
+/// A hook that halves what embeddings learn:
+///
+/// ```
+/// use accelerator::hook::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks};
+///
+/// struct Halved;
+///
+/// impl CommunicationHook for Halved {
+///     fn name(&self) -> String {
+///         "embeddings halved".to_owned()
+///     }
+///
+///     fn reduce(
+///         &mut self,
+///         bucket: &mut GradientBucket<'_>,
+///         ranks: &Ranks<'_>,
+///     ) -> Result<(), HookError> {
+///         let (parameters, values) = bucket.parts_mut();
+///         if let BucketValues::F32(values) = values {
+///             for parameter in parameters.iter().filter(|p| p.path.starts_with("embedding.")) {
+///                 values[parameter.range.clone()].iter_mut().for_each(|value| *value *= 0.5);
+///             }
+///         }
+///         Ok(bucket.all_reduce(ranks)?)
+///     }
+/// }
+/// # let model = |accelerator: accelerator::Accelerator| -> accelerator::Result<_> {
+/// #     use burn::{module::Module, nn::{Linear, LinearConfig}, tensor::Tensor};
+/// #     #[derive(Debug, Module)]
+/// #     struct Net { embedding: Linear, head: Linear }
+/// #     let device = accelerator.device();
+/// #     let layer = || LinearConfig::new(1, 1).init(&device);
+/// #     let model: Net = accelerator.prepare(Net { embedding: layer(), head: layer() })?;
+/// #     let input = Tensor::<2>::ones([1, 1], &device);
+/// #     let loss = (model.embedding.forward(input.clone()) + model.head.forward(input)).mean();
+/// #     Ok(accelerator.backward(loss, &model, 1)?.norm_of_order(1.0))
+/// # };
+/// # let builder = accelerator::Accelerator::builder().with_communication_hook(|| Halved);
+/// # let norms = builder.launch(2, model)?;
+/// # assert_eq!(norms, [Some(3.0); 2]);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct GradientBucket<'a> {
     buffer: &'a mut Buffer,

@@ -126,6 +126,43 @@ pub trait CommunicationHook: Send {
     /// Goes on from what [`save`](Self::save) gave. It is called on every rank or on none, before the first
     /// step, and only where the checkpoint was saved with a hook of the same [`name`](Self::name).
     ///
+    /// What belongs to this rank alone is left out where it is another rank's:
+    ///
+    /// ```
+    /// use accelerator::hook::SavedBy;
+    /// # use accelerator::hook::{CommunicationHook, GradientBucket, HookError, Ranks};
+    /// # #[derive(Default)]
+    /// # struct Rests { steps: u64, rest: u64 }
+    ///
+    /// # impl CommunicationHook for Rests {
+    /// #     fn name(&self) -> String { "rests".to_owned() }
+    /// #     fn reduce(
+    /// #         &mut self,
+    /// #         bucket: &mut GradientBucket<'_>,
+    /// #         ranks: &Ranks<'_>,
+    /// #     ) -> Result<(), HookError> {
+    /// #         Ok(bucket.all_reduce(ranks)?)
+    /// #     }
+    /// fn save(&self) -> Result<Vec<u8>, HookError> {
+    ///     Ok([self.steps.to_le_bytes(), self.rest.to_le_bytes()].concat())
+    /// }
+    ///
+    /// fn restore(&mut self, state: &[u8], saved_by: SavedBy) -> Result<(), HookError> {
+    ///     let (steps, rest) = state.split_at(8);
+    ///     self.steps = u64::from_le_bytes(steps.try_into()?);
+    ///     if saved_by == SavedBy::ThisRank {
+    ///         self.rest = u64::from_le_bytes(rest.try_into()?);
+    ///     }
+    ///     Ok(())
+    /// }
+    /// # }
+    /// # let mut hook = Rests::default();
+    /// # hook.restore(&Rests { steps: 3, rest: 5 }.save().unwrap(), SavedBy::OneForAll).unwrap();
+    /// # assert_eq!((hook.steps, hook.rest), (3, 0));
+    /// # hook.restore(&Rests { steps: 3, rest: 5 }.save().unwrap(), SavedBy::ThisRank).unwrap();
+    /// # assert_eq!((hook.steps, hook.rest), (3, 5));
+    /// ```
+    ///
     /// # Errors
     ///
     /// Whatever it likes; the resume fails on all ranks.

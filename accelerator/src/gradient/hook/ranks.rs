@@ -6,6 +6,45 @@ use crate::error::Result;
 ///
 /// Every rank calls the same methods with as many values, in one order; where they do not, all of them get
 /// an error that says so.
+///
+/// A hook by which ranks vote on signs (Bernstein et al. 2018, "signSGD with Majority Vote"):
+///
+/// ```
+/// use accelerator::hook::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks};
+/// use accelerator::prelude::*;
+///
+/// struct Vote;
+///
+/// impl CommunicationHook for Vote {
+///     fn name(&self) -> String {
+///         "majority vote".to_owned()
+///     }
+///
+///     fn reduce(
+///         &mut self,
+///         bucket: &mut GradientBucket<'_>,
+///         ranks: &Ranks<'_>,
+///     ) -> core::result::Result<(), HookError> {
+///         let BucketValues::F32(values) = bucket.values_mut() else {
+///             return Err("only f32 is expected".into());
+///         };
+///         values.iter_mut().for_each(|value| *value = value.signum());
+///         ranks.all_reduce(values, ReduceOp::Sum)?;
+///         values.iter_mut().for_each(|sum| *sum = sum.clamp(-1.0, 1.0));
+///         Ok(())
+///     }
+/// }
+/// # let builder = Accelerator::builder().with_communication_hook(|| Vote);
+/// # let largest = builder.launch(2, |accelerator| {
+/// #     use burn::{nn::{Linear, LinearConfig}, tensor::Tensor};
+/// #     let device = accelerator.device();
+/// #     let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+/// #     let loss = model.forward(Tensor::<2>::ones([4, 2], &device) * 5.0).mean();
+/// #     Ok(accelerator.backward(loss, &model, 4)?.norm_of_order(f64::INFINITY))
+/// # })?;
+/// # assert_eq!(largest, [Some(1.0); 2]);
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Ranks<'a> {
     group: &'a ProcessGroup,

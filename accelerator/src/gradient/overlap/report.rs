@@ -6,6 +6,26 @@
 /// [`Compression`](crate::Compression), no bucket leaves before all ranks have told their weights, so that
 /// a backward that is shorter than this exchange sends nothing early, ever. `early_total` of 0 after many
 /// `windows` tells.
+///
+/// ```
+/// use accelerator::{Accelerator, Overlap, OverlapState};
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::tensor::Tensor;
+///
+/// let reports = Accelerator::builder().with_overlap(Overlap::On).launch(2, |accelerator| {
+/// #     let device = accelerator.device();
+/// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+/// #     let model = accelerator.prepare(model)?;
+///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+///     let gradients = accelerator.backward(loss, &model, 4)?;
+/// #     let _ = gradients;
+///     accelerator.overlap_report(&model)
+/// })?;
+/// // What is ready when is not known after one step.
+/// assert_eq!(reports[0].state, OverlapState::Learning);
+/// assert_eq!((reports[0].buckets, reports[0].early), (1, 0));
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct OverlapReport {

@@ -45,6 +45,19 @@ use super::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks, S
 ///     .build()?;
 /// # Ok::<(), accelerator::Error>(())
 /// ```
+///
+/// Ranks and checkpoints compare its name, which tells every setting:
+///
+/// ```
+/// use accelerator::hook::{CommunicationHook, PowerSgd};
+///
+/// let hook = PowerSgd::new(2).start_after(0).min_compression(4.0).seed(7).without_warm_start();
+/// assert_eq!(
+///     hook.name(),
+///     "PowerSGD of rank 2 after 0 steps, cold start, error feedback, where it saves 4 times, \
+///      seed 7"
+/// );
+/// ```
 #[derive(Debug)]
 #[must_use]
 pub struct PowerSgd {
