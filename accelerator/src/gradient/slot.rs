@@ -144,6 +144,13 @@ impl Slot {
         }
     }
 
+    /// The step for which the scale moved did not happen.
+    pub(super) fn restore_scaler(&self, state: ScalerState) {
+        if let Some(scaler) = &mut *self.scaler() {
+            *scaler = scaler.with_state(state);
+        }
+    }
+
     fn scaler(&self) -> MutexGuard<'_, Option<Scaler>> {
         self.scaler.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -54,7 +54,8 @@ impl LocalSgdConfig {
     /// # Errors
     ///
     /// [`Error::is_config`](crate::Error::is_config) for a period of 0, or settings that differ between ranks;
-    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared;
+    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, and where there is a
+    /// [`SyncBatchNorm`](crate::nn::SyncBatchNorm);
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
     pub fn init<M: Module>(&self, accelerator: &Accelerator, model: &M) -> Result<LocalSgd> {

@@ -33,7 +33,8 @@ impl Accelerator {
     /// Recording ends with the schedule, with [`finish`](Self::finish), or when the [`Profiler`] is
     /// dropped, which all ranks must do at the same place. What is kept of a cycle that is not complete
     /// then is written as well, if a step was done. The ranks exchange what they have in the
-    /// [`backward`](Self::backward) that comes next, before it computes, or in `finish`: that time is the
+    /// [`backward`](Self::backward) that ends the next window, before it computes, in the next
+    /// [`average`](crate::local::LocalTraining::average) of local training, or in `finish`: that time is the
     /// next step's, so let a cycle begin with steps that [wait](Schedule::with_wait) or
     /// [warm up](Schedule::with_warm_up). Where ranks are lost, each one left writes its own, as
     /// `trace.cycle0.rank3.json`.
