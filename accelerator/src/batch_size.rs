@@ -7,10 +7,10 @@ use std::sync::Once;
 use serde::{Deserialize, Serialize};
 
 use crate::accelerator::Accelerator;
-use crate::device::panic_text;
 use crate::error::{Error, Kind, Result};
 use crate::notice;
 use crate::outcome::Failure;
+use crate::panic_text::panic_text;
 
 /// Finds the largest batch that memory holds, the same on every rank; see
 /// [`Accelerator::find_executable_batch_size`].

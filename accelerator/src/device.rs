@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use burn::tensor::{Device, FloatDType};
 
 use crate::error::{Error, Kind, Result};
+use crate::panic_text::panic_text;
 
 /// A kind of device that a program can run on.
 ///
@@ -178,15 +179,6 @@ pub(crate) fn configure(device: &mut Device, dtype: FloatDType) -> Result<()> {
             error,
         )),
     }
-}
-
-/// What a panic said.
-pub(crate) fn panic_text(panic: &(dyn core::any::Any + Send)) -> String {
-    panic
-        .downcast_ref::<&str>()
-        .map(|text| (*text).to_owned())
-        .or_else(|| panic.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "a panic without a message".to_owned())
 }
 
 /// Runs something on the device, so that a missing driver shows here and not in the first step.

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::tensor::Tensor;
+use burn::tensor::{Bool, Int, Tensor};
 
 use crate::error::Result;
 use crate::model::settle_statistics;
@@ -13,7 +13,7 @@ use crate::model::settle_statistics;
 /// evaluate and to keep.
 ///
 /// After each step, `average = decay · average + (1 - decay) · weights`, for everything that is trained;
-/// frozen parameters and running statistics are taken over as they are. Weights are the same on every rank,
+/// frozen parameters, running statistics, and parameters of whole numbers or bools are taken over as they are. Weights are the same on every rank,
 /// and so is their average: nothing is communicated. It is saved in checkpoints beside its model, and
 /// needs as much memory again as the parameters.
 ///
@@ -142,6 +142,16 @@ impl ModuleVisitor for Reader {
         let value = param.val().without_autodiff().into_dispatch();
         self.weights.insert(self.path.join("."), (value, trained));
     }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        let value = param.val().without_autodiff().into_dispatch();
+        self.weights.insert(self.path.join("."), (value, false));
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        let value = param.val().without_autodiff().into_dispatch();
+        self.weights.insert(self.path.join("."), (value, false));
+    }
 }
 
 struct Mixer {
@@ -171,5 +181,24 @@ impl ModuleMapper for Mixer {
             weight
         };
         Param::from_mapped_value(id, mixed, mapper)
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        let Some((value, _)) = self.weights.get(&self.path.join(".")) else {
+            return param;
+        };
+        let (id, _, mapper) = param.consume();
+        Param::from_mapped_value(id, Tensor::from_dispatch(value.clone()), mapper)
+    }
+
+    fn map_bool<const D: usize>(
+        &mut self,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        let Some((value, _)) = self.weights.get(&self.path.join(".")) else {
+            return param;
+        };
+        let (id, _, mapper) = param.consume();
+        Param::from_mapped_value(id, Tensor::from_dispatch(value.clone()), mapper)
     }
 }

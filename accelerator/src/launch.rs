@@ -4,8 +4,8 @@ use std::sync::Mutex;
 use accelerator_collective::ProcessGroup;
 
 use crate::accelerator::Accelerator;
-use crate::device::panic_text;
 use crate::error::{Error, Kind, Result};
+use crate::panic_text::panic_text;
 
 /// Runs `body` on `world_size` ranks, each a thread of this process, and returns what they
 /// return, in rank order.

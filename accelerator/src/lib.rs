@@ -142,11 +142,13 @@ pub mod nn;
 mod notice;
 pub mod optim;
 mod outcome;
+mod panic_text;
 pub mod precision;
 mod prepare;
 #[cfg(feature = "progress")]
 mod progress;
 mod replicas;
+mod short_hash;
 pub mod timeline;
 
 pub use accelerator_collective as collective;

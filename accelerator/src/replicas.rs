@@ -9,6 +9,7 @@ use burn::tensor::Tensor;
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Kind, Result};
 use crate::gradient::Slot;
+use crate::short_hash::short;
 
 /// How many paths of differing parameters a message names.
 const SHOWN: usize = 3;
@@ -100,12 +101,6 @@ fn check<M: Module>(accelerator: &Accelerator, slot: &Slot, model: &M) -> Result
         Kind::Drift,
         Drift::of(&ranks).describe(&mine.paths),
     ))
-}
-
-/// The first eight bytes of a hash: enough to tell two values apart that nobody made alike on purpose.
-pub(crate) fn short(hash: &blake3::Hash) -> u64 {
-    let start = hash.as_bytes().iter().take(8);
-    start.fold(0, |number, &byte| number << 8 | u64::from(byte))
 }
 
 /// What a rank's parameters come to.

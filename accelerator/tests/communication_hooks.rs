@@ -5,8 +5,8 @@
 mod common;
 
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use accelerator::collective::rendezvous::StoreServer;
 use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology, TransportKind};
@@ -720,4 +720,79 @@ fn a_sharded_optimizer_steps_by_what_a_hook_has_reduced() {
         of_every_rank(outcomes)
     };
     assert_eq!(run(true), run(false));
+}
+
+/// Keeps something on rank 1 alone, and notes who asks.
+struct OnRankOne {
+    notes: Arc<Mutex<Vec<String>>>,
+    rank: usize,
+}
+
+impl OnRankOne {
+    fn note(&self, text: String) {
+        self.notes.lock().unwrap().push(text);
+    }
+}
+
+impl CommunicationHook for OnRankOne {
+    fn name(&self) -> String {
+        "on rank 1".to_owned()
+    }
+
+    fn reduce(
+        &mut self,
+        bucket: &mut GradientBucket<'_>,
+        ranks: &Ranks<'_>,
+    ) -> Result<(), HookError> {
+        self.rank = ranks.rank();
+        Ok(bucket.all_reduce(ranks)?)
+    }
+
+    fn save(&self) -> Result<Vec<u8>, HookError> {
+        self.note(format!("rank {} saves", self.rank));
+        Ok(if self.rank == 1 { vec![7] } else { Vec::new() })
+    }
+
+    fn restore(&mut self, state: &[u8], saved_by: SavedBy) -> Result<(), HookError> {
+        self.note(format!("{state:?} of {saved_by:?}"));
+        Ok(())
+    }
+}
+
+#[test]
+fn every_rank_gets_its_own_state_back_once_also_where_it_kept_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |ranks: usize, resumes: bool| {
+        let notes = Arc::<Mutex<Vec<String>>>::default();
+        let noted = notes.clone();
+        let make = move || OnRankOne {
+            notes: noted.clone(),
+            rank: 9,
+        };
+        Accelerator::builder()
+            .with_communication_hook(make)
+            .launch(ranks, |accelerator| {
+                let (mut model, mut optimizer) =
+                    accelerator.prepare((line(&accelerator.device()), SgdConfig::new().init()))?;
+                let input = Tensor::<2>::ones([1, 1], &accelerator.device());
+                let gradients = accelerator.backward(model.forward(input).mean(), &model, 1)?;
+                model = optimizer.step(0.1, model, gradients);
+                // What lies beside the model has no hook of its own.
+                let ema = Ema::new(&model, 0.5);
+                let outer = DiLoCoConfig::new(3).init(&accelerator, &model)?;
+                if resumes {
+                    accelerator.resume(folder.path(), (model, ema, outer))?;
+                } else {
+                    accelerator.save_state(folder.path(), (&model, &ema, &outer))?;
+                }
+                Ok(())
+            })
+            .unwrap();
+        let mut notes = std::mem::take(&mut *notes.lock().unwrap());
+        notes.sort();
+        notes
+    };
+    assert_eq!(run(2, false), ["rank 0 saves", "rank 1 saves"]);
+    assert_eq!(run(2, true), ["[7] of ThisRank", "[] of ThisRank"]);
+    assert_eq!(run(3, true), ["[7] of OneForAll"; 3]);
 }

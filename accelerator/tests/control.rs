@@ -190,6 +190,46 @@ fn c14_a_collective_where_a_rank_is_alone_is_an_error_there_and_then() {
         accelerator.wait_for_everyone()
     })
     .unwrap();
+    for accumulation in [1, 2] {
+        let builder = Accelerator::builder().accumulation_steps(accumulation);
+        let trained = builder.launch(3, |accelerator| {
+            let parts = (line(&accelerator.device()), loader(24, 2));
+            let (model, train) = accelerator.prepare(parts)?;
+            let mut local = LocalSgdConfig::new(4).init(&accelerator, &model)?;
+            let mut batches = train.epoch(0);
+            let batch = batches.next().unwrap()?;
+            let loss = || distance(&model, &batch);
+            let backward = || accelerator.backward(loss(), &model, &batch).map(drop);
+            let alone = [
+                accelerator.on_main_process(backward),
+                accelerator.on_process(1, || local.backward(loss(), &model, &batch).map(drop)),
+                Some(accelerator.in_rank_order(backward)?),
+                Some(
+                    accelerator
+                        .find_executable_batch_size(2, |_| backward())
+                        .map(drop),
+                ),
+            ];
+            for error in alone.into_iter().flatten().map(Result::unwrap_err) {
+                assert!(error.is_misuse(), "{error:?}");
+                let text = format!("{error:?}");
+                assert!(
+                    text.contains("where collectives are forbidden"),
+                    "{error:?}"
+                );
+            }
+            accelerator.wait_for_everyone()?;
+            // Nothing of it is in the next window.
+            let mut last = accelerator.backward(loss(), &model, &batch)?;
+            for batch in batches.by_ref().take(accumulation - 1) {
+                let batch = batch?;
+                last = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+            }
+            Ok(last.samples())
+        });
+        let samples = Some(6.0 * accumulation as f64);
+        assert_eq!(trained.unwrap(), [samples; 3]);
+    }
 }
 
 /// Two hosts of two ranks each, in threads that are connected as processes are.

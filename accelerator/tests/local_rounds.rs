@@ -5,6 +5,7 @@
 mod common;
 
 use accelerator::Weight;
+use accelerator::nn::SyncBatchNormConfig;
 use accelerator::optim::{Manual, Sharded};
 use accelerator::prelude::*;
 use burn::lr_scheduler::exponential::ExponentialLrSchedulerConfig;
@@ -322,6 +323,38 @@ fn loaders_that_are_uneven_and_sharded_optimizers_are_refused() {
         Ok(())
     })
     .unwrap();
+}
+
+#[test]
+fn layers_that_ask_other_ranks_in_each_forward_are_refused() {
+    accelerator::launch(2, |accelerator| {
+        let model = accelerator.prepare(line(&accelerator.device()))?;
+        let mut local = LocalSgdConfig::new(4).init(&accelerator, &model)?;
+        drop(local.backward(loss(&accelerator, &model), &model, 4)?);
+        local.average(&mut model.clone())?;
+        let _norm = SyncBatchNormConfig::new(3).init(&accelerator);
+        for error in [
+            local.backward(loss(&accelerator, &model), &model, 4).err(),
+            LocalSgdConfig::new(4).init(&accelerator, &model).err(),
+            DiLoCoConfig::new(4).init(&accelerator, &model).err(),
+        ] {
+            let error = error.unwrap();
+            assert!(error.is_misuse(), "{error:?}");
+            assert!(error.to_string().contains("`BatchNorm`"), "{error}");
+        }
+        accelerator.wait_for_everyone()
+    })
+    .unwrap();
+    // One rank alone has nobody to ask.
+    let accelerator = Accelerator::new().unwrap();
+    let _norm = SyncBatchNormConfig::new(3).init(&accelerator);
+    let model = accelerator.prepare(line(&accelerator.device())).unwrap();
+    let mut local = LocalSgdConfig::new(4).init(&accelerator, &model).unwrap();
+    drop(
+        local
+            .backward(loss(&accelerator, &model), &model, 4)
+            .unwrap(),
+    );
 }
 
 /// Where a rank is lost.

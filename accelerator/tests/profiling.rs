@@ -5,6 +5,7 @@
 mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
@@ -190,6 +191,48 @@ fn c24_summaries_are_handed_to_the_program() {
     }
 }
 
+/// What a program promises to send nothing, sends no trace either.
+#[test]
+fn cycles_wait_for_a_window_of_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let builder = Accelerator::builder().accumulation_steps(2);
+    let outcome = builder.launch(2, |accelerator| {
+        let is_there = |name: &str| folder.path().join(name).exists();
+        let is_main = accelerator.is_main_process();
+        let profile = |name: &str| {
+            let path = folder.path().join(name);
+            accelerator.profile(Schedule::new(1).with_repeat(1), path)
+        };
+        let parts = (line(&accelerator.device()), SgdConfig::new().init());
+        let (mut model, mut optimizer): (Linear, _) = accelerator.prepare(parts)?;
+        let train = accelerator.prepare(common::loader(32, 2))?;
+        let mut batches = train.epoch(0);
+        let _first = profile("all.json")?;
+        for micro_step in 1..=4 {
+            let batch = batches.next().unwrap()?;
+            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+            // It is complete after the second one; the main rank writes it.
+            assert!(!is_main || is_there("all.cycle0.json") == (micro_step == 4));
+            model = optimizer.step(0.01, model, gradients);
+        }
+        let _second = profile("own.json")?;
+        let mut local = LocalSgdConfig::new(8).init(&accelerator, &model)?;
+        for _ in 0..4 {
+            let batch = batches.next().unwrap()?;
+            let gradients = local.backward(distance(&model, &batch), &model, &batch)?;
+            assert!(!is_there("own.cycle0.json"));
+            model = optimizer.step(0.01, model, gradients);
+        }
+        // The main rank writes it there, and hears that the other one is there before.
+        accelerator.wait_for_everyone()?;
+        local.average(&mut model)?;
+        assert!(!is_main || is_there("own.cycle0.json"));
+        accelerator.finish()
+    });
+    outcome.unwrap();
+    assert_eq!(folder.path().read_dir().unwrap().count(), 2);
+}
+
 #[test]
 fn one_profiler_can_follow_another() {
     let folder = tempfile::tempdir().unwrap();
@@ -302,4 +345,24 @@ fn traces_of_an_earlier_run_do_not_stay() {
     assert_eq!(count(), 4);
     accelerator.finish().unwrap();
     assert!(!folder.path().join("trace.rank1.json").exists());
+}
+
+#[test]
+fn c24_a_closure_that_panics_ends_recording_and_the_next_profiler_begins() {
+    let accelerator = Accelerator::new().unwrap();
+    let first = accelerator
+        .profile_with(Schedule::new(2), |_| panic!("there is no room"))
+        .unwrap();
+    let training = AssertUnwindSafe(|| train(&accelerator, 4, |_| ()));
+    assert!(catch_unwind(training).is_err());
+    assert_eq!(first.cycles(), 0);
+    let cycles = Arc::<Mutex<Vec<u64>>>::default();
+    let noted = cycles.clone();
+    let second = accelerator
+        .profile_with(Schedule::new(2).with_repeat(1), move |cycle| {
+            noted.lock().unwrap().push(cycle.summary.steps);
+        })
+        .unwrap();
+    train(&accelerator, 4, |_| ()).unwrap();
+    assert_eq!((&*cycles.lock().unwrap(), second.cycles()), (&vec![2], 1));
 }

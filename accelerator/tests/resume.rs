@@ -406,6 +406,26 @@ fn objects_come_back_exactly_and_to_every_rank() {
 }
 
 #[test]
+fn a_value_that_one_rank_cannot_read_is_an_error_on_every_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let errors = accelerator::launch(2, |accelerator| {
+        let mine = (accelerator.rank() == 0).then_some(5);
+        accelerator.save_state(folder.path(), PerRank(&mine))?;
+        let error = accelerator.resume(folder.path(), PerRank(0)).unwrap_err();
+        // The ranks are still together.
+        accelerator.wait_for_everyone()?;
+        Ok(error)
+    });
+    for error in errors.unwrap() {
+        let text = misfit(&error);
+        assert!(
+            text.contains("the value for each rank at place 1"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
 fn two_models_come_back_with_their_optimizers() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path()).with_max_shard_size(4);

@@ -8,10 +8,10 @@ use accelerator::optim::Scheduled;
 use accelerator::prelude::*;
 use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
-use burn::module::{Module, ParamGroup};
-use burn::nn::Linear;
+use burn::module::{Module, Param, ParamGroup, ParamId};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear};
 use burn::optim::SgdConfig;
-use burn::tensor::Device;
+use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use common::{ColumnBatcher, assert_close, distance, flat, line, loader, of_every_rank};
 
 fn linear() -> ModuleLrScheduler {
@@ -138,6 +138,12 @@ fn a_plan_tells_what_there_will_be() {
             let by_epoch = (SgdConfig::new().init(), PerEpoch(linear()));
             let by_epoch = accelerator.prepare(by_epoch)?;
             assert_eq!(plan.with_schedule(&by_epoch).rate_steps, Some(5));
+            // Three steps an epoch, which two ranks count twice.
+            let many = |epochs| accelerator.plan(&train, epochs).with_schedule(&optimizer);
+            let most = many(u64::MAX / 3);
+            assert_eq!((most.steps, most.rate_steps), (Some(u64::MAX), None));
+            let endless = many(u64::MAX);
+            assert_eq!((endless.steps, endless.rate_steps), (None, None));
             drop(model);
             Ok(plan)
         });
@@ -247,4 +253,71 @@ fn an_average_of_weights_is_that_of_every_step_and_comes_back() {
         Ok(averaged)
     });
     of_every_rank(rows.unwrap());
+}
+
+#[derive(Debug, Module)]
+struct Mixed {
+    line: Linear,
+    frozen: Linear,
+    norm: BatchNorm,
+    count: Param<Tensor<1, Int>>,
+    mask: Param<Tensor<1, Bool>>,
+}
+
+impl Mixed {
+    fn new(device: &Device) -> Self {
+        Self {
+            line: line(device),
+            frozen: line(device).no_grad(),
+            norm: BatchNormConfig::new(1).with_momentum(1.0).init(device),
+            count: Param::initialized(ParamId::new(), Tensor::from_ints([1, 2], device)),
+            mask: Param::initialized(ParamId::new(), Tensor::from_bool([true, false], device)),
+        }
+    }
+
+    /// What is not averaged.
+    fn rest(&self) -> [TensorData; 3] {
+        [
+            self.frozen.weight.val().into_data(),
+            self.count.val().into_data(),
+            self.mask.val().into_data(),
+        ]
+    }
+
+    fn mean(&self) -> f32 {
+        self.norm.running_mean.value().into_scalar()
+    }
+}
+
+#[test]
+fn what_is_not_trained_is_taken_over_as_it_is_and_saved_for_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    accelerator::launch(2, |accelerator| {
+        let device = accelerator.device();
+        let mut model = accelerator.prepare(accelerator.init(Mixed::new))?;
+        let mut ema = Ema::new(&model, 0.5);
+        let before = model.rest();
+        model.frozen.weight = model.frozen.weight.map(|weight| weight + 1.0);
+        model.count = model.count.map(|count| count + 6);
+        model.mask = model.mask.map(Tensor::bool_not);
+        let own = 4.0 * accelerator.rank() as f32;
+        model.norm.forward(Tensor::<2>::full([3, 1], own, &device));
+        ema.update(&model);
+        assert_eq!(ema.model().rest(), model.rest());
+        for (after, before) in model.rest().iter().zip(before) {
+            assert_ne!(*after, before);
+        }
+        // Burn brings a statistic up to date with the next one.
+        assert_eq!(ema.model().mean(), own);
+        accelerator.save_state(folder.path(), (&model, &ema))?;
+        assert_eq!(ema.model().mean(), 2.0);
+
+        let fresh = accelerator.prepare(accelerator.init(Mixed::new))?;
+        let ema = Ema::new(&fresh, 0.5);
+        let ((_, ema), _) = accelerator.resume(folder.path(), (fresh, ema))?;
+        assert_eq!(ema.model().rest(), model.rest());
+        assert_eq!(ema.model().mean(), 2.0);
+        Ok(())
+    })
+    .unwrap();
 }

@@ -7,6 +7,7 @@ mod common;
 use std::path::Path;
 
 use accelerator::optim::{InitFused, Scheduled, Sharded};
+use accelerator::precision::LossScale;
 use accelerator::prelude::*;
 use burn::grad_clipping::GradientClippingConfig;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
@@ -528,4 +529,56 @@ fn a_rank_that_is_lost_in_a_step_leaves_the_model_as_it_was() {
     let ((_, train), position) = resumed.unwrap();
     assert_eq!((position.epoch(), position.step()), (0, 2));
     assert_eq!(train.epoch(0).next().unwrap().unwrap().step(), 2);
+}
+
+#[test]
+fn a_step_that_is_lost_takes_the_loss_scale_back() {
+    let builder = Accelerator::builder()
+        .precision(Precision::F16)
+        .loss_scale(LossScale::new().with_initial(64.0).with_growth_interval(2));
+    builder
+        .launch(2, |accelerator| {
+            let device = accelerator.device();
+            let linear: Linear = accelerator.init(|device| LinearConfig::new(3, 2).init(device));
+            let (mut model, mut optimizer) = accelerator.prepare((linear, Sharded(adamw())))?;
+            let backward = |model: &Linear| {
+                let loss = model.forward(Tensor::<2>::ones([2, 3], &device)).mean();
+                accelerator.backward(loss, model, 2)
+            };
+            let gradients = backward(&model)?;
+            model = optimizer.step(0.1, model, gradients);
+            assert_eq!(accelerator.loss_scale(&model)?, Some(64.0));
+            let gradients = backward(&model)?;
+            assert_eq!(accelerator.loss_scale(&model)?, Some(128.0));
+            if accelerator.rank() == 1 {
+                return Ok(());
+            }
+            model = optimizer.step(0.1, model, gradients);
+            assert_eq!(optimizer.outcome(), StepOutcome::Lost);
+            assert_eq!(accelerator.loss_scale(&model)?, Some(64.0));
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn gradients_of_another_accelerator_are_refused_by_that_name() {
+    accelerator::launch(2, |accelerator| {
+        let linear: Linear = accelerator.init(|device| LinearConfig::new(3, 2).init(device));
+        let (model, mut optimizer) = accelerator.prepare((linear, Sharded(adamw())))?;
+        let alone = Accelerator::builder()
+            .device(accelerator.device_kind())
+            .build()?;
+        let model = alone.prepare(model)?;
+        let input = Tensor::<2>::ones([2, 3], &alone.device());
+        let gradients = alone.backward(model.forward(input).mean(), &model, 2)?;
+        accelerator.wait_for_everyone()?;
+        let _model = optimizer.step(0.1, model, gradients);
+        assert_eq!(optimizer.outcome(), StepOutcome::Lost);
+        let error = accelerator.wait_for_everyone().unwrap_err();
+        let text = format!("{error:?}");
+        assert!(text.contains("another accelerator"), "{text}");
+        Ok(())
+    })
+    .unwrap();
 }

@@ -112,6 +112,33 @@ fn what_is_the_same_everywhere_stays_and_models_without_buffers_send_nothing() {
     .unwrap();
 }
 
+#[test]
+fn parameters_are_neither_compared_nor_sent_where_frozen_ones_differ() {
+    accelerator::launch(2, |accelerator| {
+        let mut model = accelerator.prepare(accelerator.init(Net::new))?;
+        let own = accelerator.rank() as f64 + 1.0;
+        model.frozen.weight = model.frozen.weight.map(|weight| weight * own);
+        let before = model.frozen.weight.val().into_data();
+        let operations = Arc::new(AtomicUsize::new(0));
+        let count = operations.clone();
+        let observed = accelerator.group().observe(move |_| {
+            count.fetch_add(1, Ordering::Relaxed);
+        });
+        observed.unwrap();
+        accelerator.sync_buffers(&model.frozen)?;
+        // Nothing of it takes a gradient.
+        accelerator.sync_buffers(&model.frozen.valid())?;
+        assert_eq!(operations.load(Ordering::Relaxed), 0);
+        // The comparison of running statistics.
+        accelerator.sync_buffers(&model)?;
+        accelerator.sync_buffers(&model.valid())?;
+        assert_eq!(operations.load(Ordering::Relaxed), 2);
+        assert_eq!(model.frozen.weight.val().into_data(), before);
+        Ok(())
+    })
+    .unwrap();
+}
+
 /// What is saved is what `save_model` would write, and what every rank goes on with.
 #[test]
 fn checkpoints_hold_the_statistics_of_all_ranks() {

@@ -187,3 +187,40 @@ fn what_counts_for_nothing_on_all_ranks_leaves_no_trace() {
         assert!(outcomes.unwrap().iter().all(|seen| *seen == (true, false)));
     }
 }
+
+/// Where a training forward must not be, there is nobody to normalise with.
+#[test]
+fn a_forward_where_a_rank_is_alone_changes_nothing_and_backward_says_so() {
+    let outcomes = double().launch(2, |accelerator| {
+        let train = DataLoaderBuilder::new(common::ColumnBatcher)
+            .batch_size(2)
+            .build(common::columns(8));
+        let (model, train) = accelerator.prepare((Net::new(&accelerator), train))?;
+        let batch = train.epoch(0).next().unwrap()?;
+        let before = floats(&model.valid());
+        let refused = |error: Error| {
+            assert!(error.is_misuse(), "{error:?}");
+            let text = format!("{error:?}");
+            assert!(
+                text.contains("`SyncBatchNorm`") && text.contains("one rank only"),
+                "{text}"
+            );
+        };
+        let backward = || accelerator.backward(model.loss(&batch), &model, &batch);
+        if let Some(outcome) = accelerator.on_main_process(backward) {
+            refused(outcome.unwrap_err());
+        }
+        assert_eq!(floats(&model.valid()), before);
+        // Where nothing could say so there, it is said later, and once.
+        if let Some(loss) = accelerator.on_main_process(|| model.loss(&batch)) {
+            assert_eq!(floats(&model.valid()), before);
+            refused(accelerator.backward(loss, &model, &batch).unwrap_err());
+        }
+        let gradients = backward()?;
+        assert_eq!(gradients.samples(), Some(4.0));
+        Ok((floats(&model.valid()), before))
+    });
+    let outcomes = outcomes.unwrap();
+    assert_ne!(outcomes[0].0, outcomes[0].1);
+    assert_eq!(outcomes[0], outcomes[1]);
+}

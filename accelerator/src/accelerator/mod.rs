@@ -264,8 +264,10 @@ impl Accelerator {
     ///
     /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or whose replicas
     /// differ in the middle of [local steps](crate::local), a loss that does not depend
-    /// on it on any rank (which all learn at the end of the window), a weight that is not a number of samples, a batch of a
-    /// loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), or a call while another
+    /// on it on any rank (which all learn at the end of the window), a weight that is not a number of samples, a
+    /// batch of a loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), a call where the ranks are
+    /// not together, as in [`on_main_process`](Self::on_main_process), which leaves the window as it is, or after
+    /// a [`SyncBatchNorm`](crate::nn::SyncBatchNorm) was used there, or a call while another
     /// thread reduces gradients of the same model, or of one whose window is being reduced, which ends
     /// the group;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost. The model
@@ -290,8 +292,6 @@ impl Accelerator {
         reach: Reach,
     ) -> Result<Gradients> {
         let timeline = &self.shared.timeline;
-        timeline.deliver(&self.shared.group)?;
-        timeline.backward_begins();
         let gradients = crate::gradient::backward(self, loss, model, weight, reach);
         match gradients {
             Ok(_) => timeline.backward_ends(),

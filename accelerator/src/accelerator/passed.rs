@@ -5,7 +5,7 @@ use burn::tensor::TensorData;
 
 use crate::agreement::sides;
 use crate::error::{Error, Result};
-use crate::replicas::short;
+use crate::short_hash::short;
 
 /// Fails on every rank alike, and names what each has, where ranks pass tensors of different shapes or
 /// types, or call different operations of this kind. The group lives on.

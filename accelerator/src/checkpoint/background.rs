@@ -7,8 +7,8 @@ use std::thread::JoinHandle;
 use super::share::from_main;
 use super::write::Saved;
 use crate::accelerator::Accelerator;
-use crate::device::panic_text;
 use crate::error::{Error, Kind, Result};
+use crate::panic_text::panic_text;
 
 /// A checkpoint that is being written beside training; from
 /// [`Accelerator::save_state_async`](crate::Accelerator::save_state_async).

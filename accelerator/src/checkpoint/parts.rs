@@ -161,7 +161,7 @@ impl<M: Module + fmt::Display> Resume<kind::Model> for M {
 // To a checkpoint it is one more model.
 impl<M: Module + fmt::Display> Save<kind::Ema> for &Ema<M> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
-        snapshot.add_model(self.model())
+        snapshot.add_companion(self.model())
     }
 
     fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
@@ -175,7 +175,7 @@ impl<M: Module + fmt::Display> Resume<kind::Ema> for Ema<M> {
     }
 
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
-        self.try_map(|model| restorer.model(model))
+        self.try_map(|model| restorer.companion(model))
     }
 }
 
@@ -203,7 +203,7 @@ impl<M: Module + fmt::Display> Save<kind::DiLoCo> for &DiLoCo<M> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         self.states()
             .into_iter()
-            .try_for_each(|state| snapshot.add_model(state))
+            .try_for_each(|state| snapshot.add_companion(state))
     }
 
     fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
@@ -219,7 +219,7 @@ impl<M: Module + fmt::Display> Resume<kind::DiLoCo> for DiLoCo<M> {
     }
 
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
-        self.try_map(|state| restorer.model(state))
+        self.try_map(|state| restorer.companion(state))
     }
 }
 

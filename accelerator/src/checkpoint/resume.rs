@@ -13,7 +13,7 @@ use super::position::Position;
 use super::settings::{Checkpoints, Resumed};
 use super::share::{bytes_from_main, from_main};
 use super::snapshot::PartKind;
-use super::state::{HookState, Names, PartState, State, decode};
+use super::state::{HookState, Kept, ModelState, Names, PartState, State, decode};
 use super::world::{Rescale, WorldChange};
 use crate::accelerator::{Accelerator, WindowSize};
 use crate::agreement;
@@ -266,15 +266,9 @@ pub struct Restorer<'a> {
 impl<'a> Restorer<'a> {
     #[track_caller]
     pub(super) fn model<M: Module>(&mut self, model: M) -> Result<M> {
-        let (name, part) = self.next()?;
-        let PartState::Model(saved) = part else {
-            return Err(other_kind(&name));
-        };
-        let mut path = self.found.path.clone();
-        let folder = self.names.model();
+        let (saved, folder) = self.next_model()?;
         let hook = self.hook(saved.hook.as_ref(), folder.as_deref())?;
-        path.extend(folder);
-        path.push("model.safetensors");
+        let path = self.model_file(folder);
         crate::model::resume(
             self.accelerator,
             model,
@@ -284,6 +278,30 @@ impl<'a> Restorer<'a> {
             saved.scaler,
             hook,
         )
+    }
+
+    /// What is kept beside a model, and has its ids: values alone.
+    #[track_caller]
+    pub(super) fn companion<M: Module>(&mut self, companion: M) -> Result<M> {
+        let (saved, folder) = self.next_model()?;
+        let path = self.model_file(folder);
+        crate::model::restore_values(self.accelerator, companion, &path, &saved.layout)
+    }
+
+    /// The state of the next part, which is a model, and the folder of its files if it has one.
+    fn next_model(&mut self) -> Result<(&'a ModelState, Option<String>)> {
+        let (name, part) = self.next()?;
+        let PartState::Model(saved) = part else {
+            return Err(other_kind(&name));
+        };
+        Ok((saved, self.names.model()))
+    }
+
+    fn model_file(&self, folder: Option<String>) -> PathBuf {
+        let mut path = self.found.path.clone();
+        path.extend(folder);
+        path.push("model.safetensors");
+        path
     }
 
     /// The hook of the program for a model, with what was saved of it if it is the same one.
@@ -305,28 +323,26 @@ impl<'a> Restorer<'a> {
             return Ok(hook);
         }
         let (rank, ranks) = (self.accelerator.rank(), self.accelerator.world_size());
-        let mut mine = None;
-        if saved.saved.len() == ranks && !saved.saved.contains(&false) {
-            // Rank 0 alone reads, and each rank hears of the others' too.
-            for other in 0..ranks {
-                let state = self.read(&HookState::file(folder, other)?)?;
-                if other == rank {
-                    mine = Some((state, SavedBy::ThisRank));
-                }
-            }
-        } else if let Some(first) = saved.saved.iter().position(|saved| *saved) {
-            let state = self.read(&HookState::file(folder, first)?)?;
-            mine = Some((state, SavedBy::OneForAll));
-        }
-        let restored = match mine {
-            Some((state, saved_by)) => fresh.restore(&state, saved_by),
-            None => Ok(()),
+        let Some(first) = saved.saved.iter().position(|kept| *kept == Kept::State) else {
+            return Ok(hook);
         };
-        if ranks > 1 {
-            let group = self.accelerator.group();
-            outcome::exchange(group, restored.as_ref().err(), "resume")?;
-        }
-        restored.map(|()| hook)
+        let (state, saved_by) =
+            if saved.saved.len() == ranks && !saved.saved.contains(&Kept::Absent) {
+                let mut mine = Vec::new();
+                // Rank 0 alone reads, and each rank hears of the others' too.
+                for other in (0..ranks).filter(|&other| saved.saved[other] == Kept::State) {
+                    let state = self.read(&HookState::file(folder, other)?)?;
+                    if other == rank {
+                        mine = state;
+                    }
+                }
+                (mine, SavedBy::ThisRank)
+            } else {
+                let state = self.read(&HookState::file(folder, first)?)?;
+                (state, SavedBy::OneForAll)
+            };
+        self.together(fresh.restore(&state, saved_by))?;
+        Ok(hook)
     }
 
     #[track_caller]
@@ -377,7 +393,7 @@ impl<'a> Restorer<'a> {
         let file = self.names.per_rank()?;
         let values: Vec<Option<Vec<u8>>> = decode(&name, &self.read(&file)?)?;
         let mine = values.into_iter().nth(self.accelerator.rank()).flatten();
-        mine.map(|bytes| decode(&name, &bytes)).transpose()
+        self.together(mine.map(|bytes| decode(&name, &bytes)).transpose())
     }
 
     /// The next part, and what errors call it.
@@ -395,6 +411,18 @@ impl<'a> Restorer<'a> {
             PartKind::PerRank => "value for each rank",
         };
         Ok((format!("the {kind} at place {}", self.at), part))
+    }
+
+    /// What every rank did by itself, and may have failed on some alone: then it fails on all.
+    #[track_caller]
+    fn together<T>(&self, mine: Result<T>) -> Result<T> {
+        if self.accelerator.world_size() == 1 {
+            return mine;
+        }
+        let group = self.accelerator.group();
+        let told = outcome::exchange(group, mine.as_ref().err(), "resume");
+        let mine = mine?;
+        told.map(|()| mine)
     }
 
     #[track_caller]

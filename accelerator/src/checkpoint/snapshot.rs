@@ -1,5 +1,6 @@
 use core::fmt;
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
 use burn::module::Module;
@@ -9,6 +10,7 @@ use super::state::{HookState, ModelState, PartState, State, encode};
 use crate::accelerator::Accelerator;
 use crate::data::Standing;
 use crate::error::{Error, Kind, Result};
+use crate::gradient::Slot;
 use crate::model::{Layout, ModelSnapshot};
 use crate::optim::{OptimizerSnapshot, PreparedOptimizer, Schedule};
 
@@ -46,7 +48,8 @@ pub(super) enum Part {
     Loader(Standing),
     Model {
         state: ModelState,
-        /// What its communication hook keeps: this rank's, and then every rank's where it is written.
+        /// What its communication hook keeps, empty for nothing: this rank's, and then every rank's where
+        /// it is written.
         hooks: Vec<Option<Vec<u8>>>,
         /// On the rank that writes, in the end.
         values: Option<ModelSnapshot>,
@@ -97,6 +100,38 @@ impl<'a> Snapshot<'a> {
     }
 
     pub(super) fn add_model<M: Module>(&mut self, model: &M) -> Result<()> {
+        let slot = self.ready(model)?;
+        let mut hooks = Vec::new();
+        if let Some(hook) = slot.hook() {
+            hooks = vec![None; self.accelerator.world_size()];
+            hooks[self.accelerator.rank()] = Some(hook.save()?);
+        }
+        let state = ModelState {
+            hook: slot.hook().map(|hook| HookState::new(hook.name(), &hooks)),
+            layout: Layout::of(model),
+            scaler: slot.scaler_state(),
+            steps: slot.steps(),
+        };
+        self.push_model(model, state, hooks);
+        Ok(())
+    }
+
+    /// Adds what is kept beside a prepared model, under the same ids: its values, and after which step.
+    /// What its training goes on from is saved with the model itself.
+    pub(super) fn add_companion<M: Module>(&mut self, companion: &M) -> Result<()> {
+        let slot = self.ready(companion)?;
+        let state = ModelState {
+            hook: None,
+            layout: Layout::of(companion),
+            scaler: None,
+            steps: slot.steps(),
+        };
+        self.push_model(companion, state, Vec::new());
+        Ok(())
+    }
+
+    /// The slot of a model, if it is at a place where it can be saved.
+    fn ready<M: Module>(&self, model: &M) -> Result<Arc<Slot>> {
         let slot = self.accelerator.shared.models.find(model)?;
         let open = slot.open_micro_steps();
         if open > 0 && self.mode == Mode::Regular {
@@ -109,26 +144,18 @@ impl<'a> Snapshot<'a> {
         if self.mode == Mode::Regular {
             slot.round().check_together("save a checkpoint")?;
         }
+        Ok(slot)
+    }
+
+    fn push_model<M: Module>(&mut self, model: &M, state: ModelState, hooks: Vec<Option<Vec<u8>>>) {
         // Several ranks bring their running statistics together before, once all are ready.
         let is_settled = self.mode == Mode::Emergency || self.accelerator.world_size() == 1;
         let takes = is_settled && self.writer == Writer::This;
-        let values = takes.then(|| ModelSnapshot::of(model));
-        let mut hooks = Vec::new();
-        if let Some(hook) = slot.hook() {
-            hooks = vec![None; self.accelerator.world_size()];
-            hooks[self.accelerator.rank()] = hook.save()?;
-        }
         self.taken.parts.push(Part::Model {
-            state: ModelState {
-                hook: slot.hook().map(|hook| HookState::new(hook.name(), &hooks)),
-                layout: Layout::of(model),
-                scaler: slot.scaler_state(),
-                steps: slot.steps(),
-            },
+            state,
             hooks,
-            values,
+            values: takes.then(|| ModelSnapshot::of(model)),
         });
-        Ok(())
     }
 
     pub(super) fn add_optimizer<S: Schedule>(
@@ -315,12 +342,14 @@ fn gather_hooks(group: &ProcessGroup, hooks: &mut [Option<Vec<u8>>]) -> Result<(
     }
     let is_main = group.rank() == 0;
     let mine = hooks[group.rank()].take().unwrap_or_default();
+    // Of a rank that keeps nothing, no piece comes.
+    hooks.fill_with(|| Some(Vec::new()));
     group.all_gather_varied_with(&mine, |rank, piece: &[u8]| {
         if is_main {
             hooks[rank].get_or_insert_default().extend_from_slice(piece);
         }
     })?;
-    hooks[group.rank()] = (!mine.is_empty()).then_some(mine);
+    hooks[group.rank()] = Some(mine);
     Ok(())
 }
 

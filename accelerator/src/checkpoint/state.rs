@@ -47,20 +47,31 @@ pub(super) struct ModelState {
 pub(super) struct HookState {
     pub(super) name: String,
     /// By rank.
-    pub(super) saved: Vec<bool>,
+    pub(super) saved: Vec<Kept>,
+}
+
+/// What a rank's communication hook had to save.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(super) enum Kept {
+    /// Nobody asked it: the rank was lost, or another one wrote alone.
+    Absent,
+    /// It kept nothing, and there is no file.
+    Nothing,
+    /// What lies in the file of the rank.
+    State,
 }
 
 impl HookState {
     pub(super) fn new(name: &str, states: &[Option<Vec<u8>>]) -> Self {
         Self {
             name: name.to_owned(),
-            saved: states.iter().map(Option::is_some).collect(),
+            saved: states.iter().map(Kept::of).collect(),
         }
     }
 
     /// Notes what has come in.
     pub(super) fn note(&mut self, states: &[Option<Vec<u8>>]) {
-        self.saved = states.iter().map(Option::is_some).collect();
+        self.saved = states.iter().map(Kept::of).collect();
     }
 
     /// The file of a rank, beside those of a model that has a folder, or none.
@@ -68,6 +79,16 @@ impl HookState {
         let folder = folder.map(|folder| format!("{folder}/"));
         let folder = folder.unwrap_or_default();
         Ok(FileName::new(format!("{folder}hook-rank-{rank:05}.bin"))?)
+    }
+}
+
+impl Kept {
+    fn of(state: &Option<Vec<u8>>) -> Self {
+        match state {
+            None => Self::Absent,
+            Some(state) if state.is_empty() => Self::Nothing,
+            Some(_) => Self::State,
+        }
     }
 }
 

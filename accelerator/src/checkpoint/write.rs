@@ -98,7 +98,7 @@ pub(super) fn write(
             Part::Model { hooks, values, .. } => {
                 let folder = names.model();
                 for (rank, state) in hooks.iter().enumerate() {
-                    if let Some(state) = state {
+                    if let Some(state) = state.as_ref().filter(|state| !state.is_empty()) {
                         let name = HookState::file(folder.as_deref(), rank)?;
                         draft.write_bytes(&name, Role::Ranks, state)?;
                     }

@@ -10,8 +10,8 @@ use super::batch::{Batch, Info, Share as Used};
 use super::order::EpochShare;
 use super::source::Source;
 use super::spec::Spec;
-use crate::device::panic_text;
 use crate::error::{Error, Kind, Result};
+use crate::panic_text::panic_text;
 use crate::timeline::Timeline;
 
 /// Where the batches of an epoch come from, in order.

@@ -14,7 +14,7 @@ use crate::data::Mark;
 use crate::error::{Error, Result};
 use crate::model::Trainable;
 use crate::notice;
-use crate::precision::Precision;
+use crate::precision::{Finiteness, Precision};
 use crate::replicas;
 use crate::timeline::{Part, Phase};
 
@@ -38,11 +38,16 @@ pub(crate) fn backward<M: Module>(
     let slot = accelerator.shared.models.find(model)?;
     // The graph of a working copy is used up by this, or never.
     let copy = slot.take_working();
+    let group = accelerator.group();
+    if group.world_size() > 1 {
+        // The forward of this rank alone says more than what comes of it.
+        accelerator.shared.crossing.check()?;
+        group.check_allowed("`backward`")?;
+    }
     if reach == Reach::All {
         slot.round().check_together("average its gradients")?;
     }
     check(&loss, &weight)?;
-    let group = accelerator.group();
     let steps = accelerator.accumulation_steps();
     let timeline = &accelerator.shared.timeline;
     let scale = slot.loss_scale();
@@ -52,6 +57,10 @@ pub(crate) fn backward<M: Module>(
     let alone = alone && scale.is_none() && weight.count > 0.0;
     if alone && slot.open_micro_steps() == 0 && ends(0) {
         check_precision_used(accelerator, &slot);
+        if reach == Reach::All {
+            timeline.deliver(group)?;
+        }
+        timeline.backward_begins();
         let gradients = {
             let _backward = timeline.span(Phase::Backward);
             GradientsParams::from_grads(loss.backward(), model)
@@ -77,6 +86,7 @@ pub(crate) fn backward<M: Module>(
     let (window, _alone) = {
         let mut window = slot.window();
         if !ends(window.micro_steps()) {
+            timeline.backward_begins();
             let gradients = {
                 let _backward = timeline.span(Phase::Backward);
                 GradientsParams::from_grads(scaled(loss.clone(), scale).backward(), model)
@@ -96,6 +106,11 @@ pub(crate) fn backward<M: Module>(
         (core::mem::take(&mut *window), alone)
     };
     check_precision_used(accelerator, &slot);
+    if reach == Reach::All {
+        // All ranks come here, and to no other `backward`.
+        timeline.deliver(group)?;
+    }
+    timeline.backward_begins();
     // As above.
     let _ = strike(group.rank(), Point::Step(slot.steps()));
     let reduced = match reach {
@@ -128,10 +143,14 @@ pub(crate) fn backward<M: Module>(
     let device = accelerator.shared.device.clone();
     let mut gradients = Gradients::reduced(slot.clone(), device, reduced, weight.epoch);
     if let Some(scale) = scale {
+        gradients.note_scaler(slot.scaler_state());
         // All ranks see the same sums.
-        let finite = gradients.norm().is_some_and(f64::is_finite);
-        slot.update_loss_scale(finite);
-        if !finite {
+        let finiteness = match gradients.norm() {
+            Some(norm) if norm.is_finite() => Finiteness::Finite,
+            _ => Finiteness::NotFinite,
+        };
+        slot.update_loss_scale(finiteness);
+        if finiteness == Finiteness::NotFinite {
             tracing::debug!(
                 step = slot.steps(),
                 scale,

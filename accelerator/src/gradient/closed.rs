@@ -14,6 +14,7 @@ use super::slot::Slot;
 use super::values::Values as Elements;
 use crate::data::Mark;
 use crate::model::Trainable;
+use crate::precision::ScalerState;
 
 /// The averaged gradients of a window that has ended.
 pub(super) struct Closed {
@@ -26,6 +27,8 @@ pub(super) struct Closed {
     pub(super) marks: Vec<Mark>,
     /// Before clipping.
     pub(super) norm: Option<f64>,
+    /// How the scale of losses stood before this window; `None` where nothing can be undone.
+    pub(super) scaler: Option<ScalerState>,
     /// By parameter: the sum of the squares of its elements, before clipping.
     pub(super) squares: Option<Vec<f64>>,
     pub(super) slot: Arc<Slot>,

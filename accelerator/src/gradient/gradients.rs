@@ -14,6 +14,7 @@ use super::slot::Slot;
 use super::undo::Undo;
 use super::weight::Weight;
 use crate::data::Mark;
+use crate::precision::ScalerState;
 
 /// The averaged gradients of a window, or the news that it is still open.
 ///
@@ -123,11 +124,19 @@ impl Gradients {
             factors: Vec::new(),
             marks,
             norm: None,
+            scaler: None,
             slot,
             squares: None,
             tie: None,
             values,
         })))
+    }
+
+    /// That is how the scale of losses stood before their window.
+    pub(super) fn note_scaler(&mut self, before: Option<ScalerState>) {
+        if let Content::Closed(closed) = &mut self.0 {
+            closed.scaler = before;
+        }
     }
 
     /// As those of this rank alone, which are in use for as long as `tie` is held.
@@ -412,6 +421,7 @@ impl Gradients {
             Content::Accumulating | Content::Idle { .. } | Content::Overflowed { .. } => None,
             Content::Closed(closed) => Some(Undo {
                 marks: core::mem::take(&mut closed.marks),
+                scaler: closed.scaler.take(),
                 slot: closed.slot.clone(),
             }),
         }

@@ -16,7 +16,7 @@ use super::window::Window;
 use crate::local::Round;
 use crate::model::Trainable;
 use crate::notice;
-use crate::precision::{Scaler, ScalerState};
+use crate::precision::{Finiteness, Scaler, ScalerState};
 
 /// What is kept for a prepared model: which gradients it has, where they lie, and the window
 /// that is open.
@@ -137,10 +137,17 @@ impl Slot {
         self.scaler().as_ref().map(Scaler::state)
     }
 
-    /// A window was reduced whose gradients are all finite, or not.
-    pub(super) fn update_loss_scale(&self, finite: bool) {
+    /// A window was reduced.
+    pub(super) fn update_loss_scale(&self, gradients: Finiteness) {
         if let Some(scaler) = &mut *self.scaler() {
-            scaler.update(finite);
+            scaler.update(gradients);
+        }
+    }
+
+    /// The step for which the scale moved did not happen.
+    pub(super) fn restore_scaler(&self, state: ScalerState) {
+        if let Some(scaler) = &mut *self.scaler() {
+            *scaler = scaler.with_state(state);
         }
     }
 

@@ -50,6 +50,10 @@
 //! average at the same moment. While replicas differ, `accelerator.backward`, `save_state` and `save_model`
 //! refuse the model, on all ranks, with a typed error.
 //!
+//! Layers that normalise over all ranks ([`SyncBatchNorm`](crate::nn::SyncBatchNorm)) are refused: Burn's
+//! `BatchNorm` sees this rank's batches, and its statistics are averaged with the parameters. It is enough that
+//! there is one, in whichever model of the accelerator.
+//!
 //! # Optimizer state
 //!
 //! Moments are each rank's own and never averaged, as in the papers; a
@@ -88,7 +92,8 @@ pub trait LocalTraining<M: Module>: rounds::InRounds + Sized {
     /// # Errors
     ///
     /// As [`Accelerator::backward`](crate::Accelerator::backward), but for those of communication, and of a step
-    /// without samples; [`Error::is_misuse`](crate::Error::is_misuse) where an average is due that was not made.
+    /// without samples; [`Error::is_misuse`](crate::Error::is_misuse) where an average is due that was not made,
+    /// and where there is a [`SyncBatchNorm`](crate::nn::SyncBatchNorm).
     /// The model is untouched in each case.
     #[track_caller]
     fn backward(

@@ -52,6 +52,7 @@ impl Rounds {
             )
         })?;
         agreement::check(accelerator.group(), "local training", said)?;
+        check_nothing_crosses(accelerator)?;
         Ok(Self {
             accelerator: accelerator.clone(),
             concern,
@@ -69,6 +70,7 @@ impl Rounds {
         model: &M,
         weight: Weight,
     ) -> Result<Gradients> {
+        check_nothing_crosses(&self.accelerator)?;
         let slot = self.slot(model)?;
         let steps = slot.round().steps();
         if steps >= self.period.get() {
@@ -130,6 +132,8 @@ impl Rounds {
                 shown.join(", ")
             )));
         }
+        // Ranks are together, after the same steps.
+        self.accelerator.shared.timeline.deliver(group)?;
         if round.steps() == 0 {
             return Ok(None);
         }
@@ -158,6 +162,19 @@ impl Rounds {
     pub(super) fn close(slot: &Slot) {
         *slot.round() = Round::default();
     }
+}
+
+/// Refuses layers that ask other ranks in each forward: these have other parameters, and the gradients of
+/// such a layer are made to be averaged over all ranks.
+fn check_nothing_crosses(accelerator: &Accelerator) -> Result<()> {
+    if accelerator.world_size() == 1 || !accelerator.shared.crossing.is_noted() {
+        return Ok(());
+    }
+    Err(Error::misuse(
+        "local training steps each rank by itself, and a `SyncBatchNorm` of this accelerator normalises over \
+         all ranks in every forward: use Burn's `BatchNorm`, whose statistics are averaged with the \
+         parameters, or train with `accelerator.backward`",
+    ))
 }
 
 impl Weighting {

@@ -1,14 +1,14 @@
 //! Buffers, such as the running statistics of a batch norm, brought together over the ranks.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use accelerator_collective::ReduceOp;
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Tensor, TensorData};
 
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Result};
-use crate::replicas::short;
+use crate::short_hash::short;
 
 /// The statistics that Burn's batch norm keeps, by the names of its fields.
 const MEAN: &str = "running_mean";
@@ -20,9 +20,8 @@ impl Accelerator {
     ///
     /// Means are averaged, and a `running_var` becomes the variance of everything that the ranks have
     /// seen, `mean(var + mean²) − mean(mean)²`. Any other buffer that a module keeps in a `RunningState` is
-    /// averaged. What is the same on all ranks stays as it is, to the bit, and costs eight bytes. Parameters
-    /// are not touched: frozen ones that differ belong to
-    /// [`check_replicas`](Self::check_replicas)' kind of trouble.
+    /// averaged. What is the same on all ranks stays as it is, to the bit, and costs eight bytes. Parameters,
+    /// trained or frozen, are neither compared nor touched.
     ///
     /// Every rank counts alike, however many samples it has seen: nothing tells how many went into a running
     /// statistic. Where ranks train on shares of different sizes for long, or one idles often,
@@ -56,13 +55,15 @@ impl Accelerator {
         if group.world_size() == 1 {
             return Ok(());
         }
-        settle_statistics(model);
-        let mut reader = Reader::default();
-        model.visit(&mut reader);
-        let buffers = reader.buffers;
-        if buffers.is_empty() {
+        let mut reader = Reader {
+            running: running_states(model),
+            ..Reader::default()
+        };
+        if reader.running.is_empty() {
             return Ok(());
         }
+        model.visit(&mut reader);
+        let buffers = reader.buffers;
         let mine: Vec<u64> = buffers.iter().map(Buffer::digest).collect();
         let all = group.all_gather(&mine)?;
         let same = |at: usize| {
@@ -116,8 +117,7 @@ impl Accelerator {
             let data = TensorData::new(own, buffer.data.shape().clone());
             values.insert(buffer.place, data.convert_dtype(buffer.data.dtype()));
         }
-        // Clones share running states, which are changed in place; of parameters only the clone's
-        // are, which nobody keeps.
+        // Clones share running states, which are changed in place.
         model.clone().map(&mut Writer { place: 0, values });
         Ok(())
     }
@@ -156,6 +156,20 @@ pub(crate) fn settle_statistics<M: Module>(model: &M) {
     drop(model.valid());
 }
 
+/// Where the running states are among the floats of a model, whose statistics are brought up to date.
+fn running_states<M: Module>(model: &M) -> HashSet<usize> {
+    // Its running states are its own, unlike a clone's.
+    let model = model.valid();
+    let mut before = Ids::default();
+    model.visit(&mut before);
+    let mut after = Ids::default();
+    model.map(&mut Renamer).visit(&mut after);
+    let ids = before.0.into_iter().zip(after.0).enumerate();
+    ids.filter(|(_, (before, after))| before == after)
+        .map(|(place, _)| place)
+        .collect()
+}
+
 /// What is added up over the ranks: of a variance whose mean is known, the second moment.
 fn moments(buffer: &Buffer, mean: Option<&Buffer>) -> Result<Vec<f64>> {
     let mut values = buffer.values()?;
@@ -167,7 +181,7 @@ fn moments(buffer: &Buffer, mean: Option<&Buffer>) -> Result<Vec<f64>> {
     Ok(values)
 }
 
-/// Something that takes no gradient.
+/// A running state.
 struct Buffer {
     data: TensorData,
     path: String,
@@ -200,11 +214,33 @@ impl Buffer {
     }
 }
 
+/// The ids of all floats.
+#[derive(Default)]
+struct Ids(Vec<ParamId>);
+
+impl ModuleVisitor for Ids {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0.push(param.id);
+    }
+}
+
+/// Gives every float another id. Parameters take it; a running state takes values only, and keeps its own.
+struct Renamer;
+
+impl ModuleMapper for Renamer {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, value, mapper) = param.consume();
+        Param::from_mapped_value(ParamId::from(!id.val()), value, mapper)
+    }
+}
+
 #[derive(Default)]
 struct Reader {
     buffers: Vec<Buffer>,
     path: Vec<String>,
     place: usize,
+    /// The places to read.
+    running: HashSet<usize>,
 }
 
 impl ModuleVisitor for Reader {
@@ -217,10 +253,9 @@ impl ModuleVisitor for Reader {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let value = param.val();
-        if !value.is_require_grad() {
+        if self.running.contains(&self.place) {
             self.buffers.push(Buffer {
-                data: value.into_data(),
+                data: param.val().into_data(),
                 path: self.path.join("."),
                 place: self.place,
             });

@@ -191,17 +191,13 @@ struct Reader {
 }
 
 impl Reader {
-    fn push(&mut self, id: ParamId, shape: Vec<usize>, dtype: DType, requires_gradient: bool) {
+    fn push(&mut self, id: ParamId, shape: Vec<usize>, dtype: DType, trainable: Option<Float>) {
         self.entries.push(Entry {
             id: id.val(),
             path: self.path.join("."),
             shape,
             dtype: format!("{dtype:?}").to_lowercase(),
-            trainable: if requires_gradient {
-                Float::of(dtype)
-            } else {
-                None
-            },
+            trainable,
         });
     }
 }
@@ -217,23 +213,19 @@ impl ModuleVisitor for Reader {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let value = param.val();
-        let requires_gradient = value.is_require_grad();
-        self.push(
-            param.id,
-            value.dims().to_vec(),
-            value.dtype(),
-            requires_gradient,
-        );
+        let dtype = value.dtype();
+        let trainable = Float::of(dtype).filter(|_| value.is_require_grad());
+        self.push(param.id, value.dims().to_vec(), dtype, trainable);
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
         let value = param.val();
-        self.push(param.id, value.dims().to_vec(), value.dtype(), false);
+        self.push(param.id, value.dims().to_vec(), value.dtype(), None);
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
         let value = param.val();
-        self.push(param.id, value.dims().to_vec(), value.dtype(), false);
+        self.push(param.id, value.dims().to_vec(), value.dtype(), None);
     }
 }
 

@@ -133,14 +133,7 @@ pub(crate) fn resume<M: Module>(
     scaler: Option<ScalerState>,
     hook: Option<Held>,
 ) -> Result<M> {
-    saved.check_saved(&Layout::of(&model))?;
-    let (model, _) = load_on_all(
-        accelerator,
-        model,
-        path,
-        &LoadOptions::new(),
-        Some(&saved.ids()),
-    )?;
+    let model = restore_values(accelerator, model, path, saved)?;
     let bucket_size = accelerator.shared.settings.bucket_size;
     let overlap = accelerator.shared.overlap;
     let slot = Slot::new(Layout::of(&model).trainable(), bucket_size, overlap);
@@ -151,6 +144,20 @@ pub(crate) fn resume<M: Module>(
     let slot = slot.with_steps(steps).with_scaler(going_on);
     let slot = slot.with_hook(hook);
     accelerator.shared.models.insert(slot);
+    Ok(model)
+}
+
+/// Gives a model the values and ids that were saved at `path`, which rank 0 alone reads.
+#[track_caller]
+pub(crate) fn restore_values<M: Module>(
+    accelerator: &Accelerator,
+    model: M,
+    path: &Path,
+    saved: &Layout,
+) -> Result<M> {
+    saved.check_saved(&Layout::of(&model))?;
+    let options = LoadOptions::new();
+    let (model, _) = load_on_all(accelerator, model, path, &options, Some(&saved.ids()))?;
     Ok(model)
 }
 

@@ -8,6 +8,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 
 use super::exchange::{self, Back};
 use crate::accelerator::{Accelerator, Shared};
+use crate::error::{Error, Kind};
 use crate::gradient::Weight;
 
 /// Makes a [`SyncBatchNorm`]. The fields are those of Burn's [`BatchNormConfig`].
@@ -140,8 +141,9 @@ impl SyncBatchNorm {
     /// count more have more say in the gradients of the statistics, and an idle batch, or one of weight 0,
     /// has none in either.
     ///
-    /// All ranks call it in training. Where one of them is lost the output is of no use, and
-    /// `backward` says so.
+    /// All ranks call it in training. Where one of them is lost, or where a rank is alone, as in
+    /// [`on_main_process`](Accelerator::on_main_process), the output is of no use, the running statistics stay
+    /// as they are, and the next `backward` of this rank says so. On one rank, evaluate with `model.valid()`.
     ///
     /// # Panics
     ///
@@ -169,8 +171,8 @@ impl SyncBatchNorm {
             );
         }
         let weight = weight.into().count;
-        let group = self.ranks.group();
-        let Some(group) = group.filter(|group| group.world_size() > 1) else {
+        let shared = self.ranks.0.upgrade();
+        let Some(shared) = shared.filter(|shared| shared.group.world_size() > 1) else {
             let normed = burn::tensor::module::batch_norm_train(
                 input,
                 self.gamma.val(),
@@ -182,7 +184,7 @@ impl SyncBatchNorm {
             }
             return normed.output;
         };
-        self.forward_together(input, Share::new(group, weight))
+        self.forward_together(input, Share::new(&shared, weight))
     }
 
     fn forward_together<const D: usize>(&self, input: Tensor<D>, share: Share) -> Tensor<D> {
@@ -197,16 +199,25 @@ impl SyncBatchNorm {
         along[1] = features;
         let cells = (dims.iter().product::<usize>() / features) as f64;
         // Burn's gradient of a division by a number is exact in single precision only.
-        let each = share.count(cells).recip();
+        let Some(count) = share.count(cells) else {
+            return wide.cast(dtype);
+        };
+        let each = count.recip();
         // Where nobody has anything, nothing is normalised, and nothing is learnt of it.
         let each = if each.is_finite() { each } else { 0.0 };
         let sums = |values: Tensor<D>| -> Tensor<1> {
             let rows = values.swap_dims(0, 1).reshape([features as i32, -1]);
             rows.sum_dim(1).reshape([features])
         };
-        let mean = share.sum(sums(wide.clone())) * each;
+        let Some(sum) = share.sum(sums(wide.clone())) else {
+            return wide.cast(dtype);
+        };
+        let mean = sum * each;
         let deviations = wide - mean.clone().reshape(along);
-        let variance = share.sum(sums(deviations.clone() * deviations.clone())) * each;
+        let Some(sum) = share.sum(sums(deviations.clone() * deviations.clone())) else {
+            return deviations.cast(dtype);
+        };
+        let variance = sum * each;
         if each > 0.0 {
             self.remember(mean.detach(), variance.clone().detach());
         }
@@ -263,34 +274,40 @@ impl fmt::Debug for Ranks {
 #[derive(Clone, Debug)]
 struct Share {
     group: ProcessGroup,
+    /// Where what goes wrong is kept.
+    ranks: Ranks,
     /// What its gradient will be multiplied by.
     weight: f64,
 }
 
 impl Share {
-    fn new(group: ProcessGroup, weight: f64) -> Self {
-        Self { group, weight }
+    fn new(shared: &Arc<Shared>, weight: f64) -> Self {
+        Self {
+            group: shared.group.clone(),
+            ranks: Ranks(Arc::downgrade(shared)),
+            weight,
+        }
     }
 
     fn is_idle(&self) -> bool {
         self.weight <= 0.0
     }
 
-    /// How many values all ranks have for each feature.
-    fn count(&self, own: f64) -> f64 {
+    /// How many values all ranks have for each feature; `None` where that cannot be known.
+    fn count(&self, own: f64) -> Option<f64> {
         let mut total = [if self.is_idle() { 0.0 } else { own }];
-        // A group that has failed says so in `backward`.
-        let _ = self.group.all_reduce(&mut total, ReduceOp::Sum);
-        total[0]
+        self.add_up(&mut total)?;
+        Some(total[0])
     }
 
-    /// The sum over all ranks, in rank order and in double precision.
-    fn sum(&self, own: Tensor<1>) -> Tensor<1> {
-        let values = self.summed(own.clone().inner(), if self.is_idle() { 0.0 } else { 1.0 });
-        exchange::replace(own, Tensor::from_inner(values), Arc::new(self.clone()))
+    /// The sum over all ranks, in rank order and in double precision; `None` where there is none.
+    fn sum(&self, own: Tensor<1>) -> Option<Tensor<1>> {
+        let values = self.summed(own.clone().inner(), if self.is_idle() { 0.0 } else { 1.0 })?;
+        let values = Tensor::from_inner(values);
+        Some(exchange::replace(own, values, Arc::new(self.clone())))
     }
 
-    fn summed(&self, own: Tensor<1>, factor: f64) -> Tensor<1> {
+    fn summed(&self, own: Tensor<1>, factor: f64) -> Option<Tensor<1>> {
         let (device, dtype) = (own.device(), own.dtype());
         let data = own.into_data();
         let shape = data.shape().clone();
@@ -302,9 +319,23 @@ impl Share {
         for value in &mut values {
             *value *= factor;
         }
-        let _ = self.group.all_reduce(&mut values, ReduceOp::Sum);
+        self.add_up(&mut values)?;
         let data = TensorData::new(values, shape).convert_dtype(dtype);
-        Tensor::from_data(data, (&device, dtype))
+        Some(Tensor::from_data(data, (&device, dtype)))
+    }
+
+    /// Leaves the sums over all ranks in `values`. Why there are none, `backward` says.
+    fn add_up(&self, values: &mut [f64]) -> Option<()> {
+        let summed = self.group.all_reduce(values, ReduceOp::Sum);
+        if let (Err(error), Some(shared)) = (&summed, self.ranks.0.upgrade()) {
+            let message = format!(
+                "a `SyncBatchNorm` in training normalises over all ranks, which are not together here; on one \
+                 rank, use `model.valid()`: {error}"
+            );
+            let error = Error::with_source(Kind::Collective, message, error.clone());
+            shared.crossing.failed(error);
+        }
+        summed.ok()
     }
 }
 
@@ -312,7 +343,9 @@ impl Back for Share {
     /// `backward` multiplies the gradients of each rank by its weight, before they are added up: so
     /// the gradient of the sum over the ranks is weighted here, and this rank's weight taken out.
     fn back(&self, gradient: Tensor<1>) -> Tensor<1> {
-        let sum = self.summed(gradient, self.weight.max(0.0));
+        let Some(sum) = self.summed(gradient.clone(), self.weight.max(0.0)) else {
+            return gradient;
+        };
         match self.is_idle() {
             true => sum * 0.0,
             false => sum / self.weight,

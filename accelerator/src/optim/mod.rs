@@ -165,7 +165,7 @@ pub enum StepOutcome {
     /// schedule count on, as on ranks that had some.
     Idle,
     /// Another rank was lost while a [`Sharded`] optimizer stepped, or that got gradients of one rank
-    /// ([`local`](crate::local)): the model is as it was, and so is the schedule; the batches of the step count as not used, and come again after an emergency checkpoint. The
+    /// ([`local`](crate::local)): the model is as it was, and so are the schedule and the scale of losses; the batches of the step count as not used, and come again after an emergency checkpoint. The
     /// next call that communicates returns the error, which names the rank.
     ///
     /// Each rank tells of itself: where one had every new value before the other rank was lost, it has
@@ -354,7 +354,7 @@ impl<S> PreparedOptimizer<S> {
             }
             // They are of an accelerator that is one rank alone.
             (Averaged::Untouched(_), Some(shards)) => {
-                shards.refuse_own();
+                shards.refuse_foreign();
                 Err(model)
             }
         }

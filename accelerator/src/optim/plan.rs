@@ -17,7 +17,8 @@ pub enum RateScaling {
 /// What a training will be: how many samples make a step, how many steps there are. Made by
 /// [`Accelerator::plan`], and printed once at the start.
 ///
-/// Figures are `None` where a loader does not tell its length or the size of its batches.
+/// Figures are `None` where a loader does not tell its length or the size of its batches, and where they do
+/// not fit into 64 bits.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct TrainingPlan {
@@ -136,11 +137,11 @@ impl Accelerator {
             world_size: self.world_size(),
             accumulation_steps: accumulation,
             samples: train.known_samples(),
-            effective_batch: batch.map(|samples| samples * accumulation as u64),
+            effective_batch: batch.and_then(|samples| samples.checked_mul(accumulation as u64)),
             micro_steps_per_epoch: micro_steps,
             steps_per_epoch,
             epochs,
-            steps: steps_per_epoch.map(|steps| steps * epochs),
+            steps: steps_per_epoch.and_then(|steps| steps.checked_mul(epochs)),
             rate_steps: None,
         }
     }

@@ -152,9 +152,10 @@ impl Scheduler {
             Unit::Step => steps,
             Unit::Epoch { .. } => Some(epochs),
             Unit::Process { world_size } => {
+                let steps = steps?;
                 // The first rate is that of the beginning.
-                let rest = steps.map(|steps| steps.saturating_sub(1) * world_size as u64);
-                rest.zip(steps).map(|(rest, steps)| rest + steps.min(1))
+                let rest = steps.saturating_sub(1).checked_mul(world_size as u64)?;
+                rest.checked_add(steps.min(1))
             }
         }
     }

@@ -9,7 +9,6 @@ use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bool, Device, Int, Tensor};
 
 use super::fused::sums::{self, Landing};
-use super::sharded::probe;
 use crate::gradient::{Averages, with_rank};
 
 /// Which parameters a fused optimizer steps.
@@ -34,7 +33,7 @@ impl Kinds {
                 let optimizer = optimizer.clone();
                 optimizer.load_record(OptimizerRecord::default())
             });
-            let kind = match probe::is_fused(blank, parameter, averages.device()) {
+            let kind = match sums::is_fused(blank, parameter, averages.device()) {
                 true => Kind::Fused,
                 false => Kind::Other,
             };

@@ -83,7 +83,7 @@ use burn::tensor::FloatDType;
 
 pub use self::copy::in_full;
 pub use self::scale::LossScale;
-pub(crate) use self::scale::{Scaler, ScalerState};
+pub(crate) use self::scale::{Finiteness, Scaler, ScalerState};
 use crate::error::{Error, Result};
 
 /// The type in which forward and backward compute. Parameters, their gradients and the optimizer stay in

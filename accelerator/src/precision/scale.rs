@@ -102,6 +102,13 @@ impl fmt::Display for LossScale {
 const LARGEST: f64 = (1_u64 << 40) as f64;
 const SMALLEST: f64 = 1.0 / LARGEST;
 
+/// Whether all gradients of a window are finite.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Finiteness {
+    Finite,
+    NotFinite,
+}
+
 /// A scale as it stands. It moves by what all ranks see alike, and so is the same on each.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scaler {
@@ -139,10 +146,10 @@ impl Scaler {
         self.state
     }
 
-    /// A window was reduced whose gradients are all finite, or not.
-    pub(crate) fn update(&mut self, finite: bool) {
+    /// A window was reduced.
+    pub(crate) fn update(&mut self, gradients: Finiteness) {
         let ScalerState { scale, good_steps } = &mut self.state;
-        if !finite {
+        if gradients == Finiteness::NotFinite {
             *scale = (*scale * self.rule.backoff).max(SMALLEST);
             *good_steps = 0;
             return;
@@ -157,19 +164,21 @@ impl Scaler {
 
 #[cfg(test)]
 mod tests {
+    use super::Finiteness::{Finite, NotFinite};
     use super::*;
 
     #[test]
     fn the_scale_grows_after_good_steps_in_a_row_and_backs_off_at_once() {
         let mut scaler = Scaler::new(LossScale::new().with_initial(8.0).with_growth_interval(3));
-        let mut after = |finite| {
-            scaler.update(finite);
+        let mut after = |gradients| {
+            scaler.update(gradients);
             scaler.scale()
         };
-        assert_eq!([true, true, true].map(&mut after), [8.0, 8.0, 16.0]);
+        assert_eq!([Finite; 3].map(&mut after), [8.0, 8.0, 16.0]);
         // A bad step begins the count again.
-        assert_eq!([true, true, false].map(&mut after), [16.0, 16.0, 8.0]);
-        assert_eq!([true, true, true].map(&mut after), [8.0, 8.0, 16.0]);
+        let bad = [Finite, Finite, NotFinite];
+        assert_eq!(bad.map(&mut after), [16.0, 16.0, 8.0]);
+        assert_eq!([Finite; 3].map(&mut after), [8.0, 8.0, 16.0]);
     }
 
     #[test]
@@ -177,12 +186,12 @@ mod tests {
         let mut scaler = Scaler::new(LossScale::new());
         assert_eq!(scaler.scale(), 65536.0);
         for _ in 0..1999 {
-            scaler.update(true);
+            scaler.update(Finite);
         }
         assert_eq!(scaler.scale(), 65536.0);
-        scaler.update(true);
+        scaler.update(Finite);
         assert_eq!(scaler.scale(), 131_072.0);
-        scaler.update(false);
+        scaler.update(NotFinite);
         assert_eq!(scaler.scale(), 65536.0);
     }
 
@@ -200,9 +209,9 @@ mod tests {
         }
         LossScale::new().check().unwrap();
         let mut scaler = Scaler::new(LossScale::new().with_growth_interval(1));
-        (0..200).for_each(|_| scaler.update(true));
+        (0..200).for_each(|_| scaler.update(Finite));
         assert_eq!(scaler.scale(), LARGEST);
-        (0..200).for_each(|_| scaler.update(false));
+        (0..200).for_each(|_| scaler.update(NotFinite));
         assert_eq!(scaler.scale(), SMALLEST);
     }
 }

@@ -33,7 +33,8 @@ impl Accelerator {
     /// Recording ends with the schedule, with [`finish`](Self::finish), or when the [`Profiler`] is
     /// dropped, which all ranks must do at the same place. What is kept of a cycle that is not complete
     /// then is written as well, if a step was done. The ranks exchange what they have in the
-    /// [`backward`](Self::backward) that comes next, before it computes, or in `finish`: that time is the
+    /// [`backward`](Self::backward) that ends the next window, before it computes, in the next
+    /// [`average`](crate::local::LocalTraining::average) of local training, or in `finish`: that time is the
     /// next step's, so let a cycle begin with steps that [wait](Schedule::with_wait) or
     /// [warm up](Schedule::with_warm_up). Where ranks are lost, each one left writes its own, as
     /// `trace.cycle0.rank3.json`.
@@ -83,7 +84,7 @@ impl Accelerator {
 
     /// Hands what the steps of each cycle came to, on this rank, to `on_ready`: at the end of the step
     /// that completes it, or where recording [ends](Self::profile) within it after a step at least.
-    /// Nothing is written. What else holds for [`profile`](Self::profile) holds here.
+    /// Nothing is written. A panic of its ends recording, and goes on in the program. What else holds for [`profile`](Self::profile) holds here.
     ///
     /// `on_ready` must keep no [`Accelerator`], which would then never be dropped.
     ///
@@ -318,11 +319,11 @@ impl Timeline {
         if !profiling.runs.load(Ordering::Relaxed) {
             return;
         }
-        // Out of the lock: a closure of the program may be called.
-        let Some(mut profile) = profiling.state().current.take() else {
+        let Some(recorder) = self.any_recorder() else {
             return;
         };
-        let Some(recorder) = self.any_recorder() else {
+        // Out of the lock: a closure of the program may be called.
+        let Some(mut profile) = profiling.state().current.take() else {
             return;
         };
         let steps = done.saturating_sub(profile.first);
@@ -331,7 +332,7 @@ impl Timeline {
             self.cut(&mut profile, recorder, Worth::Steps);
         }
         if profile.schedule.is_over(steps) {
-            self.retire(&profile, recorder);
+            self.retire((profile.number, profile.cycles), recorder);
         } else {
             profile.enter(recorder, done, before);
             profiling.state().current = Some(profile);
@@ -349,7 +350,7 @@ impl Timeline {
         drop(state);
         if let (Some(mut profile), Some(recorder)) = (taken, self.any_recorder()) {
             self.cut(&mut profile, recorder, worth);
-            self.retire(&profile, recorder);
+            self.retire((profile.number, profile.cycles), recorder);
         }
     }
 
@@ -442,6 +443,11 @@ impl Timeline {
                 let Some(summary) = summary.filter(|_| !std::thread::panicking()) else {
                     return;
                 };
+                let _guard = EndOnPanic {
+                    last: (profile.number, number),
+                    recorder,
+                    timeline: self,
+                };
                 call(&Cycle {
                     number,
                     first_step: profile.kept_from,
@@ -464,9 +470,10 @@ impl Timeline {
         profile.cycles += 1;
     }
 
-    fn retire(&self, profile: &Profile, recorder: &Recorder) {
+    /// Ends recording by the profile of a number, after so many cycles.
+    fn retire(&self, last: (u64, u64), recorder: &Recorder) {
         recorder.end_schedule();
-        self.profiling().state().last = Some((profile.number, profile.cycles));
+        self.profiling().state().last = Some(last);
         self.profiling().runs.store(false, Ordering::Relaxed);
     }
 
@@ -477,6 +484,21 @@ impl Timeline {
     /// The recorder, whether or not it is on.
     fn any_recorder(&self) -> Option<&Recorder> {
         self.0.recorder.get().map(Arc::as_ref)
+    }
+}
+
+/// Ends recording where a closure of the program panics: its profile is gone with the panic.
+struct EndOnPanic<'a> {
+    last: (u64, u64),
+    recorder: &'a Recorder,
+    timeline: &'a Timeline,
+}
+
+impl Drop for EndOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.timeline.retire(self.last, self.recorder);
+        }
     }
 }
 

@@ -1,8 +1,10 @@
 //! Places where a rank must call no collective.
 
+use core::fmt;
 use std::sync::Arc;
 
 use super::ProcessGroup;
+use crate::error::Result;
 
 impl ProcessGroup {
     /// Forbids collectives on all handles of this rank while the guard lives.
@@ -29,6 +31,27 @@ impl ProcessGroup {
             group: self.clone(),
             reason,
         }
+    }
+
+    /// Whether collectives of this rank are allowed here, for a `call` that comes to communicate after it
+    /// has done something else. Sends nothing.
+    ///
+    /// ```
+    /// use accelerator_collective::ProcessGroup;
+    ///
+    /// let group = ProcessGroup::single();
+    /// assert!(group.check_allowed("train").is_ok());
+    /// let guard = group.forbid("ranks are not together here");
+    /// let error = group.check_allowed("train").unwrap_err();
+    /// assert!(error.is_misuse() && error.to_string().contains("called train"));
+    /// # drop(guard);
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A misuse error where they are [forbidden](Self::forbid), with the reason. The group stays usable.
+    pub fn check_allowed(&self, call: impl fmt::Display) -> Result<()> {
+        self.0.member.check_allowed(&call)
     }
 }
 

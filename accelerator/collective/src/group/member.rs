@@ -123,15 +123,7 @@ impl Member {
     /// Lets an operation into the line, or says why not. What is refused here leaves the group
     /// as it was.
     pub(crate) fn admit(&self, contract: &Contract) -> Result<Ticket> {
-        if let Some(reason) = self.forbidden().last() {
-            return Err(Error::new(
-                Kind::Misuse,
-                format!(
-                    "rank {} called {contract} where collectives are forbidden: {reason}",
-                    self.topology.rank()
-                ),
-            ));
-        }
+        self.check_allowed(contract)?;
         if let Some(root) = contract.root
             && root >= self.topology.world_size()
         {
@@ -271,6 +263,20 @@ impl Member {
         let mut forbidden = self.forbidden();
         if let Some(index) = forbidden.iter().rposition(|x| Arc::ptr_eq(x, reason)) {
             forbidden.remove(index);
+        }
+    }
+
+    /// Says why a call that communicates must not be made, where it must not.
+    pub(crate) fn check_allowed(&self, call: &dyn fmt::Display) -> Result<()> {
+        match self.forbidden().last() {
+            None => Ok(()),
+            Some(reason) => Err(Error::new(
+                Kind::Misuse,
+                format!(
+                    "rank {} called {call} where collectives are forbidden: {reason}",
+                    self.topology.rank()
+                ),
+            )),
         }
     }
 

@@ -3,8 +3,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{CommunicationHook, GradientBucket, HookError, Ranks, SavedBy};
-use crate::device::panic_text;
 use crate::error::{Error, Kind, Result};
+use crate::panic_text::panic_text;
 
 /// Makes the hook of each model.
 #[derive(Clone)]
@@ -69,13 +69,10 @@ impl Held {
         }
     }
 
-    /// What this rank keeps from step to step, if there is anything.
-    pub(crate) fn save(&self) -> Result<Option<Vec<u8>>> {
+    /// What this rank keeps from step to step; empty where that is nothing.
+    pub(crate) fn save(&self) -> Result<Vec<u8>> {
         let saved = self.lock().save();
-        let state = saved.map_err(|error| {
-            self.failed(Kind::Checkpoint, "could not save what it keeps", error)
-        })?;
-        Ok((!state.is_empty()).then_some(state))
+        saved.map_err(|error| self.failed(Kind::Checkpoint, "could not save what it keeps", error))
     }
 
     pub(crate) fn restore(&self, state: &[u8], saved_by: SavedBy) -> Result<()> {

@@ -124,7 +124,8 @@ pub trait CommunicationHook: Send {
     }
 
     /// Goes on from what [`save`](Self::save) gave. It is called on every rank or on none, before the first
-    /// step, and only where the checkpoint was saved with a hook of the same [`name`](Self::name).
+    /// step, and only where the checkpoint was saved with a hook of the same [`name`](Self::name), which kept
+    /// something on some rank. `state` is empty where this rank kept nothing and another one did.
     ///
     /// What belongs to this rank alone is left out where it is another rank's:
     ///

@@ -16,10 +16,10 @@ impl Reducer {
         let spare = self.ledger.total.take();
         let mut total = spare.unwrap_or_else(|| self.group.buffer(DType::F64, 1));
         total.as_mut_slice::<f64>()?[0] = self.total;
-        self.promise.give();
         let pending = self
             .group
             .start_all_reduce_at(total, ReduceOp::Sum, self.caller)?;
+        self.promise.give();
         self.weighing = Some(pending);
         Ok(())
     }
@@ -46,15 +46,13 @@ impl Reducer {
         if let (Some(last), Some(trigger)) = (rest.last_mut(), &self.trigger) {
             *last = trigger.send();
         }
-        if self.pace != Pace::Nowhere {
-            self.promise.give();
-        }
         match self.pace {
             Pace::Nowhere => self.ledger.control = Some(control),
             Pace::InFlight => {
                 let pending =
                     self.group
                         .start_all_reduce_at(control, ReduceOp::Sum, self.caller)?;
+                self.promise.give();
                 self.control = Some(pending);
             }
             Pace::Blocking => {
@@ -62,6 +60,7 @@ impl Reducer {
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
                 self.group
                     .all_reduce_buffer_at(&mut control, ReduceOp::Sum, self.caller)?;
+                self.promise.give();
                 self.ledger.control = Some(control);
             }
         }

@@ -429,30 +429,30 @@ impl Reducer {
             let _copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
             compression::compress(&buffer, &mut wire, scale);
         }
-        self.promise.give();
         let pending = self
             .group
             .start_all_reduce_at(wire, ReduceOp::Sum, self.caller)?;
+        self.promise.give();
         self.ledger.stages[bucket] = Stage::SentRounded(buffer, pending);
         Ok(())
     }
 
     fn send_exactly(&mut self, bucket: usize, mut buffer: Buffer) -> Result<()> {
-        if self.pace != Pace::Nowhere {
-            self.promise.give();
-        }
         self.ledger.stages[bucket] = match self.pace {
             Pace::Nowhere => Stage::Summed(buffer),
-            Pace::InFlight => Stage::Sent(self.group.start_all_reduce_at(
-                buffer,
-                ReduceOp::Sum,
-                self.caller,
-            )?),
+            Pace::InFlight => {
+                let pending = self
+                    .group
+                    .start_all_reduce_at(buffer, ReduceOp::Sum, self.caller)?;
+                self.promise.give();
+                Stage::Sent(pending)
+            }
             Pace::Blocking => {
                 let (part, bytes) = (Part::bucket(bucket), buffer.bytes().len());
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
                 self.group
                     .all_reduce_buffer_at(&mut buffer, ReduceOp::Sum, self.caller)?;
+                self.promise.give();
                 Stage::Summed(buffer)
             }
         };

@@ -12,7 +12,7 @@ pub(super) struct Promise {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum State {
-    /// Nothing was sent.
+    /// Nothing was sent: an operation that the group refuses at once owes nothing.
     Free,
     Given,
     /// Everything was sent, or the group has failed.
@@ -27,7 +27,7 @@ impl Promise {
         }
     }
 
-    /// Something is sent.
+    /// The group has accepted something.
     pub(super) fn give(&mut self) {
         self.state = State::Given;
     }

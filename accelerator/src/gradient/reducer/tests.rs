@@ -146,3 +146,29 @@ fn a_rank_that_stops_in_the_middle_fails_all_by_name() {
         "{text}"
     );
 }
+
+#[test]
+fn a_window_that_the_group_refuses_owes_nothing() {
+    on_two_ranks(|group| {
+        let slot = slot();
+        let ready = reducer(&slot, &group);
+        let guard = group.forbid("ranks are not together");
+        let timeline = Timeline::new(&group, Recording::Nothing).unwrap();
+        let (window, half) = (Window::default(), Compression::F16);
+        let weighing = Reducer::new(
+            &slot,
+            &group,
+            window,
+            1.0,
+            half,
+            Repair::Possible,
+            &timeline,
+        );
+        assert!(weighing.unwrap_err().is_misuse());
+        let gradients = gradients(gradient(1.0), gradient(2.0));
+        let error = ready.finish(&slot, gradients, 0.0, None).unwrap_err();
+        assert!(error.is_misuse(), "{error:?}");
+        drop(guard);
+        group.barrier().unwrap();
+    });
+}

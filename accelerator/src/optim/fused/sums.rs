@@ -8,10 +8,13 @@ use core::cell::{Cell, RefCell};
 use core::ops::Range;
 
 use burn::module::ParamId;
-use burn::tensor::Tensor;
+use burn::optim::ModuleOptimizer;
+use burn::tensor::{Device, Tensor};
 
 use super::memory::{Real, Taken, with_elements};
 use crate::gradient::{Averages, Place};
+use crate::model::Trainable;
+use crate::optim::sharded::probe;
 
 /// Elements that are stepped at once where they go through the cache.
 const BLOCK: usize = 1024;
@@ -78,7 +81,7 @@ impl Drop for Restore {
 ///
 /// # Panics
 ///
-/// Where the optimizer does not take the sums, though [`is_fused_by`] has said so, and where there are not
+/// Where the optimizer does not take the sums, though [`is_fused`] has said so, and where there are not
 /// as many as elements of the parameter.
 pub(in crate::optim) fn step_next<R>(
     id: ParamId,
@@ -96,10 +99,18 @@ pub(in crate::optim) fn step_next<R>(
     (result, landed)
 }
 
-/// Whether a step runs through the loops of this module's optimizers.
-pub(in crate::optim) fn is_fused_by(step: impl FnOnce()) -> bool {
+/// Whether an optimizer without state steps a parameter in the loops of this module, which can read sums of
+/// gradients where they lie.
+pub(in crate::optim) fn is_fused(
+    blank: &ModuleOptimizer,
+    parameter: &Trainable,
+    device: &Device,
+) -> bool {
+    if blank.has_gradient_clipping() {
+        return false;
+    }
     let before = STEPPED.get();
-    step();
+    probe::step_sample(blank, parameter, device);
     STEPPED.get() > before
 }
 

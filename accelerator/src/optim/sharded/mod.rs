@@ -151,6 +151,15 @@ impl Shards {
         );
     }
 
+    /// Ends the group over gradients of an accelerator that is one rank alone: other ranks may have none.
+    pub(super) fn refuse_foreign(&self) {
+        self.group.abort(format!(
+            "a sharded optimizer of {} ranks got gradients of another accelerator, which is one rank alone: \
+             let `backward` of the accelerator that prepared the optimizer make them",
+            self.group.world_size()
+        ));
+    }
+
     /// Steps this rank's pieces and gives the model all ranks' new values. Where other ranks are lost,
     /// the model is as it was, in `Err`; the group has failed then.
     #[track_caller]

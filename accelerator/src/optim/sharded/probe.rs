@@ -6,7 +6,6 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use super::pieces::Pieces;
 use crate::gradient::with_rank;
 use crate::model::{Float, Trainable};
-use crate::optim::fused::sums;
 
 /// Elements of the tensor that is stepped: 8 rows and 6 columns, where there are two dimensions.
 const ELEMENTS: usize = 48;
@@ -35,21 +34,15 @@ pub(super) fn is_element_wise(
     catch_unwind(AssertUnwindSafe(probe)).unwrap_or(false)
 }
 
-/// Whether an optimizer without state steps a parameter in the loops of
-/// [`fused`](crate::optim::fused), which can read sums of gradients where they lie.
-pub(in crate::optim) fn is_fused(
+/// Lets an optimizer without state step a small tensor in the place of a parameter.
+pub(in crate::optim) fn step_sample(
     blank: &ModuleOptimizer,
     parameter: &Trainable,
     device: &Device,
-) -> bool {
-    if blank.has_gradient_clipping() {
-        return false;
-    }
-    sums::is_fused_by(|| {
-        let probe = || run(blank.clone(), parameter, device, 0, ELEMENTS);
-        // An optimizer may refuse a shape.
-        let _ = catch_unwind(AssertUnwindSafe(probe));
-    })
+) {
+    let probe = || run(blank.clone(), parameter, device, 0, ELEMENTS);
+    // An optimizer may refuse a shape.
+    let _ = catch_unwind(AssertUnwindSafe(probe));
 }
 
 /// The values of elements `from` to `to` after three steps.
@@ -116,6 +109,7 @@ mod tests {
 
     use super::*;
     use crate::optim::InitFused;
+    use crate::optim::fused::sums::is_fused;
 
     fn is_cut(optimizer: ModuleOptimizer, path: &str, shape: &[usize], float: Float) -> bool {
         let parameter = Trainable {

@@ -27,6 +27,9 @@ pub(super) fn restore(
     single: &mut Lane<f32>,
     double: &mut Lane<f64>,
 ) -> Result<(), HookError> {
+    if saved.is_empty() {
+        return Ok(());
+    }
     for (name, view) in SafeTensors::deserialize(saved)?.iter() {
         match view.dtype() {
             Dtype::F64 => take(double, saved_by, name, &view),
