@@ -272,6 +272,42 @@ fn two_models_have_a_window_each() {
 }
 
 #[test]
+fn two_models_in_another_order_on_another_rank_are_told_apart() {
+    for compression in [Compression::None, Compression::F16] {
+        for overlap in [Overlap::Off, Overlap::On] {
+            let builder = Accelerator::builder()
+                .with_compression(compression)
+                .with_overlap(overlap);
+            let errors = builder.launch(3, |accelerator| {
+                let device = accelerator.device();
+                let models = accelerator.prepare((line(&device), line(&device)))?;
+                let models = [models.0, models.1];
+                let train = accelerator.prepare(loader(18, 2))?;
+                let mut batches = train.epoch(0);
+                let mut step = |model: &Linear| {
+                    let batch = batches.next().unwrap()?;
+                    accelerator.backward(distance(model, &batch), model, &batch)
+                };
+                let first = usize::from(accelerator.rank() == 1);
+                let error = step(&models[first]).unwrap_err();
+                // The ranks can go on.
+                step(&models[0])?;
+                Ok(error)
+            });
+            for error in errors.unwrap() {
+                assert!(error.is_misuse(), "{error:?}");
+                let text = error.to_string();
+                assert!(text.contains("different models"), "{text}");
+                assert!(
+                    text.contains("ranks 0, 2: ") && text.contains("rank 1: "),
+                    "{text}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
 fn clipping_is_by_one_norm_over_all_parameters() {
     for kind in devices() {
         let results = |ranks| {

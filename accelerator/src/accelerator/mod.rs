@@ -366,14 +366,18 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_collective`](crate::Error::is_collective) when a rank does not come. The error
+    /// [`Error::is_collective`](crate::Error::is_collective) when a rank does not come;
+    /// [`Error::is_misuse`](crate::Error::is_misuse), and nothing happens, where only some ranks are. The error
     /// of a checkpoint that was [saved beside training](Self::save_state_async), if nobody asked for it
     /// before; the group is left all the same. Where both go wrong, the error is that of the
     /// checkpoint, with the other one as its [source](Error::collective).
     #[track_caller]
     pub fn finish(&self) -> Result<()> {
-        let saved = self.shared.checkpoints.settle(self);
         let (timeline, group) = (&self.shared.timeline, &self.shared.group);
+        if self.world_size() > 1 {
+            group.check_allowed("`finish`")?;
+        }
+        let saved = self.shared.checkpoints.settle(self);
         if let Some(path) = self.shared.settings.whole_trace()
             && let Err(error) = timeline.write(group, path)
         {

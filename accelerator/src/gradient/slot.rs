@@ -1,8 +1,10 @@
+use core::fmt;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use accelerator_collective::ProcessGroup;
+use accelerator_plan::mix;
 use burn::backend::DispatchTensor;
 use burn::module::ParamId;
 
@@ -64,6 +66,29 @@ pub(crate) enum WorkingCopy {
     Several,
 }
 
+/// Tells models apart, on all ranks alike.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct ModelName {
+    first: Option<ParamId>,
+}
+
+impl ModelName {
+    /// Few bits, so that sums of its square over many ranks are exact in an `f64`.
+    pub(super) fn mark(self) -> u16 {
+        let id = self.first.map_or(0, |id| id.val());
+        (mix(&[id]) >> 48) as u16
+    }
+}
+
+impl fmt::Display for ModelName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.first {
+            Some(id) => write!(f, "that with the parameter {id}"),
+            None => f.write_str("one without parameters"),
+        }
+    }
+}
+
 /// How gradients are laid out, and a ledger that nobody uses.
 #[derive(Debug)]
 struct Shelf {
@@ -99,6 +124,13 @@ impl Slot {
             works_on_copies: AtomicBool::new(false),
             scaler: Mutex::new(None),
             parameters,
+        }
+    }
+
+    pub(super) fn model(&self) -> ModelName {
+        let first = self.parameters.first();
+        ModelName {
+            first: first.map(|parameter| parameter.id),
         }
     }
 

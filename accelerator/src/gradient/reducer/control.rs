@@ -1,14 +1,15 @@
 //! What ranks tell each other beside the sums.
 
-use accelerator_collective::{Buffer, DType, ReduceOp};
+use accelerator_collective::{Buffer, DType, ProcessGroup, ReduceOp};
 
 use super::{Pace, Reducer, waited};
+use crate::agreement::sides;
 use crate::error::{Error, Result};
 use crate::timeline::{Part, Phase};
 
-/// How many numbers stand in front of the flags: weight, Σ weight · loss, the number of micro-steps,
-/// and its square.
-pub(in crate::gradient) const HEADER: usize = 4;
+/// How many numbers stand in front of the flags: weight, Σ weight · loss, the number of micro-steps
+/// and its square, the number that tells models apart and its square.
+pub(in crate::gradient) const HEADER: usize = 6;
 
 impl Reducer {
     /// Lets the ranks add up their weights, before anybody sends.
@@ -29,12 +30,23 @@ impl Reducer {
         let Some(mut control) = ledger.control.take() else {
             return Ok(());
         };
-        let [weight, loss, steps, squared, rest @ ..] = control.as_mut_slice::<f64>()? else {
+        let [
+            weight,
+            loss,
+            steps,
+            steps_squared,
+            model,
+            model_squared,
+            rest @ ..,
+        ] = control.as_mut_slice::<f64>()?
+        else {
             return Ok(());
         };
         (*weight, *loss) = (self.total, self.loss);
         *steps = self.micro_steps as f64;
-        *squared = *steps * *steps;
+        *steps_squared = *steps * *steps;
+        *model = f64::from(self.model.mark());
+        *model_squared = *model * *model;
         let here = ledger.written.iter().zip(&ledger.here);
         let here = here.map(|(written, here)| written | here);
         for (value, flag) in rest
@@ -84,31 +96,46 @@ impl Reducer {
     }
 }
 
-/// Whether windows of the same length ended on all ranks. All ranks see the same numbers, so all get
-/// the same error.
+/// Whether windows of the same length, of the same model, ended on all ranks. All ranks see the same
+/// numbers, so all get the same error.
 pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
-    if windows_agree(reducer)? {
-        return Ok(());
+    let values = values(&reducer.ledger.control)?;
+    let group = &reducer.group;
+    if !is_one_number(group, values[4], values[5]) {
+        let all = group.all_gather_object(&reducer.model.to_string())?;
+        return Err(Error::misuse(format!(
+            "the ranks average gradients of different models with each other: {}; call `backward` for the \
+             models in the same order on every rank",
+            sides(all)
+        )));
     }
-    let all = reducer.group.all_gather(&[reducer.micro_steps as u64])?;
-    let shown: Vec<_> = (0..)
-        .zip(&all)
-        .map(|(rank, calls)| format!("{calls} on rank {rank}"))
-        .collect();
-    Err(Error::misuse(format!(
-        "the accumulation windows that end here hold different numbers of `backward` calls: {}; call \
-         `no_sync` and `trigger_sync` in the same steps on every rank, and run the same number of \
-         steps",
-        shown.join(", ")
-    )))
+    if !is_one_number(group, values[2], values[3]) {
+        let all = group.all_gather(&[reducer.micro_steps as u64])?;
+        let shown: Vec<_> = (0..)
+            .zip(&all)
+            .map(|(rank, calls)| format!("{calls} on rank {rank}"))
+            .collect();
+        return Err(Error::misuse(format!(
+            "the accumulation windows that end here hold different numbers of `backward` calls: {}; call \
+             `no_sync` and `trigger_sync` in the same steps on every rank, and run the same number of \
+             steps",
+            shown.join(", ")
+        )));
+    }
+    Ok(())
 }
 
 /// The same, without a word to the others.
 pub(super) fn windows_agree(reducer: &Reducer) -> Result<bool> {
     let values = values(&reducer.ledger.control)?;
-    let (steps, squared) = (values[2], values[3]);
-    // The mean of the squares is the square of the mean where there is no variance.
-    Ok(squared * reducer.group.world_size() as f64 == steps * steps)
+    let group = &reducer.group;
+    Ok(is_one_number(group, values[2], values[3]) && is_one_number(group, values[4], values[5]))
+}
+
+/// Whether all ranks have the same whole number, by its sum and that of its squares: the mean of the
+/// squares is the square of the mean where there is no variance.
+fn is_one_number(group: &ProcessGroup, sum: f64, squares: f64) -> bool {
+    squares * group.world_size() as f64 == sum * sum
 }
 
 /// The header, which parameters have gradients, which buckets are to be reduced again, and how many

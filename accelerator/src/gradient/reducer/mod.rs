@@ -13,7 +13,7 @@ use burn::optim::GradientsParams;
 use self::promise::Promise;
 use super::compression::{self, Compression, Scale};
 use super::ledger::{Fit, Ledger, Sight, Stage};
-use super::slot::Slot;
+use super::slot::{ModelName, Slot};
 use super::values;
 use super::window::{self, Window, check_all_known};
 use crate::accelerator::Trigger;
@@ -48,6 +48,8 @@ pub(super) struct Reducer {
     marks: Vec<Mark>,
     /// How many calls of `backward` are in the window.
     micro_steps: usize,
+    /// Whose gradients these are.
+    model: ModelName,
     /// The bucket that is sent next.
     next: usize,
     /// What went wrong while nobody could be told.
@@ -156,6 +158,7 @@ impl Reducer {
             loss_scale: 1.0,
             marks,
             micro_steps: before.micro_steps + 1,
+            model: slot.model(),
             next: 0,
             outcome: Ok(()),
             pace: Pace::Nowhere,
