@@ -257,7 +257,7 @@ impl ProcessGroup {
     ///         scope.spawn(move || -> accelerator_collective::Result<()> {
     ///             let mut buffer = group.buffer(DType::U8, 6);
     ///             buffer.as_mut_slice::<u8>()?.fill(group.rank() as u8 + 1);
-    ///             let mut all = Vec::new();
+    ///             let mut all: Vec<u8> = Vec::new();
     ///             group.all_gather_parts(&mut [&mut buffer], parts, |_, _, bytes| all.extend(bytes))?;
     ///             assert_eq!(all, [1, 1, 1, 1, 2, 2]);
     ///             Ok(())
