@@ -1,6 +1,8 @@
 //! What the tests of this folder share.
 #![allow(dead_code, unreachable_pub, reason = "each test uses a part of it")]
 
+pub mod checkpoints;
+
 use accelerator::prelude::*;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
