@@ -133,6 +133,7 @@ mod device;
 mod ema;
 mod error;
 mod gradient;
+mod graph;
 mod launch;
 pub mod local;
 pub mod logging;
