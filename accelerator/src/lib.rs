@@ -139,6 +139,7 @@ pub mod local;
 pub mod logging;
 pub mod metric;
 pub mod model;
+mod module_path;
 pub mod nn;
 mod notice;
 pub mod optim;
