@@ -81,7 +81,8 @@ impl ProcessGroup {
     ) -> Result<Pending> {
         let contract = Contract::new(Call::AllReduce, Site::of(caller))
             .with_op(op)
-            .with_data(buffer.dtype(), buffer.len());
+            .with_data(buffer.dtype(), buffer.len())
+            .with_purpose(self.1);
         self.0.start(contract, buffer, op)
     }
 

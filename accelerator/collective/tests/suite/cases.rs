@@ -37,7 +37,26 @@ pub(crate) fn disagreements(means: Means, world_size: usize) {
     let usual: Act = |group| group.all_reduce(&mut [0.0_f32; 10], ReduceOp::Sum);
     let large: Act = |group| group.all_reduce(&mut [0.0_f32; 90_000], ReduceOp::Sum);
     let rooted: Act = |group| group.broadcast(&mut [0_u8; 4], 0);
-    let cases: [(Act, Act, &str, &str); 9] = [
+    let counted: Act = |group| {
+        let votes = group.for_purpose("the count of the votes");
+        votes.all_gather_object(&1).map(drop)
+    };
+    let cases: [(Act, Act, &str, &str); 11] = [
+        (
+            counted,
+            |group| group.all_gather_object(&1).map(drop),
+            "the count of the votes (all_gather_object u8 x 1 at ",
+            ": all_gather_object u8 x 1 at ",
+        ),
+        (
+            counted,
+            |group| {
+                let vote = group.for_purpose("the vote");
+                vote.all_gather_object(&1).map(drop)
+            },
+            "the count of the votes (",
+            "the vote (",
+        ),
         (
             usual,
             |group| group.barrier(),
