@@ -5,6 +5,7 @@
 
 use std::{
     io::{Cursor, Read},
+    ops::Range,
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
         mpsc::{Receiver, Sender, channel},
@@ -14,6 +15,8 @@ use std::{
 };
 
 use crate::{
+    cut::Cut,
+    element::DType,
     error::Result,
     group::{GroupOptions, ProcessGroup},
     reduce::ReduceOp,
@@ -69,7 +72,8 @@ pub fn messages(bytes: &[u8]) {
     let _ = message::from_bytes::<Table>(bytes);
 }
 
-/// One operation that is one frame, one with a part for each rank, and one whose parts are cut.
+/// One operation that is one frame, one with a part for each rank, and one whose parts are cut. Then
+/// as many of which each rank keeps every other block.
 const LENGTHS: [usize; 3] = [3, 5000, 140_000];
 
 fn values(rank: usize, len: usize) -> Vec<f32> {
@@ -83,9 +87,10 @@ fn expected() -> &'static [Vec<f32>] {
     SUMS.get_or_init(|| {
         let sums = LENGTHS.map(|len| {
             let both = values(0, len).into_iter().zip(values(1, len));
-            both.map(|(a, b)| a + b).collect()
+            both.map(|(a, b)| a + b).collect::<Vec<f32>>()
         });
-        sums.into()
+        let kept = sums.clone().map(|sums| kept(0, &sums));
+        sums.into_iter().chain(kept).collect()
     })
 }
 
@@ -95,8 +100,29 @@ fn reduce(group: &ProcessGroup) -> Vec<Result<Vec<f32>>> {
         let reduced = group.all_reduce(&mut values, ReduceOp::Sum);
         reduced.map(|()| values)
     });
-    sums.into()
+    let kept = LENGTHS.map(|len| {
+        let mut buffer = group.buffer(DType::F32, len);
+        buffer
+            .as_mut_slice()?
+            .copy_from_slice(&values(group.rank(), len));
+        let cut = Cut::new(len, [0, 1].map(|rank| blocks(rank, len)).into())?;
+        group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &Arc::new(cut))?;
+        Ok(kept(group.rank(), buffer.as_slice()?))
+    });
+    sums.into_iter().chain(kept).collect()
 }
+
+fn blocks(rank: usize, len: usize) -> Vec<Range<usize>> {
+    let starts = (rank * BLOCK..len).step_by(2 * BLOCK);
+    starts.map(|start| start..len.min(start + BLOCK)).collect()
+}
+
+fn kept(rank: usize, values: &[f32]) -> Vec<f32> {
+    let blocks = blocks(rank, values.len()).into_iter();
+    blocks.flat_map(|block| values[block].to_vec()).collect()
+}
+
+const BLOCK: usize = 1000;
 
 /// What rank 0 makes of a stream from rank 1.
 fn receive(stream: impl Read + Send) -> Vec<Result<Vec<f32>>> {

@@ -19,7 +19,7 @@ use std::{
     },
 };
 
-use accelerator_collective::{Buffer, DType, ProcessGroup, ReduceOp};
+use accelerator_collective::{Buffer, Cut, DType, ProcessGroup, ReduceOp};
 use world::{Means, run};
 
 /// Counts what each thread asks for.
@@ -51,10 +51,26 @@ static ALLOCATOR: Counting = Counting;
 /// One allocation in each would be beyond every bound.
 const STEPS: usize = 100;
 
+const LENS: [usize; 3] = [10, 5_000, 300_000];
+
+/// Ranges of some elements for two ranks, for each length.
+fn cuts() -> [Arc<Cut>; 3] {
+    LENS.map(|len| {
+        let of = |rank: usize| {
+            let starts = (300 * rank..len).step_by(600);
+            starts.map(|start| start..len.min(start + 300)).collect()
+        };
+        Arc::new(Cut::new(len, vec![of(0), of(1)]).unwrap())
+    })
+}
+
 /// What one step of a training program asks of the group.
-fn step(group: &ProcessGroup, buffers: &mut [Buffer], values: &mut [f32]) {
-    for buffer in buffers {
+fn step(group: &ProcessGroup, buffers: &mut [Buffer], cuts: &[Arc<Cut>], values: &mut [f32]) {
+    for (buffer, cut) in buffers.iter_mut().zip(cuts) {
         group.all_reduce_buffer(buffer, ReduceOp::Sum).unwrap();
+        group
+            .reduce_scatter_buffer(buffer, ReduceOp::Sum, cut)
+            .unwrap();
     }
     group.all_reduce(values, ReduceOp::Mean).unwrap();
     group.all_reduce(&mut values[..10], ReduceOp::Max).unwrap();
@@ -78,14 +94,15 @@ fn assert_within_bound(means: Means, counts: &[usize]) {
 
 fn nothing_is_allocated(means: Means) {
     let counts = run(means, 2, |group| {
-        let mut buffers = [10, 5_000, 300_000].map(|len| group.buffer(DType::F32, len));
+        let mut buffers = LENS.map(|len| group.buffer(DType::F32, len));
+        let cuts = cuts();
         let mut values = vec![1.0; 200_000];
         for _ in 0..10 {
-            step(&group, &mut buffers, &mut values);
+            step(&group, &mut buffers, &cuts, &mut values);
         }
         let before = COUNT.get();
         for _ in 0..STEPS {
-            step(&group, &mut buffers, &mut values);
+            step(&group, &mut buffers, &cuts, &mut values);
         }
         COUNT.get() - before
     });
@@ -100,14 +117,21 @@ fn nothing_is_allocated_for_started_operations(means: Means) {
         // It is called on the thread that ran the operation.
         let note = move |_: &_| noted.store(COUNT.get(), Ordering::Relaxed);
         group.observe(note).unwrap();
-        let mut buffers = [10, 5_000, 300_000].map(|len| Some(group.buffer(DType::F32, len)));
+        let mut buffers = LENS.map(|len| Some(group.buffer(DType::F32, len)));
+        let cuts = cuts();
         let mut step = || {
-            let pending = [0, 1, 2].map(|index| {
-                let buffer = buffers[index].take().unwrap();
-                group.start_all_reduce(buffer, ReduceOp::Sum).unwrap()
-            });
-            for (place, pending) in buffers.iter_mut().zip(pending) {
-                *place = Some(pending.wait().unwrap());
+            for scatters in [false, true] {
+                let pending = [0, 1, 2].map(|index| {
+                    let buffer = buffers[index].take().unwrap();
+                    let started = match scatters {
+                        true => group.start_reduce_scatter(buffer, ReduceOp::Sum, &cuts[index]),
+                        false => group.start_all_reduce(buffer, ReduceOp::Sum),
+                    };
+                    started.unwrap()
+                });
+                for (place, pending) in buffers.iter_mut().zip(pending) {
+                    *place = Some(pending.wait().unwrap());
+                }
             }
             COUNT.get() + beside.load(Ordering::Relaxed)
         };

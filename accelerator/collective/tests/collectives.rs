@@ -52,12 +52,6 @@ mod many {
     }
 
     #[test]
-    fn bytes() {
-        cases::nobody_runs_ahead(Means::Tcp, 2);
-        cases::nobody_runs_ahead(Means::Tcp, 3);
-    }
-
-    #[test]
     #[cfg(target_os = "linux")]
     fn processes_of_one_host() {
         cases::barriers(Means::Shm, 12);

@@ -9,7 +9,7 @@
 
 mod processes;
 
-use processes::{FOR_EVER, Job, assert_named};
+use processes::{FOR_EVER, Job, SCATTERS_FOR_EVER, assert_named};
 
 const CALLS: [&str; 3] = ["all_reduce", "barrier", "broadcast"];
 
@@ -78,11 +78,13 @@ fn a_dead_rank_is_named_when_it_is_struck_in_the_middle() {
             ("kill in the middle", "its connection ended", DEATH),
             ("stop in the middle", "it has been silent for 1.", SILENCE),
         ] {
-            let job = Job {
-                variables: transport,
-                ..job(FOR_EVER, 1, deed)
-            };
-            assert_named(job, &job.run(), "lost", cause, limit);
+            for call in [FOR_EVER, SCATTERS_FOR_EVER] {
+                let job = Job {
+                    variables: transport,
+                    ..job(call, 1, deed)
+                };
+                assert_named(job, &job.run(), "lost", cause, limit);
+            }
         }
     }
 }

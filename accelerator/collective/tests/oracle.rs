@@ -1,4 +1,4 @@
-//! Reductions against a scalar oracle: any length, type and reduction, on 2 to 5 ranks.
+//! Reductions against a scalar oracle: any length, type, reduction and cut, on 2 to 5 ranks.
 
 #![allow(
     clippy::unwrap_used,
@@ -12,30 +12,67 @@ mod sample;
 #[path = "suite/world.rs"]
 mod world;
 
-use accelerator_collective::{Partition, ProcessGroup, ReduceOp};
+use std::{ops::Range, sync::Arc};
+
+use accelerator_collective::{Cut, Partition, ProcessGroup, ReduceOp};
 use half::{bf16, f16};
 use proptest::{prelude::*, sample::select};
 use sample::{Sample, assert_same, buffer, reduced};
 use world::{Means, run};
 
 /// One operation: which type, which reduction, how many elements, and how each rank passes them.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Operation {
-    check: fn(&ProcessGroup, ReduceOp, usize, u32),
+    check: fn(&ProcessGroup, &Operation),
     op: ReduceOp,
     len: usize,
     /// Bit `r`: rank `r` passes a buffer of the group.
     placed: u32,
+    /// How many elements each range of a cut has, and which rank keeps it, over and over; some are
+    /// kept by none.
+    ranges: Vec<(usize, usize)>,
 }
 
-fn check<T: Sample>(group: &ProcessGroup, op: ReduceOp, len: usize, placed: u32) {
+impl Operation {
+    fn cut(&self, world_size: usize) -> Arc<Cut> {
+        let mut parts: Vec<Vec<Range<usize>>> = vec![Vec::new(); world_size];
+        let (mut start, mut ranges) = (0, self.ranges.iter().cycle());
+        while start < self.len {
+            let (size, rank) = ranges.next().unwrap();
+            let end = self.len.min(start + size);
+            if let Some(part) = parts.get_mut(*rank) {
+                part.push(start..end);
+            }
+            start = end;
+        }
+        Arc::new(Cut::new(self.len, parts).unwrap())
+    }
+}
+
+fn check<T: Sample>(group: &ProcessGroup, operation: &Operation) {
     let (rank, world_size) = (group.rank(), group.world_size());
-    let what = format!("{op} {} x {len}, W = {world_size}, {placed:b}", T::DTYPE);
+    let Operation {
+        op, len, placed, ..
+    } = *operation;
+    let what = format!("{} {operation:?}, W = {world_size}", T::DTYPE);
     let expected = reduced::<T>(world_size, world_size, len, op);
     let mut values = buffer::<T>(rank, len);
     let own = group.reduce_scatter(&values, op).unwrap();
     let part = Partition::new(len, world_size).range(rank);
     assert_same(&own, &expected[part], &what);
+    let cut = operation.cut(world_size);
+    let stranger = ProcessGroup::single();
+    let home = match placed >> rank & 1 {
+        1 => group,
+        _ => &stranger,
+    };
+    let mut shared = home.buffer(T::DTYPE, len);
+    shared.as_mut_slice::<T>().unwrap().copy_from_slice(&values);
+    group.reduce_scatter_buffer(&mut shared, op, &cut).unwrap();
+    for range in cut.of(rank) {
+        let kept = &shared.as_slice::<T>().unwrap()[range.clone()];
+        assert_same(kept, &expected[range.clone()], &what);
+    }
     if placed >> rank & 1 == 1 {
         let mut shared = group.buffer(T::DTYPE, len);
         shared.as_mut_slice::<T>().unwrap().copy_from_slice(&values);
@@ -48,7 +85,7 @@ fn check<T: Sample>(group: &ProcessGroup, op: ReduceOp, len: usize, placed: u32)
 }
 
 fn operation() -> impl Strategy<Value = Operation> {
-    let checks: [fn(&ProcessGroup, ReduceOp, usize, u32); 12] = [
+    let checks: [fn(&ProcessGroup, &Operation); 12] = [
         check::<f32>,
         check::<f64>,
         check::<f16>,
@@ -75,21 +112,23 @@ fn operation() -> impl Strategy<Value = Operation> {
             .prop_map(|(bytes, size, near)| (bytes / size + near).saturating_sub(70)),
     ];
     let placed = prop_oneof![Just(u32::MAX), Just(0), any::<u32>()];
-    (select(checks.to_vec()), select(ops.to_vec()), lens, placed).prop_map(
-        |(check, op, len, placed)| Operation {
-            check,
-            op,
-            len,
-            placed,
-        },
-    )
+    let sizes = prop_oneof![1..4_usize, 1..200_usize, 1..100_000_usize];
+    let ranges = proptest::collection::vec((sizes, 0..6_usize), 1..20);
+    let (checks, ops) = (select(checks.to_vec()), select(ops.to_vec()));
+    (checks, ops, lens, placed, ranges).prop_map(|(check, op, len, placed, ranges)| Operation {
+        check,
+        op,
+        len,
+        placed,
+        ranges,
+    })
 }
 
 fn holds(means: Means, world_size: usize, operations: &[Operation]) {
     let operations = operations.to_vec();
     run(means, world_size, move |group| {
         for operation in &operations {
-            (operation.check)(&group, operation.op, operation.len, operation.placed);
+            (operation.check)(&group, operation);
         }
     });
 }
@@ -112,5 +151,13 @@ proptest! {
         operations in proptest::collection::vec(operation(), 1..6),
     ) {
         holds(Means::Shm, world_size, &operations);
+    }
+
+    #[test]
+    fn connections_agree_with_the_oracle(
+        world_size in 2..=5_usize,
+        operations in proptest::collection::vec(operation(), 1..6),
+    ) {
+        holds(Means::Tcp, world_size, &operations);
     }
 }

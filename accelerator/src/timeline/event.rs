@@ -60,11 +60,12 @@ pub(super) enum Operation {
     GatherObject,
     Other,
     ReduceScatter,
+    ReduceScatterBuffer,
     ScatterObject,
 }
 
 impl Operation {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::AllGather,
         Self::AllGatherObject,
         Self::AllGatherParts,
@@ -76,6 +77,7 @@ impl Operation {
         Self::GatherObject,
         Self::Other,
         Self::ReduceScatter,
+        Self::ReduceScatterBuffer,
         Self::ScatterObject,
     ];
 
@@ -97,6 +99,7 @@ impl Operation {
             Self::GatherObject => "gather_object",
             Self::Other => "collective",
             Self::ReduceScatter => "reduce_scatter",
+            Self::ReduceScatterBuffer => "reduce_scatter_buffer",
             Self::ScatterObject => "scatter_object",
         }
     }

@@ -55,7 +55,7 @@ pub(crate) enum Fault {
 ///
 /// Where a name ends with `_within`, it happens behind the first data of a collective of several
 /// steps; `op=5 within` in the words of a plan.
-pub(crate) const OPERATIONS: [&str; 21] = [
+pub(crate) const OPERATIONS: [&str; 24] = [
     "rendezvous",
     "connect",
     "all_reduce",
@@ -72,6 +72,9 @@ pub(crate) const OPERATIONS: [&str; 21] = [
     "all_gather_parts",
     "all_gather_parts_within",
     "reduce_scatter",
+    "reduce_scatter_buffer",
+    "reduce_scatter_buffer_within",
+    "start_reduce_scatter",
     "gather_object",
     "scatter_object",
     "broadcast_object",

@@ -1,10 +1,11 @@
 //! One rank of a cell.
 
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::{
-    DType, Error, GroupOptions, Launch, Part, Pending, ProcessGroup, ReduceOp,
+    Cut, DType, Error, GroupOptions, Launch, Part, Partition, Pending, ProcessGroup, ReduceOp,
 };
 use serde::{Deserialize, Serialize};
 
@@ -161,6 +162,16 @@ fn call(group: &ProcessGroup, operation: &str) -> Result<(), Error> {
         "reduce_scatter" => group
             .reduce_scatter(&[1.0_f64; 5000], ReduceOp::Max)
             .map(drop),
+        "reduce_scatter_buffer" | "reduce_scatter_buffer_within" => {
+            let mut buffer = group.buffer(DType::F32, LARGE);
+            group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &even(group, LARGE)?)
+        }
+        "start_reduce_scatter" => {
+            let buffer = group.buffer(DType::F32, 100_000);
+            let cut = even(group, buffer.len())?;
+            let pending = group.start_reduce_scatter(buffer, ReduceOp::Mean, &cut)?;
+            pending.wait().map(drop)
+        }
         "gather_object" => group.gather_object(&format!("rank {rank}"), 0).map(drop),
         "scatter_object" => {
             let values: Vec<String> = (0..group.world_size())
@@ -174,6 +185,13 @@ fn call(group: &ProcessGroup, operation: &str) -> Result<(), Error> {
             .map(drop),
         _ => group.barrier(),
     }
+}
+
+/// All ranks keep equally many elements.
+fn even(group: &ProcessGroup, len: usize) -> Result<Arc<Cut>, Error> {
+    let partition = Partition::new(len, group.world_size());
+    let parts = (0..group.world_size()).map(|rank| vec![partition.range(rank)]);
+    Cut::new(len, parts.collect()).map(Arc::new)
 }
 
 fn print(seen: &Seen) {

@@ -1,8 +1,8 @@
 //! Whole operations over shared memory, small enough for memcheck.
 
-use std::{ops::Range, thread};
+use std::{ops::Range, sync::Arc, thread};
 
-use crate::{DType, GroupOptions, Part, ProcessGroup, ReduceOp, shared::CHUNK};
+use crate::{Cut, DType, GroupOptions, Part, ProcessGroup, ReduceOp, shared::CHUNK};
 
 fn run(world_size: usize, start: u32, body: impl Fn(&ProcessGroup) + Sync) {
     let ranks = ProcessGroup::threads(world_size, &GroupOptions::new()).unwrap();
@@ -29,6 +29,20 @@ fn part(buffer: usize, elements: Range<usize>) -> Part {
     }
 }
 
+/// The ranks take turns, with ever longer ranges and gaps between them.
+fn cut(len: usize, world_size: usize) -> Arc<Cut> {
+    let mut parts = vec![Vec::new(); world_size];
+    let mut start = 0;
+    for turn in 0.. {
+        if start >= len {
+            break;
+        }
+        parts[turn % world_size].push(start..len.min(start + 5 * turn + 1));
+        start += 5 * turn + 1 + turn % 3;
+    }
+    Arc::new(Cut::new(len, parts).unwrap())
+}
+
 /// Every operation, with lengths around those at which the way changes.
 fn everything(group: &ProcessGroup) {
     let (rank, world_size) = (group.rank(), group.world_size());
@@ -44,6 +58,14 @@ fn everything(group: &ProcessGroup) {
             group.all_reduce_buffer(&mut buffer, ReduceOp::Sum).unwrap();
             let values = buffer.as_slice::<f32>().unwrap();
             assert!(values.iter().enumerate().all(is_sum), "{len}");
+            buffer.as_mut_slice::<f32>().unwrap().copy_from_slice(&own);
+            let cut = cut(len, world_size);
+            group
+                .reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &cut)
+                .unwrap();
+            let values = buffer.as_slice::<f32>().unwrap();
+            let mut kept = cut.of(rank).iter().cloned().flatten();
+            assert!(kept.all(|i| values[i] == sum(i)), "{len}");
         }
         let mut values = own.clone();
         group.all_reduce(&mut values, ReduceOp::Sum).unwrap();

@@ -6,12 +6,17 @@ use std::{
     io::Read,
     net::TcpListener,
     process::{Child, Command, ExitStatus, Stdio},
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
     thread,
     time::{Duration, Instant, SystemTime},
 };
 
-use accelerator_collective::{DType, Error, GroupOptions, Launch, ProcessGroup, ReduceOp};
+use accelerator_collective::{
+    Cut, DType, Error, GroupOptions, Launch, Partition, ProcessGroup, ReduceOp,
+};
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
 /// What a rank that belongs to a job does; a test named `a_rank` calls it. Without the variables
@@ -114,6 +119,17 @@ fn reduce_for_ever(group: &ProcessGroup) -> Result<(), Error> {
     }
 }
 
+fn scatter_for_ever(group: &ProcessGroup) -> Result<(), Error> {
+    let mut buffer = group.buffer(DType::F32, 3_000_000);
+    let partition = Partition::new(buffer.len(), group.world_size());
+    let parts = (0..group.world_size()).map(|rank| vec![partition.range(rank)]);
+    let cut = Arc::new(Cut::new(buffer.len(), parts.collect())?);
+    loop {
+        CALLS.fetch_add(1, Ordering::Release);
+        group.reduce_scatter_buffer(&mut buffer, ReduceOp::Mean, &cut)?;
+    }
+}
+
 fn report(group: &ProcessGroup, call: &str) {
     let error = invoke(group, call).unwrap_err();
     let time = now();
@@ -142,6 +158,7 @@ fn invoke(group: &ProcessGroup, call: &str) -> Result<(), Error> {
         LARGE => group.all_reduce(&mut vec![1.0_f32; 3_000_000], ReduceOp::Sum),
         "barrier" => group.barrier(),
         FOR_EVER => reduce_for_ever(group),
+        SCATTERS_FOR_EVER => scatter_for_ever(group),
         "broadcast" => group.broadcast(&mut values, 0),
         _ => panic!("{call} is no call of this test"),
     }
@@ -315,7 +332,7 @@ pub(crate) fn assert_named(job: Job<'_>, ranks: &[Rank], kind: &str, cause: &str
         assert!(error.cause.contains(cause), "{job:?}: {error:?}");
         let named = format!("rank {} (process {pid} on {})", job.victim, error.host);
         let number = match job.call {
-            FOR_EVER => "was in collective #",
+            FOR_EVER | SCATTERS_FOR_EVER => "was in collective #",
             _ => "was in collective #2",
         };
         for part in [&named, cause, number, job.call, "mod.rs:"] {
@@ -331,6 +348,9 @@ pub(crate) const LARGE: &str = "all_reduce sum f32 x 3000000";
 
 /// All-reduces of a large buffer, until one fails.
 pub(crate) const FOR_EVER: &str = "all_reduce mean f32 x 3000000";
+
+/// The same by a cut.
+pub(crate) const SCATTERS_FOR_EVER: &str = "reduce_scatter_buffer mean f32 x 3000000";
 
 const WORLD: usize = 3;
 const CALL: &str = "COLLECTIVE_TEST_CALL";

@@ -235,28 +235,3 @@ pub(crate) fn a_scattered_buffer_outlives_a_failure(means: Means, world_size: us
         assert!(values.as_slice::<f32>().unwrap().iter().all(|x| *x == 2.0));
     });
 }
-
-/// Ranks that wait for nothing of others in one operation leave room for what others need of
-/// them in the one before.
-pub(crate) fn nobody_runs_ahead(means: Means, world_size: usize) {
-    run(means, world_size, |group| {
-        let world_size = group.world_size();
-        let len = 50_000_000;
-        let cuts = [0, 1, 0].map(|shape| cut(SHAPES[shape], len, world_size));
-        let start = |cut: &Arc<Cut>| {
-            let mut buffer = group.buffer(u8::DTYPE, len);
-            buffer.as_mut_slice::<u8>().unwrap().fill(1);
-            group
-                .start_reduce_scatter(buffer, ReduceOp::Sum, cut)
-                .unwrap()
-        };
-        let pending = cuts.each_ref().map(start);
-        for (pending, cut) in pending.into_iter().zip(cuts) {
-            let buffer = pending.wait().unwrap();
-            for range in cut.of(group.rank()) {
-                let kept = &buffer.bytes()[range.clone()];
-                assert!(kept.iter().all(|x| usize::from(*x) == world_size));
-            }
-        }
-    });
-}

@@ -4,9 +4,9 @@
 //! So the sum is `W (b + 1)`, the mean `b + 1`, the largest `b + W` and the smallest `b`: exact in
 //! every type, and wrong as soon as any rank is missing, twice there, or at another place.
 
-use std::fmt::Debug;
+use std::{fmt::Debug, sync::Arc};
 
-use accelerator_collective::{Element, Partition, ProcessGroup, ReduceOp};
+use accelerator_collective::{Cut, Element, Partition, ProcessGroup, ReduceOp};
 use half::{bf16, f16};
 
 use super::{Honesty, Result};
@@ -33,6 +33,7 @@ pub(super) fn check(group: &ProcessGroup, honesty: Honesty) -> Result<String> {
     check.reduced::<u64>()?;
     check.large()?;
     check.started()?;
+    check.kept()?;
     check.broadcast()?;
     check.gathered()?;
     check.objects()?;
@@ -104,6 +105,28 @@ impl Check<'_> {
             let buffer = pending.wait()?;
             let expected = self.expected::<f32>(ReduceOp::Mean, buffer.len());
             self.same(buffer.as_slice::<f32>()?, &expected, "started all-reduce")?;
+        }
+        Ok(())
+    }
+
+    /// By a cut: what ranks keep lies in turns, element by element, and nobody keeps the second half.
+    fn kept(&mut self) -> Result<()> {
+        for len in [1000, 70_000] {
+            let of = |rank: usize| (rank..len / 2).step_by(self.world()).map(|at| at..at + 1);
+            let parts = (0..self.world()).map(|rank| of(rank).collect());
+            let cut = Arc::new(Cut::new(len, parts.collect())?);
+            let mut buffer = self.group.buffer(f32::DTYPE, len);
+            let values = self.values::<f32>(len);
+            buffer.as_mut_slice::<f32>()?.copy_from_slice(&values);
+            self.group
+                .reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &cut)?;
+            let kept = |values: &[f32]| -> Vec<f32> {
+                let own = cut.of(self.group.rank()).iter().cloned();
+                own.flatten().map(|at| values[at]).collect()
+            };
+            let found = kept(buffer.as_slice::<f32>()?);
+            let expected = kept(&self.expected::<f32>(ReduceOp::Sum, len));
+            self.same(&found, &expected, "reduce-scatter of a buffer")?;
         }
         Ok(())
     }

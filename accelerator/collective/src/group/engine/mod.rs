@@ -6,6 +6,9 @@ mod hosts;
 mod parts;
 mod reduce;
 
+#[cfg(test)]
+mod tests;
+
 use std::ops::Range;
 
 use accelerator_fault::{Effect, Point, strike};

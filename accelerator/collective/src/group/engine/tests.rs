@@ -1,0 +1,134 @@
+use std::{
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use super::*;
+use crate::{
+    buffer::Buffer,
+    contract::{Call, Site},
+    cut::Cut,
+    element::DType,
+    reduce::ReduceOp,
+    transport::{CHUNK, Farewell, Inbox, Limit, Patience, Peer, Place, TransportKind},
+};
+
+/// A transport that notes what this rank, 0 of 2, sends to the other.
+#[derive(Debug)]
+struct Notes {
+    peers: [Peer; 2],
+    inbox: Inbox,
+    sent: Mutex<Vec<(Tag, usize)>>,
+}
+
+impl Notes {
+    fn new() -> Self {
+        Self {
+            peers: [0, 1].map(|rank| Peer {
+                rank,
+                place: Place::Thread,
+            }),
+            inbox: Inbox::new(2),
+            sent: Mutex::default(),
+        }
+    }
+
+    /// What the other rank sent.
+    fn arrive(&self, stage: Stage, index: u32, contract: Option<Contract>, payload: &[u8]) {
+        let mut chunk = self.inbox.chunk(payload.len());
+        chunk.bytes_mut().copy_from_slice(payload);
+        let tag = Tag {
+            sequence: 0,
+            stage,
+            index,
+        };
+        let parcel = Parcel {
+            tag,
+            contract,
+            chunk,
+        };
+        assert!(self.inbox.deposit(1, parcel));
+    }
+
+    fn sent(&self, stage: Stage) -> Vec<usize> {
+        let sent = self.sent.lock().unwrap();
+        let parts = sent.iter().filter(|(tag, _)| tag.stage == stage);
+        parts.map(|(_, len)| *len).collect()
+    }
+}
+
+impl Transport for Notes {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Tcp
+    }
+
+    fn peers(&self) -> &[Peer] {
+        &self.peers
+    }
+
+    fn inbox(&self) -> &Inbox {
+        &self.inbox
+    }
+
+    fn await_news(&self, _: u64, _: Instant, _: &Watch) -> Result<()> {
+        unreachable!("the operation is resumed by the test");
+    }
+
+    fn send(&self, _: usize, part: Part<'_>, _: &mut Watch) -> Result<()> {
+        let mut sent = self.sent.lock().unwrap();
+        sent.push((part.tag, part.payload.len()));
+        Ok(())
+    }
+
+    fn farewell(&self, _: &Farewell) {}
+}
+
+/// A rank that keeps nothing awaits nothing that it needs, and no results come back: it must not
+/// fill the queue of the other all the same.
+#[test]
+fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
+    let rounds = 40;
+    let len = rounds * CHUNK;
+    let mut buffer = Buffer::zeroed(DType::U8, len);
+    let parts = vec![Vec::new(), vec![0..CHUNK - 1, 2 * CHUNK - 1..len]];
+    let cut = Arc::new(Cut::new(len, parts).unwrap());
+    // The gap is as long as a chunk; the first chunk lies on both sides of it.
+    let rounds = rounds - 1;
+    let contract = Contract::new(Call::ReduceScatterBuffer, Site::new("here.rs", 1))
+        .with_op(ReduceOp::Sum)
+        .with_data(DType::U8, len);
+    let patience = Patience {
+        timeout: Duration::from_secs(50),
+        warn_after: Duration::from_secs(50),
+        limit: Limit::Progress,
+    };
+    let transport = Notes::new();
+    let mut watch = Watch::new(0, 0, contract, patience);
+    let mut scratch = Scratch::default();
+    scratch.clear(2);
+    let keep = Keep::Own(Arc::clone(&cut));
+    let mut reduction = Reduction::new(DType::U8, ReduceOp::Sum, &keep, len, 2);
+    let mut go_on = || {
+        let mut exchange = Exchange::resumed(&transport, &mut watch, &mut scratch, Position::First);
+        reduction
+            .advance(&mut exchange, buffer.bytes_mut())
+            .unwrap()
+    };
+    assert_eq!(go_on(), Progress::Waiting(1..2));
+    assert_eq!(transport.sent(Stage::Begin), [cut.digest().len()]);
+    assert_eq!(transport.sent(Stage::Inward).len(), AHEAD);
+    transport.arrive(Stage::Begin, 0, Some(contract), cut.digest());
+    for round in 0..rounds {
+        assert_eq!(go_on(), Progress::Waiting(1..2));
+        let sent = transport.sent(Stage::Inward);
+        assert_eq!(sent.len(), rounds.min(round + AHEAD + 1));
+        transport.arrive(Stage::Inward, round as u32, None, &[]);
+    }
+    assert_eq!(go_on(), Progress::Done);
+    assert!(
+        transport.sent(Stage::Outward).is_empty(),
+        "no results travel"
+    );
+    let sent = transport.sent(Stage::Inward);
+    assert_eq!(sent, vec![CHUNK; rounds]);
+}
