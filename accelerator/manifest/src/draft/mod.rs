@@ -10,9 +10,10 @@ use accelerator_fault::SaveStage;
 use crate::checkpoint::Checkpoint;
 use crate::disk::Disk;
 use crate::error::{Error, Kind, Result};
-use crate::folder::{State, name_of, point_latest, temporary};
+use crate::folder::{name_of, point_latest, temporary};
 use crate::manifest::{Facts, FileEntry, Manifest, Role};
 use crate::name::{FileName, MANIFEST};
+use crate::staged::State;
 use crate::tree;
 
 use writer::Writer;

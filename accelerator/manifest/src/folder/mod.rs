@@ -9,11 +9,12 @@ use crate::checkpoint::{Checkpoint, Depth, Verdict};
 use crate::disk::Disk;
 use crate::draft::Draft;
 use crate::error::{Error, Kind, Result};
+use crate::staged::State;
 use crate::tree::open_file;
 
-pub(crate) use names::{State, name_of, parse_name, temporary};
+pub(crate) use names::{name_of, parse_name, temporary};
 
-use names::Leftover;
+use names::leftover;
 
 mod names;
 #[cfg(test)]
@@ -183,7 +184,7 @@ impl Folder {
     /// What the disk says.
     pub fn unfinished(&self) -> Result<Vec<PathBuf>> {
         let names = self.names()?;
-        let ours = names.iter().filter(|x| Leftover::parse(x).is_some());
+        let ours = names.iter().filter(|x| leftover(x).is_some());
         Ok(ours.map(|x| self.path.join(x)).collect())
     }
 
@@ -263,7 +264,7 @@ impl Folder {
     /// Removes what processes that are gone have left; what cannot be removed is left.
     fn sweep(&self) -> Result<()> {
         for name in self.names()? {
-            if !Leftover::parse(&name).is_some_and(|x| x.is_orphaned()) {
+            if !leftover(&name).is_some_and(|x| x.is_orphaned()) {
                 continue;
             }
             let path = self.path.join(&name);
