@@ -291,6 +291,9 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// How many threads load ahead. With 0, each batch is loaded when it is asked for. The order
     /// of batches does not depend on it. A stream is read by one. Default: 1.
     ///
+    /// Leaving an epoch of a data set early waits for the batches that are being loaded at that moment, all at
+    /// the same time.
+    ///
     /// ```
     /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
     /// # struct Listed;
@@ -367,9 +370,15 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// It must give the same samples in the same order on every rank, which cannot be checked.
     ///
     /// Of a stream, tail policies do what they do of a data set. Its place is a number of samples: a
-    /// resumed epoch goes on behind those that were used, at any world size. It is read one step ahead
-    /// of what [`prefetch`](Self::prefetch) reads, so that [`Batch::is_last`](super::Batch::is_last) is
-    /// known; see [`SampleStream`] for an example.
+    /// resumed epoch goes on behind those that were used, at any world size.
+    ///
+    /// A batch is given out when it is known whether it [is the last](super::Batch::is_last): when one sample
+    /// more has been read, or it is clear that there is none. Under [`TailPolicy::Drop`] it takes all samples of
+    /// the next step, under [`TailPolicy::Uneven`] those up to this rank's first. A source that is
+    /// slower than the training, such as a queue, holds each batch back for so long.
+    ///
+    /// An epoch that is left early does not wait for the reader: its thread ends when the source has given it
+    /// the next sample. See [`SampleStream`] for an example.
     pub fn build_stream(self, stream: impl SampleStream<Item = I>) -> Loader<O> {
         let (streamed, spec) = self.streamed(stream);
         Loader {
@@ -386,6 +395,9 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// [`TailPolicy::Pad`] it gets its own first batch again, and under [`TailPolicy::Drop`] the epoch
     /// ends with the first part that has no full batch. Under [`TailPolicy::Uneven`] each rank ends
     /// with its part, and ranks do not talk. In mid-epoch it resumes on as many ranks only.
+    ///
+    /// A batch is given out when one sample more of the part has been read ([`TailPolicy::Drop`]: the next batch),
+    /// or it is clear that there is none; otherwise as [`build_stream`](Self::build_stream).
     ///
     /// ```
     /// use accelerator::data::StreamPart;
