@@ -4,6 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::{Device, FloatDType};
 
+use crate::choice::named;
 use crate::error::{Error, Kind, Result};
 use crate::panic_text::panic_text;
 
@@ -141,13 +142,7 @@ impl FromStr for DeviceKind {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|kind| kind.to_string() == name)
-            .ok_or_else(|| {
-                let names = Self::ALL.map(|kind| kind.to_string()).join(", ");
-                Error::config(format!("`{name}` is not a device; expected one of {names}"))
-            })
+        named("device", name, &Self::ALL)
     }
 }
 

@@ -84,6 +84,7 @@ use burn::tensor::FloatDType;
 pub use self::copy::in_full;
 pub use self::scale::LossScale;
 pub(crate) use self::scale::{Finiteness, Scaler, ScalerState};
+use crate::choice::named;
 use crate::error::{Error, Result};
 
 /// The type in which forward and backward compute. Parameters, their gradients and the optimizer stay in
@@ -111,7 +112,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    const ALL: [Self; 3] = [Self::Bf16, Self::F16, Self::No];
+    const ALL: [Self; 3] = [Self::No, Self::F16, Self::Bf16];
 
     /// The name that `ACCEL_PRECISION` takes: `no`, `f16` or `bf16`.
     pub fn name(self) -> &'static str {
@@ -142,11 +143,6 @@ impl FromStr for Precision {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let known = Self::ALL.into_iter().find(|known| known.name() == name);
-        known.ok_or_else(|| {
-            Error::config(format!(
-                "there is no precision `{name}`; expected no, f16 or bf16"
-            ))
-        })
+        named("precision", name, &Self::ALL)
     }
 }
