@@ -70,7 +70,8 @@ pub(crate) fn check_all(group: &ProcessGroup, mine: &[Term]) -> Result<()> {
     }
     let told = mine.iter();
     let told = told.map(|term| (term.value.clone(), term.shown.clone()));
-    let all = group.all_gather_object(&told.collect::<Vec<_>>())?;
+    let agreeing = group.for_purpose("what must be the same on every rank");
+    let all = agreeing.all_gather_object(&told.collect::<Vec<_>>())?;
     let differ = mine.iter().enumerate().filter_map(|(index, term)| {
         let of = |rank: usize| all[rank].get(index);
         let rank = (1..all.len()).find(|rank| of(*rank).map(|x| &x.0) != of(0).map(|x| &x.0))?;

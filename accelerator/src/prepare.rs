@@ -53,7 +53,8 @@ pub(crate) fn check_kinds<K, P: Prepare<K>>(accelerator: &Accelerator) -> Result
     }
     let mut kinds = Vec::new();
     P::kinds(&mut kinds);
-    let all = accelerator.group().all_gather_object(&kinds)?;
+    let group = accelerator.group().for_purpose("prepare");
+    let all = group.all_gather_object(&kinds)?;
     if all.iter().all(|theirs| *theirs == kinds) {
         return Ok(());
     }

@@ -339,7 +339,8 @@ impl Accelerator {
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
     pub fn mean_step_summary(&self) -> Result<Option<StepSummary>> {
-        let all = self.gather_object(&self.step_summary())?;
+        let group = self.shared.group.for_purpose("mean_step_summary");
+        let all = group.all_gather_object(&self.step_summary())?;
         let mut all = all.into_iter().flatten();
         let Some(mut mean) = all.next() else {
             return Ok(None);

@@ -56,7 +56,8 @@ impl Accelerator {
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost or does not call it.
     #[track_caller]
     pub fn print_in_order(&self, line: impl fmt::Display) -> Result<()> {
-        let lines = self.shared.group.all_gather_object(&line.to_string())?;
+        let group = self.shared.group.for_purpose("print_in_order");
+        let lines = group.all_gather_object(&line.to_string())?;
         self.print(lines.join("\n"));
         Ok(())
     }

@@ -113,7 +113,8 @@ fn prepare<K>(
     if accelerator.world_size() == 1 {
         return Ok((begun?, taken));
     }
-    let votes = accelerator.group().all_gather_object(&mine)?;
+    let group = accelerator.group().for_purpose("save a checkpoint");
+    let votes = group.all_gather_object(&mine)?;
     let draft = begun?;
     let reports = count(votes)?;
     taken.complete(&reports);

@@ -45,7 +45,7 @@ pub(super) fn meet<T: Serialize + DeserializeOwned>(
         Ok(word) => Ok(Value::serialized(word).map_err(unreadable)?),
         Err(error) => Err(Failure::of(error)),
     };
-    let told = group.all_gather_object(&(here, word));
+    let told = group.for_purpose(PURPOSE).all_gather_object(&(here, word));
     let told: Vec<(Here, Result<Value, Failure>)> = match (told, mine.err()) {
         (Ok(told), own) => {
             same_place(&told, own)?;
@@ -66,6 +66,10 @@ pub(super) fn meet<T: Serialize + DeserializeOwned>(
         })
         .collect()
 }
+
+/// What ranks tell each other about data for, whatever they read: who reads other data than the others is named
+/// by [`Here`], and who reads none by this.
+pub(super) const PURPOSE: &str = "the next batch of a loader";
 
 fn same_place<T>(told: &[(Here, T)], own: Option<&Error>) -> Result<()> {
     if told.iter().all(|(here, _)| *here == told[0].0) {

@@ -63,7 +63,8 @@ pub(crate) fn reduce<M: Metric>(group: &ProcessGroup, mut metric: M) -> Result<M
     // Whole numbers of at most 2^53, which f64 adds up exactly.
     let (sum, squares) = (head[0] as u128, head[1] as u128);
     if squares * group.world_size() as u128 != sum * sum {
-        return Err(differing(&group.all_gather_object(&(name, lengths))?));
+        let metrics = group.for_purpose("a metric");
+        return Err(differing(&metrics.all_gather_object(&(name, lengths))?));
     }
     metric.sums(&mut Sums {
         pass: Pass::Write(values),

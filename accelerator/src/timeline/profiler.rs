@@ -390,7 +390,10 @@ impl Timeline {
         for mut one in ready {
             one.trace.clocks = vec![before, met];
             if lost.is_none() {
-                match group.gather_object(&one.trace, 0) {
+                match group
+                    .for_purpose(super::PURPOSE)
+                    .gather_object(&one.trace, 0)
+                {
                     Ok(None) => continue,
                     Ok(Some(ranks)) => {
                         place::clear_parts(&one.path);

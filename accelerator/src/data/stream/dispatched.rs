@@ -7,7 +7,7 @@ use super::rounds::Rounds;
 use super::{Pass, SampleStream, Streamed};
 use crate::data::batch::{Batch, Info};
 use crate::data::feed::{Ahead, caught, read_ahead};
-use crate::data::meeting::{Here, meet};
+use crate::data::meeting::{Here, PURPOSE, meet};
 use crate::error::{Error, Kind, Result};
 use crate::outcome::Failure;
 
@@ -93,6 +93,7 @@ where
         let sent = self
             .pass
             .group
+            .for_purpose(PURPOSE)
             .scatter_object::<_, (Here, Told)>(Some(&told), 0);
         // The reader's own error is the cause.
         let own = own?;
@@ -104,6 +105,7 @@ where
         let (pass, batching) = (&self.pass, &self.streamed.batching);
         let told = pass
             .group
+            .for_purpose(PURPOSE)
             .scatter_object::<(Here, Told), (Here, Told)>(None, 0)?;
         match told {
             // Of no use here, which is what comes to light when the ranks meet.
