@@ -178,11 +178,13 @@ pub(crate) enum Call {
     Connect,
     GatherObject,
     ReduceScatter,
+    /// By a cut.
+    ReduceScatterBuffer,
     ScatterObject,
 }
 
 impl Call {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::AllGather,
         Self::AllGatherObject,
         Self::AllGatherParts,
@@ -194,6 +196,7 @@ impl Call {
         Self::Connect,
         Self::GatherObject,
         Self::ReduceScatter,
+        Self::ReduceScatterBuffer,
         Self::ScatterObject,
     ];
 
@@ -210,6 +213,7 @@ impl Call {
             Self::Connect => "connect",
             Self::GatherObject => "gather_object",
             Self::ReduceScatter => "reduce_scatter",
+            Self::ReduceScatterBuffer => "reduce_scatter_buffer",
             Self::ScatterObject => "scatter_object",
         }
     }
@@ -221,7 +225,8 @@ impl Call {
             | Self::AllReduce
             | Self::Barrier
             | Self::Broadcast
-            | Self::ReduceScatter => true,
+            | Self::ReduceScatter
+            | Self::ReduceScatterBuffer => true,
             Self::AllGatherObject
             | Self::AllGatherParts
             | Self::AllGatherVaried
