@@ -9,6 +9,28 @@ use crate::contract::Contract;
 
 /// An operation of this rank that has ended, well or not; see
 /// [`ProcessGroup::observe`](crate::ProcessGroup::observe).
+///
+/// ```
+/// use std::sync::mpsc;
+///
+/// use accelerator_collective::{ProcessGroup, ReduceOp, Runner};
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let group = ProcessGroup::single();
+/// let (sender, seen) = mpsc::channel();
+/// group.observe(move |operation| {
+///     // Nobody may be listening any more.
+///     let _ = sender.send(*operation);
+/// })?;
+/// group.all_reduce(&mut [0.5_f64; 4], ReduceOp::Sum)?;
+/// group.barrier()?;
+/// let first = seen.recv().unwrap();
+/// assert_eq!((first.name, first.bytes, first.runner), ("all_reduce", 32, Runner::Caller));
+/// assert_eq!(first.duration(), first.ended - first.started);
+/// assert_eq!(seen.recv().unwrap().sequence, first.sequence + 1);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Observed {
@@ -34,6 +56,23 @@ impl Observed {
 }
 
 /// The thread that runs an operation.
+///
+/// ```
+/// use std::sync::mpsc;
+///
+/// use accelerator_collective::{DType, ProcessGroup, ReduceOp, Runner};
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let group = ProcessGroup::single();
+/// let (sender, runners) = mpsc::channel();
+/// group.observe(move |operation| drop(sender.send(operation.runner)))?;
+/// group.barrier()?;
+/// group.start_all_reduce(group.buffer(DType::F32, 2), ReduceOp::Sum)?.wait()?;
+/// assert_eq!(runners.recv(), Ok(Runner::Caller));
+/// assert_eq!(runners.recv(), Ok(Runner::Communication));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Runner {
     /// The one that called it: a blocking operation.
