@@ -60,7 +60,10 @@ pub enum Report {
 /// /// Whom to look at: the ranks that others name, unless one speaks for itself.
 /// fn suspects(accusations: &[Accusation]) -> Vec<usize> {
 ///     match accusations.iter().find(|accusation| accusation.is_confession()) {
-///         Some(confession) => vec![confession.rank],
+///         Some(confession) => {
+///             println!("rank {}: {}", confession.rank, confession.text);
+///             vec![confession.rank]
+///         }
 ///         None => {
 ///             // A hung rank is alive, and can be asked what it does.
 ///             let lost = accusations.iter().filter(|accusation| !accusation.error().is_timeout());
