@@ -37,7 +37,6 @@ use crate::{
 /// Its elements are bytes, for what travels otherwise:
 ///
 /// ```
-///
 /// use accelerator_collective::{DType, ProcessGroup};
 ///
 /// # fn main() -> accelerator_collective::Result<()> {

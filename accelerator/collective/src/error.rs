@@ -73,7 +73,6 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Whether it is worth another try, after ranks did not come together:
 ///
 /// ```
-///
 /// use accelerator_collective::Error;
 /// use accelerator_collective::rendezvous::{StoreServer, Token};
 ///

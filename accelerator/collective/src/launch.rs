@@ -51,7 +51,6 @@ use crate::{
 /// What a launcher says, and how a program tells what it was started with:
 ///
 /// ```
-///
 /// use accelerator_collective::{Launch, TransportKind};
 ///
 /// # fn main() -> accelerator_collective::Result<()> {

@@ -23,7 +23,6 @@ use crate::error::{Error, Kind, Result};
 /// The fourth of six ranks, on two hosts of three:
 ///
 /// ```
-///
 /// use accelerator_collective::Topology;
 ///
 /// # fn main() -> accelerator_collective::Result<()> {

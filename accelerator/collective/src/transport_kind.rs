@@ -20,7 +20,6 @@ use crate::error::{Error, Kind, Result};
 /// Which of them ranks can use depends on where they are:
 ///
 /// ```
-///
 /// use accelerator_collective::TransportKind;
 ///
 /// fn is_for_one_host(transport: TransportKind) -> bool {

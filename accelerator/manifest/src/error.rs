@@ -33,7 +33,6 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Whether to go on without a save that failed, and without a checkpoint that cannot be read:
 ///
 /// ```
-///
 /// use accelerator_manifest::{Error, FileName, Folder, Manifest};
 ///
 /// /// Where training goes on, and the next save may be better.

@@ -25,7 +25,6 @@ use crate::error::{Error, Kind, Result};
 /// One folder is allowed, and not more:
 ///
 /// ```
-///
 /// use accelerator_manifest::FileName;
 ///
 /// let name = FileName::new(format!("ranks/{:05}.json", 1))?;

@@ -281,6 +281,27 @@ impl Accelerator {
     ///
     /// A batch size that was changed in the program holds as it is, whatever the rule.
     ///
+    /// ```
+    /// use accelerator::checkpoint::Rescale;
+    /// use accelerator::prelude::*;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    ///
+    /// launch(2, |accelerator| accelerator.save_state(folder, Object(&1)).map(drop))?;
+    /// launch(3, |accelerator| {
+    ///     let (_, position) = accelerator.resume_with(folder, Object(0), |change| {
+    ///         // The same steps where the job shrank, larger ones where it grew.
+    ///         match change.now() < change.before() {
+    ///             true => Rescale::keep_global_batch(),
+    ///             false => Rescale::keep_batch_per_rank().with_learning_rate_factor(change.ratio()),
+    ///         }
+    ///     })?;
+    ///     assert_eq!(position.learning_rate_factor(), 1.5);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// As [`resume`](Self::resume), and [`Error::is_config`](crate::Error::is_config) for a factor

@@ -39,6 +39,18 @@ use crate::error::{Error, Result};
 /// assert_eq!("bf16".parse::<Compression>()?, Compression::Bf16);
 /// # Ok::<(), accelerator::Error>(())
 /// ```
+///
+/// Its names are those of `ACCEL_COMPRESSION`:
+///
+/// ```
+/// use accelerator::Compression;
+///
+/// for compression in [Compression::None, Compression::F16, Compression::Bf16] {
+///     assert_eq!(compression.name().parse::<Compression>()?, compression);
+/// }
+/// assert_eq!(Compression::default(), Compression::None);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Compression {

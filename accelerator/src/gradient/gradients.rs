@@ -325,6 +325,22 @@ impl Gradients {
     }
 
     /// Whether the window is still open, so that an optimizer will not step.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::builder().accumulation_steps(2).build()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let loss = || model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let first = accelerator.backward(loss(), &model, 4)?;
+    /// assert!(first.is_accumulating() && first.loss().is_none());
+    /// let second = accelerator.backward(loss(), &model, 4)?;
+    /// assert!(!second.is_accumulating() && second.loss().is_some());
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn is_accumulating(&self) -> bool {
         matches!(self.0, Content::Accumulating)
     }

@@ -14,6 +14,7 @@ use crate::gradient::{mean_over_ranks, with_rank};
 /// How [`DiLoCo`] trains.
 ///
 /// ```
+/// use accelerator::local::{DiLoCoConfig, Weighting};
 /// # use accelerator::prelude::*;
 /// # use burn::nn::{Linear, LinearConfig};
 /// # use burn::tensor::Tensor;
@@ -25,6 +26,9 @@ use crate::gradient::{mean_over_ranks, with_rank};
 /// # let _ = local;
 ///
 /// let endless = DiLoCoConfig::new(500).with_outer_momentum(1.0);
+/// // Each rank counts the same, however many samples it has.
+/// let config = DiLoCoConfig::new(500).with_weighting(Weighting::Equal);
+/// # config.init(&accelerator, &model)?;
 /// assert!(endless.init(&accelerator, &model).unwrap_err().is_config());
 /// # Ok::<(), Error>(())
 /// ```

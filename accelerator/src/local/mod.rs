@@ -85,6 +85,36 @@ use crate::gradient::{Gradients, Weight};
 ///
 /// In each step `backward`, the optimizer, `step`, in this order; in the end `finish`. Every rank makes the
 /// same calls.
+///
+/// A loop for either:
+///
+/// ```
+/// use accelerator::prelude::*;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::optim::SgdConfig;
+/// # use burn::tensor::Tensor;
+///
+/// fn train(accelerator: &Accelerator, model: Linear, mut local: impl LocalTraining<Linear>) -> Result<Linear> {
+///     let (mut model, mut optimizer) = (model, accelerator.prepare(SgdConfig::new().init())?);
+///     for _ in 0..4 {
+///         let input = Tensor::<2>::ones([4, 2], &accelerator.device());
+///         let gradients = local.backward(model.forward(input).mean(), &model, 4)?;
+///         model = optimizer.step(0.1, model, gradients);
+///         local.step(&mut model)?;
+///     }
+///     local.finish(&mut model)?;
+///     Ok(model)
+/// }
+///
+/// let accelerator = Accelerator::new()?;
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&accelerator.device()))?;
+/// let local = LocalSgdConfig::new(2).init(&accelerator, &model)?;
+/// let model = train(&accelerator, model, local)?;
+/// let local = DiLoCoConfig::new(2).init(&accelerator, &model)?;
+/// let model = train(&accelerator, model, local)?;
+/// # let _: Linear = model;
+/// # Ok::<(), Error>(())
+/// ```
 pub trait LocalTraining<M: Module>: rounds::InRounds + Sized {
     /// Runs the backward pass of `loss`, and at the end of an accumulation window averages the gradients of
     /// `model` over the samples of this rank alone. Nothing is communicated.
@@ -172,6 +202,36 @@ pub trait LocalTraining<M: Module>: rounds::InRounds + Sized {
 }
 
 /// What each rank counts in an average of parameters.
+///
+/// ```
+/// use accelerator::local::Weighting;
+/// use accelerator::prelude::*;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::optim::SgdConfig;
+/// # use burn::tensor::Tensor;
+///
+/// let moved = |weighting| {
+///     let moved = launch(2, |accelerator| {
+/// #         let device = accelerator.device();
+/// #         let model: Linear = accelerator.init(|device| LinearConfig::new(1, 1).init(device));
+/// #         let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+/// #         let before = model.weight.val().sum().into_scalar::<f64>();
+///         let config = LocalSgdConfig::new(1).with_weighting(weighting);
+///         let mut local = config.init(&accelerator, &model)?;
+///         // Rank 0 has a sample and does not move; rank 1 has three, and moves by 1.
+///         let samples = 1 + 2 * accelerator.rank();
+///         let input = Tensor::<2>::full([samples, 1], accelerator.rank() as f64, &device);
+///         let gradients = local.backward(model.forward(input).mean(), &model, samples)?;
+///         model = optimizer.step(1.0, model, gradients);
+///         local.step(&mut model)?;
+/// #         Ok(before - model.weight.val().sum().into_scalar::<f64>())
+///     })?;
+///     Ok::<_, Error>((moved[0] * 100.0).round())
+/// };
+/// assert_eq!(moved(Weighting::Samples)?, 75.0);
+/// assert_eq!(moved(Weighting::Equal)?, 50.0);
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Weighting {
     /// The samples (or tokens) with which it stepped since the last average, as in federated averaging
@@ -207,6 +267,7 @@ pub enum Weighting {
 ///     }
 /// }
 /// # assert_eq!(averaged, [2, 4]);
+/// assert_eq!(local.step(&mut model)?, LocalOutcome::Local, "a round of no step yet");
 /// # Ok::<(), Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

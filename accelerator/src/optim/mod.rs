@@ -156,6 +156,23 @@ use crate::timeline::{Part, Phase, Timeline};
 /// assert_eq!(optimizer.steps(), 2);
 /// # Ok::<(), Error>(())
 /// ```
+///
+/// Whether it was worth a line in a log:
+///
+/// ```
+/// use accelerator::prelude::*;
+///
+/// fn told(outcome: StepOutcome) -> Option<String> {
+///     match outcome {
+///         StepOutcome::Accumulated => None,
+///         StepOutcome::Idle => Some("no samples on this rank".to_owned()),
+///         StepOutcome::Lost => Some("another rank is lost".to_owned()),
+///         other => Some(format!("{other:?}")),
+///     }
+/// }
+/// assert_eq!(told(StepOutcome::Accumulated), None);
+/// assert_eq!(told(StepOutcome::Skipped { scale: 8.0 }).unwrap(), "Skipped { scale: 8.0 }");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum StepOutcome {
@@ -405,6 +422,18 @@ impl<S> PreparedOptimizer<S> {
     }
 
     /// Burn's optimizer inside, for its records: of a [`Sharded`] one, this rank's part of the state.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::grad_clipping::GradientClippingConfig;
+    /// use burn::optim::SgdConfig;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let config = SgdConfig::new().with_gradient_clipping(Some(GradientClippingConfig::Value(1.0)));
+    /// let optimizer = accelerator.prepare(config.init())?;
+    /// assert!(optimizer.inner().has_gradient_clipping());
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn inner(&self) -> &ModuleOptimizer {
         &self.optimizer
     }

@@ -17,6 +17,20 @@ use crate::error::{Error, Result};
 ///     .build()?;
 /// # Ok::<(), accelerator::Error>(())
 /// ```
+///
+/// One that moves slowly. It must be able to shrink, or no step would ever be good again:
+///
+/// ```
+/// use accelerator::Accelerator;
+/// use accelerator::precision::LossScale;
+///
+/// let slow = LossScale::new().with_growth(1.25).with_backoff(0.8);
+/// Accelerator::builder().loss_scale(slow).build()?;
+///
+/// let stuck = LossScale::new().with_backoff(1.0);
+/// assert!(Accelerator::builder().loss_scale(stuck).build().unwrap_err().is_config());
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[must_use]
 pub struct LossScale {

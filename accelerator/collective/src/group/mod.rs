@@ -80,7 +80,6 @@ use crate::{
 /// Whatever ranks exchange:
 ///
 /// ```
-///
 /// use std::thread;
 ///
 /// use accelerator_collective::{GroupOptions, ProcessGroup, ReduceOp, Result, TransportKind};

@@ -26,7 +26,6 @@ use crate::{
 /// For hosts that boot one after the other, on a network that stands still at times:
 ///
 /// ```
-///
 /// use std::time::Duration;
 ///
 /// use accelerator_collective::{GroupOptions, TransportKind};

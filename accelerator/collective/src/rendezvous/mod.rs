@@ -47,7 +47,6 @@ use crate::error::{Error, Kind, Result};
 /// Between hosts, where ranks prove that they belong to the job:
 ///
 /// ```
-///
 /// use accelerator_collective::rendezvous::Token;
 /// use accelerator_collective::{Rendezvous, StoreHost};
 ///

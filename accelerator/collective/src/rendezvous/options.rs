@@ -9,7 +9,6 @@ use super::{Report, Security, Token};
 /// A launcher that hosts the store, and hears of everything:
 ///
 /// ```
-///
 /// use std::sync::mpsc;
 ///
 /// use accelerator_collective::rendezvous::{Report, Security, StoreOptions, StoreServer, Token};

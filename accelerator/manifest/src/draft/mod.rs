@@ -47,7 +47,6 @@ mod writer;
 /// What is not to be is given up, and leaves nothing behind:
 ///
 /// ```
-///
 /// use accelerator_manifest::{Folder, Role};
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {

@@ -44,7 +44,6 @@ mod tests;
 /// What is in it, whole or not:
 ///
 /// ```
-///
 /// use std::num::NonZeroUsize;
 /// use accelerator_manifest::{Facts, Folder};
 ///

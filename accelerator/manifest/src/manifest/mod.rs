@@ -76,7 +76,6 @@ pub struct Manifest {
 /// With all that a training can tell:
 ///
 /// ```
-///
 /// use std::num::NonZeroUsize;
 /// use accelerator_manifest::{CheckpointKind, Facts, Parameter};
 ///
