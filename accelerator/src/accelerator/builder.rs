@@ -17,6 +17,7 @@ use crate::gradient::{Compression, Overlap, Switch, Turn};
 use crate::logging::Warned;
 use crate::model::Models;
 use crate::nn::Crossing;
+use crate::optim::Census;
 use crate::precision::{LossScale, Precision};
 use crate::timeline::{self, Output, Place, Recording, Schedule, Timeline, check_cycles};
 
@@ -513,6 +514,7 @@ impl AcceleratorBuilder {
                 kind,
                 loaders: AtomicU64::new(0),
                 models: Models::default(),
+                optimizers: Census::default(),
                 overlap,
                 restarts,
                 settings,

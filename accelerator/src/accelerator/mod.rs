@@ -33,6 +33,7 @@ use crate::logging::Warned;
 use crate::model::Models;
 use crate::nn::Crossing;
 use crate::notice;
+use crate::optim::Census;
 use crate::precision::{LossScale, Precision, Scaler};
 use crate::prepare::{self, Prepare};
 use crate::timeline::{Recording, Schedule, StepSummary, Timeline};
@@ -66,6 +67,8 @@ pub(crate) struct Shared {
     /// How many loaders were prepared: the next one's number.
     pub(crate) loaders: AtomicU64,
     pub(crate) models: Models,
+    /// That were prepared, and live.
+    pub(crate) optimizers: Census,
     pub(crate) overlap: Switch,
     pub(crate) restarts: Restarts,
     pub(crate) settings: Settings,

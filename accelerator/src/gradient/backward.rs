@@ -276,12 +276,7 @@ fn check(loss: &Tensor<1>, weight: &Weight) -> Result<()> {
              same number of steps), and keep `uneven` for evaluation",
         ));
     }
-    if !(weight.count >= 0.0 && weight.count.is_finite()) {
-        return Err(Error::misuse(format!(
-            "the weight of a batch is a number of samples or tokens, found {}",
-            weight.count
-        )));
-    }
+    weight.check_count()?;
     let [elements] = loss.dims();
     if elements != 1 {
         return Err(Error::misuse(format!(

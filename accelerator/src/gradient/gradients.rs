@@ -161,6 +161,13 @@ impl Gradients {
         self.closed_ref().is_some_and(|closed| closed.tie.is_some())
     }
 
+    /// Lets local training tell that a sharded optimizer was given these, which are this rank's alone.
+    pub(crate) fn refuse_shards(&self) {
+        if let Some(closed) = self.closed_ref() {
+            closed.slot.round().meet_shards();
+        }
+    }
+
     /// Whether this rank had no sample in a step of its own.
     pub(crate) fn is_idle(&self) -> bool {
         matches!(self.0, Content::Idle { .. })

@@ -7,6 +7,7 @@ mod rounds;
 mod source;
 
 use core::fmt;
+use core::panic::Location;
 use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
@@ -57,6 +58,8 @@ impl fmt::Display for Sharing {
 /// One pass of one rank over a stream.
 #[derive(Clone)]
 pub(super) struct Pass {
+    /// Who asked for it.
+    pub(super) caller: &'static Location<'static>,
     pub(super) device: Device,
     pub(super) epoch: u64,
     pub(super) group: ProcessGroup,

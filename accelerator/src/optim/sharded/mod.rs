@@ -142,15 +142,6 @@ impl Shards {
         }
     }
 
-    /// Ends the group over gradients of one rank: pieces would get those of different ranks.
-    pub(super) fn refuse_own(&self) {
-        self.group.abort(
-            "a sharded optimizer got gradients of one rank alone: in local training, ranks step \
-             optimizers of their own; prepare the optimizer without `Sharded`"
-                .to_owned(),
-        );
-    }
-
     /// Ends the group over gradients of an accelerator that is one rank alone: other ranks may have none.
     pub(super) fn refuse_foreign(&self) {
         self.group.abort(format!(
