@@ -96,7 +96,11 @@ pub(crate) fn check_all(group: &ProcessGroup, mine: &[Term]) -> Result<()> {
         let origin = term.origin.map(|origin| format!(" (set by {origin})"));
         let found = match term.sides {
             Sides::All => sides((0..all.len()).map(shown)),
-            Sides::Two => format!("rank 0 has {}, and rank {rank} has {}", shown(0), shown(rank)),
+            Sides::Two => format!(
+                "rank 0 has {}, and rank {rank} has {}",
+                shown(0),
+                shown(rank)
+            ),
         };
         Some(format!(
             "{}{} differs between ranks: {found}",

@@ -375,7 +375,10 @@ fn a_sharded_optimizer_beside_another_one_steps_nothing_and_is_told() {
         let error = local.step(&mut model).unwrap_err();
         match accelerator.rank() {
             0 => assert_sharded(&error),
-            _ => assert!(error.to_string().contains("rank 0 was not ready"), "{error}"),
+            _ => assert!(
+                error.to_string().contains("rank 0 was not ready"),
+                "{error}"
+            ),
         }
 
         // Training goes on with the other one.
@@ -440,7 +443,12 @@ fn a_sum_of_parameters_that_overflows_is_told_as_such() {
     });
     for error in errors.unwrap() {
         assert!(error.is_not_finite(), "{error:?}");
-        assert!(error.to_string().contains("too large to be added up: the sum of `weight`"), "{error}");
+        assert!(
+            error
+                .to_string()
+                .contains("too large to be added up: the sum of `weight`"),
+            "{error}"
+        );
     }
 }
 

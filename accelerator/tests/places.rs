@@ -92,9 +92,7 @@ fn checkpoints_with_all_their_parts() {
         // Votes, running statistics, what is told of a part, and a sharded state.
         let operations = ["all_gather_object", "all_gather", "all_reduce"];
         assert_ours(&notes, &operations);
-        accelerator
-            .save_state_async(folder.path(), saved)?
-            .wait()?;
+        accelerator.save_state_async(folder.path(), saved)?.wait()?;
         assert_ours(&notes, &["all_gather_varied", "broadcast_object"]);
 
         let parts = (

@@ -190,7 +190,10 @@ fn folders_that_differ_are_shown_and_nothing_is_saved_or_read() {
     for error in outcomes.into_iter().flatten() {
         assert!(error.is_config(), "{error:?}");
         let text = error.to_string();
-        assert!(text.contains(&format!("ranks 0, 2: {a}; rank 1: {b}")), "{text}");
+        assert!(
+            text.contains(&format!("ranks 0, 2: {a}; rank 1: {b}")),
+            "{text}"
+        );
     }
     assert!(names(&folder.path().join("a")).is_empty());
     assert!(!folder.path().join("b").exists());
@@ -211,7 +214,10 @@ fn an_average_of_a_model_that_was_not_prepared_is_told_what_to_do() {
         assert!(error.is_misuse(), "{error:?}");
         let text = format!("{error:?}");
         assert!(text.contains("an `Ema` cannot be saved"), "{text}");
-        assert!(text.contains("Begin it with the model that `prepare` gave"), "{text}");
+        assert!(
+            text.contains("Begin it with the model that `prepare` gave"),
+            "{text}"
+        );
     }
     assert!(names(folder.path()).is_empty());
 }

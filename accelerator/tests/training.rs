@@ -435,7 +435,10 @@ fn misuse_is_answered_before_anything_moves() {
         (1e-300, "is 1e-300"),
     ] {
         let text = text(loss(), &model, accelerator::Weight::from(weight));
-        assert!(text.contains(shown) && text.contains("range of f32"), "{text}");
+        assert!(
+            text.contains(shown) && text.contains("range of f32"),
+            "{text}"
+        );
     }
     // More tokens than there are, and weights that add up to 1 over many samples.
     for weight in [1e12, 1e-12] {

@@ -333,7 +333,10 @@ impl Taken {
 impl Report {
     /// Whether all ranks save into one folder. Rank 0 alone writes, so the others' would stay empty.
     pub(super) fn compare_folders(reports: &[Self]) -> Result<()> {
-        if reports.iter().all(|report| report.folder == reports[0].folder) {
+        if reports
+            .iter()
+            .all(|report| report.folder == reports[0].folder)
+        {
             return Ok(());
         }
         Err(Error::config(format!(

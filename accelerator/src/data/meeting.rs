@@ -131,7 +131,14 @@ mod tests {
         let errors = crate::launch(2, |accelerator| {
             let group = accelerator.group();
             let error = match accelerator.rank() {
-                0 => meet(group, HERE, Ok("aaa".to_owned()), "read", Location::caller()).unwrap_err(),
+                0 => meet(
+                    group,
+                    HERE,
+                    Ok("aaa".to_owned()),
+                    "read",
+                    Location::caller(),
+                )
+                .unwrap_err(),
                 _ => {
                     let here = Here { epoch: 2, ..HERE };
                     meet(group, here, Ok(5_u8), "read", Location::caller()).unwrap_err()

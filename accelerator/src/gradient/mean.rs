@@ -112,7 +112,9 @@ fn whose_is_it(
 fn is_finite(values: Values<'_>) -> bool {
     // Without an early end, so that many are looked at at once.
     fn all<T: Copy>(values: &[T], is_finite: impl Fn(T) -> bool) -> bool {
-        values.iter().fold(true, |all, &value| all & is_finite(value))
+        values
+            .iter()
+            .fold(true, |all, &value| all & is_finite(value))
     }
     match values {
         Values::Bf16(values) => all(values, half::bf16::is_finite),

@@ -331,9 +331,7 @@ impl Share {
 
     /// Leaves the sums over all ranks in `values`. Why there are none, `backward` says.
     fn add_up(&self, values: &mut [f64]) -> Option<()> {
-        let summed = self
-            .group
-            .all_reduce_at(values, ReduceOp::Sum, self.caller);
+        let summed = self.group.all_reduce_at(values, ReduceOp::Sum, self.caller);
         if let (Err(error), Some(shared)) = (&summed, self.ranks.0.upgrade()) {
             let message = format!(
                 "a `SyncBatchNorm` in training normalises over all ranks, which are not together here; on one \

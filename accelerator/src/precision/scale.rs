@@ -244,11 +244,16 @@ mod tests {
             assert!(rule.check().unwrap_err().is_config(), "{rule}");
         }
         let text = bad[3].check().unwrap_err().to_string();
-        assert!(text.contains("the beginning of the loss scale is 2.1"), "{text}");
+        assert!(
+            text.contains("the beginning of the loss scale is 2.1"),
+            "{text}"
+        );
         let good = [
             LossScale::new(),
             LossScale::new().with_initial(LARGEST).with_growth(1.0),
-            LossScale::new().with_initial(SMALLEST).with_backoff(1.0 / STEEPEST),
+            LossScale::new()
+                .with_initial(SMALLEST)
+                .with_backoff(1.0 / STEEPEST),
         ];
         for rule in good {
             rule.check().unwrap();
