@@ -267,7 +267,8 @@ impl Accelerator {
     ///
     /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or whose replicas
     /// differ in the middle of [local steps](crate::local), a loss that does not depend
-    /// on it on any rank (which all learn at the end of the window), a weight that is not a number of samples, a
+    /// on it on any rank (which all learn at the end of the window), a weight that is not a number of samples
+    /// or out of the [bounds](crate::Weight) of sums, a
     /// batch of a loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), a call where the ranks are
     /// not together, as in [`on_main_process`](Self::on_main_process), which leaves the window as it is, or after
     /// a [`SyncBatchNorm`](crate::nn::SyncBatchNorm) was used there, or a call while another
