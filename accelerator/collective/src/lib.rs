@@ -28,6 +28,7 @@
 
 mod buffer;
 mod contract;
+mod cut;
 mod element;
 mod error;
 #[cfg(feature = "fuzzing")]
@@ -39,6 +40,7 @@ mod launch;
 mod notice;
 mod part;
 mod partition;
+mod purpose;
 mod reduce;
 pub mod rendezvous;
 mod shared;
@@ -49,6 +51,7 @@ mod transport_kind;
 mod wire;
 
 pub use buffer::Buffer;
+pub use cut::Cut;
 pub use element::{DType, Element};
 pub use error::{Culprit, Error, Result};
 pub use group::{Forbidden, GroupOptions, Observed, Pending, ProcessGroup, Runner};

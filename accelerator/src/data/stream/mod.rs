@@ -1,5 +1,6 @@
 //! Streams without a length; see the README of this folder.
 
+mod build;
 mod dispatched;
 mod interleaved;
 mod parts;
@@ -104,9 +105,9 @@ impl Pass {
 }
 
 /// A stream with what makes batches of its items.
-pub(super) struct Streamed<S: SampleStream, O> {
-    pub(super) batching: Batching<S::Item, O>,
-    pub(super) stream: Arc<S>,
+struct Streamed<S: SampleStream, O> {
+    batching: Batching<S::Item, O>,
+    stream: Arc<S>,
 }
 
 impl<S: SampleStream, O> Clone for Streamed<S, O> {
@@ -118,7 +119,7 @@ impl<S: SampleStream, O> Clone for Streamed<S, O> {
     }
 }
 
-pub(super) struct Interleaved<S: SampleStream, O>(pub(super) Streamed<S, O>);
+struct Interleaved<S: SampleStream, O>(Streamed<S, O>);
 
 impl<S: SampleStream, O: Send + 'static> Shared<O> for Interleaved<S, O> {
     fn sharing(&self) -> Sharing {
@@ -135,7 +136,7 @@ impl<S: SampleStream, O: Send + 'static> Shared<O> for Interleaved<S, O> {
     }
 }
 
-pub(super) struct Parts<S: SampleStream, O>(pub(super) Streamed<S, O>);
+struct Parts<S: SampleStream, O>(Streamed<S, O>);
 
 impl<S: SampleStream, O: Send + 'static> Shared<O> for Parts<S, O> {
     fn sharing(&self) -> Sharing {
@@ -147,7 +148,7 @@ impl<S: SampleStream, O: Send + 'static> Shared<O> for Parts<S, O> {
     }
 }
 
-pub(super) struct Dispatched<S: SampleStream, O>(pub(super) Streamed<S, O>);
+struct Dispatched<S: SampleStream, O>(Streamed<S, O>);
 
 impl<S, O> Shared<O> for Dispatched<S, O>
 where
