@@ -122,7 +122,8 @@ impl Buckets {
         let cut = |(number, bucket): (usize, &Bucket)| {
             let ranges = |rank| {
                 let places = self.members(number).iter().map(|&index| {
-                    let (start, range) = (self.places[index].range.start, bounds.range(index, rank));
+                    let (start, range) =
+                        (self.places[index].range.start, bounds.range(index, rank));
                     start + range.start..start + range.end
                 });
                 places.collect()

@@ -22,8 +22,8 @@ mod weight;
 mod window;
 
 pub(crate) use self::averages::{Averaged, Averages, Place, Real as Summand};
-pub(crate) use self::bucket::BLOCK;
 pub(crate) use self::backward::{Reach, backward};
+pub(crate) use self::bucket::BLOCK;
 pub use self::clip::Clip;
 pub use self::compression::Compression;
 pub use self::gradients::Gradients;

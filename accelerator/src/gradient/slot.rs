@@ -371,7 +371,8 @@ impl Slot {
         let mut shelf = self.shelf();
         // A hook reduces everything.
         if self.hook.is_none() {
-            shelf.replace(shelf.layout.cut_at(bounds)?);
+            let layout = shelf.layout.cut_at(bounds)?;
+            shelf.replace(layout);
         }
         Ok(())
     }
@@ -379,7 +380,8 @@ impl Slot {
     /// From the next window on, every rank gets all sums.
     pub(super) fn unspread(&self) {
         let mut shelf = self.shelf();
-        shelf.replace(shelf.layout.uncut());
+        let layout = shelf.layout.uncut();
+        shelf.replace(layout);
     }
 
     /// What the buckets are cut at.

@@ -48,7 +48,10 @@ impl Sums {
     /// Which elements of a parameter this rank has the sums of.
     fn own(&self, index: usize) -> Range<usize> {
         let ledger = self.ledger.as_ref();
-        match (&self.spread, ledger.and_then(|ledger| ledger.layout.bounds())) {
+        match (
+            &self.spread,
+            ledger.and_then(|ledger| ledger.layout.bounds()),
+        ) {
             (Spread::Own(group), Some(bounds)) => bounds.range(index, group.rank()),
             _ => 0..self.slot.parameters()[index].shape.iter().product(),
         }
@@ -66,7 +69,9 @@ impl Sums {
             let (start, count) = (blocks.len(), range.len().div_ceil(BLOCK));
             blocks.resize(start + own.start.div_ceil(BLOCK), 0.0);
             let own = range.start + own.start..range.start + own.end;
-            bucket::powers(buffer, &own, self.divisor, order, |power| blocks.push(power));
+            bucket::powers(buffer, &own, self.divisor, order, |power| {
+                blocks.push(power)
+            });
             blocks.resize(start + count, 0.0);
             places.push((at, start..start + count));
         }

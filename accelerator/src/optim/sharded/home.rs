@@ -7,7 +7,6 @@ use burn::module::ParamId;
 use crate::gradient::{BLOCK, Bounds};
 use crate::model::Trainable;
 
-
 /// On which ranks the elements of a parameter live.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Home {
@@ -34,10 +33,6 @@ impl Home {
 
     pub(super) fn whole_shape(&self) -> &[usize] {
         &self.shape
-    }
-
-    pub(super) fn bounds(&self) -> &[usize] {
-        &self.bounds
     }
 
     pub(super) fn elements(&self) -> usize {
@@ -75,10 +70,12 @@ impl Homes {
 
     /// Where gradients of these parameters are cut, which have homes.
     pub(super) fn bounds(&self, parameters: &[Trainable]) -> Bounds {
-        let bounds = parameters.iter().map(|known| match self.known.get(&known.id) {
-            Some(home) => home.bounds.clone(),
-            None => vec![0; self.loads.len() + 1],
-        });
+        let bounds = parameters
+            .iter()
+            .map(|known| match self.known.get(&known.id) {
+                Some(home) => home.bounds.clone(),
+                None => vec![0; self.loads.len() + 1],
+            });
         Bounds::new(bounds.collect(), self.loads.len(), &self.identity)
     }
 
