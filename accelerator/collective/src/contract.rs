@@ -158,11 +158,13 @@ pub(crate) enum Call {
     Connect,
     GatherObject,
     ReduceScatter,
+    /// By a cut.
+    ReduceScatterBuffer,
     ScatterObject,
 }
 
 impl Call {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::AllGather,
         Self::AllGatherObject,
         Self::AllGatherParts,
@@ -174,6 +176,7 @@ impl Call {
         Self::Connect,
         Self::GatherObject,
         Self::ReduceScatter,
+        Self::ReduceScatterBuffer,
         Self::ScatterObject,
     ];
 
@@ -190,6 +193,7 @@ impl Call {
             Self::Connect => "connect",
             Self::GatherObject => "gather_object",
             Self::ReduceScatter => "reduce_scatter",
+            Self::ReduceScatterBuffer => "reduce_scatter_buffer",
             Self::ScatterObject => "scatter_object",
         }
     }
@@ -201,7 +205,8 @@ impl Call {
             | Self::AllReduce
             | Self::Barrier
             | Self::Broadcast
-            | Self::ReduceScatter => true,
+            | Self::ReduceScatter
+            | Self::ReduceScatterBuffer => true,
             Self::AllGatherObject
             | Self::AllGatherParts
             | Self::AllGatherVaried

@@ -28,6 +28,7 @@
 
 mod buffer;
 mod contract;
+mod cut;
 mod element;
 mod error;
 #[cfg(feature = "fuzzing")]
@@ -49,6 +50,7 @@ mod transport_kind;
 mod wire;
 
 pub use buffer::Buffer;
+pub use cut::Cut;
 pub use element::{DType, Element};
 pub use error::{Culprit, Error, Result};
 pub use group::{Forbidden, GroupOptions, Observed, Pending, ProcessGroup, Runner};

@@ -27,6 +27,7 @@ mod hierarchical {
         [
             beyond_a_bucket,
             disagreements,
+            other_cuts,
             a_rank_that_does_not_come,
             a_rank_that_panics,
             a_rank_that_aborts,
@@ -48,6 +49,12 @@ mod many {
     #[test]
     fn processes() {
         cases::barriers(Means::Tcp, 12);
+    }
+
+    #[test]
+    fn bytes() {
+        cases::nobody_runs_ahead(Means::Tcp, 2);
+        cases::nobody_runs_ahead(Means::Tcp, 3);
     }
 
     #[test]

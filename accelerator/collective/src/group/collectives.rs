@@ -2,7 +2,7 @@
 
 use std::panic::Location;
 
-use super::{Pending, ProcessGroup};
+use super::ProcessGroup;
 use crate::{
     buffer::Buffer,
     contract::{Call, Contract, Site},
@@ -34,109 +34,6 @@ impl ProcessGroup {
         self.run(&contract, |exchange| {
             exchange.all_reduce(T::DTYPE, op, bytemuck::cast_slice_mut(values))
         })
-    }
-
-    /// Starts to reduce a buffer over all ranks and returns at once.
-    ///
-    /// Started operations run on a communication thread of the group, in the order in which all
-    /// operations of this rank were called; a blocking operation waits for those that were
-    /// started before it.
-    ///
-    /// ```
-    /// use accelerator_collective::{DType, ProcessGroup, ReduceOp};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let group = ProcessGroup::single();
-    /// let mut buffer = group.buffer(DType::F32, 2);
-    /// buffer.as_mut_slice::<f32>()?.copy_from_slice(&[1.0, 2.0]);
-    /// let pending = group.start_all_reduce(buffer, ReduceOp::Mean)?;
-    /// // Compute something else here.
-    /// let buffer = pending.wait()?;
-    /// assert_eq!(buffer.as_slice::<f32>()?, [1.0, 2.0]);
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// At once where the operation is not admitted or the communication thread cannot be
-    /// started; otherwise from [`Pending::wait`], as [`all_reduce`](Self::all_reduce).
-    #[track_caller]
-    pub fn start_all_reduce(&self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        self.start_all_reduce_at(buffer, op, Location::caller())
-    }
-
-    /// As [`start_all_reduce`](Self::start_all_reduce), for what is started inside a callback: errors
-    /// name `caller` as the place.
-    ///
-    /// # Errors
-    ///
-    /// As [`start_all_reduce`](Self::start_all_reduce).
-    #[doc(hidden)]
-    pub fn start_all_reduce_at(
-        &self,
-        buffer: Buffer,
-        op: ReduceOp,
-        caller: &Location<'_>,
-    ) -> Result<Pending> {
-        let contract = Contract::new(Call::AllReduce, Site::of(caller))
-            .with_op(op)
-            .with_data(buffer.dtype(), buffer.len());
-        self.0.start(contract, buffer, op)
-    }
-
-    /// Reduces the values of all ranks, element by element, in place and without a copy where the
-    /// buffer lies in the transport's memory; see [`buffer`](Self::buffer).
-    ///
-    /// It runs on the calling thread. Ranks that pass slices to [`all_reduce`](Self::all_reduce)
-    /// at the same time take part in the same operation.
-    ///
-    /// ```
-    /// use std::thread;
-    ///
-    /// use accelerator_collective::{DType, GroupOptions, ProcessGroup, ReduceOp};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
-    /// thread::scope(|scope| {
-    ///     for group in ranks {
-    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
-    ///             let mut buffer = group.buffer(DType::F32, 100_000);
-    ///             buffer.as_mut_slice::<f32>()?.fill(1.5);
-    ///             group.all_reduce_buffer(&mut buffer, ReduceOp::Sum)?;
-    ///             assert!(buffer.as_slice::<f32>()?.iter().all(|x| *x == 3.0));
-    ///             Ok(())
-    ///         });
-    ///     }
-    /// });
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// As [`all_reduce`](Self::all_reduce). The buffer's contents are then unspecified.
-    #[track_caller]
-    pub fn all_reduce_buffer(&self, buffer: &mut Buffer, op: ReduceOp) -> Result<()> {
-        self.all_reduce_buffer_at(buffer, op, Location::caller())
-    }
-
-    /// As [`all_reduce_buffer`](Self::all_reduce_buffer), in the name of `caller`.
-    ///
-    /// # Errors
-    ///
-    /// As [`all_reduce`](Self::all_reduce).
-    #[doc(hidden)]
-    pub fn all_reduce_buffer_at(
-        &self,
-        buffer: &mut Buffer,
-        op: ReduceOp,
-        caller: &Location<'_>,
-    ) -> Result<()> {
-        let contract = Contract::new(Call::AllReduce, Site::of(caller))
-            .with_op(op)
-            .with_data(buffer.dtype(), buffer.len());
-        self.run(&contract, |exchange| exchange.all_reduce_buffer(op, buffer))
     }
 
     /// Gives every rank the root's values.

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::{
-    engine::{Exchange, Progress, Reduction, Scratch},
+    engine::{Exchange, Keep, Progress, Reduction, Scratch},
     jobs::Receiver,
     line::{Ticket, Turn},
     member::{Member, Watchdog},
@@ -24,19 +24,20 @@ pub(super) struct Job {
     pub(super) contract: Contract,
     pub(super) buffer: Buffer,
     pub(super) op: ReduceOp,
+    pub(super) keep: Keep,
     pub(super) completion: Completion,
 }
 
 impl Job {
     /// Runs it to its end on this thread.
     pub(super) fn run(self, member: &Member) {
-        let (op, mut buffer) = (self.op, self.buffer);
+        let (op, keep, mut buffer) = (self.op, self.keep, self.buffer);
         member.perform(
             Runner::Communication,
             self.ticket,
             &self.contract,
             |exchange| {
-                exchange.all_reduce_buffer(op, &mut buffer)?;
+                exchange.reduce_buffer(op, &keep, &mut buffer)?;
                 Ok(buffer)
             },
             |outcome| self.completion.complete(outcome),
@@ -128,7 +129,8 @@ impl<'a> Flights<'a> {
                     break;
                 }
             };
-            self.start(turn, job.contract, job.buffer, job.op, job.completion);
+            let (op, keep) = (job.op, &job.keep);
+            self.start(turn, job.contract, job.buffer, op, keep, job.completion);
         }
         true
     }
@@ -139,6 +141,7 @@ impl<'a> Flights<'a> {
         contract: Contract,
         buffer: Buffer,
         op: ReduceOp,
+        keep: &Keep,
         completion: Completion,
     ) {
         let (rank, world_size) = (
@@ -148,7 +151,8 @@ impl<'a> Flights<'a> {
         let mut scratch = self.spare.pop().unwrap_or_default();
         scratch.clear(world_size);
         let patience = self.member.options.patience();
-        let reduction = Reduction::new(buffer.dtype(), op, buffer.bytes().len(), world_size);
+        let len = buffer.bytes().len();
+        let reduction = Reduction::new(buffer.dtype(), op, keep, len, world_size);
         let state = match self.member.state() {
             Ok(()) => State::Running(Progress::Waiting(0..world_size)),
             Err(error) => State::Failed(error),
@@ -306,6 +310,7 @@ mod tests {
                     contract,
                     buffer: Buffer::zeroed(DType::F32, 3),
                     op: ReduceOp::Sum,
+                    keep: Keep::All,
                     completion,
                 };
                 assert!(sender.send(job).is_ok());

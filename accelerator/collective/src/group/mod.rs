@@ -1,5 +1,6 @@
 //! Process groups: what programs call.
 
+mod buffers;
 mod choice;
 mod collectives;
 mod ending;
@@ -28,7 +29,7 @@ pub use observer::{Observed, Runner};
 pub use options::GroupOptions;
 pub use pending::Pending;
 
-use engine::Exchange;
+use engine::{Exchange, Keep};
 use flights::Job;
 use member::Member;
 use pending::Slots;
@@ -325,7 +326,13 @@ struct Handle {
 }
 
 impl Handle {
-    fn start(&self, contract: Contract, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
+    fn start(
+        &self,
+        contract: Contract,
+        buffer: Buffer,
+        op: ReduceOp,
+        keep: Keep,
+    ) -> Result<Pending> {
         // Held until the job is on its way, so that jobs are queued in the order of their
         // tickets. A sender is whole at every moment.
         let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
@@ -340,6 +347,7 @@ impl Handle {
             contract,
             buffer,
             op,
+            keep,
             completion,
         };
         match &*jobs {

@@ -10,7 +10,7 @@ use crate::{
     error::{Error, Kind, Result},
 };
 
-/// An all-reduce that was started and gives its buffer back when it is done.
+/// A reduction that was started and gives its buffer back when it is done.
 ///
 /// Dropping it does not stop the operation, since the other ranks count on it; the buffer and
 /// any error are then lost, though a failed group says so at the next operation.

@@ -102,8 +102,7 @@ impl Steps<'_> {
         }
         self.open(None, &notice)?;
         // Lengths and parts are the same where digests are.
-        let differs = |peer: usize| self.view(peer, 0..DIGEST) != shares.digest();
-        if self.others().any(differs) {
+        if !self.agree_on(&shares.digest()) {
             return Err(parts_differ(self.watch.sequence));
         }
         let mut places = Vec::with_capacity(self.size() * lens.len());

@@ -24,7 +24,7 @@ use crate::{
     error::{Error, Result},
     kernel::fold,
     reduce::ReduceOp,
-    shared::{Arena, Brief, Spin, World},
+    shared::{Arena, Brief, Place, Spin, World},
     transport::{Peer, Transport, TransportKind, Watch},
 };
 
@@ -155,39 +155,10 @@ impl<'a> Steps<'a> {
         unsafe { fold(dtype, op, &pointers.sources, &[out.as_mut_ptr()], len) };
     }
 
-    /// Combines the same part of the buffers that all ranks declared, in rank order, and writes the
-    /// result to all of them. `len` is the length of the buffers in bytes.
-    ///
-    /// # Safety
-    ///
-    /// Nobody else reads or writes this part of any rank's buffer between the declaration and the
-    /// next step, and there is no reference to this rank's own.
-    unsafe fn fold_in_place(
-        &mut self,
-        dtype: DType,
-        op: ReduceOp,
-        len: usize,
-        part: Range<usize>,
-    ) -> Result<()> {
-        self.scratch.clear();
-        for peer in 0..self.world.size() {
-            let offset = self.brief(peer)?.data;
-            let place = offset.and_then(|offset| self.world.arena(peer).buffer(offset, len));
-            let Some(place) = place else {
-                let peer = self.peer(peer);
-                let what = "it declared a buffer where it can have none";
-                return Err(self.watch.protocol(peer, what));
-            };
-            let start = place.part(part.start, part.len()).start();
-            self.scratch.sources.push(start.cast_const());
-            self.scratch.targets.push(start);
-        }
-        let Scratch {
-            sources, targets, ..
-        } = &*self.scratch;
-        // SAFETY: in bounds and aligned; by the caller's promise nobody else is there.
-        unsafe { fold(dtype, op, sources, targets, part.len() / dtype.size()) };
-        Ok(())
+    /// Whether all other ranks' slots of this step begin with the same bytes.
+    fn agree_on(&self, head: &[u8]) -> bool {
+        let same = |peer: usize| self.view(peer, 0..head.len()) == head;
+        self.others().all(same)
     }
 
     /// Whether all ranks declared a buffer, some, or none.
@@ -380,6 +351,7 @@ enum Placement {
 /// Lists that operations use again.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
+    places: Vec<Place>,
     sources: Vec<*const u8>,
     targets: Vec<*mut u8>,
     lens: Vec<usize>,

@@ -2,11 +2,13 @@
 
 use std::ops::Range;
 
-use super::{Placement, Steps};
+use super::{Placement, Scratch, Steps};
 use crate::{
-    buffer::{Buffer, LINE},
+    buffer::{Buffer, LINE, Loan},
+    cut::{Cut, cuts_differ},
     element::DType,
     error::Result,
+    kernel::fold,
     partition::{self, Partition},
     reduce::{ReduceOp, SHORT},
     shared::CHUNK,
@@ -40,10 +42,11 @@ impl Steps<'_> {
         self.open(Some(loan.offset()), &[])?;
         if self.placement()? == Placement::All {
             let part = lines(len, self.size(), self.rank());
+            self.locate(len)?;
             // SAFETY: every rank declared its buffer, as this one has lent its own, and touches
-            // its own part of it until all have taken the next step. The loan ends after that; an
+            // its own part of them until all have taken the next step. The loan ends after that; an
             // error before leaves the memory to the others.
-            unsafe { self.fold_in_place(dtype, op, len, part)? };
+            unsafe { self.fold_in_place(dtype, op, part, Targets::All) };
             self.advance()?;
             loan.end();
             return Ok(());
@@ -54,6 +57,63 @@ impl Steps<'_> {
         self.put(0, &bytes[chunk(len, 0)]);
         self.advance()?;
         self.staged(dtype, op, bytes)
+    }
+
+    /// Reduces the elements of a buffer that this rank keeps over all ranks, in place: where they
+    /// lie, if all ranks can reach the buffers. Afterwards the others are unspecified, after an error
+    /// all.
+    pub(crate) fn reduce_scatter_buffer(
+        mut self,
+        op: ReduceOp,
+        buffer: &mut Buffer,
+        cut: &Cut,
+    ) -> Result<()> {
+        let (dtype, len) = (buffer.dtype(), buffer.bytes().len());
+        let parts = cut.of(self.rank()).iter();
+        let parts = parts.map(|part| part.start * dtype.size()..part.end * dtype.size());
+        if len <= SHORT {
+            let bytes = buffer.bytes_mut();
+            self.put(LINE, bytes);
+            self.open(None, cut.digest())?;
+            self.check_cut(cut)?;
+            for part in parts {
+                self.fold(dtype, op, LINE + part.start, &mut bytes[part]);
+            }
+            return Ok(());
+        }
+        let loan = buffer.lend(self.arena());
+        self.open(loan.as_ref().map(Loan::offset), cut.digest())?;
+        self.check_cut(cut)?;
+        let in_place = self.placement()? == Placement::All;
+        if in_place {
+            self.locate(len)?;
+            for part in parts {
+                // SAFETY: every rank declared its buffer, as this one has lent its own, and no two
+                // ranks keep the same element of the cut, which is the same on all. So nobody else
+                // reads or writes these parts of any buffer until all have taken the next step. The
+                // loan ends after that; an error before leaves the memory to the others.
+                unsafe { self.fold_in_place(dtype, op, part, Targets::Own) };
+            }
+            self.advance()?;
+        }
+        // Nobody reads it any more, or nobody does at all.
+        loan.into_iter().for_each(Loan::end);
+        if in_place {
+            return Ok(());
+        }
+        let bytes = buffer.bytes_mut();
+        self.put(0, &bytes[chunk(len, 0)]);
+        self.advance()?;
+        self.staged(dtype, op, bytes)
+    }
+
+    /// Fails on every rank alike where the slots of this step do not begin with the digest of one
+    /// cut.
+    fn check_cut(&self, cut: &Cut) -> Result<()> {
+        match self.agree_on(cut.digest()) {
+            true => Ok(()),
+            false => Err(cuts_differ(self.watch.sequence)),
+        }
     }
 
     /// One step: everyone reads everything.
@@ -97,6 +157,55 @@ impl Steps<'_> {
         Ok(())
     }
 
+    /// Notes where the buffers lie that all ranks declared. `len` is their length in bytes.
+    fn locate(&mut self, len: usize) -> Result<()> {
+        self.scratch.places.clear();
+        for peer in 0..self.world.size() {
+            let offset = self.brief(peer)?.data;
+            let place = offset.and_then(|offset| self.world.arena(peer).buffer(offset, len));
+            let Some(place) = place else {
+                let peer = self.peer(peer);
+                let what = "it declared a buffer where it can have none";
+                return Err(self.watch.protocol(peer, what));
+            };
+            self.scratch.places.push(place);
+        }
+        Ok(())
+    }
+
+    /// Combines the same part of the [located](Self::locate) buffers, in rank order, and writes the
+    /// result to all of them, or to this rank's own.
+    ///
+    /// # Safety
+    ///
+    /// The buffers were located in this step. Nobody else reads or writes this part of any rank's
+    /// buffer between the declaration and the next step, and there is no reference to this rank's
+    /// own.
+    unsafe fn fold_in_place(
+        &mut self,
+        dtype: DType,
+        op: ReduceOp,
+        part: Range<usize>,
+        into: Targets,
+    ) {
+        self.scratch.clear();
+        let Scratch {
+            places,
+            sources,
+            targets,
+            ..
+        } = &mut *self.scratch;
+        for (peer, place) in places.iter().enumerate() {
+            let start = place.part(part.start, part.len()).start();
+            sources.push(start.cast_const());
+            if into == Targets::All || peer == self.world.rank() {
+                targets.push(start);
+            }
+        }
+        // SAFETY: in bounds and aligned; by the caller's promise nobody else is there.
+        unsafe { fold(dtype, op, sources, targets, part.len() / dtype.size()) };
+    }
+
     /// Reduces this rank's part of `bytes` over all ranks into `own`, which holds this rank's
     /// values of it.
     pub(crate) fn reduce_scatter(
@@ -138,6 +247,13 @@ impl Steps<'_> {
         }
         Ok(())
     }
+}
+
+/// Whose buffers get a result.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Targets {
+    All,
+    Own,
 }
 
 /// A rank's part of `len` bytes: whole cache lines, so that no two ranks write to the same one.

@@ -5,10 +5,10 @@ use std::{
     time::Duration,
 };
 
-use accelerator_collective::{Element, ProcessGroup, ReduceOp};
+use accelerator_collective::{Cut, Element, ProcessGroup, ReduceOp};
 
-pub(crate) use super::computing::*;
 use super::world::{Means, patient, run, run_with};
+pub(crate) use super::{computing::*, scattering::*};
 
 /// Who gets an error keeps a buffer of its own: nobody writes to it any more.
 pub(crate) fn a_buffer_outlives_a_failure(means: Means, world_size: usize) {
@@ -36,8 +36,14 @@ pub(crate) fn disagreements(means: Means, world_size: usize) {
     type Act = fn(&ProcessGroup) -> accelerator_collective::Result<()>;
     let usual: Act = |group| group.all_reduce(&mut [0.0_f32; 10], ReduceOp::Sum);
     let large: Act = |group| group.all_reduce(&mut [0.0_f32; 90_000], ReduceOp::Sum);
+    let scattered: Act = |group| {
+        let mut buffer = group.buffer(f32::DTYPE, 90_000);
+        let parts = vec![Vec::new(); group.world_size()];
+        let cut = Arc::new(Cut::new(buffer.len(), parts)?);
+        group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &cut)
+    };
     let rooted: Act = |group| group.broadcast(&mut [0_u8; 4], 0);
-    let cases: [(Act, Act, &str, &str); 9] = [
+    let cases: [(Act, Act, &str, &str); 11] = [
         (
             usual,
             |group| group.barrier(),
@@ -95,6 +101,18 @@ pub(crate) fn disagreements(means: Means, world_size: usize) {
             },
             "all_reduce",
             "scatter_object",
+        ),
+        (
+            large,
+            scattered,
+            "all_reduce",
+            "reduce_scatter_buffer sum f32",
+        ),
+        (
+            scattered,
+            large,
+            "reduce_scatter_buffer sum f32",
+            "all_reduce",
         ),
     ];
     for (usual, odd, usual_text, odd_text) in cases {

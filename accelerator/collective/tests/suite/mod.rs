@@ -3,6 +3,7 @@
 pub(crate) mod cases;
 mod computing;
 pub(crate) mod sample;
+mod scattering;
 pub(crate) mod world;
 
 /// Tests of one transport.
@@ -22,6 +23,7 @@ macro_rules! transport {
                     broadcasts,
                     several_threads_share_a_handle,
                     misuse,
+                    cuts_that_do_not_fit,
                     orderly_ends,
                 ]
             );
@@ -33,7 +35,9 @@ macro_rules! transport {
                     buffers,
                     beyond_a_bucket,
                     misuse,
-                    a_buffer_outlives_a_failure
+                    cuts_that_do_not_fit,
+                    a_buffer_outlives_a_failure,
+                    a_scattered_buffer_outlives_a_failure,
                 ]
             );
             world!(
@@ -44,7 +48,9 @@ macro_rules! transport {
                     buffers,
                     beyond_a_bucket,
                     misuse,
-                    a_buffer_outlives_a_failure
+                    cuts_that_do_not_fit,
+                    a_buffer_outlives_a_failure,
+                    a_scattered_buffer_outlives_a_failure,
                 ]
             );
             world!(
@@ -87,6 +93,8 @@ macro_rules! set {
                 every_type_and_reduction,
                 many_chunks,
                 ranks_start_as_they_like,
+                scatters,
+                scatters_are_started_as_ranks_like,
                 started_beside_blocking,
             ]
         );
@@ -110,6 +118,7 @@ macro_rules! set {
             $world_size,
             [
                 disagreements,
+                other_cuts,
                 a_rank_that_does_not_come,
                 a_rank_that_finishes_early,
                 a_rank_that_panics,

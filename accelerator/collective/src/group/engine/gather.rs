@@ -54,12 +54,7 @@ impl Exchange<'_> {
         let digest = shares.digest();
         self.begin(|_| &digest)?;
         self.meet(|_, _| digest.len())?;
-        let mut parcels = self.parcels.iter_mut();
-        if parcels.any(|parcel| {
-            parcel
-                .take()
-                .is_some_and(|parcel| parcel.chunk.bytes() != digest)
-        }) {
+        if !self.agree_on(&digest) {
             return Err(parts_differ(self.watch.sequence));
         }
         let own = shares.collect(self.rank, buffers);

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::Exchange;
 use crate::{
     buffer::Storage,
+    cut::{Cut, cuts_differ},
     element::DType,
     error::Result,
     kernel::{combine, divide, finish, wide, widen},
@@ -40,16 +41,21 @@ impl Exchange<'_> {
     }
 
     /// Reduces `bytes` over all ranks, in place: within each host in rank order, then host by host.
-    /// See "Several hosts" in `group/README.md`.
+    /// See "Several hosts" in `group/README.md`. Where the ranks pass a cut, it must be the same.
     pub(super) fn all_reduce_by_hosts(
         &mut self,
         hosts: &Hosts,
         dtype: DType,
         op: ReduceOp,
         bytes: &mut [u8],
+        cut: Option<&Cut>,
     ) -> Result<()> {
-        self.begin(|_| &[])?;
-        self.meet(|_, _| 0)?;
+        let head = cut.map_or(&[][..], |cut| cut.digest());
+        self.begin(|_| head)?;
+        self.meet(|_, _| head.len())?;
+        if !self.agree_on(head) {
+            return Err(cuts_differ(self.watch.sequence));
+        }
         let plan = Plan::new(hosts, dtype, bytes.len() / dtype.size());
         // Divided once, at the end.
         let join = match op {

@@ -11,6 +11,7 @@ use std::ops::Range;
 use accelerator_fault::{Effect, Point, strike};
 
 use crate::{
+    buffer::Storage,
     contract::{Contract, mismatch},
     error::{Error, Result},
     shared::Hosts,
@@ -20,6 +21,7 @@ use crate::{
 use hosts::Stages;
 use parts::chunk;
 
+pub(crate) use parts::Keep;
 pub(crate) use reduce::Reduction;
 
 /// Memory that the operations of one rank use again and again.
@@ -33,6 +35,8 @@ pub(crate) struct Scratch {
     shared: steps::Scratch,
     /// What reductions over hosts use.
     stages: Stages,
+    /// What lies here and there in a buffer and travels as one.
+    packed: Storage,
 }
 
 impl Scratch {
@@ -64,6 +68,7 @@ pub(crate) struct Exchange<'a> {
     sides: &'a mut Vec<Option<Contract>>,
     scratch: &'a mut steps::Scratch,
     stages: &'a mut Stages,
+    packed: &'a mut Storage,
 }
 
 impl<'a> Exchange<'a> {
@@ -105,6 +110,7 @@ impl<'a> Exchange<'a> {
             sides: &mut scratch.sides,
             scratch: &mut scratch.shared,
             stages: &mut scratch.stages,
+            packed: &mut scratch.packed,
         }
     }
 
@@ -187,6 +193,16 @@ impl<'a> Exchange<'a> {
             }
         }
         Ok(Progress::Done)
+    }
+
+    /// Whether every other rank sent these bytes, and nothing else, with its declaration. They are
+    /// not kept.
+    fn agree_on(&mut self, head: &[u8]) -> bool {
+        let mut agree = true;
+        for parcel in self.parcels.iter_mut().filter_map(Option::take) {
+            agree &= parcel.chunk.bytes() == head;
+        }
+        agree
     }
 
     /// What an error is where the ranks disagree: the disagreement is the cause; who comes late to

@@ -1,14 +1,137 @@
 //! How buffers are cut.
 
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 use crate::{
+    buffer::Storage,
+    cut::{Cut, Runs},
     partition::{self, Partition},
     transport::CHUNK,
 };
 
-/// A buffer cut into one part for each rank, and each part into chunks, in bytes.
+/// What each rank keeps of a reduction.
+#[derive(Clone, Debug)]
+pub(crate) enum Keep {
+    /// Everything.
+    All,
+    /// Its elements of the cut.
+    Own(Arc<Cut>),
+}
+
+/// A part of a buffer for each rank to reduce, each part in chunks, in bytes.
 #[derive(Debug)]
+pub(super) enum Layout {
+    /// Parts that are equally long.
+    Even(Parts),
+    /// The parts of a cut, and the size of an element.
+    Cut(Arc<Cut>, usize),
+}
+
+impl Layout {
+    /// A chunk of a part; empty behind the last one.
+    pub(super) fn chunk(&self, rank: usize, round: usize) -> Chunk<'_> {
+        match self {
+            Self::Even(parts) => Chunk::One(parts.chunk(rank, round)),
+            Self::Cut(cut, size) => {
+                let most = CHUNK / size;
+                let runs = cut.runs(rank, round * most..(round + 1) * most);
+                let size = *size;
+                match runs.clone().next() {
+                    Some(run) if run.len() < runs.elements() => Chunk::Many(Pieces { runs, size }),
+                    run => {
+                        let run = run.unwrap_or_default();
+                        Chunk::One(run.start * size..run.end * size)
+                    }
+                }
+            }
+        }
+    }
+
+    /// The number of chunks of the largest part.
+    pub(super) fn rounds(&self) -> usize {
+        match self {
+            Self::Even(parts) => parts.rounds(),
+            Self::Cut(cut, size) => (cut.largest() * size).div_ceil(CHUNK),
+        }
+    }
+
+    /// Whether a chunk of a round travels by itself, rather than with a declaration or not at all.
+    pub(super) fn sends(&self, chunk: &Chunk<'_>, round: usize) -> bool {
+        match self {
+            Self::Even(_) => round > 0 && !chunk.is_empty(),
+            // Empty ones too: they show how far a rank is, to which no results come back.
+            Self::Cut(..) => round < self.rounds(),
+        }
+    }
+}
+
+/// At most [`CHUNK`] bytes of a buffer.
+#[derive(Debug)]
+pub(super) enum Chunk<'a> {
+    One(Range<usize>),
+    Many(Pieces<'a>),
+}
+
+impl Chunk<'_> {
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::One(range) => range.len(),
+            Self::Many(pieces) => pieces.len(),
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Several ranges of bytes that travel as one.
+#[derive(Clone, Debug)]
+pub(super) struct Pieces<'a> {
+    runs: Runs<'a>,
+    size: usize,
+}
+
+impl Pieces<'_> {
+    /// The pieces of a buffer, one after the other, in memory that is used again.
+    pub(super) fn pack<'b>(&self, bytes: &[u8], into: &'b mut Storage) -> &'b mut [u8] {
+        into.grow(self.len());
+        let packed = &mut into.bytes_mut()[..self.len()];
+        let mut at = 0;
+        for piece in self.clone() {
+            let place = &mut packed[at..at + piece.len()];
+            at += piece.len();
+            place.copy_from_slice(&bytes[piece]);
+        }
+        packed
+    }
+
+    /// Puts them back.
+    pub(super) fn unpack(&self, packed: &[u8], bytes: &mut [u8]) {
+        let mut at = 0;
+        for piece in self.clone() {
+            let place = &packed[at..at + piece.len()];
+            at += piece.len();
+            bytes[piece].copy_from_slice(place);
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.runs.elements() * self.size
+    }
+}
+
+impl Iterator for Pieces<'_> {
+    type Item = Range<usize>;
+
+    fn next(&mut self) -> Option<Range<usize>> {
+        let run = self.runs.next()?;
+        Some(run.start * self.size..run.end * self.size)
+    }
+}
+
+/// A buffer cut into one part for each rank, and each part into chunks, in bytes.
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Parts {
     partition: Partition,
     size: usize,

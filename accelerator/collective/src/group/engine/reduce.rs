@@ -1,8 +1,14 @@
 //! Reductions: each rank owns one part of the buffer.
 
-use super::{AHEAD, Exchange, Progress, parts::Parts};
+use std::sync::Arc;
+
+use super::{
+    AHEAD, Exchange, Progress,
+    parts::{Chunk, Keep, Layout, Parts},
+};
 use crate::{
     buffer::Buffer,
+    cut::{DIGEST, cuts_differ},
     element::DType,
     error::Result,
     kernel::combine,
@@ -10,17 +16,17 @@ use crate::{
     transport::Stage,
 };
 
-/// An all-reduce that can stop wherever it waits for others, and go on later.
+/// A reduction of a buffer that can stop wherever it waits for others, and go on later.
 ///
-/// Each rank owns one part: it receives that part from everyone, reduces it in rank order and
-/// sends the result to everyone. Chunks are pipelined: while one is reduced, the next [`AHEAD`]
-/// are on their way. A short buffer goes to everyone at once, and every rank reduces all of it, in
-/// the same order and so to the same bits.
+/// Each rank owns one part: it receives that part from everyone, reduces it in rank order and, where
+/// all keep everything, sends the result to everyone. Chunks are pipelined: while one is reduced, the
+/// next [`AHEAD`] are on their way. A short buffer that all keep goes to everyone at once, and every
+/// rank reduces all of it, in the same order and so to the same bits.
 #[derive(Debug)]
 pub(crate) struct Reduction {
     dtype: DType,
     op: ReduceOp,
-    parts: Parts,
+    layout: Layout,
     step: Step,
 }
 
@@ -44,11 +50,21 @@ enum Step {
 
 impl Reduction {
     /// The reduction of a buffer of `len` bytes.
-    pub(crate) fn new(dtype: DType, op: ReduceOp, len: usize, world_size: usize) -> Self {
+    pub(crate) fn new(
+        dtype: DType,
+        op: ReduceOp,
+        keep: &Keep,
+        len: usize,
+        world_size: usize,
+    ) -> Self {
+        let size = dtype.size();
         Self {
             dtype,
             op,
-            parts: Parts::new(len / dtype.size(), dtype.size(), world_size),
+            layout: match keep {
+                Keep::All => Layout::Even(Parts::new(len / size, size, world_size)),
+                Keep::Own(cut) => Layout::Cut(Arc::clone(cut), size),
+            },
             step: Step::Begin,
         }
     }
@@ -59,9 +75,13 @@ impl Reduction {
         exchange: &mut Exchange<'_>,
         bytes: &mut [u8],
     ) -> Result<Progress> {
-        let (parts, rank, world_size) = (&self.parts, exchange.rank, exchange.world_size);
-        let rounds = parts.rounds();
-        let is_short = bytes.len() <= SHORT;
+        let (layout, rank, world_size) = (&self.layout, exchange.rank, exchange.world_size);
+        let is_short = matches!(layout, Layout::Even(_)) && bytes.len() <= SHORT;
+        let rounds = match layout {
+            Layout::Even(_) => layout.rounds() + AHEAD,
+            // No results come back.
+            Layout::Cut(..) => layout.rounds(),
+        };
         loop {
             self.step = match self.step {
                 Step::Begin if world_size == 1 => {
@@ -69,36 +89,46 @@ impl Reduction {
                     Step::Done
                 }
                 Step::Begin => {
-                    match is_short {
-                        true => exchange.begin(|_| bytes)?,
-                        false => exchange.begin(|peer| &bytes[parts.chunk(peer, 0)])?,
+                    match layout {
+                        Layout::Even(_) if is_short => exchange.begin(|_| bytes)?,
+                        Layout::Even(parts) => {
+                            exchange.begin(|peer| &bytes[parts.chunk(peer, 0)])?
+                        }
+                        Layout::Cut(cut, _) => exchange.begin(|_| cut.digest())?,
                     }
-                    for round in 1..AHEAD {
-                        exchange.contribute(parts, round, bytes)?;
+                    for round in 0..AHEAD {
+                        exchange.contribute(layout, round, bytes)?;
                     }
                     Step::Meet
                 }
                 Step::Meet => {
-                    let progress = match is_short {
-                        true => exchange.try_meet(|_, contract| contract.bytes())?,
-                        false => exchange.try_meet(|_, _| parts.chunk(rank, 0).len())?,
-                    };
+                    let progress = exchange.try_meet(|_, contract| match layout {
+                        Layout::Even(_) if is_short => contract.bytes(),
+                        Layout::Even(parts) => parts.chunk(rank, 0).len(),
+                        Layout::Cut(..) => DIGEST,
+                    })?;
                     if progress != Progress::Done {
                         return Ok(progress);
+                    }
+                    if let Layout::Cut(cut, _) = layout
+                        && !exchange.agree_on(cut.digest())
+                    {
+                        return Err(cuts_differ(exchange.watch.sequence));
                     }
                     if is_short {
                         combine(self.dtype, self.op, exchange.parcels, bytes);
                         Step::Done
+                    } else if rounds == 0 {
+                        Step::Done
                     } else {
-                        exchange.contribute(parts, AHEAD, bytes)?;
+                        exchange.contribute(layout, AHEAD, bytes)?;
                         Step::Collect { round: 0, peer: 0 }
                     }
                 }
                 Step::Collect { round, mut peer } => {
-                    let own = parts.chunk(rank, round);
-                    if !own.is_empty() {
-                        // That of round 0 came at the beginning.
-                        while round > 0 && peer < world_size {
+                    let own = layout.chunk(rank, round);
+                    if layout.sends(&own, round) {
+                        while peer < world_size {
                             if peer != rank {
                                 let awaited = peer..world_size;
                                 let part = exchange.try_receive(
@@ -116,18 +146,19 @@ impl Reduction {
                             }
                             peer += 1;
                         }
-                        combine(
-                            self.dtype,
-                            self.op,
-                            exchange.parcels,
-                            &mut bytes[own.clone()],
-                        );
+                    }
+                    if !own.is_empty() {
+                        exchange.combine(self.dtype, self.op, &own, bytes);
+                    }
+                    if let (Layout::Even(_), Chunk::One(own)) = (layout, own) {
                         exchange.announce(round, &bytes[own])?;
                     }
                     Step::Results { round, peer: 0 }
                 }
                 Step::Results { round, mut peer } => {
-                    if let Some(behind) = round.checked_sub(AHEAD) {
+                    if let Layout::Even(parts) = layout
+                        && let Some(behind) = round.checked_sub(AHEAD)
+                    {
                         while peer < world_size {
                             let chunk = parts.chunk(peer, behind);
                             if peer != rank && !chunk.is_empty() {
@@ -149,10 +180,10 @@ impl Reduction {
                         }
                     }
                     let round = round + 1;
-                    if round == rounds + AHEAD {
+                    if round == rounds {
                         Step::Done
                     } else {
-                        exchange.contribute(parts, round + AHEAD, bytes)?;
+                        exchange.contribute(layout, round + AHEAD, bytes)?;
                         Step::Collect { round, peer: 0 }
                     }
                 }
@@ -171,22 +202,49 @@ impl Exchange<'_> {
         if let Some(hosts) = self.transport.hosts()
             && Self::can_go_by_hosts(dtype, op)
         {
-            return self.all_reduce_by_hosts(hosts, dtype, op, bytes);
+            return self.all_reduce_by_hosts(hosts, dtype, op, bytes, None);
         }
-        let mut reduction = Reduction::new(dtype, op, bytes.len(), self.world_size);
-        match reduction.advance(&mut self, bytes)? {
+        self.reduce(dtype, op, &Keep::All, bytes)
+    }
+
+    /// Reduces what this rank keeps of a buffer over all ranks, in place and where it lies if the
+    /// ranks share memory.
+    pub(crate) fn reduce_buffer(
+        mut self,
+        op: ReduceOp,
+        keep: &Keep,
+        buffer: &mut Buffer,
+    ) -> Result<()> {
+        let dtype = buffer.dtype();
+        let cut = match keep {
+            Keep::All => None,
+            // There is nothing to compare, and nothing to send.
+            Keep::Own(_) if self.world_size == 1 => None,
+            Keep::Own(cut) => Some(&**cut),
+        };
+        if let Some(steps) = self.steps() {
+            return match cut {
+                None => steps.all_reduce_buffer(op, buffer),
+                Some(cut) => steps.reduce_scatter_buffer(op, buffer, cut),
+            };
+        }
+        let bytes = buffer.bytes_mut();
+        if let Some(hosts) = self.transport.hosts()
+            && Self::can_go_by_hosts(dtype, op)
+        {
+            return self.all_reduce_by_hosts(hosts, dtype, op, bytes, cut);
+        }
+        self.reduce(dtype, op, keep, bytes)
+    }
+
+    /// From the beginning to the end; see [`Reduction`].
+    fn reduce(&mut self, dtype: DType, op: ReduceOp, keep: &Keep, bytes: &mut [u8]) -> Result<()> {
+        let mut reduction = Reduction::new(dtype, op, keep, bytes.len(), self.world_size);
+        match reduction.advance(self, bytes)? {
             Progress::Done => Ok(()),
             // Only an operation that is resumed is ever in between.
             Progress::Waiting(_) => Err(self.watch.interrupted()),
         }
-    }
-
-    /// Reduces a buffer over all ranks, in place and where it lies if the ranks share memory.
-    pub(crate) fn all_reduce_buffer(mut self, op: ReduceOp, buffer: &mut Buffer) -> Result<()> {
-        if let Some(steps) = self.steps() {
-            return steps.all_reduce_buffer(op, buffer);
-        }
-        self.all_reduce(buffer.dtype(), op, buffer.bytes_mut())
     }
 
     /// Reduces this rank's part of `bytes` over all ranks into `own`, which holds this rank's
@@ -208,11 +266,12 @@ impl Exchange<'_> {
         let (rank, offset) = (self.rank, parts.part(self.rank).start);
         self.begin(|peer| &bytes[parts.chunk(peer, 0)])?;
         self.meet(|_, _| parts.chunk(rank, 0).len())?;
-        for round in 1..AHEAD {
-            self.contribute(&parts, round, bytes)?;
+        let layout = Layout::Even(parts);
+        for round in 0..AHEAD {
+            self.contribute(&layout, round, bytes)?;
         }
         for round in 0..parts.rounds() {
-            self.contribute(&parts, round + AHEAD, bytes)?;
+            self.contribute(&layout, round + AHEAD, bytes)?;
             let chunk = parts.chunk(rank, round);
             if !chunk.is_empty() {
                 self.collect(round, chunk.len())?;
@@ -224,14 +283,36 @@ impl Exchange<'_> {
     }
 
     /// Sends each owner its chunk of this round.
-    fn contribute(&mut self, parts: &Parts, round: usize, bytes: &[u8]) -> Result<()> {
+    fn contribute(&mut self, layout: &Layout, round: usize, bytes: &[u8]) -> Result<()> {
         for peer in self.ring() {
-            let chunk = parts.chunk(peer, round);
-            if !chunk.is_empty() {
-                self.send(peer, Stage::Inward, round, &bytes[chunk])?;
+            let chunk = layout.chunk(peer, round);
+            if !layout.sends(&chunk, round) {
+                continue;
+            }
+            match chunk {
+                Chunk::One(range) => self.send(peer, Stage::Inward, round, &bytes[range])?,
+                Chunk::Many(pieces) => {
+                    let mut packed = std::mem::take(self.packed);
+                    let sent =
+                        self.send(peer, Stage::Inward, round, pieces.pack(bytes, &mut packed));
+                    *self.packed = packed;
+                    sent?;
+                }
             }
         }
         Ok(())
+    }
+
+    /// Combines everyone's chunk of this rank's part, in place.
+    fn combine(&mut self, dtype: DType, op: ReduceOp, own: &Chunk<'_>, bytes: &mut [u8]) {
+        match own {
+            Chunk::One(range) => combine(dtype, op, self.parcels, &mut bytes[range.clone()]),
+            Chunk::Many(pieces) => {
+                let packed = pieces.pack(bytes, self.packed);
+                combine(dtype, op, self.parcels, packed);
+                pieces.unpack(packed, bytes);
+            }
+        }
     }
 
     /// Waits for everyone's chunk of this rank's part; that of round 0 came at the beginning.

@@ -1,0 +1,270 @@
+//! Reductions of buffers, blocking and started.
+
+use std::{panic::Location, sync::Arc};
+
+use super::{Pending, ProcessGroup, engine::Keep};
+use crate::{
+    buffer::Buffer,
+    contract::{Call, Contract, Site},
+    cut::Cut,
+    error::{Error, Kind, Result},
+    reduce::ReduceOp,
+};
+
+impl ProcessGroup {
+    /// Starts to reduce a buffer over all ranks and returns at once.
+    ///
+    /// Started operations run on a communication thread of the group, in the order in which all
+    /// operations of this rank were called; a blocking operation waits for those that were
+    /// started before it.
+    ///
+    /// ```
+    /// use accelerator_collective::{DType, ProcessGroup, ReduceOp};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let group = ProcessGroup::single();
+    /// let mut buffer = group.buffer(DType::F32, 2);
+    /// buffer.as_mut_slice::<f32>()?.copy_from_slice(&[1.0, 2.0]);
+    /// let pending = group.start_all_reduce(buffer, ReduceOp::Mean)?;
+    /// // Compute something else here.
+    /// let buffer = pending.wait()?;
+    /// assert_eq!(buffer.as_slice::<f32>()?, [1.0, 2.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// At once where the operation is not admitted or the communication thread cannot be
+    /// started; otherwise from [`Pending::wait`], as [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn start_all_reduce(&self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
+        self.start_all_reduce_at(buffer, op, Location::caller())
+    }
+
+    /// As [`start_all_reduce`](Self::start_all_reduce), for what is started inside a callback: errors
+    /// name `caller` as the place.
+    ///
+    /// # Errors
+    ///
+    /// As [`start_all_reduce`](Self::start_all_reduce).
+    #[doc(hidden)]
+    pub fn start_all_reduce_at(
+        &self,
+        buffer: Buffer,
+        op: ReduceOp,
+        caller: &Location<'_>,
+    ) -> Result<Pending> {
+        let contract = Contract::new(Call::AllReduce, Site::of(caller))
+            .with_op(op)
+            .with_data(buffer.dtype(), buffer.len());
+        self.0.start(contract, buffer, op, Keep::All)
+    }
+
+    /// Reduces the values of all ranks, element by element, in place and without a copy where the
+    /// buffer lies in the transport's memory; see [`buffer`](Self::buffer).
+    ///
+    /// It runs on the calling thread. Ranks that pass slices to [`all_reduce`](Self::all_reduce)
+    /// at the same time take part in the same operation.
+    ///
+    /// ```
+    /// use std::thread;
+    ///
+    /// use accelerator_collective::{DType, GroupOptions, ProcessGroup, ReduceOp};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// thread::scope(|scope| {
+    ///     for group in ranks {
+    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
+    ///             let mut buffer = group.buffer(DType::F32, 100_000);
+    ///             buffer.as_mut_slice::<f32>()?.fill(1.5);
+    ///             group.all_reduce_buffer(&mut buffer, ReduceOp::Sum)?;
+    ///             assert!(buffer.as_slice::<f32>()?.iter().all(|x| *x == 3.0));
+    ///             Ok(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`all_reduce`](Self::all_reduce). The buffer's contents are then unspecified.
+    #[track_caller]
+    pub fn all_reduce_buffer(&self, buffer: &mut Buffer, op: ReduceOp) -> Result<()> {
+        self.all_reduce_buffer_at(buffer, op, Location::caller())
+    }
+
+    /// As [`all_reduce_buffer`](Self::all_reduce_buffer), in the name of `caller`.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_reduce`](Self::all_reduce).
+    #[doc(hidden)]
+    pub fn all_reduce_buffer_at(
+        &self,
+        buffer: &mut Buffer,
+        op: ReduceOp,
+        caller: &Location<'_>,
+    ) -> Result<()> {
+        let contract = Contract::new(Call::AllReduce, Site::of(caller))
+            .with_op(op)
+            .with_data(buffer.dtype(), buffer.len());
+        self.run(&contract, |exchange| {
+            exchange.reduce_buffer(op, &Keep::All, buffer)
+        })
+    }
+
+    /// Reduces the values of all ranks, element by element, in place, and only those that this rank
+    /// keeps by the `cut`: afterwards they have the bits that
+    /// [`all_reduce_buffer`](Self::all_reduce_buffer) would give them. All others are unspecified.
+    ///
+    /// All ranks pass buffers of the same length, and the same cut. Where they share memory, what a
+    /// rank keeps is reduced where it lies and written once; over connections no results travel, which
+    /// is half of what an all-reduce sends. Over [several hosts](crate::TransportKind::Hierarchical)
+    /// everything is reduced as by an all-reduce, so that a link carries no more.
+    ///
+    /// ```
+    /// use std::{sync::Arc, thread};
+    ///
+    /// use accelerator_collective::{Cut, DType, GroupOptions, ProcessGroup, ReduceOp};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// // Rank 0 keeps both ends of the buffer, and rank 1 the middle.
+    /// let cut = Arc::new(Cut::new(6, vec![vec![0..1, 5..6], vec![1..5]])?);
+    /// thread::scope(|scope| {
+    ///     for group in ranks {
+    ///         let cut = &cut;
+    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
+    ///             let mut buffer = group.buffer(DType::F32, 6);
+    ///             buffer.as_mut_slice::<f32>()?.fill(1.5);
+    ///             group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, cut)?;
+    ///             for range in cut.of(group.rank()) {
+    ///                 let kept = &buffer.as_slice::<f32>()?[range.clone()];
+    ///                 assert!(kept.iter().all(|x| *x == 3.0));
+    ///             }
+    ///             Ok(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A misuse error where the cut is one of another number of ranks, or of a buffer of another
+    /// length; a mismatch error, with the same text on every rank, where ranks pass other cuts;
+    /// otherwise as [`all_reduce`](Self::all_reduce). The buffer's contents are then unspecified.
+    #[track_caller]
+    pub fn reduce_scatter_buffer(
+        &self,
+        buffer: &mut Buffer,
+        op: ReduceOp,
+        cut: &Arc<Cut>,
+    ) -> Result<()> {
+        self.reduce_scatter_buffer_at(buffer, op, cut, Location::caller())
+    }
+
+    /// As [`reduce_scatter_buffer`](Self::reduce_scatter_buffer), in the name of `caller`.
+    ///
+    /// # Errors
+    ///
+    /// As [`reduce_scatter_buffer`](Self::reduce_scatter_buffer).
+    #[doc(hidden)]
+    pub fn reduce_scatter_buffer_at(
+        &self,
+        buffer: &mut Buffer,
+        op: ReduceOp,
+        cut: &Arc<Cut>,
+        caller: &Location<'_>,
+    ) -> Result<()> {
+        let contract = self.scattering(buffer, op, cut, caller)?;
+        let keep = Keep::Own(Arc::clone(cut));
+        self.run(&contract, |exchange| {
+            exchange.reduce_buffer(op, &keep, buffer)
+        })
+    }
+
+    /// Starts a [`reduce_scatter_buffer`](Self::reduce_scatter_buffer) and returns at once, as
+    /// [`start_all_reduce`](Self::start_all_reduce) does. Ranks that call the blocking one at the
+    /// same time take part in the same operation.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    ///
+    /// use accelerator_collective::{Cut, DType, ProcessGroup, ReduceOp};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let group = ProcessGroup::single();
+    /// let cut = Arc::new(Cut::new(2, vec![vec![1..2]])?);
+    /// let mut buffer = group.buffer(DType::F32, 2);
+    /// buffer.as_mut_slice::<f32>()?.copy_from_slice(&[1.0, 2.0]);
+    /// let pending = group.start_reduce_scatter(buffer, ReduceOp::Mean, &cut)?;
+    /// // Compute something else here.
+    /// let buffer = pending.wait()?;
+    /// assert_eq!(buffer.as_slice::<f32>()?[1], 2.0);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// At once where the cut does not fit, the operation is not admitted or the communication thread
+    /// cannot be started; otherwise from [`Pending::wait`], as
+    /// [`reduce_scatter_buffer`](Self::reduce_scatter_buffer).
+    #[track_caller]
+    pub fn start_reduce_scatter(
+        &self,
+        buffer: Buffer,
+        op: ReduceOp,
+        cut: &Arc<Cut>,
+    ) -> Result<Pending> {
+        self.start_reduce_scatter_at(buffer, op, cut, Location::caller())
+    }
+
+    /// As [`start_reduce_scatter`](Self::start_reduce_scatter), for what is started inside a callback:
+    /// errors name `caller` as the place.
+    ///
+    /// # Errors
+    ///
+    /// As [`start_reduce_scatter`](Self::start_reduce_scatter).
+    #[doc(hidden)]
+    pub fn start_reduce_scatter_at(
+        &self,
+        buffer: Buffer,
+        op: ReduceOp,
+        cut: &Arc<Cut>,
+        caller: &Location<'_>,
+    ) -> Result<Pending> {
+        let contract = self.scattering(&buffer, op, cut, caller)?;
+        let keep = Keep::Own(Arc::clone(cut));
+        self.0.start(contract, buffer, op, keep)
+    }
+
+    /// The declaration of a reduction by a cut, which must fit.
+    fn scattering(
+        &self,
+        buffer: &Buffer,
+        op: ReduceOp,
+        cut: &Cut,
+        caller: &Location<'_>,
+    ) -> Result<Contract> {
+        let (found, expected) = ((cut.ranks(), cut.len()), (self.world_size(), buffer.len()));
+        if found != expected {
+            return Err(Error::new(
+                Kind::Misuse,
+                format!(
+                    "expected a cut of {} elements for {} ranks, found one of {} for {}; make it for the \
+                     buffer and the world size",
+                    expected.1, expected.0, found.1, found.0
+                ),
+            ));
+        }
+        let contract = Contract::new(Call::ReduceScatterBuffer, Site::of(caller));
+        Ok(contract.with_op(op).with_data(buffer.dtype(), buffer.len()))
+    }
+}

@@ -1,0 +1,262 @@
+//! What every transport must do: reductions of which each rank keeps its part of a cut.
+
+use std::{ops::Range, sync::Arc};
+
+use accelerator_collective::{Buffer, Cut, Element, Partition, ProcessGroup, ReduceOp, Result};
+use half::{bf16, f16};
+
+use super::{
+    sample::{Sample, assert_same, buffer},
+    world::{Means, run},
+};
+
+/// What each rank keeps of so many elements.
+type Shape = fn(len: usize, world_size: usize) -> Vec<Vec<Range<usize>>>;
+
+const SHAPES: [Shape; 5] = [
+    // Parts that are equally long.
+    |len, world_size| {
+        let partition = Partition::new(len, world_size);
+        (0..world_size)
+            .map(|rank| vec![partition.range(rank)])
+            .collect()
+    },
+    // Everything is the last rank's.
+    |len, world_size| {
+        let mut parts = vec![Vec::new(); world_size];
+        parts[world_size - 1].push(0..len);
+        parts
+    },
+    // Many tiny ranges, and gaps.
+    |len, world_size| {
+        let of = |rank: usize| {
+            let starts = (3 * rank..len).step_by(3 * world_size + 2);
+            starts.map(|start| start..len.min(start + 3)).collect()
+        };
+        (0..world_size).map(of).collect()
+    },
+    // A few ranges, ever shorter; nothing for rank 0.
+    |len, world_size| {
+        let mut parts = vec![Vec::new(); world_size];
+        let mut start = 0;
+        for turn in 0..20 {
+            let end = start + (len - start) / 2;
+            if let Some(others) = (world_size - 1).checked_sub(1) {
+                parts[1 + turn % (others + 1)].push(start..end);
+            }
+            start = end;
+        }
+        parts
+    },
+    // Nothing for anybody.
+    |_, world_size| vec![Vec::new(); world_size],
+];
+
+fn cut(shape: Shape, len: usize, world_size: usize) -> Arc<Cut> {
+    Arc::new(Cut::new(len, shape(len, world_size)).unwrap())
+}
+
+fn filled<T: Sample>(home: &ProcessGroup, rank: usize, len: usize) -> Buffer {
+    let mut values = home.buffer(T::DTYPE, len);
+    let own = buffer::<T>(rank, len);
+    values.as_mut_slice::<T>().unwrap().copy_from_slice(&own);
+    values
+}
+
+/// A rank's elements of a cut are those of an all-reduce.
+fn assert_kept<T: Sample>(rank: usize, cut: &Cut, found: &Buffer, all: &Buffer, what: &str) {
+    let (found, all) = (found.as_slice::<T>().unwrap(), all.as_slice::<T>().unwrap());
+    for range in cut.of(rank) {
+        assert_same(&found[range.clone()], &all[range.clone()], what);
+    }
+}
+
+/// Every cut, for lengths around those at which the way changes; buffers of the group and of
+/// another one.
+pub(crate) fn scatters(means: Means, world_size: usize) {
+    fn check<T: Sample>(group: &ProcessGroup, stranger: &ProcessGroup, ops: &[ReduceOp]) {
+        let (rank, world_size) = (group.rank(), group.world_size());
+        let short = 16 * 1024 / size_of::<T>();
+        let chunk = 128 * 1024 / size_of::<T>();
+        for len in [0, 1, 17, short, short + 1, chunk + 33, 6 * chunk + 5] {
+            for op in ops {
+                let mut all = filled::<T>(group, rank, len);
+                group.all_reduce_buffer(&mut all, *op).unwrap();
+                for (number, shape) in SHAPES.into_iter().enumerate() {
+                    let cut = cut(shape, len, world_size);
+                    let what = format!("{op} {} x {len}, W = {world_size}, cut {number}", T::DTYPE);
+                    // Everyone in place; those of odd rank.
+                    for placed in [true, rank % 2 == 1] {
+                        let home = if placed { group } else { stranger };
+                        let mut values = filled::<T>(home, rank, len);
+                        group.reduce_scatter_buffer(&mut values, *op, &cut).unwrap();
+                        assert_kept::<T>(rank, &cut, &values, &all, &what);
+                    }
+                }
+            }
+        }
+    }
+    run(means, world_size, |group| {
+        let stranger = ProcessGroup::single();
+        check::<f32>(&group, &stranger, &[ReduceOp::Sum]);
+        check::<f64>(&group, &stranger, &[ReduceOp::Mean]);
+        check::<bf16>(&group, &stranger, &[ReduceOp::Sum]);
+        check::<f16>(&group, &stranger, &[ReduceOp::Max]);
+        check::<i8>(&group, &stranger, &[ReduceOp::Mean]);
+        check::<u32>(&group, &stranger, &[ReduceOp::Min]);
+        group.barrier().unwrap();
+    });
+}
+
+/// Started and blocking ones, between all-reduces; each rank as it likes.
+pub(crate) fn scatters_are_started_as_ranks_like(means: Means, world_size: usize) {
+    run(means, world_size, |group| {
+        let (rank, world_size) = (group.rank(), group.world_size());
+        let mut pending = Vec::new();
+        for (index, len) in [300_000, 10, 0, 70_000, 500_000, 5, 5_000, 200_000]
+            .into_iter()
+            .enumerate()
+        {
+            let shape = SHAPES[index % SHAPES.len()];
+            let cut = cut(shape, len, world_size);
+            let mut buffer = group.buffer(f32::DTYPE, len);
+            let value = (rank + index) as f32;
+            buffer.as_mut_slice::<f32>().unwrap().fill(value);
+            let sum = (world_size * (world_size - 1) / 2 + index * world_size) as f32;
+            let check = {
+                let cut = Arc::clone(&cut);
+                move |buffer: &Buffer| {
+                    let values = buffer.as_slice::<f32>().unwrap();
+                    assert_eq!(values.len(), len);
+                    let mut kept = cut.of(rank).iter().cloned().flatten();
+                    assert!(kept.all(|element| values[element] == sum), "{index}");
+                }
+            };
+            let started = match (index + rank) % 3 {
+                0 => {
+                    group
+                        .reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &cut)
+                        .unwrap();
+                    check(&buffer);
+                    None
+                }
+                _ => Some(
+                    group
+                        .start_reduce_scatter(buffer, ReduceOp::Sum, &cut)
+                        .unwrap(),
+                ),
+            };
+            pending.extend(started.map(|pending| (pending, check)));
+            let mut values = [1.0_f32; 5];
+            match index {
+                2 => group.all_reduce(&mut values, ReduceOp::Sum).unwrap(),
+                5 => {
+                    let buffer = filled::<f32>(&group, rank, 100_000);
+                    let started = group.start_all_reduce(buffer, ReduceOp::Sum).unwrap();
+                    drop(started);
+                }
+                _ => {}
+            }
+        }
+        pending.reverse();
+        for (pending, check) in pending {
+            check(&pending.wait().unwrap());
+        }
+        group.barrier().unwrap();
+    });
+}
+
+/// Other cuts are told in the same words on every rank, whatever the way, and nothing else is.
+pub(crate) fn other_cuts(means: Means, world_size: usize) {
+    for len in [100, 100_000] {
+        for is_started in [false, true] {
+            let errors = run(means, world_size, move |group| {
+                group.barrier().unwrap();
+                let shape = SHAPES[usize::from(group.rank() == 1)];
+                let cut = cut(shape, len, group.world_size());
+                let mut buffer = group.buffer(f32::DTYPE, len);
+                let outcome: Result<()> = if is_started && group.rank() == 0 {
+                    let started = group.start_reduce_scatter(buffer, ReduceOp::Sum, &cut);
+                    started.unwrap().wait().map(drop)
+                } else {
+                    group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &cut)
+                };
+                let error = outcome.unwrap_err();
+                assert!(error.is_mismatch(), "{error}");
+                let later = group.barrier().unwrap_err();
+                assert_eq!(later.to_string(), error.to_string());
+                error.to_string()
+            });
+            for error in &errors {
+                assert_eq!(error, &errors[0], "all ranks tell the same");
+                assert!(error.contains("collective #1: they cut"), "{error}");
+            }
+        }
+    }
+}
+
+/// A cut that does not fit costs the group nothing.
+pub(crate) fn cuts_that_do_not_fit(means: Means, world_size: usize) {
+    run(means, world_size, |group| {
+        let (shape, world_size) = (SHAPES[0], group.world_size());
+        for (cut, found) in [
+            (cut(shape, 9, world_size), "found one of 9 for"),
+            (cut(shape, 10, world_size + 1), "found one of 10 for"),
+        ] {
+            let mut buffer = group.buffer(f32::DTYPE, 10);
+            let blocking = group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &cut);
+            let started = group.start_reduce_scatter(buffer, ReduceOp::Sum, &cut);
+            for error in [blocking.unwrap_err(), started.unwrap_err()] {
+                assert!(error.is_misuse(), "{error}");
+                assert!(error.to_string().contains(found), "{error}");
+            }
+        }
+        group.barrier().unwrap();
+    });
+}
+
+/// Who gets an error keeps a buffer of its own: nobody reads it any more.
+pub(crate) fn a_scattered_buffer_outlives_a_failure(means: Means, world_size: usize) {
+    run(means, world_size, |group| {
+        // Else those that still connect learn it there.
+        group.barrier().unwrap();
+        let len = 100_000;
+        let mut values = group.buffer(f32::DTYPE, len);
+        values.as_mut_slice::<f32>().unwrap().fill(1.0);
+        if group.rank() == 0 {
+            group.abort("its data set is empty");
+            return;
+        }
+        let cut = cut(SHAPES[0], len, group.world_size());
+        let error = group.reduce_scatter_buffer(&mut values, ReduceOp::Sum, &cut);
+        assert!(error.unwrap_err().is_peer_lost());
+        values.as_mut_slice::<f32>().unwrap().fill(2.0);
+        drop(group);
+        assert!(values.as_slice::<f32>().unwrap().iter().all(|x| *x == 2.0));
+    });
+}
+
+/// Ranks that wait for nothing of others in one operation leave room for what others need of
+/// them in the one before.
+pub(crate) fn nobody_runs_ahead(means: Means, world_size: usize) {
+    run(means, world_size, |group| {
+        let world_size = group.world_size();
+        let len = 50_000_000;
+        let cuts = [0, 1, 0].map(|shape| cut(SHAPES[shape], len, world_size));
+        let start = |cut: &Arc<Cut>| {
+            let mut buffer = group.buffer(u8::DTYPE, len);
+            buffer.as_mut_slice::<u8>().unwrap().fill(1);
+            group
+                .start_reduce_scatter(buffer, ReduceOp::Sum, cut)
+                .unwrap()
+        };
+        let pending = cuts.each_ref().map(start);
+        for (pending, cut) in pending.into_iter().zip(cuts) {
+            let buffer = pending.wait().unwrap();
+            for range in cut.of(group.rank()) {
+                let kept = &buffer.bytes()[range.clone()];
+                assert!(kept.iter().all(|x| usize::from(*x) == world_size));
+            }
+        }
+    });
+}
