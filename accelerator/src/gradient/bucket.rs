@@ -100,7 +100,7 @@ pub(super) fn read(
 
 /// Elements whose powers are added up by themselves. Who has a part of a parameter has whole blocks, so
 /// that sums of powers have the same bits however parameters are cut.
-pub(crate) const BLOCK: usize = 4096;
+pub(crate) const BLOCK: usize = 1024;
 
 /// Block by block of a place: the sum of `|value / divisor|^order`, in f64, or the largest of them, where the
 /// order is infinite. Squares are those of values that are not divided. Powers are those of one library,

@@ -7,6 +7,10 @@ use burn::module::ParamId;
 use crate::gradient::{BLOCK, Bounds};
 use crate::model::Trainable;
 
+/// A parameter is cut where each rank gets at least so many elements: below, what a piece costs by
+/// itself is more than what is saved.
+const WORTH_A_PIECE: usize = 4096;
+
 /// On which ranks the elements of a parameter live.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Home {
@@ -79,15 +83,14 @@ impl Homes {
         Bounds::new(bounds.collect(), self.loads.len(), &self.identity)
     }
 
-    /// Finds a home for a parameter. `may_be_cut` is asked where each rank would get a block at least: for
-    /// less, what a piece costs by itself is more than what is saved.
+    /// Finds a home for a parameter. `may_be_cut` is asked where it is large.
     pub(super) fn settle(
         &mut self,
         parameter: &Trainable,
         may_be_cut: impl FnOnce() -> bool,
     ) -> &Home {
         let (ranks, elements) = (self.loads.len(), parameter.shape.iter().product::<usize>());
-        let cut = elements >= ranks * BLOCK && may_be_cut();
+        let cut = elements >= ranks * WORTH_A_PIECE && may_be_cut();
         let bounds = if cut {
             self.in_blocks(elements)
         } else {
@@ -172,7 +175,7 @@ mod tests {
             let most = homes.loads.iter().max().unwrap();
             let least = homes.loads.iter().min().unwrap();
             // One parameter that is not cut, and a block of one that is.
-            let slack = 4 * (ranks * BLOCK + BLOCK);
+            let slack = 4 * (ranks * WORTH_A_PIECE + BLOCK);
             prop_assert!(most - least <= slack, "{:?}", homes.loads);
         }
     }

@@ -29,7 +29,9 @@ use crate::gradient::{Averages, Bounds, with_rank};
 ///
 /// Each rank keeps its part of the state, steps its part of the parameters, and gets the rest from the
 /// others (ZeRO stage 1): time and memory of the optimizer are divided by the number of ranks, and a step
-/// ends with an all-gather of the parameters. Training has the same bits as without, on the CPU. One
+/// ends with an all-gather of the parameters. Gradients are reduced to the part that a rank steps, from the
+/// second step on: so a step sends what it would send without, and the norm is added up over the ranks where somebody
+/// asks for it ([`Gradients::norm`](crate::Gradients::norm)). Training has the same bits as without, on the CPU. One
 /// rank alone has nothing to share.
 ///
 /// ```
