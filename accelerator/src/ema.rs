@@ -8,6 +8,7 @@ use burn::tensor::{Bool, Int, Tensor};
 
 use crate::error::Result;
 use crate::model::settle_statistics;
+use crate::module_path::ModulePath;
 
 /// The exponential moving average of a model's weights: smoother than the last ones, and often better to
 /// evaluate and to keep.
@@ -70,7 +71,7 @@ impl<M: Module> Ema<M> {
         model.visit(&mut reader);
         let mut mixer = Mixer {
             decay: self.decay,
-            path: Vec::new(),
+            path: ModulePath::default(),
             weights: reader.weights,
         };
         // Held by nobody else meanwhile, it is updated where it lies.
@@ -124,53 +125,56 @@ impl<M> fmt::Debug for Ema<M> {
 /// average began, by preparing or resuming.
 #[derive(Default)]
 struct Reader {
-    path: Vec<String>,
+    path: ModulePath,
     weights: HashMap<String, (DispatchTensor, bool)>,
 }
 
 impl ModuleVisitor for Reader {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_owned());
+        self.path.enter(name);
     }
 
     fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
+        self.path.exit();
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let trained = param.is_require_grad();
         let value = param.val().without_autodiff().into_dispatch();
-        self.weights.insert(self.path.join("."), (value, trained));
+        self.weights
+            .insert(self.path.as_str().to_owned(), (value, trained));
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
         let value = param.val().without_autodiff().into_dispatch();
-        self.weights.insert(self.path.join("."), (value, false));
+        self.weights
+            .insert(self.path.as_str().to_owned(), (value, false));
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
         let value = param.val().without_autodiff().into_dispatch();
-        self.weights.insert(self.path.join("."), (value, false));
+        self.weights
+            .insert(self.path.as_str().to_owned(), (value, false));
     }
 }
 
 struct Mixer {
     decay: f64,
-    path: Vec<String>,
+    path: ModulePath,
     weights: HashMap<String, (DispatchTensor, bool)>,
 }
 
 impl ModuleMapper for Mixer {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_owned());
+        self.path.enter(name);
     }
 
     fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
+        self.path.exit();
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some((weight, trained)) = self.weights.get(&self.path.join(".")) else {
+        let Some((weight, trained)) = self.weights.get(self.path.as_str()) else {
             return param;
         };
         let weight = Tensor::<D>::from_dispatch(weight.clone());
@@ -184,7 +188,7 @@ impl ModuleMapper for Mixer {
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        let Some((value, _)) = self.weights.get(&self.path.join(".")) else {
+        let Some((value, _)) = self.weights.get(self.path.as_str()) else {
             return param;
         };
         let (id, _, mapper) = param.consume();
@@ -195,7 +199,7 @@ impl ModuleMapper for Mixer {
         &mut self,
         param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
-        let Some((value, _)) = self.weights.get(&self.path.join(".")) else {
+        let Some((value, _)) = self.weights.get(self.path.as_str()) else {
             return param;
         };
         let (id, _, mapper) = param.consume();

@@ -9,6 +9,7 @@ use burn::tensor::Tensor;
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Kind, Result};
 use crate::gradient::Slot;
+use crate::module_path::ModulePath;
 use crate::short_hash::short;
 
 /// How many paths of differing parameters a message names.
@@ -116,7 +117,7 @@ impl Fingerprint {
     fn of<M: Module>(model: &M, slot: &Slot) -> Self {
         let mut reader = Reader {
             trainable: slot.parameters().iter().map(|known| known.id).collect(),
-            path: Vec::new(),
+            path: ModulePath::default(),
             all: blake3::Hasher::new(),
             parameters: Vec::new(),
             paths: Vec::new(),
@@ -132,7 +133,7 @@ impl Fingerprint {
 
 struct Reader {
     trainable: HashSet<ParamId>,
-    path: Vec<String>,
+    path: ModulePath,
     all: blake3::Hasher,
     parameters: Vec<u64>,
     paths: Vec<String>,
@@ -140,11 +141,11 @@ struct Reader {
 
 impl ModuleVisitor for Reader {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_owned());
+        self.path.enter(name);
     }
 
     fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
+        self.path.exit();
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
@@ -152,7 +153,7 @@ impl ModuleVisitor for Reader {
             let hash = blake3::hash(param.val().into_data().bytes());
             self.all.update(hash.as_bytes());
             self.parameters.push(short(&hash));
-            self.paths.push(self.path.join("."));
+            self.paths.push(self.path.as_str().to_owned());
         }
     }
 }

@@ -23,7 +23,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, SgdConfig};
 use burn::tensor::activation::{relu, tanh};
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use common::{Column, columns, devices, distance, flat, line, of_every_rank};
+use common::{Column, columns, devices, distance, flat, line, linear, of_every_rank};
 
 #[derive(Debug, Module)]
 struct Network {
@@ -51,16 +51,6 @@ impl Network {
         let wanted = values.clone() * values.clone() * 0.5 - 1.0;
         MseLoss::new().forward(self.forward(values), wanted, Reduction::Mean)
     }
-}
-
-/// With weights that are the same each time, also where tests beside this one draw some.
-fn linear(inputs: usize, outputs: usize, device: &Device) -> Linear {
-    let weights = (0..inputs * outputs).map(|i| (i as f32 * 1.7).sin() / (inputs as f32).sqrt());
-    let weights = TensorData::new(weights.collect::<Vec<_>>(), [inputs, outputs]);
-    let mut linear: Linear = LinearConfig::new(inputs, outputs).init(device);
-    linear.weight = Param::from_data(weights, device);
-    linear.bias = Some(Param::from_data(vec![0.1_f32; outputs].as_slice(), device));
-    linear
 }
 
 const EPOCHS: u64 = 20;

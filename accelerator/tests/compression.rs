@@ -6,12 +6,12 @@ mod common;
 
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, Compression};
-use burn::module::{Module, Param};
+use burn::module::Module;
 use burn::nn::loss::{MseLoss, Reduction};
-use burn::nn::{Linear, LinearConfig, Relu};
+use burn::nn::{Linear, Relu};
 use burn::optim::SgdConfig;
-use burn::tensor::{Device, Tensor, TensorData};
-use common::{Column, columns, devices, distance, flat, line, of_every_rank};
+use burn::tensor::{Device, Tensor};
+use common::{Column, columns, devices, distance, flat, line, linear, of_every_rank};
 
 const COMPRESSED: [Compression; 2] = [Compression::F16, Compression::Bf16];
 
@@ -38,16 +38,6 @@ impl Network {
         let wanted = values.clone() * values * 0.5 - 1.0;
         MseLoss::new().forward(self.last.forward(hidden), wanted, Reduction::Mean)
     }
-}
-
-/// With weights that are the same each time, also where tests beside this one draw some.
-fn linear(inputs: usize, outputs: usize, device: &Device) -> Linear {
-    let weights = (0..inputs * outputs).map(|i| (i as f32 * 1.7).sin() / (inputs as f32).sqrt());
-    let weights = TensorData::new(weights.collect::<Vec<_>>(), [inputs, outputs]);
-    let mut linear: Linear = LinearConfig::new(inputs, outputs).init(device);
-    linear.weight = Param::from_data(weights, device);
-    linear.bias = Some(Param::from_data(vec![0.1_f32; outputs].as_slice(), device));
-    linear
 }
 
 /// What all ranks hold after 120 steps, in small buckets; the last step of an epoch is ragged.

@@ -1,46 +1,23 @@
-//! What goes into a checkpoint, what comes out of it, and what does not fit.
+//! What comes out of a checkpoint, and what does not fit.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 
 mod common;
 
-use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::path::Path;
 
 use accelerator::checkpoint::{Position, Rescale};
 use accelerator::data::InOrder;
-use accelerator::optim::{Manual, Scheduled};
+use accelerator::optim::Scheduled;
 use accelerator::prelude::*;
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::lr_scheduler::noam::NoamLrSchedulerConfig;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{AdamWConfig, ModuleOptimizer, RmsPropConfig, SgdConfig};
-use common::{Column, ColumnBatcher, assert_close, columns, distance, flat, line, loader};
-
-type Parts = (Linear, PreparedOptimizer<Manual>, PreparedLoader<Column>);
-
-fn adam() -> ModuleOptimizer {
-    AdamWConfig::new().init()
-}
-
-fn prepared(accelerator: &Accelerator) -> Parts {
-    let parts = (line(&accelerator.device()), adam(), loader(12, 2));
-    accelerator.prepare(parts).unwrap()
-}
-
-/// Makes so many steps of epoch 0.
-fn train(accelerator: &Accelerator, parts: Parts, steps: usize) -> Parts {
-    let (mut model, mut optimizer, train) = parts;
-    for batch in train.epoch(0).take(steps) {
-        let batch = batch.unwrap();
-        let loss = distance(&model, &batch);
-        let gradients = accelerator.backward(loss, &model, &batch).unwrap();
-        model = optimizer.step(0.05, model, gradients);
-    }
-    (model, optimizer, train)
-}
+use burn::optim::{RmsPropConfig, SgdConfig};
+use common::checkpoints::{Parts, adam, misfit, names, prepared, train};
+use common::{ColumnBatcher, assert_close, columns, distance, flat, line, loader};
 
 /// A folder with two checkpoints, after two and after four steps.
 fn two_checkpoints(folder: &Path) -> Parts {
@@ -62,12 +39,6 @@ fn resumed(folder: &Path) -> accelerator::Result<(Parts, Position)> {
     let accelerator = Accelerator::new().unwrap();
     let parts = prepared(&accelerator);
     accelerator.resume(folder, parts)
-}
-
-/// The message, once it is certain that the checkpoint was blamed.
-fn misfit(error: &accelerator::Error) -> String {
-    assert!(error.is_checkpoint(), "{error:?}");
-    format!("{error:?}")
 }
 
 #[test]
@@ -148,62 +119,6 @@ fn a_batch_that_is_in_no_step_yet_comes_again() {
     }
     let ((_, _, train), _) = resumed(folder.path()).unwrap();
     assert_eq!(train.epoch(0).next().unwrap().unwrap().numbers, [6, 7]);
-}
-
-#[test]
-fn between_micro_steps_nothing_is_saved_on_any_rank() {
-    let folder = tempfile::tempdir().unwrap();
-    let errors = Accelerator::builder()
-        .accumulation_steps(2)
-        .launch(2, |accelerator| {
-            let (model, optimizer, train) = prepared(&accelerator);
-            let batch = train.epoch(0).next().unwrap()?;
-            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-            assert!(gradients.is_accumulating());
-            let parts = (&model, &optimizer, &train);
-            Ok(accelerator.save_state(folder.path(), parts).unwrap_err())
-        })
-        .unwrap();
-    for error in errors {
-        assert!(error.is_misuse(), "{error:?}");
-        assert!(error.to_string().contains("1 micro-steps"), "{error}");
-    }
-    assert!(names(folder.path()).is_empty());
-}
-
-/// What lies in a folder, sorted.
-fn names(folder: &Path) -> Vec<String> {
-    let entries = folder.read_dir().unwrap();
-    let mut names: Vec<_> = entries
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
-    names.sort();
-    names
-}
-
-#[test]
-fn ranks_that_save_different_things_are_told_so() {
-    let folder = tempfile::tempdir().unwrap();
-    let errors = accelerator::launch(2, |accelerator| {
-        let (_, mut optimizer, _) = prepared(&accelerator);
-        if accelerator.rank() == 1 {
-            // One step more than rank 0.
-            let alone = Accelerator::new()?;
-            (_, optimizer, _) = train(&alone, prepared(&alone), 1);
-        }
-        Ok(accelerator
-            .save_state(folder.path(), &optimizer)
-            .unwrap_err())
-    })
-    .unwrap();
-    for error in errors {
-        let text = format!("{error:?}");
-        assert!(
-            error.is_misuse() && text.contains("rank 1 has an optimizer after 1 steps"),
-            "{text}"
-        );
-    }
-    assert!(names(folder.path()).is_empty(), "nothing is left");
 }
 
 #[test]
@@ -357,21 +272,6 @@ fn another_scheduler_is_refused() {
 }
 
 #[test]
-fn an_optimizer_is_saved_with_its_model() {
-    let folder = tempfile::tempdir().unwrap();
-    let accelerator = Accelerator::new().unwrap();
-    let (_, optimizer, _) = train(&accelerator, prepared(&accelerator), 1);
-    let error = accelerator
-        .save_state(folder.path(), &optimizer)
-        .unwrap_err();
-    assert!(
-        error.is_misuse() && error.to_string().contains("together with its model"),
-        "{error}"
-    );
-    assert!(names(folder.path()).is_empty());
-}
-
-#[test]
 fn objects_come_back_exactly_and_to_every_rank() {
     let folder = tempfile::tempdir().unwrap();
     let numbers = |rank: usize| vec![f64::INFINITY, 0.1 + 0.2, -0.0, rank as f64];
@@ -476,229 +376,6 @@ fn two_models_come_back_with_their_optimizers() {
             .join("model-2/model-00001-of-00002.safetensors")
             .exists()
     );
-}
-
-#[test]
-fn c18_of_eleven_checkpoints_the_last_two_stay() {
-    let folder = tempfile::tempdir().unwrap();
-    let accelerator = Accelerator::new().unwrap();
-    let checkpoints = Checkpoints::new(folder.path()).with_total_limit(2);
-    for number in 1..=11 {
-        let saved = accelerator
-            .save_state(&checkpoints, Object(&number))
-            .unwrap();
-        assert_eq!(saved.number(), number);
-    }
-    assert_eq!(
-        names(folder.path()),
-        ["checkpoint-000010", "checkpoint-000011", "latest"]
-    );
-    let error = accelerator
-        .save_state(
-            Checkpoints::new(folder.path()).with_total_limit(0),
-            Object(&0),
-        )
-        .unwrap_err();
-    assert!(error.is_config(), "{error:?}");
-}
-
-#[test]
-fn another_job_that_saves_into_the_folder_is_noticed() {
-    let folder = tempfile::tempdir().unwrap();
-    let (ours, theirs) = (Accelerator::new().unwrap(), Accelerator::new().unwrap());
-    let save = |job: &Accelerator| job.save_state(folder.path(), Object(&0));
-    save(&ours).unwrap();
-    save(&ours).unwrap();
-    // It may be that it goes on where the first one ended.
-    assert_eq!(save(&theirs).unwrap().number(), 3);
-    assert_eq!(save(&theirs).unwrap().number(), 4);
-    let error = save(&ours).unwrap_err();
-    let text = misfit(&error);
-    assert!(
-        text.contains("saved checkpoint 2, and 4 is there"),
-        "{text}"
-    );
-    // Nothing of it is left behind, and the other job is not disturbed.
-    assert_eq!(save(&theirs).unwrap().number(), 5);
-    assert_eq!(names(folder.path()).len(), 6);
-    // Elsewhere all is well.
-    let elsewhere = tempfile::tempdir().unwrap();
-    assert_eq!(
-        ours.save_state(elsewhere.path(), Object(&0))
-            .unwrap()
-            .number(),
-        1
-    );
-}
-
-#[test]
-fn c19_hooks_add_files_that_are_verified_and_belong_to_one_folder_value() {
-    let folder = tempfile::tempdir().unwrap();
-    let seen = std::sync::Arc::new(Mutex::new(Vec::new()));
-    let notes = seen.clone();
-    let checkpoints = Checkpoints::new(folder.path())
-        .before_save(|draft| Ok(std::fs::write(draft.path().join("note.txt"), "hello")?))
-        .after_resume(move |resumed| {
-            let note = std::fs::read_to_string(resumed.path().join("note.txt"))?;
-            notes.lock().unwrap().push((resumed.number(), note));
-            Ok(())
-        });
-    accelerator::launch(2, |accelerator| {
-        accelerator.save_state(&checkpoints, Object(&1))?;
-        accelerator.resume(&checkpoints, Object(0)).map(|_| ())
-    })
-    .unwrap();
-    assert_eq!(
-        *seen.lock().unwrap(),
-        [(1, "hello".to_owned())],
-        "on rank 0 only"
-    );
-
-    let accelerator = Accelerator::new().unwrap();
-    std::fs::write(folder.path().join("checkpoint-000001/note.txt"), "hellO").unwrap();
-    let text = misfit(&accelerator.resume(&checkpoints, Object(0)).unwrap_err());
-    assert!(text.contains("note.txt"), "{text}");
-
-    // A value without the hooks has none: they are of the value, not of the accelerator.
-    let plain = Checkpoints::new(folder.path());
-    let saved = accelerator.save_state(&plain, Object(&1)).unwrap();
-    assert!(!saved.path().join("note.txt").exists());
-    std::fs::remove_dir_all(saved.path()).unwrap();
-
-    let failing = checkpoints
-        .clone()
-        .before_save(|_| Err("no licence".into()));
-    let errors = accelerator::launch(2, |accelerator| {
-        Ok(accelerator.save_state(&failing, Object(&1)).unwrap_err())
-    })
-    .unwrap();
-    for error in errors {
-        assert!(misfit(&error).contains("no licence"), "{error:?}");
-    }
-    assert_eq!(names(folder.path()), ["checkpoint-000001", "latest"]);
-}
-
-#[test]
-fn a_folder_that_cannot_be_written_or_read_is_an_error_on_every_rank() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("file");
-    std::fs::write(&file, "no folder").unwrap();
-    let errors = accelerator::launch(2, |accelerator| {
-        let save = accelerator.save_state(&file, Object(&1)).unwrap_err();
-        let resume = accelerator.resume(&file, Object(1)).unwrap_err();
-        Ok([save, resume])
-    })
-    .unwrap();
-    for error in errors.iter().flatten() {
-        assert!(error.is_misuse() || error.is_io(), "{error:?}");
-        assert!(format!("{error:?}").contains("file"), "{error:?}");
-    }
-}
-
-/// Files of a checkpoint but the manifest, which tells the time.
-fn content(checkpoint: &Path) -> Vec<(String, Vec<u8>)> {
-    let files = names(checkpoint)
-        .into_iter()
-        .filter(|name| !name.starts_with("manifest"));
-    files
-        .map(|name| {
-            let bytes = std::fs::read(checkpoint.join(&name)).unwrap();
-            (name, bytes)
-        })
-        .collect()
-}
-
-#[test]
-fn what_is_saved_beside_training_is_what_was_there_when_it_began() {
-    let folder = tempfile::tempdir().unwrap();
-    accelerator::launch(2, |accelerator| {
-        let mut parts = train(&accelerator, prepared(&accelerator), 2);
-        let (model, optimizer, loader) = &parts;
-        accelerator.save_state(folder.path(), (model, optimizer, loader))?;
-        let saving = accelerator.save_state_async(folder.path(), (model, optimizer, loader))?;
-        // In place, where nothing held the tensors.
-        for _ in 0..20 {
-            parts = train(&accelerator, parts, 3);
-        }
-        let saved = saving.wait()?;
-        assert_eq!((saved.number(), saved.step()), (2, 2));
-        let (model, optimizer, loader) = &parts;
-        let saving = accelerator.save_state_async(folder.path(), (model, optimizer, loader))?;
-        let next = accelerator.save_state(folder.path(), (model, optimizer, loader))?;
-        assert_eq!(next.number(), 4, "after the one before");
-        assert_eq!(saving.wait()?.number(), 3);
-        accelerator.finish()
-    })
-    .unwrap();
-    let at = |number| content(&folder.path().join(format!("checkpoint-00000{number}")));
-    let (first, second) = (at(1), at(2));
-    assert_eq!(first.len(), 3);
-    for ((name, first), (_, second)) in first.iter().zip(&second) {
-        // Burn writes an optimizer's entries in no order.
-        if name != "optimizer.bpk" {
-            assert_eq!(first, second, "{name}");
-        }
-    }
-    assert_ne!(at(3)[0], first[0]);
-}
-
-#[test]
-fn a_save_beside_training_that_fails_is_told_to_every_rank() {
-    for told_by in ["wait", "next", "finish"] {
-        let folder = tempfile::tempdir().unwrap();
-        let errors = accelerator::launch(2, |accelerator| {
-            let failing = Checkpoints::new(folder.path()).before_save(|_| Err("disk gone".into()));
-            let saving = accelerator.save_state_async(&failing, Object(&1))?;
-            let error = match told_by {
-                "wait" => saving.wait().unwrap_err(),
-                "next" => accelerator
-                    .save_state(folder.path(), Object(&1))
-                    .unwrap_err(),
-                _ => accelerator.finish().unwrap_err(),
-            };
-            Ok(error)
-        })
-        .unwrap();
-        for error in errors {
-            assert!(misfit(&error).contains("disk gone"), "{error:?}");
-        }
-        assert!(names(folder.path()).is_empty());
-    }
-}
-
-#[test]
-fn a_save_that_failed_is_told_at_the_end_though_a_rank_is_lost_too() {
-    let folder = tempfile::tempdir().unwrap();
-    let told = Mutex::new(None);
-    let lost = accelerator::launch(2, |accelerator| {
-        let failing = Checkpoints::new(folder.path()).before_save(|_| Err("disk gone".into()));
-        let saving = accelerator.save_state_async(&failing, Object(&1))?;
-        if accelerator.rank() == 1 {
-            return Err(batch_is_cursed());
-        }
-        drop(saving);
-        let error = accelerator.finish().unwrap_err();
-        *told.lock().unwrap() = Some(error);
-        Ok(())
-    });
-    assert!(lost.unwrap_err().is_config(), "the culprit's error");
-    let error = told.into_inner().unwrap().unwrap();
-    assert!(misfit(&error).contains("disk gone"), "{error:?}");
-    assert!(error.is_peer_lost(), "{error:?}");
-    assert_eq!(error.culprit().map(|culprit| culprit.rank()), Some(1));
-}
-
-#[test]
-fn a_program_that_does_not_wait_still_completes_its_save() {
-    let folder = tempfile::tempdir().unwrap();
-    let accelerator = Accelerator::new().unwrap();
-    let slow = Checkpoints::new(folder.path()).before_save(|_| {
-        std::thread::sleep(std::time::Duration::from_millis(200));
-        Ok(())
-    });
-    drop(accelerator.save_state_async(&slow, Object(&1)).unwrap());
-    drop(accelerator);
-    assert_eq!(names(folder.path()), ["checkpoint-000001", "latest"]);
 }
 
 #[test]
@@ -886,125 +563,4 @@ fn a_loader_of_burns_is_skipped_through() {
     used.extend(life(2, usize::MAX).unwrap().concat());
     used.sort_unstable();
     assert_eq!(used, (0..22).collect::<Vec<_>>());
-}
-
-#[test]
-fn survivors_save_the_last_complete_step() {
-    let folder = tempfile::tempdir().unwrap();
-    let saved = Mutex::new(Vec::new());
-    let lost = accelerator::launch(3, |accelerator| {
-        let train = DataLoaderBuilder::new(ColumnBatcher)
-            .batch_size(1)
-            .num_workers(2)
-            .build(columns(12));
-        let parts = (line(&accelerator.device()), adam(), train);
-        let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
-        let mut looped = || -> Result<()> {
-            for batch in train.epoch(0) {
-                let batch = batch?;
-                if accelerator.rank() == 0 && batch.step() == 2 {
-                    return Err(batch_is_cursed());
-                }
-                let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-                model = optimizer.step(0.05, model.clone(), gradients);
-            }
-            Ok(())
-        };
-        let error = looped().unwrap_err();
-        if error.is_peer_lost() {
-            let text = error.to_string();
-            assert!(
-                text.contains("rank 0") && text.contains("accumulation_steps is 0"),
-                "{text}"
-            );
-            let parts = (&model, &optimizer, &train);
-            let outcome = accelerator.save_emergency(folder.path(), parts)?;
-            saved
-                .lock()
-                .unwrap()
-                .push((accelerator.rank(), outcome.is_some()));
-        }
-        Err::<(), _>(error)
-    });
-    assert!(lost.unwrap_err().is_config(), "the culprit's error");
-    let mut saved = saved.into_inner().unwrap();
-    saved.sort_unstable();
-    assert_eq!(
-        saved,
-        [(1, true), (2, false)],
-        "the lowest that lives writes"
-    );
-
-    let ((_, optimizer, train), position) = resumed_one_by_one(&folder.path().to_owned());
-    assert_eq!((position.step(), optimizer.steps()), (2, 2));
-    let numbers: Vec<_> = train
-        .epoch(0)
-        .flat_map(|batch| batch.unwrap().numbers.clone())
-        .collect();
-    assert_eq!(
-        numbers,
-        (6..12).collect::<Vec<_>>(),
-        "the failed step's samples come again"
-    );
-
-    let accelerator = Accelerator::new().unwrap();
-    let error = accelerator
-        .save_emergency(folder.path(), Object(&1))
-        .unwrap_err();
-    assert!(
-        error.is_misuse() && error.to_string().contains("save_state"),
-        "{error}"
-    );
-}
-
-#[test]
-fn of_two_ranks_that_die_together_neither_is_to_write() {
-    let folder = tempfile::tempdir().unwrap();
-    let saved = Mutex::new(Vec::new());
-    // Nobody dies while another still trains.
-    let trained = std::sync::Barrier::new(4);
-    let lost = accelerator::launch(4, |accelerator| {
-        let parts = accelerator.prepare((line(&accelerator.device()), adam(), loader(16, 1)))?;
-        let (model, optimizer, train) = self::train(&accelerator, parts, 2);
-        trained.wait();
-        match accelerator.rank() {
-            0 => return Err(batch_is_cursed()),
-            1 => panic!("a panic that the test wants"),
-            _ => {}
-        }
-        let error = accelerator.group().barrier().map_err(Error::from);
-        let error = error.unwrap_err();
-        assert!(error.is_peer_lost(), "{error:?}");
-        let parts = (&model, &optimizer, &train);
-        let outcome = accelerator.save_emergency(folder.path(), parts)?;
-        let mut saved = saved.lock().unwrap();
-        saved.push((accelerator.rank(), outcome.is_some()));
-        Err::<(), _>(error)
-    });
-    let error = lost.unwrap_err();
-    assert!(error.is_config() || error.is_panic(), "{error:?}");
-    let mut saved = saved.into_inner().unwrap();
-    saved.sort_unstable();
-    assert_eq!(saved, [(2, true), (3, false)]);
-
-    let accelerator = Accelerator::new().unwrap();
-    let parts = (line(&accelerator.device()), adam(), loader(16, 1));
-    let parts = accelerator.prepare(parts).unwrap();
-    let ((_, optimizer, _), position) = accelerator.resume(folder.path(), parts).unwrap();
-    assert_eq!((position.step(), optimizer.steps()), (2, 2));
-    assert_eq!(position.world_size_before(), 4);
-}
-
-fn batch_is_cursed() -> Error {
-    Accelerator::builder()
-        .accumulation_steps(0)
-        .build()
-        .unwrap_err()
-}
-
-fn resumed_one_by_one(folder: &PathBuf) -> (Parts, Position) {
-    let accelerator = Accelerator::new().unwrap();
-    let parts = (line(&accelerator.device()), adam(), loader(12, 1));
-    let parts = accelerator.prepare(parts).unwrap();
-    accelerator.resume(folder, parts).unwrap()
 }

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 use support::Folder;
 
-/// A file with these tensors: name, type, shape and bytes. There is no data behind the header, which
-/// alone is to be read.
+/// A file with these tensors: name, type, shape and bytes. The data behind the header is a hole, which takes
+/// no room on the disk.
 fn model(folder: &Path, name: &str, tensors: &[(&str, &str, &[u64], u64)]) -> PathBuf {
     let mut header = serde_json::Map::new();
     header.insert("__metadata__".to_owned(), json!({"format": "pt"}));
@@ -31,7 +31,13 @@ fn model(folder: &Path, name: &str, tensors: &[(&str, &str, &[u64], u64)]) -> Pa
         [&(header.len() as u64).to_le_bytes()[..], &header].concat(),
     )
     .unwrap();
+    resize(&path, 8 + header.len() as u64 + at);
     path
+}
+
+fn resize(path: &Path, bytes: u64) {
+    let file = fs::OpenOptions::new().write(true).open(path).unwrap();
+    file.set_len(bytes).unwrap();
 }
 
 fn estimate(path: &Path, more: &[&str]) -> (i32, String, String) {
@@ -125,6 +131,35 @@ fn an_index_is_the_sum_of_its_shards() {
         assert_eq!(code, 2, "{stderr}");
         assert!(stderr.contains(part), "{part} is not in: {stderr}");
     }
+}
+
+#[test]
+fn a_file_of_another_length_than_its_header_says_is_refused() {
+    let folder = Folder::new();
+    let tensors: &[(&str, &str, &[u64], u64)] = &[("a", "F32", &[10], 40), ("b", "I8", &[2], 2)];
+    let path = model(folder.path(), "model.safetensors", tensors);
+    let whole = fs::metadata(&path).unwrap().len();
+    assert_eq!(estimate(&path, &[]).0, 0);
+    // All data is gone, a byte of it, and a byte is too much.
+    for (bytes, is_cut) in [(whole - 42, true), (whole - 1, true), (whole + 1, false)] {
+        resize(&path, bytes);
+        let (code, _, stderr) = estimate(&path, &[]);
+        assert_eq!(code, 2, "{stderr}");
+        let part = format!("a file of {whole} bytes (42 of them data), and it has {bytes}");
+        assert!(stderr.contains(&part), "{part} is not in: {stderr}");
+        assert_eq!(stderr.contains("cut off"), is_cut, "{stderr}");
+    }
+    // Also where an index names it.
+    resize(&path, whole - 1);
+    let map = json!({"weight_map": {"a": "model.safetensors"}});
+    let index = folder.write("m.safetensors.index.json", &map.to_string());
+    let (code, _, stderr) = estimate(&index, &[]);
+    assert_eq!(code, 2, "{stderr}");
+    assert!(
+        stderr.contains("model.safetensors is no safetensors file"),
+        "{stderr}"
+    );
+    assert!(stderr.contains("cut off"), "{stderr}");
 }
 
 #[test]

@@ -5,14 +5,15 @@
 mod support;
 
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
-use support::{Folder, LONG_SLEEP, Run, is_alive, wait_until, wait_until_dead};
+use support::{DEADLINE, Folder, LONG_SLEEP, Run, is_alive, wait_until, wait_until_dead};
 
 /// Within which nothing of a job is left; machines that run tests are loaded.
 const SOON: Duration = Duration::from_secs(6);
@@ -43,8 +44,13 @@ fn all_dead(pids: &[String], since: Instant) {
 
 /// The process that the keeper of `run` started: the launcher proper.
 fn proper(run: &Run) -> Pid {
-    let keeper = run.pid().as_raw_nonzero();
-    let path = format!("/proc/{keeper}/task/{keeper}/children");
+    child_of(run.pid())
+}
+
+/// The only child of that process.
+fn child_of(parent: Pid) -> Pid {
+    let parent = parent.as_raw_nonzero();
+    let path = format!("/proc/{parent}/task/{parent}/children");
     let children = std::fs::read_to_string(path).unwrap();
     Pid::from_raw(children.trim().parse().unwrap()).unwrap()
 }
@@ -83,6 +89,58 @@ fn ranks_die_where_both_are_killed_at_once() {
     run.signal(Signal::KILL);
     kill_process(proper, Signal::KILL).unwrap();
     all_dead(&pids, since);
+}
+
+/// What the README says of process namespaces: the kernel ends all that is in one with its first process.
+#[test]
+fn nothing_outlives_both_in_a_namespace_of_processes() {
+    const NAMESPACE: [&str; 6] = [
+        "--user",
+        "--map-current-user",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+    ];
+    let tried = Command::new("unshare").args(NAMESPACE).arg("true").output();
+    if !tried.is_ok_and(|tried| tried.status.success()) {
+        eprintln!("skipped: process namespaces cannot be made here");
+        return;
+    }
+    let folder = Folder::new();
+    // Numbers of processes mean others in there, so daemons hold a pipe, which ends with the last of them.
+    folder.script(
+        "job.sh",
+        "setsid sh -c 'exec 9> held; echo up >&9; exec sleep 300' &\n exec sleep 300",
+    );
+    let held = folder.path().join("held");
+    let made = Command::new("mkfifo").arg(&held).status().unwrap();
+    assert!(made.success());
+    let (say, said) = mpsc::channel();
+    std::thread::spawn(move || {
+        let lines = BufReader::new(File::open(held).unwrap()).lines();
+        lines.for_each(|line| say.send(line.unwrap()).unwrap());
+    });
+    let launcher = folder.launcher();
+    let mut command = Command::new("unshare");
+    command
+        .args(NAMESPACE)
+        .arg(launcher.get_program())
+        .args(["-n", "2", "job.sh"])
+        .current_dir(folder.path());
+    let run = Run::start(command);
+    for _ in 0..2 {
+        assert_eq!(said.recv_timeout(DEADLINE).unwrap(), "up");
+    }
+    let keeper = child_of(run.pid());
+    let proper = child_of(keeper);
+    // Stopped, neither can act on the other's death.
+    kill_process(proper, Signal::STOP).unwrap();
+    kill_process(keeper, Signal::KILL).unwrap();
+    assert_eq!(
+        said.recv_timeout(DEADLINE),
+        Err(RecvTimeoutError::Disconnected)
+    );
 }
 
 #[test]

@@ -7,7 +7,7 @@ use support::{Folder, LONG_SLEEP, Run, wait_until_dead};
 
 fn start(folder: &Folder, body: &str, options: &[&str]) -> (Run, Vec<String>) {
     folder.script("job.sh", body);
-    let mut command = folder.launcher();
+    let mut command = folder.launcher_that_hears_hangups();
     command.args(["-n", "2"]).args(options).arg("job.sh");
     let run = Run::start(command);
     let pids = folder.wait_for_lines("pids", 2);

@@ -5,6 +5,7 @@ use std::{fmt, panic::Location};
 use crate::{
     element::DType,
     error::{Error, Kind},
+    purpose::Purpose,
     reduce::ReduceOp,
 };
 
@@ -20,6 +21,7 @@ pub(crate) struct Contract {
     pub(crate) root: Option<usize>,
     pub(crate) len: usize,
     pub(crate) site: Site,
+    pub(crate) purpose: Purpose,
 }
 
 impl Contract {
@@ -31,6 +33,7 @@ impl Contract {
             root: None,
             len: 0,
             site,
+            purpose: Purpose::NONE,
         }
     }
 
@@ -56,12 +59,17 @@ impl Contract {
         }
     }
 
+    pub(crate) fn with_purpose(self, purpose: Purpose) -> Self {
+        Self { purpose, ..self }
+    }
+
     /// Whether two ranks mean the same operation. Call sites may differ.
     pub(crate) fn agrees_with(&self, other: &Self) -> bool {
         self.call == other.call
             && self.op == other.op
             && self.dtype == other.dtype
             && self.root == other.root
+            && self.purpose == other.purpose
             && (self.len == other.len || !self.call.fixes_len())
     }
 
@@ -82,15 +90,20 @@ impl Contract {
         out[4..8].copy_from_slice(&root.to_le_bytes());
         out[8..16].copy_from_slice(&(self.len as u64).to_le_bytes());
         out[16..20].copy_from_slice(&self.site.line.to_le_bytes());
-        let file = self.site.file().as_bytes();
-        let end = Self::FIXED + file.len();
-        out[Self::FIXED..end].copy_from_slice(file);
+        let purpose = self.purpose.as_str().as_bytes();
+        // At most Purpose::BOUND, which fits. Behind it the fixed part is zero.
+        out[20] = purpose.len() as u8;
+        let mut end = Self::FIXED;
+        for text in [self.site.file().as_bytes(), purpose] {
+            out[end..end + text.len()].copy_from_slice(text);
+            end += text.len();
+        }
         (out, end)
     }
 
     /// Reads what [`encode`](Self::encode) wrote; `None` where the bytes are anything else.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
-        let (fixed, file) = bytes.split_at_checked(Self::FIXED)?;
+        let (fixed, texts) = bytes.split_at_checked(Self::FIXED)?;
         let optional = |code: u8| (code != 0).then_some(code);
         let op = match optional(fixed[1]) {
             Some(code) => Some(ReduceOp::from_code(code)?),
@@ -100,7 +113,8 @@ impl Contract {
             Some(code) => Some(DType::from_code(code)?),
             None => None,
         };
-        if usize::from(fixed[3]) != file.len() {
+        let (file, purpose) = texts.split_at_checked(usize::from(fixed[3]))?;
+        if usize::from(fixed[20]) != purpose.len() || purpose.len() > Purpose::BOUND {
             return None;
         }
         let root = u32::from_le_bytes(fixed[4..8].try_into().ok()?);
@@ -117,17 +131,22 @@ impl Contract {
                 std::str::from_utf8(file).ok()?,
                 u32::from_le_bytes(fixed[16..20].try_into().ok()?),
             ),
+            purpose: Purpose::new(std::str::from_utf8(purpose).ok()?),
         })
     }
 
     /// The most bytes that a declaration takes.
-    pub(crate) const BOUND: usize = Self::FIXED + Site::BOUND;
+    pub(crate) const BOUND: usize = Self::FIXED + Site::BOUND + Purpose::BOUND;
 
-    pub(crate) const FIXED: usize = 20;
+    pub(crate) const FIXED: usize = 24;
 }
 
 impl fmt::Display for Contract {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let purpose = self.purpose.as_str();
+        if !purpose.is_empty() {
+            write!(f, "{purpose} (")?;
+        }
         f.write_str(self.call.name())?;
         if let Some(op) = self.op {
             write!(f, " {op}")?;
@@ -138,7 +157,8 @@ impl fmt::Display for Contract {
         if let Some(root) = self.root {
             write!(f, " from rank {root}")?;
         }
-        write!(f, " at {}", self.site)
+        write!(f, " at {}", self.site)?;
+        f.write_str(if purpose.is_empty() { "" } else { ")" })
     }
 }
 
@@ -324,6 +344,9 @@ mod tests {
             Contract::new(Call::Broadcast, site)
                 .with_data(DType::BF16, 1 << 40)
                 .with_root(63),
+            Contract::new(Call::GatherObject, site).with_purpose(Purpose::new("a metric")),
+            Contract::new(Call::Barrier, Site::new(&"x".repeat(100), u32::MAX))
+                .with_purpose(Purpose::new(&"y".repeat(100))),
         ];
         for contract in contracts {
             let (bytes, len) = contract.encode();
@@ -356,6 +379,18 @@ mod tests {
             "the ranks disagree in collective #3: ranks 0, 2: all_reduce sum f32 x 10 at \
              train.rs:12; rank 1: barrier at train.rs:20; rank 3: has not called it yet;"
         ));
+    }
+
+    #[test]
+    fn what_an_operation_is_for_is_told_first_and_compared() {
+        let gather = Contract::new(Call::AllGatherObject, Site::new("train.rs", 12));
+        let metric = gather.with_purpose(Purpose::new("a metric"));
+        assert_eq!(
+            metric.to_string(),
+            "a metric (all_gather_object at train.rs:12)"
+        );
+        assert!(!metric.agrees_with(&gather));
+        assert!(!metric.agrees_with(&gather.with_purpose(Purpose::new("a trace"))));
     }
 
     #[test]

@@ -40,6 +40,7 @@ mod launch;
 mod notice;
 mod part;
 mod partition;
+mod purpose;
 mod reduce;
 pub mod rendezvous;
 mod shared;

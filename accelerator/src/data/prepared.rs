@@ -7,10 +7,10 @@ use accelerator_plan::{Plan, TailPolicy};
 use burn::data::dataloader::DataLoader;
 use burn::tensor::Device;
 
-use super::builder::{Loader, Origin};
 use super::cursor::{Cursor, Pass, Spot};
 use super::epoch::{Epoch, Open, Reseed};
 use super::feed;
+use super::loader::{Loader, Origin};
 use super::meeting::Here;
 use super::opaque;
 use super::order::{Dealt, Order};

@@ -8,6 +8,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Result};
+use crate::module_path::ModulePath;
 use crate::short_hash::short;
 
 /// The statistics that Burn's batch norm keeps, by the names of its fields.
@@ -237,7 +238,7 @@ impl ModuleMapper for Renamer {
 #[derive(Default)]
 struct Reader {
     buffers: Vec<Buffer>,
-    path: Vec<String>,
+    path: ModulePath,
     place: usize,
     /// The places to read.
     running: HashSet<usize>,
@@ -245,18 +246,18 @@ struct Reader {
 
 impl ModuleVisitor for Reader {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_owned());
+        self.path.enter(name);
     }
 
     fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
+        self.path.exit();
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if self.running.contains(&self.place) {
             self.buffers.push(Buffer {
                 data: param.val().into_data(),
-                path: self.path.join("."),
+                path: self.path.as_str().to_owned(),
                 place: self.place,
             });
         }

@@ -6,6 +6,7 @@ use burn::tensor::{Bool, DType, Int, Tensor};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind, Result};
+use crate::module_path::ModulePath;
 
 /// Every parameter and buffer of a model, in the order in which Burn visits them.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
@@ -54,7 +55,7 @@ pub(crate) struct Trainable {
 impl Layout {
     pub(crate) fn of<M: Module>(model: &M) -> Self {
         let mut reader = Reader {
-            path: Vec::new(),
+            path: ModulePath::default(),
             entries: Vec::new(),
         };
         model.visit(&mut reader);
@@ -186,7 +187,7 @@ impl fmt::Display for Shown<'_> {
 }
 
 struct Reader {
-    path: Vec<String>,
+    path: ModulePath,
     entries: Vec<Entry>,
 }
 
@@ -194,7 +195,7 @@ impl Reader {
     fn push(&mut self, id: ParamId, shape: Vec<usize>, dtype: DType, trainable: Option<Float>) {
         self.entries.push(Entry {
             id: id.val(),
-            path: self.path.join("."),
+            path: self.path.as_str().to_owned(),
             shape,
             dtype: format!("{dtype:?}").to_lowercase(),
             trainable,
@@ -204,11 +205,11 @@ impl Reader {
 
 impl ModuleVisitor for Reader {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_owned());
+        self.path.enter(name);
     }
 
     fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
+        self.path.exit();
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {

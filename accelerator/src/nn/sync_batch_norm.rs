@@ -304,7 +304,7 @@ impl Share {
     fn sum(&self, own: Tensor<1>) -> Option<Tensor<1>> {
         let values = self.summed(own.clone().inner(), if self.is_idle() { 0.0 } else { 1.0 })?;
         let values = Tensor::from_inner(values);
-        Some(exchange::replace(own, values, Arc::new(self.clone())))
+        Some(exchange::replace(own, values, self.clone()))
     }
 
     fn summed(&self, own: Tensor<1>, factor: f64) -> Option<Tensor<1>> {

@@ -2,6 +2,8 @@ use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrSchedu
 use burn::module::{Module, ModuleVisitor, Param, ParamGroup, ParamId};
 use burn::tensor::Tensor;
 
+use crate::module_path::ModulePath;
+
 /// The rate of every parameter of the model, times a factor.
 ///
 /// Burn's rate tells what each parameter gets, and has no other way in than a scheduler: so where
@@ -15,7 +17,7 @@ pub(super) fn scaled<M: Module>(
         return rate;
     }
     let mut reader = Reader {
-        path: Vec::new(),
+        path: ModulePath::default(),
         rate: &rate,
         others: Vec::new(),
         trained: Vec::new(),
@@ -40,7 +42,7 @@ pub(super) fn by_path<M: Module>(
     model: &M,
 ) -> Vec<(String, f64)> {
     let mut reader = Reader {
-        path: Vec::new(),
+        path: ModulePath::default(),
         rate,
         others: Vec::new(),
         trained: Vec::new(),
@@ -52,7 +54,7 @@ pub(super) fn by_path<M: Module>(
 
 /// Collects rates, and the parameters that have another one than the base.
 struct Reader<'a> {
-    path: Vec<String>,
+    path: ModulePath,
     rate: &'a ModuleLearningRate,
     others: Vec<(ParamId, f64)>,
     trained: Vec<(String, f64)>,
@@ -60,21 +62,21 @@ struct Reader<'a> {
 
 impl ModuleVisitor for Reader<'_> {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_owned());
+        self.path.enter(name);
     }
 
     fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
+        self.path.exit();
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let path = self.path.join(".");
-        let rate = self.rate.lr_from_param(param.id, Some(&path));
+        let path = self.path.as_str();
+        let rate = self.rate.lr_from_param(param.id, Some(path));
         if rate != self.rate.base() {
             self.others.push((param.id, rate));
         }
         if param.is_require_grad() {
-            self.trained.push((path, rate));
+            self.trained.push((path.to_owned(), rate));
         }
     }
 }

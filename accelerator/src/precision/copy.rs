@@ -4,6 +4,7 @@ use burn::tensor::{DType, FloatDType, Tensor};
 
 use crate::accelerator::Accelerator;
 use crate::gradient::Slot;
+use crate::module_path::ModulePath;
 
 /// Runs `layer` in `f32` on an input that may be in half precision, and gives its output in the
 /// input's type: for layers that do not compute in half precision. What is in full precision goes
@@ -103,7 +104,7 @@ impl Accelerator {
             keep: &keep,
             norms: 0,
             parts: Vec::new(),
-            path: Vec::new(),
+            path: ModulePath::default(),
             slot: slot.as_deref(),
             trains: false,
         };
@@ -161,7 +162,7 @@ struct Caster<'a, K> {
     /// Inside of how many layers that do not compute in half precision.
     norms: usize,
     parts: Vec<Option<DispatchTensor>>,
-    path: Vec<String>,
+    path: ModulePath,
     slot: Option<&'a Slot>,
     /// Whether there is a parameter that takes a gradient.
     trains: bool,
@@ -169,18 +170,18 @@ struct Caster<'a, K> {
 
 impl<K: Fn(&str) -> bool> ModuleMapper for Caster<'_, K> {
     fn enter_module(&mut self, name: &str, kind: &str) {
-        self.path.push(name.to_owned());
+        self.path.enter(name);
         self.norms += usize::from(is_norm(kind));
     }
 
     fn exit_module(&mut self, _name: &str, kind: &str) {
-        self.path.pop();
+        self.path.exit();
         self.norms -= usize::from(is_norm(kind));
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         self.trains |= param.is_require_grad();
-        if self.norms > 0 || (self.keep)(&self.path.join(".")) {
+        if self.norms > 0 || (self.keep)(self.path.as_str()) {
             return param;
         }
         let (id, value, mapper) = param.consume();

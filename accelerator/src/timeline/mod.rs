@@ -8,6 +8,7 @@
 mod clock;
 mod event;
 mod interval;
+mod open_step;
 mod place;
 mod profiler;
 mod recorder;

@@ -7,16 +7,13 @@ use accelerator_collective::{Observed, Runner};
 
 use super::clock::Meeting;
 use super::event::{Detail, Event, Kind, Operation, Part, Thread};
-use super::interval::Intervals;
+use super::open_step::OpenStep;
 use super::ring::Ring;
 use super::summary::StepSummary;
 use super::tally::{Tally, Times};
 
 /// How many events a trace holds, for each rank: thousands of steps, in some megabytes.
 const EVENTS: usize = 1 << 16;
-
-/// Where [`Kind::Reduce`] lies among the phases.
-const WAITING: usize = 4;
 
 /// What is recorded.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -65,48 +62,13 @@ struct Notes {
     events: Ring<Event>,
     /// Whether events are noted.
     noting: bool,
-    open: Open,
+    open: OpenStep,
     /// How many steps were done before.
     step: u64,
     /// All steps, where they are to be added up.
     whole: Option<Tally>,
     /// When the last operation of each runner ended: a trace shows one after the other.
     last_operation: [u64; 2],
-}
-
-/// The step that is under way.
-#[derive(Default)]
-struct Open {
-    /// When it began; unknown until its first batch is asked for.
-    begun: Option<u64>,
-    /// Since when the forward pass runs.
-    mark: u64,
-    state: State,
-    /// The phases that the main thread is in, the innermost last.
-    within: Vec<Within>,
-    times: Times,
-    /// When operations of the communication thread were under way, and when the main thread waited
-    /// for them: since `backward` was called.
-    operations: Intervals,
-    waits: Intervals,
-}
-
-/// A phase that has not ended.
-#[derive(Clone, Copy, Debug)]
-struct Within {
-    kind: Kind,
-    /// The time of those within it.
-    inner: u64,
-}
-
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-enum State {
-    /// No `backward` of the step was called.
-    #[default]
-    New,
-    InBackward,
-    /// Another micro-step may come, or the optimizer.
-    Between,
 }
 
 impl Recorder {
@@ -124,12 +86,7 @@ impl Recorder {
                 cycle: None,
                 events: Ring::new(events),
                 noting: events > 0,
-                open: Open {
-                    within: Vec::with_capacity(8),
-                    operations: Intervals::new(),
-                    waits: Intervals::new(),
-                    ..Open::default()
-                },
+                open: OpenStep::new(),
                 step: 0,
                 whole,
                 last_operation: [0; 2],
@@ -166,7 +123,7 @@ impl Recorder {
         let now = self.at(Instant::now());
         let mut notes = self.notes();
         if !self.is_on() {
-            notes.reset(now);
+            notes.open.reset(now);
         }
         notes.step = step;
         notes.noting = mode != Mode::Off;
@@ -198,68 +155,49 @@ impl Recorder {
     pub(super) fn batch_came(&self, start: Instant, end: Instant) {
         let (start, end) = (self.at(start), self.at(end));
         let mut notes = self.notes();
-        if notes.open.state == State::New {
-            // What lies before belongs to no step: an evaluation, for example.
-            notes.open.begun = Some(start);
-            notes.open.times = Times::default();
-        }
-        notes.open.mark = end;
-        notes.phase(Kind::Data, start, end, end - start, Detail::NONE);
+        notes.open.batch_came(start, end);
+        notes.open.spend(Kind::Data, end - start);
+        notes.event(Kind::Data, Thread::Main, start, end, Detail::NONE);
     }
 
     pub(super) fn backward_begins(&self) {
         let now = self.at(Instant::now());
         let mut notes = self.notes();
-        let start = notes.open.mark.min(now);
-        if notes.open.state == State::New && notes.open.begun.is_none() {
-            notes.open.begun = Some(start);
-        }
-        notes.open.state = State::InBackward;
-        notes.phase(Kind::Forward, start, now, now - start, Detail::NONE);
+        let start = notes.open.backward_begins(now);
+        notes.open.spend(Kind::Forward, now - start);
+        notes.event(Kind::Forward, Thread::Main, start, now, Detail::NONE);
     }
 
     pub(super) fn backward_ends(&self) {
         let now = self.at(Instant::now());
-        let mut notes = self.notes();
-        notes.open.state = State::Between;
-        notes.open.mark = now;
-        // All operations that were started have ended.
-        notes.open.settle();
+        self.notes().open.backward_ends(now);
     }
 
     pub(super) fn step_failed(&self) {
         let now = self.at(Instant::now());
-        self.notes().reset(now);
+        self.notes().open.reset(now);
     }
 
     pub(super) fn step_ends(&self) -> Times {
         let now = self.at(Instant::now());
         let mut notes = self.notes();
-        let begun = notes.open.begun.unwrap_or(notes.open.mark).min(now);
-        let mut times = notes.open.times;
-        times.total = now - begun;
-        notes.event(
-            Kind::Step,
-            Thread::Main,
-            begun,
-            now,
-            Detail {
-                bytes: times.bytes,
-                part: Part::Whole,
-            },
-        );
+        let (begun, times) = notes.open.ends(now);
+        let detail = Detail {
+            bytes: times.bytes,
+            part: Part::Whole,
+        };
+        notes.event(Kind::Step, Thread::Main, begun, now, detail);
         let Notes { cycle, whole, .. } = &mut *notes;
         for tally in [cycle, whole].into_iter().flatten() {
             tally.add(times);
         }
         notes.step += 1;
-        notes.reset(now);
         times
     }
 
     /// The main thread enters a phase.
     pub(super) fn enter(&self, kind: Kind) -> Instant {
-        self.notes().open.within.push(Within { kind, inner: 0 });
+        self.notes().open.enter(kind);
         Instant::now()
     }
 
@@ -267,15 +205,8 @@ impl Recorder {
     pub(super) fn leave(&self, kind: Kind, start: Instant, detail: Detail) {
         let (start, end) = (self.at(start), self.at(Instant::now()));
         let mut notes = self.notes();
-        let inner = notes.open.within.pop().map_or(0, |phase| phase.inner);
-        if let Some(outer) = notes.open.within.last_mut() {
-            outer.inner += end - start;
-        }
-        let own = (end - start).saturating_sub(inner);
-        if kind == Kind::Reduce && notes.open.state == State::InBackward {
-            notes.open.waits.push(start, end);
-        }
-        notes.phase(kind, start, end, own, detail);
+        notes.open.leave(kind, start, end);
+        notes.event(kind, Thread::Main, start, end, detail);
     }
 
     pub(super) fn loaded(&self, worker: usize, start: Instant) {
@@ -293,10 +224,7 @@ impl Recorder {
             Runner::Communication => (Thread::Communication, 1),
         };
         let bytes = operation.bytes as u64;
-        if notes.open.state == State::InBackward {
-            notes.open.communicated(thread, start, end);
-            notes.open.times.bytes += bytes;
-        }
+        notes.open.communicated(thread, start, end, bytes);
         // Those that are under way at once end in their order.
         let start = start.max(notes.last_operation[last]).min(end);
         notes.last_operation[last] = end;
@@ -334,13 +262,6 @@ impl Recorder {
 }
 
 impl Notes {
-    fn phase(&mut self, kind: Kind, start: u64, end: u64, own: u64, detail: Detail) {
-        if let Some(phase) = Kind::PHASES.into_iter().position(|phase| phase == kind) {
-            self.open.times.phases[phase] += own;
-        }
-        self.event(kind, Thread::Main, start, end, detail);
-    }
-
     fn event(&mut self, kind: Kind, thread: Thread, start: u64, end: u64, detail: Detail) {
         if !self.noting {
             return;
@@ -356,45 +277,6 @@ impl Notes {
             part,
         });
     }
-
-    fn reset(&mut self, now: u64) {
-        self.open.begun = None;
-        self.open.mark = now;
-        self.open.state = State::New;
-        self.open.times = Times::default();
-        self.open.operations.clear();
-        self.open.waits.clear();
-    }
-}
-
-impl Open {
-    /// An operation was under way.
-    fn communicated(&mut self, thread: Thread, start: u64, end: u64) {
-        match thread {
-            Thread::Communication => self.operations.push(start, end),
-            // One that blocks the main thread is hidden by nothing. No other is under way meanwhile.
-            _ => {
-                let time = end - start;
-                self.times.communicating += time;
-                self.times.exposed += time;
-                // What is not waited for in a phase of its own, such as an agreement.
-                if !self.within.iter().any(|phase| phase.kind == Kind::Reduce) {
-                    self.times.phases[WAITING] += time;
-                    if let Some(outer) = self.within.last_mut() {
-                        outer.inner += time;
-                    }
-                }
-            }
-        }
-    }
-
-    /// Adds up the operations and waits that are complete.
-    fn settle(&mut self) {
-        self.times.communicating += self.operations.length();
-        self.times.exposed += self.operations.common(&self.waits);
-        self.operations.clear();
-        self.waits.clear();
-    }
 }
 
 impl fmt::Debug for Recorder {
@@ -407,83 +289,27 @@ impl fmt::Debug for Recorder {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
-    const MS: Duration = Duration::from_millis(1);
-
     #[test]
-    fn a_phase_within_another_counts_once() {
+    fn events_lie_within_each_other_and_the_outermost_comes_first() {
         let recorder = Recorder::new(Recording::Events);
         let start = recorder.anchor();
         recorder.batch_came(start, start);
         recorder.backward_begins();
         let outer = recorder.enter(Kind::Backward);
         let inner = recorder.enter(Kind::Copy);
-        std::thread::sleep(2 * MS);
         recorder.leave(Kind::Copy, inner, Detail::NONE);
         recorder.leave(Kind::Backward, outer, Detail::NONE);
         recorder.backward_ends();
         let times = recorder.step_ends();
-        let [_, _, backward, copy, ..] = times.phases;
-        assert!(copy >= 2_000_000);
+        assert!(times.phases.iter().sum::<u64>() <= times.total);
         let (events, dropped, _) = recorder.events();
         assert_eq!(dropped, 0);
-        let whole = events.iter().find(|event| event.kind == Kind::Backward);
-        let whole = whole.map(|event| event.end - event.start).unwrap();
-        assert!(backward + copy <= whole, "{backward} {copy} {whole}");
-        assert!(times.phases.iter().sum::<u64>() <= times.total);
-        assert_eq!(events[0].kind, Kind::Step, "the outermost comes first");
-    }
-
-    #[test]
-    fn what_lies_between_steps_belongs_to_none() {
-        let recorder = Recorder::new(Recording::Steps);
-        let start = recorder.anchor();
-        // An evaluation reads batches and calls no `backward`.
-        for batch in 0..3 {
-            recorder.batch_came(start + 10 * batch * MS, start + (10 * batch + 5) * MS);
-        }
-        recorder.backward_begins();
-        let [data, ..] = recorder.notes().open.times.phases;
-        assert_eq!(data, 5_000_000, "of the last batch alone");
-        // A micro-step's batch is a part of the step.
-        recorder.backward_ends();
-        recorder.batch_came(start + 30 * MS, start + 36 * MS);
-        let [data, ..] = recorder.notes().open.times.phases;
-        assert_eq!(data, 11_000_000);
-        assert_eq!(recorder.events().0.len(), 0, "only steps are recorded");
-    }
-
-    #[test]
-    fn only_waiting_while_something_is_under_way_is_exposed() {
-        let recorder = Recorder::new(Recording::Steps);
-        let at = |time: u64| time * 1_000_000;
-        recorder.backward_begins();
-        {
-            let mut notes = recorder.notes();
-            let open = &mut notes.open;
-            // Two are under way at once; the first one is hidden by backward.
-            open.communicated(Thread::Communication, at(10), at(16));
-            open.communicated(Thread::Communication, at(12), at(20));
-            // The loop waits before the thread has begun, and wakes late.
-            open.waits.push(at(18), at(23));
-            open.communicated(Thread::Communication, at(25), at(26));
-            open.waits.push(at(24), at(31));
-            // The loop communicates itself.
-            open.communicated(Thread::Main, at(40), at(43));
-        }
-        recorder.backward_ends();
-        let times = recorder.step_ends();
-        assert_eq!(times.communicating, at(10 + 1 + 3));
-        assert_eq!(times.exposed, at(2 + 1 + 3));
-        assert_eq!(Kind::PHASES[WAITING], Kind::Reduce);
-        assert_eq!(times.phases[WAITING], at(3), "no phase was entered for it");
-        // The next step begins with nothing.
-        recorder.backward_begins();
-        recorder.backward_ends();
-        assert_eq!(recorder.step_ends().communicating, 0);
+        assert_eq!(events[0].kind, Kind::Step);
+        let of = |kind| events.iter().find(|event| event.kind == kind).unwrap();
+        let (whole, part) = (of(Kind::Backward), of(Kind::Copy));
+        assert!(whole.start <= part.start && part.end <= whole.end);
     }
 
     #[test]
@@ -520,10 +346,30 @@ mod tests {
 
     #[test]
     fn a_step_that_failed_leaves_nothing() {
-        let recorder = Recorder::new(Recording::Steps);
+        let recorder = Recorder::new(Recording::Events);
         recorder.backward_begins();
+        let failed = recorder.at(Instant::now());
         recorder.step_failed();
         assert!(recorder.summary().is_none());
-        assert_eq!(recorder.notes().open.times.phases, [0; 6]);
+        recorder.backward_begins();
+        recorder.backward_ends();
+        recorder.step_ends();
+        assert_eq!(recorder.summary().unwrap().steps, 1);
+        let (events, ..) = recorder.events();
+        let step = events.iter().find(|event| event.kind == Kind::Step);
+        assert!(
+            step.unwrap().start >= failed,
+            "the next one begins behind it"
+        );
+    }
+
+    #[test]
+    fn a_summary_alone_keeps_no_events() {
+        let recorder = Recorder::new(Recording::Steps);
+        recorder.backward_begins();
+        recorder.backward_ends();
+        recorder.step_ends();
+        assert!(recorder.events().0.is_empty());
+        assert_eq!(recorder.summary().unwrap().steps, 1);
     }
 }

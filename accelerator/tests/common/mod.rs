@@ -1,6 +1,8 @@
 //! What the tests of this folder share.
 #![allow(dead_code, unreachable_pub, reason = "each test uses a part of it")]
 
+pub mod checkpoints;
+
 use accelerator::prelude::*;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
@@ -52,6 +54,16 @@ pub fn line(device: &Device) -> Linear {
     line.weight = Param::from_data(TensorData::from([[0.5_f32]]), device);
     line.bias = Some(Param::from_data(TensorData::from([0.25_f32]), device));
     line
+}
+
+/// A layer with weights that are the same each time, also where tests beside this one draw some.
+pub fn linear(inputs: usize, outputs: usize, device: &Device) -> Linear {
+    let weights = (0..inputs * outputs).map(|i| (i as f32 * 1.7).sin() / (inputs as f32).sqrt());
+    let weights = TensorData::new(weights.collect::<Vec<_>>(), [inputs, outputs]);
+    let mut linear: Linear = LinearConfig::new(inputs, outputs).init(device);
+    linear.weight = Param::from_data(weights, device);
+    linear.bias = Some(Param::from_data(vec![0.1_f32; outputs].as_slice(), device));
+    linear
 }
 
 /// The squared distance from `3 x - 1`.

@@ -64,7 +64,18 @@ fn read_file(path: &Path) -> Result<BTreeMap<String, Tensor>> {
     }
     let header: Header =
         parse(file, length).map_err(|error| wrong(format!("its header: {error}")))?;
-    Ok(header.0)
+    let expected = header.data.saturating_add(8 + length);
+    if size != expected {
+        return Err(wrong(format!(
+            "its header describes a file of {expected} bytes ({} of them data), and it has {size}{}",
+            header.data,
+            match size < expected {
+                true => ": it was cut off",
+                false => "",
+            }
+        )));
+    }
+    Ok(header.tensors)
 }
 
 /// Reads JSON of so many bytes, without keeping its text.
@@ -79,18 +90,23 @@ fn parse<T: DeserializeOwned>(file: impl Read, length: u64) -> serde_json::Resul
 const METADATA: &str = "__metadata__";
 
 /// The tensors of a header, checked one by one as they are read.
-struct Header(BTreeMap<String, Tensor>);
+#[derive(Default)]
+struct Header {
+    tensors: BTreeMap<String, Tensor>,
+    /// Where the last of them ends, counted from the end of the header.
+    data: u64,
+}
 
 impl<'de> Deserialize<'de> for Header {
     fn deserialize<D: Deserializer<'de>>(reader: D) -> std::result::Result<Self, D::Error> {
-        reader.deserialize_map(Tensors).map(Self)
+        reader.deserialize_map(Tensors)
     }
 }
 
 struct Tensors;
 
 impl<'de> Visitor<'de> for Tensors {
-    type Value = BTreeMap<String, Tensor>;
+    type Value = Header;
 
     fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str("an object of tensors")
@@ -100,7 +116,7 @@ impl<'de> Visitor<'de> for Tensors {
         self,
         mut map: A,
     ) -> std::result::Result<Self::Value, A::Error> {
-        let mut tensors = BTreeMap::new();
+        let mut header = Header::default();
         while let Some(name) = map.next_key::<String>()? {
             if name == METADATA {
                 map.next_value::<IgnoredAny>()?;
@@ -109,8 +125,9 @@ impl<'de> Visitor<'de> for Tensors {
             let entry: Entry = map.next_value().map_err(|error| {
                 de::Error::custom(format!("the tensor {}: {error}", quoted(&name)))
             })?;
+            header.data = header.data.max(entry.data_offsets[1]);
             let tensor = entry.tensor(&name).map_err(de::Error::custom)?;
-            match tensors.entry(name) {
+            match header.tensors.entry(name) {
                 Place::Vacant(place) => place.insert(tensor),
                 Place::Occupied(place) => {
                     let name = quoted(place.key());
@@ -120,7 +137,7 @@ impl<'de> Visitor<'de> for Tensors {
                 }
             };
         }
-        Ok(tensors)
+        Ok(header)
     }
 }
 

@@ -27,6 +27,8 @@ pub const DEADLINE: Duration = Duration::from_secs(60);
 /// Long enough that a test which waits for it has failed.
 pub const LONG_SLEEP: &str = "sleep 300";
 
+const LAUNCHER: &str = env!("CARGO_BIN_EXE_accel-launch");
+
 /// A temporary folder with the scripts of a test.
 pub struct Folder {
     folder: tempfile::TempDir,
@@ -63,7 +65,21 @@ impl Folder {
 
     /// The launcher, to be started in this folder, with nothing of a launch in its environment.
     pub fn launcher(&self) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_accel-launch"));
+        self.prepared(Command::new(LAUNCHER))
+    }
+
+    /// The same, and it receives SIGHUP, which a process ignores for good that inherits it ignored: as where
+    /// the tests run under `nohup`.
+    pub fn launcher_that_hears_hangups(&self) -> Command {
+        if !hangup_is_ignored() {
+            return self.launcher();
+        }
+        let mut command = Command::new("env");
+        command.args(["--default-signal=HUP", LAUNCHER]);
+        self.prepared(command)
+    }
+
+    fn prepared(&self, mut command: Command) -> Command {
         command.current_dir(self.path());
         for (name, _) in std::env::vars_os() {
             let text = name.to_string_lossy();
@@ -252,6 +268,13 @@ pub fn is_alive(pid: &str) -> bool {
         return !matches!(state, Some("Z" | "X"));
     }
     Pid::from_raw(pid).is_some_and(|pid| rustix::process::test_kill_process(pid).is_ok())
+}
+
+fn hangup_is_ignored() -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    // Bit 0 is signal 1, which is SIGHUP.
+    mask.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).unwrap() & 1 != 0)
 }
 
 fn collect(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {

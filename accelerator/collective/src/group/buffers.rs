@@ -57,7 +57,8 @@ impl ProcessGroup {
     ) -> Result<Pending> {
         let contract = Contract::new(Call::AllReduce, Site::of(caller))
             .with_op(op)
-            .with_data(buffer.dtype(), buffer.len());
+            .with_data(buffer.dtype(), buffer.len())
+            .with_purpose(self.1);
         self.0.start(contract, buffer, op, Keep::All)
     }
 
@@ -242,7 +243,8 @@ impl ProcessGroup {
     ) -> Result<Pending> {
         let contract = self.scattering(&buffer, op, cut, caller)?;
         let keep = Keep::Own(Arc::clone(cut));
-        self.0.start(contract, buffer, op, keep)
+        self.0
+            .start(contract.with_purpose(self.1), buffer, op, keep)
     }
 
     /// The declaration of a reduction by a cut, which must fit.

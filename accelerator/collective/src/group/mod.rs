@@ -40,6 +40,7 @@ use crate::{
     element::DType,
     error::{Error, Kind, Result},
     launch::Launch,
+    purpose::Purpose,
     reduce::ReduceOp,
     rendezvous::StoreLine,
     topology::Topology,
@@ -78,7 +79,7 @@ use crate::{
 /// # }
 /// ```
 #[derive(Clone)]
-pub struct ProcessGroup(Arc<Handle>);
+pub struct ProcessGroup(Arc<Handle>, Purpose);
 
 impl ProcessGroup {
     /// A world of one: every collective gives back what it gets, at no cost.
@@ -201,6 +202,34 @@ impl ProcessGroup {
         self.0.member.transport.kind()
     }
 
+    /// A handle whose operations are for `purpose`, a few words that stand first wherever an operation is named; what
+    /// is behind the first 40 bytes is cut off. It must be the same on every rank: ranks that exchange values for different
+    /// purposes are told so, even where the values look alike.
+    ///
+    /// ```
+    /// use std::thread;
+    ///
+    /// use accelerator_collective::{GroupOptions, ProcessGroup};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// thread::scope(|scope| {
+    ///     for (group, purpose) in ranks.into_iter().zip(["the vote", "the loss"]) {
+    ///         scope.spawn(move || {
+    ///             let error = group.for_purpose(purpose).all_gather_object(&1).unwrap_err();
+    ///             assert!(error.is_mismatch());
+    ///             assert!(error.to_string().contains("rank 1: the loss (all_gather_object"));
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn for_purpose(&self, purpose: &str) -> Self {
+        Self(Arc::clone(&self.0), Purpose::new(purpose))
+    }
+
     /// A buffer of zeros, placed where the group's transport reduces it best.
     ///
     /// # Panics
@@ -269,11 +298,12 @@ impl ProcessGroup {
     fn alone(options: &GroupOptions) -> Self {
         let transport = Box::new(Threads::alone());
         let member = Member::new(Topology::single(), options.clone(), transport, None);
-        Self(Arc::new(Handle {
+        let handle = Arc::new(Handle {
             member: Arc::new(member),
             jobs: Mutex::new(None),
             slots: Slots::default(),
-        }))
+        });
+        Self(handle, Purpose::NONE)
     }
 
     pub(crate) fn join(
@@ -284,11 +314,12 @@ impl ProcessGroup {
     ) -> Result<Self> {
         let member = Arc::new(Member::new(topology, options.clone(), transport, line));
         member.wake()?;
-        Ok(Self(Arc::new(Handle {
+        let handle = Arc::new(Handle {
             member,
             jobs: Mutex::new(None),
             slots: Slots::default(),
-        })))
+        });
+        Ok(Self(handle, Purpose::NONE))
     }
 
     fn run(
@@ -296,6 +327,7 @@ impl ProcessGroup {
         contract: &Contract,
         body: impl FnOnce(Exchange<'_>) -> Result<()>,
     ) -> Result<()> {
+        let contract = &contract.with_purpose(self.1);
         let ticket = self.0.member.admit(contract)?;
         self.0
             .member

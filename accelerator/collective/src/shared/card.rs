@@ -13,10 +13,11 @@ use crate::contract::Contract;
 /// | 1 | number of elements |
 /// | 2 | sequence number of the operation |
 /// | 3 | offset of the data in the rank's arena, or all ones |
-/// | 4 | a check of the words before |
-/// | 5.. | line and file of the call |
+/// | 4 | the mark of what the operation is for |
+/// | 5 | a check of the words before |
+/// | 6.. | line of the call and length of the purpose, file of the call, purpose |
 ///
-/// Ranks that agree read the first five words, which lie in one cache line.
+/// Ranks that agree read the first six words, which lie in one cache line.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct Card {
@@ -32,7 +33,7 @@ impl Card {
     pub(crate) fn write(&self, sequence: u64, contract: &Contract, data: Option<usize>) -> Brief {
         let mut words = [0; WORDS];
         let (bytes, len) = contract.encode();
-        let (fixed, file) = bytes[..len].split_at(Contract::FIXED);
+        let (fixed, texts) = bytes[..len].split_at(Contract::FIXED);
         let word = |range: std::ops::Range<usize>| {
             let mut word = [0; 8];
             word[..range.len()].copy_from_slice(&fixed[range]);
@@ -42,14 +43,17 @@ impl Card {
         words[1] = word(8..16);
         words[2] = sequence;
         words[3] = data.map_or(u64::MAX, |offset| offset as u64);
-        words[4] = check(&words);
-        words[5] = word(16..20);
-        for (target, source) in words[FILE..].iter_mut().zip(file.chunks(8)) {
+        words[4] = contract.purpose.mark();
+        words[CHECK] = check(&words);
+        words[6] = word(16..24);
+        for (target, source) in words[TEXTS..].iter_mut().zip(texts.chunks(8)) {
             let mut word = [0; 8];
             word[..source.len()].copy_from_slice(source);
             *target = u64::from_le_bytes(word);
         }
-        for (target, word) in self.words.iter().zip(words) {
+        // What is behind the texts, nobody reads.
+        let used = TEXTS + texts.len().div_ceil(8);
+        for (target, word) in self.words.iter().zip(words).take(used) {
             target.store(word, Ordering::Relaxed);
         }
         Brief::of(&words)
@@ -74,11 +78,11 @@ impl Card {
         let mut bytes = [0; Contract::BOUND];
         bytes[..8].copy_from_slice(&self.word(0).to_le_bytes());
         bytes[8..16].copy_from_slice(&self.word(1).to_le_bytes());
-        bytes[16..20].copy_from_slice(&self.word(5).to_le_bytes()[..4]);
-        for (target, word) in bytes[Contract::FIXED..].chunks_mut(8).zip(FILE..) {
+        bytes[16..24].copy_from_slice(&self.word(6).to_le_bytes());
+        for (target, word) in bytes[Contract::FIXED..].chunks_mut(8).zip(TEXTS..) {
             target.copy_from_slice(&self.word(word).to_le_bytes()[..target.len()]);
         }
-        let end = Contract::FIXED + usize::from(bytes[3]);
+        let end = Contract::FIXED + usize::from(bytes[3]) + usize::from(bytes[20]);
         Contract::decode(bytes.get(..end)?)
     }
 
@@ -95,6 +99,8 @@ pub(crate) struct Brief {
     /// The number of elements.
     pub(crate) len: u64,
     pub(crate) sequence: u64,
+    /// The mark of what the operation is for.
+    pub(crate) purpose: u64,
     /// Where the data lie in the rank's arena.
     pub(crate) data: Option<u64>,
 }
@@ -106,6 +112,7 @@ impl Brief {
             kind: words[0] & !(0xff << 24),
             len: words[1],
             sequence: words[2],
+            purpose: words[4],
             data: (words[3] != u64::MAX).then_some(words[3]),
         }
     }
@@ -122,12 +129,12 @@ fn check(words: &[u64]) -> u64 {
 /// Not zero, so that words that nobody has written are no declaration.
 const SEED: u64 = 0x6163_6365_6c5f_7368;
 
-const CHECK: usize = 4;
-const FILE: usize = 6;
-const WORDS: usize = 16;
+const CHECK: usize = 5;
+const TEXTS: usize = 7;
+const WORDS: usize = 24;
 
 const _: () = assert!(
-    Contract::BOUND - Contract::FIXED <= 8 * (WORDS - FILE),
+    Contract::BOUND - Contract::FIXED <= 8 * (WORDS - TEXTS),
     "a declaration fits its card"
 );
 
@@ -137,6 +144,7 @@ mod tests {
     use crate::{
         contract::{Call, Site},
         element::DType,
+        purpose::Purpose,
         reduce::ReduceOp,
     };
 
@@ -153,7 +161,8 @@ mod tests {
         for path in ["", "main.rs", &format!("{}/train.rs", "x".repeat(100))] {
             let contract = Contract::new(Call::AllReduce, Site::new(path, 77))
                 .with_op(ReduceOp::Mean)
-                .with_data(DType::BF16, 1 << 33);
+                .with_data(DType::BF16, 1 << 33)
+                .with_purpose(Purpose::new(path));
             card.write(5, &contract, Some(4096));
             let brief = card.read().unwrap();
             assert_eq!((brief.len, brief.sequence), (1 << 33, 5));
@@ -173,6 +182,12 @@ mod tests {
             card.write(0, &contract, None);
             card.read().unwrap()
         };
+        let gather = Contract::new(Call::GatherObject, Site::new("a.rs", 1));
+        let named = |name| {
+            one.write(0, &gather.with_purpose(Purpose::new(name)), None);
+            one.read().unwrap()
+        };
+        assert_ne!(named("a metric"), named("a trace"));
         assert_eq!(declare(&one, "a.rs", 1), declare(&two, "other.rs", 1));
         assert_ne!(declare(&one, "a.rs", 1), declare(&two, "a.rs", 2));
     }

@@ -107,6 +107,7 @@ impl<'a> Steps<'a> {
             self.wait(peer)?;
             let side = self.brief(peer)?;
             let agreed = side.kind == mine.kind
+                && side.purpose == mine.purpose
                 && side.sequence == mine.sequence
                 && (side.len == mine.len || !self.watch.contract.call.fixes_len());
             if !agreed {

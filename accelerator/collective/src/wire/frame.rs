@@ -296,7 +296,7 @@ pub(crate) const CHUNK: usize = 256 * 1024;
 pub(crate) const PREAMBLE: usize = 16 * 1024;
 
 const MAGIC: [u8; 4] = *b"ACLF";
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 const _: () = assert!(Contract::BOUND <= PREAMBLE);
 
 #[cfg(test)]

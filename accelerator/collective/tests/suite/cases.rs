@@ -43,7 +43,26 @@ pub(crate) fn disagreements(means: Means, world_size: usize) {
         group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &cut)
     };
     let rooted: Act = |group| group.broadcast(&mut [0_u8; 4], 0);
-    let cases: [(Act, Act, &str, &str); 11] = [
+    let counted: Act = |group| {
+        let votes = group.for_purpose("the count of the votes");
+        votes.all_gather_object(&1).map(drop)
+    };
+    let cases: [(Act, Act, &str, &str); 13] = [
+        (
+            counted,
+            |group| group.all_gather_object(&1).map(drop),
+            "the count of the votes (all_gather_object u8 x 1 at ",
+            ": all_gather_object u8 x 1 at ",
+        ),
+        (
+            counted,
+            |group| {
+                let vote = group.for_purpose("the vote");
+                vote.all_gather_object(&1).map(drop)
+            },
+            "the count of the votes (",
+            "the vote (",
+        ),
         (
             usual,
             |group| group.barrier(),

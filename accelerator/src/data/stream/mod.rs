@@ -1,5 +1,6 @@
 //! Streams without a length; see the README of this folder.
 
+mod build;
 mod dispatched;
 mod interleaved;
 mod parts;
@@ -101,9 +102,9 @@ impl Pass {
 }
 
 /// A stream with what makes batches of its items.
-pub(super) struct Streamed<S: SampleStream, O> {
-    pub(super) batching: Batching<S::Item, O>,
-    pub(super) stream: Arc<S>,
+struct Streamed<S: SampleStream, O> {
+    batching: Batching<S::Item, O>,
+    stream: Arc<S>,
 }
 
 impl<S: SampleStream, O> Clone for Streamed<S, O> {
@@ -115,7 +116,7 @@ impl<S: SampleStream, O> Clone for Streamed<S, O> {
     }
 }
 
-pub(super) struct Interleaved<S: SampleStream, O>(pub(super) Streamed<S, O>);
+struct Interleaved<S: SampleStream, O>(Streamed<S, O>);
 
 impl<S: SampleStream, O: Send + 'static> Shared<O> for Interleaved<S, O> {
     fn sharing(&self) -> Sharing {
@@ -132,7 +133,7 @@ impl<S: SampleStream, O: Send + 'static> Shared<O> for Interleaved<S, O> {
     }
 }
 
-pub(super) struct Parts<S: SampleStream, O>(pub(super) Streamed<S, O>);
+struct Parts<S: SampleStream, O>(Streamed<S, O>);
 
 impl<S: SampleStream, O: Send + 'static> Shared<O> for Parts<S, O> {
     fn sharing(&self) -> Sharing {
@@ -144,7 +145,7 @@ impl<S: SampleStream, O: Send + 'static> Shared<O> for Parts<S, O> {
     }
 }
 
-pub(super) struct Dispatched<S: SampleStream, O>(pub(super) Streamed<S, O>);
+struct Dispatched<S: SampleStream, O>(Streamed<S, O>);
 
 impl<S, O> Shared<O> for Dispatched<S, O>
 where

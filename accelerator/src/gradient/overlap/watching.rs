@@ -11,11 +11,12 @@ use super::calibration::{self, Calibration};
 use super::learning::{Agreement, Learning, Lesson};
 use super::plan::{self, Order, Point};
 use super::report::{OverlapReport, OverlapState};
-use super::{Anchors, Lookout, Observer, hook, watch};
+use super::{Anchors, Lookout, Observer, watch};
 use crate::error::Result;
 use crate::gradient::reducer::{Reduced, Reducer, Repair};
 use crate::gradient::slot::{Slot, WorkingCopy};
 use crate::gradient::values;
+use crate::graph;
 
 /// After how many steps in which a bucket was sent too early it is given up.
 const PATIENCE: u32 = 3;
@@ -121,7 +122,7 @@ impl Watching {
         slot: &Slot,
         reducer: Reducer,
     ) -> (GradientsParams, Reducer, Option<Lesson>) {
-        let served = hook::serves(&loss);
+        let served = graph::serves(&loss);
         let watched = match &self.phase {
             // It has nothing to send but zeros, and nothing to learn from.
             _ if reducer.is_idle() => None,

@@ -1,0 +1,77 @@
+//! What an operation is for, in words of the program that calls it.
+
+use std::fmt;
+
+/// A short text that travels with the declaration of an operation; empty where nobody gave one.
+#[derive(Clone, Copy, Eq, PartialEq)]
+pub(crate) struct Purpose {
+    bytes: [u8; Self::BOUND],
+    len: u8,
+}
+
+impl Purpose {
+    pub(crate) const NONE: Self = Self {
+        bytes: [0; Self::BOUND],
+        len: 0,
+    };
+
+    /// The beginning of `text`, as much of it as fits.
+    pub(crate) fn new(text: &str) -> Self {
+        let mut end = text.len().min(Self::BOUND);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        let mut bytes = [0; Self::BOUND];
+        bytes[..end].copy_from_slice(&text.as_bytes()[..end]);
+        Self {
+            bytes,
+            // At most BOUND, which fits.
+            len: end as u8,
+        }
+    }
+
+    pub(crate) fn as_str(&self) -> &str {
+        // Cut at a character boundary by the only constructor.
+        std::str::from_utf8(&self.bytes[..usize::from(self.len)]).unwrap_or("?")
+    }
+
+    /// A number that tells purposes apart (FNV-1a); zero where there is none.
+    pub(crate) fn mark(&self) -> u64 {
+        if self.len == 0 {
+            return 0;
+        }
+        let mix = |mark: u64, byte: &u8| (mark ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+        let text = &self.bytes[..usize::from(self.len)];
+        text.iter().fold(0xcbf2_9ce4_8422_2325, mix)
+    }
+
+    /// The most bytes of a purpose.
+    pub(crate) const BOUND: usize = 40;
+}
+
+impl fmt::Debug for Purpose {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self.as_str(), f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_texts_keep_their_beginning() {
+        let long = Purpose::new(&format!("{}ä", "x".repeat(Purpose::BOUND - 1)));
+        assert_eq!(long.as_str(), "x".repeat(Purpose::BOUND - 1));
+        let fits = "x".repeat(Purpose::BOUND);
+        assert_eq!(Purpose::new(&fits).as_str(), fits);
+    }
+
+    #[test]
+    fn marks_tell_purposes_apart() {
+        assert_eq!(Purpose::NONE.mark(), 0);
+        assert_eq!(Purpose::new(""), Purpose::NONE);
+        assert_ne!(Purpose::new("a").mark(), Purpose::new("b").mark());
+        assert_ne!(Purpose::new("a").mark(), 0);
+    }
+}

@@ -1,0 +1,209 @@
+use core::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use accelerator_collective::{Launch, ProcessGroup, TransportKind};
+use burn::tensor::Device;
+
+use super::AcceleratorBuilder;
+use super::terms::{hook_term, switch, terms};
+use crate::accelerator::{Accelerator, Restarts, Settings, Shared, drawing, environment};
+use crate::agreement;
+use crate::checkpoint::Ongoing;
+use crate::device::{self, DeviceKind};
+use crate::error::{Error, Kind, Result};
+use crate::gradient::{Switch, Turn};
+use crate::logging::Warned;
+use crate::model::Models;
+use crate::nn::Crossing;
+use crate::timeline::{self, Output, Place, Timeline, check_cycles};
+
+impl AcceleratorBuilder {
+    /// Finds this process's place, connects it with the others, and opens the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_config`] for a setting that is out of range, unknown or contradicts another, or
+    /// a plan of faults in a program that is built without them;
+    /// [`Error::is_device`] for a device that is not there; [`Error::is_collective`] when the
+    /// other ranks do not come in time.
+    #[track_caller]
+    pub fn build(self) -> Result<Accelerator> {
+        let mut settings = self.settings()?;
+        if self.transport == Some(TransportKind::Threads) {
+            return Err(Error::config(
+                "the transport `threads` joins ranks inside one process; start them with \
+                 `Accelerator::builder().launch(n, …)`, or choose another transport",
+            ));
+        }
+        let launch = match &self.launch {
+            Some(launch) => launch.clone(),
+            None => Launch::from_env()?,
+        };
+        // Before the others are kept waiting for a rank that will not come.
+        settings.accumulation_steps = self.steps(launch.topology.world_size())?;
+        let (kind, device) = self.open_device(launch.topology.local_rank(), &settings)?;
+        if launch.topology.is_main() {
+            check_trace(&settings)?;
+        }
+        if launch.topology.is_local_main() && launch.restart() == 0 {
+            clear_traces(&settings);
+        }
+        let group = ProcessGroup::connect(&launch, &self.group_options(&launch)?)?;
+        let switch = switch(group.topology(), &settings);
+        let mut terms = terms(&settings, switch, group.topology());
+        terms.push(hook_term(&settings));
+        agreement::check_all(&group, &terms)?;
+        let restarts = Restarts {
+            done: launch.restart(),
+            most: launch.max_restarts(),
+        };
+        self.join(group, settings, switch, restarts, kind, device)
+    }
+
+    /// Runs `body` on `world_size` ranks, each a thread of this process, and returns what they
+    /// return, in rank order; see [`launch`](crate::launch).
+    ///
+    /// ```
+    /// use accelerator::Accelerator;
+    ///
+    /// let accumulation = Accelerator::builder()
+    ///     .global_batch(256, 32)
+    ///     .launch(4, |accelerator| Ok(accelerator.accumulation_steps()))?;
+    /// assert_eq!(accumulation, [2; 4]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// The error or panic of the rank that failed first.
+    pub fn launch<T, F>(self, world_size: usize, body: F) -> Result<Vec<T>>
+    where
+        T: Send,
+        F: Fn(Accelerator) -> Result<T> + Send + Sync,
+    {
+        let mut settings = self.settings()?;
+        settings.accumulation_steps = self.steps(world_size)?;
+        check_trace(&settings)?;
+        clear_traces(&settings);
+        let world_size = NonZeroUsize::new(world_size)
+            .ok_or_else(|| Error::config("launch: 0 ranks were asked for; at least 1 is needed"))?;
+        if !matches!(
+            self.transport,
+            None | Some(TransportKind::Auto | TransportKind::Threads)
+        ) {
+            return Err(Error::config(
+                "`launch` joins ranks inside one process by the transport `threads`; leave the \
+                 transport unset, or start processes with `accel-launch`",
+            ));
+        }
+        if self.launch.is_some() {
+            return Err(Error::config(
+                "`launched_as` says which process this is, and `launch` makes ranks inside one; \
+                 use one of them",
+            ));
+        }
+        let groups = ProcessGroup::threads(world_size.get(), &self.options)?;
+        crate::launch::run(groups, |group| {
+            let (kind, device) = self.open_device(group.topology().local_rank(), &settings)?;
+            // Threads are started by this program, which nothing restarts.
+            let restarts = Restarts {
+                done: 0,
+                most: None,
+            };
+            let switch = switch(group.topology(), &settings);
+            if settings.hook.is_some() {
+                // The rest is one setting, and each thread makes hooks of its own.
+                agreement::check_all(&group, &[hook_term(&settings)])?;
+            }
+            body(self.join(group, settings.clone(), switch, restarts, kind, device)?)
+        })
+    }
+
+    #[track_caller]
+    fn join(
+        &self,
+        group: ProcessGroup,
+        settings: Settings,
+        overlap: Switch,
+        restarts: Restarts,
+        kind: DeviceKind,
+        device: Device,
+    ) -> Result<Accelerator> {
+        {
+            // The same seed on every rank: models that are built alike are alike. Another rank of this
+            // process may be building one.
+            let _turn = drawing();
+            device.seed(settings.seed);
+        }
+        tracing::debug!(topology = %group.topology(), device = %kind, "accelerator ready");
+        let timeline = Timeline::new(&group, settings.recording)?;
+        if let (Some(schedule), Some(path)) = (settings.trace_schedule, &settings.trace) {
+            timeline.begin(&group, schedule, Output::Trace(path.clone()))?;
+        }
+        Ok(Accelerator {
+            shared: Arc::new(Shared {
+                checkpoints: Ongoing::default(),
+                device,
+                group,
+                kind,
+                loaders: AtomicU64::new(0),
+                models: Models::default(),
+                overlap,
+                restarts,
+                settings,
+                timeline,
+                trigger: Arc::default(),
+                crossing: Crossing::default(),
+                turn: Turn::default(),
+                warned: Warned::default(),
+            }),
+        })
+    }
+
+    fn open_device(&self, local_rank: usize, settings: &Settings) -> Result<(DeviceKind, Device)> {
+        let kind = environment::device(self.device)?;
+        let mut device = kind.open(local_rank)?;
+        if let Some(dtype) = self.dtype {
+            device::configure(&mut device, dtype)?;
+        }
+        let precision = settings.precision;
+        if let Some(dtype) = precision.dtype()
+            && !device.supports_dtype(dtype)
+        {
+            return Err(Error::new(
+                Kind::Device,
+                format!(
+                    "the precision {precision} was asked for, and the device `{kind}` does not compute in \
+                     it; choose another precision, or another device"
+                ),
+            ));
+        }
+        Ok((kind, device))
+    }
+}
+
+/// Refuses a trace that cannot be written, before there is anything to lose.
+fn check_trace(settings: &Settings) -> Result<()> {
+    let Some(path) = &settings.trace else {
+        return Ok(());
+    };
+    if settings.trace_schedule.is_some() {
+        return check_cycles(path);
+    }
+    match Place::find(path) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(Error::config(format!(
+            "the trace cannot be written to `{}`: {error}; name a file in a folder that exists and \
+             takes files",
+            path.display()
+        ))),
+    }
+}
+
+/// Removes what an earlier run left beside the trace.
+fn clear_traces(settings: &Settings) {
+    if let Some(path) = &settings.trace {
+        timeline::clear(path);
+    }
+}

@@ -1,0 +1,381 @@
+mod build;
+mod settings;
+mod terms;
+
+use core::num::NonZeroU64;
+use core::time::Duration;
+use std::path::PathBuf;
+
+use accelerator_collective::{GroupOptions, Launch, TransportKind};
+use burn::tensor::FloatDType;
+
+use crate::device::DeviceKind;
+use crate::gradient::hook::{CommunicationHook, Maker};
+use crate::gradient::{Compression, Overlap};
+use crate::precision::{LossScale, Precision};
+use crate::timeline::{Recording, Schedule};
+
+/// Settings for an [`Accelerator`](crate::Accelerator); begin with
+/// [`Accelerator::builder`](crate::Accelerator::builder).
+///
+/// ```
+/// use accelerator::{Accelerator, DeviceKind};
+///
+/// let accelerator = Accelerator::builder()
+///     .device(DeviceKind::Flex)
+///     .seed(7)
+///     .accumulation_steps(4)
+///     .build()?;
+/// assert_eq!(accelerator.accumulation_steps(), 4);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct AcceleratorBuilder {
+    accumulation_steps: Option<usize>,
+    bucket_size: usize,
+    check_replicas: Option<NonZeroU64>,
+    compression: Option<Compression>,
+    device: Option<DeviceKind>,
+    dtype: Option<FloatDType>,
+    global_batch: Option<GlobalBatch>,
+    hook: Option<Maker>,
+    launch: Option<Launch>,
+    loss_scale: LossScale,
+    options: GroupOptions,
+    overlap: Option<Overlap>,
+    precision: Option<Precision>,
+    recording: Recording,
+    seed: u64,
+    trace: Option<PathBuf>,
+    trace_schedule: Option<Schedule>,
+    transport: Option<TransportKind>,
+}
+
+/// A batch of all ranks, in samples, to be reached by accumulation.
+#[derive(Clone, Copy, Debug)]
+struct GlobalBatch {
+    samples: usize,
+    /// Of one rank in one micro-step.
+    batch_size: usize,
+}
+
+impl AcceleratorBuilder {
+    pub(super) fn new() -> Self {
+        Self {
+            accumulation_steps: None,
+            bucket_size: 25 << 20,
+            check_replicas: None,
+            compression: None,
+            device: None,
+            dtype: None,
+            global_batch: None,
+            hook: None,
+            launch: None,
+            loss_scale: LossScale::new(),
+            options: GroupOptions::new(),
+            overlap: None,
+            precision: None,
+            recording: Recording::Nothing,
+            seed: 0,
+            trace: None,
+            trace_schedule: None,
+            transport: None,
+        }
+    }
+
+    /// How many calls of [`Accelerator::backward`](crate::Accelerator::backward) make one optimizer step. The
+    /// last window of an epoch may be shorter; its average is over the samples that it holds. Default:
+    /// `ACCEL_ACCUMULATION_STEPS`, else 1.
+    pub fn accumulation_steps(mut self, steps: usize) -> Self {
+        self.accumulation_steps = Some(steps);
+        self
+    }
+
+    /// The size, in bytes, of the flat buffers in which gradients are reduced. The first one is
+    /// at most 1 MiB. With [`Overlap`], one that holds 1 MiB is also closed where the next gradient
+    /// is ready later. Default: 25 MiB.
+    pub fn bucket_size(mut self, bytes: usize) -> Self {
+        self.bucket_size = bytes;
+        self
+    }
+
+    /// Compares the parameters of each model between the ranks after every so many optimizer steps, in the
+    /// [`backward`](crate::Accelerator::backward) that ends the next accumulation window: see
+    /// [`check_replicas`](crate::Accelerator::check_replicas) for what is compared, and what it costs. It
+    /// fails with [`Error::is_drift`](crate::Error::is_drift) on every rank before the model is moved. The
+    /// last steps of a program are checked where it asks for it. Default, and 0: never.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::optim::SgdConfig;
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let errors = Accelerator::builder().check_replicas_every(1).launch(2, |accelerator| {
+    /// #     let device = accelerator.device();
+    /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+    /// #     let optimizer = SgdConfig::new().init();
+    /// #     let (mut model, mut optimizer) = accelerator.prepare((model, optimizer))?;
+    /// #     let loss = |model: &Linear| model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    ///     let gradients = accelerator.backward(loss(&model), &model, 4)?;
+    ///     // Each rank steps with a rate of its own, by mistake.
+    ///     let rate = [0.1, 0.2][accelerator.rank()];
+    ///     model = optimizer.step(rate, model, gradients);
+    ///     Ok(accelerator.backward(loss(&model), &model, 4).unwrap_err())
+    /// })?;
+    /// assert!(errors.iter().all(Error::is_drift));
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn check_replicas_every(mut self, steps: u64) -> Self {
+        self.check_replicas = NonZeroU64::new(steps);
+        self
+    }
+
+    /// How long ranks wait for each other when they connect. Default: 60 s.
+    pub fn connect_timeout(mut self, timeout: Duration) -> Self {
+        self.options = self.options.with_connect_timeout(timeout);
+        self
+    }
+
+    /// The device; `None` is the default: `ACCEL_DEVICE`, else the fastest kind that is
+    /// compiled in.
+    pub fn device(mut self, kind: impl Into<Option<DeviceKind>>) -> Self {
+        self.device = kind.into();
+        self
+    }
+
+    /// The floating-point type of parameters and batches. It must be set before the process
+    /// makes its first tensor, since Burn fixes it then. Default: the device's own, which is
+    /// `F32`.
+    ///
+    /// ```
+    /// use accelerator::Accelerator;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::{DType, FloatDType};
+    ///
+    /// let accelerator = Accelerator::builder().dtype(FloatDType::F64).build()?;
+    /// let model: Linear = LinearConfig::new(2, 1).init(&accelerator.device());
+    /// assert_eq!(model.weight.val().dtype(), DType::F64);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn dtype(mut self, dtype: FloatDType) -> Self {
+        self.dtype = Some(dtype);
+        self
+    }
+
+    /// Accumulates as many micro-steps as make an optimizer step of `samples` over all ranks, where each
+    /// rank's batches have `batch_size`: `samples / (world size · batch_size)`, so that a program does the
+    /// same steps on any number of ranks.
+    ///
+    /// [`build`](Self::build) fails with [`Error::is_config`](crate::Error::is_config) where that is no whole
+    /// number, and names the nearest sizes that are reached; another batch would be another training.
+    ///
+    /// ```
+    /// let accelerator = accelerator::Accelerator::builder().global_batch(256, 32).build()?;
+    /// assert_eq!(accelerator.accumulation_steps() * accelerator.world_size(), 8);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn global_batch(mut self, samples: usize, batch_size: usize) -> Self {
+        self.global_batch = Some(GlobalBatch {
+            samples,
+            batch_size,
+        });
+        self
+    }
+
+    /// Where this process stands among the others, instead of what the environment says.
+    ///
+    /// ```
+    /// use accelerator::Accelerator;
+    /// use accelerator::collective::Launch;
+    ///
+    /// // Alone, whatever launched the process: for an evaluation within a job, for example.
+    /// let accelerator = Accelerator::builder().launched_as(Launch::single()).build()?;
+    /// assert_eq!(accelerator.world_size(), 1);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn launched_as(mut self, launch: Launch) -> Self {
+        self.launch = Some(launch);
+        self
+    }
+
+    /// How long a rank may be silent before the others give it up, as one that is stopped or cut
+    /// off from the network. A rank that dies is noticed at once. Default:
+    /// `ACCEL_LIVENESS_TIMEOUT` (seconds), else 5 s.
+    pub fn liveness_timeout(mut self, timeout: Duration) -> Self {
+        self.options = self.options.with_liveness_timeout(timeout);
+        self
+    }
+
+    /// How the loss is scaled with [`Precision::F16`]. Default: [`LossScale::new`].
+    pub fn loss_scale(mut self, rule: LossScale) -> Self {
+        self.loss_scale = rule;
+        self
+    }
+
+    /// The type in which [`Accelerator::forward`](crate::Accelerator::forward) and backward compute;
+    /// parameters stay in full precision: see [`precision`](crate::precision). Default: `ACCEL_PRECISION`,
+    /// else [`Precision::No`].
+    pub fn precision(mut self, precision: Precision) -> Self {
+        self.precision = Some(precision);
+        self
+    }
+
+    /// How long a collective waits for a rank that lives but does not come. Default: 10 minutes.
+    ///
+    /// ```
+    /// use accelerator::Accelerator;
+    /// use core::time::Duration;
+    ///
+    /// // Hosts that boot one after the other, and checkpoints that take long.
+    /// let accelerator = Accelerator::builder()
+    ///     .connect_timeout(Duration::from_secs(600))
+    ///     .liveness_timeout(Duration::from_secs(20))
+    ///     .progress_timeout(Duration::from_secs(3600))
+    ///     .build()?;
+    /// # assert_eq!(accelerator.world_size(), 1);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn progress_timeout(mut self, timeout: Duration) -> Self {
+        self.options = self.options.with_progress_timeout(timeout);
+        self
+    }
+
+    /// The seed of initial weights, dropout and everything else that draws from the device. The
+    /// order of samples has a seed of its own, that of the loader. Default: 0.
+    ///
+    /// ```
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use accelerator::Accelerator;
+    /// let weights = |seed| -> accelerator::Result<_> {
+    ///     let accelerator = Accelerator::builder().seed(seed).build()?;
+    ///     let model: Linear = LinearConfig::new(2, 1).init(&accelerator.device());
+    ///     Ok(model.weight.val().into_data())
+    /// };
+    /// assert_eq!(weights(7)?, weights(7)?);
+    /// assert_ne!(weights(7)?, weights(8)?);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// How bytes travel between ranks. Default: `ACCEL_TRANSPORT`, else chosen for where the
+    /// ranks are.
+    pub fn transport(mut self, transport: TransportKind) -> Self {
+        self.transport = Some(transport);
+        self
+    }
+
+    /// The type in which gradients travel between ranks. Default: `ACCEL_COMPRESSION`, else
+    /// [`Compression::None`].
+    pub fn with_compression(mut self, compression: Compression) -> Self {
+        self.compression = Some(compression);
+        self
+    }
+
+    /// Reduces gradients in the program's own way: by a hook that `make` gives, once for each prepared model
+    /// of each rank, and once more to learn its name. See [`CommunicationHook`], and
+    /// [`PowerSgd`](crate::hook::PowerSgd) for one that is ready. Every rank uses a hook of the same name, or
+    /// none. Default: an exact all-reduce.
+    ///
+    /// Nothing is sent while backward runs, and there is no [`Compression`] beside it: [`build`](Self::build)
+    /// fails with [`Error::is_config`](crate::Error::is_config) where both are asked for.
+    pub fn with_communication_hook<H: CommunicationHook + 'static>(
+        mut self,
+        make: impl Fn() -> H + Send + Sync + 'static,
+    ) -> Self {
+        self.hook = Some(Maker::new(make));
+        self
+    }
+
+    /// Notes how long each step takes, and what it is made of: for
+    /// [`Accelerator::step_summary`](crate::Accelerator::step_summary), and for logs at the level `debug`. It
+    /// costs a few readings of the clock a step. Default: no clock is read.
+    ///
+    /// At the end of the program, the mean of all ranks on the main one:
+    ///
+    /// ```
+    /// # let accelerator = accelerator::Accelerator::builder().with_step_summary().build()?;
+    /// # // Nothing is trained here.
+    /// if let Some(summary) = accelerator.mean_step_summary()? {
+    ///     accelerator.print(summary);
+    /// }
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn with_step_summary(mut self) -> Self {
+        self.recording = Recording::Steps;
+        self
+    }
+
+    /// Records a trace of every rank, which [`Accelerator::finish`](crate::Accelerator::finish) gathers and
+    /// rank 0 writes to `path`: a JSON file that [Perfetto](https://ui.perfetto.dev) opens (Chrome's trace
+    /// event format). Implies [`with_step_summary`](Self::with_step_summary). Default: `ACCEL_TRACE`, else
+    /// none.
+    ///
+    /// A process of it is a rank; its threads are the one that trains, the one that communicates, and
+    /// the loader's workers. Times are those of rank 0's clock: how far clocks are apart is measured at
+    /// the beginning and at the end, and the file says within which error. Each rank keeps its newest
+    /// 65 536 events, in memory that is taken at the start; a step has about ten, and three to six for
+    /// each bucket. Rank 0 says where the file is: at the level `info`, or on stderr where the program
+    /// collects no logs.
+    ///
+    /// The file is complete or not there; what is no regular file is never replaced. A trace that cannot be
+    /// written in the end is lost with a warning, and costs nothing else.
+    ///
+    /// Where other ranks are lost, each writes its own part instead, as `….rank3.json`. So does a rank
+    /// that ends without `finish`, since an error has left its loop by `?`, for example: when the last
+    /// handle of its accelerator is dropped. A process that is killed, or ends by
+    /// [`std::process::exit`], writes nothing. Such parts of an earlier run are removed at the start, but
+    /// not in a restart of the job by the launcher, and where a whole trace is written.
+    ///
+    /// Of a long training, record some steps: [`with_trace_schedule`](Self::with_trace_schedule).
+    ///
+    /// ```
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("trace.json");
+    /// let accelerator = accelerator::Accelerator::builder().with_trace(&path).build()?;
+    /// // Train here.
+    /// accelerator.finish()?;
+    /// assert!(path.is_file());
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn with_trace(mut self, path: impl Into<PathBuf>) -> Self {
+        self.trace = Some(path.into());
+        self
+    }
+
+    /// Of the steps from the first on, records those that the schedule keeps, in a trace for each of its
+    /// cycles beside the file of [`with_trace`](Self::with_trace): `trace.cycle0.json` and so on. It is
+    /// [`Accelerator::profile`](crate::Accelerator::profile) from the start to the end of the program.
+    /// Default: `ACCEL_TRACE_SCHEDULE`, else one trace of everything.
+    ///
+    /// ```
+    /// use accelerator::timeline::Schedule;
+    ///
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("trace.json");
+    /// // Five steps of every thousand.
+    /// let schedule = Schedule::new(5).with_wait(994).with_warm_up(1);
+    /// let accelerator = accelerator::Accelerator::builder()
+    ///     .with_trace(&path)
+    ///     .with_trace_schedule(schedule)
+    ///     .build()?;
+    /// # accelerator.finish()?;
+    /// # assert!(!path.exists());
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn with_trace_schedule(mut self, schedule: Schedule) -> Self {
+        self.trace_schedule = Some(schedule);
+        self
+    }
+
+    /// Whether gradients are sent while backward still runs. Results do not depend on it.
+    /// Default: `ACCEL_OVERLAP`, else [`Overlap::Auto`].
+    pub fn with_overlap(mut self, overlap: Overlap) -> Self {
+        self.overlap = Some(overlap);
+        self
+    }
+}

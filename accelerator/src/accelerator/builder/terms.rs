@@ -1,0 +1,76 @@
+//! What all ranks must set alike.
+
+use accelerator_collective::Topology;
+
+use crate::accelerator::Settings;
+use crate::agreement::Term;
+use crate::gradient::hook::Maker;
+use crate::gradient::{Overlap, Switch};
+
+/// What the setting comes to for ranks that stand so.
+pub(super) fn switch(topology: &Topology, settings: &Settings) -> Switch {
+    let on = match settings.overlap {
+        // Hooks run when backward has ended.
+        _ if settings.hook.is_some() => false,
+        Overlap::On => topology.world_size() > 1,
+        Overlap::Off => false,
+        // On one host, ranks compute on the cores that sending would need.
+        Overlap::Auto => topology.local_world_size() < topology.world_size(),
+    };
+    if on { Switch::On } else { Switch::Off }
+}
+
+/// What all ranks must set alike.
+pub(super) fn terms(settings: &Settings, switch: Switch, topology: &Topology) -> Vec<Term> {
+    let replicas = match settings.check_replicas {
+        Some(steps) => format!("every {steps} steps"),
+        None => "never".to_owned(),
+    };
+    let schedule = match settings.trace_schedule {
+        Some(schedule) => schedule.to_string(),
+        None => "none".to_owned(),
+    };
+    vec![
+        Term::new(
+            "the number of accumulation steps",
+            settings.accumulation_steps,
+        )
+        .set_by("ACCEL_ACCUMULATION_STEPS, `accumulation_steps` or `global_batch`"),
+        Term::new("the bucket size in bytes", settings.bucket_size).set_by("`bucket_size`"),
+        Term::new("the compression", settings.compression)
+            .set_by("ACCEL_COMPRESSION or `with_compression`"),
+        // Ranks that ask for it in other words may come to the same.
+        Term::new("overlap", switch.name())
+            .shown_as(explained(switch, settings, topology))
+            .set_by("ACCEL_OVERLAP or `with_overlap`"),
+        Term::new("the precision", settings.precision).set_by("ACCEL_PRECISION or `precision`"),
+        Term::new("the scale of the loss", settings.loss_scale).set_by("`loss_scale`"),
+        Term::new("the seed", settings.seed).set_by("`seed`"),
+        Term::new("what is recorded", settings.recording)
+            .set_by("ACCEL_TRACE, `with_trace` or `with_step_summary`"),
+        Term::new("the schedule of the trace", schedule)
+            .set_by("ACCEL_TRACE_SCHEDULE or `with_trace_schedule`"),
+        Term::new("when replicas are checked", replicas).set_by("`check_replicas_every`"),
+    ]
+}
+
+/// The hook, which is made to learn its name.
+pub(super) fn hook_term(settings: &Settings) -> Term {
+    let hook = settings.hook.as_ref().map(Maker::make);
+    let name = hook.as_ref().map_or("none", |hook| hook.name());
+    Term::new("the communication hook", name).set_by("`with_communication_hook`")
+}
+
+/// What the setting came to, and why.
+fn explained(switch: Switch, settings: &Settings, topology: &Topology) -> String {
+    match settings.overlap {
+        _ if settings.hook.is_some() => format!("{} (by a communication hook)", switch.name()),
+        Overlap::Auto => format!(
+            "{} (`auto`, with {} of {} ranks on its host)",
+            switch.name(),
+            topology.local_world_size(),
+            topology.world_size()
+        ),
+        Overlap::Off | Overlap::On => switch.name().to_owned(),
+    }
+}

@@ -1,0 +1,51 @@
+use core::fmt;
+use std::sync::Arc;
+
+use super::source::Source;
+use super::spec::Spec;
+use super::stream::Shared;
+
+/// A loader that was built and not yet shared out: pass it to
+/// [`Accelerator::prepare`](crate::Accelerator::prepare).
+///
+/// ```
+/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+/// # struct Listed;
+/// # impl Batcher<u32, Vec<u32>> for Listed {
+/// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+/// # }
+/// use accelerator::data::{DataLoaderBuilder, Loader};
+/// use accelerator::Accelerator;
+///
+/// fn numbers(count: u32) -> Loader<Vec<u32>> {
+///     let dataset = InMemDataset::new((0..count).collect());
+///     DataLoaderBuilder::new(Listed).batch_size(8).build(dataset)
+/// }
+///
+/// let accelerator = Accelerator::new()?;
+/// let (train, valid) = accelerator.prepare((numbers(80), numbers(20)))?;
+/// assert_eq!((train.steps(), valid.steps()), (Some(10), Some(3)));
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+#[must_use]
+pub struct Loader<O> {
+    pub(super) origin: Origin<O>,
+    pub(super) spec: Spec,
+}
+
+/// Where samples come from.
+pub(super) enum Origin<O> {
+    Indexed(Arc<dyn Source<O>>),
+    Stream(Arc<dyn Shared<O>>),
+}
+
+impl<O> fmt::Debug for Loader<O> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut debug = f.debug_struct("Loader");
+        match &self.origin {
+            Origin::Indexed(source) => debug.field("samples", &source.len()),
+            Origin::Stream(stream) => debug.field("stream", &stream.sharing()),
+        };
+        debug.field("spec", &self.spec).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,123 @@
+use std::sync::Arc;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::{Dispatched, Interleaved, Parts, SampleStream, Streamed};
+use crate::data::DataLoaderBuilder;
+use crate::data::loader::{Loader, Origin};
+use crate::data::spec::Spec;
+
+impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
+    /// Adds a stream without a length, of which every rank reads all, and keeps its own samples: step
+    /// by step, as it would of a data set in sequence. Ranks need not talk, and each decodes everything
+    /// (`W` ranks do `W` times the work of one), so it is for streams that cost little.
+    ///
+    /// It must give the same samples in the same order on every rank, which cannot be checked.
+    ///
+    /// Of a stream, tail policies do what they do of a data set. Its place is a number of samples: a resumed
+    /// epoch goes on behind those that were used, at any world size. It is read one step ahead of what
+    /// [`prefetch`](Self::prefetch) reads, so that [`Batch::is_last`](crate::data::Batch::is_last) is known;
+    /// see [`SampleStream`] for an example.
+    pub fn build_stream(self, stream: impl SampleStream<Item = I>) -> Loader<O> {
+        let (streamed, spec) = self.streamed(stream);
+        Loader {
+            origin: Origin::Stream(Arc::new(Interleaved(streamed))),
+            spec,
+        }
+    }
+
+    /// Adds a stream without a length, of which each rank reads a part of its own: that of its
+    /// [`StreamPart`](crate::data::StreamPart), a share of the files for example. Nothing is read twice. In
+    /// every step ranks tell each other whether they have more.
+    ///
+    /// Parts may have different lengths; a rank whose part has ended idles until all have. Under
+    /// [`TailPolicy::Pad`](crate::plan::TailPolicy::Pad) it gets its own first batch again, and under
+    /// [`TailPolicy::Drop`](crate::plan::TailPolicy::Drop) the epoch ends with the first part that has no
+    /// full batch. Under [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven) each rank ends with its
+    /// part, and ranks do not talk. In mid-epoch it resumes on as many ranks only.
+    ///
+    /// ```
+    /// use accelerator::data::StreamPart;
+    /// use accelerator::prelude::*;
+    /// # use burn::data::dataloader::batcher::Batcher;
+    /// # use burn::tensor::Device;
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
+    /// # }
+    ///
+    /// let shares = launch(2, |accelerator| {
+    ///     let files = [vec![0, 1, 2], vec![3, 4], vec![5, 6, 7]];
+    ///     let numbers = move |part: StreamPart| {
+    ///         let mine = files.clone().into_iter().skip(part.index()).step_by(part.count());
+    ///         mine.flatten().map(std::io::Result::Ok)
+    ///     };
+    ///     let loader = DataLoaderBuilder::new(Listed).batch_size(4).build_sharded_stream(numbers);
+    ///     let loader = accelerator.prepare(loader)?;
+    ///     loader.epoch(0).map(|batch| batch.map(|batch| (batch.to_vec(), batch.real()))).collect()
+    /// })?;
+    /// assert_eq!(shares[0], [(vec![0, 1, 2, 5], 4), (vec![6, 7], 2)]);
+    /// assert_eq!(shares[1], [(vec![3, 4], 2), (vec![3, 4], 0)]);
+    /// # let _: &Vec<Vec<(Vec<u32>, usize)>> = &shares;
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn build_sharded_stream(self, stream: impl SampleStream<Item = I>) -> Loader<O> {
+        let (streamed, spec) = self.streamed(stream);
+        Loader {
+            origin: Origin::Stream(Arc::new(Parts(streamed))),
+            spec,
+        }
+    }
+
+    /// Adds a stream without a length that rank 0 reads alone, ahead of the training, as many steps as
+    /// [`prefetch`](Self::prefetch) says. When all ranks ask for their next batch, it sends each of them
+    /// its samples, through serde; each makes its batch of them itself. What fails on one rank, in reading or
+    /// in making its batch, is an error on every rank.
+    ///
+    /// Ranks must ask for batches in lockstep, as a training loop does, and not on another thread than their
+    /// other collectives. [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven) is refused by
+    /// [`prepare`](crate::Accelerator::prepare). Otherwise, and in where it resumes, it is as
+    /// [`build_stream`](Self::build_stream).
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::data::dataloader::batcher::Batcher;
+    /// # use burn::tensor::Device;
+    /// # struct Listed;
+    /// # impl Batcher<String, Vec<String>> for Listed {
+    /// #     fn batch(&self, items: Vec<String>, _device: &Device) -> Vec<String> { items }
+    /// # }
+    ///
+    /// let shares = launch(2, |accelerator| {
+    ///     // In a program: lines of a file that only rank 0 has.
+    ///     let lines = |_part| "a b c d e".split(' ').map(|word| std::io::Result::Ok(word.to_owned()));
+    ///     let loader = DataLoaderBuilder::new(Listed).batch_size(2).build_dispatched_stream(lines);
+    ///     let loader = accelerator.prepare(loader)?;
+    ///     loader.epoch(0).map(|batch| batch.map(|batch| (batch.concat(), batch.real()))).collect()
+    /// })?;
+    /// assert_eq!(shares[0], [("ab".to_owned(), 2), ("e".to_owned(), 1)]);
+    /// // Rank 1 idles in the last step, on rank 0's samples.
+    /// assert_eq!(shares[1], [("cd".to_owned(), 2), ("e".to_owned(), 0)]);
+    /// # let _: &Vec<Vec<(String, usize)>> = &shares;
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn build_dispatched_stream(self, stream: impl SampleStream<Item = I>) -> Loader<O>
+    where
+        I: Serialize + DeserializeOwned,
+    {
+        let (streamed, spec) = self.streamed(stream);
+        Loader {
+            origin: Origin::Stream(Arc::new(Dispatched(streamed))),
+            spec,
+        }
+    }
+
+    fn streamed<S: SampleStream<Item = I>>(self, stream: S) -> (Streamed<S, O>, Spec) {
+        let streamed = Streamed {
+            batching: self.batching,
+            stream: Arc::new(stream),
+        };
+        (streamed, self.spec)
+    }
+}

@@ -1,0 +1,51 @@
+/// Where a visitor or mapper is in a model: `layers.0.weight`. For its `enter_module` and `exit_module`.
+#[derive(Debug, Default)]
+pub(crate) struct ModulePath {
+    joined: String,
+    /// How long it was before each of its names.
+    before: Vec<usize>,
+}
+
+impl ModulePath {
+    pub(crate) fn enter(&mut self, name: &str) {
+        let length = self.joined.len();
+        if !self.before.is_empty() {
+            self.joined.push('.');
+        }
+        self.joined.push_str(name);
+        self.before.push(length);
+    }
+
+    pub(crate) fn exit(&mut self) {
+        if let Some(length) = self.before.pop() {
+            self.joined.truncate(length);
+        }
+    }
+
+    pub(crate) fn as_str(&self) -> &str {
+        &self.joined
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_joined_and_left_again() {
+        let mut path = ModulePath::default();
+        for name in ["layers", "10", "weight"] {
+            path.enter(name);
+        }
+        assert_eq!(path.as_str(), "layers.10.weight");
+        path.exit();
+        path.exit();
+        path.enter("9");
+        assert_eq!(path.as_str(), "layers.9");
+        path.exit();
+        path.exit();
+        assert_eq!(path.as_str(), "");
+        path.enter("bias");
+        assert_eq!(path.as_str(), "bias");
+    }
+}

@@ -1,0 +1,223 @@
+use super::event::{Kind, Thread};
+use super::interval::Intervals;
+use super::tally::Times;
+
+/// Where [`Kind::Reduce`] lies among the phases.
+const WAITING: usize = 4;
+
+/// The step that is under way: what it comes to so far. Times are nanoseconds since the recorder's beginning.
+#[derive(Default)]
+pub(super) struct OpenStep {
+    /// When it began; unknown until its first batch is asked for.
+    begun: Option<u64>,
+    /// Since when the forward pass runs.
+    mark: u64,
+    state: State,
+    /// The phases that the main thread is in, the innermost last.
+    within: Vec<Within>,
+    times: Times,
+    /// When operations of the communication thread were under way, and when the main thread waited
+    /// for them: since `backward` was called.
+    operations: Intervals,
+    waits: Intervals,
+}
+
+/// A phase that has not ended.
+#[derive(Clone, Copy, Debug)]
+struct Within {
+    kind: Kind,
+    /// The time of those within it.
+    inner: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+enum State {
+    /// No `backward` of the step was called.
+    #[default]
+    New,
+    InBackward,
+    /// Another micro-step may come, or the optimizer.
+    Between,
+}
+
+impl OpenStep {
+    /// With memory for what it notes.
+    pub(super) fn new() -> Self {
+        Self {
+            within: Vec::with_capacity(8),
+            operations: Intervals::new(),
+            waits: Intervals::new(),
+            ..Self::default()
+        }
+    }
+
+    /// Forgets what was noted: the next step may begin.
+    pub(super) fn reset(&mut self, now: u64) {
+        self.begun = None;
+        self.mark = now;
+        self.state = State::New;
+        self.times = Times::default();
+        self.operations.clear();
+        self.waits.clear();
+    }
+
+    pub(super) fn batch_came(&mut self, start: u64, end: u64) {
+        if self.state == State::New {
+            // What lies before belongs to no step: an evaluation, for example.
+            self.begun = Some(start);
+            self.times = Times::default();
+        }
+        self.mark = end;
+    }
+
+    /// Tells when the forward pass before it began.
+    pub(super) fn backward_begins(&mut self, now: u64) -> u64 {
+        let start = self.mark.min(now);
+        if self.state == State::New && self.begun.is_none() {
+            self.begun = Some(start);
+        }
+        self.state = State::InBackward;
+        start
+    }
+
+    pub(super) fn backward_ends(&mut self, now: u64) {
+        self.state = State::Between;
+        self.mark = now;
+        // All operations that were started have ended.
+        self.times.communicating += self.operations.length();
+        self.times.exposed += self.operations.common(&self.waits);
+        self.operations.clear();
+        self.waits.clear();
+    }
+
+    /// When it began, and what it came to. The next step may begin.
+    pub(super) fn ends(&mut self, now: u64) -> (u64, Times) {
+        let begun = self.begun.unwrap_or(self.mark).min(now);
+        let mut times = self.times;
+        times.total = now - begun;
+        self.reset(now);
+        (begun, times)
+    }
+
+    /// The main thread enters a phase.
+    pub(super) fn enter(&mut self, kind: Kind) {
+        self.within.push(Within { kind, inner: 0 });
+    }
+
+    /// The main thread leaves the phase that it entered last.
+    pub(super) fn leave(&mut self, kind: Kind, start: u64, end: u64) {
+        let inner = self.within.pop().map_or(0, |phase| phase.inner);
+        if let Some(outer) = self.within.last_mut() {
+            outer.inner += end - start;
+        }
+        if kind == Kind::Reduce && self.state == State::InBackward {
+            self.waits.push(start, end);
+        }
+        self.spend(kind, (end - start).saturating_sub(inner));
+    }
+
+    /// The main thread spent time on that, and on nothing within it.
+    pub(super) fn spend(&mut self, kind: Kind, time: u64) {
+        if let Some(phase) = Kind::PHASES.into_iter().position(|phase| phase == kind) {
+            self.times.phases[phase] += time;
+        }
+    }
+
+    /// An operation was under way. It counts where it is one of `backward`.
+    pub(super) fn communicated(&mut self, thread: Thread, start: u64, end: u64, bytes: u64) {
+        if self.state != State::InBackward {
+            return;
+        }
+        self.times.bytes += bytes;
+        match thread {
+            Thread::Communication => self.operations.push(start, end),
+            // One that blocks the main thread is hidden by nothing. No other is under way meanwhile.
+            _ => {
+                let time = end - start;
+                self.times.communicating += time;
+                self.times.exposed += time;
+                // What is not waited for in a phase of its own, such as an agreement.
+                if !self.within.iter().any(|phase| phase.kind == Kind::Reduce) {
+                    self.times.phases[WAITING] += time;
+                    if let Some(outer) = self.within.last_mut() {
+                        outer.inner += time;
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_lies_between_steps_belongs_to_none() {
+        let mut step = OpenStep::new();
+        let batch = |step: &mut OpenStep, start, end| {
+            step.batch_came(start, end);
+            step.spend(Kind::Data, end - start);
+        };
+        // An evaluation reads batches and calls no `backward`.
+        for start in [0, 10, 20] {
+            batch(&mut step, start, start + 5);
+        }
+        assert_eq!(step.backward_begins(27), 25);
+        assert_eq!(step.times.phases[0], 5, "of the last batch alone");
+        // A micro-step's batch is a part of the step.
+        step.backward_ends(28);
+        batch(&mut step, 30, 36);
+        let (begun, times) = step.ends(40);
+        assert_eq!((begun, times.total, times.phases[0]), (20, 20, 11));
+    }
+
+    #[test]
+    fn only_waiting_while_something_is_under_way_is_exposed() {
+        let mut step = OpenStep::new();
+        step.backward_begins(5);
+        // Two are under way at once; the first one is hidden by backward.
+        step.communicated(Thread::Communication, 10, 16, 100);
+        step.communicated(Thread::Communication, 12, 20, 100);
+        // The loop waits before the thread has begun, and wakes late.
+        let wait = |step: &mut OpenStep, start, end| {
+            step.enter(Kind::Reduce);
+            step.leave(Kind::Reduce, start, end);
+        };
+        wait(&mut step, 18, 23);
+        step.communicated(Thread::Communication, 25, 26, 100);
+        wait(&mut step, 24, 31);
+        let waited = step.times.phases[WAITING];
+        assert_eq!(waited, 5 + 7);
+        // The loop communicates itself.
+        step.communicated(Thread::Main, 40, 43, 100);
+        assert_eq!(Kind::PHASES[WAITING], Kind::Reduce);
+        let waited = step.times.phases[WAITING] - waited;
+        assert_eq!(waited, 3, "no phase was entered for it");
+        step.backward_ends(50);
+        // What comes now is not of `backward`.
+        step.communicated(Thread::Main, 51, 52, 100);
+        let (_, times) = step.ends(60);
+        assert_eq!(times.communicating, 10 + 1 + 3);
+        assert_eq!(times.exposed, 2 + 1 + 3);
+        assert_eq!(times.bytes, 400);
+        // The next step begins with nothing.
+        step.backward_begins(60);
+        step.backward_ends(61);
+        assert_eq!(step.ends(62).1.communicating, 0);
+    }
+
+    #[test]
+    fn a_phase_within_another_counts_once() {
+        let mut step = OpenStep::new();
+        step.backward_begins(0);
+        step.enter(Kind::Backward);
+        step.enter(Kind::Copy);
+        step.leave(Kind::Copy, 3, 7);
+        step.leave(Kind::Backward, 1, 11);
+        step.backward_ends(11);
+        let (_, times) = step.ends(12);
+        let [_, _, backward, copy, ..] = times.phases;
+        assert_eq!((backward, copy), (6, 4));
+    }
+}

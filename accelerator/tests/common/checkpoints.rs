@@ -1,0 +1,56 @@
+//! What the tests of checkpoints share: a training that is small, and what lies in a folder.
+
+use std::path::Path;
+
+use accelerator::optim::Manual;
+use accelerator::prelude::*;
+use burn::nn::Linear;
+use burn::optim::{AdamWConfig, ModuleOptimizer};
+
+use super::{Column, distance, line, loader};
+
+pub type Parts = (Linear, PreparedOptimizer<Manual>, PreparedLoader<Column>);
+
+pub fn adam() -> ModuleOptimizer {
+    AdamWConfig::new().init()
+}
+
+pub fn prepared(accelerator: &Accelerator) -> Parts {
+    let parts = (line(&accelerator.device()), adam(), loader(12, 2));
+    accelerator.prepare(parts).unwrap()
+}
+
+/// Makes so many steps of epoch 0.
+pub fn train(accelerator: &Accelerator, parts: Parts, steps: usize) -> Parts {
+    let (mut model, mut optimizer, train) = parts;
+    for batch in train.epoch(0).take(steps) {
+        let batch = batch.unwrap();
+        let loss = distance(&model, &batch);
+        let gradients = accelerator.backward(loss, &model, &batch).unwrap();
+        model = optimizer.step(0.05, model, gradients);
+    }
+    (model, optimizer, train)
+}
+
+/// The message, once it is certain that the checkpoint was blamed.
+pub fn misfit(error: &accelerator::Error) -> String {
+    assert!(error.is_checkpoint(), "{error:?}");
+    format!("{error:?}")
+}
+
+/// What lies in a folder, sorted.
+pub fn names(folder: &Path) -> Vec<String> {
+    let entries = folder.read_dir().unwrap();
+    let mut names: Vec<_> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+pub fn batch_is_cursed() -> Error {
+    Accelerator::builder()
+        .accumulation_steps(0)
+        .build()
+        .unwrap_err()
+}
