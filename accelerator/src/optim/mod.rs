@@ -299,10 +299,8 @@ impl<S> PreparedOptimizer<S> {
             return model;
         }
         // Only steps that communicate can fail.
-        let before = self
-            .shards
-            .is_some()
-            .then(|| (self.schedule.clone(), gradients.take_undo()));
+        let may_fail = self.shards.is_some() || gradients.is_spread();
+        let before = may_fail.then(|| (self.schedule.clone(), gradients.take_undo()));
         let rate = rate(&mut self.schedule, &model);
         let stepped = StepOutcome::Stepped {
             rate: rate.base(),
@@ -346,7 +344,11 @@ impl<S> PreparedOptimizer<S> {
         };
         let optimizer = &mut self.optimizer;
         match (averaged, &mut self.shards) {
-            (Averaged::Sums(averages), None) => {
+            (Averaged::Sums(mut averages), None) => {
+                // They may have been cut for another optimizer.
+                if averages.make_whole().is_err() {
+                    return Err(model);
+                }
                 let ready = self.kinds.ready(optimizer, averages);
                 drop(copy);
                 let _optimizer = self.timeline.span(Phase::Optimizer);

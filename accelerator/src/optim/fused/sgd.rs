@@ -70,6 +70,15 @@ impl FusedSgd {
         self.settings.is_some()
     }
 
+    /// As for a configuration that tells serde something else.
+    #[cfg(test)]
+    pub(super) fn unread(config: &SgdConfig) -> Self {
+        Self {
+            settings: None,
+            ..Self::new(config)
+        }
+    }
+
     /// By Burn's own optimizer, whose state is of another type.
     fn step_of_burn<const D: usize>(
         &self,
