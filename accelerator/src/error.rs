@@ -96,6 +96,7 @@ pub(crate) enum Kind {
     Memory,
     Misuse,
     Model,
+    NotFinite,
     Other,
     Panic,
 }
@@ -261,6 +262,12 @@ impl Error {
             || self
                 .collective()
                 .is_some_and(accelerator_collective::Error::is_misuse)
+    }
+
+    /// What [local training](crate::local) would average over the ranks is not finite on one of them, or too
+    /// large to be added up.
+    pub fn is_not_finite(&self) -> bool {
+        self.0.kind == Kind::NotFinite
     }
 
     /// It is the program's own; see [`Error::other`].

@@ -349,8 +349,7 @@ impl Steps for Sharded<ModuleOptimizer> {
 #[track_caller]
 fn manual(accelerator: &Accelerator, optimizer: impl Steps) -> Result<PreparedOptimizer<Manual>> {
     let optimizer = optimizer.shared_out(accelerator)?;
-    let timeline = accelerator.shared.timeline.clone();
-    Ok(PreparedOptimizer::manual(optimizer, timeline))
+    Ok(PreparedOptimizer::manual(optimizer, accelerator))
 }
 
 #[track_caller]
@@ -360,8 +359,11 @@ fn scheduled(
     scheduler: Scheduler,
 ) -> Result<PreparedOptimizer<Scheduled>> {
     let optimizer = optimizer.shared_out(accelerator)?;
-    let timeline = accelerator.shared.timeline.clone();
-    Ok(PreparedOptimizer::scheduled(optimizer, scheduler, timeline))
+    Ok(PreparedOptimizer::scheduled(
+        optimizer,
+        scheduler,
+        accelerator,
+    ))
 }
 
 #[cfg(all(test, feature = "flex"))]

@@ -33,6 +33,7 @@ use crate::logging::Warned;
 use crate::model::Models;
 use crate::nn::Crossing;
 use crate::notice;
+use crate::optim::Census;
 use crate::precision::{LossScale, Precision, Scaler};
 use crate::prepare::{self, Prepare};
 use crate::timeline::{Recording, Schedule, StepSummary, Timeline};
@@ -66,6 +67,8 @@ pub(crate) struct Shared {
     /// How many loaders were prepared: the next one's number.
     pub(crate) loaders: AtomicU64,
     pub(crate) models: Models,
+    /// That were prepared, and live.
+    pub(crate) optimizers: Census,
     pub(crate) overlap: Switch,
     pub(crate) restarts: Restarts,
     pub(crate) settings: Settings,
@@ -264,7 +267,8 @@ impl Accelerator {
     ///
     /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or whose replicas
     /// differ in the middle of [local steps](crate::local), a loss that does not depend
-    /// on it on any rank (which all learn at the end of the window), a weight that is not a number of samples, a
+    /// on it on any rank (which all learn at the end of the window), a weight that is not a number of samples
+    /// or out of the [bounds](crate::Weight) of sums, a
     /// batch of a loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), a call where the ranks are
     /// not together, as in [`on_main_process`](Self::on_main_process), which leaves the window as it is, or after
     /// a [`SyncBatchNorm`](crate::nn::SyncBatchNorm) was used there, or a call while another

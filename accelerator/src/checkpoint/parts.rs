@@ -50,6 +50,7 @@ pub trait Save<K> {
 
     /// What takes all ranks, once it is known that they are ready.
     #[doc(hidden)]
+    #[track_caller]
     fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
         settling.pass_over();
         Ok(())
@@ -90,6 +91,7 @@ pub trait Resume<K>: Sized {
     fn kinds(kinds: &mut Vec<PartKind>);
 
     #[doc(hidden)]
+    #[track_caller]
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self>;
 }
 
@@ -226,7 +228,7 @@ impl<M: Module + fmt::Display> Resume<kind::Model> for M {
 // To a checkpoint it is one more model.
 impl<M: Module + fmt::Display> Save<kind::Ema> for &Ema<M> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
-        snapshot.add_companion(self.model())
+        snapshot.add_companion("an `Ema`", self.model())
     }
 
     fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
@@ -240,7 +242,8 @@ impl<M: Module + fmt::Display> Resume<kind::Ema> for Ema<M> {
     }
 
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
-        self.try_map(|model| restorer.companion(model))
+        let (average, decay) = self.into_parts();
+        Ok(Self::from_parts(&restorer.companion(average)?, decay))
     }
 }
 
@@ -268,13 +271,15 @@ impl<M: Module + fmt::Display> Save<kind::DiLoCo> for &DiLoCo<M> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         self.states()
             .into_iter()
-            .try_for_each(|state| snapshot.add_companion(state))
+            .try_for_each(|state| snapshot.add_companion("`DiLoCo`", state))
     }
 
     fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
-        self.states()
-            .into_iter()
-            .try_for_each(|state| settling.model(state))
+        // A closure would be the caller that errors name.
+        for state in self.states() {
+            settling.model(state)?;
+        }
+        Ok(())
     }
 }
 
@@ -284,7 +289,10 @@ impl<M: Module + fmt::Display> Resume<kind::DiLoCo> for DiLoCo<M> {
     }
 
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
-        self.try_map(|state| restorer.companion(state))
+        let (rule, [outer, velocity]) = self.into_parts();
+        let outer = restorer.companion(outer)?;
+        let velocity = restorer.companion(velocity)?;
+        Ok(Self::from_parts(rule, [outer, velocity]))
     }
 }
 

@@ -47,8 +47,12 @@
 //! itself: a norm is that of this rank's gradient, and so are [`Gradients::loss`] and
 //! [`Gradients::samples`]. A rank without samples in a step does not step
 //! ([`StepOutcome::Idle`](crate::optim::StepOutcome::Idle)) and counts it all the same, so that all ranks
-//! average at the same moment. While replicas differ, `accelerator.backward`, `save_state` and `save_model`
-//! refuse the model, on all ranks, with a typed error.
+//! average at the same moment. While replicas differ, `accelerator.backward`, `valid`, `save_state` and
+//! `save_model` refuse the model, on all ranks, with a typed error. Burn's `model.valid()` evaluates this rank's
+//! replica.
+//!
+//! What one rank has spoilt is not spread: where a parameter of one is not finite, the average fails on all of them
+//! before a model is written, and [`Error::is_not_finite`](crate::Error::is_not_finite) names rank and parameter.
 //!
 //! Layers that normalise over all ranks ([`SyncBatchNorm`](crate::nn::SyncBatchNorm)) are refused: Burn's
 //! `BatchNorm` sees this rank's batches, and its statistics are averaged with the parameters. It is enough that
@@ -57,7 +61,8 @@
 //! # Optimizer state
 //!
 //! Moments are each rank's own and never averaged, as in the papers; a
-//! [`Sharded`](crate::optim::Sharded) optimizer is refused. Checkpoints hold those of rank 0, which every
+//! [`Sharded`](crate::optim::Sharded) optimizer is refused: before the first step where the accelerator has
+//! prepared no other one, and otherwise behind the step that it was to take. Checkpoints hold those of rank 0, which every
 //! rank gets: training that is resumed has the same bits as one that was not interrupted where the
 //! optimizer keeps no state (SGD without momentum), and otherwise goes on with rank 0's moments on all ranks.
 //!
@@ -123,7 +128,8 @@ pub trait LocalTraining<M: Module>: rounds::InRounds + Sized {
     ///
     /// As [`Accelerator::backward`](crate::Accelerator::backward), but for those of communication, and of a step
     /// without samples; [`Error::is_misuse`](crate::Error::is_misuse) where an average is due that was not made,
-    /// and where there is a [`SyncBatchNorm`](crate::nn::SyncBatchNorm).
+    /// where there is a [`SyncBatchNorm`](crate::nn::SyncBatchNorm), and where all optimizers that the
+    /// accelerator has prepared are [`Sharded`](crate::optim::Sharded), or one of them was to step.
     /// The model is untouched in each case.
     #[track_caller]
     fn backward(
@@ -139,7 +145,8 @@ pub trait LocalTraining<M: Module>: rounds::InRounds + Sized {
     ///
     /// # Errors
     ///
-    /// As [`average`](Self::average).
+    /// As [`average`](Self::average); [`Error::is_misuse`](crate::Error::is_misuse) where a
+    /// [`Sharded`](crate::optim::Sharded) optimizer was to step.
     #[track_caller]
     fn step(&mut self, model: &mut M) -> Result<LocalOutcome> {
         if !self.rounds().is_due(model)? {
@@ -185,8 +192,11 @@ pub trait LocalTraining<M: Module>: rounds::InRounds + Sized {
     ///
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost;
     /// [`Error::is_misuse`](crate::Error::is_misuse) on every rank where they took different numbers of steps,
-    /// within an accumulation window, while gradients of a backward pass are not used, and for a model that
-    /// [`DiLoCo`] was not made for. Model and outer optimizer are as they were in each case.
+    /// within an accumulation window, while gradients of a backward pass are not used, where a
+    /// [`Sharded`](crate::optim::Sharded) optimizer was to step, and for a model that [`DiLoCo`] was not made
+    /// for; [`Error::is_not_finite`](crate::Error::is_not_finite) on every rank where a parameter of one that
+    /// counts is NaN or an infinity, which it names, or a sum over the ranks is. Model and outer optimizer are
+    /// as they were in each case.
     #[track_caller]
     fn average(&mut self, model: &mut M) -> Result<()>;
 

@@ -1,4 +1,5 @@
 use core::fmt;
+use core::panic::Location;
 use std::sync::{Arc, Weak};
 
 use accelerator_collective::{ProcessGroup, ReduceOp};
@@ -170,6 +171,7 @@ impl SyncBatchNorm {
     /// # Panics
     ///
     /// Where the input has less than two dimensions, or another number of features.
+    #[track_caller]
     pub fn forward<const D: usize>(
         &self,
         input: Tensor<D>,
@@ -206,7 +208,7 @@ impl SyncBatchNorm {
             }
             return normed.output;
         };
-        self.forward_together(input, Share::new(&shared, weight))
+        self.forward_together(input, Share::new(&shared, weight, Location::caller()))
     }
 
     fn forward_together<const D: usize>(&self, input: Tensor<D>, share: Share) -> Tensor<D> {
@@ -295,6 +297,8 @@ impl fmt::Debug for Ranks {
 /// What this rank's batch is to the global one.
 #[derive(Clone, Debug)]
 struct Share {
+    /// Of the forward, for errors: the backward runs within Burn's.
+    caller: &'static Location<'static>,
     group: ProcessGroup,
     /// Where what goes wrong is kept.
     ranks: Ranks,
@@ -303,8 +307,9 @@ struct Share {
 }
 
 impl Share {
-    fn new(shared: &Arc<Shared>, weight: f64) -> Self {
+    fn new(shared: &Arc<Shared>, weight: f64, caller: &'static Location<'static>) -> Self {
         Self {
+            caller,
             group: shared.group.clone(),
             ranks: Ranks(Arc::downgrade(shared)),
             weight,
@@ -348,7 +353,7 @@ impl Share {
 
     /// Leaves the sums over all ranks in `values`. Why there are none, `backward` says.
     fn add_up(&self, values: &mut [f64]) -> Option<()> {
-        let summed = self.group.all_reduce(values, ReduceOp::Sum);
+        let summed = self.group.all_reduce_at(values, ReduceOp::Sum, self.caller);
         if let (Err(error), Some(shared)) = (&summed, self.ranks.0.upgrade()) {
             let message = format!(
                 "a `SyncBatchNorm` in training normalises over all ranks, which are not together here; on one \

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::contract::Contract;
+use crate::contract::{Contract, Site};
 
 /// An operation of this rank that has ended, well or not; see
 /// [`ProcessGroup::observe`](crate::ProcessGroup::observe).
@@ -46,9 +46,35 @@ pub struct Observed {
     pub ended: Instant,
     /// Which thread it ran on.
     pub runner: Runner,
+    site: Site,
 }
 
 impl Observed {
+    /// The file and the line that errors of the operation name: where it was called.
+    ///
+    /// ```
+    /// use std::sync::{Arc, Mutex};
+    ///
+    /// use accelerator_collective::ProcessGroup;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let group = ProcessGroup::single();
+    /// let places = Arc::new(Mutex::new(Vec::new()));
+    /// let notes = Arc::clone(&places);
+    /// group.observe(move |operation| {
+    ///     notes.lock().unwrap().push(operation.place().to_string());
+    /// })?;
+    /// group.barrier()?;
+    /// # let line = line!() - 1;
+    /// let places = places.lock().unwrap();
+    /// assert_eq!(*places, [format!("{}:{line}", file!())]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn place(&self) -> impl fmt::Display {
+        self.site
+    }
+
     /// How long it took, waiting for other ranks included.
     pub fn duration(&self) -> Duration {
         self.ended.duration_since(self.started)
@@ -108,6 +134,7 @@ impl<'a> Observation<'a> {
             started: self.started,
             ended: Instant::now(),
             runner: self.runner,
+            site: contract.site,
         });
     }
 }
