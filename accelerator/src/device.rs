@@ -20,6 +20,21 @@ use crate::panic_text::panic_text;
 /// assert!("banana".parse::<DeviceKind>().is_err());
 /// # Ok::<(), accelerator::Error>(())
 /// ```
+///
+/// What this program can run on, and what it was not built for:
+///
+/// ```
+/// use accelerator::{Accelerator, DeviceKind};
+///
+/// let is_gpu = |kind: &DeviceKind| matches!(kind, DeviceKind::Cuda | DeviceKind::Wgpu);
+/// let (gpus, cpus): (Vec<_>, Vec<_>) = DeviceKind::ALL.into_iter().partition(is_gpu);
+/// assert_eq!(cpus, [DeviceKind::Flex, DeviceKind::NdArray]);
+/// assert!(cpus.into_iter().any(DeviceKind::is_compiled_in));
+/// for kind in gpus.into_iter().filter(|kind| !kind.is_compiled_in()) {
+///     let error = Accelerator::builder().device(kind).build().unwrap_err();
+///     assert!(error.is_device());
+/// }
+/// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum DeviceKind {

@@ -107,7 +107,7 @@ fn prepare<K>(
         draft.transpose()
     });
     let mine = match &begun {
-        Ok(_) => Vote::Ready(taken.report(rank)),
+        Ok(_) => Vote::Ready(taken.report(settings.path(), rank)),
         Err(error) => Vote::Failed(Failure::of(error)),
     };
     if accelerator.world_size() == 1 {
@@ -139,6 +139,7 @@ fn count(votes: Vec<Vote>) -> Result<Vec<Report>> {
             Vote::Ready(report) => reports.push(report),
         }
     }
+    Report::compare_folders(&reports)?;
     for (rank, report) in reports.iter().enumerate() {
         reports[0].compare(report, rank)?;
     }

@@ -99,6 +99,18 @@ use crate::error::{Error, Result};
 /// assert_eq!("f16".parse::<Precision>()?, Precision::F16);
 /// # Ok::<(), accelerator::Error>(())
 /// ```
+///
+/// Its names are those of `ACCEL_PRECISION`:
+///
+/// ```
+/// use accelerator::precision::Precision;
+///
+/// for precision in [Precision::No, Precision::F16, Precision::Bf16] {
+///     assert_eq!(precision.name().parse::<Precision>()?, precision);
+/// }
+/// assert_eq!(Precision::default(), Precision::No);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Precision {

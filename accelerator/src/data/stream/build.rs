@@ -25,7 +25,36 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// slower than the training, such as a queue, holds each batch back for so long.
     ///
     /// An epoch that is left early does not wait for the reader: its thread ends when the source has given it
-    /// the next sample. See [`SampleStream`] for an example.
+    /// the next sample. See [`SampleStream`] for another example.
+    ///
+    /// ```
+    /// # use burn::data::dataloader::batcher::Batcher;
+    /// # use burn::tensor::Device;
+    /// # struct Joined;
+    /// # impl Batcher<String, String> for Joined {
+    /// #     fn batch(&self, items: Vec<String>, _device: &Device) -> String { items.join(" ") }
+    /// # }
+    /// use accelerator::prelude::*;
+    /// use std::fs::File;
+    /// use std::io::{BufRead, BufReader};
+    ///
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("lines.txt");
+    /// # std::fs::write(&path, "a\nb\nc\nd\n")?;
+    /// let batches = launch(2, |accelerator| {
+    ///     let file = path.clone();
+    ///     // In each epoch from its first line.
+    ///     let lines = move |_part| match File::open(&file) {
+    ///         Ok(file) => Box::new(BufReader::new(file).lines()) as Box<dyn Iterator<Item = _> + Send>,
+    ///         Err(error) => Box::new(std::iter::once(Err(error))),
+    ///     };
+    ///     let loader = DataLoaderBuilder::new(Joined).batch_size(2).build_stream(lines);
+    ///     let loader = accelerator.prepare(loader)?;
+    ///     loader.epoch(0).map(|batch| Ok(batch?.into_inner())).collect::<Result<Vec<_>>>()
+    /// })?;
+    /// assert_eq!(batches, [["a b"], ["c d"]]);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn build_stream(self, stream: impl SampleStream<Item = I>) -> Loader<O> {
         let (streamed, spec) = self.streamed(stream);
         Loader {

@@ -79,7 +79,8 @@ impl<O: Send + 'static> Batches<O> {
             _ => {
                 let here = self.pass.here(self.step);
                 let mine = own.as_ref().map(Word::of);
-                meet(&self.pass.group, here, mine, "read its part of the stream")?
+                let (group, caller) = (&self.pass.group, self.pass.caller);
+                meet(group, here, mine, "read its part of the stream", caller)?
             }
         };
         let own = own?;

@@ -3,9 +3,36 @@ use core::iter::Fuse;
 use crate::error::{Error, Kind, Result};
 
 /// What went wrong in a program's own stream.
+///
+/// ```
+/// use accelerator::data::StreamError;
+///
+/// fn number(line: &str) -> Result<u32, StreamError> {
+///     match line.parse()? {
+///         0 => Err("no line is 0".into()),
+///         number => Ok(number),
+///     }
+/// }
+/// assert_eq!(number("7").unwrap(), 7);
+/// assert_eq!(number("0").unwrap_err().to_string(), "no line is 0");
+/// assert!(number("seven").is_err());
+/// ```
 pub type StreamError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The samples of a stream, in order.
+///
+/// ```
+/// use accelerator::data::StreamItems;
+///
+/// fn up_to(count: u64) -> StreamItems<u64> {
+///     match count {
+///         0 => Box::new(std::iter::once(Err("there is nothing".into()))),
+///         count => Box::new((0..count).map(Ok)),
+///     }
+/// }
+/// assert_eq!(up_to(3).flatten().collect::<Vec<_>>(), [0, 1, 2]);
+/// assert!(up_to(0).next().unwrap().is_err());
+/// ```
 pub type StreamItems<I> = Box<dyn Iterator<Item = Result<I, StreamError>> + Send>;
 
 /// Samples that come one after the other, as many as there are: lines of files, records of a
