@@ -1,5 +1,5 @@
 //! The step of an optimizer as Burn does it, fused, and shared out over the ranks, in turns whose order
-//! rotates. What comes before it, forward and backward, is not timed.
+//! rotates: by itself, and with forward, backward and reduction. `ACCEL_TRANSPORT` says how ranks talk.
 //!
 //! `cargo bench -p accelerator-benches --bench optimizer_step -- --help`
 
@@ -18,7 +18,7 @@ use burn::optim::AdamWConfig;
 use clap::Parser;
 use serde::Serialize;
 
-/// Samples in a batch: few, since forward and backward are not timed.
+/// Samples in a batch: few, so that forward and backward take little.
 const SAMPLES: usize = 8;
 const RATE: f64 = 1e-5;
 
@@ -59,6 +59,10 @@ struct Line {
     step: Interval,
     /// Over Burn's, round by round.
     ratio: Interval,
+    /// Milliseconds from the forward pass to the end of the step, on rank 0.
+    whole: Interval,
+    /// Over Burn's, round by round.
+    whole_ratio: Interval,
     /// Bytes of state of each rank.
     state: Vec<usize>,
 }
@@ -112,6 +116,8 @@ struct Side {
     model: Option<Net>,
     optimizer: PreparedOptimizer<Manual>,
     times: Vec<f64>,
+    /// With all that comes before the step.
+    whole: Vec<f64>,
 }
 
 fn measure(args: &Args) -> Result<(), Box<dyn Error>> {
@@ -127,6 +133,7 @@ fn measure(args: &Args) -> Result<(), Box<dyn Error>> {
             model: Some(model),
             optimizer,
             times: Vec::new(),
+            whole: Vec::new(),
         });
     };
     let net = || args.model.init(&device);
@@ -141,6 +148,7 @@ fn measure(args: &Args) -> Result<(), Box<dyn Error>> {
     for side in &mut sides {
         side.turn(&accelerator, &batch, args.steps)?;
         side.times.clear();
+        side.whole.clear();
     }
     for round in 0..args.rounds {
         for turn in 0..sides.len() {
@@ -148,15 +156,19 @@ fn measure(args: &Args) -> Result<(), Box<dyn Error>> {
             sides[at].turn(&accelerator, &batch, args.steps)?;
         }
     }
-    let burn = sides[0].times.clone();
+    let (burn, burn_whole) = (sides[0].times.clone(), sides[0].whole.clone());
+    let over = |times: &[f64], burn: &[f64]| {
+        Interval::of(times.iter().zip(burn).map(|(a, b)| a / b).collect())
+    };
     for side in sides {
         let state = accelerator.gather_object(&side.optimizer.state_memory()?)?;
-        let ratios = side.times.iter().zip(&burn).map(|(a, b)| a / b);
         let line = Line {
             processes: accelerator.world_size(),
             side: side.name,
-            ratio: Interval::of(ratios.collect()),
+            ratio: over(&side.times, &burn),
+            whole_ratio: over(&side.whole, &burn_whole),
             step: Interval::of(side.times),
+            whole: Interval::of(side.whole),
             state,
         };
         if args.json {
@@ -167,10 +179,13 @@ fn measure(args: &Args) -> Result<(), Box<dyn Error>> {
                 side,
                 step,
                 ratio,
+                whole,
+                whole_ratio,
                 state,
             } = line;
             println!(
-                "{processes} × {side:15} {step:.3} ms, ratio {ratio:.3}, state {state:?} bytes"
+                "{processes} × {side:15} {step:.3} ms, ratio {ratio:.3}; with what is before it {whole:.3} ms, \
+                 ratio {whole_ratio:.3}; state {state:?} bytes"
             );
         }
     }
@@ -186,6 +201,8 @@ impl Side {
         steps: usize,
     ) -> Result<(), Box<dyn Error>> {
         let mut spent = Duration::ZERO;
+        accelerator.wait_for_everyone()?;
+        let begin = Instant::now();
         for _ in 0..steps {
             let model = self.model.take().ok_or("an earlier step failed")?;
             let gradients = accelerator.backward(model.loss(batch), &model, SAMPLES)?;
@@ -195,6 +212,8 @@ impl Side {
             spent += start.elapsed();
             self.model = Some(model);
         }
+        self.whole
+            .push(begin.elapsed().as_secs_f64() * 1e3 / steps as f64);
         self.times.push(spent.as_secs_f64() * 1e3 / steps as f64);
         Ok(())
     }

@@ -19,6 +19,15 @@ pub(crate) struct Term {
     value: String,
     shown: String,
     origin: Option<&'static str>,
+    sides: Sides,
+}
+
+/// Which ranks an error tells of.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Sides {
+    All,
+    /// Rank 0 and the first that differs.
+    Two,
 }
 
 impl Term {
@@ -29,12 +38,21 @@ impl Term {
             shown: value.clone(),
             value,
             origin: None,
+            sides: Sides::Two,
         }
     }
 
     /// Errors show this in place of what is compared.
     pub(crate) fn shown_as(self, shown: String) -> Self {
         Self { shown, ..self }
+    }
+
+    /// Errors show what every rank has.
+    pub(crate) fn shown_of_all(self) -> Self {
+        Self {
+            sides: Sides::All,
+            ..self
+        }
     }
 
     /// By what it is set.
@@ -70,18 +88,25 @@ pub(crate) fn check_all(group: &ProcessGroup, mine: &[Term]) -> Result<()> {
     }
     let told = mine.iter();
     let told = told.map(|term| (term.value.clone(), term.shown.clone()));
-    let all = group.all_gather_object(&told.collect::<Vec<_>>())?;
+    let agreeing = group.for_purpose("what must be the same on every rank");
+    let all = agreeing.all_gather_object(&told.collect::<Vec<_>>())?;
     let differ = mine.iter().enumerate().filter_map(|(index, term)| {
         let of = |rank: usize| all[rank].get(index);
         let rank = (1..all.len()).find(|rank| of(*rank).map(|x| &x.0) != of(0).map(|x| &x.0))?;
         let shown = |rank| of(rank).map_or("none", |(_, shown)| shown);
         let origin = term.origin.map(|origin| format!(" (set by {origin})"));
+        let found = match term.sides {
+            Sides::All => sides((0..all.len()).map(shown)),
+            Sides::Two => format!(
+                "rank 0 has {}, and rank {rank} has {}",
+                shown(0),
+                shown(rank)
+            ),
+        };
         Some(format!(
-            "{}{} differs between ranks: rank 0 has {}, and rank {rank} has {}",
+            "{}{} differs between ranks: {found}",
             term.what,
             origin.unwrap_or_default(),
-            shown(0),
-            shown(rank)
         ))
     });
     let differ: Vec<_> = differ.collect();

@@ -80,7 +80,9 @@ impl BatchSizeFinder {
     where
         E: From<Error> + fmt::Debug + 'static,
     {
-        let group = accelerator.group();
+        let group = &accelerator
+            .group()
+            .for_purpose("find_executable_batch_size");
         // Ranks may begin with what their own devices seem to hold.
         let starts = group.all_gather_object(&self.start).map_err(Error::from)?;
         let start = starts.into_iter().min().unwrap_or(self.start);

@@ -4,6 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::{Device, FloatDType};
 
+use crate::choice::named;
 use crate::error::{Error, Kind, Result};
 use crate::panic_text::panic_text;
 
@@ -18,6 +19,21 @@ use crate::panic_text::panic_text;
 /// assert_eq!("flex".parse::<DeviceKind>()?, DeviceKind::Flex);
 /// assert!("banana".parse::<DeviceKind>().is_err());
 /// # Ok::<(), accelerator::Error>(())
+/// ```
+///
+/// What this program can run on, and what it was not built for:
+///
+/// ```
+/// use accelerator::{Accelerator, DeviceKind};
+///
+/// let is_gpu = |kind: &DeviceKind| matches!(kind, DeviceKind::Cuda | DeviceKind::Wgpu);
+/// let (gpus, cpus): (Vec<_>, Vec<_>) = DeviceKind::ALL.into_iter().partition(is_gpu);
+/// assert_eq!(cpus, [DeviceKind::Flex, DeviceKind::NdArray]);
+/// assert!(cpus.into_iter().any(DeviceKind::is_compiled_in));
+/// for kind in gpus.into_iter().filter(|kind| !kind.is_compiled_in()) {
+///     let error = Accelerator::builder().device(kind).build().unwrap_err();
+///     assert!(error.is_device());
+/// }
 /// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
@@ -141,13 +157,7 @@ impl FromStr for DeviceKind {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|kind| kind.to_string() == name)
-            .ok_or_else(|| {
-                let names = Self::ALL.map(|kind| kind.to_string()).join(", ");
-                Error::config(format!("`{name}` is not a device; expected one of {names}"))
-            })
+        named("device", name, &Self::ALL)
     }
 }
 

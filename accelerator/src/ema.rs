@@ -6,7 +6,6 @@ use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Bool, Int, Tensor};
 
-use crate::error::Result;
 use crate::model::settle_statistics;
 use crate::module_path::ModulePath;
 
@@ -54,7 +53,8 @@ pub struct Ema<M> {
 }
 
 impl<M: Module> Ema<M> {
-    /// Begins with the weights of `model`, which was prepared. A `decay` near 1 averages over more steps,
+    /// Begins with the weights of `model`, which was prepared: one that was not may be averaged, but not saved in
+    /// checkpoints. A `decay` near 1 averages over more steps,
     /// about `1 / (1 - decay)` of them; what is out of 0 to 1 is taken as the nearer of these.
     pub fn new(model: &M, decay: f64) -> Self {
         Self {
@@ -106,10 +106,15 @@ impl<M: Module> Ema<M> {
         self.average
     }
 
-    /// What `new` makes of the averaged model.
-    pub(crate) fn try_map(self, new: impl FnOnce(M) -> Result<M>) -> Result<Self> {
-        let average = new(self.average)?.valid();
-        Ok(Self { average, ..self })
+    /// The averaged model, and the decay.
+    pub(crate) fn into_parts(self) -> (M, f64) {
+        (self.average, self.decay)
+    }
+
+    /// Goes on from an averaged model.
+    pub(crate) fn from_parts(average: &M, decay: f64) -> Self {
+        let average = average.valid();
+        Self { average, decay }
     }
 }
 

@@ -6,6 +6,21 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 /// The result of this crate's operations.
+///
+/// ```
+/// use accelerator::prelude::*;
+///
+/// fn count_lines(path: &str) -> Result<usize> {
+///     Ok(std::fs::read_to_string(path)?.lines().count())
+/// }
+/// assert!(count_lines("no/such/file").unwrap_err().is_io());
+///
+/// // With another error in the second place, it is Rust's own.
+/// fn parse(text: &str) -> Result<u32, std::num::ParseIntError> {
+///     text.parse()
+/// }
+/// assert_eq!(parse("7"), Ok(7));
+/// ```
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
 /// What went wrong, where, and what to do about it.
@@ -19,6 +34,43 @@ pub type Result<T, E = Error> = core::result::Result<T, E>;
 /// let error = Accelerator::builder().accumulation_steps(0).build().unwrap_err();
 /// assert!(error.is_config());
 /// assert!(error.to_string().contains("accumulation_steps"));
+/// ```
+///
+/// What to do depends on what went wrong:
+///
+/// ```
+/// use accelerator::prelude::*;
+///
+/// fn advice(error: &Error) -> String {
+///     if let Some(culprit) = error.culprit() {
+///         return format!("rank {} is lost: restart", culprit.rank());
+///     }
+///     let text = if error.is_device() || error.is_misuse() {
+///         "read the message"
+///     } else if error.collective().is_some_and(|error| error.is_timeout()) {
+///         "a rank hangs: restart"
+///     } else if error.is_peer_lost() || error.is_collective() {
+///         "the network failed: restart"
+///     } else if error.is_checkpoint() || error.is_model() {
+///         "what was saved does not fit this program"
+///     } else if error.is_out_of_memory() {
+///         "train a smaller model"
+///     } else if error.is_drift() || error.is_hook() {
+///         "look at the communication hook"
+///     } else if error.is_data() || error.is_panic() {
+///         "look at the program's own code"
+///     } else {
+///         "?"
+///     };
+///     text.to_owned()
+/// }
+///
+/// let panicked = launch(2, |_| -> Result<()> { panic!("no labels") }).unwrap_err();
+/// assert_eq!(advice(&panicked), "look at the program's own code");
+/// let alone = launch(2, |accelerator| {
+///     accelerator.on_main_process(|| accelerator.wait_for_everyone()).transpose()
+/// });
+/// assert_eq!(advice(&alone.unwrap_err()), "read the message");
 /// ```
 #[derive(Clone)]
 pub struct Error(Arc<Inner>);
@@ -44,6 +96,7 @@ pub(crate) enum Kind {
     Memory,
     Misuse,
     Model,
+    NotFinite,
     Other,
     Panic,
 }
@@ -209,6 +262,12 @@ impl Error {
             || self
                 .collective()
                 .is_some_and(accelerator_collective::Error::is_misuse)
+    }
+
+    /// What [local training](crate::local) would average over the ranks is not finite on one of them, or too
+    /// large to be added up.
+    pub fn is_not_finite(&self) -> bool {
+        self.0.kind == Kind::NotFinite
     }
 
     /// It is the program's own; see [`Error::other`].

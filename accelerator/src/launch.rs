@@ -55,6 +55,7 @@ where
                 let (member, aborted) = (group.clone(), group.clone());
                 let work = move || {
                     let outcome = catch_unwind(AssertUnwindSafe(|| body(group)));
+                    let panicked = outcome.is_err();
                     let error = match outcome {
                         Ok(Ok(value)) => return Some(value),
                         Ok(Err(error)) => error,
@@ -65,14 +66,14 @@ where
                     };
                     // Noted before the group is left, so that no consequence can come first.
                     let reason = format!("it returned an error: {error:?}");
-                    let panicked = error.is_panic();
                     failures
                         .lock()
                         .unwrap_or_else(std::sync::PoisonError::into_inner)
                         .push((rank, error));
-                    // A panic is told by the group itself; one that failed before keeps its cause.
-                    if !panicked {
-                        aborted.abort(reason);
+                    // A group that failed before keeps its cause.
+                    match panicked {
+                        true => aborted.abort_by_panic(),
+                        false => aborted.abort(reason),
                     }
                     None
                 };

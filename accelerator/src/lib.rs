@@ -128,6 +128,7 @@ mod accelerator;
 mod agreement;
 mod batch_size;
 pub mod checkpoint;
+mod choice;
 pub mod data;
 mod device;
 mod ema;

@@ -42,6 +42,21 @@ use crate::notice;
 
 /// Which ranks' events are shown, up to `INFO`. Warnings and errors are those of every rank in any
 /// case, since they may concern one rank alone.
+///
+/// ```
+/// use accelerator::logging::Speakers;
+///
+/// /// By how often `-v` is given.
+/// fn speakers(verbosity: u8) -> Speakers {
+///     match verbosity {
+///         0 => Speakers::Main,
+///         1 => Speakers::LocalMain,
+///         _ => Speakers::Every,
+///     }
+/// }
+/// assert_eq!(speakers(0), Speakers::default());
+/// # assert_eq!([speakers(1), speakers(2)], [Speakers::LocalMain, Speakers::Every]);
+/// ```
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Speakers {
     /// Those of rank 0.

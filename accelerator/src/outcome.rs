@@ -10,7 +10,9 @@ use crate::error::{Error, Kind, Result};
 #[track_caller]
 pub(crate) fn tell<T>(group: &ProcessGroup, mine: Result<T>) -> Result<T> {
     let failure = mine.as_ref().err().map(Failure::of);
-    let told = group.broadcast_object(Some(&failure), 0);
+    let told = group
+        .for_purpose(PURPOSE)
+        .broadcast_object(Some(&failure), 0);
     let value = mine?;
     told?;
     Ok(value)
@@ -20,7 +22,8 @@ pub(crate) fn tell<T>(group: &ProcessGroup, mine: Result<T>) -> Result<T> {
 /// does, and says that rank 0 failed to do `action`, and why.
 #[track_caller]
 pub(crate) fn hear(group: &ProcessGroup, action: &str) -> Result<()> {
-    match group.broadcast_object::<Option<Failure>>(None, 0)? {
+    let told: Option<Failure> = group.for_purpose(PURPOSE).broadcast_object(None, 0)?;
+    match told {
         Some(failure) => Err(failure.into_error(0, action)),
         None => Ok(()),
     }
@@ -36,7 +39,7 @@ pub(crate) fn take_turn(
 ) -> Result<()> {
     let mine = mine.map(Failure::of);
     let told = (turn == group.rank()).then_some(&mine);
-    match group.broadcast_object::<Option<Failure>>(told, turn)? {
+    match group.for_purpose(PURPOSE).broadcast_object(told, turn)? {
         Some(failure) => Err(failure.into_error(turn, action)),
         None => Ok(()),
     }
@@ -46,13 +49,18 @@ pub(crate) fn take_turn(
 /// rank that failed, which did so while it had to do `action`.
 #[track_caller]
 pub(crate) fn exchange(group: &ProcessGroup, mine: Option<&Error>, action: &str) -> Result<()> {
-    let all = group.all_gather_object(&mine.map(Failure::of))?;
+    let all = group
+        .for_purpose(PURPOSE)
+        .all_gather_object(&mine.map(Failure::of))?;
     let mut failures = all.into_iter().enumerate();
     match failures.find_map(|(rank, failure)| Some((rank, failure?))) {
         Some((rank, failure)) => Err(failure.into_error(rank, action)),
         None => Ok(()),
     }
 }
+
+/// What ranks tell each other here for.
+const PURPOSE: &str = "how the work of a rank went";
 
 /// As much of an error as can travel.
 #[derive(Clone, Deserialize, Serialize)]

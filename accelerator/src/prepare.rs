@@ -17,6 +17,25 @@ use crate::optim::{
 ///
 /// `K` is one of the [`kind`]s. It is always inferred; it exists so that one trait can cover
 /// every Burn module and the other types beside them.
+///
+/// ```
+/// use accelerator::{Accelerator, Prepare, Result};
+/// use burn::nn::{Linear, LinearConfig};
+/// use std::time::Instant;
+///
+/// fn prepare_timed<K, P: Prepare<K>>(accelerator: &Accelerator, parts: P) -> Result<P::Prepared> {
+///     let start = Instant::now();
+///     let prepared = accelerator.prepare(parts)?;
+///     accelerator.print(format_args!("prepared in {:?}", start.elapsed()));
+///     Ok(prepared)
+/// }
+///
+/// let accelerator = Accelerator::new()?;
+/// let model: Linear = LinearConfig::new(2, 1).init(&accelerator.device());
+/// let model = prepare_timed(&accelerator, model)?;
+/// # let _: Linear = model;
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be prepared",
     label = "not a Burn module, optimizer, `(optimizer, scheduler)`, data loader, or tuple of these",
@@ -53,7 +72,8 @@ pub(crate) fn check_kinds<K, P: Prepare<K>>(accelerator: &Accelerator) -> Result
     }
     let mut kinds = Vec::new();
     P::kinds(&mut kinds);
-    let all = accelerator.group().all_gather_object(&kinds)?;
+    let group = accelerator.group().for_purpose("prepare");
+    let all = group.all_gather_object(&kinds)?;
     if all.iter().all(|theirs| *theirs == kinds) {
         return Ok(());
     }
@@ -65,6 +85,29 @@ pub(crate) fn check_kinds<K, P: Prepare<K>>(accelerator: &Accelerator) -> Result
 }
 
 /// The kinds of things that can be prepared; see [`Prepare`].
+///
+/// ```
+/// use accelerator::data::{InOrder, Loader};
+/// use accelerator::optim::{PerEpoch, PerProcess, Sharded};
+/// use accelerator::{Prepare, kind};
+/// use burn::lr_scheduler::constant::ConstantLr as Rate;
+/// use burn::nn::Linear;
+/// use burn::optim::ModuleOptimizer as Optimizer;
+///
+/// fn prepares<K, P: Prepare<K>>() {}
+///
+/// prepares::<kind::Model, Linear>();
+/// prepares::<kind::Loader, Loader<Vec<u32>>>();
+/// prepares::<kind::Opaque, InOrder<Vec<u32>>>();
+/// prepares::<kind::Optimizer, Optimizer>();
+/// prepares::<kind::ScheduledByStep, (Optimizer, Rate)>();
+/// prepares::<kind::ScheduledByEpoch, (Optimizer, PerEpoch<Rate>)>();
+/// prepares::<kind::ScheduledByProcess, (Optimizer, PerProcess<Rate>)>();
+/// prepares::<kind::ShardedOptimizer, Sharded<Optimizer>>();
+/// prepares::<kind::ShardedByStep, (Sharded<Optimizer>, Rate)>();
+/// prepares::<kind::ShardedByEpoch, (Sharded<Optimizer>, PerEpoch<Rate>)>();
+/// prepares::<kind::ShardedByProcess, (Sharded<Optimizer>, PerProcess<Rate>)>();
+/// ```
 pub mod kind {
     /// A loader built with [`DataLoaderBuilder`](crate::data::DataLoaderBuilder).
     #[derive(Debug)]
@@ -307,8 +350,7 @@ impl Steps for Sharded<ModuleOptimizer> {
 #[track_caller]
 fn manual(accelerator: &Accelerator, optimizer: impl Steps) -> Result<PreparedOptimizer<Manual>> {
     let optimizer = optimizer.shared_out(accelerator)?;
-    let timeline = accelerator.shared.timeline.clone();
-    Ok(PreparedOptimizer::manual(optimizer, timeline))
+    Ok(PreparedOptimizer::manual(optimizer, accelerator))
 }
 
 #[track_caller]
@@ -318,8 +360,11 @@ fn scheduled(
     scheduler: Scheduler,
 ) -> Result<PreparedOptimizer<Scheduled>> {
     let optimizer = optimizer.shared_out(accelerator)?;
-    let timeline = accelerator.shared.timeline.clone();
-    Ok(PreparedOptimizer::scheduled(optimizer, scheduler, timeline))
+    Ok(PreparedOptimizer::scheduled(
+        optimizer,
+        scheduler,
+        accelerator,
+    ))
 }
 
 #[cfg(all(test, feature = "flex"))]

@@ -97,7 +97,8 @@ fn check<M: Module>(accelerator: &Accelerator, slot: &Slot, model: &M) -> Result
         return Ok(());
     }
     // All ranks saw the same digests, so all of them come here.
-    let ranks = group.all_gather_object(&mine.parameters)?;
+    let checking = group.for_purpose("check_replicas");
+    let ranks = checking.all_gather_object(&mine.parameters)?;
     Err(Error::new(
         Kind::Drift,
         Drift::of(&ranks).describe(&mine.paths),

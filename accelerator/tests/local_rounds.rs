@@ -88,6 +88,7 @@ fn every_rank_ends_with_the_same_bits_and_statistics() {
 
 #[test]
 fn a_rank_whose_gradients_overflow_skips_alone_and_keeps_pace() {
+    let folder = tempfile::tempdir().unwrap();
     let builder = Accelerator::builder().precision(Precision::F16);
     let outcomes = builder.launch(2, |accelerator| {
         let schedule = ExponentialLrSchedulerConfig::new(0.05, 0.9).init().unwrap();
@@ -110,7 +111,6 @@ fn a_rank_whose_gradients_overflow_skips_alone_and_keeps_pace() {
             skipped.push(matches!(outcome, StepOutcome::Skipped { .. }));
             local.step(&mut model)?;
         }
-        let folder = tempfile::tempdir().unwrap();
         accelerator.save_state(folder.path(), (&model, &optimizer, &local))?;
         Ok((skipped, (flat(&model), optimizer.learning_rate())))
     });
@@ -151,6 +151,7 @@ fn replicas_that_differ_are_neither_reduced_nor_saved() {
                     .map(drop),
                 accelerator.save_state(folder.path(), parts).map(drop),
                 accelerator.save_model(&model, &file),
+                accelerator.valid(&model).map(drop),
             ];
             for error in errors {
                 let error = error.unwrap_err();
@@ -162,6 +163,7 @@ fn replicas_that_differ_are_neither_reduced_nor_saved() {
         }
         local.average(&mut model)?;
         accelerator.check_replicas(&model)?;
+        accelerator.valid(&model)?;
         accelerator.save_model(&model, &file)?;
         accelerator.save_state(folder.path(), (&model, &optimizer, &local))?;
         let gradients = accelerator.backward(loss(&accelerator, &model), &model, 4)?;
@@ -287,6 +289,23 @@ fn settings_that_cannot_be_are_refused() {
         for error in errors {
             assert!(error.unwrap_err().is_config());
         }
+        // What one rank alone is told wrong, all hear of.
+        let wrong = [4, 0][accelerator.rank()];
+        let rate = [0.7, f64::NAN][accelerator.rank()];
+        let errors = [
+            LocalSgdConfig::new(wrong)
+                .init(&accelerator, &model)
+                .map(drop),
+            DiLoCoConfig::new(4)
+                .with_outer_rate(rate)
+                .init(&accelerator, &model)
+                .map(drop),
+        ];
+        for error in errors {
+            let error = error.unwrap_err();
+            assert!(error.is_config() && !error.is_collective(), "{error:?}");
+            assert!(error.to_string().contains("rank 1 has"), "{error:?}");
+        }
         let strange: Linear = LinearConfig::new(1, 1).init(&accelerator.device());
         let error = LocalSgdConfig::new(4).init(&accelerator, &strange);
         assert!(error.unwrap_err().is_misuse());
@@ -296,33 +315,141 @@ fn settings_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn loaders_that_are_uneven_and_sharded_optimizers_are_refused() {
+fn loaders_that_are_uneven_are_refused() {
     accelerator::launch(2, |accelerator| {
         let uneven = DataLoaderBuilder::new(ColumnBatcher)
             .batch_size(2)
             .tail(TailPolicy::Uneven)
             .build(columns(7));
-        let sharded = Sharded(SgdConfig::new().init());
-        let parts = (line(&accelerator.device()), sharded, uneven);
-        let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+        let (model, train) = accelerator.prepare((line(&accelerator.device()), uneven))?;
         let mut local = LocalSgdConfig::new(2).init(&accelerator, &model)?;
         for batch in train.epoch(0) {
             let batch = batch?;
             let error = local.backward(distance(&model, &batch), &model, &batch);
-            assert!(error.unwrap_err().is_misuse());
+            assert!(error.unwrap_err().to_string().contains("`uneven`"));
         }
+        accelerator.wait_for_everyone()
+    })
+    .unwrap();
+}
+
+fn assert_sharded(error: &Error) {
+    assert!(error.is_misuse() && !error.is_collective(), "{error:?}");
+    assert!(error.to_string().contains("without `Sharded`"), "{error}");
+}
+
+#[test]
+fn a_sharded_optimizer_is_refused_before_the_first_local_step() {
+    accelerator::launch(2, |accelerator| {
+        let sharded = Sharded(SgdConfig::new().init());
+        let (model, sharded) = accelerator.prepare((line(&accelerator.device()), sharded))?;
+        let mut local = LocalSgdConfig::new(2).init(&accelerator, &model)?;
+        let mut backward = || local.backward(loss(&accelerator, &model), &model, 2);
+        assert_sharded(&backward().unwrap_err());
+        // The group lives, and so may another optimizer.
         accelerator.wait_for_everyone()?;
-        let gradients = local.backward(loss(&accelerator, &model), &model, 2)?;
-        let before = flat(&model);
-        model = optimizer.step(RATE, model, gradients);
-        assert_eq!(optimizer.outcome(), StepOutcome::Lost);
-        assert_eq!(flat(&model), before);
-        let error = local.average(&mut model).unwrap_err();
-        assert!(error.is_collective(), "{error:?}");
-        assert!(format!("{error:?}").contains("`Sharded`"), "{error:?}");
+        drop(sharded);
+        drop(backward()?);
         Ok(())
     })
     .unwrap();
+}
+
+#[test]
+fn a_sharded_optimizer_beside_another_one_steps_nothing_and_is_told() {
+    accelerator::launch(2, |accelerator| {
+        let (mut model, mut optimizer) = prepared(&accelerator)?;
+        let mut sharded = accelerator.prepare(Sharded(SgdConfig::new().init()))?;
+        let before = flat(&model);
+        let mut local = LocalSgdConfig::new(2).init(&accelerator, &model)?;
+        let gradients = local.backward(loss(&accelerator, &model), &model, 2)?;
+        model = sharded.step(RATE, model, gradients);
+        assert_eq!((sharded.outcome(), sharded.steps()), (StepOutcome::Lost, 0));
+        assert_eq!(flat(&model), before);
+        assert_sharded(&local.step(&mut model).unwrap_err());
+
+        // In the end of a round, with a rank that is idle: it hears of it where ranks meet.
+        let samples = [2, 0][accelerator.rank()];
+        let gradients = local.backward(loss(&accelerator, &model), &model, samples)?;
+        model = sharded.step(RATE, model, gradients);
+        let error = local.step(&mut model).unwrap_err();
+        match accelerator.rank() {
+            0 => assert_sharded(&error),
+            _ => assert!(
+                error.to_string().contains("rank 0 was not ready"),
+                "{error}"
+            ),
+        }
+
+        // Training goes on with the other one.
+        local.average(&mut model)?;
+        let gradients = local.backward(loss(&accelerator, &model), &model, 2)?;
+        model = optimizer.step(RATE, model, gradients);
+        local.average(&mut model)?;
+        assert_ne!(flat(&model), before);
+        accelerator.check_replicas(&model)
+    })
+    .unwrap();
+}
+
+/// What comes of an average in which rank 1 of 3 has a loss that is multiplied by so much.
+fn spoilt<L: LocalTraining<Linear>>(
+    by: f64,
+    init: impl Fn(&Accelerator, &Linear) -> Result<L> + Send + Sync,
+) -> Vec<Error> {
+    accelerator::launch(3, |accelerator| {
+        let (mut model, mut optimizer) = prepared(&accelerator)?;
+        let mut local = init(&accelerator, &model)?;
+        let loss = loss(&accelerator, &model);
+        let loss = match accelerator.rank() {
+            1 => loss * by,
+            _ => loss,
+        };
+        let gradients = local.backward(loss, &model, 4)?;
+        model = optimizer.step(RATE, model, gradients);
+        let before = flat(&model);
+        let error = local.step(&mut model).unwrap_err();
+        let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        assert_eq!(bits(flat(&model)), bits(before));
+        // The group lives.
+        accelerator.wait_for_everyone()?;
+        Ok(error)
+    })
+    .unwrap()
+}
+
+#[test]
+fn the_rank_that_would_spread_what_is_not_finite_is_named_on_every_rank() {
+    for by in [f64::NAN, f64::INFINITY] {
+        let sgd = spoilt(by, |ours, model| LocalSgdConfig::new(1).init(ours, model));
+        let diloco = spoilt(by, |ours, model| DiLoCoConfig::new(1).init(ours, model));
+        for error in sgd.into_iter().chain(diloco) {
+            assert!(error.is_not_finite(), "{error:?}");
+            let text = error.to_string();
+            assert!(text.contains("not finite: `weight` on rank 1;"), "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_sum_of_parameters_that_overflows_is_told_as_such() {
+    let errors = accelerator::launch(2, |accelerator| {
+        let (mut model, mut optimizer) = prepared(&accelerator)?;
+        let mut local = LocalSgdConfig::new(1).init(&accelerator, &model)?;
+        let gradients = local.backward(model.weight.val().sum(), &model, 4)?;
+        model = optimizer.step(3e38, model, gradients);
+        assert!(flat(&model).iter().all(|value| value.is_finite()));
+        Ok(local.step(&mut model).unwrap_err())
+    });
+    for error in errors.unwrap() {
+        assert!(error.is_not_finite(), "{error:?}");
+        assert!(
+            error
+                .to_string()
+                .contains("too large to be added up: the sum of `weight`"),
+            "{error}"
+        );
+    }
 }
 
 #[test]

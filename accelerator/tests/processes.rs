@@ -122,6 +122,28 @@ fn the_first_failure_of_a_launch_is_the_one_reported() {
 }
 
 #[test]
+fn who_outlives_a_rank_that_panics_hears_what_it_said() {
+    let heard = Mutex::new(Vec::new());
+    let error = accelerator::launch(3, |accelerator| {
+        assert!(accelerator.rank() != 1, "rank one stumbles");
+        let error = accelerator.wait_for_everyone().unwrap_err();
+        heard.lock().unwrap().push(error);
+        Ok(())
+    })
+    .unwrap_err();
+    assert!(error.is_panic(), "{error:?}");
+    let heard = heard.into_inner().unwrap();
+    assert_eq!(heard.len(), 2);
+    for error in heard {
+        assert!(error.is_peer_lost(), "{error:?}");
+        assert_eq!(error.culprit().unwrap().rank(), 1);
+        let text = error.to_string();
+        assert!(text.contains("it panicked: rank one stumbles"), "{text}");
+        assert!(text.contains("tests/processes.rs:"), "{text}");
+    }
+}
+
+#[test]
 fn nobody_sets_the_generator_while_a_model_is_drawn() {
     let accelerator = Accelerator::new().unwrap();
     std::thread::scope(|scope| {

@@ -9,7 +9,7 @@ use std::sync::Mutex;
 
 use accelerator::prelude::*;
 use common::checkpoints::{batch_is_cursed, misfit, names, prepared, train};
-use common::distance;
+use common::{distance, line};
 
 #[test]
 fn between_micro_steps_nothing_is_saved_on_any_rank() {
@@ -28,6 +28,57 @@ fn between_micro_steps_nothing_is_saved_on_any_rank() {
     for error in errors {
         assert!(error.is_misuse(), "{error:?}");
         assert!(error.to_string().contains("1 micro-steps"), "{error}");
+    }
+    assert!(names(folder.path()).is_empty());
+}
+
+#[test]
+fn folders_that_differ_are_shown_and_nothing_is_saved_or_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let outcomes = accelerator::launch(3, |accelerator| {
+        let own = ["a", "b", "a"][accelerator.rank()];
+        let own = folder.path().join(own);
+        let saved = accelerator.save_state(&own, Object(&1)).unwrap_err();
+        let beside = accelerator.save_state_async(&own, Object(&1)).map(drop);
+        let resumed = accelerator.resume(&own, Object(0)).map(drop);
+        accelerator.wait_for_everyone()?;
+        // Where all say the same, it is done.
+        accelerator.save_state(folder.path().join("c"), Object(&1))?;
+        Ok([saved, beside.unwrap_err(), resumed.unwrap_err()])
+    })
+    .unwrap();
+    let [a, b] = ["a", "b"].map(|name| folder.path().join(name).display().to_string());
+    for error in outcomes.into_iter().flatten() {
+        assert!(error.is_config(), "{error:?}");
+        let text = error.to_string();
+        assert!(
+            text.contains(&format!("ranks 0, 2: {a}; rank 1: {b}")),
+            "{text}"
+        );
+    }
+    assert!(names(&folder.path().join("a")).is_empty());
+    assert!(!folder.path().join("b").exists());
+}
+
+#[test]
+fn an_average_of_a_model_that_was_not_prepared_is_told_what_to_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let errors = accelerator::launch(2, |accelerator| {
+        let fresh = line(&accelerator.device());
+        let ema = Ema::new(&fresh, 0.9);
+        let model = accelerator.prepare(line(&accelerator.device()))?;
+        let error = accelerator.save_state(folder.path(), (&model, &ema));
+        Ok(error.unwrap_err())
+    })
+    .unwrap();
+    for error in errors {
+        assert!(error.is_misuse(), "{error:?}");
+        let text = format!("{error:?}");
+        assert!(text.contains("an `Ema` cannot be saved"), "{text}");
+        assert!(
+            text.contains("Begin it with the model that `prepare` gave"),
+            "{text}"
+        );
     }
     assert!(names(folder.path()).is_empty());
 }

@@ -4,8 +4,8 @@
 
 mod common;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use accelerator::data::{Loader, SampleStream, StreamError, StreamItems, StreamPart};
@@ -503,6 +503,37 @@ fn ranks_that_read_different_data_are_named_on_every_rank() {
     }
 }
 
+/// As when rank 0 alone evaluates: every rank is told what each was doing, in words of its program.
+#[test]
+fn a_rank_that_reads_no_data_is_told_apart_from_those_that_do() {
+    let listed = |_| (0..18).collect();
+    for kind in [Some(Kind::Dispatched), Some(Kind::Parts), None] {
+        let errors = accelerator::launch(2, |accelerator| {
+            let builder = builder(2, TailPolicy::Exact);
+            let loader = accelerator.prepare(match kind {
+                Some(kind) => build(kind, builder, Numbers(18)),
+                None => builder.sampler(listed).build(columns(18)),
+            })?;
+            Ok(match accelerator.rank() {
+                0 => loader.epoch(0).next().unwrap().unwrap_err(),
+                _ => accelerator.gather_object(&0.5).unwrap_err(),
+            })
+        });
+        for error in errors.unwrap() {
+            assert!(error.is_collective(), "{error:?}");
+            let text = format!("{error:?}");
+            for side in [
+                "rank 0: the next batch of a loader (",
+                "rank 1: gather_object (all_gather_object ",
+            ] {
+                assert!(text.contains(side), "{kind:?}: {side} is not in: {text}");
+            }
+            assert_eq!(text.matches("tests/streams.rs:").count(), 2, "{text}");
+            assert!(!text.contains("cannot be read as"), "{text}");
+        }
+    }
+}
+
 #[test]
 fn a_part_that_fails_fails_every_rank() {
     struct Second;
@@ -562,8 +593,79 @@ fn rank_0_alone_reads_a_dispatched_stream_and_not_far_ahead() {
         read[1].load(Ordering::SeqCst),
     );
     assert_eq!(second, 0);
-    // Five rounds of eight were used; three wait, one is being sent, one was read to see the end.
-    assert!((40..=8 * (5 + 3 + 2)).contains(&first), "{first}");
+    // Five rounds of eight were used; three wait, one is being sent, with a sample that tells of more.
+    assert!((40..=8 * (5 + 3 + 1) + 1).contains(&first), "{first}");
+}
+
+/// A slow source holds a batch back no longer than it takes to know whether it is the last.
+#[test]
+fn a_batch_waits_for_what_tells_of_more_and_no_further() {
+    use TailPolicy::{Drop, Exact, Pad, Uneven};
+    let cases: [(Kind, TailPolicy, [usize; 2]); 10] = [
+        (Kind::Dispatched, Exact, [9, 0]),
+        (Kind::Dispatched, Pad, [9, 0]),
+        (Kind::Dispatched, Drop, [16, 0]),
+        (Kind::Interleaved, Exact, [9, 9]),
+        (Kind::Interleaved, Pad, [9, 9]),
+        (Kind::Interleaved, Drop, [16, 16]),
+        (Kind::Interleaved, Uneven, [9, 13]),
+        (Kind::Parts, Exact, [5, 5]),
+        (Kind::Parts, Uneven, [5, 5]),
+        (Kind::Parts, Drop, [8, 8]),
+    ];
+    for (kind, tail, expected) in cases {
+        let read = accelerator::launch(2, |accelerator| {
+            let read = Arc::<AtomicUsize>::default();
+            let count = read.clone();
+            let endless = move |_: StreamPart| {
+                let count = count.clone();
+                (0..).map(move |n: usize| {
+                    count.fetch_add(1, Ordering::SeqCst);
+                    std::io::Result::Ok(n)
+                })
+            };
+            let builder = builder(4, tail).num_workers(0);
+            let loader = accelerator.prepare(build(kind, builder, endless))?;
+            let mut epoch = loader.epoch(0);
+            assert!(!epoch.next().unwrap()?.is_last());
+            Ok(read.load(Ordering::SeqCst))
+        });
+        assert_eq!(read.unwrap(), expected, "{kind:?}, {tail}");
+    }
+}
+
+/// The reader's thread hangs in a source that says nothing more.
+#[test]
+fn an_epoch_that_is_left_early_does_not_wait_for_its_reader() {
+    const DEADLINE: Duration = Duration::from_secs(60);
+    for kind in KINDS {
+        let outcomes = accelerator::launch(2, |accelerator| {
+            let (left, has_left) = mpsc::channel::<()>();
+            let (say, said) = mpsc::channel();
+            let shared = Arc::new(Mutex::new((has_left, say)));
+            // As many as tell that the first batch is not the last, and then silence.
+            let enough = if kind == Kind::Parts { 5 } else { 9 };
+            let silent = move |_: StreamPart| {
+                let shared = shared.clone();
+                (0..).map(move |n: usize| {
+                    if n >= enough {
+                        let shared = shared.lock().unwrap();
+                        let _ = shared.1.send(shared.0.recv_timeout(DEADLINE));
+                    }
+                    std::io::Result::Ok(n)
+                })
+            };
+            let loader = build(kind, builder(4, TailPolicy::Exact), silent);
+            let loader = accelerator.prepare(loader)?;
+            let mut epoch = loader.epoch(0);
+            epoch.next().unwrap()?;
+            drop(epoch);
+            left.send(()).unwrap();
+            let reads = kind != Kind::Dispatched || accelerator.rank() == 0;
+            Ok(!reads || said.recv_timeout(DEADLINE).unwrap().is_ok())
+        });
+        assert_eq!(outcomes.unwrap(), [true, true], "{kind:?}");
+    }
 }
 
 #[test]

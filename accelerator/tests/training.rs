@@ -425,7 +425,26 @@ fn misuse_is_answered_before_anything_moves() {
         error.to_string()
     };
     assert!(text(loss(), &line(&device), batch.weight()).contains("not prepared"));
-    assert!(text(loss(), &model, accelerator::Weight::from(f64::NAN)).contains("NaN"));
+    for (weight, shown) in [
+        (f64::NAN, "is NaN"),
+        (f64::INFINITY, "is inf"),
+        (-1.0, "is -1e0"),
+        // Sums in f32 would be infinite, or nothing.
+        (1e300, "is 1e300"),
+        (2e12, "is 2e12"),
+        (1e-300, "is 1e-300"),
+    ] {
+        let text = text(loss(), &model, accelerator::Weight::from(weight));
+        assert!(
+            text.contains(shown) && text.contains("range of f32"),
+            "{text}"
+        );
+    }
+    // More tokens than there are, and weights that add up to 1 over many samples.
+    for weight in [1e12, 1e-12] {
+        let gradients = accelerator.backward(loss(), &model, accelerator::Weight::from(weight));
+        assert!(gradients.unwrap().norm().unwrap() > 0.0);
+    }
     assert!(text(loss(), &model, accelerator::Weight::from(0)).contains("0 over all ranks"));
     let two = Tensor::cat(vec![loss(), loss()], 0);
     assert!(text(two, &model, batch.weight()).contains("2 elements"));

@@ -17,6 +17,7 @@ use crate::error::{Error, Kind, Result};
 /// let cut = Cut::new(10, vec![vec![9..10, 0..2, 2..4], vec![5..7]])?;
 /// assert_eq!(cut.of(0), [0..4, 9..10]);
 /// assert_eq!(cut.of(1), [5..7]);
+/// assert!(cut.len() == 10 && !cut.is_empty(), "what nobody keeps is counted");
 ///
 /// let error = Cut::new(10, vec![vec![0..4], vec![3..7]]).unwrap_err();
 /// assert!(error.is_misuse());

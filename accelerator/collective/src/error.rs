@@ -3,6 +3,21 @@
 use std::{fmt, io, sync::Arc, time::Duration};
 
 /// A result whose error is [`Error`].
+///
+/// ```
+/// use accelerator_collective::{Launch, Result, Topology};
+///
+/// /// The place that the environment says, or one that the program knows.
+/// fn place(known: Option<(usize, usize)>) -> Result<Topology> {
+///     match known {
+///         Some((rank, world_size)) => Topology::new(rank, world_size),
+///         None => Ok(Launch::from_env()?.topology),
+///     }
+/// }
+/// assert_eq!(place(Some((1, 2)))?.rank(), 1);
+/// assert!(place(Some((2, 2))).is_err());
+/// # Ok::<(), accelerator_collective::Error>(())
+/// ```
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// What went wrong in a topology, a rendezvous or a collective.
@@ -17,6 +32,66 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// let error = Topology::new(2, 2).unwrap_err();
 /// assert!(error.is_topology());
 /// assert_eq!(error.to_string(), "rank 2 is outside the world: with a world size of 2, ranks are 0 to 1");
+/// ```
+///
+/// What ranks do to one another:
+///
+/// ```
+/// use std::thread;
+/// use std::time::Duration;
+///
+/// use accelerator_collective::{Error, GroupOptions, ProcessGroup, ReduceOp};
+///
+/// /// The error that rank 0 gets, where rank 1 does that.
+/// fn error(rank_1: fn(ProcessGroup), options: &GroupOptions) -> Error {
+///     let mut ranks = ProcessGroup::threads(2, options).unwrap().into_iter();
+///     let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
+///     // Rank 1 lives until rank 0 has its error.
+///     let _alive = second.clone();
+///     thread::scope(|scope| {
+///         scope.spawn(move || rank_1(second));
+///         first.all_reduce(&mut [1.0_f32], ReduceOp::Sum).unwrap_err()
+///     })
+/// }
+///
+/// let impatient = GroupOptions::new().with_progress_timeout(Duration::from_millis(100));
+/// let hangs = error(drop, &impatient);
+/// assert!(hangs.is_timeout());
+/// assert_eq!(hangs.ranks(), [1]);
+///
+/// let patient = GroupOptions::new();
+/// let left = error(|group| group.close().unwrap(), &patient);
+/// assert!(left.is_peer_left() && left.is_peer_lost());
+/// let confused = error(|group| drop(group.barrier()), &patient);
+/// assert!(confused.is_mismatch());
+///
+/// let group = ProcessGroup::single();
+/// group.close().unwrap();
+/// assert!(group.barrier().unwrap_err().is_closed());
+/// ```
+///
+/// Whether it is worth another try, after ranks did not come together:
+///
+/// ```
+/// use accelerator_collective::Error;
+/// use accelerator_collective::rendezvous::{StoreServer, Token};
+///
+/// fn is_worth_a_try(error: &Error) -> bool {
+///     let is_setting = error.is_topology() || error.is_unauthorized() || error.is_misuse();
+///     let is_passing = error.is_rendezvous() || error.is_io() || error.is_address_in_use();
+///     // Something else may be listening at that port.
+///     !is_setting && (is_passing || error.is_protocol())
+/// }
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let no_token = Token::from_file("no/such/file").unwrap_err();
+/// assert!(!is_worth_a_try(&no_token));
+///
+/// let store = StoreServer::bind(("127.0.0.1", 0), 2, None)?;
+/// let taken = StoreServer::bind(store.local_addr(), 2, None).unwrap_err();
+/// assert!(is_worth_a_try(&taken));
+/// # Ok(())
+/// # }
 /// ```
 #[derive(Clone)]
 pub struct Error(Arc<Inner>);
@@ -216,6 +291,24 @@ impl std::error::Error for Error {
 }
 
 /// The rank that is to blame for an error; see [`Error::culprit`].
+///
+/// ```
+/// use accelerator_collective::{Culprit, GroupOptions, ProcessGroup};
+///
+/// /// A line for whoever looks after the job.
+/// fn told(culprit: &Culprit) -> String {
+///     let process = culprit.pid().map_or(String::new(), |pid| format!(" (process {pid})"));
+///     format!("rank {} on {}{process}: {}", culprit.rank(), culprit.host(), culprit.cause())
+/// }
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+/// ranks[1].abort("its data set is empty");
+/// let error = ranks[0].barrier().unwrap_err();
+/// assert_eq!(error.culprit().map(told).unwrap(), "rank 1 on this process: its data set is empty");
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Culprit {
     pub(crate) rank: usize,

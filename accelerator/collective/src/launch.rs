@@ -47,6 +47,37 @@ use crate::{
 /// # Ok(())
 /// # }
 /// ```
+///
+/// What a launcher says, and how a program tells what it was started with:
+///
+/// ```
+/// use accelerator_collective::{Launch, TransportKind};
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let launched = Launch::from_vars(|name| {
+///     let value = match name {
+///         "RANK" | "LOCAL_RANK" => "1",
+///         "WORLD_SIZE" | "LOCAL_WORLD_SIZE" => "2",
+///         "MASTER_ADDR" => "127.0.0.1",
+///         "ACCEL_PORT" => "29500",
+///         "ACCEL_TRANSPORT" => "shm",
+///         "ACCEL_RESTART" => "1",
+///         "ACCEL_MAX_RESTARTS" => "3",
+///         _ => return None,
+///     };
+///     Some(value.to_owned())
+/// })?;
+/// assert_eq!((launched.restart(), launched.max_restarts()), (1, Some(3)));
+/// assert_eq!(launched.transport, TransportKind::Shm);
+/// assert_eq!(launched.rendezvous.as_ref().map(|store| store.port()), Some(29_500));
+/// for setting in launched.settings() {
+///     println!("{} = {} ({})", setting.name, setting.value, setting.origin);
+/// }
+/// // What it does not inherit from a job, where it is to be alone:
+/// assert!(Launch::VARIABLES.contains(&"ACCEL_RESTART"));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Launch {
@@ -113,6 +144,18 @@ impl Launch {
 
     /// Reads the environment of this process.
     ///
+    /// ```
+    /// use accelerator_collective::Launch;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// // Nothing has launched this process.
+    /// let launch = Launch::from_env()?;
+    /// assert_eq!(launch.topology, Launch::single().topology);
+    /// assert!(launch.rendezvous.is_none());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// A topology error that names the variable, what it holds and what was expected.
@@ -172,6 +215,17 @@ impl Launch {
 }
 
 /// One setting of a launch: what it is called, what it is, and who said so.
+///
+/// ```
+/// use accelerator_collective::{Launch, Origin};
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let launch = Launch::from_vars(|name| (name == "ACCEL_RESTART").then(|| "2".to_owned()))?;
+/// let restart = launch.settings().iter().find(|setting| setting.name == "restart").unwrap();
+/// assert_eq!((&*restart.value, restart.origin), ("2", Origin::Variable("ACCEL_RESTART")));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Setting {
@@ -184,6 +238,23 @@ pub struct Setting {
 }
 
 /// Where a setting came from.
+///
+/// ```
+/// use accelerator_collective::{Launch, Origin};
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let launch = Launch::from_vars(|name| (name == "ACCEL_RESTART").then(|| "2".to_owned()))?;
+/// // What somebody has said, and what is so by default or follows from the rest.
+/// let (said, known): (Vec<_>, Vec<_>) = launch
+///     .settings()
+///     .iter()
+///     .map(|setting| setting.origin)
+///     .partition(|origin| !matches!(origin, Origin::Default | Origin::Derived));
+/// assert_eq!(said, [Origin::Variable("ACCEL_RESTART")]);
+/// assert!(known.len() > 3);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum Origin {

@@ -16,6 +16,30 @@ use std::fmt;
 /// - A sum or mean that is NaN is the NaN without sign and payload.
 /// - Maximum and minimum of floating-point values are NaN where any rank's value is NaN; the two
 ///   zeros count as equal, and of equal values that of the highest rank is taken.
+///
+/// ```
+/// use std::thread;
+///
+/// use accelerator_collective::{GroupOptions, ProcessGroup, ReduceOp};
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let ops = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Min];
+/// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+/// thread::scope(|scope| {
+///     for group in ranks {
+///         scope.spawn(move || {
+///             let results = ops.map(|op| {
+///                 let mut value = [1.0 + 2.0 * group.rank() as f64];
+///                 group.all_reduce(&mut value, op).unwrap();
+///                 (op.name(), value[0])
+///             });
+///             assert_eq!(results, [("sum", 4.0), ("mean", 2.0), ("max", 3.0), ("min", 1.0)]);
+///         });
+///     }
+/// });
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum ReduceOp {

@@ -19,6 +19,23 @@ use crate::error::{Error, Kind, Result};
 /// # Ok(())
 /// # }
 /// ```
+///
+/// The fourth of six ranks, on two hosts of three:
+///
+/// ```
+/// use accelerator_collective::Topology;
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let topology = Topology::new(3, 6)?.with_local(0, 3)?;
+/// assert_eq!((topology.rank(), topology.world_size()), (3, 6));
+/// assert_eq!((topology.local_rank(), topology.local_world_size()), (0, 3));
+/// assert!(topology.is_local_main() && !topology.is_main() && !topology.is_last());
+///
+/// assert!(Topology::single().is_main() && Topology::single().is_last());
+/// assert!(Topology::new(0, Topology::LARGEST + 1).unwrap_err().is_topology());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Topology {
     rank: usize,

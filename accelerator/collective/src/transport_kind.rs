@@ -16,6 +16,22 @@ use crate::error::{Error, Kind, Result};
 /// # Ok(())
 /// # }
 /// ```
+///
+/// Which of them ranks can use depends on where they are:
+///
+/// ```
+/// use accelerator_collective::TransportKind;
+///
+/// fn is_for_one_host(transport: TransportKind) -> bool {
+///     match transport {
+///         TransportKind::Shm | TransportKind::Threads => true,
+///         TransportKind::Auto | TransportKind::Hierarchical | TransportKind::Tcp => false,
+///         _ => false,
+///     }
+/// }
+/// assert!(is_for_one_host("shm".parse()?));
+/// # Ok::<(), accelerator_collective::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum TransportKind {

@@ -4,6 +4,22 @@ use crate::parse::Error;
 use crate::plan::Point;
 
 /// What the place that asked has to do itself.
+///
+/// ```
+/// use accelerator_fault::{Effect, Point, SaveStage, strike};
+/// use std::io::{Error, ErrorKind};
+///
+/// /// Where a checkpoint is written.
+/// fn failed_write(rank: usize, number: u64) -> Result<(), Error> {
+///     match strike(rank, Point::Save(number, SaveStage::Data)) {
+///         Some(Effect::DiskFull) => Err(ErrorKind::StorageFull.into()),
+///         Some(Effect::FailWrite) => Err(Error::other("a fault that was planned")),
+///         // What concerns connections has no meaning here.
+///         Some(Effect::DropConnection | Effect::CorruptFrame) | None => Ok(()),
+///     }
+/// }
+/// assert!(failed_write(0, 1).is_ok(), "nothing is planned");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// Cut all connections of the rank.
@@ -20,6 +36,13 @@ pub enum Effect {
 ///
 /// What concerns the whole process (kill, exit, panic, stop, slow) happens inside; the rest is
 /// for the caller. Each fault strikes once. Without the feature `inject`, nothing happens.
+///
+/// ```
+/// use accelerator_fault::{Point, strike};
+///
+/// // At the end of each step; a planned `kill` would happen here.
+/// assert_eq!(strike(0, Point::Step(3)), None);
+/// ```
 #[inline]
 pub fn strike(rank: usize, point: Point) -> Option<Effect> {
     #[cfg(feature = "inject")]
@@ -32,6 +55,11 @@ pub fn strike(rank: usize, point: Point) -> Option<Effect> {
 }
 
 /// Whether the plan of the environment can be carried out.
+///
+/// ```
+/// // At the start of a program, before other ranks wait for it.
+/// assert!(accelerator_fault::check().is_ok());
+/// ```
 ///
 /// # Errors
 ///

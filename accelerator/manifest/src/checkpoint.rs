@@ -16,6 +16,30 @@ use crate::tree;
 /// A checkpoint in a [`Folder`](crate::Folder): a name to start with, nothing of which is believed.
 ///
 /// What is read from it is compared with its manifest.
+///
+/// ```
+/// use std::io::Read;
+/// use std::num::NonZeroUsize;
+/// use accelerator_manifest::{Checkpoint, Facts, FileName, Folder, Role};
+///
+/// # fn main() -> accelerator_manifest::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let path = temporary.path().join("runs/a");
+/// let name: FileName = "model.bin".parse()?;
+/// let mut draft = Folder::create(&path)?.begin(0)?;
+/// draft.write_bytes(&name, Role::Model, b"weights")?;
+/// draft.commit(Facts::new(NonZeroUsize::MIN))?;
+///
+/// let checkpoint = Checkpoint::at(path.join("checkpoint-000001"))?;
+/// assert_eq!(checkpoint.number(), 1);
+/// let mut content = Vec::new();
+/// checkpoint.open(&name)?.read_to_end(&mut content).unwrap();
+/// assert_eq!(content, checkpoint.read(&name)?);
+/// // For a reader that wants a path.
+/// assert!(checkpoint.path_of(&name).is_file());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
     number: u64,
@@ -169,6 +193,23 @@ impl Checkpoint {
 }
 
 /// How closely a checkpoint is looked at.
+///
+/// ```
+/// use std::num::NonZeroUsize;
+/// use accelerator_manifest::{Depth, Facts, Folder, Role};
+///
+/// # fn main() -> accelerator_manifest::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let mut draft = Folder::create(temporary.path())?.begin(0)?;
+/// draft.write_bytes(&"model.bin".parse()?, Role::Model, b"weights")?;
+/// let checkpoint = draft.commit(Facts::new(NonZeroUsize::MIN))?;
+/// // Other bytes, and as many of them.
+/// std::fs::write(checkpoint.path().join("model.bin"), b"weighus").unwrap();
+/// assert!(checkpoint.verify(Depth::Sizes).is_good());
+/// assert!(!checkpoint.verify(Depth::Hashes).is_good());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Depth {
     /// The manifest is whole, and all files are there in their lengths: quick.
@@ -178,6 +219,22 @@ pub enum Depth {
 }
 
 /// What is wrong with a checkpoint, if anything.
+///
+/// ```
+/// use std::num::NonZeroUsize;
+/// use accelerator_manifest::{Depth, Facts, Folder, Verdict};
+///
+/// # fn main() -> accelerator_manifest::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let checkpoint = Folder::create(temporary.path())?.begin(0)?.commit(Facts::new(NonZeroUsize::MIN))?;
+/// std::fs::write(checkpoint.path().join("notes.txt"), "a good one").unwrap();
+/// let verdict: Verdict = checkpoint.verify(Depth::Hashes);
+/// assert!(verdict.is_good() && verdict.defects.is_empty());
+/// assert_eq!((verdict.number, verdict.path.as_path()), (1, checkpoint.path()));
+/// assert_eq!(verdict.strangers, ["notes.txt"]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Verdict {
     /// The checkpoint's number.
@@ -191,6 +248,24 @@ pub struct Verdict {
 }
 
 /// A file that is not what the manifest says, or the manifest itself.
+///
+/// ```
+/// use std::num::NonZeroUsize;
+/// use accelerator_manifest::{Defect, Depth, Facts, Folder, Role};
+///
+/// # fn main() -> accelerator_manifest::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let mut draft = Folder::create(temporary.path())?.begin(0)?;
+/// draft.write_bytes(&"model.bin".parse()?, Role::Model, b"weights")?;
+/// let checkpoint = draft.commit(Facts::new(NonZeroUsize::MIN))?;
+/// std::fs::write(checkpoint.path().join("model.bin"), b"weig").unwrap();
+/// let defects: Vec<Defect> = checkpoint.verify(Depth::Sizes).defects;
+/// assert_eq!(defects[0].file, "model.bin");
+/// assert!(defects[0].error.is_corrupt());
+/// println!("{}: {}", defects[0].file, defects[0].what);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Defect {
     /// Its name within the checkpoint.
@@ -248,6 +323,29 @@ impl fmt::Display for Defect {
 }
 
 /// Reads a file of a checkpoint, and fails at its end where it is not what was written.
+///
+/// ```
+/// use std::io::Read;
+/// use std::num::NonZeroUsize;
+/// use accelerator_manifest::{Facts, Folder, Role, VerifiedReader};
+///
+/// # fn main() -> accelerator_manifest::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let name = "model.bin".parse()?;
+/// let mut draft = Folder::create(temporary.path())?.begin(0)?;
+/// draft.write_bytes(&name, Role::Model, b"weights")?;
+/// let checkpoint = draft.commit(Facts::new(NonZeroUsize::MIN))?;
+///
+/// let mut reader: VerifiedReader = checkpoint.open(&name)?;
+/// let mut content = Vec::with_capacity(reader.entry().bytes as usize);
+/// reader.read_to_end(&mut content).unwrap();
+/// assert_eq!(content, b"weights");
+///
+/// std::fs::write(checkpoint.path().join("model.bin"), b"weighus").unwrap();
+/// assert!(checkpoint.open(&name)?.read_to_end(&mut content).is_err());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct VerifiedReader {
     file: File,

@@ -41,6 +41,7 @@ pub use hash::ContentHash;
 pub use manifest::fuzz_manifest;
 pub use manifest::{CheckpointKind, Facts, FileEntry, LoaderState, Manifest, Parameter, Role};
 pub use name::FileName;
+pub use staged::StagedName;
 
 mod checkpoint;
 mod disk;
@@ -50,4 +51,5 @@ mod folder;
 mod hash;
 mod manifest;
 mod name;
+mod staged;
 mod tree;

@@ -66,6 +66,24 @@ impl EpochPlan {
     /// [`consumed_after`](Self::consumed_after) said of the last step that was done. Padding still
     /// comes from the start of the whole epoch.
     ///
+    /// ```
+    /// use accelerator_plan::{BatchSize, PlanConfig};
+    ///
+    /// # fn main() -> accelerator_plan::Result<()> {
+    /// let plan = PlanConfig::new(100, BatchSize::per_rank(4)?).with_world_size(4).init()?;
+    /// let epoch = plan.epoch(3);
+    /// assert_eq!((epoch.start(), epoch.steps(0)), (0, 7));
+    /// // Two steps are done, and three ranks go on.
+    /// let consumed = epoch.consumed_after(1);
+    /// let plan = PlanConfig::new(100, BatchSize::per_rank(4)?).with_world_size(3).init()?;
+    /// let rest = plan.epoch(3).starting_at(consumed)?;
+    /// assert_eq!((rest.epoch(), rest.start(), rest.steps(0)), (3, 32, 6));
+    /// assert_eq!(rest.plan().world_size(), 3);
+    /// assert!(rest.starting_at(101).unwrap_err().is_start());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// If the epoch has fewer samples ([`Error::is_start`]).

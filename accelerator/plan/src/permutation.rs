@@ -23,6 +23,7 @@ use crate::mix::{mix, step};
 /// let mut seen: Vec<u64> = (0..order.len()).map(|position| order.index(position)).collect();
 /// seen.sort();
 /// assert_eq!(seen, [0, 1, 2, 3, 4]);
+/// assert!(Permutation::new(0, 42, 0).is_empty());
 ///
 /// // Any position of a huge data set, at once.
 /// assert!(Permutation::new(1_000_000_000_000, 42, 3).index(999_999_999_999) < 1_000_000_000_000);

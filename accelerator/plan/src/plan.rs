@@ -15,6 +15,19 @@ use crate::tail::TailPolicy;
 /// covers the positions from `k · global_batch` on, and rank `r` gets the `r`-th
 /// [`share`](Self::share) of them. So the ranks together see the samples in the order in which one
 /// rank with the global batch would.
+///
+/// ```
+/// use accelerator_plan::{BatchSize, Order, PlanConfig, TailPolicy};
+///
+/// # fn main() -> accelerator_plan::Result<()> {
+/// let plan = PlanConfig::new(1000, BatchSize::global(10)?).with_world_size(4).init()?;
+/// assert_eq!((plan.samples(), plan.world_size(), plan.global_batch()), (1000, 4, 10));
+/// // Ten samples do not divide over four ranks: two have three, two have two.
+/// assert_eq!(plan.batch_size(), 3);
+/// assert_eq!((plan.tail(), plan.order()), (TailPolicy::Exact, Order::Sequential));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Plan {
     samples: u64,

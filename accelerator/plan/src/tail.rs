@@ -15,6 +15,25 @@ use crate::error::{Error, Kind, Result};
 /// | `Pad` | filled up with samples from the start of the epoch | at least once | yes |
 /// | `Drop` | left out | all but the last | yes |
 /// | `Uneven` | the first ranks get theirs, the last ranks none | exactly once | no |
+///
+/// ```
+/// use accelerator_plan::{BatchSize, PlanConfig, TailPolicy};
+///
+/// # fn main() -> accelerator_plan::Result<()> {
+/// // Nine samples, two ranks, two each in a step: in the last one, a single sample is left.
+/// let sizes = |tail| -> accelerator_plan::Result<[Vec<usize>; 2]> {
+///     let config = PlanConfig::new(9, BatchSize::per_rank(2)?).with_world_size(2);
+///     let epoch = config.with_tail(tail).init()?.epoch(0);
+///     Ok([0, 1].map(|rank| epoch.rank(rank).map(|batch| batch.real).collect()))
+/// };
+/// assert_eq!(sizes(TailPolicy::Exact)?, [[2, 2, 1], [2, 2, 0]]);
+/// assert_eq!(sizes(TailPolicy::Pad)?, [[2, 2, 1], [2, 2, 0]], "and three that come again");
+/// assert_eq!(sizes(TailPolicy::Drop)?, [[2, 2], [2, 2]]);
+/// assert_eq!(sizes(TailPolicy::Uneven)?, [vec![2, 2, 1], vec![2, 2]]);
+/// assert_eq!("pad".parse::<TailPolicy>()?, TailPolicy::Pad);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum TailPolicy {
     /// No duplicates: the samples that are left are divided over the ranks as evenly as possible,

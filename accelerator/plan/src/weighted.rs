@@ -20,6 +20,7 @@ use crate::mix::mix;
 /// let order = sampler.with_replacement(1000, 42, 0);
 /// let rare = order.iter().filter(|&&index| index >= 4).count();
 /// assert!((400..600).contains(&rare));
+/// assert_eq!(sampler.len(), 6);
 ///
 /// let mut each_once = sampler.without_replacement(6, 42, 0)?;
 /// each_once.sort();

@@ -199,7 +199,8 @@ impl Accelerator {
         let mut shape: Vec<usize> = data.shape().to_vec();
         // What does not fit is exchanged too, so that no rank waits for one that has returned.
         let told = (shape.clone(), format!("{dtype:?}"), samples, rows);
-        let all = self.shared.group.all_gather_object(&told)?;
+        let group = self.shared.group.for_purpose("gather");
+        let all = group.all_gather_object(&told)?;
         if all
             .iter()
             .any(|(dims, _, samples, _)| samples.is_some_and(|samples| samples != dims[0]))
@@ -251,7 +252,8 @@ impl Accelerator {
     /// [`Error::is_collective`] when another rank is lost or a value cannot be serialised.
     #[track_caller]
     pub fn gather_object<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
-        Ok(self.shared.group.all_gather_object(value)?)
+        let group = self.shared.group.for_purpose("gather_object");
+        Ok(group.all_gather_object(value)?)
     }
 
     /// Rank `root`'s value, on every rank.
@@ -276,7 +278,8 @@ impl Accelerator {
         root: usize,
     ) -> Result<T> {
         let mine = (self.rank() == root).then_some(value);
-        Ok(self.shared.group.broadcast_object(mine, root)?)
+        let group = self.shared.group.for_purpose("broadcast_object");
+        Ok(group.broadcast_object(mine, root)?)
     }
 }
 

@@ -33,6 +33,7 @@ use crate::logging::Warned;
 use crate::model::Models;
 use crate::nn::Crossing;
 use crate::notice;
+use crate::optim::Census;
 use crate::precision::{LossScale, Precision, Scaler};
 use crate::prepare::{self, Prepare};
 use crate::timeline::{Recording, Schedule, StepSummary, Timeline};
@@ -66,6 +67,8 @@ pub(crate) struct Shared {
     /// How many loaders were prepared: the next one's number.
     pub(crate) loaders: AtomicU64,
     pub(crate) models: Models,
+    /// That were prepared, and live.
+    pub(crate) optimizers: Census,
     pub(crate) overlap: Switch,
     pub(crate) restarts: Restarts,
     pub(crate) settings: Settings,
@@ -264,7 +267,8 @@ impl Accelerator {
     ///
     /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or whose replicas
     /// differ in the middle of [local steps](crate::local), a loss that does not depend
-    /// on it on any rank (which all learn at the end of the window), a weight that is not a number of samples, a
+    /// on it on any rank (which all learn at the end of the window), a weight that is not a number of samples
+    /// or out of the [bounds](crate::Weight) of sums, a
     /// batch of a loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), a call where the ranks are
     /// not together, as in [`on_main_process`](Self::on_main_process), which leaves the window as it is, or after
     /// a [`SyncBatchNorm`](crate::nn::SyncBatchNorm) was used there, or a call while another
@@ -334,12 +338,36 @@ impl Accelerator {
     /// The [`step_summary`](Self::step_summary) of all ranks: each figure is the mean of the ranks'
     /// own. Every rank must call it.
     ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::optim::SgdConfig;
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let means = Accelerator::builder().with_step_summary().launch(2, |accelerator| {
+    /// #     let device = accelerator.device();
+    /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+    /// #     let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+    ///     for _ in 0..3 {
+    ///         // A step of training.
+    /// #         let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// #         let gradients = accelerator.backward(loss, &model, 4)?;
+    /// #         model = optimizer.step(0.1, model, gradients);
+    ///     }
+    ///     accelerator.mean_step_summary()
+    /// })?;
+    /// assert_eq!(means[0].as_ref().map(|mean| mean.steps), Some(3));
+    /// assert_eq!(means[0], means[1], "the same on every rank");
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
     pub fn mean_step_summary(&self) -> Result<Option<StepSummary>> {
-        let all = self.gather_object(&self.step_summary())?;
+        let group = self.shared.group.for_purpose("mean_step_summary");
+        let all = group.all_gather_object(&self.step_summary())?;
         let mut all = all.into_iter().flatten();
         let Some(mut mean) = all.next() else {
             return Ok(None);
@@ -454,6 +482,12 @@ impl Accelerator {
     }
 
     /// How many ranks the job has.
+    ///
+    /// ```
+    /// let places = accelerator::launch(3, |accelerator| Ok((accelerator.rank(), accelerator.world_size())))?;
+    /// assert_eq!(places, [(0, 3), (1, 3), (2, 3)]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn world_size(&self) -> usize {
         self.shared.group.world_size()
     }
@@ -469,6 +503,15 @@ impl Accelerator {
     }
 
     /// The seed that was given to the builder.
+    ///
+    /// ```
+    /// let draws = accelerator::Accelerator::builder().seed(40).launch(3, |accelerator| {
+    ///     // For a generator of the program's own, another one on each rank.
+    ///     Ok(accelerator.seed() + accelerator.rank() as u64)
+    /// })?;
+    /// assert_eq!(draws, [40, 41, 42]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn seed(&self) -> u64 {
         self.shared.settings.seed
     }
@@ -487,6 +530,14 @@ impl Accelerator {
     }
 
     /// How often the launcher restarts this job at most; `None` without a launcher that does.
+    ///
+    /// ```
+    /// let accelerator = accelerator::Accelerator::new()?;
+    /// // What fails in it is not tried again.
+    /// let is_last_life = accelerator.max_restarts() == Some(accelerator.restarts());
+    /// assert!(!is_last_life, "no launcher restarts this program");
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn max_restarts(&self) -> Option<u64> {
         self.shared.restarts.most
     }
@@ -498,6 +549,24 @@ impl Accelerator {
     /// parameter, in whole pages. [Compression](crate::Compression) adds what travels. Where gradients are
     /// accumulated and communication [overlaps](crate::Overlap), they are there twice, since a step
     /// may have to be undone.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let bytes = launch(2, |accelerator| {
+    /// #     let device = accelerator.device();
+    ///     let model: Linear = accelerator.init(|device| LinearConfig::new(64, 64).init(device));
+    ///     let model = accelerator.prepare(model)?;
+    ///     let loss = model.forward(Tensor::<2>::ones([4, 64], &device)).mean();
+    ///     let gradients = accelerator.backward(loss, &model, 4)?;
+    /// #     let _ = gradients;
+    ///     Ok(accelerator.bucket_memory())
+    /// })?;
+    /// assert!(bytes[0] >= (64 * 64 + 64) * size_of::<f32>());
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn bucket_memory(&self) -> usize {
         self.shared.group.buffer_bytes()
     }

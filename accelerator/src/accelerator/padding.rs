@@ -6,6 +6,25 @@ use crate::agreement::sides;
 use crate::error::{Error, Result};
 
 /// Where [`Accelerator::pad_across_processes`] adds what is missing.
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use burn::tensor::{Int, Tensor};
+///
+/// let pad = |side| {
+///     let padded = launch(2, |accelerator| {
+///         // One token on rank 0, three on rank 1.
+///         let tokens = Tensor::<1, Int>::ones([1 + 2 * accelerator.rank()], &accelerator.device());
+///         let padded = accelerator.pad_across_processes(tokens, 0, 0, side)?;
+///         Ok(padded.into_data().convert::<i64>().try_to_vec::<i64>().unwrap_or_default())
+///     })?;
+///     Ok::<_, Error>(padded[0].clone())
+/// };
+/// assert_eq!(pad(PadSide::End)?, [1, 0, 0]);
+/// // For a model that goes on with the last token.
+/// assert_eq!(pad(PadSide::Start)?, [0, 0, 1]);
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum PadSide {
     /// Before the first element.
@@ -49,7 +68,8 @@ impl Accelerator {
         let mut shape = tensor.dims();
         // Wrong dimensions are exchanged too, so that no rank waits for one that has returned.
         let told = (dim, shape.to_vec(), format!("{:?}", tensor.dtype()));
-        let all = self.shared.group.all_gather_object(&told)?;
+        let group = self.shared.group.for_purpose("pad_across_processes");
+        let all = group.all_gather_object(&told)?;
         let (first_dim, first, first_dtype) = &all[0];
         let fits = all.iter().all(|(dim, dims, dtype)| {
             dim < &dims.len() && (dim, dims.len(), dtype) == (first_dim, first.len(), first_dtype)

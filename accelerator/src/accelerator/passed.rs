@@ -25,7 +25,8 @@ pub(super) fn check(
     if all.iter().all(|digest| *digest == all[0]) {
         return Ok(());
     }
-    Err(differing("one tensor", group.all_gather_object(&mine)?))
+    let tensors = group.for_purpose("tensors that do not fit together");
+    Err(differing("one tensor", tensors.all_gather_object(&mine)?))
 }
 
 /// That ranks passed such tensors to an operation that wants `wanted`.

@@ -10,6 +10,16 @@ use crate::panic_text::panic_text;
 /// What only some ranks do, and in which order.
 impl Accelerator {
     /// Whether this is rank 0.
+    ///
+    /// ```
+    /// let firsts = accelerator::launch(3, |accelerator| {
+    ///     // Ranks that are threads are all on one host.
+    ///     assert_eq!(accelerator.is_local_main_process(), accelerator.is_main_process());
+    ///     Ok((accelerator.is_main_process(), accelerator.is_last_process()))
+    /// })?;
+    /// assert_eq!(firsts, [(true, false), (false, false), (false, true)]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn is_main_process(&self) -> bool {
         self.topology().is_main()
     }
@@ -32,6 +42,13 @@ impl Accelerator {
     }
 
     /// Prints a line on the first rank of each host, and nothing elsewhere.
+    ///
+    /// ```
+    /// let accelerator = accelerator::Accelerator::new()?;
+    /// let ranks = accelerator.topology().local_world_size();
+    /// accelerator.print_local(format_args!("{ranks} ranks on this host"));
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn print_local(&self, line: impl fmt::Display) {
         if self.is_local_main_process() {
             print(line);
@@ -56,7 +73,8 @@ impl Accelerator {
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost or does not call it.
     #[track_caller]
     pub fn print_in_order(&self, line: impl fmt::Display) -> Result<()> {
-        let lines = self.shared.group.all_gather_object(&line.to_string())?;
+        let group = self.shared.group.for_purpose("print_in_order");
+        let lines = group.all_gather_object(&line.to_string())?;
         self.print(lines.join("\n"));
         Ok(())
     }
@@ -149,6 +167,15 @@ impl Accelerator {
 
     /// Runs `work` on the rank with that number on its host, on each host; see
     /// [`on_main_process`](Self::on_main_process).
+    ///
+    /// ```
+    /// let did = accelerator::launch(3, |accelerator| {
+    ///     let unpacked = accelerator.on_local_main_process(|| "unpacked");
+    ///     Ok(unpacked.or(accelerator.on_local_process(1, || "downloaded")))
+    /// })?;
+    /// assert_eq!(did, [Some("unpacked"), Some("downloaded"), None]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn on_local_process<T>(&self, local_rank: usize, work: impl FnOnce() -> T) -> Option<T> {
         (self.topology().local_rank() == local_rank).then(|| self.alone(work))
     }
@@ -221,6 +248,18 @@ impl Accelerator {
     }
 
     /// Waits until every rank has come here.
+    ///
+    /// ```
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("vocabulary.txt");
+    /// let read = accelerator::launch(2, |accelerator| {
+    ///     accelerator.on_main_process(|| std::fs::write(&path, "a b c")).transpose()?;
+    ///     accelerator.wait_for_everyone()?;
+    ///     Ok(std::fs::read_to_string(&path)?)
+    /// })?;
+    /// assert_eq!(read, ["a b c"; 2]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     ///
     /// # Errors
     ///

@@ -16,6 +16,22 @@ use crate::panic_text::panic_text;
 /// Dropping it changes nothing: the checkpoint is completed all the same. How it went is told by
 /// [`wait`](Self::wait), by the next save, or by [`finish`](crate::Accelerator::finish), whichever
 /// comes first; a program that ends without any of them still waits, on rank 0, for the writing.
+///
+/// ```
+/// use accelerator::checkpoint::Saving;
+/// use accelerator::prelude::*;
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+///
+/// let accelerator = Accelerator::new()?;
+/// let saving: Saving = accelerator.save_state_async(folder, Object(&"state"))?;
+/// while !saving.is_done() {
+///     // Train on: a step here.
+///     std::thread::yield_now();
+/// }
+/// assert_eq!(saving.wait()?.number(), 1);
+/// # Ok::<(), Error>(())
+/// ```
 #[must_use = "`wait` tells how it went; so do the next save and `finish`"]
 pub struct Saving {
     accelerator: Accelerator,

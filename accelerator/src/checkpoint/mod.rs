@@ -116,7 +116,8 @@ impl Accelerator {
     ///
     /// The same on every rank: [`Error::is_misuse`](crate::Error::is_misuse) between the micro-steps
     /// of a window, for a model that was not prepared, an optimizer without its model, or ranks that
-    /// save different things; [`Error::is_io`](crate::Error::is_io) when rank 0 cannot write;
+    /// save different things; [`Error::is_config`](crate::Error::is_config) where ranks are given different
+    /// folders, which it shows; [`Error::is_io`](crate::Error::is_io) when rank 0 cannot write;
     /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) when a hook fails. The outcome of an
     /// earlier [`save_state_async`](Self::save_state_async) that nobody waited for is told here,
     /// and nothing is saved then. [`Error::is_collective`](crate::Error::is_collective) when a rank
@@ -264,7 +265,8 @@ impl Accelerator {
     /// than were saved, a loader with another number or order of samples, another kind of optimizer
     /// or scheduler, and where checkpoints are there and none is whole;
     /// [`Error::is_model`](crate::Error::is_model) for a model of another layout;
-    /// [`Error::is_config`](crate::Error::is_config) where batches cannot be divided over the ranks;
+    /// [`Error::is_config`](crate::Error::is_config) where batches cannot be divided over the ranks, or ranks are
+    /// given different folders or parts;
     /// [`Error::is_io`](crate::Error::is_io) when rank 0 cannot read. It never starts afresh by
     /// itself.
     #[track_caller]
@@ -280,6 +282,27 @@ impl Accelerator {
     /// rule is asked on rank 0, and only if the number is another one.
     ///
     /// A batch size that was changed in the program holds as it is, whatever the rule.
+    ///
+    /// ```
+    /// use accelerator::checkpoint::Rescale;
+    /// use accelerator::prelude::*;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    ///
+    /// launch(2, |accelerator| accelerator.save_state(folder, Object(&1)).map(drop))?;
+    /// launch(3, |accelerator| {
+    ///     let (_, position) = accelerator.resume_with(folder, Object(0), |change| {
+    ///         // The same steps where the job shrank, larger ones where it grew.
+    ///         match change.now() < change.before() {
+    ///             true => Rescale::keep_global_batch(),
+    ///             false => Rescale::keep_batch_per_rank().with_learning_rate_factor(change.ratio()),
+    ///         }
+    ///     })?;
+    ///     assert_eq!(position.learning_rate_factor(), 1.5);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
     ///
     /// # Errors
     ///

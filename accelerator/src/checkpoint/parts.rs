@@ -16,6 +16,28 @@ use crate::optim::{Manual, PreparedOptimizer, Scheduled};
 /// models, optimizers and loaders, [`Object`]s and [`PerRank`] values, or a tuple of these.
 ///
 /// `K` is one of the [`kind`]s and always inferred, as for [`Prepare`](crate::Prepare).
+///
+/// ```
+/// use accelerator::checkpoint::Save;
+/// use accelerator::prelude::*;
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+///
+/// fn save_every<K>(accelerator: &Accelerator, folder: &str, step: u64, parts: impl Save<K>) -> Result<()> {
+///     if step % 1000 == 0 {
+///         accelerator.save_state(folder, parts)?;
+///     }
+///     Ok(())
+/// }
+///
+/// # let folder = folder.to_str().unwrap();
+/// let accelerator = Accelerator::new()?;
+/// for step in 0..2000 {
+///     save_every(&accelerator, folder, step, (Object(&step), PerRank(&"mine")))?;
+/// }
+/// # assert_eq!(accelerator.resume(folder, (Object(0_u64), PerRank(String::new())))?.0.0, Object(1000));
+/// # Ok::<(), Error>(())
+/// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be saved in a checkpoint",
     label = "not a reference to a prepared part, an `Object(&value)`, `PerRank(&value)`, or a tuple",
@@ -28,6 +50,7 @@ pub trait Save<K> {
 
     /// What takes all ranks, once it is known that they are ready.
     #[doc(hidden)]
+    #[track_caller]
     fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
         settling.pass_over();
         Ok(())
@@ -38,6 +61,25 @@ pub trait Save<K> {
 /// optimizers and loaders, [`Object`]s and [`PerRank`] values, or a tuple of these.
 ///
 /// `K` is one of the [`kind`]s and always inferred, as for [`Prepare`](crate::Prepare).
+///
+/// ```
+/// use accelerator::checkpoint::Resume;
+/// use accelerator::prelude::*;
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+///
+/// fn resume_told<K, P: Resume<K>>(accelerator: &Accelerator, folder: &str, parts: P) -> Result<P> {
+///     let (parts, position) = accelerator.resume(folder, parts)?;
+///     accelerator.print(format_args!("training goes on at {position}"));
+///     Ok(parts)
+/// }
+///
+/// # let folder = folder.to_str().unwrap();
+/// let accelerator = Accelerator::new()?;
+/// let (Object(best), PerRank(seen)) = resume_told(&accelerator, folder, (Object(0.5), PerRank(0)))?;
+/// assert_eq!((best, seen), (0.5, 0), "there is no checkpoint");
+/// # Ok::<(), Error>(())
+/// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be resumed from a checkpoint",
     label = "not a prepared part, an `Object(value)`, `PerRank(value)`, or a tuple of these",
@@ -49,6 +91,7 @@ pub trait Resume<K>: Sized {
     fn kinds(kinds: &mut Vec<PartKind>);
 
     #[doc(hidden)]
+    #[track_caller]
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self>;
 }
 
@@ -104,6 +147,30 @@ pub struct PerRank<T>(
 );
 
 /// The kinds of things that a checkpoint can hold; see [`Save`] and [`Resume`].
+///
+/// ```
+/// use accelerator::checkpoint::{Object, PerRank, Resume, Save, kind};
+/// use accelerator::data::PreparedLoader;
+/// use accelerator::local::{DiLoCo, LocalSgd};
+/// use accelerator::optim::{PreparedOptimizer, Scheduled};
+/// use accelerator::Ema;
+/// use burn::nn::Linear;
+///
+/// fn resumes<K, P: Resume<K>>() where for<'a> &'a P: Save<K> {}
+///
+/// resumes::<kind::Model, Linear>();
+/// resumes::<kind::Ema, Ema<Linear>>();
+/// resumes::<kind::Optimizer, PreparedOptimizer<Scheduled>>();
+/// resumes::<kind::Loader, PreparedLoader<Vec<u32>>>();
+/// resumes::<kind::LocalSgd, LocalSgd>();
+/// resumes::<kind::DiLoCo, DiLoCo<Linear>>();
+///
+/// // Values are saved by reference, too.
+/// fn holds<K, S: Save<K>, P: Resume<K>>() {}
+///
+/// holds::<kind::Object, Object<&f64>, Object<f64>>();
+/// holds::<kind::PerRank, PerRank<&f64>, PerRank<f64>>();
+/// ```
 pub mod kind {
     /// The outer optimizer of local training.
     #[derive(Debug)]
@@ -161,7 +228,7 @@ impl<M: Module + fmt::Display> Resume<kind::Model> for M {
 // To a checkpoint it is one more model.
 impl<M: Module + fmt::Display> Save<kind::Ema> for &Ema<M> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
-        snapshot.add_companion(self.model())
+        snapshot.add_companion("an `Ema`", self.model())
     }
 
     fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
@@ -175,7 +242,8 @@ impl<M: Module + fmt::Display> Resume<kind::Ema> for Ema<M> {
     }
 
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
-        self.try_map(|model| restorer.companion(model))
+        let (average, decay) = self.into_parts();
+        Ok(Self::from_parts(&restorer.companion(average)?, decay))
     }
 }
 
@@ -203,13 +271,15 @@ impl<M: Module + fmt::Display> Save<kind::DiLoCo> for &DiLoCo<M> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         self.states()
             .into_iter()
-            .try_for_each(|state| snapshot.add_companion(state))
+            .try_for_each(|state| snapshot.add_companion("`DiLoCo`", state))
     }
 
     fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
-        self.states()
-            .into_iter()
-            .try_for_each(|state| settling.model(state))
+        // A closure would be the caller that errors name.
+        for state in self.states() {
+            settling.model(state)?;
+        }
+        Ok(())
     }
 }
 
@@ -219,7 +289,10 @@ impl<M: Module + fmt::Display> Resume<kind::DiLoCo> for DiLoCo<M> {
     }
 
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
-        self.try_map(|state| restorer.companion(state))
+        let (rule, [outer, velocity]) = self.into_parts();
+        let outer = restorer.companion(outer)?;
+        let velocity = restorer.companion(velocity)?;
+        Ok(Self::from_parts(rule, [outer, velocity]))
     }
 }
 

@@ -20,6 +20,23 @@ use core::fmt;
 /// assert!(position.passed_over().is_empty(), "the newest one is good");
 /// # Ok::<(), Error>(())
 /// ```
+///
+/// After a change of the number of ranks, for an optimizer that is told its rate:
+///
+/// ```
+/// use accelerator::prelude::*;
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+///
+/// let accelerator = Accelerator::new()?;
+/// let (_, position) = accelerator.resume(folder, Object(0))?;
+/// if position.world_size() != position.world_size_before() {
+///     accelerator.print(format_args!("{} ranks go on from {position}", position.world_size()));
+/// }
+/// let rate = 0.1 * position.learning_rate_factor();
+/// assert_eq!(rate, 0.1, "nothing has changed");
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Position {
     pub(super) checkpoint: Option<u64>,

@@ -16,7 +16,7 @@ use super::snapshot::PartKind;
 use super::state::{HookState, Kept, ModelState, Names, PartState, State, decode};
 use super::world::{Rescale, WorldChange};
 use crate::accelerator::{Accelerator, WindowSize};
-use crate::agreement;
+use crate::agreement::{self, Term};
 use crate::data::{Continuation, PreparedLoader};
 use crate::error::{Error, Kind, Result};
 use crate::gradient::hook::{Held, SavedBy};
@@ -35,11 +35,13 @@ pub(super) fn resume<K, P: Resume<K>>(
     accelerator.shared.checkpoints.settle(accelerator)?;
     let mut kinds = Vec::new();
     P::kinds(&mut kinds);
-    agreement::check(
-        accelerator.group(),
-        "what is passed to `resume`",
-        &list(&kinds),
-    )?;
+    let folder = settings.path().display();
+    let terms = [
+        Term::new("what is passed to `resume`", list(&kinds)),
+        // Rank 0 alone reads, and the others' would not be looked into.
+        Term::new("the folder of checkpoints", folder).shown_of_all(),
+    ];
+    agreement::check_all(accelerator.group(), &terms)?;
     let mut source = None;
     let found = from_main(accelerator, "find a checkpoint", || {
         let Some((checkpoint, passed_over)) = newest(settings.path())? else {

@@ -107,13 +107,14 @@ fn prepare<K>(
         draft.transpose()
     });
     let mine = match &begun {
-        Ok(_) => Vote::Ready(taken.report(rank)),
+        Ok(_) => Vote::Ready(taken.report(settings.path(), rank)),
         Err(error) => Vote::Failed(Failure::of(error)),
     };
     if accelerator.world_size() == 1 {
         return Ok((begun?, taken));
     }
-    let votes = accelerator.group().all_gather_object(&mine)?;
+    let group = accelerator.group().for_purpose("save a checkpoint");
+    let votes = group.all_gather_object(&mine)?;
     let draft = begun?;
     let reports = count(votes)?;
     taken.complete(&reports);
@@ -138,6 +139,7 @@ fn count(votes: Vec<Vote>) -> Result<Vec<Report>> {
             Vote::Ready(report) => reports.push(report),
         }
     }
+    Report::compare_folders(&reports)?;
     for (rank, report) in reports.iter().enumerate() {
         reports[0].compare(report, rank)?;
     }

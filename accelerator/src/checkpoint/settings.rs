@@ -30,6 +30,22 @@ type Hook<T> = dyn Fn(&T) -> Result<(), HookError> + Send + Sync;
 type HookError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A checkpoint that is about to be complete; for [`Checkpoints::before_save`].
+///
+/// ```
+/// use accelerator::prelude::*;
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+///
+/// let accelerator = Accelerator::new()?;
+/// let checkpoints = Checkpoints::new(folder).before_save(|draft| {
+///     let about = format!("checkpoint {} of step {}", draft.number(), draft.step());
+///     Ok(std::fs::write(draft.path().join("about.txt"), about)?)
+/// });
+/// let saved = accelerator.save_state(&checkpoints, Object(&1))?;
+/// let about = std::fs::read_to_string(saved.path().join("about.txt"))?;
+/// assert_eq!(about, "checkpoint 1 of step 0");
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Draft {
     pub(super) number: u64,
@@ -38,6 +54,25 @@ pub struct Draft {
 }
 
 /// A checkpoint that training goes on from; for [`Checkpoints::after_resume`].
+///
+/// ```
+/// use accelerator::prelude::*;
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+///
+/// let accelerator = Accelerator::new()?;
+/// let saved = accelerator.save_state(folder, Object(&1))?;
+/// let checkpoints = Checkpoints::new(folder).after_resume(move |resumed| {
+///     assert_eq!((resumed.number(), resumed.step()), (saved.number(), saved.step()));
+///     // What `before_save` wrote beside it would be read here.
+///     match resumed.path().is_dir() {
+///         true => Ok(()),
+///         false => Err("it is gone".into()),
+///     }
+/// });
+/// accelerator.resume(&checkpoints, Object(0))?;
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Resumed {
     pub(super) number: u64,

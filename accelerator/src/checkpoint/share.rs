@@ -19,14 +19,15 @@ pub(super) fn from_main<T: Serialize + DeserializeOwned>(
     if accelerator.world_size() == 1 {
         return work();
     }
+    let reading = group.for_purpose(action);
     match accelerator.on_main_process(work) {
         Some(mine) => {
             let mine = outcome::tell(group, mine)?;
-            Ok(group.broadcast_object(Some(&mine), 0)?)
+            Ok(reading.broadcast_object(Some(&mine), 0)?)
         }
         None => {
             outcome::hear(group, action)?;
-            Ok(group.broadcast_object(None, 0)?)
+            Ok(reading.broadcast_object(None, 0)?)
         }
     }
 }

@@ -1,5 +1,6 @@
 use core::fmt;
 use std::collections::HashSet;
+use std::path::Path;
 use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
@@ -8,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::state::{HookState, ModelState, PartState, State, encode};
 use crate::accelerator::Accelerator;
+use crate::agreement::sides;
 use crate::data::Standing;
 use crate::error::{Error, Kind, Result};
 use crate::gradient::Slot;
@@ -78,7 +80,11 @@ pub enum PartKind {
 
 /// What a rank says of its snapshot before any is written.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-pub(super) struct Report(Vec<PartReport>);
+pub(super) struct Report {
+    /// The folder that it was told to save into.
+    folder: String,
+    parts: Vec<PartReport>,
+}
 
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 enum PartReport {
@@ -117,8 +123,16 @@ impl<'a> Snapshot<'a> {
     }
 
     /// Adds what is kept beside a prepared model, under the same ids: its values, and after which step.
-    /// What its training goes on from is saved with the model itself.
-    pub(super) fn add_companion<M: Module>(&mut self, companion: &M) -> Result<()> {
+    /// What its training goes on from is saved with the model itself. `what` it is, errors say.
+    pub(super) fn add_companion<M: Module>(&mut self, what: &str, companion: &M) -> Result<()> {
+        if let Err(error) = self.accelerator.shared.models.find(companion) {
+            let message = format!(
+                "{what} cannot be saved: it does not belong to a prepared model. Begin it with the model that \
+                 `prepare` gave, and not with the one that `prepare` took, whose parameter ids are others; \
+                 where that was not done, `accelerator.save_model` saves the weights in a file"
+            );
+            return Err(Error::with_source(Kind::Misuse, message, error));
+        }
         let slot = self.ready(companion)?;
         let state = ModelState {
             hook: None,
@@ -227,7 +241,7 @@ impl<'a> Settling<'a> {
 }
 
 impl Taken {
-    pub(super) fn report(&self, rank: usize) -> Report {
+    pub(super) fn report(&self, folder: &Path, rank: usize) -> Report {
         let parts = self.parts.iter().map(|part| match part {
             Part::Loader(standing) => PartReport::Loader(Box::new(standing.clone())),
             Part::Model { state, .. } => PartReport::Model { steps: state.steps },
@@ -240,7 +254,10 @@ impl Taken {
                 PartReport::PerRank(mine.unwrap_or_default())
             }
         });
-        Report(parts.collect())
+        Report {
+            folder: folder.display().to_string(),
+            parts: parts.collect(),
+        }
     }
 
     /// Takes every rank's own values in.
@@ -250,7 +267,7 @@ impl Taken {
                 continue;
             };
             for (value, report) in values.iter_mut().zip(reports) {
-                if let Some(PartReport::PerRank(bytes)) = report.0.get(at) {
+                if let Some(PartReport::PerRank(bytes)) = report.parts.get(at) {
                     *value = Some(bytes.clone());
                 }
             }
@@ -314,9 +331,24 @@ impl Taken {
 }
 
 impl Report {
+    /// Whether all ranks save into one folder. Rank 0 alone writes, so the others' would stay empty.
+    pub(super) fn compare_folders(reports: &[Self]) -> Result<()> {
+        if reports
+            .iter()
+            .all(|report| report.folder == reports[0].folder)
+        {
+            return Ok(());
+        }
+        Err(Error::config(format!(
+            "the folder of checkpoints differs between ranks ({}); rank 0 writes for all, into its own: pass \
+             the same on every rank",
+            sides(reports.iter().map(|report| &report.folder))
+        )))
+    }
+
     /// Compares rank 0's report with that of `rank`.
     pub(super) fn compare(&self, other: &Self, rank: usize) -> Result<()> {
-        let (mine, theirs) = (&self.0, &other.0);
+        let (mine, theirs) = (&self.parts, &other.parts);
         let count = mine.len().max(theirs.len());
         let Some(at) = (0..count).find(|&at| !same(mine.get(at), theirs.get(at))) else {
             return Ok(());

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 /// launch(4, |accelerator| {
 ///     let (_, position) = accelerator.resume_with(folder, Object(0), |change| {
 ///         assert_eq!((change.before(), change.now(), change.ratio()), (2, 4, 2.0));
+///         assert!(change.global_batches().is_empty(), "no loader was saved");
 ///         Rescale::keep_batch_per_rank().with_learning_rate_factor(change.ratio())
 ///     })?;
 ///     assert_eq!((position.world_size_before(), position.world_size()), (2, 4));
@@ -77,6 +78,19 @@ impl WorldChange {
 /// # assert!(position.is_start());
 /// # let _: Linear = model;
 /// # Ok::<(), Error>(())
+/// ```
+///
+/// A rule that says so to people:
+///
+/// ```
+/// use accelerator::checkpoint::{Rescale, WorldChange};
+///
+/// fn told(change: &WorldChange) -> Rescale {
+///     println!("{} ranks in place of {}", change.now(), change.before());
+///     Rescale::keep_global_batch()
+/// }
+/// assert_eq!(Rescale::default(), Rescale::keep_global_batch());
+/// # let _ = told;
 /// ```
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Rescale {

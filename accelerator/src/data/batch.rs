@@ -43,6 +43,8 @@ use crate::gradient::{Closing, Weight};
 /// // Nothing is left for rank 1: it runs an earlier batch again, which counts for nothing.
 /// let idle = &batches[1][1];
 /// assert!(idle.is_idle() && idle.real() == 0);
+/// let items: Vec<u32> = batches[0][0].clone().into_inner();
+/// assert_eq!(items, [0, 1]);
 /// # Ok::<(), Error>(())
 /// ```
 #[derive(Clone)]
@@ -110,6 +112,34 @@ impl<O> Batch<O> {
     /// What it counts in [`backward`](crate::Accelerator::backward): its number of samples, and
     /// none when it is idle. Duplicates of [`TailPolicy::Pad`](crate::plan::TailPolicy::Pad)
     /// count, as they do in Accelerate.
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    /// # use accelerator::prelude::*;
+    /// # let accelerator = Accelerator::new()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let loader = DataLoaderBuilder::new(Listed).batch_size(3).build(InMemDataset::new(vec![1; 6]));
+    /// # let loader = accelerator.prepare(loader)?;
+    /// // All batches of an epoch in one step.
+    /// for batch in loader.epoch(0) {
+    ///     let batch = batch?;
+    ///     let loss = model.forward(Tensor::<2>::ones([batch.len(), 2], &device)).mean();
+    ///     let weight = match batch.is_last() {
+    ///         true => batch.weight(),
+    ///         false => batch.weight().no_sync(),
+    ///     };
+    ///     let gradients = accelerator.backward(loss, &model, weight)?;
+    ///     assert_eq!(gradients.samples(), batch.is_last().then_some(6.0));
+    /// }
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn weight(&self) -> Weight {
         self.with_weight(self.info.len as f64)
     }

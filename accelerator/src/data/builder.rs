@@ -289,6 +289,9 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// How many threads load ahead. With 0, each batch is loaded when it is asked for. The order
     /// of batches does not depend on it. A stream is read by one. Default: 1.
     ///
+    /// Leaving an epoch of a data set early waits for the batches that are being loaded at that moment, all at
+    /// the same time.
+    ///
     /// ```
     /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
     /// # struct Listed;

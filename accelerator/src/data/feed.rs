@@ -136,10 +136,16 @@ impl<T> Iterator for Worker<T> {
     }
 }
 
+impl<T> Worker<T> {
+    /// Lets it end: without a receiver its next send fails.
+    fn stop(&mut self) {
+        self.items = None;
+    }
+}
+
 impl<T> Drop for Worker<T> {
     fn drop(&mut self) {
-        // Without a receiver the worker's next send fails, and it ends.
-        self.items = None;
+        self.stop();
         if let Some(thread) = self.thread.take() {
             // Its panics were caught and sent.
             let _ = thread.join();
@@ -203,6 +209,13 @@ struct Workers<T> {
     workers: Vec<Worker<T>>,
 }
 
+impl<T> Drop for Workers<T> {
+    fn drop(&mut self) {
+        // All of them before one is waited for, or each would go on until its turn has come.
+        self.workers.iter_mut().for_each(Worker::stop);
+    }
+}
+
 impl<T> Iterator for Workers<T> {
     type Item = Result<T>;
 
@@ -210,5 +223,31 @@ impl<T> Iterator for Workers<T> {
         let turn = self.next;
         self.next = (turn + 1) % self.workers.len();
         self.workers[turn].next()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// The first one ends when the second one has noticed that nobody listens.
+    #[test]
+    fn all_workers_stop_before_one_is_waited_for() {
+        const DEADLINE: Duration = Duration::from_secs(60);
+        let (stopped, has_stopped) = mpsc::channel();
+        let (done, outcome) = mpsc::channel();
+        let first = Worker::start(1, Ending::Awaited, move |_| {
+            done.send(has_stopped.recv_timeout(DEADLINE)).unwrap();
+        });
+        let second = Worker::start(1, Ending::Awaited, move |sender| {
+            while sender.send(Ok(())).is_ok() {}
+            stopped.send(()).unwrap();
+        });
+        let workers = vec![first.unwrap(), second.unwrap()];
+        drop(Workers { next: 0, workers });
+        assert_eq!(outcome.recv().unwrap(), Ok(()));
     }
 }

@@ -1,4 +1,5 @@
 use core::fmt;
+use core::panic::Location;
 
 use accelerator_collective::ProcessGroup;
 use ciborium::Value;
@@ -33,19 +34,20 @@ impl fmt::Display for Here {
 /// Tells all ranks of this one's step, and hears of theirs, in rank order.
 ///
 /// Where a rank has failed to do `action`, all fail: this one with its own error, if it has one. Where ranks
-/// are at different places, all fail alike.
-#[track_caller]
+/// are at different places, all fail alike. Errors of the communication name the line of `caller`.
 pub(super) fn meet<T: Serialize + DeserializeOwned>(
     group: &ProcessGroup,
     here: Here,
     mine: Result<T, &Error>,
     action: &str,
+    caller: &Location<'_>,
 ) -> Result<Vec<T>> {
     let word = match &mine {
         Ok(word) => Ok(Value::serialized(word).map_err(unreadable)?),
         Err(error) => Err(Failure::of(error)),
     };
-    let told = group.all_gather_object(&(here, word));
+    let group = group.for_purpose(PURPOSE);
+    let told = group.all_gather_object_at(&(here, word), caller);
     let told: Vec<(Here, Result<Value, Failure>)> = match (told, mine.err()) {
         (Ok(told), own) => {
             same_place(&told, own)?;
@@ -66,6 +68,10 @@ pub(super) fn meet<T: Serialize + DeserializeOwned>(
         })
         .collect()
 }
+
+/// What ranks tell each other about data for, whatever they read: who reads other data than the others is named
+/// by [`Here`], and who reads none by this.
+pub(super) const PURPOSE: &str = "the next batch of a loader";
 
 fn same_place<T>(told: &[(Here, T)], own: Option<&Error>) -> Result<()> {
     if told.iter().all(|(here, _)| *here == told[0].0) {
@@ -105,7 +111,8 @@ mod tests {
             let here = [HERE, Here { loader: 2, ..HERE }, HERE][rank];
             let failed = Error::new(Kind::Data, "no disk");
             let mine = if rank == 2 { Err(&failed) } else { Ok(rank) };
-            let error = meet(accelerator.group(), here, mine, "read").unwrap_err();
+            let error = meet(accelerator.group(), here, mine, "read", Location::caller());
+            let error = error.unwrap_err();
             // The group lives.
             accelerator.wait_for_everyone()?;
             Ok(error)
@@ -129,8 +136,18 @@ mod tests {
         let errors = crate::launch(2, |accelerator| {
             let group = accelerator.group();
             let error = match accelerator.rank() {
-                0 => meet(group, HERE, Ok("aaa".to_owned()), "read").unwrap_err(),
-                _ => meet(group, Here { epoch: 2, ..HERE }, Ok(5_u8), "read").unwrap_err(),
+                0 => meet(
+                    group,
+                    HERE,
+                    Ok("aaa".to_owned()),
+                    "read",
+                    Location::caller(),
+                )
+                .unwrap_err(),
+                _ => {
+                    let here = Here { epoch: 2, ..HERE };
+                    meet(group, here, Ok(5_u8), "read", Location::caller()).unwrap_err()
+                }
             };
             Ok(error)
         });
@@ -145,7 +162,8 @@ mod tests {
             let group = accelerator.group();
             group.abort("this rank gives up".to_owned());
             let failed = Error::new(Kind::Data, "no disk");
-            Ok(meet::<u8>(group, HERE, Err(&failed), "read").unwrap_err())
+            let caller = Location::caller();
+            Ok(meet::<u8>(group, HERE, Err(&failed), "read", caller).unwrap_err())
         });
         for error in errors.unwrap() {
             assert!(error.is_data(), "{error:?}");

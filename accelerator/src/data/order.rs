@@ -1,4 +1,5 @@
 use core::fmt;
+use core::panic::Location;
 use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
@@ -144,12 +145,17 @@ impl Dealt {
     }
 
     /// Compares what was given on each rank, and fails on all alike where ranks differ.
-    pub(super) fn agreed(mine: Result<Self>, group: &ProcessGroup, here: Here) -> Result<Self> {
+    pub(super) fn agreed(
+        mine: Result<Self>,
+        group: &ProcessGroup,
+        here: Here,
+        caller: &Location<'_>,
+    ) -> Result<Self> {
         if group.world_size() == 1 {
             return mine;
         }
         let digest = mine.as_ref().map(|dealt| dealt.digest);
-        let digests = meet(group, here, digest, "sample an epoch")?;
+        let digests = meet(group, here, digest, "sample an epoch", caller)?;
         let mine = mine?;
         if digests.iter().all(|digest| *digest == mine.digest) {
             return Ok(mine);

@@ -1,4 +1,5 @@
 use core::fmt;
+use core::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -188,7 +189,9 @@ impl<O: Send + 'static> PreparedLoader<O> {
     ///
     /// While batches are taken, the device's random generator is set from the seed, the rank, the
     /// loader, the epoch and the step: dropout is reproducible, and another one on each rank.
+    #[track_caller]
     pub fn epoch(&self, epoch: u64) -> Epoch<O> {
+        let caller = Location::caller();
         let pass = self.cursor.begin(epoch);
         let start = pass.yielded();
         let reseed = Reseed::new(self.device.clone(), self.place, epoch);
@@ -201,12 +204,18 @@ impl<O: Send + 'static> PreparedLoader<O> {
             }
             _ => None,
         };
-        let open = self.open(epoch, start, pass.clone());
+        let open = self.open(epoch, start, pass.clone(), caller);
         Epoch::new(open, pass, reseed, steps, self.timeline.clone())
     }
 
     /// How an epoch is read from there on.
-    fn open(&self, epoch: u64, start: Spot, pass: Arc<Pass>) -> Open<O> {
+    fn open(
+        &self,
+        epoch: u64,
+        start: Spot,
+        pass: Arc<Pass>,
+        caller: &'static Location<'static>,
+    ) -> Open<O> {
         let (device, place, timeline) = (self.device.clone(), self.place, self.timeline.clone());
         match self.samples.clone() {
             Samples::Opaque(loader) => Box::new(move |skip| {
@@ -226,7 +235,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
                         loader: place.number,
                         step: start.step.saturating_add(skip),
                     };
-                    dealt = Dealt::agreed(dealt, &group, here);
+                    dealt = Dealt::agreed(dealt, &group, here, caller);
                 }
                 let rest = dealt.and_then(|dealt| {
                     dealt.goes_on_from(start)?;
@@ -257,6 +266,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 stream,
             } => Box::new(move |skip| {
                 stream.feed(stream::Pass {
+                    caller,
                     device,
                     epoch,
                     group,

@@ -7,9 +7,10 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use super::bucket;
-use super::closed::{Sums, factor};
-use super::ledger::Stage;
 use super::slot::Slot;
+use super::spread::Bounds;
+use super::sums::{Sums, factor};
+use crate::error::Result;
 use crate::model::{Float, Trainable};
 
 /// The averaged gradients of a window that was reduced over several micro-steps or ranks: sums, to be read
@@ -53,7 +54,49 @@ enum By<E> {
     Share(E),
 }
 
+/// How the next windows of a model are laid out.
+pub(crate) struct Spreading(Arc<Slot>);
+
+impl Spreading {
+    /// Each rank gets the sums within its bounds alone. All ranks call it between the same windows.
+    pub(crate) fn set(self, bounds: &Arc<Bounds>) -> Result<()> {
+        self.0.spread(bounds)
+    }
+}
+
 impl Averages {
+    /// All parameters of their model, in path order, with or without gradients.
+    pub(crate) fn all_parameters(&self) -> &[Trainable] {
+        self.slot.parameters()
+    }
+
+    /// Where those of their model's next window are cut.
+    pub(crate) fn next_bounds(&self) -> Option<Arc<Bounds>> {
+        self.slot.bounds()
+    }
+
+    /// What these are cut at, where each rank has its own part of them alone.
+    pub(crate) fn bounds(&self) -> Option<&Arc<Bounds>> {
+        let ledger = self.sums.ledger.as_ref()?;
+        let is_spread = self.sums.is_spread();
+        ledger.layout.bounds().filter(|_| is_spread)
+    }
+
+    /// Gives every rank all sums, of this window and those to come. All ranks call it.
+    #[track_caller]
+    pub(crate) fn make_whole(&mut self) -> Result<()> {
+        if self.sums.is_spread() {
+            self.slot.unspread();
+            self.sums.make_whole()?;
+        }
+        Ok(())
+    }
+
+    /// Where the gradients of the next windows are laid out.
+    pub(crate) fn spreading(&self) -> Spreading {
+        Spreading(self.slot.clone())
+    }
+
     /// The parameters that have a gradient, in path order: the same on every rank.
     pub(crate) fn parameters(&self) -> impl Iterator<Item = &Trainable> {
         self.sums.there().map(|(_, parameter, _, _)| parameter)
@@ -147,11 +190,7 @@ impl Averages {
                 }
             }
         }
-        let summed = |stage| match stage {
-            &mut Stage::Summed(ref mut buffer) => Some(buffer),
-            _ => None,
-        };
-        let mut buffers: Vec<_> = ledger.stages.iter_mut().filter_map(summed).collect();
+        let mut buffers = ledger.summed();
         group.all_gather_parts(&mut buffers, &parts, |rank, number, bytes| {
             let (id, start) = targets[rank][number];
             sink(id, start, bytes);

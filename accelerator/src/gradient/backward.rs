@@ -141,7 +141,12 @@ pub(crate) fn backward<M: Module>(
     slot.count_step();
     reduced.marks.iter().for_each(Mark::is_used);
     let device = accelerator.shared.device.clone();
+    let wants_norm = reduced.wants_norm;
     let mut gradients = Gradients::reduced(slot.clone(), device, reduced, weight.epoch);
+    // It takes all ranks, of which some may ask for it later, and others not.
+    if wants_norm && gradients.is_spread() {
+        gradients.agree_on_norm()?;
+    }
     if let Some(scale) = scale {
         gradients.note_scaler(slot.scaler_state());
         // All ranks see the same sums.
@@ -276,12 +281,7 @@ fn check(loss: &Tensor<1>, weight: &Weight) -> Result<()> {
              same number of steps), and keep `uneven` for evaluation",
         ));
     }
-    if !(weight.count >= 0.0 && weight.count.is_finite()) {
-        return Err(Error::misuse(format!(
-            "the weight of a batch is a number of samples or tokens, found {}",
-            weight.count
-        )));
-    }
+    weight.check_count()?;
     let [elements] = loss.dims();
     if elements != 1 {
         return Err(Error::misuse(format!(

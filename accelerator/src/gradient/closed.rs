@@ -1,19 +1,17 @@
-use core::ops::Range;
 use std::sync::Arc;
 
-use accelerator_collective::Buffer;
-use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
-use super::bucket::{self, Place};
+use super::bucket;
 use super::clip::Clip;
-use super::ledger::Ledger;
 use super::rank::with_rank;
 use super::slot::Slot;
+use super::spread::Spread;
+use super::sums::Sums;
 use super::values::Values as Elements;
 use crate::data::Mark;
-use crate::model::Trainable;
+use crate::error::{Error, Result};
 use crate::precision::ScalerState;
 
 /// The averaged gradients of a window that has ended.
@@ -49,17 +47,6 @@ pub(super) enum Values {
     },
 }
 
-/// Sums, whose ledger goes back to its slot.
-pub(super) struct Sums {
-    /// There until it is dropped.
-    pub(super) ledger: Option<Ledger>,
-    /// What sums are divided by: the total weight, times the scale of the loss.
-    pub(super) divisor: f64,
-    pub(super) loss: f64,
-    pub(super) slot: Arc<Slot>,
-    pub(super) total: f64,
-}
-
 impl Closed {
     /// By parameter: whether it is clipped.
     pub(super) fn chosen(&self, clip: &Clip<'_>) -> Vec<bool> {
@@ -71,36 +58,57 @@ impl Closed {
         self.factors.get(parameter).copied()
     }
 
-    /// The L2 norm of everything, before clipping.
-    pub(super) fn whole_norm(&mut self) -> f64 {
-        if self.norm.is_none() {
-            let norm = self.squares().iter().sum::<f64>().sqrt();
-            self.norm = Some(norm);
+    /// The L2 norm of everything, before clipping. All ranks call it where their sums are spread and it is
+    /// not [known](Self::knows_norm).
+    #[track_caller]
+    pub(super) fn whole_norm(&mut self) -> Result<f64> {
+        self.slot.note_norm_wanted();
+        match self.norm {
+            Some(norm) => Ok(norm),
+            None => {
+                let norm = self.squares()?.iter().sum::<f64>().sqrt();
+                self.norm = Some(norm);
+                Ok(norm)
+            }
         }
-        self.norm.unwrap_or(f64::NAN)
     }
 
-    fn squares(&mut self) -> &[f64] {
-        let (slot, device, values) = (&self.slot, &self.device, &mut self.values);
-        self.squares
-            .get_or_insert_with(|| values.powers(slot, device, 2.0, |_| true))
+    /// Whether the L2 norm can be had without the other ranks.
+    pub(super) fn knows_norm(&self) -> bool {
+        let is_spread = match &self.values {
+            Values::Reduced(sums) => sums.is_spread(),
+            Values::Untouched { .. } => false,
+        };
+        self.norm.is_some() || !is_spread
     }
 
-    /// The norm of what is chosen, as it is now.
-    pub(super) fn norm_of(&mut self, order: f64, chosen: &[bool]) -> f64 {
+    #[track_caller]
+    fn squares(&mut self) -> Result<&[f64]> {
+        let squares = match self.squares.take() {
+            Some(squares) => squares,
+            None => self
+                .values
+                .powers(&self.slot, &self.device, 2.0, |_| true)?,
+        };
+        Ok(self.squares.insert(squares))
+    }
+
+    /// The norm of what is chosen, as it is now. All ranks call it where their sums are spread.
+    #[track_caller]
+    pub(super) fn norm_of(&mut self, order: f64, chosen: &[bool]) -> Result<f64> {
         if order == 2.0 {
-            let squares = self.squares().to_vec();
+            let squares = self.squares()?.to_vec();
             let scaled = |(at, square): (usize, f64)| match self.factor(at) {
                 _ if !chosen[at] => 0.0,
                 Some(factor) => square * factor * factor,
                 None => square,
             };
             let sum: f64 = squares.into_iter().enumerate().map(scaled).sum();
-            return sum.sqrt();
+            return Ok(sum.sqrt());
         }
         let powers = self
             .values
-            .powers(&self.slot, &self.device, order, |at| chosen[at]);
+            .powers(&self.slot, &self.device, order, |at| chosen[at])?;
         let scaled = powers.into_iter().enumerate().map(|(at, power)| {
             let factor = self.factor(at).unwrap_or(1.0);
             power
@@ -110,14 +118,38 @@ impl Closed {
                     libm::pow(factor, order)
                 }
         });
-        if order.is_infinite() {
+        Ok(if order.is_infinite() {
             scaled.fold(0.0, bucket::larger)
         } else {
             libm::pow(scaled.sum::<f64>(), 1.0 / order)
+        })
+    }
+
+    /// Scales what is chosen down to the norm `max`, where it is longer. All ranks call it where their sums are
+    /// spread.
+    #[track_caller]
+    pub(super) fn clip_norm(&mut self, max: f64, order: f64, chosen: &[bool]) -> Result<()> {
+        if order == 2.0 {
+            self.whole_norm()?;
+        }
+        let factor = max / (self.norm_of(order, chosen)? + 1e-6);
+        // Also when the norm is NaN: nothing is hidden then.
+        if factor.is_nan() || factor < 1.0 {
+            self.multiply(factor, chosen);
+        }
+        Ok(())
+    }
+
+    /// What the other ranks wait for does not come: they are told, and no step takes place.
+    pub(super) fn give_up(&self, error: &Error) {
+        if let Values::Reduced(sums) = &self.values
+            && let Spread::Own(group) = &sums.spread
+        {
+            group.abort(format!("it could not clip or measure gradients: {error}"));
         }
     }
 
-    pub(super) fn multiply(&mut self, factor: f64, chosen: &[bool]) {
+    fn multiply(&mut self, factor: f64, chosen: &[bool]) {
         if self.factors.is_empty() {
             self.factors = vec![1.0; chosen.len()];
         }
@@ -128,12 +160,15 @@ impl Closed {
         }
     }
 
-    /// Holds the chosen elements within a range, where they lie.
-    pub(super) fn clamp(&mut self, max: f64, chosen: &[bool]) {
+    /// Holds the chosen elements within a range, where they lie. All ranks call it where their sums are
+    /// spread.
+    #[track_caller]
+    pub(super) fn clamp(&mut self, max: f64, chosen: &[bool]) -> Result<()> {
         // It can be had later no more.
-        self.whole_norm();
+        self.whole_norm()?;
         if max.is_nan() {
-            return self.multiply(max, chosen);
+            self.multiply(max, chosen);
+            return Ok(());
         }
         self.apply_factors();
         self.squares = None;
@@ -157,6 +192,7 @@ impl Closed {
                 }
             }
         }
+        Ok(())
     }
 
     /// Multiplies now what would be multiplied in the end.
@@ -184,23 +220,18 @@ impl Closed {
 impl Values {
     /// By parameter: the sum of `|x|^order` of its elements, or the largest magnitude where the order is
     /// infinite; 0 for what has no gradient, or is not asked for.
+    #[track_caller]
     fn powers(
         &mut self,
         slot: &Slot,
         device: &Device,
         order: f64,
         asked: impl Fn(usize) -> bool,
-    ) -> Vec<f64> {
-        let mut powers = vec![0.0; slot.parameters().len()];
+    ) -> Result<Vec<f64>> {
         match self {
-            Self::Reduced(sums) => {
-                for (at, _, buffer, range) in sums.there() {
-                    if asked(at) {
-                        powers[at] = bucket::power(buffer, range, sums.divisor, order);
-                    }
-                }
-            }
+            Self::Reduced(sums) => sums.powers(order, asked),
             Self::Untouched { gradients, .. } => {
+                let mut powers = vec![0.0; slot.parameters().len()];
                 for (at, parameter) in slot.parameters().iter().enumerate() {
                     if !asked(at) {
                         continue;
@@ -216,95 +247,8 @@ impl Values {
                         }
                     });
                 }
+                Ok(powers)
             }
-        }
-        powers
-    }
-}
-
-impl Sums {
-    /// The parameters that have a gradient, in path order, and where its sum lies.
-    pub(super) fn there(
-        &self,
-    ) -> impl Iterator<Item = (usize, &Trainable, &Buffer, &Range<usize>)> {
-        let parameters = self.slot.parameters().iter().enumerate();
-        parameters.filter_map(|(index, parameter)| {
-            let (sums, range) = self.place(index)?;
-            Some((index, parameter, sums, range))
-        })
-    }
-
-    /// Where the sum of a parameter lies, if it has a gradient.
-    pub(super) fn place(&self, index: usize) -> Option<(&Buffer, &Range<usize>)> {
-        let ledger = self.ledger.as_ref()?;
-        let place = ledger.layout.place(index);
-        let sums = ledger.sums(place.bucket)?;
-        ledger.present[index].then_some((sums, &place.range))
-    }
-
-    /// The same, to be changed.
-    pub(super) fn place_mut(&mut self, index: usize) -> Option<(&mut Buffer, Range<usize>)> {
-        let ledger = self.ledger.as_mut()?;
-        if !ledger.present[index] {
-            return None;
-        }
-        let Place { bucket, range } = ledger.layout.place(index).clone();
-        Some((ledger.sums_mut(bucket)?, range))
-    }
-
-    /// Replaces every element, given the number of its parameter and the element of the average.
-    fn change(&mut self, new: impl Fn(usize, f64) -> f64) {
-        let Some(ledger) = &mut self.ledger else {
-            return;
-        };
-        let layout = ledger.layout.clone();
-        for index in 0..self.slot.parameters().len() {
-            let place = layout.place(index);
-            if ledger.present[index]
-                && let Some(sums) = ledger.sums_mut(place.bucket)
-            {
-                bucket::change(sums, &place.range, |value| new(index, value / self.divisor));
-            }
-        }
-        self.divisor = 1.0;
-    }
-
-    /// The gradients of the parameters that are asked for. Elements are multiplied by the factor of their
-    /// parameter, where there are any.
-    pub(super) fn params(
-        &self,
-        device: &Device,
-        factors: &[f64],
-        asked: impl Fn(ParamId) -> bool,
-    ) -> GradientsParams {
-        let mut gradients = GradientsParams::new();
-        for (index, parameter, buffer, range) in self.there() {
-            if !asked(parameter.id) {
-                continue;
-            }
-            let factor = factor(factors, index);
-            let (float, shape) = (parameter.float, &parameter.shape);
-            let data = bucket::read(buffer, range, float, shape, self.divisor, factor);
-            let dtype = data.dtype();
-            with_rank!(parameter.shape.len(), D => {
-                let gradient = Tensor::<D>::from_data(data, (device, dtype));
-                gradients.register(parameter.id, gradient);
-            });
-        }
-        gradients
-    }
-}
-
-/// What the elements of a parameter are multiplied by. What is 1 changes no bit, and costs nothing where
-/// it is left out.
-pub(super) fn factor(factors: &[f64], index: usize) -> Option<f64> {
-    factors.get(index).copied().filter(|&factor| factor != 1.0)
-}
-
-impl Drop for Sums {
-    fn drop(&mut self) {
-        if let Some(ledger) = self.ledger.take() {
-            self.slot.take_back(ledger);
         }
     }
 }

@@ -8,12 +8,14 @@ use burn::tensor::{Device, Tensor};
 use super::averages::{Averaged, Averages};
 use super::backward::Reach;
 use super::clip::{Clip, Limit};
-use super::closed::{Closed, Sums, Values};
+use super::closed::{Closed, Values};
 use super::reducer::Reduced;
 use super::slot::Slot;
+use super::sums::Sums;
 use super::undo::Undo;
 use super::weight::Weight;
 use crate::data::Mark;
+use crate::error::Result;
 use crate::precision::ScalerState;
 
 /// The averaged gradients of a window, or the news that it is still open.
@@ -106,6 +108,7 @@ impl Gradients {
             divisor: reduced.divisor,
             loss: reduced.loss,
             slot: slot.clone(),
+            spread: reduced.spread,
             total: reduced.total,
         };
         Self::closed(slot, device, epoch, reduced.marks, Values::Reduced(sums))
@@ -161,6 +164,13 @@ impl Gradients {
         self.closed_ref().is_some_and(|closed| closed.tie.is_some())
     }
 
+    /// Lets local training tell that a sharded optimizer was given these, which are this rank's alone.
+    pub(crate) fn refuse_shards(&self) {
+        if let Some(closed) = self.closed_ref() {
+            closed.slot.round().meet_shards();
+        }
+    }
+
     /// Whether this rank had no sample in a step of its own.
     pub(crate) fn is_idle(&self) -> bool {
         matches!(self.0, Content::Idle { .. })
@@ -181,6 +191,7 @@ impl Gradients {
     ///
     /// The factor is `max / (norm + 1e-6)`. Of two calls the stricter one holds; a negative `max`
     /// is taken as 0. See [`clip`](Self::clip) for other norms, values, and groups of parameters.
+    #[track_caller]
     pub fn clip_norm(self, max: f64) -> Self {
         self.clip(Clip::norm(max))
     }
@@ -200,6 +211,7 @@ impl Gradients {
     /// assert_eq!(gradients.norm_of_order(f64::INFINITY), Some(0.125));
     /// # Ok::<(), Error>(())
     /// ```
+    #[track_caller]
     pub fn clip_value(self, max: f64) -> Self {
         self.clip(Clip::value(max))
     }
@@ -225,6 +237,7 @@ impl Gradients {
     /// assert!(gradients.norm_of_order(f64::INFINITY).is_some_and(|largest| largest <= 0.5));
     /// # Ok::<(), Error>(())
     /// ```
+    #[track_caller]
     pub fn clip(mut self, clip: Clip<'_>) -> Self {
         let Content::Closed(closed) = &mut self.0 else {
             return self;
@@ -233,19 +246,12 @@ impl Gradients {
         if !chosen.contains(&true) {
             closed.slot.report_unclipped();
         }
-        match clip.limit {
-            Limit::Norm { max, order } => {
-                if order == 2.0 {
-                    closed.whole_norm();
-                }
-                let norm = closed.norm_of(order, &chosen);
-                let factor = at_least_zero(max) / (norm + 1e-6);
-                // Also when the norm is NaN: nothing is hidden then.
-                if factor.is_nan() || factor < 1.0 {
-                    closed.multiply(factor, &chosen);
-                }
-            }
+        let outcome = match clip.limit {
+            Limit::Norm { max, order } => closed.clip_norm(at_least_zero(max), order, &chosen),
             Limit::Value(max) => closed.clamp(at_least_zero(max), &chosen),
+        };
+        if let Err(error) = outcome {
+            closed.give_up(&error);
         }
         self
     }
@@ -253,23 +259,48 @@ impl Gradients {
     /// The L2 norm of the averaged gradient over all parameters, before any clipping; `None` while
     /// the window is open. Squares are added up in f64, parameter by parameter in path order, so
     /// every rank has the same bits.
+    ///
+    /// One rank may ask alone: nothing is communicated. With a [`Sharded`](crate::optim::Sharded) optimizer,
+    /// whose ranks have a part of the gradient each, it travels along with every window from the one
+    /// on in which it, or a clip, was first asked for. So it is `None` once where that is not the first window.
     pub fn norm(&mut self) -> Option<f64> {
+        let Content::Closed(closed) = &mut self.0 else {
+            return None;
+        };
+        if !closed.knows_norm() {
+            closed.slot.note_norm_wanted();
+            return None;
+        }
+        closed.whole_norm().ok()
+    }
+
+    /// Lets the L2 norm be known on every rank, in the name of the caller; all ranks call it.
+    #[track_caller]
+    pub(super) fn agree_on_norm(&mut self) -> Result<()> {
         match &mut self.0 {
-            Content::Closed(closed) => Some(closed.whole_norm()),
-            Content::Accumulating | Content::Idle { .. } | Content::Overflowed { .. } => None,
+            Content::Closed(closed) => closed.whole_norm().map(drop),
+            Content::Accumulating | Content::Idle { .. } | Content::Overflowed { .. } => Ok(()),
         }
     }
 
     /// The norm of another order, `(Σ |x|ᵖ)^(1/p)`, over all parameters, as they are now: after what
     /// was clipped. With an infinite order it is the largest magnitude. `None` while the window is
     /// open.
+    ///
+    /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, all
+    /// ranks call it. Where that fails it is `None`, and so does the next call that communicates.
+    #[track_caller]
     pub fn norm_of_order(&mut self, order: f64) -> Option<f64> {
-        match &mut self.0 {
-            Content::Closed(closed) => {
-                let all = vec![true; closed.slot.parameters().len()];
-                Some(closed.norm_of(order, &all))
+        let Content::Closed(closed) = &mut self.0 else {
+            return None;
+        };
+        let all = vec![true; closed.slot.parameters().len()];
+        match closed.norm_of(order, &all) {
+            Ok(norm) => Some(norm),
+            Err(error) => {
+                closed.give_up(&error);
+                None
             }
-            Content::Accumulating | Content::Idle { .. } | Content::Overflowed { .. } => None,
         }
     }
 
@@ -325,6 +356,22 @@ impl Gradients {
     }
 
     /// Whether the window is still open, so that an optimizer will not step.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::builder().accumulation_steps(2).build()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let loss = || model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let first = accelerator.backward(loss(), &model, 4)?;
+    /// assert!(first.is_accumulating() && first.loss().is_none());
+    /// let second = accelerator.backward(loss(), &model, 4)?;
+    /// assert!(!second.is_accumulating() && second.loss().is_some());
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn is_accumulating(&self) -> bool {
         matches!(self.0, Content::Accumulating)
     }
@@ -381,9 +428,17 @@ impl Gradients {
     /// # let _: Linear = model;
     /// # Ok::<(), Error>(())
     /// ```
+    ///
+    /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, all
+    /// ranks call it, and get everything. Where that fails it is `None`, and the next call that
+    /// communicates tells why.
+    #[track_caller]
     pub fn into_params(self) -> Option<GradientsParams> {
         Some(match self.into_averaged()? {
-            Averaged::Sums(averages) => averages.params(|_| true),
+            Averaged::Sums(mut averages) => {
+                averages.make_whole().ok()?;
+                averages.params(|_| true)
+            }
             Averaged::Untouched(gradients) => gradients,
         })
     }
@@ -413,6 +468,12 @@ impl Gradients {
             }),
             Values::Untouched { gradients, .. } => Averaged::Untouched(gradients),
         })
+    }
+
+    /// Whether each rank has a part of them alone.
+    pub(crate) fn is_spread(&self) -> bool {
+        let values = self.closed_ref().map(|closed| &closed.values);
+        matches!(values, Some(Values::Reduced(sums)) if sums.is_spread())
     }
 
     /// What is to be undone where the step does not happen; to be taken once.

@@ -3,7 +3,8 @@ use std::sync::Arc;
 use accelerator_collective::{Buffer, DType, Pending, ProcessGroup};
 use burn::backend::DispatchTensor;
 
-use super::bucket::{self, Buckets, Entry};
+use super::bucket::{self, Entry};
+use super::layout::Buckets;
 use super::overlap;
 use super::reducer::control;
 use super::values::with_values;
@@ -249,6 +250,15 @@ impl Ledger {
             Stage::Summed(buffer) => Some(buffer),
             _ => None,
         }
+    }
+
+    /// The sums of all buckets, of a window that was reduced.
+    pub(super) fn summed(&mut self) -> Vec<&mut Buffer> {
+        let summed = |stage| match stage {
+            &mut Stage::Summed(ref mut buffer) => Some(buffer),
+            _ => None,
+        };
+        self.stages.iter_mut().filter_map(summed).collect()
     }
 
     fn is_used(&self, bucket: usize) -> bool {

@@ -1,15 +1,15 @@
 use core::panic::Location;
 
-use accelerator_collective::ReduceOp;
+use accelerator_collective::{ProcessGroup, ReduceOp};
 use burn::backend::DispatchTensor;
 use burn::tensor::Tensor;
 
 use super::bucket::{self, Entry};
 use super::rank::with_rank;
 use super::slot::Slot;
-use super::values::with_values;
+use super::values::{Values, with_values};
 use crate::accelerator::Accelerator;
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use crate::local::Share;
 
 /// The weighted mean over the ranks of a value for each parameter, in the buckets that gradients travel
@@ -17,7 +17,7 @@ use crate::local::Share;
 /// the plain device.
 ///
 /// All ranks pass shares of the same total. A rank whose share is nothing is left out, rather than
-/// multiplied by zero.
+/// multiplied by zero. Where a mean is not finite, all ranks get the same error, which names the rank.
 #[track_caller]
 pub(crate) fn mean_over_ranks(
     accelerator: &Accelerator,
@@ -46,17 +46,80 @@ pub(crate) fn mean_over_ranks(
         pending.push(group.start_all_reduce_at(buffer, ReduceOp::Sum, caller)?);
     }
     let mut means = values.to_vec();
+    let mut spoilt = None;
     for (number, pending) in pending.into_iter().enumerate() {
         let sums = pending.wait()?;
         for &at in layout.members(number) {
             let known = &slot.parameters()[at];
             let range = &layout.place(at).range;
             let data = bucket::read(&sums, range, known.float, &known.shape, share.total, None);
+            // All ranks see the same sums.
+            if spoilt.is_none() && !is_finite(Values::of(&data)) {
+                spoilt = Some(&*known.path);
+            }
             let dtype = data.dtype();
             means[at] = with_rank!(known.shape.len(), D => {
                 Tensor::<D>::from_data(data, (device, dtype)).into_dispatch()
             });
         }
     }
-    Ok(means)
+    match spoilt {
+        None => Ok(means),
+        Some(path) => Err(whose_is_it(group, slot, values, share, path)?),
+    }
+}
+
+/// Asks all ranks which of them has put in what is not finite: nothing tells it in the sums, of which that
+/// of `path` is not finite.
+#[track_caller]
+fn whose_is_it(
+    group: &ProcessGroup,
+    slot: &Slot,
+    values: &[DispatchTensor],
+    share: Share,
+    path: &str,
+) -> Result<Error> {
+    let mut first = None;
+    if share.weight > 0.0 {
+        with_values(values.iter().enumerate(), |at, values| {
+            if !is_finite(values) {
+                first = Some(first.map_or(at, |first: usize| first.min(at)));
+            }
+        });
+    }
+    let mine = first.map(|at| slot.parameters()[at].path.clone());
+    let all = group.all_gather_object(&mine)?;
+    let told = all.iter().enumerate().filter_map(|(rank, path)| {
+        let path = path.as_ref()?;
+        Some(format!("`{path}` on rank {rank}"))
+    });
+    let told: Vec<_> = told.collect();
+    let what = match told.is_empty() {
+        true => format!(
+            "parameters are finite on every rank, and too large to be added up: the sum of `{path}` is not finite"
+        ),
+        false => format!(
+            "parameters that an average would spread to every rank are not finite: {}",
+            told.join(", ")
+        ),
+    };
+    let message = format!(
+        "{what}; models are as they were: clip gradients or lower the learning rate, and go on from a checkpoint"
+    );
+    Ok(Error::new(Kind::NotFinite, message))
+}
+
+fn is_finite(values: Values<'_>) -> bool {
+    // Without an early end, so that many are looked at at once.
+    fn all<T: Copy>(values: &[T], is_finite: impl Fn(T) -> bool) -> bool {
+        values
+            .iter()
+            .fold(true, |all, &value| all & is_finite(value))
+    }
+    match values {
+        Values::Bf16(values) => all(values, half::bf16::is_finite),
+        Values::F16(values) => all(values, half::f16::is_finite),
+        Values::F32(values) => all(values, f32::is_finite),
+        Values::F64(values) => all(values, f64::is_finite),
+    }
 }

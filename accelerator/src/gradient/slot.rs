@@ -8,13 +8,15 @@ use accelerator_plan::mix;
 use burn::backend::DispatchTensor;
 use burn::module::ParamId;
 
-use super::bucket::Buckets;
 use super::compression::Compression;
 use super::hook::Held;
+use super::layout::Buckets;
 use super::ledger::Ledger;
 use super::overlap::{Order, OverlapReport, Switch, Watching};
+use super::spread::Bounds;
 use super::turn::Turn;
 use super::window::Window;
+use crate::error::Result;
 use crate::local::Round;
 use crate::model::Trainable;
 use crate::notice;
@@ -52,6 +54,8 @@ pub(crate) struct Slot {
     works_on_copies: AtomicBool,
     /// Where losses are scaled.
     scaler: Mutex<Option<Scaler>>,
+    /// Whether somebody has asked for the norm of gradients.
+    wants_norm: AtomicBool,
 }
 
 /// What was made of the parameters for the forward that comes next.
@@ -96,6 +100,20 @@ struct Shelf {
     spare: Option<Ledger>,
 }
 
+impl Shelf {
+    /// Lays out the same places in another way.
+    fn replace(&mut self, layout: Buckets) {
+        self.layout = Arc::new(layout);
+        if let Some(spare) = &mut self.spare {
+            spare.layout = self.layout.clone();
+        }
+    }
+
+    fn fits(&self, ledger: &Ledger) -> bool {
+        Arc::ptr_eq(&ledger.layout, &self.layout) || ledger.layout.is_placed_as(&self.layout)
+    }
+}
+
 impl Slot {
     /// With `overlap`, buckets are laid out anew when it is known which gradients are ready
     /// first.
@@ -123,6 +141,7 @@ impl Slot {
             working: Mutex::new(WorkingCopy::None),
             works_on_copies: AtomicBool::new(false),
             scaler: Mutex::new(None),
+            wants_norm: AtomicBool::new(false),
             parameters,
         }
     }
@@ -322,22 +341,62 @@ impl Slot {
         self.shelf().spare = None;
     }
 
-    /// Keeps one ledger, of the layout that holds.
+    /// Keeps one ledger, whose memory is laid out as the next window's.
     pub(super) fn take_back(&self, mut ledger: Ledger) {
         let mut shelf = self.shelf();
-        if Arc::ptr_eq(&ledger.layout, &shelf.layout) && shelf.spare.is_none() && ledger.reopen() {
+        if shelf.spare.is_none() && shelf.fits(&ledger) && ledger.reopen() {
+            ledger.layout = shelf.layout.clone();
             shelf.spare = Some(ledger);
         }
     }
 
     /// Lays the buckets out in another order, which all ranks have agreed on.
-    pub(super) fn lay_out(&self, order: &Order) -> Arc<Buckets> {
-        let layout = Arc::new(Buckets::new(&self.parameters, order, self.bucket_size));
-        *self.shelf() = Shelf {
+    pub(super) fn lay_out(&self, order: &Order) -> Result<Arc<Buckets>> {
+        let mut shelf = self.shelf();
+        let layout = Buckets::new(&self.parameters, order, self.bucket_size);
+        let layout = Arc::new(match shelf.layout.bounds() {
+            Some(bounds) => layout.cut_at(bounds)?,
+            None => layout,
+        });
+        *shelf = Shelf {
             layout: layout.clone(),
             spare: None,
         };
-        layout
+        Ok(layout)
+    }
+
+    /// From the next window on, ranks get the sums of what they step, and no others. All ranks call it
+    /// between the same windows.
+    pub(super) fn spread(&self, bounds: &Arc<Bounds>) -> Result<()> {
+        let mut shelf = self.shelf();
+        // A hook reduces everything.
+        if self.hook.is_none() {
+            let layout = shelf.layout.cut_at(bounds)?;
+            shelf.replace(layout);
+        }
+        Ok(())
+    }
+
+    /// From the next window on, every rank gets all sums.
+    pub(super) fn unspread(&self) {
+        let mut shelf = self.shelf();
+        let layout = shelf.layout.uncut();
+        shelf.replace(layout);
+    }
+
+    /// What the buckets are cut at.
+    pub(super) fn bounds(&self) -> Option<Arc<Bounds>> {
+        self.shelf().layout.bounds().cloned()
+    }
+
+    /// Somebody has asked for the norm of gradients, and may again.
+    pub(super) fn note_norm_wanted(&self) {
+        self.wants_norm.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the norm of gradients is to be there when a window is reduced.
+    pub(super) fn wants_norm(&self) -> bool {
+        self.wants_norm.load(Ordering::Relaxed) || self.scaler().is_some()
     }
 
     fn shelf(&self) -> MutexGuard<'_, Shelf> {

@@ -1,4 +1,5 @@
 use crate::data::{Batch, Mark};
+use crate::error::{Error, Result};
 
 /// How much one call of [`Accelerator::backward`](crate::Accelerator::backward) counts in the
 /// average, and whether it ends the accumulation window: see [`no_sync`](Self::no_sync) and
@@ -9,6 +10,9 @@ use crate::data::{Batch, Mark};
 /// [`Batch::with_weight`] when you accumulate, have a schedule by epoch, or save checkpoints. Nor does a
 /// number know padding: `batch.len()` of the batch that an idle rank gets counts like any other, and the
 /// average is over samples that are none. Use [`Batch::real`] where it must be a number.
+///
+/// Gradients are multiplied by it and added up, in `f32` where they are `f32`: it is 0, or from 2⁻⁴⁰ to 2⁴⁰
+/// (about 10⁻¹² to 10¹²), which leaves them room on both sides.
 ///
 /// ```
 /// use accelerator::prelude::*;
@@ -39,6 +43,11 @@ pub struct Weight {
     /// The batch is from a loader whose ranks may run different numbers of steps.
     pub(crate) uneven: bool,
 }
+
+/// The bounds of a weight that is not 0. The most is more tokens than a program sees, and products with any
+/// gradient of use stay within the range of `f32`, sums over many ranks and micro-steps too.
+const MOST: f64 = (1_u64 << 40) as f64;
+const LEAST: f64 = 1.0 / MOST;
 
 /// When an accumulation window ends.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -104,6 +113,18 @@ impl Weight {
     pub fn trigger_sync(self) -> Self {
         let closing = Closing::Now;
         Self { closing, ..self }
+    }
+
+    /// Refuses what is no number of samples or tokens, or would be lost in sums.
+    pub(super) fn check_count(&self) -> Result<()> {
+        if self.count == 0.0 || (LEAST..=MOST).contains(&self.count) {
+            return Ok(());
+        }
+        Err(Error::misuse(format!(
+            "the weight of a batch is {:e}; expected a number of samples or tokens: 0, or from {LEAST:.0e} to \
+             {MOST:.0e}; gradients are multiplied by it and added up, and would leave the range of f32",
+            self.count
+        )))
     }
 
     /// Whether the window ends, which holds so many calls with this one and is full with `full`.

@@ -14,6 +14,7 @@ use crate::gradient::{mean_over_ranks, with_rank};
 /// How [`DiLoCo`] trains.
 ///
 /// ```
+/// use accelerator::local::{DiLoCoConfig, Weighting};
 /// # use accelerator::prelude::*;
 /// # use burn::nn::{Linear, LinearConfig};
 /// # use burn::tensor::Tensor;
@@ -25,6 +26,9 @@ use crate::gradient::{mean_over_ranks, with_rank};
 /// # let _ = local;
 ///
 /// let endless = DiLoCoConfig::new(500).with_outer_momentum(1.0);
+/// // Each rank counts the same, however many samples it has.
+/// let config = DiLoCoConfig::new(500).with_weighting(Weighting::Equal);
+/// # config.init(&accelerator, &model)?;
 /// assert!(endless.init(&accelerator, &model).unwrap_err().is_config());
 /// # Ok::<(), Error>(())
 /// ```
@@ -81,6 +85,9 @@ impl DiLoCoConfig {
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
     pub fn init<M: Module>(&self, accelerator: &Accelerator, model: &M) -> Result<DiLoCo<M>> {
+        let said = format!("{self:?}");
+        let concern = Concern::Apart;
+        let rounds = Rounds::new(accelerator, self.period, self.weighting, concern, &said)?;
         if !(self.rate > 0.0 && self.rate.is_finite()) {
             return Err(Error::config(format!(
                 "the outer rate is {}; expected a positive number, such as 0.7",
@@ -93,17 +100,16 @@ impl DiLoCoConfig {
                 self.momentum
             )));
         }
-        let said = format!("{self:?}");
-        let concern = Concern::Apart;
-        let rounds = Rounds::new(accelerator, self.period, self.weighting, concern, &said)?;
         let slot = rounds.slot(model)?;
         slot.round().check_together("begin local training")?;
         let outer = model.valid();
         let zeros = parameters::zeros(&outer, &slot)?;
         Ok(DiLoCo {
-            momentum: self.momentum,
-            rate: self.rate,
-            rounds,
+            rule: Rule {
+                momentum: self.momentum,
+                rate: self.rate,
+                rounds,
+            },
             velocity: parameters::replace(&outer, &slot, Form::Plain, &zeros),
             outer,
         })
@@ -148,21 +154,26 @@ impl DiLoCoConfig {
 /// # Ok::<(), Error>(())
 /// ```
 pub struct DiLoCo<M> {
-    momentum: f64,
     /// The outer parameters, on the plain device.
     outer: M,
-    rate: f64,
-    rounds: Rounds,
+    rule: Rule,
     /// The momentum of each of them, as a model, so that it is saved as one.
     velocity: M,
+}
+
+/// What is no state of it.
+pub(crate) struct Rule {
+    momentum: f64,
+    rate: f64,
+    rounds: Rounds,
 }
 
 impl<M: Module> LocalTraining<M> for DiLoCo<M> {
     #[track_caller]
     fn average(&mut self, model: &mut M) -> Result<()> {
-        let accelerator = &self.rounds.accelerator;
-        let slot = self.rounds.slot(model)?;
-        let Some(share) = self.rounds.share(&slot)? else {
+        let accelerator = &self.rule.rounds.accelerator;
+        let slot = self.rule.rounds.slot(model)?;
+        let Some(share) = self.rule.rounds.share(&slot)? else {
             return Ok(());
         };
         let mut outer = parameters::of(&self.outer, &slot)?;
@@ -180,9 +191,9 @@ impl<M: Module> LocalTraining<M> for DiLoCo<M> {
             with_rank!(known.shape.len(), D => {
                 let tensor = |value: &_| Tensor::<D>::from_dispatch(Clone::clone(value));
                 let gradient = tensor(&gradients[at]);
-                let moved = tensor(&velocity[at]).mul_scalar(self.momentum) + gradient.clone();
-                let step = gradient + moved.clone().mul_scalar(self.momentum);
-                outer[at] = (tensor(&outer[at]) - step.mul_scalar(self.rate)).into_dispatch();
+                let moved = tensor(&velocity[at]).mul_scalar(self.rule.momentum) + gradient.clone();
+                let step = gradient + moved.clone().mul_scalar(self.rule.momentum);
+                outer[at] = (tensor(&outer[at]) - step.mul_scalar(self.rule.rate)).into_dispatch();
                 velocity[at] = moved.into_dispatch();
             });
         }
@@ -200,29 +211,33 @@ impl<M: Module> DiLoCo<M> {
         [&self.outer, &self.velocity]
     }
 
-    /// What `new` makes of what a checkpoint keeps.
-    pub(crate) fn try_map(self, mut new: impl FnMut(M) -> Result<M>) -> Result<Self> {
-        let outer = new(self.outer)?.valid();
-        let velocity = new(self.velocity)?.valid();
-        Ok(Self {
+    /// What a checkpoint keeps, in the order of [`states`](Self::states), and the rest.
+    pub(crate) fn into_parts(self) -> (Rule, [M; 2]) {
+        (self.rule, [self.outer, self.velocity])
+    }
+
+    /// Goes on from what a checkpoint keeps.
+    pub(crate) fn from_parts(rule: Rule, states: [M; 2]) -> Self {
+        let [outer, velocity] = states.map(|state| state.valid());
+        Self {
             outer,
+            rule,
             velocity,
-            ..self
-        })
+        }
     }
 }
 
 impl<M> InRounds for DiLoCo<M> {
     fn rounds(&self) -> &Rounds {
-        &self.rounds
+        &self.rule.rounds
     }
 }
 
 impl<M> fmt::Debug for DiLoCo<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DiLoCo")
-            .field("rate", &self.rate)
-            .field("momentum", &self.momentum)
+            .field("rate", &self.rule.rate)
+            .field("momentum", &self.rule.momentum)
             .finish_non_exhaustive()
     }
 }

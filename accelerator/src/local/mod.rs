@@ -47,8 +47,12 @@
 //! itself: a norm is that of this rank's gradient, and so are [`Gradients::loss`] and
 //! [`Gradients::samples`]. A rank without samples in a step does not step
 //! ([`StepOutcome::Idle`](crate::optim::StepOutcome::Idle)) and counts it all the same, so that all ranks
-//! average at the same moment. While replicas differ, `accelerator.backward`, `save_state` and `save_model`
-//! refuse the model, on all ranks, with a typed error.
+//! average at the same moment. While replicas differ, `accelerator.backward`, `valid`, `save_state` and
+//! `save_model` refuse the model, on all ranks, with a typed error. Burn's `model.valid()` evaluates this rank's
+//! replica.
+//!
+//! What one rank has spoilt is not spread: where a parameter of one is not finite, the average fails on all of them
+//! before a model is written, and [`Error::is_not_finite`](crate::Error::is_not_finite) names rank and parameter.
 //!
 //! Layers that normalise over all ranks ([`SyncBatchNorm`](crate::nn::SyncBatchNorm)) are refused: Burn's
 //! `BatchNorm` sees this rank's batches, and its statistics are averaged with the parameters. It is enough that
@@ -57,7 +61,8 @@
 //! # Optimizer state
 //!
 //! Moments are each rank's own and never averaged, as in the papers; a
-//! [`Sharded`](crate::optim::Sharded) optimizer is refused. Checkpoints hold those of rank 0, which every
+//! [`Sharded`](crate::optim::Sharded) optimizer is refused: before the first step where the accelerator has
+//! prepared no other one, and otherwise behind the step that it was to take. Checkpoints hold those of rank 0, which every
 //! rank gets: training that is resumed has the same bits as one that was not interrupted where the
 //! optimizer keeps no state (SGD without momentum), and otherwise goes on with rank 0's moments on all ranks.
 //!
@@ -85,6 +90,36 @@ use crate::gradient::{Gradients, Weight};
 ///
 /// In each step `backward`, the optimizer, `step`, in this order; in the end `finish`. Every rank makes the
 /// same calls.
+///
+/// A loop for either:
+///
+/// ```
+/// use accelerator::prelude::*;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::optim::SgdConfig;
+/// # use burn::tensor::Tensor;
+///
+/// fn train(accelerator: &Accelerator, model: Linear, mut local: impl LocalTraining<Linear>) -> Result<Linear> {
+///     let (mut model, mut optimizer) = (model, accelerator.prepare(SgdConfig::new().init())?);
+///     for _ in 0..4 {
+///         let input = Tensor::<2>::ones([4, 2], &accelerator.device());
+///         let gradients = local.backward(model.forward(input).mean(), &model, 4)?;
+///         model = optimizer.step(0.1, model, gradients);
+///         local.step(&mut model)?;
+///     }
+///     local.finish(&mut model)?;
+///     Ok(model)
+/// }
+///
+/// let accelerator = Accelerator::new()?;
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&accelerator.device()))?;
+/// let local = LocalSgdConfig::new(2).init(&accelerator, &model)?;
+/// let model = train(&accelerator, model, local)?;
+/// let local = DiLoCoConfig::new(2).init(&accelerator, &model)?;
+/// let model = train(&accelerator, model, local)?;
+/// # let _: Linear = model;
+/// # Ok::<(), Error>(())
+/// ```
 pub trait LocalTraining<M: Module>: rounds::InRounds + Sized {
     /// Runs the backward pass of `loss`, and at the end of an accumulation window averages the gradients of
     /// `model` over the samples of this rank alone. Nothing is communicated.
@@ -93,7 +128,8 @@ pub trait LocalTraining<M: Module>: rounds::InRounds + Sized {
     ///
     /// As [`Accelerator::backward`](crate::Accelerator::backward), but for those of communication, and of a step
     /// without samples; [`Error::is_misuse`](crate::Error::is_misuse) where an average is due that was not made,
-    /// and where there is a [`SyncBatchNorm`](crate::nn::SyncBatchNorm).
+    /// where there is a [`SyncBatchNorm`](crate::nn::SyncBatchNorm), and where all optimizers that the
+    /// accelerator has prepared are [`Sharded`](crate::optim::Sharded), or one of them was to step.
     /// The model is untouched in each case.
     #[track_caller]
     fn backward(
@@ -109,7 +145,8 @@ pub trait LocalTraining<M: Module>: rounds::InRounds + Sized {
     ///
     /// # Errors
     ///
-    /// As [`average`](Self::average).
+    /// As [`average`](Self::average); [`Error::is_misuse`](crate::Error::is_misuse) where a
+    /// [`Sharded`](crate::optim::Sharded) optimizer was to step.
     #[track_caller]
     fn step(&mut self, model: &mut M) -> Result<LocalOutcome> {
         if !self.rounds().is_due(model)? {
@@ -155,8 +192,11 @@ pub trait LocalTraining<M: Module>: rounds::InRounds + Sized {
     ///
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost;
     /// [`Error::is_misuse`](crate::Error::is_misuse) on every rank where they took different numbers of steps,
-    /// within an accumulation window, while gradients of a backward pass are not used, and for a model that
-    /// [`DiLoCo`] was not made for. Model and outer optimizer are as they were in each case.
+    /// within an accumulation window, while gradients of a backward pass are not used, where a
+    /// [`Sharded`](crate::optim::Sharded) optimizer was to step, and for a model that [`DiLoCo`] was not made
+    /// for; [`Error::is_not_finite`](crate::Error::is_not_finite) on every rank where a parameter of one that
+    /// counts is NaN or an infinity, which it names, or a sum over the ranks is. Model and outer optimizer are
+    /// as they were in each case.
     #[track_caller]
     fn average(&mut self, model: &mut M) -> Result<()>;
 
@@ -172,6 +212,36 @@ pub trait LocalTraining<M: Module>: rounds::InRounds + Sized {
 }
 
 /// What each rank counts in an average of parameters.
+///
+/// ```
+/// use accelerator::local::Weighting;
+/// use accelerator::prelude::*;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::optim::SgdConfig;
+/// # use burn::tensor::Tensor;
+///
+/// let moved = |weighting| {
+///     let moved = launch(2, |accelerator| {
+/// #         let device = accelerator.device();
+/// #         let model: Linear = accelerator.init(|device| LinearConfig::new(1, 1).init(device));
+/// #         let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+/// #         let before = model.weight.val().sum().into_scalar::<f64>();
+///         let config = LocalSgdConfig::new(1).with_weighting(weighting);
+///         let mut local = config.init(&accelerator, &model)?;
+///         // Rank 0 has a sample and does not move; rank 1 has three, and moves by 1.
+///         let samples = 1 + 2 * accelerator.rank();
+///         let input = Tensor::<2>::full([samples, 1], accelerator.rank() as f64, &device);
+///         let gradients = local.backward(model.forward(input).mean(), &model, samples)?;
+///         model = optimizer.step(1.0, model, gradients);
+///         local.step(&mut model)?;
+/// #         Ok(before - model.weight.val().sum().into_scalar::<f64>())
+///     })?;
+///     Ok::<_, Error>((moved[0] * 100.0).round())
+/// };
+/// assert_eq!(moved(Weighting::Samples)?, 75.0);
+/// assert_eq!(moved(Weighting::Equal)?, 50.0);
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Weighting {
     /// The samples (or tokens) with which it stepped since the last average, as in federated averaging
@@ -207,6 +277,7 @@ pub enum Weighting {
 ///     }
 /// }
 /// # assert_eq!(averaged, [2, 4]);
+/// assert_eq!(local.step(&mut model)?, LocalOutcome::Local, "a round of no step yet");
 /// # Ok::<(), Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

@@ -7,6 +7,8 @@ pub(crate) struct Round {
     apart: bool,
     /// The weight of the samples that this rank stepped with.
     samples: f64,
+    /// Whether a sharded optimizer was to step, which is to be told.
+    met_shards: bool,
     /// Windows that ended, this rank's idle ones included: the same number on every rank.
     steps: u64,
 }
@@ -36,6 +38,19 @@ impl Round {
         self.samples
     }
 
+    /// A sharded optimizer was to step, and did not.
+    pub(crate) fn meet_shards(&mut self) {
+        self.met_shards = true;
+    }
+
+    /// Tells once that a sharded optimizer was to step.
+    pub(super) fn check_whole(&mut self) -> Result<()> {
+        match core::mem::take(&mut self.met_shards) {
+            true => Err(sharded()),
+            false => Ok(()),
+        }
+    }
+
     /// Refuses what needs the same replicas on every rank. All ranks count the same steps, so all get
     /// the same error.
     pub(crate) fn check_together(&self, action: &str) -> Result<()> {
@@ -49,4 +64,12 @@ impl Round {
             self.steps
         )))
     }
+}
+
+/// What comes of an optimizer whose state is shared out over the ranks.
+pub(super) fn sharded() -> Error {
+    Error::misuse(
+        "local training steps each rank by itself, and each rank has only a part of the state of an optimizer \
+         that was prepared as `Sharded`: prepare it without `Sharded`, or train with `accelerator.backward`",
+    )
 }

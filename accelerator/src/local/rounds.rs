@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 
 use super::Weighting;
-use super::round::{Concern, Round};
+use super::round::{Concern, Round, sharded};
 use crate::accelerator::Accelerator;
 use crate::agreement;
 use crate::error::{Error, Result};
@@ -46,12 +46,13 @@ impl Rounds {
         concern: Concern,
         said: &str,
     ) -> Result<Self> {
+        // Before what one rank refuses: others would wait for it.
+        agreement::check(accelerator.group(), "local training", said)?;
         let period = NonZeroU64::new(period).ok_or_else(|| {
             Error::config(
                 "local training averages after every 0 steps; expected 1 or more: 1 is after each one",
             )
         })?;
-        agreement::check(accelerator.group(), "local training", said)?;
         check_nothing_crosses(accelerator)?;
         Ok(Self {
             accelerator: accelerator.clone(),
@@ -71,7 +72,11 @@ impl Rounds {
         weight: Weight,
     ) -> Result<Gradients> {
         check_nothing_crosses(&self.accelerator)?;
+        if self.accelerator.shared.optimizers.has_only_shards() {
+            return Err(sharded());
+        }
         let slot = self.slot(model)?;
+        slot.round().check_whole()?;
         let steps = slot.round().steps();
         if steps >= self.period.get() {
             return Err(Error::misuse(format!(
@@ -92,7 +97,14 @@ impl Rounds {
 
     /// Whether it is time to average.
     pub(super) fn is_due<M: Module>(&self, model: &M) -> Result<bool> {
-        Ok(self.slot(model)?.round().steps() >= self.period.get())
+        let slot = self.slot(model)?;
+        let mut round = slot.round();
+        let due = round.steps() >= self.period.get();
+        // Where ranks meet, the others hear of it.
+        match due {
+            true => Ok(true),
+            false => round.check_whole().map(|()| false),
+        }
     }
 
     pub(super) fn slot<M: Module>(&self, model: &M) -> Result<Arc<Slot>> {
@@ -143,6 +155,9 @@ impl Rounds {
 
     /// Why this rank cannot average. All ranks hear of it, since they wait for it.
     fn obstacle(&self, slot: &Slot) -> Option<Error> {
+        if let Err(error) = slot.round().check_whole() {
+            return Some(error);
+        }
         let open = slot.open_micro_steps();
         if open > 0 {
             return Some(Error::misuse(format!(

@@ -78,6 +78,33 @@ impl LocalSgdConfig {
 /// buckets that gradients travel in, and where the model has running statistics,
 /// [`sync_buffers`](Accelerator::sync_buffers). One rank alone trains as with [`Accelerator::backward`], to the
 /// same bits.
+///
+/// ```
+/// use accelerator::local::LocalSgd;
+/// use accelerator::prelude::*;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::optim::SgdConfig;
+/// # use burn::tensor::Tensor;
+///
+/// let weights = launch(2, |accelerator| {
+/// #     let device = accelerator.device();
+/// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+/// #     let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+///     let mut local: LocalSgd = LocalSgdConfig::new(8).init(&accelerator, &model)?;
+///     for _ in 0..20 {
+///         let input = Tensor::<2>::full([4, 2], accelerator.rank() as f64, &device);
+///         let loss = model.forward(input).powi_scalar(2).mean();
+///         let gradients = local.backward(loss, &model, 4)?;
+///         model = optimizer.step(0.1, model, gradients);
+///         local.step(&mut model)?;
+///     }
+///     // The last four steps, of which no average was made.
+///     local.finish(&mut model)?;
+///     Ok(model.weight.val().into_data())
+/// })?;
+/// assert_eq!(weights[0], weights[1]);
+/// # Ok::<(), Error>(())
+/// ```
 pub struct LocalSgd {
     rounds: Rounds,
 }

@@ -152,9 +152,11 @@ impl Confusion {
     /// let mut confusion = Confusion::new(2);
     /// // It always says 0, and three of four samples are.
     /// confusion.count(&[0, 0, 0, 1], &[0, 0, 0, 0])?;
+    /// assert_eq!((confusion.classes(), confusion.samples()), (2, 4));
     /// assert_eq!(confusion.accuracy(), 0.75);
     /// assert_eq!(confusion.macro_recall(), 0.5);
     /// assert_eq!((confusion.f1(0), confusion.f1(1)), (6.0 / 7.0, 0.0));
+    /// assert_eq!((confusion.macro_precision(), confusion.macro_f1()), (3.0 / 8.0, 3.0 / 7.0));
     /// # Ok::<(), accelerator::Error>(())
     /// ```
     pub fn macro_recall(&self) -> f64 {

@@ -105,6 +105,30 @@ pub trait Metric {
 
     /// What it is, so that ranks which reduce different metrics with as many sums are found out: the name
     /// of the type, unless it says more.
+    ///
+    /// ```
+    /// use accelerator::metric::{Metric, Sums};
+    ///
+    /// /// Hits within a distance, which all ranks must mean alike.
+    /// struct Within { distance: f64, hits: f64 }
+    ///
+    /// impl Metric for Within {
+    ///     fn sums(&mut self, sums: &mut Sums<'_>) {
+    ///         sums.one(&mut self.hits);
+    ///     }
+    ///
+    ///     fn name(&self) -> String {
+    ///         format!("within {}", self.distance)
+    ///     }
+    /// }
+    ///
+    /// let errors = accelerator::launch(2, |accelerator| {
+    ///     let mine = Within { distance: accelerator.rank() as f64, hits: 3.0 };
+    ///     Ok(accelerator.reduce(mine).err())
+    /// })?;
+    /// assert!(errors.into_iter().flatten().all(|error| error.is_misuse()));
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     fn name(&self) -> String {
         short(core::any::type_name::<Self>())
     }

@@ -5,6 +5,29 @@ use crate::agreement::sides;
 use crate::error::{Error, Result};
 
 /// What a [`Metric`] shows its sums to.
+///
+/// ```
+/// use accelerator::metric::{Metric, Sums};
+///
+/// /// A mean of vectors.
+/// #[derive(Clone)]
+/// struct Centre { count: f64, sum: Vec<f64> }
+///
+/// impl Metric for Centre {
+///     fn sums(&mut self, sums: &mut Sums<'_>) {
+///         sums.one(&mut self.count);
+///         sums.all(&mut self.sum);
+///     }
+/// }
+///
+/// let centres = accelerator::launch(2, |accelerator| {
+///     let mine = Centre { count: 2.0, sum: vec![accelerator.rank() as f64, 3.0] };
+///     let all = accelerator.reduce(mine)?;
+///     Ok(all.sum.iter().map(|sum| sum / all.count).collect::<Vec<_>>())
+/// })?;
+/// assert_eq!(centres[0], [0.25, 1.5]);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Sums<'a> {
     pass: Pass<'a>,
@@ -63,7 +86,8 @@ pub(crate) fn reduce<M: Metric>(group: &ProcessGroup, mut metric: M) -> Result<M
     // Whole numbers of at most 2^53, which f64 adds up exactly.
     let (sum, squares) = (head[0] as u128, head[1] as u128);
     if squares * group.world_size() as u128 != sum * sum {
-        return Err(differing(&group.all_gather_object(&(name, lengths))?));
+        let metrics = group.for_purpose("a metric");
+        return Err(differing(&metrics.all_gather_object(&(name, lengths))?));
     }
     metric.sums(&mut Sums {
         pass: Pass::Write(values),

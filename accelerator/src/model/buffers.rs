@@ -144,9 +144,15 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// As [`sync_buffers`](Self::sync_buffers).
+    /// As [`sync_buffers`](Self::sync_buffers); [`Error::is_misuse`] on every rank in the middle of a round of
+    /// [local training](crate::local), where each rank has a model of its own, and what they measure together is
+    /// that of none: evaluate when it was averaged, or this rank's replica with Burn's `model.valid()`.
     #[track_caller]
     pub fn valid<M: Module>(&self, model: &M) -> Result<M> {
+        // One that was not prepared is in no round.
+        if let Ok(slot) = self.shared.models.find(model) {
+            slot.round().check_together("evaluate the model")?;
+        }
         self.sync_buffers(model)?;
         Ok(model.valid())
     }

@@ -1,9 +1,9 @@
-use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use burn::module::Module;
 
+use super::staged::Staged;
 use super::write::FileNames;
 use super::{LoadOptions, LoadReport, ModelSnapshot, SaveOptions, load};
 use crate::accelerator::Accelerator;
@@ -13,7 +13,8 @@ use crate::outcome;
 /// Models on disk, as safetensors.
 impl Accelerator {
     /// Writes the model to `path`, by parameter path, once for all ranks: rank 0 writes, the
-    /// others learn how it went. The file appears whole or not at all. Running statistics are those
+    /// others learn how it went. The file appears whole or not at all, also where several jobs save to one
+    /// path: that of the last one stays. Running statistics are those
     /// of all ranks; see [`sync_buffers`](Self::sync_buffers).
     ///
     /// Parameters have the shapes that Burn gives them (a `Linear` weight is `[in, out]`). For
@@ -169,16 +170,12 @@ fn save(snapshot: &ModelSnapshot, path: &Path, options: &SaveOptions) -> Result<
     let target = target(path, options).map_err(failed)?;
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     let names = FileNames::new(&name);
-    let mut staged = Staged {
-        folder: target.with_file_name(""),
-        names: Vec::new(),
-    };
-    let written = snapshot.write(&names, options, &mut |name, emit| {
+    let mut staged = Staged::new(target.with_file_name(""), names.clone());
+    staged.remove_abandoned();
+    snapshot.write(&names, options, &mut |name, emit| {
         staged.write(name, emit).map_err(failed)
     })?;
-    staged.publish(&names).map_err(failed)?;
-    staged.remove_stale(&names, &written);
-    Ok(())
+    staged.publish().map_err(failed)
 }
 
 /// Where the file goes. A symbolic link stays and its target is replaced, but not where there may
@@ -191,102 +188,5 @@ fn target(path: &Path, options: &SaveOptions) -> io::Result<PathBuf> {
         }
         Ok(_) if options.max_shard_size.is_none() => path.canonicalize(),
         Ok(_) | Err(_) => Ok(path.to_owned()),
-    }
-}
-
-/// Files that are written and not yet in their places. They lie in the same folder, so that
-/// renaming is atomic, under names that the next save takes again: what an interrupted one
-/// leaves is overwritten.
-struct Staged {
-    folder: PathBuf,
-    /// Of those that are still staged.
-    names: Vec<String>,
-}
-
-impl Staged {
-    fn write(
-        &mut self,
-        name: &str,
-        emit: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>,
-    ) -> io::Result<()> {
-        self.names.push(name.to_owned());
-        let mut file = File::create(self.partial(name))?;
-        emit(&mut file)?;
-        file.sync_all()
-    }
-
-    /// Puts every file in its place, the index last. Where shards of an older save are replaced,
-    /// its index goes first: none may ever speak of files of two saves.
-    fn publish(&mut self, names: &FileNames) -> io::Result<()> {
-        let sharded = self.names.len() > 1;
-        if sharded
-            && self
-                .names
-                .iter()
-                .any(|name| names.is_shard(name) && self.folder.join(name).exists())
-        {
-            remove_if_there(&self.folder.join(names.index()))?;
-        }
-        while let Some(name) = self.names.first() {
-            std::fs::rename(self.partial(name), self.folder.join(name))?;
-            self.names.remove(0);
-        }
-        sync_folder(&self.folder);
-        Ok(())
-    }
-
-    /// Removes what older saves under this name have left. They no longer count: a file is read
-    /// before an index, and an index names its shards.
-    fn remove_stale(&self, names: &FileNames, written: &[String]) {
-        let ours =
-            |name: &str| name == names.single || name == names.index() || names.is_shard(name);
-        let Ok(files) = std::fs::read_dir(folder_or_here(&self.folder)) else {
-            return;
-        };
-        for file in files.flatten() {
-            let name = file.file_name().to_string_lossy().into_owned();
-            if ours(&name)
-                && !written.contains(&name)
-                && let Err(error) = remove_if_there(&file.path())
-            {
-                let path = file.path();
-                tracing::warn!(path = %path.display(), %error, "an older model file is left");
-            }
-        }
-    }
-
-    fn partial(&self, name: &str) -> PathBuf {
-        self.folder.join(format!(".{name}.partial"))
-    }
-}
-
-impl Drop for Staged {
-    fn drop(&mut self) {
-        for name in &self.names {
-            // Best effort: there was an error before, which is the one to report.
-            let _ = std::fs::remove_file(self.partial(name));
-        }
-    }
-}
-
-fn remove_if_there(path: &Path) -> io::Result<()> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
-    }
-}
-
-/// Best effort: not every system can flush a folder.
-fn sync_folder(folder: &Path) {
-    if let Ok(folder) = File::open(folder_or_here(folder)) {
-        let _ = folder.sync_all();
-    }
-}
-
-fn folder_or_here(folder: &Path) -> &Path {
-    if folder.as_os_str().is_empty() {
-        Path::new(".")
-    } else {
-        folder
     }
 }

@@ -33,13 +33,19 @@ pub(crate) enum Float {
 }
 
 impl Float {
+    /// What Burn calls it.
+    pub(crate) fn dtype(self) -> DType {
+        match self {
+            Self::Bf16 => DType::BF16,
+            Self::F16 => DType::F16,
+            Self::F32 => DType::F32,
+            Self::F64 => DType::F64,
+        }
+    }
+
     /// The bytes of an element.
     pub(crate) fn width(self) -> usize {
-        match self {
-            Self::Bf16 | Self::F16 => 2,
-            Self::F32 => 4,
-            Self::F64 => 8,
-        }
+        self.dtype().size()
     }
 }
 

@@ -30,16 +30,17 @@ pub(crate) fn load_on_all<M: Module>(
     if group.world_size() == 1 {
         return load(model);
     }
+    let loading = group.for_purpose("load a model");
     let (model, report) = if group.rank() == 0 {
         let (model, report) = outcome::tell(group, load(model))?;
-        group.broadcast_object(Some(&report), 0)?;
+        loading.broadcast_object(Some(&report), 0)?;
         (model, report)
     } else {
         outcome::hear(group, "load the model")?;
-        (model, group.broadcast_object(None, 0)?)
+        (model, loading.broadcast_object(None, 0)?)
     };
     let layout = Layout::of(&model);
-    layout.check_against(&group.all_gather_object(&layout)?)?;
+    layout.check_against(&loading.all_gather_object(&layout)?)?;
     Ok((replicate::from_rank_zero(group, model, &layout)?, report))
 }
 

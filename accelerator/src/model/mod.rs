@@ -15,6 +15,7 @@ mod read;
 mod replicate;
 mod report;
 mod snapshot;
+mod staged;
 mod write;
 
 use std::collections::HashMap;
@@ -103,7 +104,8 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
     let mut layout = Layout::of(&model);
     let group = accelerator.group();
     let model = if group.world_size() > 1 {
-        layout.check_against(&group.all_gather_object(&layout)?)?;
+        let preparing = group.for_purpose("prepare a model");
+        layout.check_against(&preparing.all_gather_object(&layout)?)?;
         let model = replicate::from_rank_zero(group, model, &layout)?;
         layout = Layout::of(&model);
         model

@@ -32,6 +32,33 @@ const SHOWN: usize = 10;
 /// # let _: Linear = wider;
 /// # Ok::<(), Error>(())
 /// ```
+///
+/// What only one of them has:
+///
+/// ```
+/// use accelerator::model::LoadOptions;
+/// # use accelerator::prelude::*;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # let accelerator = Accelerator::new()?;
+/// # let device = accelerator.device();
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let path = folder.path().join("model.safetensors");
+/// # accelerator.save_model(&model, &path)?;
+///
+/// // The file has a bias.
+/// let options = LoadOptions::new().allow_partial();
+/// let plain: Linear = LinearConfig::new(2, 1).with_bias(false).init(&device);
+/// let (plain, report) = accelerator.load_model_with(plain, &path, &options)?;
+/// assert_eq!(report.unexpected, ["bias"]);
+/// assert!(report.misshapen.is_empty() && report.mistyped.is_empty());
+///
+/// accelerator.save_model(&plain, &path)?;
+/// let (model, report) = accelerator.load_model_with(model, &path, &options)?;
+/// assert_eq!(report.missing, ["bias"]);
+/// # let _: Linear = model;
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct LoadReport {
@@ -48,6 +75,26 @@ pub struct LoadReport {
 }
 
 /// A tensor that a file has in another shape than the model.
+///
+/// ```
+/// use accelerator::model::LoadOptions;
+/// # use accelerator::prelude::*;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # let accelerator = Accelerator::new()?;
+/// # let device = accelerator.device();
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let path = folder.path().join("model.safetensors");
+/// # accelerator.save_model(&model, &path)?;
+///
+/// // The file has two inputs.
+/// let wider: Linear = LinearConfig::new(3, 1).init(&device);
+/// let (wider, report) = accelerator.load_model_with(wider, &path, &LoadOptions::new().allow_partial())?;
+/// let [weight] = &report.misshapen[..] else { panic!("the bias has its shape") };
+/// assert_eq!((&*weight.name, &*weight.expected, &*weight.found), ("weight", &[3, 1][..], &[2, 1][..]));
+/// # let _: Linear = wider;
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Misshapen {
@@ -60,6 +107,25 @@ pub struct Misshapen {
 }
 
 /// A tensor that a file has in another element type than the model.
+///
+/// ```
+/// use accelerator::model::LoadOptions;
+/// use accelerator::prelude::*;
+/// use burn::nn::{Linear, LinearConfig};
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let path = folder.path().join("model.safetensors");
+/// # let header = br#"{"bias":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"weight":{"dtype":"BF16","shape":[2,1],"data_offsets":[4,8]}}"#;
+/// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, &[0; 8]].concat())?;
+///
+/// let accelerator = Accelerator::new()?;
+/// let model: Linear = LinearConfig::new(2, 1).init(&accelerator.device());
+/// // A file whose weight is in bf16.
+/// let (model, report) = accelerator.load_model_with(model, &path, &LoadOptions::new().allow_partial())?;
+/// let [weight] = &report.mistyped[..] else { panic!("the bias has its type") };
+/// assert_eq!((&*weight.name, &*weight.expected, &*weight.found), ("weight", "f32", "bf16"));
+/// # let _: Linear = model;
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Mistyped {

@@ -42,6 +42,11 @@ impl FileNames {
         format!("{}-{number:05}-of-{count:05}.safetensors", self.stem)
     }
 
+    /// Whether a file has one of the names.
+    pub(super) fn has(&self, name: &str) -> bool {
+        name == self.single || name == self.index() || self.is_shard(name)
+    }
+
     /// Whether a file has the name of a shard of this model.
     pub(super) fn is_shard(&self, name: &str) -> bool {
         let numbers = name
@@ -289,7 +294,8 @@ mod tests {
     #[test]
     fn shards_are_told_from_other_files() {
         let names = FileNames::new("model.safetensors");
-        assert!(names.is_shard(&names.shard(1, 3)));
+        assert!(names.is_shard(&names.shard(1, 3)) && names.has(&names.shard(1, 3)));
+        assert!(names.has(&names.single) && names.has(&names.index()));
         for other in [
             "model.safetensors",
             "model.safetensors.index.json",

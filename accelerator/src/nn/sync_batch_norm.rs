@@ -1,4 +1,5 @@
 use core::fmt;
+use core::panic::Location;
 use std::sync::{Arc, Weak};
 
 use accelerator_collective::{ProcessGroup, ReduceOp};
@@ -86,6 +87,28 @@ impl SyncBatchNormConfig {
 /// assert!((outputs[0] + 1.0).abs() < 1e-4 && (outputs[1] - 1.0).abs() < 1e-4);
 /// # Ok::<(), accelerator::Error>(())
 /// ```
+///
+/// What it learns and remembers:
+///
+/// ```
+/// use accelerator::nn::SyncBatchNormConfig;
+/// use burn::tensor::Tensor;
+///
+/// let accelerator = accelerator::Accelerator::new()?;
+/// let norm = accelerator.prepare(SyncBatchNormConfig::new(1).with_momentum(0.5).init(&accelerator))?;
+/// let output = norm.forward(Tensor::<2>::from_data([[1.0], [3.0]], &accelerator.device()), 2);
+/// // γ · (x − mean) / √(variance + ε) + β, with a mean of 2 and a variance of 1.
+/// let x = (3.0 - 2.0) / (1.0 + norm.epsilon).sqrt();
+/// let expected = norm.gamma.val() * x + norm.beta.val();
+/// let last = output.slice([1..2, 0..1]).reshape([1]);
+/// assert!((last - expected).abs().into_scalar::<f64>() < 1e-4);
+/// // By half from where they began, which is 0 and 1.
+/// assert_eq!(norm.momentum, 0.5);
+/// assert_eq!(norm.running_mean.value_sync().into_scalar::<f64>(), 1.0);
+/// assert_eq!(norm.running_var.value_sync().into_scalar::<f64>(), 1.0);
+/// assert!(norm.training.is_enabled());
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[derive(Debug, Module)]
 #[module(custom_display)]
 pub struct SyncBatchNorm {
@@ -148,6 +171,7 @@ impl SyncBatchNorm {
     /// # Panics
     ///
     /// Where the input has less than two dimensions, or another number of features.
+    #[track_caller]
     pub fn forward<const D: usize>(
         &self,
         input: Tensor<D>,
@@ -184,7 +208,7 @@ impl SyncBatchNorm {
             }
             return normed.output;
         };
-        self.forward_together(input, Share::new(&shared, weight))
+        self.forward_together(input, Share::new(&shared, weight, Location::caller()))
     }
 
     fn forward_together<const D: usize>(&self, input: Tensor<D>, share: Share) -> Tensor<D> {
@@ -273,6 +297,8 @@ impl fmt::Debug for Ranks {
 /// What this rank's batch is to the global one.
 #[derive(Clone, Debug)]
 struct Share {
+    /// Of the forward, for errors: the backward runs within Burn's.
+    caller: &'static Location<'static>,
     group: ProcessGroup,
     /// Where what goes wrong is kept.
     ranks: Ranks,
@@ -281,8 +307,9 @@ struct Share {
 }
 
 impl Share {
-    fn new(shared: &Arc<Shared>, weight: f64) -> Self {
+    fn new(shared: &Arc<Shared>, weight: f64, caller: &'static Location<'static>) -> Self {
         Self {
+            caller,
             group: shared.group.clone(),
             ranks: Ranks(Arc::downgrade(shared)),
             weight,
@@ -326,7 +353,7 @@ impl Share {
 
     /// Leaves the sums over all ranks in `values`. Why there are none, `backward` says.
     fn add_up(&self, values: &mut [f64]) -> Option<()> {
-        let summed = self.group.all_reduce(values, ReduceOp::Sum);
+        let summed = self.group.all_reduce_at(values, ReduceOp::Sum, self.caller);
         if let (Err(error), Some(shared)) = (&summed, self.ranks.0.upgrade()) {
             let message = format!(
                 "a `SyncBatchNorm` in training normalises over all ranks, which are not together here; on one \

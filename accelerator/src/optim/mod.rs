@@ -102,6 +102,7 @@
 //! # Ok::<(), Error>(())
 //! ```
 
+mod census;
 mod factor;
 pub mod fused;
 mod plan;
@@ -116,6 +117,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 
+pub(crate) use self::census::{Census, Counted, StateOf};
 pub use self::fused::InitFused;
 pub use self::plan::{RateScaling, TrainingPlan};
 pub(crate) use self::schedule::Scheduler;
@@ -124,6 +126,7 @@ pub use self::sharded::Sharded;
 pub(crate) use self::sharded::Shards;
 pub(crate) use self::state::{OptimizerSnapshot, OptimizerState, Schedule, check_known};
 use self::whole::Kinds;
+use crate::accelerator::Accelerator;
 use crate::error::Result;
 use crate::gradient::{Averaged, Gradients, Undo};
 use crate::timeline::{Part, Phase, Timeline};
@@ -156,6 +159,23 @@ use crate::timeline::{Part, Phase, Timeline};
 /// assert_eq!(optimizer.steps(), 2);
 /// # Ok::<(), Error>(())
 /// ```
+///
+/// Whether it was worth a line in a log:
+///
+/// ```
+/// use accelerator::prelude::*;
+///
+/// fn told(outcome: StepOutcome) -> Option<String> {
+///     match outcome {
+///         StepOutcome::Accumulated => None,
+///         StepOutcome::Idle => Some("no samples on this rank".to_owned()),
+///         StepOutcome::Lost => Some("another rank is lost".to_owned()),
+///         other => Some(format!("{other:?}")),
+///     }
+/// }
+/// assert_eq!(told(StepOutcome::Accumulated), None);
+/// assert_eq!(told(StepOutcome::Skipped { scale: 8.0 }).unwrap(), "Skipped { scale: 8.0 }");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum StepOutcome {
@@ -164,9 +184,11 @@ pub enum StepOutcome {
     /// This rank had no sample in a [local step](crate::local): the model is as it was. The step and the
     /// schedule count on, as on ranks that had some.
     Idle,
-    /// Another rank was lost while a [`Sharded`] optimizer stepped, or that got gradients of one rank
-    /// ([`local`](crate::local)): the model is as it was, and so are the schedule and the scale of losses; the batches of the step count as not used, and come again after an emergency checkpoint. The
-    /// next call that communicates returns the error, which names the rank.
+    /// Another rank was lost while a [`Sharded`] optimizer stepped: the model is as it was, and so are the
+    /// schedule and the scale of losses; the batches of the step count as not used, and come again after an
+    /// emergency checkpoint. The next call that communicates returns the error, which names the rank. It is the
+    /// same where such an optimizer got gradients of [local training](crate::local), whose next call says what
+    /// to do: [`Error::is_misuse`](crate::Error::is_misuse).
     ///
     /// Each rank tells of itself: where one had every new value before the other rank was lost, it has
     /// `Stepped`. They can do nothing together any more, so both are whole.
@@ -222,6 +244,7 @@ pub enum StepOutcome {
 /// # Ok::<(), Error>(())
 /// ```
 pub struct PreparedOptimizer<S> {
+    _counted: Counted,
     /// What the rates of the schedule are multiplied by, since training went on at another size.
     factor: f64,
     kinds: Kinds,
@@ -238,9 +261,14 @@ impl<S> PreparedOptimizer<S> {
     fn new(
         (optimizer, shards): (ModuleOptimizer, Option<Shards>),
         schedule: S,
-        timeline: Timeline,
+        accelerator: &Accelerator,
     ) -> Self {
+        let state = match shards {
+            Some(_) => StateOf::Shards,
+            None => StateOf::Whole,
+        };
         Self {
+            _counted: accelerator.shared.optimizers.count(state),
             factor: 1.0,
             kinds: Kinds::default(),
             optimizer,
@@ -248,7 +276,7 @@ impl<S> PreparedOptimizer<S> {
             schedule,
             shards,
             steps: 0,
-            timeline,
+            timeline: accelerator.shared.timeline.clone(),
         }
     }
 
@@ -288,10 +316,8 @@ impl<S> PreparedOptimizer<S> {
             return model;
         }
         // Only steps that communicate can fail.
-        let before = self
-            .shards
-            .is_some()
-            .then(|| (self.schedule.clone(), gradients.take_undo()));
+        let may_fail = self.shards.is_some() || gradients.is_spread();
+        let before = may_fail.then(|| (self.schedule.clone(), gradients.take_undo()));
         let rate = rate(&mut self.schedule, &model);
         let stepped = StepOutcome::Stepped {
             rate: rate.base(),
@@ -324,10 +350,9 @@ impl<S> PreparedOptimizer<S> {
         model: M,
         gradients: Gradients,
     ) -> core::result::Result<M, M> {
-        if let Some(shards) = &self.shards
-            && gradients.is_own()
-        {
-            shards.refuse_own();
+        // Pieces would get gradients of different ranks.
+        if self.shards.is_some() && gradients.is_own() {
+            gradients.refuse_shards();
             return Err(model);
         }
         let copy = self.timeline.span(Phase::Copy(Part::Whole));
@@ -336,7 +361,11 @@ impl<S> PreparedOptimizer<S> {
         };
         let optimizer = &mut self.optimizer;
         match (averaged, &mut self.shards) {
-            (Averaged::Sums(averages), None) => {
+            (Averaged::Sums(mut averages), None) => {
+                // They may have been cut for another optimizer.
+                if averages.make_whole().is_err() {
+                    return Err(model);
+                }
                 let ready = self.kinds.ready(optimizer, averages);
                 drop(copy);
                 let _optimizer = self.timeline.span(Phase::Optimizer);
@@ -405,14 +434,29 @@ impl<S> PreparedOptimizer<S> {
     }
 
     /// Burn's optimizer inside, for its records: of a [`Sharded`] one, this rank's part of the state.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::grad_clipping::GradientClippingConfig;
+    /// use burn::optim::SgdConfig;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let config = SgdConfig::new().with_gradient_clipping(Some(GradientClippingConfig::Value(1.0)));
+    /// let optimizer = accelerator.prepare(config.init())?;
+    /// assert!(optimizer.inner().has_gradient_clipping());
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn inner(&self) -> &ModuleOptimizer {
         &self.optimizer
     }
 }
 
 impl PreparedOptimizer<Manual> {
-    pub(crate) fn manual(optimizer: (ModuleOptimizer, Option<Shards>), timeline: Timeline) -> Self {
-        Self::new(optimizer, Manual(()), timeline)
+    pub(crate) fn manual(
+        optimizer: (ModuleOptimizer, Option<Shards>),
+        accelerator: &Accelerator,
+    ) -> Self {
+        Self::new(optimizer, Manual(()), accelerator)
     }
 
     /// Updates the model with that learning rate, if the accumulation window is full; gives it
@@ -437,9 +481,9 @@ impl PreparedOptimizer<Scheduled> {
     pub(crate) fn scheduled(
         optimizer: (ModuleOptimizer, Option<Shards>),
         scheduler: Scheduler,
-        timeline: Timeline,
+        accelerator: &Accelerator,
     ) -> Self {
-        Self::new(optimizer, Scheduled(scheduler), timeline)
+        Self::new(optimizer, Scheduled(scheduler), accelerator)
     }
 
     /// Updates the model with the schedule's next learning rate, if the accumulation window is

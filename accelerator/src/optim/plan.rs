@@ -5,6 +5,15 @@ use crate::accelerator::Accelerator;
 use crate::data::PreparedLoader;
 
 /// How a learning rate that was found on one process follows the world size.
+///
+/// ```
+/// use accelerator::prelude::*;
+///
+/// let rates = |scaling| launch(4, |accelerator| Ok(accelerator.scaled_rate(0.1, scaling)));
+/// assert_eq!(rates(RateScaling::Linear)?, [0.4; 4]);
+/// assert_eq!(rates(RateScaling::Sqrt)?, [0.2; 4]);
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum RateScaling {
     /// As many times as large as there are ranks, as is usual for SGD ([Goyal et al.,
@@ -19,6 +28,27 @@ pub enum RateScaling {
 ///
 /// Figures are `None` where a loader does not tell its length or the size of its batches, and where they do
 /// not fit into 64 bits.
+///
+/// ```
+/// use accelerator::prelude::*;
+/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+/// # struct Listed;
+/// # impl Batcher<u32, Vec<u32>> for Listed {
+/// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+/// # }
+///
+/// let plans = Accelerator::builder().accumulation_steps(3).launch(2, |accelerator| {
+///     let train = DataLoaderBuilder::new(Listed).batch_size(8).build(InMemDataset::new((0..100).collect()));
+///     Ok(accelerator.plan(&accelerator.prepare(train)?, 5))
+/// })?;
+/// let plan = plans[0];
+/// assert_eq!((plan.world_size, plan.accumulation_steps), (2, 3));
+/// assert_eq!((plan.samples, plan.effective_batch), (Some(100), Some(2 * 8 * 3)));
+/// // Seven batches of each rank make two full windows and one of a single batch.
+/// assert_eq!((plan.micro_steps_per_epoch, plan.steps_per_epoch), (Some(7), Some(3)));
+/// assert_eq!((plan.epochs, plan.steps), (5, Some(15)));
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct TrainingPlan {

@@ -78,10 +78,49 @@ pub struct PerEpoch<S>(pub S);
 pub struct PerProcess<S>(pub S);
 
 /// The optimizer has no schedule: each `step` is told its learning rate.
+///
+/// ```
+/// use accelerator::optim::{Manual, PreparedOptimizer};
+/// # use accelerator::prelude::*;
+/// use burn::optim::SgdConfig;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::tensor::Tensor;
+/// # let accelerator = Accelerator::new()?;
+/// # let device = accelerator.device();
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+///
+/// let mut optimizer: PreparedOptimizer<Manual> = accelerator.prepare(SgdConfig::new().init())?;
+/// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+/// let gradients = accelerator.backward(loss, &model, 4)?;
+/// let model = optimizer.step(0.1, model, gradients);
+/// # let _: Linear = model;
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Manual(pub(super) ());
 
 /// The optimizer has a schedule, which advances with it.
+///
+/// ```
+/// use accelerator::optim::{PreparedOptimizer, Scheduled};
+/// # use accelerator::prelude::*;
+/// use burn::lr_scheduler::constant::ConstantLr;
+/// use burn::optim::SgdConfig;
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::tensor::Tensor;
+/// # let accelerator = Accelerator::new()?;
+/// # let device = accelerator.device();
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+///
+/// let mut optimizer: PreparedOptimizer<Scheduled> =
+///     accelerator.prepare((SgdConfig::new().init(), ConstantLr::new(0.1)))?;
+/// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+/// let gradients = accelerator.backward(loss, &model, 4)?;
+/// let model = optimizer.step(model, gradients);
+/// assert_eq!(optimizer.learning_rate(), Some(0.1));
+/// # let _: Linear = model;
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Scheduled(pub(super) Scheduler);
 

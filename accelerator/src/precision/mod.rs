@@ -84,6 +84,7 @@ use burn::tensor::FloatDType;
 pub use self::copy::in_full;
 pub use self::scale::LossScale;
 pub(crate) use self::scale::{Finiteness, Scaler, ScalerState};
+use crate::choice::named;
 use crate::error::{Error, Result};
 
 /// The type in which forward and backward compute. Parameters, their gradients and the optimizer stay in
@@ -96,6 +97,18 @@ use crate::error::{Error, Result};
 /// let accelerator = Accelerator::builder().precision(Precision::Bf16).build()?;
 /// assert_eq!(accelerator.precision(), Precision::Bf16);
 /// assert_eq!("f16".parse::<Precision>()?, Precision::F16);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+///
+/// Its names are those of `ACCEL_PRECISION`:
+///
+/// ```
+/// use accelerator::precision::Precision;
+///
+/// for precision in [Precision::No, Precision::F16, Precision::Bf16] {
+///     assert_eq!(precision.name().parse::<Precision>()?, precision);
+/// }
+/// assert_eq!(Precision::default(), Precision::No);
 /// # Ok::<(), accelerator::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
@@ -111,7 +124,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    const ALL: [Self; 3] = [Self::Bf16, Self::F16, Self::No];
+    const ALL: [Self; 3] = [Self::No, Self::F16, Self::Bf16];
 
     /// The name that `ACCEL_PRECISION` takes: `no`, `f16` or `bf16`.
     pub fn name(self) -> &'static str {
@@ -142,11 +155,6 @@ impl FromStr for Precision {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let known = Self::ALL.into_iter().find(|known| known.name() == name);
-        known.ok_or_else(|| {
-            Error::config(format!(
-                "there is no precision `{name}`; expected no, f16 or bf16"
-            ))
-        })
+        named("precision", name, &Self::ALL)
     }
 }

@@ -17,6 +17,20 @@ use crate::error::{Error, Result};
 ///     .build()?;
 /// # Ok::<(), accelerator::Error>(())
 /// ```
+///
+/// One that moves slowly. It must be able to shrink, or no step would ever be good again:
+///
+/// ```
+/// use accelerator::Accelerator;
+/// use accelerator::precision::LossScale;
+///
+/// let slow = LossScale::new().with_growth(1.25).with_backoff(0.8);
+/// Accelerator::builder().loss_scale(slow).build()?;
+///
+/// let stuck = LossScale::new().with_backoff(1.0);
+/// assert!(Accelerator::builder().loss_scale(stuck).build().unwrap_err().is_config());
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[must_use]
 pub struct LossScale {
@@ -38,25 +52,26 @@ impl LossScale {
         }
     }
 
-    /// The scale at first. A power of two adds no rounding error. Default: 65536.
+    /// The scale at first, from 2⁻⁴⁰ to 2⁴⁰, within which it stays. A power of two adds no rounding error.
+    /// Default: 65536.
     pub fn with_initial(mut self, scale: f64) -> Self {
         self.initial = scale;
         self
     }
 
-    /// By what the scale is multiplied after so many good steps. Default: 2.
+    /// By what the scale is multiplied after so many good steps, from 1 to 65536. Default: 2.
     pub fn with_growth(mut self, factor: f64) -> Self {
         self.growth = factor;
         self
     }
 
-    /// By what the scale is multiplied when a step is skipped. Default: 0.5.
+    /// By what the scale is multiplied when a step is skipped, from 1/65536 to less than 1. Default: 0.5.
     pub fn with_backoff(mut self, factor: f64) -> Self {
         self.backoff = factor;
         self
     }
 
-    /// After how many good steps in a row the scale grows. Default: 2000.
+    /// After how many good steps in a row the scale grows, at least 1. Default: 2000.
     pub fn with_growth_interval(mut self, steps: u64) -> Self {
         self.interval = steps;
         self
@@ -64,21 +79,47 @@ impl LossScale {
 
     /// Refuses what leads nowhere.
     pub(crate) fn check(&self) -> Result<()> {
-        let positive = |value: f64| value > 0.0 && value.is_finite();
-        let good = positive(self.initial)
-            && self.initial <= LARGEST
-            && self.growth >= 1.0
-            && self.growth.is_finite()
-            && positive(self.backoff)
-            && self.backoff < 1.0
-            && self.interval > 0;
-        if good {
-            return Ok(());
+        let Self {
+            initial,
+            growth,
+            backoff,
+            interval,
+        } = *self;
+        let bounds = [
+            (
+                "beginning",
+                initial,
+                (SMALLEST..=LARGEST).contains(&initial),
+                "from 2^-40 to 2^40",
+            ),
+            (
+                "growth",
+                growth,
+                (1.0..=STEEPEST).contains(&growth),
+                "from 1 to 65536",
+            ),
+            (
+                "backoff",
+                backoff,
+                (1.0 / STEEPEST..1.0).contains(&backoff),
+                "from 1/65536 to less than 1",
+            ),
+        ];
+        for (of, value, is_within, range) in bounds {
+            if !is_within {
+                return Err(Error::config(format!(
+                    "the {of} of the loss scale is {value:e}; expected a number {range} (the default is: {})",
+                    Self::new()
+                )));
+            }
         }
-        Err(Error::config(format!(
-            "the loss scale is {self}; expected a positive beginning, a growth of at least 1, a \
-             backoff between 0 and 1, and an interval of at least one step"
-        )))
+        if interval == 0 {
+            return Err(Error::config(format!(
+                "the loss scale is to grow after 0 good steps; expected 1 or more (the default is: {})",
+                Self::new()
+            )));
+        }
+        Ok(())
     }
 }
 
@@ -101,6 +142,9 @@ impl fmt::Display for LossScale {
 /// The bounds of a scale: its products with sums stay within the range of `f32`.
 const LARGEST: f64 = (1_u64 << 40) as f64;
 const SMALLEST: f64 = 1.0 / LARGEST;
+
+/// By no more than this does it move at once: with more, it would go from bound to bound, and fit nowhere.
+const STEEPEST: f64 = (1_u64 << 16) as f64;
 
 /// Whether all gradients of a window are finite.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -200,14 +244,34 @@ mod tests {
         let bad = [
             LossScale::new().with_initial(0.0),
             LossScale::new().with_initial(f64::NAN),
+            LossScale::new().with_initial(1e-300),
+            LossScale::new().with_initial(2.0 * LARGEST),
             LossScale::new().with_growth(0.5),
+            LossScale::new().with_growth(1e300),
+            LossScale::new().with_growth(f64::NAN),
             LossScale::new().with_backoff(1.0),
+            LossScale::new().with_backoff(1e-300),
+            LossScale::new().with_backoff(f64::NAN),
             LossScale::new().with_growth_interval(0),
         ];
         for rule in bad {
             assert!(rule.check().unwrap_err().is_config(), "{rule}");
         }
-        LossScale::new().check().unwrap();
+        let text = bad[3].check().unwrap_err().to_string();
+        assert!(
+            text.contains("the beginning of the loss scale is 2.1"),
+            "{text}"
+        );
+        let good = [
+            LossScale::new(),
+            LossScale::new().with_initial(LARGEST).with_growth(1.0),
+            LossScale::new()
+                .with_initial(SMALLEST)
+                .with_backoff(1.0 / STEEPEST),
+        ];
+        for rule in good {
+            rule.check().unwrap();
+        }
         let mut scaler = Scaler::new(LossScale::new().with_growth_interval(1));
         (0..200).for_each(|_| scaler.update(Finite));
         assert_eq!(scaler.scale(), LARGEST);

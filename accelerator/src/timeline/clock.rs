@@ -57,12 +57,15 @@ impl Meeting {
         }
         let at = now();
         let (wall, error) = wall_minus(anchor);
-        let all = group.all_gather_object(&Reading {
-            boot: std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default(),
-            wall,
-            error,
-            ends: ends.clone(),
-        })?;
+        let all = group
+            .for_purpose(super::PURPOSE)
+            .all_gather_object(&Reading {
+                boot: std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+                    .unwrap_or_default(),
+                wall,
+                error,
+                ends: ends.clone(),
+            })?;
         let (mine, zero) = (&all[rank], &all[0]);
         let rounds = begins.iter().zip(&ends).zip(&zero.ends);
         let (least, most) = rounds.fold((i64::MIN, i64::MAX), |(least, most), bounds| {

@@ -43,6 +43,9 @@ use self::trace::RankTrace;
 use crate::error::{Error, Result};
 use crate::notice;
 
+/// What ranks exchange values for here.
+const PURPOSE: &str = "the trace of all ranks";
+
 /// What one rank notes about its steps: a handle, clones of which note in one place.
 ///
 /// Where nothing is recorded, each method is one branch, and no clock is read.
@@ -151,7 +154,10 @@ impl Timeline {
         let met = self.meet(group);
         let own = RankTrace::new(self.0.rank, recorder);
         let gathered = match met {
-            Ok(()) => group.gather_object(&own, 0).map_err(Error::from),
+            Ok(()) => {
+                let traces = group.for_purpose(PURPOSE).gather_object(&own, 0);
+                traces.map_err(Error::from)
+            }
             Err(error) => Err(error),
         };
         let (path, ranks) = match gathered {

@@ -205,6 +205,22 @@ impl fmt::Debug for Profiler {
 }
 
 /// What the steps came to that one cycle of a [`Schedule`] kept on this rank.
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use accelerator::timeline::{Cycle, Schedule};
+///
+/// /// A line for a log.
+/// fn told(cycle: &Cycle) -> String {
+///     let (first, steps) = (cycle.first_step, cycle.summary.steps);
+///     format!("cycle {}: {:.3} s a step from {first} on, over {steps}", cycle.number, cycle.summary.step.mean)
+/// }
+///
+/// let accelerator = Accelerator::new()?;
+/// let profiler = accelerator.profile_with(Schedule::new(10), |cycle| println!("{}", told(cycle)))?;
+/// # drop(profiler);
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Cycle {
@@ -390,7 +406,10 @@ impl Timeline {
         for mut one in ready {
             one.trace.clocks = vec![before, met];
             if lost.is_none() {
-                match group.gather_object(&one.trace, 0) {
+                match group
+                    .for_purpose(super::PURPOSE)
+                    .gather_object(&one.trace, 0)
+                {
                     Ok(None) => continue,
                     Ok(Some(ranks)) => {
                         place::clear_parts(&one.path);

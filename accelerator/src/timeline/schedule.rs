@@ -33,6 +33,25 @@ pub struct Schedule {
 }
 
 /// What a step is to a [`Schedule`].
+///
+/// ```
+/// use accelerator::timeline::{Schedule, SchedulePhase};
+///
+/// // Something of the program's own, by the same rules.
+/// let schedule = Schedule::new(2).with_wait(1).with_warm_up(1);
+/// let mut kept = Vec::new();
+/// for step in 0..8 {
+///     match schedule.phase(step) {
+///         SchedulePhase::Idle | SchedulePhase::WarmUp => {}
+///         SchedulePhase::Active => kept.push(step),
+///         SchedulePhase::Last => {
+///             kept.push(step);
+///             println!("{kept:?} are complete");
+///         }
+///     }
+/// }
+/// assert_eq!(kept, [2, 3, 6, 7]);
+/// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum SchedulePhase {
     /// It is not looked at. Torch calls it `NONE`.

@@ -2,6 +2,7 @@
 
 use core::fmt::Display;
 
+use accelerator::optim::Sharded;
 use accelerator::prelude::*;
 use accelerator::{Compression, Overlap, OverlapReport, OverlapState};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
@@ -72,9 +73,17 @@ pub(crate) struct Outcome {
     pub(crate) report: OverlapReport,
 }
 
-pub(crate) fn run<M: Module + Display>(
+/// What ranks keep of the optimizer's state, and so of the sums.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum State {
+    Sharded,
+    Whole,
+}
+
+fn run<M: Module + Display>(
     setting: Setting,
     overlap: Overlap,
+    state: State,
     build: &(impl Fn(&Device) -> M + Sync),
     loss: &(impl Fn(&M, &Place) -> Tensor<1> + Sync),
 ) -> Vec<Outcome> {
@@ -86,8 +95,11 @@ pub(crate) fn run<M: Module + Display>(
         .with_overlap(overlap)
         .launch(setting.ranks, |accelerator| {
             let model = known(build(&accelerator.device()));
-            let (mut model, mut optimizer) =
-                accelerator.prepare((model, AdamWConfig::new().init()))?;
+            let optimizer = AdamWConfig::new().init();
+            let (mut model, mut optimizer) = match state {
+                State::Whole => accelerator.prepare((model, optimizer))?,
+                State::Sharded => accelerator.prepare((model, Sharded(optimizer)))?,
+            };
             let (mut losses, mut norms) = (Vec::new(), Vec::new());
             for step in 0..setting.steps * setting.accumulation {
                 let place = Place::of(&accelerator, step);
@@ -112,16 +124,18 @@ pub(crate) fn run<M: Module + Display>(
         .unwrap()
 }
 
-/// Trains with overlap and without, compares everything, and gives the reports of those with.
+/// Trains with overlap and without, and with each rank's part of the sums alone, compares everything, and
+/// gives the reports of those with overlap.
 pub(crate) fn same_bits<M: Module + Display>(
     setting: Setting,
     build: impl Fn(&Device) -> M + Sync,
     loss: impl Fn(&M, &Place) -> Tensor<1> + Sync,
 ) -> Vec<OverlapReport> {
-    let off = run(setting, Overlap::Off, &build, &loss);
-    let on = run(setting, Overlap::On, &build, &loss);
+    let off = run(setting, Overlap::Off, State::Whole, &build, &loss);
+    let on = run(setting, Overlap::On, State::Whole, &build, &loss);
+    let parts = run(setting, Overlap::On, State::Sharded, &build, &loss);
     assert!(!off[0].parameters.is_empty() && off[0].losses.len() == setting.steps);
-    for outcome in off.iter().chain(&on) {
+    for outcome in off.iter().chain(&on).chain(&parts) {
         assert_eq!(outcome.parameters, off[0].parameters);
         assert_eq!(outcome.losses, off[0].losses);
         assert_eq!(outcome.norms, off[0].norms);
@@ -129,6 +143,10 @@ pub(crate) fn same_bits<M: Module + Display>(
     assert!(off.iter().all(|off| off.report.state == OverlapState::Off
         && off.report.early_total == 0
         && off.report.windows == 0));
+    for (on, parts) in on.iter().zip(&parts) {
+        let of = |outcome: &Outcome| (outcome.report.state, outcome.report.repairs);
+        assert_eq!(of(parts), of(on));
+    }
     on.into_iter().map(|outcome| outcome.report).collect()
 }
 

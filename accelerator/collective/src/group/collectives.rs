@@ -28,7 +28,22 @@ impl ProcessGroup {
     ///   [`close`](Self::close).
     #[track_caller]
     pub fn all_reduce<T: Element>(&self, values: &mut [T], op: ReduceOp) -> Result<()> {
-        let contract = Contract::new(Call::AllReduce, Site::of(Location::caller()))
+        self.all_reduce_at(values, op, Location::caller())
+    }
+
+    /// As [`all_reduce`](Self::all_reduce), on behalf of a caller further up, whom errors name.
+    ///
+    /// # Errors
+    ///
+    /// As for [`all_reduce`](Self::all_reduce).
+    #[doc(hidden)]
+    pub fn all_reduce_at<T: Element>(
+        &self,
+        values: &mut [T],
+        op: ReduceOp,
+        caller: &Location<'_>,
+    ) -> Result<()> {
+        let contract = Contract::new(Call::AllReduce, Site::of(caller))
             .with_op(op)
             .with_data(T::DTYPE, values.len());
         self.run(&contract, |exchange| {

@@ -1,6 +1,6 @@
 //! How a rank leaves its group, and who is gone.
 
-use super::ProcessGroup;
+use super::{ProcessGroup, panics};
 use crate::error::Result;
 
 impl ProcessGroup {
@@ -40,6 +40,29 @@ impl ProcessGroup {
     /// ```
     pub fn abort(&self, reason: impl Into<String>) {
         self.0.member.abort(&reason.into());
+    }
+
+    /// Ends the group because this thread panicked, and the panic was caught: as [`abort`](Self::abort), for
+    /// what the panic said and where it was. A group whose last handle is dropped by a thread that unwinds
+    /// does so by itself.
+    ///
+    /// ```
+    /// use std::panic::catch_unwind;
+    ///
+    /// use accelerator_collective::{GroupOptions, ProcessGroup};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// if catch_unwind(|| panic!("its data set is empty")).is_err() {
+    ///     ranks[1].abort_by_panic();
+    /// }
+    /// let error = ranks[0].barrier().unwrap_err();
+    /// assert!(error.to_string().contains("is lost: it panicked: its data set is empty (at "));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn abort_by_panic(&self) {
+        self.0.member.abort(&panics::said());
     }
 
     /// The ranks that are gone as far as this rank knows, in ascending order: those that failed by

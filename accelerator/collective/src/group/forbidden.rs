@@ -56,6 +56,21 @@ impl ProcessGroup {
 }
 
 /// While it lives, collectives of this rank fail; see [`ProcessGroup::forbid`].
+///
+/// ```
+/// use accelerator_collective::{Forbidden, ProcessGroup};
+///
+/// /// What only this rank does.
+/// struct Alone {
+///     _forbidden: Forbidden,
+/// }
+///
+/// let group = ProcessGroup::single();
+/// let alone = Alone { _forbidden: group.forbid("only the main rank is here") };
+/// assert!(group.barrier().unwrap_err().is_misuse());
+/// drop(alone);
+/// assert!(group.barrier().is_ok());
+/// ```
 #[derive(Debug)]
 #[must_use = "collectives are allowed again when this is dropped"]
 pub struct Forbidden {

@@ -78,6 +78,45 @@ use crate::{
 /// # Ok(())
 /// # }
 /// ```
+///
+/// Whatever ranks exchange:
+///
+/// ```
+/// use std::thread;
+///
+/// use accelerator_collective::{GroupOptions, ProcessGroup, ReduceOp, Result, TransportKind};
+///
+/// fn exchange(group: &ProcessGroup) -> Result<()> {
+///     let rank = group.topology().rank();
+///     assert_eq!(group.all_gather(&[rank as u32])?, [0, 1]);
+///     assert_eq!(group.all_gather_varied(&vec![7_u8; rank])?, [vec![], vec![7]]);
+///
+///     let mut values = [rank as f32; 2];
+///     group.broadcast(&mut values, 1)?;
+///     assert_eq!(values, [1.0, 1.0]);
+///
+///     // Rank 0 gets the first two sums, rank 1 the last one.
+///     let mine = group.reduce_scatter(&[1_i64, 2, 3], ReduceOp::Sum)?;
+///     assert_eq!(mine, [vec![2, 4], vec![6]][rank]);
+///
+///     let names = group.gather_object(&format!("rank {rank}"), 0)?;
+///     assert_eq!(names.is_some(), rank == 0);
+///     let said: String = group.broadcast_object((rank == 0).then_some(&"go".to_owned()), 0)?;
+///     assert_eq!(said, "go");
+///     Ok(())
+/// }
+///
+/// # fn main() -> Result<()> {
+/// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+/// assert_eq!(ranks[0].transport(), TransportKind::Threads);
+/// assert_eq!(ranks[0].options().transport(), TransportKind::Auto, "that is what was asked for");
+/// thread::scope(|scope| {
+///     let ranks: Vec<_> = ranks.iter().map(|group| scope.spawn(|| exchange(group))).collect();
+///     ranks.into_iter().try_for_each(|rank| rank.join().unwrap())
+/// })?;
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct ProcessGroup(Arc<Handle>, Purpose);
 

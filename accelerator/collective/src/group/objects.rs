@@ -33,7 +33,22 @@ impl ProcessGroup {
     /// [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn all_gather_object<S: Serialize + DeserializeOwned>(&self, value: &S) -> Result<Vec<S>> {
-        let site = Site::of(Location::caller());
+        self.all_gather_object_at(value, Location::caller())
+    }
+
+    /// As [`all_gather_object`](Self::all_gather_object), on behalf of a caller further up, whom errors
+    /// name.
+    ///
+    /// # Errors
+    ///
+    /// As for [`all_gather_object`](Self::all_gather_object).
+    #[doc(hidden)]
+    pub fn all_gather_object_at<S: Serialize + DeserializeOwned>(
+        &self,
+        value: &S,
+        caller: &Location<'_>,
+    ) -> Result<Vec<S>> {
+        let site = Site::of(caller);
         let own = write(value, site)?;
         let contract = Contract::new(Call::AllGatherObject, site).with_data(DType::U8, own.len());
         let mut all = vec![Vec::new(); self.world_size()];
@@ -134,7 +149,22 @@ impl ProcessGroup {
         values: Option<&[S]>,
         root: usize,
     ) -> Result<T> {
-        let site = Site::of(Location::caller());
+        self.scatter_object_at(values, root, Location::caller())
+    }
+
+    /// As [`scatter_object`](Self::scatter_object), on behalf of a caller further up, whom errors name.
+    ///
+    /// # Errors
+    ///
+    /// As for [`scatter_object`](Self::scatter_object).
+    #[doc(hidden)]
+    pub fn scatter_object_at<S: Serialize, T: DeserializeOwned>(
+        &self,
+        values: Option<&[S]>,
+        root: usize,
+        caller: &Location<'_>,
+    ) -> Result<T> {
+        let site = Site::of(caller);
         let contract = Contract::new(Call::ScatterObject, site).with_root(root);
         if self.rank() != root {
             let contract = contract.with_data(DType::U8, 0);

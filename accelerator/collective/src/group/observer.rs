@@ -5,10 +5,32 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::contract::Contract;
+use crate::contract::{Contract, Site};
 
 /// An operation of this rank that has ended, well or not; see
 /// [`ProcessGroup::observe`](crate::ProcessGroup::observe).
+///
+/// ```
+/// use std::sync::mpsc;
+///
+/// use accelerator_collective::{ProcessGroup, ReduceOp, Runner};
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let group = ProcessGroup::single();
+/// let (sender, seen) = mpsc::channel();
+/// group.observe(move |operation| {
+///     // Nobody may be listening any more.
+///     let _ = sender.send(*operation);
+/// })?;
+/// group.all_reduce(&mut [0.5_f64; 4], ReduceOp::Sum)?;
+/// group.barrier()?;
+/// let first = seen.recv().unwrap();
+/// assert_eq!((first.name, first.bytes, first.runner), ("all_reduce", 32, Runner::Caller));
+/// assert_eq!(first.duration(), first.ended - first.started);
+/// assert_eq!(seen.recv().unwrap().sequence, first.sequence + 1);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Observed {
@@ -24,9 +46,35 @@ pub struct Observed {
     pub ended: Instant,
     /// Which thread it ran on.
     pub runner: Runner,
+    site: Site,
 }
 
 impl Observed {
+    /// The file and the line that errors of the operation name: where it was called.
+    ///
+    /// ```
+    /// use std::sync::{Arc, Mutex};
+    ///
+    /// use accelerator_collective::ProcessGroup;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let group = ProcessGroup::single();
+    /// let places = Arc::new(Mutex::new(Vec::new()));
+    /// let notes = Arc::clone(&places);
+    /// group.observe(move |operation| {
+    ///     notes.lock().unwrap().push(operation.place().to_string());
+    /// })?;
+    /// group.barrier()?;
+    /// # let line = line!() - 1;
+    /// let places = places.lock().unwrap();
+    /// assert_eq!(*places, [format!("{}:{line}", file!())]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn place(&self) -> impl fmt::Display {
+        self.site
+    }
+
     /// How long it took, waiting for other ranks included.
     pub fn duration(&self) -> Duration {
         self.ended.duration_since(self.started)
@@ -34,6 +82,23 @@ impl Observed {
 }
 
 /// The thread that runs an operation.
+///
+/// ```
+/// use std::sync::mpsc;
+///
+/// use accelerator_collective::{DType, ProcessGroup, ReduceOp, Runner};
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let group = ProcessGroup::single();
+/// let (sender, runners) = mpsc::channel();
+/// group.observe(move |operation| drop(sender.send(operation.runner)))?;
+/// group.barrier()?;
+/// group.start_all_reduce(group.buffer(DType::F32, 2), ReduceOp::Sum)?.wait()?;
+/// assert_eq!(runners.recv(), Ok(Runner::Caller));
+/// assert_eq!(runners.recv(), Ok(Runner::Communication));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Runner {
     /// The one that called it: a blocking operation.
@@ -69,6 +134,7 @@ impl<'a> Observation<'a> {
             started: self.started,
             ended: Instant::now(),
             runner: self.runner,
+            site: contract.site,
         });
     }
 }

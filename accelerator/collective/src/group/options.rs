@@ -22,6 +22,23 @@ use crate::{
 /// # Ok(())
 /// # }
 /// ```
+///
+/// For hosts that boot one after the other, on a network that stands still at times:
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use accelerator_collective::{GroupOptions, TransportKind};
+///
+/// let options = GroupOptions::new()
+///     .with_connect_timeout(Duration::from_secs(600))
+///     .with_liveness_timeout(Duration::from_secs(20))
+///     .with_warn_after(Duration::from_secs(60))
+///     .with_transport(TransportKind::Tcp);
+/// assert!(options.liveness_timeout() < options.warn_after());
+/// assert!(options.connect_timeout() <= options.progress_timeout());
+/// assert_eq!(options.transport(), TransportKind::Tcp);
+/// ```
 #[derive(Clone, Debug)]
 pub struct GroupOptions {
     connect_timeout: Duration,

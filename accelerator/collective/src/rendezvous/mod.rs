@@ -43,6 +43,27 @@ use crate::error::{Error, Kind, Result};
 /// let rendezvous = Rendezvous::new("127.0.0.1", 29_500).with_store(StoreHost::Launcher);
 /// assert_eq!(rendezvous.to_string(), "127.0.0.1:29500");
 /// ```
+///
+/// Between hosts, where ranks prove that they belong to the job:
+///
+/// ```
+/// use accelerator_collective::rendezvous::Token;
+/// use accelerator_collective::{Rendezvous, StoreHost};
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let store = Rendezvous::new("node-0", 29_500)
+///     .with_store(StoreHost::Launcher)
+///     .with_job("night run")
+///     .with_token_file("/run/secrets/job-token");
+/// assert_eq!((store.host(), store.port(), store.store()), ("node-0", 29_500, StoreHost::Launcher));
+///
+/// // A token that the program has got otherwise, and a network that is trusted.
+/// let known = Rendezvous::new("node-0", 29_500).with_token(Token::generate()?);
+/// let open = Rendezvous::new("10.0.0.1", 29_500).without_security();
+/// # let _ = (known, open);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Rendezvous {
     pub(crate) host: String,
@@ -135,6 +156,14 @@ impl fmt::Display for Rendezvous {
 }
 
 /// Who hosts the store.
+///
+/// ```
+/// use accelerator_collective::{Rendezvous, StoreHost};
+///
+/// let store = Rendezvous::new("127.0.0.1", 29_500);
+/// assert_eq!(store.store(), StoreHost::Rank0);
+/// assert_eq!(store.with_store(StoreHost::Launcher).store().to_string(), "launcher");
+/// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum StoreHost {
@@ -186,6 +215,15 @@ impl Security {
     pub const VARIABLE: &'static str = "ACCEL_INSECURE";
 
     /// Reads the environment of this process.
+    ///
+    /// ```
+    /// use accelerator_collective::rendezvous::Security;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// assert_eq!(Security::from_env()?, Security::Required, "nobody has waived it here");
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///

@@ -5,6 +5,44 @@ use std::{fmt, sync::Arc};
 use super::{Report, Security, Token};
 
 /// What a store expects of the ranks.
+///
+/// A launcher that hosts the store, and hears of everything:
+///
+/// ```
+/// use std::sync::mpsc;
+///
+/// use accelerator_collective::rendezvous::{Report, Security, StoreOptions, StoreServer, Token};
+/// use accelerator_collective::{GroupOptions, Launch, ProcessGroup, Rendezvous, StoreHost, Topology};
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let (sender, reports) = mpsc::channel();
+/// let token = Token::generate()?;
+/// let options = StoreOptions::new(2)
+///     .with_job("night run")
+///     .with_token(token.clone())
+///     .with_security(Security::Required)
+///     .with_observer(move |report| drop(sender.send(report)));
+/// let store = StoreServer::bind_with(("127.0.0.1", 0), options)?;
+///
+/// // In a program these are processes of their own.
+/// let port = store.local_addr().port();
+/// let ranks: Vec<_> = [0, 1].map(|rank| {
+///     let rendezvous = Rendezvous::new("127.0.0.1", port)
+///         .with_store(StoreHost::Launcher)
+///         .with_job("night run")
+///         .with_token(token.clone());
+///     std::thread::spawn(move || {
+///         let launch = Launch::new(Topology::new(rank, 2)?, rendezvous);
+///         ProcessGroup::connect(&launch, &GroupOptions::new())?.close()
+///     })
+/// }).into();
+/// for rank in ranks {
+///     rank.join().unwrap()?;
+/// }
+/// assert!(reports.iter().any(|report| matches!(report, Report::Met)));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct StoreOptions {
     pub(super) world_size: usize,

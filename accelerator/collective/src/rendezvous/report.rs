@@ -4,6 +4,23 @@ use crate::error::Error;
 
 /// Something that a store has learnt; see
 /// [`StoreOptions::with_observer`](super::StoreOptions::with_observer).
+///
+/// ```
+/// use accelerator_collective::rendezvous::Report;
+///
+/// /// A line for the launcher's log.
+/// fn told(report: &Report) -> String {
+///     match report {
+///         Report::Joined { rank, host, pid, .. } => format!("rank {rank} is process {pid} on {host}"),
+///         Report::Met => "all ranks have met".to_owned(),
+///         Report::Failed(accusation) => accusation.text.clone(),
+///         Report::Closed { rank, .. } => format!("rank {rank} is done"),
+///         Report::Stranger { note, .. } => format!("turned away: {note}"),
+///         other => format!("{other:?}"),
+///     }
+/// }
+/// assert_eq!(told(&Report::Met), "all ranks have met");
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Report {
@@ -36,6 +53,26 @@ pub enum Report {
 }
 
 /// What a rank says about the failure of its group.
+///
+/// ```
+/// use accelerator_collective::rendezvous::Accusation;
+///
+/// /// Whom to look at: the ranks that others name, unless one speaks for itself.
+/// fn suspects(accusations: &[Accusation]) -> Vec<usize> {
+///     match accusations.iter().find(|accusation| accusation.is_confession()) {
+///         Some(confession) => {
+///             println!("rank {}: {}", confession.rank, confession.text);
+///             vec![confession.rank]
+///         }
+///         None => {
+///             // A hung rank is alive, and can be asked what it does.
+///             let lost = accusations.iter().filter(|accusation| !accusation.error().is_timeout());
+///             lost.flat_map(|accusation| accusation.accused.clone()).collect()
+///         }
+///     }
+/// }
+/// assert_eq!(suspects(&[]), [] as [usize; 0]);
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Accusation {

@@ -69,6 +69,18 @@ impl StoreServer {
 
     /// Listens for the ranks of a job, as [`bind`](Self::bind) does, with further options.
     ///
+    /// ```
+    /// use accelerator_collective::rendezvous::{StoreOptions, StoreServer};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// // Ranks of other jobs are turned away.
+    /// let options = StoreOptions::new(2).with_job("night run");
+    /// let store = StoreServer::bind_with(("127.0.0.1", 0), options)?;
+    /// assert_ne!(store.local_addr().port(), 0);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// As [`bind`](Self::bind).

@@ -10,9 +10,10 @@ use accelerator_fault::SaveStage;
 use crate::checkpoint::Checkpoint;
 use crate::disk::Disk;
 use crate::error::{Error, Kind, Result};
-use crate::folder::{State, name_of, point_latest, temporary};
+use crate::folder::{name_of, point_latest, temporary};
 use crate::manifest::{Facts, FileEntry, Manifest, Role};
 use crate::name::{FileName, MANIFEST};
+use crate::staged::State;
 use crate::tree;
 
 use writer::Writer;
@@ -40,6 +41,25 @@ mod writer;
 ///
 /// let checkpoint = draft.commit(Facts::new(NonZeroUsize::MIN))?;
 /// assert_eq!(checkpoint.manifest()?.files.len(), 2);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// What is not to be is given up, and leaves nothing behind:
+///
+/// ```
+/// use accelerator_manifest::{Folder, Role};
+///
+/// # fn main() -> accelerator_manifest::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let folder = Folder::create(temporary.path().join("runs/a"))?;
+/// let mut draft = folder.begin(0)?;
+/// assert_eq!(draft.number(), 1);
+/// let entry = draft.write_bytes(&"model.bin".parse()?, Role::Model, b"weights")?;
+/// assert_eq!(entry.bytes, 7);
+/// assert_eq!(draft.files().len(), 1);
+/// draft.abandon()?;
+/// assert!(folder.unfinished()?.is_empty());
 /// # Ok(())
 /// # }
 /// ```

@@ -9,11 +9,12 @@ use crate::checkpoint::{Checkpoint, Depth, Verdict};
 use crate::disk::Disk;
 use crate::draft::Draft;
 use crate::error::{Error, Kind, Result};
+use crate::staged::State;
 use crate::tree::open_file;
 
-pub(crate) use names::{State, name_of, parse_name, temporary};
+pub(crate) use names::{name_of, parse_name, temporary};
 
-use names::Leftover;
+use names::leftover;
 
 mod names;
 #[cfg(test)]
@@ -40,6 +41,30 @@ mod tests;
 /// # Ok(())
 /// # }
 /// ```
+///
+/// What is in it, whole or not:
+///
+/// ```
+/// use std::num::NonZeroUsize;
+/// use accelerator_manifest::{Facts, Folder};
+///
+/// # fn main() -> accelerator_manifest::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let folder = Folder::create(temporary.path().join("runs/a"))?;
+/// for step in [100, 200] {
+///     folder.begin(0)?.commit(Facts { step, ..Facts::new(NonZeroUsize::MIN) })?;
+/// }
+/// let draft = folder.begin(0)?;
+/// assert_eq!(folder.unfinished()?, [draft.path()]);
+///
+/// assert_eq!((folder.latest_hint(), folder.next_number()?), (Some(2), 3));
+/// assert!(folder.next_number()? <= Folder::LARGEST);
+/// let checkpoints = folder.checkpoints()?;
+/// folder.remove(&checkpoints[0])?;
+/// assert_eq!(folder.checkpoints()?.len(), 1);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Folder {
     path: PathBuf,
@@ -47,6 +72,25 @@ pub struct Folder {
 }
 
 /// The newest good checkpoint, and what was passed over.
+///
+/// ```
+/// use std::num::NonZeroUsize;
+/// use accelerator_manifest::{Facts, Folder, Search};
+///
+/// # fn main() -> accelerator_manifest::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let folder = Folder::create(temporary.path())?;
+/// for _ in 0..2 {
+///     folder.begin(0)?.commit(Facts::new(NonZeroUsize::MIN))?;
+/// }
+/// std::fs::write(folder.checkpoints()?[1].path().join("manifest.json"), "torn").unwrap();
+///
+/// let search: Search = folder.latest_good()?;
+/// assert_eq!(search.found.map(|checkpoint| checkpoint.number()), Some(1));
+/// assert_eq!(search.rejected[0].number, 2);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Search {
     /// The newest one that nothing is wrong with.
@@ -183,7 +227,7 @@ impl Folder {
     /// What the disk says.
     pub fn unfinished(&self) -> Result<Vec<PathBuf>> {
         let names = self.names()?;
-        let ours = names.iter().filter(|x| Leftover::parse(x).is_some());
+        let ours = names.iter().filter(|x| leftover(x).is_some());
         Ok(ours.map(|x| self.path.join(x)).collect())
     }
 
@@ -263,7 +307,7 @@ impl Folder {
     /// Removes what processes that are gone have left; what cannot be removed is left.
     fn sweep(&self) -> Result<()> {
         for name in self.names()? {
-            if !Leftover::parse(&name).is_some_and(|x| x.is_orphaned()) {
+            if !leftover(&name).is_some_and(|x| x.is_orphaned()) {
                 continue;
             }
             let path = self.path.join(&name);

@@ -20,6 +20,31 @@ mod tests;
 ///
 /// The last field of the file, `seal`, is the sum of everything before it, so that no bit of it can
 /// change unnoticed.
+///
+/// ```
+/// use std::num::NonZeroUsize;
+/// use accelerator_manifest::{Facts, Folder, Manifest, Role};
+///
+/// # fn main() -> accelerator_manifest::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let mut draft = Folder::create(temporary.path())?.begin(0)?;
+/// draft.write_bytes(&"model.bin".parse()?, Role::Model, b"weights")?;
+/// let checkpoint = draft.commit(Facts { step: 10, ..Facts::new(NonZeroUsize::MIN) })?;
+///
+/// let text = std::fs::read(checkpoint.path().join("manifest.json")).unwrap();
+/// assert!(text.len() <= Manifest::LONGEST);
+/// let manifest = Manifest::parse(&text)?;
+/// assert_eq!((manifest.format, manifest.number), (Manifest::FORMAT, 1));
+/// assert_eq!((manifest.facts.step, manifest.bytes()), (10, 7));
+/// assert!(manifest.files.len() <= Manifest::MOST_FILES);
+/// println!("written by {} at {}", manifest.library, manifest.created);
+///
+/// // No bit of it can change unnoticed.
+/// let later = String::from_utf8(text).unwrap().replace("\"step\": 10", "\"step\": 11");
+/// assert!(Manifest::parse(later.as_bytes()).unwrap_err().is_corrupt());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// The version of the format, [`Manifest::FORMAT`]; fields that a reader does not know do not
@@ -47,6 +72,23 @@ pub struct Manifest {
 /// let facts = Facts { step: 1200, epoch: 3, ..Facts::new(NonZeroUsize::MIN) };
 /// assert!(facts.loaders.is_empty());
 /// ```
+///
+/// With all that a training can tell:
+///
+/// ```
+/// use std::num::NonZeroUsize;
+/// use accelerator_manifest::{CheckpointKind, Facts, Parameter};
+///
+/// let mut facts = Facts { seed: Some(42), ..Facts::new(NonZeroUsize::MIN) };
+/// facts.parameters.push(Parameter {
+///     path: "bias".to_owned(),
+///     id: "1".to_owned(),
+///     shape: vec![10],
+///     dtype: "f32".to_owned(),
+/// });
+/// facts.extra.insert("learning_rate_factor".to_owned(), 1.5.into());
+/// assert_eq!((facts.kind, facts.world_size.get()), (CheckpointKind::Full, 1));
+/// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Facts {
     /// Why it was written.
@@ -72,6 +114,20 @@ pub struct Facts {
 }
 
 /// Why a checkpoint was written.
+///
+/// ```
+/// use std::num::NonZeroUsize;
+/// use accelerator_manifest::{CheckpointKind, Facts};
+///
+/// /// What only one of the ranks could save.
+/// fn is_partial(facts: &Facts) -> bool {
+///     match facts.kind {
+///         CheckpointKind::Full => false,
+///         CheckpointKind::Emergency | _ => facts.world_size.get() > 1,
+///     }
+/// }
+/// assert!(!is_partial(&Facts::new(NonZeroUsize::MIN)));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -83,6 +139,24 @@ pub enum CheckpointKind {
 }
 
 /// Where a data loader stands.
+///
+/// ```
+/// use accelerator_manifest::LoaderState;
+///
+/// // In the middle of the second epoch.
+/// let loader = LoaderState {
+///     samples: 1000,
+///     order: "shuffled with seed 42".to_owned(),
+///     tail: "exact".to_owned(),
+///     global_batch: 32,
+///     epoch: 1,
+///     consumed: 320,
+///     step: 10,
+///     finished: false,
+///     extra: serde_json::Map::new(),
+/// };
+/// assert_eq!(loader.consumed, loader.step * loader.global_batch);
+/// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LoaderState {
     /// The number of samples of an epoch.
@@ -107,6 +181,20 @@ pub struct LoaderState {
 }
 
 /// A parameter or a buffer of a model.
+///
+/// ```
+/// use accelerator_manifest::Parameter;
+///
+/// let weight = Parameter {
+///     path: "layers.0.weight".to_owned(),
+///     id: "7hc2m0".to_owned(),
+///     shape: vec![784, 128],
+///     dtype: "f32".to_owned(),
+/// };
+/// let elements: u64 = weight.shape.iter().product();
+/// let told = format!("{} ({}): {elements} {}", weight.path, weight.id, weight.dtype);
+/// assert_eq!(told, "layers.0.weight (7hc2m0): 100352 f32");
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parameter {
     /// Where it is within the model: `layers.0.weight`.
@@ -120,6 +208,19 @@ pub struct Parameter {
 }
 
 /// What the manifest says of a file.
+///
+/// ```
+/// use accelerator_manifest::{ContentHash, FileEntry, Folder, Role};
+///
+/// # fn main() -> accelerator_manifest::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let mut draft = Folder::create(temporary.path())?.begin(0)?;
+/// let entry: &FileEntry = draft.write_bytes(&"model.bin".parse()?, Role::Model, b"weights")?;
+/// assert_eq!((entry.bytes, entry.role), (7, Role::Model));
+/// assert_eq!(entry.blake3, ContentHash::of(b"weights"));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
     /// Its length.
@@ -131,6 +232,21 @@ pub struct FileEntry {
 }
 
 /// What a file of a checkpoint is for.
+///
+/// ```
+/// use accelerator_manifest::Role;
+///
+/// /// What another program than the one that trained has use for.
+/// fn is_for_all(role: Role) -> bool {
+///     match role {
+///         Role::Model | Role::Other => true,
+///         Role::Optimizer | Role::Scheduler | Role::Ranks | Role::Object => false,
+///         // A role that a newer version knows.
+///         _ => false,
+///     }
+/// }
+/// assert!(is_for_all(Role::Model) && !is_for_all(Role::Optimizer));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]

@@ -16,6 +16,7 @@ use crate::gradient::{Switch, Turn};
 use crate::logging::Warned;
 use crate::model::Models;
 use crate::nn::Crossing;
+use crate::optim::Census;
 use crate::timeline::{self, Output, Place, Timeline, check_cycles};
 
 impl AcceleratorBuilder {
@@ -149,6 +150,7 @@ impl AcceleratorBuilder {
                 kind,
                 loaders: AtomicU64::new(0),
                 models: Models::default(),
+                optimizers: Census::default(),
                 overlap,
                 restarts,
                 settings,

@@ -29,6 +29,25 @@ use crate::timeline::{Recording, Schedule};
 /// assert_eq!(accelerator.accumulation_steps(), 4);
 /// # Ok::<(), accelerator::Error>(())
 /// ```
+///
+/// What computes and what travels, for ranks on several hosts:
+///
+/// ```
+/// use accelerator::collective::TransportKind;
+/// use accelerator::precision::LossScale;
+/// use accelerator::prelude::*;
+///
+/// let accelerator = Accelerator::builder()
+///     .precision(Precision::F16)
+///     .loss_scale(LossScale::new().with_initial(1024.0))
+///     .transport(TransportKind::Tcp)
+///     .with_compression(Compression::F16)
+///     .with_overlap(Overlap::On)
+///     .bucket_size(8 << 20)
+///     .build()?;
+/// assert_eq!(accelerator.precision(), Precision::F16);
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct AcceleratorBuilder {
@@ -283,6 +302,17 @@ impl AcceleratorBuilder {
     ///
     /// Nothing is sent while backward runs, and there is no [`Compression`] beside it: [`build`](Self::build)
     /// fails with [`Error::is_config`](crate::Error::is_config) where both are asked for.
+    ///
+    /// ```
+    /// use accelerator::hook::PowerSgd;
+    /// use accelerator::prelude::*;
+    ///
+    /// let builder = Accelerator::builder().with_communication_hook(|| PowerSgd::new(2));
+    /// let error = builder.clone().with_compression(Compression::Bf16).build().unwrap_err();
+    /// assert!(error.is_config(), "gradients travel in one way or the other");
+    /// let accelerator = builder.build()?;
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn with_communication_hook<H: CommunicationHook + 'static>(
         mut self,
         make: impl Fn() -> H + Send + Sync + 'static,

@@ -16,9 +16,45 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// It must give the same samples in the same order on every rank, which cannot be checked.
     ///
     /// Of a stream, tail policies do what they do of a data set. Its place is a number of samples: a resumed
-    /// epoch goes on behind those that were used, at any world size. It is read one step ahead of what
-    /// [`prefetch`](Self::prefetch) reads, so that [`Batch::is_last`](crate::data::Batch::is_last) is known;
-    /// see [`SampleStream`] for an example.
+    /// epoch goes on behind those that were used, at any world size.
+    ///
+    /// A batch is given out when it is known whether it [is the last](crate::data::Batch::is_last): when one sample
+    /// more has been read, or it is clear that there is none. Under
+    /// [`TailPolicy::Drop`](crate::data::TailPolicy::Drop) it takes all samples of the next step, under
+    /// [`TailPolicy::Uneven`](crate::data::TailPolicy::Uneven) those up to this rank's first. A source that is
+    /// slower than the training, such as a queue, holds each batch back for so long.
+    ///
+    /// An epoch that is left early does not wait for the reader: its thread ends when the source has given it
+    /// the next sample. See [`SampleStream`] for another example.
+    ///
+    /// ```
+    /// # use burn::data::dataloader::batcher::Batcher;
+    /// # use burn::tensor::Device;
+    /// # struct Joined;
+    /// # impl Batcher<String, String> for Joined {
+    /// #     fn batch(&self, items: Vec<String>, _device: &Device) -> String { items.join(" ") }
+    /// # }
+    /// use accelerator::prelude::*;
+    /// use std::fs::File;
+    /// use std::io::{BufRead, BufReader};
+    ///
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("lines.txt");
+    /// # std::fs::write(&path, "a\nb\nc\nd\n")?;
+    /// let batches = launch(2, |accelerator| {
+    ///     let file = path.clone();
+    ///     // In each epoch from its first line.
+    ///     let lines = move |_part| match File::open(&file) {
+    ///         Ok(file) => Box::new(BufReader::new(file).lines()) as Box<dyn Iterator<Item = _> + Send>,
+    ///         Err(error) => Box::new(std::iter::once(Err(error))),
+    ///     };
+    ///     let loader = DataLoaderBuilder::new(Joined).batch_size(2).build_stream(lines);
+    ///     let loader = accelerator.prepare(loader)?;
+    ///     loader.epoch(0).map(|batch| Ok(batch?.into_inner())).collect::<Result<Vec<_>>>()
+    /// })?;
+    /// assert_eq!(batches, [["a b"], ["c d"]]);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn build_stream(self, stream: impl SampleStream<Item = I>) -> Loader<O> {
         let (streamed, spec) = self.streamed(stream);
         Loader {
@@ -36,6 +72,10 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// [`TailPolicy::Drop`](crate::plan::TailPolicy::Drop) the epoch ends with the first part that has no
     /// full batch. Under [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven) each rank ends with its
     /// part, and ranks do not talk. In mid-epoch it resumes on as many ranks only.
+    ///
+    /// A batch is given out when one sample more of the part has been read
+    /// ([`TailPolicy::Drop`](crate::data::TailPolicy::Drop): the next batch), or it is clear that there is none;
+    /// otherwise as [`build_stream`](Self::build_stream).
     ///
     /// ```
     /// use accelerator::data::StreamPart;

@@ -7,7 +7,7 @@ use super::rounds::Rounds;
 use super::{Pass, SampleStream, Streamed};
 use crate::data::batch::{Batch, Info};
 use crate::data::feed::{Ahead, caught, read_ahead};
-use crate::data::meeting::{Here, meet};
+use crate::data::meeting::{Here, PURPOSE, meet};
 use crate::error::{Error, Kind, Result};
 use crate::outcome::Failure;
 
@@ -74,7 +74,8 @@ where
         };
         self.step = self.step.saturating_add(1);
         let made = batch.as_ref().map(|_| ());
-        meet(&self.pass.group, here, made, "make its batch of the stream")?;
+        let (group, caller) = (&self.pass.group, self.pass.caller);
+        meet(group, here, made, "make its batch of the stream", caller)?;
         batch
     }
 
@@ -90,10 +91,8 @@ where
             None => (Ok(None), same(&|| Told::End)),
         };
         let told: Vec<_> = told.into_iter().map(|told| (here, told)).collect();
-        let sent = self
-            .pass
-            .group
-            .scatter_object::<_, (Here, Told)>(Some(&told), 0);
+        let group = self.pass.group.for_purpose(PURPOSE);
+        let sent = group.scatter_object_at::<_, (Here, Told)>(Some(&told), 0, self.pass.caller);
         // The reader's own error is the cause.
         let own = own?;
         sent?;
@@ -102,9 +101,8 @@ where
 
     fn hear(&self, here: Here) -> Result<Option<Batch<O>>> {
         let (pass, batching) = (&self.pass, &self.streamed.batching);
-        let told = pass
-            .group
-            .scatter_object::<(Here, Told), (Here, Told)>(None, 0)?;
+        let group = pass.group.for_purpose(PURPOSE);
+        let told = group.scatter_object_at::<(Here, Told), (Here, Told)>(None, 0, pass.caller)?;
         match told {
             // Of no use here, which is what comes to light when the ranks meet.
             (there, _) if there != here => Ok(None),

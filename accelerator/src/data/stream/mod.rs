@@ -8,6 +8,7 @@ mod rounds;
 mod source;
 
 use core::fmt;
+use core::panic::Location;
 use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
@@ -58,6 +59,8 @@ impl fmt::Display for Sharing {
 /// One pass of one rank over a stream.
 #[derive(Clone)]
 pub(super) struct Pass {
+    /// Who asked for it.
+    pub(super) caller: &'static Location<'static>,
     pub(super) device: Device,
     pub(super) epoch: u64,
     pub(super) group: ProcessGroup,

@@ -50,7 +50,6 @@ struct Word {
 impl<O: Send + 'static> Batches<O> {
     pub(super) fn new<S: SampleStream>(streamed: Streamed<S, O>, pass: Pass) -> Self {
         let reader = OwnPart {
-            ahead: None,
             done: 0,
             first: Vec::new(),
             pass: pass.clone(),
@@ -80,7 +79,8 @@ impl<O: Send + 'static> Batches<O> {
             _ => {
                 let here = self.pass.here(self.step);
                 let mine = own.as_ref().map(Word::of);
-                meet(&self.pass.group, here, mine, "read its part of the stream")?
+                let (group, caller) = (&self.pass.group, self.pass.caller);
+                meet(group, here, mine, "read its part of the stream", caller)?
             }
         };
         let own = own?;
@@ -162,8 +162,6 @@ fn empty(words: &[Word]) -> Error {
 
 /// Reads a part batch by batch, and goes on with batches that do not count when it has ended.
 struct OwnPart<S: SampleStream, O> {
-    /// The next batch's items.
-    ahead: Option<Result<Vec<S::Item>>>,
     done: u64,
     /// What short batches are filled up with, or what an idle rank runs.
     first: Vec<S::Item>,
@@ -176,18 +174,19 @@ struct OwnPart<S: SampleStream, O> {
 impl<S: SampleStream, O: 'static> OwnPart<S, O> {
     fn read(&mut self) -> Result<Own<O>> {
         let size = self.size();
-        if self.reader.is_none() {
-            self.open()?;
-        }
-        let items = self.fetch(size)?;
-        self.ahead = match items.len() == size {
-            true => Some(self.fetch(size)),
-            false => Some(Ok(Vec::new())),
+        let reader = match &mut self.reader {
+            Some(reader) => reader,
+            None => {
+                let opened = self.open()?;
+                self.reader.insert(opened)
+            }
         };
+        let items = reader.take(size)?;
         let tail = self.pass.spec.tail();
         let wanted = if tail == TailPolicy::Drop { size } else { 1 };
         // What cannot be read is more: its error comes in the next step.
-        let has_more = !matches!(&self.ahead, Some(Ok(next)) if next.len() < wanted);
+        let has_more =
+            items.len() == size && reader.look(wanted).is_none_or(|found| found == wanted);
         let real = items.len();
         let start = self.place();
         let (items, share) = match tail {
@@ -235,16 +234,7 @@ impl<S: SampleStream, O: 'static> OwnPart<S, O> {
         })
     }
 
-    /// What was read ahead, or the next items.
-    fn fetch(&mut self, size: usize) -> Result<Vec<S::Item>> {
-        match (self.ahead.take(), &mut self.reader) {
-            (Some(ahead), _) => ahead,
-            (None, Some(reader)) => reader.take(size),
-            (None, None) => Ok(Vec::new()),
-        }
-    }
-
-    fn open(&mut self) -> Result<()> {
+    fn open(&mut self) -> Result<Reader<S::Item>> {
         let (pass, size) = (&self.pass, self.size());
         let part = StreamPart::of(pass.epoch, pass.rank(), pass.world_size());
         let stream = &*self.streamed.stream;
@@ -264,8 +254,7 @@ impl<S: SampleStream, O: 'static> OwnPart<S, O> {
                 self.first = left_out;
             }
         }
-        self.reader = Some(reader);
-        Ok(())
+        Ok(reader)
     }
 
     /// Where the next sample lies in the part.

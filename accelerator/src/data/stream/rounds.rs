@@ -3,34 +3,26 @@ use accelerator_plan::{BatchKind, EpochPlan, TailPolicy};
 use super::Pass;
 use super::source::{Reader, SampleStream, StreamPart};
 use crate::data::batch::{Info, Share};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Reads a whole stream in rounds: the samples that all ranks use in a step.
 pub(super) struct Rounds<I> {
-    ahead: Ahead<I>,
     /// How many samples were used before the next round.
     before: u64,
     /// The first samples of the stream, where the last round is filled up with them.
     first: Vec<I>,
+    has_ended: bool,
     pass: Pass,
     reader: Reader<I>,
     /// Of the next round.
     step: u64,
 }
 
-/// The next round, which is read before the one before it is given out, so that it is known which is
-/// the last.
-enum Ahead<I> {
-    End,
-    Failed(Error),
-    Round(Vec<I>),
-}
-
 /// What all ranks use in one step.
 pub(super) struct Round<I> {
     pub(super) items: Vec<I>,
     division: EpochPlan,
-    /// That of the next round; `None` where it cannot be read.
+    /// That of the samples that tell of the next round; `None` where it cannot be read.
     next: Option<EpochPlan>,
     /// Where the first of the items that are not padding lies in the stream.
     offset: u64,
@@ -62,33 +54,32 @@ impl<I: Clone> Rounds<I> {
             TailPolicy::Pad if before > 0 => Reader::open(stream, part, 0)?.take(size as usize)?,
             _ => Vec::new(),
         };
-        let mut rounds = Self {
-            ahead: Ahead::End,
+        Ok(Self {
             before,
             first,
+            has_ended: false,
             reader: Reader::open(stream, part, before)?,
             step: pass.first_step(),
             pass,
-        };
-        rounds.ahead = rounds.read();
-        Ok(rounds)
+        })
     }
 
     pub(super) fn next(&mut self) -> Result<Option<Round<I>>> {
-        let new = match core::mem::replace(&mut self.ahead, Ahead::End) {
-            Ahead::End => return Ok(None),
-            Ahead::Failed(error) => return Err(error),
-            Ahead::Round(items) => items,
-        };
-        let is_full = new.len() == self.size();
-        if is_full {
-            self.ahead = self.read();
+        if self.has_ended {
+            return Ok(None);
         }
-        let next = match &self.ahead {
-            Ahead::End => Some(0),
-            Ahead::Failed(_) => None,
-            Ahead::Round(items) => Some(items.len()),
+        // Behind an error there is nothing.
+        self.has_ended = true;
+        let new = self.reader.take(self.size())?;
+        if new.is_empty() {
+            return Ok(None);
+        }
+        let is_full = new.len() == self.size();
+        let next = match is_full {
+            true => self.reader.look(self.telling()),
+            false => Some(0),
         };
+        self.has_ended = next == Some(0);
         let pads = self.pass.spec.tail() == TailPolicy::Pad;
         let mut items = match pads && !is_full {
             true => self.first.clone(),
@@ -111,11 +102,13 @@ impl<I: Clone> Rounds<I> {
         }))
     }
 
-    fn read(&mut self) -> Ahead<I> {
-        match self.reader.take(self.size()) {
-            Ok(items) if items.is_empty() => Ahead::End,
-            Ok(items) => Ahead::Round(items),
-            Err(error) => Ahead::Failed(error),
+    /// How many samples of the next round tell whether this rank has a batch in it.
+    fn telling(&self) -> usize {
+        match self.pass.spec.tail() {
+            TailPolicy::Exact | TailPolicy::Pad => 1,
+            TailPolicy::Drop => self.size(),
+            // A round lies in memory.
+            TailPolicy::Uneven => self.pass.plan.share(self.pass.rank()).start as usize + 1,
         }
     }
 

@@ -1,9 +1,38 @@
+use core::iter::Fuse;
+
 use crate::error::{Error, Kind, Result};
 
 /// What went wrong in a program's own stream.
+///
+/// ```
+/// use accelerator::data::StreamError;
+///
+/// fn number(line: &str) -> Result<u32, StreamError> {
+///     match line.parse()? {
+///         0 => Err("no line is 0".into()),
+///         number => Ok(number),
+///     }
+/// }
+/// assert_eq!(number("7").unwrap(), 7);
+/// assert_eq!(number("0").unwrap_err().to_string(), "no line is 0");
+/// assert!(number("seven").is_err());
+/// ```
 pub type StreamError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The samples of a stream, in order.
+///
+/// ```
+/// use accelerator::data::StreamItems;
+///
+/// fn up_to(count: u64) -> StreamItems<u64> {
+///     match count {
+///         0 => Box::new(std::iter::once(Err("there is nothing".into()))),
+///         count => Box::new((0..count).map(Ok)),
+///     }
+/// }
+/// assert_eq!(up_to(3).flatten().collect::<Vec<_>>(), [0, 1, 2]);
+/// assert!(up_to(0).next().unwrap().is_err());
+/// ```
 pub type StreamItems<I> = Box<dyn Iterator<Item = Result<I, StreamError>> + Send>;
 
 /// Samples that come one after the other, as many as there are: lines of files, records of a
@@ -159,7 +188,13 @@ impl StreamPart {
 }
 
 /// A part that is being read.
-pub(super) struct Reader<I>(StreamItems<I>);
+pub(super) struct Reader<I> {
+    /// What was read, and is not taken yet.
+    ahead: Vec<I>,
+    /// What went wrong behind it.
+    failed: Option<Error>,
+    items: Fuse<StreamItems<I>>,
+}
 
 impl<I> Reader<I> {
     pub(super) fn open<S: SampleStream<Item = I>>(
@@ -171,21 +206,51 @@ impl<I> Reader<I> {
             0 => stream.read(part),
             _ => stream.read_from(part, skipped),
         };
-        items.map(Self).map_err(|error| {
+        let items = items.map_err(|error| {
             let from = match skipped {
                 0 => String::new(),
                 _ => format!(" from sample {skipped} on"),
             };
             failed(&format!("be read{from}"), error)
+        })?;
+        Ok(Self {
+            ahead: Vec::new(),
+            failed: None,
+            items: items.fuse(),
         })
     }
 
     /// As many as there are, up to `count`.
     pub(super) fn take(&mut self, count: usize) -> Result<Vec<I>> {
-        let items = self.0.by_ref().take(count);
-        items
-            .collect::<Result<_, _>>()
-            .map_err(|error| failed("deliver a sample", error))
+        self.read(count);
+        if self.ahead.len() < count
+            && let Some(error) = self.failed.take()
+        {
+            return Err(error);
+        }
+        Ok(match self.ahead.len() <= count {
+            true => core::mem::take(&mut self.ahead),
+            false => self.ahead.drain(..count).collect(),
+        })
+    }
+
+    /// How many samples come next, of which no more than `count` are looked for; `None` where they cannot be
+    /// read, which is told to who takes them.
+    pub(super) fn look(&mut self, count: usize) -> Option<usize> {
+        self.read(count);
+        let found = self.ahead.len().min(count);
+        (found == count || self.failed.is_none()).then_some(found)
+    }
+
+    /// Reads until so many are there.
+    fn read(&mut self, count: usize) {
+        while self.ahead.len() < count && self.failed.is_none() {
+            match self.items.next() {
+                Some(Ok(item)) => self.ahead.push(item),
+                Some(Err(error)) => self.failed = Some(failed("deliver a sample", error)),
+                None => return,
+            }
+        }
     }
 }
 

@@ -36,6 +36,20 @@ pub use self::power_sgd::PowerSgd;
 pub use self::ranks::Ranks;
 
 /// Whatever a hook fails with.
+///
+/// ```
+/// use accelerator::hook::HookError;
+///
+/// /// What a hook makes of eight bytes that it saved.
+/// fn steps(state: &[u8]) -> Result<u64, HookError> {
+///     match u64::from_le_bytes(state.try_into()?) {
+///         u64::MAX => Err("no job does so many steps".into()),
+///         steps => Ok(steps),
+///     }
+/// }
+/// assert_eq!(steps(&7_u64.to_le_bytes()).unwrap(), 7);
+/// assert!(steps(&[1, 2, 3]).is_err());
+/// ```
 pub type HookError = Box<dyn StdError + Send + Sync>;
 
 /// Reduces the gradients of a model over the ranks, bucket by bucket, in place of the all-reduce.
@@ -174,6 +188,20 @@ pub trait CommunicationHook: Send {
 }
 
 /// Whose state a hook goes on from.
+///
+/// ```
+/// use accelerator::hook::SavedBy;
+///
+/// /// What this rank has not sent yet, as a hook goes on from it.
+/// fn rest(saved: Vec<f32>, by: SavedBy) -> Vec<f32> {
+///     match by {
+///         SavedBy::ThisRank => saved,
+///         SavedBy::OneForAll => vec![0.0; saved.len()],
+///     }
+/// }
+/// assert_eq!(rest(vec![0.5], SavedBy::ThisRank), [0.5]);
+/// assert_eq!(rest(vec![0.5], SavedBy::OneForAll), [0.0]);
+/// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum SavedBy {
     /// That of one of the ranks, the same one for all: the job had another number of ranks, or not all of

@@ -24,6 +24,7 @@
 /// // What is ready when is not known after one step.
 /// assert_eq!(reports[0].state, OverlapState::Learning);
 /// assert_eq!((reports[0].buckets, reports[0].early), (1, 0));
+/// assert_eq!((reports[0].windows, reports[0].early_total, reports[0].repairs), (0, 0, 0));
 /// # Ok::<(), accelerator::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -45,6 +46,26 @@ pub struct OverlapReport {
 }
 
 /// Whether buckets are sent while backward runs.
+///
+/// ```
+/// use accelerator::{Accelerator, OverlapReport, OverlapState};
+/// # use burn::nn::{Linear, LinearConfig};
+///
+/// fn told(report: &OverlapReport) -> &'static str {
+///     match report.state {
+///         OverlapState::On if report.early_total == 0 => "on, and backward is too short for it",
+///         OverlapState::On => "on",
+///         OverlapState::Learning => "not yet",
+///         OverlapState::GivenUp => "no more: the graph changes from step to step",
+///         OverlapState::Off | _ => "off",
+///     }
+/// }
+///
+/// let accelerator = Accelerator::new()?;
+/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&accelerator.device()))?;
+/// assert_eq!(told(&accelerator.overlap_report(&model)?), "off");
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum OverlapState {

@@ -14,6 +14,18 @@ use crate::error::{Error, Result};
 /// assert_eq!("off".parse::<Overlap>()?, Overlap::Off);
 /// # Ok::<(), accelerator::Error>(())
 /// ```
+///
+/// Its names are those of `ACCEL_OVERLAP`:
+///
+/// ```
+/// use accelerator::Overlap;
+///
+/// for overlap in [Overlap::Auto, Overlap::Off, Overlap::On] {
+///     assert_eq!(overlap.name().parse::<Overlap>()?, overlap);
+/// }
+/// assert_eq!(Overlap::default(), Overlap::Auto);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Overlap {

@@ -201,7 +201,7 @@ impl Watching {
                     }
                     Agreement::Order(order) => {
                         let ready = learning.ready(parameters);
-                        self.phase = Phase::Sending(lay_out(&order, &ready, slot));
+                        self.phase = Phase::Sending(lay_out(&order, &ready, slot)?);
                     }
                 }
             }
@@ -277,8 +277,8 @@ impl Observer for Eyes {
 
 /// Lays the buckets out in that order, and finds where to look on this rank, where gradients are
 /// `ready` at these depths.
-fn lay_out(order: &Order, ready: &[Option<usize>], slot: &Slot) -> Vec<Point> {
-    let layout = slot.lay_out(order);
+fn lay_out(order: &Order, ready: &[Option<usize>], slot: &Slot) -> Result<Vec<Point>> {
+    let layout = slot.lay_out(order)?;
     let late = &order.parameters[order.early..];
     let early: Vec<Vec<usize>> = (0..layout.len())
         .map(|bucket| layout.members(bucket).to_vec())
@@ -291,7 +291,7 @@ fn lay_out(order: &Order, ready: &[Option<usize>], slot: &Slot) -> Vec<Point> {
         late = late.len(),
         "buckets are sent while backward runs"
     );
-    points
+    Ok(points)
 }
 
 /// Looks at all parameters, at quantiles of the depth.

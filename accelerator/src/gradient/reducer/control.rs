@@ -8,8 +8,11 @@ use crate::error::{Error, Result};
 use crate::timeline::{Part, Phase};
 
 /// How many numbers stand in front of the flags: weight, Σ weight · loss, the number of micro-steps
-/// and its square, the number that tells models apart and its square.
-pub(in crate::gradient) const HEADER: usize = 6;
+/// and its square, the number that tells models apart and its square, and how many ranks want the norm.
+pub(in crate::gradient) const HEADER: usize = 7;
+
+/// The place of the last of them.
+pub(super) const WANTS_NORM: usize = 6;
 
 impl Reducer {
     /// Lets the ranks add up their weights, before anybody sends.
@@ -25,6 +28,19 @@ impl Reducer {
         Ok(())
     }
 
+    /// Whether it is so on all ranks.
+    pub(super) fn all_agree(&mut self, here: bool) -> Result<bool> {
+        let spare = self.ledger.total.take();
+        let mut others = spare.unwrap_or_else(|| self.group.buffer(DType::F64, 1));
+        others.as_mut_slice::<f64>()?[0] = f64::from(u8::from(!here));
+        self.group
+            .all_reduce_buffer_at(&mut others, ReduceOp::Max, self.caller)?;
+        self.promise.give();
+        let everywhere = others.as_slice::<f64>()? == [0.0];
+        self.ledger.total = Some(others);
+        Ok(everywhere)
+    }
+
     pub(super) fn send_control(&mut self) -> Result<()> {
         let ledger = &mut self.ledger;
         let Some(mut control) = ledger.control.take() else {
@@ -37,6 +53,7 @@ impl Reducer {
             steps_squared,
             model,
             model_squared,
+            wants_norm,
             rest @ ..,
         ] = control.as_mut_slice::<f64>()?
         else {
@@ -47,6 +64,7 @@ impl Reducer {
         *steps_squared = *steps * *steps;
         *model = f64::from(self.model.mark());
         *model_squared = *model * *model;
+        *wants_norm = f64::from(u8::from(self.wants_norm));
         let here = ledger.written.iter().zip(&ledger.here);
         let here = here.map(|(written, here)| written | here);
         for (value, flag) in rest

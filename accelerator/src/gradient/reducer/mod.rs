@@ -3,10 +3,11 @@ mod handover;
 mod promise;
 
 use core::mem::replace;
+use core::ops::Range;
 use core::panic::Location;
 use std::sync::Arc;
 
-use accelerator_collective::{Buffer, Pending, ProcessGroup, ReduceOp, TransportKind};
+use accelerator_collective::{Buffer, Cut, Pending, ProcessGroup, ReduceOp, TransportKind};
 use burn::backend::DispatchTensor;
 use burn::optim::GradientsParams;
 
@@ -14,6 +15,7 @@ use self::promise::Promise;
 use super::compression::{self, Compression, Scale};
 use super::ledger::{Fit, Ledger, Sight, Stage};
 use super::slot::{ModelName, Slot};
+use super::spread::Spread;
 use super::values;
 use super::window::{self, Window, check_all_known};
 use crate::accelerator::Trigger;
@@ -25,8 +27,8 @@ use crate::timeline::{Part, Phase, Timeline};
 /// backward or after it, and sends what is complete.
 ///
 /// All ranks issue the same operations: with compression, the weight; the buckets in their order;
-/// the control vector; then again what was sent too early somewhere; then all compressed buckets
-/// if one did not fit. See the README of this folder.
+/// the control vector; then again what was sent too early somewhere; with compression and spread sums,
+/// whether all fit; then all compressed buckets if one did not. See the README of this folder.
 #[derive(Debug)]
 pub(super) struct Reducer {
     /// First, so that others hear of a failure before what is on its way is given up.
@@ -57,11 +59,14 @@ pub(super) struct Reducer {
     pace: Pace,
     repair: Repair,
     scale: Option<Scale>,
+    spread: Spread,
     timeline: Timeline,
     /// The weight of the window, with the last micro-step.
     total: f64,
     /// The flag that travels along.
     trigger: Option<Arc<Trigger>>,
+    /// Whether this rank wants to know the norm.
+    wants_norm: bool,
     weighing: Option<Pending>,
     /// The weight of the last micro-step.
     weight: f64,
@@ -81,6 +86,10 @@ pub(super) struct Reduced {
     pub(super) ledger: Ledger,
     /// The mean loss.
     pub(super) loss: f64,
+    /// Which of the sums this rank has.
+    pub(super) spread: Spread,
+    /// Whether some rank wants to know the norm.
+    pub(super) wants_norm: bool,
     /// Where the batches end that are in it.
     pub(super) marks: Vec<Mark>,
     /// Σ weight.
@@ -120,12 +129,19 @@ impl Reducer {
         } else {
             compression
         };
+        let alone = Self::alone(slot, group, window, weight, timeline);
+        let spread = match alone.ledger.layout.bounds() {
+            Some(_) => Spread::Own(group.clone()),
+            None => Spread::Whole,
+        };
         let mut reducer = Self {
             compression,
             pace: Pace::InFlight,
             repair,
             scale: None,
-            ..Self::alone(slot, group, window, weight, timeline)
+            spread,
+            wants_norm: slot.wants_norm(),
+            ..alone
         };
         if compression == Compression::None {
             reducer.scale = Some(compression.scale(1.0));
@@ -164,9 +180,11 @@ impl Reducer {
             pace: Pace::Nowhere,
             repair: Repair::Unneeded,
             scale: Some(Compression::None.scale(1.0)),
+            spread: Spread::Whole,
             timeline: timeline.clone(),
             total: before.weight + weight,
             trigger: None,
+            wants_norm: false,
             weighing: None,
             weight,
         }
@@ -322,6 +340,8 @@ impl Reducer {
             },
             early: self.early,
             repaired,
+            spread: self.spread,
+            wants_norm: control[control::WANTS_NORM] > 0.0,
             ledger: self.ledger,
         })
     }
@@ -432,10 +452,7 @@ impl Reducer {
             let _copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
             compression::compress(&buffer, &mut wire, scale);
         }
-        let pending = self
-            .group
-            .start_all_reduce_at(wire, ReduceOp::Sum, self.caller)?;
-        self.promise.give();
+        let pending = self.start(bucket, wire)?;
         self.ledger.stages[bucket] = Stage::SentRounded(buffer, pending);
         Ok(())
     }
@@ -443,23 +460,41 @@ impl Reducer {
     fn send_exactly(&mut self, bucket: usize, mut buffer: Buffer) -> Result<()> {
         self.ledger.stages[bucket] = match self.pace {
             Pace::Nowhere => Stage::Summed(buffer),
-            Pace::InFlight => {
-                let pending = self
-                    .group
-                    .start_all_reduce_at(buffer, ReduceOp::Sum, self.caller)?;
-                self.promise.give();
-                Stage::Sent(pending)
-            }
+            Pace::InFlight => Stage::Sent(self.start(bucket, buffer)?),
             Pace::Blocking => {
                 let (part, bytes) = (Part::bucket(bucket), buffer.bytes().len());
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
-                self.group
-                    .all_reduce_buffer_at(&mut buffer, ReduceOp::Sum, self.caller)?;
+                let (group, caller) = (&self.group, self.caller);
+                match self.cut(bucket) {
+                    Some(cut) => {
+                        group.reduce_scatter_buffer_at(&mut buffer, ReduceOp::Sum, cut, caller)?;
+                    }
+                    None => group.all_reduce_buffer_at(&mut buffer, ReduceOp::Sum, caller)?,
+                }
                 self.promise.give();
                 Stage::Summed(buffer)
             }
         };
         Ok(())
+    }
+
+    /// Lets the sums of a bucket travel, or what was rounded of them.
+    fn start(&mut self, bucket: usize, buffer: Buffer) -> Result<Pending> {
+        let (group, caller) = (&self.group, self.caller);
+        let pending = match self.cut(bucket) {
+            Some(cut) => group.start_reduce_scatter_at(buffer, ReduceOp::Sum, cut, caller)?,
+            None => group.start_all_reduce_at(buffer, ReduceOp::Sum, caller)?,
+        };
+        self.promise.give();
+        Ok(pending)
+    }
+
+    /// Which elements of a bucket each rank gets, where that is not all.
+    fn cut(&self, bucket: usize) -> Option<&Arc<Cut>> {
+        match self.spread {
+            Spread::Whole => None,
+            Spread::Own(_) => self.ledger.layout.cut(bucket),
+        }
     }
 
     /// Takes in the buckets that are on their way. Of those that travelled rounded, the unrounded
@@ -477,7 +512,9 @@ impl Reducer {
                     let bytes = sums.bytes().len() / 2;
                     let wire = waited(timeline, Part::bucket(bucket), bytes, pending)?;
                     let _copy = timeline.span(Phase::Copy(Part::bucket(bucket)));
-                    let fit = if compression::is_finite(&wire) {
+                    let cut = ledger.layout.cut(bucket);
+                    let mut own = own_ranges(&self.spread, cut, wire.len());
+                    let fit = if own.all(|range| compression::is_finite(&wire, range)) {
                         Fit::Within
                     } else {
                         Fit::Beyond
@@ -492,22 +529,27 @@ impl Reducer {
     }
 
     /// Takes rounded sums over, or reduces all of them again as they are if one of them is not
-    /// finite: all ranks see the same bits, so all of them do. All, since what a parameter gets
-    /// must not depend on the bucket in which it lies.
+    /// finite: all ranks see the same bits or tell each other, so all of them do. All, since what a
+    /// parameter gets must not depend on the bucket in which it lies.
     fn settle(&mut self, slot: &Slot) -> Result<()> {
-        let ledger = &mut self.ledger;
-        let mut stages = ledger.stages.iter();
-        let fits = !stages.any(|stage| matches!(stage, Stage::Rounded(_, Fit::Beyond)));
+        let mut stages = self.ledger.stages.iter();
+        let mut fits = !stages.any(|stage| matches!(stage, Stage::Rounded(_, Fit::Beyond)));
+        if self.compression != Compression::None && matches!(self.spread, Spread::Own(_)) {
+            fits = self.all_agree(fits)?;
+        }
         if !fits {
             slot.report_range(self.compression);
         }
-        for bucket in 0..ledger.layout.len() {
+        for bucket in 0..self.ledger.layout.len() {
             let ledger = &mut self.ledger;
             ledger.stages[bucket] = match replace(&mut ledger.stages[bucket], Stage::Lost) {
                 Stage::Rounded(mut sums, _) => match (&ledger.wires[bucket], self.scale) {
                     (Some(wire), Some(scale)) if fits => {
                         let _copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
-                        compression::expand(wire, &mut sums, scale);
+                        let cut = ledger.layout.cut(bucket);
+                        for range in own_ranges(&self.spread, cut, wire.len()) {
+                            compression::expand(wire, &mut sums, range, scale);
+                        }
                         Stage::Summed(sums)
                     }
                     _ => Stage::Complete(sums),
@@ -520,6 +562,20 @@ impl Reducer {
         }
         self.receive()
     }
+}
+
+/// The elements of a bucket that this rank gets, where it is cut so.
+fn own_ranges<'a>(
+    spread: &Spread,
+    cut: Option<&'a Arc<Cut>>,
+    len: usize,
+) -> impl Iterator<Item = Range<usize>> + use<'a> {
+    let own = match (spread, cut) {
+        (Spread::Own(group), Some(cut)) => Some(cut.of(group.rank())),
+        _ => None,
+    };
+    let whole = own.is_none().then_some(0..len);
+    own.into_iter().flatten().cloned().chain(whole)
 }
 
 /// Waits for what was started, and notes how long.

@@ -2,7 +2,7 @@
 #![cfg(feature = "flex")]
 
 use burn::grad_clipping::GradientClippingConfig;
-use burn::module::{Param, ParamId};
+use burn::module::{Param, ParamGroup, ParamId};
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamConfig, AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
@@ -180,4 +180,136 @@ fn settings_are_read_and_not_guessed() {
     assert!(super::adam::FusedAdam::new(&AdamConfig::new()).is_fused());
     assert!(super::adamw::FusedAdamW::new(&AdamWConfig::new()).is_fused());
     assert!(super::sgd::FusedSgd::new(&SgdConfig::new()).is_fused());
+}
+
+/// What Burn's operations do in place of the loops.
+mod beyond_the_loops {
+    use burn::nn::{Linear, LinearConfig};
+    use burn::optim::Optimizer;
+
+    use super::super::memory::Reach;
+    use super::super::sgd::FusedSgd;
+    use super::*;
+
+    fn momentum(nesterov: bool) -> MomentumConfig {
+        MomentumConfig {
+            momentum: 0.9,
+            dampening: 0.1,
+            nesterov,
+        }
+    }
+
+    /// With every setting, with momentum alone, and with none.
+    fn configs() -> [SgdConfig; 4] {
+        let with = |decay, momentum| {
+            SgdConfig::new()
+                .with_weight_decay(decay)
+                .with_momentum(momentum)
+        };
+        [
+            with(Some(WeightDecayConfig::new(0.05)), Some(momentum(true))),
+            with(Some(WeightDecayConfig::new(0.05)), None),
+            with(None, Some(momentum(false))),
+            with(None, None),
+        ]
+    }
+
+    fn case(dtype: DType) -> Case {
+        let values = |seed: usize| -> Vec<f64> {
+            (0..67)
+                .map(|at| ((at + 67 * seed) as f64 * 1.7).sin())
+                .collect()
+        };
+        Case {
+            start: values(0),
+            gradients: (1..=5).map(values).collect(),
+            rates: vec![0.1, 0.2, 0.0, 0.3, 0.05],
+            dtype,
+        }
+    }
+
+    #[test]
+    fn half_precision_is_out_of_reach_and_has_burns_bits() {
+        for dtype in [DType::F16, DType::BF16] {
+            let device = Device::flex();
+            let half = Tensor::<1>::zeros([3], (&device, dtype));
+            assert_eq!(Reach::of(&[&half]), Reach::None);
+            for config in configs() {
+                compare(&case(dtype), || config.init_fused(), || config.init()).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn tensors_of_two_types_are_out_of_reach() {
+        let device = Device::flex();
+        let tensor = |dtype| Tensor::<1>::zeros([3], (&device, dtype));
+        let (single, double) = (tensor(DType::F32), tensor(DType::F64));
+        assert_eq!(Reach::of(&[&single, &double]), Reach::None);
+        assert_eq!(Reach::of(&[&double, &double]), Reach::F64);
+    }
+
+    #[test]
+    fn settings_that_cannot_be_read_leave_the_step_to_burn() {
+        for config in configs() {
+            let unread = || {
+                let fused = FusedSgd::unread(&config);
+                assert!(!fused.is_fused());
+                ModuleOptimizer::from(fused)
+            };
+            for dtype in [DType::F32, DType::F64, DType::F16] {
+                // Half way in `f32`, it goes on from a record.
+                compare(&case(dtype), unread, || config.init()).unwrap();
+            }
+        }
+    }
+
+    /// A line, stepped four times: its bits.
+    fn grouped<O: Optimizer>(optimizer: ModuleOptimizer, biases: O) -> Vec<TensorData> {
+        let device = Device::flex().autodiff();
+        let mut model: Linear = LinearConfig::new(5, 3).init(&device);
+        let ids = [ParamId::from(1), ParamId::from(2)];
+        let values = |seed: usize, count: usize| -> Vec<f32> {
+            (0..count)
+                .map(|at| ((at + 11 * seed) as f32 * 0.7).cos())
+                .collect()
+        };
+        let matrix = |seed| TensorData::new(values(seed, 15), [5, 3]);
+        let row = |seed| TensorData::new(values(seed, 3), [3]);
+        let weight = Tensor::<2>::from_data(matrix(0), &device).require_grad();
+        model.weight = Param::initialized(ids[0], weight);
+        let bias = Tensor::<1>::from_data(row(0), &device).require_grad();
+        model.bias = Some(Param::initialized(ids[1], bias));
+        let group = ParamGroup::from_predicate("bias");
+        let mut optimizer = optimizer.with_group(group, biases, None);
+        let plain = Device::flex();
+        let mut bits = Vec::new();
+        for step in 1..5 {
+            let mut gradients = GradientsParams::new();
+            gradients.register(ids[0], Tensor::<2>::from_data(matrix(step), &plain));
+            gradients.register(ids[1], Tensor::<1>::from_data(row(step), &plain));
+            model = optimizer.step(0.1, model, gradients);
+            bits.push(model.weight.val().inner().into_data());
+            bits.push(model.bias.as_ref().unwrap().val().inner().into_data());
+        }
+        bits
+    }
+
+    #[test]
+    fn groups_have_burns_bits_each_by_its_own_settings() {
+        let [all, ..] = configs();
+        for biases in configs() {
+            let burn = grouped(all.init(), biases.build());
+            assert_eq!(grouped(all.init_fused(), biases.build_fused()), burn);
+            // Beside one of Burn's own, either way round.
+            assert_eq!(grouped(all.init_fused(), biases.build()), burn);
+            assert_eq!(grouped(all.init(), biases.build_fused()), burn);
+            // One whose settings are not read.
+            assert_eq!(grouped(all.init_fused(), FusedSgd::unread(&biases)), burn);
+        }
+        let [_, plain, ..] = configs();
+        let other = grouped(all.init_fused(), plain.build_fused());
+        let same = grouped(all.init_fused(), all.build_fused());
+        assert_ne!(other, same, "the group's settings count");
+    }
 }

@@ -1,15 +1,15 @@
 use core::ops::Range;
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use burn::module::ParamId;
 
+use crate::gradient::{BLOCK, Bounds};
 use crate::model::Trainable;
 
 /// A parameter is cut where each rank gets at least so many elements: below, what a piece costs by
 /// itself is more than what is saved.
 const WORTH_A_PIECE: usize = 4096;
-/// Pieces begin at whole cache lines of the smallest type.
-const ALIGNMENT: usize = 32;
 
 /// On which ranks the elements of a parameter live.
 #[derive(Clone, Debug, PartialEq)]
@@ -44,9 +44,11 @@ impl Home {
     }
 }
 
-/// Where the parameters live that were stepped so far.
+/// Where the parameters live of models that were stepped so far.
 #[derive(Debug)]
 pub(super) struct Homes {
+    /// What bounds of gradients are known by.
+    identity: Arc<()>,
     known: HashMap<ParamId, Home>,
     /// Bytes of parameters, by rank.
     loads: Vec<usize>,
@@ -55,6 +57,7 @@ pub(super) struct Homes {
 impl Homes {
     pub(super) fn new(ranks: usize) -> Self {
         Self {
+            identity: Arc::default(),
             known: HashMap::new(),
             loads: vec![0; ranks],
         }
@@ -62,6 +65,22 @@ impl Homes {
 
     pub(super) fn known(&self) -> &HashMap<ParamId, Home> {
         &self.known
+    }
+
+    /// Whether these bounds are of these homes.
+    pub(super) fn are_at(&self, bounds: &Bounds) -> bool {
+        bounds.are_of(&self.identity)
+    }
+
+    /// Where gradients of these parameters are cut, which have homes.
+    pub(super) fn bounds(&self, parameters: &[Trainable]) -> Bounds {
+        let bounds = parameters
+            .iter()
+            .map(|known| match self.known.get(&known.id) {
+                Some(home) => home.bounds.clone(),
+                None => vec![0; self.loads.len() + 1],
+            });
+        Bounds::new(bounds.collect(), self.loads.len(), &self.identity)
     }
 
     /// Finds a home for a parameter. `may_be_cut` is asked where it is large.
@@ -73,10 +92,7 @@ impl Homes {
         let (ranks, elements) = (self.loads.len(), parameter.shape.iter().product::<usize>());
         let cut = elements >= ranks * WORTH_A_PIECE && may_be_cut();
         let bounds = if cut {
-            let part = elements.div_ceil(ranks).next_multiple_of(ALIGNMENT);
-            (0..=ranks)
-                .map(|rank| (rank * part).min(elements))
-                .collect()
+            self.in_blocks(elements)
         } else {
             let owner = self.least_loaded();
             let bound = |rank| if rank > owner { elements } else { 0 };
@@ -90,6 +106,23 @@ impl Homes {
             *load += home.range(rank).len() * parameter.float.width();
         }
         self.known.entry(parameter.id).or_insert(home)
+    }
+
+    /// Cuts so many elements at whole blocks. Those that are left over go to the ranks that have least.
+    fn in_blocks(&self, elements: usize) -> Vec<usize> {
+        let (blocks, ranks) = (elements.div_ceil(BLOCK), self.loads.len());
+        let mut by_load: Vec<usize> = (0..ranks).collect();
+        by_load.sort_by_key(|&rank| self.loads[rank]);
+        let mut shares = vec![blocks / ranks; ranks];
+        for &rank in &by_load[..blocks % ranks] {
+            shares[rank] += 1;
+        }
+        let mut reached = 0;
+        let ends = shares.into_iter().map(|share| {
+            reached += share * BLOCK;
+            reached.min(elements)
+        });
+        core::iter::once(0).chain(ends).collect()
     }
 
     fn least_loaded(&self) -> usize {
@@ -132,14 +165,17 @@ mod tests {
                         home.shape(rank).iter().product::<usize>(),
                         home.range(rank).len()
                     );
+                    if !home.range(rank).is_empty() {
+                        prop_assert_eq!(home.range(rank).start % BLOCK, 0);
+                    }
                     covered = home.range(rank).end;
                 }
                 prop_assert_eq!(covered, size);
             }
             let most = homes.loads.iter().max().unwrap();
             let least = homes.loads.iter().min().unwrap();
-            // One parameter that is not cut, and the rounding of those that are.
-            let slack = 4 * (ranks * WORTH_A_PIECE + sizes.len() * ranks * ALIGNMENT);
+            // One parameter that is not cut, and a block of one that is.
+            let slack = 4 * (ranks * WORTH_A_PIECE + BLOCK);
             prop_assert!(most - least <= slack, "{:?}", homes.loads);
         }
     }

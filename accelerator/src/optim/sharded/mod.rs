@@ -7,6 +7,7 @@ mod record;
 mod write;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
@@ -21,14 +22,16 @@ use self::write::Elements;
 use super::fused::sums::{self, Landing};
 use super::whole::Kinds;
 use crate::error::{Error, Kind, Result};
-use crate::gradient::{Averages, with_rank};
+use crate::gradient::{Averages, Bounds, with_rank};
 
 /// An optimizer whose state is shared out over the ranks: prepare `Sharded(optimizer)` in its place,
 /// with or without a scheduler.
 ///
 /// Each rank keeps its part of the state, steps its part of the parameters, and gets the rest from the
 /// others (ZeRO stage 1): time and memory of the optimizer are divided by the number of ranks, and a step
-/// ends with an all-gather of the parameters. Training has the same bits as without, on the CPU. One
+/// ends with an all-gather of the parameters. Gradients are reduced to the part that a rank steps, from the
+/// second step on: so a step sends what it would send without, and the norm is added up over the ranks where somebody
+/// asks for it ([`Gradients::norm`](crate::Gradients::norm)). Training has the same bits as without, on the CPU. One
 /// rank alone has nothing to share.
 ///
 /// ```
@@ -142,15 +145,6 @@ impl Shards {
         }
     }
 
-    /// Ends the group over gradients of one rank: pieces would get those of different ranks.
-    pub(super) fn refuse_own(&self) {
-        self.group.abort(
-            "a sharded optimizer got gradients of one rank alone: in local training, ranks step \
-             optimizers of their own; prepare the optimizer without `Sharded`"
-                .to_owned(),
-        );
-    }
-
     /// Ends the group over gradients of an accelerator that is one rank alone: other ranks may have none.
     pub(super) fn refuse_foreign(&self) {
         self.group.abort(format!(
@@ -168,13 +162,16 @@ impl Shards {
         optimizer: &mut ModuleOptimizer,
         rate: ModuleLearningRate,
         model: M,
-        averages: Averages,
+        mut averages: Averages,
     ) -> core::result::Result<M, M> {
         let rank = self.group.rank();
-        if let Err(error) = self.settle(optimizer, &averages) {
-            self.group.abort(error.to_string());
-            return Err(model);
-        }
+        let bounds = match self.settle(optimizer, &mut averages) {
+            Ok(bounds) => bounds,
+            Err(error) => {
+                self.group.abort(error.to_string());
+                return Err(model);
+            }
+        };
         self.kinds.learn(&self.blank, &averages);
         let mut reader = Reader::new(rank, self.homes.known(), &averages);
         model.visit(&mut reader);
@@ -199,7 +196,15 @@ impl Shards {
             let (id, range) = (piece.id, piece.range.clone());
             averages.land(id, &range, &piece.into_bytes());
         }
-        self.exchange(model, averages, stepped)
+        let spreading = averages.spreading();
+        let model = self.exchange(model, averages, stepped)?;
+        if let Some(bounds) = bounds
+            && let Err(error) = spreading.set(&bounds)
+        {
+            // Other ranks cut the next window.
+            self.group.abort(error.to_string());
+        }
+        Ok(model)
     }
 
     /// Gives the model all ranks' new pieces, which lie in the places of their sums.
@@ -234,11 +239,28 @@ impl Shards {
         }
     }
 
-    /// Settles where the parameters live that are stepped for the first time, and cuts what state was
-    /// loaded for them.
-    fn settle(&mut self, optimizer: &mut ModuleOptimizer, averages: &Averages) -> Result<()> {
+    /// Settles where the parameters live of a model that is stepped for the first time, and cuts what state
+    /// was loaded for them. Gives where its gradients are to be cut, unless they are already.
+    ///
+    /// Gradients that are cut for another optimizer are made whole.
+    #[track_caller]
+    fn settle(
+        &mut self,
+        optimizer: &mut ModuleOptimizer,
+        averages: &mut Averages,
+    ) -> Result<Option<Arc<Bounds>>> {
+        if averages
+            .bounds()
+            .is_some_and(|bounds| !self.homes.are_at(bounds))
+        {
+            averages.make_whole()?;
+        }
+        let next = averages.next_bounds();
+        if next.is_some_and(|bounds| self.homes.are_at(&bounds)) {
+            return Ok(None);
+        }
         let mut cut = Records::default();
-        for parameter in averages.parameters() {
+        for parameter in averages.all_parameters() {
             if self.homes.known().contains_key(&parameter.id) {
                 continue;
             }
@@ -252,13 +274,13 @@ impl Shards {
                 cut.insert(parameter.id, entry);
             }
         }
-        if cut.is_empty() {
-            return Ok(());
+        if !cut.is_empty() {
+            let mut all = Records::of(optimizer)?;
+            all.extend(cut);
+            *optimizer = all.load_into(self.blank.clone())?;
         }
-        let mut all = Records::of(optimizer)?;
-        all.extend(cut);
-        *optimizer = all.load_into(self.blank.clone())?;
-        Ok(())
+        let bounds = self.homes.bounds(averages.all_parameters());
+        Ok(Some(Arc::new(bounds)))
     }
 }
 

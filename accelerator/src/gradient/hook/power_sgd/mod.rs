@@ -130,6 +130,13 @@ impl PowerSgd {
     }
 
     /// Forgets what was not sent. It saves memory, and training may not converge.
+    ///
+    /// ```
+    /// use accelerator::hook::{CommunicationHook, PowerSgd};
+    ///
+    /// let hook = PowerSgd::new(1).without_error_feedback();
+    /// assert!(hook.name().contains("no error feedback"));
+    /// ```
     pub fn without_error_feedback(mut self) -> Self {
         self.settings.error_feedback = ErrorFeedback::Off;
         self

@@ -1,0 +1,275 @@
+use std::fs::{File, TryLockError};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use accelerator_manifest::StagedName;
+
+use super::write::FileNames;
+
+/// The files of a model that are written and not yet in their places.
+///
+/// They lie in the same folder, so that renaming is atomic, under names that no other writer has: two that
+/// save under one name at the same time write files of their own, and the model of the one that is done last
+/// stays. What a dead process left is removed by the next save under the same name on that machine.
+pub(super) struct Staged {
+    folder: PathBuf,
+    names: FileNames,
+    /// Those that are still staged: the names that they shall have, and where they lie.
+    files: Vec<(String, PathBuf)>,
+}
+
+impl Staged {
+    pub(super) fn new(folder: PathBuf, names: FileNames) -> Self {
+        let files = Vec::new();
+        Self {
+            folder,
+            names,
+            files,
+        }
+    }
+
+    /// Writes and flushes one more of the files.
+    pub(super) fn write(
+        &mut self,
+        name: &str,
+        emit: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let path = self.folder.join(StagedName::new(name).to_string());
+        let mut file = File::create_new(&path)?;
+        self.files.push((name.to_owned(), path));
+        emit(&mut file)?;
+        file.sync_all()
+    }
+
+    /// Puts every file in its place, the index last, and removes what older saves under this name have left.
+    /// Where shards of an older save are replaced, its index goes first: none may ever speak of files of two
+    /// saves.
+    pub(super) fn publish(mut self) -> io::Result<()> {
+        let _turn = Turn::take(&self.folder);
+        let written: Vec<_> = self.files.iter().map(|(name, _)| name.clone()).collect();
+        let replaces = |name: &String| self.names.is_shard(name) && self.folder.join(name).exists();
+        if written.len() > 1 && written.iter().any(replaces) {
+            remove_if_there(&self.folder.join(self.names.index()))?;
+        }
+        while let Some((name, path)) = self.files.first() {
+            std::fs::rename(path, self.folder.join(name))?;
+            self.files.remove(0);
+        }
+        sync_folder(&self.folder);
+        // What is left no longer counts: a file is read before an index, and an index names its shards.
+        self.remove("an older model file", |names, name| {
+            names.has(name) && !written.iter().any(|written| written == name)
+        });
+        Ok(())
+    }
+
+    /// Removes what was being written under this name when its process died.
+    pub(super) fn remove_abandoned(&self) {
+        self.remove("what a dead process was writing", |names, name| {
+            StagedName::parse(name)
+                .is_some_and(|staged| names.has(staged.target()) && staged.is_orphaned())
+        });
+    }
+
+    fn remove(&self, what: &str, is_wanted: impl Fn(&FileNames, &str) -> bool) {
+        let Ok(files) = std::fs::read_dir(or_here(&self.folder)) else {
+            return;
+        };
+        for file in files.flatten() {
+            if is_wanted(&self.names, &file.file_name().to_string_lossy())
+                && let Err(error) = remove_if_there(&file.path())
+            {
+                let path = file.path();
+                tracing::warn!(path = %path.display(), %error, "{what} is left");
+            }
+        }
+    }
+}
+
+impl Drop for Staged {
+    fn drop(&mut self) {
+        for (_, path) in &self.files {
+            // Best effort: there was an error before, which is the one to report.
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// The turn to put files in their places, of which one writer at a time has it: shards of two saves must not
+/// be mixed. It ends when it is dropped, and with its process.
+struct Turn {
+    _locked: File,
+}
+
+impl Turn {
+    /// Waits for the turn. Best effort: not every file system has locks, and a writer that is stopped in its
+    /// turn keeps nobody for ever.
+    fn take(folder: &Path) -> Option<Self> {
+        let locked = File::open(or_here(folder)).ok()?;
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match locked.try_lock() {
+                Ok(()) => return Some(Self { _locked: locked }),
+                Err(TryLockError::WouldBlock) if Instant::now() < until => sleep(LOOK),
+                Err(TryLockError::WouldBlock) => {
+                    let folder = or_here(folder).display();
+                    tracing::warn!(%folder, "another process keeps the folder locked; saving all the same");
+                    return None;
+                }
+                Err(TryLockError::Error(_)) => return None,
+            }
+        }
+    }
+}
+
+/// Renaming takes far less; only a writer that does not run takes longer.
+const PATIENCE: Duration = Duration::from_secs(10);
+const LOOK: Duration = Duration::from_millis(10);
+
+fn remove_if_there(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Best effort: not every system can flush a folder.
+fn sync_folder(folder: &Path) {
+    if let Ok(folder) = File::open(or_here(folder)) {
+        let _ = folder.sync_all();
+    }
+}
+
+fn or_here(folder: &Path) -> &Path {
+    if folder.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        folder
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn staged(folder: &Path) -> Staged {
+        Staged::new(folder.to_owned(), FileNames::new("model.safetensors"))
+    }
+
+    fn files(folder: &Path) -> Vec<(String, String)> {
+        let entries = folder.read_dir().unwrap().map(|entry| entry.unwrap());
+        let mut files: Vec<_> = entries
+            .map(|entry| {
+                let text = std::fs::read_to_string(entry.path()).unwrap();
+                (entry.file_name().into_string().unwrap(), text)
+            })
+            .collect();
+        files.sort();
+        files
+    }
+
+    fn shard(number: usize) -> String {
+        FileNames::new("model.safetensors").shard(number, 2)
+    }
+
+    /// Saves two shards and an index that say who wrote them.
+    fn save(folder: &Path, who: &str) -> io::Result<()> {
+        let mut staged = staged(folder);
+        for name in [
+            shard(1),
+            shard(2),
+            "model.safetensors.index.json".to_owned(),
+        ] {
+            staged.write(&name, &mut |file| file.write_all(who.as_bytes()))?;
+        }
+        staged.publish()
+    }
+
+    #[test]
+    fn who_saves_while_another_one_writes_disturbs_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let mut slow = staged(folder);
+        slow.write("model.safetensors", &mut |file| {
+            file.write_all(b"slow, ")?;
+            // Another job, from its beginning to its end.
+            let mut quick = staged(folder);
+            quick.remove_abandoned();
+            quick.write("model.safetensors", &mut |file| file.write_all(b"quick"))?;
+            quick.publish()?;
+            file.write_all(b"and whole")
+        })
+        .unwrap();
+        let own = |text: &str| ("model.safetensors".to_owned(), text.to_owned());
+        assert!(files(folder).contains(&own("quick")));
+        slow.publish().unwrap();
+        assert_eq!(files(folder), [own("slow, and whole")]);
+    }
+
+    /// Each save is whole when it is done, whoever else saves.
+    #[test]
+    fn shards_of_two_writers_are_never_mixed() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        std::thread::scope(|scope| {
+            for who in ["one", "two"] {
+                scope.spawn(move || (0..50).for_each(|_| save(folder, who).unwrap()));
+            }
+        });
+        let files = files(folder);
+        let names: Vec<_> = files.iter().map(|(name, _)| name.clone()).collect();
+        let expected = [
+            shard(1),
+            shard(2),
+            "model.safetensors.index.json".to_owned(),
+        ];
+        assert_eq!(names, expected);
+        assert!(files.iter().all(|(_, who)| *who == files[0].1), "{files:?}");
+    }
+
+    #[test]
+    fn a_write_that_fails_leaves_the_older_save_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        save(folder, "old").unwrap();
+        let before = files(folder);
+        let mut new = staged(folder);
+        new.write(&shard(1), &mut |file| file.write_all(b"new"))
+            .unwrap();
+        let full = || io::Error::from(io::ErrorKind::StorageFull);
+        let error = new.write(&shard(2), &mut |_| Err(full())).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+        drop(new);
+        assert_eq!(files(folder), before);
+    }
+
+    #[test]
+    fn what_dead_writers_of_this_model_left_goes() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let own = format!("-{}-", std::process::id());
+        // No process has that number.
+        let dead = |name: &str| {
+            StagedName::new(name)
+                .to_string()
+                .replace(&own, "-999999999-")
+        };
+        let kept = [
+            StagedName::new("model.safetensors").to_string(),
+            dead("other.safetensors"),
+            dead("model-final.safetensors"),
+            ".model.safetensors.partial".to_owned(),
+        ];
+        let gone = [dead("model.safetensors"), dead(&shard(7))];
+        for name in kept.iter().chain(&gone) {
+            std::fs::write(folder.join(name), "half").unwrap();
+        }
+        staged(folder).remove_abandoned();
+        let mut expected = kept.to_vec();
+        expected.sort();
+        let left: Vec<_> = files(folder).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(left, expected);
+    }
+}
