@@ -55,6 +55,8 @@ pub type Result<T, E = Error> = core::result::Result<T, E>;
 ///         "what was saved does not fit this program"
 ///     } else if error.is_out_of_memory() {
 ///         "train a smaller model"
+///     } else if error.is_not_finite() {
+///         "train with a smaller learning rate"
 ///     } else if error.is_drift() || error.is_hook() {
 ///         "look at the communication hook"
 ///     } else if error.is_data() || error.is_panic() {
@@ -266,6 +268,28 @@ impl Error {
 
     /// What [local training](crate::local) would average over the ranks is not finite on one of them, or too
     /// large to be added up.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::optim::SgdConfig;
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let errors = launch(2, |accelerator| {
+    /// #     let device = accelerator.device();
+    /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+    /// #     let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+    ///     let mut local = LocalSgdConfig::new(1).init(&accelerator, &model)?;
+    ///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    ///     let gradients = local.backward(loss, &model, 4)?;
+    ///     // A rate that one rank has got wrong.
+    ///     let rate = [0.1, f64::INFINITY][accelerator.rank()];
+    ///     model = optimizer.step(rate, model, gradients);
+    ///     Ok(local.step(&mut model).unwrap_err())
+    /// })?;
+    /// assert!(errors.iter().all(Error::is_not_finite), "both know of it");
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn is_not_finite(&self) -> bool {
         self.0.kind == Kind::NotFinite
     }
