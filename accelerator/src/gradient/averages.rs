@@ -4,14 +4,14 @@ use std::sync::Arc;
 use accelerator_collective::{Element, Part, ProcessGroup};
 use burn::module::ParamId;
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{Device, Tensor, TensorData};
 
 use super::bucket;
 use super::slot::Slot;
 use super::spread::Bounds;
 use super::sums::{Sums, factor};
 use crate::error::Result;
-use crate::model::{Float, Trainable};
+use crate::model::Trainable;
 
 /// The averaged gradients of a window that was reduced over several micro-steps or ranks: sums, to be read
 /// in parts, or where they lie.
@@ -136,12 +136,7 @@ impl Averages {
     /// reads it finds that it is no number.
     pub(crate) fn stand_in<const D: usize>(&self, id: ParamId) -> Option<Tensor<D>> {
         let parameter = &self.slot.parameters()[self.slot.number(id)?];
-        let dtype = match parameter.float {
-            Float::F64 => DType::F64,
-            Float::F32 => DType::F32,
-            Float::F16 => DType::F16,
-            Float::Bf16 => DType::BF16,
-        };
+        let dtype = parameter.float.dtype();
         let data = TensorData::new(vec![f64::NAN], [1; D]).convert_dtype(dtype);
         Some(Tensor::from_data(data, (&self.device, dtype)))
     }

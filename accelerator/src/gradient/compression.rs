@@ -6,6 +6,7 @@ use accelerator_collective::{Buffer, DType, Element};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use crate::choice::named;
 use crate::error::{Error, Result};
 
 /// The type in which gradients travel between ranks: a half-precision one needs half the bytes,
@@ -124,12 +125,7 @@ impl FromStr for Compression {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let known = Self::ALL.into_iter().find(|known| known.name() == name);
-        known.ok_or_else(|| {
-            Error::config(format!(
-                "there is no compression `{name}`; expected none, f16 or bf16"
-            ))
-        })
+        named("compression", name, &Self::ALL)
     }
 }
 

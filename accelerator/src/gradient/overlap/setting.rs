@@ -1,6 +1,7 @@
 use core::fmt;
 use core::str::FromStr;
 
+use crate::choice::named;
 use crate::error::{Error, Result};
 
 /// Whether gradients are sent while backward still computes others.
@@ -62,11 +63,6 @@ impl FromStr for Overlap {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let known = Self::ALL.into_iter().find(|known| known.name() == name);
-        known.ok_or_else(|| {
-            Error::config(format!(
-                "there is no overlap `{name}`; expected auto, on or off"
-            ))
-        })
+        named("overlap", name, &Self::ALL)
     }
 }

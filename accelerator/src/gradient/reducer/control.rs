@@ -120,7 +120,8 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
     let values = values(&reducer.ledger.control)?;
     let group = &reducer.group;
     if !is_one_number(group, values[4], values[5]) {
-        let all = group.all_gather_object(&reducer.model.to_string())?;
+        let asking = group.for_purpose("average gradients");
+        let all = asking.all_gather_object(&reducer.model.to_string())?;
         return Err(Error::misuse(format!(
             "the ranks average gradients of different models with each other: {}; call `backward` for the \
              models in the same order on every rank",
@@ -128,7 +129,8 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
         )));
     }
     if !is_one_number(group, values[2], values[3]) {
-        let all = group.all_gather(&[reducer.micro_steps as u64])?;
+        let asking = group.for_purpose("average gradients");
+        let all = asking.all_gather(&[reducer.micro_steps as u64])?;
         let shown: Vec<_> = (0..)
             .zip(&all)
             .map(|(rank, calls)| format!("{calls} on rank {rank}"))

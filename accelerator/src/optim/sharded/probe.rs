@@ -1,11 +1,11 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{Device, Tensor, TensorData};
 
 use super::pieces::Pieces;
 use crate::gradient::with_rank;
-use crate::model::{Float, Trainable};
+use crate::model::Trainable;
 
 /// Elements of the tensor that is stepped: 8 rows and 6 columns, where there are two dimensions.
 const ELEMENTS: usize = 48;
@@ -59,7 +59,7 @@ fn run(
     } else {
         shape[0] = to - from;
     }
-    let (id, dtype) = (parameter.id, dtype(parameter.float));
+    let (id, dtype) = (parameter.id, parameter.float.dtype());
     with_rank!(shape.len(), D => {
         let tensor = |seed: u64, scale: f64| {
             let values: Vec<f64> = (from..to).map(|at| scale * noise(seed, at)).collect();
@@ -88,15 +88,6 @@ fn noise(seed: u64, at: usize) -> f64 {
     (bits >> 11) as f64 / (1_u64 << 52) as f64 - 1.0
 }
 
-fn dtype(float: Float) -> DType {
-    match float {
-        Float::Bf16 => DType::BF16,
-        Float::F16 => DType::F16,
-        Float::F32 => DType::F32,
-        Float::F64 => DType::F64,
-    }
-}
-
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use burn::grad_clipping::GradientClippingConfig;
@@ -108,6 +99,7 @@ mod tests {
     };
 
     use super::*;
+    use crate::model::Float;
     use crate::optim::InitFused;
     use crate::optim::fused::sums::is_fused;
 
