@@ -1,12 +1,21 @@
+#[cfg_attr(
+    not(any(feature = "cuda", feature = "wgpu")),
+    allow(dead_code, reason = "a CPU is shared by all ranks")
+)]
+mod share;
+
 use core::fmt;
 use core::str::FromStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use accelerator_collective::Topology;
 use burn::tensor::{Device, FloatDType};
 
 use crate::choice::named;
 use crate::error::{Error, Kind, Result};
 use crate::panic_text::panic_text;
+
+pub use self::share::Oversubscription;
 
 /// A kind of device that a program can run on.
 ///
@@ -38,14 +47,20 @@ use crate::panic_text::panic_text;
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum DeviceKind {
-    /// NVIDIA devices; each rank of a host takes the device of its local rank.
+    /// NVIDIA devices; each rank of a host takes that of its local rank among those that
+    /// `CUDA_VISIBLE_DEVICES` shows (`accel-launch --gpu-ids`). With fewer devices than ranks see
+    /// [`Oversubscription`].
     Cuda,
     /// The CPU, through Burn's pure-Rust kernels.
     Flex,
     /// The CPU, through Burn's older ndarray kernels. They are slower than [`DeviceKind::Flex`]
     /// by an order of magnitude and deprecated upstream.
     NdArray,
-    /// The best graphics device that Vulkan, Metal or WebGPU offers.
+    /// Graphics devices by Vulkan, Metal or WebGPU. A rank that is alone on its host takes the best.
+    ///
+    /// Of several ranks of a host, each takes the discrete GPU of its local rank; with fewer such GPUs than
+    /// ranks see [`Oversubscription`]. Where there is no discrete GPU, or `CUBECL_WGPU_DEFAULT_DEVICE` names
+    /// a device, they share one.
     Wgpu,
 }
 
@@ -71,8 +86,12 @@ impl DeviceKind {
             .unwrap_or(Self::Flex)
     }
 
-    /// Opens the device of this kind for a rank that is the `local_rank`-th of its host.
-    pub(crate) fn open(self, local_rank: usize) -> Result<Device> {
+    /// Opens the device of this kind for the rank at this place of its host.
+    pub(crate) fn open(
+        self,
+        place: &Topology,
+        oversubscription: Oversubscription,
+    ) -> Result<Device> {
         if !self.is_compiled_in() {
             let there: Vec<_> = Self::ALL
                 .into_iter()
@@ -89,36 +108,29 @@ impl DeviceKind {
             ));
         }
         // Burn's GPU runtimes panic where the driver or the device is missing.
-        catch_unwind(AssertUnwindSafe(|| self.open_compiled(local_rank))).unwrap_or_else(|panic| {
+        let open = AssertUnwindSafe(|| self.open_compiled(place, oversubscription));
+        catch_unwind(open).unwrap_or_else(|panic| {
             Err(Error::new(
                 Kind::Device,
                 format!(
-                    "device `{self}` (number {local_rank} of this host) could not be opened: \
-                         {}; check its driver, or choose another device",
+                    "device `{self}` of local rank {} could not be opened: {}; check its driver, or choose \
+                     another device",
+                    place.local_rank(),
                     panic_text(&*panic)
                 ),
             ))
         })
     }
 
-    #[allow(unused_variables, reason = "only `cuda` looks at the local rank")]
-    fn open_compiled(self, local_rank: usize) -> Result<Device> {
+    #[allow(unused_variables, reason = "a CPU is shared by all ranks")]
+    fn open_compiled(self, place: &Topology, oversubscription: Oversubscription) -> Result<Device> {
         match self {
             #[cfg(feature = "cuda")]
             Self::Cuda => {
-                let there = Device::enumerate(burn::tensor::DeviceType::Cuda)
-                    .into_vec()
-                    .len();
-                if local_rank >= there {
-                    return Err(Error::new(
-                        Kind::Device,
-                        format!(
-                            "local rank {local_rank} needs CUDA device {local_rank}, but this \
-                             host has {there}; start at most {there} ranks on it"
-                        ),
-                    ));
-                }
-                opened(Device::cuda(local_rank))
+                let devices = Device::enumerate(burn::tensor::DeviceType::Cuda);
+                let devices = devices.into_vec().len();
+                let index = share::take(place, self, devices, oversubscription)?;
+                opened(Device::cuda(index))
             }
             #[cfg(feature = "flex")]
             Self::Flex => Ok(Device::flex()),
@@ -129,7 +141,7 @@ impl DeviceKind {
             )]
             Self::NdArray => Ok(Device::ndarray()),
             #[cfg(feature = "wgpu")]
-            Self::Wgpu => opened(Device::wgpu(burn::tensor::DeviceKind::DefaultDevice)),
+            Self::Wgpu => opened(Device::wgpu(graphics(place, oversubscription)?)),
             #[allow(
                 unreachable_patterns,
                 reason = "reached by the kinds that are not compiled in"
@@ -191,6 +203,37 @@ pub(crate) fn configure(device: &mut Device, dtype: FloatDType) -> Result<()> {
     }
 }
 
+/// The graphics device of the rank at this place of its host.
+#[cfg(feature = "wgpu")]
+fn graphics(
+    place: &Topology,
+    oversubscription: Oversubscription,
+) -> Result<burn::tensor::DeviceKind> {
+    use burn::tensor::DeviceKind::{DefaultDevice, DiscreteGpu};
+
+    /// By which the user says what the default device is.
+    const NAMED: &str = "CUBECL_WGPU_DEFAULT_DEVICE";
+
+    if place.local_world_size() == 1 || std::env::var_os(NAMED).is_some() {
+        return Ok(DefaultDevice);
+    }
+    let there = Device::enumerate(burn::tensor::DeviceType::Wgpu).into_vec();
+    // They are numbered from 0 among themselves.
+    let is_there = |index: &usize| there.contains(&Device::wgpu(DiscreteGpu(*index)));
+    match (0..there.len()).take_while(is_there).count() {
+        // One that is part of the processor, or computes on it: there is one of it, as there is of a CPU.
+        0 => Ok(DefaultDevice),
+        devices => {
+            let index = share::take(place, DeviceKind::Wgpu, devices, oversubscription)?;
+            Ok(match devices {
+                // The same device as that of plain Burn code, which asks for the default.
+                1 => DefaultDevice,
+                _ => DiscreteGpu(index),
+            })
+        }
+    }
+}
+
 /// Runs something on the device, so that a missing driver shows here and not in the first step.
 #[cfg(any(feature = "cuda", feature = "wgpu"))]
 fn opened(device: Device) -> Result<Device> {
@@ -220,7 +263,8 @@ mod tests {
             .into_iter()
             .filter(|kind| !kind.is_compiled_in())
         {
-            let error = kind.open(0).unwrap_err();
+            let place = Topology::single();
+            let error = kind.open(&place, Oversubscription::Refuse).unwrap_err();
             assert!(error.is_device());
             assert!(
                 error.to_string().contains(&format!("--features {kind}")),

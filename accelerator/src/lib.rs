@@ -48,6 +48,7 @@
 //! | start, choose device, precision, seed | [`Accelerator::new`], [`Accelerator::builder`] |
 //! | shard and prefetch data exactly, of every kind: data sets, samplers, streams | [`data`] |
 //! | average gradients, accumulate, clip | [`Accelerator::backward`], [`Weight`], [`Gradients`], [`Clip`] |
+//! | know which GPU a rank takes, and share one | [`DeviceKind`], [`Oversubscription`] |
 //! | compute in half precision | [`precision`] |
 //! | send gradients in half precision | [`Compression`] |
 //! | send gradients as products of thin matrices, or in your own way | [`hook::PowerSgd`], [`hook::CommunicationHook`] |
@@ -84,6 +85,7 @@
 //! | `ACCEL_DEVICE` | `cuda`, `wgpu`, `flex`, `ndarray` | the fastest that is compiled in | [`device`](AcceleratorBuilder::device) |
 //! | `ACCEL_COMPRESSION` | `none`, `f16`, `bf16` | `none` | [`with_compression`](AcceleratorBuilder::with_compression) |
 //! | `ACCEL_OVERLAP` | `auto`, `off`, `on` | `auto`: on between hosts | [`with_overlap`](AcceleratorBuilder::with_overlap) |
+//! | `ACCEL_OVERSUBSCRIBE_GPUS` | `1`: more ranks than GPUs share them; `0` | `0` | [`with_oversubscription`](AcceleratorBuilder::with_oversubscription) |
 //! | `ACCEL_PRECISION` | `no`, `f16`, `bf16` | `no` | [`precision`](AcceleratorBuilder::precision) |
 //! | `ACCEL_TRACE` | a path | no trace | [`with_trace`](AcceleratorBuilder::with_trace) |
 //! | `ACCEL_TRACE_SCHEDULE` | `active=3,wait=1,warm_up=1,repeat=2,skip_first=10`; all but `active` may be left out | one trace of everything | [`with_trace_schedule`](AcceleratorBuilder::with_trace_schedule) |
@@ -159,7 +161,7 @@ pub use accelerator_plan as plan;
 
 pub use crate::accelerator::{Accelerator, AcceleratorBuilder, PadSide, PaddedShare};
 pub use crate::batch_size::BatchSizeFinder;
-pub use crate::device::DeviceKind;
+pub use crate::device::{DeviceKind, Oversubscription};
 pub use crate::ema::Ema;
 pub use crate::error::{Error, Result};
 pub use crate::gradient::hook;

@@ -10,7 +10,7 @@
 mod common;
 
 use accelerator::prelude::*;
-use accelerator::{Overlap, OverlapReport, OverlapState};
+use accelerator::{Overlap, OverlapReport, OverlapState, Oversubscription};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::loss::{MseLoss, Reduction};
@@ -77,6 +77,7 @@ impl ModuleVisitor for Outcome {
 fn train(overlap: Overlap) -> Vec<Outcome> {
     Accelerator::builder()
         .device(DeviceKind::Wgpu)
+        .with_oversubscription(Oversubscription::Allow)
         .with_overlap(overlap)
         .bucket_size(1 << 18)
         .launch(2, |accelerator| {

@@ -14,6 +14,7 @@ use crate::bench::{AllReduceArgs, BenchArgs};
 use crate::checkpoint::CheckpointArgs;
 use crate::env::EnvArgs;
 use crate::estimate::EstimateArgs;
+use crate::gpu::GpuIds;
 use crate::output::LostOutput;
 use crate::plan::PlanArgs;
 use crate::selftest::{RankArgs, TestArgs};
@@ -230,6 +231,22 @@ pub(crate) struct Options {
     #[arg(long, value_name = "N", value_parser = count, allow_negative_numbers = true)]
     pub(crate) threads_per_process: Option<NonZeroUsize>,
 
+    /// The NVIDIA GPUs of the ranks: `all`, or numbers or ids with commas between them, such as 0,2
+    /// [default: all].
+    ///
+    /// The ranks find them in CUDA_VISIBLE_DEVICES, and each takes that of its local rank. Numbers
+    /// are those of `accel-launch env`, which nvidia-smi has too; where CUDA_VISIBLE_DEVICES is set
+    /// already, they are places in it, from 0.
+    #[arg(long, value_name = "LIST", allow_negative_numbers = true)]
+    pub(crate) gpu_ids: Option<GpuIds>,
+
+    /// Start more ranks than there are GPUs, too: rank R of this machine takes number R modulo
+    /// theirs (ACCEL_OVERSUBSCRIBE_GPUS=1).
+    ///
+    /// Otherwise ranks that compute on GPUs fail before they train where there are too few.
+    #[arg(long)]
+    pub(crate) oversubscribe_gpus: bool,
+
     /// Also write each rank's output to DIR/rank-N.log, and a failure to DIR/failure.json.
     ///
     /// After restart K the files are DIR/rank-N.restart-K.log.
@@ -371,8 +388,8 @@ mod tests {
     #[test]
     fn c22_options_are_known_with_underscores_too() {
         for line in [
-            "--num_processes 3 --max_restarts=2 --log_dir d train --num_processes 9",
-            "--num-processes 3 --max-restarts=2 --log-dir d train --num_processes 9",
+            "--num_processes 3 --max_restarts=2 --gpu_ids 0,2 --log_dir d train --num_processes 9",
+            "--num-processes 3 --max-restarts=2 --gpu-ids 0,2 --log-dir d train --num_processes 9",
         ] {
             let Ok(Invocation::Launch { options, arguments }) = parse(line) else {
                 panic!("expected a launch: {line}");
@@ -380,6 +397,7 @@ mod tests {
             let three = NonZeroUsize::new(3).unwrap();
             assert_eq!(options.num_processes, Some(Processes::exactly(three)));
             assert_eq!(options.script, Some(PathBuf::from("train")));
+            assert_eq!(options.gpu_ids, "0,2".parse().ok());
             assert_eq!(arguments, ["--num_processes", "9"]);
         }
         let help = underscored(Cli::command()).render_long_help().to_string();
@@ -428,6 +446,10 @@ mod tests {
             "--no-such a",
             "--master-port 70000 a",
             "--threads-per-process 0 a",
+            "--gpu-ids -1 a",
+            "--gpu-ids 0,two a",
+            "--gpu-ids 1,1 a",
+            "--gpu-ids= a",
             "--profile dev --release a",
             "--master-addr 127.0.0.1:80 a",
         ] {

@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::Path;
 use std::process::{Command, ExitCode};
+use std::time::Duration;
 
 use accelerator_collective::{Launch, variable};
 use clap::Args;
@@ -13,6 +14,7 @@ use serde::Serialize;
 use crate::allocator;
 use crate::cargo;
 use crate::error::{Error, Result, chain};
+use crate::gpu::{self, Gpu, Sources, Visible};
 use crate::text::{columns, print};
 use crate::threads;
 use crate::variables::{self, Reader, Scope};
@@ -58,6 +60,10 @@ struct Report {
     settings: Vec<Entry>,
     tools: Vec<Tool>,
     devices: Vec<Device>,
+    gpus: Vec<Gpu>,
+    /// Which of them are visible, as each tells itself.
+    #[serde(skip)]
+    visible: Visible,
     errors: Vec<String>,
 }
 
@@ -145,6 +151,7 @@ impl Report {
             }
         };
         settings.extend(variables(&ours));
+        let visible = Visible::of(std::env::var_os(gpu::VISIBLE).as_deref());
         Self {
             version: env!("CARGO_PKG_VERSION"),
             platform: Platform {
@@ -165,6 +172,8 @@ impl Report {
                 .collect(),
             tools: vec![tool("cargo", cargo::cargo()), tool("rustc", rustc())],
             devices: devices(Path::new("/dev")),
+            gpus: gpus(&visible),
+            visible,
         }
     }
 
@@ -203,6 +212,7 @@ impl Report {
                     .map(|device| row("device", device.kind, &device.path)),
             ),
         }
+        rows.extend(self.gpus.iter().map(|gpu| gpu.described(&self.visible)));
         if let Some(topology) = &self.topology {
             rows.push(row("topology", topology, ""));
         }
@@ -240,10 +250,9 @@ fn shares(cores: NonZeroUsize) -> Vec<Share> {
 /// Every variable that matters to a launch beside the topology: what it says, or what holds where it
 /// is not set; and those of this project that nothing knows.
 fn variables(ours: &[(String, OsString)]) -> Vec<Entry> {
-    const OTHERS: [(&str, &str); 5] = [
+    const OTHERS: [(&str, &str); 4] = [
         ("RAYON_NUM_THREADS", "cores over ranks"),
         ("OMP_NUM_THREADS", "cores over ranks"),
-        ("CUDA_VISIBLE_DEVICES", "all devices"),
         ("NO_COLOR", "colours on a terminal"),
         ("RUST_LOG", "that of the program"),
     ];
@@ -252,6 +261,9 @@ fn variables(ours: &[(String, OsString)]) -> Vec<Entry> {
         .chain(allocator::VARIABLES)
         .map(|(name, default)| Entry::variable(name, variable(name), default))
         .collect();
+    // Alone among them, it says something where it is empty.
+    let visible = std::env::var_os(gpu::VISIBLE).map(|value| gpu::shown(&value).into());
+    entries.push(Entry::variable(gpu::VISIBLE, visible, "all devices"));
     let of = |name: &str| ours.iter().find(|(known, _)| known == name);
     for variable in &variables::VARIABLES {
         let value = of(variable.name).map(|(_, value)| value.clone());
@@ -289,6 +301,21 @@ fn tool(name: &'static str, mut command: Command) -> Tool {
 
 fn rustc() -> Command {
     Command::new(variable("RUSTC").unwrap_or_else(|| "rustc".into()))
+}
+
+/// NVIDIA's GPUs, and which of them programs that are started here see.
+fn gpus(visible: &Visible) -> Vec<Gpu> {
+    /// A tool that takes longer waits for a device that hangs.
+    const LIMIT: Duration = Duration::from_secs(2);
+    let mut gpus = gpu::list(Sources {
+        folder: Path::new("/proc/driver/nvidia"),
+        program: "nvidia-smi".as_ref(),
+        limit: LIMIT,
+    });
+    for gpu in &mut gpus {
+        gpu.visible = visible.shows(gpu);
+    }
+    gpus
 }
 
 /// The device files of accelerators in `folder`.

@@ -45,6 +45,7 @@ impl Environment {
                 common.push((name, count.to_string().into()));
             }
         }
+        common.extend(settings.gpus.variables().iter().cloned());
         common.extend(allocator::settings(|name| std::env::var_os(name).is_some()));
         common.extend(package_dir.map(|dir| ("CARGO_MANIFEST_DIR", dir.into())));
         Self {
@@ -98,14 +99,17 @@ fn misleading(package_dir: Option<&Path>) -> Vec<OsString> {
 mod tests {
     use super::*;
     use crate::cli::{Options, Processes};
+    use crate::gpu::Gpus;
 
     #[test]
     fn ranks_differ_in_their_rank_only() {
         let options = Options {
             num_processes: std::num::NonZeroUsize::new(3).map(Processes::exactly),
+            gpu_ids: "0,GPU-5a,2".parse().ok(),
             ..Options::default()
         };
-        let settings = Settings::resolve(&options, |_| None);
+        let gpus = Gpus::resolve(&options, |_| None).unwrap();
+        let settings = Settings::resolve(&options, gpus, |_| None);
         let environment =
             Environment::new(&settings, SocketAddr::from(([127, 0, 0, 1], 4242)), None);
         let value = |rank: usize, name: &str| {
@@ -119,6 +123,10 @@ mod tests {
         assert_eq!(value(0, "ACCEL_PORT").as_deref(), Some("4242"));
         assert_eq!(value(0, "MASTER_ADDR").as_deref(), Some("127.0.0.1"));
         assert!(value(0, "OMP_NUM_THREADS").is_some());
+        for rank in 0..3 {
+            let seen = value(rank, "CUDA_VISIBLE_DEVICES");
+            assert_eq!(seen.as_deref(), Some("0,GPU-5a,2"));
+        }
         assert_eq!(value(0, "CARGO_MANIFEST_DIR"), None);
     }
 }

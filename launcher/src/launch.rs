@@ -12,6 +12,7 @@ use crate::course::Course;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::failure;
+use crate::gpu::{GpuId, Gpus};
 use crate::keeper::Bond;
 use crate::output::Output;
 use crate::settings::{Settings, variable};
@@ -35,7 +36,9 @@ pub(crate) fn run(
 ) -> Result<ExitCode> {
     let target = Target::parse(options)?;
     variables::check()?;
-    let settings = Settings::resolve(options, variable);
+    // What is set to nothing hides every GPU from CUDA; elsewhere it is not set.
+    let gpus = Gpus::resolve(options, |name| std::env::var_os(name))?;
+    let settings = Settings::resolve(options, gpus, variable);
     if settings.least_ranks < settings.ranks && settings.max_restarts == 0 {
         return Err(Error::usage(
             "--num-processes MIN:MAX goes on with fewer processes after a failure, which takes a \
@@ -102,6 +105,7 @@ fn warn_of_misplaced(options: &Options, arguments: &[OsString], output: &Output)
     };
     let launcher_options = [
         "--num-processes",
+        "--gpu-ids",
         "--log-dir",
         "--features",
         "--package",
@@ -144,22 +148,33 @@ fn describe(
     let variables: Vec<_> = (0..environment.ranks())
         .map(|rank| environment.of(rank))
         .collect();
+    let gpu = |rank| settings.gpus.of(rank).map(GpuId::to_string);
+    let has_gpus = (0..environment.ranks()).any(|rank| gpu(rank).is_some());
+    let last = if has_gpus { "GPU" } else { "" };
     let mut ranks =
-        vec![["rank", "local rank", "world size", "local world size"].map(str::to_owned)];
-    ranks.extend(variables.iter().map(|variables| {
-        ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"].map(|name| {
+        vec![["rank", "local rank", "world size", "local world size", last].map(str::to_owned)];
+    ranks.extend(variables.iter().enumerate().map(|(rank, variables)| {
+        let of = |name: &str| {
             let value = variables.iter().find(|(known, _)| *known == name);
             value
                 .map(|(_, value)| value.to_string_lossy().into_owned())
                 .unwrap_or_default()
-        })
+        };
+        let none_left = if has_gpus { "none" } else { "" };
+        [
+            of("RANK"),
+            of("LOCAL_RANK"),
+            of("WORLD_SIZE"),
+            of("LOCAL_WORLD_SIZE"),
+            gpu(rank).unwrap_or_else(|| none_left.to_owned()),
+        ]
     }));
     text.push_str(&columns(&ranks));
     text.push('\n');
     let mut table = vec![["setting", "value", "from"].map(str::to_owned)];
     table.extend(settings.table.iter().map(|setting| {
         [
-            setting.name.to_owned(),
+            setting.name.clone(),
             setting.value.clone(),
             setting.origin.clone(),
         ]

@@ -18,6 +18,7 @@ mod environment;
 mod error;
 mod estimate;
 mod failure;
+mod gpu;
 mod hearing;
 mod job;
 mod keeper;

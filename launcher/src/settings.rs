@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::allocator;
 use crate::cli::{Options, Processes};
+use crate::gpu::Gpus;
 use crate::output::{LostOutput, Prefix};
 use crate::threads::{self, Threads};
 
@@ -40,6 +41,8 @@ pub(crate) struct Settings {
     pub(crate) job: String,
     /// The variables of thread pools.
     pub(crate) threads: Vec<(&'static str, Threads)>,
+    /// What ranks see of the GPUs.
+    pub(crate) gpus: Gpus,
     /// Time between SIGTERM and SIGKILL.
     pub(crate) grace: Duration,
     /// How output is marked.
@@ -56,7 +59,7 @@ pub(crate) struct Settings {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Setting {
     /// What it is called.
-    pub(crate) name: &'static str,
+    pub(crate) name: String,
     /// What it is.
     pub(crate) value: String,
     /// Who said so.
@@ -64,8 +67,13 @@ pub(crate) struct Setting {
 }
 
 impl Settings {
-    /// Fills `options` up with defaults, and with what `lookup` finds in the environment.
-    pub(crate) fn resolve(options: &Options, lookup: impl Fn(&str) -> Option<String>) -> Self {
+    /// Fills `options` up with defaults, and with what `lookup` finds in the environment; `gpus` are
+    /// resolved from the same.
+    pub(crate) fn resolve(
+        options: &Options,
+        gpus: Gpus,
+        lookup: impl Fn(&str) -> Option<String>,
+    ) -> Self {
         let mut table = Table(Vec::new());
         let processes = options
             .num_processes
@@ -129,6 +137,10 @@ impl Settings {
             }
         }
 
+        for [name, value, origin] in gpus.rows() {
+            table.add(name, value, origin);
+        }
+
         let grace = options.grace.unwrap_or(GRACE);
         table.add(
             "grace",
@@ -179,6 +191,7 @@ impl Settings {
             master_port,
             job,
             threads: threads.to_vec(),
+            gpus,
             grace,
             prefix,
             log_dir: options.log_dir.clone(),
@@ -207,7 +220,7 @@ impl Settings {
             prefix: self.prefix,
             // A process of the attempt before cannot join this one.
             job: format!("{}-restart-{restart}", self.job),
-            ..Self::resolve(&options, lookup)
+            ..Self::resolve(&options, self.gpus.clone(), lookup)
         }
     }
 }
@@ -223,9 +236,9 @@ fn new_job() -> String {
 struct Table(Vec<Setting>);
 
 impl Table {
-    fn add(&mut self, name: &'static str, value: impl Display, origin: impl Display) {
+    fn add(&mut self, name: &str, value: impl Display, origin: impl Display) {
         self.0.push(Setting {
-            name,
+            name: name.to_owned(),
             value: value.to_string(),
             origin: origin.to_string(),
         });
@@ -246,6 +259,10 @@ pub(crate) fn variable(name: &str) -> Option<String> {
 mod tests {
     use super::*;
 
+    fn gpus(options: &Options) -> Gpus {
+        Gpus::resolve(options, |_| None).unwrap()
+    }
+
     #[test]
     fn every_setting_has_an_origin() {
         let options = Options {
@@ -253,7 +270,7 @@ mod tests {
             master_port: Some(7),
             ..Options::default()
         };
-        let settings = Settings::resolve(&options, |name| {
+        let settings = Settings::resolve(&options, gpus(&options), |name| {
             ["OMP_NUM_THREADS", "MALLOC_TOP_PAD_"]
                 .contains(&name)
                 .then(|| "3".to_owned())
@@ -277,6 +294,8 @@ mod tests {
         assert_eq!(find("line prefix"), ("[rank]", "default"));
         assert_eq!(find("grace"), ("5 s", "default"));
         assert_eq!(find("restarts"), ("0", "default"));
+        assert_eq!(find("GPUs"), ("all", "default"));
+        assert_eq!(find("GPU sharing"), ("refused", "default"));
     }
 
     #[test]
@@ -288,7 +307,7 @@ mod tests {
             }),
             ..Options::default()
         };
-        let first = Settings::resolve(&options, |_| None);
+        let first = Settings::resolve(&options, gpus(&options), |_| None);
         assert_eq!((first.ranks.get(), first.max_restarts), (2, RESTARTS));
         let again = first.restarted(1, NonZeroUsize::MIN, &options, |_| None);
         assert_eq!((again.ranks.get(), again.restart), (1, 1));

@@ -72,7 +72,7 @@ pub(crate) struct Fault {
 }
 
 /// All of them, in alphabetical order.
-pub(crate) const VARIABLES: [Variable; 18] = [
+pub(crate) const VARIABLES: [Variable; 19] = [
     Variable {
         name: "ACCEL_ACCUMULATION_STEPS",
         expected: "a number of at least 1",
@@ -119,10 +119,7 @@ pub(crate) const VARIABLES: [Variable; 18] = [
         expected: "1 or 0",
         default: "0",
         reader: Reader::Both,
-        accepts: |value| {
-            let value = value.to_string_lossy().trim().to_ascii_lowercase();
-            ["", "0", "1", "false", "true"].contains(&value.as_str())
-        },
+        accepts: is_switch,
     },
     Variable {
         name: "ACCEL_JOB",
@@ -155,6 +152,13 @@ pub(crate) const VARIABLES: [Variable; 18] = [
         default: "auto",
         reader: Reader::Ranks,
         accepts: |value| ["auto", "on", "off"].iter().any(|name| value == *name),
+    },
+    Variable {
+        name: "ACCEL_OVERSUBSCRIBE_GPUS",
+        expected: "1 or 0",
+        default: "0",
+        reader: Reader::Both,
+        accepts: is_switch,
     },
     Variable {
         name: "ACCEL_PORT",
@@ -292,6 +296,12 @@ fn names() -> Vec<&'static str> {
     ours.map(|variable| variable.name).collect()
 }
 
+/// Whether it is `1` or `0`, or a word for one of them.
+fn is_switch(value: &OsStr) -> bool {
+    let value = value.to_string_lossy().trim().to_ascii_lowercase();
+    ["", "0", "1", "false", "true"].contains(&value.as_str())
+}
+
 fn is_number(value: &OsStr) -> bool {
     let number = value.to_str().map(|value| value.trim().parse::<usize>());
     matches!(number, Some(Ok(_)))
@@ -410,6 +420,7 @@ mod tests {
             ("ACCEL_LIVENESS_TIMEOUT", "0.001"),
             ("ACCEL_LIVENESS_TIMEOUT", "5s"),
             ("ACCEL_INSECURE", "maybe"),
+            ("ACCEL_OVERSUBSCRIBE_GPUS", "2"),
             ("ACCEL_FAULTS", "banana"),
             ("ACCEL_TOKEN_FILE", &lost),
         ] {
@@ -429,6 +440,7 @@ mod tests {
             ("ACCEL_TRACE", &trace),
             ("ACCEL_LIVENESS_TIMEOUT", " 1.5"),
             ("ACCEL_INSECURE", "True"),
+            ("ACCEL_OVERSUBSCRIBE_GPUS", "1"),
         ] {
             assert_eq!(faults(&one(name, value), Scope::Everything), [], "{name}");
         }

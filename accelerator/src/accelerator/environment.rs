@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use accelerator_collective::{Launch, variable};
 
-use crate::device::DeviceKind;
+use crate::device::{DeviceKind, Oversubscription};
 use crate::error::{Error, Result};
 use crate::gradient::{Compression, Overlap};
 use crate::precision::Precision;
@@ -23,6 +23,10 @@ const COMPRESSION: &str = "ACCEL_COMPRESSION";
 /// Says whether communication overlaps, as
 /// [`AcceleratorBuilder::with_overlap`](super::AcceleratorBuilder::with_overlap) does.
 const OVERLAP: &str = "ACCEL_OVERLAP";
+
+/// Says whether ranks may share GPUs, as
+/// [`AcceleratorBuilder::with_oversubscription`](super::AcceleratorBuilder::with_oversubscription) does.
+const OVERSUBSCRIBE_GPUS: &str = "ACCEL_OVERSUBSCRIBE_GPUS";
 
 /// Names the file of the trace, as
 /// [`AcceleratorBuilder::with_trace`](super::AcceleratorBuilder::with_trace) does.
@@ -75,6 +79,12 @@ pub(super) fn overlap(asked: Option<Overlap>) -> Result<Overlap> {
     Ok(agreed("overlap", asked, OVERLAP)?.unwrap_or_default())
 }
 
+/// Whether ranks may share GPUs, in the same way.
+pub(super) fn oversubscription(asked: Option<Oversubscription>) -> Result<Oversubscription> {
+    let agreed = agreed("oversubscription", asked.map(Switch), OVERSUBSCRIBE_GPUS)?;
+    Ok(agreed.map_or_else(Oversubscription::default, |switch| switch.0))
+}
+
 /// The precision of the program and of the environment, in the same way.
 pub(super) fn precision(asked: Option<Precision>) -> Result<Precision> {
     Ok(agreed("precision", asked, PRECISION)?.unwrap_or_default())
@@ -108,6 +118,31 @@ impl FromStr for Count {
         text.parse()
             .map(Self)
             .map_err(|_| format!("expected a number of at least 1, found `{text}`"))
+    }
+}
+
+/// The setting as the variable has it: `1` or `0`, or the words for them.
+#[derive(PartialEq)]
+struct Switch(Oversubscription);
+
+impl Display for Switch {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str(match self.0 {
+            Oversubscription::Allow => "1",
+            Oversubscription::Refuse => "0",
+        })
+    }
+}
+
+impl FromStr for Switch {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.trim().to_ascii_lowercase().as_str() {
+            "1" | "true" => Ok(Self(Oversubscription::Allow)),
+            "" | "0" | "false" => Ok(Self(Oversubscription::Refuse)),
+            _ => Err(format!("expected 1 or 0, found `{text}`")),
+        }
     }
 }
 
@@ -145,6 +180,7 @@ fn check_names(names: impl Iterator<Item = String>) -> Result<()> {
             DEVICE,
             FIXTURES,
             OVERLAP,
+            OVERSUBSCRIBE_GPUS,
             PRECISION,
             TRACE,
             TRACE_SCHEDULE,
@@ -167,6 +203,26 @@ fn check_names(names: impl Iterator<Item = String>) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_switch_is_read_as_the_launcher_reads_it() {
+        use Oversubscription::{Allow, Refuse};
+        for (text, setting) in [
+            ("1", Allow),
+            (" True", Allow),
+            ("0", Refuse),
+            ("false", Refuse),
+        ] {
+            let switch: Switch = text.parse().unwrap();
+            assert_eq!(switch.0, setting, "{text}");
+        }
+        for setting in [Allow, Refuse] {
+            let switch: Switch = Switch(setting).to_string().parse().unwrap();
+            assert_eq!(switch.0, setting);
+        }
+        let error = "2".parse::<Switch>().err().unwrap();
+        assert!(error.contains("1 or 0") && error.contains('2'), "{error}");
+    }
 
     #[test]
     fn a_misspelt_variable_is_refused_and_others_are_not() {

@@ -88,7 +88,8 @@ impl Folder {
                 || ["ACCEL_", "MASTER_", "TORCHELASTIC_"]
                     .iter()
                     .any(|prefix| text.starts_with(prefix))
-                || ["RAYON_NUM_THREADS", "OMP_NUM_THREADS", "NO_COLOR"].contains(&&*text);
+                || ["RAYON_NUM_THREADS", "OMP_NUM_THREADS", "NO_COLOR"].contains(&&*text)
+                || ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"].contains(&&*text);
             if is_launch {
                 command.env_remove(name);
             }

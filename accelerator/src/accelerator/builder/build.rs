@@ -2,7 +2,7 @@ use core::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use accelerator_collective::{Launch, ProcessGroup, TransportKind};
+use accelerator_collective::{Launch, ProcessGroup, Topology, TransportKind};
 use burn::tensor::Device;
 
 use super::AcceleratorBuilder;
@@ -43,7 +43,7 @@ impl AcceleratorBuilder {
         };
         // Before the others are kept waiting for a rank that will not come.
         settings.accumulation_steps = self.steps(launch.topology.world_size())?;
-        let (kind, device) = self.open_device(launch.topology.local_rank(), &settings)?;
+        let (kind, device) = self.open_device(&launch.topology, &settings)?;
         if launch.topology.is_main() {
             check_trace(&settings)?;
         }
@@ -106,7 +106,7 @@ impl AcceleratorBuilder {
         }
         let groups = ProcessGroup::threads(world_size.get(), &self.options)?;
         crate::launch::run(groups, |group| {
-            let (kind, device) = self.open_device(group.topology().local_rank(), &settings)?;
+            let (kind, device) = self.open_device(group.topology(), &settings)?;
             // Threads are started by this program, which nothing restarts.
             let restarts = Restarts {
                 done: 0,
@@ -163,9 +163,10 @@ impl AcceleratorBuilder {
         })
     }
 
-    fn open_device(&self, local_rank: usize, settings: &Settings) -> Result<(DeviceKind, Device)> {
+    fn open_device(&self, place: &Topology, settings: &Settings) -> Result<(DeviceKind, Device)> {
         let kind = environment::device(self.device)?;
-        let mut device = kind.open(local_rank)?;
+        let oversubscription = environment::oversubscription(self.oversubscription)?;
+        let mut device = kind.open(place, oversubscription)?;
         if let Some(dtype) = self.dtype {
             device::configure(&mut device, dtype)?;
         }

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use accelerator_collective::{GroupOptions, Launch, TransportKind};
 use burn::tensor::FloatDType;
 
-use crate::device::DeviceKind;
+use crate::device::{DeviceKind, Oversubscription};
 use crate::gradient::hook::{CommunicationHook, Maker};
 use crate::gradient::{Compression, Overlap};
 use crate::precision::{LossScale, Precision};
@@ -63,6 +63,7 @@ pub struct AcceleratorBuilder {
     loss_scale: LossScale,
     options: GroupOptions,
     overlap: Option<Overlap>,
+    oversubscription: Option<Oversubscription>,
     precision: Option<Precision>,
     recording: Recording,
     seed: u64,
@@ -94,6 +95,7 @@ impl AcceleratorBuilder {
             loss_scale: LossScale::new(),
             options: GroupOptions::new(),
             overlap: None,
+            oversubscription: None,
             precision: None,
             recording: Recording::Nothing,
             seed: 0,
@@ -406,6 +408,14 @@ impl AcceleratorBuilder {
     /// Default: `ACCEL_OVERLAP`, else [`Overlap::Auto`].
     pub fn with_overlap(mut self, overlap: Overlap) -> Self {
         self.overlap = Some(overlap);
+        self
+    }
+
+    /// Whether ranks of a host may share its GPUs, where there are more ranks than GPUs. If not, every rank
+    /// of that host fails with [`Error::is_device`](crate::Error::is_device) before it joins the others.
+    /// Default: `ACCEL_OVERSUBSCRIBE_GPUS` (`1` allows it), else [`Oversubscription::Refuse`].
+    pub fn with_oversubscription(mut self, oversubscription: Oversubscription) -> Self {
+        self.oversubscription = Some(oversubscription);
         self
     }
 }

@@ -1,0 +1,326 @@
+//! The GPUs that there are, as the driver's folder and NVIDIA's own tool tell.
+//!
+//! Either can be missing: the tool in a small container, the folder in many. Neither loads CUDA.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io::Read;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::{VISIBLE, Visible};
+use crate::spawn::Process;
+use crate::text::size;
+
+/// A GPU of this machine. What is `None` is not known.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Gpu {
+    /// Its number in the order of the PCI bus, which is that of `nvidia-smi`.
+    pub(crate) index: Option<u32>,
+    /// Its model.
+    pub(crate) name: Option<String>,
+    /// Its memory.
+    pub(crate) memory_bytes: Option<u64>,
+    /// The version of its driver.
+    pub(crate) driver: Option<String>,
+    /// Its address on the PCI bus, such as `0000:18:00.0`.
+    pub(crate) pci: Option<String>,
+    /// `GPU-…`.
+    pub(crate) uuid: Option<String>,
+    /// Whether `CUDA_VISIBLE_DEVICES` lets programs see it.
+    pub(crate) visible: Option<bool>,
+}
+
+/// Where to ask.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sources<'a> {
+    /// The folder of the driver.
+    pub(crate) folder: &'a Path,
+    /// `nvidia-smi`.
+    pub(crate) program: &'a OsStr,
+    /// How long the program may take: it hangs where a device does.
+    pub(crate) limit: Duration,
+}
+
+/// The GPUs in the order of the PCI bus; none where there is none.
+pub(crate) fn list(sources: Sources<'_>) -> Vec<Gpu> {
+    let mut gpus = from_tool(sources.program, sources.limit);
+    let is_answered = !gpus.is_empty();
+    for gpu in from_folder(sources.folder) {
+        let known = gpus
+            .iter_mut()
+            .find(|known| known.pci.is_some() && known.pci == gpu.pci);
+        match known {
+            Some(known) => known.fill(gpu),
+            None => gpus.push(gpu),
+        }
+    }
+    if !is_answered {
+        for (index, gpu) in (0..).zip(&mut gpus) {
+            gpu.index = Some(index);
+        }
+    }
+    gpus
+}
+
+impl Gpu {
+    /// In words: which it is, what it is, and the rest; beside others that `visible` tells apart.
+    pub(crate) fn described(&self, visible: &Visible) -> [String; 3] {
+        let number = self.index.map(|index| format!("GPU {index}"));
+        let name = self.name.as_deref().unwrap_or("NVIDIA GPU");
+        let value = match self.memory_bytes {
+            Some(bytes) => format!("{name}, {}", size(bytes)),
+            None => name.to_owned(),
+        };
+        let driver = self.driver.as_ref().map(|text| format!("driver {text}"));
+        let pci = self.pci.as_ref().map(|text| format!("PCI {text}"));
+        let visible = match (visible, self.visible) {
+            (Visible::All, _) => None,
+            (_, Some(true)) => Some(format!("visible by {VISIBLE}")),
+            (_, Some(false)) => Some(format!("hidden by {VISIBLE}")),
+            (_, None) => Some(format!("{VISIBLE} may hide it")),
+        };
+        let details = [driver, pci, self.uuid.clone(), visible];
+        let details: Vec<String> = details.into_iter().flatten().collect();
+        let number = number.unwrap_or_else(|| "GPU".to_owned());
+        [number, value, details.join(", ")]
+    }
+
+    /// Takes from another account of the same GPU what this one lacks.
+    fn fill(&mut self, other: Self) {
+        self.name = self.name.take().or(other.name);
+        self.driver = self.driver.take().or(other.driver);
+        self.uuid = self.uuid.take().or(other.uuid);
+    }
+}
+
+/// What the folder tells, in the order of the PCI bus.
+fn from_folder(folder: &Path) -> Vec<Gpu> {
+    let driver = fs::read_to_string(folder.join("version"))
+        .ok()
+        .and_then(|text| version(&text));
+    let Ok(entries) = fs::read_dir(folder.join("gpus")) else {
+        return Vec::new();
+    };
+    let mut gpus: Vec<Gpu> = entries
+        .flatten()
+        .filter_map(|entry| {
+            let text = fs::read_to_string(entry.path().join("information")).ok()?;
+            let field = |name: &str| {
+                let mut fields = text.lines().filter_map(|line| line.split_once(':'));
+                let (_, value) = fields.find(|(known, _)| known.trim() == name)?;
+                known(value)
+            };
+            Some(Gpu {
+                name: field("Model"),
+                driver: driver.clone(),
+                pci: address(&entry.file_name().to_string_lossy()),
+                uuid: field("GPU UUID"),
+                ..Gpu::default()
+            })
+        })
+        .collect();
+    gpus.sort_by(|one, other| one.pci.cmp(&other.pci));
+    gpus
+}
+
+/// What the tool tells within `limit`.
+fn from_tool(program: &OsStr, limit: Duration) -> Vec<Gpu> {
+    let mut command = Command::new(program);
+    command
+        .args([
+            "--query-gpu=index,name,memory.total,driver_version,uuid,pci.bus_id",
+            "--format=csv,noheader,nounits",
+        ])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null());
+    // Dropped in the end, it is killed where it still runs.
+    let Ok(mut process) = Process::spawn(&mut command) else {
+        return Vec::new();
+    };
+    let Some(mut stdout) = process.take_stdout() else {
+        return Vec::new();
+    };
+    let (sender, receiver) = mpsc::channel();
+    let read = move || {
+        let mut bytes = Vec::new();
+        if stdout.read_to_end(&mut bytes).is_ok() {
+            let _ = sender.send(bytes);
+        }
+    };
+    if thread::Builder::new().spawn(read).is_err() {
+        return Vec::new();
+    }
+    let bytes = receiver.recv_timeout(limit).unwrap_or_default();
+    let text = String::from_utf8_lossy(&bytes);
+    // A tool that fails says so on its standard output, in lines of another form.
+    text.lines().filter_map(row).collect()
+}
+
+/// A line of the tool: `0, NVIDIA H100 80GB HBM3, 81559, 550.54.15, GPU-5a2c…, 00000000:18:00.0`.
+fn row(line: &str) -> Option<Gpu> {
+    let fields: Vec<&str> = line.split(',').map(str::trim).collect();
+    // A name may hold a comma.
+    let [index, name @ .., memory, driver, uuid, pci] = fields.as_slice() else {
+        return None;
+    };
+    Some(Gpu {
+        index: Some(index.parse().ok()?),
+        name: known(&name.join(", ")),
+        memory_bytes: memory
+            .parse()
+            .ok()
+            .and_then(|mib: u64| mib.checked_mul(1 << 20)),
+        driver: known(driver),
+        pci: address(pci),
+        uuid: known(uuid),
+        visible: None,
+    })
+}
+
+/// A value that says something: not `[N/A]`, nor the question marks of a device that sleeps.
+fn known(value: &str) -> Option<String> {
+    let value = value.trim();
+    let says_nothing = value.is_empty() || value.starts_with('[') || value.contains('?');
+    (!says_nothing).then(|| value.to_owned())
+}
+
+/// An address on the PCI bus as the kernel writes it; the tool writes more digits, and capitals.
+fn address(text: &str) -> Option<String> {
+    let (domain, rest) = text.split_once(':')?;
+    let domain = u32::from_str_radix(domain, 16).ok()?;
+    Some(format!("{domain:04x}:{}", rest.to_ascii_lowercase()))
+}
+
+/// The version in what the driver says of itself.
+fn version(text: &str) -> Option<String> {
+    let line = text
+        .lines()
+        .find(|line| line.starts_with("NVRM version:"))?;
+    let is_version = |word: &&str| {
+        word.contains('.')
+            && word
+                .bytes()
+                .all(|byte| byte.is_ascii_digit() || byte == b'.')
+    };
+    line.split_whitespace().find(is_version).map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+    use std::path::PathBuf;
+    use std::time::Instant;
+
+    use super::*;
+
+    /// Of a tool that answers; generous, for a loaded machine.
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    struct Machine(tempfile::TempDir);
+
+    impl Machine {
+        fn new() -> Self {
+            Self(tempfile::tempdir().unwrap())
+        }
+
+        fn with_driver(self, gpus: &[(&str, &str)]) -> Self {
+            let folder = self.0.path();
+            fs::create_dir_all(folder.join("gpus")).unwrap();
+            let version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  \
+                           Release Build\nGCC version:  gcc version 12.2.0\n";
+            fs::write(folder.join("version"), version).unwrap();
+            for (pci, uuid) in gpus {
+                let folder = folder.join("gpus").join(pci);
+                fs::create_dir(&folder).unwrap();
+                let text = format!(
+                    "Model: \t\t NVIDIA H100\nIRQ:   \t\t 93\nGPU UUID: \t {uuid}\nBus Location: \t {pci}\n"
+                );
+                fs::write(folder.join("information"), text).unwrap();
+            }
+            self
+        }
+
+        fn with_tool(self, script: &str) -> Self {
+            let path = self.tool();
+            fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+            self
+        }
+
+        fn tool(&self) -> PathBuf {
+            self.0.path().join("nvidia-smi")
+        }
+
+        fn list(&self, limit: Duration) -> Vec<Gpu> {
+            list(Sources {
+                folder: self.0.path(),
+                program: self.tool().as_os_str(),
+                limit,
+            })
+        }
+    }
+
+    #[test]
+    fn nothing_is_listed_where_there_is_nothing() {
+        assert_eq!(Machine::new().list(LIMIT), []);
+        let failing = "echo 'NVIDIA-SMI has failed because it could not, a, b, c, d, e'; exit 9";
+        assert_eq!(Machine::new().with_tool(failing).list(LIMIT), []);
+    }
+
+    #[test]
+    fn the_folder_is_enough() {
+        let machine = Machine::new()
+            .with_driver(&[("0000:5e:00.0", "GPU-????????"), ("0000:18:00.0", "GPU-5a")]);
+        let gpus = machine.list(LIMIT);
+        let expected = Gpu {
+            index: Some(0),
+            name: Some("NVIDIA H100".to_owned()),
+            driver: Some("550.54.15".to_owned()),
+            pci: Some("0000:18:00.0".to_owned()),
+            uuid: Some("GPU-5a".to_owned()),
+            ..Gpu::default()
+        };
+        assert_eq!(gpus[0], expected);
+        assert_eq!((gpus.len(), gpus[1].index), (2, Some(1)));
+        assert_eq!(gpus[1].uuid, None);
+    }
+
+    #[test]
+    fn the_tool_adds_memory_and_the_folder_what_the_tool_does_not_see() {
+        let machine = Machine::new()
+            .with_driver(&[("0000:18:00.0", "GPU-5a"), ("0000:5e:00.0", "GPU-7f")])
+            .with_tool(
+                "[ \"$2\" = --format=csv,noheader,nounits ] || exit 2\n\
+                 echo '0, NVIDIA H100, 80GB, 81559, 550.54.15, [N/A], 00000000:18:00.0'",
+            );
+        let gpus = machine.list(LIMIT);
+        assert_eq!(gpus.len(), 2);
+        assert_eq!(gpus[0].name.as_deref(), Some("NVIDIA H100, 80GB"));
+        assert_eq!(gpus[0].memory_bytes, Some(81_559 << 20));
+        assert_eq!(gpus[0].uuid.as_deref(), Some("GPU-5a"), "of the folder");
+        assert_eq!((gpus[1].index, gpus[1].memory_bytes), (None, None));
+        assert_eq!(gpus[1].pci.as_deref(), Some("0000:5e:00.0"));
+    }
+
+    #[test]
+    fn a_tool_that_hangs_is_ended() {
+        let machine = Machine::new()
+            .with_driver(&[("0000:18:00.0", "GPU-5a")])
+            .with_tool("echo '0, A, 1, 2, GPU-5a, 0:18:00.0'; sleep 300");
+        let started = Instant::now();
+        let gpus = machine.list(Duration::from_millis(300));
+        assert!(started.elapsed() < LIMIT);
+        assert_eq!(
+            gpus[0].name.as_deref(),
+            Some("NVIDIA H100"),
+            "of the folder"
+        );
+    }
+}

@@ -1,0 +1,195 @@
+//! What `CUDA_VISIBLE_DEVICES` lets a program see.
+
+use std::ffi::OsStr;
+
+use super::id::{GpuId, joined};
+use super::{Gpu, VISIBLE};
+use crate::error::{Error, Result};
+
+/// The GPUs that a program sees; their places are the numbers that it knows them by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Visible {
+    /// All of them.
+    All,
+    /// These.
+    Listed(Vec<GpuId>),
+}
+
+impl Visible {
+    /// What the variable says, as CUDA reads it: nothing where it is empty, and nothing from the first
+    /// entry on that is no GPU, as in `0,1,-1`.
+    pub(crate) fn of(variable: Option<&OsStr>) -> Self {
+        let Some(value) = variable else {
+            return Self::All;
+        };
+        let value = value.to_string_lossy();
+        let ids = value.split(',').map(|entry| entry.trim().parse());
+        Self::Listed(ids.map_while(std::result::Result::ok).collect())
+    }
+
+    /// Those of `ids`, whose numbers are places among what is visible.
+    ///
+    /// # Errors
+    /// For one that is not visible, and for one that is named twice.
+    pub(super) fn select(&self, ids: &[GpuId]) -> Result<Vec<GpuId>> {
+        let Self::Listed(there) = self else {
+            return Ok(ids.to_vec());
+        };
+        let mut chosen: Vec<GpuId> = Vec::new();
+        for id in ids {
+            let found = match id {
+                GpuId::Number(place) => usize::try_from(*place).ok().and_then(|x| there.get(x)),
+                GpuId::Uuid(uuid) => there.iter().find(|known| is_same(known, uuid)),
+            };
+            let Some(found) = found else {
+                return Err(Error::usage(hidden(id, there)));
+            };
+            if chosen.contains(found) {
+                return Err(Error::usage(format!(
+                    "--gpu-ids comes to {found} twice within {VISIBLE}={}; name each GPU once",
+                    joined(there)
+                )));
+            }
+            chosen.push(found.clone());
+        }
+        Ok(chosen)
+    }
+
+    /// Whether a program sees this GPU or a part of it; `None` where that cannot be told.
+    pub(crate) fn shows(&self, gpu: &Gpu) -> Option<bool> {
+        let Self::Listed(there) = self else {
+            return Some(true);
+        };
+        let mut is_certain = true;
+        for id in there {
+            let shown = match (id, gpu.index, &gpu.uuid) {
+                (GpuId::Number(number), Some(index), _) => Some(*number == index),
+                (GpuId::Uuid(id), _, Some(uuid)) if id.starts_with("GPU-") => {
+                    Some(uuid.starts_with(id))
+                }
+                // Such a part names its GPU.
+                (GpuId::Uuid(id), _, Some(uuid)) if id.starts_with("MIG-GPU-") => {
+                    Some(id.contains(uuid))
+                }
+                _ => None,
+            };
+            match shown {
+                Some(true) => return Some(true),
+                Some(false) => {}
+                None => is_certain = false,
+            }
+        }
+        is_certain.then_some(false)
+    }
+}
+
+/// Whether an entry of the variable and an id are the same; either may be the beginning of the other.
+fn is_same(known: &GpuId, uuid: &str) -> bool {
+    match known {
+        GpuId::Number(_) => false,
+        GpuId::Uuid(known) => known.starts_with(uuid) || uuid.starts_with(known.as_str()),
+    }
+}
+
+/// What is wrong with an id that is not visible.
+fn hidden(id: &GpuId, there: &[GpuId]) -> String {
+    let shown = format!("{VISIBLE}={}", joined(there));
+    match (id, there.len()) {
+        (_, 0) => format!(
+            "--gpu-ids names {id}, and {VISIBLE} hides every GPU; unset the variable, or leave the option out"
+        ),
+        (GpuId::Number(_), count) => format!(
+            "--gpu-ids names {id}, and {shown} shows {count}: ids are places in that list, from 0 to \
+             {}; choose among them, or unset the variable",
+            count - 1
+        ),
+        (GpuId::Uuid(_), _) => format!(
+            "--gpu-ids names {id}, which is not in {shown}; name places in that list, from 0, or unset \
+             the variable"
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn visible(value: &str) -> Visible {
+        Visible::of(Some(value.as_ref()))
+    }
+
+    fn ids(text: &str) -> Vec<GpuId> {
+        text.split(',').map(|id| id.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn the_variable_is_read_as_cuda_reads_it() {
+        assert_eq!(Visible::of(None), Visible::All);
+        for (value, shown) in [
+            ("", ""),
+            ("-1", ""),
+            ("NoDevFiles", ""),
+            ("3, 1", "3,1"),
+            ("3,-1,2", "3"),
+            ("GPU-5a,MIG-7f/1", "GPU-5a,MIG-7f/1"),
+        ] {
+            let Visible::Listed(there) = visible(value) else {
+                panic!("expected a list");
+            };
+            assert_eq!(joined(&there), shown, "{value:?}");
+        }
+    }
+
+    #[test]
+    fn numbers_are_places_and_ids_are_found() {
+        for (value, asked, chosen) in [
+            ("4,5,6", "0,2", "4,6"),
+            ("4,5,6", "2,0", "6,4"),
+            ("GPU-5a2c,MIG-7f,3", "1,GPU-5a", "MIG-7f,GPU-5a2c"),
+            ("GPU-5a", "GPU-5a2c-11", "GPU-5a"),
+        ] {
+            let found = visible(value).select(&ids(asked)).unwrap();
+            assert_eq!(joined(&found), chosen, "{asked} of {value}");
+        }
+        let asked = ids("7,GPU-5a");
+        assert_eq!(Visible::All.select(&asked).unwrap(), asked);
+    }
+
+    #[test]
+    fn what_is_hidden_or_named_twice_is_refused() {
+        for (value, asked, parts) in [
+            ("4,5", "4", &["names 4", "shows 2", "from 0 to 1"][..]),
+            ("4,5", "GPU-5a", &["GPU-5a", "not in", "4,5"]),
+            ("", "0", &["names 0", "hides every GPU"]),
+            ("GPU-5a,1", "0,GPU-5a", &["GPU-5a twice", "GPU-5a,1"]),
+        ] {
+            let error = visible(value).select(&ids(asked)).unwrap_err();
+            assert!(error.is_usage());
+            for part in parts {
+                assert!(error.to_string().contains(part), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_gpu_is_visible_by_number_id_or_part() {
+        let gpu = Gpu {
+            index: Some(1),
+            uuid: Some("GPU-5a2c".to_owned()),
+            ..Gpu::default()
+        };
+        for (value, shown) in [
+            ("0,1", Some(true)),
+            ("0,2", Some(false)),
+            ("", Some(false)),
+            ("GPU-5a", Some(true)),
+            ("GPU-7", Some(false)),
+            ("MIG-GPU-5a2c/1/0", Some(true)),
+            ("MIG-GPU-77/1/0", Some(false)),
+            ("MIG-77", None),
+        ] {
+            assert_eq!(visible(value).shows(&gpu), shown, "{value:?}");
+        }
+        assert_eq!(Visible::All.shows(&gpu), Some(true));
+    }
+}
