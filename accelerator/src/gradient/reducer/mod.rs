@@ -88,6 +88,8 @@ pub(super) struct Reduced {
     pub(super) ledger: Ledger,
     /// The mean loss.
     pub(super) loss: f64,
+    /// How many ranks sent theirs.
+    pub(super) ranks: usize,
     /// Which of the sums this rank has.
     pub(super) spread: Spread,
     /// Whether some rank wants to know the norm.
@@ -132,8 +134,11 @@ impl Reducer {
             compression
         };
         let alone = Self::alone(slot, group, window, weight, timeline);
-        let spread = match alone.ledger.layout.bounds() {
-            Some(_) => Spread::Own(group.clone()),
+        let spread = match alone.ledger.layout.cuts() {
+            Some(cuts) => Spread::Own {
+                cuts: cuts.clone(),
+                group: group.clone(),
+            },
             None => Spread::Whole,
         };
         let mut reducer = Self {
@@ -162,7 +167,8 @@ impl Reducer {
         weight: f64,
         timeline: &Timeline,
     ) -> Self {
-        let (ledger, marks, before) = window.into_parts(slot, group);
+        let (mut ledger, marks, before) = window.into_parts(slot, group);
+        slot.renew(&mut ledger);
         Self {
             promise: Promise::new(group),
             caller: Location::caller(),
@@ -341,6 +347,7 @@ impl Reducer {
                 false => total * self.loss_scale,
             },
             early: self.early,
+            ranks: self.group.world_size(),
             repaired,
             spread: self.spread,
             wants_norm,

@@ -5,13 +5,11 @@ use core::mem::replace;
 use burn::optim::GradientsParams;
 
 use super::control::Told;
-use super::sending::own_ranges;
 use super::{Reducer, Repair};
 use crate::error::{Error, Result};
 use crate::gradient::compression::{self, Compression};
 use crate::gradient::ledger::{Fit, Stage};
 use crate::gradient::slot::Slot;
-use crate::gradient::spread::Spread;
 use crate::gradient::values;
 use crate::timeline::{Part, Phase};
 
@@ -62,7 +60,7 @@ impl Reducer {
     pub(super) fn settle(&mut self, slot: &Slot) -> Result<()> {
         let mut stages = self.ledger.stages.iter();
         let mut fits = !stages.any(|stage| matches!(stage, Stage::Rounded(_, Fit::Beyond)));
-        if self.compression != Compression::None && matches!(self.spread, Spread::Own(_)) {
+        if self.compression != Compression::None && !self.spread.is_whole() {
             fits = self.all_agree(fits)?;
         }
         if !fits {
@@ -74,8 +72,7 @@ impl Reducer {
                 Stage::Rounded(mut sums, _) => match (&ledger.wires[bucket], self.scale) {
                     (Some(wire), Some(scale)) if fits => {
                         let _copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
-                        let cut = ledger.layout.cut(bucket);
-                        for range in own_ranges(&self.spread, cut, wire.len()) {
+                        for range in self.spread.of_bucket(bucket, wire.len()) {
                             compression::expand(wire, &mut sums, range, scale);
                         }
                         Stage::Summed(sums)

@@ -1,16 +1,13 @@
 //! Buckets on their way.
 
 use core::mem::replace;
-use core::ops::Range;
-use std::sync::Arc;
 
-use accelerator_collective::{Buffer, Cut, Pending, ProcessGroup, ReduceOp, TransportKind};
+use accelerator_collective::{Buffer, Pending, ProcessGroup, ReduceOp, TransportKind};
 
 use super::{Pace, Reducer};
 use crate::error::Result;
 use crate::gradient::compression;
 use crate::gradient::ledger::{Fit, Stage};
-use crate::gradient::spread::Spread;
 use crate::timeline::{Part, Phase, Timeline};
 
 impl Reducer {
@@ -55,7 +52,7 @@ impl Reducer {
                 let (part, bytes) = (Part::bucket(bucket), buffer.bytes().len());
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
                 let (group, caller) = (&self.group, self.caller);
-                match self.cut(bucket) {
+                match self.spread.cut(bucket) {
                     Some(cut) => {
                         group.reduce_scatter_buffer_at(&mut buffer, ReduceOp::Sum, cut, caller)?;
                     }
@@ -71,20 +68,12 @@ impl Reducer {
     /// Lets the sums of a bucket travel, or what was rounded of them.
     fn start(&mut self, bucket: usize, buffer: Buffer) -> Result<Pending> {
         let (group, caller) = (&self.group, self.caller);
-        let pending = match self.cut(bucket) {
+        let pending = match self.spread.cut(bucket) {
             Some(cut) => group.start_reduce_scatter_at(buffer, ReduceOp::Sum, cut, caller)?,
             None => group.start_all_reduce_at(buffer, ReduceOp::Sum, caller)?,
         };
         self.promise.give();
         Ok(pending)
-    }
-
-    /// Which elements of a bucket each rank gets, where that is not all.
-    fn cut(&self, bucket: usize) -> Option<&Arc<Cut>> {
-        match self.spread {
-            Spread::Whole => None,
-            Spread::Own(_) => self.ledger.layout.cut(bucket),
-        }
     }
 
     /// Takes in the buckets that are on their way. Of those that travelled rounded, the unrounded
@@ -102,8 +91,7 @@ impl Reducer {
                     let bytes = sums.bytes().len() / 2;
                     let wire = waited(timeline, Part::bucket(bucket), bytes, pending)?;
                     let _copy = timeline.span(Phase::Copy(Part::bucket(bucket)));
-                    let cut = ledger.layout.cut(bucket);
-                    let mut own = own_ranges(&self.spread, cut, wire.len());
+                    let mut own = self.spread.of_bucket(bucket, wire.len());
                     let fit = if own.all(|range| compression::is_finite(&wire, range)) {
                         Fit::Within
                     } else {
@@ -117,20 +105,6 @@ impl Reducer {
         }
         Ok(())
     }
-}
-
-/// The elements of a bucket that this rank gets, where it is cut so.
-pub(super) fn own_ranges<'a>(
-    spread: &Spread,
-    cut: Option<&'a Arc<Cut>>,
-    len: usize,
-) -> impl Iterator<Item = Range<usize>> + use<'a> {
-    let own = match (spread, cut) {
-        (Spread::Own(group), Some(cut)) => Some(cut.of(group.rank())),
-        _ => None,
-    };
-    let whole = own.is_none().then_some(0..len);
-    own.into_iter().flatten().cloned().chain(whole)
 }
 
 /// Waits for what was started, and notes how long.
