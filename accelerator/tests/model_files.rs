@@ -458,6 +458,16 @@ fn names_can_be_changed_on_the_way() {
     assert!(report.is_complete());
     assert_eq!(flat(&loaded), flat(&outer.module.valid()));
 
+    // What has another name is not found under its old one.
+    let away = options.clone().rename("conv.bias", "conv.shift");
+    let error = accelerator
+        .load_model_with(Net::new(&device), &path, &away)
+        .unwrap_err();
+    assert_mentions(
+        &error,
+        &["1 missing from the file: `conv.bias`", "module.conv.bias"],
+    );
+
     let clash = options.rename_pattern("weight|bias", "same").unwrap();
     let error = accelerator
         .load_model_with(Net::new(&device), &path, &clash)

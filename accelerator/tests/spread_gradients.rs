@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use accelerator::optim::{InitFused, Manual, Sharded};
@@ -417,5 +418,166 @@ fn a_rank_that_is_lost_before_a_norm_or_a_step_leaves_the_model_as_it_was() {
             })
             .unwrap();
         }
+    }
+}
+
+/// How a loop uses gradients: `Burns` and `Plain` in each third step.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Use {
+    Clipped,
+    ClippedByLargest,
+    ClippedByValue,
+    Burns,
+    Plain,
+    Stepped,
+}
+
+/// Trains on one sample a rank and step until rank 1 dies behind one of its operations. Gives the steps that rank 0
+/// has seen, where it could save, and what is left of 24 samples then.
+fn left_after_a_death(usage: Use, at: usize) -> Option<(usize, usize)> {
+    let parts = |accelerator: &Accelerator| {
+        let train = DataLoaderBuilder::new(common::ColumnBatcher)
+            .batch_size(1)
+            .build(common::columns(24));
+        accelerator.prepare((common::line(&accelerator.device()), train))
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let steps = Mutex::new(None);
+    let outcome = accelerator::launch(2, |accelerator| {
+        let (mut model, train) = parts(&accelerator)?;
+        let mut optimizer = optimizer(&accelerator, State::Sharded, adamw())?;
+        let mut plain = accelerator.prepare(SgdConfig::new().init())?;
+        let (rank, count) = (accelerator.rank(), AtomicUsize::new(0));
+        accelerator.group().observe(move |_| {
+            let dies = rank == 1 && count.fetch_add(1, Ordering::Relaxed) == at;
+            assert!(!dies, "this rank dies here");
+        })?;
+        let mut stepped = 0;
+        let mut train_all = || -> accelerator::Result<()> {
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                let loss = common::distance(&model, &batch);
+                let gradients = accelerator.backward(loss, &model, &batch)?;
+                let gradients = match usage {
+                    Use::Clipped => gradients.clip_norm(0.5),
+                    Use::ClippedByLargest => {
+                        gradients.clip(Clip::norm(0.5).of_order(f64::INFINITY))
+                    }
+                    Use::ClippedByValue => gradients.clip_value(0.1),
+                    Use::Burns | Use::Plain | Use::Stepped => gradients,
+                };
+                let third = batch.step() % 3 == 2;
+                if usage == Use::Burns && third {
+                    if let Some(gradients) = gradients.into_params() {
+                        model = SgdConfig::new().init().step(0.05, model.clone(), gradients);
+                        stepped += 1;
+                    }
+                    continue;
+                }
+                let by = match usage {
+                    Use::Plain if third => &mut plain,
+                    _ => &mut optimizer,
+                };
+                model = by.step(0.05, model.clone(), gradients);
+                stepped += usize::from(matches!(by.outcome(), StepOutcome::Stepped { .. }));
+            }
+            Ok(())
+        };
+        train_all().inspect_err(|_| {
+            let saved = accelerator.save_emergency(folder.path(), (&model, &train));
+            if rank == 0 && saved.is_ok_and(|saved| saved.is_some()) {
+                *steps.lock().unwrap() = Some(stepped);
+            }
+        })
+    });
+    assert!(outcome.is_err());
+    let stepped = steps.into_inner().unwrap()?;
+    let accelerator = Accelerator::new().unwrap();
+    let ((_, train), _) = accelerator
+        .resume(folder.path(), parts(&accelerator).unwrap())
+        .unwrap();
+    let left = train.epoch(0).map(|batch| batch.unwrap().numbers.len());
+    Some((stepped, left.sum()))
+}
+
+#[test]
+fn samples_of_a_step_that_a_death_prevents_come_again_wherever_it_is() {
+    let mut saved = 0;
+    for usage in [
+        Use::Clipped,
+        Use::ClippedByLargest,
+        Use::ClippedByValue,
+        Use::Burns,
+        Use::Plain,
+        Use::Stepped,
+    ] {
+        for at in 10..26 {
+            if let Some((steps, left)) = left_after_a_death(usage, at) {
+                assert_eq!(left, 24 - 2 * steps, "{usage:?}, operation {at}");
+                saved += 1;
+            }
+        }
+    }
+    assert!(saved > 50, "{saved}");
+}
+
+#[test]
+fn a_window_may_be_opened_before_or_behind_the_first_step() {
+    let [whole, sharded] = BOTH.map(|state| {
+        let builder = Accelerator::builder().accumulation_steps(2);
+        let outcome = builder.launch(2, |accelerator| {
+            let device = accelerator.device();
+            let mut model = accelerator.prepare(Net::new(&device))?;
+            let mut optimizer = optimizer(&accelerator, state, adamw())?;
+            let rank = accelerator.rank();
+            let backward = |model: &Net, step| {
+                let place = Place { rank, step };
+                accelerator.backward(model.loss(place, &device), model, place.rows())
+            };
+            let _open = backward(&model, 0)?;
+            let gradients = backward(&model, 1)?;
+            let before = model.clone();
+            let open = |model: &Net| backward(model, 2).map(drop);
+            if rank == 0 {
+                open(&before)?;
+                model = optimizer.step(0.02, model, gradients);
+            } else {
+                model = optimizer.step(0.02, model, gradients);
+                open(&before)?;
+            }
+            let gradients = backward(&model, 3)?;
+            Ok(flat(&optimizer.step(0.02, model, gradients)))
+        });
+        outcome.unwrap()
+    });
+    assert!(sharded == whole);
+}
+
+#[test]
+fn what_all_ranks_do_with_gradients_is_not_done_by_one_and_says_so() {
+    let errors = accelerator::launch(2, |accelerator| {
+        let device = accelerator.device();
+        let mut model = accelerator.prepare(Net::new(&device))?;
+        let mut optimizer = optimizer(&accelerator, State::Sharded, adamw())?;
+        let backward = |model: &Net, step| {
+            let rank = accelerator.rank();
+            let place = Place { rank, step };
+            accelerator.backward(model.loss(place, &device), model, place.rows())
+        };
+        let gradients = backward(&model, 0)?;
+        model = optimizer.step(0.02, model, gradients);
+        let mut gradients = backward(&model, 1)?;
+        assert!(gradients.norm_of_order(2.0).is_some());
+        assert!(gradients.norm().is_some(), "it is known here");
+        let gone = accelerator.on_main_process(|| gradients.into_params().is_none());
+        assert_ne!(gone, Some(false));
+        Ok(backward(&model, 2).unwrap_err().to_string())
+    })
+    .unwrap();
+    for error in errors {
+        assert!(
+            error.contains("what all ranks do with gradients"),
+            "{error}"
+        );
     }
 }

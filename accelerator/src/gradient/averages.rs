@@ -77,19 +77,29 @@ impl Averages {
 
     /// What these are cut at, where each rank has its own part of them alone.
     pub(crate) fn bounds(&self) -> Option<&Arc<Bounds>> {
-        let ledger = self.sums.ledger.as_ref()?;
-        let is_spread = self.sums.is_spread();
-        ledger.layout.bounds().filter(|_| is_spread)
+        self.sums.spread.bounds()
     }
 
-    /// Gives every rank all sums, of this window and those to come. All ranks call it.
+    /// Gives every rank all sums, of this window and those to come. All ranks call it: where it fails on
+    /// one, the group fails.
     #[track_caller]
     pub(crate) fn make_whole(&mut self) -> Result<()> {
         if self.sums.is_spread() {
+            let outcome = self.sums.make_whole();
+            outcome.inspect_err(|error| self.sums.give_up(error))?;
             self.slot.unspread();
-            self.sums.make_whole()?;
         }
         Ok(())
+    }
+
+    /// Of how many ranks they are.
+    pub(crate) fn ranks(&self) -> usize {
+        self.sums.ranks
+    }
+
+    /// Whether ranks can get their own part of the next windows alone.
+    pub(crate) fn can_spread(&self) -> bool {
+        self.slot.can_spread()
     }
 
     /// Where the gradients of the next windows are laid out.

@@ -138,15 +138,16 @@ pub(crate) fn backward<M: Module>(
         slot.take_back(reduced.ledger);
         return Err(error);
     }
-    slot.count_step();
-    reduced.marks.iter().for_each(Mark::is_used);
     let device = accelerator.shared.device.clone();
     let wants_norm = reduced.wants_norm;
     let mut gradients = Gradients::reduced(slot.clone(), device, reduced, weight.epoch);
     // It takes all ranks, of which some may ask for it later, and others not.
     if wants_norm && gradients.is_spread() {
+        let (part, bytes) = (Part::Control, slot.parameters().len() * 8);
+        let _reduce = timeline.span(Phase::Reduce { part, bytes });
         gradients.agree_on_norm()?;
     }
+    gradients.count();
     if let Some(scale) = scale {
         gradients.note_scaler(slot.scaler_state());
         // All ranks see the same sums.

@@ -7,12 +7,10 @@ use super::bucket;
 use super::clip::Clip;
 use super::rank::with_rank;
 use super::slot::Slot;
-use super::spread::Spread;
 use super::sums::Sums;
+use super::undo::Undo;
 use super::values::Values as Elements;
-use crate::data::Mark;
 use crate::error::{Error, Result};
-use crate::precision::ScalerState;
 
 /// The averaged gradients of a window that has ended.
 pub(super) struct Closed {
@@ -21,17 +19,15 @@ pub(super) struct Closed {
     /// By parameter: what its elements are multiplied by in the end; empty where they stay as they
     /// are.
     pub(super) factors: Vec<f64>,
-    /// Where the batches end that are in it; empty where nothing can be undone.
-    pub(super) marks: Vec<Mark>,
     /// Before clipping.
     pub(super) norm: Option<f64>,
-    /// How the scale of losses stood before this window; `None` where nothing can be undone.
-    pub(super) scaler: Option<ScalerState>,
     /// By parameter: the sum of the squares of its elements, before clipping.
     pub(super) squares: Option<Vec<f64>>,
     pub(super) slot: Arc<Slot>,
     /// Of gradients of this rank alone: held until they are used.
     pub(super) tie: Option<Arc<()>>,
+    /// What is taken back where no step comes of it; `None` once that was done.
+    pub(super) undo: Option<Undo>,
     pub(super) values: Values,
 }
 
@@ -79,7 +75,7 @@ impl Closed {
             Values::Reduced(sums) => sums.is_spread(),
             Values::Untouched { .. } => false,
         };
-        self.norm.is_some() || !is_spread
+        self.norm.is_some() || self.squares.is_some() || !is_spread
     }
 
     #[track_caller]
@@ -141,12 +137,11 @@ impl Closed {
     }
 
     /// What the other ranks wait for does not come: they are told, and no step takes place.
-    pub(super) fn give_up(&self, error: &Error) {
-        if let Values::Reduced(sums) = &self.values
-            && let Spread::Own(group) = &sums.spread
-        {
-            group.abort(format!("it could not clip or measure gradients: {error}"));
+    pub(super) fn give_up(&mut self, error: &Error) {
+        if let Values::Reduced(sums) = &self.values {
+            sums.give_up(error);
         }
+        self.undo.take().into_iter().for_each(Undo::undo);
     }
 
     fn multiply(&mut self, factor: f64, chosen: &[bool]) {

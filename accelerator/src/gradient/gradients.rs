@@ -107,6 +107,7 @@ impl Gradients {
             ledger: Some(reduced.ledger),
             divisor: reduced.divisor,
             loss: reduced.loss,
+            ranks: reduced.ranks,
             slot: slot.clone(),
             spread: reduced.spread,
             total: reduced.total,
@@ -125,20 +126,25 @@ impl Gradients {
             device,
             epoch,
             factors: Vec::new(),
-            marks,
             norm: None,
-            scaler: None,
-            slot,
             squares: None,
             tie: None,
+            undo: Some(Undo {
+                marks,
+                scaler: None,
+                slot: slot.clone(),
+            }),
+            slot,
             values,
         })))
     }
 
     /// That is how the scale of losses stood before their window.
     pub(super) fn note_scaler(&mut self, before: Option<ScalerState>) {
-        if let Content::Closed(closed) = &mut self.0 {
-            closed.scaler = before;
+        if let Content::Closed(closed) = &mut self.0
+            && let Some(undo) = &mut closed.undo
+        {
+            undo.scaler = before;
         }
     }
 
@@ -220,6 +226,9 @@ impl Gradients {
     /// over all samples, without the scale of the loss, so that limits are the same at any world size,
     /// accumulation and precision. Nothing happens while the window is open.
     ///
+    /// All ranks clip alike. With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the
+    /// gradient each, they do it together.
+    ///
     /// ```
     /// use accelerator::prelude::*;
     /// use accelerator::Clip;
@@ -272,6 +281,15 @@ impl Gradients {
             return None;
         }
         closed.whole_norm().ok()
+    }
+
+    /// Their window is used up, and its step counts.
+    pub(super) fn count(&self) {
+        if let Content::Closed(closed) = &self.0 {
+            closed.slot.count_step();
+            let undo = closed.undo.iter();
+            undo.flat_map(|undo| &undo.marks).for_each(Mark::is_used);
+        }
     }
 
     /// Lets the L2 norm be known on every rank, in the name of the caller; all ranks call it.
@@ -433,10 +451,14 @@ impl Gradients {
     /// ranks call it, and get everything. Where that fails it is `None`, and the next call that
     /// communicates tells why.
     #[track_caller]
-    pub fn into_params(self) -> Option<GradientsParams> {
+    pub fn into_params(mut self) -> Option<GradientsParams> {
+        let undo = self.take_undo();
         Some(match self.into_averaged()? {
             Averaged::Sums(mut averages) => {
-                averages.make_whole().ok()?;
+                if averages.make_whole().is_err() {
+                    undo.into_iter().for_each(Undo::undo);
+                    return None;
+                }
                 averages.params(|_| true)
             }
             Averaged::Untouched(gradients) => gradients,
@@ -476,15 +498,11 @@ impl Gradients {
         matches!(values, Some(Values::Reduced(sums)) if sums.is_spread())
     }
 
-    /// What is to be undone where the step does not happen; to be taken once.
+    /// What is to be undone where the step does not happen.
     pub(crate) fn take_undo(&mut self) -> Option<Undo> {
         match &mut self.0 {
             Content::Accumulating | Content::Idle { .. } | Content::Overflowed { .. } => None,
-            Content::Closed(closed) => Some(Undo {
-                marks: core::mem::take(&mut closed.marks),
-                scaler: closed.scaler.take(),
-                slot: closed.slot.clone(),
-            }),
+            Content::Closed(closed) => closed.undo.take(),
         }
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use accelerator_collective::{Buffer, Cut, DType, ProcessGroup};
 
 use super::overlap::Order;
-use super::spread::Bounds;
+use super::spread::{Bounds, Cuts};
 use crate::error::Result;
 use crate::model::{Float, Trainable};
 
@@ -18,15 +18,8 @@ const WORTHWHILE: usize = 1 << 20;
 pub(super) struct Buckets {
     buckets: Vec<Bucket>,
     /// Of which elements ranks get the sums; `None` where all get all.
-    cuts: Option<Cuts>,
+    cuts: Option<Arc<Cuts>>,
     places: Vec<Place>,
-}
-
-#[derive(Debug)]
-struct Cuts {
-    bounds: Arc<Bounds>,
-    /// By bucket.
-    cuts: Vec<Arc<Cut>>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -134,10 +127,10 @@ impl Buckets {
         let cuts = self.buckets.iter().enumerate().map(cut);
         Ok(Self {
             buckets: self.buckets.clone(),
-            cuts: Some(Cuts {
+            cuts: Some(Arc::new(Cuts {
                 bounds: bounds.clone(),
-                cuts: cuts.collect::<Result<_>>()?,
-            }),
+                buckets: cuts.collect::<Result<_>>()?,
+            })),
             places: self.places.clone(),
         })
     }
@@ -151,14 +144,9 @@ impl Buckets {
         }
     }
 
-    /// Which elements of a bucket each rank gets the sums of, where that is not all.
-    pub(super) fn cut(&self, bucket: usize) -> Option<&Arc<Cut>> {
-        self.cuts.as_ref().map(|cuts| &cuts.cuts[bucket])
-    }
-
-    /// What the buckets are cut at.
-    pub(super) fn bounds(&self) -> Option<&Arc<Bounds>> {
-        self.cuts.as_ref().map(|cuts| &cuts.bounds)
+    /// How sums are shared out, where not every rank gets all.
+    pub(super) fn cuts(&self) -> Option<&Arc<Cuts>> {
+        self.cuts.as_ref()
     }
 
     /// Whether everything lies in the same places.

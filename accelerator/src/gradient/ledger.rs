@@ -115,7 +115,7 @@ impl Ledger {
                 .take(parameters)
                 .collect(),
             present: vec![false; parameters],
-            control: Some(group.buffer(DType::F64, control::HEADER + parameters + buckets + 1)),
+            control: Some(group.buffer(DType::F64, control::length(parameters, buckets))),
             total: None,
             layout,
         }

@@ -354,8 +354,8 @@ impl Slot {
     pub(super) fn lay_out(&self, order: &Order) -> Result<Arc<Buckets>> {
         let mut shelf = self.shelf();
         let layout = Buckets::new(&self.parameters, order, self.bucket_size);
-        let layout = Arc::new(match shelf.layout.bounds() {
-            Some(bounds) => layout.cut_at(bounds)?,
+        let layout = Arc::new(match shelf.layout.cuts() {
+            Some(cuts) => layout.cut_at(&cuts.bounds)?,
             None => layout,
         });
         *shelf = Shelf {
@@ -369,12 +369,23 @@ impl Slot {
     /// between the same windows.
     pub(super) fn spread(&self, bounds: &Arc<Bounds>) -> Result<()> {
         let mut shelf = self.shelf();
-        // A hook reduces everything.
-        if self.hook.is_none() {
-            let layout = shelf.layout.cut_at(bounds)?;
-            shelf.replace(layout);
-        }
+        let layout = shelf.layout.cut_at(bounds)?;
+        shelf.replace(layout);
         Ok(())
+    }
+
+    /// Whether sums can be shared out: a hook reduces all of them.
+    pub(super) fn can_spread(&self) -> bool {
+        self.hook.is_none()
+    }
+
+    /// Shares out the sums of a window as those that are reduced now, whenever it was opened: ranks
+    /// agree on the order of what they reduce, and on nothing else.
+    pub(super) fn renew(&self, ledger: &mut Ledger) {
+        let shelf = self.shelf();
+        if shelf.fits(ledger) {
+            ledger.layout = shelf.layout.clone();
+        }
     }
 
     /// From the next window on, every rank gets all sums.
@@ -386,7 +397,8 @@ impl Slot {
 
     /// What the buckets are cut at.
     pub(super) fn bounds(&self) -> Option<Arc<Bounds>> {
-        self.shelf().layout.bounds().cloned()
+        let shelf = self.shelf();
+        shelf.layout.cuts().map(|cuts| cuts.bounds.clone())
     }
 
     /// Somebody has asked for the norm of gradients, and may again.

@@ -3,7 +3,7 @@
 use core::ops::Range;
 use std::sync::Arc;
 
-use accelerator_collective::ProcessGroup;
+use accelerator_collective::{Cut, ProcessGroup};
 
 /// By parameter of a model, by number: which of its elements each rank steps. Those of one rank begin at
 /// whole [blocks](super::BLOCK) of the parameter, unless they are none.
@@ -40,11 +40,65 @@ impl Bounds {
     }
 }
 
+/// How the sums of a layout are shared out.
+#[derive(Debug)]
+pub(super) struct Cuts {
+    pub(super) bounds: Arc<Bounds>,
+    /// By bucket: which of its elements each rank gets.
+    pub(super) buckets: Vec<Arc<Cut>>,
+}
+
 /// Which sums of a window a rank has.
 #[derive(Clone, Debug)]
 pub(super) enum Spread {
     /// All of them.
     Whole,
-    /// Those within its bounds, which are those of the layout. The others are in the group.
-    Own(ProcessGroup),
+    /// Its own part. The others are in the group.
+    Own {
+        cuts: Arc<Cuts>,
+        group: ProcessGroup,
+    },
+}
+
+impl Spread {
+    pub(super) fn is_whole(&self) -> bool {
+        matches!(self, Self::Whole)
+    }
+
+    /// What the parts are cut at.
+    pub(super) fn bounds(&self) -> Option<&Arc<Bounds>> {
+        match self {
+            Self::Whole => None,
+            Self::Own { cuts, .. } => Some(&cuts.bounds),
+        }
+    }
+
+    /// Which elements of a bucket each rank gets, where that is not all.
+    pub(super) fn cut(&self, bucket: usize) -> Option<&Arc<Cut>> {
+        match self {
+            Self::Whole => None,
+            Self::Own { cuts, .. } => Some(&cuts.buckets[bucket]),
+        }
+    }
+
+    /// The elements that this rank has of a parameter of so many.
+    pub(super) fn of_parameter(&self, parameter: usize, elements: usize) -> Range<usize> {
+        match self {
+            Self::Whole => 0..elements,
+            Self::Own { cuts, group } => cuts.bounds.range(parameter, group.rank()),
+        }
+    }
+
+    /// The elements that this rank has of a bucket of so many.
+    pub(super) fn of_bucket(
+        &self,
+        bucket: usize,
+        elements: usize,
+    ) -> impl Iterator<Item = Range<usize>> {
+        let (own, whole) = match self {
+            Self::Whole => (&[][..], Some(0..elements)),
+            Self::Own { cuts, group } => (cuts.buckets[bucket].of(group.rank()), None),
+        };
+        own.iter().cloned().chain(whole)
+    }
 }

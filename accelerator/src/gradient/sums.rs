@@ -12,7 +12,7 @@ use super::ledger::Ledger;
 use super::rank::with_rank;
 use super::slot::Slot;
 use super::spread::Spread;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::Trainable;
 
 /// Sums, whose ledger goes back to its slot.
@@ -22,6 +22,8 @@ pub(super) struct Sums {
     /// What sums are divided by: the total weight, times the scale of the loss.
     pub(super) divisor: f64,
     pub(super) loss: f64,
+    /// Of how many ranks they are.
+    pub(super) ranks: usize,
     pub(super) slot: Arc<Slot>,
     /// Which of them this rank has.
     pub(super) spread: Spread,
@@ -42,19 +44,13 @@ impl Sums {
 
     /// Whether this rank has its own part of them alone.
     pub(super) fn is_spread(&self) -> bool {
-        matches!(self.spread, Spread::Own(_))
+        !self.spread.is_whole()
     }
 
     /// Which elements of a parameter this rank has the sums of.
     fn own(&self, index: usize) -> Range<usize> {
-        let ledger = self.ledger.as_ref();
-        match (
-            &self.spread,
-            ledger.and_then(|ledger| ledger.layout.bounds()),
-        ) {
-            (Spread::Own(group), Some(bounds)) => bounds.range(index, group.rank()),
-            _ => 0..self.slot.parameters()[index].shape.iter().product(),
-        }
+        let shape = &self.slot.parameters()[index].shape;
+        self.spread.of_parameter(index, shape.iter().product())
     }
 
     /// By parameter: the sum of `|x|^order` of its elements, or the largest magnitude where the order is
@@ -75,13 +71,14 @@ impl Sums {
             blocks.resize(start + count, 0.0);
             places.push((at, start..start + count));
         }
-        if let Spread::Own(group) = &self.spread {
+        if let Spread::Own { group, .. } = &self.spread {
             // Those of others are 0 here, which changes no bit.
             let op = match order.is_infinite() {
                 true => ReduceOp::Max,
                 false => ReduceOp::Sum,
             };
-            group.all_reduce(&mut blocks, op)?;
+            let measuring = group.for_purpose("the norm of gradients");
+            measuring.all_reduce(&mut blocks, op)?;
         }
         let mut powers = vec![0.0; self.slot.parameters().len()];
         for (at, range) in places {
@@ -91,19 +88,29 @@ impl Sums {
         Ok(powers)
     }
 
+    /// What the other ranks wait for does not come: they are told, and no step takes place.
+    pub(super) fn give_up(&self, error: &Error) {
+        if let Spread::Own { group, .. } = &self.spread {
+            group.abort(format!(
+                "it could not take part in what all ranks do with gradients: {error}"
+            ));
+        }
+    }
+
     /// Gives this rank the sums of all. All ranks call it.
     #[track_caller]
     pub(super) fn make_whole(&mut self) -> Result<()> {
-        let (Spread::Own(group), Some(ledger)) = (&self.spread, &mut self.ledger) else {
+        let (Spread::Own { cuts, group }, Some(ledger)) = (&self.spread, &mut self.ledger) else {
             return Ok(());
         };
+        let group = group.for_purpose("the gradients of all ranks");
         let layout = ledger.layout.clone();
         let mut parts = vec![Vec::new(); group.world_size()];
         for (rank, parts) in parts.iter_mut().enumerate() {
             for bucket in 0..layout.len() {
                 let width = layout.width(bucket);
-                let ranges = layout.cut(bucket).map_or(&[][..], |cut| cut.of(rank));
-                parts.extend(ranges.iter().map(|range| Part {
+                let ranges = cuts.buckets[bucket].of(rank).iter();
+                parts.extend(ranges.map(|range| Part {
                     buffer: bucket,
                     bytes: range.start * width..range.end * width,
                 }));

@@ -207,8 +207,12 @@ impl<'a> Matcher<'a> {
     {
         let name = self.place.name(self.layout);
         let report = &mut self.matched.report;
-        let original = self.originals.get(&name).unwrap_or(&name);
-        let Some((original, stored)) = self.file.find(original) else {
+        let found = match self.originals.get(&name) {
+            Some(original) => self.file.find(original),
+            // A tensor of that name is called otherwise: it may be kept under another one.
+            None => self.file.find(&name).filter(|(kept, _)| *kept != name),
+        };
+        let Some((original, stored)) = found else {
             report.missing.push(name);
             return None;
         };

@@ -184,7 +184,8 @@ pub enum StepOutcome {
     /// This rank had no sample in a [local step](crate::local): the model is as it was. The step and the
     /// schedule count on, as on ranks that had some.
     Idle,
-    /// Another rank was lost while a [`Sharded`] optimizer stepped: the model is as it was, and so are the
+    /// Another rank was lost while a [`Sharded`] optimizer stepped, or while what it had left on the ranks
+    /// was gathered for another one: the model is as it was, and so are the
     /// schedule and the scale of losses; the batches of the step count as not used, and come again after an
     /// emergency checkpoint. The next call that communicates returns the error, which names the rank. It is the
     /// same where such an optimizer got gradients of [local training](crate::local), whose next call says what

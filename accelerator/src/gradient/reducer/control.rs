@@ -4,15 +4,88 @@ use accelerator_collective::{Buffer, DType, ProcessGroup, ReduceOp};
 
 use super::{Pace, Reducer, waited};
 use crate::agreement::sides;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::timeline::{Part, Phase};
 
-/// How many numbers stand in front of the flags: weight, Σ weight · loss, the number of micro-steps
-/// and its square, the number that tells models apart and its square, and how many ranks want the norm.
-pub(in crate::gradient) const HEADER: usize = 7;
+/// How many numbers a control vector has.
+pub(in crate::gradient) fn length(parameters: usize, buckets: usize) -> usize {
+    HEADER + parameters + buckets + 1
+}
 
-/// The place of the last of them.
-pub(super) const WANTS_NORM: usize = 6;
+/// How many stand in front of the flags; see [`Told`].
+const HEADER: usize = 7;
+
+/// What all ranks have told each other in a control vector: sums over them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Told<'a> {
+    pub(super) weight: f64,
+    /// Σ weight · loss.
+    pub(super) loss: f64,
+    /// Of micro-steps, and of their squares.
+    steps: [f64; 2],
+    /// Of what tells models apart, and of its squares.
+    model: [f64; 2],
+    /// How many ranks want the norm.
+    norm: f64,
+    /// By parameter: how many ranks have a gradient.
+    present: &'a [f64],
+    /// By bucket: on how many ranks something is odd about it.
+    odd: &'a [f64],
+    /// How many ranks have raised the flag of `set_trigger`.
+    trigger: f64,
+}
+
+impl<'a> Told<'a> {
+    /// What came of a window of so many parameters.
+    pub(super) fn read(control: &'a Option<Buffer>, parameters: usize) -> Result<Self> {
+        let values = match control {
+            Some(control) => control.as_slice::<f64>()?,
+            None => &[],
+        };
+        let [
+            weight,
+            loss,
+            steps,
+            steps_squared,
+            model,
+            model_squared,
+            norm,
+            flags @ ..,
+            trigger,
+        ] = values
+        else {
+            return Err(Error::new(
+                Kind::Collective,
+                "what ranks tell each other of a window was given up before it came",
+            ));
+        };
+        let (present, odd) = flags.split_at(parameters.min(flags.len()));
+        Ok(Self {
+            weight: *weight,
+            loss: *loss,
+            steps: [*steps, *steps_squared],
+            model: [*model, *model_squared],
+            norm: *norm,
+            present,
+            odd,
+            trigger: *trigger,
+        })
+    }
+
+    pub(super) fn wants_norm(&self) -> bool {
+        self.norm > 0.0
+    }
+
+    /// By bucket: whether something is odd about it on some rank.
+    pub(super) fn odd(&self) -> impl Iterator<Item = bool> {
+        self.odd.iter().map(|ranks| *ranks > 0.0)
+    }
+
+    /// Whether windows of the same length, of the same model, ended on all ranks.
+    pub(super) fn windows_agree(&self, group: &ProcessGroup) -> bool {
+        is_one_number(group, self.steps) && is_one_number(group, self.model)
+    }
+}
 
 impl Reducer {
     /// Lets the ranks add up their weights, before anybody sends.
@@ -97,18 +170,24 @@ impl Reducer {
         Ok(())
     }
 
+    /// What all ranks have told each other, once it is there.
+    pub(super) fn told(&self) -> Result<Told<'_>> {
+        Told::read(&self.ledger.control, self.ledger.present.len())
+    }
+
     pub(super) fn receive_control(&mut self) -> Result<()> {
         if let Some(control) = self.control.take() {
-            let bytes = 8 * (HEADER + self.ledger.here.len() + self.ledger.wrong.len() + 1);
+            let ledger = &self.ledger;
+            let bytes = 8 * length(ledger.here.len(), ledger.wrong.len());
             self.ledger.control = Some(waited(&self.timeline, Part::Control, bytes, control)?);
         }
         let ledger = &mut self.ledger;
-        let values = values(&ledger.control)?;
-        for (present, count) in ledger.present.iter_mut().zip(&values[HEADER..]) {
-            *present = *count > 0.0;
+        let told = Told::read(&ledger.control, ledger.present.len())?;
+        for (present, ranks) in ledger.present.iter_mut().zip(told.present) {
+            *present = *ranks > 0.0;
         }
-        if let (Some(last), Some(trigger)) = (values.last(), &self.trigger) {
-            trigger.receive(*last);
+        if let Some(trigger) = &self.trigger {
+            trigger.receive(told.trigger);
         }
         Ok(())
     }
@@ -117,9 +196,9 @@ impl Reducer {
 /// Whether windows of the same length, of the same model, ended on all ranks. All ranks see the same
 /// numbers, so all get the same error.
 pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
-    let values = values(&reducer.ledger.control)?;
+    let told = reducer.told()?;
     let group = &reducer.group;
-    if !is_one_number(group, values[4], values[5]) {
+    if !is_one_number(group, told.model) {
         let asking = group.for_purpose("average gradients");
         let all = asking.all_gather_object(&reducer.model.to_string())?;
         return Err(Error::misuse(format!(
@@ -128,7 +207,7 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
             sides(all)
         )));
     }
-    if !is_one_number(group, values[2], values[3]) {
+    if !is_one_number(group, told.steps) {
         let asking = group.for_purpose("average gradients");
         let all = asking.all_gather(&[reducer.micro_steps as u64])?;
         let shown: Vec<_> = (0..)
@@ -145,24 +224,8 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
     Ok(())
 }
 
-/// The same, without a word to the others.
-pub(super) fn windows_agree(reducer: &Reducer) -> Result<bool> {
-    let values = values(&reducer.ledger.control)?;
-    let group = &reducer.group;
-    Ok(is_one_number(group, values[2], values[3]) && is_one_number(group, values[4], values[5]))
-}
-
 /// Whether all ranks have the same whole number, by its sum and that of its squares: the mean of the
 /// squares is the square of the mean where there is no variance.
-fn is_one_number(group: &ProcessGroup, sum: f64, squares: f64) -> bool {
+fn is_one_number(group: &ProcessGroup, [sum, squares]: [f64; 2]) -> bool {
     squares * group.world_size() as f64 == sum * sum
-}
-
-/// The header, which parameters have gradients, which buckets are to be reduced again, and how many
-/// ranks have raised the flag of `set_trigger`.
-pub(super) fn values(control: &Option<Buffer>) -> Result<&[f64]> {
-    Ok(match control {
-        Some(control) => control.as_slice::<f64>()?,
-        None => &[],
-    })
 }

@@ -2,7 +2,7 @@
 
 use accelerator_collective::{Buffer, DType};
 
-use super::{Pace, Reducer, control};
+use super::{Pace, Reducer};
 use crate::error::Result;
 use crate::gradient::hook::{BucketParameter, GradientBucket, Held, Ranks};
 use crate::gradient::ledger::Stage;
@@ -28,13 +28,10 @@ impl Reducer {
         self.send_control()?;
         self.receive_control()?;
         self.ledger.wrong.fill(false);
-        let control = control::values(&self.ledger.control)?;
-        let flags = control::HEADER + slot.parameters().len();
-        let flags = flags..flags + self.ledger.layout.len();
-        let total = control[0];
-        let is_finite = control[flags].iter().all(|ranks| *ranks == 0.0);
+        let told = self.told()?;
+        let (total, is_finite) = (told.weight, !told.odd().any(|is_odd| is_odd));
         // All ranks get the same error for these.
-        if total <= 0.0 || !control::windows_agree(self)? {
+        if total <= 0.0 || !told.windows_agree(&self.group) {
             return Ok(());
         }
         let group = self.group.clone();

@@ -1,26 +1,28 @@
 pub(super) mod control;
 mod handover;
 mod promise;
+mod repair;
+mod sending;
 
 use core::mem::replace;
-use core::ops::Range;
 use core::panic::Location;
 use std::sync::Arc;
 
-use accelerator_collective::{Buffer, Cut, Pending, ProcessGroup, ReduceOp, TransportKind};
+use accelerator_collective::{Pending, ProcessGroup};
 use burn::backend::DispatchTensor;
 use burn::optim::GradientsParams;
 
 use self::promise::Promise;
-use super::compression::{self, Compression, Scale};
-use super::ledger::{Fit, Ledger, Sight, Stage};
+use self::sending::{is_networked, waited};
+use super::compression::{Compression, Scale};
+use super::ledger::{Ledger, Sight, Stage};
 use super::slot::{ModelName, Slot};
 use super::spread::Spread;
 use super::values;
 use super::window::{self, Window, check_all_known};
 use crate::accelerator::Trigger;
 use crate::data::Mark;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::timeline::{Part, Phase, Timeline};
 
 /// Sums a window over the ranks: takes the gradients of its last micro-step, in the middle of
@@ -86,6 +88,8 @@ pub(super) struct Reduced {
     pub(super) ledger: Ledger,
     /// The mean loss.
     pub(super) loss: f64,
+    /// How many ranks sent theirs.
+    pub(super) ranks: usize,
     /// Which of the sums this rank has.
     pub(super) spread: Spread,
     /// Whether some rank wants to know the norm.
@@ -130,8 +134,11 @@ impl Reducer {
             compression
         };
         let alone = Self::alone(slot, group, window, weight, timeline);
-        let spread = match alone.ledger.layout.bounds() {
-            Some(_) => Spread::Own(group.clone()),
+        let spread = match alone.ledger.layout.cuts() {
+            Some(cuts) => Spread::Own {
+                cuts: cuts.clone(),
+                group: group.clone(),
+            },
             None => Spread::Whole,
         };
         let mut reducer = Self {
@@ -160,7 +167,8 @@ impl Reducer {
         weight: f64,
         timeline: &Timeline,
     ) -> Self {
-        let (ledger, marks, before) = window.into_parts(slot, group);
+        let (mut ledger, marks, before) = window.into_parts(slot, group);
+        slot.renew(&mut ledger);
         Self {
             promise: Promise::new(group),
             caller: Location::caller(),
@@ -328,8 +336,8 @@ impl Reducer {
         if self.pace != Pace::Nowhere {
             control::check_windows(&self)?;
         }
-        let control = control::values(&self.ledger.control)?;
-        let (total, loss) = (control[0], control[1]);
+        let told = self.told()?;
+        let (total, loss, wants_norm) = (told.weight, told.loss, told.wants_norm());
         Ok(Reduced {
             loss: loss / total,
             marks: self.marks,
@@ -339,9 +347,10 @@ impl Reducer {
                 false => total * self.loss_scale,
             },
             early: self.early,
+            ranks: self.group.world_size(),
             repaired,
             spread: self.spread,
-            wants_norm: control[control::WANTS_NORM] > 0.0,
+            wants_norm,
             ledger: self.ledger,
         })
     }
@@ -382,215 +391,6 @@ impl Reducer {
         ledger.forget();
         strangers
     }
-
-    /// Reduces the buckets again that some rank has sent too early. Tells how many there were.
-    fn redo(&mut self, slot: &Slot, gradients: &GradientsParams) -> Result<usize> {
-        let ledger = &mut self.ledger;
-        let layout = ledger.layout.clone();
-        let control = control::values(&ledger.control)?;
-        let flags = control::HEADER + slot.parameters().len();
-        for (wrong, sum) in ledger.wrong.iter_mut().zip(&control[flags..]) {
-            *wrong = *sum > 0.0;
-        }
-        if self.repair == Repair::Unneeded && ledger.wrong.contains(&true) {
-            return Err(Error::misuse(
-                "another rank sends gradients while backward runs, and this one does not: build the same \
-                 layers on every rank",
-            ));
-        }
-        let mut count = 0;
-        for bucket in 0..layout.len() {
-            let ledger = &mut self.ledger;
-            if !ledger.wrong[bucket] {
-                continue;
-            }
-            count += 1;
-            let (Stage::Summed(mut buffer) | Stage::Rounded(mut buffer, _)) =
-                replace(&mut ledger.stages[bucket], Stage::Lost)
-            else {
-                continue;
-            };
-            ledger.restore(bucket, &mut buffer);
-            for &index in layout.members(bucket) {
-                ledger.held[index] = values::look(gradients, &slot.parameters()[index]);
-            }
-            ledger.enter_held(bucket, &mut buffer, self.weight);
-            ledger.clear(bucket, &mut buffer, |index| ledger.here[index]);
-            self.send(bucket, buffer)?;
-        }
-        if count > 0 {
-            self.receive()?;
-        }
-        Ok(count)
-    }
-
-    /// Sends buckets in their order, up to the first that is not complete.
-    fn send_complete(&mut self) -> Result<()> {
-        if let Some(total) = self.weighing.take() {
-            let total = waited(&self.timeline, Part::Weight, 8, total)?;
-            let total_weight = total.as_slice::<f64>()?[0];
-            self.scale = Some(self.compression.scale(total_weight * self.loss_scale));
-            self.ledger.total = Some(total);
-        }
-        while self.next < self.ledger.layout.len() {
-            let Some(buffer) = self.ledger.complete(self.next) else {
-                break;
-            };
-            self.send(self.next, buffer)?;
-            self.next += 1;
-        }
-        Ok(())
-    }
-
-    fn send(&mut self, bucket: usize, buffer: Buffer) -> Result<()> {
-        let (Some(dtype), Some(scale)) = (self.compression.wire(buffer.dtype()), self.scale) else {
-            return self.send_exactly(bucket, buffer);
-        };
-        let spare = self.ledger.wires[bucket].take();
-        let mut wire = spare.unwrap_or_else(|| self.group.buffer(dtype, buffer.len()));
-        {
-            let _copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
-            compression::compress(&buffer, &mut wire, scale);
-        }
-        let pending = self.start(bucket, wire)?;
-        self.ledger.stages[bucket] = Stage::SentRounded(buffer, pending);
-        Ok(())
-    }
-
-    fn send_exactly(&mut self, bucket: usize, mut buffer: Buffer) -> Result<()> {
-        self.ledger.stages[bucket] = match self.pace {
-            Pace::Nowhere => Stage::Summed(buffer),
-            Pace::InFlight => Stage::Sent(self.start(bucket, buffer)?),
-            Pace::Blocking => {
-                let (part, bytes) = (Part::bucket(bucket), buffer.bytes().len());
-                let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
-                let (group, caller) = (&self.group, self.caller);
-                match self.cut(bucket) {
-                    Some(cut) => {
-                        group.reduce_scatter_buffer_at(&mut buffer, ReduceOp::Sum, cut, caller)?;
-                    }
-                    None => group.all_reduce_buffer_at(&mut buffer, ReduceOp::Sum, caller)?,
-                }
-                self.promise.give();
-                Stage::Summed(buffer)
-            }
-        };
-        Ok(())
-    }
-
-    /// Lets the sums of a bucket travel, or what was rounded of them.
-    fn start(&mut self, bucket: usize, buffer: Buffer) -> Result<Pending> {
-        let (group, caller) = (&self.group, self.caller);
-        let pending = match self.cut(bucket) {
-            Some(cut) => group.start_reduce_scatter_at(buffer, ReduceOp::Sum, cut, caller)?,
-            None => group.start_all_reduce_at(buffer, ReduceOp::Sum, caller)?,
-        };
-        self.promise.give();
-        Ok(pending)
-    }
-
-    /// Which elements of a bucket each rank gets, where that is not all.
-    fn cut(&self, bucket: usize) -> Option<&Arc<Cut>> {
-        match self.spread {
-            Spread::Whole => None,
-            Spread::Own(_) => self.ledger.layout.cut(bucket),
-        }
-    }
-
-    /// Takes in the buckets that are on their way. Of those that travelled rounded, the unrounded
-    /// sums of this rank stay as they are until `settle`.
-    fn receive(&mut self) -> Result<()> {
-        let ledger = &mut self.ledger;
-        let timeline = &self.timeline;
-        for bucket in 0..ledger.layout.len() {
-            ledger.stages[bucket] = match replace(&mut ledger.stages[bucket], Stage::Lost) {
-                Stage::Sent(pending) => {
-                    let bytes = ledger.layout.bytes(bucket);
-                    Stage::Summed(waited(timeline, Part::bucket(bucket), bytes, pending)?)
-                }
-                Stage::SentRounded(sums, pending) => {
-                    let bytes = sums.bytes().len() / 2;
-                    let wire = waited(timeline, Part::bucket(bucket), bytes, pending)?;
-                    let _copy = timeline.span(Phase::Copy(Part::bucket(bucket)));
-                    let cut = ledger.layout.cut(bucket);
-                    let mut own = own_ranges(&self.spread, cut, wire.len());
-                    let fit = if own.all(|range| compression::is_finite(&wire, range)) {
-                        Fit::Within
-                    } else {
-                        Fit::Beyond
-                    };
-                    ledger.wires[bucket] = Some(wire);
-                    Stage::Rounded(sums, fit)
-                }
-                other => other,
-            };
-        }
-        Ok(())
-    }
-
-    /// Takes rounded sums over, or reduces all of them again as they are if one of them is not
-    /// finite: all ranks see the same bits or tell each other, so all of them do. All, since what a
-    /// parameter gets must not depend on the bucket in which it lies.
-    fn settle(&mut self, slot: &Slot) -> Result<()> {
-        let mut stages = self.ledger.stages.iter();
-        let mut fits = !stages.any(|stage| matches!(stage, Stage::Rounded(_, Fit::Beyond)));
-        if self.compression != Compression::None && matches!(self.spread, Spread::Own(_)) {
-            fits = self.all_agree(fits)?;
-        }
-        if !fits {
-            slot.report_range(self.compression);
-        }
-        for bucket in 0..self.ledger.layout.len() {
-            let ledger = &mut self.ledger;
-            ledger.stages[bucket] = match replace(&mut ledger.stages[bucket], Stage::Lost) {
-                Stage::Rounded(mut sums, _) => match (&ledger.wires[bucket], self.scale) {
-                    (Some(wire), Some(scale)) if fits => {
-                        let _copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
-                        let cut = ledger.layout.cut(bucket);
-                        for range in own_ranges(&self.spread, cut, wire.len()) {
-                            compression::expand(wire, &mut sums, range, scale);
-                        }
-                        Stage::Summed(sums)
-                    }
-                    _ => Stage::Complete(sums),
-                },
-                other => other,
-            };
-            if let Some(buffer) = ledger.complete(bucket) {
-                self.send_exactly(bucket, buffer)?;
-            }
-        }
-        self.receive()
-    }
-}
-
-/// The elements of a bucket that this rank gets, where it is cut so.
-fn own_ranges<'a>(
-    spread: &Spread,
-    cut: Option<&'a Arc<Cut>>,
-    len: usize,
-) -> impl Iterator<Item = Range<usize>> + use<'a> {
-    let own = match (spread, cut) {
-        (Spread::Own(group), Some(cut)) => Some(cut.of(group.rank())),
-        _ => None,
-    };
-    let whole = own.is_none().then_some(0..len);
-    own.into_iter().flatten().cloned().chain(whole)
-}
-
-/// Waits for what was started, and notes how long.
-fn waited(timeline: &Timeline, part: Part, bytes: usize, pending: Pending) -> Result<Buffer> {
-    let _reduce = timeline.span(Phase::Reduce { part, bytes });
-    Ok(pending.wait()?)
-}
-
-/// Whether started operations gain from others in flight: connections carry several, whereas
-/// memory is as fast as the thread that works on it.
-fn is_networked(group: &ProcessGroup) -> bool {
-    matches!(
-        group.transport(),
-        TransportKind::Tcp | TransportKind::Hierarchical
-    )
 }
 
 #[cfg(test)]

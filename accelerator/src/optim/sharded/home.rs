@@ -72,14 +72,9 @@ impl Homes {
         bounds.are_of(&self.identity)
     }
 
-    /// Where gradients of these parameters are cut, which have homes.
-    pub(super) fn bounds(&self, parameters: &[Trainable]) -> Bounds {
-        let bounds = parameters
-            .iter()
-            .map(|known| match self.known.get(&known.id) {
-                Some(home) => home.bounds.clone(),
-                None => vec![0; self.loads.len() + 1],
-            });
+    /// Where gradients of parameters are cut that have these homes, by number.
+    pub(super) fn bounds(&self, homes: Vec<Home>) -> Bounds {
+        let bounds = homes.into_iter().map(|home| home.bounds);
         Bounds::new(bounds.collect(), self.loads.len(), &self.identity)
     }
 

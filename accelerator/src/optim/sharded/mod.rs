@@ -145,11 +145,11 @@ impl Shards {
         }
     }
 
-    /// Ends the group over gradients of an accelerator that is one rank alone: other ranks may have none.
+    /// Ends the group over gradients of another accelerator: other ranks may have none.
     pub(super) fn refuse_foreign(&self) {
         self.group.abort(format!(
-            "a sharded optimizer of {} ranks got gradients of another accelerator, which is one rank alone: \
-             let `backward` of the accelerator that prepared the optimizer make them",
+            "a sharded optimizer of {} ranks got gradients of another accelerator, which has another number of \
+             ranks: let `backward` of the accelerator that prepared the optimizer make them",
             self.group.world_size()
         ));
     }
@@ -164,6 +164,10 @@ impl Shards {
         model: M,
         mut averages: Averages,
     ) -> core::result::Result<M, M> {
+        if averages.ranks() != self.group.world_size() {
+            self.refuse_foreign();
+            return Err(model);
+        }
         let rank = self.group.rank();
         let bounds = match self.settle(optimizer, &mut averages) {
             Ok(bounds) => bounds,
@@ -259,15 +263,17 @@ impl Shards {
         if next.is_some_and(|bounds| self.homes.are_at(&bounds)) {
             return Ok(None);
         }
-        let mut cut = Records::default();
+        let (mut homes, mut cut) = (Vec::new(), Records::default());
         for parameter in averages.all_parameters() {
-            if self.homes.known().contains_key(&parameter.id) {
+            if let Some(home) = self.homes.known().get(&parameter.id) {
+                homes.push(home.clone());
                 continue;
             }
             let blank = &self.blank;
             let home = self.homes.settle(parameter, || {
                 probe::is_element_wise(blank, parameter, averages.device())
             });
+            homes.push(home.clone());
             if let Some(entry) = self.loaded.remove(parameter.id)
                 && let Some(entry) = entry.cut(home, self.group.rank())
             {
@@ -279,8 +285,8 @@ impl Shards {
             all.extend(cut);
             *optimizer = all.load_into(self.blank.clone())?;
         }
-        let bounds = self.homes.bounds(averages.all_parameters());
-        Ok(Some(Arc::new(bounds)))
+        let bounds = averages.can_spread().then(|| self.homes.bounds(homes));
+        Ok(bounds.map(Arc::new))
     }
 }
 

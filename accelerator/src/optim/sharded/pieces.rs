@@ -9,6 +9,7 @@ use burn::tensor::{Bytes, Device, Shape, Tensor};
 use super::home::Home;
 use super::leaf;
 use crate::gradient::{Averages, with_rank};
+use crate::module_path::ModulePath;
 use crate::optim::fused::sums;
 
 /// This rank's pieces of parameters, as a module that Burn's optimizers step. They have the ids,
@@ -157,7 +158,7 @@ pub(super) struct Reader<'a> {
     rank: usize,
     homes: &'a HashMap<ParamId, Home>,
     averaged: HashSet<ParamId>,
-    path: Vec<String>,
+    path: ModulePath,
     pieces: Pieces,
     stepped: HashSet<ParamId>,
 }
@@ -169,7 +170,7 @@ impl<'a> Reader<'a> {
             rank,
             homes,
             averaged,
-            path: Vec::new(),
+            path: ModulePath::default(),
             pieces: Pieces::default(),
             stepped: HashSet::new(),
         }
@@ -182,11 +183,11 @@ impl<'a> Reader<'a> {
 
 impl ModuleVisitor for Reader<'_> {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_owned());
+        self.path.enter(name);
     }
 
     fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
+        self.path.exit();
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
@@ -212,7 +213,7 @@ impl ModuleVisitor for Reader<'_> {
         };
         self.pieces.0.push(Piece {
             id: param.id,
-            path: self.path.join("."),
+            path: self.path.as_str().to_owned(),
             range,
             shape,
             sums: Sums::Copied,

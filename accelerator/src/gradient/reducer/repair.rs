@@ -1,0 +1,90 @@
+//! Buckets that are reduced again.
+
+use core::mem::replace;
+
+use burn::optim::GradientsParams;
+
+use super::control::Told;
+use super::{Reducer, Repair};
+use crate::error::{Error, Result};
+use crate::gradient::compression::{self, Compression};
+use crate::gradient::ledger::{Fit, Stage};
+use crate::gradient::slot::Slot;
+use crate::gradient::values;
+use crate::timeline::{Part, Phase};
+
+impl Reducer {
+    /// Reduces the buckets again that some rank has sent too early. Tells how many there were.
+    pub(super) fn redo(&mut self, slot: &Slot, gradients: &GradientsParams) -> Result<usize> {
+        let ledger = &mut self.ledger;
+        let layout = ledger.layout.clone();
+        let told = Told::read(&ledger.control, ledger.present.len())?;
+        for (wrong, is_odd) in ledger.wrong.iter_mut().zip(told.odd()) {
+            *wrong = is_odd;
+        }
+        if self.repair == Repair::Unneeded && ledger.wrong.contains(&true) {
+            return Err(Error::misuse(
+                "another rank sends gradients while backward runs, and this one does not: build the same \
+                 layers on every rank",
+            ));
+        }
+        let mut count = 0;
+        for bucket in 0..layout.len() {
+            let ledger = &mut self.ledger;
+            if !ledger.wrong[bucket] {
+                continue;
+            }
+            count += 1;
+            let (Stage::Summed(mut buffer) | Stage::Rounded(mut buffer, _)) =
+                replace(&mut ledger.stages[bucket], Stage::Lost)
+            else {
+                continue;
+            };
+            ledger.restore(bucket, &mut buffer);
+            for &index in layout.members(bucket) {
+                ledger.held[index] = values::look(gradients, &slot.parameters()[index]);
+            }
+            ledger.enter_held(bucket, &mut buffer, self.weight);
+            ledger.clear(bucket, &mut buffer, |index| ledger.here[index]);
+            self.send(bucket, buffer)?;
+        }
+        if count > 0 {
+            self.receive()?;
+        }
+        Ok(count)
+    }
+
+    /// Takes rounded sums over, or reduces all of them again as they are if one of them is not
+    /// finite: all ranks see the same bits or tell each other, so all of them do. All, since what a
+    /// parameter gets must not depend on the bucket in which it lies.
+    pub(super) fn settle(&mut self, slot: &Slot) -> Result<()> {
+        let mut stages = self.ledger.stages.iter();
+        let mut fits = !stages.any(|stage| matches!(stage, Stage::Rounded(_, Fit::Beyond)));
+        if self.compression != Compression::None && !self.spread.is_whole() {
+            fits = self.all_agree(fits)?;
+        }
+        if !fits {
+            slot.report_range(self.compression);
+        }
+        for bucket in 0..self.ledger.layout.len() {
+            let ledger = &mut self.ledger;
+            ledger.stages[bucket] = match replace(&mut ledger.stages[bucket], Stage::Lost) {
+                Stage::Rounded(mut sums, _) => match (&ledger.wires[bucket], self.scale) {
+                    (Some(wire), Some(scale)) if fits => {
+                        let _copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
+                        for range in self.spread.of_bucket(bucket, wire.len()) {
+                            compression::expand(wire, &mut sums, range, scale);
+                        }
+                        Stage::Summed(sums)
+                    }
+                    _ => Stage::Complete(sums),
+                },
+                other => other,
+            };
+            if let Some(buffer) = ledger.complete(bucket) {
+                self.send_exactly(bucket, buffer)?;
+            }
+        }
+        self.receive()
+    }
+}
