@@ -20,6 +20,7 @@ use crate::notice;
 ///     .with_oversubscription(Oversubscription::Allow)
 ///     .launch(2, |accelerator| Ok(accelerator.world_size()))?;
 /// assert_eq!(world_sizes, [2, 2]);
+/// assert_eq!(Oversubscription::default(), Oversubscription::Refuse);
 /// # Ok::<(), Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]

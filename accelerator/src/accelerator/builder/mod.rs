@@ -414,6 +414,15 @@ impl AcceleratorBuilder {
     /// Whether ranks of a host may share its GPUs, where there are more ranks than GPUs. If not, every rank
     /// of that host fails with [`Error::is_device`](crate::Error::is_device) before it joins the others.
     /// Default: `ACCEL_OVERSUBSCRIBE_GPUS` (`1` allows it), else [`Oversubscription::Refuse`].
+    ///
+    /// ```
+    /// use accelerator::{Accelerator, Oversubscription};
+    ///
+    /// let builder = Accelerator::builder().with_oversubscription(Oversubscription::Allow);
+    /// // A rank that is alone on its host shares with nobody.
+    /// assert_eq!(builder.build()?.world_size(), 1);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn with_oversubscription(mut self, oversubscription: Oversubscription) -> Self {
         self.oversubscription = Some(oversubscription);
         self
