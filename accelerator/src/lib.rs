@@ -51,6 +51,7 @@
 //! | know which GPU a rank takes, and share one | [`DeviceKind`], [`Oversubscription`] |
 //! | compute in half precision | [`precision`] |
 //! | send gradients in half precision | [`Compression`] |
+//! | choose how gradients of GPUs are reduced | [`Reduction`] |
 //! | send gradients as products of thin matrices, or in your own way | [`hook::PowerSgd`], [`hook::CommunicationHook`] |
 //! | send gradients while backward runs | [`Overlap`] |
 //! | step an optimizer with its schedule, freeze, group parameters | [`optim`] |
@@ -84,9 +85,10 @@
 //! | `ACCEL_ACCUMULATION_STEPS` | a number | 1 | [`accumulation_steps`](AcceleratorBuilder::accumulation_steps) |
 //! | `ACCEL_DEVICE` | `cuda`, `wgpu`, `flex`, `ndarray` | the fastest that is compiled in | [`device`](AcceleratorBuilder::device) |
 //! | `ACCEL_COMPRESSION` | `none`, `f16`, `bf16` | `none` | [`with_compression`](AcceleratorBuilder::with_compression) |
-//! | `ACCEL_OVERLAP` | `auto`, `off`, `on` | `auto`: on between hosts | [`with_overlap`](AcceleratorBuilder::with_overlap) |
+//! | `ACCEL_OVERLAP` | `auto`, `off`, `on` | `auto`: on between hosts, and on CUDA devices | [`with_overlap`](AcceleratorBuilder::with_overlap) |
 //! | `ACCEL_OVERSUBSCRIBE_GPUS` | `1`: more ranks than GPUs share them; `0` | `0` | [`with_oversubscription`](AcceleratorBuilder::with_oversubscription) |
 //! | `ACCEL_PRECISION` | `no`, `f16`, `bf16` | `no` | [`precision`](AcceleratorBuilder::precision) |
+//! | `ACCEL_REDUCTION` | `auto`, `nccl`, `staged` | `auto`: NCCL where it can be | [`with_reduction`](AcceleratorBuilder::with_reduction) |
 //! | `ACCEL_TRACE` | a path | no trace | [`with_trace`](AcceleratorBuilder::with_trace) |
 //! | `ACCEL_TRACE_SCHEDULE` | `active=3,wait=1,warm_up=1,repeat=2,skip_first=10`; all but `active` may be left out | one trace of everything | [`with_trace_schedule`](AcceleratorBuilder::with_trace_schedule) |
 //! | `ACCEL_TRANSPORT` | `auto`, `hierarchical`, `shm`, `tcp` | `auto`: for where the ranks are | [`transport`](AcceleratorBuilder::transport) |
@@ -166,7 +168,7 @@ pub use crate::ema::Ema;
 pub use crate::error::{Error, Result};
 pub use crate::gradient::hook;
 pub use crate::gradient::{
-    Clip, Compression, Gradients, Overlap, OverlapReport, OverlapState, Weight,
+    Clip, Compression, Gradients, Overlap, OverlapReport, OverlapState, Reduction, Weight,
 };
 pub use crate::launch::launch;
 pub use crate::prepare::{Prepare, kind};

@@ -331,8 +331,8 @@ fn ranks_for_which_overlap_comes_to_different_things_are_refused_alike() {
     let text = errors[0].to_string();
     for part in [
         "overlap (set by ACCEL_OVERLAP or `with_overlap`) differs between ranks: rank 0 has",
-        "rank 0 has on (`auto`, with 1 of 2 ranks on its host)",
-        "rank 1 has off (`auto`, with 2 of 2 ranks on its host); start",
+        "rank 0 has on (`auto`, on the device `flex`, with 1 of 2 ranks on its host)",
+        "rank 1 has off (`auto`, on the device `flex`, with 2 of 2 ranks on its host); start",
     ] {
         assert!(text.contains(part), "{part} is not in: {text}");
     }

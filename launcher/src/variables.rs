@@ -72,7 +72,7 @@ pub(crate) struct Fault {
 }
 
 /// All of them, in alphabetical order.
-pub(crate) const VARIABLES: [Variable; 19] = [
+pub(crate) const VARIABLES: [Variable; 20] = [
     Variable {
         name: "ACCEL_ACCUMULATION_STEPS",
         expected: "a number of at least 1",
@@ -176,6 +176,13 @@ pub(crate) const VARIABLES: [Variable; 19] = [
         default: "no",
         reader: Reader::Ranks,
         accepts: |value| ["no", "f16", "bf16"].iter().any(|name| value == *name),
+    },
+    Variable {
+        name: "ACCEL_REDUCTION",
+        expected: "auto, nccl or staged",
+        default: "auto: NCCL where every rank has a CUDA device of its own",
+        reader: Reader::Ranks,
+        accepts: |value| ["auto", "nccl", "staged"].iter().any(|name| value == *name),
     },
     Variable {
         name: "ACCEL_RESTART",
@@ -385,6 +392,7 @@ mod tests {
             ("ACCEL_COMPRESSION", "gradient/compression.rs"),
             ("ACCEL_OVERLAP", "gradient/overlap/setting.rs"),
             ("ACCEL_PRECISION", "precision/mod.rs"),
+            ("ACCEL_REDUCTION", "gradient/road/mod.rs"),
         ] {
             let text = library(path);
             let variable = find(name).unwrap();

@@ -193,6 +193,76 @@ fn nonsense_is_refused() {
 }
 
 #[test]
+fn gpus_need_a_build_that_knows_them_and_what_they_reduce() {
+    let cases: &[(&str, &str)] = match cfg!(feature = "cuda") {
+        true => &[
+            (
+                "--device cuda --dtype i16",
+                "--dtype i16 is not reduced on GPUs",
+            ),
+            ("--device cuda --transport threads", "leave one of them out"),
+            (
+                "--device cuda --call slice",
+                "leave it out with --device cuda",
+            ),
+        ],
+        false => &[
+            ("--device cuda", "--features cuda"),
+            ("-n 1 --device cuda", "--features cuda"),
+        ],
+    };
+    for (line, says) in cases {
+        let ended = bench(line).expect(2);
+        assert!(ended.stdout.is_empty(), "{ended:?}");
+        ended.says(says);
+    }
+    bench("--device npu")
+        .expect(2)
+        .says("possible values: cpu, cuda");
+}
+
+#[test]
+#[cfg(feature = "cuda")]
+fn without_a_gpu_every_rank_says_what_is_missing() {
+    if std::path::Path::new("/proc/driver/nvidia").exists() {
+        return;
+    }
+    for line in [
+        "-n 1 --device cuda --sizes 4KiB",
+        "--device cuda --sizes 4KiB",
+    ] {
+        let ended = bench(line).expect(1);
+        assert!(ended.stdout.is_empty(), "{ended:?}");
+        ended.says("is not there: no libcuda.so.1 or libcuda.so could be loaded");
+    }
+}
+
+#[test]
+#[cfg(feature = "cuda")]
+#[ignore = "needs an NVIDIA GPU"]
+fn gpus_are_measured() {
+    let types = "bf16,f16,f32,f64,i8,i32,i64,u8,u32,u64";
+    let line = format!("-n 1 --device cuda --sizes 64B,1MiB --dtype {types} --json");
+    let report = json(&bench(&line).expect(0));
+    assert_eq!(
+        report["gpus"]["bus_ids"].as_array().unwrap().len(),
+        1,
+        "{report}"
+    );
+    let results = report["results"].as_array().unwrap();
+    assert_eq!(results.len(), 20, "{report}");
+    for result in results {
+        assert!(number(result, "seconds") > 0.0, "{result}");
+        assert_eq!(number(result, "bus_bandwidth"), 0.0, "{result}");
+        assert!(result["bound_seconds"].is_null(), "{result}");
+    }
+    let ended = bench("-n 1 --device cuda --sizes 4KiB --spoil").expect(1);
+    ended.says("is wrong on rank 0");
+    let ended = bench("-n 32 --device cuda --sizes 4KiB").expect(1);
+    ended.says("NCCL takes one rank a GPU");
+}
+
+#[test]
 fn output_that_cannot_be_written_is_an_error() {
     for transport in TRANSPORTS {
         for form in ["--json", "--call=slice"] {

@@ -9,7 +9,7 @@
 
 mod processes;
 
-use processes::{FOR_EVER, Job, SCATTERS_FOR_EVER, assert_named};
+use processes::{FOR_EVER, Job, SCATTERS_FOR_EVER, WATCHING, assert_named};
 
 const CALLS: [&str; 3] = ["all_reduce", "barrier", "broadcast"];
 
@@ -122,6 +122,36 @@ fn a_dead_rank_is_named_when_it_is_stopped() {
             error.text.contains("rank 1 was in collective #2"),
             "{error:?}"
         );
+    }
+}
+
+/// As one that waits for a GPU must.
+#[test]
+fn a_dead_rank_is_known_without_a_collective() {
+    for transport in ["shm", "tcp"] {
+        for (deed, cause, limit) in [
+            ("kill", "its connection ended", DEATH),
+            ("abort", "its data set is empty", DEATH),
+            ("drop", "it dropped its group without closing it", DEATH),
+            ("panic", "it panicked: a panic that the test wants", DEATH),
+            ("stop", "it has been silent for 1.", SILENCE),
+        ] {
+            let job = Job {
+                variables: &[("ACCEL_TRANSPORT", transport), WATCHING],
+                ..job("barrier", 1, deed)
+            };
+            let ranks = job.run();
+            for survivor in [&ranks[0], &ranks[2]] {
+                let (time, text) = survivor.failure.as_ref().unwrap();
+                assert!(text.contains("rank 1") && text.contains(cause), "{text}");
+                let waited = time.saturating_sub(ranks[1].deed.unwrap());
+                assert!(
+                    waited <= limit,
+                    "{waited} ms, {deed} over {transport}: {text}"
+                );
+            }
+            assert_named(job, &ranks, "lost", cause, limit);
+        }
     }
 }
 

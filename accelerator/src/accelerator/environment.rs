@@ -9,7 +9,7 @@ use accelerator_collective::{Launch, variable};
 
 use crate::device::{DeviceKind, Oversubscription};
 use crate::error::{Error, Result};
-use crate::gradient::{Compression, Overlap};
+use crate::gradient::{Compression, Overlap, Reduction};
 use crate::precision::Precision;
 use crate::timeline::Schedule;
 
@@ -19,6 +19,10 @@ const DEVICE: &str = "ACCEL_DEVICE";
 /// Names the compression, as
 /// [`AcceleratorBuilder::with_compression`](super::AcceleratorBuilder::with_compression) does.
 const COMPRESSION: &str = "ACCEL_COMPRESSION";
+
+/// Says how gradients of a GPU get to other ranks, as
+/// [`AcceleratorBuilder::with_reduction`](super::AcceleratorBuilder::with_reduction) does.
+const REDUCTION: &str = "ACCEL_REDUCTION";
 
 /// Says whether communication overlaps, as
 /// [`AcceleratorBuilder::with_overlap`](super::AcceleratorBuilder::with_overlap) does.
@@ -54,6 +58,11 @@ pub(super) fn device(asked: Option<DeviceKind>) -> Result<DeviceKind> {
 /// The compression of the program and of the environment, in the same way.
 pub(super) fn compression(asked: Option<Compression>) -> Result<Compression> {
     Ok(agreed("compression", asked, COMPRESSION)?.unwrap_or_default())
+}
+
+/// The reduction of the program and of the environment, in the same way.
+pub(super) fn reduction(asked: Option<Reduction>) -> Result<Reduction> {
+    Ok(agreed("reduction", asked, REDUCTION)?.unwrap_or_default())
 }
 
 /// The file of the trace, in the same way.
@@ -182,6 +191,7 @@ fn check_names(names: impl Iterator<Item = String>) -> Result<()> {
             OVERLAP,
             OVERSUBSCRIBE_GPUS,
             PRECISION,
+            REDUCTION,
             TRACE,
             TRACE_SCHEDULE,
         ])

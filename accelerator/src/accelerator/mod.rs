@@ -27,7 +27,7 @@ use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::hook;
 use crate::gradient::{
-    Compression, Gradients, Overlap, OverlapReport, Reach, Switch, Turn, Weight,
+    Compression, Gradients, Overlap, OverlapReport, Reach, Reduction, Road, Switch, Turn, Weight,
 };
 use crate::logging::Warned;
 use crate::model::Models;
@@ -71,6 +71,8 @@ pub(crate) struct Shared {
     pub(crate) optimizers: Census,
     pub(crate) overlap: Switch,
     pub(crate) restarts: Restarts,
+    /// Between its device and the other ranks.
+    pub(crate) road: Arc<Road>,
     pub(crate) settings: Settings,
     pub(crate) timeline: Timeline,
     pub(crate) trigger: Arc<Trigger>,
@@ -83,6 +85,9 @@ impl Drop for Shared {
     /// The program ends without `finish`, which would have written the trace: a `?` has left the loop,
     /// or a panic.
     fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.road.rest();
+        }
         let world_size = self.group.world_size();
         self.timeline.write_own_cycles(world_size);
         if let Some(path) = self.settings.whole_trace()
@@ -108,6 +113,7 @@ pub(crate) struct Settings {
     pub(crate) overlap: Overlap,
     pub(crate) precision: Precision,
     pub(crate) recording: Recording,
+    pub(crate) reduction: Reduction,
     pub(crate) seed: u64,
     /// The file of the trace; with a schedule, the one beside which those of its cycles are.
     pub(crate) trace: Option<PathBuf>,

@@ -53,6 +53,11 @@ pub(super) fn save_emergency<K>(
     parts: impl Save<K>,
 ) -> Result<Option<Saved>> {
     let loss = loss(accelerator)?;
+    if !accelerator.shared.road.is_sound() {
+        let message = "the last step may have been taken with sums that the lost rank has left incomplete on \
+            the GPUs, so it is not kept: go on from the last checkpoint";
+        return Err(Error::with_source(Kind::Collective, message, loss));
+    }
     let mut lost = accelerator.group().lost();
     accelerator.shared.checkpoints.join();
     let writer = loop {
@@ -102,7 +107,8 @@ fn prepare<K>(
     let mut snapshot = Snapshot::new(accelerator, Mode::Regular, writer);
     let collected = parts.collect(&mut snapshot);
     let mut taken = snapshot.taken;
-    let begun = collected.and_then(|()| {
+    let complete = accelerator.shared.road.confirm();
+    let begun = complete.and(collected).and_then(|()| {
         let draft = is_main.then(|| write::begin(settings, rank, &accelerator.shared.checkpoints));
         draft.transpose()
     });

@@ -9,6 +9,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 use super::bucket;
 use super::slot::Slot;
 use super::spread::Bounds;
+use super::store::Store;
 use super::sums::{Sums, factor};
 use crate::error::Result;
 use crate::model::Trainable;
@@ -54,16 +55,6 @@ enum By<E> {
     Share(E),
 }
 
-/// How the next windows of a model are laid out.
-pub(crate) struct Spreading(Arc<Slot>);
-
-impl Spreading {
-    /// Each rank gets the sums within its bounds alone. All ranks call it between the same windows.
-    pub(crate) fn set(self, bounds: &Arc<Bounds>) -> Result<()> {
-        self.0.spread(bounds)
-    }
-}
-
 impl Averages {
     /// All parameters of their model, in path order, with or without gradients.
     pub(crate) fn all_parameters(&self) -> &[Trainable] {
@@ -102,9 +93,10 @@ impl Averages {
         self.slot.can_spread()
     }
 
-    /// Where the gradients of the next windows are laid out.
-    pub(crate) fn spreading(&self) -> Spreading {
-        Spreading(self.slot.clone())
+    /// From the next window on, each rank gets the sums within its bounds alone. All ranks call it between
+    /// the same windows.
+    pub(crate) fn spread_next(&self, bounds: &Arc<Bounds>) -> Result<()> {
+        self.slot.spread(bounds)
     }
 
     /// The parameters that have a gradient, in path order: the same on every rank.
@@ -112,7 +104,18 @@ impl Averages {
         self.sums.there().map(|(_, parameter, _, _)| parameter)
     }
 
-    /// Those elements of a parameter's gradient, clipped if that was asked for, in that shape.
+    /// Whether they lie on a device, where nothing can be read or written in parts.
+    pub(crate) fn are_on_device(&self) -> bool {
+        self.sums.is_on_device()
+    }
+
+    /// Brings them to memory, where they lie on a device.
+    pub(crate) fn bring_home(&mut self, group: &ProcessGroup) {
+        self.sums.bring_home(group);
+    }
+
+    /// Those elements of a parameter's gradient, clipped if that was asked for, in that shape; `None` where
+    /// it has none, or it is on a device.
     pub(crate) fn part<const D: usize>(
         &self,
         id: ParamId,
@@ -120,7 +123,9 @@ impl Averages {
         shape: &[usize],
     ) -> Option<Tensor<D>> {
         let index = self.slot.number(id)?;
-        let (buffer, place) = self.sums.place(index)?;
+        let (Store::Host(buffer), place) = self.sums.place(index)? else {
+            return None;
+        };
         let range = place.start + range.start..place.start + range.end;
         let factor = factor(&self.factors, index);
         let float = self.slot.parameters()[index].float;
@@ -129,14 +134,17 @@ impl Averages {
         Some(Tensor::from_data(data, (&self.device, dtype)))
     }
 
-    /// The sums of those elements of a parameter; `None` where it has no gradient, or sums of another type.
+    /// The sums of those elements of a parameter; `None` where it has no gradient, or sums of another type, or
+    /// on a device.
     pub(crate) fn place<E>(&mut self, id: ParamId, range: &Range<usize>) -> Option<Place<'_, E>>
     where
         E: Element + Real,
     {
         let index = self.slot.number(id)?;
         let scale = Scale::of(self.sums.divisor, factor(&self.factors, index));
-        let (buffer, place) = self.sums.place_mut(index)?;
+        let (Store::Host(buffer), place) = self.sums.place_mut(index)? else {
+            return None;
+        };
         let sums = buffer.as_mut_slice::<E>().ok()?;
         let sums = &mut sums[place.start + range.start..place.start + range.end];
         Some(Place { sums, scale })
@@ -155,7 +163,7 @@ impl Averages {
     pub(crate) fn land(&mut self, id: ParamId, range: &Range<usize>, bytes: &[u8]) {
         let width = bytes.len() / range.len().max(1);
         if let Some(index) = self.slot.number(id)
-            && let Some((buffer, place)) = self.sums.place_mut(index)
+            && let Some((Store::Host(buffer), place)) = self.sums.place_mut(index)
         {
             let start = place.start * buffer.dtype().size() + range.start * width;
             buffer.bytes_mut()[start..start + bytes.len()].copy_from_slice(bytes);
@@ -202,8 +210,8 @@ impl Averages {
         })
     }
 
-    /// The gradients of the parameters that are asked for.
-    pub(crate) fn params(&self, asked: impl Fn(ParamId) -> bool) -> GradientsParams {
+    /// The gradients of the parameters that are asked for. What lies on a device is taken out.
+    pub(crate) fn params(&mut self, asked: impl Fn(ParamId) -> bool) -> GradientsParams {
         self.sums.params(&self.device, &self.factors, asked)
     }
 

@@ -3,6 +3,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 
+use super::compression::Compression;
 use super::gradients::Gradients;
 use super::rank::with_rank;
 use super::reducer::{Reduced, Reducer};
@@ -56,6 +57,8 @@ pub(crate) fn backward<M: Module>(
     let alone = reach == Reach::Own || group.world_size() == 1;
     let alone = alone && scale.is_none() && weight.count > 0.0;
     if alone && slot.open_micro_steps() == 0 && ends(0) {
+        // Nobody looks at its gradients.
+        drop(copy);
         check_precision_used(accelerator, &slot);
         if reach == Reach::All {
             timeline.deliver(group)?;
@@ -86,15 +89,15 @@ pub(crate) fn backward<M: Module>(
     let (window, _alone) = {
         let mut window = slot.window();
         if !ends(window.micro_steps()) {
+            drop(copy);
             timeline.backward_begins();
             let gradients = {
                 let _backward = timeline.span(Phase::Backward);
                 GradientsParams::from_grads(scaled(loss.clone(), scale).backward(), model)
             };
-            let loss = loss.inner().into_scalar::<f64>();
             let _copy = timeline.span(Phase::Copy(Part::Whole));
             return window
-                .add(&slot, group, gradients, loss, weight)
+                .add(&slot, group, gradients, loss.inner(), weight)
                 .map(|()| Gradients::accumulating())
                 .inspect_err(|_| *window = Window::default());
         }
@@ -142,7 +145,7 @@ pub(crate) fn backward<M: Module>(
     let wants_norm = reduced.wants_norm;
     let mut gradients = Gradients::reduced(slot.clone(), device, reduced, weight.epoch);
     // It takes all ranks, of which some may ask for it later, and others not.
-    if wants_norm && gradients.is_spread() {
+    if wants_norm && (gradients.is_spread() || scale.is_some()) {
         let (part, bytes) = (Part::Control, slot.parameters().len() * 8);
         let _reduce = timeline.span(Phase::Reduce { part, bytes });
         gradients.agree_on_norm()?;
@@ -181,6 +184,11 @@ fn reduce<M: Module>(
 ) -> Result<Reduced> {
     let group = accelerator.group();
     let compression = accelerator.shared.settings.compression;
+    // What a hook or f16 is for is done in memory, on all ranks.
+    if slot.hook().is_none() && compression != Compression::F16 {
+        accelerator.shared.road.settle(group)?;
+    }
+    accelerator.shared.road.window_begins();
     let mut watching = slot.watching();
     if accelerator.shared.crossing.is_noted() {
         watching.give_way();
@@ -204,9 +212,9 @@ fn reduce<M: Module>(
         let _backward = timeline.span(Phase::Backward);
         watching.backward(scaled(loss, scale), model, copy, slot, reducer)
     };
-    let value = value.inner().into_scalar::<f64>();
-    let mut reduced = reducer.finish(slot, gradients, value, weight.mark.clone())?;
+    let mut reduced = reducer.finish(slot, gradients, value.inner(), weight.mark.clone())?;
     watching.learn(lesson, &mut reduced, slot, group)?;
+    accelerator.shared.road.window_ends();
     Ok(reduced)
 }
 
@@ -228,8 +236,7 @@ fn add_up<M: Module>(
         let _backward = timeline.span(Phase::Backward);
         GradientsParams::from_grads(scaled(loss, scale).backward(), model)
     };
-    let value = value.inner().into_scalar::<f64>();
-    reducer.finish(slot, gradients, value, weight.mark.clone())
+    reducer.finish(slot, gradients, value.inner(), weight.mark.clone())
 }
 
 /// In full precision, times the loss scale: small gradients in half precision would be 0 without.

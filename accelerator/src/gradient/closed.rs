@@ -1,34 +1,58 @@
 use std::sync::Arc;
 
+use accelerator_collective::ProcessGroup;
+use burn::backend::DispatchTensorKind;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
 use super::bucket;
 use super::clip::Clip;
+use super::flat;
 use super::rank::with_rank;
 use super::slot::Slot;
-use super::sums::Sums;
+use super::sums::{Change, Sums};
 use super::undo::Undo;
-use super::values::Values as Elements;
+use super::values::{self, Values as Elements};
 use crate::error::{Error, Result};
 
 /// The averaged gradients of a window that has ended.
 pub(super) struct Closed {
+    /// The ranks, where each adds powers up on a device of its own. Devices choose among kernels that
+    /// round differently, so what all ranks scale by is what rank 0 has found.
+    pub(super) alike: Option<ProcessGroup>,
     pub(super) device: Device,
     pub(super) epoch: Option<u64>,
     /// By parameter: what its elements are multiplied by in the end; empty where they stay as they
     /// are.
     pub(super) factors: Vec<f64>,
+    /// Something that all ranks do with them failed here: no step may come of them.
+    pub(super) lost: bool,
     /// Before clipping.
-    pub(super) norm: Option<f64>,
+    pub(super) norm: Option<Known<f64>>,
     /// By parameter: the sum of the squares of its elements, before clipping.
-    pub(super) squares: Option<Vec<f64>>,
+    pub(super) squares: Option<Known<Vec<f64>>>,
     pub(super) slot: Arc<Slot>,
     /// Of gradients of this rank alone: held until they are used.
     pub(super) tie: Option<Arc<()>>,
     /// What is taken back where no step comes of it; `None` once that was done.
     pub(super) undo: Option<Undo>,
     pub(super) values: Values,
+}
+
+/// Who asks for a norm.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Asked {
+    /// All ranks, which get the same bits.
+    ByAll,
+    /// This rank alone.
+    ByOne,
+}
+
+/// What was found, for whom.
+#[derive(Clone, Debug)]
+pub(super) struct Known<T> {
+    pub(super) value: T,
+    pub(super) by: Asked,
 }
 
 #[allow(clippy::large_enum_variant, reason = "it lies in a box already")]
@@ -57,16 +81,23 @@ impl Closed {
     /// The L2 norm of everything, before clipping. All ranks call it where their sums are spread and it is
     /// not [known](Self::knows_norm).
     #[track_caller]
-    pub(super) fn whole_norm(&mut self) -> Result<f64> {
-        self.slot.note_norm_wanted();
-        match self.norm {
-            Some(norm) => Ok(norm),
-            None => {
-                let norm = self.squares()?.iter().sum::<f64>().sqrt();
-                self.norm = Some(norm);
-                Ok(norm)
+    pub(super) fn whole_norm(&mut self, asked: Asked) -> Result<f64> {
+        // On devices it needs nothing of the window: ranks compare when all of them ask.
+        if self.alike.is_none() {
+            self.slot.note_norm_wanted();
+        }
+        match &self.norm {
+            Some(known) if self.serves(known, asked) => Ok(known.value),
+            _ => {
+                let value = self.squares(asked)?.iter().sum::<f64>().sqrt();
+                self.norm = Some(Known { value, by: asked });
+                Ok(value)
             }
         }
+    }
+
+    fn serves<T>(&self, known: &Known<T>, asked: Asked) -> bool {
+        self.alike.is_none() || asked == Asked::ByOne || known.by == Asked::ByAll
     }
 
     /// Whether the L2 norm can be had without the other ranks.
@@ -79,21 +110,48 @@ impl Closed {
     }
 
     #[track_caller]
-    fn squares(&mut self) -> Result<&[f64]> {
-        let squares = match self.squares.take() {
-            Some(squares) => squares,
-            None => self
-                .values
-                .powers(&self.slot, &self.device, 2.0, |_| true)?,
+    fn squares(&mut self, asked: Asked) -> Result<&[f64]> {
+        let known = match self.squares.take() {
+            Some(known) if self.serves(&known, asked) => known,
+            Some(Known { mut value, .. }) => {
+                self.make_alike(&mut value, asked)?;
+                Known { value, by: asked }
+            }
+            None => {
+                let value = self.powers(2.0, |_| true, asked)?;
+                Known { value, by: asked }
+            }
         };
-        Ok(self.squares.insert(squares))
+        Ok(&self.squares.insert(known).value)
+    }
+
+    #[track_caller]
+    fn powers(
+        &mut self,
+        order: f64,
+        chosen: impl Fn(usize) -> bool,
+        asked: Asked,
+    ) -> Result<Vec<f64>> {
+        let (slot, device) = (&self.slot, &self.device);
+        let mut powers = self.values.powers(slot, device, order, chosen)?;
+        self.make_alike(&mut powers, asked)?;
+        Ok(powers)
+    }
+
+    #[track_caller]
+    fn make_alike(&self, powers: &mut [f64], asked: Asked) -> Result<()> {
+        if let (Some(group), Asked::ByAll) = (&self.alike, asked) {
+            let measuring = group.for_purpose("the norm of gradients");
+            measuring.broadcast(powers, 0)?;
+        }
+        Ok(())
     }
 
     /// The norm of what is chosen, as it is now. All ranks call it where their sums are spread.
     #[track_caller]
-    pub(super) fn norm_of(&mut self, order: f64, chosen: &[bool]) -> Result<f64> {
+    pub(super) fn norm_of(&mut self, order: f64, chosen: &[bool], asked: Asked) -> Result<f64> {
         if order == 2.0 {
-            let squares = self.squares()?.to_vec();
+            let squares = self.squares(asked)?.to_vec();
             let scaled = |(at, square): (usize, f64)| match self.factor(at) {
                 _ if !chosen[at] => 0.0,
                 Some(factor) => square * factor * factor,
@@ -102,9 +160,7 @@ impl Closed {
             let sum: f64 = squares.into_iter().enumerate().map(scaled).sum();
             return Ok(sum.sqrt());
         }
-        let powers = self
-            .values
-            .powers(&self.slot, &self.device, order, |at| chosen[at])?;
+        let powers = self.powers(order, |at| chosen[at], asked)?;
         let scaled = powers.into_iter().enumerate().map(|(at, power)| {
             let factor = self.factor(at).unwrap_or(1.0);
             power
@@ -126,9 +182,9 @@ impl Closed {
     #[track_caller]
     pub(super) fn clip_norm(&mut self, max: f64, order: f64, chosen: &[bool]) -> Result<()> {
         if order == 2.0 {
-            self.whole_norm()?;
+            self.whole_norm(Asked::ByAll)?;
         }
-        let factor = max / (self.norm_of(order, chosen)? + 1e-6);
+        let factor = max / (self.norm_of(order, chosen, Asked::ByAll)? + 1e-6);
         // Also when the norm is NaN: nothing is hidden then.
         if factor.is_nan() || factor < 1.0 {
             self.multiply(factor, chosen);
@@ -141,7 +197,13 @@ impl Closed {
         if let Values::Reduced(sums) = &self.values {
             sums.give_up(error);
         }
+        if let Some(group) = &self.alike {
+            group.abort(format!(
+                "it could not take part in what all ranks do with gradients: {error}"
+            ));
+        }
         self.undo.take().into_iter().for_each(Undo::undo);
+        self.lost = true;
     }
 
     fn multiply(&mut self, factor: f64, chosen: &[bool]) {
@@ -160,7 +222,7 @@ impl Closed {
     #[track_caller]
     pub(super) fn clamp(&mut self, max: f64, chosen: &[bool]) -> Result<()> {
         // It can be had later no more.
-        self.whole_norm()?;
+        self.whole_norm(Asked::ByAll)?;
         if max.is_nan() {
             self.multiply(max, chosen);
             return Ok(());
@@ -168,13 +230,7 @@ impl Closed {
         self.apply_factors();
         self.squares = None;
         match &mut self.values {
-            Values::Reduced(sums) => sums.change(|at, value| {
-                if chosen[at] {
-                    value.clamp(-max, max)
-                } else {
-                    value
-                }
-            }),
+            Values::Reduced(sums) => sums.change(Change::Clamp { max, chosen }),
             Values::Untouched { gradients, .. } => {
                 for (at, parameter) in self.slot.parameters().iter().enumerate() {
                     if chosen[at] {
@@ -198,7 +254,7 @@ impl Closed {
         }
         self.squares = None;
         match &mut self.values {
-            Values::Reduced(sums) => sums.change(|at, value| value * factors[at]),
+            Values::Reduced(sums) => sums.change(Change::Multiply(&factors)),
             Values::Untouched { gradients, .. } => {
                 for (parameter, factor) in self.slot.parameters().iter().zip(factors) {
                     with_rank!(parameter.shape.len(), D => {
@@ -227,8 +283,16 @@ impl Values {
             Self::Reduced(sums) => sums.powers(order, asked),
             Self::Untouched { gradients, .. } => {
                 let mut powers = vec![0.0; slot.parameters().len()];
+                let (mut numbers, mut on_device) = (Vec::new(), Vec::new());
                 for (at, parameter) in slot.parameters().iter().enumerate() {
                     if !asked(at) {
+                        continue;
+                    }
+                    if let Some(gradient) = values::look(gradients, parameter)
+                        && !is_in_memory(&gradient.kind)
+                    {
+                        numbers.push(at);
+                        on_device.push(Tensor::from_dispatch(gradient));
                         continue;
                     }
                     with_rank!(parameter.shape.len(), D => {
@@ -242,8 +306,23 @@ impl Values {
                         }
                     });
                 }
+                let found = flat::powers(on_device, 1.0, order);
+                for (at, power) in numbers.into_iter().zip(found) {
+                    powers[at] = power;
+                }
                 Ok(powers)
             }
         }
+    }
+}
+
+/// Whether the CPU reads it where it lies.
+fn is_in_memory(tensor: &DispatchTensorKind) -> bool {
+    match tensor {
+        #[cfg(feature = "flex")]
+        DispatchTensorKind::Flex(_) => true,
+        #[cfg(feature = "ndarray")]
+        DispatchTensorKind::NdArray(_) => true,
+        _ => false,
     }
 }

@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor};
 use super::averages::{Averaged, Averages};
 use super::backward::Reach;
 use super::clip::{Clip, Limit};
-use super::closed::{Closed, Values};
+use super::closed::{Asked, Closed, Known, Values};
 use super::reducer::Reduced;
 use super::slot::Slot;
 use super::sums::Sums;
@@ -112,7 +112,12 @@ impl Gradients {
             spread: reduced.spread,
             total: reduced.total,
         };
-        Self::closed(slot, device, epoch, reduced.marks, Values::Reduced(sums))
+        let alike = reduced.group.filter(|_| reduced.is_on_a_device);
+        let mut gradients = Self::closed(slot, device, epoch, reduced.marks, Values::Reduced(sums));
+        if let Content::Closed(closed) = &mut gradients.0 {
+            closed.alike = alike;
+        }
+        gradients
     }
 
     fn closed(
@@ -123,9 +128,11 @@ impl Gradients {
         values: Values,
     ) -> Self {
         Self(Content::Closed(Box::new(Closed {
+            alike: None,
             device,
             epoch,
             factors: Vec::new(),
+            lost: false,
             norm: None,
             squares: None,
             tie: None,
@@ -269,6 +276,9 @@ impl Gradients {
     /// the window is open. Squares are added up in f64, parameter by parameter in path order, so
     /// every rank has the same bits.
     ///
+    /// On a device they are added up in its own order and type, so that ranks may differ in the last bits: a
+    /// [clip](Self::clip), for which all ranks use that of rank 0, makes them the same.
+    ///
     /// One rank may ask alone: nothing is communicated. With a [`Sharded`](crate::optim::Sharded) optimizer,
     /// whose ranks have a part of the gradient each, it travels along with every window from the one
     /// on in which it, or a clip, was first asked for. So it is `None` once where that is not the first window.
@@ -280,7 +290,7 @@ impl Gradients {
             closed.slot.note_norm_wanted();
             return None;
         }
-        closed.whole_norm().ok()
+        closed.whole_norm(Asked::ByOne).ok()
     }
 
     /// Their window is used up, and its step counts.
@@ -296,7 +306,7 @@ impl Gradients {
     #[track_caller]
     pub(super) fn agree_on_norm(&mut self) -> Result<()> {
         match &mut self.0 {
-            Content::Closed(closed) => closed.whole_norm().map(drop),
+            Content::Closed(closed) => closed.whole_norm(Asked::ByAll).map(drop),
             Content::Accumulating | Content::Idle { .. } | Content::Overflowed { .. } => Ok(()),
         }
     }
@@ -313,7 +323,7 @@ impl Gradients {
             return None;
         };
         let all = vec![true; closed.slot.parameters().len()];
-        match closed.norm_of(order, &all) {
+        match closed.norm_of(order, &all, Asked::ByOne) {
             Ok(norm) => Some(norm),
             Err(error) => {
                 closed.give_up(&error);
@@ -359,7 +369,7 @@ impl Gradients {
     /// ```
     pub fn loss(&self) -> Option<f64> {
         match &self.closed_ref()?.values {
-            Values::Reduced(sums) => Some(sums.loss),
+            Values::Reduced(sums) => Some(sums.loss.value() / sums.total),
             Values::Untouched { loss, .. } => Some(loss.clone().into_scalar::<f64>()),
         }
     }
@@ -452,6 +462,9 @@ impl Gradients {
     /// communicates tells why.
     #[track_caller]
     pub fn into_params(mut self) -> Option<GradientsParams> {
+        if self.is_lost() {
+            return None;
+        }
         let undo = self.take_undo();
         Some(match self.into_averaged()? {
             Averaged::Sums(mut averages) => {
@@ -498,6 +511,11 @@ impl Gradients {
         matches!(values, Some(Values::Reduced(sums)) if sums.is_spread())
     }
 
+    /// Whether something that all ranks do with them failed.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.closed_ref().is_some_and(|closed| closed.lost)
+    }
+
     /// What is to be undone where the step does not happen.
     pub(crate) fn take_undo(&mut self) -> Option<Undo> {
         match &mut self.0 {
@@ -516,7 +534,8 @@ impl Gradients {
 
     /// The norm, if somebody asked for it.
     pub(crate) fn known_norm(&self) -> Option<f64> {
-        self.closed_ref()?.norm
+        let norm = self.closed_ref()?.norm.as_ref();
+        norm.map(|known: &Known<f64>| known.value)
     }
 
     fn closed_ref(&self) -> Option<&Closed> {
@@ -538,7 +557,7 @@ impl fmt::Debug for Gradients {
             Content::Closed(closed) => f
                 .debug_struct("Gradients")
                 .field("epoch", &closed.epoch)
-                .field("norm", &closed.norm)
+                .field("norm", &self.known_norm())
                 .field("samples", &self.samples())
                 .finish_non_exhaustive(),
         }

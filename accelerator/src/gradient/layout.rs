@@ -2,9 +2,12 @@ use core::ops::Range;
 use std::sync::Arc;
 
 use accelerator_collective::{Buffer, Cut, DType, ProcessGroup};
+use burn::tensor::Device;
 
+use super::flat::Flat;
 use super::overlap::Order;
 use super::spread::{Bounds, Cuts};
+use super::store::{Home, Store};
 use crate::error::Result;
 use crate::model::{Float, Trainable};
 
@@ -178,11 +181,16 @@ impl Buckets {
         width(self.buckets[bucket].dtype)
     }
 
-    /// New buffers, one a bucket.
-    pub(super) fn allocate(&self, group: &ProcessGroup) -> Vec<Buffer> {
-        (0..self.len())
-            .map(|bucket| self.allocate_one(group, bucket))
-            .collect()
+    /// Where the sums of a bucket will be kept.
+    pub(super) fn store(&self, group: &ProcessGroup, home: &Home, bucket: usize) -> Store {
+        let Bucket { dtype, length, .. } = &self.buckets[bucket];
+        Store::new(group, home, *dtype, *length)
+    }
+
+    /// A bucket on a device, with nothing in it.
+    pub(super) fn flat(&self, device: &Device, bucket: usize) -> Flat {
+        let Bucket { dtype, length, .. } = &self.buckets[bucket];
+        Flat::new(*dtype, *length, device)
     }
 
     /// A new buffer for that bucket.

@@ -3,24 +3,28 @@ use std::sync::Arc;
 use accelerator_collective::{Buffer, DType, Pending, ProcessGroup};
 use burn::backend::DispatchTensor;
 
-use super::bucket::{self, Entry};
+use super::bucket::Entry;
 use super::layout::Buckets;
 use super::overlap;
 use super::reducer::control;
-use super::values::with_values;
+use super::road::{Reading, Sending};
+use super::store::{Entrant, Home, Store};
+use crate::precision::Cast;
 
 /// The sums of a window, with the books that are kept on them. The next window uses it again, so
 /// that steps allocate nothing and pages stay warm.
 #[derive(Debug)]
 pub(super) struct Ledger {
+    /// Where its sums are kept.
+    pub(super) home: Home,
     pub(super) layout: Arc<Buckets>,
     /// By bucket.
     pub(super) stages: Vec<Stage>,
     /// By bucket: sums as they were before the last micro-step, which can be undone.
-    pub(super) undo: Vec<Option<Buffer>>,
+    pub(super) undo: Vec<Option<Store>>,
     /// By bucket: whether this rank sent it too early.
     pub(super) wrong: Vec<bool>,
-    /// By bucket: what a compressed one travels in.
+    /// By bucket: what one travels in that is compressed, or on a device.
     pub(super) wires: Vec<Option<Buffer>>,
     /// By parameter: whether a micro-step before this one had a gradient.
     pub(super) written: Vec<bool>,
@@ -42,17 +46,21 @@ pub(super) struct Ledger {
 #[derive(Debug)]
 pub(super) enum Stage {
     /// It holds sums of this rank, and may get more.
-    Open(Buffer),
+    Open(Store),
     /// It holds all that this rank has to give.
-    Complete(Buffer),
+    Complete(Store),
+    /// It is read from its device, to travel.
+    Read(Reading),
     /// It travels as it is.
     Sent(Pending),
+    /// It travels from device to device.
+    SentOnDevice(Sending),
     /// It stays, and what was rounded travels.
     SentRounded(Buffer, Pending),
     /// It holds what this rank has to give, and `wires` the rounded sums of all ranks.
     Rounded(Buffer, Fit),
     /// It holds the sums of all ranks.
-    Summed(Buffer),
+    Summed(Store),
     /// Its operation failed.
     Lost,
 }
@@ -89,22 +97,28 @@ impl Sight {
         }
     }
 
-    /// Whether it is the gradient that a parameter has in the end.
-    pub(super) fn is_of(&self, gradient: Option<&DispatchTensor>) -> bool {
+    /// Whether it is the gradient that a parameter has in the end, or what `cast` has made that of.
+    pub(super) fn is_of(&self, gradient: Option<&DispatchTensor>, cast: Option<&Cast>) -> bool {
         match (self, gradient) {
             (Self::Absent, None) => true,
-            (Self::Seen(seen), Some(gradient)) => overlap::same(seen, gradient),
+            (Self::Seen(seen), Some(gradient)) => overlap::is_of(seen, gradient, cast),
             _ => false,
         }
     }
 }
 
 impl Ledger {
-    pub(super) fn new(group: &ProcessGroup, layout: Arc<Buckets>, parameters: usize) -> Self {
+    pub(super) fn new(
+        group: &ProcessGroup,
+        home: &Home,
+        layout: Arc<Buckets>,
+        parameters: usize,
+    ) -> Self {
         let buckets = layout.len();
-        let buffers = layout.allocate(group).into_iter();
+        let store = |bucket| Stage::Open(layout.store(group, home, bucket));
         Self {
-            stages: buffers.map(Stage::Open).collect(),
+            home: home.clone(),
+            stages: (0..buckets).map(store).collect(),
             undo: none(buckets),
             wrong: vec![false; buckets],
             wires: none(buckets),
@@ -127,17 +141,54 @@ impl Ledger {
         self.here.fill(false);
         self.wrong.fill(false);
         self.forget();
+        // Memory of the host is used again.
+        for undo in &mut self.undo {
+            undo.take_if(|undo| matches!(undo, Store::Device(_)));
+        }
         for stage in &mut self.stages {
             *stage = match core::mem::replace(stage, Stage::Lost) {
-                Stage::Open(buffer) | Stage::Complete(buffer) | Stage::Summed(buffer) => {
-                    Stage::Open(buffer)
+                Stage::Open(store) | Stage::Complete(store) | Stage::Summed(store) => {
+                    Stage::Open(store.reopen())
                 }
-                Stage::Sent(_) | Stage::SentRounded(..) | Stage::Rounded(..) | Stage::Lost => {
-                    return false;
-                }
+                Stage::Read(_)
+                | Stage::Sent(_)
+                | Stage::SentOnDevice(_)
+                | Stage::SentRounded(..)
+                | Stage::Rounded(..)
+                | Stage::Lost => return false,
             };
         }
         self.control.is_some()
+    }
+
+    /// Moves sums that are still open to where the others of their model are kept.
+    pub(super) fn move_to(&mut self, group: &ProcessGroup, home: &Home) {
+        if self.is_at(home) {
+            return;
+        }
+        for bucket in 0..self.stages.len() {
+            let stage = core::mem::replace(&mut self.stages[bucket], Stage::Lost);
+            self.stages[bucket] = match (stage, home) {
+                (Stage::Open(store), Home::Host) => Stage::Open(store.into_host(group)),
+                (Stage::Open(mut store), Home::Device(device)) => {
+                    // What nobody has written to means nothing here, and is 0 there.
+                    self.clear(bucket, &mut store, |_| false);
+                    Stage::Open(store.into_device(device))
+                }
+                (other, _) => other,
+            };
+        }
+        self.home = home.clone();
+        self.undo.fill_with(|| None);
+        self.wires.fill_with(|| None);
+    }
+
+    /// Whether sums are kept there.
+    pub(super) fn is_at(&self, home: &Home) -> bool {
+        matches!(
+            (&self.home, home),
+            (Home::Host, Home::Host) | (Home::Device(_), Home::Device(_))
+        )
     }
 
     /// Lets go of the gradients that were seen.
@@ -146,9 +197,9 @@ impl Ledger {
     }
 
     /// Takes a bucket out that may still get gradients.
-    pub(super) fn open(&mut self, bucket: usize) -> Option<Buffer> {
+    pub(super) fn open(&mut self, bucket: usize) -> Option<Store> {
         match core::mem::replace(&mut self.stages[bucket], Stage::Lost) {
-            Stage::Open(buffer) => Some(buffer),
+            Stage::Open(store) => Some(store),
             other => {
                 self.stages[bucket] = other;
                 None
@@ -157,9 +208,9 @@ impl Ledger {
     }
 
     /// Takes a bucket out that is to be sent.
-    pub(super) fn complete(&mut self, bucket: usize) -> Option<Buffer> {
+    pub(super) fn complete(&mut self, bucket: usize) -> Option<Store> {
         match core::mem::replace(&mut self.stages[bucket], Stage::Lost) {
-            Stage::Complete(buffer) => Some(buffer),
+            Stage::Complete(store) => Some(store),
             other => {
                 self.stages[bucket] = other;
                 None
@@ -170,95 +221,109 @@ impl Ledger {
     /// Adds `weight · gradient` of each of its members to a bucket. Those of which no micro-step has
     /// a gradient are left as they are.
     pub(super) fn enter<'a>(
-        &self,
+        &'a self,
         bucket: usize,
-        buffer: &mut Buffer,
-        gradient: impl Fn(usize) -> Option<&'a DispatchTensor>,
+        store: &mut Store,
+        gradient: impl Fn(usize) -> Option<&'a DispatchTensor> + Copy,
         weight: f64,
     ) {
         let members = self.layout.members(bucket).iter();
-        let there = members.filter_map(|&parameter| Some((parameter, gradient(parameter)?)));
-        with_values(there, |parameter, values| {
-            let range = &self.layout.place(parameter).range;
-            let entry = if self.written[parameter] {
-                Entry::Add
-            } else {
-                Entry::Replace
-            };
-            bucket::write(buffer, range, values, weight, entry);
+        let entrants = members.map(move |&parameter| Entrant {
+            range: &self.layout.place(parameter).range,
+            gradient: gradient(parameter),
+            entry: match self.written[parameter] {
+                true => Entry::Add,
+                false => Entry::Replace,
+            },
         });
+        store.enter(entrants, weight);
     }
 
     /// The same for the gradients that are held, and lets go of them.
-    pub(super) fn enter_held(&mut self, bucket: usize, buffer: &mut Buffer, weight: f64) {
-        self.enter(
-            bucket,
-            buffer,
-            |parameter| self.held[parameter].as_ref(),
-            weight,
-        );
+    pub(super) fn enter_held(&mut self, bucket: usize, store: &mut Store, weight: f64) {
+        let held = &self.held;
+        self.enter(bucket, store, |parameter| held[parameter].as_ref(), weight);
         for &parameter in self.layout.members(bucket) {
             self.held[parameter] = None;
         }
     }
 
     /// Zeroes what nobody has written to in a bucket.
-    pub(super) fn clear(
-        &self,
-        bucket: usize,
-        buffer: &mut Buffer,
-        is_there: impl Fn(usize) -> bool,
-    ) {
+    pub(super) fn clear(&self, bucket: usize, store: &mut Store, is_there: impl Fn(usize) -> bool) {
         for &parameter in self.layout.members(bucket) {
             if !self.written[parameter] && !is_there(parameter) {
-                bucket::clear(buffer, &self.layout.place(parameter).range);
+                store.clear(&self.layout.place(parameter).range);
             }
         }
     }
 
     /// Keeps what a bucket holds, so that it can be had again, where a micro-step before this
     /// one has written to it.
-    pub(super) fn keep(&mut self, group: &ProcessGroup, bucket: usize, buffer: &Buffer) {
-        if self.is_used(bucket) {
-            let kept =
-                self.undo[bucket].get_or_insert_with(|| group.buffer(buffer.dtype(), buffer.len()));
-            kept.bytes_mut().copy_from_slice(buffer.bytes());
+    pub(super) fn keep(&mut self, group: &ProcessGroup, bucket: usize, store: &Store) {
+        if !self.is_used(bucket) {
+            return;
+        }
+        match (store, &mut self.undo[bucket]) {
+            (Store::Host(buffer), Some(Store::Host(kept))) => {
+                kept.bytes_mut().copy_from_slice(buffer.bytes());
+            }
+            (Store::Host(buffer), undo) => {
+                let mut kept = group.buffer(buffer.dtype(), buffer.len());
+                kept.bytes_mut().copy_from_slice(buffer.bytes());
+                *undo = Some(Store::Host(kept));
+            }
+            (Store::Device(flat), undo) => *undo = Some(Store::Device(flat.clone())),
         }
     }
 
     /// Gives a bucket what was kept.
-    pub(super) fn restore(&self, bucket: usize, buffer: &mut Buffer) {
-        // What nobody has written to is replaced as a whole.
-        if self.is_used(bucket)
-            && let Some(kept) = &self.undo[bucket]
-        {
-            buffer.bytes_mut().copy_from_slice(kept.bytes());
+    pub(super) fn restore(&mut self, bucket: usize, store: &mut Store) {
+        let used = self.is_used(bucket);
+        match (store, &mut self.undo[bucket]) {
+            (Store::Host(buffer), Some(Store::Host(kept))) if used => {
+                buffer.bytes_mut().copy_from_slice(kept.bytes());
+            }
+            (Store::Device(flat), Some(Store::Device(kept))) if used => *flat = kept.clone(),
+            // What nobody has written to is replaced as a whole.
+            (Store::Host(_), _) => {}
+            (Store::Device(flat), _) => *flat = flat.blank(),
         }
     }
 
     /// The sums of all ranks, of a window that was reduced.
-    pub(super) fn sums(&self, bucket: usize) -> Option<&Buffer> {
+    pub(super) fn sums(&self, bucket: usize) -> Option<&Store> {
         match &self.stages[bucket] {
-            Stage::Summed(buffer) => Some(buffer),
+            Stage::Summed(store) => Some(store),
             _ => None,
         }
     }
 
     /// The same, to be changed.
-    pub(super) fn sums_mut(&mut self, bucket: usize) -> Option<&mut Buffer> {
+    pub(super) fn sums_mut(&mut self, bucket: usize) -> Option<&mut Store> {
         match &mut self.stages[bucket] {
-            Stage::Summed(buffer) => Some(buffer),
+            Stage::Summed(store) => Some(store),
             _ => None,
         }
     }
 
-    /// The sums of all buckets, of a window that was reduced.
+    /// The sums of all buckets in memory, of a window that was reduced.
     pub(super) fn summed(&mut self) -> Vec<&mut Buffer> {
         let summed = |stage| match stage {
-            &mut Stage::Summed(ref mut buffer) => Some(buffer),
+            &mut Stage::Summed(Store::Host(ref mut buffer)) => Some(buffer),
             _ => None,
         };
         self.stages.iter_mut().filter_map(summed).collect()
+    }
+
+    /// Brings the sums of a window that was reduced to memory.
+    pub(super) fn bring_home(&mut self, group: &ProcessGroup) {
+        for stage in &mut self.stages {
+            *stage = match core::mem::replace(stage, Stage::Lost) {
+                Stage::Summed(store) => Stage::Summed(store.into_host(group)),
+                other => other,
+            };
+        }
+        self.home = Home::Host;
     }
 
     fn is_used(&self, bucket: usize) -> bool {

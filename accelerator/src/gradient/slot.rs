@@ -13,20 +13,24 @@ use super::hook::Held;
 use super::layout::Buckets;
 use super::ledger::Ledger;
 use super::overlap::{Order, OverlapReport, Switch, Watching};
+use super::road::Road;
 use super::spread::Bounds;
+use super::store::Home;
 use super::turn::Turn;
 use super::window::Window;
 use crate::error::Result;
 use crate::local::Round;
 use crate::model::Trainable;
 use crate::notice;
-use crate::precision::{Finiteness, Scaler, ScalerState};
+use crate::precision::{Cast, Finiteness, Scaler, ScalerState};
 
 /// What is kept for a prepared model: which gradients it has, where they lie, and the window
 /// that is open.
 #[derive(Debug)]
 pub(crate) struct Slot {
     bucket_size: usize,
+    /// Where sums are kept that are not cut.
+    home: Home,
     /// Where a hook of the program's reduces the gradients.
     hook: Option<Held>,
     /// The parameters' numbers.
@@ -40,6 +44,8 @@ pub(crate) struct Slot {
     reported_precision: AtomicBool,
     /// Whether a bucket that did not fit the compressed type was reported.
     reported_range: AtomicBool,
+    /// How sums on a device get to other ranks.
+    road: Option<Arc<Road>>,
     /// What this rank did by itself.
     round: Mutex<Round>,
     shelf: Mutex<Shelf>,
@@ -65,9 +71,17 @@ pub(crate) enum WorkingCopy {
     #[default]
     None,
     /// By parameter: what the forward uses in its place, where that is something else.
-    One(Vec<Option<DispatchTensor>>),
+    One(Vec<Option<WorkingPart>>),
     /// Several, whose gradients are added up at the end.
     Several,
+}
+
+/// What the forward uses in the place of a parameter.
+#[derive(Debug)]
+pub(crate) struct WorkingPart {
+    pub(crate) tensor: DispatchTensor,
+    /// What makes gradients of the parameter of its gradients, if that can be asked.
+    pub(crate) cast: Option<Arc<Cast>>,
 }
 
 /// Tells models apart, on all ranks alike.
@@ -123,12 +137,14 @@ impl Slot {
         let numbers = parameters.iter().enumerate();
         Self {
             bucket_size,
+            home: Home::Host,
             hook: None,
             numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
             reported: AtomicBool::new(false),
             reported_clip: AtomicBool::new(false),
             reported_precision: AtomicBool::new(false),
             reported_range: AtomicBool::new(false),
+            road: None,
             round: Mutex::new(Round::default()),
             shelf: Mutex::new(Shelf {
                 layout,
@@ -161,9 +177,36 @@ impl Slot {
         }
     }
 
-    /// With gradients that a hook reduces.
+    /// With gradients that a hook reduces, which it does in memory.
     pub(crate) fn with_hook(self, hook: Option<Held>) -> Self {
-        Self { hook, ..self }
+        let home = match hook {
+            Some(_) => Home::Host,
+            None => self.home,
+        };
+        Self { home, hook, ..self }
+    }
+
+    /// With gradients that get to other ranks by that road.
+    pub(crate) fn with_road(self, road: Arc<Road>, compression: Compression) -> Self {
+        let home = match self.hook {
+            Some(_) => Home::Host,
+            None => road.home(compression),
+        };
+        Self {
+            home,
+            road: Some(road),
+            ..self
+        }
+    }
+
+    /// Whether losses are read as they come: what is computed on the CPU is there.
+    pub(super) fn reads_losses(&self) -> bool {
+        matches!(self.home, Home::Host)
+    }
+
+    /// How sums on a device get to other ranks.
+    pub(super) fn road(&self) -> Option<&Arc<Road>> {
+        self.road.as_ref()
     }
 
     pub(crate) fn hook(&self) -> Option<&Held> {
@@ -232,7 +275,7 @@ impl Slot {
     }
 
     /// A copy was made for the next forward.
-    pub(crate) fn note_working(&self, parts: Vec<Option<DispatchTensor>>) {
+    pub(crate) fn note_working(&self, parts: Vec<Option<WorkingPart>>) {
         let mut working = self.working.lock().unwrap_or_else(PoisonError::into_inner);
         *working = match *working {
             WorkingCopy::None => WorkingCopy::One(parts),
@@ -333,7 +376,10 @@ impl Slot {
     pub(super) fn lend(&self, group: &ProcessGroup) -> Ledger {
         let mut shelf = self.shelf();
         let spare = shelf.spare.take();
-        spare.unwrap_or_else(|| Ledger::new(group, shelf.layout.clone(), self.parameters.len()))
+        spare.unwrap_or_else(|| {
+            let (home, layout) = (self.home_of(&shelf.layout), shelf.layout.clone());
+            Ledger::new(group, home, layout, self.parameters.len())
+        })
     }
 
     /// Gives the memory of the spare ledger back; the next window takes some anew.
@@ -344,7 +390,8 @@ impl Slot {
     /// Keeps one ledger, whose memory is laid out as the next window's.
     pub(super) fn take_back(&self, mut ledger: Ledger) {
         let mut shelf = self.shelf();
-        if shelf.spare.is_none() && shelf.fits(&ledger) && ledger.reopen() {
+        let is_at_home = ledger.is_at(self.home_of(&shelf.layout));
+        if shelf.spare.is_none() && shelf.fits(&ledger) && is_at_home && ledger.reopen() {
             ledger.layout = shelf.layout.clone();
             shelf.spare = Some(ledger);
         }
@@ -370,7 +417,7 @@ impl Slot {
     pub(super) fn spread(&self, bounds: &Arc<Bounds>) -> Result<()> {
         let mut shelf = self.shelf();
         let layout = shelf.layout.cut_at(bounds)?;
-        shelf.replace(layout);
+        self.replace(&mut shelf, layout);
         Ok(())
     }
 
@@ -381,10 +428,11 @@ impl Slot {
 
     /// Shares out the sums of a window as those that are reduced now, whenever it was opened: ranks
     /// agree on the order of what they reduce, and on nothing else.
-    pub(super) fn renew(&self, ledger: &mut Ledger) {
+    pub(super) fn renew(&self, group: &ProcessGroup, ledger: &mut Ledger) {
         let shelf = self.shelf();
         if shelf.fits(ledger) {
             ledger.layout = shelf.layout.clone();
+            ledger.move_to(group, self.home_of(&shelf.layout));
         }
     }
 
@@ -392,6 +440,21 @@ impl Slot {
     pub(super) fn unspread(&self) {
         let mut shelf = self.shelf();
         let layout = shelf.layout.uncut();
+        self.replace(&mut shelf, layout);
+    }
+
+    /// Where sums are kept that are laid out so. Those of which ranks get parts are cut in memory.
+    fn home_of(&self, layout: &Buckets) -> &Home {
+        match layout.cuts() {
+            Some(_) => &Home::Host,
+            None => &self.home,
+        }
+    }
+
+    /// Lays out the same places in another way.
+    fn replace(&self, shelf: &mut Shelf, layout: Buckets) {
+        let home = self.home_of(&layout);
+        shelf.spare = shelf.spare.take().filter(|spare| spare.is_at(home));
         shelf.replace(layout);
     }
 

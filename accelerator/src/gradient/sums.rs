@@ -1,17 +1,20 @@
 use core::ops::Range;
 use std::sync::Arc;
 
-use accelerator_collective::{Buffer, Part, ReduceOp};
+use accelerator_collective::{Part, ProcessGroup, ReduceOp};
 use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
 use super::bucket::{self, BLOCK};
+use super::flat::{self, Flat};
 use super::layout::Place;
 use super::ledger::Ledger;
 use super::rank::with_rank;
 use super::slot::Slot;
 use super::spread::Spread;
+use super::store::{Home, Store};
+use super::window::LossSum;
 use crate::error::{Error, Result};
 use crate::model::Trainable;
 
@@ -21,7 +24,8 @@ pub(super) struct Sums {
     pub(super) ledger: Option<Ledger>,
     /// What sums are divided by: the total weight, times the scale of the loss.
     pub(super) divisor: f64,
-    pub(super) loss: f64,
+    /// Σ weight · loss.
+    pub(super) loss: LossSum,
     /// Of how many ranks they are.
     pub(super) ranks: usize,
     pub(super) slot: Arc<Slot>,
@@ -32,9 +36,7 @@ pub(super) struct Sums {
 
 impl Sums {
     /// The parameters that have a gradient, in path order, and where its sum lies.
-    pub(super) fn there(
-        &self,
-    ) -> impl Iterator<Item = (usize, &Trainable, &Buffer, &Range<usize>)> {
+    pub(super) fn there(&self) -> impl Iterator<Item = (usize, &Trainable, &Store, &Range<usize>)> {
         let parameters = self.slot.parameters().iter().enumerate();
         parameters.filter_map(|(index, parameter)| {
             let (sums, range) = self.place(index)?;
@@ -47,6 +49,19 @@ impl Sums {
         !self.spread.is_whole()
     }
 
+    /// Whether they lie on a device.
+    pub(super) fn is_on_device(&self) -> bool {
+        let ledger = self.ledger.as_ref();
+        ledger.is_some_and(|ledger| matches!(ledger.home, Home::Device(_)))
+    }
+
+    /// Brings them to memory, where they lie on a device.
+    pub(super) fn bring_home(&mut self, group: &ProcessGroup) {
+        if let Some(ledger) = &mut self.ledger {
+            ledger.bring_home(group);
+        }
+    }
+
     /// Which elements of a parameter this rank has the sums of.
     fn own(&self, index: usize) -> Range<usize> {
         let shape = &self.slot.parameters()[index].shape;
@@ -55,12 +70,25 @@ impl Sums {
 
     /// By parameter: the sum of `|x|^order` of its elements, or the largest magnitude where the order is
     /// infinite; 0 for what has no gradient, or is not asked for. Where sums are spread, each rank adds its
-    /// own blocks up, and all ranks call it.
+    /// own blocks up, and all ranks call it. A device adds up in its own order and type.
     #[track_caller]
     pub(super) fn powers(&self, order: f64, asked: impl Fn(usize) -> bool) -> Result<Vec<f64>> {
         let mut blocks = Vec::new();
         let mut places = Vec::new();
-        for (at, _, buffer, range) in self.there().filter(|(at, ..)| asked(*at)) {
+        let mut powers = vec![0.0; self.slot.parameters().len()];
+        let mut on_device = (Vec::new(), Vec::new());
+        for (at, _, store, range) in self.there().filter(|(at, ..)| asked(*at)) {
+            let buffer = match store {
+                Store::Host(buffer) => buffer,
+                Store::Device(flat) => {
+                    if !range.is_empty() {
+                        let values = flat.tensor().slice(range.clone());
+                        on_device.0.push(at);
+                        on_device.1.push(values);
+                    }
+                    continue;
+                }
+            };
             let own = self.own(at);
             let (start, count) = (blocks.len(), range.len().div_ceil(BLOCK));
             blocks.resize(start + own.start.div_ceil(BLOCK), 0.0);
@@ -80,7 +108,11 @@ impl Sums {
             let measuring = group.for_purpose("the norm of gradients");
             measuring.all_reduce(&mut blocks, op)?;
         }
-        let mut powers = vec![0.0; self.slot.parameters().len()];
+        let (numbers, values) = on_device;
+        let found = flat::powers(values, self.divisor, order);
+        for (at, power) in numbers.into_iter().zip(found) {
+            powers[at] = power;
+        }
         for (at, range) in places {
             let blocks = blocks[range].iter().copied();
             powers[at] = bucket::joined(blocks, self.divisor, order);
@@ -133,7 +165,7 @@ impl Sums {
     }
 
     /// Where the sum of a parameter lies, if it has a gradient.
-    pub(super) fn place(&self, index: usize) -> Option<(&Buffer, &Range<usize>)> {
+    pub(super) fn place(&self, index: usize) -> Option<(&Store, &Range<usize>)> {
         let ledger = self.ledger.as_ref()?;
         let place = ledger.layout.place(index);
         let sums = ledger.sums(place.bucket)?;
@@ -141,7 +173,7 @@ impl Sums {
     }
 
     /// The same, to be changed.
-    pub(super) fn place_mut(&mut self, index: usize) -> Option<(&mut Buffer, Range<usize>)> {
+    pub(super) fn place_mut(&mut self, index: usize) -> Option<(&mut Store, Range<usize>)> {
         let ledger = self.ledger.as_mut()?;
         if !ledger.present[index] {
             return None;
@@ -150,29 +182,56 @@ impl Sums {
         Some((ledger.sums_mut(bucket)?, range))
     }
 
-    /// Replaces every element, given the number of its parameter and the element of the average.
-    pub(super) fn change(&mut self, new: impl Fn(usize, f64) -> f64) {
+    /// Changes every element of the average.
+    pub(super) fn change(&mut self, change: Change<'_>) {
         let divisor = self.divisor;
+        if self.is_on_device() {
+            self.change_on_device(change);
+            return;
+        }
         for index in 0..self.slot.parameters().len() {
             let own = self.own(index);
-            if let Some((sums, place)) = self.place_mut(index) {
+            if let Some((Store::Host(sums), place)) = self.place_mut(index) {
                 let own = place.start + own.start..place.start + own.end;
-                bucket::change(sums, &own, |value| new(index, value / divisor));
+                bucket::change(sums, &own, |value| change.of(index, value / divisor));
             }
         }
         self.divisor = 1.0;
     }
 
+    fn change_on_device(&mut self, change: Change<'_>) {
+        let divisor = self.divisor;
+        let Some(ledger) = &mut self.ledger else {
+            return;
+        };
+        let layout = ledger.layout.clone();
+        for bucket in 0..layout.len() {
+            let Some(Store::Device(flat)) = ledger.sums_mut(bucket) else {
+                continue;
+            };
+            let members = layout.members(bucket);
+            let ranges = members.iter().map(|&at| layout.place(at).range.clone());
+            flat.change(ranges, |number, sums| {
+                change.of_tensor(members[number], sums.div_scalar(divisor))
+            });
+        }
+        self.divisor = 1.0;
+    }
+
     /// The gradients of the parameters that are asked for. Elements are multiplied by the factor of their
-    /// parameter, where there are any.
+    /// parameter, where there are any. What lies on a device is taken out.
     pub(super) fn params(
-        &self,
+        &mut self,
         device: &Device,
         factors: &[f64],
         asked: impl Fn(ParamId) -> bool,
     ) -> GradientsParams {
         let mut gradients = GradientsParams::new();
-        for (index, parameter, buffer, range) in self.there() {
+        self.params_on_device(factors, &asked, &mut gradients);
+        for (index, parameter, store, range) in self.there() {
+            let Store::Host(buffer) = store else {
+                continue;
+            };
             if !asked(parameter.id) {
                 continue;
             }
@@ -186,6 +245,83 @@ impl Sums {
             });
         }
         gradients
+    }
+
+    fn params_on_device(
+        &mut self,
+        factors: &[f64],
+        asked: impl Fn(ParamId) -> bool,
+        gradients: &mut GradientsParams,
+    ) {
+        let (divisor, slot) = (self.divisor, self.slot.clone());
+        let Some(ledger) = &mut self.ledger else {
+            return;
+        };
+        let layout = ledger.layout.clone();
+        for bucket in 0..layout.len() {
+            let Some(Store::Device(flat)) = ledger.sums_mut(bucket) else {
+                continue;
+            };
+            let mean = mean(flat, divisor);
+            for &index in layout.members(bucket) {
+                let parameter = &slot.parameters()[index];
+                if !ledger.present[index] || !asked(parameter.id) {
+                    continue;
+                }
+                let gradient = mean.clone().slice(layout.place(index).range.clone());
+                let gradient = match factor(factors, index) {
+                    Some(factor) => gradient.mul_scalar(factor),
+                    None => gradient,
+                };
+                let gradient = gradient.cast(parameter.float.dtype());
+                with_rank!(parameter.shape.len(), D => {
+                    let mut shape = [1; D];
+                    for (to, from) in shape.iter_mut().zip(&parameter.shape) {
+                        *to = *from;
+                    }
+                    gradients.register(parameter.id, gradient.reshape(shape));
+                });
+            }
+        }
+    }
+}
+
+/// What is done to averages.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Change<'a> {
+    /// What is chosen is held within `-max..=max`.
+    Clamp { max: f64, chosen: &'a [bool] },
+    /// By parameter.
+    Multiply(&'a [f64]),
+}
+
+impl Change<'_> {
+    fn of(&self, index: usize, value: f64) -> f64 {
+        match self {
+            Self::Clamp { max, chosen } if chosen[index] => value.clamp(-max, *max),
+            Self::Clamp { .. } => value,
+            Self::Multiply(factors) => value * factors[index],
+        }
+    }
+
+    fn of_tensor(&self, index: usize, values: Tensor<1>) -> Tensor<1> {
+        match self {
+            Self::Clamp { max, chosen } if chosen[index] => values.clamp(-max, *max),
+            Self::Clamp { .. } => values,
+            Self::Multiply(factors) => match factor(factors, index) {
+                Some(factor) => values.mul_scalar(factor),
+                None => values,
+            },
+        }
+    }
+}
+
+/// The averages of a bucket on a device, taken out.
+fn mean(flat: &mut Flat, divisor: f64) -> Tensor<1> {
+    let sums = flat.take();
+    match divisor == 1.0 {
+        true => sums,
+        false => sums.div_scalar(divisor),
     }
 }
 

@@ -89,37 +89,6 @@ pub(crate) fn with_values<'a>(
     }
 }
 
-/// Whether `full` is `half`, in a wider type.
-pub(super) fn is_cast_of(half: &DispatchTensor, full: &DispatchTensor) -> bool {
-    let half = any_rank(half);
-    if !matches!(half.dtype(), DType::BF16 | DType::F16) {
-        return false;
-    }
-    let full = any_rank(full);
-    if !matches!(full.dtype(), DType::F32 | DType::Flex32 | DType::F64) {
-        return false;
-    }
-    let (half, full) = (half.into_data(), full.into_data());
-    match (Values::of(&half), Values::of(&full)) {
-        (Values::Bf16(half), Values::F32(full)) => is_equal(half, full, half::bf16::to_f32),
-        (Values::F16(half), Values::F32(full)) => is_equal(half, full, half::f16::to_f32),
-        (Values::Bf16(half), Values::F64(full)) => is_equal(half, full, half::bf16::to_f64),
-        (Values::F16(half), Values::F64(full)) => is_equal(half, full, half::f16::to_f64),
-        _ => false,
-    }
-}
-
-/// By value; all that is no number is the same.
-#[expect(clippy::eq_op, reason = "what is no number differs from itself")]
-fn is_equal<H: Copy, F: Copy + PartialEq>(half: &[H], full: &[F], widen: fn(H) -> F) -> bool {
-    let mut pairs = half.iter().zip(full);
-    half.len() == full.len()
-        && pairs.all(|(&half, &full)| {
-            let wide = widen(half);
-            wide == full || (wide != wide && full != full)
-        })
-}
-
 /// The number of dimensions is no part of what is read.
 fn any_rank(gradient: &DispatchTensor) -> Tensor<1> {
     Tensor::from_dispatch(gradient.clone())

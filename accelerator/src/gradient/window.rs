@@ -1,6 +1,8 @@
 use accelerator_collective::ProcessGroup;
 use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
 
+use super::flat;
 use super::ledger::{Ledger, Stage};
 use super::slot::Slot;
 use super::values;
@@ -18,12 +20,52 @@ pub(super) struct Window {
 }
 
 /// What a window adds up to beside its gradients.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Totals {
     pub(super) weight: f64,
-    /// Σ weight · loss.
-    pub(super) loss: f64,
+    pub(super) loss: LossSum,
     pub(super) micro_steps: usize,
+}
+
+/// Σ weight · loss: what was read of it, and what lies on the device.
+#[derive(Clone, Debug, Default)]
+pub(super) struct LossSum {
+    pub(super) read: f64,
+    /// Losses of one element, with their weights.
+    pub(super) unread: Vec<(f64, Tensor<1>)>,
+}
+
+impl LossSum {
+    /// Adds the loss of a micro-step, one element: as it is, where reading it waits for a device.
+    pub(super) fn add(&mut self, slot: &Slot, weight: f64, loss: Tensor<1>) {
+        match slot.reads_losses() {
+            true => self.read += weight * loss.into_scalar::<f64>(),
+            false => self.unread.push((weight, loss)),
+        }
+    }
+
+    /// What lies on the device, in one element there that is nobody else's.
+    pub(super) fn sum_on(&self, device: &burn::tensor::Device) -> Tensor<1> {
+        let dtype = burn::tensor::DType::F32;
+        let zero = Tensor::zeros([1], (device, dtype));
+        let weighed =
+            |(weight, loss): &(f64, Tensor<1>)| loss.clone().cast(dtype).mul_scalar(*weight);
+        self.unread.iter().map(weighed).fold(zero, Tensor::add)
+    }
+
+    /// Reads what lies on the device.
+    pub(super) fn read_all(&mut self) {
+        self.read = self.value();
+        self.unread.clear();
+    }
+
+    /// All of it, read from the device at once.
+    pub(super) fn value(&self) -> f64 {
+        let losses = self.unread.iter().map(|(_, loss)| loss.clone()).collect();
+        let losses = flat::numbers(losses);
+        let unread = self.unread.iter().zip(losses);
+        unread.fold(self.read, |sum, ((weight, _), loss)| sum + weight * loss)
+    }
 }
 
 /// Refuses gradients of parameters that the slot does not know, so many of them.
@@ -53,7 +95,7 @@ impl Window {
         slot: &Slot,
         group: &ProcessGroup,
         mut gradients: GradientsParams,
-        loss: f64,
+        loss: Tensor<1>,
         weight: Weight,
     ) -> Result<()> {
         let Weight { count, mark, .. } = weight;
@@ -61,21 +103,21 @@ impl Window {
         if count > 0.0 {
             let layout = ledger.layout.clone();
             for bucket in 0..layout.len() {
-                let Some(mut buffer) = ledger.open(bucket) else {
+                let Some(mut store) = ledger.open(bucket) else {
                     continue;
                 };
                 for &index in layout.members(bucket) {
                     ledger.held[index] = values::take(&mut gradients, &slot.parameters()[index]);
                     ledger.here[index] = ledger.held[index].is_some();
                 }
-                ledger.enter_held(bucket, &mut buffer, count);
-                ledger.stages[bucket] = Stage::Open(buffer);
+                ledger.enter_held(bucket, &mut store, count);
+                ledger.stages[bucket] = Stage::Open(store);
                 for &index in layout.members(bucket) {
                     ledger.written[index] |= ledger.here[index];
                 }
             }
             check_all_known(gradients.len())?;
-            self.totals.loss += count * loss;
+            self.totals.loss.add(slot, count, loss);
             self.totals.weight += count;
         }
         note(&mut self.marks, mark);

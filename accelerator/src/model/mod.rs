@@ -119,6 +119,10 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
     );
     let slot = slot.with_scaler(accelerator.scaler());
     let slot = slot.with_hook(accelerator.communication_hook());
+    let slot = slot.with_road(
+        accelerator.shared.road.clone(),
+        accelerator.shared.settings.compression,
+    );
     accelerator.shared.models.insert(slot);
     Ok(model)
 }
@@ -145,6 +149,10 @@ pub(crate) fn resume<M: Module>(
     });
     let slot = slot.with_steps(steps).with_scaler(going_on);
     let slot = slot.with_hook(hook);
+    let slot = slot.with_road(
+        accelerator.shared.road.clone(),
+        accelerator.shared.settings.compression,
+    );
     accelerator.shared.models.insert(slot);
     Ok(model)
 }

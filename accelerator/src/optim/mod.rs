@@ -317,7 +317,7 @@ impl<S> PreparedOptimizer<S> {
             return model;
         }
         // Only steps that communicate can fail.
-        let may_fail = self.shards.is_some() || gradients.is_spread();
+        let may_fail = self.shards.is_some() || gradients.is_spread() || gradients.is_lost();
         let before = may_fail.then(|| (self.schedule.clone(), gradients.take_undo()));
         let rate = rate(&mut self.schedule, &model);
         let stepped = StepOutcome::Stepped {
@@ -354,6 +354,9 @@ impl<S> PreparedOptimizer<S> {
         // Pieces would get gradients of different ranks.
         if self.shards.is_some() && gradients.is_own() {
             gradients.refuse_shards();
+            return Err(model);
+        }
+        if gradients.is_lost() {
             return Err(model);
         }
         let copy = self.timeline.span(Phase::Copy(Part::Whole));

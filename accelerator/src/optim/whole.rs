@@ -46,7 +46,15 @@ impl Kinds {
     }
 
     /// Copies what an optimizer cannot read where it lies.
-    pub(super) fn ready(&mut self, optimizer: &ModuleOptimizer, averages: Averages) -> Ready {
+    pub(super) fn ready(&mut self, optimizer: &ModuleOptimizer, mut averages: Averages) -> Ready {
+        if averages.are_on_device() {
+            let gradients = averages.params(|_| true);
+            return Ready {
+                averages,
+                gradients,
+                waiting: HashMap::new(),
+            };
+        }
         self.learn(optimizer, &averages);
         let mut gradients = averages.params(|id| !self.is_fused(id));
         let mut waiting = HashMap::new();

@@ -1,10 +1,11 @@
-use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, FloatDType, Tensor};
 
 use crate::accelerator::Accelerator;
-use crate::gradient::Slot;
+use crate::gradient::{Slot, WorkingPart};
 use crate::module_path::ModulePath;
+
+use super::cast::Cast;
 
 /// Runs `layer` in `f32` on an input that may be in half precision, and gives its output in the
 /// input's type: for layers that do not compute in half precision. What is in full precision goes
@@ -189,7 +190,7 @@ struct Caster<'a, K> {
     keep: &'a K,
     /// Inside of how many layers that do not compute in half precision.
     norms: usize,
-    parts: Vec<Option<DispatchTensor>>,
+    parts: Vec<Option<WorkingPart>>,
     path: ModulePath,
     slot: Option<&'a Slot>,
     /// Whether there is a parameter that takes a gradient.
@@ -214,14 +215,20 @@ impl<K: Fn(&str) -> bool> ModuleMapper for Caster<'_, K> {
         }
         let (id, value, mapper) = param.consume();
         let trained = value.is_require_grad();
-        let cast = value.cast(self.dtype);
+        let (working, cast) = match trained {
+            true => Cast::of(value, self.dtype),
+            false => (value.cast(self.dtype), None),
+        };
         if let Some(index) = self.slot.and_then(|slot| slot.number(id))
             && trained
             && let Some(part) = self.parts.get_mut(index)
         {
-            *part = Some(cast.clone().into_dispatch());
+            *part = Some(WorkingPart {
+                tensor: working.clone().into_dispatch(),
+                cast,
+            });
         }
-        Param::from_mapped_value(id, cast, mapper)
+        Param::from_mapped_value(id, working, mapper)
     }
 }
 

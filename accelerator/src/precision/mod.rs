@@ -73,6 +73,7 @@
 //! # Ok::<(), Error>(())
 //! ```
 
+mod cast;
 mod copy;
 mod scale;
 
@@ -81,6 +82,7 @@ use core::str::FromStr;
 
 use burn::tensor::FloatDType;
 
+pub(crate) use self::cast::Cast;
 pub use self::copy::in_full;
 pub use self::scale::LossScale;
 pub(crate) use self::scale::{Finiteness, Scaler, ScalerState};

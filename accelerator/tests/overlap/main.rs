@@ -9,6 +9,7 @@ mod harness;
 mod models;
 mod precision;
 mod ranks;
+mod reductions;
 mod repair;
 mod settings;
 mod windows;

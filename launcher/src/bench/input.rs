@@ -227,6 +227,18 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_alone_keeps_what_it_writes() {
+        let input = Input::<f32>::new(0, 1);
+        let mut values = vec![0.0; 1000];
+        for period in 0..3 {
+            input.write(&mut values, period * input.period());
+            input.check(&values, period * input.period()).unwrap();
+        }
+        values[999] += 1.0;
+        assert!(input.check(&values, 2 * input.period()).is_err());
+    }
+
+    #[test]
     fn every_count_of_ranks_has_inputs() {
         for ranks in 2..=super::super::MOST {
             follow::<i8>(ranks, 700);

@@ -5,6 +5,8 @@
 //! and beside what, is in this folder's README.
 
 mod bound;
+#[cfg_attr(not(feature = "cuda"), path = "without_cuda.rs")]
+mod cuda;
 mod input;
 mod rank;
 mod report;
@@ -56,9 +58,13 @@ enum What {
 #[derive(Args, Clone, Debug)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct AllReduceArgs {
-    /// How many ranks compute together.
+    /// How many ranks compute together; one is enough for --device cuda.
     #[arg(short = 'n', long, value_name = "N", default_value = "2", value_parser = processes)]
     num_processes: NonZeroUsize,
+
+    /// Whose memory is reduced: the CPU's, or that of the ranks' NVIDIA GPUs, by NCCL.
+    #[arg(long, value_name = "DEVICE", value_enum, default_value_t = Device::Cpu)]
+    device: Device,
 
     /// How they are connected: auto, shm, tcp, hierarchical, or threads of one process.
     #[arg(long, value_name = "KIND", default_value_t, value_parser = transport)]
@@ -102,6 +108,15 @@ pub(crate) struct AllReduceArgs {
     /// Have the last rank contribute something wrong, to see that it is noticed.
     #[arg(long, hide = true)]
     spoil: bool,
+}
+
+/// Where what is reduced lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Device {
+    /// In the memory of this machine, by the group itself.
+    Cpu,
+    /// On GPUs, one a rank, by NCCL. Needs a build with the feature `cuda`.
+    Cuda,
 }
 
 /// Which of the group's all-reduces is timed.
@@ -153,6 +168,16 @@ pub(crate) fn run(
 impl AllReduceArgs {
     /// What only all options together tell.
     fn check(&self) -> Result<()> {
+        match self.device {
+            Device::Cpu if self.num_processes.get() == 1 => {
+                return Err(Error::usage(format!(
+                    "--num-processes 1: expected a number of processes from 2 to {MOST}; one rank alone \
+                     reduces nothing"
+                )));
+            }
+            Device::Cpu => {}
+            Device::Cuda => cuda::check(self)?,
+        }
         for size in &self.sizes {
             let odd = self
                 .dtype
@@ -194,7 +219,7 @@ fn available() -> Option<usize> {
 
 fn processes(text: &str) -> std::result::Result<NonZeroUsize, String> {
     match text.parse::<usize>() {
-        Ok(count) if (2..=MOST).contains(&count) => {
+        Ok(count) if (1..=MOST).contains(&count) => {
             NonZeroUsize::new(count).ok_or_else(String::new)
         }
         _ => Err(format!("expected a number of processes from 2 to {MOST}")),
@@ -260,6 +285,11 @@ It is timed in the same run, on all ranks at once, each on N arrays of its own i
 that is reduced (buffers of the group, or the heap with --call slice), which no other rank touches.
 It is a plain loop without the widest vectors: what lies in the caches can be faster, above 100 %.
 
+With --device cuda (in a build with the feature `cuda`: cargo install ... --features cuda) each rank
+takes the GPU of its local rank, and NCCL reduces: operations are enqueued back to back, and a block ends
+when its last one has. Inputs are not written in between, as in NVIDIA's nccl-tests, whose bandwidths these
+are. There is no bound. The driver and NCCL are loaded when it runs.
+
 With --json the figures are one object: seconds, bytes, and bytes a second. The README in the folder
 launcher/src/bench has a table of all fields with their units. Where the machine has more to do than its
 cores can (`load_1m` above `cores`), figures show waiting as well.
@@ -269,4 +299,5 @@ cannot be written; 2 for a wrong command line or environment.
 
 Examples:
   accel-launch bench all-reduce --num-processes 2
-  accel-launch bench all-reduce -n 4 --transport tcp --sizes 1MiB,25MB --dtype f32,bf16 --json";
+  accel-launch bench all-reduce -n 4 --transport tcp --sizes 1MiB,25MB --dtype f32,bf16 --json
+  accel-launch bench all-reduce -n 8 --device cuda --sizes 1MiB,64MiB,1GiB --dtype bf16";

@@ -15,10 +15,11 @@ use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
 use super::bound;
+use super::cuda;
 use super::input::Input;
 use super::report::Report;
 use super::size::Size;
-use super::{AllReduceArgs, Call};
+use super::{AllReduceArgs, Call, Device};
 use crate::error::{Error, chain};
 use crate::number::Small;
 use crate::text::print;
@@ -30,18 +31,19 @@ pub(super) struct Sample {
     pub(super) seconds: Vec<f64>,
     /// All iterations, in seconds.
     pub(super) elapsed: f64,
-    /// The same work without waiting, in seconds an operation.
+    /// The same work without waiting, in seconds an operation; nothing on GPUs.
     pub(super) bound: Vec<f64>,
     /// How many operations there were.
     pub(super) iterations: usize,
-    /// How many values inputs have, and after how many operations they are written as a whole.
-    pub(super) inputs: (usize, usize),
+    /// How many values inputs have, and after how many operations they are written as a whole, where
+    /// they are written.
+    pub(super) inputs: (usize, Option<usize>),
     /// Of the last sum.
     pub(super) checksum: String,
 }
 
 /// What goes wrong on a rank.
-type Result<T> = std::result::Result<T, Box<dyn StdError + Send + Sync>>;
+pub(super) type Result<T> = std::result::Result<T, Box<dyn StdError + Send + Sync>>;
 
 /// Is a rank that is a process; rank 0's output is the report.
 pub(crate) fn run(arguments: &AllReduceArgs) -> ExitCode {
@@ -92,15 +94,26 @@ pub(super) fn threads(arguments: &AllReduceArgs) -> crate::error::Result<ExitCod
 
 /// Measures all that was asked for.
 fn measure(group: &ProcessGroup, arguments: &AllReduceArgs) -> Result<()> {
-    let outcome = each(group, arguments);
+    // Where something fails, the group knows before GPUs are given back, which would wait for others.
+    let mut ranks = None;
+    let outcome = each(group, arguments, &mut ranks);
     if let Err(error) = &outcome {
         group.abort(chain(&**error));
     }
     outcome
 }
 
-fn each(group: &ProcessGroup, arguments: &AllReduceArgs) -> Result<()> {
-    let mut report = Report::new(arguments, group);
+fn each(
+    group: &ProcessGroup,
+    arguments: &AllReduceArgs,
+    ranks: &mut Option<cuda::Ranks>,
+) -> Result<()> {
+    *ranks = match arguments.device {
+        Device::Cpu => None,
+        Device::Cuda => Some(cuda::Ranks::connect(group)?),
+    };
+    let gpus = ranks.as_ref().map(cuda::Ranks::gpus);
+    let mut report = Report::new(arguments, group, gpus);
     let shown = group.rank() == 0 && !arguments.json;
     if shown {
         if let Some(warning) = report.warning() {
@@ -110,19 +123,25 @@ fn each(group: &ProcessGroup, arguments: &AllReduceArgs) -> Result<()> {
     }
     for &dtype in &arguments.dtype {
         for &size in &arguments.sizes {
+            let samples = Samples {
+                group,
+                arguments,
+                size,
+                gpu: ranks.as_ref(),
+            };
             let sample = match dtype {
-                DType::BF16 => sample::<bf16>(group, arguments, size)?,
-                DType::F16 => sample::<f16>(group, arguments, size)?,
-                DType::F32 => sample::<f32>(group, arguments, size)?,
-                DType::F64 => sample::<f64>(group, arguments, size)?,
-                DType::I8 => sample::<i8>(group, arguments, size)?,
-                DType::I16 => sample::<i16>(group, arguments, size)?,
-                DType::I32 => sample::<i32>(group, arguments, size)?,
-                DType::I64 => sample::<i64>(group, arguments, size)?,
-                DType::U8 => sample::<u8>(group, arguments, size)?,
-                DType::U16 => sample::<u16>(group, arguments, size)?,
-                DType::U32 => sample::<u32>(group, arguments, size)?,
-                DType::U64 => sample::<u64>(group, arguments, size)?,
+                DType::BF16 => samples.of::<bf16>()?,
+                DType::F16 => samples.of::<f16>()?,
+                DType::F32 => samples.of::<f32>()?,
+                DType::F64 => samples.of::<f64>()?,
+                DType::I8 => samples.of::<i8>()?,
+                DType::I16 => samples.of::<i16>()?,
+                DType::I32 => samples.of::<i32>()?,
+                DType::I64 => samples.of::<i64>()?,
+                DType::U8 => samples.of::<u8>()?,
+                DType::U16 => samples.of::<u16>()?,
+                DType::U32 => samples.of::<u32>()?,
+                DType::U64 => samples.of::<u64>()?,
                 other => return Err(format!("{other} cannot be measured").into()),
             };
             let samples = group.all_gather_object(&sample)?;
@@ -135,17 +154,42 @@ fn each(group: &ProcessGroup, arguments: &AllReduceArgs) -> Result<()> {
     if group.rank() == 0 && arguments.json {
         print(&report.to_json())?;
     }
+    // Who is ready first does not leave those that still end NCCL's part.
+    *ranks = None;
     group.barrier()?;
     Ok(group.close()?)
 }
 
-/// Measures one size of one type.
+/// One size on this rank.
+struct Samples<'a> {
+    group: &'a ProcessGroup,
+    arguments: &'a AllReduceArgs,
+    size: Size,
+    gpu: Option<&'a cuda::Ranks>,
+}
+
+impl Samples<'_> {
+    /// Measures it, in one type.
+    fn of<T: Small>(&self) -> Result<Sample> {
+        match self.gpu {
+            Some(ranks) => ranks.sample::<T>(self.arguments, self.size),
+            None => sample::<T>(self.group, self.arguments, self.size),
+        }
+    }
+}
+
+/// How many operations of a size count.
+pub(super) fn iterations(arguments: &AllReduceArgs, size: Size) -> usize {
+    match arguments.iterations {
+        Some(iterations) => iterations.get(),
+        None => (TRAFFIC / size.bytes()).clamp(20, 10_000),
+    }
+}
+
+/// Measures one size of one type, in the memory of this machine.
 fn sample<T: Small>(group: &ProcessGroup, arguments: &AllReduceArgs, size: Size) -> Result<Sample> {
     let bytes = size.bytes();
-    let iterations = match arguments.iterations {
-        Some(iterations) => iterations.get(),
-        None => (TRAFFIC / bytes).clamp(20, 10_000),
-    };
+    let iterations = iterations(arguments, size);
     let spoilt = arguments.spoil && group.rank() + 1 == group.world_size();
     let input = Input::new(group.rank(), group.world_size());
     let write = |values: &mut [T], operation: usize| {
@@ -192,7 +236,7 @@ fn sample<T: Small>(group: &ProcessGroup, arguments: &AllReduceArgs, size: Size)
         elapsed,
         bound: bound.seconds,
         iterations,
-        inputs: (input.modulus(), input.period()),
+        inputs: (input.modulus(), Some(input.period())),
         checksum: format!("{:016x}", hasher.finish()),
     })
 }
@@ -315,7 +359,7 @@ impl Bound {
 const SHORT: usize = 1 << 20;
 
 /// In how many blocks the iterations are timed, where there are so many.
-const BLOCKS: usize = 100;
+pub(super) const BLOCKS: usize = 100;
 
 /// How many bytes of a size are reduced where the number of iterations is left open.
 const TRAFFIC: usize = 400_000_000;

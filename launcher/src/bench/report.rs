@@ -15,6 +15,9 @@ use crate::threads;
 pub(super) struct Report {
     operation: &'static str,
     num_processes: usize,
+    device: &'static str,
+    /// Of ranks that have some.
+    gpus: Option<Gpus>,
     transport: String,
     asked: String,
     call: &'static str,
@@ -22,10 +25,21 @@ pub(super) struct Report {
     cores: NonZeroUsize,
     /// Where the system tells.
     load_1m: Option<f64>,
-    bound: &'static str,
-    bound_memory: &'static str,
+    bound: Option<&'static str>,
+    bound_memory: Option<&'static str>,
     version: &'static str,
     results: Vec<Line>,
+}
+
+/// The GPUs of the ranks, and what drives them.
+#[derive(Debug, Serialize)]
+pub(super) struct Gpus {
+    /// The version of NCCL.
+    pub(super) nccl: String,
+    /// The latest CUDA that the driver knows.
+    pub(super) cuda: String,
+    /// Of each rank.
+    pub(super) bus_ids: Vec<String>,
 }
 
 /// One size of one type. Times are of one operation.
@@ -40,36 +54,40 @@ struct Line {
     seconds_mean: f64,
     algorithm_bandwidth: f64,
     bus_bandwidth: f64,
-    bound_seconds: f64,
-    bound_fraction: f64,
+    bound_seconds: Option<f64>,
+    bound_fraction: Option<f64>,
     iterations: usize,
     blocks: usize,
     input_values: usize,
     /// After how many operations inputs are written as a whole.
-    input_period: usize,
+    input_period: Option<usize>,
     /// All iterations, on the rank that took longest.
     loop_seconds: f64,
     checksums: Vec<String>,
 }
 
 impl Report {
-    pub(super) fn new(arguments: &AllReduceArgs, group: &ProcessGroup) -> Self {
+    pub(super) fn new(arguments: &AllReduceArgs, group: &ProcessGroup, gpus: Option<Gpus>) -> Self {
         let (call, bound_memory) = match arguments.call {
             Call::Buffer => ("buffer", BUFFERS),
             Call::Slice => ("slice", "the heap"),
             Call::Started => ("started", BUFFERS),
         };
+        let on_gpus = gpus.is_some();
+        let transport = group.transport().to_string();
         Self {
             operation: "all-reduce sum",
             num_processes: group.world_size(),
-            transport: group.transport().to_string(),
+            device: if on_gpus { "cuda" } else { "cpu" },
+            gpus,
+            transport: if on_gpus { "nccl".into() } else { transport },
             asked: arguments.transport.to_string(),
-            call,
+            call: if on_gpus { "nccl" } else { call },
             warmup: arguments.warmup,
             cores: threads::cores(),
             load_1m: load(),
-            bound: BOUND,
-            bound_memory,
+            bound: (!on_gpus).then_some(BOUND),
+            bound_memory: (!on_gpus).then_some(bound_memory),
             version: env!("CARGO_PKG_VERSION"),
             results: Vec::new(),
         }
@@ -77,6 +95,20 @@ impl Report {
 
     /// What stands above the lines of figures.
     pub(super) fn head(&self) -> String {
+        let place = match &self.gpus {
+            Some(gpus) => format!("over NCCL {}, GPUs {}", gpus.nccl, gpus.bus_ids.join(", ")),
+            None => format!(
+                "over {}{}, call {}",
+                self.transport,
+                self.remark(),
+                self.call
+            ),
+        };
+        let ranks = if self.num_processes == 1 {
+            "rank"
+        } else {
+            "ranks"
+        };
         let columns = line([
             "size",
             "type",
@@ -89,12 +121,8 @@ impl Report {
             "of bound",
         ]);
         format!(
-            "{} on {} ranks over {}{}, call {}; times are the slowest rank's\n\n{columns}",
-            self.operation,
-            self.num_processes,
-            self.transport,
-            self.remark(),
-            self.call
+            "{} on {} {ranks} {place}; times are the slowest rank's\n\n{columns}",
+            self.operation, self.num_processes,
         )
     }
 
@@ -145,9 +173,11 @@ impl Report {
             ));
         }
         let times = Times::of(slowest(samples, |sample| &sample.seconds));
-        let bound = Times::of(slowest(samples, |sample| &sample.bound));
+        let bound = slowest(samples, |sample| &sample.bound);
+        let bound = (!bound.is_empty()).then(|| Times::of(bound).median);
         let iterations = samples.first().map_or(0, |sample| sample.iterations);
-        let (input_values, input_period) = samples.first().map_or((0, 0), |sample| sample.inputs);
+        let (input_values, input_period) =
+            samples.first().map_or((0, None), |sample| sample.inputs);
         let elapsed = samples.iter().map(|sample| sample.elapsed);
         let loop_seconds = elapsed.fold(0.0, f64::max);
         let (bytes, ranks) = (size.bytes(), samples.len() as f64);
@@ -161,8 +191,8 @@ impl Report {
             seconds_mean: loop_seconds / iterations as f64,
             algorithm_bandwidth,
             bus_bandwidth: algorithm_bandwidth * 2.0 * (ranks - 1.0) / ranks,
-            bound_seconds: bound.median,
-            bound_fraction: bound.median / times.median,
+            bound_seconds: bound,
+            bound_fraction: bound.map(|bound| bound / times.median),
             iterations,
             blocks: times.count,
             input_values,
@@ -178,8 +208,10 @@ impl Report {
             &time(figures.seconds_p95),
             &bandwidth(figures.algorithm_bandwidth),
             &bandwidth(figures.bus_bandwidth),
-            &time(figures.bound_seconds),
-            &format!("{:.1} %", 100.0 * figures.bound_fraction),
+            &figures.bound_seconds.map_or_else(none, time),
+            &figures
+                .bound_fraction
+                .map_or_else(none, |fraction| format!("{:.1} %", 100.0 * fraction)),
         ]);
         self.results.push(figures);
         Ok(text)
@@ -247,6 +279,11 @@ fn line(cells: [&str; 9]) -> String {
     text
 }
 
+/// What stands where there is no figure.
+fn none() -> String {
+    "-".into()
+}
+
 fn time(seconds: f64) -> String {
     match seconds {
         seconds if seconds < 1e-6 => format!("{:.0} ns", seconds * 1e9),
@@ -276,14 +313,16 @@ mod tests {
         let mut report = Report {
             operation: "all-reduce sum",
             num_processes: 2,
+            device: "cpu",
+            gpus: None,
             transport: "shm".into(),
             asked: "hierarchical".into(),
             call: "buffer",
             warmup: 5,
             cores: NonZeroUsize::MIN,
             load_1m: Some(1.5),
-            bound: BOUND,
-            bound_memory: BUFFERS,
+            bound: Some(BOUND),
+            bound_memory: Some(BUFFERS),
             version: "0",
             results: Vec::new(),
         };
@@ -297,13 +336,56 @@ mod tests {
     }
 
     #[test]
+    fn gpus_are_named_and_have_no_bound() {
+        let mut report = Report {
+            operation: "all-reduce sum",
+            num_processes: 2,
+            device: "cuda",
+            gpus: Some(Gpus {
+                nccl: "2.27.3".into(),
+                cuda: "12.9".into(),
+                bus_ids: vec!["0000:1B:00.0".into(), "0000:43:00.0".into()],
+            }),
+            transport: "nccl".into(),
+            asked: "auto".into(),
+            call: "nccl",
+            warmup: 5,
+            cores: NonZeroUsize::MIN,
+            load_1m: None,
+            bound: None,
+            bound_memory: None,
+            version: "0",
+            results: Vec::new(),
+        };
+        let head = "on 2 ranks over NCCL 2.27.3, GPUs 0000:1B:00.0, 0000:43:00.0; times";
+        assert!(report.head().contains(head), "{}", report.head());
+        let sample = || Sample {
+            seconds: vec![0.5],
+            elapsed: 1.0,
+            bound: Vec::new(),
+            iterations: 2,
+            inputs: (7, None),
+            checksum: "a".into(),
+        };
+        let line = report.add("1GB".parse().unwrap(), DType::F32, &[sample(), sample()]);
+        assert!(
+            line.unwrap()
+                .ends_with("2.000 GB/s  2.000 GB/s           -           -\n")
+        );
+        let json: serde_json::Value = serde_json::from_str(&report.to_json()).unwrap();
+        assert_eq!(json["gpus"]["bus_ids"][1], "0000:43:00.0");
+        assert_eq!(json["results"][0]["bus_bandwidth"], 2e9);
+        assert!(json["results"][0]["bound_seconds"].is_null());
+    }
+
+    #[test]
     fn a_block_is_as_slow_as_its_slowest_rank() {
         let sample = |seconds: &[f64]| Sample {
             seconds: seconds.to_vec(),
             elapsed: 9.0,
             bound: vec![0.5; seconds.len()],
             iterations: 6,
-            inputs: (7, 61),
+            inputs: (7, Some(61)),
             checksum: "a".into(),
         };
         let samples = [sample(&[2.0, 4.0, 4.0]), sample(&[6.0, 2.0, 5.0])];

@@ -16,11 +16,12 @@ use std::path::Path;
 use self::items::Item;
 use self::modules::Modules;
 
-const CRATES: [&str; 5] = [
+const CRATES: [&str; 6] = [
     "accelerator",
     "accelerator/plan",
     "accelerator/collective",
     "accelerator/manifest",
+    "accelerator/nccl",
     "accelerator/fault",
 ];
 

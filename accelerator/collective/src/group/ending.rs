@@ -65,6 +65,32 @@ impl ProcessGroup {
         self.0.member.abort(&panics::said());
     }
 
+    /// Why collectives of this group fail, or the next one that needs all ranks will, as far as this rank
+    /// knows at this moment; `None` while all is well, and where ranks left in good order. Nothing is sent or
+    /// awaited, so it can be asked often: by what waits for other ranks by other means, such as a GPU.
+    ///
+    /// ```
+    /// use accelerator_collective::{GroupOptions, ProcessGroup};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// assert_eq!(ranks[0].failure(), None);
+    /// ranks[1].abort("its data set is empty");
+    /// let failure = loop {
+    ///     // Known at once, and told after a moment in which what is under way may end.
+    ///     if let Some(failure) = ranks[0].failure() {
+    ///         break failure;
+    ///     }
+    ///     std::thread::yield_now();
+    /// };
+    /// assert!(failure.contains("rank 1") && failure.contains("its data set is empty"), "{failure}");
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn failure(&self) -> Option<String> {
+        self.0.member.failure()
+    }
+
     /// The ranks that are gone as far as this rank knows, in ascending order: those that failed by
     /// themselves, whose connection ended, that were silent for too long, that left or dropped
     /// their group, or that another rank or the launcher reports so. This rank itself is among

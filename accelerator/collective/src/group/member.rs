@@ -234,6 +234,15 @@ impl Member {
         self.fail(sequence, error);
     }
 
+    /// See [`ProcessGroup::failure`](super::ProcessGroup::failure).
+    pub(crate) fn failure(&self) -> Option<String> {
+        if let Some(error) = self.failure.get() {
+            return Some(error.to_string());
+        }
+        let (inbox, peers) = (self.transport.inbox(), self.transport.peers());
+        inbox.trouble(self.topology.rank(), peers)
+    }
+
     /// See [`ProcessGroup::lost`](super::ProcessGroup::lost).
     pub(crate) fn lost(&self) -> Vec<usize> {
         let failure = self.failure.get();

@@ -12,6 +12,7 @@ use crate::agreement;
 use crate::checkpoint::Ongoing;
 use crate::device::{self, DeviceKind};
 use crate::error::{Error, Kind, Result};
+use crate::gradient::Road;
 use crate::gradient::{Switch, Turn};
 use crate::logging::Warned;
 use crate::model::Models;
@@ -51,8 +52,8 @@ impl AcceleratorBuilder {
             clear_traces(&settings);
         }
         let group = ProcessGroup::connect(&launch, &self.group_options(&launch)?)?;
-        let switch = switch(group.topology(), &settings);
-        let mut terms = terms(&settings, switch, group.topology());
+        let switch = switch(group.topology(), &settings, kind);
+        let mut terms = terms(&settings, switch, group.topology(), kind);
         terms.push(hook_term(&settings));
         agreement::check_all(&group, &terms)?;
         let restarts = Restarts {
@@ -112,7 +113,7 @@ impl AcceleratorBuilder {
                 done: 0,
                 most: None,
             };
-            let switch = switch(group.topology(), &settings);
+            let switch = switch(group.topology(), &settings, kind);
             if settings.hook.is_some() {
                 // The rest is one setting, and each thread makes hooks of its own.
                 agreement::check_all(&group, &[hook_term(&settings)])?;
@@ -142,6 +143,7 @@ impl AcceleratorBuilder {
         if let (Some(schedule), Some(path)) = (settings.trace_schedule, &settings.trace) {
             timeline.begin(&group, schedule, Output::Trace(path.clone()))?;
         }
+        let road = Arc::new(Road::new(settings.reduction, kind, &device));
         Ok(Accelerator {
             shared: Arc::new(Shared {
                 checkpoints: Ongoing::default(),
@@ -153,6 +155,7 @@ impl AcceleratorBuilder {
                 optimizers: Census::default(),
                 overlap,
                 restarts,
+                road,
                 settings,
                 timeline,
                 trigger: Arc::default(),

@@ -11,7 +11,7 @@ use burn::tensor::FloatDType;
 
 use crate::device::{DeviceKind, Oversubscription};
 use crate::gradient::hook::{CommunicationHook, Maker};
-use crate::gradient::{Compression, Overlap};
+use crate::gradient::{Compression, Overlap, Reduction};
 use crate::precision::{LossScale, Precision};
 use crate::timeline::{Recording, Schedule};
 
@@ -55,6 +55,7 @@ pub struct AcceleratorBuilder {
     bucket_size: usize,
     check_replicas: Option<NonZeroU64>,
     compression: Option<Compression>,
+    reduction: Option<Reduction>,
     device: Option<DeviceKind>,
     dtype: Option<FloatDType>,
     global_batch: Option<GlobalBatch>,
@@ -87,6 +88,7 @@ impl AcceleratorBuilder {
             bucket_size: 25 << 20,
             check_replicas: None,
             compression: None,
+            reduction: None,
             device: None,
             dtype: None,
             global_batch: None,
@@ -294,6 +296,25 @@ impl AcceleratorBuilder {
     /// [`Compression::None`].
     pub fn with_compression(mut self, compression: Compression) -> Self {
         self.compression = Some(compression);
+        self
+    }
+
+    /// How gradients of a GPU get to the other ranks. Default: `ACCEL_REDUCTION`, else [`Reduction::Auto`].
+    ///
+    /// Ranks that share a GPU, which NCCL does not take, go through memory by themselves; to say so:
+    ///
+    /// ```
+    /// use accelerator::{Accelerator, Oversubscription, Reduction};
+    ///
+    /// let accelerator = Accelerator::builder()
+    ///     .with_oversubscription(Oversubscription::Allow)
+    ///     .with_reduction(Reduction::Staged)
+    ///     .build()?;
+    /// # let _ = accelerator;
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn with_reduction(mut self, reduction: Reduction) -> Self {
+        self.reduction = Some(reduction);
         self
     }
 

@@ -5,7 +5,7 @@ use accelerator_collective::{GroupOptions, Launch, TransportKind};
 use super::{AcceleratorBuilder, GlobalBatch};
 use crate::accelerator::{Settings, WindowSize, environment, is_drawing};
 use crate::error::{Error, Kind, Result};
-use crate::gradient::Compression;
+use crate::gradient::{Compression, Reduction};
 use crate::timeline::Recording;
 
 /// What the program and the environment say, once it is certain that they fit together.
@@ -51,6 +51,18 @@ impl AcceleratorBuilder {
                  travel; leave one of them out"
             )));
         }
+        let reduction = environment::reduction(self.reduction)?;
+        if reduction == Reduction::Nccl && (self.hook.is_some() || compression == Compression::F16)
+        {
+            let what = match self.hook {
+                Some(_) => "a communication hook, which is given gradients in memory",
+                None => "the compression f16, whose range is looked at in memory",
+            };
+            return Err(Error::config(format!(
+                "the reduction `nccl` was asked for (by ACCEL_REDUCTION or `with_reduction`), and {what}: ask \
+                 for `auto`, or leave the other out"
+            )));
+        }
         Ok(Settings {
             accumulation_steps: NonZeroUsize::MIN,
             bucket_size: self.bucket_size,
@@ -61,6 +73,7 @@ impl AcceleratorBuilder {
             overlap: environment::overlap(self.overlap)?,
             precision: environment::precision(self.precision)?,
             recording,
+            reduction,
             seed: self.seed,
             trace,
             trace_schedule,

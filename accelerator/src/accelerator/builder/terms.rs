@@ -4,24 +4,33 @@ use accelerator_collective::Topology;
 
 use crate::accelerator::Settings;
 use crate::agreement::Term;
+use crate::device::DeviceKind;
 use crate::gradient::hook::Maker;
 use crate::gradient::{Overlap, Switch};
 
 /// What the setting comes to for ranks that stand so.
-pub(super) fn switch(topology: &Topology, settings: &Settings) -> Switch {
+pub(super) fn switch(topology: &Topology, settings: &Settings, kind: DeviceKind) -> Switch {
     let on = match settings.overlap {
         // Hooks run when backward has ended.
         _ if settings.hook.is_some() => false,
         Overlap::On => topology.world_size() > 1,
         Overlap::Off => false,
         // On one host, ranks compute on the cores that sending would need.
-        Overlap::Auto => topology.local_world_size() < topology.world_size(),
+        Overlap::Auto => {
+            let computes_elsewhere = kind == DeviceKind::Cuda && topology.world_size() > 1;
+            topology.local_world_size() < topology.world_size() || computes_elsewhere
+        }
     };
     if on { Switch::On } else { Switch::Off }
 }
 
 /// What all ranks must set alike.
-pub(super) fn terms(settings: &Settings, switch: Switch, topology: &Topology) -> Vec<Term> {
+pub(super) fn terms(
+    settings: &Settings,
+    switch: Switch,
+    topology: &Topology,
+    kind: DeviceKind,
+) -> Vec<Term> {
     let replicas = match settings.check_replicas {
         Some(steps) => format!("every {steps} steps"),
         None => "never".to_owned(),
@@ -41,9 +50,11 @@ pub(super) fn terms(settings: &Settings, switch: Switch, topology: &Topology) ->
             .set_by("ACCEL_COMPRESSION or `with_compression`"),
         // Ranks that ask for it in other words may come to the same.
         Term::new("overlap", switch.name())
-            .shown_as(explained(switch, settings, topology))
+            .shown_as(explained(switch, settings, topology, kind))
             .set_by("ACCEL_OVERLAP or `with_overlap`"),
         Term::new("the precision", settings.precision).set_by("ACCEL_PRECISION or `precision`"),
+        Term::new("the reduction", settings.reduction)
+            .set_by("ACCEL_REDUCTION or `with_reduction`"),
         Term::new("the scale of the loss", settings.loss_scale).set_by("`loss_scale`"),
         Term::new("the seed", settings.seed).set_by("`seed`"),
         Term::new("what is recorded", settings.recording)
@@ -62,11 +73,11 @@ pub(super) fn hook_term(settings: &Settings) -> Term {
 }
 
 /// What the setting came to, and why.
-fn explained(switch: Switch, settings: &Settings, topology: &Topology) -> String {
+fn explained(switch: Switch, settings: &Settings, topology: &Topology, kind: DeviceKind) -> String {
     match settings.overlap {
         _ if settings.hook.is_some() => format!("{} (by a communication hook)", switch.name()),
         Overlap::Auto => format!(
-            "{} (`auto`, with {} of {} ranks on its host)",
+            "{} (`auto`, on the device `{kind}`, with {} of {} ranks on its host)",
             switch.name(),
             topology.local_world_size(),
             topology.world_size()

@@ -61,18 +61,17 @@ impl Calibration {
     }
 
     /// The depth of the first point at which each parameter's gradient was the one that it has in
-    /// the end; `None` where it was so at no point, or has none.
+    /// the end, which `is_final` tells; `None` where it was so at no point, or has none.
     pub(super) fn result(
         self,
-        finally: impl Fn(usize) -> Option<DispatchTensor>,
+        is_final: impl Fn(usize, &DispatchTensor) -> bool,
     ) -> Vec<Option<usize>> {
         let depths = self.depths;
         let sights = self.sights.into_iter().enumerate();
         sights
             .map(|(parameter, sight)| {
-                let sight = sight?;
-                let gradient = finally(parameter)?;
-                identity::same(&sight.gradient, &gradient).then(|| depths[sight.since])
+                let Sight { gradient, since } = sight?;
+                is_final(parameter, &gradient).then(|| depths[since])
             })
             .collect()
     }

@@ -1,19 +1,25 @@
 use burn::backend::{BackendTensor, DispatchTensor, DispatchTensorKind};
 
-use crate::gradient::values;
+use crate::precision::Cast;
+
+/// Whether a gradient that was seen is the one that its parameter has in the end, or one in half precision
+/// that `cast` has made that of.
+pub(in crate::gradient) fn is_of(
+    seen: &DispatchTensor,
+    gradient: &DispatchTensor,
+    cast: Option<&Cast>,
+) -> bool {
+    match cast {
+        Some(cast) => cast.has_made(gradient, seen, same),
+        None => same(seen, gradient),
+    }
+}
 
 /// Whether two gradients are the same values, because they are the same memory.
 ///
 /// Both must be held when they are compared: nothing is written in place then, and no memory can
 /// have been given to somebody else. Where a backend cannot tell, they are taken for different.
-///
-/// One of half precision, which a working copy of the model has, and the one that was cast from it are
-/// compared by their values.
 pub(in crate::gradient) fn same(one: &DispatchTensor, other: &DispatchTensor) -> bool {
-    is(one, other) || values::is_cast_of(one, other)
-}
-
-fn is(one: &DispatchTensor, other: &DispatchTensor) -> bool {
     match (&one.kind, &other.kind) {
         #[cfg(feature = "flex")]
         (

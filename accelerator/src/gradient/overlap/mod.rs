@@ -15,7 +15,7 @@ use burn::tensor::Tensor;
 
 use self::anchors::Anchors;
 use self::hook::{Observer, Watch};
-pub(super) use self::identity::same;
+pub(super) use self::identity::is_of;
 pub(super) use self::plan::Order;
 pub use self::report::{OverlapReport, OverlapState};
 pub use self::setting::Overlap;

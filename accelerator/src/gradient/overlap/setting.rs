@@ -30,8 +30,8 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Overlap {
-    /// On where ranks are on several hosts. Within one host there is little to hide, and ranks that
-    /// compute on all of its cores have none left over for sending.
+    /// On where ranks are on several hosts, or compute on CUDA devices. On the CPUs of one host there is little
+    /// to hide, and ranks that compute on all of its cores have none left over for sending.
     #[default]
     Auto,
     /// When backward has ended.

@@ -11,12 +11,13 @@ use super::calibration::{self, Calibration};
 use super::learning::{Agreement, Learning, Lesson};
 use super::plan::{self, Order, Point};
 use super::report::{OverlapReport, OverlapState};
-use super::{Anchors, Lookout, Observer, watch};
+use super::{Anchors, Lookout, Observer, identity, watch};
 use crate::error::Result;
 use crate::gradient::reducer::{Reduced, Reducer, Repair};
-use crate::gradient::slot::{Slot, WorkingCopy};
+use crate::gradient::slot::{Slot, WorkingCopy, WorkingPart};
 use crate::gradient::values;
 use crate::graph;
+use crate::precision::Cast;
 
 /// After how many steps in which a bucket was sent too early it is given up.
 const PATIENCE: u32 = 3;
@@ -118,11 +119,12 @@ impl Watching {
         &mut self,
         loss: Tensor<1>,
         model: &M,
-        copy: WorkingCopy,
+        mut copy: WorkingCopy,
         slot: &Slot,
         reducer: Reducer,
     ) -> (GradientsParams, Reducer, Option<Lesson>) {
         let served = graph::serves(&loss);
+        let casts = casts(&copy);
         let watched = match &self.phase {
             // It has nothing to send but zeros, and nothing to learn from.
             _ if reducer.is_idle() => None,
@@ -130,7 +132,7 @@ impl Watching {
             _ if matches!(copy, WorkingCopy::Several) => None,
             Phase::Sending(points) if served => Some((
                 Watcher::Sending(points.clone()),
-                at_points(points, Leaves::of(model, copy, slot), &reducer),
+                at_points(points, Leaves::of(model, take(&mut copy), slot), &reducer),
             )),
             Phase::Learning(learning) => match learning.lesson {
                 Lesson::Learnt(_) => None,
@@ -141,7 +143,7 @@ impl Watching {
                 }
                 Lesson::Depth => Some((Watcher::Measuring(0), Vec::new())),
                 Lesson::Places(depth) => {
-                    let lookouts = everywhere(depth, &Leaves::of(model, copy, slot));
+                    let lookouts = everywhere(depth, &Leaves::of(model, take(&mut copy), slot));
                     let depths = lookouts.iter().map(|lookout| lookout.depth).collect();
                     let calibration = Calibration::new(slot.parameters().len(), depths);
                     Some((Watcher::Calibrating(calibration), lookouts))
@@ -150,8 +152,14 @@ impl Watching {
             Phase::Off | Phase::Sending(_) | Phase::GivenUp => None,
         };
         let Some((watcher, lookouts)) = watched else {
+            // Nobody compares what its casts make.
+            drop((copy, casts));
             let gradients = GradientsParams::from_grads(loss.backward(), model);
             return (gradients, reducer, None);
+        };
+        let reducer = match watcher {
+            Watcher::Sending(_) => reducer.with_casts(casts.clone()),
+            _ => reducer,
         };
         let eyes = Arc::new(Eyes(Mutex::new(Some((watcher, reducer)))));
         let observer: Arc<dyn Observer> = eyes.clone();
@@ -162,8 +170,10 @@ impl Watching {
         let lesson = match watcher {
             Watcher::Measuring(depth) => Some(Lesson::Places(depth)),
             Watcher::Calibrating(calibration) => {
-                Some(Lesson::Learnt(calibration.result(|index| {
-                    values::look(&gradients, &slot.parameters()[index])
+                Some(Lesson::Learnt(calibration.result(|index, seen| {
+                    let gradient = values::look(&gradients, &slot.parameters()[index]);
+                    let cast = casts.get(index).and_then(Option::as_deref);
+                    gradient.is_some_and(|gradient| identity::is_of(seen, &gradient, cast))
                 })))
             }
             Watcher::Sending(_) => None,
@@ -325,6 +335,17 @@ fn at_points(
         .collect()
 }
 
+/// By parameter: what makes its gradient of that of its working copy.
+fn casts(copy: &WorkingCopy) -> Vec<Option<Arc<Cast>>> {
+    match copy {
+        WorkingCopy::One(parts) => {
+            let cast = |part: &Option<WorkingPart>| part.as_ref()?.cast.clone();
+            parts.iter().map(cast).collect()
+        }
+        WorkingCopy::None | WorkingCopy::Several => Vec::new(),
+    }
+}
+
 /// A model's parameters, by number.
 struct Leaves<'a> {
     found: Vec<Option<DispatchTensor>>,
@@ -349,8 +370,8 @@ impl<'a> Leaves<'a> {
             WorkingCopy::None => {}
             WorkingCopy::One(parts) => {
                 for (found, part) in leaves.found.iter_mut().zip(parts) {
-                    if found.is_some() && part.is_some() {
-                        *found = part;
+                    if let (Some(found), Some(part)) = (found, part) {
+                        *found = part.tensor;
                     }
                 }
             }

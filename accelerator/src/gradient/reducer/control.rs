@@ -5,6 +5,8 @@ use accelerator_collective::{Buffer, DType, ProcessGroup, ReduceOp};
 use super::{Pace, Reducer, waited};
 use crate::agreement::sides;
 use crate::error::{Error, Kind, Result};
+use crate::gradient::compression::Compression;
+use crate::gradient::store::Home;
 use crate::timeline::{Part, Phase};
 
 /// How many numbers a control vector has.
@@ -13,7 +15,7 @@ pub(in crate::gradient) fn length(parameters: usize, buckets: usize) -> usize {
 }
 
 /// How many stand in front of the flags; see [`Told`].
-const HEADER: usize = 7;
+const HEADER: usize = 8;
 
 /// What all ranks have told each other in a control vector: sums over them.
 #[derive(Clone, Copy, Debug)]
@@ -27,6 +29,8 @@ pub(super) struct Told<'a> {
     model: [f64; 2],
     /// How many ranks want the norm.
     norm: f64,
+    /// How many ranks have their sums on a device.
+    on_device: f64,
     /// By parameter: how many ranks have a gradient.
     present: &'a [f64],
     /// By bucket: on how many ranks something is odd about it.
@@ -50,6 +54,7 @@ impl<'a> Told<'a> {
             model,
             model_squared,
             norm,
+            on_device,
             flags @ ..,
             trigger,
         ] = values
@@ -66,6 +71,7 @@ impl<'a> Told<'a> {
             steps: [*steps, *steps_squared],
             model: [*model, *model_squared],
             norm: *norm,
+            on_device: *on_device,
             present,
             odd,
             trigger: *trigger,
@@ -74,6 +80,11 @@ impl<'a> Told<'a> {
 
     pub(super) fn wants_norm(&self) -> bool {
         self.norm > 0.0
+    }
+
+    /// Whether some rank has its sums on a device.
+    pub(super) fn is_on_a_device(&self) -> bool {
+        self.on_device > 0.0
     }
 
     /// By bucket: whether something is odd about it on some rank.
@@ -127,17 +138,19 @@ impl Reducer {
             model,
             model_squared,
             wants_norm,
+            on_device,
             rest @ ..,
         ] = control.as_mut_slice::<f64>()?
         else {
             return Ok(());
         };
-        (*weight, *loss) = (self.total, self.loss);
+        (*weight, *loss) = (self.total, self.loss.read);
         *steps = self.micro_steps as f64;
         *steps_squared = *steps * *steps;
         *model = f64::from(self.model.mark());
         *model_squared = *model * *model;
         *wants_norm = f64::from(u8::from(self.wants_norm));
+        *on_device = f64::from(u8::from(matches!(ledger.home, Home::Device(_))));
         let here = ledger.written.iter().zip(&ledger.here);
         let here = here.map(|(written, here)| written | here);
         for (value, flag) in rest
@@ -191,6 +204,21 @@ impl Reducer {
         }
         Ok(())
     }
+}
+
+/// Whether ranks that compress have their sums in the same kind of place: what does not fit is noticed in
+/// memory alone. All ranks see the same numbers, so all get the same error.
+pub(super) fn check_places(reducer: &Reducer) -> Result<()> {
+    let (told, ranks) = (reducer.told()?, reducer.group.world_size() as f64);
+    let alike = told.on_device == 0.0 || told.on_device == ranks;
+    if alike || reducer.pace == Pace::Nowhere || reducer.compression == Compression::None {
+        return Ok(());
+    }
+    Err(Error::misuse(format!(
+        "gradients are sent as {}, and {} of {ranks} ranks have them on a device, the others in memory: leave the \
+         compression out, or run on one kind of device",
+        reducer.compression, told.on_device
+    )))
 }
 
 /// Whether windows of the same length, of the same model, ended on all ranks. All ranks see the same

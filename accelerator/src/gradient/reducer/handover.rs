@@ -7,6 +7,7 @@ use crate::error::Result;
 use crate::gradient::hook::{BucketParameter, GradientBucket, Held, Ranks};
 use crate::gradient::ledger::Stage;
 use crate::gradient::slot::Slot;
+use crate::gradient::store::Store;
 use crate::timeline::{Part, Phase};
 
 impl Reducer {
@@ -21,7 +22,7 @@ impl Reducer {
         let ledger = &mut self.ledger;
         for (odd, stage) in ledger.wrong.iter_mut().zip(&ledger.stages) {
             *odd = match stage {
-                Stage::Complete(buffer) => !is_finite(buffer)?,
+                Stage::Complete(Store::Host(buffer)) => !is_finite(buffer)?,
                 _ => false,
             };
         }
@@ -37,7 +38,11 @@ impl Reducer {
         let group = self.group.clone();
         let layout = self.ledger.layout.clone();
         for number in 0..layout.len() {
-            let Some(mut buffer) = self.ledger.complete(number) else {
+            let Some(store) = self.ledger.complete(number) else {
+                continue;
+            };
+            // Where there is a hook, sums are kept in memory already.
+            let Store::Host(mut buffer) = store.into_host(&group) else {
                 continue;
             };
             if !is_finite {
@@ -61,7 +66,7 @@ impl Reducer {
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
                 hook.reduce(&mut bucket, &Ranks::new(&group))?;
             }
-            self.ledger.stages[number] = Stage::Summed(buffer);
+            self.ledger.stages[number] = Stage::Summed(Store::Host(buffer));
         }
         self.handed_over = is_finite;
         Ok(())

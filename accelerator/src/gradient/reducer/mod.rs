@@ -11,18 +11,21 @@ use std::sync::Arc;
 use accelerator_collective::{Pending, ProcessGroup};
 use burn::backend::DispatchTensor;
 use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
 
 use self::promise::Promise;
 use self::sending::{is_networked, waited};
 use super::compression::{Compression, Scale};
 use super::ledger::{Ledger, Sight, Stage};
+use super::road::{Road, Sending};
 use super::slot::{ModelName, Slot};
 use super::spread::Spread;
 use super::values;
-use super::window::{self, Window, check_all_known};
+use super::window::{self, LossSum, Window, check_all_known};
 use crate::accelerator::Trigger;
 use crate::data::Mark;
 use crate::error::Result;
+use crate::precision::Cast;
 use crate::timeline::{Part, Phase, Timeline};
 
 /// Sums a window over the ranks: takes the gradients of its last micro-step, in the middle of
@@ -30,13 +33,15 @@ use crate::timeline::{Part, Phase, Timeline};
 ///
 /// All ranks issue the same operations: with compression, the weight; the buckets in their order;
 /// the control vector; then again what was sent too early somewhere; with compression and spread sums,
-/// whether all fit; then all compressed buckets if one did not. See the README of this folder.
+/// whether all fit; then all compressed buckets if one did not. See the README of `gradient`.
 #[derive(Debug)]
 pub(super) struct Reducer {
     /// First, so that others hear of a failure before what is on its way is given up.
     promise: Promise,
     /// Where the program called `backward`, for errors: much is sent from inside Burn.
     caller: &'static Location<'static>,
+    /// By parameter: what makes its gradient of the one that is looked at in backward.
+    casts: Vec<Option<Arc<Cast>>>,
     compression: Compression,
     control: Option<Pending>,
     /// Buckets that were sent before backward ended.
@@ -45,8 +50,7 @@ pub(super) struct Reducer {
     /// Whether buckets hold the mean gradient in the end, or sums.
     handed_over: bool,
     ledger: Ledger,
-    /// Σ weight · loss of the window.
-    loss: f64,
+    loss: LossSum,
     /// By what the loss was multiplied before backward.
     loss_scale: f64,
     marks: Vec<Mark>,
@@ -60,7 +64,11 @@ pub(super) struct Reducer {
     outcome: Result<()>,
     pace: Pace,
     repair: Repair,
+    /// How sums on a device get to other ranks.
+    road: Option<Arc<Road>>,
     scale: Option<Scale>,
+    /// The loss, on its way from device to device.
+    sent_loss: Option<Sending>,
     spread: Spread,
     timeline: Timeline,
     /// The weight of the window, with the last micro-step.
@@ -86,8 +94,11 @@ pub(super) enum Repair {
 pub(super) struct Reduced {
     /// With Σ weight · gradient, and which parameters had a gradient somewhere.
     pub(super) ledger: Ledger,
-    /// The mean loss.
-    pub(super) loss: f64,
+    pub(super) loss: LossSum,
+    /// Whether some rank has its sums on a device.
+    pub(super) is_on_a_device: bool,
+    /// The ranks, where there are several.
+    pub(super) group: Option<ProcessGroup>,
     /// How many ranks sent theirs.
     pub(super) ranks: usize,
     /// Which of the sums this rank has.
@@ -104,6 +115,14 @@ pub(super) struct Reduced {
     pub(super) early: usize,
     /// How many buckets were reduced again, since a rank had sent them too early.
     pub(super) repaired: usize,
+}
+
+/// Whether to wait for what is being read.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Wait {
+    Yes,
+    /// Backward does not wait for anything.
+    No,
 }
 
 /// Whether an operation runs on this thread, or beside others on the communication thread.
@@ -143,7 +162,10 @@ impl Reducer {
         };
         let mut reducer = Self {
             compression,
-            pace: Pace::InFlight,
+            pace: match group.world_size() {
+                1 => Pace::Nowhere,
+                _ => Pace::InFlight,
+            },
             repair,
             scale: None,
             spread,
@@ -168,10 +190,11 @@ impl Reducer {
         timeline: &Timeline,
     ) -> Self {
         let (mut ledger, marks, before) = window.into_parts(slot, group);
-        slot.renew(&mut ledger);
+        slot.renew(group, &mut ledger);
         Self {
             promise: Promise::new(group),
             caller: Location::caller(),
+            casts: Vec::new(),
             compression: Compression::None,
             control: None,
             early: 0,
@@ -187,7 +210,9 @@ impl Reducer {
             outcome: Ok(()),
             pace: Pace::Nowhere,
             repair: Repair::Unneeded,
+            road: slot.road().cloned(),
             scale: Some(Compression::None.scale(1.0)),
+            sent_loss: None,
             spread: Spread::Whole,
             timeline: timeline.clone(),
             total: before.weight + weight,
@@ -204,6 +229,11 @@ impl Reducer {
             loss_scale: scale,
             ..self
         }
+    }
+
+    /// For gradients that are looked at in half precision: what makes those of the parameters of them.
+    pub(super) fn with_casts(self, casts: Vec<Option<Arc<Cast>>>) -> Self {
+        Self { casts, ..self }
     }
 
     /// Lets that flag travel along.
@@ -234,20 +264,20 @@ impl Reducer {
         if self.outcome.is_err() {
             return;
         }
-        let Some(mut buffer) = self.ledger.open(bucket) else {
+        let Some(mut store) = self.ledger.open(bucket) else {
             return;
         };
         let copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
         let ledger = &mut self.ledger;
-        ledger.keep(&self.group, bucket, &buffer);
+        ledger.keep(&self.group, bucket, &store);
         let layout = ledger.layout.clone();
         for (&parameter, gradient) in layout.members(bucket).iter().zip(gradients) {
             ledger.sights[parameter] = gradient.map_or(Sight::Absent, Sight::Seen);
         }
         let seen = |parameter: usize| ledger.sights[parameter].gradient();
-        ledger.enter(bucket, &mut buffer, seen, self.weight);
-        ledger.clear(bucket, &mut buffer, |parameter| seen(parameter).is_some());
-        ledger.stages[bucket] = Stage::Complete(buffer);
+        ledger.enter(bucket, &mut store, seen, self.weight);
+        ledger.clear(bucket, &mut store, |parameter| seen(parameter).is_some());
+        ledger.stages[bucket] = Stage::Complete(store);
         drop(copy);
         // Backward does not wait for anybody.
         if self
@@ -257,12 +287,12 @@ impl Reducer {
         {
             return;
         }
-        self.outcome = self.send_complete();
+        self.outcome = self.send_complete().and_then(|()| self.send_read(Wait::No));
         self.early = self.next;
     }
 
     /// Backward has ended, and these are the gradients. Sends what is left, and waits for the
-    /// sums. `loss` is the mean over the micro-step.
+    /// sums. `loss` is the mean over the micro-step, in one element.
     ///
     /// Where this fails although something was sent, the group fails with it: the other ranks wait
     /// for what this one does not send.
@@ -270,7 +300,7 @@ impl Reducer {
         mut self,
         slot: &Slot,
         gradients: GradientsParams,
-        loss: f64,
+        loss: Tensor<1>,
         mark: Option<Mark>,
     ) -> Result<Reduced> {
         window::note(&mut self.marks, mark);
@@ -288,11 +318,11 @@ impl Reducer {
         &mut self,
         slot: &Slot,
         mut gradients: GradientsParams,
-        loss: f64,
+        loss: Tensor<1>,
     ) -> Result<usize> {
         replace(&mut self.outcome, Ok(()))?;
         if self.weight > 0.0 {
-            self.loss += self.weight * loss;
+            self.loss.add(slot, self.weight, loss);
         } else {
             // What an idle rank computed may be anything.
             gradients = GradientsParams::new();
@@ -323,9 +353,12 @@ impl Reducer {
             self.pace = Pace::Blocking;
         }
         self.send_complete()?;
+        self.send_read(Wait::Yes)?;
+        self.send_loss()?;
         self.send_control()?;
         self.receive()?;
         self.receive_control()?;
+        control::check_places(self)?;
         let repaired = self.redo(slot, gradients)?;
         self.settle(slot)?;
         Ok(repaired)
@@ -334,12 +367,20 @@ impl Reducer {
     fn into_reduced(mut self, repaired: usize) -> Result<Reduced> {
         self.promise.keep();
         if self.pace != Pace::Nowhere {
-            control::check_windows(&self)?;
+            let windows = control::check_windows(&self);
+            if let Err(error) = &windows
+                && self.road.as_ref().is_some_and(|road| road.nccl().is_some())
+            {
+                // What GPUs have begun together does not fit together, and would not end.
+                self.group.abort(error.to_string());
+            }
+            windows?;
         }
         let told = self.told()?;
-        let (total, loss, wants_norm) = (told.weight, told.loss, told.wants_norm());
+        let (total, read, wants_norm) = (told.weight, told.loss, told.wants_norm());
+        let is_on_a_device = told.is_on_a_device();
         Ok(Reduced {
-            loss: loss / total,
+            loss: LossSum { read, ..self.loss },
             marks: self.marks,
             total,
             divisor: match self.handed_over {
@@ -347,6 +388,9 @@ impl Reducer {
                 false => total * self.loss_scale,
             },
             early: self.early,
+            is_on_a_device,
+            group: (self.pace != Pace::Nowhere && self.group.world_size() > 1)
+                .then(|| self.group.clone()),
             ranks: self.group.world_size(),
             repaired,
             spread: self.spread,
@@ -376,16 +420,17 @@ impl Reducer {
                 if open.is_some() {
                     ledger.held[index] = gradient;
                 } else {
-                    ledger.wrong[bucket] |= !ledger.sights[index].is_of(gradient.as_ref());
+                    let cast = self.casts.get(index).and_then(Option::as_deref);
+                    ledger.wrong[bucket] |= !ledger.sights[index].is_of(gradient.as_ref(), cast);
                 }
             }
-            if let Some(mut buffer) = open {
+            if let Some(mut store) = open {
                 if self.repair == Repair::Possible {
-                    ledger.keep(&self.group, bucket, &buffer);
+                    ledger.keep(&self.group, bucket, &store);
                 }
-                ledger.enter_held(bucket, &mut buffer, self.weight);
-                ledger.clear(bucket, &mut buffer, |index| ledger.here[index]);
-                ledger.stages[bucket] = Stage::Complete(buffer);
+                ledger.enter_held(bucket, &mut store, self.weight);
+                ledger.clear(bucket, &mut store, |index| ledger.here[index]);
+                ledger.stages[bucket] = Stage::Complete(store);
             }
         }
         ledger.forget();

@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::gradient::compression::{self, Compression};
 use crate::gradient::ledger::{Fit, Stage};
 use crate::gradient::slot::Slot;
+use crate::gradient::store::Store;
 use crate::gradient::values;
 use crate::timeline::{Part, Phase};
 
@@ -35,18 +36,18 @@ impl Reducer {
                 continue;
             }
             count += 1;
-            let (Stage::Summed(mut buffer) | Stage::Rounded(mut buffer, _)) =
-                replace(&mut ledger.stages[bucket], Stage::Lost)
-            else {
-                continue;
+            let mut store = match replace(&mut ledger.stages[bucket], Stage::Lost) {
+                Stage::Summed(store) => store,
+                Stage::Rounded(buffer, _) => Store::Host(buffer),
+                _ => continue,
             };
-            ledger.restore(bucket, &mut buffer);
+            ledger.restore(bucket, &mut store);
             for &index in layout.members(bucket) {
                 ledger.held[index] = values::look(gradients, &slot.parameters()[index]);
             }
-            ledger.enter_held(bucket, &mut buffer, self.weight);
-            ledger.clear(bucket, &mut buffer, |index| ledger.here[index]);
-            self.send(bucket, buffer)?;
+            ledger.enter_held(bucket, &mut store, self.weight);
+            ledger.clear(bucket, &mut store, |index| ledger.here[index]);
+            self.send(bucket, store)?;
         }
         if count > 0 {
             self.receive()?;
@@ -75,14 +76,17 @@ impl Reducer {
                         for range in self.spread.of_bucket(bucket, wire.len()) {
                             compression::expand(wire, &mut sums, range, scale);
                         }
-                        Stage::Summed(sums)
+                        Stage::Summed(Store::Host(sums))
                     }
-                    _ => Stage::Complete(sums),
+                    _ => Stage::Complete(Store::Host(sums)),
                 },
                 other => other,
             };
-            if let Some(buffer) = ledger.complete(bucket) {
-                self.send_exactly(bucket, buffer)?;
+            match ledger.complete(bucket) {
+                Some(Store::Host(buffer)) => self.send_exactly(bucket, buffer)?,
+                // Nothing of a device is rounded here.
+                Some(store @ Store::Device(_)) => ledger.stages[bucket] = Stage::Summed(store),
+                None => {}
             }
         }
         self.receive()

@@ -2,12 +2,16 @@
 
 use core::mem::replace;
 
-use accelerator_collective::{Buffer, Pending, ProcessGroup, ReduceOp, TransportKind};
+use accelerator_collective::{Buffer, Element, Pending, ProcessGroup, ReduceOp, TransportKind};
+use burn::tensor::DType;
 
-use super::{Pace, Reducer};
+use super::{Pace, Reducer, Wait};
 use crate::error::Result;
 use crate::gradient::compression;
-use crate::gradient::ledger::{Fit, Stage};
+use crate::gradient::flat::Flat;
+use crate::gradient::ledger::{Fit, Ledger, Stage};
+use crate::gradient::store::{Home, Store, uploaded};
+use crate::gradient::values::Values;
 use crate::timeline::{Part, Phase, Timeline};
 
 impl Reducer {
@@ -20,16 +24,20 @@ impl Reducer {
             self.ledger.total = Some(total);
         }
         while self.next < self.ledger.layout.len() {
-            let Some(buffer) = self.ledger.complete(self.next) else {
+            let Some(store) = self.ledger.complete(self.next) else {
                 break;
             };
-            self.send(self.next, buffer)?;
+            self.send(self.next, store)?;
             self.next += 1;
         }
         Ok(())
     }
 
-    pub(super) fn send(&mut self, bucket: usize, buffer: Buffer) -> Result<()> {
+    pub(super) fn send(&mut self, bucket: usize, store: Store) -> Result<()> {
+        let buffer = match store {
+            Store::Host(buffer) => buffer,
+            Store::Device(flat) => return self.send_flat(bucket, flat),
+        };
         let (Some(dtype), Some(scale)) = (self.compression.wire(buffer.dtype()), self.scale) else {
             return self.send_exactly(bucket, buffer);
         };
@@ -46,7 +54,7 @@ impl Reducer {
 
     pub(super) fn send_exactly(&mut self, bucket: usize, mut buffer: Buffer) -> Result<()> {
         self.ledger.stages[bucket] = match self.pace {
-            Pace::Nowhere => Stage::Summed(buffer),
+            Pace::Nowhere => Stage::Summed(Store::Host(buffer)),
             Pace::InFlight => Stage::Sent(self.start(bucket, buffer)?),
             Pace::Blocking => {
                 let (part, bytes) = (Part::bucket(bucket), buffer.bytes().len());
@@ -59,9 +67,82 @@ impl Reducer {
                     None => group.all_reduce_buffer_at(&mut buffer, ReduceOp::Sum, caller)?,
                 }
                 self.promise.give();
-                Stage::Summed(buffer)
+                Stage::Summed(arrived(&mut self.ledger, bucket, buffer, &self.timeline))
             }
         };
+        Ok(())
+    }
+
+    /// Lets sums on a device travel.
+    fn send_flat(&mut self, bucket: usize, mut flat: Flat) -> Result<()> {
+        let (Some(road), Pace::Blocking | Pace::InFlight) = (&self.road, self.pace) else {
+            self.ledger.stages[bucket] = Stage::Summed(Store::Device(flat));
+            return Ok(());
+        };
+        let sums = match self.compression.wire(flat.dtype()) {
+            // The other one is looked at in memory.
+            Some(_) => flat.take().cast(DType::BF16),
+            None => flat.take(),
+        };
+        if let Some(nccl) = road.nccl() {
+            let (part, bytes) = (Part::bucket(bucket), self.ledger.layout.bytes(bucket));
+            let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
+            // What can be had again is nobody's to add to.
+            let sums = match self.ledger.undo[bucket] {
+                Some(_) => sums.mul_scalar(1.0),
+                None => sums,
+            };
+            let sending = nccl.all_reduce(sums)?;
+            self.promise.give();
+            self.ledger.stages[bucket] = Stage::SentOnDevice(sending);
+            return Ok(());
+        }
+        self.ledger.stages[bucket] = Stage::Read(road.reader()?.read(sums));
+        Ok(())
+    }
+
+    /// Sends what was read, in its order: all of it, or what is there.
+    pub(super) fn send_read(&mut self, wait: Wait) -> Result<()> {
+        for bucket in 0..self.ledger.layout.len() {
+            let stage = &mut self.ledger.stages[bucket];
+            let is_there = match stage {
+                Stage::Read(reading) => wait == Wait::Yes || reading.is_ready(),
+                // Those behind it come after it.
+                Stage::Open(_) | Stage::Complete(_) => break,
+                _ => continue,
+            };
+            if !is_there {
+                break;
+            }
+            let Stage::Read(reading) = replace(stage, Stage::Lost) else {
+                continue;
+            };
+            let copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
+            let data = reading.wait()?;
+            let spare = self.ledger.wires[bucket].take();
+            let buffer = filled(&self.group, spare, Values::of(&data))?;
+            drop((copy, data));
+            self.send_exactly(bucket, buffer)?;
+        }
+        Ok(())
+    }
+
+    /// Lets the loss of the window travel, or puts it with what ranks tell each other.
+    pub(super) fn send_loss(&mut self) -> Result<()> {
+        if self.pace == Pace::Nowhere {
+            return Ok(());
+        }
+        if let Some(nccl) = self.road.as_ref().and_then(|road| road.nccl())
+            && let Home::Device(device) = &self.ledger.home
+        {
+            let sending = nccl.all_reduce(self.loss.sum_on(device))?;
+            self.promise.give();
+            self.loss.unread.clear();
+            self.sent_loss = Some(sending);
+            return Ok(());
+        }
+        // What it waits for, reading the last bucket has waited for.
+        self.loss.read_all();
         Ok(())
     }
 
@@ -79,13 +160,16 @@ impl Reducer {
     /// Takes in the buckets that are on their way. Of those that travelled rounded, the unrounded
     /// sums of this rank stay as they are until `settle`.
     pub(super) fn receive(&mut self) -> Result<()> {
+        self.send_read(Wait::Yes)?;
+        self.receive_on_device()?;
         let ledger = &mut self.ledger;
         let timeline = &self.timeline;
         for bucket in 0..ledger.layout.len() {
             ledger.stages[bucket] = match replace(&mut ledger.stages[bucket], Stage::Lost) {
                 Stage::Sent(pending) => {
                     let bytes = ledger.layout.bytes(bucket);
-                    Stage::Summed(waited(timeline, Part::bucket(bucket), bytes, pending)?)
+                    let sums = waited(timeline, Part::bucket(bucket), bytes, pending)?;
+                    Stage::Summed(arrived(ledger, bucket, sums, timeline))
                 }
                 Stage::SentRounded(sums, pending) => {
                     let bytes = sums.bytes().len() / 2;
@@ -104,6 +188,64 @@ impl Reducer {
             };
         }
         Ok(())
+    }
+
+    /// Takes in what travels from device to device, without waiting for it: what the device is given from
+    /// now on does.
+    fn receive_on_device(&mut self) -> Result<()> {
+        let Some(nccl) = self.road.as_ref().and_then(|road| road.nccl()) else {
+            return Ok(());
+        };
+        let Home::Device(device) = &self.ledger.home else {
+            return Ok(());
+        };
+        nccl.order_after()?;
+        if let Some(sent) = self.sent_loss.take() {
+            self.loss.unread.push((1.0, sent.finish()));
+        }
+        for bucket in 0..self.ledger.layout.len() {
+            let stage = &mut self.ledger.stages[bucket];
+            *stage = match replace(stage, Stage::Lost) {
+                Stage::SentOnDevice(sending) => {
+                    let flat = self.ledger.layout.flat(device, bucket);
+                    Stage::Summed(Store::Device(flat.with(sending.finish())))
+                }
+                other => other,
+            };
+        }
+        Ok(())
+    }
+}
+
+/// What came of a bucket: sums in memory, or those of a device, which get back there.
+fn arrived(ledger: &mut Ledger, bucket: usize, buffer: Buffer, timeline: &Timeline) -> Store {
+    let Home::Device(device) = &ledger.home else {
+        return Store::Host(buffer);
+    };
+    let _copy = timeline.span(Phase::Copy(Part::bucket(bucket)));
+    let flat = ledger.layout.flat(device, bucket);
+    let flat = flat.with(uploaded(&buffer, device));
+    ledger.wires[bucket] = Some(buffer);
+    Store::Device(flat)
+}
+
+/// Values in a buffer of their type: that one, if it is one.
+fn filled(group: &ProcessGroup, spare: Option<Buffer>, values: Values<'_>) -> Result<Buffer> {
+    fn fill<E: Element>(
+        group: &ProcessGroup,
+        spare: Option<Buffer>,
+        values: &[E],
+    ) -> Result<Buffer> {
+        let spare = spare.filter(|spare| spare.dtype() == E::DTYPE && spare.len() == values.len());
+        let mut buffer = spare.unwrap_or_else(|| group.buffer(E::DTYPE, values.len()));
+        buffer.as_mut_slice::<E>()?.copy_from_slice(values);
+        Ok(buffer)
+    }
+    match values {
+        Values::Bf16(values) => fill(group, spare, values),
+        Values::F16(values) => fill(group, spare, values),
+        Values::F32(values) => fill(group, spare, values),
+        Values::F64(values) => fill(group, spare, values),
     }
 }
 

@@ -6,6 +6,7 @@ use burn::tensor::{Device, Tensor};
 
 use super::*;
 use crate::gradient::overlap::Switch;
+use crate::gradient::store::Store;
 use crate::model::{Float, Trainable};
 use crate::timeline::Recording;
 
@@ -54,6 +55,10 @@ fn gradient(value: f32) -> Tensor<1> {
     Tensor::full([1000], value, &Device::default())
 }
 
+fn loss(value: f32) -> Tensor<1> {
+    Tensor::full([1], value, &Device::default())
+}
+
 /// Of both parameters.
 fn gradients(first: Tensor<1>, second: Tensor<1>) -> GradientsParams {
     let mut gradients = GradientsParams::new();
@@ -80,14 +85,18 @@ fn a_bucket_is_reduced_before_backward_ends() {
         let buffer = pending.wait().unwrap();
         assert_eq!(buffer.as_slice::<f32>().unwrap(), [3.0; 1000]);
         in_backward.wait();
-        reducer.ledger.stages[0] = Stage::Summed(buffer);
+        reducer.ledger.stages[0] = Stage::Summed(Store::Host(buffer));
 
         let gradients = gradients(first, second);
-        let reduced = reducer.finish(&slot, gradients, 0.5, None).unwrap();
+        let reduced = reducer.finish(&slot, gradients, loss(0.5), None).unwrap();
         assert_eq!((reduced.early, reduced.repaired), (1, 0));
-        (reduced.total, reduced.loss, reduced.ledger.present.clone())
+        (
+            reduced.total,
+            reduced.loss.value(),
+            reduced.ledger.present.clone(),
+        )
     });
-    assert_eq!(results, vec![(2.0, 0.5, vec![true, true]); 2]);
+    assert_eq!(results, vec![(2.0, 1.0, vec![true, true]); 2]);
 }
 
 #[test]
@@ -112,10 +121,13 @@ fn a_bucket_waits_for_those_before_it() {
         }
         assert_eq!(reducer.early, 2);
         let gradients = gradients(first, second);
-        let reduced = reducer.finish(&slot, gradients, 0.0, None).unwrap();
-        let sums = |bucket| reduced.ledger.sums(bucket).unwrap().as_slice::<f32>();
-        assert_eq!(sums(0).unwrap(), [4.0; 1000]);
-        assert_eq!(sums(1).unwrap(), [2.0; 1000]);
+        let reduced = reducer.finish(&slot, gradients, loss(0.0), None).unwrap();
+        let sums = |bucket| match reduced.ledger.sums(bucket) {
+            Some(Store::Host(buffer)) => buffer.as_slice::<f32>().unwrap(),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(sums(0), [4.0; 1000]);
+        assert_eq!(sums(1), [2.0; 1000]);
     });
 }
 
@@ -132,7 +144,9 @@ fn a_rank_that_stops_in_the_middle_fails_all_by_name() {
         if group.rank() == 0 {
             gradients.register(ParamId::from(3), gradient(3.0));
         }
-        let error = reducer.finish(&slot, gradients, 0.0, None).unwrap_err();
+        let error = reducer
+            .finish(&slot, gradients, loss(0.0), None)
+            .unwrap_err();
         // Nobody hears of it since a group was dropped.
         over.wait();
         assert!(group.barrier().is_err());
@@ -166,7 +180,7 @@ fn a_window_that_the_group_refuses_owes_nothing() {
         );
         assert!(weighing.unwrap_err().is_misuse());
         let gradients = gradients(gradient(1.0), gradient(2.0));
-        let error = ready.finish(&slot, gradients, 0.0, None).unwrap_err();
+        let error = ready.finish(&slot, gradients, loss(0.0), None).unwrap_err();
         assert!(error.is_misuse(), "{error:?}");
         drop(guard);
         group.barrier().unwrap();

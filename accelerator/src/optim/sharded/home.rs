@@ -87,9 +87,9 @@ impl Homes {
         let (ranks, elements) = (self.loads.len(), parameter.shape.iter().product::<usize>());
         let cut = elements >= ranks * WORTH_A_PIECE && may_be_cut();
         let bounds = if cut {
-            self.in_blocks(elements)
+            self.in_blocks(elements, parameter.float.width())
         } else {
-            let owner = self.least_loaded();
+            let owner = lightest(&self.loads);
             let bound = |rank| if rank > owner { elements } else { 0 };
             (0..=ranks).map(bound).collect()
         };
@@ -103,14 +103,29 @@ impl Homes {
         self.known.entry(parameter.id).or_insert(home)
     }
 
-    /// Cuts so many elements at whole blocks. Those that are left over go to the ranks that have least.
-    fn in_blocks(&self, elements: usize) -> Vec<usize> {
+    /// Cuts so many elements of `width` bytes at whole blocks, evenly at first. Those that are left over go to
+    /// the ranks that have least, and further ones from who has most to who has least, while that is more
+    /// than a block: the last block of each parameter may be short.
+    fn in_blocks(&self, elements: usize, width: usize) -> Vec<usize> {
         let (blocks, ranks) = (elements.div_ceil(BLOCK), self.loads.len());
-        let mut by_load: Vec<usize> = (0..ranks).collect();
-        by_load.sort_by_key(|&rank| self.loads[rank]);
-        let mut shares = vec![blocks / ranks; ranks];
-        for &rank in &by_load[..blocks % ranks] {
-            shares[rank] += 1;
+        let (share, block) = (blocks / ranks, BLOCK * width);
+        let mut shares = vec![share; ranks];
+        let mut loads: Vec<_> = self.loads.iter().map(|load| load + share * block).collect();
+        loads[ranks - 1] -= blocks * block - elements * width;
+        for _ in 0..blocks % ranks {
+            let least = lightest(&loads);
+            shares[least] += 1;
+            loads[least] += block;
+        }
+        loop {
+            let (least, most) = (lightest(&loads), heaviest(&loads));
+            if loads[most] - loads[least] <= block || shares[most] == 1 {
+                break;
+            }
+            shares[most] -= 1;
+            loads[most] -= block;
+            shares[least] += 1;
+            loads[least] += block;
         }
         let mut reached = 0;
         let ends = shares.into_iter().map(|share| {
@@ -119,13 +134,18 @@ impl Homes {
         });
         core::iter::once(0).chain(ends).collect()
     }
+}
 
-    fn least_loaded(&self) -> usize {
-        let loads = self.loads.iter().enumerate();
-        loads
-            .min_by_key(|(_, load)| **load)
-            .map_or(0, |(rank, _)| rank)
-    }
+/// The first of the ranks that have least.
+fn lightest(loads: &[usize]) -> usize {
+    let loads = loads.iter().enumerate();
+    loads.min_by_key(|(_, load)| **load).map_or(0, |(at, _)| at)
+}
+
+/// The last of the ranks that have most.
+fn heaviest(loads: &[usize]) -> usize {
+    let loads = loads.iter().enumerate();
+    loads.max_by_key(|(_, load)| **load).map_or(0, |(at, _)| at)
 }
 
 #[cfg(test)]
@@ -169,8 +189,8 @@ mod tests {
             }
             let most = homes.loads.iter().max().unwrap();
             let least = homes.loads.iter().min().unwrap();
-            // One parameter that is not cut, and of each that is, its last block, which may be short.
-            let slack = 4 * (ranks * WORTH_A_PIECE + (sizes.len() + 1) * BLOCK);
+            // One parameter that is not cut, and a block of one that is.
+            let slack = 4 * (ranks * WORTH_A_PIECE + BLOCK);
             prop_assert!(most - least <= slack, "{:?}", homes.loads);
         }
     }

@@ -169,6 +169,7 @@ impl Shards {
             return Err(model);
         }
         let rank = self.group.rank();
+        averages.bring_home(&self.group);
         let bounds = match self.settle(optimizer, &mut averages) {
             Ok(bounds) => bounds,
             Err(error) => {
@@ -200,10 +201,9 @@ impl Shards {
             let (id, range) = (piece.id, piece.range.clone());
             averages.land(id, &range, &piece.into_bytes());
         }
-        let spreading = averages.spreading();
-        let model = self.exchange(model, averages, stepped)?;
+        let model = self.exchange(model, &mut averages, stepped)?;
         if let Some(bounds) = bounds
-            && let Err(error) = spreading.set(&bounds)
+            && let Err(error) = averages.spread_next(&bounds)
         {
             // Other ranks cut the next window.
             self.group.abort(error.to_string());
@@ -216,7 +216,7 @@ impl Shards {
     fn exchange<M: Module>(
         &self,
         model: M,
-        mut averages: Averages,
+        averages: &mut Averages,
         stepped: HashSet<ParamId>,
     ) -> core::result::Result<M, M> {
         let homes = self.homes.known();

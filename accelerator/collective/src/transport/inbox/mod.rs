@@ -15,14 +15,14 @@ use std::{
 pub(crate) use queue::{FLIGHTS, Parcel, Position};
 
 use super::{
-    Abort, Parting, Watch,
+    Abort, Parting, Peer, Watch,
     bell::Bell,
     pool::{Chunk, Pool},
 };
 use crate::error::Certainty;
 
 use queue::{QUEUE_BYTES, Queue, Standing};
-use state::{Cause, GRACE, State};
+use state::{Cause, DROPPED, GRACE, State};
 
 /// The parts for one rank, one queue for each sender, and what is known of the senders.
 #[derive(Debug)]
@@ -56,6 +56,7 @@ impl Inbox {
             state: Mutex::new(State {
                 queues: (0..world_size).map(|_| Queue::default()).collect(),
                 blames: Vec::new(),
+                dropped: None,
                 closed: false,
                 version: 0,
                 sleepers: 0,
@@ -116,6 +117,9 @@ impl Inbox {
             Parting::Closed => Standing::Left,
             Parting::Dropped => Standing::Dropped,
         };
+        if parting == Parting::Dropped {
+            state.dropped.get_or_insert((rank, Instant::now()));
+        }
         self.tell(state);
     }
 
@@ -232,6 +236,17 @@ impl Inbox {
             // Another thread may take the notice, so this one looks by itself, too.
             state = self.wait(state, until.min(now + GRACE / 4));
         }
+    }
+
+    /// What will make an operation fail, unless that is a guess of a moment ago.
+    pub(crate) fn trouble(&self, me: usize, peers: &[Peer]) -> Option<String> {
+        let state = self.lock();
+        if let Some(blame) = state.cause(me) {
+            let is_settled = blame.since.elapsed() >= GRACE;
+            return is_settled.then(|| state.told(&blame.cause, peers, me));
+        }
+        let (rank, since) = state.dropped?;
+        (since.elapsed() >= GRACE).then(|| format!("{} is lost: {DROPPED}", peers[rank]))
     }
 
     /// The ranks that are gone, by their own word or without one, or by the word of others.

@@ -14,6 +14,8 @@ pub(super) struct State {
     /// The failures that became known, in that order: the later ones are mostly collateral of
     /// the first.
     pub(super) blames: Vec<Blame>,
+    /// Who dropped its group without a word of why, and when.
+    pub(super) dropped: Option<(usize, Instant)>,
     pub(super) closed: bool,
     /// Grows with everything that happens.
     pub(super) version: u64,
@@ -122,6 +124,24 @@ impl State {
         }
     }
 
+    /// The same in words, where no operation asks.
+    pub(super) fn told(&self, cause: &Cause, peers: &[Peer], me: usize) -> String {
+        match cause {
+            Cause::Broke(rank, what) => format!("{} broke the protocol: {what}", peers[*rank]),
+            Cause::Lost(rank, why, certainty) => {
+                let settled = self.settled(*rank);
+                let settled = settled.filter(|_| *certainty == Certainty::Guessed);
+                let why = settled.map_or(&**why, Culprit::cause);
+                format!("{} is lost: {why}", peers[*rank])
+            }
+            Cause::Own(why) => format!("{} is lost: {why}", peers[me]),
+            Cause::Overslept(_, rank, seen) => {
+                format!("{} is gone, or gave this one up: {seen}", peers[*rank])
+            }
+            Cause::Told(_, error) => error.to_string(),
+        }
+    }
+
     /// The next part from a peer, unless something speaks against going on.
     pub(super) fn attempt(
         &mut self,
@@ -220,5 +240,5 @@ pub(super) const GRACE: Duration = Duration::from_millis(100);
 /// How many failures are kept.
 const BLAMES: usize = 64;
 
-const DROPPED: &str =
+pub(super) const DROPPED: &str =
     "it dropped its group without closing it: its program returned early or failed";

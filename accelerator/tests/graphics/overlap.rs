@@ -1,13 +1,4 @@
-//! Training on a graphics device, where there is one. Mesa's `lavapipe` is one that computes on the CPU:
-//!
-//! ```text
-//! cargo test --release -p accelerator --no-default-features --features wgpu --test graphics -- --nocapture
-//! ```
-
-#![cfg(feature = "wgpu")]
-#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
-
-mod common;
+//! Sending while backward runs.
 
 use accelerator::prelude::*;
 use accelerator::{Overlap, OverlapReport, OverlapState, Oversubscription};
@@ -18,7 +9,9 @@ use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::AdamWConfig;
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor, TensorData};
-use common::{Column, columns};
+
+use crate::common::{self, Column, columns};
+use crate::harness::{Setting, State, is_there};
 
 #[derive(Module, Debug)]
 struct Net {
@@ -105,10 +98,8 @@ fn train(overlap: Overlap) -> Vec<Outcome> {
 }
 
 #[test]
-fn two_ranks_of_a_graphics_device_get_the_same_bits_with_and_without_overlap() {
-    if let Err(error) = Accelerator::builder().device(DeviceKind::Wgpu).build() {
-        assert!(error.is_device(), "{error:?}");
-        eprintln!("skipped, since there is no graphics device here: {error}");
+fn two_ranks_get_the_same_bits_with_and_without_overlap() {
+    if !is_there() {
         return;
     }
     let [off, on] = [Overlap::Off, Overlap::On].map(train);
@@ -127,5 +118,39 @@ fn two_ranks_of_a_graphics_device_get_the_same_bits_with_and_without_overlap() {
         assert_eq!(report.state, OverlapState::On);
         assert!(report.early > 0, "{report:?}");
         assert_eq!(report.repairs, 0, "{report:?}");
+    }
+}
+
+#[test]
+fn what_is_accumulated_and_missing_on_a_rank_is_sent_early_as_well() {
+    if !is_there() {
+        return;
+    }
+    for accumulation in [1, 2] {
+        let off = Setting {
+            accumulation,
+            clip: |gradients| gradients.clip_norm(0.3),
+            steps: 6,
+            ..Setting::new(2)
+        };
+        let on = Setting {
+            overlap: Overlap::On,
+            ..off
+        };
+        let (late, early) = (off.run(), on.run());
+        assert!(late.parameters == early.parameters, "{:?}", early.report);
+        assert_eq!(late.losses, early.losses);
+        assert_eq!(late.norms, early.norms);
+        assert_eq!(early.report.state, OverlapState::On);
+        assert!(early.report.early_total > 0, "{:?}", early.report);
+        assert_eq!(early.report.repairs, 0, "{:?}", early.report);
+        // Parts of the sums, which go through memory.
+        let parts = Setting {
+            state: State::Sharded,
+            ..on
+        };
+        let parts = parts.run();
+        assert_eq!(parts.report.repairs, 0, "{:?}", parts.report);
+        parts.assert_near(&early, 1e-4);
     }
 }

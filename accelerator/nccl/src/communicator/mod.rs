@@ -1,0 +1,417 @@
+//! Ranks that reduce together.
+
+mod group;
+mod link;
+mod shared;
+#[cfg(test)]
+mod tests;
+mod watching;
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use accelerator_collective::{DType, ReduceOp};
+
+use self::link::Link;
+use self::shared::{ABORTING, Owner, Patience, Phase, Shared, Telling, Work, after};
+use crate::api::{Outcome, Progress};
+use crate::error::{Error, Kind, Result};
+use crate::gpu::{Gpu, Ordering};
+use crate::memory::{DeviceMemory, DevicePointer};
+use crate::operation::{self, Operation};
+use crate::unique_id::UniqueId;
+use crate::watch::Watch;
+
+/// This rank's end of a group of GPUs that reduce together, by NCCL.
+///
+/// Operations run on a stream of the communicator's own, one after the other, beside what else the GPU
+/// does. Each begins after all that was enqueued in the context before it. Nothing that is enqueued
+/// after it waits for it, until [`order_after`](Self::order_after) says so.
+///
+/// While operations are under way, a thread asks the group every 20 ms whether it has ended, and NCCL
+/// whether something failed. In either case it aborts NCCL's communicator, which ends kernels that wait
+/// for a peer; from then on every call returns an error with that reason
+/// ([`is_aborted`](Error::is_aborted)). There is no way back: ranks that are left make another
+/// communicator, with another id.
+///
+/// All ranks call the same operations in the same order, and where a process has several communicators on a
+/// GPU, those of all of them: each operation begins after what the context held, other communicators'
+/// included. Hence two ranks of one communicator cannot share a context either. Calls of several threads of a rank are
+/// safe, and take turns, but then nothing says in which order.
+///
+/// Dropping it waits for operations under way and ends in good order with the peers, for 5 seconds at
+/// most; then, and where the group has ended, it aborts. It does not wait for longer than some
+/// seconds.
+///
+/// ```no_run
+/// use std::time::Duration;
+///
+/// use accelerator_collective::{DType, ProcessGroup, ReduceOp};
+/// use accelerator_nccl::{Communicator, DeviceMemory, Gpu};
+///
+/// # type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+/// /// Adds up the gradients of all ranks.
+/// fn reduce(gpu: &Gpu, group: &ProcessGroup) -> Result<()> {
+///     let ranks = Communicator::connect_group(gpu, group, Duration::from_secs(60))??;
+///     println!("rank {} of {}", ranks.rank(), ranks.world_size());
+///     let mut buckets = [DeviceMemory::new(gpu, 4096)?, DeviceMemory::new(gpu, 4096)?];
+///     for bucket in &mut buckets {
+///         bucket.write(&[0; 4096])?;
+///         // SAFETY: a bucket holds 1024 values, and lives until `read` has waited for the operations.
+///         unsafe { ranks.all_reduce(bucket.pointer(), 1024, DType::F32, ReduceOp::Mean)? };
+///         if ranks.is_done()? {
+///             println!("that was quick");
+///         }
+///     }
+///     ranks.order_after()?;
+///     let mut bytes = [0; 4096];
+///     buckets[0].read(&mut bytes)?;
+///     ranks.wait()?;
+///     // Or, where it is this crate's memory, and nothing else is to be done meanwhile:
+///     ranks.all_reduce_memory(&mut buckets[0], DType::F32, ReduceOp::Mean, 1)?;
+///     Ok(())
+/// }
+/// ```
+#[derive(Debug)]
+pub struct Communicator {
+    shared: Arc<Shared>,
+    /// One operation is enqueued at a time.
+    turn: Mutex<()>,
+    watching: Option<JoinHandle<()>>,
+    rank: usize,
+    world_size: usize,
+}
+
+impl Communicator {
+    /// The types of elements that NCCL reduces.
+    ///
+    /// ```
+    /// use accelerator_collective::DType;
+    /// use accelerator_nccl::Communicator;
+    ///
+    /// assert!(Communicator::DTYPES.contains(&DType::BF16));
+    /// assert!(!Communicator::DTYPES.contains(&DType::I16));
+    /// ```
+    pub const DTYPES: [DType; 10] = operation::DTYPES;
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// How many ranks there are.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// Enqueues a reduction of all ranks' elements at that place, in place: after it, every rank has the
+    /// result there.
+    ///
+    /// It begins after everything that is enqueued in the context at the time of this call, and the
+    /// host does not wait for that; with a driver older than CUDA 12.5, it does. It returns when
+    /// NCCL has enqueued the operation, which takes some ten microseconds, and more for the first one
+    /// of a communicator, when ranks make connections. When it has ended is told by
+    /// [`is_done`](Self::is_done), [`wait`](Self::wait) or [`order_after`](Self::order_after).
+    ///
+    /// The order in which values are added is NCCL's (see the README of this crate). Sums of `f16` and `bf16` are rounded after each addition. For a mean, floating-point values are
+    /// divided before they are added, integers after.
+    ///
+    /// # Errors
+    /// [`is_misuse`](Error::is_misuse) for elements of a type that is not among
+    /// [`DTYPES`](Self::DTYPES), [`is_aborted`](Error::is_aborted)
+    /// where the communicator has ended, with the reason. A failure of this very call ends it as well, and is told to the group: the others have an operation that
+    /// this rank has not.
+    ///
+    /// # Safety
+    /// - At that place, on the GPU of this communicator, are `elements` elements of that type.
+    /// - From this call on until the operation has ended, nothing reads, writes or frees them but what was
+    ///   enqueued in the context before this call, or is enqueued after
+    ///   [`order_after`](Self::order_after) has returned `Ok`. It has ended when [`wait`](Self::wait) or
+    ///   the drop of the communicator has returned, or [`is_done`](Self::is_done) has returned `true`.
+    #[expect(unsafe_code, reason = "whose memory it is, only the caller knows")]
+    pub unsafe fn all_reduce(
+        &self,
+        at: DevicePointer,
+        elements: usize,
+        dtype: DType,
+        op: ReduceOp,
+    ) -> Result<()> {
+        let operation = Operation::new(dtype, op)?;
+        // SAFETY: the caller's conditions are these.
+        unsafe { self.enqueue(at, elements, operation) }
+    }
+
+    /// As [`all_reduce`](Self::all_reduce), of what is known to be one.
+    ///
+    /// # Safety
+    /// As there.
+    #[expect(unsafe_code, reason = "whose memory it is, only the caller knows")]
+    unsafe fn enqueue(
+        &self,
+        at: DevicePointer,
+        elements: usize,
+        operation: Operation,
+    ) -> Result<()> {
+        let shared = &*self.shared;
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = shared.ready()?;
+        let before = std::mem::replace(&mut state.work, Work::Enqueuing);
+        drop(state);
+        if before == Work::None {
+            // The watching thread was at rest.
+            shared.notify();
+        }
+        let ending = |fault| shared.end_by(&fault);
+        self.after_the_context().map_err(ending)?;
+
+        let mut state = shared.ready()?;
+        let progress = match &mut state.link {
+            // SAFETY: the caller's conditions are these.
+            Some(link) => unsafe { link.all_reduce(&shared.stream, at, elements, operation) },
+            None => Ok(Progress::Done),
+        };
+        drop(state);
+        self.enqueued(progress)?;
+
+        let mut state = shared.ready()?;
+        match shared.done.record(&shared.stream) {
+            Ok(()) => {
+                state.work = Work::Enqueued;
+                Ok(())
+            }
+            Err(fault) => {
+                drop(state);
+                Err(ending(fault))
+            }
+        }
+    }
+
+    /// Reduces all that is in that memory, in place, as often as asked, one after the other, and waits for
+    /// the last. It begins after what is enqueued in the context before.
+    ///
+    /// # Errors
+    /// [`is_misuse`](Error::is_misuse) for memory of another GPU, or that holds no whole number of
+    /// elements; otherwise as [`all_reduce`](Self::all_reduce) and [`wait`](Self::wait). After those the
+    /// memory holds anything, and is not freed.
+    #[expect(
+        unsafe_code,
+        reason = "an operation on memory that is borrowed until it has ended"
+    )]
+    pub fn all_reduce_memory(
+        &self,
+        memory: &mut DeviceMemory,
+        dtype: DType,
+        op: ReduceOp,
+        times: usize,
+    ) -> Result<()> {
+        if !memory.gpu().is(&self.shared.gpu) {
+            let (theirs, ours) = (memory.gpu().bus_id(), self.shared.gpu.bus_id());
+            let message =
+                format!("memory of GPU {theirs} was given to a communicator of GPU {ours}");
+            return Err(Error::new(Kind::Misuse, message));
+        }
+        let operation = Operation::new(dtype, op)?;
+        let (bytes, element) = (memory.bytes(), dtype.size());
+        if !bytes.is_multiple_of(element) {
+            let message =
+                format!("{bytes} bytes are no whole number of {dtype}, which takes {element}");
+            return Err(Error::new(Kind::Misuse, message));
+        }
+        let (at, elements) = (memory.pointer(), bytes / element);
+        let reduced = (0..times)
+            // SAFETY: the memory holds so many elements, on this GPU. It is borrowed until all operations
+            // have ended; where one fails, it is never freed.
+            .try_for_each(|_| unsafe { self.enqueue(at, elements, operation) })
+            .and_then(|()| self.wait());
+        if reduced.is_err() {
+            memory.forfeit();
+        }
+        reduced
+    }
+
+    /// Lets everything that is enqueued in the context from now on wait for the operations so far.
+    ///
+    /// To be called when results are about to be read, by kernels or by copies, and not right after each
+    /// [`all_reduce`](Self::all_reduce): all later work of the context waits, the rest of a backward
+    /// pass as well, and nothing would overlap. The host does not wait; with a driver older than CUDA
+    /// 12.5, it does, as in [`wait`](Self::wait).
+    ///
+    /// What waits so on the GPU is freed by an abort as well, and then works on what is no result: where
+    /// that matters, look at [`is_done`](Self::is_done) or [`wait`](Self::wait) before it is kept.
+    ///
+    /// # Errors
+    /// [`is_aborted`](Error::is_aborted) where the communicator has ended, with the reason.
+    pub fn order_after(&self) -> Result<()> {
+        let shared = &*self.shared;
+        if shared.gpu.ordering() == Ordering::Host {
+            return self.wait();
+        }
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = shared.ready()?;
+        if state.work == Work::None {
+            return Ok(());
+        }
+        let held = shared.done.hold_context();
+        drop(state);
+        held.map_err(|fault| shared.end_by(&fault))
+    }
+
+    /// Whether all operations so far have ended.
+    ///
+    /// # Errors
+    /// [`is_aborted`](Error::is_aborted) where the communicator has ended, with the reason.
+    pub fn is_done(&self) -> Result<bool> {
+        self.shared.is_done()
+    }
+
+    /// Waits, on the host, until all operations so far have ended.
+    ///
+    /// # Errors
+    /// [`is_aborted`](Error::is_aborted) where the communicator has ended, before or meanwhile, with the
+    /// reason. NCCL has let go of all memory then, or has failed to for 10 seconds.
+    pub fn wait(&self) -> Result<()> {
+        let began = Instant::now();
+        while !self.is_done()? {
+            relax(began);
+        }
+        Ok(())
+    }
+
+    /// Connects this rank with all others by that id.
+    fn connect(
+        gpu: &Gpu,
+        id: &UniqueId,
+        (rank, world_size): (usize, usize),
+        watch: Arc<dyn Watch>,
+        patience: Patience,
+    ) -> Result<Self> {
+        let began = Instant::now();
+        let (Some(number), Some(count)) = (
+            i32::try_from(rank).ok().filter(|_| rank < world_size),
+            i32::try_from(world_size).ok(),
+        ) else {
+            let message = format!("rank {rank} is not in a world of {world_size} ranks");
+            return Err(Error::new(Kind::Misuse, message));
+        };
+        let who = format!("rank {rank} of {world_size}");
+        let shared = Arc::new(Shared::new(gpu, watch, patience, who)?);
+        let watching = watching::start(&shared).map_err(|error| {
+            let message = "the thread that watches over a communicator could not be started";
+            Error::caused(Kind::Nccl, message, error)
+        })?;
+        let communicator = Self {
+            shared,
+            turn: Mutex::new(()),
+            watching: Some(watching),
+            rank,
+            world_size,
+        };
+        communicator.connected(gpu, id, (number, count), began)?;
+        Ok(communicator)
+    }
+
+    /// Begins to connect, and waits for the watching thread to see it done.
+    fn connected(
+        &self,
+        gpu: &Gpu,
+        id: &UniqueId,
+        (rank, world_size): (i32, i32),
+        began: Instant,
+    ) -> Result<()> {
+        let shared = &*self.shared;
+        let deadline = shared.patience.connecting;
+        match Link::begin(gpu, id, rank, world_size) {
+            Ok(link) => shared.lock().link = Some(link),
+            Err(fault) => return Err(shared.end(Error::from(fault), Telling::Group)),
+        }
+        shared.notify();
+        let until = after(began, deadline);
+        let connecting = |state: &shared::State| matches!(state.phase, Phase::Connecting);
+        let state = shared.pause_until(shared.lock(), until, |state| !connecting(state));
+        let late = connecting(&state);
+        drop(state);
+        if late {
+            let message = format!(
+                "not all of the {world_size} ranks came together within {} s by NCCL, as rank {rank} saw it: see \
+                 whether each has reached this point, with a GPU of its own, and whether hosts can reach one \
+                 another (NCCL_SOCKET_IFNAME names the interface; NCCL_DEBUG=INFO says more)",
+                deadline.as_secs_f64()
+            );
+            return Err(shared.end(Error::new(Kind::Timeout, message), Telling::Group));
+        }
+        shared.ready().map(drop)
+    }
+
+    /// Lets the next operation wait for what is in the context.
+    fn after_the_context(&self) -> Outcome<()> {
+        let shared = &*self.shared;
+        match shared.gpu.ordering() {
+            Ordering::Events => {
+                shared.before.record_context()?;
+                shared.stream.wait(&shared.before)
+            }
+            Ordering::Host => shared.gpu.synchronize(),
+        }
+    }
+
+    /// Waits until NCCL has enqueued an operation: until then, the stream does not have it.
+    fn enqueued(&self, mut progress: Outcome<Progress>) -> Result<()> {
+        let shared = &*self.shared;
+        let began = Instant::now();
+        loop {
+            match progress {
+                Ok(Progress::Done) => return Ok(()),
+                Ok(Progress::UnderWay) => {}
+                Err(fault) => return Err(shared.end_by(&fault)),
+            }
+            relax(began);
+            let mut state = shared.ready()?;
+            progress = match &mut state.link {
+                Some(link) => link.progress(),
+                None => Ok(Progress::Done),
+            };
+        }
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        let shared = &*self.shared;
+        let mut state = shared.lock();
+        state.owner = Owner::Gone;
+        shared.notify();
+        let patience = shared.patience.closing.saturating_add(ABORTING);
+        let state = shared.pause_until(state, after(Instant::now(), patience), |state| {
+            matches!(state.phase, Phase::Ended(_) | Phase::Closed)
+        });
+        let ended = matches!(state.phase, Phase::Ended(_) | Phase::Closed);
+        drop(state);
+        match self.watching.take() {
+            // It ends right after it has said so, and cannot panic.
+            Some(watching) if ended => drop(watching.join()),
+            _ => tracing::warn!(
+                "NCCL does not end the communicator of {}; it is left to itself",
+                shared.who
+            ),
+        }
+    }
+}
+
+/// Passes a moment: on the core at first, since NCCL enqueues within some microseconds; later others run.
+fn relax(began: Instant) {
+    match began.elapsed() {
+        waited if waited < EAGER => std::hint::spin_loop(),
+        waited if waited < LIVELY => thread::yield_now(),
+        _ => thread::sleep(Duration::from_micros(50)),
+    }
+}
+
+/// How long peers have to end together.
+const CLOSING: Duration = Duration::from_secs(5);
+
+/// How long a wait keeps its core.
+const EAGER: Duration = Duration::from_micros(50);
+
+/// How long it only lets others run.
+const LIVELY: Duration = Duration::from_millis(1);

@@ -1,0 +1,297 @@
+//! A GPU, by the context that everything in a process shares, and what lives in that context.
+
+#![expect(
+    unsafe_code,
+    reason = "handles of the driver's are made and given back here"
+)]
+
+use std::sync::Arc;
+
+use crate::api::{self, Api, Device, Outcome, Progress};
+use crate::error::{Error, Kind, Result};
+use crate::library::{Library, Version};
+use crate::unique_id::UniqueId;
+
+/// A GPU that this process uses, by its primary context: the one that CUDA's runtime, and CubeCL with
+/// it, uses as well. So pointers and kernels of theirs and of ours are of one context.
+///
+/// Cheap to clone; the context is kept for as long as there are clones.
+///
+/// ```
+/// use accelerator_nccl::{Gpu, Library, Result};
+///
+/// /// Where the GPU of a rank is in its host: two ranks of a host that share one have the same text.
+/// fn place(ordinal: usize) -> Result<String> {
+///     let gpu = Gpu::open(&Library::load()?, ordinal)?;
+///     println!("the driver is for CUDA {}", gpu.driver_version());
+///     Ok(gpu.bus_id().to_owned())
+/// }
+/// assert!(place(usize::MAX).is_err());
+/// ```
+#[derive(Clone, Debug)]
+pub struct Gpu(Arc<Inner>);
+
+impl Gpu {
+    /// The GPU of that number, as CUDA counts those that `CUDA_VISIBLE_DEVICES` leaves: from 0.
+    ///
+    /// # Errors
+    /// [`is_misuse`](Error::is_misuse) where there are not so many, [`is_cuda`](Error::is_cuda)
+    /// where the driver refuses a context.
+    pub fn open(library: &Library, ordinal: usize) -> Result<Self> {
+        let api = Arc::clone(library.api());
+        let count = api.gpu_count()?;
+        let Some(number) = i32::try_from(ordinal).ok().filter(|_| ordinal < count) else {
+            let message = format!(
+                "GPU {ordinal} is not there: this process sees {count}, counted from 0; see CUDA_VISIBLE_DEVICES"
+            );
+            return Err(Error::new(Kind::Misuse, message));
+        };
+        let driver = api.driver_version()?;
+        let device = api.device(number)?;
+        let bus_id = api.bus_id(device)?;
+        let context = api.retain(device)?;
+        let ordering = match driver >= CONTEXT_EVENTS && api.has_context_events() {
+            true => Ordering::Events,
+            false => Ordering::Host,
+        };
+        Ok(Self(Arc::new(Inner {
+            api,
+            device,
+            context,
+            bus_id,
+            driver: Version::of_cuda(driver),
+            nccl: library.version(),
+            ordering,
+        })))
+    }
+
+    /// Its place on the PCI bus of this host, such as `0000:3B:00.0`. Two ranks of one host have the
+    /// same where they share a GPU (or have a part of the same one each), which NCCL refuses.
+    pub fn bus_id(&self) -> &str {
+        &self.0.bus_id
+    }
+
+    /// The latest CUDA that the driver knows.
+    pub fn driver_version(&self) -> Version {
+        self.0.driver
+    }
+
+    pub(crate) fn nccl_version(&self) -> Version {
+        self.0.nccl
+    }
+
+    /// An id by which ranks find one another.
+    pub(crate) fn unique_id(&self) -> Result<UniqueId> {
+        Ok(UniqueId::new(self.0.api.unique_id()?))
+    }
+
+    /// Whether this is a handle of the same context.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        self.0.context == other.0.context
+    }
+
+    pub(crate) fn ordering(&self) -> Ordering {
+        self.0.ordering
+    }
+
+    /// Waits, on the host, for all that is enqueued in the context.
+    pub(crate) fn synchronize(&self) -> Outcome<()> {
+        // SAFETY: the context is current.
+        self.inside(|api| unsafe { api.synchronize() })
+    }
+
+    /// Calls what needs the context, with the context.
+    pub(crate) fn inside<T>(&self, call: impl FnOnce(&dyn Api) -> Outcome<T>) -> Outcome<T> {
+        let api = &*self.0.api;
+        // SAFETY: the context is retained for as long as `self.0` lives.
+        unsafe { api.enter(self.0.context)? };
+        let outcome = call(api);
+        // SAFETY: it was entered above, in this thread; what `call` enters, it leaves.
+        unsafe { api.leave() };
+        outcome
+    }
+}
+
+/// How work of other streams and of ours is put in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ordering {
+    /// By events about the whole context; the host does not wait.
+    Events,
+    /// The host waits: the driver is older than CUDA 12.5.
+    Host,
+}
+
+/// A stream that waits for none that it is not told to wait for.
+#[derive(Debug)]
+pub(crate) struct Stream {
+    gpu: Gpu,
+    handle: api::Stream,
+}
+
+impl Stream {
+    pub(crate) fn new(gpu: &Gpu) -> Result<Self> {
+        // SAFETY: the context is current.
+        let handle = gpu.inside(|api| unsafe { api.create_stream() })?;
+        Ok(Self {
+            gpu: gpu.clone(),
+            handle,
+        })
+    }
+
+    /// Lets what is enqueued from now on wait for what was recorded.
+    pub(crate) fn wait(&self, event: &Event) -> Outcome<()> {
+        // SAFETY: both handles live as long as their owners, and are of this context, which is current.
+        self.gpu
+            .inside(|api| unsafe { api.wait_stream(self.handle, event.handle) })
+    }
+
+    pub(crate) fn handle(&self) -> api::Stream {
+        self.handle
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        let destroyed = self.gpu.inside(|api| {
+            // SAFETY: the handle was made here, and is not used after.
+            unsafe { api.destroy_stream(self.handle) };
+            Ok(())
+        });
+        note(destroyed);
+    }
+}
+
+/// A place in streams.
+#[derive(Debug)]
+pub(crate) struct Event {
+    gpu: Gpu,
+    handle: api::Event,
+}
+
+impl Event {
+    pub(crate) fn new(gpu: &Gpu) -> Result<Self> {
+        // SAFETY: the context is current.
+        let handle = gpu.inside(|api| unsafe { api.create_event() })?;
+        Ok(Self {
+            gpu: gpu.clone(),
+            handle,
+        })
+    }
+
+    /// Is about all that is enqueued in the stream so far.
+    pub(crate) fn record(&self, stream: &Stream) -> Outcome<()> {
+        // SAFETY: both handles live as long as their owners, and are of this context, which is current.
+        self.gpu
+            .inside(|api| unsafe { api.record(self.handle, stream.handle) })
+    }
+
+    /// Is about all that is enqueued in the context so far.
+    pub(crate) fn record_context(&self) -> Outcome<()> {
+        let context = self.gpu.0.context;
+        // SAFETY: the handle lives as long as its owner, and is of this context, which is current.
+        self.gpu
+            .inside(|api| unsafe { api.record_context(self.handle, context) })
+    }
+
+    /// Lets all that is enqueued in the context from now on wait for what was recorded.
+    pub(crate) fn hold_context(&self) -> Outcome<()> {
+        let context = self.gpu.0.context;
+        // SAFETY: the handle lives as long as its owner, and is of this context, which is current.
+        self.gpu
+            .inside(|api| unsafe { api.wait_context(context, self.handle) })
+    }
+
+    /// Whether what was recorded has ended.
+    pub(crate) fn query(&self) -> Outcome<Progress> {
+        // SAFETY: the handle lives as long as its owner, and is of this context, which is current.
+        self.gpu.inside(|api| unsafe { api.query(self.handle) })
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        let destroyed = self.gpu.inside(|api| {
+            // SAFETY: the handle was made here, and is not used after.
+            unsafe { api.destroy_event(self.handle) };
+            Ok(())
+        });
+        note(destroyed);
+    }
+}
+
+/// Says what nobody can be told by an error.
+pub(crate) fn note(outcome: Outcome<()>) {
+    if let Err(fault) = outcome {
+        tracing::warn!("{fault}");
+    }
+}
+
+#[derive(Debug)]
+struct Inner {
+    api: Arc<dyn Api>,
+    device: Device,
+    context: api::Context,
+    bus_id: String,
+    driver: Version,
+    nccl: Version,
+    ordering: Ordering,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: the share was taken in `open`, and nothing of the context is left: all that lives in it
+        // holds a `Gpu`.
+        unsafe { self.api.release(self.device) };
+    }
+}
+
+/// The first driver that has events about a context, as the driver numbers its releases.
+const CONTEXT_EVENTS: u32 = 12_050;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::fake::Fake;
+
+    fn open(fake: Fake) -> Gpu {
+        Gpu::open(&Library::with(fake.shared()).unwrap(), 1).unwrap()
+    }
+
+    #[test]
+    fn a_gpu_tells_where_it_is_and_gives_its_context_back() {
+        let fake = Fake::new().shared();
+        let gpu = Gpu::open(&Library::with(fake.clone()).unwrap(), 1).unwrap();
+        assert_eq!(gpu.bus_id(), "0000:01:00.0");
+        assert_eq!(gpu.driver_version(), Version::new(12, 9, 0));
+        let clone = gpu.clone();
+        drop(gpu);
+        assert_eq!(fake.calls(), ["retain 1"]);
+        drop(clone);
+        assert_eq!(fake.calls(), ["retain 1", "release 1"]);
+    }
+
+    #[test]
+    fn a_gpu_that_is_not_there_is_refused() {
+        let library = Library::with(Fake::new().shared()).unwrap();
+        for ordinal in [2, usize::MAX] {
+            let error = Gpu::open(&library, ordinal).unwrap_err();
+            assert!(error.is_misuse());
+            assert!(error.to_string().contains("this process sees 2"), "{error}");
+        }
+    }
+
+    #[test]
+    fn events_about_contexts_need_the_driver_and_its_functions() {
+        assert_eq!(open(Fake::new()).ordering(), Ordering::Events);
+        assert_eq!(
+            open(Fake::new().with_driver(12_040)).ordering(),
+            Ordering::Host
+        );
+        assert_eq!(
+            open(Fake::new().with_driver(12_050)).ordering(),
+            Ordering::Events
+        );
+        let lacking = Fake::new().without_context_events();
+        assert_eq!(open(lacking).ordering(), Ordering::Host);
+    }
+}

@@ -1,0 +1,243 @@
+#[cfg(feature = "cuda")]
+mod memory;
+#[cfg_attr(not(feature = "cuda"), path = "absent.rs")]
+mod nccl;
+mod reader;
+mod way;
+
+use core::fmt;
+use core::str::FromStr;
+use std::sync::OnceLock;
+
+use accelerator_collective::ProcessGroup;
+use burn::tensor::{Device, FloatDType};
+
+use self::nccl::Kit;
+pub(super) use self::nccl::{Nccl, Sending};
+pub(super) use self::reader::{Reader, Reading};
+use self::way::{Choice, Offer, choose};
+use super::compression::Compression;
+use super::store::Home;
+use crate::choice::named;
+use crate::device::DeviceKind;
+use crate::error::{Error, Result};
+use crate::notice;
+
+/// How gradients that are computed on a GPU get to the other ranks.
+///
+/// They are gathered in buckets on the device either way, and what comes of them stays there.
+///
+/// ```
+/// use accelerator::{Accelerator, Reduction};
+///
+/// let accelerator = Accelerator::builder()
+///     .with_reduction(Reduction::Staged)
+///     .build()?;
+/// assert_eq!("nccl".parse::<Reduction>()?, Reduction::Nccl);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+///
+/// Its names are those of `ACCEL_REDUCTION`:
+///
+/// ```
+/// use accelerator::Reduction;
+///
+/// for reduction in [Reduction::Auto, Reduction::Nccl, Reduction::Staged] {
+///     assert_eq!(reduction.name().parse::<Reduction>()?, reduction);
+/// }
+/// assert_eq!(Reduction::default(), Reduction::Auto);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum Reduction {
+    /// By NCCL where every rank has it and a CUDA device of its own, and staged otherwise; which one, and
+    /// why, is logged. Gradients that are computed on the CPU are reduced where they lie.
+    #[default]
+    Auto,
+    /// From device to device, by NCCL 2.18 or later, and an error on every rank where that cannot be: at once with
+    /// a [hook](crate::hook) or [`Compression::F16`](crate::Compression::F16), which work in memory, and in the
+    /// first `backward` where a rank has no NCCL or no GPU of its own. The sums that a
+    /// [`Sharded`](crate::optim::Sharded) optimizer cuts go through memory all the same.
+    ///
+    /// The host does not wait for the GPU with a driver of CUDA 12.5 or later; with an older one it does.
+    Nccl,
+    /// Each bucket is read in one copy, summed in memory as gradients of the CPU are, and written
+    /// back in one copy. Sums are those of the CPU, bit by bit.
+    Staged,
+}
+
+impl Reduction {
+    const ALL: [Self; 3] = [Self::Auto, Self::Nccl, Self::Staged];
+
+    /// The name that `ACCEL_REDUCTION` takes: `auto`, `nccl` or `staged`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Nccl => "nccl",
+            Self::Staged => "staged",
+        }
+    }
+}
+
+impl fmt::Display for Reduction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Reduction {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        named("reduction", name, &Self::ALL)
+    }
+}
+
+/// The way between the device of a rank and the other ranks; see [`Reduction`].
+#[derive(Debug)]
+pub(crate) struct Road {
+    asked: Reduction,
+    device: Device,
+    kind: DeviceKind,
+    reader: OnceLock<Reader>,
+    /// Once all ranks have agreed.
+    way: OnceLock<Way>,
+}
+
+/// The way that all ranks take.
+#[derive(Debug)]
+enum Way {
+    Nccl(Nccl),
+    Staged,
+}
+
+impl Road {
+    pub(crate) fn new(asked: Reduction, kind: DeviceKind, device: &Device) -> Self {
+        Self {
+            asked,
+            device: device.clone(),
+            kind,
+            reader: OnceLock::new(),
+            way: OnceLock::new(),
+        }
+    }
+
+    /// Lets all ranks agree on the way, before the first sums travel. All of them call it.
+    #[track_caller]
+    pub(super) fn settle(&self, group: &ProcessGroup) -> Result<()> {
+        // Without CUDA there is nothing to agree on: a program has the same features on all ranks.
+        // Nor where all have been told.
+        let open = match self.asked {
+            Reduction::Auto => cfg!(feature = "cuda"),
+            Reduction::Nccl => true,
+            Reduction::Staged => false,
+        };
+        if self.way.get().is_some() || group.world_size() == 1 || !open {
+            return Ok(());
+        }
+        let group = group.for_purpose("agree on how gradients are reduced");
+        let way = self.agree(&group)?;
+        let _ = self.way.set(way);
+        Ok(())
+    }
+
+    #[track_caller]
+    fn agree(&self, group: &ProcessGroup) -> Result<Way> {
+        let kit = Kit::find(self.kind, &self.device);
+        let offer = kit.as_ref().map(|kit| kit.place(group));
+        let offer: Offer = offer.map_err(String::clone);
+        let offers = group.all_gather_object(&offer)?;
+        let why = match choose(self.asked, offers)? {
+            Choice::Nccl => match kit.map(|kit| kit.connect(group)) {
+                Ok(connected) => match connected? {
+                    Ok(nccl) => {
+                        self.say(group, "by NCCL");
+                        return Ok(Way::Nccl(nccl));
+                    }
+                    Err(why) if self.asked == Reduction::Nccl => return Err(way::refused(&why)),
+                    Err(why) => why,
+                },
+                Err(why) => why,
+            },
+            Choice::Staged(why) => why,
+        };
+        self.say(group, &format!("through memory: {why}"));
+        Ok(Way::Staged)
+    }
+
+    /// Tells of GPUs, which there are none of on most machines.
+    fn say(&self, group: &ProcessGroup, way: &str) {
+        if group.topology().is_main() && self.kind == DeviceKind::Cuda {
+            notice::tell(&format!("gradients of the GPUs are reduced {way}"));
+        }
+    }
+
+    /// NCCL among all ranks, where that is the way.
+    pub(super) fn nccl(&self) -> Option<&Nccl> {
+        match self.way.get()? {
+            Way::Nccl(nccl) => Some(nccl),
+            Way::Staged => None,
+        }
+    }
+
+    /// Waits until the device has done what was sent from it: who is gone before the others have done
+    /// theirs is taken for lost.
+    pub(crate) fn rest(&self) {
+        if let Some(nccl) = self.nccl() {
+            nccl.rest();
+        }
+    }
+
+    /// A window begins, behind those that were stepped with.
+    pub(super) fn window_begins(&self) {
+        if let Some(nccl) = self.nccl() {
+            nccl.window_begins();
+        }
+    }
+
+    /// The window may be stepped with.
+    pub(super) fn window_ends(&self) {
+        if let Some(nccl) = self.nccl() {
+            nccl.window_ends();
+        }
+    }
+
+    /// Waits for the sums that were stepped with: what is kept of a model that was must not have been made of
+    /// sums that a dead rank has left incomplete.
+    pub(crate) fn confirm(&self) -> Result<()> {
+        match self.nccl() {
+            Some(nccl) => nccl.confirm(),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether all that was stepped with is known to be complete, after the group has failed too.
+    pub(crate) fn is_sound(&self) -> bool {
+        self.nccl().is_none_or(Nccl::is_sound)
+    }
+
+    /// Where the sums are kept of a model whose gradients travel so. What f16 does to them is looked at in
+    /// memory, and so is bf16 rounded for a device that has none.
+    pub(crate) fn home(&self, compression: Compression) -> Home {
+        let gpu = matches!(self.kind, DeviceKind::Cuda | DeviceKind::Wgpu);
+        let flat = gpu || self.asked == Reduction::Staged;
+        let rounds = match compression {
+            Compression::None => true,
+            Compression::Bf16 => self.device.supports_dtype(FloatDType::BF16),
+            Compression::F16 => false,
+        };
+        match flat && rounds {
+            true => Home::Device(self.device.clone()),
+            false => Home::Host,
+        }
+    }
+
+    pub(super) fn reader(&self) -> Result<&Reader> {
+        if let Some(reader) = self.reader.get() {
+            return Ok(reader);
+        }
+        let reader = Reader::start()?;
+        Ok(self.reader.get_or_init(|| reader))
+    }
+}

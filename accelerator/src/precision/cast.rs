@@ -1,0 +1,86 @@
+use core::fmt;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use burn::backend::DispatchTensor;
+use burn::tensor::{DType, FloatDType, Tensor};
+
+use crate::graph::{self, Here, Node};
+
+/// The cast of a parameter inside the graph, which keeps what it made of the gradient: so it can be told
+/// without a look at values whether a gradient in full precision is that of one in half precision.
+#[derive(Default)]
+pub(crate) struct Cast(Mutex<Option<Pair>>);
+
+struct Pair {
+    half: DispatchTensor,
+    full: DispatchTensor,
+}
+
+impl Cast {
+    /// `value`, in that type, and the cast that backward comes to; `None` where it is Burn's own.
+    pub(crate) fn of<const D: usize>(
+        value: Tensor<D>,
+        dtype: FloatDType,
+    ) -> (Tensor<D>, Option<Arc<Self>>) {
+        let full = value.dtype();
+        let parent = value.clone().into_dispatch();
+        if full == dtype.into() || !graph::serves(&Tensor::from_dispatch(parent.clone())) {
+            return (value.cast(dtype), None);
+        }
+        let cast = Arc::new(Self::default());
+        let back = Back {
+            cast: Arc::downgrade(&cast),
+            full,
+        };
+        let half = Tensor::from_inner(value.inner().cast(dtype));
+        let half = graph::above(parent, half.into_dispatch(), Arc::new(back));
+        (Tensor::from_dispatch(half), Some(cast))
+    }
+
+    /// Whether `full` is what `half` was cast to, by `same`, which compares memory. It can be asked once.
+    pub(crate) fn has_made(
+        &self,
+        full: &DispatchTensor,
+        half: &DispatchTensor,
+        same: impl Fn(&DispatchTensor, &DispatchTensor) -> bool,
+    ) -> bool {
+        let made = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        made.is_some_and(|made| same(&made.half, half) && same(&made.full, full))
+    }
+}
+
+/// What backward runs.
+struct Back {
+    /// Where somebody will ask.
+    cast: Weak<Cast>,
+    full: DType,
+}
+
+impl Node for Back {
+    fn backward(&self, here: &mut dyn Here) {
+        here.hand_on_as(&|half| {
+            let full = Tensor::<1>::from_dispatch(half.clone()).cast(self.full);
+            let full = full.into_dispatch();
+            if let Some(cast) = self.cast.upgrade() {
+                let mut made = cast.0.lock().unwrap_or_else(PoisonError::into_inner);
+                *made = Some(Pair {
+                    half,
+                    full: full.clone(),
+                });
+            }
+            full
+        });
+    }
+}
+
+impl fmt::Debug for Cast {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Cast")
+    }
+}
+
+impl fmt::Debug for Back {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Back({:?})", self.full)
+    }
+}

@@ -1,0 +1,115 @@
+//! How often a training waits for what a graphics device has computed.
+
+#![cfg(feature = "wgpu")]
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
+mod common;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use accelerator::Oversubscription;
+use accelerator::prelude::*;
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::optim::SgdConfig;
+use burn::tensor::{Tensor, TensorData};
+use common::linear;
+use log::{LevelFilter, Log, Metadata, Record};
+
+/// How many pieces of the device's memory were read in this process.
+static READS: AtomicUsize = AtomicUsize::new(0);
+
+/// Sees what `wgpu` logs of each of its calls.
+struct Reads;
+
+impl Log for Reads {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.target().starts_with("wgpu_core")
+    }
+
+    fn log(&self, record: &Record<'_>) {
+        if self.enabled(record.metadata())
+            && record.args().to_string().starts_with("Buffer::map_async")
+        {
+            READS.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+#[derive(Clone, Copy)]
+struct Setting {
+    ranks: usize,
+    accumulation: usize,
+    looks: fn(&mut Gradients),
+}
+
+#[derive(Module, Debug)]
+struct Net {
+    layers: Vec<Linear>,
+}
+
+/// How many pieces of memory were read in so many steps, by all ranks together.
+fn reads(setting: Setting, steps: usize) -> usize {
+    let counts = Accelerator::builder()
+        .device(DeviceKind::Wgpu)
+        .with_oversubscription(Oversubscription::Allow)
+        .accumulation_steps(setting.accumulation)
+        .launch(setting.ranks, |accelerator| {
+            let device = accelerator.device();
+            let layers = (0..3).map(|_| linear(4, 4, &device)).collect();
+            let parts = (Net { layers }, SgdConfig::new().init());
+            let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+            accelerator.wait_for_everyone()?;
+            let before = READS.load(Ordering::SeqCst);
+            accelerator.wait_for_everyone()?;
+            for _ in 0..steps * setting.accumulation {
+                let input = TensorData::from([[1.0_f32, 2.0, 3.0, 4.0]]);
+                let mut output = Tensor::<2>::from_data(input, &device.clone().inner());
+                for layer in &model.layers {
+                    output = layer.forward(output);
+                }
+                let loss = output.powi_scalar(2).mean();
+                let mut gradients = accelerator.backward(loss, &model, 1)?;
+                (setting.looks)(&mut gradients);
+                model = optimizer.step(0.01, model, gradients);
+            }
+            device.sync().unwrap();
+            accelerator.wait_for_everyone()?;
+            let reads = READS.load(Ordering::SeqCst) - before;
+            accelerator.wait_for_everyone()?;
+            Ok(reads)
+        });
+    counts.unwrap()[0]
+}
+
+#[test]
+fn steps_read_what_they_are_asked_for_and_no_more() {
+    if let Err(error) = Accelerator::builder().device(DeviceKind::Wgpu).build() {
+        assert!(error.is_device(), "{error:?}");
+        eprintln!("skipped, since there is no graphics device here: {error}");
+        return;
+    }
+    log::set_logger(&Reads).unwrap();
+    log::set_max_level(LevelFilter::Trace);
+    for accumulation in [1, 3] {
+        let of = |ranks, looks: fn(&mut Gradients)| {
+            let setting = Setting {
+                ranks,
+                accumulation,
+                looks,
+            };
+            // What is read once for all is in both.
+            reads(setting, 12) - reads(setting, 2)
+        };
+        assert_eq!(of(1, |_| {}), 0, "one rank reads nothing by itself");
+        let losses = of(1, |gradients| _ = gradients.loss());
+        assert_eq!(losses, accumulation * 10, "a loss a micro-step");
+        let norms = of(1, |gradients| _ = gradients.norm());
+        assert_eq!(norms, 6 * 10, "a number of each parameter, and no gradient");
+        let two = of(2, |_| {});
+        let of_a_rank = 1 + accumulation;
+        assert_eq!(two, 2 * of_a_rank * 10, "the bucket and its losses");
+    }
+}

@@ -1,0 +1,213 @@
+//! How gradients of a device get to other ranks.
+
+use std::sync::Mutex;
+
+use accelerator::hook::PowerSgd;
+use accelerator::optim::{Sharded, StepOutcome};
+use accelerator::prelude::*;
+use accelerator::{Compression, Reduction};
+use burn::module::Module;
+use burn::nn::LinearConfig;
+use burn::optim::SgdConfig;
+
+use crate::harness::{Place, known, parameters};
+use crate::models::Mlp;
+
+/// Four steps of two ranks, and what each gets of them.
+fn trained<T: Send>(
+    reduction: Reduction,
+    body: impl Fn(&Accelerator, Mlp, usize) -> accelerator::Result<T> + Send + Sync,
+) -> Vec<Vec<accelerator::Result<T>>> {
+    let outcome = Accelerator::builder()
+        .with_reduction(reduction)
+        .bucket_size(1024)
+        .launch(2, |accelerator| {
+            let model = known(Mlp::four(&accelerator.device()));
+            let model = accelerator.prepare(model)?;
+            Ok((0..4)
+                .map(|step| body(&accelerator, model.clone(), step))
+                .collect())
+        });
+    outcome.unwrap()
+}
+
+#[test]
+fn nccl_that_cannot_be_is_an_error_of_every_rank_and_owes_nothing() {
+    let outcomes = trained(Reduction::Nccl, |accelerator, model, step| {
+        let place = Place::of(accelerator, step);
+        let error = accelerator
+            .backward(model.loss(&place), &model, place.rows())
+            .unwrap_err();
+        accelerator.wait_for_everyone()?;
+        Ok(error)
+    });
+    let first = outcomes[0][0].as_ref().unwrap().to_string();
+    assert!(
+        first.contains(
+            "the reduction `nccl` was asked for, and cannot be: rank 0 has the device `flex`"
+        ),
+        "{first}"
+    );
+    for error in outcomes.into_iter().flatten() {
+        let error = error.unwrap();
+        assert!(error.is_device() && error.to_string() == first, "{error:?}");
+    }
+}
+
+#[test]
+fn who_asks_for_a_norm_alone_waits_for_nobody() {
+    let outcomes = trained(Reduction::Staged, |accelerator, model, step| {
+        let place = Place::of(accelerator, step);
+        let mut gradients = accelerator.backward(model.loss(&place), &model, place.rows())?;
+        let norms = [
+            // In the first step nobody knows of it yet.
+            (accelerator.rank() == step % 2).then(|| gradients.norm()),
+            (accelerator.rank() == 1).then(|| gradients.norm_of_order(1.0)),
+        ];
+        let mut gradients = gradients.clip_norm(0.01);
+        let after = gradients.norm_of_order(2.0).unwrap();
+        assert!((after - 0.01).abs() < 1e-5, "{after}");
+        Ok((norms, gradients.norm().unwrap().to_bits()))
+    });
+    let [first, second] = &outcomes[..] else {
+        panic!("two ranks");
+    };
+    for (step, (first, second)) in first.iter().zip(second).enumerate() {
+        let ((asked, norm), (asked_there, norm_there)) =
+            (first.as_ref().unwrap(), second.as_ref().unwrap());
+        assert_eq!(norm, norm_there, "what all clip by");
+        let alone = [asked, asked_there][step % 2][0].flatten().unwrap();
+        assert!((alone - f64::from_bits(*norm)).abs() <= 1e-5 * alone);
+        assert!(asked_there[1].flatten().is_some_and(|norm| norm > 0.0));
+    }
+}
+
+#[test]
+fn buckets_of_a_device_take_no_memory_of_the_host_where_there_is_one_rank() {
+    const WIDTH: usize = 128;
+    let bytes = |reduction| {
+        let accelerator = Accelerator::builder()
+            .with_reduction(reduction)
+            .accumulation_steps(2)
+            .build()?;
+        let device = accelerator.device();
+        let layer = |_| LinearConfig::new(WIDTH, WIDTH).init(&device);
+        let model = known(Mlp {
+            layers: (0..3).map(layer).collect(),
+        });
+        let gradients = 4 * model.num_params();
+        let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+        for step in 0..4 {
+            let loss = model
+                .forward(Place::of(&accelerator, step).input([2, WIDTH]))
+                .mean();
+            let gradients = accelerator.backward(loss, &model, 2)?;
+            model = optimizer.step(0.1, model, gradients);
+        }
+        Ok::<_, Error>((accelerator.bucket_memory(), gradients))
+    };
+    let (host, gradients) = bytes(Reduction::Auto).unwrap();
+    let (device, _) = bytes(Reduction::Staged).unwrap();
+    // Control vectors are a page or two.
+    assert!(
+        host >= gradients && device < gradients / 10,
+        "{host}, {device}"
+    );
+}
+
+/// A window that is open while sums become whole, in buffers that another one has used.
+#[test]
+fn what_moves_to_a_device_takes_nothing_of_an_older_window_along() {
+    let run = |reduction| {
+        let builder = Accelerator::builder()
+            .with_reduction(reduction)
+            .bucket_size(1024);
+        let outcome = builder.accumulation_steps(2).launch(2, |accelerator| {
+            let mut model = accelerator.prepare(known(Mlp::four(&accelerator.device())))?;
+            let mut sharded = accelerator.prepare(Sharded(SgdConfig::new().init()))?;
+            let mut whole = accelerator.prepare(SgdConfig::new().init())?;
+            let mut step = 0;
+            let mut backward = |model: &Mlp, part: Part| {
+                let place = Place::of(&accelerator, step);
+                step += 1;
+                let loss = match part {
+                    Part::All => model.loss(&place),
+                    Part::First => model.layers[0].weight.val().powi_scalar(2).mean(),
+                };
+                accelerator.backward(loss, model, place.rows())
+            };
+            // Each rank gets its part of the next windows.
+            assert!(backward(&model, Part::All)?.is_accumulating());
+            let gradients = backward(&model, Part::All)?;
+            model = sharded.step(0.05, model, gradients);
+            assert!(backward(&model, Part::All)?.is_accumulating());
+            let held = backward(&model, Part::All)?;
+            assert!(backward(&model, Part::All)?.is_accumulating());
+            let late = backward(&model, Part::All)?;
+            // Its buffers are free again, and full of sums.
+            model = sharded.step(0.05, model, held);
+            assert!(backward(&model, Part::First)?.is_accumulating());
+            // Sums become whole, while a window is open that has not touched all of them.
+            model = whole.step(0.05, model, late);
+            // What rank 0 never had a gradient of, rank 1 has one of in the end.
+            let part = match accelerator.rank() {
+                0 => Part::First,
+                _ => Part::All,
+            };
+            let gradients = backward(&model, part)?;
+            model = whole.step(0.05, model, gradients);
+            Ok(parameters(&model))
+        });
+        outcome.unwrap()
+    };
+    let (plain, staged) = (run(Reduction::Auto), run(Reduction::Staged));
+    assert_eq!(plain, staged);
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Part {
+    All,
+    First,
+}
+
+#[test]
+fn no_step_is_taken_with_what_could_not_be_clipped() {
+    let moved = Mutex::new(None);
+    let builder = Accelerator::builder().with_reduction(Reduction::Staged);
+    let outcome = builder.launch(2, |accelerator| {
+        let model = known(Mlp::four(&accelerator.device()));
+        let parts = (model, SgdConfig::new().init());
+        let (model, mut optimizer) = accelerator.prepare(parts)?;
+        let before = parameters(&model);
+        let place = Place::of(&accelerator, 0);
+        let gradients = accelerator.backward(model.loss(&place), &model, place.rows())?;
+        if accelerator.rank() == 1 {
+            return Err(Error::other("its validation set is empty"));
+        }
+        let model = optimizer.step(1.0, model, gradients.clip_norm(1e-6));
+        let lost = optimizer.outcome() == StepOutcome::Lost;
+        *moved.lock().unwrap() = Some((lost, parameters(&model) != before));
+        Ok(())
+    });
+    assert!(
+        outcome
+            .unwrap_err()
+            .to_string()
+            .contains("its validation set is empty")
+    );
+    assert_eq!(moved.into_inner().unwrap(), Some((true, false)));
+}
+
+#[test]
+fn what_nccl_cannot_do_is_refused_at_once() {
+    let nccl = || Accelerator::builder().with_reduction(Reduction::Nccl);
+    let compressed = nccl().with_compression(Compression::F16);
+    let hooked = nccl().with_communication_hook(|| PowerSgd::new(1));
+    for builder in [compressed, hooked] {
+        let error = builder.build().unwrap_err();
+        assert!(
+            error.is_config() && error.to_string().contains("nccl"),
+            "{error}"
+        );
+    }
+}

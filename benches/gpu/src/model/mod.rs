@@ -1,0 +1,184 @@
+//! The networks that are trained, and what they are trained on.
+
+mod samples;
+mod transformer;
+
+use accelerator_examples::{Cnn, CnnConfig, cross_entropy};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::{Device, Int, Tensor};
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+pub(crate) use samples::{Batch, Batcher, Numbers};
+use transformer::{Shape, Transformer};
+
+use crate::setting::Size;
+
+/// Classes of the network that classifies.
+const CLASSES: usize = 10;
+
+/// Pixels of its images.
+const PIXELS: usize = 784;
+
+/// Which network.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Kind {
+    /// The network of the example `mnist`, 1.2 million parameters
+    Cnn,
+    /// A causal transformer, 50 million parameters
+    Transformer,
+}
+
+/// A network of some size.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Model {
+    kind: Kind,
+    size: Size,
+}
+
+/// One of the networks, with its weights.
+#[derive(Debug, Module)]
+pub(crate) struct Net {
+    cnn: Option<Cnn>,
+    transformer: Option<Transformer>,
+}
+
+impl Model {
+    pub(crate) fn new(kind: Kind, size: Size) -> Self {
+        Self { kind, size }
+    }
+
+    /// Samples in a batch, where nothing else is asked for.
+    pub(crate) fn batch_size(self) -> usize {
+        match (self.kind, self.size) {
+            (Kind::Cnn, Size::Full) => 1024,
+            (Kind::Cnn, Size::Tiny) => 16,
+            (Kind::Transformer, Size::Full) => 32,
+            (Kind::Transformer, Size::Tiny) => 4,
+        }
+    }
+
+    /// The network with new weights, without dropout.
+    pub(crate) fn init(self, device: &Device) -> Net {
+        let net = match self.kind {
+            Kind::Cnn => Net {
+                cnn: Some(CnnConfig::new().with_dropout(0.0).init(device)),
+                transformer: None,
+            },
+            Kind::Transformer => Net {
+                cnn: None,
+                transformer: Some(Transformer::new(self.shape(), device)),
+            },
+        };
+        // Burn draws weights when they are first used, in an order of its own.
+        net.parameters();
+        net
+    }
+
+    /// Floats of one sample.
+    fn values(self) -> usize {
+        match self.kind {
+            Kind::Cnn => PIXELS,
+            // It reads labels only; a tensor has no side of length 0 in every kernel.
+            Kind::Transformer => 1,
+        }
+    }
+
+    /// Labels of one sample, and how many different ones there are.
+    fn labels(self) -> (usize, usize) {
+        match self.kind {
+            Kind::Cnn => (1, CLASSES),
+            Kind::Transformer => (self.shape().length + 1, self.shape().tokens),
+        }
+    }
+
+    fn shape(self) -> Shape {
+        match self.size {
+            Size::Full => Shape::FULL,
+            Size::Tiny => Shape::TINY,
+        }
+    }
+}
+
+impl Net {
+    /// The logits of a batch, `[predictions, classes]`. What goes in as floats goes through `to_working`.
+    pub(crate) fn logits(
+        &self,
+        batch: &Batch,
+        to_working: impl FnOnce(Tensor<4>) -> Tensor<4>,
+    ) -> Tensor<2> {
+        let [samples, count] = batch.labels.dims();
+        if let Some(transformer) = &self.transformer {
+            return transformer.forward(batch.labels.clone().narrow(1, 0, count - 1));
+        }
+        let images = batch.values.clone().reshape([samples, 1, 28, 28]);
+        match &self.cnn {
+            Some(cnn) => cnn.forward(to_working(images)),
+            None => batch.values.clone(),
+        }
+    }
+
+    /// The mean cross-entropy of such logits, which are in full precision.
+    pub(crate) fn loss(&self, logits: Tensor<2>, batch: &Batch) -> Tensor<1> {
+        let labels = batch.labels.clone();
+        let [samples, count] = labels.dims();
+        let targets: Tensor<1, Int> = match &self.transformer {
+            Some(_) => labels
+                .narrow(1, 1, count - 1)
+                .reshape([samples * (count - 1)]),
+            None => labels.reshape([samples]),
+        };
+        cross_entropy(logits, targets)
+    }
+
+    /// How many numbers are trained.
+    pub(crate) fn parameters(&self) -> usize {
+        struct Count(usize);
+        impl ModuleVisitor for Count {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                self.0 += param.val().shape().num_elements();
+            }
+        }
+        let mut count = Count(0);
+        self.visit(&mut count);
+        count.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_full_transformer_has_about_fifty_million_parameters() {
+        let Shape {
+            tokens,
+            length,
+            width,
+            layers,
+            ..
+        } = Shape::FULL;
+        // Attention: four matrices; feed-forward: two of four times the width; each with biases; two norms.
+        let layer =
+            4 * (width + 1) * width + (width + 1) * 4 * width + (4 * width + 1) * width + 4 * width;
+        let all = tokens * width + length * width + layers * layer + (width + 1) * tokens;
+        assert!((49_000_000..52_000_000).contains(&all), "{all}");
+    }
+
+    #[test]
+    fn the_tiny_one_has_as_many_as_its_shape_says() {
+        let net = Model::new(Kind::Transformer, Size::Tiny).init(&Device::flex());
+        let Shape {
+            tokens,
+            length,
+            width,
+            layers,
+            ..
+        } = Shape::TINY;
+        let layer =
+            4 * (width + 1) * width + (width + 1) * 4 * width + (4 * width + 1) * width + 4 * width;
+        let all = tokens * width + length * width + layers * layer + (width + 1) * tokens;
+        assert_eq!(net.parameters(), all);
+    }
+}

@@ -1,0 +1,79 @@
+use burn::module::Module;
+use burn::nn::attention::generate_autoregressive_mask;
+use burn::nn::transformer::{
+    TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
+};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::tensor::{Device, Int, Tensor};
+
+/// The sizes of a [`Transformer`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    /// How many different tokens there are.
+    pub(super) tokens: usize,
+    /// Tokens of one sample, without the last one, which is only predicted.
+    pub(super) length: usize,
+    pub(super) width: usize,
+    pub(super) heads: usize,
+    pub(super) layers: usize,
+}
+
+/// A language model of encoder layers under a causal mask, normalised first, GELU, without dropout.
+#[derive(Debug, Module)]
+pub(super) struct Transformer {
+    tokens: Embedding,
+    places: Embedding,
+    encoder: TransformerEncoder,
+    head: Linear,
+}
+
+impl Shape {
+    pub(super) const FULL: Self = Self {
+        tokens: 12_288,
+        length: 256,
+        width: 512,
+        heads: 8,
+        layers: 12,
+    };
+    pub(super) const TINY: Self = Self {
+        tokens: 64,
+        length: 16,
+        width: 32,
+        heads: 4,
+        layers: 2,
+    };
+}
+
+impl Transformer {
+    pub(super) fn new(shape: Shape, device: &Device) -> Self {
+        let Shape {
+            tokens,
+            length,
+            width,
+            heads,
+            layers,
+        } = shape;
+        Self {
+            tokens: EmbeddingConfig::new(tokens, width).init(device),
+            places: EmbeddingConfig::new(length, width).init(device),
+            encoder: TransformerEncoderConfig::new(width, 4 * width, heads, layers)
+                .with_dropout(0.0)
+                .with_norm_first(true)
+                .init(device),
+            head: LinearConfig::new(width, tokens).init(device),
+        }
+    }
+
+    /// The logits of what follows each token of `[batch, length]`: `[batch · length, tokens]`.
+    pub(super) fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
+        let [batch, length] = tokens.dims();
+        let device = tokens.device();
+        let places = Tensor::arange(0..length as i64, &device).unsqueeze::<2>();
+        let x = self.tokens.forward(tokens) + self.places.forward(places);
+        let mask = generate_autoregressive_mask(batch, length, &device);
+        let input = TransformerEncoderInput::new(x).mask_attn(mask);
+        let logits = self.head.forward(self.encoder.forward(input));
+        let [_, _, known] = logits.dims();
+        logits.reshape([batch * length, known])
+    }
+}

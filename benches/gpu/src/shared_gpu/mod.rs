@@ -1,0 +1,223 @@
+//! Two ranks on one device against one rank that has the same global batch.
+//!
+//! Gradients go through the host's memory. The parameters must come out as those of one rank, but for
+//! rounding: sums are in another order, and kernels of other shapes may be chosen.
+
+mod difference;
+mod rank;
+
+use std::error::Error;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use accelerator::timeline::StepSummary;
+use accelerator_examples::DeviceName;
+use clap::ValueEnum;
+use serde::Serialize;
+
+use self::difference::largest_difference;
+pub(crate) use self::rank::{RankArgs, run as rank};
+use crate::model::Kind;
+use crate::setting::Size;
+
+/// What is trained.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct Args {
+    /// The kind of device
+    #[arg(long, value_enum)]
+    device: DeviceName,
+    /// The network
+    #[arg(long, value_enum, default_value = "cnn")]
+    model: Kind,
+    /// How large network and batch are
+    #[arg(long, value_enum, default_value = "full")]
+    size: Size,
+    /// Samples of a step, of all ranks together [default: half of what suits one rank]
+    #[arg(long)]
+    global_batch: Option<usize>,
+    /// Steps of SGD
+    #[arg(long, default_value_t = 100)]
+    steps: usize,
+    /// The learning rate
+    #[arg(long, default_value_t = 0.01)]
+    rate: f64,
+    /// Bytes of a bucket of gradients
+    #[arg(long, default_value_t = 1 << 20)]
+    bucket_size: usize,
+    /// The largest relative difference between parameters that is allowed
+    #[arg(long, default_value_t = 1e-4)]
+    tolerance: f64,
+    /// The launcher [default: `accel-launch` beside this program, or else on the PATH]
+    #[arg(long)]
+    launcher: Option<PathBuf>,
+    /// Where models are written [default: a folder of its own, which is removed]
+    #[arg(long)]
+    work: Option<PathBuf>,
+}
+
+/// What came out. Differences are those of the parameter that differs most, over its largest element.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Shared {
+    measure: &'static str,
+    device: String,
+    model: Kind,
+    size: Size,
+    steps: usize,
+    rate: f64,
+    bucket_size: usize,
+    tolerance: f64,
+    /// How far one rank's training moved the parameters.
+    moved: f64,
+    /// One rank against itself, started twice: what the device does not repeat.
+    repeated_difference: f64,
+    /// One rank against two, with nothing sent before backward has ended.
+    difference_overlap_off: f64,
+    /// The same, with buckets sent while backward runs.
+    difference_overlap_on: f64,
+    one_rank: StepSummary,
+    overlap_off: StepSummary,
+    overlap_on: StepSummary,
+    passed: bool,
+}
+
+/// Whether buckets are sent while backward runs.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+pub(crate) enum Sending {
+    /// When it has ended
+    After,
+    /// While it runs
+    Within,
+}
+
+/// Starts the ranks, and compares.
+pub(crate) fn run(args: &Args) -> Result<Shared, Box<dyn Error>> {
+    let folder = match &args.work {
+        Some(work) => work.clone(),
+        None => std::env::temp_dir().join(format!("accel-gpu-bench-{}", std::process::id())),
+    };
+    std::fs::create_dir_all(&folder)?;
+    let shared = compare(args, &folder);
+    if args.work.is_none() {
+        // What is left over is in the system's folder for such things.
+        let _ = std::fs::remove_dir_all(&folder);
+    }
+    shared
+}
+
+impl Shared {
+    /// An error where parameters are not within tolerance.
+    pub(crate) fn check(&self) -> Result<(), Box<dyn Error>> {
+        if self.passed {
+            return Ok(());
+        }
+        Err(format!(
+            "expected parameters of two ranks within {:e} of those of one; found {:e} without overlap, {:e} with it, \
+             and {:e} between one rank and itself",
+            self.tolerance, self.difference_overlap_off, self.difference_overlap_on, self.repeated_difference
+        )
+        .into())
+    }
+}
+
+fn compare(args: &Args, folder: &Path) -> Result<Shared, Box<dyn Error>> {
+    let start =
+        |ranks: usize, sending: Sending, name: &str| start(args, folder, ranks, sending, name);
+    let one = start(1, Sending::After, "one")?;
+    let again = start(1, Sending::After, "again")?;
+    let off = start(2, Sending::After, "off")?;
+    let on = start(2, Sending::Within, "on")?;
+    let difference = |other: &Path| largest_difference(&one.model, other);
+    let (off_by, on_by) = (difference(&off.model)?, difference(&on.model)?);
+    let moved = difference(&one.initial)?;
+    Ok(Shared {
+        measure: "shared_gpu",
+        device: args.device.to_string(),
+        model: args.model,
+        size: args.size,
+        steps: args.steps,
+        rate: args.rate,
+        bucket_size: args.bucket_size,
+        tolerance: args.tolerance,
+        moved,
+        repeated_difference: difference(&again.model)?,
+        difference_overlap_off: off_by,
+        difference_overlap_on: on_by,
+        one_rank: one.summary,
+        overlap_off: off.summary,
+        overlap_on: on.summary,
+        // Parameters that did not move are alike, whatever the ranks did.
+        passed: off_by <= args.tolerance
+            && on_by <= args.tolerance
+            && moved > 10.0 * args.tolerance,
+    })
+}
+
+/// What ranks that were started left behind.
+struct Run {
+    initial: PathBuf,
+    model: PathBuf,
+    summary: StepSummary,
+}
+
+fn start(
+    args: &Args,
+    folder: &Path,
+    ranks: usize,
+    sending: Sending,
+    name: &str,
+) -> Result<Run, Box<dyn Error>> {
+    let file = |what: &str| folder.join(format!("{name}-{what}"));
+    let (initial, model) = (file("initial.safetensors"), file("model.safetensors"));
+    let summary = file("summary.json");
+    let program = std::env::current_exe()?;
+    let mut command = Command::new(launcher(args, &program));
+    command
+        .args([
+            "--num-processes",
+            &ranks.to_string(),
+            "--oversubscribe-gpus",
+        ])
+        .arg(&program)
+        .arg("rank")
+        .args(["--device", &args.device.to_string()])
+        .args(["--model", &value_name(args.model)])
+        .args(["--size", &value_name(args.size)])
+        .args(["--sending", &value_name(sending)])
+        .args(["--steps", &args.steps.to_string()])
+        .args(["--rate", &args.rate.to_string()])
+        .args(["--bucket-size", &args.bucket_size.to_string()])
+        .args([OsStr::new("--initial"), initial.as_os_str()])
+        .args([OsStr::new("--save"), model.as_os_str()])
+        .args([OsStr::new("--summary"), summary.as_os_str()]);
+    if let Some(samples) = args.global_batch {
+        command.args(["--global-batch", &samples.to_string()]);
+    }
+    // What is printed here is one JSON object.
+    command.stdout(std::io::stderr());
+    let status = command
+        .status()
+        .map_err(|error| format!("{command:?} could not be started: {error}"))?;
+    if !status.success() {
+        return Err(format!("{ranks} rank(s), {name}: ended with {status}; {command:?}").into());
+    }
+    Ok(Run {
+        initial,
+        model,
+        summary: serde_json::from_slice(&std::fs::read(&summary)?)?,
+    })
+}
+
+fn launcher(args: &Args, program: &Path) -> PathBuf {
+    let beside = program.with_file_name("accel-launch");
+    match &args.launcher {
+        Some(launcher) => launcher.clone(),
+        None if beside.exists() => beside,
+        None => PathBuf::from("accel-launch"),
+    }
+}
+
+fn value_name(value: impl ValueEnum) -> String {
+    let value = value.to_possible_value();
+    value.map_or_else(String::new, |value| value.get_name().to_owned())
+}

@@ -1,0 +1,102 @@
+//! Digits learnt on a graphics device, where there is one, by one process and by two.
+//!
+//! ```text
+//! cargo build --release -p accelerator-examples --features wgpu --example mnist
+//! cargo test --release -p accelerator-examples --features wgpu --test graphics_mnist
+//! ```
+
+#![cfg(feature = "wgpu")]
+#![allow(clippy::unwrap_used, reason = "this is a test")]
+
+use std::fs::{self, File};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use accelerator::{Accelerator, DeviceKind};
+
+/// A process, which ends with this.
+struct Rank(Child);
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        // No effect on one that has ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn mnist() -> PathBuf {
+    let own = std::env::current_exe().unwrap();
+    let profile = own.ancestors().nth(2).unwrap();
+    let mnist = profile.join("examples/mnist");
+    assert!(
+        mnist.is_file(),
+        "`{}` was expected: cargo build --release -p accelerator-examples --features wgpu --example mnist",
+        mnist.display()
+    );
+    mnist
+}
+
+/// The loss of each step, in global batches of 16.
+fn losses(ranks: usize, folder: &Path) -> Vec<f64> {
+    let port = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = port.local_addr().unwrap().port().to_string();
+    let metrics = folder.join(format!("metrics-{ranks}.jsonl"));
+    let told = |rank| folder.join(format!("{rank}-of-{ranks}.txt"));
+    let start = |rank: usize| {
+        let batch_size = (16 / ranks).to_string();
+        let child = Command::new(mnist())
+            .args(["--device", "wgpu", "--optimizer", "sgd", "--lr", "0.1"])
+            .args(["--dropout", "0", "--epochs", "2", "--limit", "200"])
+            .args(["--batch-size", &batch_size, "--metrics"])
+            .arg(&metrics)
+            .env("ACCEL_OVERSUBSCRIBE_GPUS", "1")
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", ranks.to_string())
+            .env("LOCAL_RANK", rank.to_string())
+            .env("LOCAL_WORLD_SIZE", ranks.to_string())
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", &port)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(File::create(told(rank)).unwrap())
+            .spawn();
+        Rank(child.unwrap())
+    };
+    let started: Vec<Rank> = (0..ranks).map(start).collect();
+    for (rank, mut process) in started.into_iter().enumerate() {
+        let status = process.0.wait().unwrap();
+        let told = fs::read_to_string(told(rank)).unwrap();
+        assert!(status.success(), "rank {rank} of {ranks}: {told}");
+    }
+    let lines = fs::read_to_string(&metrics).unwrap();
+    let loss_of_step = |line: &str| {
+        let record: serde_json::Value = serde_json::from_str(line).unwrap();
+        record.get("step")?;
+        record.get("loss")?.as_f64()
+    };
+    lines.lines().filter_map(loss_of_step).collect()
+}
+
+#[test]
+fn two_processes_learn_digits_as_one_does() {
+    if let Err(error) = Accelerator::builder().device(DeviceKind::Wgpu).build() {
+        assert!(error.is_device(), "{error:?}");
+        eprintln!("skipped, since there is no graphics device here: {error}");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let [one, two] = [1, 2].map(|ranks| losses(ranks, folder.path()));
+    assert!(one.len() > 20, "{one:?}");
+    let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
+    let (first, last) = (mean(&one[..5]), mean(&one[one.len() - 5..]));
+    assert!(last < 0.7 * first, "{one:?}");
+    assert_eq!(one.len(), two.len());
+    for (one, two) in one.iter().zip(&two) {
+        assert!(
+            (one - two).abs() <= 1e-3 * one.abs().max(0.1),
+            "{one} is not {two}"
+        );
+    }
+}
