@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use accelerator::optim::{InitFused, Manual, Sharded};
 use accelerator::prelude::*;
-use accelerator_benches::{ALLOCATOR, Batch, Interval, Model, Net, Samples};
+use accelerator_benches::{ALLOCATOR, Batch, Interval, Model, Net};
 use burn::data::dataloader::batcher::Batcher;
 use burn::optim::AdamWConfig;
 use clap::Parser;
@@ -123,7 +123,7 @@ struct Side {
 fn measure(args: &Args) -> Result<(), Box<dyn Error>> {
     let accelerator = Accelerator::builder().device(DeviceKind::Flex).build()?;
     let device = accelerator.device();
-    let batcher = Samples::new(args.model).batcher();
+    let batcher = args.model.samples().batcher();
     let batch = batcher.batch((0..SAMPLES).collect(), &device.clone().inner());
     let config = AdamWConfig::new();
     let mut sides = Vec::new();

@@ -8,7 +8,9 @@ mod usage;
 pub mod worker;
 
 pub use crew::{ALLOCATOR, Bond, Cores, Crew, Plan};
-pub use model::{Batch, Model, Net, SampleBatcher, Samples};
+pub use model::{
+    Batch, Model, Net, Numbers, SampleBatcher, SampleKind, Samples, Shape, Transformer,
+};
 pub use pair::{Pair, Step};
 pub use statistics::{Interval, median, middle};
 pub use usage::{Usage, peak_memory};

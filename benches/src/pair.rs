@@ -50,7 +50,7 @@ impl<'a> Pair<'a> {
     ///
     /// Those of [`Accelerator::prepare`].
     pub fn new(accelerator: &'a Accelerator, model: Model, steps: usize) -> Result<Self> {
-        let (device, samples) = (accelerator.device(), Samples::new(model));
+        let (device, samples) = (accelerator.device(), model.samples());
         let share = steps * model.batch_size();
         let loader = DataLoaderBuilder::new(samples.batcher())
             .batch_size(model.batch_size())

@@ -74,7 +74,7 @@ fn plain(args: &WorkerArgs) -> Result<(), Box<dyn std::error::Error>> {
     device.seed(0);
     let mut model = Some(args.model.init(&device));
     let mut optimizer = AdamWConfig::new().init();
-    let loader = PlainBuilder::new(Samples::new(args.model).batcher())
+    let loader = PlainBuilder::new(args.model.samples().batcher())
         .batch_size(args.batch_size)
         .set_device(device.clone().inner())
         .build(Samples::dataset(SAMPLES));
@@ -99,7 +99,7 @@ fn plain(args: &WorkerArgs) -> Result<(), Box<dyn std::error::Error>> {
 fn prepared(args: &WorkerArgs) -> Result<(), Box<dyn std::error::Error>> {
     let accelerator = Accelerator::builder().device(DeviceKind::Flex).build()?;
     let model = args.model.init(&accelerator.device());
-    let loader = DataLoaderBuilder::new(Samples::new(args.model).batcher())
+    let loader = DataLoaderBuilder::new(args.model.samples().batcher())
         .batch_size(args.batch_size)
         .num_workers(0)
         .build(Samples::dataset(SAMPLES));

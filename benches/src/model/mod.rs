@@ -11,11 +11,14 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use mlp::Mlp;
-pub use samples::{Batch, SampleBatcher, Samples};
-use transformer::{LENGTH, TOKENS, Transformer};
+pub use samples::{Batch, Numbers, SampleBatcher, SampleKind, Samples};
+pub use transformer::{Shape, Transformer};
 
 /// Classes of the networks that classify.
 const CLASSES: usize = 10;
+
+/// Samples that are not alike.
+const DIFFERENT: usize = 1024;
 
 /// A network to train.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, ValueEnum)]
@@ -70,7 +73,7 @@ impl Model {
             Self::Cnn => net.cnn = Some(CnnConfig::new().init(device)),
             Self::Mlp => net.mlp = Some(Mlp::new(self.inputs(), 1024, CLASSES, device)),
             Self::SmallMlp => net.mlp = Some(Mlp::new(self.inputs(), 256, CLASSES, device)),
-            Self::Transformer => net.transformer = Some(Transformer::new(device)),
+            Self::Transformer => net.transformer = Some(Transformer::new(Shape::SMALL, device)),
         }
         net
     }
@@ -85,12 +88,19 @@ impl Model {
         }
     }
 
-    /// Labels of one sample, and how many different ones there are.
-    fn labels(self) -> (usize, usize) {
-        match self {
+    /// Samples that suit it.
+    pub fn samples(self) -> Samples {
+        let (labels, classes) = match self {
             Self::Cnn | Self::Mlp | Self::SmallMlp => (1, CLASSES),
-            Self::Transformer => (LENGTH + 1, TOKENS),
-        }
+            Self::Transformer => (Shape::SMALL.length + 1, Shape::SMALL.tokens),
+        };
+        let values = self.inputs();
+        let kind = SampleKind {
+            values,
+            labels,
+            classes,
+        };
+        Samples::new(kind, DIFFERENT)
     }
 }
 

@@ -1,13 +1,19 @@
 use std::sync::Arc;
 
 use burn::data::dataloader::batcher::Batcher;
-use burn::data::dataset::InMemDataset;
+use burn::data::dataset::{Dataset, DatasetError};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-use super::Model;
-
-/// Different samples; a data set goes through them again and again.
-const DIFFERENT: usize = 1024;
+/// What samples are like.
+#[derive(Clone, Copy, Debug)]
+pub struct SampleKind {
+    /// Numbers of one sample.
+    pub values: usize,
+    /// Labels of one sample.
+    pub labels: usize,
+    /// How many different labels there are.
+    pub classes: usize,
+}
 
 /// A batch of samples.
 #[derive(Clone, Debug)]
@@ -24,18 +30,21 @@ pub struct Batch {
 pub struct Samples {
     values: Arc<[f32]>,
     labels: Arc<[i64]>,
-    inputs: usize,
-    outputs: usize,
+    kind: SampleKind,
+    different: usize,
 }
+
+/// The data set 0, 1, 2, …
+#[derive(Clone, Copy, Debug)]
+pub struct Numbers(usize);
 
 /// Makes a [`Batch`] of samples, which are given by their numbers.
 #[derive(Clone, Debug)]
 pub struct SampleBatcher(Samples);
 
 impl Samples {
-    /// The samples of a model.
-    pub fn new(model: Model) -> Self {
-        let (inputs, (outputs, classes)) = (model.inputs(), model.labels());
+    /// So many different ones, through which a data set goes again and again.
+    pub fn new(kind: SampleKind, different: usize) -> Self {
         let mut state = 42_u64;
         let mut random = move || {
             // Knuth's generator (MMIX), whose upper bits are good enough for noise.
@@ -46,48 +55,56 @@ impl Samples {
         };
         let uniform = |bits: u64| (bits as f32 / (1 << 23) as f32) - 1.0;
         Self {
-            values: (0..DIFFERENT * inputs).map(|_| uniform(random())).collect(),
-            labels: (0..DIFFERENT * outputs)
-                .map(|_| (random() % classes as u64) as i64)
+            values: (0..different * kind.values)
+                .map(|_| uniform(random()))
                 .collect(),
-            inputs,
-            outputs,
+            labels: (0..different * kind.labels)
+                .map(|_| (random() % kind.classes as u64) as i64)
+                .collect(),
+            kind,
+            different,
         }
     }
 
     /// A data set of so many samples.
-    pub fn dataset(count: usize) -> InMemDataset<usize> {
-        InMemDataset::new((0..count).collect())
+    pub fn dataset(count: usize) -> Numbers {
+        Numbers(count)
     }
 
     /// What makes batches of them.
     pub fn batcher(&self) -> SampleBatcher {
         SampleBatcher(self.clone())
     }
+
+    fn rows<T: Copy>(&self, pool: &[T], items: &[usize], width: usize) -> Vec<T> {
+        let mut all = Vec::with_capacity(items.len() * width);
+        for item in items {
+            let start = item % self.different * width;
+            all.extend_from_slice(&pool[start..start + width]);
+        }
+        all
+    }
+}
+
+impl Dataset<usize> for Numbers {
+    fn get(&self, index: usize) -> Result<usize, DatasetError> {
+        Ok(index)
+    }
+
+    fn len(&self) -> usize {
+        self.0
+    }
 }
 
 impl Batcher<usize, Batch> for SampleBatcher {
     fn batch(&self, items: Vec<usize>, device: &Device) -> Batch {
-        let Samples {
-            values,
-            labels,
-            inputs,
-            outputs,
-        } = &self.0;
-        let x = rows(values, &items, *inputs);
-        let y = rows(labels, &items, *outputs);
+        let Self(samples) = self;
+        let SampleKind { values, labels, .. } = samples.kind;
+        let x = samples.rows(&samples.values, &items, values);
+        let y = samples.rows(&samples.labels, &items, labels);
         Batch {
-            values: Tensor::from_data(TensorData::new(x, [items.len(), *inputs]), device),
-            labels: Tensor::from_data(TensorData::new(y, [items.len(), *outputs]), device),
+            values: Tensor::from_data(TensorData::new(x, [items.len(), values]), device),
+            labels: Tensor::from_data(TensorData::new(y, [items.len(), labels]), device),
         }
     }
-}
-
-fn rows<T: Copy>(pool: &[T], items: &[usize], width: usize) -> Vec<T> {
-    let mut all = Vec::with_capacity(items.len() * width);
-    for item in items {
-        let start = item % DIFFERENT * width;
-        all.extend_from_slice(&pool[start..start + width]);
-    }
-    all
 }

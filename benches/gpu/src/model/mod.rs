@@ -1,18 +1,34 @@
 //! The networks that are trained, and what they are trained on.
 
-mod samples;
-mod transformer;
-
+use accelerator_benches::{Batch, SampleKind, Samples, Shape, Transformer};
 use accelerator_examples::{Cnn, CnnConfig, cross_entropy};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Int, Tensor};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-pub(crate) use samples::{Batch, Batcher, Numbers};
-use transformer::{Shape, Transformer};
-
 use crate::setting::Size;
+
+/// The transformer of 50 million parameters.
+const FULL: Shape = Shape {
+    tokens: 12_288,
+    length: 256,
+    width: 512,
+    heads: 8,
+    layers: 12,
+};
+
+/// One to try things out.
+const TINY: Shape = Shape {
+    tokens: 64,
+    length: 16,
+    width: 32,
+    heads: 4,
+    layers: 2,
+};
+
+/// Samples that are not alike.
+const DIFFERENT: usize = 4096;
 
 /// Classes of the network that classifies.
 const CLASSES: usize = 10;
@@ -76,27 +92,28 @@ impl Model {
         net
     }
 
-    /// Floats of one sample.
-    fn values(self) -> usize {
-        match self.kind {
-            Kind::Cnn => PIXELS,
-            // It reads labels only; a tensor has no side of length 0 in every kernel.
-            Kind::Transformer => 1,
-        }
-    }
-
-    /// Labels of one sample, and how many different ones there are.
-    fn labels(self) -> (usize, usize) {
-        match self.kind {
-            Kind::Cnn => (1, CLASSES),
-            Kind::Transformer => (self.shape().length + 1, self.shape().tokens),
-        }
+    /// Samples that suit it.
+    pub(crate) fn samples(self) -> Samples {
+        let kind = match self.kind {
+            Kind::Cnn => SampleKind {
+                values: PIXELS,
+                labels: 1,
+                classes: CLASSES,
+            },
+            Kind::Transformer => SampleKind {
+                // It reads labels only; a tensor has no side of length 0 in every kernel.
+                values: 1,
+                labels: self.shape().length + 1,
+                classes: self.shape().tokens,
+            },
+        };
+        Samples::new(kind, DIFFERENT)
     }
 
     fn shape(self) -> Shape {
         match self.size {
-            Size::Full => Shape::FULL,
-            Size::Tiny => Shape::TINY,
+            Size::Full => FULL,
+            Size::Tiny => TINY,
         }
     }
 }
@@ -158,7 +175,7 @@ mod tests {
             width,
             layers,
             ..
-        } = Shape::FULL;
+        } = FULL;
         // Attention: four matrices; feed-forward: two of four times the width; each with biases; two norms.
         let layer =
             4 * (width + 1) * width + (width + 1) * 4 * width + (4 * width + 1) * width + 4 * width;
@@ -175,7 +192,7 @@ mod tests {
             width,
             layers,
             ..
-        } = Shape::TINY;
+        } = TINY;
         let layer =
             4 * (width + 1) * width + (width + 1) * 4 * width + (4 * width + 1) * width + 4 * width;
         let all = tokens * width + length * width + layers * layer + (width + 1) * tokens;

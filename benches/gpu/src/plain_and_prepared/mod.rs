@@ -11,6 +11,7 @@ use std::error::Error;
 use std::time::Instant;
 
 use accelerator::prelude::*;
+use accelerator_benches::Samples;
 use accelerator_examples::DeviceName;
 use burn::data::dataloader::DataLoaderBuilder as PlainBuilder;
 use burn::tensor::Device;
@@ -19,7 +20,7 @@ use serde::Serialize;
 use self::plain::Plain;
 use self::prepared::Prepared;
 use crate::memory::{self, Memory};
-use crate::model::{Batcher, Kind, Model, Numbers};
+use crate::model::{Kind, Model};
 use crate::outcome::{Outcome, skip_unsupported};
 use crate::setting::{self, Computing, Size};
 use crate::spread::Spread;
@@ -152,12 +153,12 @@ fn measure(args: &Args, model: Model, batch_size: usize) -> Result<Figures, Box<
     let begun = Instant::now();
     let accelerator = setting::open(args.device, args.precision, SEED)?;
     let device = accelerator.device();
-    let batcher = Batcher::new(model);
+    let batcher = model.samples().batcher();
     let plain_loader = PlainBuilder::new(batcher.clone())
         .batch_size(batch_size)
         .num_workers(args.workers)
         .set_device(device.clone().inner())
-        .build(Numbers(batch_size * ENDLESS));
+        .build(Samples::dataset(batch_size * ENDLESS));
     let plain = || {
         device.seed(SEED);
         Plain::new(
@@ -171,7 +172,7 @@ fn measure(args: &Args, model: Model, batch_size: usize) -> Result<Figures, Box<
         let loader = DataLoaderBuilder::new(batcher.clone())
             .batch_size(batch_size)
             .num_workers(args.workers)
-            .build(Numbers(batch_size * ENDLESS));
+            .build(Samples::dataset(batch_size * ENDLESS));
         Prepared::new(&accelerator, model.init(&device), loader)
     };
 

@@ -1,12 +1,13 @@
 use std::error::Error;
 
+use accelerator_benches::Batch;
 use burn::data::dataloader::DataLoaderIterator;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{FloatDType, Tensor};
 
 use super::{RATE, Side};
-use crate::model::{Batch, Net};
+use crate::model::Net;
 
 /// What Burn's users write by hand.
 pub(super) struct Plain<'a> {

@@ -3,10 +3,11 @@ use std::error::Error;
 use accelerator::data::{Epoch, Loader};
 use accelerator::optim::Manual;
 use accelerator::prelude::*;
+use accelerator_benches::Batch;
 use burn::optim::AdamWConfig;
 
 use super::{RATE, Side};
-use crate::model::{Batch, Net};
+use crate::model::Net;
 
 /// The same, prepared.
 pub(super) struct Prepared<'a> {

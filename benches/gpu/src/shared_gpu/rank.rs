@@ -2,11 +2,12 @@ use std::error::Error;
 use std::path::PathBuf;
 
 use accelerator::prelude::*;
+use accelerator_benches::Samples;
 use accelerator_examples::DeviceName;
 use burn::optim::SgdConfig;
 
 use super::Sending;
-use crate::model::{Batcher, Kind, Model, Numbers};
+use crate::model::{Kind, Model};
 use crate::setting::Size;
 
 const SEED: u64 = 42;
@@ -56,9 +57,9 @@ pub(crate) fn run(args: &RankArgs) -> Result<(), Box<dyn Error>> {
     let model = Model::new(args.model, args.size);
     let global_batch = args.global_batch.unwrap_or(model.batch_size() / 2);
     device.seed(SEED);
-    let loader = DataLoaderBuilder::new(Batcher::new(model))
+    let loader = DataLoaderBuilder::new(model.samples().batcher())
         .global_batch_size(global_batch)
-        .build(Numbers(global_batch * args.steps));
+        .build(Samples::dataset(global_batch * args.steps));
     let parts = (model.init(&device), SgdConfig::new().init(), loader);
     let (mut net, mut optimizer, loader) = accelerator.prepare(parts)?;
     accelerator.save_model(&net, &args.initial)?;
