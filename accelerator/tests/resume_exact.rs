@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use accelerator::data::Loader;
-use accelerator::optim::{Manual, Scheduled};
+use accelerator::optim::Scheduled;
 use accelerator::prelude::*;
 use burn::lr_scheduler::exponential::ExponentialLrSchedulerConfig;
 use burn::module::Module;
@@ -16,7 +16,8 @@ use burn::nn::{BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Linear, Linea
 use burn::optim::{AdamWConfig, SgdConfig};
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor};
-use common::{Column, ColumnBatcher, columns, distance, flat, line};
+use common::checkpoints::train_epochs;
+use common::{Column, ColumnBatcher, columns, flat, line};
 
 /// Burn's CPU generator is one for the whole process, and every batch that is taken seeds it.
 static GENERATOR: Mutex<()> = Mutex::new(());
@@ -158,27 +159,8 @@ fn ranks(from: Option<&Path>, into: Option<&Path>, samples: usize) -> Vec<f32> {
                 .with_momentum(Some(burn::optim::momentum::MomentumConfig::new()))
                 .init();
             let parts = (line(&device), optimizer, train_loader(samples));
-            let mut parts: (Linear, PreparedOptimizer<Manual>, _) = accelerator.prepare(parts)?;
-            let mut start = 0;
-            if let Some(from) = from {
-                let position;
-                (parts, position) = accelerator.resume(from, parts)?;
-                start = position.epoch();
-            }
-            let (mut model, mut optimizer, train) = parts;
-            for epoch in start..EPOCHS {
-                for batch in train.epoch(epoch) {
-                    let batch = batch?;
-                    let loss = distance(&model, &batch);
-                    let gradients = accelerator.backward(loss, &model, &batch)?;
-                    model = optimizer.step(0.05, model, gradients);
-                    if let Some(into) = into
-                        && optimizer.outcome() != StepOutcome::Accumulated
-                    {
-                        accelerator.save_state(into, (&model, &optimizer, &train))?;
-                    }
-                }
-            }
+            let parts = accelerator.prepare(parts)?;
+            let (model, optimizer, _) = train_epochs(&accelerator, parts, EPOCHS, from, into)?;
             Ok((flat(&model), optimizer.steps()))
         })
         .unwrap();

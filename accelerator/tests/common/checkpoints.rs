@@ -32,6 +32,37 @@ pub fn train(accelerator: &Accelerator, parts: Parts, steps: usize) -> Parts {
     (model, optimizer, train)
 }
 
+/// Trains for so many epochs, or what is left of them behind a checkpoint; saves after each step into a folder.
+pub fn train_epochs(
+    accelerator: &Accelerator,
+    mut parts: Parts,
+    epochs: u64,
+    from: Option<&Path>,
+    into: Option<&Path>,
+) -> accelerator::Result<Parts> {
+    let mut start = 0;
+    if let Some(from) = from {
+        let position;
+        (parts, position) = accelerator.resume(from, parts)?;
+        start = position.epoch();
+    }
+    let (mut model, mut optimizer, train) = parts;
+    for epoch in start..epochs {
+        for batch in train.epoch(epoch) {
+            let batch = batch?;
+            let loss = distance(&model, &batch);
+            let gradients = accelerator.backward(loss, &model, &batch)?;
+            model = optimizer.step(0.05, model, gradients);
+            if let Some(into) = into
+                && optimizer.outcome() != StepOutcome::Accumulated
+            {
+                accelerator.save_state(into, (&model, &optimizer, &train))?;
+            }
+        }
+    }
+    Ok((model, optimizer, train))
+}
+
 /// The message, once it is certain that the checkpoint was blamed.
 pub fn misfit(error: &accelerator::Error) -> String {
     assert!(error.is_checkpoint(), "{error:?}");

@@ -3,12 +3,10 @@
 use std::path::Path;
 
 use accelerator::Oversubscription;
-use accelerator::optim::Manual;
 use accelerator::prelude::*;
-use burn::nn::Linear;
-use burn::optim::AdamWConfig;
 
-use crate::common::{distance, flat, line, loader, of_every_rank};
+use crate::common::checkpoints::{adam, train_epochs};
+use crate::common::{flat, line, loader, of_every_rank};
 use crate::harness::is_there;
 
 const EPOCHS: u64 = 2;
@@ -22,28 +20,9 @@ fn train(ranks: usize, from: Option<&Path>, into: Option<&Path>) -> Vec<f32> {
         .launch(ranks, |accelerator| {
             let line = line(&accelerator.device());
             // The last batch of an epoch leaves rank 1 of 2 idle.
-            let parts = (line, AdamWConfig::new().init(), loader(25, 4));
-            let mut parts: (Linear, PreparedOptimizer<Manual>, _) = accelerator.prepare(parts)?;
-            let mut start = 0;
-            if let Some(from) = from {
-                let position;
-                (parts, position) = accelerator.resume(from, parts)?;
-                start = position.epoch();
-            }
-            let (mut model, mut optimizer, train) = parts;
-            for epoch in start..EPOCHS {
-                for batch in train.epoch(epoch) {
-                    let batch = batch?;
-                    let loss = distance(&model, &batch);
-                    let gradients = accelerator.backward(loss, &model, &batch)?;
-                    model = optimizer.step(0.05, model, gradients);
-                    if let Some(into) = into
-                        && optimizer.outcome() != StepOutcome::Accumulated
-                    {
-                        accelerator.save_state(into, (&model, &optimizer, &train))?;
-                    }
-                }
-            }
+            let parts = (line, adam(), loader(25, 4));
+            let parts = accelerator.prepare(parts)?;
+            let (model, ..) = train_epochs(&accelerator, parts, EPOCHS, from, into)?;
             Ok(flat(&model))
         });
     of_every_rank(rows.unwrap())
