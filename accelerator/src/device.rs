@@ -61,7 +61,7 @@ pub enum DeviceKind {
     /// Of several ranks of a host, each takes the discrete GPU of its local rank; with fewer such GPUs than
     /// ranks see [`Oversubscription`]. Where there is no discrete GPU, or `CUBECL_WGPU_DEFAULT_DEVICE` names
     /// a device, they share one. Gradients are gathered on the device and reduced
-    /// [through memory](crate::Reduction::Staged).
+    /// [through memory](crate::GradientReduction::Staged).
     ///
     /// Half [`precision`](crate::precision) is what the device has of it: many have f16, and no bf16.
     Wgpu,

@@ -51,7 +51,7 @@
 //! | know which GPU a rank takes, and share one | [`DeviceKind`], [`Oversubscription`] |
 //! | compute in half precision | [`precision`] |
 //! | send gradients in half precision | [`Compression`] |
-//! | choose how gradients of GPUs are reduced | [`Reduction`] |
+//! | choose how gradients of GPUs are reduced | [`GradientReduction`] |
 //! | send gradients as products of thin matrices, or in your own way | [`hook::PowerSgd`], [`hook::CommunicationHook`] |
 //! | send gradients while backward runs | [`Overlap`] |
 //! | step an optimizer with its schedule, freeze, group parameters | [`optim`] |
@@ -168,7 +168,7 @@ pub use crate::ema::Ema;
 pub use crate::error::{Error, Result};
 pub use crate::gradient::hook;
 pub use crate::gradient::{
-    Clip, Compression, Gradients, Overlap, OverlapReport, OverlapState, Reduction, Weight,
+    Clip, Compression, GradientReduction, Gradients, Overlap, OverlapReport, OverlapState, Weight,
 };
 pub use crate::launch::launch;
 pub use crate::prepare::{Prepare, kind};

@@ -43,6 +43,9 @@ struct Setting {
     ranks: usize,
     accumulation: usize,
     looks: fn(&mut Gradients),
+    clip: fn(Gradients) -> Gradients,
+    /// Whether the outcome of a step is asked for.
+    told: bool,
 }
 
 #[derive(Module, Debug)]
@@ -71,9 +74,13 @@ fn reads(setting: Setting, steps: usize) -> usize {
                     output = layer.forward(output);
                 }
                 let loss = output.powi_scalar(2).mean();
-                let mut gradients = accelerator.backward(loss, &model, 1)?;
+                let gradients = accelerator.backward(loss, &model, 1)?;
+                let mut gradients = (setting.clip)(gradients);
                 (setting.looks)(&mut gradients);
                 model = optimizer.step(0.01, model, gradients);
+                if setting.told {
+                    let _ = optimizer.outcome();
+                }
             }
             device.sync().unwrap();
             accelerator.wait_for_everyone()?;
@@ -94,17 +101,40 @@ fn steps_read_what_they_are_asked_for_and_no_more() {
     log::set_logger(&Reads).unwrap();
     log::set_max_level(LevelFilter::Trace);
     for accumulation in [1, 3] {
-        let of = |ranks, looks: fn(&mut Gradients)| {
-            let setting = Setting {
-                ranks,
-                accumulation,
-                looks,
-            };
-            // What is read once for all is in both.
-            reads(setting, 12) - reads(setting, 2)
+        let plain = Setting {
+            ranks: 1,
+            accumulation,
+            looks: |_| {},
+            clip: |gradients| gradients,
+            told: false,
         };
+        // What is read once for all is in both.
+        let more = |setting| reads(setting, 12) - reads(setting, 2);
+        let of = |ranks, looks: fn(&mut Gradients)| {
+            more(Setting {
+                ranks,
+                looks,
+                ..plain
+            })
+        };
+        let clips: [fn(Gradients) -> Gradients; 3] = [
+            |gradients| gradients.clip_norm(0.1),
+            |gradients| gradients.clip_value(0.1),
+            |gradients| gradients.clip_norm(0.1).clip_value(0.01),
+        ];
+        for clip in clips {
+            let clipped = Setting { clip, ..plain };
+            assert_eq!(more(clipped), 0, "one rank reads nothing to clip");
+            let told = Setting {
+                told: true,
+                ..clipped
+            };
+            assert_eq!(more(told), 10, "the norm, once a step");
+        }
         assert_eq!(of(1, |_| {}), 0, "one rank reads nothing by itself");
-        let losses = of(1, |gradients| _ = gradients.loss());
+        let losses = of(1, |gradients| {
+            assert_eq!(gradients.loss(), gradients.loss());
+        });
         assert_eq!(losses, accumulation * 10, "a loss a micro-step");
         let norms = of(1, |gradients| _ = gradients.norm());
         assert_eq!(norms, 6 * 10, "a number of each parameter, and no gradient");

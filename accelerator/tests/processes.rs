@@ -7,10 +7,10 @@ mod common;
 use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
-use accelerator::Overlap;
 use accelerator::collective::rendezvous::StoreServer;
 use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology, TransportKind};
 use accelerator::prelude::*;
+use accelerator::{AcceleratorBuilder, GradientReduction, Overlap};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use common::devices;
@@ -299,20 +299,20 @@ fn settings_that_contradict_each_other_are_refused() {
 }
 
 /// What two ranks get that are connected as processes are, where each has that many ranks on its
-/// host and asks for that overlap.
-fn connected(ranks: [(usize, Overlap); 2]) -> [Result<Accelerator>; 2] {
+/// host and is set so.
+fn connected(ranks: [(usize, AcceleratorBuilder); 2]) -> [Result<Accelerator>; 2] {
     let store = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
     let rendezvous = Rendezvous::new("127.0.0.1", store.local_addr().port());
     let rendezvous = rendezvous.with_store(StoreHost::Launcher);
     std::thread::scope(|scope| {
-        let threads = [0, 1].map(|rank| {
-            let (local, overlap) = ranks[rank];
+        let mut number = 0..;
+        let threads = ranks.map(|(local, builder)| {
+            let rank = number.next().unwrap();
             let topology = Topology::new(rank, 2).unwrap();
             let topology = topology.with_local(rank % local, local).unwrap();
-            let builder = Accelerator::builder()
+            let builder = builder
                 .launched_as(Launch::new(topology, rendezvous.clone()))
-                .transport(TransportKind::Tcp)
-                .with_overlap(overlap);
+                .transport(TransportKind::Tcp);
             scope.spawn(move || builder.build())
         });
         threads.map(|thread| thread.join().unwrap())
@@ -322,7 +322,8 @@ fn connected(ranks: [(usize, Overlap); 2]) -> [Result<Accelerator>; 2] {
 #[test]
 fn ranks_for_which_overlap_comes_to_different_things_are_refused_alike() {
     // A host that was started wrongly: what one rank takes for two hosts is one to the other.
-    let outcomes = connected([(1, Overlap::Auto), (2, Overlap::Auto)]);
+    let overlap = |overlap| Accelerator::builder().with_overlap(overlap);
+    let outcomes = connected([(1, overlap(Overlap::Auto)), (2, overlap(Overlap::Auto))]);
     let errors = outcomes.map(|outcome| outcome.unwrap_err());
     for error in &errors {
         assert!(error.is_config(), "{error:?}");
@@ -341,9 +342,32 @@ fn ranks_for_which_overlap_comes_to_different_things_are_refused_alike() {
         [(1, Overlap::Auto), (1, Overlap::On)],
         [(2, Overlap::Off), (2, Overlap::Auto)],
     ] {
-        for outcome in connected(ranks) {
+        for outcome in connected(ranks.map(|(local, asked)| (local, overlap(asked)))) {
             outcome.unwrap();
         }
+    }
+}
+
+/// What all ranks scale by would have other bits here than there.
+#[test]
+fn ranks_that_sum_gradients_in_different_places_are_refused_alike() {
+    let reduction = |asked| (2, Accelerator::builder().with_reduction(asked));
+    let ranks = [GradientReduction::Staged, GradientReduction::Auto];
+    let errors = connected(ranks.map(reduction)).map(|outcome| outcome.unwrap_err());
+    for error in &errors {
+        assert!(error.is_config(), "{error:?}");
+        assert_eq!(error.to_string(), errors[0].to_string());
+    }
+    let text = errors[0].to_string();
+    for part in [
+        "where gradients are summed (set by the device and ACCEL_COMPRESSION; with ACCEL_REDUCTION=staged ",
+        "rank 0 has on the device (of `flex`), and rank 1 has in memory (of `flex`); start",
+    ] {
+        assert!(text.contains(part), "{part} is not in: {text}");
+    }
+    let ranks = [GradientReduction::Staged; 2];
+    for outcome in connected(ranks.map(reduction)) {
+        outcome.unwrap();
     }
 }
 

@@ -9,7 +9,7 @@ use accelerator_collective::{Launch, variable};
 
 use crate::device::{DeviceKind, Oversubscription};
 use crate::error::{Error, Result};
-use crate::gradient::{Compression, Overlap, Reduction};
+use crate::gradient::{Compression, GradientReduction, Overlap};
 use crate::precision::Precision;
 use crate::timeline::Schedule;
 
@@ -61,7 +61,7 @@ pub(super) fn compression(asked: Option<Compression>) -> Result<Compression> {
 }
 
 /// The reduction of the program and of the environment, in the same way.
-pub(super) fn reduction(asked: Option<Reduction>) -> Result<Reduction> {
+pub(super) fn reduction(asked: Option<GradientReduction>) -> Result<GradientReduction> {
     Ok(agreed("reduction", asked, REDUCTION)?.unwrap_or_default())
 }
 

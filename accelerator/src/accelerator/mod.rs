@@ -27,7 +27,8 @@ use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::hook;
 use crate::gradient::{
-    Compression, Gradients, Overlap, OverlapReport, Reach, Reduction, Road, Switch, Turn, Weight,
+    Compression, GradientReduction, Gradients, Overlap, OverlapReport, Reach, Road, Switch, Turn,
+    Weight,
 };
 use crate::logging::Warned;
 use crate::model::Models;
@@ -113,7 +114,7 @@ pub(crate) struct Settings {
     pub(crate) overlap: Overlap,
     pub(crate) precision: Precision,
     pub(crate) recording: Recording,
-    pub(crate) reduction: Reduction,
+    pub(crate) reduction: GradientReduction,
     pub(crate) seed: u64,
     /// The file of the trace; with a schedule, the one beside which those of its cycles are.
     pub(crate) trace: Option<PathBuf>,

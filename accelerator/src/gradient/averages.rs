@@ -210,7 +210,7 @@ impl Averages {
         })
     }
 
-    /// The gradients of the parameters that are asked for. What lies on a device is taken out.
+    /// The gradients of the parameters that are asked for, once.
     pub(crate) fn params(&mut self, asked: impl Fn(ParamId) -> bool) -> GradientsParams {
         self.sums.params(&self.device, &self.factors, asked)
     }

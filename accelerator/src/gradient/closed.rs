@@ -1,4 +1,4 @@
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use accelerator_collective::ProcessGroup;
 use burn::backend::DispatchTensorKind;
@@ -9,6 +9,7 @@ use super::bucket;
 use super::clip::Clip;
 use super::flat;
 use super::rank::with_rank;
+use super::scalar::Scalar;
 use super::slot::Slot;
 use super::sums::{Change, Sums};
 use super::undo::Undo;
@@ -17,18 +18,17 @@ use crate::error::{Error, Result};
 
 /// The averaged gradients of a window that has ended.
 pub(super) struct Closed {
-    /// The ranks, where each adds powers up on a device of its own. Devices choose among kernels that
-    /// round differently, so what all ranks scale by is what rank 0 has found.
-    pub(super) alike: Option<ProcessGroup>,
     pub(super) device: Device,
     pub(super) epoch: Option<u64>,
+    /// The mean, once it was read.
+    pub(super) loss: OnceLock<f64>,
     /// By parameter: what its elements are multiplied by in the end; empty where they stay as they
     /// are.
     pub(super) factors: Vec<f64>,
     /// Something that all ranks do with them failed here: no step may come of them.
     pub(super) lost: bool,
     /// Before clipping.
-    pub(super) norm: Option<Known<f64>>,
+    pub(super) norm: Option<Known<Scalar>>,
     /// By parameter: the sum of the squares of its elements, before clipping.
     pub(super) squares: Option<Known<Vec<f64>>>,
     pub(super) slot: Arc<Slot>,
@@ -53,6 +53,12 @@ pub(super) enum Asked {
 pub(super) struct Known<T> {
     pub(super) value: T,
     pub(super) by: Asked,
+}
+
+/// When a norm was kept that nobody has read.
+enum Remembered {
+    Earlier,
+    Now(Tensor<1>),
 }
 
 #[allow(clippy::large_enum_variant, reason = "it lies in a box already")]
@@ -83,21 +89,32 @@ impl Closed {
     #[track_caller]
     pub(super) fn whole_norm(&mut self, asked: Asked) -> Result<f64> {
         // On devices it needs nothing of the window: ranks compare when all of them ask.
-        if self.alike.is_none() {
+        if self.apart().is_none() {
             self.slot.note_norm_wanted();
         }
         match &self.norm {
-            Some(known) if self.serves(known, asked) => Ok(known.value),
+            Some(known) if self.serves(known, asked) => Ok(known.value.read()),
             _ => {
                 let value = self.squares(asked)?.iter().sum::<f64>().sqrt();
-                self.norm = Some(Known { value, by: asked });
+                self.norm = Some(Known {
+                    value: value.into(),
+                    by: asked,
+                });
                 Ok(value)
             }
         }
     }
 
+    /// The ranks, where what they find may differ in bits.
+    fn apart(&self) -> Option<&ProcessGroup> {
+        match &self.values {
+            Values::Reduced(sums) => sums.apart.as_ref(),
+            Values::Untouched { .. } => None,
+        }
+    }
+
     fn serves<T>(&self, known: &Known<T>, asked: Asked) -> bool {
-        self.alike.is_none() || asked == Asked::ByOne || known.by == Asked::ByAll
+        self.apart().is_none() || asked == Asked::ByOne || known.by == Asked::ByAll
     }
 
     /// Whether the L2 norm can be had without the other ranks.
@@ -140,7 +157,7 @@ impl Closed {
 
     #[track_caller]
     fn make_alike(&self, powers: &mut [f64], asked: Asked) -> Result<()> {
-        if let (Some(group), Asked::ByAll) = (&self.alike, asked) {
+        if let (Some(group), Asked::ByAll) = (self.apart(), asked) {
             let measuring = group.for_purpose("the norm of gradients");
             measuring.broadcast(powers, 0)?;
         }
@@ -182,6 +199,9 @@ impl Closed {
     #[track_caller]
     pub(super) fn clip_norm(&mut self, max: f64, order: f64, chosen: &[bool]) -> Result<()> {
         if order == 2.0 {
+            if self.clip_unread(max, chosen) {
+                return Ok(());
+            }
             self.whole_norm(Asked::ByAll)?;
         }
         let factor = max / (self.norm_of(order, chosen, Asked::ByAll)? + 1e-6);
@@ -192,15 +212,88 @@ impl Closed {
         Ok(())
     }
 
+    /// The same without a wait, where the device of one rank alone has everything and nobody has read it.
+    fn clip_unread(&mut self, max: f64, chosen: &[bool]) -> bool {
+        let is_read = |known: &Known<Scalar>| known.value.is_read();
+        if max.is_nan() || self.squares.is_some() || self.norm.as_ref().is_some_and(is_read) {
+            return false;
+        }
+        let Some(before) = self.remember_unread() else {
+            return false;
+        };
+        let is_as_before = self.factors.is_empty() && chosen.iter().all(|chosen| *chosen);
+        self.apply_factors();
+        let norm = match before {
+            Remembered::Now(norm) if is_as_before => Some(norm),
+            Remembered::Now(_) | Remembered::Earlier => self.norm_there(chosen),
+        };
+        if let Some(norm) = norm {
+            let factor = flat::down_to(max, norm);
+            self.scale(&factor, chosen);
+        }
+        true
+    }
+
+    /// Keeps the norm as it is before clipping, to be read by who asks for it; `None` where that takes a wait.
+    fn remember_unread(&mut self) -> Option<Remembered> {
+        if self.apart().is_some() || !self.values.is_on_device(&self.slot) {
+            return None;
+        }
+        if self.norm.is_some() {
+            return Some(Remembered::Earlier);
+        }
+        let all = vec![true; self.slot.parameters().len()];
+        let norm = self.norm_there(&all)?;
+        self.norm = Some(Known {
+            value: Scalar::on_device(norm.clone()),
+            by: Asked::ByAll,
+        });
+        Some(Remembered::Now(norm))
+    }
+
+    /// The L2 norm of what is chosen, without factors, on the device.
+    fn norm_there(&self, chosen: &[bool]) -> Option<Tensor<1>> {
+        match &self.values {
+            Values::Reduced(sums) => {
+                let norm = flat::norm(&sums.there_on_device(chosen))?;
+                Some(norm.div_scalar(sums.divisor))
+            }
+            Values::Untouched { gradients, .. } => {
+                let parameters = self.slot.parameters().iter().zip(chosen);
+                let chosen = parameters.filter(|(_, chosen)| **chosen);
+                let there = chosen.filter_map(|(known, _)| values::look(gradients, known));
+                let there = there.map(|gradient| {
+                    let gradient = Tensor::<1>::from_dispatch(gradient);
+                    let elements = gradient.shape().num_elements();
+                    gradient.reshape([elements])
+                });
+                flat::norm(&there.collect::<Vec<_>>())
+            }
+        }
+    }
+
+    /// Multiplies what is chosen by a number of the device.
+    fn scale(&mut self, by: &Tensor<1>, chosen: &[bool]) {
+        match &mut self.values {
+            Values::Reduced(sums) => sums.scale_on_device(by, chosen),
+            Values::Untouched { gradients, .. } => {
+                let parameters = self.slot.parameters().iter().zip(chosen);
+                for (parameter, _) in parameters.filter(|(_, chosen)| **chosen) {
+                    with_rank!(parameter.shape.len(), D => {
+                        if let Some(gradient) = gradients.remove::<D>(parameter.id) {
+                            let by = by.clone().cast(gradient.dtype()).reshape([1; D]);
+                            gradients.register(parameter.id, gradient.mul(by));
+                        }
+                    });
+                }
+            }
+        }
+    }
+
     /// What the other ranks wait for does not come: they are told, and no step takes place.
     pub(super) fn give_up(&mut self, error: &Error) {
         if let Values::Reduced(sums) = &self.values {
             sums.give_up(error);
-        }
-        if let Some(group) = &self.alike {
-            group.abort(format!(
-                "it could not take part in what all ranks do with gradients: {error}"
-            ));
         }
         self.undo.take().into_iter().for_each(Undo::undo);
         self.lost = true;
@@ -222,7 +315,9 @@ impl Closed {
     #[track_caller]
     pub(super) fn clamp(&mut self, max: f64, chosen: &[bool]) -> Result<()> {
         // It can be had later no more.
-        self.whole_norm(Asked::ByAll)?;
+        if self.remember_unread().is_none() {
+            self.whole_norm(Asked::ByAll)?;
+        }
         if max.is_nan() {
             self.multiply(max, chosen);
             return Ok(());
@@ -269,6 +364,18 @@ impl Closed {
 }
 
 impl Values {
+    /// Whether all of them are on a device, and reading them waits for it.
+    fn is_on_device(&self, slot: &Slot) -> bool {
+        match self {
+            Self::Reduced(sums) => sums.is_on_device(),
+            Self::Untouched { gradients, .. } => {
+                let parameters = slot.parameters().iter();
+                let mut there = parameters.filter_map(|known| values::look(gradients, known));
+                there.all(|gradient| !is_in_memory(&gradient.kind))
+            }
+        }
+    }
+
     /// By parameter: the sum of `|x|^order` of its elements, or the largest magnitude where the order is
     /// infinite; 0 for what has no gradient, or is not asked for.
     #[track_caller]

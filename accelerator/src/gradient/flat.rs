@@ -137,6 +137,26 @@ impl Flat {
         }
     }
 
+    /// Multiplies those places by one number; the others stay as they are.
+    pub(super) fn scale(
+        &mut self,
+        by: &Tensor<1>,
+        places: impl Iterator<Item = (Range<usize>, bool)> + Clone,
+    ) {
+        if self.sums.is_none() {
+            return;
+        }
+        let by = by.clone().cast(self.dtype);
+        if places.clone().all(|(_, chosen)| chosen) {
+            self.sums = Some(self.take().mul(by));
+            return;
+        }
+        let chosen = places.filter(|(_, chosen)| *chosen);
+        self.change(chosen.map(|(range, _)| range), |_, sums| {
+            sums.mul(by.clone())
+        });
+    }
+
     fn zeros(&self, length: usize) -> Tensor<1> {
         Tensor::zeros([length], (&self.device, self.dtype))
     }
@@ -165,6 +185,41 @@ pub(super) fn numbers(scalars: Vec<Tensor<1>>) -> Vec<f64> {
     };
     let first = |data: &TensorData| data.iter::<f64>().next();
     data.iter().filter_map(first).collect()
+}
+
+/// The L2 norm of all of them, on their device, in the widest of their types, or `f32` where that is narrower; `None`
+/// of no element. Added up by shares of the largest magnitude: squares leave the range of a float long before
+/// values do.
+pub(super) fn norm(tensors: &[Tensor<1>]) -> Option<Tensor<1>> {
+    let is_wide = |values: &Tensor<1>| values.dtype() == TensorDType::F64;
+    let dtype = match tensors.iter().any(is_wide) {
+        true => TensorDType::F64,
+        false => TensorDType::F32,
+    };
+    let tensors: Vec<_> = tensors
+        .iter()
+        .filter(|values| values.shape().num_elements() > 0)
+        .map(|values| values.clone().cast(dtype).abs())
+        .collect();
+    if tensors.is_empty() {
+        return None;
+    }
+    let largest = Tensor::cat(tensors.iter().cloned().map(Tensor::max).collect(), 0).max();
+    let unit = largest.clone().clamp_min(f32::MIN_POSITIVE);
+    let squares = tensors.into_iter().map(|values| {
+        let shares = values.div(unit.clone());
+        shares.clone().mul(shares).sum()
+    });
+    let norm = Tensor::cat(squares.collect(), 0).sum().sqrt().mul(unit);
+    Some(norm.mask_where(largest.clone().is_inf(), largest))
+}
+
+/// By what values of that norm are multiplied, so that theirs is `max` at most, which is a number. A norm that is
+/// none is passed on: nothing is hidden then.
+pub(super) fn down_to(max: f64, norm: Tensor<1>) -> Tensor<1> {
+    let factor = norm.clone().add_scalar(1e-6).recip().mul_scalar(max);
+    let factor = factor.clamp_max(1.0);
+    factor.mask_where(norm.clone().is_nan(), norm)
 }
 
 /// Of each tensor: `Σ |value / divisor|^order`, or the largest of them where the order is infinite. Added up on
@@ -255,7 +310,39 @@ mod tests {
             values.add_scalar(number as f32 + 1.0)
         });
         assert_eq!(values(&flat), [4.0, 7.0, 0.0, 0.0, 0.0, 9.0]);
+        let by = tensor([2.0]);
+        flat.scale(&by, [(0..2, false), (2..5, true), (5..6, true)].into_iter());
+        assert_eq!(values(&flat), [4.0, 7.0, 0.0, 0.0, 0.0, 18.0]);
+        flat.scale(&by, [(0..5, true), (5..6, true)].into_iter());
+        assert_eq!(values(&flat), [8.0, 14.0, 0.0, 0.0, 0.0, 36.0]);
         assert_eq!(values(&flat.blank()), [0.0; 6]);
+    }
+
+    #[test]
+    fn a_norm_is_found_where_squares_are_no_floats_and_hides_nothing() {
+        let of = |values: [f32; 3]| {
+            let tensors = [tensor(values), tensor([]), tensor([4.0 * values[0]])];
+            let norm = norm(&tensors).unwrap();
+            let factor = numbers(vec![down_to(0.5, norm.clone())])[0];
+            (numbers(vec![norm])[0], factor)
+        };
+        for size in [1.0_f32, 1e30, 1e-30, 0.0] {
+            let (found, factor) = of([size, -2.0 * size, 2.0 * size]);
+            let expected = 5.0 * f64::from(size);
+            assert!(
+                (found - expected).abs() <= 1e-6 * expected,
+                "{size}: {found}"
+            );
+            let expected = (0.5 / (expected + 1e-6)).min(1.0);
+            assert!(
+                (factor - expected).abs() <= 1e-6 * expected,
+                "{size}: {factor}"
+            );
+        }
+        let (found, factor) = of([1.0, f32::NAN, 2.0]);
+        assert!(found.is_nan() && factor.is_nan(), "{found}, {factor}");
+        assert_eq!(of([1.0, f32::NEG_INFINITY, 2.0]), (f64::INFINITY, 0.0));
+        assert!(norm(&[]).is_none() && norm(&[tensor([])]).is_none());
     }
 
     #[test]

@@ -1,5 +1,5 @@
 use core::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
@@ -8,8 +8,9 @@ use burn::tensor::{Device, Tensor};
 use super::averages::{Averaged, Averages};
 use super::backward::Reach;
 use super::clip::{Clip, Limit};
-use super::closed::{Asked, Closed, Known, Values};
+use super::closed::{Asked, Closed, Values};
 use super::reducer::Reduced;
+use super::scalar::Scalar;
 use super::slot::Slot;
 use super::sums::Sums;
 use super::undo::Undo;
@@ -104,6 +105,7 @@ impl Gradients {
         epoch: Option<u64>,
     ) -> Self {
         let sums = Sums {
+            apart: reduced.apart,
             ledger: Some(reduced.ledger),
             divisor: reduced.divisor,
             loss: reduced.loss,
@@ -112,12 +114,7 @@ impl Gradients {
             spread: reduced.spread,
             total: reduced.total,
         };
-        let alike = reduced.group.filter(|_| reduced.is_on_a_device);
-        let mut gradients = Self::closed(slot, device, epoch, reduced.marks, Values::Reduced(sums));
-        if let Content::Closed(closed) = &mut gradients.0 {
-            closed.alike = alike;
-        }
-        gradients
+        Self::closed(slot, device, epoch, reduced.marks, Values::Reduced(sums))
     }
 
     fn closed(
@@ -128,10 +125,10 @@ impl Gradients {
         values: Values,
     ) -> Self {
         Self(Content::Closed(Box::new(Closed {
-            alike: None,
             device,
             epoch,
             factors: Vec::new(),
+            loss: OnceLock::new(),
             lost: false,
             norm: None,
             squares: None,
@@ -235,6 +232,9 @@ impl Gradients {
     ///
     /// All ranks clip alike. With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the
     /// gradient each, they do it together.
+    ///
+    /// On one GPU, a limit of values or of the L2 norm is not waited for by the host; what several ranks clip by is
+    /// read.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -368,10 +368,12 @@ impl Gradients {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn loss(&self) -> Option<f64> {
-        match &self.closed_ref()?.values {
-            Values::Reduced(sums) => Some(sums.loss.value() / sums.total),
-            Values::Untouched { loss, .. } => Some(loss.clone().into_scalar::<f64>()),
-        }
+        let closed = self.closed_ref()?;
+        let read = || match &closed.values {
+            Values::Reduced(sums) => sums.loss.value() / sums.total,
+            Values::Untouched { loss, .. } => loss.clone().into_scalar::<f64>(),
+        };
+        Some(*closed.loss.get_or_init(read))
     }
 
     /// Over how many samples (or tokens) of all ranks this is the average; `None` while the window is
@@ -532,10 +534,10 @@ impl Gradients {
         }
     }
 
-    /// The norm, if somebody asked for it.
-    pub(crate) fn known_norm(&self) -> Option<f64> {
-        let norm = self.closed_ref()?.norm.as_ref();
-        norm.map(|known: &Known<f64>| known.value)
+    /// The norm, if somebody asked for it, or for a clip.
+    pub(crate) fn known_norm(&self) -> Option<Scalar> {
+        let known = self.closed_ref()?.norm.as_ref()?;
+        Some(known.value.clone())
     }
 
     fn closed_ref(&self) -> Option<&Closed> {

@@ -135,6 +135,11 @@ impl Ledger {
         }
     }
 
+    /// Whether its sums lie on a device.
+    pub(super) fn is_on_device(&self) -> bool {
+        matches!(self.home, Home::Device(_))
+    }
+
     /// Makes it ready for another window; `false` where a buffer was lost.
     pub(super) fn reopen(&mut self) -> bool {
         self.written.fill(false);

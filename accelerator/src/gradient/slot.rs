@@ -177,23 +177,15 @@ impl Slot {
         }
     }
 
-    /// With gradients that a hook reduces, which it does in memory.
-    pub(crate) fn with_hook(self, hook: Option<Held>) -> Self {
+    /// With gradients that get to other ranks by that road, or that a hook reduces, which it does in memory.
+    pub(crate) fn with_road(self, road: Arc<Road>, hook: Option<Held>) -> Self {
         let home = match hook {
             Some(_) => Home::Host,
-            None => self.home,
-        };
-        Self { home, hook, ..self }
-    }
-
-    /// With gradients that get to other ranks by that road.
-    pub(crate) fn with_road(self, road: Arc<Road>, compression: Compression) -> Self {
-        let home = match self.hook {
-            Some(_) => Home::Host,
-            None => road.home(compression),
+            None => road.home().clone(),
         };
         Self {
             home,
+            hook,
             road: Some(road),
             ..self
         }

@@ -1,5 +1,6 @@
 //! Where the sums of a bucket are.
 
+use core::fmt;
 use core::ops::Range;
 
 use accelerator_collective::{Buffer, DType, Element, ProcessGroup};
@@ -18,6 +19,15 @@ pub(crate) enum Home {
     Host,
     /// On the device of the gradients.
     Device(Device),
+}
+
+impl fmt::Display for Home {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Host => "in memory",
+            Self::Device(_) => "on the device",
+        })
+    }
 }
 
 /// The sums of a bucket.

@@ -7,19 +7,22 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
 use super::bucket::{self, BLOCK};
-use super::flat::{self, Flat};
+use super::flat;
 use super::layout::Place;
 use super::ledger::Ledger;
 use super::rank::with_rank;
 use super::slot::Slot;
 use super::spread::Spread;
-use super::store::{Home, Store};
+use super::store::Store;
 use super::window::LossSum;
 use crate::error::{Error, Result};
 use crate::model::Trainable;
 
 /// Sums, whose ledger goes back to its slot.
 pub(super) struct Sums {
+    /// The ranks, where each adds powers up on a device of its own. Devices choose among kernels that
+    /// round differently, so what all ranks scale by is what rank 0 has found.
+    pub(super) apart: Option<ProcessGroup>,
     /// There until it is dropped.
     pub(super) ledger: Option<Ledger>,
     /// What sums are divided by: the total weight, times the scale of the loss.
@@ -51,8 +54,7 @@ impl Sums {
 
     /// Whether they lie on a device.
     pub(super) fn is_on_device(&self) -> bool {
-        let ledger = self.ledger.as_ref();
-        ledger.is_some_and(|ledger| matches!(ledger.home, Home::Device(_)))
+        self.ledger.as_ref().is_some_and(Ledger::is_on_device)
     }
 
     /// Brings them to memory, where they lie on a device.
@@ -122,7 +124,11 @@ impl Sums {
 
     /// What the other ranks wait for does not come: they are told, and no step takes place.
     pub(super) fn give_up(&self, error: &Error) {
-        if let Spread::Own { group, .. } = &self.spread {
+        let waiting = match &self.spread {
+            Spread::Own { group, .. } => Some(group),
+            Spread::Whole => self.apart.as_ref(),
+        };
+        if let Some(group) = waiting {
             group.abort(format!(
                 "it could not take part in what all ranks do with gradients: {error}"
             ));
@@ -199,6 +205,44 @@ impl Sums {
         self.divisor = 1.0;
     }
 
+    /// What is chosen, on its device: whole buckets where they are.
+    pub(super) fn there_on_device(&self, chosen: &[bool]) -> Vec<Tensor<1>> {
+        let Some(ledger) = self.ledger.as_ref() else {
+            return Vec::new();
+        };
+        let mut found = Vec::new();
+        for bucket in 0..ledger.layout.len() {
+            let Some(Store::Device(flat)) = ledger.sums(bucket) else {
+                continue;
+            };
+            let members = ledger.layout.members(bucket);
+            if members.iter().all(|&at| chosen[at]) {
+                found.push(flat.tensor());
+                continue;
+            }
+            let members = members.iter().filter(|&&at| chosen[at]);
+            let ranges = members.map(|&at| ledger.layout.place(at).range.clone());
+            let ranges = ranges.filter(|range| !range.is_empty());
+            found.extend(ranges.map(|range| flat.tensor().slice(range)));
+        }
+        found
+    }
+
+    /// Multiplies what is chosen, on its device.
+    pub(super) fn scale_on_device(&mut self, by: &Tensor<1>, chosen: &[bool]) {
+        let Some(ledger) = &mut self.ledger else {
+            return;
+        };
+        let layout = ledger.layout.clone();
+        for bucket in 0..layout.len() {
+            if let Some(Store::Device(flat)) = ledger.sums_mut(bucket) {
+                let members = layout.members(bucket).iter();
+                let places = members.map(|&at| (layout.place(at).range.clone(), chosen[at]));
+                flat.scale(by, places);
+            }
+        }
+    }
+
     fn change_on_device(&mut self, change: Change<'_>) {
         let divisor = self.divisor;
         let Some(ledger) = &mut self.ledger else {
@@ -219,7 +263,7 @@ impl Sums {
     }
 
     /// The gradients of the parameters that are asked for. Elements are multiplied by the factor of their
-    /// parameter, where there are any. What lies on a device is taken out.
+    /// parameter, where there are any. A bucket on a device is taken out where all of it is asked for.
     pub(super) fn params(
         &mut self,
         device: &Device,
@@ -262,9 +306,15 @@ impl Sums {
             let Some(Store::Device(flat)) = ledger.sums_mut(bucket) else {
                 continue;
             };
-            let mean = mean(flat, divisor);
-            for &index in layout.members(bucket) {
-                let parameter = &slot.parameters()[index];
+            let members = layout.members(bucket).iter();
+            let members = members.map(|&index| (index, &slot.parameters()[index]));
+            // Its memory is free again when gradients are made of it, unless somebody may come for the rest.
+            let sums = match members.clone().all(|(_, parameter)| asked(parameter.id)) {
+                true => flat.take(),
+                false => flat.tensor(),
+            };
+            let mean = divided(sums, divisor);
+            for (index, parameter) in members {
                 if !ledger.present[index] || !asked(parameter.id) {
                     continue;
                 }
@@ -316,9 +366,7 @@ impl Change<'_> {
     }
 }
 
-/// The averages of a bucket on a device, taken out.
-fn mean(flat: &mut Flat, divisor: f64) -> Tensor<1> {
-    let sums = flat.take();
+fn divided(sums: Tensor<1>, divisor: f64) -> Tensor<1> {
     match divisor == 1.0 {
         true => sums,
         false => sums.div_scalar(divisor),

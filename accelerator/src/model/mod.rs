@@ -118,11 +118,8 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
         accelerator.shared.overlap,
     );
     let slot = slot.with_scaler(accelerator.scaler());
-    let slot = slot.with_hook(accelerator.communication_hook());
-    let slot = slot.with_road(
-        accelerator.shared.road.clone(),
-        accelerator.shared.settings.compression,
-    );
+    let hook = accelerator.communication_hook();
+    let slot = slot.with_road(accelerator.shared.road.clone(), hook);
     accelerator.shared.models.insert(slot);
     Ok(model)
 }
@@ -148,11 +145,7 @@ pub(crate) fn resume<M: Module>(
         None => fresh,
     });
     let slot = slot.with_steps(steps).with_scaler(going_on);
-    let slot = slot.with_hook(hook);
-    let slot = slot.with_road(
-        accelerator.shared.road.clone(),
-        accelerator.shared.settings.compression,
-    );
+    let slot = slot.with_road(accelerator.shared.road.clone(), hook);
     accelerator.shared.models.insert(slot);
     Ok(model)
 }

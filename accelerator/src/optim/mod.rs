@@ -128,7 +128,7 @@ pub(crate) use self::state::{OptimizerSnapshot, OptimizerState, Schedule, check_
 use self::whole::Kinds;
 use crate::accelerator::Accelerator;
 use crate::error::Result;
-use crate::gradient::{Averaged, Gradients, Undo};
+use crate::gradient::{Averaged, Gradients, Scalar, Undo};
 use crate::timeline::{Part, Phase, Timeline};
 
 /// What the last [`PreparedOptimizer::step`] did.
@@ -249,7 +249,10 @@ pub struct PreparedOptimizer<S> {
     /// What the rates of the schedule are multiplied by, since training went on at another size.
     factor: f64,
     kinds: Kinds,
+    /// Of the last step; it may still be on the device.
+    norm: Option<Scalar>,
     optimizer: ModuleOptimizer,
+    /// Without the norm.
     outcome: StepOutcome,
     schedule: S,
     /// Of an optimizer whose state is shared out over several ranks.
@@ -272,6 +275,7 @@ impl<S> PreparedOptimizer<S> {
             _counted: accelerator.shared.optimizers.count(state),
             factor: 1.0,
             kinds: Kinds::default(),
+            norm: None,
             optimizer,
             outcome: StepOutcome::Accumulated,
             schedule,
@@ -322,11 +326,11 @@ impl<S> PreparedOptimizer<S> {
         let rate = rate(&mut self.schedule, &model);
         let stepped = StepOutcome::Stepped {
             rate: rate.base(),
-            norm,
+            norm: None,
         };
         match self.step_closed(rate, model, gradients) {
             Ok(model) => {
-                self.outcome = stepped;
+                (self.outcome, self.norm) = (stepped, norm);
                 self.steps += 1;
                 self.timeline.step_ends();
                 model
@@ -395,7 +399,13 @@ impl<S> PreparedOptimizer<S> {
 
     /// What the last `step` did; `Accumulated` before the first.
     pub fn outcome(&self) -> StepOutcome {
-        self.outcome
+        match self.outcome {
+            StepOutcome::Stepped { rate, .. } => StepOutcome::Stepped {
+                rate,
+                norm: self.norm.as_ref().map(Scalar::read),
+            },
+            other => other,
+        }
     }
 
     /// How many times the model was updated; in [local training](crate::local), on any rank.
@@ -548,7 +558,7 @@ impl PreparedOptimizer<Scheduled> {
 impl<S> fmt::Debug for PreparedOptimizer<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PreparedOptimizer")
-            .field("outcome", &self.outcome)
+            .field("outcome", &self.outcome())
             .field("steps", &self.steps)
             .finish_non_exhaustive()
     }

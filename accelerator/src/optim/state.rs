@@ -11,6 +11,7 @@ use super::schedule::{Manual, Scheduled, Scheduler, Unit};
 use super::sharded::{Joint, Shards};
 use super::{PreparedOptimizer, StepOutcome};
 use crate::error::{Error, Kind, Result};
+use crate::gradient::Scalar;
 
 /// An optimizer at one moment, cheap to take: its tensors become bytes when they are asked for.
 pub(crate) struct OptimizerSnapshot {
@@ -80,7 +81,7 @@ impl<S> PreparedOptimizer<S> {
             optimizer: self.optimizer.clone(),
             state: OptimizerState {
                 factor: self.factor,
-                outcome: match self.outcome {
+                outcome: match self.outcome() {
                     StepOutcome::Stepped { rate, norm } => Some((rate, norm)),
                     StepOutcome::Accumulated
                     | StepOutcome::Idle
@@ -142,6 +143,7 @@ impl<S> PreparedOptimizer<S> {
         }
         self.factor = factor;
         self.steps = state.steps;
+        self.norm = state.outcome.and_then(|(_, norm)| norm).map(Scalar::from);
         self.outcome = match (state.outcome, state.skipped) {
             (Some((rate, norm)), _) => StepOutcome::Stepped { rate, norm },
             (None, Some(scale)) => StepOutcome::Skipped { scale },

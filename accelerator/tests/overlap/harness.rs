@@ -4,7 +4,7 @@ use core::fmt::Display;
 
 use accelerator::optim::Sharded;
 use accelerator::prelude::*;
-use accelerator::{Compression, Overlap, OverlapReport, OverlapState, Reduction};
+use accelerator::{Compression, GradientReduction, Overlap, OverlapReport, OverlapState};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Tensor, TensorData};
@@ -84,14 +84,14 @@ enum State {
 #[derive(Clone, Copy, Debug)]
 struct Way {
     overlap: Overlap,
-    reduction: Reduction,
+    reduction: GradientReduction,
     clip: bool,
 }
 
 impl Way {
     const OFF: Self = Self {
         overlap: Overlap::Off,
-        reduction: Reduction::Auto,
+        reduction: GradientReduction::Auto,
         clip: true,
     };
 
@@ -102,7 +102,7 @@ impl Way {
 
     /// As those of a GPU.
     const STAGED: Self = Self {
-        reduction: Reduction::Staged,
+        reduction: GradientReduction::Staged,
         ..Self::ON
     };
 

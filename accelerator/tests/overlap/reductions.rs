@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use accelerator::hook::PowerSgd;
 use accelerator::optim::{Sharded, StepOutcome};
 use accelerator::prelude::*;
-use accelerator::{Compression, Reduction};
+use accelerator::{Clip, Compression, GradientReduction};
 use burn::module::Module;
 use burn::nn::LinearConfig;
 use burn::optim::SgdConfig;
@@ -15,7 +15,7 @@ use crate::models::Mlp;
 
 /// Four steps of two ranks, and what each gets of them.
 fn trained<T: Send>(
-    reduction: Reduction,
+    reduction: GradientReduction,
     body: impl Fn(&Accelerator, Mlp, usize) -> accelerator::Result<T> + Send + Sync,
 ) -> Vec<Vec<accelerator::Result<T>>> {
     let outcome = Accelerator::builder()
@@ -33,7 +33,7 @@ fn trained<T: Send>(
 
 #[test]
 fn nccl_that_cannot_be_is_an_error_of_every_rank_and_owes_nothing() {
-    let outcomes = trained(Reduction::Nccl, |accelerator, model, step| {
+    let outcomes = trained(GradientReduction::Nccl, |accelerator, model, step| {
         let place = Place::of(accelerator, step);
         let error = accelerator
             .backward(model.loss(&place), &model, place.rows())
@@ -56,7 +56,7 @@ fn nccl_that_cannot_be_is_an_error_of_every_rank_and_owes_nothing() {
 
 #[test]
 fn who_asks_for_a_norm_alone_waits_for_nobody() {
-    let outcomes = trained(Reduction::Staged, |accelerator, model, step| {
+    let outcomes = trained(GradientReduction::Staged, |accelerator, model, step| {
         let place = Place::of(accelerator, step);
         let mut gradients = accelerator.backward(model.loss(&place), &model, place.rows())?;
         let norms = [
@@ -106,8 +106,8 @@ fn buckets_of_a_device_take_no_memory_of_the_host_where_there_is_one_rank() {
         }
         Ok::<_, Error>((accelerator.bucket_memory(), gradients))
     };
-    let (host, gradients) = bytes(Reduction::Auto).unwrap();
-    let (device, _) = bytes(Reduction::Staged).unwrap();
+    let (host, gradients) = bytes(GradientReduction::Auto).unwrap();
+    let (device, _) = bytes(GradientReduction::Staged).unwrap();
     // Control vectors are a page or two.
     assert!(
         host >= gradients && device < gradients / 10,
@@ -160,7 +160,7 @@ fn what_moves_to_a_device_takes_nothing_of_an_older_window_along() {
         });
         outcome.unwrap()
     };
-    let (plain, staged) = (run(Reduction::Auto), run(Reduction::Staged));
+    let (plain, staged) = (run(GradientReduction::Auto), run(GradientReduction::Staged));
     assert_eq!(plain, staged);
 }
 
@@ -173,7 +173,7 @@ enum Part {
 #[test]
 fn no_step_is_taken_with_what_could_not_be_clipped() {
     let moved = Mutex::new(None);
-    let builder = Accelerator::builder().with_reduction(Reduction::Staged);
+    let builder = Accelerator::builder().with_reduction(GradientReduction::Staged);
     let outcome = builder.launch(2, |accelerator| {
         let model = known(Mlp::four(&accelerator.device()));
         let parts = (model, SgdConfig::new().init());
@@ -199,8 +199,73 @@ fn no_step_is_taken_with_what_could_not_be_clipped() {
 }
 
 #[test]
+fn one_rank_clips_on_its_device_as_in_memory_and_reads_nothing() {
+    let biases = |path: &str| path.ends_with("bias");
+    let clips: [&dyn Fn(Gradients) -> Gradients; 6] = [
+        &|gradients| gradients.clip_norm(0.1),
+        &|gradients| gradients.clip_norm(1e9),
+        &|gradients| gradients.clip_value(0.02),
+        &|gradients| gradients.clip_value(0.02).clip_norm(0.05),
+        &|gradients| gradients.clip_norm(0.1).clip(Clip::norm(0.01).only(biases)),
+        &|gradients| {
+            let by_largest = Clip::norm(0.01).of_order(f64::INFINITY);
+            gradients.clip_norm(0.1).clip(by_largest).clip_norm(0.03)
+        },
+    ];
+    for (number, clip) in clips.into_iter().enumerate() {
+        let run = |reduction| {
+            let accelerator = Accelerator::builder()
+                .with_reduction(reduction)
+                .accumulation_steps(2)
+                .bucket_size(1024)
+                .build()?;
+            let model = known(Mlp::four(&accelerator.device()));
+            let (mut model, mut optimizer) =
+                accelerator.prepare((model, SgdConfig::new().init()))?;
+            let mut norms = Vec::new();
+            for step in 0..6 {
+                let place = Place::of(&accelerator, step);
+                let gradients = accelerator.backward(model.loss(&place), &model, place.rows())?;
+                if gradients.is_accumulating() {
+                    continue;
+                }
+                let mut gradients = clip(gradients);
+                if reduction == GradientReduction::Staged {
+                    let shown = format!("{gradients:?}");
+                    assert!(shown.contains("Some(on the device)"), "{number}: {shown}");
+                }
+                let after = gradients.norm_of_order(2.0).unwrap();
+                norms.extend([gradients.norm().unwrap(), after]);
+                model = optimizer.step(0.5, model, gradients);
+                let norm = norms.get(norms.len() - 2).copied();
+                assert!(
+                    matches!(optimizer.outcome(), StepOutcome::Stepped { norm: told, .. } if told == norm)
+                );
+            }
+            Ok::<_, Error>((norms, parameters(&model)))
+        };
+        let (host, device) = (
+            run(GradientReduction::Auto).unwrap(),
+            run(GradientReduction::Staged).unwrap(),
+        );
+        let norms = host.0.iter().zip(&device.0);
+        for (host, device) in norms {
+            assert!(
+                (host - device).abs() <= 1e-5 * host,
+                "{number}: {host}, {device}"
+            );
+        }
+        for (host, device) in host.1.iter().zip(&device.1) {
+            for (host, device) in host.iter::<f32>().zip(device.iter::<f32>()) {
+                assert!((host - device).abs() <= 1e-5, "{number}: {host}, {device}");
+            }
+        }
+    }
+}
+
+#[test]
 fn what_nccl_cannot_do_is_refused_at_once() {
-    let nccl = || Accelerator::builder().with_reduction(Reduction::Nccl);
+    let nccl = || Accelerator::builder().with_reduction(GradientReduction::Nccl);
     let compressed = nccl().with_compression(Compression::F16);
     let hooked = nccl().with_communication_hook(|| PowerSgd::new(1));
     for builder in [compressed, hooked] {

@@ -53,14 +53,15 @@ impl AcceleratorBuilder {
         }
         let group = ProcessGroup::connect(&launch, &self.group_options(&launch)?)?;
         let switch = switch(group.topology(), &settings, kind);
-        let mut terms = terms(&settings, switch, group.topology(), kind);
+        let road = road(&settings, kind, &device);
+        let mut terms = terms(&settings, switch, group.topology(), &road);
         terms.push(hook_term(&settings));
         agreement::check_all(&group, &terms)?;
         let restarts = Restarts {
             done: launch.restart(),
             most: launch.max_restarts(),
         };
-        self.join(group, settings, switch, restarts, kind, device)
+        self.join(group, settings, switch, restarts, road, device)
     }
 
     /// Runs `body` on `world_size` ranks, each a thread of this process, and returns what they
@@ -118,7 +119,8 @@ impl AcceleratorBuilder {
                 // The rest is one setting, and each thread makes hooks of its own.
                 agreement::check_all(&group, &[hook_term(&settings)])?;
             }
-            body(self.join(group, settings.clone(), switch, restarts, kind, device)?)
+            let road = road(&settings, kind, &device);
+            body(self.join(group, settings.clone(), switch, restarts, road, device)?)
         })
     }
 
@@ -129,7 +131,7 @@ impl AcceleratorBuilder {
         settings: Settings,
         overlap: Switch,
         restarts: Restarts,
-        kind: DeviceKind,
+        road: Road,
         device: Device,
     ) -> Result<Accelerator> {
         {
@@ -138,24 +140,23 @@ impl AcceleratorBuilder {
             let _turn = drawing();
             device.seed(settings.seed);
         }
-        tracing::debug!(topology = %group.topology(), device = %kind, "accelerator ready");
+        tracing::debug!(topology = %group.topology(), device = %road.kind(), "accelerator ready");
         let timeline = Timeline::new(&group, settings.recording)?;
         if let (Some(schedule), Some(path)) = (settings.trace_schedule, &settings.trace) {
             timeline.begin(&group, schedule, Output::Trace(path.clone()))?;
         }
-        let road = Arc::new(Road::new(settings.reduction, kind, &device));
         Ok(Accelerator {
             shared: Arc::new(Shared {
                 checkpoints: Ongoing::default(),
                 device,
                 group,
-                kind,
+                kind: road.kind(),
                 loaders: AtomicU64::new(0),
                 models: Models::default(),
                 optimizers: Census::default(),
                 overlap,
                 restarts,
-                road,
+                road: Arc::new(road),
                 settings,
                 timeline,
                 trigger: Arc::default(),
@@ -187,6 +188,11 @@ impl AcceleratorBuilder {
         }
         Ok((kind, device))
     }
+}
+
+/// How gradients that are computed on that device get to the other ranks.
+fn road(settings: &Settings, kind: DeviceKind, device: &Device) -> Road {
+    Road::new(settings.reduction, kind, device, settings.compression)
 }
 
 /// Refuses a trace that cannot be written, before there is anything to lose.

@@ -11,7 +11,7 @@ use burn::tensor::FloatDType;
 
 use crate::device::{DeviceKind, Oversubscription};
 use crate::gradient::hook::{CommunicationHook, Maker};
-use crate::gradient::{Compression, Overlap, Reduction};
+use crate::gradient::{Compression, GradientReduction, Overlap};
 use crate::precision::{LossScale, Precision};
 use crate::timeline::{Recording, Schedule};
 
@@ -55,7 +55,7 @@ pub struct AcceleratorBuilder {
     bucket_size: usize,
     check_replicas: Option<NonZeroU64>,
     compression: Option<Compression>,
-    reduction: Option<Reduction>,
+    reduction: Option<GradientReduction>,
     device: Option<DeviceKind>,
     dtype: Option<FloatDType>,
     global_batch: Option<GlobalBatch>,
@@ -299,21 +299,21 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// How gradients of a GPU get to the other ranks. Default: `ACCEL_REDUCTION`, else [`Reduction::Auto`].
+    /// How gradients of a GPU get to the other ranks. Default: `ACCEL_REDUCTION`, else [`GradientReduction::Auto`].
     ///
     /// Ranks that share a GPU, which NCCL does not take, go through memory by themselves; to say so:
     ///
     /// ```
-    /// use accelerator::{Accelerator, Oversubscription, Reduction};
+    /// use accelerator::{Accelerator, Oversubscription, GradientReduction};
     ///
     /// let accelerator = Accelerator::builder()
     ///     .with_oversubscription(Oversubscription::Allow)
-    ///     .with_reduction(Reduction::Staged)
+    ///     .with_reduction(GradientReduction::Staged)
     ///     .build()?;
     /// # let _ = accelerator;
     /// # Ok::<(), accelerator::Error>(())
     /// ```
-    pub fn with_reduction(mut self, reduction: Reduction) -> Self {
+    pub fn with_reduction(mut self, reduction: GradientReduction) -> Self {
         self.reduction = Some(reduction);
         self
     }

@@ -5,7 +5,7 @@ use accelerator_collective::{GroupOptions, Launch, TransportKind};
 use super::{AcceleratorBuilder, GlobalBatch};
 use crate::accelerator::{Settings, WindowSize, environment, is_drawing};
 use crate::error::{Error, Kind, Result};
-use crate::gradient::{Compression, Reduction};
+use crate::gradient::{Compression, GradientReduction};
 use crate::timeline::Recording;
 
 /// What the program and the environment say, once it is certain that they fit together.
@@ -52,7 +52,8 @@ impl AcceleratorBuilder {
             )));
         }
         let reduction = environment::reduction(self.reduction)?;
-        if reduction == Reduction::Nccl && (self.hook.is_some() || compression == Compression::F16)
+        if reduction == GradientReduction::Nccl
+            && (self.hook.is_some() || compression == Compression::F16)
         {
             let what = match self.hook {
                 Some(_) => "a communication hook, which is given gradients in memory",

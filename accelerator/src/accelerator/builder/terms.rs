@@ -6,7 +6,7 @@ use crate::accelerator::Settings;
 use crate::agreement::Term;
 use crate::device::DeviceKind;
 use crate::gradient::hook::Maker;
-use crate::gradient::{Overlap, Switch};
+use crate::gradient::{Overlap, Road, Switch};
 
 /// What the setting comes to for ranks that stand so.
 pub(super) fn switch(topology: &Topology, settings: &Settings, kind: DeviceKind) -> Switch {
@@ -29,7 +29,7 @@ pub(super) fn terms(
     settings: &Settings,
     switch: Switch,
     topology: &Topology,
-    kind: DeviceKind,
+    road: &Road,
 ) -> Vec<Term> {
     let replicas = match settings.check_replicas {
         Some(steps) => format!("every {steps} steps"),
@@ -50,11 +50,18 @@ pub(super) fn terms(
             .set_by("ACCEL_COMPRESSION or `with_compression`"),
         // Ranks that ask for it in other words may come to the same.
         Term::new("overlap", switch.name())
-            .shown_as(explained(switch, settings, topology, kind))
+            .shown_as(explained(switch, settings, topology, road.kind()))
             .set_by("ACCEL_OVERLAP or `with_overlap`"),
         Term::new("the precision", settings.precision).set_by("ACCEL_PRECISION or `precision`"),
         Term::new("the reduction", settings.reduction)
             .set_by("ACCEL_REDUCTION or `with_reduction`"),
+        // What all ranks scale by is found in one way on devices, and in another in memory.
+        Term::new("where gradients are summed", road.home())
+            .shown_as(format!("{} (of `{}`)", road.home(), road.kind()))
+            .set_by(
+                "the device and ACCEL_COMPRESSION; with ACCEL_REDUCTION=staged every kind of device sums \
+                 what is not compressed",
+            ),
         Term::new("the scale of the loss", settings.loss_scale).set_by("`loss_scale`"),
         Term::new("the seed", settings.seed).set_by("`seed`"),
         Term::new("what is recorded", settings.recording)

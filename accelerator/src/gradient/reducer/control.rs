@@ -5,8 +5,6 @@ use accelerator_collective::{Buffer, DType, ProcessGroup, ReduceOp};
 use super::{Pace, Reducer, waited};
 use crate::agreement::sides;
 use crate::error::{Error, Kind, Result};
-use crate::gradient::compression::Compression;
-use crate::gradient::store::Home;
 use crate::timeline::{Part, Phase};
 
 /// How many numbers a control vector has.
@@ -15,7 +13,7 @@ pub(in crate::gradient) fn length(parameters: usize, buckets: usize) -> usize {
 }
 
 /// How many stand in front of the flags; see [`Told`].
-const HEADER: usize = 8;
+const HEADER: usize = 7;
 
 /// What all ranks have told each other in a control vector: sums over them.
 #[derive(Clone, Copy, Debug)]
@@ -29,8 +27,6 @@ pub(super) struct Told<'a> {
     model: [f64; 2],
     /// How many ranks want the norm.
     norm: f64,
-    /// How many ranks have their sums on a device.
-    on_device: f64,
     /// By parameter: how many ranks have a gradient.
     present: &'a [f64],
     /// By bucket: on how many ranks something is odd about it.
@@ -54,7 +50,6 @@ impl<'a> Told<'a> {
             model,
             model_squared,
             norm,
-            on_device,
             flags @ ..,
             trigger,
         ] = values
@@ -71,7 +66,6 @@ impl<'a> Told<'a> {
             steps: [*steps, *steps_squared],
             model: [*model, *model_squared],
             norm: *norm,
-            on_device: *on_device,
             present,
             odd,
             trigger: *trigger,
@@ -80,11 +74,6 @@ impl<'a> Told<'a> {
 
     pub(super) fn wants_norm(&self) -> bool {
         self.norm > 0.0
-    }
-
-    /// Whether some rank has its sums on a device.
-    pub(super) fn is_on_a_device(&self) -> bool {
-        self.on_device > 0.0
     }
 
     /// By bucket: whether something is odd about it on some rank.
@@ -138,7 +127,6 @@ impl Reducer {
             model,
             model_squared,
             wants_norm,
-            on_device,
             rest @ ..,
         ] = control.as_mut_slice::<f64>()?
         else {
@@ -150,7 +138,6 @@ impl Reducer {
         *model = f64::from(self.model.mark());
         *model_squared = *model * *model;
         *wants_norm = f64::from(u8::from(self.wants_norm));
-        *on_device = f64::from(u8::from(matches!(ledger.home, Home::Device(_))));
         let here = ledger.written.iter().zip(&ledger.here);
         let here = here.map(|(written, here)| written | here);
         for (value, flag) in rest
@@ -204,21 +191,6 @@ impl Reducer {
         }
         Ok(())
     }
-}
-
-/// Whether ranks that compress have their sums in the same kind of place: what does not fit is noticed in
-/// memory alone. All ranks see the same numbers, so all get the same error.
-pub(super) fn check_places(reducer: &Reducer) -> Result<()> {
-    let (told, ranks) = (reducer.told()?, reducer.group.world_size() as f64);
-    let alike = told.on_device == 0.0 || told.on_device == ranks;
-    if alike || reducer.pace == Pace::Nowhere || reducer.compression == Compression::None {
-        return Ok(());
-    }
-    Err(Error::misuse(format!(
-        "gradients are sent as {}, and {} of {ranks} ranks have them on a device, the others in memory: leave the \
-         compression out, or run on one kind of device",
-        reducer.compression, told.on_device
-    )))
 }
 
 /// Whether windows of the same length, of the same model, ended on all ranks. All ranks see the same

@@ -95,10 +95,8 @@ pub(super) struct Reduced {
     /// With Σ weight · gradient, and which parameters had a gradient somewhere.
     pub(super) ledger: Ledger,
     pub(super) loss: LossSum,
-    /// Whether some rank has its sums on a device.
-    pub(super) is_on_a_device: bool,
-    /// The ranks, where there are several.
-    pub(super) group: Option<ProcessGroup>,
+    /// The ranks, where each has the sums on a device of its own.
+    pub(super) apart: Option<ProcessGroup>,
     /// How many ranks sent theirs.
     pub(super) ranks: usize,
     /// Which of the sums this rank has.
@@ -358,7 +356,6 @@ impl Reducer {
         self.send_control()?;
         self.receive()?;
         self.receive_control()?;
-        control::check_places(self)?;
         let repaired = self.redo(slot, gradients)?;
         self.settle(slot)?;
         Ok(repaired)
@@ -378,7 +375,7 @@ impl Reducer {
         }
         let told = self.told()?;
         let (total, read, wants_norm) = (told.weight, told.loss, told.wants_norm());
-        let is_on_a_device = told.is_on_a_device();
+        let is_apart = self.pace != Pace::Nowhere && self.ledger.is_on_device();
         Ok(Reduced {
             loss: LossSum { read, ..self.loss },
             marks: self.marks,
@@ -388,10 +385,8 @@ impl Reducer {
                 false => total * self.loss_scale,
             },
             early: self.early,
-            is_on_a_device,
-            group: (self.pace != Pace::Nowhere && self.group.world_size() > 1)
-                .then(|| self.group.clone()),
             ranks: self.group.world_size(),
+            apart: is_apart.then_some(self.group),
             repaired,
             spread: self.spread,
             wants_norm,

@@ -7,6 +7,9 @@ use serde::{Deserialize, Serialize};
 use crate::device::DeviceKind;
 use crate::error::Result;
 
+/// Whether a program can have it.
+pub(super) const IS_BUILT: bool = false;
+
 #[derive(Debug)]
 pub(in crate::gradient) enum Nccl {}
 

@@ -15,7 +15,7 @@ use burn::tensor::{Device, FloatDType};
 use self::nccl::Kit;
 pub(super) use self::nccl::{Nccl, Sending};
 pub(super) use self::reader::{Reader, Reading};
-use self::way::{Choice, Offer, choose};
+use self::way::Offer;
 use super::compression::Compression;
 use super::store::Home;
 use crate::choice::named;
@@ -28,29 +28,29 @@ use crate::notice;
 /// They are gathered in buckets on the device either way, and what comes of them stays there.
 ///
 /// ```
-/// use accelerator::{Accelerator, Reduction};
+/// use accelerator::{Accelerator, GradientReduction};
 ///
 /// let accelerator = Accelerator::builder()
-///     .with_reduction(Reduction::Staged)
+///     .with_reduction(GradientReduction::Staged)
 ///     .build()?;
-/// assert_eq!("nccl".parse::<Reduction>()?, Reduction::Nccl);
+/// assert_eq!("nccl".parse::<GradientReduction>()?, GradientReduction::Nccl);
 /// # Ok::<(), accelerator::Error>(())
 /// ```
 ///
 /// Its names are those of `ACCEL_REDUCTION`:
 ///
 /// ```
-/// use accelerator::Reduction;
+/// use accelerator::GradientReduction;
 ///
-/// for reduction in [Reduction::Auto, Reduction::Nccl, Reduction::Staged] {
-///     assert_eq!(reduction.name().parse::<Reduction>()?, reduction);
+/// for reduction in [GradientReduction::Auto, GradientReduction::Nccl, GradientReduction::Staged] {
+///     assert_eq!(reduction.name().parse::<GradientReduction>()?, reduction);
 /// }
-/// assert_eq!(Reduction::default(), Reduction::Auto);
+/// assert_eq!(GradientReduction::default(), GradientReduction::Auto);
 /// # Ok::<(), accelerator::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
-pub enum Reduction {
+pub enum GradientReduction {
     /// By NCCL where every rank has it and a CUDA device of its own, and staged otherwise; which one, and
     /// why, is logged. Gradients that are computed on the CPU are reduced where they lie.
     #[default]
@@ -67,7 +67,7 @@ pub enum Reduction {
     Staged,
 }
 
-impl Reduction {
+impl GradientReduction {
     const ALL: [Self; 3] = [Self::Auto, Self::Nccl, Self::Staged];
 
     /// The name that `ACCEL_REDUCTION` takes: `auto`, `nccl` or `staged`.
@@ -80,13 +80,13 @@ impl Reduction {
     }
 }
 
-impl fmt::Display for Reduction {
+impl fmt::Display for GradientReduction {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for Reduction {
+impl FromStr for GradientReduction {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
@@ -94,11 +94,12 @@ impl FromStr for Reduction {
     }
 }
 
-/// The way between the device of a rank and the other ranks; see [`Reduction`].
+/// The way between the device of a rank and the other ranks; see [`GradientReduction`].
 #[derive(Debug)]
 pub(crate) struct Road {
-    asked: Reduction,
+    asked: GradientReduction,
     device: Device,
+    home: Home,
     kind: DeviceKind,
     reader: OnceLock<Reader>,
     /// Once all ranks have agreed.
@@ -113,10 +114,16 @@ enum Way {
 }
 
 impl Road {
-    pub(crate) fn new(asked: Reduction, kind: DeviceKind, device: &Device) -> Self {
+    pub(crate) fn new(
+        asked: GradientReduction,
+        kind: DeviceKind,
+        device: &Device,
+        compression: Compression,
+    ) -> Self {
         Self {
             asked,
             device: device.clone(),
+            home: home(asked, kind, device, compression),
             kind,
             reader: OnceLock::new(),
             way: OnceLock::new(),
@@ -129,9 +136,9 @@ impl Road {
         // Without CUDA there is nothing to agree on: a program has the same features on all ranks.
         // Nor where all have been told.
         let open = match self.asked {
-            Reduction::Auto => cfg!(feature = "cuda"),
-            Reduction::Nccl => true,
-            Reduction::Staged => false,
+            GradientReduction::Auto => nccl::IS_BUILT,
+            GradientReduction::Nccl => true,
+            GradientReduction::Staged => false,
         };
         if self.way.get().is_some() || group.world_size() == 1 || !open {
             return Ok(());
@@ -148,22 +155,24 @@ impl Road {
         let offer = kit.as_ref().map(|kit| kit.place(group));
         let offer: Offer = offer.map_err(String::clone);
         let offers = group.all_gather_object(&offer)?;
-        let why = match choose(self.asked, offers)? {
-            Choice::Nccl => match kit.map(|kit| kit.connect(group)) {
-                Ok(connected) => match connected? {
-                    Ok(nccl) => {
-                        self.say(group, "by NCCL");
-                        return Ok(Way::Nccl(nccl));
-                    }
-                    Err(why) if self.asked == Reduction::Nccl => return Err(way::refused(&why)),
-                    Err(why) => why,
-                },
-                Err(why) => why,
+        let connected = match way::obstacle(offers) {
+            Some(why) => Err(why),
+            None => match kit {
+                Ok(kit) => kit.connect(group)?,
+                Err(why) => Err(why),
             },
-            Choice::Staged(why) => why,
         };
-        self.say(group, &format!("through memory: {why}"));
-        Ok(Way::Staged)
+        match connected {
+            Ok(nccl) => {
+                self.say(group, "by NCCL");
+                Ok(Way::Nccl(nccl))
+            }
+            Err(why) if self.asked == GradientReduction::Nccl => Err(way::refused(&why)),
+            Err(why) => {
+                self.say(group, &format!("through memory: {why}"));
+                Ok(Way::Staged)
+            }
+        }
     }
 
     /// Tells of GPUs, which there are none of on most machines.
@@ -217,20 +226,14 @@ impl Road {
         self.nccl().is_none_or(Nccl::is_sound)
     }
 
-    /// Where the sums are kept of a model whose gradients travel so. What f16 does to them is looked at in
-    /// memory, and so is bf16 rounded for a device that has none.
-    pub(crate) fn home(&self, compression: Compression) -> Home {
-        let gpu = matches!(self.kind, DeviceKind::Cuda | DeviceKind::Wgpu);
-        let flat = gpu || self.asked == Reduction::Staged;
-        let rounds = match compression {
-            Compression::None => true,
-            Compression::Bf16 => self.device.supports_dtype(FloatDType::BF16),
-            Compression::F16 => false,
-        };
-        match flat && rounds {
-            true => Home::Device(self.device.clone()),
-            false => Home::Host,
-        }
+    pub(crate) fn kind(&self) -> DeviceKind {
+        self.kind
+    }
+
+    /// Where the sums are kept of a model whose gradients travel so: on the device of each rank, or in the
+    /// memory of each.
+    pub(crate) fn home(&self) -> &Home {
+        &self.home
     }
 
     pub(super) fn reader(&self) -> Result<&Reader> {
@@ -239,5 +242,25 @@ impl Road {
         }
         let reader = Reader::start()?;
         Ok(self.reader.get_or_init(|| reader))
+    }
+}
+
+/// What f16 does to sums is looked at in memory, and so is bf16 rounded for a device that has none.
+fn home(
+    asked: GradientReduction,
+    kind: DeviceKind,
+    device: &Device,
+    compression: Compression,
+) -> Home {
+    let gpu = matches!(kind, DeviceKind::Cuda | DeviceKind::Wgpu);
+    let flat = gpu || asked == GradientReduction::Staged;
+    let rounds = match compression {
+        Compression::None => true,
+        Compression::Bf16 => device.supports_dtype(FloatDType::BF16),
+        Compression::F16 => false,
+    };
+    match flat && rounds {
+        true => Home::Device(device.clone()),
+        false => Home::Host,
     }
 }

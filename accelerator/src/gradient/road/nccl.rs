@@ -15,6 +15,9 @@ use super::memory::{self, Memory};
 use crate::device::DeviceKind;
 use crate::error::{Error, Kind, Result};
 
+/// Whether a program can have it.
+pub(super) const IS_BUILT: bool = true;
+
 /// How long ranks wait for each other to connect.
 const CONNECT: Duration = Duration::from_secs(60);
 

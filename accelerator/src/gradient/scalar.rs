@@ -1,0 +1,56 @@
+use core::fmt;
+use std::sync::{Arc, OnceLock};
+
+use burn::tensor::Tensor;
+
+use super::flat;
+
+/// A number, which is read from its device when somebody asks for it, and once.
+#[derive(Clone)]
+pub(crate) struct Scalar(Arc<Inner>);
+
+struct Inner {
+    /// Of one element; `None` where it was never on a device.
+    there: Option<Tensor<1>>,
+    read: OnceLock<f64>,
+}
+
+impl Scalar {
+    /// What a device has in one element.
+    pub(super) fn on_device(there: Tensor<1>) -> Self {
+        Self(Arc::new(Inner {
+            there: Some(there),
+            read: OnceLock::new(),
+        }))
+    }
+
+    /// Its value, for which this waits where it has not been read yet.
+    pub(crate) fn read(&self) -> f64 {
+        let Inner { there, read } = &*self.0;
+        let read_now = || flat::numbers(there.iter().cloned().collect());
+        *read.get_or_init(|| read_now().first().copied().unwrap_or(f64::NAN))
+    }
+
+    pub(super) fn is_read(&self) -> bool {
+        self.0.read.get().is_some()
+    }
+}
+
+impl From<f64> for Scalar {
+    fn from(value: f64) -> Self {
+        Self(Arc::new(Inner {
+            there: None,
+            read: OnceLock::from(value),
+        }))
+    }
+}
+
+/// Without a wait.
+impl fmt::Debug for Scalar {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.read.get() {
+            Some(value) => value.fmt(f),
+            None => f.write_str("on the device"),
+        }
+    }
+}
