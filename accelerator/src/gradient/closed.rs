@@ -55,12 +55,6 @@ pub(super) struct Known<T> {
     pub(super) by: Asked,
 }
 
-/// When a norm was kept that nobody has read.
-enum Remembered {
-    Earlier,
-    Now(Tensor<1>),
-}
-
 #[allow(clippy::large_enum_variant, reason = "it lies in a box already")]
 pub(super) enum Values {
     /// Sums over all ranks.
@@ -218,14 +212,15 @@ impl Closed {
         if max.is_nan() || self.squares.is_some() || self.norm.as_ref().is_some_and(is_read) {
             return false;
         }
-        let Some(before) = self.remember_unread() else {
+        let is_first = self.norm.is_none() && self.factors.is_empty();
+        if !self.remember_unread() {
             return false;
-        };
-        let is_as_before = self.factors.is_empty() && chosen.iter().all(|chosen| *chosen);
+        }
         self.apply_factors();
-        let norm = match before {
-            Remembered::Now(norm) if is_as_before => Some(norm),
-            Remembered::Now(_) | Remembered::Earlier => self.norm_there(chosen),
+        let known = self.norm.as_ref().and_then(|known| known.value.there());
+        let norm = match known {
+            Some(norm) if is_first && chosen.iter().all(|chosen| *chosen) => Some(norm.clone()),
+            _ => self.norm_there(chosen),
         };
         if let Some(norm) = norm {
             let factor = flat::down_to(max, norm);
@@ -234,21 +229,20 @@ impl Closed {
         true
     }
 
-    /// Keeps the norm as it is before clipping, to be read by who asks for it; `None` where that takes a wait.
-    fn remember_unread(&mut self) -> Option<Remembered> {
+    /// Keeps the norm as it is before clipping, to be read by who asks for it; `false` where that takes a wait.
+    fn remember_unread(&mut self) -> bool {
         if self.apart().is_some() || !self.values.is_on_device(&self.slot) {
-            return None;
+            return false;
         }
-        if self.norm.is_some() {
-            return Some(Remembered::Earlier);
+        if self.norm.is_none() {
+            let all = vec![true; self.slot.parameters().len()];
+            let norm = self.norm_there(&all).map(Scalar::on_device);
+            self.norm = norm.map(|value| Known {
+                value,
+                by: Asked::ByAll,
+            });
         }
-        let all = vec![true; self.slot.parameters().len()];
-        let norm = self.norm_there(&all)?;
-        self.norm = Some(Known {
-            value: Scalar::on_device(norm.clone()),
-            by: Asked::ByAll,
-        });
-        Some(Remembered::Now(norm))
+        self.norm.is_some()
     }
 
     /// The L2 norm of what is chosen, without factors, on the device.
@@ -315,7 +309,7 @@ impl Closed {
     #[track_caller]
     pub(super) fn clamp(&mut self, max: f64, chosen: &[bool]) -> Result<()> {
         // It can be had later no more.
-        if self.remember_unread().is_none() {
+        if !self.remember_unread() {
             self.whole_norm(Asked::ByAll)?;
         }
         if max.is_nan() {

@@ -24,6 +24,11 @@ impl Scalar {
         }))
     }
 
+    /// Where it lies.
+    pub(super) fn there(&self) -> Option<&Tensor<1>> {
+        self.0.there.as_ref()
+    }
+
     /// Its value, for which this waits where it has not been read yet.
     pub(crate) fn read(&self) -> f64 {
         let Inner { there, read } = &*self.0;
