@@ -4,6 +4,7 @@ use accelerator_collective::{Buffer, DType, Pending, ProcessGroup};
 use burn::backend::DispatchTensor;
 
 use super::bucket::Entry;
+use super::flat::Flat;
 use super::layout::Buckets;
 use super::overlap;
 use super::reducer::control;
@@ -309,6 +310,15 @@ impl Ledger {
             Stage::Summed(store) => Some(store),
             _ => None,
         }
+    }
+
+    /// The sums of buckets on a device, of a window that was reduced, by bucket.
+    pub(super) fn summed_on_device(&mut self) -> impl Iterator<Item = (usize, &mut Flat)> {
+        let stages = self.stages.iter_mut().enumerate();
+        stages.filter_map(|(bucket, stage)| match stage {
+            Stage::Summed(Store::Device(flat)) => Some((bucket, flat)),
+            _ => None,
+        })
     }
 
     /// The sums of all buckets in memory, of a window that was reduced.

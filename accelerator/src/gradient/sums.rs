@@ -234,12 +234,10 @@ impl Sums {
             return;
         };
         let layout = ledger.layout.clone();
-        for bucket in 0..layout.len() {
-            if let Some(Store::Device(flat)) = ledger.sums_mut(bucket) {
-                let members = layout.members(bucket).iter();
-                let places = members.map(|&at| (layout.place(at).range.clone(), chosen[at]));
-                flat.scale(by, places);
-            }
+        for (bucket, flat) in ledger.summed_on_device() {
+            let members = layout.members(bucket).iter();
+            let places = members.map(|&at| (layout.place(at).range.clone(), chosen[at]));
+            flat.scale(by, places);
         }
     }
 
@@ -249,10 +247,7 @@ impl Sums {
             return;
         };
         let layout = ledger.layout.clone();
-        for bucket in 0..layout.len() {
-            let Some(Store::Device(flat)) = ledger.sums_mut(bucket) else {
-                continue;
-            };
+        for (bucket, flat) in ledger.summed_on_device() {
             let members = layout.members(bucket);
             let ranges = members.iter().map(|&at| layout.place(at).range.clone());
             flat.change(ranges, |number, sums| {

@@ -39,6 +39,21 @@ impl Shape {
         heads: 4,
         layers: 4,
     };
+
+    /// How many numbers are trained.
+    pub const fn parameters(&self) -> usize {
+        let Self {
+            tokens,
+            length,
+            width,
+            layers,
+            ..
+        } = *self;
+        // Attention: four matrices; feed-forward: two of four times the width; each with biases; two norms.
+        let layer =
+            4 * (width + 1) * width + (width + 1) * 4 * width + (4 * width + 1) * width + 4 * width;
+        tokens * width + length * width + layers * layer + (width + 1) * tokens
+    }
 }
 
 impl Transformer {
