@@ -98,18 +98,25 @@ fn train(overlap: Overlap) -> Vec<Outcome> {
 }
 
 #[test]
-fn two_ranks_get_the_same_bits_with_and_without_overlap() {
+fn two_ranks_get_the_same_with_and_without_overlap() {
     if !is_there() {
         return;
     }
     let [off, on] = [Overlap::Off, Overlap::On].map(train);
     // Not `assert_eq`, which would print every value.
-    for outcome in off.iter().chain(&on) {
-        assert!(
-            outcome.trained == off[0].trained,
-            "every rank holds the same bits, with overlap and without: {:?}",
-            outcome.report
-        );
+    for outcomes in [&off, &on] {
+        for Outcome { trained, report } in outcomes {
+            assert!(*trained == outcomes[0].trained, "of every rank: {report:?}");
+        }
+    }
+    if cfg!(feature = "fusion") {
+        // Which operations become one kernel depends on when buckets are read.
+        let pairs = off[0].trained.iter().zip(&on[0].trained);
+        for (off, on) in pairs.flat_map(|(off, on)| off.iter::<f32>().zip(on.iter::<f32>())) {
+            assert!((off - on).abs() <= 1e-3, "{off}, {on}");
+        }
+    } else {
+        assert!(on[0].trained == off[0].trained, "{:?}", on[0].report);
     }
     for Outcome { report, .. } in off {
         assert_eq!((report.state, report.early), (OverlapState::Off, 0));
@@ -138,9 +145,15 @@ fn what_is_accumulated_and_missing_on_a_rank_is_sent_early_as_well() {
             ..off
         };
         let (late, early) = (off.run(), on.run());
-        assert!(late.parameters == early.parameters, "{:?}", early.report);
-        assert_eq!(late.losses, early.losses);
-        assert_eq!(late.norms, early.norms);
+        if cfg!(feature = "fusion") {
+            // Which operations become one kernel depends on when buckets are read, and two runs of `on` differ, too:
+            // by 2e-8 of parameters, 2e-7 of norms.
+            early.assert_near(&late, 1e-6);
+        } else {
+            assert!(late.parameters == early.parameters, "{:?}", early.report);
+            assert_eq!(late.losses, early.losses);
+            assert_eq!(late.norms, early.norms);
+        }
         assert_eq!(early.report.state, OverlapState::On);
         assert!(early.report.early_total > 0, "{:?}", early.report);
         assert_eq!(early.report.repairs, 0, "{:?}", early.report);
