@@ -9,10 +9,10 @@
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use std::fs::{self, File};
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
+use accelerator::collective::rendezvous::StoreServer;
 use accelerator::{Accelerator, DeviceKind};
 
 /// A process, which ends with this.
@@ -40,8 +40,8 @@ fn mnist() -> PathBuf {
 
 /// The loss of each step, in global batches of 16.
 fn losses(ranks: usize, folder: &Path) -> Vec<f64> {
-    let port = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let port = port.local_addr().unwrap().port().to_string();
+    let store = StoreServer::bind(("127.0.0.1", 0), ranks, None).unwrap();
+    let port = store.local_addr().port().to_string();
     let metrics = folder.join(format!("metrics-{ranks}.jsonl"));
     let told = |rank| folder.join(format!("{rank}-of-{ranks}.txt"));
     let start = |rank: usize| {
@@ -58,6 +58,7 @@ fn losses(ranks: usize, folder: &Path) -> Vec<f64> {
             .env("LOCAL_WORLD_SIZE", ranks.to_string())
             .env("MASTER_ADDR", "127.0.0.1")
             .env("MASTER_PORT", &port)
+            .env("ACCEL_STORE", "launcher")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(File::create(told(rank)).unwrap())
