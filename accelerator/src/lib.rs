@@ -187,7 +187,7 @@ pub mod prelude {
     pub use crate::plan::TailPolicy;
     pub use crate::precision::Precision;
     pub use crate::{
-        Accelerator, Clip, Compression, DeviceKind, Error, Gradients, Overlap, PadSide, Result,
-        launch,
+        Accelerator, Clip, Compression, DeviceKind, Error, GradientReduction, Gradients, Overlap,
+        Oversubscription, PadSide, Result, launch,
     };
 }

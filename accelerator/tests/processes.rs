@@ -360,7 +360,7 @@ fn ranks_that_sum_gradients_in_different_places_are_refused_alike() {
     }
     let text = errors[0].to_string();
     for part in [
-        "where gradients are summed (set by the device and ACCEL_COMPRESSION; with ACCEL_REDUCTION=staged ",
+        "where gradients are summed (set by the kind of device, ACCEL_REDUCTION and ACCEL_COMPRESSION; ",
         "rank 0 has on the device (of `flex`), and rank 1 has in memory (of `flex`); start",
     ] {
         assert!(text.contains(part), "{part} is not in: {text}");

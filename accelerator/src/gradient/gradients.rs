@@ -334,7 +334,7 @@ impl Gradients {
 
     /// The mean loss over every sample of every rank and micro-step; `None` while the window is
     /// open. It was reduced with the gradients and costs no communication: it is the same on all ranks,
-    /// and must not be reduced again.
+    /// and must not be reduced again. On a GPU, asking for it waits until it is computed.
     ///
     /// The mean loss of an epoch, over all ranks, each window counting with its samples:
     ///

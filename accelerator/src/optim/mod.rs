@@ -398,6 +398,9 @@ impl<S> PreparedOptimizer<S> {
     }
 
     /// What the last `step` did; `Accumulated` before the first.
+    ///
+    /// On one GPU, a norm that a clip was made by may not have been read: this waits until the device has computed
+    /// it. A loop that looks at it every few steps keeps the device busy.
     pub fn outcome(&self) -> StepOutcome {
         match self.outcome {
             StepOutcome::Stepped { rate, .. } => StepOutcome::Stepped {
@@ -558,7 +561,8 @@ impl PreparedOptimizer<Scheduled> {
 impl<S> fmt::Debug for PreparedOptimizer<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PreparedOptimizer")
-            .field("outcome", &self.outcome())
+            .field("outcome", &self.outcome)
+            .field("norm", &self.norm)
             .field("steps", &self.steps)
             .finish_non_exhaustive()
     }

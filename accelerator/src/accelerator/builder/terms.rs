@@ -59,8 +59,8 @@ pub(super) fn terms(
         Term::new("where gradients are summed", road.home())
             .shown_as(format!("{} (of `{}`)", road.home(), road.kind()))
             .set_by(
-                "the device and ACCEL_COMPRESSION; with ACCEL_REDUCTION=staged every kind of device sums \
-                 what is not compressed",
+                "the kind of device, ACCEL_REDUCTION and ACCEL_COMPRESSION; ACCEL_REDUCTION=staged on every rank \
+                 lets all kinds of devices train together",
             ),
         Term::new("the scale of the loss", settings.loss_scale).set_by("`loss_scale`"),
         Term::new("the seed", settings.seed).set_by("`seed`"),

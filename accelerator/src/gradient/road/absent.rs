@@ -31,7 +31,7 @@ impl Place {
 impl Kit {
     pub(super) fn find(kind: DeviceKind, _device: &Device) -> core::result::Result<Self, String> {
         Err(format!(
-            "the device `{kind}`, and a program that is built without the feature `cuda`"
+            "the device `{kind}`, in a program that was built without the feature `cuda`"
         ))
     }
 

@@ -57,13 +57,15 @@ pub enum GradientReduction {
     Auto,
     /// From device to device, by NCCL 2.18 or later, and an error on every rank where that cannot be: at once with
     /// a [hook](crate::hook) or [`Compression::F16`](crate::Compression::F16), which work in memory, and in the
-    /// first `backward` where a rank has no NCCL or no GPU of its own. The sums that a
+    /// first `backward` where a rank has no NCCL or no GPU of its own. One rank alone needs none. The sums that a
     /// [`Sharded`](crate::optim::Sharded) optimizer cuts go through memory all the same.
     ///
     /// The host does not wait for the GPU with a driver of CUDA 12.5 or later; with an older one it does.
     Nccl,
     /// Each bucket is read in one copy, summed in memory as gradients of the CPU are, and written
-    /// back in one copy. Sums are those of the CPU, bit by bit.
+    /// back in one copy. Sums are those of the CPU, bit by bit; norms are added up on the device, in its own order.
+    ///
+    /// Ranks with different kinds of devices can train together so.
     Staged,
 }
 

@@ -24,8 +24,8 @@ pub(super) fn refused(obstacle: &str) -> Error {
     Error::new(
         Kind::Device,
         format!(
-            "the reduction `nccl` was asked for, and cannot be: {obstacle}; ask for `auto`, which goes \
-             through memory where NCCL cannot be used"
+            "the reduction `nccl` was asked for, and cannot be: {obstacle}; ask for `auto` (by ACCEL_REDUCTION or \
+             `with_reduction`), which goes through memory where NCCL cannot be used"
         ),
     )
 }
