@@ -149,7 +149,7 @@ impl Inbox {
     /// Notes that a peer sends what the protocol does not allow.
     pub(crate) fn broke(&self, rank: usize, what: String) {
         let mut state = self.lock();
-        state.queues[rank].standing = Standing::Lost;
+        state.queues[rank].standing = Standing::Broken;
         state.blame(Some(0), Cause::Broke(rank, what));
         self.troubled.store(true, Ordering::Release);
         self.tell(state);
@@ -173,9 +173,10 @@ impl Inbox {
                 Cause::Lost(rank, culprit.cause().to_owned(), culprit.certainty)
             }
             culprit => {
-                let accused = culprit.and_then(|x| state.queues.get_mut(x.rank()));
-                if let Some(queue) = accused {
-                    queue.accused = true;
+                if let Some(culprit) = culprit
+                    && let Some(queue) = state.queues.get_mut(culprit.rank())
+                {
+                    queue.accuse(culprit.certainty);
                 }
                 state.queues[rank].standing = Standing::GaveUp;
                 Cause::Told(rank, abort.error)
@@ -216,6 +217,12 @@ impl Inbox {
     /// Whether a peer has neither said its last word nor been given up.
     pub(crate) fn is_present(&self, rank: usize) -> bool {
         self.lock().queues[rank].standing == Standing::Present
+    }
+
+    /// Whether a peer runs, as far as this rank knows, and has not said its last word.
+    pub(crate) fn may_hear(&self, rank: usize) -> bool {
+        let standing = self.lock().queues[rank].standing;
+        matches!(standing, Standing::Broken | Standing::Present)
     }
 
     /// Waits a while until each peer has said its last word or is gone, and gives those that are

@@ -84,11 +84,25 @@ impl State {
             _ => false,
         };
         let blames = || self.blames.iter();
-        let spoken = || blames().find(|blame| !blame.is_guessed());
+        let spoken = |blame: &&Blame| !blame.is_guessed();
         blames()
             .find(about_me)
-            .or_else(spoken)
+            .or_else(|| blames().find(|blame| spoken(blame) && !self.is_explained(blame)))
+            .or_else(|| blames().find(spoken))
             .or(self.blames.first())
+    }
+
+    /// Whether somebody saw a connection end, whose other end has told this rank why: it gave up
+    /// because of another one.
+    fn is_explained(&self, blame: &Blame) -> bool {
+        let Cause::Told(_, error) = &blame.cause else {
+            return false;
+        };
+        error.culprit().is_some_and(|culprit| {
+            let queue = self.queues.get(culprit.rank());
+            culprit.certainty == Certainty::Guessed
+                && queue.is_some_and(|queue| queue.standing == Standing::GaveUp)
+        })
     }
 
     /// Why a rank is lost, from those who know best.
@@ -191,7 +205,7 @@ impl State {
             None => match standing {
                 Standing::Left => Err(watch.left(&peers[from])),
                 Standing::Dropped => Err(watch.lost(&peers[from], DROPPED, Certainty::Partial)),
-                Standing::GaveUp | Standing::Lost | Standing::Present => Ok(()),
+                Standing::Broken | Standing::GaveUp | Standing::Lost | Standing::Present => Ok(()),
             },
         }
     }

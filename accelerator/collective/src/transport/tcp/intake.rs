@@ -34,6 +34,8 @@ pub(super) struct Intake<S> {
     /// The frame whose payload is being read.
     body: Option<Body>,
     is_full: bool,
+    /// The peer broke the protocol: what it sends is read, and not looked at.
+    is_deaf: bool,
     has_ended: bool,
 }
 
@@ -85,6 +87,7 @@ impl<S: Read> Intake<S> {
             preamble: Vec::new(),
             body: None,
             is_full: false,
+            is_deaf: false,
             has_ended: false,
         }
     }
@@ -96,6 +99,9 @@ impl<S: Read> Intake<S> {
     pub(super) fn pump(&mut self) -> Intook {
         if self.has_ended {
             return Intook::Ended;
+        }
+        if self.is_deaf {
+            return self.discard();
         }
         if self.is_full {
             if !self.inbox.has_room(self.rank, Duration::ZERO) {
@@ -117,10 +123,31 @@ impl<S: Read> Intake<S> {
                 Ok(false) => return Intook::Nothing,
                 Err(error) => {
                     self.end(error);
-                    return Intook::Ended;
+                    return match self.is_deaf {
+                        true => self.discard(),
+                        false => Intook::Ended,
+                    };
                 }
             }
         }
+    }
+
+    /// Takes bytes without a meaning, and not for long. Where they were left unread, the system would
+    /// cut off what this rank says last, and the peer would not learn why.
+    fn discard(&mut self) -> Intook {
+        for _ in 0..READS {
+            match self.source.read(&mut self.stage) {
+                Ok(0) => self.has_ended = true,
+                Ok(_) => continue,
+                Err(error) => match error.kind() {
+                    io::ErrorKind::Interrupted => continue,
+                    io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => break,
+                    _ => self.has_ended = true,
+                },
+            }
+            return Intook::Ended;
+        }
+        Intook::Nothing
     }
 
     /// Ends what cannot be trusted any more.
@@ -289,17 +316,19 @@ impl<S: Read> Intake<S> {
     }
 
     fn end(&mut self, error: ReadError) {
-        self.has_ended = true;
         let cause = match error {
             ReadError::Closed => ENDED.to_owned(),
             ReadError::Torn => format!("{ENDED}, in the middle of a frame"),
             ReadError::Io(error) => format!("{ENDED} ({error})"),
             // What follows cannot be understood either.
             ReadError::Frame(_) | ReadError::Message(_) => {
+                self.body = None;
+                self.is_deaf = true;
                 self.inbox.broke(self.rank, error.to_string());
                 return;
             }
         };
+        self.has_ended = true;
         self.inbox.lost(self.rank, cause, Certainty::Guessed);
     }
 }
@@ -311,6 +340,9 @@ const ENDED: &str = "its connection ended: the process died or lost the network"
 /// Takes a short frame in one read, and the longest preamble with its head.
 const STAGE: usize = 24 * 1024;
 const _: () = assert!(Head::LEN + PREAMBLE <= STAGE);
+
+/// So many times what the stage holds is taken in one go from a peer that is not listened to.
+const READS: usize = 16;
 
 #[cfg(test)]
 mod tests {
@@ -387,6 +419,23 @@ mod tests {
         assert_eq!(intake.pump(), Intook::Frames);
         assert_eq!(intake.inbox.version(), 3);
         assert_eq!(intake.pump(), Intook::Nothing);
+    }
+
+    /// Until it ends, so that whoever sends it can read what it is told.
+    #[test]
+    fn what_follows_rubbish_is_taken_and_dropped() {
+        let mut intake = intake();
+        intake.source.0.push_back(frames()[0].clone());
+        assert_eq!(intake.pump(), Intook::Frames);
+        intake.source.0.push_back(vec![b'x'; 3 * STAGE]);
+        assert_eq!(intake.pump(), Intook::Nothing);
+        assert!(intake.source.0.is_empty() && intake.is_deaf);
+        let version = intake.inbox.version();
+        intake.source.0.push_back(frames()[0].clone());
+        assert_eq!(intake.pump(), Intook::Nothing);
+        assert!(intake.source.0.is_empty());
+        assert_eq!(intake.inbox.version(), version);
+        assert!(intake.inbox.may_hear(1) && !intake.inbox.is_present(1));
     }
 
     #[test]

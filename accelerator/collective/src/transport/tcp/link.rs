@@ -13,7 +13,7 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{ear::Ear, intake::Intake};
+use super::{ear::Ear, intake::Intake, unsent::unsent};
 use crate::{
     error::{Error, Result},
     transport::Inbox,
@@ -129,6 +129,17 @@ impl Link {
             }
         }
         self.hang_up();
+    }
+
+    /// Whether something that was written waits here for the peer to take what came before.
+    pub(super) fn has_unsent(&self) -> bool {
+        let mut fds = [PollFd::new(&self.control, PollFlags::empty())];
+        let over = PollFlags::ERR | PollFlags::HUP;
+        match poll(&mut fds, Some(&timespec(Duration::ZERO))) {
+            // The connection has ended, or both have said their last word.
+            Ok(_) if fds[0].revents().intersects(over) => false,
+            _ => unsent(&self.control) > 0,
+        }
     }
 
     /// Ends the sending side.

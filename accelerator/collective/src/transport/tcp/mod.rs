@@ -8,6 +8,7 @@ mod pulse;
 mod reader;
 mod tend;
 mod tending;
+mod unsent;
 
 use std::{
     sync::{
@@ -245,11 +246,11 @@ impl Transport for Tcp {
             }
         };
         // Who is lost is told last, so that nobody else waits for it.
-        let (present, lost): (Vec<_>, Vec<_>) = self
+        let (hearers, lost): (Vec<_>, Vec<_>) = self
             .others()
-            .partition(|(rank, _)| self.inbox.is_present(*rank));
+            .partition(|(rank, _)| self.inbox.may_hear(*rank));
         let until = Instant::now() + LINGER;
-        for (_, link) in present {
+        for (_, link) in &hearers {
             link.part(&head, &preamble, until);
         }
         let now = Instant::now();
@@ -257,7 +258,8 @@ impl Transport for Tcp {
             link.part(&head, &preamble, now);
         }
         // The program may end next.
-        self.clear(until);
+        let hearers: Vec<&Link> = hearers.into_iter().map(|(_, link)| link).collect();
+        self.clear(&hearers, until);
     }
 
     fn pulse(&self, liveness: Duration) -> Option<Duration> {

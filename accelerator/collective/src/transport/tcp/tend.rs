@@ -7,7 +7,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use super::{
     Tcp,
     intake::{Intook, is_open, pump},
-    link::{Link, timespec},
+    link::{Link, await_ready, timespec},
 };
 
 impl Tcp {
@@ -64,10 +64,23 @@ impl Tcp {
         self.inbox.get_up();
     }
 
-    /// Takes what has come, for a while at most: where bytes are left unread, the system cuts off
-    /// what this rank has said last.
-    pub(super) fn clear(&self, until: Instant) {
-        while self.pump() == Intook::Frames && Instant::now() < until {}
+    /// Takes what has come, and what comes until all that was said has left for these peers; for a
+    /// while at most. Where bytes are left unread when the program ends, the system cuts off what
+    /// has not left, and what has arrived stays.
+    pub(super) fn clear(&self, hearers: &[&Link], until: Instant) {
+        loop {
+            while self.pump() == Intook::Frames && Instant::now() < until {}
+            let mut hearers = hearers.iter();
+            let Some(link) = hearers.find(|link| link.has_unsent()) else {
+                return;
+            };
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            // No event tells that all has left.
+            await_ready(link.stream(), PollFlags::IN, left.min(GLANCE));
+        }
     }
 
     /// Takes at most a frame or two from everyone.
@@ -104,6 +117,9 @@ impl Tcp {
         let _ = poll(&mut fds[..count], Some(&timespec(pause)));
     }
 }
+
+/// How often to look whether the last words have left.
+const GLANCE: Duration = Duration::from_millis(1);
 
 /// So many connections need no memory to be polled.
 const FEW: usize = 64;

@@ -1,0 +1,69 @@
+//! How much of what was written to a connection has not left this host.
+
+#![cfg_attr(
+    target_os = "linux",
+    expect(unsafe_code, reason = "a question to the system that no crate asks")
+)]
+
+use std::net::TcpStream;
+
+/// How many bytes, and ends, of a connection the system has not sent for want of room at the peer.
+/// What was sent over loopback has arrived. Where the system cannot tell, as outside of Linux: none.
+pub(super) fn unsent(stream: &TcpStream) -> usize {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::ioctl::{Getter, Opcode, ioctl};
+
+        /// `linux/sockios.h`, the same on every architecture.
+        const SIOCOUTQNSD: Opcode = 0x894b;
+
+        // SAFETY: for a TCP socket the request writes one `int`, the number of bytes, and nothing else
+        // (tcp(7) for its twin SIOCOUTQ); a socket that is none, or a kernel without it, is an error.
+        let count = unsafe { ioctl(stream, Getter::<SIOCOUTQNSD, i32>::new()) };
+        count
+            .ok()
+            .and_then(|count| count.try_into().ok())
+            .unwrap_or(0)
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = stream;
+        0
+    }
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::{
+        io::{ErrorKind, Read, Write},
+        net::{Shutdown, TcpListener},
+    };
+
+    use super::*;
+
+    #[test]
+    fn what_a_peer_has_no_room_for_is_counted_until_it_has() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let mut sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut receiver, _) = listener.accept().unwrap();
+        assert_eq!(unsent(&sender), 0);
+        sender.write_all(&[1; 100]).unwrap();
+        assert_eq!(unsent(&sender), 0, "there was room");
+        sender.set_nonblocking(true).unwrap();
+        let mut written = 100;
+        loop {
+            match sender.write(&[2; 65_536]) {
+                Ok(count) => written += count,
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::WouldBlock);
+                    break;
+                }
+            }
+        }
+        assert!((1..written).contains(&unsent(&sender)));
+        sender.shutdown(Shutdown::Write).unwrap();
+        let mut all = Vec::new();
+        receiver.read_to_end(&mut all).unwrap();
+        assert_eq!((all.len(), unsent(&sender)), (written, 0));
+    }
+}
