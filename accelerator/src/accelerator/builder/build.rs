@@ -27,7 +27,8 @@ impl AcceleratorBuilder {
     ///
     /// [`Error::is_config`] for a setting that is out of range, unknown or contradicts another, or
     /// a plan of faults in a program that is built without them;
-    /// [`Error::is_device`] for a device that is not there; [`Error::is_collective`] when the
+    /// [`Error::is_device`] for a device that is not there, or NCCL where it was asked for and a rank has none;
+    /// [`Error::is_collective`] when the
     /// other ranks do not come in time.
     #[track_caller]
     pub fn build(self) -> Result<Accelerator> {
@@ -140,6 +141,7 @@ impl AcceleratorBuilder {
             let _turn = drawing();
             device.seed(settings.seed);
         }
+        road.check(&group)?;
         tracing::debug!(topology = %group.topology(), device = %road.kind(), "accelerator ready");
         let timeline = Timeline::new(&group, settings.recording)?;
         if let (Some(schedule), Some(path)) = (settings.trace_schedule, &settings.trace) {

@@ -55,9 +55,9 @@ pub enum GradientReduction {
     /// why, is logged. Gradients that are computed on the CPU are reduced where they lie.
     #[default]
     Auto,
-    /// From device to device, by NCCL 2.18 or later, and an error on every rank where that cannot be: at once with
-    /// a [hook](crate::hook) or [`Compression::F16`](crate::Compression::F16), which work in memory, and in the
-    /// first `backward` where a rank has no NCCL or no GPU of its own. One rank alone needs none. The sums that a
+    /// From device to device, by NCCL 2.18 or later, and an error of `build` and `launch` on every rank where that
+    /// cannot be: with a [hook](crate::hook) or [`Compression::F16`](crate::Compression::F16), which work in memory,
+    /// or where a rank has no NCCL or no GPU of its own. One rank alone needs none. The sums that a
     /// [`Sharded`](crate::optim::Sharded) optimizer cuts go through memory all the same.
     ///
     /// The host does not wait for the GPU with a driver of CUDA 12.5 or later; with an older one it does.
@@ -129,6 +129,16 @@ impl Road {
             kind,
             reader: OnceLock::new(),
             way: OnceLock::new(),
+        }
+    }
+
+    /// Lets all ranks agree on the way where one was asked for that may be closed: who asks for it learns that
+    /// before anything is trained. All of them call it.
+    #[track_caller]
+    pub(crate) fn check(&self, group: &ProcessGroup) -> Result<()> {
+        match self.asked {
+            GradientReduction::Nccl => self.settle(group),
+            GradientReduction::Auto | GradientReduction::Staged => Ok(()),
         }
     }
 
