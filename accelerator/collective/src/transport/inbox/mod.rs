@@ -173,10 +173,9 @@ impl Inbox {
                 Cause::Lost(rank, culprit.cause().to_owned(), culprit.certainty)
             }
             culprit => {
-                if let Some(culprit) = culprit
-                    && let Some(queue) = state.queues.get_mut(culprit.rank())
-                {
-                    queue.accuse(culprit.certainty);
+                let accused = culprit.and_then(|x| state.queues.get_mut(x.rank()));
+                if let Some(queue) = accused {
+                    queue.accused = true;
                 }
                 state.queues[rank].standing = Standing::GaveUp;
                 Cause::Told(rank, abort.error)

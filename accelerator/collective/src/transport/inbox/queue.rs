@@ -4,7 +4,6 @@ use std::{collections::VecDeque, time::Instant};
 
 use crate::{
     contract::Contract,
-    error::Certainty,
     kernel::Share,
     transport::{CHUNK, Tag, pool::Chunk},
 };
@@ -48,29 +47,17 @@ pub(super) struct Queue {
     pub(super) standing: Standing,
     /// For whom this rank waits, as it said last, and when that came.
     pub(super) awaited: Option<(usize, Instant)>,
-    /// Whether another rank says that this one is to blame, and how well it knows.
-    accused: Option<Certainty>,
+    /// Whether another rank says that this one is to blame.
+    pub(super) accused: bool,
 }
 
 impl Queue {
-    pub(super) fn accuse(&mut self, certainty: Certainty) {
-        if matches!(self.accused, None | Some(Certainty::Guessed)) {
-            self.accused = Some(certainty);
-        }
-    }
-
     pub(super) fn is_gone(&self) -> bool {
         let by_itself = match self.standing {
             Standing::Broken | Standing::Dropped | Standing::Left | Standing::Lost => true,
             Standing::GaveUp | Standing::Present => false,
         };
-        let by_others = match self.accused {
-            // The end of its connection has a reason, which it told.
-            Some(Certainty::Guessed) => self.standing != Standing::GaveUp,
-            Some(_) => true,
-            None => false,
-        };
-        by_itself || by_others
+        by_itself || self.accused
     }
 
     /// The next part of an operation. A part that has no place there is given too, for an error

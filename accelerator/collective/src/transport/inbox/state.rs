@@ -84,25 +84,11 @@ impl State {
             _ => false,
         };
         let blames = || self.blames.iter();
-        let spoken = |blame: &&Blame| !blame.is_guessed();
+        let spoken = || blames().find(|blame| !blame.is_guessed());
         blames()
             .find(about_me)
-            .or_else(|| blames().find(|blame| spoken(blame) && !self.is_explained(blame)))
-            .or_else(|| blames().find(spoken))
+            .or_else(spoken)
             .or(self.blames.first())
-    }
-
-    /// Whether somebody saw a connection end, whose other end has told this rank why: it gave up
-    /// because of another one.
-    fn is_explained(&self, blame: &Blame) -> bool {
-        let Cause::Told(_, error) = &blame.cause else {
-            return false;
-        };
-        error.culprit().is_some_and(|culprit| {
-            let queue = self.queues.get(culprit.rank());
-            culprit.certainty == Certainty::Guessed
-                && queue.is_some_and(|queue| queue.standing == Standing::GaveUp)
-        })
     }
 
     /// Why a rank is lost, from those who know best.

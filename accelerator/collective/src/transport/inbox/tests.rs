@@ -61,32 +61,6 @@ fn a_connection_that_ends_without_a_word_is_blamed_where_nobody_says_more() {
     assert_eq!(error.ranks(), [2], "{error}");
 }
 
-/// It ended since the rank gave up because of another, as it says itself; the accuser did not hear it.
-#[test]
-fn a_connection_whose_end_is_explained_is_nobodys_fault() {
-    let inbox = Inbox::new(4);
-    let peers = [0, 1, 2, 3].map(|rank| Peer {
-        rank,
-        place: Place::Thread,
-    });
-    let abort = |kind, of: usize, certainty| {
-        let culprit = peers[of].culprit("its reason", certainty);
-        let error = Error::blaming(kind, culprit, "its reason");
-        Abort { sequence: 0, error }
-    };
-    inbox.aborted(1, abort(Kind::PeerLost, 2, Certainty::Guessed));
-    let error = inbox.check(1, &peers, &watch(0)).unwrap_err();
-    assert_eq!(error.ranks(), [2], "{error}");
-    assert_eq!(inbox.gone(), [2]);
-    inbox.aborted(2, abort(Kind::Protocol, 1, Certainty::Settled));
-    let error = inbox.check(1, &peers, &watch(0)).unwrap_err();
-    assert_eq!(error.ranks(), [1], "{error}");
-    assert_eq!(inbox.gone(), [1]);
-    // What is certain needs no other word.
-    inbox.aborted(3, abort(Kind::PeerLost, 2, Certainty::Settled));
-    assert_eq!(inbox.gone(), [1, 2]);
-}
-
 #[test]
 fn who_waits_for_another_is_not_the_one_that_is_missing() {
     let inbox = Inbox::new(5);

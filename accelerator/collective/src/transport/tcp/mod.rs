@@ -246,9 +246,11 @@ impl Transport for Tcp {
             }
         };
         // Who is lost is told last, so that nobody else waits for it.
-        let (hearers, lost): (Vec<_>, Vec<_>) = self
+        let (mut hearers, lost): (Vec<_>, Vec<_>) = self
             .others()
             .partition(|(rank, _)| self.inbox.may_hear(*rank));
+        // Nor for one that broke the protocol, and may take nothing.
+        hearers.sort_by_key(|(rank, _)| !self.inbox.is_present(*rank));
         let until = Instant::now() + LINGER;
         for (_, link) in &hearers {
             link.part(&head, &preamble, until);

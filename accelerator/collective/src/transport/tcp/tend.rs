@@ -68,19 +68,19 @@ impl Tcp {
     /// while at most. Where bytes are left unread when the program ends, the system cuts off what
     /// has not left, and what has arrived stays.
     pub(super) fn clear(&self, hearers: &[&Link], until: Instant) {
-        loop {
-            while self.pump() == Intook::Frames && Instant::now() < until {}
-            let mut hearers = hearers.iter();
-            let Some(link) = hearers.find(|link| link.has_unsent()) else {
-                return;
-            };
+        let take = || while self.pump() == Intook::Frames && Instant::now() < until {};
+        take();
+        while let Some(link) = hearers.iter().find(|link| link.has_unsent()) {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
             }
             // No event tells that all has left.
             await_ready(link.stream(), PollFlags::IN, left.min(GLANCE));
+            take();
         }
+        // A peer that ended just now has said its own last word before.
+        take();
     }
 
     /// Takes at most a frame or two from everyone.

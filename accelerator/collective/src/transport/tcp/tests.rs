@@ -17,7 +17,7 @@ use crate::{
     reduce::ReduceOp,
     rendezvous::{Key, Meeting, Rendezvous, StoreHost, StoreServer},
     topology::Topology,
-    transport::{Abort, Farewell, Parting, Transport, TransportKind},
+    transport::{Abort, TransportKind},
     wire::{
         frame::{FrameKind, Head},
         message::Registration,
@@ -338,37 +338,6 @@ fn a_rank_that_takes_nothing_is_named_in_time() {
     drop(release);
     assert!(errors[0].is_timeout(), "{}", errors[0]);
     assert_eq!(errors[0].ranks(), [1], "{}", errors[0]);
-}
-
-/// So that the end of the program cuts nothing off, which this rank cannot know to have been read.
-#[test]
-fn last_words_have_left_when_a_rank_has_said_them() {
-    let (tcp, mut other) = pair();
-    let link = tcp.links[1].as_ref().unwrap();
-    let frame = Head::new(FrameKind::Heartbeat, 0, 1000, &[], &[]).encode();
-    let (start, started) = mpsc::channel::<()>();
-    let (sender, told) = mpsc::channel();
-    thread::spawn(move || {
-        started.recv().unwrap();
-        let mut bytes = Vec::new();
-        other.read_to_end(&mut bytes).unwrap();
-        sender.send(bytes).unwrap();
-    });
-    // Until the peer has no room left; it reads from then on.
-    let mut is_full = false;
-    while !is_full {
-        let outcome = link.write(&frame, &[], &[], |written| {
-            is_full = true;
-            start.send(()).unwrap();
-            written > 0
-        });
-        assert!(outcome.is_ok() || is_full);
-    }
-    tcp.farewell(&Farewell::Goodbye(Parting::Closed));
-    assert!(!link.has_unsent());
-    let bytes = told.recv_timeout(Duration::from_secs(50)).unwrap();
-    let last = Head::decode(bytes.last_chunk().unwrap()).unwrap();
-    assert_eq!(last.kind, FrameKind::Goodbye);
 }
 
 #[test]

@@ -7,7 +7,7 @@
 
 use std::net::TcpStream;
 
-/// How many bytes, and ends, of a connection the system has not sent for want of room at the peer.
+/// How many bytes, and ends, of a connection the system has not sent, for want of room at the peer or on the way.
 /// What was sent over loopback has arrived. Where the system cannot tell, as outside of Linux: none.
 pub(super) fn unsent(stream: &TcpStream) -> usize {
     #[cfg(target_os = "linux")]

@@ -3,7 +3,7 @@
 use std::{
     io::{Read, Write},
     net::TcpStream,
-    sync::Arc,
+    sync::{Arc, mpsc},
     thread,
     time::{Duration, Instant},
 };
@@ -163,6 +163,26 @@ fn a_panic_of_a_thread_that_reads_ends_the_group() {
         text.contains("a thread that reads its connections panicked"),
         "{text}"
     );
+}
+
+/// So that the end of the program cuts nothing off, which this rank cannot know to have been read.
+#[test]
+fn last_words_have_left_when_a_rank_has_said_them() {
+    let (tcp, mut other) = pair();
+    narrow(&tcp, &other);
+    let link = tcp.links[1].as_ref().unwrap();
+    fill(link);
+    let (sender, told) = mpsc::channel();
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        other.read_to_end(&mut bytes).unwrap();
+        sender.send(bytes).unwrap();
+    });
+    tcp.farewell(&Farewell::Goodbye(Parting::Closed));
+    assert!(!link.has_unsent());
+    let bytes = told.recv_timeout(Duration::from_secs(50)).unwrap();
+    let last = Head::decode(bytes.last_chunk().unwrap()).unwrap();
+    assert_eq!(last.kind, FrameKind::Goodbye);
 }
 
 /// Lets a connection hold little.
