@@ -371,6 +371,20 @@ fn ranks_that_sum_gradients_in_different_places_are_refused_alike() {
     }
 }
 
+/// Before anything is trained.
+#[test]
+fn nccl_that_cannot_be_is_refused_alike() {
+    let nccl = || {
+        let builder = Accelerator::builder();
+        (2, builder.with_reduction(GradientReduction::Nccl))
+    };
+    let errors = connected([nccl(), nccl()]).map(|outcome| outcome.unwrap_err());
+    for error in &errors {
+        assert!(error.is_device(), "{error:?}");
+        assert_eq!(error.to_string(), errors[0].to_string());
+    }
+}
+
 #[test]
 fn a_program_can_ask_which_life_of_the_job_this_is() {
     let first = Accelerator::new().unwrap();

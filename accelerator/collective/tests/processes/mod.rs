@@ -198,6 +198,7 @@ pub(crate) struct Rank {
     pub(crate) deed: Option<u64>,
     pub(crate) error: Option<Told>,
     /// When it knew, without calling anything, and what.
+    #[allow(dead_code, reason = "not all tests ask")]
     pub(crate) failure: Option<(u64, String)>,
     pub(crate) output: String,
 }
