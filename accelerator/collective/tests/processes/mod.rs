@@ -68,6 +68,12 @@ fn act(deed: &str, group: ProcessGroup) -> Option<ProcessGroup> {
             strike(Signal::STOP);
             // Another thread may take the signal; this one is stopped a little later.
             thread::sleep(Duration::from_millis(100));
+            // When it runs again, what the others said is read by another thread than this one, which
+            // could complete an operation first where its data lie in shared memory.
+            let until = Instant::now() + Duration::from_secs(10);
+            while group.failure().is_none() && Instant::now() < until {
+                thread::sleep(Duration::from_millis(1));
+            }
             return Some(group);
         }
         "exit" => std::process::exit(7),
