@@ -44,6 +44,10 @@ struct Args {
     #[arg(long, default_value_t = 2, value_name = "N")]
     layers: usize,
 
+    /// Use the token embedding as the output layer, too
+    #[arg(long)]
+    tied: bool,
+
     /// The learning rate
     #[arg(long, default_value_t = 3e-3, value_name = "RATE")]
     lr: f64,
@@ -68,7 +72,8 @@ fn main() -> Result<(), Report> {
         .build()?;
     let model = TransformerConfig::new(vocabulary.len(), length)
         .with_width(args.width)
-        .with_layers(args.layers);
+        .with_layers(args.layers)
+        .with_tied(args.tied);
     let model = accelerator.init(|device| model.init(device));
     let train = DataLoaderBuilder::new(TextBatcher)
         .batch_size(args.batch_size.get())

@@ -58,6 +58,28 @@ pub(crate) fn serves(tensor: &Tensor<1>) -> bool {
     }
 }
 
+/// Whether two tracked tensors are one node, which gets one gradient.
+pub(crate) fn is_same_leaf(left: &DispatchTensor, right: &DispatchTensor) -> bool {
+    fn ids<B: Inner>(pair: [&DispatchTensor; 2]) -> bool {
+        let [left, right] = pair.map(|leaf| B::leaf(leaf).map(|leaf| leaf.id()));
+        left.is_some() && left == right
+    }
+    let pair = [left, right];
+    #[cfg(feature = "flex")]
+    if ids::<burn::backend::Flex>(pair) {
+        return true;
+    }
+    #[cfg(feature = "ndarray")]
+    if ids::<burn::backend::NdArray>(pair) {
+        return true;
+    }
+    #[cfg(any(feature = "cuda", feature = "wgpu"))]
+    if ids::<burn::backend::Cube>(pair) {
+        return true;
+    }
+    false
+}
+
 /// The values of `values`, one deeper than `parent`: backward comes to `node` when everything that is
 /// deeper has run. Where nothing asks for a gradient of `parent`, it never does. All is of one device.
 pub(crate) fn above(

@@ -1,5 +1,5 @@
 use burn::config::Config;
-use burn::module::Module;
+use burn::module::{Initializer, Module, Param};
 use burn::nn::attention::generate_autoregressive_mask;
 use burn::nn::transformer::{
     TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
@@ -23,6 +23,9 @@ pub struct TransformerConfig {
     /// The probability of dropping a value.
     #[config(default = 0.0)]
     pub dropout: f64,
+    /// Whether the token embedding is the output layer, too.
+    #[config(default = false)]
+    pub tied: bool,
 }
 
 /// A small language model: encoder layers of four heads under a causal mask, normalised first.
@@ -31,20 +34,49 @@ pub struct Transformer {
     tokens: Embedding,
     places: Embedding,
     encoder: TransformerEncoder,
-    head: Linear,
+    head: Head,
+}
+
+/// What makes logits.
+#[derive(Debug, Module)]
+enum Head {
+    Linear(Linear),
+    /// A clone of the token embedding: one parameter in two places.
+    Tied(Param<Tensor<2>>),
 }
 
 impl TransformerConfig {
     /// A model with random weights.
     pub fn init(&self, device: &Device) -> Transformer {
+        let tokens = EmbeddingConfig::new(self.tokens, self.width);
+        let (tokens, head) = if self.tied {
+            // Logits of about 1.
+            let std = 1.0 / (self.width as f64).sqrt();
+            let tokens = tokens.with_initializer(Initializer::Normal { mean: 0.0, std });
+            let tokens = tokens.init(device);
+            let head = Head::Tied(tokens.weight.clone());
+            (tokens, head)
+        } else {
+            let head = LinearConfig::new(self.width, self.tokens);
+            (tokens.init(device), Head::Linear(head.init(device)))
+        };
         Transformer {
-            tokens: EmbeddingConfig::new(self.tokens, self.width).init(device),
+            tokens,
             places: EmbeddingConfig::new(self.length, self.width).init(device),
             encoder: TransformerEncoderConfig::new(self.width, 4 * self.width, 4, self.layers)
                 .with_dropout(self.dropout)
                 .with_norm_first(true)
                 .init(device),
-            head: LinearConfig::new(self.width, self.tokens).init(device),
+            head,
+        }
+    }
+}
+
+impl Head {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        match self {
+            Self::Linear(linear) => linear.forward(x),
+            Self::Tied(tokens) => x.matmul(tokens.val().transpose()),
         }
     }
 }
@@ -58,9 +90,8 @@ impl Transformer {
         let x = self.tokens.forward(tokens) + self.places.forward(places);
         let mask = generate_autoregressive_mask(batch, length, &device);
         let input = TransformerEncoderInput::new(x).mask_attn(mask);
-        let logits = self.head.forward(self.encoder.forward(input));
-        let [_, _, known] = logits.dims();
-        logits.reshape([batch * length, known])
+        self.head
+            .forward(self.encoder.forward(input).flatten::<2>(0, 1))
     }
 
     /// What follows `tokens` most probably, `count` tokens one by one. It sees the last `length` of them.

@@ -37,6 +37,7 @@ pub(crate) fn backward<M: Module>(
     reach: Reach,
 ) -> Result<Gradients> {
     let slot = accelerator.shared.models.find(model)?;
+    slot.tied().check(model)?;
     // The graph of a working copy is used up by this, or never.
     let copy = slot.take_working();
     let group = accelerator.group();

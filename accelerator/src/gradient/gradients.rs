@@ -17,6 +17,7 @@ use super::undo::Undo;
 use super::weight::Weight;
 use crate::data::Mark;
 use crate::error::Result;
+use crate::model::TiedParameters;
 use crate::precision::ScalerState;
 
 /// The averaged gradients of a window, or the news that it is still open.
@@ -167,6 +168,12 @@ impl Gradients {
         model.visit(&mut search);
         let first = slot.parameters().first()?;
         (!search.found).then_some(first.path.as_str())
+    }
+
+    /// Which places of their model hold the same parameter; `None` where no two do.
+    pub(crate) fn tied_parameters(&self) -> Option<Arc<TiedParameters>> {
+        let tied = self.closed_ref()?.slot.tied();
+        (!tied.is_empty()).then(|| tied.clone())
     }
 
     /// Whether they are those of this rank alone.

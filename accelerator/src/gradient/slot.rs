@@ -20,7 +20,7 @@ use super::turn::Turn;
 use super::window::Window;
 use crate::error::Result;
 use crate::local::Round;
-use crate::model::Trainable;
+use crate::model::{TiedParameters, Trainable};
 use crate::notice;
 use crate::precision::{Cast, Finiteness, Scaler, ScalerState};
 
@@ -51,6 +51,8 @@ pub(crate) struct Slot {
     shelf: Mutex<Shelf>,
     /// How many windows ended, over the whole job.
     steps: AtomicU64,
+    /// Which of its places hold the same parameter.
+    tied: Arc<TiedParameters>,
     /// Of the threads that add to the window.
     turn: Turn,
     watching: Mutex<Watching>,
@@ -151,6 +153,7 @@ impl Slot {
                 spare: None,
             }),
             steps: AtomicU64::new(0),
+            tied: Arc::default(),
             turn: Turn::default(),
             watching: Mutex::new(Watching::new(overlap)),
             window: Mutex::new(Window::default()),
@@ -167,6 +170,19 @@ impl Slot {
         ModelName {
             first: first.map(|parameter| parameter.id),
         }
+    }
+
+    /// For a model that has parameters in several places.
+    pub(crate) fn with_tied(self, tied: TiedParameters) -> Self {
+        Self {
+            tied: Arc::new(tied),
+            ..self
+        }
+    }
+
+    /// Which places of the model hold the same parameter.
+    pub(crate) fn tied(&self) -> &Arc<TiedParameters> {
+        &self.tied
     }
 
     /// For a model that was trained for so many steps before.

@@ -52,8 +52,12 @@ pub(super) fn replace<M: Module>(
     form: Form,
     values: &[DispatchTensor],
 ) -> M {
-    let mut writer = Writer { slot, form, values };
-    model.clone().map(&mut writer)
+    let mut writer = Writer {
+        slot,
+        form,
+        values: values.iter().cloned().map(Some).collect(),
+    };
+    slot.tied().retie(model.clone().map(&mut writer))
 }
 
 struct Reader<'a> {
@@ -63,7 +67,10 @@ struct Reader<'a> {
 
 impl ModuleVisitor for Reader<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if let Some(number) = self.slot.number(param.id) {
+        // A frozen clone may come behind the parameter.
+        if let Some(number) = self.slot.number(param.id)
+            && self.values[number].is_none()
+        {
             let value = param.val().without_autodiff();
             self.values[number] = Some(value.into_dispatch());
         }
@@ -73,16 +80,18 @@ impl ModuleVisitor for Reader<'_> {
 struct Writer<'a> {
     slot: &'a Slot,
     form: Form,
-    values: &'a [DispatchTensor],
+    /// Those that have no place yet.
+    values: Vec<Option<DispatchTensor>>,
 }
 
 impl ModuleMapper for Writer<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(number) = self.slot.number(param.id) else {
+        let number = self.slot.number(param.id);
+        let Some(value) = number.and_then(|number| self.values[number].take()) else {
             return param;
         };
         let (id, _, mapper) = param.consume();
-        let value = Tensor::<D>::from_dispatch(self.values[number].clone());
+        let value = Tensor::<D>::from_dispatch(value);
         let value = match self.form {
             Form::Plain => value,
             Form::Trained => Tensor::from_inner(value).require_grad(),

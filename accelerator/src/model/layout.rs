@@ -1,4 +1,5 @@
 use core::fmt;
+use std::collections::HashMap;
 
 use accelerator_manifest::Parameter;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
@@ -82,6 +83,15 @@ impl Layout {
         })
     }
 
+    /// By entry: the first one with its id, which is another one where a parameter is tied.
+    fn first_places(&self) -> Vec<usize> {
+        let mut first = HashMap::new();
+        let places = self.0.iter().enumerate();
+        places
+            .map(|(at, entry)| *first.entry(entry.id).or_insert(at))
+            .collect()
+    }
+
     /// Compares the layout of a model that was saved with that of this one. What is trained may
     /// differ: parameters can be frozen for the rest.
     pub(crate) fn check_saved(&self, mine: &Self) -> Result<()> {
@@ -92,8 +102,21 @@ impl Layout {
             }
             _ => false,
         };
+        let (theirs, ours) = (self.first_places(), mine.first_places());
         match (0..count).find(|at| !fits(at)) {
-            None => Ok(()),
+            None => match (0..count).find(|&at| theirs[at] != ours[at]) {
+                None => Ok(()),
+                Some(at) => Err(Error::new(
+                    Kind::Model,
+                    format!(
+                        "the checkpoint does not fit this model: `{}` is {} in the checkpoint, and {} in the \
+                         model; build the model that was saved",
+                        mine.0[at].path,
+                        self.tie(at, &theirs),
+                        mine.tie(at, &ours),
+                    ),
+                )),
+            },
             Some(at) => Err(Error::new(
                 Kind::Model,
                 format!(
@@ -132,6 +155,7 @@ impl Layout {
         let Some((first, others)) = ranks.split_first() else {
             return Ok(());
         };
+        let places = first.first_places();
         for (rank, other) in (1..).zip(others) {
             let count = first.0.len().max(other.0.len());
             if let Some(at) = (0..count).find(|&at| !same(first.0.get(at), other.0.get(at))) {
@@ -145,8 +169,29 @@ impl Layout {
                     ),
                 ));
             }
+            let theirs = other.first_places();
+            if let Some(at) = (0..count).find(|&at| places[at] != theirs[at]) {
+                return Err(Error::new(
+                    Kind::Model,
+                    format!(
+                        "the model differs between ranks: `{}` is {} on rank 0, and {} on rank {rank}; build the \
+                         same model on every rank",
+                        first.0[at].path,
+                        first.tie(at, &places),
+                        other.tie(at, &theirs),
+                    ),
+                ));
+            }
         }
         Ok(())
+    }
+
+    /// What is said of an entry whose id others may have.
+    fn tie(&self, at: usize, first_places: &[usize]) -> String {
+        match first_places[at] {
+            first if first == at => "a parameter of its own".to_owned(),
+            first => format!("tied to `{}`", self.0[first].path),
+        }
     }
 }
 

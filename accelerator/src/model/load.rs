@@ -10,7 +10,7 @@ use super::layout::Layout;
 use super::options::{Casts, Mode};
 use super::read::{ModelFile, Stored};
 use super::report::{LoadReport, Misshapen, Mistyped};
-use super::{FileLayout, LoadOptions, dtype, replicate};
+use super::{FileLayout, LoadOptions, TiedParameters, dtype, replicate};
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Kind, Result};
 use crate::outcome;
@@ -41,7 +41,8 @@ pub(crate) fn load_on_all<M: Module>(
     };
     let layout = Layout::of(&model);
     layout.check_against(&loading.all_gather_object(&layout)?)?;
-    Ok((replicate::from_rank_zero(group, model, &layout)?, report))
+    let model = replicate::from_rank_zero(group, model, &layout)?;
+    Ok((TiedParameters::of(&model).retie(model), report))
 }
 
 /// Gives the model the file's values, and `ids` where there are some, one for each parameter and
@@ -82,10 +83,11 @@ pub(crate) fn load<M: Module>(
         failure: None,
     };
     let model = model.map(&mut writer);
-    match writer.failure {
-        None => Ok((model, report)),
-        Some(failure) => Err(failure),
+    if let Some(failure) = writer.failure {
+        return Err(failure);
     }
+    let model = TiedParameters::checked(&model)?.retie(model);
+    Ok((model, report))
 }
 
 fn unfit(file: &ModelFile, report: &LoadReport) -> Error {

@@ -16,6 +16,7 @@ mod replicate;
 mod report;
 mod snapshot;
 mod staged;
+mod tied;
 mod write;
 
 use std::collections::HashMap;
@@ -32,6 +33,8 @@ pub(crate) use self::load::load_on_all;
 pub use self::options::{LoadOptions, SaveOptions};
 pub use self::report::{LoadReport, Misshapen, Mistyped};
 pub(crate) use self::snapshot::ModelSnapshot;
+pub(crate) use self::tied::TiedParameters;
+pub use self::tied::retie_parameters;
 pub(crate) use self::write::FileNames;
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Result};
@@ -112,12 +115,15 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
     } else {
         model
     };
+    // Rank 0's values, so all ranks come to the same answer.
+    let tied = TiedParameters::checked(&model)?;
+    let model = tied.retie(model);
     let slot = Slot::new(
         layout.trainable(),
         accelerator.shared.settings.bucket_size,
         accelerator.shared.overlap,
     );
-    let slot = slot.with_scaler(accelerator.scaler());
+    let slot = slot.with_tied(tied).with_scaler(accelerator.scaler());
     let hook = accelerator.communication_hook();
     let slot = slot.with_road(accelerator.shared.road.clone(), hook);
     accelerator.shared.models.insert(slot);
@@ -144,6 +150,7 @@ pub(crate) fn resume<M: Module>(
         Some(state) => fresh.with_state(state),
         None => fresh,
     });
+    let slot = slot.with_tied(TiedParameters::of(&model));
     let slot = slot.with_steps(steps).with_scaler(going_on);
     let slot = slot.with_road(accelerator.shared.road.clone(), hook);
     accelerator.shared.models.insert(slot);

@@ -324,11 +324,18 @@ impl<S> PreparedOptimizer<S> {
         let may_fail = self.shards.is_some() || gradients.is_spread() || gradients.is_lost();
         let before = may_fail.then(|| (self.schedule.clone(), gradients.take_undo()));
         let rate = rate(&mut self.schedule, &model);
+        let tied = gradients.tied_parameters();
         let stepped = StepOutcome::Stepped {
             rate: rate.base(),
             norm: None,
         };
-        match self.step_closed(rate, model, gradients) {
+        // Optimizers step the first place of a tied parameter.
+        let retie = |model| match &tied {
+            Some(tied) => tied.retie(model),
+            None => model,
+        };
+        let outcome = self.step_closed(rate, model, gradients);
+        match outcome.map(retie).map_err(retie) {
             Ok(model) => {
                 (self.outcome, self.norm) = (stepped, norm);
                 self.steps += 1;

@@ -181,7 +181,7 @@ impl<P: ModuleMapper> ModuleMapper for Announcer<'_, P> {
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        // A parameter that a module has twice is stepped once.
+        // A tied parameter is stepped in its first place.
         match self.waiting.remove(&param.id) {
             None => self.mapper.map_float(param),
             Some(elements) => {

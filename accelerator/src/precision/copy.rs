@@ -215,15 +215,20 @@ impl<K: Fn(&str) -> bool> ModuleMapper for Caster<'_, K> {
         }
         let (id, value, mapper) = param.consume();
         let trained = value.is_require_grad();
+        let index = self.slot.and_then(|slot| slot.number(id));
+        let part = index.filter(|_| trained);
+        let mut part = part.and_then(|index| self.parts.get_mut(index));
+        // All places of a tied parameter get one cast, and it one gradient.
+        if let Some(Some(part)) = &part {
+            let working = Tensor::<D>::from_dispatch(part.tensor.clone());
+            return Param::from_mapped_value(id, working, mapper);
+        }
         let (working, cast) = match trained {
             true => Cast::of(value, self.dtype),
             false => (value.cast(self.dtype), None),
         };
-        if let Some(index) = self.slot.and_then(|slot| slot.number(id))
-            && trained
-            && let Some(part) = self.parts.get_mut(index)
-        {
-            *part = Some(WorkingPart {
+        if let Some(part) = &mut part {
+            **part = Some(WorkingPart {
                 tensor: working.clone().into_dispatch(),
                 cast,
             });

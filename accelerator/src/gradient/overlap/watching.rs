@@ -350,8 +350,6 @@ fn casts(copy: &WorkingCopy) -> Vec<Option<Arc<Cast>>> {
 struct Leaves<'a> {
     found: Vec<Option<DispatchTensor>>,
     slot: &'a Slot,
-    /// Those that are there twice, whose gradients are two that belong together.
-    twice: Vec<usize>,
 }
 
 impl<'a> Leaves<'a> {
@@ -363,7 +361,6 @@ impl<'a> Leaves<'a> {
                 .take(slot.parameters().len())
                 .collect(),
             slot,
-            twice: Vec::new(),
         };
         model.visit(&mut leaves);
         match copy {
@@ -377,9 +374,6 @@ impl<'a> Leaves<'a> {
             }
             WorkingCopy::Several => leaves.found.fill(None),
         }
-        for index in leaves.twice {
-            leaves.found[index] = None;
-        }
         leaves.found
     }
 }
@@ -389,12 +383,9 @@ impl ModuleVisitor for Leaves<'_> {
         if !param.is_require_grad() {
             return;
         }
-        if let Some(index) = self.slot.number(param.id)
-            && self.found[index]
-                .replace(param.val().into_dispatch())
-                .is_some()
-        {
-            self.twice.push(index);
+        // All places of a tied parameter are one leaf.
+        if let Some(index) = self.slot.number(param.id) {
+            self.found[index] = Some(param.val().into_dispatch());
         }
     }
 }

@@ -191,7 +191,7 @@ impl ModuleVisitor for Reader<'_> {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        // A parameter that a module has twice is stepped once, as by Burn.
+        // A tied parameter is stepped in its first place, as by Burn.
         if !self.averaged.remove(&param.id) {
             return;
         }

@@ -1,0 +1,263 @@
+//! Parameters that a model has in several places, such as the token embedding and the output layer of a
+//! language model.
+
+use std::collections::HashMap;
+
+use burn::backend::DispatchTensor;
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::Tensor;
+
+use crate::error::{Error, Kind, Result};
+use crate::gradient::with_rank;
+use crate::graph;
+use crate::module_path::ModulePath;
+
+/// Makes all places of a tied parameter one tensor again: that of the first place.
+///
+/// A parameter is tied where a model has it in several places under one `ParamId`, as a clone of a `Param` or of
+/// a layer does. In Burn those places are one tensor until something replaces it. Burn's own optimizers do: they
+/// step the first place and leave the others, and the next gradients of all places but the last are lost.
+/// `valid`, `train`, `fork` and a change of `require_grad` make a tensor for each place, too.
+///
+/// Models that come out of this library are tied already: of [`prepare`](crate::Accelerator::prepare), the `step`
+/// of a prepared optimizer, [`load_model`](crate::Accelerator::load_model),
+/// [`resume`](crate::Accelerator::resume) and [local training](crate::local). Call this after the step of an
+/// optimizer that was not prepared, and after whatever else separates the places;
+/// [`backward`](crate::Accelerator::backward) refuses a model whose places are separate. What takes no gradient
+/// stays as it is.
+///
+/// ```
+/// use accelerator::model::retie_parameters;
+/// use accelerator::prelude::*;
+/// use burn::module::{Module, Param};
+/// use burn::nn::{Embedding, EmbeddingConfig};
+/// use burn::optim::SgdConfig;
+/// use burn::tensor::{Int, Tensor};
+///
+/// #[derive(Debug, Module)]
+/// struct Bigrams {
+///     tokens: Embedding,
+///     head: Param<Tensor<2>>,
+/// }
+///
+/// let accelerator = Accelerator::new()?;
+/// let device = accelerator.device();
+/// let tokens = EmbeddingConfig::new(8, 4).init(&device);
+/// let head = tokens.weight.clone();
+/// let model = accelerator.prepare(Bigrams { tokens, head })?;
+/// let mut optimizer = SgdConfig::new().init();
+///
+/// let input = Tensor::<2, Int>::ones([1, 3], &device);
+/// let logits = model.tokens.forward(input).matmul(model.head.val().transpose().unsqueeze());
+/// let gradients = accelerator.backward(logits.powi_scalar(2).mean(), &model, 1)?;
+/// if let Some(gradients) = gradients.into_params() {
+///     let stepped = optimizer.step(0.1, model, gradients);
+///     let model = retie_parameters(stepped);
+///     assert_eq!(model.head.val().into_data(), model.tokens.weight.val().into_data());
+/// }
+/// # Ok::<(), Error>(())
+/// ```
+pub fn retie_parameters<M: Module>(model: M) -> M {
+    TiedParameters::of(&model).retie(model)
+}
+
+/// Which places of a model hold the same parameter. Places are counted over its floats, in the order of visits.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct TiedParameters(HashMap<usize, Role>);
+
+#[derive(Clone, Copy, Debug)]
+enum Role {
+    /// Others have what is in this place.
+    First,
+    /// It has what is in that place.
+    Later(usize),
+}
+
+impl TiedParameters {
+    /// Those that take a gradient.
+    pub(crate) fn of<M: Module>(model: &M) -> Self {
+        Finder::search(model).tied
+    }
+
+    /// The same, of a model whose places have the same values.
+    pub(crate) fn checked<M: Module>(model: &M) -> Result<Self> {
+        let finder = Finder::search(model);
+        if let Some([frozen, trained]) = finder.half_frozen {
+            return Err(Error::new(
+                Kind::Model,
+                format!(
+                    "`{frozen}` is frozen, and `{trained}`, which has the same parameter id, is trained: Burn's \
+                     optimizers would step the first; give the frozen one an id of its own \
+                     (`param.id = ParamId::new()`), or put it behind the other"
+                ),
+            ));
+        }
+        match finder.apart.iter().find(|pair| !pair.is_equal()) {
+            None => Ok(finder.tied),
+            Some(Apart {
+                paths: [first, other],
+                ..
+            }) => Err(Error::new(
+                Kind::Model,
+                format!(
+                    "`{first}` and `{other}` have one parameter id, so they are one parameter, and their values \
+                     differ: give each an id of its own (`param.id = ParamId::new()`), or make them one again \
+                     with `accelerator::model::retie_parameters`"
+                ),
+            )),
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The model with the tensor of the first place in all places.
+    pub(crate) fn retie<M: Module>(&self, model: M) -> M {
+        if self.is_empty() {
+            return model;
+        }
+        model.map(&mut Retier {
+            first: HashMap::new(),
+            place: 0,
+            tied: self,
+        })
+    }
+
+    /// Refuses a model whose places became several tensors: each would get a part of the gradient.
+    pub(crate) fn check<M: Module>(&self, model: &M) -> Result<()> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        match Finder::search(model).apart.first() {
+            None => Ok(()),
+            Some(Apart {
+                paths: [first, other],
+                ..
+            }) => Err(Error::misuse(format!(
+                "`{first}` and `{other}` are one parameter, and became two tensors since the model was prepared, \
+                 each of which gets a part of the gradient: call `accelerator::model::retie_parameters` after \
+                 what separates them (the step of an optimizer that was not prepared, `train`, `fork`)"
+            ))),
+        }
+    }
+}
+
+/// A place that was visited first.
+struct Seen {
+    path: String,
+    place: usize,
+    shape: Vec<usize>,
+    trained: bool,
+    value: DispatchTensor,
+}
+
+/// Two places of one parameter that are two tensors.
+struct Apart {
+    paths: [String; 2],
+    shapes: [Vec<usize>; 2],
+    values: [DispatchTensor; 2],
+}
+
+impl Apart {
+    fn is_equal(&self) -> bool {
+        let [first, other] = &self.shapes;
+        first == other
+            && with_rank!(first.len(), D => {
+                let [first, other] = self.values.clone().map(|value| Tensor::<D>::from_dispatch(value).into_data());
+                first == other
+            })
+    }
+}
+
+#[derive(Default)]
+struct Finder {
+    apart: Vec<Apart>,
+    first: HashMap<ParamId, Seen>,
+    /// A frozen place, and a trained one behind it.
+    half_frozen: Option<[String; 2]>,
+    path: ModulePath,
+    place: usize,
+    tied: TiedParameters,
+}
+
+impl Finder {
+    fn search<M: Module>(model: &M) -> Self {
+        let mut finder = Self::default();
+        model.visit(&mut finder);
+        finder
+    }
+}
+
+impl ModuleVisitor for Finder {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.enter(name);
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.exit();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let value = param.val();
+        let here = Seen {
+            path: self.path.as_str().to_owned(),
+            place: self.place,
+            shape: value.dims().to_vec(),
+            trained: value.is_require_grad(),
+            value: value.into_dispatch(),
+        };
+        self.place += 1;
+        let Some(first) = self.first.get(&param.id) else {
+            self.first.insert(param.id, here);
+            return;
+        };
+        // A frozen clone, such as a teacher, keeps its values.
+        if !here.trained {
+            return;
+        }
+        let paths = [&first.path, &here.path].map(String::clone);
+        if !first.trained {
+            self.half_frozen.get_or_insert(paths);
+            return;
+        }
+        self.tied.0.insert(first.place, Role::First);
+        self.tied.0.insert(here.place, Role::Later(first.place));
+        if !graph::is_same_leaf(&first.value, &here.value) {
+            self.apart.push(Apart {
+                paths,
+                shapes: [first.shape.clone(), here.shape],
+                values: [first.value.clone(), here.value],
+            });
+        }
+    }
+}
+
+struct Retier<'a> {
+    /// By place.
+    first: HashMap<usize, DispatchTensor>,
+    place: usize,
+    tied: &'a TiedParameters,
+}
+
+impl ModuleMapper for Retier<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let place = self.place;
+        self.place += 1;
+        match self.tied.0.get(&place) {
+            None => param,
+            Some(Role::First) => {
+                self.first.insert(place, param.val().into_dispatch());
+                param
+            }
+            Some(Role::Later(first)) => match self.first.get(first) {
+                None => param,
+                Some(value) => {
+                    let (id, _, mapper) = param.consume();
+                    let value = Tensor::<D>::from_dispatch(value.clone());
+                    Param::from_mapped_value(id, value, mapper)
+                }
+            },
+        }
+    }
+}
