@@ -185,6 +185,11 @@ impl Accelerator {
     /// A clone that was made before is the prepared model where ids stay as they are, on rank 0 and on one
     /// process, and a model that was not prepared on the other ranks: clone afterwards.
     ///
+    /// A model that was prepared before is prepared again when other parts of it are to be trained: see
+    /// [freezing](crate::optim#freezing-and-unfreezing-on-the-way). Its training goes on: the count of its steps,
+    /// and the scale of its losses. So a training from the start begins with a model that is built anew, and not
+    /// with a clone.
+    ///
     /// A model stays known as long as the accelerator lives, since nothing tells when a program has done with
     /// it: that is a few hundred bytes for each of its parameters. A program that trains one model after the
     /// other needs [memory for the gradients](Self::bucket_memory) of one.
@@ -221,7 +226,9 @@ impl Accelerator {
     /// naming the rank and the first path that differs;
     /// [`Error::is_config`](crate::Error::is_config) for a loader whose batch size is 0 or cannot be
     /// shared by this many ranks, or that differs between ranks;
-    /// [`Error::is_misuse`](crate::Error::is_misuse) when ranks prepare different things, or in another order;
+    /// [`Error::is_misuse`](crate::Error::is_misuse) when ranks prepare different things, or in another order,
+    /// and for a model that is prepared again in the middle of an accumulation window or of
+    /// [local training](crate::local), which go on as if it had not been;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
     pub fn prepare<K, P: Prepare<K>>(&self, parts: P) -> Result<P::Prepared> {

@@ -33,6 +33,8 @@ pub(crate) struct Slot {
     home: Home,
     /// Where a hook of the program's reduces the gradients.
     hook: Option<Held>,
+    /// Of all that the model holds, frozen parameters and buffers included, in order.
+    ids: Vec<u64>,
     /// The parameters' numbers.
     numbers: HashMap<ParamId, usize>,
     parameters: Vec<Trainable>,
@@ -141,6 +143,7 @@ impl Slot {
             bucket_size,
             home: Home::Host,
             hook: None,
+            ids: Vec::new(),
             numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
             reported: AtomicBool::new(false),
             reported_clip: AtomicBool::new(false),
@@ -183,6 +186,16 @@ impl Slot {
     /// Which places of the model hold the same parameter.
     pub(crate) fn tied(&self) -> &Arc<TiedParameters> {
         &self.tied
+    }
+
+    /// For a model that holds all of these.
+    pub(crate) fn with_ids(self, ids: Vec<u64>) -> Self {
+        Self { ids, ..self }
+    }
+
+    /// Of all that the model holds, frozen parameters and buffers included, in order.
+    pub(crate) fn ids(&self) -> &[u64] {
+        &self.ids
     }
 
     /// For a model that was trained for so many steps before.

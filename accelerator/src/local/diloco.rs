@@ -103,14 +103,14 @@ impl DiLoCoConfig {
         let slot = rounds.slot(model)?;
         slot.round().check_together("begin local training")?;
         let outer = model.valid();
-        let zeros = parameters::zeros(&outer, &slot)?;
+        parameters::of(&outer, &slot)?;
         Ok(DiLoCo {
             rule: Rule {
                 momentum: self.momentum,
                 rate: self.rate,
                 rounds,
             },
-            velocity: parameters::replace(&outer, &slot, Form::Plain, &zeros),
+            velocity: parameters::zeros(model),
             outer,
         })
     }

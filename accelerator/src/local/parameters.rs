@@ -5,7 +5,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::Tensor;
 
 use crate::error::{Error, Result};
-use crate::gradient::{Slot, with_rank};
+use crate::gradient::Slot;
 
 /// The values by the numbers of their parameters, on the plain device.
 pub(super) fn of<M: Module>(model: &M, slot: &Slot) -> Result<Vec<DispatchTensor>> {
@@ -27,15 +27,9 @@ pub(super) fn of<M: Module>(model: &M, slot: &Slot) -> Result<Vec<DispatchTensor
     values.collect()
 }
 
-/// As many zeros.
-pub(super) fn zeros<M: Module>(model: &M, slot: &Slot) -> Result<Vec<DispatchTensor>> {
-    let mut values = of(model, slot)?;
-    for (value, known) in values.iter_mut().zip(slot.parameters()) {
-        *value = with_rank!(known.shape.len(), D => {
-            Tensor::<D>::from_dispatch(value.clone()).zeros_like().into_dispatch()
-        });
-    }
-    Ok(values)
+/// The model with zeros everywhere, for evaluation: also where it is frozen, which may end.
+pub(super) fn zeros<M: Module>(model: &M) -> M {
+    model.valid().map(&mut Zeros)
 }
 
 /// Whether gradients of a model are recorded.
@@ -74,6 +68,15 @@ impl ModuleVisitor for Reader<'_> {
             let value = param.val().without_autodiff();
             self.values[number] = Some(value.into_dispatch());
         }
+    }
+}
+
+struct Zeros;
+
+impl ModuleMapper for Zeros {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, value, mapper) = param.consume();
+        Param::from_mapped_value(id, value.zeros_like(), mapper)
     }
 }
 

@@ -21,7 +21,7 @@ mod write;
 
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
@@ -40,6 +40,7 @@ use crate::accelerator::Accelerator;
 use crate::error::{Error, Result};
 use crate::gradient::Slot;
 use crate::gradient::hook::Held;
+use crate::outcome::Failure;
 use crate::precision::ScalerState;
 
 /// The models that were prepared, known by their parameters' ids.
@@ -52,40 +53,72 @@ pub(crate) struct Models(Mutex<HashMap<ParamId, Arc<Slot>>>);
 
 impl Models {
     /// The slot of a prepared model, whatever has become of its values since.
+    ///
+    /// What a model trains tells which one it is: a part that is frozen in it may be a model of its own.
     pub(crate) fn find<M: Module>(&self, model: &M) -> Result<Arc<Slot>> {
-        let slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let slots = self.lock();
         let mut search = Search {
             slots: &slots,
-            found: None,
-            mixed: false,
+            trained: Found::default(),
+            frozen: Found::default(),
             trains: false,
         };
         model.visit(&mut search);
-        if search.mixed {
-            return Err(Error::misuse(
+        let Search {
+            trained,
+            frozen,
+            trains,
+            ..
+        } = search;
+        let found = match trained {
+            Found::None => frozen,
+            trained => trained,
+        };
+        match found {
+            Found::One(slot) => Ok(slot),
+            Found::Several => Err(Error::misuse(
                 "parts of this model were prepared as parts of different models: prepare it as \
                  one, after the others",
-            ));
-        }
-        search.found.ok_or_else(|| {
-            Error::misuse(if !search.trains {
+            )),
+            Found::None => Err(Error::misuse(if !trains {
                 "this model has no trainable parameter, so nothing is known of it, prepared or not: unfreeze \
                  some, and prepare it then"
             } else {
                 "this model was not prepared, or got other parameter ids since (by loading a \
                  record): pass it through `Accelerator::prepare` before `backward`"
-            })
-        })
+            })),
+        }
     }
 
-    fn insert(&self, slot: Slot) {
+    /// The slot of the model with all of these parameters, and no others, trained or frozen.
+    fn same(&self, layout: &Layout) -> Option<Arc<Slot>> {
+        let ids = layout.ids();
+        let slots = self.lock();
+        let known = |id: &u64| slots.get(&ParamId::from(*id));
+        ids.iter()
+            .filter_map(known)
+            .find(|slot| slot.ids() == ids)
+            .cloned()
+    }
+
+    /// Makes a model known; where it was before, as what it is now.
+    fn insert(&self, layout: &Layout, slot: Slot) {
+        let before = self.same(layout);
         let slot = Arc::new(slot);
-        let mut slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slots = self.lock();
+        if let Some(before) = before {
+            // What is frozen now is known no more by what was trained then.
+            slots.retain(|_, slot| !Arc::ptr_eq(slot, &before));
+        }
         // One that still trains takes it again.
         slots.values().for_each(|slot| slot.release_spare());
         for parameter in slot.parameters() {
             slots.insert(parameter.id, slot.clone());
         }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<ParamId, Arc<Slot>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -104,30 +137,64 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
         model.fork(&device)
     };
     // Reading the layout initialises lazy parameters, in one order on every rank.
-    let mut layout = Layout::of(&model);
+    let layout = Layout::of(&model);
+    let known = accelerator.shared.models.same(&layout);
+    let ready = known.as_ref().map(|slot| check_between_steps(slot));
     let group = accelerator.group();
-    let model = if group.world_size() > 1 {
-        let preparing = group.for_purpose("prepare a model");
-        layout.check_against(&preparing.all_gather_object(&layout)?)?;
-        let model = replicate::from_rank_zero(group, model, &layout)?;
-        layout = Layout::of(&model);
-        model
-    } else {
-        model
-    };
-    // Rank 0's values, so all ranks come to the same answer.
-    let tied = TiedParameters::checked(&model)?;
-    let model = tied.retie(model);
-    let slot = Slot::new(
-        layout.trainable(),
-        accelerator.shared.settings.bucket_size,
-        accelerator.shared.overlap,
-    );
-    let slot = slot.with_tied(tied).with_scaler(accelerator.scaler());
-    let hook = accelerator.communication_hook();
-    let slot = slot.with_road(accelerator.shared.road.clone(), hook);
-    accelerator.shared.models.insert(slot);
+    if group.world_size() == 1 {
+        ready.transpose()?;
+        let model = TiedParameters::checked(&model)?.retie(model);
+        make_known(accelerator, &model, known.as_deref());
+        return Ok(model);
+    }
+    let preparing = group.for_purpose("prepare a model");
+    let ready_told = ready
+        .as_ref()
+        .map(|ready| ready.as_ref().map(|()| ()).map_err(Failure::of));
+    let (layouts, told): (Vec<_>, Vec<_>) = preparing
+        .all_gather_object(&(layout.clone(), ready_told))?
+        .into_iter()
+        .unzip();
+    layout.check_against(&layouts)?;
+    // One that is new on some rank is new on all of them.
+    let told: Option<Vec<Result<(), Failure>>> = told.into_iter().collect();
+    let known = known.filter(|_| told.is_some());
+    if let Some(told) = told {
+        ready.transpose()?;
+        for (rank, told) in told.into_iter().enumerate() {
+            told.map_err(|failure| failure.into_error(rank, "prepare the model again"))?;
+        }
+        // Each rank has statistics of its own, which rank 0's replace.
+        accelerator.sync_buffers(&model)?;
+    }
+    let model = replicate::from_rank_zero(group, model, &layout)?;
+    // Of rank 0's values, so all ranks come to the same answer.
+    let model = TiedParameters::checked(&model)?.retie(model);
+    make_known(accelerator, &model, known.as_deref());
     Ok(model)
+}
+
+/// Makes a model known that was given `before`, or is new.
+fn make_known<M: Module>(accelerator: &Accelerator, model: &M, before: Option<&Slot>) {
+    let hook = accelerator.communication_hook();
+    let (steps, scaler) = match before {
+        Some(before) => (before.steps(), before.scaler_state()),
+        None => (0, None),
+    };
+    insert(accelerator, model, steps, scaler, hook);
+}
+
+/// Refuses to prepare a model again where what it did since its last step would be lost.
+fn check_between_steps(slot: &Slot) -> Result<()> {
+    slot.round().check_together("prepare a model again")?;
+    match slot.open_micro_steps() {
+        0 => Ok(()),
+        open => Err(Error::misuse(format!(
+            "a model is prepared again between optimizer steps, and {open} micro-steps of the next one are \
+             done: end the window with `trigger_sync`, or prepare it at the end of an epoch; for a training \
+             from the start, build the model anew, since a clone is the same model"
+        ))),
+    }
 }
 
 /// Gives a prepared model the values and ids that were saved at `path`, which rank 0 alone reads,
@@ -143,18 +210,36 @@ pub(crate) fn resume<M: Module>(
     hook: Option<Held>,
 ) -> Result<M> {
     let model = restore_values(accelerator, model, path, saved)?;
-    let bucket_size = accelerator.shared.settings.bucket_size;
-    let overlap = accelerator.shared.overlap;
-    let slot = Slot::new(Layout::of(&model).trainable(), bucket_size, overlap);
-    let going_on = accelerator.scaler().map(|fresh| match scaler {
+    insert(accelerator, &model, steps, scaler, hook);
+    Ok(model)
+}
+
+/// Makes a model known, after so many steps, with that scale of its losses and that hook.
+fn insert<M: Module>(
+    accelerator: &Accelerator,
+    model: &M,
+    steps: u64,
+    scaler: Option<ScalerState>,
+    hook: Option<Held>,
+) {
+    let shared = &accelerator.shared;
+    let layout = Layout::of(model);
+    let slot = Slot::new(
+        layout.trainable(),
+        shared.settings.bucket_size,
+        shared.overlap,
+    );
+    let scaler = accelerator.scaler().map(|fresh| match scaler {
         Some(state) => fresh.with_state(state),
         None => fresh,
     });
-    let slot = slot.with_tied(TiedParameters::of(&model));
-    let slot = slot.with_steps(steps).with_scaler(going_on);
-    let slot = slot.with_road(accelerator.shared.road.clone(), hook);
-    accelerator.shared.models.insert(slot);
-    Ok(model)
+    let slot = slot
+        .with_ids(layout.ids())
+        .with_tied(TiedParameters::of(model))
+        .with_steps(steps)
+        .with_scaler(scaler)
+        .with_road(shared.road.clone(), hook);
+    shared.models.insert(&layout, slot);
 }
 
 /// Gives a model the values and ids that were saved at `path`, which rank 0 alone reads.
@@ -173,19 +258,37 @@ pub(crate) fn restore_values<M: Module>(
 
 struct Search<'a> {
     slots: &'a HashMap<ParamId, Arc<Slot>>,
-    found: Option<Arc<Slot>>,
-    mixed: bool,
+    /// By what takes a gradient.
+    trained: Found,
+    /// By the rest: all of a model for evaluation.
+    frozen: Found,
     /// Whether there is a parameter that takes a gradient.
     trains: bool,
 }
 
+#[derive(Default)]
+enum Found {
+    #[default]
+    None,
+    One(Arc<Slot>),
+    Several,
+}
+
 impl ModuleVisitor for Search<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.trains |= param.is_require_grad();
-        match (&self.found, self.slots.get(&param.id)) {
-            (Some(found), Some(slot)) => self.mixed |= !Arc::ptr_eq(found, slot),
-            (None, Some(slot)) => self.found = Some(slot.clone()),
-            (_, None) => {}
+        let trains = param.is_require_grad();
+        self.trains |= trains;
+        let Some(slot) = self.slots.get(&param.id) else {
+            return;
+        };
+        let found = match trains {
+            true => &mut self.trained,
+            false => &mut self.frozen,
+        };
+        match found {
+            Found::None => *found = Found::One(slot.clone()),
+            Found::One(known) if Arc::ptr_eq(known, slot) => {}
+            Found::One(_) | Found::Several => *found = Found::Several,
         }
     }
 }

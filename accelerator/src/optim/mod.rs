@@ -101,6 +101,72 @@
 //! # assert_ne!(model.layers[1].weight.val().into_data(), before[1]);
 //! # Ok::<(), Error>(())
 //! ```
+//!
+//! # Freezing and unfreezing on the way
+//!
+//! Fine-tuning often trains a new head first, and all of the model later. Freeze or unfreeze with Burn's methods
+//! between two steps, and prepare the model again, on every rank:
+//!
+//! ```
+//! use accelerator::prelude::*;
+//! use burn::module::{Module, ParamGroup};
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::optim::AdamWConfig;
+//! # use burn::tensor::Tensor;
+//!
+//! #[derive(Debug, Module)]
+//! struct Net {
+//!     base: Linear,
+//!     head: Linear,
+//! }
+//!
+//! let accelerator = Accelerator::new()?;
+//! let device = accelerator.device();
+//! let model = Net {
+//!     base: LinearConfig::new(2, 2).init(&device),
+//!     head: LinearConfig::new(2, 1).init(&device),
+//! };
+//! let base = || ParamGroup::from_predicate("base.");
+//! let parts = (model.freeze_group(base()), AdamWConfig::new().init());
+//! let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+//! # let pretrained = model.base.weight.val().into_data();
+//! for step in 0..6 {
+//!     if step == 3 {
+//! #         assert_eq!(model.base.weight.val().into_data(), pretrained);
+//!         model = accelerator.prepare(model.unfreeze_group(base()))?;
+//!     }
+//!     let input = Tensor::<2>::ones([4, 2], &device);
+//!     let loss = model.head.forward(model.base.forward(input)).powi_scalar(2).mean();
+//!     let gradients = accelerator.backward(loss, &model, 4)?;
+//!     model = optimizer.step(1e-2, model, gradients);
+//! }
+//! # assert_ne!(model.base.weight.val().into_data(), pretrained);
+//! assert_eq!(optimizer.steps(), 6);
+//! # Ok::<(), Error>(())
+//! ```
+//!
+//! What goes on, and what begins anew, when a model is prepared again:
+//!
+//! | goes on | begins anew |
+//! |---|---|
+//! | the optimizer, with the state of every parameter. That of a frozen one waits until it is trained again; where it is [`Sharded`], it stays on its rank | the buckets, which hold the gradients of what is trained |
+//! | the schedule; the count of steps | [overlap](crate::Overlap), which learns again in two windows when gradients are ready |
+//! | the [scale of losses](crate::precision) | what a [communication hook](crate::hook) keeps |
+//! | [`Ema`](crate::Ema), [`DiLoCo`](crate::local::DiLoCo), running statistics, which are brought together over the ranks | |
+//!
+//! Let the optimizer use the gradients of the last `backward` before. In the middle of an accumulation window, or
+//! of [local training](crate::local), `prepare` returns [`Error::is_misuse`](crate::Error::is_misuse) on every
+//! rank, and the model goes on as it was.
+//!
+//! A checkpoint keeps the state of all parameters, and not which of them are frozen. After
+//! [`resume`](crate::Accelerator::resume), freeze what is frozen at [`Position::step`] or
+//! [`Position::epoch`], and prepare the model again; or freeze it before the first `prepare`.
+//!
+//! Freezing alone, without `prepare`, trains the same values: what is frozen has no gradient on any rank. But its
+//! place in the buckets is still sent. Unfreezing alone is an error of the next `backward`.
+//!
+//! [`Position::step`]: crate::checkpoint::Position::step
+//! [`Position::epoch`]: crate::checkpoint::Position::epoch
 
 mod census;
 mod factor;
