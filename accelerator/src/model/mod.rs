@@ -121,6 +121,7 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
     let hook = accelerator.communication_hook();
     let slot = slot.with_road(accelerator.shared.road.clone(), hook);
     accelerator.shared.models.insert(slot);
+    accelerator.shared.failed_calls.forget();
     Ok(model)
 }
 
@@ -147,6 +148,7 @@ pub(crate) fn resume<M: Module>(
     let slot = slot.with_steps(steps).with_scaler(going_on);
     let slot = slot.with_road(accelerator.shared.road.clone(), hook);
     accelerator.shared.models.insert(slot);
+    accelerator.shared.failed_calls.forget();
     Ok(model)
 }
 
