@@ -9,8 +9,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use accelerator::checkpoint::{Object, PerRank};
+use accelerator::hook::PowerSgd;
+use accelerator::optim::{Manual, Sharded};
 use accelerator::prelude::*;
-use accelerator::{Clip, Weight};
+use accelerator::{AcceleratorBuilder, Clip, Weight};
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear};
 use burn::optim::SgdConfig;
@@ -253,6 +255,115 @@ fn the_mean_of_an_epoch_is_exact_after_a_resume_in_its_middle() {
             close(all, wanted);
             if ranks > 1 {
                 close(own, wanted);
+            }
+        }
+    }
+}
+
+/// How a call of `backward` fails on one rank before the others hear of it.
+#[derive(Clone, Copy, Debug)]
+enum Misstep {
+    /// The loss is no mean.
+    Loss,
+    /// The model was not prepared.
+    Model,
+}
+
+/// Training in which rank 1 takes a false step, and goes on. Gives, for each rank, the step in which a call fails
+/// otherwise, the errors of that call and the next one, and how many micro-steps its windows take after the
+/// model was prepared again, or resumed.
+fn after_a_misstep(
+    builder: AcceleratorBuilder,
+    misstep: Misstep,
+    at: usize,
+    is_sharded: bool,
+) -> Vec<(usize, [Error; 2], usize)> {
+    let folder = tempfile::tempdir().unwrap();
+    let train = |accelerator: Accelerator| {
+        let device = accelerator.device();
+        let prepared = |model| -> Result<(Linear, PreparedOptimizer<Manual>)> {
+            let optimizer = SgdConfig::new().init();
+            match is_sharded {
+                true => accelerator.prepare((model, Sharded(optimizer))),
+                false => accelerator.prepare((model, optimizer)),
+            }
+        };
+        let (mut model, mut optimizer) = prepared(line(&device))?;
+        accelerator.save_state(folder.path(), &model)?;
+        let stranger = line(&device);
+        let input = Tensor::<2>::ones([2, 1], &device);
+        let mut errors = Vec::new();
+        for step in 0..20 {
+            let output = model.forward(input.clone());
+            if accelerator.rank() == 1 && step == at {
+                let error = match misstep {
+                    Misstep::Loss => accelerator.backward(output.reshape([2]), &model, 2),
+                    Misstep::Model => accelerator.backward(output.mean(), &stranger, 2),
+                };
+                assert!(error.is_err_and(|error| error.is_misuse()));
+                continue;
+            }
+            match accelerator.backward(output.mean(), &model, 2) {
+                Ok(gradients) => model = optimizer.step(0.1, model, gradients),
+                Err(error) => errors.push((step, error)),
+            }
+            let [(step, first), (_, second)] = &errors[..] else {
+                continue;
+            };
+            let told = (*step, [first.clone(), second.clone()]);
+            let model = match is_sharded {
+                true => prepared(model)?.0,
+                false => accelerator.resume(folder.path(), model)?.0,
+            };
+            let mut micro_steps = 1;
+            while accelerator
+                .backward(model.forward(input.clone()).mean(), &model, 2)?
+                .is_accumulating()
+            {
+                micro_steps += 1;
+            }
+            return Ok((told.0, told.1, micro_steps));
+        }
+        panic!("rank {} was not told", accelerator.rank());
+    };
+    builder.launch(3, train).unwrap()
+}
+
+#[test]
+fn a_call_that_failed_on_one_rank_alone_is_told_to_all_by_the_next() {
+    let builders = || {
+        let plain = Accelerator::builder;
+        [
+            plain().with_overlap(Overlap::Off),
+            plain().with_overlap(Overlap::On),
+            plain().with_compression(Compression::F16),
+            plain().with_communication_hook(|| PowerSgd::new(1)),
+        ]
+    };
+    for misstep in [Misstep::Loss, Misstep::Model] {
+        for (accumulation, at) in [(1, 5), (3, 4), (3, 5)] {
+            for (builder, is_sharded) in builders()
+                .into_iter()
+                .flat_map(|b| [(b.clone(), false), (b, true)])
+            {
+                let builder = builder.accumulation_steps(accumulation);
+                let told = after_a_misstep(builder, misstep, at, is_sharded);
+                for (rank, (step, errors, micro_steps)) in told.into_iter().enumerate() {
+                    // Where the window ends that is one step longer on rank 1.
+                    assert_eq!(step, 5 + usize::from(rank == 1));
+                    assert_eq!(micro_steps, accumulation);
+                    for error in errors {
+                        assert!(error.is_misuse(), "{error:?}");
+                        let text = error.to_string();
+                        let cause = match misstep {
+                            Misstep::Loss => "the loss has 2 elements",
+                            Misstep::Model => "this model was not prepared",
+                        };
+                        for part in ["failed on rank 1", "went on", cause] {
+                            assert_eq!(text.matches(part).count(), 1, "{part} in {text}");
+                        }
+                    }
+                }
             }
         }
     }

@@ -6,9 +6,9 @@ mod common;
 
 use accelerator::precision::{LossScale, in_full};
 use accelerator::prelude::*;
-use accelerator::{Overlap, OverlapState};
+use accelerator::{GradientReduction, Overlap, OverlapState};
 use burn::lr_scheduler::step::StepLrSchedulerConfig;
-use burn::module::{Module, ModuleMapper, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::{BatchNorm, BatchNormConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, SgdConfig};
@@ -410,4 +410,108 @@ impl Stack {
         let layers = self.layers.iter();
         layers.fold(input, |x, layer| relu(layer.forward(x)) + 0.1)
     }
+}
+
+/// What each rank holds after eight windows of training a stack with masters of that type, its losses, and how
+/// many buckets it sent while backward ran.
+fn train_masters(
+    masters: DType,
+    precision: Precision,
+    accumulation: usize,
+    overlap: Overlap,
+    reduction: GradientReduction,
+) -> Vec<(Vec<TensorData>, Vec<f64>, u64)> {
+    Accelerator::builder()
+        .device(DeviceKind::Flex)
+        .bucket_size(1024)
+        .accumulation_steps(accumulation)
+        .with_overlap(overlap)
+        .with_reduction(reduction)
+        .precision(precision)
+        .launch(2, |accelerator| {
+            let device = accelerator.device();
+            let layers = (0..4).map(|_| LinearConfig::new(32, 32).init(&device));
+            let layers = layers.collect();
+            let stack = known(Stack { layers }).map(&mut InType(masters));
+            let (mut model, mut optimizer) =
+                accelerator.prepare((stack, SgdConfig::new().init()))?;
+            let mut losses = Vec::new();
+            for step in 0..8 * accumulation {
+                let rows = 3 + accelerator.rank();
+                let seed = (accelerator.rank() * 31 + step * 7) as f32;
+                let values = (0..rows * 32).map(|i| (i as f32 * 0.37 + seed).sin());
+                let input = TensorData::new(values.collect::<Vec<f32>>(), [rows, 32]);
+                let input = Tensor::from_data(input, &device.clone().inner());
+                let input = accelerator.to_working(input);
+                let loss = accelerator.forward(&model, |model| {
+                    let output = accelerator.to_full(model.forward(input));
+                    // Gradients below 6·10⁻⁵, where bf16 has more bits than f16.
+                    (output - 0.7).powi_scalar(2).mean() * 1e-4
+                });
+                let gradients = accelerator.backward(loss, &model, rows)?.clip_norm(5e-5);
+                losses.extend(gradients.loss());
+                model = optimizer.step(1e3, model, gradients);
+            }
+            let report = accelerator.overlap_report(&model)?;
+            assert_eq!(report.repairs, 0, "{report:?}");
+            Ok((parameters(&model), losses, report.early_total))
+        })
+        .unwrap()
+}
+
+/// Casts parameters.
+struct InType(DType);
+
+impl ModuleMapper for InType {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, old, mapper) = param.consume();
+        let values = old.to_data().convert_dtype(self.0);
+        let new = Tensor::from_data(values, (&old.device(), self.0));
+        Param::from_mapped_value(id, new.set_require_grad(old.is_require_grad()), mapper)
+    }
+}
+
+fn parameters<M: Module>(model: &M) -> Vec<TensorData> {
+    struct Reader(Vec<TensorData>);
+    impl ModuleVisitor for Reader {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            self.0.push(param.val().into_data());
+        }
+    }
+    let mut reader = Reader(Vec::new());
+    model.visit(&mut reader);
+    reader.0
+}
+
+#[test]
+fn masters_of_every_type_get_the_same_bits_with_overlap_and_without() {
+    let (auto, staged) = (GradientReduction::Auto, GradientReduction::Staged);
+    for masters in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+        for precision in [Precision::Bf16, Precision::F16] {
+            for (accumulation, reduction) in [(1, auto), (2, auto), (1, staged), (2, staged)] {
+                let run =
+                    |overlap| train_masters(masters, precision, accumulation, overlap, reduction);
+                let (off, on) = (run(Overlap::Off), run(Overlap::On));
+                let name = format!("{masters:?} in {precision}, {reduction:?}");
+                for (on, off) in on.iter().zip(&off) {
+                    let (parameters, losses, early) = on;
+                    assert_eq!((parameters, losses), (&off.0, &off.1), "{name}");
+                    assert_eq!(parameters[0].dtype(), masters);
+                    // A cast to half precision rounds, so it has to be waited for.
+                    let in_half = format!("{masters:?}").to_lowercase() == precision.name();
+                    let is_early = in_half || matches!(masters, DType::F64 | DType::F32);
+                    assert_eq!(*early > 0, is_early, "{name}");
+                }
+                assert_eq!(off[0].0, off[1].0, "{name}");
+                assert_ne!(off[0].0, known_in(masters), "{name}: it learns");
+            }
+        }
+    }
+}
+
+/// The parameters that [`train_masters`] begins with.
+fn known_in(masters: DType) -> Vec<TensorData> {
+    let layer = |_| LinearConfig::new(32, 32).init(&Device::flex());
+    let layers = (0..4).map(layer).collect();
+    parameters(&known(Stack { layers }).map(&mut InType(masters)))
 }

@@ -27,8 +27,8 @@ use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::hook;
 use crate::gradient::{
-    Compression, GradientReduction, Gradients, Overlap, OverlapReport, Reach, Road, Switch, Turn,
-    Weight,
+    Compression, FailedCalls, GradientReduction, Gradients, Overlap, OverlapReport, Reach, Road,
+    Switch, Turn, Weight,
 };
 use crate::logging::Warned;
 use crate::model::Models;
@@ -63,6 +63,7 @@ pub(crate) struct Shared {
     pub(crate) checkpoints: Ongoing,
     pub(crate) crossing: Crossing,
     pub(crate) device: Device,
+    pub(crate) failed_calls: Arc<FailedCalls>,
     pub(crate) group: ProcessGroup,
     pub(crate) kind: DeviceKind,
     /// How many loaders were prepared: the next one's number.
@@ -285,7 +286,9 @@ impl Accelerator {
     /// or out of the [bounds](crate::Weight) of sums, a
     /// batch of a loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), a call where the ranks are
     /// not together, as in [`on_main_process`](Self::on_main_process), which leaves the window as it is, or after
-    /// a [`SyncBatchNorm`](crate::nn::SyncBatchNorm) was used there, or a call while another
+    /// a [`SyncBatchNorm`](crate::nn::SyncBatchNorm) was used there, a call after one that failed on some ranks
+    /// alone and that their programs went on from, which all ranks are told until the next
+    /// [`prepare`](Self::prepare) or [`resume`](Self::resume) of a model, or a call while another
     /// thread reduces gradients of the same model, or of one whose window is being reduced, which ends
     /// the group;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost. The model

@@ -36,15 +36,31 @@ pub(crate) fn backward<M: Module>(
     weight: Weight,
     reach: Reach,
 ) -> Result<Gradients> {
+    let group = accelerator.group();
+    if reach == Reach::Own || group.world_size() == 1 {
+        return run(accelerator, loss, model, weight, reach);
+    }
+    let call = accelerator.shared.failed_calls.begin();
+    let gradients = run(accelerator, loss, model, weight, reach);
+    call.end(gradients.as_ref().err());
+    gradients
+}
+
+#[track_caller]
+fn run<M: Module>(
+    accelerator: &Accelerator,
+    loss: Tensor<1>,
+    model: &M,
+    weight: Weight,
+    reach: Reach,
+) -> Result<Gradients> {
     let slot = accelerator.shared.models.find(model)?;
     slot.tied().check(model)?;
     // The graph of a working copy is used up by this, or never.
     let copy = slot.take_working();
     let group = accelerator.group();
     if group.world_size() > 1 {
-        // The forward of this rank alone says more than what comes of it.
-        accelerator.shared.crossing.check()?;
-        group.check_allowed("`backward`")?;
+        check_together(accelerator).inspect_err(|_| accelerator.shared.failed_calls.release())?;
     }
     if reach == Reach::All {
         slot.round().check_together("average its gradients")?;
@@ -208,6 +224,7 @@ fn reduce<M: Module>(
     let scale = slot.loss_scale();
     let reducer = reducer.with_loss_scale(scale.unwrap_or(1.0));
     let reducer = reducer.with_trigger(accelerator.shared.trigger.clone());
+    let reducer = reducer.with_failed_calls(accelerator.shared.failed_calls.clone());
     let value = loss.clone();
     let (gradients, reducer, lesson) = {
         let _backward = timeline.span(Phase::Backward);
@@ -280,6 +297,14 @@ fn check_precision_used(accelerator: &Accelerator, slot: &Slot) {
              with `accelerator.to_working(input)` for what goes in (said once a model)"
         ));
     }
+}
+
+/// Refuses a call that this rank makes alone.
+fn check_together(accelerator: &Accelerator) -> Result<()> {
+    // The forward of this rank alone says more than what comes of it.
+    accelerator.shared.crossing.check()?;
+    accelerator.group().check_allowed("`backward`")?;
+    Ok(())
 }
 
 fn check(loss: &Tensor<1>, weight: &Weight) -> Result<()> {

@@ -16,7 +16,8 @@ pub(super) enum Entry {
     Add,
 }
 
-/// Puts `weight · gradient` into a buffer.
+/// Puts `weight · gradient` into a buffer. One in half precision may be that of the working copy of a parameter in
+/// `f64`, and is widened to the type of the buffer.
 pub(super) fn write(
     buffer: &mut Buffer,
     range: &Range<usize>,
@@ -28,20 +29,8 @@ pub(super) fn write(
     match gradient {
         Values::F64(from) => put(f64s_mut(buffer, range), from, weight, entry, |v| v),
         Values::F32(from) => put(f32s_mut(buffer, range), from, single, entry, |v| v),
-        Values::F16(from) => put(
-            f32s_mut(buffer, range),
-            from,
-            single,
-            entry,
-            half::f16::to_f32,
-        ),
-        Values::Bf16(from) => put(
-            f32s_mut(buffer, range),
-            from,
-            single,
-            entry,
-            half::bf16::to_f32,
-        ),
+        Values::F16(from) => put_half(buffer, range, from, weight, entry, half::f16::to_f32),
+        Values::Bf16(from) => put_half(buffer, range, from, weight, entry, half::bf16::to_f32),
     }
 }
 
@@ -183,6 +172,22 @@ where
                 *into += widen(*from) * weight;
             }
         }
+    }
+}
+
+fn put_half<S: Copy>(
+    buffer: &mut Buffer,
+    range: &Range<usize>,
+    from: &[S],
+    weight: f64,
+    entry: Entry,
+    widen: impl Fn(S) -> f32,
+) {
+    match buffer.dtype() {
+        DType::F64 => put(f64s_mut(buffer, range), from, weight, entry, |v| {
+            f64::from(widen(v))
+        }),
+        _ => put(f32s_mut(buffer, range), from, weight as f32, entry, widen),
     }
 }
 

@@ -240,6 +240,7 @@ fn insert<M: Module>(
         .with_scaler(scaler)
         .with_road(shared.road.clone(), hook);
     shared.models.insert(&layout, slot);
+    shared.failed_calls.forget();
 }
 
 /// Gives a model the values and ids that were saved at `path`, which rank 0 alone reads.

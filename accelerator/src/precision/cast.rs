@@ -17,14 +17,19 @@ struct Pair {
 }
 
 impl Cast {
-    /// `value`, in that type, and the cast that backward comes to; `None` where it is Burn's own.
+    /// `value`, in that type of half precision, and the cast that backward comes to; `None` where it is Burn's
+    /// own.
+    ///
+    /// It is where that of a gradient rounds, as from bf16 to f16: whoever sees one before the cast must be able
+    /// to tell what comes of it, which is the same value where it is widened.
     pub(crate) fn of<const D: usize>(
         value: Tensor<D>,
         dtype: FloatDType,
     ) -> (Tensor<D>, Option<Arc<Self>>) {
         let full = value.dtype();
         let parent = value.clone().into_dispatch();
-        if full == dtype.into() || !graph::serves(&Tensor::from_dispatch(parent.clone())) {
+        let widens = matches!(full, DType::F64 | DType::F32 | DType::Flex32);
+        if !widens || !graph::serves(&Tensor::from_dispatch(parent.clone())) {
             return (value.cast(dtype), None);
         }
         let cast = Arc::new(Self::default());

@@ -163,6 +163,7 @@ impl AcceleratorBuilder {
                 timeline,
                 trigger: Arc::default(),
                 crossing: Crossing::default(),
+                failed_calls: Arc::default(),
                 turn: Turn::default(),
                 warned: Warned::default(),
             }),

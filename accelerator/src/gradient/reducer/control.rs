@@ -1,6 +1,7 @@
 //! What ranks tell each other beside the sums.
 
 use accelerator_collective::{Buffer, DType, ProcessGroup, ReduceOp};
+use accelerator_plan::mix;
 
 use super::{Pace, Reducer, waited};
 use crate::agreement::sides;
@@ -13,7 +14,7 @@ pub(in crate::gradient) fn length(parameters: usize, buckets: usize) -> usize {
 }
 
 /// How many stand in front of the flags; see [`Told`].
-const HEADER: usize = 7;
+const HEADER: usize = 5;
 
 /// What all ranks have told each other in a control vector: sums over them.
 #[derive(Clone, Copy, Debug)]
@@ -21,10 +22,8 @@ pub(super) struct Told<'a> {
     pub(super) weight: f64,
     /// Σ weight · loss.
     pub(super) loss: f64,
-    /// Of micro-steps, and of their squares.
-    steps: [f64; 2],
-    /// Of what tells models apart, and of its squares.
-    model: [f64; 2],
+    /// Of what tells windows apart, and of its echoes.
+    window: [f64; 2],
     /// How many ranks want the norm.
     norm: f64,
     /// By parameter: how many ranks have a gradient.
@@ -42,18 +41,7 @@ impl<'a> Told<'a> {
             Some(control) => control.as_slice::<f64>()?,
             None => &[],
         };
-        let [
-            weight,
-            loss,
-            steps,
-            steps_squared,
-            model,
-            model_squared,
-            norm,
-            flags @ ..,
-            trigger,
-        ] = values
-        else {
+        let [weight, loss, window, echo, norm, flags @ .., trigger] = values else {
             return Err(Error::new(
                 Kind::Collective,
                 "what ranks tell each other of a window was given up before it came",
@@ -63,8 +51,7 @@ impl<'a> Told<'a> {
         Ok(Self {
             weight: *weight,
             loss: *loss,
-            steps: [*steps, *steps_squared],
-            model: [*model, *model_squared],
+            window: [*window, *echo],
             norm: *norm,
             present,
             odd,
@@ -81,9 +68,9 @@ impl<'a> Told<'a> {
         self.odd.iter().map(|ranks| *ranks > 0.0)
     }
 
-    /// Whether windows of the same length, of the same model, ended on all ranks.
+    /// Whether windows of the same length, of the same model, ended on all ranks, none of which has missed one.
     pub(super) fn windows_agree(&self, group: &ProcessGroup) -> bool {
-        is_one_number(group, self.steps) && is_one_number(group, self.model)
+        is_one_fingerprint(group.world_size(), self.window)
     }
 }
 
@@ -119,24 +106,17 @@ impl Reducer {
         let Some(mut control) = ledger.control.take() else {
             return Ok(());
         };
-        let [
-            weight,
-            loss,
-            steps,
-            steps_squared,
-            model,
-            model_squared,
-            wants_norm,
-            rest @ ..,
-        ] = control.as_mut_slice::<f64>()?
+        let [weight, loss, window, window_echo, wants_norm, rest @ ..] =
+            control.as_mut_slice::<f64>()?
         else {
             return Ok(());
         };
         (*weight, *loss) = (self.total, self.loss.read);
-        *steps = self.micro_steps as f64;
-        *steps_squared = *steps * *steps;
-        *model = f64::from(self.model.mark());
-        *model_squared = *model * *model;
+        let ranks = self.group.world_size();
+        let failed = self.failed_calls.as_ref().map_or(0, |calls| calls.count());
+        let here = [self.model.number(), self.micro_steps as u64, failed];
+        let here = fingerprint(ranks, &here);
+        (*window, *window_echo) = (here as f64, echo(ranks, here) as f64);
         *wants_norm = f64::from(u8::from(self.wants_norm));
         let here = ledger.written.iter().zip(&ledger.here);
         let here = here.map(|(written, here)| written | here);
@@ -183,6 +163,9 @@ impl Reducer {
         }
         let ledger = &mut self.ledger;
         let told = Told::read(&ledger.control, ledger.present.len())?;
+        if let Some(calls) = &self.failed_calls {
+            calls.release();
+        }
         for (present, ranks) in ledger.present.iter_mut().zip(told.present) {
             *present = *ranks > 0.0;
         }
@@ -193,39 +176,110 @@ impl Reducer {
     }
 }
 
-/// Whether windows of the same length, of the same model, ended on all ranks. All ranks see the same
-/// numbers, so all get the same error.
+/// Whether windows of the same length, of the same model, ended on all ranks, none of which has missed one. All
+/// ranks see the same numbers, so all get the same error.
 pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
-    let told = reducer.told()?;
     let group = &reducer.group;
-    if !is_one_number(group, told.model) {
-        let asking = group.for_purpose("average gradients");
-        let all = asking.all_gather_object(&reducer.model.to_string())?;
+    if reducer.told()?.windows_agree(group) {
+        return Ok(());
+    }
+    let failed = reducer.failed_calls.as_ref().map(|calls| calls.failed());
+    let mine = (
+        failed.unwrap_or_default(),
+        reducer.model.to_string(),
+        reducer.micro_steps as u64,
+    );
+    let asking = group.for_purpose("average gradients");
+    let all = asking.all_gather_object(&mine)?;
+    let least = all.iter().map(|(failed, ..)| failed.calls).min();
+    let missed = (0..)
+        .zip(&all)
+        .filter(|(_, (failed, ..))| Some(failed.calls) > least);
+    let missed: Vec<_> = missed
+        .map(|(rank, (failed, ..))| format!("rank {rank} ({})", failed.last))
+        .collect();
+    if !missed.is_empty() {
+        return Err(Error::misuse(format!(
+            "`backward` failed on {} before the other ranks heard of it, and the program went on, so that ranks \
+             average the gradients of different steps: return the error from the program, or resume the model \
+             on every rank",
+            missed.join(", ")
+        )));
+    }
+    let models: Vec<_> = all.iter().map(|(_, model, _)| model.clone()).collect();
+    if models.iter().any(|model| *model != models[0]) {
         return Err(Error::misuse(format!(
             "the ranks average gradients of different models with each other: {}; call `backward` for the \
              models in the same order on every rank",
-            sides(all)
+            sides(models)
         )));
     }
-    if !is_one_number(group, told.steps) {
-        let asking = group.for_purpose("average gradients");
-        let all = asking.all_gather(&[reducer.micro_steps as u64])?;
-        let shown: Vec<_> = (0..)
-            .zip(&all)
-            .map(|(rank, calls)| format!("{calls} on rank {rank}"))
-            .collect();
-        return Err(Error::misuse(format!(
-            "the accumulation windows that end here hold different numbers of `backward` calls: {}; call \
-             `no_sync` and `trigger_sync` in the same steps on every rank, and run the same number of \
-             steps",
-            shown.join(", ")
-        )));
-    }
-    Ok(())
+    let shown: Vec<_> = (0..)
+        .zip(&all)
+        .map(|(rank, (_, _, calls))| format!("{calls} on rank {rank}"))
+        .collect();
+    Err(Error::misuse(format!(
+        "the accumulation windows that end here hold different numbers of `backward` calls: {}; call \
+         `no_sync` and `trigger_sync` in the same steps on every rank, and run the same number of \
+         steps",
+        shown.join(", ")
+    )))
 }
 
-/// Whether all ranks have the same whole number, by its sum and that of its squares: the mean of the
-/// squares is the square of the mean where there is no variance.
-fn is_one_number(group: &ProcessGroup, [sum, squares]: [f64; 2]) -> bool {
-    squares * group.world_size() as f64 == sum * sum
+/// What tells windows apart, in as many bits as leave the sum over the ranks exact in an `f64`.
+fn fingerprint(ranks: usize, window: &[u64]) -> u64 {
+    mix(window) % ((1 << f64::MANTISSA_DIGITS) / ranks as u64)
+}
+
+/// What goes with a fingerprint, so that its sum tells whether all of them are one.
+fn echo(ranks: usize, fingerprint: u64) -> u64 {
+    self::fingerprint(ranks, &[fingerprint])
+}
+
+/// Whether all ranks have the same fingerprint, by the sums of fingerprints and of their echoes: where they are one,
+/// it is the mean, and so is its echo. All ranks see the same sums, and come to the same.
+fn is_one_fingerprint(ranks: usize, [fingerprints, echoes]: [f64; 2]) -> bool {
+    let mean = fingerprints as u64 / ranks as u64;
+    let sum = |one: u64| (one * ranks as u64) as f64;
+    sum(mean) == fingerprints && sum(echo(ranks, mean)) == echoes
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// What ranks come to that are in these windows.
+    fn agree(windows: &[[u64; 3]]) -> bool {
+        let ranks = windows.len();
+        let all = || windows.iter().map(|window| fingerprint(ranks, window));
+        let sum = |numbers: &mut dyn Iterator<Item = u64>| numbers.map(|one| one as f64).sum();
+        let echoes = &mut all().map(|one| echo(ranks, one));
+        is_one_fingerprint(ranks, [sum(&mut all()), sum(echoes)])
+    }
+
+    proptest! {
+        #[test]
+        fn ranks_agree_where_all_of_them_are_in_one_window(
+            window: [u64; 3],
+            others in proptest::collection::vec(any::<[u64; 3]>(), 1..4),
+            ranks in 1_usize..5000,
+        ) {
+            let mut windows = vec![window; ranks];
+            prop_assert!(agree(&windows));
+            windows.extend(others);
+            prop_assert!(!agree(&windows));
+        }
+    }
+
+    #[test]
+    fn windows_that_differ_in_one_number_are_told_apart() {
+        let window = [7, 3, 0];
+        for at in 0..3 {
+            let mut other = window;
+            other[at] += 1;
+            assert!(!agree(&[window, other]) && !agree(&[window, other, window]));
+        }
+    }
 }

@@ -16,6 +16,7 @@ use burn::tensor::Tensor;
 use self::promise::Promise;
 use self::sending::{is_networked, waited};
 use super::compression::{Compression, Scale};
+use super::failed_calls::FailedCalls;
 use super::ledger::{Ledger, Sight, Stage};
 use super::road::{Road, Sending};
 use super::slot::{ModelName, Slot};
@@ -46,6 +47,8 @@ pub(super) struct Reducer {
     control: Option<Pending>,
     /// Buckets that were sent before backward ended.
     early: usize,
+    /// What this rank tells of calls before this one.
+    failed_calls: Option<Arc<FailedCalls>>,
     group: ProcessGroup,
     /// Whether buckets hold the mean gradient in the end, or sums.
     handed_over: bool,
@@ -196,6 +199,7 @@ impl Reducer {
             compression: Compression::None,
             control: None,
             early: 0,
+            failed_calls: None,
             group: group.clone(),
             handed_over: false,
             ledger,
@@ -238,6 +242,14 @@ impl Reducer {
     pub(super) fn with_trigger(self, trigger: Arc<Trigger>) -> Self {
         Self {
             trigger: Some(trigger),
+            ..self
+        }
+    }
+
+    /// Tells the other ranks how often this one failed before.
+    pub(super) fn with_failed_calls(self, failed_calls: Arc<FailedCalls>) -> Self {
+        Self {
+            failed_calls: Some(failed_calls),
             ..self
         }
     }

@@ -186,3 +186,31 @@ fn a_window_that_the_group_refuses_owes_nothing() {
         group.barrier().unwrap();
     });
 }
+
+#[test]
+fn models_are_told_apart_by_more_than_a_few_bits() {
+    // Ids that have 16 bits of their hashes in common, the upper or the lower ones.
+    let (upper, lower) = (|hash: u64| hash >> 48, |hash: u64| hash & 0xFFFF);
+    for bits in [upper, lower] {
+        let of = |id: u64| bits(accelerator_plan::mix(&[id]));
+        let twin = (2..).find(|&id| of(id) == of(1)).unwrap();
+        let errors = on_two_ranks(|group| {
+            let id = ParamId::from([1, twin][group.rank()]);
+            let parameter = Trainable {
+                id,
+                path: "weight".to_owned(),
+                shape: vec![1000],
+                float: Float::F32,
+            };
+            let slot = Slot::new(vec![parameter], 1024, Switch::On);
+            let mut gradients = GradientsParams::new();
+            gradients.register(id, gradient(1.0));
+            reducer(&slot, &group).finish(&slot, gradients, loss(0.0), None)
+        });
+        for error in errors {
+            let error = error.unwrap_err();
+            assert!(error.is_misuse(), "{error:?}");
+            assert!(error.to_string().contains("different models"), "{error}");
+        }
+    }
+}
