@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::cell::Cell;
 use std::path::Path;
 
 use accelerator::optim::{InitFused, Scheduled, Sharded};
@@ -16,8 +17,8 @@ use burn::module::{Module, ModuleMapper, Param, ParamGroup};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{
-    AdaGradConfig, AdamConfig, AdamWConfig, LambConfig, ModuleOptimizer, MuonConfig, RmsPropConfig,
-    SgdConfig,
+    AdaGradConfig, AdamConfig, AdamWConfig, LambConfig, ModuleOptimizer, MuonConfig, Optimizer,
+    RmsPropConfig, SgdConfig,
 };
 use burn::tensor::activation::tanh;
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
@@ -96,6 +97,7 @@ const BOTH: [State; 2] = [State::Whole, State::Sharded];
 struct Case {
     accumulate: usize,
     clip: Option<f64>,
+    device: DeviceKind,
     dtype: DType,
     make: Make,
     schedule: Schedule,
@@ -112,6 +114,7 @@ enum Schedule {
 const CASE: Case = Case {
     accumulate: 1,
     clip: None,
+    device: DeviceKind::Flex,
     dtype: DType::F32,
     make: adamw,
     schedule: Schedule::PerStep,
@@ -122,6 +125,7 @@ fn adamw() -> ModuleOptimizer {
 }
 
 type Make = fn() -> ModuleOptimizer;
+type Resumed = accelerator::Result<Vec<Vec<f64>>>;
 type Parts = (Net, PreparedOptimizer<Scheduled>, PreparedLoader<Column>);
 
 impl Case {
@@ -137,7 +141,20 @@ impl Case {
         }
     }
 
+    fn builder(self) -> accelerator::AcceleratorBuilder {
+        let builder = Accelerator::builder()
+            .accumulation_steps(self.accumulate)
+            .device(self.device)
+            // Several buckets.
+            .bucket_size(20_000);
+        match self.device {
+            DeviceKind::Flex => builder,
+            _ => builder.dtype(float(self.dtype)),
+        }
+    }
+
     fn prepare(self, accelerator: &Accelerator, state: State) -> accelerator::Result<Parts> {
+        RANK.set(accelerator.rank());
         let model = Net::new(&accelerator.device(), self.dtype);
         // 11 samples in global batches of 4: in the last one, a rank of three is idle.
         let train = DataLoaderBuilder::new(ColumnBatcher)
@@ -183,19 +200,29 @@ impl Case {
     }
 
     fn run(self, ranks: usize, state: State) -> Vec<Vec<f64>> {
-        let outcomes = Accelerator::builder()
-            .accumulation_steps(self.accumulate)
-            .device(DeviceKind::Flex)
-            // Several buckets.
-            .bucket_size(20_000)
-            .launch(ranks, |accelerator| {
-                let parts = self.prepare(&accelerator, state)?;
-                let (parts, values) = self.train(&accelerator, parts, 0..2)?;
-                assert!(matches!(parts.1.outcome(), StepOutcome::Stepped { .. }));
-                assert_eq!(parts.1.steps(), if self.accumulate == 1 { 6 } else { 4 });
-                Ok(values)
-            });
+        let outcomes = self.builder().launch(ranks, |accelerator| {
+            let parts = self.prepare(&accelerator, state)?;
+            let (parts, values) = self.train(&accelerator, parts, 0..2)?;
+            assert!(matches!(parts.1.outcome(), StepOutcome::Stepped { .. }));
+            assert_eq!(parts.1.steps(), if self.accumulate == 1 { 6 } else { 4 });
+            Ok(values)
+        });
         of_every_rank(outcomes.unwrap())
+    }
+
+    /// Goes on from a checkpoint, for the second epoch.
+    fn resume(self, folder: &Path, ranks: usize, state: State) -> Vec<Resumed> {
+        let outcomes = self.builder().launch(ranks, |accelerator| {
+            let parts = self.prepare(&accelerator, state)?;
+            let (parts, position) = match accelerator.resume(folder, parts) {
+                Ok(resumed) => resumed,
+                Err(error) => return Ok(Err(error)),
+            };
+            assert_eq!((position.epoch(), position.step()), (1, 3));
+            let (_, values) = self.train(&accelerator, parts, 1..2)?;
+            Ok(Ok(values))
+        });
+        outcomes.unwrap()
     }
 
     fn check(self, name: &str) {
@@ -263,6 +290,51 @@ fn every_optimizer_learns_the_same_bits() {
         ("rmsprop", || RmsPropConfig::new().init()),
     ];
     for (name, make) in optimizers {
+        Case { make, ..CASE }.check(name);
+    }
+}
+
+thread_local! {
+    static RANK: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Gradient descent that rounds on one rank as if its processor were another one: a tensor of as many elements
+/// as the sample by which an optimizer is judged.
+#[derive(Clone)]
+struct Rounding {
+    rank: usize,
+}
+
+impl Optimizer for Rounding {
+    type State<const D: usize> = ();
+
+    fn step<const D: usize>(
+        &self,
+        rate: f64,
+        tensor: Tensor<D>,
+        gradient: Tensor<D>,
+        _state: Option<()>,
+    ) -> (Tensor<D>, Option<()>) {
+        let is_odd = RANK.get() == self.rank && tensor.shape().num_elements() == 48;
+        let stepped = tensor - gradient.mul_scalar(rate);
+        let rounded = if is_odd { stepped + 1e-6 } else { stepped };
+        (rounded, Some(()))
+    }
+
+    fn to_device<const D: usize>(_state: (), _device: &Device) {}
+}
+
+#[test]
+fn ranks_whose_processors_round_differently_cut_the_same_parameters() {
+    let cases: [(&str, Make); 2] = [
+        ("rank 0 is another processor", || {
+            Rounding { rank: 0 }.into()
+        }),
+        ("rank 1 is another processor", || {
+            Rounding { rank: 1 }.into()
+        }),
+    ];
+    for (name, make) in cases {
         Case { make, ..CASE }.check(name);
     }
 }
@@ -404,16 +476,9 @@ fn state_is_divided_by_the_number_of_ranks() {
     }
 }
 
-/// Goes on from a checkpoint, for the second epoch.
 fn resumed(folder: &Path, ranks: usize, state: State) -> Vec<Vec<f64>> {
-    let outcomes = accelerator::launch(ranks, |accelerator| {
-        let parts = CASE.prepare(&accelerator, state)?;
-        let (parts, position) = accelerator.resume(folder, parts)?;
-        assert_eq!((position.epoch(), position.step()), (1, 3));
-        CASE.train(&accelerator, parts, 1..2)
-            .map(|(_, values)| values)
-    });
-    of_every_rank(outcomes.unwrap())
+    let outcomes = CASE.resume(folder, ranks, state).into_iter();
+    of_every_rank(outcomes.map(Result::unwrap).collect())
 }
 
 #[test]

@@ -15,7 +15,7 @@ const SCALES: [f64; 3] = [1.0, 1e-3, 1e3];
 /// Whether an optimizer without state steps each element of a parameter by itself: a small tensor in
 /// its place comes out the same, bit for bit, as a whole and in pieces.
 ///
-/// Every rank comes to the same answer: numbers are fixed.
+/// Numbers are fixed, but processors with other vectors may round otherwise: one rank asks, and tells the others.
 pub(super) fn is_element_wise(
     blank: &ModuleOptimizer,
     parameter: &Trainable,
