@@ -17,12 +17,12 @@ use burn::module::{Module, ModuleMapper, Param, ParamGroup};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{
-    AdaGradConfig, AdamConfig, AdamWConfig, LambConfig, ModuleOptimizer, MuonConfig, Optimizer,
-    RmsPropConfig, SgdConfig,
+    AdaGradConfig, AdamConfig, AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer,
+    MuonConfig, Optimizer, RmsPropConfig, SgdConfig,
 };
 use burn::tensor::activation::tanh;
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use common::{Column, ColumnBatcher, columns};
+use common::{Column, ColumnBatcher, columns, loader};
 
 /// `wide` is cut among up to four ranks, and the rest lives on one each.
 #[derive(Debug, Module)]
@@ -208,6 +208,16 @@ impl Case {
             Ok(values)
         });
         of_every_rank(outcomes.unwrap())
+    }
+
+    /// Trains for the first epoch, and saves.
+    fn save(self, folder: &Path, ranks: usize, state: State) {
+        let saved = self.builder().launch(ranks, |accelerator| {
+            let parts = self.prepare(&accelerator, state)?;
+            let ((model, optimizer, train), _) = self.train(&accelerator, parts, 0..1)?;
+            accelerator.save_state(folder, (&model, &optimizer, &train))
+        });
+        saved.unwrap();
     }
 
     /// Goes on from a checkpoint, for the second epoch.
@@ -479,6 +489,150 @@ fn state_is_divided_by_the_number_of_ranks() {
 fn resumed(folder: &Path, ranks: usize, state: State) -> Vec<Vec<f64>> {
     let outcomes = CASE.resume(folder, ranks, state).into_iter();
     of_every_rank(outcomes.map(Result::unwrap).collect())
+}
+
+/// Cases whose parameters are of another type than what Burn loads state in.
+fn of_another_type() -> Vec<Case> {
+    let case = |dtype| Case { dtype, ..CASE };
+    let mut cases: Vec<_> = [DType::F64, DType::F16, DType::BF16].map(case).into();
+    if DeviceKind::NdArray.is_compiled_in() {
+        cases.push(Case {
+            device: DeviceKind::NdArray,
+            ..case(DType::F64)
+        });
+    }
+    cases
+}
+
+const FUSED: [Make; 3] = [
+    || AdamWConfig::new().with_weight_decay(0.05).init_fused(),
+    || AdamConfig::new().with_amsgrad(true).init_fused(),
+    || {
+        SgdConfig::new()
+            .with_momentum(Some(MomentumConfig::new()))
+            .init_fused()
+    },
+];
+
+#[test]
+fn fused_state_of_another_type_than_the_default_devices_goes_on_with_the_same_bits() {
+    for case in of_another_type() {
+        for (kind, make) in FUSED.into_iter().enumerate() {
+            let case = Case { make, ..case };
+            let uninterrupted = case.run(2, State::Whole).split_off(3);
+            for state in BOTH {
+                let folder = tempfile::tempdir().unwrap();
+                case.save(folder.path(), 2, state);
+                for outcome in case.resume(folder.path(), 2, state) {
+                    assert!(
+                        outcome.unwrap() == uninterrupted,
+                        "{:?} {:?} {state:?}, optimizer {kind}",
+                        case.device,
+                        case.dtype
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn burns_state_of_another_type_than_the_default_devices_is_refused_by_the_parameters_name() {
+    for case in of_another_type() {
+        for state in BOTH {
+            let folder = tempfile::tempdir().unwrap();
+            case.save(folder.path(), 2, state);
+            for outcome in case.resume(folder.path(), 2, state) {
+                let error = outcome.unwrap_err();
+                assert!(error.is_checkpoint(), "{error:?}");
+                check_names_type(&error.to_string(), case.dtype);
+            }
+        }
+    }
+}
+
+#[test]
+fn state_that_a_program_loaded_in_another_type_is_refused_when_it_is_prepared() {
+    for case in of_another_type() {
+        for (make, is_refused) in [(adamw as Make, true), (FUSED[0], false)] {
+            let outcomes = case.builder().launch(2, |accelerator| {
+                let parts = case.prepare(&accelerator, State::Whole)?;
+                let ((mut model, optimizer, train), _) = case.train(&accelerator, parts, 0..1)?;
+                let record = optimizer.inner().into_bytes().unwrap().to_vec();
+                let loaded =
+                    || make().from_bytes(burn::tensor::Bytes::from_bytes_vec(record.clone()));
+                let whole = accelerator.prepare(loaded().unwrap());
+                let sharded = accelerator.prepare(Sharded(loaded().unwrap()));
+                let mut errors = Vec::new();
+                for prepared in [whole, sharded] {
+                    let mut optimizer = match prepared {
+                        Ok(optimizer) => optimizer,
+                        Err(error) => {
+                            errors.push(error);
+                            continue;
+                        }
+                    };
+                    let batch = train.epoch(1).next().unwrap()?;
+                    let loss = model.loss(&batch, case.dtype);
+                    let gradients = accelerator.backward(loss, &model, &batch)?;
+                    model = optimizer.step(0.02, model, gradients);
+                }
+                Ok(errors)
+            });
+            for errors in outcomes.unwrap() {
+                assert_eq!(errors.len(), if is_refused { 2 } else { 0 }, "{errors:?}");
+                for error in errors {
+                    assert!(error.is_checkpoint(), "{error:?}");
+                    check_names_type(&error.to_string(), case.dtype);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn state_in_another_type_is_refused_in_the_first_step_where_the_model_is_prepared_later() {
+    let case = Case {
+        dtype: DType::F64,
+        ..CASE
+    };
+    for state in BOTH {
+        let outcomes = case.builder().launch(1 + state as usize, |accelerator| {
+            let device = accelerator.device();
+            let model = Net::new(&device, case.dtype);
+            let mut gradients = GradientsParams::new();
+            let weight = &model.last.weight;
+            let (shape, options) = (weight.val().shape(), (&device.inner(), case.dtype));
+            gradients.register(weight.id, Tensor::<2>::ones(shape, options));
+            let mut optimizer = adamw();
+            let model = optimizer.step(0.1, model, gradients);
+            let optimizer = adamw().from_bytes(optimizer.into_bytes().unwrap());
+            let optimizer = optimizer.unwrap();
+            let mut optimizer = match state {
+                State::Whole => accelerator.prepare(optimizer)?,
+                State::Sharded => accelerator.prepare(Sharded(optimizer))?,
+            };
+            let (model, train) = accelerator.prepare((model, loader(4, 2)))?;
+            let batch = train.epoch(0).next().unwrap()?;
+            let gradients = accelerator.backward(model.loss(&batch, case.dtype), &model, &batch)?;
+            let _model = optimizer.step(0.1, model, gradients);
+            assert_eq!(optimizer.outcome(), StepOutcome::Lost);
+            accelerator.wait_for_everyone()
+        });
+        let text = format!("{:?}", outcomes.unwrap_err());
+        check_names_type(&text, case.dtype);
+    }
+}
+
+/// Whether the message names a parameter, and both types.
+fn check_names_type(text: &str, dtype: DType) {
+    let paths = ["`first.", "`wide.", "`last."];
+    assert!(paths.iter().any(|path| text.contains(path)), "{text}");
+    assert!(
+        text.contains(&format!("{dtype:?}").to_lowercase()),
+        "{text}"
+    );
+    assert!(text.contains("f32"), "{text}");
 }
 
 #[test]

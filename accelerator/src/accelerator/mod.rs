@@ -222,6 +222,8 @@ impl Accelerator {
     /// [`Error::is_config`](crate::Error::is_config) for a loader whose batch size is 0 or cannot be
     /// shared by this many ranks, or that differs between ranks;
     /// [`Error::is_misuse`](crate::Error::is_misuse) when ranks prepare different things, or in another order;
+    /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) for an optimizer with state that was loaded in another
+    /// float type than that of its parameter, of a model that was prepared before;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
     pub fn prepare<K, P: Prepare<K>>(&self, parts: P) -> Result<P::Prepared> {

@@ -75,6 +75,13 @@ impl Models {
         })
     }
 
+    /// A trainable parameter of a prepared model.
+    pub(crate) fn parameter(&self, id: ParamId) -> Option<Trainable> {
+        let slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let slot = slots.get(&id)?;
+        Some(slot.parameters()[slot.number(id)?].clone())
+    }
+
     fn insert(&self, slot: Slot) {
         let slot = Arc::new(slot);
         let mut slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -20,6 +20,7 @@ use self::pieces::{Reader, Sums};
 use self::record::{Entry, Records};
 use self::write::Elements;
 use super::fused::sums::{self, Landing};
+use super::state::check_types;
 use super::whole::Kinds;
 use crate::error::{Error, Kind, Result};
 use crate::gradient::{Averages, Bounds, with_rank};
@@ -284,7 +285,11 @@ impl Shards {
         if !cut.is_empty() {
             let mut all = Records::of(optimizer)?;
             all.extend(cut);
-            *optimizer = all.load_into(self.blank.clone())?;
+            let loaded = all.load_into(self.blank.clone())?;
+            let parameters = averages.all_parameters();
+            let known = |id| parameters.iter().find(|known| known.id == id).cloned();
+            check_types(&loaded, known, averages.device())?;
+            *optimizer = loaded;
         }
         let bounds = averages.can_spread().then(|| self.homes.bounds(homes));
         Ok(bounds.map(Arc::new))
