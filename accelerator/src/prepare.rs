@@ -10,6 +10,7 @@ use crate::data::{InOrder, Loader, PreparedLoader};
 use crate::error::{Error, Result};
 use crate::optim::{
     Manual, PerEpoch, PerProcess, PreparedOptimizer, Scheduled, Scheduler, Sharded, Shards,
+    check_types,
 };
 
 /// What [`Accelerator::prepare`] takes: a module, an optimizer, an optimizer with its scheduler,
@@ -335,7 +336,8 @@ trait Steps {
 }
 
 impl Steps for ModuleOptimizer {
-    fn shared_out(self, _accelerator: &Accelerator) -> Result<(Self, Option<Shards>)> {
+    fn shared_out(self, accelerator: &Accelerator) -> Result<(Self, Option<Shards>)> {
+        check_state(accelerator, &self)?;
         Ok((self, None))
     }
 }
@@ -343,8 +345,15 @@ impl Steps for ModuleOptimizer {
 impl Steps for Sharded<ModuleOptimizer> {
     #[track_caller]
     fn shared_out(self, accelerator: &Accelerator) -> Result<(ModuleOptimizer, Option<Shards>)> {
+        check_state(accelerator, &self.0)?;
         Shards::new(accelerator.group(), self.0)
     }
+}
+
+/// Refuses state that was loaded in another type than that of its parameter, of a model that is known.
+fn check_state(accelerator: &Accelerator, optimizer: &ModuleOptimizer) -> Result<()> {
+    let known = |id| accelerator.shared.models.parameter(id);
+    check_types(optimizer, known, &accelerator.shared.device)
 }
 
 #[track_caller]

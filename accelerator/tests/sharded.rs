@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::cell::Cell;
 use std::path::Path;
 
 use accelerator::optim::{InitFused, Scheduled, Sharded};
@@ -16,12 +17,12 @@ use burn::module::{Module, ModuleMapper, Param, ParamGroup};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{
-    AdaGradConfig, AdamConfig, AdamWConfig, LambConfig, ModuleOptimizer, MuonConfig, RmsPropConfig,
-    SgdConfig,
+    AdaGradConfig, AdamConfig, AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer,
+    MuonConfig, Optimizer, RmsPropConfig, SgdConfig,
 };
 use burn::tensor::activation::tanh;
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use common::{Column, ColumnBatcher, columns};
+use common::{Column, ColumnBatcher, columns, loader};
 
 /// `wide` is cut among up to four ranks, and the rest lives on one each.
 #[derive(Debug, Module)]
@@ -96,6 +97,7 @@ const BOTH: [State; 2] = [State::Whole, State::Sharded];
 struct Case {
     accumulate: usize,
     clip: Option<f64>,
+    device: DeviceKind,
     dtype: DType,
     make: Make,
     schedule: Schedule,
@@ -112,6 +114,7 @@ enum Schedule {
 const CASE: Case = Case {
     accumulate: 1,
     clip: None,
+    device: DeviceKind::Flex,
     dtype: DType::F32,
     make: adamw,
     schedule: Schedule::PerStep,
@@ -122,6 +125,7 @@ fn adamw() -> ModuleOptimizer {
 }
 
 type Make = fn() -> ModuleOptimizer;
+type Resumed = accelerator::Result<Vec<Vec<f64>>>;
 type Parts = (Net, PreparedOptimizer<Scheduled>, PreparedLoader<Column>);
 
 impl Case {
@@ -137,7 +141,20 @@ impl Case {
         }
     }
 
+    fn builder(self) -> accelerator::AcceleratorBuilder {
+        let builder = Accelerator::builder()
+            .accumulation_steps(self.accumulate)
+            .device(self.device)
+            // Several buckets.
+            .bucket_size(20_000);
+        match self.device {
+            DeviceKind::Flex => builder,
+            _ => builder.dtype(float(self.dtype)),
+        }
+    }
+
     fn prepare(self, accelerator: &Accelerator, state: State) -> accelerator::Result<Parts> {
+        RANK.set(accelerator.rank());
         let model = Net::new(&accelerator.device(), self.dtype);
         // 11 samples in global batches of 4: in the last one, a rank of three is idle.
         let train = DataLoaderBuilder::new(ColumnBatcher)
@@ -183,19 +200,39 @@ impl Case {
     }
 
     fn run(self, ranks: usize, state: State) -> Vec<Vec<f64>> {
-        let outcomes = Accelerator::builder()
-            .accumulation_steps(self.accumulate)
-            .device(DeviceKind::Flex)
-            // Several buckets.
-            .bucket_size(20_000)
-            .launch(ranks, |accelerator| {
-                let parts = self.prepare(&accelerator, state)?;
-                let (parts, values) = self.train(&accelerator, parts, 0..2)?;
-                assert!(matches!(parts.1.outcome(), StepOutcome::Stepped { .. }));
-                assert_eq!(parts.1.steps(), if self.accumulate == 1 { 6 } else { 4 });
-                Ok(values)
-            });
+        let outcomes = self.builder().launch(ranks, |accelerator| {
+            let parts = self.prepare(&accelerator, state)?;
+            let (parts, values) = self.train(&accelerator, parts, 0..2)?;
+            assert!(matches!(parts.1.outcome(), StepOutcome::Stepped { .. }));
+            assert_eq!(parts.1.steps(), if self.accumulate == 1 { 6 } else { 4 });
+            Ok(values)
+        });
         of_every_rank(outcomes.unwrap())
+    }
+
+    /// Trains for the first epoch, and saves.
+    fn save(self, folder: &Path, ranks: usize, state: State) {
+        let saved = self.builder().launch(ranks, |accelerator| {
+            let parts = self.prepare(&accelerator, state)?;
+            let ((model, optimizer, train), _) = self.train(&accelerator, parts, 0..1)?;
+            accelerator.save_state(folder, (&model, &optimizer, &train))
+        });
+        saved.unwrap();
+    }
+
+    /// Goes on from a checkpoint, for the second epoch.
+    fn resume(self, folder: &Path, ranks: usize, state: State) -> Vec<Resumed> {
+        let outcomes = self.builder().launch(ranks, |accelerator| {
+            let parts = self.prepare(&accelerator, state)?;
+            let (parts, position) = match accelerator.resume(folder, parts) {
+                Ok(resumed) => resumed,
+                Err(error) => return Ok(Err(error)),
+            };
+            assert_eq!((position.epoch(), position.step()), (1, 3));
+            let (_, values) = self.train(&accelerator, parts, 1..2)?;
+            Ok(Ok(values))
+        });
+        outcomes.unwrap()
     }
 
     fn check(self, name: &str) {
@@ -263,6 +300,51 @@ fn every_optimizer_learns_the_same_bits() {
         ("rmsprop", || RmsPropConfig::new().init()),
     ];
     for (name, make) in optimizers {
+        Case { make, ..CASE }.check(name);
+    }
+}
+
+thread_local! {
+    static RANK: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Gradient descent that rounds on one rank as if its processor were another one: a tensor of as many elements
+/// as the sample by which an optimizer is judged.
+#[derive(Clone)]
+struct Rounding {
+    rank: usize,
+}
+
+impl Optimizer for Rounding {
+    type State<const D: usize> = ();
+
+    fn step<const D: usize>(
+        &self,
+        rate: f64,
+        tensor: Tensor<D>,
+        gradient: Tensor<D>,
+        _state: Option<()>,
+    ) -> (Tensor<D>, Option<()>) {
+        let is_odd = RANK.get() == self.rank && tensor.shape().num_elements() == 48;
+        let stepped = tensor - gradient.mul_scalar(rate);
+        let rounded = if is_odd { stepped + 1e-6 } else { stepped };
+        (rounded, Some(()))
+    }
+
+    fn to_device<const D: usize>(_state: (), _device: &Device) {}
+}
+
+#[test]
+fn ranks_whose_processors_round_differently_cut_the_same_parameters() {
+    let cases: [(&str, Make); 2] = [
+        ("rank 0 is another processor", || {
+            Rounding { rank: 0 }.into()
+        }),
+        ("rank 1 is another processor", || {
+            Rounding { rank: 1 }.into()
+        }),
+    ];
+    for (name, make) in cases {
         Case { make, ..CASE }.check(name);
     }
 }
@@ -404,16 +486,153 @@ fn state_is_divided_by_the_number_of_ranks() {
     }
 }
 
-/// Goes on from a checkpoint, for the second epoch.
 fn resumed(folder: &Path, ranks: usize, state: State) -> Vec<Vec<f64>> {
-    let outcomes = accelerator::launch(ranks, |accelerator| {
-        let parts = CASE.prepare(&accelerator, state)?;
-        let (parts, position) = accelerator.resume(folder, parts)?;
-        assert_eq!((position.epoch(), position.step()), (1, 3));
-        CASE.train(&accelerator, parts, 1..2)
-            .map(|(_, values)| values)
-    });
-    of_every_rank(outcomes.unwrap())
+    let outcomes = CASE.resume(folder, ranks, state).into_iter();
+    of_every_rank(outcomes.map(Result::unwrap).collect())
+}
+
+/// Cases whose parameters are of another type than what Burn loads state in.
+fn of_another_type() -> Vec<Case> {
+    let case = |dtype| Case { dtype, ..CASE };
+    let mut cases: Vec<_> = [DType::F64, DType::F16, DType::BF16].map(case).into();
+    if DeviceKind::NdArray.is_compiled_in() {
+        cases.push(Case {
+            device: DeviceKind::NdArray,
+            ..case(DType::F64)
+        });
+    }
+    cases
+}
+
+const FUSED: [Make; 3] = [
+    || AdamWConfig::new().with_weight_decay(0.05).init_fused(),
+    || AdamConfig::new().with_amsgrad(true).init_fused(),
+    || {
+        SgdConfig::new()
+            .with_momentum(Some(MomentumConfig::new()))
+            .init_fused()
+    },
+];
+
+#[test]
+fn fused_state_of_another_type_than_the_default_devices_goes_on_with_the_same_bits() {
+    for case in of_another_type() {
+        for (kind, make) in FUSED.into_iter().enumerate() {
+            let case = Case { make, ..case };
+            let uninterrupted = case.run(2, State::Whole).split_off(3);
+            for state in BOTH {
+                let folder = tempfile::tempdir().unwrap();
+                case.save(folder.path(), 2, state);
+                for outcome in case.resume(folder.path(), 2, state) {
+                    assert!(
+                        outcome.unwrap() == uninterrupted,
+                        "{:?} {:?} {state:?}, optimizer {kind}",
+                        case.device,
+                        case.dtype
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn burns_state_of_another_type_than_the_default_devices_is_refused_by_the_parameters_name() {
+    for case in of_another_type() {
+        for state in BOTH {
+            let folder = tempfile::tempdir().unwrap();
+            case.save(folder.path(), 2, state);
+            for outcome in case.resume(folder.path(), 2, state) {
+                let error = outcome.unwrap_err();
+                assert!(error.is_checkpoint(), "{error:?}");
+                check_names_type(&error.to_string(), case.dtype);
+            }
+        }
+    }
+}
+
+#[test]
+fn state_that_a_program_loaded_in_another_type_is_refused_when_it_is_prepared() {
+    for case in of_another_type() {
+        for (make, is_refused) in [(adamw as Make, true), (FUSED[0], false)] {
+            let outcomes = case.builder().launch(2, |accelerator| {
+                let parts = case.prepare(&accelerator, State::Whole)?;
+                let ((mut model, optimizer, train), _) = case.train(&accelerator, parts, 0..1)?;
+                let record = optimizer.inner().into_bytes().unwrap().to_vec();
+                let loaded =
+                    || make().from_bytes(burn::tensor::Bytes::from_bytes_vec(record.clone()));
+                let whole = accelerator.prepare(loaded().unwrap());
+                let sharded = accelerator.prepare(Sharded(loaded().unwrap()));
+                let mut errors = Vec::new();
+                for prepared in [whole, sharded] {
+                    let mut optimizer = match prepared {
+                        Ok(optimizer) => optimizer,
+                        Err(error) => {
+                            errors.push(error);
+                            continue;
+                        }
+                    };
+                    let batch = train.epoch(1).next().unwrap()?;
+                    let loss = model.loss(&batch, case.dtype);
+                    let gradients = accelerator.backward(loss, &model, &batch)?;
+                    model = optimizer.step(0.02, model, gradients);
+                }
+                Ok(errors)
+            });
+            for errors in outcomes.unwrap() {
+                assert_eq!(errors.len(), if is_refused { 2 } else { 0 }, "{errors:?}");
+                for error in errors {
+                    assert!(error.is_checkpoint(), "{error:?}");
+                    check_names_type(&error.to_string(), case.dtype);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn state_in_another_type_is_refused_in_the_first_step_where_the_model_is_prepared_later() {
+    let case = Case {
+        dtype: DType::F64,
+        ..CASE
+    };
+    for state in BOTH {
+        let outcomes = case.builder().launch(1 + state as usize, |accelerator| {
+            let device = accelerator.device();
+            let model = Net::new(&device, case.dtype);
+            let mut gradients = GradientsParams::new();
+            let weight = &model.last.weight;
+            let (shape, options) = (weight.val().shape(), (&device.inner(), case.dtype));
+            gradients.register(weight.id, Tensor::<2>::ones(shape, options));
+            let mut optimizer = adamw();
+            let model = optimizer.step(0.1, model, gradients);
+            let optimizer = adamw().from_bytes(optimizer.into_bytes().unwrap());
+            let optimizer = optimizer.unwrap();
+            let mut optimizer = match state {
+                State::Whole => accelerator.prepare(optimizer)?,
+                State::Sharded => accelerator.prepare(Sharded(optimizer))?,
+            };
+            let (model, train) = accelerator.prepare((model, loader(4, 2)))?;
+            let batch = train.epoch(0).next().unwrap()?;
+            let gradients = accelerator.backward(model.loss(&batch, case.dtype), &model, &batch)?;
+            let _model = optimizer.step(0.1, model, gradients);
+            assert_eq!(optimizer.outcome(), StepOutcome::Lost);
+            accelerator.wait_for_everyone()
+        });
+        let text = format!("{:?}", outcomes.unwrap_err());
+        check_names_type(&text, case.dtype);
+    }
+}
+
+/// Whether the message names a parameter, and both types.
+fn check_names_type(text: &str, dtype: DType) {
+    let paths = ["`first.", "`wide.", "`last."];
+    assert!(paths.iter().any(|path| text.contains(path)), "{text}");
+    assert!(
+        text.contains(&format!("{dtype:?}").to_lowercase()),
+        "{text}"
+    );
+    assert!(text.contains("f32"), "{text}");
 }
 
 #[test]

@@ -230,6 +230,8 @@ impl Accelerator {
     /// [`Error::is_misuse`](crate::Error::is_misuse) when ranks prepare different things, or in another order,
     /// and for a model that is prepared again in the middle of an accumulation window or of
     /// [local training](crate::local), which go on as if it had not been;
+    /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) for an optimizer with state that was loaded in another
+    /// float type than that of its parameter, of a model that was prepared before;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
     pub fn prepare<K, P: Prepare<K>>(&self, parts: P) -> Result<P::Prepared> {

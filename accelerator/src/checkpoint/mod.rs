@@ -263,7 +263,8 @@ impl Accelerator {
     ///
     /// The same on every rank: [`Error::is_checkpoint`](crate::Error::is_checkpoint) for other parts
     /// than were saved, a loader with another number or order of samples, another kind of optimizer
-    /// or scheduler, and where checkpoints are there and none is whole;
+    /// or scheduler, state of an optimizer that Burn would load in another float type than that in which it was
+    /// saved (see [`fused`](crate::optim::fused)), and where checkpoints are there and none is whole;
     /// [`Error::is_model`](crate::Error::is_model) for a model of another layout;
     /// [`Error::is_config`](crate::Error::is_config) where batches cannot be divided over the ranks, or ranks are
     /// given different folders or parts;

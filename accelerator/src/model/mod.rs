@@ -90,6 +90,13 @@ impl Models {
         }
     }
 
+    /// A trainable parameter of a prepared model.
+    pub(crate) fn parameter(&self, id: ParamId) -> Option<Trainable> {
+        let slots = self.lock();
+        let slot = slots.get(&id)?;
+        Some(slot.parameters()[slot.number(id)?].clone())
+    }
+
     /// The slot of the model with all of these parameters, and no others, trained or frozen.
     fn same(&self, layout: &Layout) -> Option<Arc<Slot>> {
         let ids = layout.ids();

@@ -182,6 +182,7 @@ use core::fmt;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
+use burn::tensor::Device;
 
 pub(crate) use self::census::{Census, Counted, StateOf};
 pub use self::fused::InitFused;
@@ -190,11 +191,14 @@ pub(crate) use self::schedule::Scheduler;
 pub use self::schedule::{Manual, PerEpoch, PerProcess, Scheduled};
 pub use self::sharded::Sharded;
 pub(crate) use self::sharded::Shards;
-pub(crate) use self::state::{OptimizerSnapshot, OptimizerState, Schedule, check_known};
+pub(crate) use self::state::{
+    OptimizerSnapshot, OptimizerState, Schedule, check_known, check_types,
+};
 use self::whole::Kinds;
 use crate::accelerator::Accelerator;
 use crate::error::Result;
 use crate::gradient::{Averaged, Gradients, Scalar, Undo};
+use crate::model::Layout;
 use crate::timeline::{Part, Phase, Timeline};
 
 /// What the last [`PreparedOptimizer::step`] did.
@@ -325,6 +329,8 @@ pub struct PreparedOptimizer<S> {
     shards: Option<Shards>,
     steps: u64,
     timeline: Timeline,
+    /// Where to step samples, until it is known that state which came with the optimizer fits the model.
+    unchecked: Option<Device>,
 }
 
 impl<S> PreparedOptimizer<S> {
@@ -348,6 +354,7 @@ impl<S> PreparedOptimizer<S> {
             shards,
             steps: 0,
             timeline: accelerator.shared.timeline.clone(),
+            unchecked: Some(accelerator.shared.device.clone()),
         }
     }
 
@@ -385,6 +392,14 @@ impl<S> PreparedOptimizer<S> {
         if gradients.is_accumulating() {
             self.outcome = StepOutcome::Accumulated;
             return model;
+        }
+        // Its model may have been prepared after it.
+        if let Some(device) = self.unchecked.take() {
+            let parameters = Layout::of(&model).trainable();
+            let known = |id| parameters.iter().find(|known| known.id == id).cloned();
+            if let Err(error) = check_types(&self.optimizer, known, &device) {
+                panic!("{error}");
+            }
         }
         // Only steps that communicate can fail.
         let may_fail = self.shards.is_some() || gradients.is_spread() || gradients.is_lost();
@@ -554,7 +569,9 @@ impl PreparedOptimizer<Manual> {
     ///
     /// # Panics
     ///
-    /// With gradients of another model: where none of the parameters that `backward` was given is in this one.
+    /// With gradients of another model: where none of the parameters that `backward` was given is in this one. In the
+    /// first step, where the optimizer was prepared before this model, with state that was loaded in another float
+    /// type than that of a parameter.
     #[must_use]
     #[track_caller]
     pub fn step<M: Module>(
@@ -581,7 +598,9 @@ impl PreparedOptimizer<Scheduled> {
     ///
     /// # Panics
     ///
-    /// With gradients of another model: where none of the parameters that `backward` was given is in this one.
+    /// With gradients of another model: where none of the parameters that `backward` was given is in this one. In the
+    /// first step, where the optimizer was prepared before this model, with state that was loaded in another float
+    /// type than that of a parameter.
     #[must_use]
     #[track_caller]
     pub fn step<M: Module>(&mut self, model: M, gradients: Gradients) -> M {

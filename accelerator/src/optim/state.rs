@@ -1,17 +1,20 @@
-use std::collections::{BTreeSet, HashSet};
+use core::fmt;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use accelerator_collective::ProcessGroup;
 use burn::lr_scheduler::LrSchedulerRecord;
-use burn::optim::ModuleOptimizer;
-use burn::tensor::Bytes;
+use burn::module::ParamId;
+use burn::optim::{ModuleOptimizer, OptimizerRecord};
+use burn::tensor::{Bytes, DType, Device};
 use burn_pack::Reader;
 use serde::{Deserialize, Serialize};
 
 use super::schedule::{Manual, Scheduled, Scheduler, Unit};
-use super::sharded::{Joint, Shards};
+use super::sharded::{Joint, Shards, probe};
 use super::{PreparedOptimizer, StepOutcome};
 use crate::error::{Error, Kind, Result};
 use crate::gradient::Scalar;
+use crate::model::Trainable;
 
 /// An optimizer at one moment, cheap to take: its tensors become bytes when they are asked for.
 pub(crate) struct OptimizerSnapshot {
@@ -114,30 +117,13 @@ impl<S> PreparedOptimizer<S> {
         S: Schedule,
     {
         self.schedule.restore(name, state.schedule)?;
-        let saved = Names::of(&record)?;
         let kept = self.shards.is_some().then(|| window(&record)).transpose()?;
-        let optimizer = match &self.shards {
+        let blank = match &self.shards {
             Some(shards) => shards.blank(),
             None => self.optimizer,
         };
-        self.optimizer = optimizer
-            .from_bytes(record)
-            .map_err(|error| unreadable(name, error))?;
-        // Burn starts afresh, silently, with what it does not know.
-        let loaded = Names::of(&bytes_of(&self.optimizer)?)?;
-        if let Some(lost) = saved.0.symmetric_difference(&loaded.0).next() {
-            let (_, field) = lost.split_once('.').unwrap_or(("", lost));
-            return Err(Error::new(
-                Kind::Checkpoint,
-                format!(
-                    "the checkpoint does not fit {name}: its state has {} entries in the \
-                     checkpoint and {} in this program, which differ first in `{field}`; build \
-                     the kind of optimizer that was saved",
-                    saved.0.len(),
-                    loaded.0.len()
-                ),
-            ));
-        }
+        self.optimizer = load(name, blank, record)?;
+        self.unchecked = None;
         if let (Some(shards), Some(record)) = (&mut self.shards, kept) {
             self.optimizer = shards.go_on(record)?;
         }
@@ -161,12 +147,93 @@ pub(super) fn size_of(optimizer: &ModuleOptimizer) -> Result<usize> {
     Ok(tensors.iter().map(burn_pack::Tensor::byte_len).sum())
 }
 
+/// Gives an optimizer the state in a record as it was saved. Burn starts afresh, silently, with what it does not
+/// know, and rounds to the float type of its default device.
+pub(super) fn load(name: &str, blank: ModuleOptimizer, record: Bytes) -> Result<ModuleOptimizer> {
+    let saved = Fields::of(&record)?;
+    let optimizer = blank
+        .from_bytes(record)
+        .map_err(|error| unreadable(name, error))?;
+    let loaded = Fields::of(&bytes_of(&optimizer)?)?;
+    if let Some(lost) = saved.names().symmetric_difference(&loaded.names()).next() {
+        let (_, field) = lost.split_once('.').unwrap_or(("", lost));
+        return Err(Error::new(
+            Kind::Checkpoint,
+            format!(
+                "the checkpoint does not fit {name}: its state has {} entries in the \
+                 checkpoint and {} in this program, which differ first in `{field}`; build \
+                 the kind of optimizer that was saved",
+                saved.types.len(),
+                loaded.types.len()
+            ),
+        ));
+    }
+    let differs = |(field, saved): (&String, &Option<DType>)| {
+        let found = loaded.types.get(field)?;
+        (found != saved).then_some((field.clone(), (*saved)?, (*found)?))
+    };
+    match saved.types.iter().find_map(differs) {
+        None => Ok(optimizer),
+        Some((field, saved_in, found)) => Err(Error::new(
+            Kind::Checkpoint,
+            format!(
+                "{name} cannot go on: {} was saved in {}, and Burn loads it in {}; {HINT}",
+                saved.shown(&field),
+                Shown(saved_in),
+                Shown(found),
+            ),
+        )),
+    }
+}
+
+/// Refuses state that a program has loaded in another float type than the optimizer keeps it in. `parameter` tells
+/// what is known by an id.
+pub(crate) fn check_types(
+    optimizer: &ModuleOptimizer,
+    parameter: impl Fn(ParamId) -> Option<Trainable>,
+    device: &Device,
+) -> Result<()> {
+    let loaded = Fields::of(&bytes_of(optimizer)?)?;
+    for (field, dtype) in &loaded.types {
+        let Some((parameter, dtype)) = id_of(field)
+            .and_then(|id| parameter(ParamId::from(id)))
+            .zip(*dtype)
+        else {
+            continue;
+        };
+        if dtype == parameter.float.dtype() {
+            continue;
+        }
+        // An optimizer may keep state in a type of its own.
+        let blank = optimizer.clone().load_record(OptimizerRecord::default());
+        let Some(fresh) = probe::step_sample(&blank, &parameter, device) else {
+            continue;
+        };
+        let fresh = Fields::of(&bytes_of(&fresh)?)?;
+        if let Some(Some(expected)) = fresh.types.get(field)
+            && *expected != dtype
+        {
+            return Err(Error::new(
+                Kind::Checkpoint,
+                format!(
+                    "the optimizer has {} in {}, and keeps it in {}, as its parameter is: Burn loads state in \
+                     the float type of its default device; {HINT}",
+                    loaded.shown(field),
+                    Shown(dtype),
+                    Shown(*expected),
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
 /// Whether the state in `record` belongs to parameters with these ids alone.
 pub(crate) fn check_known(name: &str, record: &Bytes, ids: &HashSet<u64>) -> Result<()> {
-    let strangers: BTreeSet<u64> = Names::of(record)?
-        .0
-        .iter()
-        .filter_map(|name| name.split_once('.')?.0.parse().ok())
+    let strangers: BTreeSet<u64> = Fields::of(record)?
+        .types
+        .keys()
+        .filter_map(|name| id_of(name))
         .filter(|id| !ids.contains(id))
         .collect();
     if strangers.is_empty() {
@@ -261,17 +328,58 @@ impl Scheduler {
     }
 }
 
-/// The names of everything in a record.
-struct Names(BTreeSet<String>);
+/// Everything that is in a record.
+struct Fields {
+    /// Of parameters, by id.
+    paths: BTreeMap<String, String>,
+    /// By name; `None` for numbers that are no tensors.
+    types: BTreeMap<String, Option<DType>>,
+}
 
-impl Names {
+impl Fields {
     fn of(record: &Bytes) -> Result<Self> {
         let reader = reader(window(record)?)?;
-        let tensors = reader.tensor_names().into_iter().map(str::to_owned);
-        let scalars = reader.scalars().keys().cloned();
-        Ok(Self(tensors.chain(scalars).collect()))
+        let paths = reader.metadata().clone();
+        let scalars: Vec<_> = reader.scalars().keys().cloned().collect();
+        let tensors = reader.into_tensors().map_err(unwritable)?.into_iter();
+        let tensors = tensors.map(|tensor| (tensor.name, Some(tensor.dtype)));
+        let scalars = scalars.into_iter().map(|name| (name, None));
+        Ok(Self {
+            paths,
+            types: tensors.chain(scalars).collect(),
+        })
+    }
+
+    fn names(&self) -> BTreeSet<&String> {
+        self.types.keys().collect()
+    }
+
+    /// What errors call an entry.
+    fn shown(&self, field: &str) -> String {
+        let (id, field) = field.split_once('.').unwrap_or(("", field));
+        let path = self.paths.get(id).map_or(id, String::as_str);
+        format!("the state of parameter `{path}` (`{field}`)")
     }
 }
+
+/// The id of the parameter that an entry of a record is of.
+fn id_of(field: &str) -> Option<u64> {
+    field.split_once('.')?.0.parse().ok()
+}
+
+/// As messages show a type.
+struct Shown(DType);
+
+impl fmt::Display for Shown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&format!("{:?}", self.0).to_lowercase())
+    }
+}
+
+/// What to do where Burn cannot load state in the type of its parameter.
+const HINT: &str = "build the optimizer with `init_fused()`, which loads the state of Adam, AdamW and SGD in the type \
+                    in which it was saved, or give the default device the type of the parameters before the first \
+                    tensor: `Device::default().configure(…)`";
 
 fn scalars(record: &[u8]) -> Result<Vec<(String, String)>> {
     let reader = reader(Bytes::from_bytes_vec(record.to_vec()))?;

@@ -4,7 +4,7 @@ use burn::tensor::{Device, Tensor};
 use serde::Deserialize;
 
 use super::memory::{Reach, Real};
-use super::moments::{self, Betas, Rule};
+use super::moments::{self, Betas, FusedAdamState, Rule};
 use super::{settings, sums};
 
 /// Burn's [`Adam`] as one pass over memory; see the [module](crate::optim::fused). Made by
@@ -50,28 +50,33 @@ impl FusedAdam {
 }
 
 impl Optimizer for FusedAdam {
-    type State<const D: usize> = AdamState<D>;
+    type State<const D: usize> = FusedAdamState<D>;
 
     fn step<const D: usize>(
         &self,
         lr: f64,
         tensor: Tensor<D>,
         grad: Tensor<D>,
-        state: Option<AdamState<D>>,
-    ) -> (Tensor<D>, Option<AdamState<D>>) {
+        state: Option<FusedAdamState<D>>,
+    ) -> (Tensor<D>, Option<FusedAdamState<D>>) {
         let momentum = state.as_ref().map(|state| &state.momentum);
         match (&self.settings, moments::reach(&tensor, &grad, momentum)) {
             (None, _) | (_, Reach::None) => {
                 let grad = sums::gradient(&tensor, grad);
-                self.burn.step(lr, tensor, grad, state)
+                let state = state.map(|state| AdamState::new(state.momentum));
+                let (tensor, state) = self.burn.step(lr, tensor, grad, state);
+                let fused = |state: AdamState<D>| FusedAdamState {
+                    momentum: state.momentum,
+                };
+                (tensor, state.map(fused))
             }
             (Some(settings), Reach::F32) => settings.step::<f32, D>(lr, tensor, grad, state),
             (Some(settings), Reach::F64) => settings.step::<f64, D>(lr, tensor, grad, state),
         }
     }
 
-    fn to_device<const D: usize>(state: AdamState<D>, device: &Device) -> AdamState<D> {
-        Adam::to_device(state, device)
+    fn to_device<const D: usize>(state: FusedAdamState<D>, device: &Device) -> FusedAdamState<D> {
+        state.to_device(device)
     }
 }
 
@@ -81,8 +86,8 @@ impl Settings {
         lr: f64,
         tensor: Tensor<D>,
         grad: Tensor<D>,
-        state: Option<AdamState<D>>,
-    ) -> (Tensor<D>, Option<AdamState<D>>) {
+        state: Option<FusedAdamState<D>>,
+    ) -> (Tensor<D>, Option<FusedAdamState<D>>) {
         let betas = Betas {
             beta_1: self.beta_1,
             beta_2: self.beta_2,
@@ -106,7 +111,7 @@ impl Settings {
                 moments::step::<E, _, D>(betas, tensor, grad, state, rule)
             }
         };
-        (tensor, Some(AdamState::new(momentum)))
+        (tensor, Some(FusedAdamState { momentum }))
     }
 }
 

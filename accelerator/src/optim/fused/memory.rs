@@ -2,6 +2,7 @@
 
 use core::ops::{Add, Div, Mul, Sub};
 
+use burn::optim::StateSource;
 use burn::tensor::{DType, Device, Element, Shape, Tensor, TensorData};
 
 use crate::gradient::{Summand, Values, with_values};
@@ -161,6 +162,21 @@ impl<const D: usize> Mould<D> {
     pub(super) fn elements(&self) -> usize {
         self.0.num_elements()
     }
+}
+
+/// A tensor of a record, in the float type in which it was saved, if the device has that.
+pub(super) fn saved<const D: usize>(
+    src: &mut StateSource,
+    prefix: &str,
+    leaf: &str,
+    device: &Device,
+) -> Option<Tensor<D>> {
+    let data = src.take_tensor(prefix, leaf)?;
+    let dtype = data.dtype();
+    Some(match dtype.is_float() && device.supports_dtype(dtype) {
+        true => Tensor::from_data(data, (device, dtype)),
+        false => Tensor::from_data(data, device),
+    })
 }
 
 /// Lets `read` see the elements of a tensor: where they lie, if the device allows it.

@@ -7,7 +7,8 @@
 //!
 //! An optimizer from [`InitFused::init_fused`] is a [`ModuleOptimizer`] like any other: it takes
 //! groups and gradient clipping, and its records are Burn's, so either optimizer goes on from what
-//! the other one has saved. On other devices than `flex`, and for other types than `f32` and
+//! the other one has saved. It loads state in the float type in which that was saved, where Burn's own takes that of
+//! the default device: parameters of another type go on with fused optimizers alone. On other devices than `flex`, and for other types than `f32` and
 //! `f64`, it runs Burn's own operations.
 //!
 //! ```
@@ -50,6 +51,7 @@ use serde::de::DeserializeOwned;
 
 pub use self::adam::FusedAdam;
 pub use self::adamw::FusedAdamW;
+pub use self::moments::FusedAdamState;
 pub use self::sgd::{FusedSgd, FusedSgdState};
 
 /// Configurations of Burn's optimizers that have a fused form: see the

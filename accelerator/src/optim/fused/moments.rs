@@ -1,10 +1,34 @@
 //! What Adam and AdamW have in common: two moments of the gradient.
 
-use burn::optim::AdaptiveMomentumState;
-use burn::tensor::Tensor;
+use burn::optim::{AdaptiveMomentumState, RecordState, StateSink, StateSource, join_path};
+use burn::tensor::{Device, Tensor};
 
-use super::memory::{Mould, Reach, Real, Taken, vectorised};
+use super::memory::{Mould, Reach, Real, Taken, saved, vectorised};
 use super::sums;
+
+/// State of [`FusedAdam`](super::FusedAdam) and [`FusedAdamW`](super::FusedAdamW): in records that of Burn's
+/// `Adam` and `AdamW`. From a record it gets the float type in which it was saved; Burn's own gets that of the
+/// default device.
+///
+/// ```
+/// use accelerator::optim::InitFused;
+/// use accelerator::optim::fused::FusedAdamState;
+/// use burn::optim::{AdamConfig, Optimizer};
+/// use burn::tensor::{Device, Tensor};
+///
+/// let optimizer = AdamConfig::new().build_fused();
+/// let one = Tensor::<1>::ones([1], &Device::default());
+/// // A bare tensor, without a module: the state is the program's to keep.
+/// let (tensor, state) = optimizer.step(0.5, one.clone(), one.clone(), None);
+/// let state: Option<FusedAdamState<1>> = state;
+/// let (tensor, _) = optimizer.step(0.5, tensor, one, state);
+/// assert!((tensor.into_scalar::<f64>() - (1.0 - 0.5 - 0.5)).abs() < 1e-4);
+/// ```
+#[derive(Clone)]
+#[allow(missing_debug_implementations, reason = "Burn's states have none")]
+pub struct FusedAdamState<const D: usize> {
+    pub(super) momentum: AdaptiveMomentumState<D>,
+}
 
 /// How fast the moments move.
 #[derive(Clone, Copy, Debug)]
@@ -111,6 +135,34 @@ fn first<E: Real, R: Rule<E>, const D: usize>(
     state.max_moment_2 = max;
     (tensor, state)
 }
+
+impl<const D: usize> FusedAdamState<D> {
+    pub(super) fn to_device(self, device: &Device) -> Self {
+        Self {
+            momentum: self.momentum.to_device(device),
+        }
+    }
+}
+
+impl<const D: usize> RecordState for FusedAdamState<D> {
+    fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
+        self.momentum
+            .state_flatten(&join_path(prefix, MOMENTUM), out);
+    }
+
+    fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
+        let prefix = join_path(prefix, MOMENTUM);
+        let time = usize::try_from(src.take_scalar(&prefix, "time")?).ok()?;
+        let mut tensor = |leaf| saved(src, &prefix, leaf, device);
+        let mut momentum =
+            AdaptiveMomentumState::new(time, tensor("moment_1")?, tensor("moment_2")?);
+        momentum.max_moment_2 = tensor("max_moment_2");
+        Some(Self { momentum })
+    }
+}
+
+/// What Burn's states call their moments.
+const MOMENTUM: &str = "momentum";
 
 #[derive(Clone, Copy)]
 struct Speed<E> {

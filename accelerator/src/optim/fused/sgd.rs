@@ -6,7 +6,7 @@ use burn::optim::{
 use burn::tensor::{Device, Tensor};
 use serde::Deserialize;
 
-use super::memory::{Mould, Reach, Real, Taken, vectorised};
+use super::memory::{Mould, Reach, Real, Taken, saved, vectorised};
 use super::{settings, sums};
 
 /// Burn's [`Sgd`](burn::optim::Sgd) as one pass over memory; see the
@@ -37,7 +37,8 @@ struct Settled {
     penalty: Option<f64>,
 }
 
-/// State of [`FusedSgd`]: that of Burn's `Sgd` in records, whose own type cannot be looked into.
+/// State of [`FusedSgd`]: that of Burn's `Sgd` in records, whose own type cannot be looked into. From a record it
+/// gets the float type in which it was saved.
 ///
 /// ```
 /// use accelerator::optim::InitFused;
@@ -322,9 +323,8 @@ impl<const D: usize> RecordState for FusedSgdState<D> {
     }
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
-        let data = src.take_tensor(&join_path(prefix, "momentum"), "velocity");
         Some(Self {
-            velocity: data.map(|data| Tensor::from_data(data, device)),
+            velocity: saved(src, &join_path(prefix, "momentum"), "velocity", device),
             burn: None,
         })
     }

@@ -110,7 +110,7 @@ pub(in crate::optim) fn is_fused(
         return false;
     }
     let before = STEPPED.get();
-    probe::step_sample(blank, parameter, device);
+    let _ = probe::step_sample(blank, parameter, device);
     STEPPED.get() > before
 }
 

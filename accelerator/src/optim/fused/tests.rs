@@ -34,7 +34,7 @@ fn run(
         all.register(parameter.id, tensor(gradient));
         parameter = optimizer.step(*rate, parameter, all);
         values.push(parameter.val().inner().into_data());
-        // Burn reads state of other types than the device's own as that one.
+        // Burn loads state in the type of the default device.
         if step == 2 && dtype == DType::F32 {
             let record = optimizer.into_bytes().unwrap();
             optimizer = make().from_bytes(record).unwrap();

@@ -78,6 +78,11 @@ impl Homes {
         Bounds::new(bounds.collect(), self.loads.len(), &self.identity)
     }
 
+    /// Whether [`settle`](Self::settle) asks if this parameter may be cut.
+    pub(super) fn asks_about(&self, parameter: &Trainable) -> bool {
+        !self.known.contains_key(&parameter.id) && self.is_large(parameter)
+    }
+
     /// Finds a home for a parameter. `may_be_cut` is asked where it is large.
     pub(super) fn settle(
         &mut self,
@@ -85,7 +90,7 @@ impl Homes {
         may_be_cut: impl FnOnce() -> bool,
     ) -> &Home {
         let (ranks, elements) = (self.loads.len(), parameter.shape.iter().product::<usize>());
-        let cut = elements >= ranks * WORTH_A_PIECE && may_be_cut();
+        let cut = self.is_large(parameter) && may_be_cut();
         let bounds = if cut {
             self.in_blocks(elements, parameter.float.width())
         } else {
@@ -101,6 +106,10 @@ impl Homes {
             *load += home.range(rank).len() * parameter.float.width();
         }
         self.known.entry(parameter.id).or_insert(home)
+    }
+
+    fn is_large(&self, parameter: &Trainable) -> bool {
+        parameter.shape.iter().product::<usize>() >= self.loads.len() * WORTH_A_PIECE
     }
 
     /// Cuts so many elements of `width` bytes at whole blocks, evenly at first. Those that are left over go to

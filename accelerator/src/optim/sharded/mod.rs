@@ -20,9 +20,11 @@ use self::pieces::{Reader, Sums};
 use self::record::{Entry, Records};
 use self::write::Elements;
 use super::fused::sums::{self, Landing};
+use super::state::check_types;
 use super::whole::Kinds;
 use crate::error::{Error, Kind, Result};
 use crate::gradient::{Averages, Bounds, with_rank};
+use crate::model::Trainable;
 
 /// An optimizer whose state is shared out over the ranks: prepare `Sharded(optimizer)` in its place,
 /// with or without a scheduler.
@@ -264,15 +266,15 @@ impl Shards {
             return Ok(None);
         }
         let (mut homes, mut cut) = (Vec::new(), Records::default());
+        let mut told = self.judge(averages)?.into_iter();
         for parameter in averages.all_parameters() {
             if let Some(home) = self.homes.known().get(&parameter.id) {
                 homes.push(home.clone());
                 continue;
             }
-            let blank = &self.blank;
-            let home = self.homes.settle(parameter, || {
-                probe::is_element_wise(blank, parameter, averages.device())
-            });
+            let home = self
+                .homes
+                .settle(parameter, || told.next().unwrap_or(false));
             homes.push(home.clone());
             if let Some(entry) = self.loaded.remove(parameter.id)
                 && let Some(entry) = entry.cut(home, self.group.rank())
@@ -283,10 +285,35 @@ impl Shards {
         if !cut.is_empty() {
             let mut all = Records::of(optimizer)?;
             all.extend(cut);
-            *optimizer = all.load_into(self.blank.clone())?;
+            let loaded = all.load_into(self.blank.clone())?;
+            let parameters = averages.all_parameters();
+            let known = |id| parameters.iter().find(|known| known.id == id).cloned();
+            check_types(&loaded, known, averages.device())?;
+            *optimizer = loaded;
         }
         let bounds = averages.can_spread().then(|| self.homes.bounds(homes));
         Ok(bounds.map(Arc::new))
+    }
+
+    /// Whether each parameter is stepped element by element, of those that are settled next and are large. Rank 0
+    /// decides: the processors of other hosts may round otherwise.
+    #[track_caller]
+    fn judge(&self, averages: &Averages) -> Result<Vec<bool>> {
+        let parameters = averages.all_parameters().iter();
+        let large: Vec<_> = parameters
+            .filter(|parameter| self.homes.asks_about(parameter))
+            .collect();
+        if large.is_empty() {
+            return Ok(Vec::new());
+        }
+        let judged = (self.group.rank() == 0).then(|| {
+            let judge = |&parameter: &&Trainable| {
+                probe::is_element_wise(&self.blank, parameter, averages.device())
+            };
+            large.iter().map(judge).collect::<Vec<_>>()
+        });
+        let telling = self.group.for_purpose("shard an optimizer");
+        Ok(telling.broadcast_object(judged.as_ref(), 0)?)
     }
 }
 

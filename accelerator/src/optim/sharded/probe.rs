@@ -15,7 +15,7 @@ const SCALES: [f64; 3] = [1.0, 1e-3, 1e3];
 /// Whether an optimizer without state steps each element of a parameter by itself: a small tensor in
 /// its place comes out the same, bit for bit, as a whole and in pieces.
 ///
-/// Every rank comes to the same answer: numbers are fixed.
+/// Numbers are fixed, but processors with other vectors may round otherwise: one rank asks, and tells the others.
 pub(super) fn is_element_wise(
     blank: &ModuleOptimizer,
     parameter: &Trainable,
@@ -26,7 +26,7 @@ pub(super) fn is_element_wise(
         return false;
     }
     let probe = || {
-        let run = |from, to| run(blank.clone(), parameter, device, from, to);
+        let run = |from, to| run(&mut blank.clone(), parameter, device, from, to);
         let whole = run(0, ELEMENTS);
         whole == [run(0, 10), run(10, 33), run(33, ELEMENTS)].concat()
     };
@@ -34,20 +34,23 @@ pub(super) fn is_element_wise(
     catch_unwind(AssertUnwindSafe(probe)).unwrap_or(false)
 }
 
-/// Lets an optimizer without state step a small tensor in the place of a parameter.
+/// An optimizer without state, after it has stepped a small tensor in the place of a parameter; `None` where it
+/// does not step such tensors.
 pub(in crate::optim) fn step_sample(
     blank: &ModuleOptimizer,
     parameter: &Trainable,
     device: &Device,
-) {
-    let probe = || run(blank.clone(), parameter, device, 0, ELEMENTS);
+) -> Option<ModuleOptimizer> {
+    let mut optimizer = blank.clone();
+    let probe = || run(&mut optimizer, parameter, device, 0, ELEMENTS);
     // An optimizer may refuse a shape.
-    let _ = catch_unwind(AssertUnwindSafe(probe));
+    let stepped = catch_unwind(AssertUnwindSafe(probe));
+    stepped.ok().map(|_| optimizer)
 }
 
 /// The values of elements `from` to `to` after three steps.
 fn run(
-    mut optimizer: ModuleOptimizer,
+    optimizer: &mut ModuleOptimizer,
     parameter: &Trainable,
     device: &Device,
     from: usize,

@@ -7,7 +7,7 @@ use burn_pack::{Reader, Scalar, Tensor, Writer};
 
 use super::home::Home;
 use crate::error::Result;
-use crate::optim::state::{bytes_of, reader, unwritable};
+use crate::optim::state::{bytes_of, load, reader, unwritable};
 
 /// A record of Burn's, taken apart by parameters.
 #[derive(Clone, Default)]
@@ -87,7 +87,7 @@ impl Records {
     }
 
     pub(super) fn load_into(self, blank: ModuleOptimizer) -> Result<ModuleOptimizer> {
-        blank.from_bytes(self.into_bytes()?).map_err(unwritable)
+        load("a sharded optimizer", blank, self.into_bytes()?)
     }
 
     pub(super) fn is_empty(&self) -> bool {
