@@ -1,5 +1,7 @@
 //! What the environment says about a launch.
 
+mod other_launchers;
+
 use std::{ffi::OsString, fmt, str::FromStr, time::Duration};
 
 use crate::{
@@ -32,7 +34,10 @@ use crate::{
 /// `ACCEL_FAULTS`, faults to inject for tests, is read where they strike.
 ///
 /// Without `RANK` and `WORLD_SIZE` the process is a world of its own. Anything incomplete,
-/// malformed or contradictory is an error: a process never becomes rank 0 by accident.
+/// malformed or contradictory is an error: a process never becomes rank 0 by accident. So it is an
+/// error, too, where they are not set and the variables of Open MPI, of another MPI by PMI or PMIx, of a
+/// step of Slurm's or of torchrun's settings (`PET_NNODES`, `PET_NPROC_PER_NODE`) show a job of several
+/// processes: those launchers are not supported, and each process would train alone.
 ///
 /// ```
 /// use accelerator_collective::Launch;
@@ -329,6 +334,7 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
                         )));
                     }
                 }
+                self.check_alone()?;
                 self.note("rank", 0, Origin::Default);
                 self.note("world size", 1, Origin::Default);
                 return Ok(Topology::single());
