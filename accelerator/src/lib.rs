@@ -77,8 +77,9 @@
 //! # Environment variables
 //!
 //! What the program leaves open can be said where it is started. Where both speak, they must agree; but
-//! for the timeout, where the program's word holds. An `ACCEL_…` variable that is not known is an error; one
-//! that is set to nothing counts as not set.
+//! for the timeout, where the program's word holds. An `ACCEL_…` variable that is not known is an error, unless
+//! a newer `accel-launch` has set it, which lists what it sets in `ACCEL_SET_BY_LAUNCHER`; one that is set to
+//! nothing counts as not set.
 //!
 //! | variable | values | default | in the program |
 //! |---|---|---|---|

@@ -30,6 +30,7 @@ use crate::{
 /// | `ACCEL_TRANSPORT` | `auto` (default), `hierarchical`, `shm`, `tcp` or `threads` |
 /// | `ACCEL_LIVENESS_TIMEOUT` | after how many seconds of silence a rank counts as lost |
 /// | `ACCEL_RESTART`, `ACCEL_MAX_RESTARTS` | how often the job was restarted, and may be; set by the launcher |
+/// | `ACCEL_SET_BY_LAUNCHER` | which variables the launcher has [set itself](Self::SET_BY_LAUNCHER) |
 ///
 /// `ACCEL_FAULTS`, faults to inject for tests, is read where they strike.
 ///
@@ -101,8 +102,8 @@ pub struct Launch {
 impl Launch {
     /// The variables of this project that belong to a launch, beside torchrun's:
     /// [`from_env`](Self::from_env) reads them all but `ACCEL_FAULTS`, which is read where the
-    /// faults strike.
-    pub const VARIABLES: [&'static str; 10] = [
+    /// faults strike, and [`SET_BY_LAUNCHER`](Self::SET_BY_LAUNCHER).
+    pub const VARIABLES: [&'static str; 11] = [
         "ACCEL_FAULTS",
         "ACCEL_INSECURE",
         "ACCEL_JOB",
@@ -110,10 +111,24 @@ impl Launch {
         "ACCEL_MAX_RESTARTS",
         "ACCEL_PORT",
         "ACCEL_RESTART",
+        Self::SET_BY_LAUNCHER,
         "ACCEL_STORE",
         "ACCEL_TOKEN_FILE",
         "ACCEL_TRANSPORT",
     ];
+
+    /// The variable in which `accel-launch` lists the names of the `ACCEL_…` variables that it has set itself,
+    /// separated by commas.
+    ///
+    /// An `ACCEL_…` variable that a program does not know is misspelt, and an error, unless it is listed here:
+    /// then the launcher is newer than the program, which ignores the variable.
+    ///
+    /// ```
+    /// use accelerator_collective::Launch;
+    ///
+    /// assert_eq!(Launch::SET_BY_LAUNCHER, "ACCEL_SET_BY_LAUNCHER");
+    /// ```
+    pub const SET_BY_LAUNCHER: &'static str = "ACCEL_SET_BY_LAUNCHER";
 
     /// A launch that the program describes itself.
     ///
