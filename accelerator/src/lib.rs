@@ -108,7 +108,7 @@
 //! | variable | values | default |
 //! |---|---|---|
 //! | `RANK`, `WORLD_SIZE` | numbers | a world of one; an error where MPI, Slurm or settings of torchrun show a job of several |
-//! | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | numbers | all ranks on this host, if it is one |
+//! | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | numbers | found when the ranks meet, by the hosts on which they run |
 //! | `MASTER_ADDR` | the host of the store where ranks meet | none: needed by several ranks |
 //! | `ACCEL_PORT`, else `MASTER_PORT` | its port | none: needed by several ranks |
 //! | `ACCEL_STORE` | `launcher`, `rank0` | `rank0` |

@@ -19,7 +19,7 @@ use crate::{
 /// | variable | meaning |
 /// |---|---|
 /// | `RANK`, `WORLD_SIZE` | this process among all of the job; both or neither |
-/// | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | this process among those of its host; both or neither |
+/// | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | this process among those of its host; both, or neither where the ranks [find out](Topology::is_local_known) |
 /// | `MASTER_ADDR` | the host of the store where the ranks meet |
 /// | `ACCEL_PORT`, else `MASTER_PORT` | the port of the store |
 /// | `TORCHELASTIC_USE_AGENT_STORE` | torchrun's agent listens on `MASTER_PORT`: the store is one above |
@@ -87,7 +87,9 @@ use crate::{
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Launch {
-    /// The place of this rank.
+    /// The place of this rank. Without `LOCAL_RANK` its place on its host is known where `MASTER_ADDR` is on the
+    /// loopback interface, as all ranks share the host then; otherwise [`Topology::is_local_known`] is false here,
+    /// and the [group](crate::ProcessGroup::topology) knows it.
     pub topology: Topology,
     /// Where the ranks meet; `None` in a world of one.
     pub rendezvous: Option<Rendezvous>,
@@ -400,15 +402,16 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
         };
         let Some((rank, size)) = local else {
             // Nobody said how the ranks are spread. Ranks that meet on the loopback interface
-            // share a host; otherwise each one is taken to be alone on its own.
-            let (rank, size) = if rendezvous.is_none_or(Rendezvous::is_loopback) {
-                (topology.rank(), topology.world_size())
-            } else {
-                (0, 1)
-            };
-            self.note("local rank", rank, Origin::Derived);
-            self.note("local world size", size, Origin::Derived);
-            return topology.with_local(rank, size);
+            // share a host; others find out when they meet.
+            if rendezvous.is_none_or(Rendezvous::is_loopback) {
+                self.note("local rank", topology.rank(), Origin::Derived);
+                self.note("local world size", topology.world_size(), Origin::Derived);
+                return Ok(topology);
+            }
+            for name in ["local rank", "local world size"] {
+                self.note(name, "found when the ranks meet", Origin::Derived);
+            }
+            return Ok(topology.without_local());
         };
         if size == 0 || size > topology.world_size() {
             return Err(invalid(format!(
@@ -741,11 +744,19 @@ mod tests {
     }
 
     #[test]
-    fn the_place_on_the_host_is_derived() {
+    fn the_place_on_the_host_is_derived_or_found_later() {
         let near = job(&[]).unwrap();
         assert_eq!(near.topology.to_string(), "rank 1 of 4 (local 1 of 4)");
         let far = job(&[("MASTER_ADDR", "10.0.0.1")]).unwrap();
-        assert_eq!(far.topology.to_string(), "rank 1 of 4 (local 0 of 1)");
+        assert!(!far.topology.is_local_known());
+        let settings = far.settings().iter();
+        let local = settings.filter(|x| x.name.starts_with("local "));
+        assert!(
+            local.eq(far
+                .settings()
+                .iter()
+                .filter(|x| x.value == "found when the ranks meet"))
+        );
     }
 
     #[test]
