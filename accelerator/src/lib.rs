@@ -77,8 +77,9 @@
 //! # Environment variables
 //!
 //! What the program leaves open can be said where it is started. Where both speak, they must agree; but
-//! for the timeout, where the program's word holds. An `ACCEL_…` variable that is not known is an error; one
-//! that is set to nothing counts as not set.
+//! for the timeout, where the program's word holds. An `ACCEL_…` variable that is not known is an error, unless
+//! a newer `accel-launch` has set it, which lists what it sets in `ACCEL_SET_BY_LAUNCHER`; one that is set to
+//! nothing counts as not set.
 //!
 //! | variable | values | default | in the program |
 //! |---|---|---|---|
@@ -106,8 +107,8 @@
 //!
 //! | variable | values | default |
 //! |---|---|---|
-//! | `RANK`, `WORLD_SIZE` | numbers | a world of one |
-//! | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | numbers | all ranks on this host, if it is one |
+//! | `RANK`, `WORLD_SIZE` | numbers | a world of one; an error where MPI, Slurm or settings of torchrun show a job of several |
+//! | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | numbers | found when the ranks meet, by the hosts on which they run |
 //! | `MASTER_ADDR` | the host of the store where ranks meet | none: needed by several ranks |
 //! | `ACCEL_PORT`, else `MASTER_PORT` | its port | none: needed by several ranks |
 //! | `ACCEL_STORE` | `launcher`, `rank0` | `rank0` |

@@ -62,7 +62,8 @@ pub enum Speakers {
     /// Those of rank 0.
     #[default]
     Main,
-    /// Those of the first rank of each host.
+    /// Those of the first rank of each host. Those of every rank, where its local rank
+    /// [is not known yet](Topology::is_local_known).
     LocalMain,
     /// Those of every rank.
     Every,

@@ -385,6 +385,55 @@ fn nccl_that_cannot_be_is_refused_alike() {
     }
 }
 
+/// What two ranks get that were told neither their local ranks nor that they share a host.
+fn started_by_hand(ranks: [AcceleratorBuilder; 2]) -> [Result<Accelerator>; 2] {
+    let store = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
+    let port = store.local_addr().port();
+    let launch = |rank: usize| {
+        Launch::from_vars(|name| match name {
+            "RANK" => Some(rank.to_string()),
+            "WORLD_SIZE" => Some("2".to_owned()),
+            "MASTER_ADDR" => Some("0.0.0.0".to_owned()),
+            "MASTER_PORT" => Some(port.to_string()),
+            "ACCEL_STORE" => Some("launcher".to_owned()),
+            _ => None,
+        })
+    };
+    std::thread::scope(|scope| {
+        let mut number = 0..;
+        let threads = ranks.map(|builder| {
+            let launch = launch(number.next().unwrap()).unwrap();
+            assert!(!launch.topology.is_local_known());
+            scope.spawn(move || builder.launched_as(launch).build())
+        });
+        threads.map(|thread| thread.join().unwrap())
+    })
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_rank_opens_its_device_when_it_knows_its_local_rank() {
+    let ranks = started_by_hand([Accelerator::builder(), Accelerator::builder()]);
+    let places = ranks.map(|rank| rank.unwrap().topology().to_string());
+    let expected = [0, 1].map(|rank| format!("rank {rank} of 2 (local {rank} of 2)"));
+    assert_eq!(places, expected);
+    // Where it has none, the others are told why.
+    let missing = DeviceKind::ALL
+        .into_iter()
+        .find(|kind| !kind.is_compiled_in());
+    let Some(missing) = missing else { return };
+    let without = Accelerator::builder().device(missing);
+    let [other, without] = started_by_hand([Accelerator::builder(), without]);
+    let own = without.unwrap_err();
+    assert!(own.is_device(), "{own:?}");
+    let error = other.unwrap_err();
+    assert!(error.is_peer_lost(), "{error:?}");
+    assert!(
+        error.to_string().contains(&format!("device `{missing}`")),
+        "{error}"
+    );
+}
+
 #[test]
 fn a_program_can_ask_which_life_of_the_job_this_is() {
     let first = Accelerator::new().unwrap();

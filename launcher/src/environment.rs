@@ -5,10 +5,13 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::process::Command;
 
+use accelerator_collective::Launch;
+
 use crate::allocator;
 use crate::cargo;
 use crate::settings::Settings;
 use crate::threads::Threads;
+use crate::variables;
 
 /// What a rank finds in its environment beyond what the launcher was given.
 #[derive(Clone, Debug)]
@@ -46,6 +49,9 @@ impl Environment {
             }
         }
         common.extend(settings.gpus.variables().iter().cloned());
+        let ours = common.iter().map(|(name, _)| *name);
+        let ours: Vec<_> = ours.filter(|name| variables::is_ours(name)).collect();
+        common.push((Launch::SET_BY_LAUNCHER, ours.join(",").into()));
         common.extend(allocator::settings(|name| std::env::var_os(name).is_some()));
         common.extend(package_dir.map(|dir| ("CARGO_MANIFEST_DIR", dir.into())));
         Self {
@@ -86,6 +92,7 @@ fn misleading(package_dir: Option<&Path>) -> Vec<OsString> {
     let mut names: Vec<OsString> = torchrun
         .filter(|name| name.to_string_lossy().starts_with("TORCHELASTIC_"))
         .collect();
+    names.extend(variables::of_newer_launcher().map(OsString::from));
     // Under `cargo run` cargo has described the launcher's own package.
     let is_own =
         std::env::var_os("CARGO_PKG_NAME").is_some_and(|name| name == env!("CARGO_PKG_NAME"));

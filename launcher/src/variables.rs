@@ -8,7 +8,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::time::Duration;
 
-use accelerator_collective::TransportKind;
+use accelerator_collective::{Launch, TransportKind, variable};
 use accelerator_fault::FaultPlan;
 
 use crate::error::{Error, Result};
@@ -72,7 +72,7 @@ pub(crate) struct Fault {
 }
 
 /// All of them, in alphabetical order.
-pub(crate) const VARIABLES: [Variable; 20] = [
+pub(crate) const VARIABLES: [Variable; 21] = [
     Variable {
         name: "ACCEL_ACCUMULATION_STEPS",
         expected: "a number of at least 1",
@@ -192,6 +192,13 @@ pub(crate) const VARIABLES: [Variable; 20] = [
         accepts: is_number,
     },
     Variable {
+        name: Launch::SET_BY_LAUNCHER,
+        expected: "names of variables, with commas between them",
+        default: "none",
+        reader: Reader::Placed,
+        accepts: |_| true,
+    },
+    Variable {
         name: "ACCEL_STORE",
         expected: "launcher or rank0",
         default: "rank0",
@@ -232,13 +239,30 @@ pub(crate) const VARIABLES: [Variable; 20] = [
 ];
 
 /// The variables of this project that are set, in alphabetical order; misspelt ones too. One that is
-/// empty is not set.
+/// empty is not set, and one of a newer launcher means nothing here.
 pub(crate) fn set() -> Vec<(String, OsString)> {
+    let newer: Vec<String> = of_newer_launcher().collect();
     let all = std::env::vars_os().filter(|(_, value)| !value.is_empty());
     let all = all.map(|(name, value)| (name.to_string_lossy().into_owned(), value));
-    let mut ours: Vec<_> = all.filter(|(name, _)| name.starts_with(PREFIX)).collect();
+    let mut ours: Vec<_> = all
+        .filter(|(name, _)| is_ours(name) && !newer.contains(name))
+        .collect();
     ours.sort();
     ours
+}
+
+/// The variables that a launcher has set in which this one runs, and that this one does not know.
+pub(crate) fn of_newer_launcher() -> impl Iterator<Item = String> {
+    let listed = variable(Launch::SET_BY_LAUNCHER).unwrap_or_default();
+    let listed = listed.to_string_lossy().into_owned();
+    let names: Vec<String> = listed.split(',').map(str::to_owned).collect();
+    let is_unknown = |name: &String| is_ours(name) && find(name).is_none();
+    names.into_iter().filter(is_unknown)
+}
+
+/// Whether a variable of this name belongs to this project.
+pub(crate) fn is_ours(name: &str) -> bool {
+    name.starts_with(PREFIX)
 }
 
 /// What is wrong with these variables: names that nothing reads, and values that are refused.
@@ -350,8 +374,6 @@ const DEVICES: [&str; 4] = ["cuda", "wgpu", "flex", "ndarray"];
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
-
-    use accelerator_collective::Launch;
 
     use super::*;
 

@@ -44,6 +44,44 @@ fn the_launchers_own_rank_is_not_handed_on() {
 }
 
 #[test]
+fn ranks_are_told_what_the_launcher_has_set_itself() {
+    let folder = Folder::new();
+    folder.script(
+        "show.sh",
+        "echo $ACCEL_SET_BY_LAUNCHER; env | grep ^ACCEL_ | cut -d= -f1 | sort | paste -sd,",
+    );
+    let mut command = folder.launcher();
+    command
+        .args(["-n", "1", "--no-prefix", "--oversubscribe-gpus", "show.sh"])
+        .env("ACCEL_OVERLAP", "off");
+    let text = Run::start(command).end().expect(0).text();
+    let (listed, all) = text.trim().split_once('\n').unwrap();
+    let mut listed: Vec<&str> = listed.split(',').collect();
+    assert!(listed.contains(&"ACCEL_OVERSUBSCRIBE_GPUS"), "{text}");
+    listed.extend(["ACCEL_OVERLAP", "ACCEL_SET_BY_LAUNCHER"]);
+    listed.sort_unstable();
+    assert_eq!(listed.join(","), all);
+}
+
+#[test]
+fn what_a_newer_launcher_has_set_is_ignored_and_not_handed_on() {
+    let folder = Folder::new();
+    folder.script("show.sh", "echo ${ACCEL_FUTURE-none}");
+    let run = |name: &str| {
+        let mut command = folder.launcher();
+        command.args(["-n", "1", "--no-prefix", "show.sh"]).envs([
+            (name, "1"),
+            ("ACCEL_SET_BY_LAUNCHER", "ACCEL_JOB,ACCEL_FUTURE"),
+        ]);
+        Run::start(command).end()
+    };
+    assert_eq!(run("ACCEL_FUTURE").expect(0).text(), "none\n");
+    run("ACCEL_FUTUER")
+        .expect(2)
+        .says("ACCEL_FUTUER is not known");
+}
+
+#[test]
 fn the_store_listens_while_ranks_run() {
     let folder = Folder::new();
     // The kernel's table of listening sockets, by port in hexadecimal.

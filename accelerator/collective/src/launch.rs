@@ -1,5 +1,7 @@
 //! What the environment says about a launch.
 
+mod other_launchers;
+
 use std::{ffi::OsString, fmt, str::FromStr, time::Duration};
 
 use crate::{
@@ -17,7 +19,7 @@ use crate::{
 /// | variable | meaning |
 /// |---|---|
 /// | `RANK`, `WORLD_SIZE` | this process among all of the job; both or neither |
-/// | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | this process among those of its host; both or neither |
+/// | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | this process among those of its host; both, or neither where the ranks [find out](Topology::is_local_known) |
 /// | `MASTER_ADDR` | the host of the store where the ranks meet |
 /// | `ACCEL_PORT`, else `MASTER_PORT` | the port of the store |
 /// | `TORCHELASTIC_USE_AGENT_STORE` | torchrun's agent listens on `MASTER_PORT`: the store is one above |
@@ -28,11 +30,15 @@ use crate::{
 /// | `ACCEL_TRANSPORT` | `auto` (default), `hierarchical`, `shm`, `tcp` or `threads` |
 /// | `ACCEL_LIVENESS_TIMEOUT` | after how many seconds of silence a rank counts as lost |
 /// | `ACCEL_RESTART`, `ACCEL_MAX_RESTARTS` | how often the job was restarted, and may be; set by the launcher |
+/// | `ACCEL_SET_BY_LAUNCHER` | which variables the launcher has [set itself](Self::SET_BY_LAUNCHER) |
 ///
 /// `ACCEL_FAULTS`, faults to inject for tests, is read where they strike.
 ///
 /// Without `RANK` and `WORLD_SIZE` the process is a world of its own. Anything incomplete,
-/// malformed or contradictory is an error: a process never becomes rank 0 by accident.
+/// malformed or contradictory is an error: a process never becomes rank 0 by accident. So it is an
+/// error, too, where they are not set and the variables of Open MPI, of another MPI by PMI or PMIx, of a
+/// step of Slurm's or of torchrun's settings (`PET_NNODES`, `PET_NPROC_PER_NODE`) show a job of several
+/// processes: those launchers are not supported, and each process would train alone.
 ///
 /// ```
 /// use accelerator_collective::Launch;
@@ -81,7 +87,9 @@ use crate::{
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Launch {
-    /// The place of this rank.
+    /// The place of this rank. Without `LOCAL_RANK` its place on its host is known where `MASTER_ADDR` is on the
+    /// loopback interface, as all ranks share the host then; otherwise [`Topology::is_local_known`] is false here,
+    /// and the [group](crate::ProcessGroup::topology) knows it.
     pub topology: Topology,
     /// Where the ranks meet; `None` in a world of one.
     pub rendezvous: Option<Rendezvous>,
@@ -96,8 +104,8 @@ pub struct Launch {
 impl Launch {
     /// The variables of this project that belong to a launch, beside torchrun's:
     /// [`from_env`](Self::from_env) reads them all but `ACCEL_FAULTS`, which is read where the
-    /// faults strike.
-    pub const VARIABLES: [&'static str; 10] = [
+    /// faults strike, and [`SET_BY_LAUNCHER`](Self::SET_BY_LAUNCHER).
+    pub const VARIABLES: [&'static str; 11] = [
         "ACCEL_FAULTS",
         "ACCEL_INSECURE",
         "ACCEL_JOB",
@@ -105,10 +113,24 @@ impl Launch {
         "ACCEL_MAX_RESTARTS",
         "ACCEL_PORT",
         "ACCEL_RESTART",
+        Self::SET_BY_LAUNCHER,
         "ACCEL_STORE",
         "ACCEL_TOKEN_FILE",
         "ACCEL_TRANSPORT",
     ];
+
+    /// The variable in which `accel-launch` lists the names of the `ACCEL_…` variables that it has set itself,
+    /// separated by commas.
+    ///
+    /// An `ACCEL_…` variable that a program does not know is misspelt, and an error, unless it is listed here:
+    /// then the launcher is newer than the program, which ignores the variable.
+    ///
+    /// ```
+    /// use accelerator_collective::Launch;
+    ///
+    /// assert_eq!(Launch::SET_BY_LAUNCHER, "ACCEL_SET_BY_LAUNCHER");
+    /// ```
+    pub const SET_BY_LAUNCHER: &'static str = "ACCEL_SET_BY_LAUNCHER";
 
     /// A launch that the program describes itself.
     ///
@@ -329,6 +351,7 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
                         )));
                     }
                 }
+                self.check_alone()?;
                 self.note("rank", 0, Origin::Default);
                 self.note("world size", 1, Origin::Default);
                 return Ok(Topology::single());
@@ -379,15 +402,16 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
         };
         let Some((rank, size)) = local else {
             // Nobody said how the ranks are spread. Ranks that meet on the loopback interface
-            // share a host; otherwise each one is taken to be alone on its own.
-            let (rank, size) = if rendezvous.is_none_or(Rendezvous::is_loopback) {
-                (topology.rank(), topology.world_size())
-            } else {
-                (0, 1)
-            };
-            self.note("local rank", rank, Origin::Derived);
-            self.note("local world size", size, Origin::Derived);
-            return topology.with_local(rank, size);
+            // share a host; others find out when they meet.
+            if rendezvous.is_none_or(Rendezvous::is_loopback) {
+                self.note("local rank", topology.rank(), Origin::Derived);
+                self.note("local world size", topology.world_size(), Origin::Derived);
+                return Ok(topology);
+            }
+            for name in ["local rank", "local world size"] {
+                self.note(name, "found when the ranks meet", Origin::Derived);
+            }
+            return Ok(topology.without_local());
         };
         if size == 0 || size > topology.world_size() {
             return Err(invalid(format!(
@@ -720,11 +744,19 @@ mod tests {
     }
 
     #[test]
-    fn the_place_on_the_host_is_derived() {
+    fn the_place_on_the_host_is_derived_or_found_later() {
         let near = job(&[]).unwrap();
         assert_eq!(near.topology.to_string(), "rank 1 of 4 (local 1 of 4)");
         let far = job(&[("MASTER_ADDR", "10.0.0.1")]).unwrap();
-        assert_eq!(far.topology.to_string(), "rank 1 of 4 (local 0 of 1)");
+        assert!(!far.topology.is_local_known());
+        let settings = far.settings().iter();
+        let local = settings.filter(|x| x.name.starts_with("local "));
+        assert!(
+            local.eq(far
+                .settings()
+                .iter()
+                .filter(|x| x.value == "found when the ranks meet"))
+        );
     }
 
     #[test]

@@ -42,6 +42,7 @@ pub struct Topology {
     world_size: usize,
     local_rank: usize,
     local_world_size: usize,
+    is_local_known: bool,
 }
 
 impl Topology {
@@ -55,6 +56,7 @@ impl Topology {
             world_size: 1,
             local_rank: 0,
             local_world_size: 1,
+            is_local_known: true,
         }
     }
 
@@ -94,6 +96,7 @@ impl Topology {
             world_size,
             local_rank: rank,
             local_world_size: world_size,
+            is_local_known: true,
         })
     }
 
@@ -127,8 +130,19 @@ impl Topology {
         Ok(Self {
             local_rank,
             local_world_size,
+            is_local_known: true,
             ..self
         })
+    }
+
+    /// The same rank, whose place on its host is found when the ranks meet.
+    pub(crate) fn without_local(self) -> Self {
+        Self {
+            local_rank: 0,
+            local_world_size: 1,
+            is_local_known: false,
+            ..self
+        }
     }
 
     /// This rank's number in the job, from 0.
@@ -151,6 +165,14 @@ impl Topology {
         self.local_world_size
     }
 
+    /// Whether the local rank and the local world size are known, as they are in every group.
+    ///
+    /// Where [`Launch`](crate::Launch) does not tell them, they are found when the ranks connect; until then they
+    /// are 0 and 1.
+    pub fn is_local_known(&self) -> bool {
+        self.is_local_known
+    }
+
     /// Whether this is rank 0 of the job.
     pub fn is_main(&self) -> bool {
         self.rank == 0
@@ -169,11 +191,11 @@ impl Topology {
 
 impl fmt::Display for Topology {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "rank {} of {} (local {} of {})",
-            self.rank, self.world_size, self.local_rank, self.local_world_size
-        )
+        write!(f, "rank {} of {} (local ", self.rank, self.world_size)?;
+        match self.is_local_known {
+            true => write!(f, "{} of {})", self.local_rank, self.local_world_size),
+            false => f.write_str("rank not known yet)"),
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Real processes that die, or are stopped, before the ranks are connected; without a launcher.
+//! Real processes that meet without a launcher, or die or are stopped before they are connected.
 
 #![cfg(unix)]
 #![allow(
@@ -34,7 +34,7 @@ fn a_rank() {
     let options = GroupOptions::new().with_connect_timeout(Duration::from_secs(patience));
     let outcome = ProcessGroup::connect(&Launch::from_env().unwrap(), &options);
     let text = match outcome {
-        Ok(_) => "connected".to_owned(),
+        Ok(group) => format!("{} by {}", group.topology(), group.transport()),
         Err(error) => {
             let culprit = error.culprit().map(|x| (x.rank(), x.pid()));
             format!("{:?} {culprit:?} {error}", error.ranks())
@@ -223,6 +223,48 @@ fn a_rank_that_gives_up_is_believed_before_its_end_is_told() {
     assert!(said.starts_with(blame), "{said}");
     let said = patient.said();
     assert!(said.starts_with(blame), "{said}");
+}
+
+/// What ranks say that were given these variables, with a store whose address does not tell
+/// that they are on one host.
+fn said_by_hand(variables: &[Vec<(&str, &str)>]) -> Vec<String> {
+    let world_size = variables.len();
+    let store = StoreServer::bind(("127.0.0.1", 0), world_size, None).unwrap();
+    let port = store.local_addr().port();
+    let ranks = variables.iter().enumerate().map(|(rank, variables)| {
+        let common = [("MASTER_ADDR", "0.0.0.0"), ("ACCEL_STORE", "launcher")];
+        let variables = [&common[..], variables].concat();
+        Process::start(rank, world_size, port, &variables)
+    });
+    let ranks: Vec<Process> = ranks.collect();
+    ranks.into_iter().map(Process::said).collect()
+}
+
+/// Nobody has set LOCAL_RANK.
+#[cfg(target_os = "linux")]
+#[test]
+fn ranks_that_are_started_by_hand_learn_their_local_ranks() {
+    let said = said_by_hand(&vec![Vec::new(); 3]);
+    let expected = [0, 1, 2].map(|rank| format!("rank {rank} of 3 (local {rank} of 3) by shm"));
+    assert_eq!(said, expected);
+    // One that was told fits in.
+    let told = vec![("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")];
+    let said = said_by_hand(&[Vec::new(), told]);
+    let expected = [0, 1].map(|rank| format!("rank {rank} of 2 (local {rank} of 2) by shm"));
+    assert_eq!(said, expected);
+}
+
+#[test]
+fn ranks_with_one_local_rank_on_a_host_are_told() {
+    let place = vec![("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")];
+    for said in said_by_hand(&[place.clone(), place]) {
+        assert!(said.starts_with("[0, 1] None "), "{said}");
+        assert!(
+            said.contains("ranks 0 and 1 have local rank 0 of 2"),
+            "{said}"
+        );
+        assert!(said.contains("LOCAL_RANK"), "{said}");
+    }
 }
 
 const MARK: &str = "MEETING_RANK";

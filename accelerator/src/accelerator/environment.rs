@@ -174,14 +174,16 @@ where
     }
 }
 
-/// Refuses a variable with this project's prefix that nothing reads: it is misspelt.
+/// Refuses a variable with this project's prefix that nothing reads: it is misspelt, unless the launcher
+/// has set it, which is newer then.
 pub(super) fn check() -> Result<()> {
     let set = std::env::vars_os().filter(|(_, value)| !value.is_empty());
     let names = set.map(|(name, _)| name.to_string_lossy().into_owned());
-    check_names(names)
+    let launcher = variable(Launch::SET_BY_LAUNCHER).unwrap_or_default();
+    check_names(names, &launcher.to_string_lossy())
 }
 
-fn check_names(names: impl Iterator<Item = String>) -> Result<()> {
+fn check_names(names: impl Iterator<Item = String>, set_by_launcher: &str) -> Result<()> {
     let known = || {
         Launch::VARIABLES.into_iter().chain([
             ACCUMULATION_STEPS,
@@ -197,7 +199,12 @@ fn check_names(names: impl Iterator<Item = String>) -> Result<()> {
         ])
     };
     let mut ours = names.filter(|name| name.starts_with("ACCEL_"));
-    match ours.find(|name| !known().any(|known| known == name)) {
+    let is_known = |name: &str| {
+        known()
+            .chain(set_by_launcher.split(','))
+            .any(|known| known == name)
+    };
+    match ours.find(|name| !is_known(name)) {
         None => Ok(()),
         Some(name) => Err(Error::config(format!(
             "the environment variable {name} is not known; expected one of {}: correct it, or \
@@ -236,8 +243,13 @@ mod tests {
 
     #[test]
     fn a_misspelt_variable_is_refused_and_others_are_not() {
-        let check = |names: &[&str]| check_names(names.iter().map(|name| (*name).to_owned()));
+        let check = |names: &[&str]| {
+            let names = names.iter().map(|name| (*name).to_owned());
+            check_names(names, "ACCEL_JOB,ACCEL_FUTURE")
+        };
         check(&["PATH", "ACCEL_PORT", "ACCEL_DEVICE", "ACCELERATE_USE_CPU"]).unwrap();
+        // The launcher is newer, and says that the variable is its own.
+        check(&["ACCEL_JOB", "ACCEL_FUTURE"]).unwrap();
         let error = check(&["PATH", "ACCEL_TRASNPORT"]).unwrap_err();
         assert!(error.is_config());
         let text = error.to_string();

@@ -209,13 +209,13 @@ fn arrange(
 
 #[cfg(target_os = "linux")]
 mod linux {
-    use std::{fs, io, os::fd::AsRawFd, sync::Arc, time::Instant};
+    use std::{os::fd::AsRawFd, sync::Arc, time::Instant};
 
     use super::{Nature, Obstacle, Offer, hosts, obstacle, tell};
     use crate::{
         error::{Error, Kind, Result},
         group::member::Member,
-        rendezvous::random,
+        rendezvous::{boot_id, random},
         shared::{Arena, Arrangement, Hosts, Key, Spin, World, cores},
         transport::{Peer, Place, TransportKind},
     };
@@ -294,10 +294,9 @@ mod linux {
 
     /// The machine, since it was started.
     fn host(me: &Peer) -> String {
-        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id");
-        let boot = boot.unwrap_or_else(|_: io::Error| String::new());
+        let boot = boot_id().unwrap_or_default();
         match &me.place {
-            Place::Process { host, .. } => format!("{host} {}", boot.trim()),
+            Place::Process { host, .. } => format!("{host} {boot}"),
             Place::Thread => boot,
         }
     }

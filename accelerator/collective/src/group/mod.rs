@@ -42,7 +42,7 @@ use crate::{
     launch::Launch,
     purpose::Purpose,
     reduce::ReduceOp,
-    rendezvous::StoreLine,
+    rendezvous::{StoreLine, located},
     topology::Topology,
     transport::{Tcp, Threads, Transport, TransportKind},
 };
@@ -167,9 +167,10 @@ impl ProcessGroup {
     ///
     /// - a misuse error for a timeout of zero, for a transport that does not connect processes, or
     ///   for planned faults that this program cannot carry out;
-    /// - a topology error where the launch does not say where the ranks meet;
+    /// - a topology error where the launch does not say where the ranks meet, or this rank's local rank, and the
+    ///   system does not tell which ranks share a host;
     /// - a rendezvous error where the ranks do not find one another within the connect timeout,
-    ///   disagree about the job, or were asked to use different transports;
+    ///   disagree about the job, have local ranks that cannot be, or were asked to use different transports;
     /// - a peer-lost error that names the rank that is gone before all are connected;
     /// - an unauthorized error where the job token is missing, or wrong on either side;
     /// - an address-in-use error where rank 0 is to host the store and its address is taken;
@@ -209,9 +210,10 @@ impl ProcessGroup {
         let options = &options.completed_by(launch);
         let liveness = options.liveness_timeout();
         let meeting = rendezvous.meet(&launch.topology, patience, liveness, asked)?;
+        let topology = located(launch.topology, &meeting.ranks)?;
         let line = meeting.line.clone();
-        let transport = Tcp::connect(&launch.topology, meeting, patience)?;
-        let group = Self::join(launch.topology, options, Box::new(transport), line)?;
+        let transport = Tcp::connect(&topology, meeting, patience)?;
+        let group = Self::join(topology, options, Box::new(transport), line)?;
         choice::choose(&group.0.member, asked, began)?;
         Ok(group)
     }

@@ -8,6 +8,7 @@ mod client;
 mod desk;
 mod line;
 mod lobby;
+mod locality;
 mod options;
 mod outbox;
 mod owner;
@@ -31,6 +32,7 @@ pub(crate) use address::reachable;
 pub(crate) use client::Meeting;
 pub(crate) use line::StoreLine;
 pub(crate) use lobby::{Guest, Lobby};
+pub(crate) use locality::{boot_id, located};
 pub(crate) use token::{Key, random};
 
 use crate::error::{Error, Kind, Result};

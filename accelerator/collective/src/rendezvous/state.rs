@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Accusation, Report};
+use super::{Accusation, Report, locality::local_places};
 use crate::{
     error::{Error, Kind, list_ranks},
     wire::message::Registration,
@@ -163,13 +163,18 @@ impl State {
         let mut actions = vec![Action::Report(Report::Joined { rank, host, pid })];
         let present = self.ranks.values().filter(|arrival| arrival.is_present());
         if present.count() == self.world_size {
+            let ranks = self.ranks.values();
+            let ranks: Vec<_> = ranks.map(|x| x.registration.clone()).collect();
+            if let Err(error) = local_places(&ranks) {
+                actions.extend(self.fail(error));
+                return actions;
+            }
             self.phase = Phase::Connecting;
             self.complete = true;
-            let ranks = self.ranks.values();
             actions.push(Action::Report(Report::Met));
             actions.push(Action::Welcome {
                 connections: self.connections(|_| true),
-                ranks: ranks.map(|x| x.registration.clone()).collect(),
+                ranks,
             });
         }
         actions

@@ -120,6 +120,8 @@ impl Odd {
             patience: Duration::from_secs(60),
             liveness: LIVENESS,
             transport: TransportKind::Tcp,
+            boot: None,
+            local: None,
         };
         let body = message::to_bytes(&registration);
         odd.say(&Message::Register { body, proof: None });

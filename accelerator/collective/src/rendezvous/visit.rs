@@ -12,6 +12,7 @@ use super::{
     Rendezvous, Security, StoreHost,
     address::any_like,
     line::{Pulse, Store},
+    locality::boot_id,
     owner::Neighbour,
     state::RETURN,
     token::{Key, random},
@@ -23,7 +24,7 @@ use crate::{
     transport_kind::TransportKind,
     wire::{
         ReadError,
-        message::{self, Message, Nonce, Proves, Registration},
+        message::{self, LocalPlace, Message, Nonce, Proves, Registration},
     },
 };
 
@@ -264,6 +265,11 @@ impl Visit<'_> {
             patience: self.deadline.saturating_duration_since(Instant::now()),
             liveness: self.liveness,
             transport: self.transport,
+            boot: boot_id(),
+            local: self.topology.is_local_known().then(|| LocalPlace {
+                rank: self.topology.local_rank(),
+                size: self.topology.local_world_size(),
+            }),
         })
     }
 

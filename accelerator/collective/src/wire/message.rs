@@ -194,6 +194,19 @@ pub(crate) struct Registration {
     /// The transport that it was asked to use.
     #[serde(with = "name")]
     pub(crate) transport: TransportKind,
+    /// Since which start of its kernel its host runs, where the system tells.
+    #[serde(default)]
+    pub(crate) boot: Option<String>,
+    /// Its place on its host, where it was told.
+    #[serde(default)]
+    pub(crate) local: Option<LocalPlace>,
+}
+
+/// The place of a rank on its host: its number among the ranks there, and how many they are.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+pub(crate) struct LocalPlace {
+    pub(crate) rank: usize,
+    pub(crate) size: usize,
 }
 
 /// A transport by its name.
@@ -398,6 +411,42 @@ mod tests {
         bytes[4] = 9;
         let error = Message::read(&mut &bytes[..], SHORT).unwrap_err();
         assert!(error.to_string().contains("protocol version 9, expected 3"));
+    }
+
+    #[test]
+    fn a_registration_of_an_older_version_is_read() {
+        /// What version 3 of the protocol began with.
+        #[derive(Deserialize, Serialize)]
+        struct Older {
+            rank: usize,
+            world_size: usize,
+            host: String,
+            pid: u32,
+            address: SocketAddr,
+            patience: Duration,
+            liveness: Duration,
+            #[serde(with = "name")]
+            transport: TransportKind,
+        }
+        let older = Older {
+            rank: 1,
+            world_size: 2,
+            host: "here".to_owned(),
+            pid: 17,
+            address: "127.0.0.1:1".parse().unwrap(),
+            patience: Duration::from_secs(1),
+            liveness: Duration::from_secs(1),
+            transport: TransportKind::Auto,
+        };
+        let read: Registration = from_bytes(&to_bytes(&older)).unwrap();
+        assert_eq!((read.rank, &read.boot, read.local), (1, &None, None));
+        let newer = Registration {
+            boot: Some("id".to_owned()),
+            local: Some(LocalPlace { rank: 1, size: 2 }),
+            ..read
+        };
+        let older: Older = from_bytes(&to_bytes(&newer)).unwrap();
+        assert_eq!((older.rank, &*older.host), (1, "here"));
     }
 
     #[test]

@@ -45,7 +45,9 @@ impl AcceleratorBuilder {
         };
         // Before the others are kept waiting for a rank that will not come.
         settings.accumulation_steps = self.steps(launch.topology.world_size())?;
-        let (kind, device) = self.open_device(&launch.topology, &settings)?;
+        let open = |place: &Topology| self.open_device(place, &settings);
+        let place = Some(&launch.topology).filter(|place| place.is_local_known());
+        let opened = place.map(open).transpose()?;
         if launch.topology.is_main() {
             check_trace(&settings)?;
         }
@@ -53,6 +55,11 @@ impl AcceleratorBuilder {
             clear_traces(&settings);
         }
         let group = ProcessGroup::connect(&launch, &self.group_options(&launch)?)?;
+        let (kind, device) = match opened {
+            Some(opened) => opened,
+            // Which device it is depends on the local rank, which the ranks have found only now.
+            None => open(group.topology()).inspect_err(|error| group.abort(error.to_string()))?,
+        };
         let switch = switch(group.topology(), &settings, kind);
         let road = road(&settings, kind, &device);
         let mut terms = terms(&settings, switch, group.topology(), &road);

@@ -3,7 +3,7 @@ use std::collections::{HashMap, HashSet};
 use proptest::prelude::*;
 
 use super::*;
-use crate::transport_kind::TransportKind;
+use crate::{transport_kind::TransportKind, wire::message::LocalPlace};
 
 const LIVENESS: Duration = Duration::from_secs(2);
 const MS: Duration = Duration::from_millis(1);
@@ -18,6 +18,8 @@ fn registration(rank: usize, world_size: usize) -> Registration {
         patience: Duration::from_secs(60),
         liveness: LIVENESS,
         transport: TransportKind::Auto,
+        boot: None,
+        local: None,
     }
 }
 
@@ -173,6 +175,28 @@ fn a_rank_that_went_away_decides_no_transport() {
     state.step(come(10, TransportKind::Tcp), now);
     state.step(Event::Gone { connection: 10 }, now);
     assert!(refusals(&state.step(come(11, TransportKind::Auto), now)).is_empty());
+}
+
+#[test]
+fn ranks_with_one_local_rank_on_a_host_are_told_when_all_have_come() {
+    let now = Instant::now();
+    let mut state = State::new(2);
+    let come = |connection, rank| Event::Registered {
+        connection,
+        registration: Registration {
+            local: Some(LocalPlace { rank: 0, size: 2 }),
+            ..registration(rank, 2)
+        },
+    };
+    assert!(refusals(&state.step(come(10, 1), now)).is_empty());
+    let error = refusal(&state.step(come(11, 0), now), &[11, 10]);
+    assert!(error.is_rendezvous(), "{error}");
+    assert_eq!(error.ranks(), [0, 1]);
+    let text = error.to_string();
+    assert!(
+        text.contains("ranks 0 and 1 have local rank 0 of 2"),
+        "{text}"
+    );
 }
 
 #[test]

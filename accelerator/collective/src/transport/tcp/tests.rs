@@ -166,6 +166,8 @@ fn meetings(key: &[u8]) -> Vec<Meeting> {
             patience: Duration::from_secs(30),
             liveness: Duration::from_secs(30),
             transport: TransportKind::Tcp,
+            boot: None,
+            local: None,
         })
         .collect();
     let meeting = |listener| Meeting {

@@ -1,0 +1,197 @@
+//! Other launchers, whose variables show that a process belongs to a job.
+
+use super::{Reader, invalid};
+use crate::error::Result;
+
+impl<F: Fn(&str) -> Option<String>> Reader<F> {
+    /// Refuses to take this process, which was given no place, for a world of one where another launcher
+    /// has started several.
+    ///
+    /// # Errors
+    ///
+    /// A topology error that names the launcher, its variables and what to do.
+    pub(super) fn check_alone(&self) -> Result<()> {
+        let Some((launcher, names)) = self.job()? else {
+            return Ok(());
+        };
+        let set = names.iter();
+        let set = set.filter_map(|name| Some(format!("{name}={}", self.text(name)?)));
+        Err(invalid(format!(
+            "this process belongs to a job of {launcher} ({}), but neither RANK nor WORLD_SIZE is set, so it \
+             would train alone; start the job with `accel-launch` or torchrun, or set RANK, WORLD_SIZE, \
+             LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process; for a single \
+             process, set RANK=0 and WORLD_SIZE=1",
+            set.collect::<Vec<_>>().join(", ")
+        )))
+    }
+
+    /// The launcher whose job may have several processes, and the variables that show it.
+    fn job(&self) -> Result<Option<(&'static str, Vec<&'static str>)>> {
+        for name in ["PET_NNODES", "PET_NPROC_PER_NODE"] {
+            // A number, or the least and the most with a colon between. Else torchrun counts devices.
+            let most = self.text(name);
+            let most = most.and_then(|text| text.rsplit(':').next()?.trim().parse::<usize>().ok());
+            if most.is_some_and(|most| most > 1) {
+                return Ok(Some(("torchrun", vec![name])));
+            }
+        }
+        for (launcher, size, rank) in COUNTING {
+            // The first one decides: Open MPI's daemons are a step of Slurm's, whose variables they hand on.
+            if let Some(size_given) = self.number(size)? {
+                return Ok((size_given > 1).then(|| (launcher, vec![size, rank])));
+            }
+        }
+        let mut others = NOT_COUNTING.into_iter();
+        let found = others.find(|(_, rank)| self.text(rank).is_some());
+        Ok(found.map(|(launcher, rank)| (launcher, vec![rank])))
+    }
+}
+
+/// Launchers that say how many processes they started: by which variable, and which one is the rank.
+/// The innermost comes first. The body of a batch script of Slurm's is in no step, and so is alone.
+const COUNTING: [(&str, &str, &str); 3] = [
+    ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("an MPI launcher (PMI)", "PMI_SIZE", "PMI_RANK"),
+    ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+];
+
+/// Launchers whose variables do not say how many processes there are.
+const NOT_COUNTING: [(&str, &str); 2] =
+    [("an MPI launcher (PMI)", "PMI_ID"), ("PMIx", "PMIX_RANK")];
+
+#[cfg(test)]
+mod tests {
+    use crate::launch::Launch;
+
+    fn launch(text: &str) -> crate::error::Result<Launch> {
+        let vars: Vec<_> = text
+            .split_whitespace()
+            .map(|x| x.split_once('=').unwrap())
+            .collect();
+        Launch::from_vars(|name| {
+            let found = vars.iter().find(|(key, _)| *key == name);
+            found.map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    /// It is refused, and the error names the launcher, these variables and what to do.
+    fn is_refused(text: &str, launcher: &str, named: &[&str]) {
+        let error = launch(text).expect_err(text);
+        assert!(error.is_topology(), "{text}: {error}");
+        let message = error.to_string();
+        let what_to_do = [
+            "neither RANK nor WORLD_SIZE",
+            "accel-launch",
+            "RANK=0 and WORLD_SIZE=1",
+        ];
+        for part in [launcher].iter().chain(named).chain(&what_to_do) {
+            assert!(message.contains(part), "{part:?}: {message}");
+        }
+    }
+
+    fn is_alone(text: &str) {
+        let launch = launch(text).unwrap_or_else(|error| panic!("{text}: {error}"));
+        assert_eq!(launch.topology.to_string(), "rank 0 of 1 (local 0 of 1)");
+    }
+
+    #[test]
+    fn a_rank_of_open_mpi_is_no_world_of_one() {
+        let place = "OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2";
+        for (variables, named) in [
+            (
+                "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2",
+                "OMPI_COMM_WORLD_RANK=1",
+            ),
+            // Open MPI 5 runs on PMIx.
+            (
+                "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 PMIX_NAMESPACE=prte PMIX_RANK=0",
+                "OMPI_COMM_WORLD_RANK=0",
+            ),
+        ] {
+            let text = format!("{variables} {place}");
+            is_refused(&text, "Open MPI", &["OMPI_COMM_WORLD_SIZE=2", named]);
+        }
+        is_alone("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 PMIX_NAMESPACE=prte PMIX_RANK=0");
+    }
+
+    #[test]
+    fn a_rank_of_pmi_is_no_world_of_one() {
+        let hydra = "PMI_RANK=1 PMI_SIZE=4 PMI_FD=6 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2";
+        is_refused(hydra, "PMI", &["PMI_SIZE=4", "PMI_RANK=1"]);
+        is_alone("PMI_RANK=0 PMI_SIZE=1 PMI_FD=6 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1");
+        // With a port instead of a socket nothing tells how many there are.
+        is_refused("PMI_PORT=n0:4567 PMI_ID=0", "PMI", &["PMI_ID=0"]);
+    }
+
+    #[test]
+    fn a_rank_of_pmix_is_no_world_of_one() {
+        is_refused("PMIX_NAMESPACE=job-7 PMIX_RANK=0", "PMIx", &["PMIX_RANK=0"]);
+    }
+
+    #[test]
+    fn a_task_of_a_slurm_step_is_no_world_of_one() {
+        let step = "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_NTASKS=2";
+        let named = ["SLURM_STEP_NUM_TASKS=2", "SLURM_PROCID=1"];
+        is_refused(&format!("{step} SLURM_PROCID=1"), "Slurm", &named);
+        let pmix = format!("{step} SLURM_PROCID=1 PMIX_NAMESPACE=slurm.7.0 PMIX_RANK=1");
+        is_refused(&pmix, "Slurm", &named);
+    }
+
+    #[test]
+    fn what_runs_once_in_slurm_is_alone() {
+        // The body of a batch script, which belongs to no step.
+        is_alone("SLURM_JOB_ID=7 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=4 SLURM_NNODES=2");
+        let one = "SLURM_JOB_ID=7 SLURM_STEP_ID=3 SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0";
+        is_alone(one);
+        is_alone(&format!("{one} PMIX_NAMESPACE=slurm.7.3 PMIX_RANK=0"));
+        // The shell of `salloc`, in a step of its own within a job of four tasks.
+        is_alone(
+            "SLURM_JOB_ID=7 SLURM_STEP_ID=4294967290 SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS=4 \
+             SLURM_PROCID=0",
+        );
+        // Open MPI's daemons are a step of Slurm's, whose variables its processes inherit.
+        is_alone(
+            "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 SLURM_JOB_ID=7 SLURM_STEP_ID=0 \
+             SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1",
+        );
+    }
+
+    #[test]
+    fn what_torchrun_was_to_start_is_no_world_of_one() {
+        for (text, named) in [
+            (
+                "PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=auto",
+                "PET_NNODES=2",
+            ),
+            (
+                "PET_NNODES=1:4 PET_RDZV_ENDPOINT=worker-0:23456",
+                "PET_NNODES=1:4",
+            ),
+            ("PET_NNODES=1 PET_NPROC_PER_NODE=8", "PET_NPROC_PER_NODE=8"),
+        ] {
+            is_refused(text, "torchrun", &[named]);
+        }
+        is_alone("PET_NNODES=1 PET_NODE_RANK=0 PET_NPROC_PER_NODE=1 PET_STANDALONE=");
+        is_alone("PET_NNODES=1:1 PET_NPROC_PER_NODE=auto");
+    }
+
+    #[test]
+    fn a_place_that_was_given_stands_above_other_launchers() {
+        let others = "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 PMI_SIZE=2 PMI_ID=0 \
+                      PMIX_RANK=0 SLURM_STEP_NUM_TASKS=2 PET_NNODES=2";
+        let place = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 \
+                     MASTER_PORT=29500";
+        let launch = launch(&format!("{others} {place}")).unwrap();
+        assert_eq!(launch.topology.to_string(), "rank 5 of 8 (local 1 of 4)");
+        is_alone(&format!("{others} RANK=0 WORLD_SIZE=1"));
+    }
+
+    #[test]
+    fn a_size_that_is_no_number_is_named() {
+        let error = launch("OMPI_COMM_WORLD_SIZE=two").unwrap_err().to_string();
+        assert!(
+            error.starts_with("OMPI_COMM_WORLD_SIZE is \"two\""),
+            "{error}"
+        );
+    }
+}
