@@ -247,9 +247,10 @@ pub(crate) struct Options {
     #[arg(long)]
     pub(crate) oversubscribe_gpus: bool,
 
-    /// Also write each rank's output to DIR/rank-N.log, and a failure to DIR/failure.json.
+    /// Also write each rank's output to DIR/latest/rank-N.log, and a failure to DIR/latest/failure.json.
     ///
-    /// After restart K the files are DIR/rank-N.restart-K.log.
+    /// Each run has a folder of its own in DIR, named by the time at which it began (UTC), and DIR/latest is a link
+    /// to the last. After restart K the files are rank-N.restart-K.log in the same folder.
     #[arg(long, value_name = "DIR")]
     pub(crate) log_dir: Option<PathBuf>,
 

@@ -11,10 +11,9 @@ use crate::cli::Options;
 use crate::course::Course;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::failure;
 use crate::gpu::{GpuId, Gpus};
 use crate::keeper::Bond;
-use crate::output::Output;
+use crate::output::{Output, runs};
 use crate::settings::{Settings, variable};
 use crate::signals::{self, Relay};
 use crate::target::Target;
@@ -38,7 +37,7 @@ pub(crate) fn run(
     variables::check()?;
     // What is set to nothing hides every GPU from CUDA; elsewhere it is not set.
     let gpus = Gpus::resolve(options, |name| std::env::var_os(name))?;
-    let settings = Settings::resolve(options, gpus, variable);
+    let mut settings = Settings::resolve(options, gpus, variable);
     if settings.least_ranks < settings.ranks && settings.max_restarts == 0 {
         return Err(Error::usage(
             "--num-processes MIN:MAX goes on with fewer processes after a failure, which takes a \
@@ -63,12 +62,17 @@ pub(crate) fn run(
         return describe(&target, build.as_ref(), &settings, arguments);
     }
 
-    if let Some(dir) = &settings.log_dir {
-        // Of an earlier launch; a new one must not be told by it.
-        let _ = std::fs::remove_file(dir.join(failure::FILE));
-    }
+    settings.log_dir = settings.log_dir.as_deref().map(runs::begin).transpose()?;
+    let pointed = settings.log_dir.as_deref().map(runs::point_latest);
     // Before the build, so that a port that is taken is known before the wait.
     let attempt = Attempt::prepare(settings.clone(), &channel)?;
+    if let (Some(Err(error)), Some(run)) = (pointed, &settings.log_dir) {
+        attempt.output().note(&format!(
+            "the logs are in {}; {} cannot lead to them: {error}",
+            run.display(),
+            run.with_file_name(runs::LATEST).display()
+        ));
+    }
     if !options.quiet && options.num_processes.is_none() {
         attempt
             .output()

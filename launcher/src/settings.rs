@@ -47,7 +47,7 @@ pub(crate) struct Settings {
     pub(crate) grace: Duration,
     /// How output is marked.
     pub(crate) prefix: Prefix,
-    /// Where log files go.
+    /// Where log files go: what was asked for, and once the job has begun the folder of this run in it.
     pub(crate) log_dir: Option<PathBuf>,
     /// What becomes of the job where its output cannot be written.
     pub(crate) lost_output: LostOutput,
@@ -218,6 +218,7 @@ impl Settings {
             least_ranks: self.least_ranks,
             max_restarts: self.max_restarts,
             prefix: self.prefix,
+            log_dir: self.log_dir.clone(),
             // A process of the attempt before cannot join this one.
             job: format!("{}-restart-{restart}", self.job),
             ..Self::resolve(&options, self.gpus.clone(), lookup)

@@ -75,7 +75,7 @@ fn launch(folder: &Folder, name: &str, fate: &str) -> (Ended, Value) {
         .env(FATE, fate)
         .env("ACCEL_LIVENESS_TIMEOUT", "1");
     let ended = Run::start(command).end();
-    let report = folder.read("logs/failure.json");
+    let report = folder.read("logs/latest/failure.json");
     let report = serde_json::from_str(&report).unwrap_or_else(|_| panic!("{report}: {ended:?}"));
     (ended, report)
 }
@@ -87,7 +87,7 @@ fn check(folder: &Folder, ended: &Ended, report: &Value, words: &str) {
     assert_eq!(report["exit_code"], ended.code(), "{report:#}");
     assert!(ended.stderr.contains("rank 1 (pid "), "{ended:?}");
     for rank in [0, 2] {
-        let log = folder.read(&format!("logs/rank-{rank}.log"));
+        let log = folder.read(&format!("logs/latest/rank-{rank}.log"));
         let says = |word: &str| log.contains(word);
         assert!(
             says("lost: ") && says("rank 1") && says(words),

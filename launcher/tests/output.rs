@@ -130,24 +130,67 @@ fn progress_lines_come_through_as_they_are_drawn() {
 fn logs_hold_both_streams_of_each_rank() {
     let folder = Folder::new();
     folder.script("talk.sh", "echo out $RANK; echo err $RANK >&2; printf end");
-    folder.write("logs/deep/rank-0.log", "old");
     for ranks in ["1", "2"] {
         folder
             .launch(["-n", ranks, "--log-dir", "logs/deep", "talk.sh"])
             .expect(0);
         let count: usize = ranks.parse().unwrap();
         for rank in 0..count {
-            let text = folder.read(&format!("logs/deep/rank-{rank}.log"));
+            let text = folder.read(&format!("logs/deep/latest/rank-{rank}.log"));
             assert!(text.contains(&format!("out {rank}\n")), "{text:?}");
             assert!(text.contains(&format!("err {rank}\n")), "{text:?}");
             assert!(text.contains("end"), "{text:?}");
-            assert!(!text.contains("old") && !text.contains('['), "{text:?}");
+            assert!(!text.contains('['), "{text:?}");
         }
         assert_eq!(
-            folder.path().join("logs/deep/rank-1.log").exists(),
+            folder.path().join("logs/deep/latest/rank-1.log").exists(),
             count == 2
         );
     }
+}
+
+/// Each run has a folder of its own, and `latest` leads to the last.
+#[test]
+fn logs_of_earlier_runs_stay() {
+    let folder = Folder::new();
+    folder.write("logs/rank-0.log", "of an older launcher\n");
+    folder.script("talk.sh", "cat words");
+    let mut seen = Vec::new();
+    for words in ["first\n", "second\n", "third\n"] {
+        folder.write("words", words);
+        folder
+            .launch(["-n", "1", "--log-dir", "logs", "talk.sh"])
+            .expect(0);
+        seen.push(words.to_owned());
+        assert_eq!(folder.read("logs/latest/rank-0.log"), words);
+        let runs = folder.path().join("logs").read_dir().unwrap();
+        let is_run = |path: &std::path::PathBuf| path.is_dir() && !path.is_symlink();
+        let mut runs: Vec<_> = runs.map(|entry| entry.unwrap().path()).collect();
+        runs.retain(is_run);
+        runs.sort();
+        let logs = runs.iter().map(|run| run.join("rank-0.log"));
+        let found: Vec<_> = logs
+            .map(|log| std::fs::read_to_string(log).unwrap())
+            .collect();
+        assert_eq!(found, seen, "in the order of their names: {runs:?}");
+    }
+    assert_eq!(folder.read("logs/rank-0.log"), "of an older launcher\n");
+}
+
+#[test]
+fn what_is_no_link_to_the_latest_run_stays() {
+    let folder = Folder::new();
+    folder.script("talk.sh", "echo hello");
+    folder.write("folder/latest/mine", "text");
+    folder.write("file/latest", "text");
+    for logs in ["folder", "file"] {
+        folder
+            .launch(["-n", "1", "--log-dir", logs, "talk.sh"])
+            .expect(0)
+            .says(&format!("{logs}/latest cannot lead to them"));
+    }
+    assert_eq!(folder.read("folder/latest/mine"), "text");
+    assert_eq!(folder.read("file/latest"), "text");
 }
 
 #[test]

@@ -105,7 +105,7 @@ fn a_rank_of_another_job_is_turned_away() -> accelerator_collective::Result<()> 
     let name = "a_rank_of_another_job_is_turned_away";
     let ended = launch(&folder, name, &["-n", "2", "--log-dir", "logs"], &[]);
     assert_ne!(ended.code(), 0);
-    let log = folder.read("logs/rank-0.log");
+    let log = folder.read("logs/latest/rank-0.log");
     assert!(log.contains("another"), "{log}");
     Ok(())
 }

@@ -18,7 +18,17 @@ const WAIT_FOR_NOTE: &str =
     "while [ $(cat seen 2> /dev/null | wc -l) -le $ACCEL_RESTART ]; do sleep 0.02; done; ";
 
 fn report(folder: &Folder) -> Value {
-    serde_json::from_str(&folder.read("logs/failure.json")).unwrap()
+    serde_json::from_str(&folder.read("logs/latest/failure.json")).unwrap()
+}
+
+/// The log of a rank that failed, with `RUN` for the name of its run's folder.
+fn log_of(first: &Value) -> String {
+    let log = std::path::Path::new(first["log"].as_str().unwrap());
+    let [logs, _run, file] = log.iter().collect::<Vec<_>>()[..] else {
+        panic!("{first:#}");
+    };
+    let [logs, file] = [logs, file].map(|part| part.to_str().unwrap());
+    format!("{logs}/RUN/{file}")
 }
 
 #[test]
@@ -54,13 +64,16 @@ fn a_job_is_restarted_until_it_ends_well() {
     jobs.dedup();
     assert_eq!(jobs.len(), 3, "every attempt is a job of its own: {jobs:?}");
     // Each life has logs of its own.
-    assert_eq!(folder.read("logs/rank-1.log"), "");
-    assert_eq!(folder.read("logs/rank-1.restart-2.log"), "life 2\n");
+    assert_eq!(folder.read("logs/latest/rank-1.log"), "");
+    assert_eq!(folder.read("logs/latest/rank-1.restart-2.log"), "life 2\n");
     let report = report(&folder);
     assert_eq!(report["version"], 1);
     assert_eq!(report["ending"], "recovered");
     assert_eq!(report["attempts"].as_array().unwrap().len(), 2);
-    assert_eq!(report["attempts"][0]["first"]["log"], "logs/rank-1.log");
+    assert_eq!(
+        log_of(&report["attempts"][0]["first"]),
+        "logs/RUN/rank-1.log"
+    );
     assert_eq!(report["attempts"][1]["restarts"], 1);
     assert_eq!(report["first"]["rank"], 1);
 }
@@ -111,7 +124,7 @@ fn a_job_that_fails_on_is_given_up_with_the_culprits_code() {
     assert_eq!(report["ending"], "failed");
     assert_eq!(report["exit_code"], 7);
     assert_eq!(report["restarts"], 1);
-    assert_eq!(report["first"]["log"], "logs/rank-1.restart-1.log");
+    assert_eq!(log_of(&report["first"]), "logs/RUN/rank-1.restart-1.log");
 }
 
 #[test]
@@ -134,7 +147,7 @@ fn a_signal_ends_the_wait_before_a_restart() {
     let run = Run::start(command);
     wait_until("the failure to be recorded", || {
         folder
-            .read("logs/failure.json")
+            .read("logs/latest/failure.json")
             .contains("restarting")
             .then_some(())
     });
@@ -304,7 +317,7 @@ fn a_restart_of_a_program_that_is_gone_says_so() {
 #[test]
 fn a_restart_that_cannot_be_prepared_says_so() {
     // Where the log of the restart is to be, there is a folder.
-    let harm = "mkdir logs/rank-0.restart-1.log";
+    let harm = "mkdir logs/latest/rank-0.restart-1.log";
     check_that_a_restart_fails(harm, "3", "rank-0.restart-1.log");
 }
 
@@ -330,5 +343,5 @@ fn a_launch_that_cannot_be_prepared_leaves_no_report_of_another() {
         ])
         .expect(1)
         .says("is taken");
-    assert_eq!(folder.read("logs/failure.json"), "");
+    assert_eq!(folder.read("logs/latest/failure.json"), "");
 }

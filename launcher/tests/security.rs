@@ -37,7 +37,11 @@ fn a_token_is_in_no_environment_command_line_log_or_output() {
         outputs.push(String::from_utf8_lossy(&ended.stdout).into_owned());
         outputs.push(ended.stderr);
     }
-    for log in ["logs/rank-0.log", "logs/rank-1.log", "logs/failure.json"] {
+    for log in [
+        "logs/latest/rank-0.log",
+        "logs/latest/rank-1.log",
+        "logs/latest/failure.json",
+    ] {
         let text = folder.read(log);
         assert!(!text.is_empty(), "{log} is empty");
         outputs.push(text);

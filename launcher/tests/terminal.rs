@@ -65,7 +65,7 @@ fn a_line_takes_the_place_of_another_ranks_progress() {
     // What stands in a log is on its way to the terminal.
     folder.script(
         "talk.sh",
-        "seen() { while ! grep -q \"$1\" logs/rank-$2.log; do sleep 0.02; done; sleep 0.5; }\n\
+        "seen() { while ! grep -q \"$1\" logs/latest/rank-$2.log; do sleep 0.02; done; sleep 0.5; }\n\
          if [ $RANK = 0 ]; then printf '10%%\\r' >&2; seen hello 1; printf '20%%\\n' >&2; exit 0; fi\n\
          seen 10% 0; echo hello",
     );

@@ -198,7 +198,7 @@ fn pruning_removes_the_oldest_good_ones() {
 }
 
 #[test]
-fn what_is_damaged_inside_is_never_removed_however_shallow_the_look() {
+fn pruning_reads_contents_only_where_they_decide() {
     let temporary = tempfile::tempdir().unwrap();
     let folder = Folder::open(temporary.path()).unwrap();
     let saved: Vec<_> = (1..=5).map(|step| save(&folder, step).unwrap()).collect();
@@ -211,8 +211,12 @@ fn what_is_damaged_inside_is_never_removed_however_shallow_the_look() {
     bytes[0] ^= 1;
     fs::write(&data, bytes).unwrap();
     assert!(saved[1].verify(Depth::Sizes).is_good());
-    assert_eq!(folder.prune(keep(2), Depth::Sizes, &[]).unwrap(), [1, 3]);
-    assert_eq!(numbers(&folder), [2, 4, 5]);
+    // It does not count, and stays.
+    assert_eq!(folder.prune(keep(3), Depth::Hashes, &[]).unwrap(), [1]);
+    assert_eq!(numbers(&folder), [2, 3, 4, 5]);
+    // Without a look at the contents it is as good as the others, and the oldest of them.
+    assert_eq!(folder.prune(keep(2), Depth::Sizes, &[]).unwrap(), [2, 3]);
+    assert_eq!(numbers(&folder), [4, 5]);
 }
 
 #[test]

@@ -95,8 +95,8 @@ impl Checkpoints {
 
     /// How many checkpoints are kept, at least 1: when a new one is complete, the oldest are
     /// removed. Those that lack a file, or have one of another size, neither count nor are removed.
-    /// Of the contents, only those about to be removed are read, and damaged ones stay; among those
-    /// that are kept, one whose bytes changed in place counts. Default: all.
+    /// No contents are read: one whose bytes changed in place counts, and is removed when it is the
+    /// oldest. Default: all.
     ///
     /// ```
     /// # use accelerator::prelude::*;

@@ -1,6 +1,7 @@
 //! The ranks' output: read, prefixed, shown, and kept in log files.
 
 mod lines;
+pub(crate) mod runs;
 mod screen;
 mod tail;
 
@@ -67,8 +68,8 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// Prepares screens and, in `log_dir`, one log file a rank; an existing one is replaced.
-    /// Every restart of a job has log files of its own.
+    /// Prepares screens and, in `log_dir`, the folder of this run, one log file a rank. Every restart of a job has
+    /// log files of its own.
     ///
     /// # Errors
     /// When the folder or a log file cannot be made.

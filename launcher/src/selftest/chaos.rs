@@ -22,6 +22,7 @@ use super::report::{Outcome, Report, Trouble};
 use super::{Context, TestArgs};
 use crate::error::{Error, Result, chain};
 use crate::job::End;
+use crate::output::runs;
 use crate::spawn::Process;
 
 /// Runs schedules until as many are done, or so much time has passed, as was asked for. `false`
@@ -181,7 +182,7 @@ impl<'a> Schedule<'a> {
         check_checkpoints(&root.join(train::CHECKPOINTS))?;
         let weights = fs::read(root.join(train::FINAL))
             .map_err(|error| failed("there are no final weights", &error))?;
-        let lives = Lives::read(&root.join("logs"))?;
+        let lives = Lives::read(&root.join("logs").join(runs::LATEST))?;
         lives.compare(&self.plan, self.context.arguments.num_processes.get())?;
         Ok((lives, weights))
     }

@@ -214,7 +214,8 @@ impl<'a> Flights<'a> {
                     }
                     break;
                 }
-                State::Running(Progress::Done) => Ok(()),
+                // The error of an operation before it is the last word, also for what is done.
+                State::Running(Progress::Done) => self.member.state(),
                 State::Failed(error) => Err(self.member.fail(first.turn.number(), error.clone())),
             };
             any = true;
@@ -287,19 +288,58 @@ mod tests {
     use crate::{
         contract::{Call, Site},
         element::DType,
+        error::Kind,
         group::{
             GroupOptions, ProcessGroup, jobs,
             pending::{Pending, Slots},
         },
     };
 
+    /// An all-reduce of three numbers.
+    fn contract() -> Contract {
+        Contract::new(Call::AllReduce, Site::new(file!(), line!()))
+            .with_op(ReduceOp::Sum)
+            .with_data(DType::F32, 3)
+    }
+
+    #[test]
+    fn what_is_done_behind_a_failure_fails_with_it() {
+        let ranks = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
+        let member = &*ranks[0].0.member;
+        let mut flights = Flights {
+            member,
+            flights: VecDeque::new(),
+            next: None,
+            spare: Vec::new(),
+        };
+        let slots = Slots::default();
+        let lost = Error::new(Kind::PeerLost, "rank 1 is lost");
+        let states = [
+            State::Running(Progress::Done),
+            State::Failed(lost),
+            State::Running(Progress::Done),
+        ];
+        let pending = states.map(|state| {
+            let (pending, completion) = slots.pair();
+            let turn = member.order.follow(member.admit(&contract()).unwrap());
+            let buffer = Buffer::zeroed(DType::F32, 3);
+            let (op, keep) = (ReduceOp::Sum, Keep::All);
+            flights.start(turn, contract(), buffer, op, &keep, completion);
+            flights.flights.back_mut().unwrap().state = state;
+            pending
+        });
+        assert!(flights.land());
+        let [before, failed, after] = pending.map(Pending::wait);
+        assert_eq!(before.unwrap().len(), 3);
+        assert!(failed.unwrap_err().is_peer_lost());
+        assert!(after.unwrap_err().is_peer_lost());
+    }
+
     #[test]
     fn nobody_waits_for_a_thread_that_panicked() {
         let ranks = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
         let member = Arc::clone(&ranks[0].0.member);
-        let contract = Contract::new(Call::AllReduce, Site::new(file!(), line!()))
-            .with_op(ReduceOp::Sum)
-            .with_data(DType::F32, 3);
+        let contract = contract();
         let (sender, jobs) = jobs::channel();
         let slots = Slots::default();
         let pending: Vec<Pending> = (0..3)

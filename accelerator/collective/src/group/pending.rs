@@ -43,7 +43,7 @@ impl Pending {
     ///
     /// # Errors
     ///
-    /// The error of the operation, as of the blocking one.
+    /// The error of the operation, as of the blocking one; or that of an earlier one, where it failed.
     pub fn wait(mut self) -> Result<Buffer> {
         // Only this method takes it.
         let Some(shared) = self.0.take() else {

@@ -348,6 +348,30 @@ pub(crate) fn started_operations_fail_too(means: Means, world_size: usize) {
     });
 }
 
+/// Operations end in the order in which they were started: one that is done while an earlier one fails reports
+/// that failure.
+pub(crate) fn nothing_succeeds_after_a_failure(means: Means, world_size: usize) {
+    run(means, world_size, |group| {
+        group.barrier().unwrap();
+        // Where several are under way at once, the small ones are done long before the large one.
+        let started = [8 << 20, 4, 4].map(|len| {
+            let buffer = group.buffer(f32::DTYPE, len);
+            group.start_all_reduce(buffer, ReduceOp::Sum)
+        });
+        if group.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(10));
+            group.abort("its data set is empty");
+        }
+        let outcomes = started.map(|started| started.and_then(|pending| pending.wait()));
+        let failed = outcomes.iter().skip_while(|outcome| outcome.is_ok());
+        for outcome in failed {
+            let error = outcome.as_ref().unwrap_err();
+            let cause = error.culprit().map(accelerator_collective::Culprit::cause);
+            assert_eq!(cause, Some("its data set is empty"), "{error}");
+        }
+    });
+}
+
 /// What is refused at once costs the group nothing.
 pub(crate) fn misuse(means: Means, world_size: usize) {
     run(means, world_size, |group| {

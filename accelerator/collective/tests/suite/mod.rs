@@ -110,6 +110,7 @@ macro_rules! set {
                 several_threads_share_a_handle,
                 orderly_ends,
                 a_slow_rank_is_not_lost,
+                nothing_succeeds_after_a_failure,
             ]
         );
     };

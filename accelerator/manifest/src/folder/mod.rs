@@ -234,15 +234,17 @@ impl Folder {
     /// Removes the oldest good checkpoints until `keep` good ones are left; returns their numbers.
     ///
     /// Good is what passes a look of this depth; [`Depth::Sizes`] is enough where the newest was
-    /// just written. Broken ones do not count and are left alone, as are the numbers in
-    /// `protected`, which count. What is about to be removed is read first, at any depth, so that no
-    /// damaged one disappears.
+    /// just written, and reads no contents. Broken ones do not count and are left alone, as are the
+    /// numbers in `protected`, which count. Where there are no more than `keep`, nothing is looked at.
     ///
     /// # Errors
     ///
     /// What the disk says.
     pub fn prune(&self, keep: NonZeroUsize, depth: Depth, protected: &[u64]) -> Result<Vec<u64>> {
         let mut good = self.checkpoints()?;
+        if good.len() <= keep.get() {
+            return Ok(Vec::new());
+        }
         good.retain(|x| x.verify(depth).is_good());
         let mut excess = good.len().saturating_sub(keep.get());
         // The newest good one is out of reach, whatever is protected.
@@ -256,11 +258,8 @@ impl Folder {
                 continue;
             }
             excess -= 1;
-            // What only looked good did not count either, and is left for people to look at.
-            if checkpoint.verify(Depth::Hashes).is_good() {
-                self.remove(&checkpoint)?;
-                removed.push(checkpoint.number());
-            }
+            self.remove(&checkpoint)?;
+            removed.push(checkpoint.number());
         }
         Ok(removed)
     }
