@@ -191,6 +191,9 @@ impl Accelerator {
     /// and the scale of its losses. So a training from the start begins with a model that is built anew, and not
     /// with a clone.
     ///
+    /// A model that has one `ParamId` in several places, such as a language model whose output layer is a clone of
+    /// its token embedding, has one parameter there: it stays [tied](crate::model::retie_parameters).
+    ///
     /// A model stays known as long as the accelerator lives, since nothing tells when a program has done with
     /// it: that is a few hundred bytes for each of its parameters. A program that trains one model after the
     /// other needs [memory for the gradients](Self::bucket_memory) of one.
