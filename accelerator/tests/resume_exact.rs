@@ -183,3 +183,114 @@ fn c17_two_ranks_resumed_after_any_step_end_with_the_same_bits() {
         }
     }
 }
+
+/// A line of a loop over batches.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Line {
+    Batch,
+    Loss,
+    Backward,
+    Clip,
+    Step,
+}
+
+const LINES: [Line; 5] = [
+    Line::Batch,
+    Line::Loss,
+    Line::Backward,
+    Line::Clip,
+    Line::Step,
+];
+
+/// Trains over two epochs, or from a checkpoint to the end; saves once, behind a line of the loop in that batch.
+/// The loop asks for each batch by itself, as one does that reads ahead.
+fn save_at(
+    accelerator: &Accelerator,
+    from: Option<&Path>,
+    save: Option<(&Path, Line, usize)>,
+) -> accelerator::Result<(Vec<f32>, u64)> {
+    let scheduler = ExponentialLrSchedulerConfig::new(0.05, 0.9).init().unwrap();
+    let optimizer = (AdamWConfig::new().init(), scheduler);
+    let parts = (line(&accelerator.device()), optimizer, train_loader(44));
+    let mut parts = accelerator.prepare(parts)?;
+    let mut start = 0;
+    if let Some(from) = from {
+        let position;
+        (parts, position) = accelerator.resume(from, parts)?;
+        start = position.epoch();
+        assert_eq!(position.step(), parts.1.steps());
+    }
+    let (mut model, mut optimizer, train) = parts;
+    let mut number = 0;
+    for epoch in start..EPOCHS {
+        let mut batches = train.epoch(epoch);
+        let mut next = batches.next().transpose()?;
+        while let Some(batch) = next {
+            let at = |line, model: &Linear, optimizer: &PreparedOptimizer<Scheduled>| match save {
+                Some((into, asked, asked_number)) if (line, number) == (asked, asked_number) => {
+                    let saved = accelerator.save_state(into, (model, optimizer, &train));
+                    // In the middle of a window, which is no place for a checkpoint.
+                    let refused = |error: &Error| {
+                        error.is_misuse() && error.to_string().contains("between optimizer steps")
+                    };
+                    match saved {
+                        Err(error) if refused(&error) => Ok(()),
+                        saved => saved.map(drop),
+                    }
+                }
+                _ => Ok(()),
+            };
+            at(Line::Batch, &model, &optimizer)?;
+            let loss = common::distance(&model, &batch);
+            at(Line::Loss, &model, &optimizer)?;
+            let gradients = accelerator.backward(loss, &model, &batch)?;
+            // The end of the epoch may be seen before its last step.
+            next = batches.next().transpose()?;
+            at(Line::Backward, &model, &optimizer)?;
+            let gradients = gradients.clip_norm(5.0);
+            at(Line::Clip, &model, &optimizer)?;
+            model = optimizer.step(model, gradients);
+            at(Line::Step, &model, &optimizer)?;
+            number += 1;
+        }
+    }
+    Ok((flat(&model), optimizer.steps()))
+}
+
+#[test]
+fn a_checkpoint_is_exact_behind_every_line_of_a_loop() {
+    let _turn = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+    for (ranks, accumulation) in [(1, 1), (1, 2), (2, 1), (2, 2)] {
+        let run = |from: Option<&Path>, save: Option<(&Path, Line, usize)>| {
+            let ranks = Accelerator::builder()
+                .accumulation_steps(accumulation)
+                .seed(7)
+                .launch(ranks, |accelerator| save_at(&accelerator, from, save));
+            ranks.unwrap().remove(0)
+        };
+        let undisturbed = run(None, None);
+        let batches = 44_usize.div_ceil(4 * ranks);
+        for line in LINES {
+            for number in 0..2 * batches {
+                let folder = tempfile::tempdir().unwrap();
+                let saved = run(None, Some((folder.path(), line, number)));
+                assert_eq!(saved, undisturbed);
+                let is_refused = folder.path().read_dir().unwrap().next().is_none();
+                let done = match line {
+                    Line::Batch | Line::Loss => number % batches,
+                    Line::Backward | Line::Clip | Line::Step => number % batches + 1,
+                };
+                let in_window = done % accumulation > 0 && done < batches;
+                assert_eq!(is_refused, in_window, "{line:?} of batch {number}");
+                if is_refused {
+                    continue;
+                }
+                let resumed = run(Some(folder.path()), None);
+                assert_eq!(
+                    resumed, undisturbed,
+                    "saved behind {line:?} of batch {number}, {ranks} ranks, windows of {accumulation}"
+                );
+            }
+        }
+    }
+}

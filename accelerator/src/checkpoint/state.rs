@@ -115,8 +115,22 @@ impl State {
         if self.loaders().any(|loader| loader.trained) {
             return loader.trained;
         }
+        if self.is_before_training() {
+            return false;
+        }
         let mut before = self.parts[..at].iter();
         !before.any(|part| matches!(part, PartState::Loader(other) if other.spot.is_some()))
+    }
+
+    /// Whether there is something to train, and no step was taken: a batch that the loop has got is still to be
+    /// trained on.
+    fn is_before_training(&self) -> bool {
+        let trains = |part: &PartState| matches!(part, PartState::Optimizer(_));
+        let is_new = |part: &PartState| match part {
+            PartState::Model(model) => model.steps == 0,
+            _ => true,
+        };
+        self.parts.iter().any(trains) && self.parts.iter().all(is_new)
     }
 
     pub(super) fn loaders(&self) -> impl Iterator<Item = &Standing> {

@@ -33,8 +33,8 @@ impl Spot {
 
 /// Where the program stands in a loader.
 ///
-/// Batches that went into a gradient are used when their window was averaged, not before: what was
-/// read ahead, yielded, or added to a window that failed is not. In a loader whose batches never go
+/// Batches that went into a gradient are used when an optimizer has stepped with it, not before: what was
+/// read ahead, yielded, averaged, or added to a window that failed is not. In a loader whose batches never go
 /// to `backward` (for evaluation, or where a bare count is passed), what was yielded is used.
 #[derive(Debug, Default)]
 pub(super) struct Cursor(Mutex<State>);
@@ -85,8 +85,8 @@ impl Cursor {
         let pass = Arc::new(Pass {
             cursor: Arc::downgrade(self),
             progress: Mutex::new(Progress {
-                before: start,
                 is_open: true,
+                trained: start,
                 used: start,
                 yielded: start,
             }),
@@ -101,7 +101,8 @@ impl Cursor {
         let latest = state.latest.as_ref().map(|pass| pass.progress());
         let current = state.current.as_ref().map(|pass| pass.progress());
         let spot = |progress: Progress| {
-            if state.trained && !progress.yielded.finished {
+            let waits = progress.used != progress.trained;
+            if state.trained && (waits || !progress.yielded.finished) {
                 progress.used
             } else {
                 progress.yielded
@@ -139,10 +140,10 @@ pub(crate) struct Pass {
 
 #[derive(Clone, Copy, Debug)]
 struct Progress {
-    /// What was used before the last window.
-    before: Spot,
     /// Whether its iterator lives.
     is_open: bool,
+    /// What gradients were made from, whose step may be to come.
+    trained: Spot,
     used: Spot,
     yielded: Spot,
 }
@@ -156,7 +157,7 @@ impl Pass {
     /// What was given for its epoch has that digest.
     pub(super) fn deal(&self, digest: Option<u64>) {
         let mut progress = self.lock();
-        progress.before.digest = digest;
+        progress.trained.digest = digest;
         progress.used.digest = digest;
         progress.yielded.digest = digest;
     }
@@ -203,31 +204,24 @@ impl Mark {
         Arc::ptr_eq(&self.pass, &other.pass)
     }
 
-    /// Its batch, and all before it in the pass, went into a step.
-    pub(crate) fn is_used(&self) {
-        {
-            let mut progress = self.pass.lock();
-            // Windows of several models may end with the same batch.
-            if progress.used != self.end {
-                progress.before = progress.used;
-                progress.used = self.end;
-            }
-        }
+    /// Gradients are made from its batch.
+    pub(crate) fn begin(&self) {
+        self.pass.lock().trained = self.end;
         let Some(cursor) = self.pass.cursor.upgrade() else {
             return;
         };
         let mut state = cursor.lock();
         state.trained = true;
-        state.resume = None;
         state.current = Some(self.pass.clone());
     }
 
-    /// The step into which its batch went did not happen: the batches of its window come again.
-    pub(crate) fn is_unused(&self) {
-        let mut progress = self.pass.lock();
-        if progress.used == self.end {
-            progress.used = progress.before;
-        }
+    /// Its batch, and all before it in the pass, went into a step.
+    pub(crate) fn commit(&self) {
+        self.pass.lock().used = self.end;
+        let Some(cursor) = self.pass.cursor.upgrade() else {
+            return;
+        };
+        cursor.lock().resume = None;
     }
 }
 
@@ -254,15 +248,20 @@ mod tests {
         }
     }
 
+    fn step(mark: &Mark) {
+        mark.begin();
+        mark.commit();
+    }
+
     #[test]
     fn what_is_trained_counts_and_what_is_only_yielded_does_not() {
         let cursor = Arc::new(Cursor::default());
         assert_eq!(cursor.spot(), None);
         let pass = cursor.begin(4);
-        take(&pass, 1).is_used();
+        step(&take(&pass, 1));
         take(&pass, 2);
         assert_eq!(cursor.spot(), Some(spot(4, 1)));
-        take(&pass, 3).is_used();
+        step(&take(&pass, 3));
         assert_eq!(cursor.spot(), Some(spot(4, 3)));
         // A look at another epoch's first batch changes nothing.
         take(&cursor.begin(0), 1);
@@ -272,32 +271,38 @@ mod tests {
     }
 
     #[test]
-    fn the_window_of_a_step_that_did_not_happen_comes_again() {
+    fn what_no_step_came_of_comes_again() {
         let cursor = Arc::new(Cursor::default());
         let pass = cursor.begin(2);
-        take(&pass, 1).is_used();
-        take(&pass, 2);
-        let last = take(&pass, 3);
-        // Of two models.
-        last.is_used();
-        last.is_used();
-        assert_eq!(cursor.spot(), Some(spot(2, 3)));
-        last.is_unused();
-        last.is_unused();
-        assert_eq!(cursor.spot(), Some(spot(2, 1)));
-        // The first window of an epoch.
-        let pass = cursor.begin(3);
         let first = take(&pass, 1);
-        first.is_used();
-        first.is_unused();
-        assert_eq!(cursor.spot(), Some(Spot::start_of(3)));
+        first.begin();
+        assert_eq!(
+            cursor.spot(),
+            Some(Spot::start_of(2)),
+            "the first step is to come"
+        );
+        first.commit();
+        take(&pass, 2).begin();
+        let last = take(&pass, 3);
+        last.begin();
+        assert_eq!(cursor.spot(), Some(spot(2, 1)));
+        pass.finish();
+        assert_eq!(
+            cursor.spot(),
+            Some(spot(2, 1)),
+            "the last step of the epoch is to come"
+        );
+        // Of two models.
+        last.commit();
+        last.commit();
+        assert_eq!(cursor.spot().map(Spot::next_epoch), Some(3));
     }
 
     #[test]
     fn an_epoch_that_was_left_gives_way_to_the_next() {
         let cursor = Arc::new(Cursor::default());
         let pass = cursor.begin(0);
-        take(&pass, 1).is_used();
+        step(&take(&pass, 1));
         pass.close();
         assert_eq!(
             cursor.spot(),
@@ -330,7 +335,7 @@ mod tests {
         let pass = cursor.begin(3);
         assert_eq!(pass.yielded(), spot(3, 7));
         assert_eq!(cursor.spot(), Some(spot(3, 7)));
-        take(&pass, 8).is_used();
+        step(&take(&pass, 8));
         assert_eq!(cursor.begin(3).yielded(), Spot::start_of(3));
     }
 

@@ -8,6 +8,7 @@ use super::gradients::Gradients;
 use super::rank::with_rank;
 use super::reducer::{Reduced, Reducer};
 use super::slot::{Slot, WorkingCopy};
+use super::step_commit::StepCommit;
 use super::weight::Weight;
 use super::window::{Window, check_all_known};
 use crate::accelerator::Accelerator;
@@ -66,6 +67,9 @@ fn run<M: Module>(
         slot.round().check_together("average its gradients")?;
     }
     check(&loss, &weight)?;
+    if let Some(mark) = &weight.mark {
+        mark.begin();
+    }
     let steps = accelerator.accumulation_steps();
     let timeline = &accelerator.shared.timeline;
     let scale = slot.loss_scale();
@@ -92,13 +96,9 @@ fn run<M: Module>(
         check_some_trained(&slot, !gradients.is_empty())?;
         // What it asks of the caller concerns connections and files, of which there are none here.
         let _ = strike(group.rank(), Point::Step(slot.steps()));
-        slot.count_step();
         if reach == Reach::All {
             let trigger = &accelerator.shared.trigger;
             trigger.receive(trigger.send());
-        }
-        if let Some(mark) = &weight.mark {
-            mark.is_used();
         }
         return Ok(Gradients::untouched(slot, gradients, loss, weight));
     }
@@ -144,7 +144,7 @@ fn run<M: Module>(
         slot.take_back(reduced.ledger);
         if reach == Reach::Own {
             slot.count_step();
-            reduced.marks.iter().for_each(Mark::is_used);
+            reduced.marks.iter().for_each(Mark::commit);
             return Ok(Gradients::idle(weight.epoch));
         }
         return Err(Error::misuse(
@@ -167,16 +167,17 @@ fn run<M: Module>(
         let _reduce = timeline.span(Phase::Reduce { part, bytes });
         gradients.agree_on_norm()?;
     }
-    gradients.count();
     if let Some(scale) = scale {
-        gradients.note_scaler(slot.scaler_state());
         // All ranks see the same sums.
         let finiteness = match gradients.norm() {
             Some(norm) if norm.is_finite() => Finiteness::Finite,
             _ => Finiteness::NotFinite,
         };
-        slot.update_loss_scale(finiteness);
+        gradients.note_scaled(finiteness);
         if finiteness == Finiteness::NotFinite {
+            // There is nothing to step with.
+            let commit = gradients.take_commit();
+            commit.into_iter().for_each(StepCommit::commit);
             tracing::debug!(
                 step = slot.steps(),
                 scale,

@@ -11,8 +11,8 @@ use super::flat;
 use super::rank::with_rank;
 use super::scalar::Scalar;
 use super::slot::Slot;
+use super::step_commit::StepCommit;
 use super::sums::{Change, Sums};
-use super::undo::Undo;
 use super::values::{self, Values as Elements};
 use crate::error::{Error, Result};
 
@@ -34,8 +34,8 @@ pub(super) struct Closed {
     pub(super) slot: Arc<Slot>,
     /// Of gradients of this rank alone: held until they are used.
     pub(super) tie: Option<Arc<()>>,
-    /// What is taken back where no step comes of it; `None` once that was done.
-    pub(super) undo: Option<Undo>,
+    /// What the step moves on; `None` where none comes of it.
+    pub(super) commit: Option<StepCommit>,
     pub(super) values: Values,
 }
 
@@ -289,7 +289,7 @@ impl Closed {
         if let Values::Reduced(sums) = &self.values {
             sums.give_up(error);
         }
-        self.undo.take().into_iter().for_each(Undo::undo);
+        self.commit = None;
         self.lost = true;
     }
 

@@ -12,13 +12,13 @@ use super::closed::{Asked, Closed, Values};
 use super::reducer::Reduced;
 use super::scalar::Scalar;
 use super::slot::Slot;
+use super::step_commit::StepCommit;
 use super::sums::Sums;
-use super::undo::Undo;
 use super::weight::Weight;
 use crate::data::Mark;
 use crate::error::Result;
 use crate::model::TiedParameters;
-use crate::precision::ScalerState;
+use crate::precision::Finiteness;
 
 /// The averaged gradients of a window, or the news that it is still open.
 ///
@@ -90,7 +90,7 @@ impl Gradients {
             slot,
             loss.device(),
             weight.epoch,
-            Vec::new(),
+            weight.mark.into_iter().collect(),
             Values::Untouched {
                 gradients,
                 loss,
@@ -134,9 +134,9 @@ impl Gradients {
             norm: None,
             squares: None,
             tie: None,
-            undo: Some(Undo {
+            commit: Some(StepCommit {
                 marks,
-                scaler: None,
+                scaled: None,
                 slot: slot.clone(),
             }),
             slot,
@@ -144,12 +144,12 @@ impl Gradients {
         })))
     }
 
-    /// That is how the scale of losses stood before their window.
-    pub(super) fn note_scaler(&mut self, before: Option<ScalerState>) {
+    /// What the scale of losses learns of them.
+    pub(super) fn note_scaled(&mut self, finiteness: Finiteness) {
         if let Content::Closed(closed) = &mut self.0
-            && let Some(undo) = &mut closed.undo
+            && let Some(commit) = &mut closed.commit
         {
-            undo.scaler = before;
+            commit.scaled = Some(finiteness);
         }
     }
 
@@ -298,15 +298,6 @@ impl Gradients {
             return None;
         }
         closed.whole_norm(Asked::ByOne).ok()
-    }
-
-    /// Their window is used up, and its step counts.
-    pub(super) fn count(&self) {
-        if let Content::Closed(closed) = &self.0 {
-            closed.slot.count_step();
-            let undo = closed.undo.iter();
-            undo.flat_map(|undo| &undo.marks).for_each(Mark::is_used);
-        }
     }
 
     /// Lets the L2 norm be known on every rank, in the name of the caller; all ranks call it.
@@ -474,17 +465,16 @@ impl Gradients {
         if self.is_lost() {
             return None;
         }
-        let undo = self.take_undo();
-        Some(match self.into_averaged()? {
+        let commit = self.take_commit();
+        let params = match self.into_averaged()? {
             Averaged::Sums(mut averages) => {
-                if averages.make_whole().is_err() {
-                    undo.into_iter().for_each(Undo::undo);
-                    return None;
-                }
+                averages.make_whole().ok()?;
                 averages.params(|_| true)
             }
             Averaged::Untouched(gradients) => gradients,
-        })
+        };
+        commit.into_iter().for_each(StepCommit::commit);
+        Some(params)
     }
 
     /// For an optimizer that reads sums where they lie; `None` while the window is open, and where the
@@ -525,11 +515,11 @@ impl Gradients {
         self.closed_ref().is_some_and(|closed| closed.lost)
     }
 
-    /// What is to be undone where the step does not happen.
-    pub(crate) fn take_undo(&mut self) -> Option<Undo> {
+    /// What a step with them moves on, once.
+    pub(crate) fn take_commit(&mut self) -> Option<StepCommit> {
         match &mut self.0 {
             Content::Accumulating | Content::Idle { .. } | Content::Overflowed { .. } => None,
-            Content::Closed(closed) => closed.undo.take(),
+            Content::Closed(closed) => closed.commit.take(),
         }
     }
 

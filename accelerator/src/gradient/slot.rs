@@ -256,13 +256,6 @@ impl Slot {
         }
     }
 
-    /// The step for which the scale moved did not happen.
-    pub(super) fn restore_scaler(&self, state: ScalerState) {
-        if let Some(scaler) = &mut *self.scaler() {
-            *scaler = scaler.with_state(state);
-        }
-    }
-
     fn scaler(&self) -> MutexGuard<'_, Option<Scaler>> {
         self.scaler.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -321,14 +314,9 @@ impl Slot {
         self.steps.load(Ordering::Relaxed)
     }
 
-    /// A window has ended well.
+    /// An optimizer has stepped with a window.
     pub(super) fn count_step(&self) {
         self.steps.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// The step for which a window ended well did not happen.
-    pub(super) fn uncount_step(&self) {
-        self.steps.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// How many micro-steps of the next step are done.

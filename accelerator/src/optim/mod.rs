@@ -197,7 +197,7 @@ pub(crate) use self::state::{
 use self::whole::Kinds;
 use crate::accelerator::Accelerator;
 use crate::error::Result;
-use crate::gradient::{Averaged, Gradients, Scalar, Undo};
+use crate::gradient::{Averaged, Gradients, Scalar, StepCommit};
 use crate::model::Layout;
 use crate::timeline::{Part, Phase, Timeline};
 
@@ -403,7 +403,8 @@ impl<S> PreparedOptimizer<S> {
         }
         // Only steps that communicate can fail.
         let may_fail = self.shards.is_some() || gradients.is_spread() || gradients.is_lost();
-        let before = may_fail.then(|| (self.schedule.clone(), gradients.take_undo()));
+        let before = may_fail.then(|| self.schedule.clone());
+        let commit = gradients.take_commit();
         let rate = rate(&mut self.schedule, &model);
         let tied = gradients.tied_parameters();
         let stepped = StepOutcome::Stepped {
@@ -420,14 +421,14 @@ impl<S> PreparedOptimizer<S> {
             Ok(model) => {
                 (self.outcome, self.norm) = (stepped, norm);
                 self.steps += 1;
+                commit.into_iter().for_each(StepCommit::commit);
                 self.timeline.step_ends();
                 model
             }
             Err(model) => {
                 self.outcome = StepOutcome::Lost;
-                if let Some((schedule, undo)) = before {
+                if let Some(schedule) = before {
                     self.schedule = schedule;
-                    undo.into_iter().for_each(Undo::undo);
                 }
                 self.timeline.step_failed();
                 model
