@@ -83,11 +83,7 @@ pub(super) fn save_emergency<K>(
     let mut snapshot = Snapshot::new(accelerator, Mode::Emergency, Writer::This);
     parts.collect(&mut snapshot)?;
     let taken = snapshot.taken;
-    let draft = write::begin(
-        settings,
-        accelerator.rank(),
-        &accelerator.shared.checkpoints,
-    )?;
+    let draft = write::begin(settings, accelerator)?;
     let job = job(accelerator, Mode::Emergency);
     write::write(draft, &taken, settings, job).map(Some)
 }
@@ -109,7 +105,7 @@ fn prepare<K>(
     let mut taken = snapshot.taken;
     let complete = accelerator.shared.road.confirm();
     let begun = complete.and(collected).and_then(|()| {
-        let draft = is_main.then(|| write::begin(settings, rank, &accelerator.shared.checkpoints));
+        let draft = is_main.then(|| write::begin(settings, accelerator));
         draft.transpose()
     });
     let mine = match &begun {
@@ -167,6 +163,7 @@ fn loss(accelerator: &Accelerator) -> Result<accelerator_collective::Error> {
 
 fn job(accelerator: &Accelerator, mode: Mode) -> Job {
     Job {
+        activity: accelerator.group().activity(),
         factor: accelerator.shared.checkpoints.factor(),
         mode,
         seed: accelerator.seed(),

@@ -110,6 +110,7 @@ macro_rules! set {
                 several_threads_share_a_handle,
                 orderly_ends,
                 a_slow_rank_is_not_lost,
+                a_rank_that_works_is_waited_for,
             ]
         );
     };
@@ -120,6 +121,7 @@ macro_rules! set {
                 disagreements,
                 other_cuts,
                 a_rank_that_does_not_come,
+                a_rank_that_works_no_more,
                 a_rank_that_finishes_early,
                 a_rank_that_panics,
                 a_rank_that_returns_early,
