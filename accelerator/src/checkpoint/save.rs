@@ -42,6 +42,7 @@ pub(super) fn save_async<K>(
         Some(draft) => Work::start(move || write::write(draft, &taken, &settings, job)),
         None => Arc::default(),
     };
+    accelerator.shared.trigger.watch(&work);
     accelerator.shared.checkpoints.begin(work.clone());
     Ok(Saving::new(accelerator.clone(), work))
 }
