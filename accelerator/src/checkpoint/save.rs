@@ -105,6 +105,7 @@ fn prepare<K>(
     let collected = parts.collect(&mut snapshot);
     let mut taken = snapshot.taken;
     let complete = accelerator.shared.road.confirm();
+    let complete = complete.and_then(|()| accelerator.shared.crossing.check());
     let begun = complete.and(collected).and_then(|()| {
         let draft = is_main.then(|| write::begin(settings, accelerator));
         draft.transpose()

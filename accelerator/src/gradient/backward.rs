@@ -41,7 +41,7 @@ pub(crate) fn backward<M: Module>(
     let copy = slot.take_working();
     let group = accelerator.group();
     if group.world_size() > 1 {
-        // The forward of this rank alone says more than what comes of it.
+        // What failed in forward says more than what comes of it.
         accelerator.shared.crossing.check()?;
         group.check_allowed("`backward`")?;
     }
@@ -96,8 +96,10 @@ pub(crate) fn backward<M: Module>(
                 GradientsParams::from_grads(scaled(loss.clone(), scale).backward(), model)
             };
             let _copy = timeline.span(Phase::Copy(Part::Whole));
-            return window
-                .add(&slot, group, gradients, loss.inner(), weight)
+            // Nothing is sent here, but within backward something may have been.
+            let crossed = accelerator.shared.crossing.check();
+            return crossed
+                .and_then(|()| window.add(&slot, group, gradients, loss.inner(), weight))
                 .map(|()| Gradients::accumulating())
                 .inspect_err(|_| *window = Window::default());
         }
