@@ -99,7 +99,8 @@
 //! [`bucket_size`](AcceleratorBuilder::bucket_size) (25 MiB),
 //! [`seed`](AcceleratorBuilder::seed) (0),
 //! [`connect_timeout`](AcceleratorBuilder::connect_timeout) (60 s),
-//! [`progress_timeout`](AcceleratorBuilder::progress_timeout) (10 minutes).
+//! [`progress_timeout`](AcceleratorBuilder::progress_timeout) (10 minutes),
+//! [`busy_timeout`](AcceleratorBuilder::busy_timeout) (an hour).
 //!
 //! Where a process stands is set by `accel-launch`, torchrun or a cluster, and in the program by
 //! [`launched_as`](AcceleratorBuilder::launched_as); [`Launch`](collective::Launch) tells the meaning of

@@ -8,6 +8,7 @@ mod common;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
+use std::time::Duration;
 
 use accelerator::collective::rendezvous::StoreServer;
 use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology};
@@ -332,4 +333,51 @@ fn who_waits_for_the_first_hears_of_its_panic() {
     for text in &outcomes[1] {
         assert!(text.contains("a panic that the test wants"), "{text}");
     }
+}
+
+/// However long it takes, and whichever way it is one rank's alone.
+#[test]
+fn who_works_while_others_wait_is_waited_for() {
+    let long = || std::thread::sleep(Duration::from_secs(3));
+    Accelerator::builder()
+        .progress_timeout(Duration::from_secs(1))
+        .launch(2, |accelerator| {
+            accelerator.main_process_first(|| {
+                accelerator.on_main_process(long);
+                Ok(())
+            })?;
+            accelerator.in_rank_order(long)?;
+            accelerator.on_last_process(long);
+            accelerator.wait_for_everyone()?;
+            // Without a closure.
+            if accelerator.is_main_process() {
+                for _ in 0..10 {
+                    std::thread::sleep(Duration::from_millis(300));
+                    accelerator.keep_alive();
+                }
+            }
+            accelerator.wait_for_everyone()
+        })
+        .unwrap();
+}
+
+#[test]
+fn who_hangs_while_others_wait_is_named() {
+    let errors = Accelerator::builder()
+        .busy_timeout(Duration::from_millis(500))
+        .progress_timeout(Duration::from_secs(1))
+        .launch(2, |accelerator| {
+            let outcome = accelerator.main_process_first(|| {
+                std::thread::sleep(Duration::from_secs(4));
+                Ok(())
+            });
+            Ok(outcome.unwrap_err())
+        })
+        .unwrap();
+    assert!(errors.iter().all(Error::is_collective), "{errors:?}");
+    let text = errors[1].to_string();
+    assert!(
+        text.contains("rank 1 waited") && text.contains("for rank 0"),
+        "{text}"
+    );
 }

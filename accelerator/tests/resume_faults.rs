@@ -8,6 +8,7 @@ mod common;
 
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use accelerator::prelude::*;
 use burn::optim::AdamWConfig;
@@ -47,6 +48,78 @@ fn the_program() {
     }
     assert_eq!(optimizer.steps(), 5);
     std::fs::write(folder.join("weights"), format!("{:?}", flat(&model))).unwrap();
+}
+
+/// Tells the test below that it is the program, and where it saves.
+const SLOW_FOLDER: &str = "SLOW_SAVES_FOLDER";
+
+/// How long ranks wait for one that shows no progress.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Two ranks that save once, at once or beside training, and print what came of it.
+#[test]
+fn the_slow_program() {
+    let Some(folder) = std::env::var_os(SLOW_FOLDER) else {
+        return;
+    };
+    let folder = Path::new(&folder);
+    let outcomes = Accelerator::builder()
+        .progress_timeout(PATIENCE)
+        .launch(2, |accelerator| {
+            let state = Object(&"state");
+            let saved = match folder.ends_with("beside") {
+                true => accelerator
+                    .save_state_async(folder, state)
+                    .and_then(|saving| saving.wait()),
+                false => accelerator.save_state(folder, state),
+            };
+            Ok(saved.map(|saved| saved.number()))
+        })
+        .unwrap();
+    for (rank, outcome) in outcomes.iter().enumerate() {
+        println!("outcome of rank {rank}: {outcome:?}");
+    }
+}
+
+fn save_slowly(name: &str, faults: &str) -> Vec<String> {
+    let folder = tempfile::tempdir().unwrap();
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["the_slow_program", "--exact", "--nocapture"])
+        .env(SLOW_FOLDER, folder.path().join(name))
+        .env("ACCEL_FAULTS", faults)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    let outcomes = text
+        .lines()
+        .filter(|line| line.contains("outcome of rank "));
+    let outcomes: Vec<_> = outcomes.map(str::to_owned).collect();
+    assert_eq!(outcomes.len(), 2, "{text}");
+    outcomes
+}
+
+/// However long it takes, where each piece of it is done in time.
+#[test]
+fn a_save_that_goes_on_is_waited_for() {
+    let faults =
+        "rank=0 save=1 data slow 2s; rank=0 save=1 written slow 2s; rank=0 save=1 renamed slow 2s";
+    for name in ["at-once", "beside"] {
+        for outcome in save_slowly(name, faults) {
+            assert!(outcome.ends_with("Ok(1)"), "{name}: {outcome}");
+        }
+    }
+}
+
+#[test]
+fn a_save_that_hangs_is_named() {
+    for name in ["at-once", "beside"] {
+        let outcomes = save_slowly(name, "rank=0 save=1 data slow 9s");
+        let text = &outcomes[1];
+        assert!(
+            text.contains("waited 3") && text.contains("for rank 0"),
+            "{name}: {text}"
+        );
+    }
 }
 
 /// Runs the program until it succeeds; returns its weights, and how often it was started again.

@@ -5,7 +5,9 @@
 mod common;
 
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use accelerator::prelude::*;
 use common::checkpoints::{batch_is_cursed, misfit, names, prepared, train};
@@ -287,6 +289,68 @@ fn what_is_saved_beside_training_is_what_was_there_when_it_began() {
     assert_ne!(at(3)[0], first[0]);
 }
 
+/// One of two ranks writes, and both leave the loop at the same step.
+#[test]
+fn all_ranks_learn_at_the_same_step_that_a_save_is_done() {
+    let folder = tempfile::tempdir().unwrap();
+    let is_held = Arc::new(AtomicBool::new(true));
+    let steps = accelerator::launch(2, |accelerator| {
+        let held = is_held.clone();
+        let slow = Checkpoints::new(folder.path()).before_save(move |_| {
+            while held.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Ok(())
+        });
+        let mut parts = train(&accelerator, prepared(&accelerator), 1);
+        let (model, optimizer, loader) = &parts;
+        let saving = accelerator.save_state_async(&slow, (model, optimizer, loader))?;
+        let operations = Arc::new(AtomicUsize::new(0));
+        let count = operations.clone();
+        accelerator.group().observe(move |_| {
+            count.fetch_add(1, Ordering::Relaxed);
+        })?;
+        let mut steps = 0;
+        assert!(!saving.is_done()?, "asked where no window has told");
+        assert_eq!(operations.load(Ordering::Relaxed), 1);
+        loop {
+            parts = train(&accelerator, parts, 1);
+            steps += 1;
+            let before = operations.load(Ordering::Relaxed);
+            let is_done = saving.is_done()?;
+            assert_eq!(
+                operations.load(Ordering::Relaxed),
+                before,
+                "a window has told"
+            );
+            if is_done {
+                break;
+            }
+            if steps == 3 {
+                is_held.store(false, Ordering::Relaxed);
+            }
+        }
+        assert!(saving.is_done()?, "what is done stays done");
+        assert_eq!(saving.wait()?.number(), 1);
+        // Without steps.
+        let (model, optimizer, loader) = &parts;
+        let saving = accelerator.save_state_async(&slow, (model, optimizer, loader))?;
+        let mut polls = 0;
+        while !saving.is_done()? {
+            std::thread::sleep(Duration::from_millis(1));
+            polls += 1;
+        }
+        // It is settled by the next one, and stays done.
+        let next = accelerator.save_state_async(folder.path(), (model, optimizer, loader))?;
+        assert!(saving.is_done()?);
+        assert_eq!(next.wait()?.number(), 3);
+        assert!(!accelerator.check_trigger()?, "nobody has raised the flag");
+        Ok((steps, polls))
+    })
+    .unwrap();
+    assert!(steps[0].0 > 3 && steps[0] == steps[1], "{steps:?}");
+}
+
 #[test]
 fn a_save_beside_training_that_fails_is_told_to_every_rank() {
     for told_by in ["wait", "next", "finish"] {
@@ -338,7 +402,7 @@ fn a_program_that_does_not_wait_still_completes_its_save() {
     let folder = tempfile::tempdir().unwrap();
     let accelerator = Accelerator::new().unwrap();
     let slow = Checkpoints::new(folder.path()).before_save(|_| {
-        std::thread::sleep(std::time::Duration::from_millis(200));
+        std::thread::sleep(Duration::from_millis(200));
         Ok(())
     });
     drop(accelerator.save_state_async(&slow, Object(&1)).unwrap());

@@ -224,3 +224,93 @@ fn a_forward_where_a_rank_is_alone_changes_nothing_and_backward_says_so() {
     assert_ne!(outcomes[0].0, outcomes[0].1);
     assert_eq!(outcomes[0], outcomes[1]);
 }
+
+/// What can come after a forward that one rank makes alone, and would use what came of it.
+type Use = fn(&Accelerator, &Net, &std::path::Path) -> Result<()>;
+
+#[test]
+fn what_a_forward_without_the_others_gives_is_neither_saved_nor_evaluated() {
+    let save: Use = |accelerator, model, folder| accelerator.save_state(folder, model).map(drop);
+    let export: Use = |accelerator, model, folder| {
+        accelerator.save_model(model, folder.join("model.safetensors"))
+    };
+    let evaluate: Use = |accelerator, model, _| accelerator.valid(model).map(drop);
+    let measure: Use = |accelerator, _, _| accelerator.reduce(Mean::of(1.0, 2)).map(drop);
+    let gather: Use = |accelerator, _, _| {
+        let answers = Tensor::<1>::ones([2], &accelerator.device());
+        accelerator.gather(answers).map(drop)
+    };
+    let finish: Use = |accelerator, _, _| accelerator.finish();
+    for (name, then) in [
+        ("save", save),
+        ("export", export),
+        ("evaluate", evaluate),
+        ("measure", measure),
+        ("gather", gather),
+        ("finish", finish),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let outcomes = double().launch(2, |accelerator| {
+            let model = accelerator.prepare(Net::new(&accelerator))?;
+            let input = Tensor::<2>::ones([4, 6], &accelerator.device());
+            if let Some(output) = accelerator.on_main_process(|| model.norm.forward(input, 4)) {
+                let values = output.into_data().convert::<f64>();
+                let values = values.try_to_vec::<f64>().unwrap();
+                assert!(values.iter().all(|value| value.is_nan()), "{values:?}");
+            }
+            Ok(then(&accelerator, &model, folder.path()).err())
+        });
+        let outcomes = outcomes.unwrap();
+        let error = outcomes[0].as_ref().expect(name);
+        assert!(error.is_misuse(), "{name}: {error:?}");
+        assert!(
+            error.to_string().contains("`SyncBatchNorm`"),
+            "{name}: {error}"
+        );
+        if name == "save" {
+            let error = outcomes[1].as_ref().unwrap();
+            assert!(error.is_misuse(), "told to all: {error:?}");
+        }
+        assert_eq!(folder.path().read_dir().unwrap().count(), 0, "{name}");
+    }
+}
+
+/// Also where nothing else is sent, in the middle of a window.
+#[test]
+fn no_gradient_is_taken_from_activations_without_the_others() {
+    for leaves in ["before forward", "before backward"] {
+        let builder = double().accumulation_steps(2);
+        let outcomes = builder.launch(2, |accelerator| {
+            let train = DataLoaderBuilder::new(common::ColumnBatcher)
+                .batch_size(2)
+                .build(common::columns(8));
+            let (model, train) = accelerator.prepare((Net::new(&accelerator), train))?;
+            let batch = train.epoch(0).next().unwrap()?;
+            let fails = accelerator.rank() == 1;
+            if fails && leaves == "before forward" {
+                accelerator.group().abort("its disk is full");
+                return Ok(None);
+            }
+            let loss = model.loss(&batch);
+            if fails {
+                accelerator.group().abort("its disk is full");
+                return Ok(None);
+            }
+            if leaves == "before forward" {
+                assert!(loss.clone().into_scalar::<f64>().is_nan());
+            }
+            let error = accelerator.backward(loss, &model, &batch).err();
+            // There is no way back to a good group.
+            assert!(
+                accelerator
+                    .backward(model.loss(&batch), &model, &batch)
+                    .is_err()
+            );
+            Ok(error)
+        });
+        let outcomes = outcomes.unwrap();
+        let error = outcomes[0].as_ref().expect(leaves);
+        assert!(error.is_peer_lost(), "{leaves}: {error:?}");
+        assert_eq!(error.culprit().unwrap().rank(), 1);
+    }
+}

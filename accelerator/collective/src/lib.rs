@@ -54,7 +54,7 @@ pub use buffer::Buffer;
 pub use cut::Cut;
 pub use element::{DType, Element};
 pub use error::{Culprit, Error, Result};
-pub use group::{Forbidden, GroupOptions, Observed, Pending, ProcessGroup, Runner};
+pub use group::{Activity, Busy, Forbidden, GroupOptions, Observed, Pending, ProcessGroup, Runner};
 pub use launch::{Launch, Origin, Setting, variable};
 #[doc(hidden)]
 pub use notice::unheard;

@@ -33,6 +33,11 @@ fn a_dead_rank_is_named_when_it_is_killed() {
 }
 
 #[test]
+fn a_dead_rank_is_named_though_it_said_that_it_works() {
+    named("kill while busy", "its connection ended", DEATH);
+}
+
+#[test]
 fn a_dead_rank_is_named_when_it_crashes() {
     named("segv", "its connection ended", DEATH);
 }

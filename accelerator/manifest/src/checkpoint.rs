@@ -3,6 +3,7 @@
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -11,6 +12,7 @@ use crate::folder::parse_name;
 use crate::hash::ContentHash;
 use crate::manifest::{FileEntry, Manifest};
 use crate::name::{FileName, MANIFEST};
+use crate::progress::Progress;
 use crate::tree;
 
 /// A checkpoint in a [`Folder`](crate::Folder): a name to start with, nothing of which is believed.
@@ -45,6 +47,7 @@ pub struct Checkpoint {
     number: u64,
     path: PathBuf,
     manifest: OnceLock<Manifest>,
+    progress: Progress,
 }
 
 impl Checkpoint {
@@ -62,6 +65,16 @@ impl Checkpoint {
         }
         let manifest = read_manifest(&path)?;
         Ok(Self::committed(path, manifest))
+    }
+
+    /// The same checkpoint, which calls `progress` after each piece of a file that was read; see
+    /// [`Folder::with_progress`](crate::Folder::with_progress).
+    #[must_use]
+    pub fn with_progress(
+        self,
+        progress: impl Fn() + Send + Sync + UnwindSafe + RefUnwindSafe + 'static,
+    ) -> Self {
+        self.told(Progress::new(progress))
     }
 
     /// Its number, by its name.
@@ -128,14 +141,7 @@ impl Checkpoint {
             );
             return Err(Error::new(Kind::NotFound, message));
         };
-        let file = tree::expect_file(&self.path, name, entry.bytes)?;
-        Ok(VerifiedReader {
-            file,
-            path: name.at(&self.path),
-            expected: entry.clone(),
-            bytes: 0,
-            hash: blake3::Hasher::new(),
-        })
+        self.reader(name, entry)
     }
 
     /// Where a file lies, for readers that want a path, such as maps of memory. Nothing is
@@ -165,7 +171,7 @@ impl Checkpoint {
             }
         };
         for (name, entry) in &manifest.files {
-            if let Err(error) = check(&self.path, name, entry, depth) {
+            if let Err(error) = self.check(name, entry, depth) {
                 let defect = Defect::new(&self.path, name.as_str(), error);
                 verdict.defects.push(defect);
             }
@@ -180,6 +186,7 @@ impl Checkpoint {
             number,
             path,
             manifest,
+            progress: Progress::default(),
         }
     }
 
@@ -188,7 +195,40 @@ impl Checkpoint {
             number: manifest.number,
             path,
             manifest: OnceLock::from(manifest),
+            progress: Progress::default(),
         }
+    }
+
+    pub(crate) fn told(self, progress: Progress) -> Self {
+        Self { progress, ..self }
+    }
+
+    fn check(&self, name: &FileName, entry: &FileEntry, depth: Depth) -> Result<()> {
+        let mut reader = self.reader(name, entry)?;
+        if depth == Depth::Sizes {
+            return Ok(());
+        }
+        let mut buffer = vec![0; 1 << 18];
+        loop {
+            match reader.read(&mut buffer) {
+                Ok(0) => return Ok(()),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(reader.error(error)),
+            }
+        }
+    }
+
+    /// A file of this length, to be compared with its sum.
+    fn reader(&self, name: &FileName, entry: &FileEntry) -> Result<VerifiedReader> {
+        Ok(VerifiedReader {
+            file: tree::expect_file(&self.path, name, entry.bytes)?,
+            path: name.at(&self.path),
+            expected: entry.clone(),
+            bytes: 0,
+            hash: blake3::Hasher::new(),
+            progress: self.progress.clone(),
+        })
     }
 }
 
@@ -353,6 +393,7 @@ pub struct VerifiedReader {
     expected: FileEntry,
     bytes: u64,
     hash: blake3::Hasher,
+    progress: Progress,
 }
 
 impl VerifiedReader {
@@ -374,6 +415,7 @@ impl Read for VerifiedReader {
     /// Fails with an [`Error`] inside the [`io::Error`], which is of the kind `InvalidData`.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let read = self.file.read(buffer)?;
+        self.progress.made();
         self.bytes += read as u64;
         if read > 0 && self.bytes <= self.expected.bytes {
             self.hash.update(&buffer[..read]);
@@ -410,29 +452,6 @@ pub(crate) fn size_message(path: &Path, expected: u64, found: u64) -> String {
         "{} is {what}: expected {expected} bytes, found {found}",
         path.display()
     )
-}
-
-fn check(root: &Path, name: &FileName, entry: &FileEntry, depth: Depth) -> Result<()> {
-    let file = tree::expect_file(root, name, entry.bytes)?;
-    if depth == Depth::Sizes {
-        return Ok(());
-    }
-    let mut reader = VerifiedReader {
-        file,
-        path: name.at(root),
-        expected: entry.clone(),
-        bytes: 0,
-        hash: blake3::Hasher::new(),
-    };
-    let mut buffer = vec![0; 1 << 18];
-    loop {
-        match reader.read(&mut buffer) {
-            Ok(0) => return Ok(()),
-            Ok(_) => {}
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(reader.error(error)),
-        }
-    }
 }
 
 fn read_manifest(root: &Path) -> Result<Manifest> {

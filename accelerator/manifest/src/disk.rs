@@ -6,6 +6,8 @@ use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::progress::Progress;
+
 /// What is about to change.
 #[derive(Debug)]
 #[cfg_attr(not(test), expect(dead_code, reason = "only hooks look at the paths"))]
@@ -23,6 +25,8 @@ pub(crate) enum Step<'a> {
 #[derive(Clone, Default)]
 pub(crate) struct Disk {
     hook: Option<Arc<Hook>>,
+    /// Told of each step.
+    pub(crate) progress: Progress,
 }
 
 /// Asked before each step. An error is what the system would have said.
@@ -35,6 +39,7 @@ impl Disk {
     ) -> Self {
         Self {
             hook: Some(Arc::new(hook)),
+            progress: Progress::default(),
         }
     }
 
@@ -52,7 +57,9 @@ impl Disk {
 
     pub(crate) fn write(&self, path: &Path, file: &mut File, bytes: &[u8]) -> io::Result<()> {
         self.ask(&Step::Write(path))?;
-        io::Write::write_all(file, bytes)
+        io::Write::write_all(file, bytes)?;
+        self.progress.made();
+        Ok(())
     }
 
     pub(crate) fn sync(&self, path: &Path, file: &File) -> io::Result<()> {
@@ -60,7 +67,9 @@ impl Disk {
         match &self.hook {
             Some(hook) => hook(&Step::Sync(path)),
             None => file.sync_all(),
-        }
+        }?;
+        self.progress.made();
+        Ok(())
     }
 
     /// Makes the names in a folder last.
@@ -68,7 +77,9 @@ impl Disk {
         match &self.hook {
             Some(hook) => hook(&Step::SyncFolder(path)),
             None => sync_folder(path),
-        }
+        }?;
+        self.progress.made();
+        Ok(())
     }
 
     pub(crate) fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
@@ -94,6 +105,8 @@ impl Disk {
     }
 
     fn ask(&self, step: &Step<'_>) -> io::Result<()> {
+        // That of the step before.
+        self.progress.made();
         match &self.hook {
             Some(hook) => hook(step),
             None => Ok(()),

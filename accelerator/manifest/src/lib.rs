@@ -51,5 +51,6 @@ mod folder;
 mod hash;
 mod manifest;
 mod name;
+mod progress;
 mod staged;
 mod tree;

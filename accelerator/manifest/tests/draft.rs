@@ -9,8 +9,11 @@ mod support;
 
 use std::fs;
 use std::io;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use accelerator_manifest::{Folder, Role};
+use accelerator_manifest::{Checkpoint, Depth, Folder, Role};
 use support::{facts, latest, name, numbers, save};
 
 #[test]
@@ -31,6 +34,48 @@ fn large_files_are_streamed() {
         block.repeat(50)
     );
     assert_eq!(latest(&folder), (Some(1), 0));
+}
+
+/// Whoever waits for the work learns of each MiB of it.
+#[test]
+fn all_work_on_a_large_file_shows_that_it_goes_on() {
+    const MIB: usize = 1 << 20;
+    let temporary = tempfile::tempdir().unwrap();
+    let shown = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&shown);
+    let progress = move || {
+        count.fetch_add(1, Ordering::Relaxed);
+    };
+    let since = |what: &str| {
+        let shown = shown.swap(0, Ordering::Relaxed);
+        assert!(shown >= 8, "{what} of 8 MiB showed progress {shown} times");
+    };
+    let folder = Folder::open(temporary.path()).unwrap();
+    let folder = folder.with_progress(progress.clone());
+    let mut draft = folder.begin(0).unwrap();
+    let (own, adopted) = (name("model.bin"), name("vocabulary.bin"));
+    draft
+        .write_bytes(&own, Role::Model, &vec![1; 8 * MIB])
+        .unwrap();
+    since("a write");
+    fs::write(draft.path().join("vocabulary.bin"), vec![2; 8 * MIB]).unwrap();
+    draft.adopt(Role::Other).unwrap();
+    since("an adoption");
+    let checkpoint = draft.commit(facts(1)).unwrap();
+    assert!(folder.latest_good().unwrap().rejected.is_empty());
+    since("a search");
+    let found = &folder.checkpoints().unwrap()[0];
+    assert!(found.verify(Depth::Hashes).is_good());
+    since("a verification");
+    checkpoint.read(&own).unwrap();
+    since("a read");
+    let named = Checkpoint::at(checkpoint.path()).unwrap();
+    let named = named.with_progress(progress);
+    named.read(&adopted).unwrap();
+    since("a read by path");
+    folder.begin(0).unwrap().commit(facts(2)).unwrap();
+    folder.prune(NonZeroUsize::MIN, Depth::Sizes, &[]).unwrap();
+    since("a removal");
 }
 
 #[test]

@@ -419,7 +419,8 @@ impl Accelerator {
     /// [`Error::is_collective`](crate::Error::is_collective) when a rank does not come;
     /// [`Error::is_misuse`](crate::Error::is_misuse), and nothing happens, where only some ranks are. The error
     /// of a checkpoint that was [saved beside training](Self::save_state_async), if nobody asked for it
-    /// before; the group is left all the same. Where both go wrong, the error is that of the
+    /// before, or of a [`SyncBatchNorm`](crate::nn::SyncBatchNorm) whose output nothing has refused; the group is
+    /// left all the same. Where both go wrong, the error is that of the
     /// checkpoint, with the other one as its [source](Error::collective).
     #[track_caller]
     pub fn finish(&self) -> Result<()> {
@@ -428,6 +429,7 @@ impl Accelerator {
             group.check_allowed("`finish`")?;
         }
         let saved = self.shared.checkpoints.settle(self);
+        let saved = saved.and_then(|()| self.shared.crossing.check());
         if let Some(path) = self.shared.settings.whole_trace()
             && let Err(error) = timeline.write(group, path)
         {

@@ -140,7 +140,8 @@ impl Accelerator {
     /// Runs `work` on rank 0 only.
     ///
     /// The other ranks do not take part, so a collective inside `work` would wait for them for
-    /// ever: it returns an error there and then instead.
+    /// ever: it returns an error there and then instead. Where they come to their next collective before
+    /// `work` is done, they wait as in [`main_process_first`](Self::main_process_first).
     ///
     /// ```
     /// let seen = accelerator::launch(2, |accelerator| {
@@ -195,7 +196,9 @@ impl Accelerator {
     }
 
     /// Runs `work` on rank 0, and on the others after it succeeded there: the first one
-    /// downloads or unpacks, the others find it done.
+    /// downloads or unpacks, the others find it done. They wait while the process of rank 0 lives, for at
+    /// most the [busy timeout](crate::AcceleratorBuilder::busy_timeout), which begins anew with each
+    /// [`keep_alive`](Self::keep_alive) of `work`.
     ///
     /// ```
     /// accelerator::launch(2, |accelerator| {
@@ -247,6 +250,37 @@ impl Accelerator {
         work()
     }
 
+    /// Shows the other ranks that this one works, where it does for long what they do not: they wait
+    /// for it in their next collective, for at most the
+    /// [progress timeout](crate::AcceleratorBuilder::progress_timeout) after the last such call. It sends
+    /// nothing by itself, costs next to nothing, and may be called by any thread.
+    ///
+    /// What the library writes, reads and hashes itself calls it for each piece. A closure that runs on some
+    /// ranks only, as that of [`on_main_process`](Self::on_main_process) or
+    /// [`main_process_first`](Self::main_process_first), need not: its rank counts as one that works, for at
+    /// most the [busy timeout](crate::AcceleratorBuilder::busy_timeout) after the closure's beginning or its
+    /// last call of this.
+    ///
+    /// ```
+    /// use core::time::Duration;
+    /// use accelerator::Accelerator;
+    ///
+    /// let builder = Accelerator::builder().progress_timeout(Duration::from_millis(400));
+    /// builder.launch(2, |accelerator| {
+    ///     if accelerator.is_main_process() {
+    ///         for _file in 0..12 {
+    ///             std::thread::sleep(Duration::from_millis(50)); // unpack one
+    ///             accelerator.keep_alive();
+    ///         }
+    ///     }
+    ///     accelerator.wait_for_everyone()
+    /// })?;
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn keep_alive(&self) {
+        self.shared.group.activity().keep_alive();
+    }
+
     /// Waits until every rank has come here.
     ///
     /// ```
@@ -287,7 +321,16 @@ impl Accelerator {
         Ok(value)
     }
 
+    /// Runs what the program does on one rank, which others may wait for: it cannot show by itself that
+    /// it goes on.
     pub(crate) fn alone<T>(&self, work: impl FnOnce() -> T) -> T {
+        let _busy = (self.world_size() > 1).then(|| self.shared.group.activity().busy());
+        self.apart(work)
+    }
+
+    /// Runs what one rank does for all, and which shows that it goes on as
+    /// [`keep_alive`](Self::keep_alive) does.
+    pub(crate) fn apart<T>(&self, work: impl FnOnce() -> T) -> T {
         let _guard = (self.world_size() > 1).then(|| {
             self.shared.group.forbid(
                 "it was called inside a closure that runs on one rank only, where the others \

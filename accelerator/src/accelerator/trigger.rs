@@ -1,8 +1,9 @@
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use accelerator_collective::{ProcessGroup, ReduceOp};
 
 use super::Accelerator;
+use crate::checkpoint::{News, Work};
 use crate::error::Result;
 
 /// A flag that any rank raises for all.
@@ -48,7 +49,8 @@ impl Accelerator {
     }
 }
 
-/// What is known of the flag.
+/// What ranks tell each other with each window, beside the gradients: the flag, and whether rank 0 has
+/// written the checkpoint that was begun last.
 #[derive(Debug, Default)]
 pub(crate) struct Trigger(Mutex<State>);
 
@@ -58,19 +60,33 @@ struct State {
     set: bool,
     /// What windows since the last check have told; `None` where there was none.
     told: Option<bool>,
+    /// Of the last checkpoint that was begun beside training.
+    saving: Weak<Work>,
 }
 
 impl Trigger {
+    /// Tells of a checkpoint that is being written, from the next window on.
+    pub(crate) fn watch(&self, work: &Arc<Work>) {
+        self.state().saving = Arc::downgrade(work);
+    }
+
     /// What a window tells of this rank, as a summand.
     pub(crate) fn send(&self) -> f64 {
-        let set = std::mem::take(&mut self.state().set);
-        f64::from(u8::from(set))
+        let saving = self.state().saving.upgrade();
+        let written = saving.is_some_and(|work| work.has_ended());
+        self.take() + if written { WRITTEN } else { 0.0 }
     }
 
     /// What a window has told, as the sum over all ranks.
     pub(crate) fn receive(&self, sum: f64) {
         let mut state = self.state();
-        state.told = Some(state.told == Some(true) || sum > 0.0);
+        state.told = Some(state.told == Some(true) || sum % WRITTEN > 0.0);
+        if let Some(work) = state.saving.upgrade() {
+            work.hear(match sum >= WRITTEN {
+                true => News::Done,
+                false => News::Writing,
+            });
+        }
     }
 
     #[track_caller]
@@ -78,7 +94,7 @@ impl Trigger {
         if let Some(told) = self.state().told.take() {
             return Ok(told);
         }
-        let mine = self.send();
+        let mine = self.take();
         let mut flag = [mine];
         if let Err(error) = group.all_reduce(&mut flag, ReduceOp::Sum) {
             // Nobody has heard of it.
@@ -88,7 +104,16 @@ impl Trigger {
         Ok(flag[0] > 0.0)
     }
 
+    /// The flag as a summand; it is down afterwards.
+    fn take(&self) -> f64 {
+        f64::from(u8::from(std::mem::take(&mut self.state().set)))
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+/// What stands for a checkpoint that is written, which is one rank's to say: more than there are ranks to
+/// raise the flag, and both together are exact.
+const WRITTEN: f64 = (1_u64 << 32) as f64;

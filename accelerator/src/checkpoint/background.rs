@@ -23,13 +23,15 @@ use crate::panic_text::panic_text;
 /// # let folder = tempfile::tempdir().unwrap();
 /// # let folder = folder.path();
 ///
-/// let accelerator = Accelerator::new()?;
-/// let saving: Saving = accelerator.save_state_async(folder, Object(&"state"))?;
-/// while !saving.is_done() {
-///     // Train on: a step here.
-///     std::thread::yield_now();
-/// }
-/// assert_eq!(saving.wait()?.number(), 1);
+/// let numbers = launch(2, |accelerator| {
+///     let saving: Saving = accelerator.save_state_async(folder, Object(&"state"))?;
+///     while !saving.is_done()? {
+///         // Train on: a step here.
+///         std::thread::yield_now();
+///     }
+///     Ok(saving.wait()?.number())
+/// })?;
+/// assert_eq!(numbers, [1, 1]);
 /// # Ok::<(), Error>(())
 /// ```
 #[must_use = "`wait` tells how it went; so do the next save and `finish`"]
@@ -55,17 +57,49 @@ impl Saving {
         outcome
     }
 
-    /// Whether waiting would not take long: the writing is done, on rank 0. On other ranks, always.
-    pub fn is_done(&self) -> bool {
-        self.work.is_done()
+    /// Whether rank 0 has written the checkpoint, or failed to, so that [`wait`](Self::wait) does not take
+    /// long: the same answer on every rank. Every rank must call it, in the same places, so that all leave a
+    /// loop at the same step.
+    ///
+    /// It costs nothing where gradients travel anyhow:
+    ///
+    /// - If a window of gradients was reduced since the last call, the answer is what came with it: whether
+    ///   rank 0 was done at the end of its backward pass.
+    /// - Otherwise rank 0 tells the others, which is a broadcast of one byte; so it does where the call comes
+    ///   right after another one.
+    /// - After the answer was "yes" it stays so, and nothing is asked.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`] when rank 0 has to be asked and a rank is lost.
+    #[track_caller]
+    pub fn is_done(&self) -> Result<bool> {
+        let (group, work) = (self.accelerator.group(), &self.work);
+        if group.world_size() == 1 {
+            return Ok(work.has_ended());
+        }
+        match work.news() {
+            News::Done => Ok(true),
+            News::Writing => {
+                work.hear(News::Unknown);
+                Ok(false)
+            }
+            News::Unknown => {
+                let mut done = [u8::from(work.has_ended())];
+                let asking = group.for_purpose("whether the checkpoint is written");
+                asking.broadcast(&mut done, 0)?;
+                if done == [1] {
+                    work.hear(News::Done);
+                }
+                Ok(done == [1])
+            }
+        }
     }
 }
 
 impl fmt::Debug for Saving {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Saving")
-            .field("is_done", &self.is_done())
-            .finish_non_exhaustive()
+        f.debug_struct("Saving").finish_non_exhaustive()
     }
 }
 
@@ -157,6 +191,18 @@ pub(crate) struct Work {
     ended: OnceLock<Result<Saved>>,
     /// What every rank was told.
     told: OnceLock<Result<Saved>>,
+    /// What every rank knows before that.
+    news: Mutex<News>,
+}
+
+/// What windows of gradients have told about the writing since the program asked last.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) enum News {
+    /// No window was reduced.
+    #[default]
+    Unknown,
+    Writing,
+    Done,
 }
 
 impl Work {
@@ -177,10 +223,25 @@ impl Work {
         Arc::new(work)
     }
 
-    fn is_done(&self) -> bool {
-        lock(&self.thread)
-            .as_ref()
-            .is_none_or(JoinHandle::is_finished)
+    /// Whether this rank has written, and has done so.
+    pub(crate) fn has_ended(&self) -> bool {
+        let thread = lock(&self.thread);
+        self.ended.get().is_some() || thread.as_ref().is_some_and(JoinHandle::is_finished)
+    }
+
+    fn news(&self) -> News {
+        match self.told.get() {
+            Some(_) => News::Done,
+            None => *lock(&self.news),
+        }
+    }
+
+    /// Notes what all ranks have heard. What is done stays done.
+    pub(crate) fn hear(&self, news: News) {
+        let mut known = lock(&self.news);
+        if *known != News::Done {
+            *known = news;
+        }
     }
 
     #[track_caller]

@@ -67,8 +67,8 @@ mod state;
 mod world;
 mod write;
 
-pub(crate) use self::background::Ongoing;
 pub use self::background::Saving;
+pub(crate) use self::background::{News, Ongoing, Work};
 pub use self::parts::{Object, PerRank, Resume, Save, kind};
 pub use self::position::Position;
 pub use self::settings::{Checkpoints, Draft, Resumed};
@@ -144,7 +144,7 @@ impl Accelerator {
     /// # let folder = folder.path();
     /// # let accelerator = Accelerator::new()?;
     /// let saving = accelerator.save_state_async(folder, Object(&"state"))?;
-    /// // Train on here.
+    /// // Train on here; `saving.is_done()?` tells all ranks alike when waiting takes no time.
     /// let saved = saving.wait()?;
     /// assert_eq!(saved.number(), 1);
     /// # Ok::<(), Error>(())

@@ -2,6 +2,7 @@ use core::fmt;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
+use accelerator_collective::Activity;
 use accelerator_manifest::{Checkpoint, Depth, FileName, Folder, Verdict};
 use burn::module::Module;
 use burn::tensor::Bytes;
@@ -44,7 +45,8 @@ pub(super) fn resume<K, P: Resume<K>>(
     agreement::check_all(accelerator.group(), &terms)?;
     let mut source = None;
     let found = from_main(accelerator, "find a checkpoint", || {
-        let Some((checkpoint, passed_over)) = newest(settings.path())? else {
+        let activity = accelerator.group().activity();
+        let Some((checkpoint, passed_over)) = newest(settings.path(), activity)? else {
             return Ok(None);
         };
         let window = accelerator.shared.settings.window;
@@ -78,6 +80,7 @@ pub(super) fn resume<K, P: Resume<K>>(
     let parts = parts.restore(&mut restorer)?;
     accelerator.shared.checkpoints.set_factor(factor);
     from_main(accelerator, "resume", || {
+        let _busy = accelerator.group().activity().busy();
         settings.run_after_resume(&Resumed {
             number: found.number,
             path: found.path.clone(),
@@ -101,9 +104,10 @@ pub(super) fn resume<K, P: Resume<K>>(
 
 /// The newest good checkpoint in the folder, or the one that the path itself is, and what is wrong
 /// with those that are newer; `None` where there is none at all.
-fn newest(path: &Path) -> Result<Option<(Checkpoint, Vec<String>)>> {
+fn newest(path: &Path, activity: Activity) -> Result<Option<(Checkpoint, Vec<String>)>> {
+    let progress = move || activity.keep_alive();
     if path.join("manifest.json").exists() {
-        let checkpoint = Checkpoint::at(path)?;
+        let checkpoint = Checkpoint::at(path)?.with_progress(progress);
         let verdict = checkpoint.verify(Depth::Hashes);
         return match verdict.is_good() {
             true => Ok(Some((checkpoint, Vec::new()))),
@@ -129,7 +133,7 @@ fn newest(path: &Path) -> Result<Option<(Checkpoint, Vec<String>)>> {
         Ok(None)
     };
     let folder = match Folder::open(path) {
-        Ok(folder) => folder,
+        Ok(folder) => folder.with_progress(progress),
         Err(error) if error.is_not_found() => return nothing(),
         Err(error) => return Err(error.into()),
     };

@@ -42,6 +42,7 @@ pub(super) fn save_async<K>(
         Some(draft) => Work::start(move || write::write(draft, &taken, &settings, job)),
         None => Arc::default(),
     };
+    accelerator.shared.trigger.watch(&work);
     accelerator.shared.checkpoints.begin(work.clone());
     Ok(Saving::new(accelerator.clone(), work))
 }
@@ -83,11 +84,7 @@ pub(super) fn save_emergency<K>(
     let mut snapshot = Snapshot::new(accelerator, Mode::Emergency, Writer::This);
     parts.collect(&mut snapshot)?;
     let taken = snapshot.taken;
-    let draft = write::begin(
-        settings,
-        accelerator.rank(),
-        &accelerator.shared.checkpoints,
-    )?;
+    let draft = write::begin(settings, accelerator)?;
     let job = job(accelerator, Mode::Emergency);
     write::write(draft, &taken, settings, job).map(Some)
 }
@@ -108,8 +105,9 @@ fn prepare<K>(
     let collected = parts.collect(&mut snapshot);
     let mut taken = snapshot.taken;
     let complete = accelerator.shared.road.confirm();
+    let complete = complete.and_then(|()| accelerator.shared.crossing.check());
     let begun = complete.and(collected).and_then(|()| {
-        let draft = is_main.then(|| write::begin(settings, rank, &accelerator.shared.checkpoints));
+        let draft = is_main.then(|| write::begin(settings, accelerator));
         draft.transpose()
     });
     let mine = match &begun {
@@ -167,6 +165,7 @@ fn loss(accelerator: &Accelerator) -> Result<accelerator_collective::Error> {
 
 fn job(accelerator: &Accelerator, mode: Mode) -> Job {
     Job {
+        activity: accelerator.group().activity(),
         factor: accelerator.shared.checkpoints.factor(),
         mode,
         seed: accelerator.seed(),

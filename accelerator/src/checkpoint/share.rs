@@ -8,7 +8,8 @@ use crate::outcome;
 /// How many bytes travel in one broadcast.
 const CHUNK: usize = 64 << 20;
 
-/// What rank 0's `work` comes to, on every rank; where it fails, every rank gets the error.
+/// What rank 0's `work` comes to, on every rank; where it fails, every rank gets the error. Work that
+/// lasts shows that it goes on.
 #[track_caller]
 pub(super) fn from_main<T: Serialize + DeserializeOwned>(
     accelerator: &Accelerator,
@@ -20,16 +21,12 @@ pub(super) fn from_main<T: Serialize + DeserializeOwned>(
         return work();
     }
     let reading = group.for_purpose(action);
-    match accelerator.on_main_process(work) {
-        Some(mine) => {
-            let mine = outcome::tell(group, mine)?;
-            Ok(reading.broadcast_object(Some(&mine), 0)?)
-        }
-        None => {
-            outcome::hear(group, action)?;
-            Ok(reading.broadcast_object(None, 0)?)
-        }
+    if accelerator.is_main_process() {
+        let mine = outcome::tell(group, accelerator.apart(work))?;
+        return Ok(reading.broadcast_object(Some(&mine), 0)?);
     }
+    outcome::hear(group, action)?;
+    Ok(reading.broadcast_object(None, 0)?)
 }
 
 /// The bytes that `read` gives on rank 0, on every rank.

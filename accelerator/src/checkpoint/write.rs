@@ -1,15 +1,16 @@
 use core::num::NonZeroUsize;
 use std::path::PathBuf;
 
+use accelerator_collective::Activity;
 use accelerator_manifest::{
     self as manifest, CheckpointKind, Depth, Facts, FileName, Folder, Role,
 };
 use serde::{Deserialize, Serialize};
 
-use super::background::Ongoing;
 use super::settings::{Checkpoints, Draft};
 use super::snapshot::{Mode, Part, Taken};
 use super::state::{HookState, Names, State, encode};
+use crate::accelerator::Accelerator;
 use crate::data::Standing;
 use crate::error::{Error, Result};
 use crate::model::{FileNames, Layout, SaveOptions};
@@ -54,8 +55,10 @@ impl Saved {
 }
 
 /// What the job is, at the time of a save.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Job {
+    /// Of the rank that writes.
+    pub(super) activity: Activity,
     pub(super) factor: f64,
     pub(super) mode: Mode,
     pub(super) seed: u64,
@@ -63,11 +66,7 @@ pub(super) struct Job {
 }
 
 /// Opens the folder and begins a checkpoint in it.
-pub(super) fn begin(
-    settings: &Checkpoints,
-    rank: usize,
-    ongoing: &Ongoing,
-) -> Result<manifest::Draft> {
+pub(super) fn begin(settings: &Checkpoints, accelerator: &Accelerator) -> Result<manifest::Draft> {
     settings.limit()?;
     if settings.path().join("manifest.json").exists() {
         return Err(Error::misuse(format!(
@@ -75,7 +74,10 @@ pub(super) fn begin(
             settings.path().display()
         )));
     }
-    let draft = Folder::create(settings.path())?.begin(rank)?;
+    let activity = accelerator.group().activity();
+    let folder = Folder::create(settings.path())?.with_progress(move || activity.keep_alive());
+    let draft = folder.begin(accelerator.rank())?;
+    let ongoing = &accelerator.shared.checkpoints;
     ongoing.comes_next(settings.path(), draft.number())?;
     Ok(draft)
 }
@@ -128,15 +130,19 @@ pub(super) fn write(
         }
     }
     draft.write_bytes(&State::FILE.parse()?, Role::Other, &encode(&state)?)?;
-    settings.run_before_save(&Draft {
-        number: draft.number(),
-        path: draft.path().to_owned(),
-        step,
-    })?;
-    draft.adopt(Role::Other)?;
-    let checkpoint = draft.commit(facts(taken, &state, job))?;
+    {
+        // Neither the program's hook nor the one flush of what it wrote shows that it goes on.
+        let _busy = job.activity.busy();
+        settings.run_before_save(&Draft {
+            number: draft.number(),
+            path: draft.path().to_owned(),
+            step,
+        })?;
+        draft.adopt(Role::Other)?;
+    }
+    let checkpoint = draft.commit(facts(taken, &state, &job))?;
     if let Some(limit) = settings.limit()? {
-        prune(settings, limit);
+        prune(settings, limit, job.activity);
     }
     Ok(Saved {
         number: checkpoint.number(),
@@ -146,9 +152,11 @@ pub(super) fn write(
 }
 
 /// The new checkpoint is complete: that an old one stays is no failure of it.
-fn prune(settings: &Checkpoints, limit: NonZeroUsize) {
-    let pruned =
-        Folder::open(settings.path()).and_then(|folder| folder.prune(limit, Depth::Sizes, &[]));
+fn prune(settings: &Checkpoints, limit: NonZeroUsize, activity: Activity) {
+    let pruned = Folder::open(settings.path()).and_then(|folder| {
+        let folder = folder.with_progress(move || activity.keep_alive());
+        folder.prune(limit, Depth::Sizes, &[])
+    });
     match pruned {
         Ok(numbers) if !numbers.is_empty() => tracing::debug!(?numbers, "removed old checkpoints"),
         Ok(_) => {}
@@ -156,7 +164,7 @@ fn prune(settings: &Checkpoints, limit: NonZeroUsize) {
     }
 }
 
-fn facts(taken: &Taken, state: &State, job: Job) -> Facts {
+fn facts(taken: &Taken, state: &State, job: &Job) -> Facts {
     let mut extra = serde_json::Map::new();
     let parts = state.parts.iter().map(|part| part.kind().to_string());
     extra.insert("parts".to_owned(), parts.collect());

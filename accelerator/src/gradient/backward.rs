@@ -113,8 +113,10 @@ fn run<M: Module>(
                 GradientsParams::from_grads(scaled(loss.clone(), scale).backward(), model)
             };
             let _copy = timeline.span(Phase::Copy(Part::Whole));
-            return window
-                .add(&slot, group, gradients, loss.inner(), weight)
+            // Nothing is sent here, but within backward something may have been.
+            let crossed = accelerator.shared.crossing.check();
+            return crossed
+                .and_then(|()| window.add(&slot, group, gradients, loss.inner(), weight))
                 .map(|()| Gradients::accumulating())
                 .inspect_err(|_| *window = Window::default());
         }
@@ -302,7 +304,7 @@ fn check_precision_used(accelerator: &Accelerator, slot: &Slot) {
 
 /// Refuses a call that this rank makes alone.
 fn check_together(accelerator: &Accelerator) -> Result<()> {
-    // The forward of this rank alone says more than what comes of it.
+    // What failed in forward says more than what comes of it.
     accelerator.shared.crossing.check()?;
     accelerator.group().check_allowed("`backward`")?;
     Ok(())

@@ -56,6 +56,7 @@ impl Accelerator {
         if group.world_size() == 1 {
             return Ok(());
         }
+        self.shared.crossing.check()?;
         let mut reader = Reader {
             running: running_states(model),
             ..Reader::default()

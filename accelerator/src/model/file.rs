@@ -1,6 +1,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use accelerator_collective::Activity;
 use burn::module::Module;
 
 use super::staged::Staged;
@@ -93,11 +94,12 @@ impl Accelerator {
         }
         self.sync_buffers(model)?;
         let group = self.group();
-        let work = || save(&ModelSnapshot::of(model), path.as_ref(), options);
-        match self.on_main_process(work) {
-            Some(outcome) => outcome::tell(group, outcome),
-            None => outcome::hear(group, "save the model"),
+        if !self.is_main_process() {
+            return outcome::hear(group, "save the model");
         }
+        let activity = group.activity();
+        let work = || save(&ModelSnapshot::of(model), path.as_ref(), options, activity);
+        outcome::tell(group, self.apart(work))
     }
 
     /// Gives the model the values of a safetensors file, or of a set of them with an index. Rank
@@ -165,12 +167,17 @@ impl Accelerator {
 }
 
 /// Writes the files of a model beside their places, and then puts them there.
-fn save(snapshot: &ModelSnapshot, path: &Path, options: &SaveOptions) -> Result<()> {
+fn save(
+    snapshot: &ModelSnapshot,
+    path: &Path,
+    options: &SaveOptions,
+    activity: Activity,
+) -> Result<()> {
     let failed = |error| Error::io("write the model to", path, error);
     let target = target(path, options).map_err(failed)?;
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     let names = FileNames::new(&name);
-    let mut staged = Staged::new(target.with_file_name(""), names.clone());
+    let mut staged = Staged::new(target.with_file_name(""), names.clone(), activity);
     staged.remove_abandoned();
     snapshot.write(&names, options, &mut |name, emit| {
         staged.write(name, emit).map_err(failed)

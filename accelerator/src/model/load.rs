@@ -25,8 +25,11 @@ pub(crate) fn load_on_all<M: Module>(
     options: &LoadOptions,
     ids: Option<&[u64]>,
 ) -> Result<(M, LoadReport)> {
-    let load = |model| ModelFile::open(path).and_then(|file| load(model, &file, options, ids));
     let group = accelerator.group();
+    let load = |model| {
+        let file = ModelFile::open(path, group.activity())?;
+        load(model, &file, options, ids)
+    };
     if group.world_size() == 1 {
         return load(model);
     }

@@ -3,6 +3,7 @@ use std::fs::File;
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
+use accelerator_collective::Activity;
 use burn::tensor::TensorData;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
@@ -15,10 +16,14 @@ use crate::error::{Error, Kind, Result};
 /// The most that a header may take, as in the format's own reader.
 const MAX_HEADER: u64 = 100_000_000;
 
+/// The bytes of a tensor that are read at a time.
+const BLOCK: usize = 1 << 24;
+
 /// A model on disk, in one file or in several with an index. Headers are read and checked when
 /// it is opened, values when they are asked for.
 #[derive(Debug)]
 pub(crate) struct ModelFile {
+    activity: Activity,
     path: PathBuf,
     files: Vec<(PathBuf, File)>,
     tensors: BTreeMap<String, Stored>,
@@ -43,8 +48,10 @@ struct Index {
 impl ModelFile {
     /// Opens `path`: a file, an index, or a folder with `model.safetensors` or its index. Where
     /// there is no such file but its index, that is opened.
-    pub(crate) fn open(path: &Path) -> Result<Self> {
+    /// Reading it shows `activity`.
+    pub(crate) fn open(path: &Path, activity: Activity) -> Result<Self> {
         let mut model = Self {
+            activity,
             path: find(path)?,
             files: Vec::new(),
             tensors: BTreeMap::new(),
@@ -91,7 +98,12 @@ impl ModelFile {
         let mut bytes = vec![0; stored.bytes];
         let mut file = file;
         file.seek(SeekFrom::Start(stored.offset))
-            .and_then(|_| file.read_exact(&mut bytes))
+            .and_then(|_| {
+                bytes.chunks_mut(BLOCK).try_for_each(|block| {
+                    self.activity.keep_alive();
+                    file.read_exact(block)
+                })
+            })
             .map_err(|error| Error::io("read the model file", path, error))?;
         Ok(TensorData::from_bytes_vec(
             bytes,

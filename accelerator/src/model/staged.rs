@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use accelerator_collective::Activity;
 use accelerator_manifest::StagedName;
 
 use super::write::FileNames;
@@ -18,15 +19,18 @@ pub(super) struct Staged {
     names: FileNames,
     /// Those that are still staged: the names that they shall have, and where they lie.
     files: Vec<(String, PathBuf)>,
+    /// Told of each piece that is written.
+    activity: Activity,
 }
 
 impl Staged {
-    pub(super) fn new(folder: PathBuf, names: FileNames) -> Self {
+    pub(super) fn new(folder: PathBuf, names: FileNames, activity: Activity) -> Self {
         let files = Vec::new();
         Self {
             folder,
             names,
             files,
+            activity,
         }
     }
 
@@ -37,10 +41,14 @@ impl Staged {
         emit: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>,
     ) -> io::Result<()> {
         let path = self.folder.join(StagedName::new(name).to_string());
-        let mut file = File::create_new(&path)?;
+        let mut file = Shown {
+            file: File::create_new(&path)?,
+            activity: &self.activity,
+            unflushed: 0,
+        };
         self.files.push((name.to_owned(), path));
         emit(&mut file)?;
-        file.sync_all()
+        file.flush_to_disk()
     }
 
     /// Puts every file in its place, the index last, and removes what older saves under this name have left.
@@ -97,6 +105,47 @@ impl Drop for Staged {
     }
 }
 
+/// A file that shows, while it is written, that this goes on.
+struct Shown<'a> {
+    file: File,
+    activity: &'a Activity,
+    /// The bytes since it was flushed to the disk last.
+    unflushed: usize,
+}
+
+impl Shown<'_> {
+    fn flush_to_disk(&mut self) -> io::Result<()> {
+        self.unflushed = 0;
+        self.file.sync_all()?;
+        self.activity.keep_alive();
+        Ok(())
+    }
+}
+
+impl Write for Shown<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        // What is longer comes here again.
+        let written = self.file.write(&bytes[..bytes.len().min(BLOCK)])?;
+        self.activity.keep_alive();
+        self.unflushed += written;
+        if self.unflushed >= FLUSHED {
+            // One flush of all of a large file would show nothing for long.
+            self.flush_to_disk()?;
+        }
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+/// The bytes that are written at a time.
+const BLOCK: usize = 1 << 20;
+
+/// The bytes that are flushed to the disk at a time.
+const FLUSHED: usize = 1 << 30;
+
 /// The turn to put files in their places, of which one writer at a time has it: shards of two saves must not
 /// be mixed. It ends when it is dropped, and with its process.
 struct Turn {
@@ -152,10 +201,14 @@ fn or_here(folder: &Path) -> &Path {
 
 #[cfg(test)]
 mod tests {
+    use accelerator_collective::ProcessGroup;
+
     use super::*;
 
     fn staged(folder: &Path) -> Staged {
-        Staged::new(folder.to_owned(), FileNames::new("model.safetensors"))
+        let activity = ProcessGroup::single().activity();
+        let names = FileNames::new("model.safetensors");
+        Staged::new(folder.to_owned(), names, activity)
     }
 
     fn files(folder: &Path) -> Vec<(String, String)> {

@@ -13,8 +13,8 @@ use crate::error::{Error, Result};
 /// the graph; gradients that were sent in between would come in an order of their own.
 #[derive(Debug, Default)]
 pub(crate) struct Crossing {
-    /// What such a layer was refused first, which can return no error.
-    refused: Mutex<Option<Error>>,
+    /// Why such a layer, which can return no error, gave values of no use.
+    failure: Mutex<Option<Error>>,
     there: AtomicBool,
 }
 
@@ -27,20 +27,27 @@ impl Crossing {
         self.there.load(Ordering::Relaxed)
     }
 
-    /// Keeps what a layer was told, where it was called where it must not be. A group that has failed
-    /// tells everybody by itself.
+    /// Keeps why the ranks could not compute a layer together.
     fn failed(&self, error: Error) {
-        if error.is_misuse() {
-            self.refused().get_or_insert(error);
-        }
+        self.failure().get_or_insert(error);
     }
 
-    /// Returns what was kept, once.
+    /// Fails where a layer did, before what came of it is used: once for one that was called where it must
+    /// not be, which leaves the group as it was, and always for a group that has failed.
     pub(crate) fn check(&self) -> Result<()> {
-        self.refused().take().map_or(Ok(()), Err)
+        if !self.is_noted() {
+            return Ok(());
+        }
+        let mut failure = self.failure();
+        let lasts = failure.as_ref().is_some_and(|error| !error.is_misuse());
+        let error = match lasts {
+            true => failure.clone(),
+            false => failure.take(),
+        };
+        error.map_or(Ok(()), Err)
     }
 
-    fn refused(&self) -> MutexGuard<'_, Option<Error>> {
-        self.refused.lock().unwrap_or_else(PoisonError::into_inner)
+    fn failure(&self) -> MutexGuard<'_, Option<Error>> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

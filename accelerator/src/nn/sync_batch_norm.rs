@@ -165,8 +165,11 @@ impl SyncBatchNorm {
     /// has none in either.
     ///
     /// All ranks call it in training. Where one of them is lost, or where a rank is alone, as in
-    /// [`on_main_process`](Accelerator::on_main_process), the output is of no use, the running statistics stay
-    /// as they are, and the next `backward` of this rank says so. On one rank, evaluate with `model.valid()`.
+    /// [`on_main_process`](Accelerator::on_main_process), there is nothing to normalise with: every value of
+    /// the output is NaN, the running statistics stay as they are, and the error is returned by what comes
+    /// next on this rank, be it `backward`, a save, [`Accelerator::valid`], [`reduce`](Accelerator::reduce),
+    /// [`gather`](Accelerator::gather) or [`finish`](Accelerator::finish). On one rank, evaluate with
+    /// `model.valid()`.
     ///
     /// # Panics
     ///
@@ -224,7 +227,7 @@ impl SyncBatchNorm {
         let cells = (dims.iter().product::<usize>() / features) as f64;
         // Burn's gradient of a division by a number is exact in single precision only.
         let Some(count) = share.count(cells) else {
-            return wide.cast(dtype);
+            return useless(wide).cast(dtype);
         };
         let each = count.recip();
         // Where nobody has anything, nothing is normalised, and nothing is learnt of it.
@@ -234,12 +237,12 @@ impl SyncBatchNorm {
             rows.sum_dim(1).reshape([features])
         };
         let Some(sum) = share.sum(sums(wide.clone())) else {
-            return wide.cast(dtype);
+            return useless(wide).cast(dtype);
         };
         let mean = sum * each;
         let deviations = wide - mean.clone().reshape(along);
         let Some(sum) = share.sum(sums(deviations.clone() * deviations.clone())) else {
-            return deviations.cast(dtype);
+            return useless(deviations).cast(dtype);
         };
         let variance = sum * each;
         if each > 0.0 {
@@ -310,7 +313,7 @@ impl Share {
     fn new(shared: &Arc<Shared>, weight: f64, caller: &'static Location<'static>) -> Self {
         Self {
             caller,
-            group: shared.group.clone(),
+            group: shared.group.for_purpose("batch statistics"),
             ranks: Ranks(Arc::downgrade(shared)),
             weight,
         }
@@ -331,7 +334,11 @@ impl Share {
     fn sum(&self, own: Tensor<1>) -> Option<Tensor<1>> {
         let values = self.summed(own.clone().inner(), if self.is_idle() { 0.0 } else { 1.0 })?;
         let values = Tensor::from_inner(values);
-        Some(exchange::replace(own, values, self.clone()))
+        let back = Self {
+            group: self.group.for_purpose("gradients of batch statistics"),
+            ..self.clone()
+        };
+        Some(exchange::replace(own, values, back))
     }
 
     fn summed(&self, own: Tensor<1>, factor: f64) -> Option<Tensor<1>> {
@@ -351,14 +358,16 @@ impl Share {
         Some(Tensor::from_data(data, (&device, dtype)))
     }
 
-    /// Leaves the sums over all ranks in `values`. Why there are none, `backward` says.
+    /// Leaves the sums over all ranks in `values`. Why there are none, what comes next says.
     fn add_up(&self, values: &mut [f64]) -> Option<()> {
         let summed = self.group.all_reduce_at(values, ReduceOp::Sum, self.caller);
         if let (Err(error), Some(shared)) = (&summed, self.ranks.0.upgrade()) {
-            let message = format!(
-                "a `SyncBatchNorm` in training normalises over all ranks, which are not together here; on one \
-                 rank, use `model.valid()`: {error}"
-            );
+            let advice = match error.is_misuse() {
+                true => ", which are not together here; on one rank, use `model.valid()`",
+                false => "",
+            };
+            let message =
+                format!("a `SyncBatchNorm` in training normalises over all ranks{advice}: {error}");
             let error = Error::with_source(Kind::Collective, message, error.clone());
             shared.crossing.failed(error);
         }
@@ -366,12 +375,17 @@ impl Share {
     }
 }
 
+/// NaN in place of each value, so that nobody takes them for a result.
+fn useless<const D: usize>(values: Tensor<D>) -> Tensor<D> {
+    values * f64::NAN
+}
+
 impl Back for Share {
     /// `backward` multiplies the gradients of each rank by its weight, before they are added up: so
     /// the gradient of the sum over the ranks is weighted here, and this rank's weight taken out.
     fn back(&self, gradient: Tensor<1>) -> Tensor<1> {
         let Some(sum) = self.summed(gradient.clone(), self.weight.max(0.0)) else {
-            return gradient;
+            return useless(gradient);
         };
         match self.is_idle() {
             true => sum * 0.0,

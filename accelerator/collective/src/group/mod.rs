@@ -1,5 +1,6 @@
 //! Process groups: what programs call.
 
+mod activity;
 mod buffers;
 mod choice;
 mod collectives;
@@ -24,6 +25,7 @@ use std::{
     time::Instant,
 };
 
+pub use activity::{Activity, Busy};
 pub use forbidden::Forbidden;
 pub use observer::{Observed, Runner};
 pub use options::GroupOptions;

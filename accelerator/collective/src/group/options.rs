@@ -45,18 +45,21 @@ pub struct GroupOptions {
     progress_timeout: Duration,
     /// Where unset, what the launch says, else five seconds.
     liveness_timeout: Option<Duration>,
+    busy_timeout: Duration,
     warn_after: Duration,
     transport: TransportKind,
 }
 
 impl GroupOptions {
     /// The defaults: 60 seconds to find one another, 10 minutes without progress in an
-    /// operation, a warning after 10 seconds, 5 seconds without a sign of life, any transport.
+    /// operation, an hour for a rank that is busy, a warning after 10 seconds, 5 seconds without a
+    /// sign of life, any transport.
     pub fn new() -> Self {
         Self {
             connect_timeout: Duration::from_secs(60),
             progress_timeout: Duration::from_secs(600),
             liveness_timeout: None,
+            busy_timeout: Duration::from_secs(3600),
             warn_after: Duration::from_secs(10),
             transport: TransportKind::Auto,
         }
@@ -70,10 +73,32 @@ impl GroupOptions {
         }
     }
 
-    /// How long an operation may wait for a rank that lives without any progress.
+    /// How long an operation may wait for a rank that lives without any progress. A rank that
+    /// [shows that it works](crate::Activity) makes progress. A sign takes up to a second to arrive.
     pub fn with_progress_timeout(self, progress_timeout: Duration) -> Self {
         Self {
             progress_timeout,
+            ..self
+        }
+    }
+
+    /// How long a rank that is [busy](crate::Activity::busy) counts as one that works without any
+    /// further sign of it. A busy rank that hangs is named when this and the
+    /// [progress timeout](Self::with_progress_timeout) are over. Zero: only
+    /// [`keep_alive`](crate::Activity::keep_alive) counts.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    ///
+    /// use accelerator_collective::GroupOptions;
+    ///
+    /// // A download that may take all night.
+    /// let options = GroupOptions::new().with_busy_timeout(Duration::from_secs(12 * 3600));
+    /// assert_eq!(options.busy_timeout(), Duration::from_secs(43_200));
+    /// ```
+    pub fn with_busy_timeout(self, busy_timeout: Duration) -> Self {
+        Self {
+            busy_timeout,
             ..self
         }
     }
@@ -110,6 +135,11 @@ impl GroupOptions {
     /// How long an operation may wait for a rank that lives without any progress.
     pub fn progress_timeout(&self) -> Duration {
         self.progress_timeout
+    }
+
+    /// How long a rank that is busy counts as one that works.
+    pub fn busy_timeout(&self) -> Duration {
+        self.busy_timeout
     }
 
     /// After how long without a sign of life a rank is lost.

@@ -283,7 +283,8 @@ impl<'a> Steps<'a> {
                     false => inbox.roots(missing, watch),
                 }
             };
-            let slice = self.watch.tick(missing)?.min(SLICE);
+            let active = |rank| self.transport.active(rank);
+            let slice = self.watch.tick(missing, active)?.min(SLICE);
             let due = Instant::now() + slice;
             signal.wait(step, Spin::NONE, slice);
             self.watch.woke(due, Instant::now());

@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-pub(crate) use inbox::{FLIGHTS, Inbox, Parcel, Position};
+pub(crate) use inbox::{FLIGHTS, Inbox, Parcel, Position, Signs};
 pub(crate) use tcp::Tcp;
 #[cfg(feature = "fuzzing")]
 pub(crate) use tcp::feed;
@@ -80,6 +80,11 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
     fn silent(&self, silence: Duration) -> Vec<usize> {
         let _ = silence;
         Vec::new()
+    }
+
+    /// When a peer showed last that it works outside of operations.
+    fn active(&self, rank: usize) -> Option<Instant> {
+        self.inbox().active(rank)
     }
 
     /// Takes a witness's word that a rank has ended, and says whether that settles the matter;

@@ -75,6 +75,10 @@ impl Transport for Threads {
         Err(watch.protocol(me, format_args!("it sent a part to rank {to}, a thread")))
     }
 
+    fn active(&self, rank: usize) -> Option<Instant> {
+        self.hub.inboxes.get(rank)?.signs().last()
+    }
+
     fn shared(&self) -> Option<&World> {
         self.world.as_ref()
     }

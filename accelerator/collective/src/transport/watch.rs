@@ -39,25 +39,33 @@ pub(crate) struct Watch {
     pub(crate) contract: Contract,
     patience: Patience,
     /// The last progress, where the limit is that of progress; else the beginning.
+    began: Instant,
+    /// The same, or the last sign of work of those that are waited for, where that came later.
     since: Instant,
     warned: bool,
+    /// Whether this operation can only fail.
+    hurried: bool,
 }
 
 impl Watch {
     pub(crate) fn new(rank: usize, sequence: u64, contract: Contract, patience: Patience) -> Self {
+        let now = Instant::now();
         Self {
             rank,
             sequence,
             contract,
             patience,
-            since: Instant::now(),
+            began: now,
+            since: now,
             warned: false,
+            hurried: false,
         }
     }
 
     /// Notes progress: the clock starts again, unless it is that of connecting.
     pub(crate) fn moved(&mut self, now: Instant) {
         if self.patience.limit == Limit::Progress {
+            self.began = now;
             self.since = now;
             self.warned = false;
         }
@@ -73,21 +81,29 @@ impl Watch {
         self.since
     }
 
-    /// Waits no longer than the time until the warning from here on.
+    /// Waits no longer than the time until the warning from here on, whoever works.
     pub(crate) fn hurry(&mut self) {
         self.patience.timeout = self.patience.timeout.min(self.patience.warn_after);
+        self.hurried = true;
     }
 
-    /// How long to wait before asking again; logs the warning when it is due.
+    /// How long to wait before asking again; logs the warning when it is due. `active` says when a
+    /// rank showed last that it works, which counts as progress of that rank.
     ///
     /// # Errors
     ///
-    /// A timeout that names the missing ranks.
-    pub(crate) fn tick(&mut self, missing: impl Fn(&Self) -> Vec<usize>) -> Result<Duration> {
+    /// A timeout that names the missing ranks, those that work left out.
+    pub(crate) fn tick(
+        &mut self,
+        missing: impl Fn(&Self) -> Vec<usize>,
+        active: impl Fn(usize) -> Option<Instant>,
+    ) -> Result<Duration> {
+        if self.since.elapsed() > self.patience.timeout {
+            self.since = self.last_sign(missing(self), &active)?;
+            self.warned = false;
+        }
         let waited = self.since.elapsed();
-        let Some(left) = self.patience.timeout.checked_sub(waited) else {
-            return Err(self.overdue(waited, missing(self)));
-        };
+        let left = self.patience.timeout.saturating_sub(waited);
         if self.warned {
             return Ok(left.max(SHORTEST));
         }
@@ -96,13 +112,19 @@ impl Watch {
             _ => {
                 self.warned = true;
                 let missing = missing(self);
-                let text = format!(
+                let works = |rank: &usize| self.works(active(*rank)).is_some();
+                let working: Vec<usize> = missing.iter().copied().filter(works).collect();
+                let mut text = format!(
                     "rank {} has waited {} for {} in {self}; it gives up after {}",
                     self.rank,
-                    Seconds(waited),
+                    Seconds(self.began.elapsed()),
                     list_ranks(&missing),
                     Seconds(self.patience.timeout),
                 );
+                if !working.is_empty() {
+                    let working = list_ranks(&working);
+                    text.push_str(&format!(" without a sign of work, which {working} gave"));
+                }
                 tracing::warn!(
                     rank = self.rank,
                     sequence = self.sequence,
@@ -123,6 +145,31 @@ impl Watch {
         if late >= LATE {
             self.since = (self.since + late + LATE).min(woke);
         }
+    }
+
+    /// The oldest of the last signs of work of those that are missing.
+    fn last_sign(
+        &self,
+        missing: Vec<usize>,
+        active: impl Fn(usize) -> Option<Instant>,
+    ) -> Result<Instant> {
+        let last = |rank: &usize| self.works(active(*rank));
+        let idle: Vec<usize> = missing
+            .iter()
+            .copied()
+            .filter(|x| last(x).is_none())
+            .collect();
+        match missing.iter().filter_map(last).min() {
+            Some(oldest) if idle.is_empty() => Ok(oldest),
+            Some(_) => Err(self.overdue(idle)),
+            None => Err(self.overdue(missing)),
+        }
+    }
+
+    /// The last sign of work of a rank, where the operation waits for it because of that.
+    fn works(&self, active: Option<Instant>) -> Option<Instant> {
+        let counts = self.patience.limit == Limit::Progress && !self.hurried;
+        active.filter(|at| counts && at.elapsed() <= self.patience.timeout)
     }
 
     pub(crate) fn lost(&self, peer: &Peer, cause: &str, certainty: Certainty) -> Error {
@@ -193,20 +240,24 @@ impl Watch {
         Error::blaming(kind, culprit, message)
     }
 
-    fn overdue(&self, waited: Duration, missing: Vec<usize>) -> Error {
+    fn overdue(&self, missing: Vec<usize>) -> Error {
         let advice = match self.patience.limit {
             Limit::Connect => "ranks that need longer ask for a longer connect timeout",
             Limit::Progress => {
-                "a rank that needs longer asks for a longer progress timeout, one that never comes \
-                 took another path through the program"
+                "a rank that needs longer shows that it works (`keep_alive`) or asks for a longer \
+                 progress timeout, one that never comes hangs or took another path through the program"
             }
         };
-        let message = format!(
-            "rank {} waited {} for {} in {self}; {advice}",
-            self.rank,
-            Seconds(waited),
-            list_ranks(&missing),
-        );
+        let (rank, who) = (self.rank, list_ranks(&missing));
+        let waited = Seconds(self.began.elapsed());
+        let quiet = match self.since > self.began {
+            true => format!(
+                ", the last {} without a sign of work",
+                Seconds(self.since.elapsed())
+            ),
+            false => String::new(),
+        };
+        let message = format!("rank {rank} waited {waited} for {who} in {self}{quiet}; {advice}");
         Error::about(Kind::Timeout, missing, message)
     }
 }
@@ -240,11 +291,57 @@ mod tests {
             watch.moved(Instant::now() + Duration::from_secs(3600));
             watch
         };
-        assert!(watch(Limit::Progress).tick(|_| vec![1]).is_ok());
-        let error = watch(Limit::Connect).tick(|_| vec![1]).unwrap_err();
+        let tick = |limit| watch(limit).tick(|_| vec![1], |_| Some(Instant::now()));
+        assert!(tick(Limit::Progress).is_ok());
+        let error = tick(Limit::Connect).unwrap_err();
         assert!(error.is_timeout(), "{error}");
         assert_eq!(error.ranks(), [1]);
         let text = error.to_string();
         assert!(text.ends_with("ask for a longer connect timeout"), "{text}");
+    }
+
+    /// A clock of a second that ran out, for ranks 0 and 2, of which the first works.
+    fn late() -> Watch {
+        let patience = Patience {
+            timeout: Duration::from_secs(1),
+            warn_after: Duration::from_secs(1),
+            limit: Limit::Progress,
+        };
+        let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
+        let mut watch = Watch::new(1, 0, contract, patience);
+        watch.began -= Duration::from_secs(9);
+        watch.since -= Duration::from_secs(9);
+        watch
+    }
+
+    #[test]
+    fn who_works_is_waited_for_and_who_does_not_is_named() {
+        let sign = Instant::now() - Duration::from_millis(500);
+        let active = |rank| (rank == 0).then_some(sign);
+        let mut watch = late();
+        let left = watch.tick(|_| vec![0], active).unwrap();
+        assert!(left <= Duration::from_millis(500), "{left:?}");
+        assert_eq!(watch.since(), sign);
+        let error = late().tick(|_| vec![0, 2], active).unwrap_err();
+        assert_eq!(error.ranks(), [2], "{error}");
+        // It showed that it works, and then no more.
+        let active = |_| Some(Instant::now() - Duration::from_secs(2));
+        watch.since -= Duration::from_secs(1);
+        let error = watch.tick(|_| vec![0], active).unwrap_err();
+        assert_eq!(error.ranks(), [0], "{error}");
+        assert!(
+            error.to_string().contains("without a sign of work"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_disagreement_waits_for_nobody_who_works() {
+        let mut watch = late();
+        watch.hurry();
+        let error = watch
+            .tick(|_| vec![0], |_| Some(Instant::now()))
+            .unwrap_err();
+        assert_eq!(error.ranks(), [0], "{error}");
     }
 }

@@ -1,8 +1,8 @@
 //! Frames between ranks: a fixed head, a short preamble, a bounded payload.
 
-use std::fmt;
 #[cfg(test)]
 use std::io::Read;
+use std::{fmt, time::Duration};
 
 #[cfg(test)]
 use super::source::ReadError;
@@ -132,8 +132,7 @@ pub(crate) enum FrameKind {
     /// The rank leaves; the number of the chunk says how: 0 in good order, 1 without a word.
     Goodbye = 3,
     /// A sign of life. The number of the chunk says after how many milliseconds of silence the
-    /// sender gives a peer up, that of the operation for which rank it waits: one more than the
-    /// rank, or zero.
+    /// sender gives a peer up, that of the operation is a [`Heartbeat`].
     Heartbeat = 4,
     /// Data on its way to the rank that owns its part.
     Inward = 5,
@@ -153,6 +152,39 @@ impl FrameKind {
 
     fn from_code(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| *kind as u8 == code)
+    }
+}
+
+/// What a heartbeat says in the place of the operation's number.
+///
+/// | bits | content |
+/// |---|---|
+/// | 0..32 | the rank for which the sender waits and one, or zero |
+/// | 32..64 | the milliseconds since the sender showed that it works and one, or zero |
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Heartbeat {
+    /// The rank for which the sender waits.
+    pub(crate) awaited: Option<usize>,
+    /// How long ago the sender showed last that it works outside of operations.
+    pub(crate) active: Option<Duration>,
+}
+
+impl Heartbeat {
+    pub(crate) fn encode(self) -> u64 {
+        // Ranks are far fewer, and a moment longer ago than seven weeks does not matter.
+        let code = |number: u128| number.min(u128::from(u32::MAX) - 1) as u64 + 1;
+        let awaited = self.awaited.map_or(0, |rank| code(rank as u128));
+        let active = self.active.map_or(0, |age| code(age.as_millis()));
+        awaited | active << 32
+    }
+
+    pub(crate) fn decode(code: u64) -> Self {
+        let (awaited, active) = (code & u64::from(u32::MAX), code >> 32);
+        let awaited = awaited.checked_sub(1);
+        Self {
+            awaited: awaited.and_then(|rank| usize::try_from(rank).ok()),
+            active: active.checked_sub(1).map(Duration::from_millis),
+        }
     }
 }
 
@@ -296,7 +328,7 @@ pub(crate) const CHUNK: usize = 256 * 1024;
 pub(crate) const PREAMBLE: usize = 16 * 1024;
 
 const MAGIC: [u8; 4] = *b"ACLF";
-const VERSION: u8 = 3;
+const VERSION: u8 = 4;
 const _: () = assert!(Contract::BOUND <= PREAMBLE);
 
 #[cfg(test)]
@@ -390,6 +422,24 @@ mod tests {
             Head::decode(&head.encode()),
             Err(FrameError::Bounds { .. })
         ));
+    }
+
+    #[test]
+    fn heartbeats_survive_the_wire() {
+        for awaited in [None, Some(0), Some(70_000)] {
+            for active in [None, Some(0), Some(90_000)] {
+                let active = active.map(Duration::from_millis);
+                let heartbeat = Heartbeat { awaited, active };
+                assert_eq!(Heartbeat::decode(heartbeat.encode()), heartbeat);
+            }
+        }
+        let long_ago = Heartbeat {
+            awaited: None,
+            active: Some(Duration::MAX),
+        };
+        let back = Heartbeat::decode(long_ago.encode());
+        assert_eq!(back.awaited, None);
+        assert!(back.active.unwrap() > Duration::from_secs(40 * 86_400));
     }
 
     #[test]

@@ -58,6 +58,11 @@ fn act(deed: &str, group: ProcessGroup) -> Option<ProcessGroup> {
     let strike = |signal| kill_process(getpid(), signal).unwrap();
     match deed {
         "kill" => strike(Signal::KILL),
+        "kill while busy" => {
+            // Lives until then.
+            let _busy = group.activity().busy();
+            strike(Signal::KILL);
+        }
         "segv" => loop {
             // The standard library takes the first one, and gives itself up as a handler. Two that
             // come before any thread has time for them are one.

@@ -193,6 +193,64 @@ pub(crate) fn a_rank_that_does_not_come(means: Means, world_size: usize) {
     }
 }
 
+/// A rank that works for longer than the progress timeout keeps the others waiting while it shows that it
+/// works, or says that it is busy.
+pub(crate) fn a_rank_that_works_is_waited_for(means: Means, world_size: usize) {
+    let timeout = Duration::from_secs(2);
+    let options = patient()
+        .with_liveness_timeout(timeout)
+        .with_progress_timeout(timeout);
+    run_with(means, world_size, &options, move |group| {
+        group.barrier().unwrap();
+        let activity = group.activity();
+        if group.rank() == 0 {
+            for _ in 0..16 {
+                std::thread::sleep(timeout / 10);
+                activity.keep_alive();
+            }
+            let _busy = activity.busy();
+            std::thread::sleep(timeout * 8 / 5);
+        }
+        let mut values = vec![1.0_f32; 100_000];
+        group.all_reduce(&mut values, ReduceOp::Sum).unwrap();
+        assert_eq!(values, vec![world_size as f32; 100_000]);
+    });
+}
+
+/// A rank that stops showing that it works is named, and so is one that is busy for too long. Others
+/// that work are not.
+pub(crate) fn a_rank_that_works_no_more(means: Means, world_size: usize) {
+    let options = patient()
+        .with_liveness_timeout(Duration::from_secs(2))
+        .with_busy_timeout(Duration::from_millis(500))
+        .with_progress_timeout(Duration::from_secs(2));
+    let hung = world_size - 1;
+    let connected = Arc::new(Barrier::new(world_size));
+    let errors = run_with(means, world_size, &options, move |group| {
+        connected.wait();
+        group.barrier().unwrap();
+        let activity = group.activity();
+        let busy = (group.rank() == hung).then(|| activity.busy());
+        if group.rank() == hung {
+            std::thread::sleep(Duration::from_secs(7));
+        } else if group.rank() == 0 && world_size > 2 {
+            for _ in 0..60 {
+                std::thread::sleep(Duration::from_millis(100));
+                activity.keep_alive();
+            }
+        }
+        let error = group.barrier().unwrap_err();
+        drop(busy);
+        error
+    });
+    for error in errors {
+        assert!(error.is_timeout(), "{error}");
+        assert_eq!(error.ranks(), [hung], "{error}");
+        let text = error.to_string();
+        assert!(text.contains("without a sign of work"), "{text}");
+    }
+}
+
 /// A rank that closes its group while others go on is named, as one that left early.
 pub(crate) fn a_rank_that_finishes_early(means: Means, world_size: usize) {
     let errors = run(means, world_size, |group| {

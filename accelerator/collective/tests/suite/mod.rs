@@ -111,6 +111,7 @@ macro_rules! set {
                 orderly_ends,
                 a_slow_rank_is_not_lost,
                 nothing_succeeds_after_a_failure,
+                a_rank_that_works_is_waited_for,
             ]
         );
     };
@@ -121,6 +122,7 @@ macro_rules! set {
                 disagreements,
                 other_cuts,
                 a_rank_that_does_not_come,
+                a_rank_that_works_no_more,
                 a_rank_that_finishes_early,
                 a_rank_that_panics,
                 a_rank_that_returns_early,

@@ -202,7 +202,7 @@ impl Draft {
                 path.display()
             );
         }
-        Ok(Checkpoint::committed(path, manifest))
+        Ok(Checkpoint::committed(path, manifest).told(disk.progress.clone()))
     }
 
     /// Removes the draft, and says what stood in the way, as dropping it cannot.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use accelerator_fault::{Effect, Point, SaveStage, strike};
@@ -76,7 +76,6 @@ impl Writer {
         role: Role,
         content: impl FnOnce(&mut dyn Write) -> Result<(), E>,
     ) -> Result<FileEntry> {
-        const BLOCK: usize = 1 << 20;
         let mut buffer = BufWriter::with_capacity(BLOCK, Summing::new(self, path, file));
         let told = content(&mut buffer);
         let flushed = buffer.flush();
@@ -111,7 +110,21 @@ impl Writer {
         self.refuse_taken(name)?;
         let path = name.at(&self.root);
         let mut hash = blake3::Hasher::new();
-        let file = tree::open_file(&path).and_then(|file| hash.update_reader(&file).map(|_| file));
+        let sum_up = |file: File| {
+            let mut reader = BufReader::with_capacity(BLOCK, &file);
+            loop {
+                let block = reader.fill_buf()?;
+                if block.is_empty() {
+                    break;
+                }
+                hash.update(block);
+                let read = block.len();
+                reader.consume(read);
+                self.disk.progress.made();
+            }
+            Ok(file)
+        };
+        let file = tree::open_file(&path).and_then(sum_up);
         let file = file.map_err(|error| Error::io("read", &path, error))?;
         let synced = self.disk.sync(&path, &file);
         synced.map_err(|error| Error::io("flush", &path, error))?;
@@ -155,6 +168,8 @@ struct Summing<'a> {
     file: File,
     hash: blake3::Hasher,
     halved: bool,
+    /// The bytes since the file was flushed last.
+    unflushed: usize,
     result: io::Result<()>,
 }
 
@@ -166,6 +181,7 @@ impl<'a> Summing<'a> {
             file,
             hash: blake3::Hasher::new(),
             halved: writer.halved,
+            unflushed: 0,
             result: Ok(()),
         }
     }
@@ -183,8 +199,15 @@ impl<'a> Summing<'a> {
     }
 
     fn put_all(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.writer.disk.write(self.path, &mut self.file, bytes)?;
+        let disk = &self.writer.disk;
+        disk.write(self.path, &mut self.file, bytes)?;
         self.hash.update(bytes);
+        // One flush of all of a large file would show no progress for long.
+        self.unflushed += bytes.len();
+        if self.unflushed >= FLUSHED {
+            disk.sync(self.path, &self.file)?;
+            self.unflushed = 0;
+        }
         Ok(())
     }
 }
@@ -194,6 +217,8 @@ impl Write for Summing<'_> {
         if self.result.is_err() {
             return Err(io::Error::other("an earlier write to this file failed"));
         }
+        // What is longer comes here again.
+        let bytes = &bytes[..bytes.len().min(BLOCK)];
         match self.put(bytes) {
             Ok(()) => Ok(bytes.len()),
             Err(error) => {
@@ -208,3 +233,9 @@ impl Write for Summing<'_> {
         Ok(())
     }
 }
+
+/// The bytes that are written or summed up at a time.
+const BLOCK: usize = 1 << 20;
+
+/// The bytes that are flushed at a time.
+const FLUSHED: usize = 1 << 30;

@@ -3,12 +3,14 @@
 use std::fs;
 use std::io;
 use std::num::NonZeroUsize;
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::{Path, PathBuf};
 
 use crate::checkpoint::{Checkpoint, Depth, Verdict};
 use crate::disk::Disk;
 use crate::draft::Draft;
 use crate::error::{Error, Kind, Result};
+use crate::progress::Progress;
 use crate::staged::State;
 use crate::tree::open_file;
 
@@ -129,6 +131,36 @@ impl Folder {
         Self::create_on(Disk::default(), path.into())
     }
 
+    /// The same folder, which calls `progress` after each block of a file that it, its drafts and its
+    /// checkpoints have read, summed up, written or flushed. A block has at most 1 MiB, and what is flushed
+    /// at most 1 GiB, so that a program can tell work that lasts from work that hangs.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use std::sync::atomic::{AtomicUsize, Ordering};
+    /// use accelerator_manifest::{Folder, Role};
+    ///
+    /// # fn main() -> accelerator_manifest::Result<()> {
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// let blocks = Arc::new(AtomicUsize::new(0));
+    /// let count = Arc::clone(&blocks);
+    /// let folder = Folder::open(temporary.path())?.with_progress(move || {
+    ///     count.fetch_add(1, Ordering::Relaxed);
+    /// });
+    /// folder.begin(0)?.write_bytes(&"model.bin".parse()?, Role::Model, &[0; 8 << 20])?;
+    /// assert!(blocks.load(Ordering::Relaxed) > 8);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn with_progress(
+        mut self,
+        progress: impl Fn() + Send + Sync + UnwindSafe + RefUnwindSafe + 'static,
+    ) -> Self {
+        self.disk.progress = Progress::new(progress);
+        self
+    }
+
     /// Where it lies.
     #[must_use]
     pub fn path(&self) -> &Path {
@@ -144,7 +176,10 @@ impl Folder {
         let names = self.names()?;
         let mut numbers: Vec<u64> = names.iter().filter_map(|x| parse_name(x)).collect();
         numbers.sort_unstable();
-        let named = |number| Checkpoint::named(self.path.join(name_of(number)), number);
+        let named = |number| {
+            let checkpoint = Checkpoint::named(self.path.join(name_of(number)), number);
+            checkpoint.told(self.disk.progress.clone())
+        };
         Ok(numbers.into_iter().map(named).collect())
     }
 

@@ -123,6 +123,33 @@ impl AcceleratorBuilder {
         self
     }
 
+    /// How long a rank may be in a closure that only some ranks run, as that of
+    /// [`main_process_first`](crate::Accelerator::main_process_first), while others wait for it: each
+    /// [`keep_alive`](crate::Accelerator::keep_alive) in the closure gives it so long again. When this is
+    /// over, the [progress timeout](Self::progress_timeout) runs. Default: an hour.
+    ///
+    /// ```
+    /// use accelerator::Accelerator;
+    /// use core::time::Duration;
+    ///
+    /// let builder = Accelerator::builder()
+    ///     .progress_timeout(Duration::from_millis(300))
+    ///     .busy_timeout(Duration::from_secs(12 * 3600));
+    /// builder.launch(2, |accelerator| {
+    ///     accelerator.main_process_first(|| {
+    ///         if accelerator.is_main_process() {
+    ///             std::thread::sleep(Duration::from_millis(900)); // a download
+    ///         }
+    ///         Ok(())
+    ///     })
+    /// })?;
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn busy_timeout(mut self, timeout: Duration) -> Self {
+        self.options = self.options.with_busy_timeout(timeout);
+        self
+    }
+
     /// Compares the parameters of each model between the ranks after every so many optimizer steps, in the
     /// [`backward`](crate::Accelerator::backward) that ends the next accumulation window: see
     /// [`check_replicas`](crate::Accelerator::check_replicas) for what is compared, and what it costs. It
@@ -245,13 +272,17 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// How long a collective waits for a rank that lives but does not come. Default: 10 minutes.
+    /// How long a collective waits for a rank that lives but does not come. A rank that shows that it works
+    /// is waited for: one that saves or loads for all, one that calls
+    /// [`keep_alive`](crate::Accelerator::keep_alive), and for its
+    /// [busy timeout](Self::busy_timeout) one that is in a closure that only some ranks run. Default:
+    /// 10 minutes.
     ///
     /// ```
     /// use accelerator::Accelerator;
     /// use core::time::Duration;
     ///
-    /// // Hosts that boot one after the other, and checkpoints that take long.
+    /// // Hosts that boot one after the other, and steps that take long.
     /// let accelerator = Accelerator::builder()
     ///     .connect_timeout(Duration::from_secs(600))
     ///     .liveness_timeout(Duration::from_secs(20))

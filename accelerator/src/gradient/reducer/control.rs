@@ -30,7 +30,7 @@ pub(super) struct Told<'a> {
     present: &'a [f64],
     /// By bucket: on how many ranks something is odd about it.
     odd: &'a [f64],
-    /// How many ranks have raised the flag of `set_trigger`.
+    /// What `Trigger` tells.
     trigger: f64,
 }
 

@@ -116,7 +116,8 @@ impl Inbox {
         let (rank, sequence) = (watch.rank, watch.sequence);
         let missing = awaited.filter(|peer| *peer != rank && !state.queues[*peer].holds(sequence));
         self.await_rank(missing.clone().next());
-        let pause = watch.tick(|watch| state.roots(missing.clone().collect(), watch))?;
+        let roots = |watch: &Watch| state.roots(missing.clone().collect(), watch);
+        let pause = watch.tick(roots, |rank| state.active(rank))?;
         let due = Instant::now() + state.pause(pause);
         let version = state.version;
         drop(state);

@@ -1,5 +1,6 @@
 //! Where the parts for one rank wait for its engine.
 
+mod activity;
 mod engine;
 mod queue;
 mod state;
@@ -12,6 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+pub(crate) use activity::Signs;
 pub(crate) use queue::{FLIGHTS, Parcel, Position};
 
 use super::{
@@ -39,6 +41,8 @@ pub(crate) struct Inbox {
     troubled: AtomicBool,
     /// The rank for which this one waits, and one; zero while it waits for nobody.
     awaited: AtomicUsize,
+    /// What this rank shows of its work outside of operations.
+    signs: Arc<Signs>,
 }
 
 impl Inbox {
@@ -71,6 +75,7 @@ impl Inbox {
             bell,
             troubled: AtomicBool::new(false),
             awaited: AtomicUsize::new(0),
+            signs: Arc::default(),
         }
     }
 
@@ -195,6 +200,23 @@ impl Inbox {
     /// The rank for which this one waits.
     pub(crate) fn awaited(&self) -> Option<usize> {
         self.awaited.load(Ordering::Relaxed).checked_sub(1)
+    }
+
+    /// What this rank shows of its work outside of operations.
+    pub(crate) fn signs(&self) -> &Arc<Signs> {
+        &self.signs
+    }
+
+    /// Notes how long ago a peer showed that it works.
+    pub(crate) fn works(&self, rank: usize, age: Duration) {
+        let at = Instant::now().checked_sub(age);
+        let active = &mut self.lock().queues[rank].active;
+        *active = at.max(*active);
+    }
+
+    /// When a peer showed last that it works.
+    pub(crate) fn active(&self, rank: usize) -> Option<Instant> {
+        self.lock().active(rank)
     }
 
     /// Notes for which rank a peer waits.

@@ -47,6 +47,8 @@ pub(super) struct Queue {
     pub(super) standing: Standing,
     /// For whom this rank waits, as it said last, and when that came.
     pub(super) awaited: Option<(usize, Instant)>,
+    /// When this rank showed last that it works outside of operations.
+    pub(super) active: Option<Instant>,
     /// Whether another rank says that this one is to blame.
     pub(super) accused: bool,
 }

@@ -53,6 +53,11 @@ impl State {
         }
     }
 
+    /// See [`Inbox::active`](super::Inbox::active).
+    pub(super) fn active(&self, rank: usize) -> Option<Instant> {
+        self.queues.get(rank)?.active
+    }
+
     /// See [`Inbox::roots`]. Ranks that wait in a circle, or for this one, are taken as they are.
     pub(super) fn roots(&self, missing: Vec<usize>, watch: &Watch) -> Vec<usize> {
         let awaited = |rank: usize| {

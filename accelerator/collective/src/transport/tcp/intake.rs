@@ -13,7 +13,7 @@ use crate::{
     transport::{Abort, Inbox, Parcel, Parting, Stage, Tag, pool::Chunk},
     wire::{
         ReadError,
-        frame::{FrameError, FrameKind, Head, PREAMBLE},
+        frame::{FrameError, FrameKind, Head, Heartbeat, PREAMBLE},
     },
 };
 
@@ -289,9 +289,11 @@ impl<S: Read> Intake<S> {
             }
             FrameKind::Heartbeat => {
                 self.ear.wish(head.index);
-                let awaited = head.sequence.checked_sub(1);
-                self.inbox
-                    .waits(rank, awaited.and_then(|rank| usize::try_from(rank).ok()));
+                let heartbeat = Heartbeat::decode(head.sequence);
+                self.inbox.waits(rank, heartbeat.awaited);
+                if let Some(age) = heartbeat.active {
+                    self.inbox.works(rank, age);
+                }
                 return Ok(());
             }
             FrameKind::Begin => Stage::Begin,

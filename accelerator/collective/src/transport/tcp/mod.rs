@@ -173,9 +173,8 @@ impl Transport for Tcp {
                 due = now + link::TICK;
                 let check = self.inbox.check(to, &self.peers, watch);
                 let check = check.and_then(|()| {
-                    watch
-                        .tick(|watch| self.inbox.roots(vec![to], watch))
-                        .map(drop)
+                    let roots = |watch: &Watch| self.inbox.roots(vec![to], watch);
+                    watch.tick(roots, |rank| self.active(rank)).map(drop)
                 });
                 if let Err(error) = check {
                     // Who is lost takes nothing more.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::{Tcp, link::Link};
 use crate::{
     error::{Certainty, Seconds},
-    wire::frame::{FrameKind, Head},
+    wire::frame::{FrameKind, Head, Heartbeat},
 };
 
 /// When the one who judges wanted to run again.
@@ -34,8 +34,12 @@ impl Tcp {
             });
         }
         let milliseconds = liveness.as_millis().try_into().unwrap_or(u32::MAX);
-        let awaited = self.inbox.awaited().map_or(0, |rank| rank as u64 + 1);
-        let frame = Head::new(FrameKind::Heartbeat, awaited, milliseconds, &[], &[]).encode();
+        let heartbeat = Heartbeat {
+            awaited: self.inbox.awaited(),
+            active: self.inbox.signs().last().map(|at| at.elapsed()),
+        };
+        let heartbeat = heartbeat.encode();
+        let frame = Head::new(FrameKind::Heartbeat, heartbeat, milliseconds, &[], &[]).encode();
         let mut tick = beat(liveness);
         for (_, link) in self.present() {
             link.beat(&frame);

@@ -1,0 +1,128 @@
+//! Work of a rank that others wait for.
+
+use std::{fmt, sync::Arc, time::Duration};
+
+use super::ProcessGroup;
+use crate::transport::Signs;
+
+impl ProcessGroup {
+    /// Shows the other ranks that this one works while it is in no collective; see [`Activity`].
+    pub fn activity(&self) -> Activity {
+        let member = &self.0.member;
+        Activity {
+            signs: Arc::clone(member.transport.inbox().signs()),
+            limit: member.options.busy_timeout(),
+        }
+    }
+}
+
+/// Shows the other ranks that this one works while it is in no collective: it writes a large file,
+/// hashes or downloads one.
+///
+/// A collective that waits for a rank fails after the
+/// [progress timeout](crate::GroupOptions::with_progress_timeout). Each sign of work of that rank counts
+/// as progress. Signs travel with the heartbeats, so they arrive within a second; a heartbeat alone is
+/// none, since the process of a hung rank sends heartbeats too.
+///
+/// It is a handle that keeps no group open: clones are cheap and may be used from any thread.
+///
+/// ```
+/// use std::{thread, time::Duration};
+///
+/// use accelerator_collective::{GroupOptions, ProcessGroup};
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let options = GroupOptions::new().with_progress_timeout(Duration::from_millis(300));
+/// let ranks = ProcessGroup::threads(2, &options)?;
+/// thread::scope(|scope| {
+///     for group in ranks {
+///         scope.spawn(move || {
+///             if group.rank() == 0 {
+///                 let activity = group.activity();
+///                 for _block in 0..10 {
+///                     thread::sleep(Duration::from_millis(50)); // writes a block
+///                     activity.keep_alive();
+///                 }
+///             }
+///             group.barrier().unwrap();
+///         });
+///     }
+/// });
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct Activity {
+    signs: Arc<Signs>,
+    limit: Duration,
+}
+
+impl Activity {
+    /// Shows that this rank works at this moment. It costs less than a tenth of a microsecond and sends
+    /// nothing by itself.
+    pub fn keep_alive(&self) {
+        self.signs.show();
+    }
+
+    /// Shows that this rank works for as long as the guard lives, where the work itself cannot: at most
+    /// for the [busy timeout](crate::GroupOptions::with_busy_timeout) after the last
+    /// [`keep_alive`](Self::keep_alive), so that work that hangs is found.
+    ///
+    /// ```
+    /// use std::{thread, time::Duration};
+    ///
+    /// use accelerator_collective::{GroupOptions, ProcessGroup};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let options = GroupOptions::new().with_progress_timeout(Duration::from_millis(300));
+    /// let ranks = ProcessGroup::threads(2, &options)?;
+    /// thread::scope(|scope| {
+    ///     for group in ranks {
+    ///         scope.spawn(move || {
+    ///             if group.rank() == 0 {
+    ///                 let _busy = group.activity().busy();
+    ///                 thread::sleep(Duration::from_millis(900)); // a download
+    ///             }
+    ///             group.barrier().unwrap();
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn busy(&self) -> Busy {
+        self.signs.begin(self.limit);
+        Busy(Arc::clone(&self.signs))
+    }
+}
+
+impl fmt::Debug for Activity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Activity").finish_non_exhaustive()
+    }
+}
+
+/// While it lives, this rank counts as one that works; see [`Activity::busy`].
+///
+/// ```
+/// use accelerator_collective::{Busy, ProcessGroup};
+///
+/// let group = ProcessGroup::single();
+/// let busy: Busy = group.activity().busy();
+/// // A download.
+/// drop(busy);
+/// ```
+#[must_use = "the rank counts as idle again when this is dropped"]
+pub struct Busy(Arc<Signs>);
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}
+
+impl fmt::Debug for Busy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Busy").finish_non_exhaustive()
+    }
+}
