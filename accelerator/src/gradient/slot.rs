@@ -34,6 +34,8 @@ pub(crate) struct Slot {
     hook: Option<Held>,
     /// The parameters' numbers.
     numbers: HashMap<ParamId, usize>,
+    /// How the last window was sent: beside what sends it, which is in use for the whole of a window.
+    overlap_report: Mutex<OverlapReport>,
     parameters: Vec<Trainable>,
     /// Whether a gradient that only other ranks had was reported.
     reported: AtomicBool,
@@ -132,11 +134,13 @@ impl Slot {
         let order = Order::reversed(parameters.len());
         let layout = Arc::new(Buckets::new(&parameters, &order, bucket_size));
         let numbers = parameters.iter().enumerate();
+        let watching = Watching::new(overlap);
         Self {
             bucket_size,
             home: Home::Host,
             hook: None,
             numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
+            overlap_report: Mutex::new(watching.report()),
             reported: AtomicBool::new(false),
             reported_clip: AtomicBool::new(false),
             reported_precision: AtomicBool::new(false),
@@ -149,7 +153,7 @@ impl Slot {
             }),
             steps: AtomicU64::new(0),
             turn: Turn::default(),
-            watching: Mutex::new(Watching::new(overlap)),
+            watching: Mutex::new(watching),
             window: Mutex::new(Window::default()),
             working: Mutex::new(WorkingCopy::None),
             works_on_copies: AtomicBool::new(false),
@@ -352,9 +356,19 @@ impl Slot {
         self.window.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How the last window was sent.
+    /// How the last window was sent. Nobody waits for it: a hook of the program's may ask in the midst of one.
     pub(crate) fn overlap_report(&self) -> OverlapReport {
-        self.watching().report()
+        *self.last_overlap()
+    }
+
+    /// A window was sent so.
+    pub(super) fn note_overlap(&self, report: OverlapReport) {
+        *self.last_overlap() = report;
+    }
+
+    fn last_overlap(&self) -> MutexGuard<'_, OverlapReport> {
+        let report = self.overlap_report.lock();
+        report.unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn watching(&self) -> MutexGuard<'_, Watching> {
