@@ -4,9 +4,12 @@
 
 mod common;
 
-use std::path::Path;
+use std::cell::RefCell;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread;
+use std::time::Duration;
 
 use accelerator::collective::rendezvous::StoreServer;
 use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology, TransportKind};
@@ -785,4 +788,126 @@ fn every_rank_gets_its_own_state_back_once_also_where_it_kept_nothing() {
     assert_eq!(run(2, false), ["rank 0 saves", "rank 1 saves"]);
     assert_eq!(run(2, true), ["[7] of ThisRank", "[] of ThisRank"]);
     assert_eq!(run(3, true), ["[7] of OneForAll"; 3]);
+}
+
+thread_local! {
+    /// What the hook of this rank asks.
+    static ASKED: RefCell<Option<(Accelerator, Linear)>> = const { RefCell::new(None) };
+}
+
+/// Asks the accelerator for all that it tells of a model, and to save it.
+struct Asking(PathBuf);
+
+impl CommunicationHook for Asking {
+    fn name(&self) -> String {
+        "asking".to_owned()
+    }
+
+    fn reduce(
+        &mut self,
+        bucket: &mut GradientBucket<'_>,
+        ranks: &Ranks<'_>,
+    ) -> Result<(), HookError> {
+        ASKED.with_borrow(|asked| {
+            let (accelerator, model) = asked.as_ref().unwrap();
+            let report = accelerator.overlap_report(model)?;
+            assert_eq!(report.state, OverlapState::Off);
+            // Of the step before.
+            assert_eq!(report.buckets, usize::from(bucket.step() > 0));
+            assert_eq!(accelerator.loss_scale(model)?, None);
+            assert!(accelerator.bucket_memory() > 0);
+            assert_eq!(accelerator.step_summary().is_some(), bucket.step() > 0);
+            let _ = accelerator.working_copy(model);
+            assert!(!accelerator.check_trigger()?);
+            accelerator.check_replicas(model)?;
+            let other = accelerator.prepare(line(&accelerator.device()))?;
+            assert_eq!(accelerator.overlap_report(&other)?.buckets, 0);
+            for saved in [
+                accelerator.save_state(&self.0, model).map(drop),
+                accelerator.save_state_async(&self.0, model).map(drop),
+            ] {
+                let error = saved.unwrap_err();
+                assert!(error.is_misuse(), "{error:?}");
+                let text = format!("{error:?}");
+                assert!(text.contains("hook `asking` reduces gradients"), "{text}");
+            }
+            Ok::<(), HookError>(())
+        })?;
+        Ok(bucket.all_reduce(ranks)?)
+    }
+}
+
+#[test]
+fn a_hook_may_ask_the_accelerator_and_is_not_kept_waiting() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_owned();
+    let train = |accelerator: Accelerator| {
+        let (mut model, mut optimizer) =
+            accelerator.prepare((line(&accelerator.device()), SgdConfig::new().init()))?;
+        for _ in 0..3 {
+            ASKED.set(Some((accelerator.clone(), model.clone())));
+            let input = Tensor::<2>::ones([1, 1], &accelerator.device());
+            let gradients = accelerator.backward(model.forward(input).mean(), &model, 1)?;
+            model = optimizer.step(0.1, model, gradients);
+        }
+        ASKED.set(None);
+        assert_eq!(accelerator.overlap_report(&model)?.buckets, 1);
+        Ok(())
+    };
+    let trained = in_time(move || {
+        Accelerator::builder()
+            .with_overlap(Overlap::On)
+            .with_step_summary()
+            .with_communication_hook(move || Asking(path.clone()))
+            .launch(2, train)
+    });
+    assert_eq!(trained.unwrap(), [(); 2]);
+    let mut saved = folder.path().read_dir().unwrap();
+    assert!(saved.next().is_none(), "nothing is saved");
+}
+
+/// Calls `backward` in the midst of one.
+struct Nested;
+
+impl CommunicationHook for Nested {
+    fn name(&self) -> String {
+        "nested".to_owned()
+    }
+
+    fn reduce(&mut self, _: &mut GradientBucket<'_>, _: &Ranks<'_>) -> Result<(), HookError> {
+        ASKED.with_borrow(|asked| {
+            let (accelerator, model) = asked.as_ref().unwrap();
+            let input = Tensor::<2>::ones([1, 1], &accelerator.device());
+            let gradients = accelerator.backward(model.forward(input).mean(), model, 1);
+            gradients.map(drop)
+        })?;
+        Ok(())
+    }
+}
+
+#[test]
+fn a_hook_that_calls_backward_is_refused_on_every_rank() {
+    let train = |accelerator: Accelerator| {
+        let model = accelerator.prepare(line(&accelerator.device()))?;
+        ASKED.set(Some((accelerator.clone(), model.clone())));
+        let input = Tensor::<2>::ones([1, 1], &accelerator.device());
+        let outcome = accelerator.backward(model.forward(input).mean(), &model, 1);
+        ASKED.set(None);
+        Ok(outcome.map(drop).unwrap_err())
+    };
+    let builder = Accelerator::builder().with_communication_hook(|| Nested);
+    for error in in_time(move || builder.launch(2, train)).unwrap() {
+        let text = format!("{error:?}");
+        assert!(
+            text.contains("`backward` was called while another"),
+            "{text}"
+        );
+    }
+}
+
+/// What work comes to that waits for ever where it waits for itself.
+fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (over, done) = mpsc::channel();
+    thread::spawn(move || over.send(work()));
+    done.recv_timeout(Duration::from_secs(120)).unwrap()
 }

@@ -595,7 +595,8 @@ impl Accelerator {
         self.shared.group.buffer_bytes()
     }
 
-    /// How the gradients of a model were sent in its last step.
+    /// How the gradients of a model were sent in its last step. It waits for nobody: while `backward` runs, as for a
+    /// [communication hook](crate::hook::CommunicationHook) that asks, it tells of the step before.
     ///
     /// ```
     /// use accelerator::{Accelerator, OverlapState};

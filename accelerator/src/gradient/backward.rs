@@ -235,6 +235,7 @@ fn reduce<M: Module>(
     };
     let mut reduced = reducer.finish(slot, gradients, value.inner(), weight.mark.clone())?;
     watching.learn(lesson, &mut reduced, slot, group)?;
+    slot.note_overlap(watching.report());
     accelerator.shared.road.window_ends();
     Ok(reduced)
 }

@@ -36,6 +36,8 @@ pub(crate) struct Slot {
     ids: Vec<u64>,
     /// The parameters' numbers.
     numbers: HashMap<ParamId, usize>,
+    /// How the last window was sent: beside what sends it, which is in use for the whole of a window.
+    overlap_report: Mutex<OverlapReport>,
     parameters: Vec<Trainable>,
     /// Whether a gradient that only other ranks had was reported.
     reported: AtomicBool,
@@ -136,12 +138,14 @@ impl Slot {
         let order = Order::reversed(parameters.len());
         let layout = Arc::new(Buckets::new(&parameters, &order, bucket_size));
         let numbers = parameters.iter().enumerate();
+        let watching = Watching::new(overlap);
         Self {
             bucket_size,
             home: Home::Host,
             hook: None,
             ids: Vec::new(),
             numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
+            overlap_report: Mutex::new(watching.report()),
             reported: AtomicBool::new(false),
             reported_clip: AtomicBool::new(false),
             reported_precision: AtomicBool::new(false),
@@ -155,7 +159,7 @@ impl Slot {
             steps: AtomicU64::new(0),
             tied: Arc::default(),
             turn: Turn::default(),
-            watching: Mutex::new(Watching::new(overlap)),
+            watching: Mutex::new(watching),
             window: Mutex::new(Window::default()),
             working: Mutex::new(WorkingCopy::None),
             works_on_copies: AtomicBool::new(false),
@@ -369,9 +373,19 @@ impl Slot {
         self.window.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How the last window was sent.
+    /// How the last window was sent. Nobody waits for it: a hook of the program's may ask in the midst of one.
     pub(crate) fn overlap_report(&self) -> OverlapReport {
-        self.watching().report()
+        *self.last_overlap()
+    }
+
+    /// A window was sent so.
+    pub(super) fn note_overlap(&self, report: OverlapReport) {
+        *self.last_overlap() = report;
+    }
+
+    fn last_overlap(&self) -> MutexGuard<'_, OverlapReport> {
+        let report = self.overlap_report.lock();
+        report.unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn watching(&self) -> MutexGuard<'_, Watching> {

@@ -1,6 +1,6 @@
 use core::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use super::{CommunicationHook, GradientBucket, HookError, Ranks, SavedBy};
 use crate::error::{Error, Kind, Result};
@@ -69,9 +69,21 @@ impl Held {
         }
     }
 
-    /// What this rank keeps from step to step; empty where that is nothing.
+    /// What this rank keeps from step to step; empty where that is nothing. Where the hook is called, as when it
+    /// saves a checkpoint itself, it is in the midst of a step, and would wait for itself.
     pub(crate) fn save(&self) -> Result<Vec<u8>> {
-        let saved = self.lock().save();
+        let hook = match self.hook.try_lock() {
+            Ok(hook) => hook,
+            Err(TryLockError::Poisoned(hook)) => hook.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                return Err(Error::misuse(format!(
+                    "a checkpoint is saved between optimizer steps, and the communication hook `{}` reduces \
+                     gradients of this model: save when `optimizer.step` has returned",
+                    self.name
+                )));
+            }
+        };
+        let saved = hook.save();
         saved.map_err(|error| self.failed(Kind::Checkpoint, "could not save what it keeps", error))
     }
 

@@ -76,6 +76,10 @@ pub type HookError = Box<dyn StdError + Send + Sync>;
 /// - Buckets come in their order, when backward has ended: nothing is sent while it runs, whatever
 ///   [`Overlap`](crate::Overlap) says ([`OverlapReport`](crate::OverlapReport) tells `Off`).
 /// - One rank alone has nothing to reduce, and calls no hook.
+/// - It may ask the accelerator what it knows, and call its collectives on every rank:
+///   [`overlap_report`](crate::Accelerator::overlap_report) tells of the step before. What belongs between steps is
+///   [refused](crate::Error::is_misuse) without waiting: a checkpoint of the model, and `backward`, which ends the
+///   group.
 ///
 /// # Errors
 ///
