@@ -14,7 +14,7 @@ use burn::module::{Module, ParamGroup};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::activation::tanh;
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use common::{assert_close, flat, line, linear, of_every_rank};
 
 /// The samples that all ranks use in a step.
@@ -55,12 +55,15 @@ impl Net {
         let first = step as usize * SAMPLES + rank * own;
         let values = (4 * first..4 * (first + own)).map(|at| (at as f32 * 0.7).sin());
         let values = TensorData::new(values.collect::<Vec<_>>(), [own, 4]);
-        let input = Tensor::<2>::from_data(values, &self.head.weight.val().device());
+        let weight = self.head.weight.val();
+        let input = Tensor::<2>::from_data(values, &weight.device());
+        let input = input.cast(weight.dtype());
         let hidden = self
             .base
             .iter()
             .fold(input, |x, layer| tanh(layer.forward(x)));
-        (self.head.forward(hidden) - 0.5).powi_scalar(2).mean()
+        let output = self.head.forward(hidden).cast(FloatDType::F32);
+        (output - 0.5).powi_scalar(2).mean()
     }
 }
 
@@ -198,9 +201,10 @@ fn a_run_that_is_cut_before_between_and_after_is_the_undisturbed_one() {
 
 #[test]
 fn gradients_of_a_frozen_part_are_not_sent_and_overlap_is_calibrated_again() {
-    let train = |overlap, compression| {
+    let train = |overlap, compression, precision| {
         let builder = Accelerator::builder()
             .bucket_size(1024)
+            .precision(precision)
             .with_overlap(overlap)
             .with_compression(compression);
         let outcomes = builder.launch(2, |accelerator| {
@@ -211,7 +215,8 @@ fn gradients_of_a_frozen_part_are_not_sent_and_overlap_is_calibrated_again() {
                 if [FROZEN.start, FROZEN.end].contains(&step) {
                     model = accelerator.prepare(model.at(step))?;
                 }
-                let loss = model.loss(step, accelerator.rank(), 2);
+                let rank = accelerator.rank();
+                let loss = accelerator.forward(&model, |model| model.loss(step, rank, 2));
                 let gradients = accelerator.backward(loss, &model, SAMPLES / 2)?;
                 model = optimizer.step(RATE, model, gradients);
                 let report = accelerator.overlap_report(&model)?;
@@ -234,11 +239,13 @@ fn gradients_of_a_frozen_part_are_not_sent_and_overlap_is_calibrated_again() {
         });
         of_every_rank(outcomes.unwrap())
     };
-    for compression in [Compression::None, Compression::Bf16] {
-        assert_eq!(
-            train(Overlap::On, compression),
-            train(Overlap::Off, compression)
-        );
+    for (compression, precision) in [
+        (Compression::None, Precision::No),
+        (Compression::Bf16, Precision::No),
+        (Compression::None, Precision::Bf16),
+    ] {
+        let [on, off] = [Overlap::On, Overlap::Off].map(|way| train(way, compression, precision));
+        assert_eq!(on, off, "{compression} {precision}");
     }
 }
 
@@ -315,6 +322,54 @@ fn an_open_window_is_refused_on_every_rank_and_goes_on() {
             );
         }
     }
+}
+
+#[test]
+fn the_middle_of_local_training_is_refused_and_goes_on() {
+    let outcomes = accelerator::launch(2, |accelerator| {
+        let parts = (Net::new(&accelerator.device()), SgdConfig::new().init());
+        let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+        let mut local = LocalSgdConfig::new(8).init(&accelerator, &model)?;
+        for step in 0..3 {
+            let loss = model.loss(step, accelerator.rank(), 2);
+            let gradients = local.backward(loss, &model, SAMPLES / 2)?;
+            model = optimizer.step(RATE, model, gradients);
+            local.step(&mut model)?;
+        }
+        let frozen = model.clone().at(FROZEN.start);
+        let error = accelerator.prepare(frozen).map(drop).unwrap_err();
+        assert!(error.is_misuse(), "{error:?}");
+        assert!(
+            error.to_string().contains("call `average` first"),
+            "{error}"
+        );
+        local.finish(&mut model)?;
+        Ok(flat(&accelerator.prepare(model.at(FROZEN.start))?))
+    });
+    of_every_rank(outcomes.unwrap());
+}
+
+#[test]
+fn ranks_that_freeze_different_parts_are_told_and_go_on() {
+    let outcomes = accelerator::launch(2, |accelerator| {
+        let parts = (Net::new(&accelerator.device()), SgdConfig::new().init());
+        let (model, mut optimizer) = accelerator.prepare(parts)?;
+        let step = FROZEN.start * accelerator.rank() as u64;
+        let error = accelerator
+            .prepare(model.clone().at(step))
+            .map(drop)
+            .unwrap_err();
+        assert!(error.is_model(), "{error:?}");
+        let text = error.to_string();
+        assert!(
+            text.contains("`base.0.weight`") && text.contains("frozen"),
+            "{text}"
+        );
+        let loss = model.loss(0, accelerator.rank(), 2);
+        let gradients = accelerator.backward(loss, &model, SAMPLES / 2)?;
+        Ok(flat(&optimizer.step(RATE, model, gradients)))
+    });
+    of_every_rank(outcomes.unwrap());
 }
 
 #[test]
