@@ -652,7 +652,7 @@ impl Accelerator {
 
 /// One of the threads of this process at a time sets the device's generator and draws from it. A thread
 /// whose turn it is goes on.
-fn drawing() -> Drawing {
+pub(crate) fn drawing() -> Drawing {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let turn = (!is_drawing()).then(|| {
         let turn = ONE_AT_A_TIME.lock();
@@ -672,7 +672,7 @@ thread_local! {
 }
 
 /// A turn to draw, or a part of one.
-struct Drawing {
+pub(crate) struct Drawing {
     /// `None` for a part.
     turn: Option<MutexGuard<'static, ()>>,
 }

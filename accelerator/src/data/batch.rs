@@ -4,6 +4,8 @@ use core::ops::Deref;
 use serde::{Deserialize, Serialize};
 
 use super::cursor::Mark;
+use super::made::Made;
+use crate::error::Result;
 use crate::gradient::{Closing, Weight};
 
 /// What a batcher made of this rank's share of a step, with what is known about it. It derefs
@@ -247,6 +249,22 @@ impl<O> Batch<O> {
     /// The value alone.
     pub fn into_inner(self) -> O {
         self.value
+    }
+}
+
+impl<O> Batch<Made<O>> {
+    /// With its value, for which what it draws is drawn from the seed.
+    pub(super) fn finish(self, seed: Option<u64>) -> Result<Batch<O>> {
+        let Self { value, info, mark } = self;
+        let value = value.finish(seed)?;
+        Ok(Batch { value, info, mark })
+    }
+
+    /// The same, for who hands it on.
+    pub(super) fn finished(self, seed: Option<u64>) -> Result<Self> {
+        let Batch { value, info, mark } = self.finish(seed)?;
+        let value = Made::Ready(value);
+        Ok(Self { value, info, mark })
     }
 }
 

@@ -47,10 +47,14 @@ pub struct DataLoaderBuilder<I, O> {
 
 impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// Begins with what makes a batch of samples. The batch size is 1 until it is set.
+    ///
+    /// The batcher may draw random numbers from the device it is given: see
+    /// [random numbers](crate::data#random-numbers).
     pub fn new(batcher: impl Batcher<I, O> + 'static) -> Self {
         Self {
             batching: Batching {
                 batcher: Arc::new(batcher),
+                maker: Arc::default(),
                 map: None,
             },
             spec: Spec::default(),
@@ -289,6 +293,8 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// How many threads load ahead. With 0, each batch is loaded when it is asked for. The order
     /// of batches does not depend on it. A stream is read by one. Default: 1.
     ///
+    /// Workers call the batcher too, unless it [draws from the device](crate::data#random-numbers).
+    ///
     /// Leaving an epoch of a data set early waits for the batches that are being loaded at that moment, all at
     /// the same time.
     ///
@@ -354,7 +360,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     pub fn build(self, dataset: impl Dataset<I> + 'static) -> Loader<O> {
         Loader {
             origin: Origin::Indexed(Arc::new(Batched {
-                batching: self.batching,
+                batching: self.batching.with_workers(self.spec.workers),
                 dataset: Arc::new(dataset),
             })),
             spec: self.spec,

@@ -9,7 +9,8 @@ use burn::tensor::Device;
 use super::batch::Batch;
 use super::cursor::{Mark, Pass, Spot};
 use super::feed::Feed;
-use super::prepared::Place;
+use super::prepared::{Generator, Place};
+use crate::accelerator::drawing;
 use crate::error::{Error, Result};
 use crate::timeline::Timeline;
 
@@ -146,7 +147,11 @@ impl<O> Iterator for Epoch<O> {
             State::Failed(error) => return Some(Err(error)),
             State::Open(feed) => feed,
         };
-        let mut batch = feed.next();
+        let mut batch = feed.next().map(|batch| {
+            let batch = batch?;
+            let seed = self.reseed.of_batch(batch.step());
+            batch.finish(seed)
+        });
         let end = Instant::now();
         self.waited += end - start;
         match &batch {
@@ -222,10 +227,25 @@ impl Reseed {
     }
 
     fn at(&self, step: u64) {
+        let [seed, rank, number, epoch] = self.words();
+        // Another rank of this process may be building a model.
+        let _turn = drawing();
+        self.device.seed(mix(&[seed, rank, number, epoch, step]));
+    }
+
+    /// The seed of what is drawn for the batch of that step; `None` where other ranks draw from the same
+    /// generator, so that it would mean nothing.
+    pub(super) fn of_batch(&self, step: u64) -> Option<u64> {
+        const BATCH: u64 = 1;
+        let [seed, rank, number, epoch] = self.words();
+        let seed = mix(&[seed, rank, number, epoch, step, BATCH]);
+        (self.place.generator == Generator::Own).then_some(seed)
+    }
+
+    fn words(&self) -> [u64; 4] {
         let Place {
             number, rank, seed, ..
         } = self.place;
-        self.device
-            .seed(mix(&[seed, rank as u64, number, self.epoch, step]));
+        [seed, rank as u64, number, self.epoch]
     }
 }

@@ -24,6 +24,58 @@
 //! can be read inside each other's loops. Workers are started with each epoch, and end with it: a
 //! thread is started and joined in less than 0.2 ms.
 //!
+//! # Random numbers
+//!
+//! Everything that is drawn follows the place in the data, and neither workers nor what was read before. So a
+//! training that is resumed draws what an undisturbed one draws.
+//!
+//! | what draws | from | depends on |
+//! |---|---|---|
+//! | the order of samples | nothing: it is a function | the loader's seed and the epoch |
+//! | [`map_samples`](DataLoaderBuilder::map_samples) | a generator of the program's own, seeded by [`SamplePlace::rng_seed`] | a seed, the epoch and the sample; the same at any number of ranks |
+//! | the batcher | the device: `Tensor::random` | the accelerator's seed, the rank, the loader, the epoch and the step |
+//! | the model in a step: dropout | the device | the same |
+//!
+//! A device has one generator, from which the model draws while workers load. So a batcher that draws from the
+//! device is called on the thread that asks for the batch, before the step begins; workers go on to load its
+//! samples. Its first batch shows whether it draws. Where a batcher draws in some batches only, the first may not
+//! show it: build its loader with [`num_workers(0)`](DataLoaderBuilder::num_workers). Data sets, streams and
+//! `map_samples` always run on workers, and must not draw from the device.
+//!
+//! ```
+//! use accelerator::prelude::*;
+//! use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+//! use burn::tensor::{Device, Distribution, Tensor};
+//!
+//! /// Adds noise.
+//! struct Noisy;
+//!
+//! impl Batcher<f32, Tensor<1>> for Noisy {
+//!     fn batch(&self, items: Vec<f32>, device: &Device) -> Tensor<1> {
+//!         let noise = Tensor::random([items.len()], Distribution::Normal(0.0, 0.1), device);
+//!         Tensor::from_floats(items.as_slice(), device) + noise
+//!     }
+//! }
+//!
+//! let accelerator = Accelerator::new()?;
+//! let loader = DataLoaderBuilder::new(Noisy)
+//!     .batch_size(4)
+//!     .num_workers(2)
+//!     .build(InMemDataset::new(vec![1.0; 40]));
+//! let loader = accelerator.prepare(loader)?;
+//! let values = |skipped| -> Result<Vec<_>> {
+//!     let batches = loader.epoch(0).skip_first_batches(skipped);
+//!     batches.map(|batch| Ok(batch?.into_inner().into_data())).collect()
+//! };
+//! assert_eq!(values(0)?[7..], values(7)?);
+//! # Ok::<(), Error>(())
+//! ```
+//!
+//! Where ranks are threads of one process ([`launch`](crate::launch())) they share the device's generator: what a
+//! batcher draws, and dropout, are not reproducible there. The same holds for other threads of the program that
+//! draw from the device during the training, and for a batcher of one of Burn's own loaders ([`InOrder`]), which
+//! runs on a worker always.
+//!
 //! [`TailPolicy::Exact`]: crate::plan::TailPolicy::Exact
 
 mod batch;
@@ -33,6 +85,7 @@ mod cursor;
 mod epoch;
 mod feed;
 mod loader;
+mod made;
 mod meeting;
 mod opaque;
 mod order;

@@ -7,6 +7,7 @@ use burn::data::dataloader::{DataLoader, DataLoaderIterator};
 use super::batch::{Batch, Info, Share};
 use super::cursor::Spot;
 use super::feed::{Ending, Feed, Worker, failed};
+use super::made::Made;
 use super::prepared::Place;
 use crate::error::{Error, Kind, Result};
 
@@ -17,6 +18,9 @@ use crate::error::{Error, Kind, Result};
 /// Burn's builder keeps the promise with at most one worker. With `num_workers(2)` and more the
 /// order depends on timing, and ranks would use some samples twice and others never. Build with
 /// [`DataLoaderBuilder`](super::DataLoaderBuilder) where you can: it reads this rank's share only.
+///
+/// It is read on a thread, so its batcher must not draw from the device's generator, from which the model draws
+/// meanwhile.
 ///
 /// ```
 /// use accelerator::data::InOrder;
@@ -100,7 +104,7 @@ struct Counted<O> {
 }
 
 impl<O> Rounds<'_, O> {
-    fn run(mut self, start: Spot, sender: &SyncSender<Result<Batch<O>>>) -> Result<()> {
+    fn run(mut self, start: Spot, sender: &SyncSender<Result<Batch<Made<O>>>>) -> Result<()> {
         self.ahead = self.read()?;
         for _ in 0..start.step {
             if self.round()?.is_none() {
@@ -127,7 +131,8 @@ impl<O> Rounds<'_, O> {
                 step,
                 uneven: false,
             };
-            if sender.send(Ok(Batch::new(mine.value, info))).is_err() {
+            let batch = Batch::new(Made::Ready(mine.value), info);
+            if sender.send(Ok(batch)).is_err() {
                 return Ok(());
             }
         }

@@ -3,7 +3,7 @@ use core::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use accelerator_collective::ProcessGroup;
+use accelerator_collective::{ProcessGroup, TransportKind};
 use accelerator_plan::{Plan, TailPolicy};
 use burn::data::dataloader::DataLoader;
 use burn::tensor::Device;
@@ -66,10 +66,19 @@ pub struct PreparedLoader<O> {
 /// Whose share it is.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
+    pub(super) generator: Generator,
     pub(super) number: u64,
     pub(super) rank: usize,
     pub(super) seed: u64,
     pub(super) world_size: usize,
+}
+
+/// Whether a rank draws from a generator of its own.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Generator {
+    Own,
+    /// Ranks are threads of one process.
+    Shared,
 }
 
 pub(super) enum Samples<O> {
@@ -188,7 +197,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
     /// begins with the first batch that was not used yet; any other one is whole.
     ///
     /// While batches are taken, the device's random generator is set from the seed, the rank, the
-    /// loader, the epoch and the step: dropout is reproducible, and another one on each rank.
+    /// loader, the epoch and the step: dropout is reproducible, and another one on each rank. So is what a
+    /// batcher draws; see [random numbers](crate::data#random-numbers).
     #[track_caller]
     pub fn epoch(&self, epoch: u64) -> Epoch<O> {
         let caller = Location::caller();
@@ -371,7 +381,12 @@ fn check_stream(spec: &Spec, sharing: Sharing) -> Result<()> {
 
 impl Place {
     fn of(accelerator: &Accelerator) -> Self {
+        let are_threads = accelerator.group().transport() == TransportKind::Threads;
         Self {
+            generator: match are_threads && accelerator.world_size() > 1 {
+                true => Generator::Shared,
+                false => Generator::Own,
+            },
             number: accelerator.next_loader(),
             rank: accelerator.rank(),
             seed: accelerator.seed(),

@@ -1,10 +1,11 @@
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use accelerator_plan::sample_rng_seed;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
+use super::made::{Made, Maker};
 use crate::error::{Error, Kind, Result};
 
 /// Which sample it is that a function of [`DataLoaderBuilder::map_samples`] gets.
@@ -76,21 +77,37 @@ impl SamplePlace {
 pub(super) trait Source<O>: Send + Sync {
     fn len(&self) -> u64;
 
-    fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<O>;
+    fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<Made<O>>;
 }
 
 /// What makes a batch of items.
 pub(super) struct Batching<I, O> {
     pub(super) batcher: Arc<dyn Batcher<I, O>>,
+    /// Who calls the batcher: found out with the first batch.
+    pub(super) maker: Arc<OnceLock<Maker>>,
     pub(super) map: Option<Arc<Map<I>>>,
 }
 
 /// What is done to each item before.
 pub(super) type Map<I> = dyn Fn(I, SamplePlace) -> I + Send + Sync;
 
-impl<I: 'static, O: 'static> Batching<I, O> {
+impl<I: Send + 'static, O: 'static> Batching<I, O> {
+    /// For so many workers.
+    pub(super) fn with_workers(self, workers: usize) -> Self {
+        if workers == 0 {
+            self.maker.get_or_init(|| Maker::Caller);
+        }
+        self
+    }
+
     /// A batch of items with those indices.
-    pub(super) fn batch(&self, epoch: u64, items: Vec<I>, indices: &[u64], device: &Device) -> O {
+    pub(super) fn batch(
+        &self,
+        epoch: u64,
+        items: Vec<I>,
+        indices: &[u64],
+        device: &Device,
+    ) -> Made<O> {
         let items = match &self.map {
             None => items,
             Some(map) => items
@@ -99,7 +116,7 @@ impl<I: 'static, O: 'static> Batching<I, O> {
                 .map(|(item, &index)| map(item, SamplePlace { epoch, index }))
                 .collect(),
         };
-        self.batcher.batch(items, device)
+        Made::of(items, &self.batcher, &self.maker, device)
     }
 }
 
@@ -107,6 +124,7 @@ impl<I, O> Clone for Batching<I, O> {
     fn clone(&self) -> Self {
         Self {
             batcher: self.batcher.clone(),
+            maker: self.maker.clone(),
             map: self.map.clone(),
         }
     }
@@ -118,12 +136,12 @@ pub(super) struct Batched<I, O> {
     pub(super) dataset: Arc<dyn Dataset<I>>,
 }
 
-impl<I: 'static, O: 'static> Source<O> for Batched<I, O> {
+impl<I: Send + 'static, O: 'static> Source<O> for Batched<I, O> {
     fn len(&self) -> u64 {
         self.dataset.len() as u64
     }
 
-    fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<O> {
+    fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<Made<O>> {
         let wanted = indices.iter().map(|&index| index as usize).collect();
         let items = self.dataset.get_many(wanted).map_err(|error| {
             Error::with_source(
@@ -148,7 +166,7 @@ impl<O> Source<O> for Slice<O> {
         self.len
     }
 
-    fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<O> {
+    fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<Made<O>> {
         let moved: Vec<_> = indices.iter().map(|index| index + self.start).collect();
         self.source.load(epoch, &moved, device)
     }

@@ -155,7 +155,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
 
     fn streamed<S: SampleStream<Item = I>>(self, stream: S) -> (Streamed<S, O>, Spec) {
         let streamed = Streamed {
-            batching: self.batching,
+            batching: self.batching.with_workers(self.spec.workers),
             stream: Arc::new(stream),
         };
         (streamed, self.spec)

@@ -19,6 +19,7 @@ use serde::de::DeserializeOwned;
 
 pub use self::source::{SampleStream, StreamError, StreamItems, StreamPart};
 use super::cursor::Spot;
+use super::epoch::Reseed;
 use super::feed::{Feed, read_ahead};
 use super::meeting::Here;
 use super::prepared::Place;
@@ -88,6 +89,11 @@ impl Pass {
             loader: self.place.number,
             step,
         }
+    }
+
+    /// The seed of what is drawn for the batch of a step.
+    fn seed_of_batch(&self, step: u64) -> Option<u64> {
+        Reseed::new(self.device.clone(), self.place, self.epoch).of_batch(step)
     }
 
     /// The number of its first step.

@@ -5,6 +5,7 @@ use super::source::{Reader, StreamPart};
 use super::{Pass, SampleStream, Streamed};
 use crate::data::batch::{Batch, Info, Share};
 use crate::data::feed::{Ahead, read_ahead};
+use crate::data::made::Made;
 use crate::data::meeting::meet;
 use crate::error::{Error, Kind, Result};
 
@@ -34,7 +35,7 @@ struct OwnBatch<O> {
     len: usize,
     real: usize,
     share: Share,
-    value: O,
+    value: Made<O>,
 }
 
 /// What a rank tells of its step.
@@ -65,12 +66,15 @@ impl<O: Send + 'static> Batches<O> {
         }
     }
 
-    fn read(&mut self) -> Result<Option<Batch<O>>> {
+    fn read(&mut self) -> Result<Option<Batch<Made<O>>>> {
         let own = match self.ahead.next() {
             Some(own) => own,
             // Its thread ends after an error only, behind which nothing is asked for.
             None => return Ok(None),
         };
+        // Each rank makes its own before they meet.
+        let seed = self.pass.seed_of_batch(self.step);
+        let own = own.and_then(|own| own.finished(seed));
         let is_uneven = self.pass.spec.is_uneven();
         let is_alone = is_uneven || self.pass.world_size() == 1;
         let words = match &own {
@@ -119,7 +123,7 @@ impl<O: Send + 'static> Batches<O> {
 }
 
 impl<O: Send + 'static> Iterator for Batches<O> {
-    type Item = Result<Batch<O>>;
+    type Item = Result<Batch<Made<O>>>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.has_ended {
@@ -131,6 +135,18 @@ impl<O: Send + 'static> Iterator for Batches<O> {
             _ => true,
         };
         batch.transpose()
+    }
+}
+
+impl<O> Own<O> {
+    /// With its batch made.
+    fn finished(self, seed: Option<u64>) -> Result<Self> {
+        let finish = |batch: OwnBatch<O>| -> Result<_> {
+            let value = Made::Ready(batch.value.finish(seed)?);
+            Ok(OwnBatch { value, ..batch })
+        };
+        let batch = self.batch.map(finish).transpose()?;
+        Ok(Self { batch, ..self })
     }
 }
 

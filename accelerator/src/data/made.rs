@@ -1,0 +1,80 @@
+use std::sync::{Arc, OnceLock};
+
+use burn::data::dataloader::batcher::Batcher;
+use burn::tensor::{Device, Distribution, Tensor};
+
+use super::feed::caught;
+use crate::accelerator::drawing;
+use crate::error::Result;
+
+/// What a batcher made of samples, or what makes it.
+pub(super) enum Made<O> {
+    Ready(O),
+    /// To be called on the thread that asks for the batch, with the seed of what is drawn for it, where the
+    /// generator is this rank's own.
+    Waiting(Box<dyn FnOnce(Option<u64>) -> O + Send>),
+}
+
+/// On which thread the batches of a batcher are made.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Maker {
+    /// The one that asks for them, between the draws of two steps: a device has one generator, and dropout
+    /// draws from it too.
+    Caller,
+    /// The one that loads them.
+    Worker,
+}
+
+impl<O: 'static> Made<O> {
+    /// A batch of the items. While it is not known who makes it, the caller does, and finds out whether the
+    /// batcher draws from the device.
+    pub(super) fn of<I: Send + 'static>(
+        items: Vec<I>,
+        batcher: &Arc<dyn Batcher<I, O>>,
+        maker: &Arc<OnceLock<Maker>>,
+        device: &Device,
+    ) -> Self {
+        if maker.get() == Some(&Maker::Worker) {
+            return Self::Ready(batcher.batch(items, device));
+        }
+        let (batcher, maker, device) = (batcher.clone(), maker.clone(), device.clone());
+        Self::Waiting(Box::new(move |seed| {
+            let Some(seed) = seed else {
+                maker.get_or_init(|| Maker::Worker);
+                return batcher.batch(items, &device);
+            };
+            let _turn = drawing();
+            device.seed(seed);
+            let batch = batcher.batch(items, &device);
+            maker.get_or_init(|| match has_drawn(&device, seed) {
+                true => {
+                    tracing::info!(
+                        "a batcher draws from the device: it is called where batches are asked for, and not \
+                         by workers (said once a loader)"
+                    );
+                    Maker::Caller
+                }
+                false => Maker::Worker,
+            });
+            batch
+        }))
+    }
+}
+
+impl<O> Made<O> {
+    /// A panic of the batcher is an error, as it is on a worker.
+    pub(super) fn finish(self, seed: Option<u64>) -> Result<O> {
+        match self {
+            Self::Ready(value) => Ok(value),
+            Self::Waiting(make) => caught("making a batch", || Ok(make(seed))),
+        }
+    }
+}
+
+/// Whether something was drawn since the generator was set from the seed. It tells nobody its state.
+fn has_drawn(device: &Device, seed: u64) -> bool {
+    let draw = || Tensor::<1>::random([8], Distribution::Default, device).into_data();
+    let next = draw();
+    device.seed(seed);
+    next != draw()
+}
