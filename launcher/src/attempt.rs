@@ -119,7 +119,8 @@ impl Attempt {
             hearing,
             store,
         } = self;
-        let environment = Environment::new(&settings, store.address(), package_dir);
+        let token = store.token_file();
+        let environment = Environment::new(&settings, store.address(), token, package_dir);
         let mut group = Vec::with_capacity(environment.ranks());
         // Dropped before the group, it kills all at once, and not one after the other.
         let guard = Guard::new();

@@ -22,11 +22,17 @@ pub(crate) struct Environment {
 }
 
 impl Environment {
-    /// The environment of ranks that meet at a store on `port` of the settings' host.
+    /// The environment of ranks that meet at a store on `port` of the settings' host, and prove a token that is
+    /// the store's own where it has one.
     ///
     /// `package_dir` is the folder of the cargo package that was built; the ranks find it in
     /// `CARGO_MANIFEST_DIR`, as under `cargo run`.
-    pub(crate) fn new(settings: &Settings, store: SocketAddr, package_dir: Option<&Path>) -> Self {
+    pub(crate) fn new(
+        settings: &Settings,
+        store: SocketAddr,
+        token: Option<&Path>,
+        package_dir: Option<&Path>,
+    ) -> Self {
         let ranks = settings.ranks.get();
         let port = OsString::from(store.port().to_string());
         let mut common: Vec<(&'static str, OsString)> = vec![
@@ -43,6 +49,7 @@ impl Environment {
                 settings.max_restarts.to_string().into(),
             ),
         ];
+        common.extend(token.map(|path| ("ACCEL_TOKEN_FILE", path.into())));
         for (name, threads) in &settings.threads {
             if let Threads::Set { count, .. } = threads {
                 common.push((name, count.to_string().into()));
@@ -117,8 +124,12 @@ mod tests {
         };
         let gpus = Gpus::resolve(&options, |_| None).unwrap();
         let settings = Settings::resolve(&options, gpus, |_| None);
-        let environment =
-            Environment::new(&settings, SocketAddr::from(([127, 0, 0, 1], 4242)), None);
+        let environment = Environment::new(
+            &settings,
+            SocketAddr::from(([127, 0, 0, 1], 4242)),
+            None,
+            None,
+        );
         let value = |rank: usize, name: &str| {
             let variables = environment.of(rank);
             let found = variables.iter().find(|(known, _)| *known == name);

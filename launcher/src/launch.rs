@@ -148,7 +148,7 @@ fn describe(
     text.push_str(&format!("command: {}\n\n", command.join(" ")));
 
     let port = SocketAddr::from(([0, 0, 0, 0], settings.master_port));
-    let environment = Environment::new(settings, port, build.map(Build::package_dir));
+    let environment = Environment::new(settings, port, None, build.map(Build::package_dir));
     let variables: Vec<_> = (0..environment.ranks())
         .map(|rank| environment.of(rank))
         .collect();

@@ -1,12 +1,14 @@
 //! The store where the ranks meet. The launcher hosts it, so that it outlives every rank.
 
 use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::rendezvous::{Report, Security, StoreOptions, StoreServer, Token};
 use accelerator_collective::variable;
+use tempfile::TempDir;
 
 use crate::error::{Error, Result, chain};
 use crate::settings::Settings;
@@ -18,6 +20,7 @@ const RELEASE: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct Store {
     server: Arc<StoreServer>,
+    token: Option<OwnToken>,
 }
 
 impl Store {
@@ -25,11 +28,11 @@ impl Store {
     ///
     /// The ranks inherit the launcher's environment, so the store goes by the same variables:
     /// it asks for the token of `ACCEL_TOKEN_FILE`, where that is set, and with
-    /// `ACCEL_INSECURE=1` for none.
+    /// `ACCEL_INSECURE=1` for none. Otherwise it asks for one of its own.
     ///
     /// # Errors
-    /// When the port is taken, the host is no address of this machine, the token cannot be read, or
-    /// `ACCEL_INSECURE` says neither yes nor no.
+    /// When the port is taken, the host is no address of this machine, the token cannot be read or
+    /// made, or `ACCEL_INSECURE` says neither yes nor no.
     pub(crate) fn open(
         settings: &Settings,
         observer: impl Fn(Report) + Send + Sync + 'static,
@@ -40,9 +43,14 @@ impl Store {
             .with_job(&settings.job)
             .with_security(security)
             .with_observer(observer);
+        let mut own = None;
         if let Some(path) = variable("ACCEL_TOKEN_FILE") {
             let token = Token::from_file(path).map_err(|error| Error::usage(chain(&error)))?;
             options = options.with_token(token);
+        } else if security == Security::Required && settings.ranks.get() > 1 {
+            let (token, made) = OwnToken::make()?;
+            options = options.with_token(token);
+            own = Some(made);
         }
         // The store of the attempt before gives its port back when its last thread ends.
         let patience = if settings.restart > 0 {
@@ -71,7 +79,13 @@ impl Store {
         })?;
         Ok(Self {
             server: Arc::new(server),
+            token: own,
         })
+    }
+
+    /// The file of its own token, for the ranks.
+    pub(crate) fn token_file(&self) -> Option<&Path> {
+        self.token.as_ref().map(|token| token.path.as_path())
     }
 
     /// The address it listens on.
@@ -82,6 +96,41 @@ impl Store {
     /// A handle to testify with, which does not keep the store open.
     pub(crate) fn stand(&self) -> Stand {
         Stand(Arc::downgrade(&self.server))
+    }
+}
+
+/// The file of a token for one attempt, which only this user can read; it goes when this is dropped.
+#[derive(Debug)]
+struct OwnToken {
+    path: PathBuf,
+    _folder: TempDir,
+}
+
+impl OwnToken {
+    /// A new token, and its file.
+    ///
+    /// # Errors
+    /// When the folder for temporary files cannot be written.
+    fn make() -> Result<(Token, Self)> {
+        let unwritable = |error: &dyn std::error::Error| {
+            Error::system(format!(
+                "no token can be made for this job in {}; name another folder in TMPDIR, or a token in \
+                 ACCEL_TOKEN_FILE: {}",
+                std::env::temp_dir().display(),
+                chain(error)
+            ))
+        };
+        let folder = tempfile::Builder::new().prefix("accel-token-").tempdir();
+        let folder = folder.map_err(|error| unwritable(&error))?;
+        let path = folder.path().join("token");
+        let token = Token::generate().map_err(|error| unwritable(&error))?;
+        let written = token.write_file(&path);
+        written.map_err(|error| unwritable(&error))?;
+        let file = Self {
+            path,
+            _folder: folder,
+        };
+        Ok((token, file))
     }
 }
 

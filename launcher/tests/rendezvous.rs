@@ -92,6 +92,50 @@ fn a_token_is_asked_for_and_proved() -> accelerator_collective::Result<()> {
 }
 
 #[test]
+fn a_local_job_has_a_token_of_its_own() -> accelerator_collective::Result<()> {
+    const TOKEN: &str = "ACCEL_TOKEN_FILE";
+    if is_rank() {
+        let launch = Launch::from_vars(|name| match name {
+            TOKEN => None,
+            _ => std::env::var(name).ok(),
+        })?;
+        let options = GroupOptions::new().with_connect_timeout(DEADLINE / 2);
+        let error = ProcessGroup::connect(&launch, &options).unwrap_err();
+        assert!(error.is_unauthorized(), "{error}");
+        return work();
+    }
+    let folder = Folder::new();
+    let name = "a_local_job_has_a_token_of_its_own";
+    let temporary = folder.path().join("temporary");
+    std::fs::create_dir(&temporary).unwrap();
+    let variables = [("TMPDIR", temporary.to_str().unwrap_or_default())];
+    launch(&folder, name, &["-n", "2"], &variables).expect(0);
+    assert_eq!(folder.read("sum.1"), "[2.0, 1.0]");
+    let left = temporary.read_dir().unwrap().count();
+    assert_eq!(left, 0, "the token goes with the job");
+    // Whoever may not join a job with a token may join one that waives it.
+    folder.script("show.sh", "echo ${ACCEL_TOKEN_FILE:-none}");
+    let shown = |options: &[&str], insecure: &str| {
+        let mut command = folder.launcher();
+        command.args(options).args(["--no-prefix", "show.sh"]);
+        let ended = Run::start({
+            command.env("ACCEL_INSECURE", insecure);
+            command
+        });
+        ended.end().expect(0).sorted()
+    };
+    assert_eq!(shown(&["-n", "2"], "1"), ["none", "none"]);
+    assert_eq!(
+        shown(&["-n", "1"], "0"),
+        ["none"],
+        "there is nobody to meet"
+    );
+    let told = shown(&["-n", "2"], "0");
+    assert!(told[0] == told[1] && told[0] != "none", "{told:?}");
+    Ok(())
+}
+
+#[test]
 fn a_rank_of_another_job_is_turned_away() -> accelerator_collective::Result<()> {
     if is_rank() {
         let launch = Launch::from_vars(|name| match name {

@@ -350,7 +350,11 @@ fn a_rank_of_another_job_is_refused_and_the_job_goes_on() {
     let other = at(&store).with_job("other");
     let error = &errors(vec![launch(1, 2, &other)], LONG)[0];
     assert!(error.is_rendezvous(), "{error}");
-    assert!(error.to_string().contains("\"mine\""), "{error}");
+    assert!(error.to_string().contains("the job \"other\""), "{error}");
+    assert!(
+        !error.to_string().contains("mine"),
+        "told to a stranger: {error}"
+    );
     let mine = at(&store).with_job("mine");
     assert_whole(vec![launch(0, 2, &mine), launch(1, 2, &mine)]);
     // Whoever comes when all have met is too late.

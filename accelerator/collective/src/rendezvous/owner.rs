@@ -1,68 +1,82 @@
 //! Whose process is at the other end of a connection within this host.
 
-use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::{
+    net::{IpAddr, SocketAddr, TcpStream},
+    time::Duration,
+};
 #[cfg(target_os = "linux")]
-use std::sync::{Mutex, PoisonError};
+use std::{
+    sync::{Mutex, PoisonError},
+    thread,
+    time::Instant,
+};
 
 /// Where the other end of a connection is.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Neighbour {
     /// On another host.
     Afar,
-    /// On this host, and a process of this user as far as the system tells.
+    /// On this host, and a process of this user.
     Own,
     /// On this host, but a process of another user.
     Other { user: u32 },
+    /// On this host, and the system does not tell whose process it is: it has closed its end, or
+    /// not accepted the connection yet.
+    Unknown,
 }
 
 impl Neighbour {
-    pub(crate) fn of(stream: &TcpStream) -> Self {
+    /// Looks as long as `patience` for an owner.
+    pub(crate) fn of(stream: &TcpStream, patience: Duration) -> Self {
         let (Ok(peer), Ok(local)) = (stream.peer_addr(), stream.local_addr()) else {
             return Self::Afar;
         };
         if !peer.ip().is_loopback() && peer.ip() != local.ip() {
             return Self::Afar;
         }
-        match (owner(peer, local), this_user()) {
+        match owner(peer, local, patience) {
             // Root may do anything on this host anyway.
-            (Some(user), Some(own)) if user != own && user != 0 => Self::Other { user },
-            _ => Self::Own,
+            Some(user) if user == 0 || user == rustix::process::geteuid().as_raw() => Self::Own,
+            Some(user) => Self::Other { user },
+            None => Self::Unknown,
         }
     }
 }
 
 /// The user who owns the socket that is bound to `local` and connected to `remote`, where the
-/// system tells.
+/// system tells within `patience`.
 #[cfg(target_os = "linux")]
-fn owner(local: SocketAddr, remote: SocketAddr) -> Option<u32> {
+fn owner(local: SocketAddr, remote: SocketAddr, patience: Duration) -> Option<u32> {
     // The kernel works for each line. Connections that come all at once must not keep the
     // processors from everything else.
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-    ["/proc/net/tcp", "/proc/net/tcp6"]
-        .into_iter()
-        .filter_map(|path| std::fs::read_to_string(path).ok())
-        .find_map(|table| find(&table, local, remote))
-}
-
-#[cfg(not(target_os = "linux"))]
-fn owner(_local: SocketAddr, _remote: SocketAddr) -> Option<u32> {
-    None
+    let until = Instant::now() + patience;
+    loop {
+        let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = ["/proc/net/tcp", "/proc/net/tcp6"]
+            .into_iter()
+            .filter_map(|path| std::fs::read_to_string(path).ok())
+            .find_map(|table| find(&table, local, remote));
+        drop(turn);
+        if found.is_some() || Instant::now() >= until {
+            return found;
+        }
+        // The table is read in pieces, so a line may be missed while others come and go.
+        thread::sleep(PAUSE);
+    }
 }
 
 #[cfg(target_os = "linux")]
-fn this_user() -> Option<u32> {
-    use std::os::unix::fs::MetadataExt;
-    std::fs::metadata("/proc/self").ok().map(|x| x.uid())
-}
+const PAUSE: Duration = Duration::from_millis(10);
 
 #[cfg(not(target_os = "linux"))]
-fn this_user() -> Option<u32> {
+fn owner(_local: SocketAddr, _remote: SocketAddr, _patience: Duration) -> Option<u32> {
     None
 }
 
 /// Finds a connection in the kernel's table: `sl local remote state queues timer retransmits
-/// uid …`, addresses in hexadecimal.
+/// uid timeout inode …`, addresses in hexadecimal. A socket that belongs to no process has inode 0,
+/// and what stands in the place of its user is root's number.
 #[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "Linux only"))]
 fn find(table: &str, local: SocketAddr, remote: SocketAddr) -> Option<u32> {
     table.lines().skip(1).find_map(|line| {
@@ -72,7 +86,8 @@ fn find(table: &str, local: SocketAddr, remote: SocketAddr) -> Option<u32> {
         if !found {
             return None;
         }
-        fields.nth(4)?.parse().ok()
+        let user = fields.nth(4)?.parse().ok()?;
+        (fields.nth(1)? != "0").then_some(user)
     })
 }
 
@@ -102,7 +117,7 @@ fn plain(address: SocketAddr) -> SocketAddr {
 
 #[cfg(test)]
 mod tests {
-    use std::net::TcpListener;
+    use std::{net::TcpListener, time::Duration};
 
     use super::*;
 
@@ -113,16 +128,32 @@ mod tests {
              0: 0100007F:1F90 0100007F:0050 01 00000000:00000000 00:00000000 00000000  1000 0 1\n\
              1: 0100007F:1F91 0100007F:0050 01 00000000:00000000 00:00000000 00000000  1001 0 1\n\
              2: 0000000000000000FFFF00000100007F:1F92 0000000000000000FFFF00000100007F:0050 01 \
-             00000000:00000000 00:00000000 00000000  1002 0 1\n";
+             00000000:00000000 00:00000000 00000000  1002 0 1\n\
+             3: 0100007F:1F94 0100007F:0050 05 00000000:00000000 03:0000176A 00000000     0 0 0 3\n";
         let remote = "127.0.0.1:80".parse().unwrap();
         let user = |port| find(table, SocketAddr::new([127, 0, 0, 1].into(), port), remote);
         assert_eq!(user(8080), Some(1000));
         assert_eq!(user(8081), Some(1001));
         assert_eq!(user(8082), Some(1002));
         assert_eq!(user(8083), None);
+        assert_eq!(user(8084), None, "its process has closed it");
         for rubbish in ["", "x", "0100007F:", "0100007:1F90", "é100007F:1F90"] {
             assert_eq!(address(rubbish), None);
         }
+    }
+
+    /// The system tells root's number where a socket belongs to no process.
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn who_has_gone_or_not_come_is_not_our_own() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (soon, patience) = (Duration::from_millis(20), Duration::from_secs(5));
+        assert_eq!(Neighbour::of(&near, soon), Neighbour::Unknown);
+        let (far, _) = listener.accept().unwrap();
+        assert_eq!(Neighbour::of(&near, patience), Neighbour::Own);
+        drop(near);
+        assert_eq!(Neighbour::of(&far, soon), Neighbour::Unknown);
     }
 
     #[test]
@@ -130,13 +161,12 @@ mod tests {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (far, _) = listener.accept().unwrap();
-        assert_eq!(Neighbour::of(&near), Neighbour::Own);
-        assert_eq!(Neighbour::of(&far), Neighbour::Own);
-        #[cfg(target_os = "linux")]
-        {
-            let (local, remote) = (near.local_addr().unwrap(), near.peer_addr().unwrap());
-            assert_eq!(owner(local, remote), this_user());
-            assert!(this_user().is_some());
+        let expected = match cfg!(target_os = "linux") {
+            true => Neighbour::Own,
+            false => Neighbour::Unknown,
+        };
+        for end in [&near, &far] {
+            assert_eq!(Neighbour::of(end, Duration::from_secs(5)), expected);
         }
     }
 }

@@ -22,7 +22,7 @@ use super::{
     lobby::Lobby,
     outbox,
     state::{Action, Event, State, Weight, Word},
-    token::{Key, Token, random},
+    token::{Token, random},
     visit::host_name,
 };
 use crate::{
@@ -306,7 +306,8 @@ impl Shared {
                 });
                 let key = self.options.token.as_ref().map(Token::key);
                 for line in desk.lines(&connections) {
-                    let proof = key.as_ref().map(|key| welcome(key, &line.nonces, &body));
+                    let parts: [&[u8]; 3] = [&line.nonces[0], &line.nonces[1], &body];
+                    let proof = key.as_ref().map(|key| key.prove("welcome", &parts));
                     let body = body.clone();
                     line.outbox.push(&Message::Welcome { body, proof }.encode());
                 }
@@ -359,9 +360,4 @@ impl Shared {
     fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)
     }
-}
-
-/// The proof that a table comes from this store, for this visitor.
-pub(crate) fn welcome(key: &Key, nonces: &[Nonce; 2], body: &[u8]) -> [u8; 32] {
-    key.prove("welcome", &[&nonces[0], &nonces[1], body])
 }

@@ -105,7 +105,7 @@ impl Visit<'_> {
             .map_err(|error| Setback::Again(error.to_string()))?;
         // Without it the answer only takes longer.
         let _ = stream.set_nodelay(true);
-        self.check_neighbour(&stream)?;
+        self.check_neighbour(&stream, until)?;
         let nonce = random().map_err(Setback::Final)?;
         self.say(
             &stream,
@@ -290,12 +290,22 @@ impl Visit<'_> {
     }
 
     /// Without a token, only a store of this user on this host is trusted.
-    fn check_neighbour(&self, stream: &TcpStream) -> Result<(), Setback> {
+    fn check_neighbour(&self, stream: &TcpStream, until: Instant) -> Result<(), Setback> {
         if self.key.is_some() {
             return Ok(());
         }
-        let why = match Neighbour::of(stream) {
+        let left = until.saturating_duration_since(Instant::now());
+        let why = match Neighbour::of(stream, left.min(ACCEPTANCE)) {
             Neighbour::Own => return Ok(()),
+            Neighbour::Unknown if self.rendezvous.security == Security::Waived => return Ok(()),
+            // It belongs to nobody until the store has accepted it.
+            Neighbour::Unknown => {
+                return Err(Setback::Again(
+                    "the system does not tell whose process it is, and this rank has no token; \
+                     set ACCEL_TOKEN_FILE for every process"
+                        .to_owned(),
+                ));
+            }
             Neighbour::Afar if self.rendezvous.security == Security::Waived => return Ok(()),
             Neighbour::Afar => "it is on another host, and this rank has no token; set \
                  ACCEL_TOKEN_FILE for every process, or ACCEL_INSECURE=1 on a network where \
@@ -345,11 +355,10 @@ impl Visit<'_> {
         proof: Option<[u8; 32]>,
         nonces: &[Nonce; 2],
     ) -> Result<(Vec<Registration>, Nonce), Setback> {
-        let expected = self
-            .key
-            .as_ref()
-            .map(|key| super::server::welcome(key, nonces, body));
-        if expected.is_some() && expected != proof {
+        let parts: [&[u8]; 3] = [&nonces[0], &nonces[1], body];
+        if let Some(key) = &self.key
+            && !key.accepts("welcome", &parts, &proof.unwrap_or_default())
+        {
             return Err(Setback::Final(Error::new(
                 Kind::Unauthorized,
                 format!(
@@ -442,6 +451,8 @@ pub(super) fn host_name() -> String {
 }
 
 pub(super) const RETRY: Duration = Duration::from_millis(50);
+/// How long a store may take to accept a connection.
+const ACCEPTANCE: Duration = Duration::from_secs(1);
 const SLACK: Duration = Duration::from_secs(5);
 /// How long a store may be away before anybody is told; each time twice as long.
 const WARN_AFTER: Duration = Duration::from_secs(3);

@@ -55,7 +55,7 @@ impl Shared {
         // own, where they take no place from those who may.
         let neighbour = match self.options.token {
             Some(_) => None,
-            None => Some(Neighbour::of(stream)),
+            None => Some(Neighbour::of(stream, GLANCE)),
         };
         if self.check_neighbour(neighbour).is_err() {
             drop(guest);
@@ -145,27 +145,23 @@ impl Shared {
         let Message::Hello { nonce, job, proves } = hello else {
             return Err(Error::new(Kind::Protocol, "it did not say hello"));
         };
+        self.check_neighbour(neighbour)?;
         if job != self.options.job {
+            // Nobody has proved anything yet, so the name of this job is not told.
             return Err(Error::new(
                 Kind::Rendezvous,
                 format!(
-                    "this store serves the job {:?}, a rank of the job {job:?} must look for its \
-                     own; do two jobs use one port?",
-                    self.options.job
+                    "this store serves another job, a rank of the job {job:?} must look for its \
+                     own; do two jobs use one port?"
                 ),
             ));
         }
-        match (&key, proves) {
-            (Some(_), Proves::Nothing) => {
-                return Err(Error::new(
-                    Kind::Unauthorized,
-                    "this job has a token, but the rank has none; set ACCEL_TOKEN_FILE to the \
-                     file that holds it",
-                ));
-            }
-            (None, Proves::Nothing) => self.check_neighbour(neighbour)?,
-            // Without a token of its own the store proves nothing, and the rank turns away.
-            _ => {}
+        if key.is_some() && proves == Proves::Nothing {
+            return Err(Error::new(
+                Kind::Unauthorized,
+                "this job has a token, but the rank has none; set ACCEL_TOKEN_FILE to the file \
+                 that holds it",
+            ));
         }
         let own = random()?;
         Message::Challenge {
@@ -207,6 +203,12 @@ impl Shared {
                      set ACCEL_TOKEN_FILE for every process"
                 ),
             )),
+            Neighbour::Unknown if self.options.security == Security::Waived => Ok(()),
+            Neighbour::Unknown => Err(Error::new(
+                Kind::Unauthorized,
+                "the system does not tell whose process it is, which cannot join without a token; \
+                 set ACCEL_TOKEN_FILE for every process",
+            )),
             Neighbour::Afar if self.options.security == Security::Waived => Ok(()),
             Neighbour::Afar => Err(Error::new(
                 Kind::Unauthorized,
@@ -216,6 +218,9 @@ impl Shared {
         }
     }
 }
+
+/// How long the owner of a connection that has come is looked for.
+const GLANCE: Duration = Duration::from_millis(100);
 
 /// How many strangers are answered and noted.
 const WORDS: usize = 64;
