@@ -751,10 +751,10 @@ fn a_rank_that_is_lost_in_a_step_leaves_the_model_as_it_was() {
 }
 
 #[test]
-fn a_step_that_is_lost_takes_the_loss_scale_back() {
+fn the_loss_scale_moves_with_the_step() {
     let builder = Accelerator::builder()
         .precision(Precision::F16)
-        .loss_scale(LossScale::new().with_initial(64.0).with_growth_interval(2));
+        .loss_scale(LossScale::new().with_initial(64.0).with_growth_interval(1));
     builder
         .launch(2, |accelerator| {
             let device = accelerator.device();
@@ -765,16 +765,16 @@ fn a_step_that_is_lost_takes_the_loss_scale_back() {
                 accelerator.backward(loss, model, 2)
             };
             let gradients = backward(&model)?;
-            model = optimizer.step(0.1, model, gradients);
             assert_eq!(accelerator.loss_scale(&model)?, Some(64.0));
-            let gradients = backward(&model)?;
+            model = optimizer.step(0.1, model, gradients);
             assert_eq!(accelerator.loss_scale(&model)?, Some(128.0));
+            let gradients = backward(&model)?;
             if accelerator.rank() == 1 {
                 return Ok(());
             }
             model = optimizer.step(0.1, model, gradients);
             assert_eq!(optimizer.outcome(), StepOutcome::Lost);
-            assert_eq!(accelerator.loss_scale(&model)?, Some(64.0));
+            assert_eq!(accelerator.loss_scale(&model)?, Some(128.0));
             Ok(())
         })
         .unwrap();
