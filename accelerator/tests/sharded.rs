@@ -13,7 +13,7 @@ use accelerator::prelude::*;
 use burn::grad_clipping::GradientClippingConfig;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::lr_scheduler::step::StepLrSchedulerConfig;
-use burn::module::{Module, ModuleMapper, Param, ParamGroup};
+use burn::module::{Module, ModuleMapper, Param, ParamGroup, ParamId};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{
@@ -597,9 +597,12 @@ fn state_in_another_type_is_refused_in_the_first_step_where_the_model_is_prepare
         ..CASE
     };
     for state in BOTH {
-        let outcomes = case.builder().launch(1 + state as usize, |accelerator| {
+        let ranks = if state == State::Whole { 1 } else { 2 };
+        let outcomes = case.builder().launch(ranks, |accelerator| {
             let device = accelerator.device();
-            let model = Net::new(&device, case.dtype);
+            let mut model = Net::new(&device, case.dtype);
+            // State of rank 0's parameters, on every rank.
+            model.last.weight.id = ParamId::from(7);
             let mut gradients = GradientsParams::new();
             let weight = &model.last.weight;
             let (shape, options) = (weight.val().shape(), (&device.inner(), case.dtype));
