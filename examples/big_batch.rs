@@ -6,6 +6,7 @@
 //! cargo run --release -p accel-launch -- --num-processes 2 --example big_batch --holds 50
 //! ```
 
+use accelerator::BatchSizeFinder;
 use accelerator::prelude::*;
 use accelerator_examples::{
     Cnn, CnnConfig, Course, DigitBatcher, MnistArgs, Report, cross_entropy, init_logging,
@@ -44,9 +45,13 @@ fn main() -> Result<(), Report> {
     let model = CnnConfig::new()
         .with_dropout(mnist.dropout)
         .init(&accelerator.device());
-    let (size, ()) = accelerator.find_executable_batch_size(mnist.batch_size.get(), |size| {
-        step(&accelerator, &model, size, args.holds)
-    })?;
+    let (mut model, mut optimizer) = accelerator.prepare((model, mnist.optimizer.init()))?;
+    let (size, ()) = BatchSizeFinder::starting_at(mnist.batch_size.get())
+        .with_step_of(&model, &optimizer)
+        .with_windows_kept_open()
+        .find(&accelerator, |size| {
+            attempt(&accelerator, &model, size, args.holds)
+        })?;
     let processes = accelerator.world_size();
     let (micro_steps, together) = divided(args.global_batch.get(), processes, size)?;
     accelerator.print(format_args!(
@@ -57,8 +62,7 @@ fn main() -> Result<(), Report> {
         .global_batch_size(together)
         .shuffle(mnist.seed)
         .build(digits.train);
-    let (mut model, mut optimizer, train) =
-        accelerator.prepare((model, mnist.optimizer.init(), train))?;
+    let train = accelerator.prepare(train)?;
 
     let mut course = Course::new();
     let mut sizes = Vec::new();
@@ -111,7 +115,7 @@ fn divided(step: usize, processes: usize, holds: usize) -> Result<(usize, usize)
 }
 
 /// What a micro-step computes, by this process alone.
-fn step(
+fn attempt(
     accelerator: &Accelerator,
     model: &Cnn,
     size: usize,

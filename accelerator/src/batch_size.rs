@@ -4,16 +4,22 @@ use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Once;
 
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
 use serde::{Deserialize, Serialize};
 
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Kind, Result};
+use crate::gradient::{Reserved, Windows, forget_graphs, settle_road};
 use crate::notice;
+use crate::optim::PreparedOptimizer;
 use crate::outcome::Failure;
 use crate::panic_text::panic_text;
 
-/// Finds the largest batch that memory holds, the same on every rank; see
-/// [`Accelerator::find_executable_batch_size`].
+/// Finds the largest batch that memory holds, the same on every rank:
+/// [`Accelerator::find_executable_batch_size`] with more to choose.
+///
+/// What is computed without training, such as an evaluation, has no step to be counted:
 ///
 /// ```
 /// use accelerator::{Accelerator, BatchSizeFinder, Error};
@@ -30,17 +36,34 @@ use crate::panic_text::panic_text;
 /// # Ok::<(), Error>(())
 /// ```
 #[must_use]
-pub struct BatchSizeFinder {
+pub struct BatchSizeFinder<'a> {
     /// `None` for [`sounds_like_memory`].
     is_out_of_memory: Option<Box<Rule>>,
     reduce: Box<dyn Fn(usize) -> usize>,
     start: usize,
+    models: Vec<Box<dyn Trained + 'a>>,
+    windows: Windows,
 }
 
 /// Whether a text speaks of want of memory.
 type Rule = dyn Fn(&str) -> bool;
 
-impl BatchSizeFinder {
+/// A model with its optimizer.
+trait Trained {
+    /// Takes the memory that steps hold beside forward and backward.
+    fn reserve(&self, accelerator: &Accelerator, windows: Windows) -> Result<Step>;
+
+    /// Gives back what attempts recorded that failed.
+    fn forget_graphs(&self);
+}
+
+/// Memory as steps of a model hold it.
+struct Step {
+    gradients: Reserved,
+    _state: Option<ModuleOptimizer>,
+}
+
+impl<'a> BatchSizeFinder<'a> {
     /// Begins with so many samples, and tries nine tenths of them next.
     pub fn starting_at(samples: usize) -> Self {
         Self {
@@ -48,7 +71,76 @@ impl BatchSizeFinder {
             // As Accelerate rounds: down.
             reduce: Box::new(|size| (size as f64 * 0.9) as usize),
             start: samples,
+            models: Vec::new(),
+            windows: Windows::AsConfigured,
         }
+    }
+
+    /// Counts what optimizer steps of this model hold beside what an attempt computes: the buckets in which its
+    /// gradients travel, and the state of its optimizer. Memory of that size is held while attempts run. Both must
+    /// be prepared; a program with several models calls it for each.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use accelerator::BatchSizeFinder;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::optim::{AdamConfig, SgdConfig};
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// # let device = accelerator.device();
+    /// # let linear = || -> Linear { LinearConfig::new(2, 2).init(&device) };
+    /// # let (generator, critic) = (linear(), linear());
+    /// let (generator, draws) = accelerator.prepare((generator, AdamConfig::new().init()))?;
+    /// let (critic, judges) = accelerator.prepare((critic, SgdConfig::new().init()))?;
+    /// let (size, ()) = BatchSizeFinder::starting_at(64)
+    ///     .with_step_of(&generator, &draws)
+    ///     .with_step_of(&critic, &judges)
+    ///     .find(&accelerator, |size| {
+    ///         let drawn = generator.forward(Tensor::<2>::ones([size, 2], &device));
+    ///         drop(critic.forward(drawn).mean().backward());
+    ///         Ok::<_, Error>(())
+    ///     })?;
+    /// assert_eq!(size, 64);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn with_step_of<M: Module, S>(
+        mut self,
+        model: &'a M,
+        optimizer: &'a PreparedOptimizer<S>,
+    ) -> Self {
+        self.models.push(Box::new((model, optimizer)));
+        self
+    }
+
+    /// Counts steps of several batches, whose windows the program keeps open with
+    /// [`no_sync`](crate::Weight::no_sync). Otherwise a step has as many as
+    /// [`accumulation_steps`](Accelerator::accumulation_steps) says.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use accelerator::BatchSizeFinder;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::optim::AdamConfig;
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = LinearConfig::new(2, 1).init(&device);
+    /// let (model, optimizer) = accelerator.prepare((model, AdamConfig::new().init()))?;
+    /// let finder = BatchSizeFinder::starting_at(64).with_step_of(&model, &optimizer);
+    /// // Four batches of what is found are a step, whatever that is.
+    /// let (size, ()) = finder.with_windows_kept_open().find(&accelerator, |size| {
+    ///     let loss = model.forward(Tensor::<2>::ones([size, 2], &device)).mean();
+    ///     drop(loss.backward());
+    ///     Ok::<_, Error>(())
+    /// })?;
+    /// # assert_eq!(size, 64);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn with_windows_kept_open(mut self) -> Self {
+        self.windows = Windows::KeptOpen;
+        self
     }
 
     /// What to try after a size that was too large. It must become smaller; a size that does not is
@@ -86,13 +178,35 @@ impl BatchSizeFinder {
         // Ranks may begin with what their own devices seem to hold.
         let starts = group.all_gather_object(&self.start).map_err(Error::from)?;
         let start = starts.into_iter().min().unwrap_or(self.start);
+        if !self.models.is_empty() {
+            settle_road(accelerator)?;
+        }
+        let mut steps = Vec::new();
         let mut size = start;
         let mut reason = None;
         while size > 0 {
             let mine = {
                 let _quiet = self.is_out_of_memory.is_none().then(Quiet::begin);
-                catch_unwind(AssertUnwindSafe(|| accelerator.alone(|| attempt(size))))
+                let attempt = || {
+                    if reason.is_some() {
+                        self.models.iter().for_each(|model| model.forget_graphs());
+                    }
+                    if steps.is_empty() {
+                        let models = self.models.iter();
+                        steps = models
+                            .map(|model| model.reserve(accelerator, self.windows))
+                            .collect::<Result<_>>()?;
+                        settled(accelerator)?;
+                    }
+                    let value = attempt(size)?;
+                    settled(accelerator)?;
+                    Ok(value)
+                };
+                catch_unwind(AssertUnwindSafe(|| accelerator.alone(attempt)))
             };
+            steps
+                .iter()
+                .for_each(|step: &Step| step.gradients.attempt_ends());
             let (report, mut held) = self.report(mine, size);
             let all = group.all_gather_object(&report).map_err(Error::from);
             let all = match all {
@@ -178,7 +292,34 @@ impl BatchSizeFinder {
     }
 }
 
-impl fmt::Debug for BatchSizeFinder {
+impl<M: Module, S> Trained for (&M, &PreparedOptimizer<S>) {
+    fn reserve(&self, accelerator: &Accelerator, windows: Windows) -> Result<Step> {
+        let (model, optimizer) = *self;
+        let slot = accelerator.shared.models.find(model)?;
+        // Buckets are there when the optimizer steps.
+        let gradients = Reserved::of(accelerator, slot.clone(), windows);
+        let device = &accelerator.shared.device;
+        let state = optimizer.reserve(model, slot.parameters(), device);
+        Ok(Step {
+            gradients,
+            _state: state,
+        })
+    }
+
+    fn forget_graphs(&self) {
+        forget_graphs(self.0);
+    }
+}
+
+/// Waits for the device, which may find only then that its memory does not suffice.
+fn settled(accelerator: &Accelerator) -> Result<()> {
+    accelerator.shared.device.sync().map_err(|error| {
+        let message = format!("the device could not compute what it was given: {error:?}");
+        Error::new(Kind::Device, message)
+    })
+}
+
+impl fmt::Debug for BatchSizeFinder<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BatchSizeFinder")
             .field("start", &self.start)
@@ -191,11 +332,17 @@ impl Accelerator {
     /// The largest number of samples, from `start` downwards by nine tenths (128, 115, 103, 92, …), for
     /// which `attempt` succeeds on every rank, with what it returned there.
     ///
-    /// An attempt computes what a step computes, forward and backward on a batch of that size, and by
-    /// itself: a collective inside it, [`backward`](Self::backward) on a prepared model among them, is
+    /// An attempt computes forward and backward on a batch of that size, with the prepared model, and by
+    /// itself: a collective inside it, [`backward`](Self::backward) among them, is
     /// an error where there are several ranks, since one that runs out of memory would never come to
-    /// it. After each attempt ranks compare; if one ran out of memory, all try the smallest of what
-    /// ranks would try next.
+    /// it. Burn's own `loss.backward()` takes its place. After each attempt ranks compare; if one ran out of memory,
+    /// all try the smallest of what ranks would try next.
+    ///
+    /// What a step holds beside that is counted: while attempts run, memory is held of the size of the buckets in
+    /// which gradients travel and of the optimizer's state on this rank, and the first attempt begins with a step of a
+    /// copy of the optimizer. Neither the model's parameters nor the optimizer change; layers with running statistics,
+    /// such as `BatchNorm`, note what attempts compute. What the program itself keeps beside them, such as an average
+    /// of weights, is counted if it is made before; what a communication hook keeps is not. For several models, or none, see [`BatchSizeFinder`].
     ///
     /// Out of memory is an attempt whose error or panic says so; see
     /// [`BatchSizeFinder::with_out_of_memory`]. Rank 0 says in a line what does not fit and what is tried next;
@@ -205,14 +352,24 @@ impl Accelerator {
     ///
     /// ```
     /// use accelerator::Error;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::AdamWConfig;
+    /// use burn::tensor::Tensor;
     ///
     /// let sizes = accelerator::launch(2, |accelerator| {
+    ///     let device = accelerator.device();
+    ///     let model: Linear = accelerator.init(|device| LinearConfig::new(3, 1).init(device));
+    ///     let (model, optimizer) = accelerator.prepare((model, AdamWConfig::new().init()))?;
     ///     // Rank 1 has less memory than rank 0.
     ///     let room = [110, 100][accelerator.rank()];
-    ///     let (size, _) = accelerator.find_executable_batch_size(128, |size| {
+    ///     let attempt = |size| {
     ///         assert!(size <= room, "out of memory");
+    ///         let loss = model.forward(Tensor::<2>::ones([size, 3], &device)).mean();
+    ///         drop(loss.backward());
     ///         Ok::<_, Error>(())
-    ///     })?;
+    ///     };
+    ///     let (size, ()) =
+    ///         accelerator.find_executable_batch_size(128, &model, &optimizer, attempt)?;
     ///     Ok(size)
     /// })?;
     /// assert_eq!(sizes, [92, 92]);
@@ -223,21 +380,26 @@ impl Accelerator {
     ///
     /// [`Error::is_out_of_memory`] on every rank when not even one sample fits; the attempt's own error
     /// where it failed otherwise, and on the other ranks an error that says so;
+    /// [`Error::is_misuse`] for a model that was not prepared;
     /// [`Error::is_collective`] when another rank is lost.
     ///
     /// # Panics
     ///
     /// With the attempt's own panic, when that is not for want of memory.
     #[track_caller]
-    pub fn find_executable_batch_size<T, E>(
+    pub fn find_executable_batch_size<M: Module, S, T, E>(
         &self,
         start: usize,
+        model: &M,
+        optimizer: &PreparedOptimizer<S>,
         attempt: impl FnMut(usize) -> Result<T, E>,
     ) -> Result<(usize, T), E>
     where
         E: From<Error> + fmt::Debug + 'static,
     {
-        BatchSizeFinder::starting_at(start).find(self, attempt)
+        BatchSizeFinder::starting_at(start)
+            .with_step_of(model, optimizer)
+            .find(self, attempt)
     }
 }
 
@@ -325,7 +487,7 @@ mod tests {
     use super::*;
 
     fn tried(
-        finder: impl Fn() -> BatchSizeFinder + Sync,
+        finder: impl Fn() -> BatchSizeFinder<'static> + Sync,
         room: [usize; 3],
     ) -> Result<Vec<(Vec<usize>, Result<usize>)>> {
         crate::launch(3, |accelerator| {
@@ -377,7 +539,8 @@ mod tests {
         }
         let outcomes = crate::launch(2, |accelerator| {
             let start = [128, 100][accelerator.rank()];
-            let found = accelerator.find_executable_batch_size(start, |_| Ok::<_, Error>(()));
+            let found =
+                BatchSizeFinder::starting_at(start).find(&accelerator, |_| Ok::<_, Error>(()));
             Ok(found?.0)
         });
         assert_eq!(outcomes.unwrap(), [100, 100], "ranks begin with the least");
@@ -390,10 +553,11 @@ mod tests {
     #[test]
     fn c20_what_is_no_want_of_memory_ends_the_search_on_every_rank() {
         let outcomes = crate::launch(2, |accelerator| {
-            let found = accelerator.find_executable_batch_size(8, |_| match accelerator.rank() {
-                0 => Ok(()),
-                _ => Err(Error::new(Kind::Data, "the file has no header")),
-            });
+            let found =
+                BatchSizeFinder::starting_at(8).find(&accelerator, |_| match accelerator.rank() {
+                    0 => Ok(()),
+                    _ => Err(Error::new(Kind::Data, "the file has no header")),
+                });
             Ok(found.unwrap_err())
         })
         .unwrap();
@@ -407,7 +571,7 @@ mod tests {
     fn c20_a_panic_that_is_no_want_of_memory_is_a_panic() {
         let others = Mutex::new(Vec::new());
         let error = crate::launch(2, |accelerator| {
-            let found = accelerator.find_executable_batch_size(8, |_| {
+            let found = BatchSizeFinder::starting_at(8).find(&accelerator, |_| {
                 assert!(accelerator.rank() == 0, "a wrong index");
                 Ok::<_, Error>(())
             });
@@ -430,7 +594,7 @@ mod tests {
         const CHILD: &str = "BATCH_SIZE_TEST_CHILD";
         if std::env::var_os(CHILD).is_some() {
             let found = crate::launch(2, |accelerator| {
-                let found = accelerator.find_executable_batch_size(10, |size| {
+                let found = BatchSizeFinder::starting_at(10).find(&accelerator, |size| {
                     // Of another thread, which nobody catches for the attempt.
                     let other = std::thread::spawn(|| panic!("out of memory elsewhere"));
                     assert!(other.join().is_err());
@@ -462,10 +626,54 @@ mod tests {
     }
 
     #[test]
+    fn c20_a_search_leaves_training_as_it_was() {
+        use burn::nn::{Linear, LinearConfig};
+        use burn::optim::AdamWConfig;
+        use burn::tensor::Tensor;
+
+        use crate::prelude::{Overlap, Precision};
+
+        let train = |largest: Option<usize>| {
+            let builder = Accelerator::builder()
+                .precision(Precision::Bf16)
+                .with_overlap(Overlap::On);
+            builder.launch(2, |accelerator| {
+                let device = accelerator.device();
+                let model: Linear = accelerator.init(|device| LinearConfig::new(5, 3).init(device));
+                let optimizer = AdamWConfig::new().init();
+                let (mut model, mut optimizer) = accelerator.prepare((model, optimizer))?;
+                let loss = |model: &Linear, size| {
+                    let input = accelerator.to_working(Tensor::<2>::ones([size, 5], &device));
+                    let output = accelerator.forward(model, |model| model.forward(input));
+                    accelerator.to_full(output).powi_scalar(2).mean()
+                };
+                if let Some(largest) = largest {
+                    let attempt = |size| {
+                        let loss = loss(&model, size);
+                        assert!(size <= largest, "out of memory");
+                        drop(loss.backward());
+                        Ok::<_, Error>(())
+                    };
+                    let found =
+                        accelerator.find_executable_batch_size(9, &model, &optimizer, attempt)?;
+                    assert_eq!((found.0, optimizer.steps()), (largest, 0));
+                }
+                for _ in 0..6 {
+                    let gradients = accelerator.backward(loss(&model, 2), &model, 2)?;
+                    model = optimizer.step(0.1, model, gradients);
+                }
+                let report = accelerator.overlap_report(&model)?;
+                Ok((model.weight.val().into_data(), format!("{report:?}")))
+            })
+        };
+        assert_eq!(train(Some(4)).unwrap(), train(None).unwrap());
+    }
+
+    #[test]
     fn c20_an_attempt_that_communicates_is_refused() {
         let errors = crate::launch(2, |accelerator| {
-            let found =
-                accelerator.find_executable_batch_size(8, |_| accelerator.wait_for_everyone());
+            let found = BatchSizeFinder::starting_at(8)
+                .find(&accelerator, |_| accelerator.wait_for_everyone());
             Ok(found.unwrap_err())
         })
         .unwrap();

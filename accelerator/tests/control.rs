@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
+use accelerator::BatchSizeFinder;
 use accelerator::collective::rendezvous::StoreServer;
 use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology};
 use accelerator::prelude::*;
@@ -207,8 +208,8 @@ fn c14_a_collective_where_a_rank_is_alone_is_an_error_there_and_then() {
                 accelerator.on_process(1, || local.backward(loss(), &model, &batch).map(drop)),
                 Some(accelerator.in_rank_order(backward)?),
                 Some(
-                    accelerator
-                        .find_executable_batch_size(2, |_| backward())
+                    BatchSizeFinder::starting_at(2)
+                        .find(&accelerator, |_| backward())
                         .map(drop),
                 ),
             ];

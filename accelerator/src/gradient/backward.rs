@@ -3,10 +3,10 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 
-use super::compression::Compression;
 use super::gradients::Gradients;
 use super::rank::with_rank;
 use super::reducer::{Reduced, Reducer};
+use super::reserve::settle_road;
 use super::slot::{Slot, WorkingCopy};
 use super::step_commit::StepCommit;
 use super::weight::Weight;
@@ -204,10 +204,7 @@ fn reduce<M: Module>(
 ) -> Result<Reduced> {
     let group = accelerator.group();
     let compression = accelerator.shared.settings.compression;
-    // What a hook or f16 is for is done in memory, on all ranks.
-    if slot.hook().is_none() && compression != Compression::F16 {
-        accelerator.shared.road.settle(group)?;
-    }
+    settle_road(accelerator)?;
     accelerator.shared.road.window_begins();
     let mut watching = slot.watching();
     if accelerator.shared.crossing.is_noted() {

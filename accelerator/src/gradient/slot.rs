@@ -14,7 +14,7 @@ use super::ledger::Ledger;
 use super::overlap::{Order, OverlapReport, Switch, Watching};
 use super::road::Road;
 use super::spread::Bounds;
-use super::store::Home;
+use super::store::{Home, Store};
 use super::turn::Turn;
 use super::window::Window;
 use crate::error::Result;
@@ -400,6 +400,13 @@ impl Slot {
             let (home, layout) = (self.home_of(&shelf.layout), shelf.layout.clone());
             Ledger::new(group, home, layout, self.parameters.len())
         })
+    }
+
+    /// Its buckets, made anew.
+    pub(super) fn stores(&self, group: &ProcessGroup) -> impl Iterator<Item = Store> {
+        let layout = self.layout();
+        let home = self.home_of(&layout).clone();
+        (0..layout.len()).map(move |bucket| layout.store(group, &home, bucket))
     }
 
     /// Gives the memory of the spare ledger back; the next window takes some anew.

@@ -91,6 +91,17 @@ impl Store {
         }
     }
 
+    /// The same with zeros, and all its memory taken: a page or a tensor is there when it is written to.
+    pub(super) fn written(self) -> Self {
+        match self {
+            Self::Host(mut buffer) => {
+                buffer.bytes_mut().fill(0);
+                Self::Host(buffer)
+            }
+            Self::Device(flat) => Self::Device(flat.with(flat.tensor())),
+        }
+    }
+
     /// Makes it ready for another window.
     pub(super) fn reopen(self) -> Self {
         match self {

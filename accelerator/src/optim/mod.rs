@@ -181,7 +181,7 @@ use core::fmt;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
-use burn::optim::ModuleOptimizer;
+use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::Device;
 
 pub(crate) use self::census::{Census, Counted, StateOf};
@@ -198,7 +198,7 @@ use self::whole::Kinds;
 use crate::accelerator::Accelerator;
 use crate::error::Result;
 use crate::gradient::{Averaged, Gradients, Scalar, StepCommit};
-use crate::model::Layout;
+use crate::model::{Layout, Trainable};
 use crate::timeline::{Part, Phase, Timeline};
 
 /// What the last [`PreparedOptimizer::step`] did.
@@ -537,6 +537,22 @@ impl<S> PreparedOptimizer<S> {
     pub fn state_memory(&self) -> Result<usize> {
         let waiting = self.shards.as_ref().map_or(0, Shards::waiting);
         Ok(state::size_of(&self.optimizer)? + waiting)
+    }
+
+    /// State of the size that this rank has to keep for a model after its first step. `None` where the optimizer has
+    /// stepped, and keeps it already.
+    pub(crate) fn reserve<M: Module>(
+        &self,
+        model: &M,
+        parameters: &[Trainable],
+        device: &Device,
+    ) -> Option<ModuleOptimizer> {
+        let shards = self.shards.as_ref();
+        (self.steps == 0).then(|| {
+            let blank = self.optimizer.clone();
+            let blank = blank.load_record(OptimizerRecord::default());
+            sharded::stepped(blank, shards, model, parameters, device)
+        })
     }
 
     /// Burn's optimizer inside, for its records: of a [`Sharded`] one, this rank's part of the state.

@@ -4,6 +4,7 @@ mod home;
 mod pieces;
 pub(super) mod probe;
 mod record;
+mod reserve;
 mod write;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -18,6 +19,7 @@ use burn::tensor::{Bytes, Tensor};
 use self::home::{Home, Homes};
 use self::pieces::{Reader, Sums};
 use self::record::{Entry, Records};
+pub(super) use self::reserve::stepped;
 use self::write::Elements;
 use super::fused::sums::{self, Landing};
 use super::state::check_types;
@@ -180,7 +182,8 @@ impl Shards {
             }
         };
         self.kinds.learn(&self.blank, &averages);
-        let mut reader = Reader::new(rank, self.homes.known(), &averages);
+        let averaged = averages.parameters().map(|known| known.id).collect();
+        let mut reader = Reader::new(rank, self.homes.known(), averaged);
         model.visit(&mut reader);
         let (mut pieces, stepped) = reader.finish();
         let mut gradients = GradientsParams::new();

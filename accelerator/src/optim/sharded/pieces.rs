@@ -8,7 +8,7 @@ use burn::tensor::{Bytes, Device, Shape, Tensor};
 
 use super::home::Home;
 use super::leaf;
-use crate::gradient::{Averages, with_rank};
+use crate::gradient::with_rank;
 use crate::module_path::ModulePath;
 use crate::optim::fused::sums;
 
@@ -27,7 +27,7 @@ pub(super) struct Piece {
     /// Where it is stepped from sums of gradients, and lands.
     pub(super) sums: Sums,
     /// On a plain device.
-    value: DispatchTensor,
+    pub(super) value: DispatchTensor,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -67,6 +67,12 @@ impl Pieces {
         self.0
             .into_iter()
             .map(|piece| (piece.id, piece.into_bytes()))
+    }
+}
+
+impl From<Piece> for Pieces {
+    fn from(piece: Piece) -> Self {
+        Self(vec![piece])
     }
 }
 
@@ -164,8 +170,12 @@ pub(super) struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    pub(super) fn new(rank: usize, homes: &'a HashMap<ParamId, Home>, averages: &Averages) -> Self {
-        let averaged: HashSet<_> = averages.parameters().map(|known| known.id).collect();
+    /// For the parameters with these ids.
+    pub(super) fn new(
+        rank: usize,
+        homes: &'a HashMap<ParamId, Home>,
+        averaged: HashSet<ParamId>,
+    ) -> Self {
         Self {
             rank,
             homes,

@@ -1,0 +1,53 @@
+//! State of the size that steps leave, for a trial of what else fits in memory.
+
+use burn::module::Module;
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::tensor::{Device, Tensor};
+
+use super::home::Homes;
+use super::pieces::{Piece, Pieces, Reader};
+use super::{Shards, probe};
+use crate::gradient::with_rank;
+use crate::model::Trainable;
+
+/// An optimizer without state, after it has stepped what this rank has of a model's parameters. The model stays as
+/// it is.
+///
+/// One parameter is stepped after the other, beside gradients of all: that takes the memory that a step takes, but for
+/// copies of the parameters.
+pub(in crate::optim) fn stepped<M: Module>(
+    mut optimizer: ModuleOptimizer,
+    shards: Option<&Shards>,
+    model: &M,
+    parameters: &[Trainable],
+    device: &Device,
+) -> ModuleOptimizer {
+    let (rank, ranks) = shards.map_or((0, 1), |shards| {
+        (shards.group.rank(), shards.group.world_size())
+    });
+    let mut homes = Homes::new(ranks);
+    for parameter in parameters {
+        // Where the processors of ranks round otherwise, it is rank 0 whose answer counts in a step: this is about
+        // sizes alone.
+        homes.settle(parameter, || {
+            shards.is_some_and(|shards| probe::is_element_wise(&shards.blank, parameter, device))
+        });
+    }
+    let ids = parameters.iter().map(|parameter| parameter.id).collect();
+    let mut reader = Reader::new(rank, homes.known(), ids);
+    model.visit(&mut reader);
+    let (pieces, _) = reader.finish();
+    let with_gradient = |piece: Piece| {
+        let mut gradients = GradientsParams::new();
+        with_rank!(piece.dimensions(), D => {
+            let value = Tensor::<D>::from_dispatch(piece.value.clone());
+            gradients.register(piece.id, value.ones_like());
+        });
+        (piece, gradients)
+    };
+    let pieces: Vec<_> = pieces.into_elsewhere().map(with_gradient).collect();
+    for (piece, gradients) in pieces {
+        drop(optimizer.step(0.0, Pieces::from(piece), gradients));
+    }
+    optimizer
+}
