@@ -169,6 +169,14 @@ impl Topology {
     ///
     /// Where [`Launch`](crate::Launch) does not tell them, they are found when the ranks connect; until then they
     /// are 0 and 1.
+    ///
+    /// ```
+    /// use accelerator_collective::{GroupOptions, ProcessGroup};
+    ///
+    /// let group = ProcessGroup::threads(2, &GroupOptions::new())?.remove(1);
+    /// assert!(group.topology().is_local_known());
+    /// # Ok::<(), accelerator_collective::Error>(())
+    /// ```
     pub fn is_local_known(&self) -> bool {
         self.is_local_known
     }

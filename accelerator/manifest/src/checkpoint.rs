@@ -39,6 +39,8 @@ use crate::tree;
 /// assert_eq!(content, checkpoint.read(&name)?);
 /// // For a reader that wants a path.
 /// assert!(checkpoint.path_of(&name).is_file());
+/// // For a reader whose peers wait.
+/// checkpoint.with_progress(|| eprintln!("reads on")).read(&name)?;
 /// # Ok(())
 /// # }
 /// ```

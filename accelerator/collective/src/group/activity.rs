@@ -7,6 +7,17 @@ use crate::transport::Signs;
 
 impl ProcessGroup {
     /// Shows the other ranks that this one works while it is in no collective; see [`Activity`].
+    ///
+    /// ```
+    /// use accelerator_collective::ProcessGroup;
+    ///
+    /// let group = ProcessGroup::single();
+    /// let activity = group.activity();
+    /// for _block in 0..3 {
+    ///     // Writes a block.
+    ///     activity.keep_alive();
+    /// }
+    /// ```
     pub fn activity(&self) -> Activity {
         let member = &self.0.member;
         Activity {
