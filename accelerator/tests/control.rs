@@ -341,7 +341,7 @@ fn who_waits_for_the_first_hears_of_its_panic() {
 fn who_works_while_others_wait_is_waited_for() {
     let long = || std::thread::sleep(Duration::from_secs(3));
     Accelerator::builder()
-        .progress_timeout(Duration::from_secs(1))
+        .progress_timeout(Duration::from_secs(2))
         .launch(2, |accelerator| {
             accelerator.main_process_first(|| {
                 accelerator.on_main_process(long);
@@ -352,8 +352,8 @@ fn who_works_while_others_wait_is_waited_for() {
             accelerator.wait_for_everyone()?;
             // Without a closure.
             if accelerator.is_main_process() {
-                for _ in 0..10 {
-                    std::thread::sleep(Duration::from_millis(300));
+                for _ in 0..15 {
+                    std::thread::sleep(Duration::from_millis(200));
                     accelerator.keep_alive();
                 }
             }

@@ -71,6 +71,29 @@ impl Checkpoint {
 
     /// The same checkpoint, which calls `progress` after each piece of a file that was read; see
     /// [`Folder::with_progress`](crate::Folder::with_progress).
+    ///
+    /// ```
+    /// use std::num::NonZeroUsize;
+    /// use std::sync::Arc;
+    /// use std::sync::atomic::{AtomicUsize, Ordering};
+    /// use accelerator_manifest::{Checkpoint, Depth, Facts, Folder, Role};
+    ///
+    /// # fn main() -> accelerator_manifest::Result<()> {
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// let mut draft = Folder::create(temporary.path())?.begin(0)?;
+    /// draft.write_bytes(&"model.bin".parse()?, Role::Model, &[0; 8 << 20])?;
+    /// let saved = draft.commit(Facts::new(NonZeroUsize::MIN))?;
+    ///
+    /// let pieces = Arc::new(AtomicUsize::new(0));
+    /// let count = Arc::clone(&pieces);
+    /// let checkpoint = Checkpoint::at(saved.path())?.with_progress(move || {
+    ///     count.fetch_add(1, Ordering::Relaxed);
+    /// });
+    /// assert!(checkpoint.verify(Depth::Hashes).is_good());
+    /// assert!(pieces.load(Ordering::Relaxed) > 8);
+    /// # Ok(())
+    /// # }
+    /// ```
     #[must_use]
     pub fn with_progress(
         self,

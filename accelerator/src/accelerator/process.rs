@@ -118,7 +118,7 @@ impl Accelerator {
                 None
             };
             let ended = work.map(|work| {
-                let work = AssertUnwindSafe(|| self.alone(work));
+                let work = AssertUnwindSafe(|| self.busy_alone(work));
                 catch_unwind(work)
             });
             let failure = match &ended {
@@ -157,13 +157,13 @@ impl Accelerator {
     /// Runs `work` on the first rank of each host only; see
     /// [`on_main_process`](Self::on_main_process).
     pub fn on_local_main_process<T>(&self, work: impl FnOnce() -> T) -> Option<T> {
-        self.is_local_main_process().then(|| self.alone(work))
+        self.is_local_main_process().then(|| self.busy_alone(work))
     }
 
     /// Runs `work` on the rank with the highest number only; see
     /// [`on_main_process`](Self::on_main_process).
     pub fn on_last_process<T>(&self, work: impl FnOnce() -> T) -> Option<T> {
-        self.is_last_process().then(|| self.alone(work))
+        self.is_last_process().then(|| self.busy_alone(work))
     }
 
     /// Runs `work` on the rank with that number on its host, on each host; see
@@ -178,7 +178,7 @@ impl Accelerator {
     /// # Ok::<(), accelerator::Error>(())
     /// ```
     pub fn on_local_process<T>(&self, local_rank: usize, work: impl FnOnce() -> T) -> Option<T> {
-        (self.topology().local_rank() == local_rank).then(|| self.alone(work))
+        (self.topology().local_rank() == local_rank).then(|| self.busy_alone(work))
     }
 
     /// Runs `work` on that rank only; see [`on_main_process`](Self::on_main_process).
@@ -192,7 +192,7 @@ impl Accelerator {
     /// # Ok::<(), accelerator::Error>(())
     /// ```
     pub fn on_process<T>(&self, rank: usize, work: impl FnOnce() -> T) -> Option<T> {
-        (self.rank() == rank).then(|| self.alone(work))
+        (self.rank() == rank).then(|| self.busy_alone(work))
     }
 
     /// Runs `work` on rank 0, and on the others after it succeeded there: the first one
@@ -265,10 +265,10 @@ impl Accelerator {
     /// use core::time::Duration;
     /// use accelerator::Accelerator;
     ///
-    /// let builder = Accelerator::builder().progress_timeout(Duration::from_millis(400));
+    /// let builder = Accelerator::builder().progress_timeout(Duration::from_secs(1));
     /// builder.launch(2, |accelerator| {
     ///     if accelerator.is_main_process() {
-    ///         for _file in 0..12 {
+    ///         for _file in 0..24 {
     ///             std::thread::sleep(Duration::from_millis(50)); // unpack one
     ///             accelerator.keep_alive();
     ///         }
@@ -310,7 +310,7 @@ impl Accelerator {
         work: impl FnOnce() -> Result<T>,
         tell: impl FnOnce(Option<Error>) -> Result<()>,
     ) -> Result<T> {
-        let ended = catch_unwind(AssertUnwindSafe(|| self.alone(work)));
+        let ended = catch_unwind(AssertUnwindSafe(|| self.busy_alone(work)));
         let failure = match &ended {
             Ok(outcome) => outcome.as_ref().err().cloned(),
             Err(panic) => Some(Error::new(Kind::Panic, panic_text(&**panic))),
@@ -321,16 +321,15 @@ impl Accelerator {
         Ok(value)
     }
 
-    /// Runs what the program does on one rank, which others may wait for: it cannot show by itself that
-    /// it goes on.
-    pub(crate) fn alone<T>(&self, work: impl FnOnce() -> T) -> T {
+    /// Runs a closure of the program on one rank, which others may wait for. It need not show that it works.
+    fn busy_alone<T>(&self, work: impl FnOnce() -> T) -> T {
         let _busy = (self.world_size() > 1).then(|| self.shared.group.activity().busy());
-        self.apart(work)
+        self.alone(work)
     }
 
-    /// Runs what one rank does for all, and which shows that it goes on as
-    /// [`keep_alive`](Self::keep_alive) does.
-    pub(crate) fn apart<T>(&self, work: impl FnOnce() -> T) -> T {
+    /// Runs what this rank does by itself, without collectives; work that lasts calls
+    /// [`keep_alive`](Self::keep_alive).
+    pub(crate) fn alone<T>(&self, work: impl FnOnce() -> T) -> T {
         let _guard = (self.world_size() > 1).then(|| {
             self.shared.group.forbid(
                 "it was called inside a closure that runs on one rank only, where the others \

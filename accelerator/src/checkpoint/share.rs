@@ -22,7 +22,7 @@ pub(super) fn from_main<T: Serialize + DeserializeOwned>(
     }
     let reading = group.for_purpose(action);
     if accelerator.is_main_process() {
-        let mine = outcome::tell(group, accelerator.apart(work))?;
+        let mine = outcome::tell(group, accelerator.alone(work))?;
         return Ok(reading.broadcast_object(Some(&mine), 0)?);
     }
     outcome::hear(group, action)?;

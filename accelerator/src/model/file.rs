@@ -99,7 +99,7 @@ impl Accelerator {
         }
         let activity = group.activity();
         let work = || save(&ModelSnapshot::of(model), path.as_ref(), options, activity);
-        outcome::tell(group, self.apart(work))
+        outcome::tell(group, self.alone(work))
     }
 
     /// Gives the model the values of a safetensors file, or of a set of them with an index. Rank

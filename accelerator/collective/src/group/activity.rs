@@ -9,14 +9,16 @@ impl ProcessGroup {
     /// Shows the other ranks that this one works while it is in no collective; see [`Activity`].
     ///
     /// ```
-    /// use accelerator_collective::ProcessGroup;
+    /// use accelerator_collective::{Activity, ProcessGroup};
     ///
     /// let group = ProcessGroup::single();
-    /// let activity = group.activity();
-    /// for _block in 0..3 {
-    ///     // Writes a block.
-    ///     activity.keep_alive();
-    /// }
+    /// let activity: Activity = group.activity();
+    /// let hashing = std::thread::spawn(move || {
+    ///     for _block in 0..10 {
+    ///         activity.keep_alive();
+    ///     }
+    /// });
+    /// # hashing.join().unwrap();
     /// ```
     pub fn activity(&self) -> Activity {
         let member = &self.0.member;
@@ -43,14 +45,14 @@ impl ProcessGroup {
 /// use accelerator_collective::{GroupOptions, ProcessGroup};
 ///
 /// # fn main() -> accelerator_collective::Result<()> {
-/// let options = GroupOptions::new().with_progress_timeout(Duration::from_millis(300));
+/// let options = GroupOptions::new().with_progress_timeout(Duration::from_secs(1));
 /// let ranks = ProcessGroup::threads(2, &options)?;
 /// thread::scope(|scope| {
 ///     for group in ranks {
 ///         scope.spawn(move || {
 ///             if group.rank() == 0 {
 ///                 let activity = group.activity();
-///                 for _block in 0..10 {
+///                 for _block in 0..24 {
 ///                     thread::sleep(Duration::from_millis(50)); // writes a block
 ///                     activity.keep_alive();
 ///                 }
@@ -69,8 +71,7 @@ pub struct Activity {
 }
 
 impl Activity {
-    /// Shows that this rank works at this moment. It costs less than a tenth of a microsecond and sends
-    /// nothing by itself.
+    /// Shows that this rank works at this moment. It costs next to nothing, and sends nothing by itself.
     pub fn keep_alive(&self) {
         self.signs.show();
     }
@@ -85,14 +86,14 @@ impl Activity {
     /// use accelerator_collective::{GroupOptions, ProcessGroup};
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
-    /// let options = GroupOptions::new().with_progress_timeout(Duration::from_millis(300));
+    /// let options = GroupOptions::new().with_progress_timeout(Duration::from_secs(1));
     /// let ranks = ProcessGroup::threads(2, &options)?;
     /// thread::scope(|scope| {
     ///     for group in ranks {
     ///         scope.spawn(move || {
     ///             if group.rank() == 0 {
     ///                 let _busy = group.activity().busy();
-    ///                 thread::sleep(Duration::from_millis(900)); // a download
+    ///                 thread::sleep(Duration::from_millis(1200)); // a download
     ///             }
     ///             group.barrier().unwrap();
     ///         });

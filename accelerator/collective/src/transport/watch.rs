@@ -143,7 +143,9 @@ impl Watch {
     pub(crate) fn woke(&mut self, due: Instant, woke: Instant) {
         let late = woke.saturating_duration_since(due);
         if late >= LATE {
-            self.since = (self.since + late + LATE).min(woke);
+            let since = (self.since + late + LATE).min(woke);
+            self.began += since.saturating_duration_since(self.since);
+            self.since = since;
         }
     }
 
@@ -333,6 +335,15 @@ mod tests {
             error.to_string().contains("without a sign of work"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn time_in_which_a_rank_did_not_run_is_not_waited() {
+        let mut watch = late();
+        let now = watch.since + Duration::from_secs(9);
+        watch.woke(now - Duration::from_secs(7), now);
+        assert_eq!(watch.since, now - Duration::from_secs(2) + LATE);
+        assert_eq!(watch.began, watch.since);
     }
 
     #[test]

@@ -232,9 +232,9 @@ pub(crate) fn a_rank_that_works_no_more(means: Means, world_size: usize) {
         let activity = group.activity();
         let busy = (group.rank() == hung).then(|| activity.busy());
         if group.rank() == hung {
-            std::thread::sleep(Duration::from_secs(7));
+            std::thread::sleep(Duration::from_secs(5));
         } else if group.rank() == 0 && world_size > 2 {
-            for _ in 0..60 {
+            for _ in 0..40 {
                 std::thread::sleep(Duration::from_millis(100));
                 activity.keep_alive();
             }

@@ -133,12 +133,12 @@ impl AcceleratorBuilder {
     /// use core::time::Duration;
     ///
     /// let builder = Accelerator::builder()
-    ///     .progress_timeout(Duration::from_millis(300))
+    ///     .progress_timeout(Duration::from_secs(1))
     ///     .busy_timeout(Duration::from_secs(12 * 3600));
     /// builder.launch(2, |accelerator| {
     ///     accelerator.main_process_first(|| {
     ///         if accelerator.is_main_process() {
-    ///             std::thread::sleep(Duration::from_millis(900)); // a download
+    ///             std::thread::sleep(Duration::from_millis(1200)); // a download
     ///         }
     ///         Ok(())
     ///     })
