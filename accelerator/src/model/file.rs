@@ -170,8 +170,7 @@ fn save(snapshot: &ModelSnapshot, path: &Path, options: &SaveOptions) -> Result<
     let target = target(path, options).map_err(failed)?;
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     let names = FileNames::new(&name);
-    let mut staged = Staged::new(target.with_file_name(""), names.clone());
-    staged.remove_abandoned();
+    let mut staged = Staged::new(target.with_file_name(""), names.clone()).map_err(failed)?;
     snapshot.write(&names, options, &mut |name, emit| {
         staged.write(name, emit).map_err(failed)
     })?;
