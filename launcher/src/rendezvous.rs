@@ -1,6 +1,8 @@
 //! The store where the ranks meet. The launcher hosts it, so that it outlives every rank.
 
+use std::fs::{self, Permissions};
 use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -8,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use accelerator_collective::rendezvous::{Report, Security, StoreOptions, StoreServer, Token};
 use accelerator_collective::variable;
-use tempfile::TempDir;
+use accelerator_manifest::StagedFolder;
 
 use crate::error::{Error, Result, chain};
 use crate::settings::Settings;
@@ -99,11 +101,12 @@ impl Store {
     }
 }
 
-/// The file of a token for one attempt, which only this user can read; it goes when this is dropped.
+/// The file of a token for one attempt, which only this user can read; it goes when this is dropped. That of a
+/// launcher that was killed goes with the next.
 #[derive(Debug)]
 struct OwnToken {
     path: PathBuf,
-    _folder: TempDir,
+    _folder: StagedFolder,
 }
 
 impl OwnToken {
@@ -120,8 +123,16 @@ impl OwnToken {
                 chain(error)
             ))
         };
-        let folder = tempfile::Builder::new().prefix("accel-token-").tempdir();
-        let folder = folder.map_err(|error| unwritable(&error))?;
+        // Ranks may change their working folder.
+        let temporary = std::path::absolute(std::env::temp_dir());
+        // Other users have theirs in the same folder.
+        let name = format!("accel-token-{}", rustix::process::getuid().as_raw());
+        let folder = temporary
+            .and_then(|parent| StagedFolder::create(&parent, &name, |target| target == name))
+            .and_then(|folder| {
+                fs::set_permissions(folder.path(), Permissions::from_mode(0o700)).map(|()| folder)
+            })
+            .map_err(|error| unwritable(&error))?;
         let path = folder.path().join("token");
         let token = Token::generate().map_err(|error| unwritable(&error))?;
         let written = token.write_file(&path);

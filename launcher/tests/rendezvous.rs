@@ -4,6 +4,7 @@ mod support;
 
 use accelerator_collective::rendezvous::Token;
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
+use accelerator_manifest::StagedFolder;
 use support::{DEADLINE, Ended, Folder, Run};
 
 /// Set for the ranks, to the name of the file that each of them adds its sum to.
@@ -108,11 +109,17 @@ fn a_local_job_has_a_token_of_its_own() -> accelerator_collective::Result<()> {
     let name = "a_local_job_has_a_token_of_its_own";
     let temporary = folder.path().join("temporary");
     std::fs::create_dir(&temporary).unwrap();
+    // As a launcher leaves it that was killed.
+    let staged = format!("accel-token-{}", rustix::process::getuid().as_raw());
+    let staged = StagedFolder::create(&temporary, &staged, |_| false).unwrap();
+    let left = staged.path().to_owned();
+    drop(staged);
+    std::fs::create_dir(&left).unwrap();
     let variables = [("TMPDIR", temporary.to_str().unwrap_or_default())];
     launch(&folder, name, &["-n", "2"], &variables).expect(0);
     assert_eq!(folder.read("sum.1"), "[2.0, 1.0]");
     let left = temporary.read_dir().unwrap().count();
-    assert_eq!(left, 0, "the token goes with the job");
+    assert_eq!(left, 0, "tokens go with their jobs");
     // Whoever may not join a job with a token may join one that waives it.
     folder.script("show.sh", "echo ${ACCEL_TOKEN_FILE:-none}");
     let shown = |options: &[&str], insecure: &str| {

@@ -98,6 +98,15 @@ impl Disk {
         fs::remove_dir_all(path)
     }
 
+    /// Removes a file, or a folder with all that is in it. A link is removed itself, not what it points to.
+    pub(crate) fn remove_any(&self, path: &Path) -> io::Result<()> {
+        if fs::symlink_metadata(path)?.is_dir() {
+            self.remove_folder(path)
+        } else {
+            self.remove_file(path)
+        }
+    }
+
     /// Removes a folder that nobody has put anything into.
     pub(crate) fn remove_empty(&self, path: &Path) -> io::Result<()> {
         self.ask(&Step::Remove(path))?;

@@ -41,7 +41,7 @@ pub use hash::ContentHash;
 pub use manifest::fuzz_manifest;
 pub use manifest::{CheckpointKind, Facts, FileEntry, LoaderState, Manifest, Parameter, Role};
 pub use name::FileName;
-pub use staged::StagedName;
+pub use staged::StagedFolder;
 
 mod checkpoint;
 mod disk;

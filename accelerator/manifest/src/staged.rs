@@ -1,33 +1,84 @@
-//! Hidden names that tell whose they are.
+//! What is being written under a hidden name, and whether its writer lives.
 
 use std::collections::hash_map::RandomState;
 use std::fmt;
+use std::fs::{self, File, TryLockError};
 use std::hash::{BuildHasher, Hasher};
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::time::{Duration, SystemTime};
 
+use crate::disk::Disk;
 use crate::hash::ContentHash;
 
-/// The name of what is being written and shall have another name when it is whole:
-/// `.model.safetensors.partial-<host>-<process>-<random>`.
+/// A hidden folder beside the places of files that are being written:
+/// `.model.safetensors.partial-<boot>-<process>-<random>`.
 ///
-/// Each writer has names of its own, so that two that write to one place do not write into one file, and
-/// what a dead one has left is told from what is being written.
+/// Each writer has a folder of its own, so that two that write to one place do not write into one
+/// file. It is removed when this is dropped. What a writer has left that is gone is told from what
+/// is being written by a lock, which the system gives up with its process.
 ///
 /// ```
-/// use accelerator_manifest::StagedName;
+/// use accelerator_manifest::StagedFolder;
 ///
-/// let mine = StagedName::new("model.safetensors");
-/// assert_ne!(mine, StagedName::new("model.safetensors"));
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let folder = temporary.path();
+/// let is_ours = |target: &str| target == "model.safetensors";
+/// let staged = StagedFolder::create(folder, "model.safetensors", is_ours)?;
+/// let file = staged.path().join("model.safetensors");
+/// std::fs::write(&file, "weights")?;
+/// std::fs::rename(file, folder.join("model.safetensors"))?;
 ///
-/// // Found in a folder, by this process or another one.
-/// let found = StagedName::parse(&mine.to_string()).unwrap();
-/// assert_eq!(found.target(), "model.safetensors");
-/// assert!(!found.is_orphaned());
-/// assert!(StagedName::parse(".model.safetensors.partial").is_none());
+/// let hidden = staged.path().to_owned();
+/// drop(staged);
+/// assert!(!hidden.exists());
+/// # Ok::<(), std::io::Error>(())
 /// ```
+#[derive(Debug)]
+pub struct StagedFolder {
+    path: PathBuf,
+    _lock: Option<Lock>,
+}
+
+impl StagedFolder {
+    /// Makes one in `parent` for what shall be called `target`, and removes what writers that are
+    /// gone have left there of the targets that `is_ours` accepts: writers of this host, and others
+    /// where nothing has changed for a day. What cannot be removed is left, and logged.
+    ///
+    /// # Errors
+    ///
+    /// What the disk says.
+    pub fn create(parent: &Path, target: &str, is_ours: impl Fn(&str) -> bool) -> io::Result<Self> {
+        let disk = Disk::default();
+        let is_ours = |name: &StagedName| is_ours(&name.target);
+        // A folder that cannot be listed may be written to. First, since the disk may be full of it.
+        let _ = sweep(&disk, parent, None, is_ours);
+        let (path, lock) = make(&disk, parent, target)?;
+        let _ = sweep(&disk, parent, time_of(&path), is_ours);
+        Ok(Self { path, _lock: lock })
+    }
+
+    /// Where it lies.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for StagedFolder {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir_all(&self.path) {
+            tracing::debug!("cannot remove {}: {error}", self.path.display());
+        }
+    }
+}
+
+/// The name of what is being written, or removed, and has another name before or after.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct StagedName {
-    host: String,
+pub(crate) struct StagedName {
+    boot: String,
+    /// For people: it means nothing in another container.
     process: u32,
     random: String,
     state: State,
@@ -35,75 +86,69 @@ pub struct StagedName {
 }
 
 impl StagedName {
-    /// One more name for this process to write what shall be called `target`.
-    #[must_use]
-    pub fn new(target: &str) -> Self {
-        Self::in_state(target, State::Partial)
-    }
-
-    /// `None` where nothing is being written under such a name.
-    #[must_use]
-    pub fn parse(name: &str) -> Option<Self> {
-        Self::parse_any(name).filter(|staged| staged.state == State::Partial)
-    }
-
-    /// What it shall be called.
-    #[must_use]
-    pub fn target(&self) -> &str {
-        &self.target
-    }
-
-    /// Whether its writer was a process of this machine that does not exist any more. What cannot
-    /// be known counts as alive.
-    #[must_use]
-    pub fn is_orphaned(&self) -> bool {
-        self.host == host() && is_gone(self.process)
-    }
-
-    pub(crate) fn in_state(target: &str, state: State) -> Self {
+    /// One more name for this process.
+    pub(crate) fn new(target: &str, state: State) -> Self {
         Self {
-            host: host().to_owned(),
+            boot: boot().to_owned(),
             process: std::process::id(),
-            random: format!("{:016x}", RandomState::new().build_hasher().finish()),
+            random: format!("{:016x}", random()),
             state,
             target: target.to_owned(),
         }
     }
 
-    pub(crate) fn parse_any(name: &str) -> Option<Self> {
+    pub(crate) fn parse(name: &str) -> Option<Self> {
         let (target, rest) = name.strip_prefix('.')?.rsplit_once('.')?;
         let (state, rest) = [State::Partial, State::Removed]
             .into_iter()
             .find_map(|x| Some((x, rest.strip_prefix(x.as_str())?.strip_prefix('-')?)))?;
         let mut parts = rest.split('-');
-        let (host, process, random) = (parts.next()?, parts.next()?, parts.next()?);
+        let (boot, process, random) = (parts.next()?, parts.next()?, parts.next()?);
         let is_hex = |text: &str| text.bytes().all(|x| matches!(x, b'0'..=b'9' | b'a'..=b'f'));
         let is_ours = parts.next().is_none()
-            && (host.len(), random.len()) == (8, 16)
-            && is_hex(host)
+            && (boot.len(), random.len()) == (8, 16)
+            && is_hex(boot)
             && is_hex(random);
         let process: u32 = process.parse().ok()?;
         is_ours.then(|| Self {
-            host: host.to_owned(),
+            boot: boot.to_owned(),
             process,
             random: random.to_owned(),
             state,
             target: target.to_owned(),
         })
     }
+
+    /// What it shall be called, or was.
+    pub(crate) fn target(&self) -> &str {
+        &self.target
+    }
+
+    /// The right to remove what has this name and lies at `path`; `None` where its writer may live.
+    /// `now` is the time of the file system, where it is known.
+    fn claim(&self, path: &Path, now: Option<SystemTime>) -> Option<Claim> {
+        // Locks are of one kernel: on another host, nothing is known of those that are held here.
+        if self.boot == boot()
+            && let Ok(lock) = Lock::take(path)
+        {
+            return lock.map(|lock| Claim { _lock: Some(lock) });
+        }
+        let silence = now?.duration_since(last_change(path).ok()?).ok()?;
+        (silence > ABANDONED).then_some(Claim { _lock: None })
+    }
 }
 
 impl fmt::Display for StagedName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
-            host,
+            boot,
             process,
             random,
             state,
             target,
         } = self;
         let state = state.as_str();
-        write!(f, ".{target}.{state}-{host}-{process}-{random}")
+        write!(f, ".{target}.{state}-{boot}-{process}-{random}")
     }
 }
 
@@ -125,41 +170,140 @@ impl State {
     }
 }
 
-/// Tells machines apart, and containers of one machine, in which process ids mean other processes.
-fn host() -> &'static str {
-    static HOST: OnceLock<String> = OnceLock::new();
-    HOST.get_or_init(|| {
-        let mut hash = ContentHash::of(identity().as_bytes()).to_string();
+/// That a file or folder is in use by a living process of this kernel: an exclusive `flock`, which
+/// ends with the last handle. A folder can be locked on nearly every file system, since the kernel
+/// keeps such locks to itself; NFS, too, passes on only those of files.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    _file: File,
+}
+
+impl Lock {
+    /// `None` where somebody else has it, or has removed what was there.
+    ///
+    /// # Errors
+    ///
+    /// Where there is nothing that can be locked, or the file system has no locks.
+    pub(crate) fn take(path: &Path) -> io::Result<Option<Self>> {
+        let kind = path.symlink_metadata()?.file_type();
+        if !kind.is_dir() && !kind.is_file() {
+            // Opening a pipe would wait, and a link leads elsewhere.
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let file = File::open(path)?;
+        match file.try_lock() {
+            // Who removes a thing holds its lock; behind that the name may be gone, or another's.
+            Ok(()) => Ok(is_at(&file, path).then_some(Self { _file: file })),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(error)) => Err(error),
+        }
+    }
+}
+
+/// Makes a folder under a hidden name, which lasts as long as the lock is held; without a lock where
+/// the file system has none.
+pub(crate) fn make(
+    disk: &Disk,
+    parent: &Path,
+    target: &str,
+) -> io::Result<(PathBuf, Option<Lock>)> {
+    loop {
+        let path = parent.join(StagedName::new(target, State::Partial).to_string());
+        disk.make_folder(&path)?;
+        match Lock::take(&path) {
+            Ok(Some(lock)) => return Ok((path, Some(lock))),
+            // Somebody who sweeps has found it before it was locked, and removes it.
+            Ok(None) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(_) => return Ok((path, None)),
+        }
+    }
+}
+
+/// Removes from `folder` what writers that are gone have left, of what `is_ours`; what cannot be
+/// removed is left. `now` is the time of the file system: clocks of hosts differ.
+pub(crate) fn sweep(
+    disk: &Disk,
+    folder: &Path,
+    now: Option<SystemTime>,
+    is_ours: impl Fn(&StagedName) -> bool,
+) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let name = entry?.file_name();
+        let Some(staged) = name.to_str().and_then(StagedName::parse).filter(&is_ours) else {
+            continue;
+        };
+        let path = folder.join(&name);
+        let Some(_claim) = staged.claim(&path, now) else {
+            continue;
+        };
+        match disk.remove_any(&path) {
+            Ok(()) => tracing::info!("removed {}, whose writer is gone", path.display()),
+            // Another process was faster.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => tracing::warn!("cannot remove {}: {error}", path.display()),
+        }
+    }
+    Ok(())
+}
+
+/// When something was made or changed last, by the clock of the file system.
+pub(crate) fn time_of(path: &Path) -> Option<SystemTime> {
+    path.symlink_metadata().and_then(|x| x.modified()).ok()
+}
+
+/// Holds the lock of what is about to be removed, where it has one.
+struct Claim {
+    _lock: Option<Lock>,
+}
+
+/// No writer rests for so long. That of another host cannot be asked, nor one of before this host
+/// was started.
+const ABANDONED: Duration = Duration::from_secs(24 * 3600);
+
+/// When something below a path, or the path itself, was changed last.
+fn last_change(path: &Path) -> io::Result<SystemTime> {
+    let metadata = path.symlink_metadata()?;
+    let mut last = metadata.modified()?;
+    if metadata.is_dir() {
+        for entry in fs::read_dir(path)? {
+            last = last.max(last_change(&entry?.path())?);
+        }
+    }
+    Ok(last)
+}
+
+/// Tells running kernels apart: hosts, and the same host when it was started again. Containers of
+/// one host have one kernel. Where the system does not tell, every process counts as a host.
+fn boot() -> &'static str {
+    static BOOT: OnceLock<String> = OnceLock::new();
+    BOOT.get_or_init(|| {
+        let id = fs::read_to_string("/proc/sys/kernel/random/boot_id");
+        let id = id.unwrap_or_else(|_| random().to_string());
+        let mut hash = ContentHash::of(id.trim().as_bytes()).to_string();
         hash.truncate(8);
         hash
     })
 }
 
-#[cfg(unix)]
-fn identity() -> String {
-    let system = rustix::system::uname();
-    let name = system.nodename().to_string_lossy();
-    let processes = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
-    format!("{name} {}", processes.display())
+fn random() -> u64 {
+    RandomState::new().build_hasher().finish()
 }
 
 #[cfg(unix)]
-fn is_gone(process: u32) -> bool {
-    let pid = i32::try_from(process).ok();
-    let answer = pid
-        .and_then(rustix::process::Pid::from_raw)
-        .map(rustix::process::test_kill_process);
-    answer == Some(Err(rustix::io::Errno::SRCH))
+fn is_at(file: &File, path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let place = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+    let (held, there) = (
+        file.metadata().map(place),
+        path.symlink_metadata().map(place),
+    );
+    matches!((held, there), (Ok(held), Ok(there)) if held == there)
 }
 
 #[cfg(not(unix))]
-fn identity() -> String {
-    "unknown".to_owned()
-}
-
-#[cfg(not(unix))]
-fn is_gone(_process: u32) -> bool {
-    false
+fn is_at(_file: &File, path: &Path) -> bool {
+    path.exists()
 }
 
 #[cfg(test)]
@@ -169,14 +313,11 @@ mod tests {
     #[test]
     fn names_survive_the_folder_and_nothing_else_is_one() {
         for target in ["latest", "model.safetensors", "a.partial-b", ""] {
-            let mine = StagedName::new(target);
-            let found = StagedName::parse(&mine.to_string()).unwrap();
-            assert_eq!(found, mine);
-            assert!(!found.is_orphaned());
+            for state in [State::Partial, State::Removed] {
+                let mine = StagedName::new(target, state);
+                assert_eq!(StagedName::parse(&mine.to_string()), Some(mine));
+            }
         }
-        let removed = StagedName::in_state("x", State::Removed).to_string();
-        assert!(StagedName::parse_any(&removed).is_some());
-        assert!(StagedName::parse(&removed).is_none());
         for name in [
             "model.safetensors",
             ".model.safetensors.partial",
@@ -187,15 +328,44 @@ mod tests {
             ".x.partial-01234567-x-0123456789abcdef",
             "x.partial-01234567-1-0123456789abcdef",
         ] {
-            assert!(StagedName::parse_any(name).is_none(), "{name}");
+            assert!(StagedName::parse(name).is_none(), "{name}");
         }
     }
 
     #[test]
-    fn a_process_of_another_machine_counts_as_alive() {
-        let gone = format!(".x.partial-{}-999999999-0123456789abcdef", host());
-        assert!(StagedName::parse(&gone).unwrap().is_orphaned());
-        let elsewhere = ".x.partial-00000000-999999999-0123456789abcdef";
-        assert!(!StagedName::parse(elsewhere).unwrap().is_orphaned());
+    fn a_lock_holds_for_what_has_the_name() {
+        let temporary = tempfile::tempdir().unwrap();
+        let path = temporary.path().join("a");
+        assert!(Lock::take(&path).is_err());
+        fs::create_dir(&path).unwrap();
+        let lock = Lock::take(&path).unwrap().unwrap();
+        assert!(Lock::take(&path).unwrap().is_none());
+        fs::remove_dir(&path).unwrap();
+        assert!(!is_at(&lock._file, &path));
+        fs::create_dir(&path).unwrap();
+        assert!(!is_at(&lock._file, &path));
+        assert!(Lock::take(&path).unwrap().is_some());
+    }
+
+    /// Sweepers that come at any moment never take a folder from its writer.
+    #[test]
+    fn a_folder_is_whole_from_its_first_moment() {
+        let temporary = tempfile::tempdir().unwrap();
+        let is_over = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                        sweep(&Disk::default(), temporary.path(), None, |_| true).unwrap();
+                    }
+                });
+            }
+            for _ in 0..500 {
+                let staged = StagedFolder::create(temporary.path(), "x", |_| true).unwrap();
+                fs::write(staged.path().join("file"), "x").unwrap();
+            }
+            is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+        assert_eq!(temporary.path().read_dir().unwrap().count(), 0);
     }
 }

@@ -9,9 +9,10 @@ mod support;
 
 use std::fs;
 use std::num::NonZeroUsize;
-use std::process::Command;
+use std::path::PathBuf;
+use std::time::Duration;
 
-use accelerator_manifest::{Checkpoint, Depth, Folder};
+use accelerator_manifest::{Checkpoint, Depth, Draft, Folder};
 use support::{latest, numbers, save};
 
 fn keep(count: usize) -> NonZeroUsize {
@@ -241,41 +242,33 @@ fn broken_checkpoints_do_not_count_and_are_left_alone() {
     assert!(folder.remove(&elsewhere).unwrap_err().is_misuse());
 }
 
+/// The hidden name of a draft, and the same as another process of this host would have it.
+fn name_and_process(draft: &Draft, process: u32) -> PathBuf {
+    let name = draft.path().file_name().unwrap().to_str().unwrap();
+    let [mine, theirs] = [std::process::id(), process].map(|process| format!("-{process}-"));
+    draft.path().with_file_name(name.replace(&mine, &theirs))
+}
+
+/// No process has that number.
+const NOBODY: u32 = 999_999_999;
+
 #[test]
-fn leftovers_of_dead_processes_are_swept() {
+fn leftovers_of_dead_writers_are_swept() {
     let temporary = tempfile::tempdir().unwrap();
     let folder = Folder::open(temporary.path()).unwrap();
     let mine = folder.begin(0).unwrap();
-    let name = mine
-        .path()
-        .file_name()
-        .unwrap()
-        .to_str()
-        .unwrap()
-        .to_owned();
-    let of = |process: u32| {
-        name.replace(
-            &format!("-{}-", std::process::id()),
-            &format!("-{process}-"),
-        )
+    // A process that has the number of a dead writer is not that writer.
+    let dead = name_and_process(&mine, std::os::unix::process::parent_id());
+    let with = |from: &str, to: &str| {
+        let name = dead.file_name().unwrap().to_str().unwrap();
+        dead.with_file_name(name.replace(from, to))
     };
-
-    let mut child = Command::new("true").spawn().unwrap();
-    child.wait().unwrap();
-    let mut sleeper = Command::new("sleep").arg("1000").spawn().unwrap();
-    let dead = temporary.path().join(of(child.id()));
-    let living = temporary.path().join(of(sleeper.id()));
-    let foreign = temporary
-        .path()
-        .join(".checkpoint-000001.partial-00000000-999999999-0123456789abcdef");
+    let removed = with("partial", "removed");
+    let hint = with("checkpoint-000001", "latest");
+    let foreign = ".checkpoint-000001.partial-00000000-999999999-0123456789abcdef";
+    let foreign = temporary.path().join(foreign);
     let stranger = temporary.path().join(".checkpoint-000001.partial");
-    let removed = temporary
-        .path()
-        .join(of(child.id()).replace("partial", "removed"));
-    let hint = temporary
-        .path()
-        .join(of(child.id()).replace("checkpoint-000001", "latest"));
-    for path in [&dead, &living, &foreign, &stranger, &removed] {
+    for path in [&dead, &foreign, &stranger, &removed] {
         fs::create_dir(path).unwrap();
         fs::write(path.join("half"), "x").unwrap();
     }
@@ -286,14 +279,58 @@ fn leftovers_of_dead_processes_are_swept() {
         (&dead, false),
         (&removed, false),
         (&hint, false),
-        (&living, true),
         (&foreign, true),
         (&stranger, true),
     ] {
         assert_eq!(path.exists(), stays, "{}", path.display());
     }
     assert!(mine.path().exists());
-    assert_eq!(folder.unfinished().unwrap().len(), 3);
-    sleeper.kill().unwrap();
-    sleeper.wait().unwrap();
+    assert_eq!(folder.unfinished().unwrap().len(), 2);
+}
+
+/// The number of a process means nothing on another host of the same name, nor in another container.
+#[test]
+fn a_draft_stays_as_long_as_its_writer_lives() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    let draft = folder.begin(0).unwrap();
+    let path = name_and_process(&draft, NOBODY);
+    fs::rename(draft.path(), &path).unwrap();
+    save(&folder, 1).unwrap();
+    assert!(path.exists());
+    drop(draft);
+    save(&folder, 2).unwrap();
+    assert!(!path.exists());
+}
+
+/// Nothing can be asked about a writer on another host, or of before this host was started.
+#[test]
+fn a_draft_of_elsewhere_goes_when_nothing_in_it_has_changed_for_a_day() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    let now = fs::metadata(temporary.path()).unwrap().modified().unwrap();
+    let draft = |random: char, folder_hours: u64, file_hours: u64| {
+        let random = random.to_string().repeat(16);
+        let name = format!(".checkpoint-000001.partial-00000000-7-{random}");
+        let path = temporary.path().join(name);
+        fs::create_dir_all(path.join("ranks")).unwrap();
+        let file = path.join("ranks/0.json");
+        fs::write(&file, "half").unwrap();
+        for (path, hours) in [
+            (&file, file_hours),
+            (&path.join("ranks"), folder_hours),
+            (&path, folder_hours),
+        ] {
+            let time = now - Duration::from_secs(hours * 3600);
+            fs::File::open(path).unwrap().set_modified(time).unwrap();
+        }
+        path
+    };
+    let abandoned = draft('a', 25, 26);
+    let younger = draft('b', 23, 23);
+    let written_to = draft('c', 25, 1);
+    save(&folder, 1).unwrap();
+    assert!(!abandoned.exists());
+    assert!(younger.exists());
+    assert!(written_to.exists());
 }

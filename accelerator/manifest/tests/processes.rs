@@ -104,6 +104,36 @@ fn a_process_that_dies_at_any_stage_leaves_a_good_checkpoint() {
     }
 }
 
+/// Takes namespaces; where there are none, there is nothing to see.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_restarted_container_sweeps_what_it_left() {
+    // The shell has number 1 in the container, which cannot be killed from within.
+    let contained = |script: &str| {
+        let mut command = Command::new("unshare");
+        command.args(["--user", "--map-root-user", "--pid", "--fork", "--uts"]);
+        command.args(["sh", "-c", script]);
+        command
+    };
+    if !contained("exit 0").status().is_ok_and(|x| x.success()) {
+        eprintln!("skipped: no namespaces can be made");
+        return;
+    }
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    let mut writer = contained("\"$0\" --exact child --nocapture; exit 0");
+    writer
+        .arg(std::env::current_exe().unwrap())
+        .env("CHECKPOINT_TEST_FOLDER", temporary.path())
+        .env("CHECKPOINT_TEST_TASK", "")
+        .env("ACCEL_FAULTS", "rank=0 save=2 data kill");
+    let output = writer.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(folder.unfinished().unwrap().len(), 1, "{output:?}");
+    save(&folder, 9).unwrap();
+    assert!(folder.unfinished().unwrap().is_empty());
+}
+
 #[test]
 fn a_disk_that_fails_is_told_and_harms_nothing() {
     for (action, words) in [

@@ -177,8 +177,8 @@ fn save(
     let target = target(path, options).map_err(failed)?;
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     let names = FileNames::new(&name);
-    let mut staged = Staged::new(target.with_file_name(""), names.clone(), activity);
-    staged.remove_abandoned();
+    let folder = target.with_file_name("");
+    let mut staged = Staged::new(folder, names.clone(), activity).map_err(failed)?;
     snapshot.write(&names, options, &mut |name, emit| {
         staged.write(name, emit).map_err(failed)
     })?;

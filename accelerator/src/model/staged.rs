@@ -5,33 +5,38 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::Activity;
-use accelerator_manifest::StagedName;
+use accelerator_manifest::StagedFolder;
 
 use super::write::FileNames;
 
 /// The files of a model that are written and not yet in their places.
 ///
-/// They lie in the same folder, so that renaming is atomic, under names that no other writer has: two that
+/// They lie in a hidden folder beside them, so that renaming is atomic, which no other writer has: two that
 /// save under one name at the same time write files of their own, and the model of the one that is done last
-/// stays. What a dead process left is removed by the next save under the same name on that machine.
+/// stays. What a dead process left is removed by the next save under the same name on that host, and a day
+/// later on others.
 pub(super) struct Staged {
     folder: PathBuf,
     names: FileNames,
-    /// Those that are still staged: the names that they shall have, and where they lie.
-    files: Vec<(String, PathBuf)>,
+    hidden: StagedFolder,
+    /// Those that are still staged.
+    files: Vec<String>,
     /// Told of each piece that is written.
     activity: Activity,
 }
 
 impl Staged {
-    pub(super) fn new(folder: PathBuf, names: FileNames, activity: Activity) -> Self {
-        let files = Vec::new();
-        Self {
+    /// Makes the hidden folder, and removes those of dead processes that wrote under this name.
+    pub(super) fn new(folder: PathBuf, names: FileNames, activity: Activity) -> io::Result<Self> {
+        let is_ours = |target: &str| names.has(target);
+        let hidden = StagedFolder::create(or_here(&folder), &names.single, is_ours)?;
+        Ok(Self {
             folder,
             names,
-            files,
+            hidden,
+            files: Vec::new(),
             activity,
-        }
+        })
     }
 
     /// Writes and flushes one more of the files.
@@ -40,13 +45,12 @@ impl Staged {
         name: &str,
         emit: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>,
     ) -> io::Result<()> {
-        let path = self.folder.join(StagedName::new(name).to_string());
         let mut file = Shown {
-            file: File::create_new(&path)?,
+            file: File::create_new(self.hidden.path().join(name))?,
             activity: &self.activity,
             unflushed: 0,
         };
-        self.files.push((name.to_owned(), path));
+        self.files.push(name.to_owned());
         emit(&mut file)?;
         file.flush_to_disk()
     }
@@ -54,53 +58,36 @@ impl Staged {
     /// Puts every file in its place, the index last, and removes what older saves under this name have left.
     /// Where shards of an older save are replaced, its index goes first: none may ever speak of files of two
     /// saves.
-    pub(super) fn publish(mut self) -> io::Result<()> {
+    pub(super) fn publish(self) -> io::Result<()> {
         let _turn = Turn::take(&self.folder);
-        let written: Vec<_> = self.files.iter().map(|(name, _)| name.clone()).collect();
+        let written = &self.files;
         let replaces = |name: &String| self.names.is_shard(name) && self.folder.join(name).exists();
         if written.len() > 1 && written.iter().any(replaces) {
             remove_if_there(&self.folder.join(self.names.index()))?;
         }
-        while let Some((name, path)) = self.files.first() {
-            std::fs::rename(path, self.folder.join(name))?;
-            self.files.remove(0);
+        for name in written {
+            std::fs::rename(self.hidden.path().join(name), self.folder.join(name))?;
         }
         sync_folder(&self.folder);
         // What is left no longer counts: a file is read before an index, and an index names its shards.
-        self.remove("an older model file", |names, name| {
-            names.has(name) && !written.iter().any(|written| written == name)
-        });
+        self.remove_older();
         Ok(())
     }
 
-    /// Removes what was being written under this name when its process died.
-    pub(super) fn remove_abandoned(&self) {
-        self.remove("what a dead process was writing", |names, name| {
-            StagedName::parse(name)
-                .is_some_and(|staged| names.has(staged.target()) && staged.is_orphaned())
-        });
-    }
-
-    fn remove(&self, what: &str, is_wanted: impl Fn(&FileNames, &str) -> bool) {
+    fn remove_older(&self) {
         let Ok(files) = std::fs::read_dir(or_here(&self.folder)) else {
             return;
         };
         for file in files.flatten() {
-            if is_wanted(&self.names, &file.file_name().to_string_lossy())
+            let name = file.file_name();
+            let name = name.to_string_lossy();
+            if self.names.has(&name)
+                && !self.files.iter().any(|written| *written == name)
                 && let Err(error) = remove_if_there(&file.path())
             {
                 let path = file.path();
-                tracing::warn!(path = %path.display(), %error, "{what} is left");
+                tracing::warn!(path = %path.display(), %error, "an older model file is left");
             }
-        }
-    }
-}
-
-impl Drop for Staged {
-    fn drop(&mut self) {
-        for (_, path) in &self.files {
-            // Best effort: there was an error before, which is the one to report.
-            let _ = std::fs::remove_file(path);
         }
     }
 }
@@ -208,12 +195,14 @@ mod tests {
     fn staged(folder: &Path) -> Staged {
         let activity = ProcessGroup::single().activity();
         let names = FileNames::new("model.safetensors");
-        Staged::new(folder.to_owned(), names, activity)
+        Staged::new(folder.to_owned(), names, activity).unwrap()
     }
 
+    /// The files, not what is in hidden folders.
     fn files(folder: &Path) -> Vec<(String, String)> {
         let entries = folder.read_dir().unwrap().map(|entry| entry.unwrap());
         let mut files: Vec<_> = entries
+            .filter(|entry| entry.path().is_file())
             .map(|entry| {
                 let text = std::fs::read_to_string(entry.path()).unwrap();
                 (entry.file_name().into_string().unwrap(), text)
@@ -249,7 +238,6 @@ mod tests {
             file.write_all(b"slow, ")?;
             // Another job, from its beginning to its end.
             let mut quick = staged(folder);
-            quick.remove_abandoned();
             quick.write("model.safetensors", &mut |file| file.write_all(b"quick"))?;
             quick.publish()?;
             file.write_all(b"and whole")
@@ -259,6 +247,7 @@ mod tests {
         assert!(files(folder).contains(&own("quick")));
         slow.publish().unwrap();
         assert_eq!(files(folder), [own("slow, and whole")]);
+        assert_eq!(folder.read_dir().unwrap().count(), 1);
     }
 
     /// Each save is whole when it is done, whoever else saves.
@@ -296,33 +285,38 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::StorageFull);
         drop(new);
         assert_eq!(files(folder), before);
+        assert_eq!(folder.read_dir().unwrap().count(), before.len());
     }
 
     #[test]
     fn what_dead_writers_of_this_model_left_goes() {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
-        let own = format!("-{}-", std::process::id());
-        // No process has that number.
-        let dead = |name: &str| {
-            StagedName::new(name)
-                .to_string()
-                .replace(&own, "-999999999-")
+        // As a process of this host leaves it: without the lock of one that lives.
+        let dead = |target: &str| {
+            let staged = StagedFolder::create(folder, target, |_| false).unwrap();
+            let path = staged.path().to_owned();
+            drop(staged);
+            std::fs::create_dir(&path).unwrap();
+            std::fs::write(path.join("half"), "half").unwrap();
+            path
         };
+        let living = staged(folder);
+        let stranger = folder.join(".model.safetensors.partial");
+        std::fs::write(&stranger, "half").unwrap();
         let kept = [
-            StagedName::new("model.safetensors").to_string(),
             dead("other.safetensors"),
             dead("model-final.safetensors"),
-            ".model.safetensors.partial".to_owned(),
+            living.hidden.path().to_owned(),
+            stranger,
         ];
         let gone = [dead("model.safetensors"), dead(&shard(7))];
-        for name in kept.iter().chain(&gone) {
-            std::fs::write(folder.join(name), "half").unwrap();
+        drop(staged(folder));
+        for path in &kept {
+            assert!(path.exists(), "{}", path.display());
         }
-        staged(folder).remove_abandoned();
-        let mut expected = kept.to_vec();
-        expected.sort();
-        let left: Vec<_> = files(folder).into_iter().map(|(name, _)| name).collect();
-        assert_eq!(left, expected);
+        for path in &gone {
+            assert!(!path.exists(), "{}", path.display());
+        }
     }
 }

@@ -10,10 +10,10 @@ use accelerator_fault::SaveStage;
 use crate::checkpoint::Checkpoint;
 use crate::disk::Disk;
 use crate::error::{Error, Kind, Result};
-use crate::folder::{name_of, point_latest, temporary};
+use crate::folder::{name_of, point_latest};
 use crate::manifest::{Facts, FileEntry, Manifest, Role};
 use crate::name::{FileName, MANIFEST};
-use crate::staged::State;
+use crate::staged::{self, Lock};
 use crate::tree;
 
 use writer::Writer;
@@ -23,7 +23,7 @@ mod writer;
 /// A checkpoint that is being written, under a hidden name.
 ///
 /// It becomes a [`Checkpoint`] by [`commit`](Self::commit). Dropped before, it is removed; where
-/// its process dies, the next draft in the same folder removes it.
+/// its process dies, the next draft in the same folder removes it, that of another host after a day.
 ///
 /// ```
 /// # use std::num::NonZeroUsize;
@@ -69,6 +69,8 @@ pub struct Draft {
     number: u64,
     writer: Writer,
     state: DraftState,
+    /// Tells others that it is being written.
+    _lock: Option<Lock>,
 }
 
 impl Draft {
@@ -219,17 +221,18 @@ impl Draft {
 
     /// `folder` exists; the number is free as far as can be seen.
     pub(crate) fn begin(folder: &Path, number: u64, rank: usize, disk: Disk) -> Result<Self> {
-        let root = folder.join(temporary(&name_of(number), State::Partial));
-        let writer = Writer::new(root, number, rank, disk);
+        let mut writer = Writer::new(number, rank, disk);
         let begin = writer.strike(SaveStage::Begin);
-        begin
-            .and_then(|()| writer.disk.make_folder(&writer.root))
+        let (root, lock) = begin
+            .and_then(|()| staged::make(&writer.disk, folder, &name_of(number)))
             .map_err(|error| Error::io("write a checkpoint in", folder, error))?;
+        writer.root = root;
         Ok(Self {
             folder: folder.to_owned(),
             number,
             writer,
             state: DraftState::Open,
+            _lock: lock,
         })
     }
 

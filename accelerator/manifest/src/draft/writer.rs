@@ -26,10 +26,11 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    pub(super) fn new(root: PathBuf, number: u64, rank: usize, disk: Disk) -> Self {
+    /// `root` is set when the folder is made.
+    pub(super) fn new(number: u64, rank: usize, disk: Disk) -> Self {
         let files = BTreeMap::new();
         Self {
-            root,
+            root: PathBuf::new(),
             number,
             rank,
             disk,

@@ -5,18 +5,19 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use crate::checkpoint::{Checkpoint, Depth, Verdict};
 use crate::disk::Disk;
 use crate::draft::Draft;
 use crate::error::{Error, Kind, Result};
 use crate::progress::Progress;
-use crate::staged::State;
+use crate::staged::{self, Lock, State};
 use crate::tree::open_file;
 
 pub(crate) use names::{name_of, parse_name, temporary};
 
-use names::leftover;
+use names::{is_leftover, is_ours};
 
 mod names;
 #[cfg(test)]
@@ -243,15 +244,18 @@ impl Folder {
     }
 
     /// Begins a checkpoint with the [next number](Self::next_number), and removes what processes
-    /// of this machine that are gone have left unfinished. `rank` is the caller's; fault plans
-    /// name it.
+    /// that are gone have left unfinished: processes of this host, and of others where nothing has
+    /// changed for a day. `rank` is the caller's; fault plans name it.
     ///
     /// # Errors
     ///
     /// What the disk says.
     pub fn begin(&self, rank: usize) -> Result<Draft> {
-        self.sweep()?;
-        Draft::begin(&self.path, self.next_number()?, rank, self.disk.clone())
+        // First, since the disk may be full of it.
+        self.sweep(None)?;
+        let draft = Draft::begin(&self.path, self.next_number()?, rank, self.disk.clone())?;
+        self.sweep(staged::time_of(draft.path()))?;
+        Ok(draft)
     }
 
     /// What is unfinished in the folder: drafts, and checkpoints that are being removed, of this
@@ -262,7 +266,7 @@ impl Folder {
     /// What the disk says.
     pub fn unfinished(&self) -> Result<Vec<PathBuf>> {
         let names = self.names()?;
-        let ours = names.iter().filter(|x| leftover(x).is_some());
+        let ours = names.iter().filter(|x| is_leftover(x));
         Ok(ours.map(|x| self.path.join(x)).collect())
     }
 
@@ -314,9 +318,11 @@ impl Folder {
         let name = name_of(checkpoint.number());
         let away = self.path.join(temporary(&name, State::Removed));
         let remove = || {
+            // Nobody who sweeps shall take it away meanwhile; without a lock, that is all that happens.
+            let _lock = Lock::take(path);
             self.disk.rename(path, &away)?;
             self.disk.sync_folder(&self.path)?;
-            self.remove_any(&away)
+            self.disk.remove_any(&away)
         };
         remove().map_err(|error| Error::io("remove", path, error))
     }
@@ -339,29 +345,9 @@ impl Folder {
     }
 
     /// Removes what processes that are gone have left; what cannot be removed is left.
-    fn sweep(&self) -> Result<()> {
-        for name in self.names()? {
-            if !leftover(&name).is_some_and(|x| x.is_orphaned()) {
-                continue;
-            }
-            let path = self.path.join(&name);
-            match self.remove_any(&path) {
-                Ok(()) => tracing::info!("removed {}, left by a dead process", path.display()),
-                // Another process was faster.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => tracing::warn!("cannot remove {}: {error}", path.display()),
-            }
-        }
-        Ok(())
-    }
-
-    /// A link is removed itself, not what it points to.
-    fn remove_any(&self, path: &Path) -> io::Result<()> {
-        if fs::symlink_metadata(path)?.is_dir() {
-            self.disk.remove_folder(path)
-        } else {
-            self.disk.remove_file(path)
-        }
+    fn sweep(&self, now: Option<SystemTime>) -> Result<()> {
+        staged::sweep(&self.disk, &self.path, now, is_ours)
+            .map_err(|error| Error::io("list", &self.path, error))
     }
 
     /// Names that are no text are none of ours.
@@ -375,6 +361,8 @@ pub(crate) fn point_latest(disk: &Disk, folder: &Path, number: u64) -> io::Resul
     let draft = folder.join(temporary(LATEST, State::Partial));
     let replace = || {
         let mut file = disk.create(&draft)?;
+        // It is there for a moment; where it is swept before it is locked, this fails.
+        let _ = file.try_lock();
         disk.write(
             &draft,
             &mut file,

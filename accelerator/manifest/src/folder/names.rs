@@ -18,15 +18,17 @@ pub(crate) fn parse_name(name: &str) -> Option<u64> {
 
 /// A hidden name for a checkpoint, or for the hint at the newest.
 pub(crate) fn temporary(what: &str, state: State) -> String {
-    StagedName::in_state(what, state).to_string()
+    StagedName::new(what, state).to_string()
 }
 
-/// What is unfinished in a folder of checkpoints; `None` where the name is not one that [`temporary`] makes of
-/// ours.
-pub(crate) fn leftover(name: &str) -> Option<StagedName> {
-    let staged = StagedName::parse_any(name)?;
-    let is_ours = staged.target() == LATEST || parse_name(staged.target()).is_some();
-    is_ours.then_some(staged)
+/// Whether this is the name of something unfinished in a folder of checkpoints.
+pub(crate) fn is_leftover(name: &str) -> bool {
+    StagedName::parse(name).is_some_and(|staged| is_ours(&staged))
+}
+
+/// Whether [`temporary`] has made the name of something that a folder of checkpoints has.
+pub(crate) fn is_ours(staged: &StagedName) -> bool {
+    staged.target() == LATEST || parse_name(staged.target()).is_some()
 }
 
 #[cfg(test)]
@@ -61,9 +63,9 @@ mod tests {
 
     #[test]
     fn only_temporary_names_of_ours_are_leftovers() {
-        assert!(leftover(&temporary("checkpoint-000003", State::Partial)).is_some());
-        assert!(leftover(&temporary(LATEST, State::Partial)).is_some());
-        assert!(leftover(&temporary("checkpoint-000003", State::Removed)).is_some());
+        assert!(is_leftover(&temporary("checkpoint-000003", State::Partial)));
+        assert!(is_leftover(&temporary(LATEST, State::Partial)));
+        assert!(is_leftover(&temporary("checkpoint-000003", State::Removed)));
         for name in [
             "checkpoint-000003",
             ".checkpoint-000003.partial",
@@ -71,7 +73,7 @@ mod tests {
             ".checkpoint-3.partial-01234567-1-0123456789abcdef",
             ".x.checkpoint-000003.partial-01234567-1-0123456789abcdef",
         ] {
-            assert!(leftover(name).is_none(), "{name}");
+            assert!(!is_leftover(name), "{name}");
         }
     }
 }
