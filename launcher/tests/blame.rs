@@ -55,7 +55,11 @@ fn meet(fate: &str) {
     match fate {
         "killed" => kill_process(getpid(), Signal::KILL).unwrap(),
         "crashed" => std::process::abort(),
-        "stopped" => kill_process(getpid(), Signal::STOP).unwrap(),
+        "stopped" => {
+            kill_process(getpid(), Signal::STOP).unwrap();
+            // The signal may reach another thread first, and this one would take its last steps meanwhile.
+            std::thread::sleep(DEADLINE);
+        }
         "exited" => {
             let _ = writeln!(std::io::stderr(), "the reason");
             std::process::exit(3);

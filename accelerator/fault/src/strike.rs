@@ -172,5 +172,7 @@ mod inject {
             }
         }
         let _ = kill_process(getpid(), Signal::STOP);
+        // Another thread may take the signal; this one is stopped a little later.
+        std::thread::sleep(Duration::from_millis(20));
     }
 }
