@@ -368,3 +368,112 @@ fn a_call_that_failed_on_one_rank_alone_is_told_to_all_by_the_next() {
         }
     }
 }
+
+/// The ways in which a rank may leave the others behind.
+#[derive(Clone, Copy, Debug)]
+enum Leap {
+    /// It leaves the first epoch early.
+    Break,
+    /// It is an epoch ahead.
+    Epoch,
+    /// It draws from another loader.
+    Loader,
+    /// It leaves a batch out.
+    Skip,
+}
+
+/// Training in which rank 1 takes other batches than the others from step 3 on. Gives, for each rank, how many
+/// calls of `backward` went well, and the error of the next one.
+fn after_a_leap(builder: AcceleratorBuilder, leap: Leap) -> Vec<(usize, Error)> {
+    let train = |accelerator: Accelerator| {
+        let parts = (line(&accelerator.device()), loader(36, 2), loader(36, 2));
+        let (model, first, second) = accelerator.prepare(parts)?;
+        let leaps = accelerator.rank() == 1;
+        let batches = first.epoch(0).take(3);
+        let batches: Box<dyn Iterator<Item = Result<_>>> = match leap {
+            _ if !leaps => Box::new(batches.chain(first.epoch(0).skip_first_batches(3))),
+            Leap::Break => Box::new(batches.chain(first.epoch(1))),
+            Leap::Epoch => Box::new(batches.chain(first.epoch(1).skip_first_batches(3))),
+            Leap::Loader => Box::new(batches.chain(second.epoch(0).skip_first_batches(3))),
+            Leap::Skip => Box::new(batches.chain(first.epoch(0).skip_first_batches(4))),
+        };
+        let mut done = 0;
+        for batch in batches {
+            let batch = batch?;
+            match accelerator.backward(distance(&model, &batch), &model, &batch) {
+                Ok(_) => done += 1,
+                Err(error) => return Ok((done, error)),
+            }
+        }
+        panic!("rank {} was not told", accelerator.rank());
+    };
+    builder.launch(3, train).unwrap()
+}
+
+#[test]
+fn ranks_at_different_places_in_the_data_are_told_in_that_step() {
+    for (leap, place) in [
+        (Leap::Break, "rank 1: step 0 of epoch 1 of loader 0"),
+        (Leap::Epoch, "rank 1: step 3 of epoch 1 of loader 0"),
+        (Leap::Loader, "rank 1: step 3 of epoch 0 of loader 1"),
+        (Leap::Skip, "rank 1: step 4 of epoch 0 of loader 0"),
+    ] {
+        let builder = Accelerator::builder;
+        for builder in [
+            builder(),
+            builder().accumulation_steps(2),
+            builder().with_communication_hook(|| PowerSgd::new(1)),
+        ] {
+            for (rank, (done, error)) in after_a_leap(builder, leap).into_iter().enumerate() {
+                assert!(error.is_misuse(), "{leap:?} on rank {rank}: {error:?}");
+                assert_eq!(done, 3, "{leap:?} on rank {rank}: {error}");
+                let text = error.to_string();
+                assert!(
+                    text.contains("ranks 0, 2: step 3 of epoch 0 of loader 0")
+                        && text.contains(place),
+                    "{text}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn the_same_batches_in_a_window_and_weights_without_a_batch_are_no_mistake() {
+    let builder = Accelerator::builder().accumulation_steps(4);
+    let samples = builder.launch(3, |accelerator| {
+        // Ranks are idle in the last step of each epoch.
+        let parts = (line(&accelerator.device()), loader(20, 2), loader(8, 2));
+        let (model, first, second) = accelerator.prepare(parts)?;
+        let mut samples = Vec::new();
+        for epoch in 0..2 {
+            for (step, batch) in first.epoch(epoch).enumerate() {
+                let batch = batch?;
+                let loss = || distance(&model, &batch);
+                // Rank 2 says by itself what a batch counts, now and then.
+                let weight = match accelerator.rank() == 2 && step % 2 == 0 {
+                    true if batch.is_last() => Weight::from(batch.real()).trigger_sync(),
+                    true => Weight::from(batch.real()),
+                    false => batch.weight(),
+                };
+                samples.extend(accelerator.backward(loss(), &model, weight)?.samples());
+                for other in second.epoch(epoch).take(1) {
+                    let other = other?;
+                    let loss = distance(&model, &other);
+                    let weight = other.weight().no_sync();
+                    samples.extend(accelerator.backward(loss, &model, weight)?.samples());
+                }
+            }
+        }
+        let last = second.epoch(0).next().unwrap()?;
+        let weight = last.weight().trigger_sync();
+        samples.extend(
+            accelerator
+                .backward(distance(&model, &last), &model, weight)?
+                .samples(),
+        );
+        Ok(samples.iter().sum::<f64>())
+    });
+    // Four rounds of 20 samples, of which each has 6 of the other loader, and 6 more.
+    assert_eq!(samples.unwrap(), [2.0 * (20.0 + 4.0 * 6.0) + 6.0; 3]);
+}

@@ -293,7 +293,8 @@ impl Accelerator {
     /// not together, as in [`on_main_process`](Self::on_main_process), which leaves the window as it is, or after
     /// a [`SyncBatchNorm`](crate::nn::SyncBatchNorm) was used there, a call after one that failed on some ranks
     /// alone and that their programs went on from, which all ranks are told until the next
-    /// [`prepare`](Self::prepare) or [`resume`](Self::resume) of a model, or a call while another
+    /// [`prepare`](Self::prepare) or [`resume`](Self::resume) of a model, a window whose batches are of other
+    /// loaders, epochs or steps than those of another rank, which all ranks are told, or a call while another
     /// thread reduces gradients of the same model, or of one whose window is being reduced, which ends
     /// the group;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost. The model

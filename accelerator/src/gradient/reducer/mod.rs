@@ -22,7 +22,7 @@ use super::road::{Road, Sending};
 use super::slot::{ModelName, Slot};
 use super::spread::Spread;
 use super::values;
-use super::window::{self, LossSum, Window, check_all_known};
+use super::window::{self, Batches, LossSum, Window, check_all_known};
 use crate::accelerator::Trigger;
 use crate::data::Mark;
 use crate::error::Result;
@@ -39,6 +39,7 @@ use crate::timeline::{Part, Phase, Timeline};
 pub(super) struct Reducer {
     /// First, so that others hear of a failure before what is on its way is given up.
     promise: Promise,
+    batches: Batches,
     /// Where the program called `backward`, for errors: much is sent from inside Burn.
     caller: &'static Location<'static>,
     /// By parameter: what makes its gradient of the one that is looked at in backward.
@@ -194,6 +195,7 @@ impl Reducer {
         slot.renew(group, &mut ledger);
         Self {
             promise: Promise::new(group),
+            batches: before.batches,
             caller: Location::caller(),
             casts: Vec::new(),
             compression: Compression::None,
@@ -313,6 +315,7 @@ impl Reducer {
         loss: Tensor<1>,
         mark: Option<Mark>,
     ) -> Result<Reduced> {
+        self.batches.add(mark.as_ref());
         window::note(&mut self.marks, mark);
         match self.conclude(slot, gradients, loss) {
             Ok(repaired) => self.into_reduced(repaired),
