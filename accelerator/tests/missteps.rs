@@ -477,3 +477,70 @@ fn the_same_batches_in_a_window_and_weights_without_a_batch_are_no_mistake() {
     // Four rounds of 20 samples, of which each has 6 of the other loader, and 6 more.
     assert_eq!(samples.unwrap(), [2.0 * (20.0 + 4.0 * 6.0) + 6.0; 3]);
 }
+
+/// What rank 0 and rank 1 log in so many steps, of which each has a loss that the rank and the step decide.
+fn logged_in_steps(
+    builder: AcceleratorBuilder,
+    steps: usize,
+    loss: fn(usize, usize) -> f32,
+) -> Vec<String> {
+    let train = |accelerator: Accelerator| {
+        let device = accelerator.device();
+        let parts = (line(&device), SgdConfig::new().init());
+        let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+        let (done, text) = logged(|| -> Result<()> {
+            for step in 0..steps {
+                let output = model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
+                let wanted = loss(accelerator.rank(), step);
+                let weight = usize::from(!(wanted == 0.0 && accelerator.rank() == 1));
+                let gradients = accelerator.backward(output * 0.0 + wanted, &model, weight)?;
+                model = optimizer.step(0.1, model, gradients);
+            }
+            Ok(())
+        });
+        done?;
+        Ok(text)
+    };
+    builder.launch(2, train).unwrap()
+}
+
+#[test]
+fn ranks_that_compute_the_same_losses_are_warned_of_once() {
+    let builders = [
+        Accelerator::builder(),
+        Accelerator::builder().accumulation_steps(2),
+        Accelerator::builder().with_communication_hook(|| PowerSgd::new(1)),
+    ];
+    for builder in builders {
+        let texts = logged_in_steps(builder, 40, |_, step| 1.0 + step as f32);
+        assert_eq!(texts[0].matches("to the bit").count(), 1, "{texts:?}");
+        for part in [
+            "all 2 ranks",
+            "no data loader was prepared",
+            "accelerator.prepare",
+        ] {
+            assert!(texts[0].contains(part), "{part} in {texts:?}");
+        }
+        assert_eq!(texts[1], "");
+    }
+    let allowed = Accelerator::builder().allow_same_batches();
+    assert_eq!(logged_in_steps(allowed, 40, |_, _| 1.0), ["", ""]);
+}
+
+#[test]
+fn losses_that_are_the_same_for_a_reason_are_not_warned_of() {
+    let losses: [fn(usize, usize) -> f32; 5] = [
+        |rank, step| (rank + step) as f32,
+        // Now and then.
+        |rank, step| 1.0 + if step % 6 == 5 { rank as f32 } else { 0.0 },
+        |_, _| f32::NAN,
+        // Nothing is left to learn.
+        |_, step| if step % 4 == 0 { 0.5 } else { 0.0 },
+        // Rank 1 idles.
+        |rank, _| 1.0 - rank as f32,
+    ];
+    for (number, loss) in losses.into_iter().enumerate() {
+        let texts = logged_in_steps(Accelerator::builder(), 20, loss);
+        assert_eq!(texts, ["", ""], "losses {number}");
+    }
+}

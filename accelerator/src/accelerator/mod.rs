@@ -116,6 +116,7 @@ pub(crate) struct Settings {
     pub(crate) precision: Precision,
     pub(crate) recording: Recording,
     pub(crate) reduction: GradientReduction,
+    pub(crate) same_batches: SameBatches,
     pub(crate) seed: u64,
     /// The file of the trace; with a schedule, the one beside which those of its cycles are.
     pub(crate) trace: Option<PathBuf>,
@@ -131,6 +132,14 @@ impl Settings {
             None => self.trace.as_deref(),
         }
     }
+}
+
+/// What the program says of ranks that compute the same.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum SameBatches {
+    Allowed,
+    /// They are taken for a mistake.
+    Unexpected,
 }
 
 /// What the program says about how much an optimizer step takes.

@@ -49,6 +49,8 @@ pub(crate) struct Slot {
     reported_range: AtomicBool,
     /// How sums on a device get to other ranks.
     road: Option<Arc<Road>>,
+    /// In how many windows up to now, one after the other, all ranks had the same loss.
+    same_losses: AtomicU64,
     /// What this rank did by itself.
     round: Mutex<Round>,
     shelf: Mutex<Shelf>,
@@ -151,6 +153,7 @@ impl Slot {
             reported_precision: AtomicBool::new(false),
             reported_range: AtomicBool::new(false),
             road: None,
+            same_losses: AtomicU64::new(0),
             round: Mutex::new(Round::default()),
             shelf: Mutex::new(Shelf {
                 layout,
@@ -273,6 +276,18 @@ impl Slot {
     pub(super) fn lacks_working_copy(&self) -> bool {
         !self.works_on_copies.load(Ordering::Relaxed)
             && !self.reported_precision.swap(true, Ordering::Relaxed)
+    }
+
+    /// A window has ended, in which all ranks had the same loss to the bit or not. Tells once that it was so in that
+    /// many, one after the other.
+    pub(super) fn repeats_losses(&self, same: bool, windows: u64) -> bool {
+        let count = self.same_losses.load(Ordering::Relaxed);
+        if count >= windows {
+            return false;
+        }
+        let count = if same { count + 1 } else { 0 };
+        self.same_losses.store(count, Ordering::Relaxed);
+        count == windows
     }
 
     /// Says once that a clip is of none of the parameters.

@@ -14,7 +14,7 @@ pub(in crate::gradient) fn length(parameters: usize, buckets: usize) -> usize {
 }
 
 /// How many stand in front of the flags; see [`Told`].
-const HEADER: usize = 8;
+const HEADER: usize = 10;
 
 /// What all ranks have told each other in a control vector: sums over them.
 #[derive(Clone, Copy, Debug)]
@@ -26,6 +26,8 @@ pub(super) struct Told<'a> {
     window: [f64; 2],
     /// How many ranks know from which batches their window was made, and of what tells those apart, and of its echoes.
     batches: [f64; 3],
+    /// Of what tells the losses of ranks apart, and of its echoes.
+    losses: [f64; 2],
     /// How many ranks want the norm.
     norm: f64,
     /// By parameter: how many ranks have a gradient.
@@ -51,6 +53,8 @@ impl<'a> Told<'a> {
             known,
             batches,
             batches_echo,
+            losses,
+            losses_echo,
             norm,
             flags @ ..,
             trigger,
@@ -67,6 +71,7 @@ impl<'a> Told<'a> {
             loss: *loss,
             window: [*window, *echo],
             batches: [*known, *batches, *batches_echo],
+            losses: [*losses, *losses_echo],
             norm: *norm,
             present,
             odd,
@@ -90,6 +95,12 @@ impl<'a> Told<'a> {
         let [known, batches @ ..] = self.batches;
         is_one_fingerprint(ranks, ranks, self.window)
             && (known == 0.0 || is_one_fingerprint(ranks, known as usize, batches))
+    }
+
+    /// Whether all ranks have told a loss, which is the same to the bit.
+    pub(super) fn losses_agree(&self, group: &ProcessGroup) -> bool {
+        let ranks = group.world_size();
+        ranks > 1 && is_one_fingerprint(ranks, ranks, self.losses)
     }
 }
 
@@ -133,6 +144,8 @@ impl Reducer {
             known,
             batches,
             batches_echo,
+            losses,
+            losses_echo,
             wants_norm,
             rest @ ..,
         ] = control.as_mut_slice::<f64>()?
@@ -151,6 +164,16 @@ impl Reducer {
                 (1.0, number as f64, echo(ranks, number) as f64)
             }
             None => (0.0, 0.0, 0.0),
+        };
+        // Where there is nothing to learn, or nothing more, losses are the same whatever they are of. One that was
+        // not read, since devices add it up, is 0 here.
+        let is_told = self.loss.read.is_finite() && self.loss.read != 0.0;
+        (*losses, *losses_echo) = match is_told {
+            true => {
+                let loss = fingerprint(ranks, &[self.loss.read.to_bits()]);
+                (loss as f64, echo(ranks, loss) as f64)
+            }
+            false => (0.0, 0.0),
         };
         *wants_norm = f64::from(u8::from(self.wants_norm));
         let here = ledger.written.iter().zip(&ledger.here);

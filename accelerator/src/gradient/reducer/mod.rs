@@ -105,6 +105,8 @@ pub(super) struct Reduced {
     pub(super) ranks: usize,
     /// Which of the sums this rank has.
     pub(super) spread: Spread,
+    /// Whether all ranks have the same loss, to the bit.
+    pub(super) same_losses: bool,
     /// Whether some rank wants to know the norm.
     pub(super) wants_norm: bool,
     /// Where the batches end that are in it.
@@ -390,6 +392,7 @@ impl Reducer {
         }
         let told = self.told()?;
         let (total, read, wants_norm) = (told.weight, told.loss, told.wants_norm());
+        let same_losses = self.pace != Pace::Nowhere && told.losses_agree(&self.group);
         let is_apart = self.pace != Pace::Nowhere && self.ledger.is_on_device();
         Ok(Reduced {
             loss: LossSum { read, ..self.loss },
@@ -403,6 +406,7 @@ impl Reducer {
             ranks: self.group.world_size(),
             apart: is_apart.then_some(self.group),
             repaired,
+            same_losses,
             spread: self.spread,
             wants_norm,
             ledger: self.ledger,
