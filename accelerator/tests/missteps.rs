@@ -15,7 +15,7 @@ use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, Clip, Weight};
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear};
-use burn::optim::SgdConfig;
+use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::Tensor;
 use common::{distance, flat, line, loader};
 
@@ -542,5 +542,52 @@ fn losses_that_are_the_same_for_a_reason_are_not_warned_of() {
     for (number, loss) in losses.into_iter().enumerate() {
         let texts = logged_in_steps(Accelerator::builder(), 20, loss);
         assert_eq!(texts, ["", ""], "losses {number}");
+    }
+}
+#[test]
+fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
+    #[derive(Clone, Copy, Debug, Eq, PartialEq)]
+    enum Use {
+        Backward,
+        Frozen,
+        None,
+        PastUs,
+    }
+    for (ranks, what, told) in [
+        (2, Use::PastUs, true),
+        (2, Use::None, true),
+        (2, Use::Backward, false),
+        (2, Use::Frozen, false),
+        (1, Use::PastUs, false),
+    ] {
+        let texts = accelerator::launch(ranks, |accelerator| {
+            let device = accelerator.device();
+            let model = match what {
+                Use::Frozen => line(&device).no_grad(),
+                _ => line(&device),
+            };
+            let mut model = accelerator.prepare(model)?;
+            let loss = |model: &Linear| model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
+            match what {
+                Use::Backward => drop(accelerator.backward(loss(&model), &model, 2)?),
+                Use::Frozen | Use::None => {}
+                Use::PastUs => {
+                    let gradients = GradientsParams::from_grads(loss(&model).backward(), &model);
+                    model = SgdConfig::new().init().step(0.1, model, gradients);
+                }
+            }
+            drop(model);
+            let (done, text) = logged(|| accelerator.finish());
+            done?;
+            Ok(text)
+        });
+        let texts = texts.unwrap();
+        assert_eq!(
+            texts[0].matches("`backward` was never called").count(),
+            usize::from(told),
+            "{what:?} on {ranks}: {texts:?}"
+        );
+        assert_eq!(told, texts[0].contains("`weight`"), "{texts:?}");
+        assert!(texts.iter().skip(1).all(String::is_empty), "{texts:?}");
     }
 }

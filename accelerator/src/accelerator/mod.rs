@@ -422,7 +422,8 @@ impl Accelerator {
 
     /// Says goodbye to the other ranks, once all have come here. Call it at the end of the
     /// program: ranks that still communicate when another has left without it get an error that
-    /// says so.
+    /// says so. Where there are several ranks, a model that was prepared and for which
+    /// [`backward`](Self::backward) was never called is warned of.
     ///
     /// # Errors
     ///
@@ -438,6 +439,7 @@ impl Accelerator {
         if self.world_size() > 1 {
             group.check_allowed("`finish`")?;
         }
+        self.report_untrained();
         let saved = self.shared.checkpoints.settle(self);
         let saved = saved.and_then(|()| self.shared.crossing.check());
         if let Some(path) = self.shared.settings.whole_trace()
@@ -459,6 +461,22 @@ impl Accelerator {
                 let message = format!("{error:?}; and the ranks did not finish together: {lost}");
                 Err(Error::with_source(error.kind(), message, lost))
             }
+        }
+    }
+
+    /// Says that models were prepared, and trained past this library, if at all.
+    fn report_untrained(&self) {
+        if self.world_size() == 1 || !self.is_main_process() {
+            return;
+        }
+        for path in self.shared.models.untrained() {
+            notice::warn(&format!(
+                "a model was prepared (its first parameter is `{path}`), and `backward` was never called for it: \
+                 where it was trained, each of the {} ranks has trained a model of its own; write \
+                 `accelerator.backward(loss, &model, &batch)` and step with what that gives; where it is only \
+                 evaluated, prepare it with `.no_grad()`",
+                self.world_size()
+            ));
         }
     }
 

@@ -58,6 +58,7 @@ fn run<M: Module>(
     reach: Reach,
 ) -> Result<Gradients> {
     let slot = accelerator.shared.models.find(model)?;
+    slot.note_trained();
     slot.tied().check(model)?;
     // The graph of a working copy is used up by this, or never.
     let copy = slot.take_working();

@@ -65,6 +65,8 @@ pub(crate) struct Slot {
     working: Mutex<WorkingCopy>,
     /// Whether a copy was ever made to be trained through.
     works_on_copies: AtomicBool,
+    /// Whether `backward` was ever called for it.
+    was_trained: AtomicBool,
     /// Where losses are scaled.
     scaler: Mutex<Option<Scaler>>,
     /// Whether somebody has asked for the norm of gradients.
@@ -167,6 +169,7 @@ impl Slot {
             working: Mutex::new(WorkingCopy::None),
             works_on_copies: AtomicBool::new(false),
             scaler: Mutex::new(None),
+            was_trained: AtomicBool::new(false),
             wants_norm: AtomicBool::new(false),
             parameters,
         }
@@ -288,6 +291,16 @@ impl Slot {
         let count = if same { count + 1 } else { 0 };
         self.same_losses.store(count, Ordering::Relaxed);
         count == windows
+    }
+
+    /// `backward` is called for it.
+    pub(super) fn note_trained(&self) {
+        self.was_trained.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it was trained here, or before it was resumed.
+    pub(crate) fn was_trained(&self) -> bool {
+        self.was_trained.load(Ordering::Relaxed) || self.steps() > 0
     }
 
     /// Says once that a clip is of none of the parameters.
