@@ -121,7 +121,10 @@ struct Side {
 }
 
 fn measure(args: &Args) -> Result<(), Box<dyn Error>> {
-    let accelerator = Accelerator::builder().device(DeviceKind::Flex).build()?;
+    let accelerator = Accelerator::builder()
+        .device(DeviceKind::Flex)
+        .allow_same_batches()
+        .build()?;
     let device = accelerator.device();
     let batcher = args.model.samples().batcher();
     let batch = batcher.batch((0..SAMPLES).collect(), &device.clone().inner());

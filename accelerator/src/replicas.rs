@@ -24,7 +24,8 @@ impl Accelerator {
     /// that touches parameters, memory that lost a bit. From then on the ranks train different
     /// models, without a word.
     /// [`check_replicas_every`](crate::AcceleratorBuilder::check_replicas_every) does this check
-    /// during training.
+    /// during training, and [`valid`](Self::valid), [`save_model`](Self::save_model) and
+    /// [`save_state`](Self::save_state) do it for the models that they are given.
     ///
     /// Each rank hashes its parameters, and 32 bytes travel; measured on a 2-core machine, 7 MB
     /// of parameters take 3 ms. Buffers, such as the running statistics of a batch norm, are
@@ -78,6 +79,19 @@ pub(crate) fn check_when_due<M: Module>(
     }
 }
 
+/// Makes the replicas of a model the same, where they may differ: the running statistics are averaged. Where they may
+/// not, they are compared. All ranks call it, before what they have becomes a result.
+///
+/// A model that was not prepared is each program's own affair.
+#[track_caller]
+pub(crate) fn settle<M: Module>(accelerator: &Accelerator, action: &str, model: &M) -> Result<()> {
+    if let Ok(slot) = accelerator.shared.models.find(model) {
+        slot.round().check_together(action)?;
+        check(accelerator, &slot, model)?;
+    }
+    accelerator.sync_buffers(model)
+}
+
 /// Whether a model that did so many steps is checked.
 fn is_due(every: Option<NonZeroU64>, steps: u64) -> bool {
     every.is_some_and(|every| steps > 0 && steps % every == 0)
@@ -89,6 +103,7 @@ fn check<M: Module>(accelerator: &Accelerator, slot: &Slot, model: &M) -> Result
     if group.world_size() == 1 {
         return Ok(());
     }
+    accelerator.shared.crossing.check()?;
     let mine = Fingerprint::of(model, slot);
     let digests = group.all_gather::<u8>(mine.digest.as_bytes())?;
     let mut digests = digests.chunks_exact(blake3::OUT_LEN);
@@ -214,8 +229,9 @@ impl Drift {
         let more = if count > SHOWN { ", …" } else { "" };
         format!(
             "the parameters are no longer the same on every rank: {who} {verb} {from}, in {count} \
-             of {}, first in {}{more}; look for code that changes parameters on some ranks only, \
-             and go on from a checkpoint",
+             of {}, first in {}{more}; look for code that changes parameters on some ranks only, such as \
+             a step that is not with the gradients of `accelerator.backward`, or is with another \
+             learning rate, and go on from a checkpoint",
             paths.len(),
             shown.join(", ")
         )

@@ -15,7 +15,7 @@ use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, Clip, Weight};
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear};
-use burn::optim::SgdConfig;
+use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::Tensor;
 use common::{distance, flat, line, loader};
 
@@ -366,5 +366,228 @@ fn a_call_that_failed_on_one_rank_alone_is_told_to_all_by_the_next() {
                 }
             }
         }
+    }
+}
+
+/// The ways in which a rank may leave the others behind.
+#[derive(Clone, Copy, Debug)]
+enum Leap {
+    /// It leaves the first epoch early.
+    Break,
+    /// It is an epoch ahead.
+    Epoch,
+    /// It draws from another loader.
+    Loader,
+    /// It leaves a batch out.
+    Skip,
+}
+
+/// Training in which rank 1 takes other batches than the others from step 3 on. Gives, for each rank, how many
+/// calls of `backward` went well, and the error of the next one.
+fn after_a_leap(builder: AcceleratorBuilder, leap: Leap) -> Vec<(usize, Error)> {
+    let train = |accelerator: Accelerator| {
+        let parts = (line(&accelerator.device()), loader(36, 2), loader(36, 2));
+        let (model, first, second) = accelerator.prepare(parts)?;
+        let leaps = accelerator.rank() == 1;
+        let batches = first.epoch(0).take(3);
+        let batches: Box<dyn Iterator<Item = Result<_>>> = match leap {
+            _ if !leaps => Box::new(batches.chain(first.epoch(0).skip_first_batches(3))),
+            Leap::Break => Box::new(batches.chain(first.epoch(1))),
+            Leap::Epoch => Box::new(batches.chain(first.epoch(1).skip_first_batches(3))),
+            Leap::Loader => Box::new(batches.chain(second.epoch(0).skip_first_batches(3))),
+            Leap::Skip => Box::new(batches.chain(first.epoch(0).skip_first_batches(4))),
+        };
+        let mut done = 0;
+        for batch in batches {
+            let batch = batch?;
+            match accelerator.backward(distance(&model, &batch), &model, &batch) {
+                Ok(_) => done += 1,
+                Err(error) => return Ok((done, error)),
+            }
+        }
+        panic!("rank {} was not told", accelerator.rank());
+    };
+    builder.launch(3, train).unwrap()
+}
+
+#[test]
+fn ranks_at_different_places_in_the_data_are_told_in_that_step() {
+    for (leap, place) in [
+        (Leap::Break, "rank 1: step 0 of epoch 1 of loader 0"),
+        (Leap::Epoch, "rank 1: step 3 of epoch 1 of loader 0"),
+        (Leap::Loader, "rank 1: step 3 of epoch 0 of loader 1"),
+        (Leap::Skip, "rank 1: step 4 of epoch 0 of loader 0"),
+    ] {
+        let builder = Accelerator::builder;
+        for builder in [
+            builder(),
+            builder().accumulation_steps(2),
+            builder().with_communication_hook(|| PowerSgd::new(1)),
+        ] {
+            for (rank, (done, error)) in after_a_leap(builder, leap).into_iter().enumerate() {
+                assert!(error.is_misuse(), "{leap:?} on rank {rank}: {error:?}");
+                assert_eq!(done, 3, "{leap:?} on rank {rank}: {error}");
+                let text = error.to_string();
+                assert!(
+                    text.contains("ranks 0, 2: step 3 of epoch 0 of loader 0")
+                        && text.contains(place),
+                    "{text}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn the_same_batches_in_a_window_and_weights_without_a_batch_are_no_mistake() {
+    let builder = Accelerator::builder().accumulation_steps(4);
+    let samples = builder.launch(3, |accelerator| {
+        // Ranks are idle in the last step of each epoch.
+        let parts = (line(&accelerator.device()), loader(20, 2), loader(8, 2));
+        let (model, first, second) = accelerator.prepare(parts)?;
+        let mut samples = Vec::new();
+        for epoch in 0..2 {
+            for (step, batch) in first.epoch(epoch).enumerate() {
+                let batch = batch?;
+                let loss = || distance(&model, &batch);
+                // Rank 2 says by itself what a batch counts, now and then.
+                let weight = match accelerator.rank() == 2 && step % 2 == 0 {
+                    true if batch.is_last() => Weight::from(batch.real()).trigger_sync(),
+                    true => Weight::from(batch.real()),
+                    false => batch.weight(),
+                };
+                samples.extend(accelerator.backward(loss(), &model, weight)?.samples());
+                for other in second.epoch(epoch).take(1) {
+                    let other = other?;
+                    let loss = distance(&model, &other);
+                    let weight = other.weight().no_sync();
+                    samples.extend(accelerator.backward(loss, &model, weight)?.samples());
+                }
+            }
+        }
+        let last = second.epoch(0).next().unwrap()?;
+        let weight = last.weight().trigger_sync();
+        samples.extend(
+            accelerator
+                .backward(distance(&model, &last), &model, weight)?
+                .samples(),
+        );
+        Ok(samples.iter().sum::<f64>())
+    });
+    // Four rounds of 20 samples, of which each has 6 of the other loader, and 6 more.
+    assert_eq!(samples.unwrap(), [2.0 * (20.0 + 4.0 * 6.0) + 6.0; 3]);
+}
+
+/// What rank 0 and rank 1 log in so many steps, of which each has a loss that the rank and the step decide.
+fn logged_in_steps(
+    builder: AcceleratorBuilder,
+    steps: usize,
+    loss: fn(usize, usize) -> f32,
+) -> Vec<String> {
+    let train = |accelerator: Accelerator| {
+        let device = accelerator.device();
+        let parts = (line(&device), SgdConfig::new().init());
+        let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+        let (done, text) = logged(|| -> Result<()> {
+            for step in 0..steps {
+                let output = model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
+                let wanted = loss(accelerator.rank(), step);
+                let weight = usize::from(!(wanted == 0.0 && accelerator.rank() == 1));
+                let gradients = accelerator.backward(output * 0.0 + wanted, &model, weight)?;
+                model = optimizer.step(0.1, model, gradients);
+            }
+            Ok(())
+        });
+        done?;
+        Ok(text)
+    };
+    builder.launch(2, train).unwrap()
+}
+
+#[test]
+fn ranks_that_compute_the_same_losses_are_warned_of_once() {
+    let builders = [
+        Accelerator::builder(),
+        Accelerator::builder().accumulation_steps(2),
+        Accelerator::builder().with_communication_hook(|| PowerSgd::new(1)),
+    ];
+    for builder in builders {
+        let texts = logged_in_steps(builder, 40, |_, step| 1.0 + step as f32);
+        assert_eq!(texts[0].matches("to the bit").count(), 1, "{texts:?}");
+        for part in [
+            "all 2 ranks",
+            "no data loader was prepared",
+            "accelerator.prepare",
+        ] {
+            assert!(texts[0].contains(part), "{part} in {texts:?}");
+        }
+        assert_eq!(texts[1], "");
+    }
+    let allowed = Accelerator::builder().allow_same_batches();
+    assert_eq!(logged_in_steps(allowed, 40, |_, _| 1.0), ["", ""]);
+}
+
+#[test]
+fn losses_that_are_the_same_for_a_reason_are_not_warned_of() {
+    let losses: [fn(usize, usize) -> f32; 5] = [
+        |rank, step| (rank + step) as f32,
+        // Now and then.
+        |rank, step| 1.0 + if step % 6 == 5 { rank as f32 } else { 0.0 },
+        |_, _| f32::NAN,
+        // Nothing is left to learn.
+        |_, step| if step % 4 == 0 { 0.5 } else { 0.0 },
+        // Rank 1 idles.
+        |rank, _| 1.0 - rank as f32,
+    ];
+    for (number, loss) in losses.into_iter().enumerate() {
+        let texts = logged_in_steps(Accelerator::builder(), 20, loss);
+        assert_eq!(texts, ["", ""], "losses {number}");
+    }
+}
+#[test]
+fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
+    #[derive(Clone, Copy, Debug, Eq, PartialEq)]
+    enum Use {
+        Backward,
+        Frozen,
+        None,
+        PastUs,
+    }
+    for (ranks, what, told) in [
+        (2, Use::PastUs, true),
+        (2, Use::None, true),
+        (2, Use::Backward, false),
+        (2, Use::Frozen, false),
+        (1, Use::PastUs, false),
+    ] {
+        let texts = accelerator::launch(ranks, |accelerator| {
+            let device = accelerator.device();
+            let model = match what {
+                Use::Frozen => line(&device).no_grad(),
+                _ => line(&device),
+            };
+            let mut model = accelerator.prepare(model)?;
+            let loss = |model: &Linear| model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
+            match what {
+                Use::Backward => drop(accelerator.backward(loss(&model), &model, 2)?),
+                Use::Frozen | Use::None => {}
+                Use::PastUs => {
+                    let gradients = GradientsParams::from_grads(loss(&model).backward(), &model);
+                    model = SgdConfig::new().init().step(0.1, model, gradients);
+                }
+            }
+            drop(model);
+            let (done, text) = logged(|| accelerator.finish());
+            done?;
+            Ok(text)
+        });
+        let texts = texts.unwrap();
+        assert_eq!(
+            texts[0].matches("`backward` was never called").count(),
+            usize::from(told),
+            "{what:?} on {ranks}: {texts:?}"
+        );
+        assert_eq!(told, texts[0].contains("`weight`"), "{texts:?}");
+        assert!(texts.iter().skip(1).all(String::is_empty), "{texts:?}");
     }
 }

@@ -8,7 +8,7 @@ use accelerator::AcceleratorBuilder;
 use accelerator::prelude::*;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
-use burn::optim::SgdConfig;
+use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::{Device, Distribution, Tensor};
 use common::{devices, distance, line, loader};
 
@@ -178,5 +178,73 @@ fn buffers_may_differ_and_parameters_may_not() {
         assert!(text.contains("rank 0 differs from the other 2"), "{text}");
         assert!(text.contains("first in `output.weight`"), "{text}");
         assert!(unknown.is_misuse());
+    }
+}
+
+/// What is done with a model whose replicas should be the same.
+#[derive(Clone, Copy, Debug)]
+enum Act {
+    Evaluate,
+    SaveModel,
+    SaveState,
+}
+
+#[test]
+fn a_model_that_was_stepped_past_the_library_is_refused_where_it_is_saved_or_evaluated() {
+    for act in [Act::Evaluate, Act::SaveModel, Act::SaveState] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("saved");
+        let outcomes = accelerator::launch(3, |accelerator| {
+            let device = accelerator.device();
+            let mut model = accelerator.prepare(line(&device))?;
+            let act = |model: &Linear| match act {
+                Act::Evaluate => accelerator.valid(model).map(drop),
+                Act::SaveModel => accelerator.save_model(model, &path),
+                Act::SaveState => accelerator.save_state(&path, model).map(drop),
+            };
+            let input = Tensor::<2>::ones([2, 1], &device);
+            let mut plain = SgdConfig::new().init();
+            let mut step = |rate: f64| {
+                let loss = model.forward(input.clone()).mean();
+                let gradients = GradientsParams::from_grads(loss.backward(), &model);
+                model = plain.step(rate, model.clone(), gradients);
+                act(&model)
+            };
+            // As long as all ranks do the same, it is well.
+            let alike = step(0.1);
+            let there = path.exists();
+            accelerator.wait_for_everyone()?;
+            if accelerator.is_main_process() && there {
+                match path.is_dir() {
+                    true => std::fs::remove_dir_all(&path).unwrap(),
+                    false => std::fs::remove_file(&path).unwrap(),
+                }
+            }
+            accelerator.wait_for_everyone()?;
+            let apart = step([0.1, 0.2, 0.1][accelerator.rank()]);
+            accelerator.wait_for_everyone()?;
+            Ok((alike, apart))
+        });
+        for (alike, apart) in outcomes.unwrap() {
+            alike.unwrap();
+            let error = apart.expect_err(&format!("{act:?}"));
+            assert!(error.is_drift(), "{act:?}: {error:?}");
+            let text = error.to_string();
+            assert!(
+                text.contains("rank 1 differs from the other 2")
+                    && text.contains("first in `weight`"),
+                "{act:?}: {text}"
+            );
+        }
+        // Nothing of it is written.
+        let checkpoints = std::fs::read_dir(&path).map_or(0, |folder| {
+            let complete = |entry: &std::io::Result<std::fs::DirEntry>| {
+                entry
+                    .as_ref()
+                    .is_ok_and(|entry| entry.path().join("manifest.json").exists())
+            };
+            folder.filter(complete).count()
+        });
+        assert!(!path.is_file() && checkpoints == 0, "{act:?}");
     }
 }

@@ -116,6 +116,7 @@ pub(crate) struct Settings {
     pub(crate) precision: Precision,
     pub(crate) recording: Recording,
     pub(crate) reduction: GradientReduction,
+    pub(crate) same_batches: SameBatches,
     pub(crate) seed: u64,
     /// The file of the trace; with a schedule, the one beside which those of its cycles are.
     pub(crate) trace: Option<PathBuf>,
@@ -131,6 +132,14 @@ impl Settings {
             None => self.trace.as_deref(),
         }
     }
+}
+
+/// What the program says of ranks that compute the same.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum SameBatches {
+    Allowed,
+    /// They are taken for a mistake.
+    Unexpected,
 }
 
 /// What the program says about how much an optimizer step takes.
@@ -293,7 +302,8 @@ impl Accelerator {
     /// not together, as in [`on_main_process`](Self::on_main_process), which leaves the window as it is, or after
     /// a [`SyncBatchNorm`](crate::nn::SyncBatchNorm) was used there, a call after one that failed on some ranks
     /// alone and that their programs went on from, which all ranks are told until the next
-    /// [`prepare`](Self::prepare) or [`resume`](Self::resume) of a model, or a call while another
+    /// [`prepare`](Self::prepare) or [`resume`](Self::resume) of a model, a window whose batches are of other
+    /// loaders, epochs or steps than those of another rank, which all ranks are told, or a call while another
     /// thread reduces gradients of the same model, or of one whose window is being reduced, which ends
     /// the group;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost. The model
@@ -412,7 +422,8 @@ impl Accelerator {
 
     /// Says goodbye to the other ranks, once all have come here. Call it at the end of the
     /// program: ranks that still communicate when another has left without it get an error that
-    /// says so.
+    /// says so. Where there are several ranks, a model that was prepared and for which
+    /// [`backward`](Self::backward) was never called is warned of.
     ///
     /// # Errors
     ///
@@ -428,6 +439,7 @@ impl Accelerator {
         if self.world_size() > 1 {
             group.check_allowed("`finish`")?;
         }
+        self.report_untrained();
         let saved = self.shared.checkpoints.settle(self);
         let saved = saved.and_then(|()| self.shared.crossing.check());
         if let Some(path) = self.shared.settings.whole_trace()
@@ -449,6 +461,22 @@ impl Accelerator {
                 let message = format!("{error:?}; and the ranks did not finish together: {lost}");
                 Err(Error::with_source(error.kind(), message, lost))
             }
+        }
+    }
+
+    /// Says that models were prepared, and trained past this library, if at all.
+    fn report_untrained(&self) {
+        if self.world_size() == 1 || !self.is_main_process() {
+            return;
+        }
+        for path in self.shared.models.untrained() {
+            notice::warn(&format!(
+                "a model was prepared (its first parameter is `{path}`), and `backward` was never called for it: \
+                 where it was trained, each of the {} ranks has trained a model of its own; write \
+                 `accelerator.backward(loss, &model, &batch)` and step with what that gives; where it is only \
+                 evaluated, prepare it with `.no_grad()`",
+                self.world_size()
+            ));
         }
     }
 

@@ -117,7 +117,9 @@ impl Accelerator {
     /// The same on every rank: [`Error::is_misuse`](crate::Error::is_misuse) between the micro-steps
     /// of a window, for a model that was not prepared, an optimizer without its model, or ranks that
     /// save different things; [`Error::is_config`](crate::Error::is_config) where ranks are given different
-    /// folders, which it shows; [`Error::is_io`](crate::Error::is_io) when rank 0 cannot write;
+    /// folders, which it shows; [`Error::is_drift`](crate::Error::is_drift) where the parameters of a model are no
+    /// longer [the same](Self::check_replicas) on all ranks;
+    /// [`Error::is_io`](crate::Error::is_io) when rank 0 cannot write;
     /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) when a hook fails. The outcome of an
     /// earlier [`save_state_async`](Self::save_state_async) that nobody waited for is told here,
     /// and nothing is saved then. [`Error::is_collective`](crate::Error::is_collective) when a rank

@@ -15,6 +15,7 @@ use crate::error::{Error, Kind, Result};
 use crate::gradient::Slot;
 use crate::model::{Layout, ModelSnapshot};
 use crate::optim::{OptimizerSnapshot, PreparedOptimizer, Schedule};
+use crate::replicas;
 
 /// Everything that goes into a checkpoint, at one moment: taken while training stands still,
 /// written later and elsewhere.
@@ -229,7 +230,7 @@ impl<'a> Settling<'a> {
 
     #[track_caller]
     pub(super) fn model<M: Module>(&mut self, model: &M) -> Result<()> {
-        self.accelerator.sync_buffers(model)?;
+        replicas::settle(self.accelerator, "save a checkpoint", model)?;
         if self.writer == Writer::This
             && let Some(Part::Model { values, .. }) = self.taken.parts.get_mut(self.at)
         {

@@ -2,6 +2,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
 
+use super::meeting::Here;
+
 /// A place in an epoch: what lies before it is used.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) struct Spot {
@@ -191,9 +193,11 @@ impl Pass {
     }
 }
 
-/// Where a batch ends, and in which pass.
+/// Where a batch lies and ends, and in which pass.
 #[derive(Clone, Debug)]
 pub(crate) struct Mark {
+    /// Of all ranks the same.
+    pub(crate) here: Here,
     pub(super) pass: Arc<Pass>,
     pub(super) end: Spot,
 }
@@ -243,6 +247,11 @@ mod tests {
         let end = spot(pass.yielded().epoch, step);
         pass.advance(end);
         Mark {
+            here: Here {
+                epoch: end.epoch,
+                loader: 0,
+                step,
+            },
             pass: pass.clone(),
             end,
         }

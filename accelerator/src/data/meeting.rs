@@ -13,11 +13,22 @@ use crate::outcome::Failure;
 /// What a rank reads at the moment. It goes with everything that ranks tell each other about data, so that
 /// what belongs to one loader or epoch is never taken for a part of another.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(super) struct Here {
+pub(crate) struct Here {
     pub(super) epoch: u64,
     /// By its number among the loaders of the program.
     pub(super) loader: u64,
     pub(super) step: u64,
+}
+
+impl Here {
+    pub(crate) fn numbers(self) -> [u64; 3] {
+        let Self {
+            epoch,
+            loader,
+            step,
+        } = self;
+        [loader, epoch, step]
+    }
 }
 
 impl fmt::Display for Here {

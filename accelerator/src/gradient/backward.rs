@@ -1,3 +1,5 @@
+use std::sync::atomic::Ordering;
+
 use accelerator_fault::{Point, strike};
 use burn::module::Module;
 use burn::optim::GradientsParams;
@@ -11,7 +13,7 @@ use super::slot::{Slot, WorkingCopy};
 use super::step_commit::StepCommit;
 use super::weight::Weight;
 use super::window::{Window, check_all_known};
-use crate::accelerator::Accelerator;
+use crate::accelerator::{Accelerator, SameBatches};
 use crate::data::Mark;
 use crate::error::{Error, Result};
 use crate::model::Trainable;
@@ -56,6 +58,7 @@ fn run<M: Module>(
     reach: Reach,
 ) -> Result<Gradients> {
     let slot = accelerator.shared.models.find(model)?;
+    slot.note_trained();
     slot.tied().check(model)?;
     // The graph of a working copy is used up by this, or never.
     let copy = slot.take_working();
@@ -142,6 +145,7 @@ fn run<M: Module>(
         }
         Reach::Own => add_up(accelerator, &slot, window, loss, model, &weight)?,
     };
+    check_shared_out(accelerator, &slot, reduced.same_losses);
     if reduced.total <= 0.0 {
         slot.take_back(reduced.ledger);
         if reach == Reach::Own {
@@ -298,6 +302,33 @@ fn check_precision_used(accelerator: &Accelerator, slot: &Slot) {
              with `accelerator.to_working(input)` for what goes in (said once a model)"
         ));
     }
+}
+
+/// In how many windows, one after the other, ranks have the same loss before it is said. A model that begins with
+/// zeros, and whose first steps overflow or have a rate of 0, has the same one for any samples.
+const SAME_LOSSES: u64 = 8;
+
+/// Says once a model that its ranks compute the same, so that several do what one does.
+fn check_shared_out(accelerator: &Accelerator, slot: &Slot, same_losses: bool) {
+    let shared = &accelerator.shared;
+    if shared.settings.same_batches == SameBatches::Allowed
+        || !slot.repeats_losses(same_losses, SAME_LOSSES)
+        || !accelerator.is_main_process()
+    {
+        return;
+    }
+    let loaders = match shared.loaders.load(Ordering::Relaxed) {
+        0 => "no data loader was prepared; ",
+        _ => "",
+    };
+    notice::warn(&format!(
+        "all {} ranks had the same loss, to the bit, in {SAME_LOSSES} steps one after the other: they train on the \
+         same samples, so that all of them together do what one does alone; {loaders}pass the loader through \
+         `accelerator.prepare`, take the batches of `loader.epoch(epoch)`, and draw what is made by hand from \
+         another seed on each rank; where it is meant, build the accelerator with `allow_same_batches()` (said \
+         once a model)",
+        accelerator.world_size()
+    ));
 }
 
 /// Refuses a call that this rank makes alone.

@@ -49,6 +49,8 @@ pub(crate) struct Slot {
     reported_range: AtomicBool,
     /// How sums on a device get to other ranks.
     road: Option<Arc<Road>>,
+    /// In how many windows up to now, one after the other, all ranks had the same loss.
+    same_losses: AtomicU64,
     /// What this rank did by itself.
     round: Mutex<Round>,
     shelf: Mutex<Shelf>,
@@ -63,6 +65,8 @@ pub(crate) struct Slot {
     working: Mutex<WorkingCopy>,
     /// Whether a copy was ever made to be trained through.
     works_on_copies: AtomicBool,
+    /// Whether `backward` was ever called for it.
+    was_trained: AtomicBool,
     /// Where losses are scaled.
     scaler: Mutex<Option<Scaler>>,
     /// Whether somebody has asked for the norm of gradients.
@@ -151,6 +155,7 @@ impl Slot {
             reported_precision: AtomicBool::new(false),
             reported_range: AtomicBool::new(false),
             road: None,
+            same_losses: AtomicU64::new(0),
             round: Mutex::new(Round::default()),
             shelf: Mutex::new(Shelf {
                 layout,
@@ -164,6 +169,7 @@ impl Slot {
             working: Mutex::new(WorkingCopy::None),
             works_on_copies: AtomicBool::new(false),
             scaler: Mutex::new(None),
+            was_trained: AtomicBool::new(false),
             wants_norm: AtomicBool::new(false),
             parameters,
         }
@@ -273,6 +279,28 @@ impl Slot {
     pub(super) fn lacks_working_copy(&self) -> bool {
         !self.works_on_copies.load(Ordering::Relaxed)
             && !self.reported_precision.swap(true, Ordering::Relaxed)
+    }
+
+    /// A window has ended, in which all ranks had the same loss to the bit or not. Tells once that it was so in that
+    /// many, one after the other.
+    pub(super) fn repeats_losses(&self, same: bool, windows: u64) -> bool {
+        let count = self.same_losses.load(Ordering::Relaxed);
+        if count >= windows {
+            return false;
+        }
+        let count = if same { count + 1 } else { 0 };
+        self.same_losses.store(count, Ordering::Relaxed);
+        count == windows
+    }
+
+    /// `backward` is called for it.
+    pub(super) fn note_trained(&self) {
+        self.was_trained.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it was trained here, or before it was resumed.
+    pub(crate) fn was_trained(&self) -> bool {
+        self.was_trained.load(Ordering::Relaxed) || self.steps() > 0
     }
 
     /// Says once that a clip is of none of the parameters.

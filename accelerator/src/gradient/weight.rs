@@ -6,7 +6,8 @@ use crate::error::{Error, Result};
 /// [`trigger_sync`](Self::trigger_sync).
 ///
 /// Usually made from a batch (`&batch`). A bare number of samples or tokens works too, but does
-/// not know its epoch, nor where that ends, nor of which loader it is: use
+/// not know its epoch, nor where that ends, nor of which loader it is, so that nobody notices where ranks count
+/// different steps of the data: use
 /// [`Batch::with_weight`] when you accumulate, have a schedule by epoch, or save checkpoints. Nor does a
 /// number know padding: `batch.len()` of the batch that an idle rank gets counts like any other, and the
 /// average is over samples that are none. Use [`Batch::real`] where it must be a number.

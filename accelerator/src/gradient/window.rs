@@ -1,4 +1,5 @@
 use accelerator_collective::ProcessGroup;
+use accelerator_plan::mix;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
@@ -25,6 +26,29 @@ pub(super) struct Totals {
     pub(super) weight: f64,
     pub(super) loss: LossSum,
     pub(super) micro_steps: usize,
+    pub(super) batches: Batches,
+}
+
+/// Which batches a window was made from: a number that is the same on all ranks that have taken the same ones.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Batches {
+    sum: u64,
+    /// Whether it holds a weight that is of no batch.
+    has_others: bool,
+}
+
+impl Batches {
+    pub(super) fn add(&mut self, mark: Option<&Mark>) {
+        match mark {
+            Some(mark) => self.sum = self.sum.wrapping_add(mix(&mark.here.numbers())),
+            None => self.has_others = true,
+        }
+    }
+
+    /// `None` where it is not known: nothing is said of a weight that the program made.
+    pub(super) fn number(self) -> Option<u64> {
+        (!self.has_others).then_some(self.sum)
+    }
 }
 
 /// Σ weight · loss: what was read of it, and what lies on the device.
@@ -120,6 +144,7 @@ impl Window {
             self.totals.loss.add(slot, count, loss);
             self.totals.weight += count;
         }
+        self.totals.batches.add(mark.as_ref());
         note(&mut self.marks, mark);
         self.totals.micro_steps += 1;
         Ok(())

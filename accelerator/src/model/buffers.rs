@@ -9,6 +9,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Result};
 use crate::module_path::ModulePath;
+use crate::replicas;
 use crate::short_hash::short;
 
 /// The statistics that Burn's batch norm keeps, by the names of its fields.
@@ -125,7 +126,8 @@ impl Accelerator {
     }
 
     /// The model for evaluation, as Burn's `model.valid()`, with the running statistics of all ranks; see
-    /// [`sync_buffers`](Self::sync_buffers).
+    /// [`sync_buffers`](Self::sync_buffers). The parameters of a prepared model are
+    /// [compared](Self::check_replicas) before. Every rank calls it.
     ///
     /// ```
     /// use burn::nn::{BatchNorm, BatchNormConfig};
@@ -145,16 +147,13 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// As [`sync_buffers`](Self::sync_buffers); [`Error::is_misuse`] on every rank in the middle of a round of
+    /// As [`sync_buffers`](Self::sync_buffers); [`Error::is_drift`] on every rank where the parameters are no longer
+    /// the same on all of them; [`Error::is_misuse`] on every rank in the middle of a round of
     /// [local training](crate::local), where each rank has a model of its own, and what they measure together is
     /// that of none: evaluate when it was averaged, or this rank's replica with Burn's `model.valid()`.
     #[track_caller]
     pub fn valid<M: Module>(&self, model: &M) -> Result<M> {
-        // One that was not prepared is in no round.
-        if let Ok(slot) = self.shared.models.find(model) {
-            slot.round().check_together("evaluate the model")?;
-        }
-        self.sync_buffers(model)?;
+        replicas::settle(self, "evaluate the model", model)?;
         Ok(model.valid())
     }
 }

@@ -10,6 +10,7 @@ use super::{LoadOptions, LoadReport, ModelSnapshot, SaveOptions, load};
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Result};
 use crate::outcome;
+use crate::replicas;
 
 /// Models on disk, as safetensors.
 impl Accelerator {
@@ -43,7 +44,8 @@ impl Accelerator {
     /// # Errors
     ///
     /// [`Error::is_io`] on every rank when rank 0 could not write; [`Error::is_model`] for a
-    /// parameter that such files cannot hold; [`Error::is_misuse`] in the middle of
+    /// parameter that such files cannot hold; [`Error::is_drift`] on every rank where the parameters of a prepared
+    /// model are no longer [the same](Self::check_replicas) on all of them; [`Error::is_misuse`] in the middle of
     /// [local steps](crate::local), where each rank has another model; [`Error::is_collective`] when
     /// another rank is lost.
     #[track_caller]
@@ -89,10 +91,7 @@ impl Accelerator {
         path: impl AsRef<Path>,
         options: &SaveOptions,
     ) -> Result<()> {
-        if let Ok(slot) = self.shared.models.find(model) {
-            slot.round().check_together("save the model")?;
-        }
-        self.sync_buffers(model)?;
+        replicas::settle(self, "save the model", model)?;
         let group = self.group();
         if !self.is_main_process() {
             return outcome::hear(group, "save the model");

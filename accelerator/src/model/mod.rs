@@ -90,6 +90,16 @@ impl Models {
         }
     }
 
+    /// By the first of its parameters: the models for which `backward` was never called.
+    pub(crate) fn untrained(&self) -> Vec<String> {
+        let slots = self.lock();
+        let firsts = slots.iter().filter_map(|(id, slot)| {
+            let first = slot.parameters().first()?;
+            (first.id == *id && !slot.was_trained()).then(|| first.path.clone())
+        });
+        firsts.collect()
+    }
+
     /// A trainable parameter of a prepared model.
     pub(crate) fn parameter(&self, id: ParamId) -> Option<Trainable> {
         let slots = self.lock();

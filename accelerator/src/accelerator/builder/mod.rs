@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use accelerator_collective::{GroupOptions, Launch, TransportKind};
 use burn::tensor::FloatDType;
 
+use crate::accelerator::SameBatches;
 use crate::device::{DeviceKind, Oversubscription};
 use crate::gradient::hook::{CommunicationHook, Maker};
 use crate::gradient::{Compression, GradientReduction, Overlap};
@@ -67,6 +68,7 @@ pub struct AcceleratorBuilder {
     oversubscription: Option<Oversubscription>,
     precision: Option<Precision>,
     recording: Recording,
+    same_batches: SameBatches,
     seed: u64,
     trace: Option<PathBuf>,
     trace_schedule: Option<Schedule>,
@@ -100,6 +102,7 @@ impl AcceleratorBuilder {
             oversubscription: None,
             precision: None,
             recording: Recording::Nothing,
+            same_batches: SameBatches::Unexpected,
             seed: 0,
             trace: None,
             trace_schedule: None,
@@ -112,6 +115,34 @@ impl AcceleratorBuilder {
     /// `ACCEL_ACCUMULATION_STEPS`, else 1.
     pub fn accumulation_steps(mut self, steps: usize) -> Self {
         self.accumulation_steps = Some(steps);
+        self
+    }
+
+    /// Says that ranks may train on the same samples: in a benchmark, for example, or a test. Otherwise, a model whose
+    /// loss is the same on all ranks, to the bit, in eight steps one after the other is warned of, once, on rank 0:
+    /// its data is not shared out, and several ranks do what one does.
+    ///
+    /// Ranks tell each other a hash of their losses with their gradients, so it costs nothing. Losses that are 0 or not
+    /// finite do not count, nor do those that lie on GPUs which NCCL joins, where nobody has read them.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::Tensor;
+    ///
+    /// Accelerator::builder().allow_same_batches().launch(2, |accelerator| {
+    ///     let device = accelerator.device();
+    ///     let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    ///     for _ in 0..20 {
+    ///         let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    ///         let _ = accelerator.backward(loss, &model, 4)?;
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn allow_same_batches(mut self) -> Self {
+        self.same_batches = SameBatches::Allowed;
         self
     }
 

@@ -75,6 +75,7 @@ impl AcceleratorBuilder {
             precision: environment::precision(self.precision)?,
             recording,
             reduction,
+            same_batches: self.same_batches,
             seed: self.seed,
             trace,
             trace_schedule,

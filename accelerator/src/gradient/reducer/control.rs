@@ -14,7 +14,7 @@ pub(in crate::gradient) fn length(parameters: usize, buckets: usize) -> usize {
 }
 
 /// How many stand in front of the flags; see [`Told`].
-const HEADER: usize = 5;
+const HEADER: usize = 10;
 
 /// What all ranks have told each other in a control vector: sums over them.
 #[derive(Clone, Copy, Debug)]
@@ -24,6 +24,10 @@ pub(super) struct Told<'a> {
     pub(super) loss: f64,
     /// Of what tells windows apart, and of its echoes.
     window: [f64; 2],
+    /// How many ranks know from which batches their window was made, and of what tells those apart, and of its echoes.
+    batches: [f64; 3],
+    /// Of what tells the losses of ranks apart, and of its echoes.
+    losses: [f64; 2],
     /// How many ranks want the norm.
     norm: f64,
     /// By parameter: how many ranks have a gradient.
@@ -41,7 +45,21 @@ impl<'a> Told<'a> {
             Some(control) => control.as_slice::<f64>()?,
             None => &[],
         };
-        let [weight, loss, window, echo, norm, flags @ .., trigger] = values else {
+        let [
+            weight,
+            loss,
+            window,
+            echo,
+            known,
+            batches,
+            batches_echo,
+            losses,
+            losses_echo,
+            norm,
+            flags @ ..,
+            trigger,
+        ] = values
+        else {
             return Err(Error::new(
                 Kind::Collective,
                 "what ranks tell each other of a window was given up before it came",
@@ -52,6 +70,8 @@ impl<'a> Told<'a> {
             weight: *weight,
             loss: *loss,
             window: [*window, *echo],
+            batches: [*known, *batches, *batches_echo],
+            losses: [*losses, *losses_echo],
             norm: *norm,
             present,
             odd,
@@ -68,9 +88,19 @@ impl<'a> Told<'a> {
         self.odd.iter().map(|ranks| *ranks > 0.0)
     }
 
-    /// Whether windows of the same length, of the same model, ended on all ranks, none of which has missed one.
+    /// Whether windows of the same length, of the same model and the same batches, ended on all ranks, none of which
+    /// has missed one.
     pub(super) fn windows_agree(&self, group: &ProcessGroup) -> bool {
-        is_one_fingerprint(group.world_size(), self.window)
+        let ranks = group.world_size();
+        let [known, batches @ ..] = self.batches;
+        is_one_fingerprint(ranks, ranks, self.window)
+            && (known == 0.0 || is_one_fingerprint(ranks, known as usize, batches))
+    }
+
+    /// Whether all ranks have told a loss, which is the same to the bit.
+    pub(super) fn losses_agree(&self, group: &ProcessGroup) -> bool {
+        let ranks = group.world_size();
+        ranks > 1 && is_one_fingerprint(ranks, ranks, self.losses)
     }
 }
 
@@ -106,8 +136,19 @@ impl Reducer {
         let Some(mut control) = ledger.control.take() else {
             return Ok(());
         };
-        let [weight, loss, window, window_echo, wants_norm, rest @ ..] =
-            control.as_mut_slice::<f64>()?
+        let [
+            weight,
+            loss,
+            window,
+            window_echo,
+            known,
+            batches,
+            batches_echo,
+            losses,
+            losses_echo,
+            wants_norm,
+            rest @ ..,
+        ] = control.as_mut_slice::<f64>()?
         else {
             return Ok(());
         };
@@ -117,6 +158,23 @@ impl Reducer {
         let here = [self.model.number(), self.micro_steps as u64, failed];
         let here = fingerprint(ranks, &here);
         (*window, *window_echo) = (here as f64, echo(ranks, here) as f64);
+        (*known, *batches, *batches_echo) = match self.batches.number() {
+            Some(number) => {
+                let number = fingerprint(ranks, &[number]);
+                (1.0, number as f64, echo(ranks, number) as f64)
+            }
+            None => (0.0, 0.0, 0.0),
+        };
+        // Where there is nothing to learn, or nothing more, losses are the same whatever they are of. One that was
+        // not read, since devices add it up, is 0 here.
+        let is_told = self.loss.read.is_finite() && self.loss.read != 0.0;
+        (*losses, *losses_echo) = match is_told {
+            true => {
+                let loss = fingerprint(ranks, &[self.loss.read.to_bits()]);
+                (loss as f64, echo(ranks, loss) as f64)
+            }
+            false => (0.0, 0.0),
+        };
         *wants_norm = f64::from(u8::from(self.wants_norm));
         let here = ledger.written.iter().zip(&ledger.here);
         let here = here.map(|(written, here)| written | here);
@@ -176,8 +234,8 @@ impl Reducer {
     }
 }
 
-/// Whether windows of the same length, of the same model, ended on all ranks, none of which has missed one. All
-/// ranks see the same numbers, so all get the same error.
+/// Whether windows of the same length, of the same model and the same batches, ended on all ranks, none of which has
+/// missed one. All ranks see the same numbers, so all get the same error.
 pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
     let group = &reducer.group;
     if reducer.told()?.windows_agree(group) {
@@ -188,6 +246,7 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
         failed.unwrap_or_default(),
         reducer.model.to_string(),
         reducer.micro_steps as u64,
+        reducer.marks.last().map(|mark| mark.here),
     );
     let asking = group.for_purpose("average gradients");
     let all = asking.all_gather_object(&mine)?;
@@ -206,7 +265,7 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
             missed.join(", ")
         )));
     }
-    let models: Vec<_> = all.iter().map(|(_, model, _)| model.clone()).collect();
+    let models: Vec<_> = all.iter().map(|(_, model, ..)| model.clone()).collect();
     if models.iter().any(|model| *model != models[0]) {
         return Err(Error::misuse(format!(
             "the ranks average gradients of different models with each other: {}; call `backward` for the \
@@ -214,9 +273,22 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
             sides(models)
         )));
     }
+    if all.iter().all(|(_, _, calls, _)| *calls == all[0].2) {
+        let last = all.iter().map(|(.., last)| match last {
+            Some(here) => here.to_string(),
+            None => "a weight that is of no batch".to_owned(),
+        });
+        return Err(Error::misuse(format!(
+            "the ranks average gradients of different batches, so that samples are used twice or never ({}): a rank \
+             has left out a batch, left its loop early or counts its epochs on its own; take the same batches in \
+             the same steps on every rank, and pass `batch.with_weight(0.0)` for one that is to count for nothing; \
+             loaders count from 0, as they were prepared",
+            sides(last)
+        )));
+    }
     let shown: Vec<_> = (0..)
         .zip(&all)
-        .map(|(rank, (_, _, calls))| format!("{calls} on rank {rank}"))
+        .map(|(rank, (_, _, calls, _))| format!("{calls} on rank {rank}"))
         .collect();
     Err(Error::misuse(format!(
         "the accumulation windows that end here hold different numbers of `backward` calls: {}; call \
@@ -236,11 +308,11 @@ fn echo(ranks: usize, fingerprint: u64) -> u64 {
     self::fingerprint(ranks, &[fingerprint])
 }
 
-/// Whether all ranks have the same fingerprint, by the sums of fingerprints and of their echoes: where they are one,
-/// it is the mean, and so is its echo. All ranks see the same sums, and come to the same.
-fn is_one_fingerprint(ranks: usize, [fingerprints, echoes]: [f64; 2]) -> bool {
-    let mean = fingerprints as u64 / ranks as u64;
-    let sum = |one: u64| (one * ranks as u64) as f64;
+/// Whether so many of the ranks, which told theirs, have the same fingerprint, by the sums of fingerprints and of their
+/// echoes: where they are one, it is the mean, and so is its echo. All ranks see the same sums, and come to the same.
+fn is_one_fingerprint(ranks: usize, told: usize, [fingerprints, echoes]: [f64; 2]) -> bool {
+    let mean = fingerprints as u64 / told as u64;
+    let sum = |one: u64| (one * told as u64) as f64;
     sum(mean) == fingerprints && sum(echo(ranks, mean)) == echoes
 }
 
@@ -252,11 +324,16 @@ mod tests {
 
     /// What ranks come to that are in these windows.
     fn agree(windows: &[[u64; 3]]) -> bool {
-        let ranks = windows.len();
+        agree_beside(0, windows)
+    }
+
+    /// The same, where there are so many more that tell nothing.
+    fn agree_beside(others: usize, windows: &[[u64; 3]]) -> bool {
+        let (ranks, told) = (windows.len() + others, windows.len());
         let all = || windows.iter().map(|window| fingerprint(ranks, window));
         let sum = |numbers: &mut dyn Iterator<Item = u64>| numbers.map(|one| one as f64).sum();
         let echoes = &mut all().map(|one| echo(ranks, one));
-        is_one_fingerprint(ranks, [sum(&mut all()), sum(echoes)])
+        is_one_fingerprint(ranks, told, [sum(&mut all()), sum(echoes)])
     }
 
     proptest! {
@@ -265,11 +342,12 @@ mod tests {
             window: [u64; 3],
             others in proptest::collection::vec(any::<[u64; 3]>(), 1..4),
             ranks in 1_usize..5000,
+            silent in 0_usize..5000,
         ) {
             let mut windows = vec![window; ranks];
-            prop_assert!(agree(&windows));
+            prop_assert!(agree(&windows) && agree_beside(silent, &windows));
             windows.extend(others);
-            prop_assert!(!agree(&windows));
+            prop_assert!(!agree(&windows) && !agree_beside(silent, &windows));
         }
     }
 

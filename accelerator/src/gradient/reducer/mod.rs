@@ -22,7 +22,7 @@ use super::road::{Road, Sending};
 use super::slot::{ModelName, Slot};
 use super::spread::Spread;
 use super::values;
-use super::window::{self, LossSum, Window, check_all_known};
+use super::window::{self, Batches, LossSum, Window, check_all_known};
 use crate::accelerator::Trigger;
 use crate::data::Mark;
 use crate::error::Result;
@@ -39,6 +39,7 @@ use crate::timeline::{Part, Phase, Timeline};
 pub(super) struct Reducer {
     /// First, so that others hear of a failure before what is on its way is given up.
     promise: Promise,
+    batches: Batches,
     /// Where the program called `backward`, for errors: much is sent from inside Burn.
     caller: &'static Location<'static>,
     /// By parameter: what makes its gradient of the one that is looked at in backward.
@@ -104,6 +105,8 @@ pub(super) struct Reduced {
     pub(super) ranks: usize,
     /// Which of the sums this rank has.
     pub(super) spread: Spread,
+    /// Whether all ranks have the same loss, to the bit.
+    pub(super) same_losses: bool,
     /// Whether some rank wants to know the norm.
     pub(super) wants_norm: bool,
     /// Where the batches end that are in it.
@@ -194,6 +197,7 @@ impl Reducer {
         slot.renew(group, &mut ledger);
         Self {
             promise: Promise::new(group),
+            batches: before.batches,
             caller: Location::caller(),
             casts: Vec::new(),
             compression: Compression::None,
@@ -313,6 +317,7 @@ impl Reducer {
         loss: Tensor<1>,
         mark: Option<Mark>,
     ) -> Result<Reduced> {
+        self.batches.add(mark.as_ref());
         window::note(&mut self.marks, mark);
         match self.conclude(slot, gradients, loss) {
             Ok(repaired) => self.into_reduced(repaired),
@@ -387,6 +392,7 @@ impl Reducer {
         }
         let told = self.told()?;
         let (total, read, wants_norm) = (told.weight, told.loss, told.wants_norm());
+        let same_losses = self.pace != Pace::Nowhere && told.losses_agree(&self.group);
         let is_apart = self.pace != Pace::Nowhere && self.ledger.is_on_device();
         Ok(Reduced {
             loss: LossSum { read, ..self.loss },
@@ -400,6 +406,7 @@ impl Reducer {
             ranks: self.group.world_size(),
             apart: is_apart.then_some(self.group),
             repaired,
+            same_losses,
             spread: self.spread,
             wants_norm,
             ledger: self.ledger,
