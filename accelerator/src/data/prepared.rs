@@ -1,7 +1,7 @@
 use core::fmt;
 use core::panic::Location;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use accelerator_collective::{ProcessGroup, TransportKind};
 use accelerator_plan::{Plan, TailPolicy};
@@ -59,6 +59,8 @@ pub struct PreparedLoader<O> {
     /// How often it was read as a Burn loader.
     pub(super) passes: AtomicU64,
     pub(super) place: Place,
+    /// Whether a plan of the training was made of it.
+    is_planned: AtomicBool,
     pub(super) samples: Samples<O>,
     timeline: Timeline,
 }
@@ -184,9 +186,32 @@ impl<O: Send + 'static> PreparedLoader<O> {
             device,
             passes: AtomicU64::new(0),
             place,
+            is_planned: AtomicBool::new(false),
             samples,
             timeline,
         }
+    }
+
+    /// Its number among the loaders of the program.
+    pub(crate) fn number(&self) -> u64 {
+        self.place.number
+    }
+
+    /// Samples of a full step over all ranks, where it is known.
+    pub(crate) fn global_batch(&self) -> Option<u64> {
+        self.standing().global_batch
+    }
+
+    /// The same, for a plan of the training.
+    pub(crate) fn plan_batch(&self) -> Option<u64> {
+        self.is_planned.store(true, Ordering::Relaxed);
+        self.global_batch()
+    }
+
+    /// What a plan was told, where one was made.
+    pub(crate) fn planned_batch(&self) -> Option<u64> {
+        let is_planned = self.is_planned.load(Ordering::Relaxed);
+        self.global_batch().filter(|_| is_planned)
     }
 
     /// This rank's batches of that epoch. Shuffled orders differ from epoch to epoch, and are
