@@ -98,7 +98,7 @@ mod stream;
 pub use self::batch::Batch;
 pub use self::builder::DataLoaderBuilder;
 pub(crate) use self::cursor::{Mark, Spot};
-pub use self::epoch::Epoch;
+pub use self::epoch::{Epoch, NumberedBatches};
 pub use self::loader::Loader;
 pub use self::opaque::InOrder;
 pub use self::prepared::PreparedLoader;

@@ -219,7 +219,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
     /// instead, which goes on with each pass.
     ///
     /// After [`resume`](crate::Accelerator::resume), the epoch in which the checkpoint was saved
-    /// begins with the first batch that was not used yet; any other one is whole.
+    /// begins with the first batch that was not used yet; any other one is whole. Batches keep their numbers:
+    /// [`Batch::step`](super::Batch::step), and those of [`enumerate`](Epoch::enumerate).
     ///
     /// While batches are taken, the device's random generator is set from the seed, the rank, the
     /// loader, the epoch and the step: dropout is reproducible, and another one on each rank. So is what a
