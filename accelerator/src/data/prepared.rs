@@ -9,6 +9,7 @@ use burn::data::dataloader::DataLoader;
 use burn::tensor::Device;
 
 use super::cursor::{Cursor, Pass, Spot};
+use super::digest::ItemDigests;
 use super::epoch::{Epoch, Open, Reseed};
 use super::feed;
 use super::loader::{Loader, Origin};
@@ -19,7 +20,7 @@ use super::source::{Slice, Source};
 use super::spec::Spec;
 use super::stream::{self, Shared, Sharing};
 use crate::accelerator::Accelerator;
-use crate::agreement;
+use crate::agreement::{self, Term};
 use crate::error::{Error, Result};
 use crate::timeline::Timeline;
 
@@ -137,9 +138,13 @@ impl<O: Send + 'static> PreparedLoader<O> {
         let Loader { origin, spec } = loader;
         let group = accelerator.group().clone();
         let world_size = accelerator.world_size();
+        let mut digests = None;
         let (samples, described) = match origin {
             Origin::Indexed(source) => {
                 spec.order().check(source.len())?;
+                if world_size > 1 {
+                    digests = source.digests();
+                }
                 let described = format!("{} samples, {spec}", source.len());
                 let plan = spec.plan(source.len(), world_size)?;
                 let samples = Samples::Planned {
@@ -163,7 +168,16 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 (samples, described)
             }
         };
-        agreement::check(accelerator.group(), "a data loader", &described)?;
+        let mut terms = vec![Term::new("a data loader", described)];
+        terms.extend(digests.as_ref().map(item_term));
+        agreement::check_all(accelerator.group(), &terms)?;
+        if let Some(Ok(digests)) = digests
+            && digests.differ()
+        {
+            return Err(Error::config(format!(
+                "the data set of a loader gives {digests}: ranks cannot share it out by index{ITEM_HINT}"
+            )));
+        }
         Ok(Self::new(
             accelerator.shared.device.clone(),
             Place::of(accelerator),
@@ -386,6 +400,22 @@ impl<O: Send + 'static> PreparedLoader<O> {
         Self::new(device.clone(), self.place, samples, self.timeline.clone())
     }
 }
+
+/// The items of a data set, of which each rank read some. One that could not read them says why.
+fn item_term(digests: &Result<ItemDigests>) -> Term {
+    let (value, shown) = match digests {
+        Ok(digests) => (digests.value(), digests.to_string()),
+        Err(error) => (error.to_string(), error.to_string()),
+    };
+    Term::new("the data set of a loader", value)
+        .shown_as(shown)
+        .with_hint(ITEM_HINT)
+}
+
+/// What to do where a data set is not the same on every rank.
+const ITEM_HINT: &str = " (draw it from a seed that all ranks have; leave the order to `shuffle`, `sampler` or \
+                         `weighted` of the builder, and augmentation to `map_samples`; where items are meant to \
+                         differ, say `without_item_check`)";
 
 /// Whether the settings fit a stream.
 fn check_stream(spec: &Spec, sharing: Sharing) -> Result<()> {
