@@ -18,6 +18,7 @@ pub(crate) struct Term {
     what: String,
     value: String,
     shown: String,
+    hint: &'static str,
     origin: Option<&'static str>,
     sides: Sides,
 }
@@ -37,6 +38,7 @@ impl Term {
             what: what.into(),
             shown: value.clone(),
             value,
+            hint: "",
             origin: None,
             sides: Sides::Two,
         }
@@ -45,6 +47,11 @@ impl Term {
     /// Errors show this in place of what is compared.
     pub(crate) fn shown_as(self, shown: String) -> Self {
         Self { shown, ..self }
+    }
+
+    /// Errors add this, which says what to do.
+    pub(crate) fn with_hint(self, hint: &'static str) -> Self {
+        Self { hint, ..self }
     }
 
     /// Errors show what every rank has.
@@ -104,9 +111,10 @@ pub(crate) fn check_all(group: &ProcessGroup, mine: &[Term]) -> Result<()> {
             ),
         };
         Some(format!(
-            "{}{} differs between ranks: {found}",
+            "{}{} differs between ranks: {found}{}",
             term.what,
             origin.unwrap_or_default(),
+            term.hint,
         ))
     });
     let differ: Vec<_> = differ.collect();

@@ -179,7 +179,9 @@ pub use crate::prepare::{Prepare, kind};
 pub mod prelude {
     pub use crate::checkpoint::{Checkpoints, Object, PerRank};
     pub use crate::collective::ReduceOp;
-    pub use crate::data::{Batch, DataLoaderBuilder, InOrder, PreparedLoader};
+    pub use crate::data::{
+        Batch, BuildUncompared as _, DataLoaderBuilder, InOrder, PreparedLoader,
+    };
     pub use crate::ema::Ema;
     pub use crate::local::{DiLoCoConfig, LocalOutcome, LocalSgdConfig, LocalTraining};
     pub use crate::metric::{Accuracy, Confusion, Mean, TopK};

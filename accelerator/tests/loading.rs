@@ -9,6 +9,7 @@ use std::sync::Arc;
 use accelerator::data::InOrder;
 use accelerator::prelude::*;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder as BurnBuilder};
+use burn::data::dataset::transform::{SamplerDataset, SamplerDatasetOptions, ShuffledDataset};
 use burn::data::dataset::{Dataset, DatasetError};
 use common::{Column, ColumnBatcher, columns, loader};
 
@@ -313,4 +314,60 @@ fn loaders_that_differ_between_ranks_are_named() {
         assert_eq!(errors[0], errors[1]);
         assert!(errors[0].contains("rank 1 has"), "{}", errors[0]);
     }
+}
+
+/// What `prepare` says on two ranks to a data set of each.
+fn prepared_of_each<D: Dataset<usize> + 'static>(
+    dataset: impl Fn(usize) -> D + Sync,
+) -> Vec<Result<()>> {
+    let outcomes = accelerator::launch(2, |accelerator| {
+        let train = DataLoaderBuilder::new(ColumnBatcher)
+            .batch_size(4)
+            .build(dataset(accelerator.rank()));
+        let outcome = accelerator.prepare(train).map(drop);
+        accelerator.wait_for_everyone()?;
+        Ok(outcome)
+    });
+    outcomes.unwrap()
+}
+
+#[test]
+fn a_data_set_that_each_rank_has_drawn_by_itself_is_refused() {
+    let shuffled = |seed: u64| ShuffledDataset::new(columns(64), seed);
+    for outcome in prepared_of_each(|rank| shuffled(rank as u64)) {
+        let error = outcome.unwrap_err();
+        let text = error.to_string();
+        assert!(error.is_config(), "{error:?}");
+        assert!(
+            text.contains(
+                "the data set of a loader differs between ranks: rank 0 has items of digest"
+            ),
+            "{text}"
+        );
+    }
+    for outcome in prepared_of_each(|_| shuffled(7)) {
+        outcome.unwrap();
+    }
+}
+
+#[test]
+fn a_data_set_that_draws_for_each_read_is_refused_on_several_ranks() {
+    let drawn = |options| SamplerDataset::new(columns(1 << 20), options);
+    let sizes = || SamplerDatasetOptions::default().with_fixed_size(64);
+    let own = prepared_of_each(|_| drawn(sizes().with_system_rng()));
+    let seeded = prepared_of_each(|_| drawn(sizes().with_seed(7)));
+    for outcome in own.into_iter().chain(seeded) {
+        let text = outcome.unwrap_err().to_string();
+        assert!(
+            text.contains("items that are others each time they are read")
+                && text.contains("`weighted`"),
+            "{text}"
+        );
+    }
+    // One process draws what it likes.
+    let accelerator = Accelerator::new().unwrap();
+    let train = DataLoaderBuilder::new(ColumnBatcher)
+        .batch_size(4)
+        .build(drawn(sizes().with_system_rng()));
+    accelerator.prepare(train).unwrap();
 }

@@ -83,6 +83,24 @@ fn the_newest_checkpoint_is_resumed_and_names_the_rest_of_the_epoch() {
 }
 
 #[test]
+fn numbers_of_batches_go_on_in_mid_epoch() {
+    let folder = tempfile::tempdir().unwrap();
+    two_checkpoints(folder.path());
+    let ((_, _, train), _) = resumed(folder.path()).unwrap();
+    let steps = |epoch| -> Vec<usize> {
+        let batches = train.epoch(epoch).enumerate();
+        batches
+            .map(|(step, batch)| {
+                assert_eq!(batch.unwrap().step(), step as u64);
+                step
+            })
+            .collect()
+    };
+    assert_eq!(steps(1), [0, 1, 2, 3, 4, 5]);
+    assert_eq!(steps(0), [4, 5]);
+}
+
+#[test]
 fn an_epoch_whose_end_was_seen_is_followed_by_the_next() {
     for seen in [false, true] {
         let folder = tempfile::tempdir().unwrap();

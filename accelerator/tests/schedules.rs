@@ -4,8 +4,11 @@
 
 mod common;
 
+use std::path::Path;
+
 use accelerator::optim::Scheduled;
 use accelerator::prelude::*;
+use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::{Module, Param, ParamGroup, ParamId};
@@ -158,6 +161,81 @@ fn a_plan_tells_what_there_will_be() {
             text.contains("2 ranks") && text.contains("29 steps"),
             "{text}"
         );
+    }
+}
+
+/// A training of two epochs of 24 samples in the pattern of `plan`, a schedule over its steps, `prepare` and
+/// `resume`; a life ends after so many steps, or goes on to the end. Returns the rate of each step of the
+/// life.
+fn life(folder: &Path, ranks: usize, steps: usize, order: PlanOrder) -> Result<Vec<f64>> {
+    let rates = accelerator::launch(ranks, |accelerator| {
+        let parts = (line(&accelerator.device()), loader(24, 2));
+        let (model, mut train) = accelerator.prepare(parts)?;
+        if order == PlanOrder::AfterTheLoader {
+            train = accelerator.resume_loader(folder, train)?;
+        }
+        let plan = accelerator.plan(&train, 2);
+        let cosine = CosineAnnealingLrSchedulerConfig::new(0.1, plan.steps.unwrap() as usize);
+        let optimizer = (SgdConfig::new().init(), cosine.init().unwrap());
+        let optimizer = accelerator.prepare(optimizer)?;
+        let (parts, position) = accelerator.resume(folder, (model, optimizer, train))?;
+        let (mut model, mut optimizer, train) = parts;
+        if order == PlanOrder::AfterTheLoader {
+            let now = accelerator.plan(&train, 2);
+            assert_eq!(plan, now, "the plan before `resume` is the plan after it");
+        }
+        let mut rates = Vec::new();
+        'life: for epoch in position.epoch()..2 {
+            for batch in train.epoch(epoch) {
+                if rates.len() == steps {
+                    break 'life;
+                }
+                let batch = batch?;
+                let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+                model = optimizer.step(model, gradients);
+                rates.extend(optimizer.learning_rate());
+            }
+        }
+        accelerator.save_state(folder, (&model, &optimizer, &train))?;
+        Ok(rates)
+    });
+    rates.map(|rates| rates.into_iter().next().unwrap())
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum PlanOrder {
+    BeforeResume,
+    AfterTheLoader,
+}
+
+#[test]
+fn a_schedule_over_the_steps_of_a_plan_goes_on_at_another_number_of_ranks() {
+    let whole = tempfile::tempdir().unwrap();
+    let whole = life(whole.path(), 2, usize::MAX, PlanOrder::AfterTheLoader).unwrap();
+    assert_eq!(whole.len(), 12);
+    for ranks in [1, 3] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut rates = life(folder.path(), 2, 5, PlanOrder::AfterTheLoader).unwrap();
+        rates.extend(life(folder.path(), ranks, 3, PlanOrder::AfterTheLoader).unwrap());
+        rates.extend(life(folder.path(), 2, usize::MAX, PlanOrder::AfterTheLoader).unwrap());
+        assert_eq!(rates, whole, "2 ranks, {ranks} and 2 again");
+    }
+}
+
+#[test]
+fn a_schedule_that_gives_another_rate_at_another_number_of_ranks_is_refused() {
+    for ranks in [1, 3] {
+        let folder = tempfile::tempdir().unwrap();
+        life(folder.path(), 2, 5, PlanOrder::BeforeResume).unwrap();
+        let error = life(folder.path(), ranks, 1, PlanOrder::BeforeResume).unwrap_err();
+        assert!(error.is_checkpoint(), "{error:?}");
+        let text = error.to_string();
+        assert!(
+            text.contains("the optimizer at place 2") && text.contains("resume_loader"),
+            "{text}"
+        );
+        // The same number of ranks may change its schedule.
+        life(folder.path(), 2, 1, PlanOrder::BeforeResume).unwrap();
     }
 }
 

@@ -238,7 +238,8 @@ impl Accelerator {
     /// [`Error::is_model`](crate::Error::is_model) when the model's layout differs between ranks,
     /// naming the rank and the first path that differs;
     /// [`Error::is_config`](crate::Error::is_config) for a loader whose batch size is 0 or cannot be
-    /// shared by this many ranks, or that differs between ranks;
+    /// shared by this many ranks, or that differs between ranks, in [some of its
+    /// items](crate::data#the-same-data-set-on-every-rank) too;
     /// [`Error::is_misuse`](crate::Error::is_misuse) when ranks prepare different things, or in another order,
     /// and for a model that is prepared again in the middle of an accumulation window or of
     /// [local training](crate::local), which go on as if it had not been;

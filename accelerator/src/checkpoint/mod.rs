@@ -75,6 +75,7 @@ pub use self::settings::{Checkpoints, Draft, Resumed};
 pub use self::world::{Rescale, WorldChange};
 pub use self::write::Saved;
 use crate::accelerator::Accelerator;
+use crate::data::PreparedLoader;
 use crate::error::Result;
 
 /// Checkpoints. Only rank 0 writes and reads files, so no common file system is needed; every rank
@@ -228,7 +229,8 @@ impl Accelerator {
     /// - At another number of ranks, a step uses as many samples as before, divided as evenly as
     ///   possible, and the learning rate stays: see [`resume_with`](Self::resume_with). With
     ///   [`global_batch`](crate::AcceleratorBuilder::global_batch), batches stay as they are, and micro-steps
-    ///   follow.
+    ///   follow. A schedule over the steps of a plan needs the loader first: see
+    ///   [`resume_loader`](Self::resume_loader).
     /// - Running statistics of a batch norm are those of all ranks that saved, on every rank.
     ///
     /// Figures that are built over an epoch, such as its mean loss, are saved and resumed beside these: see
@@ -265,7 +267,8 @@ impl Accelerator {
     ///
     /// The same on every rank: [`Error::is_checkpoint`](crate::Error::is_checkpoint) for other parts
     /// than were saved, a loader with another number or order of samples, another kind of optimizer
-    /// or scheduler, state of an optimizer that Burn would load in another float type than that in which it was
+    /// or scheduler, a schedule that gives another rate for the last step where the number of ranks is another
+    /// one and the samples of a step are not (elsewhere it is a warning: a program may change its schedule), state of an optimizer that Burn would load in another float type than that in which it was
     /// saved (see [`fused`](crate::optim::fused)), and where checkpoints are there and none is whole;
     /// [`Error::is_model`](crate::Error::is_model) for a model of another layout;
     /// [`Error::is_config`](crate::Error::is_config) where batches cannot be divided over the ranks, or ranks are
@@ -279,6 +282,101 @@ impl Accelerator {
         parts: P,
     ) -> Result<(P, Position)> {
         resume::resume(self, &checkpoints.into(), parts, |_| Rescale::default())
+    }
+
+    /// Gives a loader alone what [`resume`](Self::resume) will give it, before there is an optimizer: so that a
+    /// [plan](Self::plan), and a schedule over its steps, count the batches with which training goes on at
+    /// another number of ranks. Pass all parts to `resume` afterwards. Without any checkpoint, the loader comes
+    /// back as it is.
+    ///
+    /// The loader is found by its number among the loaders that the program has prepared. The checkpoint is
+    /// verified each time.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+    /// use burn::optim::SgdConfig;
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    ///
+    /// let life = |ranks| launch(ranks, |accelerator| {
+    ///     let dataset = InMemDataset::new((0..96).collect());
+    ///     let train = DataLoaderBuilder::new(Listed).batch_size(8).build(dataset);
+    ///     let train = accelerator.prepare(train)?;
+    ///     let train = accelerator.resume_loader(folder, train)?;
+    ///     let steps = accelerator.plan(&train, 3).steps.expect("a data set knows its length");
+    ///     let schedule = CosineAnnealingLrSchedulerConfig::new(1e-2, steps as usize).init().unwrap();
+    ///     let optimizer = accelerator.prepare((SgdConfig::new().init(), schedule))?;
+    ///     let ((optimizer, train), _) = accelerator.resume(folder, (optimizer, train))?;
+    ///     accelerator.save_state(folder, (&optimizer, &train))?;
+    ///     Ok(steps)
+    /// });
+    /// assert_eq!(life(2)?, [18, 18]);
+    /// assert_eq!(life(1)?, [18], "batches of 16 are kept");
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// The same on every rank: those of [`resume`](Self::resume) that are about loaders and folders, and
+    /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) where no loader of that number was saved.
+    #[track_caller]
+    pub fn resume_loader<O: Send + 'static>(
+        &self,
+        checkpoints: impl Into<Checkpoints>,
+        loader: PreparedLoader<O>,
+    ) -> Result<PreparedLoader<O>> {
+        resume::resume_loader(self, &checkpoints.into(), loader, |_| Rescale::default())
+    }
+
+    /// As [`resume_loader`](Self::resume_loader), for a program that goes on by
+    /// [`resume_with`](Self::resume_with): with its rule.
+    ///
+    /// ```
+    /// use accelerator::checkpoint::Rescale;
+    /// use accelerator::prelude::*;
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    /// # let train = || {
+    /// #     let dataset = InMemDataset::new((0..96).collect());
+    /// #     DataLoaderBuilder::new(Listed).batch_size(8).build(dataset)
+    /// # };
+    ///
+    /// launch(2, |accelerator| {
+    ///     let train = accelerator.prepare(train())?;
+    ///     accelerator.save_state(folder, &train).map(drop)
+    /// })?;
+    /// launch(3, |accelerator| {
+    ///     let train = accelerator.prepare(train())?;
+    ///     let train = accelerator
+    ///         .resume_loader_with(folder, train, |_| Rescale::keep_batch_per_rank())?;
+    ///     assert_eq!(train.steps(), Some(4));
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of both.
+    #[track_caller]
+    pub fn resume_loader_with<O: Send + 'static>(
+        &self,
+        checkpoints: impl Into<Checkpoints>,
+        loader: PreparedLoader<O>,
+        rule: impl FnOnce(&WorldChange) -> Rescale,
+    ) -> Result<PreparedLoader<O>> {
+        resume::resume_loader(self, &checkpoints.into(), loader, rule)
     }
 
     /// As [`resume`](Self::resume), with a rule for another number of ranks; see [`Rescale`]. The

@@ -18,7 +18,7 @@ use super::state::{HookState, Kept, ModelState, Names, PartState, State, decode}
 use super::world::{Rescale, WorldChange};
 use crate::accelerator::{Accelerator, WindowSize};
 use crate::agreement::{self, Term};
-use crate::data::{Continuation, PreparedLoader};
+use crate::data::{Continuation, PreparedLoader, Standing};
 use crate::error::{Error, Kind, Result};
 use crate::gradient::hook::{Held, SavedBy};
 use crate::notice;
@@ -33,29 +33,9 @@ pub(super) fn resume<K, P: Resume<K>>(
     parts: P,
     rule: impl FnOnce(&WorldChange) -> Rescale,
 ) -> Result<(P, Position)> {
-    accelerator.shared.checkpoints.settle(accelerator)?;
     let mut kinds = Vec::new();
     P::kinds(&mut kinds);
-    let folder = settings.path().display();
-    let terms = [
-        Term::new("what is passed to `resume`", list(&kinds)),
-        // Rank 0 alone reads, and the others' would not be looked into.
-        Term::new("the folder of checkpoints", folder).shown_of_all(),
-    ];
-    agreement::check_all(accelerator.group(), &terms)?;
-    let mut source = None;
-    let found = from_main(accelerator, "find a checkpoint", || {
-        let activity = accelerator.group().activity();
-        let Some((checkpoint, passed_over)) = newest(settings.path(), activity)? else {
-            return Ok(None);
-        };
-        let window = accelerator.shared.settings.window;
-        let mut found = Found::read(&checkpoint, accelerator.world_size(), window, rule)?;
-        found.passed_over = passed_over;
-        source = Some(checkpoint);
-        Ok(Some(found))
-    })?;
-    let Some(found) = found else {
+    let Some((found, source)) = find(accelerator, settings, list(&kinds), rule)? else {
         return Ok((parts, Position::start(accelerator.world_size())));
     };
     found.compare(&kinds)?;
@@ -100,6 +80,69 @@ pub(super) fn resume<K, P: Resume<K>>(
         world_size_before: found.world_size,
     };
     Ok((parts, position))
+}
+
+/// See [`Accelerator::resume_loader_with`].
+#[track_caller]
+pub(super) fn resume_loader<O: Send + 'static>(
+    accelerator: &Accelerator,
+    settings: &Checkpoints,
+    loader: PreparedLoader<O>,
+    rule: impl FnOnce(&WorldChange) -> Rescale,
+) -> Result<PreparedLoader<O>> {
+    let number = loader.number();
+    let name = format!("loader {number} (the first that was prepared is 0)");
+    let Some((found, _)) = find(accelerator, settings, name.clone(), rule)? else {
+        return Ok(loader);
+    };
+    let mut parts = found.state.parts.iter().enumerate();
+    let saved = parts.find_map(|(at, part)| match part {
+        PartState::Loader(saved) if saved.number == number => Some((at, saved)),
+        _ => None,
+    });
+    let Some((at, saved)) = saved else {
+        return Err(Error::new(
+            Kind::Checkpoint,
+            format!(
+                "the checkpoint `{}` does not fit: it has no {name}; prepare loaders in the order of the \
+                 program that saved it",
+                found.path.display()
+            ),
+        ));
+    };
+    found.go_on(accelerator.world_size(), at, &name, saved, loader)
+}
+
+/// What rank 0 finds in the folder, on every rank, and on rank 0 the checkpoint itself; `None` without one.
+/// Ranks compare what they are going to resume.
+#[track_caller]
+fn find(
+    accelerator: &Accelerator,
+    settings: &Checkpoints,
+    passed: String,
+    rule: impl FnOnce(&WorldChange) -> Rescale,
+) -> Result<Option<(Found, Option<Checkpoint>)>> {
+    accelerator.shared.checkpoints.settle(accelerator)?;
+    let folder = settings.path().display();
+    let terms = [
+        Term::new("what is passed to `resume`", passed),
+        // Rank 0 alone reads, and the others' would not be looked into.
+        Term::new("the folder of checkpoints", folder).shown_of_all(),
+    ];
+    agreement::check_all(accelerator.group(), &terms)?;
+    let mut source = None;
+    let found = from_main(accelerator, "find a checkpoint", || {
+        let activity = accelerator.group().activity();
+        let Some((checkpoint, passed_over)) = newest(settings.path(), activity)? else {
+            return Ok(None);
+        };
+        let window = accelerator.shared.settings.window;
+        let mut found = Found::read(&checkpoint, accelerator.world_size(), window, rule)?;
+        found.passed_over = passed_over;
+        source = Some(checkpoint);
+        Ok(Some(found))
+    })?;
+    Ok(found.map(|found| (found, source)))
 }
 
 /// The newest good checkpoint in the folder, or the one that the path itself is, and what is wrong
@@ -224,6 +267,24 @@ impl Found {
             step: facts.step,
             world_size: before,
         })
+    }
+
+    /// The loader that was saved at that place goes on.
+    fn go_on<O: Send + 'static>(
+        &self,
+        world_size: usize,
+        at: usize,
+        name: &str,
+        saved: &Standing,
+        loader: PreparedLoader<O>,
+    ) -> Result<PreparedLoader<O>> {
+        let (before, rescale) = (self.world_size, self.rescale);
+        let how = Continuation {
+            global_batch: &|global_batch| rescale.global_batch(before, world_size, global_batch),
+            goes_on: self.state.goes_on(at),
+            same_world: before == world_size,
+        };
+        loader.go_on(name, saved, &how)
     }
 
     /// Whether the parts are those that were saved.
@@ -363,26 +424,66 @@ impl<'a> Restorer<'a> {
         let file = self.names.optimizer()?;
         let record = Bytes::from_bytes_vec(self.read(&file)?).shared();
         check_known(&name, &record, &self.ids)?;
-        optimizer.go_on(&name, saved.clone(), record, self.factor)
+        let optimizer = optimizer.go_on(&name, saved.clone(), record, self.factor)?;
+        self.check_rate(&name, saved.scheduled_rate(), optimizer.scheduled_rate())?;
+        Ok(optimizer)
+    }
+
+    /// Whether the schedule of this program gave the last step the rate that it had. Where it did not, a
+    /// program may have meant that, but not by being started on another number of ranks.
+    fn check_rate(&self, name: &str, saved: Option<f64>, found: Option<f64>) -> Result<()> {
+        let (Some(saved), Some(found)) = (saved, found) else {
+            return Ok(());
+        };
+        // `cos` may differ in its last bits between machines.
+        if saved == found || (saved - found).abs() <= 1e-9 * saved.abs() {
+            return Ok(());
+        }
+        let (before, now) = (self.found.world_size, self.accelerator.world_size());
+        let jump = format!(
+            "the schedule of {name} is another one: its learning rate was {saved:.6e} in the last step before \
+             the checkpoint was saved, and would have been {found:.6e} in that step here"
+        );
+        if before != now && self.found.rescale.keeps_global_batch() {
+            return Err(Error::new(
+                Kind::Checkpoint,
+                format!(
+                    "{jump}; {now} ranks go on with as many samples a step as {before} had, so the schedule \
+                     must count as many steps: {HINT}; where batches are to stay those of a rank, use \
+                     `resume_with` and `Rescale::keep_batch_per_rank`"
+                ),
+            ));
+        }
+        if self.accelerator.is_main_process() {
+            notice::warn(&format!(
+                "{jump}; it goes on with the rates of this program"
+            ));
+        }
+        Ok(())
     }
 
     pub(super) fn loader<O: Send + 'static>(
         &mut self,
         loader: PreparedLoader<O>,
     ) -> Result<PreparedLoader<O>> {
-        let goes_on = self.found.state.goes_on(self.at);
+        let at = self.at;
         let (name, part) = self.next()?;
         let PartState::Loader(saved) = part else {
             return Err(other_kind(&name));
         };
-        let (before, now) = (self.found.world_size, self.accelerator.world_size());
-        let rescale = self.found.rescale;
-        let how = Continuation {
-            global_batch: &|global_batch| rescale.global_batch(before, now, global_batch),
-            goes_on,
-            same_world: before == now,
+        let planned = loader.planned_batch();
+        let world_size = self.accelerator.world_size();
+        let loader = self.found.go_on(world_size, at, &name, saved, loader)?;
+        let (Some(planned), Some(batch)) = (planned, loader.global_batch()) else {
+            return Ok(loader);
         };
-        loader.go_on(&name, saved, &how)
+        if planned != batch && self.accelerator.is_main_process() {
+            notice::warn(&format!(
+                "{name} goes on with {batch} samples a step over all ranks, and `plan` was told {planned} \
+                 before `resume`: what was computed from that plan does not hold; {HINT}"
+            ));
+        }
+        Ok(loader)
     }
 
     #[track_caller]
@@ -448,6 +549,9 @@ impl fmt::Debug for Restorer<'_> {
             .finish_non_exhaustive()
     }
 }
+
+/// What to do where the steps of a schedule were counted with another batch.
+const HINT: &str = "pass the loader to `Accelerator::resume_loader` before `plan`";
 
 /// Kinds were compared before.
 fn other_kind(name: &str) -> Error {

@@ -140,6 +140,10 @@ impl Rescale {
         }
     }
 
+    pub(super) fn keeps_global_batch(self) -> bool {
+        self.batch == Batch::Global
+    }
+
     pub(super) fn factor(self) -> f64 {
         self.factor
     }

@@ -223,7 +223,10 @@ impl<O> Batch<O> {
         self.info.epoch
     }
 
-    /// The number of this step in the epoch, from 0.
+    /// The number of this step in the epoch, from 0. After [`resume`](crate::Accelerator::resume) in mid-epoch, the
+    /// first batch that comes has the number that it has in the whole epoch: what a loop does by a number, such as
+    /// a log line every so many steps, is to be done by this one, or by that of
+    /// [`Epoch::enumerate`](super::Epoch::enumerate).
     pub fn step(&self) -> u64 {
         self.info.step
     }

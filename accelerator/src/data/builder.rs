@@ -5,6 +5,7 @@ use accelerator_plan::{TailPolicy, WeightedSampler};
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
 
+use super::digest::{self, Digest, ItemCheck};
 use super::loader::{Loader, Origin};
 use super::order::{Listed, Order};
 use super::source::{Batched, Batching, SamplePlace};
@@ -42,6 +43,7 @@ use crate::error::Result;
 #[must_use]
 pub struct DataLoaderBuilder<I, O> {
     pub(super) batching: Batching<I, O>,
+    items: ItemCheck,
     pub(super) spec: Spec,
 }
 
@@ -57,6 +59,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
                 maker: Arc::default(),
                 map: None,
             },
+            items: ItemCheck::Compared,
             spec: Spec::default(),
         }
     }
@@ -356,15 +359,94 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
         self
     }
 
-    /// Adds the data set.
-    pub fn build(self, dataset: impl Dataset<I> + 'static) -> Loader<O> {
+    /// Takes it on trust that each index of the data set gives the same item on every rank, and every time. For
+    /// data sets whose items take long to read, and those that draw on purpose: see
+    /// [the same data set on every rank](crate::data#the-same-data-set-on-every-rank).
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # use burn::tensor::Device;
+    /// # struct Listed;
+    /// # impl Batcher<usize, Vec<usize>> for Listed {
+    /// #     fn batch(&self, items: Vec<usize>, _device: &Device) -> Vec<usize> { items }
+    /// # }
+    /// use accelerator::prelude::*;
+    ///
+    /// let prepared = |check: bool| launch(2, |accelerator| {
+    ///     let mine = InMemDataset::new(vec![accelerator.rank(); 8]);
+    ///     let builder = DataLoaderBuilder::new(Listed).batch_size(2);
+    ///     let builder = if check { builder } else { builder.without_item_check() };
+    ///     accelerator.prepare(builder.build(mine)).map(drop)
+    /// });
+    /// assert!(prepared(true).unwrap_err().is_config());
+    /// prepared(false)?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn without_item_check(mut self) -> Self {
+        self.items = ItemCheck::Trusted;
+        self
+    }
+
+    fn build_with(
+        self,
+        dataset: impl Dataset<I> + 'static,
+        digest: Option<Digest<I>>,
+    ) -> Loader<O> {
         Loader {
             origin: Origin::Indexed(Arc::new(Batched {
                 batching: self.batching.with_workers(self.spec.workers),
                 dataset: Arc::new(dataset),
+                digest: digest.filter(|_| self.items == ItemCheck::Compared),
             })),
             spec: self.spec,
         }
+    }
+}
+
+impl<I: fmt::Debug + Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
+    /// Adds the data set, of which ranks compare some items when the loader is prepared: see
+    /// [the same data set on every rank](crate::data#the-same-data-set-on-every-rank).
+    ///
+    /// Items without `Debug` are not compared. Their loader is built by [`BuildUncompared::build`], which is in the
+    /// [prelude](crate::prelude).
+    pub fn build(self, dataset: impl Dataset<I> + 'static) -> Loader<O> {
+        self.build_with(dataset, Some(digest::of_debug))
+    }
+}
+
+/// Builds loaders of items that do not implement `Debug`, and so are not compared between ranks.
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+/// use burn::tensor::Device;
+///
+/// #[derive(Clone)]
+/// struct Secret(u32);
+///
+/// struct Listed;
+/// impl Batcher<Secret, Vec<u32>> for Listed {
+///     fn batch(&self, items: Vec<Secret>, _device: &Device) -> Vec<u32> {
+///         items.into_iter().map(|item| item.0).collect()
+///     }
+/// }
+///
+/// let accelerator = Accelerator::new()?;
+/// let loader = DataLoaderBuilder::new(Listed)
+///     .batch_size(2)
+///     .build(InMemDataset::new(vec![Secret(1), Secret(2)]));
+/// let loader = accelerator.prepare(loader)?;
+/// assert_eq!(*loader.epoch(0).next().unwrap()?, [1, 2]);
+/// # Ok::<(), Error>(())
+/// ```
+pub trait BuildUncompared<I, O> {
+    /// Adds the data set. Where items implement `Debug`, this is [`DataLoaderBuilder::build`].
+    fn build(self, dataset: impl Dataset<I> + 'static) -> Loader<O>;
+}
+
+impl<I: Send + 'static, O: Send + 'static> BuildUncompared<I, O> for DataLoaderBuilder<I, O> {
+    fn build(self, dataset: impl Dataset<I> + 'static) -> Loader<O> {
+        self.build_with(dataset, None)
     }
 }
 

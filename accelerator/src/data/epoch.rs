@@ -131,6 +131,38 @@ impl<O> Epoch<O> {
         self
     }
 
+    /// The batches with their numbers in the epoch, which are those of [`Batch::step`]: what a program does by
+    /// the number goes on where it was after [`resume`](crate::Accelerator::resume) in mid-epoch, where
+    /// [`Iterator::enumerate`], whose place this takes, would begin at 0 again. So do adapters in between:
+    /// behind `take` or `zip`, ask the batch.
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # use burn::tensor::Device;
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
+    /// # }
+    /// use accelerator::prelude::*;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let loader = DataLoaderBuilder::new(Listed)
+    ///     .batch_size(4)
+    ///     .build(InMemDataset::new((0..16).collect()));
+    /// let loader = accelerator.prepare(loader)?;
+    /// let mut steps = Vec::new();
+    /// for (step, batch) in loader.epoch(0).skip_first_batches(2).enumerate() {
+    ///     assert_eq!(batch?.step(), step as u64);
+    ///     steps.push(step);
+    /// }
+    /// assert_eq!(steps, [2, 3]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn enumerate(self) -> NumberedBatches<O> {
+        let next = self.pass.yielded().step as usize;
+        NumberedBatches { epoch: self, next }
+    }
+
     /// How long `next` waited for batches so far. If it grows by much, add workers.
     pub fn waited(&self) -> Duration {
         self.waited
@@ -199,6 +231,33 @@ impl<O> Iterator for Epoch<O> {
 }
 
 impl<O> FusedIterator for Epoch<O> {}
+
+/// Batches with their numbers in the epoch; see [`Epoch::enumerate`].
+#[must_use = "an epoch is an iterator"]
+#[derive(Debug)]
+pub struct NumberedBatches<O> {
+    epoch: Epoch<O>,
+    next: usize,
+}
+
+impl<O> Iterator for NumberedBatches<O> {
+    type Item = (usize, Result<Batch<O>>);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let batch = self.epoch.next()?;
+        let step = batch
+            .as_ref()
+            .map_or(self.next, |batch| batch.step() as usize);
+        self.next = step + 1;
+        Some((step, batch))
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        self.epoch.size_hint()
+    }
+}
+
+impl<O> FusedIterator for NumberedBatches<O> {}
 
 impl<O> Drop for Epoch<O> {
     fn drop(&mut self) {

@@ -24,6 +24,23 @@
 //! can be read inside each other's loops. Workers are started with each epoch, and end with it: a
 //! thread is started and joined in less than 0.2 ms.
 //!
+//! # The same data set on every rank
+//!
+//! A rank gets a share of the indices, so an index must mean the same sample on every rank. Where there are several,
+//! [`prepare`](crate::Accelerator::prepare) compares the number of samples and eight items that lie evenly over the
+//! data set, which each rank reads twice: the words and numbers in their [`Debug`](core::fmt::Debug) texts, of each
+//! item the first 64 KiB, in any order within it, without addresses. Neither other items, nor what
+//! `map_samples` and the batcher make of them, nor streams and Burn's own loaders are compared. Items without
+//! `Debug` are not either: [`BuildUncompared`] builds their loaders. Where reading items takes long, or they are to
+//! differ, leave it out with [`without_item_check`](DataLoaderBuilder::without_item_check).
+//!
+//! | a data set that is drawn | is the same on every rank with |
+//! |---|---|
+//! | from `rand::rng()` or the time, while it is built | a generator that is seeded by a number of the program, such as [`Accelerator::seed`](crate::Accelerator::seed) |
+//! | by Burn's `ShuffledDataset` | `ShuffledDataset::new(dataset, seed)`, not the system's generator; or the builder's [`shuffle`](DataLoaderBuilder::shuffle), which is another order in each epoch |
+//! | by Burn's `SamplerDataset` | nothing, also not `with_seed`: it draws anew for each index that is read, in the order of reading. Use [`weighted`](DataLoaderBuilder::weighted), [`weighted_without_replacement`](DataLoaderBuilder::weighted_without_replacement) or [`sampler`](DataLoaderBuilder::sampler) |
+//! | for augmentation, in `get` | [`map_samples`](DataLoaderBuilder::map_samples), seeded by [`SamplePlace::rng_seed`] |
+//!
 //! # Random numbers
 //!
 //! Everything that is drawn follows the place in the data, and neither workers nor what was read before. So a
@@ -82,6 +99,7 @@ mod batch;
 mod builder;
 mod burn_loader;
 mod cursor;
+mod digest;
 mod epoch;
 mod feed;
 mod loader;
@@ -96,9 +114,9 @@ mod standing;
 mod stream;
 
 pub use self::batch::Batch;
-pub use self::builder::DataLoaderBuilder;
+pub use self::builder::{BuildUncompared, DataLoaderBuilder};
 pub(crate) use self::cursor::{Mark, Spot};
-pub use self::epoch::Epoch;
+pub use self::epoch::{Epoch, NumberedBatches};
 pub use self::loader::Loader;
 pub use self::opaque::InOrder;
 pub use self::prepared::PreparedLoader;

@@ -1,7 +1,7 @@
 use core::fmt;
 use core::panic::Location;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use accelerator_collective::{ProcessGroup, TransportKind};
 use accelerator_plan::{Plan, TailPolicy};
@@ -9,6 +9,7 @@ use burn::data::dataloader::DataLoader;
 use burn::tensor::Device;
 
 use super::cursor::{Cursor, Pass, Spot};
+use super::digest::ItemDigests;
 use super::epoch::{Epoch, Open, Reseed};
 use super::feed;
 use super::loader::{Loader, Origin};
@@ -19,7 +20,7 @@ use super::source::{Slice, Source};
 use super::spec::Spec;
 use super::stream::{self, Shared, Sharing};
 use crate::accelerator::Accelerator;
-use crate::agreement;
+use crate::agreement::{self, Term};
 use crate::error::{Error, Result};
 use crate::timeline::Timeline;
 
@@ -59,6 +60,8 @@ pub struct PreparedLoader<O> {
     /// How often it was read as a Burn loader.
     pub(super) passes: AtomicU64,
     pub(super) place: Place,
+    /// Whether a plan of the training was made of it.
+    is_planned: AtomicBool,
     pub(super) samples: Samples<O>,
     timeline: Timeline,
 }
@@ -135,9 +138,13 @@ impl<O: Send + 'static> PreparedLoader<O> {
         let Loader { origin, spec } = loader;
         let group = accelerator.group().clone();
         let world_size = accelerator.world_size();
+        let mut digests = None;
         let (samples, described) = match origin {
             Origin::Indexed(source) => {
                 spec.order().check(source.len())?;
+                if world_size > 1 {
+                    digests = source.digests();
+                }
                 let described = format!("{} samples, {spec}", source.len());
                 let plan = spec.plan(source.len(), world_size)?;
                 let samples = Samples::Planned {
@@ -161,7 +168,16 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 (samples, described)
             }
         };
-        agreement::check(accelerator.group(), "a data loader", &described)?;
+        let mut terms = vec![Term::new("a data loader", described)];
+        terms.extend(digests.as_ref().map(item_term));
+        agreement::check_all(accelerator.group(), &terms)?;
+        if let Some(Ok(digests)) = digests
+            && digests.differ()
+        {
+            return Err(Error::config(format!(
+                "the data set of a loader gives {digests}: ranks cannot share it out by index{ITEM_HINT}"
+            )));
+        }
         Ok(Self::new(
             accelerator.shared.device.clone(),
             Place::of(accelerator),
@@ -184,9 +200,32 @@ impl<O: Send + 'static> PreparedLoader<O> {
             device,
             passes: AtomicU64::new(0),
             place,
+            is_planned: AtomicBool::new(false),
             samples,
             timeline,
         }
+    }
+
+    /// Its number among the loaders of the program.
+    pub(crate) fn number(&self) -> u64 {
+        self.place.number
+    }
+
+    /// Samples of a full step over all ranks, where it is known.
+    pub(crate) fn global_batch(&self) -> Option<u64> {
+        self.standing().global_batch
+    }
+
+    /// The same, for a plan of the training.
+    pub(crate) fn plan_batch(&self) -> Option<u64> {
+        self.is_planned.store(true, Ordering::Relaxed);
+        self.global_batch()
+    }
+
+    /// What a plan was told, where one was made.
+    pub(crate) fn planned_batch(&self) -> Option<u64> {
+        let is_planned = self.is_planned.load(Ordering::Relaxed);
+        self.global_batch().filter(|_| is_planned)
     }
 
     /// This rank's batches of that epoch. Shuffled orders differ from epoch to epoch, and are
@@ -194,7 +233,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
     /// instead, which goes on with each pass.
     ///
     /// After [`resume`](crate::Accelerator::resume), the epoch in which the checkpoint was saved
-    /// begins with the first batch that was not used yet; any other one is whole.
+    /// begins with the first batch that was not used yet; any other one is whole. Batches keep their numbers:
+    /// [`Batch::step`](super::Batch::step), and those of [`enumerate`](Epoch::enumerate).
     ///
     /// While batches are taken, the device's random generator is set from the seed, the rank, the
     /// loader, the epoch and the step: dropout is reproducible, and another one on each rank. So is what a
@@ -360,6 +400,22 @@ impl<O: Send + 'static> PreparedLoader<O> {
         Self::new(device.clone(), self.place, samples, self.timeline.clone())
     }
 }
+
+/// The items of a data set, of which each rank read some. One that could not read them says why.
+fn item_term(digests: &Result<ItemDigests>) -> Term {
+    let (value, shown) = match digests {
+        Ok(digests) => (digests.value(), digests.to_string()),
+        Err(error) => (error.to_string(), error.to_string()),
+    };
+    Term::new("the data set of a loader", value)
+        .shown_as(shown)
+        .with_hint(ITEM_HINT)
+}
+
+/// What to do where a data set is not the same on every rank.
+const ITEM_HINT: &str = " (draw it from a seed that all ranks have; leave the order to `shuffle`, `sampler` or \
+                         `weighted` of the builder, and augmentation to `map_samples`; where items are meant to \
+                         differ, say `without_item_check`)";
 
 /// Whether the settings fit a stream.
 fn check_stream(spec: &Spec, sharing: Sharing) -> Result<()> {

@@ -5,6 +5,7 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
+use super::digest::{Digest, ItemDigests};
 use super::made::{Made, Maker};
 use crate::error::{Error, Kind, Result};
 
@@ -78,6 +79,9 @@ pub(super) trait Source<O>: Send + Sync {
     fn len(&self) -> u64;
 
     fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<Made<O>>;
+
+    /// Of some items, where they are compared between ranks.
+    fn digests(&self) -> Option<Result<ItemDigests>>;
 }
 
 /// What makes a batch of items.
@@ -134,6 +138,8 @@ impl<I, O> Clone for Batching<I, O> {
 pub(super) struct Batched<I, O> {
     pub(super) batching: Batching<I, O>,
     pub(super) dataset: Arc<dyn Dataset<I>>,
+    /// Where items are compared between ranks.
+    pub(super) digest: Option<Digest<I>>,
 }
 
 impl<I: Send + 'static, O: 'static> Source<O> for Batched<I, O> {
@@ -152,6 +158,11 @@ impl<I: Send + 'static, O: 'static> Source<O> for Batched<I, O> {
         })?;
         Ok(self.batching.batch(epoch, items, indices, device))
     }
+
+    fn digests(&self) -> Option<Result<ItemDigests>> {
+        let digest = self.digest?;
+        Some(ItemDigests::of(&*self.dataset, digest))
+    }
 }
 
 /// The part of a source from `start` on.
@@ -169,5 +180,9 @@ impl<O> Source<O> for Slice<O> {
     fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<Made<O>> {
         let moved: Vec<_> = indices.iter().map(|index| index + self.start).collect();
         self.source.load(epoch, &moved, device)
+    }
+
+    fn digests(&self) -> Option<Result<ItemDigests>> {
+        None
     }
 }

@@ -178,7 +178,9 @@ fn keep_batch(
     (plan, spec): (&mut Plan, &mut Spec),
     (samples, world_size): (u64, usize),
 ) -> Result<()> {
-    let own = plan.global_batch();
+    // It may have gone on before.
+    let fresh = spec.clone().agreed(None);
+    let own = fresh.plan(samples, world_size)?.global_batch();
     let wanted = match saved.global_batch {
         Some(global_batch) if mine.size == saved.size => (how.global_batch)(global_batch),
         None if mine.size == saved.size => own,
@@ -191,7 +193,7 @@ fn keep_batch(
             own
         }
     };
-    let agreed = spec.clone().agreed((wanted != own).then_some(wanted));
+    let agreed = fresh.agreed((wanted != own).then_some(wanted));
     match agreed.plan(samples, world_size) {
         Ok(shared_out) => (*plan, *spec) = (shared_out, agreed),
         Err(error) if saved.trained => return Err(error),

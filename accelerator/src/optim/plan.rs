@@ -135,6 +135,9 @@ impl fmt::Display for TrainingPlan {
 impl Accelerator {
     /// What training on that loader for so many epochs comes to.
     ///
+    /// A program that [resumes](Self::resume) passes the loader to [`resume_loader`](Self::resume_loader) first:
+    /// at another number of ranks, the plan then counts the steps that there will be.
+    ///
     /// ```
     /// use accelerator::prelude::*;
     /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
@@ -162,7 +165,7 @@ impl Accelerator {
         let accumulation = self.accumulation_steps();
         let micro_steps = train.steps();
         let steps_per_epoch = micro_steps.map(|steps| steps.div_ceil(accumulation as u64));
-        let batch = train.standing().global_batch;
+        let batch = train.plan_batch();
         TrainingPlan {
             world_size: self.world_size(),
             accumulation_steps: accumulation,

@@ -43,11 +43,21 @@ pub(crate) struct ScheduleState {
     /// Before it gave the current rate, if it has given one.
     before: Option<Vec<u8>>,
     after: Vec<u8>,
+    /// The current base rate, without the factor of the job.
+    #[serde(default)]
+    rate: Option<f64>,
     /// The epoch of the current rate, where it advances with epochs.
     epoch: Option<u64>,
     per_epoch: bool,
     #[serde(default)]
     per_process: bool,
+}
+
+impl OptimizerState {
+    /// What its schedule, if it has one, gave for the last step, without the factor of the job.
+    pub(crate) fn scheduled_rate(&self) -> Option<f64> {
+        self.schedule.as_ref()?.rate
+    }
 }
 
 impl OptimizerSnapshot {
@@ -102,6 +112,14 @@ impl<S> PreparedOptimizer<S> {
                 steps: self.steps,
             },
         })
+    }
+
+    /// What its schedule, if it has one, gave for the last step, without the factor of the job.
+    pub(crate) fn scheduled_rate(&self) -> Option<f64>
+    where
+        S: Schedule,
+    {
+        self.schedule.rate()
     }
 
     /// Goes on from a saved state, as the optimizer that errors call `name`. Rates are multiplied
@@ -248,12 +266,19 @@ pub(crate) fn check_known(name: &str, record: &Bytes, ids: &HashSet<u64>) -> Res
 
 /// What a schedule, or the want of one, keeps in a checkpoint.
 pub(crate) trait Schedule {
+    /// What it gave for the last step.
+    fn rate(&self) -> Option<f64>;
+
     fn state(&self) -> Result<Option<ScheduleState>>;
 
     fn restore(&mut self, name: &str, state: Option<ScheduleState>) -> Result<()>;
 }
 
 impl Schedule for Manual {
+    fn rate(&self) -> Option<f64> {
+        None
+    }
+
     fn state(&self) -> Result<Option<ScheduleState>> {
         Ok(None)
     }
@@ -267,6 +292,10 @@ impl Schedule for Manual {
 }
 
 impl Schedule for Scheduled {
+    fn rate(&self) -> Option<f64> {
+        self.0.last()
+    }
+
     fn state(&self) -> Result<Option<ScheduleState>> {
         let scheduler = &self.0;
         let epoch = match scheduler.unit {
@@ -276,6 +305,7 @@ impl Schedule for Scheduled {
         Ok(Some(ScheduleState {
             before: scheduler.before.clone().map(to_bytes).transpose()?,
             after: to_bytes(scheduler.scheduler.to_record())?,
+            rate: scheduler.last(),
             epoch,
             per_epoch: matches!(scheduler.unit, Unit::Epoch { .. }),
             per_process: matches!(scheduler.unit, Unit::Process { .. }),
