@@ -17,7 +17,7 @@ use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear};
 use burn::optim::SgdConfig;
 use burn::tensor::Tensor;
-use common::{distance, flat, line, loader};
+use common::{ColumnBatcher, columns, distance, flat, line, loader};
 
 #[derive(Clone, Default)]
 struct Lines(Arc<Mutex<Vec<u8>>>);
@@ -365,6 +365,141 @@ fn a_call_that_failed_on_one_rank_alone_is_told_to_all_by_the_next() {
                     }
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn a_data_set_that_makes_no_step_is_refused_when_it_is_prepared() {
+    for ranks in [1, 2] {
+        let errors = accelerator::launch(ranks, |accelerator| {
+            let empty = accelerator.prepare(loader(0, 2)).unwrap_err();
+            let short = DataLoaderBuilder::new(ColumnBatcher)
+                .batch_size(4)
+                .tail(TailPolicy::Drop)
+                .build(columns(3));
+            let short = accelerator.prepare(short).unwrap_err();
+            accelerator.wait_for_everyone()?;
+            Ok([empty, short])
+        });
+        for [empty, short] in errors.unwrap() {
+            assert!(
+                empty.is_config() && short.is_config(),
+                "{empty:?} {short:?}"
+            );
+            let text = empty.to_string();
+            assert!(text.contains("has no samples"), "{text}");
+            let text = short.to_string();
+            assert!(
+                text.contains("3 samples") && text.contains("drop"),
+                "{text}"
+            );
+        }
+    }
+}
+
+/// A loss, which is no number on the last rank from the second step on.
+fn spoilt(accelerator: &Accelerator, model: &Linear, step: u64) -> Tensor<1> {
+    let input = Tensor::<2>::ones([2, 1], &accelerator.device());
+    let is_last = accelerator.rank() + 1 == accelerator.world_size();
+    let error = if is_last && step > 0 { f64::NAN } else { 0.0 };
+    // The gradients stay as they are.
+    model.forward(input).mean() + error
+}
+
+#[test]
+fn a_loss_that_is_not_finite_is_told_once_with_rank_and_step() {
+    for (ranks, accumulation) in [(1, 1), (1, 2), (3, 1), (3, 2)] {
+        let builder = Accelerator::builder().accumulation_steps(accumulation);
+        let texts = builder.launch(ranks, |accelerator| {
+            let parts = (line(&accelerator.device()), SgdConfig::new().init());
+            let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+            let (done, text) = logged(|| -> Result<()> {
+                for step in 0..4 {
+                    for _ in 0..accumulation {
+                        let loss = spoilt(&accelerator, &model, step);
+                        let gradients = accelerator.backward(loss, &model, 2)?;
+                        model = optimizer.step(0.1, model.clone(), gradients);
+                    }
+                }
+                Ok(())
+            });
+            done?;
+            Ok(text)
+        });
+        let mut texts = texts.unwrap();
+        let last = texts.pop().unwrap();
+        let wanted = format!("the loss of rank {} in step 1 is NaN", ranks - 1);
+        assert_eq!(last.matches("NaN").count(), 1, "{last}");
+        assert!(last.contains(&wanted), "{last}");
+        assert!(texts.iter().all(String::is_empty), "{texts:?}");
+    }
+}
+
+#[test]
+fn a_training_can_be_stopped_where_a_loss_is_not_finite() {
+    for (ranks, accumulation) in [(1, 1), (1, 2), (3, 1), (3, 2)] {
+        let builder = Accelerator::builder()
+            .accumulation_steps(accumulation)
+            .stop_at_non_finite_loss();
+        let errors = builder.launch(ranks, |accelerator| {
+            let parts = (line(&accelerator.device()), SgdConfig::new().init());
+            let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+            for call in 0..2 * accumulation {
+                let loss = spoilt(&accelerator, &model, (call / accumulation) as u64);
+                match accelerator.backward(loss, &model, 2) {
+                    Ok(gradients) => model = optimizer.step(0.1, model, gradients),
+                    Err(error) => {
+                        assert_eq!(call, 2 * accumulation - 1);
+                        // The group lives.
+                        accelerator.wait_for_everyone()?;
+                        return Ok(error);
+                    }
+                }
+            }
+            panic!("rank {} goes on", accelerator.rank());
+        });
+        for error in errors.unwrap() {
+            assert!(error.is_not_finite(), "{error:?}");
+            let text = error.to_string();
+            assert!(text.contains("step 1"), "{text}");
+            let wanted = format!("NaN on rank {}", ranks - 1);
+            assert!(
+                text.contains(&wanted) && text.matches("NaN").count() == 1,
+                "{text}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_clone_from_before_prepare_is_refused_on_any_number_of_ranks() {
+    for ranks in [1, 2] {
+        let errors = accelerator::launch(ranks, |accelerator| {
+            let device = accelerator.device();
+            let model = line(&device);
+            let clone = model.clone();
+            let model = accelerator.prepare(model)?;
+            let loss = |model: &Linear| model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
+            let stranger = accelerator.backward(loss(&clone), &clone, 2).unwrap_err();
+            let forward = accelerator.backward(loss(&clone), &model, 2).unwrap_err();
+            // What is cloned behind it is the same model.
+            let again = accelerator.prepare(model.clone())?;
+            for model in [&model, &model.clone(), &again] {
+                assert!(
+                    !accelerator
+                        .backward(loss(model), model, 2)?
+                        .is_accumulating()
+                );
+            }
+            Ok([stranger, forward])
+        });
+        for [stranger, forward] in errors.unwrap() {
+            assert!(stranger.is_misuse() && forward.is_misuse());
+            let text = stranger.to_string();
+            assert!(text.contains("clone from before `prepare`"), "{text}");
+            let text = forward.to_string();
+            assert!(text.contains("does not depend on this model"), "{text}");
         }
     }
 }

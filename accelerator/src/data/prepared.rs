@@ -135,11 +135,13 @@ impl<O: Send + 'static> PreparedLoader<O> {
         let Loader { origin, spec } = loader;
         let group = accelerator.group().clone();
         let world_size = accelerator.world_size();
+        let mut steps = Ok(());
         let (samples, described) = match origin {
             Origin::Indexed(source) => {
                 spec.order().check(source.len())?;
                 let described = format!("{} samples, {spec}", source.len());
                 let plan = spec.plan(source.len(), world_size)?;
+                steps = check_some_steps(&plan, source.len(), &spec, world_size);
                 let samples = Samples::Planned {
                     group,
                     plan,
@@ -162,6 +164,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
             }
         };
         agreement::check(accelerator.group(), "a data loader", &described)?;
+        // The same on all ranks.
+        steps?;
         Ok(Self::new(
             accelerator.shared.device.clone(),
             Place::of(accelerator),
@@ -359,6 +363,25 @@ impl<O: Send + 'static> PreparedLoader<O> {
         };
         Self::new(device.clone(), self.place, samples, self.timeline.clone())
     }
+}
+
+/// Refuses a data set of which no rank ever gets a batch: a training on it would end at once, in silence.
+fn check_some_steps(plan: &Plan, samples: u64, spec: &Spec, ranks: usize) -> Result<()> {
+    if samples == 0 {
+        return Err(Error::config(
+            "the data set of a loader has no samples, so its epochs would have no steps: look at how it was read, \
+             or leave the loader out",
+        ));
+    }
+    let epoch = plan.epoch(0);
+    if spec.order().varies() || (0..ranks).any(|rank| epoch.steps(rank) > 0) {
+        return Ok(());
+    }
+    Err(Error::config(format!(
+        "a loader has {samples} samples, which make no full step of {ranks} ranks, and its tail policy `{}` drops \
+         what is less (its settings: {spec}): choose `exact`, or smaller batches",
+        spec.tail()
+    )))
 }
 
 /// Whether the settings fit a stream.

@@ -100,7 +100,11 @@ fn run<M: Module>(
             let trigger = &accelerator.shared.trigger;
             trigger.receive(trigger.send());
         }
-        return Ok(Gradients::untouched(slot, gradients, loss, weight));
+        let gradients = Gradients::untouched(slot.clone(), gradients, loss, weight);
+        if slot.reads_losses() {
+            gradients.check_loss(&slot, group.rank())?;
+        }
+        return Ok(gradients);
     }
     let _turn = slot.turn().take(group)?;
     let (window, _alone) = {

@@ -5,8 +5,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use accelerator_collective::ProcessGroup;
 use burn::backend::DispatchTensor;
-use burn::module::ParamId;
+use burn::module::{Param, ParamId};
+use burn::tensor::Tensor;
 
+use super::bad_loss::{self, OnBadLoss};
 use super::compression::Compression;
 use super::hook::Held;
 use super::layout::Buckets;
@@ -18,6 +20,7 @@ use super::store::Home;
 use super::turn::Turn;
 use super::window::Window;
 use crate::error::Result;
+use crate::graph;
 use crate::local::Round;
 use crate::model::{TiedParameters, Trainable};
 use crate::notice;
@@ -28,6 +31,8 @@ use crate::precision::{Cast, Finiteness, Scaler, ScalerState};
 #[derive(Debug)]
 pub(crate) struct Slot {
     bucket_size: usize,
+    /// The graph's leaf that the first parameter was when the program gave the model to `prepare`.
+    given_leaf: Option<u64>,
     /// Where sums are kept that are not cut.
     home: Home,
     /// Where a hook of the program's reduces the gradients.
@@ -36,11 +41,14 @@ pub(crate) struct Slot {
     ids: Vec<u64>,
     /// The parameters' numbers.
     numbers: HashMap<ParamId, usize>,
+    on_bad_loss: OnBadLoss,
     /// How the last window was sent: beside what sends it, which is in use for the whole of a window.
     overlap_report: Mutex<OverlapReport>,
     parameters: Vec<Trainable>,
     /// Whether a gradient that only other ranks had was reported.
     reported: AtomicBool,
+    /// Whether a loss that is not finite was reported.
+    reported_bad_loss: AtomicBool,
     /// Whether a clip of nothing was reported.
     reported_clip: AtomicBool,
     /// Whether steps in full precision, where another one was asked for, were reported.
@@ -141,12 +149,15 @@ impl Slot {
         let watching = Watching::new(overlap);
         Self {
             bucket_size,
+            given_leaf: None,
             home: Home::Host,
             hook: None,
             ids: Vec::new(),
             numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
+            on_bad_loss: OnBadLoss::default(),
             overlap_report: Mutex::new(watching.report()),
             reported: AtomicBool::new(false),
+            reported_bad_loss: AtomicBool::new(false),
             reported_clip: AtomicBool::new(false),
             reported_precision: AtomicBool::new(false),
             reported_range: AtomicBool::new(false),
@@ -189,6 +200,25 @@ impl Slot {
         &self.tied
     }
 
+    /// For a model whose first parameter was that leaf of the graph when it was given to `prepare`.
+    pub(crate) fn with_given_leaf(self, given_leaf: Option<u64>) -> Self {
+        Self { given_leaf, ..self }
+    }
+
+    pub(crate) fn given_leaf(&self) -> Option<u64> {
+        self.given_leaf
+    }
+
+    /// Whether a parameter is still what the program gave to `prepare`, and so one of a clone from before. Training with
+    /// such a clone begins before the first step: none is looked at behind it, since that takes memory each time.
+    pub(crate) fn is_given<const D: usize>(&self, param: &Param<Tensor<D>>) -> bool {
+        let first = self.parameters.first().map(|first| first.id);
+        self.given_leaf.is_some()
+            && self.steps() == 0
+            && first == Some(param.id)
+            && graph::leaf_number(&param.val().into_dispatch()) == self.given_leaf
+    }
+
     /// For a model that holds all of these.
     pub(crate) fn with_ids(self, ids: Vec<u64>) -> Self {
         Self { ids, ..self }
@@ -221,9 +251,29 @@ impl Slot {
         }
     }
 
-    /// Whether losses are read as they come: what is computed on the CPU is there.
+    /// With steps of which that becomes where their loss is not finite.
+    pub(crate) fn with_bad_losses(self, on_bad_loss: OnBadLoss) -> Self {
+        Self {
+            on_bad_loss,
+            ..self
+        }
+    }
+
+    pub(super) fn on_bad_loss(&self) -> OnBadLoss {
+        self.on_bad_loss
+    }
+
+    /// Says once that a loss is not finite, and whose.
+    pub(super) fn report_bad_loss(&self, whose: &str, loss: f64) {
+        if !self.reported_bad_loss.swap(true, Ordering::Relaxed) {
+            bad_loss::tell(self, whose, loss);
+        }
+    }
+
+    /// Whether losses are read as they come: what is computed on the CPU is there, and what may stop the
+    /// training is waited for.
     pub(super) fn reads_losses(&self) -> bool {
-        matches!(self.home, Home::Host)
+        matches!(self.home, Home::Host) || self.on_bad_loss == OnBadLoss::Stop
     }
 
     /// How sums on a device get to other ranks.
