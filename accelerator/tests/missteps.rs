@@ -503,3 +503,58 @@ fn a_clone_from_before_prepare_is_refused_on_any_number_of_ranks() {
         }
     }
 }
+
+/// What is said of windows in a training of two epochs, three micro-steps a step, whose first epoch is left after so many
+/// batches, and whose second one after so many.
+fn left_after(ranks: usize, batches: [usize; 2], weight: fn(Weight) -> Weight) -> Vec<String> {
+    let builder = Accelerator::builder().accumulation_steps(3);
+    let texts = builder.launch(ranks, |accelerator| {
+        let parts = (line(&accelerator.device()), SgdConfig::new().init());
+        let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+        let train = accelerator.prepare(loader(4 * ranks, 1))?;
+        let (done, text) = logged(|| -> Result<()> {
+            for (epoch, batches) in batches.into_iter().enumerate() {
+                for batch in train.epoch(epoch as u64).take(batches) {
+                    let batch = batch?;
+                    let loss = distance(&model, &batch);
+                    let weight = weight(batch.weight());
+                    let gradients = accelerator.backward(loss, &model, weight)?;
+                    model = optimizer.step(0.1, model.clone(), gradients);
+                }
+            }
+            accelerator.finish()
+        });
+        done?;
+        Ok(text)
+    });
+    texts.unwrap()
+}
+
+#[test]
+fn an_epoch_that_is_left_in_mid_window_is_told_once() {
+    for ranks in [1, 2] {
+        for (left, told) in [([2, 4], true), ([4, 4], false), ([3, 3], false)] {
+            let texts = left_after(ranks, left, |weight| weight);
+            let wanted = usize::from(told);
+            let text = &texts[0];
+            assert_eq!(text.matches("epoch 0 was left").count(), wanted, "{text}");
+            assert!(!told || text.contains("2 micro-steps"), "{text}");
+            assert_eq!(text.matches("WARN").count(), wanted, "{text}");
+            assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
+        }
+        // The program keeps it open.
+        let texts = left_after(ranks, [4, 1], Weight::no_sync);
+        assert!(!texts[0].contains("was left"), "{texts:?}");
+    }
+}
+
+#[test]
+fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
+    for ranks in [1, 2] {
+        let texts = left_after(ranks, [4, 2], |weight| weight);
+        let text = &texts[0];
+        assert_eq!(text.matches("2 micro-steps").count(), 1, "{text}");
+        assert!(text.contains("no optimizer step"), "{text}");
+        assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
+    }
+}

@@ -414,7 +414,7 @@ impl Accelerator {
 
     /// Says goodbye to the other ranks, once all have come here. Call it at the end of the
     /// program: ranks that still communicate when another has left without it get an error that
-    /// says so.
+    /// says so. Micro-steps in a window that is still open are lost, which rank 0 says.
     ///
     /// # Errors
     ///
@@ -429,6 +429,9 @@ impl Accelerator {
         let (timeline, group) = (&self.shared.timeline, &self.shared.group);
         if self.world_size() > 1 {
             group.check_allowed("`finish`")?;
+        }
+        if self.is_main_process() {
+            self.shared.models.report_lost();
         }
         let saved = self.shared.checkpoints.settle(self);
         let saved = saved.and_then(|()| self.shared.crossing.check());

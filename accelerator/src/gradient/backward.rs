@@ -109,6 +109,11 @@ fn run<M: Module>(
     let _turn = slot.turn().take(group)?;
     let (window, _alone) = {
         let mut window = slot.window();
+        if let Some(epoch) = window.left_epoch(&weight)
+            && accelerator.is_main_process()
+        {
+            slot.report_left_epoch(epoch, window.micro_steps());
+        }
         if !ends(window.micro_steps()) {
             drop(copy);
             timeline.backward_begins();

@@ -51,6 +51,8 @@ pub(crate) struct Slot {
     reported_bad_loss: AtomicBool,
     /// Whether a clip of nothing was reported.
     reported_clip: AtomicBool,
+    /// Whether an epoch that was left in the midst of a window was reported.
+    reported_left: AtomicBool,
     /// Whether steps in full precision, where another one was asked for, were reported.
     reported_precision: AtomicBool,
     /// Whether a bucket that did not fit the compressed type was reported.
@@ -159,6 +161,7 @@ impl Slot {
             reported: AtomicBool::new(false),
             reported_bad_loss: AtomicBool::new(false),
             reported_clip: AtomicBool::new(false),
+            reported_left: AtomicBool::new(false),
             reported_precision: AtomicBool::new(false),
             reported_range: AtomicBool::new(false),
             road: None,
@@ -334,6 +337,30 @@ impl Slot {
                 "a clip that was asked for covers none of the {} trainable parameters of its model: `only` is \
                  given paths such as `{}` (said once a model)",
                 self.parameters.len(),
+                first.path
+            ));
+        }
+    }
+
+    /// Says once that so many micro-steps of an epoch that was left go into a step of another one.
+    pub(super) fn report_left_epoch(&self, epoch: u64, micro_steps: usize) {
+        if !self.reported_left.swap(true, Ordering::Relaxed) {
+            notice::warn(&format!(
+                "epoch {epoch} was left with {micro_steps} micro-steps in an accumulation window that is open, and \
+                 they go into the first step of the next epoch: end the window before leaving, with \
+                 `batch.weight().trigger_sync()`, or keep it open on purpose, with `no_sync` (said once a model)"
+            ));
+        }
+    }
+
+    /// Says that micro-steps are left, of which nothing comes any more.
+    pub(crate) fn report_lost(&self) {
+        let (open, first) = (self.open_micro_steps(), self.parameters.first());
+        if let Some(first) = first.filter(|_| open > 0) {
+            notice::warn(&format!(
+                "{open} micro-steps of the model with the parameter `{}` are in an accumulation window that is open, \
+                 and no optimizer step came of them: end the last window with `batch.weight().trigger_sync()`, or \
+                 run the epoch to its end",
                 first.path
             ));
         }

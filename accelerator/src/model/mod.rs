@@ -108,6 +108,16 @@ impl Models {
         Some(slot.parameters()[slot.number(id)?].clone())
     }
 
+    /// Says of which models micro-steps are left, now that the program is at its end.
+    pub(crate) fn report_lost(&self) {
+        for (id, slot) in self.lock().iter() {
+            // Once for all of its parameters.
+            if slot.number(*id) == Some(0) {
+                slot.report_lost();
+            }
+        }
+    }
+
     /// The slot of the model with all of these parameters, and no others, trained or frozen.
     fn same(&self, layout: &Layout) -> Option<Arc<Slot>> {
         let ids = layout.ids();
