@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use accelerator::checkpoint::{Object, PerRank};
+use accelerator::data::Batch;
 use accelerator::hook::PowerSgd;
 use accelerator::optim::{Manual, Sharded};
 use accelerator::prelude::*;
@@ -17,7 +18,7 @@ use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear};
 use burn::optim::SgdConfig;
 use burn::tensor::Tensor;
-use common::{ColumnBatcher, columns, distance, flat, line, loader};
+use common::{Column, ColumnBatcher, columns, distance, flat, line, loader};
 
 #[derive(Clone, Default)]
 struct Lines(Arc<Mutex<Vec<u8>>>);
@@ -556,5 +557,48 @@ fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
         assert_eq!(text.matches("2 micro-steps").count(), 1, "{text}");
         assert!(text.contains("no optimizer step"), "{text}");
         assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
+    }
+}
+
+#[test]
+fn an_idle_batch_that_nobody_asked_what_it_counts_is_told_once() {
+    let counts = accelerator::launch(2, |accelerator| {
+        // Nothing is left for rank 1 in the last step.
+        let valid = accelerator.prepare(loader(5, 2))?;
+        let counted = |count: fn(&Batch<Column>) -> usize| -> Result<(usize, String)> {
+            let (samples, text) = logged(|| {
+                let epochs = (0..2).flat_map(|epoch| valid.epoch(epoch));
+                epochs
+                    .map(|batch| Ok(count(&batch?)))
+                    .sum::<Result<usize>>()
+            });
+            Ok((samples?, text))
+        };
+        let real = counted(|batch| batch.real())?;
+        let idle = counted(|batch| {
+            if batch.is_idle() {
+                0
+            } else {
+                batch.values.dims()[0]
+            }
+        })?;
+        let weight = counted(|batch| {
+            let _ = batch.weight();
+            batch.real_indices().len()
+        })?;
+        // Batches that were read ahead are not used.
+        let ((), ahead) = logged(|| drop(valid.epoch(0).next()));
+        let rows = counted(|batch| batch.values.dims()[0])?;
+        Ok([real, idle, weight, (rows.0, rows.1), (0, ahead)])
+    });
+    for (rank, counts) in counts.unwrap().into_iter().enumerate() {
+        let [real, idle, weight, rows, ahead] = counts;
+        let wanted = (2 * [3, 2][rank], String::new());
+        assert_eq!([&real, &idle, &weight], [&wanted; 3]);
+        assert_eq!(ahead.1, "");
+        assert_eq!(rows.0, 2 * [3, 4][rank], "rows of an idle batch are there");
+        let told = rows.1.matches("an idle batch").count();
+        assert_eq!(told, rank, "{}", rows.1);
+        assert_eq!(rows.1.contains("`batch.real()`"), rank == 1, "{}", rows.1);
     }
 }

@@ -62,6 +62,8 @@ struct State {
     restored: Option<Spot>,
     /// Whether gradients were made from batches, in this process or an earlier one.
     trained: bool,
+    /// Whether a batch with padding was dropped without a look at what it counts.
+    uncounted: bool,
 }
 
 impl Cursor {
@@ -180,6 +182,12 @@ impl Pass {
     /// Its iterator is gone.
     pub(super) fn close(&self) {
         self.lock().is_open = false;
+    }
+
+    /// A batch with padding was dropped without a look at what it counts; true once a loader.
+    pub(super) fn is_first_uncounted(&self) -> bool {
+        let cursor = self.cursor.upgrade();
+        cursor.is_some_and(|cursor| !core::mem::replace(&mut cursor.lock().uncounted, true))
     }
 
     fn progress(&self) -> Progress {
