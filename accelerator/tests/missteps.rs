@@ -17,7 +17,7 @@ use accelerator::{AcceleratorBuilder, Clip, Weight};
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear};
 use burn::optim::SgdConfig;
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
 use common::{Column, ColumnBatcher, columns, distance, flat, line, loader};
 
 #[derive(Clone, Default)]
@@ -600,5 +600,44 @@ fn an_idle_batch_that_nobody_asked_what_it_counts_is_told_once() {
         let told = rows.1.matches("an idle batch").count();
         assert_eq!(told, rank, "{}", rows.1);
         assert_eq!(rows.1.contains("`batch.real()`"), rank == 1, "{}", rows.1);
+    }
+}
+
+#[derive(Debug, Module)]
+struct Pair {
+    first: Linear,
+    second: Linear,
+}
+
+#[test]
+fn a_model_on_a_device_that_records_no_gradients_is_refused_when_it_is_prepared() {
+    for ranks in [1, 2] {
+        let texts = accelerator::launch(ranks, |accelerator| {
+            let device = accelerator.device();
+            let (plain, default) = (device.clone().inner(), Device::default());
+            let half = Pair {
+                first: line(&device),
+                second: line(&plain),
+            };
+            let errors = [
+                accelerator.prepare(line(&plain)).map(drop),
+                accelerator.prepare(line(&default)).map(drop),
+                accelerator.prepare(half).map(drop),
+            ];
+            // Statistics are no parameters, and frozen parameters are on purpose.
+            let norm: BatchNorm = BatchNormConfig::new(1).init(&device);
+            let norm = accelerator.prepare(norm)?;
+            norm.forward(Tensor::<2>::ones([2, 1], &device.clone().inner()));
+            accelerator.prepare((norm, line(&device).no_grad()))?;
+            let errors = errors.map(Result::unwrap_err);
+            assert!(errors.iter().all(Error::is_misuse), "{errors:?}");
+            Ok(errors.map(|error| error.to_string()))
+        });
+        for texts in texts.unwrap() {
+            for (text, path) in texts.iter().zip(["weight", "weight", "second.weight"]) {
+                assert!(text.contains(&format!("`{path}`")), "{text}");
+                assert!(text.contains("`accelerator.device()`"), "{text}");
+            }
+        }
     }
 }

@@ -231,6 +231,7 @@ impl Accelerator {
     /// [`Error::is_config`](crate::Error::is_config) for a loader whose batch size is 0 or cannot be
     /// shared by this many ranks, whose data set has no samples or makes no step, or that differs between ranks;
     /// [`Error::is_misuse`](crate::Error::is_misuse) when ranks prepare different things, or in another order,
+    /// for a model of which a parameter lies on a device that records no gradients, as `Device::default()`,
     /// and for a model that is prepared again in the middle of an accumulation window or of
     /// [local training](crate::local), which go on as if it had not been;
     /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) for an optimizer with state that was loaded in another

@@ -13,6 +13,7 @@ mod leaves;
 mod load;
 mod options;
 mod read;
+mod recorded;
 mod replicate;
 mod report;
 mod snapshot;
@@ -159,6 +160,7 @@ pub(crate) fn draw_all<M: Module>(model: &M) {
 #[track_caller]
 pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<M> {
     let device = accelerator.device();
+    let recorded = recorded::check(&model);
     let model = if model.devices().iter().all(|found| *found == device) {
         model
     } else {
@@ -170,6 +172,7 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
     let ready = known.as_ref().map(|slot| check_between_steps(slot));
     let group = accelerator.group();
     if group.world_size() == 1 {
+        recorded?;
         ready.transpose()?;
         return make_known(accelerator, model, known.as_deref());
     }
@@ -177,10 +180,16 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
     let ready_told = ready
         .as_ref()
         .map(|ready| ready.as_ref().map(|()| ()).map_err(Failure::of));
-    let (layouts, told): (Vec<_>, Vec<_>) = preparing
-        .all_gather_object(&(layout.clone(), ready_told))?
-        .into_iter()
-        .unzip();
+    let recorded_told = recorded.as_ref().map(|()| ()).map_err(Failure::of);
+    let told = (recorded_told, layout.clone(), ready_told);
+    let all = preparing.all_gather_object(&told)?;
+    recorded?;
+    let (mut layouts, mut told) = (Vec::new(), Vec::new());
+    for (rank, (recorded, layout, ready)) in all.into_iter().enumerate() {
+        recorded.map_err(|failure: Failure| failure.into_error(rank, "prepare a model"))?;
+        layouts.push(layout);
+        told.push(ready);
+    }
     layout.check_against(&layouts)?;
     // One that is new on some rank is new on all of them.
     let told: Option<Vec<Result<(), Failure>>> = told.into_iter().collect();
