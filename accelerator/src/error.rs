@@ -267,7 +267,8 @@ impl Error {
     }
 
     /// What [local training](crate::local) would average over the ranks is not finite on one of them, or too
-    /// large to be added up.
+    /// large to be added up; or a loss is not finite, where that is to
+    /// [stop](crate::AcceleratorBuilder::stop_at_non_finite_loss) the training.
     ///
     /// ```
     /// use accelerator::prelude::*;

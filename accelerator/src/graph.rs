@@ -60,24 +60,23 @@ pub(crate) fn serves(tensor: &Tensor<1>) -> bool {
 
 /// Whether two tracked tensors are one node, which gets one gradient.
 pub(crate) fn is_same_leaf(left: &DispatchTensor, right: &DispatchTensor) -> bool {
-    fn ids<B: Inner>(pair: [&DispatchTensor; 2]) -> bool {
-        let [left, right] = pair.map(|leaf| B::leaf(leaf).map(|leaf| leaf.id()));
-        left.is_some() && left == right
+    let left = leaf_number(left);
+    left.is_some() && left == leaf_number(right)
+}
+
+/// The number of the node that a tracked tensor is, which no other one of this process has.
+pub(crate) fn leaf_number(leaf: &DispatchTensor) -> Option<u64> {
+    fn number<B: Inner>(leaf: &DispatchTensor) -> Option<u64> {
+        Some(B::leaf(leaf)?.id().value)
     }
-    let pair = [left, right];
+    let found = None;
     #[cfg(feature = "flex")]
-    if ids::<burn::backend::Flex>(pair) {
-        return true;
-    }
+    let found = found.or_else(|| number::<burn::backend::Flex>(leaf));
     #[cfg(feature = "ndarray")]
-    if ids::<burn::backend::NdArray>(pair) {
-        return true;
-    }
+    let found = found.or_else(|| number::<burn::backend::NdArray>(leaf));
     #[cfg(any(feature = "cuda", feature = "wgpu"))]
-    if ids::<burn::backend::Cube>(pair) {
-        return true;
-    }
-    false
+    let found = found.or_else(|| number::<burn::backend::Cube>(leaf));
+    found
 }
 
 /// The values of `values`, one deeper than `parent`: backward comes to `node` when everything that is

@@ -283,11 +283,6 @@ fn a_global_batch_that_does_not_divide_is_shared_as_evenly_as_possible() {
 }
 
 #[test]
-fn an_empty_data_set_has_no_step() {
-    assert_eq!(shares(2, 0, || loader(0, 4)), [vec![], vec![]]);
-}
-
-#[test]
 fn loaders_that_differ_between_ranks_are_named() {
     let build = |rank: usize, what: &str| {
         let (samples, size, seed, tail) = match (rank, what) {

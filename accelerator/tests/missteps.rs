@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use accelerator::checkpoint::{Object, PerRank};
+use accelerator::data::Batch;
 use accelerator::hook::PowerSgd;
 use accelerator::optim::{Manual, Sharded};
 use accelerator::prelude::*;
@@ -16,8 +17,8 @@ use accelerator::{AcceleratorBuilder, Clip, Weight};
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear};
 use burn::optim::{GradientsParams, SgdConfig};
-use burn::tensor::Tensor;
-use common::{distance, flat, line, loader};
+use burn::tensor::{Device, Tensor};
+use common::{Column, ColumnBatcher, columns, distance, flat, line, loader};
 
 #[derive(Clone, Default)]
 struct Lines(Arc<Mutex<Vec<u8>>>);
@@ -589,5 +590,277 @@ fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
         );
         assert_eq!(told, texts[0].contains("`weight`"), "{texts:?}");
         assert!(texts.iter().skip(1).all(String::is_empty), "{texts:?}");
+    }
+}
+
+#[test]
+fn a_data_set_that_makes_no_step_is_refused_when_it_is_prepared() {
+    for ranks in [1, 2] {
+        let errors = accelerator::launch(ranks, |accelerator| {
+            let empty = accelerator.prepare(loader(0, 2)).unwrap_err();
+            let short = DataLoaderBuilder::new(ColumnBatcher)
+                .batch_size(4)
+                .tail(TailPolicy::Drop)
+                .build(columns(3));
+            let short = accelerator.prepare(short).unwrap_err();
+            accelerator.wait_for_everyone()?;
+            Ok([empty, short])
+        });
+        for [empty, short] in errors.unwrap() {
+            assert!(
+                empty.is_config() && short.is_config(),
+                "{empty:?} {short:?}"
+            );
+            let text = empty.to_string();
+            assert!(text.contains("has no samples"), "{text}");
+            let text = short.to_string();
+            assert!(
+                text.contains("3 samples") && text.contains("drop"),
+                "{text}"
+            );
+        }
+    }
+}
+
+/// A loss, which is no number on the last rank from the second step on.
+fn spoilt(accelerator: &Accelerator, model: &Linear, step: u64) -> Tensor<1> {
+    let input = Tensor::<2>::ones([2, 1], &accelerator.device());
+    let is_last = accelerator.rank() + 1 == accelerator.world_size();
+    let error = if is_last && step > 0 { f64::NAN } else { 0.0 };
+    // The gradients stay as they are.
+    model.forward(input).mean() + error
+}
+
+#[test]
+fn a_loss_that_is_not_finite_is_told_once_with_rank_and_step() {
+    for (ranks, accumulation) in [(1, 1), (1, 2), (3, 1), (3, 2)] {
+        let builder = Accelerator::builder().accumulation_steps(accumulation);
+        let texts = builder.launch(ranks, |accelerator| {
+            let parts = (line(&accelerator.device()), SgdConfig::new().init());
+            let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+            let (done, text) = logged(|| -> Result<()> {
+                for step in 0..4 {
+                    for _ in 0..accumulation {
+                        let loss = spoilt(&accelerator, &model, step);
+                        let gradients = accelerator.backward(loss, &model, 2)?;
+                        model = optimizer.step(0.1, model.clone(), gradients);
+                    }
+                }
+                Ok(())
+            });
+            done?;
+            Ok(text)
+        });
+        let mut texts = texts.unwrap();
+        let last = texts.pop().unwrap();
+        let wanted = format!("the loss of rank {} in step 1 is NaN", ranks - 1);
+        assert_eq!(last.matches("NaN").count(), 1, "{last}");
+        assert!(last.contains(&wanted), "{last}");
+        assert!(texts.iter().all(String::is_empty), "{texts:?}");
+    }
+}
+
+#[test]
+fn a_training_can_be_stopped_where_a_loss_is_not_finite() {
+    for (ranks, accumulation) in [(1, 1), (1, 2), (3, 1), (3, 2)] {
+        let builder = Accelerator::builder()
+            .accumulation_steps(accumulation)
+            .stop_at_non_finite_loss();
+        let errors = builder.launch(ranks, |accelerator| {
+            let parts = (line(&accelerator.device()), SgdConfig::new().init());
+            let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+            for call in 0..2 * accumulation {
+                let loss = spoilt(&accelerator, &model, (call / accumulation) as u64);
+                match accelerator.backward(loss, &model, 2) {
+                    Ok(gradients) => model = optimizer.step(0.1, model, gradients),
+                    Err(error) => {
+                        assert_eq!(call, 2 * accumulation - 1);
+                        // The group lives.
+                        accelerator.wait_for_everyone()?;
+                        return Ok(error);
+                    }
+                }
+            }
+            panic!("rank {} goes on", accelerator.rank());
+        });
+        for error in errors.unwrap() {
+            assert!(error.is_not_finite(), "{error:?}");
+            let text = error.to_string();
+            assert!(text.contains("step 1"), "{text}");
+            let wanted = format!("NaN on rank {}", ranks - 1);
+            assert!(
+                text.contains(&wanted) && text.matches("NaN").count() == 1,
+                "{text}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_clone_from_before_prepare_is_refused_on_any_number_of_ranks() {
+    for ranks in [1, 2] {
+        let errors = accelerator::launch(ranks, |accelerator| {
+            let device = accelerator.device();
+            let model = line(&device);
+            let clone = model.clone();
+            let model = accelerator.prepare(model)?;
+            let loss = |model: &Linear| model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
+            let stranger = accelerator.backward(loss(&clone), &clone, 2).unwrap_err();
+            let forward = accelerator.backward(loss(&clone), &model, 2).unwrap_err();
+            // What is cloned behind it is the same model.
+            let again = accelerator.prepare(model.clone())?;
+            for model in [&model, &model.clone(), &again] {
+                assert!(
+                    !accelerator
+                        .backward(loss(model), model, 2)?
+                        .is_accumulating()
+                );
+            }
+            Ok([stranger, forward])
+        });
+        for [stranger, forward] in errors.unwrap() {
+            assert!(stranger.is_misuse() && forward.is_misuse());
+            let text = stranger.to_string();
+            assert!(text.contains("clone from before `prepare`"), "{text}");
+            let text = forward.to_string();
+            assert!(text.contains("does not depend on this model"), "{text}");
+        }
+    }
+}
+
+/// What is said of windows in a training of two epochs, three micro-steps a step, whose first epoch is left after so many
+/// batches, and whose second one after so many.
+fn left_after(ranks: usize, batches: [usize; 2], weight: fn(Weight) -> Weight) -> Vec<String> {
+    let builder = Accelerator::builder().accumulation_steps(3);
+    let texts = builder.launch(ranks, |accelerator| {
+        let parts = (line(&accelerator.device()), SgdConfig::new().init());
+        let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+        let train = accelerator.prepare(loader(4 * ranks, 1))?;
+        let (done, text) = logged(|| -> Result<()> {
+            for (epoch, batches) in batches.into_iter().enumerate() {
+                for batch in train.epoch(epoch as u64).take(batches) {
+                    let batch = batch?;
+                    let loss = distance(&model, &batch);
+                    let weight = weight(batch.weight());
+                    let gradients = accelerator.backward(loss, &model, weight)?;
+                    model = optimizer.step(0.1, model.clone(), gradients);
+                }
+            }
+            accelerator.finish()
+        });
+        done?;
+        Ok(text)
+    });
+    texts.unwrap()
+}
+
+#[test]
+fn an_epoch_that_is_left_in_mid_window_is_told_once() {
+    for ranks in [1, 2] {
+        for (left, told) in [([2, 4], true), ([4, 4], false), ([3, 3], false)] {
+            let texts = left_after(ranks, left, |weight| weight);
+            let wanted = usize::from(told);
+            let text = &texts[0];
+            assert_eq!(text.matches("epoch 0 was left").count(), wanted, "{text}");
+            assert!(!told || text.contains("2 micro-steps"), "{text}");
+            assert_eq!(text.matches("WARN").count(), wanted, "{text}");
+            assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
+        }
+        // The program keeps it open.
+        let texts = left_after(ranks, [4, 1], Weight::no_sync);
+        assert!(!texts[0].contains("was left"), "{texts:?}");
+    }
+}
+
+#[test]
+fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
+    for ranks in [1, 2] {
+        let texts = left_after(ranks, [4, 2], |weight| weight);
+        let text = &texts[0];
+        assert_eq!(text.matches("2 micro-steps").count(), 1, "{text}");
+        assert!(text.contains("no optimizer step"), "{text}");
+        assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
+    }
+}
+
+#[test]
+fn an_idle_batch_that_nobody_asked_what_it_counts_is_told_once() {
+    let counts = accelerator::launch(2, |accelerator| {
+        // Nothing is left for rank 1 in the last step.
+        let valid = accelerator.prepare(loader(5, 2))?;
+        let counted = |count: fn(&Batch<Column>) -> usize| -> Result<(usize, String)> {
+            let (samples, text) = logged(|| {
+                let epochs = (0..2).flat_map(|epoch| valid.epoch(epoch));
+                epochs
+                    .map(|batch| Ok(count(&batch?)))
+                    .sum::<Result<usize>>()
+            });
+            Ok((samples?, text))
+        };
+        let real = counted(|batch| batch.real())?;
+        let idle = counted(|batch| {
+            if batch.is_idle() {
+                0
+            } else {
+                batch.values.dims()[0]
+            }
+        })?;
+        let weight = counted(|batch| {
+            let _ = batch.weight();
+            batch.real_indices().len()
+        })?;
+        // Batches that were read ahead are not used.
+        let ((), ahead) = logged(|| drop(valid.epoch(0).next()));
+        let rows = counted(|batch| batch.values.dims()[0])?;
+        Ok([real, idle, weight, (rows.0, rows.1), (0, ahead)])
+    });
+    for (rank, counts) in counts.unwrap().into_iter().enumerate() {
+        let [real, idle, weight, rows, ahead] = counts;
+        let wanted = (2 * [3, 2][rank], String::new());
+        assert_eq!([&real, &idle, &weight], [&wanted; 3]);
+        assert_eq!(ahead.1, "");
+        assert_eq!(rows.0, 2 * [3, 4][rank], "rows of an idle batch are there");
+        let told = rows.1.matches("an idle batch").count();
+        assert_eq!(told, rank, "{}", rows.1);
+        assert_eq!(rows.1.contains("`batch.real()`"), rank == 1, "{}", rows.1);
+    }
+}
+
+#[derive(Debug, Module)]
+struct Pair {
+    first: Linear,
+    second: Linear,
+}
+
+#[test]
+fn a_model_on_a_device_that_records_no_gradients_is_refused_when_it_is_prepared() {
+    for ranks in [1, 2] {
+        let texts = accelerator::launch(ranks, |accelerator| {
+            let device = accelerator.device();
+            let (plain, default) = (device.clone().inner(), Device::default());
+            let half = Pair {
+                first: line(&device),
+                second: line(&plain),
+            };
+            let errors = [
+                accelerator.prepare(line(&plain)).map(drop),
+                accelerator.prepare(line(&default)).map(drop),
+                accelerator.prepare(half).map(drop),
+            ];
+            // Statistics are no parameters, and frozen parameters are on purpose.
+            let norm: BatchNorm = BatchNormConfig::new(1).init(&device);
+            let norm = accelerator.prepare(norm)?;
+            norm.forward(Tensor::<2>::ones([2, 1], &device.clone().inner()));
+            accelerator.prepare((norm, line(&device).no_grad()))?;
+            let errors = errors.map(Result::unwrap_err);
+            assert!(errors.iter().all(Error::is_misuse), "{errors:?}");
+            Ok(errors.map(|error| error.to_string()))
+        });
+        for texts in texts.unwrap() {
+            for (text, path) in texts.iter().zip(["weight", "weight", "second.weight"]) {
+                assert!(text.contains(&format!("`{path}`")), "{text}");
+                assert!(text.contains("`accelerator.device()`"), "{text}");
+            }
+        }
     }
 }

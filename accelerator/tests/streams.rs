@@ -141,14 +141,18 @@ fn the_last_round_is_divided_as_accelerate_dispatches_it() {
 #[test]
 fn tail_policies_do_what_they_do_of_a_data_set() {
     let planned = |ranks, samples, size, tail| {
-        accelerator::launch(ranks, |accelerator| {
+        let rows = accelerator::launch(ranks, |accelerator| {
             let loader = accelerator.prepare(builder(size, tail).build(columns(samples)))?;
             loader
                 .epoch(0)
                 .map(|batch| Ok(seen(&batch?)))
                 .collect::<Result<Vec<_>>>()
+        });
+        // A data set that makes no step is refused; nobody knows that of a stream.
+        rows.unwrap_or_else(|error| {
+            assert!(error.is_config(), "{error:?}");
+            vec![Vec::new(); ranks]
         })
-        .unwrap()
     };
     for kind in IN_ORDER {
         for tail in [TailPolicy::Pad, TailPolicy::Drop, TailPolicy::Uneven] {

@@ -27,8 +27,8 @@ use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::hook;
 use crate::gradient::{
-    Compression, FailedCalls, GradientReduction, Gradients, Overlap, OverlapReport, Reach, Road,
-    Switch, Turn, Weight,
+    Compression, FailedCalls, GradientReduction, Gradients, OnBadLoss, Overlap, OverlapReport,
+    Reach, Road, Switch, Turn, Weight,
 };
 use crate::logging::Warned;
 use crate::model::Models;
@@ -112,6 +112,7 @@ pub(crate) struct Settings {
     pub(crate) compression: Compression,
     pub(crate) hook: Option<hook::Maker>,
     pub(crate) loss_scale: LossScale,
+    pub(crate) on_bad_loss: OnBadLoss,
     pub(crate) overlap: Overlap,
     pub(crate) precision: Precision,
     pub(crate) recording: Recording,
@@ -192,8 +193,7 @@ impl Accelerator {
     /// Every rank must prepare the same things in the same order.
     ///
     /// A model is known by its parameters' ids, which are rank 0's from here on: go on with what comes back.
-    /// A clone that was made before is the prepared model where ids stay as they are, on rank 0 and on one
-    /// process, and a model that was not prepared on the other ranks: clone afterwards.
+    /// A clone that was made before is another model, which was not prepared, on one process too: clone afterwards.
     ///
     /// A model that was prepared before is prepared again when other parts of it are to be trained: see
     /// [freezing](crate::optim#freezing-and-unfreezing-on-the-way). Its training goes on: the count of its steps,
@@ -238,9 +238,10 @@ impl Accelerator {
     /// [`Error::is_model`](crate::Error::is_model) when the model's layout differs between ranks,
     /// naming the rank and the first path that differs;
     /// [`Error::is_config`](crate::Error::is_config) for a loader whose batch size is 0 or cannot be
-    /// shared by this many ranks, or that differs between ranks, in [some of its
-    /// items](crate::data#the-same-data-set-on-every-rank) too;
+    /// shared by this many ranks, whose data set has no samples or makes no step, or that differs between ranks, in
+    /// [some of its items](crate::data#the-same-data-set-on-every-rank) too;
     /// [`Error::is_misuse`](crate::Error::is_misuse) when ranks prepare different things, or in another order,
+    /// for a model of which a parameter lies on a device that records no gradients, as `Device::default()`,
     /// and for a model that is prepared again in the middle of an accumulation window or of
     /// [local training](crate::local), which go on as if it had not been;
     /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) for an optimizer with state that was loaded in another
@@ -307,6 +308,8 @@ impl Accelerator {
     /// loaders, epochs or steps than those of another rank, which all ranks are told, or a call while another
     /// thread reduces gradients of the same model, or of one whose window is being reduced, which ends
     /// the group;
+    /// [`Error::is_not_finite`](crate::Error::is_not_finite) for a loss that is NaN or infinite, where the builder
+    /// was asked to [stop there](AcceleratorBuilder::stop_at_non_finite_loss);
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost. The model
     /// is untouched in each case.
     #[track_caller]
@@ -425,6 +428,7 @@ impl Accelerator {
     /// program: ranks that still communicate when another has left without it get an error that
     /// says so. Where there are several ranks, a model that was prepared and for which
     /// [`backward`](Self::backward) was never called is warned of.
+    /// Micro-steps in a window that is still open are lost, which rank 0 says.
     ///
     /// # Errors
     ///
@@ -441,6 +445,9 @@ impl Accelerator {
             group.check_allowed("`finish`")?;
         }
         self.report_untrained();
+        if self.is_main_process() {
+            self.shared.models.report_lost();
+        }
         let saved = self.shared.checkpoints.settle(self);
         let saved = saved.and_then(|()| self.shared.crossing.check());
         if let Some(path) = self.shared.settings.whole_trace()

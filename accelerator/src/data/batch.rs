@@ -1,12 +1,15 @@
 use core::fmt;
 use core::ops::Deref;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-use super::cursor::Mark;
+use super::cursor::{Mark, Pass};
 use super::made::Made;
 use crate::error::Result;
 use crate::gradient::{Closing, Weight};
+use crate::notice;
 
 /// What a batcher made of this rank's share of a step, with what is known about it. It derefs
 /// to the batcher's value: fields and methods of that are there as they are.
@@ -55,6 +58,35 @@ pub struct Batch<O> {
     info: Info,
     /// Where it ends; known when it is handed out.
     mark: Option<Mark>,
+    /// Of one with padding, when it is handed out.
+    padded: Option<Arc<Padded>>,
+}
+
+/// Notes whether the program asks how much of a batch is padding, and says so where it has not: rows of padding look like
+/// any others to what counts them.
+#[derive(Debug)]
+struct Padded {
+    asked: AtomicBool,
+    pass: Arc<Pass>,
+    share: Share,
+}
+
+impl Drop for Padded {
+    fn drop(&mut self) {
+        let asked = self.asked.load(Ordering::Relaxed);
+        if asked || std::thread::panicking() || !self.pass.is_first_uncounted() {
+            return;
+        }
+        let what = match self.share {
+            Share::Idle => "an idle batch, which is an earlier one again,",
+            Share::Used => "a batch with samples that others have, too,",
+        };
+        notice::warn(&format!(
+            "{what} was used, and nobody has asked what it counts, so that its samples may be counted twice: count \
+             `batch.real()` samples, not the rows of its tensors, and pass `&batch` to `backward` and \
+             `gather_for_metrics` (said once a loader)"
+        ));
+    }
 }
 
 /// Everything about a batch but its value.
@@ -88,6 +120,7 @@ impl<O> Batch<O> {
             value,
             info,
             mark: None,
+            padded: None,
         }
     }
 
@@ -95,8 +128,23 @@ impl<O> Batch<O> {
         &self.info
     }
 
+    /// It is handed out, and ends there.
     pub(super) fn set_mark(&mut self, mark: Mark) {
+        self.padded = (self.info.real < self.info.len).then(|| {
+            Arc::new(Padded {
+                asked: AtomicBool::new(false),
+                pass: mark.pass.clone(),
+                share: self.info.share,
+            })
+        });
         self.mark = Some(mark);
+    }
+
+    /// The program knows how much of it is padding.
+    fn note_asked(&self) {
+        if let Some(padded) = &self.padded {
+            padded.asked.store(true, Ordering::Relaxed);
+        }
     }
 
     /// How many samples it holds, duplicates included: the rows of its tensors.
@@ -107,7 +155,35 @@ impl<O> Batch<O> {
 
     /// How many of its samples, counted from the first, are seen for the first time in this
     /// epoch. The rest is padding that metrics leave out; in an idle batch, all of it.
+    ///
+    /// This is what a figure counts that is added up by hand. The rows of an idle batch's tensors are there as those of
+    /// any other. Where a batch with padding is dropped and nobody has asked for this, or for its weight, the library
+    /// says so, once a loader.
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// use accelerator::prelude::*;
+    ///
+    /// let even = launch(3, |accelerator| {
+    ///     let valid = DataLoaderBuilder::new(Listed)
+    ///         .batch_size(2)
+    ///         .build(InMemDataset::new((0..13).collect()));
+    ///     let mut even = Sum::new();
+    ///     for batch in accelerator.prepare(valid)?.epoch(0) {
+    ///         let batch = batch?;
+    ///         even.add(batch[..batch.real()].iter().filter(|item| **item % 2 == 0).count() as f64);
+    ///     }
+    ///     Ok(accelerator.reduce(even)?.value())
+    /// })?;
+    /// assert_eq!(even, [7.0; 3]);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn real(&self) -> usize {
+        self.note_asked();
         self.info.real
     }
 
@@ -215,7 +291,7 @@ impl<O> Batch<O> {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn real_indices(&self) -> &[u64] {
-        &self.info.indices[..self.info.real.min(self.info.indices.len())]
+        &self.info.indices[..self.real().min(self.info.indices.len())]
     }
 
     /// The epoch that was asked for.
@@ -241,6 +317,7 @@ impl<O> Batch<O> {
     /// Whether this rank had no sample left for the epoch's last step, so that the value is an
     /// earlier batch again. Run it as any other: its gradient and metrics count for nothing.
     pub fn is_idle(&self) -> bool {
+        self.note_asked();
         self.info.share == Share::Idle
     }
 
@@ -258,16 +335,34 @@ impl<O> Batch<O> {
 impl<O> Batch<Made<O>> {
     /// With its value, for which what it draws is drawn from the seed.
     pub(super) fn finish(self, seed: Option<u64>) -> Result<Batch<O>> {
-        let Self { value, info, mark } = self;
-        let value = value.finish(seed)?;
-        Ok(Batch { value, info, mark })
+        let Self {
+            value,
+            info,
+            mark,
+            padded,
+        } = self;
+        Ok(Batch {
+            value: value.finish(seed)?,
+            info,
+            mark,
+            padded,
+        })
     }
 
     /// The same, for who hands it on.
     pub(super) fn finished(self, seed: Option<u64>) -> Result<Self> {
-        let Batch { value, info, mark } = self.finish(seed)?;
-        let value = Made::Ready(value);
-        Ok(Self { value, info, mark })
+        let Batch {
+            value,
+            info,
+            mark,
+            padded,
+        } = self.finish(seed)?;
+        Ok(Self {
+            value: Made::Ready(value),
+            info,
+            mark,
+            padded,
+        })
     }
 }
 

@@ -64,6 +64,8 @@ struct State {
     restored: Option<Spot>,
     /// Whether gradients were made from batches, in this process or an earlier one.
     trained: bool,
+    /// Whether a batch with padding was dropped without a look at what it counts.
+    uncounted: bool,
 }
 
 impl Cursor {
@@ -184,6 +186,12 @@ impl Pass {
         self.lock().is_open = false;
     }
 
+    /// A batch with padding was dropped without a look at what it counts; true once a loader.
+    pub(super) fn is_first_uncounted(&self) -> bool {
+        let cursor = self.cursor.upgrade();
+        cursor.is_some_and(|cursor| !core::mem::replace(&mut cursor.lock().uncounted, true))
+    }
+
     fn progress(&self) -> Progress {
         *self.lock()
     }
@@ -206,6 +214,18 @@ impl Mark {
     /// Whether it is of the same pass, so that the later one says all.
     pub(crate) fn follows(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.pass, &other.pass)
+    }
+
+    /// Whether the program left the pass of an earlier mark before its end, and went on with this one's over the same
+    /// loader.
+    pub(crate) fn leaves(&self, earlier: &Self) -> bool {
+        let of_one_loader = Weak::ptr_eq(&self.pass.cursor, &earlier.pass.cursor);
+        let before = earlier.pass.progress();
+        of_one_loader && !self.follows(earlier) && !before.is_open && !before.yielded.finished
+    }
+
+    pub(crate) fn epoch(&self) -> u64 {
+        self.end.epoch
     }
 
     /// Gradients are made from its batch.

@@ -139,6 +139,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         let group = accelerator.group().clone();
         let world_size = accelerator.world_size();
         let mut digests = None;
+        let mut steps = Ok(());
         let (samples, described) = match origin {
             Origin::Indexed(source) => {
                 spec.order().check(source.len())?;
@@ -147,6 +148,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 }
                 let described = format!("{} samples, {spec}", source.len());
                 let plan = spec.plan(source.len(), world_size)?;
+                steps = check_some_steps(&plan, source.len(), &spec, world_size);
                 let samples = Samples::Planned {
                     group,
                     plan,
@@ -178,6 +180,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 "the data set of a loader gives {digests}: ranks cannot share it out by index{ITEM_HINT}"
             )));
         }
+        // The same on all ranks.
+        steps?;
         Ok(Self::new(
             accelerator.shared.device.clone(),
             Place::of(accelerator),
@@ -416,6 +420,25 @@ fn item_term(digests: &Result<ItemDigests>) -> Term {
 const ITEM_HINT: &str = " (draw it from a seed that all ranks have; leave the order to `shuffle`, `sampler` or \
                          `weighted` of the builder, and augmentation to `map_samples`; where items are meant to \
                          differ, say `without_item_check`)";
+
+/// Refuses a data set of which no rank ever gets a batch: a training on it would end at once, in silence.
+fn check_some_steps(plan: &Plan, samples: u64, spec: &Spec, ranks: usize) -> Result<()> {
+    if samples == 0 {
+        return Err(Error::config(
+            "the data set of a loader has no samples, so its epochs would have no steps: look at how it was read, \
+             or leave the loader out",
+        ));
+    }
+    let epoch = plan.epoch(0);
+    if spec.order().varies() || (0..ranks).any(|rank| epoch.steps(rank) > 0) {
+        return Ok(());
+    }
+    Err(Error::config(format!(
+        "a loader has {samples} samples, which make no full step of {ranks} ranks, and its tail policy `{}` drops \
+         what is less (its settings: {spec}): choose `exact`, or smaller batches",
+        spec.tail()
+    )))
+}
 
 /// Whether the settings fit a stream.
 fn check_stream(spec: &Spec, sharing: Sharing) -> Result<()> {

@@ -103,11 +103,20 @@ fn run<M: Module>(
             let trigger = &accelerator.shared.trigger;
             trigger.receive(trigger.send());
         }
-        return Ok(Gradients::untouched(slot, gradients, loss, weight));
+        let gradients = Gradients::untouched(slot.clone(), gradients, loss, weight);
+        if slot.reads_losses() {
+            gradients.check_loss(&slot, group.rank())?;
+        }
+        return Ok(gradients);
     }
     let _turn = slot.turn().take(group)?;
     let (window, _alone) = {
         let mut window = slot.window();
+        if let Some(epoch) = window.left_epoch(&weight)
+            && accelerator.is_main_process()
+        {
+            slot.report_left_epoch(epoch, window.micro_steps());
+        }
         if !ends(window.micro_steps()) {
             drop(copy);
             timeline.backward_begins();

@@ -7,6 +7,7 @@ use burn::tensor::{Device, Tensor};
 
 use super::averages::{Averaged, Averages};
 use super::backward::Reach;
+use super::bad_loss::{self, OnBadLoss};
 use super::clip::{Clip, Limit};
 use super::closed::{Asked, Closed, Values};
 use super::reducer::Reduced;
@@ -367,11 +368,35 @@ impl Gradients {
     /// ```
     pub fn loss(&self) -> Option<f64> {
         let closed = self.closed_ref()?;
+        let loss = self.read_loss()?;
+        // What is read as it comes was looked at then.
+        if !loss.is_finite() && !closed.slot.reads_losses() {
+            closed.slot.report_bad_loss("the mean loss", loss);
+        }
+        Some(loss)
+    }
+
+    fn read_loss(&self) -> Option<f64> {
+        let closed = self.closed_ref()?;
         let read = || match &closed.values {
             Values::Reduced(sums) => sums.loss.value() / sums.total,
             Values::Untouched { loss, .. } => loss.clone().into_scalar::<f64>(),
         };
         Some(*closed.loss.get_or_init(read))
+    }
+
+    /// Reads the loss of this rank alone, and tells or refuses one that is not finite.
+    pub(super) fn check_loss(&self, slot: &Slot, rank: usize) -> Result<()> {
+        let Some(loss) = self.read_loss().filter(|loss| !loss.is_finite()) else {
+            return Ok(());
+        };
+        match slot.on_bad_loss() {
+            OnBadLoss::Stop => Err(bad_loss::error(slot, &[(rank, loss)])),
+            OnBadLoss::Tell => {
+                slot.report_bad_loss(&format!("the loss of rank {rank}"), loss);
+                Ok(())
+            }
+        }
     }
 
     /// Over how many samples (or tokens) of all ranks this is the average; `None` while the window is

@@ -1,5 +1,6 @@
 mod averages;
 mod backward;
+mod bad_loss;
 mod bucket;
 mod clip;
 mod closed;
@@ -29,6 +30,7 @@ mod window;
 
 pub(crate) use self::averages::{Averaged, Averages, Place, Real as Summand};
 pub(crate) use self::backward::{Reach, backward};
+pub(crate) use self::bad_loss::OnBadLoss;
 pub(crate) use self::bucket::BLOCK;
 pub use self::clip::Clip;
 pub use self::compression::Compression;

@@ -5,8 +5,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use accelerator_collective::ProcessGroup;
 use burn::backend::DispatchTensor;
-use burn::module::ParamId;
+use burn::module::{Param, ParamId};
+use burn::tensor::Tensor;
 
+use super::bad_loss::{self, OnBadLoss};
 use super::compression::Compression;
 use super::hook::Held;
 use super::layout::Buckets;
@@ -18,6 +20,7 @@ use super::store::{Home, Store};
 use super::turn::Turn;
 use super::window::Window;
 use crate::error::Result;
+use crate::graph;
 use crate::local::Round;
 use crate::model::{TiedParameters, Trainable};
 use crate::notice;
@@ -28,6 +31,8 @@ use crate::precision::{Cast, Finiteness, Scaler, ScalerState};
 #[derive(Debug)]
 pub(crate) struct Slot {
     bucket_size: usize,
+    /// The graph's leaf that the first parameter was when the program gave the model to `prepare`.
+    given_leaf: Option<u64>,
     /// Where sums are kept that are not cut.
     home: Home,
     /// Where a hook of the program's reduces the gradients.
@@ -36,13 +41,18 @@ pub(crate) struct Slot {
     ids: Vec<u64>,
     /// The parameters' numbers.
     numbers: HashMap<ParamId, usize>,
+    on_bad_loss: OnBadLoss,
     /// How the last window was sent: beside what sends it, which is in use for the whole of a window.
     overlap_report: Mutex<OverlapReport>,
     parameters: Vec<Trainable>,
     /// Whether a gradient that only other ranks had was reported.
     reported: AtomicBool,
+    /// Whether a loss that is not finite was reported.
+    reported_bad_loss: AtomicBool,
     /// Whether a clip of nothing was reported.
     reported_clip: AtomicBool,
+    /// Whether an epoch that was left in the midst of a window was reported.
+    reported_left: AtomicBool,
     /// Whether steps in full precision, where another one was asked for, were reported.
     reported_precision: AtomicBool,
     /// Whether a bucket that did not fit the compressed type was reported.
@@ -145,13 +155,17 @@ impl Slot {
         let watching = Watching::new(overlap);
         Self {
             bucket_size,
+            given_leaf: None,
             home: Home::Host,
             hook: None,
             ids: Vec::new(),
             numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
+            on_bad_loss: OnBadLoss::default(),
             overlap_report: Mutex::new(watching.report()),
             reported: AtomicBool::new(false),
+            reported_bad_loss: AtomicBool::new(false),
             reported_clip: AtomicBool::new(false),
+            reported_left: AtomicBool::new(false),
             reported_precision: AtomicBool::new(false),
             reported_range: AtomicBool::new(false),
             road: None,
@@ -195,6 +209,25 @@ impl Slot {
         &self.tied
     }
 
+    /// For a model whose first parameter was that leaf of the graph when it was given to `prepare`.
+    pub(crate) fn with_given_leaf(self, given_leaf: Option<u64>) -> Self {
+        Self { given_leaf, ..self }
+    }
+
+    pub(crate) fn given_leaf(&self) -> Option<u64> {
+        self.given_leaf
+    }
+
+    /// Whether a parameter is still what the program gave to `prepare`, and so one of a clone from before. Training with
+    /// such a clone begins before the first step: none is looked at behind it, since that takes memory each time.
+    pub(crate) fn is_given<const D: usize>(&self, param: &Param<Tensor<D>>) -> bool {
+        let first = self.parameters.first().map(|first| first.id);
+        self.given_leaf.is_some()
+            && self.steps() == 0
+            && first == Some(param.id)
+            && graph::leaf_number(&param.val().into_dispatch()) == self.given_leaf
+    }
+
     /// For a model that holds all of these.
     pub(crate) fn with_ids(self, ids: Vec<u64>) -> Self {
         Self { ids, ..self }
@@ -227,9 +260,29 @@ impl Slot {
         }
     }
 
-    /// Whether losses are read as they come: what is computed on the CPU is there.
+    /// With steps of which that becomes where their loss is not finite.
+    pub(crate) fn with_bad_losses(self, on_bad_loss: OnBadLoss) -> Self {
+        Self {
+            on_bad_loss,
+            ..self
+        }
+    }
+
+    pub(super) fn on_bad_loss(&self) -> OnBadLoss {
+        self.on_bad_loss
+    }
+
+    /// Says once that a loss is not finite, and whose.
+    pub(super) fn report_bad_loss(&self, whose: &str, loss: f64) {
+        if !self.reported_bad_loss.swap(true, Ordering::Relaxed) {
+            bad_loss::tell(self, whose, loss);
+        }
+    }
+
+    /// Whether losses are read as they come: what is computed on the CPU is there, and what may stop the
+    /// training is waited for.
     pub(super) fn reads_losses(&self) -> bool {
-        matches!(self.home, Home::Host)
+        matches!(self.home, Home::Host) || self.on_bad_loss == OnBadLoss::Stop
     }
 
     /// How sums on a device get to other ranks.
@@ -312,6 +365,30 @@ impl Slot {
                 "a clip that was asked for covers none of the {} trainable parameters of its model: `only` is \
                  given paths such as `{}` (said once a model)",
                 self.parameters.len(),
+                first.path
+            ));
+        }
+    }
+
+    /// Says once that so many micro-steps of an epoch that was left go into a step of another one.
+    pub(super) fn report_left_epoch(&self, epoch: u64, micro_steps: usize) {
+        if !self.reported_left.swap(true, Ordering::Relaxed) {
+            notice::warn(&format!(
+                "epoch {epoch} was left with {micro_steps} micro-steps in an accumulation window that is open, and \
+                 they go into the first step of the next epoch: end the window before leaving, with \
+                 `batch.weight().trigger_sync()`, or keep it open on purpose, with `no_sync` (said once a model)"
+            ));
+        }
+    }
+
+    /// Says that micro-steps are left, of which nothing comes any more.
+    pub(crate) fn report_lost(&self) {
+        let (open, first) = (self.open_micro_steps(), self.parameters.first());
+        if let Some(first) = first.filter(|_| open > 0) {
+            notice::warn(&format!(
+                "{open} micro-steps of the model with the parameter `{}` are in an accumulation window that is open, \
+                 and no optimizer step came of them: end the last window with `batch.weight().trigger_sync()`, or \
+                 run the epoch to its end",
                 first.path
             ));
         }

@@ -7,13 +7,15 @@ use super::flat;
 use super::ledger::{Ledger, Stage};
 use super::slot::Slot;
 use super::values;
-use super::weight::Weight;
+use super::weight::{Closing, Weight};
 use crate::data::Mark;
 use crate::error::{Error, Result};
 
 /// The sums of the micro-steps since the last optimizer step.
 #[derive(Debug, Default)]
 pub(super) struct Window {
+    /// Whether the program said with the last micro-step that the window stays open.
+    kept_open: bool,
     ledger: Option<Ledger>,
     /// Where the batches end that are in it: the last one of each pass.
     marks: Vec<Mark>,
@@ -122,7 +124,13 @@ impl Window {
         loss: Tensor<1>,
         weight: Weight,
     ) -> Result<()> {
-        let Weight { count, mark, .. } = weight;
+        let Weight {
+            count,
+            mark,
+            closing,
+            ..
+        } = weight;
+        self.kept_open = closing == Closing::KeepOpen;
         let ledger = self.ledger.get_or_insert_with(|| slot.lend(group));
         if count > 0.0 {
             let layout = ledger.layout.clone();
@@ -152,6 +160,14 @@ impl Window {
 
     pub(super) fn micro_steps(&self) -> usize {
         self.totals.micro_steps
+    }
+
+    /// The epoch that the program left in the midst of this window, for that of this batch. A window that it keeps
+    /// open itself is its own affair.
+    pub(super) fn left_epoch(&self, weight: &Weight) -> Option<u64> {
+        let mark = weight.mark.as_ref().filter(|_| !self.kept_open)?;
+        let left = self.marks.iter().find(|earlier| mark.leaves(earlier))?;
+        Some(left.epoch())
     }
 
     /// What was added up so far, to be completed by the last micro-step.

@@ -9,9 +9,11 @@ mod dtype;
 mod file;
 mod file_layout;
 mod layout;
+mod leaves;
 mod load;
 mod options;
 mod read;
+mod recorded;
 mod replicate;
 mod report;
 mod snapshot;
@@ -62,14 +64,23 @@ impl Models {
             trained: Found::default(),
             frozen: Found::default(),
             trains: false,
+            is_given: false,
         };
         model.visit(&mut search);
         let Search {
             trained,
             frozen,
             trains,
+            is_given,
             ..
         } = search;
+        if is_given {
+            return Err(Error::misuse(
+                "this model is a clone from before `prepare`, which is another model than the prepared one (on \
+                 ranks other than 0, its parameters have other ids): go on with what `prepare` gave back, and clone \
+                 that",
+            ));
+        }
         let found = match trained {
             Found::None => frozen,
             trained => trained,
@@ -84,8 +95,9 @@ impl Models {
                 "this model has no trainable parameter, so nothing is known of it, prepared or not: unfreeze \
                  some, and prepare it then"
             } else {
-                "this model was not prepared, or got other parameter ids since (by loading a \
-                 record): pass it through `Accelerator::prepare` before `backward`"
+                "this model was not prepared, is a clone from before `prepare`, or got other parameter ids since \
+                 (by loading a record): pass it through `Accelerator::prepare` before `backward`, and go on with \
+                 what that gives back"
             })),
         }
     }
@@ -105,6 +117,16 @@ impl Models {
         let slots = self.lock();
         let slot = slots.get(&id)?;
         Some(slot.parameters()[slot.number(id)?].clone())
+    }
+
+    /// Says of which models micro-steps are left, now that the program is at its end.
+    pub(crate) fn report_lost(&self) {
+        for (id, slot) in self.lock().iter() {
+            // Once for all of its parameters.
+            if slot.number(*id) == Some(0) {
+                slot.report_lost();
+            }
+        }
     }
 
     /// The slot of the model with all of these parameters, and no others, trained or frozen.
@@ -148,6 +170,7 @@ pub(crate) fn draw_all<M: Module>(model: &M) {
 #[track_caller]
 pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<M> {
     let device = accelerator.device();
+    let recorded = recorded::check(&model);
     let model = if model.devices().iter().all(|found| *found == device) {
         model
     } else {
@@ -159,19 +182,24 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
     let ready = known.as_ref().map(|slot| check_between_steps(slot));
     let group = accelerator.group();
     if group.world_size() == 1 {
+        recorded?;
         ready.transpose()?;
-        let model = TiedParameters::checked(&model)?.retie(model);
-        make_known(accelerator, &model, known.as_deref());
-        return Ok(model);
+        return make_known(accelerator, model, known.as_deref());
     }
     let preparing = group.for_purpose("prepare a model");
     let ready_told = ready
         .as_ref()
         .map(|ready| ready.as_ref().map(|()| ()).map_err(Failure::of));
-    let (layouts, told): (Vec<_>, Vec<_>) = preparing
-        .all_gather_object(&(layout.clone(), ready_told))?
-        .into_iter()
-        .unzip();
+    let recorded_told = recorded.as_ref().map(|()| ()).map_err(Failure::of);
+    let told = (recorded_told, layout.clone(), ready_told);
+    let all = preparing.all_gather_object(&told)?;
+    recorded?;
+    let (mut layouts, mut told) = (Vec::new(), Vec::new());
+    for (rank, (recorded, layout, ready)) in all.into_iter().enumerate() {
+        recorded.map_err(|failure: Failure| failure.into_error(rank, "prepare a model"))?;
+        layouts.push(layout);
+        told.push(ready);
+    }
     layout.check_against(&layouts)?;
     // One that is new on some rank is new on all of them.
     let told: Option<Vec<Result<(), Failure>>> = told.into_iter().collect();
@@ -186,19 +214,28 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
     }
     let model = replicate::from_rank_zero(group, model, &layout)?;
     // Of rank 0's values, so all ranks come to the same answer.
-    let model = TiedParameters::checked(&model)?.retie(model);
-    make_known(accelerator, &model, known.as_deref());
-    Ok(model)
+    make_known(accelerator, model, known.as_deref())
 }
 
 /// Makes a model known that was given `before`, or is new.
-fn make_known<M: Module>(accelerator: &Accelerator, model: &M, before: Option<&Slot>) {
-    let hook = accelerator.communication_hook();
-    let (steps, scaler) = match before {
-        Some(before) => (before.steps(), before.scaler_state()),
-        None => (0, None),
+fn make_known<M: Module>(accelerator: &Accelerator, model: M, before: Option<&Slot>) -> Result<M> {
+    let tied = TiedParameters::checked(&model)?;
+    let (model, given_leaf) = leaves::renew(model);
+    let model = tied.retie(model);
+    let standing = match before {
+        Some(before) => Standing {
+            given_leaf: before.given_leaf(),
+            scaler: before.scaler_state(),
+            steps: before.steps(),
+        },
+        None => Standing {
+            given_leaf,
+            ..Standing::default()
+        },
     };
-    insert(accelerator, model, steps, scaler, hook);
+    let hook = accelerator.communication_hook();
+    insert(accelerator, &model, standing, hook);
+    Ok(model)
 }
 
 /// Refuses to prepare a model again where what it did since its last step would be lost.
@@ -227,18 +264,27 @@ pub(crate) fn resume<M: Module>(
     hook: Option<Held>,
 ) -> Result<M> {
     let model = restore_values(accelerator, model, path, saved)?;
-    insert(accelerator, &model, steps, scaler, hook);
+    let standing = Standing {
+        given_leaf: None,
+        scaler,
+        steps,
+    };
+    insert(accelerator, &model, standing, hook);
     Ok(model)
 }
 
-/// Makes a model known, after so many steps, with that scale of its losses and that hook.
-fn insert<M: Module>(
-    accelerator: &Accelerator,
-    model: &M,
-    steps: u64,
+/// What a model brings along from before it is made known.
+#[derive(Default)]
+struct Standing {
+    /// See [`Slot::is_given`].
+    given_leaf: Option<u64>,
+    /// The scale of its losses.
     scaler: Option<ScalerState>,
-    hook: Option<Held>,
-) {
+    steps: u64,
+}
+
+/// Makes a model known that stands so, with that hook.
+fn insert<M: Module>(accelerator: &Accelerator, model: &M, standing: Standing, hook: Option<Held>) {
     let shared = &accelerator.shared;
     let layout = Layout::of(model);
     let slot = Slot::new(
@@ -246,14 +292,16 @@ fn insert<M: Module>(
         shared.settings.bucket_size,
         shared.overlap,
     );
-    let scaler = accelerator.scaler().map(|fresh| match scaler {
+    let scaler = accelerator.scaler().map(|fresh| match standing.scaler {
         Some(state) => fresh.with_state(state),
         None => fresh,
     });
     let slot = slot
         .with_ids(layout.ids())
         .with_tied(TiedParameters::of(model))
-        .with_steps(steps)
+        .with_given_leaf(standing.given_leaf)
+        .with_steps(standing.steps)
+        .with_bad_losses(shared.settings.on_bad_loss)
         .with_scaler(scaler)
         .with_road(shared.road.clone(), hook);
     shared.models.insert(&layout, slot);
@@ -282,6 +330,8 @@ struct Search<'a> {
     frozen: Found,
     /// Whether there is a parameter that takes a gradient.
     trains: bool,
+    /// Whether it is still what was given to `prepare`.
+    is_given: bool,
 }
 
 #[derive(Default)]
@@ -299,6 +349,7 @@ impl ModuleVisitor for Search<'_> {
         let Some(slot) = self.slots.get(&param.id) else {
             return;
         };
+        self.is_given |= trains && slot.is_given(param);
         let found = match trains {
             true => &mut self.trained,
             false => &mut self.frozen,

@@ -12,7 +12,7 @@ use burn::tensor::FloatDType;
 use crate::accelerator::SameBatches;
 use crate::device::{DeviceKind, Oversubscription};
 use crate::gradient::hook::{CommunicationHook, Maker};
-use crate::gradient::{Compression, GradientReduction, Overlap};
+use crate::gradient::{Compression, GradientReduction, OnBadLoss, Overlap};
 use crate::precision::{LossScale, Precision};
 use crate::timeline::{Recording, Schedule};
 
@@ -63,6 +63,7 @@ pub struct AcceleratorBuilder {
     hook: Option<Maker>,
     launch: Option<Launch>,
     loss_scale: LossScale,
+    on_bad_loss: OnBadLoss,
     options: GroupOptions,
     overlap: Option<Overlap>,
     oversubscription: Option<Oversubscription>,
@@ -97,6 +98,7 @@ impl AcceleratorBuilder {
             hook: None,
             launch: None,
             loss_scale: LossScale::new(),
+            on_bad_loss: OnBadLoss::Tell,
             options: GroupOptions::new(),
             overlap: None,
             oversubscription: None,
@@ -111,8 +113,9 @@ impl AcceleratorBuilder {
     }
 
     /// How many calls of [`Accelerator::backward`](crate::Accelerator::backward) make one optimizer step. The
-    /// last window of an epoch may be shorter; its average is over the samples that it holds. Default:
-    /// `ACCEL_ACCUMULATION_STEPS`, else 1.
+    /// last window of an epoch may be shorter; its average is over the samples that it holds. An epoch that is left by
+    /// a `break` does not end its window: say so with [`trigger_sync`](crate::Weight::trigger_sync) in its last call,
+    /// or what it holds goes into the first step of the next epoch. Default: `ACCEL_ACCUMULATION_STEPS`, else 1.
     pub fn accumulation_steps(mut self, steps: usize) -> Self {
         self.accumulation_steps = Some(steps);
         self
@@ -422,6 +425,37 @@ impl AcceleratorBuilder {
     /// ```
     pub fn with_step_summary(mut self) -> Self {
         self.recording = Recording::Steps;
+        self
+    }
+
+    /// Lets [`backward`](crate::Accelerator::backward) fail on every rank, with
+    /// [`Error::is_not_finite`](crate::Error::is_not_finite), where the loss of a window is NaN or infinite on some
+    /// rank. The model is as it was before that step. Default: the rank whose loss it is says so once a model, with
+    /// the step, and training goes on.
+    ///
+    /// On a CPU it costs nothing. On a GPU each call of `backward` waits until its loss is computed; without it, such
+    /// a loss is told there when the program asks for [`Gradients::loss`](crate::Gradients::loss).
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::Tensor;
+    ///
+    /// let errors = Accelerator::builder().stop_at_non_finite_loss().launch(2, |accelerator| {
+    ///     let device = accelerator.device();
+    ///     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+    ///     let model = accelerator.prepare(model)?;
+    ///     // Of what rank 1 has read, one value is missing.
+    ///     let value = [1.0, f64::NAN][accelerator.rank()];
+    ///     let loss = model.forward(Tensor::<2>::full([4, 2], value, &device)).mean();
+    ///     Ok(accelerator.backward(loss, &model, 4).unwrap_err())
+    /// })?;
+    /// assert!(errors.iter().all(|error| error.is_not_finite()));
+    /// assert!(errors[0].to_string().contains("the loss of step 0 is not finite: NaN on rank 1"));
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn stop_at_non_finite_loss(mut self) -> Self {
+        self.on_bad_loss = OnBadLoss::Stop;
         self
     }
 

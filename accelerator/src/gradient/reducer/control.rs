@@ -6,6 +6,8 @@ use accelerator_plan::mix;
 use super::{Pace, Reducer, waited};
 use crate::agreement::sides;
 use crate::error::{Error, Kind, Result};
+use crate::gradient::bad_loss;
+use crate::gradient::slot::Slot;
 use crate::timeline::{Part, Phase};
 
 /// How many numbers a control vector has.
@@ -296,6 +298,17 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
          steps",
         shown.join(", ")
     )))
+}
+
+/// Asks all ranks which of them has a loss that is not finite: nothing tells it in the sum.
+pub(super) fn whose_loss(reducer: &Reducer, slot: &Slot) -> Result<Error> {
+    let (rank, loss) = (reducer.group.rank(), reducer.loss.read);
+    if reducer.pace == Pace::Nowhere {
+        return Ok(bad_loss::error(slot, &[(rank, loss)]));
+    }
+    let asking = reducer.group.for_purpose("average gradients");
+    let all = asking.all_gather_object(&(rank, loss))?;
+    Ok(bad_loss::error(slot, &all))
 }
 
 /// What tells windows apart, in as many bits as leave the sum over the ranks exact in an `f64`.

@@ -15,6 +15,7 @@ use burn::tensor::Tensor;
 
 use self::promise::Promise;
 use self::sending::{is_networked, waited};
+use super::bad_loss::OnBadLoss;
 use super::compression::{Compression, Scale};
 use super::failed_calls::FailedCalls;
 use super::ledger::{Ledger, Sight, Stage};
@@ -320,7 +321,7 @@ impl Reducer {
         self.batches.add(mark.as_ref());
         window::note(&mut self.marks, mark);
         match self.conclude(slot, gradients, loss) {
-            Ok(repaired) => self.into_reduced(repaired),
+            Ok(repaired) => self.into_reduced(slot, repaired),
             Err(error) => {
                 self.promise.break_for(&error);
                 Err(error)
@@ -341,6 +342,10 @@ impl Reducer {
         } else {
             // What an idle rank computed may be anything.
             gradients = GradientsParams::new();
+        }
+        if !self.loss.read.is_finite() && slot.on_bad_loss() == OnBadLoss::Tell {
+            let whose = format!("the loss of rank {}", self.group.rank());
+            slot.report_bad_loss(&whose, self.loss.read / self.total);
         }
         check_all_known(self.fill(slot, &mut gradients))?;
         let repaired = match slot.hook() {
@@ -378,7 +383,7 @@ impl Reducer {
         Ok(repaired)
     }
 
-    fn into_reduced(mut self, repaired: usize) -> Result<Reduced> {
+    fn into_reduced(mut self, slot: &Slot, repaired: usize) -> Result<Reduced> {
         self.promise.keep();
         if self.pace != Pace::Nowhere {
             let windows = control::check_windows(&self);
@@ -391,6 +396,10 @@ impl Reducer {
             windows?;
         }
         let told = self.told()?;
+        // All ranks see the same sum.
+        if !told.loss.is_finite() && slot.on_bad_loss() == OnBadLoss::Stop {
+            return Err(control::whose_loss(&self, slot)?);
+        }
         let (total, read, wants_norm) = (told.weight, told.loss, told.wants_norm());
         let same_losses = self.pace != Pace::Nowhere && told.losses_agree(&self.group);
         let is_apart = self.pace != Pace::Nowhere && self.ledger.is_on_device();

@@ -1,0 +1,49 @@
+//! Losses that are not finite: nothing comes of training on from there.
+
+use super::slot::Slot;
+use crate::error::{Error, Kind};
+use crate::notice;
+
+/// What becomes of a step whose loss is not finite.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) enum OnBadLoss {
+    /// It takes place, and is told once.
+    #[default]
+    Tell,
+    /// It fails, on all ranks.
+    Stop,
+}
+
+impl OnBadLoss {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Tell => "told once",
+            Self::Stop => "an error",
+        }
+    }
+}
+
+/// What is told of one, `whose` it is with it.
+pub(super) fn tell(slot: &Slot, whose: &str, loss: f64) {
+    notice::warn(&format!(
+        "{whose} in step {} is {loss}: parameters become so too, and nothing is learnt from there; lower the \
+         learning rate, clip gradients, or look at the samples; `stop_at_non_finite_loss` of the builder makes it \
+         an error (said once a model)",
+        slot.steps()
+    ));
+}
+
+/// The error for one, of ranks with their losses.
+pub(super) fn error(slot: &Slot, losses: &[(usize, f64)]) -> Error {
+    let bad = losses.iter().filter(|(_, loss)| !loss.is_finite());
+    let bad: Vec<_> = bad
+        .map(|(rank, loss)| format!("{loss} on rank {rank}"))
+        .collect();
+    let message = format!(
+        "the loss of step {} is not finite: {}; the model is as it was before this step: lower the learning rate, \
+         clip gradients, or look at the samples, and go on from a checkpoint",
+        slot.steps(),
+        bad.join(", ")
+    );
+    Error::new(Kind::NotFinite, message)
+}

@@ -1,0 +1,31 @@
+//! What makes a prepared model another one than its clones from before, which have the same ids on some ranks.
+
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::Tensor;
+
+use crate::graph;
+
+/// The model with new leaves of the graph, and the old one of its first trainable parameter. A loss that was made
+/// with a clone from before gives it no gradient, on any rank.
+pub(super) fn renew<M: Module>(model: M) -> (M, Option<u64>) {
+    let mut renewing = Renewing { first: None };
+    let model = model.map(&mut renewing);
+    (model, renewing.first)
+}
+
+struct Renewing {
+    first: Option<u64>,
+}
+
+impl ModuleMapper for Renewing {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if !param.is_require_grad() {
+            return param;
+        }
+        let (id, old, mapper) = param.consume();
+        if self.first.is_none() {
+            self.first = graph::leaf_number(&old.clone().into_dispatch());
+        }
+        Param::from_mapped_value(id, old.detach().require_grad(), mapper)
+    }
+}
