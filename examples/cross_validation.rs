@@ -6,6 +6,7 @@
 //! cargo run --release -p accel-launch -- --num-processes 2 --example cross_validation
 //! ```
 
+use accelerator::metric::Confusion;
 use accelerator::prelude::*;
 use accelerator_examples::{
     CnnConfig, Course, Digit, DigitBatcher, Digits, MnistArgs, Report, cross_entropy, init_logging,

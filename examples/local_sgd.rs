@@ -6,6 +6,7 @@
 //! cargo run --release -p accel-launch -- --num-processes 2 --example local_sgd -- --period 8 --diloco
 //! ```
 
+use accelerator::metric::Mean;
 use accelerator::optim::Manual;
 use accelerator::prelude::*;
 use accelerator_examples::{

@@ -9,6 +9,7 @@
 
 use std::time::{Duration, Instant};
 
+use accelerator::metric::{Accuracy, Confusion, Mean, TopK};
 use accelerator::prelude::*;
 use accelerator_examples::{
     Cnn, CnnConfig, Course, DigitBatch, DigitBatcher, MnistArgs, Report, cross_entropy,

@@ -8,6 +8,7 @@
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
+use accelerator::metric::Mean;
 use accelerator::prelude::*;
 use accelerator_examples::text::{TextBatcher, TextWindows};
 use accelerator_examples::{

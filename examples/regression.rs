@@ -6,6 +6,7 @@
 //! cargo run --release -p accel-launch -- --num-processes 2 --example regression
 //! ```
 
+use accelerator::metric::Mean;
 use accelerator::prelude::*;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;

@@ -176,6 +176,26 @@ pub use crate::launch::launch;
 pub use crate::prepare::{Prepare, kind};
 
 /// What a training program usually imports.
+///
+/// Names that a program's own modules, or Burn's, often have are not in it: two glob imports of one name
+/// are ambiguous. [`Clip`] and the [`metric`]s are imported by name.
+///
+/// ```
+/// mod model {
+///     pub struct Clip;
+///     pub struct Accuracy;
+/// }
+/// use accelerator::prelude::*;
+/// use burn::nn::loss::Reduction::{self, *};
+/// use model::*;
+///
+/// fn settings() -> (Clip, Accuracy, Reduction, Precision) {
+///     (Clip, Accuracy, Mean, Precision::No)
+/// }
+/// # fn main() {
+/// #     settings();
+/// # }
+/// ```
 pub mod prelude {
     pub use crate::checkpoint::{Checkpoints, Object, PerRank};
     pub use crate::collective::ReduceOp;
@@ -184,14 +204,13 @@ pub mod prelude {
     };
     pub use crate::ema::Ema;
     pub use crate::local::{DiLoCoConfig, LocalOutcome, LocalSgdConfig, LocalTraining};
-    pub use crate::metric::{Accuracy, Confusion, Mean, TopK};
     pub use crate::optim::{
         InitFused, PerEpoch, PerProcess, PreparedOptimizer, RateScaling, Sharded, StepOutcome,
     };
     pub use crate::plan::TailPolicy;
     pub use crate::precision::Precision;
     pub use crate::{
-        Accelerator, Clip, Compression, DeviceKind, Error, GradientReduction, Gradients, Overlap,
+        Accelerator, Compression, DeviceKind, Error, GradientReduction, Gradients, Overlap,
         Oversubscription, PadSide, Result, launch,
     };
 }

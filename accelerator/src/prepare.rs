@@ -40,8 +40,11 @@ use crate::optim::{
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be prepared",
     label = "not a Burn module, optimizer, `(optimizer, scheduler)`, data loader, or tuple of these",
-    note = "a module must derive `Module`; a loader is built with \
-            `accelerator::data::DataLoaderBuilder`, or is one of Burn's own in `InOrder(…)`",
+    note = "of a tuple, prepare one part after the other to see which of them it is",
+    note = "one of Burn's own loaders (`Arc<dyn DataLoader<_>>`) is built with Burn's `DataLoaderBuilder`: import \
+            `accelerator::data::DataLoaderBuilder` in its place, which has the same methods, or write \
+            `InOrder(loader)` if it reads its batches in the same order on every rank",
+    note = "a module must derive `Module`",
     note = "an optimizer is Burn's `ModuleOptimizer`: call `.init()` on its config; a scheduler goes \
             beside its optimizer, as `(optimizer, scheduler)`; `Sharded(optimizer)` stands in its place",
     note = "a loader builder needs `.build(dataset)`"
@@ -118,6 +121,11 @@ pub mod kind {
     #[derive(Debug)]
     pub enum Model {}
 
+    /// Of nothing.
+    #[doc(hidden)]
+    #[derive(Debug)]
+    pub enum Never {}
+
     /// One of Burn's own data loaders, in [`InOrder`](crate::data::InOrder).
     #[derive(Debug)]
     pub enum Opaque {}
@@ -167,6 +175,19 @@ impl<M: Module + fmt::Display> Prepare<kind::Model> for M {
 
     fn kinds(kinds: &mut Vec<String>) {
         kinds.push("a model".to_owned());
+    }
+}
+
+/// Of no type. Where a second implementation could fit every type, the compiler explains what cannot be prepared by
+/// [`Prepare`], and not by what Burn's `Module` asks of it.
+#[doc(hidden)]
+pub trait Never {}
+
+impl<T: Never> Prepare<kind::Never> for T {
+    type Prepared = T;
+
+    fn prepare(self, _: &Accelerator) -> Result<T> {
+        Ok(self)
     }
 }
 

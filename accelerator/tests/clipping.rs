@@ -4,6 +4,7 @@
 
 mod common;
 
+use accelerator::Clip;
 use accelerator::prelude::*;
 use burn::module::{Module, Param};
 use burn::nn::Linear;

@@ -6,6 +6,7 @@
 mod common;
 
 use accelerator::data::InOrder;
+use accelerator::metric::{Accuracy, Confusion, TopK};
 use accelerator::prelude::*;
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
 use burn::optim::SgdConfig;

@@ -7,6 +7,7 @@ mod common;
 use std::sync::Arc;
 
 use accelerator::data::InOrder;
+use accelerator::metric::Mean;
 use accelerator::prelude::*;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder as BurnBuilder};
 use burn::data::dataset::transform::{SamplerDataset, SamplerDatasetOptions, ShuffledDataset};

@@ -11,11 +11,12 @@ use std::sync::{Arc, Mutex};
 use accelerator::checkpoint::{Object, PerRank};
 use accelerator::data::Batch;
 use accelerator::hook::PowerSgd;
+use accelerator::metric::Mean;
 use accelerator::optim::{Manual, Sharded};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, Clip, Weight};
 use burn::module::Module;
-use burn::nn::{BatchNorm, BatchNormConfig, Linear};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::{Device, Tensor};
 use common::{Column, ColumnBatcher, columns, distance, flat, line, loader};
@@ -863,4 +864,27 @@ fn a_model_on_a_device_that_records_no_gradients_is_refused_when_it_is_prepared(
             }
         }
     }
+}
+
+#[test]
+fn a_weight_below_zero_is_shown_as_it_was_written() {
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    let model: Linear = accelerator
+        .prepare(LinearConfig::new(2, 1).init(&device))
+        .unwrap();
+    let loss = || model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    let text = |weight: f64| {
+        let error = accelerator.backward(loss(), &model, weight).unwrap_err();
+        assert!(error.is_misuse(), "{error:?}");
+        error.to_string()
+    };
+    let negative = text(-3.0);
+    assert!(negative.contains("is -3.0; expected"), "{negative}");
+    assert!(!negative.contains("e-13"), "{negative}");
+    let tiny = text(1e-20);
+    assert!(
+        tiny.contains("is 1e-20; expected") && tiny.contains("e-13"),
+        "{tiny}"
+    );
 }

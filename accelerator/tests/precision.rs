@@ -515,3 +515,34 @@ fn known_in(masters: DType) -> Vec<TensorData> {
     let layers = (0..4).map(layer).collect();
     parameters(&known(Stack { layers }).map(&mut InType(masters)))
 }
+
+#[test]
+fn what_was_not_cast_is_named_with_the_call_that_casts_it() {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    let accelerator = Accelerator::builder()
+        .precision(Precision::Bf16)
+        .build()
+        .unwrap();
+    let device = accelerator.device();
+    let model: Linear = accelerator
+        .prepare(LinearConfig::new(2, 1).init(&device))
+        .unwrap();
+    let said = |forward: &dyn Fn(&Linear)| -> String {
+        let outcome = catch_unwind(AssertUnwindSafe(|| accelerator.forward(&model, forward)));
+        let panic = outcome.unwrap_err();
+        let text = panic.downcast_ref::<String>().cloned();
+        text.unwrap_or_else(|| (*panic.downcast_ref::<&str>().unwrap()).to_owned())
+    };
+    let text = said(&|model| drop(model.forward(Tensor::<2>::ones([4, 2], &device))));
+    let first = text.lines().next().unwrap();
+    assert!(first.contains("accelerator.to_working(input)"), "{text}");
+    assert!(first.contains("bf16") && first.contains("f32"), "{text}");
+    assert!(first.contains("inside the model"), "{text}");
+    assert!(
+        text.contains("dtype mismatch"),
+        "Burn's words are kept: {text}"
+    );
+    // Other panics are left as they are.
+    assert_eq!(said(&|_| panic!("no such layer")), "no such layer");
+}

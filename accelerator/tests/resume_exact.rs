@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use accelerator::data::Loader;
+use accelerator::metric::Mean;
 use accelerator::optim::Scheduled;
 use accelerator::prelude::*;
 use burn::lr_scheduler::exponential::ExponentialLrSchedulerConfig;

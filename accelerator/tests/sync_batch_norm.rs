@@ -4,6 +4,7 @@
 
 mod common;
 
+use accelerator::metric::Mean;
 use accelerator::nn::{SyncBatchNorm, SyncBatchNormConfig};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, OverlapState};

@@ -13,6 +13,7 @@ use signal_hook::low_level::signal_name;
 use crate::attempt::Finished;
 use crate::hearing::Statement;
 use crate::job::{Cause, End};
+use crate::output::headline;
 use crate::text::{list, shell_line, utc};
 use crate::variables;
 
@@ -353,11 +354,12 @@ impl Other {
             (None, Some(signal)) => End::Signal(signal),
             (None, None) => return format!("rank {rank} does not end, even on SIGKILL"),
         };
-        let last = self
-            .last_words
-            .last()
-            .map(|line| format!(": {line}"))
-            .unwrap_or_default();
+        let said = match end {
+            // A panic, whose message begins with what went wrong and may go on with values.
+            End::Code(101) | End::Signal(signal::SIGABRT) => headline(&self.last_words),
+            _ => self.last_words.last(),
+        };
+        let last = said.map(|line| format!(": {line}")).unwrap_or_default();
         match (end, self.by_itself) {
             (End::Code(0), true) => format!("rank {rank} had finished"),
             (end, true) => format!("rank {rank} failed after it ({end}){last}"),

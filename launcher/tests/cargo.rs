@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::collections::BTreeSet;
 use std::process::Command;
 
 use support::{Ended, Folder, Run};
@@ -110,6 +111,36 @@ fn builds_by_name_and_by_source_file() {
         ended.expect(0).text(),
         "beta loud=true debug=true [] beta\n"
     );
+}
+
+/// What the launcher builds in this repository, and what `cargo build --package` does, share all that they
+/// depend on: it takes minutes to compile.
+#[test]
+fn an_example_of_this_repository_is_compiled_with_the_same_features_either_way() {
+    let features = |selection: &[&str]| -> BTreeSet<String> {
+        let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        command
+            .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
+            .args([
+                "tree",
+                "--locked",
+                "--offline",
+                "--prefix",
+                "none",
+                "--no-dedupe",
+            ])
+            .args(["--edges", "normal,build,dev", "--format", "{p} {f}"])
+            .args(selection);
+        let output = command.output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{said}");
+        let list = String::from_utf8(output.stdout).unwrap();
+        list.lines().map(str::to_owned).collect()
+    };
+    let alone = features(&["--package", "accelerator-examples"]);
+    let together = features(&[]);
+    let again: Vec<_> = alone.difference(&together).collect();
+    assert!(again.is_empty(), "compiled with other features: {again:#?}");
 }
 
 #[test]

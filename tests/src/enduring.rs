@@ -5,6 +5,7 @@
 use std::io::Write;
 use std::path::PathBuf;
 
+use accelerator::metric::Mean;
 use accelerator::plan::sample_rng_seed;
 use accelerator::prelude::*;
 use burn::data::dataloader::batcher::Batcher;

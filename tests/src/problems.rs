@@ -1,5 +1,6 @@
 //! Small problems for which the world size must not matter.
 
+use accelerator::Clip;
 use accelerator::optim::Sharded;
 use accelerator::prelude::*;
 use burn::data::dataloader::batcher::Batcher;

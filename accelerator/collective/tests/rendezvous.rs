@@ -137,14 +137,16 @@ fn a_rank_that_does_not_come_is_named_to_all_present() {
 }
 
 #[test]
-fn two_processes_of_one_rank_are_told_at_once() {
+fn a_process_that_joins_twice_is_told_at_once() {
     let store = StoreServer::bind(("127.0.0.1", 0), 3, None).unwrap();
     let launches = [0, 1, 1].map(|rank| launch(rank, 3, &at(&store)));
     let all = errors(launches.into(), LONG);
     for error in &all {
         assert!(error.is_rendezvous(), "{error}");
         assert!(
-            error.to_string().contains("two processes came as rank 1"),
+            error
+                .to_string()
+                .contains("has joined this job already, as rank 1"),
             "{error}"
         );
     }
@@ -357,9 +359,14 @@ fn a_rank_of_another_job_is_refused_and_the_job_goes_on() {
     );
     let mine = at(&store).with_job("mine");
     assert_whole(vec![launch(0, 2, &mine), launch(1, 2, &mine)]);
-    // Whoever comes when all have met is too late.
+    // Nor does a process join when all have met, and have left again.
     let error = &errors(vec![launch(1, 2, &mine)], LONG)[0];
-    assert!(error.to_string().contains("too late"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .contains("has joined this job already, as rank 1"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -338,6 +338,7 @@ impl Gradients {
     /// The mean loss of an epoch, over all ranks, each window counting with its samples:
     ///
     /// ```
+    /// use accelerator::metric::Mean;
     /// use accelerator::prelude::*;
     /// use burn::nn::{Linear, LinearConfig};
     /// use burn::optim::SgdConfig;

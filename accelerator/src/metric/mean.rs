@@ -50,6 +50,7 @@ impl Mean {
     /// Adds a loss, the mean over `samples` samples.
     ///
     /// ```
+    /// use accelerator::metric::Mean;
     /// use accelerator::prelude::*;
     /// use burn::tensor::Tensor;
     ///

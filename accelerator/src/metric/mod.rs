@@ -38,6 +38,7 @@
 //!
 //! ```
 //! use accelerator::checkpoint::Object;
+//! use accelerator::metric::Mean;
 //! use accelerator::prelude::*;
 //!
 //! # let folder = tempfile::tempdir().unwrap();

@@ -173,16 +173,18 @@ pub(super) fn load(name: &str, blank: ModuleOptimizer, record: Bytes) -> Result<
         .from_bytes(record)
         .map_err(|error| unreadable(name, error))?;
     let loaded = Fields::of(&bytes_of(&optimizer)?)?;
-    if let Some(lost) = saved.names().symmetric_difference(&loaded.names()).next() {
-        let (_, field) = lost.split_once('.').unwrap_or(("", lost));
+    if saved.names() != loaded.names() {
+        let found = match &*loaded.kept() {
+            "" => "none of it".to_owned(),
+            kept => kept.to_owned(),
+        };
         return Err(Error::new(
             Kind::Checkpoint,
             format!(
-                "the checkpoint does not fit {name}: its state has {} entries in the \
-                 checkpoint and {} in this program, which differ first in `{field}`; build \
-                 the kind of optimizer that was saved",
-                saved.types.len(),
-                loaded.types.len()
+                "the checkpoint does not fit {name}: of each parameter it keeps {}, and this program's optimizer \
+                 took {found}, so it is of another kind, or has other settings (SGD with momentum keeps a \
+                 velocity, Adam and AdamW two moments); build the optimizer that was saved",
+                saved.kept(),
             ),
         ));
     }
@@ -382,6 +384,16 @@ impl Fields {
 
     fn names(&self) -> BTreeSet<&String> {
         self.types.keys().collect()
+    }
+
+    /// What is kept of each parameter, for errors.
+    fn kept(&self) -> String {
+        let fields = self.types.keys().filter_map(|name| name.split_once('.'));
+        let fields = fields.map(|(_, field)| field);
+        // Burn's own note of a parameter's dimensions is in every record.
+        let fields: BTreeSet<&str> = fields.filter(|field| *field != "__rank").collect();
+        let fields: Vec<_> = fields.iter().map(|field| format!("`{field}`")).collect();
+        fields.join(", ")
     }
 
     /// What errors call an entry.

@@ -1,9 +1,13 @@
+use core::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, FloatDType, Tensor};
 
 use crate::accelerator::Accelerator;
 use crate::gradient::{Slot, WorkingPart};
 use crate::module_path::ModulePath;
+use crate::panic_text::panic_text;
 
 use super::cast::Cast;
 
@@ -37,7 +41,13 @@ impl Accelerator {
     ///
     /// What goes into the model must be in that precision too: pass the inputs through
     /// [`to_working`](Self::to_working) before, and the output through [`to_full`](Self::to_full) before the
-    /// loss. Without it, Burn panics in the first layer, with the two types that do not fit together.
+    /// loss. State that the model makes itself is made in the type of what came in
+    /// (`LstmState::new(Tensor::zeros(shape, (&device, input.dtype())), …)`, not `LstmState::initial`).
+    ///
+    /// # Panics
+    ///
+    /// With what `forward` panics. Where Burn says that two types do not fit together, the panic says first
+    /// which calls are missing.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -58,11 +68,35 @@ impl Accelerator {
     /// # let _ = gradients;
     /// # Ok::<(), Error>(())
     /// ```
+    #[track_caller]
     pub fn forward<M: Module, T>(&self, model: &M, forward: impl FnOnce(&M) -> T) -> T {
-        match self.precision().dtype() {
-            Some(_) => forward(&self.working_copy(model)),
-            None => forward(model),
+        if self.precision().dtype().is_none() {
+            return forward(model);
         }
+        let copy = self.working_copy(model);
+        // Nothing is used again after a panic, which goes on.
+        match catch_unwind(AssertUnwindSafe(|| forward(&copy))) {
+            Ok(output) => output,
+            Err(panic) => self.explain(panic),
+        }
+    }
+
+    /// Goes on with a panic of a forward pass; one about types says what to do.
+    #[track_caller]
+    fn explain(&self, panic: Box<dyn Any + Send>) -> ! {
+        let said = panic_text(&*panic);
+        if !said.to_lowercase().contains("dtype") {
+            resume_unwind(panic);
+        }
+        let full = format!("{:?}", self.shared.device.settings().float_dtype).to_lowercase();
+        panic!(
+            "the model computes in {}, and met a tensor of another type, such as {}: pass what goes in through \
+             `accelerator.to_working(input)`, and what comes out through `accelerator.to_full(output)`; make \
+             tensors inside the model, such as an initial state, in the type of what came in, `input.dtype()`. \
+             Burn says: {said}",
+            self.precision(),
+            full
+        )
     }
 
     /// The model with parameters in the [precision](Self::precision) to compute in, cast from those of

@@ -20,6 +20,7 @@ use crate::supervise::Notice;
 use lines::Lines;
 use screen::{Parting, Screen, Writer};
 use tail::Tail;
+pub(crate) use tail::headline;
 
 /// How much is read at once.
 const CHUNK: usize = 64 << 10;

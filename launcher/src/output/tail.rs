@@ -5,6 +5,9 @@ use std::collections::VecDeque;
 /// How many lines are kept.
 const LINES: usize = 5;
 
+/// Over how many lines the message of a panic may go, to keep its first one.
+const PANIC_LINES: usize = 40;
+
 /// How many bytes of a line are kept.
 const WIDTH: usize = 400;
 
@@ -13,6 +16,8 @@ const WIDTH: usize = 400;
 pub(crate) struct Tail {
     lines: VecDeque<Vec<u8>>,
     current: Vec<u8>,
+    /// How many lines came since the last panic began.
+    since_panic: usize,
 }
 
 impl Tail {
@@ -31,9 +36,13 @@ impl Tail {
 
     /// The lines as text that can be shown anywhere.
     pub(crate) fn text(&self) -> Vec<String> {
-        let skip = (self.lines.len() + usize::from(!self.current.is_empty())).saturating_sub(LINES);
-        let all = self.lines.iter().chain(std::iter::once(&self.current));
-        all.skip(skip)
+        let mut lines = self.lines.clone();
+        if !self.current.is_empty() {
+            self.make_room(&mut lines);
+        }
+        lines
+            .iter()
+            .chain(std::iter::once(&self.current))
             .map(|line| plain(line))
             .filter(|line| !line.trim().is_empty())
             .collect()
@@ -44,11 +53,42 @@ impl Tail {
         if line.iter().all(u8::is_ascii_whitespace) || is_backtrace(&line) {
             return;
         }
-        if self.lines.len() == LINES {
-            self.lines.pop_front();
-        }
-        self.lines.push_back(line);
+        self.since_panic = match is_panic(&String::from_utf8_lossy(&line)) {
+            true => 0,
+            false => self.since_panic.saturating_add(1),
+        };
+        let mut lines = std::mem::take(&mut self.lines);
+        self.make_room(&mut lines);
+        lines.push_back(line);
+        self.lines = lines;
     }
+
+    /// Drops a line where one more would be too many: the oldest one, but of a panic with a message of many
+    /// lines, where it was and the first line of the message stay.
+    fn make_room(&self, lines: &mut VecDeque<Vec<u8>>) {
+        if lines.len() < LINES {
+            return;
+        }
+        let begins = |line: &Vec<u8>| is_panic(&String::from_utf8_lossy(line));
+        let kept = match lines.iter().rposition(begins) {
+            Some(0) if self.since_panic <= PANIC_LINES => 2,
+            _ => 0,
+        };
+        lines.remove(kept);
+    }
+}
+
+/// Of a rank's last lines, the one that says most: the first of a panic's message, or the last one.
+pub(crate) fn headline(lines: &[String]) -> Option<&String> {
+    let panic = lines.iter().rposition(|line| is_panic(line));
+    panic
+        .and_then(|at| lines.get(at + 1))
+        .or_else(|| lines.last())
+}
+
+/// Whether a line is what Rust prints before a panic's message.
+fn is_panic(line: &str) -> bool {
+    line.starts_with("thread '") && line.contains(" panicked at ")
 }
 
 /// Whether a line belongs to the backtrace that Rust prints after a panic's message, which is what
@@ -118,6 +158,47 @@ mod tests {
         );
         // What only looks like it stays.
         assert_eq!(text(b"12: done\n  at noon\n"), ["12: done"]);
+    }
+
+    #[test]
+    fn a_long_panic_keeps_where_it_was_and_its_first_line() {
+        let first =
+            "thread 'main' (71) panicked at src/main.rs:3:5:\n=== Tensor Operation Error ===\n";
+        let message = "  Operation: 'Matmul'\n  Reason:\n    1. The dimensions differ.\n       Left [2].\n       Right [3].\n";
+        assert_eq!(
+            text(format!("step 7\n{first}{message}").as_bytes()),
+            [
+                "thread 'main' (71) panicked at src/main.rs:3:5:",
+                "=== Tensor Operation Error ===",
+                "    1. The dimensions differ.",
+                "       Left [2].",
+                "       Right [3]."
+            ]
+        );
+        // One that the program survived gives way to the next one, and to what is written later.
+        let second = "thread 'main' (71) panicked at src/main.rs:9:9:\nno such digit\n";
+        let said = text(format!("{first}{message}{second}").as_bytes());
+        assert_eq!(said[3..], second.lines().collect::<Vec<_>>());
+        let later: String = (0..100).map(|step| format!("step {step}\n")).collect();
+        let said = text(format!("{first}{message}{later}").as_bytes());
+        assert_eq!(said[0], "step 95");
+    }
+
+    #[test]
+    fn the_line_that_says_most_is_the_first_of_a_panic() {
+        let said =
+            |text: &str| headline(&text.lines().map(str::to_owned).collect::<Vec<_>>()).cloned();
+        let panic = "thread 'main' (71) panicked at src/main.rs:3:5:\nassertion `left == right` failed: \
+                     matmul: dtype mismatch\n  left: F32\n right: BF16";
+        assert_eq!(
+            said(panic).unwrap(),
+            "assertion `left == right` failed: matmul: dtype mismatch"
+        );
+        assert_eq!(
+            said("step 7\nError: no such file").unwrap(),
+            "Error: no such file"
+        );
+        assert_eq!(said(""), None);
     }
 
     #[test]

@@ -8,6 +8,7 @@
 
 use std::time::Duration;
 
+use accelerator::metric::Mean;
 use accelerator::prelude::*;
 use accelerator_tests::fixtures::Training;
 use accelerator_tests::{problems, trajectory};

@@ -18,7 +18,7 @@ use crate::{
 
 use arrival::{Arrival, Stage};
 pub(crate) use event::{Action, Connection, Event, Weight, Word};
-use failure::{differing_transports, name};
+use failure::{differing_transports, is_one_process, joined_already, name};
 
 /// Who has come to a rendezvous, what became of them, and what follows from it.
 ///
@@ -124,6 +124,10 @@ impl State {
         let refuse = |error| vec![Action::Refuse { connection, error }];
         match &self.phase {
             Phase::Connecting | Phase::Together => {
+                let first = self.ranks.get(&registration.rank).map(|x| &x.registration);
+                if let Some(first) = first.filter(|first| is_one_process(first, &registration)) {
+                    return refuse(joined_already(first));
+                }
                 return refuse(Error::about(
                     Kind::Rendezvous,
                     vec![registration.rank],
@@ -211,6 +215,9 @@ impl State {
             && arrival.is_present()
         {
             let old = &arrival.registration;
+            if is_one_process(old, new) {
+                return Err(joined_already(old));
+            }
             return Err(Error::about(
                 Kind::Rendezvous,
                 vec![new.rank],

@@ -140,6 +140,22 @@ pub(super) fn differing_transports(one: &Registration, two: &Registration) -> Er
     Error::about(Kind::Rendezvous, vec![low.rank, high.rank], message)
 }
 
+/// Whether these came from one process.
+pub(super) fn is_one_process(one: &Registration, two: &Registration) -> bool {
+    (one.pid, &one.host, &one.boot) == (two.pid, &two.host, &two.boot)
+}
+
+/// The error of a process that comes a second time.
+pub(super) fn joined_already(first: &Registration) -> Error {
+    let message = format!(
+        "process {} on {} has joined this job already, as rank {}, and a process joins a job once, \
+         whether or not it has left since; make one `Accelerator` (or `ProcessGroup`) in a process, and \
+         clone it, or lend it, to all that need it",
+        first.pid, first.host, first.rank
+    );
+    Error::about(Kind::Rendezvous, vec![first.rank], message)
+}
+
 pub(super) fn name(rank: &Registration) -> String {
     format!("rank {} (process {} on {})", rank.rank, rank.pid, rank.host)
 }

@@ -30,6 +30,17 @@ fn come(connection: Connection, rank: usize, world_size: usize) -> Event {
     }
 }
 
+/// A process that is none of the job's, and takes itself for one of its ranks.
+fn other_process(connection: Connection, rank: usize, world_size: usize) -> Event {
+    Event::Registered {
+        connection,
+        registration: Registration {
+            pid: 900,
+            ..registration(rank, world_size)
+        },
+    }
+}
+
 fn say(rank: usize, word: Word) -> Event {
     Event::Said { rank, word }
 }
@@ -124,11 +135,41 @@ fn the_last_rank_completes_the_table() {
     assert_eq!(state.due(), None);
     assert_eq!(state.tolerance(), None);
     // Nothing changes afterwards.
-    let late = state.step(come(13, 1, 3), now);
+    let late = state.step(other_process(13, 1, 3), now);
     assert!(refusals(&late)[0].1.to_string().contains("too late"));
     assert!(!state.knows(13) && state.knows(10));
     assert!(state.step(Event::Gone { connection: 10 }, now).is_empty());
     assert!(state.step(Event::Tick, now + 100 * LIVENESS).is_empty());
+}
+
+#[test]
+fn a_process_that_joins_again_is_told_that_it_is_in_already() {
+    let now = Instant::now();
+    let told = |error: &Error| {
+        let text = error.to_string();
+        assert!(
+            text.contains("process 100 on here has joined this job already, as rank 0"),
+            "{text}"
+        );
+        assert!(text.contains("clone it"), "{text}");
+        assert!(!text.contains("old process"), "{text}");
+    };
+    // While the others are waited for, which ends the meeting: the two would share a place.
+    let mut state = State::new(2);
+    state.step(come(10, 0, 2), now);
+    told(&refusal(&state.step(come(11, 0, 2), now), &[11, 10]));
+    // While the ranks are together, and after they have left.
+    let mut state = State::new(2);
+    state.step(come(10, 0, 2), now);
+    state.step(come(11, 1, 2), now);
+    for rank in [0, 1] {
+        state.step(say(rank, Word::Connected), now);
+    }
+    told(&refusal(&state.step(come(12, 0, 2), now), &[12]));
+    for rank in [0, 1] {
+        state.step(say(rank, Word::Farewell), now);
+    }
+    told(&refusal(&state.step(come(13, 0, 2), now), &[13]));
 }
 
 #[test]
@@ -234,8 +275,8 @@ fn the_deadline_names_the_missing_and_what_was_seen() {
 fn contradictions_are_told_to_everyone() {
     let cases = [
         (
-            come(2, 0, 3),
-            "two processes came as rank 0: process 100 on here",
+            other_process(2, 0, 3),
+            "two processes came as rank 0: process 100 on here and process 900 on here",
         ),
         (
             come(2, 1, 2),
