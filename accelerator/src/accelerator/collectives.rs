@@ -32,7 +32,7 @@ impl Accelerator {
     /// size, that have as many sums in all; [`Error::is_collective`] when they have more or fewer, or another rank is lost.
     #[track_caller]
     pub fn reduce<T: Metric>(&self, metric: T) -> Result<T> {
-        self.shared.crossing.check()?;
+        self.shared.crossing.check_in(&self.shared.group)?;
         metric::reduce(&self.shared.group, metric)
     }
 
@@ -195,7 +195,7 @@ impl Accelerator {
         rows: usize,
         samples: Option<usize>,
     ) -> Result<Tensor<D, K>> {
-        self.shared.crossing.check()?;
+        self.shared.crossing.check_in(&self.shared.group)?;
         let (device, data) = (tensor.device(), tensor.into_data());
         let dtype = data.dtype();
         let mut shape: Vec<usize> = data.shape().to_vec();

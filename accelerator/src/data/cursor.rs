@@ -105,8 +105,7 @@ impl Cursor {
         let latest = state.latest.as_ref().map(|pass| pass.progress());
         let current = state.current.as_ref().map(|pass| pass.progress());
         let spot = |progress: Progress| {
-            let waits = progress.used != progress.trained;
-            if state.trained && (waits || !progress.yielded.finished) {
+            if state.trained && (progress.waits() || !progress.yielded.finished) {
                 progress.used
             } else {
                 progress.yielded
@@ -150,6 +149,13 @@ struct Progress {
     trained: Spot,
     used: Spot,
     yielded: Spot,
+}
+
+impl Progress {
+    /// Whether gradients were made that no optimizer has stepped with yet.
+    fn waits(&self) -> bool {
+        self.used != self.trained
+    }
 }
 
 impl Pass {
@@ -236,7 +242,11 @@ impl Mark {
         };
         let mut state = cursor.lock();
         state.trained = true;
-        state.current = Some(self.pass.clone());
+        // One whose last step is to come keeps the place.
+        let waits = |pass: &Arc<Pass>| pass.progress().waits();
+        if !state.current.as_ref().is_some_and(waits) {
+            state.current = Some(self.pass.clone());
+        }
     }
 
     /// Its batch, and all before it in the pass, went into a step.
@@ -245,7 +255,9 @@ impl Mark {
         let Some(cursor) = self.pass.cursor.upgrade() else {
             return;
         };
-        cursor.lock().resume = None;
+        let mut state = cursor.lock();
+        state.resume = None;
+        state.current = Some(self.pass.clone());
     }
 }
 
@@ -321,6 +333,11 @@ mod tests {
             Some(spot(2, 1)),
             "the last step of the epoch is to come"
         );
+        // The next epoch begins before.
+        let next = cursor.begin(3);
+        let ahead = take(&next, 1);
+        ahead.begin();
+        assert_eq!(cursor.spot(), Some(spot(2, 1)));
         // Of two models.
         last.commit();
         last.commit();

@@ -5,12 +5,13 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 
+use super::failed_calls::BackwardCall;
 use super::gradients::Gradients;
 use super::rank::with_rank;
 use super::reducer::{Reduced, Reducer};
-use super::reserve::settle_road;
 use super::slot::{Slot, WorkingCopy};
 use super::step_commit::StepCommit;
+use super::trial_memory::settle_road;
 use super::weight::Weight;
 use super::window::{Window, check_all_known};
 use crate::accelerator::{Accelerator, SameBatches};
@@ -40,12 +41,14 @@ pub(crate) fn backward<M: Module>(
     reach: Reach,
 ) -> Result<Gradients> {
     let group = accelerator.group();
-    if reach == Reach::Own || group.world_size() == 1 {
-        return run(accelerator, loss, model, weight, reach);
+    // Where collectives are refused, this rank calls alone, and no other waits for it.
+    let is_alone = reach == Reach::Own || group.world_size() == 1;
+    if is_alone || group.check_allowed("`backward`").is_err() {
+        return run(accelerator, loss, model, weight, reach, None);
     }
-    let call = accelerator.shared.failed_calls.begin();
-    let gradients = run(accelerator, loss, model, weight, reach);
-    call.end(gradients.as_ref().err());
+    let open = accelerator.shared.failed_calls.begin();
+    let gradients = run(accelerator, loss, model, weight, reach, Some(open.call()));
+    open.end(gradients.as_ref().err());
     gradients
 }
 
@@ -56,6 +59,7 @@ fn run<M: Module>(
     model: &M,
     weight: Weight,
     reach: Reach,
+    call: Option<&BackwardCall>,
 ) -> Result<Gradients> {
     let slot = accelerator.shared.models.find(model)?;
     slot.note_trained();
@@ -64,7 +68,7 @@ fn run<M: Module>(
     let copy = slot.take_working();
     let group = accelerator.group();
     if group.world_size() > 1 {
-        check_together(accelerator).inspect_err(|_| accelerator.shared.failed_calls.release())?;
+        check_together(accelerator)?;
     }
     if reach == Reach::All {
         slot.round().check_together("average its gradients")?;
@@ -75,7 +79,7 @@ fn run<M: Module>(
     }
     let steps = accelerator.accumulation_steps();
     let timeline = &accelerator.shared.timeline;
-    let scale = slot.loss_scale();
+    let scale = slot.window().begin(slot.loss_scale());
     let ends = |before: usize| weight.ends_window(before + 1, steps);
     // What one rank computes is handed on as it is, where nothing is to be added or taken back.
     let alone = reach == Reach::Own || group.world_size() == 1;
@@ -150,7 +154,15 @@ fn run<M: Module>(
     let reduced = match reach {
         Reach::All => {
             replicas::check_when_due(accelerator, &slot, model)?;
-            reduce(accelerator, &slot, window, loss, model, copy, &weight)?
+            reduce(
+                accelerator,
+                &slot,
+                window,
+                loss,
+                (model, copy),
+                &weight,
+                call,
+            )?
         }
         Reach::Own => add_up(accelerator, &slot, window, loss, model, &weight)?,
     };
@@ -188,7 +200,7 @@ fn run<M: Module>(
             Some(norm) if norm.is_finite() => Finiteness::Finite,
             _ => Finiteness::NotFinite,
         };
-        gradients.note_scaled(finiteness);
+        gradients.note_finiteness(finiteness);
         if finiteness == Finiteness::NotFinite {
             // There is nothing to step with.
             let commit = gradients.take_commit();
@@ -211,11 +223,12 @@ fn reduce<M: Module>(
     slot: &Slot,
     window: Window,
     loss: Tensor<1>,
-    model: &M,
-    copy: WorkingCopy,
+    (model, copy): (&M, WorkingCopy),
     weight: &Weight,
+    call: Option<&BackwardCall>,
 ) -> Result<Reduced> {
     let group = accelerator.group();
+    let scale = window.loss_scale();
     let compression = accelerator.shared.settings.compression;
     settle_road(accelerator)?;
     accelerator.shared.road.window_begins();
@@ -234,10 +247,12 @@ fn reduce<M: Module>(
         repair,
         timeline,
     )?;
-    let scale = slot.loss_scale();
     let reducer = reducer.with_loss_scale(scale.unwrap_or(1.0));
     let reducer = reducer.with_trigger(accelerator.shared.trigger.clone());
-    let reducer = reducer.with_failed_calls(accelerator.shared.failed_calls.clone());
+    let reducer = match call {
+        Some(call) => reducer.with_call(call),
+        None => reducer,
+    };
     let value = loss.clone();
     let (gradients, reducer, lesson) = {
         let _backward = timeline.span(Phase::Backward);
@@ -260,7 +275,7 @@ fn add_up<M: Module>(
     weight: &Weight,
 ) -> Result<Reduced> {
     let (group, timeline) = (accelerator.group(), &accelerator.shared.timeline);
-    let scale = slot.loss_scale();
+    let scale = window.loss_scale();
     let reducer = Reducer::alone(slot, group, window, weight.count, timeline);
     let reducer = reducer.with_loss_scale(scale.unwrap_or(1.0));
     let value = loss.clone();

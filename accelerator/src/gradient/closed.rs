@@ -33,7 +33,7 @@ pub(super) struct Closed {
     pub(super) squares: Option<Known<Vec<f64>>>,
     pub(super) slot: Arc<Slot>,
     /// Of gradients of this rank alone: held until they are used.
-    pub(super) tie: Option<Arc<()>>,
+    pub(super) token: Option<Arc<()>>,
     /// What the step moves on; `None` where none comes of it.
     pub(super) commit: Option<StepCommit>,
     pub(super) values: Values,

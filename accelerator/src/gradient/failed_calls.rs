@@ -1,21 +1,17 @@
 //! Calls of `backward` that failed on this rank before the other ranks heard of them.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 
-/// How often `backward` failed on this rank before the other ranks heard of it, since a model was prepared: the
-/// other ranks wait in that call of theirs, and take the next one of this rank for it. All windows tell, so that
-/// ranks that differ in it are found.
+/// How many calls of `backward` failed on this rank before the others had met it in them, since a model was last
+/// prepared. The others would pair such a call with the next one of this rank. Every window carries the number, so that
+/// ranks notice where theirs differ.
 #[derive(Debug, Default)]
-pub(crate) struct FailedCalls {
-    /// Whether the other ranks wait for the call that runs.
-    awaited: AtomicBool,
-    failed: Mutex<Failed>,
-}
+pub(crate) struct FailedCalls(Mutex<Failed>);
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) struct Failed {
@@ -25,18 +21,23 @@ pub(super) struct Failed {
 }
 
 /// A call of `backward` that all ranks make.
+#[derive(Clone, Debug)]
+pub(super) struct BackwardCall {
+    calls: Arc<FailedCalls>,
+    /// Whether the other ranks have met this one in it.
+    met: Arc<AtomicBool>,
+}
+
+/// Counts the call as one that failed, unless it [ends](Self::end) well or the ranks have met in it.
 #[derive(Debug)]
-pub(super) struct Call<'a>(&'a FailedCalls);
+pub(super) struct OpenCall(BackwardCall);
 
 impl FailedCalls {
-    pub(super) fn begin(&self) -> Call<'_> {
-        self.awaited.store(true, Ordering::Relaxed);
-        Call(self)
-    }
-
-    /// The other ranks do not wait for the call that runs: they have met this one in it, or do not make it.
-    pub(super) fn release(&self) {
-        self.awaited.store(false, Ordering::Relaxed);
+    pub(super) fn begin(self: &Arc<Self>) -> OpenCall {
+        OpenCall(BackwardCall {
+            calls: self.clone(),
+            met: Arc::default(),
+        })
     }
 
     /// All ranks come here, and so are at one place again.
@@ -44,40 +45,54 @@ impl FailedCalls {
         *self.lock() = Failed::default();
     }
 
-    pub(super) fn count(&self) -> u64 {
-        self.lock().calls
+    fn lock(&self) -> MutexGuard<'_, Failed> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl BackwardCall {
+    /// The ranks have met in this call: each of them knows how it goes.
+    pub(super) fn note_met(&self) {
+        self.met.store(true, Ordering::Relaxed);
     }
 
+    /// How many calls failed before this one.
+    pub(super) fn count(&self) -> u64 {
+        self.calls.lock().calls
+    }
+
+    /// Those calls, with what the last of them failed with.
     pub(super) fn failed(&self) -> Failed {
-        self.lock().clone()
+        self.calls.lock().clone()
+    }
+}
+
+impl OpenCall {
+    pub(super) fn call(&self) -> &BackwardCall {
+        &self.0
+    }
+
+    pub(super) fn end(self, error: Option<&Error>) {
+        if let Some(error) = error {
+            self.note(|| error.to_string());
+        }
+        // Nothing is left to count when it is dropped.
+        self.0.note_met();
     }
 
     fn note(&self, reason: impl FnOnce() -> String) {
-        if self.awaited.load(Ordering::Relaxed) {
-            let mut failed = self.lock();
+        if !self.0.met.load(Ordering::Relaxed) {
+            let mut failed = self.0.calls.lock();
             failed.calls += 1;
             failed.last = reason();
         }
     }
-
-    fn lock(&self) -> MutexGuard<'_, Failed> {
-        self.failed.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
-impl Call<'_> {
-    pub(super) fn end(self, error: Option<&Error>) {
-        if let Some(error) = error {
-            self.0.note(|| error.to_string());
-        }
-        core::mem::forget(self);
-    }
-}
-
-impl Drop for Call<'_> {
+impl Drop for OpenCall {
     /// It panics, and the program may catch that.
     fn drop(&mut self) {
-        self.0.note(|| "it panicked".to_owned());
+        self.note(|| "it panicked".to_owned());
     }
 }
 
@@ -89,7 +104,7 @@ mod tests {
 
     #[test]
     fn a_call_that_others_wait_for_is_counted_where_it_fails_or_panics() {
-        let calls = FailedCalls::default();
+        let calls = Arc::new(FailedCalls::default());
         let error = Error::misuse("the loss is no mean");
         let caught = catch_unwind(AssertUnwindSafe(|| {
             let _call = calls.begin();
@@ -100,16 +115,24 @@ mod tests {
             calls: 1,
             last: "it panicked".to_owned(),
         };
-        assert_eq!(calls.failed(), panicked);
-        calls.begin().end(None);
-        let call = calls.begin();
-        calls.release();
-        call.end(Some(&error));
-        assert_eq!(calls.failed(), panicked);
-        calls.begin().end(Some(&error));
-        assert_eq!(calls.failed().last, error.to_string());
-        assert_eq!(calls.count(), 2);
+        let look = calls.begin();
+        assert_eq!(look.call().failed(), panicked);
+        look.end(None);
+        // Of two that are under way at once, the ranks have met in the first.
+        let (met, other) = (calls.begin(), calls.begin());
+        met.call().note_met();
+        met.end(Some(&error));
+        let look = calls.begin();
+        assert_eq!(look.call().failed(), panicked);
+        look.end(None);
+        other.end(Some(&error));
+        let look = calls.begin();
+        assert_eq!(look.call().failed().last, error.to_string());
+        assert_eq!(look.call().count(), 2);
+        look.end(None);
         calls.forget();
-        assert_eq!(calls.failed(), Failed::default());
+        let look = calls.begin();
+        assert_eq!(look.call().failed(), Failed::default());
+        look.end(None);
     }
 }

@@ -134,10 +134,11 @@ impl Gradients {
             lost: false,
             norm: None,
             squares: None,
-            tie: None,
+            token: None,
             commit: Some(StepCommit {
                 marks,
-                scaled: None,
+                finiteness: None,
+                _pending: slot.pending_step(),
                 slot: slot.clone(),
             }),
             slot,
@@ -146,18 +147,18 @@ impl Gradients {
     }
 
     /// What the scale of losses learns of them.
-    pub(super) fn note_scaled(&mut self, finiteness: Finiteness) {
+    pub(super) fn note_finiteness(&mut self, finiteness: Finiteness) {
         if let Content::Closed(closed) = &mut self.0
             && let Some(commit) = &mut closed.commit
         {
-            commit.scaled = Some(finiteness);
+            commit.finiteness = Some(finiteness);
         }
     }
 
-    /// As those of this rank alone, which are in use for as long as `tie` is held.
-    pub(crate) fn tied(mut self, tie: &Arc<()>) -> Self {
+    /// As those of this rank alone, which are in use for as long as they hold `token`.
+    pub(crate) fn held_by(mut self, token: &Arc<()>) -> Self {
         if let Content::Closed(closed) = &mut self.0 {
-            closed.tie = Some(tie.clone());
+            closed.token = Some(token.clone());
         }
         self
     }
@@ -179,7 +180,8 @@ impl Gradients {
 
     /// Whether they are those of this rank alone.
     pub(crate) fn is_own(&self) -> bool {
-        self.closed_ref().is_some_and(|closed| closed.tie.is_some())
+        self.closed_ref()
+            .is_some_and(|closed| closed.token.is_some())
     }
 
     /// Lets local training tell that a sharded optimizer was given these, which are this rank's alone.

@@ -45,6 +45,8 @@ pub(crate) struct Slot {
     /// How the last window was sent: beside what sends it, which is in use for the whole of a window.
     overlap_report: Mutex<OverlapReport>,
     parameters: Vec<Trainable>,
+    /// Held by gradients that wait for their step.
+    pending: Arc<()>,
     /// Whether a gradient that only other ranks had was reported.
     reported: AtomicBool,
     /// Whether a loss that is not finite was reported.
@@ -162,6 +164,7 @@ impl Slot {
             numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
             on_bad_loss: OnBadLoss::default(),
             overlap_report: Mutex::new(watching.report()),
+            pending: Arc::default(),
             reported: AtomicBool::new(false),
             reported_bad_loss: AtomicBool::new(false),
             reported_clip: AtomicBool::new(false),
@@ -416,6 +419,16 @@ impl Slot {
     /// The number of a parameter.
     pub(crate) fn number(&self, id: ParamId) -> Option<usize> {
         self.numbers.get(&id).copied()
+    }
+
+    /// Kept for as long as gradients wait for their step.
+    pub(super) fn pending_step(&self) -> Arc<()> {
+        self.pending.clone()
+    }
+
+    /// Whether there are gradients of whole windows that no optimizer has stepped with yet.
+    pub(crate) fn has_pending_step(&self) -> bool {
+        Arc::strong_count(&self.pending) > 1
     }
 
     /// How many windows ended, over the whole job.

@@ -1,3 +1,5 @@
+//! What an optimizer's step moves on beside the model.
+
 use std::sync::Arc;
 
 use super::slot::Slot;
@@ -5,11 +7,12 @@ use crate::data::Mark;
 use crate::precision::Finiteness;
 
 /// What moves on when an optimizer has stepped with a window's gradients: until then, a checkpoint holds neither
-/// the step nor its samples. Where no step comes of them, it is dropped.
+/// the step nor its samples. If the gradients are dropped without a step, nothing moves.
 pub(crate) struct StepCommit {
     pub(super) marks: Vec<Mark>,
     /// What the scale of losses learns of this window, where losses are scaled.
-    pub(super) scaled: Option<Finiteness>,
+    pub(super) finiteness: Option<Finiteness>,
+    pub(super) _pending: Arc<()>,
     pub(super) slot: Arc<Slot>,
 }
 
@@ -18,7 +21,7 @@ impl StepCommit {
     pub(crate) fn commit(self) {
         self.slot.count_step();
         self.marks.iter().for_each(Mark::commit);
-        if let Some(finiteness) = self.scaled {
+        if let Some(finiteness) = self.finiteness {
             self.slot.update_loss_scale(finiteness);
         }
     }

@@ -17,6 +17,8 @@ pub(super) struct Window {
     /// Whether the program said with the last micro-step that the window stays open.
     kept_open: bool,
     ledger: Option<Ledger>,
+    /// By what its losses are multiplied: a step of the window before may move the scale meanwhile.
+    loss_scale: Option<f64>,
     /// Where the batches end that are in it: the last one of each pass.
     marks: Vec<Mark>,
     totals: Totals,
@@ -114,6 +116,18 @@ pub(super) fn note(marks: &mut Vec<Mark>, mark: Option<Mark>) {
 }
 
 impl Window {
+    /// Begins a micro-step. The losses of a window are multiplied as its first one, whose scale is `now`.
+    pub(super) fn begin(&mut self, now: Option<f64>) -> Option<f64> {
+        if self.totals.micro_steps == 0 {
+            self.loss_scale = now;
+        }
+        self.loss_scale
+    }
+
+    pub(super) fn loss_scale(&self) -> Option<f64> {
+        self.loss_scale
+    }
+
     /// Adds a micro-step that is not the last one. One of weight 0 counts as a step, and nothing
     /// else of it counts.
     pub(super) fn add(

@@ -92,7 +92,7 @@ impl Rounds {
             let samples = gradients.samples().unwrap_or(0.0);
             slot.round().count(samples, self.concern);
         }
-        Ok(gradients.tied(&self.handed))
+        Ok(gradients.held_by(&self.handed))
     }
 
     /// Whether it is time to average.

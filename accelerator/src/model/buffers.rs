@@ -57,7 +57,7 @@ impl Accelerator {
         if group.world_size() == 1 {
             return Ok(());
         }
-        self.shared.crossing.check()?;
+        self.shared.crossing.check_in(&self.shared.group)?;
         let mut reader = Reader {
             running: running_states(model),
             ..Reader::default()

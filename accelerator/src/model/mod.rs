@@ -241,6 +241,12 @@ fn make_known<M: Module>(accelerator: &Accelerator, model: M, before: Option<&Sl
 /// Refuses to prepare a model again where what it did since its last step would be lost.
 fn check_between_steps(slot: &Slot) -> Result<()> {
     slot.round().check_together("prepare a model again")?;
+    if slot.has_pending_step() {
+        return Err(Error::misuse(
+            "a model is prepared again while gradients of it wait for their step: give them to the optimizer, or \
+             drop them, first",
+        ));
+    }
     match slot.open_micro_steps() {
         0 => Ok(()),
         open => Err(Error::misuse(format!(

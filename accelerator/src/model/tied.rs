@@ -63,10 +63,10 @@ pub fn retie_parameters<M: Module>(model: M) -> M {
 
 /// Which places of a model hold the same parameter. Places are counted over its floats, in the order of visits.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct TiedParameters(HashMap<usize, Role>);
+pub(crate) struct TiedParameters(HashMap<usize, TieRole>);
 
 #[derive(Clone, Copy, Debug)]
-enum Role {
+enum TieRole {
     /// Others have what is in this place.
     First,
     /// It has what is in that place.
@@ -129,7 +129,19 @@ impl TiedParameters {
         if self.is_empty() {
             return Ok(());
         }
-        match Finder::search(model).apart.first() {
+        let finder = Finder::search(model);
+        let is_trained = |place: &usize| finder.trained.get(*place) == Some(&true);
+        let is_split = |(place, role): (&usize, &TieRole)| match role {
+            TieRole::First => false,
+            TieRole::Later(first) => is_trained(place) != is_trained(first),
+        };
+        if self.0.iter().any(is_split) {
+            return Err(Error::misuse(
+                "some places of a tied parameter were frozen or unfrozen since the model was prepared, and others \
+                 were not: do so for all of its places, or prepare the model again",
+            ));
+        }
+        match finder.apart.first() {
             None => Ok(()),
             Some(Apart {
                 paths: [first, other],
@@ -144,7 +156,7 @@ impl TiedParameters {
 }
 
 /// A place that was visited first.
-struct Seen {
+struct TiedPlace {
     path: String,
     place: usize,
     shape: Vec<usize>,
@@ -173,12 +185,13 @@ impl Apart {
 #[derive(Default)]
 struct Finder {
     apart: Vec<Apart>,
-    first: HashMap<ParamId, Seen>,
+    first: HashMap<ParamId, TiedPlace>,
     /// A frozen place, and a trained one behind it.
     half_frozen: Option<[String; 2]>,
     path: ModulePath,
-    place: usize,
     tied: TiedParameters,
+    /// By place: whether it takes a gradient.
+    trained: Vec<bool>,
 }
 
 impl Finder {
@@ -200,14 +213,14 @@ impl ModuleVisitor for Finder {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let value = param.val();
-        let here = Seen {
+        let here = TiedPlace {
             path: self.path.as_str().to_owned(),
-            place: self.place,
+            place: self.trained.len(),
             shape: value.dims().to_vec(),
             trained: value.is_require_grad(),
             value: value.into_dispatch(),
         };
-        self.place += 1;
+        self.trained.push(here.trained);
         let Some(first) = self.first.get(&param.id) else {
             self.first.insert(param.id, here);
             return;
@@ -221,8 +234,8 @@ impl ModuleVisitor for Finder {
             self.half_frozen.get_or_insert(paths);
             return;
         }
-        self.tied.0.insert(first.place, Role::First);
-        self.tied.0.insert(here.place, Role::Later(first.place));
+        self.tied.0.insert(first.place, TieRole::First);
+        self.tied.0.insert(here.place, TieRole::Later(first.place));
         if !graph::is_same_leaf(&first.value, &here.value) {
             self.apart.push(Apart {
                 paths,
@@ -246,11 +259,11 @@ impl ModuleMapper for Retier<'_> {
         self.place += 1;
         match self.tied.0.get(&place) {
             None => param,
-            Some(Role::First) => {
+            Some(TieRole::First) => {
                 self.first.insert(place, param.val().into_dispatch());
                 param
             }
-            Some(Role::Later(first)) => match self.first.get(first) {
+            Some(TieRole::Later(first)) => match self.first.get(first) {
                 None => param,
                 Some(value) => {
                     let (id, _, mapper) = param.consume();

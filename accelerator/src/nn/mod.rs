@@ -6,6 +6,8 @@ mod sync_batch_norm;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use accelerator_collective::ProcessGroup;
+
 pub use self::sync_batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
 use crate::error::{Error, Result};
 
@@ -45,6 +47,16 @@ impl Crossing {
             false => failure.take(),
         };
         error.map_or(Ok(()), Err)
+    }
+
+    /// The same in a call that the other ranks make, too: they do not know of a misuse on this one, and would wait for
+    /// it, so the group ends with it.
+    pub(crate) fn check_in(&self, group: &ProcessGroup) -> Result<()> {
+        self.check().inspect_err(|error| {
+            if group.check_allowed("this call").is_ok() {
+                group.abort(error.to_string());
+            }
+        })
     }
 
     fn failure(&self) -> MutexGuard<'_, Option<Error>> {

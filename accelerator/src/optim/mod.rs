@@ -163,7 +163,8 @@
 //! [`Position::epoch`], and prepare the model again; or freeze it before the first `prepare`.
 //!
 //! Freezing alone, without `prepare`, trains the same values: what is frozen has no gradient on any rank. But its
-//! place in the buckets is still sent. Unfreezing alone is an error of the next `backward`.
+//! place in the buckets is still sent. Unfreezing alone is an error of the next `backward`, and so is freezing some
+//! places of a [tied parameter](crate::model::retie_parameters) and not the others.
 //!
 //! [`Position::step`]: crate::checkpoint::Position::step
 //! [`Position::epoch`]: crate::checkpoint::Position::epoch
@@ -551,7 +552,7 @@ impl<S> PreparedOptimizer<S> {
         (self.steps == 0).then(|| {
             let blank = self.optimizer.clone();
             let blank = blank.load_record(OptimizerRecord::default());
-            sharded::stepped(blank, shards, model, parameters, device)
+            sharded::state_for_trial(blank, shards, model, parameters, device)
         })
     }
 

@@ -7,6 +7,7 @@ use super::{Pace, Reducer, waited};
 use crate::agreement::sides;
 use crate::error::{Error, Kind, Result};
 use crate::gradient::bad_loss;
+use crate::gradient::failed_calls::BackwardCall;
 use crate::gradient::slot::Slot;
 use crate::timeline::{Part, Phase};
 
@@ -156,7 +157,7 @@ impl Reducer {
         };
         (*weight, *loss) = (self.total, self.loss.read);
         let ranks = self.group.world_size();
-        let failed = self.failed_calls.as_ref().map_or(0, |calls| calls.count());
+        let failed = self.call.as_ref().map_or(0, BackwardCall::count);
         let here = [self.model.number(), self.micro_steps as u64, failed];
         let here = fingerprint(ranks, &here);
         (*window, *window_echo) = (here as f64, echo(ranks, here) as f64);
@@ -223,8 +224,8 @@ impl Reducer {
         }
         let ledger = &mut self.ledger;
         let told = Told::read(&ledger.control, ledger.present.len())?;
-        if let Some(calls) = &self.failed_calls {
-            calls.release();
+        if let Some(call) = &self.call {
+            call.note_met();
         }
         for (present, ranks) in ledger.present.iter_mut().zip(told.present) {
             *present = *ranks > 0.0;
@@ -243,7 +244,7 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
     if reducer.told()?.windows_agree(group) {
         return Ok(());
     }
-    let failed = reducer.failed_calls.as_ref().map(|calls| calls.failed());
+    let failed = reducer.call.as_ref().map(BackwardCall::failed);
     let mine = (
         failed.unwrap_or_default(),
         reducer.model.to_string(),

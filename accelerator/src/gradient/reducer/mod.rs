@@ -17,7 +17,7 @@ use self::promise::Promise;
 use self::sending::{is_networked, waited};
 use super::bad_loss::OnBadLoss;
 use super::compression::{Compression, Scale};
-use super::failed_calls::FailedCalls;
+use super::failed_calls::BackwardCall;
 use super::ledger::{Ledger, Sight, Stage};
 use super::road::{Road, Sending};
 use super::slot::{ModelName, Slot};
@@ -50,7 +50,7 @@ pub(super) struct Reducer {
     /// Buckets that were sent before backward ended.
     early: usize,
     /// What this rank tells of calls before this one.
-    failed_calls: Option<Arc<FailedCalls>>,
+    call: Option<BackwardCall>,
     group: ProcessGroup,
     /// Whether buckets hold the mean gradient in the end, or sums.
     handed_over: bool,
@@ -204,7 +204,7 @@ impl Reducer {
             compression: Compression::None,
             control: None,
             early: 0,
-            failed_calls: None,
+            call: None,
             group: group.clone(),
             handed_over: false,
             ledger,
@@ -252,9 +252,9 @@ impl Reducer {
     }
 
     /// Tells the other ranks how often this one failed before.
-    pub(super) fn with_failed_calls(self, failed_calls: Arc<FailedCalls>) -> Self {
+    pub(super) fn with_call(self, call: &BackwardCall) -> Self {
         Self {
-            failed_calls: Some(failed_calls),
+            call: Some(call.clone()),
             ..self
         }
     }

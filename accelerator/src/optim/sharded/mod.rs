@@ -4,7 +4,7 @@ mod home;
 mod pieces;
 pub(super) mod probe;
 mod record;
-mod reserve;
+mod trial_state;
 mod write;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -19,7 +19,7 @@ use burn::tensor::{Bytes, Tensor};
 use self::home::{Home, Homes};
 use self::pieces::{Reader, Sums};
 use self::record::{Entry, Records};
-pub(super) use self::reserve::stepped;
+pub(super) use self::trial_state::state_for_trial;
 use self::write::Elements;
 use super::fused::sums::{self, Landing};
 use super::state::check_types;

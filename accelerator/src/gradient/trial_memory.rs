@@ -85,7 +85,7 @@ impl Reserved {
 /// Lets Burn forget forward passes of a model that no backward pass follows. It keeps what they recorded until
 /// another backward runs in the same graph, as every one does that comes to one of the same parameters.
 pub(crate) fn forget_graphs<M: Module>(model: &M) {
-    let mut sums = Sums(Vec::new());
+    let mut sums = ParamSumBackwards(Vec::new());
     model.visit(&mut sums);
     // The first to be in the graph frees it, before there is a gradient of a large one.
     sums.0.sort_by_key(|(elements, _)| *elements);
@@ -95,9 +95,9 @@ pub(crate) fn forget_graphs<M: Module>(model: &M) {
 }
 
 /// The backward pass of the sum of each trainable parameter, with its number of elements.
-struct Sums(Vec<(usize, Box<dyn FnOnce()>)>);
+struct ParamSumBackwards(Vec<(usize, Box<dyn FnOnce()>)>);
 
-impl ModuleVisitor for Sums {
+impl ModuleVisitor for ParamSumBackwards {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let value = param.val();
         if value.is_require_grad() {

@@ -15,7 +15,7 @@ use crate::model::Trainable;
 ///
 /// One parameter is stepped after the other, beside gradients of all: that takes the memory that a step takes, but for
 /// copies of the parameters.
-pub(in crate::optim) fn stepped<M: Module>(
+pub(in crate::optim) fn state_for_trial<M: Module>(
     mut optimizer: ModuleOptimizer,
     shards: Option<&Shards>,
     model: &M,
