@@ -166,6 +166,7 @@ impl<O> Batch<O> {
     /// # impl Batcher<u32, Vec<u32>> for Listed {
     /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
     /// # }
+    /// use accelerator::metric::Sum;
     /// use accelerator::prelude::*;
     ///
     /// let even = launch(3, |accelerator| {
@@ -175,7 +176,7 @@ impl<O> Batch<O> {
     ///     let mut even = Sum::new();
     ///     for batch in accelerator.prepare(valid)?.epoch(0) {
     ///         let batch = batch?;
-    ///         even.add(batch[..batch.real()].iter().filter(|item| **item % 2 == 0).count() as f64);
+    ///         even.count(batch[..batch.real()].iter().filter(|item| **item % 2 == 0).count());
     ///     }
     ///     Ok(accelerator.reduce(even)?.value())
     /// })?;
