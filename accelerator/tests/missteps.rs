@@ -48,6 +48,37 @@ fn logged<T>(work: impl FnOnce() -> T) -> (T, String) {
 }
 
 #[test]
+fn a_plan_that_resume_makes_wrong_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let saved = accelerator::launch(2, |accelerator| {
+        let train = accelerator.prepare(loader(24, 2))?;
+        accelerator.save_state(folder, &train).map(drop)
+    });
+    saved.unwrap();
+    let resumed = |plan: bool, first: bool| {
+        let accelerator = Accelerator::new().unwrap();
+        let mut train = accelerator.prepare(loader(24, 2)).unwrap();
+        if first {
+            train = accelerator.resume_loader(folder, train).unwrap();
+        }
+        if plan {
+            accelerator.plan(&train, 1);
+        }
+        logged(|| accelerator.resume(folder, train).unwrap()).1
+    };
+    let text = resumed(true, false);
+    assert!(
+        text.contains("goes on with 4 samples a step over all ranks, and `plan` was told 2"),
+        "{text}"
+    );
+    for (plan, first) in [(false, false), (true, true)] {
+        let text = resumed(plan, first);
+        assert!(!text.contains("plan"), "{text}");
+    }
+}
+
+#[test]
 fn a_loss_of_another_model_is_refused_on_every_rank() {
     for (ranks, accumulation) in [(1, 1), (1, 2), (3, 1), (3, 2)] {
         let builder = Accelerator::builder().accumulation_steps(accumulation);
