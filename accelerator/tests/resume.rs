@@ -8,7 +8,7 @@ use std::path::Path;
 
 use accelerator::checkpoint::{Position, Rescale};
 use accelerator::data::InOrder;
-use accelerator::optim::Scheduled;
+use accelerator::optim::{Manual, Scheduled};
 use accelerator::prelude::*;
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
@@ -341,6 +341,35 @@ fn a_value_that_one_rank_cannot_read_is_an_error_on_every_rank() {
             "{text}"
         );
     }
+}
+
+#[test]
+fn the_place_names_the_steps_of_each_optimizer() {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    let parts = (line(&device), adam(), adam());
+    let (mut model, mut first, mut second) = accelerator.prepare(parts).unwrap();
+    let step = |optimizer: &mut PreparedOptimizer<Manual>, model: Linear| {
+        let loss = model.weight.val().sum();
+        let gradients = accelerator.backward(loss, &model, 1).unwrap();
+        optimizer.step(0.1, model, gradients)
+    };
+    for _ in 0..3 {
+        model = step(&mut first, model);
+    }
+    model = step(&mut second, model);
+    accelerator
+        .save_state(folder.path(), (&model, &first, &second))
+        .unwrap();
+    let (_, position) = accelerator
+        .resume(folder.path(), (model, first, second))
+        .unwrap();
+    assert_eq!((position.step(), position.steps()), (3, &[3, 1][..]));
+    assert_eq!(
+        position.to_string(),
+        "steps 3 and 1 in epoch 0, by checkpoint 1"
+    );
 }
 
 #[test]

@@ -44,6 +44,8 @@ pub struct Position {
     pub(super) factor: f64,
     pub(super) passed_over: Vec<String>,
     pub(super) step: u64,
+    /// Of each optimizer.
+    pub(super) steps: Vec<u64>,
     pub(super) world_size: usize,
     pub(super) world_size_before: usize,
 }
@@ -56,6 +58,7 @@ impl Position {
             factor: 1.0,
             passed_over: Vec::new(),
             step: 0,
+            steps: Vec::new(),
             world_size,
             world_size_before: world_size,
         }
@@ -68,9 +71,26 @@ impl Position {
         self.epoch
     }
 
-    /// How many optimizer steps were done: those of the first optimizer in the tuple.
+    /// How many optimizer steps were done: those of the first optimizer in the tuple; see
+    /// [`steps`](Self::steps) where there are several.
     pub fn step(&self) -> u64 {
         self.step
+    }
+
+    /// How many steps each optimizer had done, in the order of the tuple; empty at the start, and where none was
+    /// saved.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// let (_, position) = accelerator.resume(folder.path(), Object(0))?;
+    /// assert!(position.steps().is_empty(), "there is no checkpoint");
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn steps(&self) -> &[u64] {
+        &self.steps
     }
 
     /// Whether there was no checkpoint, so that training starts from the beginning.
@@ -109,16 +129,22 @@ impl Position {
     }
 }
 
-/// "the start", or "step 120 in epoch 3, by checkpoint 6".
+/// "the start", or "step 120 in epoch 3, by checkpoint 6"; "steps 120 and 24 in epoch 3, by checkpoint 6" where
+/// optimizers have stepped at a rate of their own.
 impl fmt::Display for Position {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.checkpoint {
             None => f.write_str("the start"),
-            Some(number) => write!(
-                f,
-                "step {} in epoch {}, by checkpoint {number}",
-                self.step, self.epoch
-            ),
+            Some(number) => {
+                match self.steps.iter().all(|steps| *steps == self.step) {
+                    true => write!(f, "step {}", self.step)?,
+                    false => {
+                        let steps: Vec<_> = self.steps.iter().map(u64::to_string).collect();
+                        write!(f, "steps {}", steps.join(" and "))?;
+                    }
+                }
+                write!(f, " in epoch {}, by checkpoint {number}", self.epoch)
+            }
         }
     }
 }

@@ -76,6 +76,7 @@ pub(super) fn resume<K, P: Resume<K>>(
         factor,
         passed_over: found.passed_over.clone(),
         step: found.step,
+        steps: found.state.optimizer_steps(),
         world_size: accelerator.world_size(),
         world_size_before: found.world_size,
     };

@@ -133,6 +133,15 @@ impl State {
         self.parts.iter().any(trains) && self.parts.iter().all(is_new)
     }
 
+    /// How many steps each optimizer has done.
+    pub(super) fn optimizer_steps(&self) -> Vec<u64> {
+        let steps = self.parts.iter().filter_map(|part| match part {
+            PartState::Optimizer(optimizer) => Some(optimizer.steps),
+            _ => None,
+        });
+        steps.collect()
+    }
+
     pub(super) fn loaders(&self) -> impl Iterator<Item = &Standing> {
         self.parts.iter().filter_map(|part| match part {
             PartState::Loader(standing) => Some(standing),

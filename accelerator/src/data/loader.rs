@@ -39,6 +39,26 @@ pub(super) enum Origin<O> {
     Stream(Arc<dyn Shared<O>>),
 }
 
+impl<O> Loader<O> {
+    /// Does not compile, and says why.
+    #[doc(hidden)]
+    pub fn epoch(&self, _: u64) -> core::iter::Empty<crate::Result<super::Batch<O>>>
+    where
+        Self: Epochs,
+    {
+        core::iter::empty()
+    }
+}
+
+/// Of no loader that was not prepared.
+#[doc(hidden)]
+#[diagnostic::on_unimplemented(
+    message = "this loader was built and not prepared, so it has no epochs",
+    label = "built, and not prepared",
+    note = "pass it to `accelerator.prepare(…)`, and call `epoch` of the loader that comes back"
+)]
+pub trait Epochs {}
+
 impl<O> fmt::Debug for Loader<O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut debug = f.debug_struct("Loader");
