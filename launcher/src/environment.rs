@@ -99,7 +99,7 @@ fn misleading(package_dir: Option<&Path>) -> Vec<OsString> {
     let mut names: Vec<OsString> = torchrun
         .filter(|name| name.to_string_lossy().starts_with("TORCHELASTIC_"))
         .collect();
-    names.extend(variables::of_newer_launcher().map(OsString::from));
+    names.extend(variables::of_outer_launcher().map(OsString::from));
     // Under `cargo run` cargo has described the launcher's own package.
     let is_own =
         std::env::var_os("CARGO_PKG_NAME").is_some_and(|name| name == env!("CARGO_PKG_NAME"));

@@ -10,7 +10,7 @@ use crate::cargo::Build;
 use crate::cli::Options;
 use crate::course::Course;
 use crate::environment::Environment;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, chain};
 use crate::gpu::{GpuId, Gpus};
 use crate::keeper::Bond;
 use crate::output::{Output, runs};
@@ -35,6 +35,12 @@ pub(crate) fn run(
 ) -> Result<ExitCode> {
     let target = Target::parse(options)?;
     variables::check()?;
+    accelerator_collective::check_alone(variable).map_err(|error| {
+        Error::usage(format!(
+            "{}; this is the launcher, so start it once a job: outside of that launcher, or with one process",
+            chain(&error)
+        ))
+    })?;
     // What is set to nothing hides every GPU from CUDA; elsewhere it is not set.
     let gpus = Gpus::resolve(options, |name| std::env::var_os(name))?;
     let mut settings = Settings::resolve(options, gpus, variable);

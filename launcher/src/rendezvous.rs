@@ -14,6 +14,7 @@ use accelerator_manifest::StagedFolder;
 
 use crate::error::{Error, Result, chain};
 use crate::settings::Settings;
+use crate::variables;
 
 /// How long the store of an attempt may take to give back a port that was asked for.
 const RELEASE: Duration = Duration::from_secs(5);
@@ -46,7 +47,7 @@ impl Store {
             .with_security(security)
             .with_observer(observer);
         let mut own = None;
-        if let Some(path) = variable("ACCEL_TOKEN_FILE") {
+        if let Some(path) = variables::given("ACCEL_TOKEN_FILE") {
             let token = Token::from_file(path).map_err(|error| Error::usage(chain(&error)))?;
             options = options.with_token(token);
         } else if security == Security::Required && settings.ranks.get() > 1 {
@@ -101,6 +102,11 @@ impl Store {
     }
 }
 
+/// The folder for temporary files.
+fn temporary() -> PathBuf {
+    variable("TMPDIR").map_or_else(|| PathBuf::from("/tmp"), PathBuf::from)
+}
+
 /// The file of a token for one attempt, which only this user can read; it goes when this is dropped. That of a
 /// launcher that was killed goes with the next.
 #[derive(Debug)]
@@ -119,12 +125,12 @@ impl OwnToken {
             Error::system(format!(
                 "no token can be made for this job in {}; name another folder in TMPDIR, or a token in \
                  ACCEL_TOKEN_FILE: {}",
-                std::env::temp_dir().display(),
+                temporary().display(),
                 chain(error)
             ))
         };
         // Ranks may change their working folder.
-        let temporary = std::path::absolute(std::env::temp_dir());
+        let temporary = std::path::absolute(temporary());
         // Other users have theirs in the same folder.
         let name = format!("accel-token-{}", rustix::process::getuid().as_raw());
         let folder = temporary

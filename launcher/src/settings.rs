@@ -10,6 +10,7 @@ use crate::cli::{Options, Processes};
 use crate::gpu::Gpus;
 use crate::output::{LostOutput, Prefix};
 use crate::threads::{self, Threads};
+use crate::variables;
 
 /// Time between SIGTERM and SIGKILL where nothing else is asked for.
 const GRACE: Duration = Duration::from_secs(5);
@@ -253,7 +254,7 @@ fn origin<T>(given: &Option<T>, option: &'static str) -> &'static str {
 
 /// A variable of the launcher's environment, as [`Settings::resolve`] looks it up.
 pub(crate) fn variable(name: &str) -> Option<String> {
-    accelerator_collective::variable(name)?.into_string().ok()
+    variables::given(name)?.into_string().ok()
 }
 
 #[cfg(test)]

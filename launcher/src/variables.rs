@@ -241,7 +241,7 @@ pub(crate) const VARIABLES: [Variable; 21] = [
 /// The variables of this project that are set, in alphabetical order; misspelt ones too. One that is
 /// empty is not set, and one of a newer launcher means nothing here.
 pub(crate) fn set() -> Vec<(String, OsString)> {
-    let newer: Vec<String> = of_newer_launcher().collect();
+    let newer: Vec<String> = of_outer_launcher().collect();
     let all = std::env::vars_os().filter(|(_, value)| !value.is_empty());
     let all = all.map(|(name, value)| (name.to_string_lossy().into_owned(), value));
     let mut ours: Vec<_> = all
@@ -251,14 +251,26 @@ pub(crate) fn set() -> Vec<(String, OsString)> {
     ours
 }
 
-/// The variables that a launcher has set in which this one runs, and that this one does not know.
-pub(crate) fn of_newer_launcher() -> impl Iterator<Item = String> {
+/// What the environment says by the variable of this name, but for what belongs to the job of another launcher in
+/// which this one runs.
+pub(crate) fn given(name: &str) -> Option<OsString> {
+    variable(name).filter(|_| !of_outer_launcher().any(|outer| outer == name))
+}
+
+/// The variables that a launcher has set in which this one runs, and that are not for this one's job: those of that
+/// job, and those that this one does not know.
+pub(crate) fn of_outer_launcher() -> impl Iterator<Item = String> {
     let listed = variable(Launch::SET_BY_LAUNCHER).unwrap_or_default();
     let listed = listed.to_string_lossy().into_owned();
-    let names: Vec<String> = listed.split(',').map(str::to_owned).collect();
-    let is_unknown = |name: &String| is_ours(name) && find(name).is_none();
-    names.into_iter().filter(is_unknown)
+    let names = listed.split(',').map(|name| name.trim().to_owned());
+    let names: Vec<String> = names.collect();
+    let is_theirs =
+        |name: &String| is_ours(name) && (find(name).is_none() || OF_A_JOB.contains(&&**name));
+    names.into_iter().filter(is_theirs)
 }
+
+/// What a launcher makes anew for each job.
+const OF_A_JOB: [&str; 2] = ["ACCEL_JOB", "ACCEL_TOKEN_FILE"];
 
 /// Whether a variable of this name belongs to this project.
 pub(crate) fn is_ours(name: &str) -> bool {

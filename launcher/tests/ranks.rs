@@ -82,6 +82,48 @@ fn what_a_newer_launcher_has_set_is_ignored_and_not_handed_on() {
 }
 
 #[test]
+fn a_launcher_in_a_job_of_another_one_has_a_job_of_its_own() {
+    let folder = Folder::new();
+    folder.script("inner.sh", "echo $ACCEL_JOB $ACCEL_TOKEN_FILE");
+    folder.script(
+        "outer.sh",
+        "echo $ACCEL_JOB $ACCEL_TOKEN_FILE; $LAUNCHER -q -n 2 --no-prefix inner.sh",
+    );
+    let mut command = folder.launcher();
+    command
+        .args(["-n", "2", "--no-prefix", "outer.sh"])
+        .env("LAUNCHER", env!("CARGO_BIN_EXE_accel-launch"))
+        // Set to nothing, it is not set.
+        .env("TMPDIR", "");
+    let text = Run::start(command).end().expect(0).text();
+    let jobs: std::collections::BTreeSet<&str> = text.lines().collect();
+    // Two ranks of the outer job, and two each of two inner ones.
+    assert_eq!((jobs.len(), text.lines().count()), (3, 6), "{text}");
+    assert!(jobs.iter().all(|job| job.contains(" /tmp/")), "{text}");
+}
+
+#[test]
+fn a_launcher_that_another_one_started_several_times_is_refused() {
+    let folder = Folder::new();
+    folder.script("ran.sh", "echo ran >> ran");
+    for (size, rank) in [
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ] {
+        let mut command = folder.launcher();
+        command
+            .args(["-n", "2", "ran.sh"])
+            .envs([(size, "2"), (rank, "1")]);
+        Run::start(command)
+            .end()
+            .expect(2)
+            .says(size)
+            .says("start it once a job");
+    }
+    assert_eq!(folder.read("ran"), "");
+}
+
+#[test]
 fn the_store_listens_while_ranks_run() {
     let folder = Folder::new();
     // The kernel's table of listening sockets, by port in hexadecimal.

@@ -308,6 +308,35 @@ pub fn variable(name: &str) -> Option<OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
+/// Refuses to take this process for one that is alone where another launcher has started several, as
+/// [`Launch::from_vars`] does; for a launcher, which gives its ranks their places itself.
+///
+/// # Errors
+///
+/// A topology error that names the launcher, its variables and what to do.
+///
+/// ```
+/// use accelerator_collective::check_alone;
+///
+/// let of = |vars: &'static [(&str, &str)]| {
+///     move |name: &str| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+/// };
+/// assert!(check_alone(of(&[])).is_ok());
+/// assert!(check_alone(of(&[("PMI_SIZE", "2"), ("PMI_RANK", "0")])).unwrap_err().is_topology());
+/// // It was given a place.
+/// assert!(check_alone(of(&[("PMI_SIZE", "2"), ("RANK", "0")])).is_ok());
+/// ```
+pub fn check_alone(lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
+    let reader = Reader {
+        lookup,
+        settings: Vec::new(),
+    };
+    match reader.text("RANK").or(reader.text("WORLD_SIZE")) {
+        Some(_) => Ok(()),
+        None => reader.check_alone(),
+    }
+}
+
 struct Reader<F> {
     lookup: F,
     settings: Vec<Setting>,

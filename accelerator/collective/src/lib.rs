@@ -55,7 +55,7 @@ pub use cut::Cut;
 pub use element::{DType, Element};
 pub use error::{Culprit, Error, Result};
 pub use group::{Activity, Busy, Forbidden, GroupOptions, Observed, Pending, ProcessGroup, Runner};
-pub use launch::{Launch, Origin, Setting, variable};
+pub use launch::{Launch, Origin, Setting, check_alone, variable};
 #[doc(hidden)]
 pub use notice::unheard;
 pub use part::Part;

@@ -220,7 +220,7 @@ impl Accelerator {
             });
         }
         outcome::hear(group, FIRST)?;
-        work()
+        self.busy(work)
     }
 
     /// Runs `work` on the first rank of each host, and on the others after it succeeded on all of
@@ -247,7 +247,7 @@ impl Accelerator {
             });
         }
         outcome::exchange(group, None, FIRST)?;
-        work()
+        self.busy(work)
     }
 
     /// Shows the other ranks that this one works, where it does for long what they do not: they wait
@@ -323,8 +323,13 @@ impl Accelerator {
 
     /// Runs a closure of the program on one rank, which others may wait for. It need not show that it works.
     fn busy_alone<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.busy(|| self.alone(work))
+    }
+
+    /// Counts as one that works while the closure runs.
+    fn busy<T>(&self, work: impl FnOnce() -> T) -> T {
         let _busy = (self.world_size() > 1).then(|| self.shared.group.activity().busy());
-        self.alone(work)
+        work()
     }
 
     /// Runs what this rank does by itself, without collectives; work that lasts calls

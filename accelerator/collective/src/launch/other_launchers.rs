@@ -36,9 +36,16 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
             }
         }
         for (launcher, size, rank) in COUNTING {
+            let is_later = self.number(rank)?.is_some_and(|rank| rank > 0);
             // The first one decides: Open MPI's daemons are a step of Slurm's, whose variables they hand on.
-            if let Some(size_given) = self.number(size)? {
-                return Ok((size_given > 1).then(|| (launcher, vec![size, rank])));
+            match self.number(size)? {
+                Some(given) if given > 1 || is_later => {
+                    return Ok(Some((launcher, vec![size, rank])));
+                }
+                Some(1) => return Ok(None),
+                // There is a rank before this one.
+                _ if is_later => return Ok(Some((launcher, vec![rank]))),
+                _ => {}
             }
         }
         let mut others = NOT_COUNTING.into_iter();
@@ -119,6 +126,9 @@ mod tests {
         let hydra = "PMI_RANK=1 PMI_SIZE=4 PMI_FD=6 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2";
         is_refused(hydra, "PMI", &["PMI_SIZE=4", "PMI_RANK=1"]);
         is_alone("PMI_RANK=0 PMI_SIZE=1 PMI_FD=6 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1");
+        // A rank above 0 shows that there are others.
+        is_refused("PMI_RANK=1", "PMI", &["PMI_RANK=1"]);
+        is_refused("PMI_RANK=1 PMI_SIZE=0", "PMI", &["PMI_RANK=1"]);
         // With a port instead of a socket nothing tells how many there are.
         is_refused("PMI_PORT=n0:4567 PMI_ID=0", "PMI", &["PMI_ID=0"]);
     }
