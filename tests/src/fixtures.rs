@@ -35,6 +35,16 @@ pub struct ShardingCase {
     pub ranks: Table,
 }
 
+impl ShardingCase {
+    /// Whether no rank gets a batch.
+    pub fn is_empty(&self) -> bool {
+        match &self.ranks {
+            Table::Batches(ranks) => ranks.iter().all(Vec::is_empty),
+            Table::Samples(ranks) => ranks.iter().all(Vec::is_empty),
+        }
+    }
+}
+
 /// What each rank gets.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]

@@ -233,6 +233,16 @@ impl<O> Iterator for Epoch<O> {
 impl<O> FusedIterator for Epoch<O> {}
 
 /// Batches with their numbers in the epoch; see [`Epoch::enumerate`].
+///
+/// ```
+/// use accelerator::data::NumberedBatches;
+/// use accelerator::prelude::*;
+///
+/// fn last_number<O>(batches: NumberedBatches<O>) -> Option<usize> {
+///     batches.last().map(|(number, _)| number)
+/// }
+/// # let _ = last_number::<Vec<u32>>;
+/// ```
 #[must_use = "an epoch is an iterator"]
 #[derive(Debug)]
 pub struct NumberedBatches<O> {

@@ -68,7 +68,9 @@ fn run<M: Module>(
     let copy = slot.take_working();
     let group = accelerator.group();
     if group.world_size() > 1 {
-        check_together(accelerator)?;
+        // What the others do not call is no call that failed here alone.
+        check_together(accelerator)
+            .inspect_err(|_| call.into_iter().for_each(BackwardCall::note_met))?;
     }
     if reach == Reach::All {
         slot.round().check_together("average its gradients")?;

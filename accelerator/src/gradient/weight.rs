@@ -121,12 +121,12 @@ impl Weight {
         if self.count == 0.0 || (LEAST..=MOST).contains(&self.count) {
             return Ok(());
         }
-        let why = match self.count > 0.0 {
-            true => format!(
+        let why = match self.count < 0.0 {
+            false => format!(
                 "it is 0, or from {LEAST:.0e} to {MOST:.0e}, since gradients are multiplied by it and added up, \
                  and would leave the range of f32"
             ),
-            false => "it is 0 or more, 0 where this rank has none".to_owned(),
+            true => "it is 0 or more, 0 where this rank has none".to_owned(),
         };
         Err(Error::misuse(format!(
             "the weight of a batch is {:?}; expected a number of samples or tokens: {why}",
