@@ -189,8 +189,8 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
     let preparing = group.for_purpose("prepare a model");
     let ready_told = ready
         .as_ref()
-        .map(|ready| ready.as_ref().map(|()| ()).map_err(Failure::of));
-    let recorded_told = recorded.as_ref().map(|()| ()).map_err(Failure::of);
+        .map(|ready| ready.as_ref().copied().map_err(Failure::of));
+    let recorded_told = recorded.as_ref().copied().map_err(Failure::of);
     let told = (recorded_told, layout.clone(), ready_told);
     let all = preparing.all_gather_object(&told)?;
     recorded?;

@@ -76,7 +76,7 @@ impl Optimizer for FusedAdamW {
     }
 
     fn to_device<const D: usize>(state: FusedAdamState<D>, device: &Device) -> FusedAdamState<D> {
-        state.to_device(device)
+        state.moved_to(device)
     }
 }
 

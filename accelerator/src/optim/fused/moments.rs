@@ -137,7 +137,7 @@ fn first<E: Real, R: Rule<E>, const D: usize>(
 }
 
 impl<const D: usize> FusedAdamState<D> {
-    pub(super) fn to_device(self, device: &Device) -> Self {
+    pub(super) fn moved_to(self, device: &Device) -> Self {
         Self {
             momentum: self.momentum.to_device(device),
         }
