@@ -62,7 +62,8 @@ impl Token {
                 Kind::Unauthorized,
                 format!(
                     "the token file {} cannot be read; ACCEL_TOKEN_FILE names the file that holds \
-                     the job token",
+                     the job token. That of `accel-launch` lies in its folder for temporary files: ranks \
+                     that run as another user, or see other folders, need a file of your own",
                     path.display()
                 ),
                 error,
