@@ -68,7 +68,11 @@ pub(crate) fn run(
         return describe(&target, build.as_ref(), &settings, arguments);
     }
 
-    settings.log_dir = settings.log_dir.as_deref().map(runs::begin).transpose()?;
+    settings.log_dir = settings
+        .log_dir
+        .as_deref()
+        .map(runs::create_run_folder)
+        .transpose()?;
     let pointed = settings.log_dir.as_deref().map(runs::point_latest);
     // Before the build, so that a port that is taken is known before the wait.
     let attempt = Attempt::prepare(settings.clone(), &channel)?;

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use serde::{Deserialize, Serialize};
 
 use super::cursor::{Mark, Pass};
-use super::made::Made;
+use super::deferred::DeferredBatch;
 use crate::error::Result;
 use crate::gradient::{Closing, Weight};
 use crate::notice;
@@ -333,9 +333,9 @@ impl<O> Batch<O> {
     }
 }
 
-impl<O> Batch<Made<O>> {
+impl<O> Batch<DeferredBatch<O>> {
     /// With its value, for which what it draws is drawn from the seed.
-    pub(super) fn finish(self, seed: Option<u64>) -> Result<Batch<O>> {
+    pub(super) fn resolve(self, seed: Option<u64>) -> Result<Batch<O>> {
         let Self {
             value,
             info,
@@ -343,7 +343,7 @@ impl<O> Batch<Made<O>> {
             padded,
         } = self;
         Ok(Batch {
-            value: value.finish(seed)?,
+            value: value.resolve(seed)?,
             info,
             mark,
             padded,
@@ -351,15 +351,15 @@ impl<O> Batch<Made<O>> {
     }
 
     /// The same, for who hands it on.
-    pub(super) fn finished(self, seed: Option<u64>) -> Result<Self> {
+    pub(super) fn resolved(self, seed: Option<u64>) -> Result<Self> {
         let Batch {
             value,
             info,
             mark,
             padded,
-        } = self.finish(seed)?;
+        } = self.resolve(seed)?;
         Ok(Self {
-            value: Made::Ready(value),
+            value: DeferredBatch::Ready(value),
             info,
             mark,
             padded,

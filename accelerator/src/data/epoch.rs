@@ -182,8 +182,8 @@ impl<O> Iterator for Epoch<O> {
         };
         let mut batch = feed.next().map(|batch| {
             let batch = batch?;
-            let seed = self.reseed.of_batch(batch.step());
-            batch.finish(seed)
+            let seed = self.reseed.batch_seed(batch.step());
+            batch.resolve(seed)
         });
         let end = Instant::now();
         self.waited += end - start;
@@ -310,7 +310,7 @@ impl Reseed {
 
     /// The seed of what is drawn for the batch of that step; `None` where other ranks draw from the same
     /// generator, so that it would mean nothing.
-    pub(super) fn of_batch(&self, step: u64) -> Option<u64> {
+    pub(super) fn batch_seed(&self, step: u64) -> Option<u64> {
         const BATCH: u64 = 1;
         let [seed, rank, number, epoch] = self.words();
         let seed = mix(&[seed, rank, number, epoch, step, BATCH]);

@@ -7,7 +7,7 @@ use accelerator_plan::{BatchKind, PlannedBatch};
 use burn::tensor::Device;
 
 use super::batch::{Batch, Info, Share as Used};
-use super::made::Made;
+use super::deferred::DeferredBatch;
 use super::order::EpochShare;
 use super::source::Source;
 use super::spec::Spec;
@@ -16,7 +16,7 @@ use crate::panic_text::panic_text;
 use crate::timeline::Timeline;
 
 /// Where the batches of an epoch come from, in order. Some are left to be made by who asks for them.
-pub(super) type Feed<O> = Ahead<Batch<Made<O>>>;
+pub(super) type Feed<O> = Ahead<Batch<DeferredBatch<O>>>;
 
 /// This rank's share of an epoch, by its plan.
 pub(super) struct Share<O> {
@@ -65,7 +65,7 @@ impl<O: Send + 'static> Share<O> {
         }
     }
 
-    fn load(&self, step: u64) -> Option<Result<Batch<Made<O>>>> {
+    fn load(&self, step: u64) -> Option<Result<Batch<DeferredBatch<O>>>> {
         let planned = self.plan.batch(self.rank, step)?;
         let value = self.source.load(self.epoch, &planned.indices, &self.device);
         Some(value.map(|value| Batch::new(value, self.info(planned))))

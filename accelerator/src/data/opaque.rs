@@ -6,8 +6,8 @@ use burn::data::dataloader::{DataLoader, DataLoaderIterator};
 
 use super::batch::{Batch, Info, Share};
 use super::cursor::Spot;
+use super::deferred::DeferredBatch;
 use super::feed::{Ending, Feed, Worker, failed};
-use super::made::Made;
 use super::prepared::Place;
 use crate::error::{Error, Kind, Result};
 
@@ -104,7 +104,11 @@ struct Counted<O> {
 }
 
 impl<O> Rounds<'_, O> {
-    fn run(mut self, start: Spot, sender: &SyncSender<Result<Batch<Made<O>>>>) -> Result<()> {
+    fn run(
+        mut self,
+        start: Spot,
+        sender: &SyncSender<Result<Batch<DeferredBatch<O>>>>,
+    ) -> Result<()> {
         self.ahead = self.read()?;
         for _ in 0..start.step {
             if self.round()?.is_none() {
@@ -131,7 +135,7 @@ impl<O> Rounds<'_, O> {
                 step,
                 uneven: false,
             };
-            let batch = Batch::new(Made::Ready(mine.value), info);
+            let batch = Batch::new(DeferredBatch::Ready(mine.value), info);
             if sender.send(Ok(batch)).is_err() {
                 return Ok(());
             }

@@ -5,8 +5,8 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
+use super::deferred::{BatcherThread, DeferredBatch};
 use super::digest::{Digest, ItemDigests};
-use super::made::{Made, Maker};
 use crate::error::{Error, Kind, Result};
 
 /// Which sample it is that a function of [`DataLoaderBuilder::map_samples`] gets.
@@ -78,7 +78,7 @@ impl SamplePlace {
 pub(super) trait Source<O>: Send + Sync {
     fn len(&self) -> u64;
 
-    fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<Made<O>>;
+    fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<DeferredBatch<O>>;
 
     /// Of some items, where they are compared between ranks.
     fn digests(&self) -> Option<Result<ItemDigests>>;
@@ -88,7 +88,7 @@ pub(super) trait Source<O>: Send + Sync {
 pub(super) struct Batching<I, O> {
     pub(super) batcher: Arc<dyn Batcher<I, O>>,
     /// Who calls the batcher: found out with the first batch.
-    pub(super) maker: Arc<OnceLock<Maker>>,
+    pub(super) maker: Arc<OnceLock<BatcherThread>>,
     pub(super) map: Option<Arc<Map<I>>>,
 }
 
@@ -99,7 +99,7 @@ impl<I: Send + 'static, O: 'static> Batching<I, O> {
     /// For so many workers.
     pub(super) fn with_workers(self, workers: usize) -> Self {
         if workers == 0 {
-            self.maker.get_or_init(|| Maker::Caller);
+            self.maker.get_or_init(|| BatcherThread::Caller);
         }
         self
     }
@@ -111,7 +111,7 @@ impl<I: Send + 'static, O: 'static> Batching<I, O> {
         items: Vec<I>,
         indices: &[u64],
         device: &Device,
-    ) -> Made<O> {
+    ) -> DeferredBatch<O> {
         let items = match &self.map {
             None => items,
             Some(map) => items
@@ -120,7 +120,7 @@ impl<I: Send + 'static, O: 'static> Batching<I, O> {
                 .map(|(item, &index)| map(item, SamplePlace { epoch, index }))
                 .collect(),
         };
-        Made::of(items, &self.batcher, &self.maker, device)
+        DeferredBatch::collate(items, &self.batcher, &self.maker, device)
     }
 }
 
@@ -147,7 +147,7 @@ impl<I: Send + 'static, O: 'static> Source<O> for Batched<I, O> {
         self.dataset.len() as u64
     }
 
-    fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<Made<O>> {
+    fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<DeferredBatch<O>> {
         let wanted = indices.iter().map(|&index| index as usize).collect();
         let items = self.dataset.get_many(wanted).map_err(|error| {
             Error::with_source(
@@ -177,7 +177,7 @@ impl<O> Source<O> for Slice<O> {
         self.len
     }
 
-    fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<Made<O>> {
+    fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<DeferredBatch<O>> {
         let moved: Vec<_> = indices.iter().map(|index| index + self.start).collect();
         self.source.load(epoch, &moved, device)
     }

@@ -14,8 +14,8 @@ use crate::text::utc;
 ///
 /// # Errors
 /// When it cannot be made.
-pub(crate) fn begin(logs: &Path) -> Result<PathBuf> {
-    make(logs).map_err(|error| {
+pub(crate) fn create_run_folder(logs: &Path) -> Result<PathBuf> {
+    create_unique(logs).map_err(|error| {
         Error::usage(format!(
             "--log-dir {}: no folder for this run can be made; name a folder that can be written",
             logs.display()
@@ -24,7 +24,7 @@ pub(crate) fn begin(logs: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Lets `latest` beside `run` lead to it. Readers find the run before or this one, never nothing.
+/// Points the link `latest` at `run` in one step: readers find the run before or this one, never nothing.
 ///
 /// # Errors
 /// When something that is no link has its name, or the system has no links.
@@ -47,7 +47,7 @@ pub(crate) fn point_latest(run: &Path) -> io::Result<()> {
 /// The link to the last run that began.
 pub(crate) const LATEST: &str = "latest";
 
-fn make(logs: &Path) -> io::Result<PathBuf> {
+fn create_unique(logs: &Path) -> io::Result<PathBuf> {
     fs::create_dir_all(logs)?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     // Tools that copy between hosts read a colon as the end of a host's name.

@@ -44,7 +44,7 @@ use crate::{
     launch::Launch,
     purpose::Purpose,
     reduce::ReduceOp,
-    rendezvous::{StoreLine, located},
+    rendezvous::{StoreLine, resolve_local_rank},
     topology::Topology,
     transport::{Tcp, Threads, Transport, TransportKind},
 };
@@ -212,7 +212,7 @@ impl ProcessGroup {
         let options = &options.completed_by(launch);
         let liveness = options.liveness_timeout();
         let meeting = rendezvous.meet(&launch.topology, patience, liveness, asked)?;
-        let topology = located(launch.topology, &meeting.ranks)?;
+        let topology = resolve_local_rank(launch.topology, &meeting.ranks)?;
         let line = meeting.line.clone();
         let transport = Tcp::connect(&topology, meeting, patience)?;
         let group = Self::join(topology, options, Box::new(transport), line)?;

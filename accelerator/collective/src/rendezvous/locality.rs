@@ -24,7 +24,7 @@ pub(crate) fn boot_id() -> Option<String> {
 /// # Errors
 ///
 /// As [`local_places`], and a topology error where a rank does not tell its host.
-pub(crate) fn located(topology: Topology, ranks: &[Registration]) -> Result<Topology> {
+pub(crate) fn resolve_local_rank(topology: Topology, ranks: &[Registration]) -> Result<Topology> {
     if topology.is_local_known() {
         return Ok(topology);
     }
@@ -159,8 +159,11 @@ mod tests {
         let mixed = [("a", "1", None), ("a", "", None), ("a", "1", Some((0, 1)))];
         assert_eq!(places(&mixed), [None, None, Some((0, 1))]);
         let topology = Topology::new(0, 3).unwrap();
-        assert_eq!(located(topology, &ranks(&mixed)).unwrap(), topology);
-        let error = located(topology.without_local(), &ranks(&mixed)).unwrap_err();
+        assert_eq!(
+            resolve_local_rank(topology, &ranks(&mixed)).unwrap(),
+            topology
+        );
+        let error = resolve_local_rank(topology.without_local(), &ranks(&mixed)).unwrap_err();
         assert!(error.is_topology(), "{error}");
         assert!(
             error

@@ -32,7 +32,7 @@ pub(crate) use address::reachable;
 pub(crate) use client::Meeting;
 pub(crate) use line::StoreLine;
 pub(crate) use lobby::{Guest, Lobby};
-pub(crate) use locality::{boot_id, located};
+pub(crate) use locality::{boot_id, resolve_local_rank};
 pub(crate) use token::{Key, random};
 
 use crate::error::{Error, Kind, Result};

@@ -6,8 +6,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::rounds::Rounds;
 use super::{Pass, SampleStream, Streamed};
 use crate::data::batch::{Batch, Info};
+use crate::data::deferred::DeferredBatch;
 use crate::data::feed::{Ahead, caught, read_ahead};
-use crate::data::made::Made;
 use crate::data::meeting::{Here, PURPOSE, meet};
 use crate::error::{Error, Kind, Result};
 use crate::outcome::Failure;
@@ -25,7 +25,7 @@ pub(super) struct Batches<S: SampleStream, O> {
 
 /// What rank 0 has for one step.
 struct Dispatch<O> {
-    own: Batch<Made<O>>,
+    own: Batch<DeferredBatch<O>>,
     /// For each rank; rank 0's own is not used.
     told: Vec<Told>,
 }
@@ -62,7 +62,7 @@ where
     }
 
     /// What rank 0 has for this one, made on every rank or on none.
-    fn read(&mut self) -> Result<Option<Batch<Made<O>>>> {
+    fn read(&mut self) -> Result<Option<Batch<DeferredBatch<O>>>> {
         let ahead = self.ahead.as_mut().map(Iterator::next);
         if self.pass.world_size() == 1 {
             let dispatched = ahead.flatten().transpose()?;
@@ -75,7 +75,7 @@ where
         };
         // Each rank makes its own before they meet.
         let seed = self.pass.seed_of_batch(self.step);
-        let batch = batch.and_then(|batch| batch.map(|batch| batch.finished(seed)).transpose());
+        let batch = batch.and_then(|batch| batch.map(|batch| batch.resolved(seed)).transpose());
         self.step = self.step.saturating_add(1);
         let made = batch.as_ref().map(|_| ());
         let (group, caller) = (&self.pass.group, self.pass.caller);
@@ -88,7 +88,7 @@ where
         &self,
         here: Here,
         ahead: Option<Result<Dispatch<O>>>,
-    ) -> Result<Option<Batch<Made<O>>>> {
+    ) -> Result<Option<Batch<DeferredBatch<O>>>> {
         let same = |told: &dyn Fn() -> Told| (0..self.pass.world_size()).map(|_| told()).collect();
         let (own, told): (_, Vec<_>) = match ahead {
             Some(Ok(Dispatch { own, told })) => (Ok(Some(own)), told),
@@ -107,7 +107,7 @@ where
         Ok(own)
     }
 
-    fn hear(&self, here: Here) -> Result<Option<Batch<Made<O>>>> {
+    fn hear(&self, here: Here) -> Result<Option<Batch<DeferredBatch<O>>>> {
         let (pass, batching) = (&self.pass, &self.streamed.batching);
         let group = pass.group.for_purpose(PURPOSE);
         let told = group.scatter_object_at::<(Here, Told), (Here, Told)>(None, 0, pass.caller)?;
@@ -130,7 +130,7 @@ where
     S: SampleStream<Item: Serialize + DeserializeOwned>,
     O: Send + 'static,
 {
-    type Item = Result<Batch<Made<O>>>;
+    type Item = Result<Batch<DeferredBatch<O>>>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.has_ended {

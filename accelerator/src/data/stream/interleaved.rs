@@ -1,7 +1,7 @@
 use super::rounds::Rounds;
 use super::{Pass, SampleStream, Streamed};
 use crate::data::batch::Batch;
-use crate::data::made::Made;
+use crate::data::deferred::DeferredBatch;
 use crate::error::Result;
 
 /// This rank's batches of a stream that every rank reads as a whole.
@@ -23,7 +23,7 @@ impl<S: SampleStream, O> Batches<S, O> {
 }
 
 impl<S: SampleStream, O: 'static> Batches<S, O> {
-    fn read(&mut self) -> Result<Option<Batch<Made<O>>>> {
+    fn read(&mut self) -> Result<Option<Batch<DeferredBatch<O>>>> {
         let rounds = Rounds::opened(&mut self.rounds, &*self.streamed.stream, &self.pass)?;
         let Some(round) = rounds.next()? else {
             return Ok(None);
@@ -41,7 +41,7 @@ impl<S: SampleStream, O: 'static> Batches<S, O> {
 }
 
 impl<S: SampleStream, O: 'static> Iterator for Batches<S, O> {
-    type Item = Result<Batch<Made<O>>>;
+    type Item = Result<Batch<DeferredBatch<O>>>;
 
     fn next(&mut self) -> Option<Self::Item> {
         self.read().transpose()

@@ -93,7 +93,7 @@ impl Pass {
 
     /// The seed of what is drawn for the batch of a step.
     fn seed_of_batch(&self, step: u64) -> Option<u64> {
-        Reseed::new(self.device.clone(), self.place, self.epoch).of_batch(step)
+        Reseed::new(self.device.clone(), self.place, self.epoch).batch_seed(step)
     }
 
     /// The number of its first step.

@@ -4,8 +4,8 @@ use serde::{Deserialize, Serialize};
 use super::source::{Reader, StreamPart};
 use super::{Pass, SampleStream, Streamed};
 use crate::data::batch::{Batch, Info, Share};
+use crate::data::deferred::DeferredBatch;
 use crate::data::feed::{Ahead, read_ahead};
-use crate::data::made::Made;
 use crate::data::meeting::meet;
 use crate::error::{Error, Kind, Result};
 
@@ -35,7 +35,7 @@ struct OwnBatch<O> {
     len: usize,
     real: usize,
     share: Share,
-    value: Made<O>,
+    value: DeferredBatch<O>,
 }
 
 /// What a rank tells of its step.
@@ -66,7 +66,7 @@ impl<O: Send + 'static> Batches<O> {
         }
     }
 
-    fn read(&mut self) -> Result<Option<Batch<Made<O>>>> {
+    fn read(&mut self) -> Result<Option<Batch<DeferredBatch<O>>>> {
         let own = match self.ahead.next() {
             Some(own) => own,
             // Its thread ends after an error only, behind which nothing is asked for.
@@ -74,7 +74,7 @@ impl<O: Send + 'static> Batches<O> {
         };
         // Each rank makes its own before they meet.
         let seed = self.pass.seed_of_batch(self.step);
-        let own = own.and_then(|own| own.finished(seed));
+        let own = own.and_then(|own| own.resolved(seed));
         let is_uneven = self.pass.spec.is_uneven();
         let is_alone = is_uneven || self.pass.world_size() == 1;
         let words = match &own {
@@ -123,7 +123,7 @@ impl<O: Send + 'static> Batches<O> {
 }
 
 impl<O: Send + 'static> Iterator for Batches<O> {
-    type Item = Result<Batch<Made<O>>>;
+    type Item = Result<Batch<DeferredBatch<O>>>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.has_ended {
@@ -140,9 +140,9 @@ impl<O: Send + 'static> Iterator for Batches<O> {
 
 impl<O> Own<O> {
     /// With its batch made.
-    fn finished(self, seed: Option<u64>) -> Result<Self> {
+    fn resolved(self, seed: Option<u64>) -> Result<Self> {
         let finish = |batch: OwnBatch<O>| -> Result<_> {
-            let value = Made::Ready(batch.value.finish(seed)?);
+            let value = DeferredBatch::Ready(batch.value.resolve(seed)?);
             Ok(OwnBatch { value, ..batch })
         };
         let batch = self.batch.map(finish).transpose()?;

@@ -1,3 +1,6 @@
+//! A batch whose collation may be deferred to the thread that asks for it, so that a batcher that draws from the device
+//! draws under the seed of its step.
+
 use std::sync::{Arc, OnceLock};
 
 use burn::data::dataloader::batcher::Batcher;
@@ -8,16 +11,16 @@ use crate::accelerator::drawing;
 use crate::error::Result;
 
 /// What a batcher made of samples, or what makes it.
-pub(super) enum Made<O> {
+pub(super) enum DeferredBatch<O> {
     Ready(O),
     /// To be called on the thread that asks for the batch, with the seed of what is drawn for it, where the
     /// generator is this rank's own.
-    Waiting(Box<dyn FnOnce(Option<u64>) -> O + Send>),
+    Deferred(Box<dyn FnOnce(Option<u64>) -> O + Send>),
 }
 
 /// On which thread the batches of a batcher are made.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Maker {
+pub(super) enum BatcherThread {
     /// The one that asks for them, between the draws of two steps: a device has one generator, and dropout
     /// draws from it too.
     Caller,
@@ -25,22 +28,22 @@ pub(super) enum Maker {
     Worker,
 }
 
-impl<O: 'static> Made<O> {
+impl<O: 'static> DeferredBatch<O> {
     /// A batch of the items. While it is not known who makes it, the caller does, and finds out whether the
     /// batcher draws from the device.
-    pub(super) fn of<I: Send + 'static>(
+    pub(super) fn collate<I: Send + 'static>(
         items: Vec<I>,
         batcher: &Arc<dyn Batcher<I, O>>,
-        maker: &Arc<OnceLock<Maker>>,
+        maker: &Arc<OnceLock<BatcherThread>>,
         device: &Device,
     ) -> Self {
-        if maker.get() == Some(&Maker::Worker) {
+        if maker.get() == Some(&BatcherThread::Worker) {
             return Self::Ready(batcher.batch(items, device));
         }
         let (batcher, maker, device) = (batcher.clone(), maker.clone(), device.clone());
-        Self::Waiting(Box::new(move |seed| {
+        Self::Deferred(Box::new(move |seed| {
             let Some(seed) = seed else {
-                maker.get_or_init(|| Maker::Worker);
+                maker.get_or_init(|| BatcherThread::Worker);
                 return batcher.batch(items, &device);
             };
             let _turn = drawing();
@@ -52,21 +55,21 @@ impl<O: 'static> Made<O> {
                         "a batcher draws from the device: it is called where batches are asked for, and not \
                          by workers (said once a loader)"
                     );
-                    Maker::Caller
+                    BatcherThread::Caller
                 }
-                false => Maker::Worker,
+                false => BatcherThread::Worker,
             });
             batch
         }))
     }
 }
 
-impl<O> Made<O> {
+impl<O> DeferredBatch<O> {
     /// A panic of the batcher is an error, as it is on a worker.
-    pub(super) fn finish(self, seed: Option<u64>) -> Result<O> {
+    pub(super) fn resolve(self, seed: Option<u64>) -> Result<O> {
         match self {
             Self::Ready(value) => Ok(value),
-            Self::Waiting(make) => caught("making a batch", || Ok(make(seed))),
+            Self::Deferred(make) => caught("making a batch", || Ok(make(seed))),
         }
     }
 }
