@@ -173,6 +173,7 @@ mod census;
 mod factor;
 pub mod fused;
 mod plan;
+mod rate;
 mod schedule;
 mod sharded;
 mod state;
@@ -188,6 +189,7 @@ use burn::tensor::Device;
 pub(crate) use self::census::{Census, Counted, StateOf};
 pub use self::fused::InitFused;
 pub use self::plan::{RateScaling, TrainingPlan};
+pub use self::rate::IntoLearningRate;
 pub(crate) use self::schedule::Scheduler;
 pub use self::schedule::{Manual, PerEpoch, PerProcess, Scheduled};
 pub use self::sharded::Sharded;
@@ -594,11 +596,11 @@ impl PreparedOptimizer<Manual> {
     #[track_caller]
     pub fn step<M: Module>(
         &mut self,
-        rate: impl Into<ModuleLearningRate>,
+        rate: impl IntoLearningRate,
         model: M,
         gradients: Gradients,
     ) -> M {
-        self.apply(model, gradients, |_, _| rate.into())
+        self.apply(model, gradients, |_, _| rate.into_learning_rate())
     }
 }
 
