@@ -23,7 +23,7 @@ pub(crate) const FILE: &str = "failure.json";
 /// Of the report's form.
 const VERSION: u32 = 1;
 
-/// How many of the other ranks the block shows, a line each.
+/// How many ends of other ranks the block shows, a line each.
 const SHOWN: usize = 16;
 
 /// One failed attempt; its fields are those of `failure.json`.
@@ -78,6 +78,9 @@ struct Other {
     /// Whether it ended before the launcher ended it.
     by_itself: bool,
     last_words: Vec<String>,
+    /// Whether its last words name the first rank, which the block does already.
+    #[serde(skip)]
+    names_first: bool,
 }
 
 /// What became of the job that failed so.
@@ -102,32 +105,38 @@ impl Failure {
         let Some(Cause::Failure(rank)) = finished.outcome.cause() else {
             return None;
         };
-        let words = |rank| finished.output.last_words(rank);
-        let other = |rank| {
-            let (exit_code, signal) = parts(finished.outcome.end(rank));
-            Other {
-                rank,
-                pid: finished.pids[rank],
-                exit_code,
-                signal,
-                by_itself: finished.outcome.ended_by_itself(rank),
-                last_words: words(rank),
-            }
-        };
         let log = |rank| {
             finished
                 .output
                 .log(rank)
                 .map(|path| path.display().to_string())
         };
+        let first = First::of(finished, rank, log(rank));
+        let statements = finished.hearing.statements();
+        let other = |rank| {
+            let (exit_code, signal) = parts(finished.outcome.end(rank));
+            let last_words = finished.output.last_words(rank);
+            let statement = statements.iter().find(|said| said.rank == rank);
+            let named = statement.filter(|said| said.accused.contains(&first.rank));
+            Other {
+                names_first: named.is_some_and(|said| {
+                    last_words
+                        .last()
+                        .is_some_and(|line| line.contains(&said.text))
+                }),
+                rank,
+                pid: finished.pids[rank],
+                exit_code,
+                signal,
+                by_itself: finished.outcome.ended_by_itself(rank),
+                last_words,
+            }
+        };
         let ranks = 0..finished.pids.len();
+        let others = ranks.clone().filter(|&one| one != rank);
         Some(Self {
-            first: First::of(finished, rank, log(rank)),
-            collateral: ranks
-                .clone()
-                .filter(|&one| one != rank)
-                .map(other)
-                .collect(),
+            collateral: others.map(other).collect(),
+            first,
             exit_code: finished.outcome.exit_code(),
             restarts: finished.settings.restart,
             world_size: finished.pids.len(),
@@ -226,10 +235,12 @@ impl Failure {
         if !self.collateral.is_empty() {
             text.push_str("\n  the others:");
         }
-        for other in self.collateral.iter().take(SHOWN) {
-            let _ = write!(text, "\n    {}", other.fate());
+        let fates = self.fates();
+        for (fate, ranks) in fates.iter().take(SHOWN) {
+            let _ = write!(text, "\n    {} {fate}", list(ranks));
         }
-        if let Some(hidden @ 1..) = self.collateral.len().checked_sub(SHOWN) {
+        let hidden: usize = fates.iter().skip(SHOWN).map(|(_, ranks)| ranks.len()).sum();
+        if hidden > 0 {
             let _ = write!(text, "\n    and {hidden} more");
         }
         if let Some([first, .., last]) = Some(self.log_files.as_slice()) {
@@ -240,6 +251,19 @@ impl Failure {
         }
         let _ = write!(text, "\n  to run it again: {}", self.command_line);
         text
+    }
+
+    /// How the other ranks ended, and which of them ended so.
+    fn fates(&self) -> Vec<(String, Vec<usize>)> {
+        let mut fates: Vec<(String, Vec<usize>)> = Vec::new();
+        for other in &self.collateral {
+            let fate = other.fate(&self.first);
+            match fates.iter_mut().find(|(known, _)| *known == fate) {
+                Some((_, ranks)) => ranks.push(other.rank),
+                None => fates.push((fate, vec![other.rank])),
+            }
+        }
+        fates
     }
 
     fn how(&self) -> String {
@@ -347,23 +371,31 @@ impl First {
 }
 
 impl Other {
-    fn fate(&self) -> String {
-        let rank = self.rank;
+    /// How it ended, in words that go on from "rank 1". What the block says of the first rank is not
+    /// said again.
+    fn fate(&self, first: &First) -> String {
         let end = match (self.exit_code, self.signal) {
             (Some(code), _) => End::Code(code),
             (None, Some(signal)) => End::Signal(signal),
-            (None, None) => return format!("rank {rank} does not end, even on SIGKILL"),
+            (None, None) => return "could not be ended, even by SIGKILL".to_owned(),
         };
+        match (end, self.by_itself) {
+            (End::Code(0), true) => "had finished".to_owned(),
+            (end, true) => format!("failed after it ({end}){}", self.said(end, first)),
+            (end, false) => format!("had to be ended ({end})"),
+        }
+    }
+
+    fn said(&self, end: End, first: &First) -> String {
         let said = match end {
             // A panic, whose message begins with what went wrong and may go on with values.
             End::Code(101) | End::Signal(signal::SIGABRT) => headline(&self.last_words),
             _ => self.last_words.last(),
         };
-        let last = said.map(|line| format!(": {line}")).unwrap_or_default();
-        match (end, self.by_itself) {
-            (End::Code(0), true) => format!("rank {rank} had finished"),
-            (end, true) => format!("rank {rank} failed after it ({end}){last}"),
-            (end, false) => format!("rank {rank} was ended ({end})"),
+        match said.filter(|_| !self.names_first) {
+            None => String::new(),
+            Some(line) if first.last_words.contains(line) => ", with the same error".to_owned(),
+            Some(line) => format!(": {line}"),
         }
     }
 }
@@ -378,5 +410,79 @@ fn parts(end: Option<End>) -> (Option<i32>, Option<i32>) {
         Some(End::Code(code)) => (Some(code), None),
         Some(End::Signal(signal)) => (None, Some(signal)),
         None => (None, None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn other(rank: usize, code: i32, line: &str) -> Other {
+        Other {
+            rank,
+            pid: 7,
+            exit_code: Some(code),
+            signal: None,
+            by_itself: true,
+            last_words: vec![line.to_owned()],
+            names_first: line.contains("is lost"),
+        }
+    }
+
+    fn failure(line: &str, collateral: Vec<Other>) -> Failure {
+        let first = First {
+            rank: 0,
+            host: String::new(),
+            pid: 7,
+            cause: String::new(),
+            exit_code: Some(1),
+            signal: None,
+            signal_name: None,
+            last_words: vec![line.to_owned()],
+            log: None,
+            reported_by: BTreeSet::new(),
+            shown: Shown {
+                fate: String::new(),
+                said: None,
+            },
+        };
+        Failure {
+            world_size: collateral.len() + 1,
+            first,
+            collateral,
+            exit_code: 1,
+            restarts: 0,
+            job: String::new(),
+            command: Vec::new(),
+            command_line: String::new(),
+            log_files: Vec::new(),
+            time: String::new(),
+        }
+    }
+
+    #[test]
+    fn an_error_that_several_ranks_share_is_shown_once() {
+        let others = vec![
+            other(1, 1, "the models differ"),
+            other(2, 1, "rank 0 is lost: exit code 1"),
+            other(3, 1, "the disk is full"),
+            other(4, 1, "the models differ"),
+            other(5, 1, "rank 0 is lost: exit code 1; rank 5 was in a barrier"),
+            other(6, 0, "done"),
+        ];
+        let block = failure("the models differ", others).block(None);
+        let lines: Vec<&str> = block.lines().map(str::trim).collect();
+        assert_eq!(
+            lines[1..8],
+            [
+                "its last lines:",
+                "| the models differ",
+                "the others:",
+                "ranks 1, 4 failed after it (exit code 1), with the same error",
+                "ranks 2, 5 failed after it (exit code 1)",
+                "rank 3 failed after it (exit code 1): the disk is full",
+                "rank 6 had finished",
+            ]
+        );
     }
 }

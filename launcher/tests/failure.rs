@@ -26,7 +26,7 @@ fn one_failure_ends_the_others_and_gives_the_code() {
         .says("    | the reason")
         .says("its log: logs/")
         .says("/rank-1.log")
-        .says("rank 0 was ended (killed by SIGTERM)");
+        .says("ranks 0, 2 had to be ended (killed by SIGTERM)");
     assert_eq!(ended.stderr.matches("failed first").count(), 1);
     folder
         .wait_for_lines("pids", 3)
@@ -151,7 +151,7 @@ fn a_rank_that_ignores_sigterm_is_killed_after_the_grace() {
     );
     ended
         .says("waiting for rank 0 to end")
-        .says("rank 0 was ended (killed by SIGKILL)");
+        .says("rank 0 had to be ended (killed by SIGKILL)");
 }
 
 #[test]

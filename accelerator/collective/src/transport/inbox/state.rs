@@ -124,6 +124,11 @@ impl State {
                 Some(culprit) if culprit.rank() == watch.rank && error.is_peer_lost() => {
                     watch.given_up(me, *by, culprit.cause())
                 }
+                // Who tells it was in an operation of its own; this rank says in which one it was itself.
+                Some(culprit) if error.is_peer_lost() => match peers.get(culprit.rank()) {
+                    Some(peer) => watch.lost(peer, culprit.cause(), culprit.certainty),
+                    None => error.clone(),
+                },
                 _ => error.clone(),
             },
         }

@@ -62,6 +62,25 @@ fn a_connection_that_ends_without_a_word_is_blamed_where_nobody_says_more() {
 }
 
 #[test]
+fn a_rank_that_is_told_of_a_lost_one_says_where_it_was_itself() {
+    let inbox = Inbox::new(3);
+    let peers = [0, 1, 2].map(|rank| Peer {
+        rank,
+        place: Place::Thread,
+    });
+    let culprit = peers[2].culprit("it died", Certainty::Settled);
+    let message = "rank 2 is lost: it died; rank 1 was in collective #7";
+    let error = Error::blaming(Kind::PeerLost, culprit, message);
+    inbox.aborted(1, Abort { sequence: 7, error });
+    let error = inbox.check_abort(&peers, &watch(8)).unwrap_err();
+    assert_eq!(error.ranks(), [2], "{error}");
+    assert_eq!(error.culprit().unwrap().cause(), "it died");
+    let text = error.to_string();
+    assert!(text.contains("rank 0 was in collective #8"), "{text}");
+    assert!(!text.contains("rank 1"), "{text}");
+}
+
+#[test]
 fn who_waits_for_another_is_not_the_one_that_is_missing() {
     let inbox = Inbox::new(5);
     let watch = watch(0);
