@@ -18,7 +18,7 @@ use super::state::{HookState, Kept, ModelState, Names, PartState, State, decode}
 use super::world::{Rescale, WorldChange};
 use crate::accelerator::{Accelerator, WindowSize};
 use crate::agreement::{self, Term};
-use crate::data::{Continuation, PreparedLoader, Standing};
+use crate::data::{LoaderResume, PreparedLoader, Standing};
 use crate::error::{Error, Kind, Result};
 use crate::gradient::hook::{Held, SavedBy};
 use crate::notice;
@@ -111,7 +111,7 @@ pub(super) fn resume_loader<O: Send + 'static>(
             ),
         ));
     };
-    found.go_on(accelerator.world_size(), at, &name, saved, loader)
+    found.resume_loader(accelerator.world_size(), at, &name, saved, loader)
 }
 
 /// What rank 0 finds in the folder, on every rank, and on rank 0 the checkpoint itself; `None` without one.
@@ -271,7 +271,7 @@ impl Found {
     }
 
     /// The loader that was saved at that place goes on.
-    fn go_on<O: Send + 'static>(
+    fn resume_loader<O: Send + 'static>(
         &self,
         world_size: usize,
         at: usize,
@@ -280,12 +280,12 @@ impl Found {
         loader: PreparedLoader<O>,
     ) -> Result<PreparedLoader<O>> {
         let (before, rescale) = (self.world_size, self.rescale);
-        let how = Continuation {
+        let how = LoaderResume {
             global_batch: &|global_batch| rescale.global_batch(before, world_size, global_batch),
             goes_on: self.state.goes_on(at),
             same_world: before == world_size,
         };
-        loader.go_on(name, saved, &how)
+        loader.resume_from(name, saved, &how)
     }
 
     /// Whether the parts are those that were saved.
@@ -425,7 +425,7 @@ impl<'a> Restorer<'a> {
         let file = self.names.optimizer()?;
         let record = Bytes::from_bytes_vec(self.read(&file)?).shared();
         check_known(&name, &record, &self.ids)?;
-        let optimizer = optimizer.go_on(&name, saved.clone(), record, self.factor)?;
+        let optimizer = optimizer.resume_from(&name, saved.clone(), record, self.factor)?;
         self.check_rate(&name, saved.scheduled_rate(), optimizer.scheduled_rate())?;
         Ok(optimizer)
     }
@@ -450,7 +450,7 @@ impl<'a> Restorer<'a> {
                 Kind::Checkpoint,
                 format!(
                     "{jump}; {now} ranks go on with as many samples a step as {before} had, so the schedule \
-                     must count as many steps: {HINT}; where batches are to stay those of a rank, use \
+                     must count as many steps: {RESUME_LOADER_HINT}; where batches are to stay those of a rank, use \
                      `resume_with` and `Rescale::keep_batch_per_rank`"
                 ),
             ));
@@ -474,14 +474,16 @@ impl<'a> Restorer<'a> {
         };
         let planned = loader.planned_batch();
         let world_size = self.accelerator.world_size();
-        let loader = self.found.go_on(world_size, at, &name, saved, loader)?;
+        let loader = self
+            .found
+            .resume_loader(world_size, at, &name, saved, loader)?;
         let (Some(planned), Some(batch)) = (planned, loader.global_batch()) else {
             return Ok(loader);
         };
         if planned != batch && self.accelerator.is_main_process() {
             notice::warn(&format!(
                 "{name} goes on with {batch} samples a step over all ranks, and `plan` was told {planned} \
-                 before `resume`: what was computed from that plan does not hold; {HINT}"
+                 before `resume`: what was computed from that plan does not hold; {RESUME_LOADER_HINT}"
             ));
         }
         Ok(loader)
@@ -552,7 +554,7 @@ impl fmt::Debug for Restorer<'_> {
 }
 
 /// What to do where the steps of a schedule were counted with another batch.
-const HINT: &str = "pass the loader to `Accelerator::resume_loader` before `plan`";
+const RESUME_LOADER_HINT: &str = "pass the loader to `Accelerator::resume_loader` before `plan`";
 
 /// Kinds were compared before.
 fn other_kind(name: &str) -> Error {

@@ -2,7 +2,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
 
-use super::meeting::Here;
+use super::meeting::ReadPosition;
 
 /// A place in an epoch: what lies before it is used.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -65,7 +65,7 @@ struct State {
     /// Whether gradients were made from batches, in this process or an earlier one.
     trained: bool,
     /// Whether a batch with padding was dropped without a look at what it counts.
-    uncounted: bool,
+    padding_warned: bool,
 }
 
 impl Cursor {
@@ -195,7 +195,7 @@ impl Pass {
     /// A batch with padding was dropped without a look at what it counts; true once a loader.
     pub(super) fn is_first_uncounted(&self) -> bool {
         let cursor = self.cursor.upgrade();
-        cursor.is_some_and(|cursor| !core::mem::replace(&mut cursor.lock().uncounted, true))
+        cursor.is_some_and(|cursor| !core::mem::replace(&mut cursor.lock().padding_warned, true))
     }
 
     fn progress(&self) -> Progress {
@@ -211,7 +211,7 @@ impl Pass {
 #[derive(Clone, Debug)]
 pub(crate) struct Mark {
     /// Of all ranks the same.
-    pub(crate) here: Here,
+    pub(crate) position: ReadPosition,
     pub(super) pass: Arc<Pass>,
     pub(super) end: Spot,
 }
@@ -279,7 +279,7 @@ mod tests {
         let end = spot(pass.yielded().epoch, step);
         pass.advance(end);
         Mark {
-            here: Here {
+            position: ReadPosition {
                 epoch: end.epoch,
                 loader: 0,
                 step,

@@ -13,7 +13,7 @@ use super::digest::ItemDigests;
 use super::epoch::{Epoch, Open, Reseed};
 use super::feed;
 use super::loader::{Loader, Origin};
-use super::meeting::Here;
+use super::meeting::ReadPosition;
 use super::opaque;
 use super::order::{Dealt, Order};
 use super::source::{Slice, Source};
@@ -174,7 +174,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         terms.extend(digests.as_ref().map(item_term));
         agreement::check_all(accelerator.group(), &terms)?;
         if let Some(Ok(digests)) = digests
-            && digests.differ()
+            && digests.changes_between_reads()
         {
             return Err(Error::config(format!(
                 "the data set of a loader gives {digests}: ranks cannot share it out by index{ITEM_HINT}"
@@ -284,12 +284,12 @@ impl<O: Send + 'static> PreparedLoader<O> {
             } => Box::new(move |skip| {
                 let mut dealt = Dealt::new(&spec, &plan, source.len(), epoch);
                 if spec.order().is_given() {
-                    let here = Here {
+                    let position = ReadPosition {
                         epoch,
                         loader: place.number,
                         step: start.step.saturating_add(skip),
                     };
-                    dealt = Dealt::agreed(dealt, &group, here, caller);
+                    dealt = Dealt::agreed(dealt, &group, position, caller);
                 }
                 let rest = dealt.and_then(|dealt| {
                     dealt.goes_on_from(start)?;
@@ -408,7 +408,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
 /// The items of a data set, of which each rank read some. One that could not read them says why.
 fn item_term(digests: &Result<ItemDigests>) -> Term {
     let (value, shown) = match digests {
-        Ok(digests) => (digests.value(), digests.to_string()),
+        Ok(digests) => (digests.fingerprint(), digests.to_string()),
         Err(error) => (error.to_string(), error.to_string()),
     };
     Term::new("the data set of a loader", value)

@@ -70,7 +70,7 @@ fn run<M: Module>(
     if group.world_size() > 1 {
         // What the others do not call is no call that failed here alone.
         check_together(accelerator)
-            .inspect_err(|_| call.into_iter().for_each(BackwardCall::note_met))?;
+            .inspect_err(|_| call.into_iter().for_each(BackwardCall::mark_synchronized))?;
     }
     if reach == Reach::All {
         slot.round().check_together("average its gradients")?;

@@ -8,11 +8,11 @@ use burn::backend::DispatchTensor;
 use burn::module::{Param, ParamId};
 use burn::tensor::Tensor;
 
-use super::bad_loss::{self, OnBadLoss};
 use super::compression::Compression;
 use super::hook::Held;
 use super::layout::Buckets;
 use super::ledger::Ledger;
+use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::overlap::{Order, OverlapReport, Switch, Watching};
 use super::road::Road;
 use super::spread::Bounds;
@@ -32,7 +32,7 @@ use crate::precision::{Cast, Finiteness, Scaler, ScalerState};
 pub(crate) struct Slot {
     bucket_size: usize,
     /// The graph's leaf that the first parameter was when the program gave the model to `prepare`.
-    given_leaf: Option<u64>,
+    leaf_before_prepare: Option<u64>,
     /// Where sums are kept that are not cut.
     home: Home,
     /// Where a hook of the program's reduces the gradients.
@@ -41,7 +41,7 @@ pub(crate) struct Slot {
     ids: Vec<u64>,
     /// The parameters' numbers.
     numbers: HashMap<ParamId, usize>,
-    on_bad_loss: OnBadLoss,
+    on_non_finite_loss: OnNonFiniteLoss,
     /// How the last window was sent: beside what sends it, which is in use for the whole of a window.
     overlap_report: Mutex<OverlapReport>,
     parameters: Vec<Trainable>,
@@ -50,7 +50,7 @@ pub(crate) struct Slot {
     /// Whether a gradient that only other ranks had was reported.
     reported: AtomicBool,
     /// Whether a loss that is not finite was reported.
-    reported_bad_loss: AtomicBool,
+    reported_non_finite_loss: AtomicBool,
     /// Whether a clip of nothing was reported.
     reported_clip: AtomicBool,
     /// Whether an epoch that was left in the midst of a window was reported.
@@ -157,16 +157,16 @@ impl Slot {
         let watching = Watching::new(overlap);
         Self {
             bucket_size,
-            given_leaf: None,
+            leaf_before_prepare: None,
             home: Home::Host,
             hook: None,
             ids: Vec::new(),
             numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
-            on_bad_loss: OnBadLoss::default(),
+            on_non_finite_loss: OnNonFiniteLoss::default(),
             overlap_report: Mutex::new(watching.report()),
             pending: Arc::default(),
             reported: AtomicBool::new(false),
-            reported_bad_loss: AtomicBool::new(false),
+            reported_non_finite_loss: AtomicBool::new(false),
             reported_clip: AtomicBool::new(false),
             reported_left: AtomicBool::new(false),
             reported_precision: AtomicBool::new(false),
@@ -213,22 +213,25 @@ impl Slot {
     }
 
     /// For a model whose first parameter was that leaf of the graph when it was given to `prepare`.
-    pub(crate) fn with_given_leaf(self, given_leaf: Option<u64>) -> Self {
-        Self { given_leaf, ..self }
+    pub(crate) fn with_leaf_before_prepare(self, leaf_before_prepare: Option<u64>) -> Self {
+        Self {
+            leaf_before_prepare,
+            ..self
+        }
     }
 
-    pub(crate) fn given_leaf(&self) -> Option<u64> {
-        self.given_leaf
+    pub(crate) fn leaf_before_prepare(&self) -> Option<u64> {
+        self.leaf_before_prepare
     }
 
     /// Whether a parameter is still what the program gave to `prepare`, and so one of a clone from before. Training with
     /// such a clone begins before the first step: none is looked at behind it, since that takes memory each time.
-    pub(crate) fn is_given<const D: usize>(&self, param: &Param<Tensor<D>>) -> bool {
+    pub(crate) fn is_clone_from_before<const D: usize>(&self, param: &Param<Tensor<D>>) -> bool {
         let first = self.parameters.first().map(|first| first.id);
-        self.given_leaf.is_some()
+        self.leaf_before_prepare.is_some()
             && self.steps() == 0
             && first == Some(param.id)
-            && graph::leaf_number(&param.val().into_dispatch()) == self.given_leaf
+            && graph::leaf_number(&param.val().into_dispatch()) == self.leaf_before_prepare
     }
 
     /// For a model that holds all of these.
@@ -264,28 +267,28 @@ impl Slot {
     }
 
     /// With steps of which that becomes where their loss is not finite.
-    pub(crate) fn with_bad_losses(self, on_bad_loss: OnBadLoss) -> Self {
+    pub(crate) fn with_non_finite_losses(self, on_non_finite_loss: OnNonFiniteLoss) -> Self {
         Self {
-            on_bad_loss,
+            on_non_finite_loss,
             ..self
         }
     }
 
-    pub(super) fn on_bad_loss(&self) -> OnBadLoss {
-        self.on_bad_loss
+    pub(super) fn on_non_finite_loss(&self) -> OnNonFiniteLoss {
+        self.on_non_finite_loss
     }
 
     /// Says once that a loss is not finite, and whose.
-    pub(super) fn report_bad_loss(&self, whose: &str, loss: f64) {
-        if !self.reported_bad_loss.swap(true, Ordering::Relaxed) {
-            bad_loss::tell(self, whose, loss);
+    pub(super) fn warn_non_finite_loss(&self, whose: &str, loss: f64) {
+        if !self.reported_non_finite_loss.swap(true, Ordering::Relaxed) {
+            non_finite_loss::warn(self, whose, loss);
         }
     }
 
     /// Whether losses are read as they come: what is computed on the CPU is there, and what may stop the
     /// training is waited for.
     pub(super) fn reads_losses(&self) -> bool {
-        matches!(self.home, Home::Host) || self.on_bad_loss == OnBadLoss::Stop
+        matches!(self.home, Home::Host) || self.on_non_finite_loss == OnNonFiniteLoss::Fail
     }
 
     /// How sums on a device get to other ranks.
@@ -385,7 +388,7 @@ impl Slot {
     }
 
     /// Says that micro-steps are left, of which nothing comes any more.
-    pub(crate) fn report_lost(&self) {
+    pub(crate) fn warn_open_window(&self) {
         let (open, first) = (self.open_micro_steps(), self.parameters.first());
         if let Some(first) = first.filter(|_| open > 0) {
             notice::warn(&format!(

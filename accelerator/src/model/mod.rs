@@ -4,6 +4,7 @@
 //! [`load_model`](crate::Accelerator::load_model) write and read safetensors files, which every
 //! other tool opens; the types here say how.
 
+mod autodiff_device;
 mod buffers;
 mod dtype;
 mod file;
@@ -13,7 +14,6 @@ mod leaves;
 mod load;
 mod options;
 mod read;
-mod recorded;
 mod replicate;
 mod report;
 mod snapshot;
@@ -64,17 +64,17 @@ impl Models {
             trained: Found::default(),
             frozen: Found::default(),
             trains: false,
-            is_given: false,
+            is_clone_from_before: false,
         };
         model.visit(&mut search);
         let Search {
             trained,
             frozen,
             trains,
-            is_given,
+            is_clone_from_before,
             ..
         } = search;
-        if is_given {
+        if is_clone_from_before {
             return Err(Error::misuse(
                 "this model is a clone from before `prepare`, which is another model than the prepared one (on \
                  ranks other than 0, its parameters have other ids): go on with what `prepare` gave back, and clone \
@@ -120,11 +120,11 @@ impl Models {
     }
 
     /// Says of which models micro-steps are left, now that the program is at its end.
-    pub(crate) fn report_lost(&self) {
+    pub(crate) fn warn_open_window(&self) {
         for (id, slot) in self.lock().iter() {
             // Once for all of its parameters.
             if slot.number(*id) == Some(0) {
-                slot.report_lost();
+                slot.warn_open_window();
             }
         }
     }
@@ -170,7 +170,7 @@ pub(crate) fn draw_all<M: Module>(model: &M) {
 #[track_caller]
 pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<M> {
     let device = accelerator.device();
-    let recorded = recorded::check(&model);
+    let recorded = autodiff_device::check_autodiff(&model);
     let model = if model.devices().iter().all(|found| *found == device) {
         model
     } else {
@@ -220,21 +220,21 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
 /// Makes a model known that was given `before`, or is new.
 fn make_known<M: Module>(accelerator: &Accelerator, model: M, before: Option<&Slot>) -> Result<M> {
     let tied = TiedParameters::checked(&model)?;
-    let (model, given_leaf) = leaves::renew(model);
+    let (model, leaf_before_prepare) = leaves::fresh_leaves(model);
     let model = tied.retie(model);
-    let standing = match before {
-        Some(before) => Standing {
-            given_leaf: before.given_leaf(),
+    let prior = match before {
+        Some(before) => PriorState {
+            leaf_before_prepare: before.leaf_before_prepare(),
             scaler: before.scaler_state(),
             steps: before.steps(),
         },
-        None => Standing {
-            given_leaf,
-            ..Standing::default()
+        None => PriorState {
+            leaf_before_prepare,
+            ..PriorState::default()
         },
     };
     let hook = accelerator.communication_hook();
-    insert(accelerator, &model, standing, hook);
+    insert(accelerator, &model, prior, hook);
     Ok(model)
 }
 
@@ -270,27 +270,27 @@ pub(crate) fn resume<M: Module>(
     hook: Option<Held>,
 ) -> Result<M> {
     let model = restore_values(accelerator, model, path, saved)?;
-    let standing = Standing {
-        given_leaf: None,
+    let prior = PriorState {
+        leaf_before_prepare: None,
         scaler,
         steps,
     };
-    insert(accelerator, &model, standing, hook);
+    insert(accelerator, &model, prior, hook);
     Ok(model)
 }
 
 /// What a model brings along from before it is made known.
 #[derive(Default)]
-struct Standing {
-    /// See [`Slot::is_given`].
-    given_leaf: Option<u64>,
+struct PriorState {
+    /// See [`Slot::is_clone_from_before`].
+    leaf_before_prepare: Option<u64>,
     /// The scale of its losses.
     scaler: Option<ScalerState>,
     steps: u64,
 }
 
 /// Makes a model known that stands so, with that hook.
-fn insert<M: Module>(accelerator: &Accelerator, model: &M, standing: Standing, hook: Option<Held>) {
+fn insert<M: Module>(accelerator: &Accelerator, model: &M, prior: PriorState, hook: Option<Held>) {
     let shared = &accelerator.shared;
     let layout = Layout::of(model);
     let slot = Slot::new(
@@ -298,20 +298,20 @@ fn insert<M: Module>(accelerator: &Accelerator, model: &M, standing: Standing, h
         shared.settings.bucket_size,
         shared.overlap,
     );
-    let scaler = accelerator.scaler().map(|fresh| match standing.scaler {
+    let scaler = accelerator.scaler().map(|fresh| match prior.scaler {
         Some(state) => fresh.with_state(state),
         None => fresh,
     });
     let slot = slot
         .with_ids(layout.ids())
         .with_tied(TiedParameters::of(model))
-        .with_given_leaf(standing.given_leaf)
-        .with_steps(standing.steps)
-        .with_bad_losses(shared.settings.on_bad_loss)
+        .with_leaf_before_prepare(prior.leaf_before_prepare)
+        .with_steps(prior.steps)
+        .with_non_finite_losses(shared.settings.on_non_finite_loss)
         .with_scaler(scaler)
         .with_road(shared.road.clone(), hook);
     shared.models.insert(&layout, slot);
-    shared.failed_calls.forget();
+    shared.failed_calls.reset();
 }
 
 /// Gives a model the values and ids that were saved at `path`, which rank 0 alone reads.
@@ -337,7 +337,7 @@ struct Search<'a> {
     /// Whether there is a parameter that takes a gradient.
     trains: bool,
     /// Whether it is still what was given to `prepare`.
-    is_given: bool,
+    is_clone_from_before: bool,
 }
 
 #[derive(Default)]
@@ -355,7 +355,7 @@ impl ModuleVisitor for Search<'_> {
         let Some(slot) = self.slots.get(&param.id) else {
             return;
         };
-        self.is_given |= trains && slot.is_given(param);
+        self.is_clone_from_before |= trains && slot.is_clone_from_before(param);
         let found = match trains {
             true => &mut self.trained,
             false => &mut self.frozen,

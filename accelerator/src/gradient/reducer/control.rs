@@ -6,8 +6,8 @@ use accelerator_plan::mix;
 use super::{Pace, Reducer, waited};
 use crate::agreement::sides;
 use crate::error::{Error, Kind, Result};
-use crate::gradient::bad_loss;
 use crate::gradient::failed_calls::BackwardCall;
+use crate::gradient::non_finite_loss;
 use crate::gradient::slot::Slot;
 use crate::timeline::{Part, Phase};
 
@@ -16,12 +16,12 @@ pub(in crate::gradient) fn length(parameters: usize, buckets: usize) -> usize {
     HEADER + parameters + buckets + 1
 }
 
-/// How many stand in front of the flags; see [`Told`].
+/// How many stand in front of the flags; see [`ControlSums`].
 const HEADER: usize = 10;
 
 /// What all ranks have told each other in a control vector: sums over them.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Told<'a> {
+pub(super) struct ControlSums<'a> {
     pub(super) weight: f64,
     /// Σ weight · loss.
     pub(super) loss: f64,
@@ -41,7 +41,7 @@ pub(super) struct Told<'a> {
     trigger: f64,
 }
 
-impl<'a> Told<'a> {
+impl<'a> ControlSums<'a> {
     /// What came of a window of so many parameters.
     pub(super) fn read(control: &'a Option<Buffer>, parameters: usize) -> Result<Self> {
         let values = match control {
@@ -212,8 +212,8 @@ impl Reducer {
     }
 
     /// What all ranks have told each other, once it is there.
-    pub(super) fn told(&self) -> Result<Told<'_>> {
-        Told::read(&self.ledger.control, self.ledger.present.len())
+    pub(super) fn sums(&self) -> Result<ControlSums<'_>> {
+        ControlSums::read(&self.ledger.control, self.ledger.present.len())
     }
 
     pub(super) fn receive_control(&mut self) -> Result<()> {
@@ -223,15 +223,15 @@ impl Reducer {
             self.ledger.control = Some(waited(&self.timeline, Part::Control, bytes, control)?);
         }
         let ledger = &mut self.ledger;
-        let told = Told::read(&ledger.control, ledger.present.len())?;
+        let sums = ControlSums::read(&ledger.control, ledger.present.len())?;
         if let Some(call) = &self.call {
-            call.note_met();
+            call.mark_synchronized();
         }
-        for (present, ranks) in ledger.present.iter_mut().zip(told.present) {
+        for (present, ranks) in ledger.present.iter_mut().zip(sums.present) {
             *present = *ranks > 0.0;
         }
         if let Some(trigger) = &self.trigger {
-            trigger.receive(told.trigger);
+            trigger.receive(sums.trigger);
         }
         Ok(())
     }
@@ -241,7 +241,7 @@ impl Reducer {
 /// missed one. All ranks see the same numbers, so all get the same error.
 pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
     let group = &reducer.group;
-    if reducer.told()?.windows_agree(group) {
+    if reducer.sums()?.windows_agree(group) {
         return Ok(());
     }
     let failed = reducer.call.as_ref().map(BackwardCall::failed);
@@ -249,7 +249,7 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
         failed.unwrap_or_default(),
         reducer.model.to_string(),
         reducer.micro_steps as u64,
-        reducer.marks.last().map(|mark| mark.here),
+        reducer.marks.last().map(|mark| mark.position),
     );
     let asking = group.for_purpose("average gradients");
     let all = asking.all_gather_object(&mine)?;
@@ -278,7 +278,7 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
     }
     if all.iter().all(|(_, _, calls, _)| *calls == all[0].2) {
         let last = all.iter().map(|(.., last)| match last {
-            Some(here) => here.to_string(),
+            Some(position) => position.to_string(),
             None => "a weight that is of no batch".to_owned(),
         });
         return Err(Error::misuse(format!(
@@ -305,11 +305,11 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
 pub(super) fn whose_loss(reducer: &Reducer, slot: &Slot) -> Result<Error> {
     let (rank, loss) = (reducer.group.rank(), reducer.loss.read);
     if reducer.pace == Pace::Nowhere {
-        return Ok(bad_loss::error(slot, &[(rank, loss)]));
+        return Ok(non_finite_loss::error(slot, &[(rank, loss)]));
     }
     let asking = reducer.group.for_purpose("average gradients");
     let all = asking.all_gather_object(&(rank, loss))?;
-    Ok(bad_loss::error(slot, &all))
+    Ok(non_finite_loss::error(slot, &all))
 }
 
 /// What tells windows apart, in as many bits as leave the sum over the ranks exact in an `f64`.
@@ -324,9 +324,9 @@ fn echo(ranks: usize, fingerprint: u64) -> u64 {
 
 /// Whether so many of the ranks, which told theirs, have the same fingerprint, by the sums of fingerprints and of their
 /// echoes: where they are one, it is the mean, and so is its echo. All ranks see the same sums, and come to the same.
-fn is_one_fingerprint(ranks: usize, told: usize, [fingerprints, echoes]: [f64; 2]) -> bool {
-    let mean = fingerprints as u64 / told as u64;
-    let sum = |one: u64| (one * told as u64) as f64;
+fn is_one_fingerprint(ranks: usize, senders: usize, [fingerprints, echoes]: [f64; 2]) -> bool {
+    let mean = fingerprints as u64 / senders as u64;
+    let sum = |one: u64| (one * senders as u64) as f64;
     sum(mean) == fingerprints && sum(echo(ranks, mean)) == echoes
 }
 
@@ -343,11 +343,11 @@ mod tests {
 
     /// The same, where there are so many more that tell nothing.
     fn agree_beside(others: usize, windows: &[[u64; 3]]) -> bool {
-        let (ranks, told) = (windows.len() + others, windows.len());
+        let (ranks, senders) = (windows.len() + others, windows.len());
         let all = || windows.iter().map(|window| fingerprint(ranks, window));
         let sum = |numbers: &mut dyn Iterator<Item = u64>| numbers.map(|one| one as f64).sum();
         let echoes = &mut all().map(|one| echo(ranks, one));
-        is_one_fingerprint(ranks, told, [sum(&mut all()), sum(echoes)])
+        is_one_fingerprint(ranks, senders, [sum(&mut all()), sum(echoes)])
     }
 
     proptest! {
