@@ -16,23 +16,91 @@ pub(in crate::gradient) fn length(parameters: usize, buckets: usize) -> usize {
     HEADER + parameters + buckets + 1
 }
 
-/// How many stand in front of the flags; see [`ControlSums`].
-const HEADER: usize = 10;
+/// How many stand in front of the flags.
+const HEADER: usize = size_of::<Header>() / size_of::<f64>();
+
+/// What stands in front of the flags: of one rank, or the sums over all of them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Header {
+    pub(super) weight: f64,
+    /// Σ weight · loss.
+    pub(super) loss: f64,
+    window: Fingerprint,
+    batches: Fingerprint,
+    losses: Fingerprint,
+    /// How many ranks want the norm.
+    norm: f64,
+}
+
+impl Header {
+    fn read(values: &[f64]) -> Self {
+        let mut header = Self::default();
+        let mut values = values.iter();
+        header.each(|number| *number = values.next().copied().unwrap_or_default());
+        header
+    }
+
+    fn write(mut self, values: &mut [f64]) {
+        let mut values = values.iter_mut();
+        self.each(|number| values.next().into_iter().for_each(|value| *value = *number));
+    }
+
+    /// All numbers, in the order in which they are sent.
+    fn each(&mut self, visit: impl FnMut(&mut f64)) {
+        let Self {
+            weight,
+            loss,
+            window,
+            batches,
+            losses,
+            norm,
+        } = self;
+        let fingerprints = [window, batches, losses].into_iter();
+        let numbers = fingerprints.flat_map(|fingerprint| fingerprint.0.iter_mut());
+        [weight, loss, norm]
+            .into_iter()
+            .chain(numbers)
+            .for_each(visit);
+    }
+}
+
+/// What ranks compare: how many of them send a fingerprint, the sum of the fingerprints, and the sum of their echoes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Fingerprint([f64; 3]);
+
+impl Fingerprint {
+    /// What one of so many ranks sends; `None` is not compared.
+    fn of(ranks: usize, numbers: Option<&[u64]>) -> Self {
+        numbers.map_or_else(Self::default, |numbers| {
+            let fingerprint = bounded(ranks, numbers);
+            let echo = bounded(ranks, &[fingerprint]);
+            Self([1.0, fingerprint as f64, echo as f64])
+        })
+    }
+
+    /// Whether all that was sent is one fingerprint, and of as many ranks as are `wanted`. Where it is one, it is the
+    /// mean, and so is its echo. All ranks see the same sums, and come to the same.
+    fn is_one(self, ranks: usize, wanted: Option<usize>) -> bool {
+        let [senders, fingerprints, echoes] = self.0;
+        let mean = (fingerprints as u64)
+            .checked_div(senders as u64)
+            .unwrap_or_default();
+        let echo = bounded(ranks, &[mean]);
+        wanted.is_none_or(|wanted| senders == wanted as f64)
+            && mean as f64 * senders == fingerprints
+            && echo as f64 * senders == echoes
+    }
+}
+
+/// A number of these in as many bits as leave the sum over the ranks exact in an `f64`.
+fn bounded(ranks: usize, numbers: &[u64]) -> u64 {
+    mix(numbers) % ((1 << f64::MANTISSA_DIGITS) / ranks as u64)
+}
 
 /// What all ranks have told each other in a control vector: sums over them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ControlSums<'a> {
-    pub(super) weight: f64,
-    /// Σ weight · loss.
-    pub(super) loss: f64,
-    /// Of what tells windows apart, and of its echoes.
-    window: [f64; 2],
-    /// How many ranks know from which batches their window was made, and of what tells those apart, and of its echoes.
-    batches: [f64; 3],
-    /// Of what tells the losses of ranks apart, and of its echoes.
-    losses: [f64; 2],
-    /// How many ranks want the norm.
-    norm: f64,
+    pub(super) header: Header,
     /// By parameter: how many ranks have a gradient.
     present: &'a [f64],
     /// By bucket: on how many ranks something is odd about it.
@@ -48,21 +116,7 @@ impl<'a> ControlSums<'a> {
             Some(control) => control.as_slice::<f64>()?,
             None => &[],
         };
-        let [
-            weight,
-            loss,
-            window,
-            echo,
-            known,
-            batches,
-            batches_echo,
-            losses,
-            losses_echo,
-            norm,
-            flags @ ..,
-            trigger,
-        ] = values
-        else {
+        let Some((header, [flags @ .., trigger])) = values.split_at_checked(HEADER) else {
             return Err(Error::new(
                 Kind::Collective,
                 "what ranks tell each other of a window was given up before it came",
@@ -70,12 +124,7 @@ impl<'a> ControlSums<'a> {
         };
         let (present, odd) = flags.split_at(parameters.min(flags.len()));
         Ok(Self {
-            weight: *weight,
-            loss: *loss,
-            window: [*window, *echo],
-            batches: [*known, *batches, *batches_echo],
-            losses: [*losses, *losses_echo],
-            norm: *norm,
+            header: Header::read(header),
             present,
             odd,
             trigger: *trigger,
@@ -83,7 +132,7 @@ impl<'a> ControlSums<'a> {
     }
 
     pub(super) fn wants_norm(&self) -> bool {
-        self.norm > 0.0
+        self.header.norm > 0.0
     }
 
     /// By bucket: whether something is odd about it on some rank.
@@ -95,15 +144,16 @@ impl<'a> ControlSums<'a> {
     /// has missed one.
     pub(super) fn windows_agree(&self, group: &ProcessGroup) -> bool {
         let ranks = group.world_size();
-        let [known, batches @ ..] = self.batches;
-        is_one_fingerprint(ranks, ranks, self.window)
-            && (known == 0.0 || is_one_fingerprint(ranks, known as usize, batches))
+        let Header {
+            window, batches, ..
+        } = self.header;
+        window.is_one(ranks, Some(ranks)) && batches.is_one(ranks, None)
     }
 
     /// Whether all ranks have told a loss, which is the same to the bit.
     pub(super) fn losses_agree(&self, group: &ProcessGroup) -> bool {
         let ranks = group.world_size();
-        ranks > 1 && is_one_fingerprint(ranks, ranks, self.losses)
+        ranks > 1 && self.header.losses.is_one(ranks, Some(ranks))
     }
 }
 
@@ -139,46 +189,27 @@ impl Reducer {
         let Some(mut control) = ledger.control.take() else {
             return Ok(());
         };
-        let [
-            weight,
-            loss,
-            window,
-            window_echo,
-            known,
-            batches,
-            batches_echo,
-            losses,
-            losses_echo,
-            wants_norm,
-            rest @ ..,
-        ] = control.as_mut_slice::<f64>()?
+        let Some((header, rest)) = control.as_mut_slice::<f64>()?.split_at_mut_checked(HEADER)
         else {
             return Ok(());
         };
-        (*weight, *loss) = (self.total, self.loss.read);
         let ranks = self.group.world_size();
         let failed = self.call.as_ref().map_or(0, BackwardCall::count);
-        let here = [self.model.number(), self.micro_steps as u64, failed];
-        let here = fingerprint(ranks, &here);
-        (*window, *window_echo) = (here as f64, echo(ranks, here) as f64);
-        (*known, *batches, *batches_echo) = match self.batches.number() {
-            Some(number) => {
-                let number = fingerprint(ranks, &[number]);
-                (1.0, number as f64, echo(ranks, number) as f64)
-            }
-            None => (0.0, 0.0, 0.0),
-        };
-        // Where there is nothing to learn, or nothing more, losses are the same whatever they are of. One that was
-        // not read, since devices add it up, is 0 here.
-        let is_told = self.loss.read.is_finite() && self.loss.read != 0.0;
-        (*losses, *losses_echo) = match is_told {
-            true => {
-                let loss = fingerprint(ranks, &[self.loss.read.to_bits()]);
-                (loss as f64, echo(ranks, loss) as f64)
-            }
-            false => (0.0, 0.0),
-        };
-        *wants_norm = f64::from(u8::from(self.wants_norm));
+        let window = [self.model.number(), self.micro_steps as u64, failed];
+        let batches = self.batches.number().map(|number| [number]);
+        // A loss of 0 tells nothing of the batch: an idle rank, a converged model and a loss still on the device all
+        // have it.
+        let loss = Some(self.loss.read).filter(|loss| loss.is_finite() && *loss != 0.0);
+        let loss = loss.map(|loss| [loss.to_bits()]);
+        Header {
+            weight: self.total,
+            loss: self.loss.read,
+            window: Fingerprint::of(ranks, Some(&window)),
+            batches: Fingerprint::of(ranks, batches.as_ref().map(|batches| &batches[..])),
+            losses: Fingerprint::of(ranks, loss.as_ref().map(|loss| &loss[..])),
+            norm: f64::from(u8::from(self.wants_norm)),
+        }
+        .write(header);
         let here = ledger.written.iter().zip(&ledger.here);
         let here = here.map(|(written, here)| written | here);
         for (value, flag) in rest
@@ -312,24 +343,6 @@ pub(super) fn whose_loss(reducer: &Reducer, slot: &Slot) -> Result<Error> {
     Ok(non_finite_loss::error(slot, &all))
 }
 
-/// What tells windows apart, in as many bits as leave the sum over the ranks exact in an `f64`.
-fn fingerprint(ranks: usize, window: &[u64]) -> u64 {
-    mix(window) % ((1 << f64::MANTISSA_DIGITS) / ranks as u64)
-}
-
-/// What goes with a fingerprint, so that its sum tells whether all of them are one.
-fn echo(ranks: usize, fingerprint: u64) -> u64 {
-    self::fingerprint(ranks, &[fingerprint])
-}
-
-/// Whether so many of the ranks, which told theirs, have the same fingerprint, by the sums of fingerprints and of their
-/// echoes: where they are one, it is the mean, and so is its echo. All ranks see the same sums, and come to the same.
-fn is_one_fingerprint(ranks: usize, senders: usize, [fingerprints, echoes]: [f64; 2]) -> bool {
-    let mean = fingerprints as u64 / senders as u64;
-    let sum = |one: u64| (one * senders as u64) as f64;
-    sum(mean) == fingerprints && sum(echo(ranks, mean)) == echoes
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -342,12 +355,17 @@ mod tests {
     }
 
     /// The same, where there are so many more that tell nothing.
-    fn agree_beside(others: usize, windows: &[[u64; 3]]) -> bool {
-        let (ranks, senders) = (windows.len() + others, windows.len());
-        let all = || windows.iter().map(|window| fingerprint(ranks, window));
-        let sum = |numbers: &mut dyn Iterator<Item = u64>| numbers.map(|one| one as f64).sum();
-        let echoes = &mut all().map(|one| echo(ranks, one));
-        is_one_fingerprint(ranks, senders, [sum(&mut all()), sum(echoes)])
+    fn agree_beside(silent: usize, windows: &[[u64; 3]]) -> bool {
+        let ranks = windows.len() + silent;
+        let told = windows.iter().map(|window| Some(&window[..]));
+        let told = told.chain(core::iter::repeat_n(None, silent));
+        let sums = told.fold(Fingerprint::default(), |sums, window| {
+            let Fingerprint(mine) = Fingerprint::of(ranks, window);
+            Fingerprint(core::array::from_fn(|at| sums.0[at] + mine[at]))
+        });
+        let (all, agrees) = (sums.is_one(ranks, Some(ranks)), sums.is_one(ranks, None));
+        assert_eq!(all, agrees && silent == 0);
+        agrees
     }
 
     proptest! {
@@ -359,7 +377,7 @@ mod tests {
             silent in 0_usize..5000,
         ) {
             let mut windows = vec![window; ranks];
-            prop_assert!(agree(&windows) && agree_beside(silent, &windows));
+            prop_assert!(agree(&windows) && agree_beside(silent, &windows) && agree_beside(silent + 1, &[]));
             windows.extend(others);
             prop_assert!(!agree(&windows) && !agree_beside(silent, &windows));
         }

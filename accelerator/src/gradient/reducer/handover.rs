@@ -30,7 +30,7 @@ impl Reducer {
         self.receive_control()?;
         self.ledger.wrong.fill(false);
         let sums = self.sums()?;
-        let (total, is_finite) = (sums.weight, !sums.odd().any(|is_odd| is_odd));
+        let (total, is_finite) = (sums.header.weight, !sums.odd().any(|is_odd| is_odd));
         // All ranks get the same error for these.
         if total <= 0.0 || !sums.windows_agree(&self.group) {
             return Ok(());

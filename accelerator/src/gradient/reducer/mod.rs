@@ -397,10 +397,10 @@ impl Reducer {
         }
         let sums = self.sums()?;
         // All ranks see the same sum.
-        if !sums.loss.is_finite() && slot.on_non_finite_loss() == OnNonFiniteLoss::Fail {
+        if !sums.header.loss.is_finite() && slot.on_non_finite_loss() == OnNonFiniteLoss::Fail {
             return Err(control::whose_loss(&self, slot)?);
         }
-        let (total, read, wants_norm) = (sums.weight, sums.loss, sums.wants_norm());
+        let (total, read, wants_norm) = (sums.header.weight, sums.header.loss, sums.wants_norm());
         let same_losses = self.pace != Pace::Nowhere && sums.losses_agree(&self.group);
         let is_apart = self.pace != Pace::Nowhere && self.ledger.is_on_device();
         Ok(Reduced {
