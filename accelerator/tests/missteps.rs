@@ -446,10 +446,10 @@ fn after_a_divergence(builder: AcceleratorBuilder, divergence: Divergence) -> Ve
 #[test]
 fn ranks_at_different_places_in_the_data_are_told_in_that_step() {
     for (divergence, place) in [
-        (Divergence::Break, "rank 1: step 0 of epoch 1 of loader 0"),
-        (Divergence::Epoch, "rank 1: step 3 of epoch 1 of loader 0"),
-        (Divergence::Loader, "rank 1: step 3 of epoch 0 of loader 1"),
-        (Divergence::Skip, "rank 1: step 4 of epoch 0 of loader 0"),
+        (Divergence::Break, "step 0 of epoch 1 of loader 0"),
+        (Divergence::Epoch, "step 3 of epoch 1 of loader 0"),
+        (Divergence::Loader, "step 3 of epoch 0 of loader 1"),
+        (Divergence::Skip, "step 4 of epoch 0 of loader 0"),
     ] {
         let builder = Accelerator::builder;
         for builder in [
@@ -467,11 +467,68 @@ fn ranks_at_different_places_in_the_data_are_told_in_that_step() {
                 );
                 assert_eq!(done, 3, "{divergence:?} on rank {rank}: {error}");
                 let text = error.to_string();
-                assert!(
-                    text.contains("ranks 0, 2: step 3 of epoch 0 of loader 0")
-                        && text.contains(place),
-                    "{text}"
-                );
+                for part in ["ranks 0, 2: step", "step 3 of epoch 0 of loader 0", place] {
+                    assert!(text.contains(part), "{part} in {text}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn ranks_that_differ_in_an_earlier_micro_step_are_told_all_that_is_known_of_their_windows() {
+    for (two_loaders, silent, parts) in [
+        (
+            true,
+            false,
+            [
+                "ranks 0, 2: step 0 of epoch 0 of loader 0, step 0 of epoch 0 of loader 1",
+                "rank 1: step 1 of epoch 0 of loader 0, step 0 of epoch 0 of loader 1",
+            ],
+        ),
+        (
+            true,
+            true,
+            [
+                "rank 0: step 0 of epoch 0 of loader 0, step 0 of epoch 0 of loader 1",
+                "rank 2: not known (a weight of the program's own)",
+            ],
+        ),
+        (
+            false,
+            false,
+            [
+                "their last batch is the same, step 1 of epoch 0 of loader 0",
+                "those before it in the window are not",
+            ],
+        ),
+    ] {
+        let builder = Accelerator::builder().accumulation_steps(2);
+        let errors = builder.launch(3, |accelerator| {
+            let parts = (line(&accelerator.device()), loader(36, 2), loader(36, 2));
+            let (model, first, second) = accelerator.prepare(parts)?;
+            let batches = first.epoch(0).take(2).collect::<Result<Vec<_>>>()?;
+            let early = &batches[usize::from(accelerator.rank() == 1)];
+            let late = match two_loaders {
+                true => &second.epoch(0).next().unwrap()?,
+                false => &batches[1],
+            };
+            let open = accelerator.backward(distance(&model, early), &model, early)?;
+            assert!(open.is_accumulating());
+            let weight = match silent && accelerator.rank() == 2 {
+                true => Weight::from(late.real()),
+                false => late.weight(),
+            };
+            Ok(accelerator
+                .backward(distance(&model, late), &model, weight)
+                .unwrap_err())
+        });
+        for error in errors.unwrap() {
+            assert!(error.is_misuse(), "{error:?}");
+            let text = error.to_string();
+            assert!(text.contains("numbered from 0"), "{text}");
+            for part in parts {
+                assert!(text.contains(part), "{part} in {text}");
             }
         }
     }

@@ -27,6 +27,13 @@ impl Spot {
         }
     }
 
+    /// Goes on to another place in the epoch, unless it lies behind it already.
+    fn reach(&mut self, other: Self) {
+        if other.step >= self.step {
+            *self = other;
+        }
+    }
+
     /// The epoch with which a program goes on.
     pub(crate) fn next_epoch(self) -> u64 {
         self.epoch + u64::from(self.finished)
@@ -210,13 +217,23 @@ impl Pass {
 /// Where a batch lies and ends, and in which pass.
 #[derive(Clone, Debug)]
 pub(crate) struct Mark {
-    /// Of all ranks the same.
-    pub(crate) position: ReadPosition,
+    /// By its number among the loaders of the program.
+    pub(super) loader: u64,
     pub(super) pass: Arc<Pass>,
     pub(super) end: Spot,
 }
 
 impl Mark {
+    /// The same on every rank.
+    pub(crate) fn position(&self) -> ReadPosition {
+        ReadPosition {
+            epoch: self.end.epoch,
+            loader: self.loader,
+            // It ends behind it.
+            step: self.end.step - 1,
+        }
+    }
+
     /// Whether it is of the same pass, so that the later one says all.
     pub(crate) fn follows(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.pass, &other.pass)
@@ -236,7 +253,7 @@ impl Mark {
 
     /// Gradients are made from its batch.
     pub(crate) fn begin(&self) {
-        self.pass.lock().trained = self.end;
+        self.pass.lock().trained.reach(self.end);
         let Some(cursor) = self.pass.cursor.upgrade() else {
             return;
         };
@@ -251,7 +268,7 @@ impl Mark {
 
     /// Its batch, and all before it in the pass, went into a step.
     pub(crate) fn commit(&self) {
-        self.pass.lock().used = self.end;
+        self.pass.lock().used.reach(self.end);
         let Some(cursor) = self.pass.cursor.upgrade() else {
             return;
         };
@@ -279,11 +296,7 @@ mod tests {
         let end = spot(pass.yielded().epoch, step);
         pass.advance(end);
         Mark {
-            position: ReadPosition {
-                epoch: end.epoch,
-                loader: 0,
-                step,
-            },
+            loader: 0,
             pass: pass.clone(),
             end,
         }
@@ -342,6 +355,21 @@ mod tests {
         last.commit();
         last.commit();
         assert_eq!(cursor.spot().map(Spot::next_epoch), Some(3));
+    }
+
+    /// As with two models, one of which steps with a window later.
+    #[test]
+    fn a_step_with_earlier_batches_takes_nothing_back() {
+        let cursor = Arc::new(Cursor::default());
+        let pass = cursor.begin(0);
+        let (early, late) = (take(&pass, 2), take(&pass, 3));
+        late.begin();
+        early.begin();
+        late.commit();
+        early.commit();
+        assert_eq!(cursor.spot(), Some(spot(0, 3)));
+        pass.finish();
+        assert_eq!(cursor.spot().map(Spot::next_epoch), Some(1));
     }
 
     #[test]

@@ -22,12 +22,7 @@ pub(crate) struct ReadPosition {
 
 impl ReadPosition {
     pub(crate) fn numbers(self) -> [u64; 3] {
-        let Self {
-            epoch,
-            loader,
-            step,
-        } = self;
-        [loader, epoch, step]
+        [self.loader, self.epoch, self.step]
     }
 }
 
@@ -90,7 +85,7 @@ fn same_place<T>(told: &[(ReadPosition, T)], own: Option<&Error>) -> Result<()> 
     }
     let message = format!(
         "the ranks read different data at the same time ({}): ask for batches of the same loader and epoch, \
-         in the same order, on every rank; loaders count from 0, as they were prepared",
+         in the same order, on every rank; loaders are numbered from 0, in the order in which they were prepared",
         sides(told.iter().map(|(position, _)| position))
     );
     Err(match own {

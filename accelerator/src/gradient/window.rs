@@ -44,7 +44,7 @@ pub(super) struct BatchFingerprint {
 impl BatchFingerprint {
     pub(super) fn add(&mut self, mark: Option<&Mark>) {
         match mark {
-            Some(mark) => self.sum = self.sum.wrapping_add(mix(&mark.position.numbers())),
+            Some(mark) => self.sum = self.sum.wrapping_add(mix(&mark.position().numbers())),
             None => self.has_others = true,
         }
     }

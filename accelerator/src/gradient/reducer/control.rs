@@ -5,6 +5,7 @@ use accelerator_plan::mix;
 
 use super::{Pace, Reducer, waited};
 use crate::agreement::sides;
+use crate::data::Mark;
 use crate::error::{Error, Kind, Result};
 use crate::gradient::failed_calls::BackwardCall;
 use crate::gradient::non_finite_loss;
@@ -280,7 +281,7 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
         failed.unwrap_or_default(),
         reducer.model.to_string(),
         reducer.micro_steps as u64,
-        reducer.marks.last().map(|mark| mark.position),
+        reducer.batches.number().map(|_| ends_of(&reducer.marks)),
     );
     let asking = group.for_purpose("average gradients");
     let all = asking.all_gather_object(&mine)?;
@@ -308,16 +309,12 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
         )));
     }
     if all.iter().all(|(_, _, calls, _)| *calls == all[0].2) {
-        let last = all.iter().map(|(.., last)| match last {
-            Some(position) => position.to_string(),
-            None => "a weight that is of no batch".to_owned(),
-        });
         return Err(Error::misuse(format!(
             "the ranks average gradients of different batches, so that samples are used twice or never ({}): a rank \
              has left out a batch, left its loop early or counts its epochs on its own; take the same batches in \
              the same steps on every rank, and pass `batch.with_weight(0.0)` for one that is to count for nothing; \
-             loaders count from 0, as they were prepared",
-            sides(last)
+             loaders are numbered from 0, in the order in which they were prepared",
+            different_batches(all.into_iter().map(|(.., ends)| ends).collect())
         )));
     }
     let shown: Vec<_> = (0..)
@@ -330,6 +327,31 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
          steps",
         shown.join(", ")
     )))
+}
+
+/// The last batch of each pass in a window, in words.
+fn ends_of(marks: &[Mark]) -> String {
+    let ends: Vec<_> = marks
+        .iter()
+        .map(|mark| mark.position().to_string())
+        .collect();
+    ends.join(", ")
+}
+
+/// Where windows of different batches end, by rank: all that is known of their batches. A rank does not say where it is
+/// that has a weight of the program's own.
+fn different_batches(ends: Vec<Option<String>>) -> String {
+    let mut known = ends.iter().flatten();
+    match known.next() {
+        Some(first) if known.all(|one| one == first) => {
+            format!(
+                "their last batch is the same, {first}, and those before it in the window are not"
+            )
+        }
+        _ => sides(ends.into_iter().map(|ends| {
+            ends.unwrap_or_else(|| "not known (a weight of the program's own)".to_owned())
+        })),
+    }
 }
 
 /// Asks all ranks which of them has a loss that is not finite: nothing tells it in the sum.
