@@ -74,7 +74,7 @@ struct PaddingWatch {
 impl Drop for PaddingWatch {
     fn drop(&mut self) {
         let counted = self.counted.load(Ordering::Relaxed);
-        if counted || std::thread::panicking() || !self.pass.is_first_uncounted() {
+        if counted || std::thread::panicking() || !self.pass.claim_padding_warning() {
             return;
         }
         let what = match self.share {

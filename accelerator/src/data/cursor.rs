@@ -3,6 +3,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use serde::{Deserialize, Serialize};
 
 use super::meeting::ReadPosition;
+use crate::notice::Once;
 
 /// A place in an epoch: what lies before it is used.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -71,8 +72,8 @@ struct State {
     restored: Option<Spot>,
     /// Whether gradients were made from batches, in this process or an earlier one.
     trained: bool,
-    /// Whether a batch with padding was dropped without a look at what it counts.
-    padding_warned: bool,
+    /// That a batch with padding was dropped without a look at what it counts.
+    padding_warned: Once,
 }
 
 impl Cursor {
@@ -200,9 +201,9 @@ impl Pass {
     }
 
     /// A batch with padding was dropped without a look at what it counts; true once a loader.
-    pub(super) fn is_first_uncounted(&self) -> bool {
+    pub(super) fn claim_padding_warning(&self) -> bool {
         let cursor = self.cursor.upgrade();
-        cursor.is_some_and(|cursor| !core::mem::replace(&mut cursor.lock().padding_warned, true))
+        cursor.is_some_and(|cursor| cursor.lock().padding_warned.first())
     }
 
     fn progress(&self) -> Progress {

@@ -220,10 +220,9 @@ impl<O: Send + 'static> PreparedLoader<O> {
         self.standing().global_batch
     }
 
-    /// The same, for a plan of the training.
-    pub(crate) fn plan_batch(&self) -> Option<u64> {
+    /// A training is planned with it.
+    pub(crate) fn note_planned(&self) {
         self.is_planned.store(true, Ordering::Relaxed);
-        self.global_batch()
     }
 
     /// What a plan was told, where one was made.

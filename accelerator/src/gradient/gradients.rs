@@ -270,7 +270,7 @@ impl Gradients {
         };
         let chosen = closed.chosen(&clip);
         if !chosen.contains(&true) {
-            closed.slot.report_unclipped();
+            closed.slot.warn_unclipped();
         }
         let outcome = match clip.limit {
             Limit::Norm { max, order } => closed.clip_norm(at_least_zero(max), order, &chosen),
@@ -394,7 +394,7 @@ impl Gradients {
             return Ok(());
         };
         match slot.on_non_finite_loss() {
-            OnNonFiniteLoss::Fail => Err(non_finite_loss::error(slot, &[(rank, loss)])),
+            OnNonFiniteLoss::Fail => Err(non_finite_loss::error(slot, [(rank, loss)])),
             OnNonFiniteLoss::Warn => {
                 slot.warn_non_finite_loss(&format!("the loss of rank {rank}"), loss);
                 Ok(())

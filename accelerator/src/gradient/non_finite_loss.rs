@@ -34,8 +34,8 @@ pub(super) fn warn(slot: &Slot, whose: &str, loss: f64) {
 }
 
 /// The error for one, of ranks with their losses.
-pub(super) fn error(slot: &Slot, losses: &[(usize, f64)]) -> Error {
-    let bad = losses.iter().filter(|(_, loss)| !loss.is_finite());
+pub(super) fn error(slot: &Slot, losses: impl IntoIterator<Item = (usize, f64)>) -> Error {
+    let bad = losses.into_iter().filter(|(_, loss)| !loss.is_finite());
     let bad: Vec<_> = bad
         .map(|(rank, loss)| format!("{loss} on rank {rank}"))
         .collect();

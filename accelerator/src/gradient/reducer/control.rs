@@ -8,8 +8,6 @@ use crate::agreement::sides;
 use crate::data::Mark;
 use crate::error::{Error, Kind, Result};
 use crate::gradient::failed_calls::BackwardCall;
-use crate::gradient::non_finite_loss;
-use crate::gradient::slot::Slot;
 use crate::timeline::{Part, Phase};
 
 /// How many numbers a control vector has.
@@ -354,15 +352,11 @@ fn different_batches(ends: Vec<Option<String>>) -> String {
     }
 }
 
-/// Asks all ranks which of them has a loss that is not finite: nothing tells it in the sum.
-pub(super) fn whose_loss(reducer: &Reducer, slot: &Slot) -> Result<Error> {
-    let (rank, loss) = (reducer.group.rank(), reducer.loss.read);
-    if reducer.pace == Pace::Nowhere {
-        return Ok(non_finite_loss::error(slot, &[(rank, loss)]));
-    }
+/// The losses of all ranks, in their order. The sum does not tell which rank's loss is not finite, so all ranks exchange
+/// theirs.
+pub(super) fn gather_losses(reducer: &Reducer) -> Result<Vec<f64>> {
     let asking = reducer.group.for_purpose("average gradients");
-    let all = asking.all_gather_object(&(rank, loss))?;
-    Ok(non_finite_loss::error(slot, &all))
+    Ok(asking.all_gather_object(&reducer.loss.read)?)
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use self::sending::{is_networked, waited};
 use super::compression::{Compression, Scale};
 use super::failed_calls::BackwardCall;
 use super::ledger::{Ledger, Sight, Stage};
-use super::non_finite_loss::OnNonFiniteLoss;
+use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::road::{Road, Sending};
 use super::slot::{ModelName, Slot};
 use super::spread::Spread;
@@ -361,7 +361,7 @@ impl Reducer {
         }
         // An idle rank has none of its own, and that is as it should be.
         if self.total > 0.0 {
-            slot.report_missing(&ledger.written, &ledger.present);
+            slot.warn_missing_gradients(self.group.rank(), &ledger.written, &ledger.present);
         }
         Ok(repaired)
     }
@@ -398,7 +398,11 @@ impl Reducer {
         let sums = self.sums()?;
         // All ranks see the same sum.
         if !sums.header.loss.is_finite() && slot.on_non_finite_loss() == OnNonFiniteLoss::Fail {
-            return Err(control::whose_loss(&self, slot)?);
+            let (rank, loss) = (self.group.rank(), self.loss.read);
+            return Err(match self.pace {
+                Pace::Nowhere => non_finite_loss::error(slot, [(rank, loss)]),
+                _ => non_finite_loss::error(slot, (0..).zip(control::gather_losses(&self)?)),
+            });
         }
         let (total, read, wants_norm) = (sums.header.weight, sums.header.loss, sums.wants_norm());
         let same_losses = self.pace != Pace::Nowhere && sums.losses_agree(&self.group);

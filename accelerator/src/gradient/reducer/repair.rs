@@ -64,8 +64,8 @@ impl Reducer {
         if self.compression != Compression::None && !self.spread.is_whole() {
             fits = self.all_agree(fits)?;
         }
-        if !fits {
-            slot.report_range(self.compression);
+        if !fits && self.group.rank() == 0 {
+            slot.warn_range(self.compression);
         }
         for bucket in 0..self.ledger.layout.len() {
             let ledger = &mut self.ledger;
