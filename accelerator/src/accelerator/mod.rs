@@ -446,7 +446,7 @@ impl Accelerator {
         }
         self.warn_without_backward();
         if self.is_main_process() {
-            self.shared.models.warn_open_window();
+            self.shared.models.warn_open_windows();
         }
         let saved = self.shared.checkpoints.settle(self);
         let saved = saved.and_then(|()| self.shared.crossing.check());

@@ -27,6 +27,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
+use serde::{Deserialize, Serialize};
 
 pub(crate) use self::buffers::settle_statistics;
 pub use self::file_layout::FileLayout;
@@ -104,11 +105,8 @@ impl Models {
 
     /// By the first of its parameters: the models for which `backward` was never called.
     pub(crate) fn untrained(&self) -> Vec<String> {
-        let slots = self.lock();
-        let firsts = slots.iter().filter_map(|(id, slot)| {
-            let first = slot.parameters().first()?;
-            (first.id == *id && !slot.was_trained()).then(|| first.path.clone())
-        });
+        let untrained = self.models().filter(|slot| !slot.was_trained());
+        let firsts = untrained.filter_map(|slot| Some(slot.parameters().first()?.path.clone()));
         firsts.collect()
     }
 
@@ -119,14 +117,19 @@ impl Models {
         Some(slot.parameters()[slot.number(id)?].clone())
     }
 
-    /// Says of which models micro-steps are left, now that the program is at its end.
-    pub(crate) fn warn_open_window(&self) {
-        for (id, slot) in self.lock().iter() {
-            // Once for all of its parameters.
-            if slot.number(*id) == Some(0) {
-                slot.warn_open_window();
-            }
-        }
+    /// Warns of the models of which micro-steps are left, now that the program is at its end.
+    pub(crate) fn warn_open_windows(&self) {
+        self.models().for_each(|slot| slot.warn_open_window());
+    }
+
+    /// Each model once.
+    fn models(&self) -> impl Iterator<Item = Arc<Slot>> {
+        let slots = self.lock();
+        let firsts = slots
+            .iter()
+            .filter(|(id, slot)| slot.number(**id) == Some(0));
+        let models: Vec<_> = firsts.map(|(_, slot)| slot.clone()).collect();
+        models.into_iter()
     }
 
     /// The slot of the model with all of these parameters, and no others, trained or frozen.
@@ -170,7 +173,7 @@ pub(crate) fn draw_all<M: Module>(model: &M) {
 #[track_caller]
 pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<M> {
     let device = accelerator.device();
-    let recorded = autodiff_device::check_autodiff(&model);
+    let on_autodiff = autodiff_device::check_autodiff(&model);
     let model = if model.devices().iter().all(|found| *found == device) {
         model
     } else {
@@ -179,46 +182,63 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
     // Reading the layout initialises lazy parameters, in one order on every rank.
     let layout = Layout::of(&model);
     let known = accelerator.shared.models.same(&layout);
-    let ready = known.as_ref().map(|slot| check_between_steps(slot));
+    let between_steps = known.as_ref().map(|slot| check_between_steps(slot));
     let group = accelerator.group();
     if group.world_size() == 1 {
-        recorded?;
-        ready.transpose()?;
-        return make_known(accelerator, model, known.as_deref());
+        on_autodiff?;
+        between_steps.transpose()?;
+        return make_known(accelerator, model, &layout, known.as_deref());
     }
+    let report = |checked: &Result<()>| checked.as_ref().copied().map_err(Failure::of);
+    let mine = PrepareReport {
+        on_autodiff: report(&on_autodiff),
+        layout: layout.clone(),
+        between_steps: between_steps.as_ref().map(report),
+    };
     let preparing = group.for_purpose("prepare a model");
-    let ready_told = ready
-        .as_ref()
-        .map(|ready| ready.as_ref().copied().map_err(Failure::of));
-    let recorded_told = recorded.as_ref().copied().map_err(Failure::of);
-    let told = (recorded_told, layout.clone(), ready_told);
-    let all = preparing.all_gather_object(&told)?;
-    recorded?;
-    let (mut layouts, mut told) = (Vec::new(), Vec::new());
-    for (rank, (recorded, layout, ready)) in all.into_iter().enumerate() {
-        recorded.map_err(|failure: Failure| failure.into_error(rank, "prepare a model"))?;
-        layouts.push(layout);
-        told.push(ready);
+    let reports: Vec<PrepareReport> = preparing.all_gather_object(&mine)?;
+    on_autodiff?;
+    let (mut layouts, mut all_between_steps) = (Vec::new(), Vec::new());
+    for (rank, report) in reports.into_iter().enumerate() {
+        let on_autodiff = report.on_autodiff;
+        on_autodiff.map_err(|failure| failure.into_error(rank, "prepare a model"))?;
+        layouts.push(report.layout);
+        all_between_steps.push(report.between_steps);
     }
     layout.check_against(&layouts)?;
     // One that is new on some rank is new on all of them.
-    let told: Option<Vec<Result<(), Failure>>> = told.into_iter().collect();
-    let known = known.filter(|_| told.is_some());
-    if let Some(told) = told {
-        ready.transpose()?;
-        for (rank, told) in told.into_iter().enumerate() {
-            told.map_err(|failure| failure.into_error(rank, "prepare the model again"))?;
+    let all_between_steps: Option<Vec<_>> = all_between_steps.into_iter().collect();
+    let known = known.filter(|_| all_between_steps.is_some());
+    if let Some(all_between_steps) = all_between_steps {
+        between_steps.transpose()?;
+        for (rank, between_steps) in all_between_steps.into_iter().enumerate() {
+            between_steps.map_err(|failure| failure.into_error(rank, "prepare the model again"))?;
         }
         // Each rank has statistics of its own, which rank 0's replace.
         accelerator.sync_buffers(&model)?;
     }
     let model = replicate::from_rank_zero(group, model, &layout)?;
-    // Of rank 0's values, so all ranks come to the same answer.
-    make_known(accelerator, model, known.as_deref())
+    // Of rank 0's values and ids, so all ranks come to the same answer.
+    make_known(accelerator, model, &layouts[0], known.as_deref())
 }
 
-/// Makes a model known that was given `before`, or is new.
-fn make_known<M: Module>(accelerator: &Accelerator, model: M, before: Option<&Slot>) -> Result<M> {
+/// What ranks tell each other of a model that they prepare.
+#[derive(Deserialize, Serialize)]
+struct PrepareReport {
+    /// Whether it lies where gradients are recorded.
+    on_autodiff: Result<(), Failure>,
+    layout: Layout,
+    /// Of one that was prepared before: whether nothing of a step of it is lost.
+    between_steps: Option<Result<(), Failure>>,
+}
+
+/// Makes a model of that layout known, that was given `before`, or is new.
+fn make_known<M: Module>(
+    accelerator: &Accelerator,
+    model: M,
+    layout: &Layout,
+    before: Option<&Slot>,
+) -> Result<M> {
     let tied = TiedParameters::checked(&model)?;
     let (model, leaf_before_prepare) = leaves::fresh_leaves(model);
     let model = tied.retie(model);
@@ -234,7 +254,7 @@ fn make_known<M: Module>(accelerator: &Accelerator, model: M, before: Option<&Sl
         },
     };
     let hook = accelerator.communication_hook();
-    insert(accelerator, &model, prior, hook);
+    insert(accelerator, layout, tied, prior, hook);
     Ok(model)
 }
 
@@ -275,7 +295,8 @@ pub(crate) fn resume<M: Module>(
         scaler,
         steps,
     };
-    insert(accelerator, &model, prior, hook);
+    let tied = TiedParameters::of(&model);
+    insert(accelerator, &Layout::of(&model), tied, prior, hook);
     Ok(model)
 }
 
@@ -289,10 +310,15 @@ struct PriorState {
     steps: u64,
 }
 
-/// Makes a model known that stands so, with that hook.
-fn insert<M: Module>(accelerator: &Accelerator, model: &M, prior: PriorState, hook: Option<Held>) {
+/// Makes a model of that layout known, in that state, with that hook.
+fn insert(
+    accelerator: &Accelerator,
+    layout: &Layout,
+    tied: TiedParameters,
+    prior: PriorState,
+    hook: Option<Held>,
+) {
     let shared = &accelerator.shared;
-    let layout = Layout::of(model);
     let slot = Slot::new(
         layout.trainable(),
         shared.settings.bucket_size,
@@ -304,13 +330,13 @@ fn insert<M: Module>(accelerator: &Accelerator, model: &M, prior: PriorState, ho
     });
     let slot = slot
         .with_ids(layout.ids())
-        .with_tied(TiedParameters::of(model))
+        .with_tied(tied)
         .with_leaf_before_prepare(prior.leaf_before_prepare)
         .with_steps(prior.steps)
         .with_non_finite_losses(shared.settings.on_non_finite_loss)
         .with_scaler(scaler)
         .with_road(shared.road.clone(), hook);
-    shared.models.insert(&layout, slot);
+    shared.models.insert(layout, slot);
     shared.failed_calls.reset();
 }
 
