@@ -218,8 +218,10 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
         accelerator.sync_buffers(&model)?;
     }
     let model = replicate::from_rank_zero(group, model, &layout)?;
-    // Of rank 0's values and ids, so all ranks come to the same answer.
-    make_known(accelerator, model, &layouts[0], known.as_deref())
+    // Parameters have rank 0's ids now, and running statistics keep each rank's own.
+    let layout = Layout::of(&model);
+    // Of rank 0's values, so all ranks come to the same answer.
+    make_known(accelerator, model, &layout, known.as_deref())
 }
 
 /// What ranks tell each other of a model that they prepare.
