@@ -178,8 +178,8 @@ impl<M: Module + fmt::Display> Prepare<kind::Model> for M {
     }
 }
 
-/// Of no type. Where a second implementation could fit every type, the compiler explains what cannot be prepared by
-/// [`Prepare`], and not by what Burn's `Module` asks of it.
+/// A second blanket implementation, of no type: with one alone, rustc reports what Burn's `Module` lacks in place of
+/// [`Prepare`]'s note.
 #[doc(hidden)]
 pub trait Unimplementable {}
 

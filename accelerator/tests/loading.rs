@@ -355,7 +355,7 @@ fn a_data_set_that_draws_for_each_read_is_refused_on_several_ranks() {
     for outcome in own.into_iter().chain(seeded) {
         let text = outcome.unwrap_err().to_string();
         assert!(
-            text.contains("items that are others each time they are read")
+            text.contains("items that change from one read to the next")
                 && text.contains("`weighted`"),
             "{text}"
         );

@@ -472,7 +472,7 @@ impl Accelerator {
         }
     }
 
-    /// Says that models were prepared, and trained past this library, if at all.
+    /// Warns of prepared models for which `backward` was never called.
     fn warn_without_backward(&self) {
         if self.world_size() == 1 || !self.is_main_process() {
             return;

@@ -230,7 +230,7 @@ impl<'a> Settling<'a> {
 
     #[track_caller]
     pub(super) fn model<M: Module>(&mut self, model: &M) -> Result<()> {
-        replicas::settle(self.accelerator, "save a checkpoint", model)?;
+        replicas::check_and_sync(self.accelerator, "save a checkpoint", model)?;
         if self.writer == Writer::This
             && let Some(Part::Model { values, .. }) = self.taken.parts.get_mut(self.at)
         {

@@ -78,7 +78,7 @@ impl Drop for PaddingWatch {
             return;
         }
         let what = match self.share {
-            Share::Idle => "an idle batch, which is an earlier one again,",
+            Share::Idle => "an idle batch (a copy of an earlier one)",
             Share::Used => "a batch with samples that others have, too,",
         };
         notice::warn(&format!(

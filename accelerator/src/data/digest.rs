@@ -73,14 +73,14 @@ impl ItemDigests {
 impl fmt::Display for ItemDigests {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.changes_between_reads() {
-            true => f.write_str("items that are others each time they are read"),
+            true => f.write_str("items that change from one read to the next"),
             false => write!(f, "items of digest {:016x}", self.first),
         }
     }
 }
 
-/// A number of the words in the `Debug` text of an item: of numbers and names in any order, since the order of
-/// a `HashMap` is another one in each process, and without addresses.
+/// Hashes the words of an item's `Debug` text, whatever their order (a `HashMap`'s differs per process), without
+/// addresses.
 pub(super) fn of_debug<I: fmt::Debug>(item: &I) -> u64 {
     let mut words = Words::default();
     // It fails when it has got enough.

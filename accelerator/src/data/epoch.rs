@@ -132,8 +132,8 @@ impl<O> Epoch<O> {
 
     /// The batches with their numbers in the epoch, which are those of [`Batch::step`]: what a program does by
     /// the number goes on where it was after [`resume`](crate::Accelerator::resume) in mid-epoch, where
-    /// [`Iterator::enumerate`], whose place this takes, would begin at 0 again. So do adapters in between:
-    /// behind `take` or `zip`, ask the batch.
+    /// [`Iterator::enumerate`], whose place this takes, would begin at 0 again. Adapters in between
+    /// count from 0: behind `take` or `zip`, use [`Batch::step`].
     ///
     /// ```
     /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};

@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 
-/// How many calls of `backward` failed on this rank before the others had met it in them, since a model was last
-/// prepared. The others would pair such a call with the next one of this rank. Every window carries the number, so that
-/// ranks notice where theirs differ.
+/// Calls of `backward` that failed on this rank before its first collective, since a model was last prepared. Other ranks
+/// would pair the next call with the failed one. Every window carries the number, so that ranks notice where theirs
+/// differ.
 #[derive(Debug, Default)]
 pub(crate) struct FailedCalls(Mutex<Failed>);
 
@@ -90,7 +90,7 @@ impl OpenCall {
 }
 
 impl Drop for OpenCall {
-    /// It panics, and the program may catch that.
+    /// Dropped without `end`: the call panicked.
     fn drop(&mut self) {
         self.note(|| "it panicked".to_owned());
     }

@@ -224,8 +224,8 @@ impl Slot {
         self.leaf_before_prepare
     }
 
-    /// Whether a parameter is still what the program gave to `prepare`, and so one of a clone from before. Training with
-    /// such a clone begins before the first step: none is looked at behind it, since that takes memory each time.
+    /// Whether a parameter is still what the program gave to `prepare`, and so one of a clone from before. Checked before
+    /// the first step only, since reading the leaf allocates.
     pub(crate) fn is_clone_from_before<const D: usize>(&self, param: &Param<Tensor<D>>) -> bool {
         let first = self.parameters.first().map(|first| first.id);
         self.leaf_before_prepare.is_some()
@@ -285,8 +285,7 @@ impl Slot {
         }
     }
 
-    /// Whether losses are read as they come: what is computed on the CPU is there, and what may stop the
-    /// training is waited for.
+    /// Whether `backward` reads the loss: on the CPU it is ready; with `stop_at_non_finite_loss` it is waited for.
     pub(super) fn reads_losses(&self) -> bool {
         matches!(self.home, Home::Host) || self.on_non_finite_loss == OnNonFiniteLoss::Fail
     }

@@ -176,8 +176,8 @@ impl Window {
         self.totals.micro_steps
     }
 
-    /// The epoch that the program left in the midst of this window, for that of this batch. A window that it keeps
-    /// open itself is its own affair.
+    /// The epoch that this batch's loader left while the window was open; `None` if the program kept it open with
+    /// `no_sync`.
     pub(super) fn left_epoch(&self, weight: &Weight) -> Option<u64> {
         let mark = weight.mark.as_ref().filter(|_| !self.kept_open)?;
         let left = self.marks.iter().find(|earlier| mark.leaves(earlier))?;

@@ -114,8 +114,8 @@ impl AcceleratorBuilder {
 
     /// How many calls of [`Accelerator::backward`](crate::Accelerator::backward) make one optimizer step. The
     /// last window of an epoch may be shorter; its average is over the samples that it holds. An epoch that is left by
-    /// a `break` does not end its window: say so with [`trigger_sync`](crate::Weight::trigger_sync) in its last call,
-    /// or what it holds goes into the first step of the next epoch. Default: `ACCEL_ACCUMULATION_STEPS`, else 1.
+    /// a `break` does not end its window. End it with [`trigger_sync`](crate::Weight::trigger_sync) in its last call;
+    /// otherwise its micro-steps go into the next epoch's first step. Default: `ACCEL_ACCUMULATION_STEPS`, else 1.
     pub fn accumulation_steps(mut self, steps: usize) -> Self {
         self.accumulation_steps = Some(steps);
         self
