@@ -10,7 +10,7 @@ pub(crate) enum OnBadLoss {
     /// It takes place, and is told once.
     #[default]
     Tell,
-    /// It fails, on all ranks.
+    /// It fails, on all ranks; in local training on the rank whose loss it is.
     Stop,
 }
 

@@ -66,7 +66,7 @@ pub(crate) struct Slot {
     /// What this rank did by itself.
     round: Mutex<Round>,
     shelf: Mutex<Shelf>,
-    /// How many windows ended, over the whole job.
+    /// How many windows an optimizer has stepped with, skipped ones included, over the whole job.
     steps: AtomicU64,
     /// Which of its places hold the same parameter.
     tied: Arc<TiedParameters>,
@@ -315,7 +315,7 @@ impl Slot {
         self.scaler().as_ref().map(Scaler::state)
     }
 
-    /// A window was reduced.
+    /// Moves the scale by the outcome of a window.
     pub(super) fn update_loss_scale(&self, gradients: Finiteness) {
         if let Some(scaler) = &mut *self.scaler() {
             scaler.update(gradients);
@@ -431,7 +431,7 @@ impl Slot {
         Arc::strong_count(&self.pending) > 1
     }
 
-    /// How many windows ended, over the whole job.
+    /// How many windows an optimizer has stepped with, skipped ones included, over the whole job.
     pub(crate) fn steps(&self) -> u64 {
         self.steps.load(Ordering::Relaxed)
     }
