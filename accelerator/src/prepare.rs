@@ -181,9 +181,9 @@ impl<M: Module + fmt::Display> Prepare<kind::Model> for M {
 /// Of no type. Where a second implementation could fit every type, the compiler explains what cannot be prepared by
 /// [`Prepare`], and not by what Burn's `Module` asks of it.
 #[doc(hidden)]
-pub trait Never {}
+pub trait Unimplementable {}
 
-impl<T: Never> Prepare<kind::Never> for T {
+impl<T: Unimplementable> Prepare<kind::Never> for T {
     type Prepared = T;
 
     fn prepare(self, _: &Accelerator) -> Result<T> {

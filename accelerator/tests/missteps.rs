@@ -405,7 +405,7 @@ fn a_call_that_failed_on_one_rank_alone_is_told_to_all_by_the_next() {
 
 /// The ways in which a rank may leave the others behind.
 #[derive(Clone, Copy, Debug)]
-enum Leap {
+enum Divergence {
     /// It leaves the first epoch early.
     Break,
     /// It is an epoch ahead.
@@ -418,18 +418,18 @@ enum Leap {
 
 /// Training in which rank 1 takes other batches than the others from step 3 on. Gives, for each rank, how many
 /// calls of `backward` went well, and the error of the next one.
-fn after_a_leap(builder: AcceleratorBuilder, leap: Leap) -> Vec<(usize, Error)> {
+fn after_a_divergence(builder: AcceleratorBuilder, divergence: Divergence) -> Vec<(usize, Error)> {
     let train = |accelerator: Accelerator| {
         let parts = (line(&accelerator.device()), loader(36, 2), loader(36, 2));
         let (model, first, second) = accelerator.prepare(parts)?;
-        let leaps = accelerator.rank() == 1;
+        let diverges = accelerator.rank() == 1;
         let batches = first.epoch(0).take(3);
-        let batches: Box<dyn Iterator<Item = Result<_>>> = match leap {
-            _ if !leaps => Box::new(batches.chain(first.epoch(0).skip_first_batches(3))),
-            Leap::Break => Box::new(batches.chain(first.epoch(1))),
-            Leap::Epoch => Box::new(batches.chain(first.epoch(1).skip_first_batches(3))),
-            Leap::Loader => Box::new(batches.chain(second.epoch(0).skip_first_batches(3))),
-            Leap::Skip => Box::new(batches.chain(first.epoch(0).skip_first_batches(4))),
+        let batches: Box<dyn Iterator<Item = Result<_>>> = match divergence {
+            _ if !diverges => Box::new(batches.chain(first.epoch(0).skip_first_batches(3))),
+            Divergence::Break => Box::new(batches.chain(first.epoch(1))),
+            Divergence::Epoch => Box::new(batches.chain(first.epoch(1).skip_first_batches(3))),
+            Divergence::Loader => Box::new(batches.chain(second.epoch(0).skip_first_batches(3))),
+            Divergence::Skip => Box::new(batches.chain(first.epoch(0).skip_first_batches(4))),
         };
         let mut done = 0;
         for batch in batches {
@@ -446,11 +446,11 @@ fn after_a_leap(builder: AcceleratorBuilder, leap: Leap) -> Vec<(usize, Error)> 
 
 #[test]
 fn ranks_at_different_places_in_the_data_are_told_in_that_step() {
-    for (leap, place) in [
-        (Leap::Break, "rank 1: step 0 of epoch 1 of loader 0"),
-        (Leap::Epoch, "rank 1: step 3 of epoch 1 of loader 0"),
-        (Leap::Loader, "rank 1: step 3 of epoch 0 of loader 1"),
-        (Leap::Skip, "rank 1: step 4 of epoch 0 of loader 0"),
+    for (divergence, place) in [
+        (Divergence::Break, "step 0 of epoch 1 of loader 0"),
+        (Divergence::Epoch, "step 3 of epoch 1 of loader 0"),
+        (Divergence::Loader, "step 3 of epoch 0 of loader 1"),
+        (Divergence::Skip, "step 4 of epoch 0 of loader 0"),
     ] {
         let builder = Accelerator::builder;
         for builder in [
@@ -458,15 +458,78 @@ fn ranks_at_different_places_in_the_data_are_told_in_that_step() {
             builder().accumulation_steps(2),
             builder().with_communication_hook(|| PowerSgd::new(1)),
         ] {
-            for (rank, (done, error)) in after_a_leap(builder, leap).into_iter().enumerate() {
-                assert!(error.is_misuse(), "{leap:?} on rank {rank}: {error:?}");
-                assert_eq!(done, 3, "{leap:?} on rank {rank}: {error}");
-                let text = error.to_string();
+            for (rank, (done, error)) in after_a_divergence(builder, divergence)
+                .into_iter()
+                .enumerate()
+            {
                 assert!(
-                    text.contains("ranks 0, 2: step 3 of epoch 0 of loader 0")
-                        && text.contains(place),
-                    "{text}"
+                    error.is_misuse(),
+                    "{divergence:?} on rank {rank}: {error:?}"
                 );
+                assert_eq!(done, 3, "{divergence:?} on rank {rank}: {error}");
+                let text = error.to_string();
+                for part in ["ranks 0, 2: step", "step 3 of epoch 0 of loader 0", place] {
+                    assert!(text.contains(part), "{part} in {text}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn ranks_that_differ_in_an_earlier_micro_step_are_told_all_that_is_known_of_their_windows() {
+    for (two_loaders, silent, parts) in [
+        (
+            true,
+            false,
+            [
+                "ranks 0, 2: step 0 of epoch 0 of loader 0, step 0 of epoch 0 of loader 1",
+                "rank 1: step 1 of epoch 0 of loader 0, step 0 of epoch 0 of loader 1",
+            ],
+        ),
+        (
+            true,
+            true,
+            [
+                "rank 0: step 0 of epoch 0 of loader 0, step 0 of epoch 0 of loader 1",
+                "rank 2: not known (a weight of the program's own)",
+            ],
+        ),
+        (
+            false,
+            false,
+            [
+                "their last batch is the same, step 1 of epoch 0 of loader 0",
+                "those before it in the window are not",
+            ],
+        ),
+    ] {
+        let builder = Accelerator::builder().accumulation_steps(2);
+        let errors = builder.launch(3, |accelerator| {
+            let parts = (line(&accelerator.device()), loader(36, 2), loader(36, 2));
+            let (model, first, second) = accelerator.prepare(parts)?;
+            let batches = first.epoch(0).take(2).collect::<Result<Vec<_>>>()?;
+            let early = &batches[usize::from(accelerator.rank() == 1)];
+            let late = match two_loaders {
+                true => &second.epoch(0).next().unwrap()?,
+                false => &batches[1],
+            };
+            let open = accelerator.backward(distance(&model, early), &model, early)?;
+            assert!(open.is_accumulating());
+            let weight = match silent && accelerator.rank() == 2 {
+                true => Weight::from(late.real()),
+                false => late.weight(),
+            };
+            Ok(accelerator
+                .backward(distance(&model, late), &model, weight)
+                .unwrap_err())
+        });
+        for error in errors.unwrap() {
+            assert!(error.is_misuse(), "{error:?}");
+            let text = error.to_string();
+            assert!(text.contains("numbered from 0"), "{text}");
+            for part in parts {
+                assert!(text.contains(part), "{part} in {text}");
             }
         }
     }
@@ -667,7 +730,7 @@ fn a_data_set_that_makes_no_step_is_refused_when_it_is_prepared() {
 }
 
 /// A loss, which is no number on the last rank from the second step on.
-fn spoilt(accelerator: &Accelerator, model: &Linear, step: u64) -> Tensor<1> {
+fn loss_with_nan(accelerator: &Accelerator, model: &Linear, step: u64) -> Tensor<1> {
     let input = Tensor::<2>::ones([2, 1], &accelerator.device());
     let is_last = accelerator.rank() + 1 == accelerator.world_size();
     let error = if is_last && step > 0 { f64::NAN } else { 0.0 };
@@ -685,7 +748,7 @@ fn a_loss_that_is_not_finite_is_told_once_with_rank_and_step() {
             let (done, text) = logged(|| -> Result<()> {
                 for step in 0..4 {
                     for _ in 0..accumulation {
-                        let loss = spoilt(&accelerator, &model, step);
+                        let loss = loss_with_nan(&accelerator, &model, step);
                         let gradients = accelerator.backward(loss, &model, 2)?;
                         model = optimizer.step(0.1, model.clone(), gradients);
                     }
@@ -714,7 +777,7 @@ fn a_training_can_be_stopped_where_a_loss_is_not_finite() {
             let parts = (line(&accelerator.device()), SgdConfig::new().init());
             let (mut model, mut optimizer) = accelerator.prepare(parts)?;
             for call in 0..2 * accumulation {
-                let loss = spoilt(&accelerator, &model, (call / accumulation) as u64);
+                let loss = loss_with_nan(&accelerator, &model, (call / accumulation) as u64);
                 match accelerator.backward(loss, &model, 2) {
                     Ok(gradients) => model = optimizer.step(0.1, model, gradients),
                     Err(error) => {
@@ -753,7 +816,7 @@ fn local_training_is_stopped_on_the_rank_whose_loss_is_not_finite() {
             let mut local = LocalSgdConfig::new(4).init(&accelerator, &model)?;
             for step in 0..3 {
                 for _ in 0..accumulation {
-                    let loss = spoilt(&accelerator, &model, step);
+                    let loss = loss_with_nan(&accelerator, &model, step);
                     match local.backward(loss, &model, 2) {
                         Ok(gradients) => model = optimizer.step(0.1, model, gradients),
                         Err(error) => return Ok(Some((step, error))),
@@ -806,7 +869,11 @@ fn a_clone_from_before_prepare_is_refused_on_any_number_of_ranks() {
 
 /// What is said of windows in a training of two epochs, three micro-steps a step, whose first epoch is left after so many
 /// batches, and whose second one after so many.
-fn left_after(ranks: usize, batches: [usize; 2], weight: fn(Weight) -> Weight) -> Vec<String> {
+fn warnings_after_breaks(
+    ranks: usize,
+    batches: [usize; 2],
+    weight: fn(Weight) -> Weight,
+) -> Vec<String> {
     let builder = Accelerator::builder().accumulation_steps(3);
     let texts = builder.launch(ranks, |accelerator| {
         let parts = (line(&accelerator.device()), SgdConfig::new().init());
@@ -834,7 +901,7 @@ fn left_after(ranks: usize, batches: [usize; 2], weight: fn(Weight) -> Weight) -
 fn an_epoch_that_is_left_in_mid_window_is_told_once() {
     for ranks in [1, 2] {
         for (left, told) in [([2, 4], true), ([4, 4], false), ([3, 3], false)] {
-            let texts = left_after(ranks, left, |weight| weight);
+            let texts = warnings_after_breaks(ranks, left, |weight| weight);
             let wanted = usize::from(told);
             let text = &texts[0];
             assert_eq!(text.matches("epoch 0 was left").count(), wanted, "{text}");
@@ -843,7 +910,7 @@ fn an_epoch_that_is_left_in_mid_window_is_told_once() {
             assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
         }
         // The program keeps it open.
-        let texts = left_after(ranks, [4, 1], Weight::no_sync);
+        let texts = warnings_after_breaks(ranks, [4, 1], Weight::no_sync);
         assert!(!texts[0].contains("was left"), "{texts:?}");
     }
 }
@@ -851,7 +918,7 @@ fn an_epoch_that_is_left_in_mid_window_is_told_once() {
 #[test]
 fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
     for ranks in [1, 2] {
-        let texts = left_after(ranks, [4, 2], |weight| weight);
+        let texts = warnings_after_breaks(ranks, [4, 2], |weight| weight);
         let text = &texts[0];
         assert_eq!(text.matches("2 micro-steps").count(), 1, "{text}");
         assert!(text.contains("no optimizer step"), "{text}");

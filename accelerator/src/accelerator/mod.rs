@@ -27,8 +27,8 @@ use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::hook;
 use crate::gradient::{
-    Compression, FailedCalls, GradientReduction, Gradients, OnBadLoss, Overlap, OverlapReport,
-    Reach, Road, Switch, Turn, Weight,
+    Compression, FailedCalls, GradientReduction, Gradients, OnNonFiniteLoss, Overlap,
+    OverlapReport, Reach, Road, Switch, Turn, Weight,
 };
 use crate::logging::Warned;
 use crate::model::Models;
@@ -112,7 +112,7 @@ pub(crate) struct Settings {
     pub(crate) compression: Compression,
     pub(crate) hook: Option<hook::Maker>,
     pub(crate) loss_scale: LossScale,
-    pub(crate) on_bad_loss: OnBadLoss,
+    pub(crate) on_non_finite_loss: OnNonFiniteLoss,
     pub(crate) overlap: Overlap,
     pub(crate) precision: Precision,
     pub(crate) recording: Recording,
@@ -444,9 +444,9 @@ impl Accelerator {
         if self.world_size() > 1 {
             group.check_allowed("`finish`")?;
         }
-        self.report_untrained();
+        self.warn_without_backward();
         if self.is_main_process() {
-            self.shared.models.report_lost();
+            self.shared.models.warn_open_windows();
         }
         let saved = self.shared.checkpoints.settle(self);
         let saved = saved.and_then(|()| self.shared.crossing.check());
@@ -473,7 +473,7 @@ impl Accelerator {
     }
 
     /// Says that models were prepared, and trained past this library, if at all.
-    fn report_untrained(&self) {
+    fn warn_without_backward(&self) {
         if self.world_size() == 1 || !self.is_main_process() {
             return;
         }

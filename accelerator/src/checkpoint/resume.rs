@@ -18,7 +18,7 @@ use super::state::{HookState, Kept, ModelState, Names, PartState, State, decode}
 use super::world::{Rescale, WorldChange};
 use crate::accelerator::{Accelerator, WindowSize};
 use crate::agreement::{self, Term};
-use crate::data::{Continuation, PreparedLoader, Standing};
+use crate::data::{LoaderResume, PreparedLoader, Standing};
 use crate::error::{Error, Kind, Result};
 use crate::gradient::hook::{Held, SavedBy};
 use crate::notice;
@@ -114,7 +114,7 @@ pub(super) fn resume_loader<O: Send + 'static>(
             ),
         ));
     };
-    found.go_on(accelerator.world_size(), at, &name, saved, loader)
+    found.resume_loader(accelerator.world_size(), at, &name, saved, loader)
 }
 
 /// What rank 0 finds in the folder, on every rank, and on rank 0 the checkpoint itself; `None` without one.
@@ -275,7 +275,7 @@ impl Found {
     }
 
     /// The loader that was saved at that place goes on.
-    fn go_on<O: Send + 'static>(
+    fn resume_loader<O: Send + 'static>(
         &self,
         world_size: usize,
         at: usize,
@@ -283,12 +283,12 @@ impl Found {
         saved: &Standing,
         loader: PreparedLoader<O>,
     ) -> Result<PreparedLoader<O>> {
-        let how = Continuation {
+        let how = LoaderResume {
             global_batch: &|global_batch| self.global_batch(world_size, global_batch),
             goes_on: self.state.goes_on(at),
             same_world: self.world_size == world_size,
         };
-        loader.go_on(name, saved, &how)
+        loader.resume_from(name, saved, &how)
     }
 
     /// What the rule makes of a global batch that was saved.
@@ -439,7 +439,7 @@ impl<'a> Restorer<'a> {
         let file = self.names.optimizer()?;
         let record = Bytes::from_bytes_vec(self.read(&file)?).shared();
         check_known(&name, &record, &self.ids)?;
-        let optimizer = optimizer.go_on(&name, saved.clone(), record, self.factor)?;
+        let optimizer = optimizer.resume_from(&name, saved.clone(), record, self.factor)?;
         self.compare_rates(&name, saved.scheduled_rate(), optimizer.scheduled_rate());
         Ok(optimizer)
     }
@@ -470,7 +470,7 @@ impl<'a> Restorer<'a> {
                     Kind::Checkpoint,
                     format!(
                         "{jump}; {now} ranks go on with as many samples a step as {before} had, so the schedule \
-                         must count as many steps: {HINT}; where batches are to stay those of a rank, use \
+                         must count as many steps: {RESUME_LOADER_HINT}; where batches are to stay those of a rank, use \
                          `resume_with` and `Rescale::keep_batch_per_rank`; if the rate was changed on purpose, \
                          change it in a run with {before} ranks, and save there"
                     ),
@@ -496,7 +496,9 @@ impl<'a> Restorer<'a> {
         };
         let planned = loader.planned_batch();
         let world_size = self.accelerator.world_size();
-        let loader = self.found.go_on(world_size, at, &name, saved, loader)?;
+        let loader = self
+            .found
+            .resume_loader(world_size, at, &name, saved, loader)?;
         if self.found.state.goes_on(at) {
             let wanted = saved
                 .global_batch
@@ -510,7 +512,7 @@ impl<'a> Restorer<'a> {
         if planned != batch && self.accelerator.is_main_process() {
             notice::warn(&format!(
                 "{name} goes on with {batch} samples a step over all ranks, and `plan` was told {planned} \
-                 before `resume`: what was computed from that plan does not hold; {HINT}"
+                 before `resume`: what was computed from that plan does not hold; {RESUME_LOADER_HINT}"
             ));
         }
         Ok(loader)
@@ -581,7 +583,7 @@ impl fmt::Debug for Restorer<'_> {
 }
 
 /// What to do where the steps of a schedule were counted with another batch.
-const HINT: &str = "pass the loader to `Accelerator::resume_loader` before `plan`";
+const RESUME_LOADER_HINT: &str = "pass the loader to `Accelerator::resume_loader` before `plan`";
 
 /// Kinds were compared before.
 fn other_kind(name: &str) -> Error {

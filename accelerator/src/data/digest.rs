@@ -59,12 +59,12 @@ impl ItemDigests {
     }
 
     /// Whether an index gives another item each time.
-    pub(super) fn differ(self) -> bool {
+    pub(super) fn changes_between_reads(self) -> bool {
         self.first != self.again
     }
 
     /// What ranks compare.
-    pub(super) fn value(self) -> String {
+    pub(super) fn fingerprint(self) -> String {
         format!("{:016x} {:016x}", self.first, self.again)
     }
 }
@@ -72,7 +72,7 @@ impl ItemDigests {
 /// As errors show it.
 impl fmt::Display for ItemDigests {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.differ() {
+        match self.changes_between_reads() {
             true => f.write_str("items that are others each time they are read"),
             false => write!(f, "items of digest {:016x}", self.first),
         }

@@ -9,7 +9,6 @@ use burn::tensor::Device;
 use super::batch::Batch;
 use super::cursor::{Mark, Pass, Spot};
 use super::feed::Feed;
-use super::meeting::Here;
 use super::prepared::{Generator, Place};
 use crate::accelerator::drawing;
 use crate::error::{Error, Result};
@@ -208,11 +207,7 @@ impl<O> Iterator for Epoch<O> {
             };
             self.pass.advance(end);
             batch.set_mark(Mark {
-                here: Here {
-                    epoch: batch.epoch(),
-                    loader: self.reseed.place.number,
-                    step: batch.step(),
-                },
+                loader: self.reseed.place.number,
                 pass: self.pass.clone(),
                 end,
             });

@@ -122,6 +122,6 @@ pub use self::loader::Loader;
 pub use self::opaque::InOrder;
 pub use self::prepared::PreparedLoader;
 pub use self::source::SamplePlace;
-pub(crate) use self::standing::{Continuation, Standing};
+pub(crate) use self::standing::{LoaderResume, Standing};
 pub use self::stream::{SampleStream, StreamError, StreamItems, StreamPart};
 pub use accelerator_plan::{TailPolicy, sample_rng_seed};

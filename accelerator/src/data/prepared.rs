@@ -13,7 +13,7 @@ use super::digest::ItemDigests;
 use super::epoch::{Epoch, Open, Reseed};
 use super::feed;
 use super::loader::{Loader, Origin};
-use super::meeting::Here;
+use super::meeting::ReadPosition;
 use super::opaque;
 use super::order::{Dealt, Order};
 use super::source::{Slice, Source};
@@ -171,7 +171,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         // From here on it is the same on all ranks.
         let samples = samples?;
         if let Some(digests) = digests.transpose()?
-            && digests.differ()
+            && digests.changes_between_reads()
         {
             return Err(Error::config(format!(
                 "the data set of a loader gives {digests}: ranks cannot share it out by index{ITEM_HINT}"
@@ -231,10 +231,9 @@ impl<O: Send + 'static> PreparedLoader<O> {
         self.standing().global_batch
     }
 
-    /// The same, for a plan of the training.
-    pub(crate) fn plan_batch(&self) -> Option<u64> {
+    /// A training is planned with it.
+    pub(crate) fn note_planned(&self) {
         self.is_planned.store(true, Ordering::Relaxed);
-        self.global_batch()
     }
 
     /// What a plan was told, where one was made.
@@ -295,12 +294,12 @@ impl<O: Send + 'static> PreparedLoader<O> {
             } => Box::new(move |skip| {
                 let mut dealt = Dealt::new(&spec, &plan, source.len(), epoch);
                 if spec.order().is_given() {
-                    let here = Here {
+                    let position = ReadPosition {
                         epoch,
                         loader: place.number,
                         step: start.step.saturating_add(skip),
                     };
-                    dealt = Dealt::agreed(dealt, &group, here, caller);
+                    dealt = Dealt::agreed(dealt, &group, position, caller);
                 }
                 let rest = dealt.and_then(|dealt| {
                     dealt.goes_on_from(start)?;
@@ -419,7 +418,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
 /// The items of a data set, of which each rank read some. One that could not read them says why.
 fn item_term(digests: &Result<ItemDigests>) -> Term {
     let (value, shown) = match digests {
-        Ok(digests) => (digests.value(), digests.to_string()),
+        Ok(digests) => (digests.fingerprint(), digests.to_string()),
         Err(error) => (error.to_string(), format!("{error:?}")),
     };
     Term::new("the data set of a loader", value)

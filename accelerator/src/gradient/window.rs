@@ -30,21 +30,21 @@ pub(super) struct Totals {
     pub(super) weight: f64,
     pub(super) loss: LossSum,
     pub(super) micro_steps: usize,
-    pub(super) batches: Batches,
+    pub(super) batches: BatchFingerprint,
 }
 
 /// Which batches a window was made from: a number that is the same on all ranks that have taken the same ones.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Batches {
+pub(super) struct BatchFingerprint {
     sum: u64,
     /// Whether it holds a weight that is of no batch.
     has_others: bool,
 }
 
-impl Batches {
+impl BatchFingerprint {
     pub(super) fn add(&mut self, mark: Option<&Mark>) {
         match mark {
-            Some(mark) => self.sum = self.sum.wrapping_add(mix(&mark.here.numbers())),
+            Some(mark) => self.sum = self.sum.wrapping_add(mix(&mark.position().numbers())),
             None => self.has_others = true,
         }
     }

@@ -124,7 +124,7 @@ impl<S> PreparedOptimizer<S> {
 
     /// Goes on from a saved state, as the optimizer that errors call `name`. Rates are multiplied
     /// by `factor` from here on.
-    pub(crate) fn go_on(
+    pub(crate) fn resume_from(
         mut self,
         name: &str,
         state: OptimizerState,
@@ -143,7 +143,7 @@ impl<S> PreparedOptimizer<S> {
         self.optimizer = load(name, blank, record)?;
         self.unchecked = None;
         if let (Some(shards), Some(record)) = (&mut self.shards, kept) {
-            self.optimizer = shards.go_on(record)?;
+            self.optimizer = shards.resume_from(record)?;
         }
         self.factor = factor;
         self.steps = state.steps;
@@ -332,13 +332,13 @@ impl Schedule for Scheduled {
         if let Unit::Epoch { last } = &mut scheduler.unit {
             *last = state.epoch;
         }
-        scheduler.go_on(name, &state)
+        scheduler.resume_from(name, &state)
     }
 }
 
 impl Scheduler {
     /// Loads how it stood and steps once more, which gives the rate again.
-    fn go_on(&mut self, name: &str, state: &ScheduleState) -> Result<()> {
+    fn resume_from(&mut self, name: &str, state: &ScheduleState) -> Result<()> {
         let first = state.before.as_ref().unwrap_or(&state.after);
         let record = LrSchedulerRecord::from_bytes(Bytes::from_bytes_vec(first.clone()))
             .map_err(|error| unreadable(name, error))?;

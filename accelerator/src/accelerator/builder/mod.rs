@@ -12,7 +12,7 @@ use burn::tensor::FloatDType;
 use crate::accelerator::SameBatches;
 use crate::device::{DeviceKind, Oversubscription};
 use crate::gradient::hook::{CommunicationHook, Maker};
-use crate::gradient::{Compression, GradientReduction, OnBadLoss, Overlap};
+use crate::gradient::{Compression, GradientReduction, OnNonFiniteLoss, Overlap};
 use crate::precision::{LossScale, Precision};
 use crate::timeline::{Recording, Schedule};
 
@@ -63,7 +63,7 @@ pub struct AcceleratorBuilder {
     hook: Option<Maker>,
     launch: Option<Launch>,
     loss_scale: LossScale,
-    on_bad_loss: OnBadLoss,
+    on_non_finite_loss: OnNonFiniteLoss,
     options: GroupOptions,
     overlap: Option<Overlap>,
     oversubscription: Option<Oversubscription>,
@@ -98,7 +98,7 @@ impl AcceleratorBuilder {
             hook: None,
             launch: None,
             loss_scale: LossScale::new(),
-            on_bad_loss: OnBadLoss::Tell,
+            on_non_finite_loss: OnNonFiniteLoss::Warn,
             options: GroupOptions::new(),
             overlap: None,
             oversubscription: None,
@@ -458,7 +458,7 @@ impl AcceleratorBuilder {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn stop_at_non_finite_loss(mut self) -> Self {
-        self.on_bad_loss = OnBadLoss::Stop;
+        self.on_non_finite_loss = OnNonFiniteLoss::Fail;
         self
     }
 
