@@ -313,7 +313,7 @@ impl<O: Send + 'static> Prepare<kind::Opaque> for InOrder<O> {
     type Prepared = PreparedLoader<O>;
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        Ok(PreparedLoader::opaque(accelerator, self.0))
+        PreparedLoader::opaque(accelerator, self.0)
     }
 
     fn kinds(kinds: &mut Vec<String>) {

@@ -9,12 +9,13 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use accelerator::checkpoint::{Object, PerRank};
-use accelerator::data::Batch;
+use accelerator::data::{Batch, InOrder};
 use accelerator::hook::PowerSgd;
 use accelerator::metric::Mean;
 use accelerator::optim::{Manual, Sharded};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, Clip, Weight};
+use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
@@ -703,16 +704,22 @@ fn a_data_set_that_makes_no_step_is_refused_when_it_is_prepared() {
                 .tail(TailPolicy::Drop)
                 .build(columns(3));
             let short = accelerator.prepare(short).unwrap_err();
+            let burns = BurnBuilder::new(ColumnBatcher)
+                .batch_size(2)
+                .build(columns(0));
+            let burns = accelerator.prepare(InOrder(burns)).unwrap_err();
             accelerator.wait_for_everyone()?;
-            Ok([empty, short])
+            Ok([empty, burns, short])
         });
-        for [empty, short] in errors.unwrap() {
+        for [empty, burns, short] in errors.unwrap() {
+            for error in [&empty, &burns] {
+                let text = error.to_string();
+                assert!(text.contains("has no samples"), "{text}");
+            }
             assert!(
-                empty.is_config() && short.is_config(),
-                "{empty:?} {short:?}"
+                [&empty, &burns, &short].iter().all(|e| e.is_config()),
+                "{empty:?} {burns:?} {short:?}"
             );
-            let text = empty.to_string();
-            assert!(text.contains("has no samples"), "{text}");
             let text = short.to_string();
             assert!(
                 text.contains("3 samples") && text.contains("drop"),
@@ -793,6 +800,38 @@ fn a_training_can_be_stopped_where_a_loss_is_not_finite() {
                 "{text}"
             );
         }
+    }
+}
+
+/// In local training ranks hear nothing of each other between averages.
+#[test]
+fn local_training_is_stopped_on_the_rank_whose_loss_is_not_finite() {
+    for accumulation in [1, 2] {
+        let builder = Accelerator::builder()
+            .accumulation_steps(accumulation)
+            .stop_at_non_finite_loss();
+        let errors = builder.launch(2, |accelerator| {
+            let parts = (line(&accelerator.device()), SgdConfig::new().init());
+            let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+            let mut local = LocalSgdConfig::new(4).init(&accelerator, &model)?;
+            for step in 0..3 {
+                for _ in 0..accumulation {
+                    let loss = loss_with_nan(&accelerator, &model, step);
+                    match local.backward(loss, &model, 2) {
+                        Ok(gradients) => model = optimizer.step(0.1, model, gradients),
+                        Err(error) => return Ok(Some((step, error))),
+                    }
+                }
+                local.step(&mut model)?;
+            }
+            Ok(None)
+        });
+        let [first, last] = errors.unwrap().try_into().unwrap();
+        assert!(first.is_none(), "{first:?}");
+        let (step, error) = last.unwrap();
+        assert!(step == 1 && error.is_not_finite(), "{step} {error:?}");
+        let text = error.to_string();
+        assert!(text.contains("NaN on rank 1"), "{text}");
     }
 }
 
@@ -911,7 +950,7 @@ fn an_idle_batch_that_nobody_asked_what_it_counts_is_told_once() {
         })?;
         let weight = counted(|batch| {
             let _ = batch.weight();
-            batch.real_indices().len()
+            batch.indices().len()
         })?;
         // Batches that were read ahead are not used.
         let ((), ahead) = logged(|| drop(valid.epoch(0).next()));
@@ -921,12 +960,53 @@ fn an_idle_batch_that_nobody_asked_what_it_counts_is_told_once() {
     for (rank, counts) in counts.unwrap().into_iter().enumerate() {
         let [real, idle, weight, rows, ahead] = counts;
         let wanted = (2 * [3, 2][rank], String::new());
-        assert_eq!([&real, &idle, &weight], [&wanted; 3]);
-        assert_eq!(ahead.1, "");
-        assert_eq!(rows.0, 2 * [3, 4][rank], "rows of an idle batch are there");
+        assert_eq!([&real, &idle], [&wanted; 2]);
+        assert_eq!([&weight.1, &ahead.1], [""; 2]);
+        assert_eq!(
+            [weight.0, rows.0],
+            [2 * [3, 4][rank]; 2],
+            "rows of an idle batch are there"
+        );
         let told = rows.1.matches("an idle batch").count();
         assert_eq!(told, rank, "{}", rows.1);
         assert_eq!(rows.1.contains("`batch.real()`"), rank == 1, "{}", rows.1);
+    }
+}
+
+#[test]
+fn padding_that_nobody_asked_about_is_told_once_on_each_rank() {
+    let counts = accelerator::launch(2, |accelerator| {
+        let valid = DataLoaderBuilder::new(ColumnBatcher)
+            .batch_size(2)
+            .tail(TailPolicy::Pad)
+            .build(columns(5));
+        let valid = accelerator.prepare(valid)?;
+        let counted = |count: fn(&Batch<Column>) -> usize| -> Result<(usize, String)> {
+            let (samples, text) = logged(|| {
+                let epochs = (0..2).flat_map(|epoch| valid.epoch(epoch));
+                epochs
+                    .map(|batch| Ok(count(&batch?)))
+                    .sum::<Result<usize>>()
+            });
+            Ok((samples?, text))
+        };
+        let real = counted(|batch| batch.real())?;
+        // It was not used, as far as anybody can tell.
+        Ok([real, counted(|batch| batch.values.dims()[0])?])
+    });
+    for (rank, [real, rows]) in counts.unwrap().into_iter().enumerate() {
+        assert_eq!(real, (2 * [3, 2][rank], String::new()));
+        assert_eq!(rows.0, 2 * 4);
+        let text = rows.1;
+        assert_eq!(
+            text.matches("samples that others have").count(),
+            1,
+            "{text}"
+        );
+        assert!(
+            text.contains("dropped and never asked") && text.contains("`batch.real()`"),
+            "{text}"
+        );
     }
 }
 

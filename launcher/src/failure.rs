@@ -61,6 +61,9 @@ struct First {
     shown: Shown,
 }
 
+/// How long a line is that two texts do not share by chance, in bytes.
+const SAME: usize = 12;
+
 /// What the block says of the first and the file does not.
 #[derive(Clone, Debug)]
 struct Shown {
@@ -220,13 +223,18 @@ impl Failure {
         if self.first.signal == Some(signal::SIGKILL) {
             text.push_str(", as when the machine runs out of memory");
         }
-        if let Some(statement) = &shown.said {
+        let said = shown.said.as_ref();
+        if let Some(statement) = said.filter(|said| !self.first.has_shown(said)) {
             let who = if statement.rank == *rank {
                 "it said".to_owned()
             } else {
                 format!("rank {} said", statement.rank)
             };
-            let _ = write!(text, "\n  {who}: {}", statement.text);
+            let _ = write!(
+                text,
+                "\n  {who}: {}",
+                statement.text.replace('\n', "\n    ")
+            );
         }
         if !reported_by.is_empty() {
             let _ = write!(text, "\n  reported by {}", list(reported_by));
@@ -368,6 +376,12 @@ impl First {
             },
         }
     }
+
+    /// Whether its last lines show what it said itself, as those of a panic do.
+    fn has_shown(&self, statement: &Statement) -> bool {
+        let says = |line: &String| line.len() >= SAME && statement.text.contains(line.trim());
+        statement.rank == self.rank && self.last_words.iter().any(says)
+    }
 }
 
 impl Other {
@@ -458,6 +472,21 @@ mod tests {
             log_files: Vec::new(),
             time: String::new(),
         }
+    }
+
+    #[test]
+    fn a_panic_that_the_rank_told_of_is_shown_once() {
+        let mut failure = failure("no such digit: 10", Vec::new());
+        let mut said = |rank: usize| {
+            failure.first.shown.said = Some(Statement {
+                rank,
+                accused: BTreeSet::from([0]),
+                text: "it panicked: no such digit: 10 (at src/main.rs:3:5)".to_owned(),
+            });
+            failure.block(None)
+        };
+        assert_eq!(said(0).matches("no such digit").count(), 1);
+        assert_eq!(said(1).matches("no such digit").count(), 2);
     }
 
     #[test]

@@ -82,7 +82,7 @@ impl Drop for PaddingWatch {
             Share::Used => "a batch with samples that others have, too,",
         };
         notice::warn(&format!(
-            "{what} was used, and nobody has asked what it counts, so that its samples may be counted twice: count \
+            "{what} was dropped and never asked how many samples it counts, so that they may be counted twice: count \
              `batch.real()` samples, not the rows of its tensors, and pass `&batch` to `backward` and \
              `gather_for_metrics` (said once a loader)"
         ));

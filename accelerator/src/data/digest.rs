@@ -149,6 +149,18 @@ mod tests {
     fn neither_the_order_of_a_map_nor_an_address_counts() {
         let map = || -> HashMap<u32, String> { (0..50).map(|x| (x, x.to_string())).collect() };
         assert_eq!(of_debug(&map()), of_debug(&map()));
+        let changed = |change: fn(&mut HashMap<u32, String>)| {
+            let mut map = map();
+            change(&mut map);
+            map
+        };
+        for other in [
+            changed(|map| drop(map.insert(7, "8".to_owned()))),
+            changed(|map| drop(map.remove(&7))),
+            changed(|map| drop(map.insert(50, "50".to_owned()))),
+        ] {
+            assert_ne!(of_debug(&other), of_debug(&map()), "{other:?}");
+        }
         let (one, other) = (1, 1);
         assert_eq!(of_debug(&&raw const one), of_debug(&&raw const other));
     }

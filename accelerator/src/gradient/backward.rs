@@ -68,7 +68,8 @@ fn run<M: Module>(
     let copy = slot.take_working();
     let group = accelerator.group();
     if group.world_size() > 1 {
-        // What the others do not call is no call that failed here alone.
+        // A `SyncBatchNorm` misused on this rank: whether the others call `backward` too is not known, so the call is
+        // not counted; if they do, their windows differ in batches.
         check_together(accelerator)
             .inspect_err(|_| call.into_iter().for_each(BackwardCall::mark_synchronized))?;
     }

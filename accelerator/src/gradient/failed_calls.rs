@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 
-/// Calls of `backward` that failed on this rank before its first collective, since a model was last prepared. Other ranks
-/// would pair the next call with the failed one. Every window carries the number, so that ranks notice where theirs
-/// differ.
+/// Calls of `backward` that failed on this rank before its first collective, since a model was last prepared. Other
+/// ranks would pair the next call with the failed one. Every window carries the number, so that ranks notice where
+/// theirs differ.
 #[derive(Debug, Default)]
 pub(crate) struct FailedCalls(Mutex<Failed>);
 

@@ -463,6 +463,9 @@ impl Gradients {
     /// As Burn's own type, clipped if that was asked for; `None` while the window is open, and where
     /// the step is skipped.
     ///
+    /// The window counts as stepped from here on: [save](crate::Accelerator::save_state) behind the step of your
+    /// optimizer, not between.
+    ///
     /// For an optimizer of Burn's that was not prepared:
     ///
     /// ```

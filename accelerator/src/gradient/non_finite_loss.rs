@@ -10,7 +10,7 @@ pub(crate) enum OnNonFiniteLoss {
     /// It takes place, and is told once.
     #[default]
     Warn,
-    /// It fails, on all ranks.
+    /// It fails, on all ranks; in local training on the rank whose loss it is.
     Fail,
 }
 

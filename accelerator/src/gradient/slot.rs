@@ -55,7 +55,7 @@ pub(crate) struct Slot {
     /// What this rank did by itself.
     round: Mutex<Round>,
     shelf: Mutex<Shelf>,
-    /// How many windows ended, over the whole job.
+    /// How many windows an optimizer has stepped with, skipped ones included, over the whole job.
     steps: AtomicU64,
     /// Which of its places hold the same parameter.
     tied: Arc<TiedParameters>,
@@ -224,8 +224,8 @@ impl Slot {
         self.leaf_before_prepare
     }
 
-    /// Whether a parameter is still what the program gave to `prepare`, and so one of a clone from before. Checked before
-    /// the first step only, since reading the leaf allocates.
+    /// Whether a parameter is still what the program gave to `prepare`, and so one of a clone from before. Checked
+    /// before the first step only, since reading the leaf allocates.
     pub(crate) fn is_clone_from_before<const D: usize>(&self, param: &Param<Tensor<D>>) -> bool {
         let first = self.parameters.first().map(|first| first.id);
         self.leaf_before_prepare.is_some()
@@ -317,7 +317,7 @@ impl Slot {
         self.scaler().as_ref().map(Scaler::state)
     }
 
-    /// A window was reduced.
+    /// Moves the scale by the outcome of a window.
     pub(super) fn update_loss_scale(&self, gradients: Finiteness) {
         if let Some(scaler) = &mut *self.scaler() {
             scaler.update(gradients);
@@ -432,7 +432,7 @@ impl Slot {
         Arc::strong_count(&self.pending) > 1
     }
 
-    /// How many windows ended, over the whole job.
+    /// How many windows an optimizer has stepped with, skipped ones included, over the whole job.
     pub(crate) fn steps(&self) -> u64 {
         self.steps.load(Ordering::Relaxed)
     }

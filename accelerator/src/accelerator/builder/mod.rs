@@ -433,6 +433,9 @@ impl AcceleratorBuilder {
     /// rank. The model is as it was before that step. Default: the rank whose loss it is says so once a model, with
     /// the step, and training goes on.
     ///
+    /// In [local training](crate::local), ranks hear nothing of each other between averages, and the error is that of
+    /// this rank alone: end the program with it.
+    ///
     /// On a CPU it costs nothing. On a GPU each call of `backward` waits until its loss is computed; without it, such
     /// a loss is told there when the program asks for [`Gradients::loss`](crate::Gradients::loss).
     ///
