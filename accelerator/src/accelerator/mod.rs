@@ -240,6 +240,8 @@ impl Accelerator {
     /// [`Error::is_config`](crate::Error::is_config) for a loader whose batch size is 0 or cannot be
     /// shared by this many ranks, whose data set has no samples or makes no step, or that differs between ranks, in
     /// [some of its items](crate::data#the-same-data-set-on-every-rank) too;
+    /// [`Error::is_data`](crate::Error::is_data) or [`is_panic`](crate::Error::is_panic) where no rank of several can
+    /// read these items;
     /// [`Error::is_misuse`](crate::Error::is_misuse) when ranks prepare different things, or in another order,
     /// for a model of which a parameter lies on a device that records no gradients, as `Device::default()`,
     /// and for a model that is prepared again in the middle of an accumulation window or of
