@@ -12,7 +12,7 @@ use accelerator::checkpoint::{Object, PerRank};
 use accelerator::data::{Batch, InOrder};
 use accelerator::hook::PowerSgd;
 use accelerator::metric::Mean;
-use accelerator::optim::{Manual, Sharded};
+use accelerator::optim::{Manual, PreparedOptimizer, Sharded};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, Clip, Weight};
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
@@ -20,6 +20,7 @@ use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::{Device, Tensor};
+use common::checkpoints::adam;
 use common::{Column, ColumnBatcher, columns, distance, flat, line, loader};
 
 #[derive(Clone, Default)]
@@ -76,6 +77,44 @@ fn a_plan_that_resume_makes_wrong_is_said() {
     for (plan, first) in [(false, false), (true, true)] {
         let text = resumed(plan, first);
         assert!(!text.contains("plan"), "{text}");
+    }
+}
+
+#[test]
+fn optimizers_that_are_resumed_in_another_order_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let accelerator = Accelerator::new().unwrap();
+    let parts = || {
+        let (first, second) = (line(&accelerator.device()), line(&accelerator.device()));
+        let optimizers = (adam(), adam());
+        accelerator
+            .prepare((first, second, optimizers.0, optimizers.1, loader(24, 2)))
+            .unwrap()
+    };
+    let step = |model: Linear, optimizer: &mut PreparedOptimizer<Manual>, batch: &Batch<Column>| {
+        let loss = distance(&model, batch);
+        let gradients = accelerator.backward(loss, &model, batch).unwrap();
+        optimizer.step(0.1, model, gradients)
+    };
+    let (first, second, mut a, mut b, train) = parts();
+    let batch = train.epoch(0).next().unwrap().unwrap();
+    let (first, second) = (step(first, &mut a, &batch), step(second, &mut b, &batch));
+    accelerator
+        .save_state(folder, (&first, &second, &a, &b, &train))
+        .unwrap();
+    for is_swapped in [false, true] {
+        let (first, second, a, b, train) = parts();
+        let (parts, _) = accelerator
+            .resume(folder, (first, second, a, b, train))
+            .unwrap();
+        let (first, _, mut a, mut b, train) = parts;
+        let batch = train.epoch(0).next().unwrap().unwrap();
+        let optimizer = if is_swapped { &mut b } else { &mut a };
+        let (_, text) = logged(|| step(first, optimizer, &batch));
+        let is_told =
+            text.contains("state for 2 parameters, and the model of its first step has none");
+        assert_eq!(is_told, is_swapped, "{text}");
     }
 }
 
