@@ -81,6 +81,29 @@ fn a_plan_that_resume_makes_wrong_is_said() {
 }
 
 #[test]
+fn a_folder_of_checkpoints_that_is_not_resumed_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let run = |resumes: bool| {
+        let accelerator = Accelerator::new().unwrap();
+        let mut train = accelerator.prepare(loader(24, 2)).unwrap();
+        if resumes {
+            (train, _) = accelerator.resume(folder, train).unwrap();
+        }
+        let save = || accelerator.save_state(folder, &train).unwrap();
+        logged(|| (save(), save())).1
+    };
+    assert_eq!(run(false), "");
+    assert_eq!(run(true), "");
+    let text = run(false);
+    assert_eq!(
+        text.matches("holds checkpoint 4 of an earlier run").count(),
+        1,
+        "{text}"
+    );
+}
+
+#[test]
 fn optimizers_that_are_resumed_in_another_order_are_told() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();

@@ -35,6 +35,7 @@ pub(super) fn resume<K, P: Resume<K>>(
 ) -> Result<(P, Position)> {
     let mut kinds = Vec::new();
     P::kinds(&mut kinds);
+    accelerator.shared.checkpoints.resumes(settings.path());
     let Some((found, source)) = find(accelerator, settings, "resume", list(&kinds), rule)? else {
         return Ok((parts, Position::start(accelerator.world_size())));
     };
