@@ -631,6 +631,35 @@ fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
 }
 
 #[test]
+fn a_model_that_goes_on_from_a_checkpoint_is_known_as_what_it_became_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    for life in 0..2 {
+        let texts = accelerator::launch(2, |accelerator| {
+            let parts = (line(&accelerator.device()), SgdConfig::new().init());
+            let (model, optimizer) = accelerator.prepare(parts)?;
+            let before = model.clone();
+            let ((mut model, mut optimizer), position) =
+                accelerator.resume(folder.path(), (model, optimizer))?;
+            assert_eq!(position.is_start(), life == 0);
+            let input = Tensor::<2>::ones([2, 1], &accelerator.device());
+            let loss = |model: &Linear| model.forward(input.clone()).mean();
+            if life > 0 {
+                // It was not given the values that were saved.
+                let error = accelerator.backward(loss(&before), &before, 2).unwrap_err();
+                assert!(error.is_misuse(), "{error:?}");
+            }
+            let gradients = accelerator.backward(loss(&model), &model, 2)?;
+            model = optimizer.step(0.1, model, gradients);
+            accelerator.save_state(folder.path(), (&model, &optimizer))?;
+            let (done, text) = logged(|| accelerator.finish());
+            done?;
+            Ok(text)
+        });
+        assert_eq!(texts.unwrap(), ["", ""], "life {life}");
+    }
+}
+
+#[test]
 fn a_data_set_that_makes_no_step_is_refused_when_it_is_prepared() {
     for ranks in [1, 2] {
         let errors = accelerator::launch(ranks, |accelerator| {
