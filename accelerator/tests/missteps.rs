@@ -838,6 +838,74 @@ fn an_epoch_that_is_left_in_mid_window_is_told_once() {
     }
 }
 
+/// What ranks log of a training of two epochs behind a checkpoint, which was saved after so many batches of the epochs
+/// before; `first` tells the epoch with which they go on.
+fn logged_after_resume(
+    ranks: usize,
+    saved_after: [usize; 2],
+    first: fn(u64) -> u64,
+) -> Vec<String> {
+    let folder = tempfile::tempdir().unwrap();
+    let life = |accelerator: Accelerator, batches: Option<[usize; 2]>| {
+        let parts = (line(&accelerator.device()), SgdConfig::new().init());
+        let (model, optimizer) = accelerator.prepare(parts)?;
+        let (train, valid) = accelerator.prepare((loader(4 * ranks, 1), loader(4 * ranks, 1)))?;
+        let parts = (model, optimizer, train, valid);
+        let ((mut model, mut optimizer, train, valid), position) =
+            accelerator.resume(folder.path(), parts)?;
+        let start = batches.map_or_else(|| first(position.epoch()), |_| 0);
+        let (done, text) = logged(|| -> Result<()> {
+            // A look at the data is no training.
+            let _ = train.epoch(0).next().unwrap()?;
+            for epoch in start..start + 2 {
+                let most = batches.map_or(usize::MAX, |batches| batches[epoch as usize]);
+                for batch in train.epoch(epoch).take(most) {
+                    let batch = batch?;
+                    let gradients =
+                        accelerator.backward(distance(&model, &batch), &model, &batch)?;
+                    model = optimizer.step(0.1, model.clone(), gradients);
+                }
+                for batch in valid.epoch(0).take(most) {
+                    let _ = batch?.real();
+                }
+            }
+            Ok(())
+        });
+        done?;
+        if batches.is_some() {
+            accelerator.save_state(folder.path(), (&model, &optimizer, &train, &valid))?;
+        }
+        Ok(text)
+    };
+    accelerator::launch(ranks, |accelerator| life(accelerator, Some(saved_after))).unwrap();
+    accelerator::launch(ranks, |accelerator| life(accelerator, None)).unwrap()
+}
+
+#[test]
+fn an_epoch_that_is_trained_again_after_a_resume_is_told_once() {
+    const ALL: usize = usize::MAX;
+    for ranks in [1, 2] {
+        for saved_after in [[ALL, 2], [ALL, 0], [ALL, ALL]] {
+            let texts = logged_after_resume(ranks, saved_after, |_| 0);
+            let text = &texts[0];
+            assert_eq!(text.matches("WARN").count(), 1, "{text}");
+            assert!(text.contains("epoch 0 is trained again"), "{text}");
+            assert!(text.contains("position.epoch().."), "{text}");
+            assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
+        }
+        for (saved_after, first) in [
+            ([ALL, 2], (|epoch| epoch) as fn(u64) -> u64),
+            ([ALL, ALL], |epoch| epoch),
+            // Further on, as where a broken batch is passed over.
+            ([ALL, 2], |epoch| epoch + 1),
+            ([2, 0], |_| 0),
+        ] {
+            let texts = logged_after_resume(ranks, saved_after, first);
+            assert!(texts.iter().all(String::is_empty), "{texts:?}");
+        }
+    }
+}
+
 #[test]
 fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
     for ranks in [1, 2] {

@@ -283,6 +283,10 @@ impl Found {
         let how = Continuation {
             global_batch: &|global_batch| rescale.global_batch(before, world_size, global_batch),
             goes_on: self.state.goes_on(at),
+            leads: self
+                .state
+                .leading()
+                .is_some_and(|leading| core::ptr::eq(leading, saved)),
             same_world: before == world_size,
         };
         loader.go_on(name, saved, &how)

@@ -39,6 +39,8 @@ pub(crate) struct Continuation<'a> {
     pub(crate) global_batch: &'a dyn Fn(u64) -> u64,
     /// Whether an epoch that was not finished is continued.
     pub(crate) goes_on: bool,
+    /// Whether `Position::epoch` is that of this loader.
+    pub(crate) leads: bool,
     /// Whether there were as many ranks.
     pub(crate) same_world: bool,
 }
@@ -133,10 +135,12 @@ impl<O: Send + 'static> PreparedLoader<O> {
         }
         self.place.number = saved.number;
         self.passes = AtomicU64::new(saved.passes);
+        let leads = how.leads && saved.trained && self.place.rank == 0;
         self.cursor = Cursor::restored(Restored {
             spot: saved.spot,
             trained: saved.trained,
             goes_on: how.goes_on,
+            first_epoch: saved.spot.filter(|_| leads).map(Spot::next_epoch),
         });
         Ok(self)
     }
