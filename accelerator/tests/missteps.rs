@@ -796,7 +796,11 @@ fn a_clone_from_before_prepare_is_refused_on_any_number_of_ranks() {
 
 /// What is said of windows in a training of two epochs, three micro-steps a step, whose first epoch is left after so many
 /// batches, and whose second one after so many.
-fn left_after(ranks: usize, batches: [usize; 2], weight: fn(Weight) -> Weight) -> Vec<String> {
+fn left_after(
+    ranks: usize,
+    batches: [usize; 2],
+    weight: fn(&Batch<Column>) -> Weight,
+) -> Vec<String> {
     let builder = Accelerator::builder().accumulation_steps(3);
     let texts = builder.launch(ranks, |accelerator| {
         let parts = (line(&accelerator.device()), SgdConfig::new().init());
@@ -807,7 +811,7 @@ fn left_after(ranks: usize, batches: [usize; 2], weight: fn(Weight) -> Weight) -
                 for batch in train.epoch(epoch as u64).take(batches) {
                     let batch = batch?;
                     let loss = distance(&model, &batch);
-                    let weight = weight(batch.weight());
+                    let weight = weight(&batch);
                     let gradients = accelerator.backward(loss, &model, weight)?;
                     model = optimizer.step(0.1, model.clone(), gradients);
                 }
@@ -824,7 +828,7 @@ fn left_after(ranks: usize, batches: [usize; 2], weight: fn(Weight) -> Weight) -
 fn an_epoch_that_is_left_in_mid_window_is_told_once() {
     for ranks in [1, 2] {
         for (left, told) in [([2, 4], true), ([4, 4], false), ([3, 3], false)] {
-            let texts = left_after(ranks, left, |weight| weight);
+            let texts = left_after(ranks, left, Batch::weight);
             let wanted = usize::from(told);
             let text = &texts[0];
             assert_eq!(text.matches("epoch 0 was left").count(), wanted, "{text}");
@@ -833,7 +837,7 @@ fn an_epoch_that_is_left_in_mid_window_is_told_once() {
             assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
         }
         // The program keeps it open.
-        let texts = left_after(ranks, [4, 1], Weight::no_sync);
+        let texts = left_after(ranks, [4, 1], |batch| batch.weight().no_sync());
         assert!(!texts[0].contains("was left"), "{texts:?}");
     }
 }
@@ -909,11 +913,19 @@ fn an_epoch_that_is_trained_again_after_a_resume_is_told_once() {
 #[test]
 fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
     for ranks in [1, 2] {
-        let texts = left_after(ranks, [4, 2], |weight| weight);
+        let texts = left_after(ranks, [4, 2], Batch::weight);
         let text = &texts[0];
         assert_eq!(text.matches("2 micro-steps").count(), 1, "{text}");
         assert!(text.contains("no optimizer step"), "{text}");
+        assert!(text.contains("run the epoch to its end"), "{text}");
         assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
+        // Nobody can tell where its epochs end.
+        let texts = left_after(ranks, [4, 4], |batch| Weight::from(batch.len()));
+        let text = &texts[0];
+        assert_eq!(text.matches("2 micro-steps").count(), 1, "{text}");
+        assert!(text.contains("`backward` was given a number"), "{text}");
+        assert!(text.contains("pass `&batch`"), "{text}");
+        assert!(!text.contains("run the epoch to its end"), "{text}");
     }
 }
 

@@ -388,10 +388,19 @@ impl Slot {
     pub(crate) fn report_lost(&self) {
         let (open, first) = (self.open_micro_steps(), self.parameters.first());
         if let Some(first) = first.filter(|_| open > 0) {
+            let hint = match self.window().has_bare_weights() {
+                true => {
+                    "`backward` was given a number, which does not know where its epoch ends, so that windows run \
+                     over the ends of epochs: pass `&batch`, or `batch.with_weight(number)`, or end the last window \
+                     with `Weight::from(number).trigger_sync()`"
+                }
+                false => {
+                    "end the last window with `batch.weight().trigger_sync()`, or run the epoch to its end"
+                }
+            };
             notice::warn(&format!(
                 "{open} micro-steps of the model with the parameter `{}` are in an accumulation window that is open, \
-                 and no optimizer step came of them: end the last window with `batch.weight().trigger_sync()`, or \
-                 run the epoch to its end",
+                 and no optimizer step came of them: {hint}",
                 first.path
             ));
         }
