@@ -5,6 +5,7 @@
 mod common;
 
 use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
@@ -212,6 +213,43 @@ fn half_precision_that_nothing_computes_in_is_warned_of_once_a_model() {
     assert_eq!(texts[0].matches("the precision is bf16").count(), 1);
     assert!(texts[0].contains("accelerator.forward(&model"), "{texts:?}");
     assert_eq!(texts[1], "");
+}
+
+/// What is logged of a training whose input alone is in half precision, up to its panic.
+fn logged_in_a_panic(precision: Precision, forward: bool) -> String {
+    let train = || {
+        let builder = Accelerator::builder()
+            .device(DeviceKind::Flex)
+            .precision(precision);
+        let accelerator = builder.build().unwrap();
+        let model = accelerator.prepare(line(&accelerator.device())).unwrap();
+        let input = accelerator.to_working(Tensor::<2>::ones([2, 1], &accelerator.device()));
+        let output = match forward {
+            true => accelerator.forward(&model, |model| model.forward(input)),
+            false => model.forward(input),
+        };
+        panic!("it is no mistake of types: {:?}", output.shape());
+    };
+    logged(|| catch_unwind(AssertUnwindSafe(train)).unwrap_err()).1
+}
+
+#[test]
+fn inputs_in_half_precision_for_a_model_that_is_not_are_told_where_the_program_panics() {
+    let text = logged_in_a_panic(Precision::Bf16, false);
+    assert_eq!(
+        text.matches("accelerator.forward(&model, |model| …)")
+            .count(),
+        1,
+        "{text}"
+    );
+    assert!(text.contains("to_working"), "{text}");
+    for (precision, forward) in [(Precision::Bf16, true), (Precision::No, false)] {
+        assert_eq!(
+            logged_in_a_panic(precision, forward),
+            "",
+            "{precision} {forward}"
+        );
+    }
 }
 
 #[test]
