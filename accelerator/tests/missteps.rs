@@ -252,6 +252,53 @@ fn inputs_in_half_precision_for_a_model_that_is_not_are_told_where_the_program_p
     }
 }
 
+/// What ranks log of steps in f16, of which those that `bad` tells have gradients that are not finite.
+fn logged_in_f16(ranks: usize, steps: usize, bad: fn(usize) -> bool) -> Vec<String> {
+    let train = |accelerator: Accelerator| {
+        let parts = (line(&accelerator.device()), SgdConfig::new().init());
+        let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+        let (done, text) = logged(|| -> Result<()> {
+            for step in 0..steps {
+                // One rank alone finds it.
+                let bad = bad(step) && accelerator.rank() + 1 == ranks;
+                let factor = if bad {
+                    1e20
+                } else {
+                    0.01 * (1.0 + accelerator.rank() as f32)
+                };
+                let loss = accelerator.forward(&model, |model| {
+                    accelerator.to_full(model.weight.val()).sum() * factor
+                });
+                let gradients = accelerator.backward(loss.reshape([1]), &model, 1)?;
+                model = optimizer.step(0.1, model.clone(), gradients);
+            }
+            Ok(())
+        });
+        done?;
+        Ok(text)
+    };
+    let builder = Accelerator::builder()
+        .device(DeviceKind::Flex)
+        .precision(Precision::F16);
+    builder.launch(ranks, train).unwrap()
+}
+
+#[test]
+fn steps_that_are_skipped_are_told_at_first_and_where_there_is_no_end_of_them() {
+    for ranks in [1, 2] {
+        let texts = logged_in_f16(ranks, 60, |step| step % 3 == 2);
+        let text = &texts[0];
+        assert_eq!(text.matches("is skipped").count(), 1, "{text}");
+        assert!(text.contains("INFO") && text.contains("65536"), "{text}");
+        let texts = logged_in_f16(ranks, 60, |step| step % 30 > 3);
+        let text = &texts[0];
+        assert_eq!(text.matches("is skipped").count(), 1, "{text}");
+        assert_eq!(text.matches("16 steps in a row").count(), 1, "{text}");
+        let texts = logged_in_f16(ranks, 4, |_| false);
+        assert!(texts.iter().all(String::is_empty), "{texts:?}");
+    }
+}
+
 #[test]
 fn a_clip_of_nothing_is_warned_of_once() {
     let accelerator = Accelerator::new().unwrap();

@@ -24,7 +24,7 @@ use crate::graph;
 use crate::local::Round;
 use crate::model::{TiedParameters, Trainable};
 use crate::notice;
-use crate::precision::{Cast, Finiteness, Scaler, ScalerState};
+use crate::precision::{Cast, Finiteness, Scaler, ScalerState, SkipNotice};
 
 /// What is kept for a prepared model: which gradients it has, where they lie, and the window
 /// that is open.
@@ -320,6 +320,11 @@ impl Slot {
         if let Some(scaler) = &mut *self.scaler() {
             scaler.update(gradients);
         }
+    }
+
+    /// What is to be said of the step that was skipped last.
+    pub(super) fn skip_notice(&self) -> Option<SkipNotice> {
+        self.scaler().as_ref().and_then(Scaler::skip_notice)
     }
 
     fn scaler(&self) -> MutexGuard<'_, Option<Scaler>> {
