@@ -10,12 +10,13 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use accelerator::checkpoint::{Object, PerRank};
-use accelerator::data::Batch;
+use accelerator::data::{Batch, Loader};
 use accelerator::hook::PowerSgd;
 use accelerator::metric::Mean;
 use accelerator::optim::{Manual, Sharded};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, Clip, Weight};
+use burn::data::dataset::transform::{SamplerDataset, SamplerDatasetOptions};
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
@@ -992,6 +993,46 @@ fn an_epoch_that_is_trained_again_after_a_resume_is_told_once() {
             let texts = logged_after_resume(ranks, saved_after, first);
             assert!(texts.iter().all(String::is_empty), "{texts:?}");
         }
+    }
+}
+
+#[test]
+fn a_data_set_that_draws_at_each_read_is_told_where_one_rank_resumes() {
+    fn drawn(check: bool) -> Loader<Column> {
+        let options = SamplerDatasetOptions::default().with_fixed_size(8);
+        let dataset = SamplerDataset::new(columns(1 << 20), options.with_seed(7));
+        let builder = DataLoaderBuilder::new(ColumnBatcher).batch_size(2);
+        match check {
+            true => builder.build(dataset),
+            false => builder.without_item_check().build(dataset),
+        }
+    }
+    let trains: [(fn() -> Loader<Column>, bool); 3] = [
+        (|| drawn(true), true),
+        (|| drawn(false), false),
+        (|| loader(8, 2), false),
+    ];
+    for (train, told) in trains {
+        let folder = tempfile::tempdir().unwrap();
+        let life = || -> Result<String> {
+            let accelerator = Accelerator::new()?;
+            let model = line(&accelerator.device());
+            let parts = (model, SgdConfig::new().init(), train(), drawn(true));
+            let parts = accelerator.prepare(parts)?;
+            let (resumed, text) = logged(|| accelerator.resume(folder.path(), parts));
+            let ((mut model, mut optimizer, train, valid), _) = resumed?;
+            let batch = train.epoch(0).next().unwrap()?;
+            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+            model = optimizer.step(0.1, model, gradients);
+            let _ = valid.epoch(0).next().unwrap()?;
+            accelerator.save_state(folder.path(), (&model, &optimizer, &train, &valid))?;
+            Ok(text)
+        };
+        assert!(!life().unwrap().contains("WARN"));
+        let text = life().unwrap();
+        assert_eq!(text.matches("WARN").count(), usize::from(told), "{text}");
+        assert_eq!(text.contains("the loader at place 3"), told, "{text}");
+        assert_eq!(text.contains("`SamplerDataset`"), told, "{text}");
     }
 }
 

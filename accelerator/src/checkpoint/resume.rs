@@ -18,7 +18,7 @@ use super::state::{HookState, Kept, ModelState, Names, PartState, State, decode}
 use super::world::{Rescale, WorldChange};
 use crate::accelerator::{Accelerator, WindowSize};
 use crate::agreement::{self, Term};
-use crate::data::{Continuation, PreparedLoader, Standing};
+use crate::data::{Continuation, DRAWN_HINT, PreparedLoader, Standing};
 use crate::error::{Error, Kind, Result};
 use crate::gradient::hook::{Held, SavedBy};
 use crate::notice;
@@ -476,6 +476,12 @@ impl<'a> Restorer<'a> {
         let PartState::Loader(saved) = part else {
             return Err(other_kind(&name));
         };
+        if saved.trained && loader.draws_at_each_read() {
+            notice::warn(&format!(
+                "{name} has a data set with items that are others each time they are read, so training does not go on \
+                 with the samples that it would have had; several ranks cannot share it out {DRAWN_HINT}"
+            ));
+        }
         let planned = loader.planned_batch();
         let world_size = self.accelerator.world_size();
         let loader = self.found.go_on(world_size, at, &name, saved, loader)?;

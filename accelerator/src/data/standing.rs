@@ -91,6 +91,17 @@ impl<O: Send + 'static> PreparedLoader<O> {
         }
     }
 
+    /// Whether an index gives another item each time, where one process alone reads: several compare items in
+    /// `prepare`.
+    pub(crate) fn draws_at_each_read(&self) -> bool {
+        match &self.samples {
+            Samples::Planned { source, .. } if self.place.world_size == 1 => {
+                matches!(source.digests(), Some(Ok(digests)) if digests.differ())
+            }
+            _ => false,
+        }
+    }
+
     /// Goes on where a loader stood that is `name`d so in errors.
     pub(crate) fn go_on(
         mut self,
