@@ -300,6 +300,67 @@ fn steps_that_are_skipped_are_told_at_first_and_where_there_is_no_end_of_them() 
     }
 }
 
+/// What ranks log of eight micro-steps, two a step, from a checkpoint if there is one, which they save; `rate` tells
+/// that of a micro-step by its number in this process and the optimizer steps that are done.
+fn logged_with_rates(folder: &Path, rate: fn(u64, u64) -> f64) -> Vec<String> {
+    let train = |accelerator: Accelerator| {
+        let parts = (line(&accelerator.device()), SgdConfig::new().init());
+        let parts = accelerator.prepare(parts)?;
+        let ((mut model, mut optimizer), _) = accelerator.resume(folder, parts)?;
+        let (done, text) = logged(|| -> Result<()> {
+            for call in 0..8 {
+                let input = Tensor::<2>::ones([2, 1], &accelerator.device());
+                let loss = model.forward(input).mean() + accelerator.rank() as f64;
+                let gradients = accelerator.backward(loss, &model, 2)?;
+                model = optimizer.step(rate(call, optimizer.steps()), model.clone(), gradients);
+            }
+            Ok(())
+        });
+        done?;
+        accelerator.save_state(folder, (&model, &optimizer))?;
+        Ok(text)
+    };
+    let builder = Accelerator::builder().accumulation_steps(2);
+    builder.launch(2, train).unwrap()
+}
+
+#[test]
+fn a_schedule_by_hand_that_runs_ahead_or_begins_anew_is_told_once() {
+    type Rate = fn(u64, u64) -> f64;
+    let lives: [(Rate, [&str; 2]); 5] = [
+        // As many times as there are micro-steps.
+        (
+            |call, _| 0.5_f64.powi(call as i32),
+            ["in a micro-step", "in a micro-step"],
+        ),
+        // As many times as there are steps, from the start of each process.
+        (
+            |call, _| 0.5_f64.powi((call / 2) as i32),
+            ["", "begins anew"],
+        ),
+        (|_, steps| 0.5_f64.powi(steps as i32), ["", ""]),
+        (|_, _| 0.1, ["", ""]),
+        // Its first change is to come.
+        (|_, steps| if steps < 5 { 0.1 } else { 0.01 }, ["", ""]),
+    ];
+    for (number, (rate, told)) in lives.into_iter().enumerate() {
+        let folder = tempfile::tempdir().unwrap();
+        for told in told {
+            let texts = logged_with_rates(folder.path(), rate);
+            let text = &texts[0];
+            let count = usize::from(!told.is_empty());
+            assert_eq!(text.matches("WARN").count(), count, "{number}: {text}");
+            assert!(text.contains(told), "{number}: {text}");
+            assert_eq!(
+                text.contains("(optimizer, scheduler)"),
+                count == 1,
+                "{text}"
+            );
+            assert_eq!(texts[1], "");
+        }
+    }
+}
+
 #[test]
 fn a_clip_of_nothing_is_warned_of_once() {
     let accelerator = Accelerator::new().unwrap();
