@@ -81,6 +81,34 @@ fn a_plan_that_resume_makes_wrong_is_said() {
 }
 
 #[test]
+fn what_becomes_of_a_batch_on_fewer_ranks_is_logged() {
+    let folder = tempfile::tempdir().unwrap();
+    for (ranks, told) in [(2, false), (1, true), (1, false)] {
+        let texts = accelerator::launch(ranks, |accelerator| {
+            let parts = (line(&accelerator.device()), SgdConfig::new().init());
+            let (model, optimizer) = accelerator.prepare(parts)?;
+            let (train, valid) = accelerator.prepare((loader(24, 2), loader(24, 2)))?;
+            let parts = (model, optimizer, train, valid);
+            let (resumed, text) = logged(|| accelerator.resume(folder.path(), parts));
+            let ((mut model, mut optimizer, train, valid), _) = resumed?;
+            let batch = train.epoch(0).next().unwrap()?;
+            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+            model = optimizer.step(0.1, model, gradients);
+            accelerator.save_state(folder.path(), (&model, &optimizer, &train, &valid))?;
+            Ok(text)
+        });
+        let text = &texts.unwrap()[0];
+        assert_eq!(
+            text.matches("samples on each rank").count(),
+            usize::from(told),
+            "{text}"
+        );
+        let wanted = "the loader at place 3 has up to 4 samples on each rank, and had up to 2";
+        assert_eq!(text.contains(wanted), told, "{text}");
+    }
+}
+
+#[test]
 fn a_loss_of_another_model_is_refused_on_every_rank() {
     for (ranks, accumulation) in [(1, 1), (1, 2), (3, 1), (3, 2)] {
         let builder = Accelerator::builder().accumulation_steps(accumulation);

@@ -485,6 +485,20 @@ impl<'a> Restorer<'a> {
         let planned = loader.planned_batch();
         let world_size = self.accelerator.world_size();
         let loader = self.found.go_on(world_size, at, &name, saved, loader)?;
+        let before = self.found.world_size;
+        if let (Some(was), Some(batch)) = (saved.global_batch, loader.global_batch())
+            && before != world_size
+            && saved.trained
+            && self.accelerator.is_main_process()
+        {
+            let most = |batch: u64, ranks: usize| batch.div_ceil(ranks as u64);
+            tracing::info!(
+                "a batch of {name} has up to {} samples on each rank, and had up to {} before the resume: all ranks \
+                 together use {batch} at once, and used {was}",
+                most(batch, world_size),
+                most(was, before),
+            );
+        }
         let (Some(planned), Some(batch)) = (planned, loader.global_batch()) else {
             return Ok(loader);
         };
