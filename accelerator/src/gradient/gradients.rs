@@ -13,7 +13,7 @@ use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::reducer::Reduced;
 use super::scalar::Scalar;
 use super::slot::Slot;
-use super::step_commit::StepCommit;
+use super::step_commit::{Clips, StepCommit};
 use super::sums::Sums;
 use super::weight::Weight;
 use crate::data::Mark;
@@ -136,6 +136,7 @@ impl Gradients {
             squares: None,
             token: None,
             commit: Some(StepCommit {
+                clips: Clips::default(),
                 marks,
                 finiteness: None,
                 _pending: slot.pending_step(),
@@ -271,6 +272,10 @@ impl Gradients {
         let chosen = closed.chosen(&clip);
         if !chosen.contains(&true) {
             closed.slot.warn_unclipped();
+        }
+        if let Some(commit) = &mut closed.commit {
+            let (Limit::Norm { max, .. } | Limit::Value(max)) = clip.limit;
+            commit.clips.note(max);
         }
         let outcome = match clip.limit {
             Limit::Norm { max, order } => closed.clip_norm(at_least_zero(max), order, &chosen),
@@ -497,6 +502,7 @@ impl Gradients {
             return None;
         }
         let commit = self.take_commit();
+        let of_all_ranks = !self.is_own();
         let params = match self.into_averaged()? {
             Averaged::Sums(mut averages) => {
                 averages.make_whole().ok()?;
@@ -504,7 +510,12 @@ impl Gradients {
             }
             Averaged::Untouched(gradients) => gradients,
         };
-        commit.into_iter().for_each(StepCommit::commit);
+        if let Some(commit) = commit {
+            if of_all_ranks {
+                commit.note_update(None);
+            }
+            commit.commit();
+        }
         Some(params)
     }
 

@@ -200,7 +200,7 @@ pub(crate) use self::state::{
 use self::whole::Kinds;
 use crate::accelerator::Accelerator;
 use crate::error::Result;
-use crate::gradient::{Averaged, Gradients, Scalar, StepCommit};
+use crate::gradient::{Averaged, Gradients, Scalar};
 use crate::model::{Layout, Trainable};
 use crate::timeline::{Part, Phase, Timeline};
 
@@ -408,10 +408,12 @@ impl<S> PreparedOptimizer<S> {
         let may_fail = self.shards.is_some() || gradients.is_spread() || gradients.is_lost();
         let before = may_fail.then(|| self.schedule.clone());
         let commit = gradients.take_commit();
+        let of_all_ranks = !gradients.is_own();
         let rate = rate(&mut self.schedule, &model);
         let tied = gradients.tied_parameters();
+        let base_rate = rate.base();
         let stepped = StepOutcome::Stepped {
-            rate: rate.base(),
+            rate: base_rate,
             norm: None,
         };
         // Optimizers step the first place of a tied parameter.
@@ -424,7 +426,12 @@ impl<S> PreparedOptimizer<S> {
             Ok(model) => {
                 (self.outcome, self.norm) = (stepped, norm);
                 self.steps += 1;
-                commit.into_iter().for_each(StepCommit::commit);
+                if let Some(commit) = commit {
+                    if of_all_ranks {
+                        commit.note_update(Some(base_rate));
+                    }
+                    commit.commit();
+                }
                 self.timeline.step_ends();
                 model
             }
