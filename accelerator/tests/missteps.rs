@@ -1074,3 +1074,30 @@ fn a_weight_below_zero_is_shown_as_it_was_written() {
         "{tiny}"
     );
 }
+
+#[test]
+fn a_clone_from_before_prepare_is_not_stepped_on_any_number_of_ranks() {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    for ranks in [1, 2] {
+        let said = accelerator::launch(ranks, |accelerator| {
+            let device = accelerator.device();
+            let model = line(&device);
+            let clone = model.clone();
+            let (model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+            let loss = model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
+            let gradients = accelerator.backward(loss, &model, 2)?;
+            let step = AssertUnwindSafe(|| drop(optimizer.step(0.1, clone, gradients)));
+            let panic = catch_unwind(step).unwrap_err();
+            accelerator.wait_for_everyone()?;
+            // What is cloned behind `prepare` is the same model.
+            let loss = model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
+            let gradients = accelerator.backward(loss, &model, 2)?;
+            drop(optimizer.step(0.1, model.clone(), gradients));
+            Ok(panic.downcast_ref::<String>().cloned().unwrap())
+        });
+        for said in said.unwrap() {
+            assert!(said.contains("clone from before `prepare`"), "{said}");
+        }
+    }
+}

@@ -164,13 +164,18 @@ impl Gradients {
         self
     }
 
-    /// The path of a parameter that they were made for, where they are of none of this model's.
+    /// The path of a parameter that they were made for, where they are of none of this model's, or it is a clone from
+    /// before `prepare`.
     pub(crate) fn stranger_to<M: Module>(&self, model: &M) -> Option<&str> {
         let slot = &self.closed_ref()?.slot;
-        let mut search = Search { slot, found: false };
+        let mut search = Search {
+            slot,
+            found: false,
+            is_clone_from_before: false,
+        };
         model.visit(&mut search);
         let first = slot.parameters().first()?;
-        (!search.found).then_some(first.path.as_str())
+        (!search.found || search.is_clone_from_before).then_some(first.path.as_str())
     }
 
     /// Which places of their model hold the same parameter; `None` where no two do.
@@ -609,11 +614,14 @@ impl fmt::Debug for Gradients {
 struct Search<'a> {
     slot: &'a Slot,
     found: bool,
+    /// Whether it is still what was given to `prepare`.
+    is_clone_from_before: bool,
 }
 
 impl ModuleVisitor for Search<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         self.found |= self.slot.number(param.id).is_some();
+        self.is_clone_from_before |= self.slot.is_clone_from_before(param);
     }
 }
 

@@ -374,7 +374,8 @@ impl<S> PreparedOptimizer<S> {
         if let Some(path) = gradients.stranger_to(&model) {
             panic!(
                 "these gradients are of another model, whose first trainable parameter is `{path}`: the model \
-                 that `step` was given has none of its parameters; pass the one that `backward` was given"
+                 that `step` was given has none of its parameters, or is a clone from before `prepare`, which is \
+                 another model; pass the one that `backward` was given"
             );
         }
         let missed = match gradients.overflow() {
@@ -597,7 +598,7 @@ impl PreparedOptimizer<Manual> {
     /// # Panics
     ///
     /// With gradients of another model: where none of the parameters that `backward` was given is in this one. In the
-    /// first step, where the optimizer was prepared before this model, with state that was loaded in another float
+    /// first step, with a clone of the model from before `prepare`, and where the optimizer was prepared before this model, with state that was loaded in another float
     /// type than that of a parameter.
     #[must_use]
     #[track_caller]
@@ -626,7 +627,7 @@ impl PreparedOptimizer<Scheduled> {
     /// # Panics
     ///
     /// With gradients of another model: where none of the parameters that `backward` was given is in this one. In the
-    /// first step, where the optimizer was prepared before this model, with state that was loaded in another float
+    /// first step, with a clone of the model from before `prepare`, and where the optimizer was prepared before this model, with state that was loaded in another float
     /// type than that of a parameter.
     #[must_use]
     #[track_caller]
