@@ -18,7 +18,8 @@ use accelerator::{AcceleratorBuilder, Clip, Weight};
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
-use burn::optim::{GradientsParams, SgdConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamConfig, AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, Tensor};
 use common::{Column, ColumnBatcher, columns, distance, flat, line, loader};
 
@@ -1099,5 +1100,53 @@ fn a_clone_from_before_prepare_is_not_stepped_on_any_number_of_ranks() {
         for said in said.unwrap() {
             assert!(said.contains("clone from before `prepare`"), "{said}");
         }
+    }
+}
+
+/// What is said where a checkpoint of one optimizer, after a step, is resumed with another one.
+fn with_another_optimizer(
+    saved: ModuleOptimizer,
+    found: ModuleOptimizer,
+) -> (Option<Error>, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    let (model, mut optimizer) = accelerator.prepare((line(&device), saved)).unwrap();
+    let loss = model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
+    let gradients = accelerator.backward(loss, &model, 2).unwrap();
+    let model = optimizer.step(0.1, model, gradients);
+    accelerator
+        .save_state(folder.path(), (&model, &optimizer))
+        .unwrap();
+    let parts = accelerator.prepare((line(&device), found)).unwrap();
+    let (resumed, text) = logged(|| accelerator.resume(folder.path(), parts));
+    (resumed.err(), text)
+}
+
+#[test]
+fn an_optimizer_that_keeps_other_state_than_was_saved_is_told() {
+    let sgd = || SgdConfig::new().init();
+    let momentum = || {
+        let config = SgdConfig::new().with_momentum(Some(MomentumConfig::new()));
+        config.init()
+    };
+    let adam = || AdamConfig::new().init();
+    let ams = || AdamConfig::new().with_amsgrad(true).init();
+    for (saved, found, told) in [
+        (sgd(), momentum(), true),
+        (momentum(), sgd(), true),
+        (adam(), ams(), true),
+        (ams(), adam(), true),
+        (sgd(), sgd(), false),
+        (momentum(), momentum(), false),
+        (adam(), adam(), false),
+        (ams(), ams(), false),
+        // They keep the same.
+        (adam(), AdamWConfig::new().init(), false),
+    ] {
+        let (error, text) = with_another_optimizer(saved, found);
+        assert!(error.is_none(), "{error:?}");
+        let count = text.matches("keeps other state").count();
+        assert_eq!(count, usize::from(told), "{text}");
     }
 }

@@ -266,7 +266,8 @@ impl Accelerator {
     /// # Errors
     ///
     /// The same on every rank: [`Error::is_checkpoint`](crate::Error::is_checkpoint) for other parts
-    /// than were saved, a loader with another number or order of samples, another kind of optimizer
+    /// than were saved, a loader with another number or order of samples, another kind of optimizer (by the state that it keeps, so AdamW in
+    /// place of Adam is not told, and a momentum that is turned on or off is warned of)
     /// or scheduler, a schedule that gives another rate for the last step where the number of ranks is another
     /// one and the samples of a step are not (elsewhere it is a warning: a program may change its schedule), state of an optimizer that Burn would load in another float type than that in which it was
     /// saved (see [`fused`](crate::optim::fused)), and where checkpoints are there and none is whole;

@@ -22,7 +22,7 @@ use crate::data::{LoaderResume, PreparedLoader, Standing};
 use crate::error::{Error, Kind, Result};
 use crate::gradient::hook::{Held, SavedBy};
 use crate::notice;
-use crate::optim::{PreparedOptimizer, Schedule, check_known};
+use crate::optim::{PreparedOptimizer, Schedule, check_known, other_state};
 use crate::outcome;
 
 /// See [`Accelerator::resume_with`].
@@ -439,7 +439,21 @@ impl<'a> Restorer<'a> {
         let file = self.names.optimizer()?;
         let record = Bytes::from_bytes_vec(self.read(&file)?).shared();
         check_known(&name, &record, &self.ids)?;
+        let shared = &self.accelerator.shared;
+        let parameter = |id| shared.models.parameter(id);
+        let other = match self.accelerator.is_main_process() {
+            true => other_state(optimizer.inner(), &record, parameter, &shared.device),
+            false => Ok(None),
+        };
         let optimizer = optimizer.resume_from(&name, saved.clone(), record, self.factor)?;
+        // Whether the record can be read was found out by resuming, on all ranks alike.
+        if let Ok(Some((saved, kept))) = other {
+            notice::warn(&format!(
+                "{name} keeps other state than was saved: {kept} of a parameter, in place of {saved}; so its kind, or \
+                 a setting such as its momentum, is another one: it goes on with that of this program, and what was \
+                 not saved begins anew"
+            ));
+        }
         self.compare_rates(&name, saved.scheduled_rate(), optimizer.scheduled_rate());
         Ok(optimizer)
     }

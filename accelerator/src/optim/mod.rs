@@ -195,7 +195,7 @@ pub use self::schedule::{Manual, PerEpoch, PerProcess, Scheduled};
 pub use self::sharded::Sharded;
 pub(crate) use self::sharded::Shards;
 pub(crate) use self::state::{
-    OptimizerSnapshot, OptimizerState, Schedule, check_known, check_types,
+    OptimizerSnapshot, OptimizerState, Schedule, check_known, check_types, other_state,
 };
 use self::whole::Kinds;
 use crate::accelerator::Accelerator;
