@@ -1150,3 +1150,10 @@ fn an_optimizer_that_keeps_other_state_than_was_saved_is_told() {
         assert_eq!(count, usize::from(told), "{text}");
     }
 }
+
+#[test]
+fn state_of_an_optimizer_that_keeps_none_is_told_as_such() {
+    let (error, _) = with_another_optimizer(SgdConfig::new().init(), AdamConfig::new().init());
+    let text = error.unwrap().to_string();
+    assert!(text.contains("it keeps nothing,"), "{text}");
+}

@@ -175,7 +175,7 @@ pub(super) fn load(name: &str, blank: ModuleOptimizer, record: Bytes) -> Result<
     let loaded = Fields::of(&bytes_of(&optimizer)?)?;
     if saved.names() != loaded.names() {
         let found = match &*loaded.kept() {
-            "" => "none of it".to_owned(),
+            NOTHING => "none of it".to_owned(),
             kept => kept.to_owned(),
         };
         return Err(Error::new(
@@ -388,6 +388,9 @@ impl Scheduler {
     }
 }
 
+/// What an optimizer without state keeps of a parameter, for errors.
+const NOTHING: &str = "nothing";
+
 /// Everything that is in a record.
 struct Fields {
     /// Of parameters, by id.
@@ -429,7 +432,10 @@ impl Fields {
         // Burn's own note of a parameter's dimensions is in every record.
         let fields: BTreeSet<&str> = fields.filter(|field| *field != "__rank").collect();
         let fields: Vec<_> = fields.iter().map(|field| format!("`{field}`")).collect();
-        fields.join(", ")
+        match &*fields {
+            [] => NOTHING.to_owned(),
+            fields => fields.join(", "),
+        }
     }
 
     /// What errors call an entry.
