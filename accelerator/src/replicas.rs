@@ -13,6 +13,8 @@ use crate::model::running_states;
 use crate::module_path::ModulePath;
 use crate::short_hash::short;
 
+/// What a comparison for its own sake is for, in errors.
+const CHECK: &str = "check_replicas";
 /// How many paths of differing parameters a message names.
 const SHOWN: usize = 3;
 
@@ -63,7 +65,7 @@ impl Accelerator {
     #[track_caller]
     pub fn check_replicas<M: Module>(&self, model: &M) -> Result<()> {
         let slot = self.shared.models.find(model)?;
-        check(self, &slot, model, Compared::All)
+        check(self, CHECK, &slot, model, Compared::All)
     }
 }
 
@@ -84,7 +86,7 @@ pub(crate) fn check_when_due<M: Module>(
     model: &M,
 ) -> Result<()> {
     if is_due(accelerator.shared.settings.check_replicas, slot.steps()) {
-        check(accelerator, slot, model, Compared::Trainable)
+        check(accelerator, CHECK, slot, model, Compared::Trainable)
     } else {
         Ok(())
     }
@@ -98,7 +100,7 @@ pub(crate) fn check_when_due<M: Module>(
 pub(crate) fn settle<M: Module>(accelerator: &Accelerator, action: &str, model: &M) -> Result<()> {
     if let Ok(slot) = accelerator.shared.models.find(model) {
         slot.round().check_together(action)?;
-        check(accelerator, &slot, model, Compared::Trainable)?;
+        check(accelerator, action, &slot, model, Compared::Trainable)?;
     }
     accelerator.sync_buffers(model)
 }
@@ -111,6 +113,7 @@ fn is_due(every: Option<NonZeroU64>, steps: u64) -> bool {
 #[track_caller]
 fn check<M: Module>(
     accelerator: &Accelerator,
+    action: &str,
     slot: &Slot,
     model: &M,
     compared: Compared,
@@ -121,14 +124,14 @@ fn check<M: Module>(
     }
     accelerator.shared.crossing.check_in(group)?;
     let mine = Fingerprint::of(model, slot, compared);
-    let digests = group.all_gather::<u8>(mine.digest.as_bytes())?;
+    let checking = group.for_purpose(action);
+    let digests = checking.all_gather::<u8>(mine.digest.as_bytes())?;
     let mut digests = digests.chunks_exact(blake3::OUT_LEN);
     let first = digests.next();
     if digests.all(|digest| Some(digest) == first) {
         return Ok(());
     }
     // All ranks saw the same digests, so all of them come here.
-    let checking = group.for_purpose("check_replicas");
     let ranks = checking.all_gather_object(&mine.parameters)?;
     Err(Error::new(
         Kind::Drift,

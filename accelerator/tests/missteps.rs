@@ -1103,6 +1103,65 @@ fn a_clone_from_before_prepare_is_not_stepped_on_any_number_of_ranks() {
     }
 }
 
+/// What a rank does that has left its loop.
+#[derive(Clone, Copy, Debug)]
+enum Behind {
+    Evaluate,
+    Finish,
+    SaveModel,
+    SaveState,
+}
+
+#[test]
+fn a_rank_that_left_its_loop_early_is_told_as_such_whatever_it_does_then() {
+    for (behind, words) in [
+        (Behind::Evaluate, "evaluate the model ("),
+        (Behind::Finish, "finish ("),
+        (Behind::SaveModel, "save the model ("),
+        (Behind::SaveState, "save a checkpoint ("),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("saved");
+        let errors = accelerator::launch(2, |accelerator| {
+            let parts = (
+                line(&accelerator.device()),
+                SgdConfig::new().init(),
+                loader(16, 2),
+            );
+            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                if accelerator.rank() == 1 && batch.is_last() {
+                    break;
+                }
+                match accelerator.backward(distance(&model, &batch), &model, &batch) {
+                    Ok(gradients) => model = optimizer.step(0.1, model, gradients),
+                    Err(error) => return Ok(error),
+                }
+            }
+            let done = match behind {
+                Behind::Evaluate => accelerator.valid(&model).map(drop),
+                Behind::Finish => accelerator.finish(),
+                Behind::SaveModel => accelerator.save_model(&model, &path),
+                Behind::SaveState => accelerator.save_state(&path, &model).map(drop),
+            };
+            Ok(done.unwrap_err())
+        });
+        let errors = errors.unwrap();
+        for error in &errors {
+            let text = error.to_string();
+            assert!(error.is_collective(), "{error:?}");
+            assert!(text.contains("left its loop"), "{behind:?}: {text}");
+            assert!(text.contains(words), "{behind:?}: {text}");
+        }
+        let text = errors[0].to_string();
+        assert!(
+            text.contains("step 3 of epoch 0") || text.contains("step 3 in epoch 0"),
+            "{text}"
+        );
+    }
+}
+
 /// What is said where a checkpoint of one optimizer, after a step, is resumed with another one.
 fn with_another_optimizer(
     saved: ModuleOptimizer,
