@@ -16,6 +16,7 @@ use accelerator::optim::{Manual, Sharded};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, Clip, Weight};
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
+use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
@@ -78,6 +79,65 @@ fn a_plan_that_resume_makes_wrong_is_said() {
         let text = resumed(plan, first);
         assert!(!text.contains("plan"), "{text}");
     }
+}
+
+/// Where the steps of a cosine come from.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum StepsFrom {
+    Plan,
+    Steps,
+}
+
+/// One step of a training with a cosine that begins at that rate, over all steps of an epoch, which goes on where there
+/// is a checkpoint, and what rank 0 is told.
+fn cosine_step(
+    ranks: usize,
+    folder: &Path,
+    from: StepsFrom,
+    loader_first: bool,
+    rate: f64,
+) -> Result<String> {
+    let texts = accelerator::launch(ranks, |accelerator| {
+        let (done, text) = logged(|| {
+            let device = accelerator.device();
+            let (model, mut train) = accelerator.prepare((line(&device), loader(64, 2)))?;
+            if loader_first {
+                train = accelerator.resume_loader(folder, train)?;
+            }
+            let steps = match from {
+                StepsFrom::Plan => accelerator.plan(&train, 1).steps,
+                StepsFrom::Steps => train.steps(),
+            };
+            let cosine = CosineAnnealingLrSchedulerConfig::new(rate, steps.unwrap() as usize);
+            let optimizer = (SgdConfig::new().init(), cosine.init().unwrap());
+            let parts = (model, accelerator.prepare(optimizer)?, train);
+            let ((mut model, mut optimizer, train), _) = accelerator.resume(folder, parts)?;
+            for batch in train.epoch(0).take(1) {
+                let batch = batch?;
+                let loss = distance(&model, &batch);
+                let gradients = accelerator.backward(loss, &model, &batch)?;
+                model = optimizer.step(model, gradients);
+            }
+            accelerator.save_state(folder, (&model, &optimizer, &train))
+        });
+        done.map(|_| text)
+    });
+    texts.map(|texts| texts.into_iter().next().unwrap())
+}
+
+#[test]
+fn a_rate_that_was_changed_on_purpose_is_told_where_the_plan_is_that_of_the_loader_that_goes_on() {
+    for ranks in [1, 2] {
+        let folder = tempfile::tempdir().unwrap();
+        cosine_step(2, folder.path(), StepsFrom::Plan, true, 0.1).unwrap();
+        let text = cosine_step(ranks, folder.path(), StepsFrom::Plan, true, 0.05).unwrap();
+        assert_eq!(text.matches("the schedule of").count(), 1, "{text}");
+    }
+    // What was planned without it counts other steps.
+    let folder = tempfile::tempdir().unwrap();
+    cosine_step(2, folder.path(), StepsFrom::Plan, false, 0.1).unwrap();
+    let error = cosine_step(1, folder.path(), StepsFrom::Plan, false, 0.05).unwrap_err();
+    assert!(error.is_checkpoint(), "{error:?}");
 }
 
 #[test]

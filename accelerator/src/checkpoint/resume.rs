@@ -55,6 +55,7 @@ pub(super) fn resume<K, P: Resume<K>>(
         found: &found,
         ids: found.state.ids(),
         keeps_batch: None,
+        plan_fits: false,
         names: Names::default(),
         other_rates: Vec::new(),
         source: source.as_ref(),
@@ -338,6 +339,8 @@ pub struct Restorer<'a> {
     /// Whether the loaders that training reads go on with batches that the rule makes of those before, where there are
     /// any.
     keeps_batch: Option<bool>,
+    /// Whether `plan` was told the batches with which the loader goes on that training reads.
+    plan_fits: bool,
     names: Names,
     /// Of schedules that give the last step another rate than it had: what is told of them.
     other_rates: Vec<String>,
@@ -473,13 +476,13 @@ impl<'a> Restorer<'a> {
         ));
     }
 
-    /// Refuses another rate where nothing but the number of ranks is known to have changed; elsewhere a program may
-    /// have meant it. Behind all parts, since a loader may stand behind its optimizer.
+    /// Refuses another rate where nothing but the number of ranks is known to have changed; elsewhere, and where the
+    /// steps were planned with the batches that training goes on with, a program may have meant it. Behind all parts, since a loader may stand behind its optimizer.
     fn check_rates(&self) -> Result<()> {
         let (before, now) = (self.found.world_size, self.accelerator.world_size());
         let keeps_samples = self.found.rescale.keeps_samples_of_step();
         for jump in &self.other_rates {
-            if before != now && keeps_samples && self.keeps_batch == Some(true) {
+            if before != now && keeps_samples && self.keeps_batch == Some(true) && !self.plan_fits {
                 return Err(Error::new(
                     Kind::Checkpoint,
                     format!(
@@ -519,6 +522,7 @@ impl<'a> Restorer<'a> {
                 .map(|batch| self.found.global_batch(world_size, batch));
             let is_kept = wanted.is_some() && loader.global_batch() == wanted;
             self.keeps_batch = Some(is_kept && self.keeps_batch.unwrap_or(true));
+            self.plan_fits |= planned.is_some() && planned == loader.global_batch();
         }
         let (Some(planned), Some(batch)) = (planned, loader.global_batch()) else {
             return Ok(loader);
