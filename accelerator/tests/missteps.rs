@@ -72,7 +72,7 @@ fn a_plan_that_resume_makes_wrong_is_said() {
     };
     let text = resumed(true, false);
     assert!(
-        text.contains("goes on with 4 samples a step over all ranks, and `plan` was told 2"),
+        text.contains("goes on with 4 samples a step over all ranks, and it had 2 when `plan`"),
         "{text}"
     );
     for (plan, first) in [(false, false), (true, true)] {
@@ -123,6 +123,18 @@ fn cosine_step(
         done.map(|_| text)
     });
     texts.map(|texts| texts.into_iter().next().unwrap())
+}
+
+#[test]
+fn steps_that_a_loader_told_before_resume_made_them_others_are_said() {
+    for (ranks, loader_first, told) in [(1, false, true), (1, true, false), (2, false, false)] {
+        let folder = tempfile::tempdir().unwrap();
+        // The first rate of a cosine is the same whatever its length.
+        cosine_step(2, folder.path(), StepsFrom::Steps, false, 0.1).unwrap();
+        let text = cosine_step(ranks, folder.path(), StepsFrom::Steps, loader_first, 0.1).unwrap();
+        let count = text.matches("goes on with 4 samples a step").count();
+        assert_eq!(count, usize::from(told), "{ranks} {loader_first}: {text}");
+    }
 }
 
 #[test]

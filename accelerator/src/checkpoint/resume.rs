@@ -529,8 +529,8 @@ impl<'a> Restorer<'a> {
         };
         if planned != batch && self.accelerator.is_main_process() {
             notice::warn(&format!(
-                "{name} goes on with {batch} samples a step over all ranks, and `plan` was told {planned} \
-                 before `resume`: what was computed from that plan does not hold; {RESUME_LOADER_HINT}"
+                "{name} goes on with {batch} samples a step over all ranks, and it had {planned} when `plan` or \
+                 `steps` was called, before `resume`: what was computed from that does not hold; {RESUME_LOADER_HINT}"
             ));
         }
         Ok(loader)
@@ -601,7 +601,8 @@ impl fmt::Debug for Restorer<'_> {
 }
 
 /// What to do where the steps of a schedule were counted with another batch.
-const RESUME_LOADER_HINT: &str = "pass the loader to `Accelerator::resume_loader` before `plan`";
+const RESUME_LOADER_HINT: &str =
+    "pass the loader to `Accelerator::resume_loader` before `plan` or `steps`";
 
 /// Kinds were compared before.
 fn other_kind(name: &str) -> Error {
