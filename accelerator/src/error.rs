@@ -222,7 +222,7 @@ impl Error {
         self.0.kind == Kind::Data
     }
 
-    /// The parameters of a model are no longer the same on every rank; see
+    /// The parameters of a model are no longer the same on every rank, or were updated otherwise on some; see
     /// [`AcceleratorBuilder::check_replicas_every`](crate::AcceleratorBuilder::check_replicas_every).
     pub fn is_drift(&self) -> bool {
         self.0.kind == Kind::Drift

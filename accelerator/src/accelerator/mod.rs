@@ -310,6 +310,8 @@ impl Accelerator {
     /// the group;
     /// [`Error::is_not_finite`](crate::Error::is_not_finite) for a loss that is NaN or infinite, where the builder
     /// was asked to [stop there](AcceleratorBuilder::stop_at_non_finite_loss);
+    /// [`Error::is_drift`](crate::Error::is_drift), on every rank, where one has stepped more often than another since
+    /// the model was prepared, or with another learning rate or clip;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost. The model
     /// is untouched in each case.
     #[track_caller]
@@ -431,7 +433,7 @@ impl Accelerator {
     /// with.
     /// Micro-steps in a window that is still open are lost, which rank 0 says.
     ///
-    /// How often the ranks have updated each model, with which learning rates and clips, is compared: 40 bytes a
+    /// How often the ranks have updated each model, with which learning rates and clips, is compared: some 60 bytes a
     /// model travel. The values of parameters are not looked at, so another kind of optimizer on some rank goes
     /// unnoticed here; [`check_replicas`](Self::check_replicas) finds it.
     ///
@@ -510,7 +512,8 @@ impl Accelerator {
         for path in self.shared.models.unstepped() {
             notice::warn(&format!(
                 "`backward` was called for a model (its first parameter is `{path}`), and no optimizer stepped with \
-                 what it gave, so it is as it was: where it was to be trained, write `model = optimizer.step(model, gradients)`"
+                 what it gave, so it is as it was: where it was to be trained, give those to the optimizer, and go on with the \
+                 model that `step` gives back"
             ));
         }
         if self.world_size() == 1 {

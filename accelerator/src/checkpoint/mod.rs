@@ -266,10 +266,12 @@ impl Accelerator {
     /// # Errors
     ///
     /// The same on every rank: [`Error::is_checkpoint`](crate::Error::is_checkpoint) for other parts
-    /// than were saved, a loader with another number or order of samples, another kind of optimizer (by the state that it keeps, so AdamW in
-    /// place of Adam is not told, and a momentum that is turned on or off is warned of)
+    /// than were saved, a loader with another number or order of samples, another kind of optimizer (by the state that
+    /// it keeps: AdamW in place of Adam is not told, and a momentum that is turned on or off is a warning)
     /// or scheduler, a schedule that gives another rate for the last step where the number of ranks is another
-    /// one and the samples of a step are not (elsewhere it is a warning: a program may change its schedule), state of an optimizer that Burn would load in another float type than that in which it was
+    /// one and the samples of a step are not (elsewhere, and where the steps were planned with what
+    /// [`resume_loader`](Self::resume_loader) gave back, it is a warning: a program may change its schedule), state of
+    /// an optimizer that Burn would load in another float type than that in which it was
     /// saved (see [`fused`](crate::optim::fused)), and where checkpoints are there and none is whole;
     /// [`Error::is_model`](crate::Error::is_model) for a model of another layout;
     /// [`Error::is_config`](crate::Error::is_config) where batches cannot be divided over the ranks, or ranks are

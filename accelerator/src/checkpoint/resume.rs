@@ -477,7 +477,8 @@ impl<'a> Restorer<'a> {
     }
 
     /// Refuses another rate where nothing but the number of ranks is known to have changed; elsewhere, and where the
-    /// steps were planned with the batches that training goes on with, a program may have meant it. Behind all parts, since a loader may stand behind its optimizer.
+    /// steps were planned with the batches that training goes on with, a program may have meant it. Behind all parts,
+    /// since a loader may stand behind its optimizer.
     fn check_rates(&self) -> Result<()> {
         let (before, now) = (self.found.world_size, self.accelerator.world_size());
         let keeps_samples = self.found.rescale.keeps_samples_of_step();

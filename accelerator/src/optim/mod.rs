@@ -598,8 +598,8 @@ impl PreparedOptimizer<Manual> {
     /// # Panics
     ///
     /// With gradients of another model: where none of the parameters that `backward` was given is in this one. In the
-    /// first step, with a clone of the model from before `prepare`, and where the optimizer was prepared before this model, with state that was loaded in another float
-    /// type than that of a parameter.
+    /// first step, with a clone of the model from before `prepare`, and where the optimizer was prepared before this
+    /// model, with state that was loaded in another float type than that of a parameter.
     #[must_use]
     #[track_caller]
     pub fn step<M: Module>(
@@ -627,8 +627,8 @@ impl PreparedOptimizer<Scheduled> {
     /// # Panics
     ///
     /// With gradients of another model: where none of the parameters that `backward` was given is in this one. In the
-    /// first step, with a clone of the model from before `prepare`, and where the optimizer was prepared before this model, with state that was loaded in another float
-    /// type than that of a parameter.
+    /// first step, with a clone of the model from before `prepare`, and where the optimizer was prepared before this
+    /// model, with state that was loaded in another float type than that of a parameter.
     #[must_use]
     #[track_caller]
     pub fn step<M: Module>(&mut self, model: M, gradients: Gradients) -> M {
