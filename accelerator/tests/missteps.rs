@@ -18,9 +18,11 @@ use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, Clip, Weight};
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
 use burn::data::dataset::transform::{SamplerDataset, SamplerDatasetOptions};
+use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
-use burn::optim::{GradientsParams, SgdConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamConfig, AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, Tensor};
 use common::checkpoints::adam;
 use common::{Column, ColumnBatcher, columns, distance, flat, line, loader};
@@ -73,13 +75,84 @@ fn a_plan_that_resume_makes_wrong_is_said() {
     };
     let text = resumed(true, false);
     assert!(
-        text.contains("goes on with 4 samples a step over all ranks, and `plan` was told 2"),
+        text.contains("goes on with 4 samples a step over all ranks, and it had 2 when `plan`"),
         "{text}"
     );
     for (plan, first) in [(false, false), (true, true)] {
         let text = resumed(plan, first);
         assert!(!text.contains("plan"), "{text}");
     }
+}
+
+/// Where the steps of a cosine come from.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum StepsFrom {
+    Plan,
+    Steps,
+}
+
+/// One step of a training with a cosine that begins at that rate, over all steps of an epoch, which goes on where there
+/// is a checkpoint, and what rank 0 is told.
+fn cosine_step(
+    ranks: usize,
+    folder: &Path,
+    from: StepsFrom,
+    loader_first: bool,
+    rate: f64,
+) -> Result<String> {
+    let texts = accelerator::launch(ranks, |accelerator| {
+        let (done, text) = logged(|| {
+            let device = accelerator.device();
+            let (model, mut train) = accelerator.prepare((line(&device), loader(64, 2)))?;
+            if loader_first {
+                train = accelerator.resume_loader(folder, train)?;
+            }
+            let steps = match from {
+                StepsFrom::Plan => accelerator.plan(&train, 1).steps,
+                StepsFrom::Steps => train.steps(),
+            };
+            let cosine = CosineAnnealingLrSchedulerConfig::new(rate, steps.unwrap() as usize);
+            let optimizer = (SgdConfig::new().init(), cosine.init().unwrap());
+            let parts = (model, accelerator.prepare(optimizer)?, train);
+            let ((mut model, mut optimizer, train), _) = accelerator.resume(folder, parts)?;
+            for batch in train.epoch(0).take(1) {
+                let batch = batch?;
+                let loss = distance(&model, &batch);
+                let gradients = accelerator.backward(loss, &model, &batch)?;
+                model = optimizer.step(model, gradients);
+            }
+            accelerator.save_state(folder, (&model, &optimizer, &train))
+        });
+        done.map(|_| text)
+    });
+    texts.map(|texts| texts.into_iter().next().unwrap())
+}
+
+#[test]
+fn steps_that_a_loader_told_before_resume_made_them_others_are_said() {
+    for (ranks, loader_first, told) in [(1, false, true), (1, true, false), (2, false, false)] {
+        let folder = tempfile::tempdir().unwrap();
+        // The first rate of a cosine is the same whatever its length.
+        cosine_step(2, folder.path(), StepsFrom::Steps, false, 0.1).unwrap();
+        let text = cosine_step(ranks, folder.path(), StepsFrom::Steps, loader_first, 0.1).unwrap();
+        let count = text.matches("goes on with 4 samples a step").count();
+        assert_eq!(count, usize::from(told), "{ranks} {loader_first}: {text}");
+    }
+}
+
+#[test]
+fn a_rate_that_was_changed_on_purpose_is_told_where_the_plan_is_that_of_the_loader_that_goes_on() {
+    for ranks in [1, 2] {
+        let folder = tempfile::tempdir().unwrap();
+        cosine_step(2, folder.path(), StepsFrom::Plan, true, 0.1).unwrap();
+        let text = cosine_step(ranks, folder.path(), StepsFrom::Plan, true, 0.05).unwrap();
+        assert_eq!(text.matches("the schedule of").count(), 1, "{text}");
+    }
+    // What was planned without it counts other steps.
+    let folder = tempfile::tempdir().unwrap();
+    cosine_step(2, folder.path(), StepsFrom::Plan, false, 0.1).unwrap();
+    let error = cosine_step(1, folder.path(), StepsFrom::Plan, false, 0.05).unwrap_err();
+    assert!(error.is_checkpoint(), "{error:?}");
 }
 
 #[test]
@@ -926,7 +999,10 @@ fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
             usize::from(told),
             "{what:?} on {ranks}: {texts:?}"
         );
-        assert_eq!(told, texts[0].contains("`weight`"), "{texts:?}");
+        let unused = texts[0].matches("no optimizer stepped").count();
+        assert_eq!(unused, usize::from(what == Use::Backward), "{texts:?}");
+        let named = told || what == Use::Backward;
+        assert_eq!(named, texts[0].contains("`weight`"), "{texts:?}");
         assert!(texts.iter().skip(1).all(String::is_empty), "{texts:?}");
     }
 }
@@ -1299,7 +1375,7 @@ fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
         assert!(text.contains("run the epoch to its end"), "{text}");
         assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
         // Nobody can tell where its epochs end.
-        let texts = left_after(ranks, [4, 4], |batch| Weight::from(batch.len()));
+        let texts = warnings_after_breaks(ranks, [4, 4], |batch| Weight::from(batch.len()));
         let text = &texts[0];
         assert_eq!(text.matches("2 micro-steps").count(), 1, "{text}");
         assert!(text.contains("`backward` was given a number"), "{text}");
@@ -1452,4 +1528,145 @@ fn a_weight_below_zero_is_shown_as_it_was_written() {
         tiny.contains("is 1e-20; expected") && tiny.contains("e-13"),
         "{tiny}"
     );
+}
+
+#[test]
+fn a_clone_from_before_prepare_is_not_stepped_on_any_number_of_ranks() {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    for ranks in [1, 2] {
+        let said = accelerator::launch(ranks, |accelerator| {
+            let device = accelerator.device();
+            let model = line(&device);
+            let clone = model.clone();
+            let (model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+            let loss = model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
+            let gradients = accelerator.backward(loss, &model, 2)?;
+            let step = AssertUnwindSafe(|| drop(optimizer.step(0.1, clone, gradients)));
+            let panic = catch_unwind(step).unwrap_err();
+            accelerator.wait_for_everyone()?;
+            // What is cloned behind `prepare` is the same model.
+            let loss = model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
+            let gradients = accelerator.backward(loss, &model, 2)?;
+            drop(optimizer.step(0.1, model.clone(), gradients));
+            Ok(panic.downcast_ref::<String>().cloned().unwrap())
+        });
+        for said in said.unwrap() {
+            assert!(said.contains("clone from before `prepare`"), "{said}");
+        }
+    }
+}
+
+/// What a rank does that has left its loop.
+#[derive(Clone, Copy, Debug)]
+enum Behind {
+    Evaluate,
+    Finish,
+    SaveModel,
+    SaveState,
+}
+
+#[test]
+fn a_rank_that_left_its_loop_early_is_told_as_such_whatever_it_does_then() {
+    for (behind, words) in [
+        (Behind::Evaluate, "evaluate the model ("),
+        (Behind::Finish, "finish ("),
+        (Behind::SaveModel, "save the model ("),
+        (Behind::SaveState, "save a checkpoint ("),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("saved");
+        let errors = accelerator::launch(2, |accelerator| {
+            let parts = (
+                line(&accelerator.device()),
+                SgdConfig::new().init(),
+                loader(16, 2),
+            );
+            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                if accelerator.rank() == 1 && batch.is_last() {
+                    break;
+                }
+                match accelerator.backward(distance(&model, &batch), &model, &batch) {
+                    Ok(gradients) => model = optimizer.step(0.1, model, gradients),
+                    Err(error) => return Ok(error),
+                }
+            }
+            let done = match behind {
+                Behind::Evaluate => accelerator.valid(&model).map(drop),
+                Behind::Finish => accelerator.finish(),
+                Behind::SaveModel => accelerator.save_model(&model, &path),
+                Behind::SaveState => accelerator.save_state(&path, &model).map(drop),
+            };
+            Ok(done.unwrap_err())
+        });
+        let errors = errors.unwrap();
+        for error in &errors {
+            let text = error.to_string();
+            assert!(error.is_collective(), "{error:?}");
+            assert!(text.contains("left its loop"), "{behind:?}: {text}");
+            assert!(text.contains(words), "{behind:?}: {text}");
+        }
+        let text = errors[0].to_string();
+        assert!(
+            text.contains("step 3 of epoch 0") || text.contains("step 3 in epoch 0"),
+            "{text}"
+        );
+    }
+}
+
+/// What is said where a checkpoint of one optimizer, after a step, is resumed with another one.
+fn with_another_optimizer(
+    saved: ModuleOptimizer,
+    found: ModuleOptimizer,
+) -> (Option<Error>, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    let (model, mut optimizer) = accelerator.prepare((line(&device), saved)).unwrap();
+    let loss = model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
+    let gradients = accelerator.backward(loss, &model, 2).unwrap();
+    let model = optimizer.step(0.1, model, gradients);
+    accelerator
+        .save_state(folder.path(), (&model, &optimizer))
+        .unwrap();
+    let parts = accelerator.prepare((line(&device), found)).unwrap();
+    let (resumed, text) = logged(|| accelerator.resume(folder.path(), parts));
+    (resumed.err(), text)
+}
+
+#[test]
+fn an_optimizer_that_keeps_other_state_than_was_saved_is_told() {
+    let sgd = || SgdConfig::new().init();
+    let momentum = || {
+        let config = SgdConfig::new().with_momentum(Some(MomentumConfig::new()));
+        config.init()
+    };
+    let adam = || AdamConfig::new().init();
+    let ams = || AdamConfig::new().with_amsgrad(true).init();
+    for (saved, found, told) in [
+        (sgd(), momentum(), true),
+        (momentum(), sgd(), true),
+        (adam(), ams(), true),
+        (ams(), adam(), true),
+        (sgd(), sgd(), false),
+        (momentum(), momentum(), false),
+        (adam(), adam(), false),
+        (ams(), ams(), false),
+        // They keep the same.
+        (adam(), AdamWConfig::new().init(), false),
+    ] {
+        let (error, text) = with_another_optimizer(saved, found);
+        assert!(error.is_none(), "{error:?}");
+        let count = text.matches("keeps other state").count();
+        assert_eq!(count, usize::from(told), "{text}");
+    }
+}
+
+#[test]
+fn state_of_an_optimizer_that_keeps_none_is_told_as_such() {
+    let (error, _) = with_another_optimizer(SgdConfig::new().init(), AdamConfig::new().init());
+    let text = error.unwrap().to_string();
+    assert!(text.contains("it keeps nothing,"), "{text}");
 }

@@ -231,7 +231,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         self.standing().global_batch
     }
 
-    /// A training is planned with it.
+    /// A training is planned with it, or its steps were told.
     pub(crate) fn note_planned(&self) {
         self.is_planned.store(true, Ordering::Relaxed);
     }
@@ -347,7 +347,11 @@ impl<O: Send + 'static> PreparedLoader<O> {
 
     /// How many steps this rank runs in a whole epoch; `None` for streams and Burn's own loaders, which do
     /// not tell, and where a sampler of the program's own says it anew for each epoch.
+    ///
+    /// [`resume`](crate::Accelerator::resume) on another number of ranks may change it: ask behind it, or behind
+    /// [`resume_loader`](crate::Accelerator::resume_loader). Rank 0 warns where it was asked before.
     pub fn steps(&self) -> Option<u64> {
+        self.note_planned();
         match &self.samples {
             Samples::Planned { plan, spec, .. } if !spec.order().varies() => {
                 Some(plan.epoch(0).steps(self.place.rank))

@@ -16,6 +16,7 @@ use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::overlap::{Order, OverlapReport, Switch, Watching};
 use super::road::Road;
 use super::spread::Bounds;
+use super::step_commit::Updates;
 use super::store::{Home, Store};
 use super::turn::Turn;
 use super::window::Window;
@@ -61,6 +62,8 @@ pub(crate) struct Slot {
     tied: Arc<TiedParameters>,
     /// Of the threads that add to the window.
     turn: Turn,
+    /// How this rank's replica was updated.
+    updates: Updates,
     watching: Mutex<Watching>,
     window: Mutex<Window>,
     working: Mutex<WorkingCopy>,
@@ -181,6 +184,7 @@ impl Slot {
             steps: AtomicU64::new(0),
             tied: Arc::default(),
             turn: Turn::default(),
+            updates: Updates::default(),
             watching: Mutex::new(watching),
             window: Mutex::new(Window::default()),
             working: Mutex::new(WorkingCopy::None),
@@ -454,6 +458,10 @@ impl Slot {
     /// An optimizer has stepped with a window.
     pub(super) fn count_step(&self) {
         self.steps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn updates(&self) -> &Updates {
+        &self.updates
     }
 
     /// How many micro-steps of the next step are done.
