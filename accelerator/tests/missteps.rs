@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use accelerator::checkpoint::{Object, PerRank};
 use accelerator::data::{Batch, InOrder};
 use accelerator::hook::PowerSgd;
-use accelerator::metric::Mean;
+use accelerator::metric::{Mean, Sum};
 use accelerator::optim::{Manual, Sharded};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, Clip, Weight};
@@ -948,87 +948,144 @@ fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
     }
 }
 
-#[test]
-fn an_idle_batch_that_nobody_asked_what_it_counts_is_told_once() {
+/// What each rank counts in two epochs of five samples, and what it logs until the count is reduced.
+fn counted(
+    tail: TailPolicy,
+    count: fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>,
+) -> Vec<(f64, String)> {
     let counts = accelerator::launch(2, |accelerator| {
-        // Nothing is left for rank 1 in the last step.
-        let valid = accelerator.prepare(loader(5, 2))?;
-        let counted = |count: fn(&Batch<Column>) -> usize| -> Result<(usize, String)> {
-            let (samples, text) = logged(|| {
-                let epochs = (0..2).flat_map(|epoch| valid.epoch(epoch));
-                epochs
-                    .map(|batch| Ok(count(&batch?)))
-                    .sum::<Result<usize>>()
-            });
-            Ok((samples?, text))
-        };
-        let real = counted(|batch| batch.real())?;
-        let idle = counted(|batch| {
-            if batch.is_idle() {
-                0
-            } else {
-                batch.values.dims()[0]
+        let mut model = accelerator.prepare(line(&accelerator.device()))?;
+        let valid = DataLoaderBuilder::new(ColumnBatcher)
+            .batch_size(2)
+            .tail(tail)
+            .build(columns(5));
+        let valid = accelerator.prepare(valid)?;
+        let (total, text) = logged(|| -> Result<f64> {
+            let mut total = 0.0;
+            for epoch in 0..2 {
+                let mut sum = Sum::new();
+                for batch in valid.epoch(epoch) {
+                    sum.count(count(&accelerator, &mut model, &batch?)?);
+                }
+                total += accelerator.reduce(sum)?.value();
             }
-        })?;
-        let weight = counted(|batch| {
-            let _ = batch.weight();
-            batch.indices().len()
-        })?;
-        // Batches that were read ahead are not used.
-        let ((), ahead) = logged(|| drop(valid.epoch(0).next()));
-        let rows = counted(|batch| batch.values.dims()[0])?;
-        Ok([real, idle, weight, (rows.0, rows.1), (0, ahead)])
+            Ok(total)
+        });
+        Ok((total?, text))
     });
-    for (rank, counts) in counts.unwrap().into_iter().enumerate() {
-        let [real, idle, weight, rows, ahead] = counts;
-        let wanted = (2 * [3, 2][rank], String::new());
-        assert_eq!([&real, &idle], [&wanted; 2]);
-        assert_eq!([&weight.1, &ahead.1], [""; 2]);
-        assert_eq!(
-            [weight.0, rows.0],
-            [2 * [3, 4][rank]; 2],
-            "rows of an idle batch are there"
+    counts.unwrap()
+}
+
+#[test]
+fn rows_of_padding_that_go_into_a_metric_are_told_once() {
+    // Nothing is left for rank 1 in the last step, and with padding there are samples again.
+    for (tail, told) in [
+        (TailPolicy::Exact, "an idle batch"),
+        (TailPolicy::Pad, "samples that others have"),
+    ] {
+        let rows: [fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>; 3] = [
+            |_, _, batch| Ok(batch.values.dims()[0]),
+            |_, _, batch| Ok(batch.len()),
+            |_, _, batch| Ok(batch.indices().len()),
+        ];
+        for count in rows {
+            let ranks = counted(tail, count);
+            let padded = ranks.iter().filter(|(_, text)| !text.is_empty());
+            assert_eq!(padded.count(), if told.contains("idle") { 1 } else { 2 });
+            let (total, text) = &ranks[1];
+            assert!(*total > 10.0, "rows of padding are there");
+            assert_eq!(text.matches(told).count(), 1, "{text}");
+            assert!(text.contains("`batch.real()`"), "{text}");
+        }
+        let known: [fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>; 3] = [
+            |_, _, batch| Ok(batch.real()),
+            |_, _, batch| match batch.is_idle() {
+                true => Ok(0),
+                false => Ok(batch.values.dims()[0] - (batch.len() - batch.real())),
+            },
+            |_, _, batch| Ok(batch.real_indices().len()),
+        ];
+        for count in known {
+            for (total, text) in counted(tail, count) {
+                assert_eq!((total, text.as_str()), (10.0, ""));
+            }
+        }
+        // In training, what was passed to `backward` is known.
+        let trained = counted(tail, |accelerator, model, batch| {
+            let gradients = accelerator.backward(distance(model, batch), model, batch)?;
+            drop(gradients);
+            Ok(0)
+        });
+        assert!(
+            trained.iter().all(|(_, text)| text.is_empty()),
+            "{trained:?}"
         );
-        let told = rows.1.matches("an idle batch").count();
-        assert_eq!(told, rank, "{}", rows.1);
-        assert_eq!(rows.1.contains("`batch.real()`"), rank == 1, "{}", rows.1);
     }
 }
 
 #[test]
-fn padding_that_nobody_asked_about_is_told_once_on_each_rank() {
-    let counts = accelerator::launch(2, |accelerator| {
-        let valid = DataLoaderBuilder::new(ColumnBatcher)
-            .batch_size(2)
-            .tail(TailPolicy::Pad)
-            .build(columns(5));
-        let valid = accelerator.prepare(valid)?;
-        let counted = |count: fn(&Batch<Column>) -> usize| -> Result<(usize, String)> {
-            let (samples, text) = logged(|| {
-                let epochs = (0..2).flat_map(|epoch| valid.epoch(epoch));
-                epochs
-                    .map(|batch| Ok(count(&batch?)))
-                    .sum::<Result<usize>>()
+fn padding_of_which_nothing_is_counted_is_not_warned_of() {
+    let reads: [fn(&PreparedLoader<Column>, &Linear) -> Result<()>; 6] = [
+        |valid, _| {
+            assert_eq!(valid.epoch(0).count(), 3);
+            Ok(())
+        },
+        |valid, _| {
+            let last = valid.epoch(0).last().unwrap()?;
+            assert_eq!(last.step(), 2);
+            Ok(())
+        },
+        // A warm-up.
+        |valid, model| {
+            for batch in valid.epoch(0) {
+                model.forward(batch?.values.clone());
+            }
+            Ok(())
+        },
+        |valid, _| {
+            for batch in valid.epoch(0) {
+                if batch?.is_last() {
+                    break;
+                }
+            }
+            Ok(())
+        },
+        // Another error.
+        |valid, model| {
+            for batch in valid.epoch(0) {
+                let batch = batch?;
+                model.forward(batch.values.clone());
+                if batch.is_last() {
+                    return Ok(());
+                }
+            }
+            Ok(())
+        },
+        |valid, _| {
+            for batch in valid.epoch(0) {
+                assert!(batch?.len() <= 2);
+            }
+            Ok(())
+        },
+    ];
+    for (number, read) in reads.into_iter().enumerate() {
+        let texts = accelerator::launch(3, |accelerator| {
+            let model = line(&accelerator.device());
+            let valid = accelerator.prepare(loader(13, 2))?;
+            let (done, text) = logged(|| -> Result<()> {
+                read(&valid, &model)?;
+                // What is counted behind it is counted well.
+                let mut sum = Sum::new();
+                for batch in valid.epoch(1) {
+                    sum.count(batch?.real());
+                }
+                assert_eq!(accelerator.reduce(sum)?.value(), 13.0);
+                accelerator.finish()
             });
-            Ok((samples?, text))
-        };
-        let real = counted(|batch| batch.real())?;
-        // It was not used, as far as anybody can tell.
-        Ok([real, counted(|batch| batch.values.dims()[0])?])
-    });
-    for (rank, [real, rows]) in counts.unwrap().into_iter().enumerate() {
-        assert_eq!(real, (2 * [3, 2][rank], String::new()));
-        assert_eq!(rows.0, 2 * 4);
-        let text = rows.1;
-        assert_eq!(
-            text.matches("samples that others have").count(),
-            1,
-            "{text}"
-        );
-        assert!(
-            text.contains("dropped and never asked") && text.contains("`batch.real()`"),
-            "{text}"
-        );
+            done?;
+            Ok(text)
+        });
+        assert_eq!(texts.unwrap(), [""; 3], "read {number}");
     }
 }
 

@@ -23,6 +23,7 @@ pub use self::padding::PadSide;
 pub use self::share::PaddedShare;
 pub(crate) use self::trigger::Trigger;
 use crate::checkpoint::Ongoing;
+use crate::data::UncountedPadding;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::hook;
@@ -80,6 +81,7 @@ pub(crate) struct Shared {
     pub(crate) trigger: Arc<Trigger>,
     /// Of the threads that reduce gradients.
     pub(crate) turn: Turn,
+    pub(crate) uncounted: UncountedPadding,
     pub(crate) warned: Warned,
 }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use accelerator_plan::mix;
 use burn::tensor::Device;
 
-use super::batch::Batch;
+use super::batch::{Batch, UncountedPadding};
 use super::cursor::{Mark, Pass, Spot};
 use super::feed::Feed;
 use super::prepared::{Generator, Place};
@@ -48,6 +48,7 @@ pub struct Epoch<O> {
     reseed: Reseed,
     remaining: Option<u64>,
     timeline: Timeline,
+    uncounted: UncountedPadding,
     waited: Duration,
 }
 
@@ -71,6 +72,7 @@ impl<O> Epoch<O> {
         reseed: Reseed,
         steps: Option<u64>,
         timeline: Timeline,
+        uncounted: UncountedPadding,
     ) -> Self {
         Self {
             feed: State::Closed(open, 0),
@@ -78,6 +80,7 @@ impl<O> Epoch<O> {
             reseed,
             remaining: steps,
             timeline,
+            uncounted,
             waited: Duration::ZERO,
         }
     }
@@ -206,11 +209,12 @@ impl<O> Iterator for Epoch<O> {
                 step: batch.step() + 1,
             };
             self.pass.advance(end);
-            batch.set_mark(Mark {
+            let mark = Mark {
                 loader: self.reseed.place.number,
                 pass: self.pass.clone(),
                 end,
-            });
+            };
+            batch.set_mark(mark, &self.uncounted);
             self.reseed.at(batch.step());
         }
         batch

@@ -115,6 +115,7 @@ mod standing;
 mod stream;
 
 pub use self::batch::Batch;
+pub(crate) use self::batch::UncountedPadding;
 pub use self::builder::{BuildUncompared, DataLoaderBuilder};
 pub(crate) use self::cursor::{Mark, Spot};
 pub use self::epoch::{Epoch, NumberedBatches};

@@ -8,6 +8,7 @@ use accelerator_plan::{Plan, TailPolicy};
 use burn::data::dataloader::DataLoader;
 use burn::tensor::Device;
 
+use super::batch::UncountedPadding;
 use super::cursor::{Cursor, Pass, Spot};
 use super::digest::ItemDigests;
 use super::epoch::{Epoch, Open, Reseed};
@@ -64,6 +65,7 @@ pub struct PreparedLoader<O> {
     is_planned: AtomicBool,
     pub(super) samples: Samples<O>,
     timeline: Timeline,
+    uncounted: UncountedPadding,
 }
 
 /// Whose share it is.
@@ -182,6 +184,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
             Place::of(accelerator),
             samples,
             accelerator.shared.timeline.clone(),
+            accelerator.shared.uncounted.clone(),
         ))
     }
 
@@ -206,10 +209,17 @@ impl<O: Send + 'static> PreparedLoader<O> {
         let timeline = accelerator.shared.timeline.clone();
         let samples = Samples::Opaque(loader);
         let place = Place::of(accelerator);
-        Ok(Self::new(device, place, samples, timeline))
+        let uncounted = accelerator.shared.uncounted.clone();
+        Ok(Self::new(device, place, samples, timeline, uncounted))
     }
 
-    fn new(device: Device, place: Place, samples: Samples<O>, timeline: Timeline) -> Self {
+    fn new(
+        device: Device,
+        place: Place,
+        samples: Samples<O>,
+        timeline: Timeline,
+        uncounted: UncountedPadding,
+    ) -> Self {
         Self {
             cursor: Arc::default(),
             device,
@@ -218,6 +228,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
             is_planned: AtomicBool::new(false),
             samples,
             timeline,
+            uncounted,
         }
     }
 
@@ -256,6 +267,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
     #[track_caller]
     pub fn epoch(&self, epoch: u64) -> Epoch<O> {
         let caller = Location::caller();
+        self.uncounted.forget();
         let pass = self.cursor.begin(epoch);
         let start = pass.yielded();
         let reseed = Reseed::new(self.device.clone(), self.place, epoch);
@@ -269,7 +281,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
             _ => None,
         };
         let open = self.open(epoch, start, pass.clone(), caller);
-        Epoch::new(open, pass, reseed, steps, self.timeline.clone())
+        let (timeline, uncounted) = (self.timeline.clone(), self.uncounted.clone());
+        Epoch::new(open, pass, reseed, steps, timeline, uncounted)
     }
 
     /// How an epoch is read from there on.
@@ -402,6 +415,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
             self.place,
             samples,
             timeline,
+            self.uncounted.clone(),
         ))
     }
 
@@ -411,7 +425,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
             Samples::Opaque(loader) => Samples::Opaque(loader.to_device(device)),
             samples => samples.clone(),
         };
-        Self::new(device.clone(), self.place, samples, self.timeline.clone())
+        let (timeline, uncounted) = (self.timeline.clone(), self.uncounted.clone());
+        Self::new(device.clone(), self.place, samples, timeline, uncounted)
     }
 }
 
