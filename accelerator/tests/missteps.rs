@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use accelerator::checkpoint::{Object, PerRank};
-use accelerator::data::{Batch, InOrder};
+use accelerator::data::{Batch, InOrder, StreamPart};
 use accelerator::hook::PowerSgd;
 use accelerator::metric::{Mean, Sum};
 use accelerator::optim::{Manual, Sharded};
@@ -747,6 +747,44 @@ fn a_data_set_that_makes_no_step_is_refused_when_it_is_prepared() {
                 text.contains("3 samples") && text.contains("drop"),
                 "{text}"
             );
+        }
+    }
+}
+
+#[test]
+fn an_epoch_without_batches_is_told_once() {
+    for ranks in [1, 2] {
+        let texts = accelerator::launch(ranks, |accelerator| {
+            let builder = || DataLoaderBuilder::new(ColumnBatcher).batch_size(2);
+            let empty = |_: u64| Vec::<u64>::new();
+            let sampled = accelerator.prepare(builder().sampler(empty).build(columns(8)))?;
+            let items = |part: StreamPart| (0..4 * part.epoch() as usize).map(std::io::Result::Ok);
+            let stream = accelerator.prepare(builder().build_stream(items))?;
+            let read = |loader: &PreparedLoader<Column>, skip| {
+                let (counts, text) = logged(|| {
+                    let epochs = (0..3).map(|epoch| loader.epoch(epoch).skip_first_batches(skip));
+                    epochs.map(Iterator::count).collect::<Vec<_>>()
+                });
+                (counts.iter().sum::<usize>(), text)
+            };
+            // What the program leaves out is no surprise to it.
+            Ok([read(&stream, 100), read(&stream, 0), read(&sampled, 0)])
+        });
+        for (rank, [skipped, stream, sampled]) in texts.unwrap().into_iter().enumerate() {
+            assert_eq!(skipped, (0, String::new()));
+            assert!(stream.0 > 0 && sampled.0 == 0);
+            for (_, text) in [stream, sampled] {
+                assert_eq!(
+                    text.matches("epoch 0 of a loader had no batches").count(),
+                    usize::from(rank == 0),
+                    "{text}"
+                );
+                assert_eq!(
+                    text.matches("WARN").count(),
+                    usize::from(rank == 0),
+                    "{text}"
+                );
+            }
         }
     }
 }

@@ -176,6 +176,7 @@ impl<O> Iterator for Epoch<O> {
 
     fn next(&mut self) -> Option<Self::Item> {
         let start = Instant::now();
+        let is_whole = matches!(self.feed, State::Closed(_, 0));
         let mut feed = match core::mem::replace(&mut self.feed, State::Ended) {
             State::Closed(open, skipped) => open(skipped),
             State::Ended => return None,
@@ -195,7 +196,13 @@ impl<O> Iterator for Epoch<O> {
                 self.timeline.batch_came(start, end);
             }
             Some(Err(_)) => {}
-            None => self.pass.finish(),
+            None => {
+                let Place { rank, .. } = self.reseed.place;
+                if is_whole && rank == 0 {
+                    self.pass.warn_empty();
+                }
+                self.pass.finish();
+            }
         }
         if let Some(remaining) = &mut self.remaining {
             *remaining = remaining.saturating_sub(1);
