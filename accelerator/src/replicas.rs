@@ -86,6 +86,7 @@ pub(crate) fn check_when_due<M: Module>(
 #[track_caller]
 pub(crate) fn settle<M: Module>(accelerator: &Accelerator, action: &str, model: &M) -> Result<()> {
     if let Ok(slot) = accelerator.shared.models.find(model) {
+        slot.note_compared();
         slot.round().check_together(action)?;
         check(accelerator, &slot, model)?;
     }

@@ -673,15 +673,23 @@ fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
     #[derive(Clone, Copy, Debug, Eq, PartialEq)]
     enum Use {
         Backward,
+        Evaluated,
         Frozen,
         None,
         PastUs,
+        Saved,
+        /// It gives what another model is to learn.
+        Target,
     }
+    let folder = tempfile::tempdir().unwrap();
     for (ranks, what, told) in [
         (2, Use::PastUs, true),
         (2, Use::None, true),
         (2, Use::Backward, false),
         (2, Use::Frozen, false),
+        (2, Use::Target, false),
+        (2, Use::Evaluated, false),
+        (2, Use::Saved, false),
         (1, Use::PastUs, false),
     ] {
         let texts = accelerator::launch(ranks, |accelerator| {
@@ -694,6 +702,14 @@ fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
             let loss = |model: &Linear| model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
             match what {
                 Use::Backward => drop(accelerator.backward(loss(&model), &model, 2)?),
+                Use::Evaluated => drop(accelerator.valid(&model)?),
+                Use::Saved => {
+                    accelerator.save_model(&model, folder.path().join("model.safetensors"))?;
+                }
+                Use::Target => {
+                    let student = accelerator.prepare(line(&device))?;
+                    drop(accelerator.backward(loss(&student), &student, 2)?);
+                }
                 Use::Frozen | Use::None => {}
                 Use::PastUs => {
                     let gradients = GradientsParams::from_grads(loss(&model).backward(), &model);

@@ -484,7 +484,7 @@ impl Accelerator {
                 "a model was prepared (its first parameter is `{path}`), and `backward` was never called for it: \
                  where it was trained, each of the {} ranks has trained a model of its own; write \
                  `accelerator.backward(loss, &model, &batch)` and step with what that gives; where it is only \
-                 evaluated, prepare it with `.no_grad()`",
+                 evaluated, do so with `accelerator.valid(&model)`, which compares it, or prepare it with `.no_grad()`",
                 self.world_size()
             ));
         }

@@ -32,6 +32,10 @@ use crate::timeline::Timeline;
 /// well, for code that wants one: that way gives the bare batches, without idle ones, and counts
 /// epochs by itself.
 ///
+/// It shares out samples, and no more: each rank trains a model of its own on its share unless the model is prepared, too,
+/// and its gradients come of [`Accelerator::backward`](crate::Accelerator::backward). Nothing is said where neither is
+/// done, since a program may evaluate so, or average by itself.
+///
 /// ```
 /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
 /// # struct Listed;
