@@ -10,7 +10,7 @@ use burn::tensor::Device;
 
 use super::batch::UncountedPadding;
 use super::cursor::{Cursor, Pass, Spot};
-use super::digest::ItemDigests;
+use super::digest::ItemDigest;
 use super::epoch::{Epoch, Open, Reseed};
 use super::feed;
 use super::loader::{Loader, Origin};
@@ -23,6 +23,7 @@ use super::stream::{self, Shared, Sharing};
 use crate::accelerator::Accelerator;
 use crate::agreement::{self, Term};
 use crate::error::{Error, Result};
+use crate::outcome;
 use crate::timeline::Timeline;
 
 /// This rank's share of a data set, made by
@@ -171,16 +172,21 @@ impl<O: Send + 'static> PreparedLoader<O> {
             Ok(_) => described,
             Err(error) => format!("{described}: {error:?}"),
         };
+        if world_size > 1 {
+            // Of a data set that one rank cannot read, the others hear that, and not that theirs is another one.
+            let failed = digests.as_ref().and_then(|digests| digests.as_ref().err());
+            let group = accelerator.group();
+            outcome::exchange(group, failed, "read items of the data set of a loader")?;
+        }
+        let items = digests.transpose()?.unwrap_or_default();
         let mut terms = vec![Term::new("a data loader", described)];
-        terms.extend(digests.as_ref().map(item_term));
+        terms.extend(items.iter().map(item_term));
         agreement::check_all(accelerator.group(), &terms)?;
         // From here on it is the same on all ranks.
         let samples = samples?;
-        if let Some(digests) = digests.transpose()?
-            && digests.changes_between_reads()
-        {
+        if let Some(item) = items.iter().find(|item| item.changes_between_reads()) {
             return Err(Error::config(format!(
-                "the data set of a loader gives {digests}: ranks cannot share it out by index{ITEM_HINT}"
+                "the data set of a loader gives {item}: ranks cannot share it out by index{ITEM_HINT}"
             )));
         }
         Ok(Self::new(
@@ -434,14 +440,10 @@ impl<O: Send + 'static> PreparedLoader<O> {
     }
 }
 
-/// The items of a data set, of which each rank read some. One that could not read them says why.
-fn item_term(digests: &Result<ItemDigests>) -> Term {
-    let (value, shown) = match digests {
-        Ok(digests) => (digests.fingerprint(), digests.to_string()),
-        Err(error) => (error.to_string(), format!("{error:?}")),
-    };
-    Term::new("the data set of a loader", value)
-        .shown_as(shown)
+/// An item of a data set that each rank has read.
+fn item_term(item: &ItemDigest) -> Term {
+    Term::new("the data set of a loader", item.fingerprint())
+        .shown_as(item.to_string())
         .with_hint(ITEM_HINT)
 }
 
