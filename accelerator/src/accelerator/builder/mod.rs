@@ -443,6 +443,10 @@ impl AcceleratorBuilder {
     /// On a CPU it costs nothing. On a GPU each call of `backward` waits until its loss is computed; without it, such
     /// a loss is told there when the program asks for [`Gradients::loss`](crate::Gradients::loss).
     ///
+    /// The loss alone is looked at. Gradients that are not finite under a finite loss show in the loss of the next step;
+    /// after the last step they are in what is saved, and nothing is said:
+    /// [`Gradients::norm`](crate::Gradients::norm) tells.
+    ///
     /// ```
     /// use accelerator::prelude::*;
     /// use burn::nn::{Linear, LinearConfig};
