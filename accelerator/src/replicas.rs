@@ -103,6 +103,7 @@ pub(crate) fn check_and_sync<M: Module>(
     model: &M,
 ) -> Result<()> {
     if let Ok(slot) = accelerator.shared.models.find(model) {
+        slot.note_compared();
         slot.round().check_together(action)?;
         check(accelerator, action, &slot, model, Compared::Trainable)?;
     }

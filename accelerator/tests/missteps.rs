@@ -10,9 +10,9 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use accelerator::checkpoint::{Object, PerRank};
-use accelerator::data::{Batch, InOrder, Loader};
+use accelerator::data::{Batch, InOrder, Loader, StreamPart};
 use accelerator::hook::PowerSgd;
-use accelerator::metric::Mean;
+use accelerator::metric::{Mean, Sum};
 use accelerator::optim::{Manual, PreparedOptimizer, Sharded};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, Clip, Weight};
@@ -957,19 +957,49 @@ fn losses_that_are_the_same_for_a_reason_are_not_warned_of() {
 }
 
 #[test]
+fn the_same_losses_of_batches_that_are_known_to_be_others_are_not_warned_of() {
+    let texts = accelerator::launch(2, |accelerator| {
+        let parts = (line(&accelerator.device()), SgdConfig::new().init());
+        let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+        let train = accelerator.prepare(loader(64, 2))?;
+        let (done, text) = logged(|| -> Result<()> {
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                // The model gives what has nothing to do with the samples.
+                let loss = distance(&model, &batch) * 0.0 + 0.2;
+                let gradients = accelerator.backward(loss, &model, &batch)?;
+                model = optimizer.step(0.1, model, gradients);
+            }
+            Ok(())
+        });
+        done?;
+        Ok(text)
+    });
+    assert_eq!(texts.unwrap(), ["", ""]);
+}
+
+#[test]
 fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
     #[derive(Clone, Copy, Debug, Eq, PartialEq)]
     enum Use {
         Backward,
+        Evaluated,
         Frozen,
         None,
         PastUs,
+        Saved,
+        /// It gives what another model is to learn.
+        Target,
     }
+    let folder = tempfile::tempdir().unwrap();
     for (ranks, what, told) in [
         (2, Use::PastUs, true),
         (2, Use::None, true),
         (2, Use::Backward, false),
         (2, Use::Frozen, false),
+        (2, Use::Target, false),
+        (2, Use::Evaluated, false),
+        (2, Use::Saved, false),
         (1, Use::PastUs, false),
     ] {
         let texts = accelerator::launch(ranks, |accelerator| {
@@ -982,6 +1012,14 @@ fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
             let loss = |model: &Linear| model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
             match what {
                 Use::Backward => drop(accelerator.backward(loss(&model), &model, 2)?),
+                Use::Evaluated => drop(accelerator.valid(&model)?),
+                Use::Saved => {
+                    accelerator.save_model(&model, folder.path().join("model.safetensors"))?;
+                }
+                Use::Target => {
+                    let student = accelerator.prepare(line(&device))?;
+                    drop(accelerator.backward(loss(&student), &student, 2)?);
+                }
                 Use::Frozen | Use::None => {}
                 Use::PastUs => {
                     let gradients = GradientsParams::from_grads(loss(&model).backward(), &model);
@@ -1000,8 +1038,9 @@ fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
             "{what:?} on {ranks}: {texts:?}"
         );
         let unused = texts[0].matches("no optimizer stepped").count();
-        assert_eq!(unused, usize::from(what == Use::Backward), "{texts:?}");
-        let named = told || what == Use::Backward;
+        let is_unused = matches!(what, Use::Backward | Use::Target);
+        assert_eq!(unused, usize::from(is_unused), "{texts:?}");
+        let named = told || is_unused;
         assert_eq!(named, texts[0].contains("`weight`"), "{texts:?}");
         assert!(texts.iter().skip(1).all(String::is_empty), "{texts:?}");
     }
@@ -1067,6 +1106,44 @@ fn a_data_set_that_makes_no_step_is_refused_when_it_is_prepared() {
                 text.contains("3 samples") && text.contains("drop"),
                 "{text}"
             );
+        }
+    }
+}
+
+#[test]
+fn an_epoch_without_batches_is_told_once() {
+    for ranks in [1, 2] {
+        let texts = accelerator::launch(ranks, |accelerator| {
+            let builder = || DataLoaderBuilder::new(ColumnBatcher).batch_size(2);
+            let empty = |_: u64| Vec::<u64>::new();
+            let sampled = accelerator.prepare(builder().sampler(empty).build(columns(8)))?;
+            let items = |part: StreamPart| (0..4 * part.epoch() as usize).map(std::io::Result::Ok);
+            let stream = accelerator.prepare(builder().build_stream(items))?;
+            let read = |loader: &PreparedLoader<Column>, skip| {
+                let (counts, text) = logged(|| {
+                    let epochs = (0..3).map(|epoch| loader.epoch(epoch).skip_first_batches(skip));
+                    epochs.map(Iterator::count).collect::<Vec<_>>()
+                });
+                (counts.iter().sum::<usize>(), text)
+            };
+            // What the program leaves out is no surprise to it.
+            Ok([read(&stream, 100), read(&stream, 0), read(&sampled, 0)])
+        });
+        for (rank, [skipped, stream, sampled]) in texts.unwrap().into_iter().enumerate() {
+            assert_eq!(skipped, (0, String::new()));
+            assert!(stream.0 > 0 && sampled.0 == 0);
+            for (_, text) in [stream, sampled] {
+                assert_eq!(
+                    text.matches("epoch 0 of a loader had no batches").count(),
+                    usize::from(rank == 0),
+                    "{text}"
+                );
+                assert_eq!(
+                    text.matches("WARN").count(),
+                    usize::from(rank == 0),
+                    "{text}"
+                );
+            }
         }
     }
 }
@@ -1384,87 +1461,144 @@ fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
     }
 }
 
-#[test]
-fn an_idle_batch_that_nobody_asked_what_it_counts_is_told_once() {
+/// What each rank counts in two epochs of five samples, and what it logs until the count is reduced.
+fn counted(
+    tail: TailPolicy,
+    count: fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>,
+) -> Vec<(f64, String)> {
     let counts = accelerator::launch(2, |accelerator| {
-        // Nothing is left for rank 1 in the last step.
-        let valid = accelerator.prepare(loader(5, 2))?;
-        let counted = |count: fn(&Batch<Column>) -> usize| -> Result<(usize, String)> {
-            let (samples, text) = logged(|| {
-                let epochs = (0..2).flat_map(|epoch| valid.epoch(epoch));
-                epochs
-                    .map(|batch| Ok(count(&batch?)))
-                    .sum::<Result<usize>>()
-            });
-            Ok((samples?, text))
-        };
-        let real = counted(|batch| batch.real())?;
-        let idle = counted(|batch| {
-            if batch.is_idle() {
-                0
-            } else {
-                batch.values.dims()[0]
+        let mut model = accelerator.prepare(line(&accelerator.device()))?;
+        let valid = DataLoaderBuilder::new(ColumnBatcher)
+            .batch_size(2)
+            .tail(tail)
+            .build(columns(5));
+        let valid = accelerator.prepare(valid)?;
+        let (total, text) = logged(|| -> Result<f64> {
+            let mut total = 0.0;
+            for epoch in 0..2 {
+                let mut sum = Sum::new();
+                for batch in valid.epoch(epoch) {
+                    sum.count(count(&accelerator, &mut model, &batch?)?);
+                }
+                total += accelerator.reduce(sum)?.value();
             }
-        })?;
-        let weight = counted(|batch| {
-            let _ = batch.weight();
-            batch.indices().len()
-        })?;
-        // Batches that were read ahead are not used.
-        let ((), ahead) = logged(|| drop(valid.epoch(0).next()));
-        let rows = counted(|batch| batch.values.dims()[0])?;
-        Ok([real, idle, weight, (rows.0, rows.1), (0, ahead)])
+            Ok(total)
+        });
+        Ok((total?, text))
     });
-    for (rank, counts) in counts.unwrap().into_iter().enumerate() {
-        let [real, idle, weight, rows, ahead] = counts;
-        let wanted = (2 * [3, 2][rank], String::new());
-        assert_eq!([&real, &idle], [&wanted; 2]);
-        assert_eq!([&weight.1, &ahead.1], [""; 2]);
-        assert_eq!(
-            [weight.0, rows.0],
-            [2 * [3, 4][rank]; 2],
-            "rows of an idle batch are there"
+    counts.unwrap()
+}
+
+#[test]
+fn rows_of_padding_that_go_into_a_metric_are_told_once() {
+    // Nothing is left for rank 1 in the last step, and with padding there are samples again.
+    for (tail, told) in [
+        (TailPolicy::Exact, "an idle batch"),
+        (TailPolicy::Pad, "samples that others have"),
+    ] {
+        let rows: [fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>; 3] = [
+            |_, _, batch| Ok(batch.values.dims()[0]),
+            |_, _, batch| Ok(batch.len()),
+            |_, _, batch| Ok(batch.indices().len()),
+        ];
+        for count in rows {
+            let ranks = counted(tail, count);
+            let padded = ranks.iter().filter(|(_, text)| !text.is_empty());
+            assert_eq!(padded.count(), if told.contains("idle") { 1 } else { 2 });
+            let (total, text) = &ranks[1];
+            assert!(*total > 10.0, "rows of padding are there");
+            assert_eq!(text.matches(told).count(), 1, "{text}");
+            assert!(text.contains("`batch.real()`"), "{text}");
+        }
+        let known: [fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>; 3] = [
+            |_, _, batch| Ok(batch.real()),
+            |_, _, batch| match batch.is_idle() {
+                true => Ok(0),
+                false => Ok(batch.values.dims()[0] - (batch.len() - batch.real())),
+            },
+            |_, _, batch| Ok(batch.real_indices().len()),
+        ];
+        for count in known {
+            for (total, text) in counted(tail, count) {
+                assert_eq!((total, text.as_str()), (10.0, ""));
+            }
+        }
+        // In training, what was passed to `backward` is known.
+        let trained = counted(tail, |accelerator, model, batch| {
+            let gradients = accelerator.backward(distance(model, batch), model, batch)?;
+            drop(gradients);
+            Ok(0)
+        });
+        assert!(
+            trained.iter().all(|(_, text)| text.is_empty()),
+            "{trained:?}"
         );
-        let told = rows.1.matches("an idle batch").count();
-        assert_eq!(told, rank, "{}", rows.1);
-        assert_eq!(rows.1.contains("`batch.real()`"), rank == 1, "{}", rows.1);
     }
 }
 
 #[test]
-fn padding_that_nobody_asked_about_is_told_once_on_each_rank() {
-    let counts = accelerator::launch(2, |accelerator| {
-        let valid = DataLoaderBuilder::new(ColumnBatcher)
-            .batch_size(2)
-            .tail(TailPolicy::Pad)
-            .build(columns(5));
-        let valid = accelerator.prepare(valid)?;
-        let counted = |count: fn(&Batch<Column>) -> usize| -> Result<(usize, String)> {
-            let (samples, text) = logged(|| {
-                let epochs = (0..2).flat_map(|epoch| valid.epoch(epoch));
-                epochs
-                    .map(|batch| Ok(count(&batch?)))
-                    .sum::<Result<usize>>()
+fn padding_of_which_nothing_is_counted_is_not_warned_of() {
+    let reads: [fn(&PreparedLoader<Column>, &Linear) -> Result<()>; 6] = [
+        |valid, _| {
+            assert_eq!(valid.epoch(0).count(), 3);
+            Ok(())
+        },
+        |valid, _| {
+            let last = valid.epoch(0).last().unwrap()?;
+            assert_eq!(last.step(), 2);
+            Ok(())
+        },
+        // A warm-up.
+        |valid, model| {
+            for batch in valid.epoch(0) {
+                model.forward(batch?.values.clone());
+            }
+            Ok(())
+        },
+        |valid, _| {
+            for batch in valid.epoch(0) {
+                if batch?.is_last() {
+                    break;
+                }
+            }
+            Ok(())
+        },
+        // Another error.
+        |valid, model| {
+            for batch in valid.epoch(0) {
+                let batch = batch?;
+                model.forward(batch.values.clone());
+                if batch.is_last() {
+                    return Ok(());
+                }
+            }
+            Ok(())
+        },
+        |valid, _| {
+            for batch in valid.epoch(0) {
+                assert!(batch?.len() <= 2);
+            }
+            Ok(())
+        },
+    ];
+    for (number, read) in reads.into_iter().enumerate() {
+        let texts = accelerator::launch(3, |accelerator| {
+            let model = line(&accelerator.device());
+            let valid = accelerator.prepare(loader(13, 2))?;
+            let (done, text) = logged(|| -> Result<()> {
+                read(&valid, &model)?;
+                // What is counted behind it is counted well.
+                let mut sum = Sum::new();
+                for batch in valid.epoch(1) {
+                    sum.count(batch?.real());
+                }
+                assert_eq!(accelerator.reduce(sum)?.value(), 13.0);
+                accelerator.finish()
             });
-            Ok((samples?, text))
-        };
-        let real = counted(|batch| batch.real())?;
-        // It was not used, as far as anybody can tell.
-        Ok([real, counted(|batch| batch.values.dims()[0])?])
-    });
-    for (rank, [real, rows]) in counts.unwrap().into_iter().enumerate() {
-        assert_eq!(real, (2 * [3, 2][rank], String::new()));
-        assert_eq!(rows.0, 2 * 4);
-        let text = rows.1;
-        assert_eq!(
-            text.matches("samples that others have").count(),
-            1,
-            "{text}"
-        );
-        assert!(
-            text.contains("dropped and never asked") && text.contains("`batch.real()`"),
-            "{text}"
-        );
+            done?;
+            Ok(text)
+        });
+        assert_eq!(texts.unwrap(), [""; 3], "read {number}");
     }
 }
 

@@ -23,6 +23,7 @@ pub use self::padding::PadSide;
 pub use self::share::PaddedShare;
 pub(crate) use self::trigger::Trigger;
 use crate::checkpoint::Ongoing;
+use crate::data::UncountedPadding;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::hook;
@@ -80,6 +81,7 @@ pub(crate) struct Shared {
     pub(crate) trigger: Arc<Trigger>,
     /// Of the threads that reduce gradients.
     pub(crate) turn: Turn,
+    pub(crate) uncounted: UncountedPadding,
     pub(crate) warned: Warned,
     pub(crate) working: WorkingUse,
 }
@@ -532,7 +534,7 @@ impl Accelerator {
                 "a model was prepared (its first parameter is `{path}`), and `backward` was never called for it: \
                  where it was trained, each of the {} ranks has trained a model of its own; write \
                  `accelerator.backward(loss, &model, &batch)` and step with what that gives; where it is only \
-                 evaluated, prepare it with `.no_grad()`",
+                 evaluated, do so with `accelerator.valid(&model)`, which compares it, or prepare it with `.no_grad()`",
                 self.world_size()
             ));
         }

@@ -69,6 +69,8 @@ pub(crate) struct Slot {
     working: Mutex<WorkingCopy>,
     /// Whether a copy was ever made to be trained through.
     works_on_copies: AtomicBool,
+    /// Whether its replicas were ever compared where something becomes of them.
+    was_compared: AtomicBool,
     /// Whether `backward` was ever called for it.
     was_trained: AtomicBool,
     /// Where losses are scaled.
@@ -190,6 +192,7 @@ impl Slot {
             working: Mutex::new(WorkingCopy::None),
             works_on_copies: AtomicBool::new(false),
             scaler: Mutex::new(None),
+            was_compared: AtomicBool::new(false),
             was_trained: AtomicBool::new(false),
             wants_norm: AtomicBool::new(false),
             parameters,
@@ -357,6 +360,15 @@ impl Slot {
         let count = if same { count + 1 } else { 0 };
         self.same_losses.store(count, Ordering::Relaxed);
         count == windows
+    }
+
+    /// Its replicas are compared before something becomes of them.
+    pub(crate) fn note_compared(&self) {
+        self.was_compared.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn was_compared(&self) -> bool {
+        self.was_compared.load(Ordering::Relaxed)
     }
 
     /// `backward` is called for it.

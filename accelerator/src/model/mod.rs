@@ -112,9 +112,13 @@ impl Models {
         firsts.collect()
     }
 
-    /// By the first of its parameters: the models for which `backward` was never called.
+    /// By the first of its parameters: the models for which `backward` was never called, and which may have been trained
+    /// all the same: neither was another one trained, beside which it may be a target, nor were its replicas compared.
     pub(crate) fn untrained(&self) -> Vec<String> {
-        let untrained = self.models().filter(|slot| !slot.was_trained());
+        let trains_another = self.models().any(|slot| slot.was_trained());
+        let untrained = self
+            .models()
+            .filter(|slot| !trains_another && !slot.was_compared());
         let firsts = untrained.filter_map(|slot| Some(slot.parameters().first()?.path.clone()));
         firsts.collect()
     }

@@ -203,8 +203,9 @@ impl Reducer {
         ];
         let batches = self.batches.number().map(|number| [number]);
         // A loss of 0 tells nothing of the batch: an idle rank, a converged model and a loss still on the device all
-        // have it.
+        // have it. Batches of prepared loaders are known to be others on each rank, whatever comes of them.
         let loss = Some(self.loss.read).filter(|loss| loss.is_finite() && *loss != 0.0);
+        let loss = loss.filter(|_| batches.is_none());
         let loss = loss.map(|loss| [loss.to_bits()]);
         Header {
             weight: self.total,
