@@ -1,3 +1,4 @@
+use core::cmp::Reverse;
 use std::collections::HashSet;
 
 use accelerator_manifest::FileName;
@@ -96,14 +97,28 @@ impl State {
     /// Where the file with the state lies.
     pub(super) const FILE: &str = "state.cbor";
 
-    /// The place of the loop: that of the first loader that gradients were made from; where there
-    /// is none, of the first that was read.
+    /// The place of the loop.
     pub(super) fn spot(&self) -> Option<Spot> {
-        let read = || self.loaders().filter(|loader| loader.spot.is_some());
-        let loader = read()
-            .find(|loader| loader.trained)
-            .or_else(|| read().next())?;
-        loader.spot
+        self.read_on().map(|(_, spot)| spot)
+    }
+
+    /// The loader that the loop reads, by its place among the parts, with where it stands: the first that an optimizer
+    /// has stepped with. Where there is none, as with bare counts, the one that is furthest: one for evaluation is read
+    /// to its end in between, and as often or in the same epoch each time.
+    fn read_on(&self) -> Option<(usize, Spot)> {
+        let read = || {
+            let parts = self.parts.iter().enumerate();
+            parts.filter_map(|(at, part)| match part {
+                PartState::Loader(loader) => loader.spot.map(|spot| (at, loader, spot)),
+                _ => None,
+            })
+        };
+        let trained = read().find(|(_, loader, _)| loader.trained);
+        // Of several that are as far, the first.
+        let furthest =
+            || read().min_by_key(|(.., spot)| (Reverse(spot.next_epoch()), spot.finished));
+        let (at, _, spot) = trained.or_else(furthest)?;
+        Some((at, spot))
     }
 
     /// Whether the loader at that place goes on in mid-epoch. One for evaluation starts anew, as
@@ -115,11 +130,7 @@ impl State {
         if self.loaders().any(|loader| loader.trained) {
             return loader.trained;
         }
-        if self.is_before_training() {
-            return false;
-        }
-        let mut before = self.parts[..at].iter();
-        !before.any(|part| matches!(part, PartState::Loader(other) if other.spot.is_some()))
+        !self.is_before_training() && self.read_on().is_some_and(|(read_on, _)| read_on == at)
     }
 
     /// Whether there is something to train, and no step was taken: a batch that the loop has got is still to be
