@@ -8,6 +8,7 @@ use super::cursor::{Cursor, Restored, Spot};
 use super::order::Order;
 use super::prepared::{PreparedLoader, Samples};
 use super::spec::Spec;
+use super::steppers::Steppers;
 use super::stream::Sharing;
 use crate::error::{Error, Kind, Result};
 
@@ -27,10 +28,16 @@ pub(crate) struct Standing {
     pub(crate) number: u64,
     /// How often it was read as a Burn loader.
     pub(crate) passes: u64,
-    /// Whether gradients were made from its batches.
+    /// Whether an optimizer has stepped with its batches.
     pub(crate) trained: bool,
     /// `None` if it was never read.
     pub(crate) spot: Option<Spot>,
+    /// The models that have stepped with its batches.
+    #[serde(default)]
+    pub(crate) steppers: Steppers,
+    /// Whether gradients were made from a batch that is not used yet.
+    #[serde(skip)]
+    pub(crate) waits: bool,
 }
 
 /// How a loader is to go on.
@@ -86,6 +93,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
             passes: passes - u64::from(is_in_pass),
             trained: self.cursor.is_trained(),
             spot,
+            steppers: self.cursor.steppers(),
+            waits: self.cursor.waits(),
         }
     }
 
@@ -135,6 +144,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         self.passes = AtomicU64::new(saved.passes);
         self.cursor = Cursor::restored(Restored {
             spot: saved.spot,
+            steppers: saved.steppers.clone(),
             trained: saved.trained,
             goes_on: how.goes_on,
         });

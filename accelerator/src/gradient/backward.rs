@@ -15,7 +15,6 @@ use super::trial_memory::settle_road;
 use super::weight::Weight;
 use super::window::{Window, check_all_known};
 use crate::accelerator::{Accelerator, SameBatches};
-use crate::data::Mark;
 use crate::error::{Error, Result};
 use crate::model::Trainable;
 use crate::notice;
@@ -174,7 +173,8 @@ fn run<M: Module>(
         slot.take_back(reduced.ledger);
         if reach == Reach::Own {
             slot.count_step();
-            reduced.marks.iter().for_each(Mark::commit);
+            let model = slot.first_id();
+            reduced.marks.iter().for_each(|mark| mark.commit(model));
             return Ok(Gradients::idle(weight.epoch));
         }
         return Err(Error::misuse(
