@@ -528,6 +528,12 @@ fn bare_counts(
         for batch in train.epoch(epoch) {
             let batch = batch?;
             seen.push((epoch, batch.step()));
+            // In mid-epoch too.
+            if batch.step() == 1 {
+                valid
+                    .epoch(0)
+                    .try_for_each(|batch| batch.map(|batch| assert!(batch.real() > 0)))?;
+            }
             let loss = common::distance(&model, &batch);
             let gradients = accelerator.backward(loss, &model, batch.real())?;
             if save(epoch, 2 * batch.step()) {

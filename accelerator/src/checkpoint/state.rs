@@ -103,8 +103,8 @@ impl State {
     }
 
     /// The loader that the loop reads, by its place among the parts, with where it stands: the first that an optimizer
-    /// has stepped with. Where there is none, as with bare counts, the one that is furthest: one for evaluation is read
-    /// to its end in between, and as often or in the same epoch each time.
+    /// has stepped with. Where there is none, as with bare counts, the one in the latest epoch; of several, one whose
+    /// batches the program is taking; of those the first. One for evaluation is at the same epoch each time, or follows.
     fn read_on(&self) -> Option<(usize, Spot)> {
         let read = || {
             let parts = self.parts.iter().enumerate();
@@ -114,10 +114,9 @@ impl State {
             })
         };
         let trained = read().find(|(_, loader, _)| loader.trained);
-        // Of several that are as far, the first.
-        let furthest =
-            || read().min_by_key(|(.., spot)| (Reverse(spot.next_epoch()), spot.finished));
-        let (at, _, spot) = trained.or_else(furthest)?;
+        let latest =
+            || read().min_by_key(|(_, loader, spot)| (Reverse(spot.epoch), !loader.is_open));
+        let (at, _, spot) = trained.or_else(latest)?;
         Some((at, spot))
     }
 

@@ -153,6 +153,13 @@ impl Cursor {
         passes.any(|pass| pass.progress().waits())
     }
 
+    /// Whether the program takes its batches.
+    pub(super) fn is_open(&self) -> bool {
+        let state = self.lock();
+        let latest = state.latest.as_ref();
+        latest.is_some_and(|pass| pass.progress().is_open)
+    }
+
     /// The models that have stepped with its batches.
     pub(super) fn steppers(&self) -> Steppers {
         self.lock().steppers.clone()

@@ -32,6 +32,9 @@ pub(crate) struct Standing {
     pub(crate) trained: bool,
     /// `None` if it was never read.
     pub(crate) spot: Option<Spot>,
+    /// Whether the program was taking its batches.
+    #[serde(default)]
+    pub(crate) is_open: bool,
     /// The models that have stepped with its batches.
     #[serde(default)]
     pub(crate) steppers: Steppers,
@@ -93,6 +96,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
             passes: passes - u64::from(is_in_pass),
             trained: self.cursor.is_trained(),
             spot,
+            is_open: self.cursor.is_open(),
             steppers: self.cursor.steppers(),
             waits: self.cursor.waits(),
         }
