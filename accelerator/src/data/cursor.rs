@@ -269,12 +269,15 @@ impl Mark {
         Arc::ptr_eq(&self.pass, &other.pass)
     }
 
-    /// Whether the program left the pass of an earlier mark before its end, and went on with this one's over the same
-    /// loader.
+    /// Whether the program left the epoch of an earlier mark before its end, and went on with this one's over the same
+    /// loader. A second pass over one epoch goes on with it.
     pub(crate) fn leaves(&self, earlier: &Self) -> bool {
         let of_one_loader = Weak::ptr_eq(&self.pass.cursor, &earlier.pass.cursor);
         let before = earlier.pass.progress();
-        of_one_loader && !self.follows(earlier) && !before.is_open && !before.yielded.finished
+        of_one_loader
+            && self.epoch() != earlier.epoch()
+            && !before.is_open
+            && !before.yielded.finished
     }
 
     pub(crate) fn epoch(&self) -> u64 {
