@@ -64,7 +64,8 @@ impl<M: Module> Ema<M> {
     }
 
     /// Takes the weights of a step in. Call it after each optimizer step that
-    /// [moved](crate::optim::StepOutcome::Stepped) the model, on every rank.
+    /// [moved](crate::optim::StepOutcome::Stepped) the model, on every rank. Save checkpoints behind it: one that is saved
+    /// between a step and its update holds the weights of that step, and an average that never takes them in.
     pub fn update(&mut self, model: &M) {
         settle_statistics(model);
         let mut reader = Reader::default();

@@ -1443,6 +1443,77 @@ fn a_data_set_that_draws_at_each_read_is_told_where_one_rank_resumes() {
 }
 
 #[test]
+fn an_epoch_that_goes_on_in_a_second_pass_is_not_taken_for_one_that_was_left() {
+    let ((), text) = logged(|| {
+        let accelerator = Accelerator::builder()
+            .accumulation_steps(2)
+            .build()
+            .unwrap();
+        let parts = (
+            line(&accelerator.device()),
+            SgdConfig::new().init(),
+            loader(24, 2),
+        );
+        let (mut model, mut optimizer, train) = accelerator.prepare(parts).unwrap();
+        let rest = train.epoch(0).skip_first_batches(3);
+        for batch in train.epoch(0).take(3).chain(rest) {
+            let batch = batch.unwrap();
+            let loss = distance(&model, &batch);
+            let gradients = accelerator.backward(loss, &model, &batch).unwrap();
+            model = optimizer.step(0.1, model, gradients);
+        }
+        accelerator.finish().unwrap();
+    });
+    assert!(text.is_empty(), "{text}");
+}
+
+/// As a program does that finds its place itself.
+#[test]
+fn batches_that_are_left_out_of_an_epoch_that_goes_on_are_told_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let steps = |resume: bool, skip: u64| {
+        logged(|| {
+            let accelerator = Accelerator::new().unwrap();
+            let parts = (
+                line(&accelerator.device()),
+                SgdConfig::new().init(),
+                loader(24, 2),
+            );
+            let mut parts = accelerator.prepare(parts).unwrap();
+            if resume {
+                parts = accelerator.resume(folder.path(), parts).unwrap().0;
+            }
+            let (mut model, mut optimizer, train) = parts;
+            for epoch in 0..2 {
+                for batch in train.epoch(epoch).skip_first_batches(skip) {
+                    let batch = batch.unwrap();
+                    let loss = distance(&model, &batch);
+                    let gradients = accelerator.backward(loss, &model, &batch).unwrap();
+                    model = optimizer.step(0.1, model, gradients);
+                    if !resume && batch.step() == 3 {
+                        let parts = (&model, &optimizer, &train);
+                        accelerator.save_state(folder.path(), parts).unwrap();
+                        return optimizer.steps();
+                    }
+                }
+            }
+            optimizer.steps()
+        })
+    };
+    let (saved, text) = steps(false, 1);
+    assert!(
+        saved == 3 && text.is_empty(),
+        "an epoch that is whole: {text}"
+    );
+    let (_, text) = steps(true, 0);
+    assert!(!text.contains("WARN"), "nothing is left out: {text}");
+    let (_, text) = steps(true, 4);
+    assert_eq!(text.matches("WARN").count(), 1, "{text}");
+    assert!(text.contains("goes on behind step 4 of epoch 0"), "{text}");
+    assert!(text.contains("4 more"), "{text}");
+}
+
+#[test]
 fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
     for ranks in [1, 2] {
         let texts = warnings_after_breaks(ranks, [4, 2], Batch::weight);

@@ -295,3 +295,325 @@ fn a_checkpoint_is_exact_behind_every_line_of_a_loop() {
         }
     }
 }
+
+/// A line of a loop in which a generator trains against a critic.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum GanLine {
+    Batch,
+    CriticBackward,
+    CriticStep,
+    Backward,
+    Step,
+}
+
+const GAN_LINES: [GanLine; 5] = [
+    GanLine::Batch,
+    GanLine::CriticBackward,
+    GanLine::CriticStep,
+    GanLine::Backward,
+    GanLine::Step,
+];
+
+/// A training of two models against each other.
+#[derive(Clone, Copy, Debug)]
+struct Gan {
+    accumulation: usize,
+    /// The generator trains with one batch of so many.
+    every: u64,
+    ranks: usize,
+}
+
+/// Both models' weights, how many steps they have made, and whether a checkpoint was refused.
+#[derive(Clone, Debug, PartialEq)]
+struct GanOutcome {
+    weights: [Vec<f32>; 2],
+    steps: [u64; 2],
+    refused: bool,
+}
+
+impl Gan {
+    /// Trains over two epochs, or from a checkpoint to the end; saves once, behind a line of the loop in the batch of
+    /// that epoch and step.
+    fn run(self, from: Option<&Path>, save: Option<(&Path, GanLine, (u64, u64))>) -> GanOutcome {
+        let ranks = Accelerator::builder()
+            .accumulation_steps(self.accumulation)
+            .seed(7)
+            .launch(self.ranks, |accelerator| {
+                self.train(&accelerator, from, save)
+            });
+        ranks.unwrap().remove(0)
+    }
+
+    fn train(
+        self,
+        accelerator: &Accelerator,
+        from: Option<&Path>,
+        save: Option<(&Path, GanLine, (u64, u64))>,
+    ) -> accelerator::Result<GanOutcome> {
+        let device = accelerator.device();
+        let adam = || AdamWConfig::new().init();
+        let models = (line(&device), line(&device));
+        let mut parts =
+            accelerator.prepare((models.0, models.1, adam(), adam(), train_loader(44)))?;
+        let mut start = 0;
+        if let Some(from) = from {
+            let position;
+            (parts, position) = accelerator.resume(from, parts)?;
+            start = position.epoch();
+        }
+        let (mut generator, mut critic, mut making, mut judging, train) = parts;
+        let mut refused = false;
+        for epoch in start..EPOCHS {
+            for batch in train.epoch(epoch) {
+                let batch = batch?;
+                let place = (epoch, batch.step());
+                macro_rules! at {
+                    ($line:expr) => {
+                        if let Some((into, asked, there)) = save
+                            && ($line, place) == (asked, there)
+                        {
+                            let parts = (&generator, &critic, &making, &judging, &train);
+                            if let Err(error) = accelerator.save_state(into, parts) {
+                                let text = error.to_string();
+                                assert!(text.contains("between optimizer steps"), "{error:?}");
+                                refused = error.is_misuse();
+                            }
+                        }
+                    };
+                }
+                at!(GanLine::Batch);
+                let loss = common::distance(&critic, &batch);
+                let gradients = accelerator.backward(loss, &critic, &batch)?;
+                at!(GanLine::CriticBackward);
+                critic = judging.step(0.05, critic, gradients);
+                at!(GanLine::CriticStep);
+                if batch.step() % self.every == self.every - 1 {
+                    let judged = critic.forward(batch.values.clone()).detach();
+                    let loss = (generator.forward(batch.values.clone()) - judged).powi_scalar(2);
+                    let gradients = accelerator.backward(loss.mean(), &generator, &batch)?;
+                    at!(GanLine::Backward);
+                    generator = making.step(0.05, generator, gradients);
+                    at!(GanLine::Step);
+                }
+            }
+        }
+        Ok(GanOutcome {
+            weights: [flat(&generator), flat(&critic)],
+            steps: [making.steps(), judging.steps()],
+            refused,
+        })
+    }
+}
+
+#[test]
+fn two_models_resume_exactly_from_every_line_of_a_loop_or_their_checkpoint_is_refused() {
+    let _turn = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+    let each = |ranks, accumulation| Gan {
+        accumulation,
+        every: 1,
+        ranks,
+    };
+    let now_and_then = Gan {
+        accumulation: 1,
+        every: 3,
+        ranks: 1,
+    };
+    for gan in [each(1, 1), each(1, 2), each(2, 1), each(2, 2), now_and_then] {
+        let undisturbed = gan.run(None, None);
+        let batches = 44_u64.div_ceil(4 * gan.ranks as u64);
+        let mut saved = 0;
+        for line in GAN_LINES {
+            for (epoch, step) in
+                (0..EPOCHS).flat_map(|epoch| (0..batches).map(move |step| (epoch, step)))
+            {
+                let trains = step % gan.every == gan.every - 1;
+                if !trains && matches!(line, GanLine::Backward | GanLine::Step) {
+                    continue;
+                }
+                let folder = tempfile::tempdir().unwrap();
+                let place = (epoch, step);
+                let outcome = gan.run(None, Some((folder.path(), line, place)));
+                let told = format!("behind {line:?} of batch {place:?}, {gan:?}");
+                assert_eq!(outcome.weights, undisturbed.weights, "{told}");
+                let is_between = trains && matches!(line, GanLine::CriticStep | GanLine::Backward);
+                if gan.accumulation == 1 && !is_between {
+                    assert!(!outcome.refused, "refused {told}");
+                }
+                // How often the generator steps is known when it has done so twice; where that is not with each batch,
+                // in each epoch from its first step on.
+                let before = step / gan.every;
+                let is_known =
+                    epoch * (batches / gan.every) + before >= 2 && (gan.every == 1 || before > 0);
+                if outcome.refused || (line == GanLine::CriticStep && !is_known) {
+                    continue;
+                }
+                saved += 1;
+                assert_eq!(
+                    gan.run(Some(folder.path()), None),
+                    undisturbed,
+                    "saved {told}"
+                );
+            }
+        }
+        assert!(saved > batches, "{saved} checkpoints of {gan:?}");
+    }
+}
+
+/// What is known of the models that train on a loader goes on with it.
+#[test]
+fn a_resumed_training_of_two_models_refuses_a_checkpoint_between_them_at_once() {
+    let _turn = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+    let gan = Gan {
+        accumulation: 1,
+        every: 1,
+        ranks: 1,
+    };
+    let folder = tempfile::tempdir().unwrap();
+    gan.run(None, Some((folder.path(), GanLine::Step, (0, 4))));
+    let other = tempfile::tempdir().unwrap();
+    let save = Some((other.path(), GanLine::CriticStep, (0, 5)));
+    assert!(gan.run(Some(folder.path()), save).refused);
+    assert!(other.path().read_dir().unwrap().next().is_none());
+}
+
+/// A model that is no longer trained is not waited for.
+#[test]
+fn a_model_that_stops_training_hinders_no_checkpoint_of_the_epochs_behind() {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    let sgd = || SgdConfig::new().init();
+    let parts = (line(&device), line(&device), sgd(), sgd(), train_loader(24));
+    let (mut first, mut second, mut one, mut two, train) = accelerator.prepare(parts).unwrap();
+    for epoch in 0..3 {
+        for batch in train.epoch(epoch) {
+            let batch = batch.unwrap();
+            let loss = common::distance(&first, &batch);
+            let gradients = accelerator.backward(loss, &first, &batch).unwrap();
+            first = one.step(0.05, first, gradients);
+            if epoch == 0 || (epoch == 2 && batch.step() % 2 == 0) {
+                let loss = common::distance(&second, &batch);
+                let gradients = accelerator.backward(loss, &second, &batch).unwrap();
+                second = two.step(0.05, second, gradients);
+            }
+            // In the first batch without it, its step may be to come.
+            if (epoch, batch.step()) != (1, 0) {
+                let parts = (&first, &second, &one, &two, &train);
+                accelerator.save_state(folder.path(), parts).unwrap();
+            }
+        }
+    }
+}
+
+/// A training with a number of samples in the place of its batches: its steps, and what it saw.
+fn bare_counts(
+    folder: &Path,
+    resume: bool,
+    save: impl Fn(u64, u64) -> bool,
+) -> accelerator::Result<(u64, Vec<(u64, u64)>)> {
+    let accelerator = Accelerator::new()?;
+    let model = line(&accelerator.device());
+    let sgd = SgdConfig::new().init();
+    let mut parts =
+        accelerator.prepare((model, sgd, common::loader(8, 2), common::loader(32, 4)))?;
+    let mut start = 0;
+    if resume {
+        let position;
+        (parts, position) = accelerator.resume(folder, parts)?;
+        start = position.epoch();
+    }
+    let (mut model, mut optimizer, valid, train) = parts;
+    let mut seen = Vec::new();
+    for epoch in start..4 {
+        for batch in train.epoch(epoch) {
+            let batch = batch?;
+            seen.push((epoch, batch.step()));
+            // In mid-epoch too.
+            if batch.step() == 1 {
+                valid
+                    .epoch(0)
+                    .try_for_each(|batch| batch.map(|batch| assert!(batch.real() > 0)))?;
+            }
+            let loss = common::distance(&model, &batch);
+            let gradients = accelerator.backward(loss, &model, batch.real())?;
+            if save(epoch, 2 * batch.step()) {
+                accelerator.save_state(folder, (&model, &optimizer, &valid, &train))?;
+            }
+            model = optimizer.step(0.01, model, gradients);
+            if save(epoch, 2 * batch.step() + 1) {
+                accelerator.save_state(folder, (&model, &optimizer, &valid, &train))?;
+                break;
+            }
+        }
+        for batch in valid.epoch(0) {
+            batch?.real();
+        }
+    }
+    Ok((optimizer.steps(), seen))
+}
+
+#[test]
+fn with_bare_counts_a_checkpoint_before_the_step_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let refused = bare_counts(folder.path(), false, |epoch, line| (epoch, line) == (1, 6));
+    let refused = refused.unwrap_err();
+    assert!(refused.is_misuse(), "{refused:?}");
+    let text = refused.to_string();
+    assert!(text.contains("between optimizer steps"), "{text}");
+    assert!(text.contains("pass the batch"), "{text}");
+}
+
+#[test]
+fn with_bare_counts_the_place_is_that_of_the_loader_that_is_read_on() {
+    for epoch in 0..4 {
+        let folder = tempfile::tempdir().unwrap();
+        bare_counts(folder.path(), false, |at, line| (at, line) == (epoch, 7)).unwrap();
+        let (steps, seen) = bare_counts(folder.path(), true, |_, _| false).unwrap();
+        assert_eq!(
+            (steps, seen.first()),
+            (32, Some(&(epoch, 4))),
+            "saved in {epoch}"
+        );
+    }
+}
+
+/// As to look at the gradient's norm over samples that are held out.
+#[test]
+fn gradients_without_a_step_do_not_make_a_loader_the_one_that_is_trained_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |resume: bool| -> accelerator::Result<u64> {
+        let accelerator = Accelerator::new()?;
+        let model = line(&accelerator.device());
+        let sgd = SgdConfig::new().init();
+        let mut parts =
+            accelerator.prepare((model, sgd, common::loader(8, 2), common::loader(32, 2)))?;
+        let mut start = 0;
+        if resume {
+            let position;
+            (parts, position) = accelerator.resume(folder.path(), parts)?;
+            start = position.epoch();
+        }
+        let (mut model, mut optimizer, valid, train) = parts;
+        for epoch in start..3 {
+            for batch in train.epoch(epoch) {
+                let batch = batch?;
+                let loss = common::distance(&model, &batch);
+                let gradients = accelerator.backward(loss, &model, &batch)?;
+                model = optimizer.step(0.01, model, gradients);
+            }
+            for batch in valid.epoch(0) {
+                let batch = batch?;
+                let loss = common::distance(&model, &batch);
+                let mut gradients = accelerator.backward(loss, &model, &batch)?;
+                assert!(gradients.norm().is_some());
+            }
+            if epoch == 1 && !resume {
+                accelerator.save_state(folder.path(), (&model, &optimizer, &valid, &train))?;
+                break;
+            }
+        }
+        Ok(optimizer.steps())
+    };
+    assert_eq!(run(false).unwrap(), 32);
+    assert_eq!(run(true).unwrap(), 48);
+}

@@ -116,8 +116,8 @@ impl Accelerator {
     /// # Errors
     ///
     /// The same on every rank: [`Error::is_misuse`](crate::Error::is_misuse) between the micro-steps
-    /// of a window, for a model that was not prepared, an optimizer without its model, or ranks that
-    /// save different things; [`Error::is_config`](crate::Error::is_config) where ranks are given different
+    /// of a window, or between the steps of two models with one batch, for a model that was not prepared, an
+    /// optimizer without its model, or ranks that save different things; [`Error::is_config`](crate::Error::is_config) where ranks are given different
     /// folders, which it shows; [`Error::is_drift`](crate::Error::is_drift) where the parameters of a model are no
     /// longer [the same](Self::check_replicas) on all ranks;
     /// [`Error::is_io`](crate::Error::is_io) when rank 0 cannot write;
@@ -223,7 +223,10 @@ impl Accelerator {
     /// - Models get values and parameter ids; optimizers their state, with schedule and count.
     /// - Loaders: the epoch that was not finished goes on after the last sample that was used, with
     ///   the same order of samples; every other epoch is whole. Loaders that no gradients were made
-    ///   from begin anew, as validation does.
+    ///   from begin anew, as validation does. So does one that is read beside another (`labelled.zip(unlabelled)`) where
+    ///   `backward` gets the batch of that other alone: give it each batch with its own loss, in one window
+    ///   ([`no_sync`](crate::Weight::no_sync) for the first), and both go on; or save at the ends of epochs.
+    ///   Pass every loader of the training: one that was not saved begins anew.
     /// - [`InOrder`](crate::data::InOrder) loaders of Burn's own skip what was used by reading and
     ///   dropping it. That needs as many ranks as before, and an order that is the same each time.
     /// - At another number of ranks, a step uses as many samples as before, divided as evenly as

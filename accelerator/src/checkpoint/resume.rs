@@ -288,10 +288,7 @@ impl Found {
         let how = LoaderResume {
             global_batch: &|global_batch| self.global_batch(world_size, global_batch),
             goes_on: self.state.goes_on(at),
-            leads: self
-                .state
-                .leading()
-                .is_some_and(|leading| core::ptr::eq(leading, saved)),
+            leads: self.state.leads(at),
             same_world: self.world_size == world_size,
         };
         loader.resume_from(name, saved, &how)

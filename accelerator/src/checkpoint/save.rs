@@ -106,6 +106,7 @@ fn prepare<K>(
     let mut taken = snapshot.taken;
     let complete = accelerator.shared.road.confirm();
     let complete = complete.and_then(|()| accelerator.shared.crossing.check());
+    let collected = collected.and_then(|()| taken.check_between_steps());
     let begun = complete.and(collected).and_then(|()| {
         let draft = is_main.then(|| write::begin(settings, accelerator));
         draft.transpose()

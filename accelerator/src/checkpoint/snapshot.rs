@@ -44,6 +44,8 @@ pub(super) enum Writer {
 /// A snapshot without its accelerator.
 #[derive(Default)]
 pub(super) struct Taken {
+    /// Whether gradients of a model that is saved wait for their step.
+    has_pending_step: bool,
     pub(super) parts: Vec<Part>,
 }
 
@@ -146,7 +148,7 @@ impl<'a> Snapshot<'a> {
     }
 
     /// The slot of a model, if it is at a place where it can be saved.
-    fn ready<M: Module>(&self, model: &M) -> Result<Arc<Slot>> {
+    fn ready<M: Module>(&mut self, model: &M) -> Result<Arc<Slot>> {
         let slot = self.accelerator.shared.models.find(model)?;
         let open = slot.open_micro_steps();
         if open > 0 && self.mode == Mode::Regular {
@@ -158,6 +160,7 @@ impl<'a> Snapshot<'a> {
                 slot.parameters().first().map_or("", |first| &first.path)
             )));
         }
+        self.taken.has_pending_step |= slot.has_pending_step();
         if self.mode == Mode::Regular {
             slot.round().check_together("save a checkpoint")?;
         }
@@ -244,6 +247,42 @@ impl<'a> Settling<'a> {
 }
 
 impl Taken {
+    /// Refuses a moment at which some models have stepped with a batch, and others will: from no place in the data do
+    /// all of them go on.
+    pub(super) fn check_between_steps(&self) -> Result<()> {
+        let loaders = || {
+            let parts = self.parts.iter().enumerate();
+            parts.filter_map(|(at, part)| match part {
+                Part::Loader(standing) => Some((at + 1, standing)),
+                _ => None,
+            })
+        };
+        let is_read = loaders().any(|(_, loader)| loader.spot.is_some());
+        // Where the batch is not used yet, it comes again.
+        if self.has_pending_step && is_read && !loaders().any(|(_, loader)| loader.waits) {
+            return Err(Error::misuse(
+                "a checkpoint is saved between optimizer steps, and there are gradients that no optimizer has stepped \
+                 with, from a batch that counts as used: where several models step with one batch, save behind the \
+                 last step; where `backward` is given a number of samples, pass the batch, or save behind the step",
+            ));
+        }
+        for (place, loader) in loaders() {
+            let missing = loader.steppers.missing();
+            let at =
+                missing.and_then(|missing| self.parts.iter().position(|part| part.holds(missing)));
+            if let Some(at) = at {
+                return Err(Error::misuse(format!(
+                    "a checkpoint is saved between optimizer steps, and the model at place {} of the tuple has not \
+                     stepped with this batch of the loader at place {place}, as another one has and it itself has \
+                     with those before: save behind the last model's step; if it is no longer trained, save behind \
+                     the next batch",
+                    at + 1
+                )));
+            }
+        }
+        Ok(())
+    }
+
     pub(super) fn report(&self, folder: &Path, rank: usize) -> Report {
         let parts = self.parts.iter().map(|part| match part {
             Part::Loader(standing) => PartReport::Loader(Box::new(standing.clone())),
@@ -330,6 +369,13 @@ impl Taken {
             _ => None,
         });
         layouts.flatten().collect()
+    }
+}
+
+impl Part {
+    /// Whether it is a model that holds a parameter of that id.
+    fn holds(&self, id: u64) -> bool {
+        matches!(self, Self::Model { state, .. } if state.layout.ids().contains(&id))
     }
 }
 

@@ -1,3 +1,4 @@
+use core::cmp::Reverse;
 use std::collections::HashSet;
 
 use accelerator_manifest::FileName;
@@ -96,17 +97,32 @@ impl State {
     /// Where the file with the state lies.
     pub(super) const FILE: &str = "state.cbor";
 
-    /// The place of the loop: that of its leading loader.
+    /// The place of the loop.
     pub(super) fn spot(&self) -> Option<Spot> {
-        self.leading()?.spot
+        self.read_on().map(|(_, spot)| spot)
     }
 
-    /// The first loader that gradients were made from; where there is none, the first that was read.
-    pub(super) fn leading(&self) -> Option<&Standing> {
-        let read = || self.loaders().filter(|loader| loader.spot.is_some());
-        read()
-            .find(|loader| loader.trained)
-            .or_else(|| read().next())
+    /// Whether the loader at that place among the parts is the one that the loop reads.
+    pub(super) fn leads(&self, at: usize) -> bool {
+        self.read_on().is_some_and(|(read_on, _)| read_on == at)
+    }
+
+    /// The loader that the loop reads, by its place among the parts, with where it stands: the first that an optimizer
+    /// has stepped with. Where there is none, as with bare counts, the one in the latest epoch; of several, one whose
+    /// batches the program is taking; of those the first. One for evaluation is at the same epoch each time, or follows.
+    fn read_on(&self) -> Option<(usize, Spot)> {
+        let read = || {
+            let parts = self.parts.iter().enumerate();
+            parts.filter_map(|(at, part)| match part {
+                PartState::Loader(loader) => loader.spot.map(|spot| (at, loader, spot)),
+                _ => None,
+            })
+        };
+        let trained = read().find(|(_, loader, _)| loader.trained);
+        let latest =
+            || read().min_by_key(|(_, loader, spot)| (Reverse(spot.epoch), !loader.is_open));
+        let (at, _, spot) = trained.or_else(latest)?;
+        Some((at, spot))
     }
 
     /// Whether the loader at that place goes on in mid-epoch. One for evaluation starts anew, as
@@ -118,11 +134,7 @@ impl State {
         if self.loaders().any(|loader| loader.trained) {
             return loader.trained;
         }
-        if self.is_before_training() {
-            return false;
-        }
-        let mut before = self.parts[..at].iter();
-        !before.any(|part| matches!(part, PartState::Loader(other) if other.spot.is_some()))
+        !self.is_before_training() && self.leads(at)
     }
 
     /// Whether there is something to train, and no step was taken: a batch that the loop has got is still to be

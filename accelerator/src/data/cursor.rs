@@ -3,6 +3,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use serde::{Deserialize, Serialize};
 
 use super::meeting::ReadPosition;
+use super::steppers::{Moves, Steppers};
 use crate::notice::{self, Once};
 
 /// A place in an epoch: what lies before it is used.
@@ -28,11 +29,13 @@ impl Spot {
         }
     }
 
-    /// Goes on to another place in the epoch, unless it lies behind it already.
-    fn reach(&mut self, other: Self) {
+    /// Goes on to another place in the epoch, unless it lies behind it already. Tells whether it was not there yet.
+    fn reach(&mut self, other: Self) -> bool {
+        let is_new = other.step > self.step;
         if other.step >= self.step {
             *self = other;
         }
+        is_new
     }
 
     /// The epoch with which a program goes on.
@@ -50,10 +53,11 @@ impl Spot {
 pub(super) struct Cursor(Mutex<State>);
 
 /// Where another process stood.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Restored {
     pub(super) spot: Option<Spot>,
-    /// Whether gradients were made from batches.
+    pub(super) steppers: Steppers,
+    /// Whether an optimizer has stepped with its batches.
     pub(super) trained: bool,
     /// Whether an epoch that is not finished is continued.
     pub(super) goes_on: bool,
@@ -63,6 +67,8 @@ pub(super) struct Restored {
 
 #[derive(Debug, Default)]
 struct State {
+    /// Whether gradients were made from batches, in this process or an earlier one.
+    begun: bool,
     /// The pass that was trained on last.
     current: Option<Arc<Pass>>,
     /// See [`Restored::first_epoch`].
@@ -74,7 +80,9 @@ struct State {
     resume: Option<Spot>,
     /// Where an earlier process stood.
     restored: Option<Spot>,
-    /// Whether gradients were made from batches, in this process or an earlier one.
+    /// The models that have stepped with its batches.
+    steppers: Steppers,
+    /// Whether one of them has, in this process or an earlier one.
     trained: bool,
     /// That a batch with padding was dropped without a look at what it counts.
     padding_warned: Once,
@@ -88,6 +96,8 @@ impl Cursor {
         Arc::new(Self(Mutex::new(State {
             resume: from.spot.filter(|spot| from.goes_on && !spot.finished),
             restored: from.spot,
+            begun: from.trained,
+            steppers: from.steppers,
             trained: from.trained,
             first_epoch: from.first_epoch,
             ..State::default()
@@ -120,7 +130,7 @@ impl Cursor {
         let latest = state.latest.as_ref().map(|pass| pass.progress());
         let current = state.current.as_ref().map(|pass| pass.progress());
         let spot = |progress: Progress| {
-            if state.trained && (progress.waits() || !progress.yielded.finished) {
+            if state.begun && (progress.waits() || !progress.yielded.finished) {
                 progress.used
             } else {
                 progress.yielded
@@ -138,9 +148,28 @@ impl Cursor {
         }
     }
 
-    /// Whether gradients were made from its batches.
+    /// Whether an optimizer has stepped with its batches.
     pub(super) fn is_trained(&self) -> bool {
         self.lock().trained
+    }
+
+    /// Whether gradients were made from a batch that is not used yet.
+    pub(super) fn waits(&self) -> bool {
+        let state = self.lock();
+        let mut passes = state.current.iter().chain(&state.latest);
+        passes.any(|pass| pass.progress().waits())
+    }
+
+    /// Whether the program takes its batches.
+    pub(super) fn is_open(&self) -> bool {
+        let state = self.lock();
+        let latest = state.latest.as_ref();
+        latest.is_some_and(|pass| pass.progress().is_open)
+    }
+
+    /// The models that have stepped with its batches.
+    pub(super) fn steppers(&self) -> Steppers {
+        self.lock().steppers.clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -259,12 +288,15 @@ impl Mark {
         Arc::ptr_eq(&self.pass, &other.pass)
     }
 
-    /// Whether the program left the pass of an earlier mark before its end, and went on with this one's over the same
-    /// loader.
+    /// Whether the program left the epoch of an earlier mark before its end, and went on with this one's over the same
+    /// loader. A second pass over one epoch goes on with it.
     pub(crate) fn leaves(&self, earlier: &Self) -> bool {
         let of_one_loader = Weak::ptr_eq(&self.pass.cursor, &earlier.pass.cursor);
         let before = earlier.pass.progress();
-        of_one_loader && !self.follows(earlier) && !before.is_open && !before.yielded.finished
+        of_one_loader
+            && self.epoch() != earlier.epoch()
+            && !before.is_open
+            && !before.yielded.finished
     }
 
     pub(crate) fn epoch(&self) -> u64 {
@@ -278,7 +310,7 @@ impl Mark {
             return;
         };
         let mut state = cursor.lock();
-        state.trained = true;
+        state.begun = true;
         if let Some(first) = state.first_epoch.take() {
             warn_of_repeated_epoch(self.end.epoch, first);
         }
@@ -289,14 +321,20 @@ impl Mark {
         }
     }
 
-    /// Its batch, and all before it in the pass, went into a step.
-    pub(crate) fn commit(&self) {
-        self.pass.lock().used.reach(self.end);
+    /// Its batch, and all before it in the pass, went into a step of that model.
+    pub(crate) fn commit(&self, model: u64) {
+        let is_new = self.pass.lock().used.reach(self.end);
         let Some(cursor) = self.pass.cursor.upgrade() else {
             return;
         };
         let mut state = cursor.lock();
         state.resume = None;
+        state.trained = true;
+        let moves = match is_new {
+            true => Moves::To(self.epoch()),
+            false => Moves::No,
+        };
+        state.steppers.step(model, moves);
         state.current = Some(self.pass.clone());
     }
 }
@@ -338,7 +376,7 @@ mod tests {
 
     fn step(mark: &Mark) {
         mark.begin();
-        mark.commit();
+        mark.commit(1);
     }
 
     #[test]
@@ -369,7 +407,7 @@ mod tests {
             Some(Spot::start_of(2)),
             "the first step is to come"
         );
-        first.commit();
+        first.commit(1);
         take(&pass, 2).begin();
         let last = take(&pass, 3);
         last.begin();
@@ -386,8 +424,8 @@ mod tests {
         ahead.begin();
         assert_eq!(cursor.spot(), Some(spot(2, 1)));
         // Of two models.
-        last.commit();
-        last.commit();
+        last.commit(1);
+        last.commit(2);
         assert_eq!(cursor.spot().map(Spot::next_epoch), Some(3));
     }
 
@@ -399,8 +437,8 @@ mod tests {
         let (early, late) = (take(&pass, 2), take(&pass, 3));
         late.begin();
         early.begin();
-        late.commit();
-        early.commit();
+        late.commit(1);
+        early.commit(1);
         assert_eq!(cursor.spot(), Some(spot(0, 3)));
         pass.finish();
         assert_eq!(cursor.spot().map(Spot::next_epoch), Some(1));
@@ -434,6 +472,7 @@ mod tests {
     fn a_restored_place_holds_until_it_is_used() {
         let cursor = Cursor::restored(Restored {
             spot: Some(spot(3, 7)),
+            steppers: Steppers::default(),
             trained: true,
             goes_on: true,
             first_epoch: None,
@@ -452,6 +491,7 @@ mod tests {
     fn a_restored_place_that_does_not_go_on_is_only_remembered() {
         let evaluation = Cursor::restored(Restored {
             spot: Some(spot(0, 7)),
+            steppers: Steppers::default(),
             trained: false,
             goes_on: false,
             first_epoch: None,
@@ -463,6 +503,7 @@ mod tests {
         };
         let finished = Cursor::restored(Restored {
             spot: Some(end),
+            steppers: Steppers::default(),
             trained: true,
             goes_on: true,
             first_epoch: None,

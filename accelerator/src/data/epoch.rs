@@ -12,6 +12,7 @@ use super::feed::Feed;
 use super::prepared::{Generator, Place};
 use crate::accelerator::drawing;
 use crate::error::{Error, Result};
+use crate::notice;
 use crate::timeline::Timeline;
 
 /// This rank's batches of one epoch; see [`PreparedLoader::epoch`](super::PreparedLoader::epoch).
@@ -88,7 +89,8 @@ impl<O> Epoch<O> {
     /// Leaves out the next so many batches: of this rank, and so, where every rank says the same, so
     /// many steps. What a data set would have loaded for them is not loaded; a stream is asked to skip
     /// it, and one of Burn's own loaders reads it for nothing. Batches keep their numbers, weights and
-    /// ends.
+    /// ends. An epoch that goes on after [`resume`](crate::Accelerator::resume) leaves out by itself what was used; what
+    /// is left out beyond it is told.
     ///
     /// ```
     /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
@@ -115,7 +117,10 @@ impl<O> Epoch<O> {
             *remaining = remaining.saturating_sub(batches);
         }
         match &mut self.feed {
-            State::Closed(_, skipped) => *skipped = skipped.saturating_add(batches),
+            State::Closed(_, skipped) => {
+                *skipped = skipped.saturating_add(batches);
+                self.reseed.warn_left_out(self.pass.yielded(), batches);
+            }
             State::Ended | State::Failed(_) => {}
             State::Open(feed) => {
                 for _ in 0..batches {
@@ -304,6 +309,18 @@ impl Reseed {
             device,
             epoch,
             place,
+        }
+    }
+
+    /// An epoch that goes on from there is to leave out so many more.
+    fn warn_left_out(&self, start: Spot, batches: u64) {
+        if start.step > 0 && batches > 0 && self.place.rank == 0 {
+            notice::warn(&format!(
+                "after `resume` a loader goes on behind step {} of epoch {}, and `skip_first_batches` leaves out {batches} \
+                 more, which are never trained on in this epoch: leave it out where it is to find the place of the \
+                 checkpoint, which `resume` does",
+                start.step, start.epoch
+            ));
         }
     }
 

@@ -122,6 +122,7 @@ mod prepared;
 mod source;
 mod spec;
 mod standing;
+mod steppers;
 mod stream;
 
 pub use self::batch::Batch;

@@ -271,6 +271,10 @@ impl<O: Send + 'static> PreparedLoader<O> {
     /// begins with the first batch that was not used yet; any other one is whole. Batches keep their numbers:
     /// [`Batch::step`](super::Batch::step), and those of [`enumerate`](Epoch::enumerate).
     ///
+    /// An epoch whose end the program has not seen is not finished: where it is cut short by `take(n)`, a checkpoint that
+    /// is saved behind the loop goes on with the rest of it, of which `take` gives `n` more. Cut it by the number instead:
+    /// `if batch.step() == n { break }`, which holds after `resume` too.
+    ///
     /// While batches are taken, the device's random generator is set from the seed, the rank, the
     /// loader, the epoch and the step: dropout is reproducible, and another one on each rank. So is what a
     /// batcher draws; see [random numbers](crate::data#random-numbers).

@@ -8,6 +8,7 @@ use super::cursor::{Cursor, Restored, Spot};
 use super::order::Order;
 use super::prepared::{PreparedLoader, Samples};
 use super::spec::Spec;
+use super::steppers::Steppers;
 use super::stream::Sharing;
 use crate::error::{Error, Kind, Result};
 
@@ -27,10 +28,19 @@ pub(crate) struct Standing {
     pub(crate) number: u64,
     /// How often it was read as a Burn loader.
     pub(crate) passes: u64,
-    /// Whether gradients were made from its batches.
+    /// Whether an optimizer has stepped with its batches.
     pub(crate) trained: bool,
     /// `None` if it was never read.
     pub(crate) spot: Option<Spot>,
+    /// Whether the program was taking its batches.
+    #[serde(default)]
+    pub(crate) is_open: bool,
+    /// The models that have stepped with its batches.
+    #[serde(default)]
+    pub(crate) steppers: Steppers,
+    /// Whether gradients were made from a batch that is not used yet.
+    #[serde(skip)]
+    pub(crate) waits: bool,
 }
 
 /// How a loader is to go on.
@@ -88,6 +98,9 @@ impl<O: Send + 'static> PreparedLoader<O> {
             passes: passes - u64::from(is_in_pass),
             trained: self.cursor.is_trained(),
             spot,
+            is_open: self.cursor.is_open(),
+            steppers: self.cursor.steppers(),
+            waits: self.cursor.waits(),
         }
     }
 
@@ -149,6 +162,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         let leads = how.leads && saved.trained && self.place.rank == 0;
         self.cursor = Cursor::restored(Restored {
             spot: saved.spot,
+            steppers: saved.steppers.clone(),
             trained: saved.trained,
             goes_on: how.goes_on,
             first_epoch: saved.spot.filter(|_| leads).map(Spot::next_epoch),

@@ -15,7 +15,6 @@ use super::trial_memory::settle_road;
 use super::weight::Weight;
 use super::window::{Window, check_all_known};
 use crate::accelerator::{Accelerator, SameBatches};
-use crate::data::Mark;
 use crate::error::{Error, Result};
 use crate::model::Trainable;
 use crate::notice;
@@ -46,7 +45,7 @@ pub(crate) fn backward<M: Module>(
     if needs_no_ranks || group.check_allowed("`backward`").is_err() {
         return run(accelerator, loss, model, weight, reach, None);
     }
-    let batch = weight.mark.as_ref().map(Mark::position);
+    let batch = weight.mark.as_ref().map(|mark| mark.position());
     let open = accelerator.shared.failed_calls.begin();
     let gradients = run(accelerator, loss, model, weight, reach, Some(open.call()));
     open.end(gradients.as_ref().err());
@@ -178,7 +177,8 @@ fn run<M: Module>(
         slot.take_back(reduced.ledger);
         if reach == Reach::Own {
             slot.count_step();
-            reduced.marks.iter().for_each(Mark::commit);
+            let model = slot.first_id();
+            reduced.marks.iter().for_each(|mark| mark.commit(model));
             return Ok(Gradients::idle(weight.epoch));
         }
         return Err(Error::misuse(

@@ -251,6 +251,11 @@ impl Slot {
         &self.ids
     }
 
+    /// By which models are told apart, also where parts of them are frozen or unfrozen.
+    pub(super) fn first_id(&self) -> u64 {
+        self.ids.first().copied().unwrap_or_default()
+    }
+
     /// For a model that was trained for so many steps before.
     pub(crate) fn with_steps(self, steps: u64) -> Self {
         Self {

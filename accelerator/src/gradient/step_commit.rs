@@ -29,7 +29,8 @@ impl StepCommit {
     /// The window's samples are used, its step counts, and the scale of losses moves by it.
     pub(crate) fn commit(self) {
         self.slot.count_step();
-        self.marks.iter().for_each(Mark::commit);
+        let model = self.slot.first_id();
+        self.marks.iter().for_each(|mark| mark.commit(model));
         if let Some(finiteness) = self.finiteness {
             self.slot.update_loss_scale(finiteness);
         }

@@ -321,6 +321,7 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
             "the ranks average gradients of different batches, so that samples are used twice or never ({}): a rank \
              has left out a batch, left its loop early or counts its epochs on its own; take the same batches in \
              the same steps on every rank, and pass `batch.with_weight(0.0)` for one that is to count for nothing; \
+             where ranks are meant to read different loaders, pass a number of samples, such as `batch.real()`; \
              loaders are numbered from 0, in the order in which they were prepared",
             different_batches(all.into_iter().map(|(.., ends)| ends).collect())
         )));
