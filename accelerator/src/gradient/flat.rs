@@ -172,6 +172,17 @@ impl fmt::Debug for Flat {
     }
 }
 
+/// The number of a tensor of one element, in `f64`; NaN of none.
+pub(super) fn number(scalar: Tensor<1>) -> f64 {
+    let data = scalar.into_data();
+    // Losses are read in every step, and a conversion would take longer than this.
+    match data.as_slice::<f32>() {
+        Ok(values) => values.first().copied().map(f64::from),
+        Err(_) => data.iter::<f64>().next(),
+    }
+    .unwrap_or(f64::NAN)
+}
+
 /// Numbers of one element each, in `f64`, read at once.
 pub(super) fn numbers(scalars: Vec<Tensor<1>>) -> Vec<f64> {
     let mut read = Transaction::default();

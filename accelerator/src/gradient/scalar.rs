@@ -32,8 +32,7 @@ impl Scalar {
     /// Its value, for which this waits where it has not been read yet.
     pub(crate) fn read(&self) -> f64 {
         let Inner { there, read } = &*self.0;
-        let read_now = || flat::numbers(there.iter().cloned().collect());
-        *read.get_or_init(|| read_now().first().copied().unwrap_or(f64::NAN))
+        *read.get_or_init(|| there.clone().map_or(f64::NAN, flat::number))
     }
 
     pub(super) fn is_read(&self) -> bool {

@@ -140,7 +140,7 @@ impl fmt::Display for ModelName {
 #[derive(Debug)]
 struct Shelf {
     layout: Arc<Buckets>,
-    spare: Option<Ledger>,
+    spare: Option<Box<Ledger>>,
 }
 
 impl Shelf {
@@ -550,12 +550,12 @@ impl Slot {
     }
 
     /// A ledger to fill: a used one where there is one, since its pages are warm.
-    pub(super) fn lend(&self, group: &ProcessGroup) -> Ledger {
+    pub(super) fn lend(&self, group: &ProcessGroup) -> Box<Ledger> {
         let mut shelf = self.shelf();
         let spare = shelf.spare.take();
         spare.unwrap_or_else(|| {
             let (home, layout) = (self.home_of(&shelf.layout), shelf.layout.clone());
-            Ledger::new(group, home, layout, self.parameters.len())
+            Box::new(Ledger::new(group, home, layout, self.parameters.len()))
         })
     }
 
@@ -572,7 +572,7 @@ impl Slot {
     }
 
     /// Keeps one ledger, whose memory is laid out as the next window's.
-    pub(super) fn take_back(&self, mut ledger: Ledger) {
+    pub(super) fn take_back(&self, mut ledger: Box<Ledger>) {
         let mut shelf = self.shelf();
         let is_at_home = ledger.is_at(self.home_of(&shelf.layout));
         if shelf.spare.is_none() && shelf.fits(&ledger) && is_at_home && ledger.reopen() {

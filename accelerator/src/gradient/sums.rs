@@ -23,8 +23,8 @@ pub(super) struct Sums {
     /// The ranks, where each adds powers up on a device of its own. Devices choose among kernels that
     /// round differently, so what all ranks scale by is what rank 0 has found.
     pub(super) apart: Option<ProcessGroup>,
-    /// There until it is dropped.
-    pub(super) ledger: Option<Ledger>,
+    /// There until it is dropped. In a box, which its slot keeps with it: gradients are moved often.
+    pub(super) ledger: Option<Box<Ledger>>,
     /// What sums are divided by: the total weight, times the scale of the loss.
     pub(super) divisor: f64,
     /// Σ weight · loss.
@@ -54,7 +54,9 @@ impl Sums {
 
     /// Whether they lie on a device.
     pub(super) fn is_on_device(&self) -> bool {
-        self.ledger.as_ref().is_some_and(Ledger::is_on_device)
+        self.ledger
+            .as_ref()
+            .is_some_and(|ledger| ledger.is_on_device())
     }
 
     /// Brings them to memory, where they lie on a device.

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 pub(super) struct Window {
     /// Whether the program said with the last micro-step that the window stays open.
     kept_open: bool,
-    ledger: Option<Ledger>,
+    ledger: Option<Box<Ledger>>,
     /// By what its losses are multiplied: a step of the window before may move the scale meanwhile.
     loss_scale: Option<f64>,
     /// Where the batches end that are in it: the last one of each pass.
@@ -194,7 +194,7 @@ impl Window {
         self,
         slot: &Slot,
         group: &ProcessGroup,
-    ) -> (Ledger, Vec<Mark>, Totals) {
+    ) -> (Box<Ledger>, Vec<Mark>, Totals) {
         let ledger = self.ledger.unwrap_or_else(|| slot.lend(group));
         (ledger, self.marks, self.totals)
     }

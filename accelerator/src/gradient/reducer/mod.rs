@@ -55,7 +55,7 @@ pub(super) struct Reducer {
     group: ProcessGroup,
     /// Whether buckets hold the mean gradient in the end, or sums.
     handed_over: bool,
-    ledger: Ledger,
+    ledger: Box<Ledger>,
     loss: LossSum,
     /// By what the loss was multiplied before backward.
     loss_scale: f64,
@@ -101,7 +101,7 @@ pub(super) enum Repair {
 #[derive(Debug)]
 pub(super) struct Reduced {
     /// With Σ weight · gradient, and which parameters had a gradient somewhere.
-    pub(super) ledger: Ledger,
+    pub(super) ledger: Box<Ledger>,
     pub(super) loss: LossSum,
     /// The ranks, where each has the sums on a device of its own.
     pub(super) apart: Option<ProcessGroup>,
