@@ -1,4 +1,4 @@
-//! Who is told that long work goes on.
+//! The callback that reports progress of long file operations.
 
 use std::fmt;
 use std::panic::{RefUnwindSafe, UnwindSafe};

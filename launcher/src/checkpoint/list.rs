@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use accelerator_manifest::{Checkpoint, CheckpointKind, Depth};
+use accelerator_manifest::{Checkpoint, CheckpointKind, VerifyLevel};
 use serde::Serialize;
 
 use super::{Place, duration, wrong_place};
@@ -35,12 +35,12 @@ struct Row {
     whole: bool,
     defects: Vec<String>,
     #[serde(flatten)]
-    facts: Option<Facts>,
+    summary: Option<Summary>,
 }
 
 /// What is known where the manifest can be read.
 #[derive(Serialize)]
-struct Facts {
+struct Summary {
     step: u64,
     epoch: u64,
     world_size: usize,
@@ -95,21 +95,21 @@ impl List {
 
 impl Row {
     fn read(checkpoint: &Checkpoint) -> Self {
-        let verdict = checkpoint.verify(Depth::Sizes);
-        let facts = checkpoint.manifest().ok().map(|manifest| Facts {
-            step: manifest.facts.step,
-            epoch: manifest.facts.epoch,
-            world_size: manifest.facts.world_size.get(),
+        let report = checkpoint.verify(VerifyLevel::Sizes);
+        let summary = checkpoint.manifest().ok().map(|manifest| Summary {
+            step: manifest.metadata.step,
+            epoch: manifest.metadata.epoch,
+            world_size: manifest.metadata.world_size.get(),
             bytes: manifest.bytes(),
             created: manifest.created,
-            kind: manifest.facts.kind,
+            kind: manifest.metadata.kind,
         });
         Self {
             number: checkpoint.number(),
             path: checkpoint.path().to_owned(),
-            whole: verdict.is_good(),
-            defects: verdict.defects.iter().map(ToString::to_string).collect(),
-            facts,
+            whole: report.is_good(),
+            defects: report.defects.iter().map(ToString::to_string).collect(),
+            summary,
         }
     }
 
@@ -123,18 +123,18 @@ impl Row {
             state = format!("latest, {state}");
         }
         let number = self.number.to_string();
-        let Some(facts) = &self.facts else {
+        let Some(summary) = &self.summary else {
             let [a, b, c, d, e, f] = ["-"; 6].map(str::to_owned);
             return [number, a, b, c, d, e, f, state];
         };
         [
             number,
-            facts.step.to_string(),
-            facts.epoch.to_string(),
-            facts.world_size.to_string(),
-            size(facts.bytes),
-            duration(age(facts.created)),
-            facts.kind.to_string(),
+            summary.step.to_string(),
+            summary.epoch.to_string(),
+            summary.world_size.to_string(),
+            size(summary.bytes),
+            duration(age(summary.created)),
+            summary.kind.to_string(),
             state,
         ]
     }

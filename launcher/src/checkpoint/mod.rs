@@ -7,7 +7,7 @@ mod verify;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use accelerator_manifest::{Checkpoint, Depth, Folder};
+use accelerator_manifest::{Checkpoint, Folder, VerifyLevel};
 use clap::{Args, Subcommand};
 
 use crate::error::{Error, Result};
@@ -122,7 +122,7 @@ impl Place {
             (Which::Number(number), _) => checkpoints.into_iter().find(|x| x.number() == number),
             (Which::Latest, true) => checkpoints.into_iter().next(),
             (Which::Latest, false) => {
-                let is_whole = |x: &Checkpoint| x.verify(Depth::Sizes).is_good();
+                let is_whole = |x: &Checkpoint| x.verify(VerifyLevel::Sizes).is_good();
                 checkpoints.into_iter().rev().find(is_whole)
             }
         };

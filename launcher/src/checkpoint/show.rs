@@ -22,7 +22,7 @@ pub(super) fn run(checkpoint: &Checkpoint, as_json: bool) -> Result<ExitCode> {
 }
 
 fn text(checkpoint: &Checkpoint, manifest: &Manifest) -> String {
-    let facts = &manifest.facts;
+    let metadata = &manifest.metadata;
     let mut rows: Vec<[String; 2]> = Vec::new();
     let mut row = |name: &str, value: String| rows.push([name.to_owned(), value]);
     row("checkpoint", checkpoint.path().display().to_string());
@@ -30,36 +30,36 @@ fn text(checkpoint: &Checkpoint, manifest: &Manifest) -> String {
     if manifest.number != checkpoint.number() {
         row("written as", manifest.number.to_string());
     }
-    row("kind", facts.kind.to_string());
+    row("kind", metadata.kind.to_string());
     row("age", duration(age(manifest.created)));
     row(
         "library",
         format!("{} (format {})", manifest.library, manifest.format),
     );
-    row("step", facts.step.to_string());
-    row("epoch", facts.epoch.to_string());
-    row("ranks", facts.world_size.to_string());
+    row("step", metadata.step.to_string());
+    row("epoch", metadata.epoch.to_string());
+    row("ranks", metadata.world_size.to_string());
     row(
         "seed",
-        facts
+        metadata
             .seed
             .map_or_else(|| "none".to_owned(), |x| x.to_string()),
     );
-    for (index, loader) in facts.loaders.iter().enumerate() {
+    for (index, loader) in metadata.loaders.iter().enumerate() {
         row(&format!("loader {index}"), loader_text(loader));
     }
-    if !facts.parameters.is_empty() {
-        let elements = facts
+    if !metadata.parameters.is_empty() {
+        let elements = metadata
             .parameters
             .iter()
             .map(|x| x.shape.iter().fold(1, |a, &b| b.saturating_mul(a)));
         let elements = elements.fold(0_u64, u64::saturating_add);
         row(
             "parameters",
-            format!("{} with {elements} elements", facts.parameters.len()),
+            format!("{} with {elements} elements", metadata.parameters.len()),
         );
     }
-    for (name, value) in &facts.extra {
+    for (name, value) in &metadata.extra {
         row(name, short(&value.to_string()));
     }
     let mut text = columns(&rows);

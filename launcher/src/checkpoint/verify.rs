@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use accelerator_manifest::{Checkpoint, Depth};
+use accelerator_manifest::{Checkpoint, VerifyLevel};
 use serde::Serialize;
 
 use super::Place;
@@ -53,7 +53,7 @@ struct Entry {
     bytes: Option<u64>,
     defects: Vec<Defect>,
     /// Things that the manifest does not know; they do no harm.
-    strangers: Vec<String>,
+    untracked: Vec<String>,
 }
 
 #[derive(Serialize)]
@@ -64,20 +64,20 @@ struct Defect {
 
 impl Entry {
     fn read(checkpoint: &Checkpoint) -> Self {
-        let verdict = checkpoint.verify(Depth::Hashes);
+        let report = checkpoint.verify(VerifyLevel::Hashes);
         let manifest = checkpoint.manifest().ok();
-        let defects = verdict.defects.iter().map(|defect| Defect {
+        let defects = report.defects.iter().map(|defect| Defect {
             file: defect.file.clone(),
             what: defect.to_string(),
         });
         Self {
-            number: verdict.number,
-            good: verdict.is_good(),
+            number: report.number,
+            good: report.is_good(),
             files: manifest.map(|x| x.files.len()),
             bytes: manifest.map(accelerator_manifest::Manifest::bytes),
             defects: defects.collect(),
-            strangers: verdict.strangers,
-            path: verdict.path,
+            untracked: report.untracked,
+            path: report.path,
         }
     }
 
@@ -91,10 +91,8 @@ impl Entry {
         for defect in &self.defects {
             text.push_str(&format!("  {}\n", defect.what));
         }
-        for stranger in &self.strangers {
-            text.push_str(&format!(
-                "  {stranger}: not in the manifest (does no harm)\n"
-            ));
+        for file in &self.untracked {
+            text.push_str(&format!("  {file}: not in the manifest (does no harm)\n"));
         }
         text
     }

@@ -13,7 +13,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use accelerator_fault::{Action, Bounds, FaultPlan, Point};
-use accelerator_manifest::{Depth, Folder};
+use accelerator_manifest::{Folder, VerifyLevel};
 
 use super::lives::Lives;
 use super::rank::{Spoil, Task, train};
@@ -245,9 +245,9 @@ fn check_checkpoints(path: &Path) -> std::result::Result<(), Trouble> {
     let wrong = |error: &dyn std::error::Error| failed("the checkpoints cannot be read", error);
     let folder = Folder::open(path).map_err(|error| wrong(&error))?;
     for checkpoint in folder.checkpoints().map_err(|error| wrong(&error))? {
-        let verdict = checkpoint.verify(Depth::Hashes);
-        if !verdict.is_good() {
-            return Err(Trouble::Failed(format!("a broken checkpoint: {verdict}")));
+        let report = checkpoint.verify(VerifyLevel::Hashes);
+        if !report.is_good() {
+            return Err(Trouble::Failed(format!("a broken checkpoint: {report}")));
         }
     }
     let left = folder.unfinished().map_err(|error| wrong(&error))?;

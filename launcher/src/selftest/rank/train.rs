@@ -6,7 +6,7 @@ use std::path::Path;
 
 use accelerator_collective::{DType, GroupOptions, Launch, ProcessGroup, ReduceOp};
 use accelerator_fault::{Point, strike};
-use accelerator_manifest::{Depth, Facts, FileName, Folder, Role};
+use accelerator_manifest::{FileName, Folder, Metadata, Role, VerifyLevel};
 use accelerator_plan::{BatchSize, Order, Plan, PlanConfig, PlannedBatch};
 use serde::{Deserialize, Serialize};
 
@@ -141,16 +141,18 @@ impl Run {
         super::say(&format!("{SAVES} {}", draft.number()))?;
         draft.write_bytes(&weights_file()?, Role::Model, &bytes(&self.weights))?;
         let world_size = std::num::NonZeroUsize::new(group.world_size());
-        let mut facts = Facts {
+        let mut metadata = Metadata {
             step: self.step,
             epoch: self.epoch,
-            ..Facts::new(world_size.unwrap_or(std::num::NonZeroUsize::MIN))
+            ..Metadata::new(world_size.unwrap_or(std::num::NonZeroUsize::MIN))
         };
-        facts.extra.insert("consumed".into(), self.consumed.into());
-        draft.commit(facts)?;
+        metadata
+            .extra
+            .insert("consumed".into(), self.consumed.into());
+        draft.commit(metadata)?;
         // Evaluated when this is compiled: two is not zero.
         let keep = const { std::num::NonZeroUsize::new(2).unwrap() };
-        checkpoints.prune(keep, Depth::Sizes, &[])?;
+        checkpoints.prune(keep, VerifyLevel::Sizes, &[])?;
         Ok(())
     }
 }
@@ -160,16 +162,16 @@ fn resume(group: &ProcessGroup, checkpoints: &Folder) -> Result<Run> {
     let run = match group.rank() {
         0 => Some(match checkpoints.latest_good()?.found {
             Some(checkpoint) => {
-                let facts = &checkpoint.manifest()?.facts;
-                let consumed = facts.extra.get("consumed").and_then(|x| x.as_u64());
+                let metadata = &checkpoint.manifest()?.metadata;
+                let consumed = metadata.extra.get("consumed").and_then(|x| x.as_u64());
                 Run {
                     weights: checkpoint
                         .read(&weights_file()?)?
                         .chunks_exact(8)
                         .map(|x| f64::from_le_bytes(x.try_into().unwrap_or_default()))
                         .collect(),
-                    step: facts.step,
-                    epoch: facts.epoch,
+                    step: metadata.step,
+                    epoch: metadata.epoch,
                     consumed: consumed.ok_or("the checkpoint does not say how far it is")?,
                 }
             }

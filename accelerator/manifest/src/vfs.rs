@@ -1,4 +1,4 @@
-//! Every change of the disk, one function a step, so that tests can end a process between any two.
+//! The operations that change the file system, one function each, so that tests can stop between any two.
 
 use std::fs::{self, File};
 use std::io;
@@ -21,9 +21,9 @@ pub(crate) enum Step<'a> {
     Remove(&'a Path),
 }
 
-/// The file system, or one that ends when a test wants it to.
+/// The file system; in tests, one whose operations can be made to fail.
 #[derive(Clone, Default)]
-pub(crate) struct Disk {
+pub(crate) struct Vfs {
     hook: Option<Arc<Hook>>,
     /// Told of each step.
     pub(crate) progress: Progress,
@@ -32,7 +32,7 @@ pub(crate) struct Disk {
 /// Asked before each step. An error is what the system would have said.
 type Hook = dyn Fn(&Step<'_>) -> io::Result<()> + Send + Sync + UnwindSafe + RefUnwindSafe;
 
-impl Disk {
+impl Vfs {
     #[cfg(test)]
     pub(crate) fn hooked(
         hook: impl Fn(&Step<'_>) -> io::Result<()> + Send + Sync + UnwindSafe + RefUnwindSafe + 'static,
@@ -123,9 +123,9 @@ impl Disk {
     }
 }
 
-impl std::fmt::Debug for Disk {
+impl std::fmt::Debug for Vfs {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Disk").finish_non_exhaustive()
+        f.debug_struct("Vfs").finish_non_exhaustive()
     }
 }
 
