@@ -64,7 +64,7 @@ pub(crate) enum Scope {
 
 /// An error of the environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Fault {
+pub(crate) struct VariableError {
     /// The variable.
     pub(crate) name: String,
     /// What is wrong with it, and what to do.
@@ -278,8 +278,8 @@ pub(crate) fn is_ours(name: &str) -> bool {
 }
 
 /// What is wrong with these variables: names that nothing reads, and values that are refused.
-pub(crate) fn faults(set: &[(String, OsString)], scope: Scope) -> Vec<Fault> {
-    let fault = |(name, value): &(String, OsString)| {
+pub(crate) fn errors(set: &[(String, OsString)], scope: Scope) -> Vec<VariableError> {
+    let error = |(name, value): &(String, OsString)| {
         let text = match find(name) {
             None => format!(
                 "the environment variable {name} is not known; expected one of {}: correct it, or \
@@ -297,9 +297,9 @@ pub(crate) fn faults(set: &[(String, OsString)], scope: Scope) -> Vec<Fault> {
             ),
         };
         let name = name.clone();
-        Some(Fault { name, text })
+        Some(VariableError { name, text })
     };
-    set.iter().filter_map(fault).collect()
+    set.iter().filter_map(error).collect()
 }
 
 /// Refuses an environment that ranks would refuse, before they are started.
@@ -307,11 +307,11 @@ pub(crate) fn faults(set: &[(String, OsString)], scope: Scope) -> Vec<Fault> {
 /// # Errors
 /// One that names every variable that is wrong; its exit code is 2.
 pub(crate) fn check() -> Result<()> {
-    let faults = faults(&set(), Scope::Inherited);
-    if faults.is_empty() {
+    let errors = errors(&set(), Scope::Inherited);
+    if errors.is_empty() {
         return Ok(());
     }
-    let texts: Vec<_> = faults.into_iter().map(|fault| fault.text).collect();
+    let texts: Vec<_> = errors.into_iter().map(|error| error.text).collect();
     Err(Error::usage(texts.join("\nerror: ")))
 }
 
@@ -466,7 +466,7 @@ mod tests {
             ("ACCEL_FAULTS", "banana"),
             ("ACCEL_TOKEN_FILE", &lost),
         ] {
-            let found = faults(&one(name, value), Scope::Inherited);
+            let found = errors(&one(name, value), Scope::Inherited);
             assert_eq!(found.len(), 1, "{name}={value}");
             assert!(found[0].text.contains(find(name).unwrap().expected));
             assert!(found[0].text.contains(value), "{}", found[0].text);
@@ -484,13 +484,13 @@ mod tests {
             ("ACCEL_INSECURE", "True"),
             ("ACCEL_OVERSUBSCRIBE_GPUS", "1"),
         ] {
-            assert_eq!(faults(&one(name, value), Scope::Everything), [], "{name}");
+            assert_eq!(errors(&one(name, value), Scope::Everything), [], "{name}");
         }
     }
 
     #[test]
     fn misspelt_names_are_refused() {
-        let found = faults(&one("ACCEL_RESTRAT", "1"), Scope::Inherited);
+        let found = errors(&one("ACCEL_RESTRAT", "1"), Scope::Inherited);
         assert!(found[0].text.contains("ACCEL_RESTRAT is not known"));
         assert!(found[0].text.contains("ACCEL_RESTART,"));
         assert!(!found[0].text.contains("ACCEL_FIXTURES"));
@@ -499,8 +499,8 @@ mod tests {
     #[test]
     fn what_the_launcher_sets_is_checked_for_env_alone() {
         let set = one("ACCEL_PORT", "0");
-        assert_eq!(faults(&set, Scope::Inherited), []);
-        assert_eq!(faults(&set, Scope::Everything).len(), 1);
+        assert_eq!(errors(&set, Scope::Inherited), []);
+        assert_eq!(errors(&set, Scope::Everything).len(), 1);
         assert_eq!(assignments(&set), "");
         let set = one("ACCEL_TRACE", "a trace");
         assert_eq!(assignments(&set), "ACCEL_TRACE='a trace' ");

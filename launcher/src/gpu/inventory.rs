@@ -14,7 +14,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::{VISIBLE, Visible};
-use crate::spawn::Process;
+use crate::supervisor::process::Process;
 use crate::text::size;
 
 /// A GPU of this machine. What is `None` is not known.

@@ -2,7 +2,7 @@
 
 mod lines;
 pub(crate) mod runs;
-mod screen;
+mod shared_writer;
 mod tail;
 
 use std::fs::File;
@@ -15,22 +15,22 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::signals;
-use crate::supervise::Notice;
+use crate::supervisor::group::Notice;
+use crate::supervisor::signals;
 use lines::Lines;
-use screen::{Parting, Screen, Writer};
+use shared_writer::{Separator, SharedWriter, Source};
 use tail::Tail;
 pub(crate) use tail::headline;
 
 /// How much is read at once.
 const CHUNK: usize = 64 << 10;
 
-/// How much of a stream is still read once its rank is gone: what a pipe can hold, and no more,
-/// since a process that escaped could write on for ever.
-const REMAINDER: usize = 2 << 20;
+/// How many bytes of a stream are still read after its rank has ended: what a pipe can hold and no more,
+/// since a process that escaped could write for ever.
+const MAX_AFTER_EXIT: usize = 2 << 20;
 
-/// How long a stream may stay silent, with its rank gone, before it is left.
-const SILENCE: Duration = Duration::from_secs(1);
+/// How long a stream may stay silent after its rank has ended before it is abandoned.
+const SILENT_PIPE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// One of the two streams of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,25 +52,24 @@ pub(crate) enum Prefix {
     Raw,
 }
 
-/// What becomes of a job whose standard output cannot be written, as on a disk that is full.
+/// What happens to a job whose standard output cannot be written, as on a full disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum LostOutput {
-    /// It goes on: training is worth more than what it says.
+pub(crate) enum OnOutputError {
+    /// It continues: training is worth more than its output.
     #[default]
-    GoesOn,
-    /// It ends with exit code 1: what it says is all that it is for.
-    Ends,
+    Continue,
+    /// It ends with exit code 1: the output is its only result.
+    EndJob,
 }
 
-/// What the launcher does with the output of `size` ranks. Clones share it.
+/// The output of all ranks of an attempt. Clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct Output {
     shared: Arc<Shared>,
 }
 
 impl Output {
-    /// Prepares screens and, in `log_dir`, the folder of this run, one log file a rank. Every restart of a job has
-    /// log files of its own.
+    /// Opens the writers and, in `log_dir`, one log file per rank. Every restart of a job has its own log files.
     ///
     /// # Errors
     /// When the folder or a log file cannot be made.
@@ -79,7 +78,7 @@ impl Output {
         prefix: Prefix,
         log_dir: Option<&Path>,
         restart: u64,
-        lost_output: LostOutput,
+        on_output_error: OnOutputError,
         notices: Sender<Notice>,
     ) -> Result<Self> {
         let logs = match log_dir {
@@ -87,23 +86,23 @@ impl Output {
             None => Vec::new(),
         };
         let (out, err) = (io::stdout().is_terminal(), io::stderr().is_terminal());
-        let err_screen = Arc::new(Screen::new(parting(err)));
-        let out_screen = if out && err {
-            Arc::clone(&err_screen)
+        let err_writer = Arc::new(SharedWriter::new(separator(err)));
+        let out_writer = if out && err {
+            Arc::clone(&err_writer)
         } else {
-            Arc::new(Screen::new(parting(out)))
+            Arc::new(SharedWriter::new(separator(out)))
         };
         Ok(Self {
             shared: Arc::new(Shared {
                 prefix,
                 coloured: [out && colours_wanted(), err && colours_wanted()],
-                screens: [out_screen, err_screen],
+                writers: [out_writer, err_writer],
                 broken: [AtomicBool::new(false), AtomicBool::new(false)],
-                lost_output,
+                on_output_error,
                 lost: AtomicBool::new(false),
                 logs,
                 tails: (0..size).map(|_| Mutex::default()).collect(),
-                complained: (0..size).map(|_| AtomicBool::new(false)).collect(),
+                stderr_drained: (0..size).map(|_| AtomicBool::new(false)).collect(),
                 writing: AtomicUsize::new(0),
                 over: AtomicBool::new(false),
                 notices,
@@ -123,7 +122,7 @@ impl Output {
             .spawn(move || {
                 shared.read(rank, stream, pipe);
                 if stream == Stream::Err {
-                    shared.complained[rank].store(true, Ordering::Release);
+                    shared.stderr_drained[rank].store(true, Ordering::Release);
                 }
                 let _ = shared.notices.send(Notice::Drained);
             })
@@ -165,7 +164,7 @@ impl Output {
                 Err(RecvTimeoutError::Timeout) => {
                     if self.shared.writing.load(Ordering::Relaxed) > 0 {
                         silent_since = Instant::now();
-                    } else if silent_since.elapsed() >= SILENCE {
+                    } else if silent_since.elapsed() >= SILENT_PIPE_TIMEOUT {
                         break;
                     }
                 }
@@ -173,28 +172,28 @@ impl Output {
             }
         }
         // A stream that cannot be written to has been dealt with before.
-        let _ = self.shared.screens[0].finish(&mut io::stdout());
-        let _ = self.shared.screens[1].finish(&mut io::stderr());
+        let _ = self.shared.writers[0].finish(&mut io::stdout());
+        let _ = self.shared.writers[1].finish(&mut io::stderr());
         None
     }
 
-    /// Whether standard output could not be written, and the job is to end for it.
-    pub(crate) fn is_lost(&self) -> bool {
+    /// Whether standard output could not be written and the job ends because of it.
+    pub(crate) fn has_lost_output(&self) -> bool {
         self.shared.lost.load(Ordering::Acquire)
     }
 
     /// The last lines of `rank`'s standard error.
-    pub(crate) fn last_words(&self, rank: usize) -> Vec<String> {
+    pub(crate) fn stderr_tail(&self, rank: usize) -> Vec<String> {
         self.shared
             .tails
             .get(rank)
             .map_or_else(Vec::new, |tail| lock(tail).text())
     }
 
-    /// Whether all that `rank` wrote to its standard error has been read.
-    pub(crate) fn has_said_all(&self, rank: usize) -> bool {
-        let complained = self.shared.complained.get(rank);
-        complained.is_none_or(|complained| complained.load(Ordering::Acquire))
+    /// Whether the standard error of `rank` has been read to its end.
+    pub(crate) fn is_stderr_drained(&self, rank: usize) -> bool {
+        let stderr_drained = self.shared.stderr_drained.get(rank);
+        stderr_drained.is_none_or(|stderr_drained| stderr_drained.load(Ordering::Acquire))
     }
 
     /// The log file of `rank`, if there is one.
@@ -207,18 +206,18 @@ impl Output {
 struct Shared {
     prefix: Prefix,
     coloured: [bool; 2],
-    screens: [Arc<Screen>; 2],
-    /// Streams of the launcher that take no more.
+    writers: [Arc<SharedWriter>; 2],
+    /// Whether the launcher's own streams have failed.
     broken: [AtomicBool; 2],
-    lost_output: LostOutput,
+    on_output_error: OnOutputError,
     lost: AtomicBool,
     logs: Vec<Log>,
     tails: Vec<Mutex<Tail>>,
     /// Whether a rank's standard error has come to its end.
-    complained: Vec<AtomicBool>,
-    /// How many readers are handing on what they read.
+    stderr_drained: Vec<AtomicBool>,
+    /// How many readers are writing at the moment.
     writing: AtomicUsize,
-    /// Whether the ranks are gone.
+    /// Whether all ranks have ended.
     over: AtomicBool,
     notices: Sender<Notice>,
 }
@@ -226,13 +225,13 @@ struct Shared {
 impl Shared {
     fn read(&self, rank: usize, stream: Stream, mut pipe: File) {
         let prefix = self.prefix_of(rank, stream);
-        let writer = match self.prefix {
-            Prefix::Raw => Writer::Raw,
-            Prefix::Rank | Prefix::Lines => Writer::Stream(2 * rank + stream as usize),
+        let source = match self.prefix {
+            Prefix::Raw => Source::Raw,
+            Prefix::Rank | Prefix::Lines => Source::Stream(2 * rank + stream as usize),
         };
         let mut lines = Lines::default();
         let mut chunk = vec![0; CHUNK];
-        let mut remainder = REMAINDER;
+        let mut remainder = MAX_AFTER_EXIT;
         loop {
             let bytes = match pipe.read(&mut chunk) {
                 Ok(0) => break,
@@ -245,10 +244,10 @@ impl Shared {
                 lock(&self.tails[rank]).feed(bytes);
             }
             match self.prefix {
-                Prefix::Raw => self.hand_on(rank, stream, writer, &prefix, bytes),
+                Prefix::Raw => self.forward(rank, stream, source, &prefix, bytes),
                 Prefix::Rank | Prefix::Lines => {
                     lines.feed(bytes, |block| {
-                        self.hand_on(rank, stream, writer, &prefix, block)
+                        self.forward(rank, stream, source, &prefix, block)
                     });
                 }
             }
@@ -261,11 +260,11 @@ impl Shared {
             }
         }
         self.writing.fetch_add(1, Ordering::Relaxed);
-        lines.rest(|block| self.hand_on(rank, stream, writer, &prefix, block));
+        lines.rest(|block| self.forward(rank, stream, source, &prefix, block));
         self.writing.fetch_sub(1, Ordering::Relaxed);
     }
 
-    fn hand_on(&self, rank: usize, stream: Stream, writer: Writer, prefix: &[u8], block: &[u8]) {
+    fn forward(&self, rank: usize, stream: Stream, source: Source, prefix: &[u8], block: &[u8]) {
         if let Some(log) = self.logs.get(rank)
             && let Err(error) = lock(&log.file).write_all(block)
             && !log.broken.swap(true, Ordering::Relaxed)
@@ -275,18 +274,18 @@ impl Shared {
                 log.path.display()
             ));
         }
-        self.show(stream, writer, prefix, block);
+        self.show(stream, source, prefix, block);
     }
 
-    fn show(&self, stream: Stream, writer: Writer, prefix: &[u8], block: &[u8]) {
+    fn show(&self, stream: Stream, source: Source, prefix: &[u8], block: &[u8]) {
         let broken = &self.broken[stream as usize];
         if broken.load(Ordering::Relaxed) {
             return;
         }
-        let screen = &self.screens[stream as usize];
+        let writer = &self.writers[stream as usize];
         let result = match stream {
-            Stream::Out => screen.write(writer, prefix, block, &mut Patient(io::stdout())),
-            Stream::Err => screen.write(writer, prefix, block, &mut Patient(io::stderr())),
+            Stream::Out => writer.write(source, prefix, block, &mut BlockingWriter(io::stdout())),
+            Stream::Err => writer.write(source, prefix, block, &mut BlockingWriter(io::stderr())),
         };
         let Err(error) = result else { return };
         if broken.swap(true, Ordering::Relaxed) {
@@ -295,12 +294,12 @@ impl Shared {
         if error.kind() == ErrorKind::BrokenPipe {
             let _ = self.notices.send(Notice::OutputClosed);
         } else if stream == Stream::Out {
-            let what = match self.lost_output {
-                LostOutput::GoesOn => "; the job goes on without it",
-                LostOutput::Ends => "",
+            let what = match self.on_output_error {
+                OnOutputError::Continue => "; the job goes on without it",
+                OnOutputError::EndJob => "",
             };
             self.note(&format!("standard output cannot be written: {error}{what}"));
-            if self.lost_output == LostOutput::Ends {
+            if self.on_output_error == OnOutputError::EndJob {
                 self.lost.store(true, Ordering::Release);
                 let _ = self.notices.send(Notice::OutputClosed);
             }
@@ -314,7 +313,7 @@ impl Shared {
             block.push_str(line);
             block.push('\n');
         }
-        self.show(Stream::Err, Writer::Launcher, b"", block.as_bytes());
+        self.show(Stream::Err, Source::Launcher, b"", block.as_bytes());
     }
 
     fn prefix_of(&self, rank: usize, stream: Stream) -> Vec<u8> {
@@ -337,10 +336,10 @@ struct Log {
     broken: AtomicBool,
 }
 
-/// A writer that waits where a non-blocking target is full.
-struct Patient<W>(W);
+/// A writer that waits while a non-blocking target is full.
+struct BlockingWriter<W>(W);
 
-impl<W: Write + std::os::fd::AsFd> Write for Patient<W> {
+impl<W: Write + std::os::fd::AsFd> Write for BlockingWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         loop {
             match self.0.write(bytes) {
@@ -360,7 +359,7 @@ impl<W: Write + std::os::fd::AsFd> Write for Patient<W> {
     }
 }
 
-impl<W: Write + std::os::fd::AsFd> Patient<W> {
+impl<W: Write + std::os::fd::AsFd> BlockingWriter<W> {
     fn wait(&self) -> io::Result<()> {
         use rustix::event::{PollFd, PollFlags, poll};
         match poll(&mut [PollFd::new(&self.0, PollFlags::OUT)], None) {
@@ -407,11 +406,11 @@ fn open_logs(dir: &Path, size: usize, restart: u64) -> Result<Vec<Log>> {
         .collect()
 }
 
-fn parting(terminal: bool) -> Parting {
+fn separator(terminal: bool) -> Separator {
     if terminal && !is_dumb() {
-        Parting::Erase
+        Separator::Erase
     } else {
-        Parting::Newline
+        Separator::Newline
     }
 }
 

@@ -1,10 +1,9 @@
-//! Schedules of faults against a small training program (`rank/train.rs`), under the launcher's
+//! Schedules of faults against a small training program (`rank/chaos_training.rs`), under the launcher's
 //! own restarts.
 //!
-//! Whatever a schedule does, this must hold: the job ends, in time; every failed attempt names the
-//! rank that the fault struck, and none ends well that came to the place of a deadly one; the weights
-//! at the end are, bit for bit, those of a run that nothing disturbed; and no process, temporary file
-//! or broken checkpoint is left.
+//! After every schedule this holds: the job ends in time; every failed attempt names the rank with the fault; no
+//! attempt succeeds that reached a fatal fault; the final weights are, bit for bit, those of a run without faults; no
+//! process, temporary file or broken checkpoint is left.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -15,22 +14,22 @@ use std::time::{Duration, Instant};
 use accelerator_fault::{Action, Bounds, FaultPlan, Point};
 use accelerator_manifest::{Folder, VerifyLevel};
 
-use super::lives::Lives;
-use super::rank::{Spoil, Task, train};
-use super::ranks::{Event, command, listen};
-use super::report::{Outcome, Report, Trouble};
+use super::attempts::Attempts;
+use super::rank::{Sabotage, Task, chaos_training};
+use super::ranks::{RankEvent, command, listen};
+use super::report::{StageFailure, StageResult, TestReport};
 use super::{Context, TestArgs};
 use crate::error::{Error, Result, chain};
-use crate::job::End;
 use crate::output::runs;
-use crate::spawn::Process;
+use crate::supervisor::job::End;
+use crate::supervisor::process::Process;
 
 /// Runs schedules until as many are done, or so much time has passed, as was asked for. `false`
 /// where a signal ended it.
 ///
 /// # Errors
 /// Where no fault can be injected.
-pub(super) fn run(context: &Context, report: &mut Report) -> Result<bool> {
+pub(super) fn run(context: &Context, report: &mut TestReport) -> Result<bool> {
     if !cfg!(feature = "faults") {
         return Err(Error::usage(
             "--chaos injects faults, which this program is built without; build it with the \
@@ -45,8 +44,8 @@ pub(super) fn run(context: &Context, report: &mut Report) -> Result<bool> {
             context.show(report.add("undisturbed", Ok(String::new()), started.elapsed()))?;
             weights
         }
-        Err(trouble) => {
-            context.show(report.add("undisturbed", Err(trouble), started.elapsed()))?;
+        Err(failure) => {
+            context.show(report.add("undisturbed", Err(failure), started.elapsed()))?;
             return Ok(context.interrupt.signal().is_none());
         }
     };
@@ -74,10 +73,10 @@ pub(super) fn run(context: &Context, report: &mut Report) -> Result<bool> {
 /// How many schedules there are where nothing else was asked for.
 const SCHEDULES: u64 = 20;
 
-/// In how many lives of a job a fault strikes at most.
-const LIVES: u64 = 3;
+/// In how many attempts of a job faults occur at most.
+const FAULTY_ATTEMPTS: u64 = 3;
 
-/// One job with the faults that it suffers.
+/// One job with its fault plan.
 struct Schedule<'a> {
     context: &'a Context,
     seed: u64,
@@ -96,9 +95,9 @@ impl<'a> Schedule<'a> {
     fn drawn(context: &'a Context, seed: u64) -> Self {
         let bounds = Bounds {
             ranks: context.arguments.num_processes.get(),
-            steps: train::STEPS,
-            saves: train::STEPS / train::SAVE_EVERY,
-            restarts: LIVES,
+            steps: chaos_training::STEPS,
+            saves: chaos_training::STEPS / chaos_training::SAVE_EVERY,
+            restarts: FAULTY_ATTEMPTS,
         };
         let mut plan = FaultPlan::random(seed, bounds);
         for fault in &mut plan.faults {
@@ -106,7 +105,7 @@ impl<'a> Schedule<'a> {
             if let (Point::Step(step), Action::DropConnection | Action::CorruptFrame) =
                 (fault.point, fault.action)
             {
-                fault.point = Point::Operation(1 + train::OPERATIONS * step);
+                fault.point = Point::Operation(1 + chaos_training::OPERATIONS * step);
             }
         }
         Self {
@@ -117,31 +116,31 @@ impl<'a> Schedule<'a> {
     }
 
     /// Runs the schedule and compares what is left of it.
-    fn judge(&self, undisturbed: &[u8]) -> Outcome {
+    fn judge(&self, undisturbed: &[u8]) -> StageResult {
         let wrong = |what: String| {
-            Trouble::Failed(format!(
+            StageFailure::Failed(format!(
                 "{what}\n    faults: {}\n    replay: {}",
                 self.plan,
                 replay(&self.context.arguments, self.seed)
             ))
         };
-        let outcome = self.run().and_then(|(lives, weights)| {
+        let outcome = self.run().and_then(|(attempts, weights)| {
             if weights != undisturbed {
-                return Err(Trouble::Failed(
+                return Err(StageFailure::Failed(
                     "the weights differ from those of the undisturbed run".into(),
                 ));
             }
-            Ok(lives.restarts())
+            Ok(attempts.restarts())
         });
         match outcome {
             Ok(restarts) => Ok(format!("{}; {restarts} restarts", self.plan)),
-            Err(Trouble::Failed(what) | Trouble::TimedOut(what)) => Err(wrong(what)),
+            Err(StageFailure::Failed(what) | StageFailure::TimedOut(what)) => Err(wrong(what)),
             Err(other) => Err(other),
         }
     }
 
-    /// Runs the job to its end; gives its lives, which are as planned, and the weights.
-    fn run(&self) -> std::result::Result<(Lives, Vec<u8>), Trouble> {
+    /// Runs the job to its end; gives its attempts, which are as planned, and the weights.
+    fn run(&self) -> std::result::Result<(Attempts, Vec<u8>), StageFailure> {
         let folder = tempfile::Builder::new()
             .prefix("accel-launch-chaos-")
             .tempdir()
@@ -156,55 +155,59 @@ impl<'a> Schedule<'a> {
         let left = processes_of(root);
         let (end, words) = end?;
         if !left.is_empty() {
-            return Err(Trouble::Failed(format!(
+            return Err(StageFailure::Failed(format!(
                 "processes of the job are left: {}",
                 left.join(", ")
             )));
         }
         if end != End::Code(0) {
-            return Err(Trouble::Failed(format!(
+            return Err(StageFailure::Failed(format!(
                 "the job ended with {end}: {words}"
             )));
         }
         let left: Vec<String> = shared_memory().difference(&shared).cloned().collect();
         if !left.is_empty() {
-            return Err(Trouble::Failed(format!(
+            return Err(StageFailure::Failed(format!(
                 "left in {SHARED}: {}",
                 left.join(", ")
             )));
         }
         if let Some(left) = entries(&temporary).into_iter().next() {
-            return Err(Trouble::Failed(format!(
+            return Err(StageFailure::Failed(format!(
                 "a temporary file is left: {}",
                 left.display()
             )));
         }
-        check_checkpoints(&root.join(train::CHECKPOINTS))?;
-        let weights = fs::read(root.join(train::FINAL))
+        check_checkpoints(&root.join(chaos_training::CHECKPOINTS))?;
+        let weights = fs::read(root.join(chaos_training::FINAL))
             .map_err(|error| failed("there are no final weights", &error))?;
-        let lives = Lives::read(&root.join("logs").join(runs::LATEST))?;
-        lives.compare(&self.plan, self.context.arguments.num_processes.get())?;
-        Ok((lives, weights))
+        let attempts = Attempts::read(&root.join("logs").join(runs::LATEST))?;
+        attempts.compare(&self.plan, self.context.arguments.num_processes.get())?;
+        Ok((attempts, weights))
     }
 
-    fn launch(&self, root: &Path, temporary: &Path) -> std::result::Result<(End, String), Trouble> {
+    fn launch(
+        &self,
+        root: &Path,
+        temporary: &Path,
+    ) -> std::result::Result<(End, String), StageFailure> {
         let context = self.context;
         let mut command = command(&context.program);
         command
             .args(["--quiet", "--restart-delay", "0", "--grace", "0.2"])
             .arg("--num-processes")
             .arg(context.arguments.num_processes.to_string())
-            .args(["--max-restarts", &(LIVES + 1).to_string()])
+            .args(["--max-restarts", &(FAULTY_ATTEMPTS + 1).to_string()])
             .arg("--log-dir")
             .arg(root.join("logs"))
             .arg(&context.program)
-            .args(["__rank", Task::Train.name(), "--limit", PATIENCE])
+            .args(["__rank", Task::Train.name(), "--limit", RANK_LIMIT])
             .arg("--folder")
             .arg(root)
             .env("ACCEL_LIVENESS_TIMEOUT", "1")
             .env("TMPDIR", temporary);
-        if let Some(spoil) = context.arguments.break_chaos {
-            command.args(["--spoil", spoil.name()]);
+        if let Some(sabotage) = context.arguments.break_chaos {
+            command.args(["--sabotage", sabotage.name()]);
         }
         if !self.plan.faults.is_empty() {
             command.env(accelerator_fault::VARIABLE, self.plan.to_string());
@@ -217,17 +220,17 @@ impl<'a> Schedule<'a> {
         let started = Instant::now();
         loop {
             if context.interrupt.signal().is_some() {
-                return Err(Trouble::TimedOut("interrupted".into()));
+                return Err(StageFailure::TimedOut("interrupted".into()));
             }
             match events.recv_timeout(Duration::from_millis(50)) {
-                Ok(Event::Line { .. }) => {}
-                Ok(Event::Ended { end, words, .. }) => {
+                Ok(RankEvent::Line { .. }) => {}
+                Ok(RankEvent::Ended { end, words, .. }) => {
                     process.reap();
                     return Ok((end, words));
                 }
                 Err(_) if started.elapsed() < limit => {}
                 Err(_) => {
-                    return Err(Trouble::TimedOut(format!(
+                    return Err(StageFailure::TimedOut(format!(
                         "the job did not end within {} s",
                         limit.as_secs_f64()
                     )));
@@ -238,22 +241,24 @@ impl<'a> Schedule<'a> {
 }
 
 /// How long a rank waits for others that live, in seconds.
-const PATIENCE: &str = "5";
+const RANK_LIMIT: &str = "5";
 
 /// All must be whole, and nothing unfinished be left.
-fn check_checkpoints(path: &Path) -> std::result::Result<(), Trouble> {
+fn check_checkpoints(path: &Path) -> std::result::Result<(), StageFailure> {
     let wrong = |error: &dyn std::error::Error| failed("the checkpoints cannot be read", error);
     let folder = Folder::open(path).map_err(|error| wrong(&error))?;
     for checkpoint in folder.checkpoints().map_err(|error| wrong(&error))? {
         let report = checkpoint.verify(VerifyLevel::Hashes);
         if !report.is_good() {
-            return Err(Trouble::Failed(format!("a broken checkpoint: {report}")));
+            return Err(StageFailure::Failed(format!(
+                "a broken checkpoint: {report}"
+            )));
         }
     }
     let left = folder.unfinished().map_err(|error| wrong(&error))?;
     match left.first() {
         None => Ok(()),
-        Some(left) => Err(Trouble::Failed(format!(
+        Some(left) => Err(StageFailure::Failed(format!(
             "an unfinished checkpoint is left: {}",
             left.display()
         ))),
@@ -305,12 +310,12 @@ fn replay(arguments: &TestArgs, seed: u64) -> String {
     )
 }
 
-/// A trouble whose cause is `error`.
-pub(super) fn failed(what: &str, error: &dyn std::error::Error) -> Trouble {
-    Trouble::Failed(format!("{what}: {}", chain(error)))
+/// A failure whose cause is `error`.
+pub(super) fn failed(what: &str, error: &dyn std::error::Error) -> StageFailure {
+    StageFailure::Failed(format!("{what}: {}", chain(error)))
 }
 
 /// The ways in which the training can be broken on purpose.
-pub(super) fn sabotage(text: &str) -> std::result::Result<Spoil, String> {
-    <Spoil as clap::ValueEnum>::from_str(text, false)
+pub(super) fn parse_sabotage(text: &str) -> std::result::Result<Sabotage, String> {
+    <Sabotage as clap::ValueEnum>::from_str(text, false)
 }

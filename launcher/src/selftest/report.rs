@@ -1,4 +1,4 @@
-//! What the test says.
+//! The report of the test.
 
 use std::fmt;
 use std::num::NonZeroUsize;
@@ -6,25 +6,25 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::timing::Times;
+use super::timing::LaunchTimes;
 
-/// What became of a stage: a detail for people where it went well.
-pub(super) type Outcome = Result<String, Trouble>;
+/// The result of a stage: details for people, or why it failed.
+pub(super) type StageResult = Result<String, StageFailure>;
 
-/// Why a stage did not go well, in words.
+/// Why a stage did not pass.
 #[derive(Clone, Debug)]
-pub(super) enum Trouble {
+pub(super) enum StageFailure {
     /// Something is wrong.
     Failed(String),
     /// It took longer than it may.
     TimedOut(String),
-    /// It cannot be told here.
+    /// It cannot run here.
     Skipped(String),
 }
 
-/// The verdict on a stage.
+/// The status of a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub(super) enum Verdict {
+pub(super) enum StageStatus {
     #[serde(rename = "ok")]
     Ok,
     #[serde(rename = "failed")]
@@ -35,14 +35,14 @@ pub(super) enum Verdict {
     TimedOut,
 }
 
-impl Verdict {
+impl StageStatus {
     /// Whether the whole test fails with it.
     pub(super) fn is_bad(self) -> bool {
         matches!(self, Self::Failed | Self::TimedOut)
     }
 }
 
-impl fmt::Display for Verdict {
+impl fmt::Display for StageStatus {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         // What must be seen stands out.
         formatter.write_str(match self {
@@ -56,14 +56,14 @@ impl fmt::Display for Verdict {
 
 /// All that was found.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Report {
+pub(super) struct TestReport {
     /// Whether nothing failed.
     pub(super) ok: bool,
     /// How long it took.
     pub(super) seconds: f64,
     version: &'static str,
     num_processes: usize,
-    stages: Vec<Line>,
+    stages: Vec<StageLine>,
     #[serde(skip_serializing_if = "Option::is_none")]
     first_all_reduce_seconds: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -75,14 +75,14 @@ pub(super) struct Report {
 }
 
 #[derive(Clone, Debug, Serialize)]
-struct Line {
+struct StageLine {
     name: String,
-    verdict: Verdict,
+    verdict: StageStatus,
     seconds: f64,
     detail: String,
 }
 
-impl Report {
+impl TestReport {
     pub(super) fn new(num_processes: NonZeroUsize) -> Self {
         Self {
             ok: true,
@@ -98,12 +98,12 @@ impl Report {
     }
 
     /// Takes in how a stage went; returns the line that says so.
-    pub(super) fn add(&mut self, name: &str, outcome: Outcome, took: Duration) -> &str {
+    pub(super) fn add(&mut self, name: &str, outcome: StageResult, took: Duration) -> &str {
         let (verdict, detail) = match outcome {
-            Ok(detail) => (Verdict::Ok, detail),
-            Err(Trouble::Failed(detail)) => (Verdict::Failed, detail),
-            Err(Trouble::TimedOut(detail)) => (Verdict::TimedOut, detail),
-            Err(Trouble::Skipped(detail)) => (Verdict::Skipped, detail),
+            Ok(detail) => (StageStatus::Ok, detail),
+            Err(StageFailure::Failed(detail)) => (StageStatus::Failed, detail),
+            Err(StageFailure::TimedOut(detail)) => (StageStatus::TimedOut, detail),
+            Err(StageFailure::Skipped(detail)) => (StageStatus::Skipped, detail),
         };
         self.ok &= !verdict.is_bad();
         let took_text = match took.as_millis() {
@@ -112,7 +112,7 @@ impl Report {
         };
         let colon = if detail.is_empty() { "" } else { ": " };
         self.shown = format!("{name:.<22} {verdict} ({took_text}){colon}{detail}\n");
-        self.stages.push(Line {
+        self.stages.push(StageLine {
             name: name.to_owned(),
             verdict,
             seconds: took.as_secs_f64(),
@@ -121,7 +121,7 @@ impl Report {
         &self.shown
     }
 
-    pub(super) fn set_times(&mut self, times: &Times) {
+    pub(super) fn set_times(&mut self, times: &LaunchTimes) {
         self.first_all_reduce_seconds = Some(times.median.as_secs_f64());
         self.first_all_reduce_seconds_min = Some(times.min.as_secs_f64());
         self.first_all_reduce_seconds_max = Some(times.max.as_secs_f64());
@@ -134,12 +134,12 @@ impl Report {
     }
 
     pub(super) fn summary(&self) -> String {
-        let count = |wanted: fn(Verdict) -> bool| {
+        let count = |wanted: fn(StageStatus) -> bool| {
             let verdicts = self.stages.iter().map(|stage| stage.verdict);
             verdicts.filter(|verdict| wanted(*verdict)).count()
         };
-        let bad = count(Verdict::is_bad);
-        let skipped = match count(|verdict| verdict == Verdict::Skipped) {
+        let bad = count(StageStatus::is_bad);
+        let skipped = match count(|verdict| verdict == StageStatus::Skipped) {
             0 => String::new(),
             skipped => format!(", {skipped} skipped"),
         };
@@ -147,7 +147,7 @@ impl Report {
         match bad {
             0 => format!(
                 "\nall is well: {} stages ok{skipped}, in {seconds:.1} s\n",
-                count(|verdict| verdict == Verdict::Ok)
+                count(|verdict| verdict == StageStatus::Ok)
             ),
             1 => format!("\n1 stage FAILED{skipped}, in {seconds:.1} s\n"),
             bad => format!("\n{bad} stages FAILED{skipped}, in {seconds:.1} s\n"),
@@ -159,8 +159,8 @@ impl Report {
 mod tests {
     use super::*;
 
-    fn report(outcomes: Vec<Outcome>) -> Report {
-        let mut report = Report::new(NonZeroUsize::MIN);
+    fn report(outcomes: Vec<StageResult>) -> TestReport {
+        let mut report = TestReport::new(NonZeroUsize::MIN);
         for outcome in outcomes {
             report.add("a", outcome, Duration::from_millis(12));
         }
@@ -172,16 +172,19 @@ mod tests {
         let mut report = report(vec![]);
         let line = report.add("rendezvous", Ok(String::new()), Duration::from_millis(12));
         assert_eq!(line, "rendezvous............ ok (12 ms)\n");
-        let outcome = Err(Trouble::Failed("a wrong sum".into()));
+        let outcome = Err(StageFailure::Failed("a wrong sum".into()));
         let line = report.add("tcp", outcome, Duration::from_millis(1234));
         assert_eq!(line, "tcp................... FAILED (1.2 s): a wrong sum\n");
     }
 
     #[test]
     fn what_is_skipped_is_no_failure_and_what_times_out_is() {
-        let skipped = report(vec![Ok("".into()), Err(Trouble::Skipped("no".into()))]);
+        let skipped = report(vec![Ok("".into()), Err(StageFailure::Skipped("no".into()))]);
         assert!(skipped.ok && skipped.summary().contains("1 stages ok, 1 skipped"));
-        let late = report(vec![Ok("".into()), Err(Trouble::TimedOut("no".into()))]);
+        let late = report(vec![
+            Ok("".into()),
+            Err(StageFailure::TimedOut("no".into())),
+        ]);
         assert!(!late.ok && late.summary().contains("1 stage FAILED"));
         let json: serde_json::Value = serde_json::from_str(&late.to_json()).unwrap();
         assert_eq!(json["stages"][1]["verdict"], "timed out");

@@ -6,10 +6,10 @@ use std::path::Path;
 
 use accelerator_manifest::{FileName, Folder, Metadata, Role, VerifyLevel};
 
-use super::{Honesty, Result};
+use super::{Contribution, Result};
 
 /// Writes two checkpoints, flips a bit of the second, and looks for the newest good one.
-pub(super) fn check(folder: &Path, honesty: Honesty) -> Result<String> {
+pub(super) fn check(folder: &Path, contribution: Contribution) -> Result<String> {
     let folder = Folder::create(folder.join("checkpoints"))?;
     let name: FileName = "weights.bin".parse()?;
     let mut saved = Vec::new();
@@ -26,7 +26,7 @@ pub(super) fn check(folder: &Path, honesty: Honesty) -> Result<String> {
     if newest != last.number() {
         return Err(format!("expected number {}, found {newest}", last.number()).into());
     }
-    if !honesty.lies() {
+    if !contribution.is_wrong() {
         let path = last.path_of(&name);
         let mut bytes = fs::read(&path)?;
         let middle = bytes.len() / 2;

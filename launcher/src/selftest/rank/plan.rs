@@ -2,17 +2,17 @@
 
 use accelerator_plan::{BatchSize, EpochPlan, Order, PlanConfig};
 
-use super::{Honesty, Result};
+use super::{Contribution, Result};
 
 /// Shares out epochs of many sizes.
-pub(super) fn check(honesty: Honesty) -> Result<String> {
+pub(super) fn check(contribution: Contribution) -> Result<String> {
     let mut shared_out = 0;
     for samples in [0, 1, 7, 1000, 4096] {
         for world_size in [1, 2, 3, 8] {
             for order in [Order::Sequential, Order::Shuffled { seed: 5 }] {
                 let epoch = plan(samples, world_size, order)?;
                 let mut used = used(&epoch, epoch.steps(0));
-                if honesty.lies() {
+                if contribution.is_wrong() {
                     used.extend(used.first().copied());
                 }
                 let what = format!("{samples} samples on {world_size} ranks");

@@ -3,14 +3,14 @@
 use accelerator_collective::{ProcessGroup, ReduceOp};
 use accelerator_plan::{BatchSize, EpochPlan, PlanConfig};
 
-use super::{Honesty, Result};
+use super::{Contribution, Result};
 
 /// Fits a line by least squares, by gradient descent: once with the gradients of all ranks added
 /// up, and once on this rank alone with all samples.
-pub(super) fn check(group: &ProcessGroup, honesty: Honesty) -> Result<String> {
+pub(super) fn check(group: &ProcessGroup, contribution: Contribution) -> Result<String> {
     let together = fit(group.world_size(), |epoch, line| {
         let mut sum = share(epoch, group.rank(), line);
-        if honesty.lies() {
+        if contribution.is_wrong() {
             sum[0] *= 1.01;
         }
         group.all_reduce(&mut sum, ReduceOp::Sum)?;
@@ -37,25 +37,25 @@ pub(super) fn check(group: &ProcessGroup, honesty: Honesty) -> Result<String> {
 const SLOPE: f64 = 3.0;
 const OFFSET: f64 = -2.0;
 const TOLERANCE: f64 = 1e-9;
-const SAMPLES: u64 = 200;
-const EPOCHS: u64 = 100;
-const RATE: f64 = 0.1;
+const FIT_SAMPLES: u64 = 200;
+const FIT_EPOCHS: u64 = 100;
+const FIT_RATE: f64 = 0.1;
 
 /// Slope and offset, after some epochs of steps along the gradient that `gradient` adds up.
 fn fit(
     world_size: usize,
     gradient: impl Fn(&(EpochPlan, u64), [f64; 2]) -> Result<[f64; 3]>,
 ) -> Result<[f64; 2]> {
-    let plan = PlanConfig::new(SAMPLES, BatchSize::global(50)?)
+    let plan = PlanConfig::new(FIT_SAMPLES, BatchSize::global(50)?)
         .with_world_size(world_size)
         .init()?;
     let mut line = [0.0; 2];
-    for epoch in 0..EPOCHS {
+    for epoch in 0..FIT_EPOCHS {
         let epoch = plan.epoch(epoch);
         for step in 0..epoch.steps(0) {
             let sum = gradient(&(epoch.clone(), step), line)?;
             for index in 0..2 {
-                line[index] -= RATE * sum[index] / sum[2];
+                line[index] -= FIT_RATE * sum[index] / sum[2];
             }
         }
     }

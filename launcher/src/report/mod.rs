@@ -1,0 +1,491 @@
+//! The report of a failed attempt: which rank failed first, as text and as `failure.json`.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::fmt::Write;
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::Serialize;
+use signal_hook::consts::signal;
+use signal_hook::low_level::signal_name;
+
+use crate::output::headline;
+use crate::supervisor::attempt::FinishedAttempt;
+use crate::supervisor::job::{Cause, End};
+use crate::supervisor::rank_reports::FailureReport;
+use crate::text::{list, shell_line, utc};
+use crate::variables;
+
+/// The name of the report in the log folder.
+pub(crate) const FILE: &str = "failure.json";
+
+/// Of the report's form.
+const FORMAT_VERSION: u32 = 1;
+
+/// How many lines about other ranks the text has.
+const MAX_OTHERS: usize = 16;
+
+/// One failed attempt; its fields are those of `failure.json`.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct FailureRecord {
+    first: FirstFailure,
+    collateral: Vec<OtherRank>,
+    exit_code: u8,
+    restarts: u64,
+    world_size: usize,
+    job: String,
+    command: Vec<String>,
+    command_line: String,
+    log_files: Vec<String>,
+    time: String,
+}
+
+/// The rank that failed first.
+#[derive(Clone, Debug, Serialize)]
+struct FirstFailure {
+    rank: usize,
+    host: String,
+    pid: i32,
+    /// What happened to it; follows "rank 1: ".
+    cause: String,
+    /// How it ended; both `null` where the launcher ended it.
+    exit_code: Option<i32>,
+    signal: Option<i32>,
+    signal_name: Option<&'static str>,
+    last_words: Vec<String>,
+    log: Option<String>,
+    /// The ranks that named it, itself not included.
+    reported_by: BTreeSet<usize>,
+    #[serde(skip)]
+    shown: FirstText,
+}
+
+/// What the text says about the first failure and the file does not.
+#[derive(Clone, Debug)]
+struct FirstText {
+    end_text: String,
+    said: Option<FailureReport>,
+}
+
+/// Another rank of the job, and how it ended.
+#[derive(Clone, Debug, Serialize)]
+struct OtherRank {
+    rank: usize,
+    pid: i32,
+    exit_code: Option<i32>,
+    signal: Option<i32>,
+    /// Whether it ended before the launcher ended it.
+    by_itself: bool,
+    last_words: Vec<String>,
+    /// Whether its last lines name the first rank, which the text does already.
+    #[serde(skip)]
+    names_first: bool,
+}
+
+/// How the job went on after the failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum JobOutcome {
+    /// It has ended.
+    Failed,
+    /// It is being started again.
+    Restarting,
+    /// It was started again, and then ended well.
+    Recovered,
+    /// It failed, and before it had ended well the launcher was told to end.
+    Interrupted,
+}
+
+impl FailureRecord {
+    /// Describes the failure of an attempt; `None` where no rank failed.
+    ///
+    /// `command` is the launcher's own command line.
+    pub(crate) fn of(finished: &FinishedAttempt, command: &[OsString]) -> Option<Self> {
+        let Some(Cause::Failure(rank)) = finished.outcome.cause() else {
+            return None;
+        };
+        let log = |rank| {
+            finished
+                .output
+                .log(rank)
+                .map(|path| path.display().to_string())
+        };
+        let first = FirstFailure::of(finished, rank, log(rank));
+        let failure_reports = finished.rank_reports.failure_reports();
+        let other = |rank| {
+            let (exit_code, signal) = parts(finished.outcome.end(rank));
+            let last_words = finished.output.stderr_tail(rank);
+            let statement = failure_reports.iter().find(|said| said.rank == rank);
+            let named = statement.filter(|said| said.blamed.contains(&first.rank));
+            OtherRank {
+                names_first: named.is_some_and(|said| {
+                    last_words
+                        .last()
+                        .is_some_and(|line| line.contains(&said.text))
+                }),
+                rank,
+                pid: finished.pids[rank],
+                exit_code,
+                signal,
+                by_itself: finished.outcome.ended_by_itself(rank),
+                last_words,
+            }
+        };
+        let ranks = 0..finished.pids.len();
+        let others = ranks.clone().filter(|&one| one != rank);
+        Some(Self {
+            collateral: others.map(other).collect(),
+            first,
+            exit_code: finished.outcome.exit_code(),
+            restarts: finished.settings.restart,
+            world_size: finished.pids.len(),
+            job: finished.settings.job.clone(),
+            command: command
+                .iter()
+                .map(|word| word.to_string_lossy().into_owned())
+                .collect(),
+            command_line: variables::assignments(&variables::set()) + &shell_line(command),
+            log_files: ranks.filter_map(log).collect(),
+            time: utc(SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .unwrap_or_default()),
+        })
+    }
+
+    /// The rank that failed first.
+    pub(crate) fn rank(&self) -> usize {
+        self.first.rank
+    }
+
+    /// Whether more than the order of ends tells that it was this rank. An error that all ranks share
+    /// ends each of them with code 1, and one of them is first.
+    pub(crate) fn is_certain(&self) -> bool {
+        self.first.exit_code != Some(1)
+            || !self.first.reported_by.is_empty()
+            || self.first.shown.said.is_some()
+    }
+
+    /// The exit code of a job that ends with it.
+    pub(crate) fn exit_code(&self) -> u8 {
+        self.exit_code
+    }
+
+    /// What happened, in a line that goes on, and whether it is the same as in the failure
+    /// `before`: "rank 1 was killed by SIGKILL, as before".
+    pub(crate) fn headline(&self, before: Option<&Self>) -> String {
+        let FirstFailure { rank, shown, .. } = &self.first;
+        let again = match before {
+            Some(before) if self.is_like(before) => ", as before",
+            _ => "",
+        };
+        format!("rank {rank} {}{again}", shown.end_text)
+    }
+
+    /// Whether the same rank failed in the same way.
+    fn is_like(&self, other: &Self) -> bool {
+        let key = |one: &Self| (one.first.rank, one.first.exit_code, one.first.signal);
+        key(self) == key(other) && self.first.last_words == other.first.last_words
+    }
+
+    /// The rank's last lines, and its log, indented.
+    pub(crate) fn evidence(&self) -> String {
+        let FirstFailure {
+            last_words, log, ..
+        } = &self.first;
+        let mut text = String::new();
+        if !last_words.is_empty() {
+            text.push_str("\n  its last lines:");
+            for line in last_words {
+                let _ = write!(text, "\n    | {line}");
+            }
+        }
+        if let Some(log) = log {
+            let _ = write!(text, "\n  its log: {log}");
+        }
+        text
+    }
+
+    /// The whole block; `report` is where the same stands as JSON.
+    pub(crate) fn block(&self, report: Option<&Path>) -> String {
+        let FirstFailure {
+            rank,
+            pid,
+            reported_by,
+            shown,
+            ..
+        } = &self.first;
+        let first = if self.world_size > 1 { " first" } else { "" };
+        let mut text = format!("rank {rank} (pid {pid}) failed{first}: {}", self.how());
+        if self.first.signal == Some(signal::SIGKILL) {
+            text.push_str(", as when the machine runs out of memory");
+        }
+        if let Some(statement) = &shown.said {
+            let who = if statement.rank == *rank {
+                "it said".to_owned()
+            } else {
+                format!("rank {} said", statement.rank)
+            };
+            let _ = write!(text, "\n  {who}: {}", statement.text);
+        }
+        if !reported_by.is_empty() {
+            let _ = write!(text, "\n  reported by {}", list(reported_by));
+        }
+        text.push_str(&self.evidence());
+        if !self.collateral.is_empty() {
+            text.push_str("\n  the others:");
+        }
+        let end_texts = self.end_texts();
+        for (end_text, ranks) in end_texts.iter().take(MAX_OTHERS) {
+            let _ = write!(text, "\n    {} {end_text}", list(ranks));
+        }
+        let hidden: usize = end_texts
+            .iter()
+            .skip(MAX_OTHERS)
+            .map(|(_, ranks)| ranks.len())
+            .sum();
+        if hidden > 0 {
+            let _ = write!(text, "\n    and {hidden} more");
+        }
+        if let Some([first, .., last]) = Some(self.log_files.as_slice()) {
+            let _ = write!(text, "\n  all logs: {first} to {last}");
+        }
+        if let Some(report) = report {
+            let _ = write!(text, "\n  this report: {}", report.display());
+        }
+        let _ = write!(text, "\n  to run it again: {}", self.command_line);
+        text
+    }
+
+    /// How the other ranks ended, and which of them ended so.
+    fn end_texts(&self) -> Vec<(String, Vec<usize>)> {
+        let mut end_texts: Vec<(String, Vec<usize>)> = Vec::new();
+        for other in &self.collateral {
+            let end_text = other.end_text(&self.first);
+            match end_texts.iter_mut().find(|(known, _)| *known == end_text) {
+                Some((_, ranks)) => ranks.push(other.rank),
+                None => end_texts.push((end_text, vec![other.rank])),
+            }
+        }
+        end_texts
+    }
+
+    fn how(&self) -> String {
+        match (self.first.exit_code, self.first.signal) {
+            (Some(code), _) if code != 0 => End::Code(code).to_string(),
+            (None, Some(signal)) => End::Signal(signal).to_string(),
+            _ => format!("it {}", self.first.shown.end_text),
+        }
+    }
+}
+
+/// Writes `attempts`, of which the last speaks for the job, to the report in `folder`.
+///
+/// `reason` is why there was no further attempt, where there might have been one.
+///
+/// It is written beside and then renamed, so a reader never sees half of it.
+///
+/// # Errors
+/// When the folder cannot be written.
+pub(crate) fn write(
+    folder: &Path,
+    attempts: &[FailureRecord],
+    ending: JobOutcome,
+    reason: Option<&str>,
+) -> std::io::Result<()> {
+    #[derive(Serialize)]
+    struct File<'a> {
+        version: u32,
+        #[serde(flatten)]
+        last: &'a FailureRecord,
+        ending: JobOutcome,
+        reason: Option<&'a str>,
+        attempts: &'a [FailureRecord],
+    }
+    let Some(last) = attempts.last() else {
+        return Ok(());
+    };
+    let file = File {
+        version: FORMAT_VERSION,
+        last,
+        ending,
+        reason,
+        attempts,
+    };
+    let mut text = serde_json::to_vec_pretty(&file)?;
+    text.push(b'\n');
+    let draft = folder.join(format!("{FILE}.partial"));
+    std::fs::write(&draft, text)?;
+    std::fs::rename(&draft, folder.join(FILE))
+}
+
+impl FirstFailure {
+    fn of(finished: &FinishedAttempt, rank: usize, log: Option<String>) -> Self {
+        let outcome = &finished.outcome;
+        let end = outcome.end(rank).filter(|_| outcome.ended_by_itself(rank));
+        let failure_reports = finished.rank_reports.failure_reports();
+        let own_report = failure_reports
+            .iter()
+            .find(|said| said.rank == rank)
+            .filter(|said| said.blamed.contains(&rank));
+        let other_report = failure_reports
+            .iter()
+            .find(|said| said.rank != rank && said.blamed.contains(&rank));
+        let end_text = match (end, own_report) {
+            (Some(End::Signal(_)), _) => format!("was {}", shown(end)),
+            (Some(End::Code(0)), _) => "left with exit code 0 while others needed it".to_owned(),
+            (Some(End::Code(_)), _) => format!("ended with {}", shown(end)),
+            (None, Some(_)) => "said that it failed, and did not end".to_owned(),
+            (None, None) => "fell silent, and did not end".to_owned(),
+        };
+        let said = own_report.or(other_report.filter(|_| !matches!(end, Some(End::Signal(_)))));
+        let cause = match own_report {
+            Some(own_report) => own_report.text.clone(),
+            None => match (end, other_report) {
+                (None, Some(other_report)) => format!("it {end_text}: {}", other_report.text),
+                _ => format!("it {end_text}"),
+            },
+        };
+        let (exit_code, signal) = parts(end);
+        let host = finished.rank_reports.host(rank).unwrap_or_else(|| {
+            let system = rustix::system::uname();
+            system.nodename().to_string_lossy().into_owned()
+        });
+        Self {
+            rank,
+            host,
+            pid: finished.pids[rank],
+            cause,
+            exit_code,
+            signal,
+            signal_name: signal.and_then(signal_name),
+            last_words: finished.output.stderr_tail(rank),
+            log,
+            reported_by: failure_reports
+                .iter()
+                .filter(|said| said.rank != rank && said.blamed.contains(&rank))
+                .map(|said| said.rank)
+                .collect(),
+            shown: FirstText {
+                end_text,
+                said: said.cloned(),
+            },
+        }
+    }
+}
+
+impl OtherRank {
+    /// How it ended; follows "rank 1". What the text says about the first rank is not repeated.
+    fn end_text(&self, first: &FirstFailure) -> String {
+        let end = match (self.exit_code, self.signal) {
+            (Some(code), _) => End::Code(code),
+            (None, Some(signal)) => End::Signal(signal),
+            (None, None) => return "could not be ended, even by SIGKILL".to_owned(),
+        };
+        match (end, self.by_itself) {
+            (End::Code(0), true) => "had finished".to_owned(),
+            (end, true) => format!("failed after it ({end}){}", self.said(end, first)),
+            (end, false) => format!("had to be ended ({end})"),
+        }
+    }
+
+    fn said(&self, end: End, first: &FirstFailure) -> String {
+        let said = match end {
+            // A panic, whose message begins with what went wrong and may go on with values.
+            End::Code(101) | End::Signal(signal::SIGABRT) => headline(&self.last_words),
+            _ => self.last_words.last(),
+        };
+        match said.filter(|_| !self.names_first) {
+            None => String::new(),
+            Some(line) if first.last_words.contains(line) => ", with the same error".to_owned(),
+            Some(line) => format!(": {line}"),
+        }
+    }
+}
+
+fn shown(end: Option<End>) -> String {
+    end.map(|end| end.to_string()).unwrap_or_default()
+}
+
+/// `end` as exit code and signal, of which at most one is there.
+fn parts(end: Option<End>) -> (Option<i32>, Option<i32>) {
+    match end {
+        Some(End::Code(code)) => (Some(code), None),
+        Some(End::Signal(signal)) => (None, Some(signal)),
+        None => (None, None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn other(rank: usize, code: i32, line: &str) -> OtherRank {
+        OtherRank {
+            rank,
+            pid: 7,
+            exit_code: Some(code),
+            signal: None,
+            by_itself: true,
+            last_words: vec![line.to_owned()],
+            names_first: line.contains("is lost"),
+        }
+    }
+
+    fn failure(line: &str, collateral: Vec<OtherRank>) -> FailureRecord {
+        let first = FirstFailure {
+            rank: 0,
+            host: String::new(),
+            pid: 7,
+            cause: String::new(),
+            exit_code: Some(1),
+            signal: None,
+            signal_name: None,
+            last_words: vec![line.to_owned()],
+            log: None,
+            reported_by: BTreeSet::new(),
+            shown: FirstText {
+                end_text: String::new(),
+                said: None,
+            },
+        };
+        FailureRecord {
+            world_size: collateral.len() + 1,
+            first,
+            collateral,
+            exit_code: 1,
+            restarts: 0,
+            job: String::new(),
+            command: Vec::new(),
+            command_line: String::new(),
+            log_files: Vec::new(),
+            time: String::new(),
+        }
+    }
+
+    #[test]
+    fn an_error_that_several_ranks_share_is_shown_once() {
+        let others = vec![
+            other(1, 1, "the models differ"),
+            other(2, 1, "rank 0 is lost: exit code 1"),
+            other(3, 1, "the disk is full"),
+            other(4, 1, "the models differ"),
+            other(5, 1, "rank 0 is lost: exit code 1; rank 5 was in a barrier"),
+            other(6, 0, "done"),
+        ];
+        let block = failure("the models differ", others).block(None);
+        let lines: Vec<&str> = block.lines().map(str::trim).collect();
+        assert_eq!(
+            lines[1..8],
+            [
+                "its last lines:",
+                "| the models differ",
+                "the others:",
+                "ranks 1, 4 failed after it (exit code 1), with the same error",
+                "ranks 2, 5 failed after it (exit code 1)",
+                "rank 3 failed after it (exit code 1): the disk is full",
+                "rank 6 had finished",
+            ]
+        );
+    }
+}
