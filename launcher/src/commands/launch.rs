@@ -17,6 +17,7 @@ use crate::supervisor::attempt::Attempt;
 use crate::supervisor::job_loop::JobLoop;
 use crate::supervisor::shim::LivenessPipe;
 use crate::supervisor::signals::{self, Relay};
+use crate::supervisor::spawner::LocalSpawner;
 use crate::supervisor::tool::Channel;
 use crate::text::{columns, print};
 use crate::variables;
@@ -98,11 +99,14 @@ pub(crate) fn run(
             return Err(Error::usage(format!("{selector} was not found")));
         }
     };
+    let spawner = LocalSpawner {
+        program,
+        arguments: arguments.to_vec(),
+    };
     let job = JobLoop {
         options,
         settings,
-        program: &program,
-        arguments,
+        spawner: &spawner,
         package_dir: build.as_ref().map(Build::package_dir),
         command,
         relay,

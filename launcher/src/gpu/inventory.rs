@@ -15,6 +15,7 @@ use serde::Serialize;
 
 use super::{VISIBLE, Visible};
 use crate::supervisor::process::Process;
+use crate::supervisor::spawner::RankProcess;
 use crate::text::size;
 
 /// A GPU of this machine. What is `None` is not known.

@@ -23,6 +23,7 @@ use crate::error::{Error, Result, chain};
 use crate::output::runs;
 use crate::supervisor::job::End;
 use crate::supervisor::process::Process;
+use crate::supervisor::spawner::RankProcess;
 
 /// Runs schedules until as many are done, or so much time has passed, as was asked for. `false`
 /// where a signal ended it.

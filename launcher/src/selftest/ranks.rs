@@ -21,6 +21,7 @@ use super::report::StageFailure;
 use crate::error::{Error, Result, chain};
 use crate::supervisor::job::End;
 use crate::supervisor::process::{Process, wait_for_end};
+use crate::supervisor::spawner::RankProcess;
 
 /// Running processes of one stage. Dropped, they are killed, with their process groups.
 #[derive(Debug)]

@@ -10,6 +10,7 @@ use super::ranks::{RankEvent, command, expect_success, listen};
 use super::report::StageFailure;
 use crate::error::chain;
 use crate::supervisor::process::Process;
+use crate::supervisor::spawner::RankProcess;
 
 /// From the start of `accel-launch` to the end of the first all-reduce on rank 0, as seen from
 /// outside.

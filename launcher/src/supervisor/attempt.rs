@@ -1,9 +1,6 @@
 //! One attempt of a job: its store and its ranks.
 
-use std::ffi::OsString;
-use std::io::{self, ErrorKind, IsTerminal};
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,10 +10,10 @@ use crate::settings::Settings;
 use crate::settings::rank_env::RankEnv;
 use crate::supervisor::group::{EndedBy, GroupOutcome, KillScope, Notice, Observer, supervise};
 use crate::supervisor::job::{Cause, End};
-use crate::supervisor::process::Process;
 use crate::supervisor::rank_reports::RankReports;
 use crate::supervisor::shim::KillOnDrop;
 use crate::supervisor::signals;
+use crate::supervisor::spawner::{RankProcess, Spawner};
 use crate::supervisor::store::{Store, StoreHandle};
 use crate::supervisor::tool::Channel;
 use crate::text::list;
@@ -108,8 +105,7 @@ impl Attempt {
     /// When the system gives no thread, or a signal ends the launcher before all ranks run.
     pub(crate) fn run(
         self,
-        program: &Path,
-        arguments: &[OsString],
+        spawner: &dyn Spawner,
         package_dir: Option<&Path>,
         channel: &Channel,
     ) -> Result<AttemptOutcome> {
@@ -126,16 +122,13 @@ impl Attempt {
         let guard = KillOnDrop::new();
         for rank in 0..environment.ranks() {
             interrupted(channel)?;
-            match start(rank, program, arguments, &environment) {
+            match spawner.spawn(rank, &environment) {
                 Ok(process) => group.push(process),
                 Err(error) => return Ok(AttemptOutcome::NotStarted { rank, error }),
             }
         }
         let readers = read_output(&mut group, &output)?;
-        let pids = group
-            .iter()
-            .map(|process| process.pid().as_raw_pid())
-            .collect();
+        let pids = group.iter().map(|process| process.pid()).collect();
         let mut observer = ExitReporter {
             output: output.clone(),
             rank_reports: rank_reports.clone(),
@@ -274,50 +267,8 @@ fn interrupted(channel: &Channel) -> Result<()> {
     }
 }
 
-fn start(
-    rank: usize,
-    program: &Path,
-    arguments: &[OsString],
-    environment: &RankEnv,
-) -> Result<Process> {
-    let mut command = Command::new(program);
-    command
-        .args(arguments)
-        .stdin(stdin_of(rank))
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    environment.apply(rank, &mut command);
-    Process::spawn(&mut command).map_err(|error| {
-        let shown = program.display();
-        if error.raw_os_error() == Some(rustix::io::Errno::NOEXEC.raw_os_error()) {
-            Error::usage(format!(
-                "{shown} is neither a program for this machine nor a script that begins with `#!` and its interpreter"
-            ))
-        } else if error.kind() == ErrorKind::NotFound && !program.exists() {
-            Error::usage(format!("{shown} is gone"))
-        } else if error.kind() == ErrorKind::NotFound {
-            Error::usage(format!(
-                "{shown} cannot be run: the interpreter that its first line names is missing"
-            ))
-        } else {
-            Error::system(format!("rank {rank} could not be started from {shown}"))
-        }
-        .with_source(error)
-    })
-}
-
-/// Rank 0 reads what is piped to the launcher. A terminal is left alone: the ranks are not
-/// in its foreground, and the kernel would stop one that reads from it.
-fn stdin_of(rank: usize) -> Stdio {
-    if rank == 0 && !io::stdin().is_terminal() {
-        Stdio::inherit()
-    } else {
-        Stdio::null()
-    }
-}
-
 /// Starts the readers of all streams and returns how many they are.
-fn read_output(group: &mut [Process], output: &Output) -> Result<usize> {
+fn read_output(group: &mut [Box<dyn RankProcess>], output: &Output) -> Result<usize> {
     let mut readers = 0;
     for (rank, process) in group.iter_mut().enumerate() {
         let pipes = [

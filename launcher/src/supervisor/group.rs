@@ -10,8 +10,8 @@ use signal_hook::consts::signal;
 
 use crate::supervisor::descendants::{self, Excluded};
 use crate::supervisor::job::{Action, Cause, End, Event, Job};
-use crate::supervisor::process::{self, Process};
 use crate::supervisor::signals;
+use crate::supervisor::spawner::RankProcess;
 
 /// How long the launcher waits for leftover processes after SIGKILL.
 const LEFTOVER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -138,7 +138,7 @@ impl GroupOutcome {
 ///
 /// `sender` and `notices` are the two ends of the channel on which signals arrive.
 pub(crate) fn supervise(
-    group: &mut [Process],
+    group: &mut [Box<dyn RankProcess>],
     grace: Duration,
     scope: KillScope<'_>,
     sender: &Sender<Notice>,
@@ -148,7 +148,7 @@ pub(crate) fn supervise(
     let mut job = Job::new(group.len(), grace);
     let mut drained = 0;
     for (rank, process) in group.iter().enumerate() {
-        watch(rank, process, sender);
+        watch(rank, &**process, sender);
     }
     while !job.is_over() {
         let notice = next(notices, job.deadline());
@@ -193,7 +193,7 @@ pub(crate) fn supervise(
                 Action::Signal { signal, ranks } => {
                     if let Some(named) = Signal::from_named_raw(signal) {
                         let members = ranks.into_iter().filter_map(|rank| group.get(rank));
-                        members.for_each(|process| end_group(process, named));
+                        members.for_each(|process| end_group(&**process, named));
                     }
                 }
                 Action::Waiting(ranks) => observer.waiting(&ranks),
@@ -211,7 +211,7 @@ pub(crate) fn supervise(
 }
 
 /// Sends `signal` to the group of `process`, and lets what is stopped there receive it.
-fn end_group(process: &Process, signal: Signal) {
+fn end_group(process: &dyn RankProcess, signal: Signal) {
     process.signal_group(signal);
     if signal != Signal::KILL {
         process.signal_group(Signal::CONT);
@@ -219,13 +219,12 @@ fn end_group(process: &Process, signal: Signal) {
 }
 
 /// Starts the thread that reports the end of `process`.
-fn watch(rank: usize, process: &Process, sender: &Sender<Notice>) {
-    let pid = process.pid();
+fn watch(rank: usize, process: &dyn RankProcess, sender: &Sender<Notice>) {
+    let wait = process.waiter();
     let report = {
         let sender = sender.clone();
         move || {
-            // "No such child" cannot be, since nothing reaps it before its end is known.
-            let end = process::wait_for_end(pid).unwrap_or(End::Code(1));
+            let end = wait();
             let _ = sender.send(Notice::Ended { rank, end });
         }
     };
@@ -259,7 +258,7 @@ fn next(notices: &Receiver<Notice>, deadline: Option<Instant>) -> Option<Notice>
 /// What is left then is looked up: descendants, where they can be listed; else groups that have
 /// been seen populated ever since.
 fn sweep(
-    group: &mut [Process],
+    group: &mut [Box<dyn RankProcess>],
     outcome: &mut GroupOutcome,
     grace: Duration,
     scope: KillScope<'_>,
@@ -275,10 +274,10 @@ fn sweep(
     for (rank, process) in group.iter_mut().enumerate() {
         if outcome.end(rank).is_none() {
             process.abandon();
-            stuck.insert(process.pid().as_raw_pid());
+            stuck.extend(process.local_pid());
             continue;
         }
-        end_group(process, first);
+        end_group(&**process, first);
         process.reap();
         left.push(rank);
     }
@@ -307,7 +306,10 @@ fn sweep(
                 if !left.is_empty()
                     && let Some(running) = descendants::running_groups()
                 {
-                    left.retain(|&rank| running.contains(&group[rank].pid().as_raw_pid()));
+                    left.retain(|&rank| {
+                        let pid = group[rank].local_pid();
+                        pid.is_none_or(|pid| running.contains(&pid))
+                    });
                 }
                 if is_killing {
                     left.iter()
@@ -344,18 +346,19 @@ fn descendants_of(scope: KillScope<'_>) -> Option<Vec<descendants::ProcessInfo>>
 }
 
 /// Processes that still run although their rank has ended.
-fn left_behind(group: &[Process], job: &Job, scope: KillScope<'_>) -> LeftBehind {
+fn left_behind(group: &[Box<dyn RankProcess>], job: &Job, scope: KillScope<'_>) -> LeftBehind {
     if matches!(scope, KillScope::Descendants(_)) && descendants::has_no_running_child() {
         return LeftBehind::default();
     }
     let stuck = |pid: i32| {
-        let rank = (0..group.len()).find(|&rank| group[rank].pid().as_raw_pid() == pid);
+        let rank = (0..group.len()).find(|&rank| group[rank].local_pid() == Some(pid));
         rank.is_some_and(|rank| job.end(rank).is_none())
     };
     let Some(members) = descendants_of(scope) else {
         let running = descendants::running_groups().unwrap_or_default();
         let ranks = (0..group.len()).filter(|&rank| {
-            job.end(rank).is_some() && running.contains(&group[rank].pid().as_raw_pid())
+            let pid = group[rank].local_pid();
+            job.end(rank).is_some() && pid.is_some_and(|pid| running.contains(&pid))
         });
         return LeftBehind {
             ranks: ranks.collect(),
@@ -374,4 +377,108 @@ fn left_behind(group: &[Process], job: &Job, scope: KillScope<'_>) -> LeftBehind
         }
     }
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::sync::mpsc;
+    use std::sync::{Arc, Condvar, Mutex};
+
+    use super::*;
+
+    /// A rank that runs nowhere, as one of another host would look to the supervisor. It ends on SIGTERM.
+    #[derive(Clone, Debug, Default)]
+    struct RemoteRank {
+        state: Arc<(Mutex<RemoteState>, Condvar)>,
+    }
+
+    #[derive(Debug, Default)]
+    struct RemoteState {
+        end: Option<End>,
+        signals: Vec<Signal>,
+        is_reaped: bool,
+    }
+
+    impl RemoteRank {
+        fn end(&self, end: End) {
+            self.state.0.lock().unwrap().end.get_or_insert(end);
+            self.state.1.notify_all();
+        }
+    }
+
+    impl RankProcess for RemoteRank {
+        fn pid(&self) -> i32 {
+            1
+        }
+
+        fn local_pid(&self) -> Option<i32> {
+            None
+        }
+
+        fn take_stdout(&mut self) -> Option<File> {
+            None
+        }
+
+        fn take_stderr(&mut self) -> Option<File> {
+            None
+        }
+
+        fn waiter(&self) -> Box<dyn FnOnce() -> End + Send> {
+            let state = Arc::clone(&self.state);
+            Box::new(move || {
+                let (state, changed) = &*state;
+                let state = state.lock().unwrap();
+                let state = changed.wait_while(state, |state| state.end.is_none());
+                state.unwrap().end.unwrap()
+            })
+        }
+
+        fn signal(&self, signal: Signal) {
+            self.signal_group(signal);
+        }
+
+        fn signal_group(&self, signal: Signal) {
+            self.state.0.lock().unwrap().signals.push(signal);
+            if [Signal::TERM, Signal::KILL].contains(&signal) {
+                self.end(End::Signal(signal.as_raw()));
+            }
+        }
+
+        fn has_group(&self) -> bool {
+            !self.state.0.lock().unwrap().is_reaped
+        }
+
+        fn reap(&mut self) {
+            self.state.0.lock().unwrap().is_reaped = true;
+        }
+
+        fn abandon(&mut self) {}
+    }
+
+    #[test]
+    fn ranks_that_do_not_run_here_are_supervised_too() {
+        let ranks = [RemoteRank::default(), RemoteRank::default()];
+        let mut group = ranks
+            .clone()
+            .map(|rank| Box::new(rank) as Box<dyn RankProcess>);
+        let (sender, notices) = mpsc::channel();
+        ranks[1].end(End::Code(7));
+        let outcome = supervise(
+            &mut group,
+            Duration::from_secs(60),
+            KillScope::Groups,
+            &sender,
+            &notices,
+            &mut NoopObserver,
+        );
+        assert_eq!(
+            (outcome.cause(), outcome.exit_code()),
+            (Some(Cause::Failure(1)), 7)
+        );
+        assert!(outcome.ended_by_itself(1) && !outcome.ended_by_itself(0));
+        let other = ranks[0].state.0.lock().unwrap();
+        assert_eq!(other.signals[..2], [Signal::TERM, Signal::CONT]);
+        assert!(other.is_reaped);
+    }
 }

@@ -16,6 +16,7 @@ use crate::supervisor::group::{LeftBehind, Notice};
 use crate::supervisor::job::Cause;
 use crate::supervisor::restart::{AttemptFailure, Decision, Restarts};
 use crate::supervisor::signals::{self, Relay};
+use crate::supervisor::spawner::Spawner;
 use crate::supervisor::tool::Channel;
 use crate::text::list;
 
@@ -25,10 +26,8 @@ pub(crate) struct JobLoop<'a> {
     pub(crate) options: &'a Options,
     /// Those of the first attempt.
     pub(crate) settings: Settings,
-    /// What every rank runs.
-    pub(crate) program: &'a Path,
-    /// With these arguments.
-    pub(crate) arguments: &'a [OsString],
+    /// Starts the ranks.
+    pub(crate) spawner: &'a dyn Spawner,
     /// The folder of its package, where cargo built it.
     pub(crate) package_dir: Option<&'a Path>,
     /// The launcher's own command line.
@@ -101,7 +100,7 @@ impl JobLoop<'_> {
             settings.restart_delay,
         );
         loop {
-            let ended = attempt.run(self.program, self.arguments, self.package_dir, &channel)?;
+            let ended = attempt.run(self.spawner, self.package_dir, &channel)?;
             let (why, evidence, decision, code) = match ended {
                 // The same would be wrong with every rank, and the next time.
                 AttemptOutcome::NotStarted { error, .. } if error.is_usage() => return Err(error),

@@ -11,5 +11,6 @@ pub(crate) mod restart;
 pub(crate) mod root_cause;
 pub(crate) mod shim;
 pub(crate) mod signals;
+pub(crate) mod spawner;
 pub(crate) mod store;
 pub(crate) mod tool;

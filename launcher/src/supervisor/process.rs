@@ -22,6 +22,7 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitOptions};
 
 use crate::supervisor::descendants;
 use crate::supervisor::job::End;
+use crate::supervisor::spawner::RankProcess;
 
 /// How long a program file may be busy (still open for writing somewhere) before that is an error.
 const BUSY: Duration = Duration::from_secs(2);
@@ -31,7 +32,7 @@ const LAST_WAIT: Duration = Duration::from_secs(2);
 
 /// A started process, leader of its own process group.
 ///
-/// Dropped before [`Process::reap`], it is killed with its whole group.
+/// Dropped before [`RankProcess::reap`], it is killed with its whole group.
 #[derive(Debug)]
 pub(crate) struct Process {
     child: Child,
@@ -84,37 +85,54 @@ impl Process {
         self.pid
     }
 
-    /// The reading end of its standard output, once, if it was piped.
-    pub(crate) fn take_stdout(&mut self) -> Option<File> {
-        self.child
-            .stdout
-            .take()
-            .map(|pipe| File::from(OwnedFd::from(pipe)))
+    /// From here on its number may be anybody's.
+    fn forget(&mut self) {
+        self.reaped = true;
+        started().remove(&self.pid.as_raw_pid());
+    }
+}
+
+impl RankProcess for Process {
+    fn pid(&self) -> i32 {
+        self.pid.as_raw_pid()
     }
 
-    /// The reading end of its standard error, once, if it was piped.
-    pub(crate) fn take_stderr(&mut self) -> Option<File> {
-        self.child
-            .stderr
-            .take()
-            .map(|pipe| File::from(OwnedFd::from(pipe)))
+    fn local_pid(&self) -> Option<i32> {
+        Some(self.pid.as_raw_pid())
     }
 
-    /// Sends `signal` to every process of the group.
-    pub(crate) fn signal_group(&self, signal: Signal) {
-        // That nobody is left to receive it is no error.
-        let _ = rustix::process::kill_process_group(self.pid, signal);
+    fn take_stdout(&mut self) -> Option<File> {
+        let pipe = self.child.stdout.take();
+        pipe.map(|pipe| File::from(OwnedFd::from(pipe)))
     }
 
-    /// Sends `signal` to the process itself, if it has not been reaped.
-    pub(crate) fn signal(&self, signal: Signal) {
+    fn take_stderr(&mut self) -> Option<File> {
+        let pipe = self.child.stderr.take();
+        pipe.map(|pipe| File::from(OwnedFd::from(pipe)))
+    }
+
+    fn waiter(&self) -> Box<dyn FnOnce() -> End + Send> {
+        let pid = self.pid;
+        // "No such child" cannot be, since nothing reaps it before its end is known.
+        Box::new(move || wait_for_end(pid).unwrap_or(End::Code(1)))
+    }
+
+    fn signal(&self, signal: Signal) {
         if !self.reaped {
             let _ = rustix::process::kill_process(self.pid, signal);
         }
     }
 
-    /// Takes the ended process out of the kernel's table; its group may live on.
-    pub(crate) fn reap(&mut self) {
+    fn signal_group(&self, signal: Signal) {
+        // That no process is left to receive it is no error.
+        let _ = rustix::process::kill_process_group(self.pid, signal);
+    }
+
+    fn has_group(&self) -> bool {
+        rustix::process::test_kill_process_group(self.pid).is_ok()
+    }
+
+    fn reap(&mut self) {
         if !self.reaped {
             // It has ended, so this does not wait; it cannot fail but for "no such child".
             let _ = self.child.wait();
@@ -122,20 +140,8 @@ impl Process {
         }
     }
 
-    /// Whether anything of the group is left. Ask after [`Process::reap`].
-    pub(crate) fn has_group(&self) -> bool {
-        rustix::process::test_kill_process_group(self.pid).is_ok()
-    }
-
-    /// Gives the process up: it stays, unreaped, and is not touched any more.
-    pub(crate) fn abandon(&mut self) {
+    fn abandon(&mut self) {
         self.forget();
-    }
-
-    /// From here on its number may be anybody's.
-    fn forget(&mut self) {
-        self.reaped = true;
-        started().remove(&self.pid.as_raw_pid());
     }
 }
 

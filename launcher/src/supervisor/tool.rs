@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::supervisor::group::{KillScope, NoopObserver, Notice, supervise};
 use crate::supervisor::job::{Cause, End};
 use crate::supervisor::process::Process;
+use crate::supervisor::spawner::RankProcess;
 
 /// How long a tool may take to end when it is told to.
 const TOOL_GRACE: Duration = Duration::from_secs(5);
@@ -69,7 +70,7 @@ pub(crate) fn run(mut command: Command, stderr: Stderr, channel: &Channel) -> Re
     })?;
     let said = process.take_stdout().map(collect).transpose()?;
     let complained = process.take_stderr().map(collect).transpose()?;
-    let mut group = [process];
+    let mut group: [Box<dyn RankProcess>; 1] = [Box::new(process)];
     // A compiler cache that cargo started may stay: it serves other builds.
     let outcome = supervise(
         &mut group,
