@@ -194,7 +194,7 @@ pub(crate) fn leftovers() -> impl Iterator<Item = OsString> {
 /// Cargo, the same one that started the launcher where one did.
 pub(crate) fn cargo() -> Command {
     let mut command =
-        Command::new(accelerator_collective::variable("CARGO").unwrap_or_else(|| "cargo".into()));
+        Command::new(accelerator_env::variable("CARGO").unwrap_or_else(|| "cargo".into()));
     for name in leftovers() {
         command.env_remove(name);
     }

@@ -7,7 +7,8 @@ use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::time::Duration;
 
-use accelerator_collective::{Launch, variable};
+use accelerator_collective::Launch;
+use accelerator_env::{Reader, VARIABLES, find, variable};
 use clap::Args;
 use serde::Serialize;
 
@@ -17,7 +18,7 @@ use crate::gpu::{self, Gpu, Sources, Visible};
 use crate::settings::allocator;
 use crate::settings::threads;
 use crate::text::{columns, print};
-use crate::variables::{self, Reader, Scope};
+use crate::variables::{self, Scope};
 
 /// Arguments of `accel-launch env`.
 #[derive(Args, Clone, Debug)]
@@ -88,10 +89,10 @@ struct SettingEntry {
     origin: String,
     /// What a variable of this project may say.
     #[serde(skip_serializing_if = "Option::is_none")]
-    expected: Option<&'static str>,
+    expected: Option<String>,
     /// Who reads it.
     #[serde(skip_serializing_if = "Option::is_none")]
-    read_by: Option<&'static str>,
+    read_by: Option<String>,
 }
 
 impl SettingEntry {
@@ -265,20 +266,18 @@ fn variables(ours: &[(String, OsString)]) -> Vec<SettingEntry> {
     let visible = std::env::var_os(gpu::VISIBLE).map(|value| gpu::shown(&value).into());
     entries.push(SettingEntry::variable(gpu::VISIBLE, visible, "all devices"));
     let of = |name: &str| ours.iter().find(|(known, _)| known == name);
-    for variable in &variables::VARIABLES {
+    for variable in &VARIABLES {
         let value = of(variable.name).map(|(_, value)| value.clone());
         if value.is_none() && variable.reader == Reader::Tests {
             continue;
         }
         entries.push(SettingEntry {
-            expected: Some(variable.expected),
-            read_by: Some(variable.reader.text()),
+            expected: Some(variable.grammar.to_string()),
+            read_by: Some(variable.reader.to_string()),
             ..SettingEntry::variable(variable.name, value, variable.default)
         });
     }
-    let unknown = ours
-        .iter()
-        .filter(|(name, _)| variables::find(name).is_none());
+    let unknown = ours.iter().filter(|(name, _)| find(name).is_none());
     entries
         .extend(unknown.map(|(name, value)| SettingEntry::variable(name, Some(value.clone()), "")));
     entries

@@ -24,7 +24,7 @@ pub(crate) const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 const ORDER: &str = "CUDA_DEVICE_ORDER";
 
 /// The variable that lets ranks share GPUs.
-pub(crate) const OVERSUBSCRIBE: &str = "ACCEL_OVERSUBSCRIBE_GPUS";
+const OVERSUBSCRIBE: &str = accelerator_env::OVERSUBSCRIBE_GPUS.name;
 
 /// The GPUs of a launch.
 #[derive(Clone, Debug)]
@@ -58,7 +58,9 @@ impl Gpus {
         let inherited = lookup(VISIBLE);
         let (sharing, sharing_origin) = match lookup(OVERSUBSCRIBE) {
             _ if options.oversubscribe_gpus => (Sharing::Allowed, "--oversubscribe-gpus"),
-            Some(value) if is_on(&value) => (Sharing::Allowed, OVERSUBSCRIBE),
+            Some(value) if accelerator_env::switch(&value.to_string_lossy()) == Some(true) => {
+                (Sharing::Allowed, OVERSUBSCRIBE)
+            }
             Some(value) if !value.is_empty() => (Sharing::Refused, OVERSUBSCRIBE),
             _ => (Sharing::Refused, "default"),
         };
@@ -172,12 +174,6 @@ pub(crate) fn shown(value: &OsStr) -> String {
         text if text.trim().is_empty() => "none: the variable is empty".to_owned(),
         text => text.into_owned(),
     }
-}
-
-/// Whether a variable that is `1` or `0` says `1`.
-fn is_on(value: &OsStr) -> bool {
-    let value = value.to_string_lossy().trim().to_ascii_lowercase();
-    ["1", "true"].contains(&value.as_str())
 }
 
 #[cfg(test)]

@@ -415,7 +415,7 @@ fn separator(terminal: bool) -> Separator {
 }
 
 fn colours_wanted() -> bool {
-    accelerator_collective::variable("NO_COLOR").is_none() && !is_dumb()
+    accelerator_env::variable("NO_COLOR").is_none() && !is_dumb()
 }
 
 fn is_dumb() -> bool {

@@ -112,9 +112,9 @@ impl Settings {
             origin(&options.master_port, "--master-port"),
         );
 
-        let job = match lookup("ACCEL_JOB").filter(|job| !job.is_empty()) {
+        let job = match lookup(accelerator_env::JOB.name).filter(|job| !job.is_empty()) {
             Some(job) => {
-                table.add("job", &job, "ACCEL_JOB");
+                table.add("job", &job, accelerator_env::JOB.name);
                 job
             }
             None => {

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::process::Command;
 
-use accelerator_collective::Launch;
+use accelerator_env as env;
 
 use crate::cargo;
 use crate::settings::Settings;
@@ -40,16 +40,16 @@ impl RankEnv {
             ("LOCAL_WORLD_SIZE", ranks.to_string().into()),
             ("MASTER_ADDR", settings.master_addr.clone().into()),
             ("MASTER_PORT", port.clone()),
-            ("ACCEL_PORT", port),
-            ("ACCEL_STORE", "launcher".into()),
-            ("ACCEL_JOB", settings.job.clone().into()),
-            ("ACCEL_RESTART", settings.restart.to_string().into()),
+            (env::PORT.name, port),
+            (env::STORE.name, "launcher".into()),
+            (env::JOB.name, settings.job.clone().into()),
+            (env::RESTART.name, settings.restart.to_string().into()),
             (
-                "ACCEL_MAX_RESTARTS",
+                env::MAX_RESTARTS.name,
                 settings.max_restarts.to_string().into(),
             ),
         ];
-        common.extend(token.map(|path| ("ACCEL_TOKEN_FILE", path.into())));
+        common.extend(token.map(|path| (env::TOKEN_FILE.name, path.into())));
         for (name, threads) in &settings.threads {
             if let Threads::Set { count, .. } = threads {
                 common.push((name, count.to_string().into()));
@@ -58,7 +58,7 @@ impl RankEnv {
         common.extend(settings.gpus.variables().iter().cloned());
         let ours = common.iter().map(|(name, _)| *name);
         let ours: Vec<_> = ours.filter(|name| variables::is_ours(name)).collect();
-        common.push((Launch::SET_BY_LAUNCHER, ours.join(",").into()));
+        common.push((env::SET_BY_LAUNCHER.name, ours.join(",").into()));
         common.extend(allocator::settings(|name| std::env::var_os(name).is_some()));
         common.extend(package_dir.map(|dir| ("CARGO_MANIFEST_DIR", dir.into())));
         Self {

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::rendezvous::{Report, Security, StoreOptions, StoreServer, Token};
-use accelerator_collective::variable;
+use accelerator_env::variable;
 use accelerator_manifest::StagedFolder;
 
 use crate::error::{Error, Result, chain};
@@ -47,7 +47,7 @@ impl Store {
             .with_security(security)
             .with_observer(observer);
         let mut own = None;
-        if let Some(path) = variables::given("ACCEL_TOKEN_FILE") {
+        if let Some(path) = variables::given(accelerator_env::TOKEN_FILE.name) {
             let token = Token::from_file(path).map_err(|error| Error::usage(chain(&error)))?;
             options = options.with_token(token);
         } else if security == Security::Required && settings.ranks.get() > 1 {

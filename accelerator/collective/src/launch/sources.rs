@@ -1,7 +1,89 @@
-//! Other launchers, whose variables show that a process belongs to a job.
+//! The launchers whose variables tell a process its place, and those that are recognised only to refuse them.
+//!
+//! Another launcher is one entry of [`SOURCES`].
 
 use super::{Reader, invalid};
 use crate::error::Result;
+
+/// Where a process may learn its place from.
+pub(super) enum Source {
+    /// A launcher whose variables tell each process its place.
+    Supported(PlaceVariables),
+    /// A launcher that is not supported. Where it has started several processes, each would train alone.
+    Refused {
+        /// Its name.
+        launcher: &'static str,
+        /// What shows that there are several.
+        evidence: Evidence,
+    },
+}
+
+/// The variables that tell a process its place.
+pub(super) struct PlaceVariables {
+    /// Its rank among all processes of the job.
+    pub(super) rank: &'static str,
+    /// How many processes the job has.
+    pub(super) world_size: &'static str,
+    /// Its rank among those of its host.
+    pub(super) local_rank: &'static str,
+    /// How many processes of the job its host has.
+    pub(super) local_world_size: &'static str,
+}
+
+/// Variables that show that a launcher has started several processes.
+pub(super) enum Evidence {
+    /// How many it was to start: numbers, or ranges `MIN:MAX`.
+    Counts(&'static [&'static str]),
+    /// How many it has started, and the rank of this one.
+    SizeAndRank(&'static str, &'static str),
+    /// The rank of this one; how many there are is not told.
+    Rank(&'static str),
+}
+
+/// All sources. Supported ones come first; of the others the innermost, whose variables count where several are set.
+static SOURCES: [Source; 7] = [
+    // accel-launch and torchrun.
+    Source::Supported(PlaceVariables {
+        rank: "RANK",
+        world_size: "WORLD_SIZE",
+        local_rank: "LOCAL_RANK",
+        local_world_size: "LOCAL_WORLD_SIZE",
+    }),
+    // The settings of torchrun in Kubernetes' operators, where torchrun itself was not started.
+    Source::Refused {
+        launcher: "torchrun",
+        evidence: Evidence::Counts(&["PET_NNODES", "PET_NPROC_PER_NODE"]),
+    },
+    Source::Refused {
+        launcher: "Open MPI",
+        evidence: Evidence::SizeAndRank("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    },
+    Source::Refused {
+        launcher: "an MPI launcher (PMI)",
+        evidence: Evidence::SizeAndRank("PMI_SIZE", "PMI_RANK"),
+    },
+    // The body of a batch script is in no step, and so is alone.
+    Source::Refused {
+        launcher: "Slurm",
+        evidence: Evidence::SizeAndRank("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    },
+    Source::Refused {
+        launcher: "an MPI launcher (PMI)",
+        evidence: Evidence::Rank("PMI_ID"),
+    },
+    Source::Refused {
+        launcher: "PMIx",
+        evidence: Evidence::Rank("PMIX_RANK"),
+    },
+];
+
+/// The variables of the launchers that are supported.
+pub(super) fn supported() -> impl Iterator<Item = &'static PlaceVariables> {
+    SOURCES.iter().filter_map(|source| match source {
+        Source::Supported(place) => Some(place),
+        Source::Refused { .. } => None,
+    })
+}
 
 impl<F: Fn(&str) -> Option<String>> Reader<F> {
     /// Refuses to take this process, which was given no place, for a world of one where another launcher
@@ -27,44 +109,46 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
 
     /// The launcher whose job may have several processes, and the variables that show it.
     fn job(&self) -> Result<Option<(&'static str, Vec<&'static str>)>> {
-        for name in ["PET_NNODES", "PET_NPROC_PER_NODE"] {
-            // A number, or the least and the most with a colon between. Else torchrun counts devices.
-            let most = self.text(name);
-            let most = most.and_then(|text| text.rsplit(':').next()?.trim().parse::<usize>().ok());
-            if most.is_some_and(|most| most > 1) {
-                return Ok(Some(("torchrun", vec![name])));
-            }
-        }
-        for (launcher, size, rank) in COUNTING {
-            let is_later = self.number(rank)?.is_some_and(|rank| rank > 0);
-            // The first one decides: Open MPI's daemons are a step of Slurm's, whose variables they hand on.
-            match self.number(size)? {
-                Some(given) if given > 1 || is_later => {
-                    return Ok(Some((launcher, vec![size, rank])));
+        for source in &SOURCES {
+            let Source::Refused { launcher, evidence } = source else {
+                continue;
+            };
+            match *evidence {
+                Evidence::Counts(names) => {
+                    // Words such as `auto` stand for the number of devices.
+                    let most = |name: &str| -> Option<usize> {
+                        self.text(name)?.rsplit(':').next()?.trim().parse().ok()
+                    };
+                    let several = names
+                        .iter()
+                        .find(|name| most(name).is_some_and(|most| most > 1));
+                    if let Some(name) = several {
+                        return Ok(Some((launcher, vec![name])));
+                    }
                 }
-                Some(1) => return Ok(None),
-                // There is a rank before this one.
-                _ if is_later => return Ok(Some((launcher, vec![rank]))),
-                _ => {}
+                Evidence::SizeAndRank(size, rank) => {
+                    let is_later = self.number(rank)?.is_some_and(|rank| rank > 0);
+                    // The first one decides: Open MPI's daemons are a step of Slurm's, whose variables they hand on.
+                    match self.number(size)? {
+                        Some(given) if given > 1 || is_later => {
+                            return Ok(Some((launcher, vec![size, rank])));
+                        }
+                        Some(1) => return Ok(None),
+                        // There is a rank before this one.
+                        _ if is_later => return Ok(Some((launcher, vec![rank]))),
+                        _ => {}
+                    }
+                }
+                Evidence::Rank(rank) => {
+                    if self.text(rank).is_some() {
+                        return Ok(Some((launcher, vec![rank])));
+                    }
+                }
             }
         }
-        let mut others = NOT_COUNTING.into_iter();
-        let found = others.find(|(_, rank)| self.text(rank).is_some());
-        Ok(found.map(|(launcher, rank)| (launcher, vec![rank])))
+        Ok(None)
     }
 }
-
-/// Launchers that say how many processes they started: by which variable, and which one is the rank.
-/// The innermost comes first. The body of a batch script of Slurm's is in no step, and so is alone.
-const COUNTING: [(&str, &str, &str); 3] = [
-    ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("an MPI launcher (PMI)", "PMI_SIZE", "PMI_RANK"),
-    ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-];
-
-/// Launchers whose variables do not say how many processes there are.
-const NOT_COUNTING: [(&str, &str); 2] =
-    [("an MPI launcher (PMI)", "PMI_ID"), ("PMIx", "PMIX_RANK")];
 
 #[cfg(test)]
 mod tests {
