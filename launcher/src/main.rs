@@ -31,7 +31,7 @@ fn main() -> ExitCode {
     let invocation = match Invocation::parse(arguments.iter().cloned()) {
         Ok(invocation) => invocation,
         Err(error) => {
-            // That nobody reads the help is no error.
+            // A closed pipe is no error.
             let _ = error.print();
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
         }
@@ -67,6 +67,8 @@ fn dispatch(
                 .map_err(|error| Error::usage(error.to_string()))?;
             Ok(ExitCode::SUCCESS)
         }
+        Invocation::Completions(arguments) => commands::docs::completions(arguments),
+        Invocation::Man => commands::docs::man(),
         Invocation::Test(arguments) => selftest::run(arguments),
         Invocation::Rank(arguments) => Ok(selftest::rank(arguments)),
         Invocation::Bench(arguments) => commands::bench::run(arguments, command, liveness),

@@ -1,4 +1,4 @@
-//! Checks the environment variables of this project before anything starts, and tells which of them ranks inherit.
+//! Checks the environment variables of this project before anything starts, and selects those that ranks inherit.
 
 use std::ffi::{OsStr, OsString};
 
@@ -39,7 +39,7 @@ pub(crate) fn set() -> Vec<(String, OsString)> {
     ours
 }
 
-/// What the environment says by the variable of this name, but for what belongs to the job of another launcher in
+/// The value of a variable, unless it belongs to the job of another launcher in
 /// which this one runs.
 pub(crate) fn given(name: &str) -> Option<OsString> {
     variable(name).filter(|_| !of_outer_launcher().any(|outer| outer == name))
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ranks_refuse_is_named() {
+    fn wrong_values_are_errors() {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path().to_str().unwrap();
         let lost = format!("{folder}/none/x.json");
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_launcher_sets_is_checked_for_env_alone() {
+    fn variables_set_by_the_launcher_are_checked_by_env_only() {
         let set = one("ACCEL_PORT", "0");
         assert_eq!(errors(&set, Scope::Inherited), []);
         assert_eq!(errors(&set, Scope::Everything).len(), 1);

@@ -204,5 +204,5 @@ fn a_stopped_rank() {
         (&first["exit_code"], &first["signal"]),
         (&Value::Null, &Value::Null)
     );
-    ended.says("fell silent");
+    ended.says("stopped responding");
 }

@@ -180,7 +180,7 @@ fn daemons_end_with_a_signal_to_the_launcher() {
 }
 
 #[test]
-fn what_a_job_that_ended_well_has_left_is_ended_and_named() {
+fn leftovers_of_a_successful_job_are_ended_and_reported() {
     let folder = Folder::new();
     let (run, pids) = start(&folder, &["--grace", "0.5"], "exit 0");
     run.end()
@@ -222,7 +222,7 @@ fn orphans_are_cleared_away_while_the_job_runs() {
 }
 
 #[test]
-fn the_launcher_proper_is_spared_by_who_kills_by_name() {
+fn killing_the_launcher_by_name_leaves_the_launcher_proper() {
     let folder = Folder::new();
     let (run, pids) = start(&folder, &[], LONG_SLEEP);
     let name = |pid: Pid| {

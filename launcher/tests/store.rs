@@ -143,7 +143,7 @@ fn a_local_job_has_a_token_of_its_own() -> accelerator_collective::Result<()> {
 }
 
 #[test]
-fn a_rank_of_another_job_is_turned_away() -> accelerator_collective::Result<()> {
+fn a_rank_of_another_job_is_refused() -> accelerator_collective::Result<()> {
     if is_rank() {
         let launch = Launch::from_vars(|name| match name {
             "ACCEL_JOB" => Some("another".to_owned()),
@@ -153,7 +153,7 @@ fn a_rank_of_another_job_is_turned_away() -> accelerator_collective::Result<()> 
         return ProcessGroup::connect(&launch, &options).map(|_| ());
     }
     let folder = Folder::new();
-    let name = "a_rank_of_another_job_is_turned_away";
+    let name = "a_rank_of_another_job_is_refused";
     let ended = launch(&folder, name, &["-n", "2", "--log-dir", "logs"], &[]);
     assert_ne!(ended.code(), 0);
     let log = folder.read("logs/latest/rank-0.log");

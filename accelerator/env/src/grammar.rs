@@ -11,7 +11,21 @@ use std::time::Duration;
 /// use accelerator_env::Grammar;
 ///
 /// assert_eq!(Grammar::OneOf(&["a", "b", "c"]).to_string(), "a, b or c");
-/// assert!(Grammar::Port.accepts("29500".as_ref()) && !Grammar::Port.accepts("0".as_ref()));
+/// for (grammar, accepted, refused) in [
+///     (Grammar::OneOf(&["auto", "on"]), "auto", "yes"),
+///     (Grammar::Switch, "1", "2"),
+///     (Grammar::Number, "0", "-1"),
+///     (Grammar::Count, "1", "0"),
+///     (Grammar::Port, "29500", "0"),
+///     (Grammar::Seconds, "1.5", "0.01"),
+///     (Grammar::ExistingFile, "Cargo.toml", "no/such.file"),
+///     (Grammar::NewFile, "trace.json", "no/such/trace.json"),
+///     (Grammar::TraceSchedule, "active=3,wait=1", "wait=1"),
+/// ] {
+///     assert!(grammar.accepts(accepted.as_ref()), "{grammar}: {accepted}");
+///     assert!(!grammar.accepts(refused.as_ref()), "{grammar}: {refused}");
+/// }
+/// assert_eq!(Grammar::Text("a name").to_string(), "a name");
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
@@ -85,6 +99,10 @@ impl fmt::Display for Grammar {
 }
 
 /// The shortest liveness timeout: a busy system may delay a process for less although nothing is wrong.
+///
+/// ```
+/// assert_eq!(accelerator_env::seconds("0.1"), Some(accelerator_env::SHORTEST_LIVENESS));
+/// ```
 pub const SHORTEST_LIVENESS: Duration = Duration::from_millis(100);
 
 /// Reads a variable that is on or off; an empty one is off.
@@ -102,11 +120,19 @@ pub fn switch(text: &str) -> Option<bool> {
 }
 
 /// Reads a whole number from 0 on.
+///
+/// ```
+/// assert_eq!((accelerator_env::number(" 3"), accelerator_env::number("x")), (Some(3), None));
+/// ```
 pub fn number(text: &str) -> Option<usize> {
     text.trim().parse().ok()
 }
 
 /// Reads a port that is not 0.
+///
+/// ```
+/// assert_eq!((accelerator_env::port("29500"), accelerator_env::port("0")), (Some(29_500), None));
+/// ```
 pub fn port(text: &str) -> Option<u16> {
     text.trim().parse().ok().filter(|port| *port != 0)
 }

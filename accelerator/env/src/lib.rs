@@ -1,7 +1,7 @@
 //! The `ACCEL_` environment variables: name, grammar, default, reader and meaning of each.
 //!
-//! The library, the launcher and the documentation ([`markdown`]) use this one table. A new variable is a constant in
-//! `table.rs` and an entry of [`VARIABLES`].
+//! The library, the launcher and the documentation ([`markdown`]) use this one table. A new variable is one entry
+//! of `table.rs`.
 //!
 //! ```
 //! use accelerator_env::{OVERLAP, VARIABLES, find};
@@ -27,6 +27,10 @@ use std::ffi::OsString;
 use std::fmt::Write;
 
 /// The prefix of all variables of this project.
+///
+/// ```
+/// assert_eq!(accelerator_env::PREFIX, "ACCEL_");
+/// ```
 pub const PREFIX: &str = "ACCEL_";
 
 /// The value of an environment variable. An empty one counts as not set, as in `NAME= program`.
@@ -65,6 +69,10 @@ pub fn unknown(name: &str) -> String {
 }
 
 /// The table as Markdown, which is `docs/environment.md`.
+///
+/// ```
+/// assert!(accelerator_env::markdown().contains("| `ACCEL_DEVICE` |"));
+/// ```
 pub fn markdown() -> String {
     let mut text = String::from(
         "# Environment variables\n\n\

@@ -10,6 +10,7 @@ use crate::grammar::Grammar;
 ///
 /// assert_eq!((DEVICE.name, DEVICE.reader), ("ACCEL_DEVICE", Reader::Ranks));
 /// assert_eq!(DEVICE.grammar.to_string(), "cuda, wgpu, flex or ndarray");
+/// println!("{}: {}; `{}` in code", DEVICE.meaning, DEVICE.default, DEVICE.code);
 /// assert!(!DEVICE.accepts("tpu".as_ref()));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -55,6 +56,16 @@ impl Variable {
 }
 
 /// Who reads a variable.
+///
+/// ```
+/// use accelerator_env::{Reader, VARIABLES};
+///
+/// let is_for_users = |reader| match reader {
+///     Reader::Ranks | Reader::LauncherAndRanks => true,
+///     Reader::SetByLauncher | Reader::Tests => false,
+/// };
+/// assert!(VARIABLES.iter().any(|variable| is_for_users(variable.reader)));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reader {
     /// The ranks.

@@ -99,7 +99,7 @@ impl Checkpoint {
         self,
         progress: impl Fn() + Send + Sync + UnwindSafe + RefUnwindSafe + 'static,
     ) -> Self {
-        self.told(Progress::new(progress))
+        self.with_callback(Progress::new(progress))
     }
 
     /// Its number, by its name.
@@ -133,7 +133,7 @@ impl Checkpoint {
     /// # Errors
     ///
     /// Those of [`manifest`](Self::manifest); [`Error::is_not_found`] for a file that the manifest
-    /// does not have, [`Error::is_corrupt`] for one that is not as it says.
+    /// does not have, [`Error::is_corrupt`] for one that differs from its entry.
     pub fn read(&self, name: &FileName) -> Result<Vec<u8>> {
         let mut reader = self.open(name)?;
         let too_large = || {
@@ -143,7 +143,7 @@ impl Checkpoint {
             );
             Error::new(Kind::Io, message)
         };
-        // The length is that of the file, which `open` has looked at.
+        // `open` has compared the length with that of the file.
         let bytes = usize::try_from(reader.expected.bytes).map_err(|_| too_large())?;
         let mut content = Vec::new();
         content.try_reserve_exact(bytes).map_err(|_| too_large())?;
@@ -224,7 +224,7 @@ impl Checkpoint {
         }
     }
 
-    pub(crate) fn told(self, progress: Progress) -> Self {
+    pub(crate) fn with_callback(self, progress: Progress) -> Self {
         Self { progress, ..self }
     }
 
@@ -312,7 +312,7 @@ pub struct VerifyReport {
     pub untracked: Vec<String>,
 }
 
-/// A file that is not what the manifest says, or the manifest itself.
+/// A file that differs from its entry in the manifest, or the manifest itself.
 ///
 /// ```
 /// use std::num::NonZeroUsize;
@@ -422,7 +422,7 @@ pub struct VerifiedReader {
 }
 
 impl VerifiedReader {
-    /// What the manifest says of the file.
+    /// The manifest's entry for the file.
     #[must_use]
     pub fn entry(&self) -> &FileEntry {
         &self.expected
@@ -440,7 +440,7 @@ impl Read for VerifiedReader {
     /// Fails with an [`Error`] inside the [`io::Error`], which is of the kind `InvalidData`.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let read = self.file.read(buffer)?;
-        self.progress.made();
+        self.progress.tick();
         self.bytes += read as u64;
         if read > 0 && self.bytes <= self.expected.bytes {
             self.hash.update(&buffer[..read]);

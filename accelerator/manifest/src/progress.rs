@@ -17,7 +17,7 @@ impl Progress {
         Self(Some(Arc::new(callback)))
     }
 
-    pub(crate) fn made(&self) {
+    pub(crate) fn tick(&self) {
         if let Some(callback) = &self.0 {
             callback();
         }

@@ -1,4 +1,4 @@
-//! What is being written under a hidden name, and whether its writer lives.
+//! Staged files: written under a hidden name, with a lock that shows whether the writer is alive.
 
 use std::collections::hash_map::RandomState;
 use std::fmt;
@@ -16,7 +16,7 @@ use crate::vfs::Vfs;
 /// `.model.safetensors.partial-<boot>-<process>-<random>`.
 ///
 /// Each writer has a folder of its own, so that two that write to one place do not write into one
-/// file. It is removed when this is dropped. What a writer has left that is gone is told from what
+/// file. It is removed when this is dropped. Leftovers of dead writers are distinguished from what
 /// is being written by a lock, which the system gives up with its process.
 ///
 /// ```

@@ -29,7 +29,7 @@ pub(crate) struct Vfs {
     pub(crate) progress: Progress,
 }
 
-/// Asked before each step. An error is what the system would have said.
+/// Called before each step. Its error stands for one of the system.
 type Hook = dyn Fn(&Step<'_>) -> io::Result<()> + Send + Sync + UnwindSafe + RefUnwindSafe;
 
 impl Vfs {
@@ -58,7 +58,7 @@ impl Vfs {
     pub(crate) fn write(&self, path: &Path, file: &mut File, bytes: &[u8]) -> io::Result<()> {
         self.ask(&Step::Write(path))?;
         io::Write::write_all(file, bytes)?;
-        self.progress.made();
+        self.progress.tick();
         Ok(())
     }
 
@@ -68,7 +68,7 @@ impl Vfs {
             Some(hook) => hook(&Step::Sync(path)),
             None => file.sync_all(),
         }?;
-        self.progress.made();
+        self.progress.tick();
         Ok(())
     }
 
@@ -78,7 +78,7 @@ impl Vfs {
             Some(hook) => hook(&Step::SyncFolder(path)),
             None => sync_folder(path),
         }?;
-        self.progress.made();
+        self.progress.tick();
         Ok(())
     }
 
@@ -107,7 +107,7 @@ impl Vfs {
         }
     }
 
-    /// Removes a folder that nobody has put anything into.
+    /// Removes an empty folder.
     pub(crate) fn remove_empty(&self, path: &Path) -> io::Result<()> {
         self.ask(&Step::Remove(path))?;
         fs::remove_dir(path)
@@ -115,7 +115,7 @@ impl Vfs {
 
     fn ask(&self, step: &Step<'_>) -> io::Result<()> {
         // That of the step before.
-        self.progress.made();
+        self.progress.tick();
         match &self.hook {
             Some(hook) => hook(step),
             None => Ok(()),

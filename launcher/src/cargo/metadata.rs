@@ -1,4 +1,4 @@
-//! What cargo says about a workspace.
+//! The output of `cargo metadata`.
 
 use std::path::{Path, PathBuf};
 

@@ -1,8 +1,8 @@
-//! Telling the launcher's own arguments from those of the script.
+//! Splits the command line into the launcher's own arguments and those of the script.
 //!
 //! All options before the script are the launcher's, everything after it is the script's,
 //! even where it looks like an option of the launcher. `--example NAME` and `--bin NAME`
-//! stand in the place of a script. Clap knows no such rule, so the line is cut before it
+//! stand in the place of a script. Clap has no such rule, so the line is split before it
 //! is parsed.
 
 use std::ffi::{OsStr, OsString};

@@ -62,7 +62,7 @@ struct EnvReport {
     tools: Vec<Tool>,
     devices: Vec<DeviceFile>,
     gpus: Vec<Gpu>,
-    /// Which of them are visible, as each tells itself.
+    /// Which of them are visible; each has its own field for that.
     #[serde(skip)]
     visible: Visible,
     errors: Vec<String>,
@@ -248,7 +248,7 @@ fn shares(cores: NonZeroUsize) -> Vec<ThreadShare> {
         .collect()
 }
 
-/// Every variable that matters to a launch beside the topology: what it says, or what holds where it
+/// Every variable that affects a launch beside the topology: its value, or the default where it
 /// is not set; and those of this project that nothing knows.
 fn variables(ours: &[(String, OsString)]) -> Vec<SettingEntry> {
     const OTHERS: [(&str, &str); 4] = [
@@ -262,11 +262,11 @@ fn variables(ours: &[(String, OsString)]) -> Vec<SettingEntry> {
         .chain(allocator::DEFAULTS)
         .map(|(name, default)| SettingEntry::variable(name, variable(name), default))
         .collect();
-    // Alone among them, it says something where it is empty.
+    // It alone has a meaning where it is empty.
     let visible = std::env::var_os(gpu::VISIBLE).map(|value| gpu::shown(&value).into());
     entries.push(SettingEntry::variable(gpu::VISIBLE, visible, "all devices"));
     let of = |name: &str| ours.iter().find(|(known, _)| known == name);
-    for variable in &VARIABLES {
+    for variable in VARIABLES {
         let value = of(variable.name).map(|(_, value)| value.clone());
         if value.is_none() && variable.reader == Reader::Tests {
             continue;

@@ -22,7 +22,7 @@ use crate::supervisor::tool::Channel;
 use crate::text::{columns, print};
 use crate::variables;
 
-/// Starts what `options` ask for with the script's own `arguments`, and sees it through.
+/// Starts what `options` ask for with the script's own `arguments`, and waits until the job has ended.
 ///
 /// `command` is the launcher's own command line; `liveness` is the pipe from its shim, where it has one.
 ///
@@ -114,7 +114,7 @@ pub(crate) fn run(
     job.run(attempt, channel)
 }
 
-/// Says so when an option of the launcher stands where the program gets it.
+/// Warns when an option of the launcher stands after the target, where the program gets it.
 fn warn_of_misplaced(options: &Options, arguments: &[OsString], output: &Output) {
     let target = match (&options.example, &options.bin) {
         (Some(name), _) => format!("--example {name}"),

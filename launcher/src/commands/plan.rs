@@ -1,4 +1,4 @@
-//! `accel-launch plan`: who would get which sample.
+//! `accel-launch plan`: which rank gets which sample.
 
 use std::error::Error;
 use std::io::{self, BufWriter, ErrorKind, Write};
@@ -69,7 +69,7 @@ pub(crate) struct PlanArgs {
 
 /// Writes the plan, while it is computed, so that a large one needs no memory.
 ///
-/// That nobody reads it to its end is no error.
+/// A closed pipe is no error.
 ///
 /// # Errors
 /// When an option is wrong, the message names it and what to do; or the output cannot be written.

@@ -17,10 +17,10 @@ pub(crate) use visible::Visible;
 use crate::cli::Options;
 use crate::error::{Error, Result};
 
-/// The variable by which CUDA is told what a program sees.
+/// The variable that limits which devices CUDA shows to a program.
 pub(crate) const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
-/// The variable that says in which order CUDA numbers devices.
+/// The variable that sets the order in which CUDA numbers devices.
 const ORDER: &str = "CUDA_DEVICE_ORDER";
 
 /// The variable that lets ranks share GPUs.
@@ -35,7 +35,7 @@ pub(crate) struct Gpus {
     sharing: Sharing,
     /// What ranks find in their environment.
     variables: Vec<(&'static str, OsString)>,
-    /// As text: what it is called, what it is, and who said so.
+    /// As text: name, value and origin.
     rows: Vec<[String; 3]>,
 }
 
@@ -96,7 +96,7 @@ impl Gpus {
         &self.variables
     }
 
-    /// As text: what it is called, what it is, and who said so.
+    /// As text: name, value and origin.
     pub(crate) fn rows(&self) -> &[[String; 3]] {
         &self.rows
     }

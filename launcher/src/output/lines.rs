@@ -12,7 +12,7 @@ pub(crate) struct Lines {
 }
 
 impl Lines {
-    /// Takes in `chunk` and hands all whole lines to `sink`, in one block.
+    /// Adds `chunk` and passes all whole lines to `sink`, in one block.
     pub(crate) fn feed(&mut self, chunk: &[u8], sink: impl FnOnce(&[u8])) {
         let end = chunk
             .iter()
@@ -34,7 +34,7 @@ impl Lines {
         self.pending.extend_from_slice(&chunk[end..]);
     }
 
-    /// Hands over what is left, a line without an end.
+    /// Passes the rest, a line without an end, to `sink`.
     pub(crate) fn rest(&mut self, sink: impl FnOnce(&[u8])) {
         if !self.pending.is_empty() {
             sink(&self.pending);

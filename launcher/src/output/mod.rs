@@ -95,7 +95,7 @@ impl Output {
         Ok(Self {
             shared: Arc::new(Shared {
                 prefix,
-                coloured: [out && colours_wanted(), err && colours_wanted()],
+                coloured: [is_coloured(&io::stdout()), is_coloured(&io::stderr())],
                 writers: [out_writer, err_writer],
                 broken: [AtomicBool::new(false), AtomicBool::new(false)],
                 on_output_error,
@@ -414,8 +414,9 @@ fn separator(terminal: bool) -> Separator {
     }
 }
 
-fn colours_wanted() -> bool {
-    accelerator_env::variable("NO_COLOR").is_none() && !is_dumb()
+/// Whether a stream shows colours: it is a terminal that can, and neither `NO_COLOR` nor `CLICOLOR` says otherwise.
+fn is_coloured(stream: &impl anstream::stream::RawStream) -> bool {
+    anstream::AutoStream::choice(stream) != anstream::ColorChoice::Never
 }
 
 fn is_dumb() -> bool {

@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 
 use crate::error::{Error, Result};
 use crate::text::utc;
@@ -49,9 +49,8 @@ pub(crate) const LATEST: &str = "latest";
 
 fn create_unique(logs: &Path) -> io::Result<PathBuf> {
     fs::create_dir_all(logs)?;
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
     // Tools that copy between hosts read a colon as the end of a host's name.
-    let began = utc(now.unwrap_or_default()).replace(':', "-");
+    let began = utc(SystemTime::now()).replace(':', "-");
     let mut run = logs.join(&began);
     let mut others = 1;
     loop {

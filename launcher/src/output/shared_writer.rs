@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn torn_line_ends_stay_one() {
+    fn split_line_ends_stay_one() {
         assert_eq!(
             shown(
                 Separator::Erase,

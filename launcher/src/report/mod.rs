@@ -1,20 +1,19 @@
 //! The report of a failed attempt: which rank failed first, as text and as `failure.json`.
 
+mod block;
+
 use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::fmt::Write;
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 
 use serde::Serialize;
-use signal_hook::consts::signal;
 use signal_hook::low_level::signal_name;
 
-use crate::output::headline;
 use crate::supervisor::attempt::FinishedAttempt;
 use crate::supervisor::job::{Cause, End};
 use crate::supervisor::rank_reports::FailureReport;
-use crate::text::{list, shell_line, utc};
+use crate::text::{shell_line, utc};
 use crate::variables;
 
 /// The name of the report in the log folder.
@@ -22,9 +21,6 @@ pub(crate) const FILE: &str = "failure.json";
 
 /// Of the report's form.
 const FORMAT_VERSION: u32 = 1;
-
-/// How many lines about other ranks the text has.
-const MAX_OTHERS: usize = 16;
 
 /// One failed attempt; its fields are those of `failure.json`.
 #[derive(Clone, Debug, Serialize)]
@@ -93,7 +89,7 @@ pub(crate) enum JobOutcome {
     Restarting,
     /// It was started again, and then ended well.
     Recovered,
-    /// It failed, and before it had ended well the launcher was told to end.
+    /// It failed, and before it had succeeded a signal ended the launcher.
     Interrupted,
 }
 
@@ -147,9 +143,7 @@ impl FailureRecord {
                 .collect(),
             command_line: variables::assignments(&variables::set()) + &shell_line(command),
             log_files: ranks.filter_map(log).collect(),
-            time: utc(SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .unwrap_or_default()),
+            time: utc(SystemTime::now()),
         })
     }
 
@@ -158,7 +152,7 @@ impl FailureRecord {
         self.first.rank
     }
 
-    /// Whether more than the order of ends tells that it was this rank. An error that all ranks share
+    /// Whether more than the order of ends shows that it was this rank. An error that all ranks share
     /// ends each of them with code 1, and one of them is first.
     pub(crate) fn is_certain(&self) -> bool {
         self.first.exit_code != Some(1)
@@ -169,113 +163,6 @@ impl FailureRecord {
     /// The exit code of a job that ends with it.
     pub(crate) fn exit_code(&self) -> u8 {
         self.exit_code
-    }
-
-    /// What happened, in a line that goes on, and whether it is the same as in the failure
-    /// `before`: "rank 1 was killed by SIGKILL, as before".
-    pub(crate) fn headline(&self, before: Option<&Self>) -> String {
-        let FirstFailure { rank, shown, .. } = &self.first;
-        let again = match before {
-            Some(before) if self.is_like(before) => ", as before",
-            _ => "",
-        };
-        format!("rank {rank} {}{again}", shown.end_text)
-    }
-
-    /// Whether the same rank failed in the same way.
-    fn is_like(&self, other: &Self) -> bool {
-        let key = |one: &Self| (one.first.rank, one.first.exit_code, one.first.signal);
-        key(self) == key(other) && self.first.last_words == other.first.last_words
-    }
-
-    /// The rank's last lines, and its log, indented.
-    pub(crate) fn evidence(&self) -> String {
-        let FirstFailure {
-            last_words, log, ..
-        } = &self.first;
-        let mut text = String::new();
-        if !last_words.is_empty() {
-            text.push_str("\n  its last lines:");
-            for line in last_words {
-                let _ = write!(text, "\n    | {line}");
-            }
-        }
-        if let Some(log) = log {
-            let _ = write!(text, "\n  its log: {log}");
-        }
-        text
-    }
-
-    /// The whole block; `report` is where the same stands as JSON.
-    pub(crate) fn block(&self, report: Option<&Path>) -> String {
-        let FirstFailure {
-            rank,
-            pid,
-            reported_by,
-            shown,
-            ..
-        } = &self.first;
-        let first = if self.world_size > 1 { " first" } else { "" };
-        let mut text = format!("rank {rank} (pid {pid}) failed{first}: {}", self.how());
-        if self.first.signal == Some(signal::SIGKILL) {
-            text.push_str(", as when the machine runs out of memory");
-        }
-        if let Some(statement) = &shown.said {
-            let who = if statement.rank == *rank {
-                "it said".to_owned()
-            } else {
-                format!("rank {} said", statement.rank)
-            };
-            let _ = write!(text, "\n  {who}: {}", statement.text);
-        }
-        if !reported_by.is_empty() {
-            let _ = write!(text, "\n  reported by {}", list(reported_by));
-        }
-        text.push_str(&self.evidence());
-        if !self.collateral.is_empty() {
-            text.push_str("\n  the others:");
-        }
-        let end_texts = self.end_texts();
-        for (end_text, ranks) in end_texts.iter().take(MAX_OTHERS) {
-            let _ = write!(text, "\n    {} {end_text}", list(ranks));
-        }
-        let hidden: usize = end_texts
-            .iter()
-            .skip(MAX_OTHERS)
-            .map(|(_, ranks)| ranks.len())
-            .sum();
-        if hidden > 0 {
-            let _ = write!(text, "\n    and {hidden} more");
-        }
-        if let Some([first, .., last]) = Some(self.log_files.as_slice()) {
-            let _ = write!(text, "\n  all logs: {first} to {last}");
-        }
-        if let Some(report) = report {
-            let _ = write!(text, "\n  this report: {}", report.display());
-        }
-        let _ = write!(text, "\n  to run it again: {}", self.command_line);
-        text
-    }
-
-    /// How the other ranks ended, and which of them ended so.
-    fn end_texts(&self) -> Vec<(String, Vec<usize>)> {
-        let mut end_texts: Vec<(String, Vec<usize>)> = Vec::new();
-        for other in &self.collateral {
-            let end_text = other.end_text(&self.first);
-            match end_texts.iter_mut().find(|(known, _)| *known == end_text) {
-                Some((_, ranks)) => ranks.push(other.rank),
-                None => end_texts.push((end_text, vec![other.rank])),
-            }
-        }
-        end_texts
-    }
-
-    fn how(&self) -> String {
-        match (self.first.exit_code, self.first.signal) {
-            (Some(code), _) if code != 0 => End::Code(code).to_string(),
-            (None, Some(signal)) => End::Signal(signal).to_string(),
-            _ => format!("it {}", self.first.shown.end_text),
-        }
     }
 }
 
@@ -333,10 +220,12 @@ impl FirstFailure {
             .find(|said| said.rank != rank && said.blamed.contains(&rank));
         let end_text = match (end, own_report) {
             (Some(End::Signal(_)), _) => format!("was {}", shown(end)),
-            (Some(End::Code(0)), _) => "left with exit code 0 while others needed it".to_owned(),
+            (Some(End::Code(0)), _) => {
+                "ended with exit code 0 while others waited for it".to_owned()
+            }
             (Some(End::Code(_)), _) => format!("ended with {}", shown(end)),
-            (None, Some(_)) => "said that it failed, and did not end".to_owned(),
-            (None, None) => "fell silent, and did not end".to_owned(),
+            (None, Some(_)) => "reported a failure, and did not end".to_owned(),
+            (None, None) => "stopped responding, and did not end".to_owned(),
         };
         let said = own_report.or(other_report.filter(|_| !matches!(end, Some(End::Signal(_)))));
         let cause = match own_report {
@@ -370,35 +259,6 @@ impl FirstFailure {
                 end_text,
                 said: said.cloned(),
             },
-        }
-    }
-}
-
-impl OtherRank {
-    /// How it ended; follows "rank 1". What the text says about the first rank is not repeated.
-    fn end_text(&self, first: &FirstFailure) -> String {
-        let end = match (self.exit_code, self.signal) {
-            (Some(code), _) => End::Code(code),
-            (None, Some(signal)) => End::Signal(signal),
-            (None, None) => return "could not be ended, even by SIGKILL".to_owned(),
-        };
-        match (end, self.by_itself) {
-            (End::Code(0), true) => "had finished".to_owned(),
-            (end, true) => format!("failed after it ({end}){}", self.said(end, first)),
-            (end, false) => format!("had to be ended ({end})"),
-        }
-    }
-
-    fn said(&self, end: End, first: &FirstFailure) -> String {
-        let said = match end {
-            // A panic, whose message begins with what went wrong and may go on with values.
-            End::Code(101) | End::Signal(signal::SIGABRT) => headline(&self.last_words),
-            _ => self.last_words.last(),
-        };
-        match said.filter(|_| !self.names_first) {
-            None => String::new(),
-            Some(line) if first.last_words.contains(line) => ", with the same error".to_owned(),
-            Some(line) => format!(": {line}"),
         }
     }
 }

@@ -4,11 +4,10 @@
 //! the test. This side starts them, reads their output and checks it (`stage.rs`). The processes of a stage end with
 //! it, however it went.
 
-mod attempts;
 mod chaos;
 mod rank;
 mod ranks;
-mod report;
+mod results;
 mod stage;
 mod timing;
 
@@ -23,20 +22,20 @@ use crate::error::{Error, Result};
 use crate::text::print;
 use rank::Sabotage;
 use ranks::Interrupt;
-use report::{StageFailure, TestReport};
+use results::{StageFailure, TestReport};
 use stage::Stage;
 
-/// Tests this installation: whether ranks meet, compute, share out samples, and notice failures.
+/// Tests this installation: whether ranks connect, compute, divide samples, and detect failures.
 ///
-/// Every stage has a time limit and a verdict of its own. The exit code is 0 when nothing failed
+/// Every stage has a time limit and a result of its own. The exit code is 0 when nothing failed
 /// and 1 otherwise.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct TestArgs {
-    /// How many processes meet.
+    /// How many processes connect.
     #[arg(short = 'n', long, value_name = "N", default_value = "2", value_parser = processes)]
     num_processes: NonZeroUsize,
 
-    /// The port where they meet; 0 takes a free one.
+    /// The port of the store; 0 takes a free one.
     #[arg(long, value_name = "PORT", default_value_t = 0)]
     master_port: u16,
 

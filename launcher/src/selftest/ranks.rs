@@ -17,7 +17,7 @@ use signal_hook::consts::signal::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
 use super::Context;
 use super::rank::{Sabotage, Task};
-use super::report::StageFailure;
+use super::results::StageFailure;
 use crate::error::{Error, Result, chain};
 use crate::supervisor::job::End;
 use crate::supervisor::process::{Process, wait_for_end};

@@ -9,7 +9,7 @@ use rustix::process::{Signal, kill_process};
 use super::Context;
 use super::rank::{Loss, Task};
 use super::ranks::{RankEvent, RankProcesses, RankSpec, expect_success};
-use super::report::{StageFailure, StageResult};
+use super::results::{StageFailure, StageResult};
 
 /// One stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

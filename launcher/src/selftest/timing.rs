@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::Context;
 use super::rank::Task;
 use super::ranks::{RankEvent, command, expect_success, listen};
-use super::report::StageFailure;
+use super::results::StageFailure;
 use crate::error::chain;
 use crate::supervisor::process::Process;
 use crate::supervisor::spawner::RankProcess;

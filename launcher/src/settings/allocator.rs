@@ -17,7 +17,7 @@ pub(crate) const DEFAULTS: [(&str, &str); 4] = [
     ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
 ];
 
-/// The settings for each rank, less those that the user has made (`inherited` tells). A single
+/// The settings for each rank, less those that the user has set (`inherited` returns true). A single
 /// process gets them too: it gains as well, and what it takes can be compared with what two take.
 pub(crate) fn settings(inherited: impl Fn(&str) -> bool) -> Vec<(&'static str, OsString)> {
     let chosen = DEFAULTS.iter().filter(|(name, _)| !inherited(name));

@@ -22,7 +22,7 @@ pub(crate) struct RankEnv {
 }
 
 impl RankEnv {
-    /// The environment of ranks that meet at a store on `port` of the settings' host, and prove a token that is
+    /// The environment of ranks whose store is on `port` of the settings' host, and which prove a token that is
     /// the store's own where it has one.
     ///
     /// `package_dir` is the folder of the cargo package that was built; the ranks find it in

@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn the_users_word_counts() {
+    fn the_users_thread_count_wins() {
         assert_eq!(chosen(None, Some("3"), 2, 16), None);
         assert_eq!(chosen(Some(7), Some("3"), 2, 16), Some(7));
         assert_eq!(chosen(Some(7), None, 1, 16), Some(7));

@@ -60,7 +60,7 @@ pub(crate) struct FinishedAttempt {
     pub(crate) pids: Vec<i32>,
     /// What they wrote.
     pub(crate) output: Output,
-    /// What they told the store.
+    /// What they reported to the store.
     pub(crate) rank_reports: RankReports,
     /// The settings of the attempt.
     pub(crate) settings: Settings,
@@ -252,7 +252,7 @@ fn wait_until(limit: Duration, is_so: impl Fn() -> bool) -> bool {
     true
 }
 
-/// The error of a launcher that was told to end while it starts ranks: there may be thousands.
+/// The error of a launcher that receives a signal while it starts ranks: there may be thousands.
 fn interrupted(channel: &Channel) -> Result<()> {
     match channel.notices.try_recv() {
         Ok(Notice::Signal(signal)) if signals::asks_to_end(signal) => {

@@ -2,7 +2,7 @@
 //!
 //! A process that made itself a *child subreaper* is given its descendants' orphans, so everything
 //! that it started, and that these started, can be found by walking from child to parent. Linux
-//! alone has subreapers and this account of processes; elsewhere the functions here find nothing.
+//! alone has subreapers and `/proc`; elsewhere the functions here find nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,7 +19,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 static IS_REAPER: AtomicBool = AtomicBool::new(false);
 
-/// Makes this process the parent of its descendants' orphans; says whether that worked and
+/// Makes this process the parent of its descendants' orphans; returns whether that worked and
 /// descendants can be listed.
 pub(crate) fn become_subreaper() -> bool {
     #[cfg(target_os = "linux")]
@@ -107,14 +107,14 @@ pub(crate) fn running(excluded: &Excluded) -> Option<Vec<ProcessInfo>> {
     Some(found)
 }
 
-/// Whether no descendant seems to run: a quick look at the children alone, without one at every
+/// Whether no descendant seems to run: a quick check of the children only, without a walk over every
 /// process of the machine. What runs descends from a child that runs, since a zombie has no
 /// children; but the kernel may leave a child out while another is being reaped.
 pub(crate) fn has_no_running_child() -> bool {
     children().is_some_and(|children| !children.iter().any(|child| child.is_running))
 }
 
-/// Kills every descendant but those `excluded`, and says how many there were.
+/// Kills every descendant but those `excluded`, and returns how many there were.
 ///
 /// It looks again until none is left, since one can fork while others are killed.
 pub(crate) fn kill(excluded: &Excluded) -> usize {
@@ -133,7 +133,7 @@ pub(crate) fn kill(excluded: &Excluded) -> usize {
     }
 }
 
-/// The process groups in which anything runs, where the kernel keeps an account of it.
+/// The process groups with a running process, where the system has `/proc`.
 ///
 /// Zombies do not count: an orphan that has ended stays in its group until its new parent clears
 /// it away, and in many a container process 1 does not.
@@ -169,7 +169,7 @@ fn table() -> Option<Vec<ProcessInfo>> {
     let members: Vec<ProcessInfo> = entries
         .filter_map(|entry| read(entry.file_name().to_str()?.parse().ok()?))
         .collect();
-    // An account in which this very process is missing cannot be trusted.
+    // A list without this very process cannot be trusted.
     members
         .iter()
         .any(|member| member.pid == me)
@@ -202,7 +202,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_of_the_kernels_account_is_read() {
+    fn a_line_of_proc_stat_is_parsed() {
         let line = "42 (a) Z ) S 7 9 9 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 3 0 12345 1 1 1";
         let member = parse(42, line).unwrap();
         assert_eq!((member.pid, member.parent, member.group), (42, 7, 9));

@@ -19,7 +19,7 @@ const LEFTOVER_TIMEOUT: Duration = Duration::from_secs(2);
 /// How often the launcher checks for leftover processes: the first interval and the longest.
 const SWEEP_INTERVALS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(50)];
 
-/// What a thread of the launcher tells the main one.
+/// A message from another thread of the launcher to the main thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Notice {
     /// A process ended.
@@ -57,7 +57,7 @@ pub(crate) enum EndedBy {
     Launcher,
 }
 
-/// Is told what happens while a group runs.
+/// Receives the events of a running group.
 pub(crate) trait Observer {
     /// `rank` has ended.
     fn ended(&mut self, rank: usize, end: End, ended_by: EndedBy) {

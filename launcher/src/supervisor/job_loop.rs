@@ -24,11 +24,11 @@ use crate::text::list;
 pub(crate) struct JobLoop<'a> {
     /// What the user asked for.
     pub(crate) options: &'a Options,
-    /// Those of the first attempt.
+    /// The settings of the first attempt.
     pub(crate) settings: Settings,
     /// Starts the ranks.
     pub(crate) spawner: &'a dyn Spawner,
-    /// The folder of its package, where cargo built it.
+    /// The folder of the program's package, where cargo built it.
     pub(crate) package_dir: Option<&'a Path>,
     /// The launcher's own command line.
     pub(crate) command: &'a [OsString],
@@ -38,9 +38,9 @@ pub(crate) struct JobLoop<'a> {
 
 /// What has happened to a job so far.
 struct JobHistory {
-    /// Where the launcher's lines go: that of the attempt prepared last.
+    /// The output of the latest attempt, for the launcher's own lines.
     output: Output,
-    /// Of the attempts whose ranks ran.
+    /// The failures of the attempts whose ranks ran.
     failures: Vec<FailureRecord>,
 }
 
@@ -48,7 +48,7 @@ struct JobHistory {
 struct JobEnd {
     outcome: JobOutcome,
     code: ExitCode,
-    /// Why it was not started once more, where it might have been.
+    /// Why it was not restarted, where restarts were left.
     reason: Option<String>,
 }
 
@@ -57,7 +57,7 @@ impl JobLoop<'_> {
     ///
     /// # Errors
     /// For what keeps the ranks from running, where none has failed before. Where one has, its
-    /// failure is the job's, and this is told beside it.
+    /// failure is the job's, and this error is reported in addition.
     pub(crate) fn run(&self, attempt: Attempt, channel: Channel) -> Result<ExitCode> {
         let mut history = JobHistory {
             output: attempt.output().clone(),
@@ -84,8 +84,8 @@ impl JobLoop<'_> {
     /// The attempts, and how the last of them ended.
     ///
     /// # Errors
-    /// When the ranks of an attempt cannot be started, and it would be no use to try again, or when
-    /// a signal asks to end while none runs.
+    /// When the ranks of an attempt cannot be started and a retry would fail too, or when a signal arrives
+    /// while none runs.
     fn repeat(
         &self,
         mut attempt: Attempt,
@@ -102,7 +102,7 @@ impl JobLoop<'_> {
         loop {
             let ended = attempt.run(self.spawner, self.package_dir, &channel)?;
             let (why, evidence, decision, code) = match ended {
-                // The same would be wrong with every rank, and the next time.
+                // It would fail again with every rank and in every attempt.
                 AttemptOutcome::NotStarted { error, .. } if error.is_usage() => return Err(error),
                 AttemptOutcome::NotStarted { rank, error } => {
                     let why = chain(&error);
@@ -256,8 +256,8 @@ impl JobLoop<'_> {
             None => {
                 if !history.failures.is_empty() && !self.options.quiet {
                     output.note(&match finished.settings.restart {
-                        1 => "ended well after 1 restart".to_owned(),
-                        restarts => format!("ended well after {restarts} restarts"),
+                        1 => "succeeded after 1 restart".to_owned(),
+                        restarts => format!("succeeded after {restarts} restarts"),
                     });
                 }
                 JobOutcome::Recovered

@@ -146,7 +146,7 @@ impl RootCause {
 
 #[derive(Clone, Debug, Default)]
 struct RankEvidence {
-    /// When it was first heard of.
+    /// The order in which evidence about it first arrived.
     order: usize,
     end: Option<End>,
     blames: Option<BTreeSet<usize>>,
@@ -249,7 +249,7 @@ mod tests {
             1,
             Killed,
         );
-        // Killed, and nobody had joined.
+        // Killed, and no rank had joined.
         check(
             &[Ended(1, KILL), Ended(0, Code(1)), Ended(2, Code(3))],
             1,
@@ -266,7 +266,7 @@ mod tests {
             1,
             SelfReported,
         );
-        // Ended with a code, without a word.
+        // Ended with a code, without a report.
         check(
             &[
                 Ended(2, Code(3)),
@@ -278,7 +278,7 @@ mod tests {
             2,
             BlamedFailed,
         );
-        // Stopped: it says and does nothing.
+        // Stopped by SIGSTOP.
         check(
             &[
                 FailureReported(0, &[1]),
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn where_all_accuse_each_other_the_most_accused_is_first() {
+    fn where_all_blame_each_other_the_most_blamed_is_first() {
         check(
             &[
                 FailureReported(0, &[1]),
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn without_accusations_a_code_of_its_own_beats_an_error_and_the_first_wins() {
+    fn without_blame_an_own_exit_code_beats_an_error_and_the_first_wins() {
         check(
             &[Ended(0, Code(1)), Ended(1, Code(101))],
             1,
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_certain_needs_no_patience() {
+    fn certain_evidence_needs_no_wait() {
         for (facts, max_wait) in [
             (&[Ended(1, KILL)][..], 0),
             (&[Ended(1, ABORT)], 50),

@@ -20,7 +20,7 @@ const DUPLICATE_WITHIN: Duration = Duration::from_millis(100);
 /// How long one path of a signal that takes two may lag behind the other.
 const MAX_LAG: Duration = Duration::from_secs(5);
 
-/// Whether `signal` asks the job to end; any other one is only handed to the ranks.
+/// Whether `signal` asks the job to end; any other one is only forwarded to the ranks.
 pub(crate) fn asks_to_end(signal: i32) -> bool {
     matches!(signal, SIGINT | SIGTERM | SIGHUP | SIGQUIT)
 }
@@ -42,7 +42,7 @@ pub(crate) fn receive(more: &[i32]) -> Result<Signals> {
     })
 }
 
-/// Receives signals on a thread of its own from now on, and hands them to `relay`.
+/// Receives signals on a thread of its own from now on, and sends them to `relay`.
 ///
 /// # Errors
 /// When the handlers cannot be installed, or the thread cannot be started.
@@ -80,7 +80,7 @@ pub(crate) struct Relay {
 }
 
 impl Relay {
-    /// A relay that tells `notices` of every signal.
+    /// A relay that sends every signal to `notices`.
     pub(crate) fn new(notices: Sender<Notice>) -> Self {
         let target = RelayTarget {
             notices,
@@ -91,7 +91,7 @@ impl Relay {
         }
     }
 
-    /// From here on tells `notices` instead.
+    /// Sends signals to `notices` from now on.
     pub(crate) fn redirect(&self, notices: Sender<Notice>) {
         self.lock().notices = notices;
     }
@@ -119,7 +119,7 @@ struct RelayTarget {
 /// Counts a signal once that reaches the launcher by two routes.
 ///
 /// Ctrl-C on a terminal goes to the whole foreground group: the shim and this process both get
-/// it, and the shim hands on what it gets. A signal to the shim alone comes by one path only.
+/// it, and the shim forwards it. A signal to the shim alone arrives by one route only.
 #[derive(Debug, Default)]
 struct Requests {
     seen: BTreeMap<i32, Seen>,
@@ -165,7 +165,7 @@ impl Requests {
     }
 }
 
-/// Read from the kernel's own account of this process, where there is one.
+/// Read from `/proc/self/status`, where there is one.
 fn hangup_is_ignored() -> bool {
     let Ok(status) = std::fs::read_to_string("/proc/self/status") else {
         return false;

@@ -27,7 +27,7 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Starts the store for the ranks of `settings`; `observer` is told what they report.
+    /// Starts the store for the ranks of `settings`; `observer` receives what they report.
     ///
     /// The ranks inherit the launcher's environment, so the store goes by the same variables:
     /// it asks for the token of `ACCEL_TOKEN_FILE`, where that is set, and with
@@ -35,7 +35,7 @@ impl Store {
     ///
     /// # Errors
     /// When the port is taken, the host is no address of this machine, the token cannot be read or
-    /// made, or `ACCEL_INSECURE` says neither yes nor no.
+    /// made, or `ACCEL_INSECURE` is neither 1 nor 0.
     pub(crate) fn open(
         settings: &Settings,
         observer: impl Fn(Report) + Send + Sync + 'static,

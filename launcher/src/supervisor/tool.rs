@@ -13,7 +13,7 @@ use crate::supervisor::job::{Cause, End};
 use crate::supervisor::process::Process;
 use crate::supervisor::spawner::RankProcess;
 
-/// How long a tool may take to end when it is told to.
+/// How long a tool may take to end after a signal.
 const TOOL_GRACE: Duration = Duration::from_secs(5);
 
 /// The two ends of the channel on which the launcher's threads report.

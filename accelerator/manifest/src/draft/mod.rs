@@ -99,7 +99,7 @@ impl Draft {
     ///
     /// # Errors
     ///
-    /// I/O errors, what `content` says, and [`Error::is_misuse`] for a name that is taken.
+    /// I/O errors, the error of `content`, and [`Error::is_misuse`] for a name that is taken.
     /// Of the file nothing is left then, and the draft can go on.
     pub fn write<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
         &mut self,
@@ -204,10 +204,10 @@ impl Draft {
                 path.display()
             );
         }
-        Ok(Checkpoint::committed(path, manifest).told(vfs.progress.clone()))
+        Ok(Checkpoint::committed(path, manifest).with_callback(vfs.progress.clone()))
     }
 
-    /// Removes the draft, and says what stood in the way, as dropping it cannot.
+    /// Removes the draft and returns the error, which dropping it cannot.
     ///
     /// # Errors
     ///

@@ -91,7 +91,7 @@ impl Writer {
         } = sum;
         self.halved = halved;
         let failed = |error: io::Error| Error::io("write", path, error);
-        // First what the disk said: `content` may say it in its own words, or not at all.
+        // The I/O error comes first: `content` may wrap it, or drop it.
         result.map_err(failed)?;
         told.map_err(|error| {
             let error: Box<dyn std::error::Error + Send + Sync> = error.into();
@@ -121,7 +121,7 @@ impl Writer {
                 hash.update(block);
                 let read = block.len();
                 reader.consume(read);
-                self.vfs.progress.made();
+                self.vfs.progress.tick();
             }
             Ok(file)
         };
@@ -218,7 +218,7 @@ impl Write for Summing<'_> {
         if self.result.is_err() {
             return Err(io::Error::other("an earlier write to this file failed"));
         }
-        // What is longer comes here again.
+        // A longer slice is written in several calls.
         let bytes = &bytes[..bytes.len().min(BLOCK)];
         match self.put(bytes) {
             Ok(()) => Ok(bytes.len()),

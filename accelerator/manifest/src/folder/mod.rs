@@ -179,7 +179,7 @@ impl Folder {
         numbers.sort_unstable();
         let named = |number| {
             let checkpoint = Checkpoint::named(self.path.join(name_of(number)), number);
-            checkpoint.told(self.vfs.progress.clone())
+            checkpoint.with_callback(self.vfs.progress.clone())
         };
         Ok(numbers.into_iter().map(named).collect())
     }
@@ -334,7 +334,7 @@ impl Folder {
 
     fn create_on(vfs: Vfs, path: PathBuf) -> Result<Self> {
         if let Err(error) = make_folders(&vfs, &path) {
-            // That something else is there says more than that no folder could be made.
+            // "It is not a folder" says more than "it could not be created".
             if fs::metadata(&path).is_ok_and(|x| !x.is_dir()) {
                 return Err(not_a_folder(&path));
             }
@@ -399,7 +399,7 @@ fn make_folders(vfs: &Vfs, path: &Path) -> io::Result<()> {
         make_folders(vfs, parent)?;
     }
     match vfs.make_folder(path) {
-        // Another process was faster; nobody knows whether it has come to the flush.
+        // Another process was faster, and may not have flushed it yet.
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => {
             vfs.sync_folder(parent)
         }

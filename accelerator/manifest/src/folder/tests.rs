@@ -156,7 +156,7 @@ fn failing_once(step: i64) -> Vfs {
     })
 }
 
-/// A job that saves four times and keeps two; returns what it was told is saved.
+/// A job that saves four times and keeps two; returns what the commits reported as saved.
 fn job(folder: &Folder) -> crate::Result<u64> {
     let mut saved = 0;
     for step in 1..=4 {

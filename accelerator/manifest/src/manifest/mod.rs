@@ -102,7 +102,7 @@ pub struct Metadata {
     /// The seed of the job, where it has one.
     #[serde(default)]
     pub seed: Option<u64>,
-    /// Where each data loader stands.
+    /// The position of each data loader.
     #[serde(default)]
     pub loaders: Vec<LoaderState>,
     /// The parameters and buffers of the models.
@@ -138,7 +138,7 @@ pub enum CheckpointKind {
     Emergency,
 }
 
-/// Where a data loader stands.
+/// The position of a data loader.
 ///
 /// ```
 /// use accelerator_manifest::LoaderState;
@@ -192,8 +192,8 @@ pub struct LoaderState {
 ///     dtype: "f32".to_owned(),
 /// };
 /// let elements: u64 = weight.shape.iter().product();
-/// let told = format!("{} ({}): {elements} {}", weight.path, weight.id, weight.dtype);
-/// assert_eq!(told, "layers.0.weight (7hc2m0): 100352 f32");
+/// let line = format!("{} ({}): {elements} {}", weight.path, weight.id, weight.dtype);
+/// assert_eq!(line, "layers.0.weight (7hc2m0): 100352 f32");
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parameter {
@@ -207,7 +207,7 @@ pub struct Parameter {
     pub dtype: String,
 }
 
-/// What the manifest says of a file.
+/// The manifest's entry for a file.
 ///
 /// ```
 /// use accelerator_manifest::{ContentHash, FileEntry, Folder, Role};
@@ -297,7 +297,7 @@ impl Manifest {
     ///
     /// # Errors
     ///
-    /// [`Error::is_corrupt`] where it is not, bit for bit, what was written, or says what cannot
+    /// [`Error::is_corrupt`] where it is not, bit for bit, what was written, or is inconsistent: it says what cannot
     /// be; [`Error::is_incompatible`] where a newer version wrote it.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let corrupt = |message: String| Error::new(Kind::Corrupt, message);

@@ -1,7 +1,7 @@
 //! What memory allows.
 //!
 //! An all-reduce in place cannot do with less than this: every element of every rank is read once
-//! and written once, and the ranks share the work. The loop does just that, and waits for nobody.
+//! and written once, and the ranks share the work. The loop does just that, without synchronization.
 
 /// Adds up the arrays, element by element, and writes the sums back to each: what one rank has to do
 /// with its share of all buffers.

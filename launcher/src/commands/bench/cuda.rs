@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use accelerator_collective::{DType, ProcessGroup, ReduceOp, TransportKind};
 use accelerator_nccl::{Communicator, DeviceMemory, Gpu, Library, Place};
 
+use super::figures::GpuInfo;
 use super::input::Input;
 use super::rank::{self, BLOCKS, Sample};
-use super::report::GpuInfo;
 use super::size::Size;
 use super::{AllReduceArgs, Call};
 use crate::error::{BoxResult, Error, Result};
@@ -54,7 +54,7 @@ impl GpuRank {
     /// Where there is no GPU, or ranks share one, or they do not come together.
     pub(super) fn connect(group: &ProcessGroup) -> BoxResult<Self> {
         let library = Library::load()?;
-        // With fewer GPUs than ranks, some share one: that is said below, for all of them.
+        // With fewer GPUs than ranks, some share one, which is an error below, on all of them.
         let ordinal = group.topology().local_rank() % library.gpu_count()?.max(1);
         let gpu = Gpu::open(&library, ordinal)?;
         let places = group.all_gather_object(&Place::of(&gpu, group))?;
@@ -71,7 +71,7 @@ impl GpuRank {
         })
     }
 
-    /// What is said of them.
+    /// Their versions and bus ids, for the report.
     pub(super) fn gpus(&self) -> GpuInfo {
         let driver = self.gpu.driver_version();
         GpuInfo {
@@ -145,7 +145,7 @@ impl GpuRank {
     }
 }
 
-/// What stands in the way of all ranks, with what helps.
+/// The error of all ranks, and what to do.
 fn refused(obstacle: &str) -> String {
     format!(
         "NCCL cannot connect the ranks: {obstacle}; start as many ranks as there are GPUs (`accel-launch env` lists \
@@ -153,5 +153,5 @@ fn refused(obstacle: &str) -> String {
     )
 }
 
-/// How long ranks have to come together. They have met already, so it is about NCCL alone.
+/// How long NCCL may take to connect ranks, which have joined their group already.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(120);

@@ -1,4 +1,4 @@
-//! `accel-launch bench`: how fast the ranks of this machine compute together.
+//! `accel-launch bench`: measures collectives between ranks of this machine.
 //!
 //! The ranks are processes of this very program, which the launcher starts and supervises as it
 //! does any other (`rank.rs`), or threads of this one. Rank 0 prints the figures. What is timed,
@@ -7,9 +7,9 @@
 mod bound;
 #[cfg_attr(not(feature = "cuda"), path = "without_cuda.rs")]
 mod cuda;
+mod figures;
 mod input;
 mod rank;
-mod report;
 mod size;
 
 use std::ffi::OsString;
@@ -207,7 +207,7 @@ impl AllReduceArgs {
     }
 }
 
-/// The memory that can be had without swapping, in bytes, where the system tells.
+/// The memory that is available without swapping, in bytes, where the system reports it.
 fn available() -> Option<usize> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text

@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
 
 use super::bound;
 use super::cuda;
+use super::figures::BenchReport;
 use super::input::Input;
-use super::report::BenchReport;
 use super::size::Size;
 use super::{AllReduceArgs, BenchDevice, Call};
 use crate::error::{BoxResult as Result, Error, chain};

@@ -3,8 +3,8 @@
 use accelerator_collective::ProcessGroup;
 
 use super::AllReduceArgs;
+use super::figures::GpuInfo;
 use super::rank::Sample;
-use super::report::GpuInfo;
 use super::size::Size;
 use crate::error::{BoxResult, Error, Result};
 use crate::number::Small;

@@ -20,7 +20,7 @@ pub(super) fn run(place: &CheckpointPath, as_json: bool) -> Result<ExitCode> {
 #[derive(Serialize)]
 struct List {
     place: PathBuf,
-    /// What the text file `latest` says.
+    /// The content of the text file `latest`.
     latest: Option<u64>,
     checkpoints: Vec<Row>,
     /// Drafts, and what is being removed.

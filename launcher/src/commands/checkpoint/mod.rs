@@ -1,4 +1,4 @@
-//! `accel-launch checkpoint`: what was saved, and whether it is whole.
+//! `accel-launch checkpoint`: lists, shows and verifies checkpoints.
 
 mod list;
 mod show;
@@ -26,7 +26,7 @@ enum CheckpointCommand {
     ///
     /// Their content is not read; `verify` does that.
     List(PathArgs),
-    /// Show what a checkpoint says of itself.
+    /// Show the metadata and files of a checkpoint.
     Show {
         #[command(flatten)]
         place: PathArgs,

@@ -52,7 +52,7 @@ struct VerifiedCheckpoint {
     files: Option<usize>,
     bytes: Option<u64>,
     defects: Vec<Defect>,
-    /// Things that the manifest does not know; they do no harm.
+    /// Files that the manifest does not list; they are harmless.
     untracked: Vec<String>,
 }
 

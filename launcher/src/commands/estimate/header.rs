@@ -181,7 +181,7 @@ struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
-/// What a file says, so that a terminal shows it and obeys none of it.
+/// A text of a file, escaped so that it cannot control a terminal.
 fn quoted(text: &str) -> String {
     format!("`{}`", text.escape_debug())
 }
@@ -263,7 +263,7 @@ fn open(path: &Path) -> Result<File> {
             }
         )));
     }
-    // Others may have nobody who writes to them.
+    // Opening a pipe could wait for ever.
     if !found.is_file() {
         return Err(Error::usage(format!(
             "{} is no regular file; expected a safetensors file, or its index",

@@ -1,14 +1,14 @@
 //! `accel-launch estimate-memory`: what a model takes to train, from its file alone.
 
 mod header;
-mod report;
+mod memory;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
 
-use self::report::MemoryEstimate;
+use self::memory::MemoryEstimate;
 use crate::error::Result;
 use crate::text::{json, print};
 

@@ -2,11 +2,10 @@
 //!
 //! The last line on standard output is the result; a failure goes to standard error and the exit code.
 
-pub(super) mod chaos_training;
 mod checkpoint;
 mod collectives;
-mod plan;
-mod training;
+mod line_fit;
+mod sharding;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -18,6 +17,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::RankArgs;
+use super::chaos::training;
 use crate::error::{BoxResult as Result, chain};
 
 /// What a rank is to do.
@@ -119,7 +119,7 @@ pub(super) fn run(arguments: &RankArgs) -> ExitCode {
 }
 
 /// Hangs or dies if the sabotage says so.
-fn apply_sabotage(sabotage: Option<Sabotage>) {
+pub(super) fn apply_sabotage(sabotage: Option<Sabotage>) {
     match sabotage {
         Some(Sabotage::Hang) => loop {
             thread::sleep(Duration::from_secs(3600));
@@ -140,10 +140,10 @@ fn perform(arguments: &RankArgs) -> Result<String> {
             group.close()?;
             Ok(said)
         }
-        Task::Plan => plan::check(contribution),
+        Task::Plan => sharding::check(contribution),
         Task::Training => {
             let group = connect(arguments)?;
-            let said = training::check(&group, contribution)?;
+            let said = line_fit::check(&group, contribution)?;
             group.close()?;
             Ok(said)
         }
@@ -164,7 +164,7 @@ fn perform(arguments: &RankArgs) -> Result<String> {
         }
         Task::Train => {
             let folder = arguments.folder.as_deref();
-            chaos_training::run(arguments, folder.ok_or("no folder was given")?)
+            training::run(arguments, folder.ok_or("no folder was given")?)
         }
     }
 }
@@ -270,7 +270,7 @@ fn reduce(arguments: &RankArgs, contribution: Contribution) -> Result<String> {
 }
 
 /// Prints a line for the process that started this rank.
-fn print_line(text: &str) -> Result<()> {
+pub(super) fn print_line(text: &str) -> Result<()> {
     if text.is_empty() {
         return Ok(());
     }

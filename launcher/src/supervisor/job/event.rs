@@ -46,7 +46,7 @@ pub(crate) enum Event {
         /// How it ended.
         end: End,
     },
-    /// A process has joined the job: the store tells it of failures.
+    /// A rank has joined the job: it learns of failures from the store.
     Joined(usize),
     /// A rank has closed its group.
     Closed(usize),
@@ -84,7 +84,7 @@ pub(crate) enum Action {
 pub(crate) enum Cause {
     /// This rank failed first.
     Failure(usize),
-    /// The launcher was told to end by this signal.
+    /// The launcher received this signal.
     Signal(i32),
     /// The launcher's output was closed.
     OutputClosed,

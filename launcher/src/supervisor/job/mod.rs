@@ -121,7 +121,7 @@ impl Job {
 
     /// Why the group ended, if not every rank succeeded by itself.
     ///
-    /// Where every rank succeeded after all there is none, whatever they said of each other.
+    /// `None` where every rank succeeded after all, whatever they reported about each other.
     pub(crate) fn cause(&self) -> Option<Cause> {
         let has_succeeded =
             |member: &Member| member.by_itself && member.end.is_some_and(End::is_success);
@@ -393,7 +393,7 @@ impl Job {
         };
     }
 
-    /// The ranks that run and were not told to end.
+    /// The ranks that run and were not signalled.
     fn survivors(&self) -> Vec<usize> {
         let survives = |member: &Member| member.end.is_none() && !member.signalled;
         (0..self.members.len())
@@ -413,7 +413,7 @@ struct Member {
     signalled: bool,
     /// Whether it ended before.
     by_itself: bool,
-    /// Whether the store knows it.
+    /// Whether it has joined the store.
     has_joined: bool,
     /// Whether it has closed its group.
     has_closed: bool,

@@ -1,4 +1,4 @@
-//! Tests of the state machine, over time that only passes on paper.
+//! Tests of the state machine, on simulated time.
 
 use super::*;
 
@@ -64,7 +64,7 @@ fn a_death_by_signal_just_after_a_failing_exit_is_the_culprit() {
     let (mut job, now) = job(2);
     job.step(ended(0, End::Code(1)), now);
     let actions = job.step(ended(1, End::Signal(signal::SIGSEGV)), now + DIAGNOSE / 2);
-    // All are over, and nobody is left to signal.
+    // All have ended, and no rank is left to signal.
     assert_eq!(actions, []);
     assert!(job.is_over());
     assert_eq!(
@@ -182,12 +182,12 @@ fn no_grace_kills_in_the_same_step() {
 }
 
 #[test]
-fn those_that_joined_may_end_by_themselves() {
+fn ranks_that_joined_get_the_grace_period() {
     let (mut job, now) = job(3);
     job.step(Event::Joined(0), now);
     job.step(Event::Joined(1), now);
     assert_eq!(job.step(ended(1, End::Signal(signal::SIGKILL)), now), []);
-    // Rank 2 has not joined, so nobody tells it of the loss.
+    // Rank 2 has not joined, so the store does not tell it of the loss.
     let later = now + JOIN_DELAY;
     assert_eq!(
         job.step(Event::Tick, later),
@@ -240,7 +240,7 @@ fn a_silent_rank_is_the_culprit_and_the_code_is_that_of_a_rank_that_lost_it() {
 }
 
 #[test]
-fn what_happens_after_the_verdict_does_not_change_it() {
+fn later_events_do_not_change_the_root_cause() {
     let (mut job, now) = job(3);
     (0..3).for_each(|rank| drop(job.step(Event::Joined(rank), now)));
     job.step(ended(1, End::Code(3)), now);
@@ -263,7 +263,7 @@ fn a_loss_that_every_rank_overcomes_is_none() {
 }
 
 #[test]
-fn a_request_to_end_is_remembered_beside_a_failure() {
+fn a_signal_is_remembered_beside_a_failure() {
     let (mut job, now) = job(2);
     job.step(ended(1, End::Signal(signal::SIGKILL)), now);
     assert_eq!(job.asked_to_end(), None);
@@ -287,7 +287,7 @@ fn a_rank_that_ends_well_without_joining_keeps_the_others_waiting() {
 }
 
 #[test]
-fn reports_that_arrive_behind_the_ends_count() {
+fn reports_that_arrive_after_the_ends_count() {
     let (mut job, now) = job(3);
     (0..3).for_each(|rank| drop(job.step(Event::Joined(rank), now)));
     job.step(ended(0, End::Code(4)), now);
@@ -300,7 +300,7 @@ fn reports_that_arrive_behind_the_ends_count() {
 }
 
 #[test]
-fn no_report_is_waited_for_without_end() {
+fn waiting_for_reports_is_bounded() {
     let (mut job, now) = job(2);
     (0..2).for_each(|rank| drop(job.step(Event::Joined(rank), now)));
     job.step(ended(0, End::Code(1)), now);
@@ -312,7 +312,7 @@ fn no_report_is_waited_for_without_end() {
 }
 
 #[test]
-fn a_rank_that_took_leave_deserts_nobody() {
+fn a_rank_that_closed_its_group_is_not_blamed() {
     let (mut job, now) = job(2);
     (0..2).for_each(|rank| drop(job.step(Event::Joined(rank), now)));
     job.step(ended(1, End::Code(0)), now);
@@ -323,7 +323,7 @@ fn a_rank_that_took_leave_deserts_nobody() {
 }
 
 #[test]
-fn word_that_a_rank_has_joined_can_come_behind_a_death() {
+fn a_join_notice_can_arrive_after_a_death() {
     let (mut job, now) = job(2);
     job.step(Event::Joined(1), now);
     job.step(ended(1, End::Signal(signal::SIGKILL)), now);

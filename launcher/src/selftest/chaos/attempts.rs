@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use accelerator_fault::{FaultPlan, Point};
 use serde::Deserialize;
 
-use super::chaos::failed;
-use super::rank::chaos_training;
-use super::report::StageFailure;
+use super::failed;
+use super::training;
 use crate::report;
+use crate::selftest::results::StageFailure;
 
 /// What is known about a job that succeeded in the end.
 #[derive(Debug)]
@@ -123,24 +123,24 @@ impl Attempts {
 }
 
 impl LastAttempt {
-    /// Reads what rank 0 said; see [`chaos_training::BEGINS`].
+    /// Reads what rank 0 said; see [`training::BEGINS`].
     fn parse(log: &str) -> Option<Self> {
         let numbers = |word| {
             let lines = log.lines();
             lines.filter_map(move |line| line.strip_prefix(word)?.trim().parse().ok())
         };
         Some(Self {
-            from: numbers(chaos_training::BEGINS).next()?,
-            saves: numbers(chaos_training::SAVES).collect(),
+            from: numbers(training::BEGINS).next()?,
+            saves: numbers(training::SAVES).collect(),
         })
     }
 
     /// Whether a job that trained to its end has come to `point`.
     fn has_reached(&self, point: Point, ranks: usize) -> bool {
-        let operations = 1 + chaos_training::OPERATIONS * (chaos_training::STEPS - self.from);
+        let operations = 1 + training::OPERATIONS * (training::STEPS - self.from);
         match point {
             Point::Rendezvous | Point::Connect => ranks > 1,
-            Point::Step(step) => (self.from..chaos_training::STEPS).contains(&step),
+            Point::Step(step) => (self.from..training::STEPS).contains(&step),
             Point::Operation(operation) => ranks > 1 && operation < operations,
             // A short collective has no such place.
             Point::Within(_) => false,
@@ -167,9 +167,9 @@ mod tests {
         for restart in 0..=restarts {
             let text = format!(
                 "{} {from}\n{} 4\n{} 5\n",
-                chaos_training::BEGINS,
-                chaos_training::SAVES,
-                chaos_training::SAVES
+                training::BEGINS,
+                training::SAVES,
+                training::SAVES
             );
             fs::write(log(folder.path(), restart), text).unwrap();
         }
@@ -226,13 +226,13 @@ mod tests {
     fn success_after_reaching_a_fatal_fault_is_an_error() {
         let logs = logs(0, 12);
         let attempts = Attempts::read(logs.path()).unwrap();
-        let last = 3 * (chaos_training::STEPS - 12);
+        let last = 3 * (training::STEPS - 12);
         for (place, is_reached) in [
             ("rendezvous".to_owned(), true),
             ("connect".to_owned(), true),
             ("step=11".to_owned(), false),
             ("step=12".to_owned(), true),
-            (format!("step={}", chaos_training::STEPS), false),
+            (format!("step={}", training::STEPS), false),
             ("op=0".to_owned(), true),
             (format!("op={last}"), true),
             (format!("op={}", last + 1), false),

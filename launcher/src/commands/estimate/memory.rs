@@ -110,7 +110,7 @@ impl MemoryEstimate {
         );
         let mut rows = vec![["dtype", "tensors", "elements", "size"].map(str::to_owned)];
         rows.extend(self.dtypes.iter().map(|dtype| {
-            // A file may say anything; a terminal is to show it, and to obey none of it.
+            // Escaped, so that a file cannot control the terminal.
             let name = dtype.dtype.escape_debug();
             let name = match dtype.trained {
                 true => name.to_string(),

@@ -10,8 +10,9 @@ use accelerator_manifest::{FileName, Folder, Metadata, Role, VerifyLevel};
 use accelerator_plan::{BatchSize, Order, Plan, PlanConfig, PlannedBatch};
 use serde::{Deserialize, Serialize};
 
-use super::{Result, Sabotage};
+use crate::error::BoxResult as Result;
 use crate::selftest::RankArgs;
+use crate::selftest::rank::{Sabotage, apply_sabotage, print_line};
 
 /// The number of steps of a run that is not disturbed.
 pub(in crate::selftest) const STEPS: u64 = EPOCHS * SAMPLES / BATCH;
@@ -41,18 +42,18 @@ const RATE: f64 = 0.05;
 const SEED: u64 = 11;
 
 /// Trains below `folder` to the end.
-pub(super) fn run(arguments: &RankArgs, folder: &Path) -> Result<String> {
+pub(in crate::selftest) fn run(arguments: &RankArgs, folder: &Path) -> Result<String> {
     accelerator_fault::check()?;
     let launch = Launch::from_env()?;
     let restart = launch.restart();
     if restart == 0 || arguments.sabotage == Some(Sabotage::Crash) {
-        super::apply_sabotage(
+        apply_sabotage(
             arguments
                 .sabotage
                 .filter(|sabotage| *sabotage == Sabotage::Crash),
         );
     } else {
-        super::apply_sabotage(arguments.sabotage);
+        apply_sabotage(arguments.sabotage);
     }
     let options = GroupOptions::new()
         .with_connect_timeout(arguments.limit)
@@ -65,7 +66,7 @@ pub(super) fn run(arguments: &RankArgs, folder: &Path) -> Result<String> {
         .init()?;
     let mut run = resume(&group, &checkpoints)?;
     if group.rank() == 0 {
-        super::print_line(&format!("{BEGINS} {}", run.step))?;
+        print_line(&format!("{BEGINS} {}", run.step))?;
     }
     if restart > 0 && arguments.sabotage == Some(Sabotage::Wrong) {
         // The smallest change that a comparison of all bits must notice.
@@ -142,7 +143,7 @@ impl Run {
 
     fn save(&self, group: &ProcessGroup, checkpoints: &Folder) -> Result<()> {
         let mut draft = checkpoints.begin(group.rank())?;
-        super::print_line(&format!("{SAVES} {}", draft.number()))?;
+        print_line(&format!("{SAVES} {}", draft.number()))?;
         draft.write_bytes(&weights_file()?, Role::Model, &bytes(&self.weights))?;
         let world_size = std::num::NonZeroUsize::new(group.world_size());
         let mut metadata = Metadata {

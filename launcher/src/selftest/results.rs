@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_skipped_is_no_failure_and_what_times_out_is() {
+    fn skipped_stages_are_no_failures_and_timeouts_are() {
         let skipped = report(vec![Ok("".into()), Err(StageFailure::Skipped("no".into()))]);
         assert!(skipped.ok && skipped.summary().contains("1 stages ok, 1 skipped"));
         let late = report(vec![

@@ -23,7 +23,7 @@ pub(super) struct BenchReport {
     call: &'static str,
     warmup: usize,
     cores: NonZeroUsize,
-    /// Where the system tells.
+    /// Where the system reports it.
     load_1m: Option<f64>,
     bound: Option<&'static str>,
     bound_memory: Option<&'static str>,
@@ -97,7 +97,7 @@ impl BenchReport {
         }
     }
 
-    /// What stands above the lines of figures.
+    /// The heading of the table.
     pub(super) fn head(&self) -> String {
         let place = match &self.gpus {
             Some(gpus) => format!("over NCCL {}, GPUs {}", gpus.nccl, gpus.bus_ids.join(", ")),
@@ -153,7 +153,7 @@ impl BenchReport {
         ))
     }
 
-    /// Takes in what each rank measured; returns the line that says so.
+    /// Adds what each rank measured; returns the line for it.
     ///
     /// # Errors
     /// Text where the ranks ended with different sums.
@@ -246,7 +246,7 @@ fn slowest(samples: &[Sample], of: impl Fn(&Sample) -> &Vec<f64>) -> Vec<f64> {
         .collect()
 }
 
-/// What is said of many times.
+/// Statistics of many times.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct BlockTimes {
     median: f64,
@@ -283,7 +283,7 @@ fn line(cells: [&str; 9]) -> String {
     text
 }
 
-/// What stands where there is no figure.
+/// The cell where there is no figure.
 fn none() -> String {
     "-".into()
 }

@@ -1,9 +1,12 @@
-//! Schedules of faults against a small training program (`rank/chaos_training.rs`), under the launcher's
+//! Schedules of faults against a small training program (`training.rs`), under the launcher's
 //! own restarts.
 //!
 //! After every schedule this holds: the job ends in time; every failed attempt names the rank with the fault; no
 //! attempt succeeds that reached a fatal fault; the final weights are, bit for bit, those of a run without faults; no
 //! process, temporary file or broken checkpoint is left.
+
+mod attempts;
+pub(super) mod training;
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,16 +17,16 @@ use std::time::{Duration, Instant};
 use accelerator_fault::{Action, Bounds, FaultPlan, Point};
 use accelerator_manifest::{Folder, VerifyLevel};
 
-use super::attempts::Attempts;
-use super::rank::{Sabotage, Task, chaos_training};
+use super::rank::{Sabotage, Task};
 use super::ranks::{RankEvent, command, listen};
-use super::report::{StageFailure, StageResult, TestReport};
+use super::results::{StageFailure, StageResult, TestReport};
 use super::{Context, TestArgs};
 use crate::error::{Error, Result, chain};
 use crate::output::runs;
 use crate::supervisor::job::End;
 use crate::supervisor::process::Process;
 use crate::supervisor::spawner::RankProcess;
+use attempts::Attempts;
 
 /// Runs schedules until as many are done, or so much time has passed, as was asked for. `false`
 /// where a signal ended it.
@@ -96,8 +99,8 @@ impl<'a> Schedule<'a> {
     fn drawn(context: &'a Context, seed: u64) -> Self {
         let bounds = Bounds {
             ranks: context.arguments.num_processes.get(),
-            steps: chaos_training::STEPS,
-            saves: chaos_training::STEPS / chaos_training::SAVE_EVERY,
+            steps: training::STEPS,
+            saves: training::STEPS / training::SAVE_EVERY,
             restarts: FAULTY_ATTEMPTS,
         };
         let mut plan = FaultPlan::random(seed, bounds);
@@ -106,7 +109,7 @@ impl<'a> Schedule<'a> {
             if let (Point::Step(step), Action::DropConnection | Action::CorruptFrame) =
                 (fault.point, fault.action)
             {
-                fault.point = Point::Operation(1 + chaos_training::OPERATIONS * step);
+                fault.point = Point::Operation(1 + training::OPERATIONS * step);
             }
         }
         Self {
@@ -179,8 +182,8 @@ impl<'a> Schedule<'a> {
                 left.display()
             )));
         }
-        check_checkpoints(&root.join(chaos_training::CHECKPOINTS))?;
-        let weights = fs::read(root.join(chaos_training::FINAL))
+        check_checkpoints(&root.join(training::CHECKPOINTS))?;
+        let weights = fs::read(root.join(training::FINAL))
             .map_err(|error| failed("there are no final weights", &error))?;
         let attempts = Attempts::read(&root.join("logs").join(runs::LATEST))?;
         attempts.compare(&self.plan, self.context.arguments.num_processes.get())?;
