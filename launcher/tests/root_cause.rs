@@ -13,17 +13,17 @@ use serde_json::{Value, json};
 use support::{DEADLINE, Ended, Folder, Run};
 
 /// Set for the ranks, to what becomes of rank 1.
-const FATE: &str = "LAUNCHER_TEST_FATE";
+const FAILURE: &str = "LAUNCHER_TEST_FAILURE";
 
-/// How many steps all ranks do before rank 1 meets its fate.
+/// How many steps all ranks do before rank 1 fails.
 const STEPS: usize = 3;
 
 /// Works as a rank and ends the process, where this is one.
 fn work_as_rank() {
-    let Ok(fate) = std::env::var(FATE) else {
+    let Ok(failure) = std::env::var(FAILURE) else {
         return;
     };
-    let code = match work(&fate) {
+    let code = match work(&failure) {
         Ok(()) => 0,
         Err(error) => {
             let _ = writeln!(std::io::stderr(), "lost: {error}");
@@ -33,17 +33,17 @@ fn work_as_rank() {
     std::process::exit(code);
 }
 
-fn work(fate: &str) -> accelerator_collective::Result<()> {
+fn work(failure: &str) -> accelerator_collective::Result<()> {
     let launch = Launch::from_env()?;
     let rank = launch.topology.rank();
-    if fate == "absent" && rank == 1 {
+    if failure == "absent" && rank == 1 {
         std::process::exit(0);
     }
     let options = GroupOptions::new().with_connect_timeout(DEADLINE / 2);
     let group = ProcessGroup::connect(&launch, &options)?;
     for step in 0..1000 {
         if step == STEPS && rank == 1 {
-            meet(fate);
+            fail(failure);
         }
         let mut values = [1.0_f64];
         group.all_reduce(&mut values, ReduceOp::Sum)?;
@@ -51,8 +51,8 @@ fn work(fate: &str) -> accelerator_collective::Result<()> {
     group.close()
 }
 
-fn meet(fate: &str) {
-    match fate {
+fn fail(failure: &str) {
+    match failure {
         "killed" => kill_process(getpid(), Signal::KILL).unwrap(),
         "crashed" => std::process::abort(),
         "stopped" => {
@@ -70,13 +70,13 @@ fn meet(fate: &str) {
 }
 
 /// Launches three ranks that run only the test `name`, and gives the end and the report.
-fn launch(folder: &Folder, name: &str, fate: &str) -> (Ended, Value) {
+fn launch(folder: &Folder, name: &str, failure: &str) -> (Ended, Value) {
     let mut command = folder.launcher();
     command
         .args(["-n", "3", "--log-dir", "logs"])
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", name, "--test-threads", "1", "--nocapture"])
-        .env(FATE, fate)
+        .env(FAILURE, failure)
         .env("ACCEL_LIVENESS_TIMEOUT", "1");
     let ended = Run::start(command).end();
     let report = folder.read("logs/latest/failure.json");
@@ -161,7 +161,7 @@ fn a_rank_that_leaves_with_success() {
     let folder = Folder::new();
     let (ended, report) = launch(&folder, "a_rank_that_leaves_with_success", "left");
     check(&folder, &ended, &report, "exit code 0");
-    // The culprit has no failing code; a rank that lost it has.
+    // The root cause has no failing code; a rank that lost it has.
     assert_eq!(ended.code(), 4);
     assert_eq!(report["first"]["exit_code"], 0);
 }

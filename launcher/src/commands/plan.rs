@@ -108,7 +108,7 @@ impl PlanArgs {
                     .init()
             })
             .and_then(|plan| plan.epoch(self.epoch).starting_at(self.start))
-            .map_err(|error| format!("{}: {error}", self.culprit(&error)).into())
+            .map_err(|error| format!("{}: {error}", self.option_of(&error)).into())
     }
 
     fn tail_policy(&self) -> Result<TailPolicy, Box<dyn Error>> {
@@ -124,7 +124,7 @@ impl PlanArgs {
     }
 
     /// The options that an error of the plan speaks of, as they were written.
-    fn culprit(&self, error: &accelerator_plan::Error) -> String {
+    fn option_of(&self, error: &accelerator_plan::Error) -> String {
         if error.is_world_size() {
             format!("--world-size {}", self.world_size)
         } else if error.is_start() {

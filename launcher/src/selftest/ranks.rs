@@ -113,7 +113,7 @@ impl RankProcesses {
 
     /// The process id of a rank.
     pub(super) fn pid(&self, rank: usize) -> Pid {
-        self.processes[rank].pid()
+        self.processes[rank].id()
     }
 
     /// The next event, within the limit of the stage.
@@ -204,12 +204,12 @@ pub(super) fn command(program: &Path) -> Command {
 /// When a thread cannot be started.
 pub(super) fn listen(rank: usize, process: &mut Process, events: Sender<RankEvent>) -> Result<()> {
     let (stdout, stderr) = (process.take_stdout(), process.take_stderr());
-    let pid = process.pid();
+    let pid = process.id();
     let words = thread::Builder::new()
         .spawn(move || stderr.map(last_words).unwrap_or_default())
         .map_err(no_thread)?;
     let read = move || {
-        // A reader that is gone has its verdict already.
+        // The stage may have ended already.
         for line in stdout
             .into_iter()
             .flat_map(|pipe| BufReader::new(pipe).lines())

@@ -144,9 +144,9 @@ impl Attempt {
             &mut observer,
         );
         guard.disarm();
-        if let Some(Cause::Failure(culprit)) = outcome.cause() {
+        if let Some(Cause::Failure(failed_rank)) = outcome.cause() {
             let speakers: Vec<usize> = (0..group.len())
-                .filter(|&rank| rank != culprit && outcome.ended_by_itself(rank))
+                .filter(|&rank| rank != failed_rank && outcome.ended_by_itself(rank))
                 .filter(|&rank| matches!(outcome.end(rank), Some(End::Code(1..))))
                 .collect();
             wait_until(REPORTS_WITHIN, || {

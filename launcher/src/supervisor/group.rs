@@ -42,7 +42,7 @@ pub(crate) enum Notice {
     },
     /// The launcher received a signal.
     Signal(i32),
-    /// Nobody reads the launcher's output any more.
+    /// The launcher's output was closed.
     OutputClosed,
     /// A reader of a rank's output has come to its end.
     Drained,

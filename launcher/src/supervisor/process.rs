@@ -81,7 +81,7 @@ impl Process {
     }
 
     /// The process id, which is also that of its group.
-    pub(crate) fn pid(&self) -> Pid {
+    pub(crate) fn id(&self) -> Pid {
         self.pid
     }
 
@@ -299,8 +299,8 @@ mod tests {
             ("kill -KILL $$", End::Signal(9)),
         ] {
             let mut process = shell(script);
-            assert_eq!(wait_for_end(process.pid()).unwrap(), end);
-            assert_eq!(wait_for_end(process.pid()).unwrap(), end);
+            assert_eq!(wait_for_end(process.id()).unwrap(), end);
+            assert_eq!(wait_for_end(process.id()).unwrap(), end);
             assert!(process.has_group());
             process.reap();
             assert!(!process.has_group());
@@ -310,7 +310,7 @@ mod tests {
     #[test]
     fn a_dropped_process_takes_its_group_along() {
         let process = shell("trap '' TERM; sleep 300 & wait; sleep 300");
-        let group = process.pid();
+        let group = process.id();
         assert!(runs(group));
         drop(process);
         let until = Instant::now() + Duration::from_secs(30);

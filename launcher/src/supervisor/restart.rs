@@ -21,7 +21,7 @@ pub(crate) struct Restarts {
     /// Whether slots can be given up at all.
     is_elastic: bool,
     /// The slot of the rank that failed first in the last attempt.
-    culprit: Option<usize>,
+    failed_rank: Option<usize>,
 }
 
 /// What to do after a failed attempt.
@@ -64,7 +64,7 @@ impl Restarts {
             least,
             slots: (0..ranks).collect(),
             is_elastic: least < ranks,
-            culprit: None,
+            failed_rank: None,
         }
     }
 
@@ -89,7 +89,7 @@ impl Restarts {
         };
         let slot = rank.and_then(|rank| self.slots.get(rank).copied());
         let is_gone = matches!(failure, AttemptFailure::NotStarted(_))
-            || (slot.is_some() && slot == self.culprit);
+            || (slot.is_some() && slot == self.failed_rank);
         if self.most == 0 {
             return Decision::NoRestarts;
         }
@@ -99,7 +99,7 @@ impl Restarts {
                 most => format!("it was restarted {most} times, as --max-restarts allows"),
             });
         }
-        self.culprit = slot;
+        self.failed_rank = slot;
         let mut dropped_slot = None;
         if let (true, Some(rank)) = (self.is_elastic && is_gone, rank) {
             if self.slots.len() == self.least {
@@ -110,7 +110,7 @@ impl Restarts {
                 ));
             }
             self.slots.remove(rank);
-            self.culprit = None;
+            self.failed_rank = None;
             dropped_slot = slot;
         }
         let doublings = u32::try_from(self.done).unwrap_or(u32::MAX).min(16);

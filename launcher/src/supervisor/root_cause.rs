@@ -227,10 +227,10 @@ mod tests {
     }
 
     #[track_caller]
-    fn check(facts: &[Fact], culprit: usize, class: FailureClass) {
+    fn check(facts: &[Fact], failed_rank: usize, class: FailureClass) {
         for order in orders(facts) {
             let found = root_cause(&order);
-            assert_eq!((found.rank, found.class), (culprit, class), "{order:?}");
+            assert_eq!((found.rank, found.class), (failed_rank, class), "{order:?}");
         }
     }
 

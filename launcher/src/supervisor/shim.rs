@@ -219,6 +219,6 @@ fn print_without_blocking(text: String) {
 }
 
 fn say(text: &str) {
-    // Nobody may read it any more.
+    // Standard error may be closed.
     let _ = writeln!(std::io::stderr(), "accel-launch: {text}");
 }

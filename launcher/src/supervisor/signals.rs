@@ -100,7 +100,7 @@ impl Relay {
     pub(crate) fn deliver(&self, signal: i32, path: Route) {
         let mut target = self.lock();
         if target.requests.counts(signal, path, Instant::now()) {
-            // Nobody listens at the very end, when the signal is too late.
+            // At the very end there is no receiver any more, and the signal is too late.
             let _ = target.notices.send(Notice::Signal(signal));
         }
     }

@@ -116,7 +116,7 @@ impl GpuRank {
 
         let blocks = iterations.min(BLOCKS);
         let mut seconds = Vec::with_capacity(blocks);
-        // Nobody begins before all are here.
+        // A barrier: no rank begins before all are ready.
         self.reduce(&mut memory, T::DTYPE, 1)?;
         let began = Instant::now();
         for block in 0..blocks {

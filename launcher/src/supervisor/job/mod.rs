@@ -162,19 +162,19 @@ impl Job {
         )
     }
 
-    /// The exit code of the whole: the culprit's, 128 + signal, or 0.
+    /// The exit code of the job: that of the rank that failed first, 128 + signal, or 0.
     ///
-    /// A culprit that only the launcher ended, or that left with code 0, has none of its own: then
+    /// If only the launcher ended that rank, or it ended with code 0, it has no failing code: then
     /// it is that of the first rank that failed because of it.
     pub(crate) fn exit_code(&self) -> u8 {
         match self.cause() {
             None => 0,
-            Some(Cause::Failure(culprit)) => {
+            Some(Cause::Failure(failed_rank)) => {
                 let own = |rank| {
                     let end = self.end(rank).filter(|_| self.ended_by_itself(rank))?;
                     (!end.is_success()).then_some(end.exit_code())
                 };
-                own(culprit)
+                own(failed_rank)
                     .or_else(|| self.first_failure.and_then(own))
                     .unwrap_or(1)
             }
@@ -309,9 +309,9 @@ impl Job {
     }
 
     /// Ends all but the ranks that learn of the failure from the store: those get the grace period.
-    fn start_grace(&mut self, culprit: usize, now: Instant, actions: &mut Vec<Action>) {
+    fn start_grace(&mut self, failed_rank: usize, now: Instant, actions: &mut Vec<Action>) {
         let survives = |rank: usize, member: &Member| {
-            member.has_joined && member.end.is_none() && rank != culprit
+            member.has_joined && member.end.is_none() && rank != failed_rank
         };
         let ranks: Vec<usize> = (0..self.members.len())
             .filter(|&rank| !survives(rank, &self.members[rank]))
@@ -324,7 +324,7 @@ impl Job {
             ranks,
         });
         self.phase = Phase::Grace {
-            cause: Cause::Failure(culprit),
+            cause: Cause::Failure(failed_rank),
             until: now + self.grace,
             report_at: Some(now + WAITING_NOTICE_AFTER),
         };

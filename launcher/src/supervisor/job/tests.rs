@@ -83,7 +83,7 @@ fn another_code_just_after_an_error_is_the_culprit() {
         job.step(ended(1, End::Code(101)), now + DIAGNOSE),
         [send(signal::SIGTERM, &[0, 1, 2])]
     );
-    // Known by its own code, the culprit is waited for no longer.
+    // Its own exit code identifies the root cause: no more evidence is awaited.
     assert_eq!(
         job.deadline(),
         Some(now + DIAGNOSE + GRACE.min(WAITING_NOTICE_AFTER))
