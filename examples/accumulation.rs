@@ -5,6 +5,10 @@
 //! cargo run --release --example accumulation -- --global-batch 256 --batch-size 32
 //! cargo run --release -p accel-launch -- --num-processes 2 --example accumulation
 //! ```
+//!
+//! With `--checkpoints` it goes on where it was, on any number of processes, with its schedule.
+
+use std::path::PathBuf;
 
 use accelerator::prelude::*;
 use accelerator_examples::{
@@ -22,6 +26,10 @@ struct Args {
     /// The samples of an optimizer step, over all processes
     #[arg(long, default_value_t = 256, value_name = "N")]
     global_batch: usize,
+
+    /// The folder to save into after each epoch; what lies there is gone on with
+    #[arg(long, value_name = "DIR")]
+    checkpoints: Option<PathBuf>,
 
     /// The precision to compute in: no, f16 or bf16 [default: ACCEL_PRECISION, else no]
     #[arg(long)]
@@ -50,7 +58,11 @@ fn main() -> Result<(), Report> {
         .batch_size(batch_size)
         .shuffle(mnist.seed)
         .build(digits.train);
-    let (mut model, train) = accelerator.prepare((model, train))?;
+    let (mut model, mut train) = accelerator.prepare((model, train))?;
+    if let Some(folder) = &args.checkpoints {
+        // The plan counts the batches with which training goes on.
+        train = accelerator.resume_loader(folder, train)?;
+    }
     let plan = accelerator.plan(&train, epochs);
     let steps = plan.steps.unwrap_or(1).max(1) as usize;
     let schedule = CosineAnnealingLrSchedulerConfig::new(mnist.learning_rate(), steps);
@@ -63,8 +75,16 @@ fn main() -> Result<(), Report> {
     };
     accelerator.print(format_args!("forward and backward in {precision}"));
 
+    let mut start = 0;
+    if let Some(folder) = &args.checkpoints {
+        let (parts, position) = accelerator.resume(folder, (model, optimizer, train))?;
+        (model, optimizer, train) = parts;
+        start = position.epoch();
+        accelerator.print(format_args!("training begins at {position}"));
+    }
+
     let mut course = Course::new();
-    for epoch in 0..epochs {
+    for epoch in start..epochs {
         for batch in train.epoch(epoch) {
             let batch = batch?;
             let images = accelerator.to_working(batch.images.clone());
@@ -81,6 +101,9 @@ fn main() -> Result<(), Report> {
                     "step skipped: the loss scale {scale} is too large"
                 ));
             }
+        }
+        if let Some(folder) = &args.checkpoints {
+            accelerator.save_state(folder, (&model, &optimizer, &train))?;
         }
     }
     // The same on each of them.

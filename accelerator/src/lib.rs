@@ -72,6 +72,9 @@
 //! | save and load models | [`Accelerator::save_model`], [`Accelerator::load_model`], [`model`] |
 //! | find a rank whose parameters drifted | [`Accelerator::check_replicas`] |
 //! | save everything, and go on from there | [`checkpoint`] |
+//! | go on with a schedule at another number of ranks | [`Accelerator::resume_loader`] |
+//! | do on purpose what is warned of or refused | [`allow_same_batches`](AcceleratorBuilder::allow_same_batches), [`without_item_check`](data::DataLoaderBuilder::without_item_check) |
+//! | end a training whose loss is not finite | [`stop_at_non_finite_loss`](AcceleratorBuilder::stop_at_non_finite_loss) |
 //! | run on several ranks inside one process, in tests | [`launch`] |
 //!
 //! # Environment variables

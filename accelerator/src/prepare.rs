@@ -178,12 +178,12 @@ impl<M: Module + fmt::Display> Prepare<kind::Model> for M {
     }
 }
 
-/// Of no type. Where a second implementation could fit every type, the compiler explains what cannot be prepared by
-/// [`Prepare`], and not by what Burn's `Module` asks of it.
+/// A second blanket implementation, of no type: with one alone, rustc reports what Burn's `Module` lacks in place of
+/// [`Prepare`]'s note.
 #[doc(hidden)]
-pub trait Never {}
+pub trait Unimplementable {}
 
-impl<T: Never> Prepare<kind::Never> for T {
+impl<T: Unimplementable> Prepare<kind::Never> for T {
     type Prepared = T;
 
     fn prepare(self, _: &Accelerator) -> Result<T> {
@@ -313,7 +313,7 @@ impl<O: Send + 'static> Prepare<kind::Opaque> for InOrder<O> {
     type Prepared = PreparedLoader<O>;
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        Ok(PreparedLoader::opaque(accelerator, self.0))
+        PreparedLoader::opaque(accelerator, self.0)
     }
 
     fn kinds(kinds: &mut Vec<String>) {

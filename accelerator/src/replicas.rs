@@ -79,12 +79,16 @@ pub(crate) fn check_when_due<M: Module>(
     }
 }
 
-/// Makes the replicas of a model the same, where they may differ: the running statistics are averaged. Where they may
-/// not, they are compared. All ranks call it, before what they have becomes a result.
+/// Compares the parameters and averages the running statistics. All ranks call it, before what they have becomes a
+/// result.
 ///
 /// A model that was not prepared is each program's own affair.
 #[track_caller]
-pub(crate) fn settle<M: Module>(accelerator: &Accelerator, action: &str, model: &M) -> Result<()> {
+pub(crate) fn check_and_sync<M: Module>(
+    accelerator: &Accelerator,
+    action: &str,
+    model: &M,
+) -> Result<()> {
     if let Ok(slot) = accelerator.shared.models.find(model) {
         slot.round().check_together(action)?;
         check(accelerator, &slot, model)?;
@@ -230,7 +234,7 @@ impl Drift {
         format!(
             "the parameters are no longer the same on every rank: {who} {verb} {from}, in {count} \
              of {}, first in {}{more}; look for code that changes parameters on some ranks only, such as \
-             a step that is not with the gradients of `accelerator.backward`, or is with another \
+             an optimizer step without the gradients of `accelerator.backward`, or with another \
              learning rate, and go on from a checkpoint",
             paths.len(),
             shown.join(", ")

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use accelerator::data::InOrder;
 use accelerator::metric::Mean;
+use accelerator::plan::WeightedSampler;
 use accelerator::prelude::*;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder as BurnBuilder};
 use burn::data::dataset::transform::{SamplerDataset, SamplerDatasetOptions, ShuffledDataset};
@@ -355,7 +356,7 @@ fn a_data_set_that_draws_for_each_read_is_refused_on_several_ranks() {
     for outcome in own.into_iter().chain(seeded) {
         let text = outcome.unwrap_err().to_string();
         assert!(
-            text.contains("items that are others each time they are read")
+            text.contains("items that change from one read to the next")
                 && text.contains("`weighted`"),
             "{text}"
         );
@@ -366,4 +367,80 @@ fn a_data_set_that_draws_for_each_read_is_refused_on_several_ranks() {
         .batch_size(4)
         .build(drawn(sizes().with_system_rng()));
     accelerator.prepare(train).unwrap();
+}
+
+#[test]
+fn a_data_set_that_cannot_be_read_is_told_to_every_rank() {
+    for (how, cause) in [(Fault::Error, "disk on fire"), (Fault::Panic, "cursed")] {
+        let broken = |at| Broken { at, how };
+        // The last item is one of those that are compared.
+        for outcome in prepared_of_each(|_| broken(9)) {
+            let error = outcome.unwrap_err();
+            assert!(error.is_data() || error.is_panic(), "{error:?}");
+            assert!(format!("{error:?}").contains(cause), "{error:?}");
+        }
+        for outcome in prepared_of_each(|rank| broken([99, 9][rank])) {
+            let error = outcome.unwrap_err();
+            let text = error.to_string();
+            assert!(
+                error.is_config() && text.contains("rank 1 has ") && text.contains(cause),
+                "{text}"
+            );
+        }
+    }
+}
+
+/// Settings that one rank alone cannot use; the group lives.
+#[test]
+fn a_loader_that_one_rank_refuses_is_told_to_every_rank() {
+    let weighted = |samples: usize, weights: usize| {
+        let sampler = WeightedSampler::new(vec![1.0; weights]).unwrap();
+        DataLoaderBuilder::new(ColumnBatcher)
+            .batch_size(2)
+            .weighted(sampler, 8, 1)
+            .build(columns(samples))
+    };
+    let small = |batch: usize| {
+        DataLoaderBuilder::new(ColumnBatcher)
+            .global_batch_size(batch)
+            .build(columns(8))
+    };
+    let burns = |samples: usize| {
+        BurnBuilder::new(ColumnBatcher)
+            .batch_size(2)
+            .build(columns(samples))
+    };
+    let outcomes = accelerator::launch(2, |accelerator| {
+        let rank = accelerator.rank();
+        let each = |rank: usize, sizes: [usize; 2]| sizes[rank];
+        let errors = [
+            // The weights are for the data set of rank 0.
+            accelerator
+                .prepare(weighted(each(rank, [8, 7]), 8))
+                .map(drop),
+            accelerator
+                .prepare(weighted(8, each(rank, [8, 7])))
+                .map(drop),
+            accelerator.prepare(small(each(rank, [8, 1]))).map(drop),
+            accelerator.prepare(loader(each(rank, [8, 0]), 2)).map(drop),
+            accelerator
+                .prepare(InOrder(burns(each(rank, [8, 0]))))
+                .map(drop),
+        ];
+        accelerator.wait_for_everyone()?;
+        Ok(errors.map(|error| error.unwrap_err().to_string()))
+    });
+    let outcomes = outcomes.unwrap();
+    assert_eq!(outcomes[0], outcomes[1]);
+    let [length, weights, batch, empty, burns] = &outcomes[0];
+    for text in [length, weights] {
+        assert!(
+            text.contains("rank 1 has ") && text.contains("give each"),
+            "{text}"
+        );
+    }
+    assert!(batch.contains("a global batch of 1"), "{batch}");
+    for text in [empty, burns] {
+        assert!(text.contains("rank 1 has 0 samples"), "{text}");
+    }
 }

@@ -9,16 +9,18 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use accelerator::checkpoint::{Object, PerRank};
-use accelerator::data::Batch;
+use accelerator::data::{Batch, InOrder};
 use accelerator::hook::PowerSgd;
 use accelerator::metric::Mean;
-use accelerator::optim::{Manual, Sharded};
+use accelerator::optim::{Manual, PreparedOptimizer, Sharded};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, Clip, Weight};
+use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::{Device, Tensor};
+use common::checkpoints::adam;
 use common::{Column, ColumnBatcher, columns, distance, flat, line, loader};
 
 #[derive(Clone, Default)]
@@ -75,6 +77,67 @@ fn a_plan_that_resume_makes_wrong_is_said() {
     for (plan, first) in [(false, false), (true, true)] {
         let text = resumed(plan, first);
         assert!(!text.contains("plan"), "{text}");
+    }
+}
+
+#[test]
+fn a_folder_of_checkpoints_that_is_not_resumed_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let run = |resumes: bool| {
+        let accelerator = Accelerator::new().unwrap();
+        let mut train = accelerator.prepare(loader(24, 2)).unwrap();
+        if resumes {
+            (train, _) = accelerator.resume(folder, train).unwrap();
+        }
+        let save = || accelerator.save_state(folder, &train).unwrap();
+        logged(|| (save(), save())).1
+    };
+    assert_eq!(run(false), "");
+    assert_eq!(run(true), "");
+    let text = run(false);
+    assert_eq!(
+        text.matches("holds checkpoint 4 of an earlier run").count(),
+        1,
+        "{text}"
+    );
+}
+
+#[test]
+fn optimizers_that_are_resumed_in_another_order_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let accelerator = Accelerator::new().unwrap();
+    let parts = || {
+        let (first, second) = (line(&accelerator.device()), line(&accelerator.device()));
+        let optimizers = (adam(), adam());
+        accelerator
+            .prepare((first, second, optimizers.0, optimizers.1, loader(24, 2)))
+            .unwrap()
+    };
+    let step = |model: Linear, optimizer: &mut PreparedOptimizer<Manual>, batch: &Batch<Column>| {
+        let loss = distance(&model, batch);
+        let gradients = accelerator.backward(loss, &model, batch).unwrap();
+        optimizer.step(0.1, model, gradients)
+    };
+    let (first, second, mut a, mut b, train) = parts();
+    let batch = train.epoch(0).next().unwrap().unwrap();
+    let (first, second) = (step(first, &mut a, &batch), step(second, &mut b, &batch));
+    accelerator
+        .save_state(folder, (&first, &second, &a, &b, &train))
+        .unwrap();
+    for is_swapped in [false, true] {
+        let (first, second, a, b, train) = parts();
+        let (parts, _) = accelerator
+            .resume(folder, (first, second, a, b, train))
+            .unwrap();
+        let (first, _, mut a, mut b, train) = parts;
+        let batch = train.epoch(0).next().unwrap().unwrap();
+        let optimizer = if is_swapped { &mut b } else { &mut a };
+        let (_, text) = logged(|| step(first, optimizer, &batch));
+        let is_told =
+            text.contains("state for 2 parameters, and the model of its first step has none");
+        assert_eq!(is_told, is_swapped, "{text}");
     }
 }
 
@@ -404,7 +467,7 @@ fn a_call_that_failed_on_one_rank_alone_is_told_to_all_by_the_next() {
 
 /// The ways in which a rank may leave the others behind.
 #[derive(Clone, Copy, Debug)]
-enum Leap {
+enum Divergence {
     /// It leaves the first epoch early.
     Break,
     /// It is an epoch ahead.
@@ -417,18 +480,18 @@ enum Leap {
 
 /// Training in which rank 1 takes other batches than the others from step 3 on. Gives, for each rank, how many
 /// calls of `backward` went well, and the error of the next one.
-fn after_a_leap(builder: AcceleratorBuilder, leap: Leap) -> Vec<(usize, Error)> {
+fn after_a_divergence(builder: AcceleratorBuilder, divergence: Divergence) -> Vec<(usize, Error)> {
     let train = |accelerator: Accelerator| {
         let parts = (line(&accelerator.device()), loader(36, 2), loader(36, 2));
         let (model, first, second) = accelerator.prepare(parts)?;
-        let leaps = accelerator.rank() == 1;
+        let diverges = accelerator.rank() == 1;
         let batches = first.epoch(0).take(3);
-        let batches: Box<dyn Iterator<Item = Result<_>>> = match leap {
-            _ if !leaps => Box::new(batches.chain(first.epoch(0).skip_first_batches(3))),
-            Leap::Break => Box::new(batches.chain(first.epoch(1))),
-            Leap::Epoch => Box::new(batches.chain(first.epoch(1).skip_first_batches(3))),
-            Leap::Loader => Box::new(batches.chain(second.epoch(0).skip_first_batches(3))),
-            Leap::Skip => Box::new(batches.chain(first.epoch(0).skip_first_batches(4))),
+        let batches: Box<dyn Iterator<Item = Result<_>>> = match divergence {
+            _ if !diverges => Box::new(batches.chain(first.epoch(0).skip_first_batches(3))),
+            Divergence::Break => Box::new(batches.chain(first.epoch(1))),
+            Divergence::Epoch => Box::new(batches.chain(first.epoch(1).skip_first_batches(3))),
+            Divergence::Loader => Box::new(batches.chain(second.epoch(0).skip_first_batches(3))),
+            Divergence::Skip => Box::new(batches.chain(first.epoch(0).skip_first_batches(4))),
         };
         let mut done = 0;
         for batch in batches {
@@ -445,11 +508,11 @@ fn after_a_leap(builder: AcceleratorBuilder, leap: Leap) -> Vec<(usize, Error)> 
 
 #[test]
 fn ranks_at_different_places_in_the_data_are_told_in_that_step() {
-    for (leap, place) in [
-        (Leap::Break, "rank 1: step 0 of epoch 1 of loader 0"),
-        (Leap::Epoch, "rank 1: step 3 of epoch 1 of loader 0"),
-        (Leap::Loader, "rank 1: step 3 of epoch 0 of loader 1"),
-        (Leap::Skip, "rank 1: step 4 of epoch 0 of loader 0"),
+    for (divergence, place) in [
+        (Divergence::Break, "step 0 of epoch 1 of loader 0"),
+        (Divergence::Epoch, "step 3 of epoch 1 of loader 0"),
+        (Divergence::Loader, "step 3 of epoch 0 of loader 1"),
+        (Divergence::Skip, "step 4 of epoch 0 of loader 0"),
     ] {
         let builder = Accelerator::builder;
         for builder in [
@@ -457,15 +520,78 @@ fn ranks_at_different_places_in_the_data_are_told_in_that_step() {
             builder().accumulation_steps(2),
             builder().with_communication_hook(|| PowerSgd::new(1)),
         ] {
-            for (rank, (done, error)) in after_a_leap(builder, leap).into_iter().enumerate() {
-                assert!(error.is_misuse(), "{leap:?} on rank {rank}: {error:?}");
-                assert_eq!(done, 3, "{leap:?} on rank {rank}: {error}");
-                let text = error.to_string();
+            for (rank, (done, error)) in after_a_divergence(builder, divergence)
+                .into_iter()
+                .enumerate()
+            {
                 assert!(
-                    text.contains("ranks 0, 2: step 3 of epoch 0 of loader 0")
-                        && text.contains(place),
-                    "{text}"
+                    error.is_misuse(),
+                    "{divergence:?} on rank {rank}: {error:?}"
                 );
+                assert_eq!(done, 3, "{divergence:?} on rank {rank}: {error}");
+                let text = error.to_string();
+                for part in ["ranks 0, 2: step", "step 3 of epoch 0 of loader 0", place] {
+                    assert!(text.contains(part), "{part} in {text}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn ranks_that_differ_in_an_earlier_micro_step_are_told_all_that_is_known_of_their_windows() {
+    for (two_loaders, silent, parts) in [
+        (
+            true,
+            false,
+            [
+                "ranks 0, 2: step 0 of epoch 0 of loader 0, step 0 of epoch 0 of loader 1",
+                "rank 1: step 1 of epoch 0 of loader 0, step 0 of epoch 0 of loader 1",
+            ],
+        ),
+        (
+            true,
+            true,
+            [
+                "rank 0: step 0 of epoch 0 of loader 0, step 0 of epoch 0 of loader 1",
+                "rank 2: not known (a weight of the program's own)",
+            ],
+        ),
+        (
+            false,
+            false,
+            [
+                "their last batch is the same, step 1 of epoch 0 of loader 0",
+                "those before it in the window are not",
+            ],
+        ),
+    ] {
+        let builder = Accelerator::builder().accumulation_steps(2);
+        let errors = builder.launch(3, |accelerator| {
+            let parts = (line(&accelerator.device()), loader(36, 2), loader(36, 2));
+            let (model, first, second) = accelerator.prepare(parts)?;
+            let batches = first.epoch(0).take(2).collect::<Result<Vec<_>>>()?;
+            let early = &batches[usize::from(accelerator.rank() == 1)];
+            let late = match two_loaders {
+                true => &second.epoch(0).next().unwrap()?,
+                false => &batches[1],
+            };
+            let open = accelerator.backward(distance(&model, early), &model, early)?;
+            assert!(open.is_accumulating());
+            let weight = match silent && accelerator.rank() == 2 {
+                true => Weight::from(late.real()),
+                false => late.weight(),
+            };
+            Ok(accelerator
+                .backward(distance(&model, late), &model, weight)
+                .unwrap_err())
+        });
+        for error in errors.unwrap() {
+            assert!(error.is_misuse(), "{error:?}");
+            let text = error.to_string();
+            assert!(text.contains("numbered from 0"), "{text}");
+            for part in parts {
+                assert!(text.contains(part), "{part} in {text}");
             }
         }
     }
@@ -640,16 +766,22 @@ fn a_data_set_that_makes_no_step_is_refused_when_it_is_prepared() {
                 .tail(TailPolicy::Drop)
                 .build(columns(3));
             let short = accelerator.prepare(short).unwrap_err();
+            let burns = BurnBuilder::new(ColumnBatcher)
+                .batch_size(2)
+                .build(columns(0));
+            let burns = accelerator.prepare(InOrder(burns)).unwrap_err();
             accelerator.wait_for_everyone()?;
-            Ok([empty, short])
+            Ok([empty, burns, short])
         });
-        for [empty, short] in errors.unwrap() {
+        for [empty, burns, short] in errors.unwrap() {
+            for error in [&empty, &burns] {
+                let text = error.to_string();
+                assert!(text.contains("has no samples"), "{text}");
+            }
             assert!(
-                empty.is_config() && short.is_config(),
-                "{empty:?} {short:?}"
+                [&empty, &burns, &short].iter().all(|e| e.is_config()),
+                "{empty:?} {burns:?} {short:?}"
             );
-            let text = empty.to_string();
-            assert!(text.contains("has no samples"), "{text}");
             let text = short.to_string();
             assert!(
                 text.contains("3 samples") && text.contains("drop"),
@@ -660,7 +792,7 @@ fn a_data_set_that_makes_no_step_is_refused_when_it_is_prepared() {
 }
 
 /// A loss, which is no number on the last rank from the second step on.
-fn spoilt(accelerator: &Accelerator, model: &Linear, step: u64) -> Tensor<1> {
+fn loss_with_nan(accelerator: &Accelerator, model: &Linear, step: u64) -> Tensor<1> {
     let input = Tensor::<2>::ones([2, 1], &accelerator.device());
     let is_last = accelerator.rank() + 1 == accelerator.world_size();
     let error = if is_last && step > 0 { f64::NAN } else { 0.0 };
@@ -678,7 +810,7 @@ fn a_loss_that_is_not_finite_is_told_once_with_rank_and_step() {
             let (done, text) = logged(|| -> Result<()> {
                 for step in 0..4 {
                     for _ in 0..accumulation {
-                        let loss = spoilt(&accelerator, &model, step);
+                        let loss = loss_with_nan(&accelerator, &model, step);
                         let gradients = accelerator.backward(loss, &model, 2)?;
                         model = optimizer.step(0.1, model.clone(), gradients);
                     }
@@ -707,7 +839,7 @@ fn a_training_can_be_stopped_where_a_loss_is_not_finite() {
             let parts = (line(&accelerator.device()), SgdConfig::new().init());
             let (mut model, mut optimizer) = accelerator.prepare(parts)?;
             for call in 0..2 * accumulation {
-                let loss = spoilt(&accelerator, &model, (call / accumulation) as u64);
+                let loss = loss_with_nan(&accelerator, &model, (call / accumulation) as u64);
                 match accelerator.backward(loss, &model, 2) {
                     Ok(gradients) => model = optimizer.step(0.1, model, gradients),
                     Err(error) => {
@@ -730,6 +862,38 @@ fn a_training_can_be_stopped_where_a_loss_is_not_finite() {
                 "{text}"
             );
         }
+    }
+}
+
+/// In local training ranks hear nothing of each other between averages.
+#[test]
+fn local_training_is_stopped_on_the_rank_whose_loss_is_not_finite() {
+    for accumulation in [1, 2] {
+        let builder = Accelerator::builder()
+            .accumulation_steps(accumulation)
+            .stop_at_non_finite_loss();
+        let errors = builder.launch(2, |accelerator| {
+            let parts = (line(&accelerator.device()), SgdConfig::new().init());
+            let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+            let mut local = LocalSgdConfig::new(4).init(&accelerator, &model)?;
+            for step in 0..3 {
+                for _ in 0..accumulation {
+                    let loss = loss_with_nan(&accelerator, &model, step);
+                    match local.backward(loss, &model, 2) {
+                        Ok(gradients) => model = optimizer.step(0.1, model, gradients),
+                        Err(error) => return Ok(Some((step, error))),
+                    }
+                }
+                local.step(&mut model)?;
+            }
+            Ok(None)
+        });
+        let [first, last] = errors.unwrap().try_into().unwrap();
+        assert!(first.is_none(), "{first:?}");
+        let (step, error) = last.unwrap();
+        assert!(step == 1 && error.is_not_finite(), "{step} {error:?}");
+        let text = error.to_string();
+        assert!(text.contains("NaN on rank 1"), "{text}");
     }
 }
 
@@ -767,7 +931,11 @@ fn a_clone_from_before_prepare_is_refused_on_any_number_of_ranks() {
 
 /// What is said of windows in a training of two epochs, three micro-steps a step, whose first epoch is left after so many
 /// batches, and whose second one after so many.
-fn left_after(ranks: usize, batches: [usize; 2], weight: fn(Weight) -> Weight) -> Vec<String> {
+fn warnings_after_breaks(
+    ranks: usize,
+    batches: [usize; 2],
+    weight: fn(Weight) -> Weight,
+) -> Vec<String> {
     let builder = Accelerator::builder().accumulation_steps(3);
     let texts = builder.launch(ranks, |accelerator| {
         let parts = (line(&accelerator.device()), SgdConfig::new().init());
@@ -795,7 +963,7 @@ fn left_after(ranks: usize, batches: [usize; 2], weight: fn(Weight) -> Weight) -
 fn an_epoch_that_is_left_in_mid_window_is_told_once() {
     for ranks in [1, 2] {
         for (left, told) in [([2, 4], true), ([4, 4], false), ([3, 3], false)] {
-            let texts = left_after(ranks, left, |weight| weight);
+            let texts = warnings_after_breaks(ranks, left, |weight| weight);
             let wanted = usize::from(told);
             let text = &texts[0];
             assert_eq!(text.matches("epoch 0 was left").count(), wanted, "{text}");
@@ -804,7 +972,7 @@ fn an_epoch_that_is_left_in_mid_window_is_told_once() {
             assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
         }
         // The program keeps it open.
-        let texts = left_after(ranks, [4, 1], Weight::no_sync);
+        let texts = warnings_after_breaks(ranks, [4, 1], Weight::no_sync);
         assert!(!texts[0].contains("was left"), "{texts:?}");
     }
 }
@@ -812,7 +980,7 @@ fn an_epoch_that_is_left_in_mid_window_is_told_once() {
 #[test]
 fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
     for ranks in [1, 2] {
-        let texts = left_after(ranks, [4, 2], |weight| weight);
+        let texts = warnings_after_breaks(ranks, [4, 2], |weight| weight);
         let text = &texts[0];
         assert_eq!(text.matches("2 micro-steps").count(), 1, "{text}");
         assert!(text.contains("no optimizer step"), "{text}");
@@ -844,7 +1012,7 @@ fn an_idle_batch_that_nobody_asked_what_it_counts_is_told_once() {
         })?;
         let weight = counted(|batch| {
             let _ = batch.weight();
-            batch.real_indices().len()
+            batch.indices().len()
         })?;
         // Batches that were read ahead are not used.
         let ((), ahead) = logged(|| drop(valid.epoch(0).next()));
@@ -854,12 +1022,53 @@ fn an_idle_batch_that_nobody_asked_what_it_counts_is_told_once() {
     for (rank, counts) in counts.unwrap().into_iter().enumerate() {
         let [real, idle, weight, rows, ahead] = counts;
         let wanted = (2 * [3, 2][rank], String::new());
-        assert_eq!([&real, &idle, &weight], [&wanted; 3]);
-        assert_eq!(ahead.1, "");
-        assert_eq!(rows.0, 2 * [3, 4][rank], "rows of an idle batch are there");
+        assert_eq!([&real, &idle], [&wanted; 2]);
+        assert_eq!([&weight.1, &ahead.1], [""; 2]);
+        assert_eq!(
+            [weight.0, rows.0],
+            [2 * [3, 4][rank]; 2],
+            "rows of an idle batch are there"
+        );
         let told = rows.1.matches("an idle batch").count();
         assert_eq!(told, rank, "{}", rows.1);
         assert_eq!(rows.1.contains("`batch.real()`"), rank == 1, "{}", rows.1);
+    }
+}
+
+#[test]
+fn padding_that_nobody_asked_about_is_told_once_on_each_rank() {
+    let counts = accelerator::launch(2, |accelerator| {
+        let valid = DataLoaderBuilder::new(ColumnBatcher)
+            .batch_size(2)
+            .tail(TailPolicy::Pad)
+            .build(columns(5));
+        let valid = accelerator.prepare(valid)?;
+        let counted = |count: fn(&Batch<Column>) -> usize| -> Result<(usize, String)> {
+            let (samples, text) = logged(|| {
+                let epochs = (0..2).flat_map(|epoch| valid.epoch(epoch));
+                epochs
+                    .map(|batch| Ok(count(&batch?)))
+                    .sum::<Result<usize>>()
+            });
+            Ok((samples?, text))
+        };
+        let real = counted(|batch| batch.real())?;
+        // It was not used, as far as anybody can tell.
+        Ok([real, counted(|batch| batch.values.dims()[0])?])
+    });
+    for (rank, [real, rows]) in counts.unwrap().into_iter().enumerate() {
+        assert_eq!(real, (2 * [3, 2][rank], String::new()));
+        assert_eq!(rows.0, 2 * 4);
+        let text = rows.1;
+        assert_eq!(
+            text.matches("samples that others have").count(),
+            1,
+            "{text}"
+        );
+        assert!(
+            text.contains("dropped and never asked") && text.contains("`batch.real()`"),
+            "{text}"
+        );
     }
 }
 

@@ -139,6 +139,68 @@ fn a_batch_that_is_in_no_step_yet_comes_again() {
     assert_eq!(train.epoch(0).next().unwrap().unwrap().numbers, [6, 7]);
 }
 
+/// A weight that the program gives as a number knows no place in the data: what was yielded counts from the first step
+/// on, which the model tells.
+#[test]
+fn an_epoch_whose_weights_are_numbers_goes_on_in_its_middle() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let accelerator = Accelerator::new().unwrap();
+    let prepared = || {
+        let optimizer = SgdConfig::new().init();
+        let parts = (line(&accelerator.device()), optimizer, loader(12, 2));
+        accelerator.prepare(parts).unwrap()
+    };
+    let next = || {
+        let ((_, optimizer, train), _) = accelerator.resume(folder, prepared()).unwrap();
+        let next = train.epoch(0).next().unwrap().unwrap();
+        (optimizer.steps(), next.numbers.clone())
+    };
+    let (mut model, mut optimizer, train) = prepared();
+    let batch = train.epoch(0).next().unwrap().unwrap();
+    let save = |model: &Linear, optimizer: &PreparedOptimizer<Manual>| {
+        let parts = (model, optimizer, &train);
+        accelerator.save_state(folder, parts).unwrap();
+    };
+    save(&model, &optimizer);
+    assert_eq!(next(), (0, vec![0, 1]), "it was only looked at");
+    let loss = distance(&model, &batch);
+    let gradients = accelerator.backward(loss, &model, 2).unwrap();
+    model = optimizer.step(0.1, model, gradients);
+    save(&model, &optimizer);
+    assert_eq!(next(), (1, vec![2, 3]));
+    // So its model cannot be left out.
+    let error = accelerator
+        .save_state(folder, (&optimizer, &train))
+        .unwrap_err();
+    assert!(
+        error.to_string().contains("together with its model"),
+        "{error}"
+    );
+}
+
+#[test]
+fn ranks_that_resume_different_loaders_are_told_of_which_call() {
+    let folder = tempfile::tempdir().unwrap();
+    let texts = accelerator::launch(2, |accelerator| {
+        let (train, other) = accelerator.prepare((loader(8, 2), loader(8, 2)))?;
+        let one = match accelerator.is_main_process() {
+            true => train,
+            false => other,
+        };
+        let error = accelerator.resume_loader(folder.path(), one).unwrap_err();
+        Ok(error.to_string())
+    });
+    for text in texts.unwrap() {
+        assert!(
+            text.contains(
+                "what is passed to `resume_loader` differs between ranks: rank 0 has loader 0"
+            ),
+            "{text}"
+        );
+    }
+}
+
 #[test]
 fn damage_is_found_and_the_checkpoint_before_is_used() {
     let folder = tempfile::tempdir().unwrap();

@@ -6,8 +6,10 @@ mod common;
 
 use std::path::Path;
 
+use accelerator::AcceleratorBuilder;
 use accelerator::optim::Scheduled;
 use accelerator::prelude::*;
+use burn::lr_scheduler::constant::ConstantLr;
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
@@ -237,6 +239,58 @@ fn a_schedule_that_gives_another_rate_at_another_number_of_ranks_is_refused() {
         // The same number of ranks may change its schedule.
         life(folder.path(), 2, 1, PlanOrder::BeforeResume).unwrap();
     }
+}
+
+/// A training of one step in a batch size, with that constant rate, which goes on where there is a checkpoint.
+fn step_at(
+    builder: AcceleratorBuilder,
+    folder: &Path,
+    ranks: usize,
+    batch: usize,
+    rate: f64,
+) -> Result<()> {
+    let steps = builder.launch(ranks, |accelerator| {
+        let optimizer = (SgdConfig::new().init(), ConstantLr::new(rate));
+        let parts = (line(&accelerator.device()), optimizer, loader(96, batch));
+        let parts = accelerator.prepare(parts)?;
+        let ((mut model, mut optimizer, train), _) = accelerator.resume(folder, parts)?;
+        for batch in train.epoch(0) {
+            let batch = batch?;
+            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+            model = optimizer.step(model, gradients);
+            if optimizer.outcome() != StepOutcome::Accumulated {
+                break;
+            }
+        }
+        accelerator
+            .save_state(folder, (&model, &optimizer, &train))
+            .map(drop)
+    });
+    steps.map(drop)
+}
+
+#[test]
+fn another_rate_is_refused_where_a_step_has_as_many_samples_at_another_number_of_ranks() {
+    let plain = || Accelerator::builder();
+    let by_micro_steps = || plain().global_batch(8, 2);
+    for builder in [&plain as &dyn Fn() -> AcceleratorBuilder, &by_micro_steps] {
+        let folder = tempfile::tempdir().unwrap();
+        step_at(builder(), folder.path(), 2, 2, 0.1).unwrap();
+        let error = step_at(builder(), folder.path(), 1, 2, 0.2).unwrap_err();
+        assert!(error.is_checkpoint(), "{error:?}");
+        let text = error.to_string();
+        assert!(
+            text.contains("as many samples a step") && text.contains("changed on purpose"),
+            "{text}"
+        );
+        // As it says: first at the old number of ranks.
+        step_at(builder(), folder.path(), 2, 2, 0.2).unwrap();
+        step_at(builder(), folder.path(), 1, 2, 0.2).unwrap();
+    }
+    // The program has changed its batch size, and its rate with it.
+    let folder = tempfile::tempdir().unwrap();
+    step_at(plain(), folder.path(), 2, 2, 0.1).unwrap();
+    step_at(plain(), folder.path(), 1, 8, 0.2).unwrap();
 }
 
 #[derive(Debug, Module)]

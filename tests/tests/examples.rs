@@ -71,6 +71,35 @@ fn accumulation_in_half_precision() {
     }
 }
 
+/// The schedule is that of the whole training, on any number of processes: another one would be refused.
+#[test]
+fn accumulation_goes_on_at_another_number_of_processes() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().to_str().unwrap();
+    let args = [&SMALL[..], &["--checkpoints", folder, "--epochs", "3"]].concat();
+    let ended = |ranks: usize| {
+        let ended = run_ranks(&example("accumulation"), &args, ranks, |_, command| {
+            command.env("RAYON_NUM_THREADS", "1");
+        });
+        for ended in &ended {
+            assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
+        }
+        ended.into_iter().next().unwrap()
+    };
+    ended(2);
+    // The epoch after the first is not known to this checkpoint any more.
+    for number in [2, 3] {
+        std::fs::remove_dir_all(format!("{folder}/checkpoint-{number:06}")).unwrap();
+    }
+    let ended = ended(1);
+    says(&ended.stdout, PLANS[0]);
+    says(
+        &ended.stdout,
+        "training begins at step 20 in epoch 1, by checkpoint 1",
+    );
+    assert!(!ended.stderr.contains("another one"), "{}", ended.stderr);
+}
+
 /// Rounds that do not fill an epoch, and one that is short in the end.
 #[test]
 fn local_sgd() {

@@ -27,8 +27,8 @@ use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::hook;
 use crate::gradient::{
-    Compression, FailedCalls, GradientReduction, Gradients, OnBadLoss, Overlap, OverlapReport,
-    Reach, Road, Switch, Turn, Weight,
+    Compression, FailedCalls, GradientReduction, Gradients, OnNonFiniteLoss, Overlap,
+    OverlapReport, Reach, Road, Switch, Turn, Weight,
 };
 use crate::logging::Warned;
 use crate::model::Models;
@@ -112,7 +112,7 @@ pub(crate) struct Settings {
     pub(crate) compression: Compression,
     pub(crate) hook: Option<hook::Maker>,
     pub(crate) loss_scale: LossScale,
-    pub(crate) on_bad_loss: OnBadLoss,
+    pub(crate) on_non_finite_loss: OnNonFiniteLoss,
     pub(crate) overlap: Overlap,
     pub(crate) precision: Precision,
     pub(crate) recording: Recording,
@@ -240,6 +240,8 @@ impl Accelerator {
     /// [`Error::is_config`](crate::Error::is_config) for a loader whose batch size is 0 or cannot be
     /// shared by this many ranks, whose data set has no samples or makes no step, or that differs between ranks, in
     /// [some of its items](crate::data#the-same-data-set-on-every-rank) too;
+    /// [`Error::is_data`](crate::Error::is_data) or [`is_panic`](crate::Error::is_panic) where no rank of several can
+    /// read these items;
     /// [`Error::is_misuse`](crate::Error::is_misuse) when ranks prepare different things, or in another order,
     /// for a model of which a parameter lies on a device that records no gradients, as `Device::default()`,
     /// and for a model that is prepared again in the middle of an accumulation window or of
@@ -444,9 +446,9 @@ impl Accelerator {
         if self.world_size() > 1 {
             group.check_allowed("`finish`")?;
         }
-        self.report_untrained();
+        self.warn_without_backward();
         if self.is_main_process() {
-            self.shared.models.report_lost();
+            self.shared.models.warn_open_windows();
         }
         let saved = self.shared.checkpoints.settle(self);
         let saved = saved.and_then(|()| self.shared.crossing.check());
@@ -472,8 +474,8 @@ impl Accelerator {
         }
     }
 
-    /// Says that models were prepared, and trained past this library, if at all.
-    fn report_untrained(&self) {
+    /// Warns of prepared models for which `backward` was never called.
+    fn warn_without_backward(&self) {
         if self.world_size() == 1 || !self.is_main_process() {
             return;
         }

@@ -1,5 +1,5 @@
 use core::fmt;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
@@ -8,6 +8,7 @@ use super::share::from_main;
 use super::write::Saved;
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Kind, Result};
+use crate::notice;
 use crate::panic_text::panic_text;
 
 /// A checkpoint that is being written beside training; from
@@ -109,6 +110,8 @@ pub(crate) struct Ongoing {
     factor: Mutex<f64>,
     /// The number of the last checkpoint that this rank has begun, by folder.
     numbers: Mutex<HashMap<PathBuf, u64>>,
+    /// The folders that this rank was told to resume from.
+    resumed: Mutex<HashSet<PathBuf>>,
     /// The save whose outcome was not told yet.
     work: Mutex<Option<Arc<Work>>>,
 }
@@ -118,6 +121,7 @@ impl Default for Ongoing {
         Self {
             factor: Mutex::new(1.0),
             numbers: Mutex::default(),
+            resumed: Mutex::default(),
             work: Mutex::new(None),
         }
     }
@@ -133,11 +137,24 @@ impl Ongoing {
         *lock(&self.factor) = factor;
     }
 
+    /// Notes that the program resumes what it finds in a folder.
+    pub(super) fn resumes(&self, folder: &Path) {
+        lock(&self.resumed).insert(absolute(folder));
+    }
+
     /// Notes that the checkpoint of that number comes next in a folder, unless somebody else has saved
     /// there since this rank did.
     pub(super) fn comes_next(&self, folder: &Path, number: u64) -> Result<()> {
-        let folder = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+        let folder = absolute(folder);
         let mut numbers = lock(&self.numbers);
+        if number > 1 && !numbers.contains_key(&folder) && !lock(&self.resumed).contains(&folder) {
+            notice::warn(&format!(
+                "`{}` holds checkpoint {} of an earlier run, which this one did not resume: a later `resume` \
+                 takes the newest of both; call `resume` first, or give each run a folder of its own",
+                folder.display(),
+                number - 1
+            ));
+        }
         if let Some(last) = numbers.get(&folder)
             && number > last + 1
         {
@@ -282,6 +299,10 @@ impl Drop for Work {
             tracing::error!("a checkpoint could not be saved: {error:?}");
         }
     }
+}
+
+fn absolute(folder: &Path) -> PathBuf {
+    folder.canonicalize().unwrap_or_else(|_| folder.to_owned())
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -265,16 +265,22 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// The same on every rank: [`Error::is_checkpoint`](crate::Error::is_checkpoint) for other parts
-    /// than were saved, a loader with another number or order of samples, another kind of optimizer
-    /// or scheduler, a schedule that gives another rate for the last step where the number of ranks is another
-    /// one and the samples of a step are not (elsewhere it is a warning: a program may change its schedule), state of an optimizer that Burn would load in another float type than that in which it was
-    /// saved (see [`fused`](crate::optim::fused)), and where checkpoints are there and none is whole;
-    /// [`Error::is_model`](crate::Error::is_model) for a model of another layout;
+    /// The same on every rank. It never starts afresh by itself.
+    ///
+    /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) for
+    ///
+    /// - other parts than were saved,
+    /// - a loader with another number or order of samples,
+    /// - another kind of optimizer or scheduler,
+    /// - a schedule that gives another rate for the last step where the number of ranks is another one and the
+    ///   samples of a step are not (elsewhere it is a warning: a program may change its schedule),
+    /// - state of an optimizer that Burn would load in another float type than that in which it was saved (see
+    ///   [`fused`](crate::optim::fused)),
+    /// - checkpoints of which none is whole.
+    ///
+    /// [`Error::is_model`](crate::Error::is_model) for a model of another layout.
     /// [`Error::is_config`](crate::Error::is_config) where batches cannot be divided over the ranks, or ranks are
-    /// given different folders or parts;
-    /// [`Error::is_io`](crate::Error::is_io) when rank 0 cannot read. It never starts afresh by
-    /// itself.
+    /// given different folders or parts. [`Error::is_io`](crate::Error::is_io) when rank 0 cannot read.
     #[track_caller]
     pub fn resume<K, P: Resume<K>>(
         &self,

@@ -18,7 +18,7 @@ use super::state::{HookState, Kept, ModelState, Names, PartState, State, decode}
 use super::world::{Rescale, WorldChange};
 use crate::accelerator::{Accelerator, WindowSize};
 use crate::agreement::{self, Term};
-use crate::data::{Continuation, PreparedLoader, Standing};
+use crate::data::{LoaderResume, PreparedLoader, Standing};
 use crate::error::{Error, Kind, Result};
 use crate::gradient::hook::{Held, SavedBy};
 use crate::notice;
@@ -35,7 +35,8 @@ pub(super) fn resume<K, P: Resume<K>>(
 ) -> Result<(P, Position)> {
     let mut kinds = Vec::new();
     P::kinds(&mut kinds);
-    let Some((found, source)) = find(accelerator, settings, list(&kinds), rule)? else {
+    accelerator.shared.checkpoints.resumes(settings.path());
+    let Some((found, source)) = find(accelerator, settings, "resume", list(&kinds), rule)? else {
         return Ok((parts, Position::start(accelerator.world_size())));
     };
     found.compare(&kinds)?;
@@ -54,10 +55,13 @@ pub(super) fn resume<K, P: Resume<K>>(
         factor,
         found: &found,
         ids: found.state.ids(),
+        keeps_batch: None,
         names: Names::default(),
+        other_rates: Vec::new(),
         source: source.as_ref(),
     };
     let parts = parts.restore(&mut restorer)?;
+    restorer.check_rates()?;
     accelerator.shared.checkpoints.set_factor(factor);
     from_main(accelerator, "resume", || {
         let _busy = accelerator.group().activity().busy();
@@ -93,7 +97,7 @@ pub(super) fn resume_loader<O: Send + 'static>(
 ) -> Result<PreparedLoader<O>> {
     let number = loader.number();
     let name = format!("loader {number} (the first that was prepared is 0)");
-    let Some((found, _)) = find(accelerator, settings, name.clone(), rule)? else {
+    let Some((found, _)) = find(accelerator, settings, "resume_loader", name.clone(), rule)? else {
         return Ok(loader);
     };
     let mut parts = found.state.parts.iter().enumerate();
@@ -111,22 +115,23 @@ pub(super) fn resume_loader<O: Send + 'static>(
             ),
         ));
     };
-    found.go_on(accelerator.world_size(), at, &name, saved, loader)
+    found.resume_loader(accelerator.world_size(), at, &name, saved, loader)
 }
 
 /// What rank 0 finds in the folder, on every rank, and on rank 0 the checkpoint itself; `None` without one.
-/// Ranks compare what they are going to resume.
+/// Ranks compare what they are going to resume by that call.
 #[track_caller]
 fn find(
     accelerator: &Accelerator,
     settings: &Checkpoints,
+    call: &str,
     passed: String,
     rule: impl FnOnce(&WorldChange) -> Rescale,
 ) -> Result<Option<(Found, Option<Checkpoint>)>> {
     accelerator.shared.checkpoints.settle(accelerator)?;
     let folder = settings.path().display();
     let terms = [
-        Term::new("what is passed to `resume`", passed),
+        Term::new(format!("what is passed to `{call}`"), passed),
         // Rank 0 alone reads, and the others' would not be looked into.
         Term::new("the folder of checkpoints", folder).shown_of_all(),
     ];
@@ -275,7 +280,7 @@ impl Found {
     }
 
     /// The loader that was saved at that place goes on.
-    fn go_on<O: Send + 'static>(
+    fn resume_loader<O: Send + 'static>(
         &self,
         world_size: usize,
         at: usize,
@@ -283,13 +288,18 @@ impl Found {
         saved: &Standing,
         loader: PreparedLoader<O>,
     ) -> Result<PreparedLoader<O>> {
-        let (before, rescale) = (self.world_size, self.rescale);
-        let how = Continuation {
-            global_batch: &|global_batch| rescale.global_batch(before, world_size, global_batch),
+        let how = LoaderResume {
+            global_batch: &|global_batch| self.global_batch(world_size, global_batch),
             goes_on: self.state.goes_on(at),
-            same_world: before == world_size,
+            same_world: self.world_size == world_size,
         };
-        loader.go_on(name, saved, &how)
+        loader.resume_from(name, saved, &how)
+    }
+
+    /// What the rule makes of a global batch that was saved.
+    fn global_batch(&self, world_size: usize, saved: u64) -> u64 {
+        self.rescale
+            .global_batch(self.world_size, world_size, saved)
     }
 
     /// Whether the parts are those that were saved.
@@ -330,7 +340,12 @@ pub struct Restorer<'a> {
     found: &'a Found,
     /// Of every parameter that was saved.
     ids: HashSet<u64>,
+    /// Whether the loaders that training reads go on with batches that the rule makes of those before, where there are
+    /// any.
+    keeps_batch: Option<bool>,
     names: Names,
+    /// Of schedules that give the last step another rate than it had: what is told of them.
+    other_rates: Vec<String>,
     /// On rank 0.
     source: Option<&'a Checkpoint>,
 }
@@ -429,40 +444,48 @@ impl<'a> Restorer<'a> {
         let file = self.names.optimizer()?;
         let record = Bytes::from_bytes_vec(self.read(&file)?).shared();
         check_known(&name, &record, &self.ids)?;
-        let optimizer = optimizer.go_on(&name, saved.clone(), record, self.factor)?;
-        self.check_rate(&name, saved.scheduled_rate(), optimizer.scheduled_rate())?;
+        let optimizer = optimizer.resume_from(&name, saved.clone(), record, self.factor)?;
+        self.compare_rates(&name, saved.scheduled_rate(), optimizer.scheduled_rate());
         Ok(optimizer)
     }
 
-    /// Whether the schedule of this program gave the last step the rate that it had. Where it did not, a
-    /// program may have meant that, but not by being started on another number of ranks.
-    fn check_rate(&self, name: &str, saved: Option<f64>, found: Option<f64>) -> Result<()> {
+    /// Notes whether the schedule of this program gave the last step another rate than it had.
+    fn compare_rates(&mut self, name: &str, saved: Option<f64>, found: Option<f64>) {
         let (Some(saved), Some(found)) = (saved, found) else {
-            return Ok(());
+            return;
         };
         // `cos` may differ in its last bits between machines.
         if saved == found || (saved - found).abs() <= 1e-9 * saved.abs() {
-            return Ok(());
+            return;
         }
-        let (before, now) = (self.found.world_size, self.accelerator.world_size());
-        let jump = format!(
+        self.other_rates.push(format!(
             "the schedule of {name} is another one: its learning rate was {saved:.6e} in the last step before \
              the checkpoint was saved, and would have been {found:.6e} in that step here"
-        );
-        if before != now && self.found.rescale.keeps_global_batch() {
-            return Err(Error::new(
-                Kind::Checkpoint,
-                format!(
-                    "{jump}; {now} ranks go on with as many samples a step as {before} had, so the schedule \
-                     must count as many steps: {HINT}; where batches are to stay those of a rank, use \
-                     `resume_with` and `Rescale::keep_batch_per_rank`"
-                ),
-            ));
-        }
-        if self.accelerator.is_main_process() {
-            notice::warn(&format!(
-                "{jump}; it goes on with the rates of this program"
-            ));
+        ));
+    }
+
+    /// Refuses another rate where nothing but the number of ranks is known to have changed; elsewhere a program may
+    /// have meant it. Behind all parts, since a loader may stand behind its optimizer.
+    fn check_rates(&self) -> Result<()> {
+        let (before, now) = (self.found.world_size, self.accelerator.world_size());
+        let keeps_samples = self.found.rescale.keeps_samples_of_step();
+        for jump in &self.other_rates {
+            if before != now && keeps_samples && self.keeps_batch == Some(true) {
+                return Err(Error::new(
+                    Kind::Checkpoint,
+                    format!(
+                        "{jump}; {now} ranks go on with as many samples a step as {before} had, so the schedule \
+                         must count as many steps: {RESUME_LOADER_HINT}; where batches are to stay those of a rank, use \
+                         `resume_with` and `Rescale::keep_batch_per_rank`; if the rate was changed on purpose, \
+                         change it in a run with {before} ranks, and save there"
+                    ),
+                ));
+            }
+            if self.accelerator.is_main_process() {
+                notice::warn(&format!(
+                    "{jump}; it goes on with the rates of this program"
+                ));
+            }
         }
         Ok(())
     }
@@ -478,14 +501,23 @@ impl<'a> Restorer<'a> {
         };
         let planned = loader.planned_batch();
         let world_size = self.accelerator.world_size();
-        let loader = self.found.go_on(world_size, at, &name, saved, loader)?;
+        let loader = self
+            .found
+            .resume_loader(world_size, at, &name, saved, loader)?;
+        if self.found.state.goes_on(at) {
+            let wanted = saved
+                .global_batch
+                .map(|batch| self.found.global_batch(world_size, batch));
+            let is_kept = wanted.is_some() && loader.global_batch() == wanted;
+            self.keeps_batch = Some(is_kept && self.keeps_batch.unwrap_or(true));
+        }
         let (Some(planned), Some(batch)) = (planned, loader.global_batch()) else {
             return Ok(loader);
         };
         if planned != batch && self.accelerator.is_main_process() {
             notice::warn(&format!(
                 "{name} goes on with {batch} samples a step over all ranks, and `plan` was told {planned} \
-                 before `resume`: what was computed from that plan does not hold; {HINT}"
+                 before `resume`: what was computed from that plan does not hold; {RESUME_LOADER_HINT}"
             ));
         }
         Ok(loader)
@@ -556,7 +588,7 @@ impl fmt::Debug for Restorer<'_> {
 }
 
 /// What to do where the steps of a schedule were counted with another batch.
-const HINT: &str = "pass the loader to `Accelerator::resume_loader` before `plan`";
+const RESUME_LOADER_HINT: &str = "pass the loader to `Accelerator::resume_loader` before `plan`";
 
 /// Kinds were compared before.
 fn other_kind(name: &str) -> Error {

@@ -151,9 +151,11 @@ impl<'a> Snapshot<'a> {
         let open = slot.open_micro_steps();
         if open > 0 && self.mode == Mode::Regular {
             return Err(Error::misuse(format!(
-                "a checkpoint is saved between optimizer steps, and {open} micro-steps of the next \
-                 one are done: save when `optimizer.outcome()` is `Stepped`, or at the end of an \
-                 epoch"
+                "a checkpoint is saved between optimizer steps, and {open} micro-steps of the next one are done \
+                 for the model whose first parameter is `{}`: save when its optimizer's `outcome()` is `Stepped`, \
+                 or at the end of an epoch; a model whose last batch was an earlier one ends its window by that \
+                 batch's `weight().trigger_sync()`",
+                slot.parameters().first().map_or("", |first| &first.path)
             )));
         }
         if self.mode == Mode::Regular {
@@ -230,7 +232,7 @@ impl<'a> Settling<'a> {
 
     #[track_caller]
     pub(super) fn model<M: Module>(&mut self, model: &M) -> Result<()> {
-        replicas::settle(self.accelerator, "save a checkpoint", model)?;
+        replicas::check_and_sync(self.accelerator, "save a checkpoint", model)?;
         if self.writer == Writer::This
             && let Some(Part::Model { values, .. }) = self.taken.parts.get_mut(self.at)
         {

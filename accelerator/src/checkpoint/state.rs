@@ -38,7 +38,7 @@ pub(super) struct ModelState {
     /// How the scale of its losses stands, where there is one.
     #[serde(default)]
     pub(super) scaler: Option<ScalerState>,
-    /// How many windows ended.
+    /// How many windows an optimizer has stepped with, skipped ones included.
     pub(super) steps: u64,
 }
 
@@ -128,6 +128,7 @@ impl State {
         let trains = |part: &PartState| matches!(part, PartState::Optimizer(_));
         let is_new = |part: &PartState| match part {
             PartState::Model(model) => model.steps == 0,
+            // An optimizer that has stepped is saved beside its model.
             _ => true,
         };
         self.parts.iter().any(trains) && self.parts.iter().all(is_new)

@@ -100,7 +100,10 @@ pub struct Rescale {
 
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 enum Batch {
+    /// As many samples a step as before, by other batches.
     Global,
+    /// As many samples a step as before, by more or fewer micro-steps of the same batches.
+    ByMicroSteps,
     PerRank,
 }
 
@@ -135,13 +138,17 @@ impl Rescale {
     /// that stay as they are.
     pub(super) fn with_steps_that_follow(self) -> Self {
         Self {
-            batch: Batch::PerRank,
+            batch: Batch::ByMicroSteps,
             ..self
         }
     }
 
-    pub(super) fn keeps_global_batch(self) -> bool {
-        self.batch == Batch::Global
+    /// Whether a step uses as many samples as before.
+    pub(super) fn keeps_samples_of_step(self) -> bool {
+        match self.batch {
+            Batch::Global | Batch::ByMicroSteps => true,
+            Batch::PerRank => false,
+        }
     }
 
     pub(super) fn factor(self) -> f64 {
@@ -152,7 +159,7 @@ impl Rescale {
     pub(super) fn global_batch(self, before: usize, now: usize, global_batch: u64) -> u64 {
         match self.batch {
             Batch::Global => global_batch,
-            Batch::PerRank => {
+            Batch::ByMicroSteps | Batch::PerRank => {
                 let (before, now) = (before as u128, now as u128);
                 let scaled = (u128::from(global_batch) * now + before / 2) / before;
                 u64::try_from(scaled).unwrap_or(u64::MAX).max(now as u64)
@@ -178,5 +185,8 @@ mod tests {
         assert_eq!(per_rank.global_batch(3, 2, 8), 5, "rounded");
         assert_eq!(per_rank.global_batch(4, 1, 1), 1);
         assert_eq!(Rescale::default().global_batch(4, 3, 128), 128);
+        let by_micro_steps = Rescale::default().with_steps_that_follow();
+        assert_eq!(by_micro_steps.global_batch(4, 2, 128), 64);
+        assert!(by_micro_steps.keeps_samples_of_step() && !per_rank.keeps_samples_of_step());
     }
 }

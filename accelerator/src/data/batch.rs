@@ -59,30 +59,30 @@ pub struct Batch<O> {
     /// Where it ends; known when it is handed out.
     mark: Option<Mark>,
     /// Of one with padding, when it is handed out.
-    padded: Option<Arc<Padded>>,
+    padding: Option<Arc<PaddingWatch>>,
 }
 
 /// Notes whether the program asks how much of a batch is padding, and says so where it has not: rows of padding look like
 /// any others to what counts them.
 #[derive(Debug)]
-struct Padded {
-    asked: AtomicBool,
+struct PaddingWatch {
+    counted: AtomicBool,
     pass: Arc<Pass>,
     share: Share,
 }
 
-impl Drop for Padded {
+impl Drop for PaddingWatch {
     fn drop(&mut self) {
-        let asked = self.asked.load(Ordering::Relaxed);
-        if asked || std::thread::panicking() || !self.pass.is_first_uncounted() {
+        let counted = self.counted.load(Ordering::Relaxed);
+        if counted || std::thread::panicking() || !self.pass.claim_padding_warning() {
             return;
         }
         let what = match self.share {
-            Share::Idle => "an idle batch, which is an earlier one again,",
+            Share::Idle => "an idle batch (a copy of an earlier one)",
             Share::Used => "a batch with samples that others have, too,",
         };
         notice::warn(&format!(
-            "{what} was used, and nobody has asked what it counts, so that its samples may be counted twice: count \
+            "{what} was dropped and never asked how many samples it counts, so that they may be counted twice: count \
              `batch.real()` samples, not the rows of its tensors, and pass `&batch` to `backward` and \
              `gather_for_metrics` (said once a loader)"
         ));
@@ -120,7 +120,7 @@ impl<O> Batch<O> {
             value,
             info,
             mark: None,
-            padded: None,
+            padding: None,
         }
     }
 
@@ -130,9 +130,9 @@ impl<O> Batch<O> {
 
     /// It is handed out, and ends there.
     pub(super) fn set_mark(&mut self, mark: Mark) {
-        self.padded = (self.info.real < self.info.len).then(|| {
-            Arc::new(Padded {
-                asked: AtomicBool::new(false),
+        self.padding = (self.info.real < self.info.len).then(|| {
+            Arc::new(PaddingWatch {
+                counted: AtomicBool::new(false),
                 pass: mark.pass.clone(),
                 share: self.info.share,
             })
@@ -141,9 +141,9 @@ impl<O> Batch<O> {
     }
 
     /// The program knows how much of it is padding.
-    fn note_asked(&self) {
-        if let Some(padded) = &self.padded {
-            padded.asked.store(true, Ordering::Relaxed);
+    fn note_counted(&self) {
+        if let Some(padding) = &self.padding {
+            padding.counted.store(true, Ordering::Relaxed);
         }
     }
 
@@ -184,7 +184,7 @@ impl<O> Batch<O> {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn real(&self) -> usize {
-        self.note_asked();
+        self.note_counted();
         self.info.real
     }
 
@@ -318,7 +318,7 @@ impl<O> Batch<O> {
     /// Whether this rank had no sample left for the epoch's last step, so that the value is an
     /// earlier batch again. Run it as any other: its gradient and metrics count for nothing.
     pub fn is_idle(&self) -> bool {
-        self.note_asked();
+        self.note_counted();
         self.info.share == Share::Idle
     }
 
@@ -340,13 +340,13 @@ impl<O> Batch<DeferredBatch<O>> {
             value,
             info,
             mark,
-            padded,
+            padding,
         } = self;
         Ok(Batch {
             value: value.resolve(seed)?,
             info,
             mark,
-            padded,
+            padding,
         })
     }
 
@@ -356,13 +356,13 @@ impl<O> Batch<DeferredBatch<O>> {
             value,
             info,
             mark,
-            padded,
+            padding,
         } = self.resolve(seed)?;
         Ok(Self {
             value: DeferredBatch::Ready(value),
             info,
             mark,
-            padded,
+            padding,
         })
     }
 }

@@ -2,7 +2,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
 
-use super::meeting::Here;
+use super::meeting::ReadPosition;
+use crate::notice::Once;
 
 /// A place in an epoch: what lies before it is used.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -24,6 +25,13 @@ impl Spot {
         Self {
             epoch,
             ..Self::default()
+        }
+    }
+
+    /// Goes on to another place in the epoch, unless it lies behind it already.
+    fn reach(&mut self, other: Self) {
+        if other.step >= self.step {
+            *self = other;
         }
     }
 
@@ -64,8 +72,8 @@ struct State {
     restored: Option<Spot>,
     /// Whether gradients were made from batches, in this process or an earlier one.
     trained: bool,
-    /// Whether a batch with padding was dropped without a look at what it counts.
-    uncounted: bool,
+    /// That a batch with padding was dropped without a look at what it counts.
+    padding_warned: Once,
 }
 
 impl Cursor {
@@ -193,9 +201,9 @@ impl Pass {
     }
 
     /// A batch with padding was dropped without a look at what it counts; true once a loader.
-    pub(super) fn is_first_uncounted(&self) -> bool {
+    pub(super) fn claim_padding_warning(&self) -> bool {
         let cursor = self.cursor.upgrade();
-        cursor.is_some_and(|cursor| !core::mem::replace(&mut cursor.lock().uncounted, true))
+        cursor.is_some_and(|cursor| cursor.lock().padding_warned.first())
     }
 
     fn progress(&self) -> Progress {
@@ -210,13 +218,23 @@ impl Pass {
 /// Where a batch lies and ends, and in which pass.
 #[derive(Clone, Debug)]
 pub(crate) struct Mark {
-    /// Of all ranks the same.
-    pub(crate) here: Here,
+    /// By its number among the loaders of the program.
+    pub(super) loader: u64,
     pub(super) pass: Arc<Pass>,
     pub(super) end: Spot,
 }
 
 impl Mark {
+    /// The same on every rank.
+    pub(crate) fn position(&self) -> ReadPosition {
+        ReadPosition {
+            epoch: self.end.epoch,
+            loader: self.loader,
+            // It ends behind it.
+            step: self.end.step - 1,
+        }
+    }
+
     /// Whether it is of the same pass, so that the later one says all.
     pub(crate) fn follows(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.pass, &other.pass)
@@ -236,7 +254,7 @@ impl Mark {
 
     /// Gradients are made from its batch.
     pub(crate) fn begin(&self) {
-        self.pass.lock().trained = self.end;
+        self.pass.lock().trained.reach(self.end);
         let Some(cursor) = self.pass.cursor.upgrade() else {
             return;
         };
@@ -251,7 +269,7 @@ impl Mark {
 
     /// Its batch, and all before it in the pass, went into a step.
     pub(crate) fn commit(&self) {
-        self.pass.lock().used = self.end;
+        self.pass.lock().used.reach(self.end);
         let Some(cursor) = self.pass.cursor.upgrade() else {
             return;
         };
@@ -279,11 +297,7 @@ mod tests {
         let end = spot(pass.yielded().epoch, step);
         pass.advance(end);
         Mark {
-            here: Here {
-                epoch: end.epoch,
-                loader: 0,
-                step,
-            },
+            loader: 0,
             pass: pass.clone(),
             end,
         }
@@ -342,6 +356,21 @@ mod tests {
         last.commit();
         last.commit();
         assert_eq!(cursor.spot().map(Spot::next_epoch), Some(3));
+    }
+
+    /// As with two models, one of which steps with a window later.
+    #[test]
+    fn a_step_with_earlier_batches_takes_nothing_back() {
+        let cursor = Arc::new(Cursor::default());
+        let pass = cursor.begin(0);
+        let (early, late) = (take(&pass, 2), take(&pass, 3));
+        late.begin();
+        early.begin();
+        late.commit();
+        early.commit();
+        assert_eq!(cursor.spot(), Some(spot(0, 3)));
+        pass.finish();
+        assert_eq!(cursor.spot().map(Spot::next_epoch), Some(1));
     }
 
     #[test]

@@ -59,12 +59,12 @@ impl ItemDigests {
     }
 
     /// Whether an index gives another item each time.
-    pub(super) fn differ(self) -> bool {
+    pub(super) fn changes_between_reads(self) -> bool {
         self.first != self.again
     }
 
     /// What ranks compare.
-    pub(super) fn value(self) -> String {
+    pub(super) fn fingerprint(self) -> String {
         format!("{:016x} {:016x}", self.first, self.again)
     }
 }
@@ -72,15 +72,15 @@ impl ItemDigests {
 /// As errors show it.
 impl fmt::Display for ItemDigests {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.differ() {
-            true => f.write_str("items that are others each time they are read"),
+        match self.changes_between_reads() {
+            true => f.write_str("items that change from one read to the next"),
             false => write!(f, "items of digest {:016x}", self.first),
         }
     }
 }
 
-/// A number of the words in the `Debug` text of an item: of numbers and names in any order, since the order of
-/// a `HashMap` is another one in each process, and without addresses.
+/// Hashes the words of an item's `Debug` text, whatever their order (a `HashMap`'s differs per process), without
+/// addresses.
 pub(super) fn of_debug<I: fmt::Debug>(item: &I) -> u64 {
     let mut words = Words::default();
     // It fails when it has got enough.
@@ -149,6 +149,18 @@ mod tests {
     fn neither_the_order_of_a_map_nor_an_address_counts() {
         let map = || -> HashMap<u32, String> { (0..50).map(|x| (x, x.to_string())).collect() };
         assert_eq!(of_debug(&map()), of_debug(&map()));
+        let changed = |change: fn(&mut HashMap<u32, String>)| {
+            let mut map = map();
+            change(&mut map);
+            map
+        };
+        for other in [
+            changed(|map| drop(map.insert(7, "8".to_owned()))),
+            changed(|map| drop(map.remove(&7))),
+            changed(|map| drop(map.insert(50, "50".to_owned()))),
+        ] {
+            assert_ne!(of_debug(&other), of_debug(&map()), "{other:?}");
+        }
         let (one, other) = (1, 1);
         assert_eq!(of_debug(&&raw const one), of_debug(&&raw const other));
     }

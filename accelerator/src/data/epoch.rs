@@ -9,7 +9,6 @@ use burn::tensor::Device;
 use super::batch::Batch;
 use super::cursor::{Mark, Pass, Spot};
 use super::feed::Feed;
-use super::meeting::Here;
 use super::prepared::{Generator, Place};
 use crate::accelerator::drawing;
 use crate::error::{Error, Result};
@@ -133,8 +132,8 @@ impl<O> Epoch<O> {
 
     /// The batches with their numbers in the epoch, which are those of [`Batch::step`]: what a program does by
     /// the number goes on where it was after [`resume`](crate::Accelerator::resume) in mid-epoch, where
-    /// [`Iterator::enumerate`], whose place this takes, would begin at 0 again. So do adapters in between:
-    /// behind `take` or `zip`, ask the batch.
+    /// [`Iterator::enumerate`], whose place this takes, would begin at 0 again. Adapters in between
+    /// count from 0: behind `take` or `zip`, use [`Batch::step`].
     ///
     /// ```
     /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
@@ -208,11 +207,7 @@ impl<O> Iterator for Epoch<O> {
             };
             self.pass.advance(end);
             batch.set_mark(Mark {
-                here: Here {
-                    epoch: batch.epoch(),
-                    loader: self.reseed.place.number,
-                    step: batch.step(),
-                },
+                loader: self.reseed.place.number,
                 pass: self.pass.clone(),
                 end,
             });

@@ -13,25 +13,20 @@ use crate::outcome::Failure;
 /// What a rank reads at the moment. It goes with everything that ranks tell each other about data, so that
 /// what belongs to one loader or epoch is never taken for a part of another.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(crate) struct Here {
+pub(crate) struct ReadPosition {
     pub(super) epoch: u64,
     /// By its number among the loaders of the program.
     pub(super) loader: u64,
     pub(super) step: u64,
 }
 
-impl Here {
+impl ReadPosition {
     pub(crate) fn numbers(self) -> [u64; 3] {
-        let Self {
-            epoch,
-            loader,
-            step,
-        } = self;
-        [loader, epoch, step]
+        [self.loader, self.epoch, self.step]
     }
 }
 
-impl fmt::Display for Here {
+impl fmt::Display for ReadPosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             epoch,
@@ -48,7 +43,7 @@ impl fmt::Display for Here {
 /// are at different places, all fail alike. Errors of the communication name the line of `caller`.
 pub(super) fn meet<T: Serialize + DeserializeOwned>(
     group: &ProcessGroup,
-    here: Here,
+    position: ReadPosition,
     mine: Result<T, &Error>,
     action: &str,
     caller: &Location<'_>,
@@ -58,8 +53,8 @@ pub(super) fn meet<T: Serialize + DeserializeOwned>(
         Err(error) => Err(Failure::of(error)),
     };
     let group = group.for_purpose(PURPOSE);
-    let told = group.all_gather_object_at(&(here, word), caller);
-    let told: Vec<(Here, Result<Value, Failure>)> = match (told, mine.err()) {
+    let told = group.all_gather_object_at(&(position, word), caller);
+    let told: Vec<(ReadPosition, Result<Value, Failure>)> = match (told, mine.err()) {
         (Ok(told), own) => {
             same_place(&told, own)?;
             if let Some(own) = own {
@@ -81,17 +76,17 @@ pub(super) fn meet<T: Serialize + DeserializeOwned>(
 }
 
 /// What ranks tell each other about data for, whatever they read: who reads other data than the others is named
-/// by [`Here`], and who reads none by this.
+/// by [`ReadPosition`], and who reads none by this.
 pub(super) const PURPOSE: &str = "the next batch of a loader";
 
-fn same_place<T>(told: &[(Here, T)], own: Option<&Error>) -> Result<()> {
-    if told.iter().all(|(here, _)| *here == told[0].0) {
+fn same_place<T>(told: &[(ReadPosition, T)], own: Option<&Error>) -> Result<()> {
+    if told.iter().all(|(position, _)| *position == told[0].0) {
         return Ok(());
     }
     let message = format!(
         "the ranks read different data at the same time ({}): ask for batches of the same loader and epoch, \
-         in the same order, on every rank; loaders count from 0, as they were prepared",
-        sides(told.iter().map(|(here, _)| here))
+         in the same order, on every rank; loaders are numbered from 0, in the order in which they were prepared",
+        sides(told.iter().map(|(position, _)| position))
     );
     Err(match own {
         Some(own) => Error::with_source(Kind::Misuse, message, own.clone()),
@@ -109,7 +104,7 @@ fn unreadable(error: ciborium::value::Error) -> Error {
 mod tests {
     use super::*;
 
-    const HERE: Here = Here {
+    const POSITION: ReadPosition = ReadPosition {
         epoch: 1,
         loader: 0,
         step: 7,
@@ -119,10 +114,23 @@ mod tests {
     fn another_place_is_named_on_every_rank_also_beside_a_failure() {
         let errors = crate::launch(3, |accelerator| {
             let rank = accelerator.rank();
-            let here = [HERE, Here { loader: 2, ..HERE }, HERE][rank];
+            let position = [
+                POSITION,
+                ReadPosition {
+                    loader: 2,
+                    ..POSITION
+                },
+                POSITION,
+            ][rank];
             let failed = Error::new(Kind::Data, "no disk");
             let mine = if rank == 2 { Err(&failed) } else { Ok(rank) };
-            let error = meet(accelerator.group(), here, mine, "read", Location::caller());
+            let error = meet(
+                accelerator.group(),
+                position,
+                mine,
+                "read",
+                Location::caller(),
+            );
             let error = error.unwrap_err();
             // The group lives.
             accelerator.wait_for_everyone()?;
@@ -149,15 +157,18 @@ mod tests {
             let error = match accelerator.rank() {
                 0 => meet(
                     group,
-                    HERE,
+                    POSITION,
                     Ok("aaa".to_owned()),
                     "read",
                     Location::caller(),
                 )
                 .unwrap_err(),
                 _ => {
-                    let here = Here { epoch: 2, ..HERE };
-                    meet(group, here, Ok(5_u8), "read", Location::caller()).unwrap_err()
+                    let position = ReadPosition {
+                        epoch: 2,
+                        ..POSITION
+                    };
+                    meet(group, position, Ok(5_u8), "read", Location::caller()).unwrap_err()
                 }
             };
             Ok(error)
@@ -174,7 +185,7 @@ mod tests {
             group.abort("this rank gives up".to_owned());
             let failed = Error::new(Kind::Data, "no disk");
             let caller = Location::caller();
-            Ok(meet::<u8>(group, HERE, Err(&failed), "read", caller).unwrap_err())
+            Ok(meet::<u8>(group, POSITION, Err(&failed), "read", caller).unwrap_err())
         });
         for error in errors.unwrap() {
             assert!(error.is_data(), "{error:?}");

@@ -30,7 +30,8 @@
 //! [`prepare`](crate::Accelerator::prepare) compares the number of samples and eight items that lie evenly over the
 //! data set, which each rank reads twice: the words and numbers in their [`Debug`](core::fmt::Debug) texts, of each
 //! item the first 64 KiB, in any order within it, without addresses. Neither other items, nor what
-//! `map_samples` and the batcher make of them, nor streams and Burn's own loaders are compared. Items without
+//! `map_samples` and the batcher make of them, nor streams are compared, and of Burn's own loaders the length alone. A
+//! data set that cannot deliver these items is refused here, and not in its first epoch. Items without
 //! `Debug` are not either: [`BuildUncompared`] builds their loaders. Where reading items takes long, or they are to
 //! differ, leave it out with [`without_item_check`](DataLoaderBuilder::without_item_check).
 //!
@@ -121,6 +122,6 @@ pub use self::loader::Loader;
 pub use self::opaque::InOrder;
 pub use self::prepared::PreparedLoader;
 pub use self::source::SamplePlace;
-pub(crate) use self::standing::{Continuation, Standing};
+pub(crate) use self::standing::{LoaderResume, Standing};
 pub use self::stream::{SampleStream, StreamError, StreamItems, StreamPart};
 pub use accelerator_plan::{TailPolicy, sample_rng_seed};

@@ -12,8 +12,8 @@ use super::prepared::Place;
 use crate::error::{Error, Kind, Result};
 
 /// One of Burn's own data loaders, with the promise that it gives the same batches in the same
-/// order on every rank, which cannot be checked: nothing else tells ranks apart that each read all
-/// of it.
+/// order on every rank, which cannot be checked but for its length: nothing else tells ranks apart that each
+/// read all of it.
 ///
 /// Burn's builder keeps the promise with at most one worker. With `num_workers(2)` and more the
 /// order depends on timing, and ranks would use some samples twice and others never. Build with

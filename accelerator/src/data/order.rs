@@ -6,7 +6,7 @@ use accelerator_collective::ProcessGroup;
 use accelerator_plan::{self as plan, BatchPlan, EpochPlan, Plan, PlannedBatch, mix};
 
 use super::cursor::Spot;
-use super::meeting::{Here, meet};
+use super::meeting::{ReadPosition, meet};
 use super::spec::Spec;
 use crate::agreement::sides;
 use crate::error::{Error, Kind, Result};
@@ -148,14 +148,14 @@ impl Dealt {
     pub(super) fn agreed(
         mine: Result<Self>,
         group: &ProcessGroup,
-        here: Here,
+        position: ReadPosition,
         caller: &Location<'_>,
     ) -> Result<Self> {
         if group.world_size() == 1 {
             return mine;
         }
         let digest = mine.as_ref().map(|dealt| dealt.digest);
-        let digests = meet(group, here, digest, "sample an epoch", caller)?;
+        let digests = meet(group, position, digest, "sample an epoch", caller)?;
         let mine = mine?;
         if digests.iter().all(|digest| *digest == mine.digest) {
             return Ok(mine);
@@ -166,7 +166,7 @@ impl Dealt {
                 "the sampler gives ranks different orders of epoch {} (digests: {}), so samples would be \
                  used twice or never; make it depend on the epoch alone: no random numbers but those that a \
                  seed which all ranks share gives, and no order of a hash map",
-                here.epoch,
+                position.epoch,
                 sides(digests.into_iter().map(shown))
             ),
         ))

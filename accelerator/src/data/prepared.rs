@@ -13,7 +13,7 @@ use super::digest::ItemDigests;
 use super::epoch::{Epoch, Open, Reseed};
 use super::feed;
 use super::loader::{Loader, Origin};
-use super::meeting::Here;
+use super::meeting::ReadPosition;
 use super::opaque;
 use super::order::{Dealt, Order};
 use super::source::{Slice, Source};
@@ -139,49 +139,44 @@ impl<O: Send + 'static> PreparedLoader<O> {
         let group = accelerator.group().clone();
         let world_size = accelerator.world_size();
         let mut digests = None;
-        let mut steps = Ok(());
+        // What one rank refuses is told to all, below.
         let (samples, described) = match origin {
             Origin::Indexed(source) => {
-                spec.order().check(source.len())?;
                 if world_size > 1 {
                     digests = source.digests();
                 }
                 let described = format!("{} samples, {spec}", source.len());
-                let plan = spec.plan(source.len(), world_size)?;
-                steps = check_some_steps(&plan, source.len(), &spec, world_size);
-                let samples = Samples::Planned {
-                    group,
-                    plan,
-                    source,
-                    spec,
-                };
-                (samples, described)
+                (share_out(group, source, spec), described)
             }
             Origin::Stream(stream) => {
-                check_stream(&spec, stream.sharing())?;
                 let described = format!("a stream ({}), {spec}", stream.sharing());
-                let plan = spec.plan(0, world_size)?;
-                let samples = Samples::Stream {
+                let plan =
+                    check_stream(&spec, stream.sharing()).and_then(|()| spec.plan(0, world_size));
+                let samples = plan.map(|plan| Samples::Stream {
                     group,
                     plan,
                     spec,
                     stream,
-                };
+                });
                 (samples, described)
             }
+        };
+        let described = match &samples {
+            Ok(_) => described,
+            Err(error) => format!("{described}: {error:?}"),
         };
         let mut terms = vec![Term::new("a data loader", described)];
         terms.extend(digests.as_ref().map(item_term));
         agreement::check_all(accelerator.group(), &terms)?;
-        if let Some(Ok(digests)) = digests
-            && digests.differ()
+        // From here on it is the same on all ranks.
+        let samples = samples?;
+        if let Some(digests) = digests.transpose()?
+            && digests.changes_between_reads()
         {
             return Err(Error::config(format!(
                 "the data set of a loader gives {digests}: ranks cannot share it out by index{ITEM_HINT}"
             )));
         }
-        // The same on all ranks.
-        steps?;
         Ok(Self::new(
             accelerator.shared.device.clone(),
             Place::of(accelerator),
@@ -190,12 +185,28 @@ impl<O: Send + 'static> PreparedLoader<O> {
         ))
     }
 
-    pub(crate) fn opaque(accelerator: &Accelerator, loader: Arc<dyn DataLoader<O>>) -> Self {
+    #[track_caller]
+    pub(crate) fn opaque(
+        accelerator: &Accelerator,
+        loader: Arc<dyn DataLoader<O>>,
+    ) -> Result<Self> {
+        let items = loader.num_items();
+        let described = format!("{items} samples");
+        agreement::check(
+            accelerator.group(),
+            "one of Burn's own data loaders",
+            &described,
+        )?;
+        // One that does not know its length may say 0.
+        if items == 0 && loader.iter().next().is_none() {
+            return Err(no_samples());
+        }
         let device = accelerator.shared.device.clone();
         let loader = loader.to_device(&device);
         let timeline = accelerator.shared.timeline.clone();
         let samples = Samples::Opaque(loader);
-        Self::new(device, Place::of(accelerator), samples, timeline)
+        let place = Place::of(accelerator);
+        Ok(Self::new(device, place, samples, timeline))
     }
 
     fn new(device: Device, place: Place, samples: Samples<O>, timeline: Timeline) -> Self {
@@ -220,10 +231,9 @@ impl<O: Send + 'static> PreparedLoader<O> {
         self.standing().global_batch
     }
 
-    /// The same, for a plan of the training.
-    pub(crate) fn plan_batch(&self) -> Option<u64> {
+    /// A training is planned with it.
+    pub(crate) fn note_planned(&self) {
         self.is_planned.store(true, Ordering::Relaxed);
-        self.global_batch()
     }
 
     /// What a plan was told, where one was made.
@@ -284,12 +294,12 @@ impl<O: Send + 'static> PreparedLoader<O> {
             } => Box::new(move |skip| {
                 let mut dealt = Dealt::new(&spec, &plan, source.len(), epoch);
                 if spec.order().is_given() {
-                    let here = Here {
+                    let position = ReadPosition {
                         epoch,
                         loader: place.number,
                         step: start.step.saturating_add(skip),
                     };
-                    dealt = Dealt::agreed(dealt, &group, here, caller);
+                    dealt = Dealt::agreed(dealt, &group, position, caller);
                 }
                 let rest = dealt.and_then(|dealt| {
                     dealt.goes_on_from(start)?;
@@ -408,8 +418,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
 /// The items of a data set, of which each rank read some. One that could not read them says why.
 fn item_term(digests: &Result<ItemDigests>) -> Term {
     let (value, shown) = match digests {
-        Ok(digests) => (digests.value(), digests.to_string()),
-        Err(error) => (error.to_string(), error.to_string()),
+        Ok(digests) => (digests.fingerprint(), digests.to_string()),
+        Err(error) => (error.to_string(), format!("{error:?}")),
     };
     Term::new("the data set of a loader", value)
         .shown_as(shown)
@@ -421,13 +431,24 @@ const ITEM_HINT: &str = " (draw it from a seed that all ranks have; leave the or
                          `weighted` of the builder, and augmentation to `map_samples`; where items are meant to \
                          differ, say `without_item_check`)";
 
+/// Shares a data set out, of which each rank gets some batches.
+fn share_out<O>(group: ProcessGroup, source: Arc<dyn Source<O>>, spec: Spec) -> Result<Samples<O>> {
+    let (len, ranks) = (source.len(), group.world_size());
+    spec.order().check(len)?;
+    let plan = spec.plan(len, ranks)?;
+    check_some_steps(&plan, len, &spec, ranks)?;
+    Ok(Samples::Planned {
+        group,
+        plan,
+        source,
+        spec,
+    })
+}
+
 /// Refuses a data set of which no rank ever gets a batch: a training on it would end at once, in silence.
 fn check_some_steps(plan: &Plan, samples: u64, spec: &Spec, ranks: usize) -> Result<()> {
     if samples == 0 {
-        return Err(Error::config(
-            "the data set of a loader has no samples, so its epochs would have no steps: look at how it was read, \
-             or leave the loader out",
-        ));
+        return Err(no_samples());
     }
     let epoch = plan.epoch(0);
     if spec.order().varies() || (0..ranks).any(|rank| epoch.steps(rank) > 0) {
@@ -438,6 +459,13 @@ fn check_some_steps(plan: &Plan, samples: u64, spec: &Spec, ranks: usize) -> Res
          what is less (its settings: {spec}): choose `exact`, or smaller batches",
         spec.tail()
     )))
+}
+
+fn no_samples() -> Error {
+    Error::config(
+        "the data set of a loader has no samples, so its epochs would have no steps: look at how it was read, \
+         or leave the loader out",
+    )
 }
 
 /// Whether the settings fit a stream.

@@ -34,7 +34,7 @@ pub(crate) struct Standing {
 }
 
 /// How a loader is to go on.
-pub(crate) struct Continuation<'a> {
+pub(crate) struct LoaderResume<'a> {
     /// The samples of a step over all ranks, where there were so many.
     pub(crate) global_batch: &'a dyn Fn(u64) -> u64,
     /// Whether an epoch that was not finished is continued.
@@ -90,11 +90,11 @@ impl<O: Send + 'static> PreparedLoader<O> {
     }
 
     /// Goes on where a loader stood that is `name`d so in errors.
-    pub(crate) fn go_on(
+    pub(crate) fn resume_from(
         mut self,
         name: &str,
         saved: &Standing,
-        how: &Continuation<'_>,
+        how: &LoaderResume<'_>,
     ) -> Result<Self> {
         let mine = self.standing();
         saved.compare(name, &mine)?;
@@ -174,7 +174,7 @@ fn keep_batch(
     name: &str,
     saved: &Standing,
     mine: &Standing,
-    how: &Continuation<'_>,
+    how: &LoaderResume<'_>,
     (plan, spec): (&mut Plan, &mut Spec),
     (samples, world_size): (u64, usize),
 ) -> Result<()> {

@@ -42,8 +42,8 @@ pub(crate) fn backward<M: Module>(
 ) -> Result<Gradients> {
     let group = accelerator.group();
     // Where collectives are refused, this rank calls alone, and no other waits for it.
-    let is_alone = reach == Reach::Own || group.world_size() == 1;
-    if is_alone || group.check_allowed("`backward`").is_err() {
+    let needs_no_ranks = reach == Reach::Own || group.world_size() == 1;
+    if needs_no_ranks || group.check_allowed("`backward`").is_err() {
         return run(accelerator, loss, model, weight, reach, None);
     }
     let open = accelerator.shared.failed_calls.begin();
@@ -68,9 +68,10 @@ fn run<M: Module>(
     let copy = slot.take_working();
     let group = accelerator.group();
     if group.world_size() > 1 {
-        // What the others do not call is no call that failed here alone.
+        // A `SyncBatchNorm` misused on this rank: whether the others call `backward` too is not known, so the call is
+        // not counted; if they do, their windows differ in batches.
         check_together(accelerator)
-            .inspect_err(|_| call.into_iter().for_each(BackwardCall::note_met))?;
+            .inspect_err(|_| call.into_iter().for_each(BackwardCall::mark_synchronized))?;
     }
     if reach == Reach::All {
         slot.round().check_together("average its gradients")?;
@@ -84,12 +85,12 @@ fn run<M: Module>(
     let scale = slot.window().begin(slot.loss_scale());
     let ends = |before: usize| weight.ends_window(before + 1, steps);
     // What one rank computes is handed on as it is, where nothing is to be added or taken back.
-    let alone = reach == Reach::Own || group.world_size() == 1;
-    let alone = alone && scale.is_none() && weight.count > 0.0;
-    if alone && slot.open_micro_steps() == 0 && ends(0) {
+    let needs_no_ranks = reach == Reach::Own || group.world_size() == 1;
+    let hands_on_untouched = needs_no_ranks && scale.is_none() && weight.count > 0.0;
+    if hands_on_untouched && slot.open_micro_steps() == 0 && ends(0) {
         // Nobody looks at its gradients.
         drop(copy);
-        check_precision_used(accelerator, &slot);
+        warn_precision_unused(accelerator, &slot);
         if reach == Reach::All {
             timeline.deliver(group)?;
         }
@@ -116,12 +117,12 @@ fn run<M: Module>(
         return Ok(gradients);
     }
     let _turn = slot.turn().take(group)?;
-    let (window, _alone) = {
+    let (window, _group_turn) = {
         let mut window = slot.window();
         if let Some(epoch) = window.left_epoch(&weight)
             && accelerator.is_main_process()
         {
-            slot.report_left_epoch(epoch, window.micro_steps());
+            slot.warn_left_epoch(epoch, window.micro_steps());
         }
         if !ends(window.micro_steps()) {
             drop(copy);
@@ -139,13 +140,13 @@ fn run<M: Module>(
                 .inspect_err(|_| *window = Window::default());
         }
         // Windows of other models are sent over the same group.
-        let alone = match reach {
+        let group_turn = match reach {
             Reach::All => accelerator.shared.turn.take(group)?,
             Reach::Own => None,
         };
-        (core::mem::take(&mut *window), alone)
+        (core::mem::take(&mut *window), group_turn)
     };
-    check_precision_used(accelerator, &slot);
+    warn_precision_unused(accelerator, &slot);
     if reach == Reach::All {
         // All ranks come here, and to no other `backward`.
         timeline.deliver(group)?;
@@ -168,7 +169,7 @@ fn run<M: Module>(
         }
         Reach::Own => add_up(accelerator, &slot, window, loss, model, &weight)?,
     };
-    check_shared_out(accelerator, &slot, reduced.same_losses);
+    warn_same_losses(accelerator, &slot, reduced.same_losses);
     if reduced.total <= 0.0 {
         slot.take_back(reduced.ledger);
         if reach == Reach::Own {
@@ -319,9 +320,10 @@ fn check_some_trained(slot: &Slot, some: bool) -> Result<()> {
 }
 
 /// Says once a model that what was asked for is not done: its steps compute in full precision.
-fn check_precision_used(accelerator: &Accelerator, slot: &Slot) {
+fn warn_precision_unused(accelerator: &Accelerator, slot: &Slot) {
     let precision = accelerator.precision();
-    if precision != Precision::No && slot.lacks_working_copy() && accelerator.is_main_process() {
+    if precision != Precision::No && slot.claim_precision_warning() && accelerator.is_main_process()
+    {
         notice::warn(&format!(
             "the precision is {precision}, and a model is trained in full precision all the same: its forward \
              pass does not use the working copy; write `accelerator.forward(&model, |model| …)` around it, \
@@ -335,10 +337,10 @@ fn check_precision_used(accelerator: &Accelerator, slot: &Slot) {
 const SAME_LOSSES: u64 = 8;
 
 /// Says once a model that its ranks compute the same, so that several do what one does.
-fn check_shared_out(accelerator: &Accelerator, slot: &Slot, same_losses: bool) {
+fn warn_same_losses(accelerator: &Accelerator, slot: &Slot, same_losses: bool) {
     let shared = &accelerator.shared;
     if shared.settings.same_batches == SameBatches::Allowed
-        || !slot.repeats_losses(same_losses, SAME_LOSSES)
+        || !slot.count_same_losses(same_losses, SAME_LOSSES)
         || !accelerator.is_main_process()
     {
         return;

@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 
-/// How many calls of `backward` failed on this rank before the others had met it in them, since a model was last
-/// prepared. The others would pair such a call with the next one of this rank. Every window carries the number, so that
-/// ranks notice where theirs differ.
+/// Calls of `backward` that failed on this rank before its first collective, since a model was last prepared. Other
+/// ranks would pair the next call with the failed one. Every window carries the number, so that ranks notice where
+/// theirs differ.
 #[derive(Debug, Default)]
 pub(crate) struct FailedCalls(Mutex<Failed>);
 
@@ -25,7 +25,7 @@ pub(super) struct Failed {
 pub(super) struct BackwardCall {
     calls: Arc<FailedCalls>,
     /// Whether the other ranks have met this one in it.
-    met: Arc<AtomicBool>,
+    synchronized: Arc<AtomicBool>,
 }
 
 /// Counts the call as one that failed, unless it [ends](Self::end) well or the ranks have met in it.
@@ -36,12 +36,12 @@ impl FailedCalls {
     pub(super) fn begin(self: &Arc<Self>) -> OpenCall {
         OpenCall(BackwardCall {
             calls: self.clone(),
-            met: Arc::default(),
+            synchronized: Arc::default(),
         })
     }
 
     /// All ranks come here, and so are at one place again.
-    pub(crate) fn forget(&self) {
+    pub(crate) fn reset(&self) {
         *self.lock() = Failed::default();
     }
 
@@ -52,8 +52,8 @@ impl FailedCalls {
 
 impl BackwardCall {
     /// The ranks have met in this call: each of them knows how it goes.
-    pub(super) fn note_met(&self) {
-        self.met.store(true, Ordering::Relaxed);
+    pub(super) fn mark_synchronized(&self) {
+        self.synchronized.store(true, Ordering::Relaxed);
     }
 
     /// How many calls failed before this one.
@@ -77,11 +77,11 @@ impl OpenCall {
             self.note(|| error.to_string());
         }
         // Nothing is left to count when it is dropped.
-        self.0.note_met();
+        self.0.mark_synchronized();
     }
 
     fn note(&self, reason: impl FnOnce() -> String) {
-        if !self.0.met.load(Ordering::Relaxed) {
+        if !self.0.synchronized.load(Ordering::Relaxed) {
             let mut failed = self.0.calls.lock();
             failed.calls += 1;
             failed.last = reason();
@@ -90,7 +90,7 @@ impl OpenCall {
 }
 
 impl Drop for OpenCall {
-    /// It panics, and the program may catch that.
+    /// Dropped without `end`: the call panicked.
     fn drop(&mut self) {
         self.note(|| "it panicked".to_owned());
     }
@@ -119,9 +119,9 @@ mod tests {
         assert_eq!(look.call().failed(), panicked);
         look.end(None);
         // Of two that are under way at once, the ranks have met in the first.
-        let (met, other) = (calls.begin(), calls.begin());
-        met.call().note_met();
-        met.end(Some(&error));
+        let (synchronized, other) = (calls.begin(), calls.begin());
+        synchronized.call().mark_synchronized();
+        synchronized.end(Some(&error));
         let look = calls.begin();
         assert_eq!(look.call().failed(), panicked);
         look.end(None);
@@ -130,7 +130,7 @@ mod tests {
         assert_eq!(look.call().failed().last, error.to_string());
         assert_eq!(look.call().count(), 2);
         look.end(None);
-        calls.forget();
+        calls.reset();
         let look = calls.begin();
         assert_eq!(look.call().failed(), Failed::default());
         look.end(None);

@@ -7,9 +7,9 @@ use burn::tensor::{Device, Tensor};
 
 use super::averages::{Averaged, Averages};
 use super::backward::Reach;
-use super::bad_loss::{self, OnBadLoss};
 use super::clip::{Clip, Limit};
 use super::closed::{Asked, Closed, Values};
+use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::reducer::Reduced;
 use super::scalar::Scalar;
 use super::slot::Slot;
@@ -270,7 +270,7 @@ impl Gradients {
         };
         let chosen = closed.chosen(&clip);
         if !chosen.contains(&true) {
-            closed.slot.report_unclipped();
+            closed.slot.warn_unclipped();
         }
         let outcome = match clip.limit {
             Limit::Norm { max, order } => closed.clip_norm(at_least_zero(max), order, &chosen),
@@ -374,7 +374,7 @@ impl Gradients {
         let loss = self.read_loss()?;
         // What is read as it comes was looked at then.
         if !loss.is_finite() && !closed.slot.reads_losses() {
-            closed.slot.report_bad_loss("the mean loss", loss);
+            closed.slot.warn_non_finite_loss("the mean loss", loss);
         }
         Some(loss)
     }
@@ -393,10 +393,10 @@ impl Gradients {
         let Some(loss) = self.read_loss().filter(|loss| !loss.is_finite()) else {
             return Ok(());
         };
-        match slot.on_bad_loss() {
-            OnBadLoss::Stop => Err(bad_loss::error(slot, &[(rank, loss)])),
-            OnBadLoss::Tell => {
-                slot.report_bad_loss(&format!("the loss of rank {rank}"), loss);
+        match slot.on_non_finite_loss() {
+            OnNonFiniteLoss::Fail => Err(non_finite_loss::error(slot, [(rank, loss)])),
+            OnNonFiniteLoss::Warn => {
+                slot.warn_non_finite_loss(&format!("the loss of rank {rank}"), loss);
                 Ok(())
             }
         }
@@ -462,6 +462,9 @@ impl Gradients {
 
     /// As Burn's own type, clipped if that was asked for; `None` while the window is open, and where
     /// the step is skipped.
+    ///
+    /// The window counts as stepped from here on: [save](crate::Accelerator::save_state) behind the step of your
+    /// optimizer, not between.
     ///
     /// For an optimizer of Burn's that was not prepared:
     ///

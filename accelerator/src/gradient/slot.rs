@@ -8,11 +8,11 @@ use burn::backend::DispatchTensor;
 use burn::module::{Param, ParamId};
 use burn::tensor::Tensor;
 
-use super::bad_loss::{self, OnBadLoss};
 use super::compression::Compression;
 use super::hook::Held;
 use super::layout::Buckets;
 use super::ledger::Ledger;
+use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::overlap::{Order, OverlapReport, Switch, Watching};
 use super::road::Road;
 use super::spread::Bounds;
@@ -23,7 +23,7 @@ use crate::error::Result;
 use crate::graph;
 use crate::local::Round;
 use crate::model::{TiedParameters, Trainable};
-use crate::notice;
+use crate::notice::{self, Once};
 use crate::precision::{Cast, Finiteness, Scaler, ScalerState};
 
 /// What is kept for a prepared model: which gradients it has, where they lie, and the window
@@ -32,7 +32,7 @@ use crate::precision::{Cast, Finiteness, Scaler, ScalerState};
 pub(crate) struct Slot {
     bucket_size: usize,
     /// The graph's leaf that the first parameter was when the program gave the model to `prepare`.
-    given_leaf: Option<u64>,
+    leaf_before_prepare: Option<u64>,
     /// Where sums are kept that are not cut.
     home: Home,
     /// Where a hook of the program's reduces the gradients.
@@ -41,32 +41,21 @@ pub(crate) struct Slot {
     ids: Vec<u64>,
     /// The parameters' numbers.
     numbers: HashMap<ParamId, usize>,
-    on_bad_loss: OnBadLoss,
+    on_non_finite_loss: OnNonFiniteLoss,
     /// How the last window was sent: beside what sends it, which is in use for the whole of a window.
     overlap_report: Mutex<OverlapReport>,
     parameters: Vec<Trainable>,
     /// Held by gradients that wait for their step.
     pending: Arc<()>,
-    /// Whether a gradient that only other ranks had was reported.
-    reported: AtomicBool,
-    /// Whether a loss that is not finite was reported.
-    reported_bad_loss: AtomicBool,
-    /// Whether a clip of nothing was reported.
-    reported_clip: AtomicBool,
-    /// Whether an epoch that was left in the midst of a window was reported.
-    reported_left: AtomicBool,
-    /// Whether steps in full precision, where another one was asked for, were reported.
-    reported_precision: AtomicBool,
-    /// Whether a bucket that did not fit the compressed type was reported.
-    reported_range: AtomicBool,
     /// How sums on a device get to other ranks.
     road: Option<Arc<Road>>,
+    said: Said,
     /// In how many windows up to now, one after the other, all ranks had the same loss.
     same_losses: AtomicU64,
     /// What this rank did by itself.
     round: Mutex<Round>,
     shelf: Mutex<Shelf>,
-    /// How many windows ended, over the whole job.
+    /// How many windows an optimizer has stepped with, skipped ones included, over the whole job.
     steps: AtomicU64,
     /// Which of its places hold the same parameter.
     tied: Arc<TiedParameters>,
@@ -83,6 +72,22 @@ pub(crate) struct Slot {
     scaler: Mutex<Option<Scaler>>,
     /// Whether somebody has asked for the norm of gradients.
     wants_norm: AtomicBool,
+}
+
+/// What was said of a model.
+#[derive(Debug, Default)]
+struct Said {
+    /// That an epoch was left in the midst of a window.
+    left_epoch: Once,
+    /// That only other ranks had a gradient of some parameter.
+    missing_gradient: Once,
+    non_finite_loss: Once,
+    /// That steps are in full precision, where another one was asked for.
+    precision: Once,
+    /// That a bucket did not fit the compressed type.
+    range: Once,
+    /// That a clip covers nothing.
+    unclipped: Once,
 }
 
 /// What was made of the parameters for the forward that comes next.
@@ -157,21 +162,16 @@ impl Slot {
         let watching = Watching::new(overlap);
         Self {
             bucket_size,
-            given_leaf: None,
+            leaf_before_prepare: None,
             home: Home::Host,
             hook: None,
             ids: Vec::new(),
             numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
-            on_bad_loss: OnBadLoss::default(),
+            on_non_finite_loss: OnNonFiniteLoss::default(),
             overlap_report: Mutex::new(watching.report()),
             pending: Arc::default(),
-            reported: AtomicBool::new(false),
-            reported_bad_loss: AtomicBool::new(false),
-            reported_clip: AtomicBool::new(false),
-            reported_left: AtomicBool::new(false),
-            reported_precision: AtomicBool::new(false),
-            reported_range: AtomicBool::new(false),
             road: None,
+            said: Said::default(),
             same_losses: AtomicU64::new(0),
             round: Mutex::new(Round::default()),
             shelf: Mutex::new(Shelf {
@@ -213,22 +213,25 @@ impl Slot {
     }
 
     /// For a model whose first parameter was that leaf of the graph when it was given to `prepare`.
-    pub(crate) fn with_given_leaf(self, given_leaf: Option<u64>) -> Self {
-        Self { given_leaf, ..self }
+    pub(crate) fn with_leaf_before_prepare(self, leaf_before_prepare: Option<u64>) -> Self {
+        Self {
+            leaf_before_prepare,
+            ..self
+        }
     }
 
-    pub(crate) fn given_leaf(&self) -> Option<u64> {
-        self.given_leaf
+    pub(crate) fn leaf_before_prepare(&self) -> Option<u64> {
+        self.leaf_before_prepare
     }
 
-    /// Whether a parameter is still what the program gave to `prepare`, and so one of a clone from before. Training with
-    /// such a clone begins before the first step: none is looked at behind it, since that takes memory each time.
-    pub(crate) fn is_given<const D: usize>(&self, param: &Param<Tensor<D>>) -> bool {
+    /// Whether a parameter is still what the program gave to `prepare`, and so one of a clone from before. Checked
+    /// before the first step only, since reading the leaf allocates.
+    pub(crate) fn is_clone_from_before<const D: usize>(&self, param: &Param<Tensor<D>>) -> bool {
         let first = self.parameters.first().map(|first| first.id);
-        self.given_leaf.is_some()
+        self.leaf_before_prepare.is_some()
             && self.steps() == 0
             && first == Some(param.id)
-            && graph::leaf_number(&param.val().into_dispatch()) == self.given_leaf
+            && graph::leaf_number(&param.val().into_dispatch()) == self.leaf_before_prepare
     }
 
     /// For a model that holds all of these.
@@ -264,28 +267,27 @@ impl Slot {
     }
 
     /// With steps of which that becomes where their loss is not finite.
-    pub(crate) fn with_bad_losses(self, on_bad_loss: OnBadLoss) -> Self {
+    pub(crate) fn with_non_finite_losses(self, on_non_finite_loss: OnNonFiniteLoss) -> Self {
         Self {
-            on_bad_loss,
+            on_non_finite_loss,
             ..self
         }
     }
 
-    pub(super) fn on_bad_loss(&self) -> OnBadLoss {
-        self.on_bad_loss
+    pub(super) fn on_non_finite_loss(&self) -> OnNonFiniteLoss {
+        self.on_non_finite_loss
     }
 
     /// Says once that a loss is not finite, and whose.
-    pub(super) fn report_bad_loss(&self, whose: &str, loss: f64) {
-        if !self.reported_bad_loss.swap(true, Ordering::Relaxed) {
-            bad_loss::tell(self, whose, loss);
+    pub(super) fn warn_non_finite_loss(&self, whose: &str, loss: f64) {
+        if self.said.non_finite_loss.first() {
+            non_finite_loss::warn(self, whose, loss);
         }
     }
 
-    /// Whether losses are read as they come: what is computed on the CPU is there, and what may stop the
-    /// training is waited for.
+    /// Whether `backward` reads the loss: on the CPU it is ready; with `stop_at_non_finite_loss` it is waited for.
     pub(super) fn reads_losses(&self) -> bool {
-        matches!(self.home, Home::Host) || self.on_bad_loss == OnBadLoss::Stop
+        matches!(self.home, Home::Host) || self.on_non_finite_loss == OnNonFiniteLoss::Fail
     }
 
     /// How sums on a device get to other ranks.
@@ -315,7 +317,7 @@ impl Slot {
         self.scaler().as_ref().map(Scaler::state)
     }
 
-    /// A window was reduced.
+    /// Moves the scale by the outcome of a window.
     pub(super) fn update_loss_scale(&self, gradients: Finiteness) {
         if let Some(scaler) = &mut *self.scaler() {
             scaler.update(gradients);
@@ -331,15 +333,14 @@ impl Slot {
         self.works_on_copies.store(true, Ordering::Relaxed);
     }
 
-    /// Whether no copy was ever made to be trained through; true once.
-    pub(super) fn lacks_working_copy(&self) -> bool {
-        !self.works_on_copies.load(Ordering::Relaxed)
-            && !self.reported_precision.swap(true, Ordering::Relaxed)
+    /// Whether it is to be said that no copy was ever made to be trained through; true once.
+    pub(super) fn claim_precision_warning(&self) -> bool {
+        !self.works_on_copies.load(Ordering::Relaxed) && self.said.precision.first()
     }
 
     /// A window has ended, in which all ranks had the same loss to the bit or not. Tells once that it was so in that
     /// many, one after the other.
-    pub(super) fn repeats_losses(&self, same: bool, windows: u64) -> bool {
+    pub(super) fn count_same_losses(&self, same: bool, windows: u64) -> bool {
         let count = self.same_losses.load(Ordering::Relaxed);
         if count >= windows {
             return false;
@@ -360,9 +361,9 @@ impl Slot {
     }
 
     /// Says once that a clip is of none of the parameters.
-    pub(super) fn report_unclipped(&self) {
+    pub(super) fn warn_unclipped(&self) {
         if let Some(first) = self.parameters.first()
-            && !self.reported_clip.swap(true, Ordering::Relaxed)
+            && self.said.unclipped.first()
         {
             notice::warn(&format!(
                 "a clip that was asked for covers none of the {} trainable parameters of its model: `only` is \
@@ -374,8 +375,8 @@ impl Slot {
     }
 
     /// Says once that so many micro-steps of an epoch that was left go into a step of another one.
-    pub(super) fn report_left_epoch(&self, epoch: u64, micro_steps: usize) {
-        if !self.reported_left.swap(true, Ordering::Relaxed) {
+    pub(super) fn warn_left_epoch(&self, epoch: u64, micro_steps: usize) {
+        if self.said.left_epoch.first() {
             notice::warn(&format!(
                 "epoch {epoch} was left with {micro_steps} micro-steps in an accumulation window that is open, and \
                  they go into the first step of the next epoch: end the window before leaving, with \
@@ -385,7 +386,7 @@ impl Slot {
     }
 
     /// Says that micro-steps are left, of which nothing comes any more.
-    pub(crate) fn report_lost(&self) {
+    pub(crate) fn warn_open_window(&self) {
         let (open, first) = (self.open_micro_steps(), self.parameters.first());
         if let Some(first) = first.filter(|_| open > 0) {
             notice::warn(&format!(
@@ -431,7 +432,7 @@ impl Slot {
         Arc::strong_count(&self.pending) > 1
     }
 
-    /// How many windows ended, over the whole job.
+    /// How many windows an optimizer has stepped with, skipped ones included, over the whole job.
     pub(crate) fn steps(&self) -> u64 {
         self.steps.load(Ordering::Relaxed)
     }
@@ -447,29 +448,28 @@ impl Slot {
     }
 
     /// Says once, by path, that this rank had no gradient for a parameter that others trained.
-    pub(super) fn report_missing(&self, written: &[bool], present: &[bool]) {
+    pub(super) fn warn_missing_gradients(&self, rank: usize, written: &[bool], present: &[bool]) {
         let missing = self.parameters.iter().zip(written.iter().zip(present));
         let paths: Vec<_> = missing
             .filter(|(_, (written, present))| !**written && **present)
             .map(|(parameter, _)| parameter.path.as_str())
             .collect();
-        if !paths.is_empty() && !self.reported.swap(true, Ordering::Relaxed) {
-            tracing::warn!(
-                ?paths,
-                "these parameters had no gradient on this rank, and one on others: it counted \
-                 as zeros here (said once)"
-            );
+        if !paths.is_empty() && self.said.missing_gradient.first() {
+            notice::warn(&format!(
+                "these parameters had no gradient on rank {rank}, and one on others: it counted as zeros there \
+                 (said once a model): {paths:?}"
+            ));
         }
     }
 
     /// Says once that a compressed bucket had to be reduced again.
-    pub(super) fn report_range(&self, compression: Compression) {
-        if !self.reported_range.swap(true, Ordering::Relaxed) {
-            tracing::warn!(
-                step = self.steps(),
-                "gradients that were sent as {compression} are not finite: they were too large, and this \
-                 step was reduced again in f32, or they are not finite themselves (said once)"
-            );
+    pub(super) fn warn_range(&self, compression: Compression) {
+        if self.said.range.first() {
+            notice::warn(&format!(
+                "gradients of step {} that were sent as {compression} are not finite: they were too large, and the \
+                 step was reduced again in f32, or they are not finite themselves (said once a model)",
+                self.steps()
+            ));
         }
     }
 

@@ -30,21 +30,21 @@ pub(super) struct Totals {
     pub(super) weight: f64,
     pub(super) loss: LossSum,
     pub(super) micro_steps: usize,
-    pub(super) batches: Batches,
+    pub(super) batches: BatchFingerprint,
 }
 
 /// Which batches a window was made from: a number that is the same on all ranks that have taken the same ones.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Batches {
+pub(super) struct BatchFingerprint {
     sum: u64,
     /// Whether it holds a weight that is of no batch.
     has_others: bool,
 }
 
-impl Batches {
+impl BatchFingerprint {
     pub(super) fn add(&mut self, mark: Option<&Mark>) {
         match mark {
-            Some(mark) => self.sum = self.sum.wrapping_add(mix(&mark.here.numbers())),
+            Some(mark) => self.sum = self.sum.wrapping_add(mix(&mark.position().numbers())),
             None => self.has_others = true,
         }
     }
@@ -176,8 +176,8 @@ impl Window {
         self.totals.micro_steps
     }
 
-    /// The epoch that the program left in the midst of this window, for that of this batch. A window that it keeps
-    /// open itself is its own affair.
+    /// The epoch that this batch's loader left while the window was open; `None` if the program kept it open with
+    /// `no_sync`.
     pub(super) fn left_epoch(&self, weight: &Weight) -> Option<u64> {
         let mark = weight.mark.as_ref().filter(|_| !self.kept_open)?;
         let left = self.marks.iter().find(|earlier| mark.leaves(earlier))?;

@@ -153,7 +153,7 @@ impl Accelerator {
     /// that of none: evaluate when it was averaged, or this rank's replica with Burn's `model.valid()`.
     #[track_caller]
     pub fn valid<M: Module>(&self, model: &M) -> Result<M> {
-        replicas::settle(self, "evaluate the model", model)?;
+        replicas::check_and_sync(self, "evaluate the model", model)?;
         Ok(model.valid())
     }
 }

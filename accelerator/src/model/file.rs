@@ -91,7 +91,7 @@ impl Accelerator {
         path: impl AsRef<Path>,
         options: &SaveOptions,
     ) -> Result<()> {
-        replicas::settle(self, "save the model", model)?;
+        replicas::check_and_sync(self, "save the model", model)?;
         let group = self.group();
         if !self.is_main_process() {
             return outcome::hear(group, "save the model");

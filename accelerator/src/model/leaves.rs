@@ -7,17 +7,17 @@ use crate::graph;
 
 /// The model with new leaves of the graph, and the old one of its first trainable parameter. A loss that was made
 /// with a clone from before gives it no gradient, on any rank.
-pub(super) fn renew<M: Module>(model: M) -> (M, Option<u64>) {
-    let mut renewing = Renewing { first: None };
-    let model = model.map(&mut renewing);
-    (model, renewing.first)
+pub(super) fn fresh_leaves<M: Module>(model: M) -> (M, Option<u64>) {
+    let mut fresh = FreshLeaves { first: None };
+    let model = model.map(&mut fresh);
+    (model, fresh.first)
 }
 
-struct Renewing {
+struct FreshLeaves {
     first: Option<u64>,
 }
 
-impl ModuleMapper for Renewing {
+impl ModuleMapper for FreshLeaves {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         if !param.is_require_grad() {
             return param;

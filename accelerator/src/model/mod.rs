@@ -4,6 +4,7 @@
 //! [`load_model`](crate::Accelerator::load_model) write and read safetensors files, which every
 //! other tool opens; the types here say how.
 
+mod autodiff_device;
 mod buffers;
 mod dtype;
 mod file;
@@ -13,7 +14,6 @@ mod leaves;
 mod load;
 mod options;
 mod read;
-mod recorded;
 mod replicate;
 mod report;
 mod snapshot;
@@ -27,6 +27,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
+use serde::{Deserialize, Serialize};
 
 pub(crate) use self::buffers::settle_statistics;
 pub use self::file_layout::FileLayout;
@@ -64,17 +65,17 @@ impl Models {
             trained: Found::default(),
             frozen: Found::default(),
             trains: false,
-            is_given: false,
+            is_clone_from_before: false,
         };
         model.visit(&mut search);
         let Search {
             trained,
             frozen,
             trains,
-            is_given,
+            is_clone_from_before,
             ..
         } = search;
-        if is_given {
+        if is_clone_from_before {
             return Err(Error::misuse(
                 "this model is a clone from before `prepare`, which is another model than the prepared one (on \
                  ranks other than 0, its parameters have other ids): go on with what `prepare` gave back, and clone \
@@ -104,11 +105,8 @@ impl Models {
 
     /// By the first of its parameters: the models for which `backward` was never called.
     pub(crate) fn untrained(&self) -> Vec<String> {
-        let slots = self.lock();
-        let firsts = slots.iter().filter_map(|(id, slot)| {
-            let first = slot.parameters().first()?;
-            (first.id == *id && !slot.was_trained()).then(|| first.path.clone())
-        });
+        let untrained = self.models().filter(|slot| !slot.was_trained());
+        let firsts = untrained.filter_map(|slot| Some(slot.parameters().first()?.path.clone()));
         firsts.collect()
     }
 
@@ -119,14 +117,19 @@ impl Models {
         Some(slot.parameters()[slot.number(id)?].clone())
     }
 
-    /// Says of which models micro-steps are left, now that the program is at its end.
-    pub(crate) fn report_lost(&self) {
-        for (id, slot) in self.lock().iter() {
-            // Once for all of its parameters.
-            if slot.number(*id) == Some(0) {
-                slot.report_lost();
-            }
-        }
+    /// Warns of the models of which micro-steps are left, now that the program is at its end.
+    pub(crate) fn warn_open_windows(&self) {
+        self.models().for_each(|slot| slot.warn_open_window());
+    }
+
+    /// Each model once.
+    fn models(&self) -> impl Iterator<Item = Arc<Slot>> {
+        let slots = self.lock();
+        let firsts = slots
+            .iter()
+            .filter(|(id, slot)| slot.number(**id) == Some(0));
+        let models: Vec<_> = firsts.map(|(_, slot)| slot.clone()).collect();
+        models.into_iter()
     }
 
     /// The slot of the model with all of these parameters, and no others, trained or frozen.
@@ -170,7 +173,7 @@ pub(crate) fn draw_all<M: Module>(model: &M) {
 #[track_caller]
 pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<M> {
     let device = accelerator.device();
-    let recorded = recorded::check(&model);
+    let on_autodiff = autodiff_device::check_autodiff(&model);
     let model = if model.devices().iter().all(|found| *found == device) {
         model
     } else {
@@ -179,62 +182,81 @@ pub(crate) fn prepare<M: Module>(accelerator: &Accelerator, model: M) -> Result<
     // Reading the layout initialises lazy parameters, in one order on every rank.
     let layout = Layout::of(&model);
     let known = accelerator.shared.models.same(&layout);
-    let ready = known.as_ref().map(|slot| check_between_steps(slot));
+    let between_steps = known.as_ref().map(|slot| check_between_steps(slot));
     let group = accelerator.group();
     if group.world_size() == 1 {
-        recorded?;
-        ready.transpose()?;
-        return make_known(accelerator, model, known.as_deref());
+        on_autodiff?;
+        between_steps.transpose()?;
+        return make_known(accelerator, model, &layout, known.as_deref());
     }
+    let report = |checked: &Result<()>| checked.as_ref().copied().map_err(Failure::of);
+    let mine = PrepareReport {
+        on_autodiff: report(&on_autodiff),
+        layout: layout.clone(),
+        between_steps: between_steps.as_ref().map(report),
+    };
     let preparing = group.for_purpose("prepare a model");
-    let ready_told = ready
-        .as_ref()
-        .map(|ready| ready.as_ref().copied().map_err(Failure::of));
-    let recorded_told = recorded.as_ref().copied().map_err(Failure::of);
-    let told = (recorded_told, layout.clone(), ready_told);
-    let all = preparing.all_gather_object(&told)?;
-    recorded?;
-    let (mut layouts, mut told) = (Vec::new(), Vec::new());
-    for (rank, (recorded, layout, ready)) in all.into_iter().enumerate() {
-        recorded.map_err(|failure: Failure| failure.into_error(rank, "prepare a model"))?;
-        layouts.push(layout);
-        told.push(ready);
+    let reports: Vec<PrepareReport> = preparing.all_gather_object(&mine)?;
+    on_autodiff?;
+    let (mut layouts, mut all_between_steps) = (Vec::new(), Vec::new());
+    for (rank, report) in reports.into_iter().enumerate() {
+        let on_autodiff = report.on_autodiff;
+        on_autodiff.map_err(|failure| failure.into_error(rank, "prepare a model"))?;
+        layouts.push(report.layout);
+        all_between_steps.push(report.between_steps);
     }
     layout.check_against(&layouts)?;
     // One that is new on some rank is new on all of them.
-    let told: Option<Vec<Result<(), Failure>>> = told.into_iter().collect();
-    let known = known.filter(|_| told.is_some());
-    if let Some(told) = told {
-        ready.transpose()?;
-        for (rank, told) in told.into_iter().enumerate() {
-            told.map_err(|failure| failure.into_error(rank, "prepare the model again"))?;
+    let all_between_steps: Option<Vec<_>> = all_between_steps.into_iter().collect();
+    let known = known.filter(|_| all_between_steps.is_some());
+    if let Some(all_between_steps) = all_between_steps {
+        between_steps.transpose()?;
+        for (rank, between_steps) in all_between_steps.into_iter().enumerate() {
+            between_steps.map_err(|failure| failure.into_error(rank, "prepare the model again"))?;
         }
         // Each rank has statistics of its own, which rank 0's replace.
         accelerator.sync_buffers(&model)?;
     }
     let model = replicate::from_rank_zero(group, model, &layout)?;
+    // Parameters have rank 0's ids now, and running statistics keep each rank's own.
+    let layout = Layout::of(&model);
     // Of rank 0's values, so all ranks come to the same answer.
-    make_known(accelerator, model, known.as_deref())
+    make_known(accelerator, model, &layout, known.as_deref())
 }
 
-/// Makes a model known that was given `before`, or is new.
-fn make_known<M: Module>(accelerator: &Accelerator, model: M, before: Option<&Slot>) -> Result<M> {
+/// What ranks tell each other of a model that they prepare.
+#[derive(Deserialize, Serialize)]
+struct PrepareReport {
+    /// Whether it lies where gradients are recorded.
+    on_autodiff: Result<(), Failure>,
+    layout: Layout,
+    /// Of one that was prepared before: whether nothing of a step of it is lost.
+    between_steps: Option<Result<(), Failure>>,
+}
+
+/// Makes a model of that layout known, that was given `before`, or is new.
+fn make_known<M: Module>(
+    accelerator: &Accelerator,
+    model: M,
+    layout: &Layout,
+    before: Option<&Slot>,
+) -> Result<M> {
     let tied = TiedParameters::checked(&model)?;
-    let (model, given_leaf) = leaves::renew(model);
+    let (model, leaf_before_prepare) = leaves::fresh_leaves(model);
     let model = tied.retie(model);
-    let standing = match before {
-        Some(before) => Standing {
-            given_leaf: before.given_leaf(),
+    let prior = match before {
+        Some(before) => PriorState {
+            leaf_before_prepare: before.leaf_before_prepare(),
             scaler: before.scaler_state(),
             steps: before.steps(),
         },
-        None => Standing {
-            given_leaf,
-            ..Standing::default()
+        None => PriorState {
+            leaf_before_prepare,
+            ..PriorState::default()
         },
     };
     let hook = accelerator.communication_hook();
-    insert(accelerator, &model, standing, hook);
+    insert(accelerator, layout, tied, prior, hook);
     Ok(model)
 }
 
@@ -270,48 +292,54 @@ pub(crate) fn resume<M: Module>(
     hook: Option<Held>,
 ) -> Result<M> {
     let model = restore_values(accelerator, model, path, saved)?;
-    let standing = Standing {
-        given_leaf: None,
+    let prior = PriorState {
+        leaf_before_prepare: None,
         scaler,
         steps,
     };
-    insert(accelerator, &model, standing, hook);
+    let tied = TiedParameters::of(&model);
+    insert(accelerator, &Layout::of(&model), tied, prior, hook);
     Ok(model)
 }
 
 /// What a model brings along from before it is made known.
 #[derive(Default)]
-struct Standing {
-    /// See [`Slot::is_given`].
-    given_leaf: Option<u64>,
+struct PriorState {
+    /// See [`Slot::is_clone_from_before`].
+    leaf_before_prepare: Option<u64>,
     /// The scale of its losses.
     scaler: Option<ScalerState>,
     steps: u64,
 }
 
-/// Makes a model known that stands so, with that hook.
-fn insert<M: Module>(accelerator: &Accelerator, model: &M, standing: Standing, hook: Option<Held>) {
+/// Makes a model of that layout known, in that state, with that hook.
+fn insert(
+    accelerator: &Accelerator,
+    layout: &Layout,
+    tied: TiedParameters,
+    prior: PriorState,
+    hook: Option<Held>,
+) {
     let shared = &accelerator.shared;
-    let layout = Layout::of(model);
     let slot = Slot::new(
         layout.trainable(),
         shared.settings.bucket_size,
         shared.overlap,
     );
-    let scaler = accelerator.scaler().map(|fresh| match standing.scaler {
+    let scaler = accelerator.scaler().map(|fresh| match prior.scaler {
         Some(state) => fresh.with_state(state),
         None => fresh,
     });
     let slot = slot
         .with_ids(layout.ids())
-        .with_tied(TiedParameters::of(model))
-        .with_given_leaf(standing.given_leaf)
-        .with_steps(standing.steps)
-        .with_bad_losses(shared.settings.on_bad_loss)
+        .with_tied(tied)
+        .with_leaf_before_prepare(prior.leaf_before_prepare)
+        .with_steps(prior.steps)
+        .with_non_finite_losses(shared.settings.on_non_finite_loss)
         .with_scaler(scaler)
         .with_road(shared.road.clone(), hook);
-    shared.models.insert(&layout, slot);
-    shared.failed_calls.forget();
+    shared.models.insert(layout, slot);
+    shared.failed_calls.reset();
 }
 
 /// Gives a model the values and ids that were saved at `path`, which rank 0 alone reads.
@@ -337,7 +365,7 @@ struct Search<'a> {
     /// Whether there is a parameter that takes a gradient.
     trains: bool,
     /// Whether it is still what was given to `prepare`.
-    is_given: bool,
+    is_clone_from_before: bool,
 }
 
 #[derive(Default)]
@@ -355,7 +383,7 @@ impl ModuleVisitor for Search<'_> {
         let Some(slot) = self.slots.get(&param.id) else {
             return;
         };
-        self.is_given |= trains && slot.is_given(param);
+        self.is_clone_from_before |= trains && slot.is_clone_from_before(param);
         let found = match trains {
             true => &mut self.trained,
             false => &mut self.frozen,

@@ -76,12 +76,12 @@ enum TieRole {
 impl TiedParameters {
     /// Those that take a gradient.
     pub(crate) fn of<M: Module>(model: &M) -> Self {
-        Finder::search(model).tied
+        TieFinder::search(model).tied
     }
 
     /// The same, of a model whose places have the same values.
     pub(crate) fn checked<M: Module>(model: &M) -> Result<Self> {
-        let finder = Finder::search(model);
+        let finder = TieFinder::search(model);
         if let Some([frozen, trained]) = finder.half_frozen {
             return Err(Error::new(
                 Kind::Model,
@@ -129,7 +129,7 @@ impl TiedParameters {
         if self.is_empty() {
             return Ok(());
         }
-        let finder = Finder::search(model);
+        let finder = TieFinder::search(model);
         let is_trained = |place: &usize| finder.trained.get(*place) == Some(&true);
         let is_split = |(place, role): (&usize, &TieRole)| match role {
             TieRole::First => false,
@@ -183,7 +183,7 @@ impl Apart {
 }
 
 #[derive(Default)]
-struct Finder {
+struct TieFinder {
     apart: Vec<Apart>,
     first: HashMap<ParamId, TiedPlace>,
     /// A frozen place, and a trained one behind it.
@@ -194,7 +194,7 @@ struct Finder {
     trained: Vec<bool>,
 }
 
-impl Finder {
+impl TieFinder {
     fn search<M: Module>(model: &M) -> Self {
         let mut finder = Self::default();
         model.visit(&mut finder);
@@ -202,7 +202,7 @@ impl Finder {
     }
 }
 
-impl ModuleVisitor for Finder {
+impl ModuleVisitor for TieFinder {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.enter(name);
     }

@@ -180,6 +180,7 @@ mod state;
 mod whole;
 
 use core::fmt;
+use std::collections::HashSet;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
@@ -202,6 +203,7 @@ use crate::accelerator::Accelerator;
 use crate::error::Result;
 use crate::gradient::{Averaged, Gradients, Scalar, StepCommit};
 use crate::model::{Layout, Trainable};
+use crate::notice;
 use crate::timeline::{Part, Phase, Timeline};
 
 /// What the last [`PreparedOptimizer::step`] did.
@@ -327,6 +329,8 @@ pub struct PreparedOptimizer<S> {
     optimizer: ModuleOptimizer,
     /// Without the norm.
     outcome: StepOutcome,
+    /// The parameters that a checkpoint had state for, until the first step after it.
+    resumed: HashSet<u64>,
     schedule: S,
     /// Of an optimizer whose state is shared out over several ranks.
     shards: Option<Shards>,
@@ -353,6 +357,7 @@ impl<S> PreparedOptimizer<S> {
             norm: None,
             optimizer,
             outcome: StepOutcome::Accumulated,
+            resumed: HashSet::new(),
             schedule,
             shards,
             steps: 0,
@@ -403,6 +408,9 @@ impl<S> PreparedOptimizer<S> {
             if let Err(error) = check_types(&self.optimizer, known, &device) {
                 panic!("{error}");
             }
+        }
+        if !self.resumed.is_empty() {
+            warn_of_other_state(&core::mem::take(&mut self.resumed), &Layout::of(&model));
         }
         // Only steps that communicate can fail.
         let may_fail = self.shards.is_some() || gradients.is_spread() || gradients.is_lost();
@@ -677,5 +685,18 @@ impl<S> fmt::Debug for PreparedOptimizer<S> {
             .field("norm", &self.norm)
             .field("steps", &self.steps)
             .finish_non_exhaustive()
+    }
+}
+
+/// Warns where an optimizer was resumed with state for none of the parameters that it steps first.
+fn warn_of_other_state(resumed: &HashSet<u64>, layout: &Layout) {
+    let mut parameters = layout.trainable().into_iter();
+    if !parameters.any(|parameter| resumed.contains(&parameter.id.val())) {
+        notice::warn(&format!(
+            "an optimizer was resumed with state for {} parameters, and the model of its first step has none of \
+             them: it begins anew there; where there are several optimizers, pass them to `save_state`, `resume` \
+             and `step` in the same order",
+            resumed.len()
+        ));
     }
 }

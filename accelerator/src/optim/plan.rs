@@ -165,7 +165,8 @@ impl Accelerator {
         let accumulation = self.accumulation_steps();
         let micro_steps = train.steps();
         let steps_per_epoch = micro_steps.map(|steps| steps.div_ceil(accumulation as u64));
-        let batch = train.plan_batch();
+        train.note_planned();
+        let batch = train.global_batch();
         TrainingPlan {
             world_size: self.world_size(),
             accumulation_steps: accumulation,

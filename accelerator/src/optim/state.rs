@@ -124,7 +124,7 @@ impl<S> PreparedOptimizer<S> {
 
     /// Goes on from a saved state, as the optimizer that errors call `name`. Rates are multiplied
     /// by `factor` from here on.
-    pub(crate) fn go_on(
+    pub(crate) fn resume_from(
         mut self,
         name: &str,
         state: OptimizerState,
@@ -136,6 +136,7 @@ impl<S> PreparedOptimizer<S> {
     {
         self.schedule.restore(name, state.schedule)?;
         let kept = self.shards.is_some().then(|| window(&record)).transpose()?;
+        self.resumed = ids_in(&record)?;
         let blank = match &self.shards {
             Some(shards) => shards.blank(),
             None => self.optimizer,
@@ -143,7 +144,7 @@ impl<S> PreparedOptimizer<S> {
         self.optimizer = load(name, blank, record)?;
         self.unchecked = None;
         if let (Some(shards), Some(record)) = (&mut self.shards, kept) {
-            self.optimizer = shards.go_on(record)?;
+            self.optimizer = shards.resume_from(record)?;
         }
         self.factor = factor;
         self.steps = state.steps;
@@ -206,6 +207,12 @@ pub(super) fn load(name: &str, blank: ModuleOptimizer, record: Bytes) -> Result<
     }
 }
 
+/// The parameters that a record has state for.
+fn ids_in(record: &Bytes) -> Result<HashSet<u64>> {
+    let fields = Fields::of(record)?;
+    Ok(fields.types.keys().filter_map(|name| id_of(name)).collect())
+}
+
 /// Refuses state that a program has loaded in another float type than the optimizer keeps it in. `parameter` tells
 /// what is known by an id.
 pub(crate) fn check_types(
@@ -250,19 +257,13 @@ pub(crate) fn check_types(
 
 /// Whether the state in `record` belongs to parameters with these ids alone.
 pub(crate) fn check_known(name: &str, record: &Bytes, ids: &HashSet<u64>) -> Result<()> {
-    let strangers: BTreeSet<u64> = Fields::of(record)?
-        .types
-        .keys()
-        .filter_map(|name| id_of(name))
-        .filter(|id| !ids.contains(id))
-        .collect();
-    if strangers.is_empty() {
+    let strangers = ids_in(record)?.difference(ids).count();
+    if strangers == 0 {
         return Ok(());
     }
     Err(Error::misuse(format!(
-        "{name} has state for {} parameters of models that are not beside it: save, and resume, an \
-         optimizer together with its model",
-        strangers.len()
+        "{name} has state for {strangers} parameters of models that are not beside it: save, and resume, an \
+         optimizer together with its model"
     )))
 }
 
@@ -332,13 +333,13 @@ impl Schedule for Scheduled {
         if let Unit::Epoch { last } = &mut scheduler.unit {
             *last = state.epoch;
         }
-        scheduler.go_on(name, &state)
+        scheduler.resume_from(name, &state)
     }
 }
 
 impl Scheduler {
     /// Loads how it stood and steps once more, which gives the rate again.
-    fn go_on(&mut self, name: &str, state: &ScheduleState) -> Result<()> {
+    fn resume_from(&mut self, name: &str, state: &ScheduleState) -> Result<()> {
         let first = state.before.as_ref().unwrap_or(&state.after);
         let record = LrSchedulerRecord::from_bytes(Bytes::from_bytes_vec(first.clone()))
             .map_err(|error| unreadable(name, error))?;

@@ -70,11 +70,11 @@ impl Tail {
             return;
         }
         let begins = |line: &Vec<u8>| is_panic(&String::from_utf8_lossy(line));
-        let kept = match lines.iter().rposition(begins) {
+        let removed = match lines.iter().rposition(begins) {
             Some(0) if self.since_panic <= PANIC_LINES => 2,
             _ => 0,
         };
-        lines.remove(kept);
+        lines.remove(removed);
     }
 }
 

@@ -8,10 +8,14 @@ use signal_hook::consts::signal;
 use super::{FailureRecord, FirstFailure, OtherRank};
 use crate::output::headline;
 use crate::supervisor::job::End;
+use crate::supervisor::rank_reports::FailureReport;
 use crate::text::list;
 
 /// How many lines about other ranks the text has.
 const MAX_OTHERS: usize = 16;
+
+/// The length in bytes from which on a line that two texts share is no coincidence.
+const MIN_SHARED_LINE: usize = 12;
 
 impl FailureRecord {
     /// What happened, and whether it is the same as in the failure `before`: "rank 1 was killed by SIGKILL, as
@@ -63,13 +67,18 @@ impl FailureRecord {
         if self.first.signal == Some(signal::SIGKILL) {
             text.push_str(", as when the machine runs out of memory");
         }
-        if let Some(statement) = &shown.said {
+        let said = shown.said.as_ref();
+        if let Some(statement) = said.filter(|said| !self.first.has_shown(said)) {
             let who = if statement.rank == *rank {
                 "it said".to_owned()
             } else {
                 format!("rank {} said", statement.rank)
             };
-            let _ = write!(text, "\n  {who}: {}", statement.text);
+            let _ = write!(
+                text,
+                "\n  {who}: {}",
+                statement.text.replace('\n', "\n    ")
+            );
         }
         if !reported_by.is_empty() {
             let _ = write!(text, "\n  reported by {}", list(reported_by));
@@ -119,6 +128,15 @@ impl FailureRecord {
             (None, Some(signal)) => End::Signal(signal).to_string(),
             _ => format!("it {}", self.first.shown.end_text),
         }
+    }
+}
+
+impl FirstFailure {
+    /// Whether its last lines show what it reported itself, as those of a panic do.
+    fn has_shown(&self, report: &FailureReport) -> bool {
+        let is_shown =
+            |line: &String| line.len() >= MIN_SHARED_LINE && report.text.contains(line.trim());
+        report.rank == self.rank && self.last_words.iter().any(is_shown)
     }
 }
 

@@ -324,6 +324,21 @@ mod tests {
     }
 
     #[test]
+    fn a_panic_that_the_rank_reported_is_shown_once() {
+        let mut failure = failure("no such digit: 10", Vec::new());
+        let mut said = |rank: usize| {
+            failure.first.shown.said = Some(FailureReport {
+                rank,
+                blamed: BTreeSet::from([0]),
+                text: "it panicked: no such digit: 10 (at src/main.rs:3:5)".to_owned(),
+            });
+            failure.block(None)
+        };
+        assert_eq!(said(0).matches("no such digit").count(), 1);
+        assert_eq!(said(1).matches("no such digit").count(), 2);
+    }
+
+    #[test]
     fn an_error_that_several_ranks_share_is_shown_once() {
         let others = vec![
             other(1, 1, "the models differ"),

@@ -95,8 +95,8 @@ impl StoreServer {
                 ErrorKind::AddrInUse => Error::caused(
                     Kind::AddressInUse,
                     format!(
-                        "the store cannot listen at {address:?}, the port is taken; by this process, if it \
-                         has joined the job before: make one `Accelerator`, and clone it. Else end the \
+                        "the store cannot listen at {address:?}, the port is taken. If this process has \
+                         joined the job before, make one `Accelerator` and clone it; if not, end the \
                          process that listens there, or choose another port (MASTER_PORT or \
                          ACCEL_PORT, 0 in the launcher for a free one)"
                     ),

@@ -12,7 +12,7 @@ use burn::tensor::FloatDType;
 use crate::accelerator::SameBatches;
 use crate::device::{DeviceKind, Oversubscription};
 use crate::gradient::hook::{CommunicationHook, Maker};
-use crate::gradient::{Compression, GradientReduction, OnBadLoss, Overlap};
+use crate::gradient::{Compression, GradientReduction, OnNonFiniteLoss, Overlap};
 use crate::precision::{LossScale, Precision};
 use crate::timeline::{Recording, Schedule};
 
@@ -63,7 +63,7 @@ pub struct AcceleratorBuilder {
     hook: Option<Maker>,
     launch: Option<Launch>,
     loss_scale: LossScale,
-    on_bad_loss: OnBadLoss,
+    on_non_finite_loss: OnNonFiniteLoss,
     options: GroupOptions,
     overlap: Option<Overlap>,
     oversubscription: Option<Oversubscription>,
@@ -98,7 +98,7 @@ impl AcceleratorBuilder {
             hook: None,
             launch: None,
             loss_scale: LossScale::new(),
-            on_bad_loss: OnBadLoss::Tell,
+            on_non_finite_loss: OnNonFiniteLoss::Warn,
             options: GroupOptions::new(),
             overlap: None,
             oversubscription: None,
@@ -114,8 +114,8 @@ impl AcceleratorBuilder {
 
     /// How many calls of [`Accelerator::backward`](crate::Accelerator::backward) make one optimizer step. The
     /// last window of an epoch may be shorter; its average is over the samples that it holds. An epoch that is left by
-    /// a `break` does not end its window: say so with [`trigger_sync`](crate::Weight::trigger_sync) in its last call,
-    /// or what it holds goes into the first step of the next epoch. Default: `ACCEL_ACCUMULATION_STEPS`, else 1.
+    /// a `break` does not end its window. End it with [`trigger_sync`](crate::Weight::trigger_sync) in its last call;
+    /// otherwise its micro-steps go into the next epoch's first step. Default: `ACCEL_ACCUMULATION_STEPS`, else 1.
     pub fn accumulation_steps(mut self, steps: usize) -> Self {
         self.accumulation_steps = Some(steps);
         self
@@ -433,6 +433,9 @@ impl AcceleratorBuilder {
     /// rank. The model is as it was before that step. Default: the rank whose loss it is says so once a model, with
     /// the step, and training goes on.
     ///
+    /// In [local training](crate::local), ranks hear nothing of each other between averages, and the error is that of
+    /// this rank alone: end the program with it.
+    ///
     /// On a CPU it costs nothing. On a GPU each call of `backward` waits until its loss is computed; without it, such
     /// a loss is told there when the program asks for [`Gradients::loss`](crate::Gradients::loss).
     ///
@@ -455,7 +458,7 @@ impl AcceleratorBuilder {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn stop_at_non_finite_loss(mut self) -> Self {
-        self.on_bad_loss = OnBadLoss::Stop;
+        self.on_non_finite_loss = OnNonFiniteLoss::Fail;
         self
     }
 

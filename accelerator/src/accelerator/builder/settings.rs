@@ -71,7 +71,7 @@ impl AcceleratorBuilder {
             compression,
             hook: self.hook.clone(),
             loss_scale: self.loss_scale,
-            on_bad_loss: self.on_bad_loss,
+            on_non_finite_loss: self.on_non_finite_loss,
             overlap: environment::overlap(self.overlap)?,
             precision: environment::precision(self.precision)?,
             recording,

@@ -63,7 +63,7 @@ pub(super) fn terms(
                  lets all kinds of devices train together",
             ),
         Term::new("the scale of the loss", settings.loss_scale).set_by("`loss_scale`"),
-        Term::new("a loss that is not finite", settings.on_bad_loss.name())
+        Term::new("a loss that is not finite", settings.on_non_finite_loss.name())
             .set_by("`stop_at_non_finite_loss`"),
         Term::new("the seed", settings.seed).set_by("`seed`"),
         Term::new("what is recorded", settings.recording)

@@ -8,7 +8,7 @@ use super::{Pass, SampleStream, Streamed};
 use crate::data::batch::{Batch, Info};
 use crate::data::deferred::DeferredBatch;
 use crate::data::feed::{Ahead, caught, read_ahead};
-use crate::data::meeting::{Here, PURPOSE, meet};
+use crate::data::meeting::{PURPOSE, ReadPosition, meet};
 use crate::error::{Error, Kind, Result};
 use crate::outcome::Failure;
 
@@ -68,10 +68,10 @@ where
             let dispatched = ahead.flatten().transpose()?;
             return Ok(dispatched.map(|dispatch| dispatch.own));
         }
-        let here = self.pass.here(self.step);
+        let position = self.pass.position(self.step);
         let batch = match ahead {
-            Some(ahead) => self.tell(here, ahead),
-            None => self.hear(here),
+            Some(ahead) => self.tell(position, ahead),
+            None => self.hear(position),
         };
         // Each rank makes its own before they meet.
         let seed = self.pass.seed_of_batch(self.step);
@@ -79,14 +79,20 @@ where
         self.step = self.step.saturating_add(1);
         let made = batch.as_ref().map(|_| ());
         let (group, caller) = (&self.pass.group, self.pass.caller);
-        meet(group, here, made, "make its batch of the stream", caller)?;
+        meet(
+            group,
+            position,
+            made,
+            "make its batch of the stream",
+            caller,
+        )?;
         batch
     }
 
     /// Sends what was read to the others.
     fn tell(
         &self,
-        here: Here,
+        position: ReadPosition,
         ahead: Option<Result<Dispatch<O>>>,
     ) -> Result<Option<Batch<DeferredBatch<O>>>> {
         let same = |told: &dyn Fn() -> Told| (0..self.pass.world_size()).map(|_| told()).collect();
@@ -98,22 +104,27 @@ where
             }
             None => (Ok(None), same(&|| Told::End)),
         };
-        let told: Vec<_> = told.into_iter().map(|told| (here, told)).collect();
+        let told: Vec<_> = told.into_iter().map(|told| (position, told)).collect();
         let group = self.pass.group.for_purpose(PURPOSE);
-        let sent = group.scatter_object_at::<_, (Here, Told)>(Some(&told), 0, self.pass.caller);
+        let sent =
+            group.scatter_object_at::<_, (ReadPosition, Told)>(Some(&told), 0, self.pass.caller);
         // The reader's own error is the cause.
         let own = own?;
         sent?;
         Ok(own)
     }
 
-    fn hear(&self, here: Here) -> Result<Option<Batch<DeferredBatch<O>>>> {
+    fn hear(&self, position: ReadPosition) -> Result<Option<Batch<DeferredBatch<O>>>> {
         let (pass, batching) = (&self.pass, &self.streamed.batching);
         let group = pass.group.for_purpose(PURPOSE);
-        let told = group.scatter_object_at::<(Here, Told), (Here, Told)>(None, 0, pass.caller)?;
+        let told = group.scatter_object_at::<(ReadPosition, Told), (ReadPosition, Told)>(
+            None,
+            0,
+            pass.caller,
+        )?;
         match told {
             // Of no use here, which is what comes to light when the ranks meet.
-            (there, _) if there != here => Ok(None),
+            (there, _) if there != position => Ok(None),
             (_, Told::End) => Ok(None),
             (_, Told::Failed(failure)) => Err(failure.into_error(0, "read the stream")),
             (_, Told::Batch(info, bytes)) => caught("making a batch", || {

@@ -21,7 +21,7 @@ pub use self::source::{SampleStream, StreamError, StreamItems, StreamPart};
 use super::cursor::Spot;
 use super::epoch::Reseed;
 use super::feed::{Feed, read_ahead};
-use super::meeting::Here;
+use super::meeting::ReadPosition;
 use super::prepared::Place;
 use super::source::Batching;
 use super::spec::Spec;
@@ -83,8 +83,8 @@ impl Pass {
     }
 
     /// The step of the pass with that number.
-    fn here(&self, step: u64) -> Here {
-        Here {
+    fn position(&self, step: u64) -> ReadPosition {
+        ReadPosition {
             epoch: self.epoch,
             loader: self.place.number,
             step,

@@ -81,10 +81,10 @@ impl<O: Send + 'static> Batches<O> {
             Ok(own) if is_alone => vec![Word::of(own)],
             Err(error) if is_alone => return Err(error.clone()),
             _ => {
-                let here = self.pass.here(self.step);
+                let position = self.pass.position(self.step);
                 let mine = own.as_ref().map(Word::of);
                 let (group, caller) = (&self.pass.group, self.pass.caller);
-                meet(group, here, mine, "read its part of the stream", caller)?
+                meet(group, position, mine, "read its part of the stream", caller)?
             }
         };
         let own = own?;

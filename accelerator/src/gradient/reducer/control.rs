@@ -5,10 +5,9 @@ use accelerator_plan::mix;
 
 use super::{Pace, Reducer, waited};
 use crate::agreement::sides;
+use crate::data::Mark;
 use crate::error::{Error, Kind, Result};
-use crate::gradient::bad_loss;
 use crate::gradient::failed_calls::BackwardCall;
-use crate::gradient::slot::Slot;
 use crate::timeline::{Part, Phase};
 
 /// How many numbers a control vector has.
@@ -16,23 +15,91 @@ pub(in crate::gradient) fn length(parameters: usize, buckets: usize) -> usize {
     HEADER + parameters + buckets + 1
 }
 
-/// How many stand in front of the flags; see [`Told`].
-const HEADER: usize = 10;
+/// How many stand in front of the flags.
+const HEADER: usize = size_of::<Header>() / size_of::<f64>();
 
-/// What all ranks have told each other in a control vector: sums over them.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Told<'a> {
+/// What stands in front of the flags: of one rank, or the sums over all of them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Header {
     pub(super) weight: f64,
     /// Σ weight · loss.
     pub(super) loss: f64,
-    /// Of what tells windows apart, and of its echoes.
-    window: [f64; 2],
-    /// How many ranks know from which batches their window was made, and of what tells those apart, and of its echoes.
-    batches: [f64; 3],
-    /// Of what tells the losses of ranks apart, and of its echoes.
-    losses: [f64; 2],
+    window: Fingerprint,
+    batches: Fingerprint,
+    losses: Fingerprint,
     /// How many ranks want the norm.
     norm: f64,
+}
+
+impl Header {
+    fn read(values: &[f64]) -> Self {
+        let mut header = Self::default();
+        let mut values = values.iter();
+        header.each(|number| *number = values.next().copied().unwrap_or_default());
+        header
+    }
+
+    fn write(mut self, values: &mut [f64]) {
+        let mut values = values.iter_mut();
+        self.each(|number| values.next().into_iter().for_each(|value| *value = *number));
+    }
+
+    /// All numbers, in the order in which they are sent.
+    fn each(&mut self, visit: impl FnMut(&mut f64)) {
+        let Self {
+            weight,
+            loss,
+            window,
+            batches,
+            losses,
+            norm,
+        } = self;
+        let fingerprints = [window, batches, losses].into_iter();
+        let numbers = fingerprints.flat_map(|fingerprint| fingerprint.0.iter_mut());
+        [weight, loss, norm]
+            .into_iter()
+            .chain(numbers)
+            .for_each(visit);
+    }
+}
+
+/// What ranks compare: how many of them send a fingerprint, the sum of the fingerprints, and the sum of their echoes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Fingerprint([f64; 3]);
+
+impl Fingerprint {
+    /// What one of so many ranks sends; `None` is not compared.
+    fn of(ranks: usize, numbers: Option<&[u64]>) -> Self {
+        numbers.map_or_else(Self::default, |numbers| {
+            let fingerprint = bounded(ranks, numbers);
+            let echo = bounded(ranks, &[fingerprint]);
+            Self([1.0, fingerprint as f64, echo as f64])
+        })
+    }
+
+    /// Whether all that was sent is one fingerprint, and of as many ranks as are `wanted`. Where it is one, it is the
+    /// mean, and so is its echo. All ranks see the same sums, and come to the same.
+    fn is_one(self, ranks: usize, wanted: Option<usize>) -> bool {
+        let [senders, fingerprints, echoes] = self.0;
+        let mean = (fingerprints as u64)
+            .checked_div(senders as u64)
+            .unwrap_or_default();
+        let echo = bounded(ranks, &[mean]);
+        wanted.is_none_or(|wanted| senders == wanted as f64)
+            && mean as f64 * senders == fingerprints
+            && echo as f64 * senders == echoes
+    }
+}
+
+/// A number of these in as many bits as leave the sum over the ranks exact in an `f64`.
+fn bounded(ranks: usize, numbers: &[u64]) -> u64 {
+    mix(numbers) % ((1 << f64::MANTISSA_DIGITS) / ranks as u64)
+}
+
+/// What all ranks have told each other in a control vector: sums over them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ControlSums<'a> {
+    pub(super) header: Header,
     /// By parameter: how many ranks have a gradient.
     present: &'a [f64],
     /// By bucket: on how many ranks something is odd about it.
@@ -41,28 +108,14 @@ pub(super) struct Told<'a> {
     trigger: f64,
 }
 
-impl<'a> Told<'a> {
+impl<'a> ControlSums<'a> {
     /// What came of a window of so many parameters.
     pub(super) fn read(control: &'a Option<Buffer>, parameters: usize) -> Result<Self> {
         let values = match control {
             Some(control) => control.as_slice::<f64>()?,
             None => &[],
         };
-        let [
-            weight,
-            loss,
-            window,
-            echo,
-            known,
-            batches,
-            batches_echo,
-            losses,
-            losses_echo,
-            norm,
-            flags @ ..,
-            trigger,
-        ] = values
-        else {
+        let Some((header, [flags @ .., trigger])) = values.split_at_checked(HEADER) else {
             return Err(Error::new(
                 Kind::Collective,
                 "what ranks tell each other of a window was given up before it came",
@@ -70,12 +123,7 @@ impl<'a> Told<'a> {
         };
         let (present, odd) = flags.split_at(parameters.min(flags.len()));
         Ok(Self {
-            weight: *weight,
-            loss: *loss,
-            window: [*window, *echo],
-            batches: [*known, *batches, *batches_echo],
-            losses: [*losses, *losses_echo],
-            norm: *norm,
+            header: Header::read(header),
             present,
             odd,
             trigger: *trigger,
@@ -83,7 +131,7 @@ impl<'a> Told<'a> {
     }
 
     pub(super) fn wants_norm(&self) -> bool {
-        self.norm > 0.0
+        self.header.norm > 0.0
     }
 
     /// By bucket: whether something is odd about it on some rank.
@@ -95,15 +143,16 @@ impl<'a> Told<'a> {
     /// has missed one.
     pub(super) fn windows_agree(&self, group: &ProcessGroup) -> bool {
         let ranks = group.world_size();
-        let [known, batches @ ..] = self.batches;
-        is_one_fingerprint(ranks, ranks, self.window)
-            && (known == 0.0 || is_one_fingerprint(ranks, known as usize, batches))
+        let Header {
+            window, batches, ..
+        } = self.header;
+        window.is_one(ranks, Some(ranks)) && batches.is_one(ranks, None)
     }
 
     /// Whether all ranks have told a loss, which is the same to the bit.
     pub(super) fn losses_agree(&self, group: &ProcessGroup) -> bool {
         let ranks = group.world_size();
-        ranks > 1 && is_one_fingerprint(ranks, ranks, self.losses)
+        ranks > 1 && self.header.losses.is_one(ranks, Some(ranks))
     }
 }
 
@@ -139,46 +188,27 @@ impl Reducer {
         let Some(mut control) = ledger.control.take() else {
             return Ok(());
         };
-        let [
-            weight,
-            loss,
-            window,
-            window_echo,
-            known,
-            batches,
-            batches_echo,
-            losses,
-            losses_echo,
-            wants_norm,
-            rest @ ..,
-        ] = control.as_mut_slice::<f64>()?
+        let Some((header, rest)) = control.as_mut_slice::<f64>()?.split_at_mut_checked(HEADER)
         else {
             return Ok(());
         };
-        (*weight, *loss) = (self.total, self.loss.read);
         let ranks = self.group.world_size();
         let failed = self.call.as_ref().map_or(0, BackwardCall::count);
-        let here = [self.model.number(), self.micro_steps as u64, failed];
-        let here = fingerprint(ranks, &here);
-        (*window, *window_echo) = (here as f64, echo(ranks, here) as f64);
-        (*known, *batches, *batches_echo) = match self.batches.number() {
-            Some(number) => {
-                let number = fingerprint(ranks, &[number]);
-                (1.0, number as f64, echo(ranks, number) as f64)
-            }
-            None => (0.0, 0.0, 0.0),
-        };
-        // Where there is nothing to learn, or nothing more, losses are the same whatever they are of. One that was
-        // not read, since devices add it up, is 0 here.
-        let is_told = self.loss.read.is_finite() && self.loss.read != 0.0;
-        (*losses, *losses_echo) = match is_told {
-            true => {
-                let loss = fingerprint(ranks, &[self.loss.read.to_bits()]);
-                (loss as f64, echo(ranks, loss) as f64)
-            }
-            false => (0.0, 0.0),
-        };
-        *wants_norm = f64::from(u8::from(self.wants_norm));
+        let window = [self.model.number(), self.micro_steps as u64, failed];
+        let batches = self.batches.number().map(|number| [number]);
+        // A loss of 0 tells nothing of the batch: an idle rank, a converged model and a loss still on the device all
+        // have it.
+        let loss = Some(self.loss.read).filter(|loss| loss.is_finite() && *loss != 0.0);
+        let loss = loss.map(|loss| [loss.to_bits()]);
+        Header {
+            weight: self.total,
+            loss: self.loss.read,
+            window: Fingerprint::of(ranks, Some(&window)),
+            batches: Fingerprint::of(ranks, batches.as_ref().map(|batches| &batches[..])),
+            losses: Fingerprint::of(ranks, loss.as_ref().map(|loss| &loss[..])),
+            norm: f64::from(u8::from(self.wants_norm)),
+        }
+        .write(header);
         let here = ledger.written.iter().zip(&ledger.here);
         let here = here.map(|(written, here)| written | here);
         for (value, flag) in rest
@@ -212,8 +242,8 @@ impl Reducer {
     }
 
     /// What all ranks have told each other, once it is there.
-    pub(super) fn told(&self) -> Result<Told<'_>> {
-        Told::read(&self.ledger.control, self.ledger.present.len())
+    pub(super) fn sums(&self) -> Result<ControlSums<'_>> {
+        ControlSums::read(&self.ledger.control, self.ledger.present.len())
     }
 
     pub(super) fn receive_control(&mut self) -> Result<()> {
@@ -223,15 +253,15 @@ impl Reducer {
             self.ledger.control = Some(waited(&self.timeline, Part::Control, bytes, control)?);
         }
         let ledger = &mut self.ledger;
-        let told = Told::read(&ledger.control, ledger.present.len())?;
+        let sums = ControlSums::read(&ledger.control, ledger.present.len())?;
         if let Some(call) = &self.call {
-            call.note_met();
+            call.mark_synchronized();
         }
-        for (present, ranks) in ledger.present.iter_mut().zip(told.present) {
+        for (present, ranks) in ledger.present.iter_mut().zip(sums.present) {
             *present = *ranks > 0.0;
         }
         if let Some(trigger) = &self.trigger {
-            trigger.receive(told.trigger);
+            trigger.receive(sums.trigger);
         }
         Ok(())
     }
@@ -241,7 +271,7 @@ impl Reducer {
 /// missed one. All ranks see the same numbers, so all get the same error.
 pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
     let group = &reducer.group;
-    if reducer.told()?.windows_agree(group) {
+    if reducer.sums()?.windows_agree(group) {
         return Ok(());
     }
     let failed = reducer.call.as_ref().map(BackwardCall::failed);
@@ -249,7 +279,7 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
         failed.unwrap_or_default(),
         reducer.model.to_string(),
         reducer.micro_steps as u64,
-        reducer.marks.last().map(|mark| mark.here),
+        reducer.batches.number().map(|_| ends_of(&reducer.marks)),
     );
     let asking = group.for_purpose("average gradients");
     let all = asking.all_gather_object(&mine)?;
@@ -277,16 +307,12 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
         )));
     }
     if all.iter().all(|(_, _, calls, _)| *calls == all[0].2) {
-        let last = all.iter().map(|(.., last)| match last {
-            Some(here) => here.to_string(),
-            None => "a weight that is of no batch".to_owned(),
-        });
         return Err(Error::misuse(format!(
             "the ranks average gradients of different batches, so that samples are used twice or never ({}): a rank \
              has left out a batch, left its loop early or counts its epochs on its own; take the same batches in \
              the same steps on every rank, and pass `batch.with_weight(0.0)` for one that is to count for nothing; \
-             loaders count from 0, as they were prepared",
-            sides(last)
+             loaders are numbered from 0, in the order in which they were prepared",
+            different_batches(all.into_iter().map(|(.., ends)| ends).collect())
         )));
     }
     let shown: Vec<_> = (0..)
@@ -301,33 +327,36 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
     )))
 }
 
-/// Asks all ranks which of them has a loss that is not finite: nothing tells it in the sum.
-pub(super) fn whose_loss(reducer: &Reducer, slot: &Slot) -> Result<Error> {
-    let (rank, loss) = (reducer.group.rank(), reducer.loss.read);
-    if reducer.pace == Pace::Nowhere {
-        return Ok(bad_loss::error(slot, &[(rank, loss)]));
+/// The last batch of each pass in a window, in words.
+fn ends_of(marks: &[Mark]) -> String {
+    let ends: Vec<_> = marks
+        .iter()
+        .map(|mark| mark.position().to_string())
+        .collect();
+    ends.join(", ")
+}
+
+/// Where windows of different batches end, by rank: all that is known of their batches. A rank does not say where it is
+/// that has a weight of the program's own.
+fn different_batches(ends: Vec<Option<String>>) -> String {
+    let mut known = ends.iter().flatten();
+    match known.next() {
+        Some(first) if known.all(|one| one == first) => {
+            format!(
+                "their last batch is the same, {first}, and those before it in the window are not"
+            )
+        }
+        _ => sides(ends.into_iter().map(|ends| {
+            ends.unwrap_or_else(|| "not known (a weight of the program's own)".to_owned())
+        })),
     }
+}
+
+/// The losses of all ranks, in their order. The sum does not tell which rank's loss is not finite, so all ranks exchange
+/// theirs.
+pub(super) fn gather_losses(reducer: &Reducer) -> Result<Vec<f64>> {
     let asking = reducer.group.for_purpose("average gradients");
-    let all = asking.all_gather_object(&(rank, loss))?;
-    Ok(bad_loss::error(slot, &all))
-}
-
-/// What tells windows apart, in as many bits as leave the sum over the ranks exact in an `f64`.
-fn fingerprint(ranks: usize, window: &[u64]) -> u64 {
-    mix(window) % ((1 << f64::MANTISSA_DIGITS) / ranks as u64)
-}
-
-/// What goes with a fingerprint, so that its sum tells whether all of them are one.
-fn echo(ranks: usize, fingerprint: u64) -> u64 {
-    self::fingerprint(ranks, &[fingerprint])
-}
-
-/// Whether so many of the ranks, which told theirs, have the same fingerprint, by the sums of fingerprints and of their
-/// echoes: where they are one, it is the mean, and so is its echo. All ranks see the same sums, and come to the same.
-fn is_one_fingerprint(ranks: usize, told: usize, [fingerprints, echoes]: [f64; 2]) -> bool {
-    let mean = fingerprints as u64 / told as u64;
-    let sum = |one: u64| (one * told as u64) as f64;
-    sum(mean) == fingerprints && sum(echo(ranks, mean)) == echoes
+    Ok(asking.all_gather_object(&reducer.loss.read)?)
 }
 
 #[cfg(test)]
@@ -342,12 +371,17 @@ mod tests {
     }
 
     /// The same, where there are so many more that tell nothing.
-    fn agree_beside(others: usize, windows: &[[u64; 3]]) -> bool {
-        let (ranks, told) = (windows.len() + others, windows.len());
-        let all = || windows.iter().map(|window| fingerprint(ranks, window));
-        let sum = |numbers: &mut dyn Iterator<Item = u64>| numbers.map(|one| one as f64).sum();
-        let echoes = &mut all().map(|one| echo(ranks, one));
-        is_one_fingerprint(ranks, told, [sum(&mut all()), sum(echoes)])
+    fn agree_beside(silent: usize, windows: &[[u64; 3]]) -> bool {
+        let ranks = windows.len() + silent;
+        let told = windows.iter().map(|window| Some(&window[..]));
+        let told = told.chain(core::iter::repeat_n(None, silent));
+        let sums = told.fold(Fingerprint::default(), |sums, window| {
+            let Fingerprint(mine) = Fingerprint::of(ranks, window);
+            Fingerprint(core::array::from_fn(|at| sums.0[at] + mine[at]))
+        });
+        let (all, agrees) = (sums.is_one(ranks, Some(ranks)), sums.is_one(ranks, None));
+        assert_eq!(all, agrees && silent == 0);
+        agrees
     }
 
     proptest! {
@@ -359,7 +393,7 @@ mod tests {
             silent in 0_usize..5000,
         ) {
             let mut windows = vec![window; ranks];
-            prop_assert!(agree(&windows) && agree_beside(silent, &windows));
+            prop_assert!(agree(&windows) && agree_beside(silent, &windows) && agree_beside(silent + 1, &[]));
             windows.extend(others);
             prop_assert!(!agree(&windows) && !agree_beside(silent, &windows));
         }

@@ -29,10 +29,10 @@ impl Reducer {
         self.send_control()?;
         self.receive_control()?;
         self.ledger.wrong.fill(false);
-        let told = self.told()?;
-        let (total, is_finite) = (told.weight, !told.odd().any(|is_odd| is_odd));
+        let sums = self.sums()?;
+        let (total, is_finite) = (sums.header.weight, !sums.odd().any(|is_odd| is_odd));
         // All ranks get the same error for these.
-        if total <= 0.0 || !told.windows_agree(&self.group) {
+        if total <= 0.0 || !sums.windows_agree(&self.group) {
             return Ok(());
         }
         let group = self.group.clone();

@@ -15,15 +15,15 @@ use burn::tensor::Tensor;
 
 use self::promise::Promise;
 use self::sending::{is_networked, waited};
-use super::bad_loss::OnBadLoss;
 use super::compression::{Compression, Scale};
 use super::failed_calls::BackwardCall;
 use super::ledger::{Ledger, Sight, Stage};
+use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::road::{Road, Sending};
 use super::slot::{ModelName, Slot};
 use super::spread::Spread;
 use super::values;
-use super::window::{self, Batches, LossSum, Window, check_all_known};
+use super::window::{self, BatchFingerprint, LossSum, Window, check_all_known};
 use crate::accelerator::Trigger;
 use crate::data::Mark;
 use crate::error::Result;
@@ -40,7 +40,7 @@ use crate::timeline::{Part, Phase, Timeline};
 pub(super) struct Reducer {
     /// First, so that others hear of a failure before what is on its way is given up.
     promise: Promise,
-    batches: Batches,
+    batches: BatchFingerprint,
     /// Where the program called `backward`, for errors: much is sent from inside Burn.
     caller: &'static Location<'static>,
     /// By parameter: what makes its gradient of the one that is looked at in backward.
@@ -343,9 +343,9 @@ impl Reducer {
             // What an idle rank computed may be anything.
             gradients = GradientsParams::new();
         }
-        if !self.loss.read.is_finite() && slot.on_bad_loss() == OnBadLoss::Tell {
+        if !self.loss.read.is_finite() && slot.on_non_finite_loss() == OnNonFiniteLoss::Warn {
             let whose = format!("the loss of rank {}", self.group.rank());
-            slot.report_bad_loss(&whose, self.loss.read / self.total);
+            slot.warn_non_finite_loss(&whose, self.loss.read / self.total);
         }
         check_all_known(self.fill(slot, &mut gradients))?;
         let repaired = match slot.hook() {
@@ -361,7 +361,7 @@ impl Reducer {
         }
         // An idle rank has none of its own, and that is as it should be.
         if self.total > 0.0 {
-            slot.report_missing(&ledger.written, &ledger.present);
+            slot.warn_missing_gradients(self.group.rank(), &ledger.written, &ledger.present);
         }
         Ok(repaired)
     }
@@ -395,13 +395,17 @@ impl Reducer {
             }
             windows?;
         }
-        let told = self.told()?;
+        let sums = self.sums()?;
         // All ranks see the same sum.
-        if !told.loss.is_finite() && slot.on_bad_loss() == OnBadLoss::Stop {
-            return Err(control::whose_loss(&self, slot)?);
+        if !sums.header.loss.is_finite() && slot.on_non_finite_loss() == OnNonFiniteLoss::Fail {
+            let (rank, loss) = (self.group.rank(), self.loss.read);
+            return Err(match self.pace {
+                Pace::Nowhere => non_finite_loss::error(slot, [(rank, loss)]),
+                _ => non_finite_loss::error(slot, (0..).zip(control::gather_losses(&self)?)),
+            });
         }
-        let (total, read, wants_norm) = (told.weight, told.loss, told.wants_norm());
-        let same_losses = self.pace != Pace::Nowhere && told.losses_agree(&self.group);
+        let (total, read, wants_norm) = (sums.header.weight, sums.header.loss, sums.wants_norm());
+        let same_losses = self.pace != Pace::Nowhere && sums.losses_agree(&self.group);
         let is_apart = self.pace != Pace::Nowhere && self.ledger.is_on_device();
         Ok(Reduced {
             loss: LossSum { read, ..self.loss },

@@ -4,7 +4,7 @@ use core::mem::replace;
 
 use burn::optim::GradientsParams;
 
-use super::control::Told;
+use super::control::ControlSums;
 use super::{Reducer, Repair};
 use crate::error::{Error, Result};
 use crate::gradient::compression::{self, Compression};
@@ -19,8 +19,8 @@ impl Reducer {
     pub(super) fn redo(&mut self, slot: &Slot, gradients: &GradientsParams) -> Result<usize> {
         let ledger = &mut self.ledger;
         let layout = ledger.layout.clone();
-        let told = Told::read(&ledger.control, ledger.present.len())?;
-        for (wrong, is_odd) in ledger.wrong.iter_mut().zip(told.odd()) {
+        let sums = ControlSums::read(&ledger.control, ledger.present.len())?;
+        for (wrong, is_odd) in ledger.wrong.iter_mut().zip(sums.odd()) {
             *wrong = is_odd;
         }
         if self.repair == Repair::Unneeded && ledger.wrong.contains(&true) {
@@ -64,8 +64,8 @@ impl Reducer {
         if self.compression != Compression::None && !self.spread.is_whole() {
             fits = self.all_agree(fits)?;
         }
-        if !fits {
-            slot.report_range(self.compression);
+        if !fits && self.group.rank() == 0 {
+            slot.warn_range(self.compression);
         }
         for bucket in 0..self.ledger.layout.len() {
             let ledger = &mut self.ledger;

@@ -125,7 +125,7 @@ impl Shards {
 
     /// Goes on from a record of whole parameters, which fits the optimizer. Gives the optimizer
     /// without state.
-    pub(super) fn go_on(&mut self, record: Bytes) -> Result<ModuleOptimizer> {
+    pub(super) fn resume_from(&mut self, record: Bytes) -> Result<ModuleOptimizer> {
         self.loaded = Records::read(record)?;
         self.homes = Homes::new(self.group.world_size());
         Ok(self.blank.clone())

@@ -6,25 +6,25 @@ use crate::notice;
 
 /// What becomes of a step whose loss is not finite.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(crate) enum OnBadLoss {
+pub(crate) enum OnNonFiniteLoss {
     /// It takes place, and is told once.
     #[default]
-    Tell,
-    /// It fails, on all ranks.
-    Stop,
+    Warn,
+    /// It fails, on all ranks; in local training on the rank whose loss it is.
+    Fail,
 }
 
-impl OnBadLoss {
+impl OnNonFiniteLoss {
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Self::Tell => "told once",
-            Self::Stop => "an error",
+            Self::Warn => "told once",
+            Self::Fail => "an error",
         }
     }
 }
 
 /// What is told of one, `whose` it is with it.
-pub(super) fn tell(slot: &Slot, whose: &str, loss: f64) {
+pub(super) fn warn(slot: &Slot, whose: &str, loss: f64) {
     notice::warn(&format!(
         "{whose} in step {} is {loss}: parameters become so too, and nothing is learnt from there; lower the \
          learning rate, clip gradients, or look at the samples; `stop_at_non_finite_loss` of the builder makes it \
@@ -34,8 +34,8 @@ pub(super) fn tell(slot: &Slot, whose: &str, loss: f64) {
 }
 
 /// The error for one, of ranks with their losses.
-pub(super) fn error(slot: &Slot, losses: &[(usize, f64)]) -> Error {
-    let bad = losses.iter().filter(|(_, loss)| !loss.is_finite());
+pub(super) fn error(slot: &Slot, losses: impl IntoIterator<Item = (usize, f64)>) -> Error {
+    let bad = losses.into_iter().filter(|(_, loss)| !loss.is_finite());
     let bad: Vec<_> = bad
         .map(|(rank, loss)| format!("{loss} on rank {rank}"))
         .collect();

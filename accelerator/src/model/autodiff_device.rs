@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 use crate::module_path::ModulePath;
 
 /// Refuses a model with a parameter on a plain device, which would be moved as one that is frozen.
-pub(super) fn check<M: Module>(model: &M) -> Result<()> {
-    let mut finder = Finder::default();
+pub(super) fn check_autodiff<M: Module>(model: &M) -> Result<()> {
+    let mut finder = PlainDeviceFinder::default();
     model.visit(&mut finder);
     if finder.plain.is_empty() {
         return Ok(());
@@ -28,7 +28,7 @@ pub(super) fn check<M: Module>(model: &M) -> Result<()> {
 }
 
 #[derive(Default)]
-struct Finder {
+struct PlainDeviceFinder {
     path: ModulePath,
     /// Among the floats of the model.
     place: usize,
@@ -36,7 +36,7 @@ struct Finder {
     plain: Vec<(usize, String)>,
 }
 
-impl ModuleVisitor for Finder {
+impl ModuleVisitor for PlainDeviceFinder {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.enter(name);
     }
