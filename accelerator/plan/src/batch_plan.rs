@@ -9,11 +9,11 @@ use crate::error::{Error, Kind, Result};
 use crate::plan::Plan;
 use crate::tail::TailPolicy;
 
-/// Who gets which batch of an epoch, where a list says which samples make a batch: batches of
+/// Which rank gets which batch of an epoch, given the samples of each batch: batches of
 /// sentences of about the same length, for example, with as many as fit.
 ///
 /// Whole batches go round the ranks: rank `r` of `W` gets the batches `r`, `r + W`, `r + 2 W`, as
-/// Accelerate's `BatchSamplerShard` deals them. The tail policy says what becomes of the last round
+/// Accelerate's `BatchSamplerShard` does. The tail policy decides about the last round
 /// where there is no batch for every rank: under [`Exact`](TailPolicy::Exact) the others idle, under
 /// [`Pad`](TailPolicy::Pad) they get the first batches again.
 ///
@@ -35,7 +35,7 @@ pub struct BatchPlan {
     batches: Arc<[Vec<u64>]>,
     /// Samples before each batch, and all of them at the end.
     before: Arc<[u64]>,
-    /// Who gets which batch: an epoch of batches, one a rank and step.
+    /// Which rank gets which batch: an epoch of batches, one per rank and step.
     rounds: EpochPlan,
 }
 

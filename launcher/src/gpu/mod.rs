@@ -1,6 +1,6 @@
 //! Which GPUs the ranks of a launch see, and which of them each takes.
 //!
-//! The launcher hands all ranks of this host the same list, and each takes the device of its local rank. It
+//! The launcher gives all ranks of this host the same list, and each takes the device of its local rank. It
 //! does not know what the program computes on: whether there are enough devices is for the ranks to
 //! say, and for the launcher only where the user has named them.
 

@@ -64,7 +64,7 @@ pub(super) struct RankSpec<'a> {
 }
 
 impl RankProcesses {
-    /// Starts the processes, and the store where they meet.
+    /// Starts the processes and their store.
     pub(super) fn start(
         context: &Context,
         spec: &RankSpec<'_>,
@@ -295,7 +295,7 @@ fn is_of_a_launch(name: &OsString) -> bool {
 fn last_words(pipe: File) -> String {
     let mut bytes = Vec::new();
     let mut pipe = BufReader::new(pipe);
-    // What follows is read away, so that nobody waits for room in the pipe.
+    // The rest is read and dropped, so that the process does not block on a full pipe.
     let _ = (&mut pipe).take(MOST_WORDS).read_to_end(&mut bytes);
     let _ = std::io::copy(&mut pipe, &mut std::io::sink());
     let text = String::from_utf8_lossy(&bytes);

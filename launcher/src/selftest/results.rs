@@ -44,7 +44,7 @@ impl StageStatus {
 
 impl fmt::Display for StageStatus {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // What must be seen stands out.
+        // Failures are in capitals.
         formatter.write_str(match self {
             Self::Ok => "ok",
             Self::Failed => "FAILED",
@@ -97,7 +97,7 @@ impl TestReport {
         }
     }
 
-    /// Takes in how a stage went; returns the line that says so.
+    /// Adds the result of a stage; returns the line for it.
     pub(super) fn add(&mut self, name: &str, outcome: StageResult, took: Duration) -> &str {
         let (verdict, detail) = match outcome {
             Ok(detail) => (StageStatus::Ok, detail),

@@ -105,7 +105,7 @@ impl<'a> Schedule<'a> {
         };
         let mut plan = FaultPlan::random(seed, bounds);
         for fault in &mut plan.faults {
-            // Connections are at hand where operations run: at the first one of that step.
+            // Faults of connections need an operation: the first one of that step.
             if let (Point::Step(step), Action::DropConnection | Action::CorruptFrame) =
                 (fault.point, fault.action)
             {
@@ -155,7 +155,7 @@ impl<'a> Schedule<'a> {
         let shared = shared_memory();
 
         let end = self.launch(root, &temporary);
-        // Looked for in any case: what is left is ended by nobody else.
+        // In any case: nothing else reports processes that are left.
         let left = processes_of(root);
         let (end, words) = end?;
         if !left.is_empty() {
@@ -244,7 +244,7 @@ impl<'a> Schedule<'a> {
     }
 }
 
-/// How long a rank waits for others that live, in seconds.
+/// How long a rank waits for running ranks, in seconds.
 const RANK_LIMIT: &str = "5";
 
 /// All must be whole, and nothing unfinished be left.

@@ -23,10 +23,10 @@ pub(in crate::selftest) const SAVE_EVERY: u64 = 4;
 /// The collectives of a step.
 pub(in crate::selftest) const OPERATIONS: u64 = 3;
 
-/// What rank 0 says before the step that it begins with.
+/// Rank 0 prints this before the step that it begins with.
 pub(in crate::selftest) const BEGINS: &str = "begins with step";
 
-/// What rank 0 says before the number of each checkpoint that it writes.
+/// Rank 0 prints this before the number of each checkpoint that it writes.
 pub(in crate::selftest) const SAVES: &str = "saves checkpoint";
 
 /// The file with the final weights, as they are in memory.
@@ -162,7 +162,7 @@ impl Run {
     }
 }
 
-/// Where all ranks go on: rank 0 looks, and tells the others.
+/// Where all ranks resume: rank 0 finds the checkpoint and broadcasts the state.
 fn resume(group: &ProcessGroup, checkpoints: &Folder) -> Result<Run> {
     let run = match group.rank() {
         0 => Some(match checkpoints.latest_good()?.found {

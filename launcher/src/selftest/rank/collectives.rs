@@ -12,7 +12,7 @@ use half::{bf16, f16};
 use super::{Contribution, Result};
 use crate::number::Small;
 
-/// Runs all collectives on this rank; says how many results were compared.
+/// Runs all collectives on this rank; returns how many results were compared.
 pub(super) fn check(group: &ProcessGroup, contribution: Contribution) -> Result<String> {
     let mut check = Check {
         group,
@@ -109,7 +109,7 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// By a cut: what ranks keep lies in turns, element by element, and nobody keeps the second half.
+    /// By a layout: ranks keep elements in turns, and no rank keeps the second half.
     fn kept(&mut self) -> Result<()> {
         for len in [1000, 70_000] {
             let of = |rank: usize| (rank..len / 2).step_by(self.world()).map(|at| at..at + 1);
