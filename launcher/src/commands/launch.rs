@@ -9,7 +9,7 @@ use crate::cargo::Build;
 use crate::cli::Options;
 use crate::error::{Error, Result, chain};
 use crate::gpu::{GpuId, Gpus};
-use crate::output::{Output, runs};
+use crate::output::{Output, logs};
 use crate::settings::rank_env::RankEnv;
 use crate::settings::target::Target;
 use crate::settings::{Settings, variable};
@@ -72,16 +72,16 @@ pub(crate) fn run(
     settings.log_dir = settings
         .log_dir
         .as_deref()
-        .map(runs::create_run_folder)
+        .map(logs::create_run_folder)
         .transpose()?;
-    let pointed = settings.log_dir.as_deref().map(runs::point_latest);
+    let pointed = settings.log_dir.as_deref().map(logs::point_latest);
     // Before the build, so that a port that is taken is known before the wait.
     let attempt = Attempt::prepare(settings.clone(), &channel)?;
     if let (Some(Err(error)), Some(run)) = (pointed, &settings.log_dir) {
         attempt.output().note(&format!(
             "the logs are in {}; {} cannot lead to them: {error}",
             run.display(),
-            run.with_file_name(runs::LATEST).display()
+            run.with_file_name(logs::LATEST).display()
         ));
     }
     if !options.quiet && options.num_processes.is_none() {

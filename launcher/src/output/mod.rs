@@ -1,13 +1,13 @@
 //! The ranks' output: read, prefixed, shown, and kept in log files.
 
 mod lines;
-pub(crate) mod runs;
+pub(crate) mod logs;
 mod shared_writer;
 mod tail;
 
 use std::fs::File;
 use std::io::{self, ErrorKind, IsTerminal, Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,7 +18,8 @@ use crate::error::{Error, Result};
 use crate::supervisor::group::Notice;
 use crate::supervisor::signals;
 use lines::Lines;
-use shared_writer::{Separator, SharedWriter, Source};
+use logs::{Log, open_logs};
+use shared_writer::{BlockingWriter, Separator, SharedWriter, Source};
 use tail::Tail;
 pub(crate) use tail::headline;
 
@@ -327,83 +328,6 @@ impl Shared {
             Prefix::Rank => format!("[{rank}] ").into_bytes(),
         }
     }
-}
-
-#[derive(Debug)]
-struct Log {
-    path: PathBuf,
-    file: Mutex<File>,
-    broken: AtomicBool,
-}
-
-/// A writer that waits while a non-blocking target is full.
-struct BlockingWriter<W>(W);
-
-impl<W: Write + std::os::fd::AsFd> Write for BlockingWriter<W> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        loop {
-            match self.0.write(bytes) {
-                Err(error) if error.kind() == ErrorKind::WouldBlock => self.wait()?,
-                result => return result,
-            }
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        loop {
-            match self.0.flush() {
-                Err(error) if error.kind() == ErrorKind::WouldBlock => self.wait()?,
-                result => return result,
-            }
-        }
-    }
-}
-
-impl<W: Write + std::os::fd::AsFd> BlockingWriter<W> {
-    fn wait(&self) -> io::Result<()> {
-        use rustix::event::{PollFd, PollFlags, poll};
-        match poll(&mut [PollFd::new(&self.0, PollFlags::OUT)], None) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(error) => Err(error.into()),
-        }
-    }
-}
-
-fn open_logs(dir: &Path, size: usize, restart: u64) -> Result<Vec<Log>> {
-    std::fs::create_dir_all(dir).map_err(|error| {
-        Error::usage(format!(
-            "--log-dir {}: the folder cannot be made; name one that can be written",
-            dir.display()
-        ))
-        .with_source(error)
-    })?;
-    (0..size)
-        .map(|rank| {
-            let path = dir.join(match restart {
-                0 => format!("rank-{rank}.log"),
-                _ => format!("rank-{rank}.restart-{restart}.log"),
-            });
-            // Opening a pipe would wait for its other end.
-            if std::fs::metadata(&path).is_ok_and(|found| !found.is_file()) {
-                return Err(Error::usage(format!(
-                    "--log-dir: {} is there and no plain file; name another folder",
-                    path.display()
-                )));
-            }
-            let file = File::create(&path).map_err(|error| {
-                let message = format!(
-                    "--log-dir: {} cannot be written; name another folder",
-                    path.display()
-                );
-                Error::usage(message).with_source(error)
-            })?;
-            Ok(Log {
-                path,
-                file: Mutex::new(file),
-                broken: AtomicBool::new(false),
-            })
-        })
-        .collect()
 }
 
 fn separator(terminal: bool) -> Separator {

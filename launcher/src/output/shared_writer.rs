@@ -1,6 +1,6 @@
 //! The lock under which the output of all ranks is written: whole lines, prefixed with their rank.
 
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
 use std::sync::{Mutex, PoisonError};
 
 /// The source of a block of output: lines of different sources do not mix.
@@ -144,6 +144,39 @@ fn lines(block: &[u8]) -> impl Iterator<Item = &[u8]> {
         rest = tail;
         Some(line)
     })
+}
+
+/// A writer that waits while a non-blocking target is full.
+pub(crate) struct BlockingWriter<W>(pub(crate) W);
+
+impl<W: Write + std::os::fd::AsFd> Write for BlockingWriter<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        loop {
+            match self.0.write(bytes) {
+                Err(error) if error.kind() == ErrorKind::WouldBlock => self.wait()?,
+                result => return result,
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        loop {
+            match self.0.flush() {
+                Err(error) if error.kind() == ErrorKind::WouldBlock => self.wait()?,
+                result => return result,
+            }
+        }
+    }
+}
+
+impl<W: Write + std::os::fd::AsFd> BlockingWriter<W> {
+    fn wait(&self) -> io::Result<()> {
+        use rustix::event::{PollFd, PollFlags, poll};
+        match poll(&mut [PollFd::new(&self.0, PollFlags::OUT)], None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ pub(crate) mod descendants;
 pub(crate) mod group;
 pub(crate) mod job;
 pub(crate) mod job_loop;
+pub(crate) mod leftovers;
 pub(crate) mod process;
 pub(crate) mod rank_reports;
 pub(crate) mod restart;

@@ -22,7 +22,7 @@ use super::ranks::{RankEvent, command, listen};
 use super::results::{StageFailure, StageResult, TestReport};
 use super::{Context, TestArgs};
 use crate::error::{Error, Result, chain};
-use crate::output::runs;
+use crate::output::logs;
 use crate::supervisor::job::End;
 use crate::supervisor::process::Process;
 use crate::supervisor::spawner::RankProcess;
@@ -185,7 +185,7 @@ impl<'a> Schedule<'a> {
         check_checkpoints(&root.join(training::CHECKPOINTS))?;
         let weights = fs::read(root.join(training::FINAL))
             .map_err(|error| failed("there are no final weights", &error))?;
-        let attempts = Attempts::read(&root.join("logs").join(runs::LATEST))?;
+        let attempts = Attempts::read(&root.join("logs").join(logs::LATEST))?;
         attempts.compare(&self.plan, self.context.arguments.num_processes.get())?;
         Ok((attempts, weights))
     }

@@ -1,9 +1,11 @@
-//! The folder of a run's log files, so that no run writes over the logs of another.
+//! The log files of a run, in a folder of its own, so that no run overwrites the logs of another.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
 use std::time::SystemTime;
 
 use crate::error::{Error, Result};
@@ -42,6 +44,56 @@ pub(crate) fn point_latest(run: &Path) -> io::Result<()> {
     fs::rename(&link, latest).inspect_err(|_| {
         let _ = fs::remove_file(&link);
     })
+}
+
+/// The log file of a rank.
+#[derive(Debug)]
+pub(crate) struct Log {
+    pub(crate) path: PathBuf,
+    pub(crate) file: Mutex<File>,
+    /// Whether a write to it has failed.
+    pub(crate) broken: AtomicBool,
+}
+
+/// Opens the log files of `size` ranks in `dir`.
+///
+/// # Errors
+/// When the folder or a file cannot be made.
+pub(crate) fn open_logs(dir: &Path, size: usize, restart: u64) -> Result<Vec<Log>> {
+    fs::create_dir_all(dir).map_err(|error| {
+        Error::usage(format!(
+            "--log-dir {}: the folder cannot be made; name one that can be written",
+            dir.display()
+        ))
+        .with_source(error)
+    })?;
+    (0..size)
+        .map(|rank| {
+            let path = dir.join(match restart {
+                0 => format!("rank-{rank}.log"),
+                _ => format!("rank-{rank}.restart-{restart}.log"),
+            });
+            // Opening a pipe would wait for its other end.
+            if fs::metadata(&path).is_ok_and(|found| !found.is_file()) {
+                return Err(Error::usage(format!(
+                    "--log-dir: {} is there and no plain file; name another folder",
+                    path.display()
+                )));
+            }
+            let file = File::create(&path).map_err(|error| {
+                let message = format!(
+                    "--log-dir: {} cannot be written; name another folder",
+                    path.display()
+                );
+                Error::usage(message).with_source(error)
+            })?;
+            Ok(Log {
+                path,
+                file: Mutex::new(file),
+                broken: AtomicBool::new(false),
+            })
+        })
+        .collect()
 }
 
 /// The link to the last run that began.
