@@ -231,7 +231,11 @@ fn a_global_batch_is_reached_by_accumulation() {
     };
     let text = error(Accelerator::builder().global_batch(64, 8), 3);
     assert!(text.contains("48 or 72"), "{text}");
-    assert!(error(Accelerator::builder().global_batch(4, 8), 1).contains("choose 8"));
+    let text = error(Accelerator::builder().global_batch(4, 8), 1);
+    assert!(
+        text.contains("no multiple of 1 rank times 8 samples a batch; choose 8"),
+        "{text}"
+    );
     assert!(error(Accelerator::builder().global_batch(0, 8), 1).contains("choose 8"));
     assert!(error(Accelerator::builder().global_batch(8, 0), 1).contains("batches of 0"));
     let both = Accelerator::builder()

@@ -357,9 +357,11 @@ fn a_data_set_that_draws_for_each_read_is_refused_on_several_ranks() {
         let text = outcome.unwrap_err().to_string();
         assert!(
             text.contains("items that change from one read to the next")
+                && text.contains("`SamplerDataset` draws anew at each read, also `with_seed`")
                 && text.contains("`weighted`"),
             "{text}"
         );
+        assert!(!text.contains("start every rank with the same"), "{text}");
     }
     // One process draws what it likes.
     let accelerator = Accelerator::new().unwrap();

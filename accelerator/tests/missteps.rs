@@ -5,17 +5,19 @@
 mod common;
 
 use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use accelerator::checkpoint::{Object, PerRank};
-use accelerator::data::{Batch, InOrder};
+use accelerator::data::{Batch, InOrder, Loader};
 use accelerator::hook::PowerSgd;
 use accelerator::metric::Mean;
 use accelerator::optim::{Manual, PreparedOptimizer, Sharded};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, Clip, Weight};
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
+use burn::data::dataset::transform::{SamplerDataset, SamplerDatasetOptions};
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
@@ -138,6 +140,34 @@ fn optimizers_that_are_resumed_in_another_order_are_told() {
         let is_told =
             text.contains("state for 2 parameters, and the model of its first step has none");
         assert_eq!(is_told, is_swapped, "{text}");
+    }
+}
+
+#[test]
+fn what_becomes_of_a_batch_on_fewer_ranks_is_logged() {
+    let folder = tempfile::tempdir().unwrap();
+    for (ranks, told) in [(2, false), (1, true), (1, false)] {
+        let texts = accelerator::launch(ranks, |accelerator| {
+            let parts = (line(&accelerator.device()), SgdConfig::new().init());
+            let (model, optimizer) = accelerator.prepare(parts)?;
+            let (train, valid) = accelerator.prepare((loader(24, 2), loader(24, 2)))?;
+            let parts = (model, optimizer, train, valid);
+            let (resumed, text) = logged(|| accelerator.resume(folder.path(), parts));
+            let ((mut model, mut optimizer, train, valid), _) = resumed?;
+            let batch = train.epoch(0).next().unwrap()?;
+            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+            model = optimizer.step(0.1, model, gradients);
+            accelerator.save_state(folder.path(), (&model, &optimizer, &train, &valid))?;
+            Ok(text)
+        });
+        let text = &texts.unwrap()[0];
+        assert_eq!(
+            text.matches("samples on each rank").count(),
+            usize::from(told),
+            "{text}"
+        );
+        let wanted = "the loader at place 3 has up to 4 samples on each rank, and had up to 2";
+        assert_eq!(text.contains(wanted), told, "{text}");
     }
 }
 
@@ -275,6 +305,151 @@ fn half_precision_that_nothing_computes_in_is_warned_of_once_a_model() {
     assert_eq!(texts[0].matches("the precision is bf16").count(), 1);
     assert!(texts[0].contains("accelerator.forward(&model"), "{texts:?}");
     assert_eq!(texts[1], "");
+}
+
+/// What is logged of a training whose input alone is in half precision, up to its panic.
+fn logged_in_a_panic(precision: Precision, forward: bool) -> String {
+    let train = || {
+        let builder = Accelerator::builder()
+            .device(DeviceKind::Flex)
+            .precision(precision);
+        let accelerator = builder.build().unwrap();
+        let model = accelerator.prepare(line(&accelerator.device())).unwrap();
+        let input = accelerator.to_working(Tensor::<2>::ones([2, 1], &accelerator.device()));
+        let output = match forward {
+            true => accelerator.forward(&model, |model| model.forward(input)),
+            false => model.forward(input),
+        };
+        panic!("it is no mistake of types: {:?}", output.shape());
+    };
+    logged(|| catch_unwind(AssertUnwindSafe(train)).unwrap_err()).1
+}
+
+#[test]
+fn inputs_in_half_precision_for_a_model_that_is_not_are_told_where_the_program_panics() {
+    let text = logged_in_a_panic(Precision::Bf16, false);
+    assert_eq!(
+        text.matches("accelerator.forward(&model, |model| …)")
+            .count(),
+        1,
+        "{text}"
+    );
+    assert!(text.contains("to_working"), "{text}");
+    for (precision, forward) in [(Precision::Bf16, true), (Precision::No, false)] {
+        assert_eq!(
+            logged_in_a_panic(precision, forward),
+            "",
+            "{precision} {forward}"
+        );
+    }
+}
+
+/// What ranks log of steps in f16, of which those that `bad` tells have gradients that are not finite.
+fn logged_in_f16(ranks: usize, steps: usize, bad: fn(usize) -> bool) -> Vec<String> {
+    let train = |accelerator: Accelerator| {
+        let parts = (line(&accelerator.device()), SgdConfig::new().init());
+        let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+        let (done, text) = logged(|| -> Result<()> {
+            for step in 0..steps {
+                // One rank alone finds it.
+                let bad = bad(step) && accelerator.rank() + 1 == ranks;
+                let factor = if bad {
+                    1e20
+                } else {
+                    0.01 * (1.0 + accelerator.rank() as f32)
+                };
+                let loss = accelerator.forward(&model, |model| {
+                    accelerator.to_full(model.weight.val()).sum() * factor
+                });
+                let gradients = accelerator.backward(loss.reshape([1]), &model, 1)?;
+                model = optimizer.step(0.1, model.clone(), gradients);
+            }
+            Ok(())
+        });
+        done?;
+        Ok(text)
+    };
+    let builder = Accelerator::builder()
+        .device(DeviceKind::Flex)
+        .precision(Precision::F16);
+    builder.launch(ranks, train).unwrap()
+}
+
+#[test]
+fn steps_that_are_skipped_are_told_at_first_and_where_there_is_no_end_of_them() {
+    for ranks in [1, 2] {
+        let texts = logged_in_f16(ranks, 60, |step| step % 3 == 2);
+        let text = &texts[0];
+        assert_eq!(text.matches("is skipped").count(), 1, "{text}");
+        assert!(text.contains("INFO") && text.contains("65536"), "{text}");
+        let texts = logged_in_f16(ranks, 60, |step| step % 30 > 3);
+        let text = &texts[0];
+        assert_eq!(text.matches("is skipped").count(), 1, "{text}");
+        assert_eq!(text.matches("16 steps in a row").count(), 1, "{text}");
+        let texts = logged_in_f16(ranks, 4, |_| false);
+        assert!(texts.iter().all(String::is_empty), "{texts:?}");
+    }
+}
+
+/// What ranks log of eight micro-steps, two a step, from a checkpoint if there is one, which they save; `rate` tells
+/// that of a micro-step by its number in this process and the optimizer steps that are done.
+fn logged_with_rates(folder: &Path, rate: fn(u64, u64) -> f64) -> Vec<String> {
+    let train = |accelerator: Accelerator| {
+        let parts = (line(&accelerator.device()), SgdConfig::new().init());
+        let parts = accelerator.prepare(parts)?;
+        let ((mut model, mut optimizer), _) = accelerator.resume(folder, parts)?;
+        let (done, text) = logged(|| -> Result<()> {
+            for call in 0..8 {
+                let input = Tensor::<2>::ones([2, 1], &accelerator.device());
+                let loss = model.forward(input).mean() + accelerator.rank() as f64;
+                let gradients = accelerator.backward(loss, &model, 2)?;
+                model = optimizer.step(rate(call, optimizer.steps()), model.clone(), gradients);
+            }
+            Ok(())
+        });
+        done?;
+        accelerator.save_state(folder, (&model, &optimizer))?;
+        Ok(text)
+    };
+    let builder = Accelerator::builder().accumulation_steps(2);
+    builder.launch(2, train).unwrap()
+}
+
+#[test]
+fn a_schedule_by_hand_that_runs_ahead_or_begins_anew_is_told_once() {
+    type Rate = fn(u64, u64) -> f64;
+    let lives: [(Rate, [&str; 2]); 5] = [
+        // As many times as there are micro-steps.
+        (
+            |call, _| 0.5_f64.powi(call as i32),
+            ["in a micro-step", "in a micro-step"],
+        ),
+        // As many times as there are steps, from the start of each process.
+        (
+            |call, _| 0.5_f64.powi((call / 2) as i32),
+            ["", "begins anew"],
+        ),
+        (|_, steps| 0.5_f64.powi(steps as i32), ["", ""]),
+        (|_, _| 0.1, ["", ""]),
+        // Its first change is to come.
+        (|_, steps| if steps < 5 { 0.1 } else { 0.01 }, ["", ""]),
+    ];
+    for (number, (rate, told)) in lives.into_iter().enumerate() {
+        let folder = tempfile::tempdir().unwrap();
+        for told in told {
+            let texts = logged_with_rates(folder.path(), rate);
+            let text = &texts[0];
+            let count = usize::from(!told.is_empty());
+            assert_eq!(text.matches("WARN").count(), count, "{number}: {text}");
+            assert!(text.contains(told), "{number}: {text}");
+            assert_eq!(
+                text.contains("(optimizer, scheduler)"),
+                count == 1,
+                "{text}"
+            );
+            assert_eq!(texts[1], "");
+        }
+    }
 }
 
 #[test]
@@ -757,6 +932,35 @@ fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
 }
 
 #[test]
+fn a_model_that_goes_on_from_a_checkpoint_is_known_as_what_it_became_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    for life in 0..2 {
+        let texts = accelerator::launch(2, |accelerator| {
+            let parts = (line(&accelerator.device()), SgdConfig::new().init());
+            let (model, optimizer) = accelerator.prepare(parts)?;
+            let before = model.clone();
+            let ((mut model, mut optimizer), position) =
+                accelerator.resume(folder.path(), (model, optimizer))?;
+            assert_eq!(position.is_start(), life == 0);
+            let input = Tensor::<2>::ones([2, 1], &accelerator.device());
+            let loss = |model: &Linear| model.forward(input.clone()).mean();
+            if life > 0 {
+                // It was not given the values that were saved.
+                let error = accelerator.backward(loss(&before), &before, 2).unwrap_err();
+                assert!(error.is_misuse(), "{error:?}");
+            }
+            let gradients = accelerator.backward(loss(&model), &model, 2)?;
+            model = optimizer.step(0.1, model, gradients);
+            accelerator.save_state(folder.path(), (&model, &optimizer))?;
+            let (done, text) = logged(|| accelerator.finish());
+            done?;
+            Ok(text)
+        });
+        assert_eq!(texts.unwrap(), ["", ""], "life {life}");
+    }
+}
+
+#[test]
 fn a_data_set_that_makes_no_step_is_refused_when_it_is_prepared() {
     for ranks in [1, 2] {
         let errors = accelerator::launch(ranks, |accelerator| {
@@ -934,7 +1138,7 @@ fn a_clone_from_before_prepare_is_refused_on_any_number_of_ranks() {
 fn warnings_after_breaks(
     ranks: usize,
     batches: [usize; 2],
-    weight: fn(Weight) -> Weight,
+    weight: fn(&Batch<Column>) -> Weight,
 ) -> Vec<String> {
     let builder = Accelerator::builder().accumulation_steps(3);
     let texts = builder.launch(ranks, |accelerator| {
@@ -946,7 +1150,7 @@ fn warnings_after_breaks(
                 for batch in train.epoch(epoch as u64).take(batches) {
                     let batch = batch?;
                     let loss = distance(&model, &batch);
-                    let weight = weight(batch.weight());
+                    let weight = weight(&batch);
                     let gradients = accelerator.backward(loss, &model, weight)?;
                     model = optimizer.step(0.1, model.clone(), gradients);
                 }
@@ -963,7 +1167,7 @@ fn warnings_after_breaks(
 fn an_epoch_that_is_left_in_mid_window_is_told_once() {
     for ranks in [1, 2] {
         for (left, told) in [([2, 4], true), ([4, 4], false), ([3, 3], false)] {
-            let texts = warnings_after_breaks(ranks, left, |weight| weight);
+            let texts = warnings_after_breaks(ranks, left, Batch::weight);
             let wanted = usize::from(told);
             let text = &texts[0];
             assert_eq!(text.matches("epoch 0 was left").count(), wanted, "{text}");
@@ -972,19 +1176,135 @@ fn an_epoch_that_is_left_in_mid_window_is_told_once() {
             assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
         }
         // The program keeps it open.
-        let texts = warnings_after_breaks(ranks, [4, 1], Weight::no_sync);
+        let texts = warnings_after_breaks(ranks, [4, 1], |batch| batch.weight().no_sync());
         assert!(!texts[0].contains("was left"), "{texts:?}");
+    }
+}
+
+/// What ranks log of a training of two epochs behind a checkpoint, which was saved after so many batches of the epochs
+/// before; `first` tells the epoch with which they go on.
+fn logged_after_resume(
+    ranks: usize,
+    saved_after: [usize; 2],
+    first: fn(u64) -> u64,
+) -> Vec<String> {
+    let folder = tempfile::tempdir().unwrap();
+    let life = |accelerator: Accelerator, batches: Option<[usize; 2]>| {
+        let parts = (line(&accelerator.device()), SgdConfig::new().init());
+        let (model, optimizer) = accelerator.prepare(parts)?;
+        let (train, valid) = accelerator.prepare((loader(4 * ranks, 1), loader(4 * ranks, 1)))?;
+        let parts = (model, optimizer, train, valid);
+        let ((mut model, mut optimizer, train, valid), position) =
+            accelerator.resume(folder.path(), parts)?;
+        let start = batches.map_or_else(|| first(position.epoch()), |_| 0);
+        let (done, text) = logged(|| -> Result<()> {
+            // A look at the data is no training.
+            let _ = train.epoch(0).next().unwrap()?;
+            for epoch in start..start + 2 {
+                let most = batches.map_or(usize::MAX, |batches| batches[epoch as usize]);
+                for batch in train.epoch(epoch).take(most) {
+                    let batch = batch?;
+                    let gradients =
+                        accelerator.backward(distance(&model, &batch), &model, &batch)?;
+                    model = optimizer.step(0.1, model.clone(), gradients);
+                }
+                for batch in valid.epoch(0).take(most) {
+                    let _ = batch?.real();
+                }
+            }
+            Ok(())
+        });
+        done?;
+        if batches.is_some() {
+            accelerator.save_state(folder.path(), (&model, &optimizer, &train, &valid))?;
+        }
+        Ok(text)
+    };
+    accelerator::launch(ranks, |accelerator| life(accelerator, Some(saved_after))).unwrap();
+    accelerator::launch(ranks, |accelerator| life(accelerator, None)).unwrap()
+}
+
+#[test]
+fn an_epoch_that_is_trained_again_after_a_resume_is_told_once() {
+    const ALL: usize = usize::MAX;
+    for ranks in [1, 2] {
+        for saved_after in [[ALL, 2], [ALL, 0], [ALL, ALL]] {
+            let texts = logged_after_resume(ranks, saved_after, |_| 0);
+            let text = &texts[0];
+            assert_eq!(text.matches("WARN").count(), 1, "{text}");
+            assert!(text.contains("epoch 0 is trained again"), "{text}");
+            assert!(text.contains("position.epoch().."), "{text}");
+            assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
+        }
+        for (saved_after, first) in [
+            ([ALL, 2], (|epoch| epoch) as fn(u64) -> u64),
+            ([ALL, ALL], |epoch| epoch),
+            // Further on, as where a broken batch is passed over.
+            ([ALL, 2], |epoch| epoch + 1),
+            ([2, 0], |_| 0),
+        ] {
+            let texts = logged_after_resume(ranks, saved_after, first);
+            assert!(texts.iter().all(String::is_empty), "{texts:?}");
+        }
+    }
+}
+
+#[test]
+fn a_data_set_that_draws_at_each_read_is_told_where_one_rank_resumes() {
+    fn drawn(check: bool) -> Loader<Column> {
+        let options = SamplerDatasetOptions::default().with_fixed_size(8);
+        let dataset = SamplerDataset::new(columns(1 << 20), options.with_seed(7));
+        let builder = DataLoaderBuilder::new(ColumnBatcher).batch_size(2);
+        match check {
+            true => builder.build(dataset),
+            false => builder.without_item_check().build(dataset),
+        }
+    }
+    let trains: [(fn() -> Loader<Column>, bool); 3] = [
+        (|| drawn(true), true),
+        (|| drawn(false), false),
+        (|| loader(8, 2), false),
+    ];
+    for (train, told) in trains {
+        let folder = tempfile::tempdir().unwrap();
+        let life = || -> Result<String> {
+            let accelerator = Accelerator::new()?;
+            let model = line(&accelerator.device());
+            let parts = (model, SgdConfig::new().init(), train(), drawn(true));
+            let parts = accelerator.prepare(parts)?;
+            let (resumed, text) = logged(|| accelerator.resume(folder.path(), parts));
+            let ((mut model, mut optimizer, train, valid), _) = resumed?;
+            let batch = train.epoch(0).next().unwrap()?;
+            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+            model = optimizer.step(0.1, model, gradients);
+            let _ = valid.epoch(0).next().unwrap()?;
+            accelerator.save_state(folder.path(), (&model, &optimizer, &train, &valid))?;
+            Ok(text)
+        };
+        assert!(!life().unwrap().contains("WARN"));
+        let text = life().unwrap();
+        assert_eq!(text.matches("WARN").count(), usize::from(told), "{text}");
+        assert_eq!(text.contains("the loader at place 3"), told, "{text}");
+        assert_eq!(text.contains("`SamplerDataset`"), told, "{text}");
     }
 }
 
 #[test]
 fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
     for ranks in [1, 2] {
-        let texts = warnings_after_breaks(ranks, [4, 2], |weight| weight);
+        let texts = warnings_after_breaks(ranks, [4, 2], Batch::weight);
         let text = &texts[0];
         assert_eq!(text.matches("2 micro-steps").count(), 1, "{text}");
         assert!(text.contains("no optimizer step"), "{text}");
+        assert!(text.contains("run the epoch to its end"), "{text}");
         assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
+        // Nobody can tell where its epochs end.
+        let texts = left_after(ranks, [4, 4], |batch| Weight::from(batch.len()));
+        let text = &texts[0];
+        assert_eq!(text.matches("2 micro-steps").count(), 1, "{text}");
+        assert!(text.contains("`backward` was given a number"), "{text}");
+        assert!(text.contains("pass `&batch`"), "{text}");
+        assert!(!text.contains("run the epoch to its end"), "{text}");
     }
 }
 

@@ -35,7 +35,7 @@ use crate::model::Models;
 use crate::nn::Crossing;
 use crate::notice;
 use crate::optim::Census;
-use crate::precision::{LossScale, Precision, Scaler};
+use crate::precision::{LossScale, Precision, Scaler, WorkingUse};
 use crate::prepare::{self, Prepare};
 use crate::timeline::{Recording, Schedule, StepSummary, Timeline};
 
@@ -81,6 +81,7 @@ pub(crate) struct Shared {
     /// Of the threads that reduce gradients.
     pub(crate) turn: Turn,
     pub(crate) warned: Warned,
+    pub(crate) working: WorkingUse,
 }
 
 impl Drop for Shared {
@@ -89,6 +90,11 @@ impl Drop for Shared {
     fn drop(&mut self) {
         if !std::thread::panicking() {
             self.road.rest();
+        } else if self.working.lacks_copy() && self.group.rank() == 0 {
+            notice::warn(
+                "inputs were cast by `to_working`, and no model was: where the panic is about types, write \
+                 `accelerator.forward(&model, |model| …)` around the forward pass",
+            );
         }
         let world_size = self.group.world_size();
         self.timeline.write_own_cycles(world_size);

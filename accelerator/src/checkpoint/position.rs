@@ -67,6 +67,7 @@ impl Position {
     /// The epoch to go on with: the one in which the checkpoint was saved, or the next one if the
     /// loop had seen its end. It is that of the loader whose batches went to `backward` (the first
     /// of them in the tuple; the first that was read, where none did), and 0 without a loader.
+    /// Rank 0 warns once where that loader's first batch in `backward` is of an earlier epoch.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }

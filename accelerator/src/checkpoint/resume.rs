@@ -18,7 +18,7 @@ use super::state::{HookState, Kept, ModelState, Names, PartState, State, decode}
 use super::world::{Rescale, WorldChange};
 use crate::accelerator::{Accelerator, WindowSize};
 use crate::agreement::{self, Term};
-use crate::data::{LoaderResume, PreparedLoader, Standing};
+use crate::data::{DRAWN_HINT, LoaderResume, PreparedLoader, Standing};
 use crate::error::{Error, Kind, Result};
 use crate::gradient::hook::{Held, SavedBy};
 use crate::notice;
@@ -291,6 +291,10 @@ impl Found {
         let how = LoaderResume {
             global_batch: &|global_batch| self.global_batch(world_size, global_batch),
             goes_on: self.state.goes_on(at),
+            leads: self
+                .state
+                .leading()
+                .is_some_and(|leading| core::ptr::eq(leading, saved)),
             same_world: self.world_size == world_size,
         };
         loader.resume_from(name, saved, &how)
@@ -499,6 +503,12 @@ impl<'a> Restorer<'a> {
         let PartState::Loader(saved) = part else {
             return Err(other_kind(&name));
         };
+        if saved.trained && loader.draws_at_each_read() {
+            notice::warn(&format!(
+                "{name} has a data set with items that are others each time they are read, so training does not go on \
+                 with the samples that it would have had; several ranks cannot share it out {DRAWN_HINT}"
+            ));
+        }
         let planned = loader.planned_batch();
         let world_size = self.accelerator.world_size();
         let loader = self
@@ -510,6 +520,20 @@ impl<'a> Restorer<'a> {
                 .map(|batch| self.found.global_batch(world_size, batch));
             let is_kept = wanted.is_some() && loader.global_batch() == wanted;
             self.keeps_batch = Some(is_kept && self.keeps_batch.unwrap_or(true));
+        }
+        let before = self.found.world_size;
+        if let (Some(was), Some(batch)) = (saved.global_batch, loader.global_batch())
+            && before != world_size
+            && saved.trained
+            && self.accelerator.is_main_process()
+        {
+            let most = |batch: u64, ranks: usize| batch.div_ceil(ranks as u64);
+            tracing::info!(
+                "a batch of {name} has up to {} samples on each rank, and had up to {} before the resume: all ranks \
+                 together use {batch} at once, and used {was}",
+                most(batch, world_size),
+                most(was, before),
+            );
         }
         let (Some(planned), Some(batch)) = (planned, loader.global_batch()) else {
             return Ok(loader);

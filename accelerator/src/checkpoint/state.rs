@@ -96,14 +96,17 @@ impl State {
     /// Where the file with the state lies.
     pub(super) const FILE: &str = "state.cbor";
 
-    /// The place of the loop: that of the first loader that gradients were made from; where there
-    /// is none, of the first that was read.
+    /// The place of the loop: that of its leading loader.
     pub(super) fn spot(&self) -> Option<Spot> {
+        self.leading()?.spot
+    }
+
+    /// The first loader that gradients were made from; where there is none, the first that was read.
+    pub(super) fn leading(&self) -> Option<&Standing> {
         let read = || self.loaders().filter(|loader| loader.spot.is_some());
-        let loader = read()
+        read()
             .find(|loader| loader.trained)
-            .or_else(|| read().next())?;
-        loader.spot
+            .or_else(|| read().next())
     }
 
     /// Whether the loader at that place goes on in mid-epoch. One for evaluation starts anew, as

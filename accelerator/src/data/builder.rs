@@ -4,6 +4,7 @@ use std::sync::Arc;
 use accelerator_plan::{TailPolicy, WeightedSampler};
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
+use burn::tensor::Device;
 
 use super::digest::{self, Digest, ItemCheck};
 use super::loader::{Loader, Origin};
@@ -387,6 +388,15 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
         self
     }
 
+    /// Does not compile, and says why.
+    #[doc(hidden)]
+    pub fn set_device(self, _: Device) -> Self
+    where
+        Self: OnDevice,
+    {
+        self
+    }
+
     fn build_with(
         self,
         dataset: impl Dataset<I> + 'static,
@@ -449,6 +459,15 @@ impl<I: Send + 'static, O: Send + 'static> BuildUncompared<I, O> for DataLoaderB
         self.build_with(dataset, None)
     }
 }
+
+/// Of no loader: its device is the accelerator's.
+#[doc(hidden)]
+#[diagnostic::on_unimplemented(
+    message = "a loader is not told its device",
+    label = "leave this call out",
+    note = "batches of a prepared loader arrive on the device of the accelerator, `accelerator.device()`"
+)]
+pub trait OnDevice {}
 
 impl<I, O> fmt::Debug for DataLoaderBuilder<I, O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -3,7 +3,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use serde::{Deserialize, Serialize};
 
 use super::meeting::ReadPosition;
-use crate::notice::Once;
+use crate::notice::{self, Once};
 
 /// A place in an epoch: what lies before it is used.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -57,12 +57,16 @@ pub(super) struct Restored {
     pub(super) trained: bool,
     /// Whether an epoch that is not finished is continued.
     pub(super) goes_on: bool,
+    /// The epoch that `Position::epoch` gives for this loader, where this rank is to say that an earlier one is trained.
+    pub(super) first_epoch: Option<u64>,
 }
 
 #[derive(Debug, Default)]
 struct State {
     /// The pass that was trained on last.
     current: Option<Arc<Pass>>,
+    /// See [`Restored::first_epoch`].
+    first_epoch: Option<u64>,
     /// The pass that was begun last.
     latest: Option<Arc<Pass>>,
     /// Where the epoch of that number goes on. It holds until something of it was used, so that a
@@ -83,6 +87,7 @@ impl Cursor {
             resume: from.spot.filter(|spot| from.goes_on && !spot.finished),
             restored: from.spot,
             trained: from.trained,
+            first_epoch: from.first_epoch,
             ..State::default()
         })))
     }
@@ -260,6 +265,9 @@ impl Mark {
         };
         let mut state = cursor.lock();
         state.trained = true;
+        if let Some(first) = state.first_epoch.take() {
+            warn_of_repeated_epoch(self.end.epoch, first);
+        }
         // One whose last step is to come keeps the place.
         let waits = |pass: &Arc<Pass>| pass.progress().waits();
         if !state.current.as_ref().is_some_and(waits) {
@@ -276,6 +284,17 @@ impl Mark {
         let mut state = cursor.lock();
         state.resume = None;
         state.current = Some(self.pass.clone());
+    }
+}
+
+/// Says that training went on from a checkpoint with an epoch that lies behind it.
+fn warn_of_repeated_epoch(epoch: u64, first: u64) {
+    if epoch < first {
+        notice::warn(&format!(
+            "epoch {epoch} is trained again: training was resumed from a checkpoint that goes on with epoch {first}; \
+             begin the loop there, `for epoch in position.epoch()..epochs`, with the position that `resume` returns \
+             (said once a loader)"
+        ));
     }
 }
 
@@ -403,6 +422,7 @@ mod tests {
             spot: Some(spot(3, 7)),
             trained: true,
             goes_on: true,
+            first_epoch: None,
         });
         assert_eq!(cursor.spot(), Some(spot(3, 7)));
         assert_eq!(cursor.begin(0).yielded(), Spot::start_of(0));
@@ -420,6 +440,7 @@ mod tests {
             spot: Some(spot(0, 7)),
             trained: false,
             goes_on: false,
+            first_epoch: None,
         });
         assert_eq!(evaluation.begin(0).yielded(), Spot::start_of(0));
         let end = Spot {
@@ -430,6 +451,7 @@ mod tests {
             spot: Some(end),
             trained: true,
             goes_on: true,
+            first_epoch: None,
         });
         assert_eq!(finished.begin(2).yielded(), Spot::start_of(2));
     }

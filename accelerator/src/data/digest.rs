@@ -21,6 +21,12 @@ pub(super) enum ItemCheck {
     Trusted,
 }
 
+/// What to do where an index gives another item each time.
+pub(crate) const DRAWN_HINT: &str = "(Burn's `SamplerDataset` draws anew at each read, also `with_seed`: give the \
+                                     builder the data set beneath it, and draw with its `weighted` or `sampler`; leave \
+                                     augmentation to `map_samples`; where items are meant to differ, say \
+                                     `without_item_check`)";
+
 /// Makes a number of an item.
 pub(super) type Digest<I> = fn(&I) -> u64;
 
@@ -63,9 +69,12 @@ impl ItemDigests {
         self.first != self.again
     }
 
-    /// What ranks compare.
+    /// What ranks compare: where items differ between reads, that alone.
     pub(super) fn fingerprint(self) -> String {
-        format!("{:016x} {:016x}", self.first, self.again)
+        match self.changes_between_reads() {
+            true => "drawn".to_owned(),
+            false => format!("{:016x}", self.first),
+        }
     }
 }
 

@@ -48,6 +48,15 @@ impl<O> Loader<O> {
     {
         core::iter::empty()
     }
+
+    /// Does not compile, and says why.
+    #[doc(hidden)]
+    pub fn iter(&self) -> core::iter::Empty<crate::Result<super::Batch<O>>>
+    where
+        Self: Epochs,
+    {
+        core::iter::empty()
+    }
 }
 
 /// Of no loader that was not prepared.
@@ -55,7 +64,7 @@ impl<O> Loader<O> {
 #[diagnostic::on_unimplemented(
     message = "this loader was built and not prepared, so it has no epochs",
     label = "built, and not prepared",
-    note = "pass it to `accelerator.prepare(…)`, and call `epoch` of the loader that comes back"
+    note = "pass it to `accelerator.prepare(…)`, and take the batches of `loader.epoch(epoch)` of what comes back"
 )]
 pub trait Epochs {}
 

@@ -33,7 +33,8 @@
 //! `map_samples` and the batcher make of them, nor streams are compared, and of Burn's own loaders the length alone. A
 //! data set that cannot deliver these items is refused here, and not in its first epoch. Items without
 //! `Debug` are not either: [`BuildUncompared`] builds their loaders. Where reading items takes long, or they are to
-//! differ, leave it out with [`without_item_check`](DataLoaderBuilder::without_item_check).
+//! differ, leave it out with [`without_item_check`](DataLoaderBuilder::without_item_check). One rank reads them when it
+//! resumes, and warns where the two reads differ: what follows is not the training that was interrupted.
 //!
 //! | a data set that is drawn | is the same on every rank with |
 //! |---|---|
@@ -117,6 +118,7 @@ mod stream;
 pub use self::batch::Batch;
 pub use self::builder::{BuildUncompared, DataLoaderBuilder};
 pub(crate) use self::cursor::{Mark, Spot};
+pub(crate) use self::digest::DRAWN_HINT;
 pub use self::epoch::{Epoch, NumberedBatches};
 pub use self::loader::Loader;
 pub use self::opaque::InOrder;

@@ -9,7 +9,7 @@ use burn::data::dataloader::DataLoader;
 use burn::tensor::Device;
 
 use super::cursor::{Cursor, Pass, Spot};
-use super::digest::ItemDigests;
+use super::digest::{DRAWN_HINT, ItemDigests};
 use super::epoch::{Epoch, Open, Reseed};
 use super::feed;
 use super::loader::{Loader, Origin};
@@ -174,7 +174,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
             && digests.changes_between_reads()
         {
             return Err(Error::config(format!(
-                "the data set of a loader gives {digests}: ranks cannot share it out by index{ITEM_HINT}"
+                "the data set of a loader gives {digests}: ranks cannot share it out by index {DRAWN_HINT}"
             )));
         }
         Ok(Self::new(

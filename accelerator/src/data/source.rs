@@ -80,7 +80,7 @@ pub(super) trait Source<O>: Send + Sync {
 
     fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<DeferredBatch<O>>;
 
-    /// Of some items, where they are compared between ranks.
+    /// Of some items, where they may be compared.
     fn digests(&self) -> Option<Result<ItemDigests>>;
 }
 

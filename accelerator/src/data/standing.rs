@@ -39,6 +39,8 @@ pub(crate) struct LoaderResume<'a> {
     pub(crate) global_batch: &'a dyn Fn(u64) -> u64,
     /// Whether an epoch that was not finished is continued.
     pub(crate) goes_on: bool,
+    /// Whether `Position::epoch` is that of this loader.
+    pub(crate) leads: bool,
     /// Whether there were as many ranks.
     pub(crate) same_world: bool,
 }
@@ -89,6 +91,17 @@ impl<O: Send + 'static> PreparedLoader<O> {
         }
     }
 
+    /// Whether an index gives another item each time, where one process alone reads: several compare items in
+    /// `prepare`.
+    pub(crate) fn draws_at_each_read(&self) -> bool {
+        match &self.samples {
+            Samples::Planned { source, .. } if self.place.world_size == 1 => {
+                matches!(source.digests(), Some(Ok(digests)) if digests.differ())
+            }
+            _ => false,
+        }
+    }
+
     /// Goes on where a loader stood that is `name`d so in errors.
     pub(crate) fn resume_from(
         mut self,
@@ -133,10 +146,12 @@ impl<O: Send + 'static> PreparedLoader<O> {
         }
         self.place.number = saved.number;
         self.passes = AtomicU64::new(saved.passes);
+        let leads = how.leads && saved.trained && self.place.rank == 0;
         self.cursor = Cursor::restored(Restored {
             spot: saved.spot,
             trained: saved.trained,
             goes_on: how.goes_on,
+            first_epoch: saved.spot.filter(|_| leads).map(Spot::next_epoch),
         });
         Ok(self)
     }

@@ -19,7 +19,7 @@ use crate::data::Mark;
 use crate::error::{Error, Result};
 use crate::model::Trainable;
 use crate::notice;
-use crate::precision::{Finiteness, Precision};
+use crate::precision::{Finiteness, Precision, SkipNotice};
 use crate::replicas;
 use crate::timeline::{Part, Phase};
 
@@ -213,6 +213,9 @@ fn run<M: Module>(
                 scale,
                 "a step is skipped: gradients are not finite"
             );
+            if accelerator.is_main_process() || reach == Reach::Own {
+                report_skip(&slot, scale);
+            }
             return Ok(Gradients::overflowed(scale, weight.epoch, reach));
         }
     }
@@ -329,6 +332,24 @@ fn warn_precision_unused(accelerator: &Accelerator, slot: &Slot) {
              pass does not use the working copy; write `accelerator.forward(&model, |model| …)` around it, \
              with `accelerator.to_working(input)` for what goes in (said once a model)"
         ));
+    }
+}
+
+/// Says at the first skipped step what that is, and after many in a row that something else is wrong.
+fn report_skip(slot: &Slot, scale: f64) {
+    match slot.skip_notice() {
+        None => {}
+        Some(SkipNotice::First) => notice::tell(&format!(
+            "step {} is skipped: its gradients are not finite at the loss scale {scale}, and the next losses are scaled \
+             by {}; the first steps in f16 often are, until the scale fits (said once a model)",
+            slot.steps().saturating_sub(1),
+            slot.loss_scale().unwrap_or(scale)
+        )),
+        Some(SkipNotice::Many(skips)) => notice::warn(&format!(
+            "{skips} steps in a row were skipped, and gradients are not finite at the loss scale {scale} either: look \
+             for an overflow of f16 in the forward pass (above 65504), or for a loss that is not finite; `bf16` has the \
+             range of f32, and `LossScale::with_initial` begins lower (said once a model)"
+        )),
     }
 }
 

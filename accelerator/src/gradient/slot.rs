@@ -24,7 +24,7 @@ use crate::graph;
 use crate::local::Round;
 use crate::model::{TiedParameters, Trainable};
 use crate::notice::{self, Once};
-use crate::precision::{Cast, Finiteness, Scaler, ScalerState};
+use crate::precision::{Cast, Finiteness, Scaler, ScalerState, SkipNotice};
 
 /// What is kept for a prepared model: which gradients it has, where they lie, and the window
 /// that is open.
@@ -324,6 +324,11 @@ impl Slot {
         }
     }
 
+    /// What is to be said of the step that was skipped last.
+    pub(super) fn skip_notice(&self) -> Option<SkipNotice> {
+        self.scaler().as_ref().and_then(Scaler::skip_notice)
+    }
+
     fn scaler(&self) -> MutexGuard<'_, Option<Scaler>> {
         self.scaler.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -389,10 +394,19 @@ impl Slot {
     pub(crate) fn warn_open_window(&self) {
         let (open, first) = (self.open_micro_steps(), self.parameters.first());
         if let Some(first) = first.filter(|_| open > 0) {
+            let hint = match self.window().has_bare_weights() {
+                true => {
+                    "`backward` was given a number, which does not know where its epoch ends, so that windows run \
+                     over the ends of epochs: pass `&batch`, or `batch.with_weight(number)`, or end the last window \
+                     with `Weight::from(number).trigger_sync()`"
+                }
+                false => {
+                    "end the last window with `batch.weight().trigger_sync()`, or run the epoch to its end"
+                }
+            };
             notice::warn(&format!(
                 "{open} micro-steps of the model with the parameter `{}` are in an accumulation window that is open, \
-                 and no optimizer step came of them: end the last window with `batch.weight().trigger_sync()`, or \
-                 run the epoch to its end",
+                 and no optimizer step came of them: {hint}",
                 first.path
             ));
         }

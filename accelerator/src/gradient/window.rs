@@ -176,6 +176,11 @@ impl Window {
         self.totals.micro_steps
     }
 
+    /// Whether a weight in it is of no batch, and so does not know where its epoch ends.
+    pub(super) fn has_bare_weights(&self) -> bool {
+        self.totals.batches.has_others
+    }
+
     /// The epoch that this batch's loader left while the window was open; `None` if the program kept it open with
     /// `no_sync`.
     pub(super) fn left_epoch(&self, weight: &Weight) -> Option<u64> {

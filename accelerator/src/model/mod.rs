@@ -145,17 +145,21 @@ impl Models {
 
     /// Makes a model known; where it was before, as what it is now.
     fn insert(&self, layout: &Layout, slot: Slot) {
-        let before = self.same(layout);
+        // What is frozen now is known no more by what was trained then.
+        self.forget(layout);
         let slot = Arc::new(slot);
         let mut slots = self.lock();
-        if let Some(before) = before {
-            // What is frozen now is known no more by what was trained then.
-            slots.retain(|_, slot| !Arc::ptr_eq(slot, &before));
-        }
         // One that still trains takes it again.
         slots.values().for_each(|slot| slot.release_spare());
         for parameter in slot.parameters() {
             slots.insert(parameter.id, slot.clone());
+        }
+    }
+
+    /// Removes the slot of the model with these parameters, if it is known.
+    fn forget(&self, layout: &Layout) {
+        if let Some(before) = self.same(layout) {
+            self.lock().retain(|_, slot| !Arc::ptr_eq(slot, &before));
         }
     }
 
@@ -291,7 +295,10 @@ pub(crate) fn resume<M: Module>(
     scaler: Option<ScalerState>,
     hook: Option<Held>,
 ) -> Result<M> {
+    let given = Layout::of(&model);
     let model = restore_values(accelerator, model, path, saved)?;
+    // Nothing has the ids any more under which the model was prepared.
+    accelerator.shared.models.forget(&given);
     let prior = PriorState {
         leaf_before_prepare: None,
         scaler,

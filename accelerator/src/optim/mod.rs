@@ -191,6 +191,7 @@ pub(crate) use self::census::{Census, Counted, StateOf};
 pub use self::fused::InitFused;
 pub use self::plan::{RateScaling, TrainingPlan};
 pub use self::rate::IntoLearningRate;
+use self::rate::ManualRates;
 pub(crate) use self::schedule::Scheduler;
 pub use self::schedule::{Manual, PerEpoch, PerProcess, Scheduled};
 pub use self::sharded::Sharded;
@@ -589,7 +590,8 @@ impl PreparedOptimizer<Manual> {
         optimizer: (ModuleOptimizer, Option<Shards>),
         accelerator: &Accelerator,
     ) -> Self {
-        Self::new(optimizer, Manual(()), accelerator)
+        let rates = ManualRates::new(accelerator.is_main_process());
+        Self::new(optimizer, Manual(rates), accelerator)
     }
 
     /// Updates the model with that learning rate, if the accumulation window is full; gives it
@@ -608,7 +610,16 @@ impl PreparedOptimizer<Manual> {
         model: M,
         gradients: Gradients,
     ) -> M {
-        self.apply(model, gradients, |_, _| rate.into_learning_rate())
+        let rate = rate.into_learning_rate();
+        if gradients.is_accumulating() {
+            self.schedule.0.note_dropped(rate.base());
+        } else if gradients.overflow().is_some() {
+            self.schedule.0.skip_window();
+        }
+        self.apply(model, gradients, |manual, _| {
+            manual.0.note_step(rate.base());
+            rate
+        })
     }
 }
 

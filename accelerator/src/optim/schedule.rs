@@ -3,6 +3,8 @@ use core::fmt;
 use burn::lr_scheduler::LrSchedulerRecord;
 use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
 
+use super::rate::ManualRates;
+
 /// A scheduler that is to advance once an epoch, not with each optimizer step: prepare
 /// `(optimizer, PerEpoch(scheduler))`.
 ///
@@ -96,8 +98,11 @@ pub struct PerProcess<S>(pub S);
 /// # let _: Linear = model;
 /// # Ok::<(), Error>(())
 /// ```
+///
+/// Rank 0 warns once where a rate that changes with each call is dropped in micro-steps that make no step, and where
+/// the first rate after a resume shows that a schedule by hand begins anew.
 #[derive(Clone, Debug)]
-pub struct Manual(pub(super) ());
+pub struct Manual(pub(super) ManualRates);
 
 /// The optimizer has a schedule, which advances with it.
 ///

@@ -28,6 +28,9 @@ pub(crate) struct OptimizerSnapshot {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct OptimizerState {
     pub(crate) factor: f64,
+    /// The rate of the first step of all, where the program tells it.
+    #[serde(default)]
+    first_rate: Option<f64>,
     /// Rate and norm of the last step, if the model was updated by it.
     outcome: Option<(f64, Option<f64>)>,
     schedule: Option<ScheduleState>,
@@ -94,6 +97,7 @@ impl<S> PreparedOptimizer<S> {
             optimizer: self.optimizer.clone(),
             state: OptimizerState {
                 factor: self.factor,
+                first_rate: self.schedule.first_rate(),
                 outcome: match self.outcome() {
                     StepOutcome::Stepped { rate, norm } => Some((rate, norm)),
                     StepOutcome::Accumulated
@@ -135,6 +139,8 @@ impl<S> PreparedOptimizer<S> {
         S: Schedule,
     {
         self.schedule.restore(name, state.schedule)?;
+        let last_rate = state.outcome.map(|(rate, _)| rate);
+        self.schedule.resume_rates(state.first_rate, last_rate);
         let kept = self.shards.is_some().then(|| window(&record)).transpose()?;
         self.resumed = ids_in(&record)?;
         let blank = match &self.shards {
@@ -275,6 +281,14 @@ pub(crate) trait Schedule {
     fn state(&self) -> Result<Option<ScheduleState>>;
 
     fn restore(&mut self, name: &str, state: Option<ScheduleState>) -> Result<()>;
+
+    /// What the program told for the first step of all.
+    fn first_rate(&self) -> Option<f64> {
+        None
+    }
+
+    /// What the program told for the first step of all, and for the last one before a resume.
+    fn resume_rates(&mut self, _first: Option<f64>, _last: Option<f64>) {}
 }
 
 impl Schedule for Manual {
@@ -291,6 +305,14 @@ impl Schedule for Manual {
             None => Ok(()),
             Some(_) => Err(other_schedule(name, "a scheduler", "none")),
         }
+    }
+
+    fn first_rate(&self) -> Option<f64> {
+        self.0.first()
+    }
+
+    fn resume_rates(&mut self, first: Option<f64>, last: Option<f64>) {
+        self.0.resume(first, last);
     }
 }
 

@@ -1,5 +1,6 @@
 use core::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, FloatDType, Tensor};
@@ -146,6 +147,7 @@ impl Accelerator {
         let Some(dtype) = self.precision().dtype() else {
             return model.clone();
         };
+        self.shared.working.copied.store(true, Ordering::Relaxed);
         // One that was not prepared, for evaluation say, has no gradients to wait for.
         let slot = self.shared.models.find(model).ok();
         let mut caster = Caster {
@@ -176,10 +178,15 @@ impl Accelerator {
     }
 
     /// A tensor in the [precision](Self::precision) to compute in: for what goes into the model in
-    /// [`forward`](Self::forward). Tensors of integers, such as tokens, need nothing.
+    /// [`forward`](Self::forward). Tensors of integers, such as tokens, need nothing. Without `forward`, Burn panics
+    /// where the two types meet; when the accelerator is dropped in a panic and no working copy was ever made, rank 0
+    /// says what is missing.
     pub fn to_working<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
         match self.precision().dtype() {
-            Some(dtype) => tensor.cast(dtype),
+            Some(dtype) => {
+                self.shared.working.cast.store(true, Ordering::Relaxed);
+                tensor.cast(dtype)
+            }
             None => tensor,
         }
     }
@@ -215,6 +222,22 @@ impl Accelerator {
     /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared.
     pub fn loss_scale<M: Module>(&self, model: &M) -> crate::Result<Option<f64>> {
         Ok(self.shared.models.find(model)?.loss_scale())
+    }
+}
+
+/// Which half of a forward pass in half precision the program has ever asked for.
+#[derive(Debug, Default)]
+pub(crate) struct WorkingUse {
+    /// An input was cast.
+    cast: AtomicBool,
+    /// A working copy of a model was made.
+    copied: AtomicBool,
+}
+
+impl WorkingUse {
+    /// Whether inputs are in half precision, and no model is: most models panic then, without a word of what is missing.
+    pub(crate) fn lacks_copy(&self) -> bool {
+        self.cast.load(Ordering::Relaxed) && !self.copied.load(Ordering::Relaxed)
     }
 }
 

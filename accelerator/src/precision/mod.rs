@@ -83,9 +83,10 @@ use core::str::FromStr;
 use burn::tensor::FloatDType;
 
 pub(crate) use self::cast::Cast;
+pub(crate) use self::copy::WorkingUse;
 pub use self::copy::in_full;
 pub use self::scale::LossScale;
-pub(crate) use self::scale::{Finiteness, Scaler, ScalerState};
+pub(crate) use self::scale::{Finiteness, Scaler, ScalerState, SkipNotice};
 use crate::choice::named;
 use crate::error::{Error, Result};
 

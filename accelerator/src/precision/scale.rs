@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 
 /// How the loss is scaled with [`Precision::F16`](super::Precision::F16): as PyTorch's `GradScaler`
-/// does it, with the same defaults.
+/// does it, with the same defaults. Rank 0 logs the first step that is skipped, and warns of the first 16 in a row.
 ///
 /// ```
 /// use accelerator::precision::{LossScale, Precision};
@@ -158,7 +158,29 @@ pub(crate) enum Finiteness {
 pub(crate) struct Scaler {
     rule: LossScale,
     state: ScalerState,
+    skips: Skips,
 }
+
+/// Steps that were skipped in this process.
+#[derive(Clone, Copy, Debug, Default)]
+struct Skips {
+    in_row: u64,
+    /// The longest row before this one.
+    most: u64,
+    total: u64,
+}
+
+/// What is to be said of a step that was skipped.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum SkipNotice {
+    /// It is the first one.
+    First,
+    /// For the first time, there are so many in a row.
+    Many(u64),
+}
+
+/// How many skipped steps in a row are too many: the default scale is 1 after them.
+const MANY_SKIPS: u64 = 16;
 
 /// What a checkpoint keeps of it.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
@@ -174,7 +196,11 @@ impl Scaler {
             scale: rule.initial,
             good_steps: 0,
         };
-        Self { rule, state }
+        Self {
+            rule,
+            state,
+            skips: Skips::default(),
+        }
     }
 
     /// Goes on from what was saved.
@@ -190,14 +216,32 @@ impl Scaler {
         self.state
     }
 
+    /// What is to be said of the step that was skipped last.
+    pub(crate) fn skip_notice(&self) -> Option<SkipNotice> {
+        let Skips {
+            in_row,
+            most,
+            total,
+        } = self.skips;
+        match (total, in_row) {
+            (1, 1) => Some(SkipNotice::First),
+            (_, MANY_SKIPS) if most < MANY_SKIPS => Some(SkipNotice::Many(in_row)),
+            _ => None,
+        }
+    }
+
     /// A window was reduced.
     pub(crate) fn update(&mut self, gradients: Finiteness) {
         let ScalerState { scale, good_steps } = &mut self.state;
         if gradients == Finiteness::NotFinite {
             *scale = (*scale * self.rule.backoff).max(SMALLEST);
             *good_steps = 0;
+            self.skips.in_row += 1;
+            self.skips.total += 1;
             return;
         }
+        self.skips.most = self.skips.most.max(self.skips.in_row);
+        self.skips.in_row = 0;
         *good_steps += 1;
         if *good_steps >= self.rule.interval {
             *scale = (*scale * self.rule.growth).min(LARGEST);
@@ -223,6 +267,25 @@ mod tests {
         let bad = [Finite, Finite, NotFinite];
         assert_eq!(bad.map(&mut after), [16.0, 16.0, 8.0]);
         assert_eq!([Finite; 3].map(&mut after), [8.0, 8.0, 16.0]);
+    }
+
+    #[test]
+    fn the_first_skipped_step_and_the_first_long_row_are_noticed() {
+        let mut scaler = Scaler::new(LossScale::new());
+        let mut notices = |skips: u64| {
+            scaler.update(Finite);
+            assert_eq!(scaler.skip_notice(), None);
+            (1..=skips)
+                .filter_map(|skip| {
+                    scaler.update(NotFinite);
+                    scaler.skip_notice().map(|notice| (skip, notice))
+                })
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(notices(3), [(1, SkipNotice::First)]);
+        assert_eq!(notices(15), []);
+        assert_eq!(notices(40), [(16, SkipNotice::Many(16))]);
+        assert_eq!(notices(40), []);
     }
 
     #[test]

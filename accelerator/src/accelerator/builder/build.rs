@@ -18,6 +18,7 @@ use crate::logging::Warned;
 use crate::model::Models;
 use crate::nn::Crossing;
 use crate::optim::Census;
+use crate::precision::WorkingUse;
 use crate::timeline::{self, Output, Place, Timeline, check_cycles};
 
 impl AcceleratorBuilder {
@@ -173,6 +174,7 @@ impl AcceleratorBuilder {
                 failed_calls: Arc::default(),
                 turn: Turn::default(),
                 warned: Warned::default(),
+                working: WorkingUse::default(),
             }),
         })
     }

@@ -148,9 +148,10 @@ impl GlobalBatch {
             0 => format!("{step}"),
             _ => format!("{below} or {}", below + step),
         };
+        let plural = if world_size == 1 { "" } else { "s" };
         Err(Error::config(format!(
-            "a global batch of {samples} samples is no multiple of {world_size} ranks times batches of \
-             {batch_size}; choose {near}, or another batch size"
+            "a global batch of {samples} samples is no multiple of {world_size} rank{plural} times {batch_size} samples \
+             a batch; choose {near}, or another batch size"
         )))
     }
 }
