@@ -77,7 +77,8 @@ fn main() -> Result<(), Report> {
     accelerator.print(format_args!("training begins at {position}"));
 
     let mut saved = position.step();
-    let mut reporter = Reporter::new(accelerator.rank(), &args, train.steps())?;
+    let reporter = Reporter::new(accelerator.rank(), &args, train.steps())?;
+    let mut reporter = reporter.starting_behind(position.step());
     for epoch in position.epoch()..args.epochs {
         for batch in train.epoch(epoch) {
             let batch = batch?;

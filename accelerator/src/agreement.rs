@@ -87,7 +87,8 @@ pub(crate) fn sides<T: fmt::Display>(all: impl IntoIterator<Item = T>) -> String
     sides.collect::<Vec<_>>().join("; ")
 }
 
-/// Compares several things at once. The error is about those that differ from rank 0's.
+/// Compares several things at once. The error is about those that differ from rank 0's; of several terms of one name in a
+/// row, about the first.
 #[track_caller]
 pub(crate) fn check_all(group: &ProcessGroup, mine: &[Term]) -> Result<()> {
     if group.world_size() == 1 {
@@ -97,7 +98,10 @@ pub(crate) fn check_all(group: &ProcessGroup, mine: &[Term]) -> Result<()> {
     let told = told.map(|term| (term.value.clone(), term.shown.clone()));
     let agreeing = group.for_purpose("what must be the same on every rank");
     let all = agreeing.all_gather_object(&told.collect::<Vec<_>>())?;
-    let differ = mine.iter().enumerate().filter_map(|(index, term)| {
+    // One that has fewer, of a smaller data set, differs in another term. All ranks find the same.
+    let common = all.iter().map(Vec::len).min().unwrap_or_default();
+    let differ = mine.iter().take(common).enumerate();
+    let differ = differ.filter_map(|(index, term)| {
         let of = |rank: usize| all[rank].get(index);
         let rank = (1..all.len()).find(|rank| of(*rank).map(|x| &x.0) != of(0).map(|x| &x.0))?;
         let shown = |rank| of(rank).map_or("none", |(_, shown)| shown);
@@ -110,14 +114,17 @@ pub(crate) fn check_all(group: &ProcessGroup, mine: &[Term]) -> Result<()> {
                 shown(rank)
             ),
         };
-        Some(format!(
+        let text = format!(
             "{}{} differs between ranks: {found}{}",
             term.what,
             origin.unwrap_or_default(),
             term.hint,
-        ))
+        );
+        Some((&term.what, text))
     });
-    let differ: Vec<_> = differ.collect();
+    let mut differ: Vec<_> = differ.collect();
+    differ.dedup_by_key(|(what, _)| *what);
+    let differ: Vec<_> = differ.into_iter().map(|(_, text)| text).collect();
     match differ.is_empty() {
         true => Ok(()),
         false => Err(Error::config(format!(

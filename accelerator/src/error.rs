@@ -155,6 +155,18 @@ impl Error {
         }))
     }
 
+    /// Where ranks disagree about what they do together, with the batch that this one was at.
+    pub(crate) fn at_batch(self, batch: impl fmt::Display) -> Self {
+        let cause = self.collective().filter(|cause| cause.is_mismatch());
+        match cause.cloned() {
+            None => self,
+            Some(cause) => {
+                let message = format!("{self}; this rank called `backward` for {batch}");
+                Self::with_source(self.kind(), message, cause)
+            }
+        }
+    }
+
     pub(crate) fn kind(&self) -> Kind {
         self.0.kind
     }
@@ -210,7 +222,7 @@ impl Error {
         self.0.kind == Kind::Data
     }
 
-    /// The parameters of a model are no longer the same on every rank; see
+    /// The parameters of a model are no longer the same on every rank, or were updated otherwise on some; see
     /// [`AcceleratorBuilder::check_replicas_every`](crate::AcceleratorBuilder::check_replicas_every).
     pub fn is_drift(&self) -> bool {
         self.0.kind == Kind::Drift
@@ -368,7 +380,14 @@ impl From<accelerator_collective::Error> for Error {
         } else {
             Kind::Collective
         };
-        Self::with_source(kind, error.to_string(), error)
+        let mut message = error.to_string();
+        if error.is_mismatch() {
+            message.push_str(
+                "; where one rank is in `backward` and another one is not, that one has left its loop earlier, or \
+                 has left out a batch",
+            );
+        }
+        Self::with_source(kind, message, error)
     }
 }
 

@@ -12,7 +12,7 @@ use accelerator::plan::WeightedSampler;
 use accelerator::prelude::*;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder as BurnBuilder};
 use burn::data::dataset::transform::{SamplerDataset, SamplerDatasetOptions, ShuffledDataset};
-use burn::data::dataset::{Dataset, DatasetError};
+use burn::data::dataset::{Dataset, DatasetError, InMemDataset};
 use common::{Column, ColumnBatcher, columns, loader};
 
 /// Every rank's batches of an epoch: (sample numbers, real ones, idle or not).
@@ -336,9 +336,17 @@ fn a_data_set_that_each_rank_has_drawn_by_itself_is_refused() {
         let text = error.to_string();
         assert!(error.is_config(), "{error:?}");
         assert!(
-            text.contains(
-                "the data set of a loader differs between ranks: rank 0 has items of digest"
-            ),
+            text.contains("the data set of a loader differs between ranks: rank 0 has the item "),
+            "{text}"
+        );
+    }
+    // What a process has for itself is shown, once.
+    for outcome in prepared_of_each(|rank| InMemDataset::new(vec![7000 + rank; 64])) {
+        let text = outcome.unwrap_err().to_string();
+        let found = "rank 0 has the item 0 (`7000`), and rank 1 has the item 0 (`7001`)";
+        assert_eq!(text.matches("differs between ranks").count(), 1, "{text}");
+        assert!(
+            text.contains(found) && text.contains("without_item_check"),
             "{text}"
         );
     }
@@ -384,8 +392,9 @@ fn a_data_set_that_cannot_be_read_is_told_to_every_rank() {
         for outcome in prepared_of_each(|rank| broken([99, 9][rank])) {
             let error = outcome.unwrap_err();
             let text = error.to_string();
+            assert!(error.is_data() || error.is_panic(), "{error:?}");
             assert!(
-                error.is_config() && text.contains("rank 1 has ") && text.contains(cause),
+                text.contains("rank 1 failed to read") && text.contains(cause),
                 "{text}"
             );
         }

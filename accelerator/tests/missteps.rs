@@ -10,17 +10,19 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use accelerator::checkpoint::{Object, PerRank};
-use accelerator::data::{Batch, InOrder, Loader};
+use accelerator::data::{Batch, InOrder, Loader, StreamPart};
 use accelerator::hook::PowerSgd;
-use accelerator::metric::Mean;
+use accelerator::metric::{Mean, Sum};
 use accelerator::optim::{Manual, PreparedOptimizer, Sharded};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, Clip, Weight};
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
 use burn::data::dataset::transform::{SamplerDataset, SamplerDatasetOptions};
+use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
-use burn::optim::{GradientsParams, SgdConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamConfig, AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, Tensor};
 use common::checkpoints::adam;
 use common::{Column, ColumnBatcher, columns, distance, flat, line, loader};
@@ -73,13 +75,84 @@ fn a_plan_that_resume_makes_wrong_is_said() {
     };
     let text = resumed(true, false);
     assert!(
-        text.contains("goes on with 4 samples a step over all ranks, and `plan` was told 2"),
+        text.contains("goes on with 4 samples a step over all ranks, and it had 2 when `plan`"),
         "{text}"
     );
     for (plan, first) in [(false, false), (true, true)] {
         let text = resumed(plan, first);
         assert!(!text.contains("plan"), "{text}");
     }
+}
+
+/// Where the steps of a cosine come from.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum StepsFrom {
+    Plan,
+    Steps,
+}
+
+/// One step of a training with a cosine that begins at that rate, over all steps of an epoch, which goes on where there
+/// is a checkpoint, and what rank 0 is told.
+fn cosine_step(
+    ranks: usize,
+    folder: &Path,
+    from: StepsFrom,
+    loader_first: bool,
+    rate: f64,
+) -> Result<String> {
+    let texts = accelerator::launch(ranks, |accelerator| {
+        let (done, text) = logged(|| {
+            let device = accelerator.device();
+            let (model, mut train) = accelerator.prepare((line(&device), loader(64, 2)))?;
+            if loader_first {
+                train = accelerator.resume_loader(folder, train)?;
+            }
+            let steps = match from {
+                StepsFrom::Plan => accelerator.plan(&train, 1).steps,
+                StepsFrom::Steps => train.steps(),
+            };
+            let cosine = CosineAnnealingLrSchedulerConfig::new(rate, steps.unwrap() as usize);
+            let optimizer = (SgdConfig::new().init(), cosine.init().unwrap());
+            let parts = (model, accelerator.prepare(optimizer)?, train);
+            let ((mut model, mut optimizer, train), _) = accelerator.resume(folder, parts)?;
+            for batch in train.epoch(0).take(1) {
+                let batch = batch?;
+                let loss = distance(&model, &batch);
+                let gradients = accelerator.backward(loss, &model, &batch)?;
+                model = optimizer.step(model, gradients);
+            }
+            accelerator.save_state(folder, (&model, &optimizer, &train))
+        });
+        done.map(|_| text)
+    });
+    texts.map(|texts| texts.into_iter().next().unwrap())
+}
+
+#[test]
+fn steps_that_a_loader_told_before_resume_made_them_others_are_said() {
+    for (ranks, loader_first, told) in [(1, false, true), (1, true, false), (2, false, false)] {
+        let folder = tempfile::tempdir().unwrap();
+        // The first rate of a cosine is the same whatever its length.
+        cosine_step(2, folder.path(), StepsFrom::Steps, false, 0.1).unwrap();
+        let text = cosine_step(ranks, folder.path(), StepsFrom::Steps, loader_first, 0.1).unwrap();
+        let count = text.matches("goes on with 4 samples a step").count();
+        assert_eq!(count, usize::from(told), "{ranks} {loader_first}: {text}");
+    }
+}
+
+#[test]
+fn a_rate_that_was_changed_on_purpose_is_told_where_the_plan_is_that_of_the_loader_that_goes_on() {
+    for ranks in [1, 2] {
+        let folder = tempfile::tempdir().unwrap();
+        cosine_step(2, folder.path(), StepsFrom::Plan, true, 0.1).unwrap();
+        let text = cosine_step(ranks, folder.path(), StepsFrom::Plan, true, 0.05).unwrap();
+        assert_eq!(text.matches("the schedule of").count(), 1, "{text}");
+    }
+    // What was planned without it counts other steps.
+    let folder = tempfile::tempdir().unwrap();
+    cosine_step(2, folder.path(), StepsFrom::Plan, false, 0.1).unwrap();
+    let error = cosine_step(1, folder.path(), StepsFrom::Plan, false, 0.05).unwrap_err();
+    assert!(error.is_checkpoint(), "{error:?}");
 }
 
 #[test]
@@ -884,19 +957,49 @@ fn losses_that_are_the_same_for_a_reason_are_not_warned_of() {
 }
 
 #[test]
+fn the_same_losses_of_batches_that_are_known_to_be_others_are_not_warned_of() {
+    let texts = accelerator::launch(2, |accelerator| {
+        let parts = (line(&accelerator.device()), SgdConfig::new().init());
+        let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+        let train = accelerator.prepare(loader(64, 2))?;
+        let (done, text) = logged(|| -> Result<()> {
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                // The model gives what has nothing to do with the samples.
+                let loss = distance(&model, &batch) * 0.0 + 0.2;
+                let gradients = accelerator.backward(loss, &model, &batch)?;
+                model = optimizer.step(0.1, model, gradients);
+            }
+            Ok(())
+        });
+        done?;
+        Ok(text)
+    });
+    assert_eq!(texts.unwrap(), ["", ""]);
+}
+
+#[test]
 fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
     #[derive(Clone, Copy, Debug, Eq, PartialEq)]
     enum Use {
         Backward,
+        Evaluated,
         Frozen,
         None,
         PastUs,
+        Saved,
+        /// It gives what another model is to learn.
+        Target,
     }
+    let folder = tempfile::tempdir().unwrap();
     for (ranks, what, told) in [
         (2, Use::PastUs, true),
         (2, Use::None, true),
         (2, Use::Backward, false),
         (2, Use::Frozen, false),
+        (2, Use::Target, false),
+        (2, Use::Evaluated, false),
+        (2, Use::Saved, false),
         (1, Use::PastUs, false),
     ] {
         let texts = accelerator::launch(ranks, |accelerator| {
@@ -909,6 +1012,14 @@ fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
             let loss = |model: &Linear| model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
             match what {
                 Use::Backward => drop(accelerator.backward(loss(&model), &model, 2)?),
+                Use::Evaluated => drop(accelerator.valid(&model)?),
+                Use::Saved => {
+                    accelerator.save_model(&model, folder.path().join("model.safetensors"))?;
+                }
+                Use::Target => {
+                    let student = accelerator.prepare(line(&device))?;
+                    drop(accelerator.backward(loss(&student), &student, 2)?);
+                }
                 Use::Frozen | Use::None => {}
                 Use::PastUs => {
                     let gradients = GradientsParams::from_grads(loss(&model).backward(), &model);
@@ -926,7 +1037,11 @@ fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
             usize::from(told),
             "{what:?} on {ranks}: {texts:?}"
         );
-        assert_eq!(told, texts[0].contains("`weight`"), "{texts:?}");
+        let unused = texts[0].matches("no optimizer stepped").count();
+        let is_unused = matches!(what, Use::Backward | Use::Target);
+        assert_eq!(unused, usize::from(is_unused), "{texts:?}");
+        let named = told || is_unused;
+        assert_eq!(named, texts[0].contains("`weight`"), "{texts:?}");
         assert!(texts.iter().skip(1).all(String::is_empty), "{texts:?}");
     }
 }
@@ -991,6 +1106,44 @@ fn a_data_set_that_makes_no_step_is_refused_when_it_is_prepared() {
                 text.contains("3 samples") && text.contains("drop"),
                 "{text}"
             );
+        }
+    }
+}
+
+#[test]
+fn an_epoch_without_batches_is_told_once() {
+    for ranks in [1, 2] {
+        let texts = accelerator::launch(ranks, |accelerator| {
+            let builder = || DataLoaderBuilder::new(ColumnBatcher).batch_size(2);
+            let empty = |_: u64| Vec::<u64>::new();
+            let sampled = accelerator.prepare(builder().sampler(empty).build(columns(8)))?;
+            let items = |part: StreamPart| (0..4 * part.epoch() as usize).map(std::io::Result::Ok);
+            let stream = accelerator.prepare(builder().build_stream(items))?;
+            let read = |loader: &PreparedLoader<Column>, skip| {
+                let (counts, text) = logged(|| {
+                    let epochs = (0..3).map(|epoch| loader.epoch(epoch).skip_first_batches(skip));
+                    epochs.map(Iterator::count).collect::<Vec<_>>()
+                });
+                (counts.iter().sum::<usize>(), text)
+            };
+            // What the program leaves out is no surprise to it.
+            Ok([read(&stream, 100), read(&stream, 0), read(&sampled, 0)])
+        });
+        for (rank, [skipped, stream, sampled]) in texts.unwrap().into_iter().enumerate() {
+            assert_eq!(skipped, (0, String::new()));
+            assert!(stream.0 > 0 && sampled.0 == 0);
+            for (_, text) in [stream, sampled] {
+                assert_eq!(
+                    text.matches("epoch 0 of a loader had no batches").count(),
+                    usize::from(rank == 0),
+                    "{text}"
+                );
+                assert_eq!(
+                    text.matches("WARN").count(),
+                    usize::from(rank == 0),
+                    "{text}"
+                );
+            }
         }
     }
 }
@@ -1299,7 +1452,7 @@ fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
         assert!(text.contains("run the epoch to its end"), "{text}");
         assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
         // Nobody can tell where its epochs end.
-        let texts = left_after(ranks, [4, 4], |batch| Weight::from(batch.len()));
+        let texts = warnings_after_breaks(ranks, [4, 4], |batch| Weight::from(batch.len()));
         let text = &texts[0];
         assert_eq!(text.matches("2 micro-steps").count(), 1, "{text}");
         assert!(text.contains("`backward` was given a number"), "{text}");
@@ -1308,87 +1461,144 @@ fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
     }
 }
 
-#[test]
-fn an_idle_batch_that_nobody_asked_what_it_counts_is_told_once() {
+/// What each rank counts in two epochs of five samples, and what it logs until the count is reduced.
+fn counted(
+    tail: TailPolicy,
+    count: fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>,
+) -> Vec<(f64, String)> {
     let counts = accelerator::launch(2, |accelerator| {
-        // Nothing is left for rank 1 in the last step.
-        let valid = accelerator.prepare(loader(5, 2))?;
-        let counted = |count: fn(&Batch<Column>) -> usize| -> Result<(usize, String)> {
-            let (samples, text) = logged(|| {
-                let epochs = (0..2).flat_map(|epoch| valid.epoch(epoch));
-                epochs
-                    .map(|batch| Ok(count(&batch?)))
-                    .sum::<Result<usize>>()
-            });
-            Ok((samples?, text))
-        };
-        let real = counted(|batch| batch.real())?;
-        let idle = counted(|batch| {
-            if batch.is_idle() {
-                0
-            } else {
-                batch.values.dims()[0]
+        let mut model = accelerator.prepare(line(&accelerator.device()))?;
+        let valid = DataLoaderBuilder::new(ColumnBatcher)
+            .batch_size(2)
+            .tail(tail)
+            .build(columns(5));
+        let valid = accelerator.prepare(valid)?;
+        let (total, text) = logged(|| -> Result<f64> {
+            let mut total = 0.0;
+            for epoch in 0..2 {
+                let mut sum = Sum::new();
+                for batch in valid.epoch(epoch) {
+                    sum.count(count(&accelerator, &mut model, &batch?)?);
+                }
+                total += accelerator.reduce(sum)?.value();
             }
-        })?;
-        let weight = counted(|batch| {
-            let _ = batch.weight();
-            batch.indices().len()
-        })?;
-        // Batches that were read ahead are not used.
-        let ((), ahead) = logged(|| drop(valid.epoch(0).next()));
-        let rows = counted(|batch| batch.values.dims()[0])?;
-        Ok([real, idle, weight, (rows.0, rows.1), (0, ahead)])
+            Ok(total)
+        });
+        Ok((total?, text))
     });
-    for (rank, counts) in counts.unwrap().into_iter().enumerate() {
-        let [real, idle, weight, rows, ahead] = counts;
-        let wanted = (2 * [3, 2][rank], String::new());
-        assert_eq!([&real, &idle], [&wanted; 2]);
-        assert_eq!([&weight.1, &ahead.1], [""; 2]);
-        assert_eq!(
-            [weight.0, rows.0],
-            [2 * [3, 4][rank]; 2],
-            "rows of an idle batch are there"
+    counts.unwrap()
+}
+
+#[test]
+fn rows_of_padding_that_go_into_a_metric_are_told_once() {
+    // Nothing is left for rank 1 in the last step, and with padding there are samples again.
+    for (tail, told) in [
+        (TailPolicy::Exact, "an idle batch"),
+        (TailPolicy::Pad, "samples that others have"),
+    ] {
+        let rows: [fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>; 3] = [
+            |_, _, batch| Ok(batch.values.dims()[0]),
+            |_, _, batch| Ok(batch.len()),
+            |_, _, batch| Ok(batch.indices().len()),
+        ];
+        for count in rows {
+            let ranks = counted(tail, count);
+            let padded = ranks.iter().filter(|(_, text)| !text.is_empty());
+            assert_eq!(padded.count(), if told.contains("idle") { 1 } else { 2 });
+            let (total, text) = &ranks[1];
+            assert!(*total > 10.0, "rows of padding are there");
+            assert_eq!(text.matches(told).count(), 1, "{text}");
+            assert!(text.contains("`batch.real()`"), "{text}");
+        }
+        let known: [fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>; 3] = [
+            |_, _, batch| Ok(batch.real()),
+            |_, _, batch| match batch.is_idle() {
+                true => Ok(0),
+                false => Ok(batch.values.dims()[0] - (batch.len() - batch.real())),
+            },
+            |_, _, batch| Ok(batch.real_indices().len()),
+        ];
+        for count in known {
+            for (total, text) in counted(tail, count) {
+                assert_eq!((total, text.as_str()), (10.0, ""));
+            }
+        }
+        // In training, what was passed to `backward` is known.
+        let trained = counted(tail, |accelerator, model, batch| {
+            let gradients = accelerator.backward(distance(model, batch), model, batch)?;
+            drop(gradients);
+            Ok(0)
+        });
+        assert!(
+            trained.iter().all(|(_, text)| text.is_empty()),
+            "{trained:?}"
         );
-        let told = rows.1.matches("an idle batch").count();
-        assert_eq!(told, rank, "{}", rows.1);
-        assert_eq!(rows.1.contains("`batch.real()`"), rank == 1, "{}", rows.1);
     }
 }
 
 #[test]
-fn padding_that_nobody_asked_about_is_told_once_on_each_rank() {
-    let counts = accelerator::launch(2, |accelerator| {
-        let valid = DataLoaderBuilder::new(ColumnBatcher)
-            .batch_size(2)
-            .tail(TailPolicy::Pad)
-            .build(columns(5));
-        let valid = accelerator.prepare(valid)?;
-        let counted = |count: fn(&Batch<Column>) -> usize| -> Result<(usize, String)> {
-            let (samples, text) = logged(|| {
-                let epochs = (0..2).flat_map(|epoch| valid.epoch(epoch));
-                epochs
-                    .map(|batch| Ok(count(&batch?)))
-                    .sum::<Result<usize>>()
+fn padding_of_which_nothing_is_counted_is_not_warned_of() {
+    let reads: [fn(&PreparedLoader<Column>, &Linear) -> Result<()>; 6] = [
+        |valid, _| {
+            assert_eq!(valid.epoch(0).count(), 3);
+            Ok(())
+        },
+        |valid, _| {
+            let last = valid.epoch(0).last().unwrap()?;
+            assert_eq!(last.step(), 2);
+            Ok(())
+        },
+        // A warm-up.
+        |valid, model| {
+            for batch in valid.epoch(0) {
+                model.forward(batch?.values.clone());
+            }
+            Ok(())
+        },
+        |valid, _| {
+            for batch in valid.epoch(0) {
+                if batch?.is_last() {
+                    break;
+                }
+            }
+            Ok(())
+        },
+        // Another error.
+        |valid, model| {
+            for batch in valid.epoch(0) {
+                let batch = batch?;
+                model.forward(batch.values.clone());
+                if batch.is_last() {
+                    return Ok(());
+                }
+            }
+            Ok(())
+        },
+        |valid, _| {
+            for batch in valid.epoch(0) {
+                assert!(batch?.len() <= 2);
+            }
+            Ok(())
+        },
+    ];
+    for (number, read) in reads.into_iter().enumerate() {
+        let texts = accelerator::launch(3, |accelerator| {
+            let model = line(&accelerator.device());
+            let valid = accelerator.prepare(loader(13, 2))?;
+            let (done, text) = logged(|| -> Result<()> {
+                read(&valid, &model)?;
+                // What is counted behind it is counted well.
+                let mut sum = Sum::new();
+                for batch in valid.epoch(1) {
+                    sum.count(batch?.real());
+                }
+                assert_eq!(accelerator.reduce(sum)?.value(), 13.0);
+                accelerator.finish()
             });
-            Ok((samples?, text))
-        };
-        let real = counted(|batch| batch.real())?;
-        // It was not used, as far as anybody can tell.
-        Ok([real, counted(|batch| batch.values.dims()[0])?])
-    });
-    for (rank, [real, rows]) in counts.unwrap().into_iter().enumerate() {
-        assert_eq!(real, (2 * [3, 2][rank], String::new()));
-        assert_eq!(rows.0, 2 * 4);
-        let text = rows.1;
-        assert_eq!(
-            text.matches("samples that others have").count(),
-            1,
-            "{text}"
-        );
-        assert!(
-            text.contains("dropped and never asked") && text.contains("`batch.real()`"),
-            "{text}"
-        );
+            done?;
+            Ok(text)
+        });
+        assert_eq!(texts.unwrap(), [""; 3], "read {number}");
     }
 }
 
@@ -1452,4 +1662,145 @@ fn a_weight_below_zero_is_shown_as_it_was_written() {
         tiny.contains("is 1e-20; expected") && tiny.contains("e-13"),
         "{tiny}"
     );
+}
+
+#[test]
+fn a_clone_from_before_prepare_is_not_stepped_on_any_number_of_ranks() {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    for ranks in [1, 2] {
+        let said = accelerator::launch(ranks, |accelerator| {
+            let device = accelerator.device();
+            let model = line(&device);
+            let clone = model.clone();
+            let (model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+            let loss = model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
+            let gradients = accelerator.backward(loss, &model, 2)?;
+            let step = AssertUnwindSafe(|| drop(optimizer.step(0.1, clone, gradients)));
+            let panic = catch_unwind(step).unwrap_err();
+            accelerator.wait_for_everyone()?;
+            // What is cloned behind `prepare` is the same model.
+            let loss = model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
+            let gradients = accelerator.backward(loss, &model, 2)?;
+            drop(optimizer.step(0.1, model.clone(), gradients));
+            Ok(panic.downcast_ref::<String>().cloned().unwrap())
+        });
+        for said in said.unwrap() {
+            assert!(said.contains("clone from before `prepare`"), "{said}");
+        }
+    }
+}
+
+/// What a rank does that has left its loop.
+#[derive(Clone, Copy, Debug)]
+enum Behind {
+    Evaluate,
+    Finish,
+    SaveModel,
+    SaveState,
+}
+
+#[test]
+fn a_rank_that_left_its_loop_early_is_told_as_such_whatever_it_does_then() {
+    for (behind, words) in [
+        (Behind::Evaluate, "evaluate the model ("),
+        (Behind::Finish, "finish ("),
+        (Behind::SaveModel, "save the model ("),
+        (Behind::SaveState, "save a checkpoint ("),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("saved");
+        let errors = accelerator::launch(2, |accelerator| {
+            let parts = (
+                line(&accelerator.device()),
+                SgdConfig::new().init(),
+                loader(16, 2),
+            );
+            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                if accelerator.rank() == 1 && batch.is_last() {
+                    break;
+                }
+                match accelerator.backward(distance(&model, &batch), &model, &batch) {
+                    Ok(gradients) => model = optimizer.step(0.1, model, gradients),
+                    Err(error) => return Ok(error),
+                }
+            }
+            let done = match behind {
+                Behind::Evaluate => accelerator.valid(&model).map(drop),
+                Behind::Finish => accelerator.finish(),
+                Behind::SaveModel => accelerator.save_model(&model, &path),
+                Behind::SaveState => accelerator.save_state(&path, &model).map(drop),
+            };
+            Ok(done.unwrap_err())
+        });
+        let errors = errors.unwrap();
+        for error in &errors {
+            let text = error.to_string();
+            assert!(error.is_collective(), "{error:?}");
+            assert!(text.contains("left its loop"), "{behind:?}: {text}");
+            assert!(text.contains(words), "{behind:?}: {text}");
+        }
+        let text = errors[0].to_string();
+        assert!(
+            text.contains("step 3 of epoch 0") || text.contains("step 3 in epoch 0"),
+            "{text}"
+        );
+    }
+}
+
+/// What is said where a checkpoint of one optimizer, after a step, is resumed with another one.
+fn with_another_optimizer(
+    saved: ModuleOptimizer,
+    found: ModuleOptimizer,
+) -> (Option<Error>, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    let (model, mut optimizer) = accelerator.prepare((line(&device), saved)).unwrap();
+    let loss = model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
+    let gradients = accelerator.backward(loss, &model, 2).unwrap();
+    let model = optimizer.step(0.1, model, gradients);
+    accelerator
+        .save_state(folder.path(), (&model, &optimizer))
+        .unwrap();
+    let parts = accelerator.prepare((line(&device), found)).unwrap();
+    let (resumed, text) = logged(|| accelerator.resume(folder.path(), parts));
+    (resumed.err(), text)
+}
+
+#[test]
+fn an_optimizer_that_keeps_other_state_than_was_saved_is_told() {
+    let sgd = || SgdConfig::new().init();
+    let momentum = || {
+        let config = SgdConfig::new().with_momentum(Some(MomentumConfig::new()));
+        config.init()
+    };
+    let adam = || AdamConfig::new().init();
+    let ams = || AdamConfig::new().with_amsgrad(true).init();
+    for (saved, found, told) in [
+        (sgd(), momentum(), true),
+        (momentum(), sgd(), true),
+        (adam(), ams(), true),
+        (ams(), adam(), true),
+        (sgd(), sgd(), false),
+        (momentum(), momentum(), false),
+        (adam(), adam(), false),
+        (ams(), ams(), false),
+        // They keep the same.
+        (adam(), AdamWConfig::new().init(), false),
+    ] {
+        let (error, text) = with_another_optimizer(saved, found);
+        assert!(error.is_none(), "{error:?}");
+        let count = text.matches("keeps other state").count();
+        assert_eq!(count, usize::from(told), "{text}");
+    }
+}
+
+#[test]
+fn state_of_an_optimizer_that_keeps_none_is_told_as_such() {
+    let (error, _) = with_another_optimizer(SgdConfig::new().init(), AdamConfig::new().init());
+    let text = error.unwrap().to_string();
+    assert!(text.contains("it keeps nothing,"), "{text}");
 }

@@ -544,5 +544,7 @@ fn what_was_not_cast_is_named_with_the_call_that_casts_it() {
         "Burn's words are kept: {text}"
     );
     // Other panics are left as they are.
+    let own = "a column of this table has the dtype of another one";
+    assert_eq!(said(&|_| panic!("{own}")), own);
     assert_eq!(said(&|_| panic!("no such layer")), "no such layer");
 }

@@ -248,3 +248,108 @@ fn a_model_that_was_stepped_past_the_library_is_refused_where_it_is_saved_or_eva
         assert!(!path.is_file() && checkpoints == 0, "{act:?}");
     }
 }
+
+/// What rank 1 does otherwise in one step.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Apart {
+    Clip,
+    NoStep,
+    Nothing,
+    Rate,
+}
+
+/// What each rank of a training of four steps is told, in one of which rank 1 updates its replica otherwise, and how
+/// many steps it did.
+fn updated_apart(apart: Apart, at: u64) -> Vec<(u64, Option<Error>)> {
+    let outcomes = accelerator::launch(3, |accelerator| {
+        let parts = (line(&accelerator.device()), SgdConfig::new().init());
+        let (mut model, mut optimizer, train) = {
+            let (model, optimizer) = accelerator.prepare(parts)?;
+            (model, optimizer, accelerator.prepare(loader(24, 2))?)
+        };
+        for batch in train.epoch(0) {
+            let batch = batch?;
+            let loss = distance(&model, &batch);
+            let gradients = match accelerator.backward(loss, &model, &batch) {
+                Ok(gradients) => gradients,
+                Err(error) => return Ok((optimizer.steps(), Some(error))),
+            };
+            let apart = match accelerator.rank() == 1 && batch.step() == at {
+                true => apart,
+                false => Apart::Nothing,
+            };
+            let (rate, limit) = match apart {
+                Apart::Nothing => (0.1, 0.5),
+                Apart::Clip => (0.1, 0.25),
+                Apart::Rate => (0.2, 0.5),
+                Apart::NoStep => continue,
+            };
+            model = optimizer.step(rate, model, gradients.clip_norm(limit));
+        }
+        Ok((optimizer.steps(), accelerator.finish().err()))
+    });
+    outcomes.unwrap()
+}
+
+#[test]
+fn ranks_that_update_a_model_otherwise_are_told_in_the_next_step_or_when_they_finish() {
+    for (apart, told) in [
+        (Apart::Clip, "clipped at 0.25"),
+        (Apart::NoStep, "rank 1: "),
+        (Apart::Rate, "learning rate 0.2"),
+    ] {
+        // Of four steps, the second and the last.
+        for (at, done) in [(1, 2), (3, 4)] {
+            for (rank, (steps, error)) in updated_apart(apart, at).into_iter().enumerate() {
+                let missed = u64::from(rank == 1 && apart == Apart::NoStep);
+                assert_eq!(steps, done - missed, "{apart:?} at {at}: {error:?}");
+                let error = error.unwrap_or_else(|| panic!("{apart:?} at {at}: rank {rank}"));
+                assert!(error.is_drift(), "{error:?}");
+                let text = error.to_string();
+                assert!(
+                    text.contains("ranks 0, 2: ") && text.contains(told),
+                    "{text}"
+                );
+            }
+        }
+    }
+    for (steps, error) in updated_apart(Apart::Nothing, 0) {
+        assert!(steps == 4 && error.is_none(), "{error:?}");
+    }
+}
+
+#[test]
+fn a_frozen_parameter_that_one_rank_changed_is_found_by_a_check() {
+    #[derive(Debug, Module)]
+    struct Net {
+        norm: BatchNorm,
+        frozen: Linear,
+        output: Linear,
+    }
+    let outcomes = accelerator::launch(3, |accelerator| {
+        let device = accelerator.device();
+        let mut net = accelerator.prepare(Net {
+            norm: BatchNormConfig::new(1).init(&device),
+            frozen: line(&device).no_grad(),
+            output: line(&device),
+        })?;
+        // Statistics are each rank's own.
+        let input = Tensor::<2>::full([3, 1], accelerator.rank() as f64, &device);
+        net.norm.forward(input);
+        let alike = accelerator.check_replicas(&net);
+        if accelerator.rank() == 2 {
+            net.frozen.weight = net.frozen.weight.map(|weight| weight + 1.0);
+        }
+        Ok((alike, accelerator.check_replicas(&net)))
+    });
+    for (alike, apart) in outcomes.unwrap() {
+        alike.unwrap();
+        let error = apart.unwrap_err();
+        assert!(error.is_drift(), "{error:?}");
+        let text = error.to_string();
+        assert!(
+            text.contains("rank 2 differs") && text.contains("`frozen.weight`"),
+            "{text}"
+        );
+    }
+}

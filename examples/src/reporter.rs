@@ -66,6 +66,18 @@ impl Reporter {
         Ok(reporter)
     }
 
+    /// Goes on behind so many optimizer steps of a training that was resumed.
+    #[must_use]
+    pub fn starting_behind(mut self, steps: u64) -> Self {
+        let per_epoch = self
+            .output
+            .as_ref()
+            .map_or(0, |output| output.steps_per_epoch);
+        self.epoch_step = steps.checked_rem(per_epoch).unwrap_or(0);
+        self.step = steps as usize;
+        self
+    }
+
     /// Reports an optimizer step: its epoch, the loss, the learning rate, and how many samples
     /// all ranks together trained on. Without a loss there was no step, and nothing to report.
     ///

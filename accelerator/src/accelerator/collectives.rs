@@ -26,6 +26,9 @@ impl Accelerator {
     /// # Ok::<(), accelerator::Error>(())
     /// ```
     ///
+    /// What ranks bring is added up, whatever batches it is of: where one has left its loop early, or evaluated another
+    /// epoch, the figure is of the samples that were counted, and nothing is said.
+    ///
     /// # Errors
     ///
     /// [`Error::is_misuse`] on every rank, with what each has, when ranks reduce other metrics, or of another
@@ -33,6 +36,7 @@ impl Accelerator {
     #[track_caller]
     pub fn reduce<T: Metric>(&self, metric: T) -> Result<T> {
         self.shared.crossing.check_in(&self.shared.group)?;
+        self.shared.uncounted.warn();
         metric::reduce(&self.shared.group, metric)
     }
 

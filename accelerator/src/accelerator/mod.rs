@@ -23,12 +23,13 @@ pub use self::padding::PadSide;
 pub use self::share::PaddedShare;
 pub(crate) use self::trigger::Trigger;
 use crate::checkpoint::Ongoing;
+use crate::data::UncountedPadding;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::gradient::hook;
 use crate::gradient::{
     Compression, FailedCalls, GradientReduction, Gradients, OnNonFiniteLoss, Overlap,
-    OverlapReport, Reach, Road, Switch, Turn, Weight,
+    OverlapReport, Reach, Road, SeenUpdates, Switch, Turn, Weight,
 };
 use crate::logging::Warned;
 use crate::model::Models;
@@ -80,6 +81,7 @@ pub(crate) struct Shared {
     pub(crate) trigger: Arc<Trigger>,
     /// Of the threads that reduce gradients.
     pub(crate) turn: Turn,
+    pub(crate) uncounted: UncountedPadding,
     pub(crate) warned: Warned,
     pub(crate) working: WorkingUse,
 }
@@ -318,6 +320,8 @@ impl Accelerator {
     /// the group;
     /// [`Error::is_not_finite`](crate::Error::is_not_finite) for a loss that is NaN or infinite, where the builder
     /// was asked to [stop there](AcceleratorBuilder::stop_at_non_finite_loss);
+    /// [`Error::is_drift`](crate::Error::is_drift), on every rank, where one has stepped more often than another since
+    /// the model was prepared, or with another learning rate or clip;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost. The model
     /// is untouched in each case.
     #[track_caller]
@@ -435,11 +439,18 @@ impl Accelerator {
     /// Says goodbye to the other ranks, once all have come here. Call it at the end of the
     /// program: ranks that still communicate when another has left without it get an error that
     /// says so. Where there are several ranks, a model that was prepared and for which
-    /// [`backward`](Self::backward) was never called is warned of.
+    /// [`backward`](Self::backward) was never called is warned of, and so is one whose gradients no optimizer stepped
+    /// with.
     /// Micro-steps in a window that is still open are lost, which rank 0 says.
+    ///
+    /// How often the ranks have updated each model, with which learning rates and clips, is compared: some 60 bytes a
+    /// model travel. The values of parameters are not looked at, so another kind of optimizer on some rank goes
+    /// unnoticed here; [`check_replicas`](Self::check_replicas) finds it.
     ///
     /// # Errors
     ///
+    /// [`Error::is_drift`](crate::Error::is_drift) on every rank where one has updated a model otherwise than the
+    /// others, which [`backward`](Self::backward) tells of all updates but the last; the group is left all the same;
     /// [`Error::is_collective`](crate::Error::is_collective) when a rank does not come;
     /// [`Error::is_misuse`](crate::Error::is_misuse), and nothing happens, where only some ranks are. The error
     /// of a checkpoint that was [saved beside training](Self::save_state_async), if nobody asked for it
@@ -452,12 +463,14 @@ impl Accelerator {
         if self.world_size() > 1 {
             group.check_allowed("`finish`")?;
         }
+        let alike = self.check_updates();
         self.warn_without_backward();
         if self.is_main_process() {
             self.shared.models.warn_open_windows();
         }
         let saved = self.shared.checkpoints.settle(self);
         let saved = saved.and_then(|()| self.shared.crossing.check());
+        let saved = saved.and(alike);
         if let Some(path) = self.shared.settings.whole_trace()
             && let Err(error) = timeline.write(group, path)
         {
@@ -480,9 +493,40 @@ impl Accelerator {
         }
     }
 
+    /// Whether all ranks have updated their models alike.
+    #[track_caller]
+    fn check_updates(&self) -> Result<()> {
+        if self.world_size() == 1 {
+            return Ok(());
+        }
+        let finishing = self.shared.group.for_purpose("finish");
+        // Of a rank that is missing, the barrier tells.
+        let Ok(ranks) = finishing.all_gather_object(&self.shared.models.updates()) else {
+            return Ok(());
+        };
+        for model in 0..ranks[0].len() {
+            let model: Vec<_> = ranks
+                .iter()
+                .filter_map(|models| models.get(model).copied())
+                .collect();
+            SeenUpdates::check(&model)?;
+        }
+        Ok(())
+    }
+
     /// Warns of prepared models for which `backward` was never called.
     fn warn_without_backward(&self) {
-        if self.world_size() == 1 || !self.is_main_process() {
+        if !self.is_main_process() {
+            return;
+        }
+        for path in self.shared.models.unstepped() {
+            notice::warn(&format!(
+                "`backward` was called for a model (its first parameter is `{path}`), and no optimizer stepped with \
+                 what it gave, so it is as it was: where it was to be trained, give those to the optimizer, and go on with the \
+                 model that `step` gives back"
+            ));
+        }
+        if self.world_size() == 1 {
             return;
         }
         for path in self.shared.models.untrained() {
@@ -490,7 +534,7 @@ impl Accelerator {
                 "a model was prepared (its first parameter is `{path}`), and `backward` was never called for it: \
                  where it was trained, each of the {} ranks has trained a model of its own; write \
                  `accelerator.backward(loss, &model, &batch)` and step with what that gives; where it is only \
-                 evaluated, prepare it with `.no_grad()`",
+                 evaluated, do so with `accelerator.valid(&model)`, which compares it, or prepare it with `.no_grad()`",
                 self.world_size()
             ));
         }

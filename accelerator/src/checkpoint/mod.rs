@@ -271,9 +271,11 @@ impl Accelerator {
     ///
     /// - other parts than were saved,
     /// - a loader with another number or order of samples,
-    /// - another kind of optimizer or scheduler,
+    /// - another kind of scheduler, or of optimizer by the state that it keeps (AdamW in place of Adam is not told, and a
+    ///   momentum that is turned on or off is a warning),
     /// - a schedule that gives another rate for the last step where the number of ranks is another one and the
-    ///   samples of a step are not (elsewhere it is a warning: a program may change its schedule),
+    ///   samples of a step are not (elsewhere, and where the steps were planned with what
+    ///   [`resume_loader`](Self::resume_loader) gave back, it is a warning: a program may change its schedule),
     /// - state of an optimizer that Burn would load in another float type than that in which it was saved (see
     ///   [`fused`](crate::optim::fused)),
     /// - checkpoints of which none is whole.

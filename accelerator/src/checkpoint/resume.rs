@@ -22,7 +22,7 @@ use crate::data::{DRAWN_HINT, LoaderResume, PreparedLoader, Standing};
 use crate::error::{Error, Kind, Result};
 use crate::gradient::hook::{Held, SavedBy};
 use crate::notice;
-use crate::optim::{PreparedOptimizer, Schedule, check_known};
+use crate::optim::{PreparedOptimizer, Schedule, check_known, other_state};
 use crate::outcome;
 
 /// See [`Accelerator::resume_with`].
@@ -56,6 +56,7 @@ pub(super) fn resume<K, P: Resume<K>>(
         found: &found,
         ids: found.state.ids(),
         keeps_batch: None,
+        plan_fits: false,
         names: Names::default(),
         other_rates: Vec::new(),
         source: source.as_ref(),
@@ -347,6 +348,8 @@ pub struct Restorer<'a> {
     /// Whether the loaders that training reads go on with batches that the rule makes of those before, where there are
     /// any.
     keeps_batch: Option<bool>,
+    /// Whether `plan` was told the batches with which the loader goes on that training reads.
+    plan_fits: bool,
     names: Names,
     /// Of schedules that give the last step another rate than it had: what is told of them.
     other_rates: Vec<String>,
@@ -448,7 +451,21 @@ impl<'a> Restorer<'a> {
         let file = self.names.optimizer()?;
         let record = Bytes::from_bytes_vec(self.read(&file)?).shared();
         check_known(&name, &record, &self.ids)?;
+        let shared = &self.accelerator.shared;
+        let parameter = |id| shared.models.parameter(id);
+        let other = match self.accelerator.is_main_process() {
+            true => other_state(optimizer.inner(), &record, parameter, &shared.device),
+            false => Ok(None),
+        };
         let optimizer = optimizer.resume_from(&name, saved.clone(), record, self.factor)?;
+        // Whether the record can be read was found out by resuming, on all ranks alike.
+        if let Ok(Some((saved, kept))) = other {
+            notice::warn(&format!(
+                "{name} keeps other state than was saved: {kept} of a parameter, in place of {saved}; so its kind, or \
+                 a setting such as its momentum, is another one: it goes on with that of this program, and what was \
+                 not saved begins anew"
+            ));
+        }
         self.compare_rates(&name, saved.scheduled_rate(), optimizer.scheduled_rate());
         Ok(optimizer)
     }
@@ -468,13 +485,14 @@ impl<'a> Restorer<'a> {
         ));
     }
 
-    /// Refuses another rate where nothing but the number of ranks is known to have changed; elsewhere a program may
-    /// have meant it. Behind all parts, since a loader may stand behind its optimizer.
+    /// Refuses another rate where nothing but the number of ranks is known to have changed; elsewhere, and where the
+    /// steps were planned with the batches that training goes on with, a program may have meant it. Behind all parts,
+    /// since a loader may stand behind its optimizer.
     fn check_rates(&self) -> Result<()> {
         let (before, now) = (self.found.world_size, self.accelerator.world_size());
         let keeps_samples = self.found.rescale.keeps_samples_of_step();
         for jump in &self.other_rates {
-            if before != now && keeps_samples && self.keeps_batch == Some(true) {
+            if before != now && keeps_samples && self.keeps_batch == Some(true) && !self.plan_fits {
                 return Err(Error::new(
                     Kind::Checkpoint,
                     format!(
@@ -520,6 +538,7 @@ impl<'a> Restorer<'a> {
                 .map(|batch| self.found.global_batch(world_size, batch));
             let is_kept = wanted.is_some() && loader.global_batch() == wanted;
             self.keeps_batch = Some(is_kept && self.keeps_batch.unwrap_or(true));
+            self.plan_fits |= planned.is_some() && planned == loader.global_batch();
         }
         let before = self.found.world_size;
         if let (Some(was), Some(batch)) = (saved.global_batch, loader.global_batch())
@@ -540,8 +559,8 @@ impl<'a> Restorer<'a> {
         };
         if planned != batch && self.accelerator.is_main_process() {
             notice::warn(&format!(
-                "{name} goes on with {batch} samples a step over all ranks, and `plan` was told {planned} \
-                 before `resume`: what was computed from that plan does not hold; {RESUME_LOADER_HINT}"
+                "{name} goes on with {batch} samples a step over all ranks, and it had {planned} when `plan` or \
+                 `steps` was called, before `resume`: what was computed from that does not hold; {RESUME_LOADER_HINT}"
             ));
         }
         Ok(loader)
@@ -612,7 +631,8 @@ impl fmt::Debug for Restorer<'_> {
 }
 
 /// What to do where the steps of a schedule were counted with another batch.
-const RESUME_LOADER_HINT: &str = "pass the loader to `Accelerator::resume_loader` before `plan`";
+const RESUME_LOADER_HINT: &str =
+    "pass the loader to `Accelerator::resume_loader` before `plan` or `steps`";
 
 /// Kinds were compared before.
 fn other_kind(name: &str) -> Error {

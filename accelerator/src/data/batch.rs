@@ -1,7 +1,7 @@
 use core::fmt;
 use core::ops::Deref;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
@@ -62,30 +62,57 @@ pub struct Batch<O> {
     padding: Option<Arc<PaddingWatch>>,
 }
 
-/// Notes whether the program asks how much of a batch is padding, and says so where it has not: rows of padding look like
-/// any others to what counts them.
+/// Notes whether the program uses a batch with padding, and asks how much of it is: rows of padding look like any others
+/// to what counts them.
 #[derive(Debug)]
 struct PaddingWatch {
     counted: AtomicBool,
     pass: Arc<Pass>,
     share: Share,
+    uncounted: UncountedPadding,
+    used: AtomicBool,
 }
 
 impl Drop for PaddingWatch {
     fn drop(&mut self) {
-        let counted = self.counted.load(Ordering::Relaxed);
-        if counted || std::thread::panicking() || !self.pass.claim_padding_warning() {
+        if self.used.load(Ordering::Relaxed) && !self.counted.load(Ordering::Relaxed) {
+            *self.uncounted.lock() = Some((self.pass.clone(), self.share));
+        }
+    }
+}
+
+/// The last batch of the pass that was begun last which was used and has padding, and of which the program did not ask
+/// how much. Whether anything was counted of it shows when a metric is reduced.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct UncountedPadding(Arc<Mutex<Option<(Arc<Pass>, Share)>>>);
+
+impl UncountedPadding {
+    /// Another pass begins, of which something else may be counted.
+    pub(super) fn forget(&self) {
+        *self.lock() = None;
+    }
+
+    /// Something was counted: says once a loader that padding is in it.
+    pub(crate) fn warn(&self) {
+        let Some((pass, share)) = self.lock().take() else {
+            return;
+        };
+        if !pass.claim_padding_warning() {
             return;
         }
-        let what = match self.share {
+        let what = match share {
             Share::Idle => "an idle batch (a copy of an earlier one)",
             Share::Used => "a batch with samples that others have, too,",
         };
         notice::warn(&format!(
-            "{what} was dropped and never asked how many samples it counts, so that they may be counted twice: count \
-             `batch.real()` samples, not the rows of its tensors, and pass `&batch` to `backward` and \
+            "{what} was used and never asked how many samples it counts, and a metric is reduced, in which they may be \
+             counted twice: count `batch.real()` samples, not the rows of its tensors, and pass `&batch` to \
              `gather_for_metrics` (said once a loader)"
         ));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<(Arc<Pass>, Share)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -129,12 +156,14 @@ impl<O> Batch<O> {
     }
 
     /// It is handed out, and ends there.
-    pub(super) fn set_mark(&mut self, mark: Mark) {
+    pub(super) fn set_mark(&mut self, mark: Mark, uncounted: &UncountedPadding) {
         self.padding = (self.info.real < self.info.len).then(|| {
             Arc::new(PaddingWatch {
                 counted: AtomicBool::new(false),
                 pass: mark.pass.clone(),
                 share: self.info.share,
+                uncounted: uncounted.clone(),
+                used: AtomicBool::new(false),
             })
         });
         self.mark = Some(mark);
@@ -147,9 +176,17 @@ impl<O> Batch<O> {
         }
     }
 
+    /// The program looks at what is in it.
+    fn note_used(&self) {
+        if let Some(padding) = &self.padding {
+            padding.used.store(true, Ordering::Relaxed);
+        }
+    }
+
     /// How many samples it holds, duplicates included: the rows of its tensors.
     #[allow(clippy::len_without_is_empty, reason = "a batch is never empty")]
     pub fn len(&self) -> usize {
+        self.note_used();
         self.info.len
     }
 
@@ -157,8 +194,9 @@ impl<O> Batch<O> {
     /// epoch. The rest is padding that metrics leave out; in an idle batch, all of it.
     ///
     /// This is what a figure counts that is added up by hand. The rows of an idle batch's tensors are there as those of
-    /// any other. Where a batch with padding is dropped and nobody has asked for this, or for its weight, the library
-    /// says so, once a loader.
+    /// any other. Where a batch with padding was used and nobody has asked for this, or for its weight, the library says so
+    /// when a metric is [reduced](crate::Accelerator::reduce) behind that pass, once a loader. In training,
+    /// `backward` asks for the weight: a figure that is counted beside it is not looked at.
     ///
     /// ```
     /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
@@ -263,6 +301,7 @@ impl<O> Batch<O> {
     /// Where its samples lie in the data set or stream; empty for a batch of one of Burn's own loaders,
     /// which do not tell, and of a stream that is read in parts.
     pub fn indices(&self) -> &[u64] {
+        self.note_used();
         &self.info.indices
     }
 
@@ -329,6 +368,7 @@ impl<O> Batch<O> {
 
     /// The value alone.
     pub fn into_inner(self) -> O {
+        self.note_used();
         self.value
     }
 }
@@ -371,6 +411,7 @@ impl<O> Deref for Batch<O> {
     type Target = O;
 
     fn deref(&self) -> &O {
+        self.note_used();
         &self.value
     }
 }

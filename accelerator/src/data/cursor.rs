@@ -78,6 +78,8 @@ struct State {
     trained: bool,
     /// That a batch with padding was dropped without a look at what it counts.
     padding_warned: Once,
+    /// That an epoch had no batches.
+    empty_warned: Once,
 }
 
 impl Cursor {
@@ -209,6 +211,18 @@ impl Pass {
     pub(super) fn claim_padding_warning(&self) -> bool {
         let cursor = self.cursor.upgrade();
         cursor.is_some_and(|cursor| cursor.lock().padding_warned.first())
+    }
+
+    /// No batch came of it. Says so once a loader, where it was not begun at its end.
+    pub(super) fn warn_empty(&self) {
+        let Spot { epoch, step, .. } = self.yielded();
+        let cursor = self.cursor.upgrade().filter(|_| step == 0);
+        if cursor.is_some_and(|cursor| cursor.lock().empty_warned.first()) {
+            notice::warn(&format!(
+                "epoch {epoch} of a loader had no batches on rank 0, so that nothing was done in it: look at what its \
+                 stream or sampler gives (said once a loader)"
+            ));
+        }
     }
 
     fn progress(&self) -> Progress {

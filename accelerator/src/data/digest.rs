@@ -27,83 +27,119 @@ pub(crate) const DRAWN_HINT: &str = "(Burn's `SamplerDataset` draws anew at each
                                      augmentation to `map_samples`; where items are meant to differ, say \
                                      `without_item_check`)";
 
-/// Makes a number of an item.
-pub(super) type Digest<I> = fn(&I) -> u64;
+/// Makes a number of an item, and a text.
+pub(super) type Digest<I> = fn(&I) -> Reading;
 
-/// Some items of a data set, read twice.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) struct ItemDigests {
-    first: u64,
+/// What an item comes to.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) struct Reading {
+    /// Of its words.
+    sum: u64,
+    /// How its `Debug` text begins.
+    start: String,
+}
+
+/// An item of a data set, read twice.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) struct ItemDigest {
+    index: usize,
+    first: Reading,
     again: u64,
 }
 
-impl ItemDigests {
-    /// Reads items that lie evenly over the data set.
-    pub(super) fn of<I>(dataset: &dyn Dataset<I>, digest: Digest<I>) -> Result<Self> {
-        let last = (dataset.len() as u64).saturating_sub(1);
-        let mut chosen: Vec<usize> = (0..ITEMS)
-            .map(|item| (u128::from(last) * u128::from(item) / u128::from(ITEMS - 1)) as usize)
-            .collect();
-        chosen.dedup();
-        if dataset.is_empty() {
-            chosen.clear();
-        }
-        let read = || -> Result<u64> {
-            let items = caught("a data set", || {
-                dataset.get_many(chosen.clone()).map_err(|error| {
-                    let message = format!("the data set failed to deliver the samples {chosen:?}");
-                    Error::with_source(Kind::Data, message, error)
-                })
+/// Reads items that lie evenly over the data set.
+pub(super) fn read_some<I>(dataset: &dyn Dataset<I>, digest: Digest<I>) -> Result<Vec<ItemDigest>> {
+    let last = (dataset.len() as u64).saturating_sub(1);
+    let mut chosen: Vec<usize> = (0..ITEMS)
+        .map(|item| (u128::from(last) * u128::from(item) / u128::from(ITEMS - 1)) as usize)
+        .collect();
+    chosen.dedup();
+    if dataset.is_empty() {
+        chosen.clear();
+    }
+    let read = || -> Result<Vec<Reading>> {
+        caught("a data set", || {
+            let items = dataset.get_many(chosen.clone()).map_err(|error| {
+                let message = format!("the data set failed to deliver the samples {chosen:?}");
+                Error::with_source(Kind::Data, message, error)
             })?;
-            let digests: Vec<u64> = items.iter().map(digest).collect();
-            Ok(mix(&digests))
-        };
-        Ok(Self {
-            first: read()?,
-            again: read()?,
+            Ok(items.iter().map(digest).collect())
         })
+    };
+    let both = read()?.into_iter().zip(read()?);
+    let items = chosen.into_iter().zip(both);
+    let items = items.map(|(index, (first, again))| ItemDigest {
+        index,
+        first,
+        again: again.sum,
+    });
+    Ok(items.collect())
+}
+
+impl ItemDigest {
+    /// Whether its index gives another item each time.
+    pub(super) fn changes_between_reads(&self) -> bool {
+        self.first.sum != self.again
     }
 
-    /// Whether an index gives another item each time.
-    pub(super) fn changes_between_reads(self) -> bool {
-        self.first != self.again
-    }
-
-    /// What ranks compare: where items differ between reads, that alone.
-    pub(super) fn fingerprint(self) -> String {
+    /// What ranks compare: where an item changes between reads, that alone.
+    pub(super) fn fingerprint(&self) -> String {
         match self.changes_between_reads() {
             true => "drawn".to_owned(),
-            false => format!("{:016x}", self.first),
+            false => format!("{:016x}", self.first.sum),
         }
     }
 }
 
 /// As errors show it.
-impl fmt::Display for ItemDigests {
+impl fmt::Display for ItemDigest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { index, first, .. } = self;
         match self.changes_between_reads() {
-            true => f.write_str("items that change from one read to the next"),
-            false => write!(f, "items of digest {:016x}", self.first),
+            true => f.write_str("items that change from one read to the next")?,
+            false => write!(f, "the item {index}")?,
         }
+        write!(f, " (`{}`)", first.start)
     }
 }
 
 /// Hashes the words of an item's `Debug` text, whatever their order (a `HashMap`'s differs per process), without
 /// addresses.
-pub(super) fn of_debug<I: fmt::Debug>(item: &I) -> u64 {
+pub(super) fn of_debug<I: fmt::Debug>(item: &I) -> Reading {
     let mut words = Words::default();
     // It fails when it has got enough.
-    let _ = write!(words, "{item:?}");
+    let is_cut = write!(words, "{item:?}").is_err();
     words.end_word();
-    words.sum
+    let Words {
+        has_map,
+        mut start,
+        sum,
+        ..
+    } = words;
+    if start.chars().count() > SHOWN {
+        start = start.chars().take(SHOWN).chain(['…']).collect();
+    }
+    Reading {
+        // What of a map lies before the end depends on its order.
+        sum: if is_cut && has_map { 0 } else { sum },
+        start,
+    }
 }
+
+/// How much of the text of an item errors show, in characters.
+const SHOWN: usize = 120;
 
 /// Adds up words.
 #[derive(Debug, Default)]
 struct Words {
     bytes: usize,
+    /// Whether there is a map or a set in it, so that words may come in any order.
+    has_map: bool,
     is_address: bool,
+    /// The last byte that is not a space.
+    last: u8,
     length: usize,
+    start: String,
     sum: u64,
     word: u64,
 }
@@ -115,21 +151,35 @@ impl Words {
         }
         (self.is_address, self.length, self.word) = (false, 0, 0);
     }
+
+    /// The fields of a struct stand behind its name, and those of a map behind none.
+    fn note(&mut self, byte: u8) {
+        let is_name = self.last.is_ascii_alphanumeric() || self.last == b'_' || self.last >= 0x80;
+        self.has_map |= byte == b'{' && !is_name;
+        if byte != b' ' {
+            self.last = byte;
+        }
+    }
 }
 
 impl Write for Words {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         /// Of FNV-1a.
         const PRIME: u64 = 0x0100_0000_01b3;
+        if self.start.len() <= 4 * SHOWN {
+            self.start.extend(text.chars().take(SHOWN + 1));
+        }
         for byte in text.bytes() {
             if !(byte.is_ascii_alphanumeric() || b"+-._".contains(&byte) || byte >= 0x80) {
                 self.end_word();
+                self.note(byte);
                 continue;
             }
             self.is_address |=
                 self.length == 1 && byte == b'x' && self.word == u64::from(b'0') * PRIME;
             self.word = (self.word ^ u64::from(byte)).wrapping_mul(PRIME);
             self.length += 1;
+            self.last = byte;
         }
         self.bytes += text.len();
         match self.bytes > LIMIT {
@@ -141,23 +191,27 @@ impl Write for Words {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashMap;
+    use std::collections::{HashMap, HashSet};
 
     use super::*;
 
+    fn sum<I: fmt::Debug>(item: &I) -> u64 {
+        of_debug(item).sum
+    }
+
     #[test]
     fn items_differ_by_what_they_hold() {
-        assert_ne!(of_debug(&[0.0_f32, 1.0]), of_debug(&[-0.0_f32, 1.0]));
-        assert_ne!(of_debug(&[0.1_f32]), of_debug(&[0.1_f32.next_up()]));
-        assert_ne!(of_debug(&"wörter"), of_debug(&"wörtern"));
-        assert_ne!(of_debug(&vec![0_u8; 10]), of_debug(&vec![0_u8; 11]));
-        assert_eq!(of_debug(&Some([1, 2])), of_debug(&Some([1, 2])));
+        assert_ne!(sum(&[0.0_f32, 1.0]), sum(&[-0.0_f32, 1.0]));
+        assert_ne!(sum(&[0.1_f32]), sum(&[0.1_f32.next_up()]));
+        assert_ne!(sum(&"wörter"), sum(&"wörtern"));
+        assert_ne!(sum(&vec![0_u8; 10]), sum(&vec![0_u8; 11]));
+        assert_eq!(sum(&Some([1, 2])), sum(&Some([1, 2])));
     }
 
     #[test]
     fn neither_the_order_of_a_map_nor_an_address_counts() {
         let map = || -> HashMap<u32, String> { (0..50).map(|x| (x, x.to_string())).collect() };
-        assert_eq!(of_debug(&map()), of_debug(&map()));
+        assert_eq!(sum(&map()), sum(&map()));
         let changed = |change: fn(&mut HashMap<u32, String>)| {
             let mut map = map();
             change(&mut map);
@@ -168,9 +222,49 @@ mod tests {
             changed(|map| drop(map.remove(&7))),
             changed(|map| drop(map.insert(50, "50".to_owned()))),
         ] {
-            assert_ne!(of_debug(&other), of_debug(&map()), "{other:?}");
+            assert_ne!(sum(&other), sum(&map()), "{other:?}");
         }
         let (one, other) = (1, 1);
-        assert_eq!(of_debug(&&raw const one), of_debug(&&raw const other));
+        assert_eq!(sum(&&raw const one), sum(&&raw const other));
+    }
+
+    #[test]
+    fn a_long_item_is_compared_by_its_start_unless_it_holds_a_map() {
+        #[derive(Debug)]
+        struct Image {
+            _pixels: Vec<u8>,
+            _words: HashMap<u32, u32>,
+        }
+        let image = |first: u8, words: u32| {
+            let mut pixels = vec![0; 100_000];
+            pixels[0] = first;
+            sum(&Image {
+                _pixels: pixels,
+                _words: (0..words).map(|x| (x, x)).collect(),
+            })
+        };
+        assert_eq!(image(1, 0), image(1, 0));
+        assert_ne!(image(1, 0), image(2, 0));
+        // Each map has an order of its own.
+        let words = || -> HashMap<u32, u32> { (0..6000).map(|x| (x, 0)).collect() };
+        let text = format!("{:?}", words());
+        assert!(text.len() < LIMIT && text != format!("{:?}", words()));
+        assert_eq!(sum(&words()), sum(&words()));
+        let words =
+            || -> HashMap<u32, String> { (0..6000).map(|x| (x, "word".repeat(3))).collect() };
+        assert!(format!("{:?}", words()).len() > LIMIT);
+        assert_eq!(sum(&words()), sum(&words()));
+        let sets = || -> HashSet<u32> { (0..20_000).collect() };
+        assert_eq!(sum(&(1, sets())), sum(&(1, sets())));
+    }
+
+    #[test]
+    fn errors_show_how_an_item_begins() {
+        assert_eq!(of_debug(&[1, 2]).start, "[1, 2]");
+        let long = of_debug(&vec![7_u8; 100_000]).start;
+        assert_eq!(long.chars().count(), SHOWN + 1);
+        assert!(long.starts_with("[7, 7, ") && long.ends_with('…'), "{long}");
+        let wide = of_debug(&"ö".repeat(1000)).start;
+        assert_eq!(wide.chars().count(), SHOWN + 1);
     }
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use accelerator_plan::mix;
 use burn::tensor::Device;
 
-use super::batch::Batch;
+use super::batch::{Batch, UncountedPadding};
 use super::cursor::{Mark, Pass, Spot};
 use super::feed::Feed;
 use super::prepared::{Generator, Place};
@@ -48,6 +48,7 @@ pub struct Epoch<O> {
     reseed: Reseed,
     remaining: Option<u64>,
     timeline: Timeline,
+    uncounted: UncountedPadding,
     waited: Duration,
 }
 
@@ -71,6 +72,7 @@ impl<O> Epoch<O> {
         reseed: Reseed,
         steps: Option<u64>,
         timeline: Timeline,
+        uncounted: UncountedPadding,
     ) -> Self {
         Self {
             feed: State::Closed(open, 0),
@@ -78,6 +80,7 @@ impl<O> Epoch<O> {
             reseed,
             remaining: steps,
             timeline,
+            uncounted,
             waited: Duration::ZERO,
         }
     }
@@ -173,6 +176,7 @@ impl<O> Iterator for Epoch<O> {
 
     fn next(&mut self) -> Option<Self::Item> {
         let start = Instant::now();
+        let is_whole = matches!(self.feed, State::Closed(_, 0));
         let mut feed = match core::mem::replace(&mut self.feed, State::Ended) {
             State::Closed(open, skipped) => open(skipped),
             State::Ended => return None,
@@ -192,7 +196,13 @@ impl<O> Iterator for Epoch<O> {
                 self.timeline.batch_came(start, end);
             }
             Some(Err(_)) => {}
-            None => self.pass.finish(),
+            None => {
+                let Place { rank, .. } = self.reseed.place;
+                if is_whole && rank == 0 {
+                    self.pass.warn_empty();
+                }
+                self.pass.finish();
+            }
         }
         if let Some(remaining) = &mut self.remaining {
             *remaining = remaining.saturating_sub(1);
@@ -206,11 +216,12 @@ impl<O> Iterator for Epoch<O> {
                 step: batch.step() + 1,
             };
             self.pass.advance(end);
-            batch.set_mark(Mark {
+            let mark = Mark {
                 loader: self.reseed.place.number,
                 pass: self.pass.clone(),
                 end,
-            });
+            };
+            batch.set_mark(mark, &self.uncounted);
             self.reseed.at(batch.step());
         }
         batch

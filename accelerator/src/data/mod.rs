@@ -33,8 +33,17 @@
 //! `map_samples` and the batcher make of them, nor streams are compared, and of Burn's own loaders the length alone. A
 //! data set that cannot deliver these items is refused here, and not in its first epoch. Items without
 //! `Debug` are not either: [`BuildUncompared`] builds their loaders. Where reading items takes long, or they are to
-//! differ, leave it out with [`without_item_check`](DataLoaderBuilder::without_item_check). One rank reads them when it
-//! resumes, and warns where the two reads differ: what follows is not the training that was interrupted.
+//! differ, leave it out with [`without_item_check`](DataLoaderBuilder::without_item_check): also where items hold what
+//! each process has for itself, such as a path in a folder of its own, an `Instant` or a `ThreadId`. The error shows how
+//! the first item begins that differs.
+//!
+//! What the texts do not show goes unnoticed: the values of tensors, which Burn does not print, the order of words, and
+//! text that looks like an address (`0x…`). An item whose text is longer than 64 KiB and holds a map or a set in that
+//! part is not compared, since the order of a `HashMap` is another one in each process. A stream has to give the same
+//! samples in the same order on every rank: where it does not, some are used twice and others never, and nothing is
+//! said.
+//! One rank reads the items when it resumes, and warns where the two reads differ: what follows is not the training that
+//! was interrupted.
 //!
 //! | a data set that is drawn | is the same on every rank with |
 //! |---|---|
@@ -116,6 +125,7 @@ mod standing;
 mod stream;
 
 pub use self::batch::Batch;
+pub(crate) use self::batch::UncountedPadding;
 pub use self::builder::{BuildUncompared, DataLoaderBuilder};
 pub(crate) use self::cursor::{Mark, Spot};
 pub(crate) use self::digest::DRAWN_HINT;

@@ -8,8 +8,9 @@ use accelerator_plan::{Plan, TailPolicy};
 use burn::data::dataloader::DataLoader;
 use burn::tensor::Device;
 
+use super::batch::UncountedPadding;
 use super::cursor::{Cursor, Pass, Spot};
-use super::digest::{DRAWN_HINT, ItemDigests};
+use super::digest::{DRAWN_HINT, ItemDigest};
 use super::epoch::{Epoch, Open, Reseed};
 use super::feed;
 use super::loader::{Loader, Origin};
@@ -22,6 +23,7 @@ use super::stream::{self, Shared, Sharing};
 use crate::accelerator::Accelerator;
 use crate::agreement::{self, Term};
 use crate::error::{Error, Result};
+use crate::outcome;
 use crate::timeline::Timeline;
 
 /// This rank's share of a data set, made by
@@ -30,6 +32,10 @@ use crate::timeline::Timeline;
 /// [`epoch`](Self::epoch) gives its batches with their weights. It is a Burn `DataLoader` as
 /// well, for code that wants one: that way gives the bare batches, without idle ones, and counts
 /// epochs by itself.
+///
+/// It shares out samples, and no more: each rank trains a model of its own on its share unless the model is prepared, too,
+/// and its gradients come of [`Accelerator::backward`](crate::Accelerator::backward). Nothing is said where neither is
+/// done, since a program may evaluate so, or average by itself.
 ///
 /// ```
 /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
@@ -64,6 +70,7 @@ pub struct PreparedLoader<O> {
     is_planned: AtomicBool,
     pub(super) samples: Samples<O>,
     timeline: Timeline,
+    uncounted: UncountedPadding,
 }
 
 /// Whose share it is.
@@ -165,16 +172,21 @@ impl<O: Send + 'static> PreparedLoader<O> {
             Ok(_) => described,
             Err(error) => format!("{described}: {error:?}"),
         };
+        if world_size > 1 {
+            // Of a data set that one rank cannot read, the others hear that, and not that theirs is another one.
+            let failed = digests.as_ref().and_then(|digests| digests.as_ref().err());
+            let group = accelerator.group();
+            outcome::exchange(group, failed, "read items of the data set of a loader")?;
+        }
+        let items = digests.transpose()?.unwrap_or_default();
         let mut terms = vec![Term::new("a data loader", described)];
-        terms.extend(digests.as_ref().map(item_term));
+        terms.extend(items.iter().map(item_term));
         agreement::check_all(accelerator.group(), &terms)?;
         // From here on it is the same on all ranks.
         let samples = samples?;
-        if let Some(digests) = digests.transpose()?
-            && digests.changes_between_reads()
-        {
+        if let Some(item) = items.iter().find(|item| item.changes_between_reads()) {
             return Err(Error::config(format!(
-                "the data set of a loader gives {digests}: ranks cannot share it out by index {DRAWN_HINT}"
+                "the data set of a loader gives {item}: ranks cannot share it out by index {DRAWN_HINT}"
             )));
         }
         Ok(Self::new(
@@ -182,6 +194,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
             Place::of(accelerator),
             samples,
             accelerator.shared.timeline.clone(),
+            accelerator.shared.uncounted.clone(),
         ))
     }
 
@@ -206,10 +219,17 @@ impl<O: Send + 'static> PreparedLoader<O> {
         let timeline = accelerator.shared.timeline.clone();
         let samples = Samples::Opaque(loader);
         let place = Place::of(accelerator);
-        Ok(Self::new(device, place, samples, timeline))
+        let uncounted = accelerator.shared.uncounted.clone();
+        Ok(Self::new(device, place, samples, timeline, uncounted))
     }
 
-    fn new(device: Device, place: Place, samples: Samples<O>, timeline: Timeline) -> Self {
+    fn new(
+        device: Device,
+        place: Place,
+        samples: Samples<O>,
+        timeline: Timeline,
+        uncounted: UncountedPadding,
+    ) -> Self {
         Self {
             cursor: Arc::default(),
             device,
@@ -218,6 +238,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
             is_planned: AtomicBool::new(false),
             samples,
             timeline,
+            uncounted,
         }
     }
 
@@ -231,7 +252,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         self.standing().global_batch
     }
 
-    /// A training is planned with it.
+    /// A training is planned with it, or its steps were told.
     pub(crate) fn note_planned(&self) {
         self.is_planned.store(true, Ordering::Relaxed);
     }
@@ -256,6 +277,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
     #[track_caller]
     pub fn epoch(&self, epoch: u64) -> Epoch<O> {
         let caller = Location::caller();
+        self.uncounted.forget();
         let pass = self.cursor.begin(epoch);
         let start = pass.yielded();
         let reseed = Reseed::new(self.device.clone(), self.place, epoch);
@@ -269,7 +291,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
             _ => None,
         };
         let open = self.open(epoch, start, pass.clone(), caller);
-        Epoch::new(open, pass, reseed, steps, self.timeline.clone())
+        let (timeline, uncounted) = (self.timeline.clone(), self.uncounted.clone());
+        Epoch::new(open, pass, reseed, steps, timeline, uncounted)
     }
 
     /// How an epoch is read from there on.
@@ -347,7 +370,11 @@ impl<O: Send + 'static> PreparedLoader<O> {
 
     /// How many steps this rank runs in a whole epoch; `None` for streams and Burn's own loaders, which do
     /// not tell, and where a sampler of the program's own says it anew for each epoch.
+    ///
+    /// [`resume`](crate::Accelerator::resume) on another number of ranks may change it: ask behind it, or behind
+    /// [`resume_loader`](crate::Accelerator::resume_loader). Rank 0 warns where it was asked before.
     pub fn steps(&self) -> Option<u64> {
+        self.note_planned();
         match &self.samples {
             Samples::Planned { plan, spec, .. } if !spec.order().varies() => {
                 Some(plan.epoch(0).steps(self.place.rank))
@@ -402,6 +429,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
             self.place,
             samples,
             timeline,
+            self.uncounted.clone(),
         ))
     }
 
@@ -411,18 +439,15 @@ impl<O: Send + 'static> PreparedLoader<O> {
             Samples::Opaque(loader) => Samples::Opaque(loader.to_device(device)),
             samples => samples.clone(),
         };
-        Self::new(device.clone(), self.place, samples, self.timeline.clone())
+        let (timeline, uncounted) = (self.timeline.clone(), self.uncounted.clone());
+        Self::new(device.clone(), self.place, samples, timeline, uncounted)
     }
 }
 
-/// The items of a data set, of which each rank read some. One that could not read them says why.
-fn item_term(digests: &Result<ItemDigests>) -> Term {
-    let (value, shown) = match digests {
-        Ok(digests) => (digests.fingerprint(), digests.to_string()),
-        Err(error) => (error.to_string(), format!("{error:?}")),
-    };
-    Term::new("the data set of a loader", value)
-        .shown_as(shown)
+/// An item of a data set that each rank has read.
+fn item_term(item: &ItemDigest) -> Term {
+    Term::new("the data set of a loader", item.fingerprint())
+        .shown_as(item.to_string())
         .with_hint(ITEM_HINT)
 }
 

@@ -6,7 +6,7 @@ use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
 use super::deferred::{BatcherThread, DeferredBatch};
-use super::digest::{Digest, ItemDigests};
+use super::digest::{self, Digest, ItemDigest};
 use crate::error::{Error, Kind, Result};
 
 /// Which sample it is that a function of [`DataLoaderBuilder::map_samples`] gets.
@@ -80,8 +80,8 @@ pub(super) trait Source<O>: Send + Sync {
 
     fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<DeferredBatch<O>>;
 
-    /// Of some items, where they may be compared.
-    fn digests(&self) -> Option<Result<ItemDigests>>;
+    /// Of some items, where they are compared between ranks.
+    fn digests(&self) -> Option<Result<Vec<ItemDigest>>>;
 }
 
 /// What makes a batch of items.
@@ -159,9 +159,9 @@ impl<I: Send + 'static, O: 'static> Source<O> for Batched<I, O> {
         Ok(self.batching.batch(epoch, items, indices, device))
     }
 
-    fn digests(&self) -> Option<Result<ItemDigests>> {
+    fn digests(&self) -> Option<Result<Vec<ItemDigest>>> {
         let digest = self.digest?;
-        Some(ItemDigests::of(&*self.dataset, digest))
+        Some(digest::read_some(&*self.dataset, digest))
     }
 }
 
@@ -182,7 +182,7 @@ impl<O> Source<O> for Slice<O> {
         self.source.load(epoch, &moved, device)
     }
 
-    fn digests(&self) -> Option<Result<ItemDigests>> {
+    fn digests(&self) -> Option<Result<Vec<ItemDigest>>> {
         None
     }
 }

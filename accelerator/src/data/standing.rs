@@ -96,7 +96,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
     pub(crate) fn draws_at_each_read(&self) -> bool {
         match &self.samples {
             Samples::Planned { source, .. } if self.place.world_size == 1 => {
-                matches!(source.digests(), Some(Ok(digests)) if digests.differ())
+                matches!(source.digests(), Some(Ok(items)) if items.iter().any(|item| item.changes_between_reads()))
             }
             _ => false,
         }

@@ -46,10 +46,14 @@ pub(crate) fn backward<M: Module>(
     if needs_no_ranks || group.check_allowed("`backward`").is_err() {
         return run(accelerator, loss, model, weight, reach, None);
     }
+    let batch = weight.mark.as_ref().map(Mark::position);
     let open = accelerator.shared.failed_calls.begin();
     let gradients = run(accelerator, loss, model, weight, reach, Some(open.call()));
     open.end(gradients.as_ref().err());
-    gradients
+    gradients.map_err(|error| match batch {
+        Some(batch) => error.at_batch(batch),
+        None => error,
+    })
 }
 
 #[track_caller]

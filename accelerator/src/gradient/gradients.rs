@@ -13,7 +13,7 @@ use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::reducer::Reduced;
 use super::scalar::Scalar;
 use super::slot::Slot;
-use super::step_commit::StepCommit;
+use super::step_commit::{Clips, StepCommit};
 use super::sums::Sums;
 use super::weight::Weight;
 use crate::data::Mark;
@@ -136,6 +136,7 @@ impl Gradients {
             squares: None,
             token: None,
             commit: Some(StepCommit {
+                clips: Clips::default(),
                 marks,
                 finiteness: None,
                 _pending: slot.pending_step(),
@@ -163,13 +164,18 @@ impl Gradients {
         self
     }
 
-    /// The path of a parameter that they were made for, where they are of none of this model's.
+    /// The path of a parameter that they were made for, where they are of none of this model's, or it is a clone from
+    /// before `prepare`.
     pub(crate) fn stranger_to<M: Module>(&self, model: &M) -> Option<&str> {
         let slot = &self.closed_ref()?.slot;
-        let mut search = Search { slot, found: false };
+        let mut search = Search {
+            slot,
+            found: false,
+            is_clone_from_before: false,
+        };
         model.visit(&mut search);
         let first = slot.parameters().first()?;
-        (!search.found).then_some(first.path.as_str())
+        (!search.found || search.is_clone_from_before).then_some(first.path.as_str())
     }
 
     /// Which places of their model hold the same parameter; `None` where no two do.
@@ -271,6 +277,10 @@ impl Gradients {
         let chosen = closed.chosen(&clip);
         if !chosen.contains(&true) {
             closed.slot.warn_unclipped();
+        }
+        if let Some(commit) = &mut closed.commit {
+            let (Limit::Norm { max, .. } | Limit::Value(max)) = clip.limit;
+            commit.clips.note(max);
         }
         let outcome = match clip.limit {
             Limit::Norm { max, order } => closed.clip_norm(at_least_zero(max), order, &chosen),
@@ -497,6 +507,7 @@ impl Gradients {
             return None;
         }
         let commit = self.take_commit();
+        let of_all_ranks = !self.is_own();
         let params = match self.into_averaged()? {
             Averaged::Sums(mut averages) => {
                 averages.make_whole().ok()?;
@@ -504,7 +515,12 @@ impl Gradients {
             }
             Averaged::Untouched(gradients) => gradients,
         };
-        commit.into_iter().for_each(StepCommit::commit);
+        if let Some(commit) = commit {
+            if of_all_ranks {
+                commit.note_update(None);
+            }
+            commit.commit();
+        }
         Some(params)
     }
 
@@ -598,11 +614,14 @@ impl fmt::Debug for Gradients {
 struct Search<'a> {
     slot: &'a Slot,
     found: bool,
+    /// Whether it is still what was given to `prepare`.
+    is_clone_from_before: bool,
 }
 
 impl ModuleVisitor for Search<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         self.found |= self.slot.number(param.id).is_some();
+        self.is_clone_from_before |= self.slot.is_clone_from_before(param);
     }
 }
 

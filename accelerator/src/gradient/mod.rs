@@ -45,7 +45,7 @@ pub(crate) use self::road::Road;
 pub(crate) use self::scalar::Scalar;
 pub(crate) use self::slot::{Slot, WorkingPart};
 pub(crate) use self::spread::Bounds;
-pub(crate) use self::step_commit::StepCommit;
+pub(crate) use self::step_commit::SeenUpdates;
 pub(crate) use self::trial_memory::{Reserved, Windows, forget_graphs, settle_road};
 pub(crate) use self::turn::Turn;
 #[cfg_attr(not(feature = "flex"), allow(unused_imports))]

@@ -16,6 +16,7 @@ use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::overlap::{Order, OverlapReport, Switch, Watching};
 use super::road::Road;
 use super::spread::Bounds;
+use super::step_commit::Updates;
 use super::store::{Home, Store};
 use super::turn::Turn;
 use super::window::Window;
@@ -61,11 +62,15 @@ pub(crate) struct Slot {
     tied: Arc<TiedParameters>,
     /// Of the threads that add to the window.
     turn: Turn,
+    /// How this rank's replica was updated.
+    updates: Updates,
     watching: Mutex<Watching>,
     window: Mutex<Window>,
     working: Mutex<WorkingCopy>,
     /// Whether a copy was ever made to be trained through.
     works_on_copies: AtomicBool,
+    /// Whether its replicas were ever compared where something becomes of them.
+    was_compared: AtomicBool,
     /// Whether `backward` was ever called for it.
     was_trained: AtomicBool,
     /// Where losses are scaled.
@@ -181,11 +186,13 @@ impl Slot {
             steps: AtomicU64::new(0),
             tied: Arc::default(),
             turn: Turn::default(),
+            updates: Updates::default(),
             watching: Mutex::new(watching),
             window: Mutex::new(Window::default()),
             working: Mutex::new(WorkingCopy::None),
             works_on_copies: AtomicBool::new(false),
             scaler: Mutex::new(None),
+            was_compared: AtomicBool::new(false),
             was_trained: AtomicBool::new(false),
             wants_norm: AtomicBool::new(false),
             parameters,
@@ -355,6 +362,15 @@ impl Slot {
         count == windows
     }
 
+    /// Its replicas are compared before something becomes of them.
+    pub(crate) fn note_compared(&self) {
+        self.was_compared.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn was_compared(&self) -> bool {
+        self.was_compared.load(Ordering::Relaxed)
+    }
+
     /// `backward` is called for it.
     pub(super) fn note_trained(&self) {
         self.was_trained.store(true, Ordering::Relaxed);
@@ -454,6 +470,10 @@ impl Slot {
     /// An optimizer has stepped with a window.
     pub(super) fn count_step(&self) {
         self.steps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn updates(&self) -> &Updates {
+        &self.updates
     }
 
     /// How many micro-steps of the next step are done.

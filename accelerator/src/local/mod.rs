@@ -3,7 +3,8 @@
 //! Where communication is slow beside computing, gradients need not be averaged in every step. Under
 //! [`LocalSgd`] each rank steps its optimizer with its own gradients, and every so many steps the
 //! parameters of all ranks are averaged. [`DiLoCo`] takes hundreds of steps, and hands what they changed on
-//! average to an outer optimizer. Nothing is sent in between.
+//! average to an outer optimizer. Nothing is sent in between, so nobody notices in training where ranks take batches of
+//! different epochs, or the same samples from a loader that was not prepared.
 //!
 //! ```
 //! use accelerator::prelude::*;

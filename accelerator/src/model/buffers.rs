@@ -164,7 +164,7 @@ pub(crate) fn settle_statistics<M: Module>(model: &M) {
 }
 
 /// Where the running states are among the floats of a model, whose statistics are brought up to date.
-pub(super) fn running_states<M: Module>(model: &M) -> HashSet<usize> {
+pub(crate) fn running_states<M: Module>(model: &M) -> HashSet<usize> {
     // Its running states are its own, unlike a clone's.
     let model = model.valid();
     let mut before = Ids::default();

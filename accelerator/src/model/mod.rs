@@ -29,7 +29,7 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
-pub(crate) use self::buffers::settle_statistics;
+pub(crate) use self::buffers::{running_states, settle_statistics};
 pub use self::file_layout::FileLayout;
 pub(crate) use self::layout::{Float, Layout, Trainable};
 pub(crate) use self::load::load_on_all;
@@ -41,8 +41,8 @@ pub use self::tied::retie_parameters;
 pub(crate) use self::write::FileNames;
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Result};
-use crate::gradient::Slot;
 use crate::gradient::hook::Held;
+use crate::gradient::{SeenUpdates, Slot};
 use crate::outcome::Failure;
 use crate::precision::ScalerState;
 
@@ -103,9 +103,22 @@ impl Models {
         }
     }
 
-    /// By the first of its parameters: the models for which `backward` was never called.
+    /// By the first of its parameters: the models for which `backward` was called, and no optimizer stepped.
+    pub(crate) fn unstepped(&self) -> Vec<String> {
+        let unstepped = self
+            .models()
+            .filter(|slot| slot.was_trained() && slot.steps() == 0 && slot.open_micro_steps() == 0);
+        let firsts = unstepped.filter_map(|slot| Some(slot.parameters().first()?.path.clone()));
+        firsts.collect()
+    }
+
+    /// By the first of its parameters: the models for which `backward` was never called, and which may have been trained
+    /// all the same: neither was another one trained, beside which it may be a target, nor were its replicas compared.
     pub(crate) fn untrained(&self) -> Vec<String> {
-        let untrained = self.models().filter(|slot| !slot.was_trained());
+        let trains_another = self.models().any(|slot| slot.was_trained());
+        let untrained = self
+            .models()
+            .filter(|slot| !trains_another && !slot.was_compared());
         let firsts = untrained.filter_map(|slot| Some(slot.parameters().first()?.path.clone()));
         firsts.collect()
     }
@@ -120,6 +133,13 @@ impl Models {
     /// Warns of the models of which micro-steps are left, now that the program is at its end.
     pub(crate) fn warn_open_windows(&self) {
         self.models().for_each(|slot| slot.warn_open_window());
+    }
+
+    /// How each was updated on this rank, in an order that is the same on all of them.
+    pub(crate) fn updates(&self) -> Vec<SeenUpdates> {
+        let mut models: Vec<_> = self.models().collect();
+        models.sort_by_key(|slot| slot.parameters().first().map(|first| first.id.val()));
+        models.iter().map(|slot| slot.updates().seen()).collect()
     }
 
     /// Each model once.

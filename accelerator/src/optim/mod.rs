@@ -197,12 +197,12 @@ pub use self::schedule::{Manual, PerEpoch, PerProcess, Scheduled};
 pub use self::sharded::Sharded;
 pub(crate) use self::sharded::Shards;
 pub(crate) use self::state::{
-    OptimizerSnapshot, OptimizerState, Schedule, check_known, check_types,
+    OptimizerSnapshot, OptimizerState, Schedule, check_known, check_types, other_state,
 };
 use self::whole::Kinds;
 use crate::accelerator::Accelerator;
 use crate::error::Result;
-use crate::gradient::{Averaged, Gradients, Scalar, StepCommit};
+use crate::gradient::{Averaged, Gradients, Scalar};
 use crate::model::{Layout, Trainable};
 use crate::notice;
 use crate::timeline::{Part, Phase, Timeline};
@@ -380,7 +380,8 @@ impl<S> PreparedOptimizer<S> {
         if let Some(path) = gradients.stranger_to(&model) {
             panic!(
                 "these gradients are of another model, whose first trainable parameter is `{path}`: the model \
-                 that `step` was given has none of its parameters; pass the one that `backward` was given"
+                 that `step` was given has none of its parameters, or is a clone from before `prepare`, which is \
+                 another model; pass the one that `backward` was given"
             );
         }
         let missed = match gradients.overflow() {
@@ -417,10 +418,12 @@ impl<S> PreparedOptimizer<S> {
         let may_fail = self.shards.is_some() || gradients.is_spread() || gradients.is_lost();
         let before = may_fail.then(|| self.schedule.clone());
         let commit = gradients.take_commit();
+        let of_all_ranks = !gradients.is_own();
         let rate = rate(&mut self.schedule, &model);
         let tied = gradients.tied_parameters();
+        let base_rate = rate.base();
         let stepped = StepOutcome::Stepped {
-            rate: rate.base(),
+            rate: base_rate,
             norm: None,
         };
         // Optimizers step the first place of a tied parameter.
@@ -433,7 +436,12 @@ impl<S> PreparedOptimizer<S> {
             Ok(model) => {
                 (self.outcome, self.norm) = (stepped, norm);
                 self.steps += 1;
-                commit.into_iter().for_each(StepCommit::commit);
+                if let Some(commit) = commit {
+                    if of_all_ranks {
+                        commit.note_update(Some(base_rate));
+                    }
+                    commit.commit();
+                }
                 self.timeline.step_ends();
                 model
             }
@@ -600,8 +608,8 @@ impl PreparedOptimizer<Manual> {
     /// # Panics
     ///
     /// With gradients of another model: where none of the parameters that `backward` was given is in this one. In the
-    /// first step, where the optimizer was prepared before this model, with state that was loaded in another float
-    /// type than that of a parameter.
+    /// first step, with a clone of the model from before `prepare`, and where the optimizer was prepared before this
+    /// model, with state that was loaded in another float type than that of a parameter.
     #[must_use]
     #[track_caller]
     pub fn step<M: Module>(
@@ -638,8 +646,8 @@ impl PreparedOptimizer<Scheduled> {
     /// # Panics
     ///
     /// With gradients of another model: where none of the parameters that `backward` was given is in this one. In the
-    /// first step, where the optimizer was prepared before this model, with state that was loaded in another float
-    /// type than that of a parameter.
+    /// first step, with a clone of the model from before `prepare`, and where the optimizer was prepared before this
+    /// model, with state that was loaded in another float type than that of a parameter.
     #[must_use]
     #[track_caller]
     pub fn step<M: Module>(&mut self, model: M, gradients: Gradients) -> M {

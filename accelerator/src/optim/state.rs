@@ -182,7 +182,7 @@ pub(super) fn load(name: &str, blank: ModuleOptimizer, record: Bytes) -> Result<
     let loaded = Fields::of(&bytes_of(&optimizer)?)?;
     if saved.names() != loaded.names() {
         let found = match &*loaded.kept() {
-            "" => "none of it".to_owned(),
+            NOTHING => "none of it".to_owned(),
             kept => kept.to_owned(),
         };
         return Err(Error::new(
@@ -217,6 +217,34 @@ pub(super) fn load(name: &str, blank: ModuleOptimizer, record: Bytes) -> Result<
 fn ids_in(record: &Bytes) -> Result<HashSet<u64>> {
     let fields = Fields::of(record)?;
     Ok(fields.types.keys().filter_map(|name| id_of(name)).collect())
+}
+
+/// What was saved of a parameter, and what this optimizer keeps of it, where that is not the same: settings, such as a
+/// momentum, are in no record.
+///
+/// A parameter of one dimension is asked for, as biases are: of others, some optimizers keep what depends on the size.
+pub(crate) fn other_state(
+    optimizer: &ModuleOptimizer,
+    record: &Bytes,
+    parameter: impl Fn(ParamId) -> Option<Trainable>,
+    device: &Device,
+) -> Result<Option<(String, String)>> {
+    let saved = Fields::of(record)?;
+    let mut known = saved.types.keys().filter_map(|name| id_of(name));
+    let known = known.find_map(|id| parameter(ParamId::from(id)).filter(|it| it.shape.len() == 1));
+    let Some(known) = known else {
+        return Ok(None);
+    };
+    let blank = optimizer.clone().load_record(OptimizerRecord::default());
+    let Some(fresh) = probe::step_sample(&blank, &known, device) else {
+        return Ok(None);
+    };
+    let id = known.id.val();
+    let (saved, fresh) = (
+        saved.kept_of(id),
+        Fields::of(&bytes_of(&fresh)?)?.kept_of(id),
+    );
+    Ok((saved != fresh).then_some((saved, fresh)))
 }
 
 /// Refuses state that a program has loaded in another float type than the optimizer keeps it in. `parameter` tells
@@ -383,6 +411,9 @@ impl Scheduler {
     }
 }
 
+/// What an optimizer without state keeps of a parameter, for errors.
+const NOTHING: &str = "nothing";
+
 /// Everything that is in a record.
 struct Fields {
     /// Of parameters, by id.
@@ -411,12 +442,23 @@ impl Fields {
 
     /// What is kept of each parameter, for errors.
     fn kept(&self) -> String {
-        let fields = self.types.keys().filter_map(|name| name.split_once('.'));
-        let fields = fields.map(|(_, field)| field);
+        Self::listed(self.types.keys())
+    }
+
+    /// What is kept of one parameter, for errors.
+    fn kept_of(&self, id: u64) -> String {
+        Self::listed(self.types.keys().filter(|name| id_of(name) == Some(id)))
+    }
+
+    fn listed<'a>(names: impl Iterator<Item = &'a String>) -> String {
+        let fields = names.filter_map(|name| Some(name.split_once('.')?.1));
         // Burn's own note of a parameter's dimensions is in every record.
         let fields: BTreeSet<&str> = fields.filter(|field| *field != "__rank").collect();
         let fields: Vec<_> = fields.iter().map(|field| format!("`{field}`")).collect();
-        fields.join(", ")
+        match &*fields {
+            [] => NOTHING.to_owned(),
+            fields => fields.join(", "),
+        }
     }
 
     /// What errors call an entry.

@@ -86,7 +86,10 @@ impl Accelerator {
     #[track_caller]
     fn explain(&self, panic: Box<dyn Any + Send>) -> ! {
         let said = panic_text(&*panic);
-        if !said.to_lowercase().contains("dtype") {
+        // Burn names the types that do not fit together.
+        let working = self.precision().dtype();
+        let names_it = working.is_some_and(|dtype| said.contains(&format!("{dtype:?}")));
+        if !(names_it && said.to_lowercase().contains("dtype")) {
             resume_unwind(panic);
         }
         let full = format!("{:?}", self.shared.device.settings().float_dtype).to_lowercase();
@@ -94,7 +97,7 @@ impl Accelerator {
             "the model computes in {}, and met a tensor of another type, such as {}: pass what goes in through \
              `accelerator.to_working(input)`, and what comes out through `accelerator.to_full(output)`; make \
              tensors inside the model, such as an initial state, in the type of what came in, `input.dtype()`. \
-             Burn says: {said}",
+             The panic says: {said}",
             self.precision(),
             full
         )

@@ -10,6 +10,7 @@ use super::terms::{hook_term, switch, terms};
 use crate::accelerator::{Accelerator, Restarts, Settings, Shared, drawing, environment};
 use crate::agreement;
 use crate::checkpoint::Ongoing;
+use crate::data::UncountedPadding;
 use crate::device::{self, DeviceKind};
 use crate::error::{Error, Kind, Result};
 use crate::gradient::Road;
@@ -173,6 +174,7 @@ impl AcceleratorBuilder {
                 crossing: Crossing::default(),
                 failed_calls: Arc::default(),
                 turn: Turn::default(),
+                uncounted: UncountedPadding::default(),
                 warned: Warned::default(),
                 working: WorkingUse::default(),
             }),

@@ -126,7 +126,11 @@ impl AcceleratorBuilder {
     /// its data is not shared out, and several ranks do what one does.
     ///
     /// Ranks tell each other a hash of their losses with their gradients, so it costs nothing. Losses that are 0 or not
-    /// finite do not count, nor do those that lie on GPUs which NCCL joins, where nobody has read them.
+    /// finite do not count, nor do those that lie on GPUs which NCCL joins, where nobody has read them. Batches of
+    /// prepared loaders, where they are passed to `backward`, are known to be others on each rank: of them nothing is
+    /// said, whatever their losses are. Nor is anything said of samples that are the same under losses that differ, as
+    /// with dropout, or of a loader that was not prepared and is shuffled by another seed on each rank: a program may
+    /// share out its data by itself.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -438,6 +442,10 @@ impl AcceleratorBuilder {
     ///
     /// On a CPU it costs nothing. On a GPU each call of `backward` waits until its loss is computed; without it, such
     /// a loss is told there when the program asks for [`Gradients::loss`](crate::Gradients::loss).
+    ///
+    /// The loss alone is looked at. Gradients that are not finite under a finite loss show in the loss of the next step;
+    /// after the last step they are in what is saved, and nothing is said:
+    /// [`Gradients::norm`](crate::Gradients::norm) tells.
     ///
     /// ```
     /// use accelerator::prelude::*;

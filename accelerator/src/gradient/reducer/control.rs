@@ -8,6 +8,7 @@ use crate::agreement::sides;
 use crate::data::Mark;
 use crate::error::{Error, Kind, Result};
 use crate::gradient::failed_calls::BackwardCall;
+use crate::gradient::step_commit::SeenUpdates;
 use crate::timeline::{Part, Phase};
 
 /// How many numbers a control vector has.
@@ -194,11 +195,17 @@ impl Reducer {
         };
         let ranks = self.group.world_size();
         let failed = self.call.as_ref().map_or(0, BackwardCall::count);
-        let window = [self.model.number(), self.micro_steps as u64, failed];
+        let window = [
+            self.model.number(),
+            self.micro_steps as u64,
+            failed,
+            self.updates.digest,
+        ];
         let batches = self.batches.number().map(|number| [number]);
         // A loss of 0 tells nothing of the batch: an idle rank, a converged model and a loss still on the device all
-        // have it.
+        // have it. Batches of prepared loaders are known to be others on each rank, whatever comes of them.
         let loss = Some(self.loss.read).filter(|loss| loss.is_finite() && *loss != 0.0);
+        let loss = loss.filter(|_| batches.is_none());
         let loss = loss.map(|loss| [loss.to_bits()]);
         Header {
             weight: self.total,
@@ -268,7 +275,7 @@ impl Reducer {
 }
 
 /// Whether windows of the same length, of the same model and the same batches, ended on all ranks, none of which has
-/// missed one. All ranks see the same numbers, so all get the same error.
+/// missed one, or updated its replica otherwise. All ranks see the same numbers, so all get the same error.
 pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
     let group = &reducer.group;
     if reducer.sums()?.windows_agree(group) {
@@ -279,6 +286,7 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
         failed.unwrap_or_default(),
         reducer.model.to_string(),
         reducer.micro_steps as u64,
+        reducer.updates,
         reducer.batches.number().map(|_| ends_of(&reducer.marks)),
     );
     let asking = group.for_purpose("average gradients");
@@ -306,7 +314,9 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
             sides(models)
         )));
     }
-    if all.iter().all(|(_, _, calls, _)| *calls == all[0].2) {
+    let updates: Vec<_> = all.iter().map(|(.., updates, _)| *updates).collect();
+    SeenUpdates::check(&updates)?;
+    if all.iter().all(|(_, _, calls, ..)| *calls == all[0].2) {
         return Err(Error::misuse(format!(
             "the ranks average gradients of different batches, so that samples are used twice or never ({}): a rank \
              has left out a batch, left its loop early or counts its epochs on its own; take the same batches in \
@@ -317,7 +327,7 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
     }
     let shown: Vec<_> = (0..)
         .zip(&all)
-        .map(|(rank, (_, _, calls, _))| format!("{calls} on rank {rank}"))
+        .map(|(rank, (_, _, calls, ..))| format!("{calls} on rank {rank}"))
         .collect();
     Err(Error::misuse(format!(
         "the accumulation windows that end here hold different numbers of `backward` calls: {}; call \

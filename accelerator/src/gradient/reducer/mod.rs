@@ -22,6 +22,7 @@ use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::road::{Road, Sending};
 use super::slot::{ModelName, Slot};
 use super::spread::Spread;
+use super::step_commit::SeenUpdates;
 use super::values;
 use super::window::{self, BatchFingerprint, LossSum, Window, check_all_known};
 use crate::accelerator::Trigger;
@@ -76,6 +77,8 @@ pub(super) struct Reducer {
     sent_loss: Option<Sending>,
     spread: Spread,
     timeline: Timeline,
+    /// How this rank has updated the model before this window.
+    updates: SeenUpdates,
     /// The weight of the window, with the last micro-step.
     total: f64,
     /// The flag that travels along.
@@ -223,6 +226,7 @@ impl Reducer {
             spread: Spread::Whole,
             timeline: timeline.clone(),
             total: before.weight + weight,
+            updates: slot.updates().seen(),
             trigger: None,
             wants_norm: false,
             weighing: None,
