@@ -1,5 +1,5 @@
 """All-reduces (sums) of f32 with torch.distributed over gloo, timed as `accel-launch bench
-all-reduce` times its own: see launcher/src/bench/README.md. Started by all_reduce.py, once a rank,
+all-reduce` times its own: see launcher/src/commands/bench/README.md. Started by all_reduce.py, once a rank,
 with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
 
 gloo_all_reduce.py VALUES PERIOD WARMUP BYTES:ITERATIONS...
@@ -13,7 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
-# As in launcher/src/bench: the stripes, the blocks.
+# As in launcher/src/commands/bench: the stripes, the blocks.
 PARTS, BLOCKS = 64, 100
 
 

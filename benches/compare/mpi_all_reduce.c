@@ -1,5 +1,5 @@
 /* All-reduces (sums) of f32 with MPI, timed as `accel-launch bench all-reduce` times its own:
- * see launcher/src/bench/README.md. Built and started by all_reduce.py.
+ * see launcher/src/commands/bench/README.md. Built and started by all_reduce.py.
  *
  * mpi_all_reduce VALUES PERIOD WARMUP BYTES:ITERATIONS...
  */
@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* As in launcher/src/bench: the stripes, the blocks. */
+/* As in launcher/src/commands/bench: the stripes, the blocks. */
 enum { MOST = 7, REPEATS = 512, PARTS = 64, BLOCKS = 100 };
 
 static float table[MOST * (REPEATS + 1)];

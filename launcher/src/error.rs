@@ -14,6 +14,9 @@ pub(crate) struct Error {
 /// A result whose error is an [`Error`].
 pub(crate) type Result<T> = std::result::Result<T, Error>;
 
+/// The result of code that runs in a rank, where any error ends the rank.
+pub(crate) type BoxResult<T> = std::result::Result<T, Box<dyn StdError + Send + Sync>>;
+
 impl Error {
     /// The command line, or what it points to, is wrong: exit code 2.
     pub(crate) fn usage(message: impl Into<String>) -> Self {

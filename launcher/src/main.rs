@@ -3,40 +3,18 @@
 #[cfg(not(unix))]
 compile_error!("accel-launch supervises process groups, which only Unix systems have");
 
-mod allocator;
-mod argv;
-mod attempt;
-mod bench;
-mod blame;
 mod cargo;
-mod checkpoint;
 mod cli;
-mod course;
-mod descendants;
-mod env;
-mod environment;
+mod commands;
 mod error;
-mod estimate;
-mod failure;
 mod gpu;
-mod hearing;
-mod job;
-mod keeper;
-mod launch;
 mod number;
 mod output;
-mod plan;
-mod rendezvous;
-mod restart;
+mod report;
 mod selftest;
 mod settings;
-mod signals;
-mod spawn;
-mod supervise;
-mod target;
+mod supervisor;
 mod text;
-mod threads;
-mod tool;
 mod variables;
 
 use std::ffi::OsString;
@@ -45,46 +23,55 @@ use std::process::ExitCode;
 
 use cli::Invocation;
 use error::{Error, Result, chain};
-use keeper::Bond;
+use supervisor::shim::{self, LivenessPipe};
 
 fn main() -> ExitCode {
     let mut arguments: Vec<OsString> = std::env::args_os().collect();
-    let bond = Bond::take(&mut arguments);
+    let liveness = LivenessPipe::take(&mut arguments);
     let invocation = match Invocation::parse(arguments.iter().cloned()) {
         Ok(invocation) => invocation,
         Err(error) => {
-            // That nobody reads the help is no error.
+            // A closed pipe is no error.
             let _ = error.print();
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
         }
     };
-    if bond.is_none()
+    if liveness.is_none()
         && invocation.runs_a_job()
-        && let Some(code) = keeper::keep(&arguments)
+        && let Some(code) = shim::run(&arguments)
     {
         return code;
     }
-    dispatch(&invocation, &arguments, bond).unwrap_or_else(|error| {
+    dispatch(&invocation, &arguments, liveness).unwrap_or_else(|error| {
         let _ = writeln!(std::io::stderr(), "error: {}", chain(&error));
         error.exit_code()
     })
 }
 
-/// `command` is the command line, and `bond` what ties this process to its keeper.
-fn dispatch(invocation: &Invocation, command: &[OsString], bond: Option<Bond>) -> Result<ExitCode> {
+/// `command` is the command line, and `liveness` the pipe from its shim.
+fn dispatch(
+    invocation: &Invocation,
+    command: &[OsString],
+    liveness: Option<LivenessPipe>,
+) -> Result<ExitCode> {
     match invocation {
-        Invocation::Launch { options, arguments } => launch::run(options, arguments, command, bond),
-        Invocation::Env(arguments) => env::run(arguments),
-        Invocation::Estimate(arguments) => estimate::run(arguments),
-        Invocation::Checkpoint(arguments) => checkpoint::run(arguments),
+        Invocation::Launch { options, arguments } => {
+            commands::launch::run(options, arguments, command, liveness)
+        }
+        Invocation::Env(arguments) => commands::env::run(arguments),
+        Invocation::Estimate(arguments) => commands::estimate::run(arguments),
+        Invocation::Checkpoint(arguments) => commands::checkpoint::run(arguments),
         Invocation::Plan(arguments) => {
             let mut stdout = std::io::stdout().lock();
-            plan::run(arguments, &mut stdout).map_err(|error| Error::usage(error.to_string()))?;
+            commands::plan::run(arguments, &mut stdout)
+                .map_err(|error| Error::usage(error.to_string()))?;
             Ok(ExitCode::SUCCESS)
         }
+        Invocation::Completions(arguments) => commands::docs::completions(arguments),
+        Invocation::Man => commands::docs::man(),
         Invocation::Test(arguments) => selftest::run(arguments),
         Invocation::Rank(arguments) => Ok(selftest::rank(arguments)),
-        Invocation::Bench(arguments) => bench::run(arguments, command, bond),
-        Invocation::BenchRank(arguments) => Ok(bench::rank(arguments)),
+        Invocation::Bench(arguments) => commands::bench::run(arguments, command, liveness),
+        Invocation::BenchRank(arguments) => Ok(commands::bench::rank(arguments)),
     }
 }

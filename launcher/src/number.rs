@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_type_does_not_hold_is_told() {
+    fn numbers_that_a_type_cannot_hold_are_none() {
         assert_eq!(i8::exact(127), Some(127));
         assert_eq!(i8::exact(128), None);
         assert_eq!(f16::exact(65_504), Some(f16::MAX));

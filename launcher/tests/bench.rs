@@ -143,7 +143,7 @@ fn people_get_a_table() {
 fn a_wrong_sum_is_an_error() {
     for transport in TRANSPORTS {
         for warmup in ["0", "1"] {
-            let line = format!("--transport {transport} --warmup {warmup} --sizes 4KiB --spoil");
+            let line = format!("--transport {transport} --warmup {warmup} --sizes 4KiB --sabotage");
             let line = "bench all-reduce --json --iterations 3 ".to_owned() + &line;
             let ended = Folder::new().launch(line.split_whitespace()).expect(1);
             assert!(ended.stdout.is_empty(), "{ended:?}");
@@ -256,7 +256,7 @@ fn gpus_are_measured() {
         assert_eq!(number(result, "bus_bandwidth"), 0.0, "{result}");
         assert!(result["bound_seconds"].is_null(), "{result}");
     }
-    let ended = bench("-n 1 --device cuda --sizes 4KiB --spoil").expect(1);
+    let ended = bench("-n 1 --device cuda --sizes 4KiB --sabotage").expect(1);
     ended.says("is wrong on rank 0");
     let ended = bench("-n 32 --device cuda --sizes 4KiB").expect(1);
     ended.says("NCCL takes one rank a GPU");
@@ -300,7 +300,7 @@ fn every_field_of_the_json_is_in_the_table() {
     if cfg!(target_os = "linux") {
         assert!(report["load_1m"].is_number(), "{report}");
     }
-    let table = include_str!("../src/bench/README.md");
+    let table = include_str!("../src/commands/bench/README.md");
     let table: Vec<&str> = table.lines().filter(|line| line.starts_with('|')).collect();
     for object in [&report, &report["results"][0]] {
         for name in object.as_object().unwrap().keys() {
@@ -325,7 +325,7 @@ fn help_says_what_is_timed_and_what_the_bound_is() {
         "`bytes` read",
         "2 (N - 1) / N",
         "--transport",
-        "launcher/src/bench",
+        "launcher/src/commands/bench",
         "Exit code",
     ] {
         assert!(text.contains(words), "{words} is not in {text}");

@@ -182,7 +182,7 @@ fn a_failing_build_starts_nothing() {
 }
 
 #[test]
-fn what_cargo_leaves_in_the_environment_does_not_confuse() {
+fn variables_of_cargo_are_removed() {
     let folder = workspace();
     let mut command = folder.launcher();
     command

@@ -10,7 +10,7 @@ mod support;
 use std::fs;
 use std::num::NonZeroUsize;
 
-use accelerator_manifest::{Checkpoint, CheckpointKind, Facts, LoaderState, Role};
+use accelerator_manifest::{Checkpoint, CheckpointKind, LoaderState, Metadata, Role};
 use support::Folder;
 
 /// `runs/a` with three checkpoints, the last one an emergency save.
@@ -28,13 +28,13 @@ fn runs(folder: &Folder) -> Vec<Checkpoint> {
         draft
             .write_bytes(&"ranks/00000.json".parse().unwrap(), Role::Ranks, b"{}")
             .unwrap();
-        let mut facts = Facts {
+        let mut metadata = Metadata {
             step: step * 100,
             epoch: step,
             seed: Some(42),
-            ..Facts::new(NonZeroUsize::new(2).unwrap())
+            ..Metadata::new(NonZeroUsize::new(2).unwrap())
         };
-        facts.loaders.push(LoaderState {
+        metadata.loaders.push(LoaderState {
             samples: 1000,
             order: "shuffled".to_owned(),
             tail: "exact".to_owned(),
@@ -46,9 +46,9 @@ fn runs(folder: &Folder) -> Vec<Checkpoint> {
             extra: Default::default(),
         });
         if step == 3 {
-            facts.kind = CheckpointKind::Emergency;
+            metadata.kind = CheckpointKind::Emergency;
         }
-        draft.commit(facts).unwrap()
+        draft.commit(metadata).unwrap()
     };
     (1..=3).map(save).collect()
 }

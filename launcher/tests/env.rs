@@ -90,7 +90,7 @@ const WRONG: [(&str, &str); 6] = [
 ];
 
 #[test]
-fn what_ranks_would_refuse_is_an_error_in_every_command() {
+fn wrong_variables_are_errors_in_every_command() {
     let folder = Folder::new();
     folder.script("ran.sh", "echo ran >> ran");
     for (name, value) in WRONG {
@@ -157,7 +157,7 @@ fn a_dry_run_lists_what_ranks_get_for_their_allocator() {
 }
 
 #[test]
-fn what_is_set_to_nothing_is_not_set() {
+fn an_empty_variable_is_not_set() {
     let folder = Folder::new();
     folder.script("rank.sh", "echo rank $RANK");
     let empty = [

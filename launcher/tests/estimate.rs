@@ -163,7 +163,7 @@ fn a_file_of_another_length_than_its_header_says_is_refused() {
 }
 
 #[test]
-fn what_a_file_says_is_shown_and_not_obeyed() {
+fn control_characters_in_a_file_are_escaped() {
     let folder = Folder::new();
     let path = model(
         folder.path(),
@@ -207,7 +207,7 @@ fn an_index_that_is_too_long_is_not_read() {
 }
 
 #[test]
-fn what_is_no_safetensors_file_is_refused() {
+fn files_other_than_safetensors_are_refused() {
     let folder = Folder::new();
     let long = [&u64::MAX.to_le_bytes()[..], b"{}"].concat();
     let huge = r#"{"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}}"#;

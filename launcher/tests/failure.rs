@@ -120,7 +120,7 @@ fn grandchildren_end_with_their_rank() {
 }
 
 #[test]
-fn what_a_successful_rank_leaves_behind_is_ended() {
+fn leftovers_of_a_successful_rank_are_ended() {
     let folder = Folder::new();
     folder.script(
         "fork.sh",
@@ -155,7 +155,7 @@ fn a_rank_that_ignores_sigterm_is_killed_after_the_grace() {
 }
 
 #[test]
-fn the_last_words_are_bounded() {
+fn the_last_lines_are_bounded() {
     let folder = Folder::new();
     folder.script(
         "fail.sh",

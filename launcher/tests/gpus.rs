@@ -58,7 +58,7 @@ fn every_rank_sees_the_list() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_before_a_rank_runs() {
+fn impossible_options_are_refused_before_a_rank_runs() {
     let folder = Folder::new();
     folder.script("rank.sh", "echo ran >> ran");
     for (line, visible, parts) in [

@@ -178,7 +178,7 @@ fn logs_of_earlier_runs_stay() {
 }
 
 #[test]
-fn what_is_no_link_to_the_latest_run_stays() {
+fn a_file_called_latest_is_not_replaced() {
     let folder = Folder::new();
     folder.script("talk.sh", "echo hello");
     folder.write("folder/latest/mine", "text");

@@ -28,7 +28,7 @@ fn every_rank_knows_its_place() {
 }
 
 #[test]
-fn the_launchers_own_rank_is_not_handed_on() {
+fn the_launchers_own_rank_is_not_inherited() {
     let folder = Folder::new();
     folder.script(
         "show.sh",
@@ -64,7 +64,7 @@ fn ranks_are_told_what_the_launcher_has_set_itself() {
 }
 
 #[test]
-fn what_a_newer_launcher_has_set_is_ignored_and_not_handed_on() {
+fn variables_of_a_newer_launcher_are_ignored_and_not_inherited() {
     let folder = Folder::new();
     folder.script("show.sh", "echo ${ACCEL_FUTURE-none}");
     let run = |name: &str| {

@@ -56,7 +56,7 @@ fn a_job_is_restarted_until_it_ends_well() {
         .expect(0)
         .says("rank 1 was killed by SIGKILL; restart 1 of 3 in 0.1 s\n")
         .says("rank 1 was killed by SIGKILL, as before; restart 2 of 3 in 0.2 s\n")
-        .says("ended well after 2 restarts");
+        .says("succeeded after 2 restarts");
     assert!(!ended.stderr.contains("giving up"), "{ended:?}");
     assert_eq!(folder.read("seen"), "0 3 2\n1 3 2\n2 3 2\n");
     let mut jobs: Vec<String> = folder.read("jobs").lines().map(str::to_owned).collect();
@@ -91,7 +91,7 @@ fn c21_three_restarts_are_enough_for_what_succeeds_the_fourth_time() {
         let ends = ["-n", "2", "--log-dir", "logs", "job.sh"];
         folder.launch(more.into_iter().chain(ends))
     };
-    launch("3").expect(0).says("ended well after 3 restarts");
+    launch("3").expect(0).says("succeeded after 3 restarts");
     launch("2").expect(1).says("giving up");
 }
 

@@ -115,7 +115,7 @@ fn a_rank_that_hangs_is_given_up_in_time_and_ended() {
             .expect(1);
         let report = json(&ended);
         let detail = report["stages"][0]["detail"].as_str().unwrap();
-        // Where the others give up first, their complaint is the verdict.
+        // Where the other ranks time out first, their error is reported.
         match verdict(&report) {
             "timed out" => {
                 let (_, pid) = detail.split_once("rank 0 (process ").unwrap();

@@ -61,7 +61,7 @@ fn a_second_signal_kills() {
 }
 
 #[test]
-fn user_signals_are_handed_on_and_the_job_goes_on() {
+fn user_signals_are_forwarded_and_the_job_continues() {
     let folder = Folder::new();
     let body = "trap 'echo usr >> got' USR1; echo $$ >> pids; while [ ! -e got ] || [ $(wc -l < got) -lt 2 ]; do sleep 0.02; done; exit 0";
     let (run, _) = start(&folder, body, &[]);

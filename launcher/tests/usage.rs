@@ -109,3 +109,18 @@ fn help_and_version() {
             .starts_with("accel-launch ")
     );
 }
+
+#[test]
+fn completions_and_a_manual_page_are_printed() {
+    let folder = Folder::new();
+    for shell in ["bash", "zsh", "fish"] {
+        let text = folder.launch(["completions", shell]).expect(0).text();
+        assert!(text.contains("num-processes"), "{shell}: {text}");
+    }
+    let page = folder.launch(["man"]).expect(0).text();
+    assert!(
+        page.starts_with(".ie") || page.contains(".TH accel-launch"),
+        "{page}"
+    );
+    assert!(page.contains("max\\-restarts"), "{page}");
+}

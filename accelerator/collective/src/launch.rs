@@ -1,8 +1,13 @@
 //! What the environment says about a launch.
 
-mod other_launchers;
+mod sources;
 
-use std::{ffi::OsString, fmt, str::FromStr, time::Duration};
+use std::{fmt, str::FromStr, time::Duration};
+
+use accelerator_env as env;
+pub use accelerator_env::variable;
+
+use sources::PlaceVariables;
 
 use crate::{
     error::{Error, Kind, Result},
@@ -106,17 +111,17 @@ impl Launch {
     /// [`from_env`](Self::from_env) reads them all but `ACCEL_FAULTS`, which is read where the
     /// faults strike, and [`SET_BY_LAUNCHER`](Self::SET_BY_LAUNCHER).
     pub const VARIABLES: [&'static str; 11] = [
-        "ACCEL_FAULTS",
-        "ACCEL_INSECURE",
-        "ACCEL_JOB",
-        "ACCEL_LIVENESS_TIMEOUT",
-        "ACCEL_MAX_RESTARTS",
-        "ACCEL_PORT",
-        "ACCEL_RESTART",
-        Self::SET_BY_LAUNCHER,
-        "ACCEL_STORE",
-        "ACCEL_TOKEN_FILE",
-        "ACCEL_TRANSPORT",
+        env::FAULTS.name,
+        env::INSECURE.name,
+        env::JOB.name,
+        env::LIVENESS_TIMEOUT.name,
+        env::MAX_RESTARTS.name,
+        env::PORT.name,
+        env::RESTART.name,
+        env::SET_BY_LAUNCHER.name,
+        env::STORE.name,
+        env::TOKEN_FILE.name,
+        env::TRANSPORT.name,
     ];
 
     /// The variable in which `accel-launch` lists the names of the `ACCEL_…` variables that it has set itself,
@@ -130,7 +135,7 @@ impl Launch {
     ///
     /// assert_eq!(Launch::SET_BY_LAUNCHER, "ACCEL_SET_BY_LAUNCHER");
     /// ```
-    pub const SET_BY_LAUNCHER: &'static str = "ACCEL_SET_BY_LAUNCHER";
+    pub const SET_BY_LAUNCHER: &'static str = env::SET_BY_LAUNCHER.name;
 
     /// A launch that the program describes itself.
     ///
@@ -298,16 +303,6 @@ impl fmt::Display for Origin {
     }
 }
 
-/// What the environment says by the variable of this name. One that is set to nothing is not set, as
-/// `NAME= program` means it.
-///
-/// ```
-/// assert_eq!(accelerator_collective::variable("ACCEL_NO_SUCH_VARIABLE"), None);
-/// ```
-pub fn variable(name: &str) -> Option<OsString> {
-    std::env::var_os(name).filter(|value| !value.is_empty())
-}
-
 /// Refuses to take this process for one that is alone where another launcher has started several, as
 /// [`Launch::from_vars`] does; for a launcher, which gives its ranks their places itself.
 ///
@@ -331,9 +326,15 @@ pub fn check_alone(lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
         lookup,
         settings: Vec::new(),
     };
-    match reader.text("RANK").or(reader.text("WORLD_SIZE")) {
-        Some(_) => Ok(()),
-        None => reader.check_alone(),
+    let mut places = sources::supported();
+    let has_place = places.any(|place| {
+        [place.rank, place.world_size]
+            .iter()
+            .any(|name| reader.text(name).is_some())
+    });
+    match has_place {
+        true => Ok(()),
+        false => reader.check_alone(),
     }
 }
 
@@ -344,17 +345,17 @@ struct Reader<F> {
 
 impl<F: Fn(&str) -> Option<String>> Reader<F> {
     fn launch(mut self) -> Result<Launch> {
-        let topology = self.topology()?;
+        let (topology, place) = self.topology()?;
         let transport = self.transport()?;
         let rendezvous = if topology.world_size() > 1 {
             Some(self.rendezvous()?)
         } else {
             None
         };
-        let topology = self.place(topology, rendezvous.as_ref())?;
+        let topology = self.with_local(topology, place, rendezvous.as_ref())?;
         let liveness_timeout = self.liveness_timeout()?;
-        let restart = self.count("restart", "ACCEL_RESTART")?.unwrap_or(0);
-        let max_restarts = self.count("most restarts", "ACCEL_MAX_RESTARTS")?;
+        let restart = self.count("restart", env::RESTART.name)?.unwrap_or(0);
+        let max_restarts = self.count("most restarts", env::MAX_RESTARTS.name)?;
         Ok(Launch {
             topology,
             rendezvous,
@@ -366,71 +367,76 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
         })
     }
 
-    fn topology(&mut self) -> Result<Topology> {
-        let rank = self.number("RANK")?;
-        let world_size = self.number("WORLD_SIZE")?;
-        let (rank, world_size) = match (rank, world_size) {
+    /// The rank and the world size, and the variables that say so.
+    fn topology(&mut self) -> Result<(Topology, Option<&'static PlaceVariables>)> {
+        for place in sources::supported() {
+            if let Some(topology) = self.topology_by(place)? {
+                return Ok((topology, Some(place)));
+            }
+        }
+        self.check_alone()?;
+        self.note("rank", 0, Origin::Default);
+        self.note("world size", 1, Origin::Default);
+        Ok((Topology::single(), None))
+    }
+
+    fn topology_by(&mut self, place: &'static PlaceVariables) -> Result<Option<Topology>> {
+        let [rank_name, size_name] = [place.rank, place.world_size];
+        let (rank, world_size) = match (self.number(rank_name)?, self.number(size_name)?) {
             (Some(rank), Some(world_size)) => (rank, world_size),
             (None, None) => {
-                for name in ["LOCAL_RANK", "LOCAL_WORLD_SIZE"] {
+                for name in [place.local_rank, place.local_world_size] {
                     if let Some(value) = self.number(name)? {
                         return Err(invalid(format!(
-                            "{name} is {value}, but neither RANK nor WORLD_SIZE is set; set all \
+                            "{name} is {value}, but neither {rank_name} nor {size_name} is set; set all \
                              of them, or none for a single process"
                         )));
                     }
                 }
-                self.check_alone()?;
-                self.note("rank", 0, Origin::Default);
-                self.note("world size", 1, Origin::Default);
-                return Ok(Topology::single());
+                return Ok(None);
             }
             (Some(rank), None) => {
                 return Err(invalid(format!(
-                    "RANK is {rank}, but WORLD_SIZE is not set; set both, or neither for a single \
+                    "{rank_name} is {rank}, but {size_name} is not set; set both, or neither for a single \
                      process"
                 )));
             }
             (None, Some(world_size)) => {
                 return Err(invalid(format!(
-                    "WORLD_SIZE is {world_size}, but RANK is not set; set both, or neither for a \
+                    "{size_name} is {world_size}, but {rank_name} is not set; set both, or neither for a \
                      single process"
                 )));
             }
         };
         if world_size == 0 {
-            return Err(invalid(
-                "WORLD_SIZE is \"0\"; expected the number of processes of the job, at least 1",
-            ));
+            return Err(invalid(format!(
+                "{size_name} is \"0\"; expected the number of processes of the job, at least 1"
+            )));
         }
         if rank >= world_size {
             return Err(invalid(format!(
-                "RANK is {rank}, but WORLD_SIZE is {world_size}; expected a rank from 0 to {}",
+                "{rank_name} is {rank}, but {size_name} is {world_size}; expected a rank from 0 to {}",
                 world_size - 1
             )));
         }
-        self.note("rank", rank, Origin::Variable("RANK"));
-        self.note("world size", world_size, Origin::Variable("WORLD_SIZE"));
-        Topology::new(rank, world_size)
+        self.note("rank", rank, Origin::Variable(rank_name));
+        self.note("world size", world_size, Origin::Variable(size_name));
+        Topology::new(rank, world_size).map(Some)
     }
 
-    fn place(&mut self, topology: Topology, rendezvous: Option<&Rendezvous>) -> Result<Topology> {
-        let local = match (self.number("LOCAL_RANK")?, self.number("LOCAL_WORLD_SIZE")?) {
-            (Some(rank), Some(size)) => Some((rank, size)),
-            (None, None) => None,
-            (Some(rank), None) => {
-                return Err(invalid(format!(
-                    "LOCAL_RANK is {rank}, but LOCAL_WORLD_SIZE is not set; set both or neither"
-                )));
-            }
-            (None, Some(size)) => {
-                return Err(invalid(format!(
-                    "LOCAL_WORLD_SIZE is {size}, but LOCAL_RANK is not set; set both or neither"
-                )));
-            }
+    /// Adds the place on this host, which `place` tells where the launcher says it.
+    fn with_local(
+        &mut self,
+        topology: Topology,
+        place: Option<&'static PlaceVariables>,
+        rendezvous: Option<&Rendezvous>,
+    ) -> Result<Topology> {
+        let local = match place {
+            Some(place) => self.local(place)?,
+            None => None,
         };
-        let Some((rank, size)) = local else {
-            // Nobody said how the ranks are spread. Ranks that meet on the loopback interface
+        let Some((place, rank, size)) = local else {
+            // Nothing says how the ranks are spread over hosts. Ranks that meet on the loopback interface
             // share a host; others find out when they meet.
             if rendezvous.is_none_or(Rendezvous::is_loopback) {
                 self.note("local rank", topology.rank(), Origin::Derived);
@@ -442,34 +448,50 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
             }
             return Ok(topology.without_local());
         };
+        let [rank_name, size_name] = [place.local_rank, place.local_world_size];
         if size == 0 || size > topology.world_size() {
             return Err(invalid(format!(
-                "LOCAL_WORLD_SIZE is {size}, but WORLD_SIZE is {}; expected the number of \
-                 processes on this host, from 1 to WORLD_SIZE",
-                topology.world_size()
+                "{size_name} is {size}, but {world} is {}; expected the number of \
+                 processes on this host, from 1 to {world}",
+                topology.world_size(),
+                world = place.world_size
             )));
         }
         if rank >= size {
             return Err(invalid(format!(
-                "LOCAL_RANK is {rank}, but LOCAL_WORLD_SIZE is {size}; expected a local rank from \
+                "{rank_name} is {rank}, but {size_name} is {size}; expected a local rank from \
                  0 to {}",
                 size - 1
             )));
         }
         if rank > topology.rank() {
             return Err(invalid(format!(
-                "LOCAL_RANK is {rank}, but RANK is {}; a host's ranks are counted from the job's, \
-                 so LOCAL_RANK is never above RANK",
-                topology.rank()
+                "{rank_name} is {rank}, but {global} is {}; a host's ranks are counted from the job's, \
+                 so {rank_name} is never above {global}",
+                topology.rank(),
+                global = place.rank
             )));
         }
-        self.note("local rank", rank, Origin::Variable("LOCAL_RANK"));
-        self.note(
-            "local world size",
-            size,
-            Origin::Variable("LOCAL_WORLD_SIZE"),
-        );
+        self.note("local rank", rank, Origin::Variable(rank_name));
+        self.note("local world size", size, Origin::Variable(size_name));
         topology.with_local(rank, size)
+    }
+
+    fn local(
+        &self,
+        place: &'static PlaceVariables,
+    ) -> Result<Option<(&'static PlaceVariables, usize, usize)>> {
+        let [rank_name, size_name] = [place.local_rank, place.local_world_size];
+        match (self.number(rank_name)?, self.number(size_name)?) {
+            (Some(rank), Some(size)) => Ok(Some((place, rank, size))),
+            (None, None) => Ok(None),
+            (Some(rank), None) => Err(invalid(format!(
+                "{rank_name} is {rank}, but {size_name} is not set; set both or neither"
+            ))),
+            (None, Some(size)) => Err(invalid(format!(
+                "{size_name} is {size}, but {rank_name} is not set; set both or neither"
+            ))),
+        }
     }
 
     fn rendezvous(&mut self) -> Result<Rendezvous> {
@@ -488,15 +510,15 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
         let port = self.port()?;
         let mut rendezvous = Rendezvous::new(host.trim(), port);
         rendezvous = rendezvous.with_store(self.store()?);
-        for name in ["ACCEL_JOB", "TORCHELASTIC_RUN_ID"] {
+        for name in [env::JOB.name, "TORCHELASTIC_RUN_ID"] {
             if let Some(job) = self.text(name) {
                 self.note("job", &job, Origin::Variable(name));
                 rendezvous = rendezvous.with_job(job);
                 break;
             }
         }
-        if let Some(path) = self.text("ACCEL_TOKEN_FILE") {
-            self.note("token file", &path, Origin::Variable("ACCEL_TOKEN_FILE"));
+        if let Some(path) = self.text(env::TOKEN_FILE.name) {
+            self.note("token file", &path, Origin::Variable(env::TOKEN_FILE.name));
             rendezvous = rendezvous.with_token_file(path);
         }
         if Security::from_vars(&self.lookup)? == Security::Waived {
@@ -511,8 +533,8 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
     }
 
     fn port(&mut self) -> Result<u16> {
-        if let Some(port) = self.port_number("ACCEL_PORT")? {
-            self.note("store port", port, Origin::Variable("ACCEL_PORT"));
+        if let Some(port) = self.port_number(env::PORT.name)? {
+            self.note("store port", port, Origin::Variable(env::PORT.name));
             return Ok(port);
         }
         let Some(port) = self.port_number("MASTER_PORT")? else {
@@ -536,14 +558,15 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
     }
 
     fn store(&mut self) -> Result<StoreHost> {
-        let (store, origin) = match self.text("ACCEL_STORE") {
+        let (store, origin) = match self.text(env::STORE.name) {
             None => (StoreHost::Rank0, Origin::Default),
             Some(value) => match value.as_str() {
-                "launcher" => (StoreHost::Launcher, Origin::Variable("ACCEL_STORE")),
-                "rank0" => (StoreHost::Rank0, Origin::Variable("ACCEL_STORE")),
+                "launcher" => (StoreHost::Launcher, Origin::Variable(env::STORE.name)),
+                "rank0" => (StoreHost::Rank0, Origin::Variable(env::STORE.name)),
                 _ => {
                     return Err(invalid(format!(
-                        "ACCEL_STORE is {value:?}; expected launcher or rank0"
+                        "ACCEL_STORE is {value:?}; expected {}",
+                        env::STORE.grammar
                     )));
                 }
             },
@@ -553,28 +576,29 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
     }
 
     fn transport(&mut self) -> Result<TransportKind> {
-        let Some(value) = self.text("ACCEL_TRANSPORT") else {
+        let Some(value) = self.text(env::TRANSPORT.name) else {
             self.note("transport", TransportKind::Auto, Origin::Default);
             return Ok(TransportKind::Auto);
         };
         let transport = TransportKind::from_str(&value)
             .map_err(|error| invalid(format!("ACCEL_TRANSPORT: {error}")))?;
-        self.note("transport", transport, Origin::Variable("ACCEL_TRANSPORT"));
+        self.note(
+            "transport",
+            transport,
+            Origin::Variable(env::TRANSPORT.name),
+        );
         Ok(transport)
     }
 
     fn liveness_timeout(&mut self) -> Result<Option<Duration>> {
-        const NAME: &str = "ACCEL_LIVENESS_TIMEOUT";
+        const NAME: &str = env::LIVENESS_TIMEOUT.name;
         let Some(value) = self.text(NAME) else {
             return Ok(None);
         };
-        let seconds = value.trim().parse().ok();
-        let timeout = seconds
-            .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
-            .filter(|timeout| *timeout >= SHORTEST_LIVENESS);
-        let Some(timeout) = timeout else {
+        let Some(timeout) = env::seconds(&value) else {
             return Err(invalid(format!(
-                "{NAME} is {value:?}; expected seconds from 0.1, such as 5 or 1.5"
+                "{NAME} is {value:?}; expected {}",
+                env::LIVENESS_TIMEOUT.grammar
             )));
         };
         let text = format!("{} s", timeout.as_secs_f64());
@@ -598,10 +622,11 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
         let Some(value) = self.text(name) else {
             return Ok(None);
         };
-        match value.trim().parse() {
-            Ok(number) => Ok(Some(number)),
-            Err(_) => Err(invalid(format!(
-                "{name} is {value:?}; expected a whole number from 0 on"
+        match env::number(&value) {
+            Some(number) => Ok(Some(number)),
+            None => Err(invalid(format!(
+                "{name} is {value:?}; expected {}",
+                env::Grammar::Number
             ))),
         }
     }
@@ -610,10 +635,11 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
         let Some(value) = self.text(name) else {
             return Ok(None);
         };
-        match value.trim().parse() {
-            Ok(port) if port != 0 => Ok(Some(port)),
-            _ => Err(invalid(format!(
-                "{name} is {value:?}; expected a port from 1 to 65535"
+        match env::port(&value) {
+            Some(port) => Ok(Some(port)),
+            None => Err(invalid(format!(
+                "{name} is {value:?}; expected {}",
+                env::Grammar::Port
             ))),
         }
     }
@@ -642,9 +668,7 @@ fn invalid(message: impl Into<String>) -> Error {
     Error::new(Kind::Topology, message)
 }
 
-/// The shortest liveness timeout: a busy system may hold a process up for less without anything
-/// being wrong.
-pub(crate) const SHORTEST_LIVENESS: Duration = Duration::from_millis(100);
+pub(crate) use accelerator_env::SHORTEST_LIVENESS;
 
 #[cfg(test)]
 mod tests {

@@ -89,10 +89,21 @@ impl FromStr for TransportKind {
                 Error::new(
                     Kind::Misuse,
                     format!(
-                        "{text:?} is no transport; expected auto, hierarchical, shm, tcp or \
-                         threads"
+                        "{text:?} is no transport; expected {}",
+                        accelerator_env::TRANSPORT.grammar
                     ),
                 )
             })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_variable_has_the_names_of_all_transports() {
+        let names = TransportKind::ALL.map(TransportKind::name);
+        assert_eq!(accelerator_env::TRANSPORT.words(), names);
     }
 }

@@ -1,4 +1,4 @@
-//! Checkpoints that have their name.
+//! Committed checkpoints: reading and verifying them.
 
 use std::fmt;
 use std::fs::File;
@@ -15,14 +15,14 @@ use crate::name::{FileName, MANIFEST};
 use crate::progress::Progress;
 use crate::tree;
 
-/// A checkpoint in a [`Folder`](crate::Folder): a name to start with, nothing of which is believed.
+/// A checkpoint in a [`Folder`](crate::Folder): at first a path only.
 ///
-/// What is read from it is compared with its manifest.
+/// Everything that is read from it is compared with its manifest.
 ///
 /// ```
 /// use std::io::Read;
 /// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{Checkpoint, Facts, FileName, Folder, Role};
+/// use accelerator_manifest::{Checkpoint, Metadata, FileName, Folder, Role};
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
@@ -30,7 +30,7 @@ use crate::tree;
 /// let name: FileName = "model.bin".parse()?;
 /// let mut draft = Folder::create(&path)?.begin(0)?;
 /// draft.write_bytes(&name, Role::Model, b"weights")?;
-/// draft.commit(Facts::new(NonZeroUsize::MIN))?;
+/// draft.commit(Metadata::new(NonZeroUsize::MIN))?;
 ///
 /// let checkpoint = Checkpoint::at(path.join("checkpoint-000001"))?;
 /// assert_eq!(checkpoint.number(), 1);
@@ -76,20 +76,20 @@ impl Checkpoint {
     /// use std::num::NonZeroUsize;
     /// use std::sync::Arc;
     /// use std::sync::atomic::{AtomicUsize, Ordering};
-    /// use accelerator_manifest::{Checkpoint, Depth, Facts, Folder, Role};
+    /// use accelerator_manifest::{Checkpoint, VerifyLevel, Metadata, Folder, Role};
     ///
     /// # fn main() -> accelerator_manifest::Result<()> {
     /// # let temporary = tempfile::tempdir().unwrap();
     /// let mut draft = Folder::create(temporary.path())?.begin(0)?;
     /// draft.write_bytes(&"model.bin".parse()?, Role::Model, &[0; 8 << 20])?;
-    /// let saved = draft.commit(Facts::new(NonZeroUsize::MIN))?;
+    /// let saved = draft.commit(Metadata::new(NonZeroUsize::MIN))?;
     ///
     /// let pieces = Arc::new(AtomicUsize::new(0));
     /// let count = Arc::clone(&pieces);
     /// let checkpoint = Checkpoint::at(saved.path())?.with_progress(move || {
     ///     count.fetch_add(1, Ordering::Relaxed);
     /// });
-    /// assert!(checkpoint.verify(Depth::Hashes).is_good());
+    /// assert!(checkpoint.verify(VerifyLevel::Hashes).is_good());
     /// assert!(pieces.load(Ordering::Relaxed) > 8);
     /// # Ok(())
     /// # }
@@ -99,7 +99,7 @@ impl Checkpoint {
         self,
         progress: impl Fn() + Send + Sync + UnwindSafe + RefUnwindSafe + 'static,
     ) -> Self {
-        self.told(Progress::new(progress))
+        self.with_callback(Progress::new(progress))
     }
 
     /// Its number, by its name.
@@ -114,7 +114,7 @@ impl Checkpoint {
         &self.path
     }
 
-    /// What it says of itself; read and checked once, then kept.
+    /// Its manifest; read and checked once, then cached.
     ///
     /// # Errors
     ///
@@ -133,7 +133,7 @@ impl Checkpoint {
     /// # Errors
     ///
     /// Those of [`manifest`](Self::manifest); [`Error::is_not_found`] for a file that the manifest
-    /// does not have, [`Error::is_corrupt`] for one that is not as it says.
+    /// does not have, [`Error::is_corrupt`] for one that differs from its entry.
     pub fn read(&self, name: &FileName) -> Result<Vec<u8>> {
         let mut reader = self.open(name)?;
         let too_large = || {
@@ -143,7 +143,7 @@ impl Checkpoint {
             );
             Error::new(Kind::Io, message)
         };
-        // The length is that of the file, which `open` has looked at.
+        // `open` has compared the length with that of the file.
         let bytes = usize::try_from(reader.expected.bytes).map_err(|_| too_large())?;
         let mut content = Vec::new();
         content.try_reserve_exact(bytes).map_err(|_| too_large())?;
@@ -178,31 +178,31 @@ impl Checkpoint {
 
     /// Compares the checkpoint with its manifest, and lists everything that is wrong with it.
     #[must_use]
-    pub fn verify(&self, depth: Depth) -> Verdict {
-        let mut verdict = Verdict {
+    pub fn verify(&self, level: VerifyLevel) -> VerifyReport {
+        let mut report = VerifyReport {
             number: self.number,
             path: self.path.clone(),
             defects: Vec::new(),
-            strangers: Vec::new(),
+            untracked: Vec::new(),
         };
         // Not the one that is kept: the file may have changed since.
         let manifest = match read_manifest(&self.path) {
             Ok(manifest) => manifest,
             Err(error) => {
-                verdict
+                report
                     .defects
                     .push(Defect::new(&self.path, MANIFEST, error));
-                return verdict;
+                return report;
             }
         };
         for (name, entry) in &manifest.files {
-            if let Err(error) = self.check(name, entry, depth) {
+            if let Err(error) = self.check(name, entry, level) {
                 let defect = Defect::new(&self.path, name.as_str(), error);
-                verdict.defects.push(defect);
+                report.defects.push(defect);
             }
         }
-        verdict.strangers = tree::strangers(&self.path, &manifest);
-        verdict
+        report.untracked = tree::untracked(&self.path, &manifest);
+        report
     }
 
     pub(crate) fn named(path: PathBuf, number: u64) -> Self {
@@ -224,13 +224,13 @@ impl Checkpoint {
         }
     }
 
-    pub(crate) fn told(self, progress: Progress) -> Self {
+    pub(crate) fn with_callback(self, progress: Progress) -> Self {
         Self { progress, ..self }
     }
 
-    fn check(&self, name: &FileName, entry: &FileEntry, depth: Depth) -> Result<()> {
+    fn check(&self, name: &FileName, entry: &FileEntry, level: VerifyLevel) -> Result<()> {
         let mut reader = self.reader(name, entry)?;
-        if depth == Depth::Sizes {
+        if level == VerifyLevel::Sizes {
             return Ok(());
         }
         let mut buffer = vec![0; 1 << 18];
@@ -257,74 +257,74 @@ impl Checkpoint {
     }
 }
 
-/// How closely a checkpoint is looked at.
+/// How thoroughly a checkpoint is verified.
 ///
 /// ```
 /// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{Depth, Facts, Folder, Role};
+/// use accelerator_manifest::{VerifyLevel, Metadata, Folder, Role};
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
 /// let mut draft = Folder::create(temporary.path())?.begin(0)?;
 /// draft.write_bytes(&"model.bin".parse()?, Role::Model, b"weights")?;
-/// let checkpoint = draft.commit(Facts::new(NonZeroUsize::MIN))?;
+/// let checkpoint = draft.commit(Metadata::new(NonZeroUsize::MIN))?;
 /// // Other bytes, and as many of them.
 /// std::fs::write(checkpoint.path().join("model.bin"), b"weighus").unwrap();
-/// assert!(checkpoint.verify(Depth::Sizes).is_good());
-/// assert!(!checkpoint.verify(Depth::Hashes).is_good());
+/// assert!(checkpoint.verify(VerifyLevel::Sizes).is_good());
+/// assert!(!checkpoint.verify(VerifyLevel::Hashes).is_good());
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Depth {
+pub enum VerifyLevel {
     /// The manifest is whole, and all files are there in their lengths: quick.
     Sizes,
     /// The content of every file has its sum: reads everything.
     Hashes,
 }
 
-/// What is wrong with a checkpoint, if anything.
+/// The result of verifying a checkpoint.
 ///
 /// ```
 /// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{Depth, Facts, Folder, Verdict};
+/// use accelerator_manifest::{VerifyLevel, Metadata, Folder, VerifyReport};
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
-/// let checkpoint = Folder::create(temporary.path())?.begin(0)?.commit(Facts::new(NonZeroUsize::MIN))?;
+/// let checkpoint = Folder::create(temporary.path())?.begin(0)?.commit(Metadata::new(NonZeroUsize::MIN))?;
 /// std::fs::write(checkpoint.path().join("notes.txt"), "a good one").unwrap();
-/// let verdict: Verdict = checkpoint.verify(Depth::Hashes);
-/// assert!(verdict.is_good() && verdict.defects.is_empty());
-/// assert_eq!((verdict.number, verdict.path.as_path()), (1, checkpoint.path()));
-/// assert_eq!(verdict.strangers, ["notes.txt"]);
+/// let report: VerifyReport = checkpoint.verify(VerifyLevel::Hashes);
+/// assert!(report.is_good() && report.defects.is_empty());
+/// assert_eq!((report.number, report.path.as_path()), (1, checkpoint.path()));
+/// assert_eq!(report.untracked, ["notes.txt"]);
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Clone, Debug)]
-pub struct Verdict {
+pub struct VerifyReport {
     /// The checkpoint's number.
     pub number: u64,
     /// Where it lies.
     pub path: PathBuf,
     /// Everything that is wrong with it.
     pub defects: Vec<Defect>,
-    /// Names of things in it that the manifest does not know. They do no harm: nothing reads them.
-    pub strangers: Vec<String>,
+    /// Files in it that the manifest does not list. They are harmless: nothing reads them.
+    pub untracked: Vec<String>,
 }
 
-/// A file that is not what the manifest says, or the manifest itself.
+/// A file that differs from its entry in the manifest, or the manifest itself.
 ///
 /// ```
 /// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{Defect, Depth, Facts, Folder, Role};
+/// use accelerator_manifest::{Defect, VerifyLevel, Metadata, Folder, Role};
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
 /// let mut draft = Folder::create(temporary.path())?.begin(0)?;
 /// draft.write_bytes(&"model.bin".parse()?, Role::Model, b"weights")?;
-/// let checkpoint = draft.commit(Facts::new(NonZeroUsize::MIN))?;
+/// let checkpoint = draft.commit(Metadata::new(NonZeroUsize::MIN))?;
 /// std::fs::write(checkpoint.path().join("model.bin"), b"weig").unwrap();
-/// let defects: Vec<Defect> = checkpoint.verify(Depth::Sizes).defects;
+/// let defects: Vec<Defect> = checkpoint.verify(VerifyLevel::Sizes).defects;
 /// assert_eq!(defects[0].file, "model.bin");
 /// assert!(defects[0].error.is_corrupt());
 /// println!("{}: {}", defects[0].file, defects[0].what);
@@ -352,15 +352,15 @@ impl Defect {
     }
 }
 
-impl Verdict {
-    /// Whether nothing is wrong, as deep as was looked.
+impl VerifyReport {
+    /// Whether no defect was found at this level.
     #[must_use]
     pub fn is_good(&self) -> bool {
         self.defects.is_empty()
     }
 }
 
-impl fmt::Display for Verdict {
+impl fmt::Display for VerifyReport {
     /// The path, and the first defects.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const SHOWN: usize = 3;
@@ -392,14 +392,14 @@ impl fmt::Display for Defect {
 /// ```
 /// use std::io::Read;
 /// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{Facts, Folder, Role, VerifiedReader};
+/// use accelerator_manifest::{Metadata, Folder, Role, VerifiedReader};
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
 /// let name = "model.bin".parse()?;
 /// let mut draft = Folder::create(temporary.path())?.begin(0)?;
 /// draft.write_bytes(&name, Role::Model, b"weights")?;
-/// let checkpoint = draft.commit(Facts::new(NonZeroUsize::MIN))?;
+/// let checkpoint = draft.commit(Metadata::new(NonZeroUsize::MIN))?;
 ///
 /// let mut reader: VerifiedReader = checkpoint.open(&name)?;
 /// let mut content = Vec::with_capacity(reader.entry().bytes as usize);
@@ -422,7 +422,7 @@ pub struct VerifiedReader {
 }
 
 impl VerifiedReader {
-    /// What the manifest says of the file.
+    /// The manifest's entry for the file.
     #[must_use]
     pub fn entry(&self) -> &FileEntry {
         &self.expected
@@ -440,7 +440,7 @@ impl Read for VerifiedReader {
     /// Fails with an [`Error`] inside the [`io::Error`], which is of the kind `InvalidData`.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let read = self.file.read(buffer)?;
-        self.progress.made();
+        self.progress.tick();
         self.bytes += read as u64;
         if read > 0 && self.bytes <= self.expected.bytes {
             self.hash.update(&buffer[..read]);

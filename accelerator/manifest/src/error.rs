@@ -20,8 +20,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why a checkpoint could not be written, found or read.
 ///
-/// The message says what was expected, what was found, where, and what to do; the predicates tell
-/// the causes apart; [`source`](StdError::source) leads to what the system said. Cloning is cheap.
+/// The message says what was expected, what was found, where, and what to do; the predicates
+/// distinguish causes; [`source`](StdError::source) is the error of the system. Cloning is cheap.
 ///
 /// ```
 /// use accelerator_manifest::Folder;

@@ -45,7 +45,7 @@ impl FileName {
     ///
     /// # Errors
     ///
-    /// [`Error::is_name`], which says what is not allowed.
+    /// [`Error::is_name`], whose message says what is not allowed.
     pub fn new(name: impl Into<String>) -> Result<Self> {
         let name = name.into();
         match defect(&name) {

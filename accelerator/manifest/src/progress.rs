@@ -1,4 +1,4 @@
-//! Who is told that long work goes on.
+//! The callback that reports progress of long file operations.
 
 use std::fmt;
 use std::panic::{RefUnwindSafe, UnwindSafe};
@@ -17,7 +17,7 @@ impl Progress {
         Self(Some(Arc::new(callback)))
     }
 
-    pub(crate) fn made(&self) {
+    pub(crate) fn tick(&self) {
         if let Some(callback) = &self.0 {
             callback();
         }

@@ -1,4 +1,4 @@
-//! What is being written under a hidden name, and whether its writer lives.
+//! Staged files: written under a hidden name, with a lock that shows whether the writer is alive.
 
 use std::collections::hash_map::RandomState;
 use std::fmt;
@@ -9,14 +9,14 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::{Duration, SystemTime};
 
-use crate::disk::Disk;
 use crate::hash::ContentHash;
+use crate::vfs::Vfs;
 
 /// A hidden folder beside the places of files that are being written:
 /// `.model.safetensors.partial-<boot>-<process>-<random>`.
 ///
 /// Each writer has a folder of its own, so that two that write to one place do not write into one
-/// file. It is removed when this is dropped. What a writer has left that is gone is told from what
+/// file. It is removed when this is dropped. Leftovers of dead writers are distinguished from what
 /// is being written by a lock, which the system gives up with its process.
 ///
 /// ```
@@ -48,14 +48,14 @@ impl StagedFolder {
     ///
     /// # Errors
     ///
-    /// What the disk says.
+    /// I/O errors.
     pub fn create(parent: &Path, target: &str, is_ours: impl Fn(&str) -> bool) -> io::Result<Self> {
-        let disk = Disk::default();
+        let vfs = Vfs::default();
         let is_ours = |name: &StagedName| is_ours(&name.target);
         // A folder that cannot be listed may be written to. First, since the disk may be full of it.
-        let _ = sweep(&disk, parent, None, is_ours);
-        let (path, lock) = make(&disk, parent, target)?;
-        let _ = sweep(&disk, parent, time_of(&path), is_ours);
+        let _ = sweep(&vfs, parent, None, is_ours);
+        let (path, lock) = make(&vfs, parent, target)?;
+        let _ = sweep(&vfs, parent, time_of(&path), is_ours);
         Ok(Self { path, _lock: lock })
     }
 
@@ -202,14 +202,10 @@ impl Lock {
 
 /// Makes a folder under a hidden name, which lasts as long as the lock is held; without a lock where
 /// the file system has none.
-pub(crate) fn make(
-    disk: &Disk,
-    parent: &Path,
-    target: &str,
-) -> io::Result<(PathBuf, Option<Lock>)> {
+pub(crate) fn make(vfs: &Vfs, parent: &Path, target: &str) -> io::Result<(PathBuf, Option<Lock>)> {
     loop {
         let path = parent.join(StagedName::new(target, State::Partial).to_string());
-        disk.make_folder(&path)?;
+        vfs.make_folder(&path)?;
         match Lock::take(&path) {
             Ok(Some(lock)) => return Ok((path, Some(lock))),
             // Somebody who sweeps has found it before it was locked, and removes it.
@@ -223,7 +219,7 @@ pub(crate) fn make(
 /// Removes from `folder` what writers that are gone have left, of what `is_ours`; what cannot be
 /// removed is left. `now` is the time of the file system: clocks of hosts differ.
 pub(crate) fn sweep(
-    disk: &Disk,
+    vfs: &Vfs,
     folder: &Path,
     now: Option<SystemTime>,
     is_ours: impl Fn(&StagedName) -> bool,
@@ -237,7 +233,7 @@ pub(crate) fn sweep(
         let Some(_claim) = staged.claim(&path, now) else {
             continue;
         };
-        match disk.remove_any(&path) {
+        match vfs.remove_any(&path) {
             Ok(()) => tracing::info!("removed {}, whose writer is gone", path.display()),
             // Another process was faster.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -356,7 +352,7 @@ mod tests {
             for _ in 0..2 {
                 scope.spawn(|| {
                     while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
-                        sweep(&Disk::default(), temporary.path(), None, |_| true).unwrap();
+                        sweep(&Vfs::default(), temporary.path(), None, |_| true).unwrap();
                     }
                 });
             }

@@ -32,19 +32,19 @@ pub(crate) fn files_of(root: &Path) -> Result<Vec<String>> {
     Ok(files)
 }
 
-/// What is below a checkpoint that its manifest does not name.
-pub(crate) fn strangers(root: &Path, manifest: &Manifest) -> Vec<String> {
-    let mut strangers = Vec::new();
-    // What cannot be listed is not called a stranger; files that are missed have defects.
+/// Files below a checkpoint that its manifest does not list.
+pub(crate) fn untracked(root: &Path, manifest: &Manifest) -> Vec<String> {
+    let mut untracked = Vec::new();
+    // What cannot be listed is not reported; files that are missed have defects.
     let _ = walk(root, &mut |name, _| {
         let known = FileName::new(name).is_ok_and(|x| manifest.files.contains_key(&x));
         if !known && name != MANIFEST {
-            strangers.push(name.to_owned());
+            untracked.push(name.to_owned());
         }
         Ok(())
     });
-    strangers.sort();
-    strangers
+    untracked.sort();
+    untracked
 }
 
 /// A plain file of a checkpoint, of this length.

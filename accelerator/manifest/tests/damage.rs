@@ -10,7 +10,7 @@ mod support;
 use std::fs;
 use std::path::Path;
 
-use accelerator_manifest::{Checkpoint, Depth, Folder};
+use accelerator_manifest::{Checkpoint, Folder, VerifyLevel};
 use proptest::prelude::*;
 use support::{FILES, latest, name, save};
 
@@ -81,14 +81,14 @@ proptest! {
         let file = FILES.get(file).copied().unwrap_or("manifest.json");
         prop_assume!(damage.strike(&newest.path().join(file)));
 
-        let verdict = newest.verify(Depth::Hashes);
-        let named: Vec<_> = verdict.defects.iter().map(|x| x.file.as_str()).collect();
+        let report = newest.verify(VerifyLevel::Hashes);
+        let named: Vec<_> = report.defects.iter().map(|x| x.file.as_str()).collect();
         prop_assert_eq!(&named, &[file]);
-        prop_assert!(verdict.defects[0].error.is_corrupt(), "{}", verdict);
-        prop_assert!(verdict.to_string().contains(file));
+        prop_assert!(report.defects[0].error.is_corrupt(), "{}", report);
+        prop_assert!(report.to_string().contains(file));
 
         // Only what keeps the length of a data file needs a look at its content.
-        let quick = newest.verify(Depth::Sizes);
+        let quick = newest.verify(VerifyLevel::Sizes);
         let hidden = matches!(damage, Damage::Flip(_)) && file != "manifest.json";
         prop_assert_eq!(quick.is_good(), hidden);
 
@@ -117,8 +117,8 @@ fn all_defects_are_listed() {
     fs::remove_dir_all(checkpoint.path().join("ranks")).unwrap();
     fs::write(checkpoint.path().join("notes.txt"), "mine").unwrap();
 
-    let verdict = checkpoint.verify(Depth::Hashes);
-    let text: Vec<_> = verdict.defects.iter().map(ToString::to_string).collect();
+    let report = checkpoint.verify(VerifyLevel::Hashes);
+    let text: Vec<_> = report.defects.iter().map(ToString::to_string).collect();
     assert_eq!(text.len(), 3, "{text:?}");
     assert!(text[0].starts_with("empty is missing"), "{text:?}");
     assert!(
@@ -129,7 +129,7 @@ fn all_defects_are_listed() {
         text[2].starts_with("ranks/00000.json: ranks is missing"),
         "{text:?}"
     );
-    assert_eq!(verdict.strangers, ["notes.txt"]);
+    assert_eq!(report.untracked, ["notes.txt"]);
 }
 
 #[test]
@@ -139,9 +139,9 @@ fn a_stranger_in_a_checkpoint_does_no_harm() {
     let checkpoint = save(&folder, 1).unwrap();
     fs::write(checkpoint.path().join("notes.txt"), "mine").unwrap();
     std::os::unix::fs::symlink("/etc", checkpoint.path().join("link")).unwrap();
-    let verdict = checkpoint.verify(Depth::Hashes);
-    assert!(verdict.is_good(), "{verdict}");
-    assert_eq!(verdict.strangers, ["link", "notes.txt"]);
+    let report = checkpoint.verify(VerifyLevel::Hashes);
+    assert!(report.is_good(), "{report}");
+    assert_eq!(report.untracked, ["link", "notes.txt"]);
     assert_eq!(latest(&folder), (Some(1), 0));
 }
 
@@ -154,9 +154,9 @@ fn links_in_the_place_of_folders_are_refused() {
     let away = temporary.path().join("away");
     fs::rename(checkpoint.path().join("ranks"), &away).unwrap();
     std::os::unix::fs::symlink(&away, checkpoint.path().join("ranks")).unwrap();
-    let verdict = checkpoint.verify(Depth::Sizes);
-    assert_eq!(verdict.defects.len(), 1);
-    assert!(verdict.to_string().contains("a symbolic link"), "{verdict}");
+    let report = checkpoint.verify(VerifyLevel::Sizes);
+    assert_eq!(report.defects.len(), 1);
+    assert!(report.to_string().contains("a symbolic link"), "{report}");
 
     // The same for the whole checkpoint.
     fs::rename(

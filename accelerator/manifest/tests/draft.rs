@@ -13,8 +13,8 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use accelerator_manifest::{Checkpoint, Depth, Folder, Role};
-use support::{facts, latest, name, numbers, save};
+use accelerator_manifest::{Checkpoint, Folder, Role, VerifyLevel};
+use support::{latest, metadata, name, numbers, save};
 
 #[test]
 fn large_files_are_streamed() {
@@ -28,7 +28,7 @@ fn large_files_are_streamed() {
         (0..50).try_for_each(|_| file.write_all(&block))
     });
     assert_eq!(entry.unwrap().bytes, 50 * 70_001);
-    let checkpoint = draft.commit(facts(1)).unwrap();
+    let checkpoint = draft.commit(metadata(1)).unwrap();
     assert_eq!(
         checkpoint.read(&name("model.bin")).unwrap(),
         block.repeat(50)
@@ -61,11 +61,11 @@ fn all_work_on_a_large_file_shows_that_it_goes_on() {
     fs::write(draft.path().join("vocabulary.bin"), vec![2; 8 * MIB]).unwrap();
     draft.adopt(Role::Other).unwrap();
     since("an adoption");
-    let checkpoint = draft.commit(facts(1)).unwrap();
+    let checkpoint = draft.commit(metadata(1)).unwrap();
     assert!(folder.latest_good().unwrap().rejected.is_empty());
     since("a search");
     let found = &folder.checkpoints().unwrap()[0];
-    assert!(found.verify(Depth::Hashes).is_good());
+    assert!(found.verify(VerifyLevel::Hashes).is_good());
     since("a verification");
     checkpoint.read(&own).unwrap();
     since("a read");
@@ -73,8 +73,10 @@ fn all_work_on_a_large_file_shows_that_it_goes_on() {
     let named = named.with_progress(progress);
     named.read(&adopted).unwrap();
     since("a read by path");
-    folder.begin(0).unwrap().commit(facts(2)).unwrap();
-    folder.prune(NonZeroUsize::MIN, Depth::Sizes, &[]).unwrap();
+    folder.begin(0).unwrap().commit(metadata(2)).unwrap();
+    folder
+        .prune(NonZeroUsize::MIN, VerifyLevel::Sizes, &[])
+        .unwrap();
     since("a removal");
 }
 
@@ -123,7 +125,7 @@ fn a_content_that_fails_leaves_no_file_and_the_draft_goes_on() {
     assert!(error.is_misuse(), "{error}");
     // A file cannot be a folder as well.
     assert!(draft.write_bytes(&name("a/b"), Role::Other, b"x").is_err());
-    let checkpoint = draft.commit(facts(1)).unwrap();
+    let checkpoint = draft.commit(metadata(1)).unwrap();
     assert_eq!(checkpoint.read(&name("a")).unwrap(), b"second");
 }
 
@@ -142,7 +144,7 @@ fn files_of_others_are_adopted_or_refused() {
         [name("hook/vocabulary.txt")]
     );
     assert_eq!(draft.adopt(Role::Other).unwrap(), []);
-    let checkpoint = draft.commit(facts(1)).unwrap();
+    let checkpoint = draft.commit(metadata(1)).unwrap();
     assert_eq!(
         checkpoint.read(&name("hook/vocabulary.txt")).unwrap(),
         b"a b c"
@@ -151,7 +153,7 @@ fn files_of_others_are_adopted_or_refused() {
 
     let draft = folder.begin(0).unwrap();
     fs::write(draft.path().join("forgotten"), "x").unwrap();
-    let error = draft.commit(facts(2)).unwrap_err();
+    let error = draft.commit(metadata(2)).unwrap_err();
     assert!(
         error.is_misuse() && error.to_string().contains("forgotten"),
         "{error}"
@@ -181,8 +183,8 @@ fn of_two_writers_one_is_told() {
     second
         .write_bytes(&name("who"), Role::Other, b"second")
         .unwrap();
-    second.commit(facts(2)).unwrap();
-    let error = first.commit(facts(1)).unwrap_err();
+    second.commit(metadata(2)).unwrap();
+    let error = first.commit(metadata(1)).unwrap_err();
     assert!(
         error.is_conflict() && error.to_string().contains("checkpoint-000001"),
         "{error}"

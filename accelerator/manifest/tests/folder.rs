@@ -1,4 +1,4 @@
-//! What is in a folder: order, `latest`, strangers, pruning, leftovers.
+//! What is in a folder: order, `latest`, untracked files, pruning, leftovers.
 
 #![allow(
     clippy::unwrap_used,
@@ -12,7 +12,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use accelerator_manifest::{Checkpoint, Depth, Draft, Folder};
+use accelerator_manifest::{Checkpoint, Draft, Folder, VerifyLevel};
 use support::{latest, numbers, save};
 
 fn keep(count: usize) -> NonZeroUsize {
@@ -37,14 +37,14 @@ fn an_empty_folder_has_nothing_and_starts_with_one() {
 fn numbers_go_on_behind_broken_checkpoints_and_strangers_are_ignored() {
     let temporary = tempfile::tempdir().unwrap();
     let folder = Folder::open(temporary.path()).unwrap();
-    for stranger in [
+    for file in [
         "checkpoint-7",
         "checkpoint-best",
         ".git",
         "checkpoint-000001.tar",
         "notes",
     ] {
-        fs::create_dir(temporary.path().join(stranger)).unwrap();
+        fs::create_dir(temporary.path().join(file)).unwrap();
     }
     assert_eq!(folder.next_number().unwrap(), 1);
     save(&folder, 1).unwrap();
@@ -182,17 +182,23 @@ fn pruning_removes_the_oldest_good_ones() {
     for step in 1..=6 {
         save(&folder, step).unwrap();
     }
-    assert_eq!(folder.prune(keep(4), Depth::Sizes, &[]).unwrap(), [1, 2]);
+    assert_eq!(
+        folder.prune(keep(4), VerifyLevel::Sizes, &[]).unwrap(),
+        [1, 2]
+    );
     assert_eq!(numbers(&folder), [3, 4, 5, 6]);
     // What is protected counts, and stays.
-    assert_eq!(folder.prune(keep(2), Depth::Sizes, &[3]).unwrap(), [4, 5]);
+    assert_eq!(
+        folder.prune(keep(2), VerifyLevel::Sizes, &[3]).unwrap(),
+        [4, 5]
+    );
     assert_eq!(numbers(&folder), [3, 6]);
     assert_eq!(
-        folder.prune(keep(1), Depth::Sizes, &[3, 6]).unwrap(),
+        folder.prune(keep(1), VerifyLevel::Sizes, &[3, 6]).unwrap(),
         [0_u64; 0]
     );
     assert_eq!(
-        folder.prune(keep(9), Depth::Sizes, &[]).unwrap(),
+        folder.prune(keep(9), VerifyLevel::Sizes, &[]).unwrap(),
         [0_u64; 0]
     );
     assert!(folder.unfinished().unwrap().is_empty());
@@ -211,12 +217,18 @@ fn pruning_reads_contents_only_where_they_decide() {
     let mut bytes = fs::read(&data).unwrap();
     bytes[0] ^= 1;
     fs::write(&data, bytes).unwrap();
-    assert!(saved[1].verify(Depth::Sizes).is_good());
+    assert!(saved[1].verify(VerifyLevel::Sizes).is_good());
     // It does not count, and stays.
-    assert_eq!(folder.prune(keep(3), Depth::Hashes, &[]).unwrap(), [1]);
+    assert_eq!(
+        folder.prune(keep(3), VerifyLevel::Hashes, &[]).unwrap(),
+        [1]
+    );
     assert_eq!(numbers(&folder), [2, 3, 4, 5]);
     // Without a look at the contents it is as good as the others, and the oldest of them.
-    assert_eq!(folder.prune(keep(2), Depth::Sizes, &[]).unwrap(), [2, 3]);
+    assert_eq!(
+        folder.prune(keep(2), VerifyLevel::Sizes, &[]).unwrap(),
+        [2, 3]
+    );
     assert_eq!(numbers(&folder), [4, 5]);
 }
 
@@ -229,10 +241,13 @@ fn broken_checkpoints_do_not_count_and_are_left_alone() {
         spoil(&saved[broken]);
     }
     // Good are 2, 3 and 5.
-    assert_eq!(folder.prune(keep(2), Depth::Sizes, &[]).unwrap(), [2]);
+    assert_eq!(folder.prune(keep(2), VerifyLevel::Sizes, &[]).unwrap(), [2]);
     assert_eq!(numbers(&folder), [1, 3, 4, 5, 6]);
     // The newest good one stays, however few are kept, and though broken ones are newer.
-    assert_eq!(folder.prune(keep(1), Depth::Hashes, &[]).unwrap(), [3]);
+    assert_eq!(
+        folder.prune(keep(1), VerifyLevel::Hashes, &[]).unwrap(),
+        [3]
+    );
     assert_eq!(latest(&folder), (Some(5), 1));
     folder.remove(&saved[3]).unwrap();
     assert_eq!(numbers(&folder), [1, 5, 6]);
@@ -267,8 +282,8 @@ fn leftovers_of_dead_writers_are_swept() {
     let hint = with("checkpoint-000001", "latest");
     let foreign = ".checkpoint-000001.partial-00000000-999999999-0123456789abcdef";
     let foreign = temporary.path().join(foreign);
-    let stranger = temporary.path().join(".checkpoint-000001.partial");
-    for path in [&dead, &foreign, &stranger, &removed] {
+    let file = temporary.path().join(".checkpoint-000001.partial");
+    for path in [&dead, &foreign, &file, &removed] {
         fs::create_dir(path).unwrap();
         fs::write(path.join("half"), "x").unwrap();
     }
@@ -280,7 +295,7 @@ fn leftovers_of_dead_writers_are_swept() {
         (&removed, false),
         (&hint, false),
         (&foreign, true),
-        (&stranger, true),
+        (&file, true),
     ] {
         assert_eq!(path.exists(), stays, "{}", path.display());
     }

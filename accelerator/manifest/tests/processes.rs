@@ -11,7 +11,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 
-use accelerator_manifest::{Depth, Folder};
+use accelerator_manifest::{Folder, VerifyLevel};
 use support::{content, latest, name, numbers, save};
 
 /// Not a test of its own: what the processes of the other tests run.
@@ -158,7 +158,7 @@ fn a_disk_that_fails_is_told_and_harms_nothing() {
                     .checkpoints()
                     .unwrap()
                     .iter()
-                    .all(|x| x.verify(Depth::Hashes).is_good())
+                    .all(|x| x.verify(VerifyLevel::Hashes).is_good())
             );
         }
     }
@@ -181,9 +181,9 @@ fn processes_that_save_at_once_never_mix() {
     let folder = Folder::open(temporary.path()).unwrap();
     assert_eq!(numbers(&folder), (1..=15).collect::<Vec<_>>());
     for checkpoint in folder.checkpoints().unwrap() {
-        let verdict = checkpoint.verify(Depth::Hashes);
-        assert!(verdict.is_good(), "{verdict}");
-        let writer = checkpoint.manifest().unwrap().facts.step;
+        let report = checkpoint.verify(VerifyLevel::Hashes);
+        assert!(report.is_good(), "{report}");
+        let writer = checkpoint.manifest().unwrap().metadata.step;
         let model = checkpoint.read(&name("model.safetensors")).unwrap();
         assert_eq!(model, content("model.safetensors", writer));
     }

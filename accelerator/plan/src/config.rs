@@ -18,11 +18,11 @@ use crate::tail::TailPolicy;
 /// assert_eq!(global(BatchSize::per_rank(32)?, 4)?, 128);
 /// assert_eq!(global(BatchSize::global(32)?, 4)?, 32);
 /// assert!(BatchSize::per_rank(0).unwrap_err().is_batch_size());
-/// let told = |size| match size {
+/// let text = |size| match size {
 ///     BatchSize::PerRank(samples) => format!("{samples} each"),
 ///     BatchSize::Global(samples) => format!("{samples} in all"),
 /// };
-/// assert_eq!(told(BatchSize::global(32)?), "32 in all");
+/// assert_eq!(text(BatchSize::global(32)?), "32 in all");
 /// # Ok(())
 /// # }
 /// ```

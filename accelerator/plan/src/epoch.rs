@@ -49,7 +49,7 @@ impl EpochPlan {
         }
     }
 
-    /// The caller has checked that there are as many samples as the plan says.
+    /// The caller has checked the number of samples.
     pub(crate) fn listed(plan: Plan, epoch: u64, order: Arc<[u64]>) -> Self {
         Self {
             plan,

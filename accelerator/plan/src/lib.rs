@@ -1,4 +1,4 @@
-//! Who gets which sample: a pure, resumable sharding plan.
+//! A pure, resumable sharding plan: which rank gets which sample.
 //!
 //! A [`Plan`] divides the samples of an epoch over the ranks of a job. It is a pure function of
 //! the number of samples, the batch size, the world size, the rank, the seed, the epoch, the
@@ -29,14 +29,14 @@
 //! # }
 //! ```
 //!
-//! What is not an order of its own can be given: the order of an epoch's samples ([`Plan::listed`]),
+//! The order can also be given: that of an epoch's samples ([`Plan::listed`]),
 //! by weights for example ([`WeightedSampler`]), or whole batches of any size ([`BatchPlan`]).
 //!
 //! The order of a shuffled epoch is a [`Permutation`], computed by index; randomness that belongs
 //! to one sample, such as augmentation, is seeded by [`sample_rng_seed`].
 
 pub use batch::{BatchKind, PlannedBatch, RankBatches};
-pub use batches::BatchPlan;
+pub use batch_plan::BatchPlan;
 pub use config::{BatchSize, Order, PlanConfig};
 pub use epoch::EpochPlan;
 pub use error::{Error, Result};
@@ -47,7 +47,7 @@ pub use tail::TailPolicy;
 pub use weighted::WeightedSampler;
 
 mod batch;
-mod batches;
+mod batch_plan;
 mod config;
 mod epoch;
 mod error;

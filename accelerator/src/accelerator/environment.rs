@@ -1,54 +1,20 @@
-//! What the environment may say besides where this process stands.
+//! Settings from environment variables, which must not contradict those of the program.
 
 use core::fmt::Display;
 use core::num::NonZeroUsize;
 use core::str::FromStr;
 use std::path::{Path, PathBuf};
 
-use accelerator_collective::{Launch, variable};
+use accelerator_env::{
+    self as env, ACCUMULATION_STEPS, COMPRESSION, DEVICE, OVERLAP, OVERSUBSCRIBE_GPUS, PRECISION,
+    REDUCTION, SET_BY_LAUNCHER, TRACE, TRACE_SCHEDULE, Variable, variable,
+};
 
 use crate::device::{DeviceKind, Oversubscription};
 use crate::error::{Error, Result};
 use crate::gradient::{Compression, GradientReduction, Overlap};
 use crate::precision::Precision;
 use crate::timeline::Schedule;
-
-/// Names the device, as [`AcceleratorBuilder::device`](super::AcceleratorBuilder::device) does.
-const DEVICE: &str = "ACCEL_DEVICE";
-
-/// Names the compression, as
-/// [`AcceleratorBuilder::with_compression`](super::AcceleratorBuilder::with_compression) does.
-const COMPRESSION: &str = "ACCEL_COMPRESSION";
-
-/// Says how gradients of a GPU get to other ranks, as
-/// [`AcceleratorBuilder::with_reduction`](super::AcceleratorBuilder::with_reduction) does.
-const REDUCTION: &str = "ACCEL_REDUCTION";
-
-/// Says whether communication overlaps, as
-/// [`AcceleratorBuilder::with_overlap`](super::AcceleratorBuilder::with_overlap) does.
-const OVERLAP: &str = "ACCEL_OVERLAP";
-
-/// Says whether ranks may share GPUs, as
-/// [`AcceleratorBuilder::with_oversubscription`](super::AcceleratorBuilder::with_oversubscription) does.
-const OVERSUBSCRIBE_GPUS: &str = "ACCEL_OVERSUBSCRIBE_GPUS";
-
-/// Names the file of the trace, as
-/// [`AcceleratorBuilder::with_trace`](super::AcceleratorBuilder::with_trace) does.
-const TRACE: &str = "ACCEL_TRACE";
-
-/// Says which steps the trace keeps, as
-/// [`AcceleratorBuilder::with_trace_schedule`](super::AcceleratorBuilder::with_trace_schedule) does.
-const TRACE_SCHEDULE: &str = "ACCEL_TRACE_SCHEDULE";
-
-/// Names the precision, as [`AcceleratorBuilder::precision`](super::AcceleratorBuilder::precision) does.
-const PRECISION: &str = "ACCEL_PRECISION";
-
-/// Says how many micro-steps make a step, as
-/// [`AcceleratorBuilder::accumulation_steps`](super::AcceleratorBuilder::accumulation_steps) does.
-const ACCUMULATION_STEPS: &str = "ACCEL_ACCUMULATION_STEPS";
-
-/// Moves the fixtures of this project's own tests.
-const FIXTURES: &str = "ACCEL_FIXTURES";
 
 /// The device of the program and of the environment, which must not contradict each other.
 pub(super) fn device(asked: Option<DeviceKind>) -> Result<DeviceKind> {
@@ -67,11 +33,12 @@ pub(super) fn reduction(asked: Option<GradientReduction>) -> Result<GradientRedu
 
 /// The file of the trace, in the same way.
 pub(super) fn trace(asked: Option<&Path>) -> Result<Option<PathBuf>> {
-    match (asked, variable(TRACE).map(PathBuf::from)) {
+    match (asked, variable(TRACE.name).map(PathBuf::from)) {
         (Some(asked), Some(named)) if asked != named => Err(Error::config(format!(
-            "the program asks for a trace in `{}`, and {TRACE} for one in `{}`; unset the variable, \
+            "the program asks for a trace in `{}`, and {} for one in `{}`; unset the variable, \
              or leave the choice to it",
             asked.display(),
+            TRACE.name,
             named.display()
         ))),
         (asked, named) => Ok(asked.map(Path::to_owned).or(named)),
@@ -147,19 +114,20 @@ impl FromStr for Switch {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        match text.trim().to_ascii_lowercase().as_str() {
-            "1" | "true" => Ok(Self(Oversubscription::Allow)),
-            "" | "0" | "false" => Ok(Self(Oversubscription::Refuse)),
-            _ => Err(format!("expected 1 or 0, found `{text}`")),
+        match env::switch(text) {
+            Some(true) => Ok(Self(Oversubscription::Allow)),
+            Some(false) => Ok(Self(Oversubscription::Refuse)),
+            None => Err(format!("expected 1 or 0, found `{text}`")),
         }
     }
 }
 
 /// What the program or the variable says about `what`.
-fn agreed<T>(what: &str, asked: Option<T>, name: &str) -> Result<Option<T>>
+fn agreed<T>(what: &str, asked: Option<T>, by: Variable) -> Result<Option<T>>
 where
     T: Display + FromStr<Err: Display> + PartialEq,
 {
+    let name = by.name;
     // A value that is not Unicode is none of the valid ones; the lossy text shows it.
     let parsed = variable(name).map(|value| value.to_string_lossy().parse::<T>());
     let named = parsed
@@ -179,41 +147,18 @@ where
 pub(super) fn check() -> Result<()> {
     let set = std::env::vars_os().filter(|(_, value)| !value.is_empty());
     let names = set.map(|(name, _)| name.to_string_lossy().into_owned());
-    let launcher = variable(Launch::SET_BY_LAUNCHER).unwrap_or_default();
+    let launcher = variable(SET_BY_LAUNCHER.name).unwrap_or_default();
     check_names(names, &launcher.to_string_lossy())
 }
 
 fn check_names(names: impl Iterator<Item = String>, set_by_launcher: &str) -> Result<()> {
-    let known = || {
-        Launch::VARIABLES.into_iter().chain([
-            ACCUMULATION_STEPS,
-            COMPRESSION,
-            DEVICE,
-            FIXTURES,
-            OVERLAP,
-            OVERSUBSCRIBE_GPUS,
-            PRECISION,
-            REDUCTION,
-            TRACE,
-            TRACE_SCHEDULE,
-        ])
-    };
-    let mut ours = names.filter(|name| name.starts_with("ACCEL_"));
+    let mut ours = names.filter(|name| name.starts_with(env::PREFIX));
     let is_known = |name: &str| {
-        known()
-            .chain(set_by_launcher.split(','))
-            .any(|known| known == name)
+        env::find(name).is_some() || set_by_launcher.split(',').any(|known| known == name)
     };
     match ours.find(|name| !is_known(name)) {
         None => Ok(()),
-        Some(name) => Err(Error::config(format!(
-            "the environment variable {name} is not known; expected one of {}: correct it, or \
-             unset it",
-            known()
-                .filter(|known| *known != FIXTURES)
-                .collect::<Vec<_>>()
-                .join(", ")
-        ))),
+        Some(name) => Err(Error::config(env::unknown(&name))),
     }
 }
 
@@ -257,5 +202,43 @@ mod tests {
             text.contains("ACCEL_TRASNPORT") && text.contains("ACCEL_TRANSPORT"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn the_words_of_variables_are_those_of_the_settings() {
+        fn check<T: Display + FromStr<Err: Display>>(variable: Variable) {
+            for word in variable.words() {
+                match word.parse::<T>() {
+                    Ok(setting) => assert_eq!(setting.to_string(), *word),
+                    Err(error) => panic!("{}={word}: {error}", variable.name),
+                }
+            }
+            // The error lists all settings that there are.
+            let error = "no such setting".parse::<T>().err().unwrap().to_string();
+            let expected = error.split_once("expected ").unwrap().1;
+            let count = expected.replace(" or ", ", ").split(", ").count();
+            assert_eq!(variable.words().len(), count, "{}: {error}", variable.name);
+        }
+        check::<DeviceKind>(DEVICE);
+        check::<Compression>(COMPRESSION);
+        check::<GradientReduction>(REDUCTION);
+        check::<Overlap>(OVERLAP);
+        check::<Precision>(PRECISION);
+    }
+
+    #[test]
+    fn a_schedule_of_traces_is_what_the_table_accepts() {
+        for text in [
+            "active=3",
+            "active=3, wait=1,warm_up=1,repeat=2,skip_first=10",
+            "3",
+            "wait=3",
+            "active=0",
+            "active=1,active=1",
+            "active=1,sleep=1",
+        ] {
+            let is_accepted = TRACE_SCHEDULE.accepts(text.as_ref());
+            assert_eq!(text.parse::<Schedule>().is_ok(), is_accepted, "{text}");
+        }
     }
 }

@@ -3,7 +3,7 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use accelerator_collective::Activity;
-use accelerator_manifest::{Checkpoint, Depth, FileName, Folder, Verdict};
+use accelerator_manifest::{Checkpoint, FileName, Folder, VerifyLevel, VerifyReport};
 use burn::module::Module;
 use burn::tensor::Bytes;
 use serde::de::DeserializeOwned;
@@ -158,10 +158,10 @@ fn newest(path: &Path, activity: Activity) -> Result<Option<(Checkpoint, Vec<Str
     let progress = move || activity.keep_alive();
     if path.join("manifest.json").exists() {
         let checkpoint = Checkpoint::at(path)?.with_progress(progress);
-        let verdict = checkpoint.verify(Depth::Hashes);
-        return match verdict.is_good() {
+        let report = checkpoint.verify(VerifyLevel::Hashes);
+        return match report.is_good() {
             true => Ok(Some((checkpoint, Vec::new()))),
-            false => Err(broken(path, &[verdict])),
+            false => Err(broken(path, &[report])),
         };
     }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -194,25 +194,29 @@ fn newest(path: &Path, activity: Activity) -> Result<Option<(Checkpoint, Vec<Str
             rejected => Err(broken(path, rejected)),
         };
     };
-    for verdict in &search.rejected {
+    for report in &search.rejected {
         notice::warn(&format!(
-            "a checkpoint was passed over: {verdict}; going back to {}",
+            "a checkpoint was passed over: {report}; going back to {}",
             found.path().display()
         ));
     }
-    let rejected = search.rejected.iter().map(Verdict::to_string).collect();
+    let rejected = search
+        .rejected
+        .iter()
+        .map(VerifyReport::to_string)
+        .collect();
     Ok(Some((found, rejected)))
 }
 
-fn broken(path: &Path, rejected: &[Verdict]) -> Error {
-    let verdicts: Vec<_> = rejected.iter().map(Verdict::to_string).collect();
+fn broken(path: &Path, rejected: &[VerifyReport]) -> Error {
+    let reports: Vec<_> = rejected.iter().map(VerifyReport::to_string).collect();
     Error::new(
         Kind::Checkpoint,
         format!(
             "no checkpoint in `{}` is whole, so training cannot go on: {}; restore one of them, or \
              move the folder away to start afresh",
             path.display(),
-            verdicts.join("; ")
+            reports.join("; ")
         ),
     )
 }
@@ -237,10 +241,10 @@ impl Found {
         window: WindowSize,
         rule: impl FnOnce(&WorldChange) -> Rescale,
     ) -> Result<Self> {
-        let facts = &checkpoint.manifest()?.facts;
+        let metadata = &checkpoint.manifest()?.metadata;
         let file: FileName = State::FILE.parse()?;
         let state: State = decode("its state", &checkpoint.read(&file)?)?;
-        let before = facts.world_size.get();
+        let before = metadata.world_size.get();
         let change = WorldChange {
             before,
             now,
@@ -269,9 +273,9 @@ impl Found {
             passed_over: Vec::new(),
             path: checkpoint.path().to_owned(),
             rescale,
-            seed: facts.seed,
+            seed: metadata.seed,
             state,
-            step: facts.step,
+            step: metadata.step,
             world_size: before,
         })
     }

@@ -3,7 +3,7 @@ use std::path::PathBuf;
 
 use accelerator_collective::Activity;
 use accelerator_manifest::{
-    self as manifest, CheckpointKind, Depth, Facts, FileName, Folder, Role,
+    self as manifest, CheckpointKind, FileName, Folder, Metadata, Role, VerifyLevel,
 };
 use serde::{Deserialize, Serialize};
 
@@ -140,7 +140,7 @@ pub(super) fn write(
         })?;
         draft.adopt(Role::Other)?;
     }
-    let checkpoint = draft.commit(facts(taken, &state, &job))?;
+    let checkpoint = draft.commit(metadata(taken, &state, &job))?;
     if let Some(limit) = settings.limit()? {
         prune(settings, limit, job.activity);
     }
@@ -155,7 +155,7 @@ pub(super) fn write(
 fn prune(settings: &Checkpoints, limit: NonZeroUsize, activity: Activity) {
     let pruned = Folder::open(settings.path()).and_then(|folder| {
         let folder = folder.with_progress(move || activity.keep_alive());
-        folder.prune(limit, Depth::Sizes, &[])
+        folder.prune(limit, VerifyLevel::Sizes, &[])
     });
     match pruned {
         Ok(numbers) if !numbers.is_empty() => tracing::debug!(?numbers, "removed old checkpoints"),
@@ -164,7 +164,7 @@ fn prune(settings: &Checkpoints, limit: NonZeroUsize, activity: Activity) {
     }
 }
 
-fn facts(taken: &Taken, state: &State, job: &Job) -> Facts {
+fn metadata(taken: &Taken, state: &State, job: &Job) -> Metadata {
     let mut extra = serde_json::Map::new();
     let parts = state.parts.iter().map(|part| part.kind().to_string());
     extra.insert("parts".to_owned(), parts.collect());
@@ -187,7 +187,7 @@ fn facts(taken: &Taken, state: &State, job: &Job) -> Facts {
             parameter
         })
     });
-    Facts {
+    Metadata {
         kind: match job.mode {
             Mode::Emergency => CheckpointKind::Emergency,
             Mode::Regular => CheckpointKind::Full,

@@ -1,4 +1,4 @@
-//! What cargo says about a workspace.
+//! The output of `cargo metadata`.
 
 use std::path::{Path, PathBuf};
 
@@ -7,9 +7,9 @@ use serde::Deserialize;
 use super::cargo;
 use super::suggest::Suggestion;
 use crate::error::{Error, Result};
-use crate::job::End;
-use crate::target::{Kind, Selector};
-use crate::tool::{self, Channel, Stderr};
+use crate::settings::target::{Selector, TargetKind};
+use crate::supervisor::job::End;
+use crate::supervisor::tool::{self, Channel, Stderr};
 
 /// The answer of `cargo metadata`, as far as it is needed.
 #[derive(Debug, Deserialize)]
@@ -49,7 +49,7 @@ pub(crate) struct Artifact {
 pub(crate) struct Found<'a> {
     pub(crate) package: &'a Package,
     pub(crate) target: &'a CargoTarget,
-    pub(crate) kind: Kind,
+    pub(crate) kind: TargetKind,
 }
 
 impl Metadata {
@@ -83,7 +83,7 @@ impl Metadata {
     fn targets(&self) -> impl Iterator<Item = Found<'_>> {
         self.packages.iter().flat_map(|package| {
             package.targets.iter().filter_map(move |target| {
-                let kind = [Kind::Example, Kind::Bin]
+                let kind = [TargetKind::Example, TargetKind::Bin]
                     .into_iter()
                     .find(|kind| target.has(*kind))?;
                 Some(Found {
@@ -147,12 +147,12 @@ impl Package {
 }
 
 impl CargoTarget {
-    fn has(&self, kind: Kind) -> bool {
+    fn has(&self, kind: TargetKind) -> bool {
         self.kind.iter().any(|name| name == kind.name())
     }
 
     /// Whether it is the target of this kind and name.
-    pub(crate) fn is(&self, kind: Kind, name: &str) -> bool {
+    pub(crate) fn is(&self, kind: TargetKind, name: &str) -> bool {
         self.has(kind) && self.name == name
     }
 }

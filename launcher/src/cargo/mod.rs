@@ -10,16 +10,16 @@ use std::process::Command;
 
 use crate::cli::Options;
 use crate::error::{Error, Result};
-use crate::job::End;
-use crate::target::{Kind, Selector};
-use crate::tool::{self, Channel, Stderr};
+use crate::settings::target::{Selector, TargetKind};
+use crate::supervisor::job::End;
+use crate::supervisor::tool::{self, Channel, Stderr};
 use metadata::{Artifact, Found, Metadata};
 use suggest::{Suggestion, nearest};
 
 /// A target that was found, and how cargo is to build it.
 #[derive(Clone, Debug)]
 pub(crate) struct Build {
-    kind: Kind,
+    kind: TargetKind,
     name: String,
     source: PathBuf,
     package_dir: PathBuf,
@@ -194,7 +194,7 @@ pub(crate) fn leftovers() -> impl Iterator<Item = OsString> {
 /// Cargo, the same one that started the launcher where one did.
 pub(crate) fn cargo() -> Command {
     let mut command =
-        Command::new(accelerator_collective::variable("CARGO").unwrap_or_else(|| "cargo".into()));
+        Command::new(accelerator_env::variable("CARGO").unwrap_or_else(|| "cargo".into()));
     for name in leftovers() {
         command.env_remove(name);
     }

@@ -15,7 +15,7 @@ pub(crate) struct Suggestion {
 /// The targets whose names are most like `wanted`, the most alike first.
 pub(crate) fn nearest(wanted: &str, mut known: Vec<Suggestion>) -> Vec<String> {
     known.sort_by(|one, other| {
-        let nearness = |suggestion: &Suggestion| distance(wanted, &suggestion.name);
+        let nearness = |suggestion: &Suggestion| strsim::levenshtein(wanted, &suggestion.name);
         nearness(one)
             .cmp(&nearness(other))
             .then_with(|| one.shown.cmp(&other.shown))
@@ -28,39 +28,9 @@ pub(crate) fn nearest(wanted: &str, mut known: Vec<Suggestion>) -> Vec<String> {
         .collect()
 }
 
-/// How many letters must be added, dropped or changed to get from `a` to `b` (Levenshtein).
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, from) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, to) in b.iter().enumerate() {
-            let change = diagonal + usize::from(from != *to);
-            diagonal = row[j + 1];
-            row[j + 1] = change.min(diagonal + 1).min(row[j] + 1);
-        }
-    }
-    row[b.len()]
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn distances() {
-        for (a, b, expected) in [
-            ("", "", 0),
-            ("mnist", "mnist", 0),
-            ("mnsit", "mnist", 2),
-            ("", "abc", 3),
-            ("abc", "", 3),
-            ("kitten", "sitting", 3),
-        ] {
-            assert_eq!(distance(a, b), expected, "{a} {b}");
-        }
-    }
 
     #[test]
     fn the_nearest_comes_first() {

@@ -12,7 +12,7 @@ pub(crate) enum GpuId {
     Uuid(String),
 }
 
-/// What `--gpu-ids` says.
+/// The value of `--gpu-ids`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum GpuIds {
     /// Every GPU that is visible.

@@ -1,4 +1,4 @@
-//! The GPUs that there are, as the driver's folder and NVIDIA's own tool tell.
+//! The GPUs of this machine, from the driver's folder and NVIDIA's own tool.
 //!
 //! Either can be missing: the tool in a small container, the folder in many. Neither loads CUDA.
 
@@ -14,7 +14,8 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::{VISIBLE, Visible};
-use crate::spawn::Process;
+use crate::supervisor::process::Process;
+use crate::supervisor::spawner::RankProcess;
 use crate::text::size;
 
 /// A GPU of this machine. What is `None` is not known.
@@ -69,7 +70,7 @@ pub(crate) fn list(sources: Sources<'_>) -> Vec<Gpu> {
 }
 
 impl Gpu {
-    /// In words: which it is, what it is, and the rest; beside others that `visible` tells apart.
+    /// Three columns: number, name and memory, and details; whether `visible` includes it is a detail.
     pub(crate) fn described(&self, visible: &Visible) -> [String; 3] {
         let number = self.index.map(|index| format!("GPU {index}"));
         let name = self.name.as_deref().unwrap_or("NVIDIA GPU");
@@ -91,7 +92,7 @@ impl Gpu {
         [number, value, details.join(", ")]
     }
 
-    /// Takes from another account of the same GPU what this one lacks.
+    /// Fills missing fields from another source about the same GPU.
     fn fill(&mut self, other: Self) {
         self.name = self.name.take().or(other.name);
         self.driver = self.driver.take().or(other.driver);
@@ -99,7 +100,7 @@ impl Gpu {
     }
 }
 
-/// What the folder tells, in the order of the PCI bus.
+/// The GPUs in the driver's folder, in the order of the PCI bus.
 fn from_folder(folder: &Path) -> Vec<Gpu> {
     let driver = fs::read_to_string(folder.join("version"))
         .ok()
@@ -129,7 +130,7 @@ fn from_folder(folder: &Path) -> Vec<Gpu> {
     gpus
 }
 
-/// What the tool tells within `limit`.
+/// The GPUs that the tool lists within `limit`.
 fn from_tool(program: &OsStr, limit: Duration) -> Vec<Gpu> {
     let mut command = Command::new(program);
     command
@@ -159,7 +160,7 @@ fn from_tool(program: &OsStr, limit: Duration) -> Vec<Gpu> {
     }
     let bytes = receiver.recv_timeout(limit).unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes);
-    // A tool that fails says so on its standard output, in lines of another form.
+    // A tool that fails prints the error to its standard output, in lines of another form.
     text.lines().filter_map(row).collect()
 }
 
@@ -184,7 +185,7 @@ fn row(line: &str) -> Option<Gpu> {
     })
 }
 
-/// A value that says something: not `[N/A]`, nor the question marks of a device that sleeps.
+/// A value that is known: not `[N/A]`, nor the question marks of a suspended device.
 fn known(value: &str) -> Option<String> {
     let value = value.trim();
     let says_nothing = value.is_empty() || value.starts_with('[') || value.contains('?');
@@ -198,7 +199,7 @@ fn address(text: &str) -> Option<String> {
     Some(format!("{domain:04x}:{}", rest.to_ascii_lowercase()))
 }
 
-/// The version in what the driver says of itself.
+/// The version of the driver.
 fn version(text: &str) -> Option<String> {
     let line = text
         .lines()

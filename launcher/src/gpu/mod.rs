@@ -1,6 +1,6 @@
 //! Which GPUs the ranks of a launch see, and which of them each takes.
 //!
-//! The launcher hands all ranks of this host the same list, and each takes the device of its local rank. It
+//! The launcher gives all ranks of this host the same list, and each takes the device of its local rank. It
 //! does not know what the program computes on: whether there are enough devices is for the ranks to
 //! say, and for the launcher only where the user has named them.
 
@@ -17,14 +17,14 @@ pub(crate) use visible::Visible;
 use crate::cli::Options;
 use crate::error::{Error, Result};
 
-/// The variable by which CUDA is told what a program sees.
+/// The variable that limits which devices CUDA shows to a program.
 pub(crate) const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
-/// The variable that says in which order CUDA numbers devices.
+/// The variable that sets the order in which CUDA numbers devices.
 const ORDER: &str = "CUDA_DEVICE_ORDER";
 
 /// The variable that lets ranks share GPUs.
-pub(crate) const OVERSUBSCRIBE: &str = "ACCEL_OVERSUBSCRIBE_GPUS";
+const OVERSUBSCRIBE: &str = accelerator_env::OVERSUBSCRIBE_GPUS.name;
 
 /// The GPUs of a launch.
 #[derive(Clone, Debug)]
@@ -35,7 +35,7 @@ pub(crate) struct Gpus {
     sharing: Sharing,
     /// What ranks find in their environment.
     variables: Vec<(&'static str, OsString)>,
-    /// As text: what it is called, what it is, and who said so.
+    /// As text: name, value and origin.
     rows: Vec<[String; 3]>,
 }
 
@@ -58,7 +58,9 @@ impl Gpus {
         let inherited = lookup(VISIBLE);
         let (sharing, sharing_origin) = match lookup(OVERSUBSCRIBE) {
             _ if options.oversubscribe_gpus => (Sharing::Allowed, "--oversubscribe-gpus"),
-            Some(value) if is_on(&value) => (Sharing::Allowed, OVERSUBSCRIBE),
+            Some(value) if accelerator_env::switch(&value.to_string_lossy()) == Some(true) => {
+                (Sharing::Allowed, OVERSUBSCRIBE)
+            }
             Some(value) if !value.is_empty() => (Sharing::Refused, OVERSUBSCRIBE),
             _ => (Sharing::Refused, "default"),
         };
@@ -94,7 +96,7 @@ impl Gpus {
         &self.variables
     }
 
-    /// As text: what it is called, what it is, and who said so.
+    /// As text: name, value and origin.
     pub(crate) fn rows(&self) -> &[[String; 3]] {
         &self.rows
     }
@@ -172,12 +174,6 @@ pub(crate) fn shown(value: &OsStr) -> String {
         text if text.trim().is_empty() => "none: the variable is empty".to_owned(),
         text => text.into_owned(),
     }
-}
-
-/// Whether a variable that is `1` or `0` says `1`.
-fn is_on(value: &OsStr) -> bool {
-    let value = value.to_string_lossy().trim().to_ascii_lowercase();
-    ["1", "true"].contains(&value.as_str())
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use super::id::{GpuId, joined};
 use super::{Gpu, VISIBLE};
 use crate::error::{Error, Result};
 
-/// The GPUs that a program sees; their places are the numbers that it knows them by.
+/// The GPUs that a program sees; it numbers them by their order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Visible {
     /// All of them.
@@ -16,7 +16,7 @@ pub(crate) enum Visible {
 }
 
 impl Visible {
-    /// What the variable says, as CUDA reads it: nothing where it is empty, and nothing from the first
+    /// The value of the variable, as CUDA reads it: nothing where it is empty, and nothing from the first
     /// entry on that is no GPU, as in `0,1,-1`.
     pub(crate) fn of(variable: Option<&OsStr>) -> Self {
         let Some(value) = variable else {
@@ -55,7 +55,7 @@ impl Visible {
         Ok(chosen)
     }
 
-    /// Whether a program sees this GPU or a part of it; `None` where that cannot be told.
+    /// Whether a program sees this GPU or a part of it; `None` where that is unknown.
     pub(crate) fn shows(&self, gpu: &Gpu) -> Option<bool> {
         let Self::Listed(there) = self else {
             return Some(true);
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_hidden_or_named_twice_is_refused() {
+    fn hidden_and_repeated_ids_are_refused() {
         for (value, asked, parts) in [
             ("4,5", "4", &["names 4", "shows 2", "from 0 to 1"][..]),
             ("4,5", "GPU-5a", &["GPU-5a", "not in", "4,5"]),

@@ -1,7 +1,7 @@
 //! Cutting a stream of bytes into blocks of whole lines.
 
 /// Beyond this many bytes without an end, a line is passed on in pieces.
-const LONGEST: usize = 8 << 20;
+const MAX_LINE: usize = 8 << 20;
 
 /// Collects bytes and gives them back in whole lines.
 ///
@@ -12,7 +12,7 @@ pub(crate) struct Lines {
 }
 
 impl Lines {
-    /// Takes in `chunk` and hands all whole lines to `sink`, in one block.
+    /// Adds `chunk` and passes all whole lines to `sink`, in one block.
     pub(crate) fn feed(&mut self, chunk: &[u8], sink: impl FnOnce(&[u8])) {
         let end = chunk
             .iter()
@@ -20,7 +20,7 @@ impl Lines {
             .map(|at| at + 1);
         let Some(end) = end else {
             self.pending.extend_from_slice(chunk);
-            if self.pending.len() >= LONGEST {
+            if self.pending.len() >= MAX_LINE {
                 self.rest(sink);
             }
             return;
@@ -34,7 +34,7 @@ impl Lines {
         self.pending.extend_from_slice(&chunk[end..]);
     }
 
-    /// Hands over what is left, a line without an end.
+    /// Passes the rest, a line without an end, to `sink`.
     pub(crate) fn rest(&mut self, sink: impl FnOnce(&[u8])) {
         if !self.pending.is_empty() {
             sink(&self.pending);
@@ -80,7 +80,7 @@ mod tests {
 
     #[test]
     fn a_line_without_end_is_passed_on_in_pieces() {
-        let long = vec![b'x'; LONGEST + 10];
+        let long = vec![b'x'; MAX_LINE + 10];
         let given = blocks(&long.chunks(1 << 16).collect::<Vec<_>>());
         assert!(given.len() > 1);
         assert_eq!(given.concat(), long);

@@ -1,13 +1,13 @@
 //! The ranks' output: read, prefixed, shown, and kept in log files.
 
 mod lines;
-pub(crate) mod runs;
-mod screen;
+pub(crate) mod logs;
+mod shared_writer;
 mod tail;
 
 use std::fs::File;
 use std::io::{self, ErrorKind, IsTerminal, Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,22 +15,23 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::signals;
-use crate::supervise::Notice;
+use crate::supervisor::group::Notice;
+use crate::supervisor::signals;
 use lines::Lines;
-use screen::{Parting, Screen, Writer};
+use logs::{Log, open_logs};
+use shared_writer::{BlockingWriter, Separator, SharedWriter, Source};
 use tail::Tail;
 pub(crate) use tail::headline;
 
 /// How much is read at once.
 const CHUNK: usize = 64 << 10;
 
-/// How much of a stream is still read once its rank is gone: what a pipe can hold, and no more,
-/// since a process that escaped could write on for ever.
-const REMAINDER: usize = 2 << 20;
+/// How many bytes of a stream are still read after its rank has ended: what a pipe can hold and no more,
+/// since a process that escaped could write for ever.
+const MAX_AFTER_EXIT: usize = 2 << 20;
 
-/// How long a stream may stay silent, with its rank gone, before it is left.
-const SILENCE: Duration = Duration::from_secs(1);
+/// How long a stream may stay silent after its rank has ended before it is abandoned.
+const SILENT_PIPE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// One of the two streams of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,25 +53,24 @@ pub(crate) enum Prefix {
     Raw,
 }
 
-/// What becomes of a job whose standard output cannot be written, as on a disk that is full.
+/// What happens to a job whose standard output cannot be written, as on a full disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum LostOutput {
-    /// It goes on: training is worth more than what it says.
+pub(crate) enum OnOutputError {
+    /// It continues: training is worth more than its output.
     #[default]
-    GoesOn,
-    /// It ends with exit code 1: what it says is all that it is for.
-    Ends,
+    Continue,
+    /// It ends with exit code 1: the output is its only result.
+    EndJob,
 }
 
-/// What the launcher does with the output of `size` ranks. Clones share it.
+/// The output of all ranks of an attempt. Clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct Output {
     shared: Arc<Shared>,
 }
 
 impl Output {
-    /// Prepares screens and, in `log_dir`, the folder of this run, one log file a rank. Every restart of a job has
-    /// log files of its own.
+    /// Opens the writers and, in `log_dir`, one log file per rank. Every restart of a job has its own log files.
     ///
     /// # Errors
     /// When the folder or a log file cannot be made.
@@ -79,7 +79,7 @@ impl Output {
         prefix: Prefix,
         log_dir: Option<&Path>,
         restart: u64,
-        lost_output: LostOutput,
+        on_output_error: OnOutputError,
         notices: Sender<Notice>,
     ) -> Result<Self> {
         let logs = match log_dir {
@@ -87,23 +87,23 @@ impl Output {
             None => Vec::new(),
         };
         let (out, err) = (io::stdout().is_terminal(), io::stderr().is_terminal());
-        let err_screen = Arc::new(Screen::new(parting(err)));
-        let out_screen = if out && err {
-            Arc::clone(&err_screen)
+        let err_writer = Arc::new(SharedWriter::new(separator(err)));
+        let out_writer = if out && err {
+            Arc::clone(&err_writer)
         } else {
-            Arc::new(Screen::new(parting(out)))
+            Arc::new(SharedWriter::new(separator(out)))
         };
         Ok(Self {
             shared: Arc::new(Shared {
                 prefix,
-                coloured: [out && colours_wanted(), err && colours_wanted()],
-                screens: [out_screen, err_screen],
+                coloured: [is_coloured(&io::stdout()), is_coloured(&io::stderr())],
+                writers: [out_writer, err_writer],
                 broken: [AtomicBool::new(false), AtomicBool::new(false)],
-                lost_output,
+                on_output_error,
                 lost: AtomicBool::new(false),
                 logs,
                 tails: (0..size).map(|_| Mutex::default()).collect(),
-                complained: (0..size).map(|_| AtomicBool::new(false)).collect(),
+                stderr_drained: (0..size).map(|_| AtomicBool::new(false)).collect(),
                 writing: AtomicUsize::new(0),
                 over: AtomicBool::new(false),
                 notices,
@@ -123,7 +123,7 @@ impl Output {
             .spawn(move || {
                 shared.read(rank, stream, pipe);
                 if stream == Stream::Err {
-                    shared.complained[rank].store(true, Ordering::Release);
+                    shared.stderr_drained[rank].store(true, Ordering::Release);
                 }
                 let _ = shared.notices.send(Notice::Drained);
             })
@@ -165,7 +165,7 @@ impl Output {
                 Err(RecvTimeoutError::Timeout) => {
                     if self.shared.writing.load(Ordering::Relaxed) > 0 {
                         silent_since = Instant::now();
-                    } else if silent_since.elapsed() >= SILENCE {
+                    } else if silent_since.elapsed() >= SILENT_PIPE_TIMEOUT {
                         break;
                     }
                 }
@@ -173,28 +173,28 @@ impl Output {
             }
         }
         // A stream that cannot be written to has been dealt with before.
-        let _ = self.shared.screens[0].finish(&mut io::stdout());
-        let _ = self.shared.screens[1].finish(&mut io::stderr());
+        let _ = self.shared.writers[0].finish(&mut io::stdout());
+        let _ = self.shared.writers[1].finish(&mut io::stderr());
         None
     }
 
-    /// Whether standard output could not be written, and the job is to end for it.
-    pub(crate) fn is_lost(&self) -> bool {
+    /// Whether standard output could not be written and the job ends because of it.
+    pub(crate) fn has_lost_output(&self) -> bool {
         self.shared.lost.load(Ordering::Acquire)
     }
 
     /// The last lines of `rank`'s standard error.
-    pub(crate) fn last_words(&self, rank: usize) -> Vec<String> {
+    pub(crate) fn stderr_tail(&self, rank: usize) -> Vec<String> {
         self.shared
             .tails
             .get(rank)
             .map_or_else(Vec::new, |tail| lock(tail).text())
     }
 
-    /// Whether all that `rank` wrote to its standard error has been read.
-    pub(crate) fn has_said_all(&self, rank: usize) -> bool {
-        let complained = self.shared.complained.get(rank);
-        complained.is_none_or(|complained| complained.load(Ordering::Acquire))
+    /// Whether the standard error of `rank` has been read to its end.
+    pub(crate) fn is_stderr_drained(&self, rank: usize) -> bool {
+        let stderr_drained = self.shared.stderr_drained.get(rank);
+        stderr_drained.is_none_or(|stderr_drained| stderr_drained.load(Ordering::Acquire))
     }
 
     /// The log file of `rank`, if there is one.
@@ -207,18 +207,18 @@ impl Output {
 struct Shared {
     prefix: Prefix,
     coloured: [bool; 2],
-    screens: [Arc<Screen>; 2],
-    /// Streams of the launcher that take no more.
+    writers: [Arc<SharedWriter>; 2],
+    /// Whether the launcher's own streams have failed.
     broken: [AtomicBool; 2],
-    lost_output: LostOutput,
+    on_output_error: OnOutputError,
     lost: AtomicBool,
     logs: Vec<Log>,
     tails: Vec<Mutex<Tail>>,
     /// Whether a rank's standard error has come to its end.
-    complained: Vec<AtomicBool>,
-    /// How many readers are handing on what they read.
+    stderr_drained: Vec<AtomicBool>,
+    /// How many readers are writing at the moment.
     writing: AtomicUsize,
-    /// Whether the ranks are gone.
+    /// Whether all ranks have ended.
     over: AtomicBool,
     notices: Sender<Notice>,
 }
@@ -226,13 +226,13 @@ struct Shared {
 impl Shared {
     fn read(&self, rank: usize, stream: Stream, mut pipe: File) {
         let prefix = self.prefix_of(rank, stream);
-        let writer = match self.prefix {
-            Prefix::Raw => Writer::Raw,
-            Prefix::Rank | Prefix::Lines => Writer::Stream(2 * rank + stream as usize),
+        let source = match self.prefix {
+            Prefix::Raw => Source::Raw,
+            Prefix::Rank | Prefix::Lines => Source::Stream(2 * rank + stream as usize),
         };
         let mut lines = Lines::default();
         let mut chunk = vec![0; CHUNK];
-        let mut remainder = REMAINDER;
+        let mut remainder = MAX_AFTER_EXIT;
         loop {
             let bytes = match pipe.read(&mut chunk) {
                 Ok(0) => break,
@@ -245,10 +245,10 @@ impl Shared {
                 lock(&self.tails[rank]).feed(bytes);
             }
             match self.prefix {
-                Prefix::Raw => self.hand_on(rank, stream, writer, &prefix, bytes),
+                Prefix::Raw => self.forward(rank, stream, source, &prefix, bytes),
                 Prefix::Rank | Prefix::Lines => {
                     lines.feed(bytes, |block| {
-                        self.hand_on(rank, stream, writer, &prefix, block)
+                        self.forward(rank, stream, source, &prefix, block)
                     });
                 }
             }
@@ -261,11 +261,11 @@ impl Shared {
             }
         }
         self.writing.fetch_add(1, Ordering::Relaxed);
-        lines.rest(|block| self.hand_on(rank, stream, writer, &prefix, block));
+        lines.rest(|block| self.forward(rank, stream, source, &prefix, block));
         self.writing.fetch_sub(1, Ordering::Relaxed);
     }
 
-    fn hand_on(&self, rank: usize, stream: Stream, writer: Writer, prefix: &[u8], block: &[u8]) {
+    fn forward(&self, rank: usize, stream: Stream, source: Source, prefix: &[u8], block: &[u8]) {
         if let Some(log) = self.logs.get(rank)
             && let Err(error) = lock(&log.file).write_all(block)
             && !log.broken.swap(true, Ordering::Relaxed)
@@ -275,18 +275,18 @@ impl Shared {
                 log.path.display()
             ));
         }
-        self.show(stream, writer, prefix, block);
+        self.show(stream, source, prefix, block);
     }
 
-    fn show(&self, stream: Stream, writer: Writer, prefix: &[u8], block: &[u8]) {
+    fn show(&self, stream: Stream, source: Source, prefix: &[u8], block: &[u8]) {
         let broken = &self.broken[stream as usize];
         if broken.load(Ordering::Relaxed) {
             return;
         }
-        let screen = &self.screens[stream as usize];
+        let writer = &self.writers[stream as usize];
         let result = match stream {
-            Stream::Out => screen.write(writer, prefix, block, &mut Patient(io::stdout())),
-            Stream::Err => screen.write(writer, prefix, block, &mut Patient(io::stderr())),
+            Stream::Out => writer.write(source, prefix, block, &mut BlockingWriter(io::stdout())),
+            Stream::Err => writer.write(source, prefix, block, &mut BlockingWriter(io::stderr())),
         };
         let Err(error) = result else { return };
         if broken.swap(true, Ordering::Relaxed) {
@@ -295,12 +295,12 @@ impl Shared {
         if error.kind() == ErrorKind::BrokenPipe {
             let _ = self.notices.send(Notice::OutputClosed);
         } else if stream == Stream::Out {
-            let what = match self.lost_output {
-                LostOutput::GoesOn => "; the job goes on without it",
-                LostOutput::Ends => "",
+            let what = match self.on_output_error {
+                OnOutputError::Continue => "; the job goes on without it",
+                OnOutputError::EndJob => "",
             };
             self.note(&format!("standard output cannot be written: {error}{what}"));
-            if self.lost_output == LostOutput::Ends {
+            if self.on_output_error == OnOutputError::EndJob {
                 self.lost.store(true, Ordering::Release);
                 let _ = self.notices.send(Notice::OutputClosed);
             }
@@ -314,7 +314,7 @@ impl Shared {
             block.push_str(line);
             block.push('\n');
         }
-        self.show(Stream::Err, Writer::Launcher, b"", block.as_bytes());
+        self.show(Stream::Err, Source::Launcher, b"", block.as_bytes());
     }
 
     fn prefix_of(&self, rank: usize, stream: Stream) -> Vec<u8> {
@@ -330,93 +330,17 @@ impl Shared {
     }
 }
 
-#[derive(Debug)]
-struct Log {
-    path: PathBuf,
-    file: Mutex<File>,
-    broken: AtomicBool,
-}
-
-/// A writer that waits where a non-blocking target is full.
-struct Patient<W>(W);
-
-impl<W: Write + std::os::fd::AsFd> Write for Patient<W> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        loop {
-            match self.0.write(bytes) {
-                Err(error) if error.kind() == ErrorKind::WouldBlock => self.wait()?,
-                result => return result,
-            }
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        loop {
-            match self.0.flush() {
-                Err(error) if error.kind() == ErrorKind::WouldBlock => self.wait()?,
-                result => return result,
-            }
-        }
-    }
-}
-
-impl<W: Write + std::os::fd::AsFd> Patient<W> {
-    fn wait(&self) -> io::Result<()> {
-        use rustix::event::{PollFd, PollFlags, poll};
-        match poll(&mut [PollFd::new(&self.0, PollFlags::OUT)], None) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(error) => Err(error.into()),
-        }
-    }
-}
-
-fn open_logs(dir: &Path, size: usize, restart: u64) -> Result<Vec<Log>> {
-    std::fs::create_dir_all(dir).map_err(|error| {
-        Error::usage(format!(
-            "--log-dir {}: the folder cannot be made; name one that can be written",
-            dir.display()
-        ))
-        .with_source(error)
-    })?;
-    (0..size)
-        .map(|rank| {
-            let path = dir.join(match restart {
-                0 => format!("rank-{rank}.log"),
-                _ => format!("rank-{rank}.restart-{restart}.log"),
-            });
-            // Opening a pipe would wait for its other end.
-            if std::fs::metadata(&path).is_ok_and(|found| !found.is_file()) {
-                return Err(Error::usage(format!(
-                    "--log-dir: {} is there and no plain file; name another folder",
-                    path.display()
-                )));
-            }
-            let file = File::create(&path).map_err(|error| {
-                let message = format!(
-                    "--log-dir: {} cannot be written; name another folder",
-                    path.display()
-                );
-                Error::usage(message).with_source(error)
-            })?;
-            Ok(Log {
-                path,
-                file: Mutex::new(file),
-                broken: AtomicBool::new(false),
-            })
-        })
-        .collect()
-}
-
-fn parting(terminal: bool) -> Parting {
+fn separator(terminal: bool) -> Separator {
     if terminal && !is_dumb() {
-        Parting::Erase
+        Separator::Erase
     } else {
-        Parting::Newline
+        Separator::Newline
     }
 }
 
-fn colours_wanted() -> bool {
-    accelerator_collective::variable("NO_COLOR").is_none() && !is_dumb()
+/// Whether a stream shows colours: it is a terminal that can, and neither `NO_COLOR` nor `CLICOLOR` says otherwise.
+fn is_coloured(stream: &impl anstream::stream::RawStream) -> bool {
+    anstream::AutoStream::choice(stream) != anstream::ColorChoice::Never
 }
 
 fn is_dumb() -> bool {

@@ -78,7 +78,7 @@ impl Tail {
     }
 }
 
-/// Of a rank's last lines, the one that says most: the first of a panic's message, or the last one.
+/// The most informative of a rank's last lines: the first of a panic's message, or the last one.
 pub(crate) fn headline(lines: &[String]) -> Option<&String> {
     let panic = lines.iter().rposition(|line| is_panic(line));
     panic
@@ -109,19 +109,7 @@ fn plain(line: &[u8]) -> String {
     let text = String::from_utf8_lossy(line);
     let text = text.trim_end();
     let shown = text.rsplit('\r').next().unwrap_or(text);
-    let mut out = String::with_capacity(shown.len());
-    let mut characters = shown.chars().peekable();
-    while let Some(character) = characters.next() {
-        if character == '\x1b' {
-            // A control sequence runs from "[" to a letter.
-            if characters.next_if_eq(&'[').is_some() {
-                let _ = characters.by_ref().find(|c| ('@'..='~').contains(c));
-            }
-        } else if character == '\t' || !character.is_control() {
-            out.push(character);
-        }
-    }
-    out
+    anstream::adapter::strip_str(shown).to_string()
 }
 
 #[cfg(test)]
@@ -185,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn the_line_that_says_most_is_the_first_of_a_panic() {
+    fn the_headline_is_the_first_line_of_a_panic() {
         let said =
             |text: &str| headline(&text.lines().map(str::to_owned).collect::<Vec<_>>()).cloned();
         let panic = "thread 'main' (71) panicked at src/main.rs:3:5:\nassertion `left == right` failed: \

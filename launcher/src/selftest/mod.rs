@@ -1,14 +1,13 @@
 //! `accel-launch test`: whether this installation works on this machine.
 //!
 //! Every stage runs in processes of this very program (`rank/`), so that none can hang or crash
-//! the test; this side starts them, listens, and judges (`stage.rs`). Nothing of a stage outlives
-//! it: its processes are ended with it, whatever became of them.
+//! the test. This side starts them, reads their output and checks it (`stage.rs`). The processes of a stage end with
+//! it, however it went.
 
 mod chaos;
-mod lives;
 mod rank;
 mod ranks;
-mod report;
+mod results;
 mod stage;
 mod timing;
 
@@ -21,22 +20,22 @@ use clap::Args;
 
 use crate::error::{Error, Result};
 use crate::text::print;
-use rank::Spoil;
+use rank::Sabotage;
 use ranks::Interrupt;
-use report::{Report, Trouble};
+use results::{StageFailure, TestReport};
 use stage::Stage;
 
-/// Tests this installation: whether ranks meet, compute, share out samples, and notice failures.
+/// Tests this installation: whether ranks connect, compute, divide samples, and detect failures.
 ///
-/// Every stage has a time limit and a verdict of its own. The exit code is 0 when nothing failed
+/// Every stage has a time limit and a result of its own. The exit code is 0 when nothing failed
 /// and 1 otherwise.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct TestArgs {
-    /// How many processes meet.
+    /// How many processes connect.
     #[arg(short = 'n', long, value_name = "N", default_value = "2", value_parser = processes)]
     num_processes: NonZeroUsize,
 
-    /// The port where they meet; 0 takes a free one.
+    /// The port of the store; 0 takes a free one.
     #[arg(long, value_name = "PORT", default_value_t = 0)]
     master_port: u16,
 
@@ -75,15 +74,15 @@ pub(crate) struct TestArgs {
     json: bool,
 
     /// Break a stage on purpose, to see that the test notices.
-    #[arg(long, value_name = "STAGE:HOW", hide = true, value_parser = sabotage)]
-    r#break: Option<(Stage, Spoil)>,
+    #[arg(long, value_name = "STAGE:HOW", hide = true, value_parser = parse_sabotage)]
+    r#break: Option<(Stage, Sabotage)>,
 
     /// Break the training of --chaos on purpose.
-    #[arg(long, value_name = "HOW", hide = true, value_parser = chaos::sabotage)]
-    break_chaos: Option<Spoil>,
+    #[arg(long, value_name = "HOW", hide = true, value_parser = chaos::parse_sabotage)]
+    break_chaos: Option<Sabotage>,
 }
 
-/// What a rank of the self-test is told.
+/// Arguments of a rank of the self-test.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct RankArgs {
     /// What it is to do.
@@ -101,9 +100,9 @@ pub(crate) struct RankArgs {
     #[arg(long)]
     folder: Option<PathBuf>,
 
-    /// How it fails, on purpose.
+    /// How it fails on purpose.
     #[arg(long)]
-    spoil: Option<Spoil>,
+    sabotage: Option<Sabotage>,
 }
 
 /// Runs the test.
@@ -118,21 +117,21 @@ pub(crate) fn run(arguments: &TestArgs) -> Result<ExitCode> {
         arguments: arguments.clone(),
     };
     let started = Instant::now();
-    let mut report = Report::new(arguments.num_processes);
+    let mut report = TestReport::new(arguments.num_processes);
     if arguments.chaos {
         if !chaos::run(&context, &mut report)? {
             return interrupted(context.interrupt.signal().unwrap_or_default());
         }
         return conclude(report, started, arguments);
     }
-    let mut they_meet = true;
+    let mut can_connect = true;
     for stage in Stage::chosen(&arguments.stage) {
         let began = Instant::now();
-        let outcome = match stage.needs_a_meeting() && !they_meet {
+        let outcome = match stage.needs_rendezvous() && !can_connect {
             false => stage.run(&context),
-            true => Err(Trouble::Skipped("the processes did not meet".into())),
+            true => Err(StageFailure::Skipped("the processes did not meet".into())),
         };
-        they_meet &= stage != Stage::Rendezvous || outcome.is_ok();
+        can_connect &= stage != Stage::Rendezvous || outcome.is_ok();
         if let Some(signal) = context.interrupt.signal() {
             return interrupted(signal);
         }
@@ -156,7 +155,7 @@ pub(crate) fn run(arguments: &TestArgs) -> Result<ExitCode> {
     conclude(report, started, arguments)
 }
 
-/// Is a rank of the test; the exit code says how it went, and its output what it saw.
+/// Runs a rank of the test; the exit code is its result, and its output what it found.
 pub(crate) fn rank(arguments: &RankArgs) -> ExitCode {
     rank::run(arguments)
 }
@@ -171,9 +170,9 @@ struct Context {
 
 impl Context {
     /// How the first rank of this stage is to fail.
-    fn spoil(&self, stage: Stage) -> Option<Spoil> {
-        let (broken, spoil) = self.arguments.r#break?;
-        (broken == stage).then_some(spoil)
+    fn sabotage(&self, stage: Stage) -> Option<Sabotage> {
+        let (broken, sabotage) = self.arguments.r#break?;
+        (broken == stage).then_some(sabotage)
     }
 
     fn show(&self, line: &str) -> Result<()> {
@@ -184,7 +183,7 @@ impl Context {
     }
 }
 
-fn conclude(mut report: Report, started: Instant, arguments: &TestArgs) -> Result<ExitCode> {
+fn conclude(mut report: TestReport, started: Instant, arguments: &TestArgs) -> Result<ExitCode> {
     report.seconds = started.elapsed().as_secs_f64();
     match arguments.json {
         true => print(&report.to_json())?,
@@ -227,11 +226,11 @@ fn minutes(text: &str) -> std::result::Result<Duration, String> {
     }
 }
 
-fn sabotage(text: &str) -> std::result::Result<(Stage, Spoil), String> {
+fn parse_sabotage(text: &str) -> std::result::Result<(Stage, Sabotage), String> {
     use clap::ValueEnum;
     let (stage, how) = text.split_once(':').unwrap_or((text, "wrong"));
     Ok((
         Stage::from_str(stage, false)?,
-        <Spoil as ValueEnum>::from_str(how, false)?,
+        <Sabotage as ValueEnum>::from_str(how, false)?,
     ))
 }

@@ -1,4 +1,4 @@
-//! Ranks that are processes of this program, and what is heard of them.
+//! Ranks as processes of this program, and their output.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -16,28 +16,29 @@ use rustix::process::Pid;
 use signal_hook::consts::signal::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
 use super::Context;
-use super::rank::{Spoil, Task};
-use super::report::Trouble;
+use super::rank::{Sabotage, Task};
+use super::results::StageFailure;
 use crate::error::{Error, Result, chain};
-use crate::job::End;
-use crate::spawn::{Process, wait_for_end};
+use crate::supervisor::job::End;
+use crate::supervisor::process::{Process, wait_for_end};
+use crate::supervisor::spawner::RankProcess;
 
 /// Running processes of one stage. Dropped, they are killed, with their process groups.
 #[derive(Debug)]
-pub(super) struct Ranks {
+pub(super) struct RankProcesses {
     // In this order: the processes end before the store does.
     processes: Vec<Process>,
     _store: Option<StoreServer>,
-    events: Receiver<Event>,
+    events: Receiver<RankEvent>,
     interrupt: Interrupt,
     deadline: Instant,
     limit: Duration,
     running: Vec<bool>,
 }
 
-/// What is heard of a rank.
+/// Output or end of a rank.
 #[derive(Debug)]
-pub(super) enum Event {
+pub(super) enum RankEvent {
     /// A line of its standard output.
     Line {
         rank: usize,
@@ -54,21 +55,21 @@ pub(super) enum Event {
 
 /// What the processes of a stage are to do.
 #[derive(Clone, Debug)]
-pub(super) struct Order<'a> {
+pub(super) struct RankSpec<'a> {
     pub(super) task: Task,
     pub(super) processes: usize,
     pub(super) folder: Option<&'a Path>,
-    pub(super) spoil: Option<Spoil>,
+    pub(super) sabotage: Option<Sabotage>,
     pub(super) variables: &'a [(&'a str, &'a str)],
 }
 
-impl Ranks {
-    /// Starts the processes, and the store where they meet.
+impl RankProcesses {
+    /// Starts the processes and their store.
     pub(super) fn start(
         context: &Context,
-        order: &Order<'_>,
-    ) -> std::result::Result<Self, Trouble> {
-        let world_size = order.processes;
+        spec: &RankSpec<'_>,
+    ) -> std::result::Result<Self, StageFailure> {
+        let world_size = spec.processes;
         let store = match world_size {
             1 => None,
             _ => Some(store(context, world_size)?),
@@ -86,25 +87,25 @@ impl Ranks {
         };
         for rank in 0..world_size {
             let mut command = command(&context.program);
-            command.arg("__rank").arg(order.task.name());
+            command.arg("__rank").arg(spec.task.name());
             command.args(["--limit", &limit.as_secs_f64().to_string()]);
             let threads = context.arguments.num_processes;
             command.args(["--threads", &threads.to_string()]);
-            if let Some(folder) = order.folder {
+            if let Some(folder) = spec.folder {
                 command.arg("--folder").arg(folder);
             }
-            if let Some(spoil) = order.spoil.filter(|_| rank == 0) {
-                command.args(["--spoil", spoil.name()]);
+            if let Some(sabotage) = spec.sabotage.filter(|_| rank == 0) {
+                command.args(["--sabotage", sabotage.name()]);
             }
             if let Some(store) = &ranks._store {
                 command.envs(place(rank, world_size, store.local_addr().port()));
             }
-            command.envs(order.variables.iter().copied());
+            command.envs(spec.variables.iter().copied());
             let mut process = Process::spawn(&mut command).map_err(|error| {
-                Trouble::Failed(format!("rank {rank} cannot be started: {error}"))
+                StageFailure::Failed(format!("rank {rank} cannot be started: {error}"))
             })?;
             listen(rank, &mut process, sender.clone())
-                .map_err(|error| Trouble::Failed(chain(&error)))?;
+                .map_err(|error| StageFailure::Failed(chain(&error)))?;
             ranks.processes.push(process);
         }
         Ok(ranks)
@@ -112,23 +113,22 @@ impl Ranks {
 
     /// The process id of a rank.
     pub(super) fn pid(&self, rank: usize) -> Pid {
-        self.processes[rank].pid()
+        self.processes[rank].id()
     }
 
-    /// What is heard next, within the limit of the stage.
+    /// The next event, within the limit of the stage.
     ///
     /// # Errors
-    /// A verdict, when nothing was heard in time; also when the test is interrupted, where no
-    /// verdict is shown.
-    pub(super) fn next(&mut self) -> std::result::Result<Event, Trouble> {
+    /// When nothing arrived in time, or the test was interrupted.
+    pub(super) fn next(&mut self) -> std::result::Result<RankEvent, StageFailure> {
         loop {
             if self.interrupt.signal().is_some() {
-                return Err(Trouble::TimedOut("interrupted".into()));
+                return Err(StageFailure::TimedOut("interrupted".into()));
             }
             let left = self.deadline.saturating_duration_since(Instant::now());
             match self.events.recv_timeout(left.min(TICK)) {
                 Ok(event) => {
-                    if let Event::Ended { rank, .. } = &event {
+                    if let RankEvent::Ended { rank, .. } = &event {
                         self.running[*rank] = false;
                     }
                     return Ok(event);
@@ -136,31 +136,31 @@ impl Ranks {
                 Err(RecvTimeoutError::Timeout) if !left.is_zero() => {}
                 Err(RecvTimeoutError::Timeout) => return Err(self.late()),
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Trouble::Failed("the ranks ended early".into()));
+                    return Err(StageFailure::Failed("the ranks ended early".into()));
                 }
             }
         }
     }
 
-    /// Sees all ranks through; gives what rank 0 said last.
-    pub(super) fn finish(mut self) -> std::result::Result<String, Trouble> {
+    /// Waits until all ranks have ended; returns the last line of rank 0.
+    pub(super) fn finish(mut self) -> std::result::Result<String, StageFailure> {
         let mut said = String::new();
         while self.running.contains(&true) {
             match self.next()? {
-                Event::Line { rank: 0, text, .. } => said = text,
-                Event::Line { .. } => {}
-                Event::Ended { rank, end, words } => expect_success(rank, end, &words)?,
+                RankEvent::Line { rank: 0, text, .. } => said = text,
+                RankEvent::Line { .. } => {}
+                RankEvent::Ended { rank, end, words } => expect_success(rank, end, &words)?,
             }
         }
         Ok(said)
     }
 
-    fn late(&self) -> Trouble {
+    fn late(&self) -> StageFailure {
         let late: Vec<String> = (0..self.running.len())
             .filter(|rank| self.running[*rank])
             .map(|rank| format!("rank {rank} (process {})", self.pid(rank).as_raw_pid()))
             .collect();
-        Trouble::TimedOut(format!(
+        StageFailure::TimedOut(format!(
             "no end within {} s: waited for {}",
             self.limit.as_secs_f64(),
             late.join(", ")
@@ -168,17 +168,17 @@ impl Ranks {
     }
 }
 
-/// A failed rank's last words are the verdict.
+/// The last lines of a failed rank are the result.
 pub(super) fn expect_success(
     rank: usize,
     end: End,
     words: &str,
-) -> std::result::Result<(), Trouble> {
+) -> std::result::Result<(), StageFailure> {
     if end == End::Code(0) {
         return Ok(());
     }
     let colon = if words.is_empty() { "" } else { ": " };
-    Err(Trouble::Failed(format!(
+    Err(StageFailure::Failed(format!(
         "rank {rank} ended with {end}{colon}{words}"
     )))
 }
@@ -198,29 +198,29 @@ pub(super) fn command(program: &Path) -> Command {
     command
 }
 
-/// Reads what a process says until it ends, each process on threads of its own.
+/// Reads the output of a process until it ends, on threads of its own.
 ///
 /// # Errors
 /// When a thread cannot be started.
-pub(super) fn listen(rank: usize, process: &mut Process, events: Sender<Event>) -> Result<()> {
+pub(super) fn listen(rank: usize, process: &mut Process, events: Sender<RankEvent>) -> Result<()> {
     let (stdout, stderr) = (process.take_stdout(), process.take_stderr());
-    let pid = process.pid();
+    let pid = process.id();
     let words = thread::Builder::new()
         .spawn(move || stderr.map(last_words).unwrap_or_default())
         .map_err(no_thread)?;
     let read = move || {
-        // A reader that is gone has its verdict already.
+        // The stage may have ended already.
         for line in stdout
             .into_iter()
             .flat_map(|pipe| BufReader::new(pipe).lines())
         {
             let Ok(text) = line else { break };
             let at = Instant::now();
-            let _ = events.send(Event::Line { rank, text, at });
+            let _ = events.send(RankEvent::Line { rank, text, at });
         }
         let words = words.join().unwrap_or_default();
         if let Ok(end) = wait_for_end(pid) {
-            let _ = events.send(Event::Ended { rank, end, words });
+            let _ = events.send(RankEvent::Ended { rank, end, words });
         }
     };
     thread::Builder::new().spawn(read).map_err(no_thread)?;
@@ -256,11 +256,11 @@ impl Interrupt {
     }
 }
 
-fn store(context: &Context, world_size: usize) -> std::result::Result<StoreServer, Trouble> {
+fn store(context: &Context, world_size: usize) -> std::result::Result<StoreServer, StageFailure> {
     let port = context.arguments.master_port;
     let options = StoreOptions::new(world_size).with_job(JOB);
     StoreServer::bind_with(("127.0.0.1", port), options).map_err(|error| {
-        Trouble::Failed(match error.is_address_in_use() {
+        StageFailure::Failed(match error.is_address_in_use() {
             true => format!(
                 "port {port} of 127.0.0.1 is taken; leave --master-port out to take a free one"
             ),
@@ -291,11 +291,11 @@ fn is_of_a_launch(name: &OsString) -> bool {
             .any(|prefix| name.starts_with(prefix))
 }
 
-/// The last lines of what a rank said, in one.
+/// The last lines of a stream, joined.
 fn last_words(pipe: File) -> String {
     let mut bytes = Vec::new();
     let mut pipe = BufReader::new(pipe);
-    // What follows is read away, so that nobody waits for room in the pipe.
+    // The rest is read and dropped, so that the process does not block on a full pipe.
     let _ = (&mut pipe).take(MOST_WORDS).read_to_end(&mut bytes);
     let _ = std::io::copy(&mut pipe, &mut std::io::sink());
     let text = String::from_utf8_lossy(&bytes);
@@ -311,7 +311,7 @@ fn no_thread(error: std::io::Error) -> Error {
 /// How long a signal may wait to be seen.
 const TICK: Duration = Duration::from_millis(50);
 
-/// How much of a rank's complaints is kept.
+/// How much of a rank's standard error is kept.
 const MOST_WORDS: u64 = 64 * 1024;
 
 const JOB: &str = "self-test";

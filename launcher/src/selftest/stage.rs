@@ -1,4 +1,4 @@
-//! The stages: what each is to show, and how it is judged.
+//! The stages of the test and their checks.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -8,10 +8,10 @@ use rustix::process::{Signal, kill_process};
 
 use super::Context;
 use super::rank::{Loss, Task};
-use super::ranks::{Event, Order, Ranks, expect_success};
-use super::report::{Outcome, Trouble};
+use super::ranks::{RankEvent, RankProcesses, RankSpec, expect_success};
+use super::results::{StageFailure, StageResult};
 
-/// One thing to be shown.
+/// One stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum Stage {
     /// The processes find one another.
@@ -55,87 +55,94 @@ impl Stage {
         }
     }
 
-    /// Whether it can only show something where the processes find one another.
-    pub(super) fn needs_a_meeting(self) -> bool {
+    /// Whether it needs ranks that can connect.
+    pub(super) fn needs_rendezvous(self) -> bool {
         matches!(
             self,
             Self::Shm | Self::Tcp | Self::Training | Self::Death | Self::Silence
         )
     }
 
-    /// Runs the stage to its verdict, within the limit.
-    pub(super) fn run(self, context: &Context) -> Outcome {
+    /// Runs the stage within the limit.
+    pub(super) fn run(self, context: &Context) -> StageResult {
         match self {
-            Self::Rendezvous => self.together(context, Task::Rendezvous, &[]),
-            Self::Threads => self.alone(context, Task::Threads, None),
+            Self::Rendezvous => self.run_ranks(context, Task::Rendezvous, &[]),
+            Self::Threads => self.run_one(context, Task::Threads, None),
             Self::Shm => self.share_memory(context),
-            Self::Tcp => self.together(context, Task::Collectives, &[("ACCEL_TRANSPORT", "tcp")]),
-            Self::Plan => self.alone(context, Task::Plan, None),
-            Self::Training => self.together(context, Task::Training, &[]),
-            Self::Death => self.lose(context, Signal::KILL, "killed", DEATH),
-            Self::Silence => self.lose(context, Signal::STOP, "stopped", LIVENESS + SILENCE),
+            Self::Tcp => self.run_ranks(context, Task::Collectives, &[("ACCEL_TRANSPORT", "tcp")]),
+            Self::Plan => self.run_one(context, Task::Plan, None),
+            Self::Training => self.run_ranks(context, Task::Training, &[]),
+            Self::Death => self.lose_rank(context, Signal::KILL, "killed", DEATH_WITHIN),
+            Self::Silence => {
+                self.lose_rank(context, Signal::STOP, "stopped", LIVENESS + SILENCE_SLACK)
+            }
             Self::Checkpoint => {
                 let folder = tempfile::Builder::new()
                     .prefix("accel-launch-test-")
                     .tempdir()
                     .map_err(|error| {
-                        Trouble::Failed(format!("no temporary folder can be made: {error}"))
+                        StageFailure::Failed(format!("no temporary folder can be made: {error}"))
                     })?;
-                self.alone(context, Task::Checkpoint, Some(folder.path()))
+                self.run_one(context, Task::Checkpoint, Some(folder.path()))
             }
         }
     }
 
     /// Where processes cannot share memory, they train over connections; that is no failure.
-    fn share_memory(self, context: &Context) -> Outcome {
+    fn share_memory(self, context: &Context) -> StageResult {
         let variables = [("ACCEL_TRANSPORT", "shm")];
-        match self.together(context, Task::Collectives, &variables) {
-            Err(Trouble::Failed(text)) => Err(match text.split_once(NO_MEMORY) {
+        match self.run_ranks(context, Task::Collectives, &variables) {
+            Err(StageFailure::Failed(text)) => Err(match text.split_once(NO_MEMORY) {
                 Some((_, why)) => {
                     let why = why.split_once("; ask for").map_or(why, |(why, _)| why);
-                    Trouble::Skipped(why.to_owned())
+                    StageFailure::Skipped(why.to_owned())
                 }
-                None => Trouble::Failed(text),
+                None => StageFailure::Failed(text),
             }),
             outcome => outcome,
         }
     }
 
-    fn together(self, context: &Context, task: Task, variables: &[(&str, &str)]) -> Outcome {
-        let order = Order {
+    fn run_ranks(self, context: &Context, task: Task, variables: &[(&str, &str)]) -> StageResult {
+        let spec = RankSpec {
             processes: context.arguments.num_processes.get(),
             variables,
-            ..self.order(context, task)
+            ..self.spec(context, task)
         };
-        Ranks::start(context, &order)?.finish()
+        RankProcesses::start(context, &spec)?.finish()
     }
 
-    fn alone(self, context: &Context, task: Task, folder: Option<&Path>) -> Outcome {
-        let order = Order {
+    fn run_one(self, context: &Context, task: Task, folder: Option<&Path>) -> StageResult {
+        let spec = RankSpec {
             folder,
-            ..self.order(context, task)
+            ..self.spec(context, task)
         };
-        Ranks::start(context, &order)?.finish()
+        RankProcesses::start(context, &spec)?.finish()
     }
 
-    /// Sends `signal` to the last rank in the midst of all-reduces; all others must say in time
-    /// whom they lost.
-    fn lose(self, context: &Context, signal: Signal, what: &str, within: Duration) -> Outcome {
+    /// Sends `signal` to the last rank during all-reduces; all others must name it in time.
+    fn lose_rank(
+        self,
+        context: &Context,
+        signal: Signal,
+        what: &str,
+        within: Duration,
+    ) -> StageResult {
         let world_size = context.arguments.num_processes.get();
         let liveness = LIVENESS.as_secs_f64().to_string();
-        let order = Order {
+        let spec = RankSpec {
             processes: world_size,
             variables: &[("ACCEL_LIVENESS_TIMEOUT", &liveness)],
-            ..self.order(context, Task::Reduce)
+            ..self.spec(context, Task::Reduce)
         };
-        let mut ranks = Ranks::start(context, &order)?;
+        let mut ranks = RankProcesses::start(context, &spec)?;
         let mut ready = 0;
         while ready < world_size {
             match ranks.next()? {
-                Event::Line { .. } => ready += 1,
-                Event::Ended { rank, end, words } => {
+                RankEvent::Line { .. } => ready += 1,
+                RankEvent::Ended { rank, end, words } => {
                     expect_success(rank, end, &words)?;
-                    return Err(Trouble::Failed(format!(
+                    return Err(StageFailure::Failed(format!(
                         "rank {rank} ended before anything happened to it"
                     )));
                 }
@@ -143,25 +150,26 @@ impl Stage {
         }
         let victim = world_size - 1;
         let pid = ranks.pid(victim);
-        kill_process(pid, signal)
-            .map_err(|error| Trouble::Failed(format!("rank {victim} cannot be {what}: {error}")))?;
+        kill_process(pid, signal).map_err(|error| {
+            StageFailure::Failed(format!("rank {victim} cannot be {what}: {error}"))
+        })?;
         let struck = Instant::now();
         let mut slowest = Duration::ZERO;
         let mut named = 0;
         while named < victim {
             let (rank, text, at) = match ranks.next()? {
-                Event::Line { rank, text, at } if rank != victim => (rank, text, at),
-                Event::Ended { rank, end, words } if rank != victim => {
+                RankEvent::Line { rank, text, at } if rank != victim => (rank, text, at),
+                RankEvent::Ended { rank, end, words } if rank != victim => {
                     expect_success(rank, end, &words)?;
                     continue;
                 }
                 _ => continue,
             };
             let loss = Loss::parse(&text).ok_or_else(|| {
-                Trouble::Failed(format!("rank {rank} said what makes no sense: {text}"))
+                StageFailure::Failed(format!("rank {rank} said what makes no sense: {text}"))
             })?;
             if !loss.names(victim, pid.as_raw_pid()) {
-                return Err(Trouble::Failed(format!(
+                return Err(StageFailure::Failed(format!(
                     "rank {victim} (process {}) was {what}, but rank {rank} named {:?} and said: {}",
                     pid.as_raw_pid(),
                     loss.ranks,
@@ -173,7 +181,7 @@ impl Stage {
         }
         let took = format!("{:.0} ms", slowest.as_secs_f64() * 1e3);
         if slowest > within {
-            return Err(Trouble::Failed(format!(
+            return Err(StageFailure::Failed(format!(
                 "rank {victim} was {what} and was named after {took}; expected within {} s",
                 within.as_secs_f64()
             )));
@@ -181,12 +189,12 @@ impl Stage {
         Ok(format!("named with its process id after {took}"))
     }
 
-    fn order<'a>(self, context: &Context, task: Task) -> Order<'a> {
-        Order {
+    fn spec<'a>(self, context: &Context, task: Task) -> RankSpec<'a> {
+        RankSpec {
             task,
             processes: 1,
             folder: None,
-            spoil: context.spoil(self),
+            sabotage: context.sabotage(self),
             variables: &[],
         }
     }
@@ -196,10 +204,10 @@ impl Stage {
 const NO_MEMORY: &str = "the transport `shm` was asked for, but ";
 
 /// How soon a death must be known.
-const DEATH: Duration = Duration::from_secs(1);
+const DEATH_WITHIN: Duration = Duration::from_secs(1);
 
 /// The liveness timeout of the stage with a stopped rank.
 const LIVENESS: Duration = Duration::from_secs(1);
 
 /// How much later than that silence must be known.
-const SILENCE: Duration = Duration::from_secs(1);
+const SILENCE_SLACK: Duration = Duration::from_secs(1);

@@ -6,21 +6,22 @@ use std::time::{Duration, Instant};
 
 use super::Context;
 use super::rank::Task;
-use super::ranks::{Event, command, expect_success, listen};
-use super::report::Trouble;
+use super::ranks::{RankEvent, command, expect_success, listen};
+use super::results::StageFailure;
 use crate::error::chain;
-use crate::spawn::Process;
+use crate::supervisor::process::Process;
+use crate::supervisor::spawner::RankProcess;
 
 /// From the start of `accel-launch` to the end of the first all-reduce on rank 0, as seen from
 /// outside.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Times {
+pub(super) struct LaunchTimes {
     pub(super) median: Duration,
     pub(super) min: Duration,
     pub(super) max: Duration,
 }
 
-impl fmt::Display for Times {
+impl fmt::Display for LaunchTimes {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         write!(
@@ -34,22 +35,22 @@ impl fmt::Display for Times {
 }
 
 /// Launches as a user does, again and again.
-pub(super) fn measure(context: &Context) -> Result<Times, Trouble> {
+pub(super) fn measure(context: &Context) -> Result<LaunchTimes, StageFailure> {
     let mut times = (0..RUNS)
         .map(|_| once(context))
         .collect::<Result<Vec<_>, _>>()?;
     times.sort_unstable();
     let middle = RUNS / 2;
-    Ok(Times {
+    Ok(LaunchTimes {
         median: (times[middle - 1] + times[middle]) / 2,
         min: times[0],
         max: times[RUNS - 1],
     })
 }
 
-fn once(context: &Context) -> Result<Duration, Trouble> {
+fn once(context: &Context) -> Result<Duration, StageFailure> {
     let failed = |what: &str, error: &dyn std::error::Error| {
-        Trouble::Failed(format!("{what}: {}", chain(error)))
+        StageFailure::Failed(format!("{what}: {}", chain(error)))
     };
     let limit = context.arguments.limit;
     let mut command = command(&context.program);
@@ -66,21 +67,21 @@ fn once(context: &Context) -> Result<Duration, Trouble> {
     let mut first = None;
     loop {
         if context.interrupt.signal().is_some() {
-            return Err(Trouble::TimedOut("interrupted".into()));
+            return Err(StageFailure::TimedOut("interrupted".into()));
         }
         match events.recv_timeout(Duration::from_millis(50)) {
-            Ok(Event::Line { at, .. }) => first = first.or(Some(at)),
-            Ok(Event::Ended { end, words, .. }) => {
+            Ok(RankEvent::Line { at, .. }) => first = first.or(Some(at)),
+            Ok(RankEvent::Ended { end, words, .. }) => {
                 expect_success(0, end, &words)?;
                 process.reap();
                 return match first {
                     Some(at) => Ok(at.saturating_duration_since(started)),
-                    None => Err(Trouble::Failed("rank 0 said nothing".into())),
+                    None => Err(StageFailure::Failed("rank 0 said nothing".into())),
                 };
             }
             Err(_) if started.elapsed() < limit => {}
             Err(_) => {
-                return Err(Trouble::TimedOut(format!(
+                return Err(StageFailure::TimedOut(format!(
                     "a launch of {} processes did not end within {} s",
                     context.arguments.num_processes,
                     limit.as_secs_f64()

@@ -16,13 +16,14 @@ use std::path::Path;
 use self::items::Item;
 use self::modules::Modules;
 
-const CRATES: [&str; 6] = [
+const CRATES: [&str; 7] = [
     "accelerator",
     "accelerator/plan",
     "accelerator/collective",
     "accelerator/manifest",
     "accelerator/nccl",
     "accelerator/fault",
+    "accelerator/env",
 ];
 
 #[test]

@@ -135,7 +135,10 @@ impl Modules {
         if let Some(import) = named {
             return self.resolve(at, &import.path);
         }
-        let globs = imports.iter().filter(|import| import.name.is_none());
+        // `table` of `use table::*` itself is not looked up behind that glob.
+        let globs = imports.iter().filter(|import| {
+            import.name.is_none() && import.path.first().is_none_or(|first| first != name)
+        });
         globs
             .into_iter()
             .find_map(|glob| match self.resolve(at, &glob.path)? {

@@ -214,7 +214,7 @@ pub enum Security {
 
 impl Security {
     /// The variable that waives security: `1` or `true`; else `0`, `false` or nothing.
-    pub const VARIABLE: &'static str = "ACCEL_INSECURE";
+    pub const VARIABLE: &'static str = accelerator_env::INSECURE.name;
 
     /// Reads the environment of this process.
     ///
@@ -256,12 +256,11 @@ impl Security {
 
 /// Reads the value of a variable that is on or off.
 pub(crate) fn is_on(name: &str, value: &str) -> Result<bool> {
-    match value.trim().to_ascii_lowercase().as_str() {
-        "1" | "true" => Ok(true),
-        "" | "0" | "false" => Ok(false),
-        _ => Err(Error::new(
+    accelerator_env::switch(value).ok_or_else(|| {
+        let expected = accelerator_env::Grammar::Switch;
+        Error::new(
             Kind::Topology,
-            format!("{name} is {value:?}; expected 1 or 0"),
-        )),
-    }
+            format!("{name} is {value:?}; expected {expected}"),
+        )
+    })
 }

@@ -8,13 +8,13 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use accelerator_fault::SaveStage;
 
 use crate::checkpoint::Checkpoint;
-use crate::disk::Disk;
 use crate::error::{Error, Kind, Result};
 use crate::folder::{name_of, point_latest};
-use crate::manifest::{Facts, FileEntry, Manifest, Role};
+use crate::manifest::{FileEntry, Manifest, Metadata, Role};
 use crate::name::{FileName, MANIFEST};
 use crate::staged::{self, Lock};
 use crate::tree;
+use crate::vfs::Vfs;
 
 use writer::Writer;
 
@@ -27,7 +27,7 @@ mod writer;
 ///
 /// ```
 /// # use std::num::NonZeroUsize;
-/// use accelerator_manifest::{Facts, Folder, Role};
+/// use accelerator_manifest::{Metadata, Folder, Role};
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
@@ -39,7 +39,7 @@ mod writer;
 /// std::fs::write(draft.path().join("vocabulary.txt"), "a b c").unwrap();
 /// draft.adopt(Role::Other)?;
 ///
-/// let checkpoint = draft.commit(Facts::new(NonZeroUsize::MIN))?;
+/// let checkpoint = draft.commit(Metadata::new(NonZeroUsize::MIN))?;
 /// assert_eq!(checkpoint.manifest()?.files.len(), 2);
 /// # Ok(())
 /// # }
@@ -99,7 +99,7 @@ impl Draft {
     ///
     /// # Errors
     ///
-    /// What the disk says, what `content` says, and [`Error::is_misuse`] for a name that is taken.
+    /// I/O errors, the error of `content`, and [`Error::is_misuse`] for a name that is taken.
     /// Of the file nothing is left then, and the draft can go on.
     pub fn write<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
         &mut self,
@@ -125,7 +125,7 @@ impl Draft {
     /// # Errors
     ///
     /// [`Error::is_name`] and [`Error::is_misuse`] for names and things that a checkpoint cannot
-    /// have, such as links, and what the disk says.
+    /// have, such as links, and I/O errors.
     pub fn adopt(&mut self, role: Role) -> Result<Vec<FileName>> {
         let mut adopted = Vec::new();
         for name in tree::files_of(self.path())? {
@@ -149,23 +149,23 @@ impl Draft {
     /// [`Error::is_misuse`] for files without an entry ([`adopt`](Self::adopt) them),
     /// [`Error::is_conflict`] where another process was faster with this number, and what the disk
     /// says. The draft is removed then.
-    pub fn commit(mut self, facts: Facts) -> Result<Checkpoint> {
+    pub fn commit(mut self, metadata: Metadata) -> Result<Checkpoint> {
         self.refuse_strangers()?;
         let manifest = Manifest {
             format: Manifest::FORMAT,
             number: self.number,
             created: now(),
             library: env!("CARGO_PKG_VERSION").to_owned(),
-            facts,
+            metadata,
             files: std::mem::take(&mut self.writer.files),
         };
         let writer = &self.writer;
-        let (disk, root) = (&writer.disk, &writer.root);
+        let (vfs, root) = (&writer.vfs, &writer.root);
         let path = root.join(MANIFEST);
         let write = |bytes: &[u8]| {
-            let mut file = disk.create(&path)?;
-            disk.write(&path, &mut file, bytes)?;
-            disk.sync(&path, &file)
+            let mut file = vfs.create(&path)?;
+            vfs.write(&path, &mut file, bytes)?;
+            vfs.sync(&path, &file)
         };
         write(&manifest.to_bytes()?).map_err(|error| Error::io("write", &path, error))?;
         let folders = manifest.files.keys().filter_map(FileName::folder);
@@ -175,7 +175,7 @@ impl Draft {
             .map(|x| root.join(x))
             .chain([root.clone()])
         {
-            disk.sync_folder(&path)
+            vfs.sync_folder(&path)
                 .map_err(|error| Error::io("flush", &path, error))?;
         }
         writer
@@ -183,10 +183,10 @@ impl Draft {
             .map_err(|error| Error::io("write", root, error))?;
 
         let path = self.folder.join(name_of(self.number));
-        disk.rename(root, &path)
+        vfs.rename(root, &path)
             .map_err(|error| self.rename_error(&path, error))?;
         self.state = DraftState::Committed;
-        disk.sync_folder(&self.folder).map_err(|error| {
+        vfs.sync_folder(&self.folder).map_err(|error| {
             let message = format!(
                 "{} is complete, but it is not certain that it survives a power cut: cannot flush \
                  {}: {error}",
@@ -197,34 +197,34 @@ impl Draft {
         })?;
         let hint = writer
             .strike(SaveStage::Renamed)
-            .and_then(|()| point_latest(disk, &self.folder, self.number));
+            .and_then(|()| point_latest(vfs, &self.folder, self.number));
         if let Err(error) = hint {
             tracing::warn!(
                 "{} is complete, but `latest` beside it could not be changed: {error}",
                 path.display()
             );
         }
-        Ok(Checkpoint::committed(path, manifest).told(disk.progress.clone()))
+        Ok(Checkpoint::committed(path, manifest).with_callback(vfs.progress.clone()))
     }
 
-    /// Removes the draft, and says what stood in the way, as dropping it cannot.
+    /// Removes the draft and returns the error, which dropping it cannot.
     ///
     /// # Errors
     ///
-    /// What the disk says.
+    /// I/O errors.
     pub fn abandon(mut self) -> Result<()> {
         self.state = DraftState::Removed;
         let root = self.path();
-        let removed = self.writer.disk.remove_folder(root);
+        let removed = self.writer.vfs.remove_folder(root);
         removed.map_err(|error| Error::io("remove", root, error))
     }
 
     /// `folder` exists; the number is free as far as can be seen.
-    pub(crate) fn begin(folder: &Path, number: u64, rank: usize, disk: Disk) -> Result<Self> {
-        let mut writer = Writer::new(number, rank, disk);
+    pub(crate) fn begin(folder: &Path, number: u64, rank: usize, vfs: Vfs) -> Result<Self> {
+        let mut writer = Writer::new(number, rank, vfs);
         let begin = writer.strike(SaveStage::Begin);
         let (root, lock) = begin
-            .and_then(|()| staged::make(&writer.disk, folder, &name_of(number)))
+            .and_then(|()| staged::make(&writer.vfs, folder, &name_of(number)))
             .map_err(|error| Error::io("write a checkpoint in", folder, error))?;
         writer.root = root;
         Ok(Self {
@@ -274,7 +274,7 @@ impl Draft {
 impl Drop for Draft {
     fn drop(&mut self) {
         if self.state == DraftState::Open
-            && let Err(error) = self.writer.disk.remove_folder(self.path())
+            && let Err(error) = self.writer.vfs.remove_folder(self.path())
         {
             tracing::debug!("cannot remove the draft {}: {error}", self.path().display());
         }

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 
 use accelerator_fault::{Effect, Point, SaveStage, strike};
 
-use crate::disk::Disk;
 use crate::error::{Error, Kind, Result};
 use crate::manifest::{FileEntry, Manifest, Role};
 use crate::name::FileName;
 use crate::tree;
+use crate::vfs::Vfs;
 
 /// Writes files into a folder, and remembers what they are.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub(super) struct Writer {
     pub(super) root: PathBuf,
     number: u64,
     rank: usize,
-    pub(super) disk: Disk,
+    pub(super) vfs: Vfs,
     pub(super) files: BTreeMap<FileName, FileEntry>,
     /// Whether a first write was done in halves.
     halved: bool,
@@ -27,13 +27,13 @@ pub(super) struct Writer {
 
 impl Writer {
     /// `root` is set when the folder is made.
-    pub(super) fn new(number: u64, rank: usize, disk: Disk) -> Self {
+    pub(super) fn new(number: u64, rank: usize, vfs: Vfs) -> Self {
         let files = BTreeMap::new();
         Self {
             root: PathBuf::new(),
             number,
             rank,
-            disk,
+            vfs,
             files,
             halved: false,
         }
@@ -48,7 +48,7 @@ impl Writer {
         self.refuse_taken(name)?;
         if let Some(folder) = name.folder() {
             let path = self.root.join(folder);
-            match self.disk.make_folder(&path) {
+            match self.vfs.make_folder(&path) {
                 Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
                     return Err(Error::io("make the folder", &path, error));
                 }
@@ -57,14 +57,14 @@ impl Writer {
         }
         let path = name.at(&self.root);
         let file = self
-            .disk
+            .vfs
             .create(&path)
             .map_err(|error| Error::io("create", &path, error))?;
         match self.fill(&path, file, role, content) {
             Ok(entry) => Ok(self.files.entry(name.clone()).or_insert(entry)),
             Err(error) => {
                 // The draft is removed with all that is in it at the latest.
-                let _ = self.disk.remove_file(&path);
+                let _ = self.vfs.remove_file(&path);
                 Err(error)
             }
         }
@@ -91,7 +91,7 @@ impl Writer {
         } = sum;
         self.halved = halved;
         let failed = |error: io::Error| Error::io("write", path, error);
-        // First what the disk said: `content` may say it in its own words, or not at all.
+        // The I/O error comes first: `content` may wrap it, or drop it.
         result.map_err(failed)?;
         told.map_err(|error| {
             let error: Box<dyn std::error::Error + Send + Sync> = error.into();
@@ -99,7 +99,7 @@ impl Writer {
             Error::caused(Kind::Io, message, error)
         })?;
         flushed.map_err(failed)?;
-        self.disk.sync(path, &file).map_err(failed)?;
+        self.vfs.sync(path, &file).map_err(failed)?;
         Ok(FileEntry {
             bytes: hash.count(),
             blake3: hash.finalize().into(),
@@ -121,13 +121,13 @@ impl Writer {
                 hash.update(block);
                 let read = block.len();
                 reader.consume(read);
-                self.disk.progress.made();
+                self.vfs.progress.tick();
             }
             Ok(file)
         };
         let file = tree::open_file(&path).and_then(sum_up);
         let file = file.map_err(|error| Error::io("read", &path, error))?;
-        let synced = self.disk.sync(&path, &file);
+        let synced = self.vfs.sync(&path, &file);
         synced.map_err(|error| Error::io("flush", &path, error))?;
         let entry = FileEntry {
             bytes: hash.count(),
@@ -200,13 +200,13 @@ impl<'a> Summing<'a> {
     }
 
     fn put_all(&mut self, bytes: &[u8]) -> io::Result<()> {
-        let disk = &self.writer.disk;
-        disk.write(self.path, &mut self.file, bytes)?;
+        let vfs = &self.writer.vfs;
+        vfs.write(self.path, &mut self.file, bytes)?;
         self.hash.update(bytes);
         // One flush of all of a large file would show no progress for long.
         self.unflushed += bytes.len();
         if self.unflushed >= FLUSHED {
-            disk.sync(self.path, &self.file)?;
+            vfs.sync(self.path, &self.file)?;
             self.unflushed = 0;
         }
         Ok(())
@@ -218,7 +218,7 @@ impl Write for Summing<'_> {
         if self.result.is_err() {
             return Err(io::Error::other("an earlier write to this file failed"));
         }
-        // What is longer comes here again.
+        // A longer slice is written in several calls.
         let bytes = &bytes[..bytes.len().min(BLOCK)];
         match self.put(bytes) {
             Ok(()) => Ok(bytes.len()),

@@ -7,13 +7,13 @@ use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use crate::checkpoint::{Checkpoint, Depth, Verdict};
-use crate::disk::Disk;
+use crate::checkpoint::{Checkpoint, VerifyLevel, VerifyReport};
 use crate::draft::Draft;
 use crate::error::{Error, Kind, Result};
 use crate::progress::Progress;
 use crate::staged::{self, Lock, State};
 use crate::tree::open_file;
+use crate::vfs::Vfs;
 
 pub(crate) use names::{name_of, parse_name, temporary};
 
@@ -30,16 +30,16 @@ mod tests;
 ///
 /// ```
 /// # use std::num::NonZeroUsize;
-/// use accelerator_manifest::{Depth, Facts, Folder};
+/// use accelerator_manifest::{VerifyLevel, Metadata, Folder};
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
 /// let folder = Folder::create(temporary.path().join("runs/a"))?;
 /// assert!(folder.latest_good()?.found.is_none());
 /// for step in [100, 200, 300] {
-///     folder.begin(0)?.commit(Facts { step, ..Facts::new(NonZeroUsize::MIN) })?;
+///     folder.begin(0)?.commit(Metadata { step, ..Metadata::new(NonZeroUsize::MIN) })?;
 /// }
-/// assert_eq!(folder.prune(NonZeroUsize::MIN, Depth::Sizes, &[])?, [1, 2]);
+/// assert_eq!(folder.prune(NonZeroUsize::MIN, VerifyLevel::Sizes, &[])?, [1, 2]);
 /// assert_eq!(folder.latest_good()?.found.map(|x| x.number()), Some(3));
 /// # Ok(())
 /// # }
@@ -49,13 +49,13 @@ mod tests;
 ///
 /// ```
 /// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{Facts, Folder};
+/// use accelerator_manifest::{Metadata, Folder};
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
 /// let folder = Folder::create(temporary.path().join("runs/a"))?;
 /// for step in [100, 200] {
-///     folder.begin(0)?.commit(Facts { step, ..Facts::new(NonZeroUsize::MIN) })?;
+///     folder.begin(0)?.commit(Metadata { step, ..Metadata::new(NonZeroUsize::MIN) })?;
 /// }
 /// let draft = folder.begin(0)?;
 /// assert_eq!(folder.unfinished()?, [draft.path()]);
@@ -71,20 +71,20 @@ mod tests;
 #[derive(Clone, Debug)]
 pub struct Folder {
     path: PathBuf,
-    disk: Disk,
+    vfs: Vfs,
 }
 
 /// The newest good checkpoint, and what was passed over.
 ///
 /// ```
 /// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{Facts, Folder, Search};
+/// use accelerator_manifest::{Metadata, Folder, Search};
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
 /// let folder = Folder::create(temporary.path())?;
 /// for _ in 0..2 {
-///     folder.begin(0)?.commit(Facts::new(NonZeroUsize::MIN))?;
+///     folder.begin(0)?.commit(Metadata::new(NonZeroUsize::MIN))?;
 /// }
 /// std::fs::write(folder.checkpoints()?[1].path().join("manifest.json"), "torn").unwrap();
 ///
@@ -99,7 +99,7 @@ pub struct Search {
     /// The newest one that nothing is wrong with.
     pub found: Option<Checkpoint>,
     /// Newer ones, the newest first, with what is wrong with them.
-    pub rejected: Vec<Verdict>,
+    pub rejected: Vec<VerifyReport>,
 }
 
 impl Folder {
@@ -118,8 +118,8 @@ impl Folder {
         if !metadata.is_dir() {
             return Err(not_a_folder(&path));
         }
-        let disk = Disk::default();
-        Ok(Self { path, disk })
+        let vfs = Vfs::default();
+        Ok(Self { path, vfs })
     }
 
     /// A folder that is made, with those above it, where it does not exist. What is made lasts,
@@ -127,9 +127,9 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// [`Error::is_misuse`] where something else has its name, and what the disk says.
+    /// [`Error::is_misuse`] where something else has its name, and I/O errors.
     pub fn create(path: impl Into<PathBuf>) -> Result<Self> {
-        Self::create_on(Disk::default(), path.into())
+        Self::create_on(Vfs::default(), path.into())
     }
 
     /// The same folder, which calls `progress` after each block of a file that it, its drafts and its
@@ -158,7 +158,7 @@ impl Folder {
         mut self,
         progress: impl Fn() + Send + Sync + UnwindSafe + RefUnwindSafe + 'static,
     ) -> Self {
-        self.disk.progress = Progress::new(progress);
+        self.vfs.progress = Progress::new(progress);
         self
     }
 
@@ -172,14 +172,14 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// What the disk says.
+    /// I/O errors.
     pub fn checkpoints(&self) -> Result<Vec<Checkpoint>> {
         let names = self.names()?;
         let mut numbers: Vec<u64> = names.iter().filter_map(|x| parse_name(x)).collect();
         numbers.sort_unstable();
         let named = |number| {
             let checkpoint = Checkpoint::named(self.path.join(name_of(number)), number);
-            checkpoint.told(self.disk.progress.clone())
+            checkpoint.with_callback(self.vfs.progress.clone())
         };
         Ok(numbers.into_iter().map(named).collect())
     }
@@ -190,18 +190,18 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// What the disk says of the folder itself, and [`Error::is_incompatible`] where a newer
+    /// I/O errors of the folder itself, and [`Error::is_incompatible`] where a newer
     /// version of the library wrote the newest one: going back behind it is for people to decide.
     pub fn latest_good(&self) -> Result<Search> {
         let mut rejected = Vec::new();
         for checkpoint in self.checkpoints()?.into_iter().rev() {
-            let verdict = checkpoint.verify(Depth::Hashes);
-            if verdict.is_good() {
+            let report = checkpoint.verify(VerifyLevel::Hashes);
+            if report.is_good() {
                 let found = Some(checkpoint);
                 return Ok(Search { found, rejected });
             }
-            if let Some(defect) = verdict.defects.iter().find(|x| x.error.is_incompatible()) {
-                let path = verdict.path.display();
+            if let Some(defect) = report.defects.iter().find(|x| x.error.is_incompatible()) {
+                let path = report.path.display();
                 let message = format!("cannot read {path}: {}", defect.error);
                 return Err(Error::caused(
                     Kind::Incompatible,
@@ -209,7 +209,7 @@ impl Folder {
                     defect.error.clone(),
                 ));
             }
-            rejected.push(verdict);
+            rejected.push(report);
         }
         let found = None;
         Ok(Search { found, rejected })
@@ -230,7 +230,7 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// What the disk says, and [`Error::is_misuse`] behind [`Folder::LARGEST`].
+    /// I/O errors, and [`Error::is_misuse`] behind [`Folder::LARGEST`].
     pub fn next_number(&self) -> Result<u64> {
         let last = self.checkpoints()?.last().map_or(0, Checkpoint::number);
         if last >= Self::LARGEST {
@@ -249,11 +249,11 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// What the disk says.
+    /// I/O errors.
     pub fn begin(&self, rank: usize) -> Result<Draft> {
         // First, since the disk may be full of it.
         self.sweep(None)?;
-        let draft = Draft::begin(&self.path, self.next_number()?, rank, self.disk.clone())?;
+        let draft = Draft::begin(&self.path, self.next_number()?, rank, self.vfs.clone())?;
         self.sweep(staged::time_of(draft.path()))?;
         Ok(draft)
     }
@@ -263,7 +263,7 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// What the disk says.
+    /// I/O errors.
     pub fn unfinished(&self) -> Result<Vec<PathBuf>> {
         let names = self.names()?;
         let ours = names.iter().filter(|x| is_leftover(x));
@@ -272,19 +272,24 @@ impl Folder {
 
     /// Removes the oldest good checkpoints until `keep` good ones are left; returns their numbers.
     ///
-    /// Good is what passes a look of this depth; [`Depth::Sizes`] is enough where the newest was
+    /// Good is what passes verification at this level; [`VerifyLevel::Sizes`] is enough where the newest was
     /// just written, and reads no contents. Broken ones do not count and are left alone, as are the
-    /// numbers in `protected`, which count. Where there are no more than `keep`, nothing is looked at.
+    /// numbers in `protected`, which count. Where there are no more than `keep`, nothing is verified.
     ///
     /// # Errors
     ///
-    /// What the disk says.
-    pub fn prune(&self, keep: NonZeroUsize, depth: Depth, protected: &[u64]) -> Result<Vec<u64>> {
+    /// I/O errors.
+    pub fn prune(
+        &self,
+        keep: NonZeroUsize,
+        level: VerifyLevel,
+        protected: &[u64],
+    ) -> Result<Vec<u64>> {
         let mut good = self.checkpoints()?;
         if good.len() <= keep.get() {
             return Ok(Vec::new());
         }
-        good.retain(|x| x.verify(depth).is_good());
+        good.retain(|x| x.verify(level).is_good());
         let mut excess = good.len().saturating_sub(keep.get());
         // The newest good one is out of reach, whatever is protected.
         good.pop();
@@ -308,7 +313,7 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// [`Error::is_misuse`] for a checkpoint of another folder, and what the disk says.
+    /// [`Error::is_misuse`] for a checkpoint of another folder, and I/O errors.
     pub fn remove(&self, checkpoint: &Checkpoint) -> Result<()> {
         let path = checkpoint.path();
         if path.parent() != Some(&*self.path) {
@@ -320,33 +325,33 @@ impl Folder {
         let remove = || {
             // Nobody who sweeps shall take it away meanwhile; without a lock, that is all that happens.
             let _lock = Lock::take(path);
-            self.disk.rename(path, &away)?;
-            self.disk.sync_folder(&self.path)?;
-            self.disk.remove_any(&away)
+            self.vfs.rename(path, &away)?;
+            self.vfs.sync_folder(&self.path)?;
+            self.vfs.remove_any(&away)
         };
         remove().map_err(|error| Error::io("remove", path, error))
     }
 
-    fn create_on(disk: Disk, path: PathBuf) -> Result<Self> {
-        if let Err(error) = make_folders(&disk, &path) {
-            // That something else is there says more than that no folder could be made.
+    fn create_on(vfs: Vfs, path: PathBuf) -> Result<Self> {
+        if let Err(error) = make_folders(&vfs, &path) {
+            // "It is not a folder" says more than "it could not be created".
             if fs::metadata(&path).is_ok_and(|x| !x.is_dir()) {
                 return Err(not_a_folder(&path));
             }
             return Err(Error::io("make the folder of checkpoints", &path, error));
         }
         let folder = Self::open(path)?;
-        Ok(Self { disk, ..folder })
+        Ok(Self { vfs, ..folder })
     }
 
     #[cfg(test)]
-    pub(crate) fn with_disk(self, disk: Disk) -> Self {
-        Self { disk, ..self }
+    pub(crate) fn with_vfs(self, vfs: Vfs) -> Self {
+        Self { vfs, ..self }
     }
 
     /// Removes what processes that are gone have left; what cannot be removed is left.
     fn sweep(&self, now: Option<SystemTime>) -> Result<()> {
-        staged::sweep(&self.disk, &self.path, now, is_ours)
+        staged::sweep(&self.vfs, &self.path, now, is_ours)
             .map_err(|error| Error::io("list", &self.path, error))
     }
 
@@ -357,23 +362,23 @@ impl Folder {
 }
 
 /// Replaces the text file `latest`, all of it or nothing.
-pub(crate) fn point_latest(disk: &Disk, folder: &Path, number: u64) -> io::Result<()> {
+pub(crate) fn point_latest(vfs: &Vfs, folder: &Path, number: u64) -> io::Result<()> {
     let draft = folder.join(temporary(LATEST, State::Partial));
     let replace = || {
-        let mut file = disk.create(&draft)?;
+        let mut file = vfs.create(&draft)?;
         // It is there for a moment; where it is swept before it is locked, this fails.
         let _ = file.try_lock();
-        disk.write(
+        vfs.write(
             &draft,
             &mut file,
             format!("{}\n", name_of(number)).as_bytes(),
         )?;
-        disk.sync(&draft, &file)?;
-        disk.rename(&draft, &folder.join(LATEST))?;
-        disk.sync_folder(folder)
+        vfs.sync(&draft, &file)?;
+        vfs.rename(&draft, &folder.join(LATEST))?;
+        vfs.sync_folder(folder)
     };
     replace().inspect_err(|_| {
-        let _ = disk.remove_file(&draft);
+        let _ = vfs.remove_file(&draft);
     })
 }
 
@@ -381,7 +386,7 @@ pub(crate) const LATEST: &str = "latest";
 
 /// Makes a folder and those above it, from the top down, and flushes the name of each: files are
 /// lost with a folder that has none.
-fn make_folders(disk: &Disk, path: &Path) -> io::Result<()> {
+fn make_folders(vfs: &Vfs, path: &Path) -> io::Result<()> {
     // The empty path has no parent, and is refused when it is opened.
     let Some(parent) = path.parent().filter(|_| !path.is_dir()) else {
         return Ok(());
@@ -391,17 +396,17 @@ fn make_folders(disk: &Disk, path: &Path) -> io::Result<()> {
         other => other,
     };
     if !parent.exists() {
-        make_folders(disk, parent)?;
+        make_folders(vfs, parent)?;
     }
-    match disk.make_folder(path) {
-        // Another process was faster; nobody knows whether it has come to the flush.
+    match vfs.make_folder(path) {
+        // Another process was faster, and may not have flushed it yet.
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => {
-            disk.sync_folder(parent)
+            vfs.sync_folder(parent)
         }
         Err(error) => Err(error),
         // Found by the next try, it would be taken for one that lasts.
-        Ok(()) => disk.sync_folder(parent).inspect_err(|_| {
-            let _ = disk.remove_empty(path);
+        Ok(()) => vfs.sync_folder(parent).inspect_err(|_| {
+            let _ = vfs.remove_empty(path);
         }),
     }
 }

@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use super::Folder;
-use crate::checkpoint::Depth;
-use crate::disk::{Disk, Step};
-use crate::manifest::{Facts, Role};
+use crate::checkpoint::VerifyLevel;
+use crate::manifest::{Metadata, Role};
+use crate::vfs::{Step, Vfs};
 
 /// A disk that loses power before a step, and with it what may be lost then: bytes that were not
 /// flushed, and names in folders that were not.
@@ -29,7 +29,7 @@ enum Change {
 }
 
 impl Machine {
-    fn disk(steps: usize, seed: u64) -> (Disk, Arc<Mutex<Self>>) {
+    fn vfs(steps: usize, seed: u64) -> (Vfs, Arc<Mutex<Self>>) {
         let machine = Arc::new(Mutex::new(Self {
             left: steps,
             seed,
@@ -39,7 +39,7 @@ impl Machine {
         }));
         let inner = Arc::clone(&machine);
         (
-            Disk::hooked(move |step| inner.lock().unwrap().step(step)),
+            Vfs::hooked(move |step| inner.lock().unwrap().step(step)),
             machine,
         )
     }
@@ -143,9 +143,9 @@ fn lose_one(path: &Path) {
 }
 
 /// A disk on which this step fails, 0 first, as one that is full for a moment; all others work.
-fn failing_once(step: i64) -> Disk {
+fn failing_once(step: i64) -> Vfs {
     let left = Mutex::new(step);
-    Disk::hooked(move |_| {
+    Vfs::hooked(move |_| {
         let mut left = left.lock().unwrap();
         *left -= 1;
         if *left == -1 {
@@ -156,7 +156,7 @@ fn failing_once(step: i64) -> Disk {
     })
 }
 
-/// A job that saves four times and keeps two; returns what it was told is saved.
+/// A job that saves four times and keeps two; returns what the commits reported as saved.
 fn job(folder: &Folder) -> crate::Result<u64> {
     let mut saved = 0;
     for step in 1..=4 {
@@ -165,7 +165,7 @@ fn job(folder: &Folder) -> crate::Result<u64> {
             Err(_) => break,
         }
         if folder
-            .prune(NonZeroUsize::new(2).unwrap(), Depth::Hashes, &[])
+            .prune(NonZeroUsize::new(2).unwrap(), VerifyLevel::Hashes, &[])
             .is_err()
         {
             break;
@@ -179,11 +179,11 @@ fn save(folder: &Folder, step: u64) -> crate::Result<u64> {
     for (name, bytes) in content(step) {
         draft.write_bytes(&name.parse()?, Role::Other, &bytes)?;
     }
-    let facts = Facts {
+    let metadata = Metadata {
         step,
-        ..Facts::new(NonZeroUsize::MIN)
+        ..Metadata::new(NonZeroUsize::MIN)
     };
-    Ok(draft.commit(facts)?.number())
+    Ok(draft.commit(metadata)?.number())
 }
 
 fn content(step: u64) -> HashMap<&'static str, Vec<u8>> {
@@ -203,8 +203,8 @@ fn a_power_cut_at_any_step_leaves_the_old_or_the_new_checkpoint() {
         for seed in 0..3 {
             let temporary = tempfile::tempdir().unwrap();
             let path = temporary.path().join("runs/a");
-            let (disk, machine) = Machine::disk(steps, seed);
-            let made = Folder::create_on(disk, path.clone());
+            let (vfs, machine) = Machine::vfs(steps, seed);
+            let made = Folder::create_on(vfs, path.clone());
             let told = made.as_ref().map_or(0, |folder| job(folder).unwrap());
             is_done = !machine.lock().unwrap().is_off;
 
@@ -225,13 +225,13 @@ fn a_power_cut_at_any_step_leaves_the_old_or_the_new_checkpoint() {
                 for (name, bytes) in content(found) {
                     assert_eq!(checkpoint.read(&name.parse().unwrap()).unwrap(), bytes);
                 }
-                assert_eq!(checkpoint.manifest().unwrap().facts.step, found);
+                assert_eq!(checkpoint.manifest().unwrap().metadata.step, found);
             }
             // All that have a name are whole, and the job can go on.
             for checkpoint in folder.checkpoints().unwrap() {
-                let verdict = checkpoint.verify(Depth::Hashes);
-                assert!(verdict.is_good(), "step {steps}, seed {seed}: {verdict}");
-                assert!(verdict.strangers.is_empty());
+                let report = checkpoint.verify(VerifyLevel::Hashes);
+                assert!(report.is_good(), "step {steps}, seed {seed}: {report}");
+                assert!(report.untracked.is_empty());
             }
             assert_eq!(save(&folder, found + 1).unwrap(), found + 1);
             assert_eq!(folder.latest_hint(), Some(found + 1));
@@ -271,7 +271,7 @@ fn the_name_of_a_folder_that_another_process_made_is_flushed() {
     let path = temporary.path().join("a");
     let flushed = Arc::new(Mutex::new(Vec::new()));
     let seen = Arc::clone(&flushed);
-    let disk = Disk::hooked(move |step| {
+    let vfs = Vfs::hooked(move |step| {
         match step {
             Step::MakeFolder(path) => fs::create_dir(path)?,
             Step::SyncFolder(path) => seen.lock().unwrap().push(path.to_path_buf()),
@@ -279,7 +279,7 @@ fn the_name_of_a_folder_that_another_process_made_is_flushed() {
         }
         Ok(())
     });
-    Folder::create_on(disk, path).unwrap();
+    Folder::create_on(vfs, path).unwrap();
     assert_eq!(*flushed.lock().unwrap(), [temporary.path()]);
 }
 
@@ -287,11 +287,11 @@ fn the_name_of_a_folder_that_another_process_made_is_flushed() {
 fn the_parent_of_a_lone_name_is_the_working_folder() {
     let name = format!("no-folder-{}", std::process::id());
     // It fails at the flush, so that nothing is left where the test runs.
-    let disk = Disk::hooked(|step| match step {
+    let vfs = Vfs::hooked(|step| match step {
         Step::SyncFolder(path) => Err(io::Error::other(format!("flush {}", path.display()))),
         _ => Ok(()),
     });
-    let error = Folder::create_on(disk, PathBuf::from(&name)).unwrap_err();
+    let error = Folder::create_on(vfs, PathBuf::from(&name)).unwrap_err();
     assert!(error.to_string().ends_with("flush ."), "{error}");
     assert!(!Path::new(&name).exists());
 }
@@ -302,7 +302,7 @@ fn an_error_at_any_step_removes_the_draft() {
         let temporary = tempfile::tempdir().unwrap();
         save(&Folder::open(temporary.path()).unwrap(), 1).unwrap();
         let folder = Folder::open(temporary.path()).unwrap();
-        let folder = folder.with_disk(failing_once(failing));
+        let folder = folder.with_vfs(failing_once(failing));
         let result = save(&folder, 2);
         let clean = Folder::open(temporary.path()).unwrap();
         assert!(clean.unfinished().unwrap().is_empty(), "step {failing}");

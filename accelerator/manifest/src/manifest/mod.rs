@@ -1,4 +1,4 @@
-//! What a checkpoint says of itself.
+//! The manifest of a checkpoint.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -23,19 +23,19 @@ mod tests;
 ///
 /// ```
 /// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{Facts, Folder, Manifest, Role};
+/// use accelerator_manifest::{Metadata, Folder, Manifest, Role};
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
 /// let mut draft = Folder::create(temporary.path())?.begin(0)?;
 /// draft.write_bytes(&"model.bin".parse()?, Role::Model, b"weights")?;
-/// let checkpoint = draft.commit(Facts { step: 10, ..Facts::new(NonZeroUsize::MIN) })?;
+/// let checkpoint = draft.commit(Metadata { step: 10, ..Metadata::new(NonZeroUsize::MIN) })?;
 ///
 /// let text = std::fs::read(checkpoint.path().join("manifest.json")).unwrap();
 /// assert!(text.len() <= Manifest::LONGEST);
 /// let manifest = Manifest::parse(&text)?;
 /// assert_eq!((manifest.format, manifest.number), (Manifest::FORMAT, 1));
-/// assert_eq!((manifest.facts.step, manifest.bytes()), (10, 7));
+/// assert_eq!((manifest.metadata.step, manifest.bytes()), (10, 7));
 /// assert!(manifest.files.len() <= Manifest::MOST_FILES);
 /// println!("written by {} at {}", manifest.library, manifest.created);
 ///
@@ -56,41 +56,41 @@ pub struct Manifest {
     pub created: u64,
     /// The version of the library that wrote it.
     pub library: String,
-    /// What the training program told.
+    /// What the training program recorded.
     #[serde(flatten)]
-    pub facts: Facts,
+    pub metadata: Metadata,
     /// Every file of the checkpoint but the manifest itself.
     pub files: BTreeMap<FileName, FileEntry>,
 }
 
-/// What a training program tells about a checkpoint.
+/// What a training program records about a checkpoint.
 ///
 /// ```
 /// use std::num::NonZeroUsize;
-/// use accelerator_manifest::Facts;
+/// use accelerator_manifest::Metadata;
 ///
-/// let facts = Facts { step: 1200, epoch: 3, ..Facts::new(NonZeroUsize::MIN) };
-/// assert!(facts.loaders.is_empty());
+/// let metadata = Metadata { step: 1200, epoch: 3, ..Metadata::new(NonZeroUsize::MIN) };
+/// assert!(metadata.loaders.is_empty());
 /// ```
 ///
-/// With all that a training can tell:
+/// With all fields:
 ///
 /// ```
 /// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{CheckpointKind, Facts, Parameter};
+/// use accelerator_manifest::{CheckpointKind, Metadata, Parameter};
 ///
-/// let mut facts = Facts { seed: Some(42), ..Facts::new(NonZeroUsize::MIN) };
-/// facts.parameters.push(Parameter {
+/// let mut metadata = Metadata { seed: Some(42), ..Metadata::new(NonZeroUsize::MIN) };
+/// metadata.parameters.push(Parameter {
 ///     path: "bias".to_owned(),
 ///     id: "1".to_owned(),
 ///     shape: vec![10],
 ///     dtype: "f32".to_owned(),
 /// });
-/// facts.extra.insert("learning_rate_factor".to_owned(), 1.5.into());
-/// assert_eq!((facts.kind, facts.world_size.get()), (CheckpointKind::Full, 1));
+/// metadata.extra.insert("learning_rate_factor".to_owned(), 1.5.into());
+/// assert_eq!((metadata.kind, metadata.world_size.get()), (CheckpointKind::Full, 1));
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Facts {
+pub struct Metadata {
     /// Why it was written.
     pub kind: CheckpointKind,
     /// Optimizer steps that are done.
@@ -102,7 +102,7 @@ pub struct Facts {
     /// The seed of the job, where it has one.
     #[serde(default)]
     pub seed: Option<u64>,
-    /// Where each data loader stands.
+    /// The position of each data loader.
     #[serde(default)]
     pub loaders: Vec<LoaderState>,
     /// The parameters and buffers of the models.
@@ -117,16 +117,16 @@ pub struct Facts {
 ///
 /// ```
 /// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{CheckpointKind, Facts};
+/// use accelerator_manifest::{CheckpointKind, Metadata};
 ///
 /// /// What only one of the ranks could save.
-/// fn is_partial(facts: &Facts) -> bool {
-///     match facts.kind {
+/// fn is_partial(metadata: &Metadata) -> bool {
+///     match metadata.kind {
 ///         CheckpointKind::Full => false,
-///         CheckpointKind::Emergency | _ => facts.world_size.get() > 1,
+///         CheckpointKind::Emergency | _ => metadata.world_size.get() > 1,
 ///     }
 /// }
-/// assert!(!is_partial(&Facts::new(NonZeroUsize::MIN)));
+/// assert!(!is_partial(&Metadata::new(NonZeroUsize::MIN)));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -138,7 +138,7 @@ pub enum CheckpointKind {
     Emergency,
 }
 
-/// Where a data loader stands.
+/// The position of a data loader.
 ///
 /// ```
 /// use accelerator_manifest::LoaderState;
@@ -192,8 +192,8 @@ pub struct LoaderState {
 ///     dtype: "f32".to_owned(),
 /// };
 /// let elements: u64 = weight.shape.iter().product();
-/// let told = format!("{} ({}): {elements} {}", weight.path, weight.id, weight.dtype);
-/// assert_eq!(told, "layers.0.weight (7hc2m0): 100352 f32");
+/// let line = format!("{} ({}): {elements} {}", weight.path, weight.id, weight.dtype);
+/// assert_eq!(line, "layers.0.weight (7hc2m0): 100352 f32");
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parameter {
@@ -207,7 +207,7 @@ pub struct Parameter {
     pub dtype: String,
 }
 
-/// What the manifest says of a file.
+/// The manifest's entry for a file.
 ///
 /// ```
 /// use accelerator_manifest::{ContentHash, FileEntry, Folder, Role};
@@ -266,7 +266,7 @@ pub enum Role {
     Other,
 }
 
-impl Facts {
+impl Metadata {
     /// Those of a full checkpoint at the start of training, to be filled in.
     #[must_use]
     pub fn new(world_size: NonZeroUsize) -> Self {
@@ -297,7 +297,7 @@ impl Manifest {
     ///
     /// # Errors
     ///
-    /// [`Error::is_corrupt`] where it is not, bit for bit, what was written, or says what cannot
+    /// [`Error::is_corrupt`] where it is not, bit for bit, what was written, or is inconsistent: it says what cannot
     /// be; [`Error::is_incompatible`] where a newer version wrote it.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let corrupt = |message: String| Error::new(Kind::Corrupt, message);

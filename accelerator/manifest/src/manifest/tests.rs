@@ -6,9 +6,9 @@ use serde_json::json;
 use super::*;
 
 fn manifest() -> Manifest {
-    let mut facts = Facts::new(NonZeroUsize::MIN);
-    facts.extra.insert("rate".to_owned(), json!(0.1 + 0.2));
-    facts.loaders.push(LoaderState {
+    let mut metadata = Metadata::new(NonZeroUsize::MIN);
+    metadata.extra.insert("rate".to_owned(), json!(0.1 + 0.2));
+    metadata.loaders.push(LoaderState {
         samples: 1000,
         order: "shuffled".to_owned(),
         tail: "exact".to_owned(),
@@ -29,7 +29,7 @@ fn manifest() -> Manifest {
         number: 3,
         created: 1_800_000_000,
         library: "0.1.0".to_owned(),
-        facts,
+        metadata,
         files: BTreeMap::from([("model.bin".parse().unwrap(), entry)]),
     }
 }
@@ -133,12 +133,12 @@ proptest! {
     fn numbers_come_back_bit_for_bit(rate in any::<f64>(), seed in any::<u64>(), step in any::<u64>()) {
         prop_assume!(rate.is_finite());
         let mut written = manifest();
-        written.facts.extra.insert("rate".to_owned(), json!(rate));
-        written.facts.seed = Some(seed);
-        written.facts.step = step;
+        written.metadata.extra.insert("rate".to_owned(), json!(rate));
+        written.metadata.seed = Some(seed);
+        written.metadata.step = step;
         let read = Manifest::parse(&written.to_bytes().unwrap()).unwrap();
-        prop_assert_eq!(read.facts.extra["rate"].as_f64().unwrap().to_bits(), rate.to_bits());
-        prop_assert_eq!((read.facts.seed, read.facts.step), (Some(seed), step));
+        prop_assert_eq!(read.metadata.extra["rate"].as_f64().unwrap().to_bits(), rate.to_bits());
+        prop_assert_eq!((read.metadata.seed, read.metadata.step), (Some(seed), step));
     }
 
     #[test]

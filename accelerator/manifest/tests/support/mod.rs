@@ -7,7 +7,7 @@
 
 use std::num::NonZeroUsize;
 
-use accelerator_manifest::{Checkpoint, Facts, FileName, Folder, Role};
+use accelerator_manifest::{Checkpoint, FileName, Folder, Metadata, Role};
 
 /// The files of every checkpoint that [`save`] writes.
 pub(crate) const FILES: [&str; 4] = [
@@ -21,10 +21,10 @@ pub(crate) fn name(text: &str) -> FileName {
     text.parse().unwrap()
 }
 
-pub(crate) fn facts(step: u64) -> Facts {
-    Facts {
+pub(crate) fn metadata(step: u64) -> Metadata {
+    Metadata {
         step,
-        ..Facts::new(NonZeroUsize::MIN)
+        ..Metadata::new(NonZeroUsize::MIN)
     }
 }
 
@@ -43,7 +43,7 @@ pub(crate) fn save(folder: &Folder, step: u64) -> accelerator_manifest::Result<C
     for file in FILES {
         draft.write_bytes(&name(file), Role::Other, &content(file, step))?;
     }
-    draft.commit(facts(step))
+    draft.commit(metadata(step))
 }
 
 /// The numbers of a folder's checkpoints.

@@ -4,21 +4,21 @@ use std::fs;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-use accelerator_manifest::{Depth, Facts, FileName, Folder, Role};
+use accelerator_manifest::{FileName, Folder, Metadata, Role, VerifyLevel};
 
-use super::{Honesty, Result};
+use super::{Contribution, Result};
 
 /// Writes two checkpoints, flips a bit of the second, and looks for the newest good one.
-pub(super) fn check(folder: &Path, honesty: Honesty) -> Result<String> {
+pub(super) fn check(folder: &Path, contribution: Contribution) -> Result<String> {
     let folder = Folder::create(folder.join("checkpoints"))?;
     let name: FileName = "weights.bin".parse()?;
     let mut saved = Vec::new();
     for step in [10, 20] {
         let mut draft = folder.begin(0)?;
         draft.write_bytes(&name, Role::Model, &content(step))?;
-        saved.push(draft.commit(Facts {
+        saved.push(draft.commit(Metadata {
             step,
-            ..Facts::new(NonZeroUsize::MIN)
+            ..Metadata::new(NonZeroUsize::MIN)
         })?);
     }
     let newest = expect_found(&folder, &name, 20)?;
@@ -26,20 +26,20 @@ pub(super) fn check(folder: &Path, honesty: Honesty) -> Result<String> {
     if newest != last.number() {
         return Err(format!("expected number {}, found {newest}", last.number()).into());
     }
-    if !honesty.lies() {
+    if !contribution.is_wrong() {
         let path = last.path_of(&name);
         let mut bytes = fs::read(&path)?;
         let middle = bytes.len() / 2;
         bytes[middle] ^= 1;
         fs::write(&path, bytes)?;
     }
-    let verdict = last.verify(Depth::Hashes);
-    if !verdict
+    let report = last.verify(VerifyLevel::Hashes);
+    if !report
         .defects
         .iter()
         .any(|defect| defect.file == name.as_str())
     {
-        return Err(format!("a flipped bit of {name} was not found: {verdict}").into());
+        return Err(format!("a flipped bit of {name} was not found: {report}").into());
     }
     expect_found(&folder, &name, 10)?;
     Ok("a flipped bit was found, and the checkpoint before it used".to_owned())
@@ -49,11 +49,11 @@ pub(super) fn check(folder: &Path, honesty: Honesty) -> Result<String> {
 fn expect_found(folder: &Folder, name: &FileName, step: u64) -> Result<u64> {
     let found = folder.latest_good()?.found;
     let found = found.ok_or("no good checkpoint was found")?;
-    let facts = &found.manifest()?.facts;
-    if facts.step != step {
+    let metadata = &found.manifest()?.metadata;
+    if metadata.step != step {
         return Err(format!(
             "expected the checkpoint of step {step}, found {}",
-            facts.step
+            metadata.step
         )
         .into());
     }

@@ -9,14 +9,14 @@ use std::{fmt::Debug, sync::Arc};
 use accelerator_collective::{Cut, Element, Partition, ProcessGroup, ReduceOp};
 use half::{bf16, f16};
 
-use super::{Honesty, Result};
+use super::{Contribution, Result};
 use crate::number::Small;
 
-/// Runs all collectives on this rank; says how many results were compared.
-pub(super) fn check(group: &ProcessGroup, honesty: Honesty) -> Result<String> {
+/// Runs all collectives on this rank; returns how many results were compared.
+pub(super) fn check(group: &ProcessGroup, contribution: Contribution) -> Result<String> {
     let mut check = Check {
         group,
-        honesty,
+        contribution,
         results: 0,
     };
     check.reduced::<f32>()?;
@@ -53,7 +53,7 @@ const LARGE: usize = 1024 * 1024;
 
 struct Check<'a> {
     group: &'a ProcessGroup,
-    honesty: Honesty,
+    contribution: Contribution,
     results: usize,
 }
 
@@ -109,7 +109,7 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// By a cut: what ranks keep lies in turns, element by element, and nobody keeps the second half.
+    /// By a layout: ranks keep elements in turns, and no rank keeps the second half.
     fn kept(&mut self) -> Result<()> {
         for len in [1000, 70_000] {
             let of = |rank: usize| (rank..len / 2).step_by(self.world()).map(|at| at..at + 1);
@@ -178,7 +178,7 @@ impl Check<'_> {
                 T::small(base(index) + odd as u8)
             })
             .collect();
-        if self.honesty.lies() {
+        if self.contribution.is_wrong() {
             values[len / 2] = T::small(0);
         }
         values

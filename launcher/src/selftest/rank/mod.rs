@@ -1,15 +1,12 @@
-//! The side of the ranks: what a process of the self-test does.
+//! The tasks of the self-test's ranks.
 //!
-//! Its last line on standard output is what it has to say; a failure goes to standard error and
-//! into the exit code.
+//! The last line on standard output is the result; a failure goes to standard error and the exit code.
 
 mod checkpoint;
 mod collectives;
-mod plan;
-pub(super) mod train;
-mod training;
+mod line_fit;
+mod sharding;
 
-use std::error::Error as StdError;
 use std::io::Write;
 use std::process::ExitCode;
 use std::thread;
@@ -20,7 +17,8 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::RankArgs;
-use crate::error::chain;
+use super::chaos::training;
+use crate::error::{BoxResult as Result, chain};
 
 /// What a rank is to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -33,7 +31,7 @@ pub(super) enum Task {
     Collectives,
     /// Check the sharding plan.
     Plan,
-    /// Learn something, together and alone.
+    /// Train with all ranks, and on one rank.
     Training,
     /// All-reduces without end, and a report of the error that ends them.
     Reduce,
@@ -63,7 +61,7 @@ impl Task {
 
 /// How a rank breaks its stage on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum Spoil {
+pub(super) enum Sabotage {
     /// It never comes to an end.
     Hang,
     /// It dies.
@@ -72,7 +70,7 @@ pub(super) enum Spoil {
     Wrong,
 }
 
-impl Spoil {
+impl Sabotage {
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Hang => "hang",
@@ -82,7 +80,7 @@ impl Spoil {
     }
 }
 
-/// What a rank says about one that it lost.
+/// A rank's report about a lost rank.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct Loss {
     pub(super) ranks: Vec<usize>,
@@ -105,15 +103,12 @@ impl Loss {
     }
 }
 
-/// What goes wrong in a rank.
-type Result<T> = std::result::Result<T, Box<dyn StdError + Send + Sync>>;
-
-/// Does what this rank is told.
+/// Runs the task of this rank.
 pub(super) fn run(arguments: &RankArgs) -> ExitCode {
     if arguments.task != Task::Train {
-        misbehave(arguments.spoil);
+        apply_sabotage(arguments.sabotage);
     }
-    let done = perform(arguments).and_then(|said| say(&said));
+    let done = perform(arguments).and_then(|said| print_line(&said));
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -123,75 +118,75 @@ pub(super) fn run(arguments: &RankArgs) -> ExitCode {
     }
 }
 
-/// Hangs or dies, where it was told to.
-fn misbehave(spoil: Option<Spoil>) {
-    match spoil {
-        Some(Spoil::Hang) => loop {
+/// Hangs or dies if the sabotage says so.
+pub(super) fn apply_sabotage(sabotage: Option<Sabotage>) {
+    match sabotage {
+        Some(Sabotage::Hang) => loop {
             thread::sleep(Duration::from_secs(3600));
         },
-        Some(Spoil::Crash) => std::process::abort(),
-        Some(Spoil::Wrong) | None => {}
+        Some(Sabotage::Crash) => std::process::abort(),
+        Some(Sabotage::Wrong) | None => {}
     }
 }
 
 fn perform(arguments: &RankArgs) -> Result<String> {
-    let honesty = Honesty::of(arguments);
+    let contribution = Contribution::of(arguments);
     match arguments.task {
-        Task::Rendezvous => rendezvous(arguments, honesty),
-        Task::Threads => threads(arguments, honesty),
+        Task::Rendezvous => rendezvous(arguments, contribution),
+        Task::Threads => threads(arguments, contribution),
         Task::Collectives => {
             let group = connect(arguments)?;
-            let said = collectives::check(&group, honesty)?;
+            let said = collectives::check(&group, contribution)?;
             group.close()?;
             Ok(said)
         }
-        Task::Plan => plan::check(honesty),
+        Task::Plan => sharding::check(contribution),
         Task::Training => {
             let group = connect(arguments)?;
-            let said = training::check(&group, honesty)?;
+            let said = line_fit::check(&group, contribution)?;
             group.close()?;
             Ok(said)
         }
-        Task::Reduce => reduce(arguments, honesty),
+        Task::Reduce => reduce(arguments, contribution),
         Task::First => {
             let group = connect(arguments)?;
             let mut values = [1.0_f32];
             group.all_reduce(&mut values, ReduceOp::Sum)?;
             if group.rank() == 0 {
-                say("the first all-reduce is done")?;
+                print_line("the first all-reduce is done")?;
             }
             group.close()?;
             Ok(String::new())
         }
         Task::Checkpoint => {
             let folder = arguments.folder.as_deref();
-            checkpoint::check(folder.ok_or("no folder was given")?, honesty)
+            checkpoint::check(folder.ok_or("no folder was given")?, contribution)
         }
         Task::Train => {
             let folder = arguments.folder.as_deref();
-            train::run(arguments, folder.ok_or("no folder was given")?)
+            training::run(arguments, folder.ok_or("no folder was given")?)
         }
     }
 }
 
-/// Whether a rank contributes what it should.
+/// Whether a rank contributes correct values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Honesty {
-    Honest,
-    /// Something in what it contributes is wrong, so that the test can be tested.
-    Lies,
+enum Contribution {
+    Correct,
+    /// One value is wrong, so that the test can be tested.
+    Wrong,
 }
 
-impl Honesty {
+impl Contribution {
     fn of(arguments: &RankArgs) -> Self {
-        match arguments.spoil {
-            Some(_) => Self::Lies,
-            None => Self::Honest,
+        match arguments.sabotage {
+            Some(_) => Self::Wrong,
+            None => Self::Correct,
         }
     }
 
-    fn lies(self) -> bool {
-        self == Self::Lies
+    fn is_wrong(self) -> bool {
+        self == Self::Wrong
     }
 }
 
@@ -202,10 +197,10 @@ fn connect(arguments: &RankArgs) -> Result<ProcessGroup> {
     Ok(ProcessGroup::connect(&Launch::from_env()?, &options)?)
 }
 
-fn rendezvous(arguments: &RankArgs, honesty: Honesty) -> Result<String> {
+fn rendezvous(arguments: &RankArgs, contribution: Contribution) -> Result<String> {
     let group = connect(arguments)?;
     let own = (
-        group.rank() + usize::from(honesty.lies()),
+        group.rank() + usize::from(contribution.is_wrong()),
         std::process::id(),
     );
     let all = group.all_gather_object(&own)?;
@@ -224,18 +219,18 @@ fn rendezvous(arguments: &RankArgs, honesty: Honesty) -> Result<String> {
     Ok(format!("{} processes met", pids.len()))
 }
 
-fn threads(arguments: &RankArgs, honesty: Honesty) -> Result<String> {
+fn threads(arguments: &RankArgs, contribution: Contribution) -> Result<String> {
     let options = GroupOptions::new().with_progress_timeout(arguments.limit);
     let groups = ProcessGroup::threads(arguments.threads.get(), &options)?;
     let ranks: Vec<_> = groups
         .into_iter()
         .map(|group| {
-            let honesty = match group.rank() {
-                0 => honesty,
-                _ => Honesty::Honest,
+            let contribution = match group.rank() {
+                0 => contribution,
+                _ => Contribution::Correct,
             };
             thread::spawn(move || {
-                let said = collectives::check(&group, honesty)?;
+                let said = collectives::check(&group, contribution)?;
                 group.close()?;
                 Ok(said)
             })
@@ -254,17 +249,17 @@ fn threads(arguments: &RankArgs, honesty: Honesty) -> Result<String> {
     said
 }
 
-fn reduce(arguments: &RankArgs, honesty: Honesty) -> Result<String> {
+fn reduce(arguments: &RankArgs, contribution: Contribution) -> Result<String> {
     let group = connect(arguments)?;
     let mut values = vec![1.0_f32; 65_536];
     group.all_reduce(&mut values, ReduceOp::Mean)?;
-    say("ready")?;
+    print_line("ready")?;
     loop {
         if let Err(error) = group.all_reduce(&mut values, ReduceOp::Mean) {
             let loss = Loss {
-                ranks: match honesty {
-                    Honesty::Honest => error.ranks().to_vec(),
-                    Honesty::Lies => vec![group.rank()],
+                ranks: match contribution {
+                    Contribution::Correct => error.ranks().to_vec(),
+                    Contribution::Wrong => vec![group.rank()],
                 },
                 text: chain(&error),
                 is_peer_lost: error.is_peer_lost(),
@@ -274,8 +269,8 @@ fn reduce(arguments: &RankArgs, honesty: Honesty) -> Result<String> {
     }
 }
 
-/// A line for whoever started this rank.
-fn say(text: &str) -> Result<()> {
+/// Prints a line for the process that started this rank.
+pub(super) fn print_line(text: &str) -> Result<()> {
     if text.is_empty() {
         return Ok(());
     }
@@ -294,8 +289,8 @@ mod tests {
         for task in Task::value_variants() {
             assert_eq!(Task::from_str(task.name(), false), Ok(*task));
         }
-        for spoil in Spoil::value_variants() {
-            assert_eq!(Spoil::from_str(spoil.name(), false), Ok(*spoil));
+        for sabotage in Sabotage::value_variants() {
+            assert_eq!(Sabotage::from_str(sabotage.name(), false), Ok(*sabotage));
         }
     }
 

@@ -1,0 +1,140 @@
+//! The `ACCEL_` environment variables: name, grammar, default, reader and meaning of each.
+//!
+//! The library, the launcher and the documentation ([`markdown`]) use this one table. A new variable is one entry
+//! of `table.rs`.
+//!
+//! ```
+//! use accelerator_env::{OVERLAP, VARIABLES, find};
+//!
+//! assert!(OVERLAP.accepts("on".as_ref()));
+//! assert_eq!(
+//!     OVERLAP.invalid("yes"),
+//!     "ACCEL_OVERLAP is \"yes\"; expected auto, on or off: correct it, or unset it"
+//! );
+//! assert_eq!(find("ACCEL_OVERLAP"), Some(&OVERLAP));
+//! assert!(VARIABLES.iter().all(|variable| variable.name.starts_with("ACCEL_")));
+//! ```
+
+pub use grammar::{Grammar, SHORTEST_LIVENESS, number, port, seconds, switch};
+pub use table::*;
+pub use variable::{Reader, Variable};
+
+mod grammar;
+mod table;
+mod variable;
+
+use std::ffi::OsString;
+use std::fmt::Write;
+
+/// The prefix of all variables of this project.
+///
+/// ```
+/// assert_eq!(accelerator_env::PREFIX, "ACCEL_");
+/// ```
+pub const PREFIX: &str = "ACCEL_";
+
+/// The value of an environment variable. An empty one counts as not set, as in `NAME= program`.
+///
+/// ```
+/// assert_eq!(accelerator_env::variable("ACCEL_NO_SUCH_VARIABLE"), None);
+/// ```
+pub fn variable(name: &str) -> Option<OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
+}
+
+/// The variable of this name.
+///
+/// ```
+/// assert!(accelerator_env::find("ACCEL_TRASNPORT").is_none());
+/// ```
+pub fn find(name: &str) -> Option<&'static Variable> {
+    VARIABLES.iter().find(|variable| variable.name == name)
+}
+
+/// The message for a variable with [`PREFIX`] that is not in the table: most likely it is misspelt.
+///
+/// ```
+/// let message = accelerator_env::unknown("ACCEL_TRASNPORT");
+/// assert!(message.starts_with("the environment variable ACCEL_TRASNPORT is not known; expected one of "));
+/// ```
+pub fn unknown(name: &str) -> String {
+    let known = VARIABLES
+        .iter()
+        .filter(|variable| variable.reader != Reader::Tests);
+    let known: Vec<_> = known.map(|variable| variable.name).collect();
+    format!(
+        "the environment variable {name} is not known; expected one of {}: correct it, or unset it",
+        known.join(", ")
+    )
+}
+
+/// The table as Markdown, which is `docs/environment.md`.
+///
+/// ```
+/// assert!(accelerator_env::markdown().contains("| `ACCEL_DEVICE` |"));
+/// ```
+pub fn markdown() -> String {
+    let mut text = String::from(
+        "# Environment variables\n\n\
+         `accel-launch env` shows their values and refuses wrong ones; a variable with the prefix `ACCEL_` that is not \
+         in this table is an error.\nAn empty variable counts as not set. Where code and environment both set a value, \
+         they must agree; for timeouts, code wins.\n\n\
+         | variable | meaning | values | default | in code | read by |\n|---|---|---|---|---|---|\n",
+    );
+    let shown = VARIABLES
+        .iter()
+        .filter(|variable| variable.reader != Reader::Tests);
+    for variable in shown {
+        let Variable {
+            name,
+            meaning,
+            grammar,
+            default,
+            code,
+            reader,
+        } = variable;
+        let code = if code.is_empty() {
+            String::new()
+        } else {
+            format!("`{code}`")
+        };
+        // Writing to a string does not fail.
+        let _ = writeln!(
+            text,
+            "| `{name}` | {meaning} | {grammar} | {default} | {code} | {reader} |"
+        );
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_is_sorted_and_its_names_have_the_prefix() {
+        assert!(VARIABLES.is_sorted_by_key(|variable| variable.name));
+        assert!(
+            VARIABLES
+                .iter()
+                .all(|variable| variable.name.starts_with(PREFIX))
+        );
+    }
+
+    #[test]
+    fn the_documentation_is_the_table() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/environment.md");
+        let found = std::fs::read_to_string(path).unwrap_or_default();
+        let expected = markdown();
+        assert!(
+            found == expected,
+            "replace docs/environment.md by:\n{expected}"
+        );
+    }
+
+    #[test]
+    fn test_variables_are_not_suggested() {
+        assert!(!unknown("ACCEL_RESTRAT").contains("ACCEL_FIXTURES"));
+        assert!(unknown("ACCEL_RESTRAT").contains("ACCEL_RESTART,"));
+    }
+}

@@ -1,0 +1,90 @@
+use std::ffi::OsStr;
+use std::fmt;
+
+use crate::grammar::Grammar;
+
+/// An environment variable.
+///
+/// ```
+/// use accelerator_env::{DEVICE, Reader};
+///
+/// assert_eq!((DEVICE.name, DEVICE.reader), ("ACCEL_DEVICE", Reader::Ranks));
+/// assert_eq!(DEVICE.grammar.to_string(), "cuda, wgpu, flex or ndarray");
+/// println!("{}: {}; `{}` in code", DEVICE.meaning, DEVICE.default, DEVICE.code);
+/// assert!(!DEVICE.accepts("tpu".as_ref()));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Variable {
+    /// Its name.
+    pub name: &'static str,
+    /// What it sets, in a few words.
+    pub meaning: &'static str,
+    /// The values that it may have.
+    pub grammar: Grammar,
+    /// What holds where it is not set.
+    pub default: &'static str,
+    /// The method that sets the same in code, or nothing.
+    pub code: &'static str,
+    /// Who reads it.
+    pub reader: Reader,
+}
+
+impl Variable {
+    /// Whether it may have this value.
+    pub fn accepts(&self, value: &OsStr) -> bool {
+        self.grammar.accepts(value)
+    }
+
+    /// The words that it may be, where it is one of several.
+    ///
+    /// ```
+    /// assert_eq!(accelerator_env::COMPRESSION.words(), ["none", "f16", "bf16"]);
+    /// assert!(accelerator_env::PORT.words().is_empty());
+    /// ```
+    pub fn words(&self) -> &'static [&'static str] {
+        match self.grammar {
+            Grammar::OneOf(words) => words,
+            _ => &[],
+        }
+    }
+
+    /// The message for a value that is not accepted.
+    pub fn invalid(&self, value: &str) -> String {
+        let Self { name, grammar, .. } = self;
+        format!("{name} is {value:?}; expected {grammar}: correct it, or unset it")
+    }
+}
+
+/// Who reads a variable.
+///
+/// ```
+/// use accelerator_env::{Reader, VARIABLES};
+///
+/// let is_for_users = |reader| match reader {
+///     Reader::Ranks | Reader::LauncherAndRanks => true,
+///     Reader::SetByLauncher | Reader::Tests => false,
+/// };
+/// assert!(VARIABLES.iter().any(|variable| is_for_users(variable.reader)));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reader {
+    /// The ranks.
+    Ranks,
+    /// The ranks and the launcher.
+    LauncherAndRanks,
+    /// The ranks; the launcher sets it for them.
+    SetByLauncher,
+    /// This project's own tests.
+    Tests,
+}
+
+impl fmt::Display for Reader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Ranks => "ranks",
+            Self::LauncherAndRanks => "launcher and ranks",
+            Self::SetByLauncher => "ranks, set by the launcher",
+            Self::Tests => "tests",
+        })
+    }
+}

@@ -1,0 +1,294 @@
+//! The command line.
+
+mod argv;
+mod options;
+
+use std::ffi::OsString;
+
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+
+use crate::commands::bench::{AllReduceArgs, BenchArgs};
+use crate::commands::checkpoint::CheckpointArgs;
+use crate::commands::docs::CompletionsArgs;
+use crate::commands::env::EnvArgs;
+use crate::commands::estimate::EstimateArgs;
+use crate::commands::plan::PlanArgs;
+use crate::selftest::{RankArgs, TestArgs};
+use argv::Argv;
+pub(crate) use options::{Options, Processes};
+
+/// What the launcher was asked to do.
+#[derive(Debug)]
+pub(crate) enum Invocation {
+    /// Start a script.
+    Launch {
+        /// The launcher's options.
+        options: Box<Options>,
+        /// The script's arguments.
+        arguments: Vec<OsString>,
+    },
+    /// Show the environment.
+    Env(EnvArgs),
+    /// Show who gets which sample.
+    Plan(PlanArgs),
+    /// Estimate the memory that a model takes.
+    Estimate(EstimateArgs),
+    /// Show or verify checkpoints.
+    Checkpoint(CheckpointArgs),
+    /// Test this installation.
+    Test(TestArgs),
+    /// Be a rank of such a test.
+    Rank(RankArgs),
+    /// Print the completions of a shell.
+    Completions(CompletionsArgs),
+    /// Print the manual page.
+    Man,
+    /// Measure collectives.
+    Bench(BenchArgs),
+    /// Be a rank of such a measurement.
+    BenchRank(AllReduceArgs),
+}
+
+impl Invocation {
+    /// Whether processes are started that must not outlive the launcher.
+    pub(crate) fn runs_a_job(&self) -> bool {
+        match self {
+            Self::Launch { options, .. } => !options.dry_run,
+            Self::Bench(arguments) => arguments.starts_processes(),
+            _ => false,
+        }
+    }
+
+    /// Reads a command line whose first item is the program's name.
+    ///
+    /// # Errors
+    /// Clap's, which knows how to print itself; `--help` and `--version` are such errors too.
+    pub(crate) fn parse(
+        arguments: impl IntoIterator<Item = OsString>,
+    ) -> Result<Self, clap::Error> {
+        let mut command = underscored(Cli::command());
+        // Fills in the parts that clap derives late, such as `--help`.
+        command.build();
+        let argv = Argv::split(&command, arguments);
+        let cli = Cli::from_arg_matches(&command.try_get_matches_from(argv.launcher)?)?;
+        Ok(match cli.command {
+            Some(Sub::Env(arguments)) => Self::Env(arguments),
+            Some(Sub::Estimate(arguments)) => Self::Estimate(arguments),
+            Some(Sub::Plan(arguments)) => Self::Plan(arguments),
+            Some(Sub::Checkpoint(arguments)) => Self::Checkpoint(arguments),
+            Some(Sub::Test(arguments)) => Self::Test(arguments),
+            Some(Sub::Rank(arguments)) => Self::Rank(arguments),
+            Some(Sub::Completions(arguments)) => Self::Completions(arguments),
+            Some(Sub::Man) => Self::Man,
+            Some(Sub::Bench(arguments)) => Self::Bench(arguments),
+            Some(Sub::BenchRank(arguments)) => Self::BenchRank(arguments),
+            None => Self::Launch {
+                options: Box::new(cli.options),
+                arguments: argv.script,
+            },
+        })
+    }
+}
+
+/// The command, whose options may also be written with underscores, as other launchers' are.
+fn underscored(command: clap::Command) -> clap::Command {
+    let names: Vec<String> = command
+        .get_subcommands()
+        .map(|subcommand| subcommand.get_name().to_owned())
+        .collect();
+    let command = command.mut_args(|option| match option.get_long() {
+        Some(long) if long.contains('-') => {
+            let alias = long.replace('-', "_");
+            option.alias(alias)
+        }
+        _ => option,
+    });
+    names.into_iter().fold(command, |command, name| {
+        command.mut_subcommand(name, underscored)
+    })
+}
+
+/// Starts a training program on many processes.
+#[derive(Debug, Parser)]
+#[command(
+    name = "accel-launch",
+    version,
+    override_usage = "accel-launch [OPTIONS] SCRIPT [ARGS]...\n       \
+        accel-launch [OPTIONS] --example NAME [ARGS]...\n       \
+        accel-launch [OPTIONS] --bin NAME [ARGS]...\n       \
+        accel-launch env|plan|test [OPTIONS]\n       \
+        accel-launch bench all-reduce [OPTIONS]\n       \
+        accel-launch checkpoint list|show|verify DIR\n       \
+        accel-launch estimate-memory FILE.safetensors\n       \
+        accel-launch completions SHELL\n       \
+        accel-launch man",
+    after_help = AFTER_HELP,
+    args_conflicts_with_subcommands = true,
+    disable_help_subcommand = true
+)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    command: Option<Sub>,
+    #[command(flatten)]
+    options: Options,
+}
+
+#[derive(Debug, Subcommand)]
+enum Sub {
+    /// Show this machine, its environment, and where each setting comes from.
+    Env(EnvArgs),
+    /// Show which rank gets which sample.
+    Plan(PlanArgs),
+    /// List the checkpoints of a folder, show what is in one, or verify them.
+    Checkpoint(CheckpointArgs),
+    /// Estimate the memory that training a model takes, from its file.
+    #[command(name = "estimate-memory")]
+    Estimate(EstimateArgs),
+    /// Test this installation: whether ranks connect, compute, and detect failures.
+    Test(TestArgs),
+    /// A rank of the self-test.
+    #[command(name = "__rank", hide = true)]
+    Rank(RankArgs),
+    /// Print the completions of a shell: `accel-launch completions bash > /etc/bash_completion.d/accel-launch`.
+    Completions(CompletionsArgs),
+    /// Print the manual page: `accel-launch man > accel-launch.1`.
+    Man,
+    /// Measure how fast ranks of this machine compute together, beside what its memory can do.
+    Bench(BenchArgs),
+    /// A rank of a measurement.
+    #[command(name = "__bench", hide = true)]
+    BenchRank(AllReduceArgs),
+}
+
+const AFTER_HELP: &str = "\
+Options before the script are the launcher's, everything after it is the script's. After
+a cargo target a first `--` is dropped, as `cargo run` does. To run a program whose name is
+that of a command, such as `env`, write `./env`.
+
+Rank 0 reads the launcher's standard input, unless that is a terminal. SIGINT, SIGTERM,
+SIGHUP and SIGQUIT end all ranks, and a second one kills them; SIGUSR1 and SIGUSR2 are
+handed on. Nothing that the ranks start outlives the job, daemons and `kill -9` of the
+launcher included.
+
+Exit code: 0 when every rank succeeds; that of the rank that failed first; 128 + signal
+where a signal ended it; 2 for a wrong command line, or an ACCEL_ variable that the ranks
+would refuse (`accel-launch env` lists them all); 101 where cargo could not build.
+
+Examples:
+  accel-launch --num-processes 2 examples/mnist.rs --epochs 3
+  accel-launch --num-processes 4 --log-dir logs target/release/train --batch-size 32
+  accel-launch --num-processes 2:4 --max-restarts 10 --log-dir logs target/release/train";
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+    use std::path::PathBuf;
+    use std::time::Duration;
+
+    use super::*;
+
+    fn parse(line: &str) -> Result<Invocation, clap::Error> {
+        Invocation::parse(
+            std::iter::once("accel-launch")
+                .chain(line.split_whitespace())
+                .map(OsString::from),
+        )
+    }
+
+    #[test]
+    fn the_command_is_sound() {
+        underscored(Cli::command()).debug_assert();
+    }
+
+    #[test]
+    fn c22_options_are_known_with_underscores_too() {
+        for line in [
+            "--num_processes 3 --max_restarts=2 --gpu_ids 0,2 --log_dir d train --num_processes 9",
+            "--num-processes 3 --max-restarts=2 --gpu-ids 0,2 --log-dir d train --num_processes 9",
+        ] {
+            let Ok(Invocation::Launch { options, arguments }) = parse(line) else {
+                panic!("expected a launch: {line}");
+            };
+            let three = NonZeroUsize::new(3).unwrap();
+            assert_eq!(options.num_processes, Some(Processes::exactly(three)));
+            assert_eq!(options.script, Some(PathBuf::from("train")));
+            assert_eq!(options.gpu_ids, "0,2".parse().ok());
+            assert_eq!(arguments, ["--num_processes", "9"]);
+        }
+        let help = underscored(Cli::command()).render_long_help().to_string();
+        assert!(!help.contains("num_processes"), "{help}");
+    }
+
+    #[test]
+    fn reads_a_launch() {
+        let Ok(Invocation::Launch { options, arguments }) =
+            parse("-n 2 --grace 0.5 train --quiet -n 3")
+        else {
+            panic!("expected a launch");
+        };
+        let two = NonZeroUsize::new(2).unwrap();
+        assert_eq!(options.num_processes, Some(Processes::exactly(two)));
+        assert_eq!(options.grace, Some(Duration::from_millis(500)));
+        assert_eq!(options.script, Some(PathBuf::from("train")));
+        assert!(!options.quiet);
+        assert_eq!(arguments, ["--quiet", "-n", "3"]);
+    }
+
+    #[test]
+    fn reads_a_range_of_processes() {
+        let Ok(Invocation::Launch { options, .. }) = parse("-n 2:4 --max-restarts 5 train") else {
+            panic!("expected a launch");
+        };
+        let processes = options.num_processes.unwrap();
+        assert!(processes.is_range());
+        assert_eq!(processes.to_string(), "2:4");
+        assert_eq!(options.max_restarts, Some(5));
+    }
+
+    #[test]
+    fn refuses_nonsense() {
+        for line in [
+            "-n 4:2 a",
+            "-n 0:2 a",
+            "-n 2: a",
+            "--max-restarts -1 a",
+            "--restart-delay never a",
+            "-n 0 a",
+            "-n -1 a",
+            "-n two a",
+            "--grace -1 a",
+            "--grace nan a",
+            "--no-such a",
+            "--master-port 70000 a",
+            "--threads-per-process 0 a",
+            "--gpu-ids -1 a",
+            "--gpu-ids 0,two a",
+            "--gpu-ids 1,1 a",
+            "--gpu-ids= a",
+            "--profile dev --release a",
+            "--master-addr 127.0.0.1:80 a",
+        ] {
+            assert_eq!(
+                parse(line).err().map(|error| error.exit_code()),
+                Some(2),
+                "{line}"
+            );
+        }
+    }
+
+    #[test]
+    fn reads_sub_commands() {
+        assert!(matches!(
+            parse("checkpoint show runs/a 3 --json"),
+            Ok(Invocation::Checkpoint(_))
+        ));
+        for line in ["checkpoint", "checkpoint list", "checkpoint show a first"] {
+            assert_eq!(parse(line).err().map(|x| x.exit_code()), Some(2), "{line}");
+        }
+        assert!(matches!(parse("env --json"), Ok(Invocation::Env(_))));
+        assert!(matches!(
+            parse("./env --json"),
+            Ok(Invocation::Launch { .. })
+        ));
+    }
+}

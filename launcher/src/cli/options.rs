@@ -1,0 +1,213 @@
+//! The options of a launch.
+
+use std::net::ToSocketAddrs;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use accelerator_collective::Topology;
+use clap::Args;
+
+use crate::gpu::GpuIds;
+use crate::output::OnOutputError;
+
+/// The options of a launch. What is `None` was not given.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct Options {
+    /// A program, or the source file of a binary or an example of a cargo package.
+    ///
+    /// A source file's target is built with cargo first. Everything after the script is
+    /// handed to it untouched.
+    #[arg(value_name = "SCRIPT")]
+    pub(crate) script: Option<PathBuf>,
+
+    /// How many processes (ranks) to start on this machine, or MIN:MAX of them [default: 1].
+    ///
+    /// MIN:MAX starts MAX. A rank that fails first in two attempts in a row, or cannot be
+    /// started, is given up: the job is restarted with one less, and never with fewer than MIN.
+    #[arg(short = 'n', long, value_name = "N|MIN:MAX", value_parser = processes, allow_negative_numbers = true)]
+    pub(crate) num_processes: Option<Processes>,
+
+    /// Run this example of the cargo package; it stands in the place of the script.
+    #[arg(long, value_name = "NAME", help_heading = "Cargo targets", conflicts_with_all = ["bin", "script"])]
+    pub(crate) example: Option<String>,
+
+    /// Run this binary of the cargo package; it stands in the place of the script.
+    #[arg(
+        long,
+        value_name = "NAME",
+        help_heading = "Cargo targets",
+        conflicts_with = "script"
+    )]
+    pub(crate) bin: Option<String>,
+
+    /// The package that the target belongs to.
+    #[arg(short, long, value_name = "NAME", help_heading = "Cargo targets")]
+    pub(crate) package: Option<String>,
+
+    /// Cargo features to build with; can be repeated.
+    #[arg(short = 'F', long, value_name = "LIST", help_heading = "Cargo targets")]
+    pub(crate) features: Vec<String>,
+
+    /// Build without the package's default features.
+    #[arg(long, help_heading = "Cargo targets")]
+    pub(crate) no_default_features: bool,
+
+    /// The cargo profile to build with, `dev` for a quick build [default: release].
+    #[arg(long, value_name = "NAME", help_heading = "Cargo targets")]
+    pub(crate) profile: Option<String>,
+
+    /// Build with the release profile, as is the default.
+    #[arg(
+        short,
+        long,
+        help_heading = "Cargo targets",
+        conflicts_with = "profile"
+    )]
+    pub(crate) release: bool,
+
+    /// The address of this machine on which the store listens [default: 127.0.0.1].
+    #[arg(long, value_name = "HOST", value_parser = host)]
+    pub(crate) master_addr: Option<String>,
+
+    /// The port of the store; 0 takes a free one [default: 0].
+    #[arg(long, value_name = "PORT")]
+    pub(crate) master_port: Option<u16>,
+
+    /// Threads of a rank (RAYON_NUM_THREADS and OMP_NUM_THREADS).
+    ///
+    /// By default the cores are divided by the number of ranks; one rank alone, and
+    /// variables that are set already, are left as they are.
+    #[arg(long, value_name = "N", value_parser = count, allow_negative_numbers = true)]
+    pub(crate) threads_per_process: Option<NonZeroUsize>,
+
+    /// The NVIDIA GPUs of the ranks: `all`, or numbers or ids with commas between them, such as 0,2
+    /// [default: all].
+    ///
+    /// The ranks find them in CUDA_VISIBLE_DEVICES, and each takes that of its local rank. Numbers
+    /// are those of `accel-launch env`, which nvidia-smi has too; where CUDA_VISIBLE_DEVICES is set
+    /// already, they are places in it, from 0.
+    #[arg(long, value_name = "LIST", allow_negative_numbers = true)]
+    pub(crate) gpu_ids: Option<GpuIds>,
+
+    /// Allow more ranks than GPUs: local rank R uses GPU R mod N (ACCEL_OVERSUBSCRIBE_GPUS=1).
+    ///
+    /// Otherwise ranks that compute on GPUs fail before they train where there are too few.
+    #[arg(long)]
+    pub(crate) oversubscribe_gpus: bool,
+
+    /// Also write each rank's output to DIR/latest/rank-N.log, and a failure to DIR/latest/failure.json.
+    ///
+    /// Each run has a folder of its own in DIR, named by the time at which it began (UTC), and DIR/latest is a link
+    /// to the last. After restart K the files are rank-N.restart-K.log in the same folder.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) log_dir: Option<PathBuf>,
+
+    /// Seconds between the request to end (SIGTERM) and SIGKILL [default: 5].
+    ///
+    /// When a rank fails, the others have as long to end by themselves before they are asked to.
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
+    pub(crate) grace: Option<Duration>,
+
+    /// How often a job that failed is started again [default: 0; with MIN:MAX processes 3].
+    ///
+    /// All ranks are ended and started anew; the program goes on from its last checkpoint. The
+    /// number holds for the whole job, however long it ran in between.
+    #[arg(long, value_name = "N")]
+    pub(crate) max_restarts: Option<u64>,
+
+    /// Seconds before the first restart; twice as many before each later one, up to 60
+    /// [default: 1].
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
+    pub(crate) restart_delay: Option<Duration>,
+
+    /// Do not put `[rank]` before the lines of the output.
+    #[arg(long)]
+    pub(crate) no_prefix: bool,
+
+    /// Print only the output of the ranks, unless something fails.
+    #[arg(short, long)]
+    pub(crate) quiet: bool,
+
+    /// Show what would be started, and where each setting comes from; start nothing.
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+
+    /// What happens to the job where its output cannot be written; not an option of the command line.
+    #[arg(skip)]
+    pub(crate) on_output_error: OnOutputError,
+}
+
+/// A number of processes, or a range of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Processes {
+    /// The fewest to go on with.
+    pub(crate) least: NonZeroUsize,
+    /// How many to start with.
+    pub(crate) most: NonZeroUsize,
+}
+
+impl Processes {
+    /// Exactly so many.
+    pub(crate) fn exactly(count: NonZeroUsize) -> Self {
+        Self {
+            least: count,
+            most: count,
+        }
+    }
+
+    /// Whether there may be fewer than at the start.
+    pub(crate) fn is_range(self) -> bool {
+        self.least < self.most
+    }
+}
+
+impl std::fmt::Display for Processes {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.is_range() {
+            write!(formatter, "{}:{}", self.least, self.most)
+        } else {
+            self.most.fmt(formatter)
+        }
+    }
+}
+
+fn count(text: &str) -> Result<NonZeroUsize, String> {
+    match text.parse::<usize>().map(NonZeroUsize::new) {
+        Ok(Some(count)) if count.get() > Topology::LARGEST => {
+            Err(format!("expected at most {}", Topology::LARGEST))
+        }
+        Ok(Some(count)) => Ok(count),
+        Ok(None) => Err("expected at least 1; leave the option out for the default".into()),
+        Err(_) => Err("expected a whole number of at least 1".into()),
+    }
+}
+
+fn processes(text: &str) -> Result<Processes, String> {
+    let Some((least, most)) = text.split_once(':') else {
+        return count(text).map(Processes::exactly);
+    };
+    let (least, most) = (count(least)?, count(most)?);
+    if least > most {
+        return Err("expected MIN:MAX with MIN no greater than MAX, such as 2:4".into());
+    }
+    Ok(Processes { least, most })
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    /// More than any sensible wait, and far from overflow.
+    const MAX_SECONDS: f64 = 1e6;
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.0..=MAX_SECONDS).contains(&seconds) => {
+            Ok(Duration::from_secs_f64(seconds))
+        }
+        _ => Err("expected a number of seconds between 0 and 1000000, such as 5 or 0.5".into()),
+    }
+}
+
+fn host(text: &str) -> Result<String, String> {
+    match (text, 0).to_socket_addrs().map(|mut addresses| addresses.next()) {
+        Ok(Some(_)) => Ok(text.to_owned()),
+        _ => Err("expected an address or a host name that can be resolved; the port goes to --master-port".into()),
+    }
+}

@@ -1,0 +1,400 @@
+//! `accel-launch env`: what is known of this machine and its environment.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use accelerator_collective::Launch;
+use accelerator_env::{Reader, VARIABLES, find, variable};
+use clap::Args;
+use serde::Serialize;
+
+use crate::cargo;
+use crate::error::{Error, Result, chain};
+use crate::gpu::{self, Gpu, Sources, Visible};
+use crate::settings::allocator;
+use crate::settings::threads;
+use crate::text::{columns, print};
+use crate::variables::{self, Scope};
+
+/// Arguments of `accel-launch env`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct EnvArgs {
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Prints the report; the exit code is 1 where the environment holds an error.
+///
+/// # Errors
+/// When standard output cannot be written.
+pub(crate) fn run(arguments: &EnvArgs) -> Result<ExitCode> {
+    let report = EnvReport::collect();
+    let text = if arguments.json {
+        let json = serde_json::to_string_pretty(&report);
+        json.map_err(|error| {
+            Error::system("the report cannot be written as JSON").with_source(error)
+        })? + "\n"
+    } else {
+        report.text()
+    };
+    let printed = print(&text)?;
+    Ok(if report.errors.is_empty() {
+        printed
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// Everything `accel-launch env` shows; its fields are those of the JSON object.
+#[derive(Clone, Debug, Serialize)]
+struct EnvReport {
+    version: &'static str,
+    platform: Platform,
+    cores: NonZeroUsize,
+    threads: Vec<ThreadShare>,
+    topology: Option<String>,
+    settings: Vec<SettingEntry>,
+    tools: Vec<Tool>,
+    devices: Vec<DeviceFile>,
+    gpus: Vec<Gpu>,
+    /// Which of them are visible; each has its own field for that.
+    #[serde(skip)]
+    visible: Visible,
+    errors: Vec<String>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct Platform {
+    os: &'static str,
+    arch: &'static str,
+    kernel: String,
+}
+
+/// The threads that each of a number of ranks would get.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct ThreadShare {
+    ranks: NonZeroUsize,
+    threads_per_rank: NonZeroUsize,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct SettingEntry {
+    name: String,
+    value: String,
+    origin: String,
+    /// What a variable of this project may say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    expected: Option<String>,
+    /// Who reads it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    read_by: Option<String>,
+}
+
+impl SettingEntry {
+    fn variable(name: &str, value: Option<OsString>, default: &str) -> Self {
+        let (value, origin) = match value {
+            Some(value) => (value.to_string_lossy().into_owned(), "environment"),
+            None => (default.to_owned(), "default"),
+        };
+        Self {
+            name: name.to_owned(),
+            value,
+            origin: origin.to_owned(),
+            expected: None,
+            read_by: None,
+        }
+    }
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct Tool {
+    name: &'static str,
+    program: String,
+    version: Option<String>,
+}
+
+/// A device file; whether a program can use the device depends on its build too.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+struct DeviceFile {
+    kind: &'static str,
+    path: String,
+}
+
+impl EnvReport {
+    fn collect() -> Self {
+        let cores = threads::cores();
+        let ours = variables::set();
+        let errors_found = variables::errors(&ours, Scope::Everything);
+        let mut errors = Vec::new();
+        let (topology, mut settings) = match Launch::from_env() {
+            Ok(launch) => {
+                let settings = launch.settings().iter().map(|setting| SettingEntry {
+                    name: setting.name.to_owned(),
+                    value: setting.value.clone(),
+                    origin: setting.origin.to_string(),
+                    expected: None,
+                    read_by: None,
+                });
+                (Some(launch.topology.to_string()), settings.collect())
+            }
+            Err(error) => {
+                let text = chain(&error);
+                // An error of a single variable is reported below.
+                if !errors_found.iter().any(|fault| text.contains(&fault.name)) {
+                    errors.push(text);
+                }
+                (None, Vec::new())
+            }
+        };
+        settings.extend(variables(&ours));
+        let visible = Visible::of(std::env::var_os(gpu::VISIBLE).as_deref());
+        Self {
+            version: env!("CARGO_PKG_VERSION"),
+            platform: Platform {
+                os: std::env::consts::OS,
+                arch: std::env::consts::ARCH,
+                kernel: rustix::system::uname()
+                    .release()
+                    .to_string_lossy()
+                    .into_owned(),
+            },
+            cores,
+            threads: shares(cores),
+            topology,
+            settings,
+            errors: errors
+                .into_iter()
+                .chain(errors_found.into_iter().map(|fault| fault.text))
+                .collect(),
+            tools: vec![tool("cargo", cargo::cargo()), tool("rustc", rustc())],
+            devices: devices(Path::new("/dev")),
+            gpus: gpus(&visible),
+            visible,
+        }
+    }
+
+    fn text(&self) -> String {
+        let Platform { os, arch, kernel } = &self.platform;
+        let mut rows = vec![
+            row("accel-launch", self.version, ""),
+            row("platform", format!("{os} {kernel} {arch}"), ""),
+            row("cores", self.cores, "affinity and control group"),
+        ];
+        for share in &self.threads {
+            let ranks = share.ranks;
+            let noun = if ranks.get() == 1 { "rank" } else { "ranks" };
+            rows.push(row(
+                &format!("threads of {ranks} {noun}"),
+                share.threads_per_rank,
+                "cores over ranks",
+            ));
+        }
+        for tool in &self.tools {
+            rows.push(row(
+                tool.name,
+                tool.version.as_deref().unwrap_or("not found"),
+                &tool.program,
+            ));
+        }
+        match self.devices.as_slice() {
+            [] => rows.push(row(
+                "devices",
+                "none",
+                "no device files of accelerators in /dev",
+            )),
+            devices => rows.extend(
+                devices
+                    .iter()
+                    .map(|device| row("device", device.kind, &device.path)),
+            ),
+        }
+        rows.extend(self.gpus.iter().map(|gpu| gpu.described(&self.visible)));
+        if let Some(topology) = &self.topology {
+            rows.push(row("topology", topology, ""));
+        }
+        rows.extend(
+            self.settings
+                .iter()
+                .map(|entry| row(&entry.name, &entry.value, &entry.origin)),
+        );
+        let mut text = columns(&rows);
+        for error in &self.errors {
+            text.push_str(&format!("error: {error}\n"));
+        }
+        text
+    }
+}
+
+/// The thread counts for 1, 2, 4, … ranks, up to one a core.
+fn shares(cores: NonZeroUsize) -> Vec<ThreadShare> {
+    let doubled = std::iter::successors(Some(NonZeroUsize::MIN), |ranks| {
+        ranks.checked_mul(NonZeroUsize::MIN.saturating_add(1))
+    });
+    let ranks: BTreeSet<_> = doubled
+        .take_while(|ranks| *ranks < cores)
+        .chain([cores])
+        .collect();
+    ranks
+        .into_iter()
+        .map(|ranks| ThreadShare {
+            ranks,
+            threads_per_rank: threads::share(cores, ranks),
+        })
+        .collect()
+}
+
+/// Every variable that affects a launch beside the topology: its value, or the default where it
+/// is not set; and those of this project that nothing knows.
+fn variables(ours: &[(String, OsString)]) -> Vec<SettingEntry> {
+    const OTHERS: [(&str, &str); 4] = [
+        ("RAYON_NUM_THREADS", "cores over ranks"),
+        ("OMP_NUM_THREADS", "cores over ranks"),
+        ("NO_COLOR", "colours on a terminal"),
+        ("RUST_LOG", "that of the program"),
+    ];
+    let mut entries: Vec<_> = OTHERS
+        .into_iter()
+        .chain(allocator::DEFAULTS)
+        .map(|(name, default)| SettingEntry::variable(name, variable(name), default))
+        .collect();
+    // It alone has a meaning where it is empty.
+    let visible = std::env::var_os(gpu::VISIBLE).map(|value| gpu::shown(&value).into());
+    entries.push(SettingEntry::variable(gpu::VISIBLE, visible, "all devices"));
+    let of = |name: &str| ours.iter().find(|(known, _)| known == name);
+    for variable in VARIABLES {
+        let value = of(variable.name).map(|(_, value)| value.clone());
+        if value.is_none() && variable.reader == Reader::Tests {
+            continue;
+        }
+        entries.push(SettingEntry {
+            expected: Some(variable.grammar.to_string()),
+            read_by: Some(variable.reader.to_string()),
+            ..SettingEntry::variable(variable.name, value, variable.default)
+        });
+    }
+    let unknown = ours.iter().filter(|(name, _)| find(name).is_none());
+    entries
+        .extend(unknown.map(|(name, value)| SettingEntry::variable(name, Some(value.clone()), "")));
+    entries
+}
+
+fn tool(name: &'static str, mut command: Command) -> Tool {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let version = match command.arg("--version").output() {
+        Ok(output) if output.status.success() => String::from_utf8_lossy(&output.stdout)
+            .lines()
+            .next()
+            .map(|line| line.trim().to_owned()),
+        _ => None,
+    };
+    Tool {
+        name,
+        program,
+        version,
+    }
+}
+
+fn rustc() -> Command {
+    Command::new(variable("RUSTC").unwrap_or_else(|| "rustc".into()))
+}
+
+/// NVIDIA's GPUs, and which of them programs that are started here see.
+fn gpus(visible: &Visible) -> Vec<Gpu> {
+    /// A tool that takes longer waits for a device that hangs.
+    const LIMIT: Duration = Duration::from_secs(2);
+    let mut gpus = gpu::list(Sources {
+        folder: Path::new("/proc/driver/nvidia"),
+        program: "nvidia-smi".as_ref(),
+        limit: LIMIT,
+    });
+    for gpu in &mut gpus {
+        gpu.visible = visible.shows(gpu);
+    }
+    gpus
+}
+
+/// The device files of accelerators in `folder`.
+fn devices(folder: &Path) -> Vec<DeviceFile> {
+    let mut found = Vec::new();
+    let mut add = |folder: &Path, prefix: &str, kind| {
+        let Ok(entries) = std::fs::read_dir(folder) else {
+            return;
+        };
+        for entry in entries.flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let number = name.strip_prefix(prefix);
+            if number.is_some_and(|number| {
+                !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+            }) {
+                found.push(DeviceFile {
+                    kind,
+                    path: entry.path().display().to_string(),
+                });
+            }
+        }
+    };
+    add(folder, "nvidia", "NVIDIA GPU");
+    add(&folder.join("dri"), "renderD", "GPU (DRM render node)");
+    if folder.join("kfd").exists() {
+        found.push(DeviceFile {
+            kind: "AMD GPU compute",
+            path: folder.join("kfd").display().to_string(),
+        });
+    }
+    found.sort();
+    found
+}
+
+fn row(name: &str, value: impl ToString, origin: &str) -> [String; 3] {
+    [name.to_owned(), value.to_string(), origin.to_owned()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_those_that_are_there() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"] {
+            std::fs::write(folder.path().join(name), "").unwrap();
+        }
+        std::fs::create_dir(folder.path().join("dri")).unwrap();
+        std::fs::write(folder.path().join("dri/renderD128"), "").unwrap();
+        let kinds: Vec<_> = devices(folder.path())
+            .into_iter()
+            .map(|device| device.kind)
+            .collect();
+        assert_eq!(kinds, ["GPU (DRM render node)", "NVIDIA GPU", "NVIDIA GPU"]);
+        assert!(devices(&folder.path().join("none")).is_empty());
+    }
+
+    #[test]
+    fn every_variable_is_shown_set_or_not() {
+        let set = [("ACCEL_RESTRAT", "1"), ("ACCEL_DEVICE", "tpu")];
+        let set = set.map(|(name, value)| (name.to_owned(), OsString::from(value)));
+        let entries = variables(&set);
+        let find = |name: &str| {
+            let entry = entries.iter().find(|entry| entry.name == name).unwrap();
+            (entry.value.as_str(), entry.origin.as_str())
+        };
+        assert_eq!(find("ACCEL_RESTRAT"), ("1", "environment"));
+        assert_eq!(find("ACCEL_DEVICE"), ("tpu", "environment"));
+        assert_eq!(find("ACCEL_OVERLAP"), ("auto", "default"));
+        assert!(!entries.iter().any(|entry| entry.name == "ACCEL_FIXTURES"));
+    }
+
+    #[test]
+    fn shares_end_with_one_rank_a_core() {
+        let given: Vec<_> = shares(NonZeroUsize::new(6).unwrap())
+            .iter()
+            .map(|share| (share.ranks.get(), share.threads_per_rank.get()))
+            .collect();
+        assert_eq!(given, [(1, 6), (2, 3), (4, 1), (6, 1)]);
+    }
+}

@@ -1,0 +1,9 @@
+//! The commands of `accel-launch`, one module each; the self-test is in `crate::selftest`.
+
+pub(crate) mod bench;
+pub(crate) mod checkpoint;
+pub(crate) mod docs;
+pub(crate) mod env;
+pub(crate) mod estimate;
+pub(crate) mod launch;
+pub(crate) mod plan;

@@ -1,0 +1,548 @@
+//! `accel-launch plan`: which rank gets which sample.
+
+use std::error::Error;
+use std::io::{self, BufWriter, ErrorKind, Write};
+
+use accelerator_plan::{
+    BatchKind, BatchSize, EpochPlan, Order, PlanConfig, PlannedBatch, TailPolicy,
+};
+use clap::Args;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+
+/// Shows which rank gets which samples, batch by batch.
+///
+/// Nothing is started: the plan is a function of these options, and the one that a training
+/// program with the same settings follows.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct PlanArgs {
+    /// The number of samples in the data set.
+    #[arg(long, value_name = "N")]
+    samples: u64,
+
+    /// The samples in a batch of one rank; with --split-batches, of all ranks together.
+    #[arg(long, value_name = "B")]
+    batch_size: usize,
+
+    /// The number of ranks.
+    #[arg(long, value_name = "W")]
+    world_size: usize,
+
+    /// What becomes of the last samples when they do not fill a batch on every rank
+    /// [default: exact; with --iterable: pad].
+    #[arg(long, value_name = "POLICY", value_parser = tail_parser())]
+    tail: Option<TailPolicy>,
+
+    /// Divide every batch of B samples over the ranks; B must be a multiple of W.
+    #[arg(long)]
+    split_batches: bool,
+
+    /// The same as --tail drop. It overrides pad and uneven, and contradicts exact.
+    #[arg(long)]
+    drop_last: bool,
+
+    /// Plan as Accelerate shards an iterable data set: padded unless another tail is given.
+    ///
+    /// Padded or dropped, its batches are those of a data set that is read by index.
+    #[arg(long)]
+    iterable: bool,
+
+    /// Shuffle the samples with this seed.
+    #[arg(long, value_name = "SEED")]
+    shuffle: Option<u64>,
+
+    /// The epoch to show; each has its own order when shuffled.
+    #[arg(long, value_name = "E", default_value_t = 0)]
+    epoch: u64,
+
+    /// Show the rest of the epoch after so many of its samples were used.
+    #[arg(long, value_name = "OFFSET", default_value_t = 0)]
+    start: u64,
+
+    /// Print every rank's batches as JSON: an object whose `ranks` is a list of ranks, each a list
+    /// of batches, each a list of samples.
+    ///
+    /// Padding is among the samples. The batches that only keep an idle rank busy are left out,
+    /// since their samples are another batch's.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Writes the plan, while it is computed, so that a large one needs no memory.
+///
+/// A closed pipe is no error.
+///
+/// # Errors
+/// When an option is wrong, the message names it and what to do; or the output cannot be written.
+pub(crate) fn run(args: &PlanArgs, out: &mut impl Write) -> Result<(), Box<dyn Error>> {
+    let epoch = args.epoch_plan()?;
+    let mut out = BufWriter::new(out);
+    let written = match args.json {
+        true => write_json(&epoch, &mut out),
+        false => write_table(&epoch, &mut out),
+    };
+    match written.and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(format!("cannot write the plan: {error}").into())
+        }
+        _ => Ok(()),
+    }
+}
+
+impl PlanArgs {
+    fn epoch_plan(&self) -> Result<EpochPlan, Box<dyn Error>> {
+        let tail = self.tail_policy()?;
+        let batch_size = match self.split_batches {
+            true => BatchSize::global(self.batch_size),
+            false => BatchSize::per_rank(self.batch_size),
+        };
+        let order = match self.shuffle {
+            Some(seed) => Order::Shuffled { seed },
+            None => Order::Sequential,
+        };
+        batch_size
+            .and_then(|batch_size| {
+                PlanConfig::new(self.samples, batch_size)
+                    .with_world_size(self.world_size)
+                    .with_tail(tail)
+                    .with_order(order)
+                    .init()
+            })
+            .and_then(|plan| plan.epoch(self.epoch).starting_at(self.start))
+            .map_err(|error| format!("{}: {error}", self.option_of(&error)).into())
+    }
+
+    fn tail_policy(&self) -> Result<TailPolicy, Box<dyn Error>> {
+        match (self.tail, self.drop_last) {
+            (Some(TailPolicy::Exact), true) => Err(
+                "--drop-last leaves the last samples out, --tail exact uses every sample: give one of them".into(),
+            ),
+            (_, true) => Ok(TailPolicy::Drop),
+            (Some(tail), false) => Ok(tail),
+            (None, false) if self.iterable => Ok(TailPolicy::Pad),
+            (None, false) => Ok(TailPolicy::default()),
+        }
+    }
+
+    /// The options that an error of the plan speaks of, as they were written.
+    fn option_of(&self, error: &accelerator_plan::Error) -> String {
+        if error.is_world_size() {
+            format!("--world-size {}", self.world_size)
+        } else if error.is_start() {
+            format!("--start {}", self.start)
+        } else if error.is_batch_size() {
+            let split = if self.split_batches {
+                " --split-batches"
+            } else {
+                ""
+            };
+            format!("--batch-size {}{split}", self.batch_size)
+        } else {
+            "--samples, --batch-size and --world-size".to_owned()
+        }
+    }
+}
+
+fn tail_parser() -> impl TypedValueParser<Value = TailPolicy> {
+    PossibleValuesParser::new([
+        PossibleValue::new("exact")
+            .help("divide them over the ranks as evenly as possible, without duplicates"),
+        PossibleValue::new("pad")
+            .help("fill up from the start of the epoch (Accelerate's even_batches=True)"),
+        PossibleValue::new("drop").help("leave them out (Accelerate's drop_last=True)"),
+        PossibleValue::new("uneven")
+            .help("give the first ranks theirs, the others none (Accelerate's even_batches=False)"),
+    ])
+    .try_map(|word| word.parse())
+}
+
+fn write_json(epoch: &EpochPlan, out: &mut impl Write) -> io::Result<()> {
+    out.write_all(b"{\"ranks\": [")?;
+    for rank in 0..epoch.plan().world_size() {
+        out.write_all(if rank == 0 { b"[" } else { b", [" })?;
+        for (position, batch) in epoch
+            .rank(rank)
+            .filter(|batch| !batch.is_idle())
+            .enumerate()
+        {
+            out.write_all(if position == 0 { b"[" } else { b",[" })?;
+            write_joined(&batch.indices, ",", out)?;
+            out.write_all(b"]")?;
+        }
+        out.write_all(b"]")?;
+    }
+    out.write_all(b"]}\n")
+}
+
+fn write_table(epoch: &EpochPlan, out: &mut impl Write) -> io::Result<()> {
+    let plan = epoch.plan();
+    // Rank 0 has the most steps, where ranks differ.
+    let (steps, at_most) = match plan.tail() {
+        TailPolicy::Uneven => (epoch.steps(0), "at most "),
+        _ => (epoch.steps(0), ""),
+    };
+    let least = plan.share(plan.world_size() - 1);
+    let (least, most) = (least.end - least.start, plan.batch_size() as u64);
+    let size = if least == most {
+        most.to_string()
+    } else {
+        format!("{least} or {most}")
+    };
+    writeln!(
+        out,
+        "samples {}, global batch {} ({} ranks of {size}), steps {at_most}{steps}, tail {}",
+        plan.samples(),
+        plan.global_batch(),
+        plan.world_size(),
+        plan.tail(),
+    )?;
+    let order = match plan.order() {
+        Order::Sequential => "in sequence".to_owned(),
+        Order::Shuffled { seed } => format!("shuffled with seed {seed}"),
+    };
+    writeln!(
+        out,
+        "epoch {}, {order}, from offset {}",
+        epoch.epoch(),
+        epoch.start()
+    )?;
+    writeln!(
+        out,
+        "(7) sample 7 again, as padding; [7] for an idle rank, does not count"
+    )?;
+    for rank in 0..plan.world_size() {
+        let nothing = if epoch.steps(rank) == 0 {
+            ": nothing"
+        } else {
+            ""
+        };
+        writeln!(out, "\nrank {rank}{nothing}")?;
+        for batch in epoch.rank(rank) {
+            write!(out, "  step {}: ", batch.step)?;
+            write_cell(&batch, out)?;
+            writeln!(out)?;
+        }
+    }
+    Ok(())
+}
+
+fn write_cell(batch: &PlannedBatch, out: &mut impl Write) -> io::Result<()> {
+    if batch.kind == BatchKind::Idle {
+        out.write_all(b"[")?;
+        write_joined(&batch.indices, " ", out)?;
+        return out.write_all(b"]");
+    }
+    write_joined(batch.real_indices(), " ", out)?;
+    let mut space = if batch.real == 0 { "" } else { " " };
+    for index in batch.padding() {
+        write!(out, "{space}({index})")?;
+        space = " ";
+    }
+    Ok(())
+}
+
+fn write_joined(indices: &[u64], separator: &str, out: &mut impl Write) -> io::Result<()> {
+    for (position, index) in indices.iter().enumerate() {
+        let separator = if position == 0 { "" } else { separator };
+        write!(out, "{separator}{index}")?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+    use serde_json::Value;
+    use std::path::Path;
+
+    #[derive(Debug, Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: PlanArgs,
+    }
+
+    fn output(line: &str) -> Result<String, String> {
+        let words = std::iter::once("plan").chain(line.split_whitespace());
+        let args = Command::try_parse_from(words)
+            .map_err(|error| error.to_string())?
+            .args;
+        let mut out = Vec::new();
+        run(&args, &mut out).map_err(|error| error.to_string())?;
+        Ok(String::from_utf8(out).unwrap())
+    }
+
+    fn table(line: &str) -> String {
+        output(line).unwrap()
+    }
+
+    fn error(line: &str) -> String {
+        output(line).unwrap_err()
+    }
+
+    #[test]
+    fn prints_json() {
+        assert_eq!(
+            table("--samples 12 --batch-size 3 --world-size 2 --json"),
+            "{\"ranks\": [[[0,1,2],[6,7,8]], [[3,4,5],[9,10,11]]]}\n"
+        );
+        assert_eq!(
+            table("--samples 1 --batch-size 3 --world-size 2 --json"),
+            "{\"ranks\": [[[0]], []]}\n",
+            "an idle rank's batch is nobody's share"
+        );
+        assert_eq!(
+            table("--samples 0 --batch-size 3 --world-size 2 --json"),
+            "{\"ranks\": [[], []]}\n"
+        );
+        assert_eq!(
+            table("--samples 12 --batch-size 3 --world-size 1 --start 7 --json"),
+            "{\"ranks\": [[[7,8,9],[10,11]]]}\n"
+        );
+    }
+
+    #[test]
+    fn prints_a_table() {
+        assert_eq!(
+            table("--samples 8 --batch-size 3 --world-size 2 --tail pad"),
+            "samples 8, global batch 6 (2 ranks of 3), steps 2, tail pad\n\
+             epoch 0, in sequence, from offset 0\n\
+             (7) sample 7 again, as padding; [7] for an idle rank, does not count\n\
+             \n\
+             rank 0\n  step 0: 0 1 2\n  step 1: 6 7 (0)\n\
+             \n\
+             rank 1\n  step 0: 3 4 5\n  step 1: (1) (2) (3)\n"
+        );
+        let idle = table("--samples 7 --batch-size 3 --world-size 2");
+        assert!(
+            idle.ends_with("rank 1\n  step 0: 3 4 5\n  step 1: [3 4 5]\n"),
+            "{idle}"
+        );
+        let none = table("--samples 3 --batch-size 6 --split-batches --world-size 2 --tail uneven");
+        assert!(
+            none.contains("global batch 6 (2 ranks of 3), steps at most 1"),
+            "{none}"
+        );
+        assert!(
+            none.ends_with("rank 0\n  step 0: 0 1 2\n\nrank 1: nothing\n"),
+            "{none}"
+        );
+    }
+
+    #[test]
+    fn shuffles_by_seed_and_epoch() {
+        let shuffled = |more: &str| {
+            let line =
+                format!("--samples 60 --batch-size 4 --world-size 2 --json --shuffle {more}");
+            let ranks: Value = serde_json::from_str(&table(&line)).unwrap();
+            flat(&ranks["ranks"])
+        };
+        let mut seen = shuffled("1");
+        assert_ne!(seen, shuffled("2"));
+        assert_ne!(seen, shuffled("1 --epoch 1"));
+        assert_eq!(seen, shuffled("1 --epoch 0"));
+        seen.sort_unstable();
+        assert!(seen.into_iter().eq(0..60));
+        let heading =
+            table("--samples 6 --batch-size 4 --world-size 2 --shuffle 9 --epoch 3 --start 2");
+        assert!(
+            heading.contains("epoch 3, shuffled with seed 9, from offset 2"),
+            "{heading}"
+        );
+    }
+
+    #[test]
+    fn drop_last_is_the_drop_tail() {
+        let line = "--samples 10 --batch-size 3 --world-size 2 --json";
+        let dropped = table(&format!("{line} --tail drop"));
+        assert_eq!(dropped, "{\"ranks\": [[[0,1,2]], [[3,4,5]]]}\n");
+        for more in [
+            "",
+            "--tail drop",
+            "--tail pad",
+            "--tail uneven",
+            "--iterable",
+        ] {
+            assert_eq!(
+                table(&format!("{line} --drop-last {more}")),
+                dropped,
+                "{more}"
+            );
+        }
+        let error = error(&format!("{line} --drop-last --tail exact"));
+        assert!(
+            error.contains("--drop-last") && error.contains("--tail exact"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn iterable_pads_unless_told_otherwise() {
+        let line = "--samples 3 --batch-size 2 --world-size 2 --json";
+        let padded = table(&format!("{line} --tail pad"));
+        assert_eq!(table(&format!("{line} --iterable")), padded);
+        assert_eq!(
+            table(&format!("{line} --iterable --tail exact")),
+            table(line)
+        );
+        assert_ne!(table(line), padded);
+    }
+
+    #[test]
+    fn errors_name_the_option() {
+        let check = |line: &str, parts: &[&str]| {
+            let error = error(line);
+            assert!(
+                parts.iter().all(|part| error.contains(part)),
+                "{line}: {error}"
+            );
+        };
+        check(
+            "--samples 9 --batch-size 0 --world-size 2",
+            &["--batch-size 0:", "at least 1"],
+        );
+        check(
+            "--samples 9 --batch-size 2 --world-size 0",
+            &["--world-size 0:", "at least 1"],
+        );
+        check(
+            "--samples 9 --batch-size 2 --world-size 2 --start 10",
+            &["--start 10:", "at most 9"],
+        );
+        check(
+            "--samples 9 --batch-size 5 --world-size 2 --split-batches --tail pad",
+            &["--batch-size 5 --split-batches:", "4 or 6"],
+        );
+        check(
+            "--samples 9 --batch-size 1 --world-size 2 --split-batches",
+            &["--batch-size 1 --split-batches:", "at least 2"],
+        );
+        check(
+            "--samples 18446744073709551615 --batch-size 5 --world-size 2",
+            &["--samples,", "smaller"],
+        );
+        check(
+            "--samples 9 --batch-size 5 --world-size 2 --tail padded",
+            &["'padded'", "uneven"],
+        );
+        check("--samples 9 --batch-size 5", &["--world-size"]);
+        check("--samples -9 --batch-size 5 --world-size 2", &["-9"]);
+    }
+
+    /// A reader that leaves, as `head` does, or a disk that is full.
+    struct Refuses(ErrorKind, usize);
+
+    impl Write for Refuses {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            if self.1 == 0 {
+                return Err(self.0.into());
+            }
+            self.1 = self.1.saturating_sub(bytes.len());
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn ends_quietly_when_nobody_reads_on() {
+        for form in ["", "--json"] {
+            // As large as that, it ends only because the reader has left.
+            let line =
+                format!("plan --samples 1000000000000000 --batch-size 1 --world-size 2 {form}");
+            let args = Command::try_parse_from(line.split_whitespace())
+                .unwrap()
+                .args;
+            run(&args, &mut Refuses(ErrorKind::BrokenPipe, 100_000)).unwrap();
+            let full = run(&args, &mut Refuses(ErrorKind::StorageFull, 100_000)).unwrap_err();
+            assert!(
+                full.to_string().starts_with("cannot write the plan: "),
+                "{full}"
+            );
+        }
+    }
+
+    /// Every table that Accelerate's own sharding classes produced, by the options that stand for
+    /// its settings. `ACCEL_FIXTURES` names another folder, looked up from the workspace's root.
+    #[test]
+    fn prints_the_sharding_vectors() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let folder = accelerator_env::variable("ACCEL_FIXTURES");
+        let path = match &folder {
+            Some(folder) => root.join(folder),
+            None => root.join("tests/fixtures"),
+        }
+        .join("sharding.json");
+        let text = std::fs::read_to_string(&path)
+            .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        let fixtures: Value = serde_json::from_str(&text).unwrap();
+        let cases = fixtures["cases"].as_array().unwrap();
+        assert!(!cases.is_empty(), "{}: no cases", path.display());
+        assert!(
+            folder.is_some() || cases.len() >= 826,
+            "{}: only {} cases",
+            path.display(),
+            cases.len()
+        );
+        for case in cases {
+            let is_set = |name: &str| case[name].as_bool().unwrap();
+            let mut line = format!(
+                "--samples {} --batch-size {} --world-size {} --json",
+                case["samples"], case["batch_size"], case["world_size"]
+            );
+            if is_set("split_batches") {
+                line += " --split-batches";
+            }
+            if is_set("drop_last") {
+                line += " --drop-last";
+            }
+            match case["kind"].as_str().unwrap() {
+                "map" => {
+                    line += if is_set("even_batches") {
+                        " --tail pad"
+                    } else {
+                        " --tail uneven"
+                    };
+                    let printed: Value = serde_json::from_str(&table(&line)).unwrap();
+                    assert_eq!(printed["ranks"], case["ranks"], "{line}");
+                }
+                "iterable" => {
+                    line += " --iterable";
+                    let said = if is_set("drop_last") {
+                        line.clone()
+                    } else {
+                        format!("{line} --tail pad")
+                    };
+                    assert_eq!(table(&line), table(&said), "{line}");
+                    let printed: Value = serde_json::from_str(&table(&said)).unwrap();
+                    let printed: Vec<_> = printed["ranks"]
+                        .as_array()
+                        .unwrap()
+                        .iter()
+                        .map(flat)
+                        .collect();
+                    let expected: Vec<Vec<u64>> =
+                        serde_json::from_value(case["ranks"].clone()).unwrap();
+                    assert_eq!(printed, expected, "{said}");
+                }
+                kind => panic!("{}: a case of kind {kind:?}", path.display()),
+            }
+        }
+        // Past the test harness, which swallows what a passing test prints.
+        let _ = writeln!(
+            std::io::stderr(),
+            "checked {} sharding cases of {}",
+            cases.len(),
+            path.display()
+        );
+    }
+
+    /// All numbers of nested lists, in order.
+    fn flat(value: &Value) -> Vec<u64> {
+        match value {
+            Value::Array(items) => items.iter().flat_map(flat).collect(),
+            _ => vec![value.as_u64().unwrap()],
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! A failure as text.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use signal_hook::consts::signal;
+
+use super::{FailureRecord, FirstFailure, OtherRank};
+use crate::output::headline;
+use crate::supervisor::job::End;
+use crate::supervisor::rank_reports::FailureReport;
+use crate::text::list;
+
+/// How many lines about other ranks the text has.
+const MAX_OTHERS: usize = 16;
+
+/// The length in bytes from which on a line that two texts share is no coincidence.
+const MIN_SHARED_LINE: usize = 12;
+
+impl FailureRecord {
+    /// What happened, and whether it is the same as in the failure `before`: "rank 1 was killed by SIGKILL, as
+    /// before".
+    pub(crate) fn headline(&self, before: Option<&Self>) -> String {
+        let FirstFailure { rank, shown, .. } = &self.first;
+        let again = match before {
+            Some(before) if self.is_like(before) => ", as before",
+            _ => "",
+        };
+        format!("rank {rank} {}{again}", shown.end_text)
+    }
+
+    /// Whether the same rank failed in the same way.
+    fn is_like(&self, other: &Self) -> bool {
+        let key = |one: &Self| (one.first.rank, one.first.exit_code, one.first.signal);
+        key(self) == key(other) && self.first.last_words == other.first.last_words
+    }
+
+    /// The rank's last lines, and its log, indented.
+    pub(crate) fn evidence(&self) -> String {
+        let FirstFailure {
+            last_words, log, ..
+        } = &self.first;
+        let mut text = String::new();
+        if !last_words.is_empty() {
+            text.push_str("\n  its last lines:");
+            for line in last_words {
+                let _ = write!(text, "\n    | {line}");
+            }
+        }
+        if let Some(log) = log {
+            let _ = write!(text, "\n  its log: {log}");
+        }
+        text
+    }
+
+    /// The whole text; `report` is the path of the same as JSON.
+    pub(crate) fn block(&self, report: Option<&Path>) -> String {
+        let FirstFailure {
+            rank,
+            pid,
+            reported_by,
+            shown,
+            ..
+        } = &self.first;
+        let first = if self.world_size > 1 { " first" } else { "" };
+        let mut text = format!("rank {rank} (pid {pid}) failed{first}: {}", self.how());
+        if self.first.signal == Some(signal::SIGKILL) {
+            text.push_str(", as when the machine runs out of memory");
+        }
+        let said = shown.said.as_ref();
+        if let Some(statement) = said.filter(|said| !self.first.has_shown(said)) {
+            let who = if statement.rank == *rank {
+                "it said".to_owned()
+            } else {
+                format!("rank {} said", statement.rank)
+            };
+            let _ = write!(
+                text,
+                "\n  {who}: {}",
+                statement.text.replace('\n', "\n    ")
+            );
+        }
+        if !reported_by.is_empty() {
+            let _ = write!(text, "\n  reported by {}", list(reported_by));
+        }
+        text.push_str(&self.evidence());
+        if !self.collateral.is_empty() {
+            text.push_str("\n  the others:");
+        }
+        let end_texts = self.end_texts();
+        for (end_text, ranks) in end_texts.iter().take(MAX_OTHERS) {
+            let _ = write!(text, "\n    {} {end_text}", list(ranks));
+        }
+        let hidden: usize = end_texts
+            .iter()
+            .skip(MAX_OTHERS)
+            .map(|(_, ranks)| ranks.len())
+            .sum();
+        if hidden > 0 {
+            let _ = write!(text, "\n    and {hidden} more");
+        }
+        if let Some([first, .., last]) = Some(self.log_files.as_slice()) {
+            let _ = write!(text, "\n  all logs: {first} to {last}");
+        }
+        if let Some(report) = report {
+            let _ = write!(text, "\n  this report: {}", report.display());
+        }
+        let _ = write!(text, "\n  to run it again: {}", self.command_line);
+        text
+    }
+
+    /// How the other ranks ended, and which of them ended so.
+    fn end_texts(&self) -> Vec<(String, Vec<usize>)> {
+        let mut end_texts: Vec<(String, Vec<usize>)> = Vec::new();
+        for other in &self.collateral {
+            let end_text = other.end_text(&self.first);
+            match end_texts.iter_mut().find(|(known, _)| *known == end_text) {
+                Some((_, ranks)) => ranks.push(other.rank),
+                None => end_texts.push((end_text, vec![other.rank])),
+            }
+        }
+        end_texts
+    }
+
+    fn how(&self) -> String {
+        match (self.first.exit_code, self.first.signal) {
+            (Some(code), _) if code != 0 => End::Code(code).to_string(),
+            (None, Some(signal)) => End::Signal(signal).to_string(),
+            _ => format!("it {}", self.first.shown.end_text),
+        }
+    }
+}
+
+impl FirstFailure {
+    /// Whether its last lines show what it reported itself, as those of a panic do.
+    fn has_shown(&self, report: &FailureReport) -> bool {
+        let is_shown =
+            |line: &String| line.len() >= MIN_SHARED_LINE && report.text.contains(line.trim());
+        report.rank == self.rank && self.last_words.iter().any(is_shown)
+    }
+}
+
+impl OtherRank {
+    /// How it ended; follows "rank 1". What the text says about the first rank is not repeated.
+    fn end_text(&self, first: &FirstFailure) -> String {
+        let end = match (self.exit_code, self.signal) {
+            (Some(code), _) => End::Code(code),
+            (None, Some(signal)) => End::Signal(signal),
+            (None, None) => return "could not be ended, even by SIGKILL".to_owned(),
+        };
+        match (end, self.by_itself) {
+            (End::Code(0), true) => "had finished".to_owned(),
+            (end, true) => format!("failed after it ({end}){}", self.said(end, first)),
+            (end, false) => format!("had to be ended ({end})"),
+        }
+    }
+
+    fn said(&self, end: End, first: &FirstFailure) -> String {
+        let said = match end {
+            // A panic, whose message begins with what went wrong and may go on with values.
+            End::Code(101) | End::Signal(signal::SIGABRT) => headline(&self.last_words),
+            _ => self.last_words.last(),
+        };
+        match said.filter(|_| !self.names_first) {
+            None => String::new(),
+            Some(line) if first.last_words.contains(line) => ", with the same error".to_owned(),
+            Some(line) => format!(": {line}"),
+        }
+    }
+}

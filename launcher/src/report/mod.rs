@@ -1,0 +1,366 @@
+//! The report of a failed attempt: which rank failed first, as text and as `failure.json`.
+
+mod block;
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::path::Path;
+use std::time::SystemTime;
+
+use serde::Serialize;
+use signal_hook::low_level::signal_name;
+
+use crate::supervisor::attempt::FinishedAttempt;
+use crate::supervisor::job::{Cause, End};
+use crate::supervisor::rank_reports::FailureReport;
+use crate::text::{shell_line, utc};
+use crate::variables;
+
+/// The name of the report in the log folder.
+pub(crate) const FILE: &str = "failure.json";
+
+/// Of the report's form.
+const FORMAT_VERSION: u32 = 1;
+
+/// One failed attempt; its fields are those of `failure.json`.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct FailureRecord {
+    first: FirstFailure,
+    collateral: Vec<OtherRank>,
+    exit_code: u8,
+    restarts: u64,
+    world_size: usize,
+    job: String,
+    command: Vec<String>,
+    command_line: String,
+    log_files: Vec<String>,
+    time: String,
+}
+
+/// The rank that failed first.
+#[derive(Clone, Debug, Serialize)]
+struct FirstFailure {
+    rank: usize,
+    host: String,
+    pid: i32,
+    /// What happened to it; follows "rank 1: ".
+    cause: String,
+    /// How it ended; both `null` where the launcher ended it.
+    exit_code: Option<i32>,
+    signal: Option<i32>,
+    signal_name: Option<&'static str>,
+    last_words: Vec<String>,
+    log: Option<String>,
+    /// The ranks that named it, itself not included.
+    reported_by: BTreeSet<usize>,
+    #[serde(skip)]
+    shown: FirstText,
+}
+
+/// What the text says about the first failure and the file does not.
+#[derive(Clone, Debug)]
+struct FirstText {
+    end_text: String,
+    said: Option<FailureReport>,
+}
+
+/// Another rank of the job, and how it ended.
+#[derive(Clone, Debug, Serialize)]
+struct OtherRank {
+    rank: usize,
+    pid: i32,
+    exit_code: Option<i32>,
+    signal: Option<i32>,
+    /// Whether it ended before the launcher ended it.
+    by_itself: bool,
+    last_words: Vec<String>,
+    /// Whether its last lines name the first rank, which the text does already.
+    #[serde(skip)]
+    names_first: bool,
+}
+
+/// How the job went on after the failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum JobOutcome {
+    /// It has ended.
+    Failed,
+    /// It is being started again.
+    Restarting,
+    /// It was started again, and then ended well.
+    Recovered,
+    /// It failed, and before it had succeeded a signal ended the launcher.
+    Interrupted,
+}
+
+impl FailureRecord {
+    /// Describes the failure of an attempt; `None` where no rank failed.
+    ///
+    /// `command` is the launcher's own command line.
+    pub(crate) fn of(finished: &FinishedAttempt, command: &[OsString]) -> Option<Self> {
+        let Some(Cause::Failure(rank)) = finished.outcome.cause() else {
+            return None;
+        };
+        let log = |rank| {
+            finished
+                .output
+                .log(rank)
+                .map(|path| path.display().to_string())
+        };
+        let first = FirstFailure::of(finished, rank, log(rank));
+        let failure_reports = finished.rank_reports.failure_reports();
+        let other = |rank| {
+            let (exit_code, signal) = parts(finished.outcome.end(rank));
+            let last_words = finished.output.stderr_tail(rank);
+            let statement = failure_reports.iter().find(|said| said.rank == rank);
+            let named = statement.filter(|said| said.blamed.contains(&first.rank));
+            OtherRank {
+                names_first: named.is_some_and(|said| {
+                    last_words
+                        .last()
+                        .is_some_and(|line| line.contains(&said.text))
+                }),
+                rank,
+                pid: finished.pids[rank],
+                exit_code,
+                signal,
+                by_itself: finished.outcome.ended_by_itself(rank),
+                last_words,
+            }
+        };
+        let ranks = 0..finished.pids.len();
+        let others = ranks.clone().filter(|&one| one != rank);
+        Some(Self {
+            collateral: others.map(other).collect(),
+            first,
+            exit_code: finished.outcome.exit_code(),
+            restarts: finished.settings.restart,
+            world_size: finished.pids.len(),
+            job: finished.settings.job.clone(),
+            command: command
+                .iter()
+                .map(|word| word.to_string_lossy().into_owned())
+                .collect(),
+            command_line: variables::assignments(&variables::set()) + &shell_line(command),
+            log_files: ranks.filter_map(log).collect(),
+            time: utc(SystemTime::now()),
+        })
+    }
+
+    /// The rank that failed first.
+    pub(crate) fn rank(&self) -> usize {
+        self.first.rank
+    }
+
+    /// Whether more than the order of ends shows that it was this rank. An error that all ranks share
+    /// ends each of them with code 1, and one of them is first.
+    pub(crate) fn is_certain(&self) -> bool {
+        self.first.exit_code != Some(1)
+            || !self.first.reported_by.is_empty()
+            || self.first.shown.said.is_some()
+    }
+
+    /// The exit code of a job that ends with it.
+    pub(crate) fn exit_code(&self) -> u8 {
+        self.exit_code
+    }
+}
+
+/// Writes `attempts`, of which the last speaks for the job, to the report in `folder`.
+///
+/// `reason` is why there was no further attempt, where there might have been one.
+///
+/// It is written beside and then renamed, so a reader never sees half of it.
+///
+/// # Errors
+/// When the folder cannot be written.
+pub(crate) fn write(
+    folder: &Path,
+    attempts: &[FailureRecord],
+    ending: JobOutcome,
+    reason: Option<&str>,
+) -> std::io::Result<()> {
+    #[derive(Serialize)]
+    struct File<'a> {
+        version: u32,
+        #[serde(flatten)]
+        last: &'a FailureRecord,
+        ending: JobOutcome,
+        reason: Option<&'a str>,
+        attempts: &'a [FailureRecord],
+    }
+    let Some(last) = attempts.last() else {
+        return Ok(());
+    };
+    let file = File {
+        version: FORMAT_VERSION,
+        last,
+        ending,
+        reason,
+        attempts,
+    };
+    let mut text = serde_json::to_vec_pretty(&file)?;
+    text.push(b'\n');
+    let draft = folder.join(format!("{FILE}.partial"));
+    std::fs::write(&draft, text)?;
+    std::fs::rename(&draft, folder.join(FILE))
+}
+
+impl FirstFailure {
+    fn of(finished: &FinishedAttempt, rank: usize, log: Option<String>) -> Self {
+        let outcome = &finished.outcome;
+        let end = outcome.end(rank).filter(|_| outcome.ended_by_itself(rank));
+        let failure_reports = finished.rank_reports.failure_reports();
+        let own_report = failure_reports
+            .iter()
+            .find(|said| said.rank == rank)
+            .filter(|said| said.blamed.contains(&rank));
+        let other_report = failure_reports
+            .iter()
+            .find(|said| said.rank != rank && said.blamed.contains(&rank));
+        let end_text = match (end, own_report) {
+            (Some(End::Signal(_)), _) => format!("was {}", shown(end)),
+            (Some(End::Code(0)), _) => {
+                "ended with exit code 0 while others waited for it".to_owned()
+            }
+            (Some(End::Code(_)), _) => format!("ended with {}", shown(end)),
+            (None, Some(_)) => "reported a failure, and did not end".to_owned(),
+            (None, None) => "stopped responding, and did not end".to_owned(),
+        };
+        let said = own_report.or(other_report.filter(|_| !matches!(end, Some(End::Signal(_)))));
+        let cause = match own_report {
+            Some(own_report) => own_report.text.clone(),
+            None => match (end, other_report) {
+                (None, Some(other_report)) => format!("it {end_text}: {}", other_report.text),
+                _ => format!("it {end_text}"),
+            },
+        };
+        let (exit_code, signal) = parts(end);
+        let host = finished.rank_reports.host(rank).unwrap_or_else(|| {
+            let system = rustix::system::uname();
+            system.nodename().to_string_lossy().into_owned()
+        });
+        Self {
+            rank,
+            host,
+            pid: finished.pids[rank],
+            cause,
+            exit_code,
+            signal,
+            signal_name: signal.and_then(signal_name),
+            last_words: finished.output.stderr_tail(rank),
+            log,
+            reported_by: failure_reports
+                .iter()
+                .filter(|said| said.rank != rank && said.blamed.contains(&rank))
+                .map(|said| said.rank)
+                .collect(),
+            shown: FirstText {
+                end_text,
+                said: said.cloned(),
+            },
+        }
+    }
+}
+
+fn shown(end: Option<End>) -> String {
+    end.map(|end| end.to_string()).unwrap_or_default()
+}
+
+/// `end` as exit code and signal, of which at most one is there.
+fn parts(end: Option<End>) -> (Option<i32>, Option<i32>) {
+    match end {
+        Some(End::Code(code)) => (Some(code), None),
+        Some(End::Signal(signal)) => (None, Some(signal)),
+        None => (None, None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn other(rank: usize, code: i32, line: &str) -> OtherRank {
+        OtherRank {
+            rank,
+            pid: 7,
+            exit_code: Some(code),
+            signal: None,
+            by_itself: true,
+            last_words: vec![line.to_owned()],
+            names_first: line.contains("is lost"),
+        }
+    }
+
+    fn failure(line: &str, collateral: Vec<OtherRank>) -> FailureRecord {
+        let first = FirstFailure {
+            rank: 0,
+            host: String::new(),
+            pid: 7,
+            cause: String::new(),
+            exit_code: Some(1),
+            signal: None,
+            signal_name: None,
+            last_words: vec![line.to_owned()],
+            log: None,
+            reported_by: BTreeSet::new(),
+            shown: FirstText {
+                end_text: String::new(),
+                said: None,
+            },
+        };
+        FailureRecord {
+            world_size: collateral.len() + 1,
+            first,
+            collateral,
+            exit_code: 1,
+            restarts: 0,
+            job: String::new(),
+            command: Vec::new(),
+            command_line: String::new(),
+            log_files: Vec::new(),
+            time: String::new(),
+        }
+    }
+
+    #[test]
+    fn a_panic_that_the_rank_reported_is_shown_once() {
+        let mut failure = failure("no such digit: 10", Vec::new());
+        let mut said = |rank: usize| {
+            failure.first.shown.said = Some(FailureReport {
+                rank,
+                blamed: BTreeSet::from([0]),
+                text: "it panicked: no such digit: 10 (at src/main.rs:3:5)".to_owned(),
+            });
+            failure.block(None)
+        };
+        assert_eq!(said(0).matches("no such digit").count(), 1);
+        assert_eq!(said(1).matches("no such digit").count(), 2);
+    }
+
+    #[test]
+    fn an_error_that_several_ranks_share_is_shown_once() {
+        let others = vec![
+            other(1, 1, "the models differ"),
+            other(2, 1, "rank 0 is lost: exit code 1"),
+            other(3, 1, "the disk is full"),
+            other(4, 1, "the models differ"),
+            other(5, 1, "rank 0 is lost: exit code 1; rank 5 was in a barrier"),
+            other(6, 0, "done"),
+        ];
+        let block = failure("the models differ", others).block(None);
+        let lines: Vec<&str> = block.lines().map(str::trim).collect();
+        assert_eq!(
+            lines[1..8],
+            [
+                "its last lines:",
+                "| the models differ",
+                "the others:",
+                "ranks 1, 4 failed after it (exit code 1), with the same error",
+                "ranks 2, 5 failed after it (exit code 1)",
+                "rank 3 failed after it (exit code 1): the disk is full",
+                "rank 6 had finished",
+            ]
+        );
+    }
+}

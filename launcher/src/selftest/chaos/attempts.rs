@@ -1,0 +1,253 @@
+//! The attempts of a job under faults: failed ones as in the launcher's report, the last one as in the job's log.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use accelerator_fault::{FaultPlan, Point};
+use serde::Deserialize;
+
+use super::failed;
+use super::training;
+use crate::report;
+use crate::selftest::results::StageFailure;
+
+/// What is known about a job that succeeded in the end.
+#[derive(Debug)]
+pub(super) struct Attempts {
+    failed: Vec<ReportedAttempt>,
+    last: LastAttempt,
+}
+
+/// What is read of the launcher's report.
+#[derive(Debug, Deserialize)]
+struct ReportedAttempt {
+    first: ReportedFirst,
+}
+
+#[derive(Debug, Deserialize)]
+struct ReportedFirst {
+    rank: usize,
+    cause: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct ReportFile {
+    attempts: Vec<ReportedAttempt>,
+}
+
+/// Which part of the training the successful attempt did.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct LastAttempt {
+    from: u64,
+    saves: Vec<u64>,
+}
+
+impl Attempts {
+    /// Reads what a job left in the folder of its logs.
+    ///
+    /// # Errors
+    /// When the report cannot be read, or does not tell of every restart.
+    pub(super) fn read(logs: &Path) -> Result<Self, StageFailure> {
+        let path = logs.join(report::FILE);
+        let wrong = |error: &dyn std::error::Error| {
+            failed(&format!("{} cannot be read", path.display()), error)
+        };
+        let failed = match fs::read(&path) {
+            Ok(text) => {
+                let failures: ReportFile =
+                    serde_json::from_slice(&text).map_err(|error| wrong(&error))?;
+                failures.attempts
+            }
+            Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
+            Err(error) => return Err(wrong(&error)),
+        };
+        // Every attempt has its own logs.
+        let restarts = (1..)
+            .take_while(|&restart| log(logs, restart).exists())
+            .count();
+        if failed.len() != restarts {
+            return Err(StageFailure::Failed(format!(
+                "the job was restarted {restarts} times, but {} tells of {} failures",
+                path.display(),
+                failed.len()
+            )));
+        }
+        let path = log(logs, restarts);
+        let text = fs::read_to_string(&path)
+            .map_err(|error| self::failed(&format!("{} cannot be read", path.display()), &error))?;
+        let last = LastAttempt::parse(&text).ok_or_else(|| {
+            StageFailure::Failed(format!("{} does not say where it began", path.display()))
+        })?;
+        Ok(Self { failed, last })
+    }
+
+    /// How often the job was started again.
+    pub(super) fn restarts(&self) -> usize {
+        self.failed.len()
+    }
+
+    /// Compares a job of `ranks` ranks with its fault `plan`: every failed attempt must name the rank with the
+    /// fault, and the last must not have reached a fatal fault.
+    ///
+    /// # Errors
+    /// When they differ.
+    pub(super) fn compare(&self, plan: &FaultPlan, ranks: usize) -> Result<(), StageFailure> {
+        let deadly = |attempt: usize| {
+            let mut faults = plan.faults.iter();
+            faults.find(|fault| fault.restart == attempt as u64 && fault.action.is_deadly())
+        };
+        for (attempt, ReportedAttempt { first }) in self.failed.iter().enumerate() {
+            let ReportedFirst { rank, cause } = first;
+            match deadly(attempt) {
+                Some(fault) if fault.rank == *rank => {}
+                Some(fault) => {
+                    return Err(StageFailure::Failed(format!(
+                        "`{fault}` struck, but rank {rank} was named: {cause}"
+                    )));
+                }
+                None => {
+                    return Err(StageFailure::Failed(format!(
+                        "attempt {attempt} failed without a deadly fault: rank {rank}: {cause}"
+                    )));
+                }
+            }
+        }
+        match deadly(self.failed.len()) {
+            Some(fault) if self.last.has_reached(fault.point, ranks) => Err(StageFailure::Failed(
+                format!("the job came to the place of `{fault}`, and ended well"),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl LastAttempt {
+    /// Reads what rank 0 said; see [`training::BEGINS`].
+    fn parse(log: &str) -> Option<Self> {
+        let numbers = |word| {
+            let lines = log.lines();
+            lines.filter_map(move |line| line.strip_prefix(word)?.trim().parse().ok())
+        };
+        Some(Self {
+            from: numbers(training::BEGINS).next()?,
+            saves: numbers(training::SAVES).collect(),
+        })
+    }
+
+    /// Whether a job that trained to its end has come to `point`.
+    fn has_reached(&self, point: Point, ranks: usize) -> bool {
+        let operations = 1 + training::OPERATIONS * (training::STEPS - self.from);
+        match point {
+            Point::Rendezvous | Point::Connect => ranks > 1,
+            Point::Step(step) => (self.from..training::STEPS).contains(&step),
+            Point::Operation(operation) => ranks > 1 && operation < operations,
+            // A short collective has no such place.
+            Point::Within(_) => false,
+            Point::Save(number, _) => self.saves.contains(&number),
+        }
+    }
+}
+
+/// The log of rank 0 in an attempt.
+fn log(logs: &Path, restart: usize) -> PathBuf {
+    logs.join(match restart {
+        0 => "rank-0.log".to_owned(),
+        _ => format!("rank-0.restart-{restart}.log"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The logs of a job whose last attempt began at `from`, after `restarts`.
+    fn logs(restarts: usize, from: u64) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for restart in 0..=restarts {
+            let text = format!(
+                "{} {from}\n{} 4\n{} 5\n",
+                training::BEGINS,
+                training::SAVES,
+                training::SAVES
+            );
+            fs::write(log(folder.path(), restart), text).unwrap();
+        }
+        folder
+    }
+
+    fn report(logs: &tempfile::TempDir, text: &str) {
+        fs::write(logs.path().join(report::FILE), text).unwrap();
+    }
+
+    #[track_caller]
+    fn failure<T: std::fmt::Debug>(result: Result<T, StageFailure>, words: &str) {
+        match result {
+            Err(StageFailure::Failed(text)) => assert!(text.contains(words), "{text}"),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    const ONE: &str = r#"{"attempts": [{"first": {"rank": 1, "cause": "it died"}}]}"#;
+
+    #[test]
+    fn a_report_that_cannot_be_read_is_an_error() {
+        let undisturbed = logs(0, 0);
+        assert_eq!(Attempts::read(undisturbed.path()).unwrap().restarts(), 0);
+        report(&undisturbed, "{");
+        failure(Attempts::read(undisturbed.path()), "cannot be read");
+        fs::remove_file(undisturbed.path().join(report::FILE)).unwrap();
+        fs::create_dir(undisturbed.path().join(report::FILE)).unwrap();
+        failure(Attempts::read(undisturbed.path()), "cannot be read");
+    }
+
+    #[test]
+    fn every_restart_is_in_the_report() {
+        let logs = logs(1, 0);
+        failure(Attempts::read(logs.path()), "tells of 0 failures");
+        report(&logs, ONE);
+        assert_eq!(Attempts::read(logs.path()).unwrap().restarts(), 1);
+        fs::write(log(logs.path(), 2), "").unwrap();
+        failure(Attempts::read(logs.path()), "restarted 2 times");
+    }
+
+    #[test]
+    fn the_rank_with_the_fault_is_named() {
+        let logs = logs(1, 0);
+        report(&logs, ONE);
+        let attempts = Attempts::read(logs.path()).unwrap();
+        let compare = |plan: &str| attempts.compare(&plan.parse().unwrap(), 2);
+        compare("rank=1 step=3 kill").unwrap();
+        failure(compare("rank=0 step=3 kill"), "rank 1 was named");
+        failure(compare("rank=1 step=3 slow 1ms"), "without a deadly fault");
+    }
+
+    #[test]
+    fn success_after_reaching_a_fatal_fault_is_an_error() {
+        let logs = logs(0, 12);
+        let attempts = Attempts::read(logs.path()).unwrap();
+        let last = 3 * (training::STEPS - 12);
+        for (place, is_reached) in [
+            ("rendezvous".to_owned(), true),
+            ("connect".to_owned(), true),
+            ("step=11".to_owned(), false),
+            ("step=12".to_owned(), true),
+            (format!("step={}", training::STEPS), false),
+            ("op=0".to_owned(), true),
+            (format!("op={last}"), true),
+            (format!("op={}", last + 1), false),
+            ("save=3 begin".to_owned(), false),
+            ("save=4 begin".to_owned(), true),
+        ] {
+            let compare = |fault: &str| attempts.compare(&fault.parse().unwrap(), 2);
+            let found = compare(&format!("rank=0 {place} kill"));
+            if is_reached {
+                failure(found, "and ended well");
+            } else {
+                found.unwrap();
+            }
+            compare(&format!("rank=0 {place} slow 1ms")).unwrap();
+            compare(&format!("rank=0 restart=1 {place} kill")).unwrap();
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! A small training program, for the schedules of faults: it saves as it goes, and goes on from
+//! the last good checkpoint when it is started again.
+
+use std::fs;
+use std::path::Path;
+
+use accelerator_collective::{DType, GroupOptions, Launch, ProcessGroup, ReduceOp};
+use accelerator_fault::{Point, strike};
+use accelerator_manifest::{FileName, Folder, Metadata, Role, VerifyLevel};
+use accelerator_plan::{BatchSize, Order, Plan, PlanConfig, PlannedBatch};
+use serde::{Deserialize, Serialize};
+
+use crate::error::BoxResult as Result;
+use crate::selftest::RankArgs;
+use crate::selftest::rank::{Sabotage, apply_sabotage, print_line};
+
+/// The number of steps of a run that is not disturbed.
+pub(in crate::selftest) const STEPS: u64 = EPOCHS * SAMPLES / BATCH;
+
+/// After how many steps there is a checkpoint.
+pub(in crate::selftest) const SAVE_EVERY: u64 = 4;
+
+/// The collectives of a step.
+pub(in crate::selftest) const OPERATIONS: u64 = 3;
+
+/// Rank 0 prints this before the step that it begins with.
+pub(in crate::selftest) const BEGINS: &str = "begins with step";
+
+/// Rank 0 prints this before the number of each checkpoint that it writes.
+pub(in crate::selftest) const SAVES: &str = "saves checkpoint";
+
+/// The file with the final weights, as they are in memory.
+pub(in crate::selftest) const FINAL: &str = "final.bin";
+
+/// The folder of the checkpoints.
+pub(in crate::selftest) const CHECKPOINTS: &str = "checkpoints";
+
+const EPOCHS: u64 = 2;
+const SAMPLES: u64 = 96;
+const BATCH: u64 = 8;
+const RATE: f64 = 0.05;
+const SEED: u64 = 11;
+
+/// Trains below `folder` to the end.
+pub(in crate::selftest) fn run(arguments: &RankArgs, folder: &Path) -> Result<String> {
+    accelerator_fault::check()?;
+    let launch = Launch::from_env()?;
+    let restart = launch.restart();
+    if restart == 0 || arguments.sabotage == Some(Sabotage::Crash) {
+        apply_sabotage(
+            arguments
+                .sabotage
+                .filter(|sabotage| *sabotage == Sabotage::Crash),
+        );
+    } else {
+        apply_sabotage(arguments.sabotage);
+    }
+    let options = GroupOptions::new()
+        .with_connect_timeout(arguments.limit)
+        .with_progress_timeout(arguments.limit);
+    let group = ProcessGroup::connect(&launch, &options)?;
+    let checkpoints = Folder::create(folder.join(CHECKPOINTS))?;
+    let plan = PlanConfig::new(SAMPLES, BatchSize::global(BATCH as usize)?)
+        .with_world_size(group.world_size())
+        .with_order(Order::Shuffled { seed: SEED })
+        .init()?;
+    let mut run = resume(&group, &checkpoints)?;
+    if group.rank() == 0 {
+        print_line(&format!("{BEGINS} {}", run.step))?;
+    }
+    if restart > 0 && arguments.sabotage == Some(Sabotage::Wrong) {
+        // The smallest change that a comparison of all bits must notice.
+        run.weights[0] = f64::from_bits(run.weights[0].to_bits() ^ 1);
+    }
+    while run.epoch < EPOCHS {
+        run.epoch(&group, &plan, &checkpoints)?;
+        run.epoch += 1;
+        run.consumed = 0;
+    }
+    group.barrier()?;
+    if group.rank() == 0 {
+        let draft = folder.join("final.partial");
+        fs::write(&draft, bytes(&run.weights))?;
+        fs::rename(draft, folder.join(FINAL))?;
+    }
+    group.close()?;
+    Ok(format!("{} steps", run.step))
+}
+
+/// How far the training is.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+struct Run {
+    weights: Vec<f64>,
+    step: u64,
+    epoch: u64,
+    /// Samples of the epoch that are used.
+    consumed: u64,
+}
+
+impl Run {
+    /// The rest of an epoch.
+    fn epoch(&mut self, group: &ProcessGroup, plan: &Plan, checkpoints: &Folder) -> Result<()> {
+        let rest = plan.epoch(self.epoch).starting_at(self.consumed)?;
+        for step in 0..rest.steps(0) {
+            // What concerns connections strikes at an operation, not here.
+            let _ = strike(group.rank(), Point::Step(self.step));
+            self.step(group, rest.batch(group.rank(), step))?;
+            self.step += 1;
+            self.consumed = rest.consumed_after(step);
+            if self.step.is_multiple_of(SAVE_EVERY)
+                && group.rank() == 0
+                && let Err(error) = self.save(group, checkpoints)
+            {
+                // The checkpoint before is still there.
+                eprintln!("step {}: not saved: {error}", self.step);
+            }
+        }
+        Ok(())
+    }
+
+    fn step(&mut self, group: &ProcessGroup, batch: Option<PlannedBatch>) -> Result<()> {
+        let mut gradient = vec![0.0; SIZE];
+        let mut control = [0.0, 0.0];
+        if let Some(batch) = batch.filter(|batch| !batch.is_idle()) {
+            for index in batch.real_indices() {
+                control[0] += learn(&self.weights, *index, &mut gradient);
+                control[1] += 1.0;
+            }
+        }
+        let mut outer = group.buffer(DType::F64, SIZE - INNER);
+        outer
+            .as_mut_slice::<f64>()?
+            .copy_from_slice(&gradient[INNER..]);
+        let outer = group.start_all_reduce(outer, ReduceOp::Sum)?;
+        group.all_reduce(&mut gradient[..INNER], ReduceOp::Sum)?;
+        group.all_reduce(&mut control, ReduceOp::Sum)?;
+        gradient[INNER..].copy_from_slice(outer.wait()?.as_slice::<f64>()?);
+        for (weight, gradient) in self.weights.iter_mut().zip(gradient) {
+            *weight -= RATE * gradient / control[1];
+        }
+        Ok(())
+    }
+
+    fn save(&self, group: &ProcessGroup, checkpoints: &Folder) -> Result<()> {
+        let mut draft = checkpoints.begin(group.rank())?;
+        print_line(&format!("{SAVES} {}", draft.number()))?;
+        draft.write_bytes(&weights_file()?, Role::Model, &bytes(&self.weights))?;
+        let world_size = std::num::NonZeroUsize::new(group.world_size());
+        let mut metadata = Metadata {
+            step: self.step,
+            epoch: self.epoch,
+            ..Metadata::new(world_size.unwrap_or(std::num::NonZeroUsize::MIN))
+        };
+        metadata
+            .extra
+            .insert("consumed".into(), self.consumed.into());
+        draft.commit(metadata)?;
+        // Evaluated when this is compiled: two is not zero.
+        let keep = const { std::num::NonZeroUsize::new(2).unwrap() };
+        checkpoints.prune(keep, VerifyLevel::Sizes, &[])?;
+        Ok(())
+    }
+}
+
+/// Where all ranks resume: rank 0 finds the checkpoint and broadcasts the state.
+fn resume(group: &ProcessGroup, checkpoints: &Folder) -> Result<Run> {
+    let run = match group.rank() {
+        0 => Some(match checkpoints.latest_good()?.found {
+            Some(checkpoint) => {
+                let metadata = &checkpoint.manifest()?.metadata;
+                let consumed = metadata.extra.get("consumed").and_then(|x| x.as_u64());
+                Run {
+                    weights: checkpoint
+                        .read(&weights_file()?)?
+                        .chunks_exact(8)
+                        .map(|x| f64::from_le_bytes(x.try_into().unwrap_or_default()))
+                        .collect(),
+                    step: metadata.step,
+                    epoch: metadata.epoch,
+                    consumed: consumed.ok_or("the checkpoint does not say how far it is")?,
+                }
+            }
+            None => Run {
+                weights: (0..SIZE as u64).map(|index| noise(index) / 2.0).collect(),
+                step: 0,
+                epoch: 0,
+                consumed: 0,
+            },
+        }),
+        _ => None,
+    };
+    Ok(group.broadcast_object(run.as_ref(), 0)?)
+}
+
+fn weights_file() -> Result<FileName> {
+    Ok("weights.bin".parse()?)
+}
+
+fn bytes(weights: &[f64]) -> Vec<u8> {
+    weights.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+/// A network with one hidden layer.
+const INPUTS: usize = 4;
+const HIDDEN: usize = 8;
+/// The weights and offsets of the hidden layer.
+const INNER: usize = HIDDEN * (INPUTS + 1);
+const SIZE: usize = INNER + HIDDEN + 1;
+
+/// Adds the gradient of one sample; returns its loss.
+fn learn(weights: &[f64], sample: u64, gradient: &mut [f64]) -> f64 {
+    let input: [f64; INPUTS] = std::array::from_fn(|x| noise(sample * 64 + x as u64));
+    let target = input[0] * input[1] - input[2] + input[3] * 0.5;
+    let row = INPUTS + 1;
+    let hidden: [f64; HIDDEN] = std::array::from_fn(|unit| {
+        let weights = &weights[unit * row..][..row];
+        let sum: f64 = input.iter().zip(weights).map(|(x, w)| x * w).sum();
+        (sum + weights[INPUTS]).tanh()
+    });
+    let output: f64 = hidden
+        .iter()
+        .zip(&weights[INNER..])
+        .map(|(x, w)| x * w)
+        .sum();
+    let error = output + weights[SIZE - 1] - target;
+    gradient[SIZE - 1] += error;
+    for unit in 0..HIDDEN {
+        gradient[INNER + unit] += error * hidden[unit];
+        let inner = error * weights[INNER + unit] * (1.0 - hidden[unit] * hidden[unit]);
+        for x in 0..INPUTS {
+            gradient[unit * row + x] += inner * input[x];
+        }
+        gradient[unit * row + INPUTS] += inner;
+    }
+    error * error / 2.0
+}
+
+/// A number between -1 and 1 that looks random.
+fn noise(index: u64) -> f64 {
+    accelerator_plan::mix(&[SEED, index]) as f64 / u64::MAX as f64 * 2.0 - 1.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gradients_are_those_of_the_loss() {
+        let weights: Vec<f64> = (0..SIZE as u64).map(noise).collect();
+        let mut gradient = vec![0.0; SIZE];
+        learn(&weights, 5, &mut gradient);
+        for index in 0..SIZE {
+            let loss = |shift: f64| {
+                let mut weights = weights.clone();
+                weights[index] += shift;
+                learn(&weights, 5, &mut vec![0.0; SIZE])
+            };
+            let slope = (loss(1e-6) - loss(-1e-6)) / 2e-6;
+            assert!((slope - gradient[index]).abs() < 1e-6, "weight {index}");
+        }
+    }
+}

@@ -1,0 +1,332 @@
+//! The settings of a launch, and where each comes from.
+
+pub(crate) mod allocator;
+pub(crate) mod rank_env;
+pub(crate) mod target;
+pub(crate) mod threads;
+
+use std::fmt::Display;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use crate::cli::{Options, Processes};
+use crate::gpu::Gpus;
+use crate::output::{OnOutputError, Prefix};
+use crate::variables;
+use threads::Threads;
+
+/// Time between SIGTERM and SIGKILL where nothing else is asked for.
+const DEFAULT_GRACE: Duration = Duration::from_secs(5);
+
+/// Time before the first restart where nothing else is asked for.
+const DEFAULT_RESTART_DELAY: Duration = Duration::from_secs(1);
+
+/// Restarts of a job that may shrink, where nothing else is asked for.
+const DEFAULT_RESTARTS: u64 = 3;
+
+/// The resolved settings of a launch on this machine.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    /// How many ranks are started.
+    pub(crate) ranks: NonZeroUsize,
+    /// The fewest that a restart may go on with.
+    pub(crate) least_ranks: NonZeroUsize,
+    /// How often the job has been restarted.
+    pub(crate) restart: u64,
+    /// How often it is restarted at most.
+    pub(crate) max_restarts: u64,
+    /// How long to wait before the first restart.
+    pub(crate) restart_delay: Duration,
+    /// The host of the store.
+    pub(crate) master_addr: String,
+    /// The port of the store; 0 takes a free one.
+    pub(crate) master_port: u16,
+    /// The name of the job, which keeps a stray rank of another one out.
+    pub(crate) job: String,
+    /// The variables of thread pools.
+    pub(crate) threads: Vec<(&'static str, Threads)>,
+    /// What ranks see of the GPUs.
+    pub(crate) gpus: Gpus,
+    /// Time between SIGTERM and SIGKILL.
+    pub(crate) grace: Duration,
+    /// How output is marked.
+    pub(crate) prefix: Prefix,
+    /// Where log files go: what was asked for, and once the job has begun the folder of this run in it.
+    pub(crate) log_dir: Option<PathBuf>,
+    /// What happens to the job where its output cannot be written.
+    pub(crate) on_output_error: OnOutputError,
+    /// All of it as text.
+    pub(crate) table: Vec<Setting>,
+}
+
+/// One setting as text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Setting {
+    /// What it is called.
+    pub(crate) name: String,
+    /// What it is.
+    pub(crate) value: String,
+    /// Where it comes from.
+    pub(crate) origin: String,
+}
+
+impl Settings {
+    /// Fills `options` up with defaults, and with what `lookup` finds in the environment; `gpus` are
+    /// resolved from the same.
+    pub(crate) fn resolve(
+        options: &Options,
+        gpus: Gpus,
+        lookup: impl Fn(&str) -> Option<String>,
+    ) -> Self {
+        let mut table = Table(Vec::new());
+        let processes = options
+            .num_processes
+            .unwrap_or(Processes::exactly(NonZeroUsize::MIN));
+        let ranks = processes.most;
+        table.add(
+            "processes",
+            processes,
+            origin(&options.num_processes, "--num-processes"),
+        );
+
+        let master_addr = options
+            .master_addr
+            .clone()
+            .unwrap_or_else(|| "127.0.0.1".to_owned());
+        table.add(
+            "store host",
+            &master_addr,
+            origin(&options.master_addr, "--master-addr"),
+        );
+
+        let master_port = options.master_port.unwrap_or(0);
+        let port: &dyn Display = if master_port == 0 {
+            &"a free one"
+        } else {
+            &master_port
+        };
+        table.add(
+            "store port",
+            port,
+            origin(&options.master_port, "--master-port"),
+        );
+
+        let job = match lookup(accelerator_env::JOB.name).filter(|job| !job.is_empty()) {
+            Some(job) => {
+                table.add("job", &job, accelerator_env::JOB.name);
+                job
+            }
+            None => {
+                let job = new_job();
+                table.add("job", &job, "new for every launch");
+                job
+            }
+        };
+
+        let cores = threads::cores();
+        let threads = threads::POOL_VARIABLES.map(|name| {
+            let threads = Threads::choose(options.threads_per_process, lookup(name), ranks, cores);
+            match &threads {
+                Threads::Set { count, origin } => table.add(name, count, origin),
+                Threads::Inherited(value) => table.add(name, value, "environment"),
+                Threads::Unset => table.add(name, "unset", "one process: left to the program"),
+            }
+            (name, threads)
+        });
+
+        for (name, value) in allocator::DEFAULTS {
+            match lookup(name) {
+                Some(own) => table.add(name, own, "environment"),
+                None => table.add(name, value, "default: ranks keep memory that they freed"),
+            }
+        }
+
+        for [name, value, origin] in gpus.rows() {
+            table.add(name, value, origin);
+        }
+
+        let grace = options.grace.unwrap_or(DEFAULT_GRACE);
+        table.add(
+            "grace",
+            format_args!("{} s", grace.as_secs_f64()),
+            origin(&options.grace, "--grace"),
+        );
+
+        let by_default = if processes.is_range() {
+            DEFAULT_RESTARTS
+        } else {
+            0
+        };
+        let max_restarts = options.max_restarts.unwrap_or(by_default);
+        table.add(
+            "restarts",
+            max_restarts,
+            origin(&options.max_restarts, "--max-restarts"),
+        );
+        let restart_delay = options.restart_delay.unwrap_or(DEFAULT_RESTART_DELAY);
+        table.add(
+            "restart delay",
+            format_args!("{} s", restart_delay.as_secs_f64()),
+            origin(&options.restart_delay, "--restart-delay"),
+        );
+
+        let (prefix, why) = match (options.no_prefix, ranks.get()) {
+            (_, 1) => (Prefix::Raw, "one process"),
+            (true, _) => (Prefix::Lines, "--no-prefix"),
+            (false, _) => (Prefix::Rank, "default"),
+        };
+        table.add(
+            "line prefix",
+            if prefix == Prefix::Rank {
+                "[rank]"
+            } else {
+                "none"
+            },
+            why,
+        );
+
+        match &options.log_dir {
+            Some(dir) => table.add("log folder", dir.display(), "--log-dir"),
+            None => table.add("log folder", "none", "default"),
+        }
+        Self {
+            ranks,
+            least_ranks: processes.least,
+            restart: 0,
+            max_restarts,
+            restart_delay,
+            master_addr,
+            master_port,
+            job,
+            threads: threads.to_vec(),
+            gpus,
+            grace,
+            prefix,
+            log_dir: options.log_dir.clone(),
+            on_output_error: options.on_output_error,
+            table: table.0,
+        }
+    }
+
+    /// The settings of a restart with so many ranks; `options` and `lookup` are those that these
+    /// settings were resolved from.
+    pub(crate) fn restarted(
+        &self,
+        restart: u64,
+        ranks: NonZeroUsize,
+        options: &Options,
+        lookup: impl Fn(&str) -> Option<String>,
+    ) -> Self {
+        let options = Options {
+            num_processes: Some(Processes::exactly(ranks)),
+            ..options.clone()
+        };
+        Self {
+            restart,
+            least_ranks: self.least_ranks,
+            max_restarts: self.max_restarts,
+            prefix: self.prefix,
+            log_dir: self.log_dir.clone(),
+            // A process of the attempt before cannot join this one.
+            job: format!("{}-restart-{restart}", self.job),
+            ..Self::resolve(&options, self.gpus.clone(), lookup)
+        }
+    }
+}
+
+/// A name that no other launch on this machine has: this process, and when it began.
+fn new_job() -> String {
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    format!("{}-{:x}", std::process::id(), now.as_micros())
+}
+
+struct Table(Vec<Setting>);
+
+impl Table {
+    fn add(&mut self, name: &str, value: impl Display, origin: impl Display) {
+        self.0.push(Setting {
+            name: name.to_owned(),
+            value: value.to_string(),
+            origin: origin.to_string(),
+        });
+    }
+}
+
+/// `option` where it was given.
+fn origin<T>(given: &Option<T>, option: &'static str) -> &'static str {
+    if given.is_some() { option } else { "default" }
+}
+
+/// A variable of the launcher's environment, as [`Settings::resolve`] looks it up.
+pub(crate) fn variable(name: &str) -> Option<String> {
+    variables::given(name)?.into_string().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpus(options: &Options) -> Gpus {
+        Gpus::resolve(options, |_| None).unwrap()
+    }
+
+    #[test]
+    fn every_setting_has_an_origin() {
+        let options = Options {
+            num_processes: NonZeroUsize::new(2).map(Processes::exactly),
+            master_port: Some(7),
+            ..Options::default()
+        };
+        let settings = Settings::resolve(&options, gpus(&options), |name| {
+            ["OMP_NUM_THREADS", "MALLOC_TOP_PAD_"]
+                .contains(&name)
+                .then(|| "3".to_owned())
+        });
+        let find = |name: &str| {
+            let setting = settings
+                .table
+                .iter()
+                .find(|setting| setting.name == name)
+                .unwrap();
+            (setting.value.as_str(), setting.origin.as_str())
+        };
+        assert_eq!(find("processes"), ("2", "--num-processes"));
+        assert_eq!(find("store port"), ("7", "--master-port"));
+        assert_eq!(find("store host"), ("127.0.0.1", "default"));
+        assert_eq!(find("OMP_NUM_THREADS"), ("3", "environment"));
+        assert_eq!(find("MALLOC_TOP_PAD_"), ("3", "environment"));
+        assert_eq!(find("GLIBC_TUNABLES").0, "glibc.malloc.hugetlb=1");
+        assert!(find("GLIBC_TUNABLES").1.starts_with("default"));
+        assert!(find("RAYON_NUM_THREADS").1.ends_with("over 2 local ranks"));
+        assert_eq!(find("line prefix"), ("[rank]", "default"));
+        assert_eq!(find("grace"), ("5 s", "default"));
+        assert_eq!(find("restarts"), ("0", "default"));
+        assert_eq!(find("GPUs"), ("all", "default"));
+        assert_eq!(find("GPU sharing"), ("refused", "default"));
+    }
+
+    #[test]
+    fn a_restart_keeps_all_but_the_name_the_number_and_what_follows_from_it() {
+        let options = Options {
+            num_processes: Some(Processes {
+                least: NonZeroUsize::MIN,
+                most: NonZeroUsize::new(2).unwrap(),
+            }),
+            ..Options::default()
+        };
+        let first = Settings::resolve(&options, gpus(&options), |_| None);
+        assert_eq!(
+            (first.ranks.get(), first.max_restarts),
+            (2, DEFAULT_RESTARTS)
+        );
+        let again = first.restarted(1, NonZeroUsize::MIN, &options, |_| None);
+        assert_eq!((again.ranks.get(), again.restart), (1, 1));
+        assert_eq!(again.max_restarts, DEFAULT_RESTARTS);
+        assert_eq!(again.job, format!("{}-restart-1", first.job));
+        assert_eq!(again.prefix, first.prefix);
+        assert!(matches!(again.threads[0].1, Threads::Unset));
+    }
+}

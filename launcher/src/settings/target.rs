@@ -1,0 +1,203 @@
+//! What to run: a program, or something that cargo builds.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Access, access};
+
+use crate::cli::Options;
+use crate::error::{Error, Result};
+
+/// What was asked to be run. Paths have been checked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Target {
+    /// An executable file, by its absolute path.
+    Program(PathBuf),
+    /// A target of a cargo package, still to be found and built.
+    Cargo(Selector),
+}
+
+/// How a cargo target was named.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Selector {
+    /// By its source file, canonical.
+    Source(PathBuf),
+    /// By kind and name.
+    Named(TargetKind, String),
+}
+
+/// The kinds of cargo targets that can be run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TargetKind {
+    /// `--example`.
+    Example,
+    /// `--bin`.
+    Bin,
+}
+
+impl TargetKind {
+    /// The kind as cargo writes it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Example => "example",
+            Self::Bin => "bin",
+        }
+    }
+}
+
+impl fmt::Display for Selector {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Source(path) => write!(formatter, "{}", path.display()),
+            Self::Named(kind, name) => write!(formatter, "--{} {name}", kind.name()),
+        }
+    }
+}
+
+impl Target {
+    /// Reads the target from the options.
+    ///
+    /// # Errors
+    /// When none is named; when the script does not exist or cannot be run; when options for
+    /// cargo come with a program that cargo does not build.
+    pub(crate) fn parse(options: &Options) -> Result<Self> {
+        if let Some(name) = &options.example {
+            return Ok(Self::Cargo(Selector::Named(
+                TargetKind::Example,
+                name.clone(),
+            )));
+        }
+        if let Some(name) = &options.bin {
+            return Ok(Self::Cargo(Selector::Named(TargetKind::Bin, name.clone())));
+        }
+        let Some(script) = &options.script else {
+            return Err(Error::usage(
+                "nothing to start: give a program, a source file such as examples/mnist.rs, `--example NAME` or \
+                 `--bin NAME`; `accel-launch --help` shows more",
+            ));
+        };
+        if script
+            .extension()
+            .is_some_and(|extension| extension == "rs")
+        {
+            return source(script).map(|path| Self::Cargo(Selector::Source(path)));
+        }
+        let program = program(script)?;
+        match cargo_option(options) {
+            Some(option) => Err(Error::usage(format!(
+                "{option} is for a target that cargo builds, but {} is a program that is run as it is; leave the \
+                 option out, or name the target by its source file, `--example` or `--bin`",
+                script.display()
+            ))),
+            None => Ok(Self::Program(program)),
+        }
+    }
+}
+
+fn program(script: &Path) -> Result<PathBuf> {
+    let shown = script.display();
+    let metadata = std::fs::metadata(script).map_err(|error| {
+        let hint = match on_path(script) {
+            Some(found) => format!("; the PATH has {}: give that path", found.display()),
+            None => String::new(),
+        };
+        Error::usage(format!("the script {shown} cannot be found{hint}")).with_source(error)
+    })?;
+    if metadata.is_dir() {
+        return Err(Error::usage(format!(
+            "the script {shown} is a folder; give the program in it, or the source file of a cargo target"
+        )));
+    }
+    if !metadata.is_file() || access(script, Access::EXEC_OK).is_err() {
+        return Err(Error::usage(format!(
+            "the script {shown} is not executable; make it so with `chmod +x {shown}`, or give a program that runs it"
+        )));
+    }
+    std::path::absolute(script).map_err(|error| {
+        Error::usage(format!("the path {shown} cannot be made absolute")).with_source(error)
+    })
+}
+
+fn source(script: &Path) -> Result<PathBuf> {
+    let shown = script.display();
+    let path = std::fs::canonicalize(script).map_err(|error| {
+        Error::usage(format!(
+            "the source file {shown} cannot be found from the current folder"
+        ))
+        .with_source(error)
+    })?;
+    if path.is_dir() {
+        return Err(Error::usage(format!(
+            "the script {shown} is a folder; give the source file of a cargo target"
+        )));
+    }
+    Ok(path)
+}
+
+/// The first option given that only makes sense for cargo.
+fn cargo_option(options: &Options) -> Option<&'static str> {
+    [
+        (options.package.is_some(), "--package"),
+        (!options.features.is_empty(), "--features"),
+        (options.no_default_features, "--no-default-features"),
+        (options.profile.is_some(), "--profile"),
+        (options.release, "--release"),
+    ]
+    .into_iter()
+    .find_map(|(given, name)| given.then_some(name))
+}
+
+/// The program that a shell would have found under a bare name.
+fn on_path(script: &Path) -> Option<PathBuf> {
+    if script.components().count() != 1 {
+        return None;
+    }
+    std::env::split_paths(&std::env::var_os("PATH")?)
+        .map(|folder| folder.join(script))
+        .find(|path| path.is_file() && access(path, Access::EXEC_OK).is_ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(script: &str, change: impl FnOnce(&mut Options)) -> Result<Target> {
+        let mut options = Options {
+            script: Some(script.into()),
+            ..Options::default()
+        };
+        change(&mut options);
+        Target::parse(&options)
+    }
+
+    fn message(result: Result<Target>) -> String {
+        result.unwrap_err().to_string()
+    }
+
+    #[test]
+    fn tells_programs_from_sources() {
+        assert_eq!(
+            parse("/bin/sh", |_| {}).unwrap(),
+            Target::Program("/bin/sh".into())
+        );
+        let here = std::fs::canonicalize("src/settings/target.rs").unwrap();
+        assert_eq!(
+            parse("src/settings/target.rs", |_| {}).unwrap(),
+            Target::Cargo(Selector::Source(here))
+        );
+    }
+
+    #[test]
+    fn says_what_is_wrong() {
+        assert!(message(parse("/no/such/script", |_| {})).contains("cannot be found"));
+        assert!(message(parse("sh", |_| {})).contains("the PATH has /"));
+        assert!(message(parse("/", |_| {})).contains("is a folder"));
+        assert!(message(parse("Cargo.toml", |_| {})).contains("chmod +x"));
+        assert!(message(parse("no/such.rs", |_| {})).contains("source file no/such.rs"));
+        assert!(
+            message(parse("/bin/sh", |options| options.release = true))
+                .contains("--release is for a target")
+        );
+        assert!(message(Target::parse(&Options::default())).contains("nothing to start"));
+    }
+}

@@ -1,0 +1,97 @@
+//! How many threads a rank's own thread pools should have.
+
+use std::num::NonZeroUsize;
+use std::thread;
+
+/// The variables that thread pools read.
+pub(crate) const POOL_VARIABLES: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
+
+/// What becomes of one of [`POOL_VARIABLES`] in the ranks' environment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Threads {
+    /// The launcher sets it.
+    Set {
+        /// Threads of a rank.
+        count: NonZeroUsize,
+        /// Why so many.
+        origin: String,
+    },
+    /// The user has set it, and it is left alone.
+    Inherited(String),
+    /// It is left unset, for the program to choose.
+    Unset,
+}
+
+impl Threads {
+    /// Decides for a variable whose present value is `inherited`, given the option
+    /// `--threads-per-process`, the ranks on this machine and its cores.
+    ///
+    /// Ranks that each start a thread per core hinder one another, so the cores are divided
+    /// between them. A single rank has no neighbour to think of.
+    pub(crate) fn choose(
+        option: Option<NonZeroUsize>,
+        inherited: Option<String>,
+        ranks: NonZeroUsize,
+        cores: NonZeroUsize,
+    ) -> Self {
+        match (option, inherited.filter(|value| !value.is_empty())) {
+            (Some(count), _) => Self::Set {
+                count,
+                origin: "--threads-per-process".into(),
+            },
+            (None, Some(value)) => Self::Inherited(value),
+            (None, None) if ranks.get() == 1 => Self::Unset,
+            (None, None) => Self::Set {
+                count: share(cores, ranks),
+                origin: format!("{cores} cores over {ranks} local ranks"),
+            },
+        }
+    }
+}
+
+/// The cores that each of `ranks` processes can have to itself, at least one.
+pub(crate) fn share(cores: NonZeroUsize, ranks: NonZeroUsize) -> NonZeroUsize {
+    NonZeroUsize::new(cores.get() / ranks.get()).unwrap_or(NonZeroUsize::MIN)
+}
+
+/// The cores that this process may use, by its affinity and its control group.
+pub(crate) fn cores() -> NonZeroUsize {
+    thread::available_parallelism().unwrap_or(NonZeroUsize::MIN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn number(value: usize) -> NonZeroUsize {
+        NonZeroUsize::new(value).unwrap()
+    }
+
+    fn chosen(
+        option: Option<usize>,
+        inherited: Option<&str>,
+        ranks: usize,
+        cores: usize,
+    ) -> Option<usize> {
+        let inherited = inherited.map(str::to_owned);
+        match Threads::choose(option.map(number), inherited, number(ranks), number(cores)) {
+            Threads::Set { count, .. } => Some(count.get()),
+            Threads::Inherited(_) | Threads::Unset => None,
+        }
+    }
+
+    #[test]
+    fn cores_are_divided_between_ranks() {
+        assert_eq!(chosen(None, None, 2, 16), Some(8));
+        assert_eq!(chosen(None, None, 3, 16), Some(5));
+        assert_eq!(chosen(None, Some(""), 8, 2), Some(1));
+        assert_eq!(chosen(None, None, 1, 16), None);
+    }
+
+    #[test]
+    fn the_users_thread_count_wins() {
+        assert_eq!(chosen(None, Some("3"), 2, 16), None);
+        assert_eq!(chosen(Some(7), Some("3"), 2, 16), Some(7));
+        assert_eq!(chosen(Some(7), None, 1, 16), Some(7));
+    }
+}

@@ -1,0 +1,450 @@
+//! The state machine of a running group of processes.
+//!
+//! It is pure: it takes events and the time and returns actions, so that every order of events can be tested without a
+//! process. `../README.md` shows its states.
+
+mod event;
+
+use std::time::{Duration, Instant};
+
+use signal_hook::consts::signal;
+
+use crate::supervisor::root_cause::{Evidence, RootCause};
+pub(crate) use event::{Action, Cause, End, Event};
+
+/// How long to wait, when a rank fails, for notices that others have joined the job: ranks that have not are
+/// ended at once, ranks that have get the grace period.
+const JOIN_DELAY: Duration = Duration::from_millis(200);
+
+/// How long the group may take to end before the launcher names the ranks that it waits for.
+const WAITING_NOTICE_AFTER: Duration = Duration::from_secs(1);
+
+/// How long a process may outlive SIGKILL (a device driver can hold it) before it is abandoned.
+const ABANDON_AFTER: Duration = Duration::from_secs(10);
+
+/// A group of processes from its start to the end of its last member.
+#[derive(Clone, Debug)]
+pub(crate) struct Job {
+    members: Vec<Member>,
+    evidence: Evidence,
+    phase: Phase,
+    grace: Duration,
+    /// The first signal that asked the launcher to end, whatever came before.
+    asked: Option<i32>,
+    /// The rank whose failing end was seen first.
+    first_failure: Option<usize>,
+}
+
+impl Job {
+    /// A group of `size` running processes; `grace` lies between SIGTERM and SIGKILL, and is what
+    /// the survivors of a failure have to end by themselves.
+    pub(crate) fn new(size: usize, grace: Duration) -> Self {
+        Self {
+            members: vec![Member::default(); size],
+            evidence: Evidence::default(),
+            phase: Phase::Running,
+            grace,
+            asked: None,
+            first_failure: None,
+        }
+    }
+
+    /// Handles one event; returns what to do.
+    pub(crate) fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
+        let mut actions = Vec::new();
+        match event {
+            Event::Ended { rank, end } => self.record_end(rank, end),
+            Event::Joined(rank) => {
+                if let Some(member) = self.members.get_mut(rank) {
+                    member.has_joined = true;
+                }
+            }
+            Event::Closed(rank) => {
+                if let Some(member) = self.members.get_mut(rank) {
+                    member.has_closed = true;
+                }
+            }
+            Event::FailureReported { rank, mut blamed } => {
+                blamed.retain(|&rank| rank < self.members.len());
+                // A report from a rank that was already signalled proves nothing.
+                if self
+                    .members
+                    .get(rank)
+                    .is_some_and(|member| !member.signalled)
+                {
+                    self.evidence.blamed(rank, &blamed);
+                }
+            }
+            Event::Signal(signal) => self.signal(signal, now, &mut actions),
+            Event::OutputClosed => {
+                if !matches!(self.phase, Phase::Grace { .. } | Phase::Terminating { .. }) {
+                    let cause = self.cause().unwrap_or(Cause::OutputClosed);
+                    self.terminate_all(cause, signal::SIGTERM, now, &mut actions);
+                }
+            }
+            Event::Tick => {}
+        }
+        self.diagnose(now);
+        self.apply_timeouts(now, &mut actions);
+        actions
+    }
+
+    /// When [`Job::step`] wants to be called again, if nothing happens before.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        match &self.phase {
+            Phase::Running | Phase::Abandoned { .. } => None,
+            Phase::Diagnosing { until, .. } => Some(*until),
+            Phase::Grace {
+                until, report_at, ..
+            } => [Some(*until), *report_at].into_iter().flatten().min(),
+            Phase::Terminating {
+                kill_at,
+                report_at,
+                abandon_at,
+                ..
+            } => [*kill_at, *report_at, *abandon_at]
+                .into_iter()
+                .flatten()
+                .min(),
+        }
+    }
+
+    /// Whether every process has ended or been abandoned, and late failure reports need not be awaited.
+    pub(crate) fn is_over(&self) -> bool {
+        let has_ended = self.members.iter().all(|member| member.end.is_some());
+        let may_hear = self.members.len() > 1
+            && self.members.iter().any(|member| member.has_joined)
+            && matches!(self.phase, Phase::Diagnosing { .. })
+            && self.cause().is_some();
+        matches!(self.phase, Phase::Abandoned { .. }) || (has_ended && !may_hear)
+    }
+
+    /// Why the group ended, if not every rank succeeded by itself.
+    ///
+    /// `None` where every rank succeeded after all, whatever they reported about each other.
+    pub(crate) fn cause(&self) -> Option<Cause> {
+        let has_succeeded =
+            |member: &Member| member.by_itself && member.end.is_some_and(End::is_success);
+        if self.members.iter().all(has_succeeded) {
+            return None;
+        }
+        match self.phase {
+            Phase::Running => None,
+            Phase::Diagnosing { root_cause, .. } => Some(Cause::Failure(root_cause.rank)),
+            Phase::Grace { cause, .. }
+            | Phase::Terminating { cause, .. }
+            | Phase::Abandoned { cause } => Some(cause),
+        }
+    }
+
+    /// The first signal that asked the launcher to end, whatever the group ended of.
+    pub(crate) fn asked_to_end(&self) -> Option<i32> {
+        self.asked
+    }
+
+    /// How `rank` ended, if it did.
+    pub(crate) fn end(&self, rank: usize) -> Option<End> {
+        self.members.get(rank)?.end
+    }
+
+    /// Whether `rank` ended before the launcher signalled it.
+    pub(crate) fn ended_by_itself(&self, rank: usize) -> bool {
+        self.members
+            .get(rank)
+            .is_some_and(|member| member.end.is_some() && member.by_itself)
+    }
+
+    /// Whether SIGKILL has been sent to the group.
+    pub(crate) fn was_killed(&self) -> bool {
+        matches!(
+            self.phase,
+            Phase::Terminating { kill_at: None, .. } | Phase::Abandoned { .. }
+        )
+    }
+
+    /// The exit code of the job: that of the rank that failed first, 128 + signal, or 0.
+    ///
+    /// If only the launcher ended that rank, or it ended with code 0, it has no failing code: then
+    /// it is that of the first rank that failed because of it.
+    pub(crate) fn exit_code(&self) -> u8 {
+        match self.cause() {
+            None => 0,
+            Some(Cause::Failure(failed_rank)) => {
+                let own = |rank| {
+                    let end = self.end(rank).filter(|_| self.ended_by_itself(rank))?;
+                    (!end.is_success()).then_some(end.exit_code())
+                };
+                own(failed_rank)
+                    .or_else(|| self.first_failure.and_then(own))
+                    .unwrap_or(1)
+            }
+            Some(Cause::Signal(signal)) => End::Signal(signal).exit_code(),
+            Some(Cause::OutputClosed) => End::Signal(signal::SIGPIPE).exit_code(),
+        }
+    }
+
+    fn record_end(&mut self, rank: usize, end: End) {
+        let Some(member) = self.members.get_mut(rank) else {
+            return;
+        };
+        if member.end.is_some() {
+            return;
+        }
+        member.end = Some(end);
+        member.by_itself = !member.signalled;
+        if member.by_itself {
+            self.evidence.ended(rank, end);
+            if !end.is_success() {
+                self.first_failure.get_or_insert(rank);
+            }
+        }
+    }
+
+    fn signal(&mut self, signal: i32, now: Instant, actions: &mut Vec<Action>) {
+        self.asked.get_or_insert(signal);
+        match &mut self.phase {
+            Phase::Running => self.terminate_all(Cause::Signal(signal), signal, now, actions),
+            Phase::Diagnosing { root_cause, .. } => {
+                let cause = Cause::Failure(root_cause.rank);
+                self.terminate_all(cause, signal, now, actions);
+            }
+            Phase::Grace { cause, .. } => {
+                let cause = *cause;
+                self.terminate_all(cause, signal, now, actions);
+            }
+            // Asked again, the launcher waits no longer.
+            Phase::Terminating { kill_at, .. } => {
+                if kill_at.is_some() {
+                    *kill_at = Some(now);
+                }
+            }
+            Phase::Abandoned { .. } => {}
+        }
+    }
+
+    /// Updates the root cause, as long as no rank was signalled.
+    fn diagnose(&mut self, now: Instant) {
+        let since = match self.phase {
+            Phase::Running => now,
+            Phase::Diagnosing { since, .. } => since,
+            _ => return,
+        };
+        let is_joined = self.members.iter().any(|member| member.has_joined);
+        for (rank, member) in self.members.iter().enumerate() {
+            if member.end == Some(End::Code(0)) {
+                let is_awaited = is_joined && !member.has_joined;
+                self.evidence.awaited(rank, is_awaited);
+                let left_unclosed = member.has_joined && !member.has_closed;
+                self.evidence.left_unclosed(rank, left_unclosed);
+            }
+        }
+        // Of ranks that are joining, some can be known to have joined and others not yet.
+        let are_joining = is_joined
+            && self
+                .members
+                .iter()
+                .any(|member| member.end.is_none() && !member.has_joined);
+        let joining = if are_joining {
+            JOIN_DELAY
+        } else {
+            Duration::ZERO
+        };
+        self.phase = match self.evidence.root_cause() {
+            Some(root_cause) => Phase::Diagnosing {
+                since,
+                root_cause,
+                until: since + root_cause.max_wait().max(joining),
+            },
+            None => Phase::Running,
+        };
+    }
+
+    fn apply_timeouts(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        if self.is_over() {
+            return;
+        }
+        if let Phase::Diagnosing {
+            root_cause, until, ..
+        } = self.phase
+            && now >= until
+        {
+            self.start_grace(root_cause.rank, now, actions);
+        }
+        if let Phase::Grace { cause, until, .. } = self.phase
+            && (now >= until || self.survivors().is_empty())
+        {
+            self.terminate_survivors(cause, until, now, actions);
+        }
+        let alive: Vec<usize> = (0..self.members.len())
+            .filter(|&rank| self.members[rank].end.is_none())
+            .collect();
+        let all = self.all();
+        if let Phase::Grace { report_at, .. } | Phase::Terminating { report_at, .. } =
+            &mut self.phase
+            && report_at.is_some_and(|at| now >= at)
+        {
+            actions.push(Action::Waiting(alive));
+            *report_at = None;
+        }
+        let Phase::Terminating {
+            cause,
+            kill_at,
+            abandon_at,
+            ..
+        } = &mut self.phase
+        else {
+            return;
+        };
+        if kill_at.is_some_and(|at| now >= at) {
+            actions.push(Action::Signal {
+                signal: signal::SIGKILL,
+                ranks: all,
+            });
+            *kill_at = None;
+            *abandon_at = Some(now + ABANDON_AFTER);
+        }
+        if abandon_at.is_some_and(|at| now >= at) {
+            self.phase = Phase::Abandoned { cause: *cause };
+        }
+    }
+
+    /// Ends all but the ranks that learn of the failure from the store: those get the grace period.
+    fn start_grace(&mut self, failed_rank: usize, now: Instant, actions: &mut Vec<Action>) {
+        let survives = |rank: usize, member: &Member| {
+            member.has_joined && member.end.is_none() && rank != failed_rank
+        };
+        let ranks: Vec<usize> = (0..self.members.len())
+            .filter(|&rank| !survives(rank, &self.members[rank]))
+            .collect();
+        for &rank in &ranks {
+            self.members[rank].signalled = true;
+        }
+        actions.push(Action::Signal {
+            signal: signal::SIGTERM,
+            ranks,
+        });
+        self.phase = Phase::Grace {
+            cause: Cause::Failure(failed_rank),
+            until: now + self.grace,
+            report_at: Some(now + WAITING_NOTICE_AFTER),
+        };
+    }
+
+    /// Sends SIGTERM to survivors that did not end by themselves, and SIGKILL to those that had it before.
+    fn terminate_survivors(
+        &mut self,
+        cause: Cause,
+        until: Instant,
+        now: Instant,
+        actions: &mut Vec<Action>,
+    ) {
+        let survivors = self.survivors();
+        let report_at = match self.phase {
+            Phase::Grace { report_at, .. } => report_at,
+            _ => None,
+        };
+        let kill_at = if survivors.is_empty() {
+            until
+        } else {
+            let told = self
+                .all()
+                .into_iter()
+                .filter(|rank| !survivors.contains(rank));
+            actions.push(Action::Signal {
+                signal: signal::SIGKILL,
+                ranks: told.collect(),
+            });
+            for &rank in &survivors {
+                self.members[rank].signalled = true;
+            }
+            actions.push(Action::Signal {
+                signal: signal::SIGTERM,
+                ranks: survivors,
+            });
+            now + self.grace
+        };
+        self.phase = Phase::Terminating {
+            cause,
+            kill_at: Some(kill_at),
+            report_at,
+            abandon_at: None,
+        };
+    }
+
+    fn terminate_all(
+        &mut self,
+        cause: Cause,
+        signal: i32,
+        now: Instant,
+        actions: &mut Vec<Action>,
+    ) {
+        for member in &mut self.members {
+            member.signalled = true;
+        }
+        actions.push(Action::Signal {
+            signal,
+            ranks: self.all(),
+        });
+        self.phase = Phase::Terminating {
+            cause,
+            kill_at: Some(now + self.grace),
+            report_at: (cause != Cause::OutputClosed).then_some(now + WAITING_NOTICE_AFTER),
+            abandon_at: None,
+        };
+    }
+
+    /// The ranks that run and were not signalled.
+    fn survivors(&self) -> Vec<usize> {
+        let survives = |member: &Member| member.end.is_none() && !member.signalled;
+        (0..self.members.len())
+            .filter(|&rank| survives(&self.members[rank]))
+            .collect()
+    }
+
+    fn all(&self) -> Vec<usize> {
+        (0..self.members.len()).collect()
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Member {
+    end: Option<End>,
+    /// Whether it has been sent a signal.
+    signalled: bool,
+    /// Whether it ended before.
+    by_itself: bool,
+    /// Whether it has joined the store.
+    has_joined: bool,
+    /// Whether it has closed its group.
+    has_closed: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Phase {
+    /// Nothing has failed.
+    Running,
+    /// Something has failed; more evidence may arrive.
+    Diagnosing {
+        since: Instant,
+        root_cause: RootCause,
+        until: Instant,
+    },
+    /// A rank failed; ranks that learned of it from the store may end by themselves, the others got SIGTERM.
+    Grace {
+        cause: Cause,
+        until: Instant,
+        report_at: Option<Instant>,
+    },
+    /// The whole group was signalled; `kill_at` is `None` once SIGKILL has been sent.
+    Terminating {
+        cause: Cause,
+        kill_at: Option<Instant>,
+        report_at: Option<Instant>,
+        abandon_at: Option<Instant>,
+    },
+    /// A process did not end on SIGKILL.
+    Abandoned { cause: Cause },
+}
+
+#[cfg(test)]
+mod tests;

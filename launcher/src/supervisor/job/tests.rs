@@ -1,0 +1,334 @@
+//! Tests of the state machine, on simulated time.
+
+use super::*;
+
+const GRACE: Duration = Duration::from_secs(5);
+
+fn job(size: usize) -> (Job, Instant) {
+    (Job::new(size, GRACE), Instant::now())
+}
+
+fn ended(rank: usize, end: End) -> Event {
+    Event::Ended { rank, end }
+}
+
+fn blamed(rank: usize, blamed: &[usize]) -> Event {
+    Event::FailureReported {
+        rank,
+        blamed: blamed.to_vec(),
+    }
+}
+
+fn send(signal: i32, ranks: &[usize]) -> Action {
+    Action::Signal {
+        signal,
+        ranks: ranks.to_vec(),
+    }
+}
+
+const DIAGNOSE: Duration = Duration::from_millis(50);
+const DIAGNOSE_ERROR: Duration = Duration::from_millis(250);
+const ERROR_EXIT: i32 = 1;
+
+#[test]
+fn success_of_all_is_success() {
+    let (mut job, now) = job(2);
+    assert_eq!(job.step(ended(1, End::Code(0)), now), []);
+    assert!(!job.is_over());
+    assert_eq!(job.deadline(), None);
+    assert_eq!(job.step(ended(0, End::Code(0)), now), []);
+    assert!(job.is_over());
+    assert_eq!((job.exit_code(), job.cause()), (0, None));
+}
+
+#[test]
+fn first_failure_ends_the_group_and_gives_the_code() {
+    let (mut job, now) = job(3);
+    assert_eq!(job.step(ended(1, End::Code(7)), now), []);
+    assert_eq!(job.deadline(), Some(now + DIAGNOSE));
+    let later = now + DIAGNOSE;
+    assert_eq!(
+        job.step(Event::Tick, later),
+        [send(signal::SIGTERM, &[0, 1, 2])]
+    );
+    job.step(ended(0, End::Signal(signal::SIGTERM)), later);
+    job.step(ended(2, End::Code(1)), later);
+    assert!(job.is_over());
+    assert_eq!((job.exit_code(), job.cause()), (7, Some(Cause::Failure(1))));
+    assert!(job.ended_by_itself(1));
+    assert!(!job.ended_by_itself(0));
+}
+
+#[test]
+fn a_death_by_signal_just_after_a_failing_exit_is_the_culprit() {
+    let (mut job, now) = job(2);
+    job.step(ended(0, End::Code(1)), now);
+    let actions = job.step(ended(1, End::Signal(signal::SIGSEGV)), now + DIAGNOSE / 2);
+    // All have ended, and no rank is left to signal.
+    assert_eq!(actions, []);
+    assert!(job.is_over());
+    assert_eq!(
+        (job.exit_code(), job.cause()),
+        (139, Some(Cause::Failure(1)))
+    );
+}
+
+#[test]
+fn another_code_just_after_an_error_is_the_culprit() {
+    // Rank 0 lost rank 1, which panicked and ended a little later.
+    let (mut job, now) = job(3);
+    job.step(ended(0, End::Code(ERROR_EXIT)), now);
+    assert_eq!(job.deadline(), Some(now + DIAGNOSE_ERROR));
+    assert_eq!(
+        job.step(ended(1, End::Code(101)), now + DIAGNOSE),
+        [send(signal::SIGTERM, &[0, 1, 2])]
+    );
+    // Its own exit code identifies the root cause: no more evidence is awaited.
+    assert_eq!(
+        job.deadline(),
+        Some(now + DIAGNOSE + GRACE.min(WAITING_NOTICE_AFTER))
+    );
+    // The first such code stays.
+    job.step(ended(2, End::Code(9)), now + DIAGNOSE);
+    assert_eq!(
+        (job.exit_code(), job.cause()),
+        (101, Some(Cause::Failure(1)))
+    );
+}
+
+#[test]
+fn a_death_by_our_own_signal_is_not_the_culprit() {
+    let (mut job, now) = job(2);
+    job.step(ended(0, End::Code(3)), now);
+    job.step(Event::Tick, now + DIAGNOSE);
+    job.step(ended(1, End::Signal(signal::SIGTERM)), now + DIAGNOSE);
+    assert_eq!(job.exit_code(), 3);
+}
+
+#[test]
+fn all_failing_at_once_needs_no_settling() {
+    let (mut job, now) = job(2);
+    job.step(ended(1, End::Code(4)), now);
+    job.step(ended(0, End::Code(5)), now);
+    assert!(job.is_over());
+    assert_eq!(job.exit_code(), 4);
+    assert!(job.ended_by_itself(0));
+}
+
+#[test]
+fn grace_then_kill_then_abandon() {
+    let (mut job, now) = job(1);
+    assert_eq!(
+        job.step(Event::Signal(signal::SIGINT), now),
+        [send(signal::SIGINT, &[0])]
+    );
+    assert_eq!(job.deadline(), Some(now + WAITING_NOTICE_AFTER));
+    assert_eq!(
+        job.step(Event::Tick, now + WAITING_NOTICE_AFTER),
+        [Action::Waiting(vec![0])]
+    );
+    assert_eq!(job.deadline(), Some(now + GRACE));
+    assert_eq!(
+        job.step(Event::Tick, now + GRACE),
+        [send(signal::SIGKILL, &[0])]
+    );
+    assert!(job.was_killed());
+    assert!(!job.is_over());
+    assert_eq!(job.step(Event::Tick, now + GRACE + ABANDON_AFTER), []);
+    assert!(job.is_over());
+    assert_eq!(job.exit_code(), 130);
+}
+
+#[test]
+fn a_second_signal_kills_at_once() {
+    let (mut job, now) = job(2);
+    job.step(Event::Signal(signal::SIGTERM), now);
+    assert_eq!(
+        job.step(Event::Signal(signal::SIGINT), now),
+        [send(signal::SIGKILL, &[0, 1])]
+    );
+    assert_eq!(job.step(Event::Signal(signal::SIGINT), now), []);
+    assert_eq!(job.exit_code(), 143);
+}
+
+#[test]
+fn ranks_that_succeed_on_a_signal_do_not_change_the_code() {
+    let (mut job, now) = job(1);
+    job.step(Event::Signal(signal::SIGTERM), now);
+    job.step(ended(0, End::Code(0)), now);
+    assert_eq!(job.exit_code(), 143);
+}
+
+#[test]
+fn closed_output_ends_quietly() {
+    let (mut job, now) = job(1);
+    assert_eq!(
+        job.step(Event::OutputClosed, now),
+        [send(signal::SIGTERM, &[0])]
+    );
+    assert_eq!(job.step(Event::OutputClosed, now), []);
+    assert_eq!(job.step(Event::Tick, now + WAITING_NOTICE_AFTER), []);
+    assert_eq!(job.exit_code(), 141);
+}
+
+#[test]
+fn no_grace_kills_in_the_same_step() {
+    let mut job = Job::new(1, Duration::ZERO);
+    let actions = job.step(Event::Signal(signal::SIGINT), Instant::now());
+    assert_eq!(
+        actions,
+        [send(signal::SIGINT, &[0]), send(signal::SIGKILL, &[0])]
+    );
+}
+
+#[test]
+fn ranks_that_joined_get_the_grace_period() {
+    let (mut job, now) = job(3);
+    job.step(Event::Joined(0), now);
+    job.step(Event::Joined(1), now);
+    assert_eq!(job.step(ended(1, End::Signal(signal::SIGKILL)), now), []);
+    // Rank 2 has not joined, so the store does not tell it of the loss.
+    let later = now + JOIN_DELAY;
+    assert_eq!(
+        job.step(Event::Tick, later),
+        [send(signal::SIGTERM, &[1, 2])]
+    );
+    job.step(ended(2, End::Signal(signal::SIGTERM)), now);
+    job.step(ended(0, End::Code(1)), now + GRACE / 2);
+    assert!(job.is_over());
+    assert!(job.ended_by_itself(0) && !job.ended_by_itself(2));
+    assert_eq!(
+        (job.exit_code(), job.cause()),
+        (137, Some(Cause::Failure(1)))
+    );
+}
+
+#[test]
+fn a_survivor_that_stays_is_told_after_the_grace_and_killed_after_another() {
+    let (mut job, now) = job(2);
+    job.step(Event::Joined(0), now);
+    job.step(Event::Joined(1), now);
+    job.step(ended(1, End::Signal(signal::SIGKILL)), now);
+    job.step(Event::Tick, now + WAITING_NOTICE_AFTER);
+    assert_eq!(job.deadline(), Some(now + GRACE));
+    assert_eq!(
+        job.step(Event::Tick, now + GRACE),
+        [send(signal::SIGKILL, &[1]), send(signal::SIGTERM, &[0])]
+    );
+    assert_eq!(
+        job.step(Event::Tick, now + 2 * GRACE),
+        [send(signal::SIGKILL, &[0, 1])]
+    );
+}
+
+#[test]
+fn a_silent_rank_is_the_culprit_and_the_code_is_that_of_a_rank_that_lost_it() {
+    let (mut job, now) = job(3);
+    (0..3).for_each(|rank| drop(job.step(Event::Joined(rank), now)));
+    job.step(blamed(0, &[1]), now);
+    job.step(blamed(2, &[1]), now);
+    let later = now + Duration::from_millis(500);
+    assert_eq!(job.deadline(), Some(later));
+    job.step(ended(0, End::Code(3)), now + DIAGNOSE);
+    job.step(ended(2, End::Code(1)), now + DIAGNOSE);
+    assert_eq!(
+        job.step(Event::Tick, later),
+        [send(signal::SIGTERM, &[0, 1, 2])]
+    );
+    job.step(ended(1, End::Signal(signal::SIGTERM)), later);
+    assert_eq!((job.exit_code(), job.cause()), (3, Some(Cause::Failure(1))));
+}
+
+#[test]
+fn later_events_do_not_change_the_root_cause() {
+    let (mut job, now) = job(3);
+    (0..3).for_each(|rank| drop(job.step(Event::Joined(rank), now)));
+    job.step(ended(1, End::Code(3)), now);
+    job.step(Event::Tick, now + DIAGNOSE);
+    // A survivor dies in its clean-up.
+    job.step(ended(2, End::Signal(signal::SIGSEGV)), now + 2 * DIAGNOSE);
+    job.step(ended(0, End::Code(1)), now + 2 * DIAGNOSE);
+    assert_eq!((job.exit_code(), job.cause()), (3, Some(Cause::Failure(1))));
+}
+
+#[test]
+fn a_loss_that_every_rank_overcomes_is_none() {
+    let (mut job, now) = job(2);
+    job.step(Event::Joined(0), now);
+    job.step(blamed(0, &[1]), now);
+    job.step(ended(1, End::Code(0)), now);
+    job.step(ended(0, End::Code(0)), now);
+    assert!(job.is_over());
+    assert_eq!((job.exit_code(), job.cause()), (0, None));
+}
+
+#[test]
+fn a_signal_is_remembered_beside_a_failure() {
+    let (mut job, now) = job(2);
+    job.step(ended(1, End::Signal(signal::SIGKILL)), now);
+    assert_eq!(job.asked_to_end(), None);
+    job.step(Event::Signal(signal::SIGINT), now);
+    assert_eq!(job.asked_to_end(), Some(signal::SIGINT));
+    assert_eq!(job.exit_code(), 137);
+}
+
+#[test]
+fn a_rank_that_ends_well_without_joining_keeps_the_others_waiting() {
+    let (mut job, now) = job(2);
+    job.step(ended(1, End::Code(0)), now);
+    assert_eq!(job.cause(), None);
+    job.step(Event::Joined(0), now);
+    assert_eq!(job.cause(), Some(Cause::Failure(1)));
+    // It had joined, and the news was late.
+    job.step(Event::Joined(1), now);
+    assert_eq!((job.cause(), job.deadline()), (None, None));
+    job.step(ended(0, End::Code(0)), now);
+    assert_eq!(job.exit_code(), 0);
+}
+
+#[test]
+fn reports_that_arrive_after_the_ends_count() {
+    let (mut job, now) = job(3);
+    (0..3).for_each(|rank| drop(job.step(Event::Joined(rank), now)));
+    job.step(ended(0, End::Code(4)), now);
+    job.step(ended(1, End::Code(5)), now);
+    job.step(ended(2, End::Code(4)), now);
+    assert!(!job.is_over());
+    job.step(blamed(0, &[1]), now);
+    assert!(job.is_over());
+    assert_eq!((job.exit_code(), job.cause()), (5, Some(Cause::Failure(1))));
+}
+
+#[test]
+fn waiting_for_reports_is_bounded() {
+    let (mut job, now) = job(2);
+    (0..2).for_each(|rank| drop(job.step(Event::Joined(rank), now)));
+    job.step(ended(0, End::Code(1)), now);
+    job.step(ended(1, End::Code(1)), now);
+    assert!(!job.is_over());
+    job.step(Event::Tick, now + DIAGNOSE_ERROR);
+    assert!(job.is_over());
+    assert_eq!(job.exit_code(), 1);
+}
+
+#[test]
+fn a_rank_that_closed_its_group_is_not_blamed() {
+    let (mut job, now) = job(2);
+    (0..2).for_each(|rank| drop(job.step(Event::Joined(rank), now)));
+    job.step(ended(1, End::Code(0)), now);
+    job.step(ended(0, End::Code(7)), now);
+    assert_eq!(job.cause(), Some(Cause::Failure(1)));
+    job.step(Event::Closed(1), now);
+    assert_eq!(job.cause(), Some(Cause::Failure(0)));
+}
+
+#[test]
+fn a_join_notice_can_arrive_after_a_death() {
+    let (mut job, now) = job(2);
+    job.step(Event::Joined(1), now);
+    job.step(ended(1, End::Signal(signal::SIGKILL)), now);
+    assert_eq!(
+        job.step(Event::Joined(0), now + JOIN_DELAY / 2),
+        [send(signal::SIGTERM, &[1])]
+    );
+}

@@ -1,0 +1,304 @@
+//! The attempts of a job, one after the other, and how the job ends.
+
+use std::ffi::OsString;
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use crate::cli::Options;
+use crate::error::{Error, Result, chain};
+use crate::output::Output;
+use crate::report::{self, FailureRecord, JobOutcome};
+use crate::settings::{Settings, variable};
+use crate::supervisor::attempt::{Attempt, AttemptOutcome, FinishedAttempt};
+use crate::supervisor::group::Notice;
+use crate::supervisor::job::Cause;
+use crate::supervisor::leftovers::LeftBehind;
+use crate::supervisor::restart::{AttemptFailure, Decision, Restarts};
+use crate::supervisor::signals::{self, Relay};
+use crate::supervisor::spawner::Spawner;
+use crate::supervisor::tool::Channel;
+use crate::text::list;
+
+/// A job: what all of its attempts have in common.
+pub(crate) struct JobLoop<'a> {
+    /// What the user asked for.
+    pub(crate) options: &'a Options,
+    /// The settings of the first attempt.
+    pub(crate) settings: Settings,
+    /// Starts the ranks.
+    pub(crate) spawner: &'a dyn Spawner,
+    /// The folder of the program's package, where cargo built it.
+    pub(crate) package_dir: Option<&'a Path>,
+    /// The launcher's own command line.
+    pub(crate) command: &'a [OsString],
+    /// Where signals come from.
+    pub(crate) relay: Relay,
+}
+
+/// What has happened to a job so far.
+struct JobHistory {
+    /// The output of the latest attempt, for the launcher's own lines.
+    output: Output,
+    /// The failures of the attempts whose ranks ran.
+    failures: Vec<FailureRecord>,
+}
+
+/// How a job ended.
+struct JobEnd {
+    outcome: JobOutcome,
+    code: ExitCode,
+    /// Why it was not restarted, where restarts were left.
+    reason: Option<String>,
+}
+
+impl JobLoop<'_> {
+    /// Runs `attempt`, and restarts as long as attempts fail and restarts are left; reports how the job ended.
+    ///
+    /// # Errors
+    /// For what keeps the ranks from running, where none has failed before. Where one has, its
+    /// failure is the job's, and this error is reported in addition.
+    pub(crate) fn run(&self, attempt: Attempt, channel: Channel) -> Result<ExitCode> {
+        let mut history = JobHistory {
+            output: attempt.output().clone(),
+            failures: Vec::new(),
+        };
+        let end = match self.repeat(attempt, channel, &mut history) {
+            Ok(end) => end,
+            Err(error) if history.failures.is_empty() => return Err(error),
+            Err(error) if error.is_interrupted() => JobEnd {
+                outcome: JobOutcome::Interrupted,
+                code: error.exit_code(),
+                reason: Some(chain(&error)),
+            },
+            Err(error) => JobEnd {
+                outcome: JobOutcome::Failed,
+                code: history.exit_code(&error),
+                reason: Some(chain(&error)),
+            },
+        };
+        self.finish(&history, &end);
+        Ok(end.code)
+    }
+
+    /// The attempts, and how the last of them ended.
+    ///
+    /// # Errors
+    /// When the ranks of an attempt cannot be started and a retry would fail too, or when a signal arrives
+    /// while none runs.
+    fn repeat(
+        &self,
+        mut attempt: Attempt,
+        mut channel: Channel,
+        history: &mut JobHistory,
+    ) -> Result<JobEnd> {
+        let settings = &self.settings;
+        let mut restarts = Restarts::new(
+            settings.ranks.get(),
+            settings.least_ranks.get(),
+            settings.max_restarts,
+            settings.restart_delay,
+        );
+        loop {
+            let ended = attempt.run(self.spawner, self.package_dir, &channel)?;
+            let (why, evidence, decision, code) = match ended {
+                // It would fail again with every rank and in every attempt.
+                AttemptOutcome::NotStarted { error, .. } if error.is_usage() => return Err(error),
+                AttemptOutcome::NotStarted { rank, error } => {
+                    let why = chain(&error);
+                    let decision = match restarts.failed(AttemptFailure::NotStarted(rank)) {
+                        Decision::NoRestarts => return Err(error),
+                        Decision::GiveUp(reason) => Decision::GiveUp(format!("{why}; {reason}")),
+                        other => other,
+                    };
+                    (why, String::new(), decision, history.exit_code(&error))
+                }
+                AttemptOutcome::Ran(finished) => {
+                    self.note_leftovers(&finished);
+                    let code = match finished.outcome.cause() {
+                        None | Some(Cause::OutputClosed) if finished.output.has_lost_output() => {
+                            ExitCode::FAILURE
+                        }
+                        _ => ExitCode::from(finished.outcome.exit_code()),
+                    };
+                    let failure = FailureRecord::of(&finished, self.command);
+                    let (Some(failure), None) = (&failure, finished.outcome.asked_to_end) else {
+                        history.failures.extend(failure);
+                        let outcome = self.outcome_of(&finished, history);
+                        return Ok(JobEnd {
+                            outcome,
+                            code,
+                            reason: None,
+                        });
+                    };
+                    let decision = restarts.failed(match failure.is_certain() {
+                        true => AttemptFailure::Rank(failure.rank()),
+                        false => AttemptFailure::Unknown,
+                    });
+                    let why = failure.headline(history.failures.last());
+                    let evidence = failure.evidence();
+                    history.failures.push(failure.clone());
+                    (why, evidence, decision, code)
+                }
+            };
+            let Decision::Restart {
+                restart,
+                wait,
+                dropped_slot,
+            } = decision
+            else {
+                let reason = match decision {
+                    Decision::GiveUp(reason) => Some(reason),
+                    _ => None,
+                };
+                return Ok(JobEnd {
+                    outcome: JobOutcome::Failed,
+                    code,
+                    reason,
+                });
+            };
+            self.record(history, JobOutcome::Restarting, None);
+            let most = restarts.most();
+            let wait_text = match wait {
+                Duration::ZERO => String::new(),
+                wait => format!(" in {} s", wait.as_secs_f64()),
+            };
+            let size = match dropped_slot {
+                None => String::new(),
+                Some(slot) => format!(
+                    ", with {} of {} processes: slot {slot} is taken as gone for good",
+                    restarts.ranks(),
+                    settings.ranks
+                ),
+            };
+            history.output.note(&format!(
+                "{why}; restart {restart} of {most}{wait_text}{size}{evidence}"
+            ));
+            channel = self.pause(channel, wait)?;
+            // There is at least one rank, since a slot is only given up where another is left.
+            let ranks = NonZeroUsize::new(restarts.ranks()).unwrap_or(NonZeroUsize::MIN);
+            let settings = settings.restarted(restart, ranks, self.options, variable);
+            attempt = Attempt::prepare(settings, &channel)?;
+            history.output = attempt.output().clone();
+        }
+    }
+
+    /// Waits before a restart, and gives the channel on which the next attempt reports.
+    ///
+    /// # Errors
+    /// When a signal ended the wait.
+    fn pause(&self, old: Channel, wait: Duration) -> Result<Channel> {
+        // Late reports of the attempt before must not be taken for the next one's.
+        let new = Channel::new();
+        self.relay.redirect(new.sender.clone());
+        let until = Instant::now() + wait;
+        let asks = |notice| match notice {
+            Notice::Signal(signal) if signals::asks_to_end(signal) => Some(signal),
+            _ => None,
+        };
+        if let Some(signal) = old.notices.try_iter().find_map(asks) {
+            return Err(Error::interrupted_restart(signal));
+        }
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            match new.notices.recv_timeout(left).map(asks) {
+                Ok(Some(signal)) => return Err(Error::interrupted_restart(signal)),
+                Ok(None) => {}
+                Err(_) => return Ok(new),
+            }
+        }
+    }
+
+    /// Reports leftover processes and ranks that never joined.
+    fn note_leftovers(&self, finished: &FinishedAttempt) {
+        let (outcome, output) = (&finished.outcome, &finished.output);
+        let LeftBehind { ranks, others } = &outcome.left_behind;
+        if outcome.cause().is_none() && (!ranks.is_empty() || *others > 0) {
+            let whose = match (ranks.is_empty(), others) {
+                (true, _) => "the ranks".to_owned(),
+                (false, 0) => list(ranks),
+                (false, _) => format!("{} and others", list(ranks)),
+            };
+            output.note(&format!("ended processes that {whose} had left behind"));
+        }
+        let size = finished.pids.len();
+        let nobody_met =
+            size > 1 && outcome.cause().is_none() && !finished.rank_reports.has_any_joined();
+        if nobody_met && !self.options.quiet {
+            output.note(&format!(
+                "no process joined the job, so each of the {size} worked by itself: does the \
+                 program call Accelerator::new?"
+            ));
+        }
+    }
+
+    /// The outcome of a job whose last attempt succeeded or was interrupted.
+    fn outcome_of(&self, finished: &FinishedAttempt, history: &JobHistory) -> JobOutcome {
+        let (outcome, output) = (&finished.outcome, &finished.output);
+        match outcome.cause() {
+            Some(Cause::Failure(_)) => JobOutcome::Failed,
+            Some(Cause::Signal(signal)) => {
+                let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+                let stuck: Vec<usize> = (0..finished.pids.len())
+                    .filter(|&rank| outcome.end(rank).is_none())
+                    .collect();
+                if !stuck.is_empty() {
+                    output.note(&format!(
+                        "{} did not end on {name}, nor on SIGKILL",
+                        list(&stuck)
+                    ));
+                } else if !self.options.quiet {
+                    output.note(&format!("ended by {name}"));
+                }
+                JobOutcome::Interrupted
+            }
+            Some(Cause::OutputClosed) => JobOutcome::Interrupted,
+            None => {
+                if !history.failures.is_empty() && !self.options.quiet {
+                    output.note(&match finished.settings.restart {
+                        1 => "succeeded after 1 restart".to_owned(),
+                        restarts => format!("succeeded after {restarts} restarts"),
+                    });
+                }
+                JobOutcome::Recovered
+            }
+        }
+    }
+
+    /// Records the end of the job; where it failed, shows the last failure as the job's.
+    fn finish(&self, history: &JobHistory, end: &JobEnd) {
+        let reason = end.reason.as_deref();
+        self.record(history, end.outcome, reason);
+        let has_failed = end.outcome == JobOutcome::Failed;
+        if let Some(last) = history.failures.last().filter(|_| has_failed) {
+            let report = self.settings.log_dir.as_ref();
+            let report = report.map(|dir| dir.join(report::FILE));
+            history.output.note(&last.block(report.as_deref()));
+        }
+        match reason {
+            Some(reason) if has_failed => history.output.note(&format!("giving up: {reason}")),
+            Some(reason) => history.output.note(reason),
+            None => {}
+        }
+    }
+
+    fn record(&self, history: &JobHistory, outcome: JobOutcome, reason: Option<&str>) {
+        if let Some(dir) = &self.settings.log_dir
+            && let Err(error) = report::write(dir, &history.failures, outcome, reason)
+        {
+            history.output.note(&format!(
+                "{} cannot be written: {error}",
+                dir.join(report::FILE).display()
+            ));
+        }
+    }
+}
+
+impl JobHistory {
+    /// That of the rank that failed last, else that of `error`, which nothing preceded.
+    fn exit_code(&self, error: &Error) -> ExitCode {
+        let last = self.failures.last();
+        last.map_or_else(|| error.exit_code(), |last| last.exit_code().into())
+    }
+}

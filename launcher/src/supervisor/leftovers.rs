@@ -1,0 +1,159 @@
+//! Processes that outlive their rank: listing and ending them.
+
+use std::collections::BTreeSet;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use crate::supervisor::descendants;
+use crate::supervisor::group::{GroupOutcome, KillScope, Notice, end_group, next};
+use crate::supervisor::job::Job;
+use crate::supervisor::signals;
+use crate::supervisor::spawner::RankProcess;
+
+/// How long the launcher waits for leftover processes after SIGKILL.
+const LEFTOVER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How often the launcher checks for leftover processes: the first interval and the longest.
+const SWEEP_INTERVALS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(50)];
+
+/// Processes that outlived the rank that started them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct LeftBehind {
+    /// The ranks they came from, as far as that is known.
+    pub(crate) ranks: BTreeSet<usize>,
+    /// How many came from an unknown rank.
+    pub(crate) others: usize,
+}
+
+/// Ends what the processes of `group`, all over, have left behind.
+///
+/// The first signal goes to the process groups, while the unreaped leaders still pin their numbers.
+/// What is left then is looked up: descendants, where they can be listed; else groups that have
+/// been seen populated ever since.
+pub(super) fn sweep(
+    group: &mut [Box<dyn RankProcess>],
+    outcome: &mut GroupOutcome,
+    grace: Duration,
+    scope: KillScope<'_>,
+    notices: &Receiver<Notice>,
+) {
+    let first = if outcome.job.was_killed() {
+        Signal::KILL
+    } else {
+        Signal::TERM
+    };
+    let mut stuck = BTreeSet::new();
+    let mut left = Vec::new();
+    for (rank, process) in group.iter_mut().enumerate() {
+        if outcome.end(rank).is_none() {
+            process.abandon();
+            stuck.extend(process.local_pid());
+            continue;
+        }
+        end_group(&**process, first);
+        process.reap();
+        left.push(rank);
+    }
+    let mut signalled = BTreeSet::new();
+    let mut kill_at = Some(Instant::now() + grace);
+    let mut give_up_at = None;
+    let [mut pause, longest] = SWEEP_INTERVALS;
+    loop {
+        let now = Instant::now();
+        let is_killing = kill_at.is_none_or(|at| now >= at);
+        let is_clear = match descendants_of(scope) {
+            Some(mut members) => {
+                members.retain(|member| !stuck.contains(&member.pid));
+                for member in &members {
+                    if is_killing {
+                        member.signal(Signal::KILL);
+                    } else if signalled.insert(member.pid) {
+                        member.signal(first);
+                        member.signal(Signal::CONT);
+                    }
+                }
+                members.is_empty()
+            }
+            None => {
+                left.retain(|&rank| group[rank].has_group());
+                if !left.is_empty()
+                    && let Some(running) = descendants::running_groups()
+                {
+                    left.retain(|&rank| {
+                        let pid = group[rank].local_pid();
+                        pid.is_none_or(|pid| running.contains(&pid))
+                    });
+                }
+                if is_killing {
+                    left.iter()
+                        .for_each(|&rank| group[rank].signal_group(Signal::KILL));
+                }
+                left.is_empty()
+            }
+        };
+        if is_clear || give_up_at.is_some_and(|at| now >= at) {
+            return;
+        }
+        if is_killing && give_up_at.is_none() {
+            kill_at = None;
+            give_up_at = Some(now + LEFTOVER_TIMEOUT);
+        }
+        let look_at = kill_at.map_or(now + pause, |at| at.min(now + pause));
+        pause = longest.min(pause * 2);
+        match next(notices, Some(look_at)) {
+            Some(Notice::Signal(number)) if signals::asks_to_end(number) => {
+                outcome.asked_to_end.get_or_insert(number);
+                kill_at = kill_at.map(|_| now);
+            }
+            Some(Notice::Drained) => outcome.drained += 1,
+            _ => {}
+        }
+    }
+}
+
+fn descendants_of(scope: KillScope<'_>) -> Option<Vec<descendants::ProcessInfo>> {
+    match scope {
+        KillScope::Groups => None,
+        KillScope::Descendants(excluded) => descendants::running(excluded),
+    }
+}
+
+/// Processes that still run although their rank has ended.
+pub(super) fn left_behind(
+    group: &[Box<dyn RankProcess>],
+    job: &Job,
+    scope: KillScope<'_>,
+) -> LeftBehind {
+    if matches!(scope, KillScope::Descendants(_)) && descendants::has_no_running_child() {
+        return LeftBehind::default();
+    }
+    let stuck = |pid: i32| {
+        let rank = (0..group.len()).find(|&rank| group[rank].local_pid() == Some(pid));
+        rank.is_some_and(|rank| job.end(rank).is_none())
+    };
+    let Some(members) = descendants_of(scope) else {
+        let running = descendants::running_groups().unwrap_or_default();
+        let ranks = (0..group.len()).filter(|&rank| {
+            let pid = group[rank].local_pid();
+            job.end(rank).is_some() && pid.is_some_and(|pid| running.contains(&pid))
+        });
+        return LeftBehind {
+            ranks: ranks.collect(),
+            others: 0,
+        };
+    };
+    let mut found = LeftBehind::default();
+    for member in members {
+        if !stuck(member.pid) {
+            match member.rank().filter(|&rank| rank < group.len()) {
+                Some(rank) => {
+                    found.ranks.insert(rank);
+                }
+                None => found.others += 1,
+            }
+        }
+    }
+    found
+}

@@ -1,0 +1,206 @@
+//! Whether a job that failed is started again, when, and with how many ranks.
+//!
+//! A pure state machine, as `job`; `README.md` beside this file has the rules.
+
+use std::time::Duration;
+
+/// The longest wait before a restart.
+const MAX_DELAY: Duration = Duration::from_secs(60);
+
+/// What is left of a job's restarts, and the slots that its ranks run in.
+///
+/// A slot is a place for one rank. Ranks are numbered without gaps, so when a slot is given up, the
+/// ranks behind it move up.
+#[derive(Clone, Debug)]
+pub(crate) struct Restarts {
+    most: u64,
+    done: u64,
+    delay: Duration,
+    least: usize,
+    slots: Vec<usize>,
+    /// Whether slots can be given up at all.
+    is_elastic: bool,
+    /// The slot of the rank that failed first in the last attempt.
+    failed_rank: Option<usize>,
+}
+
+/// What to do after a failed attempt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Decision {
+    /// Restart the job.
+    Restart {
+        /// How often it will have been restarted.
+        restart: u64,
+        /// How long to wait before.
+        wait: Duration,
+        /// The slot that is dropped.
+        dropped_slot: Option<usize>,
+    },
+    /// Do not restart: restarts were not asked for.
+    NoRestarts,
+    /// Do not restart, for this reason.
+    GiveUp(String),
+}
+
+/// How an attempt failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AttemptFailure {
+    /// This rank failed first.
+    Rank(usize),
+    /// The process of this rank could not be started.
+    NotStarted(usize),
+    /// It is unknown which rank failed first.
+    Unknown,
+}
+
+impl Restarts {
+    /// A job of `ranks` ranks, and no fewer than `least`, that is started again `most` times, after
+    /// `delay` the first time and twice as long each time.
+    pub(crate) fn new(ranks: usize, least: usize, most: u64, delay: Duration) -> Self {
+        Self {
+            most,
+            done: 0,
+            delay,
+            least,
+            slots: (0..ranks).collect(),
+            is_elastic: least < ranks,
+            failed_rank: None,
+        }
+    }
+
+    /// How often it is restarted at most.
+    pub(crate) fn most(&self) -> u64 {
+        self.most
+    }
+
+    /// How many ranks it has.
+    pub(crate) fn ranks(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Decides after a failed attempt.
+    ///
+    /// A slot is dropped for good when its process cannot be started, or when its rank was the first
+    /// to fail in two attempts in a row.
+    pub(crate) fn failed(&mut self, failure: AttemptFailure) -> Decision {
+        let rank = match failure {
+            AttemptFailure::Rank(rank) | AttemptFailure::NotStarted(rank) => Some(rank),
+            AttemptFailure::Unknown => None,
+        };
+        let slot = rank.and_then(|rank| self.slots.get(rank).copied());
+        let is_gone = matches!(failure, AttemptFailure::NotStarted(_))
+            || (slot.is_some() && slot == self.failed_rank);
+        if self.most == 0 {
+            return Decision::NoRestarts;
+        }
+        if self.done == self.most {
+            return Decision::GiveUp(match self.most {
+                1 => "it was restarted once, as --max-restarts allows".to_owned(),
+                most => format!("it was restarted {most} times, as --max-restarts allows"),
+            });
+        }
+        self.failed_rank = slot;
+        let mut dropped_slot = None;
+        if let (true, Some(rank)) = (self.is_elastic && is_gone, rank) {
+            if self.slots.len() == self.least {
+                return Decision::GiveUp(format!(
+                    "the place of rank {rank} is gone for good, and --num-processes allows no \
+                     fewer than {}",
+                    self.least
+                ));
+            }
+            self.slots.remove(rank);
+            self.failed_rank = None;
+            dropped_slot = slot;
+        }
+        let doublings = u32::try_from(self.done).unwrap_or(u32::MAX).min(16);
+        self.done += 1;
+        Decision::Restart {
+            restart: self.done,
+            wait: self.delay.saturating_mul(1 << doublings).min(MAX_DELAY),
+            dropped_slot,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use AttemptFailure::{NotStarted, Rank};
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn again(restart: u64, seconds: u64, dropped_slot: Option<usize>) -> Decision {
+        Decision::Restart {
+            restart,
+            wait: Duration::from_secs(seconds),
+            dropped_slot,
+        }
+    }
+
+    #[test]
+    fn waits_double_up_to_a_minute_and_then_it_gives_up() {
+        let mut restarts = Restarts::new(2, 2, 8, SECOND);
+        for (done, wait) in [1, 2, 4, 8, 16, 32, 60, 60].into_iter().enumerate() {
+            let restart = done as u64 + 1;
+            assert_eq!(restarts.failed(Rank(1)), again(restart, wait, None));
+        }
+        assert!(matches!(restarts.failed(Rank(1)), Decision::GiveUp(_)));
+        assert_eq!((restarts.done, restarts.ranks()), (8, 2));
+    }
+
+    #[test]
+    fn an_error_that_all_ranks_share_costs_no_slot() {
+        let mut restarts = Restarts::new(3, 1, 9, Duration::ZERO);
+        assert_eq!(restarts.failed(Rank(1)), again(1, 0, None));
+        assert_eq!(restarts.failed(AttemptFailure::Unknown), again(2, 0, None));
+        // Not twice in a row.
+        assert_eq!(restarts.failed(Rank(1)), again(3, 0, None));
+        assert_eq!(restarts.failed(Rank(1)), again(4, 0, Some(1)));
+    }
+
+    #[test]
+    fn without_restarts_there_is_nothing_to_say() {
+        let mut restarts = Restarts::new(2, 2, 0, SECOND);
+        assert_eq!(restarts.failed(Rank(0)), Decision::NoRestarts);
+    }
+
+    #[test]
+    fn no_delay_stays_none() {
+        let mut restarts = Restarts::new(1, 1, 100, Duration::ZERO);
+        for restart in 1..=100 {
+            assert_eq!(restarts.failed(Rank(0)), again(restart, 0, None));
+        }
+    }
+
+    #[test]
+    fn a_slot_that_fails_twice_in_a_row_is_given_up() {
+        let mut restarts = Restarts::new(3, 1, 9, Duration::ZERO);
+        assert_eq!(restarts.failed(Rank(1)), again(1, 0, None));
+        assert_eq!(restarts.failed(Rank(2)), again(2, 0, None));
+        assert_eq!(restarts.failed(Rank(1)), again(3, 0, None));
+        assert_eq!(restarts.failed(Rank(1)), again(4, 0, Some(1)));
+        // Rank 1 is now in slot 2, and has a clean record.
+        assert_eq!(restarts.ranks(), 2);
+        assert_eq!(restarts.failed(Rank(1)), again(5, 0, None));
+        assert_eq!(restarts.failed(Rank(1)), again(6, 0, Some(2)));
+        // One is left, and no fewer are allowed.
+        assert_eq!(restarts.failed(Rank(0)), again(7, 0, None));
+        assert!(matches!(restarts.failed(Rank(0)), Decision::GiveUp(_)));
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_started_gives_its_slot_up_at_once() {
+        let mut restarts = Restarts::new(2, 1, 3, Duration::ZERO);
+        assert_eq!(restarts.failed(NotStarted(0)), again(1, 0, Some(0)));
+        assert_eq!(restarts.ranks(), 1);
+    }
+
+    #[test]
+    fn a_fixed_number_of_ranks_stays() {
+        let mut restarts = Restarts::new(2, 2, 3, Duration::ZERO);
+        for restart in 1..=3 {
+            assert_eq!(restarts.failed(Rank(0)), again(restart, 0, None));
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! The shim: the process that a user starts, and the pipe between it and the launcher proper.
+//!
+//! Each of the two ends all processes of the job if the other is killed. `README.md` beside this file explains how.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use rustix::pipe::{PipeFlags, pipe_with};
+use rustix::process::{Pid, WaitOptions, WaitStatus};
+use signal_hook::consts::signal;
+
+use crate::supervisor::descendants::{self, Excluded};
+use crate::supervisor::job::End;
+use crate::supervisor::process;
+use crate::supervisor::signals::{self, Relay, Route};
+
+/// The process name of the launcher proper; `pkill accel-launch` does not match it.
+const NAME: &str = "accel-job";
+
+/// Precedes the file descriptor of the pipe in the launcher proper's arguments.
+const PIPE_MARK: &str = "liveness-pipe:";
+
+/// Starts this program once more, as the launcher proper, and waits for it: gives its exit code.
+///
+/// `None` where the system does not support it (there is no `/proc`, or it is not Linux); the job
+/// then runs in this process.
+pub(crate) fn run(arguments: &[OsString]) -> Option<ExitCode> {
+    if !descendants::become_subreaper() {
+        return None;
+    }
+    // A shell that became this program by `exec` may have left it children.
+    let excluded = Excluded::present();
+    let (listen, mut speak) = pipe_with(PipeFlags::CLOEXEC)
+        .map(|(listen, speak)| (listen, File::from(speak)))
+        .ok()?;
+    // Before the start, so that no signal in between ends the shim alone.
+    let mut signals = signals::receive(&[]).ok()?;
+    let number = std::os::fd::AsRawFd::as_raw_fd(&listen);
+    let mut command = Command::new("/proc/self/exe");
+    command
+        .arg0(NAME)
+        .arg(format!("{PIPE_MARK}{number}"))
+        .args(arguments);
+    let child = process::spawn_with(&mut command, listen).ok()?;
+    // It held this side's copy of the end that the launcher proper reads.
+    drop(command);
+    let asked = Arc::new(AtomicBool::new(false));
+    let forward = {
+        let asked = Arc::clone(&asked);
+        move || {
+            for signal in signals.forever() {
+                asked.fetch_or(signals::asks_to_end(signal), Ordering::Relaxed);
+                // Signal numbers fit in a byte. A launcher that is gone needs none.
+                let _ = speak.write_all(&[signal as u8]);
+            }
+        }
+    };
+    // Should there be no thread, `forward` is dropped, and the launcher proper ends the job as if
+    // this process had been killed.
+    let _ = thread::Builder::new().name("signals".into()).spawn(forward);
+
+    let pid = child.id().cast_signed();
+    let end = wait(pid);
+    Some(match end {
+        End::Code(_) => ExitCode::from(end.exit_code()),
+        End::Signal(_) => {
+            let count = descendants::kill(&excluded);
+            // Told to end before it could listen, it has ended as any program would.
+            let is_ordinary = asked.load(Ordering::Relaxed) && count == 0;
+            if !is_ordinary {
+                say(&format!(
+                    "the process that ran the job (pid {pid}) was {end}; ended {} of the job",
+                    processes(count)
+                ));
+            }
+            ExitCode::from(end.exit_code())
+        }
+    })
+}
+
+/// The launcher proper's end of the pipe whose other end the shim holds.
+#[derive(Debug)]
+pub(crate) struct LivenessPipe {
+    pipe: File,
+}
+
+impl LivenessPipe {
+    /// Takes the pipe's file descriptor out of `arguments`, if the shim has put it there.
+    ///
+    /// Call it first of all in `main`.
+    pub(crate) fn take(arguments: &mut Vec<OsString>) -> Option<Self> {
+        let [name, mark, ..] = arguments.as_slice() else {
+            return None;
+        };
+        let number = mark.to_str()?.strip_prefix(PIPE_MARK)?.parse().ok()?;
+        if name != NAME {
+            return None;
+        }
+        let pipe = File::from(process::inherited(number)?);
+        arguments.drain(..2);
+        #[cfg(target_os = "linux")]
+        let _ = rustix::thread::set_name(c"accel-job");
+        descendants::become_subreaper();
+        Some(Self { pipe })
+    }
+
+    /// Hands the signals that the shim receives to `relay`, on a thread of its own; when the
+    /// shim is gone, ends every process of the job at once, and this one with them.
+    ///
+    /// Without such a thread a `kill -9` of the shim ends nothing, and the job runs on.
+    pub(crate) fn listen(self, relay: Relay) {
+        let mut pipe = self.pipe;
+        let read_pipe = move || {
+            let mut numbers = [0; 16];
+            loop {
+                match pipe.read(&mut numbers) {
+                    Ok(count @ 1..) => {
+                        for &number in &numbers[..count] {
+                            relay.deliver(i32::from(number), Route::Shim);
+                        }
+                    }
+                    Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                    Ok(0) | Err(_) => break,
+                }
+            }
+            // The main thread must neither restart the job nor tell of its failure.
+            process::close();
+            let count = descendants::kill(&Excluded::default());
+            print_without_blocking(format!(
+                "the launcher was killed; ended {} of its job",
+                processes(count)
+            ));
+            std::process::exit(i32::from(End::Signal(signal::SIGKILL).exit_code()));
+        };
+        let _ = thread::Builder::new()
+            .name("liveness-pipe".into())
+            .spawn(read_pipe);
+    }
+}
+
+/// Ends every descendant when it is dropped by a panic, or by an error on the way.
+#[derive(Debug)]
+pub(crate) struct KillOnDrop {
+    excluded: Excluded,
+    is_armed: bool,
+}
+
+impl KillOnDrop {
+    /// Covers the time in which ranks run; processes that exist already are excluded.
+    pub(crate) fn new() -> Self {
+        Self {
+            excluded: Excluded::present(),
+            is_armed: true,
+        }
+    }
+
+    /// The processes that do not belong to the job.
+    pub(crate) fn excluded(&self) -> &Excluded {
+        &self.excluded
+    }
+
+    /// All processes have been ended.
+    pub(crate) fn disarm(mut self) {
+        self.is_armed = false;
+    }
+}
+
+impl Drop for KillOnDrop {
+    fn drop(&mut self) {
+        if self.is_armed {
+            descendants::kill(&self.excluded);
+        }
+    }
+}
+
+/// Waits for the child `pid`, and clears away orphans that come to this process meanwhile.
+fn wait(pid: i32) -> End {
+    loop {
+        match rustix::process::waitpid(None::<Pid>, WaitOptions::empty()) {
+            Ok(Some((ended, status))) if ended.as_raw_pid() == pid => return end(status),
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            // "No such child" cannot be, since nothing else waits for it.
+            Err(_) => return End::Code(1),
+        }
+    }
+}
+
+fn end(status: WaitStatus) -> End {
+    match (status.exit_status(), status.terminating_signal()) {
+        (Some(code), _) => End::Code(code),
+        (None, Some(signal)) => End::Signal(signal),
+        (None, None) => End::Code(1),
+    }
+}
+
+fn processes(count: usize) -> String {
+    match count {
+        1 => "1 process".to_owned(),
+        _ => format!("{count} processes"),
+    }
+}
+
+/// Prints it, but does not wait for a stopped terminal.
+fn print_without_blocking(text: String) {
+    let (done, said) = mpsc::channel();
+    let _ = thread::Builder::new().spawn(move || {
+        say(&text);
+        let _ = done.send(());
+    });
+    let _ = said.recv_timeout(Duration::from_millis(200));
+}
+
+fn say(text: &str) {
+    // Standard error may be closed.
+    let _ = writeln!(std::io::stderr(), "accel-launch: {text}");
+}

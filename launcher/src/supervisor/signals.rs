@@ -1,0 +1,219 @@
+//! The signals that the launcher receives, itself and through its shim.
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use signal_hook::consts::signal::{SIGCHLD, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::Signals;
+
+use crate::error::{Error, Result};
+use crate::supervisor::group::Notice;
+use crate::supervisor::process;
+
+/// A second request this soon after the first is the same one, sent twice: to the process and to
+/// its group, as `timeout` does.
+const DUPLICATE_WITHIN: Duration = Duration::from_millis(100);
+
+/// How long one path of a signal that takes two may lag behind the other.
+const MAX_LAG: Duration = Duration::from_secs(5);
+
+/// Whether `signal` asks the job to end; any other one is only forwarded to the ranks.
+pub(crate) fn asks_to_end(signal: i32) -> bool {
+    matches!(signal, SIGINT | SIGTERM | SIGHUP | SIGQUIT)
+}
+
+/// Installs handlers for the signals that concern a job.
+///
+/// SIGHUP stays ignored where the launcher was started so (`nohup`).
+///
+/// # Errors
+/// When the handlers cannot be installed.
+pub(crate) fn receive(more: &[i32]) -> Result<Signals> {
+    let mut wanted = vec![SIGINT, SIGTERM, SIGQUIT, SIGUSR1, SIGUSR2];
+    wanted.extend(more);
+    if !hangup_is_ignored() {
+        wanted.push(SIGHUP);
+    }
+    Signals::new(&wanted).map_err(|error| {
+        Error::system("the signal handlers could not be installed").with_source(error)
+    })
+}
+
+/// Receives signals on a thread of its own from now on, and sends them to `relay`.
+///
+/// # Errors
+/// When the handlers cannot be installed, or the thread cannot be started.
+pub(crate) fn listen(relay: Relay) -> Result<()> {
+    let mut signals = receive(&[SIGCHLD])?;
+    thread::Builder::new()
+        .name("signals".into())
+        .spawn(move || {
+            for signal in signals.forever() {
+                match signal {
+                    SIGCHLD => process::reap_orphans(),
+                    _ => relay.deliver(signal, Route::Direct),
+                }
+            }
+        })
+        .map_err(|error| {
+            Error::system("a thread for signals could not be started").with_source(error)
+        })?;
+    Ok(())
+}
+
+/// How a signal reached the launcher.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Route {
+    /// This process received it.
+    Direct,
+    /// The shim received it.
+    Shim,
+}
+
+/// Sends signals to the current attempt. Clones share it.
+#[derive(Clone, Debug)]
+pub(crate) struct Relay {
+    target: Arc<Mutex<RelayTarget>>,
+}
+
+impl Relay {
+    /// A relay that sends every signal to `notices`.
+    pub(crate) fn new(notices: Sender<Notice>) -> Self {
+        let target = RelayTarget {
+            notices,
+            requests: Requests::default(),
+        };
+        Self {
+            target: Arc::new(Mutex::new(target)),
+        }
+    }
+
+    /// Sends signals to `notices` from now on.
+    pub(crate) fn redirect(&self, notices: Sender<Notice>) {
+        self.lock().notices = notices;
+    }
+
+    /// Forwards `signal`, unless it has already arrived by the other route.
+    pub(crate) fn deliver(&self, signal: i32, path: Route) {
+        let mut target = self.lock();
+        if target.requests.counts(signal, path, Instant::now()) {
+            // At the very end there is no receiver any more, and the signal is too late.
+            let _ = target.notices.send(Notice::Signal(signal));
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, RelayTarget> {
+        self.target.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[derive(Debug)]
+struct RelayTarget {
+    notices: Sender<Notice>,
+    requests: Requests,
+}
+
+/// Counts a signal once that reaches the launcher by two routes.
+///
+/// Ctrl-C on a terminal goes to the whole foreground group: the shim and this process both get
+/// it, and the shim forwards it. A signal to the shim alone arrives by one route only.
+#[derive(Debug, Default)]
+struct Requests {
+    seen: BTreeMap<i32, Seen>,
+}
+
+#[derive(Debug)]
+struct Seen {
+    counted: Instant,
+    last: Instant,
+    /// Signals that came by the one path and not yet by the other, by [`Route`].
+    unmatched: [u32; 2],
+}
+
+impl Requests {
+    fn counts(&mut self, signal: i32, path: Route, now: Instant) -> bool {
+        let Some(seen) = self.seen.get_mut(&signal) else {
+            let mut unmatched = [0; 2];
+            unmatched[path as usize] = 1;
+            let seen = Seen {
+                counted: now,
+                last: now,
+                unmatched,
+            };
+            self.seen.insert(signal, seen);
+            return true;
+        };
+        if now.saturating_duration_since(seen.last) > MAX_LAG {
+            seen.unmatched = [0; 2];
+        }
+        seen.last = now;
+        let other = &mut seen.unmatched[1 - path as usize];
+        if *other > 0 {
+            *other -= 1;
+            return false;
+        }
+        seen.unmatched[path as usize] += 1;
+        let is_same = now.saturating_duration_since(seen.counted) < DUPLICATE_WITHIN;
+        if asks_to_end(signal) && is_same {
+            return false;
+        }
+        seen.counted = now;
+        true
+    }
+}
+
+/// Read from `/proc/self/status`, where there is one.
+fn hangup_is_ignored() -> bool {
+    let Ok(status) = std::fs::read_to_string("/proc/self/status") else {
+        return false;
+    };
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix("SigIgn:"))
+        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
+        .is_some_and(|mask| mask & (1 << (SIGHUP - 1)) != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use Route::{Direct, Shim};
+
+    /// How many of these signals, at milliseconds, count.
+    fn count(signal: i32, arrivals: &[(u64, Route)]) -> usize {
+        let (mut requests, begin) = (Requests::default(), Instant::now());
+        arrivals
+            .iter()
+            .filter(|&&(at, path)| requests.counts(signal, path, begin + Duration::from_millis(at)))
+            .count()
+    }
+
+    #[test]
+    fn a_signal_by_two_paths_counts_once() {
+        assert_eq!(count(SIGINT, &[(0, Direct), (3, Shim)]), 1);
+        assert_eq!(count(SIGINT, &[(0, Shim), (900, Direct)]), 1);
+        assert_eq!(count(SIGUSR1, &[(0, Direct), (900, Shim)]), 1);
+    }
+
+    #[test]
+    fn a_second_request_counts_whatever_its_paths() {
+        let twice = [(0, Direct), (1, Shim), (500, Shim), (501, Direct)];
+        assert_eq!(count(SIGINT, &twice), 2);
+        let late = [(0, Direct), (400, Direct), (800, Shim), (801, Shim)];
+        assert_eq!(count(SIGINT, &late), 2);
+        assert_eq!(count(SIGTERM, &[(0, Shim), (400, Shim)]), 2);
+        assert_eq!(count(SIGTERM, &[(0, Shim), (90_000, Direct)]), 2);
+    }
+
+    #[test]
+    fn a_request_sent_to_process_and_group_counts_once() {
+        // `timeout` signals the shim, then its group.
+        let arrivals = [(0, Shim), (1, Shim), (1, Direct)];
+        assert_eq!(count(SIGTERM, &arrivals), 1);
+        // A user signal is no request, and each counts.
+        assert_eq!(count(SIGUSR1, &[(0, Shim), (1, Shim)]), 2);
+    }
+}

@@ -1,0 +1,112 @@
+//! Running a tool (cargo, rustc) to its end, under the same supervision as a rank.
+
+use std::fs::File;
+use std::io::Read;
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+use crate::supervisor::group::{KillScope, NoopObserver, Notice, supervise};
+use crate::supervisor::job::{Cause, End};
+use crate::supervisor::process::Process;
+use crate::supervisor::spawner::RankProcess;
+
+/// How long a tool may take to end after a signal.
+const TOOL_GRACE: Duration = Duration::from_secs(5);
+
+/// The two ends of the channel on which the launcher's threads report.
+#[derive(Debug)]
+pub(crate) struct Channel {
+    /// Cloned for every thread that reports.
+    pub(crate) sender: Sender<Notice>,
+    /// Read by the main thread.
+    pub(crate) notices: Receiver<Notice>,
+}
+
+impl Channel {
+    /// A channel on which nothing has been reported.
+    pub(crate) fn new() -> Self {
+        let (sender, notices) = mpsc::channel();
+        Self { sender, notices }
+    }
+}
+
+/// What becomes of a tool's standard error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stderr {
+    /// It is shown as it comes.
+    Show,
+    /// It is kept.
+    Keep,
+}
+
+/// How a tool ended, and its output.
+#[derive(Clone, Debug)]
+pub(crate) struct ToolOutput {
+    /// How it ended.
+    pub(crate) end: End,
+    /// Its standard output.
+    pub(crate) stdout: Vec<u8>,
+    /// Its standard error, where it was kept.
+    pub(crate) stderr: Vec<u8>,
+}
+
+/// Runs `command` and waits for its end; a signal to the launcher ends it.
+///
+/// # Errors
+/// When it cannot be started, or a signal ended it.
+pub(crate) fn run(mut command: Command, stderr: Stderr, channel: &Channel) -> Result<ToolOutput> {
+    command.stdin(Stdio::null()).stdout(Stdio::piped());
+    if stderr == Stderr::Keep {
+        command.stderr(Stdio::piped());
+    }
+    let program = command.get_program().to_string_lossy().into_owned();
+    let mut process = Process::spawn(&mut command).map_err(|error| {
+        let message =
+            format!("`{program}` could not be started; is it installed, and on the PATH?");
+        Error::system(message).with_source(error)
+    })?;
+    let said = process.take_stdout().map(collect).transpose()?;
+    let complained = process.take_stderr().map(collect).transpose()?;
+    let mut group: [Box<dyn RankProcess>; 1] = [Box::new(process)];
+    // A compiler cache that cargo started may stay: it serves other builds.
+    let outcome = supervise(
+        &mut group,
+        TOOL_GRACE,
+        KillScope::Groups,
+        &channel.sender,
+        &channel.notices,
+        &mut NoopObserver,
+    );
+    if let Some(Cause::Signal(signal)) = outcome.cause() {
+        return Err(Error::interrupted(signal));
+    }
+    Ok(ToolOutput {
+        end: outcome.end(0).unwrap_or(End::Code(1)),
+        stdout: bytes(said),
+        stderr: bytes(complained),
+    })
+}
+
+fn collect(mut pipe: File) -> Result<JoinHandle<Vec<u8>>> {
+    thread::Builder::new()
+        .name("tool-output".into())
+        .spawn(move || {
+            let mut bytes = Vec::new();
+            // What was read before an error is all there is.
+            let _ = pipe.read_to_end(&mut bytes);
+            bytes
+        })
+        .map_err(|error| {
+            Error::system("a thread to read a tool's output could not be started")
+                .with_source(error)
+        })
+}
+
+fn bytes(reader: Option<JoinHandle<Vec<u8>>>) -> Vec<u8> {
+    reader
+        .and_then(|reader| reader.join().ok())
+        .unwrap_or_default()
+}
