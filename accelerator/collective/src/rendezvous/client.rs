@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use accelerator_fault::{Effect, Point, strike};
+use accelerator_fault::{Effect, Point, fail_point};
 
 use super::{
     LONGEST, Rendezvous, StoreHost, StoreLine, StoreOptions, StoreServer, TokenSource,
@@ -46,7 +46,7 @@ impl Rendezvous {
         liveness: Duration,
         transport: TransportKind,
     ) -> Result<Meeting> {
-        if let Some(Effect::DropConnection) = strike(topology.rank(), Point::Rendezvous) {
+        if let Some(Effect::DropConnection) = fail_point(topology.rank(), Point::Rendezvous) {
             return Err(Error::new(
                 Kind::Rendezvous,
                 format!("{topology} was cut off from the store by an injected fault"),

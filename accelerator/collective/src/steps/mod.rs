@@ -16,7 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use accelerator_fault::{Effect, Point, strike};
+use accelerator_fault::{Effect, Point, fail_point};
 
 use crate::{
     contract::{Contract, mismatch},
@@ -92,7 +92,7 @@ impl<'a> Steps<'a> {
         let mine = card.write(self.watch.sequence, &self.watch.contract, data);
         self.put(0, first);
         let kind = self.transport.kind();
-        match strike(self.watch.rank, Point::Operation(self.watch.sequence)) {
+        match fail_point(self.watch.rank, Point::Operation(self.watch.sequence)) {
             // Neither can happen to threads; the others have no place here.
             _ if kind == TransportKind::Threads => {}
             Some(Effect::DropConnection) => {
@@ -198,7 +198,7 @@ impl<'a> Steps<'a> {
 
     /// The next step: whatever was put becomes readable, for everyone.
     pub(crate) fn advance(&mut self) -> Result<()> {
-        if let Some(effect) = strike(self.watch.rank, Point::Within(self.watch.sequence)) {
+        if let Some(effect) = fail_point(self.watch.rank, Point::Within(self.watch.sequence)) {
             self.suffer(effect)?;
         }
         self.raise();

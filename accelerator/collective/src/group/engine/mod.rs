@@ -11,7 +11,7 @@ mod tests;
 
 use std::ops::Range;
 
-use accelerator_fault::{Effect, Point, strike};
+use accelerator_fault::{Effect, Point, fail_point};
 
 use crate::{
     buffer::Storage,
@@ -258,7 +258,7 @@ impl<'a> Exchange<'a> {
 
     /// Carries out the fault that is planned for a place.
     fn risk(&self, point: Point) -> Result<()> {
-        match strike(self.rank, point) {
+        match fail_point(self.rank, point) {
             Some(Effect::DropConnection) if self.world_size > 1 => {
                 self.transport.cut();
                 return Err(self.watch.cut(&self.transport.peers()[self.rank]));

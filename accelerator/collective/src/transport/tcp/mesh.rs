@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use accelerator_fault::{Effect, Point, strike};
+use accelerator_fault::{Effect, Point, fail_point};
 
 use crate::{
     error::{Error, Kind, Result, list_ranks},
@@ -33,7 +33,7 @@ pub(super) fn connect(
     meeting: &Meeting,
     deadline: Instant,
 ) -> Result<Vec<Option<TcpStream>>> {
-    if let Some(Effect::DropConnection) = strike(rank, Point::Connect) {
+    if let Some(Effect::DropConnection) = fail_point(rank, Point::Connect) {
         if let Some(line) = &meeting.line {
             line.cut();
         }

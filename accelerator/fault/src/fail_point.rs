@@ -1,20 +1,20 @@
-//! Where a plan becomes deed.
+//! The places where a planned fault happens.
 
 use crate::parse::Error;
 use crate::plan::Point;
 
-/// What the place that asked has to do itself.
+/// The part of a fault that the caller carries out.
 ///
 /// ```
-/// use accelerator_fault::{Effect, Point, SaveStage, strike};
+/// use accelerator_fault::{Effect, Point, SaveStage, fail_point};
 /// use std::io::{Error, ErrorKind};
 ///
 /// /// Where a checkpoint is written.
 /// fn failed_write(rank: usize, number: u64) -> Result<(), Error> {
-///     match strike(rank, Point::Save(number, SaveStage::Data)) {
+///     match fail_point(rank, Point::Save(number, SaveStage::Data)) {
 ///         Some(Effect::DiskFull) => Err(ErrorKind::StorageFull.into()),
 ///         Some(Effect::FailWrite) => Err(Error::other("a fault that was planned")),
-///         // What concerns connections has no meaning here.
+///         // No connection is involved here.
 ///         Some(Effect::DropConnection | Effect::CorruptFrame) | None => Ok(()),
 ///     }
 /// }
@@ -24,7 +24,7 @@ use crate::plan::Point;
 pub enum Effect {
     /// Cut all connections of the rank.
     DropConnection,
-    /// Spoil the next frame.
+    /// Corrupt the next frame.
     CorruptFrame,
     /// Fail the next write as a full disk does.
     DiskFull,
@@ -32,21 +32,22 @@ pub enum Effect {
     FailWrite,
 }
 
-/// Lets what is planned for this rank and place happen.
+/// Triggers the fault that is planned for this rank at this point.
 ///
-/// What concerns the whole process (kill, exit, panic, stop, slow) happens inside; the rest is
-/// for the caller. Each fault strikes once. Without the feature `inject`, nothing happens.
+/// Faults of the whole process (kill, exit, panic, stop, slow) happen inside; others are returned
+/// for the caller to carry out. Each fault is triggered once. Without the feature `inject` this does
+/// nothing.
 ///
 /// ```
-/// use accelerator_fault::{Point, strike};
+/// use accelerator_fault::{Point, fail_point};
 ///
 /// // At the end of each step; a planned `kill` would happen here.
-/// assert_eq!(strike(0, Point::Step(3)), None);
+/// assert_eq!(fail_point(0, Point::Step(3)), None);
 /// ```
 #[inline]
-pub fn strike(rank: usize, point: Point) -> Option<Effect> {
+pub fn fail_point(rank: usize, point: Point) -> Option<Effect> {
     #[cfg(feature = "inject")]
-    return inject::strike(rank, point);
+    return inject::fail_point(rank, point);
     #[cfg(not(feature = "inject"))]
     {
         let _ = (rank, point);
@@ -96,13 +97,13 @@ mod inject {
     use super::Effect;
     use crate::plan::{Action, Fault, FaultPlan, Point};
 
-    pub(super) fn strike(rank: usize, point: Point) -> Option<Effect> {
-        let armed = armed().iter().find(|armed| {
-            armed.fault.rank == rank
-                && armed.fault.point == point
-                && !armed.struck.swap(true, Ordering::AcqRel)
+    pub(super) fn fail_point(rank: usize, point: Point) -> Option<Effect> {
+        let planned = planned_faults().iter().find(|planned| {
+            planned.fault.rank == rank
+                && planned.fault.point == point
+                && !planned.triggered.swap(true, Ordering::AcqRel)
         })?;
-        let fault = &armed.fault;
+        let fault = &planned.fault;
         match fault.action {
             Action::Kill => die(Signal::KILL),
             Action::Segv => die(Signal::SEGV),
@@ -118,15 +119,15 @@ mod inject {
         None
     }
 
-    struct Armed {
+    struct PlannedFault {
         fault: Fault,
-        struck: AtomicBool,
+        triggered: AtomicBool,
     }
 
-    /// The faults of this life of the job.
-    fn armed() -> &'static [Armed] {
-        static ARMED: OnceLock<Vec<Armed>> = OnceLock::new();
-        ARMED.get_or_init(|| {
+    /// The faults of this attempt of the job.
+    fn planned_faults() -> &'static [PlannedFault] {
+        static PLANNED: OnceLock<Vec<PlannedFault>> = OnceLock::new();
+        PLANNED.get_or_init(|| {
             let read = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
             let restart = read(crate::RESTART)
                 .and_then(|x| x.parse().ok())
@@ -137,9 +138,9 @@ mod inject {
                 .unwrap_or_default();
             let faults = plan.faults.into_iter().filter(|x| x.restart == restart);
             faults
-                .map(|fault| Armed {
+                .map(|fault| PlannedFault {
                     fault,
-                    struck: AtomicBool::new(false),
+                    triggered: AtomicBool::new(false),
                 })
                 .collect()
         })
