@@ -269,7 +269,7 @@ impl Transport for Wire {
     }
 
     fn send(&self, _: usize, part: Part<'_>, _: &mut Watch) -> Result<()> {
-        let declaration = part.contract.map(|contract| contract.encode());
+        let declaration = part.fingerprint.map(|fingerprint| fingerprint.encode());
         let preamble = match &declaration {
             Some((bytes, len)) => &bytes[..*len],
             None => &[],

@@ -27,10 +27,10 @@
 //! - **Bounded.** Nothing waits for ever: a rank that is gone, or does not come in time, is named.
 
 mod buffer;
-mod contract;
 mod cut;
 mod element;
 mod error;
+mod fingerprint;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;

@@ -5,9 +5,9 @@ use std::{panic::Location, sync::Arc};
 use super::{Pending, ProcessGroup, engine::Keep};
 use crate::{
     buffer::Buffer,
-    contract::{Call, Contract, Site},
     cut::Cut,
     error::{Error, Kind, Result},
+    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     reduce::ReduceOp,
 };
 
@@ -55,11 +55,11 @@ impl ProcessGroup {
         op: ReduceOp,
         caller: &Location<'_>,
     ) -> Result<Pending> {
-        let contract = Contract::new(Call::AllReduce, Site::of(caller))
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllReduce, CallSite::of(caller))
             .with_op(op)
             .with_data(buffer.dtype(), buffer.len())
             .with_purpose(self.1);
-        self.0.start(contract, buffer, op, Keep::All)
+        self.0.start(fingerprint, buffer, op, Keep::All)
     }
 
     /// Reduces the values of all ranks, element by element, in place and without a copy where the
@@ -110,10 +110,10 @@ impl ProcessGroup {
         op: ReduceOp,
         caller: &Location<'_>,
     ) -> Result<()> {
-        let contract = Contract::new(Call::AllReduce, Site::of(caller))
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllReduce, CallSite::of(caller))
             .with_op(op)
             .with_data(buffer.dtype(), buffer.len());
-        self.run(&contract, |exchange| {
+        self.run(&fingerprint, |exchange| {
             exchange.reduce_buffer(op, &Keep::All, buffer)
         })
     }
@@ -183,9 +183,9 @@ impl ProcessGroup {
         cut: &Arc<Cut>,
         caller: &Location<'_>,
     ) -> Result<()> {
-        let contract = self.scattering(buffer, op, cut, caller)?;
+        let fingerprint = self.scattering(buffer, op, cut, caller)?;
         let keep = Keep::Own(Arc::clone(cut));
-        self.run(&contract, |exchange| {
+        self.run(&fingerprint, |exchange| {
             exchange.reduce_buffer(op, &keep, buffer)
         })
     }
@@ -241,10 +241,10 @@ impl ProcessGroup {
         cut: &Arc<Cut>,
         caller: &Location<'_>,
     ) -> Result<Pending> {
-        let contract = self.scattering(&buffer, op, cut, caller)?;
+        let fingerprint = self.scattering(&buffer, op, cut, caller)?;
         let keep = Keep::Own(Arc::clone(cut));
         self.0
-            .start(contract.with_purpose(self.1), buffer, op, keep)
+            .start(fingerprint.with_purpose(self.1), buffer, op, keep)
     }
 
     /// The declaration of a reduction by a cut, which must fit.
@@ -254,7 +254,7 @@ impl ProcessGroup {
         op: ReduceOp,
         cut: &Cut,
         caller: &Location<'_>,
-    ) -> Result<Contract> {
+    ) -> Result<CollectiveFingerprint> {
         let (found, expected) = ((cut.ranks(), cut.len()), (self.world_size(), buffer.len()));
         if found != expected {
             return Err(Error::new(
@@ -266,7 +266,10 @@ impl ProcessGroup {
                 ),
             ));
         }
-        let contract = Contract::new(Call::ReduceScatterBuffer, Site::of(caller));
-        Ok(contract.with_op(op).with_data(buffer.dtype(), buffer.len()))
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::ReduceScatterBuffer, CallSite::of(caller));
+        Ok(fingerprint
+            .with_op(op)
+            .with_data(buffer.dtype(), buffer.len()))
     }
 }

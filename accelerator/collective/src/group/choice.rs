@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use super::member::Member;
 use crate::{
-    contract::{Call, Contract, Site},
     element::DType,
     error::{Error, Kind, Result},
+    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     shared::{Arrangement, Key},
     transport::TransportKind,
 };
@@ -166,11 +166,11 @@ where
     let mut own = Vec::new();
     ciborium::into_writer(value, &mut own)
         .map_err(|error| Error::caused(Kind::Protocol, "an offer cannot be written", error))?;
-    let contract =
-        Contract::new(Call::Connect, Site::new(file!(), line!())).with_data(DType::U8, own.len());
+    let fingerprint = CollectiveFingerprint::new(OpKind::Connect, CallSite::new(file!(), line!()))
+        .with_data(DType::U8, own.len());
     let mut all = vec![Vec::new(); member.topology.world_size()];
     let patience = member.options.patience_to_connect(began.elapsed());
-    member.exchange(0, &contract, patience, |exchange| {
+    member.exchange(0, &fingerprint, patience, |exchange| {
         exchange.all_gather(&own, |rank, piece| all[rank].extend_from_slice(piece))
     })?;
     all[member.topology.rank()] = own;

@@ -5,9 +5,9 @@ use std::panic::Location;
 use super::ProcessGroup;
 use crate::{
     buffer::Buffer,
-    contract::{Call, Contract, Site},
     element::{DType, Element},
     error::Result,
+    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     part::{Part, Shares},
     partition::Partition,
     reduce::ReduceOp,
@@ -43,10 +43,10 @@ impl ProcessGroup {
         op: ReduceOp,
         caller: &Location<'_>,
     ) -> Result<()> {
-        let contract = Contract::new(Call::AllReduce, Site::of(caller))
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllReduce, CallSite::of(caller))
             .with_op(op)
             .with_data(T::DTYPE, values.len());
-        self.run(&contract, |exchange| {
+        self.run(&fingerprint, |exchange| {
             exchange.all_reduce(T::DTYPE, op, bytemuck::cast_slice_mut(values))
         })
     }
@@ -58,10 +58,11 @@ impl ProcessGroup {
     /// A misuse error where the root is no rank; otherwise as [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn broadcast<T: Element>(&self, values: &mut [T], root: usize) -> Result<()> {
-        let contract = Contract::new(Call::Broadcast, Site::of(Location::caller()))
-            .with_data(T::DTYPE, values.len())
-            .with_root(root);
-        self.run(&contract, |exchange| {
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::Broadcast, CallSite::of(Location::caller()))
+                .with_data(T::DTYPE, values.len())
+                .with_root(root);
+        self.run(&fingerprint, |exchange| {
             exchange.broadcast(root, bytemuck::cast_slice_mut(values))
         })
     }
@@ -74,15 +75,16 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn all_gather<T: Element>(&self, values: &[T]) -> Result<Vec<T>> {
-        let contract = Contract::new(Call::AllGather, Site::of(Location::caller()))
-            .with_data(T::DTYPE, values.len());
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::AllGather, CallSite::of(Location::caller()))
+                .with_data(T::DTYPE, values.len());
         let len = values.len();
         let mut all = vec![T::zeroed(); len * self.world_size()];
         all[self.rank() * len..][..len].copy_from_slice(values);
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut all);
         let part = size_of_val(values);
         let mut next: Vec<usize> = (0..self.world_size()).map(|rank| rank * part).collect();
-        self.run(&contract, |exchange| {
+        self.run(&fingerprint, |exchange| {
             exchange.all_gather(bytemuck::cast_slice(values), |rank, piece| {
                 bytes[next[rank]..][..piece.len()].copy_from_slice(piece);
                 next[rank] += piece.len();
@@ -98,11 +100,12 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce), except that lengths may differ.
     #[track_caller]
     pub fn all_gather_varied<T: Element>(&self, values: &[T]) -> Result<Vec<Vec<T>>> {
-        let contract = Contract::new(Call::AllGatherVaried, Site::of(Location::caller()))
-            .with_data(T::DTYPE, values.len());
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::AllGatherVaried, CallSite::of(Location::caller()))
+                .with_data(T::DTYPE, values.len());
         let mut all = vec![Vec::new(); self.world_size()];
         all[self.rank()].extend_from_slice(values);
-        self.run(&contract, |exchange| {
+        self.run(&fingerprint, |exchange| {
             // A piece is a whole number of elements, aligned to a cache line.
             exchange.all_gather(bytemuck::cast_slice(values), |rank, piece| {
                 all[rank].extend_from_slice(bytemuck::cast_slice(piece));
@@ -134,9 +137,10 @@ impl ProcessGroup {
         values: &[T],
         mut sink: impl FnMut(usize, &[T]),
     ) -> Result<()> {
-        let contract = Contract::new(Call::AllGatherVaried, Site::of(Location::caller()))
-            .with_data(T::DTYPE, values.len());
-        self.run(&contract, |exchange| {
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::AllGatherVaried, CallSite::of(Location::caller()))
+                .with_data(T::DTYPE, values.len());
+        self.run(&fingerprint, |exchange| {
             // A piece is a whole number of elements, aligned to a cache line.
             exchange.all_gather(bytemuck::cast_slice(values), |rank, piece| {
                 sink(rank, bytemuck::cast_slice(piece));
@@ -193,9 +197,10 @@ impl ProcessGroup {
         sink: impl FnMut(usize, usize, &[u8]),
     ) -> Result<()> {
         let shares = Shares::new(buffers, parts, self.world_size())?;
-        let contract = Contract::new(Call::AllGatherParts, Site::of(Location::caller()))
-            .with_data(DType::U8, shares.longest());
-        self.run(&contract, |exchange| {
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::AllGatherParts, CallSite::of(Location::caller()))
+                .with_data(DType::U8, shares.longest());
+        self.run(&fingerprint, |exchange| {
             exchange.all_gather_parts(buffers, &shares, sink)
         })
     }
@@ -208,12 +213,13 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn reduce_scatter<T: Element>(&self, values: &[T], op: ReduceOp) -> Result<Vec<T>> {
-        let contract = Contract::new(Call::ReduceScatter, Site::of(Location::caller()))
-            .with_op(op)
-            .with_data(T::DTYPE, values.len());
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::ReduceScatter, CallSite::of(Location::caller()))
+                .with_op(op)
+                .with_data(T::DTYPE, values.len());
         let part = Partition::new(values.len(), self.world_size()).range(self.rank());
         let mut own = values[part].to_vec();
-        self.run(&contract, |exchange| {
+        self.run(&fingerprint, |exchange| {
             exchange.reduce_scatter(
                 T::DTYPE,
                 op,
@@ -231,7 +237,8 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
-        let contract = Contract::new(Call::Barrier, Site::of(Location::caller()));
-        self.run(&contract, |exchange| exchange.barrier())
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::Barrier, CallSite::of(Location::caller()));
+        self.run(&fingerprint, |exchange| exchange.barrier())
     }
 }

@@ -12,8 +12,8 @@ use super::{
 };
 use crate::{
     buffer::Buffer,
-    contract::Contract,
     error::{Error, Result},
+    fingerprint::CollectiveFingerprint,
     reduce::ReduceOp,
     transport::{Position, Watch},
 };
@@ -21,7 +21,7 @@ use crate::{
 /// A started operation on its way to the communication thread.
 pub(super) struct Job {
     pub(super) ticket: Ticket,
-    pub(super) contract: Contract,
+    pub(super) fingerprint: CollectiveFingerprint,
     pub(super) buffer: Buffer,
     pub(super) op: ReduceOp,
     pub(super) keep: Keep,
@@ -35,7 +35,7 @@ impl Job {
         member.perform(
             Runner::Communication,
             self.ticket,
-            &self.contract,
+            &self.fingerprint,
             |exchange| {
                 exchange.reduce_buffer(op, &keep, &mut buffer)?;
                 Ok(buffer)
@@ -87,7 +87,7 @@ struct Flights<'a> {
 
 struct Flight<'a> {
     turn: Turn<'a>,
-    contract: Contract,
+    fingerprint: CollectiveFingerprint,
     observation: Option<Observation<'a>>,
     watch: Watch,
     scratch: Scratch,
@@ -130,7 +130,7 @@ impl<'a> Flights<'a> {
                 }
             };
             let (op, keep) = (job.op, &job.keep);
-            self.start(turn, job.contract, job.buffer, op, keep, job.completion);
+            self.start(turn, job.fingerprint, job.buffer, op, keep, job.completion);
         }
         true
     }
@@ -138,7 +138,7 @@ impl<'a> Flights<'a> {
     fn start(
         &mut self,
         turn: Turn<'a>,
-        contract: Contract,
+        fingerprint: CollectiveFingerprint,
         buffer: Buffer,
         op: ReduceOp,
         keep: &Keep,
@@ -158,8 +158,8 @@ impl<'a> Flights<'a> {
             Err(error) => State::Failed(error),
         };
         self.flights.push_back(Flight {
-            watch: Watch::new(rank, turn.number(), contract, patience),
-            contract,
+            watch: Watch::new(rank, turn.number(), fingerprint, patience),
+            fingerprint,
             observation: self.member.observation(Runner::Communication),
             turn,
             scratch,
@@ -267,7 +267,7 @@ impl Flight<'_> {
     fn end(mut self, outcome: Result<()>) -> Scratch {
         self.scratch.clear(0);
         if let Some(observation) = self.observation {
-            observation.end(self.turn.number(), &self.contract);
+            observation.end(self.turn.number(), &self.fingerprint);
         }
         let buffer = self.buffer;
         self.completion.complete(outcome.map(|()| buffer));
@@ -286,9 +286,9 @@ mod tests {
 
     use super::*;
     use crate::{
-        contract::{Call, Site},
         element::DType,
         error::Kind,
+        fingerprint::{CallSite, OpKind},
         group::{
             GroupOptions, ProcessGroup, jobs,
             pending::{Pending, Slots},
@@ -296,8 +296,8 @@ mod tests {
     };
 
     /// An all-reduce of three numbers.
-    fn contract() -> Contract {
-        Contract::new(Call::AllReduce, Site::new(file!(), line!()))
+    fn fingerprint() -> CollectiveFingerprint {
+        CollectiveFingerprint::new(OpKind::AllReduce, CallSite::new(file!(), line!()))
             .with_op(ReduceOp::Sum)
             .with_data(DType::F32, 3)
     }
@@ -321,10 +321,10 @@ mod tests {
         ];
         let pending = states.map(|state| {
             let (pending, completion) = slots.pair();
-            let turn = member.order.follow(member.admit(&contract()).unwrap());
+            let turn = member.order.follow(member.admit(&fingerprint()).unwrap());
             let buffer = Buffer::zeroed(DType::F32, 3);
             let (op, keep) = (ReduceOp::Sum, Keep::All);
-            flights.start(turn, contract(), buffer, op, &keep, completion);
+            flights.start(turn, fingerprint(), buffer, op, &keep, completion);
             flights.flights.back_mut().unwrap().state = state;
             pending
         });
@@ -339,15 +339,15 @@ mod tests {
     fn nobody_waits_for_a_thread_that_panicked() {
         let ranks = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
         let member = Arc::clone(&ranks[0].0.member);
-        let contract = contract();
+        let fingerprint = fingerprint();
         let (sender, jobs) = jobs::channel();
         let slots = Slots::default();
         let pending: Vec<Pending> = (0..3)
             .map(|_| {
                 let (pending, completion) = slots.pair();
                 let job = Job {
-                    ticket: member.admit(&contract).unwrap(),
-                    contract,
+                    ticket: member.admit(&fingerprint).unwrap(),
+                    fingerprint,
                     buffer: Buffer::zeroed(DType::F32, 3),
                     op: ReduceOp::Sum,
                     keep: Keep::All,
@@ -357,7 +357,7 @@ mod tests {
                 pending
             })
             .collect();
-        let after = member.admit(&contract).unwrap();
+        let after = member.admit(&fingerprint).unwrap();
         let thread = thread::spawn({
             let member = Arc::clone(&member);
             move || {
@@ -375,7 +375,7 @@ mod tests {
             let outcome = member.perform(
                 Runner::Caller,
                 after,
-                &contract,
+                &fingerprint,
                 |_| Ok(()),
                 |outcome| outcome,
             );

@@ -20,8 +20,8 @@ use super::{
 };
 use crate::{
     buffer::Meter,
-    contract::Contract,
     error::{Certainty, Culprit, Error, Kind, Result},
+    fingerprint::CollectiveFingerprint,
     rendezvous::StoreLine,
     topology::Topology,
     transport::{Abort, Farewell, Parting, Patience, Transport, TransportKind, Watch},
@@ -122,15 +122,15 @@ impl Member {
 
     /// Lets an operation into the line, or says why not. What is refused here leaves the group
     /// as it was.
-    pub(crate) fn admit(&self, contract: &Contract) -> Result<Ticket> {
-        self.check_allowed(contract)?;
-        if let Some(root) = contract.root
+    pub(crate) fn admit(&self, fingerprint: &CollectiveFingerprint) -> Result<Ticket> {
+        self.check_allowed(fingerprint)?;
+        if let Some(root) = fingerprint.root
             && root >= self.topology.world_size()
         {
             return Err(Error::new(
                 Kind::Misuse,
                 format!(
-                    "rank {} called {contract}, but the ranks are 0 to {}",
+                    "rank {} called {fingerprint}, but the ranks are 0 to {}",
                     self.topology.rank(),
                     self.topology.world_size() - 1
                 ),
@@ -146,15 +146,15 @@ impl Member {
         &self,
         runner: Runner,
         ticket: Ticket,
-        contract: &Contract,
+        fingerprint: &CollectiveFingerprint,
         body: impl FnOnce(Exchange<'_>) -> Result<T>,
         deliver: impl FnOnce(Result<T>) -> R,
     ) -> R {
         let turn = self.order.turn(ticket);
         let observation = self.observation(runner);
-        let outcome = self.exchange(turn.number(), contract, self.options.patience(), body);
+        let outcome = self.exchange(turn.number(), fingerprint, self.options.patience(), body);
         if let Some(observation) = observation {
-            observation.end(turn.number(), contract);
+            observation.end(turn.number(), fingerprint);
         }
         deliver(outcome)
     }
@@ -177,13 +177,13 @@ impl Member {
     pub(super) fn exchange<T>(
         &self,
         sequence: u64,
-        contract: &Contract,
+        fingerprint: &CollectiveFingerprint,
         patience: Patience,
         body: impl FnOnce(Exchange<'_>) -> Result<T>,
     ) -> Result<T> {
         self.state()?;
         let _watchdog = Watchdog { member: self };
-        let mut watch = Watch::new(self.topology.rank(), sequence, *contract, patience);
+        let mut watch = Watch::new(self.topology.rank(), sequence, *fingerprint, patience);
         // Every operation starts by clearing the scratch memory.
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let exchange = Exchange::new(&*self.transport, &mut watch, &mut scratch);

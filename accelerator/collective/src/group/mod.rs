@@ -38,9 +38,9 @@ use pending::Slots;
 
 use crate::{
     buffer::Buffer,
-    contract::Contract,
     element::DType,
     error::{Error, Kind, Result},
+    fingerprint::CollectiveFingerprint,
     launch::Launch,
     purpose::Purpose,
     reduce::ReduceOp,
@@ -367,14 +367,14 @@ impl ProcessGroup {
 
     fn run(
         &self,
-        contract: &Contract,
+        fingerprint: &CollectiveFingerprint,
         body: impl FnOnce(Exchange<'_>) -> Result<()>,
     ) -> Result<()> {
-        let contract = &contract.with_purpose(self.1);
-        let ticket = self.0.member.admit(contract)?;
+        let fingerprint = &fingerprint.with_purpose(self.1);
+        let ticket = self.0.member.admit(fingerprint)?;
         self.0
             .member
-            .perform(Runner::Caller, ticket, contract, body, |outcome| outcome)
+            .perform(Runner::Caller, ticket, fingerprint, body, |outcome| outcome)
     }
 }
 
@@ -403,7 +403,7 @@ struct Handle {
 impl Handle {
     fn start(
         &self,
-        contract: Contract,
+        fingerprint: CollectiveFingerprint,
         buffer: Buffer,
         op: ReduceOp,
         keep: Keep,
@@ -415,11 +415,11 @@ impl Handle {
         if jobs.is_none() && !alone {
             *jobs = Some(self.spawn()?);
         }
-        let ticket = self.member.admit(&contract)?;
+        let ticket = self.member.admit(&fingerprint)?;
         let (pending, completion) = self.slots.pair();
         let job = Job {
             ticket,
-            contract,
+            fingerprint,
             buffer,
             op,
             keep,

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::contract::{Contract, Site};
+use crate::fingerprint::{CallSite, CollectiveFingerprint};
 
 /// An operation of this rank that has ended, well or not; see
 /// [`ProcessGroup::observe`](crate::ProcessGroup::observe).
@@ -46,7 +46,7 @@ pub struct Observed {
     pub ended: Instant,
     /// Which thread it ran on.
     pub runner: Runner,
-    site: Site,
+    site: CallSite,
 }
 
 impl Observed {
@@ -126,15 +126,15 @@ impl<'a> Observation<'a> {
         })
     }
 
-    pub(super) fn end(self, sequence: u64, contract: &Contract) {
+    pub(super) fn end(self, sequence: u64, fingerprint: &CollectiveFingerprint) {
         (self.callback)(&Observed {
-            name: contract.call.name(),
+            name: fingerprint.kind.name(),
             sequence,
-            bytes: contract.bytes(),
+            bytes: fingerprint.bytes(),
             started: self.started,
             ended: Instant::now(),
             runner: self.runner,
-            site: contract.site,
+            site: fingerprint.site,
         });
     }
 }

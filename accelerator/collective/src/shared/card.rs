@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::memory::Atomics;
-use crate::contract::Contract;
+use crate::fingerprint::CollectiveFingerprint;
 
 /// One rank's declaration of one operation, and where its data lie.
 ///
@@ -30,10 +30,15 @@ unsafe impl Atomics for Card {}
 impl Card {
     /// Writes the declaration, and says how the others will read it. What is read meanwhile is
     /// rubbish: the protocol says when to read.
-    pub(crate) fn write(&self, sequence: u64, contract: &Contract, data: Option<usize>) -> Brief {
+    pub(crate) fn write(
+        &self,
+        sequence: u64,
+        fingerprint: &CollectiveFingerprint,
+        data: Option<usize>,
+    ) -> Brief {
         let mut words = [0; WORDS];
-        let (bytes, len) = contract.encode();
-        let (fixed, texts) = bytes[..len].split_at(Contract::FIXED);
+        let (bytes, len) = fingerprint.encode();
+        let (fixed, texts) = bytes[..len].split_at(CollectiveFingerprint::FIXED);
         let word = |range: std::ops::Range<usize>| {
             let mut word = [0; 8];
             word[..range.len()].copy_from_slice(&fixed[range]);
@@ -43,7 +48,7 @@ impl Card {
         words[1] = word(8..16);
         words[2] = sequence;
         words[3] = data.map_or(u64::MAX, |offset| offset as u64);
-        words[4] = contract.purpose.mark();
+        words[4] = fingerprint.purpose.mark();
         words[CHECK] = check(&words);
         words[6] = word(16..24);
         for (target, source) in words[TEXTS..].iter_mut().zip(texts.chunks(8)) {
@@ -74,16 +79,19 @@ impl Card {
     }
 
     /// Reads everything; `None` where it is no declaration.
-    pub(crate) fn contract(&self) -> Option<Contract> {
-        let mut bytes = [0; Contract::BOUND];
+    pub(crate) fn fingerprint(&self) -> Option<CollectiveFingerprint> {
+        let mut bytes = [0; CollectiveFingerprint::BOUND];
         bytes[..8].copy_from_slice(&self.word(0).to_le_bytes());
         bytes[8..16].copy_from_slice(&self.word(1).to_le_bytes());
         bytes[16..24].copy_from_slice(&self.word(6).to_le_bytes());
-        for (target, word) in bytes[Contract::FIXED..].chunks_mut(8).zip(TEXTS..) {
+        for (target, word) in bytes[CollectiveFingerprint::FIXED..]
+            .chunks_mut(8)
+            .zip(TEXTS..)
+        {
             target.copy_from_slice(&self.word(word).to_le_bytes()[..target.len()]);
         }
-        let end = Contract::FIXED + usize::from(bytes[3]) + usize::from(bytes[20]);
-        Contract::decode(bytes.get(..end)?)
+        let end = CollectiveFingerprint::FIXED + usize::from(bytes[3]) + usize::from(bytes[20]);
+        CollectiveFingerprint::decode(bytes.get(..end)?)
     }
 
     fn word(&self, index: usize) -> u64 {
@@ -134,7 +142,7 @@ const TEXTS: usize = 7;
 const WORDS: usize = 24;
 
 const _: () = assert!(
-    Contract::BOUND - Contract::FIXED <= 8 * (WORDS - TEXTS),
+    CollectiveFingerprint::BOUND - CollectiveFingerprint::FIXED <= 8 * (WORDS - TEXTS),
     "a declaration fits its card"
 );
 
@@ -142,8 +150,8 @@ const _: () = assert!(
 mod tests {
     use super::*;
     use crate::{
-        contract::{Call, Site},
         element::DType,
+        fingerprint::{CallSite, OpKind},
         purpose::Purpose,
         reduce::ReduceOp,
     };
@@ -159,16 +167,17 @@ mod tests {
         let card = card();
         assert_eq!(card.read(), None, "nobody has written it");
         for path in ["", "main.rs", &format!("{}/train.rs", "x".repeat(100))] {
-            let contract = Contract::new(Call::AllReduce, Site::new(path, 77))
-                .with_op(ReduceOp::Mean)
-                .with_data(DType::BF16, 1 << 33)
-                .with_purpose(Purpose::new(path));
-            card.write(5, &contract, Some(4096));
+            let fingerprint =
+                CollectiveFingerprint::new(OpKind::AllReduce, CallSite::new(path, 77))
+                    .with_op(ReduceOp::Mean)
+                    .with_data(DType::BF16, 1 << 33)
+                    .with_purpose(Purpose::new(path));
+            card.write(5, &fingerprint, Some(4096));
             let brief = card.read().unwrap();
             assert_eq!((brief.len, brief.sequence), (1 << 33, 5));
             assert_eq!(brief.data, Some(4096));
-            let back = card.contract().unwrap();
-            assert_eq!(back.to_string(), contract.to_string());
+            let back = card.fingerprint().unwrap();
+            assert_eq!(back.to_string(), fingerprint.to_string());
         }
     }
 
@@ -176,13 +185,13 @@ mod tests {
     fn ranks_that_mean_the_same_write_the_same() {
         let (one, two) = (card(), card());
         let declare = |card: &Card, path, root| {
-            let contract = Contract::new(Call::Broadcast, Site::new(path, 1))
+            let fingerprint = CollectiveFingerprint::new(OpKind::Broadcast, CallSite::new(path, 1))
                 .with_data(DType::F32, 3)
                 .with_root(root);
-            card.write(0, &contract, None);
+            card.write(0, &fingerprint, None);
             card.read().unwrap()
         };
-        let gather = Contract::new(Call::GatherObject, Site::new("a.rs", 1));
+        let gather = CollectiveFingerprint::new(OpKind::GatherObject, CallSite::new("a.rs", 1));
         let named = |name| {
             one.write(0, &gather.with_purpose(Purpose::new(name)), None);
             one.read().unwrap()
@@ -195,7 +204,11 @@ mod tests {
     #[test]
     fn a_spoilt_card_is_noticed() {
         let card = card();
-        card.write(0, &Contract::new(Call::Barrier, Site::new("a.rs", 1)), None);
+        card.write(
+            0,
+            &CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("a.rs", 1)),
+            None,
+        );
         assert!(card.read().is_some());
         card.spoil();
         assert_eq!(card.read(), None);

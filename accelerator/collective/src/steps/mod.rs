@@ -19,9 +19,9 @@ use std::{
 use accelerator_fault::{Effect, Point, fail_point};
 
 use crate::{
-    contract::{Contract, mismatch},
     element::DType,
     error::{Error, Result},
+    fingerprint::{CollectiveFingerprint, mismatch},
     kernel::fold,
     reduce::ReduceOp,
     shared::{Arena, Brief, Place, Spin, World},
@@ -89,7 +89,7 @@ impl<'a> Steps<'a> {
         let (own, next) = (self.world.own(), self.step.wrapping_add(1));
         self.opened = next;
         let card = own.card(next);
-        let mine = card.write(self.watch.sequence, &self.watch.contract, data);
+        let mine = card.write(self.watch.sequence, &self.watch.fingerprint, data);
         self.put(0, first);
         let kind = self.transport.kind();
         match fail_point(self.watch.rank, Point::Operation(self.watch.sequence)) {
@@ -109,7 +109,7 @@ impl<'a> Steps<'a> {
             let agreed = side.kind == mine.kind
                 && side.purpose == mine.purpose
                 && side.sequence == mine.sequence
-                && (side.len == mine.len || !self.watch.contract.call.fixes_len());
+                && (side.len == mine.len || !self.watch.fingerprint.kind.fixes_len());
             if !agreed {
                 return Err(self.disagreement(peer));
             }
@@ -178,7 +178,7 @@ impl<'a> Steps<'a> {
     /// Notes how many bytes each rank declared, for [`declared`](Self::declared), and gives the
     /// most.
     fn measure(&mut self) -> Result<usize> {
-        let size = self.watch.contract.dtype.map_or(1, DType::size);
+        let size = self.watch.fingerprint.dtype.map_or(1, DType::size);
         self.scratch.lens.clear();
         let mut most = 0;
         for peer in 0..self.size() {
@@ -311,7 +311,8 @@ impl<'a> Steps<'a> {
     #[cold]
     fn disagreement(&mut self, first: usize) -> Error {
         self.watch.hurry();
-        let mut sides: Vec<Option<Contract>> = vec![None; self.transport.peers().len()];
+        let mut sides: Vec<Option<CollectiveFingerprint>> =
+            vec![None; self.transport.peers().len()];
         for peer in 0..self.size() {
             if peer > first && peer != self.rank() {
                 match self.wait(peer) {
@@ -321,7 +322,7 @@ impl<'a> Steps<'a> {
                     Err(_) => break,
                 }
             }
-            match self.world.arena(peer).card(self.opened).contract() {
+            match self.world.arena(peer).card(self.opened).fingerprint() {
                 Some(side) => sides[self.world.member(peer)] = Some(side),
                 None => return self.spoilt(peer),
             }

@@ -26,9 +26,9 @@ pub(crate) use crate::{
 
 use crate::{
     buffer::Buffer,
-    contract::Contract,
     element::DType,
     error::{Certainty, Culprit, Result},
+    fingerprint::CollectiveFingerprint,
     shared::{Arrangement, Hosts, World},
 };
 
@@ -131,7 +131,7 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
 pub(crate) struct Part<'a> {
     pub(crate) tag: Tag,
     /// The sender's declaration, on the first part of an operation.
-    pub(crate) contract: Option<&'a Contract>,
+    pub(crate) fingerprint: Option<&'a CollectiveFingerprint>,
     pub(crate) payload: &'a [u8],
 }
 

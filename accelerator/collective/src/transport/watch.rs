@@ -7,8 +7,8 @@ use std::{
 
 use super::Peer;
 use crate::{
-    contract::Contract,
     error::{Certainty, Culprit, Error, Kind, Result, Seconds, list_ranks},
+    fingerprint::CollectiveFingerprint,
     notice::unheard,
 };
 
@@ -36,7 +36,7 @@ pub(crate) enum Limit {
 pub(crate) struct Watch {
     pub(crate) rank: usize,
     pub(crate) sequence: u64,
-    pub(crate) contract: Contract,
+    pub(crate) fingerprint: CollectiveFingerprint,
     patience: Patience,
     /// The last progress, where the limit is that of progress; else the beginning.
     began: Instant,
@@ -48,12 +48,17 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    pub(crate) fn new(rank: usize, sequence: u64, contract: Contract, patience: Patience) -> Self {
+    pub(crate) fn new(
+        rank: usize,
+        sequence: u64,
+        fingerprint: CollectiveFingerprint,
+        patience: Patience,
+    ) -> Self {
         let now = Instant::now();
         Self {
             rank,
             sequence,
-            contract,
+            fingerprint,
             patience,
             began: now,
             since: now,
@@ -266,7 +271,7 @@ impl Watch {
 
 impl fmt::Display for Watch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "collective #{}, {}", self.sequence, self.contract)
+        write!(f, "collective #{}, {}", self.sequence, self.fingerprint)
     }
 }
 
@@ -278,7 +283,7 @@ pub(crate) const LATE: Duration = Duration::from_millis(250);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::contract::{Call, Site};
+    use crate::fingerprint::{CallSite, OpKind};
 
     #[test]
     fn progress_gives_no_more_time_to_connect() {
@@ -288,8 +293,9 @@ mod tests {
                 warn_after: Duration::from_secs(50),
                 limit,
             };
-            let contract = Contract::new(Call::Connect, Site::new("here.rs", 1));
-            let mut watch = Watch::new(0, 0, contract, patience);
+            let fingerprint =
+                CollectiveFingerprint::new(OpKind::Connect, CallSite::new("here.rs", 1));
+            let mut watch = Watch::new(0, 0, fingerprint, patience);
             watch.moved(Instant::now() + Duration::from_secs(3600));
             watch
         };
@@ -309,8 +315,8 @@ mod tests {
             warn_after: Duration::from_secs(1),
             limit: Limit::Progress,
         };
-        let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
-        let mut watch = Watch::new(1, 0, contract, patience);
+        let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
+        let mut watch = Watch::new(1, 0, fingerprint, patience);
         watch.began -= Duration::from_secs(9);
         watch.since -= Duration::from_secs(9);
         watch

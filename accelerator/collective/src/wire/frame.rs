@@ -7,8 +7,8 @@ use std::{fmt, time::Duration};
 #[cfg(test)]
 use super::source::ReadError;
 use crate::{
-    contract::Contract,
     error::{Certainty, Culprit, Error, Kind},
+    fingerprint::CollectiveFingerprint,
 };
 
 /// The head of a frame.
@@ -193,7 +193,7 @@ impl Heartbeat {
 pub(crate) enum FrameError {
     Bounds { preamble: usize, payload: usize },
     Checksum,
-    Contract,
+    Fingerprint,
     Kind(u8),
     Magic([u8; 4]),
     Version(u8),
@@ -208,7 +208,7 @@ impl fmt::Display for FrameError {
                  {CHUNK} are allowed"
             ),
             Self::Checksum => f.write_str("a wrong checksum"),
-            Self::Contract => f.write_str("a malformed declaration"),
+            Self::Fingerprint => f.write_str("a malformed fingerprint"),
             Self::Kind(kind) => write!(f, "an unknown kind of frame, {kind}"),
             Self::Magic(found) => write!(f, "bytes that begin no frame, {found:02x?}"),
             Self::Version(found) => write!(f, "protocol version {found}, expected {VERSION}"),
@@ -329,7 +329,7 @@ pub(crate) const PREAMBLE: usize = 16 * 1024;
 
 const MAGIC: [u8; 4] = *b"ACLF";
 const VERSION: u8 = 4;
-const _: () = assert!(Contract::BOUND <= PREAMBLE);
+const _: () = assert!(CollectiveFingerprint::BOUND <= PREAMBLE);
 
 #[cfg(test)]
 mod tests {

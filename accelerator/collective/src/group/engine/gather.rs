@@ -3,8 +3,8 @@
 use super::{AHEAD, Exchange, parts::chunk};
 use crate::{
     buffer::Buffer,
-    contract::Contract,
     error::Result,
+    fingerprint::CollectiveFingerprint,
     part::{Shares, parts_differ},
     transport::{CHUNK, Stage},
 };
@@ -21,8 +21,13 @@ impl Exchange<'_> {
             return steps.all_gather(own, sink);
         }
         self.begin(|_| &own[chunk(own.len(), 0)])?;
-        self.meet(|_, contract| chunk(contract.bytes(), 0).len())?;
-        let longest = self.sides.iter().flatten().map(Contract::bytes).max();
+        self.meet(|_, fingerprint| chunk(fingerprint.bytes(), 0).len())?;
+        let longest = self
+            .sides
+            .iter()
+            .flatten()
+            .map(CollectiveFingerprint::bytes)
+            .max();
         let rounds = longest.unwrap_or(0).div_ceil(CHUNK);
         for round in 1..AHEAD {
             self.announce(round, &own[chunk(own.len(), round)])?;
@@ -94,8 +99,8 @@ impl Exchange<'_> {
             true => &own[chunk(own.len(), 0)],
             false => &[],
         })?;
-        self.meet(|_, contract| match rank == root {
-            true => chunk(contract.bytes(), 0).len(),
+        self.meet(|_, fingerprint| match rank == root {
+            true => chunk(fingerprint.bytes(), 0).len(),
             false => 0,
         })?;
         if rank != root {
@@ -151,8 +156,8 @@ impl Exchange<'_> {
             return steps.broadcast_to(root, sink);
         }
         self.begin(|_| &[])?;
-        self.meet(|peer, contract| match peer == root {
-            true => chunk(contract.bytes(), 0).len(),
+        self.meet(|peer, fingerprint| match peer == root {
+            true => chunk(fingerprint.bytes(), 0).len(),
             false => 0,
         })?;
         let mut round = 0;

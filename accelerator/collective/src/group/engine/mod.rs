@@ -15,8 +15,8 @@ use accelerator_fault::{Effect, Point, fail_point};
 
 use crate::{
     buffer::Storage,
-    contract::{Contract, mismatch},
     error::{Error, Result},
+    fingerprint::{CollectiveFingerprint, mismatch},
     shared::Hosts,
     steps::{self, Steps},
     transport::{Parcel, Part, Position, Stage, Tag, Transport, Watch},
@@ -33,7 +33,7 @@ pub(crate) struct Scratch {
     /// What has arrived from each rank in the current round.
     parcels: Vec<Option<Parcel>>,
     /// What each rank has declared.
-    sides: Vec<Option<Contract>>,
+    sides: Vec<Option<CollectiveFingerprint>>,
     /// What operations in shared memory use.
     shared: steps::Scratch,
     /// What reductions over hosts use.
@@ -68,7 +68,7 @@ pub(crate) struct Exchange<'a> {
     rank: usize,
     world_size: usize,
     parcels: &'a mut Vec<Option<Parcel>>,
-    sides: &'a mut Vec<Option<Contract>>,
+    sides: &'a mut Vec<Option<CollectiveFingerprint>>,
     scratch: &'a mut steps::Scratch,
     stages: &'a mut Stages,
     packed: &'a mut Storage,
@@ -139,12 +139,12 @@ impl<'a> Exchange<'a> {
 
     /// Declares the operation to every rank, with the first data for it.
     fn begin<'b>(&mut self, payload: impl Fn(usize) -> &'b [u8]) -> Result<()> {
-        let contract = self.watch.contract;
+        let fingerprint = self.watch.fingerprint;
         let tag = self.tag(Stage::Begin, 0);
         for peer in self.ring() {
             let part = Part {
                 tag,
-                contract: Some(&contract),
+                fingerprint: Some(&fingerprint),
                 payload: payload(peer),
             };
             self.transport.send(peer, part, self.watch)?;
@@ -154,7 +154,7 @@ impl<'a> Exchange<'a> {
 
     /// Waits for everyone's declaration, and fails on every rank alike where they disagree. The
     /// data that came with them is kept; `expected` says how much it should be.
-    fn meet(&mut self, expected: impl Fn(usize, &Contract) -> usize) -> Result<()> {
+    fn meet(&mut self, expected: impl Fn(usize, &CollectiveFingerprint) -> usize) -> Result<()> {
         match self.try_meet(expected)? {
             Progress::Done => Ok(()),
             // Only an operation that is resumed is ever in between.
@@ -163,8 +163,11 @@ impl<'a> Exchange<'a> {
     }
 
     /// Takes everyone's declaration; see [`meet`](Self::meet).
-    fn try_meet(&mut self, expected: impl Fn(usize, &Contract) -> usize) -> Result<Progress> {
-        self.sides[self.rank] = Some(self.watch.contract);
+    fn try_meet(
+        &mut self,
+        expected: impl Fn(usize, &CollectiveFingerprint) -> usize,
+    ) -> Result<Progress> {
+        self.sides[self.rank] = Some(self.watch.fingerprint);
         for peer in self.others() {
             if self.sides[peer].is_some() {
                 continue;
@@ -175,12 +178,12 @@ impl<'a> Exchange<'a> {
                 Err(error) => return Err(self.disagreement(error)),
             };
             let wanted = self.tag(Stage::Begin, 0);
-            let (true, Some(side)) = (parcel.tag == wanted, parcel.contract) else {
+            let (true, Some(side)) = (parcel.tag == wanted, parcel.fingerprint) else {
                 return Err(self.unexpected(peer, &parcel, wanted));
             };
             self.sides[peer] = Some(side);
             self.parcels[peer] = Some(parcel);
-            if !side.agrees_with(&self.watch.contract) {
+            if !side.agrees_with(&self.watch.fingerprint) {
                 self.watch.hurry();
             }
         }
@@ -220,7 +223,7 @@ impl<'a> Exchange<'a> {
     /// Whether the declarations that are here agree.
     fn do_agree(&self) -> bool {
         let mut sides = self.sides.iter().flatten();
-        sides.all(|side| side.agrees_with(&self.watch.contract))
+        sides.all(|side| side.agrees_with(&self.watch.fingerprint))
     }
 
     /// Sends a chunk to every rank; an empty one is not sent.
@@ -243,13 +246,18 @@ impl<'a> Exchange<'a> {
 
     /// The chunk of a round that a peer has to send, going by the length that it declared.
     fn declared_chunk(&self, peer: usize, round: usize) -> Range<usize> {
-        chunk(self.sides[peer].as_ref().map_or(0, Contract::bytes), round)
+        chunk(
+            self.sides[peer]
+                .as_ref()
+                .map_or(0, CollectiveFingerprint::bytes),
+            round,
+        )
     }
 
     fn send(&mut self, to: usize, stage: Stage, round: usize, payload: &[u8]) -> Result<()> {
         let part = Part {
             tag: self.tag(stage, round),
-            contract: None,
+            fingerprint: None,
             payload,
         };
         self.risk(Point::Within(self.watch.sequence))?;

@@ -102,8 +102,8 @@ impl Reduction {
                     Step::Meet
                 }
                 Step::Meet => {
-                    let progress = exchange.try_meet(|_, contract| match layout {
-                        Layout::Even(_) if is_short => contract.bytes(),
+                    let progress = exchange.try_meet(|_, fingerprint| match layout {
+                        Layout::Even(_) if is_short => fingerprint.bytes(),
                         Layout::Even(parts) => parts.chunk(rank, 0).len(),
                         Layout::Cut(..) => DIGEST,
                     })?;

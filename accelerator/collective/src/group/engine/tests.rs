@@ -6,9 +6,9 @@ use std::{
 use super::*;
 use crate::{
     buffer::Buffer,
-    contract::{Call, Site},
     cut::Cut,
     element::DType,
+    fingerprint::{CallSite, OpKind},
     reduce::ReduceOp,
     transport::{CHUNK, Farewell, Inbox, Limit, Patience, Peer, Place, TransportKind},
 };
@@ -34,7 +34,13 @@ impl Notes {
     }
 
     /// What the other rank sent.
-    fn arrive(&self, stage: Stage, index: u32, contract: Option<Contract>, payload: &[u8]) {
+    fn arrive(
+        &self,
+        stage: Stage,
+        index: u32,
+        fingerprint: Option<CollectiveFingerprint>,
+        payload: &[u8],
+    ) {
         let mut chunk = self.inbox.chunk(payload.len());
         chunk.bytes_mut().copy_from_slice(payload);
         let tag = Tag {
@@ -44,7 +50,7 @@ impl Notes {
         };
         let parcel = Parcel {
             tag,
-            contract,
+            fingerprint,
             chunk,
         };
         assert!(self.inbox.deposit(1, parcel));
@@ -94,16 +100,17 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
     let cut = Arc::new(Cut::new(len, parts).unwrap());
     // The gap is as long as a chunk; the first chunk lies on both sides of it.
     let rounds = rounds - 1;
-    let contract = Contract::new(Call::ReduceScatterBuffer, Site::new("here.rs", 1))
-        .with_op(ReduceOp::Sum)
-        .with_data(DType::U8, len);
+    let fingerprint =
+        CollectiveFingerprint::new(OpKind::ReduceScatterBuffer, CallSite::new("here.rs", 1))
+            .with_op(ReduceOp::Sum)
+            .with_data(DType::U8, len);
     let patience = Patience {
         timeout: Duration::from_secs(50),
         warn_after: Duration::from_secs(50),
         limit: Limit::Progress,
     };
     let transport = Notes::new();
-    let mut watch = Watch::new(0, 0, contract, patience);
+    let mut watch = Watch::new(0, 0, fingerprint, patience);
     let mut scratch = Scratch::default();
     scratch.clear(2);
     let keep = Keep::Own(Arc::clone(&cut));
@@ -117,7 +124,7 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
     assert_eq!(go_on(), Progress::Waiting(1..2));
     assert_eq!(transport.sent(Stage::Begin), [cut.digest().len()]);
     assert_eq!(transport.sent(Stage::Inward).len(), AHEAD);
-    transport.arrive(Stage::Begin, 0, Some(contract), cut.digest());
+    transport.arrive(Stage::Begin, 0, Some(fingerprint), cut.digest());
     for round in 0..rounds {
         assert_eq!(go_on(), Progress::Waiting(1..2));
         let sent = transport.sent(Stage::Inward);

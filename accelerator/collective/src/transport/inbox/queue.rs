@@ -3,7 +3,7 @@
 use std::{collections::VecDeque, time::Instant};
 
 use crate::{
-    contract::Contract,
+    fingerprint::CollectiveFingerprint,
     kernel::Share,
     transport::{CHUNK, Tag, pool::Chunk},
 };
@@ -20,7 +20,7 @@ pub(crate) enum Position {
 #[derive(Debug)]
 pub(crate) struct Parcel {
     pub(crate) tag: Tag,
-    pub(crate) contract: Option<Contract>,
+    pub(crate) fingerprint: Option<CollectiveFingerprint>,
     pub(crate) chunk: Chunk,
 }
 

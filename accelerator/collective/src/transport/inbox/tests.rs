@@ -1,18 +1,18 @@
 use super::*;
 use crate::{
-    contract::{Call, Contract, Site},
     error::{Error, Kind},
+    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     transport::{Limit, Patience, Peer, Place, Stage, Tag},
 };
 
 fn watch(sequence: u64) -> Watch {
-    let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
+    let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
     let patience = Patience {
         timeout: Duration::from_secs(50),
         warn_after: Duration::from_secs(50),
         limit: Limit::Progress,
     };
-    Watch::new(0, sequence, contract, patience)
+    Watch::new(0, sequence, fingerprint, patience)
 }
 
 #[test]
@@ -123,7 +123,7 @@ fn each_operation_finds_its_own_parts() {
             stage: Stage::Inward,
             index,
         },
-        contract: None,
+        fingerprint: None,
         chunk: Chunk::default(),
     };
     for (sequence, index) in [(6, 0), (5, 0), (6, 1), (5, 1), (9, 0)] {

@@ -8,8 +8,8 @@ use std::{
 
 use super::ear::Ear;
 use crate::{
-    contract::Contract,
     error::Certainty,
+    fingerprint::CollectiveFingerprint,
     transport::{Abort, Inbox, Parcel, Parting, Stage, Tag, pool::Chunk},
     wire::{
         ReadError,
@@ -275,7 +275,7 @@ impl<S: Read> Intake<S> {
         let stage = match head.kind {
             FrameKind::Abort => {
                 let abort = Abort::decode(head.sequence, &self.preamble);
-                let abort = abort.ok_or(FrameError::Contract)?;
+                let abort = abort.ok_or(FrameError::Fingerprint)?;
                 self.inbox.aborted(rank, abort);
                 return Ok(());
             }
@@ -300,8 +300,10 @@ impl<S: Read> Intake<S> {
             FrameKind::Inward => Stage::Inward,
             FrameKind::Outward => Stage::Outward,
         };
-        let contract = match stage {
-            Stage::Begin => Some(Contract::decode(&self.preamble).ok_or(FrameError::Contract)?),
+        let fingerprint = match stage {
+            Stage::Begin => {
+                Some(CollectiveFingerprint::decode(&self.preamble).ok_or(FrameError::Fingerprint)?)
+            }
             Stage::Inward | Stage::Outward => None,
         };
         let parcel = Parcel {
@@ -310,7 +312,7 @@ impl<S: Read> Intake<S> {
                 stage,
                 index: head.index,
             },
-            contract,
+            fingerprint,
             chunk,
         };
         self.is_full = !self.inbox.deposit(rank, parcel);
@@ -352,7 +354,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        contract::{Call, Site},
+        fingerprint::{CallSite, OpKind},
         transport::{Limit, Patience, Peer, Place, Position, Watch},
     };
 
@@ -450,7 +452,7 @@ mod tests {
                 stage: Stage::Inward,
                 index,
             },
-            contract: None,
+            fingerprint: None,
             chunk: Chunk::default(),
         };
         let mut next = 0..;
@@ -464,8 +466,8 @@ mod tests {
             warn_after: Duration::from_secs(50),
             limit: Limit::Progress,
         };
-        let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
-        let mut watch = Watch::new(0, 5, contract, patience);
+        let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
+        let mut watch = Watch::new(0, 5, fingerprint, patience);
         let mut make_room = || inbox.poll(1, Position::First, &peers, &mut watch).unwrap();
         let frames: Vec<Vec<u8>> = next
             .by_ref()

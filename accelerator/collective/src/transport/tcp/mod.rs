@@ -142,7 +142,7 @@ impl Transport for Tcp {
         let Some(link) = &self.links[to] else {
             return Err(watch.protocol(&self.peers[self.rank], "it sent a part to itself"));
         };
-        let declaration = part.contract.map(|contract| contract.encode());
+        let declaration = part.fingerprint.map(|fingerprint| fingerprint.encode());
         let preamble = match &declaration {
             Some((bytes, len)) => &bytes[..*len],
             None => &[],

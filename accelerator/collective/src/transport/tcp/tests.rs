@@ -323,13 +323,13 @@ fn a_rank_that_takes_nothing_is_named_in_time() {
         |group| group.broadcast(&mut vec![0_u8; 60_000_000], 0).unwrap_err(),
         move |streams| {
             let mut declared = streams[0].try_clone().unwrap();
-            let contract = crate::contract::Contract::new(
-                crate::contract::Call::Broadcast,
-                crate::contract::Site::new("odd.rs", 1),
+            let fingerprint = crate::fingerprint::CollectiveFingerprint::new(
+                crate::fingerprint::OpKind::Broadcast,
+                crate::fingerprint::CallSite::new("odd.rs", 1),
             )
             .with_data(u8::DTYPE, 60_000_000)
             .with_root(0);
-            let (bytes, len) = contract.encode();
+            let (bytes, len) = fingerprint.encode();
             let head = Head::new(FrameKind::Begin, 0, 0, &bytes[..len], &[]);
             declared.write_all(&head.encode()).unwrap();
             declared.write_all(&bytes[..len]).unwrap();

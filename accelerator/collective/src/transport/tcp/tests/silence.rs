@@ -9,9 +9,9 @@ use std::{
 
 use super::{brisk, last_word, pair, patient, reduce, run, run_with_witness, show_life};
 use crate::{
-    contract::{Call, Contract, Site},
     element::Element,
     error::Result,
+    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     group::ProcessGroup,
     reduce::ReduceOp,
     transport::{CHUNK, Part, Stage, Tag, Transport, Watch, tcp::pulse::Pace},
@@ -142,10 +142,10 @@ fn a_full_queue_is_no_silence() {
     };
     let whole = run(2, &brisk(), honest, |mut streams| {
         show_life(&mut streams);
-        let contract = Contract::new(Call::Broadcast, Site::new("odd.rs", 1))
+        let fingerprint = CollectiveFingerprint::new(OpKind::Broadcast, CallSite::new("odd.rs", 1))
             .with_data(u8::DTYPE, LEN)
             .with_root(1);
-        let (bytes, len) = contract.encode();
+        let (bytes, len) = fingerprint.encode();
         let values = vec![7_u8; CHUNK];
         for index in 0..LEN.div_ceil(CHUNK) {
             let payload = &values[..CHUNK.min(LEN - index * CHUNK)];
@@ -200,9 +200,9 @@ fn who_was_stopped_and_given_up_knows_it() {
     tcp.round(&mut Pace::default(), liveness);
     thread::sleep(5 * liveness);
     drop(other);
-    let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
+    let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
     let patience = patient().patience();
-    let mut watch = Watch::new(0, 4, contract, patience);
+    let mut watch = Watch::new(0, 4, fingerprint, patience);
     let error = tcp.inbox.take(1, 1..2, &tcp, &mut watch).unwrap_err();
     assert_eq!(error.ranks(), [0], "{error}");
     let text = error.to_string();
@@ -219,15 +219,16 @@ fn who_cannot_send_says_whom_it_waits_for() {
     let (tcp, other) = pair();
     thread::scope(|scope| {
         let sender = scope.spawn(|| {
-            let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
-            let mut watch = Watch::new(0, 4, contract, patient().patience());
+            let fingerprint =
+                CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
+            let mut watch = Watch::new(0, 4, fingerprint, patient().patience());
             let part = Part {
                 tag: Tag {
                     sequence: 4,
                     stage: Stage::Inward,
                     index: 0,
                 },
-                contract: None,
+                fingerprint: None,
                 payload: &vec![0; CHUNK],
             };
             loop {

@@ -15,8 +15,8 @@ use rustix::{
 
 use super::{pair, show_life};
 use crate::{
-    contract::{Call, Contract, Site},
     error::{Certainty, Error, Kind},
+    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     transport::{
         Abort, CHUNK, Farewell, Limit, Part, Parting, Patience, Stage, Tag, Transport, Watch,
         tcp::{
@@ -208,19 +208,19 @@ fn part(index: u32, payload: &[u8]) -> Part<'_> {
             stage: Stage::Inward,
             index,
         },
-        contract: None,
+        fingerprint: None,
         payload,
     }
 }
 
 fn watch(timeout: Duration) -> Watch {
-    let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
+    let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
     let patience = Patience {
         timeout,
         warn_after: timeout,
         limit: Limit::Progress,
     };
-    Watch::new(0, 4, contract, patience)
+    Watch::new(0, 4, fingerprint, patience)
 }
 
 fn await_that(mut condition: impl FnMut() -> bool) {

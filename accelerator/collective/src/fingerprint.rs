@@ -1,4 +1,5 @@
-//! What every rank declares about an operation, and how disagreement is told.
+//! The fingerprint of a collective: what each rank sends about its call, so that ranks that call
+//! different collectives all fail with the same error.
 
 use std::{fmt, panic::Location};
 
@@ -9,25 +10,25 @@ use crate::{
     reduce::ReduceOp,
 };
 
-/// One rank's declaration of one operation.
+/// What one rank calls: the operation, its arguments and the call site.
 ///
-/// It rides on the first frame that the rank sends to every other rank, so that each rank holds
-/// all declarations before it uses any data.
+/// A rank sends it in the header of an operation to every other rank. Each rank compares the
+/// fingerprints of all ranks before it uses any data.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Contract {
-    pub(crate) call: Call,
+pub(crate) struct CollectiveFingerprint {
+    pub(crate) kind: OpKind,
     pub(crate) op: Option<ReduceOp>,
     pub(crate) dtype: Option<DType>,
     pub(crate) root: Option<usize>,
     pub(crate) len: usize,
-    pub(crate) site: Site,
+    pub(crate) site: CallSite,
     pub(crate) purpose: Purpose,
 }
 
-impl Contract {
-    pub(crate) fn new(call: Call, site: Site) -> Self {
+impl CollectiveFingerprint {
+    pub(crate) fn new(kind: OpKind, site: CallSite) -> Self {
         Self {
-            call,
+            kind,
             op: None,
             dtype: None,
             root: None,
@@ -63,25 +64,25 @@ impl Contract {
         Self { purpose, ..self }
     }
 
-    /// Whether two ranks mean the same operation. Call sites may differ.
+    /// Whether two ranks mean the same operation. OpKind sites may differ.
     pub(crate) fn agrees_with(&self, other: &Self) -> bool {
-        self.call == other.call
+        self.kind == other.kind
             && self.op == other.op
             && self.dtype == other.dtype
             && self.root == other.root
             && self.purpose == other.purpose
-            && (self.len == other.len || !self.call.fixes_len())
+            && (self.len == other.len || !self.kind.fixes_len())
     }
 
-    /// The size of the declared data in bytes.
+    /// The size of the data in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.len * self.dtype.map_or(1, DType::size)
     }
 
-    /// The declaration as it rides on a frame.
+    /// The fingerprint as bytes of a frame's preamble.
     pub(crate) fn encode(&self) -> ([u8; Self::BOUND], usize) {
         let mut out = [0; Self::BOUND];
-        out[0] = self.call.code();
+        out[0] = self.kind.code();
         out[1] = self.op.map_or(0, ReduceOp::code);
         out[2] = self.dtype.map_or(0, DType::code);
         out[3] = self.site.len;
@@ -122,12 +123,12 @@ impl Contract {
         let len = usize::try_from(len).ok()?;
         len.checked_mul(dtype.map_or(1, DType::size))?;
         Some(Self {
-            call: Call::from_code(fixed[0])?,
+            kind: OpKind::from_code(fixed[0])?,
             op,
             dtype,
             root: (root != u32::MAX).then_some(root as usize),
             len,
-            site: Site::new(
+            site: CallSite::new(
                 std::str::from_utf8(file).ok()?,
                 u32::from_le_bytes(fixed[16..20].try_into().ok()?),
             ),
@@ -135,19 +136,19 @@ impl Contract {
         })
     }
 
-    /// The most bytes that a declaration takes.
-    pub(crate) const BOUND: usize = Self::FIXED + Site::BOUND + Purpose::BOUND;
+    /// The most bytes that a fingerprint takes.
+    pub(crate) const BOUND: usize = Self::FIXED + CallSite::BOUND + Purpose::BOUND;
 
     pub(crate) const FIXED: usize = 24;
 }
 
-impl fmt::Display for Contract {
+impl fmt::Display for CollectiveFingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let purpose = self.purpose.as_str();
         if !purpose.is_empty() {
             write!(f, "{purpose} (")?;
         }
-        f.write_str(self.call.name())?;
+        f.write_str(self.kind.name())?;
         if let Some(op) = self.op {
             write!(f, " {op}")?;
         }
@@ -164,7 +165,7 @@ impl fmt::Display for Contract {
 
 /// The operations of a process group.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Call {
+pub(crate) enum OpKind {
     AllGather,
     AllGatherObject,
     /// Of buffers.
@@ -174,16 +175,16 @@ pub(crate) enum Call {
     Barrier,
     Broadcast,
     BroadcastObject,
-    /// What ranks tell one another when they are connected.
+    /// Objects that ranks exchange while the group connects.
     Connect,
     GatherObject,
     ReduceScatter,
-    /// By a cut.
+    /// By a shard layout.
     ReduceScatterBuffer,
     ScatterObject,
 }
 
-impl Call {
+impl OpKind {
     const ALL: [Self; 13] = [
         Self::AllGather,
         Self::AllGatherObject,
@@ -242,19 +243,19 @@ impl Call {
     }
 
     fn from_code(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|call| call.code() == code)
+        Self::ALL.into_iter().find(|kind| kind.code() == code)
     }
 }
 
 /// Where an operation was called: file and line, the file cut at the front to a bound.
 #[derive(Clone, Copy)]
-pub(crate) struct Site {
+pub(crate) struct CallSite {
     file: [u8; Self::BOUND],
     len: u8,
     line: u32,
 }
 
-impl Site {
+impl CallSite {
     pub(crate) fn new(file: &str, line: u32) -> Self {
         let mut start = file.len().saturating_sub(Self::BOUND);
         while !file.is_char_boundary(start) {
@@ -283,30 +284,30 @@ impl Site {
     const BOUND: usize = 72;
 }
 
-impl fmt::Display for Site {
+impl fmt::Display for CallSite {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.file(), self.line)
     }
 }
 
-impl fmt::Debug for Site {
+impl fmt::Debug for CallSite {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-/// The error of ranks that disagree, in words that are the same on every rank: each side is told,
-/// ranks of the same side together.
-pub(crate) fn mismatch(sequence: u64, sides: &[Option<Contract>]) -> Error {
+/// The error of ranks whose fingerprints differ. The text is the same on every rank and lists each
+/// fingerprint with the ranks that sent it.
+pub(crate) fn mismatch(sequence: u64, fingerprints: &[Option<CollectiveFingerprint>]) -> Error {
     let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
-    for (rank, side) in sides.iter().enumerate() {
-        let side = match side {
-            Some(contract) => contract.to_string(),
+    for (rank, fingerprint) in fingerprints.iter().enumerate() {
+        let text = match fingerprint {
+            Some(fingerprint) => fingerprint.to_string(),
             None => "has not called it yet".to_owned(),
         };
-        match groups.iter_mut().find(|(text, _)| *text == side) {
+        match groups.iter_mut().find(|(other, _)| *other == text) {
             Some((_, ranks)) => ranks.push(rank),
-            None => groups.push((side, vec![rank])),
+            None => groups.push((text, vec![rank])),
         }
     }
     let sides: Vec<String> = groups
@@ -334,45 +335,46 @@ mod tests {
     use super::*;
 
     #[test]
-    fn declarations_survive_the_wire() {
-        let site = Site::new("src/train.rs", 12);
-        let contracts = [
-            Contract::new(Call::Barrier, site),
-            Contract::new(Call::AllReduce, site)
+    fn fingerprints_survive_the_wire() {
+        let site = CallSite::new("src/train.rs", 12);
+        let fingerprints = [
+            CollectiveFingerprint::new(OpKind::Barrier, site),
+            CollectiveFingerprint::new(OpKind::AllReduce, site)
                 .with_op(ReduceOp::Sum)
                 .with_data(DType::F32, 10),
-            Contract::new(Call::Broadcast, site)
+            CollectiveFingerprint::new(OpKind::Broadcast, site)
                 .with_data(DType::BF16, 1 << 40)
                 .with_root(63),
-            Contract::new(Call::GatherObject, site).with_purpose(Purpose::new("a metric")),
-            Contract::new(Call::Barrier, Site::new(&"x".repeat(100), u32::MAX))
+            CollectiveFingerprint::new(OpKind::GatherObject, site)
+                .with_purpose(Purpose::new("a metric")),
+            CollectiveFingerprint::new(OpKind::Barrier, CallSite::new(&"x".repeat(100), u32::MAX))
                 .with_purpose(Purpose::new(&"y".repeat(100))),
         ];
-        for contract in contracts {
-            let (bytes, len) = contract.encode();
-            let back = Contract::decode(&bytes[..len]).unwrap();
-            assert!(contract.agrees_with(&back));
-            assert_eq!(contract.to_string(), back.to_string());
+        for fingerprint in fingerprints {
+            let (bytes, len) = fingerprint.encode();
+            let back = CollectiveFingerprint::decode(&bytes[..len]).unwrap();
+            assert!(fingerprint.agrees_with(&back));
+            assert_eq!(fingerprint.to_string(), back.to_string());
             for cut in 0..len {
-                assert!(Contract::decode(&bytes[..cut]).is_none());
+                assert!(CollectiveFingerprint::decode(&bytes[..cut]).is_none());
             }
         }
     }
 
     #[test]
     fn long_paths_keep_their_end() {
-        let site = Site::new(&format!("{}/ä/train.rs", "é".repeat(200)), 7);
+        let site = CallSite::new(&format!("{}/ä/train.rs", "é".repeat(200)), 7);
         assert!(site.to_string().ends_with("/ä/train.rs:7"));
-        assert!(site.to_string().len() <= Site::BOUND + 2);
+        assert!(site.to_string().len() <= CallSite::BOUND + 2);
     }
 
     #[test]
-    fn every_side_is_told() {
-        let site = Site::new("train.rs", 12);
-        let reduce = Contract::new(Call::AllReduce, site)
+    fn a_mismatch_lists_every_fingerprint() {
+        let site = CallSite::new("train.rs", 12);
+        let reduce = CollectiveFingerprint::new(OpKind::AllReduce, site)
             .with_op(ReduceOp::Sum)
             .with_data(DType::F32, 10);
-        let barrier = Contract::new(Call::Barrier, Site::new("train.rs", 20));
+        let barrier = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("train.rs", 20));
         let error = mismatch(3, &[Some(reduce), Some(barrier), Some(reduce), None]);
         assert!(error.is_mismatch());
         assert!(error.to_string().starts_with(
@@ -382,8 +384,9 @@ mod tests {
     }
 
     #[test]
-    fn what_an_operation_is_for_is_told_first_and_compared() {
-        let gather = Contract::new(Call::AllGatherObject, Site::new("train.rs", 12));
+    fn the_purpose_is_shown_first_and_compared() {
+        let gather =
+            CollectiveFingerprint::new(OpKind::AllGatherObject, CallSite::new("train.rs", 12));
         let metric = gather.with_purpose(Purpose::new("a metric"));
         assert_eq!(
             metric.to_string(),
@@ -395,18 +398,18 @@ mod tests {
 
     #[test]
     fn only_lengths_of_varied_operations_may_differ() {
-        let site = Site::new("train.rs", 1);
-        let with_len = |call, len| Contract::new(call, site).with_data(DType::U8, len);
-        for call in Call::ALL {
-            let agrees = with_len(call, 1).agrees_with(&with_len(call, 2));
-            assert_eq!(agrees, !call.fixes_len(), "{}", call.name());
+        let site = CallSite::new("train.rs", 1);
+        let with_len = |kind, len| CollectiveFingerprint::new(kind, site).with_data(DType::U8, len);
+        for kind in OpKind::ALL {
+            let agrees = with_len(kind, 1).agrees_with(&with_len(kind, 2));
+            assert_eq!(agrees, !kind.fixes_len(), "{}", kind.name());
         }
     }
 
     proptest! {
         #[test]
         fn rubbish_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
-            let _ = Contract::decode(&bytes);
+            let _ = CollectiveFingerprint::decode(&bytes);
         }
     }
 }
