@@ -15,13 +15,15 @@ use std::{
 };
 
 use crate::{
-    cut::Cut,
     element::DType,
     error::Result,
     group::{GroupOptions, ProcessGroup},
     reduce::ReduceOp,
+    shard_layout::ShardLayout,
     topology::Topology,
-    transport::{Farewell, Inbox, Part, Peer, Place, Stage, Transport, TransportKind, Watch, feed},
+    transport::{
+        Farewell, Inbox, OutgoingChunk, Peer, Place, Stage, Transport, TransportKind, Watch, feed,
+    },
     wire::{
         frame::{FrameKind, Head, PREAMBLE},
         message::{self, Message, Registration, Table},
@@ -105,8 +107,8 @@ fn reduce(group: &ProcessGroup) -> Vec<Result<Vec<f32>>> {
         buffer
             .as_mut_slice()?
             .copy_from_slice(&values(group.rank(), len));
-        let cut = Cut::new(len, [0, 1].map(|rank| blocks(rank, len)).into())?;
-        group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &Arc::new(cut))?;
+        let layout = ShardLayout::new(len, [0, 1].map(|rank| blocks(rank, len)).into())?;
+        group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &Arc::new(layout))?;
         Ok(kept(group.rank(), buffer.as_slice()?))
     });
     sums.into_iter().chain(kept).collect()
@@ -268,7 +270,7 @@ impl Transport for Wire {
         Ok(())
     }
 
-    fn send(&self, _: usize, part: Part<'_>, _: &mut Watch) -> Result<()> {
+    fn send(&self, _: usize, part: OutgoingChunk<'_>, _: &mut Watch) -> Result<()> {
         let declaration = part.fingerprint.map(|fingerprint| fingerprint.encode());
         let preamble = match &declaration {
             Some((bytes, len)) => &bytes[..*len],

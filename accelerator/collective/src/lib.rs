@@ -27,7 +27,7 @@
 //! - **Bounded.** Nothing waits for ever: a rank that is gone, or does not come in time, is named.
 
 mod buffer;
-mod cut;
+mod buffer_slice;
 mod element;
 mod error;
 mod fingerprint;
@@ -38,11 +38,11 @@ mod group;
 mod kernel;
 mod launch;
 mod notice;
-mod part;
 mod partition;
 mod purpose;
 mod reduce;
 pub mod rendezvous;
+mod shard_layout;
 mod shared;
 mod steps;
 mod topology;
@@ -51,16 +51,16 @@ mod transport_kind;
 mod wire;
 
 pub use buffer::Buffer;
-pub use cut::Cut;
+pub use buffer_slice::BufferSlice;
 pub use element::{DType, Element};
 pub use error::{Culprit, Error, Result};
 pub use group::{Activity, Busy, Forbidden, GroupOptions, Observed, Pending, ProcessGroup, Runner};
 pub use launch::{Launch, Origin, Setting, check_alone, variable};
 #[doc(hidden)]
 pub use notice::unheard;
-pub use part::Part;
 pub use partition::Partition;
 pub use reduce::ReduceOp;
 pub use rendezvous::{Rendezvous, StoreHost};
+pub use shard_layout::ShardLayout;
 pub use topology::Topology;
 pub use transport_kind::TransportKind;

@@ -1,4 +1,4 @@
-//! Reductions against a scalar oracle: any length, type, reduction and cut, on 2 to 5 ranks.
+//! Reductions against a scalar oracle: any length, type, reduction and layout, on 2 to 5 ranks.
 
 #![allow(
     clippy::unwrap_used,
@@ -14,7 +14,7 @@ mod world;
 
 use std::{ops::Range, sync::Arc};
 
-use accelerator_collective::{Cut, Partition, ProcessGroup, ReduceOp};
+use accelerator_collective::{Partition, ProcessGroup, ReduceOp, ShardLayout};
 use half::{bf16, f16};
 use proptest::{prelude::*, sample::select};
 use sample::{Sample, assert_same, buffer, reduced};
@@ -28,13 +28,13 @@ struct Operation {
     len: usize,
     /// Bit `r`: rank `r` passes a buffer of the group.
     placed: u32,
-    /// How many elements each range of a cut has, and which rank keeps it, over and over; some are
+    /// How many elements each range of a layout has, and which rank keeps it, over and over; some are
     /// kept by none.
     ranges: Vec<(usize, usize)>,
 }
 
 impl Operation {
-    fn cut(&self, world_size: usize) -> Arc<Cut> {
+    fn layout(&self, world_size: usize) -> Arc<ShardLayout> {
         let mut parts: Vec<Vec<Range<usize>>> = vec![Vec::new(); world_size];
         let (mut start, mut ranges) = (0, self.ranges.iter().cycle());
         while start < self.len {
@@ -45,7 +45,7 @@ impl Operation {
             }
             start = end;
         }
-        Arc::new(Cut::new(self.len, parts).unwrap())
+        Arc::new(ShardLayout::new(self.len, parts).unwrap())
     }
 }
 
@@ -60,7 +60,7 @@ fn check<T: Sample>(group: &ProcessGroup, operation: &Operation) {
     let own = group.reduce_scatter(&values, op).unwrap();
     let part = Partition::new(len, world_size).range(rank);
     assert_same(&own, &expected[part], &what);
-    let cut = operation.cut(world_size);
+    let layout = operation.layout(world_size);
     let stranger = ProcessGroup::single();
     let home = match placed >> rank & 1 {
         1 => group,
@@ -68,8 +68,10 @@ fn check<T: Sample>(group: &ProcessGroup, operation: &Operation) {
     };
     let mut shared = home.buffer(T::DTYPE, len);
     shared.as_mut_slice::<T>().unwrap().copy_from_slice(&values);
-    group.reduce_scatter_buffer(&mut shared, op, &cut).unwrap();
-    for range in cut.of(rank) {
+    group
+        .reduce_scatter_buffer(&mut shared, op, &layout)
+        .unwrap();
+    for range in layout.of(rank) {
         let kept = &shared.as_slice::<T>().unwrap()[range.clone()];
         assert_same(kept, &expected[range.clone()], &what);
     }

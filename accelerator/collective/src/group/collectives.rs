@@ -5,10 +5,10 @@ use std::panic::Location;
 use super::ProcessGroup;
 use crate::{
     buffer::Buffer,
+    buffer_slice::{BufferSlice, GatherLayout},
     element::{DType, Element},
     error::Result,
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
-    part::{Part, Shares},
     partition::Partition,
     reduce::ReduceOp,
 };
@@ -161,12 +161,12 @@ impl ProcessGroup {
     /// ```
     /// use std::thread;
     ///
-    /// use accelerator_collective::{DType, GroupOptions, Part, ProcessGroup};
+    /// use accelerator_collective::{DType, GroupOptions, BufferSlice, ProcessGroup};
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
     /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
     /// // Rank 0 has the first four bytes, and rank 1 the rest.
-    /// let parts = [0..4, 4..6].map(|bytes| vec![Part { buffer: 0, bytes }]);
+    /// let parts = [0..4, 4..6].map(|bytes| vec![BufferSlice { buffer: 0, bytes }]);
     /// thread::scope(|scope| {
     ///     for group in ranks {
     ///         let parts = &parts;
@@ -193,15 +193,15 @@ impl ProcessGroup {
     pub fn all_gather_parts(
         &self,
         buffers: &mut [&mut Buffer],
-        parts: &[Vec<Part>],
+        parts: &[Vec<BufferSlice>],
         sink: impl FnMut(usize, usize, &[u8]),
     ) -> Result<()> {
-        let shares = Shares::new(buffers, parts, self.world_size())?;
+        let layout = GatherLayout::new(buffers, parts, self.world_size())?;
         let fingerprint =
             CollectiveFingerprint::new(OpKind::AllGatherParts, CallSite::of(Location::caller()))
-                .with_data(DType::U8, shares.longest());
+                .with_data(DType::U8, layout.longest());
         self.run(&fingerprint, |exchange| {
-            exchange.all_gather_parts(buffers, &shares, sink)
+            exchange.all_gather_parts(buffers, &layout, sink)
         })
     }
 

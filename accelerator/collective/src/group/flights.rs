@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::{
-    engine::{Exchange, Keep, Progress, Reduction, Scratch},
+    engine::{Exchange, Output, Progress, Reduction, Scratch},
     jobs::Receiver,
     line::{Ticket, Turn},
     member::{Member, Watchdog},
@@ -24,20 +24,20 @@ pub(super) struct Job {
     pub(super) fingerprint: CollectiveFingerprint,
     pub(super) buffer: Buffer,
     pub(super) op: ReduceOp,
-    pub(super) keep: Keep,
+    pub(super) output: Output,
     pub(super) completion: Completion,
 }
 
 impl Job {
     /// Runs it to its end on this thread.
     pub(super) fn run(self, member: &Member) {
-        let (op, keep, mut buffer) = (self.op, self.keep, self.buffer);
+        let (op, output, mut buffer) = (self.op, self.output, self.buffer);
         member.perform(
             Runner::Communication,
             self.ticket,
             &self.fingerprint,
             |exchange| {
-                exchange.reduce_buffer(op, &keep, &mut buffer)?;
+                exchange.reduce_buffer(op, &output, &mut buffer)?;
                 Ok(buffer)
             },
             |outcome| self.completion.complete(outcome),
@@ -129,8 +129,15 @@ impl<'a> Flights<'a> {
                     break;
                 }
             };
-            let (op, keep) = (job.op, &job.keep);
-            self.start(turn, job.fingerprint, job.buffer, op, keep, job.completion);
+            let (op, output) = (job.op, &job.output);
+            self.start(
+                turn,
+                job.fingerprint,
+                job.buffer,
+                op,
+                output,
+                job.completion,
+            );
         }
         true
     }
@@ -141,7 +148,7 @@ impl<'a> Flights<'a> {
         fingerprint: CollectiveFingerprint,
         buffer: Buffer,
         op: ReduceOp,
-        keep: &Keep,
+        output: &Output,
         completion: Completion,
     ) {
         let (rank, world_size) = (
@@ -152,7 +159,7 @@ impl<'a> Flights<'a> {
         scratch.clear(world_size);
         let patience = self.member.options.patience();
         let len = buffer.bytes().len();
-        let reduction = Reduction::new(buffer.dtype(), op, keep, len, world_size);
+        let reduction = Reduction::new(buffer.dtype(), op, output, len, world_size);
         let state = match self.member.state() {
             Ok(()) => State::Running(Progress::Waiting(0..world_size)),
             Err(error) => State::Failed(error),
@@ -323,8 +330,8 @@ mod tests {
             let (pending, completion) = slots.pair();
             let turn = member.order.follow(member.admit(&fingerprint()).unwrap());
             let buffer = Buffer::zeroed(DType::F32, 3);
-            let (op, keep) = (ReduceOp::Sum, Keep::All);
-            flights.start(turn, fingerprint(), buffer, op, &keep, completion);
+            let (op, output) = (ReduceOp::Sum, Output::Full);
+            flights.start(turn, fingerprint(), buffer, op, &output, completion);
             flights.flights.back_mut().unwrap().state = state;
             pending
         });
@@ -350,7 +357,7 @@ mod tests {
                     fingerprint,
                     buffer: Buffer::zeroed(DType::F32, 3),
                     op: ReduceOp::Sum,
-                    keep: Keep::All,
+                    output: Output::Full,
                     completion,
                 };
                 assert!(sender.send(job).is_ok());

@@ -31,7 +31,7 @@ pub use observer::{Observed, Runner};
 pub use options::GroupOptions;
 pub use pending::Pending;
 
-use engine::{Exchange, Keep};
+use engine::{Exchange, Output};
 use flights::Job;
 use member::Member;
 use pending::Slots;
@@ -406,7 +406,7 @@ impl Handle {
         fingerprint: CollectiveFingerprint,
         buffer: Buffer,
         op: ReduceOp,
-        keep: Keep,
+        output: Output,
     ) -> Result<Pending> {
         // Held until the job is on its way, so that jobs are queued in the order of their
         // tickets. A sender is whole at every moment.
@@ -422,7 +422,7 @@ impl Handle {
             fingerprint,
             buffer,
             op,
-            keep,
+            output,
             completion,
         };
         match &*jobs {

@@ -3,8 +3,8 @@
 use super::{Steps, reduce::chunk};
 use crate::{
     buffer::{Buffer, Loan},
+    buffer_slice::{DIGEST, GatherLayout, gather_layouts_differ},
     error::Result,
-    part::{DIGEST, Shares, parts_differ},
     shared::{CHUNK, Place},
 };
 
@@ -83,17 +83,17 @@ impl Steps<'_> {
 }
 
 impl Steps<'_> {
-    /// Shows this rank the shares of all: where they lie, if it can reach all buffers, or else in its
+    /// Shows this rank the layout of all: where they lie, if it can reach all buffers, or else in its
     /// own, once everything has come.
     pub(crate) fn all_gather_parts(
         mut self,
         buffers: &mut [&mut Buffer],
-        shares: &Shares<'_>,
+        layout: &GatherLayout<'_>,
         mut sink: impl FnMut(usize, usize, &[u8]),
     ) -> Result<()> {
         let lens: Vec<usize> = buffers.iter().map(|buffer| buffer.bytes().len()).collect();
         let mut loans = Vec::with_capacity(buffers.len());
-        let mut notice = shares.digest().to_vec();
+        let mut notice = layout.digest().to_vec();
         for buffer in buffers.iter_mut() {
             let loan = buffer.lend(self.arena());
             let offset = loan.as_ref().map_or(NOWHERE, |loan| loan.offset() as u64);
@@ -102,8 +102,8 @@ impl Steps<'_> {
         }
         self.open(None, &notice)?;
         // Lengths and parts are the same where digests are.
-        if !self.agree_on(&shares.digest()) {
-            return Err(parts_differ(self.watch.sequence));
+        if !self.agree_on(&layout.digest()) {
+            return Err(gather_layouts_differ(self.watch.sequence));
         }
         let mut places = Vec::with_capacity(self.size() * lens.len());
         for peer in 0..self.size() {
@@ -121,10 +121,10 @@ impl Steps<'_> {
         let Some(places) = places.into_iter().collect::<Option<Vec<Place>>>() else {
             // Nobody reads the buffers of others then: all see the same offsets.
             loans.into_iter().for_each(Loan::end);
-            return self.gather_staged(buffers, shares, sink);
+            return self.gather_staged(buffers, layout, sink);
         };
         for rank in 0..self.size() {
-            for (number, part) in shares.of(rank).iter().enumerate() {
+            for (number, part) in layout.of(rank).iter().enumerate() {
                 let place = places[rank * lens.len() + part.buffer];
                 let place = place.part(part.bytes.start, part.bytes.len());
                 // SAFETY: in bounds. Every rank has lent its buffers, and writes to none of them until
@@ -142,19 +142,19 @@ impl Steps<'_> {
     fn gather_staged(
         mut self,
         buffers: &mut [&mut Buffer],
-        shares: &Shares<'_>,
+        layout: &GatherLayout<'_>,
         sink: impl FnMut(usize, usize, &[u8]),
     ) -> Result<()> {
-        let own = shares.collect(self.rank(), buffers);
-        for index in 0..shares.longest().div_ceil(CHUNK) {
+        let own = layout.collect(self.rank(), buffers);
+        for index in 0..layout.longest().div_ceil(CHUNK) {
             self.put(0, &own[chunk(own.len(), index)]);
             self.advance()?;
             for peer in self.others() {
-                let range = chunk(shares.len(peer), index);
-                shares.put(peer, range.start, self.view(peer, 0..range.len()), buffers);
+                let range = chunk(layout.len(peer), index);
+                layout.put(peer, range.start, self.view(peer, 0..range.len()), buffers);
             }
         }
-        shares.show(buffers, sink);
+        layout.show(buffers, sink);
         Ok(())
     }
 }

@@ -5,12 +5,12 @@ use std::ops::Range;
 use super::{Placement, Scratch, Steps};
 use crate::{
     buffer::{Buffer, LINE, Loan},
-    cut::{Cut, cuts_differ},
     element::DType,
     error::Result,
     kernel::fold,
     partition::{self, Partition},
     reduce::{ReduceOp, SHORT},
+    shard_layout::{ShardLayout, shard_layouts_differ},
     shared::CHUNK,
 };
 
@@ -66,30 +66,30 @@ impl Steps<'_> {
         mut self,
         op: ReduceOp,
         buffer: &mut Buffer,
-        cut: &Cut,
+        layout: &ShardLayout,
     ) -> Result<()> {
         let (dtype, len) = (buffer.dtype(), buffer.bytes().len());
-        let parts = cut.of(self.rank()).iter();
+        let parts = layout.of(self.rank()).iter();
         let parts = parts.map(|part| part.start * dtype.size()..part.end * dtype.size());
         if len <= SHORT {
             let bytes = buffer.bytes_mut();
             self.put(LINE, bytes);
-            self.open(None, cut.digest())?;
-            self.check_cut(cut)?;
+            self.open(None, layout.digest())?;
+            self.check_layout(layout)?;
             for part in parts {
                 self.fold(dtype, op, LINE + part.start, &mut bytes[part]);
             }
             return Ok(());
         }
         let loan = buffer.lend(self.arena());
-        self.open(loan.as_ref().map(Loan::offset), cut.digest())?;
-        self.check_cut(cut)?;
+        self.open(loan.as_ref().map(Loan::offset), layout.digest())?;
+        self.check_layout(layout)?;
         let in_place = self.placement()? == Placement::All;
         if in_place {
             self.locate(len)?;
             for part in parts {
                 // SAFETY: every rank declared its buffer, as this one has lent its own, and no two
-                // ranks keep the same element of the cut, which is the same on all. So nobody else
+                // ranks keep the same element of the layout, which is the same on all. So nobody else
                 // reads or writes these parts of any buffer until all have taken the next step. The
                 // loan ends after that; an error before leaves the memory to the others.
                 unsafe { self.fold_in_place(dtype, op, part, Targets::Own) };
@@ -108,11 +108,11 @@ impl Steps<'_> {
     }
 
     /// Fails on every rank alike where the slots of this step do not begin with the digest of one
-    /// cut.
-    fn check_cut(&self, cut: &Cut) -> Result<()> {
-        match self.agree_on(cut.digest()) {
+    /// layout.
+    fn check_layout(&self, layout: &ShardLayout) -> Result<()> {
+        match self.agree_on(layout.digest()) {
             true => Ok(()),
-            false => Err(cuts_differ(self.watch.sequence)),
+            false => Err(shard_layouts_differ(self.watch.sequence)),
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::{ops::Range, sync::Arc, thread};
 
-use crate::{Cut, DType, GroupOptions, Part, ProcessGroup, ReduceOp, shared::CHUNK};
+use crate::{BufferSlice, DType, GroupOptions, ProcessGroup, ReduceOp, ShardLayout, shared::CHUNK};
 
 fn run(world_size: usize, start: u32, body: impl Fn(&ProcessGroup) + Sync) {
     let ranks = ProcessGroup::threads(world_size, &GroupOptions::new()).unwrap();
@@ -22,15 +22,15 @@ fn run(world_size: usize, start: u32, body: impl Fn(&ProcessGroup) + Sync) {
 }
 
 /// Some elements of a buffer of `f32`.
-fn part(buffer: usize, elements: Range<usize>) -> Part {
-    Part {
+fn part(buffer: usize, elements: Range<usize>) -> BufferSlice {
+    BufferSlice {
         buffer,
         bytes: 4 * elements.start..4 * elements.end,
     }
 }
 
 /// The ranks take turns, with ever longer ranges and gaps between them.
-fn cut(len: usize, world_size: usize) -> Arc<Cut> {
+fn layout(len: usize, world_size: usize) -> Arc<ShardLayout> {
     let mut parts = vec![Vec::new(); world_size];
     let mut start = 0;
     for turn in 0.. {
@@ -40,7 +40,7 @@ fn cut(len: usize, world_size: usize) -> Arc<Cut> {
         parts[turn % world_size].push(start..len.min(start + 5 * turn + 1));
         start += 5 * turn + 1 + turn % 3;
     }
-    Arc::new(Cut::new(len, parts).unwrap())
+    Arc::new(ShardLayout::new(len, parts).unwrap())
 }
 
 /// Every operation, with lengths around those at which the way changes.
@@ -59,12 +59,12 @@ fn everything(group: &ProcessGroup) {
             let values = buffer.as_slice::<f32>().unwrap();
             assert!(values.iter().enumerate().all(is_sum), "{len}");
             buffer.as_mut_slice::<f32>().unwrap().copy_from_slice(&own);
-            let cut = cut(len, world_size);
+            let layout = layout(len, world_size);
             group
-                .reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &cut)
+                .reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &layout)
                 .unwrap();
             let values = buffer.as_slice::<f32>().unwrap();
-            let mut kept = cut.of(rank).iter().cloned().flatten();
+            let mut kept = layout.of(rank).iter().cloned().flatten();
             assert!(kept.all(|i| values[i] == sum(i)), "{len}");
         }
         let mut values = own.clone();

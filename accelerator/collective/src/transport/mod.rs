@@ -56,7 +56,7 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
     fn await_news(&self, version: u64, due: Instant, watch: &Watch) -> Result<()>;
 
     /// Hands one part to a peer.
-    fn send(&self, to: usize, part: Part<'_>, watch: &mut Watch) -> Result<()>;
+    fn send(&self, to: usize, part: OutgoingChunk<'_>, watch: &mut Watch) -> Result<()>;
 
     /// How many operations may be under way at once. More than one only where parts go through
     /// the inbox alone.
@@ -128,7 +128,7 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
 
 /// One part on its way: at most [`CHUNK`] bytes, and where it belongs.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Part<'a> {
+pub(crate) struct OutgoingChunk<'a> {
     pub(crate) tag: Tag,
     /// The sender's declaration, on the first part of an operation.
     pub(crate) fingerprint: Option<&'a CollectiveFingerprint>,

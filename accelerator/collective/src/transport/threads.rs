@@ -2,7 +2,7 @@
 
 use std::{io, sync::Arc, time::Instant};
 
-use super::{Farewell, Inbox, Part, Peer, Place, Transport, TransportKind, Watch};
+use super::{Farewell, Inbox, OutgoingChunk, Peer, Place, Transport, TransportKind, Watch};
 use crate::{
     error::{Error, Result},
     shared::{Arena, Spin, World, cores},
@@ -69,7 +69,7 @@ impl Transport for Threads {
         Err(watch.protocol(me, "it waits for parts, which threads do not send"))
     }
 
-    fn send(&self, to: usize, _part: Part<'_>, watch: &mut Watch) -> Result<()> {
+    fn send(&self, to: usize, _part: OutgoingChunk<'_>, watch: &mut Watch) -> Result<()> {
         // Operations go through the memory that the threads share.
         let me = &self.hub.peers[self.rank];
         Err(watch.protocol(me, format_args!("it sent a part to rank {to}, a thread")))

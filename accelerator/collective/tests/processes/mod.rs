@@ -15,7 +15,7 @@ use std::{
 };
 
 use accelerator_collective::{
-    Cut, DType, Error, GroupOptions, Launch, Partition, ProcessGroup, ReduceOp,
+    DType, Error, GroupOptions, Launch, Partition, ProcessGroup, ReduceOp, ShardLayout,
 };
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
@@ -134,7 +134,7 @@ fn scatter_for_ever(group: &ProcessGroup) -> Result<(), Error> {
     let mut buffer = group.buffer(DType::F32, 3_000_000);
     let partition = Partition::new(buffer.len(), group.world_size());
     let parts = (0..group.world_size()).map(|rank| vec![partition.range(rank)]);
-    let cut = Arc::new(Cut::new(buffer.len(), parts.collect())?);
+    let cut = Arc::new(ShardLayout::new(buffer.len(), parts.collect())?);
     loop {
         CALLS.fetch_add(1, Ordering::Release);
         group.reduce_scatter_buffer(&mut buffer, ReduceOp::Mean, &cut)?;

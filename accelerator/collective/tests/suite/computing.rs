@@ -9,7 +9,9 @@ use std::{
     time::Duration,
 };
 
-use accelerator_collective::{Buffer, DType, Element, Part, Partition, ProcessGroup, ReduceOp};
+use accelerator_collective::{
+    Buffer, BufferSlice, DType, Element, Partition, ProcessGroup, ReduceOp,
+};
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
@@ -195,7 +197,8 @@ pub(crate) fn gathers(means: Means, world_size: usize) {
             let parts: Vec<_> = (0..world_size)
                 .map(|rank| {
                     let some = bound(rank as u32)..bound(rank as u32 + 1);
-                    [(0, some), (1, rank..rank + 1)].map(|(buffer, bytes)| Part { buffer, bytes })
+                    [(0, some), (1, rank..rank + 1)]
+                        .map(|(buffer, bytes)| BufferSlice { buffer, bytes })
                 })
                 .map(Vec::from)
                 .collect();

@@ -1,11 +1,11 @@
 //! Gathers and broadcasts: each rank sends what it has.
 
-use super::{AHEAD, Exchange, parts::chunk};
+use super::{AHEAD, Exchange, chunks::chunk};
 use crate::{
     buffer::Buffer,
+    buffer_slice::{GatherLayout, gather_layouts_differ},
     error::Result,
     fingerprint::CollectiveFingerprint,
-    part::{Shares, parts_differ},
     transport::{CHUNK, Stage},
 };
 
@@ -46,40 +46,40 @@ impl Exchange<'_> {
         Ok(())
     }
 
-    /// Shows every rank the shares of all, in its own buffers, once everything has come.
+    /// Shows every rank the layout of all, in its own buffers, once everything has come.
     pub(crate) fn all_gather_parts(
         mut self,
         buffers: &mut [&mut Buffer],
-        shares: &Shares<'_>,
+        layout: &GatherLayout<'_>,
         sink: impl FnMut(usize, usize, &[u8]),
     ) -> Result<()> {
         if let Some(steps) = self.steps() {
-            return steps.all_gather_parts(buffers, shares, sink);
+            return steps.all_gather_parts(buffers, layout, sink);
         }
-        let digest = shares.digest();
+        let digest = layout.digest();
         self.begin(|_| &digest)?;
         self.meet(|_, _| digest.len())?;
         if !self.agree_on(&digest) {
-            return Err(parts_differ(self.watch.sequence));
+            return Err(gather_layouts_differ(self.watch.sequence));
         }
-        let own = shares.collect(self.rank, buffers);
+        let own = layout.collect(self.rank, buffers);
         for round in 0..AHEAD {
             self.announce(round + 1, &own[chunk(own.len(), round)])?;
         }
-        for round in 0..shares.longest().div_ceil(CHUNK) {
+        for round in 0..layout.longest().div_ceil(CHUNK) {
             let next = round + AHEAD;
             self.announce(next + 1, &own[chunk(own.len(), next)])?;
             for peer in self.others() {
-                let range = chunk(shares.len(peer), round);
+                let range = chunk(layout.len(peer), round);
                 if !range.is_empty() {
                     let stage = Stage::Outward;
                     let parcel =
                         self.receive(peer, peer..peer + 1, stage, round + 1, range.len())?;
-                    shares.put(peer, range.start, parcel.chunk.bytes(), buffers);
+                    layout.put(peer, range.start, parcel.chunk.bytes(), buffers);
                 }
             }
         }
-        shares.show(buffers, sink);
+        layout.show(buffers, sink);
         Ok(())
     }
 
@@ -279,12 +279,12 @@ mod tests {
             .iter()
             .flat_map(|part| (part.len() as u64).to_le_bytes());
         let all: Vec<u8> = lens.chain(parts.concat()).collect();
-        for cut in 1..all.len() + 1 {
+        for layout in 1..all.len() + 1 {
             for (rank, wanted) in parts.iter().enumerate() {
                 let (mut slice, mut part) = (Slice::new(rank, parts.len()), Vec::new());
-                all.chunks(cut)
+                all.chunks(layout)
                     .for_each(|piece| slice.take(piece, &mut part));
-                assert_eq!(&part, wanted, "rank {rank}, pieces of {cut}");
+                assert_eq!(&part, wanted, "rank {rank}, pieces of {layout}");
             }
         }
     }

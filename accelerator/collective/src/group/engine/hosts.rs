@@ -5,12 +5,12 @@ use std::ops::Range;
 use super::Exchange;
 use crate::{
     buffer::Storage,
-    cut::{Cut, cuts_differ},
     element::DType,
     error::Result,
     kernel::{combine, divide, finish, wide, widen},
     partition::{self, Partition},
     reduce::ReduceOp,
+    shard_layout::{ShardLayout, shard_layouts_differ},
     shared::{CHUNK as STAGE, Hosts},
     transport::Stage,
 };
@@ -41,20 +41,20 @@ impl Exchange<'_> {
     }
 
     /// Reduces `bytes` over all ranks, in place: within each host in rank order, then host by host.
-    /// See "Several hosts" in `group/README.md`. Where the ranks pass a cut, it must be the same.
+    /// See "Several hosts" in `group/README.md`. Where the ranks pass a shard layout, it must be the same.
     pub(super) fn all_reduce_by_hosts(
         &mut self,
         hosts: &Hosts,
         dtype: DType,
         op: ReduceOp,
         bytes: &mut [u8],
-        cut: Option<&Cut>,
+        shards: Option<&ShardLayout>,
     ) -> Result<()> {
-        let head = cut.map_or(&[][..], |cut| cut.digest());
+        let head = shards.map_or(&[][..], |shards| shards.digest());
         self.begin(|_| head)?;
         self.meet(|_, _| head.len())?;
         if !self.agree_on(head) {
-            return Err(cuts_differ(self.watch.sequence));
+            return Err(shard_layouts_differ(self.watch.sequence));
         }
         let plan = Plan::new(hosts, dtype, bytes.len() / dtype.size());
         // Divided once, at the end.

@@ -1,9 +1,9 @@
 //! The algorithms over connections: `reduce` and `gather` hold them, `hosts` that over several
 //! hosts, here is what they share. Where all ranks share memory, operations go to `steps/`.
 
+mod chunks;
 mod gather;
 mod hosts;
-mod parts;
 mod reduce;
 
 #[cfg(test)]
@@ -19,12 +19,12 @@ use crate::{
     fingerprint::{CollectiveFingerprint, mismatch},
     shared::Hosts,
     steps::{self, Steps},
-    transport::{Parcel, Part, Position, Stage, Tag, Transport, Watch},
+    transport::{OutgoingChunk, Parcel, Position, Stage, Tag, Transport, Watch},
 };
+use chunks::chunk;
 use hosts::Stages;
-use parts::chunk;
 
-pub(crate) use parts::Keep;
+pub(crate) use chunks::Output;
 pub(crate) use reduce::Reduction;
 
 /// Memory that the operations of one rank use again and again.
@@ -142,7 +142,7 @@ impl<'a> Exchange<'a> {
         let fingerprint = self.watch.fingerprint;
         let tag = self.tag(Stage::Begin, 0);
         for peer in self.ring() {
-            let part = Part {
+            let part = OutgoingChunk {
                 tag,
                 fingerprint: Some(&fingerprint),
                 payload: payload(peer),
@@ -255,7 +255,7 @@ impl<'a> Exchange<'a> {
     }
 
     fn send(&mut self, to: usize, stage: Stage, round: usize, payload: &[u8]) -> Result<()> {
-        let part = Part {
+        let part = OutgoingChunk {
             tag: self.tag(stage, round),
             fingerprint: None,
             payload,

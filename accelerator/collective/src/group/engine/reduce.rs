@@ -4,15 +4,15 @@ use std::sync::Arc;
 
 use super::{
     AHEAD, Exchange, Progress,
-    parts::{Chunk, Keep, Layout, Parts},
+    chunks::{Chunk, ChunkLayout, Output, Parts},
 };
 use crate::{
     buffer::Buffer,
-    cut::{DIGEST, cuts_differ},
     element::DType,
     error::Result,
     kernel::combine,
     reduce::{ReduceOp, SHORT},
+    shard_layout::{DIGEST, shard_layouts_differ},
     transport::Stage,
 };
 
@@ -26,7 +26,7 @@ use crate::{
 pub(crate) struct Reduction {
     dtype: DType,
     op: ReduceOp,
-    layout: Layout,
+    layout: ChunkLayout,
     step: Step,
 }
 
@@ -53,7 +53,7 @@ impl Reduction {
     pub(crate) fn new(
         dtype: DType,
         op: ReduceOp,
-        keep: &Keep,
+        output: &Output,
         len: usize,
         world_size: usize,
     ) -> Self {
@@ -61,9 +61,9 @@ impl Reduction {
         Self {
             dtype,
             op,
-            layout: match keep {
-                Keep::All => Layout::Even(Parts::new(len / size, size, world_size)),
-                Keep::Own(cut) => Layout::Cut(Arc::clone(cut), size),
+            layout: match output {
+                Output::Full => ChunkLayout::Even(Parts::new(len / size, size, world_size)),
+                Output::Shard(shards) => ChunkLayout::Sharded(Arc::clone(shards), size),
             },
             step: Step::Begin,
         }
@@ -76,11 +76,11 @@ impl Reduction {
         bytes: &mut [u8],
     ) -> Result<Progress> {
         let (layout, rank, world_size) = (&self.layout, exchange.rank, exchange.world_size);
-        let is_short = matches!(layout, Layout::Even(_)) && bytes.len() <= SHORT;
+        let is_short = matches!(layout, ChunkLayout::Even(_)) && bytes.len() <= SHORT;
         let rounds = match layout {
-            Layout::Even(_) => layout.rounds() + AHEAD,
+            ChunkLayout::Even(_) => layout.rounds() + AHEAD,
             // No results come back.
-            Layout::Cut(..) => layout.rounds(),
+            ChunkLayout::Sharded(..) => layout.rounds(),
         };
         loop {
             self.step = match self.step {
@@ -90,11 +90,11 @@ impl Reduction {
                 }
                 Step::Begin => {
                     match layout {
-                        Layout::Even(_) if is_short => exchange.begin(|_| bytes)?,
-                        Layout::Even(parts) => {
+                        ChunkLayout::Even(_) if is_short => exchange.begin(|_| bytes)?,
+                        ChunkLayout::Even(parts) => {
                             exchange.begin(|peer| &bytes[parts.chunk(peer, 0)])?
                         }
-                        Layout::Cut(cut, _) => exchange.begin(|_| cut.digest())?,
+                        ChunkLayout::Sharded(shards, _) => exchange.begin(|_| shards.digest())?,
                     }
                     for round in 0..AHEAD {
                         exchange.contribute(layout, round, bytes)?;
@@ -103,17 +103,17 @@ impl Reduction {
                 }
                 Step::Meet => {
                     let progress = exchange.try_meet(|_, fingerprint| match layout {
-                        Layout::Even(_) if is_short => fingerprint.bytes(),
-                        Layout::Even(parts) => parts.chunk(rank, 0).len(),
-                        Layout::Cut(..) => DIGEST,
+                        ChunkLayout::Even(_) if is_short => fingerprint.bytes(),
+                        ChunkLayout::Even(parts) => parts.chunk(rank, 0).len(),
+                        ChunkLayout::Sharded(..) => DIGEST,
                     })?;
                     if progress != Progress::Done {
                         return Ok(progress);
                     }
-                    if let Layout::Cut(cut, _) = layout
-                        && !exchange.agree_on(cut.digest())
+                    if let ChunkLayout::Sharded(shards, _) = layout
+                        && !exchange.agree_on(shards.digest())
                     {
-                        return Err(cuts_differ(exchange.watch.sequence));
+                        return Err(shard_layouts_differ(exchange.watch.sequence));
                     }
                     if is_short {
                         combine(self.dtype, self.op, exchange.parcels, bytes);
@@ -150,13 +150,13 @@ impl Reduction {
                     if !own.is_empty() {
                         exchange.combine(self.dtype, self.op, &own, bytes);
                     }
-                    if let (Layout::Even(_), Chunk::One(own)) = (layout, own) {
+                    if let (ChunkLayout::Even(_), Chunk::One(own)) = (layout, own) {
                         exchange.announce(round, &bytes[own])?;
                     }
                     Step::Results { round, peer: 0 }
                 }
                 Step::Results { round, mut peer } => {
-                    if let Layout::Even(parts) = layout
+                    if let ChunkLayout::Even(parts) = layout
                         && let Some(behind) = round.checked_sub(AHEAD)
                     {
                         while peer < world_size {
@@ -204,7 +204,7 @@ impl Exchange<'_> {
         {
             return self.all_reduce_by_hosts(hosts, dtype, op, bytes, None);
         }
-        self.reduce(dtype, op, &Keep::All, bytes)
+        self.reduce(dtype, op, &Output::Full, bytes)
     }
 
     /// Reduces what this rank keeps of a buffer over all ranks, in place and where it lies if the
@@ -212,34 +212,40 @@ impl Exchange<'_> {
     pub(crate) fn reduce_buffer(
         mut self,
         op: ReduceOp,
-        keep: &Keep,
+        output: &Output,
         buffer: &mut Buffer,
     ) -> Result<()> {
         let dtype = buffer.dtype();
-        let cut = match keep {
-            Keep::All => None,
+        let shards = match output {
+            Output::Full => None,
             // There is nothing to compare, and nothing to send.
-            Keep::Own(_) if self.world_size == 1 => None,
-            Keep::Own(cut) => Some(&**cut),
+            Output::Shard(_) if self.world_size == 1 => None,
+            Output::Shard(shards) => Some(&**shards),
         };
         if let Some(steps) = self.steps() {
-            return match cut {
+            return match shards {
                 None => steps.all_reduce_buffer(op, buffer),
-                Some(cut) => steps.reduce_scatter_buffer(op, buffer, cut),
+                Some(shards) => steps.reduce_scatter_buffer(op, buffer, shards),
             };
         }
         let bytes = buffer.bytes_mut();
         if let Some(hosts) = self.transport.hosts()
             && Self::can_go_by_hosts(dtype, op)
         {
-            return self.all_reduce_by_hosts(hosts, dtype, op, bytes, cut);
+            return self.all_reduce_by_hosts(hosts, dtype, op, bytes, shards);
         }
-        self.reduce(dtype, op, keep, bytes)
+        self.reduce(dtype, op, output, bytes)
     }
 
     /// From the beginning to the end; see [`Reduction`].
-    fn reduce(&mut self, dtype: DType, op: ReduceOp, keep: &Keep, bytes: &mut [u8]) -> Result<()> {
-        let mut reduction = Reduction::new(dtype, op, keep, bytes.len(), self.world_size);
+    fn reduce(
+        &mut self,
+        dtype: DType,
+        op: ReduceOp,
+        output: &Output,
+        bytes: &mut [u8],
+    ) -> Result<()> {
+        let mut reduction = Reduction::new(dtype, op, output, bytes.len(), self.world_size);
         match reduction.advance(self, bytes)? {
             Progress::Done => Ok(()),
             // Only an operation that is resumed is ever in between.
@@ -266,7 +272,7 @@ impl Exchange<'_> {
         let (rank, offset) = (self.rank, parts.part(self.rank).start);
         self.begin(|peer| &bytes[parts.chunk(peer, 0)])?;
         self.meet(|_, _| parts.chunk(rank, 0).len())?;
-        let layout = Layout::Even(parts);
+        let layout = ChunkLayout::Even(parts);
         for round in 0..AHEAD {
             self.contribute(&layout, round, bytes)?;
         }
@@ -283,7 +289,7 @@ impl Exchange<'_> {
     }
 
     /// Sends each owner its chunk of this round.
-    fn contribute(&mut self, layout: &Layout, round: usize, bytes: &[u8]) -> Result<()> {
+    fn contribute(&mut self, layout: &ChunkLayout, round: usize, bytes: &[u8]) -> Result<()> {
         for peer in self.ring() {
             let chunk = layout.chunk(peer, round);
             if !layout.sends(&chunk, round) {

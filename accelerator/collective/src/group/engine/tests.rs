@@ -6,10 +6,10 @@ use std::{
 use super::*;
 use crate::{
     buffer::Buffer,
-    cut::Cut,
     element::DType,
     fingerprint::{CallSite, OpKind},
     reduce::ReduceOp,
+    shard_layout::ShardLayout,
     transport::{CHUNK, Farewell, Inbox, Limit, Patience, Peer, Place, TransportKind},
 };
 
@@ -80,7 +80,7 @@ impl Transport for Notes {
         unreachable!("the operation is resumed by the test");
     }
 
-    fn send(&self, _: usize, part: Part<'_>, _: &mut Watch) -> Result<()> {
+    fn send(&self, _: usize, part: OutgoingChunk<'_>, _: &mut Watch) -> Result<()> {
         let mut sent = self.sent.lock().unwrap();
         sent.push((part.tag, part.payload.len()));
         Ok(())
@@ -97,7 +97,7 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
     let len = rounds * CHUNK;
     let mut buffer = Buffer::zeroed(DType::U8, len);
     let parts = vec![Vec::new(), vec![0..CHUNK - 1, 2 * CHUNK - 1..len]];
-    let cut = Arc::new(Cut::new(len, parts).unwrap());
+    let shards = Arc::new(ShardLayout::new(len, parts).unwrap());
     // The gap is as long as a chunk; the first chunk lies on both sides of it.
     let rounds = rounds - 1;
     let fingerprint =
@@ -113,8 +113,8 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
     let mut watch = Watch::new(0, 0, fingerprint, patience);
     let mut scratch = Scratch::default();
     scratch.clear(2);
-    let keep = Keep::Own(Arc::clone(&cut));
-    let mut reduction = Reduction::new(DType::U8, ReduceOp::Sum, &keep, len, 2);
+    let output = Output::Shard(Arc::clone(&shards));
+    let mut reduction = Reduction::new(DType::U8, ReduceOp::Sum, &output, len, 2);
     let mut go_on = || {
         let mut exchange = Exchange::resumed(&transport, &mut watch, &mut scratch, Position::First);
         reduction
@@ -122,9 +122,9 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
             .unwrap()
     };
     assert_eq!(go_on(), Progress::Waiting(1..2));
-    assert_eq!(transport.sent(Stage::Begin), [cut.digest().len()]);
+    assert_eq!(transport.sent(Stage::Begin), [shards.digest().len()]);
     assert_eq!(transport.sent(Stage::Inward).len(), AHEAD);
-    transport.arrive(Stage::Begin, 0, Some(fingerprint), cut.digest());
+    transport.arrive(Stage::Begin, 0, Some(fingerprint), shards.digest());
     for round in 0..rounds {
         assert_eq!(go_on(), Progress::Waiting(1..2));
         let sent = transport.sent(Stage::Inward);

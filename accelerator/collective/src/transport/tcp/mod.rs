@@ -19,8 +19,8 @@ use std::{
 };
 
 use super::{
-    FLIGHTS, Farewell, Inbox, Part, Parting, Peer, Place, Stage, Transport, TransportKind, Watch,
-    bell::Bell,
+    FLIGHTS, Farewell, Inbox, OutgoingChunk, Parting, Peer, Place, Stage, Transport, TransportKind,
+    Watch, bell::Bell,
 };
 use crate::{
     error::{Certainty, Error, Result},
@@ -138,7 +138,7 @@ impl Transport for Tcp {
         &self.inbox
     }
 
-    fn send(&self, to: usize, part: Part<'_>, watch: &mut Watch) -> Result<()> {
+    fn send(&self, to: usize, part: OutgoingChunk<'_>, watch: &mut Watch) -> Result<()> {
         let Some(link) = &self.links[to] else {
             return Err(watch.protocol(&self.peers[self.rank], "it sent a part to itself"));
         };

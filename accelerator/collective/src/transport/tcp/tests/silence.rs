@@ -14,7 +14,7 @@ use crate::{
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     group::ProcessGroup,
     reduce::ReduceOp,
-    transport::{CHUNK, Part, Stage, Tag, Transport, Watch, tcp::pulse::Pace},
+    transport::{CHUNK, OutgoingChunk, Stage, Tag, Transport, Watch, tcp::pulse::Pace},
     wire::frame::{FrameKind, Head},
 };
 
@@ -222,7 +222,7 @@ fn who_cannot_send_says_whom_it_waits_for() {
             let fingerprint =
                 CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
             let mut watch = Watch::new(0, 4, fingerprint, patient().patience());
-            let part = Part {
+            let part = OutgoingChunk {
                 tag: Tag {
                     sequence: 4,
                     stage: Stage::Inward,

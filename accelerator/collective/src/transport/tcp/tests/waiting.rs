@@ -18,7 +18,8 @@ use crate::{
     error::{Certainty, Error, Kind},
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     transport::{
-        Abort, CHUNK, Farewell, Limit, Part, Parting, Patience, Stage, Tag, Transport, Watch,
+        Abort, CHUNK, Farewell, Limit, OutgoingChunk, Parting, Patience, Stage, Tag, Transport,
+        Watch,
         tcp::{
             Tcp,
             link::{Link, await_ready},
@@ -201,8 +202,8 @@ fn fill(link: &Link) {
     }
 }
 
-fn part(index: u32, payload: &[u8]) -> Part<'_> {
-    Part {
+fn part(index: u32, payload: &[u8]) -> OutgoingChunk<'_> {
+    OutgoingChunk {
         tag: Tag {
             sequence: 4,
             stage: Stage::Inward,

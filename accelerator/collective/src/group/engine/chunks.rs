@@ -1,40 +1,40 @@
-//! How buffers are cut.
+//! How buffers are split into chunks.
 
 use std::{ops::Range, sync::Arc};
 
 use crate::{
     buffer::Storage,
-    cut::{Cut, Runs},
     partition::{self, Partition},
+    shard_layout::{Runs, ShardLayout},
     transport::CHUNK,
 };
 
 /// What each rank keeps of a reduction.
 #[derive(Clone, Debug)]
-pub(crate) enum Keep {
+pub(crate) enum Output {
     /// Everything.
-    All,
-    /// Its elements of the cut.
-    Own(Arc<Cut>),
+    Full,
+    /// This rank's shard of the layout.
+    Shard(Arc<ShardLayout>),
 }
 
 /// A part of a buffer for each rank to reduce, each part in chunks, in bytes.
 #[derive(Debug)]
-pub(super) enum Layout {
+pub(super) enum ChunkLayout {
     /// Parts that are equally long.
     Even(Parts),
-    /// The parts of a cut, and the size of an element.
-    Cut(Arc<Cut>, usize),
+    /// The shards of a layout, and the size of an element.
+    Sharded(Arc<ShardLayout>, usize),
 }
 
-impl Layout {
+impl ChunkLayout {
     /// A chunk of a part; empty behind the last one.
     pub(super) fn chunk(&self, rank: usize, round: usize) -> Chunk<'_> {
         match self {
             Self::Even(parts) => Chunk::One(parts.chunk(rank, round)),
-            Self::Cut(cut, size) => {
+            Self::Sharded(shards, size) => {
                 let most = CHUNK / size;
-                let runs = cut.runs(rank, round * most..(round + 1) * most);
+                let runs = shards.runs(rank, round * most..(round + 1) * most);
                 let size = *size;
                 match runs.clone().next() {
                     Some(run) if run.len() < runs.elements() => Chunk::Many(Pieces { runs, size }),
@@ -51,7 +51,7 @@ impl Layout {
     pub(super) fn rounds(&self) -> usize {
         match self {
             Self::Even(parts) => parts.rounds(),
-            Self::Cut(cut, size) => (cut.largest() * size).div_ceil(CHUNK),
+            Self::Sharded(shards, size) => (shards.largest() * size).div_ceil(CHUNK),
         }
     }
 
@@ -60,7 +60,7 @@ impl Layout {
         match self {
             Self::Even(_) => round > 0 && !chunk.is_empty(),
             // Empty ones too: they show how far a rank is, to which no results come back.
-            Self::Cut(..) => round < self.rounds(),
+            Self::Sharded(..) => round < self.rounds(),
         }
     }
 }

@@ -12,14 +12,14 @@ use crate::{
 /// [`ProcessGroup::all_gather_parts`](crate::ProcessGroup::all_gather_parts).
 ///
 /// ```
-/// use accelerator_collective::{Part, Partition};
+/// use accelerator_collective::{BufferSlice, Partition};
 ///
 /// /// Cuts a buffer of so many elements of `size` bytes into a part for each rank.
-/// fn parts(elements: usize, size: usize, ranks: usize) -> Vec<Vec<Part>> {
+/// fn parts(elements: usize, size: usize, ranks: usize) -> Vec<Vec<BufferSlice>> {
 ///     let partition = Partition::new(elements, ranks);
 ///     let part = |rank| {
 ///         let range = partition.range(rank);
-///         vec![Part { buffer: 0, bytes: range.start * size..range.end * size }]
+///         vec![BufferSlice { buffer: 0, bytes: range.start * size..range.end * size }]
 ///     };
 ///     (0..ranks).map(part).collect()
 /// }
@@ -27,24 +27,24 @@ use crate::{
 /// assert_eq!((parts[1][0].buffer, parts[1][0].bytes.clone()), (0, 8..12));
 /// ```
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Part {
+pub struct BufferSlice {
     /// The number of the buffer.
     pub buffer: usize,
     /// Which of its bytes.
     pub bytes: Range<usize>,
 }
 
-/// What each rank gives to the others, checked against the buffers in which it lies.
+/// The slices that each rank contributes to a gather, checked against the buffers.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Shares<'a> {
-    shares: &'a [Vec<Part>],
+pub(crate) struct GatherLayout<'a> {
+    shares: &'a [Vec<BufferSlice>],
     digest: u64,
 }
 
-impl<'a> Shares<'a> {
+impl<'a> GatherLayout<'a> {
     pub(crate) fn new(
         buffers: &[&mut Buffer],
-        shares: &'a [Vec<Part>],
+        shares: &'a [Vec<BufferSlice>],
         world_size: usize,
     ) -> Result<Self> {
         if shares.len() != world_size {
@@ -65,7 +65,7 @@ impl<'a> Shares<'a> {
         }
         for (rank, parts) in shares.iter().enumerate() {
             digest.add(parts.len());
-            for Part { buffer, bytes } in parts {
+            for BufferSlice { buffer, bytes } in parts {
                 let len = buffers
                     .get(*buffer)
                     .map_or(0, |buffer| buffer.bytes().len());
@@ -86,12 +86,12 @@ impl<'a> Shares<'a> {
         })
     }
 
-    /// Tells ranks apart that mean other parts, or have other buffers.
+    /// A digest of buffer lengths and slices, which ranks compare.
     pub(crate) fn digest(&self) -> [u8; DIGEST] {
         self.digest.to_le_bytes()
     }
 
-    pub(crate) fn of(&self, rank: usize) -> &'a [Part] {
+    pub(crate) fn of(&self, rank: usize) -> &'a [BufferSlice] {
         &self.shares[rank]
     }
 
@@ -109,7 +109,7 @@ impl<'a> Shares<'a> {
     /// What a rank gives, one part after the other.
     pub(crate) fn collect(&self, rank: usize, buffers: &[&mut Buffer]) -> Vec<u8> {
         let mut all = Vec::with_capacity(self.len(rank));
-        for Part { buffer, bytes } in self.of(rank) {
+        for BufferSlice { buffer, bytes } in self.of(rank) {
             all.extend_from_slice(&buffers[*buffer].bytes()[bytes.clone()]);
         }
         all
@@ -119,7 +119,7 @@ impl<'a> Shares<'a> {
     pub(crate) fn put(&self, rank: usize, at: usize, piece: &[u8], buffers: &mut [&mut Buffer]) {
         let mut start = 0;
         let end = at + piece.len();
-        for Part { buffer, bytes } in self.of(rank) {
+        for BufferSlice { buffer, bytes } in self.of(rank) {
             let (from, to) = (at.max(start), end.min(start + bytes.len()));
             if from < to {
                 let place = bytes.start + from - start..bytes.start + to - start;
@@ -132,7 +132,7 @@ impl<'a> Shares<'a> {
     /// Shows everything, once it is there.
     pub(crate) fn show(&self, buffers: &[&mut Buffer], mut sink: impl FnMut(usize, usize, &[u8])) {
         for rank in 0..self.shares.len() {
-            for (number, Part { buffer, bytes }) in self.of(rank).iter().enumerate() {
+            for (number, BufferSlice { buffer, bytes }) in self.of(rank).iter().enumerate() {
                 sink(rank, number, &buffers[*buffer].bytes()[bytes.clone()]);
             }
         }
@@ -145,8 +145,8 @@ const MOST_BUFFERS: usize = CHUNK / size_of::<u64>() - 1;
 /// The bytes of a digest.
 pub(crate) const DIGEST: usize = size_of::<u64>();
 
-/// Why an operation fails whose ranks mean other parts. The same on every rank.
-pub(crate) fn parts_differ(sequence: u64) -> Error {
+/// The error of an operation whose ranks pass different slices. It is the same on every rank.
+pub(crate) fn gather_layouts_differ(sequence: u64) -> Error {
     Error::new(
         Kind::Mismatch,
         format!(
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn pieces_find_their_places_however_they_are_cut() {
-        let part = |buffer, bytes| Part { buffer, bytes };
+        let part = |buffer, bytes| BufferSlice { buffer, bytes };
         let shares = [vec![part(1, 2..5), part(0, 0..0), part(0, 1..4)], vec![]];
         for cut in 1..8 {
             let mut from = [5, 6].map(|len| Buffer::zeroed(DType::U8, len));
@@ -193,7 +193,7 @@ mod tests {
             let [a, b] = &mut from;
             let (from, [c, d]) = ([a, b], &mut into);
             let mut into = [c, d];
-            let shares = Shares::new(&from, &shares, 2).unwrap();
+            let shares = GatherLayout::new(&from, &shares, 2).unwrap();
             let all = shares.collect(0, &from);
             assert_eq!(all, [7, 8, 9, 1, 2, 3]);
             for (number, piece) in all.chunks(cut).enumerate() {
@@ -214,11 +214,11 @@ mod tests {
         let mut buffer = Buffer::zeroed(DType::F32, 2);
         let buffers = [&mut buffer];
         for (number, bytes, ranks) in [(0, 0..9, 1), (1, 0..1, 1), (0, 0..1, 2)] {
-            let part = Part {
+            let part = BufferSlice {
                 buffer: number,
                 bytes,
             };
-            let error = Shares::new(&buffers, &[vec![part]], ranks).unwrap_err();
+            let error = GatherLayout::new(&buffers, &[vec![part]], ranks).unwrap_err();
             assert!(error.is_misuse(), "{error}");
         }
     }

@@ -1,4 +1,4 @@
-//! Which elements of a buffer each rank keeps.
+//! Shard layouts: which elements of a buffer each rank keeps of a reduce-scatter.
 
 use std::{iter, ops::Range};
 
@@ -10,31 +10,31 @@ use crate::error::{Error, Kind, Result};
 /// [`ProcessGroup::reduce_scatter_buffer`](crate::ProcessGroup::reduce_scatter_buffer).
 ///
 /// ```
-/// use accelerator_collective::Cut;
+/// use accelerator_collective::ShardLayout;
 ///
 /// # fn main() -> accelerator_collective::Result<()> {
 /// // Of ten elements rank 0 keeps the first four and the last, rank 1 two in the middle.
-/// let cut = Cut::new(10, vec![vec![9..10, 0..2, 2..4], vec![5..7]])?;
-/// assert_eq!(cut.of(0), [0..4, 9..10]);
-/// assert_eq!(cut.of(1), [5..7]);
-/// assert!(cut.len() == 10 && !cut.is_empty(), "what nobody keeps is counted");
+/// let layout = ShardLayout::new(10, vec![vec![9..10, 0..2, 2..4], vec![5..7]])?;
+/// assert_eq!(layout.of(0), [0..4, 9..10]);
+/// assert_eq!(layout.of(1), [5..7]);
+/// assert!(layout.len() == 10 && !layout.is_empty(), "what nobody keeps is counted");
 ///
-/// let error = Cut::new(10, vec![vec![0..4], vec![3..7]]).unwrap_err();
+/// let error = ShardLayout::new(10, vec![vec![0..4], vec![3..7]]).unwrap_err();
 /// assert!(error.is_misuse());
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Cut {
+pub struct ShardLayout {
     len: usize,
-    parts: Vec<Part>,
+    parts: Vec<RankShard>,
     /// The most elements that a rank keeps.
     largest: usize,
     digest: [u8; DIGEST],
 }
 
-impl Cut {
-    /// A cut of `len` elements: `parts[rank]` are the ranges of elements that a rank keeps, in any
+impl ShardLayout {
+    /// A layout of `len` elements: `parts[rank]` are the ranges of elements that a rank keeps, in any
     /// order. They need not cover the buffer. Empty ranges do not count, and adjacent ones of a rank
     /// are one.
     ///
@@ -69,13 +69,15 @@ impl Cut {
                 )));
             }
         }
-        let mut parts: Vec<Part> = iter::repeat_with(Part::default).take(parts.len()).collect();
+        let mut parts: Vec<RankShard> = iter::repeat_with(RankShard::default)
+            .take(parts.len())
+            .collect();
         for (range, rank) in all {
             parts[rank].push(range);
         }
         Ok(Self {
             len,
-            largest: parts.iter().map(Part::len).max().unwrap_or(0),
+            largest: parts.iter().map(RankShard::len).max().unwrap_or(0),
             digest: digest(len, &parts),
             parts,
         })
@@ -115,8 +117,8 @@ impl Cut {
         }
     }
 
-    /// Tells ranks apart that mean other cuts. Ranks that share memory rely on it for who touches
-    /// what, so that no two cuts that anybody finds have the same.
+    /// A SHA-256 digest, which ranks compare. Ranks that share memory rely on it for who writes
+    /// what, so it must be collision resistant.
     pub(crate) fn digest(&self) -> &[u8; DIGEST] {
         &self.digest
     }
@@ -124,13 +126,13 @@ impl Cut {
 
 /// What one rank keeps: ranges in order, of which no two touch.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-struct Part {
+struct RankShard {
     ranges: Vec<Range<usize>>,
     /// How many elements each range has, with those before it.
     ends: Vec<usize>,
 }
 
-impl Part {
+impl RankShard {
     /// Adds a range behind the others.
     fn push(&mut self, range: Range<usize>) {
         let len = self.len() + range.len();
@@ -200,11 +202,11 @@ impl Iterator for Runs<'_> {
 /// The bytes of a digest.
 pub(crate) const DIGEST: usize = 32;
 
-fn digest(len: usize, parts: &[Part]) -> [u8; DIGEST] {
+fn digest(len: usize, parts: &[RankShard]) -> [u8; DIGEST] {
     let mut digest = Sha256::new();
     let mut add = |number: usize| digest.update((number as u64).to_le_bytes());
     add(len);
-    for Part { ranges, .. } in parts {
+    for RankShard { ranges, .. } in parts {
         add(ranges.len());
         for range in ranges {
             add(range.start);
@@ -214,12 +216,12 @@ fn digest(len: usize, parts: &[Part]) -> [u8; DIGEST] {
     digest.finalize().into()
 }
 
-/// Why an operation fails whose ranks mean other cuts. The same on every rank.
-pub(crate) fn cuts_differ(sequence: u64) -> Error {
+/// The error of an operation whose ranks pass different shard layouts. It is the same on every rank.
+pub(crate) fn shard_layouts_differ(sequence: u64) -> Error {
     Error::new(
         Kind::Mismatch,
         format!(
-            "the ranks disagree in collective #{sequence}: they cut their buffers in other ways; every rank \
+            "the ranks disagree in collective #{sequence}: their shard layouts differ; every rank \
              must pass the same ranges of every rank"
         ),
     )
@@ -237,16 +239,16 @@ mod tests {
 
     #[test]
     fn ranges_are_put_in_order_and_joined() {
-        let cut = Cut::new(
+        let layout = ShardLayout::new(
             20,
             vec![vec![7..9, 3..3, 0..2, 2..5], vec![19..20, 5..6], vec![]],
         )
         .unwrap();
-        assert_eq!(cut.of(0), [0..5, 7..9]);
-        assert_eq!(cut.of(1), [5..6, 19..20]);
-        assert!(cut.of(2).is_empty() && cut.of(3).is_empty());
-        assert_eq!((cut.len(), cut.ranks(), cut.largest()), (20, 3, 7));
-        assert!(Cut::new(0, vec![]).unwrap().is_empty());
+        assert_eq!(layout.of(0), [0..5, 7..9]);
+        assert_eq!(layout.of(1), [5..6, 19..20]);
+        assert!(layout.of(2).is_empty() && layout.of(3).is_empty());
+        assert_eq!((layout.len(), layout.ranks(), layout.largest()), (20, 3, 7));
+        assert!(ShardLayout::new(0, vec![]).unwrap().is_empty());
     }
 
     #[test]
@@ -267,7 +269,7 @@ mod tests {
                 "0..9 of rank 0 and 1..2 of rank 1",
             ),
         ] {
-            let error = Cut::new(10, parts).unwrap_err();
+            let error = ShardLayout::new(10, parts).unwrap_err();
             assert!(error.is_misuse(), "{error}");
             assert!(error.to_string().contains(named), "{error}");
         }
@@ -275,7 +277,7 @@ mod tests {
 
     #[test]
     fn cuts_that_mean_the_same_have_one_digest() {
-        let digest = |len, parts| *Cut::new(len, parts).unwrap().digest();
+        let digest = |len, parts| *ShardLayout::new(len, parts).unwrap().digest();
         let one = digest(10, vec![vec![0..4], vec![5..6]]);
         assert_eq!(digest(10, vec![vec![3..4, 0..3, 7..7], vec![5..6]]), one);
         for (len, parts) in [
@@ -303,17 +305,17 @@ mod tests {
                 at += gap + len;
             }
             let expected: Vec<usize> = ranges.iter().cloned().flatten().collect();
-            let cut = Cut::new(at, vec![vec![], ranges]).unwrap();
-            let chunks = cut.largest().div_ceil(size);
-            let runs = (0..chunks).flat_map(|n| cut.runs(1, n * size..(n + 1) * size));
+            let layout = ShardLayout::new(at, vec![vec![], ranges]).unwrap();
+            let chunks = layout.largest().div_ceil(size);
+            let runs = (0..chunks).flat_map(|n| layout.runs(1, n * size..(n + 1) * size));
             prop_assert_eq!(runs.flatten().collect::<Vec<_>>(), expected);
             for chunk in 0..chunks {
-                let runs = cut.runs(1, chunk * size..(chunk + 1) * size);
+                let runs = layout.runs(1, chunk * size..(chunk + 1) * size);
                 prop_assert_eq!(runs.elements(), runs.clone().map(|run| run.len()).sum::<usize>());
                 prop_assert!(runs.elements() == size || chunk + 1 == chunks);
             }
-            prop_assert_eq!(cut.runs(1, chunks * size..(chunks + 1) * size).elements(), 0);
-            prop_assert_eq!(cut.runs(0, 0..size).elements(), 0);
+            prop_assert_eq!(layout.runs(1, chunks * size..(chunks + 1) * size).elements(), 0);
+            prop_assert_eq!(layout.runs(0, 0..size).elements(), 0);
         }
     }
 }
