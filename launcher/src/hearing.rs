@@ -33,18 +33,18 @@ impl Hearing {
                 self.lock().joined.insert(rank, host);
                 Notice::Joined(rank)
             }
-            Report::Failed(accusation) => {
+            Report::Failed(report) => {
                 let is_first = self.lock().keep(Statement {
-                    rank: accusation.rank,
-                    accused: accusation.accused.iter().copied().collect(),
-                    text: accusation.text,
+                    rank: report.rank,
+                    accused: report.blamed.iter().copied().collect(),
+                    text: report.text,
                 });
                 if !is_first {
                     return;
                 }
                 Notice::Accused {
-                    rank: accusation.rank,
-                    accused: accusation.accused,
+                    rank: report.rank,
+                    accused: report.blamed,
                 }
             }
             Report::Closed { rank, .. } => {

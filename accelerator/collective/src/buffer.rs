@@ -11,7 +11,7 @@ use std::{
 use crate::{
     element::{DType, Element},
     error::{Error, Kind, Result},
-    shared::{Arena, Region},
+    shm::{Arena, Region},
 };
 
 /// A flat buffer of elements of one type, owned by its holder and aligned to a cache line.

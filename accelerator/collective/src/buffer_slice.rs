@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::{
     buffer::Buffer,
     error::{Error, Kind, Result},
-    shared::CHUNK,
+    shm::SHM_CHUNK,
 };
 
 /// Some bytes of one of several buffers; see
@@ -140,7 +140,7 @@ impl<'a> GatherLayout<'a> {
 }
 
 /// A declaration of so many fits one step in shared memory.
-const MOST_BUFFERS: usize = CHUNK / size_of::<u64>() - 1;
+const MOST_BUFFERS: usize = SHM_CHUNK / size_of::<u64>() - 1;
 
 /// The bytes of a digest.
 pub(crate) const DIGEST: usize = size_of::<u64>();

@@ -22,11 +22,12 @@ use crate::{
     shard_layout::ShardLayout,
     topology::Topology,
     transport::{
-        Farewell, Inbox, OutgoingChunk, Peer, Place, Stage, Transport, TransportKind, Watch, feed,
+        FinalMessage, Inbox, OpDeadline, OutgoingChunk, Peer, PeerLocation, Stage, Transport,
+        TransportKind, feed,
     },
     wire::{
         frame::{FrameKind, Head, PREAMBLE},
-        message::{self, Message, Registration, Table},
+        message::{self, Message, RankTable, Registration},
     },
 };
 
@@ -65,13 +66,13 @@ pub fn messages(bytes: &[u8]) {
         while let Ok(message) = Message::read(&mut rest, bound) {
             if let Message::Register { body, .. } | Message::Welcome { body, .. } = message {
                 let _ = message::from_bytes::<Registration>(&body);
-                let _ = message::from_bytes::<Table>(&body);
+                let _ = message::from_bytes::<RankTable>(&body);
             }
         }
     }
     let _ = message::from_bytes::<Message>(bytes);
     let _ = message::from_bytes::<Registration>(bytes);
-    let _ = message::from_bytes::<Table>(bytes);
+    let _ = message::from_bytes::<RankTable>(bytes);
 }
 
 /// One operation that is one frame, one with a part for each rank, and one whose parts are cut. Then
@@ -232,7 +233,7 @@ impl Wire {
         let (sender, frames) = channel();
         let peers = (0..2).map(|peer| Peer {
             rank: peer,
-            place: Place::Process {
+            location: PeerLocation::Process {
                 host: "fuzz".to_owned(),
                 pid: (10 * rank + peer) as u32,
             },
@@ -265,12 +266,12 @@ impl Transport for Wire {
         &self.inbox
     }
 
-    fn await_news(&self, version: u64, due: Instant, _: &Watch) -> Result<()> {
+    fn await_news(&self, version: u64, due: Instant, _: &OpDeadline) -> Result<()> {
         self.inbox.sleep(version, due);
         Ok(())
     }
 
-    fn send(&self, _: usize, part: OutgoingChunk<'_>, _: &mut Watch) -> Result<()> {
+    fn send(&self, _: usize, part: OutgoingChunk<'_>, _: &mut OpDeadline) -> Result<()> {
         let declaration = part.fingerprint.map(|fingerprint| fingerprint.encode());
         let preamble = match &declaration {
             Some((bytes, len)) => &bytes[..*len],
@@ -287,9 +288,9 @@ impl Transport for Wire {
         Ok(())
     }
 
-    fn farewell(&self, farewell: &Farewell) {
+    fn leave(&self, leave: &FinalMessage) {
         self.inbox.close();
-        if let Farewell::Goodbye(_) = farewell {
+        if let FinalMessage::Goodbye(_) = leave {
             self.push(Head::new(FrameKind::Goodbye, 0, 0, &[], &[]), &[], &[]);
         }
     }

@@ -37,14 +37,14 @@ pub mod fuzzing;
 mod group;
 mod kernel;
 mod launch;
-mod notice;
 mod partition;
 mod purpose;
 mod reduce;
 pub mod rendezvous;
 mod shard_layout;
-mod shared;
-mod steps;
+mod shm;
+mod shm_ops;
+mod stderr_fallback;
 mod topology;
 mod transport;
 mod transport_kind;
@@ -54,13 +54,15 @@ pub use buffer::Buffer;
 pub use buffer_slice::BufferSlice;
 pub use element::{DType, Element};
 pub use error::{Culprit, Error, Result};
-pub use group::{Activity, Busy, Forbidden, GroupOptions, Observed, Pending, ProcessGroup, Runner};
+pub use group::{
+    Activity, Busy, ExecThread, Forbidden, GroupOptions, OpEvent, Pending, ProcessGroup,
+};
 pub use launch::{Launch, Origin, Setting, check_alone, variable};
-#[doc(hidden)]
-pub use notice::unheard;
 pub use partition::Partition;
 pub use reduce::ReduceOp;
 pub use rendezvous::{Rendezvous, StoreHost};
 pub use shard_layout::ShardLayout;
+#[doc(hidden)]
+pub use stderr_fallback::stderr_fallback;
 pub use topology::Topology;
 pub use transport_kind::TransportKind;

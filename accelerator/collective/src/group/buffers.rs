@@ -113,8 +113,8 @@ impl ProcessGroup {
         let fingerprint = CollectiveFingerprint::new(OpKind::AllReduce, CallSite::of(caller))
             .with_op(op)
             .with_data(buffer.dtype(), buffer.len());
-        self.run(&fingerprint, |exchange| {
-            exchange.reduce_buffer(op, &Output::Full, buffer)
+        self.run(&fingerprint, |ctx| {
+            ctx.reduce_buffer(op, &Output::Full, buffer)
         })
     }
 
@@ -185,9 +185,7 @@ impl ProcessGroup {
     ) -> Result<()> {
         let fingerprint = self.scattering(buffer, op, layout, caller)?;
         let output = Output::Shard(Arc::clone(layout));
-        self.run(&fingerprint, |exchange| {
-            exchange.reduce_buffer(op, &output, buffer)
-        })
+        self.run(&fingerprint, |ctx| ctx.reduce_buffer(op, &output, buffer))
     }
 
     /// Starts a [`reduce_scatter_buffer`](Self::reduce_scatter_buffer) and returns at once, as

@@ -46,8 +46,8 @@ impl ProcessGroup {
         let fingerprint = CollectiveFingerprint::new(OpKind::AllReduce, CallSite::of(caller))
             .with_op(op)
             .with_data(T::DTYPE, values.len());
-        self.run(&fingerprint, |exchange| {
-            exchange.all_reduce(T::DTYPE, op, bytemuck::cast_slice_mut(values))
+        self.run(&fingerprint, |ctx| {
+            ctx.all_reduce(T::DTYPE, op, bytemuck::cast_slice_mut(values))
         })
     }
 
@@ -62,8 +62,8 @@ impl ProcessGroup {
             CollectiveFingerprint::new(OpKind::Broadcast, CallSite::of(Location::caller()))
                 .with_data(T::DTYPE, values.len())
                 .with_root(root);
-        self.run(&fingerprint, |exchange| {
-            exchange.broadcast(root, bytemuck::cast_slice_mut(values))
+        self.run(&fingerprint, |ctx| {
+            ctx.broadcast(root, bytemuck::cast_slice_mut(values))
         })
     }
 
@@ -84,8 +84,8 @@ impl ProcessGroup {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut all);
         let part = size_of_val(values);
         let mut next: Vec<usize> = (0..self.world_size()).map(|rank| rank * part).collect();
-        self.run(&fingerprint, |exchange| {
-            exchange.all_gather(bytemuck::cast_slice(values), |rank, piece| {
+        self.run(&fingerprint, |ctx| {
+            ctx.all_gather(bytemuck::cast_slice(values), |rank, piece| {
                 bytes[next[rank]..][..piece.len()].copy_from_slice(piece);
                 next[rank] += piece.len();
             })
@@ -105,9 +105,9 @@ impl ProcessGroup {
                 .with_data(T::DTYPE, values.len());
         let mut all = vec![Vec::new(); self.world_size()];
         all[self.rank()].extend_from_slice(values);
-        self.run(&fingerprint, |exchange| {
+        self.run(&fingerprint, |ctx| {
             // A piece is a whole number of elements, aligned to a cache line.
-            exchange.all_gather(bytemuck::cast_slice(values), |rank, piece| {
+            ctx.all_gather(bytemuck::cast_slice(values), |rank, piece| {
                 all[rank].extend_from_slice(bytemuck::cast_slice(piece));
             })
         })?;
@@ -140,9 +140,9 @@ impl ProcessGroup {
         let fingerprint =
             CollectiveFingerprint::new(OpKind::AllGatherVaried, CallSite::of(Location::caller()))
                 .with_data(T::DTYPE, values.len());
-        self.run(&fingerprint, |exchange| {
+        self.run(&fingerprint, |ctx| {
             // A piece is a whole number of elements, aligned to a cache line.
-            exchange.all_gather(bytemuck::cast_slice(values), |rank, piece| {
+            ctx.all_gather(bytemuck::cast_slice(values), |rank, piece| {
                 sink(rank, bytemuck::cast_slice(piece));
             })
         })
@@ -200,8 +200,8 @@ impl ProcessGroup {
         let fingerprint =
             CollectiveFingerprint::new(OpKind::AllGatherParts, CallSite::of(Location::caller()))
                 .with_data(DType::U8, layout.longest());
-        self.run(&fingerprint, |exchange| {
-            exchange.all_gather_parts(buffers, &layout, sink)
+        self.run(&fingerprint, |ctx| {
+            ctx.all_gather_parts(buffers, &layout, sink)
         })
     }
 
@@ -219,8 +219,8 @@ impl ProcessGroup {
                 .with_data(T::DTYPE, values.len());
         let part = Partition::new(values.len(), self.world_size()).range(self.rank());
         let mut own = values[part].to_vec();
-        self.run(&fingerprint, |exchange| {
-            exchange.reduce_scatter(
+        self.run(&fingerprint, |ctx| {
+            ctx.reduce_scatter(
                 T::DTYPE,
                 op,
                 bytemuck::cast_slice(values),
@@ -239,6 +239,6 @@ impl ProcessGroup {
     pub fn barrier(&self) -> Result<()> {
         let fingerprint =
             CollectiveFingerprint::new(OpKind::Barrier, CallSite::of(Location::caller()));
-        self.run(&fingerprint, |exchange| exchange.barrier())
+        self.run(&fingerprint, |ctx| ctx.barrier())
     }
 }

@@ -53,8 +53,8 @@ impl ProcessGroup {
         let fingerprint = CollectiveFingerprint::new(OpKind::AllGatherObject, site)
             .with_data(DType::U8, own.len());
         let mut all = vec![Vec::new(); self.world_size()];
-        self.run(&fingerprint, |exchange| {
-            exchange.all_gather(&own, |rank, piece| all[rank].extend_from_slice(piece))
+        self.run(&fingerprint, |ctx| {
+            ctx.all_gather(&own, |rank, piece| all[rank].extend_from_slice(piece))
         })?;
         all[self.rank()] = own;
         read_all(&all, site)
@@ -77,8 +77,8 @@ impl ProcessGroup {
             .with_data(DType::U8, own.len())
             .with_root(root);
         let mut all = vec![Vec::new(); self.world_size()];
-        self.run(&fingerprint, |exchange| {
-            exchange.gather(root, &own, |rank, piece| all[rank].extend_from_slice(piece))
+        self.run(&fingerprint, |ctx| {
+            ctx.gather(root, &own, |rank, piece| all[rank].extend_from_slice(piece))
         })?;
         if self.rank() != root {
             return Ok(None);
@@ -113,15 +113,13 @@ impl ProcessGroup {
             };
             let bytes = write(value, site)?;
             let fingerprint = fingerprint.with_data(DType::U8, bytes.len());
-            self.run(&fingerprint, |exchange| {
-                exchange.broadcast_from(root, &bytes)
-            })?;
+            self.run(&fingerprint, |ctx| ctx.broadcast_from(root, &bytes))?;
             return read(&bytes, root, site);
         }
         let fingerprint = fingerprint.with_data(DType::U8, 0);
         let mut bytes = Vec::new();
-        self.run(&fingerprint, |exchange| {
-            exchange.broadcast_to(root, |piece| bytes.extend_from_slice(piece))
+        self.run(&fingerprint, |ctx| {
+            ctx.broadcast_to(root, |piece| bytes.extend_from_slice(piece))
         })?;
         read(&bytes, root, site)
     }
@@ -172,8 +170,8 @@ impl ProcessGroup {
         if self.rank() != root {
             let fingerprint = fingerprint.with_data(DType::U8, 0);
             let mut part = Vec::new();
-            self.run(&fingerprint, |exchange| {
-                part = exchange.scatter_to(root)?;
+            self.run(&fingerprint, |ctx| {
+                part = ctx.scatter_to(root)?;
                 Ok(())
             })?;
             return read(&part, root, site);
@@ -195,7 +193,7 @@ impl ProcessGroup {
         // What lies in shared memory: the parts, behind their lengths.
         let bytes = parts.iter().map(Vec::len).sum::<usize>() + world_size * size_of::<u64>();
         let fingerprint = fingerprint.with_data(DType::U8, bytes);
-        self.run(&fingerprint, |exchange| exchange.scatter_from(&parts))?;
+        self.run(&fingerprint, |ctx| ctx.scatter_from(&parts))?;
         read(&own, root, site)
     }
 }

@@ -8,20 +8,20 @@ use std::{
     time::Duration,
 };
 
-use super::member::Member;
+use super::rank_state::RankState;
 
-/// Lets panics be told in the name of a member. The first call installs a panic hook, in front of
+/// Lets panics be told in the name of a rank_state. The first call installs a panic hook, in front of
 /// the one that was there.
 ///
-/// Where panics unwind, the hook only keeps what each thread said, and the member tells it when
+/// Where panics unwind, the hook only keeps what each thread said, and the rank_state tells it when
 /// the unwinding drops its group: a panic of a thread that holds no group concerns nobody else.
 /// Where panics abort, nothing unwinds and every panic ends the process, so the hook itself lets
-/// all members tell.
-pub(super) fn watch(member: &Arc<Member>) {
+/// all ranks tell.
+pub(super) fn deadline(rank_state: &Arc<RankState>) {
     if cfg!(panic = "abort") {
-        let mut members = MEMBERS.lock().unwrap_or_else(PoisonError::into_inner);
-        members.retain(|member| member.strong_count() > 0);
-        members.push(Arc::downgrade(member));
+        let mut ranks = MEMBERS.lock().unwrap_or_else(PoisonError::into_inner);
+        ranks.retain(|rank_state| rank_state.strong_count() > 0);
+        ranks.push(Arc::downgrade(rank_state));
     }
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -65,18 +65,18 @@ fn describe(info: &PanicHookInfo<'_>) -> String {
     }
 }
 
-/// Lets every member of the process tell that it is lost, within a moment: the panicking thread
+/// Lets every rank_state of the process tell that it is lost, within a moment: the panicking thread
 /// may hold what another thread needs for that.
 fn tell(text: &str) {
-    let members: Vec<Weak<Member>> = match MEMBERS.try_lock() {
-        Ok(members) => members.clone(),
+    let ranks: Vec<Weak<RankState>> = match MEMBERS.try_lock() {
+        Ok(ranks) => ranks.clone(),
         Err(_) => return,
     };
     let (sender, done) = mpsc::channel::<()>();
     let text = text.to_owned();
     let spawned = thread::Builder::new().spawn(move || {
-        for member in members.iter().filter_map(Weak::upgrade) {
-            member.abort(&text);
+        for rank_state in ranks.iter().filter_map(Weak::upgrade) {
+            rank_state.abort(&text);
         }
         drop(sender);
     });
@@ -89,7 +89,7 @@ thread_local! {
     static SAID: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-static MEMBERS: Mutex<Vec<Weak<Member>>> = Mutex::new(Vec::new());
+static MEMBERS: Mutex<Vec<Weak<RankState>>> = Mutex::new(Vec::new());
 
 /// How many characters of a panic's message are told.
 const LONGEST: usize = 1000;

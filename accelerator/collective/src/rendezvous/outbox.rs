@@ -53,7 +53,9 @@ impl Outbox {
             return;
         }
         if backlog.bytes.len() + rest.len() > MOST {
-            tracing::debug!("a rank takes nothing of what the store says, and is cut off");
+            tracing::debug!(
+                "a rank takes nothing of what the store says, and is inject_disconnect off"
+            );
             return self.end();
         }
         backlog.bytes.extend_from_slice(rest);
@@ -156,7 +158,7 @@ const FLAGS: SendFlags = SendFlags::DONTWAIT.union(SendFlags::NOSIGNAL);
 #[cfg(target_vendor = "apple")]
 const FLAGS: SendFlags = SendFlags::DONTWAIT;
 
-/// The most bytes that wait for a rank: a table, and word of very many deaths.
+/// The most bytes that wait for a rank: a table, and said of very many deaths.
 const MOST: usize = 4 * message::LONG;
 
 #[cfg(test)]

@@ -1,23 +1,23 @@
 //! How parts of buffers get from one rank to another.
 
-mod bell;
+mod deadline;
 mod inbox;
 mod pool;
 mod tcp;
 mod threads;
-mod watch;
+mod waker;
 
 use std::{
     fmt,
     time::{Duration, Instant},
 };
 
-pub(crate) use inbox::{FLIGHTS, Inbox, Parcel, Position, Signs};
+pub(crate) use deadline::{OpDeadline, OpTimeouts, TimeoutKind};
+pub(crate) use inbox::{ActivityClock, Inbox, MAX_IN_FLIGHT, OpPosition, RecvChunk};
 pub(crate) use tcp::Tcp;
 #[cfg(feature = "fuzzing")]
 pub(crate) use tcp::feed;
 pub(crate) use threads::Threads;
-pub(crate) use watch::{Limit, Patience, Watch};
 
 pub(crate) use crate::{
     transport_kind::TransportKind,
@@ -29,7 +29,7 @@ use crate::{
     element::DType,
     error::{Certainty, Culprit, Result},
     fingerprint::CollectiveFingerprint,
-    shared::{Arrangement, Hosts, World},
+    shm::{Hosts, SharedMemory, ShmPeers},
 };
 
 /// Moves tagged parts between ranks; knows nothing of reductions.
@@ -53,25 +53,25 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
 
     /// Waits until something happens in the inbox that was not counted in `version`, or it is
     /// `due`; it may return earlier. Fails where nothing is sent.
-    fn await_news(&self, version: u64, due: Instant, watch: &Watch) -> Result<()>;
+    fn await_news(&self, version: u64, due: Instant, deadline: &OpDeadline) -> Result<()>;
 
     /// Hands one part to a peer.
-    fn send(&self, to: usize, part: OutgoingChunk<'_>, watch: &mut Watch) -> Result<()>;
+    fn send(&self, to: usize, part: OutgoingChunk<'_>, deadline: &mut OpDeadline) -> Result<()>;
 
     /// How many operations may be under way at once. More than one only where parts go through
     /// the inbox alone.
-    fn lanes(&self) -> usize {
+    fn max_in_flight(&self) -> usize {
         1
     }
 
     /// Says the last word to every peer, without waiting for any of them for long. Nothing is
     /// sent afterwards.
-    fn farewell(&self, farewell: &Farewell);
+    fn leave(&self, leave: &FinalMessage);
 
     /// Shows the peers that this rank lives, and gives up those that have shown nothing for
     /// `liveness`: they are reported to the inbox. Says when to call it again; `None` where a
     /// peer cannot fall silent.
-    fn pulse(&self, liveness: Duration) -> Option<Duration> {
+    fn heartbeat(&self, liveness: Duration) -> Option<Duration> {
         let _ = liveness;
         None
     }
@@ -89,7 +89,7 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
 
     /// Takes a witness's word that a rank has ended, and says whether that settles the matter;
     /// it does not while the rank's own last words may be on their way.
-    fn testify(&self, rank: usize, text: &str) -> bool {
+    fn report_exit(&self, rank: usize, text: &str) -> bool {
         let _ = (rank, text);
         true
     }
@@ -102,7 +102,7 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
 
     /// The memory that the ranks share: where there is some, operations go through it, and nothing
     /// is [sent](Self::send).
-    fn shared(&self) -> Option<&World> {
+    fn shared(&self) -> Option<&ShmPeers> {
         None
     }
 
@@ -113,7 +113,7 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
 
     /// Lets operations go through shared memory from here on, where the ranks found some after they
     /// were connected.
-    fn share(&self, arrangement: Arrangement) {
+    fn share(&self, arrangement: SharedMemory) {
         let _ = arrangement;
     }
 
@@ -158,16 +158,16 @@ pub(crate) enum Stage {
 
 /// The last word of a rank.
 #[derive(Clone, Debug)]
-pub(crate) enum Farewell {
+pub(crate) enum FinalMessage {
     /// The rank failed, or saw another one fail.
     Abort(Abort),
     /// The rank has finished.
-    Goodbye(Parting),
+    Goodbye(LeaveKind),
 }
 
 /// How a rank leaves that has not failed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Parting {
+pub(crate) enum LeaveKind {
     /// In good order.
     Closed,
     /// Its last handle was dropped, and nobody said why.
@@ -178,12 +178,12 @@ pub(crate) enum Parting {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Peer {
     pub(crate) rank: usize,
-    pub(crate) place: Place,
+    pub(crate) location: PeerLocation,
 }
 
 /// Where a rank runs.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Place {
+pub(crate) enum PeerLocation {
     Process { host: String, pid: u32 },
     Thread,
 }
@@ -191,9 +191,9 @@ pub(crate) enum Place {
 impl Peer {
     /// The peer as the one to blame.
     pub(crate) fn culprit(&self, cause: impl Into<String>, certainty: Certainty) -> Culprit {
-        let (host, pid) = match &self.place {
-            Place::Process { host, pid } => (host.clone(), Some(*pid)),
-            Place::Thread => ("this process".to_owned(), None),
+        let (host, pid) = match &self.location {
+            PeerLocation::Process { host, pid } => (host.clone(), Some(*pid)),
+            PeerLocation::Thread => ("this process".to_owned(), None),
         };
         Culprit {
             rank: self.rank,
@@ -207,11 +207,11 @@ impl Peer {
 
 impl fmt::Display for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.place {
-            Place::Process { host, pid } => {
+        match &self.location {
+            PeerLocation::Process { host, pid } => {
                 write!(f, "rank {} (process {pid} on {host})", self.rank)
             }
-            Place::Thread => write!(f, "rank {} (a thread of this process)", self.rank),
+            PeerLocation::Thread => write!(f, "rank {} (a thread of this process)", self.rank),
         }
     }
 }

@@ -2,10 +2,12 @@
 
 use std::{io, sync::Arc, time::Instant};
 
-use super::{Farewell, Inbox, OutgoingChunk, Peer, Place, Transport, TransportKind, Watch};
+use super::{
+    FinalMessage, Inbox, OpDeadline, OutgoingChunk, Peer, PeerLocation, Transport, TransportKind,
+};
 use crate::{
     error::{Error, Result},
-    shared::{Arena, Spin, World, cores},
+    shm::{Arena, ShmPeers, Spin, cores},
 };
 
 /// One rank among the threads of a process, which share its memory.
@@ -17,7 +19,7 @@ pub(crate) struct Threads {
     rank: usize,
     hub: Arc<Hub>,
     /// None in a world of one.
-    world: Option<World>,
+    world: Option<ShmPeers>,
 }
 
 impl Threads {
@@ -45,7 +47,7 @@ impl Threads {
         let ranks = (0..world_size).map(|rank| Self {
             rank,
             hub: Arc::clone(&hub),
-            world: Some(World::new(rank, Arc::clone(&arenas), 0, spin)),
+            world: Some(ShmPeers::new(rank, Arc::clone(&arenas), 0, spin)),
         });
         Ok(ranks.collect())
     }
@@ -64,34 +66,34 @@ impl Transport for Threads {
         &self.hub.inboxes[self.rank]
     }
 
-    fn await_news(&self, _: u64, _: Instant, watch: &Watch) -> Result<()> {
+    fn await_news(&self, _: u64, _: Instant, deadline: &OpDeadline) -> Result<()> {
         let me = &self.hub.peers[self.rank];
-        Err(watch.protocol(me, "it waits for parts, which threads do not send"))
+        Err(deadline.protocol(me, "it waits for parts, which threads do not send"))
     }
 
-    fn send(&self, to: usize, _part: OutgoingChunk<'_>, watch: &mut Watch) -> Result<()> {
+    fn send(&self, to: usize, _part: OutgoingChunk<'_>, deadline: &mut OpDeadline) -> Result<()> {
         // Operations go through the memory that the threads share.
         let me = &self.hub.peers[self.rank];
-        Err(watch.protocol(me, format_args!("it sent a part to rank {to}, a thread")))
+        Err(deadline.protocol(me, format_args!("it sent a part to rank {to}, a thread")))
     }
 
     fn active(&self, rank: usize) -> Option<Instant> {
-        self.hub.inboxes.get(rank)?.signs().last()
+        self.hub.inboxes.get(rank)?.activity().last()
     }
 
-    fn shared(&self) -> Option<&World> {
+    fn shared(&self) -> Option<&ShmPeers> {
         self.world.as_ref()
     }
 
-    fn farewell(&self, farewell: &Farewell) {
+    fn leave(&self, leave: &FinalMessage) {
         self.inbox().close();
         for (rank, inbox) in self.hub.inboxes.iter().enumerate() {
             if rank == self.rank {
                 continue;
             }
-            match farewell {
-                Farewell::Abort(abort) => inbox.aborted(self.rank, abort.clone()),
-                Farewell::Goodbye(parting) => inbox.left(self.rank, *parting),
+            match leave {
+                FinalMessage::Abort(abort) => inbox.aborted(self.rank, abort.clone()),
+                FinalMessage::Goodbye(parting) => inbox.left(self.rank, *parting),
             }
         }
     }
@@ -110,7 +112,7 @@ impl Hub {
             peers: (0..world_size)
                 .map(|rank| Peer {
                     rank,
-                    place: Place::Thread,
+                    location: PeerLocation::Thread,
                 })
                 .collect(),
         }

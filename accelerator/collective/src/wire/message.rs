@@ -36,7 +36,7 @@ pub(crate) enum Message {
         body: Vec<u8>,
         proof: Option<[u8; 32]>,
     },
-    /// The store to the rank: a [`Table`], with proof of the token.
+    /// The store to the rank: a [`RankTable`], with proof of the token.
     Welcome {
         body: Vec<u8>,
         proof: Option<[u8; 32]>,
@@ -50,15 +50,15 @@ pub(crate) enum Message {
     /// The rank to the store: it is connected to all others.
     Connected,
     /// The rank to the store: its group failed, and whom it blames.
-    Accuse(Refusal),
+    ReportFailure(Refusal),
     /// The rank to the store: it leaves in good order.
-    Farewell,
+    Leave,
     /// The store to the rank: a rank has ended, and how.
-    Testimony { rank: usize, text: String },
+    ExitNotice { rank: usize, text: String },
     /// The store to the rank: what is known about a rank, should anybody ask.
-    Hearsay { rank: usize, text: String },
+    ExitInfo { rank: usize, text: String },
     /// The store to the rank: it closes in good order.
-    Adjourned,
+    StoreClosing,
     /// A rank to another one: who it is.
     Greet { from: u32, to: u32, nonce: Nonce },
     /// The other one: proof of the job.
@@ -88,7 +88,7 @@ impl Message {
             .map_err(ReadError::Io)
     }
 
-    /// The bytes that go over the wire.
+    /// The bytes that go over the connection.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let body = to_bytes(self);
         let mut out = Vec::with_capacity(ENVELOPE + body.len());
@@ -132,7 +132,7 @@ impl Message {
     pub(crate) fn read(from: &mut impl Read, bound: usize) -> Result<Self, ReadError> {
         let mut envelope = [0; ENVELOPE];
         fill(from, &mut envelope)?;
-        let word = |at: usize| {
+        let said = |at: usize| {
             u32::from_le_bytes([
                 envelope[at],
                 envelope[at + 1],
@@ -153,7 +153,7 @@ impl Message {
                 envelope[4]
             )));
         }
-        let len = word(8) as usize;
+        let len = said(8) as usize;
         if len > bound {
             return Err(ReadError::Message(format!(
                 "a message of {len} bytes, at most {bound} are allowed"
@@ -164,7 +164,7 @@ impl Message {
             Err(ReadError::Closed) => return Err(ReadError::Torn),
             other => other?,
         }
-        if word(12) != crc32fast::hash(&body) {
+        if said(12) != crc32fast::hash(&body) {
             return Err(ReadError::Message("a wrong checksum".to_owned()));
         }
         from_bytes(&body)
@@ -226,7 +226,7 @@ mod name {
 
 /// All ranks of a job, in rank order.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(crate) struct Table {
+pub(crate) struct RankTable {
     pub(crate) ranks: Vec<Registration>,
     /// What the key of the job is made from.
     pub(crate) secret: Nonce,
@@ -273,7 +273,7 @@ impl Refusal {
         }
     }
 
-    /// What a stranger may send: a text and a list that have bounds.
+    /// What a rejected may send: a text and a list that have bounds.
     pub(crate) fn bounded(error: &Error) -> Self {
         Self {
             kind: error.kind().code(),
@@ -388,8 +388,8 @@ mod tests {
         });
         let back = Message::read(&mut &bytes[..], SHORT).unwrap();
         assert!(matches!(back, Message::Greet { from: 3, to: 1, nonce } if nonce == [7; 32]));
-        for cut in 0..bytes.len() {
-            assert!(Message::read(&mut &bytes[..cut], SHORT).is_err());
+        for inject_disconnect in 0..bytes.len() {
+            assert!(Message::read(&mut &bytes[..inject_disconnect], SHORT).is_err());
         }
         assert!(
             Message::read(&mut &bytes[..], 10).is_err(),
@@ -453,10 +453,10 @@ mod tests {
     fn accusations_are_bounded() {
         let ranks = (1_000_000..1_100_000).collect();
         let error = Error::about(Kind::PeerLost, ranks, "é".repeat(5000));
-        let accuse = Message::Accuse(Refusal::bounded(&error));
-        let bytes = exchange(&accuse);
+        let report_failure = Message::ReportFailure(Refusal::bounded(&error));
+        let bytes = exchange(&report_failure);
         assert!(bytes.len() <= SHORT);
-        let Message::Accuse(back) = Message::read(&mut &bytes[..], SHORT).unwrap() else {
+        let Message::ReportFailure(back) = Message::read(&mut &bytes[..], SHORT).unwrap() else {
             panic!("another message");
         };
         let back = back.into_error();
@@ -477,9 +477,9 @@ mod tests {
             certainty: Certainty::Guessed,
         };
         let error = Error::blaming(Kind::PeerLost, culprit, "x".repeat(5000));
-        let bytes = exchange(&Message::Accuse(Refusal::bounded(&error)));
+        let bytes = exchange(&Message::ReportFailure(Refusal::bounded(&error)));
         assert!(bytes.len() <= SHORT);
-        let Message::Accuse(back) = Message::read(&mut &bytes[..], SHORT).unwrap() else {
+        let Message::ReportFailure(back) = Message::read(&mut &bytes[..], SHORT).unwrap() else {
             panic!("another message");
         };
         let back = back.into_error();
@@ -513,7 +513,7 @@ mod tests {
         fn rubbish_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
             prop_assert!(Message::read(&mut &bytes[..], SHORT).is_err());
             let _ = from_bytes::<Message>(&bytes);
-            let _ = from_bytes::<Table>(&bytes);
+            let _ = from_bytes::<RankTable>(&bytes);
         }
     }
 }

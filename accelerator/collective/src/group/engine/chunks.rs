@@ -21,26 +21,28 @@ pub(crate) enum Output {
 /// A part of a buffer for each rank to reduce, each part in chunks, in bytes.
 #[derive(Debug)]
 pub(super) enum ChunkLayout {
-    /// Parts that are equally long.
-    Even(Parts),
+    /// EvenShards that are equally long.
+    Even(EvenShards),
     /// The shards of a layout, and the size of an element.
     Sharded(Arc<ShardLayout>, usize),
 }
 
 impl ChunkLayout {
     /// A chunk of a part; empty behind the last one.
-    pub(super) fn chunk(&self, rank: usize, round: usize) -> Chunk<'_> {
+    pub(super) fn chunk(&self, rank: usize, round: usize) -> ChunkRange<'_> {
         match self {
-            Self::Even(parts) => Chunk::One(parts.chunk(rank, round)),
+            Self::Even(parts) => ChunkRange::One(parts.chunk(rank, round)),
             Self::Sharded(shards, size) => {
                 let most = CHUNK / size;
                 let runs = shards.runs(rank, round * most..(round + 1) * most);
                 let size = *size;
                 match runs.clone().next() {
-                    Some(run) if run.len() < runs.elements() => Chunk::Many(Pieces { runs, size }),
+                    Some(run) if run.len() < runs.elements() => {
+                        ChunkRange::Many(PackedRanges { runs, size })
+                    }
                     run => {
                         let run = run.unwrap_or_default();
-                        Chunk::One(run.start * size..run.end * size)
+                        ChunkRange::One(run.start * size..run.end * size)
                     }
                 }
             }
@@ -56,7 +58,7 @@ impl ChunkLayout {
     }
 
     /// Whether a chunk of a round travels by itself, rather than with a declaration or not at all.
-    pub(super) fn sends(&self, chunk: &Chunk<'_>, round: usize) -> bool {
+    pub(super) fn sends(&self, chunk: &ChunkRange<'_>, round: usize) -> bool {
         match self {
             Self::Even(_) => round > 0 && !chunk.is_empty(),
             // Empty ones too: they show how far a rank is, to which no results come back.
@@ -67,12 +69,12 @@ impl ChunkLayout {
 
 /// At most [`CHUNK`] bytes of a buffer.
 #[derive(Debug)]
-pub(super) enum Chunk<'a> {
+pub(super) enum ChunkRange<'a> {
     One(Range<usize>),
-    Many(Pieces<'a>),
+    Many(PackedRanges<'a>),
 }
 
-impl Chunk<'_> {
+impl ChunkRange<'_> {
     pub(super) fn len(&self) -> usize {
         match self {
             Self::One(range) => range.len(),
@@ -87,12 +89,12 @@ impl Chunk<'_> {
 
 /// Several ranges of bytes that travel as one.
 #[derive(Clone, Debug)]
-pub(super) struct Pieces<'a> {
+pub(super) struct PackedRanges<'a> {
     runs: Runs<'a>,
     size: usize,
 }
 
-impl Pieces<'_> {
+impl PackedRanges<'_> {
     /// The pieces of a buffer, one after the other, in memory that is used again.
     pub(super) fn pack<'b>(&self, bytes: &[u8], into: &'b mut Storage) -> &'b mut [u8] {
         into.grow(self.len());
@@ -121,7 +123,7 @@ impl Pieces<'_> {
     }
 }
 
-impl Iterator for Pieces<'_> {
+impl Iterator for PackedRanges<'_> {
     type Item = Range<usize>;
 
     fn next(&mut self) -> Option<Range<usize>> {
@@ -132,12 +134,12 @@ impl Iterator for Pieces<'_> {
 
 /// A buffer cut into one part for each rank, and each part into chunks, in bytes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Parts {
+pub(super) struct EvenShards {
     partition: Partition,
     size: usize,
 }
 
-impl Parts {
+impl EvenShards {
     pub(super) fn new(len: usize, size: usize, world_size: usize) -> Self {
         Self {
             partition: Partition::new(len, world_size),
@@ -175,7 +177,7 @@ mod tests {
     #[test]
     fn chunks_cover_parts() {
         let len = 3 * CHUNK + 5;
-        let parts = Parts::new(len, 2, 3);
+        let parts = EvenShards::new(len, 2, 3);
         let mut next = 0;
         for rank in 0..3 {
             for round in 0..parts.rounds() {

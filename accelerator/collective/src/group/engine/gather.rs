@@ -1,6 +1,6 @@
 //! Gathers and broadcasts: each rank sends what it has.
 
-use super::{AHEAD, Exchange, chunks::chunk};
+use super::{OpContext, PREFETCH, chunks::chunk};
 use crate::{
     buffer::Buffer,
     buffer_slice::{GatherLayout, gather_layouts_differ},
@@ -9,7 +9,7 @@ use crate::{
     transport::{CHUNK, Stage},
 };
 
-impl Exchange<'_> {
+impl OpContext<'_> {
     /// Sends `own` to every rank and gives what the others sent to `sink`, in order for each
     /// rank.
     pub(crate) fn all_gather(
@@ -20,26 +20,26 @@ impl Exchange<'_> {
         if let Some(steps) = self.steps() {
             return steps.all_gather(own, sink);
         }
-        self.begin(|_| &own[chunk(own.len(), 0)])?;
-        self.meet(|_, fingerprint| chunk(fingerprint.bytes(), 0).len())?;
+        self.send_header(|_| &own[chunk(own.len(), 0)])?;
+        self.exchange_headers(|_, fingerprint| chunk(fingerprint.bytes(), 0).len())?;
         let longest = self
-            .sides
+            .headers
             .iter()
             .flatten()
             .map(CollectiveFingerprint::bytes)
             .max();
         let rounds = longest.unwrap_or(0).div_ceil(CHUNK);
-        for round in 1..AHEAD {
-            self.announce(round, &own[chunk(own.len(), round)])?;
+        for round in 1..PREFETCH {
+            self.broadcast_chunk(round, &own[chunk(own.len(), round)])?;
         }
         for round in 0..rounds {
-            let next = chunk(own.len(), round + AHEAD);
-            self.announce(round + AHEAD, &own[next])?;
+            let next = chunk(own.len(), round + PREFETCH);
+            self.broadcast_chunk(round + PREFETCH, &own[next])?;
             for peer in self.others() {
                 let len = self.declared_chunk(peer, round).len();
                 if len > 0 {
-                    let parcel = self.round(peer, Stage::Outward, round, len)?;
-                    sink(peer, parcel.chunk.bytes());
+                    let chunk = self.round(peer, Stage::Outward, round, len)?;
+                    sink(peer, chunk.payload.bytes());
                 }
             }
         }
@@ -57,25 +57,25 @@ impl Exchange<'_> {
             return steps.all_gather_parts(buffers, layout, sink);
         }
         let digest = layout.digest();
-        self.begin(|_| &digest)?;
-        self.meet(|_, _| digest.len())?;
+        self.send_header(|_| &digest)?;
+        self.exchange_headers(|_, _| digest.len())?;
         if !self.agree_on(&digest) {
-            return Err(gather_layouts_differ(self.watch.sequence));
+            return Err(gather_layouts_differ(self.deadline.sequence));
         }
         let own = layout.collect(self.rank, buffers);
-        for round in 0..AHEAD {
-            self.announce(round + 1, &own[chunk(own.len(), round)])?;
+        for round in 0..PREFETCH {
+            self.broadcast_chunk(round + 1, &own[chunk(own.len(), round)])?;
         }
         for round in 0..layout.longest().div_ceil(CHUNK) {
-            let next = round + AHEAD;
-            self.announce(next + 1, &own[chunk(own.len(), next)])?;
+            let next = round + PREFETCH;
+            self.broadcast_chunk(next + 1, &own[chunk(own.len(), next)])?;
             for peer in self.others() {
                 let range = chunk(layout.len(peer), round);
                 if !range.is_empty() {
                     let stage = Stage::Outward;
-                    let parcel =
+                    let chunk =
                         self.receive(peer, peer..peer + 1, stage, round + 1, range.len())?;
-                    layout.put(peer, range.start, parcel.chunk.bytes(), buffers);
+                    layout.put(peer, range.start, chunk.payload.bytes(), buffers);
                 }
             }
         }
@@ -95,11 +95,11 @@ impl Exchange<'_> {
             return steps.gather(root, own, sink);
         }
         let rank = self.rank;
-        self.begin(|peer| match peer == root {
+        self.send_header(|peer| match peer == root {
             true => &own[chunk(own.len(), 0)],
             false => &[],
         })?;
-        self.meet(|_, fingerprint| match rank == root {
+        self.exchange_headers(|_, fingerprint| match rank == root {
             true => chunk(fingerprint.bytes(), 0).len(),
             false => 0,
         })?;
@@ -116,8 +116,8 @@ impl Exchange<'_> {
                 if len == 0 {
                     break;
                 }
-                let parcel = self.round(peer, Stage::Inward, round, len)?;
-                sink(peer, parcel.chunk.bytes());
+                let chunk = self.round(peer, Stage::Inward, round, len)?;
+                sink(peer, chunk.payload.bytes());
                 round += 1;
             }
         }
@@ -136,27 +136,27 @@ impl Exchange<'_> {
         })
     }
 
-    /// The root's side of a broadcast.
+    /// The root's header of a broadcast.
     pub(crate) fn broadcast_from(mut self, root: usize, bytes: &[u8]) -> Result<()> {
         debug_assert_eq!(self.rank, root, "only the root has something to say");
         if let Some(steps) = self.steps() {
             return steps.broadcast_from(bytes);
         }
-        self.begin(|_| &bytes[chunk(bytes.len(), 0)])?;
-        self.meet(|_, _| 0)?;
+        self.send_header(|_| &bytes[chunk(bytes.len(), 0)])?;
+        self.exchange_headers(|_, _| 0)?;
         for round in 1..bytes.len().div_ceil(CHUNK) {
-            self.announce(round, &bytes[chunk(bytes.len(), round)])?;
+            self.broadcast_chunk(round, &bytes[chunk(bytes.len(), round)])?;
         }
         Ok(())
     }
 
-    /// Every other rank's side of a broadcast: gives what the root sent to `sink`, in order.
+    /// Every other rank's header of a broadcast: gives what the root sent to `sink`, in order.
     pub(crate) fn broadcast_to(mut self, root: usize, mut sink: impl FnMut(&[u8])) -> Result<()> {
         if let Some(steps) = self.steps() {
             return steps.broadcast_to(root, sink);
         }
-        self.begin(|_| &[])?;
-        self.meet(|peer, fingerprint| match peer == root {
+        self.send_header(|_| &[])?;
+        self.exchange_headers(|peer, fingerprint| match peer == root {
             true => chunk(fingerprint.bytes(), 0).len(),
             false => 0,
         })?;
@@ -166,13 +166,13 @@ impl Exchange<'_> {
             if len == 0 {
                 return Ok(());
             }
-            let parcel = self.round(root, Stage::Outward, round, len)?;
-            sink(parcel.chunk.bytes());
+            let chunk = self.round(root, Stage::Outward, round, len)?;
+            sink(chunk.payload.bytes());
             round += 1;
         }
     }
 
-    /// The root's side of a scatter: sends each rank its part, and nothing of the others'.
+    /// The root's header of a scatter: sends each rank its part, and nothing of the others'.
     pub(crate) fn scatter_from(mut self, parts: &[Vec<u8>]) -> Result<()> {
         let lens: Vec<_> = parts
             .iter()
@@ -184,8 +184,8 @@ impl Exchange<'_> {
             let all: Vec<u8> = lens.chain(parts.concat()).collect();
             return steps.scatter_from(&all);
         }
-        self.begin(|peer| &lens[peer])?;
-        self.meet(|_, _| 0)?;
+        self.send_header(|peer| &lens[peer])?;
+        self.exchange_headers(|_, _| 0)?;
         let longest = parts.iter().map(Vec::len).max().unwrap_or(0);
         for round in 0..longest.div_ceil(CHUNK) {
             for peer in self.ring() {
@@ -198,33 +198,33 @@ impl Exchange<'_> {
         Ok(())
     }
 
-    /// Every other rank's side of a scatter: its part.
+    /// Every other rank's header of a scatter: its part.
     pub(crate) fn scatter_to(mut self, root: usize) -> Result<Vec<u8>> {
         let (rank, world_size) = (self.rank, self.world_size);
         let mut part = Vec::new();
         if let Some(steps) = self.steps() {
-            let mut slice = Slice::new(rank, world_size);
+            let mut slice = ScatterReader::new(rank, world_size);
             steps.scatter_to(root, |piece| slice.take(piece, &mut part))?;
             return Ok(part);
         }
-        self.begin(|_| &[])?;
-        self.meet(|peer, _| match peer == root {
+        self.send_header(|_| &[])?;
+        self.exchange_headers(|peer, _| match peer == root {
             true => LEN,
             false => 0,
         })?;
         let first = self.round(root, Stage::Begin, 0, LEN)?;
-        let len = read_len(first.chunk.bytes());
+        let len = read_len(first.payload.bytes());
         for round in 0..len.div_ceil(CHUNK) {
             let expected = chunk(len, round).len();
-            let parcel = self.receive(root, root..root + 1, Stage::Outward, round + 1, expected)?;
-            part.extend_from_slice(parcel.chunk.bytes());
+            let chunk = self.receive(root, root..root + 1, Stage::Outward, round + 1, expected)?;
+            part.extend_from_slice(chunk.payload.bytes());
         }
         Ok(part)
     }
 }
 
 /// The part of one rank in the parts of all, which come piece by piece, behind their lengths.
-struct Slice {
+struct ScatterReader {
     rank: usize,
     lens: Vec<u8>,
     /// The bytes of the lengths.
@@ -233,7 +233,7 @@ struct Slice {
     passed: usize,
 }
 
-impl Slice {
+impl ScatterReader {
     fn new(rank: usize, world_size: usize) -> Self {
         Self {
             rank,
@@ -281,7 +281,7 @@ mod tests {
         let all: Vec<u8> = lens.chain(parts.concat()).collect();
         for layout in 1..all.len() + 1 {
             for (rank, wanted) in parts.iter().enumerate() {
-                let (mut slice, mut part) = (Slice::new(rank, parts.len()), Vec::new());
+                let (mut slice, mut part) = (ScatterReader::new(rank, parts.len()), Vec::new());
                 all.chunks(layout)
                     .for_each(|piece| slice.take(piece, &mut part));
                 assert_eq!(&part, wanted, "rank {rank}, pieces of {layout}");

@@ -10,7 +10,9 @@ use crate::{
     fingerprint::{CallSite, OpKind},
     reduce::ReduceOp,
     shard_layout::ShardLayout,
-    transport::{CHUNK, Farewell, Inbox, Limit, Patience, Peer, Place, TransportKind},
+    transport::{
+        CHUNK, FinalMessage, Inbox, OpTimeouts, Peer, PeerLocation, TimeoutKind, TransportKind,
+    },
 };
 
 /// A transport that notes what this rank, 0 of 2, sends to the other.
@@ -26,7 +28,7 @@ impl Notes {
         Self {
             peers: [0, 1].map(|rank| Peer {
                 rank,
-                place: Place::Thread,
+                location: PeerLocation::Thread,
             }),
             inbox: Inbox::new(2),
             sent: Mutex::default(),
@@ -48,12 +50,12 @@ impl Notes {
             stage,
             index,
         };
-        let parcel = Parcel {
+        let received = RecvChunk {
             tag,
             fingerprint,
-            chunk,
+            payload: chunk,
         };
-        assert!(self.inbox.deposit(1, parcel));
+        assert!(self.inbox.push(1, received));
     }
 
     fn sent(&self, stage: Stage) -> Vec<usize> {
@@ -76,17 +78,17 @@ impl Transport for Notes {
         &self.inbox
     }
 
-    fn await_news(&self, _: u64, _: Instant, _: &Watch) -> Result<()> {
+    fn await_news(&self, _: u64, _: Instant, _: &OpDeadline) -> Result<()> {
         unreachable!("the operation is resumed by the test");
     }
 
-    fn send(&self, _: usize, part: OutgoingChunk<'_>, _: &mut Watch) -> Result<()> {
+    fn send(&self, _: usize, part: OutgoingChunk<'_>, _: &mut OpDeadline) -> Result<()> {
         let mut sent = self.sent.lock().unwrap();
         sent.push((part.tag, part.payload.len()));
         Ok(())
     }
 
-    fn farewell(&self, _: &Farewell) {}
+    fn leave(&self, _: &FinalMessage) {}
 }
 
 /// A rank that keeps nothing awaits nothing that it needs, and no results come back: it must not
@@ -98,40 +100,39 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
     let mut buffer = Buffer::zeroed(DType::U8, len);
     let parts = vec![Vec::new(), vec![0..CHUNK - 1, 2 * CHUNK - 1..len]];
     let shards = Arc::new(ShardLayout::new(len, parts).unwrap());
-    // The gap is as long as a chunk; the first chunk lies on both sides of it.
+    // The gap is as long as a chunk; the first chunk lies on both headers of it.
     let rounds = rounds - 1;
     let fingerprint =
         CollectiveFingerprint::new(OpKind::ReduceScatterBuffer, CallSite::new("here.rs", 1))
             .with_op(ReduceOp::Sum)
             .with_data(DType::U8, len);
-    let patience = Patience {
+    let patience = OpTimeouts {
         timeout: Duration::from_secs(50),
         warn_after: Duration::from_secs(50),
-        limit: Limit::Progress,
+        limit: TimeoutKind::Progress,
     };
     let transport = Notes::new();
-    let mut watch = Watch::new(0, 0, fingerprint, patience);
+    let mut deadline = OpDeadline::new(0, 0, fingerprint, patience);
     let mut scratch = Scratch::default();
     scratch.clear(2);
     let output = Output::Shard(Arc::clone(&shards));
     let mut reduction = Reduction::new(DType::U8, ReduceOp::Sum, &output, len, 2);
     let mut go_on = || {
-        let mut exchange = Exchange::resumed(&transport, &mut watch, &mut scratch, Position::First);
-        reduction
-            .advance(&mut exchange, buffer.bytes_mut())
-            .unwrap()
+        let mut ctx =
+            OpContext::resumed(&transport, &mut deadline, &mut scratch, OpPosition::First);
+        reduction.advance(&mut ctx, buffer.bytes_mut()).unwrap()
     };
-    assert_eq!(go_on(), Progress::Waiting(1..2));
+    assert_eq!(go_on(), OpProgress::Waiting(1..2));
     assert_eq!(transport.sent(Stage::Begin), [shards.digest().len()]);
-    assert_eq!(transport.sent(Stage::Inward).len(), AHEAD);
+    assert_eq!(transport.sent(Stage::Inward).len(), PREFETCH);
     transport.arrive(Stage::Begin, 0, Some(fingerprint), shards.digest());
     for round in 0..rounds {
-        assert_eq!(go_on(), Progress::Waiting(1..2));
+        assert_eq!(go_on(), OpProgress::Waiting(1..2));
         let sent = transport.sent(Stage::Inward);
-        assert_eq!(sent.len(), rounds.min(round + AHEAD + 1));
+        assert_eq!(sent.len(), rounds.min(round + PREFETCH + 1));
         transport.arrive(Stage::Inward, round as u32, None, &[]);
     }
-    assert_eq!(go_on(), Progress::Done);
+    assert_eq!(go_on(), OpProgress::Done);
     assert!(
         transport.sent(Stage::Outward).is_empty(),
         "no results travel"

@@ -1,13 +1,13 @@
 //! Ranks as processes, connected each with each by TCP.
 
-mod ear;
-mod intake;
+mod frame_reader;
+mod heartbeat_round;
 mod link;
 mod mesh;
-mod pulse;
-mod reader;
-mod tend;
-mod tending;
+mod peer_liveness;
+mod poll_loop;
+mod reader_handoff;
+mod reader_thread;
 mod unsent;
 
 use std::{
@@ -19,21 +19,21 @@ use std::{
 };
 
 use super::{
-    FLIGHTS, Farewell, Inbox, OutgoingChunk, Parting, Peer, Place, Stage, Transport, TransportKind,
-    Watch, bell::Bell,
+    FinalMessage, Inbox, LeaveKind, MAX_IN_FLIGHT, OpDeadline, OutgoingChunk, Peer, PeerLocation,
+    Stage, Transport, TransportKind, waker::Waker,
 };
 use crate::{
     error::{Certainty, Error, Result},
     rendezvous::{LONGEST, Meeting},
-    shared::{Arrangement, Hosts, World, cores},
+    shm::{Hosts, SharedMemory, ShmPeers, cores},
     topology::Topology,
     wire::frame::{FrameKind, Head},
 };
+use heartbeat_round::RoundClock;
 use link::Link;
-use pulse::Pace;
+use reader_handoff::ReaderHandoff;
 #[cfg(feature = "fuzzing")]
-pub(crate) use reader::feed;
-use tending::Tending;
+pub(crate) use reader_thread::feed;
 
 /// One rank in a mesh of connections. Operations that wait read what comes; where there is none, a
 /// thread for each peer does, so a peer that sends never waits for this rank's engine for long.
@@ -43,16 +43,16 @@ pub(crate) struct Tcp {
     peers: Vec<Peer>,
     links: Vec<Option<Link>>,
     inbox: Arc<Inbox>,
-    tending: Arc<Tending>,
+    handoff: Arc<ReaderHandoff>,
     /// How long an operation that waits keeps its core.
     busy: Duration,
     /// How long the others may take to complete their connections.
     patience: Duration,
-    pace: Mutex<Pace>,
+    clock: Mutex<RoundClock>,
     /// Whether the next part is to be spoilt.
     spoilt: AtomicBool,
     /// What operations go through instead of the connections, which then tell who is gone.
-    arrangement: OnceLock<Arrangement>,
+    arrangement: OnceLock<SharedMemory>,
 }
 
 impl Tcp {
@@ -69,24 +69,24 @@ impl Tcp {
             .into_iter()
             .map(|x| Peer {
                 rank: x.rank,
-                place: Place::Process {
+                location: PeerLocation::Process {
                     host: x.host,
                     pid: x.pid,
                 },
             })
             .collect();
-        let bell = Bell::new()
+        let waker = Waker::new()
             .map_err(|error| Error::io("there is no pair of sockets to wake a thread", error))?;
-        let inbox = Arc::new(Inbox::with_bell(peers.len(), bell));
-        let tending = Arc::new(Tending::new());
+        let inbox = Arc::new(Inbox::with_waker(peers.len(), waker));
+        let handoff = Arc::new(ReaderHandoff::new());
         let mut links = Vec::with_capacity(peers.len());
         for (peer, stream) in peers.iter().zip(streams) {
             let link = match stream {
                 None => None,
                 Some(stream) => {
                     let link = Link::new(stream, peer.rank, &inbox)?;
-                    let (inbox, tending) = (Arc::clone(&inbox), Arc::clone(&tending));
-                    reader::spawn(&link, peer.rank, inbox, tending)?;
+                    let (inbox, handoff) = (Arc::clone(&inbox), Arc::clone(&handoff));
+                    reader_thread::spawn(&link, peer.rank, inbox, handoff)?;
                     Some(link)
                 }
             };
@@ -98,9 +98,9 @@ impl Tcp {
             peers,
             links,
             inbox,
-            tending,
+            handoff,
             patience,
-            pace: Mutex::default(),
+            clock: Mutex::default(),
             spoilt: AtomicBool::new(false),
             arrangement: OnceLock::new(),
         })
@@ -124,8 +124,8 @@ impl Tcp {
 impl Transport for Tcp {
     fn kind(&self) -> TransportKind {
         match self.arrangement.get() {
-            Some(Arrangement::OneHost(_)) => TransportKind::Shm,
-            Some(Arrangement::Hosts(_)) => TransportKind::Hierarchical,
+            Some(SharedMemory::OneHost(_)) => TransportKind::Shm,
+            Some(SharedMemory::Hosts(_)) => TransportKind::Hierarchical,
             None => TransportKind::Tcp,
         }
     }
@@ -138,9 +138,9 @@ impl Transport for Tcp {
         &self.inbox
     }
 
-    fn send(&self, to: usize, part: OutgoingChunk<'_>, watch: &mut Watch) -> Result<()> {
+    fn send(&self, to: usize, part: OutgoingChunk<'_>, deadline: &mut OpDeadline) -> Result<()> {
         let Some(link) = &self.links[to] else {
-            return Err(watch.protocol(&self.peers[self.rank], "it sent a part to itself"));
+            return Err(deadline.protocol(&self.peers[self.rank], "it sent a part to itself"));
         };
         let declaration = part.fingerprint.map(|fingerprint| fingerprint.encode());
         let preamble = match &declaration {
@@ -164,17 +164,17 @@ impl Transport for Tcp {
                 _ => now + link::TICK,
             };
             if written > stuck.map_or(0, |(at, _)| at) {
-                watch.moved(now);
+                deadline.on_progress(now);
             }
             self.inbox.await_rank(Some(to));
-            let was_calm = self.inbox.is_calm();
+            let was_calm = self.inbox.has_no_failures();
             if failure.is_none() && (now >= due || !was_calm) {
-                watch.woke(due, now);
+                deadline.compensate(due, now);
                 due = now + link::TICK;
-                let check = self.inbox.check(to, &self.peers, watch);
+                let check = self.inbox.check(to, &self.peers, deadline);
                 let check = check.and_then(|()| {
-                    let roots = |watch: &Watch| self.inbox.roots(vec![to], watch);
-                    watch.tick(roots, |rank| self.active(rank)).map(drop)
+                    let roots = |deadline: &OpDeadline| self.inbox.roots(vec![to], deadline);
+                    deadline.tick(roots, |rank| self.active(rank)).map(drop)
                 });
                 if let Err(error) = check {
                     // Who is lost takes nothing more.
@@ -193,7 +193,7 @@ impl Transport for Tcp {
                 due = *until;
             }
             // What has been told is not told again.
-            self.tend_until_writable(link, due, || was_calm && !self.inbox.is_calm());
+            self.poll_until_writable(link, due, || was_calm && !self.inbox.has_no_failures());
             true
         });
         if stuck.is_some() {
@@ -202,56 +202,56 @@ impl Transport for Tcp {
         match (failure, outcome) {
             (Some((error, _)), _) => Err(error),
             (None, Ok(())) => {
-                watch.restart();
+                deadline.restart();
                 Ok(())
             }
             (None, Err(error)) => {
                 // The peer, or another one, has said why; else the broken connection is why.
-                self.inbox.verdict(to, &self.peers, watch)?;
+                self.inbox.wait_for_cause(to, &self.peers, deadline)?;
                 let why = format!("its connection broke: {error}");
-                Err(watch.lost(&self.peers[to], &why, Certainty::Guessed))
+                Err(deadline.lost(&self.peers[to], &why, Certainty::Guessed))
             }
         }
     }
 
-    fn await_news(&self, version: u64, due: Instant, _: &Watch) -> Result<()> {
-        self.tend(version, due);
+    fn await_news(&self, version: u64, due: Instant, _: &OpDeadline) -> Result<()> {
+        self.poll_until_news(version, due);
         Ok(())
     }
 
-    fn lanes(&self) -> usize {
+    fn max_in_flight(&self) -> usize {
         match self.kind() {
-            TransportKind::Tcp => FLIGHTS,
+            TransportKind::Tcp => MAX_IN_FLIGHT,
             _ => 1,
         }
     }
 
-    fn farewell(&self, farewell: &Farewell) {
+    fn leave(&self, leave: &FinalMessage) {
         self.inbox.close();
-        self.tending.end();
-        let (head, preamble) = match farewell {
-            Farewell::Abort(abort) => {
+        self.handoff.end();
+        let (head, preamble) = match leave {
+            FinalMessage::Abort(abort) => {
                 let preamble = abort.encode();
                 let head = Head::new(FrameKind::Abort, abort.sequence, 0, &preamble, &[]);
                 (head.encode(), preamble)
             }
-            Farewell::Goodbye(parting) => {
+            FinalMessage::Goodbye(parting) => {
                 let parting = match parting {
-                    Parting::Closed => 0,
-                    Parting::Dropped => 1,
+                    LeaveKind::Closed => 0,
+                    LeaveKind::Dropped => 1,
                 };
                 let head = Head::new(FrameKind::Goodbye, 0, parting, &[], &[]);
                 (head.encode(), Vec::new())
             }
         };
         // Who is lost is told last, so that nobody else waits for it.
-        let (mut hearers, lost): (Vec<_>, Vec<_>) = self
+        let (mut receivers, lost): (Vec<_>, Vec<_>) = self
             .others()
-            .partition(|(rank, _)| self.inbox.may_hear(*rank));
+            .partition(|(rank, _)| self.inbox.can_receive(*rank));
         // Nor for one that broke the protocol, and may take nothing.
-        hearers.sort_by_key(|(rank, _)| !self.inbox.is_present(*rank));
+        receivers.sort_by_key(|(rank, _)| !self.inbox.is_present(*rank));
         let until = Instant::now() + LINGER;
-        for (_, link) in &hearers {
+        for (_, link) in &receivers {
             link.part(&head, &preamble, until);
         }
         let now = Instant::now();
@@ -259,14 +259,14 @@ impl Transport for Tcp {
             link.part(&head, &preamble, now);
         }
         // The program may end next.
-        let hearers: Vec<&Link> = hearers.into_iter().map(|(_, link)| link).collect();
-        self.clear(&hearers, until);
+        let receivers: Vec<&Link> = receivers.into_iter().map(|(_, link)| link).collect();
+        self.drain_until_sent(&receivers, until);
     }
 
-    fn pulse(&self, liveness: Duration) -> Option<Duration> {
+    fn heartbeat(&self, liveness: Duration) -> Option<Duration> {
         // A moment is whole at every moment.
-        let mut pace = self.pace.lock().unwrap_or_else(PoisonError::into_inner);
-        Some(self.round(&mut pace, liveness))
+        let mut clock = self.clock.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(self.round(&mut clock, liveness))
     }
 
     fn silent(&self, silence: Duration) -> Vec<usize> {
@@ -274,19 +274,19 @@ impl Transport for Tcp {
         self.others()
             .filter(|(rank, link)| {
                 self.inbox.is_present(*rank)
-                    && link.ear.is_known()
-                    && link.ear.silence(now) >= silence
+                    && link.liveness.has_spoken()
+                    && link.liveness.silence(now) >= silence
                     && !link.has_news()
             })
             .map(|(rank, _)| rank)
             .collect()
     }
 
-    fn testify(&self, rank: usize, text: &str) -> bool {
+    fn report_exit(&self, rank: usize, text: &str) -> bool {
         if let Some(link) = &self.links[rank]
             && self.inbox.is_present(rank)
         {
-            if link.ear.is_shut() || link.has_news() {
+            if link.liveness.is_paused() || link.has_news() {
                 return false;
             }
             self.inbox.lost(rank, text, Certainty::Settled);
@@ -294,21 +294,21 @@ impl Transport for Tcp {
         true
     }
 
-    fn shared(&self) -> Option<&World> {
+    fn shared(&self) -> Option<&ShmPeers> {
         match self.arrangement.get() {
-            Some(Arrangement::OneHost(world)) => Some(world),
+            Some(SharedMemory::OneHost(world)) => Some(world),
             _ => None,
         }
     }
 
     fn hosts(&self) -> Option<&Hosts> {
         match self.arrangement.get() {
-            Some(Arrangement::Hosts(hosts)) => Some(hosts),
+            Some(SharedMemory::Hosts(hosts)) => Some(hosts),
             _ => None,
         }
     }
 
-    fn share(&self, arrangement: Arrangement) {
+    fn share(&self, arrangement: SharedMemory) {
         // It is told once, when the ranks have found out.
         let _ = self.arrangement.set(arrangement);
     }
@@ -328,7 +328,7 @@ impl Drop for Tcp {
     fn drop(&mut self) {
         // Usually the last word has been said; a second end of the sending side does nothing.
         self.inbox.close();
-        self.tending.end();
+        self.handoff.end();
         for (_, link) in self.others() {
             link.hang_up();
         }
@@ -338,8 +338,10 @@ impl Drop for Tcp {
 /// How long an operation may keep its core while it waits: not at all where the ranks of this host
 /// outnumber the cores, since the one that is waited for may need it.
 fn busy(peers: &[Peer], rank: usize) -> Duration {
-    let here = |peer: &Peer| match (&peer.place, &peers[rank].place) {
-        (Place::Process { host, pid }, Place::Process { host: mine, .. }) if host == mine => {
+    let here = |peer: &Peer| match (&peer.location, &peers[rank].location) {
+        (PeerLocation::Process { host, pid }, PeerLocation::Process { host: mine, .. })
+            if host == mine =>
+        {
             Some(*pid)
         }
         _ => None,

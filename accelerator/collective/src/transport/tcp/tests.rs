@@ -39,7 +39,7 @@ fn run<R: Send + 'static>(
     run_with_witness(world_size, options, honest, |streams, _| odd(streams))
 }
 
-/// The same, where the odd rank can let the store testify.
+/// The same, where the odd rank can let the store report_exit.
 fn run_with_witness<R: Send + 'static>(
     world_size: usize,
     options: &GroupOptions,
@@ -174,7 +174,7 @@ fn meetings(key: &[u8]) -> Vec<Meeting> {
         ranks: ranks.clone(),
         listener,
         key: Key::new(key),
-        line: None,
+        store: None,
     };
     listeners.into_iter().map(meeting).collect()
 }
@@ -348,7 +348,7 @@ fn bytes_that_are_no_frame_are_told() {
         (&[b'x'; 100], "bytes that begin no frame"),
         (
             &Head::new(FrameKind::Begin, 0, 0, &[], &[]).encode(),
-            "a malformed declaration",
+            "a malformed fingerprint",
         ),
         (
             &{

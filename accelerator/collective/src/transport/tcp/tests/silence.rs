@@ -14,7 +14,9 @@ use crate::{
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     group::ProcessGroup,
     reduce::ReduceOp,
-    transport::{CHUNK, OutgoingChunk, Stage, Tag, Transport, Watch, tcp::pulse::Pace},
+    transport::{
+        CHUNK, OpDeadline, OutgoingChunk, Stage, Tag, Transport, tcp::heartbeat_round::RoundClock,
+    },
     wire::frame::{FrameKind, Head},
 };
 
@@ -171,21 +173,21 @@ fn who_was_stopped_accuses_nobody() {
     let (tcp, mut other) = pair();
     show_life(std::slice::from_mut(&mut other));
     let until = Instant::now() + Duration::from_secs(30);
-    while !tcp.links[1].as_ref().unwrap().ear.is_known() {
+    while !tcp.links[1].as_ref().unwrap().liveness.has_spoken() {
         assert!(Instant::now() < until, "nothing was heard");
         thread::sleep(Duration::from_millis(1));
     }
-    let mut pace = Pace::default();
-    tcp.round(&mut pace, liveness);
+    let mut clock = RoundClock::default();
+    tcp.round(&mut clock, liveness);
     // What a stopped process does.
     thread::sleep(3 * liveness);
     let woke = Instant::now();
-    let mut pause = tcp.round(&mut pace, liveness);
+    let mut pause = tcp.round(&mut clock, liveness);
     assert!(tcp.inbox.is_present(1), "it was asleep itself");
     while tcp.inbox.is_present(1) {
         assert!(Instant::now() < until, "silence is never noticed");
         thread::sleep(pause);
-        pause = tcp.round(&mut pace, liveness);
+        pause = tcp.round(&mut clock, liveness);
     }
     // The clocks count whole milliseconds.
     let least = liveness - Duration::from_millis(5);
@@ -197,13 +199,13 @@ fn who_was_stopped_accuses_nobody() {
 fn who_was_stopped_and_given_up_knows_it() {
     let liveness = Duration::from_millis(100);
     let (tcp, other) = pair();
-    tcp.round(&mut Pace::default(), liveness);
+    tcp.round(&mut RoundClock::default(), liveness);
     thread::sleep(5 * liveness);
     drop(other);
     let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
     let patience = patient().patience();
-    let mut watch = Watch::new(0, 4, fingerprint, patience);
-    let error = tcp.inbox.take(1, 1..2, &tcp, &mut watch).unwrap_err();
+    let mut deadline = OpDeadline::new(0, 4, fingerprint, patience);
+    let error = tcp.inbox.take(1, 1..2, &tcp, &mut deadline).unwrap_err();
     assert_eq!(error.ranks(), [0], "{error}");
     let text = error.to_string();
     assert!(text.contains("it did not run for "), "{text}");
@@ -221,7 +223,7 @@ fn who_cannot_send_says_whom_it_waits_for() {
         let sender = scope.spawn(|| {
             let fingerprint =
                 CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-            let mut watch = Watch::new(0, 4, fingerprint, patient().patience());
+            let mut deadline = OpDeadline::new(0, 4, fingerprint, patient().patience());
             let part = OutgoingChunk {
                 tag: Tag {
                     sequence: 4,
@@ -232,7 +234,7 @@ fn who_cannot_send_says_whom_it_waits_for() {
                 payload: &vec![0; CHUNK],
             };
             loop {
-                if let Err(error) = tcp.send(1, part, &mut watch) {
+                if let Err(error) = tcp.send(1, part, &mut deadline) {
                     return error;
                 }
             }
@@ -256,15 +258,15 @@ fn news_wake_who_waits_for_a_part() {
     thread::scope(|scope| {
         let waits = scope.spawn(|| {
             let until = Instant::now() + Duration::from_secs(30);
-            tcp.tend(version, until);
+            tcp.poll_until_news(version, until);
             Instant::now() < until
         });
-        while tcp.tending.nap().is_none() {
+        while tcp.handoff.nap().is_none() {
             thread::yield_now();
         }
         // Long enough for it to sleep, as a rule; it wakes in any case.
         thread::sleep(Duration::from_millis(50));
-        tcp.inbox.nudge();
+        tcp.inbox.wake();
         assert!(waits.join().unwrap(), "it slept on");
     });
 }
@@ -272,7 +274,7 @@ fn news_wake_who_waits_for_a_part() {
 #[test]
 fn a_witness_says_how_a_rank_died() {
     let errors = run_with_witness(3, &patient(), reduce(10), |streams, store| {
-        store.testify(2, "it was killed by SIGKILL");
+        store.report_exit(2, "it was killed by SIGKILL");
         drop(streams);
     });
     for error in errors {
@@ -295,7 +297,7 @@ fn a_witness_is_believed_though_the_connections_stand() {
     let options = patient().with_liveness_timeout(Duration::from_secs(50));
     let errors = run_with_witness(3, &options, reduce(10), move |mut streams, store| {
         show_life(&mut streams);
-        store.testify(2, "it was killed by SIGKILL");
+        store.report_exit(2, "it was killed by SIGKILL");
         let _ = held.recv();
     });
     drop(release);

@@ -1,0 +1,79 @@
+//! The thread that shows a rank's life, and hears of the death of others.
+
+use std::{
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::Duration,
+};
+
+use super::rank_state::RankState;
+use crate::error::{Error, Result};
+
+/// The way to a rank_state's heartbeat.
+#[derive(Debug, Default)]
+pub(super) struct HeartbeatThread {
+    state: Mutex<Flags>,
+    changed: Condvar,
+}
+
+impl HeartbeatThread {
+    /// Starts a rank_state's heartbeat. It ends with the rank_state's last word, or with the rank_state.
+    pub(super) fn start(rank_state: &Arc<RankState>) -> Result<()> {
+        let heartbeat = Arc::clone(&rank_state.heartbeat);
+        let weak = Arc::downgrade(rank_state);
+        thread::Builder::new()
+            .name(format!("heartbeat-{}", rank_state.topology.rank()))
+            .stack_size(256 * 1024)
+            .spawn(move || {
+                while !heartbeat.is_stopped() {
+                    let Some(rank_state) = weak.upgrade() else {
+                        return;
+                    };
+                    let Some(pause) = rank_state.beat() else {
+                        return;
+                    };
+                    drop(rank_state);
+                    heartbeat.sleep(pause);
+                }
+            })
+            .map_err(|error| Error::io("the thread of the heartbeat cannot be started", error))?;
+        Ok(())
+    }
+
+    /// Ends it.
+    pub(super) fn stop(&self) {
+        self.lock().stopped = true;
+        self.changed.notify_all();
+    }
+
+    /// Lets it beat at once.
+    pub(super) fn wake(&self) {
+        self.lock().wakened = true;
+        self.changed.notify_all();
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.lock().stopped
+    }
+
+    fn sleep(&self, pause: Duration) {
+        let quiet = |state: &mut Flags| !state.stopped && !state.wakened;
+        let waited = self
+            .changed
+            .wait_timeout_while(self.lock(), pause, quiet)
+            .unwrap_or_else(PoisonError::into_inner);
+        let (mut state, _) = waited;
+        state.wakened = false;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Flags> {
+        // Two flags are whole at every moment.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[derive(Debug, Default)]
+struct Flags {
+    stopped: bool,
+    wakened: bool,
+}

@@ -1,0 +1,414 @@
+//! One rank's membership in a group: admission, order, failure and leave.
+
+use std::{
+    fmt,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{
+    engine::{OpContext, Scratch},
+    heartbeat::HeartbeatThread,
+    observer::{Callback, ExecThread, OpTimer},
+    options::GroupOptions,
+    panics,
+    ticket_lock::{Ticket, TicketLock},
+};
+use crate::{
+    buffer::Meter,
+    error::{Certainty, Culprit, Error, Kind, Result},
+    fingerprint::CollectiveFingerprint,
+    rendezvous::StoreClient,
+    topology::Topology,
+    transport::{Abort, FinalMessage, LeaveKind, OpDeadline, OpTimeouts, Transport, TransportKind},
+};
+
+/// What all handles of one rank share.
+pub(crate) struct RankState {
+    pub(crate) topology: Topology,
+    pub(crate) options: GroupOptions,
+    pub(crate) transport: Box<dyn Transport>,
+    pub(super) order: Arc<TicketLock>,
+    scratch: Mutex<Scratch>,
+    /// Held by the thread that ends the group by a failure.
+    failing: Mutex<()>,
+    /// The first error of an operation: the answer to every later one.
+    failure: OnceLock<Error>,
+    /// Who had been silent for long when the group failed.
+    suspects: OnceLock<Vec<usize>>,
+    /// Whether the last word has been said.
+    parted: AtomicBool,
+    forbidden: Mutex<Vec<Arc<str>>>,
+    /// The connection to the store, which may have witnesses.
+    store: Option<StoreClient>,
+    /// What witnesses said and the transport has not confirmed, with when it came.
+    news: Mutex<Vec<(usize, String, Instant)>>,
+    pub(super) heartbeat: Arc<HeartbeatThread>,
+    /// The memory of the buffers that live.
+    pub(super) buffers: Meter,
+    observer: OnceLock<Callback>,
+}
+
+impl RankState {
+    pub(crate) fn new(
+        topology: Topology,
+        options: GroupOptions,
+        transport: Box<dyn Transport>,
+        store: Option<StoreClient>,
+    ) -> Self {
+        Self {
+            topology,
+            options,
+            transport,
+            order: Arc::default(),
+            scratch: Mutex::default(),
+            failing: Mutex::default(),
+            failure: OnceLock::new(),
+            suspects: OnceLock::new(),
+            parted: AtomicBool::new(false),
+            forbidden: Mutex::default(),
+            store,
+            news: Mutex::default(),
+            heartbeat: Arc::default(),
+            buffers: Meter::default(),
+            observer: OnceLock::new(),
+        }
+    }
+
+    /// Lets the panics of this process, and the deaths of others, be known. Without others there
+    /// is nothing to know.
+    pub(crate) fn wake(self: &Arc<Self>) -> Result<()> {
+        if self.topology.world_size() == 1 {
+            return Ok(());
+        }
+        panics::deadline(self);
+        if self.transport.kind() == TransportKind::Threads {
+            return Ok(());
+        }
+        if let Some(store) = &self.store {
+            let heartbeat = Arc::clone(&self.heartbeat);
+            store.on_news(move || heartbeat.wake());
+        }
+        HeartbeatThread::start(self)
+    }
+
+    /// One beat of the heartbeat: signs of life, judgement, news from witnesses. Says after how long
+    /// the next one is due.
+    pub(super) fn beat(&self) -> Option<Duration> {
+        let pause = self.transport.heartbeat(self.options.liveness_timeout())?;
+        let Some(store) = &self.store else {
+            return Some(pause);
+        };
+        // A list of news is whole at every moment.
+        let mut news = self.news.lock().unwrap_or_else(PoisonError::into_inner);
+        while let Some((rank, text)) = store.news() {
+            if rank < self.topology.world_size() && rank != self.topology.rank() {
+                news.push((rank, text, Instant::now()));
+            }
+        }
+        // A rank's own last words may be on their way for a moment.
+        news.retain(|(rank, text, came)| {
+            came.elapsed() < ON_ITS_WAY || !self.transport.report_exit(*rank, text)
+        });
+        match news.is_empty() {
+            true => Some(pause),
+            false => Some(pause.min(ON_ITS_WAY / 4)),
+        }
+    }
+
+    /// Lets an operation into the store, or says why not. What is refused here leaves the group
+    /// as it was.
+    pub(crate) fn admit(&self, fingerprint: &CollectiveFingerprint) -> Result<Ticket> {
+        self.check_allowed(fingerprint)?;
+        if let Some(root) = fingerprint.root
+            && root >= self.topology.world_size()
+        {
+            return Err(Error::new(
+                Kind::Misuse,
+                format!(
+                    "rank {} called {fingerprint}, but the ranks are 0 to {}",
+                    self.topology.rank(),
+                    self.topology.world_size() - 1
+                ),
+            ));
+        }
+        self.state()?;
+        Ok(self.order.take_ticket())
+    }
+
+    /// Runs an operation when its permit comes, and delivers the outcome before the next one has
+    /// its permit.
+    pub(super) fn perform<T, R>(
+        &self,
+        thread: ExecThread,
+        ticket: Ticket,
+        fingerprint: &CollectiveFingerprint,
+        body: impl FnOnce(OpContext<'_>) -> Result<T>,
+        deliver: impl FnOnce(Result<T>) -> R,
+    ) -> R {
+        let permit = self.order.acquire(ticket);
+        let start_timer = self.start_timer(thread);
+        let outcome = self.run_op(permit.number(), fingerprint, self.options.patience(), body);
+        if let Some(start_timer) = start_timer {
+            start_timer.end(permit.number(), fingerprint);
+        }
+        deliver(outcome)
+    }
+
+    /// The beginning of an operation, where somebody looks on.
+    pub(super) fn start_timer(&self, thread: ExecThread) -> Option<OpTimer<'_>> {
+        OpTimer::begin(self.observer.get(), thread)
+    }
+
+    /// See [`ProcessGroup::observe`](super::ProcessGroup::observe).
+    pub(super) fn observe(&self, observer: Callback) -> Result<()> {
+        self.observer.set(observer).map_err(|_| {
+            let rank = self.topology.rank();
+            let text = format!("rank {rank} has an observer already; join the two into one");
+            Error::new(Kind::Misuse, text)
+        })
+    }
+
+    /// Runs an operation on this thread, from its begin to its end.
+    pub(super) fn run_op<T>(
+        &self,
+        sequence: u64,
+        fingerprint: &CollectiveFingerprint,
+        patience: OpTimeouts,
+        body: impl FnOnce(OpContext<'_>) -> Result<T>,
+    ) -> Result<T> {
+        self.state()?;
+        let _abort_on_panic = AbortOnPanic { rank_state: self };
+        let mut deadline = OpDeadline::new(self.topology.rank(), sequence, *fingerprint, patience);
+        // Every operation starts by clearing the scratch memory.
+        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let ctx = OpContext::new(&*self.transport, &mut deadline, &mut scratch);
+        body(ctx).map_err(|error| self.fail(sequence, error))
+    }
+
+    /// Leaves in good order, after everything that was started. Does nothing where the last word
+    /// has been said.
+    pub(crate) fn close(&self) {
+        if self.parted.load(Ordering::Acquire) {
+            return;
+        }
+        let ticket = self.order.take_ticket();
+        let _turn = self.order.acquire(ticket);
+        if self.part(&FinalMessage::Goodbye(LeaveKind::Closed))
+            && let Some(store) = &self.store
+        {
+            store.leave();
+        }
+    }
+
+    /// Leaves because the last handle is gone; waits a moment for what was started.
+    pub(crate) fn leave(&self) {
+        if thread::panicking() {
+            self.abort(&panics::said());
+        } else if self.order.is_idle_within(LINGER) {
+            self.part(&FinalMessage::Goodbye(LeaveKind::Dropped));
+        } else {
+            self.abort(
+                "it dropped its group while operations that it had started were pending; wait for \
+                 them, or close the group",
+            );
+        }
+    }
+
+    /// Fails for a reason of this rank's own.
+    pub(crate) fn abort(&self, reason: &str) {
+        if self.parted.load(Ordering::Acquire) {
+            return;
+        }
+        let me = &self.transport.peers()[self.topology.rank()];
+        let sequence = self.order.serving();
+        let error = Error::blaming(
+            Kind::PeerLost,
+            me.culprit(reason, Certainty::Settled),
+            format!("{me} is lost: {reason}; it was at collective #{sequence}"),
+        );
+        self.fail(sequence, error);
+    }
+
+    /// See [`ProcessGroup::failure`](super::ProcessGroup::failure).
+    pub(crate) fn failure(&self) -> Option<String> {
+        if let Some(error) = self.failure.get() {
+            return Some(error.to_string());
+        }
+        let (inbox, peers) = (self.transport.inbox(), self.transport.peers());
+        inbox.failure_text(self.topology.rank(), peers)
+    }
+
+    /// See [`ProcessGroup::lost`](super::ProcessGroup::lost).
+    pub(crate) fn lost(&self) -> Vec<usize> {
+        let failure = self.failure.get();
+        let patience = failure.map_or(Duration::ZERO, |_| MOMENT);
+        let inbox = self.transport.inbox();
+        let speechless = inbox.wait_for_final_messages(self.topology.rank(), patience);
+        let mut lost = inbox.gone();
+        lost.extend(failure.and_then(Error::culprit).map(Culprit::rank));
+        let suspects = self.suspects.get().map_or(&[][..], Vec::as_slice);
+        // Who has said a last word lived when this group had failed: witnesses would only tell
+        // that it has ended since.
+        lost.extend(speechless.into_iter().filter(|rank| {
+            let store = self.store.as_ref();
+            let exit_notice = store.and_then(|store| store.exit_notice(*rank, Duration::ZERO));
+            suspects.contains(rank) || exit_notice.is_some()
+        }));
+        lost.sort_unstable();
+        lost.dedup();
+        lost
+    }
+
+    pub(crate) fn forbid(&self, reason: Arc<str>) {
+        self.forbidden().push(reason);
+    }
+
+    pub(crate) fn allow(&self, reason: &Arc<str>) {
+        let mut forbidden = self.forbidden();
+        if let Some(index) = forbidden.iter().rposition(|x| Arc::ptr_eq(x, reason)) {
+            forbidden.remove(index);
+        }
+    }
+
+    /// Says why a call that communicates must not be made, where it must not.
+    pub(crate) fn check_allowed(&self, call: &dyn fmt::Display) -> Result<()> {
+        match self.forbidden().last() {
+            None => Ok(()),
+            Some(reason) => Err(Error::new(
+                Kind::Misuse,
+                format!(
+                    "rank {} called {call} where collectives are forbidden: {reason}",
+                    self.topology.rank()
+                ),
+            )),
+        }
+    }
+
+    pub(super) fn state(&self) -> Result<()> {
+        if let Some(error) = self.failure.get() {
+            return Err(error.clone());
+        }
+        if self.parted.load(Ordering::Acquire) {
+            return Err(Error::new(
+                Kind::Closed,
+                format!(
+                    "the group of rank {} is closed; collectives must come before close()",
+                    self.topology.rank()
+                ),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Ends the group, unless it has ended before; gives the error with which it ended.
+    pub(super) fn fail(&self, sequence: u64, error: Error) -> Error {
+        // Whoever sees the failure may end the process at once, so the store is told before.
+        let _first = self.failing.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(earlier) = self.failure.get() {
+            return earlier.clone();
+        }
+        let error = self.ask_witnesses(error);
+        if let Some(store) = &self.store {
+            store.report_failure(&self.own_words(&error));
+        }
+        // Nobody else sets them while the lock is held.
+        let silence = self.options.liveness_timeout() / 2;
+        let _ = self.suspects.set(self.transport.silent(silence));
+        let _ = self.failure.set(error.clone());
+        let abort = error.clone();
+        self.part(&FinalMessage::Abort(Abort {
+            sequence,
+            error: abort,
+        }));
+        error
+    }
+
+    /// Adds what the store knows about the end of the culprit, where that may be more.
+    fn ask_witnesses(&self, error: Error) -> Error {
+        let (Some(store), Some(culprit)) = (&self.store, error.culprit()) else {
+            return error;
+        };
+        if culprit.certainty == Certainty::Settled || culprit.rank() == self.topology.rank() {
+            return error;
+        }
+        match store.exit_notice(culprit.rank(), PATIENCE) {
+            Some(text) => error.with_testimony(&text),
+            None => error,
+        }
+    }
+
+    /// What the store is told: of a failure of its own a rank tells the cause only, since the
+    /// store adds who said it, and others where they were.
+    fn own_words(&self, error: &Error) -> Error {
+        match error.culprit() {
+            Some(culprit) if culprit.rank() == self.topology.rank() => {
+                Error::blaming(error.kind(), culprit.clone(), culprit.cause())
+            }
+            _ => error.clone(),
+        }
+    }
+
+    /// Says the last word, and whether this call did.
+    fn part(&self, leave: &FinalMessage) -> bool {
+        if self.parted.swap(true, Ordering::AcqRel) {
+            return false;
+        }
+        self.heartbeat.stop();
+        self.transport.leave(leave);
+        true
+    }
+
+    fn forbidden(&self) -> MutexGuard<'_, Vec<Arc<str>>> {
+        // A list of reasons is whole at every moment.
+        self.forbidden
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for RankState {
+    fn drop(&mut self) {
+        self.heartbeat.stop();
+    }
+}
+
+impl fmt::Debug for RankState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RankState")
+            .field("topology", &self.topology)
+            .field("transport", &self.transport.kind())
+            .field("operations", &self.order.serving())
+            .field("failure", &self.failure.get())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Tells the others when an operation panics, which leaves them in the middle of it.
+pub(super) struct AbortOnPanic<'a> {
+    pub(super) rank_state: &'a RankState,
+}
+
+impl Drop for AbortOnPanic<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.rank_state.abort(&panics::said());
+        }
+    }
+}
+
+/// How long dropping the last handle waits for operations that were started.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// How long to wait for the last words of others after a failure.
+const MOMENT: Duration = Duration::from_secs(2);
+
+/// How long a failing rank waits for what the store knows.
+const PATIENCE: Duration = Duration::from_millis(250);
+
+/// How long the last words of a rank may take longer than the news of its end.
+const ON_ITS_WAY: Duration = Duration::from_millis(200);
