@@ -131,6 +131,7 @@ impl InboxState {
                 }
                 // Who tells it was in an operation of its own; this rank says in which one it was itself.
                 Some(culprit) if error.is_peer_lost() => match peers.get(culprit.rank()) {
+                    Some(peer) if error.is_peer_left() => deadline.left(peer),
                     Some(peer) => deadline.lost(peer, culprit.cause(), culprit.certainty),
                     None => error.clone(),
                 },
