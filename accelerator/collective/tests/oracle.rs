@@ -22,8 +22,8 @@ use world::{Means, run};
 
 /// One operation: which type, which reduction, how many elements, and how each rank passes them.
 #[derive(Clone, Debug)]
-struct Operation {
-    check: fn(&ProcessGroup, &Operation),
+struct OracleOp {
+    check: fn(&ProcessGroup, &OracleOp),
     op: ReduceOp,
     len: usize,
     /// Bit `r`: rank `r` passes a buffer of the group.
@@ -33,7 +33,7 @@ struct Operation {
     ranges: Vec<(usize, usize)>,
 }
 
-impl Operation {
+impl OracleOp {
     fn layout(&self, world_size: usize) -> Arc<ShardLayout> {
         let mut parts: Vec<Vec<Range<usize>>> = vec![Vec::new(); world_size];
         let (mut start, mut ranges) = (0, self.ranges.iter().cycle());
@@ -49,9 +49,9 @@ impl Operation {
     }
 }
 
-fn check<T: Sample>(group: &ProcessGroup, operation: &Operation) {
+fn check<T: Sample>(group: &ProcessGroup, operation: &OracleOp) {
     let (rank, world_size) = (group.rank(), group.world_size());
-    let Operation {
+    let OracleOp {
         op, len, placed, ..
     } = *operation;
     let what = format!("{} {operation:?}, W = {world_size}", T::DTYPE);
@@ -86,8 +86,8 @@ fn check<T: Sample>(group: &ProcessGroup, operation: &Operation) {
     }
 }
 
-fn operation() -> impl Strategy<Value = Operation> {
-    let checks: [fn(&ProcessGroup, &Operation); 12] = [
+fn operation() -> impl Strategy<Value = OracleOp> {
+    let checks: [fn(&ProcessGroup, &OracleOp); 12] = [
         check::<f32>,
         check::<f64>,
         check::<f16>,
@@ -117,7 +117,7 @@ fn operation() -> impl Strategy<Value = Operation> {
     let sizes = prop_oneof![1..4_usize, 1..200_usize, 1..100_000_usize];
     let ranges = proptest::collection::vec((sizes, 0..6_usize), 1..20);
     let (checks, ops) = (select(checks.to_vec()), select(ops.to_vec()));
-    (checks, ops, lens, placed, ranges).prop_map(|(check, op, len, placed, ranges)| Operation {
+    (checks, ops, lens, placed, ranges).prop_map(|(check, op, len, placed, ranges)| OracleOp {
         check,
         op,
         len,
@@ -126,7 +126,7 @@ fn operation() -> impl Strategy<Value = Operation> {
     })
 }
 
-fn holds(means: Means, world_size: usize, operations: &[Operation]) {
+fn holds(means: Means, world_size: usize, operations: &[OracleOp]) {
     let operations = operations.to_vec();
     run(means, world_size, move |group| {
         for operation in &operations {

@@ -153,7 +153,7 @@ mod tests {
         element::DType,
         fingerprint::{CallSite, OpKind},
         purpose::Purpose,
-        reduce::ReduceOp,
+        reduce_op::ReduceOp,
     };
 
     fn header() -> ShmHeader {

@@ -4,15 +4,6 @@ use std::ops::Range;
 
 use super::peers::ShmPeers;
 
-/// Which ranks share memory.
-#[derive(Debug)]
-pub(crate) enum SharedMemory {
-    /// All of them.
-    OneHost(ShmPeers),
-    /// Those of each host; some host holds several.
-    Hosts(Hosts),
-}
-
 /// One rank's view of the hosts: the memory of its own, and who is where.
 #[derive(Debug)]
 pub(crate) struct Hosts {

@@ -14,7 +14,7 @@ mod seq_counter;
 
 pub(crate) use arena::{Arena, ArenaId, Region, SHM_CHUNK};
 pub(crate) use header::HeaderDigest;
-pub(crate) use hosts::{Hosts, SharedMemory};
+pub(crate) use hosts::Hosts;
 pub(crate) use memory::MemoryRange;
 pub(crate) use peers::ShmPeers;
 pub(crate) use seq_counter::{Spin, cores};

@@ -235,7 +235,7 @@ pub(crate) fn gathers(means: Means, world_size: usize) {
 }
 
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
-struct Report {
+struct RankSummary {
     rank: usize,
     loss: f64,
     counts: BTreeMap<u32, String>,
@@ -243,7 +243,7 @@ struct Report {
     blob: String,
 }
 
-impl Report {
+impl RankSummary {
     fn of(rank: usize) -> Self {
         Self {
             rank,
@@ -259,19 +259,19 @@ impl Report {
 pub(crate) fn objects(means: Means, world_size: usize) {
     run(means, world_size, |group| {
         let (rank, world_size) = (group.rank(), group.world_size());
-        let expected: Vec<Report> = (0..world_size).map(Report::of).collect();
+        let expected: Vec<RankSummary> = (0..world_size).map(RankSummary::of).collect();
         assert_eq!(
-            group.all_gather_object(&Report::of(rank)).unwrap(),
+            group.all_gather_object(&RankSummary::of(rank)).unwrap(),
             expected
         );
         for root in 0..world_size {
-            let gathered = group.gather_object(&Report::of(rank), root).unwrap();
+            let gathered = group.gather_object(&RankSummary::of(rank), root).unwrap();
             assert_eq!(gathered, (rank == root).then(|| expected.clone()));
-            let mine = Report::of(rank);
+            let mine = RankSummary::of(rank);
             let value = (rank == root).then_some(&mine);
             assert_eq!(group.broadcast_object(value, root).unwrap(), expected[root]);
             let parts = (rank == root).then_some(&expected[..]);
-            let part: Report = group.scatter_object(parts, root).unwrap();
+            let part: RankSummary = group.scatter_object(parts, root).unwrap();
             assert_eq!(part, expected[rank]);
         }
         let losses = group.all_gather_object(&f64::NAN).unwrap();

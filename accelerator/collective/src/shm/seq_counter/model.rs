@@ -25,7 +25,7 @@ use super::*;
 fn no_wake_up_is_lost() {
     for (preemptions, targets) in [(None, &[2][..]), (Some(2), &[1, 2])] {
         model(preemptions, move || {
-            let owner = Arc::new(Line::new());
+            let owner = Arc::new(SharedLine::new());
             let waiters = targets.iter().map(|target| {
                 let owner = Arc::clone(&owner);
                 thread::spawn(move || assert!(owner.wait(*target, &mut Patient)))
@@ -44,7 +44,7 @@ fn no_wake_up_is_lost() {
 fn what_was_written_before_a_count_is_read_after_it() {
     // Also through a word in which somebody else has set the bit since.
     model(None, || {
-        let owner = Arc::new((Line::new(), UnsafeCell::new(0)));
+        let owner = Arc::new((SharedLine::new(), UnsafeCell::new(0)));
         let waiters: Vec<_> = (0..2)
             .map(|_| {
                 let owner = Arc::clone(&owner);
@@ -67,7 +67,7 @@ fn what_was_written_before_a_count_is_read_after_it() {
 
 #[test]
 fn two_ranks_never_write_what_is_read() {
-    use Operation::{Long, Short};
+    use ModelOp::{Long, Short};
     for operations in [
         &[Short, Short, Short][..],
         &[Long, Long],
@@ -75,7 +75,7 @@ fn two_ranks_never_write_what_is_read() {
         &[Long, Short],
     ] {
         model(Some(2), move || {
-            ShmPeers::new(2).run(operations, Death::None)
+            ModelWorld::new(2).run(operations, Death::None)
         });
     }
 }
@@ -83,19 +83,19 @@ fn two_ranks_never_write_what_is_read() {
 #[test]
 #[ignore = "takes minutes"]
 fn three_ranks_never_write_what_is_read() {
-    use Operation::{Long, Short};
+    use ModelOp::{Long, Short};
     for operations in [&[Short, Short, Short][..], &[Long], &[Short, Long]] {
-        sample(move || ShmPeers::new(3).run(operations, Death::None));
+        sample(move || ModelWorld::new(3).run(operations, Death::None));
     }
 }
 
 #[test]
 fn a_rank_that_dies_blocks_nobody() {
-    use Operation::{Long, Short};
+    use ModelOp::{Long, Short};
     for operations in [&[Short, Short, Short][..], &[Long, Short]] {
         for points in 0..8 {
             let death = Death::After { rank: 0, points };
-            model(Some(2), move || ShmPeers::new(2).run(operations, death));
+            model(Some(2), move || ModelWorld::new(2).run(operations, death));
         }
     }
 }
@@ -103,11 +103,11 @@ fn a_rank_that_dies_blocks_nobody() {
 #[test]
 #[ignore = "takes minutes"]
 fn one_of_three_ranks_that_dies_blocks_nobody() {
-    use Operation::{Long, Short};
+    use ModelOp::{Long, Short};
     for operations in [&[Short, Short][..], &[Long]] {
         for points in 0..6 {
             let death = Death::After { rank: 1, points };
-            sample(move || ShmPeers::new(3).run(operations, death));
+            sample(move || ModelWorld::new(3).run(operations, death));
         }
     }
 }
@@ -133,7 +133,7 @@ fn explore(
 }
 
 #[derive(Clone, Copy)]
-enum Operation {
+enum ModelOp {
     /// One step: everyone reads what all have put into their slots.
     Short,
     /// Two steps: everyone also reduces its part of all buffers, and writes it to all of them.
@@ -150,23 +150,23 @@ enum Death {
     },
 }
 
-struct ShmPeers {
+struct ModelWorld {
     members: Vec<Member>,
 }
 
 /// What one rank shares.
 struct Member {
-    signal: Line,
+    signal: SharedLine,
     /// By parity of the step.
     slots: [UnsafeCell<u32>; 2],
     /// One word for the part of each rank.
     buffer: Vec<UnsafeCell<u32>>,
 }
 
-impl ShmPeers {
+impl ModelWorld {
     fn new(ranks: usize) -> Self {
         let member = || Member {
-            signal: Line::new(),
+            signal: SharedLine::new(),
             slots: [UnsafeCell::new(0), UnsafeCell::new(0)],
             buffer: (0..ranks).map(|_| UnsafeCell::new(0)).collect(),
         };
@@ -175,7 +175,7 @@ impl ShmPeers {
         }
     }
 
-    fn run(self, operations: &'static [Operation], death: Death) {
+    fn run(self, operations: &'static [ModelOp], death: Death) {
         let world = Arc::new(self);
         let others: Vec<_> = (1..world.members.len())
             .map(|rank| {
@@ -192,7 +192,7 @@ impl ShmPeers {
     }
 
     /// `None` where the rank died, or gave up waiting.
-    fn rank(&self, rank: usize, operations: &[Operation], death: Death) -> Option<()> {
+    fn rank(&self, rank: usize, operations: &[ModelOp], death: Death) -> Option<()> {
         let mut left = match death {
             Death::After {
                 rank: dying,
@@ -222,7 +222,7 @@ impl ShmPeers {
             let slot = step as usize % 2;
             live()?;
             write(&own.slots[slot], value(rank));
-            if matches!(operation, Operation::Long) {
+            if matches!(operation, ModelOp::Long) {
                 for part in &own.buffer {
                     write(part, value(rank));
                 }
@@ -233,7 +233,7 @@ impl ShmPeers {
             all(step)?;
             let slots = self.members.iter().map(|member| read(&member.slots[slot]));
             assert_eq!(slots.sum::<u32>(), sum);
-            if matches!(operation, Operation::Long) {
+            if matches!(operation, ModelOp::Long) {
                 live()?;
                 let parts = self.members.iter().map(|member| &member.buffer[rank]);
                 let total = parts.clone().map(read).sum();
@@ -264,13 +264,13 @@ fn write(cell: &UnsafeCell<u32>, value: u32) {
 word!(atomic::AtomicU32, atomic::Ordering);
 
 /// A word with what the system does for who sleeps on it.
-struct Line {
+struct SharedLine {
     word: atomic::AtomicU32,
     bed: Mutex<()>,
     bell: Condvar,
 }
 
-impl Line {
+impl SharedLine {
     fn new() -> Self {
         Self {
             word: atomic::AtomicU32::new(0),
@@ -291,7 +291,7 @@ impl Line {
     }
 }
 
-impl Word for Line {
+impl Word for SharedLine {
     fn load(&self) -> u32 {
         Word::load(&self.word)
     }
@@ -308,12 +308,12 @@ impl Word for Line {
 /// Sleeps until it is woken.
 struct Patient;
 
-impl Patience<Line> for Patient {
+impl Patience<SharedLine> for Patient {
     fn spin(&mut self) -> bool {
         false
     }
 
-    fn sleep(&mut self, line: &Line, value: u32) -> bool {
+    fn sleep(&mut self, line: &SharedLine, value: u32) -> bool {
         let bed = line.bed.lock().expect("the system's lock");
         // The system looks at the word once more before it lets a thread sleep.
         if line.word.load(atomic::Ordering::Relaxed) == value {
@@ -326,12 +326,12 @@ impl Patience<Line> for Patient {
 /// Has no time left to sleep.
 struct Hasty;
 
-impl Patience<Line> for Hasty {
+impl Patience<SharedLine> for Hasty {
     fn spin(&mut self) -> bool {
         false
     }
 
-    fn sleep(&mut self, _line: &Line, _value: u32) -> bool {
+    fn sleep(&mut self, _line: &SharedLine, _value: u32) -> bool {
         false
     }
 }

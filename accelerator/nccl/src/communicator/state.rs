@@ -5,31 +5,31 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::link::Link;
-use crate::api::{Fault, Progress};
+use crate::api::{CallError, Progress};
 use crate::error::{Error, Kind, Result};
+use crate::failure_detector::FailureDetector;
 use crate::gpu::{Event, Gpu, Stream};
-use crate::watch::Watch;
 
 /// A communicator without its thread.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct CommunicatorInner {
     pub(super) gpu: Gpu,
     pub(super) stream: Stream,
     /// What the next operation waits for.
     pub(super) before: Event,
     /// The end of the latest operation.
     pub(super) done: Event,
-    pub(super) watch: Arc<dyn Watch>,
-    pub(super) patience: Patience,
+    pub(super) detector: Arc<dyn FailureDetector>,
+    pub(super) timeouts: CommTimeouts,
     /// For messages, such as `rank 1 of 4`.
     pub(super) who: String,
-    state: Mutex<State>,
+    state: Mutex<CommState>,
     changed: Condvar,
 }
 
 /// How long peers are waited for.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Patience {
+pub(super) struct CommTimeouts {
     /// Until all are there.
     pub(super) connecting: Duration,
     /// Until all end.
@@ -38,12 +38,12 @@ pub(super) struct Patience {
 
 /// Where a communicator is in its life.
 #[derive(Debug)]
-pub(super) struct State {
+pub(super) struct CommState {
     pub(super) phase: Phase,
     /// None once it is given back.
     pub(super) link: Option<Link>,
     pub(super) work: Work,
-    pub(super) owner: Owner,
+    pub(super) owner: CallerHandle,
 }
 
 /// See the README of this crate for the way through these.
@@ -72,24 +72,24 @@ pub(super) enum Work {
 
 /// Whether the communicator is still there for callers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Owner {
-    Here,
-    Gone,
+pub(super) enum CallerHandle {
+    Held,
+    Dropped,
 }
 
 /// Whether the group is told of an end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Telling {
+pub(super) enum Notify {
     Group,
     /// It knows.
     Nobody,
 }
 
-impl Shared {
+impl CommunicatorInner {
     pub(super) fn new(
         gpu: &Gpu,
-        watch: Arc<dyn Watch>,
-        patience: Patience,
+        detector: Arc<dyn FailureDetector>,
+        timeouts: CommTimeouts,
         who: String,
     ) -> Result<Self> {
         Ok(Self {
@@ -97,20 +97,20 @@ impl Shared {
             stream: Stream::new(gpu)?,
             before: Event::new(gpu)?,
             done: Event::new(gpu)?,
-            watch,
-            patience,
+            detector,
+            timeouts,
             who,
-            state: Mutex::new(State {
+            state: Mutex::new(CommState {
                 phase: Phase::Connecting,
                 link: None,
                 work: Work::None,
-                owner: Owner::Here,
+                owner: CallerHandle::Held,
             }),
             changed: Condvar::new(),
         })
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, CommState> {
         // Every change is a single assignment.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -120,7 +120,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    pub(super) fn pause<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    pub(super) fn pause<'a>(&self, state: MutexGuard<'a, CommState>) -> MutexGuard<'a, CommState> {
         self.changed
             .wait(state)
             .unwrap_or_else(PoisonError::into_inner)
@@ -128,9 +128,9 @@ impl Shared {
 
     pub(super) fn pause_for<'a>(
         &self,
-        state: MutexGuard<'a, State>,
+        state: MutexGuard<'a, CommState>,
         time: Duration,
-    ) -> MutexGuard<'a, State> {
+    ) -> MutexGuard<'a, CommState> {
         let waited = self.changed.wait_timeout(state, time);
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
@@ -138,10 +138,10 @@ impl Shared {
     /// Waits until that is so, at most until then.
     pub(super) fn pause_until<'a>(
         &self,
-        mut state: MutexGuard<'a, State>,
+        mut state: MutexGuard<'a, CommState>,
         deadline: Instant,
-        is_so: impl Fn(&State) -> bool,
-    ) -> MutexGuard<'a, State> {
+        is_so: impl Fn(&CommState) -> bool,
+    ) -> MutexGuard<'a, CommState> {
         while !is_so(&state) {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -156,13 +156,13 @@ impl Shared {
     ///
     /// # Errors
     /// What it ended with, once NCCL has let go of everything, or does not for long.
-    pub(super) fn ready(&self) -> Result<MutexGuard<'_, State>> {
+    pub(super) fn ready(&self) -> Result<MutexGuard<'_, CommState>> {
         let state = self.lock();
         if matches!(state.phase, Phase::Ready) {
             return Ok(state);
         }
-        let patience = Instant::now() + ABORTING;
-        let state = self.pause_until(state, patience, |state| {
+        let timeouts = Instant::now() + ABORTING;
+        let state = self.pause_until(state, timeouts, |state| {
             !matches!(state.phase, Phase::Ending(_))
         });
         match &state.phase {
@@ -197,7 +197,7 @@ impl Shared {
 
     /// Why the group has ended, if it has.
     pub(super) fn group_failure(&self) -> Option<Error> {
-        let asked = catch_unwind(AssertUnwindSafe(|| self.watch.failure()));
+        let asked = catch_unwind(AssertUnwindSafe(|| self.detector.failure()));
         let reason = asked.unwrap_or_else(|_| Some("its failure detection panicked".to_owned()))?;
         let message = format!(
             "the NCCL communicator of {} was aborted: {reason}",
@@ -208,25 +208,25 @@ impl Shared {
 
     /// Ends the communicator, unless it has ended; returns what it ended with. The watching thread
     /// aborts what runs, and this waits for that, within reason.
-    pub(super) fn end(&self, error: Error, telling: Telling) -> Error {
-        self.begin_end(error.clone(), telling);
+    pub(super) fn end(&self, error: Error, notify: Notify) -> Error {
+        self.start_abort(error.clone(), notify);
         // What is ready cannot be: it was ending.
         self.ready().err().unwrap_or(error)
     }
 
     /// As [`end`](Self::end), by a call that failed here.
-    pub(super) fn end_by(&self, fault: &Fault) -> Error {
-        self.end(self.broken(fault), Telling::Group)
+    pub(super) fn end_by(&self, fault: &CallError) -> Error {
+        self.end(self.aborted_by(fault), Notify::Group)
     }
 
     /// The error of a communicator that a failed call ends.
-    pub(super) fn broken(&self, fault: &Fault) -> Error {
+    pub(super) fn aborted_by(&self, fault: &CallError) -> Error {
         let message = format!("the NCCL communicator of {} was aborted: {fault}", self.who);
         Error::caused(Kind::Aborted, message, fault.clone())
     }
 
     /// As [`end`](Self::end), without waiting for it.
-    pub(super) fn begin_end(&self, error: Error, telling: Telling) {
+    pub(super) fn start_abort(&self, error: Error, notify: Notify) {
         let mut state = self.lock();
         if !matches!(state.phase, Phase::Connecting | Phase::Ready) {
             return;
@@ -234,8 +234,10 @@ impl Shared {
         state.phase = Phase::Ending(error.clone());
         drop(state);
         self.notify();
-        if telling == Telling::Group {
-            let told = catch_unwind(AssertUnwindSafe(|| self.watch.failed(&error.to_string())));
+        if notify == Notify::Group {
+            let told = catch_unwind(AssertUnwindSafe(|| {
+                self.detector.failed(&error.to_string())
+            }));
             if told.is_err() {
                 tracing::warn!("failure detection panicked when it was told: {error}");
             }

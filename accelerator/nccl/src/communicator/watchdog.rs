@@ -5,64 +5,64 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::link::Link;
-use super::shared::{Owner, Phase, Shared, State, Telling, Work, after};
+use super::state::{CallerHandle, CommState, CommunicatorInner, Notify, Phase, Work, after};
 use crate::api::Progress;
 use crate::error::Error;
 use crate::gpu::note;
 
-/// Begins to watch.
-pub(super) fn start(shared: &Arc<Shared>) -> std::io::Result<JoinHandle<()>> {
-    let shared = Arc::clone(shared);
+/// Begins to detector.
+pub(super) fn start(inner: &Arc<CommunicatorInner>) -> std::io::Result<JoinHandle<()>> {
+    let inner = Arc::clone(inner);
     thread::Builder::new()
-        .name("nccl watch".into())
-        .spawn(move || run(&shared))
+        .name("nccl watchdog".into())
+        .spawn(move || run(&inner))
 }
 
-fn run(shared: &Shared) {
-    let mut state = shared.lock();
+fn run(inner: &CommunicatorInner) {
+    let mut state = inner.lock();
     let mut looked = Instant::now();
     loop {
         state = match next(&state) {
-            Next::Rest => shared.pause(state),
-            Next::Look(interval) => {
-                state = shared.pause_until(state, looked + interval, |state| {
-                    !matches!(next(state), Next::Look(_))
+            WatchdogStep::Rest => inner.pause(state),
+            WatchdogStep::Look(interval) => {
+                state = inner.pause_until(state, looked + interval, |state| {
+                    !matches!(next(state), WatchdogStep::Look(_))
                 });
-                if !matches!(next(&state), Next::Look(_)) {
+                if !matches!(next(&state), WatchdogStep::Look(_)) {
                     continue;
                 }
                 drop(state);
-                look(shared);
+                look(inner);
                 looked = Instant::now();
-                shared.lock()
+                inner.lock()
             }
-            Next::Abort(error) => {
+            WatchdogStep::Abort(error) => {
                 let link = state.link.take();
                 drop(state);
                 tracing::debug!("{error}");
                 if let Some(link) = link {
                     note(link.abort());
                 }
-                shared.lock().phase = Phase::Ended(error);
+                inner.lock().phase = Phase::Ended(error);
                 break;
             }
-            Next::Close => {
+            WatchdogStep::Close => {
                 let link = state.link.take();
                 drop(state);
                 if let Some(link) = link {
-                    close(shared, link);
+                    close(inner, link);
                 }
-                shared.lock().phase = Phase::Closed;
+                inner.lock().phase = Phase::Closed;
                 break;
             }
-            Next::Nothing => return,
+            WatchdogStep::Nothing => return,
         };
     }
-    shared.notify();
+    inner.notify();
 }
 
 /// What there is to do.
-enum Next {
+enum WatchdogStep {
     /// To wait until that changes.
     Rest,
     /// So long after the last look.
@@ -72,38 +72,38 @@ enum Next {
     Nothing,
 }
 
-fn next(state: &State) -> Next {
+fn next(state: &CommState) -> WatchdogStep {
     match (&state.phase, state.owner) {
         // NCCL has not begun; nothing may end before it is known what.
-        (Phase::Connecting, _) if state.link.is_none() => Next::Rest,
-        (Phase::Connecting, _) => Next::Look(CONNECTING),
-        (Phase::Ready, Owner::Gone) => Next::Close,
-        (Phase::Ready, Owner::Here) if state.work == Work::None => Next::Rest,
-        (Phase::Ready, Owner::Here) => Next::Look(WORKING),
-        (Phase::Ending(error), _) => Next::Abort(error.clone()),
-        (Phase::Ended(_) | Phase::Closed, _) => Next::Nothing,
+        (Phase::Connecting, _) if state.link.is_none() => WatchdogStep::Rest,
+        (Phase::Connecting, _) => WatchdogStep::Look(CONNECTING),
+        (Phase::Ready, CallerHandle::Dropped) => WatchdogStep::Close,
+        (Phase::Ready, CallerHandle::Held) if state.work == Work::None => WatchdogStep::Rest,
+        (Phase::Ready, CallerHandle::Held) => WatchdogStep::Look(WORKING),
+        (Phase::Ending(error), _) => WatchdogStep::Abort(error.clone()),
+        (Phase::Ended(_) | Phase::Closed, _) => WatchdogStep::Nothing,
     }
 }
 
 /// Asks the group, and NCCL.
-fn look(shared: &Shared) {
-    if let Some(error) = shared.group_failure() {
-        shared.begin_end(error, Telling::Nobody);
+fn look(inner: &CommunicatorInner) {
+    if let Some(error) = inner.group_failure() {
+        inner.start_abort(error, Notify::Nobody);
         return;
     }
-    let mut state = shared.lock();
+    let mut state = inner.lock();
     let looked = state
         .link
         .as_mut()
         .map_or(Ok(Progress::Done), Link::progress);
     let looked = looked.and_then(|progress| {
         let ended = match state.work {
-            Work::Enqueued => shared.done.query()? == Progress::Done,
+            Work::Enqueued => inner.done.query()? == Progress::Done,
             Work::None | Work::Enqueuing => false,
         };
         if progress == Progress::Done && matches!(state.phase, Phase::Connecting) {
             state.phase = Phase::Ready;
-            shared.notify();
+            inner.notify();
         }
         if ended {
             state.work = Work::None;
@@ -112,17 +112,17 @@ fn look(shared: &Shared) {
     });
     drop(state);
     if let Err(fault) = looked {
-        shared.begin_end(shared.broken(&fault), Telling::Group);
+        inner.start_abort(inner.aborted_by(&fault), Notify::Group);
     }
 }
 
 /// Ends in good order, or else at once.
-fn close(shared: &Shared, mut link: Link) {
-    let deadline = after(Instant::now(), shared.patience.closing);
+fn close(inner: &CommunicatorInner, mut link: Link) {
+    let deadline = after(Instant::now(), inner.timeouts.closing);
     let mut progress = link.finalize();
     while progress == Ok(Progress::UnderWay) {
         let late = Instant::now() >= deadline;
-        if late || shared.group_failure().is_some() {
+        if late || inner.group_failure().is_some() {
             break;
         }
         thread::sleep(FINALIZING);

@@ -9,7 +9,7 @@ use accelerator_collective::ProcessGroup;
 ///
 /// Both methods are called by a thread of the communicator's, and by those that use it, at any time until
 /// it is dropped; they return at once.
-pub(crate) trait Watch: Send + Sync {
+pub(crate) trait FailureDetector: Send + Sync {
     /// Why the group has ended, if it has. What is waiting for peers is freed then.
     fn failure(&self) -> Option<String>;
 
@@ -18,40 +18,40 @@ pub(crate) trait Watch: Send + Sync {
     fn failed(&self, text: &str);
 }
 
-impl fmt::Debug for dyn Watch {
+impl fmt::Debug for dyn FailureDetector {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("Watch")
+        formatter.write_str("FailureDetector")
     }
 }
 
 /// That of a process group.
-pub(crate) struct GroupWatch {
+pub(crate) struct GroupFailureDetector {
     group: ProcessGroup,
     /// Whether all ranks are connected. Until then, a failure of NCCL's is no failure of the group.
-    armed: AtomicBool,
+    enabled: AtomicBool,
 }
 
-impl GroupWatch {
+impl GroupFailureDetector {
     pub(crate) fn new(group: &ProcessGroup) -> Self {
         Self {
             group: group.clone(),
-            armed: AtomicBool::new(false),
+            enabled: AtomicBool::new(false),
         }
     }
 
     /// From now on what fails ends the group.
-    pub(crate) fn arm(&self) {
-        self.armed.store(true, Ordering::Release);
+    pub(crate) fn enable(&self) {
+        self.enabled.store(true, Ordering::Release);
     }
 }
 
-impl Watch for GroupWatch {
+impl FailureDetector for GroupFailureDetector {
     fn failure(&self) -> Option<String> {
         self.group.failure()
     }
 
     fn failed(&self, text: &str) {
-        if self.armed.load(Ordering::Acquire) {
+        if self.enabled.load(Ordering::Acquire) {
             self.group.abort(text);
         }
     }

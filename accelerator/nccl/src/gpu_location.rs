@@ -11,22 +11,22 @@ use crate::library::Version;
 ///
 /// ```no_run
 /// use accelerator_collective::ProcessGroup;
-/// use accelerator_nccl::{Gpu, Library, Place};
+/// use accelerator_nccl::{Gpu, Library, GpuLocation};
 ///
 /// /// Whether NCCL can be used by these ranks, each with the GPU of its local rank.
-/// fn is_road_for(group: &ProcessGroup) -> Result<bool, Box<dyn std::error::Error>> {
+/// fn can_use_nccl(group: &ProcessGroup) -> Result<bool, Box<dyn std::error::Error>> {
 ///     let gpu = Gpu::open(&Library::load()?, group.topology().local_rank())?;
-///     let places = group.all_gather_object(&Place::of(&gpu, group))?;
-///     if let Some(obstacle) = Place::obstacle(&places) {
-///         println!("without NCCL: {obstacle}");
+///     let locations = group.all_gather_object(&GpuLocation::of(&gpu, group))?;
+///     if let Some(nccl_unavailable) = GpuLocation::nccl_unavailable(&locations) {
+///         println!("without NCCL: {nccl_unavailable}");
 ///         return Ok(false);
 ///     }
-///     println!("GPUs {:?}", places.iter().map(Place::bus_id).collect::<Vec<_>>());
+///     println!("GPUs {:?}", locations.iter().map(GpuLocation::bus_id).collect::<Vec<_>>());
 ///     Ok(true)
 /// }
 /// ```
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub struct Place {
+pub struct GpuLocation {
     /// What tells its host apart.
     host: String,
     bus_id: String,
@@ -34,7 +34,7 @@ pub struct Place {
     sharing: Sharing,
 }
 
-impl Place {
+impl GpuLocation {
     /// Of this rank.
     pub fn of(gpu: &Gpu, group: &ProcessGroup) -> Self {
         let topology = group.topology();
@@ -48,7 +48,7 @@ impl Place {
         }
     }
 
-    /// The GPU's place on its host, as [`Gpu::bus_id`] tells it.
+    /// The GPU's location on its host, as [`Gpu::bus_id`] tells it.
     pub fn bus_id(&self) -> &str {
         &self.bus_id
     }
@@ -58,21 +58,21 @@ impl Place {
     ///
     /// Ranks may share a GPU where each of them has NCCL 2.30 or later and
     /// `NCCL_MULTI_RANK_GPU_ENABLE=1`, an experiment of NCCL's makers.
-    pub fn obstacle(places: &[Self]) -> Option<String> {
-        for (rank, place) in places.iter().enumerate() {
-            let before = &places[..rank];
-            if let Some(first) = before.iter().position(|other| other.clashes(place)) {
+    pub fn nccl_unavailable(locations: &[Self]) -> Option<String> {
+        for (rank, location) in locations.iter().enumerate() {
+            let before = &locations[..rank];
+            if let Some(first) = before.iter().position(|other| other.clashes(location)) {
                 return Some(format!(
                     "ranks {first} and {rank} share the GPU {}, and NCCL takes one rank a GPU",
-                    place.bus_id
+                    location.bus_id
                 ));
             }
             if let Some(first) = before.first()
-                && first.nccl != place.nccl
+                && first.nccl != location.nccl
             {
                 return Some(format!(
                     "rank 0 has NCCL {}, and rank {rank} has {}",
-                    first.nccl, place.nccl
+                    first.nccl, location.nccl
                 ));
             }
         }
@@ -114,8 +114,8 @@ impl Sharing {
 mod tests {
     use super::*;
 
-    fn place(host: usize, bus_id: &str) -> Place {
-        Place {
+    fn location(host: usize, bus_id: &str) -> GpuLocation {
+        GpuLocation {
             host: host.to_string(),
             bus_id: bus_id.to_owned(),
             nccl: Version::new(2, 30, 3),
@@ -125,11 +125,16 @@ mod tests {
 
     #[test]
     fn every_rank_needs_a_gpu_of_its_own() {
-        let apart = [place(0, "a"), place(0, "b"), place(2, "a"), place(2, "b")];
-        assert_eq!(Place::obstacle(&apart), None);
-        let shared = [place(0, "a"), place(0, "b"), place(0, "b")];
+        let apart = [
+            location(0, "a"),
+            location(0, "b"),
+            location(2, "a"),
+            location(2, "b"),
+        ];
+        assert_eq!(GpuLocation::nccl_unavailable(&apart), None);
+        let shared = [location(0, "a"), location(0, "b"), location(0, "b")];
         assert_eq!(
-            Place::obstacle(&shared).unwrap(),
+            GpuLocation::nccl_unavailable(&shared).unwrap(),
             "ranks 1 and 2 share the GPU b, and NCCL takes one rank a GPU"
         );
     }
@@ -142,11 +147,11 @@ mod tests {
 
     #[test]
     fn ranks_share_a_gpu_where_both_may() {
-        let mut places = [place(0, "a"), place(0, "a")];
-        places[0].sharing = Sharing::Allowed;
-        assert!(Place::obstacle(&places).is_some());
-        places[1].sharing = Sharing::Allowed;
-        assert_eq!(Place::obstacle(&places), None);
+        let mut locations = [location(0, "a"), location(0, "a")];
+        locations[0].sharing = Sharing::Allowed;
+        assert!(GpuLocation::nccl_unavailable(&locations).is_some());
+        locations[1].sharing = Sharing::Allowed;
+        assert_eq!(GpuLocation::nccl_unavailable(&locations), None);
     }
 
     #[test]
@@ -160,10 +165,10 @@ mod tests {
 
     #[test]
     fn every_rank_needs_the_same_nccl() {
-        let mut places = [place(0, "a"), place(0, "b")];
-        places[1].nccl = Version::new(2, 26, 0);
+        let mut locations = [location(0, "a"), location(0, "b")];
+        locations[1].nccl = Version::new(2, 26, 0);
         assert_eq!(
-            Place::obstacle(&places).unwrap(),
+            GpuLocation::nccl_unavailable(&locations).unwrap(),
             "rank 0 has NCCL 2.30.3, and rank 1 has 2.26.0"
         );
     }
