@@ -270,7 +270,7 @@ impl Meter {
 /// Bytes on the heap that start at a cache line, so that they can be viewed as any element type.
 #[derive(Default)]
 pub(crate) struct Storage {
-    lines: Vec<Line>,
+    lines: Vec<CacheLine>,
 }
 
 impl Storage {
@@ -293,7 +293,7 @@ impl Storage {
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C, align(64))]
-struct Line([u8; LINE]);
+struct CacheLine([u8; LINE]);
 
 /// The bytes of a cache line.
 pub(crate) const LINE: usize = 64;

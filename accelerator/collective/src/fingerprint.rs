@@ -7,7 +7,7 @@ use crate::{
     element::DType,
     error::{Error, Kind},
     purpose::Purpose,
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
 };
 
 /// What one rank calls: the operation, its arguments and the call site.

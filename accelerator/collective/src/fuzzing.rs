@@ -18,12 +18,12 @@ use crate::{
     element::DType,
     error::Result,
     group::{GroupOptions, ProcessGroup},
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
     shard_layout::ShardLayout,
     topology::Topology,
     transport::{
-        FinalMessage, Inbox, OpDeadline, OutgoingChunk, Peer, PeerLocation, Stage, Transport,
-        TransportKind, feed,
+        ControlPlane, DataPlane, FinalMessage, Inbox, OpDeadline, OutgoingChunk, Peer,
+        PeerLocation, Stage, Transport, TransportKind, feed,
     },
     wire::{
         frame::{FrameKind, Head, PREAMBLE},
@@ -129,7 +129,7 @@ const BLOCK: usize = 1000;
 
 /// What rank 0 makes of a stream from rank 1.
 fn receive(stream: impl Read + Send) -> Vec<Result<Vec<f32>>> {
-    let (wire, _) = Wire::new(0);
+    let (wire, _) = FuzzWire::new(0);
     let (inbox, peer) = (Arc::clone(&wire.inbox), wire.peers[1].clone());
     thread::scope(|scope| {
         scope.spawn(move || feed(stream, peer, inbox));
@@ -140,18 +140,22 @@ fn receive(stream: impl Read + Send) -> Vec<Result<Vec<f32>>> {
     })
 }
 
-fn join(rank: usize, wire: Wire) -> Result<ProcessGroup> {
+fn join(rank: usize, wire: FuzzWire) -> Result<ProcessGroup> {
     let options = GroupOptions::new().with_progress_timeout(Duration::from_secs(20));
     let topology = Topology::new(rank, 2)?;
-    ProcessGroup::join(topology, &options, Box::new(wire), None)
+    let (peers, inbox) = (Arc::clone(&wire.peers), Arc::clone(&wire.inbox));
+    let wire = Arc::new(wire);
+    let control: Arc<dyn ControlPlane> = wire.clone();
+    let transport = Transport::new(peers, inbox, control, Some(wire));
+    ProcessGroup::join(topology, &options, transport, None)
 }
 
 /// The frames that rank 1 sends when all goes well.
 fn correct() -> &'static [Vec<u8>] {
     static FRAMES: OnceLock<Vec<Vec<u8>>> = OnceLock::new();
     FRAMES.get_or_init(|| {
-        let (left, from_left) = Wire::new(0);
-        let (right, from_right) = Wire::new(1);
+        let (left, from_left) = FuzzWire::new(0);
+        let (right, from_right) = FuzzWire::new(1);
         let ends = [(left, from_right), (right, from_left)];
         let recorded = Mutex::new(Vec::new());
         thread::scope(|scope| {
@@ -221,14 +225,14 @@ fn spoil(frames: &mut Vec<Vec<u8>>, [what, frame, high, low]: [u8; 4]) {
 
 /// A transport whose frames go to whoever holds the other end.
 #[derive(Debug)]
-struct Wire {
-    peers: Vec<Peer>,
+struct FuzzWire {
+    peers: Arc<[Peer]>,
     inbox: Arc<Inbox>,
     // In a mutex so that the transport can be shared.
     sent: Mutex<Sender<Vec<u8>>>,
 }
 
-impl Wire {
+impl FuzzWire {
     fn new(rank: usize) -> (Self, Receiver<Vec<u8>>) {
         let (sender, frames) = channel();
         let peers = (0..2).map(|peer| Peer {
@@ -253,46 +257,43 @@ impl Wire {
     }
 }
 
-impl Transport for Wire {
+impl DataPlane for FuzzWire {
     fn kind(&self) -> TransportKind {
         TransportKind::Tcp
     }
 
-    fn peers(&self) -> &[Peer] {
-        &self.peers
-    }
-
-    fn inbox(&self) -> &Inbox {
-        &self.inbox
-    }
-
-    fn await_news(&self, version: u64, due: Instant, _: &OpDeadline) -> Result<()> {
-        self.inbox.sleep(version, due);
-        Ok(())
-    }
-
-    fn send(&self, _: usize, part: OutgoingChunk<'_>, _: &mut OpDeadline) -> Result<()> {
-        let declaration = part.fingerprint.map(|fingerprint| fingerprint.encode());
+    fn send(&self, _: usize, chunk: OutgoingChunk<'_>, _: &mut OpDeadline) -> Result<()> {
+        let declaration = chunk.fingerprint.map(|fingerprint| fingerprint.encode());
         let preamble = match &declaration {
             Some((bytes, len)) => &bytes[..*len],
             None => &[],
         };
-        let kind = match part.tag.stage {
+        let kind = match chunk.tag.stage {
             Stage::Begin => FrameKind::Begin,
             Stage::Inward => FrameKind::Inward,
             Stage::Outward => FrameKind::Outward,
         };
-        let (sequence, index) = (part.tag.sequence, part.tag.index);
-        let head = Head::new(kind, sequence, index, preamble, part.payload);
-        self.push(head, preamble, part.payload);
+        let (sequence, index) = (chunk.tag.sequence, chunk.tag.index);
+        let head = Head::new(kind, sequence, index, preamble, chunk.payload);
+        self.push(head, preamble, chunk.payload);
         Ok(())
     }
 
+    fn wait_for_arrival(&self, version: u64, due: Instant) {
+        self.inbox.sleep(version, due);
+    }
+}
+
+impl ControlPlane for FuzzWire {
     fn leave(&self, leave: &FinalMessage) {
         self.inbox.close();
         if let FinalMessage::Goodbye(_) = leave {
             self.push(Head::new(FrameKind::Goodbye, 0, 0, &[], &[]), &[], &[]);
         }
+    }
+
+    fn last_activity(&self, rank: usize) -> Option<Instant> {
+        self.inbox.active(rank)
     }
 }
 

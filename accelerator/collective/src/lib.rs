@@ -39,7 +39,7 @@ mod kernel;
 mod launch;
 mod partition;
 mod purpose;
-mod reduce;
+mod reduce_op;
 pub mod rendezvous;
 mod shard_layout;
 mod shm;
@@ -59,7 +59,7 @@ pub use group::{
 };
 pub use launch::{Launch, Origin, Setting, check_alone, variable};
 pub use partition::Partition;
-pub use reduce::ReduceOp;
+pub use reduce_op::ReduceOp;
 pub use rendezvous::{Rendezvous, StoreHost};
 pub use shard_layout::ShardLayout;
 #[doc(hidden)]

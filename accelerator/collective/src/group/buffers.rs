@@ -7,7 +7,7 @@ use crate::{
     buffer::Buffer,
     error::{Error, Kind, Result},
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
     shard_layout::ShardLayout,
 };
 

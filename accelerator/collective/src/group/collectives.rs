@@ -10,7 +10,7 @@ use crate::{
     error::Result,
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     partition::Partition,
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
 };
 
 impl ProcessGroup {

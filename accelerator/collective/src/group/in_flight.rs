@@ -14,7 +14,7 @@ use crate::{
     buffer::Buffer,
     error::{Error, Result},
     fingerprint::CollectiveFingerprint,
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
     transport::{OpDeadline, OpPosition},
 };
 
@@ -198,7 +198,7 @@ impl<'a> InFlightOps<'a> {
             && let Err(error) = inbox.wait_for_news(
                 version,
                 awaited.clone(),
-                &*self.rank_state.transport,
+                &self.rank_state.transport,
                 &mut first.deadline,
             )
         {
@@ -241,7 +241,7 @@ impl<'a> InFlightOps<'a> {
 impl InFlightOp<'_> {
     fn context<'b>(&'b mut self, rank_state: &'b RankState, position: OpPosition) -> OpContext<'b> {
         OpContext::resumed(
-            &*rank_state.transport,
+            &rank_state.transport,
             &mut self.deadline,
             &mut self.scratch,
             position,
@@ -258,7 +258,7 @@ impl InFlightOp<'_> {
             return;
         }
         let mut ctx = OpContext::resumed(
-            &*rank_state.transport,
+            &rank_state.transport,
             &mut self.deadline,
             &mut self.scratch,
             position,
@@ -384,7 +384,7 @@ mod tests {
         let (done, ends) = mpsc::channel();
         thread::spawn(move || {
             let outcome = rank_state.perform(
-                ExecThread::Connector,
+                ExecThread::Caller,
                 after,
                 &fingerprint,
                 |_| Ok(()),

@@ -43,7 +43,7 @@ use crate::{
     fingerprint::CollectiveFingerprint,
     launch::Launch,
     purpose::Purpose,
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
     rendezvous::{StoreClient, resolve_local_rank},
     topology::Topology,
     transport::{Tcp, Threads, Transport, TransportKind},
@@ -158,7 +158,7 @@ impl ProcessGroup {
             .enumerate()
             .map(|(rank, transport)| {
                 let topology = Topology::new(rank, world_size)?;
-                Self::join(topology, options, Box::new(transport), None)
+                Self::join(topology, options, transport, None)
             })
             .collect()
     }
@@ -214,8 +214,8 @@ impl ProcessGroup {
         let meeting = rendezvous.meet(&launch.topology, patience, liveness, asked)?;
         let topology = resolve_local_rank(launch.topology, &meeting.ranks)?;
         let store = meeting.store.clone();
-        let transport = Tcp::connect(&topology, meeting, patience)?;
-        let group = Self::join(topology, options, Box::new(transport), store)?;
+        let transport = Tcp::connect(&topology, meeting, patience)?.into_transport();
+        let group = Self::join(topology, options, transport, store)?;
         negotiate::negotiate(&group.0.rank_state, asked, began)?;
         Ok(group)
     }
@@ -339,7 +339,7 @@ impl ProcessGroup {
     }
 
     fn alone(options: &GroupOptions) -> Self {
-        let transport = Box::new(Threads::alone());
+        let transport = Threads::alone();
         let rank_state = RankState::new(Topology::single(), options.clone(), transport, None);
         let handle = Arc::new(GroupHandle {
             rank_state: Arc::new(rank_state),
@@ -352,7 +352,7 @@ impl ProcessGroup {
     pub(crate) fn join(
         topology: Topology,
         options: &GroupOptions,
-        transport: Box<dyn Transport>,
+        transport: Transport,
         store: Option<StoreClient>,
     ) -> Result<Self> {
         let rank_state = Arc::new(RankState::new(topology, options.clone(), transport, store));
@@ -372,13 +372,11 @@ impl ProcessGroup {
     ) -> Result<()> {
         let fingerprint = &fingerprint.with_purpose(self.1);
         let ticket = self.0.rank_state.admit(fingerprint)?;
-        self.0.rank_state.perform(
-            ExecThread::Connector,
-            ticket,
-            fingerprint,
-            body,
-            |outcome| outcome,
-        )
+        self.0
+            .rank_state
+            .perform(ExecThread::Caller, ticket, fingerprint, body, |outcome| {
+                outcome
+            })
     }
 }
 

@@ -1,4 +1,4 @@
-//! Which way processes exchange their data, once they are connected: they find out together.
+//! The path of data, on which processes agree once they are connected by the TCP mesh.
 
 use std::{fmt, ops::Range, time::Instant};
 
@@ -9,50 +9,68 @@ use crate::{
     element::DType,
     error::{Error, Kind, Result},
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
-    shm::{ArenaId, SharedMemory},
-    transport::TransportKind,
+    shm::ArenaId,
+    transport::{DataPath, TransportKind},
 };
 
-/// Lets a group whose ranks are connected share memory where that was asked for, or serves all.
-///
-/// Every rank says where it runs and where its memory is, looks for that of the others, and says
-/// whether it found it. All know the same in the end, and so negotiate alike.
+/// The paths of data between processes, best first. `auto` takes the first that serves all ranks. A new
+/// transport is one line here, and a folder that implements [`DataPlane`](crate::transport::DataPlane).
+const CANDIDATES: [Candidate; 2] = [
+    Candidate {
+        kinds: &[TransportKind::Shm, TransportKind::Hierarchical],
+        connect: connect_shm,
+    },
+    Candidate {
+        kinds: &[TransportKind::Tcp],
+        connect: connect_tcp,
+    },
+];
+
+struct Candidate {
+    /// The transports that a program asks for to get this path.
+    kinds: &'static [TransportKind],
+    /// Connects all ranks, which call it together, or tells why they cannot be.
+    connect: fn(&RankState, TransportKind, Instant) -> Result<Result<DataPath, Unavailable>>,
+}
+
+/// Lets the ranks of a group, which are connected by the mesh, agree on the path of data. All ranks exchange
+/// what the choice depends on, so all choose alike.
 ///
 /// It is part of connecting, which began at `began`, and has what is left of the connect timeout.
 ///
 /// # Errors
 ///
-/// Where memory was to be shared and cannot be, the reason, the same on every rank; otherwise as an
+/// Where a path was asked for that does not serve all ranks, the reason, the same on every rank; otherwise as an
 /// operation.
 pub(super) fn negotiate(
     rank_state: &RankState,
     asked: TransportKind,
     began: Instant,
 ) -> Result<()> {
-    if asked == TransportKind::Tcp {
-        return Ok(());
-    }
-    let unavailable = match arrange(rank_state, asked, began)? {
-        Ok(arrangement) => {
-            match &arrangement {
-                SharedMemory::OneHost(_) => {
-                    tracing::debug!("the ranks share the memory of their host");
-                }
-                SharedMemory::Hosts(hosts) => tracing::debug!(
-                    hosts = hosts.len(),
-                    lanes = hosts.lanes(),
-                    "the ranks share the memory of their hosts, which are connected by TCP"
-                ),
-            }
-            rank_state.transport.share(arrangement);
-            return Ok(());
+    for candidate in CANDIDATES {
+        if asked != TransportKind::Auto && !candidate.kinds.contains(&asked) {
+            continue;
         }
-        Err(unavailable) => unavailable,
-    };
-    if asked == TransportKind::Auto {
+        let unavailable = match (candidate.connect)(rank_state, asked, began)? {
+            Ok(path) => {
+                rank_state.transport.set_path(path);
+                return Ok(());
+            }
+            Err(unavailable) => unavailable,
+        };
+        if asked != TransportKind::Auto {
+            return Err(Error::about(
+                Kind::Topology,
+                unavailable.ranks,
+                format!(
+                    "the transport `{asked}` was asked for, but {}; ask for auto or tcp",
+                    unavailable.text
+                ),
+            ));
+        }
         match unavailable.kind {
             UnavailableKind::NothingToShare => {
-                tracing::debug!("the ranks exchange data by TCP: {unavailable}")
+                tracing::debug!("the ranks exchange data by TCP: {unavailable}");
             }
             // All of them see it.
             UnavailableKind::Failed if rank_state.topology.is_main() => tracing::warn!(
@@ -61,21 +79,48 @@ pub(super) fn negotiate(
             ),
             UnavailableKind::Failed => {}
         }
-        return Ok(());
     }
-    Err(Error::about(
-        Kind::Topology,
-        unavailable.ranks,
-        format!(
-            "the transport `{asked}` was asked for, but {}; ask for auto or tcp",
-            unavailable.text
-        ),
-    ))
+    Ok(())
 }
 
-/// Why ranks do not share memory, in words that are the same on every rank.
+/// The connections of the mesh.
+fn connect_tcp(
+    rank_state: &RankState,
+    asked: TransportKind,
+    _: Instant,
+) -> Result<Result<DataPath, Unavailable>> {
+    match rank_state.transport.bootstrap() {
+        Some(mesh) => Ok(Ok(DataPath::Chunks(mesh.clone()))),
+        None => Err(Error::new(
+            Kind::Misuse,
+            format!("threads cannot be connected by the {asked} transport"),
+        )),
+    }
+}
+
+/// The memory of hosts: each rank tells where it runs and where its memory is, opens that of the others, and
+/// tells whether it could.
+fn connect_shm(
+    rank_state: &RankState,
+    asked: TransportKind,
+    began: Instant,
+) -> Result<Result<DataPath, Unavailable>> {
+    let path = arrange(rank_state, asked, began)?;
+    match &path {
+        Ok(DataPath::Hierarchical(hosts)) => tracing::debug!(
+            hosts = hosts.len(),
+            lanes = hosts.lanes(),
+            "the ranks share the memory of their hosts, which are connected by TCP"
+        ),
+        Ok(_) => tracing::debug!("the ranks share the memory of their host"),
+        Err(_) => {}
+    }
+    Ok(path)
+}
+
+/// Why a path does not serve all ranks, in words that are the same on every rank.
 #[derive(Debug)]
-struct ShmUnavailable {
+struct Unavailable {
     kind: UnavailableKind,
     ranks: Vec<usize>,
     text: String,
@@ -89,7 +134,7 @@ enum UnavailableKind {
     Failed,
 }
 
-impl fmt::Display for ShmUnavailable {
+impl fmt::Display for Unavailable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
@@ -108,12 +153,12 @@ struct HostInfo {
 }
 
 /// The unavailable that is clear from what the ranks told, which were all asked for the same.
-fn unavailable(asked: TransportKind, infos: &[HostInfo]) -> Option<ShmUnavailable> {
+fn unavailable(asked: TransportKind, infos: &[HostInfo]) -> Option<Unavailable> {
     let hosts = hosts(infos);
     if let Some(second) = hosts.get(1)
         && (asked == TransportKind::Shm || hosts.len() == infos.len())
     {
-        return Some(ShmUnavailable {
+        return Some(Unavailable {
             kind: UnavailableKind::NothingToShare,
             ranks: vec![0, second.start],
             text: match asked == TransportKind::Hierarchical {
@@ -126,7 +171,7 @@ fn unavailable(asked: TransportKind, infos: &[HostInfo]) -> Option<ShmUnavailabl
         .iter()
         .find(|host| infos[host.start].first != host.start)
     {
-        return Some(ShmUnavailable {
+        return Some(Unavailable {
             kind: UnavailableKind::Failed,
             ranks: vec![host.start],
             text: format!(
@@ -138,7 +183,7 @@ fn unavailable(asked: TransportKind, infos: &[HostInfo]) -> Option<ShmUnavailabl
     }
     infos.iter().enumerate().find_map(|(rank, info)| {
         let error = info.memory.as_ref().err()?;
-        Some(ShmUnavailable {
+        Some(Unavailable {
             kind: UnavailableKind::Failed,
             ranks: vec![rank],
             text: format!("rank {rank} has no memory to share: {error}"),
@@ -164,7 +209,7 @@ impl HostInfo {
     }
 }
 
-/// Has every rank exchange the others something.
+/// Gives every rank the values of all ranks.
 fn exchange<T>(rank_state: &RankState, began: Instant, value: &T) -> Result<Vec<T>>
 where
     T: Serialize + for<'a> Deserialize<'a>,
@@ -197,7 +242,7 @@ fn arrange(
     rank_state: &RankState,
     asked: TransportKind,
     began: Instant,
-) -> Result<Result<SharedMemory, ShmUnavailable>> {
+) -> Result<Result<DataPath, Unavailable>> {
     let info = HostInfo {
         host: String::new(),
         first: 0,
@@ -205,8 +250,8 @@ fn arrange(
         memory: Err("this system has no files in memory".to_owned()),
     };
     let infos = exchange(rank_state, began, &info)?;
-    // Every rank ranks_here says that it has none.
-    Ok(Err(unavailable(asked, &infos).unwrap_or(ShmUnavailable {
+    // Every rank here says that it has none.
+    Ok(Err(unavailable(asked, &infos).unwrap_or(Unavailable {
         kind: UnavailableKind::NothingToShare,
         ranks: Vec::new(),
         text: "the ranks have no memory to share".to_owned(),
@@ -217,20 +262,20 @@ fn arrange(
 mod linux {
     use std::{os::fd::AsRawFd, sync::Arc, time::Instant};
 
-    use super::{HostInfo, ShmUnavailable, UnavailableKind, exchange, hosts, unavailable};
+    use super::{HostInfo, Unavailable, UnavailableKind, exchange, hosts, unavailable};
     use crate::{
         error::{Error, Kind, Result},
         group::rank_state::RankState,
         rendezvous::{boot_id, random},
-        shm::{Arena, ArenaId, Hosts, SharedMemory, ShmPeers, Spin, cores},
-        transport::{Peer, PeerLocation, TransportKind},
+        shm::{Arena, ArenaId, Hosts, ShmPeers, Spin, cores},
+        transport::{DataPath, Peer, PeerLocation, TransportKind},
     };
 
     pub(super) fn arrange(
         rank_state: &RankState,
         asked: TransportKind,
         began: Instant,
-    ) -> Result<Result<SharedMemory, ShmUnavailable>> {
+    ) -> Result<Result<DataPath, Unavailable>> {
         let (rank, topology) = (rank_state.topology.rank(), &rank_state.topology);
         let nonce: [u8; 32] = random()?;
         let nonce = [0, 8].map(|at| {
@@ -279,7 +324,7 @@ mod linux {
         let failed = failures.iter().enumerate();
         let mut failed = failed.filter_map(|(rank, x)| Some((rank, x.as_ref()?)));
         if let Some((rank, error)) = failed.next() {
-            return Ok(Err(ShmUnavailable {
+            return Ok(Err(Unavailable {
                 kind: UnavailableKind::Failed,
                 ranks: vec![rank],
                 text: format!("rank {rank} cannot reach the memory of others: {error}"),
@@ -298,8 +343,8 @@ mod linux {
             spin,
         );
         Ok(Ok(match hosts.len() {
-            1 => SharedMemory::OneHost(world),
-            _ => SharedMemory::Hosts(Hosts::new(world, hosts)),
+            1 => DataPath::Shm(world),
+            _ => DataPath::Hierarchical(Hosts::new(world, hosts)),
         }))
     }
 

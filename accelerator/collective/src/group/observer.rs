@@ -25,7 +25,7 @@ use crate::fingerprint::{CallSite, CollectiveFingerprint};
 /// group.all_reduce(&mut [0.5_f64; 4], ReduceOp::Sum)?;
 /// group.barrier()?;
 /// let first = seen.recv().unwrap();
-/// assert_eq!((first.name, first.bytes, first.thread), ("all_reduce", 32, ExecThread::Connector));
+/// assert_eq!((first.name, first.bytes, first.thread), ("all_reduce", 32, ExecThread::Caller));
 /// assert_eq!(first.duration(), first.ended - first.started);
 /// assert_eq!(seen.recv().unwrap().sequence, first.sequence + 1);
 /// # Ok(())
@@ -62,7 +62,7 @@ impl OpEvent {
     /// let places = Arc::new(Mutex::new(Vec::new()));
     /// let notes = Arc::clone(&places);
     /// group.observe(move |operation| {
-    ///     notes.lock().unwrap().push(operation.location().to_string());
+    ///     notes.lock().unwrap().push(operation.place().to_string());
     /// })?;
     /// group.barrier()?;
     /// # let line = line!() - 1;
@@ -94,7 +94,7 @@ impl OpEvent {
 /// group.observe(move |operation| drop(sender.send(operation.thread)))?;
 /// group.barrier()?;
 /// group.start_all_reduce(group.buffer(DType::F32, 2), ReduceOp::Sum)?.wait()?;
-/// assert_eq!(runners.recv(), Ok(ExecThread::Connector));
+/// assert_eq!(runners.recv(), Ok(ExecThread::Caller));
 /// assert_eq!(runners.recv(), Ok(ExecThread::Communication));
 /// # Ok(())
 /// # }
@@ -102,7 +102,7 @@ impl OpEvent {
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum ExecThread {
     /// The one that called it: a blocking operation.
-    Connector,
+    Caller,
     /// The group's own, which runs started operations; several of them may be under way at once,
     /// and they end in their order.
     Communication,

@@ -31,7 +31,7 @@ use crate::{
 pub(crate) struct RankState {
     pub(crate) topology: Topology,
     pub(crate) options: GroupOptions,
-    pub(crate) transport: Box<dyn Transport>,
+    pub(crate) transport: Transport,
     pub(super) order: Arc<TicketLock>,
     scratch: Mutex<Scratch>,
     /// Held by the thread that ends the group by a failure.
@@ -57,7 +57,7 @@ impl RankState {
     pub(crate) fn new(
         topology: Topology,
         options: GroupOptions,
-        transport: Box<dyn Transport>,
+        transport: Transport,
         store: Option<StoreClient>,
     ) -> Self {
         Self {
@@ -99,7 +99,10 @@ impl RankState {
     /// One beat of the heartbeat: signs of life, judgement, news from witnesses. Says after how long
     /// the next one is due.
     pub(super) fn beat(&self) -> Option<Duration> {
-        let pause = self.transport.heartbeat(self.options.liveness_timeout())?;
+        let pause = self
+            .transport
+            .control()
+            .heartbeat(self.options.liveness_timeout())?;
         let Some(store) = &self.store else {
             return Some(pause);
         };
@@ -112,7 +115,7 @@ impl RankState {
         }
         // A rank's own last words may be on their way for a moment.
         news.retain(|(rank, text, came)| {
-            came.elapsed() < ON_ITS_WAY || !self.transport.report_exit(*rank, text)
+            came.elapsed() < ON_ITS_WAY || !self.transport.control().report_exit(*rank, text)
         });
         match news.is_empty() {
             true => Some(pause),
@@ -186,7 +189,7 @@ impl RankState {
         let mut deadline = OpDeadline::new(self.topology.rank(), sequence, *fingerprint, patience);
         // Every operation starts by clearing the scratch memory.
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        let ctx = OpContext::new(&*self.transport, &mut deadline, &mut scratch);
+        let ctx = OpContext::new(&self.transport, &mut deadline, &mut scratch);
         body(ctx).map_err(|error| self.fail(sequence, error))
     }
 
@@ -318,7 +321,7 @@ impl RankState {
         }
         // Nobody else sets them while the lock is held.
         let silence = self.options.liveness_timeout() / 2;
-        let _ = self.suspects.set(self.transport.silent(silence));
+        let _ = self.suspects.set(self.transport.control().silent(silence));
         let _ = self.failure.set(error.clone());
         let abort = error.clone();
         self.part(&FinalMessage::Abort(Abort {
@@ -359,7 +362,7 @@ impl RankState {
             return false;
         }
         self.heartbeat.stop();
-        self.transport.leave(leave);
+        self.transport.control().leave(leave);
         true
     }
 

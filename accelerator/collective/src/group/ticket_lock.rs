@@ -169,8 +169,8 @@ mod tests {
             for ticket in tickets.into_iter().rev() {
                 let (lock, served) = (&lock, &served);
                 scope.spawn(move || {
-                    let acquire = lock.acquire(ticket);
-                    served.lock().unwrap().push(acquire.number());
+                    let permit = lock.acquire(ticket);
+                    served.lock().unwrap().push(permit.number());
                 });
             }
         });
@@ -185,10 +185,10 @@ mod tests {
         let [first, second, third, fourth, fifth] = std::array::from_fn(|_| lock.take_ticket());
         drop(third);
         drop(second);
-        assert_eq!(lock.serving(), 0, "the first one has not had its acquire");
-        let acquire = lock.acquire(first);
+        assert_eq!(lock.serving(), 0, "the first one has not been served");
+        let permit = lock.acquire(first);
         drop(fourth);
-        drop(acquire);
+        drop(permit);
         assert_eq!(lock.acquire(fifth).number(), 4);
         drop(lock.take_ticket());
         assert!(lock.is_idle_within(Duration::ZERO));

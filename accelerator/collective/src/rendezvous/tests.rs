@@ -18,7 +18,7 @@ use crate::{
     error::{Error, Result},
     group::{GroupOptions, ProcessGroup},
     launch::Launch,
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
     topology::Topology,
     transport_kind::TransportKind,
     wire::{

@@ -23,7 +23,7 @@ use crate::{
     error::{Error, Result},
     fingerprint::{CollectiveFingerprint, mismatch},
     kernel::fold,
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
     shm::{Arena, HeaderDigest, MemoryRange, ShmPeers, Spin},
     transport::{OpDeadline, Peer, Transport, TransportKind},
 };
@@ -36,7 +36,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct ShmOp<'a> {
     peers: &'a ShmPeers,
-    transport: &'a dyn Transport,
+    transport: &'a Transport,
     deadline: &'a mut OpDeadline,
     scratch: &'a mut ShmScratch,
     /// The last step that this rank has taken.
@@ -48,7 +48,7 @@ pub(crate) struct ShmOp<'a> {
 impl<'a> ShmOp<'a> {
     pub(crate) fn new(
         peers: &'a ShmPeers,
-        transport: &'a dyn Transport,
+        transport: &'a Transport,
         deadline: &'a mut OpDeadline,
         scratch: &'a mut ShmScratch,
     ) -> Self {
@@ -96,8 +96,8 @@ impl<'a> ShmOp<'a> {
             // Neither can happen to threads; the others have no place here.
             _ if kind == TransportKind::Threads => {}
             Some(Effect::DropConnection) => {
-                self.transport.cut();
-                return Err(self.deadline.cut(self.peer(self.rank())));
+                self.transport.control().inject_disconnect();
+                return Err(self.deadline.disconnected(self.peer(self.rank())));
             }
             Some(Effect::CorruptFrame) => header.spoil(),
             _ => {}
@@ -215,12 +215,12 @@ impl<'a> ShmOp<'a> {
             // Neither can happen to threads.
             (_, TransportKind::Threads) => Ok(()),
             (Effect::DropConnection, _) => {
-                self.transport.cut();
-                Err(self.deadline.cut(self.peer(self.rank())))
+                self.transport.control().inject_disconnect();
+                Err(self.deadline.disconnected(self.peer(self.rank())))
             }
             // The next part that leaves the host; steps have no checksums.
             (Effect::CorruptFrame, TransportKind::Hierarchical) => {
-                self.transport.spoil();
+                self.transport.inject_corruption();
                 Ok(())
             }
             // The others have no place here.
@@ -284,7 +284,7 @@ impl<'a> ShmOp<'a> {
                     false => inbox.roots(missing, deadline),
                 }
             };
-            let active = |rank| self.transport.active(rank);
+            let active = |rank| self.transport.control().last_activity(rank);
             let slice = self.deadline.tick(missing, active)?.min(SLICE);
             let due = Instant::now() + slice;
             counter.wait(step, Spin::NONE, slice);

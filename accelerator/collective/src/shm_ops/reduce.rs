@@ -9,7 +9,7 @@ use crate::{
     error::Result,
     kernel::fold,
     partition::{self, Partition},
-    reduce::{ReduceOp, SHORT},
+    reduce_op::{ReduceOp, SHORT},
     shard_layout::{ShardLayout, shard_layouts_differ},
     shm::SHM_CHUNK,
 };

@@ -232,7 +232,7 @@ impl OpDeadline {
     }
 
     /// The error of a rank whose connections a fault has cut; `me` is this rank.
-    pub(crate) fn cut(&self, me: &Peer) -> Error {
+    pub(crate) fn disconnected(&self, me: &Peer) -> Error {
         self.lost(me, "its connections were cut", Certainty::Settled)
     }
 

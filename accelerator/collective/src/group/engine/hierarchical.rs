@@ -9,7 +9,7 @@ use crate::{
     error::Result,
     kernel::{combine, divide, finish, wide, widen},
     partition::{self, Partition},
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
     shard_layout::{ShardLayout, shard_layouts_differ},
     shm::{Hosts, SHM_CHUNK as STAGE},
     transport::Stage,

@@ -62,7 +62,7 @@ pub(crate) enum OpProgress {
 /// One operation of one rank.
 #[derive(Debug)]
 pub(crate) struct OpContext<'a> {
-    transport: &'a dyn Transport,
+    transport: &'a Transport,
     deadline: &'a mut OpDeadline,
     position: Option<OpPosition>,
     rank: usize,
@@ -77,7 +77,7 @@ pub(crate) struct OpContext<'a> {
 impl<'a> OpContext<'a> {
     /// An operation that runs from its beginning to its end.
     pub(crate) fn new(
-        transport: &'a dyn Transport,
+        transport: &'a Transport,
         deadline: &'a mut OpDeadline,
         scratch: &'a mut Scratch,
     ) -> Self {
@@ -89,7 +89,7 @@ impl<'a> OpContext<'a> {
 
     /// An operation that goes on as far as it can; its memory was cleared before the first time.
     pub(crate) fn resumed(
-        transport: &'a dyn Transport,
+        transport: &'a Transport,
         deadline: &'a mut OpDeadline,
         scratch: &'a mut Scratch,
         position: OpPosition,
@@ -98,7 +98,7 @@ impl<'a> OpContext<'a> {
     }
 
     fn view(
-        transport: &'a dyn Transport,
+        transport: &'a Transport,
         deadline: &'a mut OpDeadline,
         scratch: &'a mut Scratch,
         position: Option<OpPosition>,
@@ -276,10 +276,12 @@ impl<'a> OpContext<'a> {
     fn inject_fault(&self, point: Point) -> Result<()> {
         match fail_point(self.rank, point) {
             Some(Effect::DropConnection) if self.world_size > 1 => {
-                self.transport.cut();
-                return Err(self.deadline.cut(&self.transport.peers()[self.rank]));
+                self.transport.control().inject_disconnect();
+                return Err(self
+                    .deadline
+                    .disconnected(&self.transport.peers()[self.rank]));
             }
-            Some(Effect::CorruptFrame) => self.transport.spoil(),
+            Some(Effect::CorruptFrame) => self.transport.inject_corruption(),
             // The others have no place here.
             _ => {}
         }

@@ -11,7 +11,7 @@ use crate::{
     element::DType,
     error::Result,
     kernel::combine,
-    reduce::{ReduceOp, SHORT},
+    reduce_op::{ReduceOp, SHORT},
     shard_layout::{DIGEST, shard_layouts_differ},
     transport::Stage,
 };

@@ -8,29 +8,25 @@ use crate::{
     buffer::Buffer,
     element::DType,
     fingerprint::{CallSite, OpKind},
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
     shard_layout::ShardLayout,
     transport::{
-        CHUNK, FinalMessage, Inbox, OpTimeouts, Peer, PeerLocation, TimeoutKind, TransportKind,
+        CHUNK, ControlPlane, DataPlane, FinalMessage, Inbox, OpTimeouts, Peer, PeerLocation,
+        TimeoutKind, TransportKind,
     },
 };
 
 /// A transport that notes what this rank, 0 of 2, sends to the other.
 #[derive(Debug)]
 struct Notes {
-    peers: [Peer; 2],
-    inbox: Inbox,
+    inbox: Arc<Inbox>,
     sent: Mutex<Vec<(Tag, usize)>>,
 }
 
 impl Notes {
     fn new() -> Self {
         Self {
-            peers: [0, 1].map(|rank| Peer {
-                rank,
-                location: PeerLocation::Thread,
-            }),
-            inbox: Inbox::new(2),
+            inbox: Arc::new(Inbox::new(2)),
             sent: Mutex::default(),
         }
     }
@@ -65,30 +61,28 @@ impl Notes {
     }
 }
 
-impl Transport for Notes {
+impl DataPlane for Notes {
     fn kind(&self) -> TransportKind {
         TransportKind::Tcp
     }
 
-    fn peers(&self) -> &[Peer] {
-        &self.peers
-    }
-
-    fn inbox(&self) -> &Inbox {
-        &self.inbox
-    }
-
-    fn await_news(&self, _: u64, _: Instant, _: &OpDeadline) -> Result<()> {
-        unreachable!("the operation is resumed by the test");
-    }
-
-    fn send(&self, _: usize, part: OutgoingChunk<'_>, _: &mut OpDeadline) -> Result<()> {
+    fn send(&self, _: usize, chunk: OutgoingChunk<'_>, _: &mut OpDeadline) -> Result<()> {
         let mut sent = self.sent.lock().unwrap();
-        sent.push((part.tag, part.payload.len()));
+        sent.push((chunk.tag, chunk.payload.len()));
         Ok(())
     }
 
+    fn wait_for_arrival(&self, _: u64, _: Instant) {
+        unreachable!("the operation is resumed by the test");
+    }
+}
+
+impl ControlPlane for Notes {
     fn leave(&self, _: &FinalMessage) {}
+
+    fn last_activity(&self, _: usize) -> Option<Instant> {
+        None
+    }
 }
 
 /// A rank that keeps nothing awaits nothing that it needs, and no results come back: it must not
@@ -111,7 +105,17 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
         warn_after: Duration::from_secs(50),
         limit: TimeoutKind::Progress,
     };
-    let transport = Notes::new();
+    let notes = Arc::new(Notes::new());
+    let peers = [0, 1].map(|rank| Peer {
+        rank,
+        location: PeerLocation::Thread,
+    });
+    let transport = Transport::new(
+        Arc::new(peers),
+        Arc::clone(&notes.inbox),
+        notes.clone(),
+        Some(notes.clone()),
+    );
     let mut deadline = OpDeadline::new(0, 0, fingerprint, patience);
     let mut scratch = Scratch::default();
     scratch.clear(2);
@@ -123,20 +127,17 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
         reduction.advance(&mut ctx, buffer.bytes_mut()).unwrap()
     };
     assert_eq!(go_on(), OpProgress::Waiting(1..2));
-    assert_eq!(transport.sent(Stage::Begin), [shards.digest().len()]);
-    assert_eq!(transport.sent(Stage::Inward).len(), PREFETCH);
-    transport.arrive(Stage::Begin, 0, Some(fingerprint), shards.digest());
+    assert_eq!(notes.sent(Stage::Begin), [shards.digest().len()]);
+    assert_eq!(notes.sent(Stage::Inward).len(), PREFETCH);
+    notes.arrive(Stage::Begin, 0, Some(fingerprint), shards.digest());
     for round in 0..rounds {
         assert_eq!(go_on(), OpProgress::Waiting(1..2));
-        let sent = transport.sent(Stage::Inward);
+        let sent = notes.sent(Stage::Inward);
         assert_eq!(sent.len(), rounds.min(round + PREFETCH + 1));
-        transport.arrive(Stage::Inward, round as u32, None, &[]);
+        notes.arrive(Stage::Inward, round as u32, None, &[]);
     }
     assert_eq!(go_on(), OpProgress::Done);
-    assert!(
-        transport.sent(Stage::Outward).is_empty(),
-        "no results travel"
-    );
-    let sent = transport.sent(Stage::Inward);
+    assert!(notes.sent(Stage::Outward).is_empty(), "no results travel");
+    let sent = notes.sent(Stage::Inward);
     assert_eq!(sent, vec![CHUNK; rounds]);
 }

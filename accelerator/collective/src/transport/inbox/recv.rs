@@ -19,7 +19,7 @@ impl Inbox {
         &self,
         from: usize,
         awaited: Range<usize>,
-        transport: &dyn Transport,
+        transport: &Transport,
         deadline: &mut OpDeadline,
     ) -> Result<RecvChunk> {
         let peers = transport.peers();
@@ -60,7 +60,7 @@ impl Inbox {
         &self,
         version: u64,
         awaited: Range<usize>,
-        transport: &dyn Transport,
+        transport: &Transport,
         deadline: &mut OpDeadline,
     ) -> Result<()> {
         let state = self.lock();
@@ -110,7 +110,7 @@ impl Inbox {
         &'a self,
         state: MutexGuard<'a, InboxState>,
         awaited: Range<usize>,
-        transport: &dyn Transport,
+        transport: &Transport,
         deadline: &mut OpDeadline,
     ) -> Result<MutexGuard<'a, InboxState>> {
         let (rank, sequence) = (deadline.rank, deadline.sequence);
@@ -121,7 +121,7 @@ impl Inbox {
         let due = Instant::now() + state.pause(pause);
         let version = state.version;
         drop(state);
-        transport.await_news(version, due, deadline)?;
+        transport.wait_for_arrival(version, due, deadline)?;
         deadline.compensate(due, Instant::now());
         Ok(self.lock())
     }

@@ -14,7 +14,7 @@ use crate::{
     error::Error,
     group::{GroupOptions, ProcessGroup},
     launch::Launch,
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
     rendezvous::{Key, Meeting, Rendezvous, StoreHost, StoreServer},
     topology::Topology,
     transport::{Abort, TransportKind},

@@ -13,9 +13,9 @@ use crate::{
     error::Result,
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     group::ProcessGroup,
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
     transport::{
-        CHUNK, OpDeadline, OutgoingChunk, Stage, Tag, Transport, tcp::heartbeat_round::RoundClock,
+        CHUNK, DataPlane, OpDeadline, OutgoingChunk, Stage, Tag, tcp::heartbeat_round::RoundClock,
     },
     wire::frame::{FrameKind, Head},
 };
@@ -24,8 +24,8 @@ use crate::{
 /// names no rank that shows life.
 #[test]
 fn silence_is_named_in_every_operation() {
-    type Operation = fn(&ProcessGroup) -> Result<()>;
-    let operations: [Operation; 8] = [
+    type RankBody = fn(&ProcessGroup) -> Result<()>;
+    let operations: [RankBody; 8] = [
         |group| group.all_reduce(&mut [1.0_f32; 10], ReduceOp::Sum),
         |group| group.all_reduce(&mut vec![1.0_f32; 3_000_000], ReduceOp::Sum),
         |group| group.broadcast(&mut vec![1_u8; 9_000_000], 0),
@@ -205,7 +205,9 @@ fn who_was_stopped_and_given_up_knows_it() {
     let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
     let patience = patient().patience();
     let mut deadline = OpDeadline::new(0, 4, fingerprint, patience);
-    let error = tcp.inbox.take(1, 1..2, &tcp, &mut deadline).unwrap_err();
+    let transport = tcp.into_transport();
+    let inbox = transport.inbox();
+    let error = inbox.take(1, 1..2, &transport, &mut deadline).unwrap_err();
     assert_eq!(error.ranks(), [0], "{error}");
     let text = error.to_string();
     assert!(text.contains("it did not run for "), "{text}");

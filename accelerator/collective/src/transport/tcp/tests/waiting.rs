@@ -18,8 +18,8 @@ use crate::{
     error::{Certainty, Error, Kind},
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     transport::{
-        Abort, CHUNK, FinalMessage, LeaveKind, OpDeadline, OpTimeouts, OutgoingChunk, Stage, Tag,
-        TimeoutKind, Transport,
+        Abort, CHUNK, ControlPlane, DataPlane, FinalMessage, LeaveKind, OpDeadline, OpTimeouts,
+        OutgoingChunk, Stage, Tag, TimeoutKind,
         tcp::{
             Tcp,
             link::{Link, await_ready},
@@ -158,7 +158,9 @@ fn a_panic_of_a_thread_that_reads_ends_the_group() {
     // Nobody waits: the reading thread finds it.
     await_that(|| !tcp.inbox.has_no_failures());
     let mut deadline = deadline(LONG);
-    let error = tcp.inbox.take(1, 1..2, &tcp, &mut deadline).unwrap_err();
+    let transport = tcp.into_transport();
+    let inbox = transport.inbox();
+    let error = inbox.take(1, 1..2, &transport, &mut deadline).unwrap_err();
     assert_eq!(error.ranks(), [0], "{error}");
     let text = error.to_string();
     assert!(
