@@ -37,6 +37,7 @@ pub mod fuzzing;
 mod group;
 mod kernel;
 mod launch;
+mod liveness;
 mod partition;
 mod purpose;
 mod reduce_op;

@@ -13,11 +13,11 @@ use super::{
     LONGEST, Rendezvous, StoreClient, StoreHost, StoreOptions, StoreServer, TokenSource,
     address::{any_like, reachable},
     join::{JoinAttempt, Joined, RETRY},
-    store_state::bounded,
     token::{Key, Token},
 };
 use crate::{
     error::{Error, Kind, Result},
+    liveness::bounded,
     topology::Topology,
     transport_kind::TransportKind,
     wire::message::Registration,

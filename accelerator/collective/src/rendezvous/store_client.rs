@@ -9,12 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    StoreHost, StoreServer,
-    store_state::{RankMessage, beat_every},
-};
+use super::{StoreHost, StoreServer, store_state::RankMessage};
 use crate::{
     error::{Certainty, Culprit, Error, Kind, Result, Seconds},
+    liveness::{store_interval, suspend_tolerance},
     wire::message::{self, Message, Refusal, Registration, TEXT, shorten},
 };
 
@@ -240,7 +238,7 @@ impl HeartbeatTimer {
     /// Whether it is time for a sign of life, which is then taken to be given.
     pub(super) fn is_due(&mut self) -> bool {
         let now = Instant::now();
-        if now > self.expected + self.liveness / 4 {
+        if now > self.expected + suspend_tolerance(self.liveness) {
             self.heard = now;
         }
         let due = now >= self.next();
@@ -257,7 +255,7 @@ impl HeartbeatTimer {
     }
 
     fn next(&self) -> Instant {
-        self.beat + beat_every(self.liveness)
+        self.beat + store_interval(self.liveness)
     }
 }
 

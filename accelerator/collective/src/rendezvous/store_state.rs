@@ -13,6 +13,7 @@ use std::{
 use super::{FailureReport, Report, locality::local_places};
 use crate::{
     error::{Error, Kind, list_ranks},
+    liveness::{MAX_TIMEOUT, bounded, suspend_tolerance},
     wire::message::Registration,
 };
 
@@ -97,7 +98,7 @@ impl StoreState {
     /// How late [`StoreInput::Tick`] may come before it must be preceded by [`StoreInput::Suspended`].
     pub(crate) fn tolerance(&self) -> Option<Duration> {
         let judging = self.is_meeting() && !self.ranks.is_empty();
-        judging.then(|| self.liveness() / 4)
+        judging.then(|| suspend_tolerance(self.liveness()))
     }
 
     /// The ranks that the next [`StoreInput::Tick`] finds silent, with their connections.
@@ -417,7 +418,7 @@ impl StoreState {
     /// The least that a rank has told.
     fn liveness(&self) -> Duration {
         let told = self.ranks.values().map(|x| x.registration.liveness);
-        bounded(told.min().unwrap_or(MOST_LIVENESS))
+        bounded(told.min().unwrap_or(MAX_TIMEOUT))
     }
 }
 
@@ -427,16 +428,6 @@ enum Phase {
     Failed(Error),
     Gathering,
     Together,
-}
-
-/// How often whoever goes by this liveness gives a sign of life.
-pub(crate) fn beat_every(liveness: Duration) -> Duration {
-    (liveness / 4).min(SLOWEST_BEAT)
-}
-
-/// A liveness within reason: below it the scheduler would decide who lives.
-pub(crate) fn bounded(liveness: Duration) -> Duration {
-    liveness.clamp(LEAST_LIVENESS, MOST_LIVENESS)
 }
 
 /// The longest wait that is computed with, so that adding it to a point in time cannot overflow.
@@ -454,10 +445,6 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 /// When a rank that waits is told whom for, and when again.
 const TELL_AFTER: Duration = Duration::from_secs(5);
 const TELL_AGAIN: Duration = Duration::from_secs(30);
-
-const LEAST_LIVENESS: Duration = Duration::from_millis(100);
-const MOST_LIVENESS: Duration = Duration::from_secs(24 * 3600);
-const SLOWEST_BEAT: Duration = Duration::from_millis(250);
 
 /// How many notes are kept.
 const NOTES: usize = 8;

@@ -4,9 +4,12 @@ use std::time::Instant;
 
 use super::{
     EXIT_NOTICE, JoinStage, LAST_WORDS, Participant, Phase, RETURN, StoreAction, StoreState,
-    TELL_AGAIN, beat_every, bounded,
+    TELL_AGAIN,
 };
-use crate::error::Seconds;
+use crate::{
+    error::Seconds,
+    liveness::{bounded, store_interval},
+};
 
 impl StoreState {
     /// The clock: who is lost, who has waited too long, who wants to hear something.
@@ -66,7 +69,7 @@ impl StoreState {
         if self.beat_at > now {
             return Vec::new();
         }
-        self.beat_at = now + beat_every(self.liveness());
+        self.beat_at = now + store_interval(self.liveness());
         let connections = self.connections(|x| x.stage == JoinStage::Waiting);
         vec![StoreAction::Beat { connections }]
     }
@@ -96,7 +99,7 @@ impl StoreState {
             (Some(gone), _) => gone + EXIT_NOTICE,
             (None, _) => {
                 // A rank that is more patient beats less often.
-                let own = 4 * beat_every(bounded(participant.registration.liveness));
+                let own = 4 * store_interval(bounded(participant.registration.liveness));
                 participant.heard + self.liveness().max(own)
             }
         })

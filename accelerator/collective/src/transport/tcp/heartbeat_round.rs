@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use super::{Tcp, link::Link};
 use crate::{
     error::{Certainty, Seconds},
+    liveness::{mesh_interval, suspend_tolerance},
     wire::frame::{FrameKind, Head, Heartbeat},
 };
 
@@ -23,7 +24,7 @@ impl Tcp {
     pub(super) fn round(&self, clock: &mut RoundClock, liveness: Duration) -> Duration {
         self.inbox.note_running(liveness);
         let now = Instant::now();
-        let slack = (liveness / 4).max(SHORTEST);
+        let slack = suspend_tolerance(liveness).max(SHORTEST);
         let late = clock
             .due
             .map_or(Duration::ZERO, |due| now.saturating_duration_since(due));
@@ -40,13 +41,13 @@ impl Tcp {
         };
         let heartbeat = heartbeat.encode();
         let frame = Head::new(FrameKind::Heartbeat, heartbeat, milliseconds, &[], &[]).encode();
-        let mut tick = beat(liveness);
+        let mut tick = mesh_interval(liveness);
         for (_, link) in self.present() {
             link.beat(&frame);
             tick = link
                 .liveness
                 .peer_limit()
-                .map_or(tick, |wish| tick.min(beat(wish)));
+                .map_or(tick, |wish| tick.min(mesh_interval(wish)));
         }
         let mut next = tick;
         for (rank, link) in self.present() {
@@ -96,12 +97,6 @@ impl Tcp {
         self.others()
             .filter(|(rank, _)| self.inbox.is_present(*rank))
     }
-}
-
-/// How often to look: an idle link then carries a sign of life four times in a peer's deadline,
-/// at most twenty times and at least once a second.
-fn beat(liveness: Duration) -> Duration {
-    (liveness / 4).clamp(Duration::from_millis(50), Duration::from_secs(1)) / 2
 }
 
 const SHORTEST: Duration = Duration::from_millis(20);
