@@ -2,6 +2,8 @@
 
 use std::{fmt, io, sync::Arc, time::Duration};
 
+use serde::{Deserialize, Serialize};
+
 /// A result whose error is [`Error`].
 ///
 /// ```
@@ -253,10 +255,6 @@ impl Error {
     pub(crate) fn kind(&self) -> Kind {
         self.0.kind
     }
-
-    pub(crate) fn message(&self) -> &str {
-        &self.0.message
-    }
 }
 
 impl fmt::Display for Error {
@@ -309,7 +307,7 @@ impl std::error::Error for Error {
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Culprit {
     pub(crate) rank: usize,
     pub(crate) host: String,
@@ -343,7 +341,8 @@ impl Culprit {
 }
 
 /// Whether a witness could say more about a cause; the numbers are those of the wire.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(into = "u8", try_from = "u8")]
 pub(crate) enum Certainty {
     /// Only the effect was seen: a witness knows better.
     Guessed = 1,
@@ -353,15 +352,25 @@ pub(crate) enum Certainty {
     Settled = 3,
 }
 
-impl Certainty {
-    pub(crate) fn from_code(code: u8) -> Option<Self> {
+impl From<Certainty> for u8 {
+    fn from(certainty: Certainty) -> Self {
+        certainty as Self
+    }
+}
+
+impl TryFrom<u8> for Certainty {
+    type Error = String;
+
+    fn try_from(code: u8) -> Result<Self, String> {
         let all = [Self::Guessed, Self::Partial, Self::Settled];
-        all.into_iter().find(|certainty| *certainty as u8 == code)
+        let known = all.into_iter().find(|certainty| *certainty as u8 == code);
+        known.ok_or_else(|| format!("no certainty has the number {code}"))
     }
 }
 
 /// The families of errors; the numbers are those of the wire.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(into = "u8", try_from = "u8")]
 pub(crate) enum Kind {
     AddressInUse = 1,
     Closed = 2,
@@ -392,13 +401,20 @@ impl Kind {
         Self::Topology,
         Self::Unauthorized,
     ];
+}
 
-    pub(crate) fn code(self) -> u8 {
-        self as u8
+impl From<Kind> for u8 {
+    fn from(kind: Kind) -> Self {
+        kind as Self
     }
+}
 
-    pub(crate) fn from_code(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.code() == code)
+impl TryFrom<u8> for Kind {
+    type Error = String;
+
+    fn try_from(code: u8) -> Result<Self, String> {
+        let known = Self::ALL.into_iter().find(|kind| *kind as u8 == code);
+        known.ok_or_else(|| format!("no kind of error has the number {code}"))
     }
 }
 
@@ -506,9 +522,9 @@ mod tests {
     #[test]
     fn kinds_survive_the_wire() {
         for kind in Kind::ALL {
-            assert_eq!(Kind::from_code(kind.code()), Some(kind));
+            assert_eq!(Kind::try_from(u8::from(kind)), Ok(kind));
         }
-        assert_eq!(Kind::from_code(0), None);
-        assert_eq!(Kind::from_code(200), None);
+        assert_eq!(Kind::try_from(0).ok(), None);
+        assert_eq!(Kind::try_from(200).ok(), None);
     }
 }

@@ -163,25 +163,25 @@ impl fmt::Display for CollectiveFingerprint {
     }
 }
 
-/// The operations of a process group.
+/// The operations of a process group; the numbers are those of the wire.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum OpKind {
-    AllGather,
-    AllGatherObject,
+    AllGather = 1,
+    AllGatherObject = 2,
     /// Of buffers.
-    AllGatherParts,
-    AllGatherVaried,
-    AllReduce,
-    Barrier,
-    Broadcast,
-    BroadcastObject,
+    AllGatherParts = 3,
+    AllGatherVaried = 4,
+    AllReduce = 5,
+    Barrier = 6,
+    Broadcast = 7,
+    BroadcastObject = 8,
     /// Objects that ranks exchange while the group connects.
-    Connect,
-    GatherObject,
-    ReduceScatter,
+    Connect = 9,
+    GatherObject = 10,
+    ReduceScatter = 11,
     /// By a shard layout.
-    ReduceScatterBuffer,
-    ScatterObject,
+    ReduceScatterBuffer = 12,
+    ScatterObject = 13,
 }
 
 impl OpKind {
@@ -239,7 +239,7 @@ impl OpKind {
     }
 
     fn code(self) -> u8 {
-        self as u8 + 1
+        self as u8
     }
 
     fn from_code(code: u8) -> Option<Self> {

@@ -28,7 +28,11 @@ use super::{
 use crate::{
     error::{Error, Kind, Result},
     topology::Topology,
-    wire::message::{self, Message, Nonce, RankTable, Refusal},
+    wire::{
+        WireError,
+        message::{self, Message, Nonce, RankTable},
+        shorten,
+    },
 };
 
 /// The store where the ranks of one job meet; it runs on threads of its own until it is dropped.
@@ -168,7 +172,7 @@ impl StoreServer {
     /// # }
     /// ```
     pub fn report_exit(&self, rank: usize, text: impl Into<String>) {
-        let text = message::shorten(&text.into(), message::TEXT);
+        let text = shorten(&text.into(), message::TEXT);
         self.shared.step(StoreInput::ExitNotice { rank, text });
     }
 
@@ -272,7 +276,7 @@ impl ServerState {
                 }
             }
             StoreAction::Refuse { connection, error } => {
-                registry.tell(&[connection], &Message::Refused(Refusal::new(&error)));
+                registry.tell(&[connection], &Message::Refused(WireError::new(&error)));
             }
             StoreAction::Report(report) => {
                 if let Some(reports) = &registry.reports {

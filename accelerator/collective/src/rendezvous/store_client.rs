@@ -13,7 +13,11 @@ use super::{StoreHost, StoreServer, store_state::RankMessage};
 use crate::{
     error::{Certainty, Culprit, Error, Kind, Result, Seconds},
     liveness::{store_interval, suspend_tolerance},
-    wire::message::{self, Message, Refusal, Registration, TEXT, shorten},
+    wire::{
+        WireError,
+        message::{self, LISTED, Message, Registration, TEXT},
+        shorten,
+    },
 };
 
 /// A live connection to the store, for as long as the group lives: what the store has seen comes
@@ -86,7 +90,7 @@ impl StoreClient {
         if !told {
             self.say(
                 RankMessage::ReportFailure(error.clone()),
-                &Message::ReportFailure(Refusal::bounded(error)),
+                &Message::ReportFailure(WireError::bounded(error, TEXT, LISTED)),
             );
         }
     }

@@ -306,7 +306,11 @@ fn a_rank_that_gives_up_is_heard_by_all() {
         vec![2],
         "rank 2 (process 4711 on far) panicked: no memory",
     );
-    odd.say(&Message::ReportFailure(message::Refusal::bounded(&error)));
+    odd.say(&Message::ReportFailure(crate::wire::WireError::bounded(
+        &error,
+        message::TEXT,
+        message::LISTED,
+    )));
     for error in ranks.errors() {
         assert!(error.is_rendezvous());
         assert!(error.to_string().contains("panicked: no memory"), "{error}");

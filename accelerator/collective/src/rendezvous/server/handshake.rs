@@ -19,8 +19,8 @@ use crate::{
         store_state::{Connection, RankMessage, StoreInput},
     },
     wire::{
-        ReadError,
-        message::{self, Message, Nonce, Proves, Refusal, Registration},
+        ReadError, WireError,
+        message::{self, Message, Nonce, Proves, Registration},
     },
 };
 
@@ -131,7 +131,7 @@ impl ServerState {
         };
         tracing::debug!(%peer, %error, "the store turned a connection away");
         // Nobody may be there to read it.
-        let _ = Message::Refused(Refusal::new(error)).offer(stream);
+        let _ = Message::Refused(WireError::new(error)).offer(stream);
         if self.turned_away.fetch_add(1, Ordering::AcqRel) < WORDS {
             let note = format!("{peer} was turned away: {error}");
             self.step(StoreInput::Rejected { note });
