@@ -46,6 +46,7 @@ mod shard_layout;
 mod shm;
 mod shm_ops;
 mod stderr_fallback;
+mod sync;
 mod topology;
 mod transport;
 mod transport_kind;

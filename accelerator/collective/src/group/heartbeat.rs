@@ -1,13 +1,12 @@
 //! The thread that shows a rank's life, and hears of the death of others.
 
-use std::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-    thread,
-    time::Duration,
-};
+use std::{sync::Arc, thread, time::Duration};
 
 use super::rank_state::RankState;
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    sync::{Condvar, Mutex, MutexGuard},
+};
 
 /// The way to a rank_state's heartbeat.
 #[derive(Debug, Default)]
@@ -58,17 +57,12 @@ impl HeartbeatThread {
 
     fn sleep(&self, pause: Duration) {
         let quiet = |state: &mut Flags| !state.stopped && !state.wakened;
-        let waited = self
-            .changed
-            .wait_timeout_while(self.lock(), pause, quiet)
-            .unwrap_or_else(PoisonError::into_inner);
-        let (mut state, _) = waited;
+        let mut state = self.changed.wait_timeout_while(self.lock(), pause, quiet);
         state.wakened = false;
     }
 
     fn lock(&self) -> MutexGuard<'_, Flags> {
-        // Two flags are whole at every moment.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

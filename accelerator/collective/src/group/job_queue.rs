@@ -1,9 +1,8 @@
 //! The way of started operations to the communication thread, without memory for each of them.
 
-use std::{
-    collections::VecDeque,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-};
+use std::{collections::VecDeque, sync::Arc};
+
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// The two ends of a queue. Where one end is gone the queue is closed: nothing more can be sent,
 /// and what was sent before is still received, or dropped with the receiving end.
@@ -51,11 +50,8 @@ impl<T> Receiver<T> {
     /// Waits for the next job; none when there will be no more.
     pub(super) fn recv(&self) -> Option<T> {
         let empty = |state: &mut JobQueueState<T>| state.jobs.is_empty() && !state.closed;
-        let waited = self.0.arrival.wait_while(self.0.lock(), empty);
-        waited
-            .unwrap_or_else(PoisonError::into_inner)
-            .jobs
-            .pop_front()
+        let mut waited = self.0.arrival.wait_while(self.0.lock(), empty);
+        waited.jobs.pop_front()
     }
 
     /// The next job, where it is there.
@@ -83,8 +79,7 @@ struct JobQueue<T> {
 
 impl<T> JobQueue<T> {
     fn lock(&self) -> MutexGuard<'_, JobQueueState<T>> {
-        // A queue and a flag are whole at every moment.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -18,12 +18,7 @@ mod rank_state;
 mod shutdown;
 mod ticket_lock;
 
-use std::{
-    fmt,
-    sync::{Arc, Mutex, PoisonError},
-    thread,
-    time::Instant,
-};
+use std::{fmt, sync::Arc, thread, time::Instant};
 
 pub use activity::{Activity, Busy};
 pub use forbidden::Forbidden;
@@ -45,6 +40,7 @@ use crate::{
     purpose::Purpose,
     reduce_op::ReduceOp,
     rendezvous::{StoreClient, resolve_local_rank},
+    sync::Mutex,
     topology::Topology,
     transport::{Tcp, Threads, Transport, TransportKind},
 };
@@ -413,8 +409,7 @@ impl GroupHandle {
         output: Output,
     ) -> Result<Pending> {
         // Held until the job is on its way, so that jobs are queued in the order of their
-        // tickets. A sender is whole at every moment.
-        let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut jobs = self.jobs.lock();
         let alone = self.rank_state.topology.world_size() == 1;
         if jobs.is_none() && !alone {
             *jobs = Some(self.spawn()?);

@@ -3,10 +3,12 @@
 use std::{
     cell::RefCell,
     panic::{self, PanicHookInfo},
-    sync::{Arc, Mutex, Once, PoisonError, Weak, mpsc},
+    sync::{Arc, Once, Weak, mpsc},
     thread,
     time::Duration,
 };
+
+use crate::sync::Mutex;
 
 use super::rank_state::RankState;
 
@@ -19,7 +21,7 @@ use super::rank_state::RankState;
 /// all ranks tell.
 pub(super) fn deadline(rank_state: &Arc<RankState>) {
     if cfg!(panic = "abort") {
-        let mut ranks = MEMBERS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut ranks = MEMBERS.lock();
         ranks.retain(|rank_state| rank_state.strong_count() > 0);
         ranks.push(Arc::downgrade(rank_state));
     }
@@ -69,8 +71,8 @@ fn describe(info: &PanicHookInfo<'_>) -> String {
 /// may hold what another thread needs for that.
 fn tell(text: &str) {
     let ranks: Vec<Weak<RankState>> = match MEMBERS.try_lock() {
-        Ok(ranks) => ranks.clone(),
-        Err(_) => return,
+        Some(ranks) => ranks.clone(),
+        None => return,
     };
     let (sender, done) = mpsc::channel::<()>();
     let text = text.to_owned();

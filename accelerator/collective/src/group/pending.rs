@@ -1,13 +1,11 @@
 //! Operations that run beside the program.
 
-use std::{
-    fmt, mem,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-};
+use std::{fmt, mem, sync::Arc};
 
 use crate::{
     buffer::Buffer,
     error::{Error, Kind, Result},
+    sync::{Condvar, Mutex, MutexGuard},
 };
 
 /// A reduction that was started and gives its buffer back when it is done.
@@ -51,7 +49,7 @@ impl Pending {
         };
         let running = |outcome: &mut SlotState| matches!(outcome, SlotState::Running);
         let waited = slot.done.wait_while(slot.lock(), running);
-        let mut outcome = waited.unwrap_or_else(PoisonError::into_inner);
+        let mut outcome = waited;
         match mem::replace(&mut *outcome, SlotState::Free) {
             SlotState::Done(result) => result,
             // `wait_while` returned, so it is not running; the other two have no such end.
@@ -138,8 +136,7 @@ pub(crate) struct SlotPool(Mutex<Vec<Arc<PendingSlot>>>);
 impl SlotPool {
     /// The two ends of one operation.
     pub(crate) fn pair(&self) -> (Pending, Completion) {
-        // A list of slots is whole at every moment.
-        let mut slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slots = self.0.lock();
         let free = slots.iter().find(|slot| slot.occupy());
         let slot = match free {
             Some(slot) => Arc::clone(slot),
@@ -176,8 +173,7 @@ impl PendingSlot {
     }
 
     fn lock(&self) -> MutexGuard<'_, SlotState> {
-        // The outcome is replaced as a whole.
-        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+        self.outcome.lock()
     }
 }
 
@@ -225,7 +221,7 @@ mod tests {
     #[test]
     fn a_slot_serves_again_when_both_ends_are_done() {
         let slots = SlotPool::default();
-        let used = || slots.0.lock().unwrap().len();
+        let used = || slots.0.lock().len();
         let (pending, completion) = slots.pair();
         completion.complete(Ok(Buffer::zeroed(DType::F32, 3)));
         pending.wait().unwrap();

@@ -3,7 +3,7 @@
 use std::{
     fmt,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
     thread,
@@ -23,6 +23,7 @@ use crate::{
     error::{Certainty, Culprit, Error, Kind, Result},
     fingerprint::CollectiveFingerprint,
     rendezvous::StoreClient,
+    sync::{Mutex, MutexGuard},
     topology::Topology,
     transport::{Abort, FinalMessage, LeaveKind, OpDeadline, OpTimeouts, Transport, TransportKind},
 };
@@ -106,8 +107,7 @@ impl RankState {
         let Some(store) = &self.store else {
             return Some(pause);
         };
-        // A list of news is whole at every moment.
-        let mut news = self.news.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut news = self.news.lock();
         while let Some((rank, text)) = store.news() {
             if rank < self.topology.world_size() && rank != self.topology.rank() {
                 news.push((rank, text, Instant::now()));
@@ -188,7 +188,7 @@ impl RankState {
         let _abort_on_panic = AbortOnPanic { rank_state: self };
         let mut deadline = OpDeadline::new(self.topology.rank(), sequence, *fingerprint, patience);
         // Every operation starts by clearing the scratch memory.
-        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut scratch = self.scratch.lock();
         let ctx = OpContext::new(&self.transport, &mut deadline, &mut scratch);
         body(ctx).map_err(|error| self.fail(sequence, error))
     }
@@ -311,7 +311,7 @@ impl RankState {
     /// Ends the group, unless it has ended before; gives the error with which it ended.
     pub(super) fn fail(&self, sequence: u64, error: Error) -> Error {
         // Whoever sees the failure may end the process at once, so the store is told before.
-        let _first = self.failing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _first = self.failing.lock();
         if let Some(earlier) = self.failure.get() {
             return earlier.clone();
         }
@@ -367,10 +367,7 @@ impl RankState {
     }
 
     fn forbidden(&self) -> MutexGuard<'_, Vec<Arc<str>>> {
-        // A list of reasons is whole at every moment.
-        self.forbidden
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.forbidden.lock()
     }
 }
 

@@ -1,9 +1,8 @@
 //! The order in which the operations of one rank run.
 
-use std::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
+
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// A waiting lock: whoever joins gets a number, and numbers are served in order.
 ///
@@ -36,7 +35,7 @@ impl TicketLock {
             let waited = self
                 .on_progress
                 .wait_while(state, |state| state.serving != number);
-            state = waited.unwrap_or_else(PoisonError::into_inner);
+            state = waited;
             state.waiting -= 1;
         }
         drop(state);
@@ -59,7 +58,7 @@ impl TicketLock {
         let waited = self
             .on_progress
             .wait_timeout_while(state, pause, |state| state.serving != state.next);
-        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let mut state = waited;
         state.waiting -= 1;
         state.serving == state.next
     }
@@ -85,8 +84,7 @@ impl TicketLock {
     }
 
     fn lock(&self) -> MutexGuard<'_, TicketState> {
-        // Counters and a list of numbers are whole at every moment.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -3,7 +3,7 @@
 use std::{
     io::{self, Write},
     net::{Shutdown, TcpStream},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     thread,
     time::Instant,
 };
@@ -13,7 +13,10 @@ use rustix::{
     net::{SendFlags, send},
 };
 
-use crate::wire::message::{self, SOON};
+use crate::{
+    sync::{Condvar, Mutex, MutexGuard},
+    wire::message::{self, SOON},
+};
 
 /// The way out to a rank, on which nobody waits for it: what the rank does not take at once
 /// is kept, in order, and a thread that lives as long as anything is left writes it. Who lets
@@ -128,8 +131,7 @@ impl Outbox {
     }
 
     fn backlog(&self) -> MutexGuard<'_, Backlog> {
-        // It is whole after each of the few statements that change it.
-        self.backlog.lock().unwrap_or_else(PoisonError::into_inner)
+        self.backlog.lock()
     }
 }
 

@@ -4,12 +4,10 @@ use std::{
     net::{IpAddr, SocketAddr, TcpStream},
     time::Duration,
 };
+
+use crate::sync::Mutex;
 #[cfg(target_os = "linux")]
-use std::{
-    sync::{Mutex, PoisonError},
-    thread,
-    time::Instant,
-};
+use std::{thread, time::Instant};
 
 /// Where the other end of a connection is.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -54,7 +52,7 @@ fn owner(local: SocketAddr, remote: SocketAddr, patience: Duration) -> Option<u3
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let until = Instant::now() + patience;
     loop {
-        let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let turn = ONE_AT_A_TIME.lock();
         let found = ["/proc/net/tcp", "/proc/net/tcp6"]
             .into_iter()
             .filter_map(|path| std::fs::read_to_string(path).ok())

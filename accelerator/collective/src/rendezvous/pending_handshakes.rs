@@ -3,9 +3,11 @@
 use std::{
     collections::BTreeMap,
     net::{Shutdown, TcpStream},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
+
+use crate::sync::{Mutex, MutexGuard};
 
 /// Connections whose handshake is not over. Their number is bounded: when one more comes, the
 /// oldest has to go, since ranks say who they are at once and idle strangers never do.
@@ -54,8 +56,7 @@ impl PendingHandshakes {
     }
 
     fn map(&self) -> MutexGuard<'_, PendingMap> {
-        // A map is whole between its operations.
-        self.map.lock().unwrap_or_else(PoisonError::into_inner)
+        self.map.lock()
     }
 }
 

@@ -7,7 +7,7 @@ use std::{
     fmt,
     net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc,
     },
@@ -27,6 +27,7 @@ use super::{
 };
 use crate::{
     error::{Error, Kind, Result},
+    sync::{Condvar, Mutex, MutexGuard},
     topology::Topology,
     wire::{
         WireError,
@@ -346,12 +347,12 @@ impl ServerState {
                 Some(due) => {
                     expected = Some(due);
                     let waited = self.changed.wait_timeout(registry, due - now);
-                    waited.unwrap_or_else(PoisonError::into_inner).0
+                    waited
                 }
                 None => {
                     expected = None;
                     let waited = self.changed.wait(registry);
-                    waited.unwrap_or_else(PoisonError::into_inner)
+                    waited
                 }
             };
         }
@@ -359,7 +360,7 @@ impl ServerState {
 
     fn registry(&self) -> MutexGuard<'_, Registry> {
         // The state machine has no step that could fail half-way.
-        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
+        self.registry.lock()
     }
 
     fn is_stopped(&self) -> bool {

@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, VecDeque},
     fmt,
     net::{Shutdown, TcpStream},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
@@ -13,6 +13,7 @@ use super::{StoreHost, StoreServer, store_state::RankMessage};
 use crate::{
     error::{Certainty, Culprit, Error, Kind, Result, Seconds},
     liveness::{store_interval, suspend_tolerance},
+    sync::{Condvar, Mutex, MutexGuard},
     wire::{
         WireError,
         message::{self, LISTED, Message, Registration, TEXT},
@@ -75,7 +76,7 @@ impl StoreClient {
         let waited = connection
             .changed
             .wait_timeout_while(connection.known(), patience, waiting);
-        let (known, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let known = waited;
         known.exit_notices.get(&rank).cloned()
     }
 
@@ -395,7 +396,7 @@ impl StoreConnection {
     }
 
     fn send(&self, message: &Message) {
-        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut writer = self.writer.lock();
         if *writer == ConnectionWriter::Whole && message.offer(&self.stream).is_err() {
             // A store that takes nothing is stopped or gone; this rank goes on without it.
             *writer = ConnectionWriter::Torn;
@@ -412,11 +413,11 @@ impl StoreConnection {
 
     fn known(&self) -> MutexGuard<'_, StoreNews> {
         // Each change can stand alone: what is known of one rank, or of the store.
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock()
     }
 
     fn wake_slot(&self) -> MutexGuard<'_, Option<Wake>> {
-        self.wake.lock().unwrap_or_else(PoisonError::into_inner)
+        self.wake.lock()
     }
 }
 

@@ -1,11 +1,11 @@
 //! Reused memory for parts that arrive.
 
-use std::{
-    fmt,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{fmt, sync::Arc};
 
-use crate::buffer::Storage;
+use crate::{
+    buffer::Storage,
+    sync::{Mutex, MutexGuard},
+};
 
 /// Memory that arrived parts give back when they are dropped.
 #[derive(Default)]
@@ -35,9 +35,8 @@ impl Pool {
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Storage>> {
-        // A list of free memory is whole at every moment.
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Vec<Storage>> {
+        self.free.lock()
     }
 }
 

@@ -1,10 +1,11 @@
 //! What only the allocator of an arena does: it puts memory behind addresses.
 
-use std::sync::{Mutex, PoisonError};
-
 #[cfg(target_os = "linux")]
 use crate::shm::memory::Advice;
-use crate::shm::{free_list::FreeList, memory::RawMemory};
+use crate::{
+    shm::{free_list::FreeList, memory::RawMemory},
+    sync::{Mutex, MutexGuard},
+};
 
 pub(super) struct ArenaAllocator {
     pub(super) free_list: Mutex<FreeList>,
@@ -65,11 +66,9 @@ impl ArenaAllocator {
         false
     }
 
-    pub(super) fn lock(&self) -> std::sync::MutexGuard<'_, FreeList> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, FreeList> {
         // A panic among them leaves a range neither free nor used.
-        self.free_list
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.free_list.lock()
     }
 }
 

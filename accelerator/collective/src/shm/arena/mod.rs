@@ -7,10 +7,7 @@ mod region;
 
 use std::{
     fmt, io,
-    sync::{
-        Mutex,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use serde::{Deserialize, Serialize};
@@ -25,6 +22,7 @@ use super::{
     memory::{Atomics, MemoryRange, PAGE, RawMemory},
     seq_counter::SeqCounter,
 };
+use crate::sync::Mutex;
 use allocator::ArenaAllocator;
 #[cfg(target_os = "linux")]
 use limits::{installed, permitted};

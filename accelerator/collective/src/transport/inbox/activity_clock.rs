@@ -1,9 +1,8 @@
 //! Whether a rank works while it is in no collective.
 
-use std::{
-    sync::{Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
+
+use crate::sync::{Mutex, MutexGuard};
 
 /// When one rank last showed that it works, which ranks that wait for it count as progress.
 #[derive(Debug, Default)]
@@ -46,8 +45,7 @@ impl ActivityClock {
     }
 
     fn lock(&self) -> MutexGuard<'_, ActivityState> {
-        // Every change leaves the state whole.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

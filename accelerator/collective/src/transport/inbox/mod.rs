@@ -7,7 +7,7 @@ mod recv;
 
 use std::{
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
@@ -21,7 +21,10 @@ use super::{
     pool::{Pool, PooledBuffer},
     waker::Waker,
 };
-use crate::error::Certainty;
+use crate::{
+    error::Certainty,
+    sync::{Condvar, Mutex, MutexGuard},
+};
 
 use failures::{DROPPED, FailureCause, GRACE, InboxState};
 use peer_queue::{PeerQueue, PeerState, QUEUE_BYTES};
@@ -108,10 +111,9 @@ impl Inbox {
             return !full(&mut state);
         }
         state.blocked += 1;
-        let (mut state, _) = self
+        let mut state = self
             .room
-            .wait_timeout_while(state, pause, |state| full(state))
-            .unwrap_or_else(PoisonError::into_inner);
+            .wait_timeout_while(state, pause, |state| full(state));
         state.blocked -= 1;
         !full(&mut state)
     }
@@ -344,14 +346,13 @@ impl Inbox {
         let pause = until.saturating_duration_since(Instant::now());
         state.sleepers += 1;
         let waited = self.arrival.wait_timeout(state, pause);
-        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let mut state = waited;
         state.sleepers -= 1;
         state
     }
 
     fn lock(&self) -> MutexGuard<'_, InboxState> {
-        // Every change leaves the state whole, so a panic elsewhere does not spoil it.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -1,9 +1,6 @@
 //! The control plane of the mesh: final messages, heartbeats and exit reports.
 
-use std::{
-    sync::PoisonError,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use super::{LINGER, Tcp, link::Link};
 use crate::{
@@ -55,8 +52,7 @@ impl ControlPlane for Tcp {
     }
 
     fn heartbeat(&self, liveness: Duration) -> Option<Duration> {
-        // A moment is whole at every moment.
-        let mut clock = self.clock.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut clock = self.clock.lock();
         Some(self.round(&mut clock, liveness))
     }
 

@@ -13,7 +13,7 @@ mod reader_thread;
 mod unsent;
 
 use std::{
-    sync::{Arc, Mutex, atomic::AtomicBool},
+    sync::{Arc, atomic::AtomicBool},
     time::{Duration, Instant},
 };
 
@@ -22,6 +22,7 @@ use crate::{
     error::{Error, Result},
     rendezvous::{LONGEST, Meeting},
     shm::cores,
+    sync::Mutex,
     topology::Topology,
 };
 use heartbeat_round::RoundClock;

@@ -1,12 +1,11 @@
 //! Who reads: the operation that waits, or the reading threads. See the README.
 
 use std::{
-    sync::{
-        Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
-    },
+    sync::atomic::{AtomicU64, AtomicUsize, Ordering},
     time::{Duration, Instant},
 };
+
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// Whether an operation of this rank reads the connections, or did a moment ago.
 #[derive(Debug)]
@@ -63,12 +62,12 @@ impl ReaderHandoff {
         {
             if queue.watched {
                 let woken = self.wakeup.wait(queue);
-                queue = woken.unwrap_or_else(PoisonError::into_inner);
+                queue = woken;
                 continue;
             }
             queue.watched = true;
             let woken = self.wakeup.wait_timeout(queue, nap);
-            queue = woken.unwrap_or_else(PoisonError::into_inner).0;
+            queue = woken;
             queue.watched = false;
             has_watched = true;
         }
@@ -90,8 +89,7 @@ impl ReaderHandoff {
     }
 
     fn lock(&self) -> MutexGuard<'_, WaitingReaders> {
-        // Two flags are whole at every moment.
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 }
 
