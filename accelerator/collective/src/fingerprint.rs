@@ -182,10 +182,11 @@ pub(crate) enum OpKind {
     /// By a shard layout.
     ReduceScatterBuffer = 12,
     ScatterObject = 13,
+    AllToAll = 14,
 }
 
 impl OpKind {
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 14] = [
         Self::AllGather,
         Self::AllGatherObject,
         Self::AllGatherParts,
@@ -199,6 +200,7 @@ impl OpKind {
         Self::ReduceScatter,
         Self::ReduceScatterBuffer,
         Self::ScatterObject,
+        Self::AllToAll,
     ];
 
     pub(crate) fn name(self) -> &'static str {
@@ -208,6 +210,7 @@ impl OpKind {
             Self::AllGatherParts => "all_gather_parts",
             Self::AllGatherVaried => "all_gather_varied",
             Self::AllReduce => "all_reduce",
+            Self::AllToAll => "all_to_all",
             Self::Barrier => "barrier",
             Self::Broadcast => "broadcast",
             Self::BroadcastObject => "broadcast_object",
@@ -234,7 +237,8 @@ impl OpKind {
             | Self::BroadcastObject
             | Self::Connect
             | Self::GatherObject
-            | Self::ScatterObject => false,
+            | Self::ScatterObject
+            | Self::AllToAll => false,
         }
     }
 

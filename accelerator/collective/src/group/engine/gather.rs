@@ -204,7 +204,9 @@ impl OpContext<'_> {
         let mut part = Vec::new();
         if let Some(steps) = self.steps() {
             let mut slice = ScatterReader::new(rank, world_size);
-            steps.scatter_to(root, |piece| slice.take(piece, &mut part))?;
+            steps.scatter_to(root, |piece| {
+                slice.take(piece, |mine| part.extend_from_slice(mine))
+            })?;
             return Ok(part);
         }
         self.send_header(|_| &[])?;
@@ -220,6 +222,69 @@ impl OpContext<'_> {
             part.extend_from_slice(chunk.payload.bytes());
         }
         Ok(part)
+    }
+}
+
+impl OpContext<'_> {
+    /// Sends `parts[rank]` to each other rank, and gives what the others sent to this one to `sink`, in order for
+    /// each rank.
+    pub(crate) fn all_to_all(
+        mut self,
+        parts: &[&[u8]],
+        mut sink: impl FnMut(usize, &[u8]),
+    ) -> Result<()> {
+        let (rank, world_size) = (self.rank, self.world_size);
+        let lens: Vec<[u8; LEN]> = parts
+            .iter()
+            .map(|part| (part.len() as u64).to_le_bytes())
+            .collect();
+        if let Some(op) = self.steps() {
+            let all = [lens.as_flattened(), &parts.concat()].concat();
+            let mut readers: Vec<ScatterReader> = (0..world_size)
+                .map(|_| ScatterReader::new(rank, world_size))
+                .collect();
+            return op.all_gather(&all, |peer, piece| {
+                readers[peer].take(piece, |mine| sink(peer, mine));
+            });
+        }
+        self.send_header(|peer| &lens[peer])?;
+        self.exchange_headers(|_, _| LEN)?;
+        let mut expected = vec![0; world_size];
+        for peer in self.others() {
+            let first = self.round(peer, Stage::Begin, 0, LEN)?;
+            expected[peer] = read_len(first.payload.bytes());
+        }
+        let longest = parts
+            .iter()
+            .map(|part| part.len())
+            .chain(expected.iter().copied());
+        let rounds = longest.max().unwrap_or(0).div_ceil(CHUNK);
+        for round in 0..rounds + PREFETCH {
+            self.send_parts(parts, round)?;
+            let Some(round) = round.checked_sub(PREFETCH) else {
+                continue;
+            };
+            for peer in self.others() {
+                let len = chunk(expected[peer], round).len();
+                if len > 0 {
+                    let chunk =
+                        self.receive(peer, peer..peer + 1, Stage::Inward, round + 1, len)?;
+                    sink(peer, chunk.payload.bytes());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends each other rank its chunk of this round.
+    fn send_parts(&mut self, parts: &[&[u8]], round: usize) -> Result<()> {
+        for peer in self.ring() {
+            let piece = &parts[peer][chunk(parts[peer].len(), round)];
+            if !piece.is_empty() {
+                self.send(peer, Stage::Inward, round + 1, piece)?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -243,7 +308,8 @@ impl ScatterReader {
         }
     }
 
-    fn take(&mut self, piece: &[u8], part: &mut Vec<u8>) {
+    /// Takes the next piece of all parts, and gives what it has of this rank's part to `sink`.
+    fn take(&mut self, piece: &[u8], sink: impl FnOnce(&[u8])) {
         let missing = (self.header - self.lens.len()).min(piece.len());
         let (lens, data) = piece.split_at(missing);
         self.lens.extend_from_slice(lens);
@@ -254,7 +320,10 @@ impl ScatterReader {
         let before: usize = lens.by_ref().take(self.rank).sum();
         let mine = before..before + lens.next().unwrap_or(0);
         let within = |end: usize| end.saturating_sub(self.passed).min(data.len());
-        part.extend_from_slice(&data[within(mine.start)..within(mine.end)]);
+        let mine = within(mine.start)..within(mine.end);
+        if !mine.is_empty() {
+            sink(&data[mine]);
+        }
         self.passed += data.len();
     }
 }
@@ -283,7 +352,7 @@ mod tests {
             for (rank, wanted) in parts.iter().enumerate() {
                 let (mut slice, mut part) = (ScatterReader::new(rank, parts.len()), Vec::new());
                 all.chunks(layout)
-                    .for_each(|piece| slice.take(piece, &mut part));
+                    .for_each(|piece| slice.take(piece, |mine| part.extend_from_slice(mine)));
                 assert_eq!(&part, wanted, "rank {rank}, pieces of {layout}");
             }
         }
