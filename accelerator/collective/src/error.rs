@@ -215,8 +215,8 @@ impl Error {
         }))
     }
 
-    /// The same error with what a witness says about the cause.
-    pub(crate) fn with_testimony(&self, text: &str) -> Self {
+    /// The same error with what the store knows about the cause.
+    pub(crate) fn with_exit_notice(&self, text: &str) -> Self {
         let Some(culprit) = &self.0.culprit else {
             return self.clone();
         };
@@ -340,11 +340,11 @@ impl Culprit {
     }
 }
 
-/// Whether a witness could say more about a cause; the numbers are those of the wire.
+/// Whether the store could say more about a cause; the numbers are those of the wire.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(into = "u8", try_from = "u8")]
 pub(crate) enum Certainty {
-    /// Only the effect was seen: a witness knows better.
+    /// Only the effect was seen; the store may know the cause.
     Guessed = 1,
     /// The cause is true and may have one of its own.
     Partial = 2,
@@ -489,7 +489,7 @@ mod tests {
     }
 
     #[test]
-    fn a_witness_replaces_a_guess_and_adds_to_a_part() {
+    fn an_exit_notice_replaces_a_guess_and_adds_to_a_part() {
         let error = |certainty| {
             let culprit = Culprit {
                 rank: 2,
@@ -502,7 +502,7 @@ mod tests {
             Error::blaming(Kind::PeerLost, culprit, message)
         };
         let told = |certainty| {
-            let told = error(certainty).with_testimony("it was killed by SIGKILL");
+            let told = error(certainty).with_exit_notice("it was killed by SIGKILL");
             let cause = told.culprit().unwrap().cause().to_owned();
             assert_eq!(
                 told.to_string(),

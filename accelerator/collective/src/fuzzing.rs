@@ -50,7 +50,7 @@ pub fn frames(bytes: &[u8]) {
     }
     let mut frames = correct.to_vec();
     for damage in bytes.chunks_exact(4).take(3) {
-        spoil(&mut frames, [damage[0], damage[1], damage[2], damage[3]]);
+        damage_frames(&mut frames, [damage[0], damage[1], damage[2], damage[3]]);
     }
     for (found, expected) in receive(Cursor::new(frames.concat())).iter().zip(expected()) {
         if let Ok(found) = found {
@@ -59,7 +59,7 @@ pub fn frames(bytes: &[u8]) {
     }
 }
 
-/// Reads bytes as messages of those who meet, from strangers and from the store.
+/// Reads bytes as messages of those who meet, from unknown processes and from the store.
 pub fn messages(bytes: &[u8]) {
     for bound in [message::SHORT, message::LONG] {
         let mut rest = Cursor::new(bytes);
@@ -180,7 +180,7 @@ fn correct() -> &'static [Vec<u8>] {
 }
 
 /// Damages a stream of frames: what, in which frame, and where.
-fn spoil(frames: &mut Vec<Vec<u8>>, [what, frame, high, low]: [u8; 4]) {
+fn damage_frames(frames: &mut Vec<Vec<u8>>, [what, frame, high, low]: [u8; 4]) {
     if frames.is_empty() {
         return;
     }

@@ -16,7 +16,7 @@ pub(super) struct HeartbeatThread {
 }
 
 impl HeartbeatThread {
-    /// Starts a rank_state's heartbeat. It ends with the rank_state's last word, or with the rank_state.
+    /// Starts the heartbeats of a rank. They end with its final message, or with the `RankState`.
     pub(super) fn start(rank_state: &Arc<RankState>) -> Result<()> {
         let heartbeat = Arc::clone(&rank_state.heartbeat);
         let weak = Arc::downgrade(rank_state);

@@ -96,5 +96,5 @@ static MEMBERS: Mutex<Vec<Weak<RankState>>> = Mutex::new(Vec::new());
 /// How many characters of a panic's message are told.
 const LONGEST: usize = 1000;
 
-/// How long a panic that aborts waits for the last words.
+/// How long a panic that aborts waits for the abort to be sent.
 const MOMENT: Duration = Duration::from_millis(1500);

@@ -41,12 +41,12 @@ pub(crate) struct RankState {
     failure: OnceLock<Error>,
     /// Who had been silent for long when the group failed.
     suspects: OnceLock<Vec<usize>>,
-    /// Whether the last word has been said.
+    /// Whether the final message has been sent.
     parted: AtomicBool,
     forbidden: Mutex<Vec<Arc<str>>>,
-    /// The connection to the store, which may have witnesses.
+    /// The connection to the store.
     store: Option<StoreClient>,
-    /// What witnesses said and the transport has not confirmed, with when it came.
+    /// Exit notices of the store that the transport has not confirmed, with when they came.
     news: Mutex<Vec<(usize, String, Instant)>>,
     pub(super) heartbeat: Arc<HeartbeatThread>,
     /// The memory of the buffers that live.
@@ -97,7 +97,7 @@ impl RankState {
         HeartbeatThread::start(self)
     }
 
-    /// One beat of the heartbeat: signs of life, judgement, news from witnesses. Says after how long
+    /// One round: sends heartbeats, finds silent peers, takes exit notices of the store. Says after how long
     /// the next one is due.
     pub(super) fn beat(&self) -> Option<Duration> {
         let pause = self
@@ -113,7 +113,7 @@ impl RankState {
                 news.push((rank, text, Instant::now()));
             }
         }
-        // A rank's own last words may be on their way for a moment.
+        // A rank's own final message may be on its way for a moment.
         news.retain(|(rank, text, came)| {
             came.elapsed() < ON_ITS_WAY || !self.transport.control().report_exit(*rank, text)
         });
@@ -193,8 +193,8 @@ impl RankState {
         body(ctx).map_err(|error| self.fail(sequence, error))
     }
 
-    /// Leaves in good order, after everything that was started. Does nothing where the last word
-    /// has been said.
+    /// Leaves in good order, after everything that was started. Does nothing where the final
+    /// message has been sent.
     pub(crate) fn close(&self) {
         if self.parted.load(Ordering::Acquire) {
             return;
@@ -255,7 +255,7 @@ impl RankState {
         let mut lost = inbox.gone();
         lost.extend(failure.and_then(Error::culprit).map(Culprit::rank));
         let suspects = self.suspects.get().map_or(&[][..], Vec::as_slice);
-        // Who has said a last word lived when this group had failed: witnesses would only tell
+        // Who has sent a final message lived when this group failed: the store would only tell
         // that it has ended since.
         lost.extend(speechless.into_iter().filter(|rank| {
             let store = self.store.as_ref();
@@ -315,7 +315,7 @@ impl RankState {
         if let Some(earlier) = self.failure.get() {
             return earlier.clone();
         }
-        let error = self.ask_witnesses(error);
+        let error = self.ask_store_for_cause(error);
         if let Some(store) = &self.store {
             store.report_failure(&self.own_words(&error));
         }
@@ -332,7 +332,7 @@ impl RankState {
     }
 
     /// Adds what the store knows about the end of the culprit, where that may be more.
-    fn ask_witnesses(&self, error: Error) -> Error {
+    fn ask_store_for_cause(&self, error: Error) -> Error {
         let (Some(store), Some(culprit)) = (&self.store, error.culprit()) else {
             return error;
         };
@@ -340,7 +340,7 @@ impl RankState {
             return error;
         }
         match store.exit_notice(culprit.rank(), PATIENCE) {
-            Some(text) => error.with_testimony(&text),
+            Some(text) => error.with_exit_notice(&text),
             None => error,
         }
     }
@@ -356,7 +356,7 @@ impl RankState {
         }
     }
 
-    /// Says the last word, and whether this call did.
+    /// Sends the final message, and says whether this call did.
     fn part(&self, leave: &FinalMessage) -> bool {
         if self.parted.swap(true, Ordering::AcqRel) {
             return false;
@@ -404,11 +404,11 @@ impl Drop for AbortOnPanic<'_> {
 /// How long dropping the last handle waits for operations that were started.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// How long to wait for the last words of others after a failure.
+/// How long to wait for the final messages of others after a failure.
 const MOMENT: Duration = Duration::from_secs(2);
 
 /// How long a failing rank waits for what the store knows.
 const PATIENCE: Duration = Duration::from_millis(250);
 
-/// How long the last words of a rank may take longer than the news of its end.
+/// How long the final message of a rank may come after the news of its end.
 const ON_ITS_WAY: Duration = Duration::from_millis(200);

@@ -1,4 +1,4 @@
-//! Those who have come to a door and have not said yet who they are.
+//! Connections whose handshake is not over.
 
 use std::{
     collections::BTreeMap,
@@ -10,7 +10,7 @@ use std::{
 use crate::sync::{Mutex, MutexGuard};
 
 /// Connections whose handshake is not over. Their number is bounded: when one more comes, the
-/// oldest has to go, since ranks say who they are at once and idle strangers never do.
+/// oldest is evicted: ranks complete the handshake at once, idle connections never do.
 #[derive(Debug)]
 pub(crate) struct PendingHandshakes {
     limit: usize,

@@ -122,7 +122,7 @@ impl StoreServer {
             .map_err(|error| Error::io("the store's own address cannot be read", error))?;
         let shared = Arc::new(ServerState {
             pending: PendingHandshakes::new(options.world_size + 64),
-            strangers: PendingHandshakes::new(8),
+            rejected_handshakes: PendingHandshakes::new(8),
             registry: Mutex::new(Registry {
                 state: StoreState::new(options.world_size),
                 lines: HashMap::new(),
@@ -132,7 +132,7 @@ impl StoreServer {
             secret: random()?,
             host_name: host_name(),
             changed: Condvar::new(),
-            turned_away: AtomicUsize::new(0),
+            rejected_count: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),
         });
         let server = Self {
@@ -220,7 +220,7 @@ impl Drop for StoreServer {
             line.outbox.end();
         }
         self.shared.pending.clear();
-        self.shared.strangers.clear();
+        self.shared.rejected_handshakes.clear();
         self.shared.changed.notify_all();
         // A last visitor wakes the thread that accepts. Should it not get through, the thread
         // ends with the next one.
@@ -240,9 +240,9 @@ struct ServerState {
     /// Who has not registered yet.
     pending: Arc<PendingHandshakes>,
     /// Who may not join, and is told so.
-    strangers: Arc<PendingHandshakes>,
-    /// How many strangers there were.
-    turned_away: AtomicUsize,
+    rejected_handshakes: Arc<PendingHandshakes>,
+    /// How many connections were rejected.
+    rejected_count: AtomicUsize,
     stopped: AtomicBool,
 }
 

@@ -32,7 +32,7 @@ use participant::{JoinStage, Participant};
 ///
 /// Whoever comes after the table is complete is refused; what happened before does not change.
 /// Deaths and silence are judged in [`StoreInput::Tick`] only, so that whoever keeps the time can say
-/// first that it [overslept](StoreInput::Suspended).
+/// first that it was [suspended](StoreInput::Suspended).
 #[derive(Debug)]
 pub(crate) struct StoreState {
     world_size: usize,
@@ -312,7 +312,7 @@ impl StoreState {
         Vec::new()
     }
 
-    /// Somebody who saw a rank end says how. The rank's own last words may be on their way, and
+    /// Somebody who saw a rank end says how. The rank's own final message may be on their way, and
     /// blame another one: they are heard first.
     fn exit_notice(&mut self, rank: usize, text: String, now: Instant) -> Vec<StoreAction> {
         if rank >= self.world_size {
@@ -439,8 +439,8 @@ pub(crate) const RETURN: Duration = Duration::from_millis(500);
 /// How long the launcher may take to say how a process ended whose connection did.
 const EXIT_NOTICE: Duration = Duration::from_millis(250);
 
-/// How long the last words of a process may take, once the launcher says that it ended.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+/// How long the final message of a process may take, once the launcher says that it ended.
+const FINAL_MESSAGE_WAIT: Duration = Duration::from_millis(500);
 
 /// When a rank that waits is told whom for, and when again.
 const TELL_AFTER: Duration = Duration::from_secs(5);

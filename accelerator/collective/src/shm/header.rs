@@ -65,7 +65,7 @@ impl ShmHeader {
     }
 
     /// Makes it wrong, as a fault.
-    pub(crate) fn spoil(&self) {
+    pub(crate) fn inject_corruption(&self) {
         self.words[2].fetch_xor(1, Ordering::Relaxed);
     }
 
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_spoilt_card_is_noticed() {
+    fn a_corrupted_header_is_noticed() {
         let header = header();
         header.write(
             0,
@@ -210,7 +210,7 @@ mod tests {
             None,
         );
         assert!(header.read().is_some());
-        header.spoil();
+        header.inject_corruption();
         assert_eq!(header.read(), None);
     }
 }

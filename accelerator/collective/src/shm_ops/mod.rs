@@ -99,7 +99,7 @@ impl<'a> ShmOp<'a> {
                 self.transport.control().inject_disconnect();
                 return Err(self.deadline.disconnected(self.peer(self.rank())));
             }
-            Some(Effect::CorruptFrame) => header.spoil(),
+            Some(Effect::CorruptFrame) => header.inject_corruption(),
             _ => {}
         }
         self.publish();
@@ -184,7 +184,7 @@ impl<'a> ShmOp<'a> {
         for peer in 0..self.size() {
             let len = usize::try_from(self.digest(peer)?.len).ok();
             let len = len.and_then(|len| len.checked_mul(size));
-            let len = len.ok_or_else(|| self.spoilt(peer))?;
+            let len = len.ok_or_else(|| self.bad_header(peer))?;
             self.scratch.lens.push(len);
             most = most.max(len);
         }
@@ -305,7 +305,7 @@ impl<'a> ShmOp<'a> {
             "declarations are read in their step"
         );
         let header = self.peers.arena(peer).header(self.header_step);
-        header.read().ok_or_else(|| self.spoilt(peer))
+        header.read().ok_or_else(|| self.bad_header(peer))
     }
 
     /// Waits a while for what the others declared, and tells all of it.
@@ -330,13 +330,13 @@ impl<'a> ShmOp<'a> {
                 .fingerprint()
             {
                 Some(side) => sides[self.peers.global_rank(peer)] = Some(side),
-                None => return self.spoilt(peer),
+                None => return self.bad_header(peer),
             }
         }
         mismatch(self.deadline.sequence, &sides)
     }
 
-    fn spoilt(&self, peer: usize) -> Error {
+    fn bad_header(&self, peer: usize) -> Error {
         let what = "it sent a wrong checksum with its declaration";
         self.deadline.protocol(self.peer(peer), what)
     }

@@ -300,7 +300,7 @@ pub(crate) enum Stage {
     Outward,
 }
 
-/// The last word of a rank.
+/// The final message of a rank.
 #[derive(Clone, Debug)]
 pub(crate) enum FinalMessage {
     /// The rank failed, or saw another one fail.

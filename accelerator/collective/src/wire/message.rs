@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn accusations_are_bounded() {
+    fn failure_reports_are_bounded() {
         let ranks = (1_000_000..1_100_000).collect();
         let error = Error::about(Kind::PeerLost, ranks, "é".repeat(5000));
         let report_failure = Message::ReportFailure(WireError::bounded(&error, TEXT, LISTED));
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn an_accusation_names_the_culprit() {
+    fn a_failure_report_names_the_culprit() {
         let culprit = Culprit {
             rank: 3,
             host: "h".repeat(5000),

@@ -1,4 +1,4 @@
-//! How ranks come in, and strangers do not.
+//! Handshakes of the store: who may join, and who is rejected.
 
 use std::{
     net::{TcpListener, TcpStream},
@@ -64,7 +64,7 @@ impl ServerState {
         };
         if self.check_origin(origin).is_err() {
             drop(handshake);
-            handshake = self.strangers.enter(stream);
+            handshake = self.rejected_handshakes.enter(stream);
         }
         let admitted = self.admit(stream, origin);
         let inside = handshake.leave();
@@ -73,7 +73,7 @@ impl ServerState {
             // It had to make room, and will come again where it is a rank.
             Ok(_) => return,
             Err(error) => {
-                self.turn_away(stream, &error);
+                self.reject(stream, &error);
                 return;
             }
         };
@@ -124,7 +124,7 @@ impl ServerState {
         }
     }
 
-    fn turn_away(&self, stream: &TcpStream, error: &Error) {
+    fn reject(&self, stream: &TcpStream, error: &Error) {
         let peer = match stream.peer_addr() {
             Ok(peer) => peer.to_string(),
             Err(_) => "somebody".to_owned(),
@@ -132,13 +132,13 @@ impl ServerState {
         tracing::debug!(%peer, %error, "the store turned a connection away");
         // Nobody may be there to read it.
         let _ = Message::Refused(WireError::new(error)).offer(stream);
-        if self.turned_away.fetch_add(1, Ordering::AcqRel) < WORDS {
+        if self.rejected_count.fetch_add(1, Ordering::AcqRel) < WORDS {
             let note = format!("{peer} was turned away: {error}");
             self.step(StoreInput::Rejected { note });
         }
     }
 
-    /// The conversation at the door; the rank that may join comes out of it.
+    /// The handshake with a rank; gives the registration of one that may join.
     fn admit(
         &self,
         stream: &TcpStream,
@@ -231,5 +231,5 @@ impl ServerState {
 /// How long the owner of a connection that has come is looked for.
 const GLANCE: Duration = Duration::from_millis(100);
 
-/// How many strangers are answered and noted.
+/// How many rejected connections are answered and noted.
 const WORDS: usize = 64;

@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use super::{
-    EXIT_NOTICE, JoinStage, LAST_WORDS, Participant, Phase, RETURN, StoreAction, StoreState,
-    TELL_AGAIN,
+    EXIT_NOTICE, FINAL_MESSAGE_WAIT, JoinStage, Participant, Phase, RETURN, StoreAction,
+    StoreState, TELL_AGAIN,
 };
 use crate::{
     error::Seconds,
@@ -91,7 +91,7 @@ impl StoreState {
         }
         if let Some((_, at)) = participant.ended {
             // The end of the line comes behind everything that the rank has said.
-            return Some(participant.gone.unwrap_or(at + LAST_WORDS));
+            return Some(participant.gone.unwrap_or(at + FINAL_MESSAGE_WAIT));
         }
         Some(match (participant.gone, &self.phase) {
             (Some(gone), Phase::Gathering) => gone + RETURN,

@@ -18,7 +18,7 @@ pub(crate) enum StoreInput {
     },
     /// A registered rank said something.
     Said { rank: usize, said: RankMessage },
-    /// Somebody was turned away at the door.
+    /// A connection was rejected.
     Rejected { note: String },
     /// The process that hosts the store saw a rank end.
     ExitNotice { rank: usize, text: String },

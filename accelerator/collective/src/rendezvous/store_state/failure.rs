@@ -66,7 +66,7 @@ impl StoreState {
     }
 
     /// How others ended meanwhile, which decides nothing any more.
-    pub(super) fn testify_ends(&mut self) -> Vec<StoreAction> {
+    pub(super) fn report_ends(&mut self) -> Vec<StoreAction> {
         let ranks = self.ranks.iter_mut();
         let ends =
             ranks.filter_map(|(rank, participant)| Some((*rank, participant.ended.take()?.0)));
@@ -101,7 +101,7 @@ impl StoreState {
 
     /// Tells everyone who is not connected, but the one who told us.
     pub(super) fn fail_but(&mut self, error: Error, teller: Option<usize>) -> Vec<StoreAction> {
-        let mut actions = self.testify_ends();
+        let mut actions = self.report_ends();
         for (&rank, participant) in &self.ranks {
             if participant.stage != JoinStage::Waiting || Some(rank) == teller {
                 continue;

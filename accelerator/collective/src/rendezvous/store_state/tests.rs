@@ -514,9 +514,9 @@ fn a_testimony_does_not_overtake_the_last_words() {
     for gone in [true, false] {
         let mut state = met(3, now);
         state.step(exit_notice(2, exit), now);
-        let early = state.step(StoreInput::Tick, now + LAST_WORDS - MS);
+        let early = state.step(StoreInput::Tick, now + FINAL_MESSAGE_WAIT - MS);
         assert!(refusals(&early).is_empty());
-        let (mut due, mut told) = (now + LAST_WORDS, vec![10, 11, 12]);
+        let (mut due, mut told) = (now + FINAL_MESSAGE_WAIT, vec![10, 11, 12]);
         if gone {
             (due, told) = (now, vec![10, 11]);
             state.step(StoreInput::Gone { connection: 12 }, now);

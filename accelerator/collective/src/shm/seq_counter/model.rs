@@ -1,9 +1,9 @@
-//! The steps of [`raise`] and [`wait`] in loom, which runs them in the orders that the memory model
+//! The steps of [`publish`] and [`wait`] in loom, which runs them in the orders that the memory model
 //! allows (with few preemptions where there are many orders; of three ranks, as many as fit into a
 //! minute), and which finds a rank that sleeps for ever and memory that is written while it is read.
 //!
 //! The operations are those of `steps/mod.rs`: a rank writes what belongs to a step into its slot of
-//! the step's parity, raises its signal, and waits until all have taken the step.
+//! the step's parity, raises its counter, and waits until all have taken the step.
 #![expect(unsafe_code, reason = "cells that loom checks")]
 #![expect(
     clippy::arc_with_non_send_sync,
@@ -151,12 +151,12 @@ enum Death {
 }
 
 struct ModelWorld {
-    members: Vec<Member>,
+    members: Vec<ModelRank>,
 }
 
 /// What one rank shares.
-struct Member {
-    signal: SharedLine,
+struct ModelRank {
+    counter: SharedLine,
     /// By parity of the step.
     slots: [UnsafeCell<u32>; 2],
     /// One word for the part of each rank.
@@ -165,8 +165,8 @@ struct Member {
 
 impl ModelWorld {
     fn new(ranks: usize) -> Self {
-        let member = || Member {
-            signal: SharedLine::new(),
+        let member = || ModelRank {
+            counter: SharedLine::new(),
             slots: [UnsafeCell::new(0), UnsafeCell::new(0)],
             buffer: (0..ranks).map(|_| UnsafeCell::new(0)).collect(),
         };
@@ -267,7 +267,7 @@ word!(atomic::AtomicU32, atomic::Ordering);
 struct SharedLine {
     word: atomic::AtomicU32,
     bed: Mutex<()>,
-    bell: Condvar,
+    wakeup: Condvar,
 }
 
 impl SharedLine {
@@ -275,40 +275,40 @@ impl SharedLine {
         Self {
             word: atomic::AtomicU32::new(0),
             bed: Mutex::new(()),
-            bell: Condvar::new(),
+            wakeup: Condvar::new(),
         }
     }
 
     fn publish(&self, to: u32) {
         publish(self, to, |line: &Self| {
             drop(line.bed.lock().expect("the system's lock"));
-            line.bell.notify_all();
+            line.wakeup.notify_all();
         });
     }
 
-    fn wait(&self, target: u32, patience: &mut impl Patience<Self>) -> bool {
+    fn wait(&self, target: u32, patience: &mut impl WaitStrategy<Self>) -> bool {
         wait(self, target, patience)
     }
 }
 
-impl Word for SharedLine {
+impl SharedWord for SharedLine {
     fn load(&self) -> u32 {
-        Word::load(&self.word)
+        SharedWord::load(&self.word)
     }
 
     fn swap(&self, value: u32) -> u32 {
-        Word::swap(&self.word, value)
+        SharedWord::swap(&self.word, value)
     }
 
     fn replace(&self, from: u32, to: u32) -> bool {
-        Word::replace(&self.word, from, to)
+        SharedWord::replace(&self.word, from, to)
     }
 }
 
 /// Sleeps until it is woken.
 struct Patient;
 
-impl Patience<SharedLine> for Patient {
+impl WaitStrategy<SharedLine> for Patient {
     fn spin(&mut self) -> bool {
         false
     }
@@ -317,7 +317,7 @@ impl Patience<SharedLine> for Patient {
         let bed = line.bed.lock().expect("the system's lock");
         // The system looks at the word once more before it lets a thread sleep.
         if line.word.load(atomic::Ordering::Relaxed) == value {
-            drop(line.bell.wait(bed).expect("the system's lock"));
+            drop(line.wakeup.wait(bed).expect("the system's lock"));
         }
         true
     }
@@ -326,7 +326,7 @@ impl Patience<SharedLine> for Patient {
 /// Has no time left to sleep.
 struct Hasty;
 
-impl Patience<SharedLine> for Hasty {
+impl WaitStrategy<SharedLine> for Hasty {
     fn spin(&mut self) -> bool {
         false
     }

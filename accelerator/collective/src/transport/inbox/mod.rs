@@ -119,19 +119,19 @@ impl Inbox {
     }
 
     /// Notes that a peer said goodbye.
-    pub(crate) fn left(&self, rank: usize, parting: LeaveKind) {
+    pub(crate) fn left(&self, rank: usize, kind: LeaveKind) {
         let mut state = self.lock();
-        state.queues[rank].state = match parting {
+        state.queues[rank].state = match kind {
             LeaveKind::Closed => PeerState::Left,
             LeaveKind::Dropped => PeerState::Dropped,
         };
-        if parting == LeaveKind::Dropped {
+        if kind == LeaveKind::Dropped {
             state.dropped.get_or_insert((rank, Instant::now()));
         }
         self.tell(state);
     }
 
-    /// Notes that a peer is gone without a word, unless it has said its last word before.
+    /// Notes that a peer is gone without a word, unless it has sent a final message before.
     pub(crate) fn lost(&self, rank: usize, cause: impl Into<String>, certainty: Certainty) {
         let mut state = self.lock();
         if state.queues[rank].state != PeerState::Present {
@@ -181,9 +181,9 @@ impl Inbox {
                 FailureCause::Lost(rank, culprit.cause().to_owned(), culprit.certainty)
             }
             culprit => {
-                let accused = culprit.and_then(|x| state.queues.get_mut(x.rank()));
-                if let Some(queue) = accused {
-                    queue.accused = true;
+                let blamed = culprit.and_then(|x| state.queues.get_mut(x.rank()));
+                if let Some(queue) = blamed {
+                    queue.blamed = true;
                 }
                 state.queues[rank].state = PeerState::Aborted;
                 FailureCause::Told(rank, abort.error)
@@ -238,18 +238,18 @@ impl Inbox {
         self.lock().roots(missing, deadline)
     }
 
-    /// Whether a peer has neither said its last word nor been given up.
+    /// Whether a peer has neither sent a final message nor been given up.
     pub(crate) fn is_present(&self, rank: usize) -> bool {
         self.lock().queues[rank].state == PeerState::Present
     }
 
-    /// Whether a peer runs, as far as this rank knows, and has not said its last word.
+    /// Whether a peer runs, as far as this rank knows, and has not sent a final message.
     pub(crate) fn can_receive(&self, rank: usize) -> bool {
         let state = self.lock().queues[rank].state;
         matches!(state, PeerState::Broken | PeerState::Present)
     }
 
-    /// Waits a while until each peer has said its last word or is gone, and gives those that are
+    /// Waits a while until each peer has sent a final message or is gone, and gives those that are
     /// neither.
     pub(crate) fn wait_for_final_messages(&self, me: usize, patience: Duration) -> Vec<usize> {
         let until = Instant::now() + patience;

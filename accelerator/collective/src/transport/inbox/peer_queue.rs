@@ -50,7 +50,7 @@ pub(super) struct PeerQueue {
     /// When this rank showed last that it works outside of operations.
     pub(super) active: Option<Instant>,
     /// Whether another rank says that this one is to blame.
-    pub(super) accused: bool,
+    pub(super) blamed: bool,
 }
 
 impl PeerQueue {
@@ -59,7 +59,7 @@ impl PeerQueue {
             PeerState::Broken | PeerState::Dropped | PeerState::Left | PeerState::Lost => true,
             PeerState::Aborted | PeerState::Present => false,
         };
-        by_itself || self.accused
+        by_itself || self.blamed
     }
 
     /// The next part of an operation. A part that has no place there is given too, for an error

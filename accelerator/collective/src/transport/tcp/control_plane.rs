@@ -19,12 +19,12 @@ impl ControlPlane for Tcp {
                 let head = Head::new(FrameKind::Abort, abort.sequence, 0, &preamble, &[]);
                 (head.encode(), preamble)
             }
-            FinalMessage::Goodbye(parting) => {
-                let parting = match parting {
+            FinalMessage::Goodbye(kind) => {
+                let code = match kind {
                     LeaveKind::Closed => 0,
                     LeaveKind::Dropped => 1,
                 };
-                let head = Head::new(FrameKind::Goodbye, 0, parting, &[], &[]);
+                let head = Head::new(FrameKind::Goodbye, 0, code, &[], &[]);
                 (head.encode(), Vec::new())
             }
         };

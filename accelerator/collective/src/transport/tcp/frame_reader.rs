@@ -39,7 +39,7 @@ pub(super) struct FrameReader<S> {
     has_ended: bool,
 }
 
-/// How far the intake came.
+/// What a reader found.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum ReadOutcome {
     /// Frames were delivered; there may be more.
@@ -59,16 +59,16 @@ struct PartialFrame {
     filled: usize,
 }
 
-/// [Pumps](FrameReader::pump) an intake that several threads share. What it holds is whole between two
-/// frames; a thread that panicked within one has spoilt it, and with it the group.
+/// [Reads frames](FrameReader::read_frames) by a reader that several threads share. What it holds is whole between two
+/// frames; a thread that panicked within one leaves it inconsistent, which ends the group.
 pub(super) fn read_frames<S: Read>(reader: &Mutex<FrameReader<S>>) -> ReadOutcome {
     match reader.lock() {
         Ok(mut reader) => reader.read_frames(),
-        Err(poisoned) => poisoned.into_inner().spoil(),
+        Err(poisoned) => poisoned.into_inner().end_inconsistent(),
     }
 }
 
-/// Whether bytes can be taken by an intake that several threads share.
+/// Whether bytes can be read by a reader that several threads share.
 pub(super) fn is_open<S>(reader: &Mutex<FrameReader<S>>) -> bool {
     let reader = reader.lock().unwrap_or_else(PoisonError::into_inner);
     !reader.is_full && !reader.has_ended
@@ -99,7 +99,7 @@ impl<S: Read> FrameReader<S> {
 
     /// Delivers the next frame to the inbox, and those that were read along with it: what a
     /// thread leaves behind is never a whole frame, so that whoever waits for bytes misses none.
-    /// Only where the peer's queue gets full do whole frames stay: whoever makes room there pumps
+    /// Only where the peer's queue gets full do whole frames stay: whoever makes room there reads
     /// before it waits for bytes.
     pub(super) fn read_frames(&mut self) -> ReadOutcome {
         if self.has_ended {
@@ -156,10 +156,10 @@ impl<S: Read> FrameReader<S> {
     }
 
     /// Ends what cannot be trusted any more.
-    fn spoil(&mut self) -> ReadOutcome {
+    fn end_inconsistent(&mut self) -> ReadOutcome {
         if !self.has_ended {
             self.has_ended = true;
-            self.inbox.failed(SPOILT);
+            self.inbox.failed(READER_PANICKED);
         }
         ReadOutcome::Ended
     }
@@ -285,11 +285,11 @@ impl<S: Read> FrameReader<S> {
                 return Ok(());
             }
             FrameKind::Goodbye => {
-                let parting = match head.index {
+                let kind = match head.index {
                     0 => LeaveKind::Closed,
                     _ => LeaveKind::Dropped,
                 };
-                self.inbox.left(rank, parting);
+                self.inbox.left(rank, kind);
                 return Ok(());
             }
             FrameKind::Heartbeat => {
@@ -342,7 +342,7 @@ impl<S: Read> FrameReader<S> {
     }
 }
 
-const SPOILT: &str = "a thread that reads its connections panicked";
+const READER_PANICKED: &str = "a thread that reads its connections panicked";
 
 const ENDED: &str = "its connection ended: the process died or lost the network";
 

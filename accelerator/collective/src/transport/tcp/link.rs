@@ -29,8 +29,8 @@ pub(super) struct Link {
     pub(super) reader: Arc<Mutex<FrameReader<TcpStream>>>,
     /// What comes in shows here.
     pub(super) liveness: Arc<PeerLiveness>,
-    /// Whether a frame was left unfinished or the last word is said, after which nothing can be
-    /// said any more.
+    /// Whether a frame was left unfinished or the final message is sent, after which nothing can be
+    /// sent any more.
     torn: AtomicBool,
     /// Whether something was sent since [`beat`](Self::beat) asked last.
     used: AtomicBool,
@@ -110,7 +110,7 @@ impl Link {
         is_ready(&self.control, PollFlags::IN)
     }
 
-    /// Says the last word, if that is possible in time, and ends the sending side.
+    /// Sends the final message, if that is possible in time, and ends the sending side.
     pub(super) fn part(&self, head: &[u8], preamble: &[u8], until: Instant) {
         loop {
             match self.writer.try_lock() {
@@ -137,7 +137,7 @@ impl Link {
         let mut fds = [PollFd::new(&self.control, PollFlags::empty())];
         let over = PollFlags::ERR | PollFlags::HUP;
         match poll(&mut fds, Some(&timespec(Duration::ZERO))) {
-            // The connection has ended, or both have said their last word.
+            // The connection has ended, or both have sent their final message.
             Ok(_) if fds[0].revents().intersects(over) => false,
             _ => unsent(&self.control) > 0,
         }

@@ -168,7 +168,7 @@ struct OutboundConnect {
 }
 
 impl OutboundConnect {
-    /// Connects to a peer, again where somebody else took its place at the door; `None` where
+    /// Connects to a peer, again where another connection evicted its handshake; `None` where
     /// nobody waits for it any more.
     fn reach(&self, peer: &Registration) -> Option<Result<TcpStream>> {
         // The peer has listened since before it registered: who refuses is not there any more,
@@ -279,7 +279,7 @@ impl Acceptor {
         };
         let failed = |error| Error::io("this rank cannot listen for the others", error);
         let listener = meeting.listener.try_clone().map_err(failed)?;
-        let door = Self {
+        let acceptor = Self {
             listener: meeting.listener.try_clone().map_err(failed)?,
             pending: Arc::clone(&pending),
             closed: Arc::clone(&closed),
@@ -290,7 +290,7 @@ impl Acceptor {
                 .spawn(move || visit.accept(&listener, &pending, &closed))
                 .map_err(failed)?;
         }
-        Ok(door)
+        Ok(acceptor)
     }
 }
 
@@ -331,7 +331,7 @@ impl InboundHandshake {
                 thread::sleep(Duration::from_millis(20));
                 continue;
             };
-            // Each visitor has its own thread, so that a stranger who says nothing keeps nobody
+            // Each connection has its own thread, so that a silent one keeps nobody
             // waiting; the number is bounded.
             let stream = Arc::new(stream);
             let handshake = pending.enter(&stream);

@@ -115,7 +115,7 @@ impl Tcp {
 
 impl Drop for Tcp {
     fn drop(&mut self) {
-        // Usually the last word has been said; a second end of the sending side does nothing.
+        // Usually the final message has been sent; a second end of the sending side does nothing.
         self.inbox.close();
         self.handoff.end();
         for (_, link) in self.others() {
@@ -145,7 +145,7 @@ fn busy(peers: &[Peer], rank: usize) -> Duration {
 /// Longer than two switches to and from sleep.
 const BUSY: Duration = Duration::from_micros(100);
 
-/// How long the last words take at most, to all peers together.
+/// How long the final messages take at most, to all peers together.
 const LINGER: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

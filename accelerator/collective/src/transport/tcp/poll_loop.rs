@@ -79,7 +79,7 @@ impl Tcp {
             await_ready(link.stream(), PollFlags::IN, left.min(GLANCE));
             take();
         }
-        // A peer that ended just now has said its own last word before.
+        // A peer that ended just now has sent its own final message before.
         take();
     }
 
@@ -118,7 +118,7 @@ impl Tcp {
     }
 }
 
-/// How often to look whether the last words have left.
+/// How often to look whether the final message has left.
 const GLANCE: Duration = Duration::from_millis(1);
 
 /// So many connections need no memory to be polled.

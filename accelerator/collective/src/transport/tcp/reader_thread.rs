@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// Starts to read from a peer into the inbox. The thread ends with the connection, or some time
-/// after the inbox is closed: the peer's last words must be taken off the wire, or closing would
+/// after the inbox is closed: the peer's final message must be taken off the wire, or closing would
 /// cut off our own.
 pub(super) fn spawn(
     link: &Link,

@@ -126,7 +126,7 @@ fn declarations(stream: &mut TcpStream, count: u64) -> Vec<(Head, Vec<u8>)> {
 }
 
 /// Reads frames until an abort, or the end.
-fn last_word(stream: &mut TcpStream) -> Abort {
+fn final_message(stream: &mut TcpStream) -> Abort {
     loop {
         let head = Head::read(stream).unwrap();
         let mut preamble = vec![0; head.preamble];

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{brisk, last_word, pair, patient, reduce, run, run_with_witness, show_life};
+use super::{brisk, final_message, pair, patient, reduce, run, run_with_witness, show_life};
 use crate::{
     element::Element,
     error::Result,
@@ -115,7 +115,7 @@ fn a_rank_that_is_given_up_is_told() {
     run(3, &brisk(), reduce(10), move |mut streams| {
         show_life(&mut streams);
         for stream in &mut streams {
-            let _ = sender.send(last_word(stream));
+            let _ = sender.send(final_message(stream));
         }
     });
     for abort in words.iter().take(2) {
@@ -161,7 +161,7 @@ fn a_full_queue_is_no_silence() {
             }
         }
         // The connection stays until the other side has read all.
-        let _ = last_word(&mut streams[0]);
+        let _ = final_message(&mut streams[0]);
     });
     assert_eq!(whole, [true]);
 }
