@@ -8,7 +8,7 @@ use crate::{
     sync::{Condvar, Mutex, MutexGuard},
 };
 
-/// The way to a rank_state's heartbeat.
+/// Controls the heartbeat thread of a rank.
 #[derive(Debug, Default)]
 pub(super) struct HeartbeatThread {
     state: Mutex<Flags>,
@@ -28,7 +28,7 @@ impl HeartbeatThread {
                     let Some(rank_state) = weak.upgrade() else {
                         return;
                     };
-                    let Some(pause) = rank_state.beat() else {
+                    let Some(pause) = rank_state.heartbeat_round() else {
                         return;
                     };
                     drop(rank_state);

@@ -160,7 +160,7 @@ impl<'a> InFlightOps<'a> {
         let patience = self.rank_state.options.patience();
         let len = buffer.bytes().len();
         let reduction = Reduction::new(buffer.dtype(), op, output, len, world_size);
-        let state = match self.rank_state.state() {
+        let state = match self.rank_state.check_open() {
             Ok(()) => OpState::Running(OpProgress::Waiting(0..world_size)),
             Err(error) => OpState::Failed(error),
         };
@@ -222,7 +222,7 @@ impl<'a> InFlightOps<'a> {
                     break;
                 }
                 // The error of an operation before it is the last word, also for what is done.
-                OpState::Running(OpProgress::Done) => self.rank_state.state(),
+                OpState::Running(OpProgress::Done) => self.rank_state.check_open(),
                 OpState::Failed(error) => {
                     Err(self.rank_state.fail(first.permit.number(), error.clone()))
                 }
@@ -253,7 +253,7 @@ impl InFlightOp<'_> {
             return;
         }
         // What failed has been told to everyone, who then send nothing more.
-        if let Err(error) = rank_state.state() {
+        if let Err(error) = rank_state.check_open() {
             self.state = OpState::Failed(error);
             return;
         }

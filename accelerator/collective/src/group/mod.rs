@@ -352,7 +352,7 @@ impl ProcessGroup {
         store: Option<StoreClient>,
     ) -> Result<Self> {
         let rank_state = Arc::new(RankState::new(topology, options.clone(), transport, store));
-        rank_state.wake()?;
+        rank_state.start_failure_detection()?;
         let handle = Arc::new(GroupHandle {
             rank_state,
             jobs: Mutex::new(None),

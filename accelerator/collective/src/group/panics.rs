@@ -1,4 +1,4 @@
-//! What a thread said when it panicked.
+//! The texts of panics, and the aborts that they cause.
 
 use std::{
     cell::RefCell,
@@ -12,16 +12,16 @@ use crate::sync::Mutex;
 
 use super::rank_state::RankState;
 
-/// Lets panics be told in the name of a rank_state. The first call installs a panic hook, in front of
+/// Lets a rank abort its group with the text of a panic. The first call installs a panic hook, in front of
 /// the one that was there.
 ///
-/// Where panics unwind, the hook only keeps what each thread said, and the rank_state tells it when
+/// Where panics unwind, the hook only keeps what each thread said, and the rank sends it when
 /// the unwinding drops its group: a panic of a thread that holds no group concerns nobody else.
 /// Where panics abort, nothing unwinds and every panic ends the process, so the hook itself lets
 /// all ranks tell.
-pub(super) fn deadline(rank_state: &Arc<RankState>) {
+pub(super) fn install_hook(rank_state: &Arc<RankState>) {
     if cfg!(panic = "abort") {
-        let mut ranks = MEMBERS.lock();
+        let mut ranks = RANKS.lock();
         ranks.retain(|rank_state| rank_state.strong_count() > 0);
         ranks.push(Arc::downgrade(rank_state));
     }
@@ -34,7 +34,7 @@ pub(super) fn deadline(rank_state: &Arc<RankState>) {
                 tell(&text);
             }
             // The memory of a thread that is ending may be gone.
-            let _ = SAID.try_with(|said| {
+            let _ = LAST_PANIC.try_with(|said| {
                 if let Ok(mut said) = said.try_borrow_mut() {
                     *said = Some(text);
                 }
@@ -44,9 +44,9 @@ pub(super) fn deadline(rank_state: &Arc<RankState>) {
     });
 }
 
-/// What this thread, which is unwinding, said.
-pub(super) fn said() -> String {
-    let said = SAID.try_with(|said| said.try_borrow().ok().and_then(|said| said.clone()));
+/// The text of the panic of this thread, which unwinds.
+pub(super) fn last_panic() -> String {
+    let said = LAST_PANIC.try_with(|said| said.try_borrow().ok().and_then(|said| said.clone()));
     match said.ok().flatten() {
         Some(text) => text,
         None => "it panicked".to_owned(),
@@ -70,7 +70,7 @@ fn describe(info: &PanicHookInfo<'_>) -> String {
 /// Lets every rank_state of the process tell that it is lost, within a moment: the panicking thread
 /// may hold what another thread needs for that.
 fn tell(text: &str) {
-    let ranks: Vec<Weak<RankState>> = match MEMBERS.try_lock() {
+    let ranks: Vec<Weak<RankState>> = match RANKS.try_lock() {
         Some(ranks) => ranks.clone(),
         None => return,
     };
@@ -88,10 +88,10 @@ fn tell(text: &str) {
 }
 
 thread_local! {
-    static SAID: RefCell<Option<String>> = const { RefCell::new(None) };
+    static LAST_PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-static MEMBERS: Mutex<Vec<Weak<RankState>>> = Mutex::new(Vec::new());
+static RANKS: Mutex<Vec<Weak<RankState>>> = Mutex::new(Vec::new());
 
 /// How many characters of a panic's message are told.
 const LONGEST: usize = 1000;

@@ -42,7 +42,7 @@ pub(crate) struct RankState {
     /// Who had been silent for long when the group failed.
     suspects: OnceLock<Vec<usize>>,
     /// Whether the final message has been sent.
-    parted: AtomicBool,
+    left: AtomicBool,
     forbidden: Mutex<Vec<Arc<str>>>,
     /// The connection to the store.
     store: Option<StoreClient>,
@@ -70,7 +70,7 @@ impl RankState {
             failing: Mutex::default(),
             failure: OnceLock::new(),
             suspects: OnceLock::new(),
-            parted: AtomicBool::new(false),
+            left: AtomicBool::new(false),
             forbidden: Mutex::default(),
             store,
             news: Mutex::default(),
@@ -80,13 +80,13 @@ impl RankState {
         }
     }
 
-    /// Lets the panics of this process, and the deaths of others, be known. Without others there
-    /// is nothing to know.
-    pub(crate) fn wake(self: &Arc<Self>) -> Result<()> {
+    /// Starts to detect failures: installs the panic hook, and starts heartbeats where the ranks are processes.
+    /// A world of one has neither.
+    pub(crate) fn start_failure_detection(self: &Arc<Self>) -> Result<()> {
         if self.topology.world_size() == 1 {
             return Ok(());
         }
-        panics::deadline(self);
+        panics::install_hook(self);
         if self.transport.kind() == TransportKind::Threads {
             return Ok(());
         }
@@ -99,7 +99,7 @@ impl RankState {
 
     /// One round: sends heartbeats, finds silent peers, takes exit notices of the store. Says after how long
     /// the next one is due.
-    pub(super) fn beat(&self) -> Option<Duration> {
+    pub(super) fn heartbeat_round(&self) -> Option<Duration> {
         let pause = self
             .transport
             .control()
@@ -123,8 +123,8 @@ impl RankState {
         }
     }
 
-    /// Lets an operation into the store, or says why not. What is refused here leaves the group
-    /// as it was.
+    /// Gives an operation its ticket, or says why not. What is refused here leaves the group as it
+    /// was.
     pub(crate) fn admit(&self, fingerprint: &CollectiveFingerprint) -> Result<Ticket> {
         self.check_allowed(fingerprint)?;
         if let Some(root) = fingerprint.root
@@ -139,12 +139,12 @@ impl RankState {
                 ),
             ));
         }
-        self.state()?;
+        self.check_open()?;
         Ok(self.order.take_ticket())
     }
 
-    /// Runs an operation when its permit comes, and delivers the outcome before the next one has
-    /// its permit.
+    /// Runs an operation when its ticket is served, and delivers the outcome before the next one
+    /// runs.
     pub(super) fn perform<T, R>(
         &self,
         thread: ExecThread,
@@ -162,7 +162,7 @@ impl RankState {
         deliver(outcome)
     }
 
-    /// The beginning of an operation, where somebody looks on.
+    /// Starts to time an operation, where the program observes.
     pub(super) fn start_timer(&self, thread: ExecThread) -> Option<OpTimer<'_>> {
         OpTimer::begin(self.observer.get(), thread)
     }
@@ -176,7 +176,7 @@ impl RankState {
         })
     }
 
-    /// Runs an operation on this thread, from its begin to its end.
+    /// Runs an operation on this thread, from its beginning to its end.
     pub(super) fn run_op<T>(
         &self,
         sequence: u64,
@@ -184,7 +184,7 @@ impl RankState {
         patience: OpTimeouts,
         body: impl FnOnce(OpContext<'_>) -> Result<T>,
     ) -> Result<T> {
-        self.state()?;
+        self.check_open()?;
         let _abort_on_panic = AbortOnPanic { rank_state: self };
         let mut deadline = OpDeadline::new(self.topology.rank(), sequence, *fingerprint, patience);
         // Every operation starts by clearing the scratch memory.
@@ -196,12 +196,12 @@ impl RankState {
     /// Leaves in good order, after everything that was started. Does nothing where the final
     /// message has been sent.
     pub(crate) fn close(&self) {
-        if self.parted.load(Ordering::Acquire) {
+        if self.left.load(Ordering::Acquire) {
             return;
         }
         let ticket = self.order.take_ticket();
         let _turn = self.order.acquire(ticket);
-        if self.part(&FinalMessage::Goodbye(LeaveKind::Closed))
+        if self.send_final_message(&FinalMessage::Goodbye(LeaveKind::Closed))
             && let Some(store) = &self.store
         {
             store.leave();
@@ -211,9 +211,9 @@ impl RankState {
     /// Leaves because the last handle is gone; waits a moment for what was started.
     pub(crate) fn leave(&self) {
         if thread::panicking() {
-            self.abort(&panics::said());
+            self.abort(&panics::last_panic());
         } else if self.order.is_idle_within(LINGER) {
-            self.part(&FinalMessage::Goodbye(LeaveKind::Dropped));
+            self.send_final_message(&FinalMessage::Goodbye(LeaveKind::Dropped));
         } else {
             self.abort(
                 "it dropped its group while operations that it had started were pending; wait for \
@@ -224,7 +224,7 @@ impl RankState {
 
     /// Fails for a reason of this rank's own.
     pub(crate) fn abort(&self, reason: &str) {
-        if self.parted.load(Ordering::Acquire) {
+        if self.left.load(Ordering::Acquire) {
             return;
         }
         let me = &self.transport.peers()[self.topology.rank()];
@@ -292,11 +292,11 @@ impl RankState {
         }
     }
 
-    pub(super) fn state(&self) -> Result<()> {
+    pub(super) fn check_open(&self) -> Result<()> {
         if let Some(error) = self.failure.get() {
             return Err(error.clone());
         }
-        if self.parted.load(Ordering::Acquire) {
+        if self.left.load(Ordering::Acquire) {
             return Err(Error::new(
                 Kind::Closed,
                 format!(
@@ -317,14 +317,14 @@ impl RankState {
         }
         let error = self.ask_store_for_cause(error);
         if let Some(store) = &self.store {
-            store.report_failure(&self.own_words(&error));
+            store.report_failure(&self.error_for_store(&error));
         }
         // Nobody else sets them while the lock is held.
         let silence = self.options.liveness_timeout() / 2;
         let _ = self.suspects.set(self.transport.control().silent(silence));
         let _ = self.failure.set(error.clone());
         let abort = error.clone();
-        self.part(&FinalMessage::Abort(Abort {
+        self.send_final_message(&FinalMessage::Abort(Abort {
             sequence,
             error: abort,
         }));
@@ -347,7 +347,7 @@ impl RankState {
 
     /// What the store is told: of a failure of its own a rank tells the cause only, since the
     /// store adds who said it, and others where they were.
-    fn own_words(&self, error: &Error) -> Error {
+    fn error_for_store(&self, error: &Error) -> Error {
         match error.culprit() {
             Some(culprit) if culprit.rank() == self.topology.rank() => {
                 Error::blaming(error.kind(), culprit.clone(), culprit.cause())
@@ -357,12 +357,12 @@ impl RankState {
     }
 
     /// Sends the final message, and says whether this call did.
-    fn part(&self, leave: &FinalMessage) -> bool {
-        if self.parted.swap(true, Ordering::AcqRel) {
+    fn send_final_message(&self, message: &FinalMessage) -> bool {
+        if self.left.swap(true, Ordering::AcqRel) {
             return false;
         }
         self.heartbeat.stop();
-        self.transport.control().leave(leave);
+        self.transport.control().leave(message);
         true
     }
 
@@ -396,7 +396,7 @@ pub(super) struct AbortOnPanic<'a> {
 impl Drop for AbortOnPanic<'_> {
     fn drop(&mut self) {
         if thread::panicking() {
-            self.rank_state.abort(&panics::said());
+            self.rank_state.abort(&panics::last_panic());
         }
     }
 }

@@ -62,7 +62,7 @@ impl ProcessGroup {
     /// # }
     /// ```
     pub fn abort_by_panic(&self) {
-        self.0.rank_state.abort(&panics::said());
+        self.0.rank_state.abort(&panics::last_panic());
     }
 
     /// Why collectives of this group fail, or the next one that needs all ranks will, as far as this rank

@@ -42,7 +42,7 @@ impl TicketLock {
         OpPermit { lock: self, number }
     }
 
-    /// Serves a ticket beside the one before it, whose acquire the caller holds. The caller ends
+    /// Serves a ticket beside the one before it, whose permit the caller holds. The caller ends
     /// the turns in their order.
     pub(crate) fn acquire_next(&self, ticket: Ticket) -> OpPermit<'_> {
         OpPermit {
