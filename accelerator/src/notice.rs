@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use accelerator_collective::unheard;
+use accelerator_collective::stderr_fallback;
 
 /// Lets something be said once.
 #[derive(Debug, Default)]
@@ -19,11 +19,11 @@ impl Once {
 /// Says what went wrong.
 pub(crate) fn warn(text: &str) {
     tracing::warn!("{text}");
-    unheard(text);
+    stderr_fallback(text);
 }
 
 /// Says what the user asked for.
 pub(crate) fn tell(text: &str) {
     tracing::info!("{text}");
-    unheard(text);
+    stderr_fallback(text);
 }

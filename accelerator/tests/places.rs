@@ -23,7 +23,7 @@ type Notes = Arc<Mutex<Vec<(&'static str, String)>>>;
 fn observed(accelerator: &Accelerator) -> Notes {
     let notes = Notes::default();
     let noted = notes.clone();
-    let observer = move |operation: &accelerator::collective::Observed| {
+    let observer = move |operation: &accelerator::collective::OpEvent| {
         let place = operation.place().to_string();
         noted.lock().unwrap().push((operation.name, place));
     };

@@ -11,7 +11,7 @@ use std::{
 use crate::{
     element::{DType, Element},
     error::{Error, Kind, Result},
-    shared::{Arena, Region},
+    shm::{Arena, Region},
 };
 
 /// A flat buffer of elements of one type, owned by its holder and aligned to a cache line.
@@ -270,7 +270,7 @@ impl Meter {
 /// Bytes on the heap that start at a cache line, so that they can be viewed as any element type.
 #[derive(Default)]
 pub(crate) struct Storage {
-    lines: Vec<Line>,
+    lines: Vec<CacheLine>,
 }
 
 impl Storage {
@@ -293,7 +293,7 @@ impl Storage {
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C, align(64))]
-struct Line([u8; LINE]);
+struct CacheLine([u8; LINE]);
 
 /// The bytes of a cache line.
 pub(crate) const LINE: usize = 64;

@@ -2,6 +2,8 @@
 
 use std::{fmt, io, sync::Arc, time::Duration};
 
+use serde::{Deserialize, Serialize};
+
 /// A result whose error is [`Error`].
 ///
 /// ```
@@ -213,8 +215,8 @@ impl Error {
         }))
     }
 
-    /// The same error with what a witness says about the cause.
-    pub(crate) fn with_testimony(&self, text: &str) -> Self {
+    /// The same error with what the store knows about the cause.
+    pub(crate) fn with_exit_notice(&self, text: &str) -> Self {
         let Some(culprit) = &self.0.culprit else {
             return self.clone();
         };
@@ -252,10 +254,6 @@ impl Error {
 
     pub(crate) fn kind(&self) -> Kind {
         self.0.kind
-    }
-
-    pub(crate) fn message(&self) -> &str {
-        &self.0.message
     }
 }
 
@@ -309,7 +307,7 @@ impl std::error::Error for Error {
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Culprit {
     pub(crate) rank: usize,
     pub(crate) host: String,
@@ -342,10 +340,11 @@ impl Culprit {
     }
 }
 
-/// Whether a witness could say more about a cause; the numbers are those of the wire.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+/// Whether the store could say more about a cause; the numbers are those of the wire.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(into = "u8", try_from = "u8")]
 pub(crate) enum Certainty {
-    /// Only the effect was seen: a witness knows better.
+    /// Only the effect was seen; the store may know the cause.
     Guessed = 1,
     /// The cause is true and may have one of its own.
     Partial = 2,
@@ -353,15 +352,25 @@ pub(crate) enum Certainty {
     Settled = 3,
 }
 
-impl Certainty {
-    pub(crate) fn from_code(code: u8) -> Option<Self> {
+impl From<Certainty> for u8 {
+    fn from(certainty: Certainty) -> Self {
+        certainty as Self
+    }
+}
+
+impl TryFrom<u8> for Certainty {
+    type Error = String;
+
+    fn try_from(code: u8) -> Result<Self, String> {
         let all = [Self::Guessed, Self::Partial, Self::Settled];
-        all.into_iter().find(|certainty| *certainty as u8 == code)
+        let known = all.into_iter().find(|certainty| *certainty as u8 == code);
+        known.ok_or_else(|| format!("no certainty has the number {code}"))
     }
 }
 
 /// The families of errors; the numbers are those of the wire.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(into = "u8", try_from = "u8")]
 pub(crate) enum Kind {
     AddressInUse = 1,
     Closed = 2,
@@ -392,13 +401,20 @@ impl Kind {
         Self::Topology,
         Self::Unauthorized,
     ];
+}
 
-    pub(crate) fn code(self) -> u8 {
-        self as u8
+impl From<Kind> for u8 {
+    fn from(kind: Kind) -> Self {
+        kind as Self
     }
+}
 
-    pub(crate) fn from_code(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.code() == code)
+impl TryFrom<u8> for Kind {
+    type Error = String;
+
+    fn try_from(code: u8) -> Result<Self, String> {
+        let known = Self::ALL.into_iter().find(|kind| *kind as u8 == code);
+        known.ok_or_else(|| format!("no kind of error has the number {code}"))
     }
 }
 
@@ -473,7 +489,7 @@ mod tests {
     }
 
     #[test]
-    fn a_witness_replaces_a_guess_and_adds_to_a_part() {
+    fn an_exit_notice_replaces_a_guess_and_adds_to_a_part() {
         let error = |certainty| {
             let culprit = Culprit {
                 rank: 2,
@@ -486,7 +502,7 @@ mod tests {
             Error::blaming(Kind::PeerLost, culprit, message)
         };
         let told = |certainty| {
-            let told = error(certainty).with_testimony("it was killed by SIGKILL");
+            let told = error(certainty).with_exit_notice("it was killed by SIGKILL");
             let cause = told.culprit().unwrap().cause().to_owned();
             assert_eq!(
                 told.to_string(),
@@ -506,9 +522,9 @@ mod tests {
     #[test]
     fn kinds_survive_the_wire() {
         for kind in Kind::ALL {
-            assert_eq!(Kind::from_code(kind.code()), Some(kind));
+            assert_eq!(Kind::try_from(u8::from(kind)), Ok(kind));
         }
-        assert_eq!(Kind::from_code(0), None);
-        assert_eq!(Kind::from_code(200), None);
+        assert_eq!(Kind::try_from(0).ok(), None);
+        assert_eq!(Kind::try_from(200).ok(), None);
     }
 }

@@ -15,16 +15,19 @@ use std::{
 };
 
 use crate::{
-    cut::Cut,
     element::DType,
     error::Result,
     group::{GroupOptions, ProcessGroup},
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
+    shard_layout::ShardLayout,
     topology::Topology,
-    transport::{Farewell, Inbox, Part, Peer, Place, Stage, Transport, TransportKind, Watch, feed},
+    transport::{
+        ControlPlane, DataPlane, FinalMessage, Inbox, OpDeadline, OutgoingChunk, Peer,
+        PeerLocation, Stage, Transport, TransportKind, feed,
+    },
     wire::{
         frame::{FrameKind, Head, PREAMBLE},
-        message::{self, Message, Registration, Table},
+        message::{self, Message, RankTable, Registration},
     },
 };
 
@@ -47,7 +50,7 @@ pub fn frames(bytes: &[u8]) {
     }
     let mut frames = correct.to_vec();
     for damage in bytes.chunks_exact(4).take(3) {
-        spoil(&mut frames, [damage[0], damage[1], damage[2], damage[3]]);
+        damage_frames(&mut frames, [damage[0], damage[1], damage[2], damage[3]]);
     }
     for (found, expected) in receive(Cursor::new(frames.concat())).iter().zip(expected()) {
         if let Ok(found) = found {
@@ -56,20 +59,20 @@ pub fn frames(bytes: &[u8]) {
     }
 }
 
-/// Reads bytes as messages of those who meet, from strangers and from the store.
+/// Reads bytes as messages of those who meet, from unknown processes and from the store.
 pub fn messages(bytes: &[u8]) {
     for bound in [message::SHORT, message::LONG] {
         let mut rest = Cursor::new(bytes);
         while let Ok(message) = Message::read(&mut rest, bound) {
             if let Message::Register { body, .. } | Message::Welcome { body, .. } = message {
                 let _ = message::from_bytes::<Registration>(&body);
-                let _ = message::from_bytes::<Table>(&body);
+                let _ = message::from_bytes::<RankTable>(&body);
             }
         }
     }
     let _ = message::from_bytes::<Message>(bytes);
     let _ = message::from_bytes::<Registration>(bytes);
-    let _ = message::from_bytes::<Table>(bytes);
+    let _ = message::from_bytes::<RankTable>(bytes);
 }
 
 /// One operation that is one frame, one with a part for each rank, and one whose parts are cut. Then
@@ -105,8 +108,8 @@ fn reduce(group: &ProcessGroup) -> Vec<Result<Vec<f32>>> {
         buffer
             .as_mut_slice()?
             .copy_from_slice(&values(group.rank(), len));
-        let cut = Cut::new(len, [0, 1].map(|rank| blocks(rank, len)).into())?;
-        group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &Arc::new(cut))?;
+        let layout = ShardLayout::new(len, [0, 1].map(|rank| blocks(rank, len)).into())?;
+        group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &Arc::new(layout))?;
         Ok(kept(group.rank(), buffer.as_slice()?))
     });
     sums.into_iter().chain(kept).collect()
@@ -126,7 +129,7 @@ const BLOCK: usize = 1000;
 
 /// What rank 0 makes of a stream from rank 1.
 fn receive(stream: impl Read + Send) -> Vec<Result<Vec<f32>>> {
-    let (wire, _) = Wire::new(0);
+    let (wire, _) = FuzzWire::new(0);
     let (inbox, peer) = (Arc::clone(&wire.inbox), wire.peers[1].clone());
     thread::scope(|scope| {
         scope.spawn(move || feed(stream, peer, inbox));
@@ -137,18 +140,22 @@ fn receive(stream: impl Read + Send) -> Vec<Result<Vec<f32>>> {
     })
 }
 
-fn join(rank: usize, wire: Wire) -> Result<ProcessGroup> {
+fn join(rank: usize, wire: FuzzWire) -> Result<ProcessGroup> {
     let options = GroupOptions::new().with_progress_timeout(Duration::from_secs(20));
     let topology = Topology::new(rank, 2)?;
-    ProcessGroup::join(topology, &options, Box::new(wire), None)
+    let (peers, inbox) = (Arc::clone(&wire.peers), Arc::clone(&wire.inbox));
+    let wire = Arc::new(wire);
+    let control: Arc<dyn ControlPlane> = wire.clone();
+    let transport = Transport::new(peers, inbox, control, Some(wire));
+    ProcessGroup::join(topology, &options, transport, None)
 }
 
 /// The frames that rank 1 sends when all goes well.
 fn correct() -> &'static [Vec<u8>] {
     static FRAMES: OnceLock<Vec<Vec<u8>>> = OnceLock::new();
     FRAMES.get_or_init(|| {
-        let (left, from_left) = Wire::new(0);
-        let (right, from_right) = Wire::new(1);
+        let (left, from_left) = FuzzWire::new(0);
+        let (right, from_right) = FuzzWire::new(1);
         let ends = [(left, from_right), (right, from_left)];
         let recorded = Mutex::new(Vec::new());
         thread::scope(|scope| {
@@ -173,7 +180,7 @@ fn correct() -> &'static [Vec<u8>] {
 }
 
 /// Damages a stream of frames: what, in which frame, and where.
-fn spoil(frames: &mut Vec<Vec<u8>>, [what, frame, high, low]: [u8; 4]) {
+fn damage_frames(frames: &mut Vec<Vec<u8>>, [what, frame, high, low]: [u8; 4]) {
     if frames.is_empty() {
         return;
     }
@@ -218,19 +225,19 @@ fn spoil(frames: &mut Vec<Vec<u8>>, [what, frame, high, low]: [u8; 4]) {
 
 /// A transport whose frames go to whoever holds the other end.
 #[derive(Debug)]
-struct Wire {
-    peers: Vec<Peer>,
+struct FuzzWire {
+    peers: Arc<[Peer]>,
     inbox: Arc<Inbox>,
     // In a mutex so that the transport can be shared.
     sent: Mutex<Sender<Vec<u8>>>,
 }
 
-impl Wire {
+impl FuzzWire {
     fn new(rank: usize) -> (Self, Receiver<Vec<u8>>) {
         let (sender, frames) = channel();
         let peers = (0..2).map(|peer| Peer {
             rank: peer,
-            place: Place::Process {
+            location: PeerLocation::Process {
                 host: "fuzz".to_owned(),
                 pid: (10 * rank + peer) as u32,
             },
@@ -250,46 +257,43 @@ impl Wire {
     }
 }
 
-impl Transport for Wire {
+impl DataPlane for FuzzWire {
     fn kind(&self) -> TransportKind {
         TransportKind::Tcp
     }
 
-    fn peers(&self) -> &[Peer] {
-        &self.peers
-    }
-
-    fn inbox(&self) -> &Inbox {
-        &self.inbox
-    }
-
-    fn await_news(&self, version: u64, due: Instant, _: &Watch) -> Result<()> {
-        self.inbox.sleep(version, due);
-        Ok(())
-    }
-
-    fn send(&self, _: usize, part: Part<'_>, _: &mut Watch) -> Result<()> {
-        let declaration = part.contract.map(|contract| contract.encode());
+    fn send(&self, _: usize, chunk: OutgoingChunk<'_>, _: &mut OpDeadline) -> Result<()> {
+        let declaration = chunk.fingerprint.map(|fingerprint| fingerprint.encode());
         let preamble = match &declaration {
             Some((bytes, len)) => &bytes[..*len],
             None => &[],
         };
-        let kind = match part.tag.stage {
+        let kind = match chunk.tag.stage {
             Stage::Begin => FrameKind::Begin,
             Stage::Inward => FrameKind::Inward,
             Stage::Outward => FrameKind::Outward,
         };
-        let (sequence, index) = (part.tag.sequence, part.tag.index);
-        let head = Head::new(kind, sequence, index, preamble, part.payload);
-        self.push(head, preamble, part.payload);
+        let (sequence, index) = (chunk.tag.sequence, chunk.tag.index);
+        let head = Head::new(kind, sequence, index, preamble, chunk.payload);
+        self.push(head, preamble, chunk.payload);
         Ok(())
     }
 
-    fn farewell(&self, farewell: &Farewell) {
+    fn wait_for_arrival(&self, version: u64, due: Instant) {
+        self.inbox.sleep(version, due);
+    }
+}
+
+impl ControlPlane for FuzzWire {
+    fn leave(&self, leave: &FinalMessage) {
         self.inbox.close();
-        if let Farewell::Goodbye(_) = farewell {
+        if let FinalMessage::Goodbye(_) = leave {
             self.push(Head::new(FrameKind::Goodbye, 0, 0, &[], &[]), &[], &[]);
         }
+    }
+
+    fn last_activity(&self, rank: usize) -> Option<Instant> {
+        self.inbox.active(rank)
     }
 }
 

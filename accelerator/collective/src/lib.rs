@@ -27,40 +27,44 @@
 //! - **Bounded.** Nothing waits for ever: a rank that is gone, or does not come in time, is named.
 
 mod buffer;
-mod contract;
-mod cut;
+mod buffer_slice;
 mod element;
 mod error;
+mod fingerprint;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
 mod group;
 mod kernel;
 mod launch;
-mod notice;
-mod part;
+mod liveness;
 mod partition;
 mod purpose;
-mod reduce;
+mod reduce_op;
 pub mod rendezvous;
-mod shared;
-mod steps;
+mod shard_layout;
+mod shm;
+mod shm_ops;
+mod stderr_fallback;
+mod sync;
 mod topology;
 mod transport;
 mod transport_kind;
 mod wire;
 
 pub use buffer::Buffer;
-pub use cut::Cut;
+pub use buffer_slice::BufferSlice;
 pub use element::{DType, Element};
 pub use error::{Culprit, Error, Result};
-pub use group::{Activity, Busy, Forbidden, GroupOptions, Observed, Pending, ProcessGroup, Runner};
+pub use group::{
+    Activity, Busy, ExecThread, Forbidden, GroupOptions, OpEvent, Pending, ProcessGroup,
+};
 pub use launch::{Launch, Origin, Setting, check_alone, variable};
-#[doc(hidden)]
-pub use notice::unheard;
-pub use part::Part;
 pub use partition::Partition;
-pub use reduce::ReduceOp;
+pub use reduce_op::ReduceOp;
 pub use rendezvous::{Rendezvous, StoreHost};
+pub use shard_layout::ShardLayout;
+#[doc(hidden)]
+pub use stderr_fallback::stderr_fallback;
 pub use topology::Topology;
 pub use transport_kind::TransportKind;

@@ -19,7 +19,7 @@ use std::{
     },
 };
 
-use accelerator_collective::{Buffer, Cut, DType, ProcessGroup, ReduceOp};
+use accelerator_collective::{Buffer, DType, ProcessGroup, ReduceOp, ShardLayout};
 use world::{Means, run};
 
 /// Counts what each thread asks for.
@@ -54,22 +54,27 @@ const STEPS: usize = 100;
 const LENS: [usize; 3] = [10, 5_000, 300_000];
 
 /// Ranges of some elements for two ranks, for each length.
-fn cuts() -> [Arc<Cut>; 3] {
+fn layouts() -> [Arc<ShardLayout>; 3] {
     LENS.map(|len| {
         let of = |rank: usize| {
             let starts = (300 * rank..len).step_by(600);
             starts.map(|start| start..len.min(start + 300)).collect()
         };
-        Arc::new(Cut::new(len, vec![of(0), of(1)]).unwrap())
+        Arc::new(ShardLayout::new(len, vec![of(0), of(1)]).unwrap())
     })
 }
 
 /// What one step of a training program asks of the group.
-fn step(group: &ProcessGroup, buffers: &mut [Buffer], cuts: &[Arc<Cut>], values: &mut [f32]) {
-    for (buffer, cut) in buffers.iter_mut().zip(cuts) {
+fn step(
+    group: &ProcessGroup,
+    buffers: &mut [Buffer],
+    layouts: &[Arc<ShardLayout>],
+    values: &mut [f32],
+) {
+    for (buffer, layout) in buffers.iter_mut().zip(layouts) {
         group.all_reduce_buffer(buffer, ReduceOp::Sum).unwrap();
         group
-            .reduce_scatter_buffer(buffer, ReduceOp::Sum, cut)
+            .reduce_scatter_buffer(buffer, ReduceOp::Sum, layout)
             .unwrap();
     }
     group.all_reduce(values, ReduceOp::Mean).unwrap();
@@ -95,14 +100,14 @@ fn assert_within_bound(means: Means, counts: &[usize]) {
 fn nothing_is_allocated(means: Means) {
     let counts = run(means, 2, |group| {
         let mut buffers = LENS.map(|len| group.buffer(DType::F32, len));
-        let cuts = cuts();
+        let layouts = layouts();
         let mut values = vec![1.0; 200_000];
         for _ in 0..10 {
-            step(&group, &mut buffers, &cuts, &mut values);
+            step(&group, &mut buffers, &layouts, &mut values);
         }
         let before = COUNT.get();
         for _ in 0..STEPS {
-            step(&group, &mut buffers, &cuts, &mut values);
+            step(&group, &mut buffers, &layouts, &mut values);
         }
         COUNT.get() - before
     });
@@ -118,13 +123,13 @@ fn nothing_is_allocated_for_started_operations(means: Means) {
         let note = move |_: &_| noted.store(COUNT.get(), Ordering::Relaxed);
         group.observe(note).unwrap();
         let mut buffers = LENS.map(|len| Some(group.buffer(DType::F32, len)));
-        let cuts = cuts();
+        let layouts = layouts();
         let mut step = || {
             for scatters in [false, true] {
                 let pending = [0, 1, 2].map(|index| {
                     let buffer = buffers[index].take().unwrap();
                     let started = match scatters {
-                        true => group.start_reduce_scatter(buffer, ReduceOp::Sum, &cuts[index]),
+                        true => group.start_reduce_scatter(buffer, ReduceOp::Sum, &layouts[index]),
                         false => group.start_all_reduce(buffer, ReduceOp::Sum),
                     };
                     started.unwrap()

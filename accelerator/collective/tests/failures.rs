@@ -9,7 +9,7 @@
 
 mod processes;
 
-use processes::{FOR_EVER, Job, SCATTERS_FOR_EVER, WATCHING, assert_named};
+use processes::{FOR_EVER, ProcessJob, SCATTERS_FOR_EVER, WATCHING, assert_named};
 
 const CALLS: [&str; 3] = ["all_reduce", "barrier", "broadcast"];
 
@@ -84,7 +84,7 @@ fn a_dead_rank_is_named_when_it_is_struck_in_the_middle() {
             ("stop in the middle", "it has been silent for 1.", SILENCE),
         ] {
             for call in [FOR_EVER, SCATTERS_FOR_EVER] {
-                let job = Job {
+                let job = ProcessJob {
                     variables: transport,
                     ..job(call, 1, deed)
                 };
@@ -98,7 +98,7 @@ fn a_dead_rank_is_named_when_it_is_struck_in_the_middle() {
 #[test]
 fn a_dead_rank_is_named_when_it_is_stopped() {
     for (call, variables) in CALLS.into_iter().zip(TRANSPORTS.into_iter().cycle()) {
-        let job = Job {
+        let job = ProcessJob {
             variables,
             ..job(call, 1, "stop")
         };
@@ -141,7 +141,7 @@ fn a_dead_rank_is_known_without_a_collective() {
             ("panic", "it panicked: a panic that the test wants", DEATH),
             ("stop", "it has been silent for 1.", SILENCE),
         ] {
-            let job = Job {
+            let job = ProcessJob {
                 variables: &[("ACCEL_TRANSPORT", transport), WATCHING],
                 ..job("barrier", 1, deed)
             };
@@ -163,7 +163,7 @@ fn a_dead_rank_is_known_without_a_collective() {
 fn named(deed: &str, cause: &str, limit: u64) {
     for call in CALLS {
         for transport in TRANSPORTS {
-            let job = Job {
+            let job = ProcessJob {
                 variables: transport,
                 ..job(call, 1, deed)
             };
@@ -172,8 +172,8 @@ fn named(deed: &str, cause: &str, limit: u64) {
     }
 }
 
-fn job<'a>(call: &'a str, victim: usize, deed: &'a str) -> Job<'a> {
-    Job {
+fn job<'a>(call: &'a str, victim: usize, deed: &'a str) -> ProcessJob<'a> {
+    ProcessJob {
         call,
         victim,
         deed,

@@ -8,7 +8,7 @@
 
 mod processes;
 
-use processes::{Job, LARGE, Rank, assert_named};
+use processes::{EndedRank, LARGE, ProcessJob, assert_named};
 
 const LIMIT: u64 = 4_000;
 
@@ -64,14 +64,14 @@ fn a_slow_rank_is_waited_for() {
     );
 }
 
-fn strike(action: &str, kind: &str, cause: &str) -> Vec<Rank> {
+fn strike(action: &str, kind: &str, cause: &str) -> Vec<EndedRank> {
     run(&format!("rank=1 op=2 {action}"), kind, cause)
 }
 
 /// Over each transport; gives what the ranks said over the last.
-fn run(plan: &str, kind: &str, cause: &str) -> Vec<Rank> {
+fn run(plan: &str, kind: &str, cause: &str) -> Vec<EndedRank> {
     let over = |transport| {
-        let job = Job {
+        let job = ProcessJob {
             // No rank can be done with it before the fault is noticed.
             call: LARGE,
             victim: 1,

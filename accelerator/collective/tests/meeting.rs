@@ -219,7 +219,7 @@ fn a_rank_that_gives_up_is_believed_before_its_end_is_told() {
     let (patient, _slow, hasty) = (start(0, "60"), start(1, "60"), start(2, "5"));
     let blame = "[1] None rank 2 cannot connect to rank 1";
     let said = hasty.said();
-    store.testify(2, "it ended with exit code 1");
+    store.report_exit(2, "it ended with exit code 1");
     assert!(said.starts_with(blame), "{said}");
     let said = patient.said();
     assert!(said.starts_with(blame), "{said}");

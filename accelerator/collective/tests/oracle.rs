@@ -1,4 +1,4 @@
-//! Reductions against a scalar oracle: any length, type, reduction and cut, on 2 to 5 ranks.
+//! Reductions against a scalar oracle: any length, type, reduction and layout, on 2 to 5 ranks.
 
 #![allow(
     clippy::unwrap_used,
@@ -14,7 +14,7 @@ mod world;
 
 use std::{ops::Range, sync::Arc};
 
-use accelerator_collective::{Cut, Partition, ProcessGroup, ReduceOp};
+use accelerator_collective::{Partition, ProcessGroup, ReduceOp, ShardLayout};
 use half::{bf16, f16};
 use proptest::{prelude::*, sample::select};
 use sample::{Sample, assert_same, buffer, reduced};
@@ -22,19 +22,19 @@ use world::{Means, run};
 
 /// One operation: which type, which reduction, how many elements, and how each rank passes them.
 #[derive(Clone, Debug)]
-struct Operation {
-    check: fn(&ProcessGroup, &Operation),
+struct OracleOp {
+    check: fn(&ProcessGroup, &OracleOp),
     op: ReduceOp,
     len: usize,
     /// Bit `r`: rank `r` passes a buffer of the group.
     placed: u32,
-    /// How many elements each range of a cut has, and which rank keeps it, over and over; some are
+    /// How many elements each range of a layout has, and which rank keeps it, over and over; some are
     /// kept by none.
     ranges: Vec<(usize, usize)>,
 }
 
-impl Operation {
-    fn cut(&self, world_size: usize) -> Arc<Cut> {
+impl OracleOp {
+    fn layout(&self, world_size: usize) -> Arc<ShardLayout> {
         let mut parts: Vec<Vec<Range<usize>>> = vec![Vec::new(); world_size];
         let (mut start, mut ranges) = (0, self.ranges.iter().cycle());
         while start < self.len {
@@ -45,13 +45,13 @@ impl Operation {
             }
             start = end;
         }
-        Arc::new(Cut::new(self.len, parts).unwrap())
+        Arc::new(ShardLayout::new(self.len, parts).unwrap())
     }
 }
 
-fn check<T: Sample>(group: &ProcessGroup, operation: &Operation) {
+fn check<T: Sample>(group: &ProcessGroup, operation: &OracleOp) {
     let (rank, world_size) = (group.rank(), group.world_size());
-    let Operation {
+    let OracleOp {
         op, len, placed, ..
     } = *operation;
     let what = format!("{} {operation:?}, W = {world_size}", T::DTYPE);
@@ -60,7 +60,7 @@ fn check<T: Sample>(group: &ProcessGroup, operation: &Operation) {
     let own = group.reduce_scatter(&values, op).unwrap();
     let part = Partition::new(len, world_size).range(rank);
     assert_same(&own, &expected[part], &what);
-    let cut = operation.cut(world_size);
+    let layout = operation.layout(world_size);
     let stranger = ProcessGroup::single();
     let home = match placed >> rank & 1 {
         1 => group,
@@ -68,8 +68,10 @@ fn check<T: Sample>(group: &ProcessGroup, operation: &Operation) {
     };
     let mut shared = home.buffer(T::DTYPE, len);
     shared.as_mut_slice::<T>().unwrap().copy_from_slice(&values);
-    group.reduce_scatter_buffer(&mut shared, op, &cut).unwrap();
-    for range in cut.of(rank) {
+    group
+        .reduce_scatter_buffer(&mut shared, op, &layout)
+        .unwrap();
+    for range in layout.of(rank) {
         let kept = &shared.as_slice::<T>().unwrap()[range.clone()];
         assert_same(kept, &expected[range.clone()], &what);
     }
@@ -84,8 +86,8 @@ fn check<T: Sample>(group: &ProcessGroup, operation: &Operation) {
     }
 }
 
-fn operation() -> impl Strategy<Value = Operation> {
-    let checks: [fn(&ProcessGroup, &Operation); 12] = [
+fn operation() -> impl Strategy<Value = OracleOp> {
+    let checks: [fn(&ProcessGroup, &OracleOp); 12] = [
         check::<f32>,
         check::<f64>,
         check::<f16>,
@@ -115,7 +117,7 @@ fn operation() -> impl Strategy<Value = Operation> {
     let sizes = prop_oneof![1..4_usize, 1..200_usize, 1..100_000_usize];
     let ranges = proptest::collection::vec((sizes, 0..6_usize), 1..20);
     let (checks, ops) = (select(checks.to_vec()), select(ops.to_vec()));
-    (checks, ops, lens, placed, ranges).prop_map(|(check, op, len, placed, ranges)| Operation {
+    (checks, ops, lens, placed, ranges).prop_map(|(check, op, len, placed, ranges)| OracleOp {
         check,
         op,
         len,
@@ -124,7 +126,7 @@ fn operation() -> impl Strategy<Value = Operation> {
     })
 }
 
-fn holds(means: Means, world_size: usize, operations: &[Operation]) {
+fn holds(means: Means, world_size: usize, operations: &[OracleOp]) {
     let operations = operations.to_vec();
     run(means, world_size, move |group| {
         for operation in &operations {

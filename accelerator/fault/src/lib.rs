@@ -1,9 +1,9 @@
-//! Faults injected on purpose, at places that can be named and replayed.
+//! Fault injection: planned faults at named points, which can be replayed.
 //!
-//! A [`FaultPlan`] says which rank suffers what, and when: `rank=1 step=3 kill; rank=0 step=5 stop
+//! A [`FaultPlan`] says which rank gets which fault, and when: `rank=1 step=3 kill; rank=0 step=5 stop
 //! 10s`. A program that is built with the feature `inject` reads it from [`VARIABLE`], and the
-//! library asks [`strike`] at the places that a plan can name. Without the feature `strike` is
-//! nothing, and a plan that is set all the same is an error ([`check`]).
+//! library calls [`fail_point`] at the points that a plan can name. Without the feature `fail_point` does
+//! nothing, and a plan that is set is an error ([`check`]).
 //!
 //! ```
 //! use accelerator_fault::{Bounds, FaultPlan};
@@ -19,15 +19,15 @@
 //! # }
 //! ```
 
+mod fail_point;
 mod parse;
 mod plan;
 mod random;
-mod strike;
 
+pub use fail_point::{Effect, check, fail_point};
 pub use parse::Error;
 pub use plan::{Action, Fault, FaultPlan, Point, SaveStage};
 pub use random::Bounds;
-pub use strike::{Effect, check, strike};
 
 /// The variable that holds the plan of a process.
 ///
@@ -41,7 +41,7 @@ pub use strike::{Effect, check, strike};
 /// ```
 pub const VARIABLE: &str = "ACCEL_FAULTS";
 
-/// The variable that says how often the job was restarted; a fault belongs to one such life.
+/// The variable that says how often the job was restarted; a fault belongs to one attempt.
 ///
 /// ```
 /// use accelerator_fault::RESTART;

@@ -1,9 +1,9 @@
-//! What a plan holds.
+//! Fault plans: which fault, on which rank, at which point.
 
 use std::fmt;
 use std::time::Duration;
 
-/// Faults of one job, each of which strikes once.
+/// Faults of one job, each of which is triggered once.
 ///
 /// ```
 /// use accelerator_fault::{Action, Fault, FaultPlan, Point};
@@ -33,9 +33,9 @@ pub struct FaultPlan {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// The rank that suffers it.
+    /// The rank on which it happens.
     pub rank: usize,
-    /// In which life of the job: 0 before any restart.
+    /// In which attempt of the job: 0 before any restart.
     pub restart: u64,
     /// When.
     pub point: Point,
@@ -43,7 +43,7 @@ pub struct Fault {
     pub action: Action,
 }
 
-/// A place in a rank's life.
+/// A point in the run of a rank.
 ///
 /// ```
 /// use accelerator_fault::{FaultPlan, Point, SaveStage};
@@ -146,7 +146,7 @@ pub enum Action {
 }
 
 impl Action {
-    /// Whether the rank or its process is gone, or is taken for gone, once it has struck.
+    /// Whether the rank or its process is gone, or is taken for gone, once it is triggered.
     pub fn is_deadly(self) -> bool {
         !matches!(self, Self::Slow(_) | Self::DiskFull | Self::FailWrite)
     }

@@ -1,10 +1,10 @@
-//! Plans drawn from a seed.
+//! Random fault plans, reproducible by their seed.
 
 use std::time::Duration;
 
 use crate::plan::{Action, Fault, FaultPlan, Point, SaveStage};
 
-/// How far a drawn plan may reach.
+/// The limits of a random plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
     /// The number of ranks, at least 1.
@@ -13,16 +13,16 @@ pub struct Bounds {
     pub steps: u64,
     /// The number of checkpoints of the job.
     pub saves: u64,
-    /// In how many lives faults may strike, beside the first: one fault a life.
+    /// How many restarted attempts have a fault, beside the first attempt: one fault an attempt.
     pub restarts: u64,
 }
 
 impl FaultPlan {
-    /// A plan of one fault in each of the first lives of a job, at least one and at most
+    /// A plan of one fault in each of the first attempts of a job, at least one and at most
     /// `restarts`. The same seed draws the same plan.
     pub fn random(seed: u64, bounds: Bounds) -> Self {
         let mut draw = Draw(seed);
-        let lives = 1 + draw.below(bounds.restarts.max(1));
+        let attempts = 1 + draw.below(bounds.restarts.max(1));
         let fault = |restart| {
             let rank = draw.below(bounds.ranks as u64) as usize;
             let (point, action) = draw.event(bounds);
@@ -40,7 +40,7 @@ impl FaultPlan {
             }
         };
         Self {
-            faults: (0..lives).map(fault).collect(),
+            faults: (0..attempts).map(fault).collect(),
         }
     }
 }

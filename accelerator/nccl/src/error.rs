@@ -43,7 +43,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// }
 /// ```
 #[derive(Clone)]
-pub struct Error(Arc<Inner>);
+pub struct Error(Arc<ErrorInner>);
 
 impl Error {
     /// There is no GPU, or a library is not installed or too old: the driver's, or NCCL.
@@ -83,7 +83,7 @@ impl Error {
     }
 
     pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Self {
-        Self(Arc::new(Inner {
+        Self(Arc::new(ErrorInner {
             kind,
             message: message.into(),
             source: None,
@@ -95,7 +95,7 @@ impl Error {
         message: impl Into<String>,
         source: impl Into<Box<dyn StdError + Send + Sync>>,
     ) -> Self {
-        Self(Arc::new(Inner {
+        Self(Arc::new(ErrorInner {
             kind,
             message: message.into(),
             source: Some(source.into()),
@@ -111,7 +111,7 @@ impl fmt::Display for Error {
 
 impl fmt::Debug for Error {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner {
+        let ErrorInner {
             kind,
             message,
             source,
@@ -143,7 +143,7 @@ pub(crate) enum Kind {
     Nccl,
 }
 
-struct Inner {
+struct ErrorInner {
     kind: Kind,
     message: String,
     source: Option<Box<dyn StdError + Send + Sync>>,

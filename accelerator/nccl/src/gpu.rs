@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use crate::api::{self, Api, Device, Outcome, Progress};
+use crate::api::{self, Api, CallResult, Device, Progress};
 use crate::error::{Error, Kind, Result};
 use crate::library::{Library, Version};
 use crate::unique_id::UniqueId;
@@ -29,7 +29,7 @@ use crate::unique_id::UniqueId;
 /// assert!(place(usize::MAX).is_err());
 /// ```
 #[derive(Clone, Debug)]
-pub struct Gpu(Arc<Inner>);
+pub struct Gpu(Arc<GpuInner>);
 
 impl Gpu {
     /// The GPU of that number, as CUDA counts those that `CUDA_VISIBLE_DEVICES` leaves: from 0.
@@ -54,7 +54,7 @@ impl Gpu {
             true => Ordering::Events,
             false => Ordering::Host,
         };
-        Ok(Self(Arc::new(Inner {
+        Ok(Self(Arc::new(GpuInner {
             api,
             device,
             context,
@@ -95,13 +95,13 @@ impl Gpu {
     }
 
     /// Waits, on the host, for all that is enqueued in the context.
-    pub(crate) fn synchronize(&self) -> Outcome<()> {
+    pub(crate) fn synchronize(&self) -> CallResult<()> {
         // SAFETY: the context is current.
         self.inside(|api| unsafe { api.synchronize() })
     }
 
     /// Calls what needs the context, with the context.
-    pub(crate) fn inside<T>(&self, call: impl FnOnce(&dyn Api) -> Outcome<T>) -> Outcome<T> {
+    pub(crate) fn inside<T>(&self, call: impl FnOnce(&dyn Api) -> CallResult<T>) -> CallResult<T> {
         let api = &*self.0.api;
         // SAFETY: the context is retained for as long as `self.0` lives.
         unsafe { api.enter(self.0.context)? };
@@ -125,7 +125,7 @@ pub(crate) enum Ordering {
 #[derive(Debug)]
 pub(crate) struct Stream {
     gpu: Gpu,
-    handle: api::Stream,
+    handle: api::StreamHandle,
 }
 
 impl Stream {
@@ -139,13 +139,13 @@ impl Stream {
     }
 
     /// Lets what is enqueued from now on wait for what was recorded.
-    pub(crate) fn wait(&self, event: &Event) -> Outcome<()> {
+    pub(crate) fn wait(&self, event: &Event) -> CallResult<()> {
         // SAFETY: both handles live as long as their owners, and are of this context, which is current.
         self.gpu
             .inside(|api| unsafe { api.wait_stream(self.handle, event.handle) })
     }
 
-    pub(crate) fn handle(&self) -> api::Stream {
+    pub(crate) fn handle(&self) -> api::StreamHandle {
         self.handle
     }
 }
@@ -165,7 +165,7 @@ impl Drop for Stream {
 #[derive(Debug)]
 pub(crate) struct Event {
     gpu: Gpu,
-    handle: api::Event,
+    handle: api::EventHandle,
 }
 
 impl Event {
@@ -179,14 +179,14 @@ impl Event {
     }
 
     /// Is about all that is enqueued in the stream so far.
-    pub(crate) fn record(&self, stream: &Stream) -> Outcome<()> {
+    pub(crate) fn record(&self, stream: &Stream) -> CallResult<()> {
         // SAFETY: both handles live as long as their owners, and are of this context, which is current.
         self.gpu
             .inside(|api| unsafe { api.record(self.handle, stream.handle) })
     }
 
     /// Is about all that is enqueued in the context so far.
-    pub(crate) fn record_context(&self) -> Outcome<()> {
+    pub(crate) fn record_context(&self) -> CallResult<()> {
         let context = self.gpu.0.context;
         // SAFETY: the handle lives as long as its owner, and is of this context, which is current.
         self.gpu
@@ -194,7 +194,7 @@ impl Event {
     }
 
     /// Lets all that is enqueued in the context from now on wait for what was recorded.
-    pub(crate) fn hold_context(&self) -> Outcome<()> {
+    pub(crate) fn hold_context(&self) -> CallResult<()> {
         let context = self.gpu.0.context;
         // SAFETY: the handle lives as long as its owner, and is of this context, which is current.
         self.gpu
@@ -202,7 +202,7 @@ impl Event {
     }
 
     /// Whether what was recorded has ended.
-    pub(crate) fn query(&self) -> Outcome<Progress> {
+    pub(crate) fn query(&self) -> CallResult<Progress> {
         // SAFETY: the handle lives as long as its owner, and is of this context, which is current.
         self.gpu.inside(|api| unsafe { api.query(self.handle) })
     }
@@ -220,14 +220,14 @@ impl Drop for Event {
 }
 
 /// Says what nobody can be told by an error.
-pub(crate) fn note(outcome: Outcome<()>) {
+pub(crate) fn note(outcome: CallResult<()>) {
     if let Err(fault) = outcome {
         tracing::warn!("{fault}");
     }
 }
 
 #[derive(Debug)]
-struct Inner {
+struct GpuInner {
     api: Arc<dyn Api>,
     device: Device,
     context: api::Context,
@@ -237,7 +237,7 @@ struct Inner {
     ordering: Ordering,
 }
 
-impl Drop for Inner {
+impl Drop for GpuInner {
     fn drop(&mut self) {
         // SAFETY: the share was taken in `open`, and nothing of the context is left: all that lives in it
         // holds a `Gpu`.
@@ -254,12 +254,12 @@ mod tests {
     use crate::api::fake::Fake;
 
     fn open(fake: Fake) -> Gpu {
-        Gpu::open(&Library::with(fake.shared()).unwrap(), 1).unwrap()
+        Gpu::open(&Library::with(fake.inner()).unwrap(), 1).unwrap()
     }
 
     #[test]
     fn a_gpu_tells_where_it_is_and_gives_its_context_back() {
-        let fake = Fake::new().shared();
+        let fake = Fake::new().inner();
         let gpu = Gpu::open(&Library::with(fake.clone()).unwrap(), 1).unwrap();
         assert_eq!(gpu.bus_id(), "0000:01:00.0");
         assert_eq!(gpu.driver_version(), Version::new(12, 9, 0));
@@ -272,7 +272,7 @@ mod tests {
 
     #[test]
     fn a_gpu_that_is_not_there_is_refused() {
-        let library = Library::with(Fake::new().shared()).unwrap();
+        let library = Library::with(Fake::new().inner()).unwrap();
         for ordinal in [2, usize::MAX] {
             let error = Gpu::open(&library, ordinal).unwrap_err();
             assert!(error.is_misuse());

@@ -28,17 +28,17 @@
 mod api;
 mod communicator;
 mod error;
+mod failure_detector;
 mod gpu;
+mod gpu_location;
 mod library;
 mod memory;
 mod operation;
-mod place;
 mod unique_id;
-mod watch;
 
 pub use communicator::Communicator;
 pub use error::{Error, Result};
 pub use gpu::Gpu;
+pub use gpu_location::GpuLocation;
 pub use library::{Library, Version};
 pub use memory::{DeviceMemory, DevicePointer};
-pub use place::Place;

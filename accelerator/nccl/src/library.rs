@@ -158,13 +158,13 @@ mod tests {
 
     #[test]
     fn an_old_nccl_is_refused() {
-        let error = Library::with(Fake::new().with_nccl(21_400).shared()).unwrap_err();
+        let error = Library::with(Fake::new().with_nccl(21_400).inner()).unwrap_err();
         assert!(error.is_absent());
         assert_eq!(
             error.to_string(),
             "NCCL 2.14.0 is too old: expected 2.18.0 or later; update it"
         );
-        let library = Library::with(Fake::new().with_nccl(21_800).shared()).unwrap();
+        let library = Library::with(Fake::new().with_nccl(21_800).inner()).unwrap();
         assert_eq!(library.version(), Version::new(2, 18, 0));
     }
 }

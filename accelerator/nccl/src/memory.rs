@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn bytes_come_back_and_memory_is_freed() {
-        let fake = Fake::new().shared();
+        let fake = Fake::new().inner();
         let gpu = Gpu::open(&Library::with(fake.clone()).unwrap(), 0).unwrap();
         let mut memory = DeviceMemory::new(&gpu, 4).unwrap();
         memory.write(&[1, 2, 3]).unwrap();

@@ -11,7 +11,7 @@ use accelerator_collective::rendezvous::StoreServer;
 use accelerator_collective::{
     DType, GroupOptions, Launch, ProcessGroup, ReduceOp, Rendezvous, StoreHost, Topology,
 };
-use accelerator_nccl::{Communicator, DeviceMemory, Gpu, Library, Place, Result, Version};
+use accelerator_nccl::{Communicator, DeviceMemory, Gpu, GpuLocation, Library, Result, Version};
 use bytemuck::Pod;
 use half::{bf16, f16};
 
@@ -300,8 +300,10 @@ fn two_ranks_add_up() {
     }
     two("two_ranks_add_up", |communicator, gpu, group| {
         let communicator = communicator.unwrap();
-        let places = group.all_gather_object(&Place::of(gpu, group)).unwrap();
-        assert_eq!(Place::obstacle(&places), None);
+        let places = group
+            .all_gather_object(&GpuLocation::of(gpu, group))
+            .unwrap();
+        assert_eq!(GpuLocation::nccl_unavailable(&places), None);
         let own = 1.0 + communicator.rank() as f32;
         for (op, expected) in [
             (ReduceOp::Sum, 3.0),
@@ -378,8 +380,13 @@ fn two_ranks_on_one_gpu_are_refused_by_nccl_and_end() {
         println!("{error}");
         assert!(error.is_aborted(), "{error:?}");
         // That is known before, and ends no group.
-        let places = group.all_gather_object(&Place::of(gpu, group)).unwrap();
-        let obstacle = Place::obstacle(&places).unwrap();
-        assert!(obstacle.starts_with("ranks 0 and 1 share"), "{obstacle}");
+        let places = group
+            .all_gather_object(&GpuLocation::of(gpu, group))
+            .unwrap();
+        let nccl_unavailable = GpuLocation::nccl_unavailable(&places).unwrap();
+        assert!(
+            nccl_unavailable.starts_with("ranks 0 and 1 share"),
+            "{nccl_unavailable}"
+        );
     });
 }

@@ -1,7 +1,7 @@
 use core::ops::{Div, Mul, Range};
 use std::sync::Arc;
 
-use accelerator_collective::{Element, Part, ProcessGroup};
+use accelerator_collective::{BufferSlice, Element, ProcessGroup};
 use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
@@ -195,7 +195,7 @@ impl Averages {
                 let range = part(parameter.id, rank);
                 if !range.is_empty() {
                     let (from, to) = (range.start * width, range.end * width);
-                    parts[rank].push(Part {
+                    parts[rank].push(BufferSlice {
                         buffer: place.bucket,
                         bytes: start + from..start + to,
                     });

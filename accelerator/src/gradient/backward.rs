@@ -1,6 +1,6 @@
 use std::sync::atomic::Ordering;
 
-use accelerator_fault::{Point, strike};
+use accelerator_fault::{Point, fail_point};
 use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
@@ -108,7 +108,7 @@ fn run<M: Module>(
         check_all_known(strangers)?;
         check_some_trained(&slot, !gradients.is_empty())?;
         // What it asks of the caller concerns connections and files, of which there are none here.
-        let _ = strike(group.rank(), Point::Step(slot.steps()));
+        let _ = fail_point(group.rank(), Point::Step(slot.steps()));
         if reach == Reach::All {
             let trigger = &accelerator.shared.trigger;
             trigger.receive(trigger.send());
@@ -156,7 +156,7 @@ fn run<M: Module>(
     }
     timeline.backward_begins();
     // As above.
-    let _ = strike(group.rank(), Point::Step(slot.steps()));
+    let _ = fail_point(group.rank(), Point::Step(slot.steps()));
     let reduced = match reach {
         Reach::All => {
             replicas::check_when_due(accelerator, &slot, model)?;

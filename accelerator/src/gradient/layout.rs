@@ -1,7 +1,7 @@
 use core::ops::Range;
 use std::sync::Arc;
 
-use accelerator_collective::{Buffer, Cut, DType, ProcessGroup};
+use accelerator_collective::{Buffer, DType, ProcessGroup, ShardLayout};
 use burn::tensor::Device;
 
 use super::flat::Flat;
@@ -125,7 +125,7 @@ impl Buckets {
                 places.collect()
             };
             let parts = (0..bounds.ranks()).map(ranges).collect();
-            Ok(Arc::new(Cut::new(bucket.length, parts)?))
+            Ok(Arc::new(ShardLayout::new(bucket.length, parts)?))
         };
         let cuts = self.buckets.iter().enumerate().map(cut);
         Ok(Self {

@@ -3,7 +3,7 @@
 use core::ops::Range;
 use std::sync::Arc;
 
-use accelerator_collective::{Cut, ProcessGroup};
+use accelerator_collective::{ProcessGroup, ShardLayout};
 
 /// By parameter of a model, by number: which of its elements each rank steps. Those of one rank begin at
 /// whole [blocks](super::BLOCK) of the parameter, unless they are none.
@@ -45,7 +45,7 @@ impl Bounds {
 pub(super) struct Cuts {
     pub(super) bounds: Arc<Bounds>,
     /// By bucket: which of its elements each rank gets.
-    pub(super) buckets: Vec<Arc<Cut>>,
+    pub(super) buckets: Vec<Arc<ShardLayout>>,
 }
 
 /// Which sums of a window a rank has.
@@ -74,7 +74,7 @@ impl Spread {
     }
 
     /// Which elements of a bucket each rank gets, where that is not all.
-    pub(super) fn cut(&self, bucket: usize) -> Option<&Arc<Cut>> {
+    pub(super) fn cut(&self, bucket: usize) -> Option<&Arc<ShardLayout>> {
         match self {
             Self::Whole => None,
             Self::Own { cuts, .. } => Some(&cuts.buckets[bucket]),

@@ -1,7 +1,7 @@
 use core::ops::Range;
 use std::sync::Arc;
 
-use accelerator_collective::{Part, ProcessGroup, ReduceOp};
+use accelerator_collective::{BufferSlice, ProcessGroup, ReduceOp};
 use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
@@ -150,7 +150,7 @@ impl Sums {
             for bucket in 0..layout.len() {
                 let width = layout.width(bucket);
                 let ranges = cuts.buckets[bucket].of(rank).iter();
-                parts.extend(ranges.map(|range| Part {
+                parts.extend(ranges.map(|range| BufferSlice {
                     buffer: bucket,
                     bytes: range.start * width..range.end * width,
                 }));
@@ -162,7 +162,7 @@ impl Sums {
             .map(|buffer| vec![0; buffer.bytes().len()])
             .collect();
         group.all_gather_parts(&mut buffers, &parts, |rank, number, bytes| {
-            let Part { buffer, bytes: at } = &parts[rank][number];
+            let BufferSlice { buffer, bytes: at } = &parts[rank][number];
             whole[*buffer][at.clone()].copy_from_slice(bytes);
         })?;
         for (buffer, whole) in buffers.into_iter().zip(whole) {

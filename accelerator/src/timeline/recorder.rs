@@ -3,7 +3,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use accelerator_collective::{Observed, Runner};
+use accelerator_collective::{ExecThread, OpEvent};
 
 use super::clock::Meeting;
 use super::event::{Detail, Event, Kind, Operation, Part, Thread};
@@ -216,12 +216,12 @@ impl Recorder {
             .event(Kind::Load, Thread::Loader(worker), start, end, Detail::NONE);
     }
 
-    pub(super) fn communicated(&self, operation: &Observed) {
+    pub(super) fn communicated(&self, operation: &OpEvent) {
         let (start, end) = (self.at(operation.started), self.at(operation.ended));
         let mut notes = self.notes();
-        let (thread, last) = match operation.runner {
-            Runner::Caller => (Thread::Main, 0),
-            Runner::Communication => (Thread::Communication, 1),
+        let (thread, last) = match operation.thread {
+            ExecThread::Caller => (Thread::Main, 0),
+            ExecThread::Communication => (Thread::Communication, 1),
         };
         let bytes = operation.bytes as u64;
         notes.open.communicated(thread, start, end, bytes);

@@ -33,18 +33,18 @@ impl RankReports {
                 self.lock().joined.insert(rank, host);
                 Notice::Joined(rank)
             }
-            Report::Failed(accusation) => {
+            Report::Failed(report) => {
                 let is_first = self.lock().keep_first(FailureReport {
-                    rank: accusation.rank,
-                    blamed: accusation.accused.iter().copied().collect(),
-                    text: accusation.text,
+                    rank: report.rank,
+                    blamed: report.blamed.iter().copied().collect(),
+                    text: report.text,
                 });
                 if !is_first {
                     return;
                 }
                 Notice::FailureReported {
-                    rank: accusation.rank,
-                    blamed: accusation.accused,
+                    rank: report.rank,
+                    blamed: report.blamed,
                 }
             }
             Report::Closed { rank, .. } => {

@@ -159,7 +159,7 @@ impl StoreHandle {
     /// Tells all ranks how `rank` ended, unless the store is gone.
     pub(crate) fn report_exit(&self, rank: usize, text: String) {
         if let Some(server) = self.0.upgrade() {
-            server.testify(rank, text);
+            server.report_exit(rank, text);
         }
     }
 }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::{
-    Cut, DType, Error, GroupOptions, Launch, Part, Partition, Pending, ProcessGroup, ReduceOp,
+    BufferSlice, DType, Error, GroupOptions, Launch, Partition, Pending, ProcessGroup, ReduceOp,
+    ShardLayout,
 };
 use serde::{Deserialize, Serialize};
 
@@ -150,7 +151,7 @@ fn call(group: &ProcessGroup, operation: &str) -> Result<(), Error> {
         "all_gather_parts" | "all_gather_parts_within" => {
             let mut buffer = group.buffer(DType::F32, LARGE);
             let length = buffer.bytes().len() / group.world_size();
-            let part = |rank| Part {
+            let part = |rank| BufferSlice {
                 buffer: 0,
                 bytes: rank * length..(rank + 1) * length,
             };
@@ -188,10 +189,10 @@ fn call(group: &ProcessGroup, operation: &str) -> Result<(), Error> {
 }
 
 /// All ranks keep equally many elements.
-fn even(group: &ProcessGroup, len: usize) -> Result<Arc<Cut>, Error> {
+fn even(group: &ProcessGroup, len: usize) -> Result<Arc<ShardLayout>, Error> {
     let partition = Partition::new(len, group.world_size());
     let parts = (0..group.world_size()).map(|rank| vec![partition.range(rank)]);
-    Cut::new(len, parts.collect()).map(Arc::new)
+    ShardLayout::new(len, parts.collect()).map(Arc::new)
 }
 
 fn print(seen: &Seen) {

@@ -3,7 +3,7 @@
 use std::{fmt, sync::Arc, time::Duration};
 
 use super::ProcessGroup;
-use crate::transport::Signs;
+use crate::transport::ActivityClock;
 
 impl ProcessGroup {
     /// Shows the other ranks that this one works while it is in no collective; see [`Activity`].
@@ -21,10 +21,10 @@ impl ProcessGroup {
     /// # hashing.join().unwrap();
     /// ```
     pub fn activity(&self) -> Activity {
-        let member = &self.0.member;
+        let rank_state = &self.0.rank_state;
         Activity {
-            signs: Arc::clone(member.transport.inbox().signs()),
-            limit: member.options.busy_timeout(),
+            activity: Arc::clone(rank_state.transport.inbox().activity()),
+            limit: rank_state.options.busy_timeout(),
         }
     }
 }
@@ -34,7 +34,7 @@ impl ProcessGroup {
 ///
 /// A collective that waits for a rank fails after the
 /// [progress timeout](crate::GroupOptions::with_progress_timeout). Each sign of work of that rank counts
-/// as progress. Signs travel with the heartbeats, so they arrive within a second; a heartbeat alone is
+/// as progress. ActivityClock travel with the heartbeats, so they arrive within a second; a heartbeat alone is
 /// none, since the process of a hung rank sends heartbeats too.
 ///
 /// It is a handle that keeps no group open: clones are cheap and may be used from any thread.
@@ -66,14 +66,14 @@ impl ProcessGroup {
 /// ```
 #[derive(Clone)]
 pub struct Activity {
-    signs: Arc<Signs>,
+    activity: Arc<ActivityClock>,
     limit: Duration,
 }
 
 impl Activity {
     /// Shows that this rank works at this moment. It costs next to nothing, and sends nothing by itself.
     pub fn keep_alive(&self) {
-        self.signs.show();
+        self.activity.record();
     }
 
     /// Shows that this rank works for as long as the guard lives, where the work itself cannot: at most
@@ -103,8 +103,8 @@ impl Activity {
     /// # }
     /// ```
     pub fn busy(&self) -> Busy {
-        self.signs.begin(self.limit);
-        Busy(Arc::clone(&self.signs))
+        self.activity.begin(self.limit);
+        Busy(Arc::clone(&self.activity))
     }
 }
 
@@ -125,7 +125,7 @@ impl fmt::Debug for Activity {
 /// drop(busy);
 /// ```
 #[must_use = "the rank counts as idle again when this is dropped"]
-pub struct Busy(Arc<Signs>);
+pub struct Busy(Arc<ActivityClock>);
 
 impl Drop for Busy {
     fn drop(&mut self) {

@@ -2,13 +2,13 @@
 
 use std::{panic::Location, sync::Arc};
 
-use super::{Pending, ProcessGroup, engine::Keep};
+use super::{Pending, ProcessGroup, engine::Output};
 use crate::{
     buffer::Buffer,
-    contract::{Call, Contract, Site},
-    cut::Cut,
     error::{Error, Kind, Result},
-    reduce::ReduceOp,
+    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
+    reduce_op::ReduceOp,
+    shard_layout::ShardLayout,
 };
 
 impl ProcessGroup {
@@ -55,11 +55,11 @@ impl ProcessGroup {
         op: ReduceOp,
         caller: &Location<'_>,
     ) -> Result<Pending> {
-        let contract = Contract::new(Call::AllReduce, Site::of(caller))
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllReduce, CallSite::of(caller))
             .with_op(op)
             .with_data(buffer.dtype(), buffer.len())
             .with_purpose(self.1);
-        self.0.start(contract, buffer, op, Keep::All)
+        self.0.start(fingerprint, buffer, op, Output::Full)
     }
 
     /// Reduces the values of all ranks, element by element, in place and without a copy where the
@@ -110,19 +110,19 @@ impl ProcessGroup {
         op: ReduceOp,
         caller: &Location<'_>,
     ) -> Result<()> {
-        let contract = Contract::new(Call::AllReduce, Site::of(caller))
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllReduce, CallSite::of(caller))
             .with_op(op)
             .with_data(buffer.dtype(), buffer.len());
-        self.run(&contract, |exchange| {
-            exchange.reduce_buffer(op, &Keep::All, buffer)
+        self.run(&fingerprint, |ctx| {
+            ctx.reduce_buffer(op, &Output::Full, buffer)
         })
     }
 
     /// Reduces the values of all ranks, element by element, in place, and only those that this rank
-    /// keeps by the `cut`: afterwards they have the bits that
+    /// keeps by the `layout`: afterwards they have the bits that
     /// [`all_reduce_buffer`](Self::all_reduce_buffer) would give them. All others are unspecified.
     ///
-    /// All ranks pass buffers of the same length, and the same cut. Where they share memory, what a
+    /// All ranks pass buffers of the same length, and the same layout. Where they share memory, what a
     /// rank keeps is reduced where it lies and written once; over connections no results travel, which
     /// is half of what an all-reduce sends. Over [several hosts](crate::TransportKind::Hierarchical)
     /// everything is reduced as by an all-reduce, so that a link carries no more.
@@ -130,20 +130,20 @@ impl ProcessGroup {
     /// ```
     /// use std::{sync::Arc, thread};
     ///
-    /// use accelerator_collective::{Cut, DType, GroupOptions, ProcessGroup, ReduceOp};
+    /// use accelerator_collective::{ShardLayout, DType, GroupOptions, ProcessGroup, ReduceOp};
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
     /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
     /// // Rank 0 keeps both ends of the buffer, and rank 1 the middle.
-    /// let cut = Arc::new(Cut::new(6, vec![vec![0..1, 5..6], vec![1..5]])?);
+    /// let layout = Arc::new(ShardLayout::new(6, vec![vec![0..1, 5..6], vec![1..5]])?);
     /// thread::scope(|scope| {
     ///     for group in ranks {
-    ///         let cut = &cut;
+    ///         let layout = &layout;
     ///         scope.spawn(move || -> accelerator_collective::Result<()> {
     ///             let mut buffer = group.buffer(DType::F32, 6);
     ///             buffer.as_mut_slice::<f32>()?.fill(1.5);
-    ///             group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, cut)?;
-    ///             for range in cut.of(group.rank()) {
+    ///             group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, layout)?;
+    ///             for range in layout.of(group.rank()) {
     ///                 let kept = &buffer.as_slice::<f32>()?[range.clone()];
     ///                 assert!(kept.iter().all(|x| *x == 3.0));
     ///             }
@@ -157,17 +157,17 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// A misuse error where the cut is one of another number of ranks, or of a buffer of another
-    /// length; a mismatch error, with the same text on every rank, where ranks pass other cuts;
+    /// A misuse error where the layout is one of another number of ranks, or of a buffer of another
+    /// length; a mismatch error, with the same text on every rank, where ranks pass other layouts;
     /// otherwise as [`all_reduce`](Self::all_reduce). The buffer's contents are then unspecified.
     #[track_caller]
     pub fn reduce_scatter_buffer(
         &self,
         buffer: &mut Buffer,
         op: ReduceOp,
-        cut: &Arc<Cut>,
+        layout: &Arc<ShardLayout>,
     ) -> Result<()> {
-        self.reduce_scatter_buffer_at(buffer, op, cut, Location::caller())
+        self.reduce_scatter_buffer_at(buffer, op, layout, Location::caller())
     }
 
     /// As [`reduce_scatter_buffer`](Self::reduce_scatter_buffer), in the name of `caller`.
@@ -180,14 +180,12 @@ impl ProcessGroup {
         &self,
         buffer: &mut Buffer,
         op: ReduceOp,
-        cut: &Arc<Cut>,
+        layout: &Arc<ShardLayout>,
         caller: &Location<'_>,
     ) -> Result<()> {
-        let contract = self.scattering(buffer, op, cut, caller)?;
-        let keep = Keep::Own(Arc::clone(cut));
-        self.run(&contract, |exchange| {
-            exchange.reduce_buffer(op, &keep, buffer)
-        })
+        let fingerprint = self.scattering(buffer, op, layout, caller)?;
+        let output = Output::Shard(Arc::clone(layout));
+        self.run(&fingerprint, |ctx| ctx.reduce_buffer(op, &output, buffer))
     }
 
     /// Starts a [`reduce_scatter_buffer`](Self::reduce_scatter_buffer) and returns at once, as
@@ -197,14 +195,14 @@ impl ProcessGroup {
     /// ```
     /// use std::sync::Arc;
     ///
-    /// use accelerator_collective::{Cut, DType, ProcessGroup, ReduceOp};
+    /// use accelerator_collective::{ShardLayout, DType, ProcessGroup, ReduceOp};
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
     /// let group = ProcessGroup::single();
-    /// let cut = Arc::new(Cut::new(2, vec![vec![1..2]])?);
+    /// let layout = Arc::new(ShardLayout::new(2, vec![vec![1..2]])?);
     /// let mut buffer = group.buffer(DType::F32, 2);
     /// buffer.as_mut_slice::<f32>()?.copy_from_slice(&[1.0, 2.0]);
-    /// let pending = group.start_reduce_scatter(buffer, ReduceOp::Mean, &cut)?;
+    /// let pending = group.start_reduce_scatter(buffer, ReduceOp::Mean, &layout)?;
     /// // Compute something else here.
     /// let buffer = pending.wait()?;
     /// assert_eq!(buffer.as_slice::<f32>()?[1], 2.0);
@@ -214,7 +212,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// At once where the cut does not fit, the operation is not admitted or the communication thread
+    /// At once where the layout does not fit, the operation is not admitted or the communication thread
     /// cannot be started; otherwise from [`Pending::wait`], as
     /// [`reduce_scatter_buffer`](Self::reduce_scatter_buffer).
     #[track_caller]
@@ -222,9 +220,9 @@ impl ProcessGroup {
         &self,
         buffer: Buffer,
         op: ReduceOp,
-        cut: &Arc<Cut>,
+        layout: &Arc<ShardLayout>,
     ) -> Result<Pending> {
-        self.start_reduce_scatter_at(buffer, op, cut, Location::caller())
+        self.start_reduce_scatter_at(buffer, op, layout, Location::caller())
     }
 
     /// As [`start_reduce_scatter`](Self::start_reduce_scatter), for what is started inside a callback:
@@ -238,35 +236,41 @@ impl ProcessGroup {
         &self,
         buffer: Buffer,
         op: ReduceOp,
-        cut: &Arc<Cut>,
+        layout: &Arc<ShardLayout>,
         caller: &Location<'_>,
     ) -> Result<Pending> {
-        let contract = self.scattering(&buffer, op, cut, caller)?;
-        let keep = Keep::Own(Arc::clone(cut));
+        let fingerprint = self.scattering(&buffer, op, layout, caller)?;
+        let output = Output::Shard(Arc::clone(layout));
         self.0
-            .start(contract.with_purpose(self.1), buffer, op, keep)
+            .start(fingerprint.with_purpose(self.1), buffer, op, output)
     }
 
-    /// The declaration of a reduction by a cut, which must fit.
+    /// The fingerprint of a reduction by a shard layout, which must fit.
     fn scattering(
         &self,
         buffer: &Buffer,
         op: ReduceOp,
-        cut: &Cut,
+        layout: &ShardLayout,
         caller: &Location<'_>,
-    ) -> Result<Contract> {
-        let (found, expected) = ((cut.ranks(), cut.len()), (self.world_size(), buffer.len()));
+    ) -> Result<CollectiveFingerprint> {
+        let (found, expected) = (
+            (layout.ranks(), layout.len()),
+            (self.world_size(), buffer.len()),
+        );
         if found != expected {
             return Err(Error::new(
                 Kind::Misuse,
                 format!(
-                    "expected a cut of {} elements for {} ranks, found one of {} for {}; make it for the \
+                    "expected a layout of {} elements for {} ranks, found one of {} for {}; make it for the \
                      buffer and the world size",
                     expected.1, expected.0, found.1, found.0
                 ),
             ));
         }
-        let contract = Contract::new(Call::ReduceScatterBuffer, Site::of(caller));
-        Ok(contract.with_op(op).with_data(buffer.dtype(), buffer.len()))
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::ReduceScatterBuffer, CallSite::of(caller));
+        Ok(fingerprint
+            .with_op(op)
+            .with_data(buffer.dtype(), buffer.len()))
     }
 }

@@ -5,12 +5,12 @@ use std::panic::Location;
 use super::ProcessGroup;
 use crate::{
     buffer::Buffer,
-    contract::{Call, Contract, Site},
+    buffer_slice::{BufferSlice, GatherLayout},
     element::{DType, Element},
-    error::Result,
-    part::{Part, Shares},
+    error::{Error, Kind, Result},
+    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     partition::Partition,
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
 };
 
 impl ProcessGroup {
@@ -43,11 +43,11 @@ impl ProcessGroup {
         op: ReduceOp,
         caller: &Location<'_>,
     ) -> Result<()> {
-        let contract = Contract::new(Call::AllReduce, Site::of(caller))
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllReduce, CallSite::of(caller))
             .with_op(op)
             .with_data(T::DTYPE, values.len());
-        self.run(&contract, |exchange| {
-            exchange.all_reduce(T::DTYPE, op, bytemuck::cast_slice_mut(values))
+        self.run(&fingerprint, |ctx| {
+            ctx.all_reduce(T::DTYPE, op, bytemuck::cast_slice_mut(values))
         })
     }
 
@@ -58,11 +58,12 @@ impl ProcessGroup {
     /// A misuse error where the root is no rank; otherwise as [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn broadcast<T: Element>(&self, values: &mut [T], root: usize) -> Result<()> {
-        let contract = Contract::new(Call::Broadcast, Site::of(Location::caller()))
-            .with_data(T::DTYPE, values.len())
-            .with_root(root);
-        self.run(&contract, |exchange| {
-            exchange.broadcast(root, bytemuck::cast_slice_mut(values))
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::Broadcast, CallSite::of(Location::caller()))
+                .with_data(T::DTYPE, values.len())
+                .with_root(root);
+        self.run(&fingerprint, |ctx| {
+            ctx.broadcast(root, bytemuck::cast_slice_mut(values))
         })
     }
 
@@ -74,16 +75,17 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn all_gather<T: Element>(&self, values: &[T]) -> Result<Vec<T>> {
-        let contract = Contract::new(Call::AllGather, Site::of(Location::caller()))
-            .with_data(T::DTYPE, values.len());
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::AllGather, CallSite::of(Location::caller()))
+                .with_data(T::DTYPE, values.len());
         let len = values.len();
         let mut all = vec![T::zeroed(); len * self.world_size()];
         all[self.rank() * len..][..len].copy_from_slice(values);
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut all);
         let part = size_of_val(values);
         let mut next: Vec<usize> = (0..self.world_size()).map(|rank| rank * part).collect();
-        self.run(&contract, |exchange| {
-            exchange.all_gather(bytemuck::cast_slice(values), |rank, piece| {
+        self.run(&fingerprint, |ctx| {
+            ctx.all_gather(bytemuck::cast_slice(values), |rank, piece| {
                 bytes[next[rank]..][..piece.len()].copy_from_slice(piece);
                 next[rank] += piece.len();
             })
@@ -98,13 +100,14 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce), except that lengths may differ.
     #[track_caller]
     pub fn all_gather_varied<T: Element>(&self, values: &[T]) -> Result<Vec<Vec<T>>> {
-        let contract = Contract::new(Call::AllGatherVaried, Site::of(Location::caller()))
-            .with_data(T::DTYPE, values.len());
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::AllGatherVaried, CallSite::of(Location::caller()))
+                .with_data(T::DTYPE, values.len());
         let mut all = vec![Vec::new(); self.world_size()];
         all[self.rank()].extend_from_slice(values);
-        self.run(&contract, |exchange| {
+        self.run(&fingerprint, |ctx| {
             // A piece is a whole number of elements, aligned to a cache line.
-            exchange.all_gather(bytemuck::cast_slice(values), |rank, piece| {
+            ctx.all_gather(bytemuck::cast_slice(values), |rank, piece| {
                 all[rank].extend_from_slice(bytemuck::cast_slice(piece));
             })
         })?;
@@ -134,11 +137,12 @@ impl ProcessGroup {
         values: &[T],
         mut sink: impl FnMut(usize, &[T]),
     ) -> Result<()> {
-        let contract = Contract::new(Call::AllGatherVaried, Site::of(Location::caller()))
-            .with_data(T::DTYPE, values.len());
-        self.run(&contract, |exchange| {
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::AllGatherVaried, CallSite::of(Location::caller()))
+                .with_data(T::DTYPE, values.len());
+        self.run(&fingerprint, |ctx| {
             // A piece is a whole number of elements, aligned to a cache line.
-            exchange.all_gather(bytemuck::cast_slice(values), |rank, piece| {
+            ctx.all_gather(bytemuck::cast_slice(values), |rank, piece| {
                 sink(rank, bytemuck::cast_slice(piece));
             })
         })
@@ -157,12 +161,12 @@ impl ProcessGroup {
     /// ```
     /// use std::thread;
     ///
-    /// use accelerator_collective::{DType, GroupOptions, Part, ProcessGroup};
+    /// use accelerator_collective::{DType, GroupOptions, BufferSlice, ProcessGroup};
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
     /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
     /// // Rank 0 has the first four bytes, and rank 1 the rest.
-    /// let parts = [0..4, 4..6].map(|bytes| vec![Part { buffer: 0, bytes }]);
+    /// let parts = [0..4, 4..6].map(|bytes| vec![BufferSlice { buffer: 0, bytes }]);
     /// thread::scope(|scope| {
     ///     for group in ranks {
     ///         let parts = &parts;
@@ -189,15 +193,79 @@ impl ProcessGroup {
     pub fn all_gather_parts(
         &self,
         buffers: &mut [&mut Buffer],
-        parts: &[Vec<Part>],
+        parts: &[Vec<BufferSlice>],
         sink: impl FnMut(usize, usize, &[u8]),
     ) -> Result<()> {
-        let shares = Shares::new(buffers, parts, self.world_size())?;
-        let contract = Contract::new(Call::AllGatherParts, Site::of(Location::caller()))
-            .with_data(DType::U8, shares.longest());
-        self.run(&contract, |exchange| {
-            exchange.all_gather_parts(buffers, &shares, sink)
+        let layout = GatherLayout::new(buffers, parts, self.world_size())?;
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::AllGatherParts, CallSite::of(Location::caller()))
+                .with_data(DType::U8, layout.longest());
+        self.run(&fingerprint, |ctx| {
+            ctx.all_gather_parts(buffers, &layout, sink)
         })
+    }
+
+    /// Sends `parts[r]` to rank `r`, and returns what each rank sent to this one, in rank order. Parts may have
+    /// different lengths.
+    ///
+    /// ```
+    /// use std::thread;
+    ///
+    /// use accelerator_collective::{GroupOptions, ProcessGroup};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// thread::scope(|scope| {
+    ///     for group in ranks {
+    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
+    ///             let rank = group.rank() as u32;
+    ///             // Rank 0 sends [0] to itself and [0, 0] to rank 1; rank 1 sends [1] and [1, 1].
+    ///             let received = group.all_to_all(&[vec![rank], vec![rank, rank]])?;
+    ///             let expected = [[vec![0], vec![1]], [vec![0, 0], vec![1, 1]]];
+    ///             assert_eq!(received, expected[group.rank()]);
+    ///             Ok(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A misuse error where there is not one part for each rank; otherwise as [`all_reduce`](Self::all_reduce),
+    /// except that lengths may differ.
+    #[track_caller]
+    pub fn all_to_all<T: Element>(&self, parts: &[impl AsRef<[T]>]) -> Result<Vec<Vec<T>>> {
+        let world_size = self.world_size();
+        let site = CallSite::of(Location::caller());
+        if parts.len() != world_size {
+            return Err(Error::new(
+                Kind::Misuse,
+                format!(
+                    "expected one part for each of {world_size} ranks in all_to_all at {site}, found {}",
+                    parts.len()
+                ),
+            ));
+        }
+        let total: usize = parts.iter().map(|part| part.as_ref().len()).sum();
+        // In shared memory the parts follow their lengths, which are whole elements.
+        let lens = world_size * size_of::<u64>() / T::DTYPE.size();
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::AllToAll, site).with_data(T::DTYPE, lens + total);
+        let mut all = vec![Vec::new(); world_size];
+        all[self.rank()].extend_from_slice(parts[self.rank()].as_ref());
+        let parts: Vec<&[u8]> = parts
+            .iter()
+            .map(|part| bytemuck::cast_slice(part.as_ref()))
+            .collect();
+        self.run(&fingerprint, |ctx| {
+            // A piece is a whole number of elements, aligned to the largest of them.
+            ctx.all_to_all(&parts, |rank, piece| {
+                all[rank].extend_from_slice(bytemuck::cast_slice(piece));
+            })
+        })?;
+        Ok(all)
     }
 
     /// Reduces the values of all ranks and gives rank `r` the `r`-th part of the result, as
@@ -208,13 +276,14 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn reduce_scatter<T: Element>(&self, values: &[T], op: ReduceOp) -> Result<Vec<T>> {
-        let contract = Contract::new(Call::ReduceScatter, Site::of(Location::caller()))
-            .with_op(op)
-            .with_data(T::DTYPE, values.len());
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::ReduceScatter, CallSite::of(Location::caller()))
+                .with_op(op)
+                .with_data(T::DTYPE, values.len());
         let part = Partition::new(values.len(), self.world_size()).range(self.rank());
         let mut own = values[part].to_vec();
-        self.run(&contract, |exchange| {
-            exchange.reduce_scatter(
+        self.run(&fingerprint, |ctx| {
+            ctx.reduce_scatter(
                 T::DTYPE,
                 op,
                 bytemuck::cast_slice(values),
@@ -231,7 +300,8 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
-        let contract = Contract::new(Call::Barrier, Site::of(Location::caller()));
-        self.run(&contract, |exchange| exchange.barrier())
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::Barrier, CallSite::of(Location::caller()));
+        self.run(&fingerprint, |ctx| ctx.barrier())
     }
 }

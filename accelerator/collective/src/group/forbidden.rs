@@ -26,7 +26,7 @@ impl ProcessGroup {
     /// ```
     pub fn forbid(&self, reason: impl Into<String>) -> Forbidden {
         let reason: Arc<str> = reason.into().into();
-        self.0.member.forbid(Arc::clone(&reason));
+        self.0.rank_state.forbid(Arc::clone(&reason));
         Forbidden {
             group: self.clone(),
             reason,
@@ -51,7 +51,7 @@ impl ProcessGroup {
     ///
     /// A misuse error where they are [forbidden](Self::forbid), with the reason. The group stays usable.
     pub fn check_allowed(&self, call: impl fmt::Display) -> Result<()> {
-        self.0.member.check_allowed(&call)
+        self.0.rank_state.check_allowed(&call)
     }
 }
 
@@ -80,6 +80,6 @@ pub struct Forbidden {
 
 impl Drop for Forbidden {
     fn drop(&mut self) {
-        self.group.0.member.allow(&self.reason);
+        self.group.0.rank_state.allow(&self.reason);
     }
 }

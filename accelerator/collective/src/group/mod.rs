@@ -2,49 +2,45 @@
 
 mod activity;
 mod buffers;
-mod choice;
 mod collectives;
-mod ending;
 mod engine;
-mod flights;
 mod forbidden;
-mod jobs;
-mod line;
-mod member;
+mod heartbeat;
+mod in_flight;
+mod job_queue;
+mod negotiate;
 mod objects;
 mod observer;
 mod options;
 mod panics;
 mod pending;
-mod pulse;
+mod rank_state;
+mod shutdown;
+mod ticket_lock;
 
-use std::{
-    fmt,
-    sync::{Arc, Mutex, PoisonError},
-    thread,
-    time::Instant,
-};
+use std::{fmt, sync::Arc, thread, time::Instant};
 
 pub use activity::{Activity, Busy};
 pub use forbidden::Forbidden;
-pub use observer::{Observed, Runner};
+pub use observer::{ExecThread, OpEvent};
 pub use options::GroupOptions;
 pub use pending::Pending;
 
-use engine::{Exchange, Keep};
-use flights::Job;
-use member::Member;
-use pending::Slots;
+use engine::{OpContext, Output};
+use in_flight::Job;
+use pending::SlotPool;
+use rank_state::RankState;
 
 use crate::{
     buffer::Buffer,
-    contract::Contract,
     element::DType,
     error::{Error, Kind, Result},
+    fingerprint::CollectiveFingerprint,
     launch::Launch,
     purpose::Purpose,
-    reduce::ReduceOp,
-    rendezvous::{StoreLine, resolve_local_rank},
+    reduce_op::ReduceOp,
+    rendezvous::{StoreClient, resolve_local_rank},
+    sync::Mutex,
     topology::Topology,
     transport::{Tcp, Threads, Transport, TransportKind},
 };
@@ -120,7 +116,7 @@ use crate::{
 /// # }
 /// ```
 #[derive(Clone)]
-pub struct ProcessGroup(Arc<Handle>, Purpose);
+pub struct ProcessGroup(Arc<GroupHandle>, Purpose);
 
 impl ProcessGroup {
     /// A world of one: every collective gives back what it gets, at no cost.
@@ -136,7 +132,7 @@ impl ProcessGroup {
         Self::alone(&GroupOptions::new())
     }
 
-    /// The ranks of a new world whose members are threads of this process, in rank order.
+    /// The ranks of a new world whose ranks are threads of this process, in rank order.
     ///
     /// # Errors
     ///
@@ -158,7 +154,7 @@ impl ProcessGroup {
             .enumerate()
             .map(|(rank, transport)| {
                 let topology = Topology::new(rank, world_size)?;
-                Self::join(topology, options, Box::new(transport), None)
+                Self::join(topology, options, transport, None)
             })
             .collect()
     }
@@ -213,16 +209,16 @@ impl ProcessGroup {
         let liveness = options.liveness_timeout();
         let meeting = rendezvous.meet(&launch.topology, patience, liveness, asked)?;
         let topology = resolve_local_rank(launch.topology, &meeting.ranks)?;
-        let line = meeting.line.clone();
-        let transport = Tcp::connect(&topology, meeting, patience)?;
-        let group = Self::join(topology, options, Box::new(transport), line)?;
-        choice::choose(&group.0.member, asked, began)?;
+        let store = meeting.store.clone();
+        let transport = Tcp::connect(&topology, meeting, patience)?.into_transport();
+        let group = Self::join(topology, options, transport, store)?;
+        negotiate::negotiate(&group.0.rank_state, asked, began)?;
         Ok(group)
     }
 
     /// This rank's place.
     pub fn topology(&self) -> &Topology {
-        &self.0.member.topology
+        &self.0.rank_state.topology
     }
 
     /// This rank's number, from 0.
@@ -237,12 +233,12 @@ impl ProcessGroup {
 
     /// The options with which the group was made.
     pub fn options(&self) -> &GroupOptions {
-        &self.0.member.options
+        &self.0.rank_state.options
     }
 
     /// The transport that connects the ranks.
     pub fn transport(&self) -> TransportKind {
-        self.0.member.transport.kind()
+        self.0.rank_state.transport.kind()
     }
 
     /// A handle whose operations are for `purpose`, a few words that stand first wherever an operation is named; what
@@ -279,8 +275,8 @@ impl ProcessGroup {
     ///
     /// As a `Vec` does, where the memory does not suffice.
     pub fn buffer(&self, dtype: DType, len: usize) -> Buffer {
-        let buffer = self.0.member.transport.buffer(dtype, len);
-        buffer.counted_by(&self.0.member.buffers)
+        let buffer = self.0.rank_state.transport.buffer(dtype, len);
+        buffer.counted_by(&self.0.rank_state.buffers)
     }
 
     /// The bytes of the buffers of this rank that live: those that [`buffer`](Self::buffer) has
@@ -296,7 +292,7 @@ impl ProcessGroup {
     /// assert_eq!(group.buffer_bytes(), 0);
     /// ```
     pub fn buffer_bytes(&self) -> usize {
-        self.0.member.buffers.bytes()
+        self.0.rank_state.buffers.bytes()
     }
 
     /// Calls `observer` after each operation of this rank, before its result is given out: to
@@ -324,27 +320,27 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// A misuse error where this rank has an observer already.
-    pub fn observe(&self, observer: impl Fn(&Observed) + Send + Sync + 'static) -> Result<()> {
-        self.0.member.observe(Box::new(observer))
+    pub fn observe(&self, observer: impl Fn(&OpEvent) + Send + Sync + 'static) -> Result<()> {
+        self.0.rank_state.observe(Box::new(observer))
     }
 
     #[cfg(test)]
     pub(crate) fn inbox(&self) -> &crate::transport::Inbox {
-        self.0.member.transport.inbox()
+        self.0.rank_state.transport.inbox()
     }
 
     #[cfg(test)]
-    pub(crate) fn world(&self) -> Option<&crate::shared::World> {
-        self.0.member.transport.shared()
+    pub(crate) fn shm_peers(&self) -> Option<&crate::shm::ShmPeers> {
+        self.0.rank_state.transport.shared()
     }
 
     fn alone(options: &GroupOptions) -> Self {
-        let transport = Box::new(Threads::alone());
-        let member = Member::new(Topology::single(), options.clone(), transport, None);
-        let handle = Arc::new(Handle {
-            member: Arc::new(member),
+        let transport = Threads::alone();
+        let rank_state = RankState::new(Topology::single(), options.clone(), transport, None);
+        let handle = Arc::new(GroupHandle {
+            rank_state: Arc::new(rank_state),
             jobs: Mutex::new(None),
-            slots: Slots::default(),
+            slots: SlotPool::default(),
         });
         Self(handle, Purpose::NONE)
     }
@@ -352,35 +348,39 @@ impl ProcessGroup {
     pub(crate) fn join(
         topology: Topology,
         options: &GroupOptions,
-        transport: Box<dyn Transport>,
-        line: Option<StoreLine>,
+        transport: Transport,
+        store: Option<StoreClient>,
     ) -> Result<Self> {
-        let member = Arc::new(Member::new(topology, options.clone(), transport, line));
-        member.wake()?;
-        let handle = Arc::new(Handle {
-            member,
+        let rank_state = Arc::new(RankState::new(topology, options.clone(), transport, store));
+        rank_state.start_failure_detection()?;
+        let handle = Arc::new(GroupHandle {
+            rank_state,
             jobs: Mutex::new(None),
-            slots: Slots::default(),
+            slots: SlotPool::default(),
         });
         Ok(Self(handle, Purpose::NONE))
     }
 
     fn run(
         &self,
-        contract: &Contract,
-        body: impl FnOnce(Exchange<'_>) -> Result<()>,
+        fingerprint: &CollectiveFingerprint,
+        body: impl FnOnce(OpContext<'_>) -> Result<()>,
     ) -> Result<()> {
-        let contract = &contract.with_purpose(self.1);
-        let ticket = self.0.member.admit(contract)?;
+        let fingerprint = &fingerprint.with_purpose(self.1);
+        let ticket = self.0.rank_state.admit(fingerprint)?;
         self.0
-            .member
-            .perform(Runner::Caller, ticket, contract, body, |outcome| outcome)
+            .rank_state
+            .perform(ExecThread::Caller, ticket, fingerprint, body, |outcome| {
+                outcome
+            })
     }
 }
 
 impl fmt::Debug for ProcessGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("ProcessGroup").field(&self.0.member).finish()
+        f.debug_tuple("ProcessGroup")
+            .field(&self.0.rank_state)
+            .finish()
     }
 }
 
@@ -391,68 +391,67 @@ fn check_faults() -> Result<()> {
 
 /// What the handles of one rank share, beside the membership that its communication thread
 /// shares too. When the last handle is dropped, the rank leaves.
-struct Handle {
-    member: Arc<Member>,
+struct GroupHandle {
+    rank_state: Arc<RankState>,
     /// The way to the communication thread, which starts with the first job and ends when the
     /// handle is dropped.
-    jobs: Mutex<Option<jobs::Sender<Job>>>,
+    jobs: Mutex<Option<job_queue::Sender<Job>>>,
     /// What started operations hand their results over in.
-    slots: Slots,
+    slots: SlotPool,
 }
 
-impl Handle {
+impl GroupHandle {
     fn start(
         &self,
-        contract: Contract,
+        fingerprint: CollectiveFingerprint,
         buffer: Buffer,
         op: ReduceOp,
-        keep: Keep,
+        output: Output,
     ) -> Result<Pending> {
         // Held until the job is on its way, so that jobs are queued in the order of their
-        // tickets. A sender is whole at every moment.
-        let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
-        let alone = self.member.topology.world_size() == 1;
+        let mut jobs = self.jobs.lock();
+        let alone = self.rank_state.topology.world_size() == 1;
         if jobs.is_none() && !alone {
             *jobs = Some(self.spawn()?);
         }
-        let ticket = self.member.admit(&contract)?;
+        let ticket = self.rank_state.admit(&fingerprint)?;
         let (pending, completion) = self.slots.pair();
         let job = Job {
             ticket,
-            contract,
+            fingerprint,
             buffer,
             op,
-            keep,
+            output,
             completion,
         };
         match &*jobs {
             Some(jobs) => {
                 if let Err(job) = jobs.send(job) {
                     // The thread is gone; the ticket must be served all the same.
-                    job.run(&self.member);
+                    job.run(&self.rank_state);
                 } else {
-                    self.member.transport.inbox().nudge();
+                    self.rank_state.transport.inbox().wake();
                 }
             }
-            None => job.run(&self.member),
+            None => job.run(&self.rank_state),
         }
         Ok(pending)
     }
 
-    fn spawn(&self) -> Result<jobs::Sender<Job>> {
-        let (sender, jobs) = jobs::channel::<Job>();
-        let member = Arc::clone(&self.member);
+    fn spawn(&self) -> Result<job_queue::Sender<Job>> {
+        let (sender, jobs) = job_queue::channel::<Job>();
+        let rank_state = Arc::clone(&self.rank_state);
         thread::Builder::new()
-            .name(format!("collective-{}", member.topology.rank()))
-            .spawn(move || flights::serve(&member, &jobs))
+            .name(format!("collective-{}", rank_state.topology.rank()))
+            .spawn(move || in_flight::serve(&rank_state, &jobs))
             .map_err(|error| Error::io("the communication thread cannot be started", error))?;
         Ok(sender)
     }
 }
 
-impl Drop for Handle {
+impl Drop for GroupHandle {
     fn drop(&mut self) {
-        self.member.leave();
+        self.rank_state.leave();
     }
 }
 

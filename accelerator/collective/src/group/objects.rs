@@ -6,9 +6,9 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use super::ProcessGroup;
 use crate::{
-    contract::{Call, Contract, Site},
     element::DType,
     error::{Error, Kind, Result},
+    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
 };
 
 /// Objects travel as CBOR, which keeps what serde describes (NaN and maps with any keys
@@ -48,12 +48,13 @@ impl ProcessGroup {
         value: &S,
         caller: &Location<'_>,
     ) -> Result<Vec<S>> {
-        let site = Site::of(caller);
+        let site = CallSite::of(caller);
         let own = write(value, site)?;
-        let contract = Contract::new(Call::AllGatherObject, site).with_data(DType::U8, own.len());
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllGatherObject, site)
+            .with_data(DType::U8, own.len());
         let mut all = vec![Vec::new(); self.world_size()];
-        self.run(&contract, |exchange| {
-            exchange.all_gather(&own, |rank, piece| all[rank].extend_from_slice(piece))
+        self.run(&fingerprint, |ctx| {
+            ctx.all_gather(&own, |rank, piece| all[rank].extend_from_slice(piece))
         })?;
         all[self.rank()] = own;
         read_all(&all, site)
@@ -70,14 +71,14 @@ impl ProcessGroup {
         value: &S,
         root: usize,
     ) -> Result<Option<Vec<S>>> {
-        let site = Site::of(Location::caller());
+        let site = CallSite::of(Location::caller());
         let own = write(value, site)?;
-        let contract = Contract::new(Call::GatherObject, site)
+        let fingerprint = CollectiveFingerprint::new(OpKind::GatherObject, site)
             .with_data(DType::U8, own.len())
             .with_root(root);
         let mut all = vec![Vec::new(); self.world_size()];
-        self.run(&contract, |exchange| {
-            exchange.gather(root, &own, |rank, piece| all[rank].extend_from_slice(piece))
+        self.run(&fingerprint, |ctx| {
+            ctx.gather(root, &own, |rank, piece| all[rank].extend_from_slice(piece))
         })?;
         if self.rank() != root {
             return Ok(None);
@@ -98,8 +99,8 @@ impl ProcessGroup {
         value: Option<&S>,
         root: usize,
     ) -> Result<S> {
-        let site = Site::of(Location::caller());
-        let contract = Contract::new(Call::BroadcastObject, site).with_root(root);
+        let site = CallSite::of(Location::caller());
+        let fingerprint = CollectiveFingerprint::new(OpKind::BroadcastObject, site).with_root(root);
         if self.rank() == root {
             let Some(value) = value else {
                 return Err(Error::new(
@@ -111,14 +112,14 @@ impl ProcessGroup {
                 ));
             };
             let bytes = write(value, site)?;
-            let contract = contract.with_data(DType::U8, bytes.len());
-            self.run(&contract, |exchange| exchange.broadcast_from(root, &bytes))?;
+            let fingerprint = fingerprint.with_data(DType::U8, bytes.len());
+            self.run(&fingerprint, |ctx| ctx.broadcast_from(root, &bytes))?;
             return read(&bytes, root, site);
         }
-        let contract = contract.with_data(DType::U8, 0);
+        let fingerprint = fingerprint.with_data(DType::U8, 0);
         let mut bytes = Vec::new();
-        self.run(&contract, |exchange| {
-            exchange.broadcast_to(root, |piece| bytes.extend_from_slice(piece))
+        self.run(&fingerprint, |ctx| {
+            ctx.broadcast_to(root, |piece| bytes.extend_from_slice(piece))
         })?;
         read(&bytes, root, site)
     }
@@ -164,13 +165,13 @@ impl ProcessGroup {
         root: usize,
         caller: &Location<'_>,
     ) -> Result<T> {
-        let site = Site::of(caller);
-        let contract = Contract::new(Call::ScatterObject, site).with_root(root);
+        let site = CallSite::of(caller);
+        let fingerprint = CollectiveFingerprint::new(OpKind::ScatterObject, site).with_root(root);
         if self.rank() != root {
-            let contract = contract.with_data(DType::U8, 0);
+            let fingerprint = fingerprint.with_data(DType::U8, 0);
             let mut part = Vec::new();
-            self.run(&contract, |exchange| {
-                part = exchange.scatter_to(root)?;
+            self.run(&fingerprint, |ctx| {
+                part = ctx.scatter_to(root)?;
                 Ok(())
             })?;
             return read(&part, root, site);
@@ -191,13 +192,13 @@ impl ProcessGroup {
         let own = std::mem::take(&mut parts[root]);
         // What lies in shared memory: the parts, behind their lengths.
         let bytes = parts.iter().map(Vec::len).sum::<usize>() + world_size * size_of::<u64>();
-        let contract = contract.with_data(DType::U8, bytes);
-        self.run(&contract, |exchange| exchange.scatter_from(&parts))?;
+        let fingerprint = fingerprint.with_data(DType::U8, bytes);
+        self.run(&fingerprint, |ctx| ctx.scatter_from(&parts))?;
         read(&own, root, site)
     }
 }
 
-fn write<S: Serialize>(value: &S, site: Site) -> Result<Vec<u8>> {
+fn write<S: Serialize>(value: &S, site: CallSite) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     match ciborium::into_writer(value, &mut bytes) {
         Ok(()) => Ok(bytes),
@@ -209,14 +210,14 @@ fn write<S: Serialize>(value: &S, site: Site) -> Result<Vec<u8>> {
     }
 }
 
-fn read_all<S: DeserializeOwned>(all: &[Vec<u8>], site: Site) -> Result<Vec<S>> {
+fn read_all<S: DeserializeOwned>(all: &[Vec<u8>], site: CallSite) -> Result<Vec<S>> {
     all.iter()
         .enumerate()
         .map(|(rank, bytes)| read(bytes, rank, site))
         .collect()
 }
 
-fn read<S: DeserializeOwned>(bytes: &[u8], rank: usize, site: Site) -> Result<S> {
+fn read<S: DeserializeOwned>(bytes: &[u8], rank: usize, site: CallSite) -> Result<S> {
     ciborium::from_reader(bytes).map_err(|error| {
         Error::caused(
             Kind::Misuse,

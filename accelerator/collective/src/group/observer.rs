@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::contract::{Contract, Site};
+use crate::fingerprint::{CallSite, CollectiveFingerprint};
 
 /// An operation of this rank that has ended, well or not; see
 /// [`ProcessGroup::observe`](crate::ProcessGroup::observe).
@@ -13,7 +13,7 @@ use crate::contract::{Contract, Site};
 /// ```
 /// use std::sync::mpsc;
 ///
-/// use accelerator_collective::{ProcessGroup, ReduceOp, Runner};
+/// use accelerator_collective::{ProcessGroup, ReduceOp, ExecThread};
 ///
 /// # fn main() -> accelerator_collective::Result<()> {
 /// let group = ProcessGroup::single();
@@ -25,7 +25,7 @@ use crate::contract::{Contract, Site};
 /// group.all_reduce(&mut [0.5_f64; 4], ReduceOp::Sum)?;
 /// group.barrier()?;
 /// let first = seen.recv().unwrap();
-/// assert_eq!((first.name, first.bytes, first.runner), ("all_reduce", 32, Runner::Caller));
+/// assert_eq!((first.name, first.bytes, first.thread), ("all_reduce", 32, ExecThread::Caller));
 /// assert_eq!(first.duration(), first.ended - first.started);
 /// assert_eq!(seen.recv().unwrap().sequence, first.sequence + 1);
 /// # Ok(())
@@ -33,7 +33,7 @@ use crate::contract::{Contract, Site};
 /// ```
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
-pub struct Observed {
+pub struct OpEvent {
     /// The method that was called, such as `all_reduce`.
     pub name: &'static str,
     /// The number of the operation in the group, from 0, the same on every rank.
@@ -45,11 +45,11 @@ pub struct Observed {
     /// When it was done.
     pub ended: Instant,
     /// Which thread it ran on.
-    pub runner: Runner,
-    site: Site,
+    pub thread: ExecThread,
+    site: CallSite,
 }
 
-impl Observed {
+impl OpEvent {
     /// The file and the line that errors of the operation name: where it was called.
     ///
     /// ```
@@ -86,21 +86,21 @@ impl Observed {
 /// ```
 /// use std::sync::mpsc;
 ///
-/// use accelerator_collective::{DType, ProcessGroup, ReduceOp, Runner};
+/// use accelerator_collective::{DType, ProcessGroup, ReduceOp, ExecThread};
 ///
 /// # fn main() -> accelerator_collective::Result<()> {
 /// let group = ProcessGroup::single();
 /// let (sender, runners) = mpsc::channel();
-/// group.observe(move |operation| drop(sender.send(operation.runner)))?;
+/// group.observe(move |operation| drop(sender.send(operation.thread)))?;
 /// group.barrier()?;
 /// group.start_all_reduce(group.buffer(DType::F32, 2), ReduceOp::Sum)?.wait()?;
-/// assert_eq!(runners.recv(), Ok(Runner::Caller));
-/// assert_eq!(runners.recv(), Ok(Runner::Communication));
+/// assert_eq!(runners.recv(), Ok(ExecThread::Caller));
+/// assert_eq!(runners.recv(), Ok(ExecThread::Communication));
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
-pub enum Runner {
+pub enum ExecThread {
     /// The one that called it: a blocking operation.
     Caller,
     /// The group's own, which runs started operations; several of them may be under way at once,
@@ -108,41 +108,41 @@ pub enum Runner {
     Communication,
 }
 
-pub(super) type Callback = Box<dyn Fn(&Observed) + Send + Sync>;
+pub(super) type Callback = Box<dyn Fn(&OpEvent) + Send + Sync>;
 
 /// An operation that somebody looks on at, from its start.
-pub(super) struct Observation<'a> {
+pub(super) struct OpTimer<'a> {
     callback: &'a Callback,
-    runner: Runner,
+    thread: ExecThread,
     started: Instant,
 }
 
-impl<'a> Observation<'a> {
-    pub(super) fn begin(callback: Option<&'a Callback>, runner: Runner) -> Option<Self> {
+impl<'a> OpTimer<'a> {
+    pub(super) fn begin(callback: Option<&'a Callback>, thread: ExecThread) -> Option<Self> {
         callback.map(|callback| Self {
             callback,
-            runner,
+            thread,
             started: Instant::now(),
         })
     }
 
-    pub(super) fn end(self, sequence: u64, contract: &Contract) {
-        (self.callback)(&Observed {
-            name: contract.call.name(),
+    pub(super) fn end(self, sequence: u64, fingerprint: &CollectiveFingerprint) {
+        (self.callback)(&OpEvent {
+            name: fingerprint.kind.name(),
             sequence,
-            bytes: contract.bytes(),
+            bytes: fingerprint.bytes(),
             started: self.started,
             ended: Instant::now(),
-            runner: self.runner,
-            site: contract.site,
+            thread: self.thread,
+            site: fingerprint.site,
         });
     }
 }
 
-impl fmt::Debug for Observation<'_> {
+impl fmt::Debug for OpTimer<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Observation")
-            .field("runner", &self.runner)
+        f.debug_struct("OpTimer")
+            .field("thread", &self.thread)
             .finish_non_exhaustive()
     }
 }
@@ -165,7 +165,7 @@ mod tests {
                 scope.spawn(move || {
                     let seen = Arc::new(Mutex::new(Vec::new()));
                     let notes = Arc::clone(&seen);
-                    let note = move |observed: &Observed| notes.lock().unwrap().push(*observed);
+                    let note = move |observed: &OpEvent| notes.lock().unwrap().push(*observed);
                     group.observe(note).unwrap();
                     let before = Instant::now();
                     group.all_reduce(&mut [1_u16; 3], ReduceOp::Sum).unwrap();
@@ -188,7 +188,7 @@ mod tests {
                     for (number, observed) in seen.iter().enumerate() {
                         assert_eq!(observed.sequence, number as u64);
                         let beside = (1..6).contains(&number);
-                        assert_eq!(observed.runner == Runner::Communication, beside);
+                        assert_eq!(observed.thread == ExecThread::Communication, beside);
                         assert!(before <= observed.started && observed.started <= observed.ended);
                     }
                     assert!(seen.windows(2).all(|pair| pair[0].ended <= pair[1].ended));

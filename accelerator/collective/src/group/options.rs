@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::{
     error::{Error, Kind, Result, Seconds},
     launch::{Launch, SHORTEST_LIVENESS},
-    transport::{Limit, Patience, TransportKind},
+    transport::{OpTimeouts, TimeoutKind, TransportKind},
 };
 
 /// Deadlines and transport of a process group.
@@ -193,11 +193,11 @@ impl GroupOptions {
         }
     }
 
-    pub(crate) fn patience(&self) -> Patience {
-        Patience {
+    pub(crate) fn patience(&self) -> OpTimeouts {
+        OpTimeouts {
             timeout: self.progress_timeout,
             warn_after: self.warn_after,
-            limit: Limit::Progress,
+            limit: TimeoutKind::Progress,
         }
     }
 
@@ -205,12 +205,12 @@ impl GroupOptions {
     ///
     /// A rank may have waited nearly all of it for the last one to come, and then needs a moment
     /// all the same.
-    pub(crate) fn patience_to_connect(&self, spent: Duration) -> Patience {
+    pub(crate) fn patience_to_connect(&self, spent: Duration) -> OpTimeouts {
         let left = self.connect_timeout.saturating_sub(spent);
-        Patience {
+        OpTimeouts {
             timeout: left.max(MOMENT),
             warn_after: self.warn_after,
-            limit: Limit::Connect,
+            limit: TimeoutKind::Connect,
         }
     }
 }

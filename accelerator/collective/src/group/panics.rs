@@ -1,27 +1,29 @@
-//! What a thread said when it panicked.
+//! The texts of panics, and the aborts that they cause.
 
 use std::{
     cell::RefCell,
     panic::{self, PanicHookInfo},
-    sync::{Arc, Mutex, Once, PoisonError, Weak, mpsc},
+    sync::{Arc, Once, Weak, mpsc},
     thread,
     time::Duration,
 };
 
-use super::member::Member;
+use crate::sync::Mutex;
 
-/// Lets panics be told in the name of a member. The first call installs a panic hook, in front of
+use super::rank_state::RankState;
+
+/// Lets a rank abort its group with the text of a panic. The first call installs a panic hook, in front of
 /// the one that was there.
 ///
-/// Where panics unwind, the hook only keeps what each thread said, and the member tells it when
+/// Where panics unwind, the hook only keeps what each thread said, and the rank sends it when
 /// the unwinding drops its group: a panic of a thread that holds no group concerns nobody else.
 /// Where panics abort, nothing unwinds and every panic ends the process, so the hook itself lets
-/// all members tell.
-pub(super) fn watch(member: &Arc<Member>) {
+/// all ranks tell.
+pub(super) fn install_hook(rank_state: &Arc<RankState>) {
     if cfg!(panic = "abort") {
-        let mut members = MEMBERS.lock().unwrap_or_else(PoisonError::into_inner);
-        members.retain(|member| member.strong_count() > 0);
-        members.push(Arc::downgrade(member));
+        let mut ranks = RANKS.lock();
+        ranks.retain(|rank_state| rank_state.strong_count() > 0);
+        ranks.push(Arc::downgrade(rank_state));
     }
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -32,7 +34,7 @@ pub(super) fn watch(member: &Arc<Member>) {
                 tell(&text);
             }
             // The memory of a thread that is ending may be gone.
-            let _ = SAID.try_with(|said| {
+            let _ = LAST_PANIC.try_with(|said| {
                 if let Ok(mut said) = said.try_borrow_mut() {
                     *said = Some(text);
                 }
@@ -42,9 +44,9 @@ pub(super) fn watch(member: &Arc<Member>) {
     });
 }
 
-/// What this thread, which is unwinding, said.
-pub(super) fn said() -> String {
-    let said = SAID.try_with(|said| said.try_borrow().ok().and_then(|said| said.clone()));
+/// The text of the panic of this thread, which unwinds.
+pub(super) fn last_panic() -> String {
+    let said = LAST_PANIC.try_with(|said| said.try_borrow().ok().and_then(|said| said.clone()));
     match said.ok().flatten() {
         Some(text) => text,
         None => "it panicked".to_owned(),
@@ -65,18 +67,18 @@ fn describe(info: &PanicHookInfo<'_>) -> String {
     }
 }
 
-/// Lets every member of the process tell that it is lost, within a moment: the panicking thread
+/// Lets every rank_state of the process tell that it is lost, within a moment: the panicking thread
 /// may hold what another thread needs for that.
 fn tell(text: &str) {
-    let members: Vec<Weak<Member>> = match MEMBERS.try_lock() {
-        Ok(members) => members.clone(),
-        Err(_) => return,
+    let ranks: Vec<Weak<RankState>> = match RANKS.try_lock() {
+        Some(ranks) => ranks.clone(),
+        None => return,
     };
     let (sender, done) = mpsc::channel::<()>();
     let text = text.to_owned();
     let spawned = thread::Builder::new().spawn(move || {
-        for member in members.iter().filter_map(Weak::upgrade) {
-            member.abort(&text);
+        for rank_state in ranks.iter().filter_map(Weak::upgrade) {
+            rank_state.abort(&text);
         }
         drop(sender);
     });
@@ -86,13 +88,13 @@ fn tell(text: &str) {
 }
 
 thread_local! {
-    static SAID: RefCell<Option<String>> = const { RefCell::new(None) };
+    static LAST_PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-static MEMBERS: Mutex<Vec<Weak<Member>>> = Mutex::new(Vec::new());
+static RANKS: Mutex<Vec<Weak<RankState>>> = Mutex::new(Vec::new());
 
 /// How many characters of a panic's message are told.
 const LONGEST: usize = 1000;
 
-/// How long a panic that aborts waits for the last words.
+/// How long a panic that aborts waits for the abort to be sent.
 const MOMENT: Duration = Duration::from_millis(1500);

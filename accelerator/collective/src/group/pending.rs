@@ -1,13 +1,11 @@
 //! Operations that run beside the program.
 
-use std::{
-    fmt, mem,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-};
+use std::{fmt, mem, sync::Arc};
 
 use crate::{
     buffer::Buffer,
     error::{Error, Kind, Result},
+    sync::{Condvar, Mutex, MutexGuard},
 };
 
 /// A reduction that was started and gives its buffer back when it is done.
@@ -34,7 +32,7 @@ use crate::{
 /// # }
 /// ```
 #[must_use = "the result and any error of the operation come from wait()"]
-pub struct Pending(Option<Arc<Shared>>);
+pub struct Pending(Option<Arc<PendingSlot>>);
 
 impl Pending {
     /// Waits until the operation is done and gives the reduced buffer back.
@@ -46,23 +44,23 @@ impl Pending {
     /// The error of the operation, as of the blocking one; or that of an earlier one, where it failed.
     pub fn wait(mut self) -> Result<Buffer> {
         // Only this method takes it.
-        let Some(shared) = self.0.take() else {
+        let Some(slot) = self.0.take() else {
             return Err(interrupted());
         };
-        let running = |outcome: &mut Outcome| matches!(outcome, Outcome::Running);
-        let waited = shared.done.wait_while(shared.lock(), running);
-        let mut outcome = waited.unwrap_or_else(PoisonError::into_inner);
-        match mem::replace(&mut *outcome, Outcome::Free) {
-            Outcome::Done(result) => result,
+        let running = |outcome: &mut SlotState| matches!(outcome, SlotState::Running);
+        let waited = slot.done.wait_while(slot.lock(), running);
+        let mut outcome = waited;
+        match mem::replace(&mut *outcome, SlotState::Free) {
+            SlotState::Done(result) => result,
             // `wait_while` returned, so it is not running; the other two have no such end.
-            Outcome::Abandoned | Outcome::Free | Outcome::Running => Err(interrupted()),
+            SlotState::Abandoned | SlotState::Free | SlotState::Running => Err(interrupted()),
         }
     }
 
     /// Whether [`wait`](Self::wait) would return at once.
     pub fn is_ready(&self) -> bool {
-        let shared = self.0.as_ref();
-        shared.is_none_or(|shared| !matches!(*shared.lock(), Outcome::Running))
+        let slot = self.0.as_ref();
+        slot.is_none_or(|slot| !matches!(*slot.lock(), SlotState::Running))
     }
 }
 
@@ -76,13 +74,13 @@ impl fmt::Debug for Pending {
 
 impl Drop for Pending {
     fn drop(&mut self) {
-        let Some(shared) = self.0.take() else {
+        let Some(slot) = self.0.take() else {
             return;
         };
-        let mut outcome = shared.lock();
+        let mut outcome = slot.lock();
         let next = match &*outcome {
-            Outcome::Running => Outcome::Abandoned,
-            Outcome::Abandoned | Outcome::Done(_) | Outcome::Free => Outcome::Free,
+            SlotState::Running => SlotState::Abandoned,
+            SlotState::Abandoned | SlotState::Done(_) | SlotState::Free => SlotState::Free,
         };
         let result = mem::replace(&mut *outcome, next);
         drop(outcome);
@@ -94,7 +92,7 @@ impl Drop for Pending {
 /// The end of an operation that knows the result. Dropped without one, it reports an error, so
 /// that nobody waits for ever.
 #[derive(Debug)]
-pub(crate) struct Completion(Option<Arc<Shared>>);
+pub(crate) struct Completion(Option<Arc<PendingSlot>>);
 
 impl Completion {
     pub(crate) fn complete(mut self, result: Result<Buffer>) {
@@ -102,24 +100,24 @@ impl Completion {
     }
 
     fn end(&mut self, result: Result<Buffer>) {
-        let Some(shared) = self.0.take() else {
+        let Some(slot) = self.0.take() else {
             return;
         };
-        let mut outcome = shared.lock();
+        let mut outcome = slot.lock();
         let unwanted = match &*outcome {
-            Outcome::Abandoned => {
-                *outcome = Outcome::Free;
+            SlotState::Abandoned => {
+                *outcome = SlotState::Free;
                 Some(result)
             }
-            Outcome::Done(_) | Outcome::Free | Outcome::Running => {
-                *outcome = Outcome::Done(result);
+            SlotState::Done(_) | SlotState::Free | SlotState::Running => {
+                *outcome = SlotState::Done(result);
                 None
             }
         };
         drop(outcome);
         drop(unwanted);
         // It may serve another operation already, whose end then looks once more.
-        shared.done.notify_all();
+        slot.done.notify_all();
     }
 }
 
@@ -133,19 +131,18 @@ impl Drop for Completion {
 
 /// What both ends of started operations share, for one operation after the other.
 #[derive(Debug, Default)]
-pub(crate) struct Slots(Mutex<Vec<Arc<Shared>>>);
+pub(crate) struct SlotPool(Mutex<Vec<Arc<PendingSlot>>>);
 
-impl Slots {
+impl SlotPool {
     /// The two ends of one operation.
     pub(crate) fn pair(&self) -> (Pending, Completion) {
-        // A list of slots is whole at every moment.
-        let mut slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slots = self.0.lock();
         let free = slots.iter().find(|slot| slot.occupy());
-        let shared = match free {
+        let slot = match free {
             Some(slot) => Arc::clone(slot),
             None => {
-                let slot = Arc::new(Shared {
-                    outcome: Mutex::new(Outcome::Running),
+                let slot = Arc::new(PendingSlot {
+                    outcome: Mutex::new(SlotState::Running),
                     done: Condvar::new(),
                 });
                 if slots.len() < KEPT {
@@ -154,35 +151,34 @@ impl Slots {
                 slot
             }
         };
-        (Pending(Some(Arc::clone(&shared))), Completion(Some(shared)))
+        (Pending(Some(Arc::clone(&slot))), Completion(Some(slot)))
     }
 }
 
 #[derive(Debug)]
-struct Shared {
-    outcome: Mutex<Outcome>,
+struct PendingSlot {
+    outcome: Mutex<SlotState>,
     done: Condvar,
 }
 
-impl Shared {
+impl PendingSlot {
     /// Takes the slot where it is free, and says whether it was.
     fn occupy(&self) -> bool {
         let mut outcome = self.lock();
-        let free = matches!(*outcome, Outcome::Free);
+        let free = matches!(*outcome, SlotState::Free);
         if free {
-            *outcome = Outcome::Running;
+            *outcome = SlotState::Running;
         }
         free
     }
 
-    fn lock(&self) -> MutexGuard<'_, Outcome> {
-        // The outcome is replaced as a whole.
-        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, SlotState> {
+        self.outcome.lock()
     }
 }
 
 #[derive(Debug)]
-enum Outcome {
+enum SlotState {
     /// Nobody wants the result.
     Abandoned,
     Done(Result<Buffer>),
@@ -208,7 +204,7 @@ mod tests {
 
     #[test]
     fn a_result_is_handed_over() {
-        let (pending, completion) = Slots::default().pair();
+        let (pending, completion) = SlotPool::default().pair();
         assert!(!pending.is_ready());
         completion.complete(Ok(Buffer::zeroed(DType::F32, 3)));
         assert!(pending.is_ready());
@@ -217,15 +213,15 @@ mod tests {
 
     #[test]
     fn nobody_waits_for_an_operation_that_is_gone() {
-        let (pending, completion) = Slots::default().pair();
+        let (pending, completion) = SlotPool::default().pair();
         drop(completion);
         assert!(pending.wait().unwrap_err().is_closed());
     }
 
     #[test]
     fn a_slot_serves_again_when_both_ends_are_done() {
-        let slots = Slots::default();
-        let used = || slots.0.lock().unwrap().len();
+        let slots = SlotPool::default();
+        let used = || slots.0.lock().len();
         let (pending, completion) = slots.pair();
         completion.complete(Ok(Buffer::zeroed(DType::F32, 3)));
         pending.wait().unwrap();

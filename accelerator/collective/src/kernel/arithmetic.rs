@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use half::{bf16, f16};
 
-use super::path::Convert;
+use super::simd::Convert;
 
 /// One reduction of one element type.
 pub(super) trait Kernel {
@@ -46,7 +46,7 @@ pub(super) struct Max<T>(PhantomData<T>);
 pub(super) struct Min<T>(PhantomData<T>);
 
 /// An element type with the type of its totals.
-pub(super) trait Element: Copy {
+pub(super) trait KernelElement: Copy {
     type Total: Total;
 
     const ZERO: Self;
@@ -73,7 +73,7 @@ pub(super) trait Total: Copy {
 
 macro_rules! kernel {
     ($name:ident, $join:ident, |$total:ident, $world:ident| $finish:expr) => {
-        impl<T: Element> Kernel for $name<T> {
+        impl<T: KernelElement> Kernel for $name<T> {
             type Value = T;
             type Total = T::Total;
 
@@ -185,7 +185,7 @@ integer_totals!(i8, i16, i32, i64, u8, u16, u32, u64);
 macro_rules! own_totals {
     ($($element:ty = $zero:expr, $pairs:literal;)*) => {
         $(
-            impl Element for $element {
+            impl KernelElement for $element {
                 type Total = Self;
 
                 const ZERO: Self = $zero;
@@ -219,7 +219,7 @@ own_totals! {
     u64 = 0, false;
 }
 
-impl Element for f16 {
+impl KernelElement for f16 {
     type Total = f32;
 
     const ZERO: Self = Self::ZERO;
@@ -236,7 +236,7 @@ impl Element for f16 {
     }
 }
 
-impl Element for bf16 {
+impl KernelElement for bf16 {
     type Total = f32;
 
     const ZERO: Self = Self::ZERO;

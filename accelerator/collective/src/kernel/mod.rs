@@ -9,7 +9,7 @@
 //! AVX2, and for what every processor of the architecture has. The widest that the processor has is
 //! taken. Bits do not depend on it: an element's operations and their order are the same, and where
 //! an instruction leaves bits open (the payload of a sum that is NaN) they are fixed. Only `f16` has
-//! conversions of its own for each (`path.rs`).
+//! conversions of its own for each (`level.rs`).
 //!
 //! What was tried and left out, with two cores and buffers of 64 KB to 100 MB: totals in the
 //! first-level cache rather than in registers (half as fast within caches, no faster from memory),
@@ -18,7 +18,7 @@
 #![expect(unsafe_code, reason = "works on memory that several ranks share")]
 
 mod arithmetic;
-mod path;
+mod simd;
 mod wide;
 
 #[cfg(test)]
@@ -28,10 +28,10 @@ mod tests;
 
 use half::{bf16, f16};
 
-use crate::{element::DType, reduce::ReduceOp};
+use crate::{element::DType, reduce_op::ReduceOp};
 use arithmetic::{ExactMean, Kernel, Max, Mean, Min, Sum};
-pub(crate) use path::Path;
-use path::{Convert, Instructions, Portable};
+pub(crate) use simd::SimdLevel;
+use simd::{Convert, Instructions, Portable};
 pub(crate) use wide::{divide, finish, wide, widen};
 
 /// Combines `len` elements of each of `sources`, in their order, and writes the result to each of
@@ -51,11 +51,11 @@ pub(crate) unsafe fn fold(
     len: usize,
 ) {
     // SAFETY: the caller promises the same.
-    unsafe { fold_by(Path::best(), dtype, op, sources, targets, len) }
+    unsafe { fold_by(SimdLevel::best(), dtype, op, sources, targets, len) }
 }
 
 /// One rank's bytes in a reduction.
-pub(crate) trait Share {
+pub(crate) trait ReduceInput {
     /// The bytes, or `None` for the rank whose values lie in the output.
     fn bytes(&self) -> Option<&[u8]>;
 }
@@ -68,22 +68,22 @@ pub(crate) trait Share {
 /// # Panics
 ///
 /// Panics where a share has another length, or is not aligned to the elements.
-pub(crate) fn combine(dtype: DType, op: ReduceOp, shares: &[impl Share], out: &mut [u8]) {
-    combine_by(Path::best(), dtype, op, shares, out);
+pub(crate) fn combine(dtype: DType, op: ReduceOp, shares: &[impl ReduceInput], out: &mut [u8]) {
+    combine_by(SimdLevel::best(), dtype, op, shares, out);
 }
 
 /// As [`combine`], by the instructions that are given.
 pub(crate) fn combine_by(
-    path: Path,
+    level: SimdLevel,
     dtype: DType,
     op: ReduceOp,
-    shares: &[impl Share],
+    shares: &[impl ReduceInput],
     out: &mut [u8],
 ) {
     let (bytes, out) = (out.len(), out.as_mut_ptr());
     let len = bytes / dtype.size();
     let source = |share: &_| {
-        let source = match Share::bytes(share) {
+        let source = match ReduceInput::bytes(share) {
             Some(share) => {
                 assert_eq!(share.len(), bytes, "a share as long as the output");
                 share.as_ptr()
@@ -112,7 +112,7 @@ pub(crate) fn combine_by(
     // SAFETY: `out` is borrowed mutably and the shares are borrowed, so nobody else writes them
     // and those with bytes of their own do not touch `out`; the others are `out` itself. Lengths and
     // alignment were checked.
-    unsafe { fold_by(path, dtype, op, sources, &[out], len) }
+    unsafe { fold_by(level, dtype, op, sources, &[out], len) }
 }
 
 /// As many ranks find room for their pointers on the stack.
@@ -124,14 +124,14 @@ const FEW: usize = 128;
 ///
 /// As for [`fold`].
 pub(crate) unsafe fn fold_by(
-    path: Path,
+    level: SimdLevel,
     dtype: DType,
     op: ReduceOp,
     sources: &[*const u8],
     targets: &[*mut u8],
     len: usize,
 ) {
-    let parts = Parts {
+    let parts = FoldParts {
         sources,
         targets,
         len,
@@ -143,7 +143,7 @@ pub(crate) unsafe fn fold_by(
     macro_rules! run {
         ($kernel:ty, $block:expr) => {
             // SAFETY: the caller promises what `run` asks, for elements of this type.
-            unsafe { run::<$kernel, { $block }, { $block / 2 }>(path, &parts) }
+            unsafe { run::<$kernel, { $block }, { $block / 2 }>(level, &parts) }
         };
     }
     macro_rules! float {
@@ -187,7 +187,7 @@ pub(crate) unsafe fn fold_by(
 }
 
 /// What is combined, and where the results go.
-struct Parts<'a> {
+struct FoldParts<'a> {
     sources: &'a [*const u8],
     targets: &'a [*mut u8],
     len: usize,
@@ -198,11 +198,14 @@ struct Parts<'a> {
 /// # Safety
 ///
 /// As for [`fold`], for elements of the kernel's type, with at least one source.
-unsafe fn run<K: Kernel, const WIDE: usize, const SLIM: usize>(path: Path, parts: &Parts<'_>) {
-    match path.instructions() {
+unsafe fn run<K: Kernel, const WIDE: usize, const SLIM: usize>(
+    level: SimdLevel,
+    parts: &FoldParts<'_>,
+) {
+    match level.instructions() {
         // SAFETY: the caller promises the same.
         Instructions::Portable => unsafe { blocks::<K, _, SLIM>(Portable, parts) },
-        // SAFETY: the same, and a path exists only where the processor has its instructions.
+        // SAFETY: the same, and a level exists only where the processor has its instructions.
         #[cfg(target_arch = "x86_64")]
         Instructions::Avx2 => unsafe { avx2::<K, WIDE>(parts) },
         // SAFETY: as above.
@@ -216,9 +219,9 @@ unsafe fn run<K: Kernel, const WIDE: usize, const SLIM: usize>(path: Path, parts
 /// As for [`run`], on a processor with these instructions.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn avx2<K: Kernel, const N: usize>(parts: &Parts<'_>) {
+unsafe fn avx2<K: Kernel, const N: usize>(parts: &FoldParts<'_>) {
     // SAFETY: the caller promises the same.
-    unsafe { blocks::<K, _, N>(path::Avx2::assume(), parts) }
+    unsafe { blocks::<K, _, N>(simd::Avx2::assume(), parts) }
 }
 
 /// # Safety
@@ -226,9 +229,9 @@ unsafe fn avx2<K: Kernel, const N: usize>(parts: &Parts<'_>) {
 /// As for [`run`], on a processor with these instructions.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c")]
-unsafe fn avx512<K: Kernel, const N: usize>(parts: &Parts<'_>) {
+unsafe fn avx512<K: Kernel, const N: usize>(parts: &FoldParts<'_>) {
     // SAFETY: the caller promises the same.
-    unsafe { blocks::<K, _, N>(path::Avx512::assume(), parts) }
+    unsafe { blocks::<K, _, N>(simd::Avx512::assume(), parts) }
 }
 
 /// Two ranks, the most frequent number, have their pointers in registers.
@@ -237,8 +240,8 @@ unsafe fn avx512<K: Kernel, const N: usize>(parts: &Parts<'_>) {
 ///
 /// As for [`run`].
 #[inline(always)]
-unsafe fn blocks<K: Kernel, P: Convert, const N: usize>(convert: P, parts: &Parts<'_>) {
-    let Parts {
+unsafe fn blocks<K: Kernel, P: Convert, const N: usize>(convert: P, parts: &FoldParts<'_>) {
+    let FoldParts {
         sources,
         targets,
         len,

@@ -28,7 +28,7 @@ fn folding_beside_the_bound_of_memory() {
 #[test]
 #[ignore = "measures and asserts nothing"]
 fn every_kernel_within_caches() {
-    for path in Path::all() {
+    for level in SimdLevel::all() {
         for dtype in DType::ALL {
             for op in ReduceOp::ALL {
                 let bytes = 16 << 10;
@@ -44,13 +44,13 @@ fn every_kernel_within_caches() {
                         for _ in 0..200 {
                             let len = bytes / dtype.size();
                             // SAFETY: the buffers have this length and are the test's own.
-                            unsafe { fold_by(path, dtype, op, &sources, &targets, len) };
+                            unsafe { fold_by(level, dtype, op, &sources, &targets, len) };
                         }
                         began.elapsed().as_secs_f64() / 200.0
                     })
                     .collect();
                 let rate = bytes as f64 / median(&mut times) / 1e9;
-                println!("{path:?} {dtype} {op}: {rate:.1} GB/s");
+                println!("{level:?} {dtype} {op}: {rate:.1} GB/s");
             }
         }
     }

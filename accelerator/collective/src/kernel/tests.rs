@@ -63,7 +63,7 @@ impl Case {
         let expected: Vec<u64> = (0..len)
             .map(|index| T::reduce(op, values(index)).image())
             .collect();
-        for path in Path::all() {
+        for level in SimdLevel::all() {
             // Into all ranks' buffers at once.
             let mut buffers = ranks.clone();
             let targets: Vec<*mut u8> = buffers
@@ -72,13 +72,13 @@ impl Case {
                 .collect();
             let sources: Vec<_> = targets.iter().map(|target| target.cast_const()).collect();
             // SAFETY: each buffer has `skip + len + 3` elements and is the test's own.
-            unsafe { fold_by(path, T::DTYPE, op, &sources, &targets, len) };
+            unsafe { fold_by(level, T::DTYPE, op, &sources, &targets, len) };
             for (rank, buffer) in buffers.iter().enumerate() {
                 let (head, tail) = (self.skip, self.skip + len);
                 assert_eq!(
                     images(&buffer[head..tail]),
                     expected,
-                    "{op} of {} by {path:?}, rank {rank} of {world}",
+                    "{op} of {} by {level:?}, rank {rank} of {world}",
                     T::DTYPE
                 );
                 assert_eq!(images(&buffer[..head]), images(&ranks[rank][..head]));
@@ -92,7 +92,7 @@ impl Case {
                 .map(|rank| rank[self.skip..].as_ptr().cast())
                 .collect();
             // SAFETY: as above; the sources are not written.
-            unsafe { fold_by(path, T::DTYPE, op, &sources, &[target], len) };
+            unsafe { fold_by(level, T::DTYPE, op, &sources, &[target], len) };
             assert_eq!(images(&out[self.skip..self.skip + len]), expected);
             // Of slices, into that of one rank.
             for own in 0..world {
@@ -106,7 +106,7 @@ impl Case {
                     })
                     .collect();
                 let bytes = bytemuck::cast_slice_mut(&mut out[range.clone()]);
-                combine_by(path, T::DTYPE, op, &shares, bytes);
+                combine_by(level, T::DTYPE, op, &shares, bytes);
                 assert_eq!(images(&out[range]), expected);
             }
         }
@@ -156,7 +156,7 @@ fn a_share_between_elements_is_refused() {
 
 struct Slice<'a>(Option<&'a [u8]>);
 
-impl Share for Slice<'_> {
+impl ReduceInput for Slice<'_> {
     fn bytes(&self) -> Option<&[u8]> {
         self.0
     }

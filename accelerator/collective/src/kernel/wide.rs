@@ -4,8 +4,8 @@ use bytemuck::Pod;
 use half::{bf16, f16};
 
 use super::{
-    arithmetic::{Element, Total},
-    path::Portable,
+    arithmetic::{KernelElement, Total},
+    simd::Portable,
 };
 use crate::element::DType;
 
@@ -54,7 +54,7 @@ pub(crate) fn divide(dtype: DType, total: &mut [u8], world: usize) {
     }
 }
 
-fn widen_all<T: Element<Total = f32> + Pod>(source: &[u8], target: &mut [u8]) {
+fn widen_all<T: KernelElement<Total = f32> + Pod>(source: &[u8], target: &mut [u8]) {
     let (source, rest) = bytemuck::cast_slice::<u8, T>(source).as_chunks::<BLOCK>();
     let target: &mut [f32] = bytemuck::cast_slice_mut(target);
     let (target, last) = target.split_at_mut(source.len() * BLOCK);
@@ -66,7 +66,7 @@ fn widen_all<T: Element<Total = f32> + Pod>(source: &[u8], target: &mut [u8]) {
     last.copy_from_slice(&T::widen(Portable, &values)[..rest.len()]);
 }
 
-fn narrow_all<T: Element<Total = f32> + Pod>(source: &[u8], target: &mut [u8]) {
+fn narrow_all<T: KernelElement<Total = f32> + Pod>(source: &[u8], target: &mut [u8]) {
     let (source, rest) = bytemuck::cast_slice::<u8, f32>(source).as_chunks::<BLOCK>();
     let target: &mut [T] = bytemuck::cast_slice_mut(target);
     let (target, last) = target.split_at_mut(source.len() * BLOCK);

@@ -4,35 +4,35 @@
 //! gets the table of all.
 
 mod address;
-mod client;
-mod desk;
-mod line;
-mod lobby;
+mod join;
 mod locality;
-mod options;
+mod meeting;
 mod outbox;
-mod owner;
+mod peer_origin;
+mod pending_handshakes;
+mod registry;
 mod report;
 mod server;
-mod state;
+mod store_client;
+mod store_options;
+mod store_state;
 #[cfg(test)]
 mod tests;
 mod token;
-mod visit;
 
 use std::{fmt, net::IpAddr, path::PathBuf};
 
-pub use options::StoreOptions;
-pub use report::{Accusation, Report};
+pub use report::{FailureReport, Report};
 pub use server::StoreServer;
-pub(crate) use state::LONGEST;
+pub use store_options::StoreOptions;
+pub(crate) use store_state::LONGEST;
 pub use token::Token;
 
 pub(crate) use address::reachable;
-pub(crate) use client::Meeting;
-pub(crate) use line::StoreLine;
-pub(crate) use lobby::{Guest, Lobby};
 pub(crate) use locality::{boot_id, resolve_local_rank};
+pub(crate) use meeting::Meeting;
+pub(crate) use pending_handshakes::{PendingHandshake, PendingHandshakes};
+pub(crate) use store_client::StoreClient;
 pub(crate) use token::{Key, random};
 
 use crate::error::{Error, Kind, Result};

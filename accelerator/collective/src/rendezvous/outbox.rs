@@ -3,7 +3,7 @@
 use std::{
     io::{self, Write},
     net::{Shutdown, TcpStream},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     thread,
     time::Instant,
 };
@@ -13,7 +13,10 @@ use rustix::{
     net::{SendFlags, send},
 };
 
-use crate::wire::message::{self, SOON};
+use crate::{
+    sync::{Condvar, Mutex, MutexGuard},
+    wire::message::{self, SOON},
+};
 
 /// The way out to a rank, on which nobody waits for it: what the rank does not take at once
 /// is kept, in order, and a thread that lives as long as anything is left writes it. Who lets
@@ -53,7 +56,9 @@ impl Outbox {
             return;
         }
         if backlog.bytes.len() + rest.len() > MOST {
-            tracing::debug!("a rank takes nothing of what the store says, and is cut off");
+            tracing::debug!(
+                "a rank takes nothing of what the store says, and is inject_disconnect off"
+            );
             return self.end();
         }
         backlog.bytes.extend_from_slice(rest);
@@ -126,8 +131,7 @@ impl Outbox {
     }
 
     fn backlog(&self) -> MutexGuard<'_, Backlog> {
-        // It is whole after each of the few statements that change it.
-        self.backlog.lock().unwrap_or_else(PoisonError::into_inner)
+        self.backlog.lock()
     }
 }
 
@@ -156,7 +160,7 @@ const FLAGS: SendFlags = SendFlags::DONTWAIT.union(SendFlags::NOSIGNAL);
 #[cfg(target_vendor = "apple")]
 const FLAGS: SendFlags = SendFlags::DONTWAIT;
 
-/// The most bytes that wait for a rank: a table, and word of very many deaths.
+/// The most bytes that wait for a rank: a table, and said of very many deaths.
 const MOST: usize = 4 * message::LONG;
 
 #[cfg(test)]

@@ -13,9 +13,9 @@ use crate::error::Error;
 ///     match report {
 ///         Report::Joined { rank, host, pid, .. } => format!("rank {rank} is process {pid} on {host}"),
 ///         Report::Met => "all ranks have met".to_owned(),
-///         Report::Failed(accusation) => accusation.text.clone(),
+///         Report::Failed(report) => report.text.clone(),
 ///         Report::Closed { rank, .. } => format!("rank {rank} is done"),
-///         Report::Stranger { note, .. } => format!("turned away: {note}"),
+///         Report::Rejected { note, .. } => format!("turned away: {note}"),
 ///         other => format!("{other:?}"),
 ///     }
 /// }
@@ -37,7 +37,7 @@ pub enum Report {
     /// All ranks have come; each gets the table of all.
     Met,
     /// The group of a rank has failed.
-    Failed(Accusation),
+    Failed(FailureReport),
     /// A rank has left in good order.
     #[non_exhaustive]
     Closed {
@@ -46,7 +46,7 @@ pub enum Report {
     },
     /// Somebody was turned away.
     #[non_exhaustive]
-    Stranger {
+    Rejected {
         /// Who, and why.
         note: String,
     },
@@ -55,19 +55,19 @@ pub enum Report {
 /// What a rank says about the failure of its group.
 ///
 /// ```
-/// use accelerator_collective::rendezvous::Accusation;
+/// use accelerator_collective::rendezvous::FailureReport;
 ///
 /// /// Whom to look at: the ranks that others name, unless one speaks for itself.
-/// fn suspects(accusations: &[Accusation]) -> Vec<usize> {
-///     match accusations.iter().find(|accusation| accusation.is_confession()) {
-///         Some(confession) => {
-///             println!("rank {}: {}", confession.rank, confession.text);
-///             vec![confession.rank]
+/// fn suspects(reports: &[FailureReport]) -> Vec<usize> {
+///     match reports.iter().find(|report| report.is_self_reported()) {
+///         Some(self_reported) => {
+///             println!("rank {}: {}", self_reported.rank, self_reported.text);
+///             vec![self_reported.rank]
 ///         }
 ///         None => {
 ///             // A hung rank is alive, and can be asked what it does.
-///             let lost = accusations.iter().filter(|accusation| !accusation.error().is_timeout());
-///             lost.flat_map(|accusation| accusation.accused.clone()).collect()
+///             let lost = reports.iter().filter(|report| !report.error().is_timeout());
+///             lost.flat_map(|report| report.blamed.clone()).collect()
 ///         }
 ///     }
 /// }
@@ -75,29 +75,29 @@ pub enum Report {
 /// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct Accusation {
+pub struct FailureReport {
     /// The rank that says it.
     pub rank: usize,
     /// The ranks that it holds to be lost, missing or at fault; itself where it panicked.
-    pub accused: Vec<usize>,
+    pub blamed: Vec<usize>,
     /// Its error in full.
     pub text: String,
     error: Error,
 }
 
-impl Accusation {
+impl FailureReport {
     pub(crate) fn new(rank: usize, error: &Error) -> Self {
         Self {
             rank,
-            accused: error.ranks().to_vec(),
+            blamed: error.ranks().to_vec(),
             text: error.to_string(),
             error: error.clone(),
         }
     }
 
     /// Whether the rank speaks of itself, as one does that panicked.
-    pub fn is_confession(&self) -> bool {
-        self.accused == [self.rank]
+    pub fn is_self_reported(&self) -> bool {
+        self.blamed == [self.rank]
     }
 
     /// The error of the rank, with its `is_*` predicates and the culprit.

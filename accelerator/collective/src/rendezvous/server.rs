@@ -1,13 +1,13 @@
 //! The store behind its sockets.
 
-mod door;
+mod handshake;
 
 use std::{
     collections::HashMap,
     fmt,
     net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc,
     },
@@ -18,17 +18,22 @@ use std::{
 use super::{
     StoreOptions,
     address::reachable,
-    desk::Desk,
-    lobby::Lobby,
+    join::host_name,
     outbox,
-    state::{Action, Event, State, Weight, Word},
+    pending_handshakes::PendingHandshakes,
+    registry::Registry,
+    store_state::{RankMessage, Severity, StoreAction, StoreInput, StoreState},
     token::{Token, random},
-    visit::host_name,
 };
 use crate::{
     error::{Error, Kind, Result},
+    sync::{Condvar, Mutex, MutexGuard},
     topology::Topology,
-    wire::message::{self, Message, Nonce, Refusal, Table},
+    wire::{
+        WireError,
+        message::{self, Message, Nonce, RankTable},
+        shorten,
+    },
 };
 
 /// The store where the ranks of one job meet; it runs on threads of its own until it is dropped.
@@ -43,7 +48,7 @@ use crate::{
 /// # }
 /// ```
 pub struct StoreServer {
-    shared: Arc<Shared>,
+    shared: Arc<ServerState>,
     address: SocketAddr,
 }
 
@@ -115,11 +120,11 @@ impl StoreServer {
         let address = listener
             .local_addr()
             .map_err(|error| Error::io("the store's own address cannot be read", error))?;
-        let shared = Arc::new(Shared {
-            lobby: Lobby::new(options.world_size + 64),
-            strangers: Lobby::new(8),
-            desk: Mutex::new(Desk {
-                state: State::new(options.world_size),
+        let shared = Arc::new(ServerState {
+            pending: PendingHandshakes::new(options.world_size + 64),
+            rejected_handshakes: PendingHandshakes::new(8),
+            registry: Mutex::new(Registry {
+                state: StoreState::new(options.world_size),
                 lines: HashMap::new(),
                 reports: None,
             }),
@@ -127,7 +132,7 @@ impl StoreServer {
             secret: random()?,
             host_name: host_name(),
             changed: Condvar::new(),
-            turned_away: AtomicUsize::new(0),
+            rejected_count: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),
         });
         let server = Self {
@@ -136,7 +141,7 @@ impl StoreServer {
         };
         if let Some(observer) = shared.options.observer.clone() {
             let (sender, reports) = mpsc::channel();
-            shared.desk().reports = Some(sender);
+            shared.registry().reports = Some(sender);
             server.spawn("store-observer", move || {
                 for report in reports {
                     observer(report);
@@ -163,13 +168,13 @@ impl StoreServer {
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
     /// let store = StoreServer::bind(("127.0.0.1", 0), 2, None)?;
-    /// store.testify(1, "it was killed by SIGKILL");
+    /// store.report_exit(1, "it was killed by SIGKILL");
     /// # Ok(())
     /// # }
     /// ```
-    pub fn testify(&self, rank: usize, text: impl Into<String>) {
-        let text = message::shorten(&text.into(), message::TEXT);
-        self.shared.step(Event::Testimony { rank, text });
+    pub fn report_exit(&self, rank: usize, text: impl Into<String>) {
+        let text = shorten(&text.into(), message::TEXT);
+        self.shared.step(StoreInput::ExitNotice { rank, text });
     }
 
     /// Where the store listens.
@@ -178,8 +183,8 @@ impl StoreServer {
     }
 
     /// What the rank that hosts the store says, without the way over its line.
-    pub(super) fn said(&self, rank: usize, word: Word) {
-        self.shared.step(Event::Said { rank, word });
+    pub(super) fn said(&self, rank: usize, said: RankMessage) {
+        self.shared.step(StoreInput::Said { rank, said });
     }
 
     fn spawn(&self, name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
@@ -203,19 +208,19 @@ impl fmt::Debug for StoreServer {
 impl Drop for StoreServer {
     fn drop(&mut self) {
         let host = self.shared.options.host;
-        self.shared.step(Event::Closing { host });
+        self.shared.step(StoreInput::Closing { host });
         self.shared.stopped.store(true, Ordering::Release);
-        let mut desk = self.shared.desk();
-        desk.reports = None;
-        let lines: Vec<_> = desk.lines.drain().map(|(_, line)| line).collect();
-        drop(desk);
+        let mut registry = self.shared.registry();
+        registry.reports = None;
+        let lines: Vec<_> = registry.lines.drain().map(|(_, line)| line).collect();
+        drop(registry);
         let deadline = outbox::last_call();
         for line in lines {
             line.outbox.flush(deadline);
             line.outbox.end();
         }
-        self.shared.lobby.clear();
-        self.shared.strangers.clear();
+        self.shared.pending.clear();
+        self.shared.rejected_handshakes.clear();
         self.shared.changed.notify_all();
         // A last visitor wakes the thread that accepts. Should it not get through, the thread
         // ends with the next one.
@@ -224,89 +229,89 @@ impl Drop for StoreServer {
     }
 }
 
-struct Shared {
+struct ServerState {
     options: StoreOptions,
     /// What the key of the job is made from.
     secret: Nonce,
     host_name: String,
-    desk: Mutex<Desk>,
+    registry: Mutex<Registry>,
     /// The deadline has changed, or the store stops.
     changed: Condvar,
     /// Who has not registered yet.
-    lobby: Arc<Lobby>,
+    pending: Arc<PendingHandshakes>,
     /// Who may not join, and is told so.
-    strangers: Arc<Lobby>,
-    /// How many strangers there were.
-    turned_away: AtomicUsize,
+    rejected_handshakes: Arc<PendingHandshakes>,
+    /// How many connections were rejected.
+    rejected_count: AtomicUsize,
     stopped: AtomicBool,
 }
 
-impl Shared {
-    fn step(&self, event: Event) {
-        let mut desk = self.desk();
-        let before = desk.state.due();
-        self.step_at(&mut desk, event, Instant::now());
-        let after = desk.state.due();
-        drop(desk);
+impl ServerState {
+    fn step(&self, event: StoreInput) {
+        let mut registry = self.registry();
+        let before = registry.state.due();
+        self.step_at(&mut registry, event, Instant::now());
+        let after = registry.state.due();
+        drop(registry);
         // The clock needs to know only where it would come too late.
         if after.is_some_and(|after| before.is_none_or(|before| after < before)) {
             self.changed.notify_all();
         }
     }
 
-    fn step_at(&self, desk: &mut Desk, event: Event, now: Instant) {
-        for action in desk.state.step(event, now) {
-            self.act(desk, action);
+    fn step_at(&self, registry: &mut Registry, event: StoreInput, now: Instant) {
+        for action in registry.state.step(event, now) {
+            self.act(registry, action);
         }
     }
 
-    fn act(&self, desk: &Desk, action: Action) {
+    fn act(&self, registry: &Registry, action: StoreAction) {
         match action {
-            Action::Adjourn { connections } => {
-                desk.tell(&connections, &Message::Adjourned);
+            StoreAction::CloseStore { connections } => {
+                registry.tell(&connections, &Message::StoreClosing);
             }
-            Action::Beat { connections } => {
+            StoreAction::Beat { connections } => {
                 let message = Message::Heartbeat.encode();
-                for line in desk.lines(&connections) {
+                for line in registry.lines(&connections) {
                     line.outbox.beat(&message);
                 }
             }
-            Action::Refuse { connection, error } => {
-                desk.tell(&[connection], &Message::Refused(Refusal::new(&error)));
+            StoreAction::Refuse { connection, error } => {
+                registry.tell(&[connection], &Message::Refused(WireError::new(&error)));
             }
-            Action::Report(report) => {
-                if let Some(reports) = &desk.reports {
+            StoreAction::Report(report) => {
+                if let Some(reports) = &registry.reports {
                     // The observer may have panicked; the store goes on without it.
                     let _ = reports.send(report);
                 }
             }
-            Action::Tell {
+            StoreAction::Tell {
                 connection,
                 mut missing,
             } => {
                 let count = missing.len();
                 missing.truncate(message::LISTED);
-                desk.tell(&[connection], &Message::Waiting { missing, count });
+                registry.tell(&[connection], &Message::Waiting { missing, count });
             }
-            Action::Testify {
+            StoreAction::ReportExit {
                 connections,
                 rank,
                 text,
-                weight,
+                severity,
             } => {
-                let message = match weight {
-                    Weight::News => Message::Testimony { rank, text },
-                    Weight::Hearsay => Message::Hearsay { rank, text },
+                let message = match severity {
+                    Severity::RankLost => Message::ExitNotice { rank, text },
+                    Severity::ExitInfo => Message::ExitInfo { rank, text },
                 };
-                desk.tell(&connections, &message);
+                registry.tell(&connections, &message);
             }
-            Action::Welcome { connections, ranks } => {
-                let body = message::to_bytes(&Table {
+            StoreAction::Welcome { connections, ranks } => {
+                let body = message::to_bytes(&RankTable {
                     ranks,
                     secret: self.secret,
                 });
                 let key = self.options.token.as_ref().map(Token::key);
-                for line in desk.lines(&connections) {
+                for line in registry.lines(&connections) {
                     let parts: [&[u8]; 3] = [&line.nonces[0], &line.nonces[1], &body];
                     let proof = key.as_ref().map(|key| key.prove("welcome", &parts));
                     let body = body.clone();
@@ -317,45 +322,45 @@ impl Shared {
     }
 
     fn keep_time(&self) {
-        let mut desk = self.desk();
+        let mut registry = self.registry();
         // When the clock should have been looked at.
         let mut expected = None;
         while !self.is_stopped() {
             let now = Instant::now();
             let late = |by| expected.is_some_and(|at: Instant| now > at + by);
-            if desk.state.tolerance().is_some_and(late) {
-                self.step_at(&mut desk, Event::Overslept, now);
+            if registry.state.tolerance().is_some_and(late) {
+                self.step_at(&mut registry, StoreInput::Suspended, now);
             }
-            desk = match desk.state.due() {
+            registry = match registry.state.due() {
                 Some(due) if due <= now => {
                     // A sign of life may have come that its thread had no time to read.
-                    for (rank, connection) in desk.state.silent(now) {
-                        if desk.has_news(connection) {
-                            let word = Word::Heartbeat;
-                            self.step_at(&mut desk, Event::Said { rank, word }, now);
+                    for (rank, connection) in registry.state.silent(now) {
+                        if registry.has_news(connection) {
+                            let said = RankMessage::Heartbeat;
+                            self.step_at(&mut registry, StoreInput::Said { rank, said }, now);
                         }
                     }
-                    self.step_at(&mut desk, Event::Tick, now);
+                    self.step_at(&mut registry, StoreInput::Tick, now);
                     expected = Some(Instant::now());
-                    desk
+                    registry
                 }
                 Some(due) => {
                     expected = Some(due);
-                    let waited = self.changed.wait_timeout(desk, due - now);
-                    waited.unwrap_or_else(PoisonError::into_inner).0
+                    let waited = self.changed.wait_timeout(registry, due - now);
+                    waited
                 }
                 None => {
                     expected = None;
-                    let waited = self.changed.wait(desk);
-                    waited.unwrap_or_else(PoisonError::into_inner)
+                    let waited = self.changed.wait(registry);
+                    waited
                 }
             };
         }
     }
 
-    fn desk(&self) -> MutexGuard<'_, Desk> {
+    fn registry(&self) -> MutexGuard<'_, Registry> {
         // The state machine has no step that could fail half-way.
-        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+        self.registry.lock()
     }
 
     fn is_stopped(&self) -> bool {

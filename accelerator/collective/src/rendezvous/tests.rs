@@ -18,12 +18,12 @@ use crate::{
     error::{Error, Result},
     group::{GroupOptions, ProcessGroup},
     launch::Launch,
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
     topology::Topology,
     transport_kind::TransportKind,
     wire::{
         ReadError,
-        message::{self, Message, Proves, Registration, Table},
+        message::{self, Message, Proves, RankTable, Registration},
     },
 };
 
@@ -165,7 +165,7 @@ impl Odd {
         }
     }
 
-    fn table(&self) -> Table {
+    fn table(&self) -> RankTable {
         match self.hear() {
             Message::Welcome { body, .. } => message::from_bytes(&body).unwrap(),
             other => panic!("unexpected {other:?}"),
@@ -210,16 +210,16 @@ fn a_testimony_ends_the_wait_at_once() {
     for _ in 0..3 {
         wait_for(&reports, |report| matches!(report, Report::Joined { .. }));
     }
-    server.testify(2, "it was killed by SIGKILL");
+    server.report_exit(2, "it was killed by SIGKILL");
     for error in ranks.errors() {
         assert_named(&error, "was killed by SIGKILL before the ranks had met");
     }
-    let Report::Failed(accusation) = wait_for(&reports, |x| matches!(x, Report::Failed(_))) else {
+    let Report::Failed(report) = wait_for(&reports, |x| matches!(x, Report::Failed(_))) else {
         unreachable!("it was waited for");
     };
-    assert_eq!(accusation.accused, [2]);
-    assert!(!accusation.is_confession());
-    assert!(accusation.error().is_peer_lost());
+    assert_eq!(report.blamed, [2]);
+    assert!(!report.is_self_reported());
+    assert!(report.error().is_peer_lost());
     // Whoever comes now hears it at once, too.
     let late = Ranks::start(&[3], 4, &at(server.local_addr())).errors();
     assert_named(&late[0], "SIGKILL");
@@ -272,7 +272,7 @@ fn a_dead_rank_is_named_between_table_and_mesh() {
         let cause = match witness {
             None => "its connection to the store ended",
             Some(text) => {
-                server.testify(2, text);
+                server.report_exit(2, text);
                 "ended with exit code 3 before the ranks were connected; its last words: no data"
             }
         };
@@ -306,19 +306,23 @@ fn a_rank_that_gives_up_is_heard_by_all() {
         vec![2],
         "rank 2 (process 4711 on far) panicked: no memory",
     );
-    odd.say(&Message::Accuse(message::Refusal::bounded(&error)));
+    odd.say(&Message::ReportFailure(crate::wire::WireError::bounded(
+        &error,
+        message::TEXT,
+        message::LISTED,
+    )));
     for error in ranks.errors() {
         assert!(error.is_rendezvous());
         assert!(error.to_string().contains("panicked: no memory"), "{error}");
     }
     let failed = |x: &Report| matches!(x, Report::Failed(x) if x.rank == 2);
-    let Report::Failed(accusation) = wait_for(&reports, failed) else {
+    let Report::Failed(report) = wait_for(&reports, failed) else {
         unreachable!("it was waited for");
     };
-    assert!(accusation.is_confession());
+    assert!(report.is_self_reported());
 }
 
-/// A store that is killed: its sockets end without a word.
+/// A store that is killed: its sockets end without a said.
 #[test]
 fn a_store_that_is_gone_ends_the_wait() {
     for (host, lost) in [(StoreHost::Launcher, false), (StoreHost::Rank0, true)] {
@@ -386,9 +390,9 @@ fn a_rank_that_reads_nothing_delays_nobody() {
     let text = |number: usize| format!("{number:0>1900}");
     let started = Instant::now();
     for number in 0..8000 {
-        server.testify(1, text(number));
+        server.report_exit(1, text(number));
         match quick.hear() {
-            Message::Testimony {
+            Message::ExitNotice {
                 rank: 1,
                 text: heard,
             } => assert_eq!(heard, text(number)),
@@ -396,13 +400,15 @@ fn a_rank_that_reads_nothing_delays_nobody() {
         }
         assert!(started.elapsed() < 4 * SOON, "after {number}");
     }
+    // With the small buffer the system would send the rest by its timers alone.
+    set_socket_recv_buffer_size(&stopped.stream, 1 << 20).unwrap();
     // What it finds when it wakes up is whole and in order, until it was given up.
     stopped.freeze();
     assert_eq!(stopped.table().ranks.len(), 3);
     for number in 0.. {
         let deadline = Instant::now() + SOON;
         match Message::receive(&stopped.stream, message::LONG, deadline) {
-            Ok(Message::Testimony {
+            Ok(Message::ExitNotice {
                 rank: 1,
                 text: heard,
             }) => assert_eq!(heard, text(number)),
@@ -432,7 +438,7 @@ fn a_witness_is_asked_about_a_connected_rank() {
     let ranks = Ranks::start(&[0, 1], 2, &at(server.local_addr()));
     let mut groups = ranks.outcomes().into_iter().map(|x| x.unwrap());
     let (first, second) = (groups.next().unwrap(), groups.next().unwrap());
-    server.testify(1, "it was killed by SIGSEGV");
+    server.report_exit(1, "it was killed by SIGSEGV");
     let error = first.barrier().unwrap_err();
     assert!(error.is_peer_lost(), "{error}");
     assert_eq!(error.ranks(), [1]);
@@ -483,7 +489,7 @@ fn idle_connections_keep_nobody_out_of_a_rank() {
         ranks: table.ranks,
         listener: odd.listener.try_clone().unwrap(),
         key,
-        line: None,
+        store: None,
     };
     let topology = Topology::new(2, 3).unwrap();
     let transport = crate::transport::Tcp::connect(&topology, meeting, SOON);

@@ -1,23 +1,24 @@
-//! How parts of buffers get from one rank to another.
+//! How data get from one rank to another, and how ranks learn who is gone.
 
-mod bell;
+mod deadline;
 mod inbox;
 mod pool;
 mod tcp;
 mod threads;
-mod watch;
+mod waker;
 
 use std::{
     fmt,
+    sync::{Arc, OnceLock},
     time::{Duration, Instant},
 };
 
-pub(crate) use inbox::{FLIGHTS, Inbox, Parcel, Position, Signs};
+pub(crate) use deadline::{OpDeadline, OpTimeouts, TimeoutKind};
+pub(crate) use inbox::{ActivityClock, Inbox, MAX_IN_FLIGHT, OpPosition, RecvChunk};
 pub(crate) use tcp::Tcp;
 #[cfg(feature = "fuzzing")]
 pub(crate) use tcp::feed;
 pub(crate) use threads::Threads;
-pub(crate) use watch::{Limit, Patience, Watch};
 
 pub(crate) use crate::{
     transport_kind::TransportKind,
@@ -26,112 +27,255 @@ pub(crate) use crate::{
 
 use crate::{
     buffer::Buffer,
-    contract::Contract,
     element::DType,
-    error::{Certainty, Culprit, Result},
-    shared::{Arrangement, Hosts, World},
+    error::{Certainty, Culprit, Error, Result},
+    fingerprint::CollectiveFingerprint,
+    shm::{Hosts, ShmPeers},
 };
 
-/// Moves tagged parts between ranks; knows nothing of reductions.
+/// How a group exchanges data and learns who is gone: a control plane, and the path that data take.
 ///
-/// The algorithms of the group stand on three promises:
-/// - between two ranks, parts arrive in the order in which they were sent;
-/// - [`send`](Self::send) waits for room in the receiver's inbox, and at most for moments for its
-///   engine, so two ranks may send to each other at the same time;
-/// - a rank that is gone is reported to the inbox of every other rank, and an [`Abort`] of a rank
-///   arrives before the news that this rank is gone.
+/// Processes connect a TCP mesh, which is their control plane and moves chunks as well. Over it they agree on
+/// the path of data (`group/negotiate.rs`), which may be shared memory or another data plane.
+pub(crate) struct Transport {
+    peers: Arc<[Peer]>,
+    inbox: Arc<Inbox>,
+    control: Arc<dyn ControlPlane>,
+    /// What moves chunks until the ranks have agreed on a path; threads have none.
+    bootstrap: Option<Arc<dyn DataPlane>>,
+    path: OnceLock<DataPath>,
+}
+
+/// Moves tagged chunks between ranks; knows nothing of reductions.
 ///
-/// Ranks that [share](Self::shared) memory send no parts: the transport then tells who is gone.
-pub(crate) trait Transport: fmt::Debug + Send + Sync {
+/// The algorithms of the group rely on this:
+/// - Between two ranks, chunks arrive in the inbox of the receiver in the order in which they were sent.
+/// - [`send`](Self::send) waits for room at the receiver, and receives meanwhile, so that two ranks may
+///   send to each other at the same time.
+pub(crate) trait DataPlane: fmt::Debug + Send + Sync {
     fn kind(&self) -> TransportKind;
 
-    /// Who the ranks are, in rank order.
-    fn peers(&self) -> &[Peer];
+    /// Sends one chunk to a peer.
+    fn send(&self, to: usize, chunk: OutgoingChunk<'_>, deadline: &mut OpDeadline) -> Result<()>;
 
-    /// Where parts for this rank arrive.
-    fn inbox(&self) -> &Inbox;
+    /// Waits until something happens in the inbox that was not counted in `version`, or it is `due`; it
+    /// may return earlier.
+    fn wait_for_arrival(&self, version: u64, due: Instant);
 
-    /// Waits until something happens in the inbox that was not counted in `version`, or it is
-    /// `due`; it may return earlier. Fails where nothing is sent.
-    fn await_news(&self, version: u64, due: Instant, watch: &Watch) -> Result<()>;
-
-    /// Hands one part to a peer.
-    fn send(&self, to: usize, part: Part<'_>, watch: &mut Watch) -> Result<()>;
-
-    /// How many operations may be under way at once. More than one only where parts go through
-    /// the inbox alone.
-    fn lanes(&self) -> usize {
+    /// How many operations may be under way at once. More than one only where chunks arrive in the inbox.
+    fn max_in_flight(&self) -> usize {
         1
     }
 
-    /// Says the last word to every peer, without waiting for any of them for long. Nothing is
-    /// sent afterwards.
-    fn farewell(&self, farewell: &Farewell);
+    /// Corrupts the next chunk that is sent, as a fault.
+    fn inject_corruption(&self) {}
+}
 
-    /// Shows the peers that this rank lives, and gives up those that have shown nothing for
-    /// `liveness`: they are reported to the inbox. Says when to call it again; `None` where a
-    /// peer cannot fall silent.
-    fn pulse(&self, liveness: Duration) -> Option<Duration> {
+/// Knows which ranks live: heartbeats, aborts and goodbyes.
+///
+/// A rank that is gone is reported to the inbox of every other rank, and an [`Abort`] of a rank arrives before
+/// the news that this rank is gone.
+pub(crate) trait ControlPlane: fmt::Debug + Send + Sync {
+    /// Sends the final message to every peer, without waiting for any of them for long. Nothing is sent
+    /// afterwards.
+    fn leave(&self, message: &FinalMessage);
+
+    /// When a peer showed last that it works outside of operations.
+    fn last_activity(&self, rank: usize) -> Option<Instant>;
+
+    /// Sends heartbeats, and reports peers to the inbox that were silent for the `liveness` timeout. Says
+    /// when to call it again; `None` where a peer cannot fall silent.
+    fn heartbeat(&self, liveness: Duration) -> Option<Duration> {
         let _ = liveness;
         None
     }
 
-    /// The peers that have said nothing for so long, and no last word.
+    /// The peers that were silent for so long and sent no final message.
     fn silent(&self, silence: Duration) -> Vec<usize> {
         let _ = silence;
         Vec::new()
     }
 
-    /// When a peer showed last that it works outside of operations.
-    fn active(&self, rank: usize) -> Option<Instant> {
-        self.inbox().active(rank)
-    }
-
-    /// Takes a witness's word that a rank has ended, and says whether that settles the matter;
-    /// it does not while the rank's own last words may be on their way.
-    fn testify(&self, rank: usize, text: &str) -> bool {
+    /// Takes the store's report that a rank has ended, and says whether that settles the matter; it does not
+    /// while the rank's own final message may be on its way.
+    fn report_exit(&self, rank: usize, text: &str) -> bool {
         let _ = (rank, text);
         true
     }
 
-    /// Cuts all connections, as a fault; nothing where there are none.
-    fn cut(&self) {}
+    /// Cuts all connections, as a fault.
+    fn inject_disconnect(&self) {}
+}
 
-    /// Spoils the next part that is sent, as a fault; nothing where parts cannot be spoilt.
-    fn spoil(&self) {}
+/// The path that the data of operations take.
+#[derive(Debug)]
+pub(crate) enum DataPath {
+    /// Chunks, which a data plane moves.
+    Chunks(Arc<dyn DataPlane>),
+    /// Memory that the processes of one host share.
+    Shm(ShmPeers),
+    /// Memory that the processes of each host share, and chunks between hosts.
+    Hierarchical(Hosts),
+    /// The memory of the one process whose threads the ranks are.
+    Threads(ShmPeers),
+}
 
-    /// The memory that the ranks share: where there is some, operations go through it, and nothing
-    /// is [sent](Self::send).
-    fn shared(&self) -> Option<&World> {
-        None
+impl Transport {
+    pub(crate) fn new(
+        peers: Arc<[Peer]>,
+        inbox: Arc<Inbox>,
+        control: Arc<dyn ControlPlane>,
+        bootstrap: Option<Arc<dyn DataPlane>>,
+    ) -> Self {
+        Self {
+            peers,
+            inbox,
+            control,
+            bootstrap,
+            path: OnceLock::new(),
+        }
+    }
+
+    /// Lets the data of operations take this path from here on. The first call counts.
+    pub(crate) fn set_path(&self, path: DataPath) {
+        let _ = self.path.set(path);
+    }
+
+    /// The same, for a transport that is being made.
+    fn with_path(self, path: DataPath) -> Self {
+        self.set_path(path);
+        self
+    }
+
+    pub(crate) fn kind(&self) -> TransportKind {
+        match self.path.get() {
+            Some(DataPath::Chunks(plane)) => plane.kind(),
+            Some(DataPath::Shm(_)) => TransportKind::Shm,
+            Some(DataPath::Hierarchical(_)) => TransportKind::Hierarchical,
+            Some(DataPath::Threads(_)) => TransportKind::Threads,
+            None => match &self.bootstrap {
+                Some(plane) => plane.kind(),
+                None => TransportKind::Threads,
+            },
+        }
+    }
+
+    /// Who the ranks are, in rank order.
+    pub(crate) fn peers(&self) -> &[Peer] {
+        &self.peers
+    }
+
+    /// Where chunks for this rank arrive, and what is known of its peers.
+    pub(crate) fn inbox(&self) -> &Inbox {
+        &self.inbox
+    }
+
+    pub(crate) fn control(&self) -> &dyn ControlPlane {
+        &*self.control
+    }
+
+    /// What moves chunks until the ranks have agreed on a path.
+    pub(crate) fn bootstrap(&self) -> Option<&Arc<dyn DataPlane>> {
+        self.bootstrap.as_ref()
+    }
+
+    /// The memory that all ranks share: where there is some, operations go through it, and no chunk is
+    /// [sent](Self::send).
+    pub(crate) fn shared(&self) -> Option<&ShmPeers> {
+        match self.path.get() {
+            Some(DataPath::Shm(peers) | DataPath::Threads(peers)) => Some(peers),
+            _ => None,
+        }
     }
 
     /// The hosts, where several ranks of one share memory and those of others do not.
-    fn hosts(&self) -> Option<&Hosts> {
-        None
+    pub(crate) fn hosts(&self) -> Option<&Hosts> {
+        match self.path.get() {
+            Some(DataPath::Hierarchical(hosts)) => Some(hosts),
+            _ => None,
+        }
     }
 
-    /// Lets operations go through shared memory from here on, where the ranks found some after they
-    /// were connected.
-    fn share(&self, arrangement: Arrangement) {
-        let _ = arrangement;
+    /// See [`DataPlane::send`].
+    pub(crate) fn send(
+        &self,
+        to: usize,
+        chunk: OutgoingChunk<'_>,
+        deadline: &mut OpDeadline,
+    ) -> Result<()> {
+        match self.data() {
+            Some(plane) => plane.send(to, chunk, deadline),
+            None => Err(self.no_data_plane(deadline)),
+        }
+    }
+
+    /// See [`DataPlane::wait_for_arrival`].
+    pub(crate) fn wait_for_arrival(
+        &self,
+        version: u64,
+        due: Instant,
+        deadline: &OpDeadline,
+    ) -> Result<()> {
+        match self.data() {
+            Some(plane) => {
+                plane.wait_for_arrival(version, due);
+                Ok(())
+            }
+            None => Err(self.no_data_plane(deadline)),
+        }
+    }
+
+    /// See [`DataPlane::max_in_flight`].
+    pub(crate) fn max_in_flight(&self) -> usize {
+        match (self.path.get(), self.data()) {
+            (None | Some(DataPath::Chunks(_)), Some(plane)) => plane.max_in_flight(),
+            _ => 1,
+        }
+    }
+
+    /// See [`DataPlane::inject_corruption`].
+    pub(crate) fn inject_corruption(&self) {
+        if let Some(plane) = self.data() {
+            plane.inject_corruption();
+        }
     }
 
     /// A buffer that this transport reduces without further copies.
-    fn buffer(&self, dtype: DType, len: usize) -> Buffer {
+    pub(crate) fn buffer(&self, dtype: DType, len: usize) -> Buffer {
         match self.shared() {
-            Some(world) => Buffer::placed(dtype, len, world.own()),
+            Some(peers) => Buffer::placed(dtype, len, peers.own()),
             None => Buffer::zeroed(dtype, len),
         }
+    }
+
+    fn data(&self) -> Option<&dyn DataPlane> {
+        match self.path.get() {
+            Some(DataPath::Chunks(plane)) => Some(&**plane),
+            _ => self.bootstrap.as_deref(),
+        }
+    }
+
+    #[cold]
+    fn no_data_plane(&self, deadline: &OpDeadline) -> Error {
+        let me = &self.peers[deadline.rank];
+        deadline.protocol(me, "it exchanges chunks, which threads do not")
+    }
+}
+
+impl fmt::Debug for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Transport")
+            .field("kind", &self.kind())
+            .finish_non_exhaustive()
     }
 }
 
 /// One part on its way: at most [`CHUNK`] bytes, and where it belongs.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Part<'a> {
+pub(crate) struct OutgoingChunk<'a> {
     pub(crate) tag: Tag,
     /// The sender's declaration, on the first part of an operation.
-    pub(crate) contract: Option<&'a Contract>,
+    pub(crate) fingerprint: Option<&'a CollectiveFingerprint>,
     pub(crate) payload: &'a [u8],
 }
 
@@ -156,18 +300,18 @@ pub(crate) enum Stage {
     Outward,
 }
 
-/// The last word of a rank.
+/// The final message of a rank.
 #[derive(Clone, Debug)]
-pub(crate) enum Farewell {
+pub(crate) enum FinalMessage {
     /// The rank failed, or saw another one fail.
     Abort(Abort),
     /// The rank has finished.
-    Goodbye(Parting),
+    Goodbye(LeaveKind),
 }
 
 /// How a rank leaves that has not failed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Parting {
+pub(crate) enum LeaveKind {
     /// In good order.
     Closed,
     /// Its last handle was dropped, and nobody said why.
@@ -178,12 +322,12 @@ pub(crate) enum Parting {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Peer {
     pub(crate) rank: usize,
-    pub(crate) place: Place,
+    pub(crate) location: PeerLocation,
 }
 
 /// Where a rank runs.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Place {
+pub(crate) enum PeerLocation {
     Process { host: String, pid: u32 },
     Thread,
 }
@@ -191,9 +335,9 @@ pub(crate) enum Place {
 impl Peer {
     /// The peer as the one to blame.
     pub(crate) fn culprit(&self, cause: impl Into<String>, certainty: Certainty) -> Culprit {
-        let (host, pid) = match &self.place {
-            Place::Process { host, pid } => (host.clone(), Some(*pid)),
-            Place::Thread => ("this process".to_owned(), None),
+        let (host, pid) = match &self.location {
+            PeerLocation::Process { host, pid } => (host.clone(), Some(*pid)),
+            PeerLocation::Thread => ("this process".to_owned(), None),
         };
         Culprit {
             rank: self.rank,
@@ -207,11 +351,11 @@ impl Peer {
 
 impl fmt::Display for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.place {
-            Place::Process { host, pid } => {
+        match &self.location {
+            PeerLocation::Process { host, pid } => {
                 write!(f, "rank {} (process {pid} on {host})", self.rank)
             }
-            Place::Thread => write!(f, "rank {} (a thread of this process)", self.rank),
+            PeerLocation::Thread => write!(f, "rank {} (a thread of this process)", self.rank),
         }
     }
 }

@@ -1,11 +1,11 @@
 //! Reused memory for parts that arrive.
 
-use std::{
-    fmt,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{fmt, sync::Arc};
 
-use crate::buffer::Storage;
+use crate::{
+    buffer::Storage,
+    sync::{Mutex, MutexGuard},
+};
 
 /// Memory that arrived parts give back when they are dropped.
 #[derive(Default)]
@@ -21,35 +21,34 @@ impl fmt::Debug for Pool {
 
 impl Pool {
     /// A chunk of `len` bytes whose content is whatever was there before.
-    pub(crate) fn chunk(self: &Arc<Self>, len: usize) -> Chunk {
+    pub(crate) fn chunk(self: &Arc<Self>, len: usize) -> PooledBuffer {
         if len == 0 {
-            return Chunk::default();
+            return PooledBuffer::default();
         }
         let free = self.lock().pop();
         let mut storage = free.unwrap_or_default();
         storage.grow(len);
-        Chunk {
+        PooledBuffer {
             storage,
             len,
             pool: Some(Arc::clone(self)),
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Storage>> {
-        // A list of free memory is whole at every moment.
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Vec<Storage>> {
+        self.free.lock()
     }
 }
 
 /// Bytes that are aligned for every element type.
 #[derive(Default)]
-pub(crate) struct Chunk {
+pub(crate) struct PooledBuffer {
     storage: Storage,
     len: usize,
     pool: Option<Arc<Pool>>,
 }
 
-impl Chunk {
+impl PooledBuffer {
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.storage.bytes()[..self.len]
     }
@@ -59,13 +58,13 @@ impl Chunk {
     }
 }
 
-impl fmt::Debug for Chunk {
+impl fmt::Debug for PooledBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Chunk({} bytes)", self.len)
+        write!(f, "PooledBuffer({} bytes)", self.len)
     }
 }
 
-impl Drop for Chunk {
+impl Drop for PooledBuffer {
     fn drop(&mut self) {
         if let Some(pool) = self.pool.take() {
             let mut free = pool.lock();

@@ -2,36 +2,34 @@
 
 use std::{io, sync::Arc, time::Instant};
 
-use super::{Farewell, Inbox, Part, Peer, Place, Transport, TransportKind, Watch};
+use super::{ControlPlane, DataPath, FinalMessage, Inbox, Peer, PeerLocation, Transport};
 use crate::{
     error::{Error, Result},
-    shared::{Arena, Spin, World, cores},
+    shm::{Arena, ShmPeers, Spin, cores},
 };
 
-/// One rank among the threads of a process, which share its memory.
+/// The control plane of one rank among the threads of a process, which share its memory.
 ///
-/// A thread cannot fall silent alone, lose its connections or spoil what it says, so such faults do
+/// A thread cannot fall silent alone, lose its connections or corrupt what it sends, so such faults do
 /// nothing here. It can panic, leave early and be slow.
 #[derive(Debug)]
 pub(crate) struct Threads {
     rank: usize,
-    hub: Arc<Hub>,
-    /// None in a world of one.
-    world: Option<World>,
+    inboxes: Arc<[Arc<Inbox>]>,
 }
 
 impl Threads {
     /// The only rank of a world of one.
-    pub(crate) fn alone() -> Self {
+    pub(crate) fn alone() -> Transport {
         Self {
             rank: 0,
-            hub: Arc::new(Hub::new(1)),
-            world: None,
+            inboxes: inboxes(1),
         }
+        .into_transport(peers(1))
     }
 
     /// The ranks of a new world, in rank order.
-    pub(crate) fn world(world_size: usize) -> Result<Vec<Self>> {
+    pub(crate) fn world(world_size: usize) -> Result<Vec<Transport>> {
         if world_size == 1 {
             return Ok(vec![Self::alone()]);
         }
@@ -40,79 +38,56 @@ impl Threads {
             .collect();
         let arenas = arenas
             .map_err(|error| Error::io("there is no memory that threads can share", error))?;
-        let hub = Arc::new(Hub::new(world_size));
+        let (inboxes, peers) = (inboxes(world_size), peers(world_size));
         let spin = Spin::for_ranks(world_size, cores([]));
-        let ranks = (0..world_size).map(|rank| Self {
-            rank,
-            hub: Arc::clone(&hub),
-            world: Some(World::new(rank, Arc::clone(&arenas), 0, spin)),
+        let ranks = (0..world_size).map(|rank| {
+            let control = Self {
+                rank,
+                inboxes: Arc::clone(&inboxes),
+            };
+            let memory = ShmPeers::new(rank, Arc::clone(&arenas), 0, spin);
+            control
+                .into_transport(Arc::clone(&peers))
+                .with_path(DataPath::Threads(memory))
         });
         Ok(ranks.collect())
     }
+
+    fn into_transport(self, peers: Arc<[Peer]>) -> Transport {
+        let inbox = Arc::clone(&self.inboxes[self.rank]);
+        Transport::new(peers, inbox, Arc::new(self), None)
+    }
 }
 
-impl Transport for Threads {
-    fn kind(&self) -> TransportKind {
-        TransportKind::Threads
-    }
-
-    fn peers(&self) -> &[Peer] {
-        &self.hub.peers
-    }
-
-    fn inbox(&self) -> &Inbox {
-        &self.hub.inboxes[self.rank]
-    }
-
-    fn await_news(&self, _: u64, _: Instant, watch: &Watch) -> Result<()> {
-        let me = &self.hub.peers[self.rank];
-        Err(watch.protocol(me, "it waits for parts, which threads do not send"))
-    }
-
-    fn send(&self, to: usize, _part: Part<'_>, watch: &mut Watch) -> Result<()> {
-        // Operations go through the memory that the threads share.
-        let me = &self.hub.peers[self.rank];
-        Err(watch.protocol(me, format_args!("it sent a part to rank {to}, a thread")))
-    }
-
-    fn active(&self, rank: usize) -> Option<Instant> {
-        self.hub.inboxes.get(rank)?.signs().last()
-    }
-
-    fn shared(&self) -> Option<&World> {
-        self.world.as_ref()
-    }
-
-    fn farewell(&self, farewell: &Farewell) {
-        self.inbox().close();
-        for (rank, inbox) in self.hub.inboxes.iter().enumerate() {
+impl ControlPlane for Threads {
+    fn leave(&self, message: &FinalMessage) {
+        self.inboxes[self.rank].close();
+        for (rank, inbox) in self.inboxes.iter().enumerate() {
             if rank == self.rank {
                 continue;
             }
-            match farewell {
-                Farewell::Abort(abort) => inbox.aborted(self.rank, abort.clone()),
-                Farewell::Goodbye(parting) => inbox.left(self.rank, *parting),
+            match message {
+                FinalMessage::Abort(abort) => inbox.aborted(self.rank, abort.clone()),
+                FinalMessage::Goodbye(kind) => inbox.left(self.rank, *kind),
             }
         }
     }
-}
 
-#[derive(Debug)]
-struct Hub {
-    inboxes: Vec<Inbox>,
-    peers: Vec<Peer>,
-}
-
-impl Hub {
-    fn new(world_size: usize) -> Self {
-        Self {
-            inboxes: (0..world_size).map(|_| Inbox::new(world_size)).collect(),
-            peers: (0..world_size)
-                .map(|rank| Peer {
-                    rank,
-                    place: Place::Thread,
-                })
-                .collect(),
-        }
+    fn last_activity(&self, rank: usize) -> Option<Instant> {
+        self.inboxes.get(rank)?.activity().last()
     }
+}
+
+fn inboxes(world_size: usize) -> Arc<[Arc<Inbox>]> {
+    (0..world_size)
+        .map(|_| Arc::new(Inbox::new(world_size)))
+        .collect()
+}
+
+fn peers(world_size: usize) -> Arc<[Peer]> {
+    let peer = |rank| Peer {
+        rank,
+        location: PeerLocation::Thread,
+    };
+    (0..world_size).map(peer).collect()
 }

@@ -4,12 +4,10 @@
 use std::io::Read;
 use std::{fmt, time::Duration};
 
+use super::WireError;
 #[cfg(test)]
 use super::source::ReadError;
-use crate::{
-    contract::Contract,
-    error::{Certainty, Culprit, Error, Kind},
-};
+use crate::{error::Error, fingerprint::CollectiveFingerprint};
 
 /// The head of a frame.
 ///
@@ -193,7 +191,7 @@ impl Heartbeat {
 pub(crate) enum FrameError {
     Bounds { preamble: usize, payload: usize },
     Checksum,
-    Contract,
+    Fingerprint,
     Kind(u8),
     Magic([u8; 4]),
     Version(u8),
@@ -208,7 +206,7 @@ impl fmt::Display for FrameError {
                  {CHUNK} are allowed"
             ),
             Self::Checksum => f.write_str("a wrong checksum"),
-            Self::Contract => f.write_str("a malformed declaration"),
+            Self::Fingerprint => f.write_str("a malformed fingerprint"),
             Self::Kind(kind) => write!(f, "an unknown kind of frame, {kind}"),
             Self::Magic(found) => write!(f, "bytes that begin no frame, {found:02x?}"),
             Self::Version(found) => write!(f, "protocol version {found}, expected {VERSION}"),
@@ -226,92 +224,16 @@ pub(crate) struct Abort {
 }
 
 impl Abort {
-    /// The preamble of an abort frame: kind, ranks, the culprit where there is one, the text.
+    /// The preamble of an abort frame.
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let ranks = &self.error.ranks()[..self.error.ranks().len().min(256)];
-        let mut out = vec![self.error.kind().code()];
-        out.extend_from_slice(&(ranks.len() as u16).to_le_bytes());
-        for rank in ranks {
-            out.extend_from_slice(&(*rank as u32).to_le_bytes());
-        }
-        match self.error.culprit() {
-            None => out.push(0),
-            Some(culprit) => {
-                out.push(culprit.certainty as u8);
-                out.extend_from_slice(&(culprit.rank as u32).to_le_bytes());
-                out.extend_from_slice(&culprit.pid.unwrap_or(0).to_le_bytes());
-                for text in [&culprit.host, &culprit.cause] {
-                    let text = prefix(text, PREAMBLE / 8);
-                    out.extend_from_slice(&(text.len() as u16).to_le_bytes());
-                    out.extend_from_slice(text.as_bytes());
-                }
-            }
-        }
-        let text = self.error.to_string();
-        out.extend_from_slice(prefix(&text, PREAMBLE - out.len()).as_bytes());
-        out
+        WireError::bounded(&self.error, PREAMBLE / 2, LISTED).encode()
     }
 
     /// Reads what [`encode`](Self::encode) wrote.
     pub(crate) fn decode(sequence: u64, bytes: &[u8]) -> Option<Self> {
-        let mut fields = Fields(bytes);
-        let kind = Kind::from_code(fields.take(1)?[0])?;
-        let count = fields.short()?;
-        let ranks = fields.take(4 * count)?.chunks_exact(4);
-        let ranks = ranks.map(|x| u32::from_le_bytes([x[0], x[1], x[2], x[3]]) as usize);
-        let ranks: Vec<usize> = ranks.collect();
-        let culprit = match fields.take(1)?[0] {
-            0 => None,
-            certainty => Some(Culprit {
-                certainty: Certainty::from_code(certainty)?,
-                rank: fields.word()? as usize,
-                pid: Some(fields.word()?).filter(|pid| *pid != 0),
-                host: fields.text()?,
-                cause: fields.text()?,
-            }),
-        };
-        let text = std::str::from_utf8(fields.0).ok()?;
-        let error = match culprit {
-            Some(culprit) if ranks == [culprit.rank] => Error::blaming(kind, culprit, text),
-            Some(_) => return None,
-            None => Error::about(kind, ranks, text),
-        };
+        let error = WireError::decode(bytes)?.into_error();
         Some(Self { sequence, error })
     }
-}
-
-/// Bytes that are read from the front.
-struct Fields<'a>(&'a [u8]);
-
-impl<'a> Fields<'a> {
-    fn take(&mut self, len: usize) -> Option<&'a [u8]> {
-        let (taken, rest) = self.0.split_at_checked(len)?;
-        self.0 = rest;
-        Some(taken)
-    }
-
-    fn short(&mut self) -> Option<usize> {
-        let bytes = self.take(2)?;
-        Some(usize::from(u16::from_le_bytes([bytes[0], bytes[1]])))
-    }
-
-    fn word(&mut self) -> Option<u32> {
-        Some(u32::from_le_bytes(self.take(4)?.try_into().ok()?))
-    }
-
-    fn text(&mut self) -> Option<String> {
-        let len = self.short()?;
-        Some(std::str::from_utf8(self.take(len)?).ok()?.to_owned())
-    }
-}
-
-/// As much of a text as fits into so many bytes.
-fn prefix(text: &str, bytes: usize) -> &str {
-    let mut end = text.len().min(bytes);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    &text[..end]
 }
 
 fn checksum(preamble: &[u8], payload: &[u8]) -> u32 {
@@ -327,15 +249,19 @@ pub(crate) const CHUNK: usize = 256 * 1024;
 /// The most bytes of a preamble: an abort that quotes a disagreement of many ranks.
 pub(crate) const PREAMBLE: usize = 16 * 1024;
 
+/// The most ranks that an abort lists.
+const LISTED: usize = 256;
+
 const MAGIC: [u8; 4] = *b"ACLF";
-const VERSION: u8 = 4;
-const _: () = assert!(Contract::BOUND <= PREAMBLE);
+const VERSION: u8 = 5;
+const _: () = assert!(CollectiveFingerprint::BOUND <= PREAMBLE);
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::error::{Certainty, Culprit, Kind};
 
     fn any_head() -> impl Strategy<Value = Head> {
         let kind = proptest::sample::select(&FrameKind::ALL[..]);
@@ -453,7 +379,8 @@ mod tests {
             assert!(back.error.is_timeout());
             assert_eq!(back.error.ranks(), [1, 63]);
             assert_eq!(back.error.culprit(), None);
-            assert!(text.starts_with(&back.error.to_string()));
+            let back = back.error.to_string();
+            assert!(text.starts_with(back.trim_end_matches('…')));
         }
     }
 

@@ -8,11 +8,11 @@ use std::{
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::source::{ReadError, Source, fill};
-use crate::{
-    error::{Certainty, Culprit, Error, Kind},
-    transport_kind::TransportKind,
+use super::{
+    WireError,
+    source::{ReadError, Source, fill},
 };
+use crate::transport_kind::TransportKind;
 
 /// Everything that is said outside of operations.
 #[derive(Debug, Deserialize, Serialize)]
@@ -36,13 +36,13 @@ pub(crate) enum Message {
         body: Vec<u8>,
         proof: Option<[u8; 32]>,
     },
-    /// The store to the rank: a [`Table`], with proof of the token.
+    /// The store to the rank: a [`RankTable`], with proof of the token.
     Welcome {
         body: Vec<u8>,
         proof: Option<[u8; 32]>,
     },
     /// The store to the rank: no, and why; until it is connected, also after the table.
-    Refused(Refusal),
+    Refused(WireError),
     /// Either way until the rank is connected: a sign of life.
     Heartbeat,
     /// The store to a rank that waits: whom for. At most [`LISTED`] of them, and how many.
@@ -50,15 +50,15 @@ pub(crate) enum Message {
     /// The rank to the store: it is connected to all others.
     Connected,
     /// The rank to the store: its group failed, and whom it blames.
-    Accuse(Refusal),
+    ReportFailure(WireError),
     /// The rank to the store: it leaves in good order.
-    Farewell,
+    Leave,
     /// The store to the rank: a rank has ended, and how.
-    Testimony { rank: usize, text: String },
+    ExitNotice { rank: usize, text: String },
     /// The store to the rank: what is known about a rank, should anybody ask.
-    Hearsay { rank: usize, text: String },
+    ExitInfo { rank: usize, text: String },
     /// The store to the rank: it closes in good order.
-    Adjourned,
+    StoreClosing,
     /// A rank to another one: who it is.
     Greet { from: u32, to: u32, nonce: Nonce },
     /// The other one: proof of the job.
@@ -88,7 +88,7 @@ impl Message {
             .map_err(ReadError::Io)
     }
 
-    /// The bytes that go over the wire.
+    /// The bytes that go over the connection.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let body = to_bytes(self);
         let mut out = Vec::with_capacity(ENVELOPE + body.len());
@@ -132,7 +132,7 @@ impl Message {
     pub(crate) fn read(from: &mut impl Read, bound: usize) -> Result<Self, ReadError> {
         let mut envelope = [0; ENVELOPE];
         fill(from, &mut envelope)?;
-        let word = |at: usize| {
+        let said = |at: usize| {
             u32::from_le_bytes([
                 envelope[at],
                 envelope[at + 1],
@@ -153,7 +153,7 @@ impl Message {
                 envelope[4]
             )));
         }
-        let len = word(8) as usize;
+        let len = said(8) as usize;
         if len > bound {
             return Err(ReadError::Message(format!(
                 "a message of {len} bytes, at most {bound} are allowed"
@@ -164,7 +164,7 @@ impl Message {
             Err(ReadError::Closed) => return Err(ReadError::Torn),
             other => other?,
         }
-        if word(12) != crc32fast::hash(&body) {
+        if said(12) != crc32fast::hash(&body) {
             return Err(ReadError::Message("a wrong checksum".to_owned()));
         }
         from_bytes(&body)
@@ -226,98 +226,10 @@ mod name {
 
 /// All ranks of a job, in rank order.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(crate) struct Table {
+pub(crate) struct RankTable {
     pub(crate) ranks: Vec<Registration>,
     /// What the key of the job is made from.
     pub(crate) secret: Nonce,
-}
-
-/// Why a rank cannot join.
-#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(crate) struct Refusal {
-    pub(crate) kind: u8,
-    pub(crate) ranks: Vec<usize>,
-    pub(crate) reason: String,
-    culprit: Option<Suspect>,
-}
-
-/// A [`Culprit`] on its way.
-#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-struct Suspect {
-    rank: usize,
-    host: String,
-    pid: Option<u32>,
-    cause: String,
-    certainty: u8,
-}
-
-impl Suspect {
-    fn new(culprit: &Culprit) -> Self {
-        Self {
-            rank: culprit.rank,
-            host: shorten(&culprit.host, NAME),
-            pid: culprit.pid,
-            cause: shorten(&culprit.cause, TEXT / 2),
-            certainty: culprit.certainty as u8,
-        }
-    }
-}
-
-impl Refusal {
-    pub(crate) fn new(error: &Error) -> Self {
-        Self {
-            kind: error.kind().code(),
-            ranks: error.ranks().to_vec(),
-            reason: error.message().to_owned(),
-            culprit: error.culprit().map(Suspect::new),
-        }
-    }
-
-    /// What a stranger may send: a text and a list that have bounds.
-    pub(crate) fn bounded(error: &Error) -> Self {
-        Self {
-            kind: error.kind().code(),
-            ranks: error.ranks().iter().copied().take(LISTED).collect(),
-            reason: shorten(&error.to_string(), TEXT),
-            culprit: error.culprit().map(Suspect::new),
-        }
-    }
-
-    pub(crate) fn into_error(self) -> Error {
-        let kind = Kind::from_code(self.kind).unwrap_or(Kind::Rendezvous);
-        match self.culprit {
-            Some(Suspect {
-                rank,
-                host,
-                pid,
-                cause,
-                certainty,
-            }) if self.ranks == [rank] => {
-                let certainty = Certainty::from_code(certainty).unwrap_or(Certainty::Settled);
-                let culprit = Culprit {
-                    rank,
-                    host,
-                    pid,
-                    cause,
-                    certainty,
-                };
-                Error::blaming(kind, culprit, self.reason)
-            }
-            _ => Error::about(kind, self.ranks, self.reason),
-        }
-    }
-}
-
-/// The beginning of a text, of so many bytes at most.
-pub(crate) fn shorten(text: &str, most: usize) -> String {
-    let end = (0..=text.len().min(most))
-        .rev()
-        .find(|at| text.is_char_boundary(*at));
-    let mut short = text[..end.unwrap_or(0)].to_owned();
-    if short.len() < text.len() {
-        short.push('…');
-    }
-    short
 }
 
 pub(crate) type Nonce = [u8; 32];
@@ -349,11 +261,8 @@ pub(crate) const LISTED: usize = 64;
 /// The most bytes of a text in a [`SHORT`] message.
 pub(crate) const TEXT: usize = 2000;
 
-/// The most bytes of the name of a host.
-const NAME: usize = 256;
-
 const MAGIC: [u8; 4] = *b"ACLR";
-const VERSION: u8 = 3;
+const VERSION: u8 = 4;
 const ENVELOPE: usize = 16;
 
 #[cfg(test)]
@@ -363,6 +272,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::{
+        error::{Certainty, Culprit, Error, Kind},
+        wire::shorten,
+    };
 
     fn exchange(message: &Message) -> Vec<u8> {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
@@ -388,8 +301,8 @@ mod tests {
         });
         let back = Message::read(&mut &bytes[..], SHORT).unwrap();
         assert!(matches!(back, Message::Greet { from: 3, to: 1, nonce } if nonce == [7; 32]));
-        for cut in 0..bytes.len() {
-            assert!(Message::read(&mut &bytes[..cut], SHORT).is_err());
+        for inject_disconnect in 0..bytes.len() {
+            assert!(Message::read(&mut &bytes[..inject_disconnect], SHORT).is_err());
         }
         assert!(
             Message::read(&mut &bytes[..], 10).is_err(),
@@ -410,12 +323,12 @@ mod tests {
         let mut bytes = exchange(&Message::Confirm { proof: [0; 32] });
         bytes[4] = 9;
         let error = Message::read(&mut &bytes[..], SHORT).unwrap_err();
-        assert!(error.to_string().contains("protocol version 9, expected 3"));
+        assert!(error.to_string().contains("protocol version 9, expected 4"));
     }
 
     #[test]
     fn a_registration_of_an_older_version_is_read() {
-        /// What version 3 of the protocol began with.
+        /// What the protocol began with.
         #[derive(Deserialize, Serialize)]
         struct Older {
             rank: usize,
@@ -450,13 +363,13 @@ mod tests {
     }
 
     #[test]
-    fn accusations_are_bounded() {
+    fn failure_reports_are_bounded() {
         let ranks = (1_000_000..1_100_000).collect();
         let error = Error::about(Kind::PeerLost, ranks, "é".repeat(5000));
-        let accuse = Message::Accuse(Refusal::bounded(&error));
-        let bytes = exchange(&accuse);
+        let report_failure = Message::ReportFailure(WireError::bounded(&error, TEXT, LISTED));
+        let bytes = exchange(&report_failure);
         assert!(bytes.len() <= SHORT);
-        let Message::Accuse(back) = Message::read(&mut &bytes[..], SHORT).unwrap() else {
+        let Message::ReportFailure(back) = Message::read(&mut &bytes[..], SHORT).unwrap() else {
             panic!("another message");
         };
         let back = back.into_error();
@@ -468,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn an_accusation_names_the_culprit() {
+    fn a_failure_report_names_the_culprit() {
         let culprit = Culprit {
             rank: 3,
             host: "h".repeat(5000),
@@ -477,9 +390,11 @@ mod tests {
             certainty: Certainty::Guessed,
         };
         let error = Error::blaming(Kind::PeerLost, culprit, "x".repeat(5000));
-        let bytes = exchange(&Message::Accuse(Refusal::bounded(&error)));
+        let bytes = exchange(&Message::ReportFailure(WireError::bounded(
+            &error, TEXT, LISTED,
+        )));
         assert!(bytes.len() <= SHORT);
-        let Message::Accuse(back) = Message::read(&mut &bytes[..], SHORT).unwrap() else {
+        let Message::ReportFailure(back) = Message::read(&mut &bytes[..], SHORT).unwrap() else {
             panic!("another message");
         };
         let back = back.into_error();
@@ -513,7 +428,7 @@ mod tests {
         fn rubbish_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
             prop_assert!(Message::read(&mut &bytes[..], SHORT).is_err());
             let _ = from_bytes::<Message>(&bytes);
-            let _ = from_bytes::<Table>(&bytes);
+            let _ = from_bytes::<RankTable>(&bytes);
         }
     }
 }

@@ -3,5 +3,7 @@
 pub(crate) mod frame;
 pub(crate) mod message;
 mod source;
+mod wire_error;
 
 pub(crate) use source::ReadError;
+pub(crate) use wire_error::{WireError, shorten};

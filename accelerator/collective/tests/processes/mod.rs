@@ -15,7 +15,7 @@ use std::{
 };
 
 use accelerator_collective::{
-    Cut, DType, Error, GroupOptions, Launch, Partition, ProcessGroup, ReduceOp,
+    DType, Error, GroupOptions, Launch, Partition, ProcessGroup, ReduceOp, ShardLayout,
 };
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
@@ -134,7 +134,7 @@ fn scatter_for_ever(group: &ProcessGroup) -> Result<(), Error> {
     let mut buffer = group.buffer(DType::F32, 3_000_000);
     let partition = Partition::new(buffer.len(), group.world_size());
     let parts = (0..group.world_size()).map(|rank| vec![partition.range(rank)]);
-    let cut = Arc::new(Cut::new(buffer.len(), parts.collect())?);
+    let cut = Arc::new(ShardLayout::new(buffer.len(), parts.collect())?);
     loop {
         CALLS.fetch_add(1, Ordering::Release);
         group.reduce_scatter_buffer(&mut buffer, ReduceOp::Mean, &cut)?;
@@ -202,7 +202,7 @@ fn wait_for_the_end_of_the_pulse() {
 
 /// What one rank did and saw.
 #[derive(Debug)]
-pub(crate) struct Rank {
+pub(crate) struct EndedRank {
     pub(crate) pid: u32,
     pub(crate) status: ExitStatus,
     /// When it did what it was told, in milliseconds.
@@ -228,7 +228,7 @@ pub(crate) struct Told {
 
 /// One job of three ranks, of which one does something.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Job<'a> {
+pub(crate) struct ProcessJob<'a> {
     /// The collective that all call then.
     pub(crate) call: &'a str,
     pub(crate) victim: usize,
@@ -237,13 +237,13 @@ pub(crate) struct Job<'a> {
     pub(crate) variables: &'a [(&'a str, &'a str)],
 }
 
-impl Job<'_> {
+impl ProcessJob<'_> {
     /// Runs it to its end. A rank that is stopped runs again when the others have ended.
-    pub(crate) fn run(self) -> Vec<Rank> {
+    pub(crate) fn run(self) -> Vec<EndedRank> {
         let port = free_port();
         let mut ranks: Vec<Running> = (0..WORLD).map(|rank| self.start(rank, port)).collect();
         let victim = ranks.remove(self.victim);
-        let mut ended: Vec<Rank> = ranks.into_iter().map(Running::finish).collect();
+        let mut ended: Vec<EndedRank> = ranks.into_iter().map(Running::finish).collect();
         let pid = Pid::from_raw(victim.child.id() as i32).unwrap();
         // It may have ended, and is waited for only now.
         let _ = kill_process(pid, Signal::CONT);
@@ -286,7 +286,7 @@ struct Running {
 }
 
 impl Running {
-    fn finish(mut self) -> Rank {
+    fn finish(mut self) -> EndedRank {
         // What the ranks say fits into the pipes.
         let status = loop {
             if let Some(status) = self.child.try_wait().unwrap() {
@@ -311,7 +311,7 @@ impl Running {
         let failure = line(&output, "failure");
         let failure = failure.map(|fields| (fields[0].parse().unwrap(), fields[1].to_owned()));
         err.unwrap().read_to_string(&mut output).unwrap();
-        Rank {
+        EndedRank {
             pid: self.child.id(),
             status,
             deed,
@@ -343,7 +343,13 @@ fn now() -> u64 {
 
 /// Every survivor must name the victim, where and in what it was missed, and why, in time.
 /// `kind` is "lost", or another one; the causes are parts of the text.
-pub(crate) fn assert_named(job: Job<'_>, ranks: &[Rank], kind: &str, cause: &str, limit: u64) {
+pub(crate) fn assert_named(
+    job: ProcessJob<'_>,
+    ranks: &[EndedRank],
+    kind: &str,
+    cause: &str,
+    limit: u64,
+) {
     let pid = ranks[job.victim].pid;
     let deed = ranks[job.victim].deed.unwrap();
     for (rank, survivor) in ranks.iter().enumerate() {

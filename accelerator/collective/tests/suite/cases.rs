@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use accelerator_collective::{Cut, Element, ProcessGroup, ReduceOp};
+use accelerator_collective::{Element, ProcessGroup, ReduceOp, ShardLayout};
 
 use super::world::{Means, patient, run, run_with};
 pub(crate) use super::{computing::*, scattering::*};
@@ -39,8 +39,8 @@ pub(crate) fn disagreements(means: Means, world_size: usize) {
     let scattered: Act = |group| {
         let mut buffer = group.buffer(f32::DTYPE, 90_000);
         let parts = vec![Vec::new(); group.world_size()];
-        let cut = Arc::new(Cut::new(buffer.len(), parts)?);
-        group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &cut)
+        let layout = Arc::new(ShardLayout::new(buffer.len(), parts)?);
+        group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &layout)
     };
     let rooted: Act = |group| group.broadcast(&mut [0_u8; 4], 0);
     let counted: Act = |group| {

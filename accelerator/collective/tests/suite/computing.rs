@@ -9,7 +9,9 @@ use std::{
     time::Duration,
 };
 
-use accelerator_collective::{Buffer, DType, Element, Part, Partition, ProcessGroup, ReduceOp};
+use accelerator_collective::{
+    Buffer, BufferSlice, DType, Element, Partition, ProcessGroup, ReduceOp,
+};
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
@@ -195,7 +197,8 @@ pub(crate) fn gathers(means: Means, world_size: usize) {
             let parts: Vec<_> = (0..world_size)
                 .map(|rank| {
                     let some = bound(rank as u32)..bound(rank as u32 + 1);
-                    [(0, some), (1, rank..rank + 1)].map(|(buffer, bytes)| Part { buffer, bytes })
+                    [(0, some), (1, rank..rank + 1)]
+                        .map(|(buffer, bytes)| BufferSlice { buffer, bytes })
                 })
                 .map(Vec::from)
                 .collect();
@@ -231,8 +234,33 @@ pub(crate) fn gathers(means: Means, world_size: usize) {
     });
 }
 
+/// Parts of any length, some empty, some of several chunks.
+pub(crate) fn all_to_all(means: Means, world_size: usize) {
+    run(means, world_size, move |group| {
+        let rank = group.rank();
+        let part = |from: usize, to: usize, unit: usize| {
+            let len = (from + 2 * to) % 4 * unit;
+            (0..len)
+                .map(|at| (from * 1000 + to * 100 + at % 100) as f32)
+                .collect::<Vec<f32>>()
+        };
+        for unit in [0, 1, 70_000] {
+            let parts: Vec<_> = (0..world_size).map(|to| part(rank, to, unit)).collect();
+            let received = group.all_to_all(&parts).unwrap();
+            let expected: Vec<_> = (0..world_size).map(|from| part(from, rank, unit)).collect();
+            assert!(received == expected, "rank {rank}, unit {unit}");
+        }
+        assert!(
+            group
+                .all_to_all::<u8>(&vec![vec![]; world_size + 1])
+                .unwrap_err()
+                .is_misuse()
+        );
+    });
+}
+
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
-struct Report {
+struct RankSummary {
     rank: usize,
     loss: f64,
     counts: BTreeMap<u32, String>,
@@ -240,7 +268,7 @@ struct Report {
     blob: String,
 }
 
-impl Report {
+impl RankSummary {
     fn of(rank: usize) -> Self {
         Self {
             rank,
@@ -256,19 +284,19 @@ impl Report {
 pub(crate) fn objects(means: Means, world_size: usize) {
     run(means, world_size, |group| {
         let (rank, world_size) = (group.rank(), group.world_size());
-        let expected: Vec<Report> = (0..world_size).map(Report::of).collect();
+        let expected: Vec<RankSummary> = (0..world_size).map(RankSummary::of).collect();
         assert_eq!(
-            group.all_gather_object(&Report::of(rank)).unwrap(),
+            group.all_gather_object(&RankSummary::of(rank)).unwrap(),
             expected
         );
         for root in 0..world_size {
-            let gathered = group.gather_object(&Report::of(rank), root).unwrap();
+            let gathered = group.gather_object(&RankSummary::of(rank), root).unwrap();
             assert_eq!(gathered, (rank == root).then(|| expected.clone()));
-            let mine = Report::of(rank);
+            let mine = RankSummary::of(rank);
             let value = (rank == root).then_some(&mine);
             assert_eq!(group.broadcast_object(value, root).unwrap(), expected[root]);
             let parts = (rank == root).then_some(&expected[..]);
-            let part: Report = group.scatter_object(parts, root).unwrap();
+            let part: RankSummary = group.scatter_object(parts, root).unwrap();
             assert_eq!(part, expected[rank]);
         }
         let losses = group.all_gather_object(&f64::NAN).unwrap();

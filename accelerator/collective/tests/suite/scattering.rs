@@ -1,8 +1,10 @@
-//! What every transport must do: reductions of which each rank keeps its part of a cut.
+//! What every transport must do: reductions of which each rank keeps its part of a layout.
 
 use std::{ops::Range, sync::Arc};
 
-use accelerator_collective::{Buffer, Cut, Element, Partition, ProcessGroup, ReduceOp, Result};
+use accelerator_collective::{
+    Buffer, Element, Partition, ProcessGroup, ReduceOp, Result, ShardLayout,
+};
 use half::{bf16, f16};
 
 use super::{
@@ -52,8 +54,8 @@ const SHAPES: [Shape; 5] = [
     |_, world_size| vec![Vec::new(); world_size],
 ];
 
-fn cut(shape: Shape, len: usize, world_size: usize) -> Arc<Cut> {
-    Arc::new(Cut::new(len, shape(len, world_size)).unwrap())
+fn layout(shape: Shape, len: usize, world_size: usize) -> Arc<ShardLayout> {
+    Arc::new(ShardLayout::new(len, shape(len, world_size)).unwrap())
 }
 
 fn filled<T: Sample>(home: &ProcessGroup, rank: usize, len: usize) -> Buffer {
@@ -63,15 +65,21 @@ fn filled<T: Sample>(home: &ProcessGroup, rank: usize, len: usize) -> Buffer {
     values
 }
 
-/// A rank's elements of a cut are those of an all-reduce.
-fn assert_kept<T: Sample>(rank: usize, cut: &Cut, found: &Buffer, all: &Buffer, what: &str) {
+/// A rank's elements of a layout are those of an all-reduce.
+fn assert_kept<T: Sample>(
+    rank: usize,
+    layout: &ShardLayout,
+    found: &Buffer,
+    all: &Buffer,
+    what: &str,
+) {
     let (found, all) = (found.as_slice::<T>().unwrap(), all.as_slice::<T>().unwrap());
-    for range in cut.of(rank) {
+    for range in layout.of(rank) {
         assert_same(&found[range.clone()], &all[range.clone()], what);
     }
 }
 
-/// Every cut, for lengths around those at which the way changes; buffers of the group and of
+/// Every layout, for lengths around those at which the way changes; buffers of the group and of
 /// another one.
 pub(crate) fn scatters(means: Means, world_size: usize) {
     fn check<T: Sample>(group: &ProcessGroup, stranger: &ProcessGroup, ops: &[ReduceOp]) {
@@ -83,14 +91,19 @@ pub(crate) fn scatters(means: Means, world_size: usize) {
                 let mut all = filled::<T>(group, rank, len);
                 group.all_reduce_buffer(&mut all, *op).unwrap();
                 for (number, shape) in SHAPES.into_iter().enumerate() {
-                    let cut = cut(shape, len, world_size);
-                    let what = format!("{op} {} x {len}, W = {world_size}, cut {number}", T::DTYPE);
+                    let layout = layout(shape, len, world_size);
+                    let what = format!(
+                        "{op} {} x {len}, W = {world_size}, layout {number}",
+                        T::DTYPE
+                    );
                     // Everyone in place; those of odd rank.
                     for placed in [true, rank % 2 == 1] {
                         let home = if placed { group } else { stranger };
                         let mut values = filled::<T>(home, rank, len);
-                        group.reduce_scatter_buffer(&mut values, *op, &cut).unwrap();
-                        assert_kept::<T>(rank, &cut, &values, &all, &what);
+                        group
+                            .reduce_scatter_buffer(&mut values, *op, &layout)
+                            .unwrap();
+                        assert_kept::<T>(rank, &layout, &values, &all, &what);
                     }
                 }
             }
@@ -118,31 +131,31 @@ pub(crate) fn scatters_are_started_as_ranks_like(means: Means, world_size: usize
             .enumerate()
         {
             let shape = SHAPES[index % SHAPES.len()];
-            let cut = cut(shape, len, world_size);
+            let layout = layout(shape, len, world_size);
             let mut buffer = group.buffer(f32::DTYPE, len);
             let value = (rank + index) as f32;
             buffer.as_mut_slice::<f32>().unwrap().fill(value);
             let sum = (world_size * (world_size - 1) / 2 + index * world_size) as f32;
             let check = {
-                let cut = Arc::clone(&cut);
+                let layout = Arc::clone(&layout);
                 move |buffer: &Buffer| {
                     let values = buffer.as_slice::<f32>().unwrap();
                     assert_eq!(values.len(), len);
-                    let mut kept = cut.of(rank).iter().cloned().flatten();
+                    let mut kept = layout.of(rank).iter().cloned().flatten();
                     assert!(kept.all(|element| values[element] == sum), "{index}");
                 }
             };
             let started = match (index + rank) % 3 {
                 0 => {
                     group
-                        .reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &cut)
+                        .reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &layout)
                         .unwrap();
                     check(&buffer);
                     None
                 }
                 _ => Some(
                     group
-                        .start_reduce_scatter(buffer, ReduceOp::Sum, &cut)
+                        .start_reduce_scatter(buffer, ReduceOp::Sum, &layout)
                         .unwrap(),
                 ),
             };
@@ -166,20 +179,20 @@ pub(crate) fn scatters_are_started_as_ranks_like(means: Means, world_size: usize
     });
 }
 
-/// Other cuts are told in the same words on every rank, whatever the way, and nothing else is.
+/// Other layouts are told in the same words on every rank, whatever the way, and nothing else is.
 pub(crate) fn other_cuts(means: Means, world_size: usize) {
     for len in [100, 100_000] {
         for is_started in [false, true] {
             let errors = run(means, world_size, move |group| {
                 group.barrier().unwrap();
                 let shape = SHAPES[usize::from(group.rank() == 1)];
-                let cut = cut(shape, len, group.world_size());
+                let layout = layout(shape, len, group.world_size());
                 let mut buffer = group.buffer(f32::DTYPE, len);
                 let outcome: Result<()> = if is_started && group.rank() == 0 {
-                    let started = group.start_reduce_scatter(buffer, ReduceOp::Sum, &cut);
+                    let started = group.start_reduce_scatter(buffer, ReduceOp::Sum, &layout);
                     started.unwrap().wait().map(drop)
                 } else {
-                    group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &cut)
+                    group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &layout)
                 };
                 let error = outcome.unwrap_err();
                 assert!(error.is_mismatch(), "{error}");
@@ -189,23 +202,26 @@ pub(crate) fn other_cuts(means: Means, world_size: usize) {
             });
             for error in &errors {
                 assert_eq!(error, &errors[0], "all ranks tell the same");
-                assert!(error.contains("collective #1: they cut"), "{error}");
+                assert!(
+                    error.contains("collective #1: their shard layouts"),
+                    "{error}"
+                );
             }
         }
     }
 }
 
-/// A cut that does not fit costs the group nothing.
+/// A layout that does not fit costs the group nothing.
 pub(crate) fn cuts_that_do_not_fit(means: Means, world_size: usize) {
     run(means, world_size, |group| {
         let (shape, world_size) = (SHAPES[0], group.world_size());
-        for (cut, found) in [
-            (cut(shape, 9, world_size), "found one of 9 for"),
-            (cut(shape, 10, world_size + 1), "found one of 10 for"),
+        for (layout, found) in [
+            (layout(shape, 9, world_size), "found one of 9 for"),
+            (layout(shape, 10, world_size + 1), "found one of 10 for"),
         ] {
             let mut buffer = group.buffer(f32::DTYPE, 10);
-            let blocking = group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &cut);
-            let started = group.start_reduce_scatter(buffer, ReduceOp::Sum, &cut);
+            let blocking = group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &layout);
+            let started = group.start_reduce_scatter(buffer, ReduceOp::Sum, &layout);
             for error in [blocking.unwrap_err(), started.unwrap_err()] {
                 assert!(error.is_misuse(), "{error}");
                 assert!(error.to_string().contains(found), "{error}");
@@ -227,8 +243,8 @@ pub(crate) fn a_scattered_buffer_outlives_a_failure(means: Means, world_size: us
             group.abort("its data set is empty");
             return;
         }
-        let cut = cut(SHAPES[0], len, group.world_size());
-        let error = group.reduce_scatter_buffer(&mut values, ReduceOp::Sum, &cut);
+        let layout = layout(SHAPES[0], len, group.world_size());
+        let error = group.reduce_scatter_buffer(&mut values, ReduceOp::Sum, &layout);
         assert!(error.unwrap_err().is_peer_lost());
         values.as_mut_slice::<f32>().unwrap().fill(2.0);
         drop(group);

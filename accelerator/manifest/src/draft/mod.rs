@@ -179,7 +179,7 @@ impl Draft {
                 .map_err(|error| Error::io("flush", &path, error))?;
         }
         writer
-            .strike(SaveStage::Written)
+            .fail_point(SaveStage::Written)
             .map_err(|error| Error::io("write", root, error))?;
 
         let path = self.folder.join(name_of(self.number));
@@ -196,7 +196,7 @@ impl Draft {
             Error::caused(Kind::Io, message, error)
         })?;
         let hint = writer
-            .strike(SaveStage::Renamed)
+            .fail_point(SaveStage::Renamed)
             .and_then(|()| point_latest(vfs, &self.folder, self.number));
         if let Err(error) = hint {
             tracing::warn!(
@@ -222,7 +222,7 @@ impl Draft {
     /// `folder` exists; the number is free as far as can be seen.
     pub(crate) fn begin(folder: &Path, number: u64, rank: usize, vfs: Vfs) -> Result<Self> {
         let mut writer = Writer::new(number, rank, vfs);
-        let begin = writer.strike(SaveStage::Begin);
+        let begin = writer.fail_point(SaveStage::Begin);
         let (root, lock) = begin
             .and_then(|()| staged::make(&writer.vfs, folder, &name_of(number)))
             .map_err(|error| Error::io("write a checkpoint in", folder, error))?;

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use accelerator_fault::{Effect, Point, SaveStage, strike};
+use accelerator_fault::{Effect, Point, SaveStage, fail_point};
 
 use crate::error::{Error, Kind, Result};
 use crate::manifest::{FileEntry, Manifest, Role};
@@ -153,8 +153,8 @@ impl Writer {
     }
 
     /// Lets planned faults happen; those that are a failing disk come back as what it would say.
-    pub(super) fn strike(&self, stage: SaveStage) -> io::Result<()> {
-        match strike(self.rank, Point::Save(self.number, stage)) {
+    pub(super) fn fail_point(&self, stage: SaveStage) -> io::Result<()> {
+        match fail_point(self.rank, Point::Save(self.number, stage)) {
             Some(Effect::DiskFull) => Err(io::ErrorKind::StorageFull.into()),
             Some(Effect::FailWrite) => Err(io::Error::other("an injected fault: the write failed")),
             _ => Ok(()),
@@ -194,7 +194,7 @@ impl<'a> Summing<'a> {
             let half;
             (half, bytes) = bytes.split_at(bytes.len() / 2);
             self.put_all(half)?;
-            self.writer.strike(SaveStage::Data)?;
+            self.writer.fail_point(SaveStage::Data)?;
         }
         self.put_all(bytes)
     }

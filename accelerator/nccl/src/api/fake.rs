@@ -8,7 +8,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-use super::{Api, Comm, Context, Device, Event, Fault, Foreign, Outcome, Progress, Stream};
+use super::{
+    Api, CallError, CallResult, Comm, Context, Device, EventHandle, Foreign, Progress, StreamHandle,
+};
 use crate::operation::Operation;
 
 /// Two GPUs.
@@ -18,12 +20,12 @@ pub(crate) struct Fake {
     driver: u32,
     context_events: bool,
     id: u8,
-    state: Mutex<State>,
+    state: Mutex<FakeState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct FakeState {
     calls: Vec<String>,
     handles: HashSet<Handle>,
     made: usize,
@@ -43,8 +45,8 @@ struct State {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Handle {
     Context(usize),
-    Stream(usize),
-    Event(usize),
+    StreamHandle(usize),
+    EventHandle(usize),
     Comm(usize),
 }
 
@@ -92,7 +94,7 @@ impl Fake {
         self
     }
 
-    pub(crate) fn shared(self) -> Arc<Self> {
+    pub(crate) fn inner(self) -> Arc<Self> {
         Arc::new(self)
     }
 
@@ -148,15 +150,15 @@ impl Fake {
         assert!(state.entered.values().all(|depth| *depth == 0));
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, FakeState> {
         self.state.lock().unwrap()
     }
 
-    fn called(&self, state: &mut State, call: String) -> Outcome<()> {
+    fn called(&self, state: &mut FakeState, call: String) -> CallResult<()> {
         let failing = state
             .failing
             .is_some_and(|failing| call.starts_with(failing));
-        let fault = Fault {
+        let fault = CallError {
             of: Foreign::Cuda,
             call: "a call",
             text: call.clone(),
@@ -167,7 +169,7 @@ impl Fake {
     }
 }
 
-impl State {
+impl FakeState {
     fn make(&mut self, handle: fn(usize) -> Handle) -> usize {
         self.made += 1;
         self.handles.insert(handle(self.made));
@@ -205,7 +207,7 @@ impl State {
 }
 
 impl Api for Fake {
-    fn driver_version(&self) -> Outcome<u32> {
+    fn driver_version(&self) -> CallResult<u32> {
         Ok(self.driver)
     }
 
@@ -213,19 +215,19 @@ impl Api for Fake {
         self.context_events
     }
 
-    fn gpu_count(&self) -> Outcome<usize> {
+    fn gpu_count(&self) -> CallResult<usize> {
         Ok(2)
     }
 
-    fn device(&self, ordinal: i32) -> Outcome<Device> {
+    fn device(&self, ordinal: i32) -> CallResult<Device> {
         Ok(Device(ordinal))
     }
 
-    fn bus_id(&self, device: Device) -> Outcome<String> {
+    fn bus_id(&self, device: Device) -> CallResult<String> {
         Ok(format!("0000:{:02X}:00.0", device.0))
     }
 
-    fn retain(&self, device: Device) -> Outcome<Context> {
+    fn retain(&self, device: Device) -> CallResult<Context> {
         let mut state = self.lock();
         self.called(&mut state, format!("retain {}", device.0))?;
         state.handles.insert(Handle::Context(device.0 as usize));
@@ -238,7 +240,7 @@ impl Api for Fake {
         let _ = self.called(&mut state, format!("release {}", device.0));
     }
 
-    unsafe fn enter(&self, context: Context) -> Outcome<()> {
+    unsafe fn enter(&self, context: Context) -> CallResult<()> {
         let mut state = self.lock();
         assert!(state.handles.contains(&Handle::Context(context.0)));
         *state.entered.entry(thread::current().id()).or_default() += 1;
@@ -250,36 +252,36 @@ impl Api for Fake {
         *state.entered.get_mut(&thread::current().id()).unwrap() -= 1;
     }
 
-    unsafe fn synchronize(&self) -> Outcome<()> {
+    unsafe fn synchronize(&self) -> CallResult<()> {
         let mut state = self.lock();
         state.is_entered();
         self.called(&mut state, "synchronize".into())
     }
 
-    unsafe fn create_stream(&self) -> Outcome<Stream> {
+    unsafe fn create_stream(&self) -> CallResult<StreamHandle> {
         let mut state = self.lock();
         state.is_entered();
-        Ok(Stream(state.make(Handle::Stream)))
+        Ok(StreamHandle(state.make(Handle::StreamHandle)))
     }
 
-    unsafe fn destroy_stream(&self, stream: Stream) {
-        self.lock().takes_back(Handle::Stream(stream.0));
+    unsafe fn destroy_stream(&self, stream: StreamHandle) {
+        self.lock().takes_back(Handle::StreamHandle(stream.0));
     }
 
-    unsafe fn create_event(&self) -> Outcome<Event> {
+    unsafe fn create_event(&self) -> CallResult<EventHandle> {
         let mut state = self.lock();
         state.is_entered();
-        Ok(Event(state.make(Handle::Event)))
+        Ok(EventHandle(state.make(Handle::EventHandle)))
     }
 
-    unsafe fn destroy_event(&self, event: Event) {
-        self.lock().takes_back(Handle::Event(event.0));
+    unsafe fn destroy_event(&self, event: EventHandle) {
+        self.lock().takes_back(Handle::EventHandle(event.0));
     }
 
-    unsafe fn record(&self, event: Event, stream: Stream) -> Outcome<()> {
+    unsafe fn record(&self, event: EventHandle, stream: StreamHandle) -> CallResult<()> {
         let mut state = self.lock();
-        state.uses(Handle::Event(event.0));
-        state.uses(Handle::Stream(stream.0));
+        state.uses(Handle::EventHandle(event.0));
+        state.uses(Handle::StreamHandle(stream.0));
         assert_eq!(
             state.standing(),
             Progress::Done,
@@ -288,18 +290,18 @@ impl Api for Fake {
         self.called(&mut state, "record".into())
     }
 
-    unsafe fn record_context(&self, event: Event, context: Context) -> Outcome<()> {
+    unsafe fn record_context(&self, event: EventHandle, context: Context) -> CallResult<()> {
         let mut state = self.lock();
-        state.uses(Handle::Event(event.0));
+        state.uses(Handle::EventHandle(event.0));
         state.uses(Handle::Context(context.0));
         self.called(&mut state, "context: record".into())
     }
 
-    unsafe fn query(&self, event: Event) -> Outcome<Progress> {
+    unsafe fn query(&self, event: EventHandle) -> CallResult<Progress> {
         let state = self.lock();
-        state.uses(Handle::Event(event.0));
+        state.uses(Handle::EventHandle(event.0));
         match (state.failing, state.stuck) {
-            (Some("query"), _) => Err(Fault {
+            (Some("query"), _) => Err(CallError {
                 of: Foreign::Cuda,
                 call: "a call",
                 text: "query".into(),
@@ -309,21 +311,21 @@ impl Api for Fake {
         }
     }
 
-    unsafe fn wait_stream(&self, stream: Stream, event: Event) -> Outcome<()> {
+    unsafe fn wait_stream(&self, stream: StreamHandle, event: EventHandle) -> CallResult<()> {
         let mut state = self.lock();
-        state.uses(Handle::Event(event.0));
-        state.uses(Handle::Stream(stream.0));
+        state.uses(Handle::EventHandle(event.0));
+        state.uses(Handle::StreamHandle(stream.0));
         self.called(&mut state, "stream waits".into())
     }
 
-    unsafe fn wait_context(&self, context: Context, event: Event) -> Outcome<()> {
+    unsafe fn wait_context(&self, context: Context, event: EventHandle) -> CallResult<()> {
         let mut state = self.lock();
-        state.uses(Handle::Event(event.0));
+        state.uses(Handle::EventHandle(event.0));
         state.uses(Handle::Context(context.0));
         self.called(&mut state, "context: waits".into())
     }
 
-    unsafe fn allocate(&self, bytes: usize) -> Outcome<u64> {
+    unsafe fn allocate(&self, bytes: usize) -> CallResult<u64> {
         let mut state = self.lock();
         state.is_entered();
         state.made += 1;
@@ -336,26 +338,26 @@ impl Api for Fake {
         self.lock().memory.remove(&at).unwrap();
     }
 
-    unsafe fn write(&self, at: u64, bytes: &[u8]) -> Outcome<()> {
+    unsafe fn write(&self, at: u64, bytes: &[u8]) -> CallResult<()> {
         let mut state = self.lock();
         state.memory.get_mut(&at).unwrap()[..bytes.len()].copy_from_slice(bytes);
         Ok(())
     }
 
-    unsafe fn read(&self, at: u64, bytes: &mut [u8]) -> Outcome<()> {
+    unsafe fn read(&self, at: u64, bytes: &mut [u8]) -> CallResult<()> {
         bytes.copy_from_slice(&self.lock().memory[&at][..bytes.len()]);
         Ok(())
     }
 
-    fn nccl_version(&self) -> Outcome<u32> {
+    fn nccl_version(&self) -> CallResult<u32> {
         Ok(self.nccl)
     }
 
-    fn unique_id(&self) -> Outcome<[u8; 128]> {
+    fn unique_id(&self) -> CallResult<[u8; 128]> {
         Ok([self.id; 128])
     }
 
-    unsafe fn connect(&self, id: &[u8; 128], rank: i32, world_size: i32) -> Outcome<Comm> {
+    unsafe fn connect(&self, id: &[u8; 128], rank: i32, world_size: i32) -> CallResult<Comm> {
         let mut state = self.lock();
         state.is_entered();
         self.called(
@@ -366,12 +368,12 @@ impl Api for Fake {
         Ok(Comm(state.make(Handle::Comm)))
     }
 
-    unsafe fn progress(&self, comm: Comm) -> Outcome<Progress> {
+    unsafe fn progress(&self, comm: Comm) -> CallResult<Progress> {
         let mut state = self.lock();
         state.uses(Handle::Comm(comm.0));
         state.looks += 1;
         if let Some(text) = state.nccl_fault.clone() {
-            return Err(Fault {
+            return Err(CallError {
                 of: Foreign::Nccl,
                 call: "an operation under way",
                 text,
@@ -384,20 +386,20 @@ impl Api for Fake {
     unsafe fn all_reduce(
         &self,
         comm: Comm,
-        stream: Stream,
+        stream: StreamHandle,
         at: u64,
         elements: usize,
         operation: Operation,
-    ) -> Outcome<Progress> {
+    ) -> CallResult<Progress> {
         let mut state = self.lock();
         state.uses(Handle::Comm(comm.0));
-        state.uses(Handle::Stream(stream.0));
+        state.uses(Handle::StreamHandle(stream.0));
         assert_eq!(state.standing(), Progress::Done, "NCCL is not ready");
         self.called(&mut state, format!("{operation}, {elements} at {at}"))?;
         Ok(state.begin())
     }
 
-    unsafe fn finalize(&self, comm: Comm) -> Outcome<Progress> {
+    unsafe fn finalize(&self, comm: Comm) -> CallResult<Progress> {
         let mut state = self.lock();
         state.uses(Handle::Comm(comm.0));
         self.called(&mut state, "finalize".into())?;
@@ -405,7 +407,7 @@ impl Api for Fake {
         Ok(state.begin())
     }
 
-    unsafe fn destroy(&self, comm: Comm) -> Outcome<()> {
+    unsafe fn destroy(&self, comm: Comm) -> CallResult<()> {
         let mut state = self.lock();
         state.takes_back(Handle::Comm(comm.0));
         assert_eq!(state.standing(), Progress::Done, "it is not finalized");
@@ -413,7 +415,7 @@ impl Api for Fake {
         self.called(&mut state, "destroy".into())
     }
 
-    unsafe fn abort(&self, comm: Comm) -> Outcome<()> {
+    unsafe fn abort(&self, comm: Comm) -> CallResult<()> {
         let mut state = self.lock();
         state.takes_back(Handle::Comm(comm.0));
         (state.stuck, state.finalizing) = (false, false);

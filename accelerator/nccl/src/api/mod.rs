@@ -29,11 +29,11 @@ pub(crate) struct Context(pub(crate) usize);
 
 /// A stream, as a pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Stream(pub(crate) usize);
+pub(crate) struct StreamHandle(pub(crate) usize);
 
 /// An event, as a pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Event(pub(crate) usize);
+pub(crate) struct EventHandle(pub(crate) usize);
 
 /// NCCL's communicator, as a pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,22 +65,22 @@ impl fmt::Display for Foreign {
 
 /// A call that failed, in its own words.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Fault {
+pub(crate) struct CallError {
     pub(crate) of: Foreign,
     pub(crate) call: &'static str,
     pub(crate) text: String,
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for CallError {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { of, call, text } = self;
         write!(formatter, "{of} failed in {call}: {text}")
     }
 }
 
-impl std::error::Error for Fault {}
+impl std::error::Error for CallError {}
 
-impl Fault {
+impl CallError {
     pub(crate) fn kind(&self) -> Kind {
         match self.of {
             Foreign::Cuda => Kind::Cuda,
@@ -89,13 +89,13 @@ impl Fault {
     }
 }
 
-impl From<Fault> for Error {
-    fn from(fault: Fault) -> Self {
+impl From<CallError> for Error {
+    fn from(fault: CallError) -> Self {
         Self::new(fault.kind(), fault.to_string())
     }
 }
 
-pub(crate) type Outcome<T> = Result<T, Fault>;
+pub(crate) type CallResult<T> = Result<T, CallError>;
 
 /// What is asked of CUDA's driver and of NCCL.
 ///
@@ -106,58 +106,58 @@ pub(crate) type Outcome<T> = Result<T, Fault>;
 /// holds as many bytes as are asked for.
 pub(crate) trait Api: fmt::Debug + Send + Sync {
     /// As the driver numbers its releases: 12050 is 12.5.
-    fn driver_version(&self) -> Outcome<u32>;
+    fn driver_version(&self) -> CallResult<u32>;
     /// Whether events can be about a whole context.
     fn has_context_events(&self) -> bool;
-    fn gpu_count(&self) -> Outcome<usize>;
-    fn device(&self, ordinal: i32) -> Outcome<Device>;
-    fn bus_id(&self, device: Device) -> Outcome<String>;
+    fn gpu_count(&self) -> CallResult<usize>;
+    fn device(&self, ordinal: i32) -> CallResult<Device>;
+    fn bus_id(&self, device: Device) -> CallResult<String>;
     /// Takes a share in the primary context.
-    fn retain(&self, device: Device) -> Outcome<Context>;
+    fn retain(&self, device: Device) -> CallResult<Context>;
     /// Gives one share back.
     unsafe fn release(&self, device: Device);
 
     /// Makes the context current in this thread until [`leave`](Self::leave).
-    unsafe fn enter(&self, context: Context) -> Outcome<()>;
+    unsafe fn enter(&self, context: Context) -> CallResult<()>;
     /// Restores what was current before.
     unsafe fn leave(&self);
     /// Waits for all that is enqueued in the current context.
-    unsafe fn synchronize(&self) -> Outcome<()>;
+    unsafe fn synchronize(&self) -> CallResult<()>;
 
     /// A stream of its own, with the highest priority.
-    unsafe fn create_stream(&self) -> Outcome<Stream>;
-    unsafe fn destroy_stream(&self, stream: Stream);
-    unsafe fn create_event(&self) -> Outcome<Event>;
-    unsafe fn destroy_event(&self, event: Event);
-    unsafe fn record(&self, event: Event, stream: Stream) -> Outcome<()>;
+    unsafe fn create_stream(&self) -> CallResult<StreamHandle>;
+    unsafe fn destroy_stream(&self, stream: StreamHandle);
+    unsafe fn create_event(&self) -> CallResult<EventHandle>;
+    unsafe fn destroy_event(&self, event: EventHandle);
+    unsafe fn record(&self, event: EventHandle, stream: StreamHandle) -> CallResult<()>;
     /// Records what is enqueued in the whole context.
-    unsafe fn record_context(&self, event: Event, context: Context) -> Outcome<()>;
-    unsafe fn query(&self, event: Event) -> Outcome<Progress>;
-    unsafe fn wait_stream(&self, stream: Stream, event: Event) -> Outcome<()>;
+    unsafe fn record_context(&self, event: EventHandle, context: Context) -> CallResult<()>;
+    unsafe fn query(&self, event: EventHandle) -> CallResult<Progress>;
+    unsafe fn wait_stream(&self, stream: StreamHandle, event: EventHandle) -> CallResult<()>;
     /// Lets all that is enqueued in the context from then on wait.
-    unsafe fn wait_context(&self, context: Context, event: Event) -> Outcome<()>;
+    unsafe fn wait_context(&self, context: Context, event: EventHandle) -> CallResult<()>;
 
-    unsafe fn allocate(&self, bytes: usize) -> Outcome<u64>;
+    unsafe fn allocate(&self, bytes: usize) -> CallResult<u64>;
     unsafe fn free(&self, at: u64);
-    unsafe fn write(&self, at: u64, bytes: &[u8]) -> Outcome<()>;
-    unsafe fn read(&self, at: u64, bytes: &mut [u8]) -> Outcome<()>;
+    unsafe fn write(&self, at: u64, bytes: &[u8]) -> CallResult<()>;
+    unsafe fn read(&self, at: u64, bytes: &mut [u8]) -> CallResult<()>;
 
     /// As NCCL numbers its releases: 22703 is 2.27.3.
-    fn nccl_version(&self) -> Outcome<u32>;
-    fn unique_id(&self) -> Outcome<[u8; 128]>;
+    fn nccl_version(&self) -> CallResult<u32>;
+    fn unique_id(&self) -> CallResult<[u8; 128]>;
     /// Begins to connect the device of the current context.
-    unsafe fn connect(&self, id: &[u8; 128], rank: i32, world_size: i32) -> Outcome<Comm>;
+    unsafe fn connect(&self, id: &[u8; 128], rank: i32, world_size: i32) -> CallResult<Comm>;
     /// How the last call is getting on, or what failed since.
-    unsafe fn progress(&self, comm: Comm) -> Outcome<Progress>;
+    unsafe fn progress(&self, comm: Comm) -> CallResult<Progress>;
     unsafe fn all_reduce(
         &self,
         comm: Comm,
-        stream: Stream,
+        stream: StreamHandle,
         at: u64,
         elements: usize,
         operation: Operation,
-    ) -> Outcome<Progress>;
-    unsafe fn finalize(&self, comm: Comm) -> Outcome<Progress>;
-    unsafe fn destroy(&self, comm: Comm) -> Outcome<()>;
-    unsafe fn abort(&self, comm: Comm) -> Outcome<()>;
+    ) -> CallResult<Progress>;
+    unsafe fn finalize(&self, comm: Comm) -> CallResult<Progress>;
+    unsafe fn destroy(&self, comm: Comm) -> CallResult<()>;
+    unsafe fn abort(&self, comm: Comm) -> CallResult<()>;
 }

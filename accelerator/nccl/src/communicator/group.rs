@@ -6,12 +6,12 @@ use std::time::Duration;
 use accelerator_collective::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
-use super::shared::{Patience, Telling};
+use super::state::{CommTimeouts, Notify};
 use super::{CLOSING, Communicator};
 use crate::error::{Error, Kind, Result};
+use crate::failure_detector::GroupFailureDetector;
 use crate::gpu::Gpu;
 use crate::unique_id::UniqueId;
-use crate::watch::GroupWatch;
 
 impl Communicator {
     /// Connects this rank's GPU with those of all other ranks of the group, each of which calls this, and
@@ -42,23 +42,23 @@ impl Communicator {
             Ok(id) => id,
             Err(error) => return Ok(Err(error)),
         };
-        let watch = Arc::new(GroupWatch::new(&group));
+        let detector = Arc::new(GroupFailureDetector::new(&group));
         let place = (group.rank(), group.world_size());
-        let patience = Patience {
+        let timeouts = CommTimeouts {
             connecting: deadline,
             closing: CLOSING,
         };
-        let connected = Self::connect(gpu, &id, place, watch.clone(), patience);
+        let connected = Self::connect(gpu, &id, place, detector.clone(), timeouts);
         let outcome = connected.as_ref().map(drop).map_err(Refusal::from);
         if let Err(error) = all(group.all_gather_object(&outcome)?) {
             if let Ok(communicator) = connected {
                 // A peer that is not there does not end with it.
-                let shared = &communicator.shared;
-                shared.begin_end(error.clone(), Telling::Nobody);
+                let inner = &communicator.inner;
+                inner.start_abort(error.clone(), Notify::Nobody);
             }
             return Ok(Err(error));
         }
-        watch.arm();
+        detector.enable();
         Ok(connected)
     }
 }
@@ -160,7 +160,7 @@ mod tests {
 
     #[test]
     fn all_ranks_connect_by_the_id_of_rank_0() {
-        let fakes = [3, 4].map(|id| Fake::new().with_id(id).with_polls(3).shared());
+        let fakes = [3, 4].map(|id| Fake::new().with_id(id).with_polls(3).inner());
         let ranks = connect(fakes.each_ref(), LONG);
         for (rank, (_, _, connected)) in ranks.iter().enumerate() {
             let communicator = connected.as_ref().unwrap();
@@ -173,7 +173,7 @@ mod tests {
 
     #[test]
     fn one_rank_that_cannot_is_told_to_all_and_ends_no_group() {
-        let fakes = [Fake::new(), Fake::new().failing("connect")].map(Fake::shared);
+        let fakes = [Fake::new(), Fake::new().failing("connect")].map(Fake::inner);
         let ranks = connect(fakes.each_ref(), LONG);
         for (group, _, connected) in &ranks {
             let error = connected.as_ref().unwrap_err();
@@ -195,13 +195,13 @@ mod tests {
     #[test]
     fn a_rank_that_fails_is_named_and_not_one_that_waits_for_it() {
         let waiting = Fake::new().with_polls(usize::MAX);
-        let fakes = [waiting, Fake::new().failing("connect")].map(Fake::shared);
+        let fakes = [waiting, Fake::new().failing("connect")].map(Fake::inner);
         for (_, _, connected) in connect(fakes.each_ref(), Duration::from_millis(50)) {
             let error = connected.unwrap_err();
             assert!(error.is_cuda() && !error.is_timeout(), "{error:?}");
             assert!(error.to_string().starts_with("NCCL of rank 1"), "{error}");
         }
-        let fakes = [(); 2].map(|()| Fake::new().with_polls(usize::MAX).shared());
+        let fakes = [(); 2].map(|()| Fake::new().with_polls(usize::MAX).inner());
         for (_, _, connected) in connect(fakes.each_ref(), Duration::from_millis(50)) {
             let error = connected.unwrap_err();
             assert!(error.is_timeout(), "{error:?}");
@@ -211,12 +211,12 @@ mod tests {
 
     #[test]
     fn once_connected_a_failure_ends_the_group_and_what_others_wait_for() {
-        let fakes = [Fake::new(), Fake::new()].map(Fake::shared);
+        let fakes = [Fake::new(), Fake::new()].map(Fake::inner);
         let [(first, gpu, waits), (_second, _, fails)] = connect(fakes.each_ref(), LONG);
         let (waits, fails) = (waits.unwrap(), fails.unwrap());
         fakes.iter().for_each(|fake| fake.stick());
         let mut memory = DeviceMemory::new(&gpu, 4).unwrap();
-        let mut other = DeviceMemory::new(&fails.shared.gpu, 4).unwrap();
+        let mut other = DeviceMemory::new(&fails.inner.gpu, 4).unwrap();
         thread::scope(|scope| {
             let waiting =
                 scope.spawn(|| waits.all_reduce_memory(&mut memory, DType::F32, ReduceOp::Sum, 1));
@@ -235,7 +235,7 @@ mod tests {
 
     #[test]
     fn a_group_of_one_that_ends_frees_what_waits() {
-        let fake = Fake::new().shared();
+        let fake = Fake::new().inner();
         let library = Library::with(fake.clone()).unwrap();
         let gpu = Gpu::open(&library, 0).unwrap();
         let group = ProcessGroup::single();
@@ -251,7 +251,7 @@ mod tests {
 
     #[test]
     fn a_group_that_has_failed_is_the_outer_error() {
-        let library = Library::with(Fake::new().shared()).unwrap();
+        let library = Library::with(Fake::new().inner()).unwrap();
         let gpu = Gpu::open(&library, 0).unwrap();
         let groups = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
         groups[1].abort("its data set is empty");
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     fn blocking_calls_are_refused() {
-        let library = Library::with(Fake::new().shared()).unwrap();
+        let library = Library::with(Fake::new().inner()).unwrap();
         let gpu = Gpu::open(&library, 0).unwrap();
         let group = ProcessGroup::single();
         for value in ["1", " 1 "] {

@@ -2,7 +2,7 @@
 
 #![expect(unsafe_code, reason = "a handle of NCCL's is made and given back here")]
 
-use crate::api::{self, Outcome, Progress};
+use crate::api::{self, CallResult, Progress};
 use crate::gpu::{Gpu, Stream};
 use crate::memory::DevicePointer;
 use crate::operation::Operation;
@@ -18,7 +18,7 @@ pub(super) struct Link {
 
 impl Link {
     /// Begins to connect a rank; [`progress`](Self::progress) tells when it is.
-    pub(super) fn begin(gpu: &Gpu, id: &UniqueId, rank: i32, world_size: i32) -> Outcome<Self> {
+    pub(super) fn begin(gpu: &Gpu, id: &UniqueId, rank: i32, world_size: i32) -> CallResult<Self> {
         // SAFETY: the context, whose device is meant, is current.
         let handle = gpu.inside(|api| unsafe { api.connect(id.to_bytes(), rank, world_size) })?;
         Ok(Self {
@@ -28,7 +28,7 @@ impl Link {
     }
 
     /// How the last call is getting on, or what has failed since.
-    pub(super) fn progress(&mut self) -> Outcome<Progress> {
+    pub(super) fn progress(&mut self) -> CallResult<Progress> {
         // SAFETY: the handle is whole, since nothing has taken `self`, and `&mut` keeps others away.
         self.gpu.inside(|api| unsafe { api.progress(self.handle) })
     }
@@ -44,7 +44,7 @@ impl Link {
         at: DevicePointer,
         elements: usize,
         operation: Operation,
-    ) -> Outcome<Progress> {
+    ) -> CallResult<Progress> {
         let (comm, stream) = (self.handle, stream.handle());
         self.gpu.inside(|api| {
             // SAFETY: as for `progress`, and the memory by this method's own condition. The stream is of this
@@ -54,19 +54,19 @@ impl Link {
     }
 
     /// Begins to end in good order, with the other ranks.
-    pub(super) fn finalize(&mut self) -> Outcome<Progress> {
+    pub(super) fn finalize(&mut self) -> CallResult<Progress> {
         // SAFETY: as for `progress`.
         self.gpu.inside(|api| unsafe { api.finalize(self.handle) })
     }
 
     /// Gives back what was finalized.
-    pub(super) fn destroy(self) -> Outcome<()> {
+    pub(super) fn destroy(self) -> CallResult<()> {
         // SAFETY: as for `progress`; `self` ends here.
         self.gpu.inside(|api| unsafe { api.destroy(self.handle) })
     }
 
     /// Ends at once what runs and what waits, in kernels and in threads of NCCL's, and gives it back.
-    pub(super) fn abort(self) -> Outcome<()> {
+    pub(super) fn abort(self) -> CallResult<()> {
         // SAFETY: as for `progress`; `self` ends here.
         self.gpu.inside(|api| unsafe { api.abort(self.handle) })
     }

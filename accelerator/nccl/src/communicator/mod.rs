@@ -2,10 +2,10 @@
 
 mod group;
 mod link;
-mod shared;
+mod state;
 #[cfg(test)]
 mod tests;
-mod watching;
+mod watchdog;
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -14,14 +14,16 @@ use std::time::{Duration, Instant};
 use accelerator_collective::{DType, ReduceOp};
 
 use self::link::Link;
-use self::shared::{ABORTING, Owner, Patience, Phase, Shared, Telling, Work, after};
-use crate::api::{Outcome, Progress};
+use self::state::{
+    ABORTING, CallerHandle, CommTimeouts, CommunicatorInner, Notify, Phase, Work, after,
+};
+use crate::api::{CallResult, Progress};
 use crate::error::{Error, Kind, Result};
+use crate::failure_detector::FailureDetector;
 use crate::gpu::{Gpu, Ordering};
 use crate::memory::{DeviceMemory, DevicePointer};
 use crate::operation::{self, Operation};
 use crate::unique_id::UniqueId;
-use crate::watch::Watch;
 
 /// This rank's end of a group of GPUs that reduce together, by NCCL.
 ///
@@ -75,7 +77,7 @@ use crate::watch::Watch;
 /// ```
 #[derive(Debug)]
 pub struct Communicator {
-    shared: Arc<Shared>,
+    inner: Arc<CommunicatorInner>,
     /// One operation is enqueued at a time.
     turn: Mutex<()>,
     watching: Option<JoinHandle<()>>,
@@ -153,29 +155,29 @@ impl Communicator {
         elements: usize,
         operation: Operation,
     ) -> Result<()> {
-        let shared = &*self.shared;
+        let inner = &*self.inner;
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut state = shared.ready()?;
+        let mut state = inner.ready()?;
         let before = std::mem::replace(&mut state.work, Work::Enqueuing);
         drop(state);
         if before == Work::None {
             // The watching thread was at rest.
-            shared.notify();
+            inner.notify();
         }
-        let ending = |fault| shared.end_by(&fault);
+        let ending = |fault| inner.end_by(&fault);
         self.after_the_context().map_err(ending)?;
 
-        let mut state = shared.ready()?;
+        let mut state = inner.ready()?;
         let progress = match &mut state.link {
             // SAFETY: the caller's conditions are these.
-            Some(link) => unsafe { link.all_reduce(&shared.stream, at, elements, operation) },
+            Some(link) => unsafe { link.all_reduce(&inner.stream, at, elements, operation) },
             None => Ok(Progress::Done),
         };
         drop(state);
         self.enqueued(progress)?;
 
-        let mut state = shared.ready()?;
-        match shared.done.record(&shared.stream) {
+        let mut state = inner.ready()?;
+        match inner.done.record(&inner.stream) {
             Ok(()) => {
                 state.work = Work::Enqueued;
                 Ok(())
@@ -205,8 +207,8 @@ impl Communicator {
         op: ReduceOp,
         times: usize,
     ) -> Result<()> {
-        if !memory.gpu().is(&self.shared.gpu) {
-            let (theirs, ours) = (memory.gpu().bus_id(), self.shared.gpu.bus_id());
+        if !memory.gpu().is(&self.inner.gpu) {
+            let (theirs, ours) = (memory.gpu().bus_id(), self.inner.gpu.bus_id());
             let message =
                 format!("memory of GPU {theirs} was given to a communicator of GPU {ours}");
             return Err(Error::new(Kind::Misuse, message));
@@ -243,18 +245,18 @@ impl Communicator {
     /// # Errors
     /// [`is_aborted`](Error::is_aborted) where the communicator has ended, with the reason.
     pub fn order_after(&self) -> Result<()> {
-        let shared = &*self.shared;
-        if shared.gpu.ordering() == Ordering::Host {
+        let inner = &*self.inner;
+        if inner.gpu.ordering() == Ordering::Host {
             return self.wait();
         }
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let state = shared.ready()?;
+        let state = inner.ready()?;
         if state.work == Work::None {
             return Ok(());
         }
-        let held = shared.done.hold_context();
+        let held = inner.done.hold_context();
         drop(state);
-        held.map_err(|fault| shared.end_by(&fault))
+        held.map_err(|fault| inner.end_by(&fault))
     }
 
     /// Whether all operations so far have ended.
@@ -262,7 +264,7 @@ impl Communicator {
     /// # Errors
     /// [`is_aborted`](Error::is_aborted) where the communicator has ended, with the reason.
     pub fn is_done(&self) -> Result<bool> {
-        self.shared.is_done()
+        self.inner.is_done()
     }
 
     /// Waits, on the host, until all operations so far have ended.
@@ -283,8 +285,8 @@ impl Communicator {
         gpu: &Gpu,
         id: &UniqueId,
         (rank, world_size): (usize, usize),
-        watch: Arc<dyn Watch>,
-        patience: Patience,
+        detector: Arc<dyn FailureDetector>,
+        timeouts: CommTimeouts,
     ) -> Result<Self> {
         let began = Instant::now();
         let (Some(number), Some(count)) = (
@@ -295,13 +297,13 @@ impl Communicator {
             return Err(Error::new(Kind::Misuse, message));
         };
         let who = format!("rank {rank} of {world_size}");
-        let shared = Arc::new(Shared::new(gpu, watch, patience, who)?);
-        let watching = watching::start(&shared).map_err(|error| {
+        let inner = Arc::new(CommunicatorInner::new(gpu, detector, timeouts, who)?);
+        let watching = watchdog::start(&inner).map_err(|error| {
             let message = "the thread that watches over a communicator could not be started";
             Error::caused(Kind::Nccl, message, error)
         })?;
         let communicator = Self {
-            shared,
+            inner,
             turn: Mutex::new(()),
             watching: Some(watching),
             rank,
@@ -319,16 +321,16 @@ impl Communicator {
         (rank, world_size): (i32, i32),
         began: Instant,
     ) -> Result<()> {
-        let shared = &*self.shared;
-        let deadline = shared.patience.connecting;
+        let inner = &*self.inner;
+        let deadline = inner.timeouts.connecting;
         match Link::begin(gpu, id, rank, world_size) {
-            Ok(link) => shared.lock().link = Some(link),
-            Err(fault) => return Err(shared.end(Error::from(fault), Telling::Group)),
+            Ok(link) => inner.lock().link = Some(link),
+            Err(fault) => return Err(inner.end(Error::from(fault), Notify::Group)),
         }
-        shared.notify();
+        inner.notify();
         let until = after(began, deadline);
-        let connecting = |state: &shared::State| matches!(state.phase, Phase::Connecting);
-        let state = shared.pause_until(shared.lock(), until, |state| !connecting(state));
+        let connecting = |state: &state::CommState| matches!(state.phase, Phase::Connecting);
+        let state = inner.pause_until(inner.lock(), until, |state| !connecting(state));
         let late = connecting(&state);
         drop(state);
         if late {
@@ -338,35 +340,35 @@ impl Communicator {
                  another (NCCL_SOCKET_IFNAME names the interface; NCCL_DEBUG=INFO says more)",
                 deadline.as_secs_f64()
             );
-            return Err(shared.end(Error::new(Kind::Timeout, message), Telling::Group));
+            return Err(inner.end(Error::new(Kind::Timeout, message), Notify::Group));
         }
-        shared.ready().map(drop)
+        inner.ready().map(drop)
     }
 
     /// Lets the next operation wait for what is in the context.
-    fn after_the_context(&self) -> Outcome<()> {
-        let shared = &*self.shared;
-        match shared.gpu.ordering() {
+    fn after_the_context(&self) -> CallResult<()> {
+        let inner = &*self.inner;
+        match inner.gpu.ordering() {
             Ordering::Events => {
-                shared.before.record_context()?;
-                shared.stream.wait(&shared.before)
+                inner.before.record_context()?;
+                inner.stream.wait(&inner.before)
             }
-            Ordering::Host => shared.gpu.synchronize(),
+            Ordering::Host => inner.gpu.synchronize(),
         }
     }
 
     /// Waits until NCCL has enqueued an operation: until then, the stream does not have it.
-    fn enqueued(&self, mut progress: Outcome<Progress>) -> Result<()> {
-        let shared = &*self.shared;
+    fn enqueued(&self, mut progress: CallResult<Progress>) -> Result<()> {
+        let inner = &*self.inner;
         let began = Instant::now();
         loop {
             match progress {
                 Ok(Progress::Done) => return Ok(()),
                 Ok(Progress::UnderWay) => {}
-                Err(fault) => return Err(shared.end_by(&fault)),
+                Err(fault) => return Err(inner.end_by(&fault)),
             }
             relax(began);
-            let mut state = shared.ready()?;
+            let mut state = inner.ready()?;
             progress = match &mut state.link {
                 Some(link) => link.progress(),
                 None => Ok(Progress::Done),
@@ -377,12 +379,12 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        let shared = &*self.shared;
-        let mut state = shared.lock();
-        state.owner = Owner::Gone;
-        shared.notify();
-        let patience = shared.patience.closing.saturating_add(ABORTING);
-        let state = shared.pause_until(state, after(Instant::now(), patience), |state| {
+        let inner = &*self.inner;
+        let mut state = inner.lock();
+        state.owner = CallerHandle::Dropped;
+        inner.notify();
+        let timeouts = inner.timeouts.closing.saturating_add(ABORTING);
+        let state = inner.pause_until(state, after(Instant::now(), timeouts), |state| {
             matches!(state.phase, Phase::Ended(_) | Phase::Closed)
         });
         let ended = matches!(state.phase, Phase::Ended(_) | Phase::Closed);
@@ -392,7 +394,7 @@ impl Drop for Communicator {
             Some(watching) if ended => drop(watching.join()),
             _ => tracing::warn!(
                 "NCCL does not end the communicator of {}; it is left to itself",
-                shared.who
+                inner.who
             ),
         }
     }

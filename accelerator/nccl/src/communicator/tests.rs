@@ -28,7 +28,7 @@ impl Group {
     }
 }
 
-impl Watch for Group {
+impl FailureDetector for Group {
     fn failure(&self) -> Option<String> {
         *self.asked.lock().unwrap() += 1;
         self.failure.lock().unwrap().clone()
@@ -48,7 +48,7 @@ struct Setting {
 
 impl Setting {
     fn new(fake: Fake) -> Self {
-        let fake = fake.shared();
+        let fake = fake.inner();
         let library = Library::with(fake.clone()).unwrap();
         let gpu = Gpu::open(&library, 0).unwrap();
         Self {
@@ -65,11 +65,11 @@ impl Setting {
 
     fn connect_for(&self, connecting: Duration, closing: Duration) -> Result<Communicator> {
         let gpu = self.gpu.as_ref().unwrap();
-        let patience = Patience {
+        let timeouts = CommTimeouts {
             connecting,
             closing,
         };
-        Communicator::connect(gpu, &self.id, (1, 2), self.group.clone(), patience)
+        Communicator::connect(gpu, &self.id, (1, 2), self.group.clone(), timeouts)
     }
 
     fn connect(&self) -> Communicator {
@@ -97,7 +97,7 @@ fn sum(communicator: &Communicator) -> Result<()> {
 /// Longer than anything here takes.
 const LONG: Duration = Duration::from_secs(60);
 
-const PATIENCE: Patience = Patience {
+const PATIENCE: CommTimeouts = CommTimeouts {
     connecting: LONG,
     closing: LONG,
 };
@@ -344,7 +344,7 @@ fn a_call_that_fails_ends_the_communicator_and_is_told() {
 fn a_group_whose_detection_panics_has_failed() {
     struct Broken;
 
-    impl Watch for Broken {
+    impl FailureDetector for Broken {
         fn failure(&self) -> Option<String> {
             panic!("on purpose");
         }

@@ -20,10 +20,10 @@ pub(super) enum Kit {}
 pub(in crate::gradient) enum Sending {}
 
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(super) enum Place {}
+pub(super) enum GpuLocation {}
 
-impl Place {
-    pub(super) fn obstacle(_places: &[Self]) -> Option<String> {
+impl GpuLocation {
+    pub(super) fn nccl_unavailable(_places: &[Self]) -> Option<String> {
         None
     }
 }
@@ -35,7 +35,7 @@ impl Kit {
         ))
     }
 
-    pub(super) fn place(&self, _group: &ProcessGroup) -> Place {
+    pub(super) fn place(&self, _group: &ProcessGroup) -> GpuLocation {
         match *self {}
     }
 

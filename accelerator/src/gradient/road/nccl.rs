@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::{DType, ProcessGroup, ReduceOp};
-pub(super) use accelerator_nccl::Place;
+pub(super) use accelerator_nccl::GpuLocation;
 use accelerator_nccl::{Communicator, DevicePointer, Gpu, Library};
 use burn::tensor::{DType as TensorDType, Device, Tensor};
 
@@ -57,8 +57,8 @@ impl Kit {
         Ok(Self { gpu })
     }
 
-    pub(super) fn place(&self, group: &ProcessGroup) -> Place {
-        Place::of(&self.gpu, group)
+    pub(super) fn place(&self, group: &ProcessGroup) -> GpuLocation {
+        GpuLocation::of(&self.gpu, group)
     }
 
     /// Connects all ranks. All of them call it, and get the same outcome: why one of them could not, or an error

@@ -1,11 +1,11 @@
 //! Whether all ranks can take the way from GPU to GPU.
 
-use super::nccl::Place;
+use super::nccl::GpuLocation;
 use crate::error::{Error, Kind};
 
 /// What a rank has to offer: the GPU that it would reduce on, with the NCCL that it has; or what it has in
 /// their place.
-pub(super) type Offer = core::result::Result<Place, String>;
+pub(super) type Offer = core::result::Result<GpuLocation, String>;
 
 /// Why not, if they cannot: the same on all ranks, which see the same offers.
 pub(super) fn obstacle(offers: Vec<Offer>) -> Option<String> {
@@ -16,7 +16,7 @@ pub(super) fn obstacle(offers: Vec<Offer>) -> Option<String> {
             Err(why) => return Some(format!("rank {rank} has {why}")),
         }
     }
-    Place::obstacle(&places)
+    GpuLocation::nccl_unavailable(&places)
 }
 
 /// NCCL was asked for, and cannot be had.

@@ -4,7 +4,7 @@ use std::hash::{DefaultHasher, Hasher};
 use std::time::{Duration, Instant};
 
 use accelerator_collective::{DType, ProcessGroup, ReduceOp, TransportKind};
-use accelerator_nccl::{Communicator, DeviceMemory, Gpu, Library, Place};
+use accelerator_nccl::{Communicator, DeviceMemory, Gpu, GpuLocation, Library};
 
 use super::figures::GpuInfo;
 use super::input::Input;
@@ -57,9 +57,9 @@ impl GpuRank {
         // With fewer GPUs than ranks, some share one, which is an error below, on all of them.
         let ordinal = group.topology().local_rank() % library.gpu_count()?.max(1);
         let gpu = Gpu::open(&library, ordinal)?;
-        let places = group.all_gather_object(&Place::of(&gpu, group))?;
-        if let Some(obstacle) = Place::obstacle(&places) {
-            return Err(refused(&obstacle).into());
+        let places = group.all_gather_object(&GpuLocation::of(&gpu, group))?;
+        if let Some(reason) = GpuLocation::nccl_unavailable(&places) {
+            return Err(refused(&reason).into());
         }
         let communicator = Communicator::connect_group(&gpu, group, CONNECT_TIMEOUT)??;
         let bus_ids = places.iter().map(|place| place.bus_id().to_owned());
@@ -146,9 +146,9 @@ impl GpuRank {
 }
 
 /// The error of all ranks, and what to do.
-fn refused(obstacle: &str) -> String {
+fn refused(reason: &str) -> String {
     format!(
-        "NCCL cannot connect the ranks: {obstacle}; start as many ranks as there are GPUs (`accel-launch env` lists \
+        "NCCL cannot connect the ranks: {reason}; start as many ranks as there are GPUs (`accel-launch env` lists \
          them), with one version of NCCL"
     )
 }

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use accelerator_collective::{DType, GroupOptions, Launch, ProcessGroup, ReduceOp};
-use accelerator_fault::{Point, strike};
+use accelerator_fault::{Point, fail_point};
 use accelerator_manifest::{FileName, Folder, Metadata, Role, VerifyLevel};
 use accelerator_plan::{BatchSize, Order, Plan, PlanConfig, PlannedBatch};
 use serde::{Deserialize, Serialize};
@@ -102,8 +102,8 @@ impl Run {
     fn epoch(&mut self, group: &ProcessGroup, plan: &Plan, checkpoints: &Folder) -> Result<()> {
         let rest = plan.epoch(self.epoch).starting_at(self.consumed)?;
         for step in 0..rest.steps(0) {
-            // What concerns connections strikes at an operation, not here.
-            let _ = strike(group.rank(), Point::Step(self.step));
+            // Connection faults are triggered in an operation, not here.
+            let _ = fail_point(group.rank(), Point::Step(self.step));
             self.step(group, rest.batch(group.rank(), step))?;
             self.step += 1;
             self.consumed = rest.consumed_after(step);

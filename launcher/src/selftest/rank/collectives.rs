@@ -6,7 +6,7 @@
 
 use std::{fmt::Debug, sync::Arc};
 
-use accelerator_collective::{Cut, Element, Partition, ProcessGroup, ReduceOp};
+use accelerator_collective::{Element, Partition, ProcessGroup, ReduceOp, ShardLayout};
 use half::{bf16, f16};
 
 use super::{Contribution, Result};
@@ -114,7 +114,7 @@ impl Check<'_> {
         for len in [1000, 70_000] {
             let of = |rank: usize| (rank..len / 2).step_by(self.world()).map(|at| at..at + 1);
             let parts = (0..self.world()).map(|rank| of(rank).collect());
-            let cut = Arc::new(Cut::new(len, parts.collect())?);
+            let cut = Arc::new(ShardLayout::new(len, parts.collect())?);
             let mut buffer = self.group.buffer(f32::DTYPE, len);
             let values = self.values::<f32>(len);
             buffer.as_mut_slice::<f32>()?.copy_from_slice(&values);

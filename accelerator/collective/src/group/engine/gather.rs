@@ -1,15 +1,15 @@
 //! Gathers and broadcasts: each rank sends what it has.
 
-use super::{AHEAD, Exchange, parts::chunk};
+use super::{OpContext, PREFETCH, chunks::chunk};
 use crate::{
     buffer::Buffer,
-    contract::Contract,
+    buffer_slice::{GatherLayout, gather_layouts_differ},
     error::Result,
-    part::{Shares, parts_differ},
+    fingerprint::CollectiveFingerprint,
     transport::{CHUNK, Stage},
 };
 
-impl Exchange<'_> {
+impl OpContext<'_> {
     /// Sends `own` to every rank and gives what the others sent to `sink`, in order for each
     /// rank.
     pub(crate) fn all_gather(
@@ -20,61 +20,66 @@ impl Exchange<'_> {
         if let Some(steps) = self.steps() {
             return steps.all_gather(own, sink);
         }
-        self.begin(|_| &own[chunk(own.len(), 0)])?;
-        self.meet(|_, contract| chunk(contract.bytes(), 0).len())?;
-        let longest = self.sides.iter().flatten().map(Contract::bytes).max();
+        self.send_header(|_| &own[chunk(own.len(), 0)])?;
+        self.exchange_headers(|_, fingerprint| chunk(fingerprint.bytes(), 0).len())?;
+        let longest = self
+            .headers
+            .iter()
+            .flatten()
+            .map(CollectiveFingerprint::bytes)
+            .max();
         let rounds = longest.unwrap_or(0).div_ceil(CHUNK);
-        for round in 1..AHEAD {
-            self.announce(round, &own[chunk(own.len(), round)])?;
+        for round in 1..PREFETCH {
+            self.broadcast_chunk(round, &own[chunk(own.len(), round)])?;
         }
         for round in 0..rounds {
-            let next = chunk(own.len(), round + AHEAD);
-            self.announce(round + AHEAD, &own[next])?;
+            let next = chunk(own.len(), round + PREFETCH);
+            self.broadcast_chunk(round + PREFETCH, &own[next])?;
             for peer in self.others() {
                 let len = self.declared_chunk(peer, round).len();
                 if len > 0 {
-                    let parcel = self.round(peer, Stage::Outward, round, len)?;
-                    sink(peer, parcel.chunk.bytes());
+                    let chunk = self.round(peer, Stage::Outward, round, len)?;
+                    sink(peer, chunk.payload.bytes());
                 }
             }
         }
         Ok(())
     }
 
-    /// Shows every rank the shares of all, in its own buffers, once everything has come.
+    /// Shows every rank the layout of all, in its own buffers, once everything has come.
     pub(crate) fn all_gather_parts(
         mut self,
         buffers: &mut [&mut Buffer],
-        shares: &Shares<'_>,
+        layout: &GatherLayout<'_>,
         sink: impl FnMut(usize, usize, &[u8]),
     ) -> Result<()> {
         if let Some(steps) = self.steps() {
-            return steps.all_gather_parts(buffers, shares, sink);
+            return steps.all_gather_parts(buffers, layout, sink);
         }
-        let digest = shares.digest();
-        self.begin(|_| &digest)?;
-        self.meet(|_, _| digest.len())?;
+        let digest = layout.digest();
+        self.send_header(|_| &digest)?;
+        self.exchange_headers(|_, _| digest.len())?;
         if !self.agree_on(&digest) {
-            return Err(parts_differ(self.watch.sequence));
+            return Err(gather_layouts_differ(self.deadline.sequence));
         }
-        let own = shares.collect(self.rank, buffers);
-        for round in 0..AHEAD {
-            self.announce(round + 1, &own[chunk(own.len(), round)])?;
+        let own = layout.collect(self.rank, buffers);
+        for round in 0..PREFETCH {
+            self.broadcast_chunk(round + 1, &own[chunk(own.len(), round)])?;
         }
-        for round in 0..shares.longest().div_ceil(CHUNK) {
-            let next = round + AHEAD;
-            self.announce(next + 1, &own[chunk(own.len(), next)])?;
+        for round in 0..layout.longest().div_ceil(CHUNK) {
+            let next = round + PREFETCH;
+            self.broadcast_chunk(next + 1, &own[chunk(own.len(), next)])?;
             for peer in self.others() {
-                let range = chunk(shares.len(peer), round);
+                let range = chunk(layout.len(peer), round);
                 if !range.is_empty() {
                     let stage = Stage::Outward;
-                    let parcel =
+                    let chunk =
                         self.receive(peer, peer..peer + 1, stage, round + 1, range.len())?;
-                    shares.put(peer, range.start, parcel.chunk.bytes(), buffers);
+                    layout.put(peer, range.start, chunk.payload.bytes(), buffers);
                 }
             }
         }
-        shares.show(buffers, sink);
+        layout.show(buffers, sink);
         Ok(())
     }
 
@@ -90,12 +95,12 @@ impl Exchange<'_> {
             return steps.gather(root, own, sink);
         }
         let rank = self.rank;
-        self.begin(|peer| match peer == root {
+        self.send_header(|peer| match peer == root {
             true => &own[chunk(own.len(), 0)],
             false => &[],
         })?;
-        self.meet(|_, contract| match rank == root {
-            true => chunk(contract.bytes(), 0).len(),
+        self.exchange_headers(|_, fingerprint| match rank == root {
+            true => chunk(fingerprint.bytes(), 0).len(),
             false => 0,
         })?;
         if rank != root {
@@ -111,8 +116,8 @@ impl Exchange<'_> {
                 if len == 0 {
                     break;
                 }
-                let parcel = self.round(peer, Stage::Inward, round, len)?;
-                sink(peer, parcel.chunk.bytes());
+                let chunk = self.round(peer, Stage::Inward, round, len)?;
+                sink(peer, chunk.payload.bytes());
                 round += 1;
             }
         }
@@ -131,28 +136,28 @@ impl Exchange<'_> {
         })
     }
 
-    /// The root's side of a broadcast.
+    /// The root's header of a broadcast.
     pub(crate) fn broadcast_from(mut self, root: usize, bytes: &[u8]) -> Result<()> {
         debug_assert_eq!(self.rank, root, "only the root has something to say");
         if let Some(steps) = self.steps() {
             return steps.broadcast_from(bytes);
         }
-        self.begin(|_| &bytes[chunk(bytes.len(), 0)])?;
-        self.meet(|_, _| 0)?;
+        self.send_header(|_| &bytes[chunk(bytes.len(), 0)])?;
+        self.exchange_headers(|_, _| 0)?;
         for round in 1..bytes.len().div_ceil(CHUNK) {
-            self.announce(round, &bytes[chunk(bytes.len(), round)])?;
+            self.broadcast_chunk(round, &bytes[chunk(bytes.len(), round)])?;
         }
         Ok(())
     }
 
-    /// Every other rank's side of a broadcast: gives what the root sent to `sink`, in order.
+    /// Every other rank's header of a broadcast: gives what the root sent to `sink`, in order.
     pub(crate) fn broadcast_to(mut self, root: usize, mut sink: impl FnMut(&[u8])) -> Result<()> {
         if let Some(steps) = self.steps() {
             return steps.broadcast_to(root, sink);
         }
-        self.begin(|_| &[])?;
-        self.meet(|peer, contract| match peer == root {
-            true => chunk(contract.bytes(), 0).len(),
+        self.send_header(|_| &[])?;
+        self.exchange_headers(|peer, fingerprint| match peer == root {
+            true => chunk(fingerprint.bytes(), 0).len(),
             false => 0,
         })?;
         let mut round = 0;
@@ -161,13 +166,13 @@ impl Exchange<'_> {
             if len == 0 {
                 return Ok(());
             }
-            let parcel = self.round(root, Stage::Outward, round, len)?;
-            sink(parcel.chunk.bytes());
+            let chunk = self.round(root, Stage::Outward, round, len)?;
+            sink(chunk.payload.bytes());
             round += 1;
         }
     }
 
-    /// The root's side of a scatter: sends each rank its part, and nothing of the others'.
+    /// The root's header of a scatter: sends each rank its part, and nothing of the others'.
     pub(crate) fn scatter_from(mut self, parts: &[Vec<u8>]) -> Result<()> {
         let lens: Vec<_> = parts
             .iter()
@@ -179,8 +184,8 @@ impl Exchange<'_> {
             let all: Vec<u8> = lens.chain(parts.concat()).collect();
             return steps.scatter_from(&all);
         }
-        self.begin(|peer| &lens[peer])?;
-        self.meet(|_, _| 0)?;
+        self.send_header(|peer| &lens[peer])?;
+        self.exchange_headers(|_, _| 0)?;
         let longest = parts.iter().map(Vec::len).max().unwrap_or(0);
         for round in 0..longest.div_ceil(CHUNK) {
             for peer in self.ring() {
@@ -193,33 +198,98 @@ impl Exchange<'_> {
         Ok(())
     }
 
-    /// Every other rank's side of a scatter: its part.
+    /// Every other rank's header of a scatter: its part.
     pub(crate) fn scatter_to(mut self, root: usize) -> Result<Vec<u8>> {
         let (rank, world_size) = (self.rank, self.world_size);
         let mut part = Vec::new();
         if let Some(steps) = self.steps() {
-            let mut slice = Slice::new(rank, world_size);
-            steps.scatter_to(root, |piece| slice.take(piece, &mut part))?;
+            let mut slice = ScatterReader::new(rank, world_size);
+            steps.scatter_to(root, |piece| {
+                slice.take(piece, |mine| part.extend_from_slice(mine))
+            })?;
             return Ok(part);
         }
-        self.begin(|_| &[])?;
-        self.meet(|peer, _| match peer == root {
+        self.send_header(|_| &[])?;
+        self.exchange_headers(|peer, _| match peer == root {
             true => LEN,
             false => 0,
         })?;
         let first = self.round(root, Stage::Begin, 0, LEN)?;
-        let len = read_len(first.chunk.bytes());
+        let len = read_len(first.payload.bytes());
         for round in 0..len.div_ceil(CHUNK) {
             let expected = chunk(len, round).len();
-            let parcel = self.receive(root, root..root + 1, Stage::Outward, round + 1, expected)?;
-            part.extend_from_slice(parcel.chunk.bytes());
+            let chunk = self.receive(root, root..root + 1, Stage::Outward, round + 1, expected)?;
+            part.extend_from_slice(chunk.payload.bytes());
         }
         Ok(part)
     }
 }
 
+impl OpContext<'_> {
+    /// Sends `parts[rank]` to each other rank, and gives what the others sent to this one to `sink`, in order for
+    /// each rank.
+    pub(crate) fn all_to_all(
+        mut self,
+        parts: &[&[u8]],
+        mut sink: impl FnMut(usize, &[u8]),
+    ) -> Result<()> {
+        let (rank, world_size) = (self.rank, self.world_size);
+        let lens: Vec<[u8; LEN]> = parts
+            .iter()
+            .map(|part| (part.len() as u64).to_le_bytes())
+            .collect();
+        if let Some(op) = self.steps() {
+            let all = [lens.as_flattened(), &parts.concat()].concat();
+            let mut readers: Vec<ScatterReader> = (0..world_size)
+                .map(|_| ScatterReader::new(rank, world_size))
+                .collect();
+            return op.all_gather(&all, |peer, piece| {
+                readers[peer].take(piece, |mine| sink(peer, mine));
+            });
+        }
+        self.send_header(|peer| &lens[peer])?;
+        self.exchange_headers(|_, _| LEN)?;
+        let mut expected = vec![0; world_size];
+        for peer in self.others() {
+            let first = self.round(peer, Stage::Begin, 0, LEN)?;
+            expected[peer] = read_len(first.payload.bytes());
+        }
+        let longest = parts
+            .iter()
+            .map(|part| part.len())
+            .chain(expected.iter().copied());
+        let rounds = longest.max().unwrap_or(0).div_ceil(CHUNK);
+        for round in 0..rounds + PREFETCH {
+            self.send_parts(parts, round)?;
+            let Some(round) = round.checked_sub(PREFETCH) else {
+                continue;
+            };
+            for peer in self.others() {
+                let len = chunk(expected[peer], round).len();
+                if len > 0 {
+                    let chunk =
+                        self.receive(peer, peer..peer + 1, Stage::Inward, round + 1, len)?;
+                    sink(peer, chunk.payload.bytes());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends each other rank its chunk of this round.
+    fn send_parts(&mut self, parts: &[&[u8]], round: usize) -> Result<()> {
+        for peer in self.ring() {
+            let piece = &parts[peer][chunk(parts[peer].len(), round)];
+            if !piece.is_empty() {
+                self.send(peer, Stage::Inward, round + 1, piece)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The part of one rank in the parts of all, which come piece by piece, behind their lengths.
-struct Slice {
+struct ScatterReader {
     rank: usize,
     lens: Vec<u8>,
     /// The bytes of the lengths.
@@ -228,7 +298,7 @@ struct Slice {
     passed: usize,
 }
 
-impl Slice {
+impl ScatterReader {
     fn new(rank: usize, world_size: usize) -> Self {
         Self {
             rank,
@@ -238,7 +308,8 @@ impl Slice {
         }
     }
 
-    fn take(&mut self, piece: &[u8], part: &mut Vec<u8>) {
+    /// Takes the next piece of all parts, and gives what it has of this rank's part to `sink`.
+    fn take(&mut self, piece: &[u8], sink: impl FnOnce(&[u8])) {
         let missing = (self.header - self.lens.len()).min(piece.len());
         let (lens, data) = piece.split_at(missing);
         self.lens.extend_from_slice(lens);
@@ -249,7 +320,10 @@ impl Slice {
         let before: usize = lens.by_ref().take(self.rank).sum();
         let mine = before..before + lens.next().unwrap_or(0);
         let within = |end: usize| end.saturating_sub(self.passed).min(data.len());
-        part.extend_from_slice(&data[within(mine.start)..within(mine.end)]);
+        let mine = within(mine.start)..within(mine.end);
+        if !mine.is_empty() {
+            sink(&data[mine]);
+        }
         self.passed += data.len();
     }
 }
@@ -274,12 +348,12 @@ mod tests {
             .iter()
             .flat_map(|part| (part.len() as u64).to_le_bytes());
         let all: Vec<u8> = lens.chain(parts.concat()).collect();
-        for cut in 1..all.len() + 1 {
+        for layout in 1..all.len() + 1 {
             for (rank, wanted) in parts.iter().enumerate() {
-                let (mut slice, mut part) = (Slice::new(rank, parts.len()), Vec::new());
-                all.chunks(cut)
-                    .for_each(|piece| slice.take(piece, &mut part));
-                assert_eq!(&part, wanted, "rank {rank}, pieces of {cut}");
+                let (mut slice, mut part) = (ScatterReader::new(rank, parts.len()), Vec::new());
+                all.chunks(layout)
+                    .for_each(|piece| slice.take(piece, |mine| part.extend_from_slice(mine)));
+                assert_eq!(&part, wanted, "rank {rank}, pieces of {layout}");
             }
         }
     }

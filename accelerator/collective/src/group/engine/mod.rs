@@ -1,9 +1,9 @@
 //! The algorithms over connections: `reduce` and `gather` hold them, `hosts` that over several
 //! hosts, here is what they share. Where all ranks share memory, operations go to `steps/`.
 
+mod chunks;
 mod gather;
-mod hosts;
-mod parts;
+mod hierarchical;
 mod reduce;
 
 #[cfg(test)]
@@ -11,49 +11,49 @@ mod tests;
 
 use std::ops::Range;
 
-use accelerator_fault::{Effect, Point, strike};
+use accelerator_fault::{Effect, Point, fail_point};
 
 use crate::{
     buffer::Storage,
-    contract::{Contract, mismatch},
     error::{Error, Result},
-    shared::Hosts,
-    steps::{self, Steps},
-    transport::{Parcel, Part, Position, Stage, Tag, Transport, Watch},
+    fingerprint::{CollectiveFingerprint, mismatch},
+    shm::Hosts,
+    shm_ops::{self, ShmOp},
+    transport::{OpDeadline, OpPosition, OutgoingChunk, RecvChunk, Stage, Tag, Transport},
 };
-use hosts::Stages;
-use parts::chunk;
+use chunks::chunk;
+use hierarchical::HierarchicalScratch;
 
-pub(crate) use parts::Keep;
+pub(crate) use chunks::Output;
 pub(crate) use reduce::Reduction;
 
 /// Memory that the operations of one rank use again and again.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     /// What has arrived from each rank in the current round.
-    parcels: Vec<Option<Parcel>>,
+    received: Vec<Option<RecvChunk>>,
     /// What each rank has declared.
-    sides: Vec<Option<Contract>>,
+    headers: Vec<Option<CollectiveFingerprint>>,
     /// What operations in shared memory use.
-    shared: steps::Scratch,
+    shared: shm_ops::ShmScratch,
     /// What reductions over hosts use.
-    stages: Stages,
+    staging: HierarchicalScratch,
     /// What lies here and there in a buffer and travels as one.
     packed: Storage,
 }
 
 impl Scratch {
     pub(crate) fn clear(&mut self, world_size: usize) {
-        self.parcels.clear();
-        self.parcels.resize_with(world_size, || None);
-        self.sides.clear();
-        self.sides.resize(world_size, None);
+        self.received.clear();
+        self.received.resize_with(world_size, || None);
+        self.headers.clear();
+        self.headers.resize(world_size, None);
     }
 }
 
 /// How far an operation came.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Progress {
+pub(crate) enum OpProgress {
     Done,
     /// It waits for parts from the first of these ranks, then from the others.
     Waiting(Range<usize>),
@@ -61,58 +61,58 @@ pub(crate) enum Progress {
 
 /// One operation of one rank.
 #[derive(Debug)]
-pub(crate) struct Exchange<'a> {
-    transport: &'a dyn Transport,
-    watch: &'a mut Watch,
-    position: Option<Position>,
+pub(crate) struct OpContext<'a> {
+    transport: &'a Transport,
+    deadline: &'a mut OpDeadline,
+    position: Option<OpPosition>,
     rank: usize,
     world_size: usize,
-    parcels: &'a mut Vec<Option<Parcel>>,
-    sides: &'a mut Vec<Option<Contract>>,
-    scratch: &'a mut steps::Scratch,
-    stages: &'a mut Stages,
+    received: &'a mut Vec<Option<RecvChunk>>,
+    headers: &'a mut Vec<Option<CollectiveFingerprint>>,
+    scratch: &'a mut shm_ops::ShmScratch,
+    staging: &'a mut HierarchicalScratch,
     packed: &'a mut Storage,
 }
 
-impl<'a> Exchange<'a> {
+impl<'a> OpContext<'a> {
     /// An operation that runs from its beginning to its end.
     pub(crate) fn new(
-        transport: &'a dyn Transport,
-        watch: &'a mut Watch,
+        transport: &'a Transport,
+        deadline: &'a mut OpDeadline,
         scratch: &'a mut Scratch,
     ) -> Self {
         if transport.shared().is_none() {
             scratch.clear(transport.peers().len());
         }
-        Self::view(transport, watch, scratch, None)
+        Self::view(transport, deadline, scratch, None)
     }
 
     /// An operation that goes on as far as it can; its memory was cleared before the first time.
     pub(crate) fn resumed(
-        transport: &'a dyn Transport,
-        watch: &'a mut Watch,
+        transport: &'a Transport,
+        deadline: &'a mut OpDeadline,
         scratch: &'a mut Scratch,
-        position: Position,
+        position: OpPosition,
     ) -> Self {
-        Self::view(transport, watch, scratch, Some(position))
+        Self::view(transport, deadline, scratch, Some(position))
     }
 
     fn view(
-        transport: &'a dyn Transport,
-        watch: &'a mut Watch,
+        transport: &'a Transport,
+        deadline: &'a mut OpDeadline,
         scratch: &'a mut Scratch,
-        position: Option<Position>,
+        position: Option<OpPosition>,
     ) -> Self {
         Self {
             transport,
-            rank: watch.rank,
+            rank: deadline.rank,
             world_size: transport.peers().len(),
-            watch,
+            deadline,
             position,
-            parcels: &mut scratch.parcels,
-            sides: &mut scratch.sides,
+            received: &mut scratch.received,
+            headers: &mut scratch.headers,
             scratch: &mut scratch.shared,
-            stages: &mut scratch.stages,
+            staging: &mut scratch.staging,
             packed: &mut scratch.packed,
         }
     }
@@ -122,88 +122,99 @@ impl<'a> Exchange<'a> {
         if let Some(steps) = self.steps() {
             return steps.barrier();
         }
-        self.begin(|_| &[])?;
-        self.meet(|_, _| 0)
+        self.send_header(|_| &[])?;
+        self.exchange_headers(|_, _| 0)
     }
 
     /// The same operation through shared memory, where there is some.
-    fn steps(&mut self) -> Option<Steps<'_>> {
+    fn steps(&mut self) -> Option<ShmOp<'_>> {
         let world = self.transport.shared()?;
-        Some(Steps::new(world, self.transport, self.watch, self.scratch))
+        Some(ShmOp::new(
+            world,
+            self.transport,
+            self.deadline,
+            self.scratch,
+        ))
     }
 
     /// The steps of the ranks of this host.
-    fn local<'b>(&'b mut self, hosts: &'b Hosts) -> Steps<'b> {
-        Steps::new(hosts.world(), self.transport, self.watch, self.scratch)
+    fn local<'b>(&'b mut self, hosts: &'b Hosts) -> ShmOp<'b> {
+        ShmOp::new(hosts.peers(), self.transport, self.deadline, self.scratch)
     }
 
     /// Declares the operation to every rank, with the first data for it.
-    fn begin<'b>(&mut self, payload: impl Fn(usize) -> &'b [u8]) -> Result<()> {
-        let contract = self.watch.contract;
+    fn send_header<'b>(&mut self, payload: impl Fn(usize) -> &'b [u8]) -> Result<()> {
+        let fingerprint = self.deadline.fingerprint;
         let tag = self.tag(Stage::Begin, 0);
         for peer in self.ring() {
-            let part = Part {
+            let part = OutgoingChunk {
                 tag,
-                contract: Some(&contract),
+                fingerprint: Some(&fingerprint),
                 payload: payload(peer),
             };
-            self.transport.send(peer, part, self.watch)?;
+            self.transport.send(peer, part, self.deadline)?;
         }
-        self.risk(Point::Operation(self.watch.sequence))
+        self.inject_fault(Point::Operation(self.deadline.sequence))
     }
 
     /// Waits for everyone's declaration, and fails on every rank alike where they disagree. The
     /// data that came with them is kept; `expected` says how much it should be.
-    fn meet(&mut self, expected: impl Fn(usize, &Contract) -> usize) -> Result<()> {
-        match self.try_meet(expected)? {
-            Progress::Done => Ok(()),
+    fn exchange_headers(
+        &mut self,
+        expected: impl Fn(usize, &CollectiveFingerprint) -> usize,
+    ) -> Result<()> {
+        match self.try_exchange_headers(expected)? {
+            OpProgress::Done => Ok(()),
             // Only an operation that is resumed is ever in between.
-            Progress::Waiting(_) => Err(self.watch.interrupted()),
+            OpProgress::Waiting(_) => Err(self.deadline.interrupted()),
         }
     }
 
-    /// Takes everyone's declaration; see [`meet`](Self::meet).
-    fn try_meet(&mut self, expected: impl Fn(usize, &Contract) -> usize) -> Result<Progress> {
-        self.sides[self.rank] = Some(self.watch.contract);
+    /// Takes everyone's declaration; see [`exchange_headers`](Self::exchange_headers).
+    fn try_exchange_headers(
+        &mut self,
+        expected: impl Fn(usize, &CollectiveFingerprint) -> usize,
+    ) -> Result<OpProgress> {
+        self.headers[self.rank] = Some(self.deadline.fingerprint);
         for peer in self.others() {
-            if self.sides[peer].is_some() {
+            if self.headers[peer].is_some() {
                 continue;
             }
-            let parcel = match self.fetch(peer, peer..self.world_size) {
-                Ok(Some(parcel)) => parcel,
-                Ok(None) => return Ok(Progress::Waiting(peer..self.world_size)),
+            let chunk = match self.fetch(peer, peer..self.world_size) {
+                Ok(Some(chunk)) => chunk,
+                Ok(None) => return Ok(OpProgress::Waiting(peer..self.world_size)),
                 Err(error) => return Err(self.disagreement(error)),
             };
             let wanted = self.tag(Stage::Begin, 0);
-            let (true, Some(side)) = (parcel.tag == wanted, parcel.contract) else {
-                return Err(self.unexpected(peer, &parcel, wanted));
+            let (true, Some(header)) = (chunk.tag == wanted, chunk.fingerprint) else {
+                return Err(self.unexpected(peer, &chunk, wanted));
             };
-            self.sides[peer] = Some(side);
-            self.parcels[peer] = Some(parcel);
-            if !side.agrees_with(&self.watch.contract) {
-                self.watch.hurry();
+            self.headers[peer] = Some(header);
+            self.received[peer] = Some(chunk);
+            if !header.agrees_with(&self.deadline.fingerprint) {
+                self.deadline.shorten();
             }
         }
         if !self.do_agree() {
-            return Err(mismatch(self.watch.sequence, self.sides));
+            return Err(mismatch(self.deadline.sequence, self.headers));
         }
         for peer in self.others() {
-            if let (Some(side), Some(parcel)) = (&self.sides[peer], &self.parcels[peer]) {
-                let (found, expected) = (parcel.chunk.bytes().len(), expected(peer, side));
+            if let (Some(header), Some(chunk)) = (&self.headers[peer], &self.received[peer]) {
+                let (found, expected) = (chunk.payload.bytes().len(), expected(peer, header));
                 if found != expected {
                     return Err(self.wrong_size(peer, found, expected));
                 }
             }
         }
-        Ok(Progress::Done)
+        Ok(OpProgress::Done)
     }
 
     /// Whether every other rank sent these bytes, and nothing else, with its declaration. They are
     /// not kept.
     fn agree_on(&mut self, head: &[u8]) -> bool {
         let mut agree = true;
-        for parcel in self.parcels.iter_mut().filter_map(Option::take) {
-            agree &= parcel.chunk.bytes() == head;
+        for chunk in self.received.iter_mut().filter_map(Option::take) {
+            agree &= chunk.payload.bytes() == head;
         }
         agree
     }
@@ -213,18 +224,18 @@ impl<'a> Exchange<'a> {
     pub(crate) fn disagreement(&self, error: Error) -> Error {
         match self.do_agree() || error.is_mismatch() {
             true => error,
-            false => mismatch(self.watch.sequence, self.sides),
+            false => mismatch(self.deadline.sequence, self.headers),
         }
     }
 
     /// Whether the declarations that are here agree.
     fn do_agree(&self) -> bool {
-        let mut sides = self.sides.iter().flatten();
-        sides.all(|side| side.agrees_with(&self.watch.contract))
+        let mut headers = self.headers.iter().flatten();
+        headers.all(|header| header.agrees_with(&self.deadline.fingerprint))
     }
 
     /// Sends a chunk to every rank; an empty one is not sent.
-    fn announce(&mut self, round: usize, bytes: &[u8]) -> Result<()> {
+    fn broadcast_chunk(&mut self, round: usize, bytes: &[u8]) -> Result<()> {
         if !bytes.is_empty() {
             for peer in self.ring() {
                 self.send(peer, Stage::Outward, round, bytes)?;
@@ -234,36 +245,43 @@ impl<'a> Exchange<'a> {
     }
 
     /// The chunk of a round from one peer, where that of round 0 came at the beginning.
-    fn round(&mut self, peer: usize, stage: Stage, round: usize, len: usize) -> Result<Parcel> {
-        match self.parcels[peer].take() {
-            Some(parcel) => Ok(parcel),
+    fn round(&mut self, peer: usize, stage: Stage, round: usize, len: usize) -> Result<RecvChunk> {
+        match self.received[peer].take() {
+            Some(chunk) => Ok(chunk),
             None => self.receive(peer, peer..peer + 1, stage, round, len),
         }
     }
 
     /// The chunk of a round that a peer has to send, going by the length that it declared.
     fn declared_chunk(&self, peer: usize, round: usize) -> Range<usize> {
-        chunk(self.sides[peer].as_ref().map_or(0, Contract::bytes), round)
+        chunk(
+            self.headers[peer]
+                .as_ref()
+                .map_or(0, CollectiveFingerprint::bytes),
+            round,
+        )
     }
 
     fn send(&mut self, to: usize, stage: Stage, round: usize, payload: &[u8]) -> Result<()> {
-        let part = Part {
+        let part = OutgoingChunk {
             tag: self.tag(stage, round),
-            contract: None,
+            fingerprint: None,
             payload,
         };
-        self.risk(Point::Within(self.watch.sequence))?;
-        self.transport.send(to, part, self.watch)
+        self.inject_fault(Point::Within(self.deadline.sequence))?;
+        self.transport.send(to, part, self.deadline)
     }
 
     /// Carries out the fault that is planned for a place.
-    fn risk(&self, point: Point) -> Result<()> {
-        match strike(self.rank, point) {
+    fn inject_fault(&self, point: Point) -> Result<()> {
+        match fail_point(self.rank, point) {
             Some(Effect::DropConnection) if self.world_size > 1 => {
-                self.transport.cut();
-                return Err(self.watch.cut(&self.transport.peers()[self.rank]));
+                self.transport.control().inject_disconnect();
+                return Err(self
+                    .deadline
+                    .disconnected(&self.transport.peers()[self.rank]));
             }
-            Some(Effect::CorruptFrame) => self.transport.spoil(),
+            Some(Effect::CorruptFrame) => self.transport.inject_corruption(),
             // The others have no place here.
             _ => {}
         }
@@ -277,11 +295,11 @@ impl<'a> Exchange<'a> {
         stage: Stage,
         round: usize,
         len: usize,
-    ) -> Result<Parcel> {
+    ) -> Result<RecvChunk> {
         match self.try_receive(from, awaited, stage, round, len)? {
-            Some(parcel) => Ok(parcel),
+            Some(chunk) => Ok(chunk),
             // Only an operation that is resumed is ever in between.
-            None => Err(self.watch.interrupted()),
+            None => Err(self.deadline.interrupted()),
         }
     }
 
@@ -293,49 +311,49 @@ impl<'a> Exchange<'a> {
         stage: Stage,
         round: usize,
         len: usize,
-    ) -> Result<Option<Parcel>> {
-        let Some(parcel) = self.fetch(from, awaited)? else {
+    ) -> Result<Option<RecvChunk>> {
+        let Some(chunk) = self.fetch(from, awaited)? else {
             return Ok(None);
         };
         let wanted = self.tag(stage, round);
-        if parcel.tag != wanted {
-            return Err(self.unexpected(from, &parcel, wanted));
+        if chunk.tag != wanted {
+            return Err(self.unexpected(from, &chunk, wanted));
         }
-        let found = parcel.chunk.bytes().len();
+        let found = chunk.payload.bytes().len();
         if found != len {
             return Err(self.wrong_size(from, found, len));
         }
-        Ok(Some(parcel))
+        Ok(Some(chunk))
     }
 
-    fn fetch(&mut self, from: usize, awaited: Range<usize>) -> Result<Option<Parcel>> {
+    fn fetch(&mut self, from: usize, awaited: Range<usize>) -> Result<Option<RecvChunk>> {
         let (inbox, peers) = (self.transport.inbox(), self.transport.peers());
         match self.position {
             None => inbox
-                .take(from, awaited, self.transport, self.watch)
+                .take(from, awaited, self.transport, self.deadline)
                 .map(Some),
-            Some(position) => inbox.poll(from, position, peers, self.watch),
+            Some(position) => inbox.poll(from, position, peers, self.deadline),
         }
     }
 
     fn tag(&self, stage: Stage, round: usize) -> Tag {
         Tag {
-            sequence: self.watch.sequence,
+            sequence: self.deadline.sequence,
             stage,
             // Chunks are numbered within 32 bits up to an exabyte.
             index: round as u32,
         }
     }
 
-    fn unexpected(&self, from: usize, parcel: &Parcel, wanted: Tag) -> Error {
-        self.watch.protocol(
+    fn unexpected(&self, from: usize, chunk: &RecvChunk, wanted: Tag) -> Error {
+        self.deadline.protocol(
             &self.transport.peers()[from],
-            format_args!("it sent {:?}, expected {wanted:?}", parcel.tag),
+            format_args!("it sent {:?}, expected {wanted:?}", chunk.tag),
         )
     }
 
     fn wrong_size(&self, from: usize, found: usize, expected: usize) -> Error {
-        self.watch.protocol(
+        self.deadline.protocol(
             &self.transport.peers()[from],
             format_args!("it sent {found} bytes, expected {expected}"),
         )
@@ -355,4 +373,4 @@ impl<'a> Exchange<'a> {
 }
 
 /// How many chunks a rank sends ahead of the one it reduces.
-const AHEAD: usize = 4;
+const PREFETCH: usize = 4;

@@ -3,16 +3,16 @@
 use std::sync::Arc;
 
 use super::{
-    AHEAD, Exchange, Progress,
-    parts::{Chunk, Keep, Layout, Parts},
+    OpContext, OpProgress, PREFETCH,
+    chunks::{ChunkLayout, ChunkRange, EvenShards, Output},
 };
 use crate::{
     buffer::Buffer,
-    cut::{DIGEST, cuts_differ},
     element::DType,
     error::Result,
     kernel::combine,
-    reduce::{ReduceOp, SHORT},
+    reduce_op::{ReduceOp, SHORT},
+    shard_layout::{DIGEST, shard_layouts_differ},
     transport::Stage,
 };
 
@@ -20,19 +20,19 @@ use crate::{
 ///
 /// Each rank owns one part: it receives that part from everyone, reduces it in rank order and, where
 /// all keep everything, sends the result to everyone. Chunks are pipelined: while one is reduced, the
-/// next [`AHEAD`] are on their way. A short buffer that all keep goes to everyone at once, and every
+/// next [`PREFETCH`] are on their way. A short buffer that all keep goes to everyone at once, and every
 /// rank reduces all of it, in the same order and so to the same bits.
 #[derive(Debug)]
 pub(crate) struct Reduction {
     dtype: DType,
     op: ReduceOp,
-    layout: Layout,
-    step: Step,
+    layout: ChunkLayout,
+    step: ReductionStep,
 }
 
 /// What is to be done next.
 #[derive(Clone, Copy, Debug)]
-enum Step {
+enum ReductionStep {
     Begin,
     Meet,
     /// Takes this rank's part of a round from this peer and the next ones, and reduces it.
@@ -53,7 +53,7 @@ impl Reduction {
     pub(crate) fn new(
         dtype: DType,
         op: ReduceOp,
-        keep: &Keep,
+        output: &Output,
         len: usize,
         world_size: usize,
     ) -> Self {
@@ -61,77 +61,77 @@ impl Reduction {
         Self {
             dtype,
             op,
-            layout: match keep {
-                Keep::All => Layout::Even(Parts::new(len / size, size, world_size)),
-                Keep::Own(cut) => Layout::Cut(Arc::clone(cut), size),
+            layout: match output {
+                Output::Full => ChunkLayout::Even(EvenShards::new(len / size, size, world_size)),
+                Output::Shard(shards) => ChunkLayout::Sharded(Arc::clone(shards), size),
             },
-            step: Step::Begin,
+            step: ReductionStep::Begin,
         }
     }
 
     /// Goes on, as far as that is possible, with the same buffer every time.
     pub(crate) fn advance(
         &mut self,
-        exchange: &mut Exchange<'_>,
+        ctx: &mut OpContext<'_>,
         bytes: &mut [u8],
-    ) -> Result<Progress> {
-        let (layout, rank, world_size) = (&self.layout, exchange.rank, exchange.world_size);
-        let is_short = matches!(layout, Layout::Even(_)) && bytes.len() <= SHORT;
+    ) -> Result<OpProgress> {
+        let (layout, rank, world_size) = (&self.layout, ctx.rank, ctx.world_size);
+        let is_short = matches!(layout, ChunkLayout::Even(_)) && bytes.len() <= SHORT;
         let rounds = match layout {
-            Layout::Even(_) => layout.rounds() + AHEAD,
+            ChunkLayout::Even(_) => layout.rounds() + PREFETCH,
             // No results come back.
-            Layout::Cut(..) => layout.rounds(),
+            ChunkLayout::Sharded(..) => layout.rounds(),
         };
         loop {
             self.step = match self.step {
-                Step::Begin if world_size == 1 => {
-                    exchange.begin(|_| &[])?;
-                    Step::Done
+                ReductionStep::Begin if world_size == 1 => {
+                    ctx.send_header(|_| &[])?;
+                    ReductionStep::Done
                 }
-                Step::Begin => {
+                ReductionStep::Begin => {
                     match layout {
-                        Layout::Even(_) if is_short => exchange.begin(|_| bytes)?,
-                        Layout::Even(parts) => {
-                            exchange.begin(|peer| &bytes[parts.chunk(peer, 0)])?
+                        ChunkLayout::Even(_) if is_short => ctx.send_header(|_| bytes)?,
+                        ChunkLayout::Even(parts) => {
+                            ctx.send_header(|peer| &bytes[parts.chunk(peer, 0)])?
                         }
-                        Layout::Cut(cut, _) => exchange.begin(|_| cut.digest())?,
+                        ChunkLayout::Sharded(shards, _) => ctx.send_header(|_| shards.digest())?,
                     }
-                    for round in 0..AHEAD {
-                        exchange.contribute(layout, round, bytes)?;
+                    for round in 0..PREFETCH {
+                        ctx.contribute(layout, round, bytes)?;
                     }
-                    Step::Meet
+                    ReductionStep::Meet
                 }
-                Step::Meet => {
-                    let progress = exchange.try_meet(|_, contract| match layout {
-                        Layout::Even(_) if is_short => contract.bytes(),
-                        Layout::Even(parts) => parts.chunk(rank, 0).len(),
-                        Layout::Cut(..) => DIGEST,
+                ReductionStep::Meet => {
+                    let progress = ctx.try_exchange_headers(|_, fingerprint| match layout {
+                        ChunkLayout::Even(_) if is_short => fingerprint.bytes(),
+                        ChunkLayout::Even(parts) => parts.chunk(rank, 0).len(),
+                        ChunkLayout::Sharded(..) => DIGEST,
                     })?;
-                    if progress != Progress::Done {
+                    if progress != OpProgress::Done {
                         return Ok(progress);
                     }
-                    if let Layout::Cut(cut, _) = layout
-                        && !exchange.agree_on(cut.digest())
+                    if let ChunkLayout::Sharded(shards, _) = layout
+                        && !ctx.agree_on(shards.digest())
                     {
-                        return Err(cuts_differ(exchange.watch.sequence));
+                        return Err(shard_layouts_differ(ctx.deadline.sequence));
                     }
                     if is_short {
-                        combine(self.dtype, self.op, exchange.parcels, bytes);
-                        Step::Done
+                        combine(self.dtype, self.op, ctx.received, bytes);
+                        ReductionStep::Done
                     } else if rounds == 0 {
-                        Step::Done
+                        ReductionStep::Done
                     } else {
-                        exchange.contribute(layout, AHEAD, bytes)?;
-                        Step::Collect { round: 0, peer: 0 }
+                        ctx.contribute(layout, PREFETCH, bytes)?;
+                        ReductionStep::Collect { round: 0, peer: 0 }
                     }
                 }
-                Step::Collect { round, mut peer } => {
+                ReductionStep::Collect { round, mut peer } => {
                     let own = layout.chunk(rank, round);
                     if layout.sends(&own, round) {
                         while peer < world_size {
                             if peer != rank {
                                 let awaited = peer..world_size;
-                                let part = exchange.try_receive(
+                                let part = ctx.try_receive(
                                     peer,
                                     awaited.clone(),
                                     Stage::Inward,
@@ -139,31 +139,31 @@ impl Reduction {
                                     own.len(),
                                 )?;
                                 if part.is_none() {
-                                    self.step = Step::Collect { round, peer };
-                                    return Ok(Progress::Waiting(awaited));
+                                    self.step = ReductionStep::Collect { round, peer };
+                                    return Ok(OpProgress::Waiting(awaited));
                                 }
-                                exchange.parcels[peer] = part;
+                                ctx.received[peer] = part;
                             }
                             peer += 1;
                         }
                     }
                     if !own.is_empty() {
-                        exchange.combine(self.dtype, self.op, &own, bytes);
+                        ctx.combine(self.dtype, self.op, &own, bytes);
                     }
-                    if let (Layout::Even(_), Chunk::One(own)) = (layout, own) {
-                        exchange.announce(round, &bytes[own])?;
+                    if let (ChunkLayout::Even(_), ChunkRange::One(own)) = (layout, own) {
+                        ctx.broadcast_chunk(round, &bytes[own])?;
                     }
-                    Step::Results { round, peer: 0 }
+                    ReductionStep::Results { round, peer: 0 }
                 }
-                Step::Results { round, mut peer } => {
-                    if let Layout::Even(parts) = layout
-                        && let Some(behind) = round.checked_sub(AHEAD)
+                ReductionStep::Results { round, mut peer } => {
+                    if let ChunkLayout::Even(parts) = layout
+                        && let Some(behind) = round.checked_sub(PREFETCH)
                     {
                         while peer < world_size {
                             let chunk = parts.chunk(peer, behind);
                             if peer != rank && !chunk.is_empty() {
                                 let awaited = peer..world_size;
-                                let part = exchange.try_receive(
+                                let part = ctx.try_receive(
                                     peer,
                                     awaited.clone(),
                                     Stage::Outward,
@@ -171,40 +171,40 @@ impl Reduction {
                                     chunk.len(),
                                 )?;
                                 let Some(part) = part else {
-                                    self.step = Step::Results { round, peer };
-                                    return Ok(Progress::Waiting(awaited));
+                                    self.step = ReductionStep::Results { round, peer };
+                                    return Ok(OpProgress::Waiting(awaited));
                                 };
-                                bytes[chunk].copy_from_slice(part.chunk.bytes());
+                                bytes[chunk].copy_from_slice(part.payload.bytes());
                             }
                             peer += 1;
                         }
                     }
                     let round = round + 1;
                     if round == rounds {
-                        Step::Done
+                        ReductionStep::Done
                     } else {
-                        exchange.contribute(layout, round + AHEAD, bytes)?;
-                        Step::Collect { round, peer: 0 }
+                        ctx.contribute(layout, round + PREFETCH, bytes)?;
+                        ReductionStep::Collect { round, peer: 0 }
                     }
                 }
-                Step::Done => return Ok(Progress::Done),
+                ReductionStep::Done => return Ok(OpProgress::Done),
             }
         }
     }
 }
 
-impl Exchange<'_> {
+impl OpContext<'_> {
     /// Reduces `bytes` over all ranks, in place; see [`Reduction`].
     pub(crate) fn all_reduce(mut self, dtype: DType, op: ReduceOp, bytes: &mut [u8]) -> Result<()> {
         if let Some(steps) = self.steps() {
             return steps.all_reduce(dtype, op, bytes);
         }
         if let Some(hosts) = self.transport.hosts()
-            && Self::can_go_by_hosts(dtype, op)
+            && Self::is_hierarchical(dtype, op)
         {
-            return self.all_reduce_by_hosts(hosts, dtype, op, bytes, None);
+            return self.all_reduce_hierarchical(hosts, dtype, op, bytes, None);
         }
-        self.reduce(dtype, op, &Keep::All, bytes)
+        self.reduce(dtype, op, &Output::Full, bytes)
     }
 
     /// Reduces what this rank keeps of a buffer over all ranks, in place and where it lies if the
@@ -212,38 +212,44 @@ impl Exchange<'_> {
     pub(crate) fn reduce_buffer(
         mut self,
         op: ReduceOp,
-        keep: &Keep,
+        output: &Output,
         buffer: &mut Buffer,
     ) -> Result<()> {
         let dtype = buffer.dtype();
-        let cut = match keep {
-            Keep::All => None,
+        let shards = match output {
+            Output::Full => None,
             // There is nothing to compare, and nothing to send.
-            Keep::Own(_) if self.world_size == 1 => None,
-            Keep::Own(cut) => Some(&**cut),
+            Output::Shard(_) if self.world_size == 1 => None,
+            Output::Shard(shards) => Some(&**shards),
         };
         if let Some(steps) = self.steps() {
-            return match cut {
+            return match shards {
                 None => steps.all_reduce_buffer(op, buffer),
-                Some(cut) => steps.reduce_scatter_buffer(op, buffer, cut),
+                Some(shards) => steps.reduce_scatter_buffer(op, buffer, shards),
             };
         }
         let bytes = buffer.bytes_mut();
         if let Some(hosts) = self.transport.hosts()
-            && Self::can_go_by_hosts(dtype, op)
+            && Self::is_hierarchical(dtype, op)
         {
-            return self.all_reduce_by_hosts(hosts, dtype, op, bytes, cut);
+            return self.all_reduce_hierarchical(hosts, dtype, op, bytes, shards);
         }
-        self.reduce(dtype, op, keep, bytes)
+        self.reduce(dtype, op, output, bytes)
     }
 
     /// From the beginning to the end; see [`Reduction`].
-    fn reduce(&mut self, dtype: DType, op: ReduceOp, keep: &Keep, bytes: &mut [u8]) -> Result<()> {
-        let mut reduction = Reduction::new(dtype, op, keep, bytes.len(), self.world_size);
+    fn reduce(
+        &mut self,
+        dtype: DType,
+        op: ReduceOp,
+        output: &Output,
+        bytes: &mut [u8],
+    ) -> Result<()> {
+        let mut reduction = Reduction::new(dtype, op, output, bytes.len(), self.world_size);
         match reduction.advance(self, bytes)? {
-            Progress::Done => Ok(()),
+            OpProgress::Done => Ok(()),
             // Only an operation that is resumed is ever in between.
-            Progress::Waiting(_) => Err(self.watch.interrupted()),
+            OpProgress::Waiting(_) => Err(self.deadline.interrupted()),
         }
     }
 
@@ -257,41 +263,41 @@ impl Exchange<'_> {
         own: &mut [u8],
     ) -> Result<()> {
         if self.world_size == 1 {
-            return self.begin(|_| &[]);
+            return self.send_header(|_| &[]);
         }
         if let Some(steps) = self.steps() {
             return steps.reduce_scatter(dtype, op, bytes, own);
         }
-        let parts = Parts::new(bytes.len() / dtype.size(), dtype.size(), self.world_size);
+        let parts = EvenShards::new(bytes.len() / dtype.size(), dtype.size(), self.world_size);
         let (rank, offset) = (self.rank, parts.part(self.rank).start);
-        self.begin(|peer| &bytes[parts.chunk(peer, 0)])?;
-        self.meet(|_, _| parts.chunk(rank, 0).len())?;
-        let layout = Layout::Even(parts);
-        for round in 0..AHEAD {
+        self.send_header(|peer| &bytes[parts.chunk(peer, 0)])?;
+        self.exchange_headers(|_, _| parts.chunk(rank, 0).len())?;
+        let layout = ChunkLayout::Even(parts);
+        for round in 0..PREFETCH {
             self.contribute(&layout, round, bytes)?;
         }
         for round in 0..parts.rounds() {
-            self.contribute(&layout, round + AHEAD, bytes)?;
+            self.contribute(&layout, round + PREFETCH, bytes)?;
             let chunk = parts.chunk(rank, round);
             if !chunk.is_empty() {
                 self.collect(round, chunk.len())?;
                 let chunk = chunk.start - offset..chunk.end - offset;
-                combine(dtype, op, self.parcels, &mut own[chunk]);
+                combine(dtype, op, self.received, &mut own[chunk]);
             }
         }
         Ok(())
     }
 
     /// Sends each owner its chunk of this round.
-    fn contribute(&mut self, layout: &Layout, round: usize, bytes: &[u8]) -> Result<()> {
+    fn contribute(&mut self, layout: &ChunkLayout, round: usize, bytes: &[u8]) -> Result<()> {
         for peer in self.ring() {
             let chunk = layout.chunk(peer, round);
             if !layout.sends(&chunk, round) {
                 continue;
             }
             match chunk {
-                Chunk::One(range) => self.send(peer, Stage::Inward, round, &bytes[range])?,
-                Chunk::Many(pieces) => {
+                ChunkRange::One(range) => self.send(peer, Stage::Inward, round, &bytes[range])?,
+                ChunkRange::Many(pieces) => {
                     let mut packed = std::mem::take(self.packed);
                     let sent =
                         self.send(peer, Stage::Inward, round, pieces.pack(bytes, &mut packed));
@@ -304,12 +310,12 @@ impl Exchange<'_> {
     }
 
     /// Combines everyone's chunk of this rank's part, in place.
-    fn combine(&mut self, dtype: DType, op: ReduceOp, own: &Chunk<'_>, bytes: &mut [u8]) {
+    fn combine(&mut self, dtype: DType, op: ReduceOp, own: &ChunkRange<'_>, bytes: &mut [u8]) {
         match own {
-            Chunk::One(range) => combine(dtype, op, self.parcels, &mut bytes[range.clone()]),
-            Chunk::Many(pieces) => {
+            ChunkRange::One(range) => combine(dtype, op, self.received, &mut bytes[range.clone()]),
+            ChunkRange::Many(pieces) => {
                 let packed = pieces.pack(bytes, self.packed);
-                combine(dtype, op, self.parcels, packed);
+                combine(dtype, op, self.received, packed);
                 pieces.unpack(packed, bytes);
             }
         }
@@ -320,8 +326,8 @@ impl Exchange<'_> {
         if round > 0 {
             for peer in self.others() {
                 let awaited = peer..self.world_size;
-                let parcel = self.receive(peer, awaited, Stage::Inward, round, len)?;
-                self.parcels[peer] = Some(parcel);
+                let chunk = self.receive(peer, awaited, Stage::Inward, round, len)?;
+                self.received[peer] = Some(chunk);
             }
         }
         Ok(())

@@ -6,35 +6,39 @@ use std::{
 use super::*;
 use crate::{
     buffer::Buffer,
-    contract::{Call, Site},
-    cut::Cut,
     element::DType,
-    reduce::ReduceOp,
-    transport::{CHUNK, Farewell, Inbox, Limit, Patience, Peer, Place, TransportKind},
+    fingerprint::{CallSite, OpKind},
+    reduce_op::ReduceOp,
+    shard_layout::ShardLayout,
+    transport::{
+        CHUNK, ControlPlane, DataPlane, FinalMessage, Inbox, OpTimeouts, Peer, PeerLocation,
+        TimeoutKind, TransportKind,
+    },
 };
 
 /// A transport that notes what this rank, 0 of 2, sends to the other.
 #[derive(Debug)]
 struct Notes {
-    peers: [Peer; 2],
-    inbox: Inbox,
+    inbox: Arc<Inbox>,
     sent: Mutex<Vec<(Tag, usize)>>,
 }
 
 impl Notes {
     fn new() -> Self {
         Self {
-            peers: [0, 1].map(|rank| Peer {
-                rank,
-                place: Place::Thread,
-            }),
-            inbox: Inbox::new(2),
+            inbox: Arc::new(Inbox::new(2)),
             sent: Mutex::default(),
         }
     }
 
     /// What the other rank sent.
-    fn arrive(&self, stage: Stage, index: u32, contract: Option<Contract>, payload: &[u8]) {
+    fn arrive(
+        &self,
+        stage: Stage,
+        index: u32,
+        fingerprint: Option<CollectiveFingerprint>,
+        payload: &[u8],
+    ) {
         let mut chunk = self.inbox.chunk(payload.len());
         chunk.bytes_mut().copy_from_slice(payload);
         let tag = Tag {
@@ -42,12 +46,12 @@ impl Notes {
             stage,
             index,
         };
-        let parcel = Parcel {
+        let received = RecvChunk {
             tag,
-            contract,
-            chunk,
+            fingerprint,
+            payload: chunk,
         };
-        assert!(self.inbox.deposit(1, parcel));
+        assert!(self.inbox.push(1, received));
     }
 
     fn sent(&self, stage: Stage) -> Vec<usize> {
@@ -57,30 +61,28 @@ impl Notes {
     }
 }
 
-impl Transport for Notes {
+impl DataPlane for Notes {
     fn kind(&self) -> TransportKind {
         TransportKind::Tcp
     }
 
-    fn peers(&self) -> &[Peer] {
-        &self.peers
-    }
-
-    fn inbox(&self) -> &Inbox {
-        &self.inbox
-    }
-
-    fn await_news(&self, _: u64, _: Instant, _: &Watch) -> Result<()> {
-        unreachable!("the operation is resumed by the test");
-    }
-
-    fn send(&self, _: usize, part: Part<'_>, _: &mut Watch) -> Result<()> {
+    fn send(&self, _: usize, chunk: OutgoingChunk<'_>, _: &mut OpDeadline) -> Result<()> {
         let mut sent = self.sent.lock().unwrap();
-        sent.push((part.tag, part.payload.len()));
+        sent.push((chunk.tag, chunk.payload.len()));
         Ok(())
     }
 
-    fn farewell(&self, _: &Farewell) {}
+    fn wait_for_arrival(&self, _: u64, _: Instant) {
+        unreachable!("the operation is resumed by the test");
+    }
+}
+
+impl ControlPlane for Notes {
+    fn leave(&self, _: &FinalMessage) {}
+
+    fn last_activity(&self, _: usize) -> Option<Instant> {
+        None
+    }
 }
 
 /// A rank that keeps nothing awaits nothing that it needs, and no results come back: it must not
@@ -91,44 +93,51 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
     let len = rounds * CHUNK;
     let mut buffer = Buffer::zeroed(DType::U8, len);
     let parts = vec![Vec::new(), vec![0..CHUNK - 1, 2 * CHUNK - 1..len]];
-    let cut = Arc::new(Cut::new(len, parts).unwrap());
-    // The gap is as long as a chunk; the first chunk lies on both sides of it.
+    let shards = Arc::new(ShardLayout::new(len, parts).unwrap());
+    // The gap is as long as a chunk; the first chunk lies on both headers of it.
     let rounds = rounds - 1;
-    let contract = Contract::new(Call::ReduceScatterBuffer, Site::new("here.rs", 1))
-        .with_op(ReduceOp::Sum)
-        .with_data(DType::U8, len);
-    let patience = Patience {
+    let fingerprint =
+        CollectiveFingerprint::new(OpKind::ReduceScatterBuffer, CallSite::new("here.rs", 1))
+            .with_op(ReduceOp::Sum)
+            .with_data(DType::U8, len);
+    let patience = OpTimeouts {
         timeout: Duration::from_secs(50),
         warn_after: Duration::from_secs(50),
-        limit: Limit::Progress,
+        limit: TimeoutKind::Progress,
     };
-    let transport = Notes::new();
-    let mut watch = Watch::new(0, 0, contract, patience);
+    let notes = Arc::new(Notes::new());
+    let peers = [0, 1].map(|rank| Peer {
+        rank,
+        location: PeerLocation::Thread,
+    });
+    let transport = Transport::new(
+        Arc::new(peers),
+        Arc::clone(&notes.inbox),
+        notes.clone(),
+        Some(notes.clone()),
+    );
+    let mut deadline = OpDeadline::new(0, 0, fingerprint, patience);
     let mut scratch = Scratch::default();
     scratch.clear(2);
-    let keep = Keep::Own(Arc::clone(&cut));
-    let mut reduction = Reduction::new(DType::U8, ReduceOp::Sum, &keep, len, 2);
+    let output = Output::Shard(Arc::clone(&shards));
+    let mut reduction = Reduction::new(DType::U8, ReduceOp::Sum, &output, len, 2);
     let mut go_on = || {
-        let mut exchange = Exchange::resumed(&transport, &mut watch, &mut scratch, Position::First);
-        reduction
-            .advance(&mut exchange, buffer.bytes_mut())
-            .unwrap()
+        let mut ctx =
+            OpContext::resumed(&transport, &mut deadline, &mut scratch, OpPosition::First);
+        reduction.advance(&mut ctx, buffer.bytes_mut()).unwrap()
     };
-    assert_eq!(go_on(), Progress::Waiting(1..2));
-    assert_eq!(transport.sent(Stage::Begin), [cut.digest().len()]);
-    assert_eq!(transport.sent(Stage::Inward).len(), AHEAD);
-    transport.arrive(Stage::Begin, 0, Some(contract), cut.digest());
+    assert_eq!(go_on(), OpProgress::Waiting(1..2));
+    assert_eq!(notes.sent(Stage::Begin), [shards.digest().len()]);
+    assert_eq!(notes.sent(Stage::Inward).len(), PREFETCH);
+    notes.arrive(Stage::Begin, 0, Some(fingerprint), shards.digest());
     for round in 0..rounds {
-        assert_eq!(go_on(), Progress::Waiting(1..2));
-        let sent = transport.sent(Stage::Inward);
-        assert_eq!(sent.len(), rounds.min(round + AHEAD + 1));
-        transport.arrive(Stage::Inward, round as u32, None, &[]);
+        assert_eq!(go_on(), OpProgress::Waiting(1..2));
+        let sent = notes.sent(Stage::Inward);
+        assert_eq!(sent.len(), rounds.min(round + PREFETCH + 1));
+        notes.arrive(Stage::Inward, round as u32, None, &[]);
     }
-    assert_eq!(go_on(), Progress::Done);
-    assert!(
-        transport.sent(Stage::Outward).is_empty(),
-        "no results travel"
-    );
-    let sent = transport.sent(Stage::Inward);
+    assert_eq!(go_on(), OpProgress::Done);
+    assert!(notes.sent(Stage::Outward).is_empty(), "no results travel");
+    let sent = notes.sent(Stage::Inward);
     assert_eq!(sent, vec![CHUNK; rounds]);
 }

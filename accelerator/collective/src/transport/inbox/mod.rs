@@ -1,48 +1,51 @@
 //! Where the parts for one rank wait for its engine.
 
-mod activity;
-mod engine;
-mod queue;
-mod state;
+mod activity_clock;
+mod failures;
+mod peer_queue;
+mod recv;
 
 use std::{
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
 
-pub(crate) use activity::Signs;
-pub(crate) use queue::{FLIGHTS, Parcel, Position};
+pub(crate) use activity_clock::ActivityClock;
+pub(crate) use peer_queue::{MAX_IN_FLIGHT, OpPosition, RecvChunk};
 
 use super::{
-    Abort, Parting, Peer, Watch,
-    bell::Bell,
-    pool::{Chunk, Pool},
+    Abort, LeaveKind, OpDeadline, Peer,
+    pool::{Pool, PooledBuffer},
+    waker::Waker,
 };
-use crate::error::Certainty;
+use crate::{
+    error::Certainty,
+    sync::{Condvar, Mutex, MutexGuard},
+};
 
-use queue::{QUEUE_BYTES, Queue, Standing};
-use state::{Cause, DROPPED, GRACE, State};
+use failures::{DROPPED, FailureCause, GRACE, InboxState};
+use peer_queue::{PeerQueue, PeerState, QUEUE_BYTES};
 
 /// The parts for one rank, one queue for each sender, and what is known of the senders.
 #[derive(Debug)]
 pub(crate) struct Inbox {
-    state: Mutex<State>,
+    state: Mutex<InboxState>,
     /// Something happened that the engine may wait for.
     arrival: Condvar,
     /// A queue has become shorter.
     room: Condvar,
     pool: Arc<Pool>,
     /// Wakes an engine that sleeps on connections.
-    bell: Option<Bell>,
+    waker: Option<Waker>,
     /// Whether there is anything that could end an operation whose data are here.
-    troubled: AtomicBool,
+    has_failures: AtomicBool,
     /// The rank for which this one waits, and one; zero while it waits for nobody.
     awaited: AtomicUsize,
     /// What this rank shows of its work outside of operations.
-    signs: Arc<Signs>,
+    activity: Arc<ActivityClock>,
 }
 
 impl Inbox {
@@ -50,50 +53,50 @@ impl Inbox {
         Self::with(world_size, None)
     }
 
-    /// One whose engine may sleep elsewhere, on the bell; see [`doze`](Self::doze).
-    pub(crate) fn with_bell(world_size: usize, bell: Bell) -> Self {
-        Self::with(world_size, Some(bell))
+    /// One whose engine may sleep elsewhere, on the waker; see [`before_poll`](Self::before_poll).
+    pub(crate) fn with_waker(world_size: usize, waker: Waker) -> Self {
+        Self::with(world_size, Some(waker))
     }
 
-    fn with(world_size: usize, bell: Option<Bell>) -> Self {
+    fn with(world_size: usize, waker: Option<Waker>) -> Self {
         Self {
-            state: Mutex::new(State {
-                queues: (0..world_size).map(|_| Queue::default()).collect(),
-                blames: Vec::new(),
+            state: Mutex::new(InboxState {
+                queues: (0..world_size).map(|_| PeerQueue::default()).collect(),
+                failures: Vec::new(),
                 dropped: None,
                 closed: false,
                 version: 0,
                 sleepers: 0,
                 blocked: 0,
-                dozing: false,
-                awake: None,
+                polling: false,
+                note_running: None,
                 slept: None,
             }),
             arrival: Condvar::new(),
             room: Condvar::new(),
             pool: Arc::new(Pool::default()),
-            bell,
-            troubled: AtomicBool::new(false),
+            waker,
+            has_failures: AtomicBool::new(false),
             awaited: AtomicUsize::new(0),
-            signs: Arc::default(),
+            activity: Arc::default(),
         }
     }
 
     /// Memory for a part that is about to arrive.
-    pub(crate) fn chunk(&self, len: usize) -> Chunk {
+    pub(crate) fn chunk(&self, len: usize) -> PooledBuffer {
         self.pool.chunk(len)
     }
 
     /// Puts a part into the queue of its sender, and says whether there is room for more; after
     /// [`close`](Self::close) it is dropped.
-    pub(crate) fn deposit(&self, from: usize, parcel: Parcel) -> bool {
+    pub(crate) fn push(&self, from: usize, chunk: RecvChunk) -> bool {
         let mut state = self.lock();
         if state.closed {
             return true;
         }
         let queue = &mut state.queues[from];
-        queue.bytes += parcel.weight();
-        queue.parcels.push_back(parcel);
+        queue.bytes += chunk.weight();
+        queue.chunks.push_back(chunk);
         let has_room = queue.bytes < QUEUE_BYTES;
         self.tell(state);
         has_room
@@ -101,70 +104,70 @@ impl Inbox {
 
     /// Waits a while for room in the queue of a sender, and says whether there is some.
     pub(crate) fn has_room(&self, from: usize, pause: Duration) -> bool {
-        let full = |state: &mut State| !state.closed && state.queues[from].bytes >= QUEUE_BYTES;
+        let full =
+            |state: &mut InboxState| !state.closed && state.queues[from].bytes >= QUEUE_BYTES;
         let mut state = self.lock();
         if pause.is_zero() || !full(&mut state) {
             return !full(&mut state);
         }
         state.blocked += 1;
-        let (mut state, _) = self
+        let mut state = self
             .room
-            .wait_timeout_while(state, pause, |state| full(state))
-            .unwrap_or_else(PoisonError::into_inner);
+            .wait_timeout_while(state, pause, |state| full(state));
         state.blocked -= 1;
         !full(&mut state)
     }
 
     /// Notes that a peer said goodbye.
-    pub(crate) fn left(&self, rank: usize, parting: Parting) {
+    pub(crate) fn left(&self, rank: usize, kind: LeaveKind) {
         let mut state = self.lock();
-        state.queues[rank].standing = match parting {
-            Parting::Closed => Standing::Left,
-            Parting::Dropped => Standing::Dropped,
+        state.queues[rank].state = match kind {
+            LeaveKind::Closed => PeerState::Left,
+            LeaveKind::Dropped => PeerState::Dropped,
         };
-        if parting == Parting::Dropped {
+        if kind == LeaveKind::Dropped {
             state.dropped.get_or_insert((rank, Instant::now()));
         }
         self.tell(state);
     }
 
-    /// Notes that a peer is gone without a word, unless it has said its last word before.
+    /// Notes that a peer is gone without a word, unless it has sent a final message before.
     pub(crate) fn lost(&self, rank: usize, cause: impl Into<String>, certainty: Certainty) {
         let mut state = self.lock();
-        if state.queues[rank].standing != Standing::Present {
+        if state.queues[rank].state != PeerState::Present {
             return;
         }
-        state.queues[rank].standing = Standing::Lost;
+        state.queues[rank].state = PeerState::Lost;
         let cause = cause.into();
-        state.attend(Instant::now());
+        state.detect_suspension(Instant::now());
         let cause = match state.slept {
             // Who ended a connection meanwhile has given this rank up.
             Some((woke, slept))
                 if certainty == Certainty::Guessed && woke.elapsed() < AFTERMATH =>
             {
-                Cause::Overslept(slept, rank, cause)
+                FailureCause::Suspended(slept, rank, cause)
             }
-            _ => Cause::Lost(rank, cause, certainty),
+            _ => FailureCause::Lost(rank, cause, certainty),
         };
         state.blame(None, cause);
-        self.troubled.store(true, Ordering::Release);
+        self.has_failures.store(true, Ordering::Release);
         self.tell(state);
     }
 
     /// Notes that a peer sends what the protocol does not allow.
     pub(crate) fn broke(&self, rank: usize, what: String) {
         let mut state = self.lock();
-        state.queues[rank].standing = Standing::Broken;
-        state.blame(Some(0), Cause::Broke(rank, what));
-        self.troubled.store(true, Ordering::Release);
+        state.queues[rank].state = PeerState::Broken;
+        state.blame(Some(0), FailureCause::Broke(rank, what));
+        self.has_failures.store(true, Ordering::Release);
         self.tell(state);
     }
 
     /// Notes that this rank cannot go on.
     pub(crate) fn failed(&self, why: &str) {
         let mut state = self.lock();
-        state.blame(Some(0), Cause::Own(why.to_owned()));
-        self.troubled.store(true, Ordering::Release);
+        state.blame(Some(0), FailureCause::Own(why.to_owned()));
+        self.has_failures.store(true, Ordering::Release);
         self.tell(state);
     }
 
@@ -174,20 +177,20 @@ impl Inbox {
         let cause = match abort.error.culprit() {
             // It tells its own end; who hears it says in which operation that was.
             Some(culprit) if culprit.rank() == rank && abort.error.is_peer_lost() => {
-                state.queues[rank].standing = Standing::Lost;
-                Cause::Lost(rank, culprit.cause().to_owned(), culprit.certainty)
+                state.queues[rank].state = PeerState::Lost;
+                FailureCause::Lost(rank, culprit.cause().to_owned(), culprit.certainty)
             }
             culprit => {
-                let accused = culprit.and_then(|x| state.queues.get_mut(x.rank()));
-                if let Some(queue) = accused {
-                    queue.accused = true;
+                let blamed = culprit.and_then(|x| state.queues.get_mut(x.rank()));
+                if let Some(queue) = blamed {
+                    queue.blamed = true;
                 }
-                state.queues[rank].standing = Standing::GaveUp;
-                Cause::Told(rank, abort.error)
+                state.queues[rank].state = PeerState::Aborted;
+                FailureCause::Told(rank, abort.error)
             }
         };
         state.blame(Some(abort.sequence), cause);
-        self.troubled.store(true, Ordering::Release);
+        self.has_failures.store(true, Ordering::Release);
         self.tell(state);
     }
 
@@ -203,8 +206,8 @@ impl Inbox {
     }
 
     /// What this rank shows of its work outside of operations.
-    pub(crate) fn signs(&self) -> &Arc<Signs> {
-        &self.signs
+    pub(crate) fn activity(&self) -> &Arc<ActivityClock> {
+        &self.activity
     }
 
     /// Notes how long ago a peer showed that it works.
@@ -231,30 +234,30 @@ impl Inbox {
     ///
     /// What a rank said before the clock of this wait began does not count: it may have got what
     /// it waited for, and says so with its next heartbeat only.
-    pub(crate) fn roots(&self, missing: Vec<usize>, watch: &Watch) -> Vec<usize> {
-        self.lock().roots(missing, watch)
+    pub(crate) fn roots(&self, missing: Vec<usize>, deadline: &OpDeadline) -> Vec<usize> {
+        self.lock().roots(missing, deadline)
     }
 
-    /// Whether a peer has neither said its last word nor been given up.
+    /// Whether a peer has neither sent a final message nor been given up.
     pub(crate) fn is_present(&self, rank: usize) -> bool {
-        self.lock().queues[rank].standing == Standing::Present
+        self.lock().queues[rank].state == PeerState::Present
     }
 
-    /// Whether a peer runs, as far as this rank knows, and has not said its last word.
-    pub(crate) fn may_hear(&self, rank: usize) -> bool {
-        let standing = self.lock().queues[rank].standing;
-        matches!(standing, Standing::Broken | Standing::Present)
+    /// Whether a peer runs, as far as this rank knows, and has not sent a final message.
+    pub(crate) fn can_receive(&self, rank: usize) -> bool {
+        let state = self.lock().queues[rank].state;
+        matches!(state, PeerState::Broken | PeerState::Present)
     }
 
-    /// Waits a while until each peer has said its last word or is gone, and gives those that are
+    /// Waits a while until each peer has sent a final message or is gone, and gives those that are
     /// neither.
-    pub(crate) fn last_words(&self, me: usize, patience: Duration) -> Vec<usize> {
+    pub(crate) fn wait_for_final_messages(&self, me: usize, patience: Duration) -> Vec<usize> {
         let until = Instant::now() + patience;
         let mut state = self.lock();
         loop {
             let queues = state.queues.iter().enumerate();
             let present: Vec<usize> = queues
-                .filter(|(rank, queue)| *rank != me && queue.standing == Standing::Present)
+                .filter(|(rank, queue)| *rank != me && queue.state == PeerState::Present)
                 .map(|(rank, _)| rank)
                 .collect();
             let now = Instant::now();
@@ -267,7 +270,7 @@ impl Inbox {
     }
 
     /// What will make an operation fail, unless that is a guess of a moment ago.
-    pub(crate) fn trouble(&self, me: usize, peers: &[Peer]) -> Option<String> {
+    pub(crate) fn failure_text(&self, me: usize, peers: &[Peer]) -> Option<String> {
         let state = self.lock();
         if let Some(blame) = state.cause(me) {
             let is_settled = blame.since.elapsed() >= GRACE;
@@ -289,24 +292,24 @@ impl Inbox {
 
     /// Notes that this process runs, and will say so again soon. Where it did not for `limit`,
     /// the others have reason to give it up.
-    pub(crate) fn awake(&self, limit: Duration) {
+    pub(crate) fn note_running(&self, limit: Duration) {
         let now = Instant::now();
         let mut state = self.lock();
-        state.attend(now);
-        state.awake = Some((now, limit));
+        state.detect_suspension(now);
+        state.note_running = Some((now, limit));
     }
 
     /// Drops what is there and whatever still comes.
     pub(crate) fn close(&self) {
         let mut state = self.lock();
         state.closed = true;
-        self.troubled.store(true, Ordering::Release);
+        self.has_failures.store(true, Ordering::Release);
         state.version += 1;
         for queue in &mut state.queues {
-            queue.parcels.clear();
+            queue.chunks.clear();
             queue.bytes = 0;
         }
-        self.ring(&mut state);
+        self.wake_poller(&mut state);
         drop(state);
         self.room.notify_all();
         self.arrival.notify_all();
@@ -316,10 +319,10 @@ impl Inbox {
         self.lock().closed
     }
 
-    fn tell(&self, mut state: MutexGuard<'_, State>) {
+    fn tell(&self, mut state: MutexGuard<'_, InboxState>) {
         state.version += 1;
         let asleep = state.sleepers > 0;
-        self.ring(&mut state);
+        self.wake_poller(&mut state);
         drop(state);
         if asleep {
             self.arrival.notify_one();
@@ -327,26 +330,29 @@ impl Inbox {
     }
 
     /// Wakes the engine where it sleeps elsewhere.
-    fn ring(&self, state: &mut State) {
-        if std::mem::take(&mut state.dozing)
-            && let Some(bell) = &self.bell
+    fn wake_poller(&self, state: &mut InboxState) {
+        if std::mem::take(&mut state.polling)
+            && let Some(waker) = &self.waker
         {
-            bell.ring();
+            waker.wake();
         }
     }
 
-    fn wait<'a>(&self, mut state: MutexGuard<'a, State>, until: Instant) -> MutexGuard<'a, State> {
+    fn wait<'a>(
+        &self,
+        mut state: MutexGuard<'a, InboxState>,
+        until: Instant,
+    ) -> MutexGuard<'a, InboxState> {
         let pause = until.saturating_duration_since(Instant::now());
         state.sleepers += 1;
         let waited = self.arrival.wait_timeout(state, pause);
-        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let mut state = waited;
         state.sleepers -= 1;
         state
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Every change leaves the state whole, so a panic elsewhere does not spoil it.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, InboxState> {
+        self.state.lock()
     }
 }
 

@@ -1,18 +1,18 @@
 use super::*;
 use crate::{
-    contract::{Call, Contract, Site},
     error::{Error, Kind},
-    transport::{Limit, Patience, Peer, Place, Stage, Tag},
+    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
+    transport::{OpTimeouts, Peer, PeerLocation, Stage, Tag, TimeoutKind},
 };
 
-fn watch(sequence: u64) -> Watch {
-    let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
-    let patience = Patience {
+fn deadline(sequence: u64) -> OpDeadline {
+    let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
+    let patience = OpTimeouts {
         timeout: Duration::from_secs(50),
         warn_after: Duration::from_secs(50),
-        limit: Limit::Progress,
+        limit: TimeoutKind::Progress,
     };
-    Watch::new(0, sequence, contract, patience)
+    OpDeadline::new(0, sequence, fingerprint, patience)
 }
 
 #[test]
@@ -21,7 +21,7 @@ fn who_is_accused_is_gone_and_who_accuses_is_not() {
     let abort = |rank: usize| {
         let peer = Peer {
             rank,
-            place: Place::Thread,
+            location: PeerLocation::Thread,
         };
         let culprit = peer.culprit("it died", Certainty::Settled);
         Abort {
@@ -40,8 +40,8 @@ fn who_is_accused_is_gone_and_who_accuses_is_not() {
     // Its connection ends after its last word.
     inbox.lost(1, "its connection ended", Certainty::Guessed);
     assert_eq!(inbox.gone(), [0, 2, 3]);
-    assert_eq!(inbox.last_words(0, Duration::ZERO), [2, 4]);
-    inbox.left(4, Parting::Dropped);
+    assert_eq!(inbox.wait_for_final_messages(0, Duration::ZERO), [2, 4]);
+    inbox.left(4, LeaveKind::Dropped);
     assert_eq!(inbox.gone(), [0, 2, 3, 4]);
 }
 
@@ -50,14 +50,14 @@ fn a_connection_that_ends_without_a_word_is_blamed_where_nobody_says_more() {
     let inbox = Inbox::new(3);
     let peers = [0, 1, 2].map(|rank| Peer {
         rank,
-        place: Place::Thread,
+        location: PeerLocation::Thread,
     });
     inbox.lost(1, "its connection ended", Certainty::Guessed);
-    inbox.check(1, &peers, &watch(0)).unwrap();
+    inbox.check(1, &peers, &deadline(0)).unwrap();
     let culprit = peers[2].culprit("it died", Certainty::Settled);
     let error = Error::blaming(Kind::PeerLost, culprit, "it died");
     inbox.aborted(2, Abort { sequence: 0, error });
-    let error = inbox.check(1, &peers, &watch(0)).unwrap_err();
+    let error = inbox.check(1, &peers, &deadline(0)).unwrap_err();
     assert_eq!(error.ranks(), [2], "{error}");
 }
 
@@ -66,13 +66,13 @@ fn a_rank_that_is_told_of_a_lost_one_says_where_it_was_itself() {
     let inbox = Inbox::new(3);
     let peers = [0, 1, 2].map(|rank| Peer {
         rank,
-        place: Place::Thread,
+        location: PeerLocation::Thread,
     });
     let culprit = peers[2].culprit("it died", Certainty::Settled);
     let message = "rank 2 is lost: it died; rank 1 was in collective #7";
     let error = Error::blaming(Kind::PeerLost, culprit, message);
     inbox.aborted(1, Abort { sequence: 7, error });
-    let error = inbox.check_abort(&peers, &watch(8)).unwrap_err();
+    let error = inbox.check_abort(&peers, &deadline(8)).unwrap_err();
     assert_eq!(error.ranks(), [2], "{error}");
     assert_eq!(error.culprit().unwrap().cause(), "it died");
     let text = error.to_string();
@@ -83,8 +83,8 @@ fn a_rank_that_is_told_of_a_lost_one_says_where_it_was_itself() {
 #[test]
 fn who_waits_for_another_is_not_the_one_that_is_missing() {
     let inbox = Inbox::new(5);
-    let watch = watch(0);
-    let roots = |missing: &[usize]| inbox.roots(missing.to_vec(), &watch);
+    let deadline = deadline(0);
+    let roots = |missing: &[usize]| inbox.roots(missing.to_vec(), &deadline);
     assert_eq!(roots(&[1, 2]), [1, 2]);
     inbox.waits(1, Some(2));
     inbox.waits(2, Some(3));
@@ -104,10 +104,10 @@ fn who_waits_for_another_is_not_the_one_that_is_missing() {
 fn for_whom_a_rank_waited_before_does_not_count() {
     let inbox = Inbox::new(3);
     inbox.waits(2, Some(1));
-    let watch = watch(0);
-    assert_eq!(inbox.roots(vec![2], &watch), [2]);
+    let deadline = deadline(0);
+    assert_eq!(inbox.roots(vec![2], &deadline), [2]);
     inbox.waits(2, Some(1));
-    assert_eq!(inbox.roots(vec![2], &watch), [1]);
+    assert_eq!(inbox.roots(vec![2], &deadline), [1]);
 }
 
 #[test]
@@ -115,33 +115,33 @@ fn each_operation_finds_its_own_parts() {
     let inbox = Inbox::new(2);
     let peers = [0, 1].map(|rank| Peer {
         rank,
-        place: Place::Thread,
+        location: PeerLocation::Thread,
     });
-    let part = |sequence, index| Parcel {
+    let part = |sequence, index| RecvChunk {
         tag: Tag {
             sequence,
             stage: Stage::Inward,
             index,
         },
-        contract: None,
-        chunk: Chunk::default(),
+        fingerprint: None,
+        payload: PooledBuffer::default(),
     };
     for (sequence, index) in [(6, 0), (5, 0), (6, 1), (5, 1), (9, 0)] {
-        inbox.deposit(1, part(sequence, index));
+        inbox.push(1, part(sequence, index));
     }
     let poll = |sequence, position| {
-        let mut watch = watch(sequence);
-        let parcel = inbox.poll(1, position, &peers, &mut watch).unwrap();
-        parcel.map(|parcel| (parcel.tag.sequence, parcel.tag.index))
+        let mut deadline = deadline(sequence);
+        let chunk = inbox.poll(1, position, &peers, &mut deadline).unwrap();
+        chunk.map(|chunk| (chunk.tag.sequence, chunk.tag.index))
     };
-    assert_eq!(poll(5, Position::First), Some((5, 0)));
-    assert_eq!(poll(6, Position::Later), Some((6, 0)));
-    assert_eq!(poll(7, Position::Later), None);
-    assert_eq!(poll(5, Position::First), Some((5, 1)));
+    assert_eq!(poll(5, OpPosition::First), Some((5, 0)));
+    assert_eq!(poll(6, OpPosition::Later), Some((6, 0)));
+    assert_eq!(poll(7, OpPosition::Later), None);
+    assert_eq!(poll(5, OpPosition::First), Some((5, 1)));
     // The peer is done with 5, or it would not have begun 9.
-    assert_eq!(poll(5, Position::First), Some((9, 0)));
+    assert_eq!(poll(5, OpPosition::First), Some((9, 0)));
     // One of an operation that is over.
-    assert_eq!(poll(7, Position::Later), None);
-    assert_eq!(poll(7, Position::First), Some((6, 1)));
-    assert_eq!(poll(7, Position::First), None);
+    assert_eq!(poll(7, OpPosition::Later), None);
+    assert_eq!(poll(7, OpPosition::First), Some((6, 1)));
+    assert_eq!(poll(7, OpPosition::First), None);
 }

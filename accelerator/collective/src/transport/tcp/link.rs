@@ -13,7 +13,7 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{ear::Ear, intake::Intake, unsent::unsent};
+use super::{frame_reader::FrameReader, peer_liveness::PeerLiveness, unsent::unsent};
 use crate::{
     error::{Error, Result},
     transport::Inbox,
@@ -26,11 +26,11 @@ pub(super) struct Link {
     /// The same connection, for what must not wait for the writer.
     control: TcpStream,
     /// Whoever reads holds it, for a few frames.
-    pub(super) intake: Arc<Mutex<Intake<TcpStream>>>,
+    pub(super) reader: Arc<Mutex<FrameReader<TcpStream>>>,
     /// What comes in shows here.
-    pub(super) ear: Arc<Ear>,
-    /// Whether a frame was left unfinished or the last word is said, after which nothing can be
-    /// said any more.
+    pub(super) liveness: Arc<PeerLiveness>,
+    /// Whether a frame was left unfinished or the final message is sent, after which nothing can be
+    /// sent any more.
     torn: AtomicBool,
     /// Whether something was sent since [`beat`](Self::beat) asked last.
     used: AtomicBool,
@@ -39,20 +39,21 @@ pub(super) struct Link {
 impl Link {
     /// The connection to a rank, whose parts go to an inbox.
     pub(super) fn new(stream: TcpStream, rank: usize, inbox: &Arc<Inbox>) -> Result<Self> {
-        let ear = Arc::new(Ear::new());
+        let liveness = Arc::new(PeerLiveness::new());
         let prepared = stream
             .set_nodelay(true)
             .and_then(|()| stream.set_nonblocking(true))
             .and_then(|()| Ok((stream.try_clone()?, stream.try_clone()?)));
         match prepared {
             Ok((control, source)) => {
-                hasten(&control);
-                let intake = Intake::new(source, rank, Arc::clone(inbox), Arc::clone(&ear));
+                set_local_congestion_control(&control);
+                let reader =
+                    FrameReader::new(source, rank, Arc::clone(inbox), Arc::clone(&liveness));
                 Ok(Self {
                     writer: Mutex::new(stream),
                     control,
-                    intake: Arc::new(Mutex::new(intake)),
-                    ear,
+                    reader: Arc::new(Mutex::new(reader)),
+                    liveness,
                     torn: AtomicBool::new(false),
                     used: AtomicBool::new(false),
                 })
@@ -109,7 +110,7 @@ impl Link {
         is_ready(&self.control, PollFlags::IN)
     }
 
-    /// Says the last word, if that is possible in time, and ends the sending side.
+    /// Sends the final message, if that is possible in time, and ends the sending side.
     pub(super) fn part(&self, head: &[u8], preamble: &[u8], until: Instant) {
         loop {
             match self.writer.try_lock() {
@@ -136,7 +137,7 @@ impl Link {
         let mut fds = [PollFd::new(&self.control, PollFlags::empty())];
         let over = PollFlags::ERR | PollFlags::HUP;
         match poll(&mut fds, Some(&timespec(Duration::ZERO))) {
-            // The connection has ended, or both have said their last word.
+            // The connection has ended, or both have sent their final message.
             Ok(_) if fds[0].revents().intersects(over) => false,
             _ => unsent(&self.control) > 0,
         }
@@ -199,7 +200,7 @@ impl Link {
 /// Lets a connection that stays on this host go as fast as memory does. Where the system's choice is
 /// a congestion control that paces what is sent, such as BBR, a wait of the program would be taken
 /// for a slow network. What goes over a network keeps the system's choice.
-fn hasten(stream: &TcpStream) {
+fn set_local_congestion_control(stream: &TcpStream) {
     #[cfg(target_os = "linux")]
     if let (Ok(here), Ok(there)) = (stream.local_addr(), stream.peer_addr())
         && here.ip() == there.ip()

@@ -12,11 +12,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use accelerator_fault::{Effect, Point, strike};
+use accelerator_fault::{Effect, Point, fail_point};
 
 use crate::{
     error::{Error, Kind, Result, list_ranks},
-    rendezvous::{Guest, Key, Lobby, Meeting, random, reachable},
+    rendezvous::{Key, Meeting, PendingHandshake, PendingHandshakes, random, reachable},
     wire::{
         ReadError,
         message::{self, Message, Nonce, Registration},
@@ -33,9 +33,9 @@ pub(super) fn connect(
     meeting: &Meeting,
     deadline: Instant,
 ) -> Result<Vec<Option<TcpStream>>> {
-    if let Some(Effect::DropConnection) = strike(rank, Point::Connect) {
-        if let Some(line) = &meeting.line {
-            line.cut();
+    if let Some(Effect::DropConnection) = fail_point(rank, Point::Connect) {
+        if let Some(store) = &meeting.store {
+            store.inject_disconnect();
         }
         return Err(Error::about(
             Kind::Rendezvous,
@@ -44,10 +44,10 @@ pub(super) fn connect(
         ));
     }
     let outcome = assemble(rank, meeting, deadline);
-    if let Some(line) = &meeting.line {
+    if let Some(store) = &meeting.store {
         match &outcome {
-            Ok(_) => line.connected(),
-            Err(error) => line.accuse(error),
+            Ok(_) => store.connected(),
+            Err(error) => store.report_failure(error),
         }
     }
     outcome
@@ -57,12 +57,12 @@ fn assemble(rank: usize, meeting: &Meeting, deadline: Instant) -> Result<Vec<Opt
     let world_size = meeting.ranks.len();
     let mut streams: Vec<Option<TcpStream>> = (0..world_size).map(|_| None).collect();
     let (sender, events) = mpsc::channel();
-    let _door = Door::open(rank, world_size, meeting, sender.clone())?;
-    let _caller = Caller::start(rank, meeting, deadline, sender.clone())?;
-    if let Some(line) = &meeting.line {
-        line.on_news(move || {
+    let _door = Acceptor::open(rank, world_size, meeting, sender.clone())?;
+    let _caller = Connector::start(rank, meeting, deadline, sender.clone())?;
+    if let Some(store) = &meeting.store {
+        store.on_news(move || {
             // Nobody waits for it once the ranks are connected.
-            let _ = sender.send(Event::News);
+            let _ = sender.send(MeshEvent::News);
         });
     }
     let missing = |streams: &[Option<TcpStream>]| {
@@ -71,16 +71,20 @@ fn assemble(rank: usize, meeting: &Meeting, deadline: Instant) -> Result<Vec<Opt
         missing.map(|(peer, _)| peer).collect::<Vec<_>>()
     };
     while !missing(&streams).is_empty() {
-        if let Some(error) = meeting.line.as_ref().and_then(|line| line.verdict()) {
+        if let Some(error) = meeting
+            .store
+            .as_ref()
+            .and_then(|store| store.connect_failure())
+        {
             return Err(error);
         }
         // The caller knows best why it got no connection; it says so at the deadline.
         let left = (deadline + SLACK).saturating_duration_since(Instant::now());
         match events.recv_timeout(left) {
-            Ok(Event::Failed(error)) => return Err(error),
-            Ok(Event::News) => {}
+            Ok(MeshEvent::Failed(error)) => return Err(error),
+            Ok(MeshEvent::News) => {}
             // A second connection replaces one that the other side has given up.
-            Ok(Event::Peer(peer, stream)) => streams[peer] = Some(stream),
+            Ok(MeshEvent::Peer(peer, stream)) => streams[peer] = Some(stream),
             Err(_) => {
                 let missing = missing(&streams);
                 let message = format!(
@@ -95,7 +99,7 @@ fn assemble(rank: usize, meeting: &Meeting, deadline: Instant) -> Result<Vec<Opt
     Ok(streams)
 }
 
-enum Event {
+enum MeshEvent {
     /// A peer cannot be reached.
     Failed(Error),
     /// The store may have said something.
@@ -105,22 +109,22 @@ enum Event {
 }
 
 /// The connecting side: a thread that calls the lower ranks; dropped, it gives up.
-struct Caller {
+struct Connector {
     closed: Arc<AtomicBool>,
 }
 
-impl Caller {
+impl Connector {
     fn start(
         rank: usize,
         meeting: &Meeting,
         deadline: Instant,
-        sender: mpsc::Sender<Event>,
+        sender: mpsc::Sender<MeshEvent>,
     ) -> Result<Self> {
         let closed = Arc::new(AtomicBool::new(false));
         if rank == 0 {
             return Ok(Self { closed });
         }
-        let call = Call {
+        let call = OutboundConnect {
             key: meeting.key.clone(),
             rank,
             deadline,
@@ -132,11 +136,11 @@ impl Caller {
             .spawn(move || {
                 for peer in &lower {
                     let event = match call.reach(peer) {
-                        Some(Ok(stream)) => Event::Peer(peer.rank, stream),
-                        Some(Err(error)) => Event::Failed(error),
+                        Some(Ok(stream)) => MeshEvent::Peer(peer.rank, stream),
+                        Some(Err(error)) => MeshEvent::Failed(error),
                         None => return,
                     };
-                    let failed = matches!(event, Event::Failed(_));
+                    let failed = matches!(event, MeshEvent::Failed(_));
                     // The mesh may have been given up.
                     if sender.send(event).is_err() || failed {
                         return;
@@ -150,21 +154,21 @@ impl Caller {
     }
 }
 
-impl Drop for Caller {
+impl Drop for Connector {
     fn drop(&mut self) {
         self.closed.store(true, Ordering::Release);
     }
 }
 
-struct Call {
+struct OutboundConnect {
     key: Key,
     rank: usize,
     deadline: Instant,
     closed: Arc<AtomicBool>,
 }
 
-impl Call {
-    /// Connects to a peer, again where somebody else took its place at the door; `None` where
+impl OutboundConnect {
+    /// Connects to a peer, again where another connection evicted its handshake; `None` where
     /// nobody waits for it any more.
     fn reach(&self, peer: &Registration) -> Option<Result<TcpStream>> {
         // The peer has listened since before it registered: who refuses is not there any more,
@@ -239,7 +243,11 @@ impl Call {
                 return Err(ReadError::Io(io::ErrorKind::TimedOut.into()));
             }
         }
-        Message::receive(stream, message::SHORT, Instant::now() + Lobby::PATIENCE)
+        Message::receive(
+            stream,
+            message::SHORT,
+            Instant::now() + PendingHandshakes::PATIENCE,
+        )
     }
 
     fn is_closed(&self) -> bool {
@@ -248,22 +256,22 @@ impl Call {
 }
 
 /// The listening side: a thread that accepts; dropped, it ends.
-struct Door {
+struct Acceptor {
     listener: TcpListener,
-    lobby: Arc<Lobby>,
+    pending: Arc<PendingHandshakes>,
     closed: Arc<AtomicBool>,
 }
 
-impl Door {
+impl Acceptor {
     fn open(
         rank: usize,
         world_size: usize,
         meeting: &Meeting,
-        sender: mpsc::Sender<Event>,
+        sender: mpsc::Sender<MeshEvent>,
     ) -> Result<Self> {
         let closed = Arc::new(AtomicBool::new(false));
-        let lobby = Lobby::new(world_size + 64);
-        let visit = Visit {
+        let pending = PendingHandshakes::new(world_size + 64);
+        let visit = InboundHandshake {
             key: meeting.key.clone(),
             rank,
             world_size,
@@ -271,25 +279,25 @@ impl Door {
         };
         let failed = |error| Error::io("this rank cannot listen for the others", error);
         let listener = meeting.listener.try_clone().map_err(failed)?;
-        let door = Self {
+        let acceptor = Self {
             listener: meeting.listener.try_clone().map_err(failed)?,
-            lobby: Arc::clone(&lobby),
+            pending: Arc::clone(&pending),
             closed: Arc::clone(&closed),
         };
         if rank + 1 < world_size {
             thread::Builder::new()
                 .name("mesh".to_owned())
-                .spawn(move || visit.accept(&listener, &lobby, &closed))
+                .spawn(move || visit.accept(&listener, &pending, &closed))
                 .map_err(failed)?;
         }
-        Ok(door)
+        Ok(acceptor)
     }
 }
 
-impl Drop for Door {
+impl Drop for Acceptor {
     fn drop(&mut self) {
         self.closed.store(true, Ordering::Release);
-        self.lobby.clear();
+        self.pending.clear();
         // A last visitor wakes the thread that accepts. Should it not get through, the thread
         // ends with the next one.
         if let Ok(address) = self.listener.local_addr() {
@@ -299,15 +307,20 @@ impl Drop for Door {
 }
 
 #[derive(Clone)]
-struct Visit {
+struct InboundHandshake {
     key: Key,
     rank: usize,
     world_size: usize,
-    sender: mpsc::Sender<Event>,
+    sender: mpsc::Sender<MeshEvent>,
 }
 
-impl Visit {
-    fn accept(&self, listener: &TcpListener, lobby: &Arc<Lobby>, closed: &AtomicBool) {
+impl InboundHandshake {
+    fn accept(
+        &self,
+        listener: &TcpListener,
+        pending: &Arc<PendingHandshakes>,
+        closed: &AtomicBool,
+    ) {
         loop {
             let accepted = listener.accept();
             if closed.load(Ordering::Acquire) {
@@ -318,16 +331,16 @@ impl Visit {
                 thread::sleep(Duration::from_millis(20));
                 continue;
             };
-            // Each visitor has its own thread, so that a stranger who says nothing keeps nobody
+            // Each connection has its own thread, so that a silent one keeps nobody
             // waiting; the number is bounded.
             let stream = Arc::new(stream);
-            let guest = lobby.enter(&stream);
+            let handshake = pending.enter(&stream);
             let visit = self.clone();
             let spawned = thread::Builder::new()
                 .name("mesh-visitor".to_owned())
                 .stack_size(512 * 1024)
                 .spawn(move || {
-                    if let Err(error) = visit.receive(stream, guest) {
+                    if let Err(error) = visit.receive(stream, handshake) {
                         tracing::debug!(%error, "a connection that is no rank was dropped");
                     }
                 });
@@ -338,8 +351,12 @@ impl Visit {
     }
 
     /// The accepting side of the handshake.
-    fn receive(&self, stream: Arc<TcpStream>, guest: Guest) -> Result<(), ReadError> {
-        let deadline = Instant::now() + Lobby::PATIENCE;
+    fn receive(
+        &self,
+        stream: Arc<TcpStream>,
+        handshake: PendingHandshake,
+    ) -> Result<(), ReadError> {
+        let deadline = Instant::now() + PendingHandshakes::PATIENCE;
         let _ = stream.set_nodelay(true);
         let Message::Greet { from, to, nonce } =
             Message::receive(&stream, message::SHORT, deadline)?
@@ -365,7 +382,7 @@ impl Visit {
             return Err(ReadError::Message("the proof of another job".to_owned()));
         }
         // Whoever had to make room for somebody else calls again.
-        if !guest.leave() {
+        if !handshake.leave() {
             return Err(ReadError::Closed);
         }
         Message::Accepted.send(&stream)?;
@@ -374,7 +391,7 @@ impl Visit {
             Err(shared) => shared.try_clone().map_err(ReadError::Io)?,
         };
         // The mesh may be complete, or given up, already.
-        let _ = self.sender.send(Event::Peer(peer, stream));
+        let _ = self.sender.send(MeshEvent::Peer(peer, stream));
         Ok(())
     }
 }

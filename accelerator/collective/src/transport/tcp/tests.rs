@@ -14,7 +14,7 @@ use crate::{
     error::Error,
     group::{GroupOptions, ProcessGroup},
     launch::Launch,
-    reduce::ReduceOp,
+    reduce_op::ReduceOp,
     rendezvous::{Key, Meeting, Rendezvous, StoreHost, StoreServer},
     topology::Topology,
     transport::{Abort, TransportKind},
@@ -39,7 +39,7 @@ fn run<R: Send + 'static>(
     run_with_witness(world_size, options, honest, |streams, _| odd(streams))
 }
 
-/// The same, where the odd rank can let the store testify.
+/// The same, where the odd rank can let the store report_exit.
 fn run_with_witness<R: Send + 'static>(
     world_size: usize,
     options: &GroupOptions,
@@ -126,7 +126,7 @@ fn declarations(stream: &mut TcpStream, count: u64) -> Vec<(Head, Vec<u8>)> {
 }
 
 /// Reads frames until an abort, or the end.
-fn last_word(stream: &mut TcpStream) -> Abort {
+fn final_message(stream: &mut TcpStream) -> Abort {
     loop {
         let head = Head::read(stream).unwrap();
         let mut preamble = vec![0; head.preamble];
@@ -174,7 +174,7 @@ fn meetings(key: &[u8]) -> Vec<Meeting> {
         ranks: ranks.clone(),
         listener,
         key: Key::new(key),
-        line: None,
+        store: None,
     };
     listeners.into_iter().map(meeting).collect()
 }
@@ -323,13 +323,13 @@ fn a_rank_that_takes_nothing_is_named_in_time() {
         |group| group.broadcast(&mut vec![0_u8; 60_000_000], 0).unwrap_err(),
         move |streams| {
             let mut declared = streams[0].try_clone().unwrap();
-            let contract = crate::contract::Contract::new(
-                crate::contract::Call::Broadcast,
-                crate::contract::Site::new("odd.rs", 1),
+            let fingerprint = crate::fingerprint::CollectiveFingerprint::new(
+                crate::fingerprint::OpKind::Broadcast,
+                crate::fingerprint::CallSite::new("odd.rs", 1),
             )
             .with_data(u8::DTYPE, 60_000_000)
             .with_root(0);
-            let (bytes, len) = contract.encode();
+            let (bytes, len) = fingerprint.encode();
             let head = Head::new(FrameKind::Begin, 0, 0, &bytes[..len], &[]);
             declared.write_all(&head.encode()).unwrap();
             declared.write_all(&bytes[..len]).unwrap();
@@ -348,7 +348,7 @@ fn bytes_that_are_no_frame_are_told() {
         (&[b'x'; 100], "bytes that begin no frame"),
         (
             &Head::new(FrameKind::Begin, 0, 0, &[], &[]).encode(),
-            "a malformed declaration",
+            "a malformed fingerprint",
         ),
         (
             &{

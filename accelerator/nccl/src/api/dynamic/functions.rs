@@ -77,10 +77,10 @@ functions! {
     /// NCCL's.
     Nccl {
         version: "ncclGetVersion" (*mut c_int);
-        unique_id: "ncclGetUniqueId" (*mut UniqueId);
+        unique_id: "ncclGetUniqueId" (*mut RawUniqueId);
         error_string: "ncclGetErrorString" (c_int) -> *const c_char;
         last_error: "ncclGetLastError" (Pointer) -> *const c_char;
-        init: "ncclCommInitRankConfig" (*mut Pointer, c_int, UniqueId, c_int, *mut Config);
+        init: "ncclCommInitRankConfig" (*mut Pointer, c_int, RawUniqueId, c_int, *mut Config);
         async_error: "ncclCommGetAsyncError" (Pointer, *mut c_int);
         all_reduce: "ncclAllReduce" (*const c_void, Pointer, usize, c_int, c_int, Pointer, Pointer);
         finalize: "ncclCommFinalize" (Pointer);
@@ -91,7 +91,7 @@ functions! {
 
 /// `ncclUniqueId`.
 #[repr(C)]
-pub(super) struct UniqueId(pub(super) [u8; 128]);
+pub(super) struct RawUniqueId(pub(super) [u8; 128]);
 
 /// `ncclConfig_t` of NCCL 2.18. Later releases have more fields and fill them in themselves, by the
 /// size and version that are given.
@@ -171,8 +171,8 @@ mod tests {
 
     #[test]
     fn layouts_are_those_of_the_headers() {
-        assert_eq!(size_of::<UniqueId>(), size_of::<nccl::ncclUniqueId>());
-        assert_eq!(align_of::<UniqueId>(), align_of::<nccl::ncclUniqueId>());
+        assert_eq!(size_of::<RawUniqueId>(), size_of::<nccl::ncclUniqueId>());
+        assert_eq!(align_of::<RawUniqueId>(), align_of::<nccl::ncclUniqueId>());
         assert_eq!(size_of::<cuda::CUdeviceptr>(), size_of::<u64>());
         assert_eq!(size_of::<cuda::CUdevice>(), size_of::<c_int>());
         macro_rules! same {

@@ -16,9 +16,11 @@ use std::ptr;
 use self::files::{CUDA_FILES, NCCL_FILES, open};
 use self::functions::{
     Config, ContextEvents, Cuda, DISABLE_TIMING, IN_PROGRESS, NO_DEVICE, NON_BLOCKING, NOT_FOUND,
-    NOT_READY, Nccl, Pointer, SUCCESS, UniqueId,
+    NOT_READY, Nccl, Pointer, RawUniqueId, SUCCESS,
 };
-use super::{Api, Comm, Context, Device, Event, Fault, Foreign, Outcome, Progress, Stream};
+use super::{
+    Api, CallError, CallResult, Comm, Context, Device, EventHandle, Foreign, Progress, StreamHandle,
+};
 use crate::error::{Error, Kind, Result};
 use crate::operation::Operation;
 
@@ -58,15 +60,15 @@ impl Dynamic {
         Ok(dynamic)
     }
 
-    fn cuda(&self, call: &'static str, code: c_int) -> Outcome<()> {
+    fn cuda(&self, call: &'static str, code: c_int) -> CallResult<()> {
         match code {
             SUCCESS => Ok(()),
             code => Err(self.cuda_fault(call, code)),
         }
     }
 
-    fn cuda_fault(&self, call: &'static str, code: c_int) -> Fault {
-        Fault {
+    fn cuda_fault(&self, call: &'static str, code: c_int) -> CallError {
+        CallError {
             of: Foreign::Cuda,
             call,
             text: self.cuda_text(code),
@@ -89,7 +91,7 @@ impl Dynamic {
         }
     }
 
-    fn nccl(&self, call: &'static str, code: c_int) -> Outcome<Progress> {
+    fn nccl(&self, call: &'static str, code: c_int) -> CallResult<Progress> {
         match code {
             SUCCESS => Ok(Progress::Done),
             IN_PROGRESS => Ok(Progress::UnderWay),
@@ -103,7 +105,7 @@ impl Dynamic {
                 if let Some(last) = last.filter(|last| !last.trim().is_empty()) {
                     text = format!("{text} ({})", last.trim());
                 }
-                Err(Fault {
+                Err(CallError {
                     of: Foreign::Nccl,
                     call,
                     text,
@@ -122,7 +124,7 @@ impl fmt::Debug for Dynamic {
 // The conditions of each call are those of the trait, which its callers keep. Places for results are
 // variables of this function's.
 impl Api for Dynamic {
-    fn driver_version(&self) -> Outcome<u32> {
+    fn driver_version(&self) -> CallResult<u32> {
         let mut version = 0;
         // SAFETY: see above the block.
         let code = unsafe { (self.cuda.driver_version)(&mut version) };
@@ -134,7 +136,7 @@ impl Api for Dynamic {
         self.context_events.is_some()
     }
 
-    fn gpu_count(&self) -> Outcome<usize> {
+    fn gpu_count(&self) -> CallResult<usize> {
         let mut count = 0;
         // SAFETY: see above the block.
         let code = unsafe { (self.cuda.device_count)(&mut count) };
@@ -142,7 +144,7 @@ impl Api for Dynamic {
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
-    fn device(&self, ordinal: i32) -> Outcome<Device> {
+    fn device(&self, ordinal: i32) -> CallResult<Device> {
         let mut device = 0;
         // SAFETY: see above the block.
         let code = unsafe { (self.cuda.device)(&mut device, ordinal) };
@@ -150,7 +152,7 @@ impl Api for Dynamic {
         Ok(Device(device))
     }
 
-    fn bus_id(&self, device: Device) -> Outcome<String> {
+    fn bus_id(&self, device: Device) -> CallResult<String> {
         let mut text: [c_char; 32] = [0; 32];
         // SAFETY: the length is that of the array.
         let code = unsafe { (self.cuda.bus_id)(text.as_mut_ptr(), 32, device.0) };
@@ -159,7 +161,7 @@ impl Api for Dynamic {
         Ok(bytes.map(|byte| char::from(*byte as u8)).collect())
     }
 
-    fn retain(&self, device: Device) -> Outcome<Context> {
+    fn retain(&self, device: Device) -> CallResult<Context> {
         let mut context = ptr::null_mut();
         // SAFETY: see above the block.
         let code = unsafe { (self.cuda.retain)(&mut context, device.0) };
@@ -172,7 +174,7 @@ impl Api for Dynamic {
         let _ = unsafe { (self.cuda.release)(device.0) };
     }
 
-    unsafe fn enter(&self, context: Context) -> Outcome<()> {
+    unsafe fn enter(&self, context: Context) -> CallResult<()> {
         // SAFETY: see above the block.
         let code = unsafe { (self.cuda.push)(context.0 as Pointer) };
         self.cuda("cuCtxPushCurrent", code)
@@ -184,13 +186,13 @@ impl Api for Dynamic {
         let _ = unsafe { (self.cuda.pop)(&mut context) };
     }
 
-    unsafe fn synchronize(&self) -> Outcome<()> {
+    unsafe fn synchronize(&self) -> CallResult<()> {
         // SAFETY: see above the block.
         let code = unsafe { (self.cuda.synchronize)() };
         self.cuda("cuCtxSynchronize", code)
     }
 
-    unsafe fn create_stream(&self) -> Outcome<Stream> {
+    unsafe fn create_stream(&self) -> CallResult<StreamHandle> {
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: see above the block.
         let code = unsafe { (self.cuda.priorities)(&mut least, &mut greatest) };
@@ -199,34 +201,34 @@ impl Api for Dynamic {
         // SAFETY: see above the block.
         let code = unsafe { (self.cuda.create_stream)(&mut stream, NON_BLOCKING, greatest) };
         self.cuda("cuStreamCreateWithPriority", code)?;
-        Ok(Stream(stream as usize))
+        Ok(StreamHandle(stream as usize))
     }
 
-    unsafe fn destroy_stream(&self, stream: Stream) {
+    unsafe fn destroy_stream(&self, stream: StreamHandle) {
         // SAFETY: see above the block. What is enqueued still runs.
         let _ = unsafe { (self.cuda.destroy_stream)(stream.0 as Pointer) };
     }
 
-    unsafe fn create_event(&self) -> Outcome<Event> {
+    unsafe fn create_event(&self) -> CallResult<EventHandle> {
         let mut event = ptr::null_mut();
         // SAFETY: see above the block.
         let code = unsafe { (self.cuda.create_event)(&mut event, DISABLE_TIMING) };
         self.cuda("cuEventCreate", code)?;
-        Ok(Event(event as usize))
+        Ok(EventHandle(event as usize))
     }
 
-    unsafe fn destroy_event(&self, event: Event) {
+    unsafe fn destroy_event(&self, event: EventHandle) {
         // SAFETY: see above the block. What waits for it still does.
         let _ = unsafe { (self.cuda.destroy_event)(event.0 as Pointer) };
     }
 
-    unsafe fn record(&self, event: Event, stream: Stream) -> Outcome<()> {
+    unsafe fn record(&self, event: EventHandle, stream: StreamHandle) -> CallResult<()> {
         // SAFETY: see above the block.
         let code = unsafe { (self.cuda.record)(event.0 as Pointer, stream.0 as Pointer) };
         self.cuda("cuEventRecord", code)
     }
 
-    unsafe fn record_context(&self, event: Event, context: Context) -> Outcome<()> {
+    unsafe fn record_context(&self, event: EventHandle, context: Context) -> CallResult<()> {
         let Some(functions) = &self.context_events else {
             return Err(self.cuda_fault("cuCtxRecordEvent", NOT_FOUND));
         };
@@ -235,7 +237,7 @@ impl Api for Dynamic {
         self.cuda("cuCtxRecordEvent", code)
     }
 
-    unsafe fn query(&self, event: Event) -> Outcome<Progress> {
+    unsafe fn query(&self, event: EventHandle) -> CallResult<Progress> {
         // SAFETY: see above the block.
         match unsafe { (self.cuda.query)(event.0 as Pointer) } {
             NOT_READY => Ok(Progress::UnderWay),
@@ -243,13 +245,13 @@ impl Api for Dynamic {
         }
     }
 
-    unsafe fn wait_stream(&self, stream: Stream, event: Event) -> Outcome<()> {
+    unsafe fn wait_stream(&self, stream: StreamHandle, event: EventHandle) -> CallResult<()> {
         // SAFETY: see above the block.
         let code = unsafe { (self.cuda.wait)(stream.0 as Pointer, event.0 as Pointer, 0) };
         self.cuda("cuStreamWaitEvent", code)
     }
 
-    unsafe fn wait_context(&self, context: Context, event: Event) -> Outcome<()> {
+    unsafe fn wait_context(&self, context: Context, event: EventHandle) -> CallResult<()> {
         let Some(functions) = &self.context_events else {
             return Err(self.cuda_fault("cuCtxWaitEvent", NOT_FOUND));
         };
@@ -258,7 +260,7 @@ impl Api for Dynamic {
         self.cuda("cuCtxWaitEvent", code)
     }
 
-    unsafe fn allocate(&self, bytes: usize) -> Outcome<u64> {
+    unsafe fn allocate(&self, bytes: usize) -> CallResult<u64> {
         let mut at = 0;
         // SAFETY: see above the block.
         let code = unsafe { (self.cuda.allocate)(&mut at, bytes) };
@@ -271,19 +273,19 @@ impl Api for Dynamic {
         let _ = unsafe { (self.cuda.free)(at) };
     }
 
-    unsafe fn write(&self, at: u64, bytes: &[u8]) -> Outcome<()> {
+    unsafe fn write(&self, at: u64, bytes: &[u8]) -> CallResult<()> {
         // SAFETY: see above the block; the slice is read while the call lasts.
         let code = unsafe { (self.cuda.write)(at, bytes.as_ptr().cast(), bytes.len()) };
         self.cuda("cuMemcpyHtoD", code)
     }
 
-    unsafe fn read(&self, at: u64, bytes: &mut [u8]) -> Outcome<()> {
+    unsafe fn read(&self, at: u64, bytes: &mut [u8]) -> CallResult<()> {
         // SAFETY: see above the block; the slice is written while the call lasts.
         let code = unsafe { (self.cuda.read)(bytes.as_mut_ptr().cast(), at, bytes.len()) };
         self.cuda("cuMemcpyDtoH", code)
     }
 
-    fn nccl_version(&self) -> Outcome<u32> {
+    fn nccl_version(&self) -> CallResult<u32> {
         let mut version = 0;
         // SAFETY: see above the block.
         let code = unsafe { (self.nccl.version)(&mut version) };
@@ -291,20 +293,20 @@ impl Api for Dynamic {
         Ok(u32::try_from(version).unwrap_or(0))
     }
 
-    fn unique_id(&self) -> Outcome<[u8; 128]> {
-        let mut id = UniqueId([0; 128]);
+    fn unique_id(&self) -> CallResult<[u8; 128]> {
+        let mut id = RawUniqueId([0; 128]);
         // SAFETY: see above the block.
         let code = unsafe { (self.nccl.unique_id)(&mut id) };
         self.nccl("ncclGetUniqueId", code)?;
         Ok(id.0)
     }
 
-    unsafe fn connect(&self, id: &[u8; 128], rank: i32, world_size: i32) -> Outcome<Comm> {
+    unsafe fn connect(&self, id: &[u8; 128], rank: i32, world_size: i32) -> CallResult<Comm> {
         let mut comm = ptr::null_mut();
         let mut config = Config::non_blocking();
         // SAFETY: see above the block; NCCL copies the configuration.
         let code =
-            unsafe { (self.nccl.init)(&mut comm, world_size, UniqueId(*id), rank, &mut config) };
+            unsafe { (self.nccl.init)(&mut comm, world_size, RawUniqueId(*id), rank, &mut config) };
         match self.nccl("ncclCommInitRankConfig", code) {
             Ok(_) => Ok(Comm(comm as usize)),
             Err(fault) => {
@@ -317,7 +319,7 @@ impl Api for Dynamic {
         }
     }
 
-    unsafe fn progress(&self, comm: Comm) -> Outcome<Progress> {
+    unsafe fn progress(&self, comm: Comm) -> CallResult<Progress> {
         let mut state = SUCCESS;
         // SAFETY: see above the block.
         let code = unsafe { (self.nccl.async_error)(comm.0 as Pointer, &mut state) };
@@ -328,11 +330,11 @@ impl Api for Dynamic {
     unsafe fn all_reduce(
         &self,
         comm: Comm,
-        stream: Stream,
+        stream: StreamHandle,
         at: u64,
         elements: usize,
         operation: Operation,
-    ) -> Outcome<Progress> {
+    ) -> CallResult<Progress> {
         let buffer = at as Pointer;
         // SAFETY: see above the block.
         let code = unsafe {
@@ -349,19 +351,19 @@ impl Api for Dynamic {
         self.nccl("ncclAllReduce", code)
     }
 
-    unsafe fn finalize(&self, comm: Comm) -> Outcome<Progress> {
+    unsafe fn finalize(&self, comm: Comm) -> CallResult<Progress> {
         // SAFETY: see above the block.
         let code = unsafe { (self.nccl.finalize)(comm.0 as Pointer) };
         self.nccl("ncclCommFinalize", code)
     }
 
-    unsafe fn destroy(&self, comm: Comm) -> Outcome<()> {
+    unsafe fn destroy(&self, comm: Comm) -> CallResult<()> {
         // SAFETY: see above the block.
         let code = unsafe { (self.nccl.destroy)(comm.0 as Pointer) };
         self.nccl("ncclCommDestroy", code).map(drop)
     }
 
-    unsafe fn abort(&self, comm: Comm) -> Outcome<()> {
+    unsafe fn abort(&self, comm: Comm) -> CallResult<()> {
         // SAFETY: see above the block.
         let code = unsafe { (self.nccl.abort)(comm.0 as Pointer) };
         self.nccl("ncclCommAbort", code).map(drop)

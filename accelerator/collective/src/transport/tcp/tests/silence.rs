@@ -7,14 +7,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{brisk, last_word, pair, patient, reduce, run, run_with_witness, show_life};
+use super::{brisk, final_message, pair, patient, reduce, run, run_with_witness, show_life};
 use crate::{
-    contract::{Call, Contract, Site},
     element::Element,
     error::Result,
+    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     group::ProcessGroup,
-    reduce::ReduceOp,
-    transport::{CHUNK, Part, Stage, Tag, Transport, Watch, tcp::pulse::Pace},
+    reduce_op::ReduceOp,
+    transport::{
+        CHUNK, DataPlane, OpDeadline, OutgoingChunk, Stage, Tag, tcp::heartbeat_round::RoundClock,
+    },
     wire::frame::{FrameKind, Head},
 };
 
@@ -22,8 +24,8 @@ use crate::{
 /// names no rank that shows life.
 #[test]
 fn silence_is_named_in_every_operation() {
-    type Operation = fn(&ProcessGroup) -> Result<()>;
-    let operations: [Operation; 8] = [
+    type RankBody = fn(&ProcessGroup) -> Result<()>;
+    let operations: [RankBody; 8] = [
         |group| group.all_reduce(&mut [1.0_f32; 10], ReduceOp::Sum),
         |group| group.all_reduce(&mut vec![1.0_f32; 3_000_000], ReduceOp::Sum),
         |group| group.broadcast(&mut vec![1_u8; 9_000_000], 0),
@@ -113,7 +115,7 @@ fn a_rank_that_is_given_up_is_told() {
     run(3, &brisk(), reduce(10), move |mut streams| {
         show_life(&mut streams);
         for stream in &mut streams {
-            let _ = sender.send(last_word(stream));
+            let _ = sender.send(final_message(stream));
         }
     });
     for abort in words.iter().take(2) {
@@ -142,10 +144,10 @@ fn a_full_queue_is_no_silence() {
     };
     let whole = run(2, &brisk(), honest, |mut streams| {
         show_life(&mut streams);
-        let contract = Contract::new(Call::Broadcast, Site::new("odd.rs", 1))
+        let fingerprint = CollectiveFingerprint::new(OpKind::Broadcast, CallSite::new("odd.rs", 1))
             .with_data(u8::DTYPE, LEN)
             .with_root(1);
-        let (bytes, len) = contract.encode();
+        let (bytes, len) = fingerprint.encode();
         let values = vec![7_u8; CHUNK];
         for index in 0..LEN.div_ceil(CHUNK) {
             let payload = &values[..CHUNK.min(LEN - index * CHUNK)];
@@ -159,7 +161,7 @@ fn a_full_queue_is_no_silence() {
             }
         }
         // The connection stays until the other side has read all.
-        let _ = last_word(&mut streams[0]);
+        let _ = final_message(&mut streams[0]);
     });
     assert_eq!(whole, [true]);
 }
@@ -171,21 +173,21 @@ fn who_was_stopped_accuses_nobody() {
     let (tcp, mut other) = pair();
     show_life(std::slice::from_mut(&mut other));
     let until = Instant::now() + Duration::from_secs(30);
-    while !tcp.links[1].as_ref().unwrap().ear.is_known() {
+    while !tcp.links[1].as_ref().unwrap().liveness.has_spoken() {
         assert!(Instant::now() < until, "nothing was heard");
         thread::sleep(Duration::from_millis(1));
     }
-    let mut pace = Pace::default();
-    tcp.round(&mut pace, liveness);
+    let mut clock = RoundClock::default();
+    tcp.round(&mut clock, liveness);
     // What a stopped process does.
     thread::sleep(3 * liveness);
     let woke = Instant::now();
-    let mut pause = tcp.round(&mut pace, liveness);
+    let mut pause = tcp.round(&mut clock, liveness);
     assert!(tcp.inbox.is_present(1), "it was asleep itself");
     while tcp.inbox.is_present(1) {
         assert!(Instant::now() < until, "silence is never noticed");
         thread::sleep(pause);
-        pause = tcp.round(&mut pace, liveness);
+        pause = tcp.round(&mut clock, liveness);
     }
     // The clocks count whole milliseconds.
     let least = liveness - Duration::from_millis(5);
@@ -197,13 +199,15 @@ fn who_was_stopped_accuses_nobody() {
 fn who_was_stopped_and_given_up_knows_it() {
     let liveness = Duration::from_millis(100);
     let (tcp, other) = pair();
-    tcp.round(&mut Pace::default(), liveness);
+    tcp.round(&mut RoundClock::default(), liveness);
     thread::sleep(5 * liveness);
     drop(other);
-    let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
+    let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
     let patience = patient().patience();
-    let mut watch = Watch::new(0, 4, contract, patience);
-    let error = tcp.inbox.take(1, 1..2, &tcp, &mut watch).unwrap_err();
+    let mut deadline = OpDeadline::new(0, 4, fingerprint, patience);
+    let transport = tcp.into_transport();
+    let inbox = transport.inbox();
+    let error = inbox.take(1, 1..2, &transport, &mut deadline).unwrap_err();
     assert_eq!(error.ranks(), [0], "{error}");
     let text = error.to_string();
     assert!(text.contains("it did not run for "), "{text}");
@@ -219,19 +223,20 @@ fn who_cannot_send_says_whom_it_waits_for() {
     let (tcp, other) = pair();
     thread::scope(|scope| {
         let sender = scope.spawn(|| {
-            let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
-            let mut watch = Watch::new(0, 4, contract, patient().patience());
-            let part = Part {
+            let fingerprint =
+                CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
+            let mut deadline = OpDeadline::new(0, 4, fingerprint, patient().patience());
+            let part = OutgoingChunk {
                 tag: Tag {
                     sequence: 4,
                     stage: Stage::Inward,
                     index: 0,
                 },
-                contract: None,
+                fingerprint: None,
                 payload: &vec![0; CHUNK],
             };
             loop {
-                if let Err(error) = tcp.send(1, part, &mut watch) {
+                if let Err(error) = tcp.send(1, part, &mut deadline) {
                     return error;
                 }
             }
@@ -255,15 +260,15 @@ fn news_wake_who_waits_for_a_part() {
     thread::scope(|scope| {
         let waits = scope.spawn(|| {
             let until = Instant::now() + Duration::from_secs(30);
-            tcp.tend(version, until);
+            tcp.poll_until_news(version, until);
             Instant::now() < until
         });
-        while tcp.tending.nap().is_none() {
+        while tcp.handoff.nap().is_none() {
             thread::yield_now();
         }
         // Long enough for it to sleep, as a rule; it wakes in any case.
         thread::sleep(Duration::from_millis(50));
-        tcp.inbox.nudge();
+        tcp.inbox.wake();
         assert!(waits.join().unwrap(), "it slept on");
     });
 }
@@ -271,7 +276,7 @@ fn news_wake_who_waits_for_a_part() {
 #[test]
 fn a_witness_says_how_a_rank_died() {
     let errors = run_with_witness(3, &patient(), reduce(10), |streams, store| {
-        store.testify(2, "it was killed by SIGKILL");
+        store.report_exit(2, "it was killed by SIGKILL");
         drop(streams);
     });
     for error in errors {
@@ -294,7 +299,7 @@ fn a_witness_is_believed_though_the_connections_stand() {
     let options = patient().with_liveness_timeout(Duration::from_secs(50));
     let errors = run_with_witness(3, &options, reduce(10), move |mut streams, store| {
         show_life(&mut streams);
-        store.testify(2, "it was killed by SIGKILL");
+        store.report_exit(2, "it was killed by SIGKILL");
         let _ = held.recv();
     });
     drop(release);

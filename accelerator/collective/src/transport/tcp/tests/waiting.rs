@@ -15,10 +15,11 @@ use rustix::{
 
 use super::{pair, show_life};
 use crate::{
-    contract::{Call, Contract, Site},
     error::{Certainty, Error, Kind},
+    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     transport::{
-        Abort, CHUNK, Farewell, Limit, Part, Parting, Patience, Stage, Tag, Transport, Watch,
+        Abort, CHUNK, ControlPlane, DataPlane, FinalMessage, LeaveKind, OpDeadline, OpTimeouts,
+        OutgoingChunk, Stage, Tag, TimeoutKind,
         tcp::{
             Tcp,
             link::{Link, await_ready},
@@ -33,13 +34,13 @@ fn nothing_is_left_unread_after_the_last_word() {
     let (tcp, mut other) = pair();
     let link = tcp.links[1].as_ref().unwrap();
     // As far as the reading thread knows, an operation reads. It asks before it reads itself.
-    let _inside = tcp.tending.enter();
+    let _polling = tcp.handoff.enter();
     let mut others = [other.try_clone().unwrap()];
     await_that(|| {
         show_life(&mut others);
         link.has_news()
     });
-    tcp.farewell(&Farewell::Goodbye(Parting::Closed));
+    tcp.leave(&FinalMessage::Goodbye(LeaveKind::Closed));
     assert!(!link.has_news());
     let head = Head::read(&mut other).unwrap();
     assert_eq!(head.kind, FrameKind::Goodbye);
@@ -56,8 +57,8 @@ fn who_only_sends_gets_on_with_every_piece() {
     const PIECES: usize = 12;
     let (tcp, mut other) = pair();
     narrow(&tcp, &other);
-    let mut watch = watch(Duration::from_secs(2));
-    // The peer takes nearly twice as long as the watch waits.
+    let mut deadline = deadline(Duration::from_secs(2));
+    // The peer takes nearly twice as long as the deadline waits.
     let slow = thread::spawn(move || {
         for _ in 0..PIECES {
             thread::sleep(Duration::from_millis(300));
@@ -65,7 +66,7 @@ fn who_only_sends_gets_on_with_every_piece() {
         }
         other
     });
-    tcp.send(1, part(0, &[0; PIECE * PIECES]), &mut watch)
+    tcp.send(1, part(0, &[0; PIECE * PIECES]), &mut deadline)
         .unwrap();
     let _other = slow.join().unwrap();
 }
@@ -73,11 +74,11 @@ fn who_only_sends_gets_on_with_every_piece() {
 #[test]
 fn who_only_sends_gets_on_with_every_frame() {
     let (tcp, _other) = pair();
-    let mut watch = watch(Duration::from_secs(50));
+    let mut deadline = deadline(Duration::from_secs(50));
     for index in 0..3 {
-        let since = watch.since();
-        tcp.send(1, part(index, &[0; 8]), &mut watch).unwrap();
-        assert!(watch.since() > since);
+        let since = deadline.since();
+        tcp.send(1, part(index, &[0; 8]), &mut deadline).unwrap();
+        assert!(deadline.since() > since);
     }
 }
 
@@ -88,7 +89,7 @@ fn who_cannot_write_reads() {
     let (tcp, mut other) = pair();
     narrow(&tcp, &other);
     // No reading thread helps.
-    let _inside = tcp.tending.enter();
+    let _polling = tcp.handoff.enter();
     let peer = thread::spawn(move || {
         let payload = [1; CHUNK];
         other.set_write_timeout(Some(LONG)).unwrap();
@@ -103,9 +104,10 @@ fn who_cannot_write_reads() {
             other.read_exact(&mut frame).unwrap();
         }
     });
-    let mut watch = watch(LONG);
+    let mut deadline = deadline(LONG);
     for index in 0..PARTS {
-        tcp.send(1, part(index, &[0; CHUNK]), &mut watch).unwrap();
+        tcp.send(1, part(index, &[0; CHUNK]), &mut deadline)
+            .unwrap();
     }
     peer.join().unwrap();
 }
@@ -121,7 +123,7 @@ fn trouble_wakes_who_waits_for_room() {
     };
     let found = |tcp: &Tcp, _: &mut TcpStream| tcp.inbox.lost(1, "gone", Certainty::Settled);
     let troubles: [fn(&Tcp, &mut TcpStream); 2] = [told, found];
-    for trouble in troubles {
+    for failure_text in troubles {
         let (tcp, mut other) = pair();
         narrow(&tcp, &other);
         let link = tcp.links[1].as_ref().unwrap();
@@ -129,15 +131,15 @@ fn trouble_wakes_who_waits_for_room() {
         thread::scope(|scope| {
             let waits = scope.spawn(|| {
                 let until = Instant::now() + LONG;
-                while tcp.inbox.is_calm() {
-                    tcp.tend_until_writable(link, until, || !tcp.inbox.is_calm());
+                while tcp.inbox.has_no_failures() {
+                    tcp.poll_until_writable(link, until, || !tcp.inbox.has_no_failures());
                 }
                 Instant::now() < until
             });
-            await_that(|| tcp.tending.nap().is_some());
+            await_that(|| tcp.handoff.nap().is_some());
             // Long enough for it to sleep, as a rule; it wakes in any case.
             thread::sleep(Duration::from_millis(50));
-            trouble(&tcp, &mut other);
+            failure_text(&tcp, &mut other);
             assert!(waits.join().unwrap(), "it slept on");
         });
     }
@@ -147,16 +149,18 @@ fn trouble_wakes_who_waits_for_room() {
 #[test]
 fn a_panic_of_a_thread_that_reads_ends_the_group() {
     let (tcp, _other) = pair();
-    let intake = Arc::clone(&tcp.links[1].as_ref().unwrap().intake);
+    let reader = Arc::clone(&tcp.links[1].as_ref().unwrap().reader);
     let panicked = thread::spawn(move || {
-        let _intake = intake.lock().unwrap();
+        let _intake = reader.lock().unwrap();
         panic!("as the test wants it");
     });
     panicked.join().unwrap_err();
     // Nobody waits: the reading thread finds it.
-    await_that(|| !tcp.inbox.is_calm());
-    let mut watch = watch(LONG);
-    let error = tcp.inbox.take(1, 1..2, &tcp, &mut watch).unwrap_err();
+    await_that(|| !tcp.inbox.has_no_failures());
+    let mut deadline = deadline(LONG);
+    let transport = tcp.into_transport();
+    let inbox = transport.inbox();
+    let error = inbox.take(1, 1..2, &transport, &mut deadline).unwrap_err();
     assert_eq!(error.ranks(), [0], "{error}");
     let text = error.to_string();
     assert!(
@@ -178,7 +182,7 @@ fn last_words_have_left_when_a_rank_has_said_them() {
         other.read_to_end(&mut bytes).unwrap();
         sender.send(bytes).unwrap();
     });
-    tcp.farewell(&Farewell::Goodbye(Parting::Closed));
+    tcp.leave(&FinalMessage::Goodbye(LeaveKind::Closed));
     assert!(!link.has_unsent());
     let bytes = told.recv_timeout(Duration::from_secs(50)).unwrap();
     let last = Head::decode(bytes.last_chunk().unwrap()).unwrap();
@@ -201,26 +205,26 @@ fn fill(link: &Link) {
     }
 }
 
-fn part(index: u32, payload: &[u8]) -> Part<'_> {
-    Part {
+fn part(index: u32, payload: &[u8]) -> OutgoingChunk<'_> {
+    OutgoingChunk {
         tag: Tag {
             sequence: 4,
             stage: Stage::Inward,
             index,
         },
-        contract: None,
+        fingerprint: None,
         payload,
     }
 }
 
-fn watch(timeout: Duration) -> Watch {
-    let contract = Contract::new(Call::Barrier, Site::new("here.rs", 1));
-    let patience = Patience {
+fn deadline(timeout: Duration) -> OpDeadline {
+    let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
+    let patience = OpTimeouts {
         timeout,
         warn_after: timeout,
-        limit: Limit::Progress,
+        limit: TimeoutKind::Progress,
     };
-    Watch::new(0, 4, contract, patience)
+    OpDeadline::new(0, 4, fingerprint, patience)
 }
 
 fn await_that(mut condition: impl FnMut() -> bool) {

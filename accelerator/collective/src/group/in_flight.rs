@@ -1,0 +1,399 @@
+//! The communication thread: started operations, several at a time.
+
+use std::collections::VecDeque;
+
+use super::{
+    engine::{OpContext, OpProgress, Output, Reduction, Scratch},
+    job_queue::Receiver,
+    observer::{ExecThread, OpTimer},
+    pending::Completion,
+    rank_state::{AbortOnPanic, RankState},
+    ticket_lock::{OpPermit, Ticket},
+};
+use crate::{
+    buffer::Buffer,
+    error::{Error, Result},
+    fingerprint::CollectiveFingerprint,
+    reduce_op::ReduceOp,
+    transport::{OpDeadline, OpPosition},
+};
+
+/// A started operation on its way to the communication thread.
+pub(super) struct Job {
+    pub(super) ticket: Ticket,
+    pub(super) fingerprint: CollectiveFingerprint,
+    pub(super) buffer: Buffer,
+    pub(super) op: ReduceOp,
+    pub(super) output: Output,
+    pub(super) completion: Completion,
+}
+
+impl Job {
+    /// Runs it to its end on this thread.
+    pub(super) fn run(self, rank_state: &RankState) {
+        let (op, output, mut buffer) = (self.op, self.output, self.buffer);
+        rank_state.perform(
+            ExecThread::Communication,
+            self.ticket,
+            &self.fingerprint,
+            |ctx| {
+                ctx.reduce_buffer(op, &output, &mut buffer)?;
+                Ok(buffer)
+            },
+            |outcome| self.completion.complete(outcome),
+        );
+    }
+}
+
+/// Runs jobs until there will be no more.
+pub(super) fn serve(rank_state: &RankState, jobs: &Receiver<Job>) {
+    let max_in_flight = rank_state.transport.max_in_flight();
+    if max_in_flight < 2 {
+        while let Some(job) = jobs.recv() {
+            job.run(rank_state);
+        }
+        return;
+    }
+    let mut ops = InFlightOps {
+        rank_state,
+        ops: VecDeque::with_capacity(max_in_flight),
+        next: None,
+        spare: Vec::with_capacity(max_in_flight),
+    };
+    // Dropped first: the group has failed before those that wait have their turns.
+    let _abort_on_panic = AbortOnPanic { rank_state };
+    let inbox = rank_state.transport.inbox();
+    loop {
+        // Before jobs are looked for: one that comes after that is news.
+        let version = inbox.version();
+        if !ops.admit(jobs, max_in_flight) {
+            return;
+        }
+        ops.advance(version);
+    }
+}
+
+/// The operations under way, in their order.
+///
+/// Each goes on whenever its parts have come. They end in their order, and an error waits for its
+/// permit: what a rank sees is what it would see if they ran one after the other.
+struct InFlightOps<'a> {
+    rank_state: &'a RankState,
+    ops: VecDeque<InFlightOp<'a>>,
+    /// A job that has to wait: an operation between it and the last one runs on another thread.
+    next: Option<Job>,
+    spare: Vec<Scratch>,
+}
+
+struct InFlightOp<'a> {
+    permit: OpPermit<'a>,
+    fingerprint: CollectiveFingerprint,
+    start_timer: Option<OpTimer<'a>>,
+    deadline: OpDeadline,
+    scratch: Scratch,
+    reduction: Reduction,
+    buffer: Buffer,
+    completion: Completion,
+    state: OpState,
+}
+
+enum OpState {
+    Running(OpProgress),
+    Failed(Error),
+}
+
+impl<'a> InFlightOps<'a> {
+    /// Lets jobs in, as many as there is room for; waits for one where nothing is under way. Says
+    /// whether there is anything to do.
+    fn admit(&mut self, jobs: &Receiver<Job>, max_in_flight: usize) -> bool {
+        while self.ops.len() < max_in_flight {
+            let job = match self.next.take() {
+                Some(job) => job,
+                None if self.ops.is_empty() => match jobs.recv() {
+                    Some(job) => job,
+                    None => return false,
+                },
+                None => match jobs.try_recv() {
+                    Some(job) => job,
+                    None => break,
+                },
+            };
+            let order = &self.rank_state.order;
+            let permit = match self.ops.back() {
+                None => order.acquire(job.ticket),
+                Some(last) if last.permit.number() + 1 == job.ticket.number() => {
+                    order.acquire_next(job.ticket)
+                }
+                Some(_) => {
+                    self.next = Some(job);
+                    break;
+                }
+            };
+            let (op, output) = (job.op, &job.output);
+            self.start(
+                permit,
+                job.fingerprint,
+                job.buffer,
+                op,
+                output,
+                job.completion,
+            );
+        }
+        true
+    }
+
+    fn start(
+        &mut self,
+        permit: OpPermit<'a>,
+        fingerprint: CollectiveFingerprint,
+        buffer: Buffer,
+        op: ReduceOp,
+        output: &Output,
+        completion: Completion,
+    ) {
+        let (rank, world_size) = (
+            self.rank_state.topology.rank(),
+            self.rank_state.topology.world_size(),
+        );
+        let mut scratch = self.spare.pop().unwrap_or_default();
+        scratch.clear(world_size);
+        let patience = self.rank_state.options.patience();
+        let len = buffer.bytes().len();
+        let reduction = Reduction::new(buffer.dtype(), op, output, len, world_size);
+        let state = match self.rank_state.check_open() {
+            Ok(()) => OpState::Running(OpProgress::Waiting(0..world_size)),
+            Err(error) => OpState::Failed(error),
+        };
+        self.ops.push_back(InFlightOp {
+            deadline: OpDeadline::new(rank, permit.number(), fingerprint, patience),
+            fingerprint,
+            start_timer: self.rank_state.start_timer(ExecThread::Communication),
+            permit,
+            scratch,
+            reduction,
+            buffer,
+            completion,
+            state,
+        });
+    }
+
+    /// Goes on with everything, ends what is done, and waits for news since `version` where there
+    /// is nothing else to do.
+    fn advance(&mut self, version: u64) {
+        let inbox = self.rank_state.transport.inbox();
+        let mut position = OpPosition::First;
+        for op in &mut self.ops {
+            op.advance(self.rank_state, position);
+            if matches!(op.state, OpState::Failed(_)) {
+                // What comes after an error is not begun.
+                break;
+            }
+            position = OpPosition::Later;
+        }
+        if self.complete_ready() {
+            return;
+        }
+        if let Some(first) = self.ops.front_mut()
+            && let OpState::Running(OpProgress::Waiting(awaited)) = &first.state
+            && let Err(error) = inbox.wait_for_news(
+                version,
+                awaited.clone(),
+                &self.rank_state.transport,
+                &mut first.deadline,
+            )
+        {
+            let error = first
+                .context(self.rank_state, OpPosition::First)
+                .disagreement(error);
+            first.state = OpState::Failed(error);
+        }
+    }
+
+    /// Ends the operations that are done, in their order, and says whether there were any.
+    fn complete_ready(&mut self) -> bool {
+        let mut any = false;
+        while let Some(first) = self.ops.front_mut() {
+            let outcome = match &first.state {
+                OpState::Running(OpProgress::Waiting(_)) => {
+                    if any {
+                        // Its patience begins when those before it are done.
+                        first.deadline.restart();
+                    }
+                    break;
+                }
+                // The error of an operation before it is the last word, also for what is done.
+                OpState::Running(OpProgress::Done) => self.rank_state.check_open(),
+                OpState::Failed(error) => {
+                    Err(self.rank_state.fail(first.permit.number(), error.clone()))
+                }
+            };
+            any = true;
+            // There is a first one.
+            let Some(op) = self.ops.pop_front() else {
+                break;
+            };
+            self.spare.push(op.end(outcome));
+        }
+        any
+    }
+}
+
+impl InFlightOp<'_> {
+    fn context<'b>(&'b mut self, rank_state: &'b RankState, position: OpPosition) -> OpContext<'b> {
+        OpContext::resumed(
+            &rank_state.transport,
+            &mut self.deadline,
+            &mut self.scratch,
+            position,
+        )
+    }
+
+    fn advance(&mut self, rank_state: &RankState, position: OpPosition) {
+        if !matches!(self.state, OpState::Running(OpProgress::Waiting(_))) {
+            return;
+        }
+        // What failed has been told to everyone, who then send nothing more.
+        if let Err(error) = rank_state.check_open() {
+            self.state = OpState::Failed(error);
+            return;
+        }
+        let mut ctx = OpContext::resumed(
+            &rank_state.transport,
+            &mut self.deadline,
+            &mut self.scratch,
+            position,
+        );
+        let progress = self.reduction.advance(&mut ctx, self.buffer.bytes_mut());
+        self.state = match progress {
+            Ok(progress) => OpState::Running(progress),
+            Err(error) => OpState::Failed(error),
+        };
+    }
+
+    /// Tells the outcome; the next operation has its permit afterwards.
+    fn end(mut self, outcome: Result<()>) -> Scratch {
+        self.scratch.clear(0);
+        if let Some(start_timer) = self.start_timer {
+            start_timer.end(self.permit.number(), &self.fingerprint);
+        }
+        let buffer = self.buffer;
+        self.completion.complete(outcome.map(|()| buffer));
+        drop(self.permit);
+        self.scratch
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        sync::{Arc, mpsc},
+        thread,
+        time::Duration,
+    };
+
+    use super::*;
+    use crate::{
+        element::DType,
+        error::Kind,
+        fingerprint::{CallSite, OpKind},
+        group::{
+            GroupOptions, ProcessGroup, job_queue,
+            pending::{Pending, SlotPool},
+        },
+    };
+
+    /// An all-reduce of three numbers.
+    fn fingerprint() -> CollectiveFingerprint {
+        CollectiveFingerprint::new(OpKind::AllReduce, CallSite::new(file!(), line!()))
+            .with_op(ReduceOp::Sum)
+            .with_data(DType::F32, 3)
+    }
+
+    #[test]
+    fn what_is_done_behind_a_failure_fails_with_it() {
+        let ranks = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
+        let rank_state = &*ranks[0].0.rank_state;
+        let mut ops = InFlightOps {
+            rank_state,
+            ops: VecDeque::new(),
+            next: None,
+            spare: Vec::new(),
+        };
+        let slots = SlotPool::default();
+        let lost = Error::new(Kind::PeerLost, "rank 1 is lost");
+        let states = [
+            OpState::Running(OpProgress::Done),
+            OpState::Failed(lost),
+            OpState::Running(OpProgress::Done),
+        ];
+        let pending = states.map(|state| {
+            let (pending, completion) = slots.pair();
+            let permit = rank_state
+                .order
+                .acquire_next(rank_state.admit(&fingerprint()).unwrap());
+            let buffer = Buffer::zeroed(DType::F32, 3);
+            let (op, output) = (ReduceOp::Sum, Output::Full);
+            ops.start(permit, fingerprint(), buffer, op, &output, completion);
+            ops.ops.back_mut().unwrap().state = state;
+            pending
+        });
+        assert!(ops.complete_ready());
+        let [before, failed, after] = pending.map(Pending::wait);
+        assert_eq!(before.unwrap().len(), 3);
+        assert!(failed.unwrap_err().is_peer_lost());
+        assert!(after.unwrap_err().is_peer_lost());
+    }
+
+    #[test]
+    fn nobody_waits_for_a_thread_that_panicked() {
+        let ranks = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
+        let rank_state = Arc::clone(&ranks[0].0.rank_state);
+        let fingerprint = fingerprint();
+        let (sender, jobs) = job_queue::channel();
+        let slots = SlotPool::default();
+        let pending: Vec<Pending> = (0..3)
+            .map(|_| {
+                let (pending, completion) = slots.pair();
+                let job = Job {
+                    ticket: rank_state.admit(&fingerprint).unwrap(),
+                    fingerprint,
+                    buffer: Buffer::zeroed(DType::F32, 3),
+                    op: ReduceOp::Sum,
+                    output: Output::Full,
+                    completion,
+                };
+                assert!(sender.send(job).is_ok());
+                pending
+            })
+            .collect();
+        let after = rank_state.admit(&fingerprint).unwrap();
+        let thread = thread::spawn({
+            let rank_state = Arc::clone(&rank_state);
+            move || {
+                let _jobs = jobs;
+                let _abort_on_panic = AbortOnPanic {
+                    rank_state: &rank_state,
+                };
+                panic!("the communication thread stumbled");
+            }
+        });
+        assert!(thread.join().is_err());
+        for pending in pending {
+            assert!(pending.wait().unwrap_err().is_closed());
+        }
+        let (done, ends) = mpsc::channel();
+        thread::spawn(move || {
+            let outcome = rank_state.perform(
+                ExecThread::Caller,
+                after,
+                &fingerprint,
+                |_| Ok(()),
+                |outcome| outcome,
+            );
+            ranks[0].close().unwrap();
+            done.send(outcome.unwrap_err()).unwrap();
+        });
+        let error = ends.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert!(error.to_string().contains("stumbled"), "{error}");
+    }
+}

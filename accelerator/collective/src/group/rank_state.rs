@@ -1,0 +1,414 @@
+//! One rank's membership in a group: admission, order, failure and leave.
+
+use std::{
+    fmt,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{
+    engine::{OpContext, Scratch},
+    heartbeat::HeartbeatThread,
+    observer::{Callback, ExecThread, OpTimer},
+    options::GroupOptions,
+    panics,
+    ticket_lock::{Ticket, TicketLock},
+};
+use crate::{
+    buffer::Meter,
+    error::{Certainty, Culprit, Error, Kind, Result},
+    fingerprint::CollectiveFingerprint,
+    rendezvous::StoreClient,
+    sync::{Mutex, MutexGuard},
+    topology::Topology,
+    transport::{Abort, FinalMessage, LeaveKind, OpDeadline, OpTimeouts, Transport, TransportKind},
+};
+
+/// What all handles of one rank share.
+pub(crate) struct RankState {
+    pub(crate) topology: Topology,
+    pub(crate) options: GroupOptions,
+    pub(crate) transport: Transport,
+    pub(super) order: Arc<TicketLock>,
+    scratch: Mutex<Scratch>,
+    /// Held by the thread that ends the group by a failure.
+    failing: Mutex<()>,
+    /// The first error of an operation: the answer to every later one.
+    failure: OnceLock<Error>,
+    /// Who had been silent for long when the group failed.
+    suspects: OnceLock<Vec<usize>>,
+    /// Whether the final message has been sent.
+    left: AtomicBool,
+    forbidden: Mutex<Vec<Arc<str>>>,
+    /// The connection to the store.
+    store: Option<StoreClient>,
+    /// Exit notices of the store that the transport has not confirmed, with when they came.
+    news: Mutex<Vec<(usize, String, Instant)>>,
+    pub(super) heartbeat: Arc<HeartbeatThread>,
+    /// The memory of the buffers that live.
+    pub(super) buffers: Meter,
+    observer: OnceLock<Callback>,
+}
+
+impl RankState {
+    pub(crate) fn new(
+        topology: Topology,
+        options: GroupOptions,
+        transport: Transport,
+        store: Option<StoreClient>,
+    ) -> Self {
+        Self {
+            topology,
+            options,
+            transport,
+            order: Arc::default(),
+            scratch: Mutex::default(),
+            failing: Mutex::default(),
+            failure: OnceLock::new(),
+            suspects: OnceLock::new(),
+            left: AtomicBool::new(false),
+            forbidden: Mutex::default(),
+            store,
+            news: Mutex::default(),
+            heartbeat: Arc::default(),
+            buffers: Meter::default(),
+            observer: OnceLock::new(),
+        }
+    }
+
+    /// Starts to detect failures: installs the panic hook, and starts heartbeats where the ranks are processes.
+    /// A world of one has neither.
+    pub(crate) fn start_failure_detection(self: &Arc<Self>) -> Result<()> {
+        if self.topology.world_size() == 1 {
+            return Ok(());
+        }
+        panics::install_hook(self);
+        if self.transport.kind() == TransportKind::Threads {
+            return Ok(());
+        }
+        if let Some(store) = &self.store {
+            let heartbeat = Arc::clone(&self.heartbeat);
+            store.on_news(move || heartbeat.wake());
+        }
+        HeartbeatThread::start(self)
+    }
+
+    /// One round: sends heartbeats, finds silent peers, takes exit notices of the store. Says after how long
+    /// the next one is due.
+    pub(super) fn heartbeat_round(&self) -> Option<Duration> {
+        let pause = self
+            .transport
+            .control()
+            .heartbeat(self.options.liveness_timeout())?;
+        let Some(store) = &self.store else {
+            return Some(pause);
+        };
+        let mut news = self.news.lock();
+        while let Some((rank, text)) = store.news() {
+            if rank < self.topology.world_size() && rank != self.topology.rank() {
+                news.push((rank, text, Instant::now()));
+            }
+        }
+        // A rank's own final message may be on its way for a moment.
+        news.retain(|(rank, text, came)| {
+            came.elapsed() < ON_ITS_WAY || !self.transport.control().report_exit(*rank, text)
+        });
+        match news.is_empty() {
+            true => Some(pause),
+            false => Some(pause.min(ON_ITS_WAY / 4)),
+        }
+    }
+
+    /// Gives an operation its ticket, or says why not. What is refused here leaves the group as it
+    /// was.
+    pub(crate) fn admit(&self, fingerprint: &CollectiveFingerprint) -> Result<Ticket> {
+        self.check_allowed(fingerprint)?;
+        if let Some(root) = fingerprint.root
+            && root >= self.topology.world_size()
+        {
+            return Err(Error::new(
+                Kind::Misuse,
+                format!(
+                    "rank {} called {fingerprint}, but the ranks are 0 to {}",
+                    self.topology.rank(),
+                    self.topology.world_size() - 1
+                ),
+            ));
+        }
+        self.check_open()?;
+        Ok(self.order.take_ticket())
+    }
+
+    /// Runs an operation when its ticket is served, and delivers the outcome before the next one
+    /// runs.
+    pub(super) fn perform<T, R>(
+        &self,
+        thread: ExecThread,
+        ticket: Ticket,
+        fingerprint: &CollectiveFingerprint,
+        body: impl FnOnce(OpContext<'_>) -> Result<T>,
+        deliver: impl FnOnce(Result<T>) -> R,
+    ) -> R {
+        let permit = self.order.acquire(ticket);
+        let start_timer = self.start_timer(thread);
+        let outcome = self.run_op(permit.number(), fingerprint, self.options.patience(), body);
+        if let Some(start_timer) = start_timer {
+            start_timer.end(permit.number(), fingerprint);
+        }
+        deliver(outcome)
+    }
+
+    /// Starts to time an operation, where the program observes.
+    pub(super) fn start_timer(&self, thread: ExecThread) -> Option<OpTimer<'_>> {
+        OpTimer::begin(self.observer.get(), thread)
+    }
+
+    /// See [`ProcessGroup::observe`](super::ProcessGroup::observe).
+    pub(super) fn observe(&self, observer: Callback) -> Result<()> {
+        self.observer.set(observer).map_err(|_| {
+            let rank = self.topology.rank();
+            let text = format!("rank {rank} has an observer already; join the two into one");
+            Error::new(Kind::Misuse, text)
+        })
+    }
+
+    /// Runs an operation on this thread, from its beginning to its end.
+    pub(super) fn run_op<T>(
+        &self,
+        sequence: u64,
+        fingerprint: &CollectiveFingerprint,
+        patience: OpTimeouts,
+        body: impl FnOnce(OpContext<'_>) -> Result<T>,
+    ) -> Result<T> {
+        self.check_open()?;
+        let _abort_on_panic = AbortOnPanic { rank_state: self };
+        let mut deadline = OpDeadline::new(self.topology.rank(), sequence, *fingerprint, patience);
+        // Every operation starts by clearing the scratch memory.
+        let mut scratch = self.scratch.lock();
+        let ctx = OpContext::new(&self.transport, &mut deadline, &mut scratch);
+        body(ctx).map_err(|error| self.fail(sequence, error))
+    }
+
+    /// Leaves in good order, after everything that was started. Does nothing where the final
+    /// message has been sent.
+    pub(crate) fn close(&self) {
+        if self.left.load(Ordering::Acquire) {
+            return;
+        }
+        let ticket = self.order.take_ticket();
+        let _turn = self.order.acquire(ticket);
+        if self.send_final_message(&FinalMessage::Goodbye(LeaveKind::Closed))
+            && let Some(store) = &self.store
+        {
+            store.leave();
+        }
+    }
+
+    /// Leaves because the last handle is gone; waits a moment for what was started.
+    pub(crate) fn leave(&self) {
+        if thread::panicking() {
+            self.abort(&panics::last_panic());
+        } else if self.order.is_idle_within(LINGER) {
+            self.send_final_message(&FinalMessage::Goodbye(LeaveKind::Dropped));
+        } else {
+            self.abort(
+                "it dropped its group while operations that it had started were pending; wait for \
+                 them, or close the group",
+            );
+        }
+    }
+
+    /// Fails for a reason of this rank's own.
+    pub(crate) fn abort(&self, reason: &str) {
+        if self.left.load(Ordering::Acquire) {
+            return;
+        }
+        let me = &self.transport.peers()[self.topology.rank()];
+        let sequence = self.order.serving();
+        let error = Error::blaming(
+            Kind::PeerLost,
+            me.culprit(reason, Certainty::Settled),
+            format!("{me} is lost: {reason}; it was at collective #{sequence}"),
+        );
+        self.fail(sequence, error);
+    }
+
+    /// See [`ProcessGroup::failure`](super::ProcessGroup::failure).
+    pub(crate) fn failure(&self) -> Option<String> {
+        if let Some(error) = self.failure.get() {
+            return Some(error.to_string());
+        }
+        let (inbox, peers) = (self.transport.inbox(), self.transport.peers());
+        inbox.failure_text(self.topology.rank(), peers)
+    }
+
+    /// See [`ProcessGroup::lost`](super::ProcessGroup::lost).
+    pub(crate) fn lost(&self) -> Vec<usize> {
+        let failure = self.failure.get();
+        let patience = failure.map_or(Duration::ZERO, |_| MOMENT);
+        let inbox = self.transport.inbox();
+        let speechless = inbox.wait_for_final_messages(self.topology.rank(), patience);
+        let mut lost = inbox.gone();
+        lost.extend(failure.and_then(Error::culprit).map(Culprit::rank));
+        let suspects = self.suspects.get().map_or(&[][..], Vec::as_slice);
+        // Who has sent a final message lived when this group failed: the store would only tell
+        // that it has ended since.
+        lost.extend(speechless.into_iter().filter(|rank| {
+            let store = self.store.as_ref();
+            let exit_notice = store.and_then(|store| store.exit_notice(*rank, Duration::ZERO));
+            suspects.contains(rank) || exit_notice.is_some()
+        }));
+        lost.sort_unstable();
+        lost.dedup();
+        lost
+    }
+
+    pub(crate) fn forbid(&self, reason: Arc<str>) {
+        self.forbidden().push(reason);
+    }
+
+    pub(crate) fn allow(&self, reason: &Arc<str>) {
+        let mut forbidden = self.forbidden();
+        if let Some(index) = forbidden.iter().rposition(|x| Arc::ptr_eq(x, reason)) {
+            forbidden.remove(index);
+        }
+    }
+
+    /// Says why a call that communicates must not be made, where it must not.
+    pub(crate) fn check_allowed(&self, call: &dyn fmt::Display) -> Result<()> {
+        match self.forbidden().last() {
+            None => Ok(()),
+            Some(reason) => Err(Error::new(
+                Kind::Misuse,
+                format!(
+                    "rank {} called {call} where collectives are forbidden: {reason}",
+                    self.topology.rank()
+                ),
+            )),
+        }
+    }
+
+    pub(super) fn check_open(&self) -> Result<()> {
+        if let Some(error) = self.failure.get() {
+            return Err(error.clone());
+        }
+        if self.left.load(Ordering::Acquire) {
+            return Err(Error::new(
+                Kind::Closed,
+                format!(
+                    "the group of rank {} is closed; collectives must come before close()",
+                    self.topology.rank()
+                ),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Ends the group, unless it has ended before; gives the error with which it ended.
+    pub(super) fn fail(&self, sequence: u64, error: Error) -> Error {
+        // Whoever sees the failure may end the process at once, so the store is told before.
+        let _first = self.failing.lock();
+        if let Some(earlier) = self.failure.get() {
+            return earlier.clone();
+        }
+        let error = self.ask_store_for_cause(error);
+        if let Some(store) = &self.store {
+            store.report_failure(&self.error_for_store(&error));
+        }
+        // Nobody else sets them while the lock is held.
+        let silence = self.options.liveness_timeout() / 2;
+        let _ = self.suspects.set(self.transport.control().silent(silence));
+        let _ = self.failure.set(error.clone());
+        let abort = error.clone();
+        self.send_final_message(&FinalMessage::Abort(Abort {
+            sequence,
+            error: abort,
+        }));
+        error
+    }
+
+    /// Adds what the store knows about the end of the culprit, where that may be more.
+    fn ask_store_for_cause(&self, error: Error) -> Error {
+        let (Some(store), Some(culprit)) = (&self.store, error.culprit()) else {
+            return error;
+        };
+        if culprit.certainty == Certainty::Settled || culprit.rank() == self.topology.rank() {
+            return error;
+        }
+        match store.exit_notice(culprit.rank(), PATIENCE) {
+            Some(text) => error.with_exit_notice(&text),
+            None => error,
+        }
+    }
+
+    /// What the store is told: of a failure of its own a rank tells the cause only, since the
+    /// store adds who said it, and others where they were.
+    fn error_for_store(&self, error: &Error) -> Error {
+        match error.culprit() {
+            Some(culprit) if culprit.rank() == self.topology.rank() => {
+                Error::blaming(error.kind(), culprit.clone(), culprit.cause())
+            }
+            _ => error.clone(),
+        }
+    }
+
+    /// Sends the final message, and says whether this call did.
+    fn send_final_message(&self, message: &FinalMessage) -> bool {
+        if self.left.swap(true, Ordering::AcqRel) {
+            return false;
+        }
+        self.heartbeat.stop();
+        self.transport.control().leave(message);
+        true
+    }
+
+    fn forbidden(&self) -> MutexGuard<'_, Vec<Arc<str>>> {
+        self.forbidden.lock()
+    }
+}
+
+impl Drop for RankState {
+    fn drop(&mut self) {
+        self.heartbeat.stop();
+    }
+}
+
+impl fmt::Debug for RankState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RankState")
+            .field("topology", &self.topology)
+            .field("transport", &self.transport.kind())
+            .field("operations", &self.order.serving())
+            .field("failure", &self.failure.get())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Tells the others when an operation panics, which leaves them in the middle of it.
+pub(super) struct AbortOnPanic<'a> {
+    pub(super) rank_state: &'a RankState,
+}
+
+impl Drop for AbortOnPanic<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.rank_state.abort(&panics::last_panic());
+        }
+    }
+}
+
+/// How long dropping the last handle waits for operations that were started.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// How long to wait for the final messages of others after a failure.
+const MOMENT: Duration = Duration::from_secs(2);
+
+/// How long a failing rank waits for what the store knows.
+const PATIENCE: Duration = Duration::from_millis(250);
+
+/// How long the final message of a rank may come after the news of its end.
+const ON_ITS_WAY: Duration = Duration::from_millis(200);

@@ -1,0 +1,458 @@
+//! One rank's attempt to the store, until it has the table of all ranks.
+
+use std::{
+    cell::OnceCell,
+    fmt,
+    net::{SocketAddr, TcpListener, TcpStream, UdpSocket},
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{
+    Rendezvous, Security, StoreHost,
+    address::any_like,
+    locality::boot_id,
+    peer_origin::PeerOrigin,
+    store_client::{HeartbeatTimer, Store},
+    store_state::RETURN,
+    token::{Key, random},
+};
+use crate::{
+    error::{Error, Kind, Result, Seconds, list_ranks},
+    stderr_fallback::stderr_fallback,
+    topology::Topology,
+    transport_kind::TransportKind,
+    wire::{
+        ReadError,
+        message::{self, LocalPlace, Message, Nonce, Proves, Registration},
+    },
+};
+
+/// One rank's attempt to the store.
+pub(super) struct JoinAttempt<'a> {
+    pub(super) rendezvous: &'a Rendezvous,
+    pub(super) topology: &'a Topology,
+    pub(super) key: Option<Key>,
+    pub(super) deadline: Instant,
+    pub(super) patience: Duration,
+    /// After how long without a sign of life somebody is lost.
+    pub(super) liveness: Duration,
+    /// The transport that this rank was asked to use.
+    pub(super) transport: TransportKind,
+    /// The store's address as the other ranks see it.
+    pub(super) outward: SocketAddr,
+    /// The host and the id of the process that hosts the store, once they are known.
+    pub(super) store_process: OnceCell<(String, u32)>,
+}
+
+/// What a attempt brings home.
+pub(super) struct Joined {
+    /// All ranks, in rank order.
+    pub(super) ranks: Vec<Registration>,
+    /// What the key of the job is made from.
+    pub(super) secret: Nonce,
+    /// Where this rank listens for the others.
+    pub(super) listener: TcpListener,
+    /// The connection to the store.
+    pub(super) stream: TcpStream,
+}
+
+impl JoinAttempt<'_> {
+    pub(super) fn run(&self, targets: &[SocketAddr]) -> Result<Joined> {
+        let mut targets = targets.iter().cycle();
+        // Until when a store that was there must be there again.
+        let mut lost: Option<Instant> = None;
+        let started = Instant::now();
+        let mut warning = WARN_AFTER;
+        loop {
+            // `targets` has at least one address, so its cycle has no end.
+            let Some(target) = targets.next() else {
+                return Err(self.error("its host has no address"));
+            };
+            let until = lost.map_or(self.deadline, |lost| lost.min(self.deadline));
+            let failure = match self.try_once(target, until) {
+                Ok(table) => return Ok(table),
+                Err(JoinError::Final(error)) => return Err(error),
+                Err(JoinError::Again(failure)) => failure,
+                Err(JoinError::Lost(failure)) => {
+                    lost.get_or_insert(Instant::now() + RETURN);
+                    failure
+                }
+            };
+            let due = Instant::now() + RETRY;
+            if lost.is_some_and(|lost| due > lost) {
+                return Err(self.gone(&failure));
+            }
+            if due > self.deadline {
+                return Err(self.error(format_args!(
+                    "it could not be reached within {}: {failure}; is rank 0 or the launcher \
+                     running, and do MASTER_ADDR and the port name it?",
+                    Seconds(self.patience)
+                )));
+            }
+            if started.elapsed() > warning {
+                self.warn_of_absence(started.elapsed(), &failure);
+                warning *= 2;
+            }
+            thread::sleep(RETRY);
+        }
+    }
+
+    fn try_once(&self, target: &SocketAddr, until: Instant) -> Result<Joined, JoinError> {
+        let left = until.saturating_duration_since(Instant::now());
+        let left = left.clamp(Duration::from_millis(1), Duration::from_secs(5));
+        let stream = TcpStream::connect_timeout(target, left)
+            .map_err(|error| JoinError::Again(error.to_string()))?;
+        // Without it the answer only takes longer.
+        let _ = stream.set_nodelay(true);
+        self.check_origin(&stream, until)?;
+        let nonce = random().map_err(JoinError::Final)?;
+        self.say(
+            &stream,
+            &Message::Hello {
+                nonce,
+                job: self.rendezvous.job.clone(),
+                proves: match self.key {
+                    Some(_) => Proves::Token,
+                    None => Proves::Nothing,
+                },
+            },
+        )?;
+        let own = match self.hear(&stream, message::SHORT, self.deadline)? {
+            Message::Challenge {
+                nonce: own,
+                proof,
+                host,
+                pid,
+            } => {
+                self.check_store(&nonce, &own, proof)?;
+                // It may be the second time that the store is asked.
+                let _ = self.store_process.set((host, pid));
+                own
+            }
+            other => return Err(self.unexpected(other)),
+        };
+        let listener = self.listen(&stream).map_err(JoinError::Final)?;
+        let body = message::to_bytes(&self.registration(&listener).map_err(JoinError::Final)?);
+        let proof = self
+            .key
+            .as_ref()
+            .map(|key| key.prove("rank", &[&own, &nonce, &body]));
+        self.say(&stream, &Message::Register { body, proof })?;
+        let (body, proof) = self.wait(&stream)?;
+        let (ranks, secret) = self.read(&body, proof, &[nonce, own])?;
+        Ok(Joined {
+            ranks,
+            secret,
+            listener,
+            stream,
+        })
+    }
+
+    /// Waits for the table, with signs of life in both directions.
+    fn wait(&self, stream: &TcpStream) -> Result<(Vec<u8>, Option<[u8; 32]>), JoinError> {
+        let started = Instant::now();
+        // The store answers at its deadline at the latest, which is not after this rank's; the
+        // rest is for the way.
+        let until = self.deadline + SLACK;
+        let mut timer = HeartbeatTimer::new(self.liveness);
+        loop {
+            let lost = |error: ReadError| JoinError::Lost(error.to_string());
+            if Message::arrives(stream, Some(timer.pause())).map_err(lost)? {
+                timer.heard();
+                let due = Instant::now() + SLACK;
+                match self.hear(stream, message::LONG, due) {
+                    Ok(Message::Welcome { body, proof }) => return Ok((body, proof)),
+                    Ok(Message::Waiting { missing, count }) => {
+                        self.warn(started, &missing, count);
+                    }
+                    Ok(Message::Heartbeat) => {}
+                    Ok(Message::StoreClosing) => {
+                        return Err(JoinError::Lost("the store was closed".to_owned()));
+                    }
+                    Ok(other) => return Err(self.unexpected(other)),
+                    Err(JoinError::Again(why)) => return Err(JoinError::Lost(why)),
+                    Err(error) => return Err(error),
+                }
+            }
+            if timer.is_due() {
+                // Whether the store is there shows when something is read.
+                let _ = Message::Heartbeat.offer(stream);
+            }
+            if self.rendezvous.store == StoreHost::Rank0
+                && let Some(silence) = timer.silence()
+            {
+                return Err(JoinError::Final(self.store().error(format_args!(
+                    "has been silent for {} before the ranks had met: stopped, swapped out, or \
+                     inject_disconnect off from the network",
+                    Seconds(silence)
+                ))));
+            }
+            if Instant::now() > until {
+                return Err(JoinError::Again("nothing came in time".to_owned()));
+            }
+        }
+    }
+
+    fn warn(&self, started: Instant, missing: &[usize], count: usize) {
+        let more = count.saturating_sub(missing.len());
+        let text = format!(
+            "rank {} has waited {} for the others at the store at {}; missing: {}{}",
+            self.topology.rank(),
+            Seconds(started.elapsed()),
+            self.rendezvous,
+            list_ranks(missing),
+            match more {
+                0 => String::new(),
+                more => format!(", and {more} more"),
+            }
+        );
+        tracing::warn!("{text}");
+        stderr_fallback(&text);
+    }
+
+    /// Says that the store is not there yet, now and then.
+    fn warn_of_absence(&self, waited: Duration, failure: &str) {
+        let text = format!(
+            "rank {} has not reached the store at {} in {}: {failure}; it gives up after {}",
+            self.topology.rank(),
+            self.rendezvous,
+            Seconds(waited),
+            Seconds(self.patience)
+        );
+        tracing::warn!("{text}");
+        stderr_fallback(&text);
+    }
+
+    /// The store was there, and is not any more.
+    fn gone(&self, failure: &str) -> Error {
+        self.store()
+            .error(format_args!("is gone before the ranks had met: {failure}"))
+    }
+
+    /// Where the store is, and who hosts it, as far as it is known.
+    pub(super) fn store(&self) -> Store {
+        Store {
+            address: self.rendezvous.to_string(),
+            host: self.rendezvous.store,
+            store_process: self.store_process.get().cloned(),
+        }
+    }
+
+    fn registration(&self, listener: &TcpListener) -> Result<Registration> {
+        let mut address = listener
+            .local_addr()
+            .map_err(|error| Error::io("this rank's own address cannot be read", error))?;
+        if address.ip().is_loopback() && !self.outward.ip().is_loopback() {
+            // This rank hosts the store behind a name that is not its own address. The others
+            // reach it where the way to that address begins.
+            let outward = UdpSocket::bind((any_like(self.outward), 0))
+                .and_then(|socket| {
+                    socket.connect(self.outward)?;
+                    socket.local_addr()
+                })
+                .map_err(|error| {
+                    Error::io("this host's address in the network cannot be found", error)
+                })?;
+            address.set_ip(outward.ip());
+        }
+        Ok(Registration {
+            rank: self.topology.rank(),
+            world_size: self.topology.world_size(),
+            host: host_name(),
+            pid: std::process::id(),
+            address,
+            patience: self.deadline.saturating_duration_since(Instant::now()),
+            liveness: self.liveness,
+            transport: self.transport,
+            boot: boot_id(),
+            local: self.topology.is_local_known().then(|| LocalPlace {
+                rank: self.topology.local_rank(),
+                size: self.topology.local_world_size(),
+            }),
+        })
+    }
+
+    /// Listens where the store is reached from, so that ranks on the loopback interface are
+    /// reachable there only.
+    fn listen(&self, stream: &TcpStream) -> Result<TcpListener> {
+        let local = stream.local_addr().map(|local| local.ip());
+        local
+            .and_then(|ip| {
+                let behind_a_name = ip.is_loopback() && !self.outward.ip().is_loopback();
+                let ip = match behind_a_name {
+                    true => any_like(self.outward),
+                    false => ip,
+                };
+                TcpListener::bind((ip, 0))
+            })
+            .map_err(|error| Error::io("this rank cannot listen for the other ranks", error))
+    }
+
+    /// Without a token, only a store of this user on this host is trusted.
+    fn check_origin(&self, stream: &TcpStream, until: Instant) -> Result<(), JoinError> {
+        if self.key.is_some() {
+            return Ok(());
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        let why = match PeerOrigin::of(stream, left.min(ACCEPTANCE)) {
+            PeerOrigin::SameUser => return Ok(()),
+            PeerOrigin::Unknown if self.rendezvous.security == Security::Waived => return Ok(()),
+            // It belongs to nobody until the store has accepted it.
+            PeerOrigin::Unknown => {
+                return Err(JoinError::Again(
+                    "the system does not tell whose process it is, and this rank has no token; \
+                     set ACCEL_TOKEN_FILE for every process"
+                        .to_owned(),
+                ));
+            }
+            PeerOrigin::Remote if self.rendezvous.security == Security::Waived => return Ok(()),
+            PeerOrigin::Remote => "it is on another host, and this rank has no token; set \
+                 ACCEL_TOKEN_FILE for every process, or ACCEL_INSECURE=1 on a network where \
+                 everyone may join"
+                .to_owned(),
+            PeerOrigin::OtherUser { user } => format!(
+                "it belongs to user {user}, and this rank has no token; another job may be using \
+                 this port"
+            ),
+        };
+        Err(JoinError::Final(Error::new(
+            Kind::Unauthorized,
+            format!("{}: {why}", self.place()),
+        )))
+    }
+
+    fn check_store(
+        &self,
+        nonce: &[u8; 32],
+        own: &[u8; 32],
+        proof: Option<[u8; 32]>,
+    ) -> Result<(), JoinError> {
+        let why = match (&self.key, proof) {
+            (None, None) => return Ok(()),
+            (Some(key), Some(proof)) if key.accepts("store", &[nonce, own], &proof) => {
+                return Ok(());
+            }
+            (Some(_), Some(_)) => {
+                "its token is not the token of this rank; ACCEL_TOKEN_FILE must name the same \
+                 token for every process"
+            }
+            (Some(_), None) => {
+                "it has no token, but this rank has; ACCEL_TOKEN_FILE must be set for every \
+                 process, the launcher included"
+            }
+            (None, Some(_)) => "it has a token, but this rank has none; set ACCEL_TOKEN_FILE",
+        };
+        Err(JoinError::Final(Error::new(
+            Kind::Unauthorized,
+            format!("{}: {why}", self.place()),
+        )))
+    }
+
+    fn read(
+        &self,
+        body: &[u8],
+        proof: Option<[u8; 32]>,
+        nonces: &[Nonce; 2],
+    ) -> Result<(Vec<Registration>, Nonce), JoinError> {
+        let parts: [&[u8]; 3] = [&nonces[0], &nonces[1], body];
+        if let Some(key) = &self.key
+            && !key.accepts("welcome", &parts, &proof.unwrap_or_default())
+        {
+            return Err(JoinError::Final(Error::new(
+                Kind::Unauthorized,
+                format!(
+                    "{}: its table of ranks is not proved by the token",
+                    self.place()
+                ),
+            )));
+        }
+        let table: message::RankTable =
+            message::from_bytes(body).map_err(|error| JoinError::Final(self.error(error)))?;
+        let complete = table.ranks.len() == self.topology.world_size()
+            && table.ranks.iter().enumerate().all(|(i, x)| x.rank == i);
+        if !complete {
+            return Err(JoinError::Final(
+                self.error("its table of ranks is incomplete"),
+            ));
+        }
+        Ok((table.ranks, table.secret))
+    }
+
+    fn say(&self, stream: &TcpStream, message: &Message) -> Result<(), JoinError> {
+        message
+            .send(stream)
+            .map_err(|error| JoinError::Again(error.to_string()))
+    }
+
+    fn hear(
+        &self,
+        stream: &TcpStream,
+        bound: usize,
+        deadline: Instant,
+    ) -> Result<Message, JoinError> {
+        Message::receive(stream, bound, deadline).map_err(|error| match error {
+            ReadError::Frame(_) | ReadError::Message(_) => JoinError::Final(Error::new(
+                Kind::Protocol,
+                format!(
+                    "{} is no store of this library: {error}; does something else listen there?",
+                    self.place()
+                ),
+            )),
+            ReadError::Closed | ReadError::Io(_) | ReadError::Torn => {
+                JoinError::Again(error.to_string())
+            }
+        })
+    }
+
+    fn unexpected(&self, message: Message) -> JoinError {
+        JoinError::Final(match message {
+            Message::Refused(refusal) => refusal.into_error(),
+            _ => Error::new(
+                Kind::Protocol,
+                format!("{} gave an answer to another question", self.place()),
+            ),
+        })
+    }
+
+    fn error(&self, what: impl fmt::Display) -> Error {
+        Error::new(Kind::Rendezvous, format!("{}: {what}", self.place()))
+    }
+
+    fn place(&self) -> String {
+        format!(
+            "rank {} and the store at {}",
+            self.topology.rank(),
+            self.rendezvous
+        )
+    }
+}
+
+/// Why a attempt ended without a table.
+enum JoinError {
+    /// Another try may succeed.
+    Again(String),
+    Final(Error),
+    /// The store was there and is gone; it may come again soon.
+    Lost(String),
+}
+
+/// The name of this host, for messages.
+pub(super) fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname");
+    let name = name.or_else(|_| std::env::var("HOSTNAME"));
+    let mut name = name.unwrap_or_default().trim().to_owned();
+    let end = name.char_indices().nth(64).map_or(name.len(), |(at, _)| at);
+    name.truncate(end);
+    match name.is_empty() {
+        true => "an unnamed host".to_owned(),
+        false => name,
+    }
+}
+
+pub(super) const RETRY: Duration = Duration::from_millis(50);
+/// How long a store may take to accept a connection.
+const ACCEPTANCE: Duration = Duration::from_secs(1);
+const SLACK: Duration = Duration::from_secs(5);
+/// How long a store may be away before anybody is told; each time twice as long.
+const WARN_AFTER: Duration = Duration::from_secs(3);

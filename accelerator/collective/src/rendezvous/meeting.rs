@@ -1,0 +1,153 @@
+//! A rank's way to the store and to the other ranks' addresses.
+
+use std::{
+    cell::OnceCell,
+    net::{SocketAddr, TcpListener, ToSocketAddrs},
+    thread,
+    time::{Duration, Instant},
+};
+
+use accelerator_fault::{Effect, Point, fail_point};
+
+use super::{
+    LONGEST, Rendezvous, StoreClient, StoreHost, StoreOptions, StoreServer, TokenSource,
+    address::{any_like, reachable},
+    join::{JoinAttempt, Joined, RETRY},
+    token::{Key, Token},
+};
+use crate::{
+    error::{Error, Kind, Result},
+    liveness::bounded,
+    topology::Topology,
+    transport_kind::TransportKind,
+    wire::message::Registration,
+};
+
+/// What a rank knows when all have met.
+#[derive(Debug)]
+pub(crate) struct Meeting {
+    /// All ranks, in rank order.
+    pub(crate) ranks: Vec<Registration>,
+    /// Where this rank listens for the others.
+    pub(crate) listener: TcpListener,
+    /// By what the ranks of this job know one another.
+    pub(crate) key: Key,
+    /// The open connection to the store, to be kept as long as the group lives.
+    pub(crate) store: Option<StoreClient>,
+}
+
+impl Rendezvous {
+    /// Meets the other ranks within `patience`. A rank from which nothing comes for `liveness`
+    /// is lost, and all must have been asked for the same `transport`.
+    pub(crate) fn meet(
+        &self,
+        topology: &Topology,
+        patience: Duration,
+        liveness: Duration,
+        transport: TransportKind,
+    ) -> Result<Meeting> {
+        if let Some(Effect::DropConnection) = fail_point(topology.rank(), Point::Rendezvous) {
+            return Err(Error::new(
+                Kind::Rendezvous,
+                format!("{topology} was inject_disconnect off from the store by an injected fault"),
+            ));
+        }
+        let liveness = bounded(liveness);
+        let deadline = Instant::now() + patience.min(LONGEST);
+        let token = match &self.token {
+            TokenSource::File(path) => Some(Token::from_file(path)?),
+            TokenSource::Given(token) => Some(token.clone()),
+            TokenSource::None => None,
+        };
+        let addresses = self.resolve(deadline)?;
+        let mut targets = addresses.clone();
+        let mut store = None;
+        if topology.is_main() && self.store == StoreHost::Rank0 {
+            let server = self.serve(&addresses, topology, token.clone())?;
+            targets = vec![reachable(server.local_addr())];
+            store = Some(server);
+        }
+        let attempt = JoinAttempt {
+            rendezvous: self,
+            topology,
+            key: token.as_ref().map(Token::key),
+            deadline,
+            patience,
+            liveness,
+            transport,
+            outward: addresses[0],
+            store_process: OnceCell::new(),
+        };
+        let Joined {
+            ranks,
+            secret,
+            listener,
+            stream,
+        } = attempt.run(&targets)?;
+        let key = match &attempt.key {
+            Some(key) => Key::new(key.prove("job", &[&secret])),
+            None => Key::new(secret),
+        };
+        let store_client =
+            StoreClient::open(topology.rank(), stream, liveness, attempt.store(), store)?;
+        Ok(Meeting {
+            ranks,
+            listener,
+            key,
+            store: Some(store_client),
+        })
+    }
+
+    /// The addresses of the store; at least one.
+    fn resolve(&self, deadline: Instant) -> Result<Vec<SocketAddr>> {
+        loop {
+            let failure = match (self.host.as_str(), self.port).to_socket_addrs() {
+                Ok(addresses) => {
+                    let addresses: Vec<SocketAddr> = addresses.collect();
+                    if !addresses.is_empty() {
+                        return Ok(addresses);
+                    }
+                    std::io::Error::other("the name has no address")
+                }
+                Err(error) => error,
+            };
+            // The name of a host that is starting may become known yet.
+            if Instant::now() + RETRY > deadline {
+                return Err(Error::caused(
+                    Kind::Rendezvous,
+                    format!(
+                        "the host of the store, {:?}, has no known address; MASTER_ADDR must be \
+                         the host where the ranks meet",
+                        self.host
+                    ),
+                    failure,
+                ));
+            }
+            thread::sleep(RETRY);
+        }
+    }
+
+    /// Hosts the store: at the address itself or, where that is a name for something in front
+    /// of this host, at all its addresses.
+    pub(super) fn serve(
+        &self,
+        addresses: &[SocketAddr],
+        topology: &Topology,
+        token: Option<Token>,
+    ) -> Result<StoreServer> {
+        let mut options = StoreOptions::new(topology.world_size())
+            .with_job(&self.job)
+            .with_security(self.security)
+            .with_host(topology.rank());
+        if let Some(token) = token {
+            options = options.with_token(token);
+        }
+        match StoreServer::bind_with(addresses, options.clone()) {
+            Err(error) if error.is_io() => {
+                let any = (any_like(addresses[0]), self.port);
+                StoreServer::bind_with(any, options).map_err(|_| error)
+            }
+            other => other,
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! Whose process is at the other end of a connection within this host.
+
+use std::{
+    net::{IpAddr, SocketAddr, TcpStream},
+    time::Duration,
+};
+
+use crate::sync::Mutex;
+#[cfg(target_os = "linux")]
+use std::{thread, time::Instant};
+
+/// Where the other end of a connection is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum PeerOrigin {
+    /// On another host.
+    Remote,
+    /// On this host, and a process of this user.
+    SameUser,
+    /// On this host, but a process of another user.
+    OtherUser { user: u32 },
+    /// On this host, and the system does not tell whose process it is: it has closed its end, or
+    /// not accepted the connection yet.
+    Unknown,
+}
+
+impl PeerOrigin {
+    /// Looks as long as `patience` for an owner.
+    pub(crate) fn of(stream: &TcpStream, patience: Duration) -> Self {
+        let (Ok(peer), Ok(local)) = (stream.peer_addr(), stream.local_addr()) else {
+            return Self::Remote;
+        };
+        if !peer.ip().is_loopback() && peer.ip() != local.ip() {
+            return Self::Remote;
+        }
+        match owner(peer, local, patience) {
+            // Root may do anything on this host anyway.
+            Some(user) if user == 0 || user == rustix::process::geteuid().as_raw() => {
+                Self::SameUser
+            }
+            Some(user) => Self::OtherUser { user },
+            None => Self::Unknown,
+        }
+    }
+}
+
+/// The user who owns the socket that is bound to `local` and connected to `remote`, where the
+/// system tells within `patience`.
+#[cfg(target_os = "linux")]
+fn owner(local: SocketAddr, remote: SocketAddr, patience: Duration) -> Option<u32> {
+    // The kernel works for each line. Connections that come all at once must not keep the
+    // processors from everything else.
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let until = Instant::now() + patience;
+    loop {
+        let turn = ONE_AT_A_TIME.lock();
+        let found = ["/proc/net/tcp", "/proc/net/tcp6"]
+            .into_iter()
+            .filter_map(|path| std::fs::read_to_string(path).ok())
+            .find_map(|table| find(&table, local, remote));
+        drop(turn);
+        if found.is_some() || Instant::now() >= until {
+            return found;
+        }
+        // The table is read in pieces, so a line may be missed while others come and go.
+        thread::sleep(PAUSE);
+    }
+}
+
+#[cfg(target_os = "linux")]
+const PAUSE: Duration = Duration::from_millis(10);
+
+#[cfg(not(target_os = "linux"))]
+fn owner(_local: SocketAddr, _remote: SocketAddr, _patience: Duration) -> Option<u32> {
+    None
+}
+
+/// Finds a connection in the kernel's table: `sl local remote state queues timer retransmits
+/// uid timeout inode …`, addresses in hexadecimal. A socket that belongs to no process has inode 0,
+/// and what stands in the place of its user is root's number.
+#[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "Linux only"))]
+fn find(table: &str, local: SocketAddr, remote: SocketAddr) -> Option<u32> {
+    table.lines().skip(1).find_map(|line| {
+        let mut fields = line.split_ascii_whitespace().skip(1);
+        let found =
+            address(fields.next()?)? == plain(local) && address(fields.next()?)? == plain(remote);
+        if !found {
+            return None;
+        }
+        let user = fields.nth(4)?.parse().ok()?;
+        (fields.nth(1)? != "0").then_some(user)
+    })
+}
+
+/// Reads an address such as `0100007F:1F90`: words of 32 bits as the machine holds them.
+fn address(text: &str) -> Option<SocketAddr> {
+    let (ip, port) = text.split_once(':')?;
+    let port = u16::from_str_radix(port, 16).ok()?;
+    let mut bytes = Vec::with_capacity(16);
+    let mut rest = ip;
+    while !rest.is_empty() {
+        let (said, tail) = rest.split_at_checked(8)?;
+        bytes.extend_from_slice(&u32::from_str_radix(said, 16).ok()?.to_ne_bytes());
+        rest = tail;
+    }
+    let ip = match bytes.len() {
+        4 => IpAddr::from(<[u8; 4]>::try_from(bytes).ok()?),
+        16 => IpAddr::from(<[u8; 16]>::try_from(bytes).ok()?),
+        _ => return None,
+    };
+    Some(plain(SocketAddr::new(ip, port)))
+}
+
+/// An IPv4 address that is written as an IPv6 one counts as the former.
+fn plain(address: SocketAddr) -> SocketAddr {
+    SocketAddr::new(address.ip().to_canonical(), address.port())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{net::TcpListener, time::Duration};
+
+    use super::*;
+
+    #[test]
+    #[cfg(target_endian = "little")]
+    fn tables_are_read() {
+        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n\
+             0: 0100007F:1F90 0100007F:0050 01 00000000:00000000 00:00000000 00000000  1000 0 1\n\
+             1: 0100007F:1F91 0100007F:0050 01 00000000:00000000 00:00000000 00000000  1001 0 1\n\
+             2: 0000000000000000FFFF00000100007F:1F92 0000000000000000FFFF00000100007F:0050 01 \
+             00000000:00000000 00:00000000 00000000  1002 0 1\n\
+             3: 0100007F:1F94 0100007F:0050 05 00000000:00000000 03:0000176A 00000000     0 0 0 3\n";
+        let remote = "127.0.0.1:80".parse().unwrap();
+        let user = |port| find(table, SocketAddr::new([127, 0, 0, 1].into(), port), remote);
+        assert_eq!(user(8080), Some(1000));
+        assert_eq!(user(8081), Some(1001));
+        assert_eq!(user(8082), Some(1002));
+        assert_eq!(user(8083), None);
+        assert_eq!(user(8084), None, "its process has closed it");
+        for rubbish in ["", "x", "0100007F:", "0100007:1F90", "é100007F:1F90"] {
+            assert_eq!(address(rubbish), None);
+        }
+    }
+
+    /// The system tells root's number where a socket belongs to no process.
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn who_has_gone_or_not_come_is_not_our_own() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (soon, patience) = (Duration::from_millis(20), Duration::from_secs(5));
+        assert_eq!(PeerOrigin::of(&near, soon), PeerOrigin::Unknown);
+        let (far, _) = listener.accept().unwrap();
+        assert_eq!(PeerOrigin::of(&near, patience), PeerOrigin::SameUser);
+        drop(near);
+        assert_eq!(PeerOrigin::of(&far, soon), PeerOrigin::Unknown);
+    }
+
+    #[test]
+    fn a_connection_within_this_process_is_our_own() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (far, _) = listener.accept().unwrap();
+        let expected = match cfg!(target_os = "linux") {
+            true => PeerOrigin::SameUser,
+            false => PeerOrigin::Unknown,
+        };
+        for end in [&near, &far] {
+            assert_eq!(PeerOrigin::of(end, Duration::from_secs(5)), expected);
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Where the store keeps its ranks.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, mpsc},
+};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::{
+    Report,
+    outbox::Outbox,
+    store_state::{Connection, StoreState},
+};
+use crate::wire::message::{Message, Nonce};
+
+/// The state machine with the connections of the ranks.
+pub(super) struct Registry {
+    pub(super) state: StoreState,
+    pub(super) lines: HashMap<Connection, RankConnection>,
+    /// To the observer.
+    pub(super) reports: Option<mpsc::Sender<Report>>,
+}
+
+/// The store's end of a rank's line.
+pub(super) struct RankConnection {
+    pub(super) outbox: Arc<Outbox>,
+    /// The nonces of its challenge, for the proof of the answer.
+    pub(super) nonces: [Nonce; 2],
+}
+
+impl Registry {
+    /// Whether bytes wait to be read. The end of a connection does too, and is told by its
+    /// thread.
+    pub(super) fn has_news(&self, connection: Connection) -> bool {
+        let Some(line) = self.lines.get(&connection) else {
+            return false;
+        };
+        let mut polled = [PollFd::new(line.outbox.stream(), PollFlags::IN)];
+        poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+    }
+
+    pub(super) fn tell(&self, connections: &[Connection], message: &Message) {
+        let message = message.encode();
+        for line in self.lines(connections) {
+            line.outbox.push(&message);
+        }
+    }
+
+    pub(super) fn lines(
+        &self,
+        connections: &[Connection],
+    ) -> impl Iterator<Item = &RankConnection> {
+        let line = |connection| self.lines.get(connection);
+        connections.iter().filter_map(line)
+    }
+}

@@ -1,0 +1,235 @@
+//! Handshakes of the store: who may join, and who is rejected.
+
+use std::{
+    net::{TcpListener, TcpStream},
+    sync::{Arc, atomic::Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::ServerState;
+use crate::{
+    error::{Error, Kind, Result},
+    rendezvous::{
+        PendingHandshake, PendingHandshakes, Security, Token,
+        outbox::Outbox,
+        peer_origin::PeerOrigin,
+        random,
+        registry::RankConnection,
+        store_state::{Connection, RankMessage, StoreInput},
+    },
+    wire::{
+        ReadError, WireError,
+        message::{self, Message, Nonce, Proves, Registration},
+    },
+};
+
+impl ServerState {
+    pub(super) fn accept(self: &Arc<Self>, listener: &TcpListener) {
+        for connection in 0.. {
+            let accepted = listener.accept();
+            if self.is_stopped() {
+                return;
+            }
+            let Ok((stream, _)) = accepted else {
+                // Too many open files, for instance: try again, but not at full speed.
+                thread::sleep(Duration::from_millis(20));
+                continue;
+            };
+            let stream = Arc::new(stream);
+            let handshake = self.pending.enter(&stream);
+            let shared = Arc::clone(self);
+            let spawned = thread::Builder::new()
+                .name("store-line".to_owned())
+                .stack_size(512 * 1024)
+                .spawn(move || shared.receive(connection, &stream, handshake));
+            if let Err(error) = spawned {
+                tracing::warn!(%error, "the store has no thread for a connection");
+            }
+        }
+    }
+
+    /// Serves one connection from the first byte to the last.
+    fn receive(
+        &self,
+        connection: Connection,
+        stream: &Arc<TcpStream>,
+        mut handshake: PendingHandshake,
+    ) {
+        // Without a token only some may join at all. The others are told so in a pending of their
+        // own, where they take no place from those who may.
+        let origin = match self.options.token {
+            Some(_) => None,
+            None => Some(PeerOrigin::of(stream, GLANCE)),
+        };
+        if self.check_origin(origin).is_err() {
+            drop(handshake);
+            handshake = self.rejected_handshakes.enter(stream);
+        }
+        let admitted = self.admit(stream, origin);
+        let inside = handshake.leave();
+        let (registration, nonces) = match admitted {
+            Ok(registered) if inside => registered,
+            // It had to make room, and will come again where it is a rank.
+            Ok(_) => return,
+            Err(error) => {
+                self.reject(stream, &error);
+                return;
+            }
+        };
+        let rank = registration.rank;
+        let Ok(outbox) = Outbox::new(Arc::clone(stream)) else {
+            // It is gone already.
+            return;
+        };
+        {
+            let mut registry = self.registry();
+            if self.is_stopped() {
+                return;
+            }
+            let outbox = Arc::clone(&outbox);
+            registry
+                .lines
+                .insert(connection, RankConnection { outbox, nonces });
+        }
+        self.step(StoreInput::Registered {
+            connection,
+            registration,
+        });
+        if self.registry().state.knows(connection) {
+            self.listen(stream, rank);
+        } else {
+            // The rank reads why it was refused, and goes.
+            let _ = Message::arrives(stream, Some(Duration::from_secs(1)));
+        }
+        self.registry().lines.remove(&connection);
+        outbox.end();
+        self.step(StoreInput::Gone { connection });
+    }
+
+    /// What a rank says, until it or the store ends.
+    fn listen(&self, stream: &TcpStream, rank: usize) {
+        while let Ok(true) = Message::arrives(stream, None) {
+            let deadline = Instant::now() + PendingHandshakes::PATIENCE;
+            let said = match Message::receive(stream, message::SHORT, deadline) {
+                Ok(Message::ReportFailure(refusal)) => {
+                    RankMessage::ReportFailure(refusal.into_error())
+                }
+                Ok(Message::Connected) => RankMessage::Connected,
+                Ok(Message::Leave) => RankMessage::Leave,
+                Ok(Message::Heartbeat) => RankMessage::Heartbeat,
+                _ => return,
+            };
+            self.step(StoreInput::Said { rank, said });
+        }
+    }
+
+    fn reject(&self, stream: &TcpStream, error: &Error) {
+        let peer = match stream.peer_addr() {
+            Ok(peer) => peer.to_string(),
+            Err(_) => "somebody".to_owned(),
+        };
+        tracing::debug!(%peer, %error, "the store turned a connection away");
+        // Nobody may be there to read it.
+        let _ = Message::Refused(WireError::new(error)).offer(stream);
+        if self.rejected_count.fetch_add(1, Ordering::AcqRel) < WORDS {
+            let note = format!("{peer} was turned away: {error}");
+            self.step(StoreInput::Rejected { note });
+        }
+    }
+
+    /// The handshake with a rank; gives the registration of one that may join.
+    fn admit(
+        &self,
+        stream: &TcpStream,
+        origin: Option<PeerOrigin>,
+    ) -> Result<(Registration, [Nonce; 2])> {
+        let deadline = Instant::now() + PendingHandshakes::PATIENCE;
+        let unreadable =
+            |error: ReadError| Error::new(Kind::Protocol, format!("no rank of this job: {error}"));
+        // A rank that waits must not be delayed; without this it only takes longer.
+        let _ = stream.set_nodelay(true);
+        let key = self.options.token.as_ref().map(Token::key);
+        let hello = Message::receive(stream, message::SHORT, deadline).map_err(unreadable)?;
+        let Message::Hello { nonce, job, proves } = hello else {
+            return Err(Error::new(Kind::Protocol, "it did not say hello"));
+        };
+        self.check_origin(origin)?;
+        if job != self.options.job {
+            // Nobody has proved anything yet, so the name of this job is not told.
+            return Err(Error::new(
+                Kind::Rendezvous,
+                format!(
+                    "this store serves another job, a rank of the job {job:?} must look for its \
+                     own; do two jobs use one port?"
+                ),
+            ));
+        }
+        if key.is_some() && proves == Proves::Nothing {
+            return Err(Error::new(
+                Kind::Unauthorized,
+                "this job has a token, but the rank has none; set ACCEL_TOKEN_FILE to the file \
+                 that holds it",
+            ));
+        }
+        let own = random()?;
+        Message::Challenge {
+            nonce: own,
+            proof: key.as_ref().map(|key| key.prove("store", &[&nonce, &own])),
+            host: self.host_name.clone(),
+            pid: std::process::id(),
+        }
+        .send(stream)
+        .map_err(unreadable)?;
+        let register = Message::receive(stream, message::SHORT, deadline).map_err(unreadable)?;
+        let Message::Register { body, proof } = register else {
+            return Err(Error::new(Kind::Protocol, "it did not register"));
+        };
+        if let Some(key) = &key
+            && !key.accepts("rank", &[&own, &nonce, &body], &proof.unwrap_or_default())
+        {
+            return Err(Error::new(
+                Kind::Unauthorized,
+                "the token of the rank is not the token of this job; ACCEL_TOKEN_FILE must name \
+                 the same token for every process",
+            ));
+        }
+        let registration = message::from_bytes(&body).map_err(unreadable)?;
+        Ok((registration, [nonce, own]))
+    }
+
+    /// Without a token: who may join. With one, where somebody comes from does not matter.
+    fn check_origin(&self, origin: Option<PeerOrigin>) -> Result<()> {
+        let Some(origin) = origin else {
+            return Ok(());
+        };
+        match origin {
+            PeerOrigin::SameUser => Ok(()),
+            PeerOrigin::OtherUser { user } => Err(Error::new(
+                Kind::Unauthorized,
+                format!(
+                    "a process of user {user} cannot join another user's job without a token; \
+                     set ACCEL_TOKEN_FILE for every process"
+                ),
+            )),
+            PeerOrigin::Unknown if self.options.security == Security::Waived => Ok(()),
+            PeerOrigin::Unknown => Err(Error::new(
+                Kind::Unauthorized,
+                "the system does not tell whose process it is, which cannot join without a token; \
+                 set ACCEL_TOKEN_FILE for every process",
+            )),
+            PeerOrigin::Remote if self.options.security == Security::Waived => Ok(()),
+            PeerOrigin::Remote => Err(Error::new(
+                Kind::Unauthorized,
+                "a rank on another host cannot join without a token; set ACCEL_TOKEN_FILE for \
+                 every process, or ACCEL_INSECURE=1 on a network where everyone may join",
+            )),
+        }
+    }
+}
+
+/// How long the owner of a connection that has come is looked for.
+const GLANCE: Duration = Duration::from_millis(100);
+
+/// How many rejected connections are answered and noted.
+const WORDS: usize = 64;

@@ -1,0 +1,432 @@
+//! A rank's open connection to the store.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    fmt,
+    net::{Shutdown, TcpStream},
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{StoreHost, StoreServer, store_state::RankMessage};
+use crate::{
+    error::{Certainty, Culprit, Error, Kind, Result, Seconds},
+    liveness::{store_interval, suspend_tolerance},
+    sync::{Condvar, Mutex, MutexGuard},
+    wire::{
+        WireError,
+        message::{self, LISTED, Message, Registration, TEXT},
+        shorten,
+    },
+};
+
+/// A live connection to the store, for as long as the group lives: what the store has seen comes
+/// in, what this rank has suffered goes out. Handles are cheap to clone; the connection ends with
+/// the last one, and with it the store, where this rank hosts it.
+///
+/// Nothing here waits for the store, except [`exit_notice`](Self::exit_notice) for as long as it is
+/// asked to. Once the ranks are connected, the end of the line means nothing to them.
+#[derive(Clone)]
+pub(crate) struct StoreClient(Arc<ClientHandle>);
+
+impl StoreClient {
+    /// Keeps the connection on which the table has come.
+    pub(super) fn open(
+        rank: usize,
+        stream: TcpStream,
+        liveness: Duration,
+        store: Store,
+        server: Option<StoreServer>,
+    ) -> Result<Self> {
+        let connection = Arc::new(StoreConnection {
+            stream,
+            liveness,
+            store,
+            writer: Mutex::new(ConnectionWriter::Whole),
+            known: Mutex::default(),
+            changed: Condvar::new(),
+            wake: Mutex::new(None),
+        });
+        let listening = Arc::clone(&connection);
+        thread::Builder::new()
+            .name("store-line".to_owned())
+            .stack_size(512 * 1024)
+            .spawn(move || listening.listen())
+            .map_err(|error| Error::io("the line to the store cannot be kept", error))?;
+        Ok(Self(Arc::new(ClientHandle {
+            rank,
+            connection,
+            server,
+        })))
+    }
+
+    /// What the store knows about the end of a rank, waiting a moment for it. The text goes on
+    /// from "rank 2 is lost: ".
+    pub(crate) fn exit_notice(&self, rank: usize, patience: Duration) -> Option<String> {
+        let connection = &self.0.connection;
+        // Rank 0 sees connections end as every rank does; a launcher sees how processes end.
+        let patience = match connection.store.host {
+            StoreHost::Launcher => patience,
+            StoreHost::Rank0 => Duration::ZERO,
+        };
+        let waiting = |known: &mut StoreNews| {
+            known.end == ConnectionEnd::Open && !known.exit_notices.contains_key(&rank)
+        };
+        let waited = connection
+            .changed
+            .wait_timeout_while(connection.known(), patience, waiting);
+        let known = waited;
+        known.exit_notices.get(&rank).cloned()
+    }
+
+    /// Tells the store how this rank's group failed: whom it blames (or itself), and in which
+    /// words.
+    pub(crate) fn report_failure(&self, error: &Error) {
+        // Until the ranks are connected the store knows what it has said itself.
+        let told = {
+            let known = self.0.connection.known();
+            !known.connected && known.connect_failure.is_some()
+        };
+        if !told {
+            self.say(
+                RankMessage::ReportFailure(error.clone()),
+                &Message::ReportFailure(WireError::bounded(error, TEXT, LISTED)),
+            );
+        }
+    }
+
+    /// A exit_notice that has arrived, each given once: the rank and the text.
+    pub(crate) fn news(&self) -> Option<(usize, String)> {
+        self.0.connection.known().news.pop_front()
+    }
+
+    /// Calls `wake` on the line's thread whenever there may be [`news`](Self::news), and once at
+    /// once. It takes the place of the one before.
+    pub(crate) fn on_news(&self, wake: impl Fn() + Send + Sync + 'static) {
+        let wake: Wake = Arc::new(wake);
+        *self.0.connection.wake_slot() = Some(Arc::clone(&wake));
+        wake();
+    }
+
+    /// Tells the store that this rank leaves in good order.
+    pub(crate) fn leave(&self) {
+        self.say(RankMessage::Leave, &Message::Leave);
+    }
+
+    /// Tells the store that this rank is connected to all others. From here on the store judges
+    /// nobody, and its end means nothing.
+    pub(crate) fn connected(&self) {
+        self.0.connection.known().connected = true;
+        self.say(RankMessage::Connected, &Message::Connected);
+    }
+
+    /// Why the ranks cannot become connected, as far as the store knows.
+    pub(crate) fn connect_failure(&self) -> Option<Error> {
+        self.0.connection.known().connect_failure.clone()
+    }
+
+    /// Cuts the connection, as a broken network would.
+    pub(crate) fn inject_disconnect(&self) {
+        // It may be inject_disconnect already.
+        let _ = self.0.connection.stream.shutdown(Shutdown::Both);
+    }
+
+    fn say(&self, said: RankMessage, message: &Message) {
+        match &self.0.server {
+            // What this rank says last must be known before its store ends.
+            Some(server) => server.said(self.0.rank, said),
+            None => self.0.connection.send(message),
+        }
+    }
+}
+
+impl fmt::Debug for StoreClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StoreClient")
+            .field("rank", &self.0.rank)
+            .field("store", &self.0.connection.store)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Where a store is, and who hosts it.
+#[derive(Debug)]
+pub(super) struct Store {
+    /// `host:port`.
+    pub(super) address: String,
+    pub(super) host: StoreHost,
+    /// The host and the id of the process, once they are known.
+    pub(super) store_process: Option<(String, u32)>,
+}
+
+impl Store {
+    /// The error of a rank that can do without a store no longer.
+    pub(super) fn error(&self, what: impl fmt::Display) -> Error {
+        let text = format!("{self} {what}");
+        match (self.host, &self.store_process) {
+            (StoreHost::Launcher, _) => Error::new(Kind::Rendezvous, text),
+            (StoreHost::Rank0, None) => Error::about(Kind::PeerLost, vec![0], text),
+            (StoreHost::Rank0, Some((host, pid))) => {
+                let culprit = Culprit {
+                    rank: 0,
+                    host: host.clone(),
+                    pid: Some(*pid),
+                    cause: format!("the store that it hosts {what}"),
+                    certainty: Certainty::Settled,
+                };
+                Error::blaming(Kind::PeerLost, culprit, text)
+            }
+        }
+    }
+}
+
+impl fmt::Display for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let host = match self.host {
+            StoreHost::Launcher => "the launcher",
+            StoreHost::Rank0 => "rank 0",
+        };
+        write!(f, "the store at {}, hosted by {host}", self.address)?;
+        match &self.store_process {
+            Some((host, pid)) => write!(f, " (process {pid} on {host}),"),
+            None => f.write_str(","),
+        }
+    }
+}
+
+/// Who a registered rank is, and why it is to blame.
+pub(super) fn culprit(rank: &Registration, cause: impl Into<String>) -> Culprit {
+    Culprit {
+        rank: rank.rank,
+        host: rank.host.clone(),
+        pid: Some(rank.pid),
+        cause: cause.into(),
+        certainty: Certainty::Settled,
+    }
+}
+
+/// Signs of life in both directions: when the next one is due, and for how long the other side
+/// has given none. Time in which this side itself was stopped does not count.
+#[derive(Debug)]
+pub(super) struct HeartbeatTimer {
+    liveness: Duration,
+    heard: Instant,
+    beat: Instant,
+    /// When this side was to look again.
+    expected: Instant,
+}
+
+impl HeartbeatTimer {
+    pub(super) fn new(liveness: Duration) -> Self {
+        let now = Instant::now();
+        Self {
+            liveness,
+            heard: now,
+            beat: now,
+            expected: now,
+        }
+    }
+
+    /// How long to wait at most.
+    pub(super) fn pause(&mut self) -> Duration {
+        let now = Instant::now();
+        self.expected = self.next();
+        self.expected.saturating_duration_since(now)
+    }
+
+    /// The other side has given a sign of life.
+    pub(super) fn heard(&mut self) {
+        self.heard = Instant::now();
+    }
+
+    /// Whether it is time for a sign of life, which is then taken to be given.
+    pub(super) fn is_due(&mut self) -> bool {
+        let now = Instant::now();
+        if now > self.expected + suspend_tolerance(self.liveness) {
+            self.heard = now;
+        }
+        let due = now >= self.next();
+        if due {
+            self.beat = now;
+        }
+        due
+    }
+
+    /// For how long nothing has come, where that is too long.
+    pub(super) fn silence(&self) -> Option<Duration> {
+        let silence = self.heard.elapsed();
+        (silence > self.liveness).then_some(silence)
+    }
+
+    fn next(&self) -> Instant {
+        self.beat + store_interval(self.liveness)
+    }
+}
+
+/// What all clones of a line share; dropped, it ends the connection.
+struct ClientHandle {
+    rank: usize,
+    connection: Arc<StoreConnection>,
+    /// The store, where this rank hosts it.
+    server: Option<StoreServer>,
+}
+
+impl Drop for ClientHandle {
+    fn drop(&mut self) {
+        // The thread of the line sees it, and ends.
+        let _ = self.connection.stream.shutdown(Shutdown::Both);
+    }
+}
+
+struct StoreConnection {
+    stream: TcpStream,
+    liveness: Duration,
+    store: Store,
+    writer: Mutex<ConnectionWriter>,
+    known: Mutex<StoreNews>,
+    changed: Condvar,
+    wake: Mutex<Option<Wake>>,
+}
+
+type Wake = Arc<dyn Fn() + Send + Sync>;
+
+/// Whether the last message went out whole, without which nothing can follow.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum ConnectionWriter {
+    Torn,
+    Whole,
+}
+
+#[derive(Debug, Default)]
+struct StoreNews {
+    exit_notices: BTreeMap<usize, String>,
+    news: VecDeque<(usize, String)>,
+    connect_failure: Option<Error>,
+    connected: bool,
+    end: ConnectionEnd,
+}
+
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+enum ConnectionEnd {
+    /// The store has closed in good order.
+    StoreClosing,
+    /// The line broke.
+    Broken,
+    #[default]
+    Open,
+}
+
+impl StoreConnection {
+    fn listen(&self) {
+        let mut timer = HeartbeatTimer::new(self.liveness);
+        loop {
+            let connected = self.known().connected;
+            let pause = (!connected).then(|| timer.pause());
+            match Message::arrives(&self.stream, pause) {
+                Ok(true) => {
+                    let due = Instant::now() + SLACK;
+                    match Message::receive(&self.stream, message::LONG, due) {
+                        Ok(message) => self.take(message),
+                        Err(_) => break,
+                    }
+                    timer.heard();
+                }
+                Ok(false) => {}
+                Err(_) => break,
+            }
+            if connected {
+                continue;
+            }
+            if timer.is_due() {
+                self.send(&Message::Heartbeat);
+            }
+            if self.store.host == StoreHost::Rank0
+                && let Some(silence) = timer.silence()
+            {
+                self.judge(format_args!("has been silent for {}", Seconds(silence)));
+            }
+        }
+        {
+            let mut known = self.known();
+            if known.end == ConnectionEnd::Open {
+                known.end = ConnectionEnd::Broken;
+            }
+        }
+        self.judge(format_args!("is gone"));
+    }
+
+    fn take(&self, message: Message) {
+        {
+            let mut known = self.known();
+            match message {
+                Message::ExitNotice { rank, text } => known.report_exit(rank, text),
+                Message::ExitInfo { rank, text } => {
+                    known.exit_notices.entry(rank).or_insert(text);
+                }
+                Message::Refused(refusal) => {
+                    let error = refusal.into_error();
+                    // The store may not have heard yet that this rank is connected.
+                    if known.connected && error.is_peer_lost() {
+                        for &rank in error.ranks() {
+                            if !known.exit_notices.contains_key(&rank) {
+                                known.report_exit(rank, shorten(&error.to_string(), TEXT));
+                            }
+                        }
+                    }
+                    known.connect_failure.get_or_insert(error);
+                }
+                Message::StoreClosing => known.end = ConnectionEnd::StoreClosing,
+                _ => return,
+            }
+        }
+        self.wake();
+    }
+
+    /// The store does not do its part; that matters until the ranks are connected.
+    fn judge(&self, what: fmt::Arguments<'_>) {
+        {
+            let mut known = self.known();
+            if !known.connected && known.end != ConnectionEnd::StoreClosing {
+                let what = format_args!("{what} before the ranks were connected");
+                known.connect_failure.get_or_insert(self.store.error(what));
+            }
+        }
+        self.wake();
+    }
+
+    fn send(&self, message: &Message) {
+        let mut writer = self.writer.lock();
+        if *writer == ConnectionWriter::Whole && message.offer(&self.stream).is_err() {
+            // A store that takes nothing is stopped or gone; this rank goes on without it.
+            *writer = ConnectionWriter::Torn;
+        }
+    }
+
+    fn wake(&self) {
+        self.changed.notify_all();
+        let wake = self.wake_slot().clone();
+        if let Some(wake) = wake {
+            wake();
+        }
+    }
+
+    fn known(&self) -> MutexGuard<'_, StoreNews> {
+        // Each change can stand alone: what is known of one rank, or of the store.
+        self.known.lock()
+    }
+
+    fn wake_slot(&self) -> MutexGuard<'_, Option<Wake>> {
+        self.wake.lock()
+    }
+}
+
+impl StoreNews {
+    fn report_exit(&mut self, rank: usize, text: String) {
+        self.exit_notices.insert(rank, text.clone());
+        self.news.push_back((rank, text));
+    }
+}
+
+/// How long the rest of a message may take.
+const SLACK: Duration = Duration::from_secs(10);

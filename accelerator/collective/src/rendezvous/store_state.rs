@@ -1,0 +1,453 @@
+//! The store as a pure state machine.
+
+mod clock;
+mod event;
+mod failure;
+mod participant;
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use super::{FailureReport, Report, locality::local_places};
+use crate::{
+    error::{Error, Kind, list_ranks},
+    liveness::{MAX_TIMEOUT, bounded, suspend_tolerance},
+    wire::message::Registration,
+};
+
+pub(crate) use event::{Connection, RankMessage, Severity, StoreAction, StoreInput};
+use failure::{differing_transports, is_one_process, joined_already, name};
+use participant::{JoinStage, Participant};
+
+/// Who has come to a rendezvous, what became of them, and what follows from it.
+///
+/// ```text
+/// gathering ── the last rank comes ──► connecting ── all are connected ──► together
+///     │                                    │
+///     └── deadline, contradiction,         └── a death, silence,
+///         a death, silence ────► failed ◄───── a rank that gives up
+/// ```
+///
+/// Whoever comes after the table is complete is refused; what happened before does not change.
+/// Deaths and silence are judged in [`StoreInput::Tick`] only, so that whoever keeps the time can say
+/// first that it was [suspended](StoreInput::Suspended).
+#[derive(Debug)]
+pub(crate) struct StoreState {
+    world_size: usize,
+    ranks: BTreeMap<usize, Participant>,
+    /// When the first rank came.
+    started: Option<Instant>,
+    /// When the ranks are next given a sign of life.
+    beat_at: Instant,
+    /// What else happened, told when the rendezvous fails.
+    notes: Vec<String>,
+    /// Whether the ranks got the table.
+    complete: bool,
+    phase: Phase,
+}
+
+impl StoreState {
+    pub(crate) fn new(world_size: usize) -> Self {
+        Self {
+            world_size,
+            ranks: BTreeMap::new(),
+            started: None,
+            beat_at: Instant::now(),
+            notes: Vec::new(),
+            complete: false,
+            phase: Phase::Gathering,
+        }
+    }
+
+    /// What to do about an event.
+    pub(crate) fn step(&mut self, event: StoreInput, now: Instant) -> Vec<StoreAction> {
+        match event {
+            StoreInput::Closing { host } => self.closing(host),
+            StoreInput::Gone { connection } => self.gone(connection, now),
+            StoreInput::Suspended => self.grant_fresh_period(now),
+            StoreInput::Registered {
+                connection,
+                registration,
+            } => self.registered(connection, registration, now),
+            StoreInput::Said { rank, said } => self.said(rank, said, now),
+            StoreInput::Rejected { note } => self.rejected(note),
+            StoreInput::ExitNotice { rank, text } => self.exit_notice(rank, text, now),
+            StoreInput::Tick => self.judge(now),
+        }
+    }
+
+    /// When the next [`StoreInput::Tick`] is due.
+    pub(crate) fn due(&self) -> Option<Instant> {
+        if !self.is_meeting() {
+            return None;
+        }
+        let gathering = matches!(self.phase, Phase::Gathering);
+        let each = self.ranks.values().flat_map(|participant| {
+            [
+                gathering.then_some(participant.deadline),
+                (gathering && participant.is_present()).then_some(participant.tell_at),
+                self.loss_at(participant),
+            ]
+        });
+        let beat = (!self.ranks.is_empty()).then_some(self.beat_at);
+        each.chain([beat]).flatten().min()
+    }
+
+    /// How late [`StoreInput::Tick`] may come before it must be preceded by [`StoreInput::Suspended`].
+    pub(crate) fn tolerance(&self) -> Option<Duration> {
+        let judging = self.is_meeting() && !self.ranks.is_empty();
+        judging.then(|| suspend_tolerance(self.liveness()))
+    }
+
+    /// The ranks that the next [`StoreInput::Tick`] finds silent, with their connections.
+    pub(crate) fn silent(&self, now: Instant) -> Vec<(usize, Connection)> {
+        let ranks = self.ranks.iter().filter_map(|(rank, participant)| {
+            self.loss_at(participant).filter(|at| *at <= now)?;
+            Some((*rank, participant.connection?))
+        });
+        ranks.collect()
+    }
+
+    /// Whether this is the connection of a rank, and not of one that was refused.
+    pub(crate) fn knows(&self, connection: Connection) -> bool {
+        let mut ranks = self.ranks.values();
+        ranks.any(|participant| participant.connection == Some(connection))
+    }
+
+    fn registered(
+        &mut self,
+        connection: Connection,
+        registration: Registration,
+        now: Instant,
+    ) -> Vec<StoreAction> {
+        let refuse = |error| vec![StoreAction::Refuse { connection, error }];
+        match &self.phase {
+            Phase::Connecting | Phase::Together => {
+                let first = self.ranks.get(&registration.rank).map(|x| &x.registration);
+                if let Some(first) = first.filter(|first| is_one_process(first, &registration)) {
+                    return refuse(joined_already(first));
+                }
+                return refuse(Error::about(
+                    Kind::Rendezvous,
+                    vec![registration.rank],
+                    format!(
+                        "rank {} comes too late: all {} ranks of this job have met already; is an \
+                         old process still running, or another job using this port?",
+                        registration.rank, self.world_size
+                    ),
+                ));
+            }
+            Phase::Failed(error) => return refuse(error.clone()),
+            Phase::Gathering => {}
+        }
+        if let Err(error) = self.check(&registration) {
+            let mut actions = refuse(error.clone());
+            actions.extend(self.fail(error));
+            return actions;
+        }
+        if self.ranks.is_empty() {
+            self.started.get_or_insert(now);
+            self.beat_at = now;
+        }
+        let Registration {
+            rank, host, pid, ..
+        } = registration.clone();
+        let participant = Participant {
+            connection: Some(connection),
+            deadline: now + registration.patience.min(LONGEST),
+            heard: now,
+            gone: None,
+            ended: None,
+            tell_at: now + TELL_AFTER,
+            stage: JoinStage::Waiting,
+            registration,
+        };
+        self.ranks.insert(rank, participant);
+        let mut actions = vec![StoreAction::Report(Report::Joined { rank, host, pid })];
+        let present = self
+            .ranks
+            .values()
+            .filter(|participant| participant.is_present());
+        if present.count() == self.world_size {
+            let ranks = self.ranks.values();
+            let ranks: Vec<_> = ranks.map(|x| x.registration.clone()).collect();
+            if let Err(error) = local_places(&ranks) {
+                actions.extend(self.fail(error));
+                return actions;
+            }
+            self.phase = Phase::Connecting;
+            self.complete = true;
+            actions.push(StoreAction::Report(Report::Met));
+            actions.push(StoreAction::Welcome {
+                connections: self.connections(|_| true),
+                ranks,
+            });
+        }
+        actions
+    }
+
+    /// A registration that contradicts what is known can never become right: the rendezvous
+    /// fails for everyone at once, with the contradiction as the reason.
+    fn check(&self, new: &Registration) -> Result<(), Error> {
+        if new.world_size != self.world_size {
+            return Err(Error::about(
+                Kind::Rendezvous,
+                vec![new.rank],
+                format!(
+                    "rank {} (process {} on {}) came with a world size of {}, but this job has \
+                     {}; WORLD_SIZE must be the same for every process",
+                    new.rank, new.pid, new.host, new.world_size, self.world_size
+                ),
+            ));
+        }
+        if new.rank >= self.world_size {
+            return Err(Error::about(
+                Kind::Rendezvous,
+                vec![new.rank],
+                format!(
+                    "process {} on {} came as rank {}, but the ranks of this job are 0 to {}",
+                    new.pid,
+                    new.host,
+                    new.rank,
+                    self.world_size - 1
+                ),
+            ));
+        }
+        if let Some(participant) = self.ranks.get(&new.rank)
+            && participant.is_present()
+        {
+            let old = &participant.registration;
+            if is_one_process(old, new) {
+                return Err(joined_already(old));
+            }
+            return Err(Error::about(
+                Kind::Rendezvous,
+                vec![new.rank],
+                format!(
+                    "two processes came as rank {}: process {} on {} and process {} on {}; RANK \
+                     must differ from process to process",
+                    new.rank, old.pid, old.host, new.pid, new.host
+                ),
+            ));
+        }
+        let mut others = self
+            .ranks
+            .values()
+            .filter(|participant| participant.is_present());
+        match others.find(|participant| participant.registration.transport != new.transport) {
+            Some(odd) => Err(differing_transports(&odd.registration, new)),
+            None => Ok(()),
+        }
+    }
+
+    fn said(&mut self, rank: usize, said: RankMessage, now: Instant) -> Vec<StoreAction> {
+        let Some(participant) = self.ranks.get_mut(&rank) else {
+            return Vec::new();
+        };
+        participant.heard = now;
+        match said {
+            RankMessage::ReportFailure(error) => {
+                let report = FailureReport::new(rank, &error);
+                let self_reported = report.is_self_reported();
+                let text = report.text.clone();
+                let mut actions = vec![StoreAction::Report(Report::Failed(report))];
+                match self.phase {
+                    Phase::Connecting => {
+                        actions.extend(self.report_exit(rank, format!("it gave up: {text}")));
+                        actions.extend(self.fail_but(error, Some(rank)));
+                    }
+                    Phase::Together if self_reported => actions.push(StoreAction::ReportExit {
+                        connections: self.connections(|x| x.registration.rank != rank),
+                        rank,
+                        text: format!("it said: {text}"),
+                        severity: Severity::ExitInfo,
+                    }),
+                    _ => {}
+                }
+                actions
+            }
+            RankMessage::Connected => {
+                if !matches!(self.phase, Phase::Connecting)
+                    || participant.stage != JoinStage::Waiting
+                {
+                    return Vec::new();
+                }
+                participant.stage = JoinStage::Connected;
+                let ended = participant.ended.take();
+                let mut ranks = self.ranks.values();
+                if ranks.all(|participant| participant.stage != JoinStage::Waiting) {
+                    self.phase = Phase::Together;
+                }
+                ended.map_or(Vec::new(), |(text, _)| self.report_exit(rank, text))
+            }
+            RankMessage::Leave => match (participant.stage, &self.phase) {
+                (JoinStage::Waiting, Phase::Connecting) => {
+                    participant.stage = JoinStage::Closed;
+                    self.lose(rank, "it left")
+                }
+                // There is no group to leave.
+                (JoinStage::Waiting, _) => Vec::new(),
+                _ => {
+                    participant.stage = JoinStage::Closed;
+                    vec![StoreAction::Report(Report::Closed { rank })]
+                }
+            },
+            RankMessage::Heartbeat => Vec::new(),
+        }
+    }
+
+    fn gone(&mut self, connection: Connection, now: Instant) -> Vec<StoreAction> {
+        let mut ranks = self.ranks.values_mut();
+        let Some(participant) = ranks.find(|x| x.connection == Some(connection)) else {
+            return Vec::new();
+        };
+        participant.connection = None;
+        participant.gone = Some(now);
+        if matches!(self.phase, Phase::Gathering) {
+            let name = name(&participant.registration);
+            self.note(format!("{name} came and went away again"));
+        }
+        Vec::new()
+    }
+
+    /// Somebody who saw a rank end says how. The rank's own final message may be on their way, and
+    /// blame another one: they are heard first.
+    fn exit_notice(&mut self, rank: usize, text: String, now: Instant) -> Vec<StoreAction> {
+        if rank >= self.world_size {
+            return Vec::new();
+        }
+        if let Some(participant) = self.ranks.get_mut(&rank)
+            && matches!(self.phase, Phase::Connecting)
+            && participant.stage == JoinStage::Waiting
+            && participant.connection.is_some()
+        {
+            participant.ended.get_or_insert((text, now));
+            return Vec::new();
+        }
+        match self.phase {
+            Phase::Gathering => self.lose(rank, &text),
+            Phase::Connecting if !self.has_connected(rank) => self.lose(rank, &text),
+            // An end after a leave is no loss.
+            _ if self.has_closed(rank) => vec![StoreAction::ReportExit {
+                connections: self.connections(|x| x.registration.rank != rank),
+                rank,
+                text,
+                severity: Severity::ExitInfo,
+            }],
+            _ => self.report_exit(rank, text),
+        }
+    }
+
+    fn rejected(&mut self, note: String) -> Vec<StoreAction> {
+        self.note(note.clone());
+        vec![StoreAction::Report(Report::Rejected { note })]
+    }
+
+    /// The store closes, for the rank that hosts it or for the launcher.
+    fn closing(&mut self, host: Option<usize>) -> Vec<StoreAction> {
+        match (&self.phase, host) {
+            (Phase::Gathering, _) => {
+                let error = Error::about(
+                    Kind::Rendezvous,
+                    host.into_iter().collect(),
+                    format!(
+                        "the store was closed when {} of {} ranks had come; missing: {}",
+                        self.present(),
+                        self.world_size,
+                        list_ranks(&self.missing())
+                    ),
+                );
+                self.fail(error)
+            }
+            (Phase::Connecting, Some(rank)) if !self.has_connected(rank) => {
+                self.lose(rank, "it ended, and the store with it,")
+            }
+            _ => {
+                let mut ranks = self.ranks.iter();
+                let ended = ranks.find_map(|(rank, x)| Some((*rank, x.ended.clone()?.0)));
+                let mut actions = match ended {
+                    Some((rank, text)) => self.lose(rank, &text),
+                    None => Vec::new(),
+                };
+                actions.push(StoreAction::CloseStore {
+                    connections: self.connections(|_| true),
+                });
+                actions
+            }
+        }
+    }
+
+    fn note(&mut self, note: String) {
+        if matches!(self.phase, Phase::Gathering) && self.notes.len() < NOTES {
+            self.notes.push(note);
+        }
+    }
+
+    fn connections(&self, which: impl Fn(&Participant) -> bool) -> Vec<Connection> {
+        let ranks = self.ranks.values().filter(|participant| which(participant));
+        ranks
+            .filter_map(|participant| participant.connection)
+            .collect()
+    }
+
+    fn missing(&self) -> Vec<usize> {
+        let present = |rank: &usize| self.ranks.get(rank).is_some_and(Participant::is_present);
+        (0..self.world_size).filter(|rank| !present(rank)).collect()
+    }
+
+    fn present(&self) -> usize {
+        self.world_size - self.missing().len()
+    }
+
+    fn has_connected(&self, rank: usize) -> bool {
+        let participant = self.ranks.get(&rank);
+        participant.is_some_and(|participant| participant.stage != JoinStage::Waiting)
+    }
+
+    fn has_closed(&self, rank: usize) -> bool {
+        let participant = self.ranks.get(&rank);
+        participant.is_some_and(|participant| participant.stage == JoinStage::Closed)
+    }
+
+    fn is_meeting(&self) -> bool {
+        matches!(self.phase, Phase::Gathering | Phase::Connecting)
+    }
+
+    /// The least that a rank has told.
+    fn liveness(&self) -> Duration {
+        let told = self.ranks.values().map(|x| x.registration.liveness);
+        bounded(told.min().unwrap_or(MAX_TIMEOUT))
+    }
+}
+
+#[derive(Debug)]
+enum Phase {
+    Connecting,
+    Failed(Error),
+    Gathering,
+    Together,
+}
+
+/// The longest wait that is computed with, so that adding it to a point in time cannot overflow.
+pub(crate) const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// How long a rank whose connection ended may take to come again.
+pub(crate) const RETURN: Duration = Duration::from_millis(500);
+
+/// How long the launcher may take to say how a process ended whose connection did.
+const EXIT_NOTICE: Duration = Duration::from_millis(250);
+
+/// How long the final message of a process may take, once the launcher says that it ended.
+const FINAL_MESSAGE_WAIT: Duration = Duration::from_millis(500);
+
+/// When a rank that waits is told whom for, and when again.
+const TELL_AFTER: Duration = Duration::from_secs(5);
+const TELL_AGAIN: Duration = Duration::from_secs(30);
+
+/// How many notes are kept.
+const NOTES: usize = 8;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,107 @@
+//! What time does to a rendezvous.
+
+use std::time::Instant;
+
+use super::{
+    EXIT_NOTICE, FINAL_MESSAGE_WAIT, JoinStage, Participant, Phase, RETURN, StoreAction,
+    StoreState, TELL_AGAIN,
+};
+use crate::{
+    error::Seconds,
+    liveness::{bounded, store_interval},
+};
+
+impl StoreState {
+    /// The clock: who is lost, who has waited too long, who wants to hear something.
+    pub(super) fn judge(&mut self, now: Instant) -> Vec<StoreAction> {
+        if !self.is_meeting() {
+            return Vec::new();
+        }
+        let lost = self.ranks.iter().filter_map(|(rank, participant)| {
+            let at = self.loss_at(participant).filter(|at| *at <= now)?;
+            Some((at, *rank))
+        });
+        if let Some((_, rank)) = lost.min() {
+            let participant = &self.ranks[&rank];
+            let cause = match (&participant.ended, participant.gone) {
+                (Some((text, _)), _) => text.clone(),
+                (None, Some(_)) => {
+                    "its connection to the store ended: the process died, or the network \
+                            broke"
+                        .to_owned()
+                }
+                (None, None) => format!(
+                    "it has been silent for {}: stopped, swapped out, or inject_disconnect off from the network",
+                    Seconds(now - participant.heard)
+                ),
+            };
+            return self.lose(rank, &cause);
+        }
+        if !matches!(self.phase, Phase::Gathering) {
+            return self.beat(now);
+        }
+        if self
+            .ranks
+            .values()
+            .any(|participant| participant.deadline <= now)
+        {
+            let error = self.overdue(now);
+            return self.fail(error);
+        }
+        let missing = self.missing();
+        let mut actions = self.beat(now);
+        for participant in self.ranks.values_mut() {
+            if let Some(connection) = participant.connection
+                && participant.tell_at <= now
+            {
+                participant.tell_at = now + TELL_AGAIN;
+                let missing = missing.clone();
+                actions.push(StoreAction::Tell {
+                    connection,
+                    missing,
+                });
+            }
+        }
+        actions
+    }
+
+    pub(super) fn beat(&mut self, now: Instant) -> Vec<StoreAction> {
+        if self.beat_at > now {
+            return Vec::new();
+        }
+        self.beat_at = now + store_interval(self.liveness());
+        let connections = self.connections(|x| x.stage == JoinStage::Waiting);
+        vec![StoreAction::Beat { connections }]
+    }
+
+    /// The time passed without anybody watching: whoever is judged gets a fresh period.
+    pub(super) fn grant_fresh_period(&mut self, now: Instant) -> Vec<StoreAction> {
+        for participant in self.ranks.values_mut() {
+            participant.heard = now;
+            participant.gone = participant.gone.map(|_| now);
+            participant.ended = participant.ended.take().map(|(text, _)| (text, now));
+        }
+        Vec::new()
+    }
+
+    /// When a rank counts as lost, should nothing happen.
+    pub(super) fn loss_at(&self, participant: &Participant) -> Option<Instant> {
+        if !self.is_meeting() || participant.stage != JoinStage::Waiting {
+            return None;
+        }
+        if let Some((_, at)) = participant.ended {
+            // The end of the line comes behind everything that the rank has said.
+            return Some(participant.gone.unwrap_or(at + FINAL_MESSAGE_WAIT));
+        }
+        Some(match (participant.gone, &self.phase) {
+            (Some(gone), Phase::Gathering) => gone + RETURN,
+            // Nobody can come again. The launcher may still say how the process ended.
+            (Some(gone), _) => gone + EXIT_NOTICE,
+            (None, _) => {
+                // A rank that is more patient beats less often.
+                let own = 4 * store_interval(bounded(participant.registration.liveness));
+                participant.heard + self.liveness().max(own)
+            }
+        })
+    }
+}

@@ -1,0 +1,84 @@
+//! What happens to a store, and what it does about it.
+
+use super::{Error, Registration, Report};
+
+/// Something that happens to a store.
+#[derive(Debug)]
+pub(crate) enum StoreInput {
+    /// The store is about to close; the rank that hosts it, where one does.
+    Closing { host: Option<usize> },
+    /// A connection ended.
+    Gone { connection: Connection },
+    /// The clock was not looked at for a while: the process was stopped, or starved.
+    Suspended,
+    /// A rank has come.
+    Registered {
+        connection: Connection,
+        registration: Registration,
+    },
+    /// A registered rank said something.
+    Said { rank: usize, said: RankMessage },
+    /// A connection was rejected.
+    Rejected { note: String },
+    /// The process that hosts the store saw a rank end.
+    ExitNotice { rank: usize, text: String },
+    /// Time has passed.
+    Tick,
+}
+
+/// What registered ranks say.
+#[derive(Debug)]
+pub(crate) enum RankMessage {
+    /// Its group failed with this error.
+    ReportFailure(Error),
+    /// It is connected to all others.
+    Connected,
+    /// It leaves in good order.
+    Leave,
+    /// It lives.
+    Heartbeat,
+}
+
+/// What the store does.
+#[derive(Debug)]
+pub(crate) enum StoreAction {
+    /// Says that the store closes in good order.
+    CloseStore { connections: Vec<Connection> },
+    /// Gives a sign of life.
+    Beat { connections: Vec<Connection> },
+    Refuse {
+        connection: Connection,
+        error: Error,
+    },
+    /// Tells the process that hosts the store.
+    Report(Report),
+    /// Tells a rank whom it is waiting for.
+    Tell {
+        connection: Connection,
+        missing: Vec<usize>,
+    },
+    /// Tells ranks how another one ended.
+    ReportExit {
+        connections: Vec<Connection>,
+        rank: usize,
+        text: String,
+        severity: Severity,
+    },
+    /// Gives all ranks the table of all.
+    Welcome {
+        connections: Vec<Connection>,
+        ranks: Vec<Registration>,
+    },
+}
+
+/// What a exit_notice is worth.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Severity {
+    /// The rank is lost.
+    RankLost,
+    /// An answer to whoever asks.
+    ExitInfo,
+}
+
+/// The number of a connection to the store.
+pub(crate) type Connection = u64;

@@ -1,0 +1,367 @@
+//! The patience of an operation, and the words in which it ends.
+
+use std::{
+    fmt,
+    time::{Duration, Instant},
+};
+
+use super::Peer;
+use crate::{
+    error::{Certainty, Culprit, Error, Kind, Result, Seconds, list_ranks},
+    fingerprint::CollectiveFingerprint,
+    stderr_fallback::stderr_fallback,
+};
+
+/// How long an operation waits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OpTimeouts {
+    /// After this time the operation fails.
+    pub(crate) timeout: Duration,
+    /// After this time a warning is logged.
+    pub(crate) warn_after: Duration,
+    pub(crate) limit: TimeoutKind,
+}
+
+/// Which of the group's timeouts bounds an operation.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum TimeoutKind {
+    /// The connect timeout, which goes on whatever happens.
+    Connect,
+    /// The progress timeout, which begins anew with each progress.
+    Progress,
+}
+
+/// The clock of one operation of one rank.
+#[derive(Debug)]
+pub(crate) struct OpDeadline {
+    pub(crate) rank: usize,
+    pub(crate) sequence: u64,
+    pub(crate) fingerprint: CollectiveFingerprint,
+    patience: OpTimeouts,
+    /// The last progress, where the limit is that of progress; else the beginning.
+    began: Instant,
+    /// The same, or the last sign of work of those that are waited for, where that came later.
+    since: Instant,
+    warned: bool,
+    /// Whether this operation can only fail.
+    shortened: bool,
+}
+
+impl OpDeadline {
+    pub(crate) fn new(
+        rank: usize,
+        sequence: u64,
+        fingerprint: CollectiveFingerprint,
+        patience: OpTimeouts,
+    ) -> Self {
+        let now = Instant::now();
+        Self {
+            rank,
+            sequence,
+            fingerprint,
+            patience,
+            began: now,
+            since: now,
+            warned: false,
+            shortened: false,
+        }
+    }
+
+    /// Notes progress: the clock starts again, unless it is that of connecting.
+    pub(crate) fn on_progress(&mut self, now: Instant) {
+        if self.patience.limit == TimeoutKind::Progress {
+            self.began = now;
+            self.since = now;
+            self.warned = false;
+        }
+    }
+
+    /// As [`on_progress`](Self::on_progress), at this moment.
+    pub(crate) fn restart(&mut self) {
+        self.on_progress(Instant::now());
+    }
+
+    /// When the clock began.
+    pub(crate) fn since(&self) -> Instant {
+        self.since
+    }
+
+    /// Waits no longer than the time until the warning from here on, whoever works.
+    pub(crate) fn shorten(&mut self) {
+        self.patience.timeout = self.patience.timeout.min(self.patience.warn_after);
+        self.shortened = true;
+    }
+
+    /// How long to wait before asking again; logs the warning when it is due. `active` says when a
+    /// rank showed last that it works, which counts as progress of that rank.
+    ///
+    /// # Errors
+    ///
+    /// A timeout that names the missing ranks, those that work left out.
+    pub(crate) fn tick(
+        &mut self,
+        missing: impl Fn(&Self) -> Vec<usize>,
+        active: impl Fn(usize) -> Option<Instant>,
+    ) -> Result<Duration> {
+        if self.since.elapsed() > self.patience.timeout {
+            self.since = self.last_sign(missing(self), &active)?;
+            self.warned = false;
+        }
+        let waited = self.since.elapsed();
+        let left = self.patience.timeout.saturating_sub(waited);
+        if self.warned {
+            return Ok(left.max(SHORTEST));
+        }
+        match self.patience.warn_after.checked_sub(waited) {
+            Some(calm) if !calm.is_zero() => Ok(left.min(calm).max(SHORTEST)),
+            _ => {
+                self.warned = true;
+                let missing = missing(self);
+                let works = |rank: &usize| self.works(active(*rank)).is_some();
+                let working: Vec<usize> = missing.iter().copied().filter(works).collect();
+                let mut text = format!(
+                    "rank {} has waited {} for {} in {self}; it gives up after {}",
+                    self.rank,
+                    Seconds(self.began.elapsed()),
+                    list_ranks(&missing),
+                    Seconds(self.patience.timeout),
+                );
+                if !working.is_empty() {
+                    let working = list_ranks(&working);
+                    text.push_str(&format!(" without a sign of work, which {working} gave"));
+                }
+                tracing::warn!(
+                    rank = self.rank,
+                    sequence = self.sequence,
+                    ?missing,
+                    "{text}"
+                );
+                stderr_fallback(&text);
+                Ok(left.max(SHORTEST))
+            }
+        }
+    }
+
+    /// Notes that this thread slept until `woke` though it wanted to wake at `due`: the time in
+    /// between does not count, since news that came in it could not be read, and a moment is
+    /// given to read them.
+    pub(crate) fn compensate(&mut self, due: Instant, woke: Instant) {
+        let late = woke.saturating_duration_since(due);
+        if late >= SUSPEND_THRESHOLD {
+            let since = (self.since + late + SUSPEND_THRESHOLD).min(woke);
+            self.began += since.saturating_duration_since(self.since);
+            self.since = since;
+        }
+    }
+
+    /// The oldest of the last signs of work of those that are missing.
+    fn last_sign(
+        &self,
+        missing: Vec<usize>,
+        active: impl Fn(usize) -> Option<Instant>,
+    ) -> Result<Instant> {
+        let last = |rank: &usize| self.works(active(*rank));
+        let idle: Vec<usize> = missing
+            .iter()
+            .copied()
+            .filter(|x| last(x).is_none())
+            .collect();
+        match missing.iter().filter_map(last).min() {
+            Some(oldest) if idle.is_empty() => Ok(oldest),
+            Some(_) => Err(self.overdue(idle)),
+            None => Err(self.overdue(missing)),
+        }
+    }
+
+    /// The last sign of work of a rank, where the operation waits for it because of that.
+    fn works(&self, active: Option<Instant>) -> Option<Instant> {
+        let counts = self.patience.limit == TimeoutKind::Progress && !self.shortened;
+        active.filter(|at| counts && at.elapsed() <= self.patience.timeout)
+    }
+
+    pub(crate) fn lost(&self, peer: &Peer, cause: &str, certainty: Certainty) -> Error {
+        self.blame(
+            Kind::PeerLost,
+            peer.culprit(cause, certainty),
+            format_args!("{peer} is lost: {cause}"),
+        )
+    }
+
+    pub(crate) fn left(&self, peer: &Peer) -> Error {
+        let cause = "it closed its group";
+        let message = format!(
+            "{peer} left early: {cause} while rank {} was in {self}; it calls fewer collectives \
+             than the others",
+            self.rank
+        );
+        Error::blaming(
+            Kind::PeerLeft,
+            peer.culprit(cause, Certainty::Settled),
+            message,
+        )
+    }
+
+    pub(crate) fn protocol(&self, peer: &Peer, what: impl fmt::Display) -> Error {
+        let cause = format!("it broke the protocol: {what}");
+        let message = format!("{peer} is at fault: {cause}");
+        let culprit = peer.culprit(cause, Certainty::Settled);
+        self.blame(Kind::Protocol, culprit, format_args!("{message}"))
+    }
+
+    /// The error of a rank that another one has given up; `me` is this rank.
+    pub(crate) fn given_up(&self, me: &Peer, by: usize, cause: &str) -> Error {
+        self.blame(
+            Kind::PeerLost,
+            me.culprit(cause, Certainty::Settled),
+            format_args!("{me} was declared lost by rank {by}: {cause}"),
+        )
+    }
+
+    /// The error of a rank that did not run for so long that the others must have given it up.
+    pub(crate) fn suspended(&self, me: &Peer, slept: Duration, seen: &str) -> Error {
+        let cause = format!(
+            "it did not run for {}: stopped, swapped out or starved; meanwhile {seen}",
+            Seconds(slept)
+        );
+        let message = format!("{me} is lost: {cause}");
+        self.blame(
+            Kind::PeerLost,
+            me.culprit(cause, Certainty::Settled),
+            format_args!("{message}"),
+        )
+    }
+
+    /// The error of a rank whose connections a fault has cut; `me` is this rank.
+    pub(crate) fn disconnected(&self, me: &Peer) -> Error {
+        self.lost(me, "its connections were cut", Certainty::Settled)
+    }
+
+    /// The error of an operation that runs while another thread ends the group.
+    pub(crate) fn interrupted(&self) -> Error {
+        let message = format!("rank {} gave up its group during {self}", self.rank);
+        Error::new(Kind::Closed, message)
+    }
+
+    fn blame(&self, kind: Kind, culprit: Culprit, what: fmt::Arguments<'_>) -> Error {
+        let message = format!("{what}; rank {} was in {self}", self.rank);
+        Error::blaming(kind, culprit, message)
+    }
+
+    fn overdue(&self, missing: Vec<usize>) -> Error {
+        let advice = match self.patience.limit {
+            TimeoutKind::Connect => "ranks that need longer ask for a longer connect timeout",
+            TimeoutKind::Progress => {
+                "a rank that needs longer shows that it works (`keep_alive`) or asks for a longer \
+                 progress timeout, one that never comes hangs or took another path through the program"
+            }
+        };
+        let (rank, who) = (self.rank, list_ranks(&missing));
+        let waited = Seconds(self.began.elapsed());
+        let quiet = match self.since > self.began {
+            true => format!(
+                ", the last {} without a sign of work",
+                Seconds(self.since.elapsed())
+            ),
+            false => String::new(),
+        };
+        let message = format!("rank {rank} waited {waited} for {who} in {self}{quiet}; {advice}");
+        Error::about(Kind::Timeout, missing, message)
+    }
+}
+
+impl fmt::Display for OpDeadline {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "collective #{}, {}", self.sequence, self.fingerprint)
+    }
+}
+
+const SHORTEST: Duration = Duration::from_millis(1);
+
+/// A thread that wakes so much later than it asked for was kept from running.
+pub(crate) const SUSPEND_THRESHOLD: Duration = Duration::from_millis(250);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fingerprint::{CallSite, OpKind};
+
+    #[test]
+    fn progress_gives_no_more_time_to_connect() {
+        let deadline = |limit| {
+            let patience = OpTimeouts {
+                timeout: Duration::from_nanos(1),
+                warn_after: Duration::from_secs(50),
+                limit,
+            };
+            let fingerprint =
+                CollectiveFingerprint::new(OpKind::Connect, CallSite::new("here.rs", 1));
+            let mut deadline = OpDeadline::new(0, 0, fingerprint, patience);
+            deadline.on_progress(Instant::now() + Duration::from_secs(3600));
+            deadline
+        };
+        let tick = |limit| deadline(limit).tick(|_| vec![1], |_| Some(Instant::now()));
+        assert!(tick(TimeoutKind::Progress).is_ok());
+        let error = tick(TimeoutKind::Connect).unwrap_err();
+        assert!(error.is_timeout(), "{error}");
+        assert_eq!(error.ranks(), [1]);
+        let text = error.to_string();
+        assert!(text.ends_with("ask for a longer connect timeout"), "{text}");
+    }
+
+    /// A clock of a second that ran out, for ranks 0 and 2, of which the first works.
+    fn late() -> OpDeadline {
+        let patience = OpTimeouts {
+            timeout: Duration::from_secs(1),
+            warn_after: Duration::from_secs(1),
+            limit: TimeoutKind::Progress,
+        };
+        let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
+        let mut deadline = OpDeadline::new(1, 0, fingerprint, patience);
+        deadline.began -= Duration::from_secs(9);
+        deadline.since -= Duration::from_secs(9);
+        deadline
+    }
+
+    #[test]
+    fn who_works_is_waited_for_and_who_does_not_is_named() {
+        let sign = Instant::now() - Duration::from_millis(500);
+        let active = |rank| (rank == 0).then_some(sign);
+        let mut deadline = late();
+        let left = deadline.tick(|_| vec![0], active).unwrap();
+        assert!(left <= Duration::from_millis(500), "{left:?}");
+        assert_eq!(deadline.since(), sign);
+        let error = late().tick(|_| vec![0, 2], active).unwrap_err();
+        assert_eq!(error.ranks(), [2], "{error}");
+        // It showed that it works, and then no more.
+        let active = |_| Some(Instant::now() - Duration::from_secs(2));
+        deadline.since -= Duration::from_secs(1);
+        let error = deadline.tick(|_| vec![0], active).unwrap_err();
+        assert_eq!(error.ranks(), [0], "{error}");
+        assert!(
+            error.to_string().contains("without a sign of work"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn time_in_which_a_rank_did_not_run_is_not_waited() {
+        let mut deadline = late();
+        let now = deadline.since + Duration::from_secs(9);
+        deadline.compensate(now - Duration::from_secs(7), now);
+        assert_eq!(
+            deadline.since,
+            now - Duration::from_secs(2) + SUSPEND_THRESHOLD
+        );
+        assert_eq!(deadline.began, deadline.since);
+    }
+
+    #[test]
+    fn a_disagreement_waits_for_nobody_who_works() {
+        let mut deadline = late();
+        deadline.shorten();
+        let error = deadline
+            .tick(|_| vec![0], |_| Some(Instant::now()))
+            .unwrap_err();
+        assert_eq!(error.ranks(), [0], "{error}");
+    }
+}

@@ -1,0 +1,109 @@
+//! The parts from one sender, and what is known of it.
+
+use std::{collections::VecDeque, time::Instant};
+
+use crate::{
+    fingerprint::CollectiveFingerprint,
+    kernel::ReduceInput,
+    transport::{CHUNK, Tag, pool::PooledBuffer},
+};
+
+/// Where an operation stands among those of its rank that are under way.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum OpPosition {
+    /// All before it are done.
+    First,
+    Later,
+}
+
+/// A part that has arrived.
+#[derive(Debug)]
+pub(crate) struct RecvChunk {
+    pub(crate) tag: Tag,
+    pub(crate) fingerprint: Option<CollectiveFingerprint>,
+    pub(crate) payload: PooledBuffer,
+}
+
+impl RecvChunk {
+    /// How much of its queue it takes: its content, and what it costs to keep it. A peer that
+    /// sends parts without content fills its queue too.
+    pub(super) fn weight(&self) -> usize {
+        const KEPT: usize = 512;
+        self.payload.bytes().len() + KEPT
+    }
+}
+
+/// In a reduction, what has arrived from each rank; nothing for the rank itself.
+impl ReduceInput for Option<RecvChunk> {
+    fn bytes(&self) -> Option<&[u8]> {
+        self.as_ref().map(|chunk| chunk.payload.bytes())
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct PeerQueue {
+    pub(super) chunks: VecDeque<RecvChunk>,
+    pub(super) bytes: usize,
+    pub(super) state: PeerState,
+    /// For whom this rank waits, as it said last, and when that came.
+    pub(super) awaited: Option<(usize, Instant)>,
+    /// When this rank showed last that it works outside of operations.
+    pub(super) active: Option<Instant>,
+    /// Whether another rank says that this one is to blame.
+    pub(super) blamed: bool,
+}
+
+impl PeerQueue {
+    pub(super) fn is_gone(&self) -> bool {
+        let by_itself = match self.state {
+            PeerState::Broken | PeerState::Dropped | PeerState::Left | PeerState::Lost => true,
+            PeerState::Aborted | PeerState::Present => false,
+        };
+        by_itself || self.blamed
+    }
+
+    /// The next part of an operation. A part that has no place there is given too, for an error
+    /// to be made of it: that of an operation which is over, and that of one which the peer
+    /// begins only when it is done with this one.
+    pub(super) fn pop(&mut self, place: OpPosition, sequence: u64) -> Option<RecvChunk> {
+        let belongs = |chunk: &RecvChunk| {
+            let found = chunk.tag.sequence;
+            match place {
+                OpPosition::First => found <= sequence || found >= sequence + MAX_IN_FLIGHT as u64,
+                OpPosition::Later => found == sequence,
+            }
+        };
+        let index = self.chunks.iter().position(belongs)?;
+        let chunk = self.chunks.remove(index)?;
+        self.bytes -= chunk.weight();
+        Some(chunk)
+    }
+
+    pub(super) fn holds(&self, sequence: u64) -> bool {
+        self.chunks
+            .iter()
+            .any(|chunk| chunk.tag.sequence == sequence)
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(super) enum PeerState {
+    /// It sent what the protocol does not allow, and runs.
+    Broken,
+    Dropped,
+    /// It said that its group failed, and not by its own fault: it may still run.
+    Aborted,
+    Left,
+    Lost,
+    #[default]
+    Present,
+}
+
+/// How many operations of one rank are under way at most.
+pub(crate) const MAX_IN_FLIGHT: usize = 4;
+
+/// At this many bytes the queue of one sender is full. The parts of a reduction that a peer sends
+/// before this rank has taken them are at most 16 chunks, for each operation under way, so only a
+/// broadcast to a slow rank ever gets there: a part that is needed never waits behind a full queue
+/// of parts that are not.
+pub(super) const QUEUE_BYTES: usize = 128 * CHUNK;

@@ -1,0 +1,175 @@
+//! What an engine asks of its inbox: parts, news, and whether to go on.
+
+use std::{
+    ops::Range,
+    sync::{MutexGuard, atomic::Ordering},
+    time::{Duration, Instant},
+};
+
+use super::{Inbox, OpPosition, RecvChunk, failures::InboxState};
+use crate::{
+    error::Result,
+    transport::{OpDeadline, Peer, Transport, waker::Waker},
+};
+
+impl Inbox {
+    /// The next part from a peer. `awaited` are the ranks from which the engine wants a part
+    /// now, in this order; a timeout names those that have sent none.
+    pub(crate) fn take(
+        &self,
+        from: usize,
+        awaited: Range<usize>,
+        transport: &Transport,
+        deadline: &mut OpDeadline,
+    ) -> Result<RecvChunk> {
+        let peers = transport.peers();
+        let mut state = self.lock();
+        loop {
+            if let Some(chunk) = state.attempt(from, OpPosition::First, peers, deadline)? {
+                self.taken(state, deadline);
+                return Ok(chunk);
+            }
+            state = self.pause(state, awaited.clone(), transport, deadline)?;
+        }
+    }
+
+    /// The next part of an operation from a peer, where it has come.
+    pub(crate) fn poll(
+        &self,
+        from: usize,
+        place: OpPosition,
+        peers: &[Peer],
+        deadline: &mut OpDeadline,
+    ) -> Result<Option<RecvChunk>> {
+        let mut state = self.lock();
+        let chunk = state.attempt(from, place, peers, deadline)?;
+        if chunk.is_some() {
+            self.taken(state, deadline);
+        }
+        Ok(chunk)
+    }
+
+    /// Counts what happened here.
+    pub(crate) fn version(&self) -> u64 {
+        self.lock().version
+    }
+
+    /// Waits until something happens that was not counted in `version`, or it is time to ask
+    /// again. `awaited` as for [`take`](Self::take).
+    pub(crate) fn wait_for_news(
+        &self,
+        version: u64,
+        awaited: Range<usize>,
+        transport: &Transport,
+        deadline: &mut OpDeadline,
+    ) -> Result<()> {
+        let state = self.lock();
+        if state.version == version {
+            drop(self.pause(state, awaited, transport, deadline)?);
+        }
+        Ok(())
+    }
+
+    /// Waits until something happens that was not counted in `version`, or it is `due`.
+    #[cfg(feature = "fuzzing")]
+    pub(crate) fn sleep(&self, version: u64, due: Instant) {
+        let mut state = self.lock();
+        while state.version == version && Instant::now() < due {
+            state = self.wait(state, due);
+        }
+    }
+
+    /// Says that the engine is about to sleep until its waker rings, unless something happened
+    /// that was not counted in `version`; says whether it may. It [gets up](Self::after_poll)
+    /// afterwards.
+    pub(crate) fn before_poll(&self, version: u64) -> Option<&Waker> {
+        let waker = self.waker.as_ref()?;
+        let mut state = self.lock();
+        state.polling = state.version == version;
+        state.polling.then_some(waker)
+    }
+
+    /// Says that the engine does not sleep any more.
+    pub(crate) fn after_poll(&self) {
+        let mut state = self.lock();
+        // Whoever rang has cleared it.
+        if !std::mem::take(&mut state.polling)
+            && let Some(waker) = &self.waker
+        {
+            waker.drain();
+        }
+    }
+
+    /// Ends the wait of [`wait_for_news`](Self::wait_for_news).
+    pub(crate) fn wake(&self) {
+        self.tell(self.lock());
+    }
+
+    /// Waits until something may have happened.
+    fn pause<'a>(
+        &'a self,
+        state: MutexGuard<'a, InboxState>,
+        awaited: Range<usize>,
+        transport: &Transport,
+        deadline: &mut OpDeadline,
+    ) -> Result<MutexGuard<'a, InboxState>> {
+        let (rank, sequence) = (deadline.rank, deadline.sequence);
+        let missing = awaited.filter(|peer| *peer != rank && !state.queues[*peer].holds(sequence));
+        self.await_rank(missing.clone().next());
+        let roots = |deadline: &OpDeadline| state.roots(missing.clone().collect(), deadline);
+        let pause = deadline.tick(roots, |rank| state.active(rank))?;
+        let due = Instant::now() + state.pause(pause);
+        let version = state.version;
+        drop(state);
+        transport.wait_for_arrival(version, due, deadline)?;
+        deadline.compensate(due, Instant::now());
+        Ok(self.lock())
+    }
+
+    fn taken(&self, state: MutexGuard<'_, InboxState>, deadline: &mut OpDeadline) {
+        let blocked = state.blocked > 0;
+        drop(state);
+        self.await_rank(None);
+        // The system is asked only where somebody waits.
+        if blocked {
+            self.room.notify_all();
+        }
+        deadline.on_progress(Instant::now());
+    }
+
+    /// Whether a sender should go on: `Ok` while nothing speaks against it.
+    pub(crate) fn check(&self, to: usize, peers: &[Peer], deadline: &OpDeadline) -> Result<()> {
+        self.lock().check(to, peers, deadline)
+    }
+
+    /// Whether nothing is known that could end an operation whose data are here.
+    pub(crate) fn has_no_failures(&self) -> bool {
+        !self.has_failures.load(Ordering::Acquire)
+    }
+
+    /// Fails where a peer gave up this operation, or an earlier one, or this rank has left.
+    pub(crate) fn check_abort(&self, peers: &[Peer], deadline: &OpDeadline) -> Result<()> {
+        self.lock().check_abort(peers, deadline)
+    }
+
+    /// Waits a while for news about a peer to which nothing can be sent any more.
+    pub(crate) fn wait_for_cause(
+        &self,
+        to: usize,
+        peers: &[Peer],
+        deadline: &OpDeadline,
+    ) -> Result<()> {
+        let until = Instant::now() + CAUSE_WAIT;
+        let mut state = self.lock();
+        loop {
+            state.check(to, peers, deadline)?;
+            if Instant::now() >= until {
+                return Ok(());
+            }
+            state = self.wait(state, until);
+        }
+    }
+}
+
+/// How long a rank whose connection broke waits for the reason.
+const CAUSE_WAIT: Duration = Duration::from_millis(500);

@@ -1,0 +1,89 @@
+//! The control plane of the mesh: final messages, heartbeats and exit reports.
+
+use std::time::{Duration, Instant};
+
+use super::{LINGER, Tcp, link::Link};
+use crate::{
+    error::Certainty,
+    transport::{ControlPlane, FinalMessage, LeaveKind},
+    wire::frame::{FrameKind, Head},
+};
+
+impl ControlPlane for Tcp {
+    fn leave(&self, leave: &FinalMessage) {
+        self.inbox.close();
+        self.handoff.end();
+        let (head, preamble) = match leave {
+            FinalMessage::Abort(abort) => {
+                let preamble = abort.encode();
+                let head = Head::new(FrameKind::Abort, abort.sequence, 0, &preamble, &[]);
+                (head.encode(), preamble)
+            }
+            FinalMessage::Goodbye(kind) => {
+                let code = match kind {
+                    LeaveKind::Closed => 0,
+                    LeaveKind::Dropped => 1,
+                };
+                let head = Head::new(FrameKind::Goodbye, 0, code, &[], &[]);
+                (head.encode(), Vec::new())
+            }
+        };
+        // Who is lost is told last, so that nobody else waits for it.
+        let (mut receivers, lost): (Vec<_>, Vec<_>) = self
+            .others()
+            .partition(|(rank, _)| self.inbox.can_receive(*rank));
+        // Nor for one that broke the protocol, and may take nothing.
+        receivers.sort_by_key(|(rank, _)| !self.inbox.is_present(*rank));
+        let until = Instant::now() + LINGER;
+        for (_, link) in &receivers {
+            link.part(&head, &preamble, until);
+        }
+        let now = Instant::now();
+        for (_, link) in lost {
+            link.part(&head, &preamble, now);
+        }
+        // The program may end next.
+        let receivers: Vec<&Link> = receivers.into_iter().map(|(_, link)| link).collect();
+        self.drain_until_sent(&receivers, until);
+    }
+
+    fn last_activity(&self, rank: usize) -> Option<Instant> {
+        self.inbox.active(rank)
+    }
+
+    fn heartbeat(&self, liveness: Duration) -> Option<Duration> {
+        let mut clock = self.clock.lock();
+        Some(self.round(&mut clock, liveness))
+    }
+
+    fn silent(&self, silence: Duration) -> Vec<usize> {
+        let now = Instant::now();
+        self.others()
+            .filter(|(rank, link)| {
+                self.inbox.is_present(*rank)
+                    && link.liveness.has_spoken()
+                    && link.liveness.silence(now) >= silence
+                    && !link.has_news()
+            })
+            .map(|(rank, _)| rank)
+            .collect()
+    }
+
+    fn report_exit(&self, rank: usize, text: &str) -> bool {
+        if let Some(link) = &self.links[rank]
+            && self.inbox.is_present(rank)
+        {
+            if link.liveness.is_paused() || link.has_news() {
+                return false;
+            }
+            self.inbox.lost(rank, text, Certainty::Settled);
+        }
+        true
+    }
+
+    fn inject_disconnect(&self) {
+        for (_, link) in self.others() {
+            link.cut();
+        }
+    }
+}

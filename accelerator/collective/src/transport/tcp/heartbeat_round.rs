@@ -1,0 +1,102 @@
+//! ActivityClock of life, and the judgement of silence.
+
+use std::time::{Duration, Instant};
+
+use super::{Tcp, link::Link};
+use crate::{
+    error::{Certainty, Seconds},
+    liveness::{mesh_interval, suspend_tolerance},
+    wire::frame::{FrameKind, Head, Heartbeat},
+};
+
+/// When the one who judges wanted to run again.
+#[derive(Debug, Default)]
+pub(super) struct RoundClock {
+    due: Option<Instant>,
+}
+
+impl Tcp {
+    /// One round: a sign of life on every idle link, then judgement on every silent one.
+    ///
+    /// A process that was stopped, or kept from running, hears nothing meanwhile. Who comes late
+    /// here does not count that time, and after more than a whole period judges nobody before
+    /// another one has passed; and nobody is silent whose bytes wait to be read.
+    pub(super) fn round(&self, clock: &mut RoundClock, liveness: Duration) -> Duration {
+        self.inbox.note_running(liveness);
+        let now = Instant::now();
+        let slack = suspend_tolerance(liveness).max(SHORTEST);
+        let late = clock
+            .due
+            .map_or(Duration::ZERO, |due| now.saturating_duration_since(due));
+        if late > slack {
+            self.forgive(match late < liveness {
+                true => late,
+                false => liveness.saturating_add(late),
+            });
+        }
+        let milliseconds = liveness.as_millis().try_into().unwrap_or(u32::MAX);
+        let heartbeat = Heartbeat {
+            awaited: self.inbox.awaited(),
+            active: self.inbox.activity().last().map(|at| at.elapsed()),
+        };
+        let heartbeat = heartbeat.encode();
+        let frame = Head::new(FrameKind::Heartbeat, heartbeat, milliseconds, &[], &[]).encode();
+        let mut tick = mesh_interval(liveness);
+        for (_, link) in self.present() {
+            link.beat(&frame);
+            tick = link
+                .liveness
+                .peer_limit()
+                .map_or(tick, |wish| tick.min(mesh_interval(wish)));
+        }
+        let mut next = tick;
+        for (rank, link) in self.present() {
+            let limit = match link.liveness.has_spoken() {
+                true => liveness,
+                // It may be waiting for others to connect to it, and shows no life meanwhile.
+                false => liveness.saturating_add(self.patience),
+            };
+            let silence = link.liveness.silence(now);
+            if silence < limit {
+                next = next.min((limit - silence).max(SHORTEST));
+                continue;
+            }
+            next = next.min(SHORTEST);
+            // Asked before the clock: a stop in between makes the clock late, and nobody guilty.
+            if link.has_news() {
+                continue;
+            }
+            if now.elapsed() > slack {
+                self.forgive(liveness.saturating_add(now.elapsed()));
+                break;
+            }
+            let cause = format!(
+                "it has been silent for {:.1} s: stopped, swapped out, or cut off from the network",
+                silence.as_secs_f64()
+            );
+            tracing::debug!(
+                rank = self.rank,
+                "rank {rank} was silent for {}",
+                Seconds(silence)
+            );
+            self.inbox.lost(rank, cause, Certainty::Settled);
+        }
+        clock.due = Some(Instant::now() + next);
+        next
+    }
+
+    /// Takes so much silence off every peer.
+    fn forgive(&self, silence: Duration) {
+        let now = Instant::now();
+        for (_, link) in self.others() {
+            link.liveness.credit(silence, now);
+        }
+    }
+
+    fn present(&self) -> impl Iterator<Item = (usize, &Link)> {
+        self.others()
+            .filter(|(rank, _)| self.inbox.is_present(*rank))
+    }
+}
+
+const SHORTEST: Duration = Duration::from_millis(20);

@@ -1,0 +1,162 @@
+//! Who reads: the operation that waits, or the reading threads. See the README.
+
+use std::{
+    sync::atomic::{AtomicU64, AtomicUsize, Ordering},
+    time::{Duration, Instant},
+};
+
+use crate::sync::{Condvar, Mutex, MutexGuard};
+
+/// Whether an operation of this rank reads the connections, or did a moment ago.
+#[derive(Debug)]
+pub(super) struct ReaderHandoff {
+    since: Instant,
+    /// How many threads tend the connections.
+    inside: AtomicUsize,
+    /// When the last one left, in milliseconds after `since`, and one; zero before the first.
+    left: AtomicU64,
+    queue: Mutex<WaitingReaders>,
+    /// The reading threads may read.
+    wakeup: Condvar,
+}
+
+/// The reading threads that wait for their turn.
+#[derive(Debug, Default)]
+struct WaitingReaders {
+    /// Whether one of them looks when it comes, for all.
+    watched: bool,
+    /// Whether no operation will read any more.
+    is_over: bool,
+}
+
+impl ReaderHandoff {
+    pub(super) fn new() -> Self {
+        Self {
+            since: Instant::now(),
+            inside: AtomicUsize::new(0),
+            left: AtomicU64::new(0),
+            queue: Mutex::default(),
+            wakeup: Condvar::new(),
+        }
+    }
+
+    /// Lets this thread read until the guard is dropped, and some time longer.
+    pub(super) fn enter(&self) -> PollingGuard<'_> {
+        self.inside.fetch_add(1, Ordering::Relaxed);
+        PollingGuard(self)
+    }
+
+    /// Leaves the connections to the reading threads for good.
+    pub(super) fn end(&self) {
+        self.lock().is_over = true;
+        self.wakeup.notify_all();
+    }
+
+    /// Waits until a reading thread may read. One of those that wait looks from time to time, and
+    /// wakes the others: operations, which come and go all the time, need not tell them.
+    pub(super) fn wait_for_turn(&self) {
+        let mut queue = self.lock();
+        let mut has_watched = false;
+        while !queue.is_over
+            && let Some(nap) = self.nap()
+        {
+            if queue.watched {
+                let woken = self.wakeup.wait(queue);
+                queue = woken;
+                continue;
+            }
+            queue.watched = true;
+            let woken = self.wakeup.wait_timeout(queue, nap);
+            queue = woken;
+            queue.watched = false;
+            has_watched = true;
+        }
+        drop(queue);
+        if has_watched {
+            self.wakeup.notify_all();
+        }
+    }
+
+    /// How long the reading threads leave the connections alone, before one asks again.
+    pub(super) fn nap(&self) -> Option<Duration> {
+        if self.inside.load(Ordering::Relaxed) > 0 {
+            return Some(NAP);
+        }
+        let left = self.left.load(Ordering::Relaxed).checked_sub(1)?;
+        let due = self.since + Duration::from_millis(left) + NAP;
+        let nap = due.saturating_duration_since(Instant::now());
+        (!nap.is_zero()).then_some(nap)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, WaitingReaders> {
+        self.queue.lock()
+    }
+}
+
+/// Somebody reads.
+pub(super) struct PollingGuard<'a>(&'a ReaderHandoff);
+
+impl Drop for PollingGuard<'_> {
+    fn drop(&mut self) {
+        let handoff = self.0;
+        let left = handoff.since.elapsed().as_millis() as u64 + 1;
+        handoff.left.store(left, Ordering::Relaxed);
+        handoff.inside.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// For so long after an operation has read last, reading threads take it to come again. A peer
+/// whose socket is full waits so much longer at most.
+const NAP: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        sync::{Arc, mpsc},
+        thread,
+    };
+
+    use super::*;
+
+    /// Reading threads, and the news of those that have their turn.
+    fn readers(handoff: &Arc<ReaderHandoff>) -> mpsc::Receiver<()> {
+        let (sender, turns) = mpsc::channel();
+        for _ in 0..READERS {
+            let (handoff, sender) = (Arc::clone(handoff), sender.clone());
+            thread::spawn(move || {
+                handoff.wait_for_turn();
+                // The receiver is gone only where the test has failed already.
+                let _ = sender.send(());
+            });
+        }
+        turns
+    }
+
+    fn assert_all(turns: &mpsc::Receiver<()>) {
+        for _ in 0..READERS {
+            turns.recv_timeout(Duration::from_secs(30)).unwrap();
+        }
+    }
+
+    #[test]
+    fn every_reading_thread_has_its_turn_when_operations_leave() {
+        let handoff = Arc::new(ReaderHandoff::new());
+        let (first, second) = (handoff.enter(), handoff.enter());
+        let turns = readers(&handoff);
+        drop(first);
+        assert!(turns.recv_timeout(3 * NAP).is_err());
+        drop(second);
+        assert_all(&turns);
+    }
+
+    #[test]
+    fn reading_threads_do_not_wait_where_no_operation_will_come() {
+        let handoff = Arc::new(ReaderHandoff::new());
+        let _polling = handoff.enter();
+        let turns = readers(&handoff);
+        handoff.end();
+        assert_all(&turns);
+    }
+
+    const READERS: usize = 8;
+}

@@ -1,0 +1,79 @@
+//! Errors on the wire: in frames between ranks, and in messages with the store.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Culprit, Error, Kind};
+
+/// An error as it is sent. Its cause stays behind, as text of the message.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(crate) struct WireError {
+    kind: Kind,
+    ranks: Vec<usize>,
+    message: String,
+    culprit: Option<Culprit>,
+}
+
+impl WireError {
+    pub(crate) fn new(error: &Error) -> Self {
+        Self::bounded(error, usize::MAX, usize::MAX)
+    }
+
+    /// One whose text has at most `text` bytes, and its list at most `ranks` ranks.
+    pub(crate) fn bounded(error: &Error, text: usize, ranks: usize) -> Self {
+        let culprit = error.culprit().map(|culprit| Culprit {
+            host: prefix(&culprit.host, HOST).to_owned(),
+            cause: prefix(&culprit.cause, CAUSE.min(text / 2)).to_owned(),
+            ..culprit.clone()
+        });
+        Self {
+            kind: error.kind(),
+            ranks: error.ranks().iter().copied().take(ranks).collect(),
+            message: shorten(&error.to_string(), text),
+            culprit,
+        }
+    }
+
+    #[expect(clippy::expect_used, reason = "plain data is always written to memory")]
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        ciborium::into_writer(self, &mut bytes).expect("memory takes every error");
+        bytes
+    }
+
+    /// Reads what [`encode`](Self::encode) wrote; `None` where the bytes are anything else.
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        ciborium::from_reader(bytes).ok()
+    }
+
+    pub(crate) fn into_error(self) -> Error {
+        match self.culprit {
+            Some(culprit) if self.ranks == [culprit.rank] => {
+                Error::blaming(self.kind, culprit, self.message)
+            }
+            _ => Error::about(self.kind, self.ranks, self.message),
+        }
+    }
+}
+
+/// The beginning of a text, of so many bytes at most; an ellipsis shows that it goes on.
+pub(crate) fn shorten(text: &str, bytes: usize) -> String {
+    let mut short = prefix(text, bytes).to_owned();
+    if short.len() < text.len() {
+        short.push('…');
+    }
+    short
+}
+
+fn prefix(text: &str, bytes: usize) -> &str {
+    let mut end = text.len().min(bytes);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
+
+/// The most bytes of the name of a host.
+const HOST: usize = 256;
+
+/// The most bytes of a cause.
+const CAUSE: usize = 2048;
