@@ -1,0 +1,293 @@
+//! C6, C7, C8: when a window ends, and what it averages.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::common::{assert_close, distance, flat, line, loader, of_every_rank};
+use accelerator::Weight;
+use accelerator::prelude::*;
+use burn::module::Param;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::SgdConfig;
+use burn::tensor::{Device, Tensor, TensorData};
+
+/// C6: 80 samples in batches of 16, two micro-steps a window: gradients are those of all ranks where
+/// `(step + 1) % 2 == 0`, and with the last batch; in between nothing is sent.
+#[test]
+fn c6_windows_end_when_they_are_full_and_with_the_loader() {
+    for (samples, ends) in [
+        (80, vec![false, true, false, true, true]),
+        (64, vec![false, true, false, true]),
+    ] {
+        let [one, two] = [1, 2].map(|ranks| {
+            let rows = Accelerator::builder()
+                .accumulation_steps(2)
+                .launch(ranks, |accelerator| {
+                    let train = DataLoaderBuilder::new(crate::common::ColumnBatcher)
+                        .global_batch_size(16)
+                        .build(crate::common::columns(samples));
+                    let parts = (line(&accelerator.device()), SgdConfig::new().init(), train);
+                    let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+                    let count = Arc::new(AtomicUsize::new(0));
+                    let seen = Arc::clone(&count);
+                    accelerator.group().observe(move |_| {
+                        seen.fetch_add(1, Ordering::Relaxed);
+                    })?;
+                    let mut found = Vec::new();
+                    for batch in train.epoch(0) {
+                        let batch = batch?;
+                        let before = count.load(Ordering::Relaxed);
+                        let loss = distance(&model, &batch);
+                        let gradients = accelerator.backward(loss, &model, &batch)?;
+                        let sent = count.load(Ordering::Relaxed) > before;
+                        // One rank has nothing to send, and its operations do nothing.
+                        assert!(ranks == 1 || sent != gradients.is_accumulating());
+                        found.push(!gradients.is_accumulating());
+                        model = optimizer.step(0.05, model, gradients);
+                    }
+                    assert_eq!(found, ends);
+                    Ok(flat(&model))
+                });
+            of_every_rank(rows.unwrap())
+        });
+        assert_close(&two, &one, 1e-6);
+    }
+}
+
+/// A line through the origin at 0.
+fn zero(device: &Device) -> Linear {
+    let mut line: Linear = LinearConfig::new(1, 1).with_bias(false).init(device);
+    line.weight = Param::from_data(TensorData::from([[0.0_f32]]), device);
+    line
+}
+
+/// The mean squared distance from `2 x` at these places.
+fn from_double(model: &Linear, places: &[f32]) -> Tensor<1> {
+    let x = TensorData::new(places.to_vec(), [places.len(), 1]);
+    let x = Tensor::<2>::from_data(x, &model.weight.val().device().inner());
+    (model.forward(x.clone()) - x * 2.0).powi_scalar(2).mean()
+}
+
+/// C7: x = 1..8, y = 2 x, from w = 0 with a rate of 0.02: w = 2.04, accumulated or not.
+#[test]
+fn c7_a_window_of_four_gives_the_weight_of_one_batch() {
+    let places: Vec<f32> = (1..=8).map(|x| x as f32).collect();
+    for (ranks, steps) in [(1, 1), (1, 4), (2, 2), (2, 1), (4, 1)] {
+        let weights =
+            Accelerator::builder()
+                .accumulation_steps(steps)
+                .launch(ranks, |accelerator| {
+                    let parts = (zero(&accelerator.device()), SgdConfig::new().init());
+                    let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+                    let size = 8 / (ranks * steps);
+                    for step in 0..steps {
+                        let from = (step * ranks + accelerator.rank()) * size;
+                        let loss = from_double(&model, &places[from..from + size]);
+                        let gradients = accelerator.backward(loss, &model, size)?;
+                        model = optimizer.step(0.02, model, gradients);
+                    }
+                    assert_eq!(optimizer.steps(), 1);
+                    Ok(flat(&model))
+                });
+        assert_close(&of_every_rank(weights.unwrap()), &[2.04], 1e-5);
+    }
+}
+
+/// C8: sequences of 52 tokens in all on rank 0, and of 84 on rank 1, in two micro-steps each: the step
+/// is that of one device which has all 136 in one batch.
+#[test]
+fn c8_tokens_weigh_as_on_one_device() {
+    // By rank and micro-step.
+    let tokens = [[20, 32], [51, 33]];
+    let places = |rank: usize, step: usize| -> Vec<f32> {
+        let count = tokens[rank][step];
+        (0..count)
+            .map(|i| ((i * 7 + rank * 3 + step) % 11) as f32 / 11.0)
+            .collect()
+    };
+    let train = |ranks: usize, steps: usize| {
+        let rows = Accelerator::builder()
+            .accumulation_steps(steps)
+            .launch(ranks, |accelerator| {
+                let parts = (zero(&accelerator.device()), SgdConfig::new().init());
+                let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+                for step in 0..steps {
+                    let batch = match ranks {
+                        1 => [(0, 0), (0, 1), (1, 0), (1, 1)]
+                            .into_iter()
+                            .flat_map(|(rank, step)| places(rank, step))
+                            .collect(),
+                        _ => places(accelerator.rank(), step),
+                    };
+                    let loss = from_double(&model, &batch);
+                    let gradients = accelerator.backward(loss, &model, batch.len())?;
+                    if let Some(samples) = gradients.samples() {
+                        assert_eq!(samples, 136.0);
+                    }
+                    model = optimizer.step(0.5, model, gradients);
+                }
+                Ok(flat(&model))
+            });
+        of_every_rank(rows.unwrap())
+    };
+    let (one, two) = (train(1, 1), train(2, 2));
+    assert_close(&two, &one, 1e-6);
+    assert!(one[0] > 0.1);
+}
+
+#[test]
+fn the_program_keeps_a_window_open_or_ends_it() {
+    for ranks in [1, 2] {
+        let rows = Accelerator::builder()
+            .accumulation_steps(3)
+            .launch(ranks, |accelerator| {
+                let parts = (
+                    line(&accelerator.device()),
+                    SgdConfig::new().init(),
+                    loader(4 * ranks, 1),
+                );
+                let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+                let mut sizes = Vec::new();
+                for epoch in 0..2 {
+                    for batch in train.epoch(epoch) {
+                        let batch = batch?;
+                        let weight = match (epoch, batch.step()) {
+                            // Four calls in a window of three, beyond the end of the epoch.
+                            (0, 2 | 3) => batch.weight().no_sync(),
+                            (1, 1) => batch.weight().trigger_sync(),
+                            _ => batch.weight(),
+                        };
+                        let loss = distance(&model, &batch);
+                        let gradients = accelerator.backward(loss, &model, weight)?;
+                        sizes.push(gradients.samples());
+                        model = optimizer.step(0.05, model, gradients);
+                    }
+                }
+                let samples = |calls: usize| Some((calls * ranks) as f64);
+                let expected = [
+                    None,
+                    None,
+                    None,
+                    None,
+                    samples(5),
+                    samples(1),
+                    None,
+                    samples(2),
+                ];
+                assert_eq!(sizes, expected);
+                Ok(flat(&model))
+            });
+        of_every_rank(rows.unwrap());
+    }
+}
+
+#[test]
+fn windows_that_differ_between_ranks_are_an_error_on_all_of_them() {
+    let errors = Accelerator::builder()
+        .accumulation_steps(2)
+        .launch(3, |accelerator| {
+            let model = accelerator.prepare(line(&accelerator.device()))?;
+            let loss = || model.weight.val().powi_scalar(2).mean();
+            // The mean of the three is what rank 1 does.
+            let open = accelerator.rank();
+            for _ in 0..open {
+                let gradients = accelerator.backward(loss(), &model, Weight::from(1).no_sync())?;
+                assert!(gradients.is_accumulating());
+            }
+            let error = accelerator
+                .backward(loss(), &model, Weight::from(1).trigger_sync())
+                .unwrap_err();
+            // The group is as it was, and the next window is a new one.
+            let next = accelerator.backward(loss(), &model, Weight::from(1).trigger_sync())?;
+            assert_eq!(next.samples(), Some(3.0));
+            Ok(error)
+        });
+    for error in errors.unwrap() {
+        assert!(error.is_misuse(), "{error:?}");
+        let text = error.to_string();
+        assert!(
+            text.contains("1 on rank 0, 2 on rank 1, 3 on rank 2"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn a_global_batch_is_reached_by_accumulation() {
+    for (ranks, steps) in [(1, 8), (2, 4), (4, 2)] {
+        let found = Accelerator::builder()
+            .global_batch(64, 8)
+            .launch(ranks, |accelerator| Ok(accelerator.accumulation_steps()));
+        assert_eq!(found.unwrap(), vec![steps; ranks]);
+    }
+    let error = |builder: accelerator::AcceleratorBuilder, ranks| {
+        let error = builder.launch(ranks, |_| Ok(())).unwrap_err();
+        assert!(error.is_config(), "{error:?}");
+        error.to_string()
+    };
+    let text = error(Accelerator::builder().global_batch(64, 8), 3);
+    assert!(text.contains("48 or 72"), "{text}");
+    let text = error(Accelerator::builder().global_batch(4, 8), 1);
+    assert!(
+        text.contains("no multiple of 1 rank times 8 samples a batch; choose 8"),
+        "{text}"
+    );
+    assert!(error(Accelerator::builder().global_batch(0, 8), 1).contains("choose 8"));
+    assert!(error(Accelerator::builder().global_batch(8, 0), 1).contains("batches of 0"));
+    let both = Accelerator::builder()
+        .global_batch(64, 8)
+        .accumulation_steps(4);
+    assert!(error(both.clone(), 1).contains("comes to 8"));
+    assert!(both.launch(2, |_| Ok(())).is_ok());
+}
+
+/// Runs this file's `inner_steps` in a process of its own, with the variable.
+fn steps_with(value: &str) -> (bool, String) {
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--exact",
+            "accumulation::inner_steps",
+            "--ignored",
+            "--nocapture",
+        ])
+        .env("ACCEL_ACCUMULATION_STEPS", value)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    (
+        output.status.success(),
+        text + &String::from_utf8_lossy(&output.stderr),
+    )
+}
+
+#[test]
+fn the_environment_says_how_many_steps_where_the_program_does_not() {
+    let (good, text) = steps_with("4");
+    assert!(good && text.contains("open: 4"), "{text}");
+    assert!(text.contains("same: 4"), "{text}");
+    assert!(text.contains("ACCEL_ACCUMULATION_STEPS for `4`"), "{text}");
+    let (good, text) = steps_with("0");
+    assert!(
+        !good && text.contains("expected a number of at least 1, found `0`"),
+        "{text}"
+    );
+}
+
+#[test]
+#[ignore = "run by another test, with the variable"]
+fn inner_steps() {
+    let steps = |builder: accelerator::AcceleratorBuilder| {
+        builder
+            .build()
+            .map(|accelerator| accelerator.accumulation_steps())
+    };
+    println!("open: {}", steps(Accelerator::builder()).unwrap());
+    println!(
+        "same: {}",
+        steps(Accelerator::builder().accumulation_steps(4)).unwrap()
+    );
+    println!(
+        "{}",
+        steps(Accelerator::builder().accumulation_steps(2)).unwrap_err()
+    );
+}

@@ -1,0 +1,380 @@
+//! What only some ranks do, and the flag that any of them raises. C13 and C14 are numbers of the
+//! conformance list that follows Accelerate's tests.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier, Mutex};
+use std::time::Duration;
+
+use crate::common::{devices, distance, line, loader};
+use accelerator::BatchSizeFinder;
+use accelerator::collective::rendezvous::StoreServer;
+use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology};
+use accelerator::prelude::*;
+use burn::optim::SgdConfig;
+
+/// Counts the operations of a rank from here on.
+fn counted(accelerator: &Accelerator) -> Result<Arc<AtomicUsize>> {
+    let count = Arc::new(AtomicUsize::new(0));
+    let counter = count.clone();
+    let observed = accelerator.group().observe(move |_| {
+        counter.fetch_add(1, Ordering::Relaxed);
+    });
+    observed?;
+    Ok(count)
+}
+
+#[test]
+fn c13_a_flag_that_one_rank_raises_is_seen_by_all_once() {
+    for ranks in 1..=3 {
+        for who in 0..ranks {
+            let answers = accelerator::launch(ranks, |accelerator| {
+                let first = accelerator.check_trigger()?;
+                accelerator.on_process(who, || accelerator.set_trigger());
+                Ok([
+                    first,
+                    accelerator.check_trigger()?,
+                    accelerator.check_trigger()?,
+                ])
+            })
+            .unwrap();
+            assert_eq!(answers, vec![[false, true, false]; ranks]);
+        }
+    }
+}
+
+/// Every step is checked; the last rank raises the flag in one of them. Gives what each check said, and
+/// how many operations there were.
+fn steps(
+    kind: DeviceKind,
+    ranks: usize,
+    accumulation: usize,
+    overlap: Overlap,
+    check: bool,
+) -> Vec<(Vec<bool>, usize)> {
+    Accelerator::builder()
+        .device(kind)
+        .accumulation_steps(accumulation)
+        .with_overlap(overlap)
+        .launch(ranks, |accelerator| {
+            let parts = (
+                line(&accelerator.device()),
+                SgdConfig::new().init(),
+                loader(48 * ranks, 4),
+            );
+            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            let count = counted(&accelerator)?;
+            let mut answers = Vec::new();
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                if batch.step() == 5 && accelerator.is_last_process() {
+                    accelerator.set_trigger();
+                }
+                let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+                let is_step = gradients.loss().is_some();
+                model = optimizer.step(0.01, model, gradients);
+                if check && is_step {
+                    answers.push(accelerator.check_trigger()?);
+                }
+            }
+            Ok((answers, count.load(Ordering::Relaxed)))
+        })
+        .unwrap()
+}
+
+#[test]
+fn c13_a_check_after_a_step_needs_no_operation_of_its_own() {
+    for kind in devices() {
+        for ranks in 1..=3 {
+            for accumulation in [1, 3] {
+                for overlap in [Overlap::Off, Overlap::On] {
+                    let plain = steps(kind, ranks, accumulation, overlap, false);
+                    let checked = steps(kind, ranks, accumulation, overlap, true);
+                    // Twelve micro-steps; the flag is raised in the sixth of them.
+                    let expected: Vec<bool> = (0..12 / accumulation)
+                        .map(|step| step == 5 / accumulation)
+                        .collect();
+                    for ((_, without), (answers, with)) in plain.iter().zip(checked) {
+                        assert_eq!(
+                            answers, expected,
+                            "{ranks} ranks, {accumulation}, {overlap:?}"
+                        );
+                        assert_eq!(with, *without, "operations of a rank");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn c13_a_flag_that_is_raised_after_the_window_is_told_by_the_next_check() {
+    for ranks in [1, 2] {
+        let answers = accelerator::launch(ranks, |accelerator| {
+            let parts = (line(&accelerator.device()), loader(8 * ranks, 4));
+            let (model, train) = accelerator.prepare(parts)?;
+            let mut answers = Vec::new();
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                let _gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+                accelerator.on_main_process(|| accelerator.set_trigger());
+                answers.push(accelerator.check_trigger()?);
+            }
+            let count = counted(&accelerator)?;
+            // Without a window since then, ranks are asked.
+            answers.push(accelerator.check_trigger()?);
+            answers.push(accelerator.check_trigger()?);
+            assert_eq!(count.load(Ordering::Relaxed), 2);
+            Ok(answers)
+        })
+        .unwrap();
+        assert_eq!(answers, vec![vec![false, true, true, false]; ranks]);
+    }
+}
+
+#[test]
+fn c14_work_runs_on_the_ranks_that_it_is_for() {
+    let ran = accelerator::launch(3, |accelerator| {
+        Ok([
+            accelerator.on_main_process(|| 1),
+            accelerator.on_local_main_process(|| 1),
+            accelerator.on_last_process(|| 1),
+            accelerator.on_process(1, || 1),
+            accelerator.on_local_process(1, || 1),
+            accelerator.on_process(7, || 1),
+        ])
+    })
+    .unwrap();
+    let (yes, no) = (Some(1), None);
+    assert_eq!(
+        ran,
+        [
+            [yes, yes, no, no, no, no],
+            [no, no, no, yes, yes, no],
+            [no, no, yes, no, no, no]
+        ]
+    );
+}
+
+#[test]
+fn c14_a_collective_where_a_rank_is_alone_is_an_error_there_and_then() {
+    accelerator::launch(3, |accelerator| {
+        let meet = || accelerator.wait_for_everyone();
+        let alone = [
+            accelerator.on_main_process(meet),
+            accelerator.on_local_main_process(meet),
+            accelerator.on_last_process(meet),
+            accelerator.on_process(1, meet),
+            accelerator.on_local_process(1, meet),
+            accelerator.on_process(0, || accelerator.check_trigger().map(drop)),
+            accelerator.on_process(0, || accelerator.print_in_order("alone")),
+            accelerator.on_process(0, || accelerator.gather_object(&1).map(drop)),
+            accelerator.on_process(0, || accelerator.finish()),
+        ];
+        for error in alone.into_iter().flatten().map(Result::unwrap_err) {
+            assert!(error.is_misuse(), "{error:?}");
+            assert!(format!("{error:?}").contains("one rank only"), "{error:?}");
+        }
+        // The group is as good as before.
+        accelerator.wait_for_everyone()?;
+        // The others hear of it where they wait for the first one.
+        for outcome in [
+            accelerator.main_process_first(meet),
+            accelerator.local_main_process_first(meet),
+        ] {
+            let error = outcome.unwrap_err();
+            assert!(error.is_misuse(), "{error:?}");
+            assert!(format!("{error:?}").contains("one rank only"), "{error:?}");
+        }
+        accelerator.wait_for_everyone()
+    })
+    .unwrap();
+    for accumulation in [1, 2] {
+        let builder = Accelerator::builder().accumulation_steps(accumulation);
+        let trained = builder.launch(3, |accelerator| {
+            let parts = (line(&accelerator.device()), loader(24, 2));
+            let (model, train) = accelerator.prepare(parts)?;
+            let mut local = LocalSgdConfig::new(4).init(&accelerator, &model)?;
+            let mut batches = train.epoch(0);
+            let batch = batches.next().unwrap()?;
+            let loss = || distance(&model, &batch);
+            let backward = || accelerator.backward(loss(), &model, &batch).map(drop);
+            let alone = [
+                accelerator.on_main_process(backward),
+                accelerator.on_process(1, || local.backward(loss(), &model, &batch).map(drop)),
+                Some(accelerator.in_rank_order(backward)?),
+                Some(
+                    BatchSizeFinder::starting_at(2)
+                        .find(&accelerator, |_| backward())
+                        .map(drop),
+                ),
+            ];
+            for error in alone.into_iter().flatten().map(Result::unwrap_err) {
+                assert!(error.is_misuse(), "{error:?}");
+                let text = format!("{error:?}");
+                assert!(
+                    text.contains("where collectives are forbidden"),
+                    "{error:?}"
+                );
+            }
+            accelerator.wait_for_everyone()?;
+            // Nothing of it is in the next window.
+            let mut last = accelerator.backward(loss(), &model, &batch)?;
+            for batch in batches.by_ref().take(accumulation - 1) {
+                let batch = batch?;
+                last = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+            }
+            Ok(last.samples())
+        });
+        let samples = Some(6.0 * accumulation as f64);
+        assert_eq!(trained.unwrap(), [samples; 3]);
+    }
+}
+
+/// Two hosts of two ranks each, in threads that are connected as processes are.
+fn on_two_hosts<T: Send>(body: impl Fn(Accelerator) -> Result<T> + Send + Sync) -> Vec<Result<T>> {
+    let store = StoreServer::bind(("127.0.0.1", 0), 4, None).unwrap();
+    let rendezvous = Rendezvous::new("127.0.0.1", store.local_addr().port());
+    let rendezvous = rendezvous.with_store(StoreHost::Launcher);
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..4)
+            .map(|rank| {
+                let (body, rendezvous) = (&body, rendezvous.clone());
+                scope.spawn(move || {
+                    let topology = Topology::new(rank, 4)?.with_local(rank % 2, 2)?;
+                    let builder = Accelerator::builder()
+                        .launched_as(Launch::new(topology, rendezvous))
+                        .transport(accelerator::collective::TransportKind::Tcp);
+                    body(builder.build()?)
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
+    })
+}
+
+#[test]
+fn c14_the_first_of_each_host_goes_before_the_others() {
+    let order = Mutex::new(Vec::new());
+    // Both of the first ones are inside at once: hosts do not wait for each other.
+    let both = Barrier::new(2);
+    let outcomes = on_two_hosts(|accelerator| {
+        accelerator.local_main_process_first(|| {
+            if accelerator.is_local_main_process() {
+                both.wait();
+            }
+            order.lock().unwrap().push(accelerator.rank() % 2);
+            Ok(())
+        })?;
+        accelerator.finish()
+    });
+    outcomes.into_iter().for_each(Result::unwrap);
+    assert_eq!(*order.lock().unwrap(), [0, 0, 1, 1]);
+}
+
+#[test]
+fn c14_what_fails_on_the_first_of_a_host_fails_everywhere() {
+    let errors = on_two_hosts(|accelerator| {
+        let outcome = accelerator.local_main_process_first(|| {
+            assert!(
+                accelerator.is_local_main_process(),
+                "the others do not run it"
+            );
+            if accelerator.rank() == 2 {
+                Err(Error::other("no batch size"))
+            } else {
+                Ok(())
+            }
+        });
+        accelerator.finish()?;
+        Ok(outcome.unwrap_err())
+    });
+    for (rank, error) in errors.into_iter().map(Result::unwrap).enumerate() {
+        assert!(error.is_other(), "{error:?}");
+        let text = format!("{error:?}");
+        assert!(text.contains("batch size"), "{text}");
+        assert_eq!(text.contains("rank 2 failed"), rank != 2, "{text}");
+    }
+}
+
+#[test]
+fn who_waits_for_the_first_hears_of_its_panic() {
+    let outcomes = accelerator::launch(2, |accelerator| {
+        let mut texts = Vec::new();
+        for local in [false, true] {
+            let work = || -> Result<()> {
+                assert!(accelerator.rank() != 0, "a panic that the test wants");
+                unreachable!("rank 1 does not run it");
+            };
+            let outcome = catch_unwind(AssertUnwindSafe(|| match local {
+                false => accelerator.main_process_first(work),
+                true => accelerator.local_main_process_first(work),
+            }));
+            match (accelerator.rank(), outcome) {
+                (0, outcome) => assert!(outcome.is_err(), "it goes on"),
+                (_, outcome) => {
+                    let error = outcome.unwrap().unwrap_err();
+                    assert!(error.is_panic(), "{error:?}");
+                    texts.push(error.to_string());
+                }
+            }
+            accelerator.wait_for_everyone()?;
+        }
+        accelerator.finish()?;
+        Ok(texts)
+    })
+    .unwrap();
+    for text in &outcomes[1] {
+        assert!(text.contains("a panic that the test wants"), "{text}");
+    }
+}
+
+/// However long it takes, and whichever way it is one rank's alone.
+#[test]
+fn who_works_while_others_wait_is_waited_for() {
+    let long = || std::thread::sleep(Duration::from_secs(3));
+    Accelerator::builder()
+        .progress_timeout(Duration::from_secs(2))
+        .launch(2, |accelerator| {
+            accelerator.main_process_first(|| {
+                accelerator.on_main_process(long);
+                Ok(())
+            })?;
+            accelerator.in_rank_order(long)?;
+            accelerator.on_last_process(long);
+            accelerator.wait_for_everyone()?;
+            // Without a closure.
+            if accelerator.is_main_process() {
+                for _ in 0..15 {
+                    std::thread::sleep(Duration::from_millis(200));
+                    accelerator.keep_alive();
+                }
+            }
+            accelerator.wait_for_everyone()
+        })
+        .unwrap();
+}
+
+#[test]
+fn who_hangs_while_others_wait_is_named() {
+    let errors = Accelerator::builder()
+        .busy_timeout(Duration::from_millis(500))
+        .progress_timeout(Duration::from_secs(1))
+        .launch(2, |accelerator| {
+            let outcome = accelerator.main_process_first(|| {
+                std::thread::sleep(Duration::from_secs(4));
+                Ok(())
+            });
+            Ok(outcome.unwrap_err())
+        })
+        .unwrap();
+    assert!(errors.iter().all(Error::is_collective), "{errors:?}");
+    let text = errors[1].to_string();
+    assert!(
+        text.contains("rank 1 waited") && text.contains("for rank 0"),
+        "{text}"
+    );
+}

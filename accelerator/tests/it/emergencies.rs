@@ -1,0 +1,249 @@
+//! What survivors save when a rank is lost.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use crate::common::checkpoints::{self, Parts, adam, batch_is_cursed};
+use crate::common::{
+    ColumnBatcher, assert_close, columns, distance, flat, line, loader, of_every_rank,
+};
+use accelerator::checkpoint::Position;
+use accelerator::hook::{CommunicationHook, GradientBucket, HookError, Ranks, SavedBy};
+use accelerator::prelude::*;
+
+#[test]
+fn survivors_save_the_last_complete_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let saved = Mutex::new(Vec::new());
+    let lost = accelerator::launch(3, |accelerator| {
+        let train = DataLoaderBuilder::new(ColumnBatcher)
+            .batch_size(1)
+            .num_workers(2)
+            .build(columns(12));
+        let parts = (line(&accelerator.device()), adam(), train);
+        let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+        let mut looped = || -> Result<()> {
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                if accelerator.rank() == 0 && batch.step() == 2 {
+                    return Err(batch_is_cursed());
+                }
+                let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+                model = optimizer.step(0.05, model.clone(), gradients);
+            }
+            Ok(())
+        };
+        let error = looped().unwrap_err();
+        if error.is_peer_lost() {
+            let text = error.to_string();
+            assert!(
+                text.contains("rank 0") && text.contains("accumulation_steps is 0"),
+                "{text}"
+            );
+            let parts = (&model, &optimizer, &train);
+            let outcome = accelerator.save_emergency(folder.path(), parts)?;
+            saved
+                .lock()
+                .unwrap()
+                .push((accelerator.rank(), outcome.is_some()));
+        }
+        Err::<(), _>(error)
+    });
+    assert!(lost.unwrap_err().is_config(), "the culprit's error");
+    let mut saved = saved.into_inner().unwrap();
+    saved.sort_unstable();
+    assert_eq!(
+        saved,
+        [(1, true), (2, false)],
+        "the lowest that lives writes"
+    );
+
+    let ((_, optimizer, train), position) = resumed_one_by_one(&folder.path().to_owned());
+    assert_eq!((position.step(), optimizer.steps()), (2, 2));
+    let numbers: Vec<_> = train
+        .epoch(0)
+        .flat_map(|batch| batch.unwrap().numbers.clone())
+        .collect();
+    assert_eq!(
+        numbers,
+        (6..12).collect::<Vec<_>>(),
+        "the failed step's samples come again"
+    );
+
+    let accelerator = Accelerator::new().unwrap();
+    let error = accelerator
+        .save_emergency(folder.path(), Object(&1))
+        .unwrap_err();
+    assert!(
+        error.is_misuse() && error.to_string().contains("save_state"),
+        "{error}"
+    );
+}
+
+#[test]
+fn of_two_ranks_that_die_together_neither_is_to_write() {
+    let folder = tempfile::tempdir().unwrap();
+    let saved = Mutex::new(Vec::new());
+    // Nobody dies while another still trains.
+    let trained = std::sync::Barrier::new(4);
+    let lost = accelerator::launch(4, |accelerator| {
+        let parts = accelerator.prepare((line(&accelerator.device()), adam(), loader(16, 1)))?;
+        let (model, optimizer, train) = checkpoints::train(&accelerator, parts, 2);
+        trained.wait();
+        match accelerator.rank() {
+            0 => return Err(batch_is_cursed()),
+            1 => panic!("a panic that the test wants"),
+            _ => {}
+        }
+        let error = accelerator.group().barrier().map_err(Error::from);
+        let error = error.unwrap_err();
+        assert!(error.is_peer_lost(), "{error:?}");
+        let parts = (&model, &optimizer, &train);
+        let outcome = accelerator.save_emergency(folder.path(), parts)?;
+        let mut saved = saved.lock().unwrap();
+        saved.push((accelerator.rank(), outcome.is_some()));
+        Err::<(), _>(error)
+    });
+    let error = lost.unwrap_err();
+    assert!(error.is_config() || error.is_panic(), "{error:?}");
+    let mut saved = saved.into_inner().unwrap();
+    saved.sort_unstable();
+    assert_eq!(saved, [(2, true), (3, false)]);
+
+    let accelerator = Accelerator::new().unwrap();
+    let parts = (line(&accelerator.device()), adam(), loader(16, 1));
+    let parts = accelerator.prepare(parts).unwrap();
+    let ((_, optimizer, _), position) = accelerator.resume(folder.path(), parts).unwrap();
+    assert_eq!((position.step(), optimizer.steps()), (2, 2));
+    assert_eq!(position.world_size_before(), 4);
+}
+
+fn resumed_one_by_one(folder: &PathBuf) -> (Parts, Position) {
+    let accelerator = Accelerator::new().unwrap();
+    let parts = (line(&accelerator.device()), adam(), loader(12, 1));
+    let parts = accelerator.prepare(parts).unwrap();
+    accelerator.resume(folder, parts).unwrap()
+}
+
+/// An all-reduce that counts its calls.
+struct Counting {
+    calls: u8,
+    /// In which step it fails on rank 0.
+    fails_in: Option<u64>,
+    rank: usize,
+    restored: Restored,
+}
+
+type Restored = Arc<Mutex<Vec<(Vec<u8>, SavedBy)>>>;
+
+impl CommunicationHook for Counting {
+    fn name(&self) -> String {
+        "counting".to_owned()
+    }
+
+    fn reduce(
+        &mut self,
+        bucket: &mut GradientBucket<'_>,
+        ranks: &Ranks<'_>,
+    ) -> Result<(), HookError> {
+        self.rank = ranks.rank();
+        if self.rank == 0 && self.fails_in == Some(bucket.step()) {
+            return Err("the codebook is empty".into());
+        }
+        bucket.all_reduce(ranks)?;
+        self.calls += 1;
+        Ok(())
+    }
+
+    fn save(&self) -> Result<Vec<u8>, HookError> {
+        Ok(vec![self.rank as u8, self.calls])
+    }
+
+    fn restore(&mut self, state: &[u8], saved_by: SavedBy) -> Result<(), HookError> {
+        let state = state.to_vec();
+        self.restored.lock().unwrap().push((state, saved_by));
+        Ok(())
+    }
+}
+
+/// How rank 0 comes to its end, in the third step.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Dies {
+    BeforeItsStep,
+    InItsHook,
+    Never,
+}
+
+/// Trains to the end of an epoch, from wherever the folder's checkpoint is; survivors save there.
+fn with_hook(ranks: usize, folder: &Path, dies: Dies) -> (Result<Vec<f32>>, Restored) {
+    let restored = Restored::default();
+    let seen = restored.clone();
+    let builder = Accelerator::builder().with_communication_hook(move || Counting {
+        calls: 0,
+        fails_in: (dies == Dies::InItsHook).then_some(2),
+        rank: 9,
+        restored: seen.clone(),
+    });
+    let outcome = builder.launch(ranks, |accelerator| {
+        let parts = (line(&accelerator.device()), adam(), loader(12, 1));
+        let parts: Parts = accelerator.prepare(parts)?;
+        let ((mut model, mut optimizer, train), _) = accelerator.resume(folder, parts)?;
+        let mut looped = || -> Result<()> {
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                let is_third = accelerator.rank() == 0 && batch.step() == 2;
+                if is_third && dies == Dies::BeforeItsStep {
+                    return Err(batch_is_cursed());
+                }
+                let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+                model = optimizer.step(0.05, model.clone(), gradients);
+            }
+            Ok(())
+        };
+        if let Err(error) = looped() {
+            if accelerator.rank() > 0 {
+                assert!(error.is_peer_lost(), "{error:?}");
+                accelerator.save_emergency(folder, (&model, &optimizer, &train))?;
+            }
+            return Err(error);
+        }
+        Ok(flat(&model))
+    });
+    (outcome.map(of_every_rank), restored)
+}
+
+#[test]
+fn what_the_writers_hook_keeps_is_for_every_rank() {
+    let nowhere = tempfile::tempdir().unwrap();
+    let whole = with_hook(3, nowhere.path(), Dies::Never).0.unwrap();
+    for dies in [Dies::BeforeItsStep, Dies::InItsHook] {
+        let folder = tempfile::tempdir().unwrap();
+        let (lost, restored) = with_hook(3, folder.path(), dies);
+        let error = lost.unwrap_err();
+        let is_culprits = match dies {
+            Dies::InItsHook => error.is_hook(),
+            _ => error.is_config(),
+        };
+        assert!(is_culprits, "{dies:?}: {error:?}");
+        assert!(restored.lock().unwrap().is_empty());
+        // Rank 1 writes, of two that are left, and can ask its own hook alone.
+        let checkpoint = folder.path().join("checkpoint-000001");
+        let hooks = checkpoints::names(&checkpoint);
+        let hooks: Vec<_> = hooks
+            .iter()
+            .filter(|name| name.starts_with("hook"))
+            .collect();
+        assert_eq!(hooks, ["hook-rank-00001.bin"], "{dies:?}");
+        for ranks in 1..=3 {
+            let (resumed, restored) = with_hook(ranks, folder.path(), Dies::Never);
+            // Two steps were complete, of which each has a bucket.
+            let state = (vec![1, 2], SavedBy::OneForAll);
+            assert_eq!(*restored.lock().unwrap(), vec![state; ranks], "{dies:?}");
+            let resumed = resumed.unwrap();
+            if ranks == 3 {
+                assert_eq!(resumed, whole, "{dies:?}");
+            }
+            assert_close(&resumed, &whole, 1e-5);
+        }
+    }
+}

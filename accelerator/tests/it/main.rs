@@ -1,0 +1,38 @@
+//! What a program does with the library, a module for each subject.
+
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod accumulation;
+mod clipping;
+mod communication_hooks;
+mod compression;
+mod control;
+mod emergencies;
+mod freezing;
+mod gathering;
+mod loading;
+mod local_rounds;
+mod missteps;
+mod model_files;
+mod models;
+mod overlap;
+mod places;
+mod precision;
+mod processes;
+mod profiling;
+mod replicas;
+mod resume;
+#[cfg(all(feature = "faults", unix))]
+mod resume_faults;
+mod samplers;
+mod saves;
+mod schedules;
+mod spread_gradients;
+mod statistics;
+mod streams;
+mod tied_parameters;
+mod timeline;
+mod training;

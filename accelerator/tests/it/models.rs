@@ -1,0 +1,172 @@
+//! Models are the same on every rank, and on disk.
+
+use crate::common::{devices, flat, line};
+use accelerator::prelude::*;
+use burn::module::{Module, Param};
+use burn::nn::conv::{Conv2d, Conv2dConfig};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::tensor::{Device, Distribution, Tensor, TensorData};
+
+#[derive(Debug, Module)]
+struct Net {
+    conv: Conv2d,
+    norm: BatchNorm,
+    output: Linear,
+}
+
+impl Net {
+    fn new(device: &Device, outputs: usize) -> Self {
+        Self {
+            conv: Conv2dConfig::new([1, 2], [3, 3]).init(device),
+            norm: BatchNormConfig::new(2).init(device),
+            output: LinearConfig::new(8, outputs).init(device),
+        }
+    }
+}
+
+#[test]
+fn prepare_gives_every_rank_rank_zeros_values_and_ids() {
+    for kind in devices() {
+        let ranks = Accelerator::builder()
+            .device(kind)
+            .launch(3, |accelerator| {
+                let device = accelerator.device();
+                // Only this rank's number tells the models apart.
+                let value = accelerator.rank() as f32;
+                let mut model = Net::new(&device, 3);
+                let weight = TensorData::new(vec![value; 8 * 3], [8, 3]);
+                model.output.weight = Param::from_data(weight, &device);
+                let model = accelerator.prepare(model)?;
+                let ids = (model.conv.weight.id.val(), model.output.weight.id.val());
+                Ok((
+                    flat(&model),
+                    ids,
+                    model.output.weight.val().is_require_grad(),
+                ))
+            })
+            .unwrap();
+        assert_eq!(ranks[0], ranks[1]);
+        assert_eq!(ranks[0], ranks[2]);
+        assert!(ranks[0].2, "still trainable");
+    }
+}
+
+#[test]
+fn a_model_that_differs_names_rank_and_path() {
+    let error = accelerator::launch(3, |accelerator| {
+        let outputs = if accelerator.rank() == 2 { 4 } else { 3 };
+        accelerator
+            .prepare(Net::new(&accelerator.device(), outputs))
+            .map(|_| ())
+    })
+    .unwrap_err();
+    assert!(error.is_model());
+    let text = error.to_string();
+    for word in ["rank 2", "`output.weight`", "[8, 4]", "[8, 3]"] {
+        assert!(text.contains(word), "`{word}` is missing in: {text}");
+    }
+}
+
+#[test]
+fn a_saved_model_loads_with_its_running_statistics() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    for kind in devices() {
+        let accelerator = Accelerator::builder().device(kind).build().unwrap();
+        let device = accelerator.device();
+        let model = accelerator.prepare(Net::new(&device, 3)).unwrap();
+        let pictures = Tensor::random([4, 1, 4, 4], Distribution::Default, &device);
+        model.norm.forward(model.conv.forward(pictures));
+        accelerator.save_model(&model, &path).unwrap();
+
+        let other = Net::new(&device, 3);
+        assert_ne!(flat(&other), flat(&model.valid()));
+        let other = accelerator.load_model(other, &path).unwrap();
+        assert_eq!(flat(&other), flat(&model.valid()));
+
+        let error = accelerator
+            .load_model(Net::new(&device, 4), &path)
+            .unwrap_err();
+        assert!(error.is_model(), "{error:?}");
+        assert!(format!("{error:?}").contains("output.weight"), "{error:?}");
+    }
+    let left: Vec<_> = folder
+        .path()
+        .read_dir()
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name())
+        .collect();
+    assert_eq!(left, ["model.safetensors"], "no temporary file is left");
+}
+
+#[cfg(unix)]
+#[test]
+fn saving_replaces_files_only_and_keeps_links() {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    let folder = tempfile::tempdir().unwrap();
+    let (file, link) = (folder.path().join("file"), folder.path().join("link"));
+    std::fs::write(&file, "old").unwrap();
+    let plain = std::fs::metadata(&file).unwrap().permissions().mode();
+    symlink("file", &link).unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let model = line(&accelerator.device());
+    accelerator.save_model(&model, &link).unwrap();
+    assert!(link.is_symlink(), "the link stays");
+    assert_ne!(
+        std::fs::read(&file).unwrap(),
+        b"old",
+        "its target is replaced"
+    );
+    let mode = std::fs::metadata(&file).unwrap().permissions().mode();
+    assert_eq!(mode, plain, "as any file that is made here");
+
+    let error = accelerator.save_model(&model, "/dev/null").unwrap_err();
+    assert!(
+        error.is_io() && format!("{error:?}").contains("regular file"),
+        "{error:?}"
+    );
+    assert!(
+        accelerator
+            .save_model(&model, folder.path())
+            .unwrap_err()
+            .is_io()
+    );
+
+    // Nothing else is left.
+    accelerator.save_model(&model, &file).unwrap();
+    let mut names: Vec<_> = folder
+        .path()
+        .read_dir()
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name())
+        .collect();
+    names.sort();
+    assert_eq!(names, ["file", "link"]);
+}
+
+#[test]
+fn a_file_that_cannot_be_written_or_read_is_an_error_on_every_rank() {
+    let errors = accelerator::launch(2, |accelerator| {
+        let model = accelerator.prepare(line(&accelerator.device()))?;
+        Ok(accelerator
+            .save_model(&model, "/nonexistent/folder/model.safetensors")
+            .unwrap_err())
+    })
+    .unwrap();
+    for error in errors {
+        assert!(error.is_io(), "{error:?}");
+        assert!(
+            format!("{error:?}").contains("/nonexistent/folder"),
+            "{error:?}"
+        );
+    }
+    let accelerator = Accelerator::new().unwrap();
+    let error = accelerator
+        .load_model(
+            line(&accelerator.device()),
+            "/nonexistent/model.safetensors",
+        )
+        .unwrap_err();
+    assert!(error.is_io());
+}

@@ -1,0 +1,515 @@
+//! What ranks do together besides training.
+
+use std::sync::{Mutex, mpsc};
+use std::time::Duration;
+
+use crate::common::devices;
+use accelerator::collective::rendezvous::StoreServer;
+use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology, TransportKind};
+use accelerator::prelude::*;
+use accelerator::{AcceleratorBuilder, GradientReduction, Overlap};
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Tensor};
+
+#[test]
+fn tensors_are_gathered_reduced_and_broadcast() {
+    for kind in devices() {
+        Accelerator::builder()
+            .device(kind)
+            .launch(2, |accelerator| {
+                let device = accelerator.device();
+                let rank = accelerator.rank() as f32;
+                let list = |tensor: Tensor<1>| tensor.into_data().try_to_vec::<f32>().unwrap();
+                // Accelerate's own test: rank r holds arange(2) + 1 + 2 r.
+                let mine =
+                    || Tensor::<1>::from_floats([1.0 + 2.0 * rank, 2.0 + 2.0 * rank], &device);
+                assert_eq!(list(accelerator.gather(mine())?), [1.0, 2.0, 3.0, 4.0]);
+                assert_eq!(list(accelerator.broadcast(mine(), 0)?), [1.0, 2.0]);
+                assert_eq!(
+                    list(accelerator.all_reduce(mine(), ReduceOp::Sum)?),
+                    [4.0, 6.0]
+                );
+                assert_eq!(
+                    list(accelerator.all_reduce(mine(), ReduceOp::Mean)?),
+                    [2.0, 3.0]
+                );
+                assert_eq!(
+                    list(accelerator.all_reduce(mine(), ReduceOp::Max)?),
+                    [3.0, 4.0]
+                );
+                let some = mine().narrow(0, 0, 1 + accelerator.rank());
+                assert_eq!(list(accelerator.gather(some)?), [1.0, 3.0, 4.0]);
+                assert_eq!(accelerator.broadcast_object(&accelerator.rank(), 1)?, 1);
+                Ok(())
+            })
+            .unwrap();
+    }
+}
+
+#[test]
+fn shapes_that_cannot_be_joined_are_named() {
+    let errors = accelerator::launch(2, |accelerator| {
+        let columns = 2 + accelerator.rank();
+        let tensor = Tensor::<2>::zeros([1, columns], &accelerator.device());
+        Ok(accelerator.gather(tensor).unwrap_err().to_string())
+    })
+    .unwrap();
+    assert_eq!(errors[0], errors[1]);
+    assert!(
+        errors[0].contains("[1, 2]") && errors[0].contains("[1, 3]"),
+        "{}",
+        errors[0]
+    );
+}
+
+#[test]
+fn a_collective_on_one_rank_only_is_an_error_there_and_then() {
+    accelerator::launch(2, |accelerator| {
+        let inside = accelerator.on_main_process(|| accelerator.wait_for_everyone());
+        if let Some(inside) = inside {
+            let error = inside.unwrap_err();
+            assert!(error.is_misuse(), "{error:?}");
+            assert!(format!("{error:?}").contains("one rank only"), "{error:?}");
+        }
+        // The group is as good as before.
+        accelerator.wait_for_everyone()
+    })
+    .unwrap();
+}
+
+#[test]
+fn the_main_process_goes_first_or_all_fail() {
+    let order = Mutex::new(Vec::new());
+    accelerator::launch(3, |accelerator| {
+        accelerator.main_process_first(|| {
+            if accelerator.is_main_process() {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            order.lock().unwrap().push(accelerator.rank());
+            Ok(())
+        })
+    })
+    .unwrap();
+    assert_eq!(order.into_inner().unwrap()[0], 0);
+
+    let errors = accelerator::launch(2, |accelerator| {
+        let outcome: Result<()> = accelerator.main_process_first(|| {
+            assert!(accelerator.is_main_process(), "the others do not run it");
+            Err(Error::other("no batch size"))
+        });
+        Ok(outcome.unwrap_err())
+    })
+    .unwrap();
+    for error in errors {
+        assert!(error.is_other(), "the same kind everywhere: {error:?}");
+        assert!(format!("{error:?}").contains("batch size"), "{error:?}");
+    }
+}
+
+#[test]
+fn the_first_failure_of_a_launch_is_the_one_reported() {
+    let error = accelerator::launch(3, |accelerator| {
+        assert!(accelerator.rank() != 1, "rank one stumbles");
+        accelerator.wait_for_everyone()
+    })
+    .unwrap_err();
+    assert!(error.is_panic());
+    assert!(error.to_string().contains("rank 1") && error.to_string().contains("stumbles"));
+}
+
+#[test]
+fn who_outlives_a_rank_that_panics_hears_what_it_said() {
+    let heard = Mutex::new(Vec::new());
+    let error = accelerator::launch(3, |accelerator| {
+        assert!(accelerator.rank() != 1, "rank one stumbles");
+        let error = accelerator.wait_for_everyone().unwrap_err();
+        heard.lock().unwrap().push(error);
+        Ok(())
+    })
+    .unwrap_err();
+    assert!(error.is_panic(), "{error:?}");
+    let heard = heard.into_inner().unwrap();
+    assert_eq!(heard.len(), 2);
+    for error in heard {
+        assert!(error.is_peer_lost(), "{error:?}");
+        assert_eq!(error.culprit().unwrap().rank(), 1);
+        let text = error.to_string();
+        assert!(text.contains("it panicked: rank one stumbles"), "{text}");
+        assert!(text.contains("tests/it/processes.rs:"), "{text}");
+    }
+}
+
+#[test]
+fn nobody_sets_the_generator_while_a_model_is_drawn() {
+    let accelerator = Accelerator::new().unwrap();
+    std::thread::scope(|scope| {
+        accelerator.init(|device| {
+            let (sender, built) = mpsc::channel();
+            scope.spawn(move || {
+                let outcome = Accelerator::new();
+                // Nobody listens when the model is there.
+                let _ = sender.send(outcome.map(drop));
+            });
+            // Another rank of this process, which joins late, waits for its turn.
+            assert!(built.recv_timeout(Duration::from_millis(200)).is_err());
+            let line: Linear = LinearConfig::new(2, 2).init(device);
+            line
+        });
+    });
+}
+
+#[test]
+fn an_accelerator_is_not_built_while_a_model_is_drawn() {
+    let accelerator = Accelerator::new().unwrap();
+    let build = |device: &Device| -> Linear { LinearConfig::new(2, 2).init(device) };
+    let values = |model: Linear| model.weight.val().into_data();
+    let alone = values(accelerator.init(build));
+    accelerator.init(|device| {
+        for outcome in [
+            Accelerator::new().map(drop),
+            accelerator::launch(2, |_| Ok(())).map(drop),
+        ] {
+            let error = outcome.unwrap_err();
+            assert!(error.is_misuse(), "{error:?}");
+            assert!(
+                error.to_string().contains("`Accelerator::init`"),
+                "{error:?}"
+            );
+        }
+        // A model within a model is drawn from the seed, as by itself.
+        assert_eq!(values(accelerator.init(build)), alone);
+        build(device)
+    });
+    // The turn is over, whatever went on within it.
+    Accelerator::new().unwrap();
+    assert_eq!(values(accelerator.init(build)), alone);
+}
+
+#[test]
+fn ranks_take_turns() {
+    let order = Mutex::new(Vec::new());
+    let values = accelerator::launch(3, |accelerator| {
+        let rank = accelerator.rank();
+        for _ in 0..4 {
+            let value = accelerator.in_rank_order(|| {
+                order.lock().unwrap().push((rank, "begins"));
+                std::thread::yield_now();
+                order.lock().unwrap().push((rank, "ends"));
+                rank
+            })?;
+            assert_eq!(value, rank);
+        }
+        accelerator.in_rank_order(|| Err::<(), _>("its own affair"))
+    });
+    assert_eq!(values.unwrap(), [Err("its own affair"); 3]);
+    let turns = [0, 1, 2].map(|rank| [(rank, "begins"), (rank, "ends")]);
+    assert_eq!(order.into_inner().unwrap(), turns.as_flattened().repeat(4));
+}
+
+#[test]
+fn a_turn_that_communicates_is_told_so_there_and_then() {
+    accelerator::launch(2, |accelerator| {
+        let inside = accelerator.in_rank_order(|| accelerator.wait_for_everyone())?;
+        let error = inside.unwrap_err();
+        assert!(error.is_misuse(), "{error:?}");
+        assert!(format!("{error:?}").contains("one rank only"), "{error:?}");
+        // Nobody has a turn where the others cannot come.
+        let ran = accelerator.on_main_process(|| accelerator.in_rank_order(|| panic!("it ran")));
+        assert!(ran.is_none_or(|outcome: Result<()>| outcome.unwrap_err().is_misuse()));
+        accelerator.wait_for_everyone()
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_turn_that_panics_leaves_nobody_waiting() {
+    let ran = Mutex::new(Vec::new());
+    let outcomes = accelerator::launch(3, |accelerator| {
+        let rank = accelerator.rank();
+        let turn = || {
+            accelerator.in_rank_order(|| {
+                ran.lock().unwrap().push(rank);
+                assert!(rank != 1, "it stumbles");
+            })
+        };
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(turn));
+        let text = match outcome {
+            Err(_) => "panicked".to_owned(),
+            Ok(outcome) => {
+                let error = outcome.unwrap_err();
+                assert!(error.is_panic(), "{error:?}");
+                error.to_string()
+            }
+        };
+        // A rank that goes on finds the others where it is.
+        accelerator.wait_for_everyone()?;
+        Ok(text)
+    })
+    .unwrap();
+    assert_eq!(outcomes[1], "panicked");
+    for text in [&outcomes[0], &outcomes[2]] {
+        assert!(
+            text.contains("rank 1") && text.contains("it stumbles"),
+            "{text}"
+        );
+    }
+    assert_eq!(ran.into_inner().unwrap(), [0, 1]);
+}
+
+#[test]
+fn a_rank_that_does_something_else_is_found_before_anybody_speaks() {
+    let errors = accelerator::launch(3, |accelerator| {
+        let outcome = match accelerator.rank() {
+            2 => accelerator.gather_object(&1).map(drop),
+            _ => accelerator.in_rank_order(|| panic!("it ran")),
+        };
+        Ok(outcome.unwrap_err())
+    })
+    .unwrap();
+    for error in errors {
+        assert!(error.is_collective(), "{error:?}");
+        let text = format!("{error:?}");
+        assert!(
+            text.contains("barrier") && text.contains("all_gather_object"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn settings_that_contradict_each_other_are_refused() {
+    let error = Accelerator::builder()
+        .transport(TransportKind::Threads)
+        .build()
+        .unwrap_err();
+    assert!(error.is_config() && error.to_string().contains("launch"));
+    let error = Accelerator::builder()
+        .transport(TransportKind::Tcp)
+        .launch(2, |_| Ok(()))
+        .unwrap_err();
+    assert!(error.is_config() && error.to_string().contains("accel-launch"));
+    let error = Accelerator::builder().launch(0, |_| Ok(())).unwrap_err();
+    assert!(error.is_config());
+    let error = Accelerator::builder().bucket_size(10).build().unwrap_err();
+    assert!(error.is_config() && error.to_string().contains("bucket_size"));
+}
+
+/// What two ranks get that are connected as processes are, where each has that many ranks on its
+/// host and is set so.
+fn connected(ranks: [(usize, AcceleratorBuilder); 2]) -> [Result<Accelerator>; 2] {
+    let store = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
+    let rendezvous = Rendezvous::new("127.0.0.1", store.local_addr().port());
+    let rendezvous = rendezvous.with_store(StoreHost::Launcher);
+    std::thread::scope(|scope| {
+        let mut number = 0..;
+        let threads = ranks.map(|(local, builder)| {
+            let rank = number.next().unwrap();
+            let topology = Topology::new(rank, 2).unwrap();
+            let topology = topology.with_local(rank % local, local).unwrap();
+            let builder = builder
+                .launched_as(Launch::new(topology, rendezvous.clone()))
+                .transport(TransportKind::Tcp);
+            scope.spawn(move || builder.build())
+        });
+        threads.map(|thread| thread.join().unwrap())
+    })
+}
+
+#[test]
+fn ranks_for_which_overlap_comes_to_different_things_are_refused_alike() {
+    // A host that was started wrongly: what one rank takes for two hosts is one to the other.
+    let overlap = |overlap| Accelerator::builder().with_overlap(overlap);
+    let outcomes = connected([(1, overlap(Overlap::Auto)), (2, overlap(Overlap::Auto))]);
+    let errors = outcomes.map(|outcome| outcome.unwrap_err());
+    for error in &errors {
+        assert!(error.is_config(), "{error:?}");
+        assert_eq!(error.to_string(), errors[0].to_string());
+    }
+    let text = errors[0].to_string();
+    for part in [
+        "overlap (set by ACCEL_OVERLAP or `with_overlap`) differs between ranks: rank 0 has",
+        "rank 0 has on (`auto`, on the device `flex`, with 1 of 2 ranks on its host)",
+        "rank 1 has off (`auto`, on the device `flex`, with 2 of 2 ranks on its host); start",
+    ] {
+        assert!(text.contains(part), "{part} is not in: {text}");
+    }
+    // It may be asked for in other words.
+    for ranks in [
+        [(1, Overlap::Auto), (1, Overlap::On)],
+        [(2, Overlap::Off), (2, Overlap::Auto)],
+    ] {
+        for outcome in connected(ranks.map(|(local, asked)| (local, overlap(asked)))) {
+            outcome.unwrap();
+        }
+    }
+}
+
+/// What all ranks scale by would have other bits here than there.
+#[test]
+fn ranks_that_sum_gradients_in_different_places_are_refused_alike() {
+    let reduction = |asked| (2, Accelerator::builder().with_reduction(asked));
+    let ranks = [GradientReduction::Staged, GradientReduction::Auto];
+    let errors = connected(ranks.map(reduction)).map(|outcome| outcome.unwrap_err());
+    for error in &errors {
+        assert!(error.is_config(), "{error:?}");
+        assert_eq!(error.to_string(), errors[0].to_string());
+    }
+    let text = errors[0].to_string();
+    for part in [
+        "where gradients are summed (set by the kind of device, ACCEL_REDUCTION and ACCEL_COMPRESSION; ",
+        "rank 0 has on the device (of `flex`), and rank 1 has in memory (of `flex`); start",
+    ] {
+        assert!(text.contains(part), "{part} is not in: {text}");
+    }
+    let ranks = [GradientReduction::Staged; 2];
+    for outcome in connected(ranks.map(reduction)) {
+        outcome.unwrap();
+    }
+}
+
+/// Before anything is trained.
+#[test]
+fn nccl_that_cannot_be_is_refused_alike() {
+    let nccl = || {
+        let builder = Accelerator::builder();
+        (2, builder.with_reduction(GradientReduction::Nccl))
+    };
+    let errors = connected([nccl(), nccl()]).map(|outcome| outcome.unwrap_err());
+    for error in &errors {
+        assert!(error.is_device(), "{error:?}");
+        assert_eq!(error.to_string(), errors[0].to_string());
+    }
+}
+
+/// What two ranks get that were told neither their local ranks nor that they share a host.
+fn started_by_hand(ranks: [AcceleratorBuilder; 2]) -> [Result<Accelerator>; 2] {
+    let store = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
+    let port = store.local_addr().port();
+    let launch = |rank: usize| {
+        Launch::from_vars(|name| match name {
+            "RANK" => Some(rank.to_string()),
+            "WORLD_SIZE" => Some("2".to_owned()),
+            "MASTER_ADDR" => Some("0.0.0.0".to_owned()),
+            "MASTER_PORT" => Some(port.to_string()),
+            "ACCEL_STORE" => Some("launcher".to_owned()),
+            _ => None,
+        })
+    };
+    std::thread::scope(|scope| {
+        let mut number = 0..;
+        let threads = ranks.map(|builder| {
+            let launch = launch(number.next().unwrap()).unwrap();
+            assert!(!launch.topology.is_local_known());
+            scope.spawn(move || builder.launched_as(launch).build())
+        });
+        threads.map(|thread| thread.join().unwrap())
+    })
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_rank_opens_its_device_when_it_knows_its_local_rank() {
+    let ranks = started_by_hand([Accelerator::builder(), Accelerator::builder()]);
+    let places = ranks.map(|rank| rank.unwrap().topology().to_string());
+    let expected = [0, 1].map(|rank| format!("rank {rank} of 2 (local {rank} of 2)"));
+    assert_eq!(places, expected);
+    // Where it has none, the others are told why.
+    let missing = DeviceKind::ALL
+        .into_iter()
+        .find(|kind| !kind.is_compiled_in());
+    let Some(missing) = missing else { return };
+    let without = Accelerator::builder().device(missing);
+    let [other, without] = started_by_hand([Accelerator::builder(), without]);
+    let own = without.unwrap_err();
+    assert!(own.is_device(), "{own:?}");
+    let error = other.unwrap_err();
+    assert!(error.is_peer_lost(), "{error:?}");
+    assert!(
+        error.to_string().contains(&format!("device `{missing}`")),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_program_can_ask_which_life_of_the_job_this_is() {
+    let first = Accelerator::new().unwrap();
+    assert_eq!((first.restarts(), first.max_restarts()), (0, None));
+    let launch = Launch::from_vars(|name| match name {
+        "ACCEL_RESTART" => Some("2".to_owned()),
+        "ACCEL_MAX_RESTARTS" => Some("3".to_owned()),
+        _ => None,
+    });
+    let later = Accelerator::builder()
+        .launched_as(launch.unwrap())
+        .build()
+        .unwrap();
+    assert_eq!((later.restarts(), later.max_restarts()), (2, Some(3)));
+}
+
+#[test]
+fn a_lost_rank_is_named_and_the_deadline_for_silence_is_the_builders() {
+    let patience = Duration::from_millis(700);
+    let outcomes = Accelerator::builder()
+        .liveness_timeout(patience)
+        .launch(3, |accelerator| {
+            assert_eq!(accelerator.group().options().liveness_timeout(), patience);
+            if accelerator.rank() == 2 {
+                accelerator.group().abort("its disk is full");
+                return Ok(None);
+            }
+            Ok(accelerator.wait_for_everyone().err())
+        })
+        .unwrap();
+    for error in &outcomes[..2] {
+        let error = error.as_ref().unwrap();
+        assert!(error.is_peer_lost() && error.is_collective(), "{error:?}");
+        let culprit = error.culprit().unwrap();
+        assert_eq!((culprit.rank(), culprit.cause()), (2, "its disk is full"));
+    }
+}
+
+/// Builds in a process whose environment the test below has made.
+#[test]
+#[ignore = "a part of another test"]
+fn build_in_a_child() {
+    let error = Accelerator::new().unwrap_err();
+    assert!(error.is_config(), "{error:?}");
+    let error = Accelerator::builder().launch(2, |_| Ok(())).unwrap_err();
+    assert!(error.is_config(), "{error:?}");
+    println!("refused: {error:?}");
+}
+
+#[test]
+fn a_plan_of_faults_that_cannot_be_carried_out_is_refused() {
+    let refused = |plan: &str| {
+        let child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--ignored",
+                "--exact",
+                "processes::build_in_a_child",
+                "--nocapture",
+            ])
+            .env("ACCEL_FAULTS", plan)
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&child.stdout).into_owned();
+        assert!(child.status.success() && text.contains("refused"), "{text}");
+        text
+    };
+    assert!(refused("rank=0 step=1 sing").contains("sing"));
+    #[cfg(not(feature = "faults"))]
+    assert!(refused("rank=0 step=1 exit 7").contains("built without"));
+}
+
+#[test]
+fn shares_cover_everything() {
+    for world_size in 1..6 {
+        for count in 0..20 {
+            let shares =
+                accelerator::launch(world_size, |accelerator| Ok(accelerator.share_of(count)))
+                    .unwrap();
+            let all: Vec<_> = shares.into_iter().flatten().collect();
+            assert_eq!(all, (0..count).collect::<Vec<_>>());
+        }
+    }
+}

@@ -1,0 +1,9 @@
+//! Tests in f64: Burn fixes the float type of a device once in a process.
+
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod local_sgd;
+mod sync_batch_norm;
