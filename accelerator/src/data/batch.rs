@@ -84,7 +84,9 @@ impl Drop for PaddingWatch {
 /// The last batch of the pass that was begun last which was used and has padding, and of which the program did not ask
 /// how much. Whether anything was counted of it shows when a metric is reduced.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct UncountedPadding(Arc<Mutex<Option<(Arc<Pass>, Share)>>>);
+pub(crate) struct UncountedPadding(Arc<Mutex<Option<LastPadding>>>);
+
+type LastPadding = (Arc<Pass>, Share);
 
 impl UncountedPadding {
     /// Another pass begins, of which something else may be counted.
@@ -111,7 +113,7 @@ impl UncountedPadding {
         ));
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<(Arc<Pass>, Share)>> {
+    fn lock(&self) -> MutexGuard<'_, Option<LastPadding>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

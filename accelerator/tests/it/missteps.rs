@@ -23,6 +23,10 @@ use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamConfig, AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, Tensor};
 
+type Count = fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>;
+type Load = fn() -> Loader<Column>;
+type Read = fn(&PreparedLoader<Column>, &Linear) -> Result<()>;
+
 #[derive(Clone, Default)]
 struct Lines(Arc<Mutex<Vec<u8>>>);
 
@@ -1409,7 +1413,7 @@ fn a_data_set_that_draws_at_each_read_is_told_where_one_rank_resumes() {
             false => builder.without_item_check().build(dataset),
         }
     }
-    let trains: [(fn() -> Loader<Column>, bool); 3] = [
+    let trains: [(Load, bool); 3] = [
         (|| drawn(true), true),
         (|| drawn(false), false),
         (|| loader(8, 2), false),
@@ -1563,7 +1567,7 @@ fn rows_of_padding_that_go_into_a_metric_are_told_once() {
         (TailPolicy::Exact, "an idle batch"),
         (TailPolicy::Pad, "samples that others have"),
     ] {
-        let rows: [fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>; 3] = [
+        let rows: [Count; 3] = [
             |_, _, batch| Ok(batch.values.dims()[0]),
             |_, _, batch| Ok(batch.len()),
             |_, _, batch| Ok(batch.indices().len()),
@@ -1577,7 +1581,7 @@ fn rows_of_padding_that_go_into_a_metric_are_told_once() {
             assert_eq!(text.matches(told).count(), 1, "{text}");
             assert!(text.contains("`batch.real()`"), "{text}");
         }
-        let known: [fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>; 3] = [
+        let known: [Count; 3] = [
             |_, _, batch| Ok(batch.real()),
             |_, _, batch| match batch.is_idle() {
                 true => Ok(0),
@@ -1605,7 +1609,7 @@ fn rows_of_padding_that_go_into_a_metric_are_told_once() {
 
 #[test]
 fn padding_of_which_nothing_is_counted_is_not_warned_of() {
-    let reads: [fn(&PreparedLoader<Column>, &Linear) -> Result<()>; 6] = [
+    let reads: [Read; 6] = [
         |valid, _| {
             assert_eq!(valid.epoch(0).count(), 3);
             Ok(())

@@ -346,13 +346,13 @@ impl ServerState {
                 }
                 Some(due) => {
                     expected = Some(due);
-                    let waited = self.changed.wait_timeout(registry, due - now);
-                    waited
+
+                    self.changed.wait_timeout(registry, due - now)
                 }
                 None => {
                     expected = None;
-                    let waited = self.changed.wait(registry);
-                    waited
+
+                    self.changed.wait(registry)
                 }
             };
         }

@@ -45,8 +45,8 @@ struct FakeState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Handle {
     Context(usize),
-    StreamHandle(usize),
-    EventHandle(usize),
+    Stream(usize),
+    Event(usize),
     Comm(usize),
 }
 
@@ -261,27 +261,27 @@ impl Api for Fake {
     unsafe fn create_stream(&self) -> CallResult<StreamHandle> {
         let mut state = self.lock();
         state.is_entered();
-        Ok(StreamHandle(state.make(Handle::StreamHandle)))
+        Ok(StreamHandle(state.make(Handle::Stream)))
     }
 
     unsafe fn destroy_stream(&self, stream: StreamHandle) {
-        self.lock().takes_back(Handle::StreamHandle(stream.0));
+        self.lock().takes_back(Handle::Stream(stream.0));
     }
 
     unsafe fn create_event(&self) -> CallResult<EventHandle> {
         let mut state = self.lock();
         state.is_entered();
-        Ok(EventHandle(state.make(Handle::EventHandle)))
+        Ok(EventHandle(state.make(Handle::Event)))
     }
 
     unsafe fn destroy_event(&self, event: EventHandle) {
-        self.lock().takes_back(Handle::EventHandle(event.0));
+        self.lock().takes_back(Handle::Event(event.0));
     }
 
     unsafe fn record(&self, event: EventHandle, stream: StreamHandle) -> CallResult<()> {
         let mut state = self.lock();
-        state.uses(Handle::EventHandle(event.0));
-        state.uses(Handle::StreamHandle(stream.0));
+        state.uses(Handle::Event(event.0));
+        state.uses(Handle::Stream(stream.0));
         assert_eq!(
             state.standing(),
             Progress::Done,
@@ -292,14 +292,14 @@ impl Api for Fake {
 
     unsafe fn record_context(&self, event: EventHandle, context: Context) -> CallResult<()> {
         let mut state = self.lock();
-        state.uses(Handle::EventHandle(event.0));
+        state.uses(Handle::Event(event.0));
         state.uses(Handle::Context(context.0));
         self.called(&mut state, "context: record".into())
     }
 
     unsafe fn query(&self, event: EventHandle) -> CallResult<Progress> {
         let state = self.lock();
-        state.uses(Handle::EventHandle(event.0));
+        state.uses(Handle::Event(event.0));
         match (state.failing, state.stuck) {
             (Some("query"), _) => Err(CallError {
                 of: Foreign::Cuda,
@@ -313,14 +313,14 @@ impl Api for Fake {
 
     unsafe fn wait_stream(&self, stream: StreamHandle, event: EventHandle) -> CallResult<()> {
         let mut state = self.lock();
-        state.uses(Handle::EventHandle(event.0));
-        state.uses(Handle::StreamHandle(stream.0));
+        state.uses(Handle::Event(event.0));
+        state.uses(Handle::Stream(stream.0));
         self.called(&mut state, "stream waits".into())
     }
 
     unsafe fn wait_context(&self, context: Context, event: EventHandle) -> CallResult<()> {
         let mut state = self.lock();
-        state.uses(Handle::EventHandle(event.0));
+        state.uses(Handle::Event(event.0));
         state.uses(Handle::Context(context.0));
         self.called(&mut state, "context: waits".into())
     }
@@ -393,7 +393,7 @@ impl Api for Fake {
     ) -> CallResult<Progress> {
         let mut state = self.lock();
         state.uses(Handle::Comm(comm.0));
-        state.uses(Handle::StreamHandle(stream.0));
+        state.uses(Handle::Stream(stream.0));
         assert_eq!(state.standing(), Progress::Done, "NCCL is not ready");
         self.called(&mut state, format!("{operation}, {elements} at {at}"))?;
         Ok(state.begin())
