@@ -20,7 +20,7 @@ impl Communicator {
     /// All ranks get the same outcome. A failure of NCCL's does not end the group while they connect, since
     /// there may be another way. Afterwards it does, and an end of the group ends the communicator.
     ///
-    /// Ranks compare [`Place`](crate::Place)s first: NCCL itself is late to notice that two share a GPU.
+    /// Ranks compare [`GpuLocation`](crate::GpuLocation)s first: NCCL itself is late to notice that two share a GPU.
     ///
     /// # Errors
     /// The outer error is the group's, which failed meanwhile or had failed before. The inner one says which
