@@ -23,7 +23,7 @@ use crate::{
     topology::Topology,
     transport::{
         ControlPlane, DataPlane, FinalMessage, Inbox, OpDeadline, OutgoingChunk, Peer,
-        PeerLocation, Stage, Transport, TransportKind, feed,
+        PeerLocation, Transport, TransportKind, feed,
     },
     wire::{
         frame::{FrameKind, Head, PREAMBLE},
@@ -268,13 +268,7 @@ impl DataPlane for FuzzWire {
             Some((bytes, len)) => &bytes[..*len],
             None => &[],
         };
-        let kind = match chunk.tag.stage {
-            Stage::Begin => FrameKind::Begin,
-            Stage::Inward => FrameKind::Inward,
-            Stage::Outward => FrameKind::Outward,
-        };
-        let (sequence, index) = (chunk.tag.sequence, chunk.tag.index);
-        let head = Head::new(kind, sequence, index, preamble, chunk.payload);
+        let head = chunk.head(preamble);
         self.push(head, preamble, chunk.payload);
         Ok(())
     }

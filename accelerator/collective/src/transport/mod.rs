@@ -31,6 +31,7 @@ use crate::{
     error::{Certainty, Culprit, Error, Result},
     fingerprint::CollectiveFingerprint,
     shm::{Hosts, ShmPeers},
+    wire::frame::{FrameKind, Head},
 };
 
 /// How a group exchanges data and learns who is gone: a control plane, and the path that data take.
@@ -277,6 +278,23 @@ pub(crate) struct OutgoingChunk<'a> {
     /// The sender's declaration, on the first part of an operation.
     pub(crate) fingerprint: Option<&'a CollectiveFingerprint>,
     pub(crate) payload: &'a [u8],
+}
+
+impl OutgoingChunk<'_> {
+    /// The header of its frame, behind which its declaration is sent as the preamble.
+    pub(crate) fn head(&self, preamble: &[u8]) -> Head {
+        let Tag {
+            sequence,
+            stage,
+            index,
+        } = self.tag;
+        let kind = match stage {
+            Stage::Begin => FrameKind::Begin,
+            Stage::Inward => FrameKind::Inward,
+            Stage::Outward => FrameKind::Outward,
+        };
+        Head::new(kind, sequence, index, preamble, self.payload)
+    }
 }
 
 /// Where a part belongs.

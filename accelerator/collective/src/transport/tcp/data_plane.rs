@@ -5,10 +5,8 @@ use std::time::{Duration, Instant};
 use super::{LINGER, Tcp, link};
 use crate::{
     error::{Certainty, Error, Result},
-    transport::{
-        ControlPlane, DataPlane, MAX_IN_FLIGHT, OpDeadline, OutgoingChunk, Stage, TransportKind,
-    },
-    wire::frame::{FrameKind, Head},
+    transport::{ControlPlane, DataPlane, MAX_IN_FLIGHT, OpDeadline, OutgoingChunk, TransportKind},
+    wire::frame::Head,
 };
 use std::sync::atomic::Ordering;
 
@@ -26,13 +24,7 @@ impl DataPlane for Tcp {
             Some((bytes, len)) => &bytes[..*len],
             None => &[],
         };
-        let kind = match chunk.tag.stage {
-            Stage::Begin => FrameKind::Begin,
-            Stage::Inward => FrameKind::Inward,
-            Stage::Outward => FrameKind::Outward,
-        };
-        let (sequence, index) = (chunk.tag.sequence, chunk.tag.index);
-        let head = Head::new(kind, sequence, index, preamble, chunk.payload);
+        let head = chunk.head(preamble);
         // After a failure the time to complete the frame is short; the failure is told then.
         let mut failure: Option<(Error, Instant)> = None;
         let mut stuck: Option<(usize, Instant)> = None;
