@@ -186,7 +186,7 @@ impl<'a> BatchSizeFinder<'a> {
         let mut reason = None;
         while size > 0 {
             let mine = {
-                let _quiet = self.is_out_of_memory.is_none().then(Quiet::begin);
+                let _quiet = self.is_out_of_memory.is_none().then(SilencePanics::begin);
                 let attempt = || {
                     if reason.is_some() {
                         self.models.iter().for_each(|model| model.forget_graphs());
@@ -215,7 +215,7 @@ impl<'a> BatchSizeFinder<'a> {
                 Err(lost) => return Err(held.failure().unwrap_or_else(|| lost.into())),
             };
             for (rank, report) in all.iter().enumerate() {
-                if let Report::Failed(failure) = report {
+                if let AttemptReport::Failed(failure) = report {
                     return Err(held.failure().unwrap_or_else(|| {
                         let failure = failure.clone();
                         let action = format!("try batches of {size} samples");
@@ -227,12 +227,12 @@ impl<'a> BatchSizeFinder<'a> {
                 .iter()
                 .enumerate()
                 .filter_map(|(rank, report)| match report {
-                    Report::OutOfMemory { next, text } => Some((*next, rank, text)),
-                    Report::Done | Report::Failed(_) => None,
+                    AttemptReport::OutOfMemory { next, text } => Some((*next, rank, text)),
+                    AttemptReport::Done | AttemptReport::Failed(_) => None,
                 });
             // The smallest of all ranks, where they reduce differently.
             let Some((next, rank, text)) = full.min_by_key(|(next, ..)| *next) else {
-                if let Held::Done(value) = held {
+                if let AttemptMemory::Done(value) = held {
                     return Ok((size, value));
                 }
                 // Each rank has reported what it holds, and none has reported anything else.
@@ -267,11 +267,11 @@ impl<'a> BatchSizeFinder<'a> {
         &self,
         outcome: std::thread::Result<Result<T, E>>,
         size: usize,
-    ) -> (Report, Held<T, E>) {
+    ) -> (AttemptReport, AttemptMemory<T, E>) {
         let (text, held) = match outcome {
-            Ok(Ok(value)) => return (Report::Done, Held::Done(value)),
-            Ok(Err(error)) => (format!("{error:?}"), Held::Error(error)),
-            Err(panic) => (panic_text(&*panic), Held::Panic(panic)),
+            Ok(Ok(value)) => return (AttemptReport::Done, AttemptMemory::Done(value)),
+            Ok(Err(error)) => (format!("{error:?}"), AttemptMemory::Error(error)),
+            Err(panic) => (panic_text(&*panic), AttemptMemory::Panic(panic)),
         };
         let is_out_of_memory = match &self.is_out_of_memory {
             Some(is) => is(&text),
@@ -279,16 +279,16 @@ impl<'a> BatchSizeFinder<'a> {
         };
         if is_out_of_memory {
             let next = (self.reduce)(size).min(size - 1);
-            return (Report::OutOfMemory { next, text }, Held::Nothing);
+            return (AttemptReport::OutOfMemory { next, text }, AttemptMemory::Nothing);
         }
         let failure = match &held {
-            Held::Error(error) => match (error as &dyn Any).downcast_ref::<Error>() {
+            AttemptMemory::Error(error) => match (error as &dyn Any).downcast_ref::<Error>() {
                 Some(error) => Failure::of(error),
                 None => Failure::of(&Error::new(Kind::Device, text)),
             },
             _ => Failure::of(&Error::new(Kind::Panic, text)),
         };
-        (Report::Failed(failure), held)
+        (AttemptReport::Failed(failure), held)
     }
 }
 
@@ -405,21 +405,21 @@ impl Accelerator {
 
 /// How an attempt went, for the other ranks.
 #[derive(Clone, Deserialize, Serialize)]
-enum Report {
+enum AttemptReport {
     Done,
     Failed(Failure),
     OutOfMemory { next: usize, text: String },
 }
 
 /// What an attempt left on this rank.
-enum Held<T, E> {
+enum AttemptMemory<T, E> {
     Done(T),
     Error(E),
     Nothing,
     Panic(Box<dyn Any + Send>),
 }
 
-impl<T, E> Held<T, E> {
+impl<T, E> AttemptMemory<T, E> {
     /// The attempt's own error, or its panic again.
     fn failure(&mut self) -> Option<E> {
         match std::mem::replace(self, Self::Nothing) {
@@ -431,7 +431,7 @@ impl<T, E> Held<T, E> {
 }
 
 /// While it is there, panics of this thread for want of memory, which are caught, are not reported.
-struct Quiet {
+struct SilencePanics {
     /// What held before.
     outer: bool,
 }
@@ -440,7 +440,7 @@ thread_local! {
     static QUIET: Cell<bool> = const { Cell::new(false) };
 }
 
-impl Quiet {
+impl SilencePanics {
     fn begin() -> Self {
         static HOOK: Once = Once::new();
         HOOK.call_once(|| {
@@ -459,7 +459,7 @@ impl Quiet {
     }
 }
 
-impl Drop for Quiet {
+impl Drop for SilencePanics {
     fn drop(&mut self) {
         QUIET.set(self.outer);
     }

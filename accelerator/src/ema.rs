@@ -68,7 +68,7 @@ impl<M: Module> Ema<M> {
     /// between a step and its update holds the weights of that step, and an average that never takes them in.
     pub fn update(&mut self, model: &M) {
         settle_statistics(model);
-        let mut reader = Reader::default();
+        let mut reader = ParameterReader::default();
         model.visit(&mut reader);
         let mut mixer = Mixer {
             decay: self.decay,
@@ -130,12 +130,12 @@ impl<M> fmt::Debug for Ema<M> {
 /// Collects what a model holds by path, and whether it is trained. Ids may have changed since the
 /// average began, by preparing or resuming.
 #[derive(Default)]
-struct Reader {
+struct ParameterReader {
     path: ModulePath,
     weights: HashMap<String, (DispatchTensor, bool)>,
 }
 
-impl ModuleVisitor for Reader {
+impl ModuleVisitor for ParameterReader {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.enter(name);
     }

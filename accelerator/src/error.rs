@@ -75,9 +75,9 @@ pub type Result<T, E = Error> = core::result::Result<T, E>;
 /// assert_eq!(advice(&alone.unwrap_err()), "read the message");
 /// ```
 #[derive(Clone)]
-pub struct Error(Arc<Inner>);
+pub struct Error(Arc<ErrorInner>);
 
-struct Inner {
+struct ErrorInner {
     kind: Kind,
     message: String,
     /// Where another rank's error was one that its source said.
@@ -137,7 +137,7 @@ impl Error {
     }
 
     pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Self {
-        Self(Arc::new(Inner {
+        Self(Arc::new(ErrorInner {
             kind,
             message: message.into(),
             misuse: false,
@@ -147,7 +147,7 @@ impl Error {
 
     /// A misuse that another rank met in something of that kind, in its words.
     pub(crate) fn misuse_in(kind: Kind, message: String) -> Self {
-        Self(Arc::new(Inner {
+        Self(Arc::new(ErrorInner {
             kind,
             message,
             misuse: true,
@@ -176,7 +176,7 @@ impl Error {
         message: impl Into<String>,
         source: impl Into<Box<dyn StdError + Send + Sync>>,
     ) -> Self {
-        Self(Arc::new(Inner {
+        Self(Arc::new(ErrorInner {
             kind,
             message: message.into(),
             misuse: false,

@@ -23,11 +23,11 @@ use burn::tensor::Tensor;
 /// gradients are, may.
 pub(crate) trait Node: fmt::Debug + Send + Sync {
     /// A gradient that it leaves alone goes no further.
-    fn backward(&self, here: &mut dyn Here);
+    fn backward(&self, here: &mut dyn NodeContext);
 }
 
 /// A node's surroundings in the midst of backward.
-pub(crate) trait Here {
+pub(crate) trait NodeContext {
     /// How deep the node's first parent is in the graph; `None` where nothing asks for a gradient of it.
     fn depth(&self) -> Option<usize>;
 
@@ -66,7 +66,7 @@ pub(crate) fn is_same_leaf(left: &DispatchTensor, right: &DispatchTensor) -> boo
 
 /// The number of the node that a tracked tensor is, which no other one of this process has.
 pub(crate) fn leaf_number(leaf: &DispatchTensor) -> Option<u64> {
-    fn number<B: Inner>(leaf: &DispatchTensor) -> Option<u64> {
+    fn number<B: BackendParts>(leaf: &DispatchTensor) -> Option<u64> {
         Some(B::leaf(leaf)?.id().value)
     }
     let found = None;
@@ -106,7 +106,7 @@ pub(crate) fn above_both(
     Cube: cfg(any(feature = "cuda", feature = "wgpu")),
     Autodiff
 )]
-trait Place: Backend {
+trait OutputDevice: Backend {
     /// See [`above`].
     fn above(
         parent: FloatTensor<Self>,
@@ -124,7 +124,7 @@ trait Place: Backend {
 }
 
 /// What a backend under autodiff must tell of its tensors.
-trait Inner: Place {
+trait BackendParts: OutputDevice {
     /// The autodiff tensor in `leaf`, where it is one of this backend.
     fn leaf(leaf: &DispatchTensor) -> Option<&FloatTensor<Autodiff<Self>>>;
 
@@ -139,7 +139,7 @@ trait Inner: Place {
 macro_rules! plain {
     ($($feature:meta => $backend:ident),+ $(,)?) => {$(
         #[cfg($feature)]
-        impl Place for burn::backend::$backend {
+        impl OutputDevice for burn::backend::$backend {
             fn above(
                 _parent: FloatTensor<Self>,
                 values: FloatTensor<Self>,
@@ -159,7 +159,7 @@ macro_rules! plain {
         }
 
         #[cfg($feature)]
-        impl Inner for burn::backend::$backend {
+        impl BackendParts for burn::backend::$backend {
             fn leaf(leaf: &DispatchTensor) -> Option<&FloatTensor<Autodiff<Self>>> {
                 let DispatchTensorKind::Autodiff(kind) = &leaf.kind else {
                     return None;
@@ -193,7 +193,7 @@ plain! {
     any(feature = "cuda", feature = "wgpu") => Cube,
 }
 
-impl<B: Inner, C: CheckpointStrategy> Place for Autodiff<B, C> {
+impl<B: BackendParts, C: CheckpointStrategy> OutputDevice for Autodiff<B, C> {
     fn above(
         parent: FloatTensor<Self>,
         values: FloatTensor<Self>,
@@ -212,7 +212,7 @@ impl<B: Inner, C: CheckpointStrategy> Place for Autodiff<B, C> {
     }
 }
 
-fn place<B: Inner, C: CheckpointStrategy, const N: usize>(
+fn place<B: BackendParts, C: CheckpointStrategy, const N: usize>(
     parents: [FloatTensor<Autodiff<B, C>>; N],
     values: FloatTensor<Autodiff<B, C>>,
     node: Arc<dyn Node>,
@@ -233,11 +233,11 @@ fn place<B: Inner, C: CheckpointStrategy, const N: usize>(
 #[derive(Debug)]
 struct Call;
 
-impl<B: Inner, const N: usize> Backward<B, N> for Call {
+impl<B: BackendParts, const N: usize> Backward<B, N> for Call {
     type State = Arc<dyn Node>;
 
     fn backward(self, ops: Ops<Self::State, N>, gradients: &mut Gradients, _: &mut Checkpointer) {
-        ops.state.backward(&mut At {
+        ops.state.backward(&mut NodeStep {
             ops: &ops,
             gradients,
             backend: PhantomData::<B>,
@@ -246,13 +246,13 @@ impl<B: Inner, const N: usize> Backward<B, N> for Call {
 }
 
 /// A node, with the gradients that there are when backward comes to it.
-struct At<'a, B, const N: usize> {
+struct NodeStep<'a, B, const N: usize> {
     ops: &'a Ops<Arc<dyn Node>, N>,
     gradients: &'a mut Gradients,
     backend: PhantomData<B>,
 }
 
-impl<B: Inner, const N: usize> At<'_, B, N> {
+impl<B: BackendParts, const N: usize> NodeStep<'_, B, N> {
     fn hand_on_with(&mut self, new: impl FnOnce(FloatTensor<B>) -> Option<FloatTensor<B>>) {
         let gradient = self.gradients.consume::<B>(&self.ops.node);
         if let Some(Some(parent)) = self.ops.parents.first()
@@ -263,7 +263,7 @@ impl<B: Inner, const N: usize> At<'_, B, N> {
     }
 }
 
-impl<B: Inner, const N: usize> Here for At<'_, B, N> {
+impl<B: BackendParts, const N: usize> NodeContext for NodeStep<'_, B, N> {
     fn depth(&self) -> Option<usize> {
         let parent = self.ops.parents.first()?.as_ref();
         parent.map(|parent| parent.order)

@@ -203,7 +203,7 @@ pub mod prelude {
     pub use crate::checkpoint::{Checkpoints, Object, PerRank};
     pub use crate::collective::ReduceOp;
     pub use crate::data::{
-        Batch, BuildUncompared as _, DataLoaderBuilder, InOrder, PreparedLoader,
+        Batch, BuildUncompared as _, DataLoaderBuilder, AssumeDeterministic, PreparedLoader,
     };
     pub use crate::ema::Ema;
     pub use crate::local::{DiLoCoConfig, LocalOutcome, LocalSgdConfig, LocalTraining};

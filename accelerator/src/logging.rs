@@ -4,14 +4,14 @@
 //! `tracing-subscriber`, [`layer`] writes to standard error, with the rank in front of each event:
 //!
 //! ```
-//! use accelerator::logging::{self, Speakers};
+//! use accelerator::logging::{self, LogRanks};
 //! use tracing_subscriber::prelude::*;
 //!
 //! # fn main() -> accelerator::Result<()> {
 //! // What rank 0 says, and warnings and errors of every rank.
 //! tracing_subscriber::registry()
 //!     .with(tracing_subscriber::filter::LevelFilter::INFO)
-//!     .with(logging::layer(Speakers::Main)?)
+//!     .with(logging::layer(LogRanks::Main)?)
 //!     .init();
 //! # Ok(())
 //! # }
@@ -44,21 +44,21 @@ use crate::notice;
 /// case, since they may concern one rank alone.
 ///
 /// ```
-/// use accelerator::logging::Speakers;
+/// use accelerator::logging::LogRanks;
 ///
 /// /// By how often `-v` is given.
-/// fn speakers(verbosity: u8) -> Speakers {
+/// fn speakers(verbosity: u8) -> LogRanks {
 ///     match verbosity {
-///         0 => Speakers::Main,
-///         1 => Speakers::LocalMain,
-///         _ => Speakers::Every,
+///         0 => LogRanks::Main,
+///         1 => LogRanks::LocalMain,
+///         _ => LogRanks::Every,
 ///     }
 /// }
-/// assert_eq!(speakers(0), Speakers::default());
-/// # assert_eq!([speakers(1), speakers(2)], [Speakers::LocalMain, Speakers::Every]);
+/// assert_eq!(speakers(0), LogRanks::default());
+/// # assert_eq!([speakers(1), speakers(2)], [LogRanks::LocalMain, LogRanks::Every]);
 /// ```
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub enum Speakers {
+pub enum LogRanks {
     /// Those of rank 0.
     #[default]
     Main,
@@ -76,7 +76,7 @@ pub enum Speakers {
 ///
 /// [`Error::is_config`](crate::Error::is_config) when the environment says something impossible about
 /// this process's rank, as [`Accelerator::new`] would find.
-pub fn layer<S>(speakers: Speakers) -> Result<impl Layer<S>>
+pub fn layer<S>(speakers: LogRanks) -> Result<impl Layer<S>>
 where
     S: Subscriber + for<'span> LookupSpan<'span>,
 {
@@ -91,12 +91,12 @@ where
 /// Lets through what these ranks say, for layers of the program's own.
 ///
 /// ```
-/// use accelerator::logging::{RankFilter, Speakers};
+/// use accelerator::logging::{RankFilter, LogRanks};
 /// use tracing_subscriber::prelude::*;
 ///
 /// # let accelerator = accelerator::Accelerator::new()?;
 /// // A file for each host, beside what goes to standard error.
-/// let filter = RankFilter::new(Speakers::LocalMain, accelerator.topology());
+/// let filter = RankFilter::new(LogRanks::LocalMain, accelerator.topology());
 /// let file = tracing_subscriber::fmt::layer().with_writer(std::io::sink).with_filter(filter);
 /// let subscriber = tracing_subscriber::registry().with(file);
 /// # drop(subscriber);
@@ -109,11 +109,11 @@ pub struct RankFilter {
 
 impl RankFilter {
     /// For the rank that stands so; [`Accelerator::topology`] and [`Launch::from_env`] tell.
-    pub fn new(speakers: Speakers, topology: &Topology) -> Self {
+    pub fn new(speakers: LogRanks, topology: &Topology) -> Self {
         let speaks = match speakers {
-            Speakers::Main => topology.is_main(),
-            Speakers::LocalMain => topology.is_local_main(),
-            Speakers::Every => true,
+            LogRanks::Main => topology.is_main(),
+            LogRanks::LocalMain => topology.is_local_main(),
+            LogRanks::Every => true,
         };
         Self { speaks }
     }
@@ -222,9 +222,9 @@ impl Accelerator {
 
 /// What was warned of.
 #[derive(Debug, Default)]
-pub(crate) struct Warned(Mutex<HashSet<String>>);
+pub(crate) struct WarnedTexts(Mutex<HashSet<String>>);
 
-impl Warned {
+impl WarnedTexts {
     fn is_first(&self, text: &str) -> bool {
         let mut warned = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         warned.insert(text.to_owned())
@@ -254,7 +254,7 @@ mod tests {
     }
 
     /// What the rank that stands so shows of `work`.
-    fn shown(topology: &Topology, speakers: Speakers, work: impl FnOnce()) -> String {
+    fn shown(topology: &Topology, speakers: LogRanks, work: impl FnOnce()) -> String {
         let lines = Lines::default();
         let writer = lines.clone();
         let layer = tracing_subscriber::fmt::layer()
@@ -285,9 +285,9 @@ mod tests {
         let info = |rank: usize| format!("rank={rank}  INFO step{{number=7}}: loaded\n");
         let warning = |rank: usize| format!("rank={rank}  WARN step{{number=7}}: slow\n");
         for (speakers, speaking) in [
-            (Speakers::Main, [true, false, false, false]),
-            (Speakers::LocalMain, [true, false, true, false]),
-            (Speakers::Every, [true; 4]),
+            (LogRanks::Main, [true, false, false, false]),
+            (LogRanks::LocalMain, [true, false, true, false]),
+            (LogRanks::Every, [true; 4]),
         ] {
             for (rank, speaks) in speaking.into_iter().enumerate() {
                 let own = if speaks { info(rank) } else { String::new() };
@@ -298,7 +298,7 @@ mod tests {
 
     #[test]
     fn one_process_has_no_rank_to_show() {
-        let text = shown(&Topology::single(), Speakers::Main, || {
+        let text = shown(&Topology::single(), LogRanks::Main, || {
             tracing::info!("alone")
         });
         assert_eq!(text, " INFO alone\n");
@@ -308,7 +308,7 @@ mod tests {
     #[test]
     fn a_warning_is_given_once_and_by_rank_zero() {
         let texts = crate::launch(2, |accelerator| {
-            Ok(shown(&Topology::single(), Speakers::Every, || {
+            Ok(shown(&Topology::single(), LogRanks::Every, || {
                 let _rank = accelerator.span().entered();
                 for what in ["labels", "images", "labels"] {
                     accelerator.warn_once(format_args!("no {what}"));

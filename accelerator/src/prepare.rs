@@ -6,7 +6,7 @@ use burn::optim::ModuleOptimizer;
 
 use crate::accelerator::Accelerator;
 use crate::agreement::sides;
-use crate::data::{InOrder, Loader, PreparedLoader};
+use crate::data::{AssumeDeterministic, Loader, PreparedLoader};
 use crate::error::{Error, Result};
 use crate::optim::{
     Manual, PerEpoch, PerProcess, PreparedOptimizer, Scheduled, Scheduler, Sharded, Shards,
@@ -43,7 +43,7 @@ use crate::optim::{
     note = "of a tuple, prepare one part after the other to see which of them it is",
     note = "one of Burn's own loaders (`Arc<dyn DataLoader<_>>`) is built with Burn's `DataLoaderBuilder`: import \
             `accelerator::data::DataLoaderBuilder` in its place, which has the same methods, or write \
-            `InOrder(loader)` if it reads its batches in the same order on every rank",
+            `AssumeDeterministic(loader)` if it reads its batches in the same order on every rank",
     note = "a module must derive `Module`",
     note = "an optimizer is Burn's `ModuleOptimizer`: call `.init()` on its config; a scheduler goes \
             beside its optimizer, as `(optimizer, scheduler)`; `Sharded(optimizer)` stands in its place",
@@ -91,7 +91,7 @@ pub(crate) fn check_kinds<K, P: Prepare<K>>(accelerator: &Accelerator) -> Result
 /// The kinds of things that can be prepared; see [`Prepare`].
 ///
 /// ```
-/// use accelerator::data::{InOrder, Loader};
+/// use accelerator::data::{AssumeDeterministic, Loader};
 /// use accelerator::optim::{PerEpoch, PerProcess, Sharded};
 /// use accelerator::{Prepare, kind};
 /// use burn::lr_scheduler::constant::ConstantLr as Rate;
@@ -102,7 +102,7 @@ pub(crate) fn check_kinds<K, P: Prepare<K>>(accelerator: &Accelerator) -> Result
 ///
 /// prepares::<kind::Model, Linear>();
 /// prepares::<kind::Loader, Loader<Vec<u32>>>();
-/// prepares::<kind::Opaque, InOrder<Vec<u32>>>();
+/// prepares::<kind::Opaque, AssumeDeterministic<Vec<u32>>>();
 /// prepares::<kind::Optimizer, Optimizer>();
 /// prepares::<kind::ScheduledByStep, (Optimizer, Rate)>();
 /// prepares::<kind::ScheduledByEpoch, (Optimizer, PerEpoch<Rate>)>();
@@ -126,7 +126,7 @@ pub mod kind {
     #[derive(Debug)]
     pub enum Never {}
 
-    /// One of Burn's own data loaders, in [`InOrder`](crate::data::InOrder).
+    /// One of Burn's own data loaders, in [`AssumeDeterministic`](crate::data::AssumeDeterministic).
     #[derive(Debug)]
     pub enum Opaque {}
 
@@ -309,7 +309,7 @@ impl<O: Send + 'static> Prepare<kind::Loader> for Loader<O> {
     }
 }
 
-impl<O: Send + 'static> Prepare<kind::Opaque> for InOrder<O> {
+impl<O: Send + 'static> Prepare<kind::Opaque> for AssumeDeterministic<O> {
     type Prepared = PreparedLoader<O>;
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {

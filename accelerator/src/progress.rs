@@ -32,12 +32,12 @@ impl Accelerator {
     pub fn progress(&self, len: impl Into<Option<u64>>) -> ProgressBar {
         let len = len.into();
         let place = match std::io::stderr().is_terminal() {
-            true => Place::Terminal,
-            false => Place::Elsewhere,
+            true => StderrKind::Terminal,
+            false => StderrKind::Elsewhere,
         };
         let target = match shown(self.topology(), place) {
-            Shown::Yes => ProgressDrawTarget::stderr(),
-            Shown::No => ProgressDrawTarget::hidden(),
+            BarVisibility::Yes => ProgressDrawTarget::stderr(),
+            BarVisibility::No => ProgressDrawTarget::hidden(),
         };
         let template = match len {
             Some(_) => "{bar:30} {pos}/{len} {per_sec} {eta} left {msg}",
@@ -54,22 +54,22 @@ impl Accelerator {
 
 /// What standard error is.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Place {
+enum StderrKind {
     Elsewhere,
     Terminal,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Shown {
+enum BarVisibility {
     No,
     Yes,
 }
 
 /// Whether the rank that stands so shows bars.
-fn shown(topology: &Topology, place: Place) -> Shown {
+fn shown(topology: &Topology, place: StderrKind) -> BarVisibility {
     match place {
-        Place::Terminal if topology.is_main() => Shown::Yes,
-        Place::Elsewhere | Place::Terminal => Shown::No,
+        StderrKind::Terminal if topology.is_main() => BarVisibility::Yes,
+        StderrKind::Elsewhere | StderrKind::Terminal => BarVisibility::No,
     }
 }
 
@@ -83,11 +83,11 @@ mod tests {
             // Two hosts: the first rank of the other one is not the main one.
             let topology = Topology::new(rank, 4).unwrap();
             let topology = topology.with_local(rank % 2, 2).unwrap();
-            let expected = if rank == 0 { Shown::Yes } else { Shown::No };
-            assert_eq!(shown(&topology, Place::Terminal), expected);
-            assert_eq!(shown(&topology, Place::Elsewhere), Shown::No);
+            let expected = if rank == 0 { BarVisibility::Yes } else { BarVisibility::No };
+            assert_eq!(shown(&topology, StderrKind::Terminal), expected);
+            assert_eq!(shown(&topology, StderrKind::Elsewhere), BarVisibility::No);
         }
-        assert_eq!(shown(&Topology::single(), Place::Terminal), Shown::Yes);
+        assert_eq!(shown(&Topology::single(), StderrKind::Terminal), BarVisibility::Yes);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use burn::tensor::Tensor;
 
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Kind, Result};
-use crate::gradient::Slot;
+use crate::gradient::ModelState;
 use crate::model::running_states;
 use crate::module_path::ModulePath;
 use crate::short_hash::short;
@@ -65,13 +65,13 @@ impl Accelerator {
     #[track_caller]
     pub fn check_replicas<M: Module>(&self, model: &M) -> Result<()> {
         let slot = self.shared.models.find(model)?;
-        check(self, CHECK, &slot, model, Compared::All)
+        check(self, CHECK, &slot, model, ComparedParameters::All)
     }
 }
 
 /// Which parameters are compared.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Compared {
+enum ComparedParameters {
     /// Frozen ones, too.
     All,
     Trainable,
@@ -82,11 +82,11 @@ enum Compared {
 #[track_caller]
 pub(crate) fn check_when_due<M: Module>(
     accelerator: &Accelerator,
-    slot: &Slot,
+    slot: &ModelState,
     model: &M,
 ) -> Result<()> {
     if is_due(accelerator.shared.settings.check_replicas, slot.steps()) {
-        check(accelerator, CHECK, slot, model, Compared::Trainable)
+        check(accelerator, CHECK, slot, model, ComparedParameters::Trainable)
     } else {
         Ok(())
     }
@@ -105,7 +105,7 @@ pub(crate) fn check_and_sync<M: Module>(
     if let Ok(slot) = accelerator.shared.models.find(model) {
         slot.note_compared();
         slot.round().check_together(action)?;
-        check(accelerator, action, &slot, model, Compared::Trainable)?;
+        check(accelerator, action, &slot, model, ComparedParameters::Trainable)?;
     }
     accelerator.sync_buffers(model)
 }
@@ -119,16 +119,16 @@ fn is_due(every: Option<NonZeroU64>, steps: u64) -> bool {
 fn check<M: Module>(
     accelerator: &Accelerator,
     action: &str,
-    slot: &Slot,
+    slot: &ModelState,
     model: &M,
-    compared: Compared,
+    compared: ComparedParameters,
 ) -> Result<()> {
     let group = accelerator.group();
     if group.world_size() == 1 {
         return Ok(());
     }
     accelerator.shared.crossing.check_in(group)?;
-    let mine = Fingerprint::of(model, slot, compared);
+    let mine = ReplicaDigest::of(model, slot, compared);
     let checking = group.for_purpose(action);
     let digests = checking.all_gather::<u8>(mine.digest.as_bytes())?;
     let mut digests = digests.chunks_exact(blake3::OUT_LEN);
@@ -145,7 +145,7 @@ fn check<M: Module>(
 }
 
 /// What a rank's parameters come to.
-struct Fingerprint {
+struct ReplicaDigest {
     /// Of all of them.
     digest: blake3::Hash,
     /// Eight bytes for each.
@@ -153,13 +153,13 @@ struct Fingerprint {
     paths: Vec<String>,
 }
 
-impl Fingerprint {
-    fn of<M: Module>(model: &M, slot: &Slot, compared: Compared) -> Self {
-        let mut reader = Reader {
+impl ReplicaDigest {
+    fn of<M: Module>(model: &M, slot: &ModelState, compared: ComparedParameters) -> Self {
+        let mut reader = ReplicaReader {
             chosen: match compared {
-                Compared::All => Chosen::AllBut(running_states(model)),
-                Compared::Trainable => {
-                    Chosen::Ids(slot.parameters().iter().map(|known| known.id).collect())
+                ComparedParameters::All => ReplicaSelection::AllBut(running_states(model)),
+                ComparedParameters::Trainable => {
+                    ReplicaSelection::Ids(slot.parameters().iter().map(|known| known.id).collect())
                 }
             },
             place: 0,
@@ -177,15 +177,15 @@ impl Fingerprint {
     }
 }
 
-/// What a [`Reader`] reads.
-enum Chosen {
+/// What a [`ReplicaReader`] reads.
+enum ReplicaSelection {
     /// All but the floats at these places of the model.
     AllBut(HashSet<usize>),
     Ids(HashSet<ParamId>),
 }
 
-struct Reader {
-    chosen: Chosen,
+struct ReplicaReader {
+    chosen: ReplicaSelection,
     /// Among the floats of the model.
     place: usize,
     path: ModulePath,
@@ -194,7 +194,7 @@ struct Reader {
     paths: Vec<String>,
 }
 
-impl ModuleVisitor for Reader {
+impl ModuleVisitor for ReplicaReader {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.enter(name);
     }
@@ -207,8 +207,8 @@ impl ModuleVisitor for Reader {
         let place = self.place;
         self.place += 1;
         let is_chosen = match &self.chosen {
-            Chosen::AllBut(running) => !running.contains(&place),
-            Chosen::Ids(ids) => ids.contains(&param.id),
+            ReplicaSelection::AllBut(running) => !running.contains(&place),
+            ReplicaSelection::Ids(ids) => ids.contains(&param.id),
         };
         if is_chosen {
             let hash = blake3::hash(param.val().into_data().bytes());

@@ -1,4 +1,4 @@
-use accelerator::logging::{self, Speakers};
+use accelerator::logging::{self, LogRanks};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::prelude::*;
 
@@ -6,7 +6,7 @@ use tracing_subscriber::prelude::*;
 pub fn init_logging() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
     // An environment that is wrong is an error of `Accelerator::new`, which says more.
-    if let Ok(layer) = logging::layer(Speakers::Every) {
+    if let Ok(layer) = logging::layer(LogRanks::Every) {
         // Fails where the program has one already, which is as good.
         let _ = tracing_subscriber::registry()
             .with(filter)

@@ -14,7 +14,7 @@ use crate::device::{DeviceKind, Oversubscription};
 use crate::error::{Error, Result};
 use crate::gradient::{Compression, GradientReduction, Overlap};
 use crate::precision::Precision;
-use crate::timeline::Schedule;
+use crate::timeline::ProfilerSchedule;
 
 /// The device of the program and of the environment, which must not contradict each other.
 pub(super) fn device(asked: Option<DeviceKind>) -> Result<DeviceKind> {
@@ -46,7 +46,7 @@ pub(super) fn trace(asked: Option<&Path>) -> Result<Option<PathBuf>> {
 }
 
 /// Which steps the trace keeps, in the same way.
-pub(super) fn trace_schedule(asked: Option<Schedule>) -> Result<Option<Schedule>> {
+pub(super) fn trace_schedule(asked: Option<ProfilerSchedule>) -> Result<Option<ProfilerSchedule>> {
     agreed("the schedule", asked, TRACE_SCHEDULE)
 }
 
@@ -57,7 +57,7 @@ pub(super) fn overlap(asked: Option<Overlap>) -> Result<Overlap> {
 
 /// Whether ranks may share GPUs, in the same way.
 pub(super) fn oversubscription(asked: Option<Oversubscription>) -> Result<Oversubscription> {
-    let agreed = agreed("oversubscription", asked.map(Switch), OVERSUBSCRIBE_GPUS)?;
+    let agreed = agreed("oversubscription", asked.map(BoolVariable), OVERSUBSCRIBE_GPUS)?;
     Ok(agreed.map_or_else(Oversubscription::default, |switch| switch.0))
 }
 
@@ -99,9 +99,9 @@ impl FromStr for Count {
 
 /// The setting as the variable has it: `1` or `0`, or the words for them.
 #[derive(PartialEq)]
-struct Switch(Oversubscription);
+struct BoolVariable(Oversubscription);
 
-impl Display for Switch {
+impl Display for BoolVariable {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         f.write_str(match self.0 {
             Oversubscription::Allow => "1",
@@ -110,7 +110,7 @@ impl Display for Switch {
     }
 }
 
-impl FromStr for Switch {
+impl FromStr for BoolVariable {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -175,14 +175,14 @@ mod tests {
             ("0", Refuse),
             ("false", Refuse),
         ] {
-            let switch: Switch = text.parse().unwrap();
+            let switch: BoolVariable = text.parse().unwrap();
             assert_eq!(switch.0, setting, "{text}");
         }
         for setting in [Allow, Refuse] {
-            let switch: Switch = Switch(setting).to_string().parse().unwrap();
+            let switch: BoolVariable = BoolVariable(setting).to_string().parse().unwrap();
             assert_eq!(switch.0, setting);
         }
-        let error = "2".parse::<Switch>().err().unwrap();
+        let error = "2".parse::<BoolVariable>().err().unwrap();
         assert!(error.contains("1 or 0") && error.contains('2'), "{error}");
     }
 
@@ -238,7 +238,7 @@ mod tests {
             "active=1,sleep=1",
         ] {
             let is_accepted = TRACE_SCHEDULE.accepts(text.as_ref());
-            assert_eq!(text.parse::<Schedule>().is_ok(), is_accepted, "{text}");
+            assert_eq!(text.parse::<ProfilerSchedule>().is_ok(), is_accepted, "{text}");
         }
     }
 }

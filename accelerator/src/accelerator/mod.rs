@@ -29,16 +29,16 @@ use crate::error::{Error, Result};
 use crate::gradient::hook;
 use crate::gradient::{
     Compression, FailedCalls, GradientReduction, Gradients, OnNonFiniteLoss, Overlap,
-    OverlapReport, Reach, Road, SeenUpdates, Switch, Turn, Weight,
+    OverlapReport, ReduceScope, DeviceReducer, SeenUpdates, OverlapSwitch, BackwardGuard, Weight,
 };
-use crate::logging::Warned;
+use crate::logging::WarnedTexts;
 use crate::model::Models;
-use crate::nn::Crossing;
+use crate::nn::ForwardCollectives;
 use crate::notice;
-use crate::optim::Census;
+use crate::optim::OptimizerCount;
 use crate::precision::{LossScale, Precision, Scaler, WorkingUse};
 use crate::prepare::{self, Prepare};
-use crate::timeline::{Recording, Schedule, StepSummary, Timeline};
+use crate::timeline::{Recording, ProfilerSchedule, StepSummary, Timeline};
 
 /// This process's (or, under [`launch`](crate::launch), this thread's) place among the ranks of
 /// a job, with everything a training loop needs of it.
@@ -62,7 +62,7 @@ pub struct Accelerator {
 
 pub(crate) struct Shared {
     pub(crate) checkpoints: Ongoing,
-    pub(crate) crossing: Crossing,
+    pub(crate) crossing: ForwardCollectives,
     pub(crate) device: Device,
     pub(crate) failed_calls: Arc<FailedCalls>,
     pub(crate) group: ProcessGroup,
@@ -71,18 +71,18 @@ pub(crate) struct Shared {
     pub(crate) loaders: AtomicU64,
     pub(crate) models: Models,
     /// That were prepared, and live.
-    pub(crate) optimizers: Census,
-    pub(crate) overlap: Switch,
+    pub(crate) optimizers: OptimizerCount,
+    pub(crate) overlap: OverlapSwitch,
     pub(crate) restarts: Restarts,
     /// Between its device and the other ranks.
-    pub(crate) road: Arc<Road>,
+    pub(crate) road: Arc<DeviceReducer>,
     pub(crate) settings: Settings,
     pub(crate) timeline: Timeline,
     pub(crate) trigger: Arc<Trigger>,
     /// Of the threads that reduce gradients.
-    pub(crate) turn: Turn,
+    pub(crate) turn: BackwardGuard,
     pub(crate) uncounted: UncountedPadding,
-    pub(crate) warned: Warned,
+    pub(crate) warned: WarnedTexts,
     pub(crate) working: WorkingUse,
 }
 
@@ -129,7 +129,7 @@ pub(crate) struct Settings {
     pub(crate) seed: u64,
     /// The file of the trace; with a schedule, the one beside which those of its cycles are.
     pub(crate) trace: Option<PathBuf>,
-    pub(crate) trace_schedule: Option<Schedule>,
+    pub(crate) trace_schedule: Option<ProfilerSchedule>,
     pub(crate) window: WindowSize,
 }
 
@@ -195,7 +195,7 @@ impl Accelerator {
     /// | `(optimizer, scheduler)` | one whose `step` advances the scheduler itself |
     /// | [`Sharded(optimizer)`](crate::optim::Sharded) | the same, with its state shared out over the ranks |
     /// | a [`Loader`](crate::data::Loader) | this rank's share, as a [`PreparedLoader`](crate::data::PreparedLoader) |
-    /// | [`InOrder`](crate::data::InOrder) around one of Burn's own loaders | the same, shared out batch by batch |
+    /// | [`AssumeDeterministic`](crate::data::AssumeDeterministic) around one of Burn's own loaders | the same, shared out batch by batch |
     /// | a tuple of these | a tuple of those |
     ///
     /// Every rank must prepare the same things in the same order.
@@ -331,7 +331,7 @@ impl Accelerator {
         model: &M,
         weight: impl Into<Weight>,
     ) -> Result<Gradients> {
-        self.backward_of(loss, model, weight.into(), Reach::All)
+        self.backward_of(loss, model, weight.into(), ReduceScope::All)
     }
 
     /// The same over the samples of these ranks.
@@ -341,7 +341,7 @@ impl Accelerator {
         loss: Tensor<1>,
         model: &M,
         weight: Weight,
-        reach: Reach,
+        reach: ReduceScope,
     ) -> Result<Gradients> {
         let timeline = &self.shared.timeline;
         let gradients = crate::gradient::backward(self, loss, model, weight, reach);

@@ -3,7 +3,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use accelerator_collective::{ProcessGroup, ReduceOp};
 
 use super::Accelerator;
-use crate::checkpoint::{News, Work};
+use crate::checkpoint::{SaveProgress, BackgroundSave};
 use crate::error::Result;
 
 /// A flag that any rank raises for all.
@@ -52,21 +52,21 @@ impl Accelerator {
 /// What ranks tell each other with each window, beside the gradients: the flag, and whether rank 0 has
 /// written the checkpoint that was begun last.
 #[derive(Debug, Default)]
-pub(crate) struct Trigger(Mutex<State>);
+pub(crate) struct Trigger(Mutex<TriggerState>);
 
 #[derive(Debug, Default)]
-struct State {
+struct TriggerState {
     /// Raised on this rank, and not told to the others yet.
     set: bool,
     /// What windows since the last check have told; `None` where there was none.
     told: Option<bool>,
     /// Of the last checkpoint that was begun beside training.
-    saving: Weak<Work>,
+    saving: Weak<BackgroundSave>,
 }
 
 impl Trigger {
     /// Tells of a checkpoint that is being written, from the next window on.
-    pub(crate) fn watch(&self, work: &Arc<Work>) {
+    pub(crate) fn watch(&self, work: &Arc<BackgroundSave>) {
         self.state().saving = Arc::downgrade(work);
     }
 
@@ -83,8 +83,8 @@ impl Trigger {
         state.told = Some(state.told == Some(true) || sum % WRITTEN > 0.0);
         if let Some(work) = state.saving.upgrade() {
             work.hear(match sum >= WRITTEN {
-                true => News::Done,
-                false => News::Writing,
+                true => SaveProgress::Done,
+                false => SaveProgress::Writing,
             });
         }
     }
@@ -109,7 +109,7 @@ impl Trigger {
         f64::from(u8::from(std::mem::take(&mut self.state().set)))
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, TriggerState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

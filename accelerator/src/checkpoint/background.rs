@@ -38,11 +38,11 @@ use crate::panic_text::panic_text;
 #[must_use = "`wait` tells how it went; so do the next save and `finish`"]
 pub struct Saving {
     accelerator: Accelerator,
-    work: Arc<Work>,
+    work: Arc<BackgroundSave>,
 }
 
 impl Saving {
-    pub(super) fn new(accelerator: Accelerator, work: Arc<Work>) -> Self {
+    pub(super) fn new(accelerator: Accelerator, work: Arc<BackgroundSave>) -> Self {
         Self { accelerator, work }
     }
 
@@ -80,17 +80,17 @@ impl Saving {
             return Ok(work.has_ended());
         }
         match work.news() {
-            News::Done => Ok(true),
-            News::Writing => {
-                work.hear(News::Unknown);
+            SaveProgress::Done => Ok(true),
+            SaveProgress::Writing => {
+                work.hear(SaveProgress::Unknown);
                 Ok(false)
             }
-            News::Unknown => {
+            SaveProgress::Unknown => {
                 let mut done = [u8::from(work.has_ended())];
                 let asking = group.for_purpose("whether the checkpoint is written");
                 asking.broadcast(&mut done, 0)?;
                 if done == [1] {
-                    work.hear(News::Done);
+                    work.hear(SaveProgress::Done);
                 }
                 Ok(done == [1])
             }
@@ -113,7 +113,7 @@ pub(crate) struct Ongoing {
     /// The folders that this rank was told to resume from.
     resumed: Mutex<HashSet<PathBuf>>,
     /// The save whose outcome was not told yet.
-    work: Mutex<Option<Arc<Work>>>,
+    work: Mutex<Option<Arc<BackgroundSave>>>,
 }
 
 impl Default for Ongoing {
@@ -172,7 +172,7 @@ impl Ongoing {
         Ok(())
     }
 
-    pub(super) fn begin(&self, work: Arc<Work>) {
+    pub(super) fn begin(&self, work: Arc<BackgroundSave>) {
         *lock(&self.work) = Some(work);
     }
 
@@ -192,7 +192,7 @@ impl Ongoing {
         }
     }
 
-    fn forget(&self, settled: &Arc<Work>) {
+    fn forget(&self, settled: &Arc<BackgroundSave>) {
         let mut work = lock(&self.work);
         if work.as_ref().is_some_and(|work| Arc::ptr_eq(work, settled)) {
             *work = None;
@@ -202,19 +202,19 @@ impl Ongoing {
 
 /// A thread that writes a checkpoint, on rank 0; on the others, the knowledge that there is one.
 #[derive(Debug, Default)]
-pub(crate) struct Work {
+pub(crate) struct BackgroundSave {
     thread: Mutex<Option<JoinHandle<Result<Saved>>>>,
     /// How the thread ended.
     ended: OnceLock<Result<Saved>>,
     /// What every rank was told.
     told: OnceLock<Result<Saved>>,
     /// What every rank knows before that.
-    news: Mutex<News>,
+    news: Mutex<SaveProgress>,
 }
 
 /// What windows of gradients have told about the writing since the program asked last.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(crate) enum News {
+pub(crate) enum SaveProgress {
     /// No window was reduced.
     #[default]
     Unknown,
@@ -222,7 +222,7 @@ pub(crate) enum News {
     Done,
 }
 
-impl Work {
+impl BackgroundSave {
     /// Runs `write` on a thread of its own; where none can be had, that is the outcome.
     pub(super) fn start(write: impl FnOnce() -> Result<Saved> + Send + 'static) -> Arc<Self> {
         let work = Self::default();
@@ -246,17 +246,17 @@ impl Work {
         self.ended.get().is_some() || thread.as_ref().is_some_and(JoinHandle::is_finished)
     }
 
-    fn news(&self) -> News {
+    fn news(&self) -> SaveProgress {
         match self.told.get() {
-            Some(_) => News::Done,
+            Some(_) => SaveProgress::Done,
             None => *lock(&self.news),
         }
     }
 
     /// Notes what all ranks have heard. What is done stays done.
-    pub(crate) fn hear(&self, news: News) {
+    pub(crate) fn hear(&self, news: SaveProgress) {
         let mut known = lock(&self.news);
-        if *known != News::Done {
+        if *known != SaveProgress::Done {
             *known = news;
         }
     }
@@ -291,7 +291,7 @@ impl Work {
     }
 }
 
-impl Drop for Work {
+impl Drop for BackgroundSave {
     fn drop(&mut self) {
         if self.told.get().is_none()
             && let Some(Err(error)) = self.join()

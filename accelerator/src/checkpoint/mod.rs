@@ -68,7 +68,7 @@ mod world;
 mod write;
 
 pub use self::background::Saving;
-pub(crate) use self::background::{News, Ongoing, Work};
+pub(crate) use self::background::{SaveProgress, Ongoing, BackgroundSave};
 pub use self::parts::{Object, PerRank, Resume, Save, kind};
 pub use self::position::Position;
 pub use self::settings::{Checkpoints, Draft, Resumed};
@@ -227,7 +227,7 @@ impl Accelerator {
     ///   `backward` gets the batch of that other alone: give it each batch with its own loss, in one window
     ///   ([`no_sync`](crate::Weight::no_sync) for the first), and both go on; or save at the ends of epochs.
     ///   Pass every loader of the training: one that was not saved begins anew.
-    /// - [`InOrder`](crate::data::InOrder) loaders of Burn's own skip what was used by reading and
+    /// - [`AssumeDeterministic`](crate::data::AssumeDeterministic) loaders of Burn's own skip what was used by reading and
     ///   dropping it. That needs as many ranks as before, and an order that is the same each time.
     /// - At another number of ranks, a step uses as many samples as before, divided as evenly as
     ///   possible, and the learning rate stays: see [`resume_with`](Self::resume_with). With

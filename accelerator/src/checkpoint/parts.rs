@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::resume::Restorer;
-use super::snapshot::{PartKind, Settling, Snapshot};
+use super::snapshot::{PartKind, SnapshotExchange, Snapshot};
 use crate::data::PreparedLoader;
 use crate::ema::Ema;
 use crate::error::Result;
@@ -51,7 +51,7 @@ pub trait Save<K> {
     /// What takes all ranks, once it is known that they are ready.
     #[doc(hidden)]
     #[track_caller]
-    fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
+    fn settle(&self, settling: &mut SnapshotExchange<'_>) -> Result<()> {
         settling.pass_over();
         Ok(())
     }
@@ -210,7 +210,7 @@ impl<M: Module + fmt::Display> Save<kind::Model> for &M {
         snapshot.add_model(*self)
     }
 
-    fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
+    fn settle(&self, settling: &mut SnapshotExchange<'_>) -> Result<()> {
         settling.model(*self)
     }
 }
@@ -231,7 +231,7 @@ impl<M: Module + fmt::Display> Save<kind::Ema> for &Ema<M> {
         snapshot.add_companion("an `Ema`", self.model())
     }
 
-    fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
+    fn settle(&self, settling: &mut SnapshotExchange<'_>) -> Result<()> {
         settling.model(self.model())
     }
 }
@@ -253,7 +253,7 @@ impl Save<kind::LocalSgd> for &LocalSgd {
         Ok(())
     }
 
-    fn settle(&self, _settling: &mut Settling<'_>) -> Result<()> {
+    fn settle(&self, _settling: &mut SnapshotExchange<'_>) -> Result<()> {
         Ok(())
     }
 }
@@ -274,7 +274,7 @@ impl<M: Module + fmt::Display> Save<kind::DiLoCo> for &DiLoCo<M> {
             .try_for_each(|state| snapshot.add_companion("`DiLoCo`", state))
     }
 
-    fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
+    fn settle(&self, settling: &mut SnapshotExchange<'_>) -> Result<()> {
         // A closure would be the caller that errors name.
         for state in self.states() {
             settling.model(state)?;
@@ -384,7 +384,7 @@ macro_rules! tuples {
             }
 
             #[allow(non_snake_case, reason = "the names are those of the type parameters")]
-            fn settle(&self, settling: &mut Settling<'_>) -> Result<()> {
+            fn settle(&self, settling: &mut SnapshotExchange<'_>) -> Result<()> {
                 let ($($part,)+) = self;
                 $(Save::<$kind>::settle($part, settling)?;)+
                 Ok(())

@@ -14,15 +14,15 @@ use super::position::Position;
 use super::settings::{Checkpoints, Resumed};
 use super::share::{bytes_from_main, from_main};
 use super::snapshot::PartKind;
-use super::state::{HookState, Kept, ModelState, Names, PartState, State, decode};
+use super::state::{HookState, SavedHook, SavedModel, Names, PartState, StateFile, decode};
 use super::world::{Rescale, WorldChange};
 use crate::accelerator::{Accelerator, WindowSize};
 use crate::agreement::{self, Term};
-use crate::data::{DRAWN_HINT, LoaderResume, PreparedLoader, Standing};
+use crate::data::{DRAWN_HINT, LoaderResume, PreparedLoader, LoaderState};
 use crate::error::{Error, Kind, Result};
-use crate::gradient::hook::{Held, SavedBy};
+use crate::gradient::hook::{HookInstance, SavedBy};
 use crate::notice;
-use crate::optim::{PreparedOptimizer, Schedule, check_known, other_state};
+use crate::optim::{PreparedOptimizer, ScheduleKind, check_known, other_state};
 use crate::outcome;
 
 /// See [`Accelerator::resume_with`].
@@ -128,7 +128,7 @@ fn find(
     call: &str,
     passed: String,
     rule: impl FnOnce(&WorldChange) -> Rescale,
-) -> Result<Option<(Found, Option<Checkpoint>)>> {
+) -> Result<Option<(FoundCheckpoint, Option<Checkpoint>)>> {
     accelerator.shared.checkpoints.settle(accelerator)?;
     let folder = settings.path().display();
     let terms = [
@@ -144,7 +144,7 @@ fn find(
             return Ok(None);
         };
         let window = accelerator.shared.settings.window;
-        let mut found = Found::read(&checkpoint, accelerator.world_size(), window, rule)?;
+        let mut found = FoundCheckpoint::read(&checkpoint, accelerator.world_size(), window, rule)?;
         found.passed_over = passed_over;
         source = Some(checkpoint);
         Ok(Some(found))
@@ -223,18 +223,18 @@ fn broken(path: &Path, rejected: &[VerifyReport]) -> Error {
 
 /// What rank 0 found, for all.
 #[derive(Deserialize, Serialize)]
-struct Found {
+struct FoundCheckpoint {
     number: u64,
     passed_over: Vec<String>,
     path: PathBuf,
     rescale: Rescale,
     seed: Option<u64>,
-    state: State,
+    state: StateFile,
     step: u64,
     world_size: usize,
 }
 
-impl Found {
+impl FoundCheckpoint {
     fn read(
         checkpoint: &Checkpoint,
         now: usize,
@@ -242,8 +242,8 @@ impl Found {
         rule: impl FnOnce(&WorldChange) -> Rescale,
     ) -> Result<Self> {
         let metadata = &checkpoint.manifest()?.metadata;
-        let file: FileName = State::FILE.parse()?;
-        let state: State = decode("its state", &checkpoint.read(&file)?)?;
+        let file: FileName = StateFile::FILE.parse()?;
+        let state: StateFile = decode("its state", &checkpoint.read(&file)?)?;
         let before = metadata.world_size.get();
         let change = WorldChange {
             before,
@@ -286,7 +286,7 @@ impl Found {
         world_size: usize,
         at: usize,
         name: &str,
-        saved: &Standing,
+        saved: &LoaderState,
         loader: PreparedLoader<O>,
     ) -> Result<PreparedLoader<O>> {
         let how = LoaderResume {
@@ -339,7 +339,7 @@ pub struct Restorer<'a> {
     accelerator: &'a Accelerator,
     at: usize,
     factor: f64,
-    found: &'a Found,
+    found: &'a FoundCheckpoint,
     /// Of every parameter that was saved.
     ids: HashSet<u64>,
     /// Whether the loaders that training reads go on with batches that the rule makes of those before, where there are
@@ -380,7 +380,7 @@ impl<'a> Restorer<'a> {
     }
 
     /// The state of the next part, which is a model, and the folder of its files if it has one.
-    fn next_model(&mut self) -> Result<(&'a ModelState, Option<String>)> {
+    fn next_model(&mut self) -> Result<(&'a SavedModel, Option<String>)> {
         let (name, part) = self.next()?;
         let PartState::Model(saved) = part else {
             return Err(other_kind(&name));
@@ -397,7 +397,7 @@ impl<'a> Restorer<'a> {
 
     /// The hook of the program for a model, with what was saved of it if it is the same one.
     #[track_caller]
-    fn hook(&self, saved: Option<&HookState>, folder: Option<&str>) -> Result<Option<Held>> {
+    fn hook(&self, saved: Option<&HookState>, folder: Option<&str>) -> Result<Option<HookInstance>> {
         let hook = self.accelerator.communication_hook();
         let (Some(fresh), Some(saved)) = (&hook, saved) else {
             return Ok(hook);
@@ -414,14 +414,14 @@ impl<'a> Restorer<'a> {
             return Ok(hook);
         }
         let (rank, ranks) = (self.accelerator.rank(), self.accelerator.world_size());
-        let Some(first) = saved.saved.iter().position(|kept| *kept == Kept::State) else {
+        let Some(first) = saved.saved.iter().position(|kept| *kept == SavedHook::StateFile) else {
             return Ok(hook);
         };
         let (state, saved_by) =
-            if saved.saved.len() == ranks && !saved.saved.contains(&Kept::Absent) {
+            if saved.saved.len() == ranks && !saved.saved.contains(&SavedHook::Absent) {
                 let mut mine = Vec::new();
                 // Rank 0 alone reads, and each rank hears of the others' too.
-                for other in (0..ranks).filter(|&other| saved.saved[other] == Kept::State) {
+                for other in (0..ranks).filter(|&other| saved.saved[other] == SavedHook::StateFile) {
                     let state = self.read(&HookState::file(folder, other)?)?;
                     if other == rank {
                         mine = state;
@@ -437,7 +437,7 @@ impl<'a> Restorer<'a> {
     }
 
     #[track_caller]
-    pub(super) fn optimizer<S: Schedule>(
+    pub(super) fn optimizer<S: ScheduleKind>(
         &mut self,
         optimizer: PreparedOptimizer<S>,
     ) -> Result<PreparedOptimizer<S>> {

@@ -4,12 +4,12 @@ use std::sync::Arc;
 use accelerator_manifest::Draft;
 use serde::{Deserialize, Serialize};
 
-use super::background::{Saving, Work};
+use super::background::{Saving, BackgroundSave};
 use super::parts::Save;
 use super::settings::Checkpoints;
 use super::share::from_main;
-use super::snapshot::{Mode, Report, Settling, Snapshot, Taken, Writer};
-use super::write::{self, Job, Saved};
+use super::snapshot::{SnapshotMode, SnapshotReport, SnapshotExchange, Snapshot, TakenSnapshot, WriterRole};
+use super::write::{self, JobInfo, Saved};
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Kind, Result};
 use crate::outcome::Failure;
@@ -22,7 +22,7 @@ pub(super) fn save<K>(
     parts: impl Save<K>,
 ) -> Result<Saved> {
     let (draft, taken) = prepare(accelerator, settings, parts)?;
-    let job = job(accelerator, Mode::Regular);
+    let job = job(accelerator, SnapshotMode::Regular);
     from_main(accelerator, "save the checkpoint", || match draft {
         Some(draft) => write::write(draft, &taken, settings, job),
         None => Err(not_begun()),
@@ -37,9 +37,9 @@ pub(super) fn save_async<K>(
     parts: impl Save<K>,
 ) -> Result<Saving> {
     let (draft, taken) = prepare(accelerator, &settings, parts)?;
-    let job = job(accelerator, Mode::Regular);
+    let job = job(accelerator, SnapshotMode::Regular);
     let work = match draft {
-        Some(draft) => Work::start(move || write::write(draft, &taken, &settings, job)),
+        Some(draft) => BackgroundSave::start(move || write::write(draft, &taken, &settings, job)),
         None => Arc::default(),
     };
     accelerator.shared.trigger.watch(&work);
@@ -81,11 +81,11 @@ pub(super) fn save_emergency<K>(
             return Err(Error::with_source(Kind::Collective, message, loss));
         }
     }
-    let mut snapshot = Snapshot::new(accelerator, Mode::Emergency, Writer::This);
+    let mut snapshot = Snapshot::new(accelerator, SnapshotMode::Emergency, WriterRole::This);
     parts.collect(&mut snapshot)?;
     let taken = snapshot.taken;
     let draft = write::begin(settings, accelerator)?;
-    let job = job(accelerator, Mode::Emergency);
+    let job = job(accelerator, SnapshotMode::Emergency);
     write::write(draft, &taken, settings, job).map(Some)
 }
 
@@ -97,11 +97,11 @@ fn prepare<K>(
     accelerator: &Accelerator,
     settings: &Checkpoints,
     parts: impl Save<K>,
-) -> Result<(Option<Draft>, Taken)> {
+) -> Result<(Option<Draft>, TakenSnapshot)> {
     accelerator.shared.checkpoints.settle(accelerator)?;
     let (rank, is_main) = (accelerator.rank(), accelerator.is_main_process());
-    let writer = if is_main { Writer::This } else { Writer::Other };
-    let mut snapshot = Snapshot::new(accelerator, Mode::Regular, writer);
+    let writer = if is_main { WriterRole::This } else { WriterRole::Other };
+    let mut snapshot = Snapshot::new(accelerator, SnapshotMode::Regular, writer);
     let collected = parts.collect(&mut snapshot);
     let mut taken = snapshot.taken;
     let complete = accelerator.shared.road.confirm();
@@ -123,7 +123,7 @@ fn prepare<K>(
     let draft = begun?;
     let reports = count(votes)?;
     taken.complete(&reports);
-    parts.settle(&mut Settling::new(accelerator, writer, &mut taken))?;
+    parts.settle(&mut SnapshotExchange::new(accelerator, writer, &mut taken))?;
     taken.gather(accelerator.group())?;
     Ok((draft, taken))
 }
@@ -131,20 +131,20 @@ fn prepare<K>(
 #[derive(Deserialize, Serialize)]
 enum Vote {
     Failed(Failure),
-    Ready(Report),
+    Ready(SnapshotReport),
 }
 
 /// Every rank's report, if all are ready and agree. All ranks see the same votes, so all come to
 /// the same.
-fn count(votes: Vec<Vote>) -> Result<Vec<Report>> {
-    let mut reports: Vec<Report> = Vec::with_capacity(votes.len());
+fn count(votes: Vec<Vote>) -> Result<Vec<SnapshotReport>> {
+    let mut reports: Vec<SnapshotReport> = Vec::with_capacity(votes.len());
     for (rank, vote) in votes.into_iter().enumerate() {
         match vote {
             Vote::Failed(failure) => return Err(failure.into_error(rank, "save a checkpoint")),
             Vote::Ready(report) => reports.push(report),
         }
     }
-    Report::compare_folders(&reports)?;
+    SnapshotReport::compare_folders(&reports)?;
     for (rank, report) in reports.iter().enumerate() {
         reports[0].compare(report, rank)?;
     }
@@ -164,8 +164,8 @@ fn loss(accelerator: &Accelerator) -> Result<accelerator_collective::Error> {
     }
 }
 
-fn job(accelerator: &Accelerator, mode: Mode) -> Job {
-    Job {
+fn job(accelerator: &Accelerator, mode: SnapshotMode) -> JobInfo {
+    JobInfo {
         activity: accelerator.group().activity(),
         factor: accelerator.shared.checkpoints.factor(),
         mode,

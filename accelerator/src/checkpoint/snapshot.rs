@@ -7,28 +7,28 @@ use accelerator_collective::ProcessGroup;
 use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
-use super::state::{HookState, ModelState, PartState, State, encode};
+use super::state::{HookState, SavedModel, PartState, StateFile, encode};
 use crate::accelerator::Accelerator;
 use crate::agreement::sides;
-use crate::data::Standing;
+use crate::data::LoaderState;
 use crate::error::{Error, Kind, Result};
-use crate::gradient::Slot;
+use crate::gradient::ModelState;
 use crate::model::{Layout, ModelSnapshot};
-use crate::optim::{OptimizerSnapshot, PreparedOptimizer, Schedule};
+use crate::optim::{OptimizerSnapshot, PreparedOptimizer, ScheduleKind};
 use crate::replicas;
 
 /// Everything that goes into a checkpoint, at one moment: taken while training stands still,
 /// written later and elsewhere.
 pub struct Snapshot<'a> {
     accelerator: &'a Accelerator,
-    mode: Mode,
-    writer: Writer,
-    pub(super) taken: Taken,
+    mode: SnapshotMode,
+    writer: WriterRole,
+    pub(super) taken: TakenSnapshot,
 }
 
 /// Whether a window may be open.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Mode {
+pub(super) enum SnapshotMode {
     /// What an open window holds is lost, and its batches are not used.
     Emergency,
     Regular,
@@ -36,23 +36,23 @@ pub(super) enum Mode {
 
 /// Whether this rank writes, and so needs the values too.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Writer {
+pub(super) enum WriterRole {
     Other,
     This,
 }
 
 /// A snapshot without its accelerator.
 #[derive(Default)]
-pub(super) struct Taken {
+pub(super) struct TakenSnapshot {
     /// Whether gradients of a model that is saved wait for their step.
     has_pending_step: bool,
-    pub(super) parts: Vec<Part>,
+    pub(super) parts: Vec<SnapshotPart>,
 }
 
-pub(super) enum Part {
-    Loader(Standing),
+pub(super) enum SnapshotPart {
+    Loader(LoaderState),
     Model {
-        state: ModelState,
+        state: SavedModel,
         /// What its communication hook keeps, empty for nothing: this rank's, and then every rank's where
         /// it is written.
         hooks: Vec<Option<Vec<u8>>>,
@@ -83,7 +83,7 @@ pub enum PartKind {
 
 /// What a rank says of its snapshot before any is written.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-pub(super) struct Report {
+pub(super) struct SnapshotReport {
     /// The folder that it was told to save into.
     folder: String,
     parts: Vec<PartReport>,
@@ -91,7 +91,7 @@ pub(super) struct Report {
 
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 enum PartReport {
-    Loader(Box<Standing>),
+    Loader(Box<LoaderState>),
     Model { steps: u64 },
     Object,
     Optimizer { steps: u64 },
@@ -99,12 +99,12 @@ enum PartReport {
 }
 
 impl<'a> Snapshot<'a> {
-    pub(super) fn new(accelerator: &'a Accelerator, mode: Mode, writer: Writer) -> Self {
+    pub(super) fn new(accelerator: &'a Accelerator, mode: SnapshotMode, writer: WriterRole) -> Self {
         Self {
             accelerator,
             mode,
             writer,
-            taken: Taken::default(),
+            taken: TakenSnapshot::default(),
         }
     }
 
@@ -115,7 +115,7 @@ impl<'a> Snapshot<'a> {
             hooks = vec![None; self.accelerator.world_size()];
             hooks[self.accelerator.rank()] = Some(hook.save()?);
         }
-        let state = ModelState {
+        let state = SavedModel {
             hook: slot.hook().map(|hook| HookState::new(hook.name(), &hooks)),
             layout: Layout::of(model),
             scaler: slot.scaler_state(),
@@ -137,7 +137,7 @@ impl<'a> Snapshot<'a> {
             return Err(Error::with_source(Kind::Misuse, message, error));
         }
         let slot = self.ready(companion)?;
-        let state = ModelState {
+        let state = SavedModel {
             hook: None,
             layout: Layout::of(companion),
             scaler: None,
@@ -148,10 +148,10 @@ impl<'a> Snapshot<'a> {
     }
 
     /// The slot of a model, if it is at a place where it can be saved.
-    fn ready<M: Module>(&mut self, model: &M) -> Result<Arc<Slot>> {
+    fn ready<M: Module>(&mut self, model: &M) -> Result<Arc<ModelState>> {
         let slot = self.accelerator.shared.models.find(model)?;
         let open = slot.open_micro_steps();
-        if open > 0 && self.mode == Mode::Regular {
+        if open > 0 && self.mode == SnapshotMode::Regular {
             return Err(Error::misuse(format!(
                 "a checkpoint is saved between optimizer steps, and {open} micro-steps of the next one are done \
                  for the model whose first parameter is `{}`: save when its optimizer's `outcome()` is `Stepped`, \
@@ -161,66 +161,66 @@ impl<'a> Snapshot<'a> {
             )));
         }
         self.taken.has_pending_step |= slot.has_pending_step();
-        if self.mode == Mode::Regular {
+        if self.mode == SnapshotMode::Regular {
             slot.round().check_together("save a checkpoint")?;
         }
         Ok(slot)
     }
 
-    fn push_model<M: Module>(&mut self, model: &M, state: ModelState, hooks: Vec<Option<Vec<u8>>>) {
+    fn push_model<M: Module>(&mut self, model: &M, state: SavedModel, hooks: Vec<Option<Vec<u8>>>) {
         // Several ranks bring their running statistics together before, once all are ready.
-        let is_settled = self.mode == Mode::Emergency || self.accelerator.world_size() == 1;
-        let takes = is_settled && self.writer == Writer::This;
-        self.taken.parts.push(Part::Model {
+        let is_settled = self.mode == SnapshotMode::Emergency || self.accelerator.world_size() == 1;
+        let takes = is_settled && self.writer == WriterRole::This;
+        self.taken.parts.push(SnapshotPart::Model {
             state,
             hooks,
             values: takes.then(|| ModelSnapshot::of(model)),
         });
     }
 
-    pub(super) fn add_optimizer<S: Schedule>(
+    pub(super) fn add_optimizer<S: ScheduleKind>(
         &mut self,
         optimizer: &PreparedOptimizer<S>,
     ) -> Result<()> {
         let optimizer = optimizer.snapshot()?;
-        if self.mode == Mode::Emergency && optimizer.is_sharded() {
+        if self.mode == SnapshotMode::Emergency && optimizer.is_sharded() {
             return Err(Error::misuse(
                 "the state of a sharded optimizer lies on all ranks, and that of the rank that is lost \
                  is gone with it: leave the optimizer out of the emergency checkpoint, or go on from \
                  the last one that was saved",
             ));
         }
-        self.taken.parts.push(Part::Optimizer(optimizer));
+        self.taken.parts.push(SnapshotPart::Optimizer(optimizer));
         Ok(())
     }
 
-    pub(super) fn add_loader(&mut self, standing: Standing) {
-        self.taken.parts.push(Part::Loader(standing));
+    pub(super) fn add_loader(&mut self, standing: LoaderState) {
+        self.taken.parts.push(SnapshotPart::Loader(standing));
     }
 
     pub(super) fn add_object<T: Serialize>(&mut self, value: &T) -> Result<()> {
-        self.taken.parts.push(Part::Object(encode(value)?));
+        self.taken.parts.push(SnapshotPart::Object(encode(value)?));
         Ok(())
     }
 
     pub(super) fn add_per_rank<T: Serialize>(&mut self, value: &T) -> Result<()> {
         let mut values = vec![None; self.accelerator.world_size()];
         values[self.accelerator.rank()] = Some(encode(value)?);
-        self.taken.parts.push(Part::PerRank(values));
+        self.taken.parts.push(SnapshotPart::PerRank(values));
         Ok(())
     }
 }
 
 /// Completes a snapshot with all ranks, part by part.
-pub struct Settling<'a> {
+pub struct SnapshotExchange<'a> {
     accelerator: &'a Accelerator,
     at: usize,
-    taken: &'a mut Taken,
-    writer: Writer,
+    taken: &'a mut TakenSnapshot,
+    writer: WriterRole,
 }
 
-impl<'a> Settling<'a> {
-    pub(super) fn new(accelerator: &'a Accelerator, writer: Writer, taken: &'a mut Taken) -> Self {
+impl<'a> SnapshotExchange<'a> {
+    pub(super) fn new(accelerator: &'a Accelerator, writer: WriterRole, taken: &'a mut TakenSnapshot) -> Self {
         Self {
             accelerator,
             at: 0,
@@ -236,8 +236,8 @@ impl<'a> Settling<'a> {
     #[track_caller]
     pub(super) fn model<M: Module>(&mut self, model: &M) -> Result<()> {
         replicas::check_and_sync(self.accelerator, "save a checkpoint", model)?;
-        if self.writer == Writer::This
-            && let Some(Part::Model { values, .. }) = self.taken.parts.get_mut(self.at)
+        if self.writer == WriterRole::This
+            && let Some(SnapshotPart::Model { values, .. }) = self.taken.parts.get_mut(self.at)
         {
             *values = Some(ModelSnapshot::of(model));
         }
@@ -246,14 +246,14 @@ impl<'a> Settling<'a> {
     }
 }
 
-impl Taken {
+impl TakenSnapshot {
     /// Refuses a moment at which some models have stepped with a batch, and others will: from no place in the data do
     /// all of them go on.
     pub(super) fn check_between_steps(&self) -> Result<()> {
         let loaders = || {
             let parts = self.parts.iter().enumerate();
             parts.filter_map(|(at, part)| match part {
-                Part::Loader(standing) => Some((at + 1, standing)),
+                SnapshotPart::Loader(standing) => Some((at + 1, standing)),
                 _ => None,
             })
         };
@@ -283,29 +283,29 @@ impl Taken {
         Ok(())
     }
 
-    pub(super) fn report(&self, folder: &Path, rank: usize) -> Report {
+    pub(super) fn report(&self, folder: &Path, rank: usize) -> SnapshotReport {
         let parts = self.parts.iter().map(|part| match part {
-            Part::Loader(standing) => PartReport::Loader(Box::new(standing.clone())),
-            Part::Model { state, .. } => PartReport::Model { steps: state.steps },
-            Part::Object(_) => PartReport::Object,
-            Part::Optimizer(optimizer) => PartReport::Optimizer {
+            SnapshotPart::Loader(standing) => PartReport::Loader(Box::new(standing.clone())),
+            SnapshotPart::Model { state, .. } => PartReport::Model { steps: state.steps },
+            SnapshotPart::Object(_) => PartReport::Object,
+            SnapshotPart::Optimizer(optimizer) => PartReport::Optimizer {
                 steps: optimizer.state.steps,
             },
-            Part::PerRank(values) => {
+            SnapshotPart::PerRank(values) => {
                 let mine = values.get(rank).cloned().flatten();
                 PartReport::PerRank(mine.unwrap_or_default())
             }
         });
-        Report {
+        SnapshotReport {
             folder: folder.display().to_string(),
             parts: parts.collect(),
         }
     }
 
     /// Takes every rank's own values in.
-    pub(super) fn complete(&mut self, reports: &[Report]) {
+    pub(super) fn complete(&mut self, reports: &[SnapshotReport]) {
         for (at, part) in self.parts.iter_mut().enumerate() {
-            let Part::PerRank(values) = part else {
+            let SnapshotPart::PerRank(values) = part else {
                 continue;
             };
             for (value, report) in values.iter_mut().zip(reports) {
@@ -321,14 +321,14 @@ impl Taken {
     pub(super) fn gather(&mut self, group: &ProcessGroup) -> Result<()> {
         for part in &mut self.parts {
             match part {
-                Part::Model { state, hooks, .. } => {
+                SnapshotPart::Model { state, hooks, .. } => {
                     gather_hooks(group, hooks)?;
                     if let Some(hook) = &mut state.hook {
                         hook.note(hooks);
                     }
                 }
-                Part::Optimizer(optimizer) => optimizer.gather(group)?,
-                Part::Loader(_) | Part::Object(_) | Part::PerRank(_) => {}
+                SnapshotPart::Optimizer(optimizer) => optimizer.gather(group)?,
+                SnapshotPart::Loader(_) | SnapshotPart::Object(_) | SnapshotPart::PerRank(_) => {}
             }
         }
         Ok(())
@@ -337,26 +337,26 @@ impl Taken {
     /// Optimizer steps: those of the first optimizer, else of the first model.
     pub(super) fn step(&self) -> u64 {
         let optimizers = self.parts.iter().filter_map(|part| match part {
-            Part::Optimizer(optimizer) => Some(optimizer.state.steps),
+            SnapshotPart::Optimizer(optimizer) => Some(optimizer.state.steps),
             _ => None,
         });
         let models = self.parts.iter().filter_map(|part| match part {
-            Part::Model { state, .. } => Some(state.steps),
+            SnapshotPart::Model { state, .. } => Some(state.steps),
             _ => None,
         });
         optimizers.chain(models).next().unwrap_or(0)
     }
 
     /// What the learning rates of the job are multiplied by.
-    pub(super) fn state(&self, factor: f64) -> State {
+    pub(super) fn state(&self, factor: f64) -> StateFile {
         let parts = self.parts.iter().map(|part| match part {
-            Part::Loader(standing) => PartState::Loader(standing.clone()),
-            Part::Model { state, .. } => PartState::Model(state.clone()),
-            Part::Object(_) => PartState::Object,
-            Part::Optimizer(optimizer) => PartState::Optimizer(optimizer.state.clone()),
-            Part::PerRank(_) => PartState::PerRank,
+            SnapshotPart::Loader(standing) => PartState::Loader(standing.clone()),
+            SnapshotPart::Model { state, .. } => PartState::Model(state.clone()),
+            SnapshotPart::Object(_) => PartState::Object,
+            SnapshotPart::Optimizer(optimizer) => PartState::Optimizer(optimizer.state.clone()),
+            SnapshotPart::PerRank(_) => PartState::PerRank,
         });
-        State {
+        StateFile {
             factor,
             parts: parts.collect(),
         }
@@ -365,21 +365,21 @@ impl Taken {
     /// The ids of every parameter that is saved.
     pub(super) fn ids(&self) -> HashSet<u64> {
         let layouts = self.parts.iter().filter_map(|part| match part {
-            Part::Model { state, .. } => Some(state.layout.ids()),
+            SnapshotPart::Model { state, .. } => Some(state.layout.ids()),
             _ => None,
         });
         layouts.flatten().collect()
     }
 }
 
-impl Part {
+impl SnapshotPart {
     /// Whether it is a model that holds a parameter of that id.
     fn holds(&self, id: u64) -> bool {
         matches!(self, Self::Model { state, .. } if state.layout.ids().contains(&id))
     }
 }
 
-impl Report {
+impl SnapshotReport {
     /// Whether all ranks save into one folder. Rank 0 alone writes, so the others' would stay empty.
     pub(super) fn compare_folders(reports: &[Self]) -> Result<()> {
         if reports
@@ -408,8 +408,8 @@ impl Report {
                 "ranks do not agree on what they save: at place {} of the tuple, rank 0 has {}, and \
                  rank {rank} has {}; every rank saves the same parts, after the same step",
                 at + 1,
-                Shown(mine.get(at)),
-                Shown(theirs.get(at)),
+                PartName(mine.get(at)),
+                PartName(theirs.get(at)),
             ),
         ))
     }
@@ -446,9 +446,9 @@ fn same(left: Option<&PartReport>, right: Option<&PartReport>) -> bool {
     }
 }
 
-struct Shown<'a>(Option<&'a PartReport>);
+struct PartName<'a>(Option<&'a PartReport>);
 
-impl fmt::Display for Shown<'_> {
+impl fmt::Display for PartName<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             None => f.write_str("nothing"),
@@ -480,7 +480,7 @@ impl fmt::Display for PartKind {
     }
 }
 
-impl fmt::Debug for Settling<'_> {
+impl fmt::Debug for SnapshotExchange<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Settling")
             .field("at", &self.at)

@@ -6,7 +6,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::snapshot::PartKind;
-use crate::data::{Spot, Standing};
+use crate::data::{EpochPosition, LoaderState};
 use crate::error::{Error, Kind, Result};
 use crate::model::Layout;
 use crate::optim::OptimizerState;
@@ -15,7 +15,7 @@ use crate::precision::ScalerState;
 /// The content of `state.cbor`: all that is small, exactly. The manifest repeats for people what
 /// they may want to know of it.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-pub(super) struct State {
+pub(super) struct StateFile {
     /// What the learning rates of the job are multiplied by.
     pub(super) factor: f64,
     pub(super) parts: Vec<PartState>,
@@ -23,15 +23,15 @@ pub(super) struct State {
 
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) enum PartState {
-    Loader(Standing),
-    Model(ModelState),
+    Loader(LoaderState),
+    Model(SavedModel),
     Object,
     Optimizer(OptimizerState),
     PerRank,
 }
 
 #[derive(Clone, Debug, Deserialize, Serialize)]
-pub(super) struct ModelState {
+pub(super) struct SavedModel {
     /// What its communication hook has kept, where it has one.
     #[serde(default)]
     pub(super) hook: Option<HookState>,
@@ -48,31 +48,31 @@ pub(super) struct ModelState {
 pub(super) struct HookState {
     pub(super) name: String,
     /// By rank.
-    pub(super) saved: Vec<Kept>,
+    pub(super) saved: Vec<SavedHook>,
 }
 
 /// What a rank's communication hook had to save.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(super) enum Kept {
+pub(super) enum SavedHook {
     /// Nobody asked it: the rank was lost, or another one wrote alone.
     Absent,
     /// It kept nothing, and there is no file.
     Nothing,
     /// What lies in the file of the rank.
-    State,
+    StateFile,
 }
 
 impl HookState {
     pub(super) fn new(name: &str, states: &[Option<Vec<u8>>]) -> Self {
         Self {
             name: name.to_owned(),
-            saved: states.iter().map(Kept::of).collect(),
+            saved: states.iter().map(SavedHook::of).collect(),
         }
     }
 
     /// Notes what has come in.
     pub(super) fn note(&mut self, states: &[Option<Vec<u8>>]) {
-        self.saved = states.iter().map(Kept::of).collect();
+        self.saved = states.iter().map(SavedHook::of).collect();
     }
 
     /// The file of a rank, beside those of a model that has a folder, or none.
@@ -83,22 +83,22 @@ impl HookState {
     }
 }
 
-impl Kept {
+impl SavedHook {
     fn of(state: &Option<Vec<u8>>) -> Self {
         match state {
             None => Self::Absent,
             Some(state) if state.is_empty() => Self::Nothing,
-            Some(_) => Self::State,
+            Some(_) => Self::StateFile,
         }
     }
 }
 
-impl State {
+impl StateFile {
     /// Where the file with the state lies.
     pub(super) const FILE: &str = "state.cbor";
 
     /// The place of the loop.
-    pub(super) fn spot(&self) -> Option<Spot> {
+    pub(super) fn spot(&self) -> Option<EpochPosition> {
         self.read_on().map(|(_, spot)| spot)
     }
 
@@ -110,7 +110,7 @@ impl State {
     /// The loader that the loop reads, by its place among the parts, with where it stands: the first that an optimizer
     /// has stepped with. Where there is none, as with bare counts, the one in the latest epoch; of several, one whose
     /// batches the program is taking; of those the first. One for evaluation is at the same epoch each time, or follows.
-    fn read_on(&self) -> Option<(usize, Spot)> {
+    fn read_on(&self) -> Option<(usize, EpochPosition)> {
         let read = || {
             let parts = self.parts.iter().enumerate();
             parts.filter_map(|(at, part)| match part {
@@ -158,7 +158,7 @@ impl State {
         steps.collect()
     }
 
-    pub(super) fn loaders(&self) -> impl Iterator<Item = &Standing> {
+    pub(super) fn loaders(&self) -> impl Iterator<Item = &LoaderState> {
         self.parts.iter().filter_map(|part| match part {
             PartState::Loader(standing) => Some(standing),
             _ => None,

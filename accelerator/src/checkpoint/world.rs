@@ -94,12 +94,12 @@ impl WorldChange {
 /// ```
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Rescale {
-    batch: Batch,
+    batch: BatchChange,
     factor: f64,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
-enum Batch {
+enum BatchChange {
     /// As many samples a step as before, by other batches.
     Global,
     /// As many samples a step as before, by more or fewer micro-steps of the same batches.
@@ -112,7 +112,7 @@ impl Rescale {
     /// divide evenly, the first ranks get one sample more.
     pub fn keep_global_batch() -> Self {
         Self {
-            batch: Batch::Global,
+            batch: BatchChange::Global,
             factor: 1.0,
         }
     }
@@ -120,7 +120,7 @@ impl Rescale {
     /// A rank uses as many samples in a step as before.
     pub fn keep_batch_per_rank() -> Self {
         Self {
-            batch: Batch::PerRank,
+            batch: BatchChange::PerRank,
             factor: 1.0,
         }
     }
@@ -138,7 +138,7 @@ impl Rescale {
     /// that stay as they are.
     pub(super) fn with_steps_that_follow(self) -> Self {
         Self {
-            batch: Batch::ByMicroSteps,
+            batch: BatchChange::ByMicroSteps,
             ..self
         }
     }
@@ -146,8 +146,8 @@ impl Rescale {
     /// Whether a step uses as many samples as before.
     pub(super) fn keeps_samples_of_step(self) -> bool {
         match self.batch {
-            Batch::Global | Batch::ByMicroSteps => true,
-            Batch::PerRank => false,
+            BatchChange::Global | BatchChange::ByMicroSteps => true,
+            BatchChange::PerRank => false,
         }
     }
 
@@ -158,8 +158,8 @@ impl Rescale {
     /// The global batch for what was `global_batch` samples.
     pub(super) fn global_batch(self, before: usize, now: usize, global_batch: u64) -> u64 {
         match self.batch {
-            Batch::Global => global_batch,
-            Batch::ByMicroSteps | Batch::PerRank => {
+            BatchChange::Global => global_batch,
+            BatchChange::ByMicroSteps | BatchChange::PerRank => {
                 let (before, now) = (before as u128, now as u128);
                 let scaled = (u128::from(global_batch) * now + before / 2) / before;
                 u64::try_from(scaled).unwrap_or(u64::MAX).max(now as u64)

@@ -8,10 +8,10 @@ use accelerator_manifest::{
 use serde::{Deserialize, Serialize};
 
 use super::settings::{Checkpoints, Draft};
-use super::snapshot::{Mode, Part, Taken};
-use super::state::{HookState, Names, State, encode};
+use super::snapshot::{SnapshotMode, SnapshotPart, TakenSnapshot};
+use super::state::{HookState, Names, StateFile, encode};
 use crate::accelerator::Accelerator;
-use crate::data::Standing;
+use crate::data::LoaderState;
 use crate::error::{Error, Result};
 use crate::model::{FileNames, Layout, SaveOptions};
 use crate::optim::check_known;
@@ -56,11 +56,11 @@ impl Saved {
 
 /// What the job is, at the time of a save.
 #[derive(Clone, Debug)]
-pub(super) struct Job {
+pub(super) struct JobInfo {
     /// Of the rank that writes.
     pub(super) activity: Activity,
     pub(super) factor: f64,
-    pub(super) mode: Mode,
+    pub(super) mode: SnapshotMode,
     pub(super) seed: u64,
     pub(super) world_size: NonZeroUsize,
 }
@@ -85,9 +85,9 @@ pub(super) fn begin(settings: &Checkpoints, accelerator: &Accelerator) -> Result
 /// Writes everything, gives the checkpoint its name, and only then removes old ones.
 pub(super) fn write(
     mut draft: manifest::Draft,
-    taken: &Taken,
+    taken: &TakenSnapshot,
     settings: &Checkpoints,
-    job: Job,
+    job: JobInfo,
 ) -> Result<Saved> {
     let step = taken.step();
     let state = taken.state(job.factor);
@@ -96,8 +96,8 @@ pub(super) fn write(
     let mut names = Names::default();
     for (at, part) in taken.parts.iter().enumerate() {
         match part {
-            Part::Loader(_) => {}
-            Part::Model { hooks, values, .. } => {
+            SnapshotPart::Loader(_) => {}
+            SnapshotPart::Model { hooks, values, .. } => {
                 let folder = names.model();
                 for (rank, state) in hooks.iter().enumerate() {
                     if let Some(state) = state.as_ref().filter(|state| !state.is_empty()) {
@@ -116,20 +116,20 @@ pub(super) fn write(
                     Ok(())
                 })?;
             }
-            Part::Object(bytes) => {
+            SnapshotPart::Object(bytes) => {
                 draft.write_bytes(&names.object()?, Role::Object, bytes)?;
             }
-            Part::Optimizer(optimizer) => {
+            SnapshotPart::Optimizer(optimizer) => {
                 let bytes = optimizer.bytes()?;
                 check_known(&format!("the optimizer at place {}", at + 1), &bytes, &ids)?;
                 draft.write_bytes(&names.optimizer()?, Role::Optimizer, &bytes)?;
             }
-            Part::PerRank(values) => {
+            SnapshotPart::PerRank(values) => {
                 draft.write_bytes(&names.per_rank()?, Role::Ranks, &encode(values)?)?;
             }
         }
     }
-    draft.write_bytes(&State::FILE.parse()?, Role::Other, &encode(&state)?)?;
+    draft.write_bytes(&StateFile::FILE.parse()?, Role::Other, &encode(&state)?)?;
     {
         // Neither the program's hook nor the one flush of what it wrote shows that it goes on.
         let _busy = job.activity.busy();
@@ -164,7 +164,7 @@ fn prune(settings: &Checkpoints, limit: NonZeroUsize, activity: Activity) {
     }
 }
 
-fn metadata(taken: &Taken, state: &State, job: &Job) -> Metadata {
+fn metadata(taken: &TakenSnapshot, state: &StateFile, job: &JobInfo) -> Metadata {
     let mut extra = serde_json::Map::new();
     let parts = state.parts.iter().map(|part| part.kind().to_string());
     extra.insert("parts".to_owned(), parts.collect());
@@ -173,7 +173,7 @@ fn metadata(taken: &Taken, state: &State, job: &Job) -> Metadata {
         .parts
         .iter()
         .filter_map(|part| match part {
-            Part::Model { state, .. } => Some(&state.layout),
+            SnapshotPart::Model { state, .. } => Some(&state.layout),
             _ => None,
         })
         .collect();
@@ -189,8 +189,8 @@ fn metadata(taken: &Taken, state: &State, job: &Job) -> Metadata {
     });
     Metadata {
         kind: match job.mode {
-            Mode::Emergency => CheckpointKind::Emergency,
-            Mode::Regular => CheckpointKind::Full,
+            SnapshotMode::Emergency => CheckpointKind::Emergency,
+            SnapshotMode::Regular => CheckpointKind::Full,
         },
         step: taken.step(),
         epoch: state.spot().map_or(0, |spot| spot.next_epoch()),
@@ -202,7 +202,7 @@ fn metadata(taken: &Taken, state: &State, job: &Job) -> Metadata {
     }
 }
 
-fn loader(standing: &Standing) -> manifest::LoaderState {
+fn loader(standing: &LoaderState) -> manifest::LoaderState {
     let spot = standing.spot.unwrap_or_default();
     let mut extra = serde_json::Map::new();
     extra.insert("trained".to_owned(), standing.trained.into());

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
-use super::cursor::{Mark, Pass};
+use super::cursor::{ConsumeTicket, EpochPass};
 use super::deferred::DeferredBatch;
 use crate::error::Result;
 use crate::gradient::{Closing, Weight};
@@ -55,9 +55,9 @@ use crate::notice;
 #[derive(Clone)]
 pub struct Batch<O> {
     value: O,
-    info: Info,
+    info: BatchInfo,
     /// Where it ends; known when it is handed out.
-    mark: Option<Mark>,
+    mark: Option<ConsumeTicket>,
     /// Of one with padding, when it is handed out.
     padding: Option<Arc<PaddingWatch>>,
 }
@@ -67,8 +67,8 @@ pub struct Batch<O> {
 #[derive(Debug)]
 struct PaddingWatch {
     counted: AtomicBool,
-    pass: Arc<Pass>,
-    share: Share,
+    pass: Arc<EpochPass>,
+    share: StepShare,
     uncounted: UncountedPadding,
     used: AtomicBool,
 }
@@ -86,7 +86,7 @@ impl Drop for PaddingWatch {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct UncountedPadding(Arc<Mutex<Option<LastPadding>>>);
 
-type LastPadding = (Arc<Pass>, Share);
+type LastPadding = (Arc<EpochPass>, StepShare);
 
 impl UncountedPadding {
     /// Another pass begins, of which something else may be counted.
@@ -103,8 +103,8 @@ impl UncountedPadding {
             return;
         }
         let what = match share {
-            Share::Idle => "an idle batch (a copy of an earlier one)",
-            Share::Used => "a batch with samples that others have, too,",
+            StepShare::Idle => "an idle batch (a copy of an earlier one)",
+            StepShare::Used => "a batch with samples that others have, too,",
         };
         notice::warn(&format!(
             "{what} was used and never asked how many samples it counts, and a metric is reduced, in which they may be \
@@ -120,7 +120,7 @@ impl UncountedPadding {
 
 /// Everything about a batch but its value.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-pub(crate) struct Info {
+pub(crate) struct BatchInfo {
     /// How many samples of the epoch all ranks have used with this batch.
     pub(crate) consumed: u64,
     pub(crate) epoch: u64,
@@ -130,21 +130,21 @@ pub(crate) struct Info {
     pub(crate) len: usize,
     /// How many of them, from the first, are seen for the first time in this epoch.
     pub(crate) real: usize,
-    pub(crate) share: Share,
+    pub(crate) share: StepShare,
     pub(crate) step: u64,
     pub(crate) uneven: bool,
 }
 
 /// What a batch is to the others of its step.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(crate) enum Share {
+pub(crate) enum StepShare {
     /// This rank had no sample left: the value is another batch again, and counts for nothing.
     Idle,
     Used,
 }
 
 impl<O> Batch<O> {
-    pub(crate) fn new(value: O, info: Info) -> Self {
+    pub(crate) fn new(value: O, info: BatchInfo) -> Self {
         Self {
             value,
             info,
@@ -153,12 +153,12 @@ impl<O> Batch<O> {
         }
     }
 
-    pub(super) fn info(&self) -> &Info {
+    pub(super) fn info(&self) -> &BatchInfo {
         &self.info
     }
 
     /// It is handed out, and ends there.
-    pub(super) fn set_mark(&mut self, mark: Mark, uncounted: &UncountedPadding) {
+    pub(super) fn set_mark(&mut self, mark: ConsumeTicket, uncounted: &UncountedPadding) {
         self.padding = (self.info.real < self.info.len).then(|| {
             Arc::new(PaddingWatch {
                 counted: AtomicBool::new(false),
@@ -360,7 +360,7 @@ impl<O> Batch<O> {
     /// earlier batch again. Run it as any other: its gradient and metrics count for nothing.
     pub fn is_idle(&self) -> bool {
         self.note_counted();
-        self.info.share == Share::Idle
+        self.info.share == StepShare::Idle
     }
 
     /// Whether other ranks may run another number of steps.

@@ -7,10 +7,10 @@ use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
 use super::digest::{self, Digest, ItemCheck};
-use super::loader::{Loader, Origin};
-use super::order::{Listed, Order};
+use super::loader::{Loader, SampleSource};
+use super::order::{Listed, SampleOrder};
 use super::source::{Batched, Batching, SamplePlace};
-use super::spec::{Size, Spec};
+use super::spec::{BatchSizeSpec, Spec};
 use crate::error::Result;
 
 /// Builds a loader that [`Accelerator::prepare`](crate::Accelerator::prepare) can share out.
@@ -67,7 +67,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
 
     /// How many samples each rank gets in a step. `W` ranks use `W` times as many together.
     pub fn batch_size(mut self, samples: usize) -> Self {
-        self.spec.size = Size::PerRank(samples);
+        self.spec.size = BatchSizeSpec::PerRank(samples);
         self
     }
 
@@ -95,13 +95,13 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn global_batch_size(mut self, samples: usize) -> Self {
-        self.spec.size = Size::Global(samples);
+        self.spec.size = BatchSizeSpec::Global(samples);
         self
     }
 
     /// Shuffles, in another order each epoch.
     pub fn shuffle(mut self, seed: u64) -> Self {
-        self.spec.order = Order::Shuffled { seed };
+        self.spec.order = SampleOrder::Shuffled { seed };
         self
     }
 
@@ -134,7 +134,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn sampler(mut self, order: impl Fn(u64) -> Vec<u64> + Send + Sync + 'static) -> Self {
-        self.spec.order = Order::Listed(Listed {
+        self.spec.order = SampleOrder::Listed(Listed {
             choices: None,
             draws: None,
             list: Arc::new(order),
@@ -174,7 +174,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
         mut self,
         batches: impl Fn(u64) -> Vec<Vec<u64>> + Send + Sync + 'static,
     ) -> Self {
-        self.spec.order = Order::Batched(Arc::new(batches));
+        self.spec.order = SampleOrder::Batched(Arc::new(batches));
         self
     }
 
@@ -202,7 +202,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn weighted(mut self, sampler: WeightedSampler, draws: usize, seed: u64) -> Self {
-        self.spec.order = Order::Listed(Listed {
+        self.spec.order = SampleOrder::Listed(Listed {
             choices: Some(sampler.len() as u64),
             draws: Some(draws as u64),
             name: format!("{draws} draws by weights and {seed}, with replacement"),
@@ -245,7 +245,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
         seed: u64,
     ) -> Result<Self> {
         sampler.without_replacement(draws, seed, 0)?;
-        self.spec.order = Order::Listed(Listed {
+        self.spec.order = SampleOrder::Listed(Listed {
             choices: Some(sampler.len() as u64),
             draws: Some(draws as u64),
             name: format!("{draws} draws by weights and {seed}, without replacement"),
@@ -403,7 +403,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
         digest: Option<Digest<I>>,
     ) -> Loader<O> {
         Loader {
-            origin: Origin::Indexed(Arc::new(Batched {
+            origin: SampleSource::Indexed(Arc::new(Batched {
                 batching: self.batching.with_workers(self.spec.workers),
                 dataset: Arc::new(dataset),
                 digest: digest.filter(|_| self.items == ItemCheck::Compared),

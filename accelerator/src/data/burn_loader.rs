@@ -6,7 +6,7 @@ use burn::data::dataset::DatasetError;
 use burn::tensor::Device;
 
 use super::epoch::Epoch;
-use super::order::Dealt;
+use super::order::EpochAssignment;
 use super::prepared::{PreparedLoader, Samples};
 
 /// The bare batches, each pass another epoch. Idle batches are left out, since this interface
@@ -14,7 +14,7 @@ use super::prepared::{PreparedLoader, Samples};
 impl<O: Send + 'static> DataLoader<O> for PreparedLoader<O> {
     fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<O> + 'a> {
         let epoch = self.passes.fetch_add(1, Ordering::Relaxed);
-        Box::new(Pass {
+        Box::new(BurnIterator {
             done: 0,
             epoch: self.epoch(epoch),
             total: self.num_items(),
@@ -27,7 +27,7 @@ impl<O: Send + 'static> DataLoader<O> for PreparedLoader<O> {
             Samples::Opaque(loader) => loader.num_items().div_ceil(self.place.world_size),
             Samples::Planned {
                 plan, source, spec, ..
-            } => match Dealt::new(spec, plan, source.len(), 0) {
+            } => match EpochAssignment::new(spec, plan, source.len(), 0) {
                 Ok(dealt) => dealt.share.real(self.place.rank),
                 // It is told when batches are asked for.
                 Err(_) => 0,
@@ -57,13 +57,13 @@ impl<O: Send + 'static> DataLoader<O> for PreparedLoader<O> {
     }
 }
 
-struct Pass<O> {
+struct BurnIterator<O> {
     done: usize,
     epoch: Epoch<O>,
     total: usize,
 }
 
-impl<O> Iterator for Pass<O> {
+impl<O> Iterator for BurnIterator<O> {
     type Item = Result<O, DatasetError>;
 
     fn next(&mut self) -> Option<Self::Item> {
@@ -80,7 +80,7 @@ impl<O> Iterator for Pass<O> {
     }
 }
 
-impl<O> DataLoaderIterator<O> for Pass<O> {
+impl<O> DataLoaderIterator<O> for BurnIterator<O> {
     fn progress(&self) -> Progress {
         Progress::new(self.done, self.total, Some("items".to_owned()))
     }

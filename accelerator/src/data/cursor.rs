@@ -3,12 +3,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use serde::{Deserialize, Serialize};
 
 use super::meeting::ReadPosition;
-use super::steppers::{Moves, Steppers};
+use super::steppers::{AdvancesCursor, Steppers};
 use crate::notice::{self, Once};
 
 /// A place in an epoch: what lies before it is used.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
-pub(crate) struct Spot {
+pub(crate) struct EpochPosition {
     pub(crate) epoch: u64,
     /// Samples, over all ranks.
     pub(crate) consumed: u64,
@@ -21,7 +21,7 @@ pub(crate) struct Spot {
     pub(crate) step: u64,
 }
 
-impl Spot {
+impl EpochPosition {
     pub(crate) fn start_of(epoch: u64) -> Self {
         Self {
             epoch,
@@ -50,12 +50,12 @@ impl Spot {
 /// read ahead, yielded, averaged, or added to a window that failed is not. In a loader whose batches never go
 /// to `backward` (for evaluation, or where a bare count is passed), what was yielded is used.
 #[derive(Debug, Default)]
-pub(super) struct Cursor(Mutex<State>);
+pub(super) struct Cursor(Mutex<CursorState>);
 
 /// Where another process stood.
 #[derive(Clone, Debug)]
 pub(super) struct Restored {
-    pub(super) spot: Option<Spot>,
+    pub(super) spot: Option<EpochPosition>,
     pub(super) steppers: Steppers,
     /// Whether an optimizer has stepped with its batches.
     pub(super) trained: bool,
@@ -66,20 +66,20 @@ pub(super) struct Restored {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct CursorState {
     /// Whether gradients were made from batches, in this process or an earlier one.
     begun: bool,
     /// The pass that was trained on last.
-    current: Option<Arc<Pass>>,
+    current: Option<Arc<EpochPass>>,
     /// See [`Restored::first_epoch`].
     first_epoch: Option<u64>,
     /// The pass that was begun last.
-    latest: Option<Arc<Pass>>,
+    latest: Option<Arc<EpochPass>>,
     /// Where the epoch of that number goes on. It holds until something of it was used, so that a
     /// look at a first batch does not use it up.
-    resume: Option<Spot>,
+    resume: Option<EpochPosition>,
     /// Where an earlier process stood.
-    restored: Option<Spot>,
+    restored: Option<EpochPosition>,
     /// The models that have stepped with its batches.
     steppers: Steppers,
     /// Whether one of them has, in this process or an earlier one.
@@ -93,7 +93,7 @@ struct State {
 impl Cursor {
     /// A cursor that stands where another process stood.
     pub(super) fn restored(from: Restored) -> Arc<Self> {
-        Arc::new(Self(Mutex::new(State {
+        Arc::new(Self(Mutex::new(CursorState {
             resume: from.spot.filter(|spot| from.goes_on && !spot.finished),
             restored: from.spot,
             begun: from.trained,
@@ -105,13 +105,13 @@ impl Cursor {
     }
 
     /// Begins a pass over that epoch, where it is to begin.
-    pub(super) fn begin(self: &Arc<Self>, epoch: u64) -> Arc<Pass> {
+    pub(super) fn begin(self: &Arc<Self>, epoch: u64) -> Arc<EpochPass> {
         let mut state = self.lock();
         let start = state
             .resume
             .filter(|spot| spot.epoch == epoch)
-            .unwrap_or(Spot::start_of(epoch));
-        let pass = Arc::new(Pass {
+            .unwrap_or(EpochPosition::start_of(epoch));
+        let pass = Arc::new(EpochPass {
             cursor: Arc::downgrade(self),
             progress: Mutex::new(Progress {
                 is_open: true,
@@ -125,7 +125,7 @@ impl Cursor {
     }
 
     /// Where it stands; `None` if it was never read.
-    pub(super) fn spot(&self) -> Option<Spot> {
+    pub(super) fn spot(&self) -> Option<EpochPosition> {
         let state = self.lock();
         let latest = state.latest.as_ref().map(|pass| pass.progress());
         let current = state.current.as_ref().map(|pass| pass.progress());
@@ -172,14 +172,14 @@ impl Cursor {
         self.lock().steppers.clone()
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, CursorState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// One pass over an epoch.
 #[derive(Debug)]
-pub(crate) struct Pass {
+pub(crate) struct EpochPass {
     /// Gone with the loader, which its iterators may outlive.
     cursor: Weak<Cursor>,
     progress: Mutex<Progress>,
@@ -190,9 +190,9 @@ struct Progress {
     /// Whether its iterator lives.
     is_open: bool,
     /// What gradients were made from, whose step may be to come.
-    trained: Spot,
-    used: Spot,
-    yielded: Spot,
+    trained: EpochPosition,
+    used: EpochPosition,
+    yielded: EpochPosition,
 }
 
 impl Progress {
@@ -202,9 +202,9 @@ impl Progress {
     }
 }
 
-impl Pass {
+impl EpochPass {
     /// Where it began, and then what was yielded.
-    pub(super) fn yielded(&self) -> Spot {
+    pub(super) fn yielded(&self) -> EpochPosition {
         self.progress().yielded
     }
 
@@ -216,7 +216,7 @@ impl Pass {
         progress.yielded.digest = digest;
     }
 
-    pub(super) fn advance(&self, to: Spot) {
+    pub(super) fn advance(&self, to: EpochPosition) {
         self.lock().yielded = to;
     }
 
@@ -244,7 +244,7 @@ impl Pass {
 
     /// No batch came of it. Says so once a loader, where it was not begun at its end.
     pub(super) fn warn_empty(&self) {
-        let Spot { epoch, step, .. } = self.yielded();
+        let EpochPosition { epoch, step, .. } = self.yielded();
         let cursor = self.cursor.upgrade().filter(|_| step == 0);
         if cursor.is_some_and(|cursor| cursor.lock().empty_warned.first()) {
             notice::warn(&format!(
@@ -265,14 +265,14 @@ impl Pass {
 
 /// Where a batch lies and ends, and in which pass.
 #[derive(Clone, Debug)]
-pub(crate) struct Mark {
+pub(crate) struct ConsumeTicket {
     /// By its number among the loaders of the program.
     pub(super) loader: u64,
-    pub(super) pass: Arc<Pass>,
-    pub(super) end: Spot,
+    pub(super) pass: Arc<EpochPass>,
+    pub(super) end: EpochPosition,
 }
 
-impl Mark {
+impl ConsumeTicket {
     /// The same on every rank.
     pub(crate) fn position(&self) -> ReadPosition {
         ReadPosition {
@@ -315,7 +315,7 @@ impl Mark {
             warn_of_repeated_epoch(self.end.epoch, first);
         }
         // One whose last step is to come keeps the place.
-        let waits = |pass: &Arc<Pass>| pass.progress().waits();
+        let waits = |pass: &Arc<EpochPass>| pass.progress().waits();
         if !state.current.as_ref().is_some_and(waits) {
             state.current = Some(self.pass.clone());
         }
@@ -331,8 +331,8 @@ impl Mark {
         state.resume = None;
         state.trained = true;
         let moves = match is_new {
-            true => Moves::To(self.epoch()),
-            false => Moves::No,
+            true => AdvancesCursor::To(self.epoch()),
+            false => AdvancesCursor::No,
         };
         state.steppers.step(model, moves);
         state.current = Some(self.pass.clone());
@@ -354,8 +354,8 @@ fn warn_of_repeated_epoch(epoch: u64, first: u64) {
 mod tests {
     use super::*;
 
-    fn spot(epoch: u64, step: u64) -> Spot {
-        Spot {
+    fn spot(epoch: u64, step: u64) -> EpochPosition {
+        EpochPosition {
             epoch,
             consumed: 10 * step,
             digest: None,
@@ -364,17 +364,17 @@ mod tests {
         }
     }
 
-    fn take(pass: &Arc<Pass>, step: u64) -> Mark {
+    fn take(pass: &Arc<EpochPass>, step: u64) -> ConsumeTicket {
         let end = spot(pass.yielded().epoch, step);
         pass.advance(end);
-        Mark {
+        ConsumeTicket {
             loader: 0,
             pass: pass.clone(),
             end,
         }
     }
 
-    fn step(mark: &Mark) {
+    fn step(mark: &ConsumeTicket) {
         mark.begin();
         mark.commit(1);
     }
@@ -393,7 +393,7 @@ mod tests {
         take(&cursor.begin(0), 1);
         assert_eq!(cursor.spot(), Some(spot(4, 3)));
         pass.finish();
-        assert_eq!(cursor.spot().map(Spot::next_epoch), Some(5));
+        assert_eq!(cursor.spot().map(EpochPosition::next_epoch), Some(5));
     }
 
     #[test]
@@ -404,7 +404,7 @@ mod tests {
         first.begin();
         assert_eq!(
             cursor.spot(),
-            Some(Spot::start_of(2)),
+            Some(EpochPosition::start_of(2)),
             "the first step is to come"
         );
         first.commit(1);
@@ -426,7 +426,7 @@ mod tests {
         // Of two models.
         last.commit(1);
         last.commit(2);
-        assert_eq!(cursor.spot().map(Spot::next_epoch), Some(3));
+        assert_eq!(cursor.spot().map(EpochPosition::next_epoch), Some(3));
     }
 
     /// As with two models, one of which steps with a window later.
@@ -441,7 +441,7 @@ mod tests {
         early.commit(1);
         assert_eq!(cursor.spot(), Some(spot(0, 3)));
         pass.finish();
-        assert_eq!(cursor.spot().map(Spot::next_epoch), Some(1));
+        assert_eq!(cursor.spot().map(EpochPosition::next_epoch), Some(1));
     }
 
     #[test]
@@ -457,7 +457,7 @@ mod tests {
         );
         let next = cursor.begin(1);
         take(&next, 1);
-        assert_eq!(cursor.spot(), Some(Spot::start_of(1)));
+        assert_eq!(cursor.spot(), Some(EpochPosition::start_of(1)));
     }
 
     #[test]
@@ -478,13 +478,13 @@ mod tests {
             first_epoch: None,
         });
         assert_eq!(cursor.spot(), Some(spot(3, 7)));
-        assert_eq!(cursor.begin(0).yielded(), Spot::start_of(0));
+        assert_eq!(cursor.begin(0).yielded(), EpochPosition::start_of(0));
         assert_eq!(cursor.begin(3).yielded(), spot(3, 7), "a look");
         let pass = cursor.begin(3);
         assert_eq!(pass.yielded(), spot(3, 7));
         assert_eq!(cursor.spot(), Some(spot(3, 7)));
         step(&take(&pass, 8));
-        assert_eq!(cursor.begin(3).yielded(), Spot::start_of(3));
+        assert_eq!(cursor.begin(3).yielded(), EpochPosition::start_of(3));
     }
 
     #[test]
@@ -496,8 +496,8 @@ mod tests {
             goes_on: false,
             first_epoch: None,
         });
-        assert_eq!(evaluation.begin(0).yielded(), Spot::start_of(0));
-        let end = Spot {
+        assert_eq!(evaluation.begin(0).yielded(), EpochPosition::start_of(0));
+        let end = EpochPosition {
             finished: true,
             ..spot(2, 9)
         };
@@ -508,6 +508,6 @@ mod tests {
             goes_on: true,
             first_epoch: None,
         });
-        assert_eq!(finished.begin(2).yielded(), Spot::start_of(2));
+        assert_eq!(finished.begin(2).yielded(), EpochPosition::start_of(2));
     }
 }

@@ -28,11 +28,11 @@ pub(crate) const DRAWN_HINT: &str = "(Burn's `SamplerDataset` draws anew at each
                                      `without_item_check`)";
 
 /// Makes a number of an item, and a text.
-pub(super) type Digest<I> = fn(&I) -> Reading;
+pub(super) type Digest<I> = fn(&I) -> ItemReading;
 
 /// What an item comes to.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(super) struct Reading {
+pub(super) struct ItemReading {
     /// Of its words.
     sum: u64,
     /// How its `Debug` text begins.
@@ -43,7 +43,7 @@ pub(super) struct Reading {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct ItemDigest {
     index: usize,
-    first: Reading,
+    first: ItemReading,
     again: u64,
 }
 
@@ -57,7 +57,7 @@ pub(super) fn read_some<I>(dataset: &dyn Dataset<I>, digest: Digest<I>) -> Resul
     if dataset.is_empty() {
         chosen.clear();
     }
-    let read = || -> Result<Vec<Reading>> {
+    let read = || -> Result<Vec<ItemReading>> {
         caught("a data set", || {
             let items = dataset.get_many(chosen.clone()).map_err(|error| {
                 let message = format!("the data set failed to deliver the samples {chosen:?}");
@@ -105,12 +105,12 @@ impl fmt::Display for ItemDigest {
 
 /// Hashes the words of an item's `Debug` text, whatever their order (a `HashMap`'s differs per process), without
 /// addresses.
-pub(super) fn of_debug<I: fmt::Debug>(item: &I) -> Reading {
-    let mut words = Words::default();
+pub(super) fn of_debug<I: fmt::Debug>(item: &I) -> ItemReading {
+    let mut words = WordHasher::default();
     // It fails when it has got enough.
     let is_cut = write!(words, "{item:?}").is_err();
     words.end_word();
-    let Words {
+    let WordHasher {
         has_map,
         mut start,
         sum,
@@ -119,7 +119,7 @@ pub(super) fn of_debug<I: fmt::Debug>(item: &I) -> Reading {
     if start.chars().count() > SHOWN {
         start = start.chars().take(SHOWN).chain(['…']).collect();
     }
-    Reading {
+    ItemReading {
         // What of a map lies before the end depends on its order.
         sum: if is_cut && has_map { 0 } else { sum },
         start,
@@ -131,7 +131,7 @@ const SHOWN: usize = 120;
 
 /// Adds up words.
 #[derive(Debug, Default)]
-struct Words {
+struct WordHasher {
     bytes: usize,
     /// Whether there is a map or a set in it, so that words may come in any order.
     has_map: bool,
@@ -144,7 +144,7 @@ struct Words {
     word: u64,
 }
 
-impl Words {
+impl WordHasher {
     fn end_word(&mut self) {
         if self.length > 0 && !self.is_address {
             self.sum = self.sum.wrapping_add(mix(&[self.word]));
@@ -162,7 +162,7 @@ impl Words {
     }
 }
 
-impl Write for Words {
+impl Write for WordHasher {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         /// Of FNV-1a.
         const PRIME: u64 = 0x0100_0000_01b3;

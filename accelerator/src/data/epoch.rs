@@ -7,9 +7,9 @@ use accelerator_plan::mix;
 use burn::tensor::Device;
 
 use super::batch::{Batch, UncountedPadding};
-use super::cursor::{Mark, Pass, Spot};
+use super::cursor::{ConsumeTicket, EpochPass, EpochPosition};
 use super::feed::Feed;
-use super::prepared::{Generator, Place};
+use super::prepared::{Generator, LoaderContext};
 use crate::accelerator::drawing;
 use crate::error::{Error, Result};
 use crate::notice;
@@ -44,8 +44,8 @@ use crate::timeline::Timeline;
 /// ```
 #[must_use = "an epoch is an iterator"]
 pub struct Epoch<O> {
-    feed: State<O>,
-    pass: Arc<Pass>,
+    feed: EpochState<O>,
+    pass: Arc<EpochPass>,
     reseed: Reseed,
     remaining: Option<u64>,
     timeline: Timeline,
@@ -53,7 +53,7 @@ pub struct Epoch<O> {
     waited: Duration,
 }
 
-enum State<O> {
+enum EpochState<O> {
     /// Nothing was asked for yet; so many of its batches are to be left out.
     Closed(Open<O>, u64),
     /// After an error too: what follows it would depend on the number of workers.
@@ -69,14 +69,14 @@ pub(super) type Open<O> = Box<dyn FnOnce(u64) -> Feed<O> + Send>;
 impl<O> Epoch<O> {
     pub(super) fn new(
         open: Open<O>,
-        pass: Arc<Pass>,
+        pass: Arc<EpochPass>,
         reseed: Reseed,
         steps: Option<u64>,
         timeline: Timeline,
         uncounted: UncountedPadding,
     ) -> Self {
         Self {
-            feed: State::Closed(open, 0),
+            feed: EpochState::Closed(open, 0),
             pass,
             reseed,
             remaining: steps,
@@ -117,17 +117,17 @@ impl<O> Epoch<O> {
             *remaining = remaining.saturating_sub(batches);
         }
         match &mut self.feed {
-            State::Closed(_, skipped) => {
+            EpochState::Closed(_, skipped) => {
                 *skipped = skipped.saturating_add(batches);
                 self.reseed.warn_left_out(self.pass.yielded(), batches);
             }
-            State::Ended | State::Failed(_) => {}
-            State::Open(feed) => {
+            EpochState::Ended | EpochState::Failed(_) => {}
+            EpochState::Open(feed) => {
                 for _ in 0..batches {
                     match feed.next() {
                         Some(Ok(_)) => {}
                         Some(Err(error)) => {
-                            self.feed = State::Failed(error);
+                            self.feed = EpochState::Failed(error);
                             break;
                         }
                         None => break,
@@ -181,12 +181,12 @@ impl<O> Iterator for Epoch<O> {
 
     fn next(&mut self) -> Option<Self::Item> {
         let start = Instant::now();
-        let is_whole = matches!(self.feed, State::Closed(_, 0));
-        let mut feed = match core::mem::replace(&mut self.feed, State::Ended) {
-            State::Closed(open, skipped) => open(skipped),
-            State::Ended => return None,
-            State::Failed(error) => return Some(Err(error)),
-            State::Open(feed) => feed,
+        let is_whole = matches!(self.feed, EpochState::Closed(_, 0));
+        let mut feed = match core::mem::replace(&mut self.feed, EpochState::Ended) {
+            EpochState::Closed(open, skipped) => open(skipped),
+            EpochState::Ended => return None,
+            EpochState::Failed(error) => return Some(Err(error)),
+            EpochState::Open(feed) => feed,
         };
         let mut batch = feed.next().map(|batch| {
             let batch = batch?;
@@ -197,12 +197,12 @@ impl<O> Iterator for Epoch<O> {
         self.waited += end - start;
         match &batch {
             Some(Ok(_)) => {
-                self.feed = State::Open(feed);
+                self.feed = EpochState::Open(feed);
                 self.timeline.batch_came(start, end);
             }
             Some(Err(_)) => {}
             None => {
-                let Place { rank, .. } = self.reseed.place;
+                let LoaderContext { rank, .. } = self.reseed.place;
                 if is_whole && rank == 0 {
                     self.pass.warn_empty();
                 }
@@ -213,7 +213,7 @@ impl<O> Iterator for Epoch<O> {
             *remaining = remaining.saturating_sub(1);
         }
         if let Some(Ok(batch)) = &mut batch {
-            let end = Spot {
+            let end = EpochPosition {
                 epoch: batch.epoch(),
                 consumed: batch.info().consumed,
                 digest: self.pass.yielded().digest,
@@ -221,7 +221,7 @@ impl<O> Iterator for Epoch<O> {
                 step: batch.step() + 1,
             };
             self.pass.advance(end);
-            let mark = Mark {
+            let mark = ConsumeTicket {
                 loader: self.reseed.place.number,
                 pass: self.pass.clone(),
                 end,
@@ -300,11 +300,11 @@ impl<O> fmt::Debug for Epoch<O> {
 pub(super) struct Reseed {
     device: Device,
     epoch: u64,
-    place: Place,
+    place: LoaderContext,
 }
 
 impl Reseed {
-    pub(super) fn new(device: Device, place: Place, epoch: u64) -> Self {
+    pub(super) fn new(device: Device, place: LoaderContext, epoch: u64) -> Self {
         Self {
             device,
             epoch,
@@ -313,7 +313,7 @@ impl Reseed {
     }
 
     /// An epoch that goes on from there is to leave out so many more.
-    fn warn_left_out(&self, start: Spot, batches: u64) {
+    fn warn_left_out(&self, start: EpochPosition, batches: u64) {
         if start.step > 0 && batches > 0 && self.place.rank == 0 {
             notice::warn(&format!(
                 "after `resume` a loader goes on behind step {} of epoch {}, and `skip_first_batches` leaves out {batches} \
@@ -341,7 +341,7 @@ impl Reseed {
     }
 
     fn words(&self) -> [u64; 4] {
-        let Place {
+        let LoaderContext {
             number, rank, seed, ..
         } = self.place;
         [seed, rank as u64, number, self.epoch]

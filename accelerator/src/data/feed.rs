@@ -6,10 +6,10 @@ use std::thread::JoinHandle;
 use accelerator_plan::{BatchKind, PlannedBatch};
 use burn::tensor::Device;
 
-use super::batch::{Batch, Info, Share as Used};
+use super::batch::{Batch, BatchInfo, StepShare};
 use super::deferred::DeferredBatch;
 use super::order::EpochShare;
-use super::source::Source;
+use super::source::ItemSource;
 use super::spec::Spec;
 use crate::error::{Error, Kind, Result};
 use crate::panic_text::panic_text;
@@ -19,21 +19,21 @@ use crate::timeline::Timeline;
 pub(super) type Feed<O> = Ahead<Batch<DeferredBatch<O>>>;
 
 /// This rank's share of an epoch, by its plan.
-pub(super) struct Share<O> {
+pub(super) struct RankBatches<O> {
     pub(super) device: Device,
     pub(super) epoch: u64,
     /// The first step of the plan that is wanted.
     pub(super) first: u64,
     pub(super) plan: EpochShare,
     pub(super) rank: usize,
-    pub(super) source: Arc<dyn Source<O>>,
+    pub(super) source: Arc<dyn ItemSource<O>>,
     pub(super) spec: Spec,
     /// How many steps of the epoch were done where the plan starts.
     pub(super) steps_before: u64,
     pub(super) timeline: Timeline,
 }
 
-impl<O: Send + 'static> Share<O> {
+impl<O: Send + 'static> RankBatches<O> {
     pub(super) fn feed(self) -> Feed<O> {
         let (first, steps) = (self.first, self.plan.steps(self.rank));
         let workers = (self.spec.workers as u64).min(steps.saturating_sub(first));
@@ -44,7 +44,7 @@ impl<O: Send + 'static> Share<O> {
         let started: std::io::Result<Vec<_>> = (0..workers)
             .map(|worker| {
                 let share = share.clone();
-                Worker::start(share.spec.prefetch, Ending::Awaited, move |sender| {
+                Worker::start(share.spec.prefetch, WorkerShutdown::Awaited, move |sender| {
                     for step in (first + worker..steps).step_by(workers as usize) {
                         let loading = share.timeline.load(worker as usize);
                         let Some(batch) = share.load(step) else {
@@ -71,16 +71,16 @@ impl<O: Send + 'static> Share<O> {
         Some(value.map(|value| Batch::new(value, self.info(planned))))
     }
 
-    fn info(&self, planned: PlannedBatch) -> Info {
-        Info {
+    fn info(&self, planned: PlannedBatch) -> BatchInfo {
+        BatchInfo {
             consumed: self.plan.consumed_after(planned.step),
             epoch: self.epoch,
             is_last: planned.is_last,
             len: planned.indices.len(),
             real: planned.real,
             share: match planned.kind {
-                BatchKind::Idle => Used::Idle,
-                _ => Used::Used,
+                BatchKind::Idle => StepShare::Idle,
+                _ => StepShare::Used,
             },
             step: self.steps_before + planned.step,
             uneven: self.spec.is_uneven(),
@@ -97,7 +97,7 @@ pub(super) struct Worker<T> {
 
 /// What becomes of a worker that is dropped in the middle of its work.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Ending {
+pub(super) enum WorkerShutdown {
     /// It is waited for: it ends with the batch that it is at.
     Awaited,
     /// It may be waiting for the world, and ends when that answers.
@@ -107,7 +107,7 @@ pub(super) enum Ending {
 impl<T: Send + 'static> Worker<T> {
     pub(super) fn start(
         ahead: usize,
-        ending: Ending,
+        ending: WorkerShutdown,
         work: impl FnOnce(&SyncSender<Result<T>>) + Send + 'static,
     ) -> std::io::Result<Self> {
         let (sender, items) = sync_channel(ahead);
@@ -124,7 +124,7 @@ impl<T: Send + 'static> Worker<T> {
             })?;
         Ok(Self {
             items: Some(items),
-            thread: (ending == Ending::Awaited).then_some(thread),
+            thread: (ending == WorkerShutdown::Awaited).then_some(thread),
         })
     }
 }
@@ -176,7 +176,7 @@ pub(super) fn read_ahead<T: Send + 'static>(
             caught("a loader", || Ok(items.next())).unwrap_or_else(|error| Some(Err(error)))
         }));
     }
-    let worker = Worker::start(spec.prefetch, Ending::Left, move |sender| {
+    let worker = Worker::start(spec.prefetch, WorkerShutdown::Left, move |sender| {
         loop {
             let loading = timeline.load(0);
             let Some(item) = items.next() else {
@@ -240,10 +240,10 @@ mod tests {
         const DEADLINE: Duration = Duration::from_secs(60);
         let (stopped, has_stopped) = mpsc::channel();
         let (done, outcome) = mpsc::channel();
-        let first = Worker::start(1, Ending::Awaited, move |_| {
+        let first = Worker::start(1, WorkerShutdown::Awaited, move |_| {
             done.send(has_stopped.recv_timeout(DEADLINE)).unwrap();
         });
-        let second = Worker::start(1, Ending::Awaited, move |sender| {
+        let second = Worker::start(1, WorkerShutdown::Awaited, move |sender| {
             while sender.send(Ok(())).is_ok() {}
             stopped.send(()).unwrap();
         });

@@ -1,9 +1,9 @@
 use core::fmt;
 use std::sync::Arc;
 
-use super::source::Source;
+use super::source::ItemSource;
 use super::spec::Spec;
-use super::stream::Shared;
+use super::stream::SharedStream;
 
 /// A loader that was built and not yet shared out: pass it to
 /// [`Accelerator::prepare`](crate::Accelerator::prepare).
@@ -29,14 +29,14 @@ use super::stream::Shared;
 /// ```
 #[must_use]
 pub struct Loader<O> {
-    pub(super) origin: Origin<O>,
+    pub(super) origin: SampleSource<O>,
     pub(super) spec: Spec,
 }
 
 /// Where samples come from.
-pub(super) enum Origin<O> {
-    Indexed(Arc<dyn Source<O>>),
-    Stream(Arc<dyn Shared<O>>),
+pub(super) enum SampleSource<O> {
+    Indexed(Arc<dyn ItemSource<O>>),
+    Stream(Arc<dyn SharedStream<O>>),
 }
 
 impl<O> Loader<O> {
@@ -72,8 +72,8 @@ impl<O> fmt::Debug for Loader<O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut debug = f.debug_struct("Loader");
         match &self.origin {
-            Origin::Indexed(source) => debug.field("samples", &source.len()),
-            Origin::Stream(stream) => debug.field("stream", &stream.sharing()),
+            SampleSource::Indexed(source) => debug.field("samples", &source.len()),
+            SampleSource::Stream(stream) => debug.field("stream", &stream.sharing()),
         };
         debug.field("spec", &self.spec).finish_non_exhaustive()
     }

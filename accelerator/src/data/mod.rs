@@ -17,7 +17,7 @@
 //! | a stream that is cheap to read | [`build_stream`](DataLoaderBuilder::build_stream) | every rank reads all of it |
 //! | a stream in parts | [`build_sharded_stream`](DataLoaderBuilder::build_sharded_stream) | each rank reads its own part |
 //! | a stream that one rank can read | [`build_dispatched_stream`](DataLoaderBuilder::build_dispatched_stream) | rank 0 reads and sends |
-//! | one of Burn's own loaders | [`InOrder`] | every rank reads all of it |
+//! | one of Burn's own loaders | [`AssumeDeterministic`] | every rank reads all of it |
 //!
 //! All of them are saved and resumed in mid-epoch, skip batches
 //! ([`skip_first_batches`](Epoch::skip_first_batches)), know their last batch ([`Batch::is_last`]), and
@@ -101,7 +101,7 @@
 //!
 //! Where ranks are threads of one process ([`launch`](crate::launch())) they share the device's generator: what a
 //! batcher draws, and dropout, are not reproducible there. The same holds for other threads of the program that
-//! draw from the device during the training, and for a batcher of one of Burn's own loaders ([`InOrder`]), which
+//! draw from the device during the training, and for a batcher of one of Burn's own loaders ([`AssumeDeterministic`]), which
 //! runs on a worker always.
 //!
 //! [`TailPolicy::Exact`]: crate::plan::TailPolicy::Exact
@@ -128,13 +128,13 @@ mod stream;
 pub use self::batch::Batch;
 pub(crate) use self::batch::UncountedPadding;
 pub use self::builder::{BuildUncompared, DataLoaderBuilder};
-pub(crate) use self::cursor::{Mark, Spot};
+pub(crate) use self::cursor::{ConsumeTicket, EpochPosition};
 pub(crate) use self::digest::DRAWN_HINT;
 pub use self::epoch::{Epoch, NumberedBatches};
 pub use self::loader::Loader;
-pub use self::opaque::InOrder;
+pub use self::opaque::AssumeDeterministic;
 pub use self::prepared::PreparedLoader;
 pub use self::source::SamplePlace;
-pub(crate) use self::standing::{LoaderResume, Standing};
+pub(crate) use self::standing::{LoaderResume, LoaderState};
 pub use self::stream::{SampleStream, StreamError, StreamItems, StreamPart};
 pub use accelerator_plan::{TailPolicy, sample_rng_seed};

@@ -4,11 +4,11 @@ use std::sync::mpsc::SyncSender;
 
 use burn::data::dataloader::{DataLoader, DataLoaderIterator};
 
-use super::batch::{Batch, Info, Share};
-use super::cursor::Spot;
+use super::batch::{Batch, BatchInfo, StepShare};
+use super::cursor::EpochPosition;
 use super::deferred::DeferredBatch;
-use super::feed::{Ending, Feed, Worker, failed};
-use super::prepared::Place;
+use super::feed::{WorkerShutdown, Feed, Worker, failed};
+use super::prepared::LoaderContext;
 use crate::error::{Error, Kind, Result};
 
 /// One of Burn's own data loaders, with the promise that it gives the same batches in the same
@@ -23,7 +23,7 @@ use crate::error::{Error, Kind, Result};
 /// meanwhile.
 ///
 /// ```
-/// use accelerator::data::InOrder;
+/// use accelerator::data::AssumeDeterministic;
 /// use burn::data::dataloader::{DataLoaderBuilder, batcher::Batcher};
 /// use burn::data::dataset::InMemDataset;
 /// use burn::tensor::Device;
@@ -37,7 +37,7 @@ use crate::error::{Error, Kind, Result};
 ///     let loader = DataLoaderBuilder::new(Listed)
 ///         .batch_size(2)
 ///         .build(InMemDataset::new((0..6).collect()));
-///     let loader = accelerator.prepare(InOrder(loader))?;
+///     let loader = accelerator.prepare(AssumeDeterministic(loader))?;
 ///     loader.epoch(0).map(|batch| batch.map(|batch| batch.real())).collect()
 /// })?;
 /// // Three batches: rank 1 is idle in the second round.
@@ -45,14 +45,14 @@ use crate::error::{Error, Kind, Result};
 /// # let _: &Vec<Vec<usize>> = &shares;
 /// # Ok::<(), accelerator::Error>(())
 /// ```
-pub struct InOrder<O>(
+pub struct AssumeDeterministic<O>(
     /// The loader.
     pub Arc<dyn DataLoader<O>>,
 );
 
-impl<O> fmt::Debug for InOrder<O> {
+impl<O> fmt::Debug for AssumeDeterministic<O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("InOrder").finish_non_exhaustive()
+        f.debug_struct("AssumeDeterministic").finish_non_exhaustive()
     }
 }
 
@@ -68,12 +68,12 @@ const AHEAD: usize = 2;
 /// round's first batch, which counts for nothing.
 pub(super) fn feed<O: Send + 'static>(
     loader: Arc<dyn DataLoader<O>>,
-    place: Place,
-    start: Spot,
+    place: LoaderContext,
+    start: EpochPosition,
 ) -> Feed<O> {
     // Its iterator borrows the loader, so it lives and dies on one thread.
-    let worker = Worker::start(AHEAD, Ending::Awaited, move |sender| {
-        let rounds = Rounds {
+    let worker = Worker::start(AHEAD, WorkerShutdown::Awaited, move |sender| {
+        let rounds = AssumedSteps {
             ahead: None,
             items: loader.iter(),
             processed: 0,
@@ -90,23 +90,23 @@ pub(super) fn feed<O: Send + 'static>(
     }
 }
 
-struct Rounds<'a, O> {
+struct AssumedSteps<'a, O> {
     /// The batch after the round, read to know whether there is one.
-    ahead: Option<Counted<O>>,
+    ahead: Option<BatchCounter<O>>,
     items: Box<dyn DataLoaderIterator<O> + 'a>,
     processed: usize,
-    place: Place,
+    place: LoaderContext,
 }
 
-struct Counted<O> {
+struct BatchCounter<O> {
     value: O,
     samples: usize,
 }
 
-impl<O> Rounds<'_, O> {
+impl<O> AssumedSteps<'_, O> {
     fn run(
         mut self,
-        start: Spot,
+        start: EpochPosition,
         sender: &SyncSender<Result<Batch<DeferredBatch<O>>>>,
     ) -> Result<()> {
         self.ahead = self.read()?;
@@ -120,13 +120,13 @@ impl<O> Rounds<'_, O> {
                 return Ok(());
             };
             let ahead = self.ahead.as_ref().map_or(0, |batch| batch.samples);
-            let info = Info {
+            let info = BatchInfo {
                 consumed: (self.processed - ahead) as u64,
                 epoch: start.epoch,
                 indices: Vec::new(),
                 is_last: self.ahead.is_none(),
                 len: mine.samples,
-                real: if share == Share::Idle {
+                real: if share == StepShare::Idle {
                     0
                 } else {
                     mine.samples
@@ -144,21 +144,21 @@ impl<O> Rounds<'_, O> {
     }
 
     /// This rank's batch of the next `W`.
-    fn round(&mut self) -> Result<Option<(Counted<O>, Share)>> {
+    fn round(&mut self) -> Result<Option<(BatchCounter<O>, StepShare)>> {
         let Some(first) = self.ahead.take() else {
             return Ok(None);
         };
         let mut mine = (
             first,
             if self.place.rank == 0 {
-                Share::Used
+                StepShare::Used
             } else {
-                Share::Idle
+                StepShare::Idle
             },
         );
         for rank in 1..self.place.world_size {
             match self.read()? {
-                Some(batch) if rank == self.place.rank => mine = (batch, Share::Used),
+                Some(batch) if rank == self.place.rank => mine = (batch, StepShare::Used),
                 Some(_) => {}
                 None => return Ok(Some(mine)),
             }
@@ -167,7 +167,7 @@ impl<O> Rounds<'_, O> {
         Ok(Some(mine))
     }
 
-    fn read(&mut self) -> Result<Option<Counted<O>>> {
+    fn read(&mut self) -> Result<Option<BatchCounter<O>>> {
         let Some(value) = self.items.next() else {
             return Ok(None);
         };
@@ -188,6 +188,6 @@ impl<O> Rounds<'_, O> {
                  cannot be weighed; build it with `accelerator::data::DataLoaderBuilder`",
             ));
         }
-        Ok(Some(Counted { value, samples }))
+        Ok(Some(BatchCounter { value, samples }))
     }
 }

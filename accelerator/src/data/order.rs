@@ -5,7 +5,7 @@ use std::sync::Arc;
 use accelerator_collective::ProcessGroup;
 use accelerator_plan::{self as plan, BatchPlan, EpochPlan, Plan, PlannedBatch, mix};
 
-use super::cursor::Spot;
+use super::cursor::EpochPosition;
 use super::meeting::{ReadPosition, meet};
 use super::spec::Spec;
 use crate::agreement::sides;
@@ -13,7 +13,7 @@ use crate::error::{Error, Kind, Result};
 
 /// In which order an epoch goes through the samples.
 #[derive(Clone, Default)]
-pub(super) enum Order {
+pub(super) enum SampleOrder {
     #[default]
     Sequential,
     Shuffled {
@@ -36,12 +36,12 @@ pub(super) struct Listed {
     pub(super) name: String,
 }
 
-impl Order {
+impl SampleOrder {
     /// The order where positions are computed, and that of positions where they are listed.
-    pub(super) fn by_index(&self) -> plan::Order {
+    pub(super) fn by_index(&self) -> plan::SampleOrder {
         match *self {
-            Self::Shuffled { seed } => plan::Order::Shuffled { seed },
-            _ => plan::Order::Sequential,
+            Self::Shuffled { seed } => plan::SampleOrder::Shuffled { seed },
+            _ => plan::SampleOrder::Sequential,
         }
     }
 
@@ -82,7 +82,7 @@ impl Order {
     }
 }
 
-impl fmt::Display for Order {
+impl fmt::Display for SampleOrder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Sequential => f.write_str("in sequence"),
@@ -93,14 +93,14 @@ impl fmt::Display for Order {
     }
 }
 
-impl fmt::Debug for Order {
+impl fmt::Debug for SampleOrder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
 /// Who gets which sample in one epoch, and the number by which ranks compare what was given.
-pub(super) struct Dealt {
+pub(super) struct EpochAssignment {
     pub(super) share: EpochShare,
     /// Of the samples in their order, where the program gave it.
     pub(super) digest: Option<u64>,
@@ -113,15 +113,15 @@ pub(super) enum EpochShare {
     Samples(EpochPlan),
 }
 
-impl Dealt {
+impl EpochAssignment {
     /// The epoch as the order has it, in a data set of so many samples.
     pub(super) fn new(spec: &Spec, plan: &Plan, samples: u64, epoch: u64) -> Result<Self> {
         Ok(match spec.order() {
-            Order::Sequential | Order::Shuffled { .. } => Self {
+            SampleOrder::Sequential | SampleOrder::Shuffled { .. } => Self {
                 share: EpochShare::Samples(plan.epoch(epoch)),
                 digest: None,
             },
-            Order::Listed(listed) => {
+            SampleOrder::Listed(listed) => {
                 let list = (listed.list)(epoch);
                 check_range(&list, samples, epoch)?;
                 Self {
@@ -129,7 +129,7 @@ impl Dealt {
                     share: EpochShare::Samples(plan.listed(epoch, list)?),
                 }
             }
-            Order::Batched(batches) => {
+            SampleOrder::Batched(batches) => {
                 let batches = batches(epoch);
                 for batch in &batches {
                     check_range(batch, samples, epoch)?;
@@ -173,7 +173,7 @@ impl Dealt {
     }
 
     /// Whether an epoch of which so much was used goes on in the order that it began in.
-    pub(super) fn goes_on_from(&self, start: Spot) -> Result<()> {
+    pub(super) fn goes_on_from(&self, start: EpochPosition) -> Result<()> {
         match (start.digest, self.digest) {
             (Some(saved), Some(mine)) if saved != mine && start.step > 0 => Err(Error::new(
                 Kind::Checkpoint,

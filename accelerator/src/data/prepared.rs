@@ -9,17 +9,17 @@ use burn::data::dataloader::DataLoader;
 use burn::tensor::Device;
 
 use super::batch::UncountedPadding;
-use super::cursor::{Cursor, Pass, Spot};
+use super::cursor::{Cursor, EpochPass, EpochPosition};
 use super::digest::{DRAWN_HINT, ItemDigest};
 use super::epoch::{Epoch, Open, Reseed};
 use super::feed;
-use super::loader::{Loader, Origin};
+use super::loader::{Loader, SampleSource};
 use super::meeting::ReadPosition;
 use super::opaque;
-use super::order::{Dealt, Order};
-use super::source::{Slice, Source};
+use super::order::{EpochAssignment, SampleOrder};
+use super::source::{SourceSlice, ItemSource};
 use super::spec::Spec;
-use super::stream::{self, Shared, Sharing};
+use super::stream::{self, SharedStream, Sharing};
 use crate::accelerator::Accelerator;
 use crate::agreement::{self, Term};
 use crate::error::{Error, Result};
@@ -65,7 +65,7 @@ pub struct PreparedLoader<O> {
     pub(super) device: Device,
     /// How often it was read as a Burn loader.
     pub(super) passes: AtomicU64,
-    pub(super) place: Place,
+    pub(super) place: LoaderContext,
     /// Whether a plan of the training was made of it.
     is_planned: AtomicBool,
     pub(super) samples: Samples<O>,
@@ -75,7 +75,7 @@ pub struct PreparedLoader<O> {
 
 /// Whose share it is.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub(super) struct LoaderContext {
     pub(super) generator: Generator,
     pub(super) number: u64,
     pub(super) rank: usize,
@@ -88,7 +88,7 @@ pub(super) struct Place {
 pub(super) enum Generator {
     Own,
     /// Ranks are threads of one process.
-    Shared,
+    SharedStream,
 }
 
 pub(super) enum Samples<O> {
@@ -97,7 +97,7 @@ pub(super) enum Samples<O> {
     Planned {
         group: ProcessGroup,
         plan: Plan,
-        source: Arc<dyn Source<O>>,
+        source: Arc<dyn ItemSource<O>>,
         spec: Spec,
     },
     Stream {
@@ -105,7 +105,7 @@ pub(super) enum Samples<O> {
         /// Of full steps; its number of samples means nothing.
         plan: Plan,
         spec: Spec,
-        stream: Arc<dyn Shared<O>>,
+        stream: Arc<dyn SharedStream<O>>,
     },
 }
 
@@ -148,14 +148,14 @@ impl<O: Send + 'static> PreparedLoader<O> {
         let mut digests = None;
         // What one rank refuses is told to all, below.
         let (samples, described) = match origin {
-            Origin::Indexed(source) => {
+            SampleSource::Indexed(source) => {
                 if world_size > 1 {
                     digests = source.digests();
                 }
                 let described = format!("{} samples, {spec}", source.len());
                 (share_out(group, source, spec), described)
             }
-            Origin::Stream(stream) => {
+            SampleSource::Stream(stream) => {
                 let described = format!("a stream ({}), {spec}", stream.sharing());
                 let plan =
                     check_stream(&spec, stream.sharing()).and_then(|()| spec.plan(0, world_size));
@@ -191,7 +191,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         }
         Ok(Self::new(
             accelerator.shared.device.clone(),
-            Place::of(accelerator),
+            LoaderContext::of(accelerator),
             samples,
             accelerator.shared.timeline.clone(),
             accelerator.shared.uncounted.clone(),
@@ -218,14 +218,14 @@ impl<O: Send + 'static> PreparedLoader<O> {
         let loader = loader.to_device(&device);
         let timeline = accelerator.shared.timeline.clone();
         let samples = Samples::Opaque(loader);
-        let place = Place::of(accelerator);
+        let place = LoaderContext::of(accelerator);
         let uncounted = accelerator.shared.uncounted.clone();
         Ok(Self::new(device, place, samples, timeline, uncounted))
     }
 
     fn new(
         device: Device,
-        place: Place,
+        place: LoaderContext,
         samples: Samples<O>,
         timeline: Timeline,
         uncounted: UncountedPadding,
@@ -303,15 +303,15 @@ impl<O: Send + 'static> PreparedLoader<O> {
     fn open(
         &self,
         epoch: u64,
-        start: Spot,
-        pass: Arc<Pass>,
+        start: EpochPosition,
+        pass: Arc<EpochPass>,
         caller: &'static Location<'static>,
     ) -> Open<O> {
         let (device, place, timeline) = (self.device.clone(), self.place, self.timeline.clone());
         match self.samples.clone() {
             Samples::Opaque(loader) => Box::new(move |skip| {
                 let step = start.step.saturating_add(skip);
-                opaque::feed(loader, place, Spot { step, ..start })
+                opaque::feed(loader, place, EpochPosition { step, ..start })
             }),
             Samples::Planned {
                 group,
@@ -319,14 +319,14 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 source,
                 spec,
             } => Box::new(move |skip| {
-                let mut dealt = Dealt::new(&spec, &plan, source.len(), epoch);
+                let mut dealt = EpochAssignment::new(&spec, &plan, source.len(), epoch);
                 if spec.order().is_given() {
                     let position = ReadPosition {
                         epoch,
                         loader: place.number,
                         step: start.step.saturating_add(skip),
                     };
-                    dealt = Dealt::agreed(dealt, &group, position, caller);
+                    dealt = EpochAssignment::agreed(dealt, &group, position, caller);
                 }
                 let rest = dealt.and_then(|dealt| {
                     dealt.goes_on_from(start)?;
@@ -356,7 +356,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 spec,
                 stream,
             } => Box::new(move |skip| {
-                stream.feed(stream::Pass {
+                stream.feed(stream::EpochPass {
                     caller,
                     device,
                     epoch,
@@ -414,7 +414,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
             } => {
                 let end = (end as u64).min(source.len());
                 let start = (start as u64).min(end);
-                let source = Slice {
+                let source = SourceSlice {
                     len: end - start,
                     source: source.clone(),
                     start,
@@ -461,7 +461,7 @@ const ITEM_HINT: &str = " (draw it from a seed that all ranks have; leave the or
                          differ, say `without_item_check`)";
 
 /// Shares a data set out, of which each rank gets some batches.
-fn share_out<O>(group: ProcessGroup, source: Arc<dyn Source<O>>, spec: Spec) -> Result<Samples<O>> {
+fn share_out<O>(group: ProcessGroup, source: Arc<dyn ItemSource<O>>, spec: Spec) -> Result<Samples<O>> {
     let (len, ranks) = (source.len(), group.world_size());
     spec.order().check(len)?;
     let plan = spec.plan(len, ranks)?;
@@ -499,7 +499,7 @@ fn no_samples() -> Error {
 
 /// Whether the settings fit a stream.
 fn check_stream(spec: &Spec, sharing: Sharing) -> Result<()> {
-    if !matches!(spec.order(), Order::Sequential) {
+    if !matches!(spec.order(), SampleOrder::Sequential) {
         return Err(Error::config(format!(
             "a stream keeps its own order, and this loader's is {}: shuffle within the stream, or build \
              the loader with a data set",
@@ -515,12 +515,12 @@ fn check_stream(spec: &Spec, sharing: Sharing) -> Result<()> {
     Ok(())
 }
 
-impl Place {
+impl LoaderContext {
     fn of(accelerator: &Accelerator) -> Self {
         let are_threads = accelerator.group().transport() == TransportKind::Threads;
         Self {
             generator: match are_threads && accelerator.world_size() > 1 {
-                true => Generator::Shared,
+                true => Generator::SharedStream,
                 false => Generator::Own,
             },
             number: accelerator.next_loader(),

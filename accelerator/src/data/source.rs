@@ -75,7 +75,7 @@ impl SamplePlace {
 }
 
 /// Samples by index, made into batches. It hides the type of a single item.
-pub(super) trait Source<O>: Send + Sync {
+pub(super) trait ItemSource<O>: Send + Sync {
     fn len(&self) -> u64;
 
     fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<DeferredBatch<O>>;
@@ -142,7 +142,7 @@ pub(super) struct Batched<I, O> {
     pub(super) digest: Option<Digest<I>>,
 }
 
-impl<I: Send + 'static, O: 'static> Source<O> for Batched<I, O> {
+impl<I: Send + 'static, O: 'static> ItemSource<O> for Batched<I, O> {
     fn len(&self) -> u64 {
         self.dataset.len() as u64
     }
@@ -166,13 +166,13 @@ impl<I: Send + 'static, O: 'static> Source<O> for Batched<I, O> {
 }
 
 /// The part of a source from `start` on.
-pub(super) struct Slice<O> {
+pub(super) struct SourceSlice<O> {
     pub(super) len: u64,
-    pub(super) source: Arc<dyn Source<O>>,
+    pub(super) source: Arc<dyn ItemSource<O>>,
     pub(super) start: u64,
 }
 
-impl<O> Source<O> for Slice<O> {
+impl<O> ItemSource<O> for SourceSlice<O> {
     fn len(&self) -> u64 {
         self.len
     }

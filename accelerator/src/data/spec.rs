@@ -2,7 +2,7 @@ use core::fmt;
 
 use accelerator_plan::{BatchSize, Plan, PlanConfig, TailPolicy};
 
-use super::order::Order;
+use super::order::SampleOrder;
 use crate::error::Result;
 
 /// How samples are to be read, whatever they are.
@@ -10,16 +10,16 @@ use crate::error::Result;
 pub(super) struct Spec {
     /// The global batch size of the checkpoint that training went on from, instead of `size`.
     agreed: Option<u64>,
-    pub(super) order: Order,
+    pub(super) order: SampleOrder,
     pub(super) prefetch: usize,
-    pub(super) size: Size,
+    pub(super) size: BatchSizeSpec,
     pub(super) tail: TailPolicy,
     pub(super) workers: usize,
 }
 
 /// As the user gave it.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Size {
+pub(super) enum BatchSizeSpec {
     Global(usize),
     PerRank(usize),
 }
@@ -28,9 +28,9 @@ impl Default for Spec {
     fn default() -> Self {
         Self {
             agreed: None,
-            order: Order::default(),
+            order: SampleOrder::default(),
             prefetch: 2,
-            size: Size::PerRank(1),
+            size: BatchSizeSpec::PerRank(1),
             tail: TailPolicy::default(),
             workers: 1,
         }
@@ -42,8 +42,8 @@ impl Spec {
     pub(super) fn plan(&self, samples: u64, world_size: usize) -> Result<Plan> {
         let size = match (self.agreed, self.size) {
             (Some(size), _) => BatchSize::global(usize::try_from(size).unwrap_or(usize::MAX))?,
-            (None, Size::Global(size)) => BatchSize::global(size)?,
-            (None, Size::PerRank(size)) => BatchSize::per_rank(size)?,
+            (None, BatchSizeSpec::Global(size)) => BatchSize::global(size)?,
+            (None, BatchSizeSpec::PerRank(size)) => BatchSize::per_rank(size)?,
         };
         let samples = self.order.draws().unwrap_or(samples);
         Ok(PlanConfig::new(samples, size)
@@ -64,13 +64,13 @@ impl Spec {
     /// The batch size that the user gave, in words.
     pub(super) fn size(&self) -> String {
         match self.size {
-            _ if matches!(self.order, Order::Batched(_)) => "batches that are given".to_owned(),
-            Size::Global(size) => format!("a global batch size of {size}"),
-            Size::PerRank(size) => format!("a batch size of {size}"),
+            _ if matches!(self.order, SampleOrder::Batched(_)) => "batches that are given".to_owned(),
+            BatchSizeSpec::Global(size) => format!("a global batch size of {size}"),
+            BatchSizeSpec::PerRank(size) => format!("a batch size of {size}"),
         }
     }
 
-    pub(super) fn order(&self) -> &Order {
+    pub(super) fn order(&self) -> &SampleOrder {
         &self.order
     }
 

@@ -4,8 +4,8 @@ use serde::{Deserialize, Serialize};
 
 use accelerator_plan::Plan;
 
-use super::cursor::{Cursor, Restored, Spot};
-use super::order::Order;
+use super::cursor::{Cursor, Restored, EpochPosition};
+use super::order::SampleOrder;
 use super::prepared::{PreparedLoader, Samples};
 use super::spec::Spec;
 use super::steppers::Steppers;
@@ -14,7 +14,7 @@ use crate::error::{Error, Kind, Result};
 
 /// What a checkpoint keeps of a loader.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(crate) struct Standing {
+pub(crate) struct LoaderState {
     pub(crate) samples: u64,
     /// In words.
     pub(crate) order: String,
@@ -31,7 +31,7 @@ pub(crate) struct Standing {
     /// Whether an optimizer has stepped with its batches.
     pub(crate) trained: bool,
     /// `None` if it was never read.
-    pub(crate) spot: Option<Spot>,
+    pub(crate) spot: Option<EpochPosition>,
     /// Whether the program was taking its batches.
     #[serde(default)]
     pub(crate) is_open: bool,
@@ -56,7 +56,7 @@ pub(crate) struct LoaderResume<'a> {
 }
 
 impl<O: Send + 'static> PreparedLoader<O> {
-    pub(crate) fn standing(&self) -> Standing {
+    pub(crate) fn standing(&self) -> LoaderState {
         let spot = self.cursor.spot();
         let passes = self.passes.load(Ordering::Relaxed);
         // The pass that is not finished is to be begun again.
@@ -68,7 +68,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 spec.order().to_string(),
                 spec.tail().to_string(),
                 spec.size(),
-                (!matches!(spec.order(), Order::Batched(_))).then(|| plan.global_batch()),
+                (!matches!(spec.order(), SampleOrder::Batched(_))).then(|| plan.global_batch()),
             ),
             Samples::Stream {
                 plan, spec, stream, ..
@@ -88,7 +88,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 ),
             },
         };
-        Standing {
+        LoaderState {
             samples: self.samples(),
             order,
             tail,
@@ -119,7 +119,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
     pub(crate) fn resume_from(
         mut self,
         name: &str,
-        saved: &Standing,
+        saved: &LoaderState,
         how: &LoaderResume<'_>,
     ) -> Result<Self> {
         let mine = self.standing();
@@ -165,13 +165,13 @@ impl<O: Send + 'static> PreparedLoader<O> {
             steppers: saved.steppers.clone(),
             trained: saved.trained,
             goes_on: how.goes_on,
-            first_epoch: saved.spot.filter(|_| leads).map(Spot::next_epoch),
+            first_epoch: saved.spot.filter(|_| leads).map(EpochPosition::next_epoch),
         });
         Ok(self)
     }
 }
 
-impl Standing {
+impl LoaderState {
     /// Whether positions mean the same.
     fn compare(&self, name: &str, mine: &Self) -> Result<()> {
         let differs = |what: &str, saved: &str, mine: &str| {
@@ -201,8 +201,8 @@ impl Standing {
 /// Goes on with the batch size of the checkpoint, where the program has not given another one.
 fn keep_batch(
     name: &str,
-    saved: &Standing,
-    mine: &Standing,
+    saved: &LoaderState,
+    mine: &LoaderState,
     how: &LoaderResume<'_>,
     (plan, spec): (&mut Plan, &mut Spec),
     (samples, world_size): (u64, usize),

@@ -33,7 +33,7 @@ enum Interval {
 
 /// Whether a step moves the place in the data on.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Moves {
+pub(super) enum AdvancesCursor {
     No,
     /// To one in that epoch.
     To(u64),
@@ -41,8 +41,8 @@ pub(super) enum Moves {
 
 impl Steppers {
     /// A model has stepped.
-    pub(super) fn step(&mut self, model: u64, moves: Moves) {
-        if let Moves::To(epoch) = moves {
+    pub(super) fn step(&mut self, model: u64, moves: AdvancesCursor) {
+        if let AdvancesCursor::To(epoch) = moves {
             self.places += 1;
             if epoch != self.epoch {
                 self.epoch = epoch;
@@ -108,11 +108,11 @@ mod tests {
 
     /// Both step at a place in that epoch, or the first alone.
     fn place(steppers: &mut Steppers, epoch: u64, with_second: bool) -> bool {
-        steppers.step(FIRST, Moves::To(epoch));
+        steppers.step(FIRST, AdvancesCursor::To(epoch));
         let is_missing = steppers.missing() == Some(SECOND);
         assert!(is_missing || steppers.missing().is_none());
         if with_second {
-            steppers.step(SECOND, Moves::No);
+            steppers.step(SECOND, AdvancesCursor::No);
             assert_eq!(steppers.missing(), None);
         }
         is_missing
@@ -157,9 +157,9 @@ mod tests {
     fn one_model_is_never_missed() {
         let mut steppers = Steppers::default();
         for epoch in 0..9 {
-            steppers.step(FIRST, Moves::To(epoch));
+            steppers.step(FIRST, AdvancesCursor::To(epoch));
             // Twice with one batch.
-            steppers.step(FIRST, Moves::No);
+            steppers.step(FIRST, AdvancesCursor::No);
             assert_eq!(steppers.missing(), None);
         }
     }

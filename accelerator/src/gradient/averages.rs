@@ -7,20 +7,20 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 
 use super::bucket;
-use super::slot::Slot;
-use super::spread::Bounds;
-use super::store::Store;
-use super::sums::{Sums, factor};
+use super::slot::ModelState;
+use super::spread::ShardMap;
+use super::store::BucketStorage;
+use super::sums::{BucketSums, factor};
 use crate::error::Result;
 use crate::model::Trainable;
 
 /// The averaged gradients of a window that was reduced over several micro-steps or ranks: sums, to be read
 /// in parts, or where they lie.
-pub(crate) struct Averages {
+pub(crate) struct GradientMeans {
     pub(super) device: Device,
     pub(super) factors: Vec<f64>,
-    pub(super) slot: Arc<Slot>,
-    pub(super) sums: Sums,
+    pub(super) slot: Arc<ModelState>,
+    pub(super) sums: BucketSums,
 }
 
 /// What an optimizer steps with.
@@ -28,46 +28,46 @@ pub(crate) struct Averages {
     clippy::large_enum_variant,
     reason = "there is one at a time, for a moment"
 )]
-pub(crate) enum Averaged {
-    Sums(Averages),
+pub(crate) enum GradientMean {
+    BucketSums(GradientMeans),
     /// One rank, no accumulation: as Burn made them.
     Untouched(GradientsParams),
 }
 
 /// Sums of elements, where they lie.
-pub(crate) struct Place<'a, E> {
+pub(crate) struct SumLocation<'a, E> {
     pub(crate) sums: &'a mut [E],
     /// What makes gradients of them.
-    pub(crate) scale: Scale<E>,
+    pub(crate) scale: MeanScale<E>,
 }
 
 /// How sums become gradients: `sum / total · factor`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Scale<E> {
-    by: By<E>,
+pub(crate) struct MeanScale<E> {
+    by: MeanFactor<E>,
     factor: Option<E>,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum By<E> {
+enum MeanFactor<E> {
     Total(E),
     /// Multiplies by what is one over a power of two, which gives the same bits as to divide.
     Share(E),
 }
 
-impl Averages {
+impl GradientMeans {
     /// All parameters of their model, in path order, with or without gradients.
     pub(crate) fn all_parameters(&self) -> &[Trainable] {
         self.slot.parameters()
     }
 
     /// Where those of their model's next window are cut.
-    pub(crate) fn next_bounds(&self) -> Option<Arc<Bounds>> {
+    pub(crate) fn next_bounds(&self) -> Option<Arc<ShardMap>> {
         self.slot.bounds()
     }
 
     /// What these are cut at, where each rank has its own part of them alone.
-    pub(crate) fn bounds(&self) -> Option<&Arc<Bounds>> {
+    pub(crate) fn bounds(&self) -> Option<&Arc<ShardMap>> {
         self.sums.spread.bounds()
     }
 
@@ -95,7 +95,7 @@ impl Averages {
 
     /// From the next window on, each rank gets the sums within its bounds alone. All ranks call it between
     /// the same windows.
-    pub(crate) fn spread_next(&self, bounds: &Arc<Bounds>) -> Result<()> {
+    pub(crate) fn spread_next(&self, bounds: &Arc<ShardMap>) -> Result<()> {
         self.slot.spread(bounds)
     }
 
@@ -123,7 +123,7 @@ impl Averages {
         shape: &[usize],
     ) -> Option<Tensor<D>> {
         let index = self.slot.number(id)?;
-        let (Store::Host(buffer), place) = self.sums.place(index)? else {
+        let (BucketStorage::Host(buffer), place) = self.sums.place(index)? else {
             return None;
         };
         let range = place.start + range.start..place.start + range.end;
@@ -136,18 +136,18 @@ impl Averages {
 
     /// The sums of those elements of a parameter; `None` where it has no gradient, or sums of another type, or
     /// on a device.
-    pub(crate) fn place<E>(&mut self, id: ParamId, range: &Range<usize>) -> Option<Place<'_, E>>
+    pub(crate) fn place<E>(&mut self, id: ParamId, range: &Range<usize>) -> Option<SumLocation<'_, E>>
     where
-        E: Element + Real,
+        E: Element + GradientFloat,
     {
         let index = self.slot.number(id)?;
-        let scale = Scale::of(self.sums.divisor, factor(&self.factors, index));
-        let (Store::Host(buffer), place) = self.sums.place_mut(index)? else {
+        let scale = MeanScale::of(self.sums.divisor, factor(&self.factors, index));
+        let (BucketStorage::Host(buffer), place) = self.sums.place_mut(index)? else {
             return None;
         };
         let sums = buffer.as_mut_slice::<E>().ok()?;
         let sums = &mut sums[place.start + range.start..place.start + range.end];
-        Some(Place { sums, scale })
+        Some(SumLocation { sums, scale })
     }
 
     /// What is registered as the gradient of a parameter whose sums are read where they lie. Whoever
@@ -163,7 +163,7 @@ impl Averages {
     pub(crate) fn land(&mut self, id: ParamId, range: &Range<usize>, bytes: &[u8]) {
         let width = bytes.len() / range.len().max(1);
         if let Some(index) = self.slot.number(id)
-            && let Some((Store::Host(buffer), place)) = self.sums.place_mut(index)
+            && let Some((BucketStorage::Host(buffer), place)) = self.sums.place_mut(index)
         {
             let start = place.start * buffer.dtype().size() + range.start * width;
             buffer.bytes_mut()[start..start + bytes.len()].copy_from_slice(bytes);
@@ -222,7 +222,7 @@ impl Averages {
 }
 
 /// What sums can be.
-pub(crate) trait Real: Copy + Div<Output = Self> + Mul<Output = Self> {
+pub(crate) trait GradientFloat: Copy + Div<Output = Self> + Mul<Output = Self> {
     /// The nearest number.
     fn near(value: f64) -> Self;
 
@@ -233,7 +233,7 @@ pub(crate) trait Real: Copy + Div<Output = Self> + Mul<Output = Self> {
 macro_rules! real {
     ($($float:ty, $bits:ty, $mantissa:expr);+) => {
         $(
-            impl Real for $float {
+            impl GradientFloat for $float {
                 fn near(value: f64) -> Self {
                     value as Self
                 }
@@ -250,11 +250,11 @@ macro_rules! real {
 
 real!(f32, u32, 23; f64, u64, 52);
 
-impl<E: Real> Scale<E> {
+impl<E: GradientFloat> MeanScale<E> {
     fn of(total: f64, factor: Option<f64>) -> Self {
         let total = E::near(total);
         Self {
-            by: total.exact_share().map_or(By::Total(total), By::Share),
+            by: total.exact_share().map_or(MeanFactor::Total(total), MeanFactor::Share),
             factor: factor.map(E::near),
         }
     }
@@ -264,12 +264,12 @@ impl<E: Real> Scale<E> {
     pub(crate) fn write(self, sums: &[E], gradients: &mut [E]) {
         let pairs = gradients.iter_mut().zip(sums);
         match (self.by, self.factor) {
-            (By::Total(total), None) => pairs.for_each(|(g, s)| *g = *s / total),
-            (By::Total(total), Some(factor)) => {
+            (MeanFactor::Total(total), None) => pairs.for_each(|(g, s)| *g = *s / total),
+            (MeanFactor::Total(total), Some(factor)) => {
                 pairs.for_each(|(g, s)| *g = *s / total * factor);
             }
-            (By::Share(share), None) => pairs.for_each(|(g, s)| *g = *s * share),
-            (By::Share(share), Some(factor)) => {
+            (MeanFactor::Share(share), None) => pairs.for_each(|(g, s)| *g = *s * share),
+            (MeanFactor::Share(share), Some(factor)) => {
                 pairs.for_each(|(g, s)| *g = *s * share * factor);
             }
         }
@@ -293,7 +293,7 @@ mod tests {
             factor in proptest::option::of(1e-6..1.0_f64),
         ) {
             let mut found = vec![0.0; sums.len()];
-            Scale::<f32>::of(total, factor).write(&sums, &mut found);
+            MeanScale::<f32>::of(total, factor).write(&sums, &mut found);
             for (found, sum) in found.iter().zip(sums) {
                 let mut expected = sum / total as f32;
                 if let Some(factor) = factor {

@@ -9,7 +9,7 @@ use super::failed_calls::BackwardCall;
 use super::gradients::Gradients;
 use super::rank::with_rank;
 use super::reducer::{Reduced, Reducer};
-use super::slot::{Slot, WorkingCopy};
+use super::slot::{ModelState, WorkingCopy};
 use super::step_commit::StepCommit;
 use super::trial_memory::settle_road;
 use super::weight::Weight;
@@ -20,11 +20,11 @@ use crate::model::Trainable;
 use crate::notice;
 use crate::precision::{Finiteness, Precision, SkipNotice};
 use crate::replicas;
-use crate::timeline::{Part, Phase};
+use crate::timeline::{EventSubject, Phase};
 
 /// Whose samples gradients are the average over.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Reach {
+pub(crate) enum ReduceScope {
     All,
     /// Those of this rank alone: nothing is communicated.
     Own,
@@ -37,11 +37,11 @@ pub(crate) fn backward<M: Module>(
     loss: Tensor<1>,
     model: &M,
     weight: Weight,
-    reach: Reach,
+    reach: ReduceScope,
 ) -> Result<Gradients> {
     let group = accelerator.group();
     // Where collectives are refused, this rank calls alone, and no other waits for it.
-    let needs_no_ranks = reach == Reach::Own || group.world_size() == 1;
+    let needs_no_ranks = reach == ReduceScope::Own || group.world_size() == 1;
     if needs_no_ranks || group.check_allowed("`backward`").is_err() {
         return run(accelerator, loss, model, weight, reach, None);
     }
@@ -61,7 +61,7 @@ fn run<M: Module>(
     loss: Tensor<1>,
     model: &M,
     weight: Weight,
-    reach: Reach,
+    reach: ReduceScope,
     call: Option<&BackwardCall>,
 ) -> Result<Gradients> {
     let slot = accelerator.shared.models.find(model)?;
@@ -76,7 +76,7 @@ fn run<M: Module>(
         check_together(accelerator)
             .inspect_err(|_| call.into_iter().for_each(BackwardCall::mark_synchronized))?;
     }
-    if reach == Reach::All {
+    if reach == ReduceScope::All {
         slot.round().check_together("average its gradients")?;
     }
     check(&loss, &weight)?;
@@ -88,13 +88,13 @@ fn run<M: Module>(
     let scale = slot.window().begin(slot.loss_scale());
     let ends = |before: usize| weight.ends_window(before + 1, steps);
     // What one rank computes is handed on as it is, where nothing is to be added or taken back.
-    let needs_no_ranks = reach == Reach::Own || group.world_size() == 1;
+    let needs_no_ranks = reach == ReduceScope::Own || group.world_size() == 1;
     let hands_on_untouched = needs_no_ranks && scale.is_none() && weight.count > 0.0;
     if hands_on_untouched && slot.open_micro_steps() == 0 && ends(0) {
         // Nobody looks at its gradients.
         drop(copy);
         warn_precision_unused(accelerator, &slot);
-        if reach == Reach::All {
+        if reach == ReduceScope::All {
             timeline.deliver(group)?;
         }
         timeline.backward_begins();
@@ -109,7 +109,7 @@ fn run<M: Module>(
         check_some_trained(&slot, !gradients.is_empty())?;
         // What it asks of the caller concerns connections and files, of which there are none here.
         let _ = fail_point(group.rank(), Point::Step(slot.steps()));
-        if reach == Reach::All {
+        if reach == ReduceScope::All {
             let trigger = &accelerator.shared.trigger;
             trigger.receive(trigger.send());
         }
@@ -134,7 +134,7 @@ fn run<M: Module>(
                 let _backward = timeline.span(Phase::Backward);
                 GradientsParams::from_grads(scaled(loss.clone(), scale).backward(), model)
             };
-            let _copy = timeline.span(Phase::Copy(Part::Whole));
+            let _copy = timeline.span(Phase::Copy(EventSubject::Whole));
             // Nothing is sent here, but within backward something may have been.
             let crossed = accelerator.shared.crossing.check();
             return crossed
@@ -144,13 +144,13 @@ fn run<M: Module>(
         }
         // Windows of other models are sent over the same group.
         let group_turn = match reach {
-            Reach::All => accelerator.shared.turn.take(group)?,
-            Reach::Own => None,
+            ReduceScope::All => accelerator.shared.turn.take(group)?,
+            ReduceScope::Own => None,
         };
         (core::mem::take(&mut *window), group_turn)
     };
     warn_precision_unused(accelerator, &slot);
-    if reach == Reach::All {
+    if reach == ReduceScope::All {
         // All ranks come here, and to no other `backward`.
         timeline.deliver(group)?;
     }
@@ -158,7 +158,7 @@ fn run<M: Module>(
     // As above.
     let _ = fail_point(group.rank(), Point::Step(slot.steps()));
     let reduced = match reach {
-        Reach::All => {
+        ReduceScope::All => {
             replicas::check_when_due(accelerator, &slot, model)?;
             reduce(
                 accelerator,
@@ -170,12 +170,12 @@ fn run<M: Module>(
                 call,
             )?
         }
-        Reach::Own => add_up(accelerator, &slot, window, loss, model, &weight)?,
+        ReduceScope::Own => add_up(accelerator, &slot, window, loss, model, &weight)?,
     };
     warn_same_losses(accelerator, &slot, reduced.same_losses);
     if reduced.total <= 0.0 {
         slot.take_back(reduced.ledger);
-        if reach == Reach::Own {
+        if reach == ReduceScope::Own {
             slot.count_step();
             let model = slot.first_id();
             reduced.marks.iter().for_each(|mark| mark.commit(model));
@@ -197,7 +197,7 @@ fn run<M: Module>(
     let mut gradients = Gradients::reduced(slot.clone(), device, reduced, weight.epoch);
     // It takes all ranks, of which some may ask for it later, and others not.
     if wants_norm && (gradients.is_spread() || scale.is_some()) {
-        let (part, bytes) = (Part::Control, slot.parameters().len() * 8);
+        let (part, bytes) = (EventSubject::Control, slot.parameters().len() * 8);
         let _reduce = timeline.span(Phase::Reduce { part, bytes });
         gradients.agree_on_norm()?;
     }
@@ -217,7 +217,7 @@ fn run<M: Module>(
                 scale,
                 "a step is skipped: gradients are not finite"
             );
-            if accelerator.is_main_process() || reach == Reach::Own {
+            if accelerator.is_main_process() || reach == ReduceScope::Own {
                 report_skip(&slot, scale);
             }
             return Ok(Gradients::overflowed(scale, weight.epoch, reach));
@@ -230,7 +230,7 @@ fn run<M: Module>(
 #[track_caller]
 fn reduce<M: Module>(
     accelerator: &Accelerator,
-    slot: &Slot,
+    slot: &ModelState,
     window: Window,
     loss: Tensor<1>,
     (model, copy): (&M, WorkingCopy),
@@ -278,7 +278,7 @@ fn reduce<M: Module>(
 /// Runs the backward pass of the last micro-step, and adds the window up on this rank alone.
 fn add_up<M: Module>(
     accelerator: &Accelerator,
-    slot: &Slot,
+    slot: &ModelState,
     window: Window,
     loss: Tensor<1>,
     model: &M,
@@ -313,7 +313,7 @@ fn in_full(loss: Tensor<1>) -> Tensor<1> {
 }
 
 /// Refuses a window with samples in which no parameter of the model has a gradient.
-fn check_some_trained(slot: &Slot, some: bool) -> Result<()> {
+fn check_some_trained(slot: &ModelState, some: bool) -> Result<()> {
     if some {
         return Ok(());
     }
@@ -327,7 +327,7 @@ fn check_some_trained(slot: &Slot, some: bool) -> Result<()> {
 }
 
 /// Says once a model that what was asked for is not done: its steps compute in full precision.
-fn warn_precision_unused(accelerator: &Accelerator, slot: &Slot) {
+fn warn_precision_unused(accelerator: &Accelerator, slot: &ModelState) {
     let precision = accelerator.precision();
     if precision != Precision::No && slot.claim_precision_warning() && accelerator.is_main_process()
     {
@@ -340,7 +340,7 @@ fn warn_precision_unused(accelerator: &Accelerator, slot: &Slot) {
 }
 
 /// Says at the first skipped step what that is, and after many in a row that something else is wrong.
-fn report_skip(slot: &Slot, scale: f64) {
+fn report_skip(slot: &ModelState, scale: f64) {
     match slot.skip_notice() {
         None => {}
         Some(SkipNotice::First) => notice::tell(&format!(
@@ -362,7 +362,7 @@ fn report_skip(slot: &Slot, scale: f64) {
 const SAME_LOSSES: u64 = 8;
 
 /// Says once a model that its ranks compute the same, so that several do what one does.
-fn warn_same_losses(accelerator: &Accelerator, slot: &Slot, same_losses: bool) {
+fn warn_same_losses(accelerator: &Accelerator, slot: &ModelState, same_losses: bool) {
     let shared = &accelerator.shared;
     if shared.settings.same_batches == SameBatches::Allowed
         || !slot.count_same_losses(same_losses, SAME_LOSSES)

@@ -5,12 +5,12 @@ use core::ops::Range;
 use accelerator_collective::{Buffer, DType};
 use burn::tensor::TensorData;
 
-use super::values::Values;
+use super::values::ElementValues;
 use crate::model::Float;
 
 /// How a gradient enters its place.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Entry {
+pub(super) enum WriteMode {
     /// The first of the window: what lies there is of another one.
     Replace,
     Add,
@@ -21,16 +21,16 @@ pub(super) enum Entry {
 pub(super) fn write(
     buffer: &mut Buffer,
     range: &Range<usize>,
-    gradient: Values<'_>,
+    gradient: ElementValues<'_>,
     weight: f64,
-    entry: Entry,
+    entry: WriteMode,
 ) {
     let single = weight as f32;
     match gradient {
-        Values::F64(from) => put(f64s_mut(buffer, range), from, weight, entry, |v| v),
-        Values::F32(from) => put(f32s_mut(buffer, range), from, single, entry, |v| v),
-        Values::F16(from) => put_half(buffer, range, from, weight, entry, half::f16::to_f32),
-        Values::Bf16(from) => put_half(buffer, range, from, weight, entry, half::bf16::to_f32),
+        ElementValues::F64(from) => put(f64s_mut(buffer, range), from, weight, entry, |v| v),
+        ElementValues::F32(from) => put(f32s_mut(buffer, range), from, single, entry, |v| v),
+        ElementValues::F16(from) => put_half(buffer, range, from, weight, entry, half::f16::to_f32),
+        ElementValues::Bf16(from) => put_half(buffer, range, from, weight, entry, half::bf16::to_f32),
     }
 }
 
@@ -127,12 +127,12 @@ pub(super) fn joined(blocks: impl Iterator<Item = f64>, divisor: f64, order: f64
 }
 
 /// The same of a gradient as Burn made it.
-pub(super) fn power_of(gradient: Values<'_>, order: f64) -> f64 {
+pub(super) fn power_of(gradient: ElementValues<'_>, order: f64) -> f64 {
     match gradient {
-        Values::F64(values) => by_blocks(values, |v| v, order),
-        Values::F32(values) => by_blocks(values, f64::from, order),
-        Values::F16(values) => by_blocks(values, half::f16::to_f64, order),
-        Values::Bf16(values) => by_blocks(values, half::bf16::to_f64, order),
+        ElementValues::F64(values) => by_blocks(values, |v| v, order),
+        ElementValues::F32(values) => by_blocks(values, f64::from, order),
+        ElementValues::F16(values) => by_blocks(values, half::f16::to_f64, order),
+        ElementValues::Bf16(values) => by_blocks(values, half::bf16::to_f64, order),
     }
 }
 
@@ -157,17 +157,17 @@ pub(super) fn larger(one: f64, other: f64) -> f64 {
     }
 }
 
-fn put<S: Copy, T>(into: &mut [T], from: &[S], weight: T, entry: Entry, widen: impl Fn(S) -> T)
+fn put<S: Copy, T>(into: &mut [T], from: &[S], weight: T, entry: WriteMode, widen: impl Fn(S) -> T)
 where
     T: Copy + core::ops::Mul<Output = T> + core::ops::AddAssign,
 {
     match entry {
-        Entry::Replace => {
+        WriteMode::Replace => {
             for (into, from) in into.iter_mut().zip(from) {
                 *into = widen(*from) * weight;
             }
         }
-        Entry::Add => {
+        WriteMode::Add => {
             for (into, from) in into.iter_mut().zip(from) {
                 *into += widen(*from) * weight;
             }
@@ -180,7 +180,7 @@ fn put_half<S: Copy>(
     range: &Range<usize>,
     from: &[S],
     weight: f64,
-    entry: Entry,
+    entry: WriteMode,
     widen: impl Fn(S) -> f32,
 ) {
     match buffer.dtype() {
@@ -275,8 +275,8 @@ mod tests {
         let mut buffer = ProcessGroup::single().buffer(DType::F32, 6);
         let gradient = TensorData::new(vec![half::f16::from_f32(2000.0); 4], [4]);
         let range = &(1..5);
-        for entry in [Entry::Replace, Entry::Add] {
-            write(&mut buffer, range, Values::of(&gradient), 64.0, entry);
+        for entry in [WriteMode::Replace, WriteMode::Add] {
+            write(&mut buffer, range, ElementValues::of(&gradient), 64.0, entry);
         }
         let back = read(&buffer, range, Float::F16, &[4], 128.0, None);
         assert_eq!(back, gradient);

@@ -10,14 +10,14 @@ use super::clip::Clip;
 use super::flat;
 use super::rank::with_rank;
 use super::scalar::Scalar;
-use super::slot::Slot;
+use super::slot::ModelState;
 use super::step_commit::StepCommit;
-use super::sums::{Change, Sums};
-use super::values::{self, Values as Elements};
+use super::sums::{MeanChange, BucketSums};
+use super::values::{self, ElementValues as Elements};
 use crate::error::{Error, Result};
 
 /// The averaged gradients of a window that has ended.
-pub(super) struct Closed {
+pub(super) struct ReducedGradients {
     pub(super) device: Device,
     pub(super) epoch: Option<u64>,
     /// The mean, once it was read.
@@ -28,20 +28,20 @@ pub(super) struct Closed {
     /// Something that all ranks do with them failed here: no step may come of them.
     pub(super) lost: bool,
     /// Before clipping.
-    pub(super) norm: Option<Known<Scalar>>,
+    pub(super) norm: Option<KnownNorm<Scalar>>,
     /// By parameter: the sum of the squares of its elements, before clipping.
-    pub(super) squares: Option<Known<Vec<f64>>>,
-    pub(super) slot: Arc<Slot>,
+    pub(super) squares: Option<KnownNorm<Vec<f64>>>,
+    pub(super) slot: Arc<ModelState>,
     /// Of gradients of this rank alone: held until they are used.
     pub(super) token: Option<Arc<()>>,
     /// What the step moves on; `None` where none comes of it.
     pub(super) commit: Option<StepCommit>,
-    pub(super) values: Values,
+    pub(super) values: GradientStorage,
 }
 
 /// Who asks for a norm.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Asked {
+pub(super) enum NormAsked {
     /// All ranks, which get the same bits.
     ByAll,
     /// This rank alone.
@@ -50,15 +50,15 @@ pub(super) enum Asked {
 
 /// What was found, for whom.
 #[derive(Clone, Debug)]
-pub(super) struct Known<T> {
+pub(super) struct KnownNorm<T> {
     pub(super) value: T,
-    pub(super) by: Asked,
+    pub(super) by: NormAsked,
 }
 
 #[allow(clippy::large_enum_variant, reason = "it lies in a box already")]
-pub(super) enum Values {
+pub(super) enum GradientStorage {
     /// Sums over all ranks.
-    Reduced(Sums),
+    Reduced(BucketSums),
     /// One rank, no accumulation: as Burn made them.
     Untouched {
         gradients: GradientsParams,
@@ -67,7 +67,7 @@ pub(super) enum Values {
     },
 }
 
-impl Closed {
+impl ReducedGradients {
     /// By parameter: whether it is clipped.
     pub(super) fn chosen(&self, clip: &Clip<'_>) -> Vec<bool> {
         let parameters = self.slot.parameters().iter();
@@ -81,7 +81,7 @@ impl Closed {
     /// The L2 norm of everything, before clipping. All ranks call it where their sums are spread and it is
     /// not [known](Self::knows_norm).
     #[track_caller]
-    pub(super) fn whole_norm(&mut self, asked: Asked) -> Result<f64> {
+    pub(super) fn whole_norm(&mut self, asked: NormAsked) -> Result<f64> {
         // On devices it needs nothing of the window: ranks compare when all of them ask.
         if self.apart().is_none() {
             self.slot.note_norm_wanted();
@@ -90,7 +90,7 @@ impl Closed {
             Some(known) if self.serves(known, asked) => Ok(known.value.read()),
             _ => {
                 let value = self.squares(asked)?.iter().sum::<f64>().sqrt();
-                self.norm = Some(Known {
+                self.norm = Some(KnownNorm {
                     value: value.into(),
                     by: asked,
                 });
@@ -102,35 +102,35 @@ impl Closed {
     /// The ranks, where what they find may differ in bits.
     fn apart(&self) -> Option<&ProcessGroup> {
         match &self.values {
-            Values::Reduced(sums) => sums.apart.as_ref(),
-            Values::Untouched { .. } => None,
+            GradientStorage::Reduced(sums) => sums.apart.as_ref(),
+            GradientStorage::Untouched { .. } => None,
         }
     }
 
-    fn serves<T>(&self, known: &Known<T>, asked: Asked) -> bool {
-        self.apart().is_none() || asked == Asked::ByOne || known.by == Asked::ByAll
+    fn serves<T>(&self, known: &KnownNorm<T>, asked: NormAsked) -> bool {
+        self.apart().is_none() || asked == NormAsked::ByOne || known.by == NormAsked::ByAll
     }
 
     /// Whether the L2 norm can be had without the other ranks.
     pub(super) fn knows_norm(&self) -> bool {
         let is_spread = match &self.values {
-            Values::Reduced(sums) => sums.is_spread(),
-            Values::Untouched { .. } => false,
+            GradientStorage::Reduced(sums) => sums.is_spread(),
+            GradientStorage::Untouched { .. } => false,
         };
         self.norm.is_some() || self.squares.is_some() || !is_spread
     }
 
     #[track_caller]
-    fn squares(&mut self, asked: Asked) -> Result<&[f64]> {
+    fn squares(&mut self, asked: NormAsked) -> Result<&[f64]> {
         let known = match self.squares.take() {
             Some(known) if self.serves(&known, asked) => known,
-            Some(Known { mut value, .. }) => {
+            Some(KnownNorm { mut value, .. }) => {
                 self.make_alike(&mut value, asked)?;
-                Known { value, by: asked }
+                KnownNorm { value, by: asked }
             }
             None => {
                 let value = self.powers(2.0, |_| true, asked)?;
-                Known { value, by: asked }
+                KnownNorm { value, by: asked }
             }
         };
         Ok(&self.squares.insert(known).value)
@@ -141,7 +141,7 @@ impl Closed {
         &mut self,
         order: f64,
         chosen: impl Fn(usize) -> bool,
-        asked: Asked,
+        asked: NormAsked,
     ) -> Result<Vec<f64>> {
         let (slot, device) = (&self.slot, &self.device);
         let mut powers = self.values.powers(slot, device, order, chosen)?;
@@ -150,8 +150,8 @@ impl Closed {
     }
 
     #[track_caller]
-    fn make_alike(&self, powers: &mut [f64], asked: Asked) -> Result<()> {
-        if let (Some(group), Asked::ByAll) = (self.apart(), asked) {
+    fn make_alike(&self, powers: &mut [f64], asked: NormAsked) -> Result<()> {
+        if let (Some(group), NormAsked::ByAll) = (self.apart(), asked) {
             let measuring = group.for_purpose("the norm of gradients");
             measuring.broadcast(powers, 0)?;
         }
@@ -160,7 +160,7 @@ impl Closed {
 
     /// The norm of what is chosen, as it is now. All ranks call it where their sums are spread.
     #[track_caller]
-    pub(super) fn norm_of(&mut self, order: f64, chosen: &[bool], asked: Asked) -> Result<f64> {
+    pub(super) fn norm_of(&mut self, order: f64, chosen: &[bool], asked: NormAsked) -> Result<f64> {
         if order == 2.0 {
             let squares = self.squares(asked)?.to_vec();
             let scaled = |(at, square): (usize, f64)| match self.factor(at) {
@@ -196,9 +196,9 @@ impl Closed {
             if self.clip_unread(max, chosen) {
                 return Ok(());
             }
-            self.whole_norm(Asked::ByAll)?;
+            self.whole_norm(NormAsked::ByAll)?;
         }
-        let factor = max / (self.norm_of(order, chosen, Asked::ByAll)? + 1e-6);
+        let factor = max / (self.norm_of(order, chosen, NormAsked::ByAll)? + 1e-6);
         // Also when the norm is NaN: nothing is hidden then.
         if factor.is_nan() || factor < 1.0 {
             self.multiply(factor, chosen);
@@ -208,7 +208,7 @@ impl Closed {
 
     /// The same without a wait, where the device of one rank alone has everything and nobody has read it.
     fn clip_unread(&mut self, max: f64, chosen: &[bool]) -> bool {
-        let is_read = |known: &Known<Scalar>| known.value.is_read();
+        let is_read = |known: &KnownNorm<Scalar>| known.value.is_read();
         if max.is_nan() || self.squares.is_some() || self.norm.as_ref().is_some_and(is_read) {
             return false;
         }
@@ -237,9 +237,9 @@ impl Closed {
         if self.norm.is_none() {
             let all = vec![true; self.slot.parameters().len()];
             let norm = self.norm_there(&all).map(Scalar::on_device);
-            self.norm = norm.map(|value| Known {
+            self.norm = norm.map(|value| KnownNorm {
                 value,
-                by: Asked::ByAll,
+                by: NormAsked::ByAll,
             });
         }
         self.norm.is_some()
@@ -248,11 +248,11 @@ impl Closed {
     /// The L2 norm of what is chosen, without factors, on the device.
     fn norm_there(&self, chosen: &[bool]) -> Option<Tensor<1>> {
         match &self.values {
-            Values::Reduced(sums) => {
+            GradientStorage::Reduced(sums) => {
                 let norm = flat::norm(&sums.there_on_device(chosen))?;
                 Some(norm.div_scalar(sums.divisor))
             }
-            Values::Untouched { gradients, .. } => {
+            GradientStorage::Untouched { gradients, .. } => {
                 let parameters = self.slot.parameters().iter().zip(chosen);
                 let chosen = parameters.filter(|(_, chosen)| **chosen);
                 let there = chosen.filter_map(|(known, _)| values::look(gradients, known));
@@ -269,8 +269,8 @@ impl Closed {
     /// Multiplies what is chosen by a number of the device.
     fn scale(&mut self, by: &Tensor<1>, chosen: &[bool]) {
         match &mut self.values {
-            Values::Reduced(sums) => sums.scale_on_device(by, chosen),
-            Values::Untouched { gradients, .. } => {
+            GradientStorage::Reduced(sums) => sums.scale_on_device(by, chosen),
+            GradientStorage::Untouched { gradients, .. } => {
                 let parameters = self.slot.parameters().iter().zip(chosen);
                 for (parameter, _) in parameters.filter(|(_, chosen)| **chosen) {
                     with_rank!(parameter.shape.len(), D => {
@@ -286,7 +286,7 @@ impl Closed {
 
     /// What the other ranks wait for does not come: they are told, and no step takes place.
     pub(super) fn give_up(&mut self, error: &Error) {
-        if let Values::Reduced(sums) = &self.values {
+        if let GradientStorage::Reduced(sums) = &self.values {
             sums.give_up(error);
         }
         self.commit = None;
@@ -310,7 +310,7 @@ impl Closed {
     pub(super) fn clamp(&mut self, max: f64, chosen: &[bool]) -> Result<()> {
         // It can be had later no more.
         if !self.remember_unread() {
-            self.whole_norm(Asked::ByAll)?;
+            self.whole_norm(NormAsked::ByAll)?;
         }
         if max.is_nan() {
             self.multiply(max, chosen);
@@ -319,8 +319,8 @@ impl Closed {
         self.apply_factors();
         self.squares = None;
         match &mut self.values {
-            Values::Reduced(sums) => sums.change(Change::Clamp { max, chosen }),
-            Values::Untouched { gradients, .. } => {
+            GradientStorage::Reduced(sums) => sums.change(MeanChange::Clamp { max, chosen }),
+            GradientStorage::Untouched { gradients, .. } => {
                 for (at, parameter) in self.slot.parameters().iter().enumerate() {
                     if chosen[at] {
                         with_rank!(parameter.shape.len(), D => {
@@ -343,8 +343,8 @@ impl Closed {
         }
         self.squares = None;
         match &mut self.values {
-            Values::Reduced(sums) => sums.change(Change::Multiply(&factors)),
-            Values::Untouched { gradients, .. } => {
+            GradientStorage::Reduced(sums) => sums.change(MeanChange::Multiply(&factors)),
+            GradientStorage::Untouched { gradients, .. } => {
                 for (parameter, factor) in self.slot.parameters().iter().zip(factors) {
                     with_rank!(parameter.shape.len(), D => {
                         if let Some(gradient) = gradients.remove::<D>(parameter.id) {
@@ -357,9 +357,9 @@ impl Closed {
     }
 }
 
-impl Values {
+impl GradientStorage {
     /// Whether all of them are on a device, and reading them waits for it.
-    fn is_on_device(&self, slot: &Slot) -> bool {
+    fn is_on_device(&self, slot: &ModelState) -> bool {
         match self {
             Self::Reduced(sums) => sums.is_on_device(),
             Self::Untouched { gradients, .. } => {
@@ -375,7 +375,7 @@ impl Values {
     #[track_caller]
     fn powers(
         &mut self,
-        slot: &Slot,
+        slot: &ModelState,
         device: &Device,
         order: f64,
         asked: impl Fn(usize) -> bool,

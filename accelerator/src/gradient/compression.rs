@@ -70,7 +70,7 @@ pub enum Compression {
 /// By what a sum is multiplied before it is rounded, and divided afterwards: a power of two, so
 /// that it adds no error.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Scale {
+pub(super) struct CompressionScale {
     exponent: i32,
 }
 
@@ -98,16 +98,16 @@ impl Compression {
     /// The scale for sums of `weight · gradient`, whose weights add up to `total` over all ranks.
     ///
     /// Only exponents count, so that ranks agree whatever their mathematical library does.
-    pub(super) fn scale(self, total: f64) -> Scale {
+    pub(super) fn scale(self, total: f64) -> CompressionScale {
         let exponent = match self {
             Self::F16 => HEADROOM - exponent(total),
             Self::Bf16 | Self::None => 0,
         };
-        Scale { exponent }
+        CompressionScale { exponent }
     }
 }
 
-impl Scale {
+impl CompressionScale {
     fn factor(self) -> f32 {
         power_of_two(self.exponent)
     }
@@ -132,7 +132,7 @@ impl FromStr for Compression {
 }
 
 /// Rounds `sums`, scaled, into `wire`.
-pub(super) fn compress(sums: &Buffer, wire: &mut Buffer, scale: Scale) {
+pub(super) fn compress(sums: &Buffer, wire: &mut Buffer, scale: CompressionScale) {
     let sums = slice::<f32>(sums);
     match wire.dtype() {
         DType::F16 => narrow::<f16>(sums, slice_mut(wire), scale),
@@ -141,7 +141,7 @@ pub(super) fn compress(sums: &Buffer, wire: &mut Buffer, scale: Scale) {
 }
 
 /// Puts what `wire` holds in a range back into `sums`, without the scale.
-pub(super) fn expand(wire: &Buffer, sums: &mut Buffer, range: Range<usize>, scale: Scale) {
+pub(super) fn expand(wire: &Buffer, sums: &mut Buffer, range: Range<usize>, scale: CompressionScale) {
     let sums = &mut slice_mut::<f32>(sums)[range.clone()];
     match wire.dtype() {
         DType::F16 => slice::<f16>(wire)[range].convert_to_f32_slice(sums),
@@ -186,7 +186,7 @@ fn power_of_two(exponent: i32) -> f32 {
     f32::from_bits(((127 + exponent.clamp(-126, 127)) as u32) << 23)
 }
 
-fn narrow<T: Copy>(sums: &[f32], wire: &mut [T], scale: Scale)
+fn narrow<T: Copy>(sums: &[f32], wire: &mut [T], scale: CompressionScale)
 where
     [T]: HalfFloatSliceExt,
 {
@@ -222,7 +222,7 @@ mod tests {
         ProcessGroup::single().buffer(dtype, len)
     }
 
-    fn wire_of(compression: Compression, sums: &[f32], scale: Scale) -> Buffer {
+    fn wire_of(compression: Compression, sums: &[f32], scale: CompressionScale) -> Buffer {
         let mut from = buffer(DType::F32, sums.len());
         from.as_mut_slice().unwrap().copy_from_slice(sums);
         let dtype = compression.wire(DType::F32).unwrap();
@@ -232,7 +232,7 @@ mod tests {
         wire
     }
 
-    fn back(wire: &Buffer, scale: Scale) -> Vec<f32> {
+    fn back(wire: &Buffer, scale: CompressionScale) -> Vec<f32> {
         let mut sums = buffer(DType::F32, wire.len());
         expand(wire, &mut sums, 0..wire.len(), scale);
         sums.as_slice().unwrap().to_vec()

@@ -9,7 +9,7 @@ use burn::tensor::{DType as TensorDType, Device, Tensor, TensorData, Transaction
 
 /// A bucket in one tensor. Nothing of it is read here: what it is asked for is queued on the device.
 #[derive(Clone)]
-pub(super) struct Flat {
+pub(super) struct DeviceBucket {
     device: Device,
     dtype: TensorDType,
     /// In elements.
@@ -18,7 +18,7 @@ pub(super) struct Flat {
     sums: Option<Tensor<1>>,
 }
 
-impl Flat {
+impl DeviceBucket {
     /// All zeros, of which there is nothing on the device yet.
     pub(super) fn new(dtype: DType, length: usize, device: &Device) -> Self {
         let dtype = match dtype {
@@ -162,7 +162,7 @@ impl Flat {
     }
 }
 
-impl fmt::Debug for Flat {
+impl fmt::Debug for DeviceBucket {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Flat")
             .field("dtype", &self.dtype)
@@ -299,13 +299,13 @@ mod tests {
         Tensor::from_floats(values, &Device::default())
     }
 
-    fn values(flat: &Flat) -> Vec<f32> {
+    fn values(flat: &DeviceBucket) -> Vec<f32> {
         flat.tensor().into_data().try_to_vec().unwrap()
     }
 
     #[test]
     fn gradients_are_weighed_and_added_where_they_belong() {
-        let mut flat = Flat::new(DType::F32, 6, &Device::default());
+        let mut flat = DeviceBucket::new(DType::F32, 6, &Device::default());
         let (first, last) = (tensor([1.0, 2.0]), tensor([3.0]));
         let dispatch = |tensor: &Tensor<1>| tensor.clone().into_dispatch();
         let (first, last) = (dispatch(&first), dispatch(&last));

@@ -5,18 +5,18 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
-use super::averages::{Averaged, Averages};
-use super::backward::Reach;
+use super::averages::{GradientMean, GradientMeans};
+use super::backward::ReduceScope;
 use super::clip::{Clip, Limit};
-use super::closed::{Asked, Closed, Values};
+use super::closed::{NormAsked, ReducedGradients, GradientStorage};
 use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::reducer::Reduced;
 use super::scalar::Scalar;
-use super::slot::Slot;
+use super::slot::ModelState;
 use super::step_commit::{Clips, StepCommit};
-use super::sums::Sums;
+use super::sums::BucketSums;
 use super::weight::Weight;
-use crate::data::Mark;
+use crate::data::ConsumeTicket;
 use crate::error::Result;
 use crate::model::TiedParameters;
 use crate::precision::Finiteness;
@@ -47,11 +47,11 @@ use crate::precision::Finiteness;
 /// # Ok::<(), Error>(())
 /// ```
 #[must_use = "pass gradients to the optimizer's `step`"]
-pub struct Gradients(Content);
+pub struct Gradients(WindowResult);
 
-enum Content {
+enum WindowResult {
     Accumulating,
-    Closed(Box<Closed>),
+    ReducedGradients(Box<ReducedGradients>),
     /// This rank had no sample in a step of its own.
     Idle {
         epoch: Option<u64>,
@@ -60,21 +60,21 @@ enum Content {
     Overflowed {
         scale: f64,
         epoch: Option<u64>,
-        reach: Reach,
+        reach: ReduceScope,
     },
 }
 
 impl Gradients {
     pub(super) fn accumulating() -> Self {
-        Self(Content::Accumulating)
+        Self(WindowResult::Accumulating)
     }
 
     pub(super) fn idle(epoch: Option<u64>) -> Self {
-        Self(Content::Idle { epoch })
+        Self(WindowResult::Idle { epoch })
     }
 
-    pub(super) fn overflowed(scale: f64, epoch: Option<u64>, reach: Reach) -> Self {
-        Self(Content::Overflowed {
+    pub(super) fn overflowed(scale: f64, epoch: Option<u64>, reach: ReduceScope) -> Self {
+        Self(WindowResult::Overflowed {
             scale,
             epoch,
             reach,
@@ -82,7 +82,7 @@ impl Gradients {
     }
 
     pub(super) fn untouched(
-        slot: Arc<Slot>,
+        slot: Arc<ModelState>,
         gradients: GradientsParams,
         loss: Tensor<1>,
         weight: Weight,
@@ -92,7 +92,7 @@ impl Gradients {
             loss.device(),
             weight.epoch,
             weight.mark.into_iter().collect(),
-            Values::Untouched {
+            GradientStorage::Untouched {
                 gradients,
                 loss,
                 samples: weight.count,
@@ -101,12 +101,12 @@ impl Gradients {
     }
 
     pub(super) fn reduced(
-        slot: Arc<Slot>,
+        slot: Arc<ModelState>,
         device: Device,
         reduced: Reduced,
         epoch: Option<u64>,
     ) -> Self {
-        let sums = Sums {
+        let sums = BucketSums {
             apart: reduced.apart,
             ledger: Some(reduced.ledger),
             divisor: reduced.divisor,
@@ -116,17 +116,17 @@ impl Gradients {
             spread: reduced.spread,
             total: reduced.total,
         };
-        Self::closed(slot, device, epoch, reduced.marks, Values::Reduced(sums))
+        Self::closed(slot, device, epoch, reduced.marks, GradientStorage::Reduced(sums))
     }
 
     fn closed(
-        slot: Arc<Slot>,
+        slot: Arc<ModelState>,
         device: Device,
         epoch: Option<u64>,
-        marks: Vec<Mark>,
-        values: Values,
+        marks: Vec<ConsumeTicket>,
+        values: GradientStorage,
     ) -> Self {
-        Self(Content::Closed(Box::new(Closed {
+        Self(WindowResult::ReducedGradients(Box::new(ReducedGradients {
             device,
             epoch,
             factors: Vec::new(),
@@ -149,7 +149,7 @@ impl Gradients {
 
     /// What the scale of losses learns of them.
     pub(super) fn note_finiteness(&mut self, finiteness: Finiteness) {
-        if let Content::Closed(closed) = &mut self.0
+        if let WindowResult::ReducedGradients(closed) = &mut self.0
             && let Some(commit) = &mut closed.commit
         {
             commit.finiteness = Some(finiteness);
@@ -158,7 +158,7 @@ impl Gradients {
 
     /// As those of this rank alone, which are in use for as long as they hold `token`.
     pub(crate) fn held_by(mut self, token: &Arc<()>) -> Self {
-        if let Content::Closed(closed) = &mut self.0 {
+        if let WindowResult::ReducedGradients(closed) = &mut self.0 {
             closed.token = Some(token.clone());
         }
         self
@@ -168,7 +168,7 @@ impl Gradients {
     /// before `prepare`.
     pub(crate) fn stranger_to<M: Module>(&self, model: &M) -> Option<&str> {
         let slot = &self.closed_ref()?.slot;
-        let mut search = Search {
+        let mut search = KnownParameterSearch {
             slot,
             found: false,
             is_clone_from_before: false,
@@ -199,15 +199,15 @@ impl Gradients {
 
     /// Whether this rank had no sample in a step of its own.
     pub(crate) fn is_idle(&self) -> bool {
-        matches!(self.0, Content::Idle { .. })
+        matches!(self.0, WindowResult::Idle { .. })
     }
 
     /// Whether this is a step of the job that this rank alone does not take.
     pub(crate) fn is_missed(&self) -> bool {
         match self.0 {
-            Content::Idle { .. } => true,
-            Content::Overflowed { reach, .. } => reach == Reach::Own,
-            Content::Accumulating | Content::Closed(_) => false,
+            WindowResult::Idle { .. } => true,
+            WindowResult::Overflowed { reach, .. } => reach == ReduceScope::Own,
+            WindowResult::Accumulating | WindowResult::ReducedGradients(_) => false,
         }
     }
 
@@ -271,7 +271,7 @@ impl Gradients {
     /// ```
     #[track_caller]
     pub fn clip(mut self, clip: Clip<'_>) -> Self {
-        let Content::Closed(closed) = &mut self.0 else {
+        let WindowResult::ReducedGradients(closed) = &mut self.0 else {
             return self;
         };
         let chosen = closed.chosen(&clip);
@@ -303,22 +303,22 @@ impl Gradients {
     /// whose ranks have a part of the gradient each, it travels along with every window from the one
     /// on in which it, or a clip, was first asked for. So it is `None` once where that is not the first window.
     pub fn norm(&mut self) -> Option<f64> {
-        let Content::Closed(closed) = &mut self.0 else {
+        let WindowResult::ReducedGradients(closed) = &mut self.0 else {
             return None;
         };
         if !closed.knows_norm() {
             closed.slot.note_norm_wanted();
             return None;
         }
-        closed.whole_norm(Asked::ByOne).ok()
+        closed.whole_norm(NormAsked::ByOne).ok()
     }
 
     /// Lets the L2 norm be known on every rank, in the name of the caller; all ranks call it.
     #[track_caller]
     pub(super) fn agree_on_norm(&mut self) -> Result<()> {
         match &mut self.0 {
-            Content::Closed(closed) => closed.whole_norm(Asked::ByAll).map(drop),
-            Content::Accumulating | Content::Idle { .. } | Content::Overflowed { .. } => Ok(()),
+            WindowResult::ReducedGradients(closed) => closed.whole_norm(NormAsked::ByAll).map(drop),
+            WindowResult::Accumulating | WindowResult::Idle { .. } | WindowResult::Overflowed { .. } => Ok(()),
         }
     }
 
@@ -330,11 +330,11 @@ impl Gradients {
     /// ranks call it. Where that fails it is `None`, and so does the next call that communicates.
     #[track_caller]
     pub fn norm_of_order(&mut self, order: f64) -> Option<f64> {
-        let Content::Closed(closed) = &mut self.0 else {
+        let WindowResult::ReducedGradients(closed) = &mut self.0 else {
             return None;
         };
         let all = vec![true; closed.slot.parameters().len()];
-        match closed.norm_of(order, &all, Asked::ByOne) {
+        match closed.norm_of(order, &all, NormAsked::ByOne) {
             Ok(norm) => Some(norm),
             Err(error) => {
                 closed.give_up(&error);
@@ -392,14 +392,14 @@ impl Gradients {
     fn read_loss(&self) -> Option<f64> {
         let closed = self.closed_ref()?;
         let read = || match &closed.values {
-            Values::Reduced(sums) => sums.loss.value() / sums.total,
-            Values::Untouched { loss, .. } => loss.clone().into_scalar::<f64>(),
+            GradientStorage::Reduced(sums) => sums.loss.value() / sums.total,
+            GradientStorage::Untouched { loss, .. } => loss.clone().into_scalar::<f64>(),
         };
         Some(*closed.loss.get_or_init(read))
     }
 
     /// Reads the loss of this rank alone, and tells or refuses one that is not finite.
-    pub(super) fn check_loss(&self, slot: &Slot, rank: usize) -> Result<()> {
+    pub(super) fn check_loss(&self, slot: &ModelState, rank: usize) -> Result<()> {
         let Some(loss) = self.read_loss().filter(|loss| !loss.is_finite()) else {
             return Ok(());
         };
@@ -416,8 +416,8 @@ impl Gradients {
     /// open. As the [`loss`](Self::loss), it must not be reduced again.
     pub fn samples(&self) -> Option<f64> {
         match &self.closed_ref()?.values {
-            Values::Reduced(sums) => Some(sums.total),
-            Values::Untouched { samples, .. } => Some(*samples),
+            GradientStorage::Reduced(sums) => Some(sums.total),
+            GradientStorage::Untouched { samples, .. } => Some(*samples),
         }
     }
 
@@ -439,7 +439,7 @@ impl Gradients {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn is_accumulating(&self) -> bool {
-        matches!(self.0, Content::Accumulating)
+        matches!(self.0, WindowResult::Accumulating)
     }
 
     /// The scale of the loss with which the gradient left the range of
@@ -465,8 +465,8 @@ impl Gradients {
     /// ```
     pub fn overflow(&self) -> Option<f64> {
         match self.0 {
-            Content::Overflowed { scale, .. } => Some(scale),
-            Content::Accumulating | Content::Closed(_) | Content::Idle { .. } => None,
+            WindowResult::Overflowed { scale, .. } => Some(scale),
+            WindowResult::Accumulating | WindowResult::ReducedGradients(_) | WindowResult::Idle { .. } => None,
         }
     }
 
@@ -509,11 +509,11 @@ impl Gradients {
         let commit = self.take_commit();
         let of_all_ranks = !self.is_own();
         let params = match self.into_averaged()? {
-            Averaged::Sums(mut averages) => {
+            GradientMean::BucketSums(mut averages) => {
                 averages.make_whole().ok()?;
                 averages.params(|_| true)
             }
-            Averaged::Untouched(gradients) => gradients,
+            GradientMean::Untouched(gradients) => gradients,
         };
         if let Some(commit) = commit {
             if of_all_ranks {
@@ -526,14 +526,14 @@ impl Gradients {
 
     /// For an optimizer that reads sums where they lie; `None` while the window is open, and where the
     /// step is skipped.
-    pub(crate) fn into_averaged(self) -> Option<Averaged> {
-        let Content::Closed(mut closed) = self.0 else {
+    pub(crate) fn into_averaged(self) -> Option<GradientMean> {
+        let WindowResult::ReducedGradients(mut closed) = self.0 else {
             return None;
         };
-        if let Values::Untouched { .. } = closed.values {
+        if let GradientStorage::Untouched { .. } = closed.values {
             closed.apply_factors();
         }
-        let Closed {
+        let ReducedGradients {
             device,
             factors,
             slot,
@@ -541,20 +541,20 @@ impl Gradients {
             ..
         } = *closed;
         Some(match values {
-            Values::Reduced(sums) => Averaged::Sums(Averages {
+            GradientStorage::Reduced(sums) => GradientMean::BucketSums(GradientMeans {
                 device,
                 factors,
                 slot,
                 sums,
             }),
-            Values::Untouched { gradients, .. } => Averaged::Untouched(gradients),
+            GradientStorage::Untouched { gradients, .. } => GradientMean::Untouched(gradients),
         })
     }
 
     /// Whether each rank has a part of them alone.
     pub(crate) fn is_spread(&self) -> bool {
         let values = self.closed_ref().map(|closed| &closed.values);
-        matches!(values, Some(Values::Reduced(sums)) if sums.is_spread())
+        matches!(values, Some(GradientStorage::Reduced(sums)) if sums.is_spread())
     }
 
     /// Whether something that all ranks do with them failed.
@@ -565,16 +565,16 @@ impl Gradients {
     /// What a step with them moves on, once.
     pub(crate) fn take_commit(&mut self) -> Option<StepCommit> {
         match &mut self.0 {
-            Content::Accumulating | Content::Idle { .. } | Content::Overflowed { .. } => None,
-            Content::Closed(closed) => closed.commit.take(),
+            WindowResult::Accumulating | WindowResult::Idle { .. } | WindowResult::Overflowed { .. } => None,
+            WindowResult::ReducedGradients(closed) => closed.commit.take(),
         }
     }
 
     pub(crate) fn epoch(&self) -> Option<u64> {
         match &self.0 {
-            Content::Accumulating => None,
-            Content::Closed(closed) => closed.epoch,
-            Content::Idle { epoch } | Content::Overflowed { epoch, .. } => *epoch,
+            WindowResult::Accumulating => None,
+            WindowResult::ReducedGradients(closed) => closed.epoch,
+            WindowResult::Idle { epoch } | WindowResult::Overflowed { epoch, .. } => *epoch,
         }
     }
 
@@ -584,10 +584,10 @@ impl Gradients {
         Some(known.value.clone())
     }
 
-    fn closed_ref(&self) -> Option<&Closed> {
+    fn closed_ref(&self) -> Option<&ReducedGradients> {
         match &self.0 {
-            Content::Accumulating | Content::Idle { .. } | Content::Overflowed { .. } => None,
-            Content::Closed(closed) => Some(closed),
+            WindowResult::Accumulating | WindowResult::Idle { .. } | WindowResult::Overflowed { .. } => None,
+            WindowResult::ReducedGradients(closed) => Some(closed),
         }
     }
 }
@@ -595,12 +595,12 @@ impl Gradients {
 impl fmt::Debug for Gradients {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Content::Accumulating => f.write_str("Gradients(accumulating)"),
-            Content::Idle { .. } => f.write_str("Gradients(idle)"),
-            Content::Overflowed { scale, .. } => {
+            WindowResult::Accumulating => f.write_str("Gradients(accumulating)"),
+            WindowResult::Idle { .. } => f.write_str("Gradients(idle)"),
+            WindowResult::Overflowed { scale, .. } => {
                 write!(f, "Gradients(not finite at scale {scale})")
             }
-            Content::Closed(closed) => f
+            WindowResult::ReducedGradients(closed) => f
                 .debug_struct("Gradients")
                 .field("epoch", &closed.epoch)
                 .field("norm", &self.known_norm())
@@ -611,14 +611,14 @@ impl fmt::Debug for Gradients {
 }
 
 /// Looks for a parameter that a slot knows.
-struct Search<'a> {
-    slot: &'a Slot,
+struct KnownParameterSearch<'a> {
+    slot: &'a ModelState,
     found: bool,
     /// Whether it is still what was given to `prepare`.
     is_clone_from_before: bool,
 }
 
-impl ModuleVisitor for Search<'_> {
+impl ModuleVisitor for KnownParameterSearch<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         self.found |= self.slot.number(param.id).is_some();
         self.is_clone_from_before |= self.slot.is_clone_from_before(param);

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use accelerator_collective::{Buffer, DType, ProcessGroup, ShardLayout};
 use burn::tensor::Device;
 
-use super::flat::Flat;
-use super::overlap::Order;
-use super::spread::{Bounds, Cuts};
-use super::store::{Home, Store};
+use super::flat::DeviceBucket;
+use super::overlap::ReadyOrder;
+use super::spread::{ShardMap, BucketShards};
+use super::store::{Placement, BucketStorage};
 use crate::error::Result;
 use crate::model::{Float, Trainable};
 
@@ -21,8 +21,8 @@ const WORTHWHILE: usize = 1 << 20;
 pub(super) struct Buckets {
     buckets: Vec<Bucket>,
     /// Of which elements ranks get the sums; `None` where all get all.
-    cuts: Option<Arc<Cuts>>,
-    places: Vec<Place>,
+    cuts: Option<Arc<BucketShards>>,
+    places: Vec<BucketRange>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -35,7 +35,7 @@ struct Bucket {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Place {
+pub(super) struct BucketRange {
     pub(super) bucket: usize,
     pub(super) range: Range<usize>,
 }
@@ -44,7 +44,7 @@ impl Buckets {
     /// Lays `parameters` out in that order, a bucket a dtype, each at most `size` bytes unless one
     /// parameter alone is larger. A bucket that is worth an operation does not wait for a gradient
     /// that is ready later. A bucket comes before those that are full later.
-    pub(super) fn new(parameters: &[Trainable], order: &Order, size: usize) -> Self {
+    pub(super) fn new(parameters: &[Trainable], order: &ReadyOrder, size: usize) -> Self {
         let mut buckets: Vec<Bucket> = Vec::new();
         // The bucket that is being filled, for each dtype.
         let mut open = [None; 2];
@@ -90,7 +90,7 @@ impl Buckets {
             position[index] = at;
         }
         buckets.sort_by_key(|bucket| bucket.members.last().map(|&last| position[last]));
-        let nowhere = Place {
+        let nowhere = BucketRange {
             bucket: 0,
             range: 0..0,
         };
@@ -99,7 +99,7 @@ impl Buckets {
             let mut start = 0;
             for &index in &bucket.members {
                 let end = start + parameters[index].shape.iter().product::<usize>();
-                places[index] = Place {
+                places[index] = BucketRange {
                     bucket: number,
                     range: start..end,
                 };
@@ -114,7 +114,7 @@ impl Buckets {
     }
 
     /// The same places, of whose sums each rank gets what lies within its bounds.
-    pub(super) fn cut_at(&self, bounds: &Arc<Bounds>) -> Result<Self> {
+    pub(super) fn cut_at(&self, bounds: &Arc<ShardMap>) -> Result<Self> {
         let cut = |(number, bucket): (usize, &Bucket)| {
             let ranges = |rank| {
                 let places = self.members(number).iter().map(|&index| {
@@ -130,7 +130,7 @@ impl Buckets {
         let cuts = self.buckets.iter().enumerate().map(cut);
         Ok(Self {
             buckets: self.buckets.clone(),
-            cuts: Some(Arc::new(Cuts {
+            cuts: Some(Arc::new(BucketShards {
                 bounds: bounds.clone(),
                 buckets: cuts.collect::<Result<_>>()?,
             })),
@@ -148,7 +148,7 @@ impl Buckets {
     }
 
     /// How sums are shared out, where not every rank gets all.
-    pub(super) fn cuts(&self) -> Option<&Arc<Cuts>> {
+    pub(super) fn cuts(&self) -> Option<&Arc<BucketShards>> {
         self.cuts.as_ref()
     }
 
@@ -161,7 +161,7 @@ impl Buckets {
         self.buckets.len()
     }
 
-    pub(super) fn place(&self, parameter: usize) -> &Place {
+    pub(super) fn place(&self, parameter: usize) -> &BucketRange {
         &self.places[parameter]
     }
 
@@ -182,15 +182,15 @@ impl Buckets {
     }
 
     /// Where the sums of a bucket will be kept.
-    pub(super) fn store(&self, group: &ProcessGroup, home: &Home, bucket: usize) -> Store {
+    pub(super) fn store(&self, group: &ProcessGroup, home: &Placement, bucket: usize) -> BucketStorage {
         let Bucket { dtype, length, .. } = &self.buckets[bucket];
-        Store::new(group, home, *dtype, *length)
+        BucketStorage::new(group, home, *dtype, *length)
     }
 
     /// A bucket on a device, with nothing in it.
-    pub(super) fn flat(&self, device: &Device, bucket: usize) -> Flat {
+    pub(super) fn flat(&self, device: &Device, bucket: usize) -> DeviceBucket {
         let Bucket { dtype, length, .. } = &self.buckets[bucket];
-        Flat::new(*dtype, *length, device)
+        DeviceBucket::new(*dtype, *length, device)
     }
 
     /// A new buffer for that bucket.
@@ -233,7 +233,7 @@ mod tests {
     #[test]
     fn the_first_bucket_is_small_and_holds_the_last_parameters() {
         let parameters = parameters(&[3 << 20, 100_000, 200_000], Float::F32);
-        let buckets = Buckets::new(&parameters, &Order::reversed(3), 25 << 20);
+        let buckets = Buckets::new(&parameters, &ReadyOrder::reversed(3), 25 << 20);
         assert_eq!(buckets.place(2).bucket, 0);
         assert_eq!(buckets.place(2).range, 0..200_000);
         // 300,000 × 4 bytes would be more than 1 MiB.
@@ -245,7 +245,7 @@ mod tests {
     fn what_is_late_shares_no_bucket_with_what_is_early() {
         let mut parameters = parameters(&[10, 10, 10, 10], Float::F32);
         parameters[2].float = Float::F64;
-        let order = Order::of(&[None, Some(4), Some(2), Some(3)]);
+        let order = ReadyOrder::of(&[None, Some(4), Some(2), Some(3)]);
         let buckets = Buckets::new(&parameters, &order, 1024);
         assert_eq!(buckets.len(), 3);
         assert_eq!(buckets.members(0), [1, 3]);
@@ -257,7 +257,7 @@ mod tests {
     fn a_bucket_that_is_worth_it_does_not_wait_for_what_is_ready_later() {
         // A classifier: a small last layer, a large one, and two convolutions.
         let parameters = parameters(&[10_000, 20_000, 1 << 20, 1000, 500], Float::F32);
-        let order = Order::of(&[Some(1), Some(2), Some(7), Some(8), Some(7)]);
+        let order = ReadyOrder::of(&[Some(1), Some(2), Some(7), Some(8), Some(7)]);
         let buckets = Buckets::new(&parameters, &order, 25 << 20);
         assert_eq!(buckets.len(), 3);
         assert_eq!(buckets.members(0), [3, 4]);
@@ -276,7 +276,7 @@ mod tests {
             for parameter in parameters.iter_mut().step_by(3) {
                 parameter.float = Float::F64;
             }
-            let order = Order::of(&ready[..sizes.len()]);
+            let order = ReadyOrder::of(&ready[..sizes.len()]);
             let buckets = Buckets::new(&parameters, &order, limit);
             let mut covered = vec![0; buckets.len()];
             for &index in &order.parameters {

@@ -3,26 +3,26 @@ use std::sync::Arc;
 use accelerator_collective::{Buffer, DType, Pending, ProcessGroup};
 use burn::backend::DispatchTensor;
 
-use super::bucket::Entry;
-use super::flat::Flat;
+use super::bucket::WriteMode;
+use super::flat::DeviceBucket;
 use super::layout::Buckets;
 use super::overlap;
 use super::reducer::control;
-use super::road::{Reading, Sending};
-use super::store::{Entrant, Home, Store};
+use super::road::{PendingRead, PendingReduce};
+use super::store::{MemberGradient, Placement, BucketStorage};
 use crate::precision::Cast;
 
 /// The sums of a window, with the books that are kept on them. The next window uses it again, so
 /// that steps allocate nothing and pages stay warm.
 #[derive(Debug)]
-pub(super) struct Ledger {
+pub(super) struct BucketSet {
     /// Where its sums are kept.
-    pub(super) home: Home,
+    pub(super) home: Placement,
     pub(super) layout: Arc<Buckets>,
     /// By bucket.
-    pub(super) stages: Vec<Stage>,
+    pub(super) stages: Vec<BucketState>,
     /// By bucket: sums as they were before the last micro-step, which can be undone.
-    pub(super) undo: Vec<Option<Store>>,
+    pub(super) undo: Vec<Option<BucketStorage>>,
     /// By bucket: whether this rank sent it too early.
     pub(super) wrong: Vec<bool>,
     /// By bucket: what one travels in that is compressed, or on a device.
@@ -34,7 +34,7 @@ pub(super) struct Ledger {
     /// By parameter: a gradient that is being read.
     pub(super) held: Vec<Option<DispatchTensor>>,
     /// By parameter: what was sent before backward ended.
-    pub(super) sights: Vec<Sight>,
+    pub(super) sights: Vec<FlushObserver>,
     /// By parameter: whether some rank had a gradient, once that is known.
     pub(super) present: Vec<bool>,
     /// What ranks tell each other beside the sums; `None` while it travels.
@@ -45,30 +45,30 @@ pub(super) struct Ledger {
 
 /// How far a bucket is.
 #[derive(Debug)]
-pub(super) enum Stage {
+pub(super) enum BucketState {
     /// It holds sums of this rank, and may get more.
-    Open(Store),
+    Open(BucketStorage),
     /// It holds all that this rank has to give.
-    Complete(Store),
+    Complete(BucketStorage),
     /// It is read from its device, to travel.
-    Read(Reading),
+    Read(PendingRead),
     /// It travels as it is.
     Sent(Pending),
     /// It travels from device to device.
-    SentOnDevice(Sending),
+    SentOnDevice(PendingReduce),
     /// It stays, and what was rounded travels.
     SentRounded(Buffer, Pending),
     /// It holds what this rank has to give, and `wires` the rounded sums of all ranks.
-    Rounded(Buffer, Fit),
+    Rounded(Buffer, RangeCheck),
     /// It holds the sums of all ranks.
-    Summed(Store),
+    Summed(BucketStorage),
     /// Its operation failed.
     Lost,
 }
 
 /// Whether rounded sums are within the range of the type in which they travelled.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Fit {
+pub(super) enum RangeCheck {
     Within,
     /// They are not all finite.
     Beyond,
@@ -80,7 +80,7 @@ pub(super) enum Fit {
     clippy::large_enum_variant,
     reason = "there is one a parameter, in memory that is kept; tensors of some devices are large"
 )]
-pub(super) enum Sight {
+pub(super) enum FlushObserver {
     /// It has not been looked for.
     #[default]
     None,
@@ -90,7 +90,7 @@ pub(super) enum Sight {
     Seen(DispatchTensor),
 }
 
-impl Sight {
+impl FlushObserver {
     pub(super) fn gradient(&self) -> Option<&DispatchTensor> {
         match self {
             Self::Seen(gradient) => Some(gradient),
@@ -108,15 +108,15 @@ impl Sight {
     }
 }
 
-impl Ledger {
+impl BucketSet {
     pub(super) fn new(
         group: &ProcessGroup,
-        home: &Home,
+        home: &Placement,
         layout: Arc<Buckets>,
         parameters: usize,
     ) -> Self {
         let buckets = layout.len();
-        let store = |bucket| Stage::Open(layout.store(group, home, bucket));
+        let store = |bucket| BucketState::Open(layout.store(group, home, bucket));
         Self {
             home: home.clone(),
             stages: (0..buckets).map(store).collect(),
@@ -126,7 +126,7 @@ impl Ledger {
             written: vec![false; parameters],
             here: vec![false; parameters],
             held: none(parameters),
-            sights: core::iter::repeat_with(Sight::default)
+            sights: core::iter::repeat_with(FlushObserver::default)
                 .take(parameters)
                 .collect(),
             present: vec![false; parameters],
@@ -138,7 +138,7 @@ impl Ledger {
 
     /// Whether its sums lie on a device.
     pub(super) fn is_on_device(&self) -> bool {
-        matches!(self.home, Home::Device(_))
+        matches!(self.home, Placement::Device(_))
     }
 
     /// Makes it ready for another window; `false` where a buffer was lost.
@@ -149,37 +149,37 @@ impl Ledger {
         self.forget();
         // Memory of the host is used again.
         for undo in &mut self.undo {
-            undo.take_if(|undo| matches!(undo, Store::Device(_)));
+            undo.take_if(|undo| matches!(undo, BucketStorage::Device(_)));
         }
         for stage in &mut self.stages {
-            *stage = match core::mem::replace(stage, Stage::Lost) {
-                Stage::Open(store) | Stage::Complete(store) | Stage::Summed(store) => {
-                    Stage::Open(store.reopen())
+            *stage = match core::mem::replace(stage, BucketState::Lost) {
+                BucketState::Open(store) | BucketState::Complete(store) | BucketState::Summed(store) => {
+                    BucketState::Open(store.reopen())
                 }
-                Stage::Read(_)
-                | Stage::Sent(_)
-                | Stage::SentOnDevice(_)
-                | Stage::SentRounded(..)
-                | Stage::Rounded(..)
-                | Stage::Lost => return false,
+                BucketState::Read(_)
+                | BucketState::Sent(_)
+                | BucketState::SentOnDevice(_)
+                | BucketState::SentRounded(..)
+                | BucketState::Rounded(..)
+                | BucketState::Lost => return false,
             };
         }
         self.control.is_some()
     }
 
     /// Moves sums that are still open to where the others of their model are kept.
-    pub(super) fn move_to(&mut self, group: &ProcessGroup, home: &Home) {
+    pub(super) fn move_to(&mut self, group: &ProcessGroup, home: &Placement) {
         if self.is_at(home) {
             return;
         }
         for bucket in 0..self.stages.len() {
-            let stage = core::mem::replace(&mut self.stages[bucket], Stage::Lost);
+            let stage = core::mem::replace(&mut self.stages[bucket], BucketState::Lost);
             self.stages[bucket] = match (stage, home) {
-                (Stage::Open(store), Home::Host) => Stage::Open(store.into_host(group)),
-                (Stage::Open(mut store), Home::Device(device)) => {
+                (BucketState::Open(store), Placement::Host) => BucketState::Open(store.into_host(group)),
+                (BucketState::Open(mut store), Placement::Device(device)) => {
                     // What nobody has written to means nothing here, and is 0 there.
                     self.clear(bucket, &mut store, |_| false);
-                    Stage::Open(store.into_device(device))
+                    BucketState::Open(store.into_device(device))
                 }
                 (other, _) => other,
             };
@@ -190,22 +190,22 @@ impl Ledger {
     }
 
     /// Whether sums are kept there.
-    pub(super) fn is_at(&self, home: &Home) -> bool {
+    pub(super) fn is_at(&self, home: &Placement) -> bool {
         matches!(
             (&self.home, home),
-            (Home::Host, Home::Host) | (Home::Device(_), Home::Device(_))
+            (Placement::Host, Placement::Host) | (Placement::Device(_), Placement::Device(_))
         )
     }
 
     /// Lets go of the gradients that were seen.
     pub(super) fn forget(&mut self) {
-        self.sights.fill_with(Sight::default);
+        self.sights.fill_with(FlushObserver::default);
     }
 
     /// Takes a bucket out that may still get gradients.
-    pub(super) fn open(&mut self, bucket: usize) -> Option<Store> {
-        match core::mem::replace(&mut self.stages[bucket], Stage::Lost) {
-            Stage::Open(store) => Some(store),
+    pub(super) fn open(&mut self, bucket: usize) -> Option<BucketStorage> {
+        match core::mem::replace(&mut self.stages[bucket], BucketState::Lost) {
+            BucketState::Open(store) => Some(store),
             other => {
                 self.stages[bucket] = other;
                 None
@@ -214,9 +214,9 @@ impl Ledger {
     }
 
     /// Takes a bucket out that is to be sent.
-    pub(super) fn complete(&mut self, bucket: usize) -> Option<Store> {
-        match core::mem::replace(&mut self.stages[bucket], Stage::Lost) {
-            Stage::Complete(store) => Some(store),
+    pub(super) fn complete(&mut self, bucket: usize) -> Option<BucketStorage> {
+        match core::mem::replace(&mut self.stages[bucket], BucketState::Lost) {
+            BucketState::Complete(store) => Some(store),
             other => {
                 self.stages[bucket] = other;
                 None
@@ -229,24 +229,24 @@ impl Ledger {
     pub(super) fn enter<'a>(
         &'a self,
         bucket: usize,
-        store: &mut Store,
+        store: &mut BucketStorage,
         gradient: impl Fn(usize) -> Option<&'a DispatchTensor> + Copy,
         weight: f64,
     ) {
         let members = self.layout.members(bucket).iter();
-        let entrants = members.map(move |&parameter| Entrant {
+        let entrants = members.map(move |&parameter| MemberGradient {
             range: &self.layout.place(parameter).range,
             gradient: gradient(parameter),
             entry: match self.written[parameter] {
-                true => Entry::Add,
-                false => Entry::Replace,
+                true => WriteMode::Add,
+                false => WriteMode::Replace,
             },
         });
         store.enter(entrants, weight);
     }
 
     /// The same for the gradients that are held, and lets go of them.
-    pub(super) fn enter_held(&mut self, bucket: usize, store: &mut Store, weight: f64) {
+    pub(super) fn enter_held(&mut self, bucket: usize, store: &mut BucketStorage, weight: f64) {
         let held = &self.held;
         self.enter(bucket, store, |parameter| held[parameter].as_ref(), weight);
         for &parameter in self.layout.members(bucket) {
@@ -255,7 +255,7 @@ impl Ledger {
     }
 
     /// Zeroes what nobody has written to in a bucket.
-    pub(super) fn clear(&self, bucket: usize, store: &mut Store, is_there: impl Fn(usize) -> bool) {
+    pub(super) fn clear(&self, bucket: usize, store: &mut BucketStorage, is_there: impl Fn(usize) -> bool) {
         for &parameter in self.layout.members(bucket) {
             if !self.written[parameter] && !is_there(parameter) {
                 store.clear(&self.layout.place(parameter).range);
@@ -265,58 +265,58 @@ impl Ledger {
 
     /// Keeps what a bucket holds, so that it can be had again, where a micro-step before this
     /// one has written to it.
-    pub(super) fn keep(&mut self, group: &ProcessGroup, bucket: usize, store: &Store) {
+    pub(super) fn keep(&mut self, group: &ProcessGroup, bucket: usize, store: &BucketStorage) {
         if !self.is_used(bucket) {
             return;
         }
         match (store, &mut self.undo[bucket]) {
-            (Store::Host(buffer), Some(Store::Host(kept))) => {
+            (BucketStorage::Host(buffer), Some(BucketStorage::Host(kept))) => {
                 kept.bytes_mut().copy_from_slice(buffer.bytes());
             }
-            (Store::Host(buffer), undo) => {
+            (BucketStorage::Host(buffer), undo) => {
                 let mut kept = group.buffer(buffer.dtype(), buffer.len());
                 kept.bytes_mut().copy_from_slice(buffer.bytes());
-                *undo = Some(Store::Host(kept));
+                *undo = Some(BucketStorage::Host(kept));
             }
-            (Store::Device(flat), undo) => *undo = Some(Store::Device(flat.clone())),
+            (BucketStorage::Device(flat), undo) => *undo = Some(BucketStorage::Device(flat.clone())),
         }
     }
 
     /// Gives a bucket what was kept.
-    pub(super) fn restore(&mut self, bucket: usize, store: &mut Store) {
+    pub(super) fn restore(&mut self, bucket: usize, store: &mut BucketStorage) {
         let used = self.is_used(bucket);
         match (store, &mut self.undo[bucket]) {
-            (Store::Host(buffer), Some(Store::Host(kept))) if used => {
+            (BucketStorage::Host(buffer), Some(BucketStorage::Host(kept))) if used => {
                 buffer.bytes_mut().copy_from_slice(kept.bytes());
             }
-            (Store::Device(flat), Some(Store::Device(kept))) if used => *flat = kept.clone(),
+            (BucketStorage::Device(flat), Some(BucketStorage::Device(kept))) if used => *flat = kept.clone(),
             // What nobody has written to is replaced as a whole.
-            (Store::Host(_), _) => {}
-            (Store::Device(flat), _) => *flat = flat.blank(),
+            (BucketStorage::Host(_), _) => {}
+            (BucketStorage::Device(flat), _) => *flat = flat.blank(),
         }
     }
 
     /// The sums of all ranks, of a window that was reduced.
-    pub(super) fn sums(&self, bucket: usize) -> Option<&Store> {
+    pub(super) fn sums(&self, bucket: usize) -> Option<&BucketStorage> {
         match &self.stages[bucket] {
-            Stage::Summed(store) => Some(store),
+            BucketState::Summed(store) => Some(store),
             _ => None,
         }
     }
 
     /// The same, to be changed.
-    pub(super) fn sums_mut(&mut self, bucket: usize) -> Option<&mut Store> {
+    pub(super) fn sums_mut(&mut self, bucket: usize) -> Option<&mut BucketStorage> {
         match &mut self.stages[bucket] {
-            Stage::Summed(store) => Some(store),
+            BucketState::Summed(store) => Some(store),
             _ => None,
         }
     }
 
     /// The sums of buckets on a device, of a window that was reduced, by bucket.
-    pub(super) fn summed_on_device(&mut self) -> impl Iterator<Item = (usize, &mut Flat)> {
+    pub(super) fn summed_on_device(&mut self) -> impl Iterator<Item = (usize, &mut DeviceBucket)> {
         let stages = self.stages.iter_mut().enumerate();
         stages.filter_map(|(bucket, stage)| match stage {
-            Stage::Summed(Store::Device(flat)) => Some((bucket, flat)),
+            BucketState::Summed(BucketStorage::Device(flat)) => Some((bucket, flat)),
             _ => None,
         })
     }
@@ -324,7 +324,7 @@ impl Ledger {
     /// The sums of all buckets in memory, of a window that was reduced.
     pub(super) fn summed(&mut self) -> Vec<&mut Buffer> {
         let summed = |stage| match stage {
-            &mut Stage::Summed(Store::Host(ref mut buffer)) => Some(buffer),
+            &mut BucketState::Summed(BucketStorage::Host(ref mut buffer)) => Some(buffer),
             _ => None,
         };
         self.stages.iter_mut().filter_map(summed).collect()
@@ -333,12 +333,12 @@ impl Ledger {
     /// Brings the sums of a window that was reduced to memory.
     pub(super) fn bring_home(&mut self, group: &ProcessGroup) {
         for stage in &mut self.stages {
-            *stage = match core::mem::replace(stage, Stage::Lost) {
-                Stage::Summed(store) => Stage::Summed(store.into_host(group)),
+            *stage = match core::mem::replace(stage, BucketState::Lost) {
+                BucketState::Summed(store) => BucketState::Summed(store.into_host(group)),
                 other => other,
             };
         }
-        self.home = Home::Host;
+        self.home = Placement::Host;
     }
 
     fn is_used(&self, bucket: usize) -> bool {

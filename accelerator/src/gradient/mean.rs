@@ -4,13 +4,13 @@ use accelerator_collective::{ProcessGroup, ReduceOp};
 use burn::backend::DispatchTensor;
 use burn::tensor::Tensor;
 
-use super::bucket::{self, Entry};
+use super::bucket::{self, WriteMode};
 use super::rank::with_rank;
-use super::slot::Slot;
-use super::values::{Values, with_values};
+use super::slot::ModelState;
+use super::values::{ElementValues, with_values};
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Kind, Result};
-use crate::local::Share;
+use crate::local::MeanWeight;
 
 /// The weighted mean over the ranks of a value for each parameter, in the buckets that gradients travel
 /// in: the same bits on every rank. Values are given and returned by the numbers of their parameters, on
@@ -21,9 +21,9 @@ use crate::local::Share;
 #[track_caller]
 pub(crate) fn mean_over_ranks(
     accelerator: &Accelerator,
-    slot: &Slot,
+    slot: &ModelState,
     values: &[DispatchTensor],
-    share: Share,
+    share: MeanWeight,
 ) -> Result<Vec<DispatchTensor>> {
     let (group, device) = (accelerator.group(), &accelerator.shared.device);
     let caller = Location::caller();
@@ -36,7 +36,7 @@ pub(crate) fn mean_over_ranks(
             let members = layout.members(number).iter();
             with_values(members.map(|&at| (at, &values[at])), |at, values| {
                 let range = &layout.place(at).range;
-                bucket::write(&mut buffer, range, values, share.weight, Entry::Replace);
+                bucket::write(&mut buffer, range, values, share.weight, WriteMode::Replace);
             });
         } else {
             for &at in layout.members(number) {
@@ -54,7 +54,7 @@ pub(crate) fn mean_over_ranks(
             let range = &layout.place(at).range;
             let data = bucket::read(&sums, range, known.float, &known.shape, share.total, None);
             // All ranks see the same sums.
-            if spoilt.is_none() && !is_finite(Values::of(&data)) {
+            if spoilt.is_none() && !is_finite(ElementValues::of(&data)) {
                 spoilt = Some(&*known.path);
             }
             let dtype = data.dtype();
@@ -74,9 +74,9 @@ pub(crate) fn mean_over_ranks(
 #[track_caller]
 fn whose_is_it(
     group: &ProcessGroup,
-    slot: &Slot,
+    slot: &ModelState,
     values: &[DispatchTensor],
-    share: Share,
+    share: MeanWeight,
     path: &str,
 ) -> Result<Error> {
     let mut first = None;
@@ -109,7 +109,7 @@ fn whose_is_it(
     Ok(Error::new(Kind::NotFinite, message))
 }
 
-fn is_finite(values: Values<'_>) -> bool {
+fn is_finite(values: ElementValues<'_>) -> bool {
     // Without an early end, so that many are looked at at once.
     fn all<T: Copy>(values: &[T], is_finite: impl Fn(T) -> bool) -> bool {
         values
@@ -117,9 +117,9 @@ fn is_finite(values: Values<'_>) -> bool {
             .fold(true, |all, &value| all & is_finite(value))
     }
     match values {
-        Values::Bf16(values) => all(values, half::bf16::is_finite),
-        Values::F16(values) => all(values, half::f16::is_finite),
-        Values::F32(values) => all(values, f32::is_finite),
-        Values::F64(values) => all(values, f64::is_finite),
+        ElementValues::Bf16(values) => all(values, half::bf16::is_finite),
+        ElementValues::F16(values) => all(values, half::f16::is_finite),
+        ElementValues::F32(values) => all(values, f32::is_finite),
+        ElementValues::F64(values) => all(values, f64::is_finite),
     }
 }

@@ -1,6 +1,6 @@
 //! Losses that are not finite: nothing comes of training on from there.
 
-use super::slot::Slot;
+use super::slot::ModelState;
 use crate::error::{Error, Kind};
 use crate::notice;
 
@@ -24,7 +24,7 @@ impl OnNonFiniteLoss {
 }
 
 /// What is told of one, `whose` it is with it.
-pub(super) fn warn(slot: &Slot, whose: &str, loss: f64) {
+pub(super) fn warn(slot: &ModelState, whose: &str, loss: f64) {
     notice::warn(&format!(
         "{whose} in step {} is {loss}: parameters become so too, and nothing is learnt from there; lower the \
          learning rate, clip gradients, or look at the samples; `stop_at_non_finite_loss` of the builder makes it \
@@ -34,7 +34,7 @@ pub(super) fn warn(slot: &Slot, whose: &str, loss: f64) {
 }
 
 /// The error for one, of ranks with their losses.
-pub(super) fn error(slot: &Slot, losses: impl IntoIterator<Item = (usize, f64)>) -> Error {
+pub(super) fn error(slot: &ModelState, losses: impl IntoIterator<Item = (usize, f64)>) -> Error {
     let bad = losses.into_iter().filter(|(_, loss)| !loss.is_finite());
     let bad: Vec<_> = bad
         .map(|(rank, loss)| format!("{loss} on rank {rank}"))

@@ -7,9 +7,9 @@ use super::flat;
 
 /// A number, which is read from its device when somebody asks for it, and once.
 #[derive(Clone)]
-pub(crate) struct Scalar(Arc<Inner>);
+pub(crate) struct Scalar(Arc<ScalarValue>);
 
-struct Inner {
+struct ScalarValue {
     /// Of one element; `None` where it was never on a device.
     there: Option<Tensor<1>>,
     read: OnceLock<f64>,
@@ -18,7 +18,7 @@ struct Inner {
 impl Scalar {
     /// What a device has in one element.
     pub(super) fn on_device(there: Tensor<1>) -> Self {
-        Self(Arc::new(Inner {
+        Self(Arc::new(ScalarValue {
             there: Some(there),
             read: OnceLock::new(),
         }))
@@ -31,7 +31,7 @@ impl Scalar {
 
     /// Its value, for which this waits where it has not been read yet.
     pub(crate) fn read(&self) -> f64 {
-        let Inner { there, read } = &*self.0;
+        let ScalarValue { there, read } = &*self.0;
         *read.get_or_init(|| there.clone().map_or(f64::NAN, flat::number))
     }
 
@@ -42,7 +42,7 @@ impl Scalar {
 
 impl From<f64> for Scalar {
     fn from(value: f64) -> Self {
-        Self(Arc::new(Inner {
+        Self(Arc::new(ScalarValue {
             there: None,
             read: OnceLock::from(value),
         }))

@@ -9,20 +9,20 @@ use burn::module::{Param, ParamId};
 use burn::tensor::Tensor;
 
 use super::compression::Compression;
-use super::hook::Held;
+use super::hook::HookInstance;
 use super::layout::Buckets;
-use super::ledger::Ledger;
+use super::ledger::BucketSet;
 use super::non_finite_loss::{self, OnNonFiniteLoss};
-use super::overlap::{Order, OverlapReport, Switch, Watching};
-use super::road::Road;
-use super::spread::Bounds;
+use super::overlap::{ReadyOrder, OverlapReport, OverlapSwitch, OverlapScheduler};
+use super::road::DeviceReducer;
+use super::spread::ShardMap;
 use super::step_commit::Updates;
-use super::store::{Home, Store};
-use super::turn::Turn;
+use super::store::{Placement, BucketStorage};
+use super::turn::BackwardGuard;
 use super::window::Window;
 use crate::error::Result;
 use crate::graph;
-use crate::local::Round;
+use crate::local::LocalRound;
 use crate::model::{TiedParameters, Trainable};
 use crate::notice::{self, Once};
 use crate::precision::{Cast, Finiteness, Scaler, ScalerState, SkipNotice};
@@ -30,14 +30,14 @@ use crate::precision::{Cast, Finiteness, Scaler, ScalerState, SkipNotice};
 /// What is kept for a prepared model: which gradients it has, where they lie, and the window
 /// that is open.
 #[derive(Debug)]
-pub(crate) struct Slot {
+pub(crate) struct ModelState {
     bucket_size: usize,
     /// The graph's leaf that the first parameter was when the program gave the model to `prepare`.
     leaf_before_prepare: Option<u64>,
     /// Where sums are kept that are not cut.
-    home: Home,
+    home: Placement,
     /// Where a hook of the program's reduces the gradients.
-    hook: Option<Held>,
+    hook: Option<HookInstance>,
     /// Of all that the model holds, frozen parameters and buffers included, in order.
     ids: Vec<u64>,
     /// The parameters' numbers.
@@ -49,22 +49,22 @@ pub(crate) struct Slot {
     /// Held by gradients that wait for their step.
     pending: Arc<()>,
     /// How sums on a device get to other ranks.
-    road: Option<Arc<Road>>,
-    said: Said,
+    road: Option<Arc<DeviceReducer>>,
+    said: ModelWarnings,
     /// In how many windows up to now, one after the other, all ranks had the same loss.
     same_losses: AtomicU64,
     /// What this rank did by itself.
-    round: Mutex<Round>,
-    shelf: Mutex<Shelf>,
+    round: Mutex<LocalRound>,
+    shelf: Mutex<BucketPool>,
     /// How many windows an optimizer has stepped with, skipped ones included, over the whole job.
     steps: AtomicU64,
     /// Which of its places hold the same parameter.
     tied: Arc<TiedParameters>,
     /// Of the threads that add to the window.
-    turn: Turn,
+    turn: BackwardGuard,
     /// How this rank's replica was updated.
     updates: Updates,
-    watching: Mutex<Watching>,
+    watching: Mutex<OverlapScheduler>,
     window: Mutex<Window>,
     working: Mutex<WorkingCopy>,
     /// Whether a copy was ever made to be trained through.
@@ -81,7 +81,7 @@ pub(crate) struct Slot {
 
 /// What was said of a model.
 #[derive(Debug, Default)]
-struct Said {
+struct ModelWarnings {
     /// That an epoch was left in the midst of a window.
     left_epoch: Once,
     /// That only other ranks had a gradient of some parameter.
@@ -138,12 +138,12 @@ impl fmt::Display for ModelName {
 
 /// How gradients are laid out, and a ledger that nobody uses.
 #[derive(Debug)]
-struct Shelf {
+struct BucketPool {
     layout: Arc<Buckets>,
-    spare: Option<Box<Ledger>>,
+    spare: Option<Box<BucketSet>>,
 }
 
-impl Shelf {
+impl BucketPool {
     /// Lays out the same places in another way.
     fn replace(&mut self, layout: Buckets) {
         self.layout = Arc::new(layout);
@@ -152,23 +152,23 @@ impl Shelf {
         }
     }
 
-    fn fits(&self, ledger: &Ledger) -> bool {
+    fn fits(&self, ledger: &BucketSet) -> bool {
         Arc::ptr_eq(&ledger.layout, &self.layout) || ledger.layout.is_placed_as(&self.layout)
     }
 }
 
-impl Slot {
+impl ModelState {
     /// With `overlap`, buckets are laid out anew when it is known which gradients are ready
     /// first.
-    pub(crate) fn new(parameters: Vec<Trainable>, bucket_size: usize, overlap: Switch) -> Self {
-        let order = Order::reversed(parameters.len());
+    pub(crate) fn new(parameters: Vec<Trainable>, bucket_size: usize, overlap: OverlapSwitch) -> Self {
+        let order = ReadyOrder::reversed(parameters.len());
         let layout = Arc::new(Buckets::new(&parameters, &order, bucket_size));
         let numbers = parameters.iter().enumerate();
-        let watching = Watching::new(overlap);
+        let watching = OverlapScheduler::new(overlap);
         Self {
             bucket_size,
             leaf_before_prepare: None,
-            home: Home::Host,
+            home: Placement::Host,
             hook: None,
             ids: Vec::new(),
             numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
@@ -176,16 +176,16 @@ impl Slot {
             overlap_report: Mutex::new(watching.report()),
             pending: Arc::default(),
             road: None,
-            said: Said::default(),
+            said: ModelWarnings::default(),
             same_losses: AtomicU64::new(0),
-            round: Mutex::new(Round::default()),
-            shelf: Mutex::new(Shelf {
+            round: Mutex::new(LocalRound::default()),
+            shelf: Mutex::new(BucketPool {
                 layout,
                 spare: None,
             }),
             steps: AtomicU64::new(0),
             tied: Arc::default(),
-            turn: Turn::default(),
+            turn: BackwardGuard::default(),
             updates: Updates::default(),
             watching: Mutex::new(watching),
             window: Mutex::new(Window::default()),
@@ -265,9 +265,9 @@ impl Slot {
     }
 
     /// With gradients that get to other ranks by that road, or that a hook reduces, which it does in memory.
-    pub(crate) fn with_road(self, road: Arc<Road>, hook: Option<Held>) -> Self {
+    pub(crate) fn with_road(self, road: Arc<DeviceReducer>, hook: Option<HookInstance>) -> Self {
         let home = match hook {
-            Some(_) => Home::Host,
+            Some(_) => Placement::Host,
             None => road.home().clone(),
         };
         Self {
@@ -299,15 +299,15 @@ impl Slot {
 
     /// Whether `backward` reads the loss: on the CPU it is ready; with `stop_at_non_finite_loss` it is waited for.
     pub(super) fn reads_losses(&self) -> bool {
-        matches!(self.home, Home::Host) || self.on_non_finite_loss == OnNonFiniteLoss::Fail
+        matches!(self.home, Placement::Host) || self.on_non_finite_loss == OnNonFiniteLoss::Fail
     }
 
     /// How sums on a device get to other ranks.
-    pub(super) fn road(&self) -> Option<&Arc<Road>> {
+    pub(super) fn road(&self) -> Option<&Arc<DeviceReducer>> {
         self.road.as_ref()
     }
 
-    pub(crate) fn hook(&self) -> Option<&Held> {
+    pub(crate) fn hook(&self) -> Option<&HookInstance> {
         self.hook.as_ref()
     }
 
@@ -513,7 +513,7 @@ impl Slot {
     }
 
     /// What this rank did by itself since replicas were the same.
-    pub(crate) fn round(&self) -> MutexGuard<'_, Round> {
+    pub(crate) fn round(&self) -> MutexGuard<'_, LocalRound> {
         self.round.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -522,7 +522,7 @@ impl Slot {
         self.shelf().layout.clone()
     }
 
-    pub(super) fn turn(&self) -> &Turn {
+    pub(super) fn turn(&self) -> &BackwardGuard {
         &self.turn
     }
 
@@ -545,22 +545,22 @@ impl Slot {
         report.unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn watching(&self) -> MutexGuard<'_, Watching> {
+    pub(super) fn watching(&self) -> MutexGuard<'_, OverlapScheduler> {
         self.watching.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A ledger to fill: a used one where there is one, since its pages are warm.
-    pub(super) fn lend(&self, group: &ProcessGroup) -> Box<Ledger> {
+    pub(super) fn lend(&self, group: &ProcessGroup) -> Box<BucketSet> {
         let mut shelf = self.shelf();
         let spare = shelf.spare.take();
         spare.unwrap_or_else(|| {
             let (home, layout) = (self.home_of(&shelf.layout), shelf.layout.clone());
-            Box::new(Ledger::new(group, home, layout, self.parameters.len()))
+            Box::new(BucketSet::new(group, home, layout, self.parameters.len()))
         })
     }
 
     /// Its buckets, made anew.
-    pub(super) fn stores(&self, group: &ProcessGroup) -> impl Iterator<Item = Store> {
+    pub(super) fn stores(&self, group: &ProcessGroup) -> impl Iterator<Item = BucketStorage> {
         let layout = self.layout();
         let home = self.home_of(&layout).clone();
         (0..layout.len()).map(move |bucket| layout.store(group, &home, bucket))
@@ -572,7 +572,7 @@ impl Slot {
     }
 
     /// Keeps one ledger, whose memory is laid out as the next window's.
-    pub(super) fn take_back(&self, mut ledger: Box<Ledger>) {
+    pub(super) fn take_back(&self, mut ledger: Box<BucketSet>) {
         let mut shelf = self.shelf();
         let is_at_home = ledger.is_at(self.home_of(&shelf.layout));
         if shelf.spare.is_none() && shelf.fits(&ledger) && is_at_home && ledger.reopen() {
@@ -582,14 +582,14 @@ impl Slot {
     }
 
     /// Lays the buckets out in another order, which all ranks have agreed on.
-    pub(super) fn lay_out(&self, order: &Order) -> Result<Arc<Buckets>> {
+    pub(super) fn lay_out(&self, order: &ReadyOrder) -> Result<Arc<Buckets>> {
         let mut shelf = self.shelf();
         let layout = Buckets::new(&self.parameters, order, self.bucket_size);
         let layout = Arc::new(match shelf.layout.cuts() {
             Some(cuts) => layout.cut_at(&cuts.bounds)?,
             None => layout,
         });
-        *shelf = Shelf {
+        *shelf = BucketPool {
             layout: layout.clone(),
             spare: None,
         };
@@ -598,7 +598,7 @@ impl Slot {
 
     /// From the next window on, ranks get the sums of what they step, and no others. All ranks call it
     /// between the same windows.
-    pub(super) fn spread(&self, bounds: &Arc<Bounds>) -> Result<()> {
+    pub(super) fn spread(&self, bounds: &Arc<ShardMap>) -> Result<()> {
         let mut shelf = self.shelf();
         let layout = shelf.layout.cut_at(bounds)?;
         self.replace(&mut shelf, layout);
@@ -612,7 +612,7 @@ impl Slot {
 
     /// Shares out the sums of a window as those that are reduced now, whenever it was opened: ranks
     /// agree on the order of what they reduce, and on nothing else.
-    pub(super) fn renew(&self, group: &ProcessGroup, ledger: &mut Ledger) {
+    pub(super) fn renew(&self, group: &ProcessGroup, ledger: &mut BucketSet) {
         let shelf = self.shelf();
         if shelf.fits(ledger) {
             ledger.layout = shelf.layout.clone();
@@ -628,22 +628,22 @@ impl Slot {
     }
 
     /// Where sums are kept that are laid out so. Those of which ranks get parts are cut in memory.
-    fn home_of(&self, layout: &Buckets) -> &Home {
+    fn home_of(&self, layout: &Buckets) -> &Placement {
         match layout.cuts() {
-            Some(_) => &Home::Host,
+            Some(_) => &Placement::Host,
             None => &self.home,
         }
     }
 
     /// Lays out the same places in another way.
-    fn replace(&self, shelf: &mut Shelf, layout: Buckets) {
+    fn replace(&self, shelf: &mut BucketPool, layout: Buckets) {
         let home = self.home_of(&layout);
         shelf.spare = shelf.spare.take().filter(|spare| spare.is_at(home));
         shelf.replace(layout);
     }
 
     /// What the buckets are cut at.
-    pub(super) fn bounds(&self) -> Option<Arc<Bounds>> {
+    pub(super) fn bounds(&self) -> Option<Arc<ShardMap>> {
         let shelf = self.shelf();
         shelf.layout.cuts().map(|cuts| cuts.bounds.clone())
     }
@@ -658,7 +658,7 @@ impl Slot {
         self.wants_norm.load(Ordering::Relaxed) || self.scaler().is_some()
     }
 
-    fn shelf(&self) -> MutexGuard<'_, Shelf> {
+    fn shelf(&self) -> MutexGuard<'_, BucketPool> {
         self.shelf.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -8,7 +8,7 @@ use accelerator_collective::{ProcessGroup, ShardLayout};
 /// By parameter of a model, by number: which of its elements each rank steps. Those of one rank begin at
 /// whole [blocks](super::BLOCK) of the parameter, unless they are none.
 #[derive(Debug)]
-pub(crate) struct Bounds {
+pub(crate) struct ShardMap {
     /// By parameter: where the part of each rank begins, and where the last one ends.
     bounds: Vec<Vec<usize>>,
     /// Of the optimizer that has settled them.
@@ -16,7 +16,7 @@ pub(crate) struct Bounds {
     ranks: usize,
 }
 
-impl Bounds {
+impl ShardMap {
     pub(crate) fn new(bounds: Vec<Vec<usize>>, ranks: usize, owner: &Arc<()>) -> Self {
         Self {
             bounds,
@@ -42,31 +42,31 @@ impl Bounds {
 
 /// How the sums of a layout are shared out.
 #[derive(Debug)]
-pub(super) struct Cuts {
-    pub(super) bounds: Arc<Bounds>,
+pub(super) struct BucketShards {
+    pub(super) bounds: Arc<ShardMap>,
     /// By bucket: which of its elements each rank gets.
     pub(super) buckets: Vec<Arc<ShardLayout>>,
 }
 
 /// Which sums of a window a rank has.
 #[derive(Clone, Debug)]
-pub(super) enum Spread {
+pub(super) enum SumScope {
     /// All of them.
     Whole,
     /// Its own part. The others are in the group.
     Own {
-        cuts: Arc<Cuts>,
+        cuts: Arc<BucketShards>,
         group: ProcessGroup,
     },
 }
 
-impl Spread {
+impl SumScope {
     pub(super) fn is_whole(&self) -> bool {
         matches!(self, Self::Whole)
     }
 
     /// What the parts are cut at.
-    pub(super) fn bounds(&self) -> Option<&Arc<Bounds>> {
+    pub(super) fn bounds(&self) -> Option<&Arc<ShardMap>> {
         match self {
             Self::Whole => None,
             Self::Own { cuts, .. } => Some(&cuts.bounds),

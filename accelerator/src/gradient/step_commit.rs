@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use accelerator_plan::mix;
 use serde::{Deserialize, Serialize};
 
-use super::slot::Slot;
+use super::slot::ModelState;
 use crate::agreement::sides;
-use crate::data::Mark;
+use crate::data::ConsumeTicket;
 use crate::error::{Error, Kind, Result};
 use crate::precision::Finiteness;
 
@@ -18,11 +18,11 @@ use crate::precision::Finiteness;
 pub(crate) struct StepCommit {
     /// What the gradients were clipped by.
     pub(super) clips: Clips,
-    pub(super) marks: Vec<Mark>,
+    pub(super) marks: Vec<ConsumeTicket>,
     /// What the scale of losses learns of this window, where losses are scaled.
     pub(super) finiteness: Option<Finiteness>,
     pub(super) _pending: Arc<()>,
-    pub(super) slot: Arc<Slot>,
+    pub(super) slot: Arc<ModelState>,
 }
 
 impl StepCommit {

@@ -7,13 +7,13 @@ use accelerator_collective::{Buffer, DType, Element, ProcessGroup};
 use burn::backend::DispatchTensor;
 use burn::tensor::{Device, Tensor, TensorData};
 
-use super::bucket::{self, Entry};
-use super::flat::Flat;
-use super::values::{Values, with_values};
+use super::bucket::{self, WriteMode};
+use super::flat::DeviceBucket;
+use super::values::{ElementValues, with_values};
 
 /// Where the sums of a model are kept.
 #[derive(Clone, Debug, Default)]
-pub(crate) enum Home {
+pub(crate) enum Placement {
     /// In memory, where the CPU and other processes work on them.
     #[default]
     Host,
@@ -21,7 +21,7 @@ pub(crate) enum Home {
     Device(Device),
 }
 
-impl fmt::Display for Home {
+impl fmt::Display for Placement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Host => "in memory",
@@ -36,31 +36,31 @@ impl fmt::Display for Home {
     clippy::large_enum_variant,
     reason = "there is one a bucket; tensors of some devices are large"
 )]
-pub(super) enum Store {
+pub(super) enum BucketStorage {
     Host(Buffer),
-    Device(Flat),
+    Device(DeviceBucket),
 }
 
 /// What a member of a bucket gets.
-pub(super) struct Entrant<'a> {
+pub(super) struct MemberGradient<'a> {
     pub(super) range: &'a Range<usize>,
     pub(super) gradient: Option<&'a DispatchTensor>,
-    pub(super) entry: Entry,
+    pub(super) entry: WriteMode,
 }
 
-impl Store {
+impl BucketStorage {
     /// For so many elements; what is in it means nothing.
-    pub(super) fn new(group: &ProcessGroup, home: &Home, dtype: DType, length: usize) -> Self {
+    pub(super) fn new(group: &ProcessGroup, home: &Placement, dtype: DType, length: usize) -> Self {
         match home {
-            Home::Host => Self::Host(group.buffer(dtype, length)),
-            Home::Device(device) => Self::Device(Flat::new(dtype, length, device)),
+            Placement::Host => Self::Host(group.buffer(dtype, length)),
+            Placement::Device(device) => Self::Device(DeviceBucket::new(dtype, length, device)),
         }
     }
 
     /// Adds `weight · gradient` of each member. Those without one are left as they are.
     pub(super) fn enter<'a>(
         &mut self,
-        members: impl Iterator<Item = Entrant<'a>> + Clone,
+        members: impl Iterator<Item = MemberGradient<'a>> + Clone,
         weight: f64,
     ) {
         match self {
@@ -71,7 +71,7 @@ impl Store {
                     .filter_map(|(at, member)| Some((at, member.gradient?)));
                 let members: Vec<_> = members.collect();
                 with_values(there, |at, values| {
-                    let Entrant { range, entry, .. } = members[at];
+                    let MemberGradient { range, entry, .. } = members[at];
                     bucket::write(buffer, range, values, weight, entry);
                 });
             }
@@ -118,13 +118,13 @@ impl Store {
         };
         let length = flat.len();
         let data = flat.take().into_data();
-        let values = Values::of(&data);
+        let values = ElementValues::of(&data);
         let dtype = match values {
-            Values::F64(_) => DType::F64,
+            ElementValues::F64(_) => DType::F64,
             _ => DType::F32,
         };
         let mut buffer = group.buffer(dtype, length);
-        bucket::write(&mut buffer, &(0..length), values, 1.0, Entry::Replace);
+        bucket::write(&mut buffer, &(0..length), values, 1.0, WriteMode::Replace);
         Self::Host(buffer)
     }
 
@@ -132,7 +132,7 @@ impl Store {
     pub(super) fn into_device(self, device: &Device) -> Self {
         match self {
             Self::Host(buffer) => {
-                let flat = Flat::new(buffer.dtype(), buffer.len(), device);
+                let flat = DeviceBucket::new(buffer.dtype(), buffer.len(), device);
                 Self::Device(flat.with(uploaded(&buffer, device)))
             }
             Self::Device(flat) => Self::Device(flat),

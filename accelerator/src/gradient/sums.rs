@@ -8,38 +8,38 @@ use burn::tensor::{Device, Tensor};
 
 use super::bucket::{self, BLOCK};
 use super::flat;
-use super::layout::Place;
-use super::ledger::Ledger;
+use super::layout::BucketRange;
+use super::ledger::BucketSet;
 use super::rank::with_rank;
-use super::slot::Slot;
-use super::spread::Spread;
-use super::store::Store;
+use super::slot::ModelState;
+use super::spread::SumScope;
+use super::store::BucketStorage;
 use super::window::LossSum;
 use crate::error::{Error, Result};
 use crate::model::Trainable;
 
 /// Sums, whose ledger goes back to its slot.
-pub(super) struct Sums {
+pub(super) struct BucketSums {
     /// The ranks, where each adds powers up on a device of its own. Devices choose among kernels that
     /// round differently, so what all ranks scale by is what rank 0 has found.
     pub(super) apart: Option<ProcessGroup>,
     /// There until it is dropped. In a box, which its slot keeps with it: gradients are moved often.
-    pub(super) ledger: Option<Box<Ledger>>,
+    pub(super) ledger: Option<Box<BucketSet>>,
     /// What sums are divided by: the total weight, times the scale of the loss.
     pub(super) divisor: f64,
     /// Σ weight · loss.
     pub(super) loss: LossSum,
     /// Of how many ranks they are.
     pub(super) ranks: usize,
-    pub(super) slot: Arc<Slot>,
+    pub(super) slot: Arc<ModelState>,
     /// Which of them this rank has.
-    pub(super) spread: Spread,
+    pub(super) spread: SumScope,
     pub(super) total: f64,
 }
 
-impl Sums {
+impl BucketSums {
     /// The parameters that have a gradient, in path order, and where its sum lies.
-    pub(super) fn there(&self) -> impl Iterator<Item = (usize, &Trainable, &Store, &Range<usize>)> {
+    pub(super) fn there(&self) -> impl Iterator<Item = (usize, &Trainable, &BucketStorage, &Range<usize>)> {
         let parameters = self.slot.parameters().iter().enumerate();
         parameters.filter_map(|(index, parameter)| {
             let (sums, range) = self.place(index)?;
@@ -83,8 +83,8 @@ impl Sums {
         let mut on_device = (Vec::new(), Vec::new());
         for (at, _, store, range) in self.there().filter(|(at, ..)| asked(*at)) {
             let buffer = match store {
-                Store::Host(buffer) => buffer,
-                Store::Device(flat) => {
+                BucketStorage::Host(buffer) => buffer,
+                BucketStorage::Device(flat) => {
                     if !range.is_empty() {
                         let values = flat.tensor().slice(range.clone());
                         on_device.0.push(at);
@@ -103,7 +103,7 @@ impl Sums {
             blocks.resize(start + count, 0.0);
             places.push((at, start..start + count));
         }
-        if let Spread::Own { group, .. } = &self.spread {
+        if let SumScope::Own { group, .. } = &self.spread {
             // Those of others are 0 here, which changes no bit.
             let op = match order.is_infinite() {
                 true => ReduceOp::Max,
@@ -127,8 +127,8 @@ impl Sums {
     /// What the other ranks wait for does not come: they are told, and no step takes place.
     pub(super) fn give_up(&self, error: &Error) {
         let waiting = match &self.spread {
-            Spread::Own { group, .. } => Some(group),
-            Spread::Whole => self.apart.as_ref(),
+            SumScope::Own { group, .. } => Some(group),
+            SumScope::Whole => self.apart.as_ref(),
         };
         if let Some(group) = waiting {
             group.abort(format!(
@@ -140,7 +140,7 @@ impl Sums {
     /// Gives this rank the sums of all. All ranks call it.
     #[track_caller]
     pub(super) fn make_whole(&mut self) -> Result<()> {
-        let (Spread::Own { cuts, group }, Some(ledger)) = (&self.spread, &mut self.ledger) else {
+        let (SumScope::Own { cuts, group }, Some(ledger)) = (&self.spread, &mut self.ledger) else {
             return Ok(());
         };
         let group = group.for_purpose("the gradients of all ranks");
@@ -168,12 +168,12 @@ impl Sums {
         for (buffer, whole) in buffers.into_iter().zip(whole) {
             buffer.bytes_mut().copy_from_slice(&whole);
         }
-        self.spread = Spread::Whole;
+        self.spread = SumScope::Whole;
         Ok(())
     }
 
     /// Where the sum of a parameter lies, if it has a gradient.
-    pub(super) fn place(&self, index: usize) -> Option<(&Store, &Range<usize>)> {
+    pub(super) fn place(&self, index: usize) -> Option<(&BucketStorage, &Range<usize>)> {
         let ledger = self.ledger.as_ref()?;
         let place = ledger.layout.place(index);
         let sums = ledger.sums(place.bucket)?;
@@ -181,17 +181,17 @@ impl Sums {
     }
 
     /// The same, to be changed.
-    pub(super) fn place_mut(&mut self, index: usize) -> Option<(&mut Store, Range<usize>)> {
+    pub(super) fn place_mut(&mut self, index: usize) -> Option<(&mut BucketStorage, Range<usize>)> {
         let ledger = self.ledger.as_mut()?;
         if !ledger.present[index] {
             return None;
         }
-        let Place { bucket, range } = ledger.layout.place(index).clone();
+        let BucketRange { bucket, range } = ledger.layout.place(index).clone();
         Some((ledger.sums_mut(bucket)?, range))
     }
 
     /// Changes every element of the average.
-    pub(super) fn change(&mut self, change: Change<'_>) {
+    pub(super) fn change(&mut self, change: MeanChange<'_>) {
         let divisor = self.divisor;
         if self.is_on_device() {
             self.change_on_device(change);
@@ -199,7 +199,7 @@ impl Sums {
         }
         for index in 0..self.slot.parameters().len() {
             let own = self.own(index);
-            if let Some((Store::Host(sums), place)) = self.place_mut(index) {
+            if let Some((BucketStorage::Host(sums), place)) = self.place_mut(index) {
                 let own = place.start + own.start..place.start + own.end;
                 bucket::change(sums, &own, |value| change.of(index, value / divisor));
             }
@@ -214,7 +214,7 @@ impl Sums {
         };
         let mut found = Vec::new();
         for bucket in 0..ledger.layout.len() {
-            let Some(Store::Device(flat)) = ledger.sums(bucket) else {
+            let Some(BucketStorage::Device(flat)) = ledger.sums(bucket) else {
                 continue;
             };
             let members = ledger.layout.members(bucket);
@@ -243,7 +243,7 @@ impl Sums {
         }
     }
 
-    fn change_on_device(&mut self, change: Change<'_>) {
+    fn change_on_device(&mut self, change: MeanChange<'_>) {
         let divisor = self.divisor;
         let Some(ledger) = &mut self.ledger else {
             return;
@@ -270,7 +270,7 @@ impl Sums {
         let mut gradients = GradientsParams::new();
         self.params_on_device(factors, &asked, &mut gradients);
         for (index, parameter, store, range) in self.there() {
-            let Store::Host(buffer) = store else {
+            let BucketStorage::Host(buffer) = store else {
                 continue;
             };
             if !asked(parameter.id) {
@@ -300,7 +300,7 @@ impl Sums {
         };
         let layout = ledger.layout.clone();
         for bucket in 0..layout.len() {
-            let Some(Store::Device(flat)) = ledger.sums_mut(bucket) else {
+            let Some(BucketStorage::Device(flat)) = ledger.sums_mut(bucket) else {
                 continue;
             };
             let members = layout.members(bucket).iter();
@@ -335,14 +335,14 @@ impl Sums {
 
 /// What is done to averages.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Change<'a> {
+pub(super) enum MeanChange<'a> {
     /// What is chosen is held within `-max..=max`.
     Clamp { max: f64, chosen: &'a [bool] },
     /// By parameter.
     Multiply(&'a [f64]),
 }
 
-impl Change<'_> {
+impl MeanChange<'_> {
     fn of(&self, index: usize, value: f64) -> f64 {
         match self {
             Self::Clamp { max, chosen } if chosen[index] => value.clamp(-max, *max),
@@ -376,7 +376,7 @@ pub(super) fn factor(factors: &[f64], index: usize) -> Option<f64> {
     factors.get(index).copied().filter(|&factor| factor != 1.0)
 }
 
-impl Drop for Sums {
+impl Drop for BucketSums {
     fn drop(&mut self) {
         if let Some(ledger) = self.ledger.take() {
             self.slot.take_back(ledger);

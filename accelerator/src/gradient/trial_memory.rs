@@ -8,9 +8,9 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::Tensor;
 
 use super::compression::Compression;
-use super::overlap::Switch;
-use super::slot::Slot;
-use super::store::Store;
+use super::overlap::OverlapSwitch;
+use super::slot::ModelState;
+use super::store::BucketStorage;
 use crate::accelerator::Accelerator;
 use crate::error::Result;
 
@@ -26,8 +26,8 @@ pub(crate) enum Windows {
 /// The buckets of a model, and what else of their size its windows hold. The memory is given back when this is
 /// dropped.
 pub(crate) struct Reserved {
-    slot: Arc<Slot>,
-    _buckets: Vec<Store>,
+    slot: Arc<ModelState>,
+    _buckets: Vec<BucketStorage>,
     _wires: Vec<Buffer>,
 }
 
@@ -43,7 +43,7 @@ pub(crate) fn settle_road(accelerator: &Accelerator) -> Result<()> {
 }
 
 impl Reserved {
-    pub(crate) fn of(accelerator: &Accelerator, slot: Arc<Slot>, windows: Windows) -> Self {
+    pub(crate) fn of(accelerator: &Accelerator, slot: Arc<ModelState>, windows: Windows) -> Self {
         let group = accelerator.group();
         let several = group.world_size() > 1;
         let accumulates = windows == Windows::KeptOpen
@@ -51,16 +51,16 @@ impl Reserved {
         // One rank alone hands the gradients of a lone batch on as they are.
         let sums = several || accumulates || slot.loss_scale().is_some();
         // Sums that are sent early are kept as they were, in case that they are to be sent again.
-        let undo = several && accumulates && accelerator.shared.overlap == Switch::On;
+        let undo = several && accumulates && accelerator.shared.overlap == OverlapSwitch::On;
         let compression = accelerator.shared.settings.compression;
         // What earlier windows have left is counted once.
         slot.release_spare();
         let mut buckets = Vec::new();
         for _ in 0..usize::from(sums) + usize::from(undo) {
-            buckets.extend(slot.stores(group).map(Store::written));
+            buckets.extend(slot.stores(group).map(BucketStorage::written));
         }
-        let wire = |store: &Store| match store {
-            Store::Host(buffer) if several => {
+        let wire = |store: &BucketStorage| match store {
+            BucketStorage::Host(buffer) if several => {
                 let mut wire = group.buffer(compression.wire(buffer.dtype())?, buffer.len());
                 wire.bytes_mut().fill(0);
                 Some(wire)

@@ -9,9 +9,9 @@ use crate::error::{Error, Result};
 /// Ranks pair what they send by its order. Two threads that are in `backward` at once leave the order
 /// to chance, and gradients of one would be added to those of the other.
 #[derive(Debug, Default)]
-pub(crate) struct Turn(Mutex<()>);
+pub(crate) struct BackwardGuard(Mutex<()>);
 
-impl Turn {
+impl BackwardGuard {
     /// Takes the turn, until the guard is dropped. Where another thread has it, the group fails: that
     /// thread's gradients may be paired with the wrong ones already. One rank alone has no order to
     /// keep.

@@ -28,14 +28,14 @@ pub(super) fn take(
 
 /// The elements of a gradient, in row-major order.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Values<'a> {
+pub(crate) enum ElementValues<'a> {
     Bf16(&'a [half::bf16]),
     F16(&'a [half::f16]),
     F32(&'a [f32]),
     F64(&'a [f64]),
 }
 
-impl<'a> Values<'a> {
+impl<'a> ElementValues<'a> {
     pub(super) fn of(data: &'a TensorData) -> Self {
         match data.dtype() {
             DType::BF16 => Self::Bf16(slice(data)),
@@ -51,7 +51,7 @@ impl<'a> Values<'a> {
 /// device allows it, or else a copy of them. What must be fetched from a device is fetched at once.
 pub(crate) fn with_values<'a>(
     gradients: impl Iterator<Item = (usize, &'a DispatchTensor)>,
-    mut read: impl FnMut(usize, Values<'_>),
+    mut read: impl FnMut(usize, ElementValues<'_>),
 ) {
     let mut fetched = Vec::new();
     let mut transaction = Transaction::default();
@@ -61,20 +61,20 @@ pub(crate) fn with_values<'a>(
             DispatchTensorKind::Flex(BackendTensor::Float(tensor)) => {
                 if let Some((start, end)) = tensor.layout().contiguous_offsets() {
                     let values = match tensor.dtype() {
-                        DType::BF16 => Values::Bf16(&tensor.storage()[start..end]),
-                        DType::F16 => Values::F16(&tensor.storage()[start..end]),
-                        DType::F32 => Values::F32(&tensor.storage()[start..end]),
-                        DType::F64 => Values::F64(&tensor.storage()[start..end]),
+                        DType::BF16 => ElementValues::Bf16(&tensor.storage()[start..end]),
+                        DType::F16 => ElementValues::F16(&tensor.storage()[start..end]),
+                        DType::F32 => ElementValues::F32(&tensor.storage()[start..end]),
+                        DType::F64 => ElementValues::F64(&tensor.storage()[start..end]),
                         other => not_a_float(other),
                     };
                     read(number, values);
                 } else {
-                    read(number, Values::of(&any_rank(gradient).into_data()));
+                    read(number, ElementValues::of(&any_rank(gradient).into_data()));
                 }
             }
             #[cfg(feature = "ndarray")]
             DispatchTensorKind::NdArray(_) => {
-                read(number, Values::of(&any_rank(gradient).into_data()));
+                read(number, ElementValues::of(&any_rank(gradient).into_data()));
             }
             _ => {
                 transaction = transaction.register(any_rank(gradient));
@@ -84,7 +84,7 @@ pub(crate) fn with_values<'a>(
     }
     if !fetched.is_empty() {
         for (number, data) in fetched.into_iter().zip(transaction.execute()) {
-            read(number, Values::of(&data));
+            read(number, ElementValues::of(&data));
         }
     }
 }

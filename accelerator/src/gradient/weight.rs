@@ -1,4 +1,4 @@
-use crate::data::{Batch, Mark};
+use crate::data::{Batch, ConsumeTicket};
 use crate::error::{Error, Result};
 
 /// How much one call of [`Accelerator::backward`](crate::Accelerator::backward) counts in the
@@ -38,7 +38,7 @@ pub struct Weight {
     pub(crate) ends_epoch: bool,
     pub(crate) epoch: Option<u64>,
     /// Where its batch ends in its loader.
-    pub(crate) mark: Option<Mark>,
+    pub(crate) mark: Option<ConsumeTicket>,
     /// Whether the program itself says what becomes of the window.
     pub(crate) closing: Closing,
     /// The batch is from a loader whose ranks may run different numbers of steps.

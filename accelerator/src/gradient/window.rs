@@ -4,11 +4,11 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
 use super::flat;
-use super::ledger::{Ledger, Stage};
-use super::slot::Slot;
+use super::ledger::{BucketSet, BucketState};
+use super::slot::ModelState;
 use super::values;
 use super::weight::{Closing, Weight};
-use crate::data::Mark;
+use crate::data::ConsumeTicket;
 use crate::error::{Error, Result};
 
 /// The sums of the micro-steps since the last optimizer step.
@@ -16,11 +16,11 @@ use crate::error::{Error, Result};
 pub(super) struct Window {
     /// Whether the program said with the last micro-step that the window stays open.
     kept_open: bool,
-    ledger: Option<Box<Ledger>>,
+    ledger: Option<Box<BucketSet>>,
     /// By what its losses are multiplied: a step of the window before may move the scale meanwhile.
     loss_scale: Option<f64>,
     /// Where the batches end that are in it: the last one of each pass.
-    marks: Vec<Mark>,
+    marks: Vec<ConsumeTicket>,
     totals: Totals,
 }
 
@@ -42,7 +42,7 @@ pub(super) struct BatchFingerprint {
 }
 
 impl BatchFingerprint {
-    pub(super) fn add(&mut self, mark: Option<&Mark>) {
+    pub(super) fn add(&mut self, mark: Option<&ConsumeTicket>) {
         match mark {
             Some(mark) => self.sum = self.sum.wrapping_add(mix(&mark.position().numbers())),
             None => self.has_others = true,
@@ -65,7 +65,7 @@ pub(super) struct LossSum {
 
 impl LossSum {
     /// Adds the loss of a micro-step, one element: as it is, where reading it waits for a device.
-    pub(super) fn add(&mut self, slot: &Slot, weight: f64, loss: Tensor<1>) {
+    pub(super) fn add(&mut self, slot: &ModelState, weight: f64, loss: Tensor<1>) {
         match slot.reads_losses() {
             true => self.read += weight * loss.into_scalar::<f64>(),
             false => self.unread.push((weight, loss)),
@@ -108,7 +108,7 @@ pub(super) fn check_all_known(strangers: usize) -> Result<()> {
 }
 
 /// Notes where a batch ends.
-pub(super) fn note(marks: &mut Vec<Mark>, mark: Option<Mark>) {
+pub(super) fn note(marks: &mut Vec<ConsumeTicket>, mark: Option<ConsumeTicket>) {
     if let Some(mark) = mark {
         marks.retain(|earlier| !mark.follows(earlier));
         marks.push(mark);
@@ -132,7 +132,7 @@ impl Window {
     /// else of it counts.
     pub(super) fn add(
         &mut self,
-        slot: &Slot,
+        slot: &ModelState,
         group: &ProcessGroup,
         mut gradients: GradientsParams,
         loss: Tensor<1>,
@@ -157,7 +157,7 @@ impl Window {
                     ledger.here[index] = ledger.held[index].is_some();
                 }
                 ledger.enter_held(bucket, &mut store, count);
-                ledger.stages[bucket] = Stage::Open(store);
+                ledger.stages[bucket] = BucketState::Open(store);
                 for &index in layout.members(bucket) {
                     ledger.written[index] |= ledger.here[index];
                 }
@@ -192,9 +192,9 @@ impl Window {
     /// What was added up so far, to be completed by the last micro-step.
     pub(super) fn into_parts(
         self,
-        slot: &Slot,
+        slot: &ModelState,
         group: &ProcessGroup,
-    ) -> (Box<Ledger>, Vec<Mark>, Totals) {
+    ) -> (Box<BucketSet>, Vec<ConsumeTicket>, Totals) {
         let ledger = self.ledger.unwrap_or_else(|| slot.lend(group));
         (ledger, self.marks, self.totals)
     }

@@ -3,9 +3,9 @@ use core::fmt;
 use burn::module::Module;
 use burn::tensor::Tensor;
 
-use super::parameters::{self, Form};
-use super::round::Concern;
-use super::rounds::{InRounds, Rounds};
+use super::parameters::{self, GradientForm};
+use super::round::OpenRoundConcern;
+use super::rounds::{InRounds, SyncRounds};
 use super::{LocalTraining, Weighting};
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Result};
@@ -86,8 +86,8 @@ impl DiLoCoConfig {
     #[track_caller]
     pub fn init<M: Module>(&self, accelerator: &Accelerator, model: &M) -> Result<DiLoCo<M>> {
         let said = format!("{self:?}");
-        let concern = Concern::Apart;
-        let rounds = Rounds::new(accelerator, self.period, self.weighting, concern, &said)?;
+        let concern = OpenRoundConcern::Apart;
+        let rounds = SyncRounds::new(accelerator, self.period, self.weighting, concern, &said)?;
         if !(self.rate > 0.0 && self.rate.is_finite()) {
             return Err(Error::config(format!(
                 "the outer rate is {}; expected a positive number, such as 0.7",
@@ -105,7 +105,7 @@ impl DiLoCoConfig {
         let outer = model.valid();
         parameters::of(&outer, &slot)?;
         Ok(DiLoCo {
-            rule: Rule {
+            rule: OuterRule {
                 momentum: self.momentum,
                 rate: self.rate,
                 rounds,
@@ -156,16 +156,16 @@ impl DiLoCoConfig {
 pub struct DiLoCo<M> {
     /// The outer parameters, on the plain device.
     outer: M,
-    rule: Rule,
+    rule: OuterRule,
     /// The momentum of each of them, as a model, so that it is saved as one.
     velocity: M,
 }
 
 /// What is no state of it.
-pub(crate) struct Rule {
+pub(crate) struct OuterRule {
     momentum: f64,
     rate: f64,
-    rounds: Rounds,
+    rounds: SyncRounds,
 }
 
 impl<M: Module> LocalTraining<M> for DiLoCo<M> {
@@ -197,10 +197,10 @@ impl<M: Module> LocalTraining<M> for DiLoCo<M> {
                 velocity[at] = moved.into_dispatch();
             });
         }
-        self.outer = parameters::replace(&self.outer, &slot, Form::Plain, &outer);
-        self.velocity = parameters::replace(&self.velocity, &slot, Form::Plain, &velocity);
-        *model = parameters::replace(model, &slot, Form::Trained, &outer);
-        Rounds::close(&slot);
+        self.outer = parameters::replace(&self.outer, &slot, GradientForm::Plain, &outer);
+        self.velocity = parameters::replace(&self.velocity, &slot, GradientForm::Plain, &velocity);
+        *model = parameters::replace(model, &slot, GradientForm::Trained, &outer);
+        SyncRounds::close(&slot);
         Ok(())
     }
 }
@@ -212,12 +212,12 @@ impl<M: Module> DiLoCo<M> {
     }
 
     /// What a checkpoint keeps, in the order of [`states`](Self::states), and the rest.
-    pub(crate) fn into_parts(self) -> (Rule, [M; 2]) {
+    pub(crate) fn into_parts(self) -> (OuterRule, [M; 2]) {
         (self.rule, [self.outer, self.velocity])
     }
 
     /// Goes on from what a checkpoint keeps.
-    pub(crate) fn from_parts(rule: Rule, states: [M; 2]) -> Self {
+    pub(crate) fn from_parts(rule: OuterRule, states: [M; 2]) -> Self {
         let [outer, velocity] = states.map(|state| state.valid());
         Self {
             outer,
@@ -228,7 +228,7 @@ impl<M: Module> DiLoCo<M> {
 }
 
 impl<M> InRounds for DiLoCo<M> {
-    fn rounds(&self) -> &Rounds {
+    fn rounds(&self) -> &SyncRounds {
         &self.rule.rounds
     }
 }

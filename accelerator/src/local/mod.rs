@@ -81,8 +81,8 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 
 pub use self::diloco::{DiLoCo, DiLoCoConfig};
-pub(crate) use self::round::Round;
-pub(crate) use self::rounds::Share;
+pub(crate) use self::round::LocalRound;
+pub(crate) use self::rounds::MeanWeight;
 pub use self::sgd::{LocalSgd, LocalSgdConfig};
 use crate::error::Result;
 use crate::gradient::{Gradients, Weight};

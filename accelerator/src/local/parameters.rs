@@ -5,11 +5,11 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::Tensor;
 
 use crate::error::{Error, Result};
-use crate::gradient::Slot;
+use crate::gradient::ModelState;
 
 /// The values by the numbers of their parameters, on the plain device.
-pub(super) fn of<M: Module>(model: &M, slot: &Slot) -> Result<Vec<DispatchTensor>> {
-    let mut reader = Reader {
+pub(super) fn of<M: Module>(model: &M, slot: &ModelState) -> Result<Vec<DispatchTensor>> {
+    let mut reader = LocalReader {
         slot,
         values: vec![None; slot.parameters().len()],
     };
@@ -29,12 +29,12 @@ pub(super) fn of<M: Module>(model: &M, slot: &Slot) -> Result<Vec<DispatchTensor
 
 /// The model with zeros everywhere, for evaluation: also where it is frozen, which may end.
 pub(super) fn zeros<M: Module>(model: &M) -> M {
-    model.valid().map(&mut Zeros)
+    model.valid().map(&mut ZeroParameters)
 }
 
 /// Whether gradients of a model are recorded.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Form {
+pub(super) enum GradientForm {
     Plain,
     Trained,
 }
@@ -42,11 +42,11 @@ pub(super) enum Form {
 /// The model with other values, which are given by the numbers of their parameters.
 pub(super) fn replace<M: Module>(
     model: &M,
-    slot: &Slot,
-    form: Form,
+    slot: &ModelState,
+    form: GradientForm,
     values: &[DispatchTensor],
 ) -> M {
-    let mut writer = Writer {
+    let mut writer = LocalWriter {
         slot,
         form,
         values: values.iter().cloned().map(Some).collect(),
@@ -54,12 +54,12 @@ pub(super) fn replace<M: Module>(
     slot.tied().retie(model.clone().map(&mut writer))
 }
 
-struct Reader<'a> {
-    slot: &'a Slot,
+struct LocalReader<'a> {
+    slot: &'a ModelState,
     values: Vec<Option<DispatchTensor>>,
 }
 
-impl ModuleVisitor for Reader<'_> {
+impl ModuleVisitor for LocalReader<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         // A frozen clone may come behind the parameter.
         if let Some(number) = self.slot.number(param.id)
@@ -71,23 +71,23 @@ impl ModuleVisitor for Reader<'_> {
     }
 }
 
-struct Zeros;
+struct ZeroParameters;
 
-impl ModuleMapper for Zeros {
+impl ModuleMapper for ZeroParameters {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let (id, value, mapper) = param.consume();
         Param::from_mapped_value(id, value.zeros_like(), mapper)
     }
 }
 
-struct Writer<'a> {
-    slot: &'a Slot,
-    form: Form,
+struct LocalWriter<'a> {
+    slot: &'a ModelState,
+    form: GradientForm,
     /// Those that have no place yet.
     values: Vec<Option<DispatchTensor>>,
 }
 
-impl ModuleMapper for Writer<'_> {
+impl ModuleMapper for LocalWriter<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let number = self.slot.number(param.id);
         let Some(value) = number.and_then(|number| self.values[number].take()) else {
@@ -96,8 +96,8 @@ impl ModuleMapper for Writer<'_> {
         let (id, _, mapper) = param.consume();
         let value = Tensor::<D>::from_dispatch(value);
         let value = match self.form {
-            Form::Plain => value,
-            Form::Trained => Tensor::from_inner(value).require_grad(),
+            GradientForm::Plain => value,
+            GradientForm::Trained => Tensor::from_inner(value).require_grad(),
         };
         Param::from_mapped_value(id, value, mapper)
     }

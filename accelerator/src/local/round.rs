@@ -2,7 +2,7 @@ use crate::error::{Error, Result};
 
 /// What a rank did to a model by itself since the replicas of all ranks were the same.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Round {
+pub(crate) struct LocalRound {
     /// Whether replicas differ, or something beside the model waits for the end of the round.
     apart: bool,
     /// The weight of the samples that this rank stepped with.
@@ -15,19 +15,19 @@ pub(crate) struct Round {
 
 /// What an unfinished round means for what is done outside of it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Concern {
+pub(super) enum OpenRoundConcern {
     /// Replicas differ, or the outer optimizer waits.
     Apart,
     /// One rank alone has nothing to average.
     None,
 }
 
-impl Round {
+impl LocalRound {
     /// A window has ended.
-    pub(super) fn count(&mut self, samples: f64, concern: Concern) {
+    pub(super) fn count(&mut self, samples: f64, concern: OpenRoundConcern) {
         self.steps += 1;
         self.samples += samples;
-        self.apart |= concern == Concern::Apart;
+        self.apart |= concern == OpenRoundConcern::Apart;
     }
 
     pub(super) fn steps(&self) -> u64 {

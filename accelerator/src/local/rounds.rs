@@ -5,17 +5,17 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 
 use super::Weighting;
-use super::round::{Concern, Round, sharded};
+use super::round::{OpenRoundConcern, LocalRound, sharded};
 use crate::accelerator::Accelerator;
 use crate::agreement;
 use crate::error::{Error, Result};
-use crate::gradient::{Gradients, Reach, Slot, Weight};
+use crate::gradient::{Gradients, ReduceScope, ModelState, Weight};
 
 /// When ranks meet, and what each of them counts: what local training of both kinds has in common.
 #[derive(Debug)]
-pub struct Rounds {
+pub struct SyncRounds {
     pub(super) accelerator: Accelerator,
-    concern: Concern,
+    concern: OpenRoundConcern,
     /// Gradients that were handed out and not used hold it too.
     handed: Arc<()>,
     period: NonZeroU64,
@@ -25,25 +25,25 @@ pub struct Rounds {
 /// What goes on in rounds.
 pub trait InRounds {
     #[doc(hidden)]
-    fn rounds(&self) -> &Rounds;
+    fn rounds(&self) -> &SyncRounds;
 }
 
 /// What a rank counts in a mean over all of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Share {
+pub(crate) struct MeanWeight {
     /// Over all ranks.
     pub(crate) total: f64,
     pub(crate) weight: f64,
 }
 
-impl Rounds {
+impl SyncRounds {
     /// Compares what the program `said` with the other ranks.
     #[track_caller]
     pub(super) fn new(
         accelerator: &Accelerator,
         period: u64,
         weighting: Weighting,
-        concern: Concern,
+        concern: OpenRoundConcern,
         said: &str,
     ) -> Result<Self> {
         // Before what one rank refuses: others would wait for it.
@@ -87,7 +87,7 @@ impl Rounds {
         }
         let gradients = self
             .accelerator
-            .backward_of(loss, model, weight, Reach::Own)?;
+            .backward_of(loss, model, weight, ReduceScope::Own)?;
         if !gradients.is_accumulating() {
             let samples = gradients.samples().unwrap_or(0.0);
             slot.round().count(samples, self.concern);
@@ -107,14 +107,14 @@ impl Rounds {
         }
     }
 
-    pub(super) fn slot<M: Module>(&self, model: &M) -> Result<Arc<Slot>> {
+    pub(super) fn slot<M: Module>(&self, model: &M) -> Result<Arc<ModelState>> {
         self.accelerator.shared.models.find(model)
     }
 
     /// What this rank counts in the average that comes next; `None` where no rank took a step.
     #[track_caller]
-    pub(super) fn share(&self, slot: &Slot) -> Result<Option<Share>> {
-        let round: Round = *slot.round();
+    pub(super) fn share(&self, slot: &ModelState) -> Result<Option<MeanWeight>> {
+        let round: LocalRound = *slot.round();
         let obstacle = self.obstacle(slot);
         let blocked = f64::from(u8::from(obstacle.is_some()));
         let group = self.accelerator.group();
@@ -154,7 +154,7 @@ impl Rounds {
     }
 
     /// Why this rank cannot average. All ranks hear of it, since they wait for it.
-    fn obstacle(&self, slot: &Slot) -> Option<Error> {
+    fn obstacle(&self, slot: &ModelState) -> Option<Error> {
         if let Err(error) = slot.round().check_whole() {
             return Some(error);
         }
@@ -174,8 +174,8 @@ impl Rounds {
     }
 
     /// The model is the same on every rank.
-    pub(super) fn close(slot: &Slot) {
-        *slot.round() = Round::default();
+    pub(super) fn close(slot: &ModelState) {
+        *slot.round() = LocalRound::default();
     }
 }
 
@@ -195,15 +195,15 @@ fn check_nothing_crosses(accelerator: &Accelerator) -> Result<()> {
 impl Weighting {
     /// The share of a rank, where ranks stepped with so many samples. Ranks that count the same count 1:
     /// multiplying by that changes no bit.
-    fn share(self, samples: &[f64], rank: usize) -> Share {
+    fn share(self, samples: &[f64], rank: usize) -> MeanWeight {
         let alike = samples.iter().all(|count| *count == samples[0]);
         if self == Self::Equal || alike {
-            return Share {
+            return MeanWeight {
                 total: samples.len() as f64,
                 weight: 1.0,
             };
         }
-        Share {
+        MeanWeight {
             total: samples.iter().sum(),
             weight: samples[rank],
         }
@@ -215,7 +215,7 @@ mod tests {
     use super::*;
 
     fn share(weighting: Weighting, samples: &[f64]) -> [f64; 2] {
-        let Share { total, weight } = weighting.share(samples, 1);
+        let MeanWeight { total, weight } = weighting.share(samples, 1);
         [weight, total]
     }
 

@@ -2,9 +2,9 @@ use core::fmt;
 
 use burn::module::Module;
 
-use super::parameters::{self, Form};
-use super::round::Concern;
-use super::rounds::{InRounds, Rounds};
+use super::parameters::{self, GradientForm};
+use super::round::OpenRoundConcern;
+use super::rounds::{InRounds, SyncRounds};
 use super::{LocalTraining, Weighting};
 use crate::accelerator::Accelerator;
 use crate::error::Result;
@@ -60,11 +60,11 @@ impl LocalSgdConfig {
     #[track_caller]
     pub fn init<M: Module>(&self, accelerator: &Accelerator, model: &M) -> Result<LocalSgd> {
         let concern = match accelerator.world_size() {
-            1 => Concern::None,
-            _ => Concern::Apart,
+            1 => OpenRoundConcern::None,
+            _ => OpenRoundConcern::Apart,
         };
         let said = format!("{self:?}");
-        let rounds = Rounds::new(accelerator, self.period, self.weighting, concern, &said)?;
+        let rounds = SyncRounds::new(accelerator, self.period, self.weighting, concern, &said)?;
         let slot = rounds.slot(model)?;
         slot.round().check_together("begin local training")?;
         Ok(LocalSgd { rounds })
@@ -106,7 +106,7 @@ impl LocalSgdConfig {
 /// # Ok::<(), Error>(())
 /// ```
 pub struct LocalSgd {
-    rounds: Rounds,
+    rounds: SyncRounds,
 }
 
 impl<M: Module> LocalTraining<M> for LocalSgd {
@@ -120,15 +120,15 @@ impl<M: Module> LocalTraining<M> for LocalSgd {
             let mine = parameters::of(model, &slot)?;
             let means = mean_over_ranks(accelerator, &slot, &mine, share)?;
             accelerator.sync_buffers(model)?;
-            *model = parameters::replace(model, &slot, Form::Trained, &means);
+            *model = parameters::replace(model, &slot, GradientForm::Trained, &means);
         }
-        Rounds::close(&slot);
+        SyncRounds::close(&slot);
         Ok(())
     }
 }
 
 impl InRounds for LocalSgd {
-    fn rounds(&self) -> &Rounds {
+    fn rounds(&self) -> &SyncRounds {
         &self.rounds
     }
 }

@@ -30,12 +30,12 @@ use crate::error::{Error, Result};
 /// ```
 #[derive(Debug)]
 pub struct Sums<'a> {
-    pass: Pass<'a>,
+    pass: SumsPass<'a>,
     shape: Shape,
 }
 
 #[derive(Debug)]
-enum Pass<'a> {
+enum SumsPass<'a> {
     /// Sums are appended.
     Read(&'a mut Vec<f64>),
     /// Sums are replaced by these; those at the front come next.
@@ -52,8 +52,8 @@ impl Sums<'_> {
     pub fn all(&mut self, sums: &mut [f64]) {
         self.shape.add(sums.len());
         match &mut self.pass {
-            Pass::Read(read) => read.extend_from_slice(sums),
-            Pass::Write(rest) => {
+            SumsPass::Read(read) => read.extend_from_slice(sums),
+            SumsPass::Write(rest) => {
                 // A metric that shows more than it did at first keeps its own value for that.
                 let (next, others) = rest.split_at(sums.len().min(rest.len()));
                 sums[..next.len()].copy_from_slice(next);
@@ -72,7 +72,7 @@ impl Sums<'_> {
 pub(crate) fn reduce<M: Metric>(group: &ProcessGroup, mut metric: M) -> Result<M> {
     let mut values = vec![0.0; HEAD];
     let mut sums = Sums {
-        pass: Pass::Read(&mut values),
+        pass: SumsPass::Read(&mut values),
         shape: Shape::default(),
     };
     metric.sums(&mut sums);
@@ -90,7 +90,7 @@ pub(crate) fn reduce<M: Metric>(group: &ProcessGroup, mut metric: M) -> Result<M
         return Err(differing(&metrics.all_gather_object(&(name, lengths))?));
     }
     metric.sums(&mut Sums {
-        pass: Pass::Write(values),
+        pass: SumsPass::Write(values),
         shape: Shape::default(),
     });
     Ok(metric)

@@ -58,7 +58,7 @@ impl Accelerator {
             return Ok(());
         }
         self.shared.crossing.check_in(&self.shared.group)?;
-        let mut reader = Reader {
+        let mut reader = BufferReader {
             running: running_states(model),
             ..Reader::default()
         };
@@ -121,7 +121,7 @@ impl Accelerator {
             values.insert(buffer.place, data.convert_dtype(buffer.data.dtype()));
         }
         // Clones share running states, which are changed in place.
-        model.clone().map(&mut Writer { place: 0, values });
+        model.clone().map(&mut BufferWriter { place: 0, values });
         Ok(())
     }
 
@@ -242,7 +242,7 @@ impl ModuleMapper for Renamer {
 }
 
 #[derive(Default)]
-struct Reader {
+struct BufferReader {
     buffers: Vec<Buffer>,
     path: ModulePath,
     place: usize,
@@ -250,7 +250,7 @@ struct Reader {
     running: HashSet<usize>,
 }
 
-impl ModuleVisitor for Reader {
+impl ModuleVisitor for BufferReader {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.enter(name);
     }
@@ -271,13 +271,13 @@ impl ModuleVisitor for Reader {
     }
 }
 
-/// Maps in the order in which [`Reader`] visits.
-struct Writer {
+/// Maps in the order in which [`BufferReader`] visits.
+struct BufferWriter {
     place: usize,
     values: HashMap<usize, TensorData>,
 }
 
-impl ModuleMapper for Writer {
+impl ModuleMapper for BufferWriter {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let data = self.values.remove(&self.place);
         self.place += 1;

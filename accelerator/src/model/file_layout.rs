@@ -66,13 +66,13 @@ impl FileLayout {
 
 /// Where a visitor or mapper of a module is.
 #[derive(Debug, Default)]
-pub(super) struct Place {
+pub(super) struct FilePath {
     names: Vec<String>,
     /// Of which kind of container each name is a part: `Struct:Linear`, `Vec`, `Enum:Norm`.
     containers: Vec<String>,
 }
 
-impl Place {
+impl FilePath {
     pub(super) fn enter(&mut self, name: &str, container: &str) {
         self.names.push(name.to_owned());
         self.containers.push(container.to_owned());
@@ -140,8 +140,8 @@ fn is_norm(owner: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn place(parts: &[(&str, &str)]) -> Place {
-        let mut place = Place::default();
+    fn place(parts: &[(&str, &str)]) -> FilePath {
+        let mut place = FilePath::default();
         for (name, container) in parts {
             place.enter(name, container);
         }

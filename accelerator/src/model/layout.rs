@@ -11,10 +11,10 @@ use crate::module_path::ModulePath;
 
 /// Every parameter and buffer of a model, in the order in which Burn visits them.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(crate) struct Layout(Vec<Entry>);
+pub(crate) struct Layout(Vec<LayoutEntry>);
 
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(crate) struct Entry {
+pub(crate) struct LayoutEntry {
     /// Burn's id; random per process until the model is prepared, so no part of the comparison.
     pub(crate) id: u64,
     path: String,
@@ -61,7 +61,7 @@ pub(crate) struct Trainable {
 
 impl Layout {
     pub(crate) fn of<M: Module>(model: &M) -> Self {
-        let mut reader = Reader {
+        let mut reader = LayoutReader {
             path: ModulePath::default(),
             entries: Vec::new(),
         };
@@ -122,8 +122,8 @@ impl Layout {
                 format!(
                     "the checkpoint does not fit this model: at parameter {at} of {count}, it has \
                      {}, and the model has {}; build the model that was saved",
-                    Shown(self.0.get(at)),
-                    Shown(mine.0.get(at)),
+                    ShownEntry(self.0.get(at)),
+                    ShownEntry(mine.0.get(at)),
                 ),
             )),
         }
@@ -164,8 +164,8 @@ impl Layout {
                     format!(
                         "the model differs between ranks: at parameter {at} of {count}, rank 0 \
                          has {}, and rank {rank} has {}; build the same model on every rank",
-                        Shown(first.0.get(at)),
-                        Shown(other.0.get(at)),
+                        ShownEntry(first.0.get(at)),
+                        ShownEntry(other.0.get(at)),
                     ),
                 ));
             }
@@ -207,7 +207,7 @@ impl Float {
     }
 }
 
-fn same(left: Option<&Entry>, right: Option<&Entry>) -> bool {
+fn same(left: Option<&LayoutEntry>, right: Option<&LayoutEntry>) -> bool {
     match (left, right) {
         (Some(left), Some(right)) => {
             left.path == right.path
@@ -219,9 +219,9 @@ fn same(left: Option<&Entry>, right: Option<&Entry>) -> bool {
     }
 }
 
-struct Shown<'a>(Option<&'a Entry>);
+struct ShownEntry<'a>(Option<&'a LayoutEntry>);
 
-impl fmt::Display for Shown<'_> {
+impl fmt::Display for ShownEntry<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Some(entry) => {
@@ -237,14 +237,14 @@ impl fmt::Display for Shown<'_> {
     }
 }
 
-struct Reader {
+struct LayoutReader {
     path: ModulePath,
-    entries: Vec<Entry>,
+    entries: Vec<LayoutEntry>,
 }
 
-impl Reader {
+impl LayoutReader {
     fn push(&mut self, id: ParamId, shape: Vec<usize>, dtype: DType, trainable: Option<Float>) {
-        self.entries.push(Entry {
+        self.entries.push(LayoutEntry {
             id: id.val(),
             path: self.path.as_str().to_owned(),
             shape,
@@ -254,7 +254,7 @@ impl Reader {
     }
 }
 
-impl ModuleVisitor for Reader {
+impl ModuleVisitor for LayoutReader {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.enter(name);
     }
@@ -285,8 +285,8 @@ impl ModuleVisitor for Reader {
 mod tests {
     use super::*;
 
-    fn entry(path: &str, shape: &[usize]) -> Entry {
-        Entry {
+    fn entry(path: &str, shape: &[usize]) -> LayoutEntry {
+        LayoutEntry {
             id: 1,
             path: path.to_owned(),
             shape: shape.to_vec(),

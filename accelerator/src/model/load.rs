@@ -5,10 +5,10 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Paramete
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 
-use super::file_layout::Place;
+use super::file_layout::FilePath;
 use super::layout::Layout;
-use super::options::{Casts, Mode};
-use super::read::{ModelFile, Stored};
+use super::options::{Casts, MismatchMode};
+use super::read::{ModelFile, StoredTensor};
 use super::report::{LoadReport, Misshapen, Mistyped};
 use super::{FileLayout, LoadOptions, TiedParameters, dtype, replicate};
 use crate::accelerator::Accelerator;
@@ -59,8 +59,8 @@ pub(crate) fn load<M: Module>(
     let matched = Matched::new(&model, file, options)?;
     let report = matched.report;
     let acceptable = match options.mode {
-        Mode::Strict => report.is_complete(),
-        Mode::Partial => !report.loaded.is_empty(),
+        MismatchMode::Strict => report.is_complete(),
+        MismatchMode::Partial => !report.loaded.is_empty(),
     };
     if !acceptable {
         return Err(unfit(file, &report));
@@ -79,7 +79,7 @@ pub(crate) fn load<M: Module>(
             ),
         ));
     }
-    let mut writer = Writer {
+    let mut writer = FileWriter {
         file,
         ids: ids.map(|ids| ids.iter().copied()),
         sources: matched.sources.into_iter(),
@@ -108,18 +108,18 @@ fn unfit(file: &ModelFile, report: &LoadReport) -> Error {
 
 /// Where the value of each parameter comes from, in the order of visits.
 struct Matched<'a> {
-    sources: Vec<Option<Source<'a>>>,
+    sources: Vec<Option<ValueSource<'a>>>,
     report: LoadReport,
 }
 
-struct Source<'a> {
-    stored: &'a Stored,
-    turned: Turned,
+struct ValueSource<'a> {
+    stored: &'a StoredTensor,
+    turned: Transposed,
 }
 
 /// Whether a file has a matrix the other way round.
 #[derive(Clone, Copy, Eq, PartialEq)]
-enum Turned {
+enum Transposed {
     No,
     Yes,
 }
@@ -132,7 +132,7 @@ impl<'a> Matched<'a> {
             casts: options.casts,
             originals: originals(file, options)?,
             used: BTreeSet::new(),
-            place: Place::default(),
+            place: FilePath::default(),
             matched: Self {
                 sources: Vec::new(),
                 report: LoadReport::default(),
@@ -188,7 +188,7 @@ struct Matcher<'a> {
     originals: BTreeMap<String, String>,
     /// Names of the file.
     used: BTreeSet<String>,
-    place: Place,
+    place: FilePath,
     matched: Matched<'a>,
 }
 
@@ -206,7 +206,7 @@ impl<'a> Matcher<'a> {
     fn source<const D: usize, K: Basic>(
         &mut self,
         param: &Param<Tensor<D, K>>,
-    ) -> Option<Source<'a>>
+    ) -> Option<ValueSource<'a>>
     where
         Tensor<D, K>: Parameter,
     {
@@ -227,10 +227,10 @@ impl<'a> Matcher<'a> {
             if self.layout == FileLayout::PyTorch && D == 2 && self.place.is_linear_weight() {
                 let mut shape = value.dims().to_vec();
                 shape.reverse();
-                (Turned::Yes, shape)
+                (Transposed::Yes, shape)
             } else {
                 let saved = param.transform_for_save().val();
-                (Turned::No, saved.dims().to_vec())
+                (Transposed::No, saved.dims().to_vec())
             };
         if stored.shape != expected {
             report.misshapen.push(Misshapen {
@@ -249,7 +249,7 @@ impl<'a> Matcher<'a> {
             return None;
         }
         report.loaded.push(name);
-        Some(Source { stored, turned })
+        Some(ValueSource { stored, turned })
     }
 }
 
@@ -284,17 +284,17 @@ impl ModuleVisitor for Matcher<'_> {
 }
 
 /// Maps in the order in which [`Matcher`] visits.
-struct Writer<'a, I> {
+struct FileWriter<'a, I> {
     file: &'a ModelFile,
     ids: Option<I>,
-    sources: std::vec::IntoIter<Option<Source<'a>>>,
+    sources: std::vec::IntoIter<Option<ValueSource<'a>>>,
     /// The first one; what comes after it is left as it is.
     failure: Option<Error>,
 }
 
-impl<I: Iterator<Item = u64>> Writer<'_, I> {
+impl<I: Iterator<Item = u64>> FileWriter<'_, I> {
     /// Gives the parameter its id, and returns the value it is to get.
-    fn next<T: Parameter>(&mut self, param: &mut Param<T>) -> Option<(TensorData, Turned)> {
+    fn next<T: Parameter>(&mut self, param: &mut Param<T>) -> Option<(TensorData, Transposed)> {
         if let Some(id) = self.ids.as_mut().and_then(Iterator::next) {
             param.id = ParamId::from(id);
         }
@@ -312,7 +312,7 @@ impl<I: Iterator<Item = u64>> Writer<'_, I> {
     }
 }
 
-impl<I: Iterator<Item = u64>> ModuleMapper for Writer<'_, I> {
+impl<I: Iterator<Item = u64>> ModuleMapper for FileWriter<'_, I> {
     fn map_float<const D: usize>(&mut self, mut param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let Some((data, turned)) = self.next(&mut param) else {
             return param;
@@ -321,8 +321,8 @@ impl<I: Iterator<Item = u64>> ModuleMapper for Writer<'_, I> {
         let (device, dtype) = (old.device(), old.dtype());
         let stored = Tensor::<D>::from_data(data.convert_dtype(dtype), (&device, dtype));
         let value = match turned {
-            Turned::Yes => stored.transpose(),
-            Turned::No => mapper.on_load(stored),
+            Transposed::Yes => stored.transpose(),
+            Transposed::No => mapper.on_load(stored),
         };
         // Through the host once more where the values were turned: they then lie in memory as
         // an optimizer's step leaves them, and sums over them come out the same to the last bit.

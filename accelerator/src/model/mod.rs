@@ -41,8 +41,8 @@ pub use self::tied::retie_parameters;
 pub(crate) use self::write::FileNames;
 use crate::accelerator::Accelerator;
 use crate::error::{Error, Result};
-use crate::gradient::hook::Held;
-use crate::gradient::{SeenUpdates, Slot};
+use crate::gradient::hook::HookInstance;
+use crate::gradient::{SeenUpdates, ModelState};
 use crate::outcome::Failure;
 use crate::precision::ScalerState;
 
@@ -52,23 +52,23 @@ use crate::precision::ScalerState;
 /// stays as long as the accelerator lives, with a few hundred bytes for each parameter. The memory in which its
 /// gradients travelled is given back when another model is prepared.
 #[derive(Debug, Default)]
-pub(crate) struct Models(Mutex<HashMap<ParamId, Arc<Slot>>>);
+pub(crate) struct Models(Mutex<HashMap<ParamId, Arc<ModelState>>>);
 
 impl Models {
     /// The slot of a prepared model, whatever has become of its values since.
     ///
     /// What a model trains tells which one it is: a part that is frozen in it may be a model of its own.
-    pub(crate) fn find<M: Module>(&self, model: &M) -> Result<Arc<Slot>> {
+    pub(crate) fn find<M: Module>(&self, model: &M) -> Result<Arc<ModelState>> {
         let slots = self.lock();
-        let mut search = Search {
+        let mut search = IdSearch {
             slots: &slots,
-            trained: Found::default(),
-            frozen: Found::default(),
+            trained: FoundIds::default(),
+            frozen: FoundIds::default(),
             trains: false,
             is_clone_from_before: false,
         };
         model.visit(&mut search);
-        let Search {
+        let IdSearch {
             trained,
             frozen,
             trains,
@@ -83,16 +83,16 @@ impl Models {
             ));
         }
         let found = match trained {
-            Found::None => frozen,
+            FoundIds::None => frozen,
             trained => trained,
         };
         match found {
-            Found::One(slot) => Ok(slot),
-            Found::Several => Err(Error::misuse(
+            FoundIds::One(slot) => Ok(slot),
+            FoundIds::Several => Err(Error::misuse(
                 "parts of this model were prepared as parts of different models: prepare it as \
                  one, after the others",
             )),
-            Found::None => Err(Error::misuse(if !trains {
+            FoundIds::None => Err(Error::misuse(if !trains {
                 "this model has no trainable parameter, so nothing is known of it, prepared or not: unfreeze \
                  some, and prepare it then"
             } else {
@@ -143,7 +143,7 @@ impl Models {
     }
 
     /// Each model once.
-    fn models(&self) -> impl Iterator<Item = Arc<Slot>> {
+    fn models(&self) -> impl Iterator<Item = Arc<ModelState>> {
         let slots = self.lock();
         let firsts = slots
             .iter()
@@ -153,7 +153,7 @@ impl Models {
     }
 
     /// The slot of the model with all of these parameters, and no others, trained or frozen.
-    fn same(&self, layout: &Layout) -> Option<Arc<Slot>> {
+    fn same(&self, layout: &Layout) -> Option<Arc<ModelState>> {
         let ids = layout.ids();
         let slots = self.lock();
         let known = |id: &u64| slots.get(&ParamId::from(*id));
@@ -164,7 +164,7 @@ impl Models {
     }
 
     /// Makes a model known; where it was before, as what it is now.
-    fn insert(&self, layout: &Layout, slot: Slot) {
+    fn insert(&self, layout: &Layout, slot: ModelState) {
         // What is frozen now is known no more by what was trained then.
         self.forget(layout);
         let slot = Arc::new(slot);
@@ -183,7 +183,7 @@ impl Models {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<ParamId, Arc<Slot>>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<ParamId, Arc<ModelState>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -263,7 +263,7 @@ fn make_known<M: Module>(
     accelerator: &Accelerator,
     model: M,
     layout: &Layout,
-    before: Option<&Slot>,
+    before: Option<&ModelState>,
 ) -> Result<M> {
     let tied = TiedParameters::checked(&model)?;
     let (model, leaf_before_prepare) = leaves::fresh_leaves(model);
@@ -285,7 +285,7 @@ fn make_known<M: Module>(
 }
 
 /// Refuses to prepare a model again where what it did since its last step would be lost.
-fn check_between_steps(slot: &Slot) -> Result<()> {
+fn check_between_steps(slot: &ModelState) -> Result<()> {
     slot.round().check_together("prepare a model again")?;
     if slot.has_pending_step() {
         return Err(Error::misuse(
@@ -313,7 +313,7 @@ pub(crate) fn resume<M: Module>(
     saved: &Layout,
     steps: u64,
     scaler: Option<ScalerState>,
-    hook: Option<Held>,
+    hook: Option<HookInstance>,
 ) -> Result<M> {
     let given = Layout::of(&model);
     let model = restore_values(accelerator, model, path, saved)?;
@@ -332,7 +332,7 @@ pub(crate) fn resume<M: Module>(
 /// What a model brings along from before it is made known.
 #[derive(Default)]
 struct PriorState {
-    /// See [`Slot::is_clone_from_before`].
+    /// See [`ModelState::is_clone_from_before`].
     leaf_before_prepare: Option<u64>,
     /// The scale of its losses.
     scaler: Option<ScalerState>,
@@ -345,10 +345,10 @@ fn insert(
     layout: &Layout,
     tied: TiedParameters,
     prior: PriorState,
-    hook: Option<Held>,
+    hook: Option<HookInstance>,
 ) {
     let shared = &accelerator.shared;
-    let slot = Slot::new(
+    let slot = ModelState::new(
         layout.trainable(),
         shared.settings.bucket_size,
         shared.overlap,
@@ -383,12 +383,12 @@ pub(crate) fn restore_values<M: Module>(
     Ok(model)
 }
 
-struct Search<'a> {
-    slots: &'a HashMap<ParamId, Arc<Slot>>,
+struct IdSearch<'a> {
+    slots: &'a HashMap<ParamId, Arc<ModelState>>,
     /// By what takes a gradient.
-    trained: Found,
+    trained: FoundIds,
     /// By the rest: all of a model for evaluation.
-    frozen: Found,
+    frozen: FoundIds,
     /// Whether there is a parameter that takes a gradient.
     trains: bool,
     /// Whether it is still what was given to `prepare`.
@@ -396,14 +396,14 @@ struct Search<'a> {
 }
 
 #[derive(Default)]
-enum Found {
+enum FoundIds {
     #[default]
     None,
-    One(Arc<Slot>),
+    One(Arc<ModelState>),
     Several,
 }
 
-impl ModuleVisitor for Search<'_> {
+impl ModuleVisitor for IdSearch<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let trains = param.is_require_grad();
         self.trains |= trains;
@@ -416,9 +416,9 @@ impl ModuleVisitor for Search<'_> {
             false => &mut self.frozen,
         };
         match found {
-            Found::None => *found = Found::One(slot.clone()),
-            Found::One(known) if Arc::ptr_eq(known, slot) => {}
-            Found::One(_) | Found::Several => *found = Found::Several,
+            FoundIds::None => *found = FoundIds::One(slot.clone()),
+            FoundIds::One(known) if Arc::ptr_eq(known, slot) => {}
+            FoundIds::One(_) | FoundIds::Several => *found = FoundIds::Several,
         }
     }
 }

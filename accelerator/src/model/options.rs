@@ -66,14 +66,14 @@ impl SaveOptions {
 #[must_use]
 pub struct LoadOptions {
     pub(super) layout: Option<FileLayout>,
-    pub(super) mode: Mode,
+    pub(super) mode: MismatchMode,
     pub(super) casts: Casts,
     renames: Vec<Rename>,
 }
 
 /// What becomes of a file that does not fit the model.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(super) enum Mode {
+pub(super) enum MismatchMode {
     #[default]
     Strict,
     Partial,
@@ -142,7 +142,7 @@ impl LoadOptions {
     /// [`LoadReport`](super::LoadReport) says what that was. A file of which nothing fits is an
     /// error all the same.
     pub fn allow_partial(mut self) -> Self {
-        self.mode = Mode::Partial;
+        self.mode = MismatchMode::Partial;
         self
     }
 

@@ -26,13 +26,13 @@ pub(crate) struct ModelFile {
     activity: Activity,
     path: PathBuf,
     files: Vec<(PathBuf, File)>,
-    tensors: BTreeMap<String, Stored>,
+    tensors: BTreeMap<String, StoredTensor>,
     metadata: HashMap<String, String>,
 }
 
 /// A tensor in a file.
 #[derive(Clone, Debug)]
-pub(super) struct Stored {
+pub(super) struct StoredTensor {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
     file: usize,
@@ -41,7 +41,7 @@ pub(super) struct Stored {
 }
 
 #[derive(Deserialize)]
-struct Index {
+struct FileIndex {
     weight_map: BTreeMap<String, String>,
 }
 
@@ -78,7 +78,7 @@ impl ModelFile {
     }
 
     /// The tensor of that name. A name that is another one of a tied parameter finds it too.
-    pub(super) fn find(&self, name: &str) -> Option<(&str, &Stored)> {
+    pub(super) fn find(&self, name: &str) -> Option<(&str, &StoredTensor)> {
         let found = self.tensors.get_key_value(name).or_else(|| {
             let kept = self.metadata.get(name)?;
             self.tensors.get_key_value(kept)
@@ -91,7 +91,7 @@ impl ModelFile {
         FileLayout::from_name(self.metadata.get("layout")?)
     }
 
-    pub(super) fn read(&self, stored: &Stored) -> Result<TensorData> {
+    pub(super) fn read(&self, stored: &StoredTensor) -> Result<TensorData> {
         let (path, file) = &self.files[stored.file];
         let dtype = dtype::from_file(stored.dtype)
             .ok_or_else(|| malformed(path, format!("Burn has no tensors of {:?}", stored.dtype)))?;
@@ -115,7 +115,7 @@ impl ModelFile {
     fn add_index(&mut self, path: &Path) -> Result<()> {
         let text = std::fs::read(path)
             .map_err(|error| Error::io("read the model's index", path, error))?;
-        let index: Index = serde_json::from_slice(&text)
+        let index: FileIndex = serde_json::from_slice(&text)
             .map_err(|error| malformed(path, format!("it is not an index of shards: {error}")))?;
         let folder = path.parent().unwrap_or(Path::new(""));
         let mut shards: Vec<&str> = index.weight_map.values().map(String::as_str).collect();
@@ -147,7 +147,7 @@ impl ModelFile {
         let number = self.files.len();
         for (name, info) in metadata.tensors() {
             let (from, to) = info.data_offsets;
-            let stored = Stored {
+            let stored = StoredTensor {
                 dtype: info.dtype,
                 shape: info.shape.clone(),
                 file: number,

@@ -19,13 +19,13 @@ pub(super) fn from_rank_zero<M: Module>(
 ) -> Result<M> {
     let mut ids = layout.ids();
     group.broadcast(&mut ids, 0)?;
-    let mut reader = Reader { values: Vec::new() };
+    let mut reader = ReplicaSource { values: Vec::new() };
     model.visit(&mut reader);
     let values = broadcast(group, reader.values)?;
     if group.rank() == 0 {
         return Ok(model);
     }
-    Ok(model.map(&mut Writer {
+    Ok(model.map(&mut ReplicaWriter {
         ids: ids.into_iter(),
         values: values.into_iter(),
     }))
@@ -55,11 +55,11 @@ fn broadcast(group: &ProcessGroup, values: Vec<TensorData>) -> Result<Vec<Tensor
     Ok(theirs)
 }
 
-struct Reader {
+struct ReplicaSource {
     values: Vec<TensorData>,
 }
 
-impl ModuleVisitor for Reader {
+impl ModuleVisitor for ReplicaSource {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         self.values.push(param.val().into_data());
     }
@@ -73,19 +73,19 @@ impl ModuleVisitor for Reader {
     }
 }
 
-/// Maps in the order in which [`Reader`] visits.
-struct Writer {
+/// Maps in the order in which [`ReplicaSource`] visits.
+struct ReplicaWriter {
     ids: std::vec::IntoIter<u64>,
     values: std::vec::IntoIter<TensorData>,
 }
 
-impl Writer {
+impl ReplicaWriter {
     fn next(&mut self) -> Option<(ParamId, TensorData)> {
         Some((ParamId::from(self.ids.next()?), self.values.next()?))
     }
 }
 
-impl ModuleMapper for Writer {
+impl ModuleMapper for ReplicaWriter {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let Some((id, data)) = self.next() else {
             return param;

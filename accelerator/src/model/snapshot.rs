@@ -5,7 +5,7 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, BoolStore, DType, Int, Tensor, TensorData};
 
 use super::FileLayout;
-use super::file_layout::Place;
+use super::file_layout::FilePath;
 
 /// The values of a model at one moment, in the order in which Burn visits it.
 ///
@@ -13,10 +13,10 @@ use super::file_layout::Place;
 /// held, and they become bytes when they are written, on whatever thread that is.
 #[derive(Debug)]
 pub(crate) struct ModelSnapshot {
-    entries: Vec<Entry>,
+    entries: Vec<SnapshotEntry>,
 }
 
-pub(super) struct Entry {
+pub(super) struct SnapshotEntry {
     pub(super) id: u64,
     pub(super) dtype: DType,
     path: String,
@@ -30,7 +30,7 @@ pub(super) struct Entry {
 
 impl ModelSnapshot {
     pub(crate) fn of<M: Module>(model: &M) -> Self {
-        let mut reader = Reader::default();
+        let mut reader = SnapshotReader::default();
         // `valid` brings running statistics up to date, which are a step behind otherwise.
         model.valid().visit(&mut reader);
         Self {
@@ -44,12 +44,12 @@ impl ModelSnapshot {
         self.entries.iter().map(|entry| entry.id).collect()
     }
 
-    pub(super) fn entries(&self) -> &[Entry] {
+    pub(super) fn entries(&self) -> &[SnapshotEntry] {
         &self.entries
     }
 }
 
-impl Entry {
+impl SnapshotEntry {
     pub(super) fn name(&self, layout: FileLayout) -> &str {
         match layout {
             FileLayout::Burn => &self.path,
@@ -75,7 +75,7 @@ impl Entry {
     }
 }
 
-impl fmt::Debug for Entry {
+impl fmt::Debug for SnapshotEntry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Entry")
             .field("path", &self.path)
@@ -86,12 +86,12 @@ impl fmt::Debug for Entry {
 }
 
 #[derive(Default)]
-struct Reader {
-    place: Place,
-    entries: Vec<Entry>,
+struct SnapshotReader {
+    place: FilePath,
+    entries: Vec<SnapshotEntry>,
 }
 
-impl Reader {
+impl SnapshotReader {
     fn push<const D: usize, K: Basic + 'static>(&mut self, param: &Param<Tensor<D, K>>)
     where
         Tensor<D, K>: Parameter,
@@ -104,7 +104,7 @@ impl Reader {
             pytorch_shape = value.dims().to_vec();
             pytorch_shape.reverse();
         }
-        self.entries.push(Entry {
+        self.entries.push(SnapshotEntry {
             id: param.id.val(),
             dtype: value.dtype(),
             path: self.place.name(FileLayout::Burn),
@@ -119,7 +119,7 @@ impl Reader {
     }
 }
 
-impl ModuleVisitor for Reader {
+impl ModuleVisitor for SnapshotReader {
     fn enter_module(&mut self, name: &str, container_type: &str) {
         self.place.enter(name, container_type);
     }

@@ -45,7 +45,7 @@ impl Staged {
         name: &str,
         emit: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>,
     ) -> io::Result<()> {
-        let mut file = Shown {
+        let mut file = ProgressFile {
             file: File::create_new(self.hidden.path().join(name))?,
             activity: &self.activity,
             unflushed: 0,
@@ -59,7 +59,7 @@ impl Staged {
     /// Where shards of an older save are replaced, its index goes first: none may ever speak of files of two
     /// saves.
     pub(super) fn publish(self) -> io::Result<()> {
-        let _turn = Turn::take(&self.folder);
+        let _turn = PublishLock::take(&self.folder);
         let written = &self.files;
         let replaces = |name: &String| self.names.is_shard(name) && self.folder.join(name).exists();
         if written.len() > 1 && written.iter().any(replaces) {
@@ -93,14 +93,14 @@ impl Staged {
 }
 
 /// A file that shows, while it is written, that this goes on.
-struct Shown<'a> {
+struct ProgressFile<'a> {
     file: File,
     activity: &'a Activity,
     /// The bytes since it was flushed to the disk last.
     unflushed: usize,
 }
 
-impl Shown<'_> {
+impl ProgressFile<'_> {
     fn flush_to_disk(&mut self) -> io::Result<()> {
         self.unflushed = 0;
         self.file.sync_all()?;
@@ -109,7 +109,7 @@ impl Shown<'_> {
     }
 }
 
-impl Write for Shown<'_> {
+impl Write for ProgressFile<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         // What is longer comes here again.
         let written = self.file.write(&bytes[..bytes.len().min(BLOCK)])?;
@@ -135,11 +135,11 @@ const FLUSHED: usize = 1 << 30;
 
 /// The turn to put files in their places, of which one writer at a time has it: shards of two saves must not
 /// be mixed. It ends when it is dropped, and with its process.
-struct Turn {
+struct PublishLock {
     _locked: File,
 }
 
-impl Turn {
+impl PublishLock {
     /// Waits for the turn. Best effort: not every file system has locks, and a writer that is stopped in its
     /// turn keeps nobody for ever.
     fn take(folder: &Path) -> Option<Self> {

@@ -5,7 +5,7 @@ use std::io::{self, BufWriter, Write};
 use safetensors::tensor::TensorInfo;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
-use super::snapshot::{Entry, ModelSnapshot};
+use super::snapshot::{SnapshotEntry, ModelSnapshot};
 use super::{FileLayout, SaveOptions, dtype};
 use crate::error::{Error, Kind, Result};
 
@@ -150,14 +150,14 @@ impl ModelSnapshot {
 
 /// A tensor of a file.
 struct Record<'a> {
-    entry: &'a Entry,
+    entry: &'a SnapshotEntry,
     name: &'a str,
     info: TensorInfo,
     bytes: u64,
 }
 
 impl<'a> Record<'a> {
-    fn new(entry: &'a Entry, layout: FileLayout) -> Result<Self> {
+    fn new(entry: &'a SnapshotEntry, layout: FileLayout) -> Result<Self> {
         let name = entry.name(layout);
         let dtype = dtype::to_file(entry.dtype).ok_or_else(|| {
             Error::new(
@@ -237,7 +237,7 @@ fn header(
         start = end;
         tensors.push((record.name, info));
     }
-    let mut json = serde_json::to_vec(&Header { metadata, tensors })?;
+    let mut json = serde_json::to_vec(&SafetensorsHeader { metadata, tensors })?;
     json.resize(json.len().next_multiple_of(8), b' ');
     let mut header = (json.len() as u64).to_le_bytes().to_vec();
     header.append(&mut json);
@@ -271,12 +271,12 @@ fn write_file(
 }
 
 /// Keeps the order of tensors, which maps of the format's own crate do not.
-struct Header<'a> {
+struct SafetensorsHeader<'a> {
     metadata: BTreeMap<&'a str, &'a str>,
     tensors: Vec<(&'a str, TensorInfo)>,
 }
 
-impl Serialize for Header<'_> {
+impl Serialize for SafetensorsHeader<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(Some(1 + self.tensors.len()))?;
         map.serialize_entry("__metadata__", &self.metadata)?;

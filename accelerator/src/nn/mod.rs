@@ -14,13 +14,13 @@ use crate::error::{Error, Result};
 /// Whether there are layers whose backward waits for other ranks. Their operations come in the order of
 /// the graph; gradients that were sent in between would come in an order of their own.
 #[derive(Debug, Default)]
-pub(crate) struct Crossing {
+pub(crate) struct ForwardCollectives {
     /// Why such a layer, which can return no error, gave values of no use.
     failure: Mutex<Option<Error>>,
     there: AtomicBool,
 }
 
-impl Crossing {
+impl ForwardCollectives {
     fn note(&self) {
         self.there.store(true, Ordering::Relaxed);
     }

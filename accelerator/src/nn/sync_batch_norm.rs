@@ -7,7 +7,7 @@ use burn::module::{Content, DisplaySettings, Flag, Module, ModuleDisplay, Param,
 use burn::nn::{BatchNorm, BatchNormConfig};
 use burn::tensor::{DType, Tensor, TensorData};
 
-use super::exchange::{self, Back};
+use super::exchange::{self, ExchangeBackward};
 use crate::accelerator::{Accelerator, Shared};
 use crate::error::{Error, Kind};
 use crate::gradient::Weight;
@@ -127,7 +127,7 @@ pub struct SyncBatchNorm {
     /// What is added to the variance.
     pub epsilon: f64,
     #[module(skip)]
-    ranks: Ranks,
+    ranks: NormGroup,
 }
 
 impl SyncBatchNorm {
@@ -154,7 +154,7 @@ impl SyncBatchNorm {
             running_var: norm.running_var,
             momentum: norm.momentum,
             epsilon: norm.epsilon,
-            ranks: Ranks(Arc::downgrade(&accelerator.shared)),
+            ranks: NormGroup(Arc::downgrade(&accelerator.shared)),
         }
     }
 
@@ -211,10 +211,10 @@ impl SyncBatchNorm {
             }
             return normed.output;
         };
-        self.forward_together(input, Share::new(&shared, weight, Location::caller()))
+        self.forward_together(input, BatchShare::new(&shared, weight, Location::caller()))
     }
 
-    fn forward_together<const D: usize>(&self, input: Tensor<D>, share: Share) -> Tensor<D> {
+    fn forward_together<const D: usize>(&self, input: Tensor<D>, share: BatchShare) -> Tensor<D> {
         let dims = input.dims();
         let dtype = input.dtype();
         let wide = match dtype {
@@ -282,15 +282,15 @@ impl ModuleDisplay for SyncBatchNorm {
 
 /// The ranks that normalise together. A model that outlives its accelerator is alone.
 #[derive(Clone)]
-struct Ranks(Weak<Shared>);
+struct NormGroup(Weak<Shared>);
 
-impl Ranks {
+impl NormGroup {
     fn group(&self) -> Option<ProcessGroup> {
         self.0.upgrade().map(|shared| shared.group.clone())
     }
 }
 
-impl fmt::Debug for Ranks {
+impl fmt::Debug for NormGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let world_size = self.group().map(|group| group.world_size());
         f.debug_tuple("Ranks").field(&world_size).finish()
@@ -299,22 +299,22 @@ impl fmt::Debug for Ranks {
 
 /// What this rank's batch is to the global one.
 #[derive(Clone, Debug)]
-struct Share {
+struct BatchShare {
     /// Of the forward, for errors: the backward runs within Burn's.
     caller: &'static Location<'static>,
     group: ProcessGroup,
     /// Where what goes wrong is kept.
-    ranks: Ranks,
+    ranks: NormGroup,
     /// What its gradient will be multiplied by.
     weight: f64,
 }
 
-impl Share {
+impl BatchShare {
     fn new(shared: &Arc<Shared>, weight: f64, caller: &'static Location<'static>) -> Self {
         Self {
             caller,
             group: shared.group.for_purpose("batch statistics"),
-            ranks: Ranks(Arc::downgrade(shared)),
+            ranks: NormGroup(Arc::downgrade(shared)),
             weight,
         }
     }
@@ -380,7 +380,7 @@ fn useless<const D: usize>(values: Tensor<D>) -> Tensor<D> {
     values * f64::NAN
 }
 
-impl Back for Share {
+impl ExchangeBackward for BatchShare {
     /// `backward` multiplies the gradients of each rank by its weight, before they are added up: so
     /// the gradient of the sum over the ranks is weighted here, and this rank's weight taken out.
     fn back(&self, gradient: Tensor<1>) -> Tensor<1> {

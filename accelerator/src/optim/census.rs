@@ -2,14 +2,14 @@ use std::sync::Arc;
 
 /// How many of the optimizers that an accelerator has prepared live, by where their state lies.
 #[derive(Debug, Default)]
-pub(crate) struct Census {
+pub(crate) struct OptimizerCount {
     sharded: Arc<()>,
     whole: Arc<()>,
 }
 
 /// An optimizer that is counted as long as it holds this.
 #[derive(Debug)]
-pub(crate) struct Counted(#[expect(dead_code, reason = "it is held to be counted")] Arc<()>);
+pub(crate) struct CountedOptimizer(#[expect(dead_code, reason = "it is held to be counted")] Arc<()>);
 
 /// Where the state of an optimizer lies.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -20,9 +20,9 @@ pub(crate) enum StateOf {
     Whole,
 }
 
-impl Census {
-    pub(crate) fn count(&self, state: StateOf) -> Counted {
-        Counted(match state {
+impl OptimizerCount {
+    pub(crate) fn count(&self, state: StateOf) -> CountedOptimizer {
+        CountedOptimizer(match state {
             StateOf::Shards => self.sharded.clone(),
             StateOf::Whole => self.whole.clone(),
         })
@@ -41,7 +41,7 @@ mod tests {
 
     #[test]
     fn one_that_is_dropped_counts_no_more() {
-        let census = Census::default();
+        let census = OptimizerCount::default();
         assert!(!census.has_only_shards());
         let _sharded = census.count(StateOf::Shards);
         assert!(census.has_only_shards());

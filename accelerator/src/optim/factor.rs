@@ -16,7 +16,7 @@ pub(super) fn scaled<M: Module>(
     if factor == 1.0 {
         return rate;
     }
-    let mut reader = Reader {
+    let mut reader = FactorReader {
         path: ModulePath::default(),
         rate: &rate,
         others: Vec::new(),
@@ -41,7 +41,7 @@ pub(super) fn by_path<M: Module>(
     factor: f64,
     model: &M,
 ) -> Vec<(String, f64)> {
-    let mut reader = Reader {
+    let mut reader = FactorReader {
         path: ModulePath::default(),
         rate,
         others: Vec::new(),
@@ -53,14 +53,14 @@ pub(super) fn by_path<M: Module>(
 }
 
 /// Collects rates, and the parameters that have another one than the base.
-struct Reader<'a> {
+struct FactorReader<'a> {
     path: ModulePath,
     rate: &'a ModuleLearningRate,
     others: Vec<(ParamId, f64)>,
     trained: Vec<(String, f64)>,
 }
 
-impl ModuleVisitor for Reader<'_> {
+impl ModuleVisitor for FactorReader<'_> {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.enter(name);
     }

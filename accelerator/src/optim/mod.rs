@@ -187,7 +187,7 @@ use burn::module::Module;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::Device;
 
-pub(crate) use self::census::{Census, Counted, StateOf};
+pub(crate) use self::census::{OptimizerCount, CountedOptimizer, StateOf};
 pub use self::fused::InitFused;
 pub use self::plan::{RateScaling, TrainingPlan};
 pub use self::rate::IntoLearningRate;
@@ -197,15 +197,15 @@ pub use self::schedule::{Manual, PerEpoch, PerProcess, Scheduled};
 pub use self::sharded::Sharded;
 pub(crate) use self::sharded::Shards;
 pub(crate) use self::state::{
-    OptimizerSnapshot, OptimizerState, Schedule, check_known, check_types, other_state,
+    OptimizerSnapshot, OptimizerState, ScheduleKind, check_known, check_types, other_state,
 };
-use self::whole::Kinds;
+use self::whole::FusedSupport;
 use crate::accelerator::Accelerator;
 use crate::error::Result;
-use crate::gradient::{Averaged, Gradients, Scalar};
+use crate::gradient::{GradientMean, Gradients, Scalar};
 use crate::model::{Layout, Trainable};
 use crate::notice;
-use crate::timeline::{Part, Phase, Timeline};
+use crate::timeline::{EventSubject, Phase, Timeline};
 
 /// What the last [`PreparedOptimizer::step`] did.
 ///
@@ -321,10 +321,10 @@ pub enum StepOutcome {
 /// # Ok::<(), Error>(())
 /// ```
 pub struct PreparedOptimizer<S> {
-    _counted: Counted,
+    _counted: CountedOptimizer,
     /// What the rates of the schedule are multiplied by, since training went on at another size.
     factor: f64,
-    kinds: Kinds,
+    kinds: FusedSupport,
     /// Of the last step; it may still be on the device.
     norm: Option<Scalar>,
     optimizer: ModuleOptimizer,
@@ -354,7 +354,7 @@ impl<S> PreparedOptimizer<S> {
         Self {
             _counted: accelerator.shared.optimizers.count(state),
             factor: 1.0,
-            kinds: Kinds::default(),
+            kinds: FusedSupport::default(),
             norm: None,
             optimizer,
             outcome: StepOutcome::Accumulated,
@@ -472,13 +472,13 @@ impl<S> PreparedOptimizer<S> {
         if gradients.is_lost() {
             return Err(model);
         }
-        let copy = self.timeline.span(Phase::Copy(Part::Whole));
+        let copy = self.timeline.span(Phase::Copy(EventSubject::Whole));
         let Some(averaged) = gradients.into_averaged() else {
             return Ok(model);
         };
         let optimizer = &mut self.optimizer;
         match (averaged, &mut self.shards) {
-            (Averaged::Sums(mut averages), None) => {
+            (GradientMean::Sums(mut averages), None) => {
                 // They may have been cut for another optimizer.
                 if averages.make_whole().is_err() {
                     return Err(model);
@@ -488,18 +488,18 @@ impl<S> PreparedOptimizer<S> {
                 let _optimizer = self.timeline.span(Phase::Optimizer);
                 Ok(ready.step(optimizer, rate, model))
             }
-            (Averaged::Untouched(gradients), None) => {
+            (GradientMean::Untouched(gradients), None) => {
                 drop(copy);
                 let _optimizer = self.timeline.span(Phase::Optimizer);
                 Ok(optimizer.step(rate, model, gradients))
             }
-            (Averaged::Sums(averages), Some(shards)) => {
+            (GradientMean::Sums(averages), Some(shards)) => {
                 drop(copy);
                 let _optimizer = self.timeline.span(Phase::Optimizer);
                 shards.step(optimizer, rate, model, averages)
             }
             // They are of an accelerator that is one rank alone.
-            (Averaged::Untouched(_), Some(shards)) => {
+            (GradientMean::Untouched(_), Some(shards)) => {
                 shards.refuse_foreign();
                 Err(model)
             }

@@ -106,26 +106,26 @@ impl TrainingPlan {
 
 impl fmt::Display for TrainingPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", Counted(self.world_size as u64, "rank"))?;
+        write!(f, "{}", CountedNoun(self.world_size as u64, "rank"))?;
         if let Some(batch) = self.effective_batch {
-            write!(f, ", {} a step", Counted(batch, "sample"))?;
+            write!(f, ", {} a step", CountedNoun(batch, "sample"))?;
         }
         if self.accumulation_steps > 1 {
             write!(f, " in {} micro-steps", self.accumulation_steps)?;
         }
-        write!(f, "; {} of ", Counted(self.epochs, "epoch"))?;
+        write!(f, "; {} of ", CountedNoun(self.epochs, "epoch"))?;
         match self.samples {
-            Some(samples) => write!(f, "{}", Counted(samples, "sample"))?,
+            Some(samples) => write!(f, "{}", CountedNoun(samples, "sample"))?,
             None => f.write_str("an unknown number of samples")?,
         }
         if let Some(steps) = self.steps_per_epoch {
-            write!(f, " in {}", Counted(steps, "optimizer step"))?;
+            write!(f, " in {}", CountedNoun(steps, "optimizer step"))?;
         }
         if let Some(steps) = self.steps {
             write!(f, ", {steps} in all")?;
         }
         if let Some(steps) = self.rate_steps {
-            write!(f, "; {}", Counted(steps, "step"))?;
+            write!(f, "; {}", CountedNoun(steps, "step"))?;
             write!(f, " of the learning rate")?;
         }
         Ok(())
@@ -206,9 +206,9 @@ impl Accelerator {
 }
 
 /// A number and what it counts.
-struct Counted(u64, &'static str);
+struct CountedNoun(u64, &'static str);
 
-impl fmt::Display for Counted {
+impl fmt::Display for CountedNoun {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(count, noun) = self;
         let plural = if *count == 1 { "" } else { "s" };

@@ -133,14 +133,14 @@ pub struct Scheduled(pub(super) Scheduler);
 #[derive(Clone)]
 pub(crate) struct Scheduler {
     pub(super) scheduler: ModuleLrScheduler,
-    pub(super) unit: Unit,
+    pub(super) unit: ScheduleUnit,
     pub(super) current: Option<ModuleLearningRate>,
     /// How it stood before it gave the current rate, which Burn has no record for.
     pub(super) before: Option<LrSchedulerRecord>,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Unit {
+pub(super) enum ScheduleUnit {
     Step,
     Epoch {
         last: Option<u64>,
@@ -151,7 +151,7 @@ pub(super) enum Unit {
     },
 }
 
-impl Unit {
+impl ScheduleUnit {
     /// What a schedule advances with, in words.
     pub(super) fn name(self) -> &'static str {
         match self {
@@ -166,7 +166,7 @@ impl Scheduler {
     pub(crate) fn by_step(scheduler: ModuleLrScheduler) -> Self {
         Self {
             scheduler,
-            unit: Unit::Step,
+            unit: ScheduleUnit::Step,
             current: None,
             before: None,
         }
@@ -175,7 +175,7 @@ impl Scheduler {
     pub(crate) fn by_epoch(scheduler: ModuleLrScheduler) -> Self {
         Self {
             scheduler,
-            unit: Unit::Epoch { last: None },
+            unit: ScheduleUnit::Epoch { last: None },
             current: None,
             before: None,
         }
@@ -184,7 +184,7 @@ impl Scheduler {
     pub(crate) fn by_process(scheduler: ModuleLrScheduler, world_size: usize) -> Self {
         Self {
             scheduler,
-            unit: Unit::Process { world_size },
+            unit: ScheduleUnit::Process { world_size },
             current: None,
             before: None,
         }
@@ -193,9 +193,9 @@ impl Scheduler {
     /// How many times it advances in so many optimizer steps and epochs.
     pub(super) fn advances(&self, steps: Option<u64>, epochs: u64) -> Option<u64> {
         match self.unit {
-            Unit::Step => steps,
-            Unit::Epoch { .. } => Some(epochs),
-            Unit::Process { world_size } => {
+            ScheduleUnit::Step => steps,
+            ScheduleUnit::Epoch { .. } => Some(epochs),
+            ScheduleUnit::Process { world_size } => {
                 let steps = steps?;
                 // The first rate is that of the beginning.
                 let rest = steps.saturating_sub(1).checked_mul(world_size as u64)?;
@@ -207,8 +207,8 @@ impl Scheduler {
     /// The rate for an optimizer step on a window of that epoch.
     pub(super) fn next(&mut self, epoch: Option<u64>) -> ModuleLearningRate {
         let held = match &mut self.unit {
-            Unit::Step => None,
-            Unit::Process { world_size } => {
+            ScheduleUnit::Step => None,
+            ScheduleUnit::Process { world_size } => {
                 // The first rate is that of the beginning.
                 let skipped = if self.current.is_some() {
                     *world_size
@@ -220,7 +220,7 @@ impl Scheduler {
                 }
                 None
             }
-            Unit::Epoch { last } => {
+            ScheduleUnit::Epoch { last } => {
                 let same = epoch.is_none() || *last == epoch;
                 *last = epoch.or(*last);
                 self.current.clone().filter(|_| same)

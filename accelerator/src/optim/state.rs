@@ -9,8 +9,8 @@ use burn::tensor::{Bytes, DType, Device};
 use burn_pack::Reader;
 use serde::{Deserialize, Serialize};
 
-use super::schedule::{Manual, Scheduled, Scheduler, Unit};
-use super::sharded::{Joint, Shards, probe};
+use super::schedule::{Manual, Scheduled, Scheduler, ScheduleUnit};
+use super::sharded::{FullState, Shards, probe};
 use super::{PreparedOptimizer, StepOutcome};
 use crate::error::{Error, Kind, Result};
 use crate::gradient::Scalar;
@@ -19,7 +19,7 @@ use crate::model::Trainable;
 /// An optimizer at one moment, cheap to take: its tensors become bytes when they are asked for.
 pub(crate) struct OptimizerSnapshot {
     /// Of a sharded optimizer, this rank's part.
-    joint: Option<Joint>,
+    joint: Option<FullState>,
     optimizer: ModuleOptimizer,
     pub(crate) state: OptimizerState,
 }
@@ -90,7 +90,7 @@ impl OptimizerSnapshot {
 impl<S> PreparedOptimizer<S> {
     pub(crate) fn snapshot(&self) -> Result<OptimizerSnapshot>
     where
-        S: Schedule,
+        S: ScheduleKind,
     {
         Ok(OptimizerSnapshot {
             joint: self.shards.as_ref().map(Shards::joint),
@@ -121,7 +121,7 @@ impl<S> PreparedOptimizer<S> {
     /// What its schedule, if it has one, gave for the last step, without the factor of the job.
     pub(crate) fn scheduled_rate(&self) -> Option<f64>
     where
-        S: Schedule,
+        S: ScheduleKind,
     {
         self.schedule.rate()
     }
@@ -136,7 +136,7 @@ impl<S> PreparedOptimizer<S> {
         factor: f64,
     ) -> Result<Self>
     where
-        S: Schedule,
+        S: ScheduleKind,
     {
         self.schedule.restore(name, state.schedule)?;
         let last_rate = state.outcome.map(|(rate, _)| rate);
@@ -175,11 +175,11 @@ pub(super) fn size_of(optimizer: &ModuleOptimizer) -> Result<usize> {
 /// Gives an optimizer the state in a record as it was saved. Burn starts afresh, silently, with what it does not
 /// know, and rounds to the float type of its default device.
 pub(super) fn load(name: &str, blank: ModuleOptimizer, record: Bytes) -> Result<ModuleOptimizer> {
-    let saved = Fields::of(&record)?;
+    let saved = RecordFields::of(&record)?;
     let optimizer = blank
         .from_bytes(record)
         .map_err(|error| unreadable(name, error))?;
-    let loaded = Fields::of(&bytes_of(&optimizer)?)?;
+    let loaded = RecordFields::of(&bytes_of(&optimizer)?)?;
     if saved.names() != loaded.names() {
         let found = match &*loaded.kept() {
             NOTHING => "none of it".to_owned(),
@@ -206,8 +206,8 @@ pub(super) fn load(name: &str, blank: ModuleOptimizer, record: Bytes) -> Result<
             format!(
                 "{name} cannot go on: {} was saved in {}, and Burn loads it in {}; {HINT}",
                 saved.shown(&field),
-                Shown(saved_in),
-                Shown(found),
+                ShownType(saved_in),
+                ShownType(found),
             ),
         )),
     }
@@ -215,7 +215,7 @@ pub(super) fn load(name: &str, blank: ModuleOptimizer, record: Bytes) -> Result<
 
 /// The parameters that a record has state for.
 fn ids_in(record: &Bytes) -> Result<HashSet<u64>> {
-    let fields = Fields::of(record)?;
+    let fields = RecordFields::of(record)?;
     Ok(fields.types.keys().filter_map(|name| id_of(name)).collect())
 }
 
@@ -229,7 +229,7 @@ pub(crate) fn other_state(
     parameter: impl Fn(ParamId) -> Option<Trainable>,
     device: &Device,
 ) -> Result<Option<(String, String)>> {
-    let saved = Fields::of(record)?;
+    let saved = RecordFields::of(record)?;
     let mut known = saved.types.keys().filter_map(|name| id_of(name));
     let known = known.find_map(|id| parameter(ParamId::from(id)).filter(|it| it.shape.len() == 1));
     let Some(known) = known else {
@@ -242,7 +242,7 @@ pub(crate) fn other_state(
     let id = known.id.val();
     let (saved, fresh) = (
         saved.kept_of(id),
-        Fields::of(&bytes_of(&fresh)?)?.kept_of(id),
+        RecordFields::of(&bytes_of(&fresh)?)?.kept_of(id),
     );
     Ok((saved != fresh).then_some((saved, fresh)))
 }
@@ -254,7 +254,7 @@ pub(crate) fn check_types(
     parameter: impl Fn(ParamId) -> Option<Trainable>,
     device: &Device,
 ) -> Result<()> {
-    let loaded = Fields::of(&bytes_of(optimizer)?)?;
+    let loaded = RecordFields::of(&bytes_of(optimizer)?)?;
     for (field, dtype) in &loaded.types {
         let Some((parameter, dtype)) = id_of(field)
             .and_then(|id| parameter(ParamId::from(id)))
@@ -270,7 +270,7 @@ pub(crate) fn check_types(
         let Some(fresh) = probe::step_sample(&blank, &parameter, device) else {
             continue;
         };
-        let fresh = Fields::of(&bytes_of(&fresh)?)?;
+        let fresh = RecordFields::of(&bytes_of(&fresh)?)?;
         if let Some(Some(expected)) = fresh.types.get(field)
             && *expected != dtype
         {
@@ -280,8 +280,8 @@ pub(crate) fn check_types(
                     "the optimizer has {} in {}, and keeps it in {}, as its parameter is: Burn loads state in \
                      the float type of its default device; {HINT}",
                     loaded.shown(field),
-                    Shown(dtype),
-                    Shown(*expected),
+                    ShownType(dtype),
+                    ShownType(*expected),
                 ),
             ));
         }
@@ -302,7 +302,7 @@ pub(crate) fn check_known(name: &str, record: &Bytes, ids: &HashSet<u64>) -> Res
 }
 
 /// What a schedule, or the want of one, keeps in a checkpoint.
-pub(crate) trait Schedule {
+pub(crate) trait ScheduleKind {
     /// What it gave for the last step.
     fn rate(&self) -> Option<f64>;
 
@@ -319,7 +319,7 @@ pub(crate) trait Schedule {
     fn resume_rates(&mut self, _first: Option<f64>, _last: Option<f64>) {}
 }
 
-impl Schedule for Manual {
+impl ScheduleKind for Manual {
     fn rate(&self) -> Option<f64> {
         None
     }
@@ -344,7 +344,7 @@ impl Schedule for Manual {
     }
 }
 
-impl Schedule for Scheduled {
+impl ScheduleKind for Scheduled {
     fn rate(&self) -> Option<f64> {
         self.0.last()
     }
@@ -352,16 +352,16 @@ impl Schedule for Scheduled {
     fn state(&self) -> Result<Option<ScheduleState>> {
         let scheduler = &self.0;
         let epoch = match scheduler.unit {
-            Unit::Step | Unit::Process { .. } => None,
-            Unit::Epoch { last } => last,
+            ScheduleUnit::Step | ScheduleUnit::Process { .. } => None,
+            ScheduleUnit::Epoch { last } => last,
         };
         Ok(Some(ScheduleState {
             before: scheduler.before.clone().map(to_bytes).transpose()?,
             after: to_bytes(scheduler.scheduler.to_record())?,
             rate: scheduler.last(),
             epoch,
-            per_epoch: matches!(scheduler.unit, Unit::Epoch { .. }),
-            per_process: matches!(scheduler.unit, Unit::Process { .. }),
+            per_epoch: matches!(scheduler.unit, ScheduleUnit::Epoch { .. }),
+            per_process: matches!(scheduler.unit, ScheduleUnit::Process { .. }),
         }))
     }
 
@@ -380,7 +380,7 @@ impl Schedule for Scheduled {
             let (saved, found) = (format!("a scheduler by {saved}"), format!("one by {found}"));
             return Err(other_schedule(name, &saved, &found));
         }
-        if let Unit::Epoch { last } = &mut scheduler.unit {
+        if let ScheduleUnit::Epoch { last } = &mut scheduler.unit {
             *last = state.epoch;
         }
         scheduler.resume_from(name, &state)
@@ -415,14 +415,14 @@ impl Scheduler {
 const NOTHING: &str = "nothing";
 
 /// Everything that is in a record.
-struct Fields {
+struct RecordFields {
     /// Of parameters, by id.
     paths: BTreeMap<String, String>,
     /// By name; `None` for numbers that are no tensors.
     types: BTreeMap<String, Option<DType>>,
 }
 
-impl Fields {
+impl RecordFields {
     fn of(record: &Bytes) -> Result<Self> {
         let reader = reader(window(record)?)?;
         let paths = reader.metadata().clone();
@@ -475,9 +475,9 @@ fn id_of(field: &str) -> Option<u64> {
 }
 
 /// As messages show a type.
-struct Shown(DType);
+struct ShownType(DType);
 
-impl fmt::Display for Shown {
+impl fmt::Display for ShownType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&format!("{:?}", self.0).to_lowercase())
     }

@@ -8,22 +8,22 @@ use burn::module::{Devices, Flag, Module, ModuleMapper, ModuleVisitor, Param, Pa
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bool, Device, Int, Tensor};
 
-use super::fused::sums::{self, Landing};
-use crate::gradient::{Averages, with_rank};
+use super::fused::sums::{self, StepOutput};
+use crate::gradient::{GradientMeans, with_rank};
 
 /// Which parameters a fused optimizer steps.
 #[derive(Debug, Default)]
-pub(super) struct Kinds(HashMap<ParamId, Kind>);
+pub(super) struct FusedSupport(HashMap<ParamId, FusedKind>);
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Kind {
+enum FusedKind {
     Fused,
     Other,
 }
 
-impl Kinds {
+impl FusedSupport {
     /// Finds out about parameters that are stepped for the first time.
-    pub(super) fn learn(&mut self, optimizer: &ModuleOptimizer, averages: &Averages) {
+    pub(super) fn learn(&mut self, optimizer: &ModuleOptimizer, averages: &GradientMeans) {
         let mut blank = None;
         for parameter in averages.parameters() {
             if self.0.contains_key(&parameter.id) {
@@ -34,22 +34,22 @@ impl Kinds {
                 optimizer.load_record(OptimizerRecord::default())
             });
             let kind = match sums::is_fused(blank, parameter, averages.device()) {
-                true => Kind::Fused,
-                false => Kind::Other,
+                true => FusedKind::Fused,
+                false => FusedKind::Other,
             };
             self.0.insert(parameter.id, kind);
         }
     }
 
     pub(super) fn is_fused(&self, id: ParamId) -> bool {
-        self.0.get(&id) == Some(&Kind::Fused)
+        self.0.get(&id) == Some(&FusedKind::Fused)
     }
 
     /// Copies what an optimizer cannot read where it lies.
-    pub(super) fn ready(&mut self, optimizer: &ModuleOptimizer, mut averages: Averages) -> Ready {
+    pub(super) fn ready(&mut self, optimizer: &ModuleOptimizer, mut averages: GradientMeans) -> StepInput {
         if averages.are_on_device() {
             let gradients = averages.params(|_| true);
-            return Ready {
+            return StepInput {
                 averages,
                 gradients,
                 waiting: HashMap::new(),
@@ -68,7 +68,7 @@ impl Kinds {
                 waiting.insert(parameter.id, parameter.shape.iter().product());
             }
         }
-        Ready {
+        StepInput {
             averages,
             gradients,
             waiting,
@@ -77,13 +77,13 @@ impl Kinds {
 }
 
 /// Averages that can be stepped with.
-pub(super) struct Ready {
-    averages: Averages,
+pub(super) struct StepInput {
+    averages: GradientMeans,
     gradients: GradientsParams,
     waiting: HashMap<ParamId, usize>,
 }
 
-impl Ready {
+impl StepInput {
     pub(super) fn step<M: Module>(
         self,
         optimizer: &mut ModuleOptimizer,
@@ -95,21 +95,21 @@ impl Ready {
             gradients,
             waiting,
         } = self;
-        let model = Announced { model, waiting };
+        let model = ObservedModel { model, waiting };
         let step = || optimizer.step(rate, model, gradients);
-        sums::step_on(averages, Landing::Parameter, step).0.model
+        sums::step_on(averages, StepOutput::Parameter, step).0.model
     }
 }
 
 /// A model that says which parameter is stepped next.
 #[derive(Clone)]
-struct Announced<M> {
+struct ObservedModel<M> {
     model: M,
     /// The parameters whose sums wait, with their numbers of elements.
     waiting: HashMap<ParamId, usize>,
 }
 
-impl<M: Module> Module for Announced<M> {
+impl<M: Module> Module for ObservedModel<M> {
     fn collect_devices(&self, devices: Devices) -> Devices {
         self.model.collect_devices(devices)
     }
@@ -140,7 +140,7 @@ impl<M: Module> Module for Announced<M> {
 
     fn map<P: ModuleMapper>(self, mapper: &mut P) -> Self {
         let Self { model, mut waiting } = self;
-        let mut mapper = Announcer {
+        let mut mapper = StepObserver {
             mapper,
             waiting: &mut waiting,
         };
@@ -151,7 +151,7 @@ impl<M: Module> Module for Announced<M> {
     }
 }
 
-impl<M> Announced<M> {
+impl<M> ObservedModel<M> {
     fn with(self, change: impl FnOnce(M) -> M) -> Self {
         Self {
             model: change(self.model),
@@ -160,18 +160,18 @@ impl<M> Announced<M> {
     }
 }
 
-impl<M: fmt::Debug> fmt::Debug for Announced<M> {
+impl<M: fmt::Debug> fmt::Debug for ObservedModel<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.model.fmt(f)
     }
 }
 
-struct Announcer<'a, P> {
+struct StepObserver<'a, P> {
     mapper: &'a mut P,
     waiting: &'a mut HashMap<ParamId, usize>,
 }
 
-impl<P: ModuleMapper> ModuleMapper for Announcer<'_, P> {
+impl<P: ModuleMapper> ModuleMapper for StepObserver<'_, P> {
     fn enter_module(&mut self, name: &str, container_type: &str) {
         self.mapper.enter_module(name, container_type);
     }

@@ -4,14 +4,14 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use burn::backend::DispatchTensor;
 use burn::tensor::{DType, FloatDType, Tensor};
 
-use crate::graph::{self, Here, Node};
+use crate::graph::{self, NodeContext, Node};
 
 /// The cast of a parameter inside the graph, which keeps what it made of the gradient: so it can be told
 /// without a look at values whether a gradient in full precision is that of one in half precision.
 #[derive(Default)]
-pub(crate) struct Cast(Mutex<Option<Pair>>);
+pub(crate) struct Cast(Mutex<Option<CastPair>>);
 
-struct Pair {
+struct CastPair {
     half: DispatchTensor,
     full: DispatchTensor,
 }
@@ -33,7 +33,7 @@ impl Cast {
             return (value.cast(dtype), None);
         }
         let cast = Arc::new(Self::default());
-        let back = Back {
+        let back = CastBackward {
             cast: Arc::downgrade(&cast),
             full,
         };
@@ -55,20 +55,20 @@ impl Cast {
 }
 
 /// What backward runs.
-struct Back {
+struct CastBackward {
     /// Where somebody will ask.
     cast: Weak<Cast>,
     full: DType,
 }
 
-impl Node for Back {
-    fn backward(&self, here: &mut dyn Here) {
+impl Node for CastBackward {
+    fn backward(&self, here: &mut dyn NodeContext) {
         here.hand_on_as(&|half| {
             let full = Tensor::<1>::from_dispatch(half.clone()).cast(self.full);
             let full = full.into_dispatch();
             if let Some(cast) = self.cast.upgrade() {
                 let mut made = cast.0.lock().unwrap_or_else(PoisonError::into_inner);
-                *made = Some(Pair {
+                *made = Some(CastPair {
                     half,
                     full: full.clone(),
                 });
@@ -84,7 +84,7 @@ impl fmt::Debug for Cast {
     }
 }
 
-impl fmt::Debug for Back {
+impl fmt::Debug for CastBackward {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Back({:?})", self.full)
     }

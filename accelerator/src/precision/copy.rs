@@ -6,7 +6,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, FloatDType, Tensor};
 
 use crate::accelerator::Accelerator;
-use crate::gradient::{Slot, WorkingPart};
+use crate::gradient::{ModelState, WorkingPart};
 use crate::module_path::ModulePath;
 use crate::panic_text::panic_text;
 
@@ -252,7 +252,7 @@ struct Caster<'a, K> {
     norms: usize,
     parts: Vec<Option<WorkingPart>>,
     path: ModulePath,
-    slot: Option<&'a Slot>,
+    slot: Option<&'a ModelState>,
     /// Whether there is a parameter that takes a gradient.
     trains: bool,
 }

@@ -7,7 +7,7 @@ use crate::error::Result;
 
 /// How this rank's time compared with rank 0's at one moment, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
-pub(super) struct Meeting {
+pub(super) struct ClockSync {
     /// When, in this rank's time.
     pub(super) at: u64,
     /// What is added to this rank's time to get rank 0's.
@@ -18,7 +18,7 @@ pub(super) struct Meeting {
 
 /// What a rank says about its clock.
 #[derive(Debug, Deserialize, Serialize)]
-struct Reading {
+struct ClockReading {
     /// Differs between any two boots of any two machines.
     boot: String,
     /// Wall time minus this rank's time.
@@ -32,7 +32,7 @@ struct Reading {
 /// How often the ranks exchange their times: the luckiest rounds decide.
 const ROUNDS: usize = 16;
 
-impl Meeting {
+impl ClockSync {
     /// Compares the time since `anchor` with that of rank 0, which all ranks must do.
     ///
     /// In each round every rank sends its time to all others. What rank 0 has received was sent
@@ -59,7 +59,7 @@ impl Meeting {
         let (wall, error) = wall_minus(anchor);
         let all = group
             .for_purpose(super::PURPOSE)
-            .all_gather_object(&Reading {
+            .all_gather_object(&ClockReading {
                 boot: std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
                     .unwrap_or_default(),
                 wall,
@@ -149,7 +149,7 @@ mod tests {
         let found = crate::launch(3, |accelerator| {
             // Each rank's time began a second before that of the one below.
             let anchor = base - Duration::from_secs(accelerator.rank() as u64);
-            let meeting = Meeting::hold(accelerator.group(), anchor)?;
+            let meeting = ClockSync::hold(accelerator.group(), anchor)?;
             Ok((accelerator.rank(), meeting))
         })
         .unwrap();
@@ -166,15 +166,15 @@ mod tests {
 
     #[test]
     fn between_two_meetings_clocks_drift_evenly() {
-        let meeting = |at, offset| Meeting {
+        let meeting = |at, offset| ClockSync {
             at,
             offset,
             error: 0,
         };
         let two = [meeting(1000, 10), meeting(2000, 30)];
-        let times = [0, 1000, 1500, 2000, 9000].map(|time| Meeting::translate(&two, time));
+        let times = [0, 1000, 1500, 2000, 9000].map(|time| ClockSync::translate(&two, time));
         assert_eq!(times, [10, 1010, 1520, 2030, 9030]);
-        assert_eq!(Meeting::translate(&two[..1], 5000), 5010);
-        assert_eq!(Meeting::translate(&[], 5000), 5000);
+        assert_eq!(ClockSync::translate(&two[..1], 5000), 5010);
+        assert_eq!(ClockSync::translate(&[], 5000), 5000);
     }
 }

@@ -8,18 +8,18 @@ pub(crate) enum Phase {
     /// Burn's backward pass.
     Backward,
     /// Gradients into buckets, or out of them.
-    Copy(Part),
+    Copy(EventSubject),
     Optimizer,
     /// Waiting for what was sent, or reducing it.
     Reduce {
-        part: Part,
+        part: EventSubject,
         bytes: usize,
     },
 }
 
 /// What an event is about.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(crate) enum Part {
+pub(crate) enum EventSubject {
     /// Everything.
     Whole,
     /// A bucket of gradients, by number.
@@ -34,7 +34,7 @@ pub(crate) enum Part {
 
 /// What happened, in a trace.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(super) enum Kind {
+pub(super) enum EventKind {
     Backward,
     Copy,
     Data,
@@ -105,7 +105,7 @@ impl Operation {
     }
 }
 
-impl Kind {
+impl EventKind {
     /// Those that share out the time of the main thread.
     pub(super) const PHASES: [Self; 6] = [
         Self::Data,
@@ -160,37 +160,37 @@ impl Thread {
 /// Something with a beginning and an end, in nanoseconds since the recorder was made.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct Event {
-    pub(super) kind: Kind,
+    pub(super) kind: EventKind,
     pub(super) thread: Thread,
     pub(super) start: u64,
     pub(super) end: u64,
     /// The optimizer steps that were done before.
     pub(super) step: u64,
     pub(super) bytes: u64,
-    pub(super) part: Part,
+    pub(super) part: EventSubject,
 }
 
 /// What else there is to say about an event.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Detail {
     pub(super) bytes: u64,
-    pub(super) part: Part,
+    pub(super) part: EventSubject,
 }
 
 impl Detail {
     pub(super) const NONE: Self = Self {
         bytes: 0,
-        part: Part::Whole,
+        part: EventSubject::Whole,
     };
 }
 
-impl Part {
+impl EventSubject {
     pub(crate) fn bucket(number: usize) -> Self {
         Self::Bucket(u32::try_from(number).unwrap_or(u32::MAX))
     }
 }
 
-impl fmt::Display for Part {
+impl fmt::Display for EventSubject {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Whole => f.write_str("all"),
@@ -206,19 +206,19 @@ impl Phase {
     /// What it is about, and how many bytes that has where they travel.
     pub(super) fn detail(self) -> Detail {
         let (part, bytes) = match self {
-            Self::Backward | Self::Optimizer => (Part::Whole, 0),
+            Self::Backward | Self::Optimizer => (EventSubject::Whole, 0),
             Self::Copy(part) => (part, 0),
             Self::Reduce { part, bytes } => (part, bytes as u64),
         };
         Detail { bytes, part }
     }
 
-    pub(super) fn kind(self) -> Kind {
+    pub(super) fn kind(self) -> EventKind {
         match self {
-            Self::Backward => Kind::Backward,
-            Self::Copy(_) => Kind::Copy,
-            Self::Optimizer => Kind::Optimizer,
-            Self::Reduce { .. } => Kind::Reduce,
+            Self::Backward => EventKind::Backward,
+            Self::Copy(_) => EventKind::Copy,
+            Self::Optimizer => EventKind::Optimizer,
+            Self::Reduce { .. } => EventKind::Reduce,
         }
     }
 }

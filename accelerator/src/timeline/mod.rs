@@ -2,7 +2,7 @@
 //!
 //! Ask for it when the accelerator is built, and read the [`StepSummary`]; or write a
 //! [trace](crate::AcceleratorBuilder::with_trace) of all ranks and look at it. Of a long training, record
-//! some steps now and then, by a [`Schedule`]: with [`Accelerator::profile`](crate::Accelerator::profile),
+//! some steps now and then, by a [`ProfilerSchedule`]: with [`Accelerator::profile`](crate::Accelerator::profile),
 //! or from outside.
 
 mod clock;
@@ -27,16 +27,16 @@ use std::time::Instant;
 
 use accelerator_collective::ProcessGroup;
 
-pub(crate) use self::event::{Part, Phase};
-pub(crate) use self::place::{Place, clear};
+pub(crate) use self::event::{EventSubject, Phase};
+pub(crate) use self::place::{TraceFile, clear};
 pub use self::profiler::{Cycle, Profiler};
 pub(crate) use self::profiler::{Output, check_cycles};
 pub(crate) use self::recorder::Recording;
-pub use self::schedule::{Schedule, SchedulePhase};
+pub use self::schedule::{ProfilerSchedule, SchedulePhase};
 pub(crate) use self::span::Span;
 pub use self::summary::{Figure, StepSummary};
 
-use self::clock::Meeting;
+use self::clock::ClockSync;
 use self::profiler::Profiling;
 use self::recorder::Recorder;
 use self::trace::RankTrace;
@@ -50,9 +50,9 @@ const PURPOSE: &str = "the trace of all ranks";
 ///
 /// Where nothing is recorded, each method is one branch, and no clock is read.
 #[derive(Clone)]
-pub(crate) struct Timeline(Arc<Inner>);
+pub(crate) struct Timeline(Arc<TimelineState>);
 
-struct Inner {
+struct TimelineState {
     /// What runs by a schedule.
     profiling: Profiling,
     rank: usize,
@@ -70,7 +70,7 @@ impl Timeline {
     /// For a rank of that group, whose operations it will see.
     #[track_caller]
     pub(crate) fn new(group: &ProcessGroup, recording: Recording) -> Result<Self> {
-        let timeline = Self(Arc::new(Inner {
+        let timeline = Self(Arc::new(TimelineState {
             profiling: Profiling::default(),
             rank: group.rank(),
             recorder: OnceLock::new(),
@@ -196,7 +196,7 @@ impl Timeline {
     #[track_caller]
     fn meet(&self, group: &ProcessGroup) -> Result<()> {
         if let Some(recorder) = self.recorder() {
-            let meeting = Meeting::hold(group, recorder.anchor())?;
+            let meeting = ClockSync::hold(group, recorder.anchor())?;
             recorder.met(meeting);
         }
         Ok(())
@@ -236,7 +236,7 @@ impl Timeline {
 
 /// Writes a trace, and says where.
 fn put(path: &Path, ranks: &[RankTrace]) -> Result<()> {
-    let written = Place::find(path).and_then(|place| trace::write(&place, ranks));
+    let written = TraceFile::find(path).and_then(|place| trace::write(&place, ranks));
     written.map_err(|error| Error::io("write the trace", path, error))?;
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     notice::tell(&format!(

@@ -1,8 +1,8 @@
-use super::event::{Kind, Thread};
+use super::event::{EventKind, Thread};
 use super::interval::Intervals;
-use super::tally::Times;
+use super::tally::StepTimes;
 
-/// Where [`Kind::Reduce`] lies among the phases.
+/// Where [`EventKind::Reduce`] lies among the phases.
 const WAITING: usize = 4;
 
 /// The step that is under way: what it comes to so far. Times are nanoseconds since the recorder's beginning.
@@ -12,10 +12,10 @@ pub(super) struct OpenStep {
     begun: Option<u64>,
     /// Since when the forward pass runs.
     mark: u64,
-    state: State,
+    state: OpenStepState,
     /// The phases that the main thread is in, the innermost last.
-    within: Vec<Within>,
-    times: Times,
+    within: Vec<OpenPhase>,
+    times: StepTimes,
     /// When operations of the communication thread were under way, and when the main thread waited
     /// for them: since `backward` was called.
     operations: Intervals,
@@ -24,14 +24,14 @@ pub(super) struct OpenStep {
 
 /// A phase that has not ended.
 #[derive(Clone, Copy, Debug)]
-struct Within {
-    kind: Kind,
+struct OpenPhase {
+    kind: EventKind,
     /// The time of those within it.
     inner: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-enum State {
+enum OpenStepState {
     /// No `backward` of the step was called.
     #[default]
     New,
@@ -55,17 +55,17 @@ impl OpenStep {
     pub(super) fn reset(&mut self, now: u64) {
         self.begun = None;
         self.mark = now;
-        self.state = State::New;
-        self.times = Times::default();
+        self.state = OpenStepState::New;
+        self.times = StepTimes::default();
         self.operations.clear();
         self.waits.clear();
     }
 
     pub(super) fn batch_came(&mut self, start: u64, end: u64) {
-        if self.state == State::New {
+        if self.state == OpenStepState::New {
             // What lies before belongs to no step: an evaluation, for example.
             self.begun = Some(start);
-            self.times = Times::default();
+            self.times = StepTimes::default();
         }
         self.mark = end;
     }
@@ -73,15 +73,15 @@ impl OpenStep {
     /// Tells when the forward pass before it began.
     pub(super) fn backward_begins(&mut self, now: u64) -> u64 {
         let start = self.mark.min(now);
-        if self.state == State::New && self.begun.is_none() {
+        if self.state == OpenStepState::New && self.begun.is_none() {
             self.begun = Some(start);
         }
-        self.state = State::InBackward;
+        self.state = OpenStepState::InBackward;
         start
     }
 
     pub(super) fn backward_ends(&mut self, now: u64) {
-        self.state = State::Between;
+        self.state = OpenStepState::Between;
         self.mark = now;
         // All operations that were started have ended.
         self.times.communicating += self.operations.length();
@@ -91,7 +91,7 @@ impl OpenStep {
     }
 
     /// When it began, and what it came to. The next step may begin.
-    pub(super) fn ends(&mut self, now: u64) -> (u64, Times) {
+    pub(super) fn ends(&mut self, now: u64) -> (u64, StepTimes) {
         let begun = self.begun.unwrap_or(self.mark).min(now);
         let mut times = self.times;
         times.total = now - begun;
@@ -100,32 +100,32 @@ impl OpenStep {
     }
 
     /// The main thread enters a phase.
-    pub(super) fn enter(&mut self, kind: Kind) {
-        self.within.push(Within { kind, inner: 0 });
+    pub(super) fn enter(&mut self, kind: EventKind) {
+        self.within.push(OpenPhase { kind, inner: 0 });
     }
 
     /// The main thread leaves the phase that it entered last.
-    pub(super) fn leave(&mut self, kind: Kind, start: u64, end: u64) {
+    pub(super) fn leave(&mut self, kind: EventKind, start: u64, end: u64) {
         let inner = self.within.pop().map_or(0, |phase| phase.inner);
         if let Some(outer) = self.within.last_mut() {
             outer.inner += end - start;
         }
-        if kind == Kind::Reduce && self.state == State::InBackward {
+        if kind == EventKind::Reduce && self.state == OpenStepState::InBackward {
             self.waits.push(start, end);
         }
         self.spend(kind, (end - start).saturating_sub(inner));
     }
 
     /// The main thread spent time on that, and on nothing within it.
-    pub(super) fn spend(&mut self, kind: Kind, time: u64) {
-        if let Some(phase) = Kind::PHASES.into_iter().position(|phase| phase == kind) {
+    pub(super) fn spend(&mut self, kind: EventKind, time: u64) {
+        if let Some(phase) = EventKind::PHASES.into_iter().position(|phase| phase == kind) {
             self.times.phases[phase] += time;
         }
     }
 
     /// An operation was under way. It counts where it is one of `backward`.
     pub(super) fn communicated(&mut self, thread: Thread, start: u64, end: u64, bytes: u64) {
-        if self.state != State::InBackward {
+        if self.state != OpenStepState::InBackward {
             return;
         }
         self.times.bytes += bytes;
@@ -137,7 +137,7 @@ impl OpenStep {
                 self.times.communicating += time;
                 self.times.exposed += time;
                 // What is not waited for in a phase of its own, such as an agreement.
-                if !self.within.iter().any(|phase| phase.kind == Kind::Reduce) {
+                if !self.within.iter().any(|phase| phase.kind == EventKind::Reduce) {
                     self.times.phases[WAITING] += time;
                     if let Some(outer) = self.within.last_mut() {
                         outer.inner += time;
@@ -157,7 +157,7 @@ mod tests {
         let mut step = OpenStep::new();
         let batch = |step: &mut OpenStep, start, end| {
             step.batch_came(start, end);
-            step.spend(Kind::Data, end - start);
+            step.spend(EventKind::Data, end - start);
         };
         // An evaluation reads batches and calls no `backward`.
         for start in [0, 10, 20] {
@@ -181,8 +181,8 @@ mod tests {
         step.communicated(Thread::Communication, 12, 20, 100);
         // The loop waits before the thread has begun, and wakes late.
         let wait = |step: &mut OpenStep, start, end| {
-            step.enter(Kind::Reduce);
-            step.leave(Kind::Reduce, start, end);
+            step.enter(EventKind::Reduce);
+            step.leave(EventKind::Reduce, start, end);
         };
         wait(&mut step, 18, 23);
         step.communicated(Thread::Communication, 25, 26, 100);
@@ -191,7 +191,7 @@ mod tests {
         assert_eq!(waited, 5 + 7);
         // The loop communicates itself.
         step.communicated(Thread::Main, 40, 43, 100);
-        assert_eq!(Kind::PHASES[WAITING], Kind::Reduce);
+        assert_eq!(EventKind::PHASES[WAITING], EventKind::Reduce);
         let waited = step.times.phases[WAITING] - waited;
         assert_eq!(waited, 3, "no phase was entered for it");
         step.backward_ends(50);
@@ -211,10 +211,10 @@ mod tests {
     fn a_phase_within_another_counts_once() {
         let mut step = OpenStep::new();
         step.backward_begins(0);
-        step.enter(Kind::Backward);
-        step.enter(Kind::Copy);
-        step.leave(Kind::Copy, 3, 7);
-        step.leave(Kind::Backward, 1, 11);
+        step.enter(EventKind::Backward);
+        step.enter(EventKind::Copy);
+        step.leave(EventKind::Copy, 3, 7);
+        step.leave(EventKind::Backward, 1, 11);
         step.backward_ends(11);
         let (_, times) = step.ends(12);
         let [_, _, backward, copy, ..] = times.phases;

@@ -7,9 +7,9 @@ use tempfile::NamedTempFile;
 
 /// Where a trace goes: a regular file, or one that is not there, in a folder that takes files.
 #[derive(Clone, Debug)]
-pub(crate) struct Place(PathBuf);
+pub(crate) struct TraceFile(PathBuf);
 
-impl Place {
+impl TraceFile {
     /// Finds out whether a trace can be written there, before there is anything to lose. A symbolic
     /// link stays, and its target is replaced.
     ///
@@ -131,7 +131,7 @@ mod tests {
 
     use super::*;
 
-    fn fill(place: &Place, text: &[u8]) -> io::Result<()> {
+    fn fill(place: &TraceFile, text: &[u8]) -> io::Result<()> {
         place.fill(|file| file.write_all(text))
     }
 
@@ -139,15 +139,15 @@ mod tests {
     fn nothing_but_a_regular_file_is_replaced() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("trace.json");
-        assert!(Place::find(folder.path()).is_err());
-        assert!(Place::find(Path::new("/dev/null")).is_err());
-        assert!(Place::find(&folder.path().join("none/trace.json")).is_err());
+        assert!(TraceFile::find(folder.path()).is_err());
+        assert!(TraceFile::find(Path::new("/dev/null")).is_err());
+        assert!(TraceFile::find(&folder.path().join("none/trace.json")).is_err());
         let link = folder.path().join("link.json");
         symlink("trace.json", &link).unwrap();
-        assert!(Place::find(&link).is_err());
+        assert!(TraceFile::find(&link).is_err());
 
-        fill(&Place::find(&path).unwrap(), b"one").unwrap();
-        fill(&Place::find(&link).unwrap(), b"two").unwrap();
+        fill(&TraceFile::find(&path).unwrap(), b"one").unwrap();
+        fill(&TraceFile::find(&link).unwrap(), b"two").unwrap();
         assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
         assert_eq!(fs::read(&path).unwrap(), b"two");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
@@ -157,7 +157,7 @@ mod tests {
     fn what_cannot_be_written_leaves_what_was_there() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("trace.json");
-        let place = Place::find(&path).unwrap();
+        let place = TraceFile::find(&path).unwrap();
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
         fill(&place, b"one").unwrap();
         let failed = place.fill(|file| {
@@ -172,7 +172,7 @@ mod tests {
     #[test]
     fn jobs_that_share_a_place_do_not_spoil_it() {
         let folder = tempfile::tempdir().unwrap();
-        let place = Place::find(&folder.path().join("trace.json")).unwrap();
+        let place = TraceFile::find(&folder.path().join("trace.json")).unwrap();
         let outer = place.fill(|file| {
             file.write_all(b"one")?;
             fill(&place, b"two")

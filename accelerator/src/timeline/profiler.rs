@@ -5,20 +5,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use accelerator_collective::ProcessGroup;
 
-use super::clock::Meeting;
+use super::clock::ClockSync;
 use super::place;
-use super::recorder::{Mode, Recorder, Recording};
-use super::schedule::{Schedule, SchedulePhase};
+use super::recorder::{RecordMode, Recorder, Recording};
+use super::schedule::{ProfilerSchedule, SchedulePhase};
 use super::summary::StepSummary;
 use super::trace::RankTrace;
-use super::{Place, Timeline, put};
+use super::{TraceFile, Timeline, put};
 use crate::accelerator::Accelerator;
 use crate::agreement;
 use crate::error::{Error, Result};
 use crate::notice;
 use crate::outcome;
 
-/// Recording of some steps, by a [`Schedule`], while the program runs.
+/// Recording of some steps, by a [`ProfilerSchedule`], while the program runs.
 impl Accelerator {
     /// Records the steps that the schedule keeps, and writes a trace of all ranks for each of its cycles:
     /// for `trace.json` the files are `trace.cycle0.json`, `trace.cycle1.json` and so on, which
@@ -35,8 +35,8 @@ impl Accelerator {
     /// then is written as well, if a step was done. The ranks exchange what they have in the
     /// [`backward`](Self::backward) that ends the next window, before it computes, in the next
     /// [`average`](crate::local::LocalTraining::average) of local training, or in `finish`: that time is the
-    /// next step's, so let a cycle begin with steps that [wait](Schedule::with_wait) or
-    /// [warm up](Schedule::with_warm_up). Where ranks are lost, each one left writes its own, as
+    /// next step's, so let a cycle begin with steps that [wait](ProfilerSchedule::with_wait) or
+    /// [warm up](ProfilerSchedule::with_warm_up). Where ranks are lost, each one left writes its own, as
     /// `trace.cycle0.rank3.json`.
     ///
     /// Files of an earlier run under these names are removed at the start, but not in a restart of the
@@ -44,7 +44,7 @@ impl Accelerator {
     ///
     /// ```
     /// use accelerator::prelude::*;
-    /// use accelerator::timeline::Schedule;
+    /// use accelerator::timeline::ProfilerSchedule;
     /// use burn::nn::{Linear, LinearConfig};
     /// use burn::optim::SgdConfig;
     /// use burn::tensor::Tensor;
@@ -56,7 +56,7 @@ impl Accelerator {
     /// let model: Linear = LinearConfig::new(2, 1).init(&device);
     /// let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
     ///
-    /// let schedule = Schedule::new(2).with_skip_first(1).with_wait(1).with_warm_up(1).with_repeat(2);
+    /// let schedule = ProfilerSchedule::new(2).with_skip_first(1).with_wait(1).with_warm_up(1).with_repeat(2);
     /// let profiler = accelerator.profile(schedule, folder.join("trace.json"))?;
     /// for _ in 0..10 {
     ///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
@@ -78,7 +78,7 @@ impl Accelerator {
     /// [`Error::is_collective`] when another rank is lost or does not call it. A trace that cannot be
     /// written later is lost with a warning.
     #[track_caller]
-    pub fn profile(&self, schedule: Schedule, path: impl Into<PathBuf>) -> Result<Profiler> {
+    pub fn profile(&self, schedule: ProfilerSchedule, path: impl Into<PathBuf>) -> Result<Profiler> {
         self.begin_profile(schedule, Output::Trace(path.into()))
     }
 
@@ -90,10 +90,10 @@ impl Accelerator {
     ///
     /// ```
     /// # use accelerator::prelude::*;
-    /// use accelerator::timeline::Schedule;
+    /// use accelerator::timeline::ProfilerSchedule;
     ///
     /// let accelerator = Accelerator::new()?;
-    /// let schedule = Schedule::new(10).with_wait(1000);
+    /// let schedule = ProfilerSchedule::new(10).with_wait(1000);
     /// let profiler = accelerator.profile_with(schedule, |cycle| {
     ///     println!("steps from {}:\n{}", cycle.first_step, cycle.summary);
     /// })?;
@@ -107,14 +107,14 @@ impl Accelerator {
     #[track_caller]
     pub fn profile_with(
         &self,
-        schedule: Schedule,
+        schedule: ProfilerSchedule,
         on_ready: impl FnMut(&Cycle) + Send + 'static,
     ) -> Result<Profiler> {
         self.begin_profile(schedule, Output::Call(Box::new(on_ready)))
     }
 
     #[track_caller]
-    fn begin_profile(&self, schedule: Schedule, output: Output) -> Result<Profiler> {
+    fn begin_profile(&self, schedule: ProfilerSchedule, output: Output) -> Result<Profiler> {
         let shared = &self.shared;
         let mut mine = schedule.check().and_then(|()| shared.timeline.is_free());
         if let Output::Trace(path) = &output
@@ -143,11 +143,11 @@ impl Accelerator {
     }
 }
 
-/// Recording by a [`Schedule`], for as long as this lives; see [`Accelerator::profile`].
+/// Recording by a [`ProfilerSchedule`], for as long as this lives; see [`Accelerator::profile`].
 ///
 /// ```
 /// use accelerator::prelude::*;
-/// use accelerator::timeline::Schedule;
+/// use accelerator::timeline::ProfilerSchedule;
 /// # use burn::optim::SgdConfig;
 /// # use burn::nn::{Linear, LinearConfig};
 /// # use burn::tensor::Tensor;
@@ -156,7 +156,7 @@ impl Accelerator {
 /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
 /// # let (mut model, mut optimizer) = (model, accelerator.prepare(SgdConfig::new().init())?);
 ///
-/// let schedule = Schedule::new(2).with_wait(1);
+/// let schedule = ProfilerSchedule::new(2).with_wait(1);
 /// let profiler = accelerator.profile_with(schedule, |cycle| {
 ///     assert_eq!(cycle.first_step, 3 * cycle.number + 1);
 ///     assert_eq!(cycle.summary.steps, 2);
@@ -192,7 +192,7 @@ impl Profiler {
 
 impl Drop for Profiler {
     fn drop(&mut self) {
-        self.timeline.end(Some(self.number), Worth::Steps);
+        self.timeline.end(Some(self.number), CycleValue::Steps);
     }
 }
 
@@ -204,11 +204,11 @@ impl fmt::Debug for Profiler {
     }
 }
 
-/// What the steps came to that one cycle of a [`Schedule`] kept on this rank.
+/// What the steps came to that one cycle of a [`ProfilerSchedule`] kept on this rank.
 ///
 /// ```
 /// use accelerator::prelude::*;
-/// use accelerator::timeline::{Cycle, Schedule};
+/// use accelerator::timeline::{Cycle, ProfilerSchedule};
 ///
 /// /// A line for a log.
 /// fn told(cycle: &Cycle) -> String {
@@ -217,7 +217,7 @@ impl fmt::Debug for Profiler {
 /// }
 ///
 /// let accelerator = Accelerator::new()?;
-/// let profiler = accelerator.profile_with(Schedule::new(10), |cycle| println!("{}", told(cycle)))?;
+/// let profiler = accelerator.profile_with(ProfilerSchedule::new(10), |cycle| println!("{}", told(cycle)))?;
 /// # drop(profiler);
 /// # Ok::<(), Error>(())
 /// ```
@@ -241,7 +241,7 @@ pub(crate) enum Output {
 
 /// When a cycle that is not complete is worth keeping.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Worth {
+pub(super) enum CycleValue {
     /// With any event, where each rank writes its own.
     Events,
     /// With a step, which all ranks have done alike.
@@ -254,18 +254,18 @@ pub(super) struct Profiling {
     /// Whether a schedule runs, and whether a trace waits: looked at in every step, without a lock.
     runs: AtomicBool,
     waits: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<ProfilerState>,
 }
 
 #[derive(Default)]
-struct State {
+struct ProfilerState {
     begun: u64,
     current: Option<Profile>,
     /// The number of the profile that ended last, and its cycles.
     last: Option<(u64, u64)>,
     /// When the clocks were compared last.
-    met: Meeting,
-    ready: Vec<Ready>,
+    met: ClockSync,
+    ready: Vec<FinishedCycle>,
 }
 
 struct Profile {
@@ -277,17 +277,17 @@ struct Profile {
     kept_from: u64,
     number: u64,
     output: Output,
-    schedule: Schedule,
+    schedule: ProfilerSchedule,
 }
 
 /// A trace of this rank that all are to make one of.
-struct Ready {
+struct FinishedCycle {
     path: PathBuf,
     trace: RankTrace,
 }
 
 impl Profiling {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ProfilerState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -299,15 +299,15 @@ impl Timeline {
     pub(crate) fn begin(
         &self,
         group: &ProcessGroup,
-        schedule: Schedule,
+        schedule: ProfilerSchedule,
         output: Output,
     ) -> Result<u64> {
         // Of a schedule before, whose times lie between other meetings.
         self.deliver(group)?;
         let recorder = self.recorder_of(group, Recording::Nothing)?;
         let met = match output {
-            Output::Call(_) => Meeting::default(),
-            Output::Trace(_) => Meeting::hold(group, recorder.anchor())?,
+            Output::Call(_) => ClockSync::default(),
+            Output::Trace(_) => ClockSync::hold(group, recorder.anchor())?,
         };
         recorder.begin_schedule();
         let done = self.steps();
@@ -345,7 +345,7 @@ impl Timeline {
         let steps = done.saturating_sub(profile.first);
         let before = profile.schedule.phase(steps.saturating_sub(1));
         if before == SchedulePhase::Last {
-            self.cut(&mut profile, recorder, Worth::Steps);
+            self.cut(&mut profile, recorder, CycleValue::Steps);
         }
         if profile.schedule.is_over(steps) {
             self.retire((profile.number, profile.cycles), recorder);
@@ -356,7 +356,7 @@ impl Timeline {
     }
 
     /// Ends the schedule of that number, or whichever runs; what it has kept is to be written.
-    pub(super) fn end(&self, number: Option<u64>, worth: Worth) {
+    pub(super) fn end(&self, number: Option<u64>, worth: CycleValue) {
         let mut state = self.profiling().state();
         let runs = state.current.as_ref().map(|profile| profile.number);
         if number.is_some() && number != runs {
@@ -373,7 +373,7 @@ impl Timeline {
     /// Ends the schedule that runs, and writes the rest.
     #[track_caller]
     pub(crate) fn finish(&self, group: &ProcessGroup) -> Result<()> {
-        self.end(None, Worth::Steps);
+        self.end(None, CycleValue::Steps);
         self.deliver(group)
     }
 
@@ -395,7 +395,7 @@ impl Timeline {
             return Ok(());
         };
         let mut lost = None;
-        let met = match Meeting::hold(group, recorder.anchor()) {
+        let met = match ClockSync::hold(group, recorder.anchor()) {
             Ok(met) => met,
             Err(error) => {
                 lost = Some(error);
@@ -426,7 +426,7 @@ impl Timeline {
 
     /// Writes what this rank alone has kept, and waits for nobody.
     pub(crate) fn write_own_cycles(&self, world_size: usize) {
-        self.end(None, Worth::Events);
+        self.end(None, CycleValue::Events);
         let mut state = self.profiling().state();
         let (ready, met) = (std::mem::take(&mut state.ready), state.met);
         drop(state);
@@ -453,7 +453,7 @@ impl Timeline {
     }
 
     /// Takes what the cycle has kept, if it is worth it.
-    fn cut(&self, profile: &mut Profile, recorder: &Recorder, worth: Worth) {
+    fn cut(&self, profile: &mut Profile, recorder: &Recorder, worth: CycleValue) {
         let summary = recorder.cycle();
         let number = profile.cycles;
         match &mut profile.output {
@@ -474,10 +474,10 @@ impl Timeline {
                 });
             }
             Output::Trace(path) => {
-                if summary.is_none() && (worth == Worth::Steps || !recorder.keeps_some()) {
+                if summary.is_none() && (worth == CycleValue::Steps || !recorder.keeps_some()) {
                     return;
                 }
-                let ready = Ready {
+                let ready = FinishedCycle {
                     path: place::of_cycle(path, number),
                     trace: RankTrace::new(self.0.rank, recorder),
                 };
@@ -525,15 +525,15 @@ impl Profile {
     /// Sets the recorder to the step that comes after `done`, where the one before was in that phase.
     fn enter(&mut self, recorder: &Recorder, done: u64, before: SchedulePhase) {
         let mode = match self.schedule.phase(done.saturating_sub(self.first)) {
-            SchedulePhase::Idle => Mode::Off,
-            SchedulePhase::WarmUp => Mode::Discarded,
+            SchedulePhase::Idle => RecordMode::Off,
+            SchedulePhase::WarmUp => RecordMode::Discarded,
             // The cycle goes on.
             SchedulePhase::Active | SchedulePhase::Last if before == SchedulePhase::Active => {
                 return;
             }
             SchedulePhase::Active | SchedulePhase::Last => {
                 self.kept_from = done;
-                Mode::Kept
+                RecordMode::Kept
             }
         };
         recorder.switch(mode, done);
@@ -544,7 +544,7 @@ impl Profile {
 pub(crate) fn check_cycles(path: &Path) -> Result<()> {
     let named = path.file_stem().is_some() && !path.is_dir();
     let found = match named {
-        true => Place::find(&place::of_cycle(path, 0)).map(drop),
+        true => TraceFile::find(&place::of_cycle(path, 0)).map(drop),
         false => Err(std::io::Error::other("it is a folder: name a file in it")),
     };
     found.map_err(|error| {

@@ -5,12 +5,12 @@ use std::time::Instant;
 
 use accelerator_collective::{ExecThread, OpEvent};
 
-use super::clock::Meeting;
-use super::event::{Detail, Event, Kind, Operation, Part, Thread};
+use super::clock::ClockSync;
+use super::event::{Detail, Event, EventKind, Operation, EventSubject, Thread};
 use super::open_step::OpenStep;
-use super::ring::Ring;
+use super::ring::RingBuffer;
 use super::summary::StepSummary;
-use super::tally::{Tally, Times};
+use super::tally::{StepStats, StepTimes};
 
 /// How many events a trace holds, for each rank: thousands of steps, in some megabytes.
 const EVENTS: usize = 1 << 16;
@@ -38,7 +38,7 @@ impl fmt::Display for Recording {
 
 /// What becomes of events while a schedule runs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Mode {
+pub(super) enum RecordMode {
     /// They are kept, from here on.
     Kept,
     /// They are not noted.
@@ -50,23 +50,23 @@ pub(super) enum Mode {
 /// Notes what a rank does, in memory that is taken beforehand.
 pub(super) struct Recorder {
     anchor: Instant,
-    notes: Mutex<Notes>,
+    notes: Mutex<RecorderNotes>,
     /// Whether anything is noted.
     on: AtomicBool,
 }
 
-struct Notes {
-    clocks: Vec<Meeting>,
+struct RecorderNotes {
+    clocks: Vec<ClockSync>,
     /// The steps of the cycle under way, where a schedule keeps them.
-    cycle: Option<Tally>,
-    events: Ring<Event>,
+    cycle: Option<StepStats>,
+    events: RingBuffer<Event>,
     /// Whether events are noted.
     noting: bool,
     open: OpenStep,
     /// How many steps were done before.
     step: u64,
     /// All steps, where they are to be added up.
-    whole: Option<Tally>,
+    whole: Option<StepStats>,
     /// When the last operation of each runner ended: a trace shows one after the other.
     last_operation: [u64; 2],
 }
@@ -74,17 +74,17 @@ struct Notes {
 impl Recorder {
     pub(super) fn new(recording: Recording) -> Self {
         let (events, whole) = match recording {
-            Recording::Events => (EVENTS, Some(Tally::new())),
+            Recording::Events => (EVENTS, Some(StepStats::new())),
             Recording::Nothing => (0, None),
-            Recording::Steps => (0, Some(Tally::new())),
+            Recording::Steps => (0, Some(StepStats::new())),
         };
         Self {
             anchor: Instant::now(),
             on: AtomicBool::new(whole.is_some()),
-            notes: Mutex::new(Notes {
+            notes: Mutex::new(RecorderNotes {
                 clocks: Vec::with_capacity(2),
                 cycle: None,
-                events: Ring::new(events),
+                events: RingBuffer::new(events),
                 noting: events > 0,
                 open: OpenStep::new(),
                 step: 0,
@@ -106,34 +106,34 @@ impl Recorder {
 
     /// Takes the memory for a schedule's events.
     pub(super) fn begin_schedule(&self) {
-        self.notes().events = Ring::new(EVENTS);
+        self.notes().events = RingBuffer::new(EVENTS);
     }
 
     /// Gives it back.
     pub(super) fn end_schedule(&self) {
         let mut notes = self.notes();
-        notes.events = Ring::new(0);
+        notes.events = RingBuffer::new(0);
         notes.noting = false;
         notes.cycle = None;
         self.on.store(notes.whole.is_some(), Ordering::Relaxed);
     }
 
     /// What holds from the next step on, before which `step` steps were done.
-    pub(super) fn switch(&self, mode: Mode, step: u64) {
+    pub(super) fn switch(&self, mode: RecordMode, step: u64) {
         let now = self.at(Instant::now());
         let mut notes = self.notes();
         if !self.is_on() {
             notes.open.reset(now);
         }
         notes.step = step;
-        notes.noting = mode != Mode::Off;
-        if mode == Mode::Kept {
+        notes.noting = mode != RecordMode::Off;
+        if mode == RecordMode::Kept {
             notes.events.clear();
-            notes.cycle.get_or_insert_with(Tally::new).clear();
+            notes.cycle.get_or_insert_with(StepStats::new).clear();
         } else {
             notes.cycle = None;
         }
-        let on = mode != Mode::Off || notes.whole.is_some();
+        let on = mode != RecordMode::Off || notes.whole.is_some();
         self.on.store(on, Ordering::Relaxed);
     }
 
@@ -148,7 +148,7 @@ impl Recorder {
         notes.cycle.is_some() && !notes.events.items().is_empty()
     }
 
-    pub(super) fn met(&self, meeting: Meeting) {
+    pub(super) fn met(&self, meeting: ClockSync) {
         self.notes().clocks.push(meeting);
     }
 
@@ -156,16 +156,16 @@ impl Recorder {
         let (start, end) = (self.at(start), self.at(end));
         let mut notes = self.notes();
         notes.open.batch_came(start, end);
-        notes.open.spend(Kind::Data, end - start);
-        notes.event(Kind::Data, Thread::Main, start, end, Detail::NONE);
+        notes.open.spend(EventKind::Data, end - start);
+        notes.event(EventKind::Data, Thread::Main, start, end, Detail::NONE);
     }
 
     pub(super) fn backward_begins(&self) {
         let now = self.at(Instant::now());
         let mut notes = self.notes();
         let start = notes.open.backward_begins(now);
-        notes.open.spend(Kind::Forward, now - start);
-        notes.event(Kind::Forward, Thread::Main, start, now, Detail::NONE);
+        notes.open.spend(EventKind::Forward, now - start);
+        notes.event(EventKind::Forward, Thread::Main, start, now, Detail::NONE);
     }
 
     pub(super) fn backward_ends(&self) {
@@ -178,16 +178,16 @@ impl Recorder {
         self.notes().open.reset(now);
     }
 
-    pub(super) fn step_ends(&self) -> Times {
+    pub(super) fn step_ends(&self) -> StepTimes {
         let now = self.at(Instant::now());
         let mut notes = self.notes();
         let (begun, times) = notes.open.ends(now);
         let detail = Detail {
             bytes: times.bytes,
-            part: Part::Whole,
+            part: EventSubject::Whole,
         };
-        notes.event(Kind::Step, Thread::Main, begun, now, detail);
-        let Notes { cycle, whole, .. } = &mut *notes;
+        notes.event(EventKind::Step, Thread::Main, begun, now, detail);
+        let RecorderNotes { cycle, whole, .. } = &mut *notes;
         for tally in [cycle, whole].into_iter().flatten() {
             tally.add(times);
         }
@@ -196,13 +196,13 @@ impl Recorder {
     }
 
     /// The main thread enters a phase.
-    pub(super) fn enter(&self, kind: Kind) -> Instant {
+    pub(super) fn enter(&self, kind: EventKind) -> Instant {
         self.notes().open.enter(kind);
         Instant::now()
     }
 
     /// The main thread leaves the phase that it entered at `start`; with its bytes and number.
-    pub(super) fn leave(&self, kind: Kind, start: Instant, detail: Detail) {
+    pub(super) fn leave(&self, kind: EventKind, start: Instant, detail: Detail) {
         let (start, end) = (self.at(start), self.at(Instant::now()));
         let mut notes = self.notes();
         notes.open.leave(kind, start, end);
@@ -213,7 +213,7 @@ impl Recorder {
         let (start, end) = (self.at(start), self.at(Instant::now()));
         let worker = u16::try_from(worker).unwrap_or(u16::MAX);
         self.notes()
-            .event(Kind::Load, Thread::Loader(worker), start, end, Detail::NONE);
+            .event(EventKind::Load, Thread::Loader(worker), start, end, Detail::NONE);
     }
 
     pub(super) fn communicated(&self, operation: &OpEvent) {
@@ -230,9 +230,9 @@ impl Recorder {
         notes.last_operation[last] = end;
         let detail = Detail {
             bytes,
-            part: Part::Operation(operation.sequence),
+            part: EventSubject::Operation(operation.sequence),
         };
-        let kind = Kind::Operation(Operation::of(operation.name));
+        let kind = EventKind::Operation(Operation::of(operation.name));
         notes.event(kind, thread, start, end, detail);
     }
 
@@ -242,7 +242,7 @@ impl Recorder {
 
     /// The events by their beginning, with how many older ones are gone, and how this rank's clock
     /// compared with rank 0's.
-    pub(super) fn events(&self) -> (Vec<Event>, u64, Vec<Meeting>) {
+    pub(super) fn events(&self) -> (Vec<Event>, u64, Vec<ClockSync>) {
         let notes = self.notes();
         let mut events = notes.events.items().to_vec();
         // Outer ones first.
@@ -256,13 +256,13 @@ impl Recorder {
         since.as_nanos() as u64
     }
 
-    fn notes(&self) -> MutexGuard<'_, Notes> {
+    fn notes(&self) -> MutexGuard<'_, RecorderNotes> {
         self.notes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Notes {
-    fn event(&mut self, kind: Kind, thread: Thread, start: u64, end: u64, detail: Detail) {
+impl RecorderNotes {
+    fn event(&mut self, kind: EventKind, thread: Thread, start: u64, end: u64, detail: Detail) {
         if !self.noting {
             return;
         }
@@ -297,18 +297,18 @@ mod tests {
         let start = recorder.anchor();
         recorder.batch_came(start, start);
         recorder.backward_begins();
-        let outer = recorder.enter(Kind::Backward);
-        let inner = recorder.enter(Kind::Copy);
-        recorder.leave(Kind::Copy, inner, Detail::NONE);
-        recorder.leave(Kind::Backward, outer, Detail::NONE);
+        let outer = recorder.enter(EventKind::Backward);
+        let inner = recorder.enter(EventKind::Copy);
+        recorder.leave(EventKind::Copy, inner, Detail::NONE);
+        recorder.leave(EventKind::Backward, outer, Detail::NONE);
         recorder.backward_ends();
         let times = recorder.step_ends();
         assert!(times.phases.iter().sum::<u64>() <= times.total);
         let (events, dropped, _) = recorder.events();
         assert_eq!(dropped, 0);
-        assert_eq!(events[0].kind, Kind::Step);
+        assert_eq!(events[0].kind, EventKind::Step);
         let of = |kind| events.iter().find(|event| event.kind == kind).unwrap();
-        let (whole, part) = (of(Kind::Backward), of(Kind::Copy));
+        let (whole, part) = (of(EventKind::Backward), of(EventKind::Copy));
         assert!(whole.start <= part.start && part.end <= whole.end);
     }
 
@@ -322,19 +322,19 @@ mod tests {
         };
         assert!(!recorder.is_on() && recorder.summary().is_none());
         recorder.begin_schedule();
-        recorder.switch(Mode::Discarded, 7);
+        recorder.switch(RecordMode::Discarded, 7);
         step();
         assert!(recorder.is_on() && recorder.cycle().is_none() && !recorder.keeps_some());
-        recorder.switch(Mode::Kept, 8);
+        recorder.switch(RecordMode::Kept, 8);
         assert!(!recorder.keeps_some());
         step();
         step();
         assert_eq!(recorder.cycle().unwrap().steps, 2);
         let steps: Vec<_> = recorder.events().0.iter().map(|event| event.step).collect();
         assert!(steps.iter().all(|step| [8, 9].contains(step)), "{steps:?}");
-        recorder.switch(Mode::Off, 10);
+        recorder.switch(RecordMode::Off, 10);
         assert!(!recorder.is_on() && recorder.cycle().is_none());
-        recorder.switch(Mode::Kept, 12);
+        recorder.switch(RecordMode::Kept, 12);
         assert!(
             recorder.cycle().is_none(),
             "nothing is left of the cycle before"
@@ -356,7 +356,7 @@ mod tests {
         recorder.step_ends();
         assert_eq!(recorder.summary().unwrap().steps, 1);
         let (events, ..) = recorder.events();
-        let step = events.iter().find(|event| event.kind == Kind::Step);
+        let step = events.iter().find(|event| event.kind == EventKind::Step);
         assert!(
             step.unwrap().start >= failed,
             "the next one begins behind it"

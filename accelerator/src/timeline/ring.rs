@@ -1,13 +1,13 @@
 /// The newest of what was put in, in memory that is taken once.
 #[derive(Debug)]
-pub(super) struct Ring<T> {
+pub(super) struct RingBuffer<T> {
     capacity: usize,
     items: Vec<T>,
     /// How many were put in.
     count: u64,
 }
 
-impl<T: Copy> Ring<T> {
+impl<T: Copy> RingBuffer<T> {
     pub(super) fn new(capacity: usize) -> Self {
         Self {
             capacity,
@@ -49,7 +49,7 @@ mod tests {
 
     #[test]
     fn the_newest_stay() {
-        let mut ring = Ring::new(3);
+        let mut ring = RingBuffer::new(3);
         for item in 0..8 {
             ring.push(item);
         }
@@ -59,7 +59,7 @@ mod tests {
         ring.clear();
         ring.push(9);
         assert_eq!((ring.items(), ring.dropped()), (&[9][..], 0));
-        let mut none = Ring::new(0);
+        let mut none = RingBuffer::new(0);
         none.push(1);
         assert_eq!((none.items().len(), none.dropped()), (0, 1));
     }

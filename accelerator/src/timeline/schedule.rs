@@ -15,16 +15,16 @@ use crate::error::{Error, Result};
 /// may be left out.
 ///
 /// ```
-/// use accelerator::timeline::{Schedule, SchedulePhase::*};
+/// use accelerator::timeline::{ProfilerSchedule, SchedulePhase::*};
 ///
-/// let schedule = Schedule::new(2).with_wait(1).with_warm_up(1).with_repeat(1).with_skip_first(1);
+/// let schedule = ProfilerSchedule::new(2).with_wait(1).with_warm_up(1).with_repeat(1).with_skip_first(1);
 /// let phases: Vec<_> = (0..7).map(|step| schedule.phase(step)).collect();
 /// assert_eq!(phases, [Idle, Idle, WarmUp, Active, Last, Idle, Idle]);
 /// assert_eq!("active=2,wait=1,warm_up=1,repeat=1,skip_first=1".parse(), Ok(schedule));
 /// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[must_use]
-pub struct Schedule {
+pub struct ProfilerSchedule {
     active: u64,
     repeat: u64,
     skip_first: u64,
@@ -32,13 +32,13 @@ pub struct Schedule {
     warm_up: u64,
 }
 
-/// What a step is to a [`Schedule`].
+/// What a step is to a [`ProfilerSchedule`].
 ///
 /// ```
-/// use accelerator::timeline::{Schedule, SchedulePhase};
+/// use accelerator::timeline::{ProfilerSchedule, SchedulePhase};
 ///
 /// // Something of the program's own, by the same rules.
-/// let schedule = Schedule::new(2).with_wait(1).with_warm_up(1);
+/// let schedule = ProfilerSchedule::new(2).with_wait(1).with_warm_up(1);
 /// let mut kept = Vec::new();
 /// for step in 0..8 {
 ///     match schedule.phase(step) {
@@ -64,7 +64,7 @@ pub enum SchedulePhase {
     Last,
 }
 
-impl Schedule {
+impl ProfilerSchedule {
     /// Cycles of so many active steps, with nothing between them, without end. There must be at least
     /// one.
     pub fn new(active: u64) -> Self {
@@ -117,9 +117,9 @@ impl Schedule {
     /// How many cycles are complete after so many steps.
     ///
     /// ```
-    /// use accelerator::timeline::Schedule;
+    /// use accelerator::timeline::ProfilerSchedule;
     ///
-    /// let schedule = Schedule::new(2).with_wait(1).with_repeat(3);
+    /// let schedule = ProfilerSchedule::new(2).with_wait(1).with_repeat(3);
     /// assert_eq!((schedule.cycles(5), schedule.cycles(6), schedule.cycles(100)), (1, 2, 3));
     /// ```
     pub fn cycles(&self, steps: u64) -> u64 {
@@ -155,7 +155,7 @@ impl Schedule {
     }
 }
 
-impl fmt::Display for Schedule {
+impl fmt::Display for ProfilerSchedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             active,
@@ -171,7 +171,7 @@ impl fmt::Display for Schedule {
     }
 }
 
-impl FromStr for Schedule {
+impl FromStr for ProfilerSchedule {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -217,7 +217,7 @@ mod tests {
     use super::*;
 
     /// `N`, `W`, `R` and `S` for torch's `NONE`, `WARMUP`, `RECORD` and `RECORD_AND_SAVE`.
-    fn letters(schedule: Schedule, steps: u64) -> String {
+    fn letters(schedule: ProfilerSchedule, steps: u64) -> String {
         let letter = |step| match schedule.phase(step) {
             Idle => 'N',
             WarmUp => 'W',
@@ -231,7 +231,7 @@ mod tests {
     #[test]
     fn c24_phases_are_those_of_torch() {
         let all = |active, wait, warm_up, repeat, skip_first| {
-            Schedule::new(active)
+            ProfilerSchedule::new(active)
                 .with_wait(wait)
                 .with_warm_up(warm_up)
                 .with_repeat(repeat)
@@ -262,7 +262,7 @@ mod tests {
             (3, 2, 1, 0, 2),
             (1, 0, 1, 0, 1),
         ] {
-            let schedule = Schedule::new(active)
+            let schedule = ProfilerSchedule::new(active)
                 .with_wait(wait)
                 .with_warm_up(warm_up)
                 .with_repeat(repeat)
@@ -286,7 +286,7 @@ mod tests {
 
     #[test]
     fn a_schedule_is_read_as_it_is_written() {
-        let schedule = Schedule::new(3).with_wait(1).with_repeat(2);
+        let schedule = ProfilerSchedule::new(3).with_wait(1).with_repeat(2);
         assert_eq!(schedule.to_string().parse(), Ok(schedule));
         assert_eq!("repeat = 2, active=3, wait=1".parse(), Ok(schedule));
         for wrong in [
@@ -298,17 +298,17 @@ mod tests {
             "active=1,active=2",
             "active=1,on=2",
         ] {
-            let error = wrong.parse::<Schedule>().unwrap_err();
+            let error = wrong.parse::<ProfilerSchedule>().unwrap_err();
             assert!(error.contains("active=3,wait=1"), "{error}");
         }
-        assert!(Schedule::new(0).check().unwrap_err().is_config());
+        assert!(ProfilerSchedule::new(0).check().unwrap_err().is_config());
         // No number is too large.
-        let long = Schedule::new(u64::MAX)
+        let long = ProfilerSchedule::new(u64::MAX)
             .with_wait(u64::MAX)
             .with_warm_up(u64::MAX);
         assert_eq!(long.with_repeat(u64::MAX).phase(u64::MAX), Idle);
         assert_eq!(
-            (Schedule::new(0).phase(3), Schedule::new(0).cycles(9)),
+            (ProfilerSchedule::new(0).phase(3), ProfilerSchedule::new(0).cycles(9)),
             (Idle, 0)
         );
     }

@@ -44,12 +44,12 @@ impl Drop for Span<'_> {
 }
 
 /// A worker that loads a batch.
-pub(super) struct Load<'a> {
+pub(super) struct LoadSpan<'a> {
     noted: Option<(&'a Recorder, Instant)>,
     worker: usize,
 }
 
-impl<'a> Load<'a> {
+impl<'a> LoadSpan<'a> {
     pub(super) fn begin(worker: usize, recorder: Option<&'a Recorder>) -> Self {
         Self {
             noted: recorder.map(|recorder| (recorder, Instant::now())),
@@ -58,7 +58,7 @@ impl<'a> Load<'a> {
     }
 }
 
-impl Drop for Load<'_> {
+impl Drop for LoadSpan<'_> {
     fn drop(&mut self) {
         if let Some((recorder, start)) = self.noted {
             recorder.loaded(self.worker, start);

@@ -2,7 +2,7 @@ use core::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::tally::Times;
+use super::tally::StepTimes;
 
 /// Where the time of this rank's steps went, on average; from
 /// [`Accelerator::step_summary`](crate::Accelerator::step_summary).
@@ -131,12 +131,12 @@ impl StepSummary {
         (all > 0.0).then(|| 1.0 - self.exposed.mean / all)
     }
 
-    pub(super) fn of(steps: u64, sums: &Times, newest: &[Times]) -> Option<Self> {
+    pub(super) fn of(steps: u64, sums: &StepTimes, newest: &[StepTimes]) -> Option<Self> {
         if steps == 0 {
             return None;
         }
         let mut values = Vec::with_capacity(newest.len());
-        let mut figure = |unit: f64, of: &dyn Fn(&Times) -> u64| {
+        let mut figure = |unit: f64, of: &dyn Fn(&StepTimes) -> u64| {
             values.clear();
             values.extend(newest.iter().map(of));
             Figure {
@@ -245,7 +245,7 @@ mod tests {
 
     #[test]
     fn figures_are_means_and_medians_in_seconds() {
-        let times = |total| Times {
+        let times = |total| StepTimes {
             total,
             phases: [0, 0, 0, 0, total / 4, 0],
             communicating: total / 2,
@@ -257,7 +257,7 @@ mod tests {
             times(1_000_000_000),
             times(1_000_000_000),
         ];
-        let sums = Times {
+        let sums = StepTimes {
             bytes: 300,
             ..times(6_000_000_000)
         };

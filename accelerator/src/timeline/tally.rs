@@ -1,7 +1,7 @@
 use core::fmt;
 
-use super::event::Kind;
-use super::ring::Ring;
+use super::event::EventKind;
+use super::ring::RingBuffer;
 use super::summary::StepSummary;
 
 /// Over how many of the newest steps medians are taken.
@@ -9,23 +9,23 @@ const STEPS: usize = 1 << 12;
 
 /// What steps came to together.
 #[derive(Debug)]
-pub(super) struct Tally {
-    steps: Ring<Times>,
+pub(super) struct StepStats {
+    steps: RingBuffer<StepTimes>,
     /// Over all steps.
-    sums: Times,
+    sums: StepTimes,
     count: u64,
 }
 
-impl Tally {
+impl StepStats {
     pub(super) fn new() -> Self {
         Self {
-            steps: Ring::new(STEPS),
-            sums: Times::default(),
+            steps: RingBuffer::new(STEPS),
+            sums: StepTimes::default(),
             count: 0,
         }
     }
 
-    pub(super) fn add(&mut self, times: Times) {
+    pub(super) fn add(&mut self, times: StepTimes) {
         self.sums.add(&times);
         self.steps.push(times);
         self.count += 1;
@@ -33,7 +33,7 @@ impl Tally {
 
     pub(super) fn clear(&mut self) {
         self.steps.clear();
-        self.sums = Times::default();
+        self.sums = StepTimes::default();
         self.count = 0;
     }
 
@@ -44,11 +44,11 @@ impl Tally {
 
 /// What a step came to, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Times {
+pub(super) struct StepTimes {
     /// From its first batch to the end of its optimizer.
     pub(super) total: u64,
-    /// As [`Kind::PHASES`]; they share out a part of the total.
-    pub(super) phases: [u64; Kind::PHASES.len()],
+    /// As [`EventKind::PHASES`]; they share out a part of the total.
+    pub(super) phases: [u64; EventKind::PHASES.len()],
     /// How long operations were under way, on whichever thread.
     pub(super) communicating: u64,
     /// How much of that the main thread stood still for.
@@ -56,7 +56,7 @@ pub(super) struct Times {
     pub(super) bytes: u64,
 }
 
-impl Times {
+impl StepTimes {
     fn add(&mut self, other: &Self) {
         self.total += other.total;
         self.communicating += other.communicating;
@@ -68,11 +68,11 @@ impl Times {
     }
 }
 
-impl fmt::Display for Times {
+impl fmt::Display for StepTimes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let milliseconds = |nanoseconds| nanoseconds as f64 / 1e6;
         write!(f, "{:.3} ms", milliseconds(self.total))?;
-        for (kind, time) in Kind::PHASES.into_iter().zip(self.phases) {
+        for (kind, time) in EventKind::PHASES.into_iter().zip(self.phases) {
             write!(f, ", {} {:.3}", kind.name(), milliseconds(time))?;
         }
         write!(

@@ -5,9 +5,9 @@ use std::io::{self, Write};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::clock::Meeting;
-use super::event::{Event, Kind, Part, Thread};
-use super::place::Place;
+use super::clock::ClockSync;
+use super::event::{Event, EventKind, EventSubject, Thread};
+use super::place::TraceFile;
 use super::recorder::Recorder;
 
 /// What one rank has to show.
@@ -18,12 +18,12 @@ pub(super) struct RankTrace {
     process: u32,
     /// How many older events are gone.
     dropped: u64,
-    pub(super) clocks: Vec<Meeting>,
+    pub(super) clocks: Vec<ClockSync>,
     events: Vec<Row>,
 }
 
 /// An event without the names of its fields, of which there are many.
-type Row = (Kind, Thread, u64, u64, u64, u64, Part);
+type Row = (EventKind, Thread, u64, u64, u64, u64, EventSubject);
 
 impl RankTrace {
     pub(super) fn new(rank: usize, recorder: &Recorder) -> Self {
@@ -54,14 +54,14 @@ impl RankTrace {
     /// When the first event began, in rank 0's time.
     fn beginning(&self) -> Option<i64> {
         let (_, _, start, ..) = self.events.first()?;
-        Some(Meeting::translate(&self.clocks, *start))
+        Some(ClockSync::translate(&self.clocks, *start))
     }
 }
 
 /// Writes the trace event format of Chrome, in the form of an object, which Perfetto reads too: a
 /// process is a rank, complete events (`X`) are spans in microseconds, `M` names processes and
 /// threads, `C` counts bytes.
-pub(super) fn write(place: &Place, ranks: &[RankTrace]) -> io::Result<()> {
+pub(super) fn write(place: &TraceFile, ranks: &[RankTrace]) -> io::Result<()> {
     place.fill(|file| write_to(file, ranks))
 }
 
@@ -85,10 +85,10 @@ fn write_to(file: &mut impl Write, ranks: &[RankTrace]) -> io::Result<()> {
             put(&event)?;
         }
         for row in &rank.events {
-            let microseconds = |time| (Meeting::translate(&rank.clocks, time) - zero) as f64 / 1e3;
+            let microseconds = |time| (ClockSync::translate(&rank.clocks, time) - zero) as f64 / 1e3;
             let (start, end) = (microseconds(row.2), microseconds(row.3));
             put(&span(rank.rank, row, start, end))?;
-            if let (Kind::Step, .., bytes, _) = *row {
+            if let (EventKind::Step, .., bytes, _) = *row {
                 put(&json!({
                     "ph": "C", "name": "gradients sent", "pid": rank.rank, "tid": 0, "ts": end,
                     "args": { "bytes": bytes },
@@ -134,15 +134,15 @@ fn names(rank: &RankTrace) -> Vec<Value> {
 fn span(rank: usize, row: &Row, start: f64, end: f64) -> Value {
     let &(kind, thread, _, _, step, bytes, part) = row;
     let mut args = json!({ "step": step });
-    if let Kind::Operation(_) | Kind::Reduce | Kind::Step = kind {
+    if let EventKind::Operation(_) | EventKind::Reduce | EventKind::Step = kind {
         args["bytes"] = json!(bytes);
     }
     match part {
-        Part::Whole => {}
-        Part::Bucket(number) => args["bucket"] = json!(number),
-        Part::Control => args["bucket"] = json!("control"),
-        Part::Weight => args["bucket"] = json!("weight"),
-        Part::Operation(number) => args["operation"] = json!(number),
+        EventSubject::Whole => {}
+        EventSubject::Bucket(number) => args["bucket"] = json!(number),
+        EventSubject::Control => args["bucket"] = json!("control"),
+        EventSubject::Weight => args["bucket"] = json!("weight"),
+        EventSubject::Operation(number) => args["operation"] = json!(number),
     }
     json!({
         "ph": "X", "cat": "accelerator", "name": kind.name(), "pid": rank,

@@ -2,7 +2,7 @@
 //! the conformance list that follows Accelerate's tests.
 
 use crate::common::{Column, ColumnBatcher, columns, devices, distance, line};
-use accelerator::data::InOrder;
+use accelerator::data::AssumeDeterministic;
 use accelerator::metric::{Accuracy, Confusion, TopK};
 use accelerator::prelude::*;
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
@@ -105,7 +105,7 @@ fn c12_a_loader_of_burns_is_gathered_once_idle_ranks_included() {
             let loader = BurnBuilder::new(ColumnBatcher)
                 .batch_size(batch_size)
                 .build(columns(samples));
-            gathered(&accelerator, &accelerator.prepare(InOrder(loader))?, 0)
+            gathered(&accelerator, &accelerator.prepare(AssumeDeterministic(loader))?, 0)
         })
         .unwrap();
         each_once(on_every_rank(steps).concat(), samples);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::common::{Column, ColumnBatcher, columns, loader};
-use accelerator::data::InOrder;
+use accelerator::data::AssumeDeterministic;
 use accelerator::metric::Mean;
 use accelerator::plan::WeightedSampler;
 use accelerator::prelude::*;
@@ -144,7 +144,7 @@ fn a_loader_of_burns_is_shared_out_batch_by_batch() {
         let loader = BurnBuilder::new(ColumnBatcher)
             .batch_size(2)
             .build(columns(15));
-        let loader = accelerator.prepare(InOrder(loader))?;
+        let loader = accelerator.prepare(AssumeDeterministic(loader))?;
         loader
             .epoch(0)
             .map(|batch| {
@@ -431,7 +431,7 @@ fn a_loader_that_one_rank_refuses_is_told_to_every_rank() {
             accelerator.prepare(small(each(rank, [8, 1]))).map(drop),
             accelerator.prepare(loader(each(rank, [8, 0]), 2)).map(drop),
             accelerator
-                .prepare(InOrder(burns(each(rank, [8, 0]))))
+                .prepare(AssumeDeterministic(burns(each(rank, [8, 0]))))
                 .map(drop),
         ];
         accelerator.wait_for_everyone()?;

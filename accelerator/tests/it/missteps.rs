@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use crate::common::checkpoints::adam;
 use crate::common::{Column, ColumnBatcher, columns, distance, flat, line, loader};
 use accelerator::checkpoint::{Object, PerRank};
-use accelerator::data::{Batch, InOrder, Loader, StreamPart};
+use accelerator::data::{Batch, AssumeDeterministic, Loader, StreamPart};
 use accelerator::hook::PowerSgd;
 use accelerator::metric::{Mean, Sum};
 use accelerator::optim::{Manual, PreparedOptimizer, Sharded};
@@ -1088,7 +1088,7 @@ fn a_data_set_that_makes_no_step_is_refused_when_it_is_prepared() {
             let burns = BurnBuilder::new(ColumnBatcher)
                 .batch_size(2)
                 .build(columns(0));
-            let burns = accelerator.prepare(InOrder(burns)).unwrap_err();
+            let burns = accelerator.prepare(AssumeDeterministic(burns)).unwrap_err();
             accelerator.wait_for_everyone()?;
             Ok([empty, burns, short])
         });

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use crate::common::{distance, line};
 use accelerator::AcceleratorBuilder;
 use accelerator::prelude::*;
-use accelerator::timeline::{Cycle, Profiler, Schedule};
+use accelerator::timeline::{Cycle, Profiler, ProfilerSchedule};
 use burn::nn::Linear;
 use burn::optim::SgdConfig;
 use serde_json::Value;
@@ -71,8 +71,8 @@ fn expected(cycles: &[(&str, &[u64], &[u64])]) -> BTreeMap<String, Vec<(u64, Vec
 }
 
 /// The schedule that most tests have: of ten steps, the third and fourth, and the seventh and eighth.
-fn schedule() -> Schedule {
-    Schedule::new(2).with_wait(1).with_warm_up(1).with_repeat(2)
+fn schedule() -> ProfilerSchedule {
+    ProfilerSchedule::new(2).with_wait(1).with_warm_up(1).with_repeat(2)
 }
 
 #[test]
@@ -197,7 +197,7 @@ fn cycles_wait_for_a_window_of_all_ranks() {
         let is_main = accelerator.is_main_process();
         let profile = |name: &str| {
             let path = folder.path().join(name);
-            accelerator.profile(Schedule::new(1).with_repeat(1), path)
+            accelerator.profile(ProfilerSchedule::new(1).with_repeat(1), path)
         };
         let parts = (line(&accelerator.device()), SgdConfig::new().init());
         let (mut model, mut optimizer): (Linear, _) = accelerator.prepare(parts)?;
@@ -260,14 +260,14 @@ fn what_would_fail_later_is_refused_at_once_on_all_ranks() {
     let folder = folder.path();
     let outcome = accelerator::launch(2, |accelerator| {
         let path = |name: &str| folder.join(name);
-        let refused = |schedule: Schedule, name: &str| {
+        let refused = |schedule: ProfilerSchedule, name: &str| {
             let error = accelerator.profile(schedule, path(name)).unwrap_err();
             assert!(error.is_config(), "{error:?}");
             error.to_string()
         };
         assert!(refused(schedule(), "missing/trace.json").contains("missing"));
         assert!(refused(schedule(), "").contains("folder"));
-        assert!(refused(Schedule::new(0), "trace.json").contains("at least 1"));
+        assert!(refused(ProfilerSchedule::new(0), "trace.json").contains("at least 1"));
         let other = schedule().with_wait(accelerator.rank() as u64);
         assert!(refused(other, "trace.json").contains("differs between ranks"));
         // The group is as good as before.
@@ -283,7 +283,7 @@ fn what_would_fail_later_is_refused_at_once_on_all_ranks() {
     let traced = |name: &str| Accelerator::builder().with_trace(folder.join(name));
     refused(Accelerator::builder().with_trace_schedule(schedule()));
     refused(traced("missing/trace.json").with_trace_schedule(schedule()));
-    refused(traced("trace.json").with_trace_schedule(Schedule::new(0)));
+    refused(traced("trace.json").with_trace_schedule(ProfilerSchedule::new(0)));
 }
 
 #[test]
@@ -347,7 +347,7 @@ fn traces_of_an_earlier_run_do_not_stay() {
 fn c24_a_closure_that_panics_ends_recording_and_the_next_profiler_begins() {
     let accelerator = Accelerator::new().unwrap();
     let first = accelerator
-        .profile_with(Schedule::new(2), |_| panic!("there is no room"))
+        .profile_with(ProfilerSchedule::new(2), |_| panic!("there is no room"))
         .unwrap();
     let training = AssertUnwindSafe(|| train(&accelerator, 4, |_| ()));
     assert!(catch_unwind(training).is_err());
@@ -355,7 +355,7 @@ fn c24_a_closure_that_panics_ends_recording_and_the_next_profiler_begins() {
     let cycles = Arc::<Mutex<Vec<u64>>>::default();
     let noted = cycles.clone();
     let second = accelerator
-        .profile_with(Schedule::new(2).with_repeat(1), move |cycle| {
+        .profile_with(ProfilerSchedule::new(2).with_repeat(1), move |cycle| {
             noted.lock().unwrap().push(cycle.summary.steps);
         })
         .unwrap();

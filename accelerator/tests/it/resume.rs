@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::common::checkpoints::{Parts, adam, misfit, names, prepared, train};
 use crate::common::{ColumnBatcher, assert_close, columns, distance, flat, line, loader};
 use accelerator::checkpoint::{Position, Rescale};
-use accelerator::data::InOrder;
+use accelerator::data::AssumeDeterministic;
 use accelerator::optim::{Manual, Scheduled};
 use accelerator::prelude::*;
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
@@ -647,7 +647,7 @@ fn a_loader_of_burns_is_skipped_through() {
             let train = BurnBuilder::new(ColumnBatcher)
                 .batch_size(2)
                 .build(columns(22));
-            let parts = (line(&accelerator.device()), adam(), InOrder(train));
+            let parts = (line(&accelerator.device()), adam(), AssumeDeterministic(train));
             let parts = accelerator.prepare(parts)?;
             let ((mut model, mut optimizer, train), _) =
                 accelerator.resume(folder.path(), parts)?;

@@ -3,7 +3,7 @@
 use crate::common::{
     Column, ColumnBatcher, assert_close, columns, distance, flat, line, loader, of_every_rank,
 };
-use accelerator::data::{InOrder, Loader, SamplePlace};
+use accelerator::data::{AssumeDeterministic, Loader, SamplePlace};
 use accelerator::plan::WeightedSampler;
 use accelerator::prelude::*;
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
@@ -394,7 +394,7 @@ fn every_kind(accelerator: &Accelerator) -> Vec<(&'static str, PreparedLoader<Co
                 .prepare(two().build_dispatched_stream(numbers))
                 .unwrap(),
         ),
-        ("Burn's", accelerator.prepare(InOrder(burns)).unwrap()),
+        ("Burn's", accelerator.prepare(AssumeDeterministic(burns)).unwrap()),
     ]
 }
 

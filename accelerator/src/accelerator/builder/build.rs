@@ -13,14 +13,14 @@ use crate::checkpoint::Ongoing;
 use crate::data::UncountedPadding;
 use crate::device::{self, DeviceKind};
 use crate::error::{Error, Kind, Result};
-use crate::gradient::Road;
-use crate::gradient::{Switch, Turn};
-use crate::logging::Warned;
+use crate::gradient::DeviceReducer;
+use crate::gradient::{OverlapSwitch, BackwardGuard};
+use crate::logging::WarnedTexts;
 use crate::model::Models;
-use crate::nn::Crossing;
-use crate::optim::Census;
+use crate::nn::ForwardCollectives;
+use crate::optim::OptimizerCount;
 use crate::precision::WorkingUse;
-use crate::timeline::{self, Output, Place, Timeline, check_cycles};
+use crate::timeline::{self, Output, TraceFile, Timeline, check_cycles};
 
 impl AcceleratorBuilder {
     /// Finds this process's place, connects it with the others, and opens the device.
@@ -139,9 +139,9 @@ impl AcceleratorBuilder {
         &self,
         group: ProcessGroup,
         settings: Settings,
-        overlap: Switch,
+        overlap: OverlapSwitch,
         restarts: Restarts,
-        road: Road,
+        road: DeviceReducer,
         device: Device,
     ) -> Result<Accelerator> {
         {
@@ -164,18 +164,18 @@ impl AcceleratorBuilder {
                 kind: road.kind(),
                 loaders: AtomicU64::new(0),
                 models: Models::default(),
-                optimizers: Census::default(),
+                optimizers: OptimizerCount::default(),
                 overlap,
                 restarts,
                 road: Arc::new(road),
                 settings,
                 timeline,
                 trigger: Arc::default(),
-                crossing: Crossing::default(),
+                crossing: ForwardCollectives::default(),
                 failed_calls: Arc::default(),
-                turn: Turn::default(),
+                turn: BackwardGuard::default(),
                 uncounted: UncountedPadding::default(),
-                warned: Warned::default(),
+                warned: WarnedTexts::default(),
                 working: WorkingUse::default(),
             }),
         })
@@ -205,8 +205,8 @@ impl AcceleratorBuilder {
 }
 
 /// How gradients that are computed on that device get to the other ranks.
-fn road(settings: &Settings, kind: DeviceKind, device: &Device) -> Road {
-    Road::new(settings.reduction, kind, device, settings.compression)
+fn road(settings: &Settings, kind: DeviceKind, device: &Device) -> DeviceReducer {
+    DeviceReducer::new(settings.reduction, kind, device, settings.compression)
 }
 
 /// Refuses a trace that cannot be written, before there is anything to lose.
@@ -217,7 +217,7 @@ fn check_trace(settings: &Settings) -> Result<()> {
     if settings.trace_schedule.is_some() {
         return check_cycles(path);
     }
-    match Place::find(path) {
+    match TraceFile::find(path) {
         Ok(_) => Ok(()),
         Err(error) => Err(Error::config(format!(
             "the trace cannot be written to `{}`: {error}; name a file in a folder that exists and \

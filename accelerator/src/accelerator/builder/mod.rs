@@ -11,10 +11,10 @@ use burn::tensor::FloatDType;
 
 use crate::accelerator::SameBatches;
 use crate::device::{DeviceKind, Oversubscription};
-use crate::gradient::hook::{CommunicationHook, Maker};
+use crate::gradient::hook::{CommunicationHook, HookFactory};
 use crate::gradient::{Compression, GradientReduction, OnNonFiniteLoss, Overlap};
 use crate::precision::{LossScale, Precision};
-use crate::timeline::{Recording, Schedule};
+use crate::timeline::{Recording, ProfilerSchedule};
 
 /// Settings for an [`Accelerator`](crate::Accelerator); begin with
 /// [`Accelerator::builder`](crate::Accelerator::builder).
@@ -60,7 +60,7 @@ pub struct AcceleratorBuilder {
     device: Option<DeviceKind>,
     dtype: Option<FloatDType>,
     global_batch: Option<GlobalBatch>,
-    hook: Option<Maker>,
+    hook: Option<HookFactory>,
     launch: Option<Launch>,
     loss_scale: LossScale,
     on_non_finite_loss: OnNonFiniteLoss,
@@ -72,7 +72,7 @@ pub struct AcceleratorBuilder {
     same_batches: SameBatches,
     seed: u64,
     trace: Option<PathBuf>,
-    trace_schedule: Option<Schedule>,
+    trace_schedule: Option<ProfilerSchedule>,
     transport: Option<TransportKind>,
 }
 
@@ -409,7 +409,7 @@ impl AcceleratorBuilder {
         mut self,
         make: impl Fn() -> H + Send + Sync + 'static,
     ) -> Self {
-        self.hook = Some(Maker::new(make));
+        self.hook = Some(HookFactory::new(make));
         self
     }
 
@@ -513,12 +513,12 @@ impl AcceleratorBuilder {
     /// Default: `ACCEL_TRACE_SCHEDULE`, else one trace of everything.
     ///
     /// ```
-    /// use accelerator::timeline::Schedule;
+    /// use accelerator::timeline::ProfilerSchedule;
     ///
     /// # let folder = tempfile::tempdir().unwrap();
     /// # let path = folder.path().join("trace.json");
     /// // Five steps of every thousand.
-    /// let schedule = Schedule::new(5).with_wait(994).with_warm_up(1);
+    /// let schedule = ProfilerSchedule::new(5).with_wait(994).with_warm_up(1);
     /// let accelerator = accelerator::Accelerator::builder()
     ///     .with_trace(&path)
     ///     .with_trace_schedule(schedule)
@@ -527,7 +527,7 @@ impl AcceleratorBuilder {
     /// # assert!(!path.exists());
     /// # Ok::<(), accelerator::Error>(())
     /// ```
-    pub fn with_trace_schedule(mut self, schedule: Schedule) -> Self {
+    pub fn with_trace_schedule(mut self, schedule: ProfilerSchedule) -> Self {
         self.trace_schedule = Some(schedule);
         self
     }

@@ -5,11 +5,11 @@ use accelerator_collective::Topology;
 use crate::accelerator::Settings;
 use crate::agreement::Term;
 use crate::device::DeviceKind;
-use crate::gradient::hook::Maker;
-use crate::gradient::{Overlap, Road, Switch};
+use crate::gradient::hook::HookFactory;
+use crate::gradient::{Overlap, DeviceReducer, OverlapSwitch};
 
 /// What the setting comes to for ranks that stand so.
-pub(super) fn switch(topology: &Topology, settings: &Settings, kind: DeviceKind) -> Switch {
+pub(super) fn switch(topology: &Topology, settings: &Settings, kind: DeviceKind) -> OverlapSwitch {
     let on = match settings.overlap {
         // Hooks run when backward has ended.
         _ if settings.hook.is_some() => false,
@@ -21,15 +21,15 @@ pub(super) fn switch(topology: &Topology, settings: &Settings, kind: DeviceKind)
             topology.local_world_size() < topology.world_size() || computes_elsewhere
         }
     };
-    if on { Switch::On } else { Switch::Off }
+    if on { OverlapSwitch::On } else { OverlapSwitch::Off }
 }
 
 /// What all ranks must set alike.
 pub(super) fn terms(
     settings: &Settings,
-    switch: Switch,
+    switch: OverlapSwitch,
     topology: &Topology,
-    road: &Road,
+    road: &DeviceReducer,
 ) -> Vec<Term> {
     let replicas = match settings.check_replicas {
         Some(steps) => format!("every {steps} steps"),
@@ -76,13 +76,13 @@ pub(super) fn terms(
 
 /// The hook, which is made to learn its name.
 pub(super) fn hook_term(settings: &Settings) -> Term {
-    let hook = settings.hook.as_ref().map(Maker::make);
+    let hook = settings.hook.as_ref().map(HookFactory::make);
     let name = hook.as_ref().map_or("none", |hook| hook.name());
     Term::new("the communication hook", name).set_by("`with_communication_hook`")
 }
 
 /// What the setting came to, and why.
-fn explained(switch: Switch, settings: &Settings, topology: &Topology, kind: DeviceKind) -> String {
+fn explained(switch: OverlapSwitch, settings: &Settings, topology: &Topology, kind: DeviceKind) -> String {
     match settings.overlap {
         _ if settings.hook.is_some() => format!("{} (by a communication hook)", switch.name()),
         Overlap::Auto => format!(

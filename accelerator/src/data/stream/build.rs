@@ -5,7 +5,7 @@ use serde::de::DeserializeOwned;
 
 use super::{Dispatched, Interleaved, Parts, SampleStream, Streamed};
 use crate::data::DataLoaderBuilder;
-use crate::data::loader::{Loader, Origin};
+use crate::data::loader::{Loader, SampleSource};
 use crate::data::spec::Spec;
 
 impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
@@ -58,7 +58,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     pub fn build_stream(self, stream: impl SampleStream<Item = I>) -> Loader<O> {
         let (streamed, spec) = self.streamed(stream);
         Loader {
-            origin: Origin::Stream(Arc::new(Interleaved(streamed))),
+            origin: SampleSource::Stream(Arc::new(Interleaved(streamed))),
             spec,
         }
     }
@@ -105,7 +105,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     pub fn build_sharded_stream(self, stream: impl SampleStream<Item = I>) -> Loader<O> {
         let (streamed, spec) = self.streamed(stream);
         Loader {
-            origin: Origin::Stream(Arc::new(Parts(streamed))),
+            origin: SampleSource::Stream(Arc::new(Parts(streamed))),
             spec,
         }
     }
@@ -148,7 +148,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     {
         let (streamed, spec) = self.streamed(stream);
         Loader {
-            origin: Origin::Stream(Arc::new(Dispatched(streamed))),
+            origin: SampleSource::Stream(Arc::new(Dispatched(streamed))),
             spec,
         }
     }

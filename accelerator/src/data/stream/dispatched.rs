@@ -3,9 +3,9 @@ use core::fmt;
 use serde::de::{DeserializeOwned, Error as _, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::rounds::Rounds;
-use super::{Pass, SampleStream, Streamed};
-use crate::data::batch::{Batch, Info};
+use super::rounds::StreamRounds;
+use super::{StreamPass, SampleStream, Streamed};
+use crate::data::batch::{Batch, BatchInfo};
 use crate::data::deferred::DeferredBatch;
 use crate::data::feed::{Ahead, caught, read_ahead};
 use crate::data::meeting::{PURPOSE, ReadPosition, meet};
@@ -13,11 +13,11 @@ use crate::error::{Error, Kind, Result};
 use crate::outcome::Failure;
 
 /// This rank's batches of a stream that rank 0 reads for all.
-pub(super) struct Batches<S: SampleStream, O> {
+pub(super) struct DispatchedBatches<S: SampleStream, O> {
     /// What rank 0 reads, ahead of the training.
     ahead: Option<Ahead<Dispatch<O>>>,
     has_ended: bool,
-    pass: Pass,
+    pass: StreamPass,
     /// That of the next batch.
     step: u64,
     streamed: Streamed<S, O>,
@@ -27,23 +27,23 @@ pub(super) struct Batches<S: SampleStream, O> {
 struct Dispatch<O> {
     own: Batch<DeferredBatch<O>>,
     /// For each rank; rank 0's own is not used.
-    told: Vec<Told>,
+    told: Vec<DispatchMessage>,
 }
 
 /// What rank 0 tells another one.
 #[derive(Deserialize, Serialize)]
-enum Told {
-    Batch(Info, Bytes),
+enum DispatchMessage {
+    Batch(BatchInfo, Bytes),
     End,
     Failed(Failure),
 }
 
-impl<S, O> Batches<S, O>
+impl<S, O> DispatchedBatches<S, O>
 where
     S: SampleStream<Item: Serialize + DeserializeOwned>,
     O: Send + 'static,
 {
-    pub(super) fn new(streamed: Streamed<S, O>, pass: Pass) -> Self {
+    pub(super) fn new(streamed: Streamed<S, O>, pass: StreamPass) -> Self {
         let ahead = (pass.rank() == 0).then(|| {
             let reader = Dispatcher {
                 pass: pass.clone(),
@@ -95,19 +95,19 @@ where
         position: ReadPosition,
         ahead: Option<Result<Dispatch<O>>>,
     ) -> Result<Option<Batch<DeferredBatch<O>>>> {
-        let same = |told: &dyn Fn() -> Told| (0..self.pass.world_size()).map(|_| told()).collect();
+        let same = |told: &dyn Fn() -> DispatchMessage| (0..self.pass.world_size()).map(|_| told()).collect();
         let (own, told): (_, Vec<_>) = match ahead {
             Some(Ok(Dispatch { own, told })) => (Ok(Some(own)), told),
             Some(Err(error)) => {
-                let told = same(&|| Told::Failed(Failure::of(&error)));
+                let told = same(&|| DispatchMessage::Failed(Failure::of(&error)));
                 (Err(error), told)
             }
-            None => (Ok(None), same(&|| Told::End)),
+            None => (Ok(None), same(&|| DispatchMessage::End)),
         };
         let told: Vec<_> = told.into_iter().map(|told| (position, told)).collect();
         let group = self.pass.group.for_purpose(PURPOSE);
         let sent =
-            group.scatter_object_at::<_, (ReadPosition, Told)>(Some(&told), 0, self.pass.caller);
+            group.scatter_object_at::<_, (ReadPosition, DispatchMessage)>(Some(&told), 0, self.pass.caller);
         // The reader's own error is the cause.
         let own = own?;
         sent?;
@@ -117,7 +117,7 @@ where
     fn hear(&self, position: ReadPosition) -> Result<Option<Batch<DeferredBatch<O>>>> {
         let (pass, batching) = (&self.pass, &self.streamed.batching);
         let group = pass.group.for_purpose(PURPOSE);
-        let told = group.scatter_object_at::<(ReadPosition, Told), (ReadPosition, Told)>(
+        let told = group.scatter_object_at::<(ReadPosition, DispatchMessage), (ReadPosition, DispatchMessage)>(
             None,
             0,
             pass.caller,
@@ -125,9 +125,9 @@ where
         match told {
             // Of no use here, which is what comes to light when the ranks meet.
             (there, _) if there != position => Ok(None),
-            (_, Told::End) => Ok(None),
-            (_, Told::Failed(failure)) => Err(failure.into_error(0, "read the stream")),
-            (_, Told::Batch(info, bytes)) => caught("making a batch", || {
+            (_, DispatchMessage::End) => Ok(None),
+            (_, DispatchMessage::Failed(failure)) => Err(failure.into_error(0, "read the stream")),
+            (_, DispatchMessage::Batch(info, bytes)) => caught("making a batch", || {
                 let items: Vec<S::Item> = decode(&bytes.0)?;
                 let value = batching.batch(pass.epoch, items, &info.indices, &pass.device);
                 Ok(Some(Batch::new(value, info)))
@@ -136,7 +136,7 @@ where
     }
 }
 
-impl<S, O> Iterator for Batches<S, O>
+impl<S, O> Iterator for DispatchedBatches<S, O>
 where
     S: SampleStream<Item: Serialize + DeserializeOwned>,
     O: Send + 'static,
@@ -159,8 +159,8 @@ where
 
 /// Reads rounds, and packs what the others get.
 struct Dispatcher<S: SampleStream, O> {
-    pass: Pass,
-    rounds: Option<Rounds<S::Item>>,
+    pass: StreamPass,
+    rounds: Option<StreamRounds<S::Item>>,
     streamed: Streamed<S, O>,
 }
 
@@ -170,7 +170,7 @@ where
     O: 'static,
 {
     fn read(&mut self) -> Result<Option<Dispatch<O>>> {
-        let rounds = Rounds::opened(&mut self.rounds, &*self.streamed.stream, &self.pass)?;
+        let rounds = StreamRounds::opened(&mut self.rounds, &*self.streamed.stream, &self.pass)?;
         let Some(round) = rounds.next()? else {
             return Ok(None);
         };
@@ -178,14 +178,14 @@ where
         let Some(own) = round.hand(0, pass) else {
             return Ok(None);
         };
-        let mut told = vec![Told::End];
+        let mut told = vec![DispatchMessage::End];
         for rank in 1..pass.world_size() {
             told.push(match round.hand(rank, pass) {
                 Some(hand) => {
                     let bytes = Bytes(encode(&round.items(&hand))?);
-                    Told::Batch(hand.info, bytes)
+                    DispatchMessage::Batch(hand.info, bytes)
                 }
-                None => Told::End,
+                None => DispatchMessage::End,
             });
         }
         // As the others get theirs, so that what cannot travel fails on any number of ranks.

@@ -1,19 +1,19 @@
-use super::rounds::Rounds;
-use super::{Pass, SampleStream, Streamed};
+use super::rounds::StreamRounds;
+use super::{StreamPass, SampleStream, Streamed};
 use crate::data::batch::Batch;
 use crate::data::deferred::DeferredBatch;
 use crate::error::Result;
 
 /// This rank's batches of a stream that every rank reads as a whole.
-pub(super) struct Batches<S: SampleStream, O> {
-    pass: Pass,
+pub(super) struct InterleavedBatches<S: SampleStream, O> {
+    pass: StreamPass,
     /// From the first batch on.
-    rounds: Option<Rounds<S::Item>>,
+    rounds: Option<StreamRounds<S::Item>>,
     streamed: Streamed<S, O>,
 }
 
-impl<S: SampleStream, O> Batches<S, O> {
-    pub(super) fn new(streamed: Streamed<S, O>, pass: Pass) -> Self {
+impl<S: SampleStream, O> InterleavedBatches<S, O> {
+    pub(super) fn new(streamed: Streamed<S, O>, pass: StreamPass) -> Self {
         Self {
             pass,
             rounds: None,
@@ -22,9 +22,9 @@ impl<S: SampleStream, O> Batches<S, O> {
     }
 }
 
-impl<S: SampleStream, O: 'static> Batches<S, O> {
+impl<S: SampleStream, O: 'static> InterleavedBatches<S, O> {
     fn read(&mut self) -> Result<Option<Batch<DeferredBatch<O>>>> {
-        let rounds = Rounds::opened(&mut self.rounds, &*self.streamed.stream, &self.pass)?;
+        let rounds = StreamRounds::opened(&mut self.rounds, &*self.streamed.stream, &self.pass)?;
         let Some(round) = rounds.next()? else {
             return Ok(None);
         };
@@ -40,7 +40,7 @@ impl<S: SampleStream, O: 'static> Batches<S, O> {
     }
 }
 
-impl<S: SampleStream, O: 'static> Iterator for Batches<S, O> {
+impl<S: SampleStream, O: 'static> Iterator for InterleavedBatches<S, O> {
     type Item = Result<Batch<DeferredBatch<O>>>;
 
     fn next(&mut self) -> Option<Self::Item> {

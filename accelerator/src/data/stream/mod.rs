@@ -18,22 +18,22 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 pub use self::source::{SampleStream, StreamError, StreamItems, StreamPart};
-use super::cursor::Spot;
+use super::cursor::EpochPosition;
 use super::epoch::Reseed;
 use super::feed::{Feed, read_ahead};
 use super::meeting::ReadPosition;
-use super::prepared::Place;
+use super::prepared::LoaderContext;
 use super::source::Batching;
 use super::spec::Spec;
 use crate::error::Result;
 use crate::timeline::Timeline;
 
 /// A stream that was told how ranks share it. It hides the type of a single item.
-pub(super) trait Shared<O>: Send + Sync {
+pub(super) trait SharedStream<O>: Send + Sync {
     fn sharing(&self) -> Sharing;
 
     /// This rank's batches of one pass.
-    fn feed(&self, pass: Pass) -> Feed<O>;
+    fn feed(&self, pass: StreamPass) -> Feed<O>;
 }
 
 /// How ranks share a stream.
@@ -59,23 +59,23 @@ impl fmt::Display for Sharing {
 
 /// One pass of one rank over a stream.
 #[derive(Clone)]
-pub(super) struct Pass {
+pub(super) struct StreamPass {
     /// Who asked for it.
     pub(super) caller: &'static Location<'static>,
     pub(super) device: Device,
     pub(super) epoch: u64,
     pub(super) group: ProcessGroup,
-    pub(super) place: Place,
+    pub(super) place: LoaderContext,
     /// Of full steps; its number of samples means nothing.
     pub(super) plan: Plan,
     /// How many batches are left out behind the start.
     pub(super) skip: u64,
     pub(super) spec: Spec,
-    pub(super) start: Spot,
+    pub(super) start: EpochPosition,
     pub(super) timeline: Timeline,
 }
 
-impl Pass {
+impl StreamPass {
     /// How so many samples are divided among the ranks, of which so many were used before.
     fn divide(&self, samples: usize, used: usize) -> Result<EpochPlan> {
         let plan = self.spec.plan(samples as u64, self.place.world_size)?;
@@ -127,12 +127,12 @@ impl<S: SampleStream, O> Clone for Streamed<S, O> {
 
 struct Interleaved<S: SampleStream, O>(Streamed<S, O>);
 
-impl<S: SampleStream, O: Send + 'static> Shared<O> for Interleaved<S, O> {
+impl<S: SampleStream, O: Send + 'static> SharedStream<O> for Interleaved<S, O> {
     fn sharing(&self) -> Sharing {
         Sharing::Interleaved
     }
 
-    fn feed(&self, pass: Pass) -> Feed<O> {
+    fn feed(&self, pass: StreamPass) -> Feed<O> {
         let (spec, timeline) = (pass.spec.clone(), pass.timeline.clone());
         read_ahead(
             &spec,
@@ -144,19 +144,19 @@ impl<S: SampleStream, O: Send + 'static> Shared<O> for Interleaved<S, O> {
 
 struct Parts<S: SampleStream, O>(Streamed<S, O>);
 
-impl<S: SampleStream, O: Send + 'static> Shared<O> for Parts<S, O> {
+impl<S: SampleStream, O: Send + 'static> SharedStream<O> for Parts<S, O> {
     fn sharing(&self) -> Sharing {
         Sharing::Parts
     }
 
-    fn feed(&self, pass: Pass) -> Feed<O> {
+    fn feed(&self, pass: StreamPass) -> Feed<O> {
         Box::new(parts::Batches::new(self.0.clone(), pass))
     }
 }
 
 struct Dispatched<S: SampleStream, O>(Streamed<S, O>);
 
-impl<S, O> Shared<O> for Dispatched<S, O>
+impl<S, O> SharedStream<O> for Dispatched<S, O>
 where
     S: SampleStream<Item: Serialize + DeserializeOwned>,
     O: Send + 'static,
@@ -165,7 +165,7 @@ where
         Sharing::Dispatched
     }
 
-    fn feed(&self, pass: Pass) -> Feed<O> {
+    fn feed(&self, pass: StreamPass) -> Feed<O> {
         Box::new(dispatched::Batches::new(self.0.clone(), pass))
     }
 }

@@ -1,9 +1,9 @@
 use accelerator_plan::TailPolicy;
 use serde::{Deserialize, Serialize};
 
-use super::source::{Reader, StreamPart};
-use super::{Pass, SampleStream, Streamed};
-use crate::data::batch::{Batch, Info, Share};
+use super::source::{PartReader, StreamPart};
+use super::{StreamPass, SampleStream, Streamed};
+use crate::data::batch::{Batch, BatchInfo, StepShare};
 use crate::data::deferred::DeferredBatch;
 use crate::data::feed::{Ahead, read_ahead};
 use crate::data::meeting::meet;
@@ -13,17 +13,17 @@ use crate::error::{Error, Kind, Result};
 ///
 /// Parts may end at different places, so ranks tell each other in every step how many samples they
 /// have and whether there are more: the epoch ends where no rank has any.
-pub(super) struct Batches<O> {
-    ahead: Ahead<Own<O>>,
+pub(super) struct PartBatches<O> {
+    ahead: Ahead<OwnStep<O>>,
     /// Of all ranks, at the start of the pass.
     before: u64,
     has_ended: bool,
-    pass: Pass,
+    pass: StreamPass,
     step: u64,
 }
 
 /// A step of this rank's own part.
-struct Own<O> {
+struct OwnStep<O> {
     /// How many of its samples were used in this pass, those that were left out included.
     done: u64,
     has_more: bool,
@@ -34,13 +34,13 @@ struct Own<O> {
 struct OwnBatch<O> {
     len: usize,
     real: usize,
-    share: Share,
+    share: StepShare,
     value: DeferredBatch<O>,
 }
 
 /// What a rank tells of its step.
 #[derive(Deserialize, Serialize)]
-struct Word {
+struct StepReport {
     done: u64,
     has_batch: bool,
     has_more: bool,
@@ -48,8 +48,8 @@ struct Word {
     has_new: bool,
 }
 
-impl<O: Send + 'static> Batches<O> {
-    pub(super) fn new<S: SampleStream>(streamed: Streamed<S, O>, pass: Pass) -> Self {
+impl<O: Send + 'static> PartBatches<O> {
+    pub(super) fn new<S: SampleStream>(streamed: Streamed<S, O>, pass: StreamPass) -> Self {
         let reader = OwnPart {
             done: 0,
             first: Vec::new(),
@@ -78,11 +78,11 @@ impl<O: Send + 'static> Batches<O> {
         let is_uneven = self.pass.spec.is_uneven();
         let is_alone = is_uneven || self.pass.world_size() == 1;
         let words = match &own {
-            Ok(own) if is_alone => vec![Word::of(own)],
+            Ok(own) if is_alone => vec![StepReport::of(own)],
             Err(error) if is_alone => return Err(error.clone()),
             _ => {
                 let position = self.pass.position(self.step);
-                let mine = own.as_ref().map(Word::of);
+                let mine = own.as_ref().map(StepReport::of);
                 let (group, caller) = (&self.pass.group, self.pass.caller);
                 meet(group, position, mine, "read its part of the stream", caller)?
             }
@@ -107,7 +107,7 @@ impl<O: Send + 'static> Batches<O> {
             _ => return Err(empty(&words)),
         };
         self.step += 1;
-        let info = Info {
+        let info = BatchInfo {
             consumed: self.before + words.iter().map(|word| word.done).sum::<u64>(),
             epoch: self.pass.epoch,
             indices: Vec::new(),
@@ -122,7 +122,7 @@ impl<O: Send + 'static> Batches<O> {
     }
 }
 
-impl<O: Send + 'static> Iterator for Batches<O> {
+impl<O: Send + 'static> Iterator for PartBatches<O> {
     type Item = Result<Batch<DeferredBatch<O>>>;
 
     fn next(&mut self) -> Option<Self::Item> {
@@ -138,7 +138,7 @@ impl<O: Send + 'static> Iterator for Batches<O> {
     }
 }
 
-impl<O> Own<O> {
+impl<O> OwnStep<O> {
     /// With its batch made.
     fn resolved(self, seed: Option<u64>) -> Result<Self> {
         let finish = |batch: OwnBatch<O>| -> Result<_> {
@@ -150,8 +150,8 @@ impl<O> Own<O> {
     }
 }
 
-impl Word {
-    fn of<O>(own: &Own<O>) -> Self {
+impl StepReport {
+    fn of<O>(own: &OwnStep<O>) -> Self {
         Self {
             done: own.done,
             has_batch: own.batch.is_some(),
@@ -162,7 +162,7 @@ impl Word {
 }
 
 /// Some parts hold nothing from the beginning, and others do.
-fn empty(words: &[Word]) -> Error {
+fn empty(words: &[StepReport]) -> Error {
     let ranks = words.iter().enumerate().filter(|(_, word)| !word.has_batch);
     let ranks: Vec<_> = ranks.map(|(rank, _)| rank.to_string()).collect();
     Error::new(
@@ -181,14 +181,14 @@ struct OwnPart<S: SampleStream, O> {
     done: u64,
     /// What short batches are filled up with, or what an idle rank runs.
     first: Vec<S::Item>,
-    pass: Pass,
+    pass: StreamPass,
     /// From the first batch on.
-    reader: Option<Reader<S::Item>>,
+    reader: Option<PartReader<S::Item>>,
     streamed: Streamed<S, O>,
 }
 
 impl<S: SampleStream, O: 'static> OwnPart<S, O> {
-    fn read(&mut self) -> Result<Own<O>> {
+    fn read(&mut self) -> Result<OwnStep<O>> {
         let size = self.size();
         let reader = match &mut self.reader {
             Some(reader) => reader,
@@ -206,25 +206,25 @@ impl<S: SampleStream, O: 'static> OwnPart<S, O> {
         let real = items.len();
         let start = self.place();
         let (items, share) = match tail {
-            TailPolicy::Drop | TailPolicy::Uneven if real < wanted => (Vec::new(), Share::Used),
+            TailPolicy::Drop | TailPolicy::Uneven if real < wanted => (Vec::new(), StepShare::Used),
             TailPolicy::Pad => {
                 if self.first.is_empty() {
                     self.first.clone_from(&items);
                 }
                 let padding = self.first.iter().cycle().cloned();
                 let padding = padding.take(size - real).collect::<Vec<_>>();
-                ([items, padding].concat(), Share::Used)
+                ([items, padding].concat(), StepShare::Used)
             }
-            _ if real == 0 => (self.first.clone(), Share::Idle),
+            _ if real == 0 => (self.first.clone(), StepShare::Idle),
             _ => {
                 if !has_more {
                     self.first.clone_from(&items);
                 }
-                (items, Share::Used)
+                (items, StepShare::Used)
             }
         };
         if items.is_empty() {
-            return Ok(Own {
+            return Ok(OwnStep {
                 done: self.done,
                 has_more: false,
                 batch: None,
@@ -238,7 +238,7 @@ impl<S: SampleStream, O: 'static> OwnPart<S, O> {
             .collect();
         let batching = &self.streamed.batching;
         let value = batching.batch(self.pass.epoch, items, &indices, &self.pass.device);
-        Ok(Own {
+        Ok(OwnStep {
             done: self.done,
             has_more,
             batch: Some(OwnBatch {
@@ -250,16 +250,16 @@ impl<S: SampleStream, O: 'static> OwnPart<S, O> {
         })
     }
 
-    fn open(&mut self) -> Result<Reader<S::Item>> {
+    fn open(&mut self) -> Result<PartReader<S::Item>> {
         let (pass, size) = (&self.pass, self.size());
         let part = StreamPart::of(pass.epoch, pass.rank(), pass.world_size());
         let stream = &*self.streamed.stream;
         let skipped = pass.start.step.saturating_mul(size as u64);
         if skipped > 0 {
             // A part that has ended by then still needs a batch to idle with.
-            self.first = Reader::open(stream, part, 0)?.take(size)?;
+            self.first = PartReader::open(stream, part, 0)?.take(size)?;
         }
-        let mut reader = Reader::open(stream, part, skipped)?;
+        let mut reader = PartReader::open(stream, part, skipped)?;
         for _ in 0..pass.skip {
             let left_out = reader.take(size)?;
             if left_out.is_empty() {
@@ -285,7 +285,7 @@ impl<S: SampleStream, O: 'static> OwnPart<S, O> {
 }
 
 impl<S: SampleStream, O: 'static> Iterator for OwnPart<S, O> {
-    type Item = Result<Own<O>>;
+    type Item = Result<OwnStep<O>>;
 
     fn next(&mut self) -> Option<Self::Item> {
         Some(self.read())

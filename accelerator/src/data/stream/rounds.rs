@@ -1,25 +1,25 @@
 use accelerator_plan::{BatchKind, EpochPlan, TailPolicy};
 
-use super::Pass;
-use super::source::{Reader, SampleStream, StreamPart};
-use crate::data::batch::{Info, Share};
+use super::StreamPass;
+use super::source::{PartReader, SampleStream, StreamPart};
+use crate::data::batch::{BatchInfo, StepShare};
 use crate::error::Result;
 
 /// Reads a whole stream in rounds: the samples that all ranks use in a step.
-pub(super) struct Rounds<I> {
+pub(super) struct StreamRounds<I> {
     /// How many samples were used before the next round.
     before: u64,
     /// The first samples of the stream, where the last round is filled up with them.
     first: Vec<I>,
     has_ended: bool,
-    pass: Pass,
-    reader: Reader<I>,
+    pass: StreamPass,
+    reader: PartReader<I>,
     /// Of the next round.
     step: u64,
 }
 
 /// What all ranks use in one step.
-pub(super) struct Round<I> {
+pub(super) struct StreamRound<I> {
     pub(super) items: Vec<I>,
     division: EpochPlan,
     /// That of the samples that tell of the next round; `None` where it cannot be read.
@@ -30,12 +30,12 @@ pub(super) struct Round<I> {
     step: u64,
 }
 
-impl<I: Clone> Rounds<I> {
+impl<I: Clone> StreamRounds<I> {
     /// The rounds of a pass, which are read from the first time on that somebody asks for them.
     pub(super) fn opened<'a, S: SampleStream<Item = I>>(
         rounds: &'a mut Option<Self>,
         stream: &S,
-        pass: &Pass,
+        pass: &StreamPass,
     ) -> Result<&'a mut Self> {
         match rounds {
             Some(rounds) => Ok(rounds),
@@ -43,7 +43,7 @@ impl<I: Clone> Rounds<I> {
         }
     }
 
-    fn open<S: SampleStream<Item = I>>(stream: &S, pass: Pass) -> Result<Self> {
+    fn open<S: SampleStream<Item = I>>(stream: &S, pass: StreamPass) -> Result<Self> {
         let part = StreamPart::whole(pass.epoch);
         let size = pass.plan.global_batch();
         let before = pass
@@ -51,20 +51,20 @@ impl<I: Clone> Rounds<I> {
             .consumed
             .saturating_add(pass.skip.saturating_mul(size));
         let first = match pass.spec.tail() {
-            TailPolicy::Pad if before > 0 => Reader::open(stream, part, 0)?.take(size as usize)?,
+            TailPolicy::Pad if before > 0 => PartReader::open(stream, part, 0)?.take(size as usize)?,
             _ => Vec::new(),
         };
         Ok(Self {
             before,
             first,
             has_ended: false,
-            reader: Reader::open(stream, part, before)?,
+            reader: PartReader::open(stream, part, before)?,
             step: pass.first_step(),
             pass,
         })
     }
 
-    pub(super) fn next(&mut self) -> Result<Option<Round<I>>> {
+    pub(super) fn next(&mut self) -> Result<Option<StreamRound<I>>> {
         if self.has_ended {
             return Ok(None);
         }
@@ -92,7 +92,7 @@ impl<I: Clone> Rounds<I> {
         self.before += new.len() as u64;
         self.step += 1;
         items.extend(new);
-        Ok(Some(Round {
+        Ok(Some(StreamRound {
             division: self.pass.divide(items.len(), padding)?,
             items,
             next: next.map(|next| self.pass.divide(next, 0)).transpose()?,
@@ -120,15 +120,15 @@ impl<I: Clone> Rounds<I> {
 }
 
 /// What one rank gets of a round.
-pub(super) struct Hand {
-    pub(super) info: Info,
+pub(super) struct RankBatch {
+    pub(super) info: BatchInfo,
     /// By their numbers among the items.
     chosen: Vec<usize>,
 }
 
-impl<I: Clone> Round<I> {
+impl<I: Clone> StreamRound<I> {
     /// What a rank gets; `None` where it has nothing to do any more.
-    pub(super) fn hand(&self, rank: usize, pass: &Pass) -> Option<Hand> {
+    pub(super) fn hand(&self, rank: usize, pass: &StreamPass) -> Option<RankBatch> {
         let planned = self.division.batch(rank, 0)?;
         let new = (self.items.len() - self.padding) as u64;
         let chosen: Vec<_> = planned.indices.iter().map(|&i| i as usize).collect();
@@ -136,7 +136,7 @@ impl<I: Clone> Round<I> {
             Some(new) => self.offset + new as u64,
             None => index as u64,
         };
-        let info = Info {
+        let info = BatchInfo {
             consumed: self.offset + new,
             epoch: pass.epoch,
             indices: chosen.iter().map(place).collect(),
@@ -144,22 +144,22 @@ impl<I: Clone> Round<I> {
             len: chosen.len(),
             real: planned.real,
             share: match planned.kind {
-                BatchKind::Idle => Share::Idle,
-                BatchKind::Real => Share::Used,
+                BatchKind::Idle => StepShare::Idle,
+                BatchKind::Real => StepShare::Used,
             },
             step: self.step,
             uneven: pass.spec.is_uneven(),
         };
-        Some(Hand { info, chosen })
+        Some(RankBatch { info, chosen })
     }
 
     /// The items of a hand.
-    pub(super) fn items(&self, hand: &Hand) -> Vec<I> {
+    pub(super) fn items(&self, hand: &RankBatch) -> Vec<I> {
         hand.chosen.iter().map(|&i| self.items[i].clone()).collect()
     }
 
     /// As [`items`](Self::items), where they are needed for nothing else.
-    pub(super) fn into_items(mut self, hand: &Hand) -> Vec<I> {
+    pub(super) fn into_items(mut self, hand: &RankBatch) -> Vec<I> {
         let is_run = hand.chosen.windows(2).all(|pair| pair[0] + 1 == pair[1]);
         match (hand.chosen.first(), hand.chosen.last()) {
             (Some(&first), Some(&last)) if is_run => self.items.drain(first..=last).collect(),

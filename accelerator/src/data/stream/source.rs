@@ -188,7 +188,7 @@ impl StreamPart {
 }
 
 /// A part that is being read.
-pub(super) struct Reader<I> {
+pub(super) struct PartReader<I> {
     /// What was read, and is not taken yet.
     ahead: Vec<I>,
     /// What went wrong behind it.
@@ -196,7 +196,7 @@ pub(super) struct Reader<I> {
     items: Fuse<StreamItems<I>>,
 }
 
-impl<I> Reader<I> {
+impl<I> PartReader<I> {
     pub(super) fn open<S: SampleStream<Item = I>>(
         stream: &S,
         part: StreamPart,

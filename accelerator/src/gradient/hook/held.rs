@@ -8,17 +8,17 @@ use crate::panic_text::panic_text;
 
 /// Makes the hook of each model.
 #[derive(Clone)]
-pub(crate) struct Maker {
+pub(crate) struct HookFactory {
     make: Arc<dyn Fn() -> Box<dyn CommunicationHook> + Send + Sync>,
 }
 
 /// The hook of a model.
-pub(crate) struct Held {
+pub(crate) struct HookInstance {
     hook: Mutex<Box<dyn CommunicationHook>>,
     name: String,
 }
 
-impl Maker {
+impl HookFactory {
     pub(crate) fn new<H: CommunicationHook + 'static>(
         make: impl Fn() -> H + Send + Sync + 'static,
     ) -> Self {
@@ -27,16 +27,16 @@ impl Maker {
         }
     }
 
-    pub(crate) fn make(&self) -> Held {
+    pub(crate) fn make(&self) -> HookInstance {
         let hook = (self.make)();
-        Held {
+        HookInstance {
             name: hook.name(),
             hook: Mutex::new(hook),
         }
     }
 }
 
-impl Held {
+impl HookInstance {
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
@@ -118,13 +118,13 @@ impl Held {
     }
 }
 
-impl fmt::Debug for Maker {
+impl fmt::Debug for HookFactory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Maker").finish_non_exhaustive()
     }
 }
 
-impl fmt::Debug for Held {
+impl fmt::Debug for HookInstance {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Held")
             .field("name", &self.name)

@@ -31,7 +31,7 @@ mod ranks;
 use std::error::Error as StdError;
 
 pub use self::bucket::{BucketParameter, BucketValues, GradientBucket};
-pub(crate) use self::held::{Held, Maker};
+pub(crate) use self::held::{HookInstance, HookFactory};
 pub use self::power_sgd::PowerSgd;
 pub use self::ranks::Ranks;
 

@@ -23,11 +23,11 @@ pub(super) fn depths(loss: usize) -> Vec<usize> {
 #[derive(Debug)]
 pub(super) struct Calibration {
     depths: Vec<usize>,
-    sights: Vec<Option<Sight>>,
+    sights: Vec<Option<ObservedGradient>>,
 }
 
 #[derive(Debug)]
-struct Sight {
+struct ObservedGradient {
     gradient: DispatchTensor,
     since: usize,
 }
@@ -52,7 +52,7 @@ impl Calibration {
                 (Some(sight), Some(gradient)) if identity::same(&sight.gradient, &gradient) => {
                     Some(sight)
                 }
-                (_, gradient) => gradient.map(|gradient| Sight {
+                (_, gradient) => gradient.map(|gradient| ObservedGradient {
                     gradient,
                     since: point,
                 }),
@@ -70,7 +70,7 @@ impl Calibration {
         let sights = self.sights.into_iter().enumerate();
         sights
             .map(|(parameter, sight)| {
-                let Sight { gradient, since } = sight?;
+                let ObservedGradient { gradient, since } = sight?;
                 is_final(parameter, &gradient).then(|| depths[since])
             })
             .collect()

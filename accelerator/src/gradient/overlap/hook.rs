@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use burn::backend::DispatchTensor;
 
-use crate::graph::{self, Here, Node};
+use crate::graph::{self, NodeContext, Node};
 
 /// Who is called in the middle of a backward pass, as a [`Node`] is.
 pub(super) trait Observer: fmt::Debug + Send + Sync {
@@ -20,7 +20,7 @@ pub(super) trait Observer: fmt::Debug + Send + Sync {
 
 /// What a watch does when backward comes to it.
 #[derive(Debug)]
-pub(super) struct Watch {
+pub(super) struct ProbeWatch {
     /// `None` is one that has no gradient.
     pub(super) leaves: Vec<Option<DispatchTensor>>,
     pub(super) observer: Arc<dyn Observer>,
@@ -34,7 +34,7 @@ pub(super) fn deepen(tensor: DispatchTensor) -> DispatchTensor {
 
 /// Something to join to a loss, whose backward comes after that of everything that is deeper
 /// than `anchor`. `below` makes it tracked: it is a leaf, or another watch.
-pub(super) fn watch(below: DispatchTensor, anchor: DispatchTensor, watch: Watch) -> DispatchTensor {
+pub(super) fn watch(below: DispatchTensor, anchor: DispatchTensor, watch: ProbeWatch) -> DispatchTensor {
     let values = below.clone();
     graph::above_both([below, anchor], values, Arc::new(watch))
 }
@@ -53,14 +53,14 @@ pub(super) fn join(
 struct Deepen;
 
 impl Node for Deepen {
-    fn backward(&self, here: &mut dyn Here) {
+    fn backward(&self, here: &mut dyn NodeContext) {
         here.hand_on();
     }
 }
 
-impl Node for Watch {
+impl Node for ProbeWatch {
     // It has no gradient, and passes none on.
-    fn backward(&self, here: &mut dyn Here) {
+    fn backward(&self, here: &mut dyn NodeContext) {
         let so_far = |leaf: &Option<DispatchTensor>| here.of_leaf(leaf.as_ref()?);
         let mut so_far = self.leaves.iter().map(so_far);
         self.observer.reached(self.point, &mut so_far);
@@ -71,7 +71,7 @@ impl Node for Watch {
 struct Join(Arc<dyn Observer>);
 
 impl Node for Join {
-    fn backward(&self, here: &mut dyn Here) {
+    fn backward(&self, here: &mut dyn NodeContext) {
         if let Some(depth) = here.depth() {
             self.0.begins(depth);
         }

@@ -1,6 +1,6 @@
 use accelerator_collective::ProcessGroup;
 
-use super::plan::Order;
+use super::plan::ReadyOrder;
 use crate::error::Result;
 
 /// For how many windows ranks wait for one that had no samples in any of them.
@@ -9,7 +9,7 @@ const PATIENCE: u32 = 32;
 /// What a rank knows about when gradients are ready, from windows whose last micro-step had samples
 /// for it. What an idle rank computes may be anything, and teaches nothing.
 #[derive(Debug, Eq, PartialEq)]
-pub(in crate::gradient) enum Lesson {
+pub(in crate::gradient) enum WindowObservation {
     /// How deep is the loss?
     Depth,
     /// Of a loss that is so deep: where is which gradient ready?
@@ -21,27 +21,27 @@ pub(in crate::gradient) enum Lesson {
 /// How the first windows teach a model's ranks. Each rank learns by itself, and all of them end
 /// this together.
 #[derive(Debug)]
-pub(super) struct Learning {
-    pub(super) lesson: Lesson,
+pub(super) struct RankCalibration {
+    pub(super) lesson: WindowObservation,
     /// How many windows passed.
     windows: u32,
 }
 
 /// What all ranks come to, which is the same on each of them.
 #[derive(Debug, Eq, PartialEq)]
-pub(super) enum Agreement {
+pub(super) enum CalibrationOutcome {
     /// Some rank goes on learning.
     NotYet,
     /// No gradient is ready before the end on any rank.
     NothingEarly,
     /// This is the order of one rank.
-    Order(Order),
+    ReadyOrder(ReadyOrder),
 }
 
-impl Learning {
+impl RankCalibration {
     pub(super) fn new() -> Self {
         Self {
-            lesson: Lesson::Depth,
+            lesson: WindowObservation::Depth,
             windows: 0,
         }
     }
@@ -49,8 +49,8 @@ impl Learning {
     /// By parameter, where its gradient is ready on this rank.
     pub(super) fn ready(&self, parameters: usize) -> Vec<Option<usize>> {
         match &self.lesson {
-            Lesson::Learnt(ready) => ready.clone(),
-            Lesson::Depth | Lesson::Places(_) => vec![None; parameters],
+            WindowObservation::Learnt(ready) => ready.clone(),
+            WindowObservation::Depth | WindowObservation::Places(_) => vec![None; parameters],
         }
     }
 
@@ -60,18 +60,18 @@ impl Learning {
     /// rank has learnt, or when one has been waited for in vain: that one will send everything in
     /// the end.
     #[track_caller]
-    pub(super) fn agree(&mut self, parameters: usize, group: &ProcessGroup) -> Result<Agreement> {
+    pub(super) fn agree(&mut self, parameters: usize, group: &ProcessGroup) -> Result<CalibrationOutcome> {
         self.windows += 1;
-        let mine = Standing::of(&self.lesson);
+        let mine = CalibrationProgress::of(&self.lesson);
         let all = group.all_gather(&[mine as u8])?;
-        if all.contains(&(Standing::Learning as u8)) && self.windows < PATIENCE {
-            return Ok(Agreement::NotYet);
+        if all.contains(&(CalibrationProgress::RankCalibration as u8)) && self.windows < PATIENCE {
+            return Ok(CalibrationOutcome::NotYet);
         }
         let teacher = all
             .iter()
-            .position(|&standing| standing == Standing::Early as u8);
+            .position(|&standing| standing == CalibrationProgress::Early as u8);
         let Some(teacher) = teacher else {
-            return Ok(Agreement::NothingEarly);
+            return Ok(CalibrationOutcome::NothingEarly);
         };
         // 0 is what is ready in the end.
         let mut depths: Vec<u64> = self
@@ -84,27 +84,27 @@ impl Learning {
             .iter()
             .map(|&depth| (depth > 0).then_some(depth as usize))
             .collect();
-        Ok(Agreement::Order(Order::of(&depths)))
+        Ok(CalibrationOutcome::ReadyOrder(ReadyOrder::of(&depths)))
     }
 }
 
 /// How far a rank is, as it is told to the others.
 #[derive(Clone, Copy, Debug)]
 #[repr(u8)]
-enum Standing {
-    Learning,
+enum CalibrationProgress {
+    RankCalibration,
     /// Nothing is ready early.
     Late,
     /// Something is.
     Early,
 }
 
-impl Standing {
-    fn of(lesson: &Lesson) -> Self {
+impl CalibrationProgress {
+    fn of(lesson: &WindowObservation) -> Self {
         match lesson {
-            Lesson::Depth | Lesson::Places(_) => Self::Learning,
-            Lesson::Learnt(ready) if ready.iter().any(Option::is_some) => Self::Early,
-            Lesson::Learnt(_) => Self::Late,
+            WindowObservation::Depth | WindowObservation::Places(_) => Self::RankCalibration,
+            WindowObservation::Learnt(ready) if ready.iter().any(Option::is_some) => Self::Early,
+            WindowObservation::Learnt(_) => Self::Late,
         }
     }
 }
@@ -114,52 +114,52 @@ mod tests {
     use super::*;
 
     /// What two ranks come to that know `lessons` after so many windows.
-    fn agreement(lessons: [fn() -> Lesson; 2], windows: u32) -> Agreement {
+    fn agreement(lessons: [fn() -> WindowObservation; 2], windows: u32) -> CalibrationOutcome {
         let both = crate::launch(2, |accelerator| {
-            let mut learning = Learning {
+            let mut learning = RankCalibration {
                 lesson: lessons[accelerator.rank()](),
                 windows: windows - 1,
             };
             learning.agree(3, accelerator.group())
         });
-        let [one, other] = <[Agreement; 2]>::try_from(both.unwrap()).unwrap();
+        let [one, other] = <[CalibrationOutcome; 2]>::try_from(both.unwrap()).unwrap();
         assert_eq!(one, other);
         one
     }
 
-    fn late() -> Lesson {
-        Lesson::Learnt(vec![None; 3])
+    fn late() -> WindowObservation {
+        WindowObservation::Learnt(vec![None; 3])
     }
 
-    fn early() -> Lesson {
-        Lesson::Learnt(vec![Some(2), None, Some(5)])
+    fn early() -> WindowObservation {
+        WindowObservation::Learnt(vec![Some(2), None, Some(5)])
     }
 
-    fn earlier() -> Lesson {
-        Lesson::Learnt(vec![Some(7), Some(3), None])
+    fn earlier() -> WindowObservation {
+        WindowObservation::Learnt(vec![Some(7), Some(3), None])
     }
 
     #[test]
     fn the_first_rank_that_knows_of_anything_early_teaches_all() {
-        let order = |lesson: Lesson| match lesson {
-            Lesson::Learnt(ready) => Agreement::Order(Order::of(&ready)),
-            Lesson::Depth | Lesson::Places(_) => Agreement::NotYet,
+        let order = |lesson: WindowObservation| match lesson {
+            WindowObservation::Learnt(ready) => CalibrationOutcome::ReadyOrder(ReadyOrder::of(&ready)),
+            WindowObservation::Depth | WindowObservation::Places(_) => CalibrationOutcome::NotYet,
         };
         assert_eq!(agreement([early, earlier], 2), order(early()));
         assert_eq!(agreement([earlier, early], 2), order(earlier()));
         assert_eq!(agreement([late, earlier], 2), order(earlier()));
-        assert_eq!(agreement([late, late], 2), Agreement::NothingEarly);
+        assert_eq!(agreement([late, late], 2), CalibrationOutcome::NothingEarly);
     }
 
     #[test]
     fn a_rank_that_had_no_samples_is_waited_for_but_not_for_ever() {
-        for idle in [(|| Lesson::Depth) as fn() -> Lesson, || Lesson::Places(9)] {
+        for idle in [(|| WindowObservation::Depth) as fn() -> WindowObservation, || WindowObservation::Places(9)] {
             for lessons in [[idle, early], [early, idle]] {
-                assert_eq!(agreement(lessons, PATIENCE - 1), Agreement::NotYet);
+                assert_eq!(agreement(lessons, PATIENCE - 1), CalibrationOutcome::NotYet);
                 let outcome = agreement(lessons, PATIENCE);
-                assert!(matches!(outcome, Agreement::Order(_)), "{outcome:?}");
+                assert!(matches!(outcome, CalibrationOutcome::ReadyOrder(_)), "{outcome:?}");
             }
-            assert_eq!(agreement([idle, idle], PATIENCE), Agreement::NothingEarly);
+            assert_eq!(agreement([idle, idle], PATIENCE), CalibrationOutcome::NothingEarly);
         }
     }
 }

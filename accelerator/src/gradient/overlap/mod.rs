@@ -14,17 +14,17 @@ use burn::backend::DispatchTensor;
 use burn::tensor::Tensor;
 
 use self::anchors::Anchors;
-use self::hook::{Observer, Watch};
+use self::hook::{Observer, ProbeWatch};
 pub(super) use self::identity::is_of;
-pub(super) use self::plan::Order;
+pub(super) use self::plan::ReadyOrder;
 pub use self::report::{OverlapReport, OverlapState};
 pub use self::setting::Overlap;
-pub(crate) use self::watching::Switch;
-pub(super) use self::watching::Watching;
+pub(crate) use self::watching::OverlapSwitch;
+pub(super) use self::watching::OverlapScheduler;
 
 /// A place in backward at which to look at gradients.
 #[derive(Debug)]
-struct Lookout {
+struct ProbePoint {
     /// What is deeper has run when it is reached.
     depth: usize,
     /// The parameters whose gradients are looked at; `None` is one that has none.
@@ -36,7 +36,7 @@ struct Lookout {
 fn watch(
     loss: Tensor<1>,
     anchors: &mut Anchors,
-    lookouts: Vec<Lookout>,
+    lookouts: Vec<ProbePoint>,
     observer: &Arc<dyn Observer>,
 ) -> Tensor<1> {
     let chain = anchors.on(&loss.device());
@@ -45,7 +45,7 @@ fn watch(
     // Each watch stands on the next shallower one, so that one node joins all of them.
     let mut watched = chain.leaf();
     for (point, (lookout, anchor)) in lookouts.into_iter().zip(anchors).enumerate().rev() {
-        let watch = Watch {
+        let watch = ProbeWatch {
             leaves: lookout.leaves,
             observer: Arc::clone(observer),
             point,

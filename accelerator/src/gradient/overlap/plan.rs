@@ -3,14 +3,14 @@
 /// Parameters in the order in which they enter buckets, and how many of them are ready before the
 /// end of backward. Those that are not go last, and share no bucket with the others.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(in crate::gradient) struct Order {
+pub(in crate::gradient) struct ReadyOrder {
     pub(in crate::gradient) parameters: Vec<usize>,
     pub(in crate::gradient) early: usize,
     /// By place in `parameters`: whether that gradient is ready later than the one in front of it.
     later: Vec<bool>,
 }
 
-impl Order {
+impl ReadyOrder {
     /// From the last visited to the first, which is about the order in which backward makes
     /// gradients.
     pub(in crate::gradient) fn reversed(parameters: usize) -> Self {
@@ -41,7 +41,7 @@ impl Order {
 
 /// A point of backward, and the buckets that are complete there.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(in crate::gradient) struct Point {
+pub(in crate::gradient) struct FlushPoint {
     pub(in crate::gradient) depth: usize,
     pub(in crate::gradient) buckets: Vec<usize>,
 }
@@ -51,7 +51,7 @@ pub(in crate::gradient) struct Point {
 ///
 /// Buckets are sent in their order, so that none is watched after one that is only complete in the
 /// end.
-pub(in crate::gradient) fn points(buckets: &[Vec<usize>], ready: &[Option<usize>]) -> Vec<Point> {
+pub(in crate::gradient) fn points(buckets: &[Vec<usize>], ready: &[Option<usize>]) -> Vec<FlushPoint> {
     let depth = |bucket: &Vec<usize>| {
         bucket
             .iter()
@@ -68,7 +68,7 @@ pub(in crate::gradient) fn points(buckets: &[Vec<usize>], ready: &[Option<usize>
     depths.sort_by_key(|&(depth, bucket)| (core::cmp::Reverse(depth), bucket));
     depths
         .chunk_by(|(one, _), (next, _)| one == next)
-        .map(|together| Point {
+        .map(|together| FlushPoint {
             depth: together[0].0,
             buckets: together.iter().map(|&(_, bucket)| bucket).collect(),
         })
@@ -83,12 +83,12 @@ mod tests {
 
     #[test]
     fn what_is_ready_first_goes_first_and_what_is_late_goes_last() {
-        let order = Order::of(&[Some(3), None, Some(9), Some(3), None]);
+        let order = ReadyOrder::of(&[Some(3), None, Some(9), Some(3), None]);
         assert_eq!(order.parameters, [2, 3, 0, 4, 1]);
         assert_eq!(order.early, 3);
         let later: Vec<bool> = (0..5).map(|place| order.is_later(place)).collect();
         assert_eq!(later, [false, true, false, true, false]);
-        assert_eq!(Order::reversed(3).parameters, [2, 1, 0]);
+        assert_eq!(ReadyOrder::reversed(3).parameters, [2, 1, 0]);
     }
 
     #[test]
@@ -96,11 +96,11 @@ mod tests {
         let buckets = [vec![0, 1], vec![2], vec![3], vec![4]];
         let ready = [Some(9), Some(5), Some(7), None, Some(2)];
         let expected = [
-            Point {
+            FlushPoint {
                 depth: 7,
                 buckets: vec![1],
             },
-            Point {
+            FlushPoint {
                 depth: 5,
                 buckets: vec![0],
             },
@@ -115,7 +115,7 @@ mod tests {
         fn an_order_has_every_parameter_once_and_depths_fall(
             ready in proptest::collection::vec(proptest::option::of(0_usize..20), 0..60),
         ) {
-            let order = Order::of(&ready);
+            let order = ReadyOrder::of(&ready);
             let mut sorted = order.parameters.clone();
             sorted.sort_unstable();
             prop_assert_eq!(sorted, (0..ready.len()).collect::<Vec<_>>());
@@ -130,7 +130,7 @@ mod tests {
             ready in proptest::collection::vec(proptest::option::of(0_usize..20), 1..60),
             cut in 1_usize..10,
         ) {
-            let order = Order::of(&ready);
+            let order = ReadyOrder::of(&ready);
             let buckets: Vec<Vec<usize>> =
                 order.parameters.chunks(cut).map(<[usize]>::to_vec).collect();
             let points = points(&buckets, &ready);

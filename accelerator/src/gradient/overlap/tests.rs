@@ -7,7 +7,7 @@ use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor, TensorData};
 
 use super::calibration::{Calibration, depths};
-use super::{Anchors, Lookout, Observer, watch};
+use super::{Anchors, ProbePoint, Observer, watch};
 
 /// Autodiff devices of each kind and strategy.
 fn devices() -> Vec<Device> {
@@ -68,9 +68,9 @@ fn calibrate(
 ) -> (usize, Vec<Option<usize>>) {
     let depth = depth_of(loss(), anchors);
     let depths = depths(depth);
-    let lookouts: Vec<Lookout> = depths
+    let lookouts: Vec<ProbePoint> = depths
         .iter()
-        .map(|&depth| Lookout {
+        .map(|&depth| ProbePoint {
             depth,
             leaves: leaves
                 .iter()

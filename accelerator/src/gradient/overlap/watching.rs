@@ -8,13 +8,13 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
 use super::calibration::{self, Calibration};
-use super::learning::{Agreement, Learning, Lesson};
-use super::plan::{self, Order, Point};
+use super::learning::{CalibrationOutcome, RankCalibration, WindowObservation};
+use super::plan::{self, ReadyOrder, FlushPoint};
 use super::report::{OverlapReport, OverlapState};
-use super::{Anchors, Lookout, Observer, identity, watch};
+use super::{Anchors, ProbePoint, Observer, identity, watch};
 use crate::error::Result;
 use crate::gradient::reducer::{Reduced, Reducer, Repair};
-use crate::gradient::slot::{Slot, WorkingCopy, WorkingPart};
+use crate::gradient::slot::{ModelState, WorkingCopy, WorkingPart};
 use crate::gradient::values;
 use crate::graph;
 use crate::precision::Cast;
@@ -24,12 +24,12 @@ const PATIENCE: u32 = 3;
 
 /// Whether buckets are to be sent while backward runs: the same on all ranks.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Switch {
+pub(crate) enum OverlapSwitch {
     Off,
     On,
 }
 
-impl Switch {
+impl OverlapSwitch {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Off => "off",
@@ -41,9 +41,9 @@ impl Switch {
 /// What is known about when a model's gradients are ready. All ranks go from phase to phase
 /// together, at the end of a window.
 #[derive(Debug)]
-pub(in crate::gradient) struct Watching {
+pub(in crate::gradient) struct OverlapScheduler {
     anchors: Anchors,
-    phase: Phase,
+    phase: SchedulerPhase,
     /// In the last window: buckets, and how many were sent before backward ended.
     buckets: usize,
     early: usize,
@@ -54,23 +54,23 @@ pub(in crate::gradient) struct Watching {
 }
 
 #[derive(Debug)]
-enum Phase {
+enum SchedulerPhase {
     Off,
     /// When gradients are ready is not known to all ranks yet.
-    Learning(Learning),
+    RankCalibration(RankCalibration),
     /// Buckets are sent at these points.
-    Sending(Vec<Point>),
+    Sending(Vec<FlushPoint>),
     /// What was ready changed too often.
     GivenUp,
 }
 
-impl Watching {
-    pub(in crate::gradient) fn new(switch: Switch) -> Self {
+impl OverlapScheduler {
+    pub(in crate::gradient) fn new(switch: OverlapSwitch) -> Self {
         Self {
             anchors: Anchors::default(),
             phase: match switch {
-                Switch::Off => Phase::Off,
-                Switch::On => Phase::Learning(Learning::new()),
+                OverlapSwitch::Off => SchedulerPhase::Off,
+                OverlapSwitch::On => SchedulerPhase::RankCalibration(RankCalibration::new()),
             },
             buckets: 0,
             early: 0,
@@ -82,17 +82,17 @@ impl Watching {
 
     /// Sends nothing while backward runs, since layers of this program exchange data in it.
     pub(in crate::gradient) fn give_way(&mut self) {
-        if !matches!(self.phase, Phase::Off) {
+        if !matches!(self.phase, SchedulerPhase::Off) {
             tracing::debug!(
                 "gradients are sent when backward has ended: layers exchange data in it"
             );
-            self.phase = Phase::Off;
+            self.phase = SchedulerPhase::Off;
         }
     }
 
     pub(in crate::gradient) fn repair(&self) -> Repair {
         match self.phase {
-            Phase::Sending(_) => Repair::Possible,
+            SchedulerPhase::Sending(_) => Repair::Possible,
             _ => Repair::Unneeded,
         }
     }
@@ -100,10 +100,10 @@ impl Watching {
     pub(in crate::gradient) fn report(&self) -> OverlapReport {
         OverlapReport {
             state: match self.phase {
-                Phase::Off => OverlapState::Off,
-                Phase::Learning(_) => OverlapState::Learning,
-                Phase::Sending(_) => OverlapState::On,
-                Phase::GivenUp => OverlapState::GivenUp,
+                SchedulerPhase::Off => OverlapState::Off,
+                SchedulerPhase::RankCalibration(_) => OverlapState::RankCalibration,
+                SchedulerPhase::Sending(_) => OverlapState::On,
+                SchedulerPhase::GivenUp => OverlapState::GivenUp,
             },
             buckets: self.buckets,
             early: self.early,
@@ -120,9 +120,9 @@ impl Watching {
         loss: Tensor<1>,
         model: &M,
         mut copy: WorkingCopy,
-        slot: &Slot,
+        slot: &ModelState,
         reducer: Reducer,
-    ) -> (GradientsParams, Reducer, Option<Lesson>) {
+    ) -> (GradientsParams, Reducer, Option<WindowObservation>) {
         let served = graph::serves(&loss);
         let casts = casts(&copy);
         let watched = match &self.phase {
@@ -130,26 +130,26 @@ impl Watching {
             _ if reducer.is_idle() => None,
             // What is added up last is ready in the end, and a step that follows may have one copy.
             _ if matches!(copy, WorkingCopy::Several) => None,
-            Phase::Sending(points) if served => Some((
-                Watcher::Sending(points.clone()),
+            SchedulerPhase::Sending(points) if served => Some((
+                CalibratingObserver::Sending(points.clone()),
                 at_points(points, Leaves::of(model, take(&mut copy), slot), &reducer),
             )),
-            Phase::Learning(learning) => match learning.lesson {
-                Lesson::Learnt(_) => None,
+            SchedulerPhase::RankCalibration(learning) => match learning.lesson {
+                WindowObservation::Learnt(_) => None,
                 _ if !served => {
-                    let late = Lesson::Learnt(vec![None; slot.parameters().len()]);
+                    let late = WindowObservation::Learnt(vec![None; slot.parameters().len()]);
                     let gradients = GradientsParams::from_grads(loss.backward(), model);
                     return (gradients, reducer, Some(late));
                 }
-                Lesson::Depth => Some((Watcher::Measuring(0), Vec::new())),
-                Lesson::Places(depth) => {
+                WindowObservation::Depth => Some((CalibratingObserver::Measuring(0), Vec::new())),
+                WindowObservation::Places(depth) => {
                     let lookouts = everywhere(depth, &Leaves::of(model, take(&mut copy), slot));
                     let depths = lookouts.iter().map(|lookout| lookout.depth).collect();
                     let calibration = Calibration::new(slot.parameters().len(), depths);
-                    Some((Watcher::Calibrating(calibration), lookouts))
+                    Some((CalibratingObserver::Calibrating(calibration), lookouts))
                 }
             },
-            Phase::Off | Phase::Sending(_) | Phase::GivenUp => None,
+            SchedulerPhase::Off | SchedulerPhase::Sending(_) | SchedulerPhase::GivenUp => None,
         };
         let Some((watcher, lookouts)) = watched else {
             // Nobody compares what its casts make.
@@ -158,25 +158,25 @@ impl Watching {
             return (gradients, reducer, None);
         };
         let reducer = match watcher {
-            Watcher::Sending(_) => reducer.with_casts(casts.clone()),
+            CalibratingObserver::Sending(_) => reducer.with_casts(casts.clone()),
             _ => reducer,
         };
-        let eyes = Arc::new(Eyes(Mutex::new(Some((watcher, reducer)))));
+        let eyes = Arc::new(BackwardObserver(Mutex::new(Some((watcher, reducer)))));
         let observer: Arc<dyn Observer> = eyes.clone();
         let gradients = watch(loss, &mut self.anchors, lookouts, &observer).backward();
         let gradients = GradientsParams::from_grads(gradients, model);
         drop(observer);
         let (watcher, reducer) = eyes.close();
         let lesson = match watcher {
-            Watcher::Measuring(depth) => Some(Lesson::Places(depth)),
-            Watcher::Calibrating(calibration) => {
-                Some(Lesson::Learnt(calibration.result(|index, seen| {
+            CalibratingObserver::Measuring(depth) => Some(WindowObservation::Places(depth)),
+            CalibratingObserver::Calibrating(calibration) => {
+                Some(WindowObservation::Learnt(calibration.result(|index, seen| {
                     let gradient = values::look(&gradients, &slot.parameters()[index]);
                     let cast = casts.get(index).and_then(Option::as_deref);
                     gradient.is_some_and(|gradient| identity::is_of(seen, &gradient, cast))
                 })))
             }
-            Watcher::Sending(_) => None,
+            CalibratingObserver::Sending(_) => None,
         };
         (gradients, reducer, lesson)
     }
@@ -186,36 +186,36 @@ impl Watching {
     #[track_caller]
     pub(in crate::gradient) fn learn(
         &mut self,
-        lesson: Option<Lesson>,
+        lesson: Option<WindowObservation>,
         reduced: &mut Reduced,
-        slot: &Slot,
+        slot: &ModelState,
         group: &ProcessGroup,
     ) -> Result<()> {
         self.buckets = reduced.ledger.layout.len();
         self.early = reduced.early;
-        if let Phase::Sending(_) = self.phase {
+        if let SchedulerPhase::Sending(_) = self.phase {
             self.early_total += reduced.early as u64;
             self.windows += 1;
         }
         match &mut self.phase {
-            Phase::Learning(learning) => {
+            SchedulerPhase::RankCalibration(learning) => {
                 if let Some(lesson) = lesson {
                     learning.lesson = lesson;
                 }
                 let parameters = slot.parameters().len();
                 match learning.agree(parameters, group)? {
-                    Agreement::NotYet => {}
-                    Agreement::NothingEarly => {
+                    CalibrationOutcome::NotYet => {}
+                    CalibrationOutcome::NothingEarly => {
                         tracing::debug!("no gradient of this model is ready before backward ends");
-                        self.phase = Phase::Off;
+                        self.phase = SchedulerPhase::Off;
                     }
-                    Agreement::Order(order) => {
+                    CalibrationOutcome::ReadyOrder(order) => {
                         let ready = learning.ready(parameters);
-                        self.phase = Phase::Sending(lay_out(&order, &ready, slot)?);
+                        self.phase = SchedulerPhase::Sending(lay_out(&order, &ready, slot)?);
                     }
                 }
             }
-            Phase::Sending(_) if reduced.repaired > 0 => {
+            SchedulerPhase::Sending(_) if reduced.repaired > 0 => {
                 self.repairs += 1;
                 if self.repairs >= PATIENCE {
                     tracing::warn!(
@@ -224,7 +224,7 @@ impl Watching {
                          steps, and had to be reduced again: from now on, gradients of this model are \
                          sent when backward has ended (said once)"
                     );
-                    self.phase = Phase::GivenUp;
+                    self.phase = SchedulerPhase::GivenUp;
                     self.anchors = Anchors::default();
                     // No step is undone any more.
                     reduced.ledger.undo.fill_with(|| None);
@@ -238,41 +238,41 @@ impl Watching {
 
 /// Looks on, and keeps what it learns.
 #[derive(Debug)]
-enum Watcher {
+enum CalibratingObserver {
     Measuring(usize),
     Calibrating(Calibration),
-    Sending(Vec<Point>),
+    Sending(Vec<FlushPoint>),
 }
 
 /// Open while backward runs.
 #[derive(Debug)]
-struct Eyes(Mutex<Option<(Watcher, Reducer)>>);
+struct BackwardObserver(Mutex<Option<(CalibratingObserver, Reducer)>>);
 
-impl Eyes {
+impl BackwardObserver {
     #[expect(
         clippy::expect_used,
         reason = "nobody else takes it out, and this is called once"
     )]
-    fn close(&self) -> (Watcher, Reducer) {
+    fn close(&self) -> (CalibratingObserver, Reducer) {
         self.lock().take().expect("eyes that were open")
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<(Watcher, Reducer)>> {
+    fn lock(&self) -> MutexGuard<'_, Option<(CalibratingObserver, Reducer)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Observer for Eyes {
+impl Observer for BackwardObserver {
     fn begins(&self, depth: usize) {
-        if let Some((Watcher::Measuring(found), _)) = &mut *self.lock() {
+        if let Some((CalibratingObserver::Measuring(found), _)) = &mut *self.lock() {
             *found = depth;
         }
     }
 
     fn reached(&self, point: usize, gradients: &mut dyn Iterator<Item = Option<DispatchTensor>>) {
         match &mut *self.lock() {
-            Some((Watcher::Calibrating(calibration), _)) => calibration.look(point, gradients),
-            Some((Watcher::Sending(points), reducer)) => {
+            Some((CalibratingObserver::Calibrating(calibration), _)) => calibration.look(point, gradients),
+            Some((CalibratingObserver::Sending(points), reducer)) => {
                 for &bucket in &points[point].buckets {
                     // Whatever becomes of one, the next starts at its own.
                     let mut own = (&mut *gradients).take(reducer.members(bucket).len());
@@ -287,7 +287,7 @@ impl Observer for Eyes {
 
 /// Lays the buckets out in that order, and finds where to look on this rank, where gradients are
 /// `ready` at these depths.
-fn lay_out(order: &Order, ready: &[Option<usize>], slot: &Slot) -> Result<Vec<Point>> {
+fn lay_out(order: &ReadyOrder, ready: &[Option<usize>], slot: &ModelState) -> Result<Vec<FlushPoint>> {
     let layout = slot.lay_out(order)?;
     let late = &order.parameters[order.early..];
     let early: Vec<Vec<usize>> = (0..layout.len())
@@ -305,10 +305,10 @@ fn lay_out(order: &Order, ready: &[Option<usize>], slot: &Slot) -> Result<Vec<Po
 }
 
 /// Looks at all parameters, at quantiles of the depth.
-fn everywhere(depth: usize, leaves: &[Option<DispatchTensor>]) -> Vec<Lookout> {
+fn everywhere(depth: usize, leaves: &[Option<DispatchTensor>]) -> Vec<ProbePoint> {
     let depths = calibration::depths(depth).into_iter();
     depths
-        .map(|depth| Lookout {
+        .map(|depth| ProbePoint {
             depth,
             leaves: leaves.to_vec(),
         })
@@ -317,13 +317,13 @@ fn everywhere(depth: usize, leaves: &[Option<DispatchTensor>]) -> Vec<Lookout> {
 
 /// Looks at each bucket where it should be complete.
 fn at_points(
-    points: &[Point],
+    points: &[FlushPoint],
     mut leaves: Vec<Option<DispatchTensor>>,
     reducer: &Reducer,
-) -> Vec<Lookout> {
+) -> Vec<ProbePoint> {
     points
         .iter()
-        .map(|point| Lookout {
+        .map(|point| ProbePoint {
             depth: point.depth,
             leaves: point
                 .buckets
@@ -349,13 +349,13 @@ fn casts(copy: &WorkingCopy) -> Vec<Option<Arc<Cast>>> {
 /// A model's parameters, by number.
 struct Leaves<'a> {
     found: Vec<Option<DispatchTensor>>,
-    slot: &'a Slot,
+    slot: &'a ModelState,
 }
 
 impl<'a> Leaves<'a> {
     /// Those of a working copy are looked at in its place: their gradients are complete long before
     /// they are cast to the type of the parameter, which is the last that backward does.
-    fn of<M: Module>(model: &M, copy: WorkingCopy, slot: &'a Slot) -> Vec<Option<DispatchTensor>> {
+    fn of<M: Module>(model: &M, copy: WorkingCopy, slot: &'a ModelState) -> Vec<Option<DispatchTensor>> {
         let mut leaves = Leaves {
             found: core::iter::repeat_with(|| None)
                 .take(slot.parameters().len())

@@ -3,13 +3,13 @@
 use accelerator_collective::{Buffer, DType, ProcessGroup, ReduceOp};
 use accelerator_plan::mix;
 
-use super::{Pace, Reducer, waited};
+use super::{SendMode, Reducer, waited};
 use crate::agreement::sides;
-use crate::data::Mark;
+use crate::data::ConsumeTicket;
 use crate::error::{Error, Kind, Result};
 use crate::gradient::failed_calls::BackwardCall;
 use crate::gradient::step_commit::SeenUpdates;
-use crate::timeline::{Part, Phase};
+use crate::timeline::{EventSubject, Phase};
 
 /// How many numbers a control vector has.
 pub(in crate::gradient) fn length(parameters: usize, buckets: usize) -> usize {
@@ -17,22 +17,22 @@ pub(in crate::gradient) fn length(parameters: usize, buckets: usize) -> usize {
 }
 
 /// How many stand in front of the flags.
-const HEADER: usize = size_of::<Header>() / size_of::<f64>();
+const HEADER: usize = size_of::<ControlHeader>() / size_of::<f64>();
 
 /// What stands in front of the flags: of one rank, or the sums over all of them.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Header {
+pub(super) struct ControlHeader {
     pub(super) weight: f64,
     /// Σ weight · loss.
     pub(super) loss: f64,
-    window: Fingerprint,
-    batches: Fingerprint,
-    losses: Fingerprint,
+    window: WindowFingerprint,
+    batches: WindowFingerprint,
+    losses: WindowFingerprint,
     /// How many ranks want the norm.
     norm: f64,
 }
 
-impl Header {
+impl ControlHeader {
     fn read(values: &[f64]) -> Self {
         let mut header = Self::default();
         let mut values = values.iter();
@@ -66,9 +66,9 @@ impl Header {
 
 /// What ranks compare: how many of them send a fingerprint, the sum of the fingerprints, and the sum of their echoes.
 #[derive(Clone, Copy, Debug, Default)]
-struct Fingerprint([f64; 3]);
+struct WindowFingerprint([f64; 3]);
 
-impl Fingerprint {
+impl WindowFingerprint {
     /// What one of so many ranks sends; `None` is not compared.
     fn of(ranks: usize, numbers: Option<&[u64]>) -> Self {
         numbers.map_or_else(Self::default, |numbers| {
@@ -100,7 +100,7 @@ fn bounded(ranks: usize, numbers: &[u64]) -> u64 {
 /// What all ranks have told each other in a control vector: sums over them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ControlSums<'a> {
-    pub(super) header: Header,
+    pub(super) header: ControlHeader,
     /// By parameter: how many ranks have a gradient.
     present: &'a [f64],
     /// By bucket: on how many ranks something is odd about it.
@@ -124,7 +124,7 @@ impl<'a> ControlSums<'a> {
         };
         let (present, odd) = flags.split_at(parameters.min(flags.len()));
         Ok(Self {
-            header: Header::read(header),
+            header: ControlHeader::read(header),
             present,
             odd,
             trigger: *trigger,
@@ -144,7 +144,7 @@ impl<'a> ControlSums<'a> {
     /// has missed one.
     pub(super) fn windows_agree(&self, group: &ProcessGroup) -> bool {
         let ranks = group.world_size();
-        let Header {
+        let ControlHeader {
             window, batches, ..
         } = self.header;
         window.is_one(ranks, Some(ranks)) && batches.is_one(ranks, None)
@@ -207,12 +207,12 @@ impl Reducer {
         let loss = Some(self.loss.read).filter(|loss| loss.is_finite() && *loss != 0.0);
         let loss = loss.filter(|_| batches.is_none());
         let loss = loss.map(|loss| [loss.to_bits()]);
-        Header {
+        ControlHeader {
             weight: self.total,
             loss: self.loss.read,
-            window: Fingerprint::of(ranks, Some(&window)),
-            batches: Fingerprint::of(ranks, batches.as_ref().map(|batches| &batches[..])),
-            losses: Fingerprint::of(ranks, loss.as_ref().map(|loss| &loss[..])),
+            window: WindowFingerprint::of(ranks, Some(&window)),
+            batches: WindowFingerprint::of(ranks, batches.as_ref().map(|batches| &batches[..])),
+            losses: WindowFingerprint::of(ranks, loss.as_ref().map(|loss| &loss[..])),
             norm: f64::from(u8::from(self.wants_norm)),
         }
         .write(header);
@@ -228,16 +228,16 @@ impl Reducer {
             *last = trigger.send();
         }
         match self.pace {
-            Pace::Nowhere => self.ledger.control = Some(control),
-            Pace::InFlight => {
+            SendMode::Nowhere => self.ledger.control = Some(control),
+            SendMode::InFlight => {
                 let pending =
                     self.group
                         .start_all_reduce_at(control, ReduceOp::Sum, self.caller)?;
                 self.promise.give();
                 self.control = Some(pending);
             }
-            Pace::Blocking => {
-                let (part, bytes) = (Part::Control, control.bytes().len());
+            SendMode::Blocking => {
+                let (part, bytes) = (EventSubject::Control, control.bytes().len());
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
                 self.group
                     .all_reduce_buffer_at(&mut control, ReduceOp::Sum, self.caller)?;
@@ -257,7 +257,7 @@ impl Reducer {
         if let Some(control) = self.control.take() {
             let ledger = &self.ledger;
             let bytes = 8 * length(ledger.here.len(), ledger.wrong.len());
-            self.ledger.control = Some(waited(&self.timeline, Part::Control, bytes, control)?);
+            self.ledger.control = Some(waited(&self.timeline, EventSubject::Control, bytes, control)?);
         }
         let ledger = &mut self.ledger;
         let sums = ControlSums::read(&ledger.control, ledger.present.len())?;
@@ -339,7 +339,7 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
 }
 
 /// The last batch of each pass in a window, in words.
-fn ends_of(marks: &[Mark]) -> String {
+fn ends_of(marks: &[ConsumeTicket]) -> String {
     let ends: Vec<_> = marks
         .iter()
         .map(|mark| mark.position().to_string())
@@ -386,9 +386,9 @@ mod tests {
         let ranks = windows.len() + silent;
         let told = windows.iter().map(|window| Some(&window[..]));
         let told = told.chain(core::iter::repeat_n(None, silent));
-        let sums = told.fold(Fingerprint::default(), |sums, window| {
-            let Fingerprint(mine) = Fingerprint::of(ranks, window);
-            Fingerprint(core::array::from_fn(|at| sums.0[at] + mine[at]))
+        let sums = told.fold(WindowFingerprint::default(), |sums, window| {
+            let WindowFingerprint(mine) = WindowFingerprint::of(ranks, window);
+            WindowFingerprint(core::array::from_fn(|at| sums.0[at] + mine[at]))
         });
         let (all, agrees) = (sums.is_one(ranks, Some(ranks)), sums.is_one(ranks, None));
         assert_eq!(all, agrees && silent == 0);

@@ -2,13 +2,13 @@
 
 use accelerator_collective::{Buffer, DType};
 
-use super::{Pace, Reducer};
+use super::{SendMode, Reducer};
 use crate::error::Result;
-use crate::gradient::hook::{BucketParameter, GradientBucket, Held, Ranks};
-use crate::gradient::ledger::Stage;
-use crate::gradient::slot::Slot;
-use crate::gradient::store::Store;
-use crate::timeline::{Part, Phase};
+use crate::gradient::hook::{BucketParameter, GradientBucket, HookInstance, Ranks};
+use crate::gradient::ledger::BucketState;
+use crate::gradient::slot::ModelState;
+use crate::gradient::store::BucketStorage;
+use crate::timeline::{EventSubject, Phase};
 
 impl Reducer {
     /// Gives the buckets to the hook, one after the other, when all of them are complete.
@@ -17,12 +17,12 @@ impl Reducer {
     /// was sent too early, which is nothing here, in which buckets some rank has values that are not
     /// finite: such a step goes past the hook, whose memory would never be rid of them. What decides has the
     /// same bits on all ranks.
-    pub(super) fn hand_over(&mut self, slot: &Slot, hook: &Held) -> Result<()> {
-        self.pace = Pace::Blocking;
+    pub(super) fn hand_over(&mut self, slot: &ModelState, hook: &HookInstance) -> Result<()> {
+        self.pace = SendMode::Blocking;
         let ledger = &mut self.ledger;
         for (odd, stage) in ledger.wrong.iter_mut().zip(&ledger.stages) {
             *odd = match stage {
-                Stage::Complete(Store::Host(buffer)) => !is_finite(buffer)?,
+                BucketState::Complete(BucketStorage::Host(buffer)) => !is_finite(buffer)?,
                 _ => false,
             };
         }
@@ -42,7 +42,7 @@ impl Reducer {
                 continue;
             };
             // Where there is a hook, sums are kept in memory already.
-            let Store::Host(mut buffer) = store.into_host(&group) else {
+            let BucketStorage::Host(mut buffer) = store.into_host(&group) else {
                 continue;
             };
             if !is_finite {
@@ -62,11 +62,11 @@ impl Reducer {
             let mut bucket =
                 GradientBucket::new(&mut buffer, number, layout.len(), slot.steps(), parameters);
             {
-                let (part, bytes) = (Part::bucket(number), layout.bytes(number));
+                let (part, bytes) = (EventSubject::bucket(number), layout.bytes(number));
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
                 hook.reduce(&mut bucket, &Ranks::new(&group))?;
             }
-            self.ledger.stages[number] = Stage::Summed(Store::Host(buffer));
+            self.ledger.stages[number] = BucketState::Summed(BucketStorage::Host(buffer));
         }
         self.handed_over = is_finite;
         Ok(())

@@ -13,23 +13,23 @@ use burn::backend::DispatchTensor;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
-use self::promise::Promise;
+use self::promise::PendingCollective;
 use self::sending::{is_networked, waited};
-use super::compression::{Compression, Scale};
+use super::compression::{Compression, CompressionScale};
 use super::failed_calls::BackwardCall;
-use super::ledger::{Ledger, Sight, Stage};
+use super::ledger::{BucketSet, FlushObserver, BucketState};
 use super::non_finite_loss::{self, OnNonFiniteLoss};
-use super::road::{Road, Sending};
-use super::slot::{ModelName, Slot};
-use super::spread::Spread;
+use super::road::{DeviceReducer, PendingReduce};
+use super::slot::{ModelName, ModelState};
+use super::spread::SumScope;
 use super::step_commit::SeenUpdates;
 use super::values;
 use super::window::{self, BatchFingerprint, LossSum, Window, check_all_known};
 use crate::accelerator::Trigger;
-use crate::data::Mark;
+use crate::data::ConsumeTicket;
 use crate::error::Result;
 use crate::precision::Cast;
-use crate::timeline::{Part, Phase, Timeline};
+use crate::timeline::{EventSubject, Phase, Timeline};
 
 /// Sums a window over the ranks: takes the gradients of its last micro-step, in the middle of
 /// backward or after it, and sends what is complete.
@@ -40,7 +40,7 @@ use crate::timeline::{Part, Phase, Timeline};
 #[derive(Debug)]
 pub(super) struct Reducer {
     /// First, so that others hear of a failure before what is on its way is given up.
-    promise: Promise,
+    promise: PendingCollective,
     batches: BatchFingerprint,
     /// Where the program called `backward`, for errors: much is sent from inside Burn.
     caller: &'static Location<'static>,
@@ -55,11 +55,11 @@ pub(super) struct Reducer {
     group: ProcessGroup,
     /// Whether buckets hold the mean gradient in the end, or sums.
     handed_over: bool,
-    ledger: Box<Ledger>,
+    ledger: Box<BucketSet>,
     loss: LossSum,
     /// By what the loss was multiplied before backward.
     loss_scale: f64,
-    marks: Vec<Mark>,
+    marks: Vec<ConsumeTicket>,
     /// How many calls of `backward` are in the window.
     micro_steps: usize,
     /// Whose gradients these are.
@@ -68,14 +68,14 @@ pub(super) struct Reducer {
     next: usize,
     /// What went wrong while nobody could be told.
     outcome: Result<()>,
-    pace: Pace,
+    pace: SendMode,
     repair: Repair,
     /// How sums on a device get to other ranks.
-    road: Option<Arc<Road>>,
-    scale: Option<Scale>,
+    road: Option<Arc<DeviceReducer>>,
+    scale: Option<CompressionScale>,
     /// The loss, on its way from device to device.
-    sent_loss: Option<Sending>,
-    spread: Spread,
+    sent_loss: Option<PendingReduce>,
+    spread: SumScope,
     timeline: Timeline,
     /// How this rank has updated the model before this window.
     updates: SeenUpdates,
@@ -101,20 +101,20 @@ pub(super) enum Repair {
 #[derive(Debug)]
 pub(super) struct Reduced {
     /// With Σ weight · gradient, and which parameters had a gradient somewhere.
-    pub(super) ledger: Box<Ledger>,
+    pub(super) ledger: Box<BucketSet>,
     pub(super) loss: LossSum,
     /// The ranks, where each has the sums on a device of its own.
     pub(super) apart: Option<ProcessGroup>,
     /// How many ranks sent theirs.
     pub(super) ranks: usize,
     /// Which of the sums this rank has.
-    pub(super) spread: Spread,
+    pub(super) spread: SumScope,
     /// Whether all ranks have the same loss, to the bit.
     pub(super) same_losses: bool,
     /// Whether some rank wants to know the norm.
     pub(super) wants_norm: bool,
     /// Where the batches end that are in it.
-    pub(super) marks: Vec<Mark>,
+    pub(super) marks: Vec<ConsumeTicket>,
     /// Σ weight.
     pub(super) total: f64,
     /// What the sums are to be divided by.
@@ -127,7 +127,7 @@ pub(super) struct Reduced {
 
 /// Whether to wait for what is being read.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Wait {
+enum ReadWait {
     Yes,
     /// Backward does not wait for anything.
     No,
@@ -135,7 +135,7 @@ enum Wait {
 
 /// Whether an operation runs on this thread, or beside others on the communication thread.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Pace {
+enum SendMode {
     Blocking,
     InFlight,
     /// There is none: sums stay those of this rank.
@@ -147,7 +147,7 @@ impl Reducer {
     /// step's backward.
     #[track_caller]
     pub(super) fn new(
-        slot: &Slot,
+        slot: &ModelState,
         group: &ProcessGroup,
         window: Window,
         weight: f64,
@@ -162,17 +162,17 @@ impl Reducer {
         };
         let alone = Self::alone(slot, group, window, weight, timeline);
         let spread = match alone.ledger.layout.cuts() {
-            Some(cuts) => Spread::Own {
+            Some(cuts) => SumScope::Own {
                 cuts: cuts.clone(),
                 group: group.clone(),
             },
-            None => Spread::Whole,
+            None => SumScope::Whole,
         };
         let mut reducer = Self {
             compression,
             pace: match group.world_size() {
-                1 => Pace::Nowhere,
-                _ => Pace::InFlight,
+                1 => SendMode::Nowhere,
+                _ => SendMode::InFlight,
             },
             repair,
             scale: None,
@@ -191,7 +191,7 @@ impl Reducer {
     /// For a window that stays on this rank: its sums are those of its own gradients.
     #[track_caller]
     pub(super) fn alone(
-        slot: &Slot,
+        slot: &ModelState,
         group: &ProcessGroup,
         window: Window,
         weight: f64,
@@ -200,7 +200,7 @@ impl Reducer {
         let (mut ledger, marks, before) = window.into_parts(slot, group);
         slot.renew(group, &mut ledger);
         Self {
-            promise: Promise::new(group),
+            promise: PendingCollective::new(group),
             batches: before.batches,
             caller: Location::caller(),
             casts: Vec::new(),
@@ -218,12 +218,12 @@ impl Reducer {
             model: slot.model(),
             next: 0,
             outcome: Ok(()),
-            pace: Pace::Nowhere,
+            pace: SendMode::Nowhere,
             repair: Repair::Unneeded,
             road: slot.road().cloned(),
             scale: Some(Compression::None.scale(1.0)),
             sent_loss: None,
-            spread: Spread::Whole,
+            spread: SumScope::Whole,
             timeline: timeline.clone(),
             total: before.weight + weight,
             updates: slot.updates().seen(),
@@ -286,17 +286,17 @@ impl Reducer {
         let Some(mut store) = self.ledger.open(bucket) else {
             return;
         };
-        let copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
+        let copy = self.timeline.span(Phase::Copy(EventSubject::bucket(bucket)));
         let ledger = &mut self.ledger;
         ledger.keep(&self.group, bucket, &store);
         let layout = ledger.layout.clone();
         for (&parameter, gradient) in layout.members(bucket).iter().zip(gradients) {
-            ledger.sights[parameter] = gradient.map_or(Sight::Absent, Sight::Seen);
+            ledger.sights[parameter] = gradient.map_or(FlushObserver::Absent, FlushObserver::Seen);
         }
         let seen = |parameter: usize| ledger.sights[parameter].gradient();
         ledger.enter(bucket, &mut store, seen, self.weight);
         ledger.clear(bucket, &mut store, |parameter| seen(parameter).is_some());
-        ledger.stages[bucket] = Stage::Complete(store);
+        ledger.stages[bucket] = BucketState::Complete(store);
         drop(copy);
         // Backward does not wait for anybody.
         if self
@@ -306,7 +306,7 @@ impl Reducer {
         {
             return;
         }
-        self.outcome = self.send_complete().and_then(|()| self.send_read(Wait::No));
+        self.outcome = self.send_complete().and_then(|()| self.send_read(ReadWait::No));
         self.early = self.next;
     }
 
@@ -317,10 +317,10 @@ impl Reducer {
     /// for what this one does not send.
     pub(super) fn finish(
         mut self,
-        slot: &Slot,
+        slot: &ModelState,
         gradients: GradientsParams,
         loss: Tensor<1>,
-        mark: Option<Mark>,
+        mark: Option<ConsumeTicket>,
     ) -> Result<Reduced> {
         self.batches.add(mark.as_ref());
         window::note(&mut self.marks, mark);
@@ -336,7 +336,7 @@ impl Reducer {
     /// Sends what is left, and waits for everything. Tells how many buckets were sent too early.
     fn conclude(
         &mut self,
-        slot: &Slot,
+        slot: &ModelState,
         mut gradients: GradientsParams,
         loss: Tensor<1>,
     ) -> Result<usize> {
@@ -353,7 +353,7 @@ impl Reducer {
         }
         check_all_known(self.fill(slot, &mut gradients))?;
         let repaired = match slot.hook() {
-            Some(hook) if self.group.world_size() > 1 && self.pace != Pace::Nowhere => {
+            Some(hook) if self.group.world_size() > 1 && self.pace != SendMode::Nowhere => {
                 self.hand_over(slot, hook)?;
                 0
             }
@@ -372,12 +372,12 @@ impl Reducer {
 
     /// Sends the buckets that are left, and the control vector, and takes in what comes to that. Tells
     /// how many buckets were sent too early.
-    fn exchange(&mut self, slot: &Slot, gradients: &GradientsParams) -> Result<usize> {
-        if self.pace == Pace::InFlight && self.early == 0 && !is_networked(&self.group) {
-            self.pace = Pace::Blocking;
+    fn exchange(&mut self, slot: &ModelState, gradients: &GradientsParams) -> Result<usize> {
+        if self.pace == SendMode::InFlight && self.early == 0 && !is_networked(&self.group) {
+            self.pace = SendMode::Blocking;
         }
         self.send_complete()?;
-        self.send_read(Wait::Yes)?;
+        self.send_read(ReadWait::Yes)?;
         self.send_loss()?;
         self.send_control()?;
         self.receive()?;
@@ -387,9 +387,9 @@ impl Reducer {
         Ok(repaired)
     }
 
-    fn into_reduced(mut self, slot: &Slot, repaired: usize) -> Result<Reduced> {
+    fn into_reduced(mut self, slot: &ModelState, repaired: usize) -> Result<Reduced> {
         self.promise.keep();
-        if self.pace != Pace::Nowhere {
+        if self.pace != SendMode::Nowhere {
             let windows = control::check_windows(&self);
             if let Err(error) = &windows
                 && self.road.as_ref().is_some_and(|road| road.nccl().is_some())
@@ -404,13 +404,13 @@ impl Reducer {
         if !sums.header.loss.is_finite() && slot.on_non_finite_loss() == OnNonFiniteLoss::Fail {
             let (rank, loss) = (self.group.rank(), self.loss.read);
             return Err(match self.pace {
-                Pace::Nowhere => non_finite_loss::error(slot, [(rank, loss)]),
+                SendMode::Nowhere => non_finite_loss::error(slot, [(rank, loss)]),
                 _ => non_finite_loss::error(slot, (0..).zip(control::gather_losses(&self)?)),
             });
         }
         let (total, read, wants_norm) = (sums.header.weight, sums.header.loss, sums.wants_norm());
-        let same_losses = self.pace != Pace::Nowhere && sums.losses_agree(&self.group);
-        let is_apart = self.pace != Pace::Nowhere && self.ledger.is_on_device();
+        let same_losses = self.pace != SendMode::Nowhere && sums.losses_agree(&self.group);
+        let is_apart = self.pace != SendMode::Nowhere && self.ledger.is_on_device();
         Ok(Reduced {
             loss: LossSum { read, ..self.loss },
             marks: self.marks,
@@ -432,12 +432,12 @@ impl Reducer {
 
     /// Fills the buckets that are open, and compares what the others were filled with. Tells how
     /// many gradients are of no parameter that is known.
-    fn fill(&mut self, slot: &Slot, gradients: &mut GradientsParams) -> usize {
+    fn fill(&mut self, slot: &ModelState, gradients: &mut GradientsParams) -> usize {
         let mut strangers = gradients.len();
         let ledger = &mut self.ledger;
         let layout = ledger.layout.clone();
         for bucket in 0..layout.len() {
-            let _copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
+            let _copy = self.timeline.span(Phase::Copy(EventSubject::bucket(bucket)));
             let open = ledger.open(bucket);
             for &index in layout.members(bucket) {
                 let parameter = &slot.parameters()[index];
@@ -461,7 +461,7 @@ impl Reducer {
                 }
                 ledger.enter_held(bucket, &mut store, self.weight);
                 ledger.clear(bucket, &mut store, |index| ledger.here[index]);
-                ledger.stages[bucket] = Stage::Complete(store);
+                ledger.stages[bucket] = BucketState::Complete(store);
             }
         }
         ledger.forget();

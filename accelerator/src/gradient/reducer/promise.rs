@@ -5,13 +5,13 @@ use crate::error::Error;
 /// Who has sent a part of a window owes the other ranks the rest: they wait for it, or would take
 /// what this rank sends next for it. Where it does not come, the group fails, on all ranks at once.
 #[derive(Debug)]
-pub(super) struct Promise {
+pub(super) struct PendingCollective {
     group: ProcessGroup,
-    state: State,
+    state: PendingState,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum State {
+enum PendingState {
     /// Nothing was sent: an operation that the group refuses at once owes nothing.
     Free,
     Given,
@@ -19,22 +19,22 @@ enum State {
     Over,
 }
 
-impl Promise {
+impl PendingCollective {
     pub(super) fn new(group: &ProcessGroup) -> Self {
         Self {
             group: group.clone(),
-            state: State::Free,
+            state: PendingState::Free,
         }
     }
 
     /// The group has accepted something.
     pub(super) fn give(&mut self) {
-        self.state = State::Given;
+        self.state = PendingState::Given;
     }
 
     /// Everything was sent.
     pub(super) fn keep(&mut self) {
-        self.state = State::Over;
+        self.state = PendingState::Over;
     }
 
     /// The rest is not sent, since this happened. Does nothing to a group that failed before.
@@ -45,14 +45,14 @@ impl Promise {
     }
 
     fn give_up(&mut self, reason: &str) {
-        if self.state == State::Given {
+        if self.state == PendingState::Given {
             self.group.abort(reason);
         }
-        self.state = State::Over;
+        self.state = PendingState::Over;
     }
 }
 
-impl Drop for Promise {
+impl Drop for PendingCollective {
     fn drop(&mut self) {
         // The group tells of a panic itself, when its last handle goes.
         if !std::thread::panicking() {

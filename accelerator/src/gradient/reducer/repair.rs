@@ -8,15 +8,15 @@ use super::control::ControlSums;
 use super::{Reducer, Repair};
 use crate::error::{Error, Result};
 use crate::gradient::compression::{self, Compression};
-use crate::gradient::ledger::{Fit, Stage};
-use crate::gradient::slot::Slot;
-use crate::gradient::store::Store;
+use crate::gradient::ledger::{RangeCheck, BucketState};
+use crate::gradient::slot::ModelState;
+use crate::gradient::store::BucketStorage;
 use crate::gradient::values;
-use crate::timeline::{Part, Phase};
+use crate::timeline::{EventSubject, Phase};
 
 impl Reducer {
     /// Reduces the buckets again that some rank has sent too early. Tells how many there were.
-    pub(super) fn redo(&mut self, slot: &Slot, gradients: &GradientsParams) -> Result<usize> {
+    pub(super) fn redo(&mut self, slot: &ModelState, gradients: &GradientsParams) -> Result<usize> {
         let ledger = &mut self.ledger;
         let layout = ledger.layout.clone();
         let sums = ControlSums::read(&ledger.control, ledger.present.len())?;
@@ -36,9 +36,9 @@ impl Reducer {
                 continue;
             }
             count += 1;
-            let mut store = match replace(&mut ledger.stages[bucket], Stage::Lost) {
-                Stage::Summed(store) => store,
-                Stage::Rounded(buffer, _) => Store::Host(buffer),
+            let mut store = match replace(&mut ledger.stages[bucket], BucketState::Lost) {
+                BucketState::Summed(store) => store,
+                BucketState::Rounded(buffer, _) => BucketStorage::Host(buffer),
                 _ => continue,
             };
             ledger.restore(bucket, &mut store);
@@ -58,9 +58,9 @@ impl Reducer {
     /// Takes rounded sums over, or reduces all of them again as they are if one of them is not
     /// finite: all ranks see the same bits or tell each other, so all of them do. All, since what a
     /// parameter gets must not depend on the bucket in which it lies.
-    pub(super) fn settle(&mut self, slot: &Slot) -> Result<()> {
+    pub(super) fn settle(&mut self, slot: &ModelState) -> Result<()> {
         let mut stages = self.ledger.stages.iter();
-        let mut fits = !stages.any(|stage| matches!(stage, Stage::Rounded(_, Fit::Beyond)));
+        let mut fits = !stages.any(|stage| matches!(stage, BucketState::Rounded(_, RangeCheck::Beyond)));
         if self.compression != Compression::None && !self.spread.is_whole() {
             fits = self.all_agree(fits)?;
         }
@@ -69,23 +69,23 @@ impl Reducer {
         }
         for bucket in 0..self.ledger.layout.len() {
             let ledger = &mut self.ledger;
-            ledger.stages[bucket] = match replace(&mut ledger.stages[bucket], Stage::Lost) {
-                Stage::Rounded(mut sums, _) => match (&ledger.wires[bucket], self.scale) {
+            ledger.stages[bucket] = match replace(&mut ledger.stages[bucket], BucketState::Lost) {
+                BucketState::Rounded(mut sums, _) => match (&ledger.wires[bucket], self.scale) {
                     (Some(wire), Some(scale)) if fits => {
-                        let _copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
+                        let _copy = self.timeline.span(Phase::Copy(EventSubject::bucket(bucket)));
                         for range in self.spread.of_bucket(bucket, wire.len()) {
                             compression::expand(wire, &mut sums, range, scale);
                         }
-                        Stage::Summed(Store::Host(sums))
+                        BucketState::Summed(BucketStorage::Host(sums))
                     }
-                    _ => Stage::Complete(Store::Host(sums)),
+                    _ => BucketState::Complete(BucketStorage::Host(sums)),
                 },
                 other => other,
             };
             match ledger.complete(bucket) {
-                Some(Store::Host(buffer)) => self.send_exactly(bucket, buffer)?,
+                Some(BucketStorage::Host(buffer)) => self.send_exactly(bucket, buffer)?,
                 // Nothing of a device is rounded here.
-                Some(store @ Store::Device(_)) => ledger.stages[bucket] = Stage::Summed(store),
+                Some(store @ BucketStorage::Device(_)) => ledger.stages[bucket] = BucketState::Summed(store),
                 None => {}
             }
         }

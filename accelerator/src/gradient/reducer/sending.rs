@@ -5,20 +5,20 @@ use core::mem::replace;
 use accelerator_collective::{Buffer, Element, Pending, ProcessGroup, ReduceOp, TransportKind};
 use burn::tensor::DType;
 
-use super::{Pace, Reducer, Wait};
+use super::{SendMode, Reducer, ReadWait};
 use crate::error::Result;
 use crate::gradient::compression;
-use crate::gradient::flat::Flat;
-use crate::gradient::ledger::{Fit, Ledger, Stage};
-use crate::gradient::store::{Home, Store, uploaded};
-use crate::gradient::values::Values;
-use crate::timeline::{Part, Phase, Timeline};
+use crate::gradient::flat::DeviceBucket;
+use crate::gradient::ledger::{RangeCheck, BucketSet, BucketState};
+use crate::gradient::store::{Placement, BucketStorage, uploaded};
+use crate::gradient::values::ElementValues;
+use crate::timeline::{EventSubject, Phase, Timeline};
 
 impl Reducer {
     /// Sends buckets in their order, up to the first that is not complete.
     pub(super) fn send_complete(&mut self) -> Result<()> {
         if let Some(total) = self.weighing.take() {
-            let total = waited(&self.timeline, Part::Weight, 8, total)?;
+            let total = waited(&self.timeline, EventSubject::Weight, 8, total)?;
             let total_weight = total.as_slice::<f64>()?[0];
             self.scale = Some(self.compression.scale(total_weight * self.loss_scale));
             self.ledger.total = Some(total);
@@ -33,10 +33,10 @@ impl Reducer {
         Ok(())
     }
 
-    pub(super) fn send(&mut self, bucket: usize, store: Store) -> Result<()> {
+    pub(super) fn send(&mut self, bucket: usize, store: BucketStorage) -> Result<()> {
         let buffer = match store {
-            Store::Host(buffer) => buffer,
-            Store::Device(flat) => return self.send_flat(bucket, flat),
+            BucketStorage::Host(buffer) => buffer,
+            BucketStorage::Device(flat) => return self.send_flat(bucket, flat),
         };
         let (Some(dtype), Some(scale)) = (self.compression.wire(buffer.dtype()), self.scale) else {
             return self.send_exactly(bucket, buffer);
@@ -44,20 +44,20 @@ impl Reducer {
         let spare = self.ledger.wires[bucket].take();
         let mut wire = spare.unwrap_or_else(|| self.group.buffer(dtype, buffer.len()));
         {
-            let _copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
+            let _copy = self.timeline.span(Phase::Copy(EventSubject::bucket(bucket)));
             compression::compress(&buffer, &mut wire, scale);
         }
         let pending = self.start(bucket, wire)?;
-        self.ledger.stages[bucket] = Stage::SentRounded(buffer, pending);
+        self.ledger.stages[bucket] = BucketState::SentRounded(buffer, pending);
         Ok(())
     }
 
     pub(super) fn send_exactly(&mut self, bucket: usize, mut buffer: Buffer) -> Result<()> {
         self.ledger.stages[bucket] = match self.pace {
-            Pace::Nowhere => Stage::Summed(Store::Host(buffer)),
-            Pace::InFlight => Stage::Sent(self.start(bucket, buffer)?),
-            Pace::Blocking => {
-                let (part, bytes) = (Part::bucket(bucket), buffer.bytes().len());
+            SendMode::Nowhere => BucketState::Summed(BucketStorage::Host(buffer)),
+            SendMode::InFlight => BucketState::Sent(self.start(bucket, buffer)?),
+            SendMode::Blocking => {
+                let (part, bytes) = (EventSubject::bucket(bucket), buffer.bytes().len());
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
                 let (group, caller) = (&self.group, self.caller);
                 match self.spread.cut(bucket) {
@@ -67,16 +67,16 @@ impl Reducer {
                     None => group.all_reduce_buffer_at(&mut buffer, ReduceOp::Sum, caller)?,
                 }
                 self.promise.give();
-                Stage::Summed(arrived(&mut self.ledger, bucket, buffer, &self.timeline))
+                BucketState::Summed(arrived(&mut self.ledger, bucket, buffer, &self.timeline))
             }
         };
         Ok(())
     }
 
     /// Lets sums on a device travel.
-    fn send_flat(&mut self, bucket: usize, mut flat: Flat) -> Result<()> {
-        let (Some(road), Pace::Blocking | Pace::InFlight) = (&self.road, self.pace) else {
-            self.ledger.stages[bucket] = Stage::Summed(Store::Device(flat));
+    fn send_flat(&mut self, bucket: usize, mut flat: DeviceBucket) -> Result<()> {
+        let (Some(road), SendMode::Blocking | SendMode::InFlight) = (&self.road, self.pace) else {
+            self.ledger.stages[bucket] = BucketState::Summed(BucketStorage::Device(flat));
             return Ok(());
         };
         let sums = match self.compression.wire(flat.dtype()) {
@@ -85,7 +85,7 @@ impl Reducer {
             None => flat.take(),
         };
         if let Some(nccl) = road.nccl() {
-            let (part, bytes) = (Part::bucket(bucket), self.ledger.layout.bytes(bucket));
+            let (part, bytes) = (EventSubject::bucket(bucket), self.ledger.layout.bytes(bucket));
             let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
             // What can be had again is nobody's to add to.
             let sums = match self.ledger.undo[bucket] {
@@ -94,33 +94,33 @@ impl Reducer {
             };
             let sending = nccl.all_reduce(sums)?;
             self.promise.give();
-            self.ledger.stages[bucket] = Stage::SentOnDevice(sending);
+            self.ledger.stages[bucket] = BucketState::SentOnDevice(sending);
             return Ok(());
         }
-        self.ledger.stages[bucket] = Stage::Read(road.reader()?.read(sums));
+        self.ledger.stages[bucket] = BucketState::Read(road.reader()?.read(sums));
         Ok(())
     }
 
     /// Sends what was read, in its order: all of it, or what is there.
-    pub(super) fn send_read(&mut self, wait: Wait) -> Result<()> {
+    pub(super) fn send_read(&mut self, wait: ReadWait) -> Result<()> {
         for bucket in 0..self.ledger.layout.len() {
             let stage = &mut self.ledger.stages[bucket];
             let is_there = match stage {
-                Stage::Read(reading) => wait == Wait::Yes || reading.is_ready(),
+                BucketState::Read(reading) => wait == ReadWait::Yes || reading.is_ready(),
                 // Those behind it come after it.
-                Stage::Open(_) | Stage::Complete(_) => break,
+                BucketState::Open(_) | BucketState::Complete(_) => break,
                 _ => continue,
             };
             if !is_there {
                 break;
             }
-            let Stage::Read(reading) = replace(stage, Stage::Lost) else {
+            let BucketState::Read(reading) = replace(stage, BucketState::Lost) else {
                 continue;
             };
-            let copy = self.timeline.span(Phase::Copy(Part::bucket(bucket)));
+            let copy = self.timeline.span(Phase::Copy(EventSubject::bucket(bucket)));
             let data = reading.wait()?;
             let spare = self.ledger.wires[bucket].take();
-            let buffer = filled(&self.group, spare, Values::of(&data))?;
+            let buffer = filled(&self.group, spare, ElementValues::of(&data))?;
             drop((copy, data));
             self.send_exactly(bucket, buffer)?;
         }
@@ -129,11 +129,11 @@ impl Reducer {
 
     /// Lets the loss of the window travel, or puts it with what ranks tell each other.
     pub(super) fn send_loss(&mut self) -> Result<()> {
-        if self.pace == Pace::Nowhere {
+        if self.pace == SendMode::Nowhere {
             return Ok(());
         }
         if let Some(nccl) = self.road.as_ref().and_then(|road| road.nccl())
-            && let Home::Device(device) = &self.ledger.home
+            && let Placement::Device(device) = &self.ledger.home
         {
             let sending = nccl.all_reduce(self.loss.sum_on(device))?;
             self.promise.give();
@@ -160,29 +160,29 @@ impl Reducer {
     /// Takes in the buckets that are on their way. Of those that travelled rounded, the unrounded
     /// sums of this rank stay as they are until `settle`.
     pub(super) fn receive(&mut self) -> Result<()> {
-        self.send_read(Wait::Yes)?;
+        self.send_read(ReadWait::Yes)?;
         self.receive_on_device()?;
         let ledger = &mut self.ledger;
         let timeline = &self.timeline;
         for bucket in 0..ledger.layout.len() {
-            ledger.stages[bucket] = match replace(&mut ledger.stages[bucket], Stage::Lost) {
-                Stage::Sent(pending) => {
+            ledger.stages[bucket] = match replace(&mut ledger.stages[bucket], BucketState::Lost) {
+                BucketState::Sent(pending) => {
                     let bytes = ledger.layout.bytes(bucket);
-                    let sums = waited(timeline, Part::bucket(bucket), bytes, pending)?;
-                    Stage::Summed(arrived(ledger, bucket, sums, timeline))
+                    let sums = waited(timeline, EventSubject::bucket(bucket), bytes, pending)?;
+                    BucketState::Summed(arrived(ledger, bucket, sums, timeline))
                 }
-                Stage::SentRounded(sums, pending) => {
+                BucketState::SentRounded(sums, pending) => {
                     let bytes = sums.bytes().len() / 2;
-                    let wire = waited(timeline, Part::bucket(bucket), bytes, pending)?;
-                    let _copy = timeline.span(Phase::Copy(Part::bucket(bucket)));
+                    let wire = waited(timeline, EventSubject::bucket(bucket), bytes, pending)?;
+                    let _copy = timeline.span(Phase::Copy(EventSubject::bucket(bucket)));
                     let mut own = self.spread.of_bucket(bucket, wire.len());
                     let fit = if own.all(|range| compression::is_finite(&wire, range)) {
-                        Fit::Within
+                        RangeCheck::Within
                     } else {
-                        Fit::Beyond
+                        RangeCheck::Beyond
                     };
                     ledger.wires[bucket] = Some(wire);
-                    Stage::Rounded(sums, fit)
+                    BucketState::Rounded(sums, fit)
                 }
                 other => other,
             };
@@ -196,7 +196,7 @@ impl Reducer {
         let Some(nccl) = self.road.as_ref().and_then(|road| road.nccl()) else {
             return Ok(());
         };
-        let Home::Device(device) = &self.ledger.home else {
+        let Placement::Device(device) = &self.ledger.home else {
             return Ok(());
         };
         nccl.order_after()?;
@@ -205,10 +205,10 @@ impl Reducer {
         }
         for bucket in 0..self.ledger.layout.len() {
             let stage = &mut self.ledger.stages[bucket];
-            *stage = match replace(stage, Stage::Lost) {
-                Stage::SentOnDevice(sending) => {
+            *stage = match replace(stage, BucketState::Lost) {
+                BucketState::SentOnDevice(sending) => {
                     let flat = self.ledger.layout.flat(device, bucket);
-                    Stage::Summed(Store::Device(flat.with(sending.finish())))
+                    BucketState::Summed(BucketStorage::Device(flat.with(sending.finish())))
                 }
                 other => other,
             };
@@ -218,19 +218,19 @@ impl Reducer {
 }
 
 /// What came of a bucket: sums in memory, or those of a device, which get back there.
-fn arrived(ledger: &mut Ledger, bucket: usize, buffer: Buffer, timeline: &Timeline) -> Store {
-    let Home::Device(device) = &ledger.home else {
-        return Store::Host(buffer);
+fn arrived(ledger: &mut BucketSet, bucket: usize, buffer: Buffer, timeline: &Timeline) -> BucketStorage {
+    let Placement::Device(device) = &ledger.home else {
+        return BucketStorage::Host(buffer);
     };
-    let _copy = timeline.span(Phase::Copy(Part::bucket(bucket)));
+    let _copy = timeline.span(Phase::Copy(EventSubject::bucket(bucket)));
     let flat = ledger.layout.flat(device, bucket);
     let flat = flat.with(uploaded(&buffer, device));
     ledger.wires[bucket] = Some(buffer);
-    Store::Device(flat)
+    BucketStorage::Device(flat)
 }
 
 /// Values in a buffer of their type: that one, if it is one.
-fn filled(group: &ProcessGroup, spare: Option<Buffer>, values: Values<'_>) -> Result<Buffer> {
+fn filled(group: &ProcessGroup, spare: Option<Buffer>, values: ElementValues<'_>) -> Result<Buffer> {
     fn fill<E: Element>(
         group: &ProcessGroup,
         spare: Option<Buffer>,
@@ -242,17 +242,17 @@ fn filled(group: &ProcessGroup, spare: Option<Buffer>, values: Values<'_>) -> Re
         Ok(buffer)
     }
     match values {
-        Values::Bf16(values) => fill(group, spare, values),
-        Values::F16(values) => fill(group, spare, values),
-        Values::F32(values) => fill(group, spare, values),
-        Values::F64(values) => fill(group, spare, values),
+        ElementValues::Bf16(values) => fill(group, spare, values),
+        ElementValues::F16(values) => fill(group, spare, values),
+        ElementValues::F32(values) => fill(group, spare, values),
+        ElementValues::F64(values) => fill(group, spare, values),
     }
 }
 
 /// Waits for what was started, and notes how long.
 pub(super) fn waited(
     timeline: &Timeline,
-    part: Part,
+    part: EventSubject,
     bytes: usize,
     pending: Pending,
 ) -> Result<Buffer> {

@@ -5,12 +5,12 @@ use burn::module::ParamId;
 use burn::tensor::{Device, Tensor};
 
 use super::*;
-use crate::gradient::overlap::Switch;
-use crate::gradient::store::Store;
+use crate::gradient::overlap::OverlapSwitch;
+use crate::gradient::store::BucketStorage;
 use crate::model::{Float, Trainable};
 use crate::timeline::Recording;
 
-fn slot() -> Slot {
+fn slot() -> ModelState {
     let parameters = (1..=2)
         .map(|id| Trainable {
             id: ParamId::from(id),
@@ -19,11 +19,11 @@ fn slot() -> Slot {
             float: Float::F32,
         })
         .collect();
-    Slot::new(parameters, 1024, Switch::On)
+    ModelState::new(parameters, 1024, OverlapSwitch::On)
 }
 
 /// For a window whose only micro-step has the weight 1.
-fn reducer(slot: &Slot, group: &ProcessGroup) -> Reducer {
+fn reducer(slot: &ModelState, group: &ProcessGroup) -> Reducer {
     let reducer = Reducer::new(
         slot,
         group,
@@ -79,13 +79,13 @@ fn a_bucket_is_reduced_before_backward_ends() {
         reducer.complete(0, &mut core::iter::once(Some(seen)));
         // What follows is still backward, on both ranks: nobody has finished, and nobody will
         // before the sum is there.
-        let Stage::Sent(pending) = replace(&mut reducer.ledger.stages[0], Stage::Lost) else {
+        let BucketState::Sent(pending) = replace(&mut reducer.ledger.stages[0], BucketState::Lost) else {
             panic!("{reducer:?}");
         };
         let buffer = pending.wait().unwrap();
         assert_eq!(buffer.as_slice::<f32>().unwrap(), [3.0; 1000]);
         in_backward.wait();
-        reducer.ledger.stages[0] = Stage::Summed(Store::Host(buffer));
+        reducer.ledger.stages[0] = BucketState::Summed(BucketStorage::Host(buffer));
 
         let gradients = gradients(first, second);
         let reduced = reducer.finish(&slot, gradients, loss(0.5), None).unwrap();
@@ -123,7 +123,7 @@ fn a_bucket_waits_for_those_before_it() {
         let gradients = gradients(first, second);
         let reduced = reducer.finish(&slot, gradients, loss(0.0), None).unwrap();
         let sums = |bucket| match reduced.ledger.sums(bucket) {
-            Some(Store::Host(buffer)) => buffer.as_slice::<f32>().unwrap(),
+            Some(BucketStorage::Host(buffer)) => buffer.as_slice::<f32>().unwrap(),
             other => panic!("{other:?}"),
         };
         assert_eq!(sums(0), [4.0; 1000]);
@@ -202,7 +202,7 @@ fn models_are_told_apart_by_more_than_a_few_bits() {
                 shape: vec![1000],
                 float: Float::F32,
             };
-            let slot = Slot::new(vec![parameter], 1024, Switch::On);
+            let slot = ModelState::new(vec![parameter], 1024, OverlapSwitch::On);
             let mut gradients = GradientsParams::new();
             gradients.register(id, gradient(1.0));
             reducer(&slot, &group).finish(&slot, gradients, loss(0.0), None)

@@ -14,10 +14,10 @@ pub(super) const IS_BUILT: bool = false;
 pub(in crate::gradient) enum Nccl {}
 
 #[derive(Debug)]
-pub(super) enum Kit {}
+pub(super) enum NcclSetup {}
 
 #[derive(Debug)]
-pub(in crate::gradient) enum Sending {}
+pub(in crate::gradient) enum PendingReduce {}
 
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) enum GpuLocation {}
@@ -28,7 +28,7 @@ impl GpuLocation {
     }
 }
 
-impl Kit {
+impl NcclSetup {
     pub(super) fn find(kind: DeviceKind, _device: &Device) -> core::result::Result<Self, String> {
         Err(format!(
             "the device `{kind}`, in a program that was built without the feature `cuda`"
@@ -48,7 +48,7 @@ impl Kit {
 }
 
 impl Nccl {
-    pub(in crate::gradient) fn all_reduce(&self, _tensor: Tensor<1>) -> Result<Sending> {
+    pub(in crate::gradient) fn all_reduce(&self, _tensor: Tensor<1>) -> Result<PendingReduce> {
         match *self {}
     }
 
@@ -77,7 +77,7 @@ impl Nccl {
     }
 }
 
-impl Sending {
+impl PendingReduce {
     pub(in crate::gradient) fn finish(self) -> Tensor<1> {
         match self {}
     }

@@ -15,7 +15,7 @@ use crate::error::{Error, Kind, Result};
 type CudaServer = <CudaRuntime as Runtime>::Server;
 
 /// The memory of a tensor, which stays where it is.
-pub(super) struct Memory {
+pub(super) struct DeviceMemory {
     dtype: DType,
     elements: usize,
     /// Keeps the memory.
@@ -23,7 +23,7 @@ pub(super) struct Memory {
     pointer: u64,
 }
 
-impl Memory {
+impl DeviceMemory {
     pub(super) fn dtype(&self) -> DType {
         self.dtype
     }
@@ -46,7 +46,7 @@ pub(super) fn ordinal(device: &Device) -> Option<usize> {
 }
 
 /// The memory of a tensor, when all that is to be written there was given to the device.
-pub(super) fn of(tensor: &Tensor<1>) -> Result<Memory> {
+pub(super) fn of(tensor: &Tensor<1>) -> Result<DeviceMemory> {
     let elements = tensor.shape().num_elements();
     let kind = tensor.clone().into_dispatch().kind;
     let DispatchTensorKind::Cube(BackendTensor::Float(tensor)) = kind else {
@@ -65,7 +65,7 @@ pub(super) fn of(tensor: &Tensor<1>) -> Result<Memory> {
             "{bytes} bytes were expected at {pointer:#x}, and {size} are there"
         )));
     }
-    Ok(Memory {
+    Ok(DeviceMemory {
         dtype: plain.dtype,
         elements,
         _guard: Box::new((plain, guard)),

@@ -12,12 +12,12 @@ use std::sync::OnceLock;
 use accelerator_collective::ProcessGroup;
 use burn::tensor::{Device, FloatDType};
 
-use self::nccl::Kit;
-pub(super) use self::nccl::{Nccl, Sending};
-pub(super) use self::reader::{Reader, Reading};
+use self::nccl::NcclSetup;
+pub(super) use self::nccl::{Nccl, PendingReduce};
+pub(super) use self::reader::{DeviceReader, PendingRead};
 use self::way::Offer;
 use super::compression::Compression;
-use super::store::Home;
+use super::store::Placement;
 use crate::choice::named;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
@@ -98,24 +98,24 @@ impl FromStr for GradientReduction {
 
 /// The way between the device of a rank and the other ranks; see [`GradientReduction`].
 #[derive(Debug)]
-pub(crate) struct Road {
+pub(crate) struct DeviceReducer {
     asked: GradientReduction,
     device: Device,
-    home: Home,
+    home: Placement,
     kind: DeviceKind,
-    reader: OnceLock<Reader>,
+    reader: OnceLock<DeviceReader>,
     /// Once all ranks have agreed.
-    way: OnceLock<Way>,
+    way: OnceLock<ReducePath>,
 }
 
 /// The way that all ranks take.
 #[derive(Debug)]
-enum Way {
+enum ReducePath {
     Nccl(Nccl),
     Staged,
 }
 
-impl Road {
+impl DeviceReducer {
     pub(crate) fn new(
         asked: GradientReduction,
         kind: DeviceKind,
@@ -162,8 +162,8 @@ impl Road {
     }
 
     #[track_caller]
-    fn agree(&self, group: &ProcessGroup) -> Result<Way> {
-        let kit = Kit::find(self.kind, &self.device);
+    fn agree(&self, group: &ProcessGroup) -> Result<ReducePath> {
+        let kit = NcclSetup::find(self.kind, &self.device);
         let offer = kit.as_ref().map(|kit| kit.place(group));
         let offer: Offer = offer.map_err(String::clone);
         let offers = group.all_gather_object(&offer)?;
@@ -177,12 +177,12 @@ impl Road {
         match connected {
             Ok(nccl) => {
                 self.say(group, "by NCCL");
-                Ok(Way::Nccl(nccl))
+                Ok(ReducePath::Nccl(nccl))
             }
             Err(why) if self.asked == GradientReduction::Nccl => Err(way::refused(&why)),
             Err(why) => {
                 self.say(group, &format!("through memory: {why}"));
-                Ok(Way::Staged)
+                Ok(ReducePath::Staged)
             }
         }
     }
@@ -197,8 +197,8 @@ impl Road {
     /// NCCL among all ranks, where that is the way.
     pub(super) fn nccl(&self) -> Option<&Nccl> {
         match self.way.get()? {
-            Way::Nccl(nccl) => Some(nccl),
-            Way::Staged => None,
+            ReducePath::Nccl(nccl) => Some(nccl),
+            ReducePath::Staged => None,
         }
     }
 
@@ -244,15 +244,15 @@ impl Road {
 
     /// Where the sums are kept of a model whose gradients travel so: on the device of each rank, or in the
     /// memory of each.
-    pub(crate) fn home(&self) -> &Home {
+    pub(crate) fn home(&self) -> &Placement {
         &self.home
     }
 
-    pub(super) fn reader(&self) -> Result<&Reader> {
+    pub(super) fn reader(&self) -> Result<&DeviceReader> {
         if let Some(reader) = self.reader.get() {
             return Ok(reader);
         }
-        let reader = Reader::start()?;
+        let reader = DeviceReader::start()?;
         Ok(self.reader.get_or_init(|| reader))
     }
 }
@@ -263,7 +263,7 @@ fn home(
     kind: DeviceKind,
     device: &Device,
     compression: Compression,
-) -> Home {
+) -> Placement {
     let gpu = matches!(kind, DeviceKind::Cuda | DeviceKind::Wgpu);
     let flat = gpu || asked == GradientReduction::Staged;
     let rounds = match compression {
@@ -272,7 +272,7 @@ fn home(
         Compression::F16 => false,
     };
     match flat && rounds {
-        true => Home::Device(device.clone()),
-        false => Home::Host,
+        true => Placement::Device(device.clone()),
+        false => Placement::Host,
     }
 }

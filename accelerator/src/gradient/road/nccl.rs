@@ -11,7 +11,7 @@ pub(super) use accelerator_nccl::GpuLocation;
 use accelerator_nccl::{Communicator, DevicePointer, Gpu, Library};
 use burn::tensor::{DType as TensorDType, Device, Tensor};
 
-use super::memory::{self, Memory};
+use super::memory::{self, DeviceMemory};
 use crate::device::DeviceKind;
 use crate::error::{Error, Kind, Result};
 
@@ -33,19 +33,19 @@ pub(in crate::gradient) struct Nccl {
 
 /// What a rank needs for it.
 #[derive(Debug)]
-pub(super) struct Kit {
+pub(super) struct NcclSetup {
     gpu: Gpu,
 }
 
 /// A tensor that ranks are adding up, in place.
-pub(in crate::gradient) struct Sending {
+pub(in crate::gradient) struct PendingReduce {
     communicator: Arc<Communicator>,
     /// Held until nothing of NCCL's touches it.
-    memory: Option<Memory>,
+    memory: Option<DeviceMemory>,
     tensor: Tensor<1>,
 }
 
-impl Kit {
+impl NcclSetup {
     /// For that device; or what the rank has in its place.
     pub(super) fn find(kind: DeviceKind, device: &Device) -> core::result::Result<Self, String> {
         let Some(ordinal) = memory::ordinal(device) else {
@@ -81,7 +81,7 @@ impl Kit {
 impl Nccl {
     /// Adds the ranks' values up, in place, after all that the device was given before. The tensor is
     /// nobody else's.
-    pub(in crate::gradient) fn all_reduce(&self, tensor: Tensor<1>) -> Result<Sending> {
+    pub(in crate::gradient) fn all_reduce(&self, tensor: Tensor<1>) -> Result<PendingReduce> {
         let memory = memory::of(&tensor)?;
         let dtype = match memory.dtype() {
             TensorDType::BF16 => DType::BF16,
@@ -97,14 +97,14 @@ impl Nccl {
         let at = DevicePointer(memory.pointer());
         #[expect(unsafe_code, reason = "the memory is CubeCL's")]
         // SAFETY: `memory` is of so many elements of that type on the device of this communicator, and holds
-        // them in place. It is let go of in `Sending::finish` or its drop, after `order_after`: whatever gets
-        // the memory then is enqueued behind the operation. Until then nobody has the tensor but `Sending`.
+        // them in place. It is let go of in `PendingReduce::finish` or its drop, after `order_after`: whatever gets
+        // the memory then is enqueued behind the operation. Until then nobody has the tensor but `PendingReduce`.
         let started = unsafe {
             self.communicator
                 .all_reduce(at, memory.elements(), dtype, ReduceOp::Sum)
         };
         started.map_err(failed)?;
-        Ok(Sending {
+        Ok(PendingReduce {
             communicator: self.communicator.clone(),
             memory: Some(memory),
             tensor,
@@ -147,7 +147,7 @@ impl Nccl {
     }
 }
 
-impl Sending {
+impl PendingReduce {
     /// The sums, for what the device is given after [`Nccl::order_after`].
     pub(in crate::gradient) fn finish(mut self) -> Tensor<1> {
         self.memory = None;
@@ -155,7 +155,7 @@ impl Sending {
     }
 }
 
-impl Drop for Sending {
+impl Drop for PendingReduce {
     fn drop(&mut self) {
         // Given up: what gets the memory next comes after the operation. Where that cannot be had, NCCL is being
         // aborted, and may not have let go of it: nobody gets it.
@@ -165,7 +165,7 @@ impl Drop for Sending {
     }
 }
 
-impl fmt::Debug for Sending {
+impl fmt::Debug for PendingReduce {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Sending")
             .field("is_held", &self.memory.is_some())

@@ -12,12 +12,12 @@ use crate::panic_text::panic_text;
 
 /// Reads tensors in the order in which it is asked to. It ends with its last handle.
 #[derive(Debug)]
-pub(in crate::gradient) struct Reader {
-    requests: Sender<Request>,
+pub(in crate::gradient) struct DeviceReader {
+    requests: Sender<ReadRequest>,
 }
 
 #[derive(Debug)]
-struct Request {
+struct ReadRequest {
     tensor: Tensor<1>,
     answer: Sender<Answer>,
 }
@@ -25,17 +25,17 @@ struct Request {
 type Answer = core::result::Result<TensorData, String>;
 
 /// What is on its way from a device.
-pub(in crate::gradient) struct Reading {
+pub(in crate::gradient) struct PendingRead {
     answer: Receiver<Answer>,
     here: Option<Answer>,
 }
 
-impl Reader {
+impl DeviceReader {
     /// Starts the thread.
     pub(in crate::gradient) fn start() -> Result<Self> {
-        let (requests, asked) = channel::<Request>();
+        let (requests, asked) = channel::<ReadRequest>();
         let read = move || {
-            for Request { tensor, answer } in asked {
+            for ReadRequest { tensor, answer } in asked {
                 let read = catch_unwind(AssertUnwindSafe(|| tensor.into_data()));
                 // Who gave up waiting hears nothing.
                 let _ = answer.send(read.map_err(|panic| panic_text(&*panic).to_owned()));
@@ -52,18 +52,18 @@ impl Reader {
         }
     }
 
-    pub(in crate::gradient) fn read(&self, tensor: Tensor<1>) -> Reading {
+    pub(in crate::gradient) fn read(&self, tensor: Tensor<1>) -> PendingRead {
         let (answer, receiver) = channel();
         // A thread that is gone has dropped the sender, which `wait` tells.
-        let _ = self.requests.send(Request { tensor, answer });
-        Reading {
+        let _ = self.requests.send(ReadRequest { tensor, answer });
+        PendingRead {
             answer: receiver,
             here: None,
         }
     }
 }
 
-impl Reading {
+impl PendingRead {
     /// Whether [`wait`](Self::wait) returns at once.
     pub(in crate::gradient) fn is_ready(&mut self) -> bool {
         if self.here.is_none() {
@@ -94,7 +94,7 @@ impl Reading {
     }
 }
 
-impl fmt::Debug for Reading {
+impl fmt::Debug for PendingRead {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Reading")
             .field("is_here", &self.here.is_some())
@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn tensors_are_read_in_their_order() {
-        let reader = Reader::start().unwrap();
+        let reader = DeviceReader::start().unwrap();
         let tensor = |value: f32| Tensor::<1>::full([3], value, &Device::default());
         let readings: Vec<_> = (0..4).map(|at| reader.read(tensor(at as f32))).collect();
         for (at, mut reading) in readings.into_iter().enumerate() {
@@ -127,7 +127,7 @@ mod tests {
     #[test]
     fn a_reading_whose_thread_is_gone_is_an_error() {
         let (_, answer) = channel();
-        let mut reading = Reading { answer, here: None };
+        let mut reading = PendingRead { answer, here: None };
         assert!(reading.is_ready());
         assert!(reading.wait().unwrap_err().is_device());
     }

@@ -3,8 +3,8 @@ use burn::optim::{Adam, AdamConfig, AdamState, Optimizer};
 use burn::tensor::{Device, Tensor};
 use serde::Deserialize;
 
-use super::memory::{Reach, Real};
-use super::moments::{self, Betas, FusedAdamState, Rule};
+use super::memory::{KernelInput, Real};
+use super::moments::{self, Betas, FusedAdamState, MomentRule};
 use super::{settings, sums};
 
 /// Burn's [`Adam`] as one pass over memory; see the [module](crate::optim::fused). Made by
@@ -23,11 +23,11 @@ use super::{settings, sums};
 #[allow(missing_debug_implementations, reason = "Burn's optimizers have none")]
 pub struct FusedAdam {
     burn: Adam,
-    settings: Option<Settings>,
+    settings: Option<AdamSettings>,
 }
 
 #[derive(Clone, Deserialize)]
-struct Settings {
+struct AdamSettings {
     beta_1: f32,
     beta_2: f32,
     epsilon: f32,
@@ -61,7 +61,7 @@ impl Optimizer for FusedAdam {
     ) -> (Tensor<D>, Option<FusedAdamState<D>>) {
         let momentum = state.as_ref().map(|state| &state.momentum);
         match (&self.settings, moments::reach(&tensor, &grad, momentum)) {
-            (None, _) | (_, Reach::None) => {
+            (None, _) | (_, KernelInput::None) => {
                 let grad = sums::gradient(&tensor, grad);
                 let state = state.map(|state| AdamState::new(state.momentum));
                 let (tensor, state) = self.burn.step(lr, tensor, grad, state);
@@ -70,8 +70,8 @@ impl Optimizer for FusedAdam {
                 };
                 (tensor, state.map(fused))
             }
-            (Some(settings), Reach::F32) => settings.step::<f32, D>(lr, tensor, grad, state),
-            (Some(settings), Reach::F64) => settings.step::<f64, D>(lr, tensor, grad, state),
+            (Some(settings), KernelInput::F32) => settings.step::<f32, D>(lr, tensor, grad, state),
+            (Some(settings), KernelInput::F64) => settings.step::<f64, D>(lr, tensor, grad, state),
         }
     }
 
@@ -80,7 +80,7 @@ impl Optimizer for FusedAdam {
     }
 }
 
-impl Settings {
+impl AdamSettings {
     fn step<E: Real, const D: usize>(
         &self,
         lr: f64,
@@ -96,7 +96,7 @@ impl Settings {
         let scalar = |value: f32| E::of(f64::from(value));
         let update = |time: i32| {
             let correction_2 = (1.0 - self.beta_2.powi(time)).sqrt();
-            Update {
+            AdamUpdate {
                 factor: scalar(correction_2 / (1.0 - self.beta_1.powi(time))),
                 epsilon: scalar(self.epsilon * correction_2),
                 rate: E::of(lr),
@@ -107,7 +107,7 @@ impl Settings {
             None => moments::step::<E, _, D>(betas, tensor, grad, state, update),
             Some(decay) => {
                 let penalty = scalar(decay.penalty);
-                let rule = |time| Decayed(update(time), penalty);
+                let rule = |time| AdamDecayed(update(time), penalty);
                 moments::step::<E, _, D>(betas, tensor, grad, state, rule)
             }
         };
@@ -117,7 +117,7 @@ impl Settings {
 
 /// What the moments do to a parameter.
 #[derive(Clone, Copy)]
-struct Update<E> {
+struct AdamUpdate<E> {
     factor: E,
     epsilon: E,
     rate: E,
@@ -125,9 +125,9 @@ struct Update<E> {
 
 /// The same, with a penalty on the parameter in the gradient.
 #[derive(Clone, Copy)]
-struct Decayed<E>(Update<E>, E);
+struct AdamDecayed<E>(AdamUpdate<E>, E);
 
-impl<E: Real> Rule<E> for Update<E> {
+impl<E: Real> MomentRule<E> for AdamUpdate<E> {
     #[inline(always)]
     fn gradient(self, _parameter: E, gradient: E) -> E {
         gradient
@@ -139,7 +139,7 @@ impl<E: Real> Rule<E> for Update<E> {
     }
 }
 
-impl<E: Real> Rule<E> for Decayed<E> {
+impl<E: Real> MomentRule<E> for AdamDecayed<E> {
     #[inline(always)]
     fn gradient(self, parameter: E, gradient: E) -> E {
         parameter * self.1 + gradient

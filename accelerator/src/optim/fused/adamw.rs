@@ -2,8 +2,8 @@ use burn::optim::{AdamW, AdamWConfig, AdamWState, Optimizer};
 use burn::tensor::{Device, Tensor};
 use serde::Deserialize;
 
-use super::memory::{Reach, Real};
-use super::moments::{self, Betas, FusedAdamState, Rule};
+use super::memory::{KernelInput, Real};
+use super::moments::{self, Betas, FusedAdamState, MomentRule};
 use super::{settings, sums};
 
 /// Burn's [`AdamW`] as one pass over memory; see the [module](crate::optim::fused). Made by
@@ -22,11 +22,11 @@ use super::{settings, sums};
 #[allow(missing_debug_implementations, reason = "Burn's optimizers have none")]
 pub struct FusedAdamW {
     burn: AdamW,
-    settings: Option<Settings>,
+    settings: Option<AdamWSettings>,
 }
 
 #[derive(Clone, Copy, Deserialize)]
-struct Settings {
+struct AdamWSettings {
     beta_1: f32,
     beta_2: f32,
     epsilon: f32,
@@ -61,7 +61,7 @@ impl Optimizer for FusedAdamW {
     ) -> (Tensor<D>, Option<FusedAdamState<D>>) {
         let momentum = state.as_ref().map(|state| &state.momentum);
         match (self.settings, moments::reach(&tensor, &grad, momentum)) {
-            (None, _) | (_, Reach::None) => {
+            (None, _) | (_, KernelInput::None) => {
                 let grad = sums::gradient(&tensor, grad);
                 let state = state.map(|state| AdamWState::new(state.momentum));
                 let (tensor, state) = self.burn.step(lr, tensor, grad, state);
@@ -70,8 +70,8 @@ impl Optimizer for FusedAdamW {
                 };
                 (tensor, state.map(fused))
             }
-            (Some(settings), Reach::F32) => settings.step::<f32, D>(lr, tensor, grad, state),
-            (Some(settings), Reach::F64) => settings.step::<f64, D>(lr, tensor, grad, state),
+            (Some(settings), KernelInput::F32) => settings.step::<f32, D>(lr, tensor, grad, state),
+            (Some(settings), KernelInput::F64) => settings.step::<f64, D>(lr, tensor, grad, state),
         }
     }
 
@@ -80,7 +80,7 @@ impl Optimizer for FusedAdamW {
     }
 }
 
-impl Settings {
+impl AdamWSettings {
     fn step<E: Real, const D: usize>(
         self,
         lr: f64,
@@ -95,7 +95,7 @@ impl Settings {
         };
         let decay_rate = lr * f64::from(self.weight_decay);
         let scalar = |value: f32| E::of(f64::from(value));
-        let update = move |time: i32| Update {
+        let update = move |time: i32| AdamWUpdate {
             correction_1: scalar(1.0 - self.beta_1.powi(time)),
             correction_2: scalar(1.0 - self.beta_2.powi(time)),
             epsilon: scalar(self.epsilon),
@@ -110,7 +110,7 @@ impl Settings {
             moments::step::<E, _, D>(betas, tensor, grad, state, rule)
         } else {
             let rest = E::of(1.0 - decay_rate);
-            let rule = |time| Decayed(update(time), rest);
+            let rule = |time| AdamWDecayed(update(time), rest);
             moments::step::<E, _, D>(betas, tensor, grad, state, rule)
         };
         (tensor, Some(FusedAdamState { momentum }))
@@ -119,14 +119,14 @@ impl Settings {
 
 /// What the moments do to a parameter.
 #[derive(Clone, Copy)]
-struct Update<E> {
+struct AdamWUpdate<E> {
     correction_1: E,
     correction_2: E,
     epsilon: E,
     rate: E,
 }
 
-impl<E: Real> Update<E> {
+impl<E: Real> AdamWUpdate<E> {
     #[inline(always)]
     fn of(self, decayed: E, moment_1: E, moment_2: E) -> E {
         let moment_1 = moment_1 / self.correction_1;
@@ -137,17 +137,17 @@ impl<E: Real> Update<E> {
 
 /// Without decay.
 #[derive(Clone, Copy)]
-struct Plain<E>(Update<E>);
+struct Plain<E>(AdamWUpdate<E>);
 
 /// With decay, of which so much is left.
 #[derive(Clone, Copy)]
-struct Decayed<E>(Update<E>, E);
+struct AdamWDecayed<E>(AdamWUpdate<E>, E);
 
 /// With decay at that rate, where it does not go against the moment.
 #[derive(Clone, Copy)]
-struct Cautious<E>(Update<E>, E);
+struct Cautious<E>(AdamWUpdate<E>, E);
 
-impl<E: Real> Rule<E> for Plain<E> {
+impl<E: Real> MomentRule<E> for Plain<E> {
     #[inline(always)]
     fn gradient(self, _parameter: E, gradient: E) -> E {
         gradient
@@ -159,7 +159,7 @@ impl<E: Real> Rule<E> for Plain<E> {
     }
 }
 
-impl<E: Real> Rule<E> for Decayed<E> {
+impl<E: Real> MomentRule<E> for AdamWDecayed<E> {
     #[inline(always)]
     fn gradient(self, _parameter: E, gradient: E) -> E {
         gradient
@@ -171,7 +171,7 @@ impl<E: Real> Rule<E> for Decayed<E> {
     }
 }
 
-impl<E: Real> Rule<E> for Cautious<E> {
+impl<E: Real> MomentRule<E> for Cautious<E> {
     #[inline(always)]
     fn gradient(self, _parameter: E, gradient: E) -> E {
         gradient

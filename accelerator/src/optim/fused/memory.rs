@@ -5,7 +5,7 @@ use core::ops::{Add, Div, Mul, Sub};
 use burn::optim::StateSource;
 use burn::tensor::{DType, Device, Element, Shape, Tensor, TensorData};
 
-use crate::gradient::{Summand, Values, with_values};
+use crate::gradient::{Summand, ElementValues, with_values};
 
 /// The numbers that the loops work on. A factor reaches them through `f64`, as in Burn.
 pub(super) trait Real:
@@ -25,13 +25,13 @@ pub(super) trait Real:
     fn root(self) -> Self;
 
     /// Values of this type.
-    fn among(values: Values<'_>) -> Option<&[Self]>;
+    fn among(values: ElementValues<'_>) -> Option<&[Self]>;
 }
 
 impl Real for f32 {
-    fn among(values: Values<'_>) -> Option<&[Self]> {
+    fn among(values: ElementValues<'_>) -> Option<&[Self]> {
         match values {
-            Values::F32(values) => Some(values),
+            ElementValues::F32(values) => Some(values),
             _ => None,
         }
     }
@@ -48,9 +48,9 @@ impl Real for f32 {
 }
 
 impl Real for f64 {
-    fn among(values: Values<'_>) -> Option<&[Self]> {
+    fn among(values: ElementValues<'_>) -> Option<&[Self]> {
         match values {
-            Values::F64(values) => Some(values),
+            ElementValues::F64(values) => Some(values),
             _ => None,
         }
     }
@@ -68,14 +68,14 @@ impl Real for f64 {
 
 /// What the loops can work on.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Reach {
+pub(super) enum KernelInput {
     F32,
     F64,
     /// Other devices and types.
     None,
 }
 
-impl Reach {
+impl KernelInput {
     /// Of tensors that belong together.
     pub(super) fn of<const D: usize>(tensors: &[&Tensor<D>]) -> Self {
         let Some(dtype) = tensors.first().map(|tensor| tensor.dtype()) else {
@@ -105,13 +105,13 @@ fn is_plain_memory<const D: usize>(_tensor: &Tensor<D>) -> bool {
 }
 
 /// The elements of a tensor, taken out of it: moved where nobody else holds them, and copied else.
-pub(super) struct Taken<E> {
+pub(super) struct TakenElements<E> {
     data: TensorData,
     device: Device,
     _elements: core::marker::PhantomData<E>,
 }
 
-impl<E: Real> Taken<E> {
+impl<E: Real> TakenElements<E> {
     pub(super) fn from<const D: usize>(tensor: Tensor<D>) -> Self {
         let device = tensor.device();
         let mut data = tensor.into_data();
@@ -147,9 +147,9 @@ impl<E: Real> Taken<E> {
 }
 
 /// The shape of a tensor and where it is, for another one.
-pub(super) struct Mould<const D: usize>(Shape, Device);
+pub(super) struct TensorTemplate<const D: usize>(Shape, Device);
 
-impl<const D: usize> Mould<D> {
+impl<const D: usize> TensorTemplate<D> {
     pub(super) fn of(tensor: &Tensor<D>) -> Self {
         Self(tensor.shape(), tensor.device())
     }

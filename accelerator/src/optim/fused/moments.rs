@@ -3,7 +3,7 @@
 use burn::optim::{AdaptiveMomentumState, RecordState, StateSink, StateSource, join_path};
 use burn::tensor::{Device, Tensor};
 
-use super::memory::{Mould, Reach, Real, Taken, saved, vectorised};
+use super::memory::{TensorTemplate, KernelInput, Real, TakenElements, saved, vectorised};
 use super::sums;
 
 /// State of [`FusedAdam`](super::FusedAdam) and [`FusedAdamW`](super::FusedAdamW): in records that of Burn's
@@ -39,7 +39,7 @@ pub(super) struct Betas {
 }
 
 /// The formulas in which the optimizers differ, for one element each.
-pub(super) trait Rule<E>: Copy {
+pub(super) trait MomentRule<E>: Copy {
     /// The gradient that enters the moments.
     fn gradient(self, parameter: E, gradient: E) -> E;
 
@@ -52,17 +52,17 @@ pub(super) fn reach<const D: usize>(
     tensor: &Tensor<D>,
     grad: &Tensor<D>,
     state: Option<&AdaptiveMomentumState<D>>,
-) -> Reach {
+) -> KernelInput {
     let mut tensors = vec![tensor, grad];
     if let Some(state) = state {
         tensors.extend([&state.moment_1, &state.moment_2]);
         tensors.extend(&state.max_moment_2);
     }
-    Reach::of(&tensors)
+    KernelInput::of(&tensors)
 }
 
 /// A step of all elements. `rule` is made for the number of the step, from 1.
-pub(super) fn step<E: Real, R: Rule<E>, const D: usize>(
+pub(super) fn step<E: Real, R: MomentRule<E>, const D: usize>(
     betas: Betas,
     tensor: Tensor<D>,
     grad: Tensor<D>,
@@ -74,17 +74,17 @@ pub(super) fn step<E: Real, R: Rule<E>, const D: usize>(
     };
     let time = state.time + 1;
     let rule = rule(time as i32);
-    let speed = Speed::<E>::of(betas);
-    let mut moment_1 = Taken::<E>::from(state.moment_1);
-    let mut moment_2 = Taken::<E>::from(state.moment_2);
+    let speed = StepSize::<E>::of(betas);
+    let mut moment_1 = TakenElements::<E>::from(state.moment_1);
+    let mut moment_2 = TakenElements::<E>::from(state.moment_2);
     let (m, v) = (moment_1.slice_mut(), moment_2.slice_mut());
     let (tensor, max_moment_2) = if betas.amsgrad {
         let is_first = state.max_moment_2.is_none();
         let mut max = match state.max_moment_2 {
-            Some(max) => Taken::<E>::from(max),
+            Some(max) => TakenElements::<E>::from(max),
             None => {
-                let mould = Mould::of(&tensor);
-                Taken::from(mould.cast(vec![E::ZERO; mould.elements()]))
+                let mould = TensorTemplate::of(&tensor);
+                TakenElements::from(mould.cast(vec![E::ZERO; mould.elements()]))
             }
         };
         let highest = max.slice_mut();
@@ -113,14 +113,14 @@ pub(super) fn step<E: Real, R: Rule<E>, const D: usize>(
 }
 
 /// The first step, which finds no moments.
-fn first<E: Real, R: Rule<E>, const D: usize>(
+fn first<E: Real, R: MomentRule<E>, const D: usize>(
     betas: Betas,
     tensor: Tensor<D>,
     grad: Tensor<D>,
     rule: R,
 ) -> (Tensor<D>, AdaptiveMomentumState<D>) {
-    let speed = Speed::<E>::of(betas);
-    let mould = Mould::of(&tensor);
+    let speed = StepSize::<E>::of(betas);
+    let mould = TensorTemplate::of(&tensor);
     let (mut m, mut v) = (Vec::new(), Vec::new());
     m.reserve_exact(mould.elements());
     v.reserve_exact(mould.elements());
@@ -165,14 +165,14 @@ impl<const D: usize> RecordState for FusedAdamState<D> {
 const MOMENTUM: &str = "momentum";
 
 #[derive(Clone, Copy)]
-struct Speed<E> {
+struct StepSize<E> {
     beta_1: E,
     beta_2: E,
     factor_1: E,
     factor_2: E,
 }
 
-impl<E: Real> Speed<E> {
+impl<E: Real> StepSize<E> {
     fn of(betas: Betas) -> Self {
         let scalar = |value: f32| E::of(f64::from(value));
         Self {
@@ -194,8 +194,8 @@ impl<E: Real> Speed<E> {
 
 /// Moments and parameters at once.
 #[inline(always)]
-fn sweep<E: Real, R: Rule<E>>(
-    speed: Speed<E>,
+fn sweep<E: Real, R: MomentRule<E>>(
+    speed: StepSize<E>,
     rule: R,
     p: &mut [E],
     g: &[E],
@@ -210,8 +210,8 @@ fn sweep<E: Real, R: Rule<E>>(
 
 /// Moments alone.
 #[inline(always)]
-fn advance<E: Real, R: Rule<E>>(
-    speed: Speed<E>,
+fn advance<E: Real, R: MomentRule<E>>(
+    speed: StepSize<E>,
     rule: R,
     p: &[E],
     g: &[E],
@@ -225,7 +225,7 @@ fn advance<E: Real, R: Rule<E>>(
 
 /// Parameters alone.
 #[inline(always)]
-fn land<E: Real, R: Rule<E>>(rule: R, p: &mut [E], m: &[E], v: &[E]) {
+fn land<E: Real, R: MomentRule<E>>(rule: R, p: &mut [E], m: &[E], v: &[E]) {
     for ((p, m), v) in p.iter_mut().zip(m).zip(v) {
         *p = rule.land(*p, *m, *v);
     }

@@ -6,7 +6,7 @@ use burn::optim::{
 use burn::tensor::{Device, Tensor};
 use serde::Deserialize;
 
-use super::memory::{Mould, Reach, Real, Taken, saved, vectorised};
+use super::memory::{TensorTemplate, KernelInput, Real, TakenElements, saved, vectorised};
 use super::{settings, sums};
 
 /// Burn's [`Sgd`](burn::optim::Sgd) as one pass over memory; see the
@@ -27,11 +27,11 @@ use super::{settings, sums};
 #[allow(missing_debug_implementations, reason = "Burn's optimizers have none")]
 pub struct FusedSgd {
     burn: Sgd,
-    settings: Option<Settled>,
+    settings: Option<SgdStep>,
 }
 
 #[derive(Clone, Copy)]
-struct Settled {
+struct SgdStep {
     momentum: Option<Momentum>,
     /// What is added to the gradient, times the parameter.
     penalty: Option<f64>,
@@ -73,14 +73,14 @@ struct Momentum {
 }
 
 #[derive(Deserialize)]
-struct Settings {
+struct SgdSettings {
     weight_decay: Option<WeightDecayConfig>,
     momentum: Option<MomentumConfig>,
 }
 
 impl FusedSgd {
     pub(super) fn new(config: &SgdConfig) -> Self {
-        let settled = |settings: Settings| Settled {
+        let settled = |settings: SgdSettings| SgdStep {
             momentum: settings.momentum.map(|momentum| Momentum {
                 // Burn keeps it as `f32`.
                 factor: f64::from(momentum.momentum as f32),
@@ -128,7 +128,7 @@ impl FusedSgd {
     }
 }
 
-impl Settled {
+impl SgdStep {
     /// As Burn does it, with tensors.
     fn step_of_tensors<const D: usize>(
         &self,
@@ -193,7 +193,7 @@ impl Momentum {
         let (factor, share) = (E::of(self.factor), E::of(self.share));
         let ahead = move |g: E, v: E| v * factor + g;
         let Some(velocity) = velocity else {
-            let mould = Mould::of(&tensor);
+            let mould = TensorTemplate::of(&tensor);
             let mut all: Vec<E> = Vec::new();
             all.reserve_exact(mould.elements());
             let tensor = sums::step(tensor, grad, |p, g, at| {
@@ -207,7 +207,7 @@ impl Momentum {
             });
             return (tensor, Some(mould.cast(all)));
         };
-        let mut velocity = Taken::<E>::from(velocity);
+        let mut velocity = TakenElements::<E>::from(velocity);
         let all = velocity.slice_mut();
         let moved = move |g: E, v: E| g * share + v * factor;
         let tensor = sums::step(tensor, grad, |p, g, at| {
@@ -272,13 +272,13 @@ impl Optimizer for FusedSgd {
         let velocity = state.and_then(|state| state.velocity);
         let mut tensors = vec![&tensor, &grad];
         tensors.extend(&velocity);
-        let (tensor, velocity) = match Reach::of(&tensors) {
-            Reach::None => {
+        let (tensor, velocity) = match KernelInput::of(&tensors) {
+            KernelInput::None => {
                 let grad = sums::gradient(&tensor, grad);
                 settings.step_of_tensors(lr, tensor, grad, velocity)
             }
-            Reach::F32 => settings.step_in_memory::<f32, D>(lr, tensor, grad, velocity),
-            Reach::F64 => settings.step_in_memory::<f64, D>(lr, tensor, grad, velocity),
+            KernelInput::F32 => settings.step_in_memory::<f32, D>(lr, tensor, grad, velocity),
+            KernelInput::F64 => settings.step_in_memory::<f64, D>(lr, tensor, grad, velocity),
         };
         let state = FusedSgdState {
             velocity,

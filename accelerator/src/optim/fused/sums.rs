@@ -11,8 +11,8 @@ use burn::module::ParamId;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Device, Tensor};
 
-use super::memory::{Real, Taken, with_elements};
-use crate::gradient::{Averages, Place};
+use super::memory::{Real, TakenElements, with_elements};
+use crate::gradient::{GradientMeans, SumLocation};
 use crate::model::Trainable;
 use crate::optim::sharded::probe;
 
@@ -22,12 +22,12 @@ const BLOCK: usize = 1024;
 thread_local! {
     /// How many parameters the loops have stepped on this thread.
     static STEPPED: Cell<usize> = const { Cell::new(0) };
-    static WAITING: RefCell<Option<Waiting>> = const { RefCell::new(None) };
+    static WAITING: RefCell<Option<PendingStep>> = const { RefCell::new(None) };
 }
 
 /// Where a parameter lies after the step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(in crate::optim) enum Landing {
+pub(in crate::optim) enum StepOutput {
     /// Where it was.
     Parameter,
     /// In the place of its sums. The tensor stays as it was.
@@ -35,9 +35,9 @@ pub(in crate::optim) enum Landing {
 }
 
 /// What a step works on.
-struct Waiting {
-    averages: Averages,
-    landing: Landing,
+struct PendingStep {
+    averages: GradientMeans,
+    landing: StepOutput,
     /// The elements of the parameter that comes next, where its gradient stands for sums.
     next: Option<(ParamId, Range<usize>)>,
     /// Whether the last one lies in the place of its sums.
@@ -46,17 +46,17 @@ struct Waiting {
 
 /// Runs a step on sums. Gives them back.
 pub(in crate::optim) fn step_on<R>(
-    averages: Averages,
-    landing: Landing,
+    averages: GradientMeans,
+    landing: StepOutput,
     step: impl FnOnce() -> R,
-) -> (R, Averages) {
-    let waiting = Waiting {
+) -> (R, GradientMeans) {
+    let waiting = PendingStep {
         averages,
         landing,
         next: None,
         landed: false,
     };
-    let restore = Restore(WAITING.replace(Some(waiting)));
+    let restore = RestorePending(WAITING.replace(Some(waiting)));
     let result = step();
     #[expect(
         clippy::expect_used,
@@ -68,15 +68,15 @@ pub(in crate::optim) fn step_on<R>(
 }
 
 /// Puts back what waited before, also after a panic.
-struct Restore(Option<Waiting>);
+struct RestorePending(Option<PendingStep>);
 
-impl Drop for Restore {
+impl Drop for RestorePending {
     fn drop(&mut self) {
         WAITING.replace(self.0.take());
     }
 }
 
-/// Steps a parameter whose gradient is the [stand-in](Averages::stand_in) of the sums of these elements. Tells
+/// Steps a parameter whose gradient is the [stand-in](GradientMeans::stand_in) of the sums of these elements. Tells
 /// whether it lies in their place then.
 ///
 /// # Panics
@@ -134,15 +134,15 @@ pub(super) fn step<E: Real, const D: usize>(
     STEPPED.set(STEPPED.get() + 1);
     let next = with_waiting(|waiting| waiting.next.take()).flatten();
     let Some((id, elements)) = next else {
-        let mut parameters = Taken::<E>::from(tensor);
-        let gradients = Taken::<E>::from(gradient);
+        let mut parameters = TakenElements::<E>::from(tensor);
+        let gradients = TakenElements::<E>::from(gradient);
         let length = gradients.slice().len();
         work(parameters.slice_mut(), gradients.slice(), 0..length);
         return parameters.into_tensor();
     };
     let stepped = with_waiting(|waiting| {
-        waiting.landed = waiting.landing == Landing::Sums;
-        let Place { sums, scale } = waiting.averages.place::<E>(id, &elements)?;
+        waiting.landed = waiting.landing == StepOutput::Sums;
+        let SumLocation { sums, scale } = waiting.averages.place::<E>(id, &elements)?;
         let mut gradients = [E::ZERO; BLOCK];
         let mut start = 0;
         if waiting.landed {
@@ -160,7 +160,7 @@ pub(super) fn step<E: Real, const D: usize>(
             });
             return Some(tensor);
         }
-        let mut parameters = Taken::<E>::from(tensor);
+        let mut parameters = TakenElements::<E>::from(tensor);
         let all = parameters.slice_mut();
         assert_eq!(all.len(), sums.len(), "elements of parameter {id}");
         for (sums, p) in sums.chunks(BLOCK).zip(all.chunks_mut(BLOCK)) {
@@ -178,6 +178,6 @@ pub(super) fn step<E: Real, const D: usize>(
     stepped.flatten().expect("sums of this type")
 }
 
-fn with_waiting<R>(work: impl FnOnce(&mut Waiting) -> R) -> Option<R> {
+fn with_waiting<R>(work: impl FnOnce(&mut PendingStep) -> R) -> Option<R> {
     WAITING.with_borrow_mut(|waiting| waiting.as_mut().map(work))
 }

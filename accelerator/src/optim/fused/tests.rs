@@ -174,8 +174,8 @@ fn settings_are_read_and_not_guessed() {
     assert!(adam.is_some_and(|told| told["beta_1"].is_number()));
     let tensor = Tensor::<1>::zeros([3], &Device::flex());
     assert_eq!(
-        super::memory::Reach::of(&[&tensor]),
-        super::memory::Reach::F32
+        super::memory::KernelInput::of(&[&tensor]),
+        super::memory::KernelInput::F32
     );
     assert!(super::adam::FusedAdam::new(&AdamConfig::new()).is_fused());
     assert!(super::adamw::FusedAdamW::new(&AdamWConfig::new()).is_fused());
@@ -187,7 +187,7 @@ mod beyond_the_loops {
     use burn::nn::{Linear, LinearConfig};
     use burn::optim::Optimizer;
 
-    use super::super::memory::Reach;
+    use super::super::memory::KernelInput;
     use super::super::sgd::FusedSgd;
     use super::*;
 
@@ -233,7 +233,7 @@ mod beyond_the_loops {
         for dtype in [DType::F16, DType::BF16] {
             let device = Device::flex();
             let half = Tensor::<1>::zeros([3], (&device, dtype));
-            assert_eq!(Reach::of(&[&half]), Reach::None);
+            assert_eq!(KernelInput::of(&[&half]), KernelInput::None);
             for config in configs() {
                 compare(&case(dtype), || config.init_fused(), || config.init()).unwrap();
             }
@@ -245,8 +245,8 @@ mod beyond_the_loops {
         let device = Device::flex();
         let tensor = |dtype| Tensor::<1>::zeros([3], (&device, dtype));
         let (single, double) = (tensor(DType::F32), tensor(DType::F64));
-        assert_eq!(Reach::of(&[&single, &double]), Reach::None);
-        assert_eq!(Reach::of(&[&double, &double]), Reach::F64);
+        assert_eq!(KernelInput::of(&[&single, &double]), KernelInput::None);
+        assert_eq!(KernelInput::of(&[&double, &double]), KernelInput::F64);
     }
 
     #[test]

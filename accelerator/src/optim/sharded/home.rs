@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burn::module::ParamId;
 
-use crate::gradient::{BLOCK, Bounds};
+use crate::gradient::{BLOCK, ShardMap};
 use crate::model::Trainable;
 
 /// A parameter is cut where each rank gets at least so many elements: below, what a piece costs by
@@ -13,13 +13,13 @@ const WORTH_A_PIECE: usize = 4096;
 
 /// On which ranks the elements of a parameter live.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Home {
+pub(super) struct Partition {
     /// Rank `r` has the elements from the `r`-th to the next one.
     bounds: Vec<usize>,
     shape: Vec<usize>,
 }
 
-impl Home {
+impl Partition {
     pub(super) fn range(&self, rank: usize) -> Range<usize> {
         self.bounds[rank]..self.bounds[rank + 1]
     }
@@ -46,15 +46,15 @@ impl Home {
 
 /// Where the parameters live of models that were stepped so far.
 #[derive(Debug)]
-pub(super) struct Homes {
+pub(super) struct Partitioner {
     /// What bounds of gradients are known by.
     identity: Arc<()>,
-    known: HashMap<ParamId, Home>,
+    known: HashMap<ParamId, Partition>,
     /// Bytes of parameters, by rank.
     loads: Vec<usize>,
 }
 
-impl Homes {
+impl Partitioner {
     pub(super) fn new(ranks: usize) -> Self {
         Self {
             identity: Arc::default(),
@@ -63,19 +63,19 @@ impl Homes {
         }
     }
 
-    pub(super) fn known(&self) -> &HashMap<ParamId, Home> {
+    pub(super) fn known(&self) -> &HashMap<ParamId, Partition> {
         &self.known
     }
 
     /// Whether these bounds are of these homes.
-    pub(super) fn are_at(&self, bounds: &Bounds) -> bool {
+    pub(super) fn are_at(&self, bounds: &ShardMap) -> bool {
         bounds.are_of(&self.identity)
     }
 
     /// Where gradients of parameters are cut that have these homes, by number.
-    pub(super) fn bounds(&self, homes: Vec<Home>) -> Bounds {
+    pub(super) fn bounds(&self, homes: Vec<Partition>) -> ShardMap {
         let bounds = homes.into_iter().map(|home| home.bounds);
-        Bounds::new(bounds.collect(), self.loads.len(), &self.identity)
+        ShardMap::new(bounds.collect(), self.loads.len(), &self.identity)
     }
 
     /// Whether [`settle`](Self::settle) asks if this parameter may be cut.
@@ -88,7 +88,7 @@ impl Homes {
         &mut self,
         parameter: &Trainable,
         may_be_cut: impl FnOnce() -> bool,
-    ) -> &Home {
+    ) -> &Partition {
         let (ranks, elements) = (self.loads.len(), parameter.shape.iter().product::<usize>());
         let cut = self.is_large(parameter) && may_be_cut();
         let bounds = if cut {
@@ -98,7 +98,7 @@ impl Homes {
             let bound = |rank| if rank > owner { elements } else { 0 };
             (0..=ranks).map(bound).collect()
         };
-        let home = Home {
+        let home = Partition {
             bounds,
             shape: parameter.shape.clone(),
         };
@@ -179,7 +179,7 @@ mod tests {
             sizes in proptest::collection::vec(0_usize..60_000, 1..30),
             ranks in 2_usize..6,
         ) {
-            let mut homes = Homes::new(ranks);
+            let mut homes = Partitioner::new(ranks);
             for &size in &sizes {
                 let home = homes.settle(&parameter(size), || true).clone();
                 let mut covered = 0;
@@ -206,7 +206,7 @@ mod tests {
 
     #[test]
     fn what_may_not_be_cut_lives_on_one_rank() {
-        let mut homes = Homes::new(2);
+        let mut homes = Partitioner::new(2);
         for owner in [0, 1] {
             let home = homes.settle(&parameter(100_000), || false);
             assert_eq!(home.range(owner), 0..100_000);

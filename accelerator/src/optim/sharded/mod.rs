@@ -16,16 +16,16 @@ use burn::module::{Module, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, Tensor};
 
-use self::home::{Home, Homes};
-use self::pieces::{Reader, Sums};
-use self::record::{Entry, Records};
+use self::home::{Partition, Partitioner};
+use self::pieces::{ShardReader, ShardGradients};
+use self::record::{RecordEntry, Records};
 pub(super) use self::trial_state::state_for_trial;
 use self::write::Elements;
-use super::fused::sums::{self, Landing};
+use super::fused::sums::{self, StepOutput};
 use super::state::check_types;
-use super::whole::Kinds;
+use super::whole::FusedSupport;
 use crate::error::{Error, Kind, Result};
-use crate::gradient::{Averages, Bounds, with_rank};
+use crate::gradient::{GradientMeans, ShardMap, with_rank};
 use crate::model::Trainable;
 
 /// An optimizer whose state is shared out over the ranks: prepare `Sharded(optimizer)` in its place,
@@ -88,15 +88,15 @@ pub(crate) struct Shards {
     /// Without any state.
     blank: ModuleOptimizer,
     group: ProcessGroup,
-    homes: Homes,
-    kinds: Kinds,
+    homes: Partitioner,
+    kinds: FusedSupport,
     /// State of whole parameters that were not stepped since it was loaded.
     loaded: Records,
 }
 
 /// The state of all ranks at one moment.
-pub(super) struct Joint {
-    homes: HashMap<ParamId, Home>,
+pub(super) struct FullState {
+    homes: HashMap<ParamId, Partition>,
     loaded: Records,
     /// Each rank's own, once they came together on rank 0.
     parts: Vec<Vec<u8>>,
@@ -116,8 +116,8 @@ impl Shards {
         let shards = Self {
             blank: blank.clone(),
             group: group.clone(),
-            homes: Homes::new(group.world_size()),
-            kinds: Kinds::default(),
+            homes: Partitioner::new(group.world_size()),
+            kinds: FusedSupport::default(),
             loaded,
         };
         Ok((blank, Some(shards)))
@@ -127,7 +127,7 @@ impl Shards {
     /// without state.
     pub(super) fn resume_from(&mut self, record: Bytes) -> Result<ModuleOptimizer> {
         self.loaded = Records::read(record)?;
-        self.homes = Homes::new(self.group.world_size());
+        self.homes = Partitioner::new(self.group.world_size());
         Ok(self.blank.clone())
     }
 
@@ -141,8 +141,8 @@ impl Shards {
         self.loaded.size()
     }
 
-    pub(super) fn joint(&self) -> Joint {
-        Joint {
+    pub(super) fn joint(&self) -> FullState {
+        FullState {
             homes: self.homes.known().clone(),
             loaded: self.loaded.clone(),
             parts: Vec::new(),
@@ -166,7 +166,7 @@ impl Shards {
         optimizer: &mut ModuleOptimizer,
         rate: ModuleLearningRate,
         model: M,
-        mut averages: Averages,
+        mut averages: GradientMeans,
     ) -> core::result::Result<M, M> {
         if averages.ranks() != self.group.world_size() {
             self.refuse_foreign();
@@ -183,14 +183,14 @@ impl Shards {
         };
         self.kinds.learn(&self.blank, &averages);
         let averaged = averages.parameters().map(|known| known.id).collect();
-        let mut reader = Reader::new(rank, self.homes.known(), averaged);
+        let mut reader = ShardReader::new(rank, self.homes.known(), averaged);
         model.visit(&mut reader);
         let (mut pieces, stepped) = reader.finish();
         let mut gradients = GradientsParams::new();
         for piece in pieces.iter_mut() {
             with_rank!(piece.dimensions(), D => {
                 let gradient = if self.kinds.is_fused(piece.id) {
-                    piece.sums = Sums::Waiting;
+                    piece.sums = ShardGradients::Waiting;
                     averages.stand_in::<D>(piece.id)
                 } else {
                     averages.part::<D>(piece.id, &piece.range, piece.shape())
@@ -201,7 +201,7 @@ impl Shards {
             });
         }
         let step = || optimizer.step(rate, pieces, gradients);
-        let (pieces, mut averages) = sums::step_on(averages, Landing::Sums, step);
+        let (pieces, mut averages) = sums::step_on(averages, StepOutput::ShardGradients, step);
         for piece in pieces.into_elsewhere() {
             let (id, range) = (piece.id, piece.range.clone());
             averages.land(id, &range, &piece.into_bytes());
@@ -221,7 +221,7 @@ impl Shards {
     fn exchange<M: Module>(
         &self,
         model: M,
-        averages: &mut Averages,
+        averages: &mut GradientMeans,
         stepped: HashSet<ParamId>,
     ) -> core::result::Result<M, M> {
         let homes = self.homes.known();
@@ -256,8 +256,8 @@ impl Shards {
     fn settle(
         &mut self,
         optimizer: &mut ModuleOptimizer,
-        averages: &mut Averages,
-    ) -> Result<Option<Arc<Bounds>>> {
+        averages: &mut GradientMeans,
+    ) -> Result<Option<Arc<ShardMap>>> {
         if averages
             .bounds()
             .is_some_and(|bounds| !self.homes.are_at(bounds))
@@ -301,7 +301,7 @@ impl Shards {
     /// Whether each parameter is stepped element by element, of those that are settled next and are large. Rank 0
     /// decides: the processors of other hosts may round otherwise.
     #[track_caller]
-    fn judge(&self, averages: &Averages) -> Result<Vec<bool>> {
+    fn judge(&self, averages: &GradientMeans) -> Result<Vec<bool>> {
         let parameters = averages.all_parameters().iter();
         let large: Vec<_> = parameters
             .filter(|parameter| self.homes.asks_about(parameter))
@@ -320,7 +320,7 @@ impl Shards {
     }
 }
 
-impl Joint {
+impl FullState {
     /// Brings the state of all ranks together on rank 0. Where one rank cannot write its own, all fail.
     #[track_caller]
     pub(super) fn gather(
@@ -363,7 +363,7 @@ impl Joint {
         for part in &self.parts {
             ranks.push(Records::read(Bytes::from_bytes_vec(part.clone()))?);
         }
-        let mut pieces: BTreeMap<ParamId, Vec<Option<Entry>>> = BTreeMap::new();
+        let mut pieces: BTreeMap<ParamId, Vec<Option<RecordEntry>>> = BTreeMap::new();
         let count = ranks.len();
         for (rank, records) in ranks.into_iter().enumerate() {
             for (id, entry) in records.into_entries() {
@@ -376,7 +376,7 @@ impl Joint {
         let mut whole = self.loaded.clone();
         for (id, entries) in pieces {
             let home = self.homes.get(&id);
-            let entry = home.and_then(|home| Entry::join(entries, home));
+            let entry = home.and_then(|home| RecordEntry::join(entries, home));
             let entry = entry.ok_or_else(|| {
                 Error::new(
                     Kind::Checkpoint,

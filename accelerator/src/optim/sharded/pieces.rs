@@ -6,7 +6,7 @@ use burn::backend::DispatchTensor;
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Bytes, Device, Shape, Tensor};
 
-use super::home::Home;
+use super::home::Partition;
 use super::leaf;
 use crate::gradient::with_rank;
 use crate::module_path::ModulePath;
@@ -15,23 +15,23 @@ use crate::optim::fused::sums;
 /// This rank's pieces of parameters, as a module that Burn's optimizers step. They have the ids,
 /// paths and numbers of dimensions of what they are pieces of.
 #[derive(Clone, Default)]
-pub(super) struct Pieces(Vec<Piece>);
+pub(super) struct ParamShards(Vec<ParamShard>);
 
 #[derive(Clone)]
-pub(super) struct Piece {
+pub(super) struct ParamShard {
     pub(super) id: ParamId,
     path: String,
     /// Which elements of the parameter it has.
     pub(super) range: Range<usize>,
     shape: Vec<usize>,
     /// Where it is stepped from sums of gradients, and lands.
-    pub(super) sums: Sums,
+    pub(super) sums: ShardGradients,
     /// On a plain device.
     pub(super) value: DispatchTensor,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Sums {
+pub(super) enum ShardGradients {
     /// Its gradient was copied.
     Copied,
     /// Its gradient stands for them.
@@ -40,26 +40,26 @@ pub(super) enum Sums {
     Replaced,
 }
 
-impl Pieces {
+impl ParamShards {
     pub(super) fn one(id: ParamId, path: &str, shape: Vec<usize>, value: DispatchTensor) -> Self {
-        Self(vec![Piece {
+        Self(vec![ParamShard {
             id,
             path: path.to_owned(),
             range: 0..shape.iter().product(),
             shape,
-            sums: Sums::Copied,
+            sums: ShardGradients::Copied,
             value,
         }])
     }
 
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Piece> {
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut ParamShard> {
         self.0.iter_mut()
     }
 
     /// Those that do not lie in the place of their sums.
-    pub(super) fn into_elsewhere(self) -> impl Iterator<Item = Piece> {
+    pub(super) fn into_elsewhere(self) -> impl Iterator<Item = ParamShard> {
         let pieces = self.0.into_iter();
-        pieces.filter(|piece| piece.sums != Sums::Replaced)
+        pieces.filter(|piece| piece.sums != ShardGradients::Replaced)
     }
 
     /// The values.
@@ -70,13 +70,13 @@ impl Pieces {
     }
 }
 
-impl From<Piece> for Pieces {
-    fn from(piece: Piece) -> Self {
+impl From<ParamShard> for ParamShards {
+    fn from(piece: ParamShard) -> Self {
         Self(vec![piece])
     }
 }
 
-impl Piece {
+impl ParamShard {
     pub(super) fn dimensions(&self) -> usize {
         self.shape.len()
     }
@@ -92,7 +92,7 @@ impl Piece {
     }
 }
 
-impl Module for Pieces {
+impl Module for ParamShards {
     fn collect_devices(&self, devices: Devices) -> Devices {
         devices
     }
@@ -129,17 +129,17 @@ impl Module for Pieces {
     }
 
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        let map = |mut piece: Piece| {
+        let map = |mut piece: ParamShard| {
             mapper.enter_module(&piece.path, "");
             piece.value = with_rank!(piece.dimensions(), D => {
                 let value = leaf(Tensor::<D>::from_dispatch(piece.value));
                 let step = || mapper.map_float(Param::initialized(piece.id, value));
                 let (param, replaced) = match piece.sums {
-                    Sums::Waiting => sums::step_next(piece.id, piece.range.clone(), step),
-                    Sums::Copied | Sums::Replaced => (step(), false),
+                    ShardGradients::Waiting => sums::step_next(piece.id, piece.range.clone(), step),
+                    ShardGradients::Copied | ShardGradients::Replaced => (step(), false),
                 };
                 if replaced {
-                    piece.sums = Sums::Replaced;
+                    piece.sums = ShardGradients::Replaced;
                 }
                 let (_, value, _) = param.consume();
                 value.inner().into_dispatch()
@@ -151,7 +151,7 @@ impl Module for Pieces {
     }
 }
 
-impl fmt::Debug for Pieces {
+impl fmt::Debug for ParamShards {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let paths = self.0.iter().map(|piece| (&piece.path, &piece.range));
         f.debug_map().entries(paths).finish()
@@ -160,20 +160,20 @@ impl fmt::Debug for Pieces {
 
 /// Takes this rank's pieces out of a model, of the parameters that have a gradient, and notes which all
 /// ranks step.
-pub(super) struct Reader<'a> {
+pub(super) struct ShardReader<'a> {
     rank: usize,
-    homes: &'a HashMap<ParamId, Home>,
+    homes: &'a HashMap<ParamId, Partition>,
     averaged: HashSet<ParamId>,
     path: ModulePath,
-    pieces: Pieces,
+    pieces: ParamShards,
     stepped: HashSet<ParamId>,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> ShardReader<'a> {
     /// For the parameters with these ids.
     pub(super) fn new(
         rank: usize,
-        homes: &'a HashMap<ParamId, Home>,
+        homes: &'a HashMap<ParamId, Partition>,
         averaged: HashSet<ParamId>,
     ) -> Self {
         Self {
@@ -181,17 +181,17 @@ impl<'a> Reader<'a> {
             homes,
             averaged,
             path: ModulePath::default(),
-            pieces: Pieces::default(),
+            pieces: ParamShards::default(),
             stepped: HashSet::new(),
         }
     }
 
-    pub(super) fn finish(self) -> (Pieces, HashSet<ParamId>) {
+    pub(super) fn finish(self) -> (ParamShards, HashSet<ParamId>) {
         (self.pieces, self.stepped)
     }
 }
 
-impl ModuleVisitor for Reader<'_> {
+impl ModuleVisitor for ShardReader<'_> {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.enter(name);
     }
@@ -221,12 +221,12 @@ impl ModuleVisitor for Reader<'_> {
             let flat = value.reshape([home.elements()]).slice([range.clone()]);
             flat.reshape(Shape::from(shape.clone()))
         };
-        self.pieces.0.push(Piece {
+        self.pieces.0.push(ParamShard {
             id: param.id,
             path: self.path.as_str().to_owned(),
             range,
             shape,
-            sums: Sums::Copied,
+            sums: ShardGradients::Copied,
             value: value.into_dispatch(),
         });
     }

@@ -3,7 +3,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor, TensorData};
 
-use super::pieces::Pieces;
+use super::pieces::ParamShards;
 use crate::gradient::with_rank;
 use crate::model::Trainable;
 
@@ -70,7 +70,7 @@ fn run(
             Tensor::<D>::from_data(data, (device, dtype))
         };
         let start = tensor(0, 1.0).into_dispatch();
-        let mut pieces = Pieces::one(id, &parameter.path, shape.clone(), start);
+        let mut pieces = ParamShards::one(id, &parameter.path, shape.clone(), start);
         for (step, scale) in (1..).zip(SCALES) {
             let mut gradients = GradientsParams::new();
             gradients.register(id, tensor(step, scale));

@@ -5,25 +5,25 @@ use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, DType};
 use burn_pack::{Reader, Scalar, Tensor, Writer};
 
-use super::home::Home;
+use super::home::Partition;
 use crate::error::Result;
 use crate::optim::state::{bytes_of, load, reader, unwritable};
 
 /// A record of Burn's, taken apart by parameters.
 #[derive(Clone, Default)]
-pub(super) struct Records(BTreeMap<ParamId, Entry>);
+pub(super) struct Records(BTreeMap<ParamId, RecordEntry>);
 
 /// The state of a parameter, or of a piece of it.
 #[derive(Clone, Default)]
-pub(super) struct Entry {
+pub(super) struct RecordEntry {
     path: Option<String>,
     /// By name, without the id.
     scalars: Vec<(String, Scalar)>,
-    tensors: Vec<Field>,
+    tensors: Vec<RecordField>,
 }
 
 #[derive(Clone)]
-struct Field {
+struct RecordField {
     name: String,
     dtype: DType,
     shape: Vec<usize>,
@@ -51,7 +51,7 @@ impl Records {
         for tensor in reader.into_tensors().map_err(unwritable)? {
             let (name, dtype, shape, _, bytes) = tensor.into_parts().map_err(unwritable)?;
             if let Some((id, name)) = split(&name) {
-                records.entry(id).tensors.push(Field {
+                records.entry(id).tensors.push(RecordField {
                     name,
                     dtype,
                     shape: shape.to_vec(),
@@ -94,11 +94,11 @@ impl Records {
         self.0.is_empty()
     }
 
-    pub(super) fn insert(&mut self, id: ParamId, entry: Entry) {
+    pub(super) fn insert(&mut self, id: ParamId, entry: RecordEntry) {
         self.0.insert(id, entry);
     }
 
-    pub(super) fn remove(&mut self, id: ParamId) -> Option<Entry> {
+    pub(super) fn remove(&mut self, id: ParamId) -> Option<RecordEntry> {
         self.0.remove(&id)
     }
 
@@ -106,7 +106,7 @@ impl Records {
         self.0.extend(others.0);
     }
 
-    pub(super) fn into_entries(self) -> impl Iterator<Item = (ParamId, Entry)> {
+    pub(super) fn into_entries(self) -> impl Iterator<Item = (ParamId, RecordEntry)> {
         self.0.into_iter()
     }
 
@@ -116,14 +116,14 @@ impl Records {
         fields.map(|field| field.bytes.len()).sum()
     }
 
-    fn entry(&mut self, id: u64) -> &mut Entry {
+    fn entry(&mut self, id: u64) -> &mut RecordEntry {
         self.0.entry(ParamId::from(id)).or_default()
     }
 }
 
-impl Entry {
+impl RecordEntry {
     /// What a rank keeps of the state of a whole parameter.
-    pub(super) fn cut(self, home: &Home, rank: usize) -> Option<Self> {
+    pub(super) fn cut(self, home: &Partition, rank: usize) -> Option<Self> {
         let range = home.range(rank);
         if range.is_empty() && home.elements() > 0 {
             return None;
@@ -131,13 +131,13 @@ impl Entry {
         if range.len() == home.elements() {
             return Some(self);
         }
-        let cut = |field: Field| {
+        let cut = |field: RecordField| {
             if field.shape.iter().product::<usize>() != home.elements() {
                 return field;
             }
             let width = field.dtype.size();
             let bytes = field.bytes[range.start * width..range.end * width].to_vec();
-            Field {
+            RecordField {
                 shape: home.shape(rank),
                 bytes: Bytes::from_bytes_vec(bytes),
                 ..field
@@ -151,7 +151,7 @@ impl Entry {
 
     /// The state of a whole parameter, of what each rank keeps of it; `None` where a rank has none of
     /// elements that live there, or other tensors than the first.
-    pub(super) fn join(parts: Vec<Option<Self>>, home: &Home) -> Option<Self> {
+    pub(super) fn join(parts: Vec<Option<Self>>, home: &Partition) -> Option<Self> {
         let mut parts = parts.into_iter().enumerate();
         let (rank, mut whole) = parts.find_map(|(rank, part)| Some((rank, part?)))?;
         let length = home.range(rank).len();

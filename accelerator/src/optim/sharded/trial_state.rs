@@ -4,8 +4,8 @@ use burn::module::Module;
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
 
-use super::home::Homes;
-use super::pieces::{Piece, Pieces, Reader};
+use super::home::Partitioner;
+use super::pieces::{ParamShard, ParamShards, ShardReader};
 use super::{Shards, probe};
 use crate::gradient::with_rank;
 use crate::model::Trainable;
@@ -25,7 +25,7 @@ pub(in crate::optim) fn state_for_trial<M: Module>(
     let (rank, ranks) = shards.map_or((0, 1), |shards| {
         (shards.group.rank(), shards.group.world_size())
     });
-    let mut homes = Homes::new(ranks);
+    let mut homes = Partitioner::new(ranks);
     for parameter in parameters {
         // Where the processors of ranks round otherwise, it is rank 0 whose answer counts in a step: this is about
         // sizes alone.
@@ -34,10 +34,10 @@ pub(in crate::optim) fn state_for_trial<M: Module>(
         });
     }
     let ids = parameters.iter().map(|parameter| parameter.id).collect();
-    let mut reader = Reader::new(rank, homes.known(), ids);
+    let mut reader = ShardReader::new(rank, homes.known(), ids);
     model.visit(&mut reader);
     let (pieces, _) = reader.finish();
-    let with_gradient = |piece: Piece| {
+    let with_gradient = |piece: ParamShard| {
         let mut gradients = GradientsParams::new();
         with_rank!(piece.dimensions(), D => {
             let value = Tensor::<D>::from_dispatch(piece.value.clone());
@@ -47,7 +47,7 @@ pub(in crate::optim) fn state_for_trial<M: Module>(
     };
     let pieces: Vec<_> = pieces.into_elsewhere().map(with_gradient).collect();
     for (piece, gradients) in pieces {
-        drop(optimizer.step(0.0, Pieces::from(piece), gradients));
+        drop(optimizer.step(0.0, ParamShards::from(piece), gradients));
     }
     optimizer
 }

@@ -4,16 +4,16 @@ use burn::module::{ModuleMapper, Param, ParamId};
 use burn::tensor::{Bytes, DType, Device, Shape, Tensor, TensorData};
 
 /// Takes the elements of parameters out of a model: moved, where nobody else holds its tensors.
-pub(super) struct Taker<'a> {
+pub(super) struct ParameterTaker<'a> {
     asked: HashSet<ParamId>,
     taken: &'a mut Elements,
 }
 
 /// Elements of parameters, to be written to and [put back](ModuleMapper) into their model.
 #[derive(Default)]
-pub(super) struct Elements(HashMap<ParamId, Held>);
+pub(super) struct Elements(HashMap<ParamId, TakenParameter>);
 
-struct Held {
+struct TakenParameter {
     bytes: Bytes,
     shape: Shape,
     dtype: DType,
@@ -23,8 +23,8 @@ struct Held {
 }
 
 impl Elements {
-    pub(super) fn taker(&mut self, asked: HashSet<ParamId>) -> Taker<'_> {
-        Taker { asked, taken: self }
+    pub(super) fn taker(&mut self, asked: HashSet<ParamId>) -> ParameterTaker<'_> {
+        ParameterTaker { asked, taken: self }
     }
 
     /// Writes bytes of a parameter, from that one on.
@@ -35,7 +35,7 @@ impl Elements {
     }
 }
 
-impl ModuleMapper for Taker<'_> {
+impl ModuleMapper for ParameterTaker<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         if !self.asked.remove(&param.id) {
             return param;
@@ -44,7 +44,7 @@ impl ModuleMapper for Taker<'_> {
         let (dtype, device) = (old.dtype(), old.device());
         let requires_gradient = old.is_require_grad();
         let (bytes, shape, _) = old.inner().into_data().into_parts();
-        let held = Held {
+        let held = TakenParameter {
             bytes,
             shape,
             dtype,

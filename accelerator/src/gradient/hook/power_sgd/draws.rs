@@ -1,11 +1,11 @@
 /// Random numbers that depend on nothing but a seed, the path of a parameter and a step: every rank draws
 /// the same, whatever was drawn before. SplitMix64 (Steele et al. 2014), begun at a hash.
 #[derive(Clone, Debug)]
-pub(super) struct Draws {
+pub(super) struct StepRng {
     state: u64,
 }
 
-impl Draws {
+impl StepRng {
     pub(super) fn new(seed: u64, path: &str, step: u64) -> Self {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&seed.to_le_bytes());

@@ -3,15 +3,15 @@ use std::collections::BTreeMap;
 
 use accelerator_collective::ReduceOp;
 
-use super::draws::Draws;
-use super::matrix::{self, Real};
-use super::{ErrorFeedback, Settings, Start};
+use super::draws::StepRng;
+use super::matrix::{self, MatrixFloat};
+use super::{ErrorFeedback, PowerSgdSettings, IterationStart};
 use crate::error::Result;
 use crate::gradient::hook::{BucketParameter, Ranks};
 
 /// What is kept of the parameters of one type, and memory to work in.
 #[derive(Debug)]
-pub(super) struct Lane<T> {
+pub(super) struct PowerSgdState<T> {
     /// By path.
     pub(super) tensors: BTreeMap<String, Tensor<T>>,
     /// What travels first: values that are sent as they are, and left factors.
@@ -35,7 +35,7 @@ pub(super) struct Tensor<T> {
 
 /// What a bucket still needs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Sent {
+pub(super) enum PendingFactors {
     /// Nothing: it holds the sum of all ranks.
     Everything,
     /// An exact sum of what it holds.
@@ -53,7 +53,7 @@ struct Matrix<'a> {
 }
 
 // Not derived, which would ask for `T: Default`.
-impl<T> Default for Lane<T> {
+impl<T> Default for PowerSgdState<T> {
     fn default() -> Self {
         Self {
             tensors: BTreeMap::new(),
@@ -64,24 +64,24 @@ impl<T> Default for Lane<T> {
     }
 }
 
-impl<T: Real> Lane<T> {
+impl<T: MatrixFloat> PowerSgdState<T> {
     /// Replaces this rank's share of a bucket by an approximation of the sum.
     ///
     /// Every decision in it depends on what is the same on all ranks: shapes, settings, and sums.
     pub(super) fn reduce(
         &mut self,
-        settings: &Settings,
+        settings: &PowerSgdSettings,
         step: u64,
         parameters: &[BucketParameter<'_>],
         values: &mut [T],
         ranks: &Ranks<'_>,
-    ) -> Result<Sent> {
+    ) -> Result<PendingFactors> {
         let present = || parameters.iter().filter(|parameter| parameter.is_present);
         let matrices: Vec<_> = present()
             .filter_map(|parameter| Matrix::of(parameter, settings))
             .collect();
         if matrices.is_empty() {
-            return Ok(Sent::Nothing);
+            return Ok(PendingFactors::Nothing);
         }
         let exact = || present().filter(|parameter| Matrix::of(parameter, settings).is_none());
         self.first.clear();
@@ -96,10 +96,10 @@ impl<T: Real> Lane<T> {
             for (value, &rest) in wide.iter_mut().zip(&tensor.rest) {
                 *value += rest;
             }
-            if settings.start == Start::Cold {
+            if settings.start == IterationStart::Cold {
                 tensor.right.fill(T::default());
             }
-            let mut draws = Draws::new(settings.seed, matrix.path, step);
+            let mut draws = StepRng::new(settings.seed, matrix.path, step);
             matrix::orthonormalize(&mut tensor.right, matrix.columns, Some(&mut draws));
             let left = grown(&mut self.first, matrix.rows * matrix.rank);
             matrix::times(wide, matrix.columns, &tensor.right, left);
@@ -143,25 +143,25 @@ impl<T: Real> Lane<T> {
             matrix::multiply(left, right, matrix.columns, wide);
             tensor.right.copy_from_slice(right);
         }
-        Ok(Sent::Everything)
+        Ok(PendingFactors::Everything)
     }
 
     /// Values whose products leave the range of their type are to be sent as they are, with what was left
     /// of earlier steps, so that nothing is left of them.
-    fn give_up(&mut self, matrices: &[Matrix<'_>]) -> Sent {
+    fn give_up(&mut self, matrices: &[Matrix<'_>]) -> PendingFactors {
         for matrix in matrices {
             if let Some(tensor) = self.tensors.get_mut(matrix.path) {
                 tensor.rest.fill(T::default());
                 tensor.right.fill(T::default());
             }
         }
-        Sent::Nothing
+        PendingFactors::Nothing
     }
 }
 
 impl<'a> Matrix<'a> {
     /// As which matrix a parameter is sent, where that pays.
-    fn of(parameter: &'a BucketParameter<'_>, settings: &Settings) -> Option<Self> {
+    fn of(parameter: &'a BucketParameter<'_>, settings: &PowerSgdSettings) -> Option<Self> {
         let [rows, others @ ..] = parameter.shape else {
             return None;
         };
@@ -184,10 +184,10 @@ impl<'a> Matrix<'a> {
 }
 
 /// What is kept of a parameter: zeros, where nothing of that form is.
-fn tensor_of<'a, T: Real>(
+fn tensor_of<'a, T: MatrixFloat>(
     tensors: &'a mut BTreeMap<String, Tensor<T>>,
     matrix: &Matrix<'_>,
-    settings: &Settings,
+    settings: &PowerSgdSettings,
 ) -> &'a mut Tensor<T> {
     let right = matrix.columns * matrix.rank;
     let rest = match settings.error_feedback {
@@ -216,7 +216,7 @@ fn tensor_of<'a, T: Real>(
 }
 
 /// So many zeros more, at the end.
-fn grown<T: Real>(values: &mut Vec<T>, count: usize) -> &mut [T] {
+fn grown<T: MatrixFloat>(values: &mut Vec<T>, count: usize) -> &mut [T] {
     let start = values.len();
     values.resize(start + count, T::default());
     &mut values[start..]

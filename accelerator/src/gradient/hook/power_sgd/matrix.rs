@@ -8,10 +8,10 @@ use core::ops::{AddAssign, Mul, SubAssign};
 
 use accelerator_collective::Element;
 
-use super::draws::Draws;
+use super::draws::StepRng;
 
 /// A floating-point type that gradients are reduced in.
-pub(super) trait Real:
+pub(super) trait MatrixFloat:
     Element + AddAssign + Default + Mul<Output = Self> + SubAssign
 {
     /// What is left of a column without its parts along others is rounding, if it is so much shorter.
@@ -22,7 +22,7 @@ pub(super) trait Real:
     fn widened(self) -> f64;
 }
 
-impl Real for f32 {
+impl MatrixFloat for f32 {
     const ROUNDING: f64 = 1e-5;
 
     fn narrowed(value: f64) -> Self {
@@ -34,7 +34,7 @@ impl Real for f32 {
     }
 }
 
-impl Real for f64 {
+impl MatrixFloat for f64 {
     const ROUNDING: f64 = 1e-13;
 
     fn narrowed(value: f64) -> Self {
@@ -47,7 +47,7 @@ impl Real for f64 {
 }
 
 /// Whether everything is finite.
-pub(super) fn is_finite<T: Real>(values: &[T]) -> bool {
+pub(super) fn is_finite<T: MatrixFloat>(values: &[T]) -> bool {
     // Without an early end, so that it is done in vectors.
     values
         .iter()
@@ -55,7 +55,7 @@ pub(super) fn is_finite<T: Real>(values: &[T]) -> bool {
 }
 
 /// `left = wide · right`.
-pub(super) fn times<T: Real>(wide: &[T], columns: usize, right: &[T], left: &mut [T]) {
+pub(super) fn times<T: MatrixFloat>(wide: &[T], columns: usize, right: &[T], left: &mut [T]) {
     let rows = wide.len() / columns;
     for (at, row) in wide.chunks_exact(columns).enumerate() {
         let cells = left.iter_mut().skip(at).step_by(rows);
@@ -66,7 +66,7 @@ pub(super) fn times<T: Real>(wide: &[T], columns: usize, right: &[T], left: &mut
 }
 
 /// `right = wideᵀ · left`.
-pub(super) fn transposed_times<T: Real>(wide: &[T], columns: usize, left: &[T], right: &mut [T]) {
+pub(super) fn transposed_times<T: MatrixFloat>(wide: &[T], columns: usize, left: &[T], right: &mut [T]) {
     let rows = wide.len() / columns;
     right.fill(T::default());
     for (at, row) in wide.chunks_exact(columns).enumerate() {
@@ -80,7 +80,7 @@ pub(super) fn transposed_times<T: Real>(wide: &[T], columns: usize, left: &[T], 
 }
 
 /// `wide = left · rightᵀ`.
-pub(super) fn multiply<T: Real>(left: &[T], right: &[T], columns: usize, wide: &mut [T]) {
+pub(super) fn multiply<T: MatrixFloat>(left: &[T], right: &[T], columns: usize, wide: &mut [T]) {
     let rows = wide.len() / columns;
     wide.fill(T::default());
     for (at, row) in wide.chunks_exact_mut(columns).enumerate() {
@@ -94,7 +94,7 @@ pub(super) fn multiply<T: Real>(left: &[T], right: &[T], columns: usize, wide: &
 }
 
 /// `wide -= left · rightᵀ`.
-pub(super) fn subtract<T: Real>(left: &[T], right: &[T], columns: usize, wide: &mut [T]) {
+pub(super) fn subtract<T: MatrixFloat>(left: &[T], right: &[T], columns: usize, wide: &mut [T]) {
     let rows = wide.len() / columns;
     for (at, row) in wide.chunks_exact_mut(columns).enumerate() {
         let cells = left.iter().skip(at).step_by(rows);
@@ -109,10 +109,10 @@ pub(super) fn subtract<T: Real>(left: &[T], right: &[T], columns: usize, wide: &
 /// Makes columns of that length orthonormal, one after the other (Gram-Schmidt, twice for each, which is
 /// enough: Giraud et al. 2005). One that depends on those before it, to rounding, is drawn anew where
 /// there are `draws`, and is zero otherwise.
-pub(super) fn orthonormalize<T: Real>(
+pub(super) fn orthonormalize<T: MatrixFloat>(
     columns: &mut [T],
     length: usize,
-    mut draws: Option<&mut Draws>,
+    mut draws: Option<&mut StepRng>,
 ) {
     let count = columns.len() / length;
     for at in 0..count {
@@ -138,7 +138,7 @@ const ATTEMPTS: usize = 8;
 
 /// Takes the parts along orthonormal columns out of another one, and gives it the length 1; `false` if
 /// nothing is left to do that with.
-fn normalize<T: Real>(before: &[T], column: &mut [T]) -> bool {
+fn normalize<T: MatrixFloat>(before: &[T], column: &mut [T]) -> bool {
     let norm = |column: &[T]| wide_dot(column, column).sqrt();
     let whole = norm(column);
     for _ in 0..2 {
@@ -161,7 +161,7 @@ fn normalize<T: Real>(before: &[T], column: &mut [T]) -> bool {
 }
 
 /// In eight lanes, which the compiler can turn into vector instructions.
-fn dot<T: Real>(left: &[T], right: &[T]) -> T {
+fn dot<T: MatrixFloat>(left: &[T], right: &[T]) -> T {
     let mut lanes = [T::default(); 8];
     let (lefts, rights) = (left.chunks_exact(8), right.chunks_exact(8));
     let rest = lefts.remainder().iter().zip(rights.remainder());
@@ -181,7 +181,7 @@ fn dot<T: Real>(left: &[T], right: &[T]) -> T {
 }
 
 /// The same in f64, where squares of small f32 values do not vanish.
-fn wide_dot<T: Real>(left: &[T], right: &[T]) -> f64 {
+fn wide_dot<T: MatrixFloat>(left: &[T], right: &[T]) -> f64 {
     let mut lanes = [0.0; 8];
     let (lefts, rights) = (left.chunks_exact(8), right.chunks_exact(8));
     let rest = lefts.remainder().iter().zip(rights.remainder());
@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     fn drawn(count: usize, seed: u64) -> Vec<f64> {
-        let mut draws = Draws::new(seed, "a", 0);
+        let mut draws = StepRng::new(seed, "a", 0);
         (0..count).map(|_| draws.next()).collect()
     }
 
@@ -278,11 +278,11 @@ mod tests {
         assert_eq!(zeroed[length..2 * length], [0.0; 9]);
         zeroed.drain(length..2 * length);
         assert_orthonormal(&zeroed, length, 1e-12);
-        orthonormalize(&mut columns, length, Some(&mut Draws::new(1, "b", 0)));
+        orthonormalize(&mut columns, length, Some(&mut StepRng::new(1, "b", 0)));
         assert_orthonormal(&columns, length, 1e-12);
         // There are only so many directions.
         let mut many = vec![0.0; 5 * 3];
-        orthonormalize(&mut many, 3, Some(&mut Draws::new(1, "c", 0)));
+        orthonormalize(&mut many, 3, Some(&mut StepRng::new(1, "c", 0)));
         assert_orthonormal(&many[..9], 3, 1e-12);
         assert_eq!(many[9..], [0.0; 6]);
     }

@@ -3,7 +3,7 @@ mod lane;
 mod matrix;
 mod state;
 
-use self::lane::{Lane, Sent};
+use self::lane::{PowerSgdState, PendingFactors};
 use super::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks, SavedBy};
 
 /// Sends gradients as products of thin matrices: PowerSGD (Vogels, Karimireddy, Jaggi 2019, "PowerSGD:
@@ -61,19 +61,19 @@ use super::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks, S
 #[derive(Debug)]
 #[must_use]
 pub struct PowerSgd {
-    settings: Settings,
+    settings: PowerSgdSettings,
     start_after: u64,
-    double: Lane<f64>,
-    single: Lane<f32>,
+    double: PowerSgdState<f64>,
+    single: PowerSgdState<f32>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Settings {
+struct PowerSgdSettings {
     error_feedback: ErrorFeedback,
     min_compression: f64,
     rank: usize,
     seed: u64,
-    start: Start,
+    start: IterationStart,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -84,7 +84,7 @@ enum ErrorFeedback {
 
 /// Where each step's iteration begins.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Start {
+enum IterationStart {
     /// At random directions.
     Cold,
     /// Where the step before has ended.
@@ -96,16 +96,16 @@ impl PowerSgd {
     /// these. 1 to 4 are usual.
     pub fn new(rank: usize) -> Self {
         Self {
-            settings: Settings {
+            settings: PowerSgdSettings {
                 error_feedback: ErrorFeedback::On,
                 min_compression: 2.0,
                 rank: rank.max(1),
                 seed: 0,
-                start: Start::Warm,
+                start: IterationStart::Warm,
             },
             start_after: 1000,
-            double: Lane::default(),
-            single: Lane::default(),
+            double: PowerSgdState::default(),
+            single: PowerSgdState::default(),
         }
     }
 
@@ -145,14 +145,14 @@ impl PowerSgd {
     /// Begins each step at random directions. Nothing but the rests is kept from step to step, and the
     /// approximation is worse.
     pub fn without_warm_start(mut self) -> Self {
-        self.settings.start = Start::Cold;
+        self.settings.start = IterationStart::Cold;
         self
     }
 }
 
 impl CommunicationHook for PowerSgd {
     fn name(&self) -> String {
-        let Settings {
+        let PowerSgdSettings {
             error_feedback,
             min_compression,
             rank,
@@ -164,8 +164,8 @@ impl CommunicationHook for PowerSgd {
             ErrorFeedback::On => "error feedback",
         };
         let start = match start {
-            Start::Cold => "cold",
-            Start::Warm => "warm",
+            IterationStart::Cold => "cold",
+            IterationStart::Warm => "warm",
         };
         format!(
             "PowerSGD of rank {rank} after {} steps, {start} start, {feedback}, where it saves \
@@ -181,7 +181,7 @@ impl CommunicationHook for PowerSgd {
     ) -> Result<(), HookError> {
         let step = bucket.step();
         let sent = if step < self.start_after {
-            Sent::Nothing
+            PendingFactors::Nothing
         } else {
             let settings = &self.settings;
             match bucket.parts_mut() {
@@ -194,8 +194,8 @@ impl CommunicationHook for PowerSgd {
             }
         };
         match sent {
-            Sent::Nothing => Ok(bucket.all_reduce(ranks)?),
-            Sent::Everything => Ok(()),
+            PendingFactors::Nothing => Ok(bucket.all_reduce(ranks)?),
+            PendingFactors::Everything => Ok(()),
         }
     }
 

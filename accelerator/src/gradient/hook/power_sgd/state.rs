@@ -2,14 +2,14 @@
 
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 
-use super::lane::{Lane, Tensor};
-use super::matrix::Real;
+use super::lane::{PowerSgdState, Tensor};
+use super::matrix::MatrixFloat;
 use crate::gradient::hook::{HookError, SavedBy};
 
 const RIGHT: &str = "right/";
 const REST: &str = "rest/";
 
-pub(super) fn save(single: &Lane<f32>, double: &Lane<f64>) -> Result<Vec<u8>, HookError> {
+pub(super) fn save(single: &PowerSgdState<f32>, double: &PowerSgdState<f64>) -> Result<Vec<u8>, HookError> {
     let mut fields = fields(single);
     fields.extend(self::fields(double));
     if fields.is_empty() {
@@ -24,8 +24,8 @@ pub(super) fn save(single: &Lane<f32>, double: &Lane<f64>) -> Result<Vec<u8>, Ho
 pub(super) fn restore(
     saved: &[u8],
     saved_by: SavedBy,
-    single: &mut Lane<f32>,
-    double: &mut Lane<f64>,
+    single: &mut PowerSgdState<f32>,
+    double: &mut PowerSgdState<f64>,
 ) -> Result<(), HookError> {
     if saved.is_empty() {
         return Ok(());
@@ -40,7 +40,7 @@ pub(super) fn restore(
 }
 
 /// A type that has a name in files.
-trait Stored: Real {
+trait StoredFloat: MatrixFloat {
     const DTYPE: Dtype;
 
     fn append_to(self, bytes: &mut Vec<u8>);
@@ -52,7 +52,7 @@ trait Stored: Real {
 macro_rules! stored {
     ($($type:ident $dtype:ident),+) => {
         $(
-            impl Stored for $type {
+            impl StoredFloat for $type {
                 const DTYPE: Dtype = Dtype::$dtype;
 
                 fn append_to(self, bytes: &mut Vec<u8>) {
@@ -74,7 +74,7 @@ stored!(f32 F32, f64 F64);
 /// A name, with type, shape and bytes.
 type Field = (String, Dtype, [usize; 2], Vec<u8>);
 
-fn fields<T: Stored>(lane: &Lane<T>) -> Vec<Field> {
+fn fields<T: StoredFloat>(lane: &PowerSgdState<T>) -> Vec<Field> {
     let fields = lane.tensors.iter().flat_map(|(path, tensor)| {
         // Nothing that was read may be divided by zero.
         let columns = tensor.columns.max(1);
@@ -82,7 +82,7 @@ fn fields<T: Stored>(lane: &Lane<T>) -> Vec<Field> {
             let mut bytes = Vec::with_capacity(size_of_val(values));
             values.iter().for_each(|value| value.append_to(&mut bytes));
             let shape = [values.len() / columns, columns];
-            (format!("{kind}{path}"), <T as Stored>::DTYPE, shape, bytes)
+            (format!("{kind}{path}"), <T as StoredFloat>::DTYPE, shape, bytes)
         };
         let rest = (!tensor.rest.is_empty()).then(|| field(REST, &tensor.rest));
         core::iter::once(field(RIGHT, &tensor.right)).chain(rest)
@@ -91,7 +91,7 @@ fn fields<T: Stored>(lane: &Lane<T>) -> Vec<Field> {
 }
 
 /// Takes a field over. What does not fit the program's parameters is replaced when it is used.
-fn take<T: Stored>(lane: &mut Lane<T>, saved_by: SavedBy, name: &str, view: &TensorView<'_>) {
+fn take<T: StoredFloat>(lane: &mut PowerSgdState<T>, saved_by: SavedBy, name: &str, view: &TensorView<'_>) {
     let values = || {
         let bytes = view.data().chunks_exact(size_of::<T>());
         bytes.map(T::of_bytes).collect::<Vec<_>>()

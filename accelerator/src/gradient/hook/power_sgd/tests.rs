@@ -5,8 +5,8 @@ use accelerator_collective::{Buffer, DType, GroupOptions, ProcessGroup};
 use burn::module::ParamId;
 use proptest::prelude::*;
 
-use super::draws::Draws;
-use super::matrix::Real;
+use super::draws::StepRng;
+use super::matrix::MatrixFloat;
 use super::*;
 use crate::gradient::hook::BucketParameter;
 use crate::model::{Float, Trainable};
@@ -40,7 +40,7 @@ impl Bench {
     }
 
     /// What one step makes of this rank's values.
-    fn reduce<T: Real>(&mut self, values: &[T]) -> Vec<T> {
+    fn reduce<T: MatrixFloat>(&mut self, values: &[T]) -> Vec<T> {
         let mut buffer: Buffer = self.group.buffer(T::DTYPE, values.len());
         buffer.as_mut_slice().unwrap().copy_from_slice(values);
         let mut start = 0;
@@ -73,8 +73,8 @@ fn on_ranks<T: Send>(count: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> V
 }
 
 /// Values that a rank has in a step.
-fn values_of<T: Real>(count: usize, seed: u64, rank: usize, step: u64) -> Vec<T> {
-    let mut draws = Draws::new(seed, &format!("rank {rank}"), step);
+fn values_of<T: MatrixFloat>(count: usize, seed: u64, rank: usize, step: u64) -> Vec<T> {
+    let mut draws = StepRng::new(seed, &format!("rank {rank}"), step);
     (0..count).map(|_| T::narrowed(draws.next())).collect()
 }
 
@@ -85,13 +85,13 @@ fn every(hook: PowerSgd) -> PowerSgd {
 const SHAPES: [&[usize]; 5] = [&[7, 5], &[6], &[5, 9], &[3, 2, 4], &[]];
 const COUNT: usize = 35 + 6 + 45 + 24 + 1;
 
-fn largest_difference<T: Real>(left: &[T], right: &[T]) -> f64 {
+fn largest_difference<T: MatrixFloat>(left: &[T], right: &[T]) -> f64 {
     let pairs = left.iter().zip(right);
     let differences = pairs.map(|(left, right)| (left.widened() - right.widened()).abs());
     differences.fold(0.0, f64::max)
 }
 
-fn full_rank<T: Real>(bound: f64) {
+fn full_rank<T: MatrixFloat>(bound: f64) {
     let outcomes = on_ranks(3, |group| {
         let mut bench = Bench::new(&group, every(PowerSgd::new(100)), &SHAPES);
         let mut all = Vec::new();
@@ -323,7 +323,7 @@ fn a_hook_goes_on_from_what_was_saved() {
         let one = vec![state(0, step), state(0, step)];
         let resumed = run(step as u64, one.clone(), SavedBy::OneForAll);
         assert_ne!(resumed[0].0, whole[0].0);
-        let (mut single, mut double) = (Lane::default(), Lane::default());
+        let (mut single, mut double) = (PowerSgdState::default(), PowerSgdState::default());
         let saved = one[0].as_deref().unwrap();
         state::restore(saved, SavedBy::OneForAll, &mut single, &mut double).unwrap();
         assert!(double.tensors.values().all(|tensor| tensor.rest.is_empty()));
