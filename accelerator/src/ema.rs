@@ -6,8 +6,8 @@ use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Bool, Int, Tensor};
 
+use crate::core::module_path::ModulePath;
 use crate::model::settle_statistics;
-use crate::module_path::ModulePath;
 
 /// The exponential moving average of a model's weights: smoother than the last ones, and often better to
 /// evaluate and to keep.

@@ -134,49 +134,35 @@ compile_error!(
 );
 
 mod accelerator;
-mod agreement;
-mod batch_size;
 pub mod checkpoint;
-mod choice;
+mod core;
 pub mod data;
-mod device;
 mod ema;
-mod error;
-mod gradient;
-mod graph;
-mod launch;
 pub mod local;
 pub mod logging;
 pub mod metric;
 pub mod model;
-mod module_path;
 pub mod nn;
-mod notice;
 pub mod optim;
-mod outcome;
-mod panic_text;
 pub mod precision;
-mod prepare;
-#[cfg(feature = "progress")]
-mod progress;
+mod reduce;
 mod replicas;
-mod short_hash;
 pub mod timeline;
 
 pub use accelerator_collective as collective;
 pub use accelerator_plan as plan;
 
+pub use crate::accelerator::batch_size::BatchSizeFinder;
+pub use crate::accelerator::launch::launch;
+pub use crate::accelerator::prepare::{Prepare, kind};
 pub use crate::accelerator::{Accelerator, AcceleratorBuilder, PadSide, PaddedShare};
-pub use crate::batch_size::BatchSizeFinder;
-pub use crate::device::{DeviceKind, Oversubscription};
+pub use crate::core::device::{DeviceKind, Oversubscription};
+pub use crate::core::error::{Error, Result};
 pub use crate::ema::Ema;
-pub use crate::error::{Error, Result};
-pub use crate::gradient::hook;
-pub use crate::gradient::{
+pub use crate::reduce::hook;
+pub use crate::reduce::{
     Clip, Compression, GradientReduction, Gradients, Overlap, OverlapReport, OverlapState, Weight,
 };
-pub use crate::launch::launch;
-pub use crate::prepare::{Prepare, kind};
 
 /// What a training program usually imports.
 ///
@@ -203,7 +189,7 @@ pub mod prelude {
     pub use crate::checkpoint::{Checkpoints, Object, PerRank};
     pub use crate::collective::ReduceOp;
     pub use crate::data::{
-        Batch, BuildUncompared as _, DataLoaderBuilder, AssumeDeterministic, PreparedLoader,
+        AssumeDeterministic, Batch, BuildUncompared as _, DataLoaderBuilder, PreparedLoader,
     };
     pub use crate::ema::Ema;
     pub use crate::local::{DiLoCoConfig, LocalOutcome, LocalSgdConfig, LocalTraining};

@@ -37,8 +37,8 @@ use tracing_subscriber::layer::{Context, Filter, Layer};
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::accelerator::Accelerator;
-use crate::error::Result;
-use crate::notice;
+use crate::core::error::Result;
+use crate::core::user_message;
 
 /// Which ranks' events are shown, up to `INFO`. Warnings and errors are those of every rank in any
 /// case, since they may concern one rank alone.
@@ -214,7 +214,7 @@ impl Accelerator {
         if self.is_main_process() {
             let text = text.to_string();
             if self.shared.warned.is_first(&text) {
-                notice::warn(&text);
+                user_message::warn(&text);
             }
         }
     }

@@ -7,11 +7,11 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
 use crate::accelerator::Accelerator;
-use crate::error::{Error, Kind, Result};
-use crate::gradient::ModelState;
+use crate::core::error::{Error, Kind, Result};
+use crate::core::module_path::ModulePath;
+use crate::core::short_hash::short;
 use crate::model::running_states;
-use crate::module_path::ModulePath;
-use crate::short_hash::short;
+use crate::reduce::ModelState;
 
 /// What a comparison for its own sake is for, in errors.
 const CHECK: &str = "check_replicas";
@@ -86,7 +86,13 @@ pub(crate) fn check_when_due<M: Module>(
     model: &M,
 ) -> Result<()> {
     if is_due(accelerator.shared.settings.check_replicas, slot.steps()) {
-        check(accelerator, CHECK, slot, model, ComparedParameters::Trainable)
+        check(
+            accelerator,
+            CHECK,
+            slot,
+            model,
+            ComparedParameters::Trainable,
+        )
     } else {
         Ok(())
     }
@@ -105,7 +111,13 @@ pub(crate) fn check_and_sync<M: Module>(
     if let Ok(slot) = accelerator.shared.models.find(model) {
         slot.note_compared();
         slot.round().check_together(action)?;
-        check(accelerator, action, &slot, model, ComparedParameters::Trainable)?;
+        check(
+            accelerator,
+            action,
+            &slot,
+            model,
+            ComparedParameters::Trainable,
+        )?;
     }
     accelerator.sync_buffers(model)
 }

@@ -4,10 +4,10 @@ use burn::tensor::{DType, Tensor, TensorData};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{Accelerator, passed};
-use crate::agreement::sides;
+use super::{Accelerator, validate};
+use crate::core::agreement::sides;
+use crate::core::error::{Error, Result};
 use crate::data::Batch;
-use crate::error::{Error, Result};
 use crate::metric::{self, Metric};
 
 /// Tensors, metrics and objects of all ranks. Every rank must call the same operation.
@@ -63,7 +63,7 @@ impl Accelerator {
     pub fn all_reduce<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
         let (device, mut data) = (tensor.device(), tensor.into_data());
         let group = &self.shared.group;
-        passed::check(group, format_args!("all_reduce {op}"), &data)?;
+        validate::check(group, format_args!("all_reduce {op}"), &data)?;
         let dtype = data.dtype();
         match dtype {
             DType::F64 => group.all_reduce(floats::<f64>(&mut data)?, op)?,
@@ -183,7 +183,7 @@ impl Accelerator {
         let device = tensor.device();
         let data = tensor.into_data();
         let group = &self.shared.group;
-        passed::check(group, format_args!("broadcast from rank {root}"), &data)?;
+        validate::check(group, format_args!("broadcast from rank {root}"), &data)?;
         let (mut bytes, shape, dtype) = data.into_parts();
         group.broadcast::<u8>(&mut bytes, root)?;
         let data = TensorData::from_bytes(bytes, shape, dtype);
@@ -229,7 +229,7 @@ impl Accelerator {
             let all = all
                 .iter()
                 .map(|(dims, dtype, ..)| format!("gather of {dims:?} of {dtype}"));
-            return Err(passed::differing("rows", all));
+            return Err(validate::differing("rows", all));
         }
         let kept = data.bytes().len() / shape[0].max(1) * rows;
         let bytes = self

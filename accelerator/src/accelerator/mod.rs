@@ -1,11 +1,16 @@
+pub(crate) mod batch_size;
 mod builder;
 mod collectives;
-mod environment;
+pub(crate) mod launch;
 mod padding;
-mod passed;
+pub(crate) mod prepare;
 mod process;
-mod share;
+#[cfg(feature = "progress")]
+mod progress;
+mod split;
 mod trigger;
+mod validate;
+mod variables;
 
 use core::cell::Cell;
 use core::fmt;
@@ -20,25 +25,25 @@ use burn::tensor::{Device, Tensor};
 
 pub use self::builder::AcceleratorBuilder;
 pub use self::padding::PadSide;
-pub use self::share::PaddedShare;
+use self::prepare::Prepare;
+pub use self::split::PaddedShare;
 pub(crate) use self::trigger::Trigger;
 use crate::checkpoint::Ongoing;
+use crate::core::device::DeviceKind;
+use crate::core::error::{Error, Result};
+use crate::core::user_message;
 use crate::data::UncountedPadding;
-use crate::device::DeviceKind;
-use crate::error::{Error, Result};
-use crate::gradient::hook;
-use crate::gradient::{
-    Compression, FailedCalls, GradientReduction, Gradients, OnNonFiniteLoss, Overlap,
-    OverlapReport, ReduceScope, DeviceReducer, SeenUpdates, OverlapSwitch, BackwardGuard, Weight,
-};
 use crate::logging::WarnedTexts;
 use crate::model::Models;
 use crate::nn::ForwardCollectives;
-use crate::notice;
 use crate::optim::OptimizerCount;
 use crate::precision::{LossScale, Precision, Scaler, WorkingUse};
-use crate::prepare::{self, Prepare};
-use crate::timeline::{Recording, ProfilerSchedule, StepSummary, Timeline};
+use crate::reduce::hook;
+use crate::reduce::{
+    BackwardGuard, Compression, DeviceReducer, FailedCalls, GradientReduction, Gradients,
+    OnNonFiniteLoss, Overlap, OverlapReport, OverlapSwitch, ReduceScope, SeenUpdates, Weight,
+};
+use crate::timeline::{ProfilerSchedule, Recording, StepSummary, Timeline};
 
 /// This process's (or, under [`launch`](crate::launch), this thread's) place among the ranks of
 /// a job, with everything a training loop needs of it.
@@ -93,7 +98,7 @@ impl Drop for Shared {
         if !std::thread::panicking() {
             self.road.rest();
         } else if self.working.lacks_copy() && self.group.rank() == 0 {
-            notice::warn(
+            user_message::warn(
                 "inputs were cast by `to_working`, and no model was: where the panic is about types, write \
                  `accelerator.forward(&model, |model| …)` around the forward pass",
             );
@@ -104,7 +109,7 @@ impl Drop for Shared {
             && let Err(error) = self.timeline.write_own(world_size, path)
         {
             let rank = self.group.rank();
-            notice::warn(&format!("the trace of rank {rank} is lost: {error}"));
+            user_message::warn(&format!("the trace of rank {rank} is lost: {error}"));
         }
     }
 }
@@ -118,7 +123,7 @@ pub(crate) struct Settings {
     /// After how many optimizer steps the parameters of all ranks are compared.
     pub(crate) check_replicas: Option<NonZeroU64>,
     pub(crate) compression: Compression,
-    pub(crate) hook: Option<hook::Maker>,
+    pub(crate) hook: Option<hook::HookFactory>,
     pub(crate) loss_scale: LossScale,
     pub(crate) on_non_finite_loss: OnNonFiniteLoss,
     pub(crate) overlap: Overlap,
@@ -331,7 +336,7 @@ impl Accelerator {
         model: &M,
         weight: impl Into<Weight>,
     ) -> Result<Gradients> {
-        self.backward_of(loss, model, weight.into(), ReduceScope::All)
+        self.backward_of(loss, model, weight.into(), ReduceScope::Global)
     }
 
     /// The same over the samples of these ranks.
@@ -344,7 +349,7 @@ impl Accelerator {
         reach: ReduceScope,
     ) -> Result<Gradients> {
         let timeline = &self.shared.timeline;
-        let gradients = crate::gradient::backward(self, loss, model, weight, reach);
+        let gradients = crate::reduce::backward(self, loss, model, weight, reach);
         match gradients {
             Ok(_) => timeline.backward_ends(),
             Err(_) => timeline.step_failed(),
@@ -474,7 +479,7 @@ impl Accelerator {
         if let Some(path) = self.shared.settings.whole_trace()
             && let Err(error) = timeline.write(group, path)
         {
-            notice::warn(&format!("the trace is lost: {error}"));
+            user_message::warn(&format!("the trace is lost: {error}"));
         }
         if let Err(error) = timeline.finish(group) {
             // The barrier returns it.
@@ -520,7 +525,7 @@ impl Accelerator {
             return;
         }
         for path in self.shared.models.unstepped() {
-            notice::warn(&format!(
+            user_message::warn(&format!(
                 "`backward` was called for a model (its first parameter is `{path}`), and no optimizer stepped with \
                  what it gave, so it is as it was: where it was to be trained, give those to the optimizer, and go on with the \
                  model that `step` gives back"
@@ -530,7 +535,7 @@ impl Accelerator {
             return;
         }
         for path in self.shared.models.untrained() {
-            notice::warn(&format!(
+            user_message::warn(&format!(
                 "a model was prepared (its first parameter is `{path}`), and `backward` was never called for it: \
                  where it was trained, each of the {} ranks has trained a model of its own; write \
                  `accelerator.backward(loss, &model, &batch)` and step with what that gives; where it is only \
@@ -722,9 +727,9 @@ impl Accelerator {
     }
 
     /// For the gradients of a model, where the program reduces them itself.
-    pub(crate) fn communication_hook(&self) -> Option<hook::Held> {
+    pub(crate) fn communication_hook(&self) -> Option<hook::HookInstance> {
         let maker = self.shared.settings.hook.as_ref();
-        maker.map(hook::Maker::make)
+        maker.map(hook::HookFactory::make)
     }
 
     /// For the losses of a model, where they are scaled.

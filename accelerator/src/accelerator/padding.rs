@@ -2,8 +2,8 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{ElementConversion, Tensor};
 
 use super::Accelerator;
-use crate::agreement::sides;
-use crate::error::{Error, Result};
+use crate::core::agreement::sides;
+use crate::core::error::{Error, Result};
 
 /// Where [`Accelerator::pad_across_processes`] adds what is missing.
 ///

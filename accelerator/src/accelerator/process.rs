@@ -3,9 +3,9 @@ use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use super::Accelerator;
-use crate::error::{Error, Kind, Result};
-use crate::outcome;
-use crate::panic_text::panic_text;
+use crate::core::error::{Error, Kind, Result};
+use crate::core::outcome;
+use crate::core::panic_text::panic_text;
 
 /// What only some ranks do, and in which order.
 impl Accelerator {

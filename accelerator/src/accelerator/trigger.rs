@@ -3,8 +3,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use accelerator_collective::{ProcessGroup, ReduceOp};
 
 use super::Accelerator;
-use crate::checkpoint::{SaveProgress, BackgroundSave};
-use crate::error::Result;
+use crate::checkpoint::{BackgroundSave, SaveProgress};
+use crate::core::error::Result;
 
 /// A flag that any rank raises for all.
 impl Accelerator {

@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
-use super::share::from_main;
+use super::distribute::from_main;
 use super::write::Saved;
 use crate::accelerator::Accelerator;
-use crate::error::{Error, Kind, Result};
-use crate::notice;
-use crate::panic_text::panic_text;
+use crate::core::error::{Error, Kind, Result};
+use crate::core::panic_text::panic_text;
+use crate::core::user_message;
 
 /// A checkpoint that is being written beside training; from
 /// [`Accelerator::save_state_async`](crate::Accelerator::save_state_async).
@@ -148,7 +148,7 @@ impl Ongoing {
         let folder = absolute(folder);
         let mut numbers = lock(&self.numbers);
         if number > 1 && !numbers.contains_key(&folder) && !lock(&self.resumed).contains(&folder) {
-            notice::warn(&format!(
+            user_message::warn(&format!(
                 "`{}` holds checkpoint {} of an earlier run, which this one did not resume: a later `resume` \
                  takes the newest of both; call `resume` first, or give each run a folder of its own",
                 folder.display(),

@@ -56,27 +56,27 @@
 //! and verifies them.
 
 mod background;
+mod distribute;
 mod parts;
 mod position;
 mod resume;
 mod save;
 mod settings;
-mod share;
 mod snapshot;
 mod state;
 mod world;
 mod write;
 
 pub use self::background::Saving;
-pub(crate) use self::background::{SaveProgress, Ongoing, BackgroundSave};
+pub(crate) use self::background::{BackgroundSave, Ongoing, SaveProgress};
 pub use self::parts::{Object, PerRank, Resume, Save, kind};
 pub use self::position::Position;
 pub use self::settings::{Checkpoints, Draft, Resumed};
 pub use self::world::{Rescale, WorldChange};
 pub use self::write::Saved;
 use crate::accelerator::Accelerator;
+use crate::core::error::Result;
 use crate::data::PreparedLoader;
-use crate::error::Result;
 
 /// Checkpoints. Only rank 0 writes and reads files, so no common file system is needed; every rank
 /// must call the same method, except [`save_emergency`](Self::save_emergency).

@@ -5,10 +5,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::resume::Restorer;
-use super::snapshot::{PartKind, SnapshotExchange, Snapshot};
+use super::snapshot::{PartKind, Snapshot, SnapshotExchange};
+use crate::core::error::Result;
 use crate::data::PreparedLoader;
 use crate::ema::Ema;
-use crate::error::Result;
 use crate::local::{DiLoCo, LocalSgd};
 use crate::optim::{Manual, PreparedOptimizer, Scheduled};
 

@@ -9,21 +9,21 @@ use burn::tensor::Bytes;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::distribute::{bytes_from_main, from_main};
 use super::parts::Resume;
 use super::position::Position;
 use super::settings::{Checkpoints, Resumed};
-use super::share::{bytes_from_main, from_main};
 use super::snapshot::PartKind;
-use super::state::{HookState, SavedHook, SavedModel, Names, PartState, StateFile, decode};
+use super::state::{HookState, Names, PartState, SavedHook, SavedModel, StateFile, decode};
 use super::world::{Rescale, WorldChange};
 use crate::accelerator::{Accelerator, WindowSize};
-use crate::agreement::{self, Term};
-use crate::data::{DRAWN_HINT, LoaderResume, PreparedLoader, LoaderState};
-use crate::error::{Error, Kind, Result};
-use crate::gradient::hook::{HookInstance, SavedBy};
-use crate::notice;
+use crate::core::agreement::{self, Term};
+use crate::core::error::{Error, Kind, Result};
+use crate::core::outcome;
+use crate::core::user_message;
+use crate::data::{DRAWN_HINT, LoaderResume, LoaderState, PreparedLoader};
 use crate::optim::{PreparedOptimizer, ScheduleKind, check_known, other_state};
-use crate::outcome;
+use crate::reduce::hook::{HookInstance, SavedBy};
 
 /// See [`Accelerator::resume_with`].
 #[track_caller]
@@ -195,7 +195,7 @@ fn newest(path: &Path, activity: Activity) -> Result<Option<(Checkpoint, Vec<Str
         };
     };
     for report in &search.rejected {
-        notice::warn(&format!(
+        user_message::warn(&format!(
             "a checkpoint was passed over: {report}; going back to {}",
             found.path().display()
         ));
@@ -397,7 +397,11 @@ impl<'a> Restorer<'a> {
 
     /// The hook of the program for a model, with what was saved of it if it is the same one.
     #[track_caller]
-    fn hook(&self, saved: Option<&HookState>, folder: Option<&str>) -> Result<Option<HookInstance>> {
+    fn hook(
+        &self,
+        saved: Option<&HookState>,
+        folder: Option<&str>,
+    ) -> Result<Option<HookInstance>> {
         let hook = self.accelerator.communication_hook();
         let (Some(fresh), Some(saved)) = (&hook, saved) else {
             return Ok(hook);
@@ -414,14 +418,18 @@ impl<'a> Restorer<'a> {
             return Ok(hook);
         }
         let (rank, ranks) = (self.accelerator.rank(), self.accelerator.world_size());
-        let Some(first) = saved.saved.iter().position(|kept| *kept == SavedHook::StateFile) else {
+        let Some(first) = saved
+            .saved
+            .iter()
+            .position(|kept| *kept == SavedHook::State)
+        else {
             return Ok(hook);
         };
         let (state, saved_by) =
             if saved.saved.len() == ranks && !saved.saved.contains(&SavedHook::Absent) {
                 let mut mine = Vec::new();
                 // Rank 0 alone reads, and each rank hears of the others' too.
-                for other in (0..ranks).filter(|&other| saved.saved[other] == SavedHook::StateFile) {
+                for other in (0..ranks).filter(|&other| saved.saved[other] == SavedHook::State) {
                     let state = self.read(&HookState::file(folder, other)?)?;
                     if other == rank {
                         mine = state;
@@ -457,7 +465,7 @@ impl<'a> Restorer<'a> {
         let optimizer = optimizer.resume_from(&name, saved.clone(), record, self.factor)?;
         // Whether the record can be read was found out by resuming, on all ranks alike.
         if let Ok(Some((saved, kept))) = other {
-            notice::warn(&format!(
+            user_message::warn(&format!(
                 "{name} keeps other state than was saved: {kept} of a parameter, in place of {saved}; so its kind, or \
                  a setting such as its momentum, is another one: it goes on with that of this program, and what was \
                  not saved begins anew"
@@ -501,7 +509,7 @@ impl<'a> Restorer<'a> {
                 ));
             }
             if self.accelerator.is_main_process() {
-                notice::warn(&format!(
+                user_message::warn(&format!(
                     "{jump}; it goes on with the rates of this program"
                 ));
             }
@@ -519,7 +527,7 @@ impl<'a> Restorer<'a> {
             return Err(other_kind(&name));
         };
         if saved.trained && loader.draws_at_each_read() {
-            notice::warn(&format!(
+            user_message::warn(&format!(
                 "{name} has a data set with items that are others each time they are read, so training does not go on \
                  with the samples that it would have had; several ranks cannot share it out {DRAWN_HINT}"
             ));
@@ -555,7 +563,7 @@ impl<'a> Restorer<'a> {
             return Ok(loader);
         };
         if planned != batch && self.accelerator.is_main_process() {
-            notice::warn(&format!(
+            user_message::warn(&format!(
                 "{name} goes on with {batch} samples a step over all ranks, and it had {planned} when `plan` or \
                  `steps` was called, before `resume`: what was computed from that does not hold; {RESUME_LOADER_HINT}"
             ));

@@ -4,15 +4,17 @@ use std::sync::Arc;
 use accelerator_manifest::Draft;
 use serde::{Deserialize, Serialize};
 
-use super::background::{Saving, BackgroundSave};
+use super::background::{BackgroundSave, Saving};
+use super::distribute::from_main;
 use super::parts::Save;
 use super::settings::Checkpoints;
-use super::share::from_main;
-use super::snapshot::{SnapshotMode, SnapshotReport, SnapshotExchange, Snapshot, TakenSnapshot, WriterRole};
+use super::snapshot::{
+    Snapshot, SnapshotExchange, SnapshotMode, SnapshotReport, TakenSnapshot, WriterRole,
+};
 use super::write::{self, JobInfo, Saved};
 use crate::accelerator::Accelerator;
-use crate::error::{Error, Kind, Result};
-use crate::outcome::Failure;
+use crate::core::error::{Error, Kind, Result};
+use crate::core::outcome::Failure;
 
 /// See [`Accelerator::save_state`].
 #[track_caller]
@@ -100,7 +102,11 @@ fn prepare<K>(
 ) -> Result<(Option<Draft>, TakenSnapshot)> {
     accelerator.shared.checkpoints.settle(accelerator)?;
     let (rank, is_main) = (accelerator.rank(), accelerator.is_main_process());
-    let writer = if is_main { WriterRole::This } else { WriterRole::Other };
+    let writer = if is_main {
+        WriterRole::This
+    } else {
+        WriterRole::Other
+    };
     let mut snapshot = Snapshot::new(accelerator, SnapshotMode::Regular, writer);
     let collected = parts.collect(&mut snapshot);
     let mut taken = snapshot.taken;

@@ -3,7 +3,7 @@ use core::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::error::{Error, Kind, Result};
+use crate::core::error::{Error, Kind, Result};
 
 /// A folder of checkpoints, and how they are kept. A bare path will do where a `Checkpoints` is
 /// asked for.

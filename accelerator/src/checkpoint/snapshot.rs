@@ -7,14 +7,14 @@ use accelerator_collective::ProcessGroup;
 use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
-use super::state::{HookState, SavedModel, PartState, StateFile, encode};
+use super::state::{HookState, PartState, SavedModel, StateFile, encode};
 use crate::accelerator::Accelerator;
-use crate::agreement::sides;
+use crate::core::agreement::sides;
+use crate::core::error::{Error, Kind, Result};
 use crate::data::LoaderState;
-use crate::error::{Error, Kind, Result};
-use crate::gradient::ModelState;
 use crate::model::{Layout, ModelSnapshot};
 use crate::optim::{OptimizerSnapshot, PreparedOptimizer, ScheduleKind};
+use crate::reduce::ModelState;
 use crate::replicas;
 
 /// Everything that goes into a checkpoint, at one moment: taken while training stands still,
@@ -99,7 +99,11 @@ enum PartReport {
 }
 
 impl<'a> Snapshot<'a> {
-    pub(super) fn new(accelerator: &'a Accelerator, mode: SnapshotMode, writer: WriterRole) -> Self {
+    pub(super) fn new(
+        accelerator: &'a Accelerator,
+        mode: SnapshotMode,
+        writer: WriterRole,
+    ) -> Self {
         Self {
             accelerator,
             mode,
@@ -220,7 +224,11 @@ pub struct SnapshotExchange<'a> {
 }
 
 impl<'a> SnapshotExchange<'a> {
-    pub(super) fn new(accelerator: &'a Accelerator, writer: WriterRole, taken: &'a mut TakenSnapshot) -> Self {
+    pub(super) fn new(
+        accelerator: &'a Accelerator,
+        writer: WriterRole,
+        taken: &'a mut TakenSnapshot,
+    ) -> Self {
         Self {
             accelerator,
             at: 0,

@@ -6,8 +6,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::snapshot::PartKind;
+use crate::core::error::{Error, Kind, Result};
 use crate::data::{EpochPosition, LoaderState};
-use crate::error::{Error, Kind, Result};
 use crate::model::Layout;
 use crate::optim::OptimizerState;
 use crate::precision::ScalerState;
@@ -59,7 +59,7 @@ pub(super) enum SavedHook {
     /// It kept nothing, and there is no file.
     Nothing,
     /// What lies in the file of the rank.
-    StateFile,
+    State,
 }
 
 impl HookState {
@@ -88,7 +88,7 @@ impl SavedHook {
         match state {
             None => Self::Absent,
             Some(state) if state.is_empty() => Self::Nothing,
-            Some(_) => Self::StateFile,
+            Some(_) => Self::State,
         }
     }
 }

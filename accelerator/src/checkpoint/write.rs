@@ -11,8 +11,8 @@ use super::settings::{Checkpoints, Draft};
 use super::snapshot::{SnapshotMode, SnapshotPart, TakenSnapshot};
 use super::state::{HookState, Names, StateFile, encode};
 use crate::accelerator::Accelerator;
+use crate::core::error::{Error, Result};
 use crate::data::LoaderState;
-use crate::error::{Error, Result};
 use crate::model::{FileNames, Layout, SaveOptions};
 use crate::optim::check_known;
 

@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use super::cursor::{ConsumeTicket, EpochPass};
 use super::deferred::DeferredBatch;
-use crate::error::Result;
-use crate::gradient::{Closing, Weight};
-use crate::notice;
+use crate::core::error::Result;
+use crate::core::user_message;
+use crate::reduce::{Closing, Weight};
 
 /// What a batcher made of this rank's share of a step, with what is known about it. It derefs
 /// to the batcher's value: fields and methods of that are there as they are.
@@ -106,7 +106,7 @@ impl UncountedPadding {
             StepShare::Idle => "an idle batch (a copy of an earlier one)",
             StepShare::Used => "a batch with samples that others have, too,",
         };
-        notice::warn(&format!(
+        user_message::warn(&format!(
             "{what} was used and never asked how many samples it counts, and a metric is reduced, in which they may be \
              counted twice: count `batch.real()` samples, not the rows of its tensors, and pass `&batch` to \
              `gather_for_metrics` (said once a loader)"

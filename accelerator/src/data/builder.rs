@@ -6,12 +6,12 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
+use super::batch_size_spec::{BatchSizeSpec, Spec};
 use super::digest::{self, Digest, ItemCheck};
 use super::loader::{Loader, SampleSource};
 use super::order::{Listed, SampleOrder};
 use super::source::{Batched, Batching, SamplePlace};
-use super::spec::{BatchSizeSpec, Spec};
-use crate::error::Result;
+use crate::core::error::Result;
 
 /// Builds a loader that [`Accelerator::prepare`](crate::Accelerator::prepare) can share out.
 ///

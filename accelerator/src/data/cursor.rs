@@ -2,9 +2,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
 
-use super::meeting::ReadPosition;
+use super::exchange_step::ReadPosition;
 use super::steppers::{AdvancesCursor, Steppers};
-use crate::notice::{self, Once};
+use crate::core::user_message::{self, Once};
 
 /// A place in an epoch: what lies before it is used.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -100,7 +100,7 @@ impl Cursor {
             steppers: from.steppers,
             trained: from.trained,
             first_epoch: from.first_epoch,
-            ..State::default()
+            ..CursorState::default()
         })))
     }
 
@@ -247,7 +247,7 @@ impl EpochPass {
         let EpochPosition { epoch, step, .. } = self.yielded();
         let cursor = self.cursor.upgrade().filter(|_| step == 0);
         if cursor.is_some_and(|cursor| cursor.lock().empty_warned.first()) {
-            notice::warn(&format!(
+            user_message::warn(&format!(
                 "epoch {epoch} of a loader had no batches on rank 0, so that nothing was done in it: look at what its \
                  stream or sampler gives (said once a loader)"
             ));
@@ -342,7 +342,7 @@ impl ConsumeTicket {
 /// Says that training went on from a checkpoint with an epoch that lies behind it.
 fn warn_of_repeated_epoch(epoch: u64, first: u64) {
     if epoch < first {
-        notice::warn(&format!(
+        user_message::warn(&format!(
             "epoch {epoch} is trained again: training was resumed from a checkpoint that goes on with epoch {first}; \
              begin the loop there, `for epoch in position.epoch()..epochs`, with the position that `resume` returns \
              (said once a loader)"

@@ -7,12 +7,12 @@ use accelerator_plan::mix;
 use burn::tensor::Device;
 
 use super::batch::{Batch, UncountedPadding};
+use super::batch_stream::Feed;
 use super::cursor::{ConsumeTicket, EpochPass, EpochPosition};
-use super::feed::Feed;
 use super::prepared::{Generator, LoaderContext};
 use crate::accelerator::drawing;
-use crate::error::{Error, Result};
-use crate::notice;
+use crate::core::error::{Error, Result};
+use crate::core::user_message;
 use crate::timeline::Timeline;
 
 /// This rank's batches of one epoch; see [`PreparedLoader::epoch`](super::PreparedLoader::epoch).
@@ -315,7 +315,7 @@ impl Reseed {
     /// An epoch that goes on from there is to leave out so many more.
     fn warn_left_out(&self, start: EpochPosition, batches: u64) {
         if start.step > 0 && batches > 0 && self.place.rank == 0 {
-            notice::warn(&format!(
+            user_message::warn(&format!(
                 "after `resume` a loader goes on behind step {} of epoch {}, and `skip_first_batches` leaves out {batches} \
                  more, which are never trained on in this epoch: leave it out where it is to find the place of the \
                  checkpoint, which `resume` does",

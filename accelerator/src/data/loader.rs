@@ -1,8 +1,8 @@
 use core::fmt;
 use std::sync::Arc;
 
+use super::batch_size_spec::Spec;
 use super::source::ItemSource;
-use super::spec::Spec;
 use super::stream::SharedStream;
 
 /// A loader that was built and not yet shared out: pass it to

@@ -107,23 +107,24 @@
 //! [`TailPolicy::Exact`]: crate::plan::TailPolicy::Exact
 
 mod batch;
+mod batch_size_spec;
+mod batch_stream;
 mod builder;
 mod burn_loader;
 mod cursor;
 mod deferred;
 mod digest;
 mod epoch;
-mod feed;
+mod exchange_step;
 mod loader;
-mod meeting;
+mod loader_state;
 mod opaque;
 mod order;
 mod prepared;
 mod source;
-mod spec;
-mod standing;
 mod steppers;
 mod stream;
+pub(crate) mod weight;
 
 pub use self::batch::Batch;
 pub(crate) use self::batch::UncountedPadding;
@@ -132,9 +133,9 @@ pub(crate) use self::cursor::{ConsumeTicket, EpochPosition};
 pub(crate) use self::digest::DRAWN_HINT;
 pub use self::epoch::{Epoch, NumberedBatches};
 pub use self::loader::Loader;
+pub(crate) use self::loader_state::{LoaderResume, LoaderState};
 pub use self::opaque::AssumeDeterministic;
 pub use self::prepared::PreparedLoader;
 pub use self::source::SamplePlace;
-pub(crate) use self::standing::{LoaderResume, LoaderState};
 pub use self::stream::{SampleStream, StreamError, StreamItems, StreamPart};
 pub use accelerator_plan::{TailPolicy, sample_rng_seed};

@@ -5,11 +5,11 @@ use std::sync::mpsc::SyncSender;
 use burn::data::dataloader::{DataLoader, DataLoaderIterator};
 
 use super::batch::{Batch, BatchInfo, StepShare};
+use super::batch_stream::{Feed, Worker, WorkerShutdown, failed};
 use super::cursor::EpochPosition;
 use super::deferred::DeferredBatch;
-use super::feed::{WorkerShutdown, Feed, Worker, failed};
 use super::prepared::LoaderContext;
-use crate::error::{Error, Kind, Result};
+use crate::core::error::{Error, Kind, Result};
 
 /// One of Burn's own data loaders, with the promise that it gives the same batches in the same
 /// order on every rank, which cannot be checked but for its length: nothing else tells ranks apart that each
@@ -52,7 +52,8 @@ pub struct AssumeDeterministic<O>(
 
 impl<O> fmt::Debug for AssumeDeterministic<O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("AssumeDeterministic").finish_non_exhaustive()
+        f.debug_struct("AssumeDeterministic")
+            .finish_non_exhaustive()
     }
 }
 

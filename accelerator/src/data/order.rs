@@ -5,11 +5,11 @@ use std::sync::Arc;
 use accelerator_collective::ProcessGroup;
 use accelerator_plan::{self as plan, BatchPlan, EpochPlan, Plan, PlannedBatch, mix};
 
+use super::batch_size_spec::Spec;
 use super::cursor::EpochPosition;
-use super::meeting::{ReadPosition, meet};
-use super::spec::Spec;
-use crate::agreement::sides;
-use crate::error::{Error, Kind, Result};
+use super::exchange_step::{ReadPosition, meet};
+use crate::core::agreement::sides;
+use crate::core::error::{Error, Kind, Result};
 
 /// In which order an epoch goes through the samples.
 #[derive(Clone, Default)]
@@ -38,10 +38,10 @@ pub(super) struct Listed {
 
 impl SampleOrder {
     /// The order where positions are computed, and that of positions where they are listed.
-    pub(super) fn by_index(&self) -> plan::SampleOrder {
+    pub(super) fn by_index(&self) -> plan::Order {
         match *self {
-            Self::Shuffled { seed } => plan::SampleOrder::Shuffled { seed },
-            _ => plan::SampleOrder::Sequential,
+            Self::Shuffled { seed } => plan::Order::Shuffled { seed },
+            _ => plan::Order::Sequential,
         }
     }
 

@@ -9,21 +9,21 @@ use burn::data::dataloader::DataLoader;
 use burn::tensor::Device;
 
 use super::batch::UncountedPadding;
+use super::batch_size_spec::Spec;
+use super::batch_stream;
 use super::cursor::{Cursor, EpochPass, EpochPosition};
 use super::digest::{DRAWN_HINT, ItemDigest};
 use super::epoch::{Epoch, Open, Reseed};
-use super::feed;
+use super::exchange_step::ReadPosition;
 use super::loader::{Loader, SampleSource};
-use super::meeting::ReadPosition;
 use super::opaque;
 use super::order::{EpochAssignment, SampleOrder};
-use super::source::{SourceSlice, ItemSource};
-use super::spec::Spec;
+use super::source::{ItemSource, SourceSlice};
 use super::stream::{self, SharedStream, Sharing};
 use crate::accelerator::Accelerator;
-use crate::agreement::{self, Term};
-use crate::error::{Error, Result};
-use crate::outcome;
+use crate::core::agreement::{self, Term};
+use crate::core::error::{Error, Result};
+use crate::core::outcome;
 use crate::timeline::Timeline;
 
 /// This rank's share of a data set, made by
@@ -88,7 +88,7 @@ pub(super) struct LoaderContext {
 pub(super) enum Generator {
     Own,
     /// Ranks are threads of one process.
-    SharedStream,
+    Shared,
 }
 
 pub(super) enum Samples<O> {
@@ -337,7 +337,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
                     Ok(plan) => plan,
                     Err(error) => return Box::new(core::iter::once(Err(error))),
                 };
-                let share = feed::Share {
+                let share = batch_stream::RankBatches {
                     device,
                     epoch,
                     first: skip,
@@ -356,7 +356,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 spec,
                 stream,
             } => Box::new(move |skip| {
-                stream.feed(stream::EpochPass {
+                stream.feed(stream::StreamPass {
                     caller,
                     device,
                     epoch,
@@ -461,7 +461,11 @@ const ITEM_HINT: &str = " (draw it from a seed that all ranks have; leave the or
                          differ, say `without_item_check`)";
 
 /// Shares a data set out, of which each rank gets some batches.
-fn share_out<O>(group: ProcessGroup, source: Arc<dyn ItemSource<O>>, spec: Spec) -> Result<Samples<O>> {
+fn share_out<O>(
+    group: ProcessGroup,
+    source: Arc<dyn ItemSource<O>>,
+    spec: Spec,
+) -> Result<Samples<O>> {
     let (len, ranks) = (source.len(), group.world_size());
     spec.order().check(len)?;
     let plan = spec.plan(len, ranks)?;
@@ -520,7 +524,7 @@ impl LoaderContext {
         let are_threads = accelerator.group().transport() == TransportKind::Threads;
         Self {
             generator: match are_threads && accelerator.world_size() > 1 {
-                true => Generator::SharedStream,
+                true => Generator::Shared,
                 false => Generator::Own,
             },
             number: accelerator.next_loader(),

@@ -7,7 +7,7 @@ use burn::tensor::Device;
 
 use super::deferred::{BatcherThread, DeferredBatch};
 use super::digest::{self, Digest, ItemDigest};
-use crate::error::{Error, Kind, Result};
+use crate::core::error::{Error, Kind, Result};
 
 /// Which sample it is that a function of [`DataLoaderBuilder::map_samples`] gets.
 ///

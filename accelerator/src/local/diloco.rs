@@ -4,12 +4,12 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 
 use super::parameters::{self, GradientForm};
-use super::round::OpenRoundConcern;
-use super::rounds::{InRounds, SyncRounds};
+use super::sync_rounds::{InRounds, SyncRounds};
 use super::{LocalTraining, Weighting};
 use crate::accelerator::Accelerator;
-use crate::error::{Error, Result};
-use crate::gradient::{mean_over_ranks, with_rank};
+use crate::core::error::{Error, Result};
+use crate::reduce::local_round::OpenRoundConcern;
+use crate::reduce::{mean_over_ranks, with_rank};
 
 /// How [`DiLoCo`] trains.
 ///

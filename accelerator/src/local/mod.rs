@@ -73,19 +73,17 @@
 
 mod diloco;
 mod parameters;
-mod round;
-mod rounds;
 mod sgd;
+mod sync_rounds;
 
 use burn::module::Module;
 use burn::tensor::Tensor;
 
 pub use self::diloco::{DiLoCo, DiLoCoConfig};
-pub(crate) use self::round::LocalRound;
-pub(crate) use self::rounds::MeanWeight;
 pub use self::sgd::{LocalSgd, LocalSgdConfig};
-use crate::error::Result;
-use crate::gradient::{Gradients, Weight};
+use crate::core::error::Result;
+pub(crate) use crate::reduce::local_round::LocalRound;
+use crate::reduce::{Gradients, Weight};
 
 /// A loop of local training: [`LocalSgd`] or [`DiLoCo`].
 ///
@@ -121,7 +119,7 @@ use crate::gradient::{Gradients, Weight};
 /// # let _: Linear = model;
 /// # Ok::<(), Error>(())
 /// ```
-pub trait LocalTraining<M: Module>: rounds::InRounds + Sized {
+pub trait LocalTraining<M: Module>: sync_rounds::InRounds + Sized {
     /// Runs the backward pass of `loss`, and at the end of an accumulation window averages the gradients of
     /// `model` over the samples of this rank alone. Nothing is communicated.
     ///

@@ -4,8 +4,8 @@ use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::Tensor;
 
-use crate::error::{Error, Result};
-use crate::gradient::ModelState;
+use crate::core::error::{Error, Result};
+use crate::reduce::ModelState;
 
 /// The values by the numbers of their parameters, on the plain device.
 pub(super) fn of<M: Module>(model: &M, slot: &ModelState) -> Result<Vec<DispatchTensor>> {

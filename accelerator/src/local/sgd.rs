@@ -3,12 +3,12 @@ use core::fmt;
 use burn::module::Module;
 
 use super::parameters::{self, GradientForm};
-use super::round::OpenRoundConcern;
-use super::rounds::{InRounds, SyncRounds};
+use super::sync_rounds::{InRounds, SyncRounds};
 use super::{LocalTraining, Weighting};
 use crate::accelerator::Accelerator;
-use crate::error::Result;
-use crate::gradient::mean_over_ranks;
+use crate::core::error::Result;
+use crate::reduce::local_round::OpenRoundConcern;
+use crate::reduce::mean_over_ranks;
 
 /// How [`LocalSgd`] trains.
 ///

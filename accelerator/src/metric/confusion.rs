@@ -4,7 +4,7 @@ use burn::tensor::{Int, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::{Metric, Sums};
-use crate::error::{Error, Result};
+use crate::core::error::{Error, Result};
 
 /// Which classes are taken for which: how often, for each pair of a sample's class and the model's
 /// answer. From it come accuracy, precision, recall and F1.

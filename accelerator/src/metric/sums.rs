@@ -1,8 +1,8 @@
 use accelerator_collective::{ProcessGroup, ReduceOp};
 
 use super::Metric;
-use crate::agreement::sides;
-use crate::error::{Error, Result};
+use crate::core::agreement::sides;
+use crate::core::error::{Error, Result};
 
 /// What a [`Metric`] shows its sums to.
 ///

@@ -4,8 +4,8 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::Tensor;
 
 use super::buffers::running_states;
-use crate::error::{Error, Result};
-use crate::module_path::ModulePath;
+use crate::core::error::{Error, Result};
+use crate::core::module_path::ModulePath;
 
 /// Refuses a model with a parameter on a plain device, which would be moved as one that is frozen.
 pub(super) fn check_autodiff<M: Module>(model: &M) -> Result<()> {

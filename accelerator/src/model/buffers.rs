@@ -7,10 +7,10 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Tensor, TensorData};
 
 use crate::accelerator::Accelerator;
-use crate::error::{Error, Result};
-use crate::module_path::ModulePath;
+use crate::core::error::{Error, Result};
+use crate::core::module_path::ModulePath;
+use crate::core::short_hash::short;
 use crate::replicas;
-use crate::short_hash::short;
 
 /// The statistics that Burn's batch norm keeps, by the names of its fields.
 const MEAN: &str = "running_mean";
@@ -60,7 +60,7 @@ impl Accelerator {
         self.shared.crossing.check_in(&self.shared.group)?;
         let mut reader = BufferReader {
             running: running_states(model),
-            ..Reader::default()
+            ..BufferReader::default()
         };
         if reader.running.is_empty() {
             return Ok(());

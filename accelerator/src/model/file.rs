@@ -8,8 +8,8 @@ use super::staged::Staged;
 use super::write::FileNames;
 use super::{LoadOptions, LoadReport, ModelSnapshot, SaveOptions, load};
 use crate::accelerator::Accelerator;
-use crate::error::{Error, Result};
-use crate::outcome;
+use crate::core::error::{Error, Result};
+use crate::core::outcome;
 use crate::replicas;
 
 /// Models on disk, as safetensors.

@@ -6,8 +6,8 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Bool, DType, Int, Tensor};
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Kind, Result};
-use crate::module_path::ModulePath;
+use crate::core::error::{Error, Kind, Result};
+use crate::core::module_path::ModulePath;
 
 /// Every parameter and buffer of a model, in the order in which Burn visits them.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]

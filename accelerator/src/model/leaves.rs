@@ -3,7 +3,7 @@
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::Tensor;
 
-use crate::graph;
+use crate::core::autodiff;
 
 /// The model with new leaves of the graph, and the old one of its first trainable parameter. A loss that was made
 /// with a clone from before gives it no gradient, on any rank.
@@ -24,7 +24,7 @@ impl ModuleMapper for FreshLeaves {
         }
         let (id, old, mapper) = param.consume();
         if self.first.is_none() {
-            self.first = graph::leaf_number(&old.clone().into_dispatch());
+            self.first = autodiff::leaf_number(&old.clone().into_dispatch());
         }
         Param::from_mapped_value(id, old.detach().require_grad(), mapper)
     }

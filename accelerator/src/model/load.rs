@@ -12,8 +12,8 @@ use super::read::{ModelFile, StoredTensor};
 use super::report::{LoadReport, Misshapen, Mistyped};
 use super::{FileLayout, LoadOptions, TiedParameters, dtype, replicate};
 use crate::accelerator::Accelerator;
-use crate::error::{Error, Kind, Result};
-use crate::outcome;
+use crate::core::error::{Error, Kind, Result};
+use crate::core::outcome;
 
 /// Loads on rank 0, and gives the others its values, ids and report. `path` and `ids` count on
 /// rank 0 only.

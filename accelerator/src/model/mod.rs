@@ -40,11 +40,11 @@ pub(crate) use self::tied::TiedParameters;
 pub use self::tied::retie_parameters;
 pub(crate) use self::write::FileNames;
 use crate::accelerator::Accelerator;
-use crate::error::{Error, Result};
-use crate::gradient::hook::HookInstance;
-use crate::gradient::{SeenUpdates, ModelState};
-use crate::outcome::Failure;
+use crate::core::error::{Error, Result};
+use crate::core::outcome::Failure;
 use crate::precision::ScalerState;
+use crate::reduce::hook::HookInstance;
+use crate::reduce::{ModelState, SeenUpdates};
 
 /// The models that were prepared, known by their parameters' ids.
 ///

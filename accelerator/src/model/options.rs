@@ -3,7 +3,7 @@ use core::num::NonZeroU64;
 use regex::Regex;
 
 use super::FileLayout;
-use crate::error::{Error, Result};
+use crate::core::error::{Error, Result};
 
 /// How [`Accelerator::save_model_with`](crate::Accelerator::save_model_with) writes a model.
 ///

@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use super::write::FileNames;
 use super::{FileLayout, dtype};
-use crate::error::{Error, Kind, Result};
+use crate::core::error::{Error, Kind, Result};
 
 /// The most that a header may take, as in the format's own reader.
 const MAX_HEADER: u64 = 100_000_000;

@@ -3,7 +3,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Bool, Int, Tensor, TensorData};
 
 use super::layout::Layout;
-use crate::error::Result;
+use crate::core::error::Result;
 
 /// How many bytes of parameters travel in one broadcast.
 const CHUNK: usize = 64 << 20;

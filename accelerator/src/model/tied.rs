@@ -7,10 +7,10 @@ use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
-use crate::error::{Error, Kind, Result};
-use crate::gradient::with_rank;
-use crate::graph;
-use crate::module_path::ModulePath;
+use crate::core::autodiff;
+use crate::core::error::{Error, Kind, Result};
+use crate::core::module_path::ModulePath;
+use crate::reduce::with_rank;
 
 /// Makes all places of a tied parameter one tensor again: that of the first place.
 ///
@@ -236,7 +236,7 @@ impl ModuleVisitor for TieFinder {
         }
         self.tied.0.insert(first.place, TieRole::First);
         self.tied.0.insert(here.place, TieRole::Later(first.place));
-        if !graph::is_same_leaf(&first.value, &here.value) {
+        if !autodiff::is_same_leaf(&first.value, &here.value) {
             self.apart.push(Apart {
                 paths,
                 shapes: [first.shape.clone(), here.shape],

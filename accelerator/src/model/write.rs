@@ -5,9 +5,9 @@ use std::io::{self, BufWriter, Write};
 use safetensors::tensor::TensorInfo;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
-use super::snapshot::{SnapshotEntry, ModelSnapshot};
+use super::snapshot::{ModelSnapshot, SnapshotEntry};
 use super::{FileLayout, SaveOptions, dtype};
-use crate::error::{Error, Kind, Result};
+use crate::core::error::{Error, Kind, Result};
 
 /// Takes the files of a model one after the other: the name of each, and what writes it.
 pub(crate) type Sink<'a> =

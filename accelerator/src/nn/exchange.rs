@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use burn::tensor::Tensor;
 
-use crate::graph::{self, NodeContext, Node};
+use crate::core::autodiff::{self, Node, NodeContext};
 
 /// Gives the gradient of the values that this rank has put in for that of the values that came out.
 pub(super) trait ExchangeBackward: fmt::Debug + Send + Sync {
@@ -14,9 +14,13 @@ pub(super) trait ExchangeBackward: fmt::Debug + Send + Sync {
 
 /// `values` in place of `from`, whose gradient is what `back` makes of theirs. Both are of one device
 /// and shape, and `from` is tracked.
-pub(super) fn replace(from: Tensor<1>, values: Tensor<1>, back: impl ExchangeBackward + 'static) -> Tensor<1> {
+pub(super) fn replace(
+    from: Tensor<1>,
+    values: Tensor<1>,
+    back: impl ExchangeBackward + 'static,
+) -> Tensor<1> {
     let exchange = Arc::new(Exchange(back));
-    let replaced = graph::above(from.into_dispatch(), values.into_dispatch(), exchange);
+    let replaced = autodiff::above(from.into_dispatch(), values.into_dispatch(), exchange);
     Tensor::from_dispatch(replaced)
 }
 

@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use accelerator_collective::ProcessGroup;
 
 pub use self::sync_batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
-use crate::error::{Error, Result};
+use crate::core::error::{Error, Result};
 
 /// Whether there are layers whose backward waits for other ranks. Their operations come in the order of
 /// the graph; gradients that were sent in between would come in an order of their own.

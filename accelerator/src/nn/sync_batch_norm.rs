@@ -9,8 +9,8 @@ use burn::tensor::{DType, Tensor, TensorData};
 
 use super::exchange::{self, ExchangeBackward};
 use crate::accelerator::{Accelerator, Shared};
-use crate::error::{Error, Kind};
-use crate::gradient::Weight;
+use crate::core::error::{Error, Kind};
+use crate::reduce::Weight;
 
 /// Makes a [`SyncBatchNorm`]. The fields are those of Burn's [`BatchNormConfig`].
 ///

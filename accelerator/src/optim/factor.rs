@@ -2,7 +2,7 @@ use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrSchedu
 use burn::module::{Module, ModuleVisitor, Param, ParamGroup, ParamId};
 use burn::tensor::Tensor;
 
-use crate::module_path::ModulePath;
+use crate::core::module_path::ModulePath;
 
 /// The rate of every parameter of the model, times a factor.
 ///

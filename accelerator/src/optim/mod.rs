@@ -169,7 +169,7 @@
 //! [`Position::step`]: crate::checkpoint::Position::step
 //! [`Position::epoch`]: crate::checkpoint::Position::epoch
 
-mod census;
+mod count;
 mod factor;
 pub mod fused;
 mod plan;
@@ -177,7 +177,7 @@ mod rate;
 mod schedule;
 mod sharded;
 mod state;
-mod whole;
+mod unsharded;
 
 use core::fmt;
 use std::collections::HashSet;
@@ -187,7 +187,7 @@ use burn::module::Module;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::Device;
 
-pub(crate) use self::census::{OptimizerCount, CountedOptimizer, StateOf};
+pub(crate) use self::count::{CountedOptimizer, OptimizerCount, StateOf};
 pub use self::fused::InitFused;
 pub use self::plan::{RateScaling, TrainingPlan};
 pub use self::rate::IntoLearningRate;
@@ -199,12 +199,12 @@ pub(crate) use self::sharded::Shards;
 pub(crate) use self::state::{
     OptimizerSnapshot, OptimizerState, ScheduleKind, check_known, check_types, other_state,
 };
-use self::whole::FusedSupport;
+use self::unsharded::FusedSupport;
 use crate::accelerator::Accelerator;
-use crate::error::Result;
-use crate::gradient::{GradientMean, Gradients, Scalar};
+use crate::core::error::Result;
+use crate::core::user_message;
 use crate::model::{Layout, Trainable};
-use crate::notice;
+use crate::reduce::{GradientMean, Gradients, Scalar};
 use crate::timeline::{EventSubject, Phase, Timeline};
 
 /// What the last [`PreparedOptimizer::step`] did.
@@ -711,7 +711,7 @@ impl<S> fmt::Debug for PreparedOptimizer<S> {
 fn warn_of_other_state(resumed: &HashSet<u64>, layout: &Layout) {
     let mut parameters = layout.trainable().into_iter();
     if !parameters.any(|parameter| resumed.contains(&parameter.id.val())) {
-        notice::warn(&format!(
+        user_message::warn(&format!(
             "an optimizer was resumed with state for {} parameters, and the model of its first step has none of \
              them: it begins anew there; where there are several optimizers, pass them to `save_state`, `resume` \
              and `step` in the same order",

@@ -1,6 +1,6 @@
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 
-use crate::notice;
+use crate::core::user_message;
 
 /// What [`PreparedOptimizer::step`](super::PreparedOptimizer::step) takes as its learning rate: a number, or
 /// Burn's rates of groups of parameters.
@@ -93,7 +93,7 @@ impl ManualRates {
             (None, None) => return,
         };
         if core::mem::take(&mut self.warns) {
-            notice::warn(&format!(
+            user_message::warn(&format!(
                 "{found}; prepare `(optimizer, scheduler)`, which advances once a step and is saved with the optimizer \
                  (said once an optimizer)"
             ));

@@ -9,12 +9,12 @@ use burn::tensor::{Bytes, DType, Device};
 use burn_pack::Reader;
 use serde::{Deserialize, Serialize};
 
-use super::schedule::{Manual, Scheduled, Scheduler, ScheduleUnit};
+use super::schedule::{Manual, ScheduleUnit, Scheduled, Scheduler};
 use super::sharded::{FullState, Shards, probe};
 use super::{PreparedOptimizer, StepOutcome};
-use crate::error::{Error, Kind, Result};
-use crate::gradient::Scalar;
+use crate::core::error::{Error, Kind, Result};
 use crate::model::Trainable;
+use crate::reduce::Scalar;
 
 /// An optimizer at one moment, cheap to take: its tensors become bytes when they are asked for.
 pub(crate) struct OptimizerSnapshot {

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use burn::backend::DispatchTensor;
 use burn::tensor::{DType, FloatDType, Tensor};
 
-use crate::graph::{self, NodeContext, Node};
+use crate::core::autodiff::{self, Node, NodeContext};
 
 /// The cast of a parameter inside the graph, which keeps what it made of the gradient: so it can be told
 /// without a look at values whether a gradient in full precision is that of one in half precision.
@@ -29,7 +29,7 @@ impl Cast {
         let full = value.dtype();
         let parent = value.clone().into_dispatch();
         let widens = matches!(full, DType::F64 | DType::F32 | DType::Flex32);
-        if !widens || !graph::serves(&Tensor::from_dispatch(parent.clone())) {
+        if !widens || !autodiff::serves(&Tensor::from_dispatch(parent.clone())) {
             return (value.cast(dtype), None);
         }
         let cast = Arc::new(Self::default());
@@ -38,7 +38,7 @@ impl Cast {
             full,
         };
         let half = Tensor::from_inner(value.inner().cast(dtype));
-        let half = graph::above(parent, half.into_dispatch(), Arc::new(back));
+        let half = autodiff::above(parent, half.into_dispatch(), Arc::new(back));
         (Tensor::from_dispatch(half), Some(cast))
     }
 

@@ -6,9 +6,9 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, FloatDType, Tensor};
 
 use crate::accelerator::Accelerator;
-use crate::gradient::{ModelState, WorkingPart};
-use crate::module_path::ModulePath;
-use crate::panic_text::panic_text;
+use crate::core::module_path::ModulePath;
+use crate::core::panic_text::panic_text;
+use crate::reduce::{ModelState, WorkingPart};
 
 use super::cast::Cast;
 

@@ -87,8 +87,8 @@ pub(crate) use self::copy::WorkingUse;
 pub use self::copy::in_full;
 pub use self::scale::LossScale;
 pub(crate) use self::scale::{Finiteness, Scaler, ScalerState, SkipNotice};
-use crate::choice::named;
-use crate::error::{Error, Result};
+use crate::core::choice::named;
+use crate::core::error::{Error, Result};
 
 /// The type in which forward and backward compute. Parameters, their gradients and the optimizer stay in
 /// full precision.

@@ -2,7 +2,7 @@ use core::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::core::error::{Error, Result};
 
 /// How the loss is scaled with [`Precision::F16`](super::Precision::F16): as PyTorch's `GradScaler`
 /// does it, with the same defaults. Rank 0 logs the first step that is skipped, and warns of the first 16 in a row.

@@ -3,7 +3,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use accelerator_collective::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
-use crate::error::Result;
+use crate::core::error::Result;
 
 /// How this rank's time compared with rank 0's at one moment, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]

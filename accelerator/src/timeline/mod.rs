@@ -9,15 +9,15 @@ mod clock;
 mod event;
 mod interval;
 mod open_step;
-mod place;
 mod profiler;
 mod recorder;
 mod ring;
 mod schedule;
 mod span;
+mod step_stats;
 mod summary;
-mod tally;
 mod trace;
+mod trace_file;
 
 use core::fmt;
 use std::path::Path;
@@ -28,20 +28,20 @@ use std::time::Instant;
 use accelerator_collective::ProcessGroup;
 
 pub(crate) use self::event::{EventSubject, Phase};
-pub(crate) use self::place::{TraceFile, clear};
 pub use self::profiler::{Cycle, Profiler};
 pub(crate) use self::profiler::{Output, check_cycles};
 pub(crate) use self::recorder::Recording;
 pub use self::schedule::{ProfilerSchedule, SchedulePhase};
 pub(crate) use self::span::Span;
 pub use self::summary::{Figure, StepSummary};
+pub(crate) use self::trace_file::{TraceFile, clear};
 
 use self::clock::ClockSync;
 use self::profiler::Profiling;
 use self::recorder::Recorder;
 use self::trace::RankTrace;
-use crate::error::{Error, Result};
-use crate::notice;
+use crate::core::error::{Error, Result};
+use crate::core::user_message;
 
 /// What ranks exchange values for here.
 const PURPOSE: &str = "the trace of all ranks";
@@ -95,7 +95,7 @@ impl Timeline {
 
     /// Begins to load a batch on a worker's thread; the end is that of the guard.
     pub(crate) fn load(&self, worker: usize) -> impl Drop + use<'_> {
-        span::Load::begin(worker, self.recorder())
+        span::LoadSpan::begin(worker, self.recorder())
     }
 
     /// A batch came, for which the loop had waited since `start`.
@@ -163,11 +163,11 @@ impl Timeline {
         let (path, ranks) = match gathered {
             Ok(None) => return Ok(()),
             Ok(Some(ranks)) => {
-                place::clear_parts(path);
+                trace_file::clear_parts(path);
                 (path.to_owned(), ranks)
             }
             Err(error) => {
-                let path = place::of_rank(path, own.rank);
+                let path = trace_file::of_rank(path, own.rank);
                 let shown = path.display();
                 tracing::warn!(%error, path = %shown, "ranks are missing: the trace is this rank's alone");
                 (path, vec![own])
@@ -187,7 +187,7 @@ impl Timeline {
         }
         let path = match world_size {
             1 => path.to_owned(),
-            _ => place::of_rank(path, self.0.rank),
+            _ => trace_file::of_rank(path, self.0.rank),
         };
         put(&path, &[RankTrace::new(self.0.rank, recorder)])
     }
@@ -239,7 +239,7 @@ fn put(path: &Path, ranks: &[RankTrace]) -> Result<()> {
     let written = TraceFile::find(path).and_then(|place| trace::write(&place, ranks));
     written.map_err(|error| Error::io("write the trace", path, error))?;
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    notice::tell(&format!(
+    user_message::tell(&format!(
         "trace of {} written to {}: open it with https://ui.perfetto.dev",
         match ranks {
             [one] => format!("rank {}", one.rank),

@@ -1,6 +1,6 @@
 use super::event::{EventKind, Thread};
 use super::interval::Intervals;
-use super::tally::StepTimes;
+use super::step_stats::StepTimes;
 
 /// Where [`EventKind::Reduce`] lies among the phases.
 const WAITING: usize = 4;
@@ -118,7 +118,10 @@ impl OpenStep {
 
     /// The main thread spent time on that, and on nothing within it.
     pub(super) fn spend(&mut self, kind: EventKind, time: u64) {
-        if let Some(phase) = EventKind::PHASES.into_iter().position(|phase| phase == kind) {
+        if let Some(phase) = EventKind::PHASES
+            .into_iter()
+            .position(|phase| phase == kind)
+        {
             self.times.phases[phase] += time;
         }
     }
@@ -137,7 +140,11 @@ impl OpenStep {
                 self.times.communicating += time;
                 self.times.exposed += time;
                 // What is not waited for in a phase of its own, such as an agreement.
-                if !self.within.iter().any(|phase| phase.kind == EventKind::Reduce) {
+                if !self
+                    .within
+                    .iter()
+                    .any(|phase| phase.kind == EventKind::Reduce)
+                {
                     self.times.phases[WAITING] += time;
                     if let Some(outer) = self.within.last_mut() {
                         outer.inner += time;

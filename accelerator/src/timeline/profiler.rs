@@ -6,17 +6,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use accelerator_collective::ProcessGroup;
 
 use super::clock::ClockSync;
-use super::place;
 use super::recorder::{RecordMode, Recorder, Recording};
 use super::schedule::{ProfilerSchedule, SchedulePhase};
 use super::summary::StepSummary;
 use super::trace::RankTrace;
-use super::{TraceFile, Timeline, put};
+use super::trace_file;
+use super::{Timeline, TraceFile, put};
 use crate::accelerator::Accelerator;
-use crate::agreement;
-use crate::error::{Error, Result};
-use crate::notice;
-use crate::outcome;
+use crate::core::agreement;
+use crate::core::error::{Error, Result};
+use crate::core::outcome;
+use crate::core::user_message;
 
 /// Recording of some steps, by a [`ProfilerSchedule`], while the program runs.
 impl Accelerator {
@@ -78,7 +78,11 @@ impl Accelerator {
     /// [`Error::is_collective`] when another rank is lost or does not call it. A trace that cannot be
     /// written later is lost with a warning.
     #[track_caller]
-    pub fn profile(&self, schedule: ProfilerSchedule, path: impl Into<PathBuf>) -> Result<Profiler> {
+    pub fn profile(
+        &self,
+        schedule: ProfilerSchedule,
+        path: impl Into<PathBuf>,
+    ) -> Result<Profiler> {
         self.begin_profile(schedule, Output::Trace(path.into()))
     }
 
@@ -124,7 +128,7 @@ impl Accelerator {
                 mine = check_cycles(path);
             }
             if self.is_local_main_process() && self.restarts() == 0 {
-                place::clear(path);
+                trace_file::clear(path);
             }
         }
         let told = outcome::exchange(&shared.group, mine.as_ref().err(), "begin to profile");
@@ -412,14 +416,17 @@ impl Timeline {
                 {
                     Ok(None) => continue,
                     Ok(Some(ranks)) => {
-                        place::clear_parts(&one.path);
+                        trace_file::clear_parts(&one.path);
                         keep(&one.path, &ranks);
                         continue;
                     }
                     Err(error) => lost = Some(error.into()),
                 }
             }
-            keep(&place::of_rank(&one.path, one.trace.rank), &[one.trace]);
+            keep(
+                &trace_file::of_rank(&one.path, one.trace.rank),
+                &[one.trace],
+            );
         }
         lost.map_or(Ok(()), Err)
     }
@@ -434,7 +441,7 @@ impl Timeline {
             one.trace.clocks = vec![met];
             let path = match world_size {
                 1 => one.path,
-                _ => place::of_rank(&one.path, one.trace.rank),
+                _ => trace_file::of_rank(&one.path, one.trace.rank),
             };
             keep(&path, &[one.trace]);
         }
@@ -478,7 +485,7 @@ impl Timeline {
                     return;
                 }
                 let ready = FinishedCycle {
-                    path: place::of_cycle(path, number),
+                    path: trace_file::of_cycle(path, number),
                     trace: RankTrace::new(self.0.rank, recorder),
                 };
                 let mut state = self.profiling().state();
@@ -544,7 +551,7 @@ impl Profile {
 pub(crate) fn check_cycles(path: &Path) -> Result<()> {
     let named = path.file_stem().is_some() && !path.is_dir();
     let found = match named {
-        true => TraceFile::find(&place::of_cycle(path, 0)).map(drop),
+        true => TraceFile::find(&trace_file::of_cycle(path, 0)).map(drop),
         false => Err(std::io::Error::other("it is a folder: name a file in it")),
     };
     found.map_err(|error| {
@@ -559,6 +566,6 @@ pub(crate) fn check_cycles(path: &Path) -> Result<()> {
 /// Writes a trace, or says that it is lost: training does not depend on it.
 fn keep(path: &Path, ranks: &[RankTrace]) {
     if let Err(error) = put(path, ranks) {
-        notice::warn(&format!("a trace is lost: {error:?}"));
+        user_message::warn(&format!("a trace is lost: {error:?}"));
     }
 }

@@ -6,11 +6,11 @@ use std::time::Instant;
 use accelerator_collective::{ExecThread, OpEvent};
 
 use super::clock::ClockSync;
-use super::event::{Detail, Event, EventKind, Operation, EventSubject, Thread};
+use super::event::{Detail, Event, EventKind, EventSubject, Operation, Thread};
 use super::open_step::OpenStep;
 use super::ring::RingBuffer;
+use super::step_stats::{StepStats, StepTimes};
 use super::summary::StepSummary;
-use super::tally::{StepStats, StepTimes};
 
 /// How many events a trace holds, for each rank: thousands of steps, in some megabytes.
 const EVENTS: usize = 1 << 16;
@@ -212,8 +212,13 @@ impl Recorder {
     pub(super) fn loaded(&self, worker: usize, start: Instant) {
         let (start, end) = (self.at(start), self.at(Instant::now()));
         let worker = u16::try_from(worker).unwrap_or(u16::MAX);
-        self.notes()
-            .event(EventKind::Load, Thread::Loader(worker), start, end, Detail::NONE);
+        self.notes().event(
+            EventKind::Load,
+            Thread::Loader(worker),
+            start,
+            end,
+            Detail::NONE,
+        );
     }
 
     pub(super) fn communicated(&self, operation: &OpEvent) {

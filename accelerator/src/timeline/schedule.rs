@@ -1,7 +1,7 @@
 use core::fmt;
 use core::str::FromStr;
 
-use crate::error::{Error, Result};
+use crate::core::error::{Error, Result};
 
 /// Which steps are recorded, in cycles: some wait, some warm up, and some are kept.
 ///
@@ -308,7 +308,10 @@ mod tests {
             .with_warm_up(u64::MAX);
         assert_eq!(long.with_repeat(u64::MAX).phase(u64::MAX), Idle);
         assert_eq!(
-            (ProfilerSchedule::new(0).phase(3), ProfilerSchedule::new(0).cycles(9)),
+            (
+                ProfilerSchedule::new(0).phase(3),
+                ProfilerSchedule::new(0).cycles(9)
+            ),
             (Idle, 0)
         );
     }

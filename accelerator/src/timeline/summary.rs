@@ -2,7 +2,7 @@ use core::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::tally::StepTimes;
+use super::step_stats::StepTimes;
 
 /// Where the time of this rank's steps went, on average; from
 /// [`Accelerator::step_summary`](crate::Accelerator::step_summary).

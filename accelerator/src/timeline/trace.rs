@@ -7,8 +7,8 @@ use serde_json::{Value, json};
 
 use super::clock::ClockSync;
 use super::event::{Event, EventKind, EventSubject, Thread};
-use super::place::TraceFile;
 use super::recorder::Recorder;
+use super::trace_file::TraceFile;
 
 /// What one rank has to show.
 #[derive(Debug, Deserialize, Serialize)]
@@ -85,7 +85,8 @@ fn write_to(file: &mut impl Write, ranks: &[RankTrace]) -> io::Result<()> {
             put(&event)?;
         }
         for row in &rank.events {
-            let microseconds = |time| (ClockSync::translate(&rank.clocks, time) - zero) as f64 / 1e3;
+            let microseconds =
+                |time| (ClockSync::translate(&rank.clocks, time) - zero) as f64 / 1e3;
             let (start, end) = (microseconds(row.2), microseconds(row.3));
             put(&span(rank.rank, row, start, end))?;
             if let (EventKind::Step, .., bytes, _) = *row {

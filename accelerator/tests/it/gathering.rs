@@ -105,7 +105,11 @@ fn c12_a_loader_of_burns_is_gathered_once_idle_ranks_included() {
             let loader = BurnBuilder::new(ColumnBatcher)
                 .batch_size(batch_size)
                 .build(columns(samples));
-            gathered(&accelerator, &accelerator.prepare(AssumeDeterministic(loader))?, 0)
+            gathered(
+                &accelerator,
+                &accelerator.prepare(AssumeDeterministic(loader))?,
+                0,
+            )
         })
         .unwrap();
         each_once(on_every_rank(steps).concat(), samples);

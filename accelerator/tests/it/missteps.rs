@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use crate::common::checkpoints::adam;
 use crate::common::{Column, ColumnBatcher, columns, distance, flat, line, loader};
 use accelerator::checkpoint::{Object, PerRank};
-use accelerator::data::{Batch, AssumeDeterministic, Loader, StreamPart};
+use accelerator::data::{AssumeDeterministic, Batch, Loader, StreamPart};
 use accelerator::hook::PowerSgd;
 use accelerator::metric::{Mean, Sum};
 use accelerator::optim::{Manual, PreparedOptimizer, Sharded};

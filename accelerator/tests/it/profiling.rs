@@ -72,7 +72,10 @@ fn expected(cycles: &[(&str, &[u64], &[u64])]) -> BTreeMap<String, Vec<(u64, Vec
 
 /// The schedule that most tests have: of ten steps, the third and fourth, and the seventh and eighth.
 fn schedule() -> ProfilerSchedule {
-    ProfilerSchedule::new(2).with_wait(1).with_warm_up(1).with_repeat(2)
+    ProfilerSchedule::new(2)
+        .with_wait(1)
+        .with_warm_up(1)
+        .with_repeat(2)
 }
 
 #[test]

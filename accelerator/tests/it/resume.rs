@@ -647,7 +647,11 @@ fn a_loader_of_burns_is_skipped_through() {
             let train = BurnBuilder::new(ColumnBatcher)
                 .batch_size(2)
                 .build(columns(22));
-            let parts = (line(&accelerator.device()), adam(), AssumeDeterministic(train));
+            let parts = (
+                line(&accelerator.device()),
+                adam(),
+                AssumeDeterministic(train),
+            );
             let parts = accelerator.prepare(parts)?;
             let ((mut model, mut optimizer, train), _) =
                 accelerator.resume(folder.path(), parts)?;

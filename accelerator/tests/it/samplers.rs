@@ -394,7 +394,10 @@ fn every_kind(accelerator: &Accelerator) -> Vec<(&'static str, PreparedLoader<Co
                 .prepare(two().build_dispatched_stream(numbers))
                 .unwrap(),
         ),
-        ("Burn's", accelerator.prepare(AssumeDeterministic(burns)).unwrap()),
+        (
+            "Burn's",
+            accelerator.prepare(AssumeDeterministic(burns)).unwrap(),
+        ),
     ]
 }
 

@@ -7,20 +7,20 @@ use burn::tensor::Device;
 
 use super::AcceleratorBuilder;
 use super::terms::{hook_term, switch, terms};
-use crate::accelerator::{Accelerator, Restarts, Settings, Shared, drawing, environment};
-use crate::agreement;
+use crate::accelerator::{Accelerator, Restarts, Settings, Shared, drawing, variables};
 use crate::checkpoint::Ongoing;
+use crate::core::agreement;
+use crate::core::device::{self, DeviceKind};
+use crate::core::error::{Error, Kind, Result};
 use crate::data::UncountedPadding;
-use crate::device::{self, DeviceKind};
-use crate::error::{Error, Kind, Result};
-use crate::gradient::DeviceReducer;
-use crate::gradient::{OverlapSwitch, BackwardGuard};
 use crate::logging::WarnedTexts;
 use crate::model::Models;
 use crate::nn::ForwardCollectives;
 use crate::optim::OptimizerCount;
 use crate::precision::WorkingUse;
-use crate::timeline::{self, Output, TraceFile, Timeline, check_cycles};
+use crate::reduce::DeviceReducer;
+use crate::reduce::{BackwardGuard, OverlapSwitch};
+use crate::timeline::{self, Output, Timeline, TraceFile, check_cycles};
 
 impl AcceleratorBuilder {
     /// Finds this process's place, connects it with the others, and opens the device.
@@ -117,7 +117,7 @@ impl AcceleratorBuilder {
             ));
         }
         let groups = ProcessGroup::threads(world_size.get(), &self.options)?;
-        crate::launch::run(groups, |group| {
+        crate::accelerator::launch::run(groups, |group| {
             let (kind, device) = self.open_device(group.topology(), &settings)?;
             // Threads are started by this program, which nothing restarts.
             let restarts = Restarts {
@@ -182,8 +182,8 @@ impl AcceleratorBuilder {
     }
 
     fn open_device(&self, place: &Topology, settings: &Settings) -> Result<(DeviceKind, Device)> {
-        let kind = environment::device(self.device)?;
-        let oversubscription = environment::oversubscription(self.oversubscription)?;
+        let kind = variables::device(self.device)?;
+        let oversubscription = variables::oversubscription(self.oversubscription)?;
         let mut device = kind.open(place, oversubscription)?;
         if let Some(dtype) = self.dtype {
             device::configure(&mut device, dtype)?;

@@ -10,11 +10,11 @@ use accelerator_collective::{GroupOptions, Launch, TransportKind};
 use burn::tensor::FloatDType;
 
 use crate::accelerator::SameBatches;
-use crate::device::{DeviceKind, Oversubscription};
-use crate::gradient::hook::{CommunicationHook, HookFactory};
-use crate::gradient::{Compression, GradientReduction, OnNonFiniteLoss, Overlap};
+use crate::core::device::{DeviceKind, Oversubscription};
 use crate::precision::{LossScale, Precision};
-use crate::timeline::{Recording, ProfilerSchedule};
+use crate::reduce::hook::{CommunicationHook, HookFactory};
+use crate::reduce::{Compression, GradientReduction, OnNonFiniteLoss, Overlap};
+use crate::timeline::{ProfilerSchedule, Recording};
 
 /// Settings for an [`Accelerator`](crate::Accelerator); begin with
 /// [`Accelerator::builder`](crate::Accelerator::builder).

@@ -3,12 +3,12 @@ use core::num::NonZeroUsize;
 use accelerator_collective::{GroupOptions, Launch, TransportKind};
 
 use super::{AcceleratorBuilder, GlobalBatch};
-use crate::accelerator::{Settings, WindowSize, environment, is_drawing};
-use crate::error::{Error, Kind, Result};
-use crate::gradient::{Compression, GradientReduction};
+use crate::accelerator::{Settings, WindowSize, is_drawing, variables};
+use crate::core::error::{Error, Kind, Result};
+use crate::reduce::{Compression, GradientReduction};
 use crate::timeline::Recording;
 
-/// What the program and the environment say, once it is certain that they fit together.
+/// What the program and the variables say, once it is certain that they fit together.
 impl AcceleratorBuilder {
     pub(super) fn settings(&self) -> Result<Settings> {
         if is_drawing() {
@@ -17,7 +17,7 @@ impl AcceleratorBuilder {
                  would be drawn from another place of the generator; build it before",
             ));
         }
-        environment::check()?;
+        variables::check()?;
         accelerator_fault::check()
             .map_err(|error| Error::with_source(Kind::Config, error.to_string(), error))?;
         self.loss_scale.check()?;
@@ -27,8 +27,8 @@ impl AcceleratorBuilder {
                 self.bucket_size
             )));
         }
-        let trace = environment::trace(self.trace.as_deref())?;
-        let trace_schedule = environment::trace_schedule(self.trace_schedule)?;
+        let trace = variables::trace(self.trace.as_deref())?;
+        let trace_schedule = variables::trace_schedule(self.trace_schedule)?;
         let recording = match (&trace, &trace_schedule) {
             (Some(_), None) => Recording::Events,
             (Some(_), Some(schedule)) => {
@@ -43,7 +43,7 @@ impl AcceleratorBuilder {
                 )));
             }
         };
-        let compression = environment::compression(self.compression)?;
+        let compression = variables::compression(self.compression)?;
         if self.hook.is_some() && compression != Compression::None {
             return Err(Error::config(format!(
                 "`with_communication_hook` was called, and the compression is {compression} (by \
@@ -51,7 +51,7 @@ impl AcceleratorBuilder {
                  travel; leave one of them out"
             )));
         }
-        let reduction = environment::reduction(self.reduction)?;
+        let reduction = variables::reduction(self.reduction)?;
         if reduction == GradientReduction::Nccl
             && (self.hook.is_some() || compression == Compression::F16)
         {
@@ -72,8 +72,8 @@ impl AcceleratorBuilder {
             hook: self.hook.clone(),
             loss_scale: self.loss_scale,
             on_non_finite_loss: self.on_non_finite_loss,
-            overlap: environment::overlap(self.overlap)?,
-            precision: environment::precision(self.precision)?,
+            overlap: variables::overlap(self.overlap)?,
+            precision: variables::precision(self.precision)?,
             recording,
             reduction,
             same_batches: self.same_batches,
@@ -87,7 +87,7 @@ impl AcceleratorBuilder {
         })
     }
 
-    /// How many micro-steps make a step on so many ranks, as the program and the environment say.
+    /// How many micro-steps make a step on so many ranks, as the program and the variables say.
     pub(super) fn steps(&self, world_size: usize) -> Result<NonZeroUsize> {
         let given = self.accumulation_steps.map(|steps| {
             NonZeroUsize::new(steps).ok_or_else(|| {
@@ -104,7 +104,7 @@ impl AcceleratorBuilder {
             }
             (given, reached) => reached.or(given),
         };
-        environment::accumulation_steps(asked)
+        variables::accumulation_steps(asked)
     }
 
     pub(super) fn group_options(&self, launch: &Launch) -> Result<GroupOptions> {

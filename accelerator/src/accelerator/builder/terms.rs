@@ -3,10 +3,10 @@
 use accelerator_collective::Topology;
 
 use crate::accelerator::Settings;
-use crate::agreement::Term;
-use crate::device::DeviceKind;
-use crate::gradient::hook::HookFactory;
-use crate::gradient::{Overlap, DeviceReducer, OverlapSwitch};
+use crate::core::agreement::Term;
+use crate::core::device::DeviceKind;
+use crate::reduce::hook::HookFactory;
+use crate::reduce::{DeviceReducer, Overlap, OverlapSwitch};
 
 /// What the setting comes to for ranks that stand so.
 pub(super) fn switch(topology: &Topology, settings: &Settings, kind: DeviceKind) -> OverlapSwitch {
@@ -21,7 +21,11 @@ pub(super) fn switch(topology: &Topology, settings: &Settings, kind: DeviceKind)
             topology.local_world_size() < topology.world_size() || computes_elsewhere
         }
     };
-    if on { OverlapSwitch::On } else { OverlapSwitch::Off }
+    if on {
+        OverlapSwitch::On
+    } else {
+        OverlapSwitch::Off
+    }
 }
 
 /// What all ranks must set alike.
@@ -82,7 +86,12 @@ pub(super) fn hook_term(settings: &Settings) -> Term {
 }
 
 /// What the setting came to, and why.
-fn explained(switch: OverlapSwitch, settings: &Settings, topology: &Topology, kind: DeviceKind) -> String {
+fn explained(
+    switch: OverlapSwitch,
+    settings: &Settings,
+    topology: &Topology,
+    kind: DeviceKind,
+) -> String {
     match settings.overlap {
         _ if settings.hook.is_some() => format!("{} (by a communication hook)", switch.name()),
         Overlap::Auto => format!(

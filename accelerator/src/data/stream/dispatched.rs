@@ -4,13 +4,13 @@ use serde::de::{DeserializeOwned, Error as _, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::rounds::StreamRounds;
-use super::{StreamPass, SampleStream, Streamed};
+use super::{SampleStream, StreamPass, Streamed};
+use crate::core::error::{Error, Kind, Result};
+use crate::core::outcome::Failure;
 use crate::data::batch::{Batch, BatchInfo};
+use crate::data::batch_stream::{Ahead, caught, read_ahead};
 use crate::data::deferred::DeferredBatch;
-use crate::data::feed::{Ahead, caught, read_ahead};
-use crate::data::meeting::{PURPOSE, ReadPosition, meet};
-use crate::error::{Error, Kind, Result};
-use crate::outcome::Failure;
+use crate::data::exchange_step::{PURPOSE, ReadPosition, meet};
 
 /// This rank's batches of a stream that rank 0 reads for all.
 pub(super) struct DispatchedBatches<S: SampleStream, O> {
@@ -95,7 +95,9 @@ where
         position: ReadPosition,
         ahead: Option<Result<Dispatch<O>>>,
     ) -> Result<Option<Batch<DeferredBatch<O>>>> {
-        let same = |told: &dyn Fn() -> DispatchMessage| (0..self.pass.world_size()).map(|_| told()).collect();
+        let same = |told: &dyn Fn() -> DispatchMessage| {
+            (0..self.pass.world_size()).map(|_| told()).collect()
+        };
         let (own, told): (_, Vec<_>) = match ahead {
             Some(Ok(Dispatch { own, told })) => (Ok(Some(own)), told),
             Some(Err(error)) => {
@@ -106,8 +108,11 @@ where
         };
         let told: Vec<_> = told.into_iter().map(|told| (position, told)).collect();
         let group = self.pass.group.for_purpose(PURPOSE);
-        let sent =
-            group.scatter_object_at::<_, (ReadPosition, DispatchMessage)>(Some(&told), 0, self.pass.caller);
+        let sent = group.scatter_object_at::<_, (ReadPosition, DispatchMessage)>(
+            Some(&told),
+            0,
+            self.pass.caller,
+        );
         // The reader's own error is the cause.
         let own = own?;
         sent?;
@@ -117,11 +122,12 @@ where
     fn hear(&self, position: ReadPosition) -> Result<Option<Batch<DeferredBatch<O>>>> {
         let (pass, batching) = (&self.pass, &self.streamed.batching);
         let group = pass.group.for_purpose(PURPOSE);
-        let told = group.scatter_object_at::<(ReadPosition, DispatchMessage), (ReadPosition, DispatchMessage)>(
-            None,
-            0,
-            pass.caller,
-        )?;
+        let told = group
+            .scatter_object_at::<(ReadPosition, DispatchMessage), (ReadPosition, DispatchMessage)>(
+                None,
+                0,
+                pass.caller,
+            )?;
         match told {
             // Of no use here, which is what comes to light when the ranks meet.
             (there, _) if there != position => Ok(None),

@@ -1,8 +1,8 @@
 use super::rounds::StreamRounds;
-use super::{StreamPass, SampleStream, Streamed};
+use super::{SampleStream, StreamPass, Streamed};
+use crate::core::error::Result;
 use crate::data::batch::Batch;
 use crate::data::deferred::DeferredBatch;
-use crate::error::Result;
 
 /// This rank's batches of a stream that every rank reads as a whole.
 pub(super) struct InterleavedBatches<S: SampleStream, O> {

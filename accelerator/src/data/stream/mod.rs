@@ -18,14 +18,14 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 pub use self::source::{SampleStream, StreamError, StreamItems, StreamPart};
+use super::batch_size_spec::Spec;
+use super::batch_stream::{Feed, read_ahead};
 use super::cursor::EpochPosition;
 use super::epoch::Reseed;
-use super::feed::{Feed, read_ahead};
-use super::meeting::ReadPosition;
+use super::exchange_step::ReadPosition;
 use super::prepared::LoaderContext;
 use super::source::Batching;
-use super::spec::Spec;
-use crate::error::Result;
+use crate::core::error::Result;
 use crate::timeline::Timeline;
 
 /// A stream that was told how ranks share it. It hides the type of a single item.
@@ -137,7 +137,7 @@ impl<S: SampleStream, O: Send + 'static> SharedStream<O> for Interleaved<S, O> {
         read_ahead(
             &spec,
             timeline,
-            interleaved::Batches::new(self.0.clone(), pass),
+            interleaved::InterleavedBatches::new(self.0.clone(), pass),
         )
     }
 }
@@ -150,7 +150,7 @@ impl<S: SampleStream, O: Send + 'static> SharedStream<O> for Parts<S, O> {
     }
 
     fn feed(&self, pass: StreamPass) -> Feed<O> {
-        Box::new(parts::Batches::new(self.0.clone(), pass))
+        Box::new(parts::PartBatches::new(self.0.clone(), pass))
     }
 }
 
@@ -166,6 +166,6 @@ where
     }
 
     fn feed(&self, pass: StreamPass) -> Feed<O> {
-        Box::new(dispatched::Batches::new(self.0.clone(), pass))
+        Box::new(dispatched::DispatchedBatches::new(self.0.clone(), pass))
     }
 }

@@ -2,12 +2,12 @@ use accelerator_plan::TailPolicy;
 use serde::{Deserialize, Serialize};
 
 use super::source::{PartReader, StreamPart};
-use super::{StreamPass, SampleStream, Streamed};
+use super::{SampleStream, StreamPass, Streamed};
+use crate::core::error::{Error, Kind, Result};
 use crate::data::batch::{Batch, BatchInfo, StepShare};
+use crate::data::batch_stream::{Ahead, read_ahead};
 use crate::data::deferred::DeferredBatch;
-use crate::data::feed::{Ahead, read_ahead};
-use crate::data::meeting::meet;
-use crate::error::{Error, Kind, Result};
+use crate::data::exchange_step::meet;
 
 /// This rank's batches of a stream of which each rank reads a part of its own.
 ///

@@ -2,8 +2,8 @@ use accelerator_plan::{BatchKind, EpochPlan, TailPolicy};
 
 use super::StreamPass;
 use super::source::{PartReader, SampleStream, StreamPart};
+use crate::core::error::Result;
 use crate::data::batch::{BatchInfo, StepShare};
-use crate::error::Result;
 
 /// Reads a whole stream in rounds: the samples that all ranks use in a step.
 pub(super) struct StreamRounds<I> {
@@ -51,7 +51,9 @@ impl<I: Clone> StreamRounds<I> {
             .consumed
             .saturating_add(pass.skip.saturating_mul(size));
         let first = match pass.spec.tail() {
-            TailPolicy::Pad if before > 0 => PartReader::open(stream, part, 0)?.take(size as usize)?,
+            TailPolicy::Pad if before > 0 => {
+                PartReader::open(stream, part, 0)?.take(size as usize)?
+            }
             _ => Vec::new(),
         };
         Ok(Self {

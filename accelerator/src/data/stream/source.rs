@@ -1,6 +1,6 @@
 use core::iter::Fuse;
 
-use crate::error::{Error, Kind, Result};
+use crate::core::error::{Error, Kind, Result};
 
 /// What went wrong in a program's own stream.
 ///

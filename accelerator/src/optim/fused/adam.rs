@@ -5,7 +5,7 @@ use serde::Deserialize;
 
 use super::memory::{KernelInput, Real};
 use super::moments::{self, Betas, FusedAdamState, MomentRule};
-use super::{settings, sums};
+use super::{settings, step};
 
 /// Burn's [`Adam`] as one pass over memory; see the [module](crate::optim::fused). Made by
 /// [`InitFused`](super::InitFused).
@@ -62,7 +62,7 @@ impl Optimizer for FusedAdam {
         let momentum = state.as_ref().map(|state| &state.momentum);
         match (&self.settings, moments::reach(&tensor, &grad, momentum)) {
             (None, _) | (_, KernelInput::None) => {
-                let grad = sums::gradient(&tensor, grad);
+                let grad = step::gradient(&tensor, grad);
                 let state = state.map(|state| AdamState::new(state.momentum));
                 let (tensor, state) = self.burn.step(lr, tensor, grad, state);
                 let fused = |state: AdamState<D>| FusedAdamState {

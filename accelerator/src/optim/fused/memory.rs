@@ -5,7 +5,7 @@ use core::ops::{Add, Div, Mul, Sub};
 use burn::optim::StateSource;
 use burn::tensor::{DType, Device, Element, Shape, Tensor, TensorData};
 
-use crate::gradient::{Summand, ElementValues, with_values};
+use crate::reduce::{ElementValues, Summand, with_values};
 
 /// The numbers that the loops work on. A factor reaches them through `f64`, as in Burn.
 pub(super) trait Real:

@@ -40,7 +40,7 @@ mod adamw;
 mod memory;
 mod moments;
 mod sgd;
-pub(super) mod sums;
+pub(super) mod step;
 
 #[cfg(test)]
 mod tests;

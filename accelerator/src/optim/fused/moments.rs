@@ -3,8 +3,8 @@
 use burn::optim::{AdaptiveMomentumState, RecordState, StateSink, StateSource, join_path};
 use burn::tensor::{Device, Tensor};
 
-use super::memory::{TensorTemplate, KernelInput, Real, TakenElements, saved, vectorised};
-use super::sums;
+use super::memory::{KernelInput, Real, TakenElements, TensorTemplate, saved, vectorised};
+use super::step;
 
 /// State of [`FusedAdam`](super::FusedAdam) and [`FusedAdamW`](super::FusedAdamW): in records that of Burn's
 /// `Adam` and `AdamW`. From a record it gets the float type in which it was saved; Burn's own gets that of the
@@ -88,7 +88,7 @@ pub(super) fn step<E: Real, R: MomentRule<E>, const D: usize>(
             }
         };
         let highest = max.slice_mut();
-        let tensor = sums::step(tensor, grad, |p, g, at| {
+        let tensor = step::step(tensor, grad, |p, g, at| {
             let (m, v) = (&mut m[at.clone()], &mut v[at.clone()]);
             let max = &mut highest[at];
             vectorised(|| advance(speed, rule, p, g, m, v));
@@ -100,7 +100,7 @@ pub(super) fn step<E: Real, R: MomentRule<E>, const D: usize>(
         });
         (tensor, Some(max.into_tensor()))
     } else {
-        let tensor = sums::step(tensor, grad, |p, g, at| {
+        let tensor = step::step(tensor, grad, |p, g, at| {
             let (m, v) = (&mut m[at.clone()], &mut v[at]);
             vectorised(|| sweep(speed, rule, p, g, m, v));
         });
@@ -124,7 +124,7 @@ fn first<E: Real, R: MomentRule<E>, const D: usize>(
     let (mut m, mut v) = (Vec::new(), Vec::new());
     m.reserve_exact(mould.elements());
     v.reserve_exact(mould.elements());
-    let tensor = sums::step(tensor, grad, |p, g, at| {
+    let tensor = step::step(tensor, grad, |p, g, at| {
         let entering = || p.iter().zip(g).map(|(&p, &g)| rule.gradient(p, g));
         m.extend(entering().map(|g| g * speed.factor_1));
         v.extend(entering().map(|g| g * g * speed.factor_2));

@@ -6,8 +6,8 @@ use burn::optim::{
 use burn::tensor::{Device, Tensor};
 use serde::Deserialize;
 
-use super::memory::{TensorTemplate, KernelInput, Real, TakenElements, saved, vectorised};
-use super::{settings, sums};
+use super::memory::{KernelInput, Real, TakenElements, TensorTemplate, saved, vectorised};
+use super::{settings, step};
 
 /// Burn's [`Sgd`](burn::optim::Sgd) as one pass over memory; see the
 /// [module](crate::optim::fused). Made by [`InitFused`](super::InitFused).
@@ -196,7 +196,7 @@ impl Momentum {
             let mould = TensorTemplate::of(&tensor);
             let mut all: Vec<E> = Vec::new();
             all.reserve_exact(mould.elements());
-            let tensor = sums::step(tensor, grad, |p, g, at| {
+            let tensor = step::step(tensor, grad, |p, g, at| {
                 all.extend(p.iter().zip(g).map(|(&p, &g)| pull(p, g)));
                 let v = &mut all[at];
                 let still = |_, v| v;
@@ -210,7 +210,7 @@ impl Momentum {
         let mut velocity = TakenElements::<E>::from(velocity);
         let all = velocity.slice_mut();
         let moved = move |g: E, v: E| g * share + v * factor;
-        let tensor = sums::step(tensor, grad, |p, g, at| {
+        let tensor = step::step(tensor, grad, |p, g, at| {
             let v = &mut all[at];
             match self.nesterov {
                 true => vectorised(|| glide(rate, p, g, v, pull, moved, ahead)),
@@ -228,7 +228,7 @@ fn slide<E: Real, const D: usize>(
     grad: Tensor<D>,
     pull: impl Fn(E, E) -> E + Copy,
 ) -> Tensor<D> {
-    sums::step(tensor, grad, |p, g, _| {
+    step::step(tensor, grad, |p, g, _| {
         vectorised(|| {
             for (p, g) in p.iter_mut().zip(g) {
                 *p = *p - pull(*p, *g) * rate;
@@ -266,7 +266,7 @@ impl Optimizer for FusedSgd {
         state: Option<FusedSgdState<D>>,
     ) -> (Tensor<D>, Option<FusedSgdState<D>>) {
         let Some(settings) = self.settings else {
-            let grad = sums::gradient(&tensor, grad);
+            let grad = step::gradient(&tensor, grad);
             return self.step_of_burn(lr, tensor, grad, state);
         };
         let velocity = state.and_then(|state| state.velocity);
@@ -274,7 +274,7 @@ impl Optimizer for FusedSgd {
         tensors.extend(&velocity);
         let (tensor, velocity) = match KernelInput::of(&tensors) {
             KernelInput::None => {
-                let grad = sums::gradient(&tensor, grad);
+                let grad = step::gradient(&tensor, grad);
                 settings.step_of_tensors(lr, tensor, grad, velocity)
             }
             KernelInput::F32 => settings.step_in_memory::<f32, D>(lr, tensor, grad, velocity),

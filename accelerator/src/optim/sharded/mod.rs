@@ -1,7 +1,7 @@
 //! Optimizers whose state is shared out over the ranks.
 
-mod home;
-mod pieces;
+mod param_shards;
+mod partition;
 pub(super) mod probe;
 mod record;
 mod trial_state;
@@ -16,17 +16,17 @@ use burn::module::{Module, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, Tensor};
 
-use self::home::{Partition, Partitioner};
-use self::pieces::{ShardReader, ShardGradients};
+use self::param_shards::{ShardGradients, ShardReader};
+use self::partition::{Partition, Partitioner};
 use self::record::{RecordEntry, Records};
 pub(super) use self::trial_state::state_for_trial;
 use self::write::Elements;
-use super::fused::sums::{self, StepOutput};
+use super::fused::step::{self, StepOutput};
 use super::state::check_types;
-use super::whole::FusedSupport;
-use crate::error::{Error, Kind, Result};
-use crate::gradient::{GradientMeans, ShardMap, with_rank};
+use super::unsharded::FusedSupport;
+use crate::core::error::{Error, Kind, Result};
 use crate::model::Trainable;
+use crate::reduce::{GradientMeans, ShardMap, with_rank};
 
 /// An optimizer whose state is shared out over the ranks: prepare `Sharded(optimizer)` in its place,
 /// with or without a scheduler.
@@ -201,7 +201,7 @@ impl Shards {
             });
         }
         let step = || optimizer.step(rate, pieces, gradients);
-        let (pieces, mut averages) = sums::step_on(averages, StepOutput::ShardGradients, step);
+        let (pieces, mut averages) = step::step_on(averages, StepOutput::Sums, step);
         for piece in pieces.into_elsewhere() {
             let (id, range) = (piece.id, piece.range.clone());
             averages.land(id, &range, &piece.into_bytes());

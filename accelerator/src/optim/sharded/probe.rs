@@ -3,9 +3,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor, TensorData};
 
-use super::pieces::ParamShards;
-use crate::gradient::with_rank;
+use super::param_shards::ParamShards;
 use crate::model::Trainable;
+use crate::reduce::with_rank;
 
 /// Elements of the tensor that is stepped: 8 rows and 6 columns, where there are two dimensions.
 const ELEMENTS: usize = 48;
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
     use crate::model::Float;
     use crate::optim::InitFused;
-    use crate::optim::fused::sums::is_fused;
+    use crate::optim::fused::step::is_fused;
 
     fn is_cut(optimizer: ModuleOptimizer, path: &str, shape: &[usize], float: Float) -> bool {
         let parameter = Trainable {

@@ -5,8 +5,8 @@ use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, DType};
 use burn_pack::{Reader, Scalar, Tensor, Writer};
 
-use super::home::Partition;
-use crate::error::Result;
+use super::partition::Partition;
+use crate::core::error::Result;
 use crate::optim::state::{bytes_of, load, reader, unwritable};
 
 /// A record of Burn's, taken apart by parameters.

@@ -4,11 +4,11 @@ use burn::module::Module;
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
 
-use super::home::Partitioner;
-use super::pieces::{ParamShard, ParamShards, ShardReader};
+use super::param_shards::{ParamShard, ParamShards, ShardReader};
+use super::partition::Partitioner;
 use super::{Shards, probe};
-use crate::gradient::with_rank;
 use crate::model::Trainable;
+use crate::reduce::with_rank;
 
 /// An optimizer without state, after it has stepped what this rank has of a model's parameters. The model stays as
 /// it is.

@@ -1,0 +1,443 @@
+use core::fmt;
+
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+
+use crate::accelerator::Accelerator;
+use crate::core::agreement::sides;
+use crate::core::error::{Error, Result};
+use crate::data::{AssumeDeterministic, Loader, PreparedLoader};
+use crate::optim::{
+    Manual, PerEpoch, PerProcess, PreparedOptimizer, Scheduled, Scheduler, Sharded, Shards,
+    check_types,
+};
+
+/// What [`Accelerator::prepare`] takes: a module, an optimizer, an optimizer with its scheduler,
+/// a data loader, or a tuple of these.
+///
+/// `K` is one of the [`kind`]s. It is always inferred; it exists so that one trait can cover
+/// every Burn module and the other types beside them.
+///
+/// ```
+/// use accelerator::{Accelerator, Prepare, Result};
+/// use burn::nn::{Linear, LinearConfig};
+/// use std::time::Instant;
+///
+/// fn prepare_timed<K, P: Prepare<K>>(accelerator: &Accelerator, parts: P) -> Result<P::Prepared> {
+///     let start = Instant::now();
+///     let prepared = accelerator.prepare(parts)?;
+///     accelerator.print(format_args!("prepared in {:?}", start.elapsed()));
+///     Ok(prepared)
+/// }
+///
+/// let accelerator = Accelerator::new()?;
+/// let model: Linear = LinearConfig::new(2, 1).init(&accelerator.device());
+/// let model = prepare_timed(&accelerator, model)?;
+/// # let _: Linear = model;
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be prepared",
+    label = "not a Burn module, optimizer, `(optimizer, scheduler)`, data loader, or tuple of these",
+    note = "of a tuple, prepare one part after the other to see which of them it is",
+    note = "one of Burn's own loaders (`Arc<dyn DataLoader<_>>`) is built with Burn's `DataLoaderBuilder`: import \
+            `accelerator::data::DataLoaderBuilder` in its place, which has the same methods, or write \
+            `AssumeDeterministic(loader)` if it reads its batches in the same order on every rank",
+    note = "a module must derive `Module`",
+    note = "an optimizer is Burn's `ModuleOptimizer`: call `.init()` on its config; a scheduler goes \
+            beside its optimizer, as `(optimizer, scheduler)`; `Sharded(optimizer)` stands in its place",
+    note = "a loader builder needs `.build(dataset)`"
+)]
+pub trait Prepare<K> {
+    /// What it becomes.
+    type Prepared;
+
+    /// See [`Accelerator::prepare`].
+    ///
+    /// # Errors
+    ///
+    /// See [`Accelerator::prepare`].
+    #[track_caller]
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared>;
+
+    /// Names its parts, in the order in which they are prepared: ranks compare them before they begin.
+    #[doc(hidden)]
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push(core::any::type_name::<Self>().to_owned());
+    }
+}
+
+/// Whether all ranks prepare the same kinds of things, in the same order.
+#[track_caller]
+pub(crate) fn check_kinds<K, P: Prepare<K>>(accelerator: &Accelerator) -> Result<()> {
+    if accelerator.world_size() == 1 {
+        return Ok(());
+    }
+    let mut kinds = Vec::new();
+    P::kinds(&mut kinds);
+    let group = accelerator.group().for_purpose("prepare");
+    let all = group.all_gather_object(&kinds)?;
+    if all.iter().all(|theirs| *theirs == kinds) {
+        return Ok(());
+    }
+    Err(Error::misuse(format!(
+        "prepare: ranks prepare different things ({}); prepare the same parts in the same order on every \
+         rank",
+        sides(all.iter().map(|kinds| kinds.join(", ")))
+    )))
+}
+
+/// The kinds of things that can be prepared; see [`Prepare`].
+///
+/// ```
+/// use accelerator::data::{AssumeDeterministic, Loader};
+/// use accelerator::optim::{PerEpoch, PerProcess, Sharded};
+/// use accelerator::{Prepare, kind};
+/// use burn::lr_scheduler::constant::ConstantLr as Rate;
+/// use burn::nn::Linear;
+/// use burn::optim::ModuleOptimizer as Optimizer;
+///
+/// fn prepares<K, P: Prepare<K>>() {}
+///
+/// prepares::<kind::Model, Linear>();
+/// prepares::<kind::Loader, Loader<Vec<u32>>>();
+/// prepares::<kind::Opaque, AssumeDeterministic<Vec<u32>>>();
+/// prepares::<kind::Optimizer, Optimizer>();
+/// prepares::<kind::ScheduledByStep, (Optimizer, Rate)>();
+/// prepares::<kind::ScheduledByEpoch, (Optimizer, PerEpoch<Rate>)>();
+/// prepares::<kind::ScheduledByProcess, (Optimizer, PerProcess<Rate>)>();
+/// prepares::<kind::ShardedOptimizer, Sharded<Optimizer>>();
+/// prepares::<kind::ShardedByStep, (Sharded<Optimizer>, Rate)>();
+/// prepares::<kind::ShardedByEpoch, (Sharded<Optimizer>, PerEpoch<Rate>)>();
+/// prepares::<kind::ShardedByProcess, (Sharded<Optimizer>, PerProcess<Rate>)>();
+/// ```
+pub mod kind {
+    /// A loader built with [`DataLoaderBuilder`](crate::data::DataLoaderBuilder).
+    #[derive(Debug)]
+    pub enum Loader {}
+
+    /// A Burn module.
+    #[derive(Debug)]
+    pub enum Model {}
+
+    /// Of nothing.
+    #[doc(hidden)]
+    #[derive(Debug)]
+    pub enum Never {}
+
+    /// One of Burn's own data loaders, in [`AssumeDeterministic`](crate::data::AssumeDeterministic).
+    #[derive(Debug)]
+    pub enum Opaque {}
+
+    /// An optimizer without a scheduler.
+    #[derive(Debug)]
+    pub enum Optimizer {}
+
+    /// An optimizer with a scheduler that advances once an epoch.
+    #[derive(Debug)]
+    pub enum ScheduledByEpoch {}
+
+    /// An optimizer with a scheduler that advances once for each rank with each of its steps.
+    #[derive(Debug)]
+    pub enum ScheduledByProcess {}
+
+    /// An optimizer with a scheduler that advances with each of its steps.
+    #[derive(Debug)]
+    pub enum ScheduledByStep {}
+
+    /// An optimizer in [`Sharded`](crate::optim::Sharded), with a scheduler that advances once an epoch.
+    #[derive(Debug)]
+    pub enum ShardedByEpoch {}
+
+    /// An optimizer in [`Sharded`](crate::optim::Sharded), with a scheduler that advances once for each rank
+    /// with each of its steps.
+    #[derive(Debug)]
+    pub enum ShardedByProcess {}
+
+    /// An optimizer in [`Sharded`](crate::optim::Sharded), with a scheduler that advances with each of
+    /// its steps.
+    #[derive(Debug)]
+    pub enum ShardedByStep {}
+
+    /// An optimizer in [`Sharded`](crate::optim::Sharded), without a scheduler.
+    #[derive(Debug)]
+    pub enum ShardedOptimizer {}
+}
+
+// `Display` tells a derived module from a tuple of modules, which is a Burn module as well.
+impl<M: Module + fmt::Display> Prepare<kind::Model> for M {
+    type Prepared = M;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<M> {
+        crate::model::prepare(accelerator, self)
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("a model".to_owned());
+    }
+}
+
+/// A second blanket implementation, of no type: with one alone, rustc reports what Burn's `Module` lacks in place of
+/// [`Prepare`]'s note.
+#[doc(hidden)]
+pub trait Unimplementable {}
+
+impl<T: Unimplementable> Prepare<kind::Never> for T {
+    type Prepared = T;
+
+    fn prepare(self, _: &Accelerator) -> Result<T> {
+        Ok(self)
+    }
+}
+
+impl Prepare<kind::Optimizer> for ModuleOptimizer {
+    type Prepared = PreparedOptimizer<Manual>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        manual(accelerator, self)
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("an optimizer".to_owned());
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByStep> for (ModuleOptimizer, S) {
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        scheduled(accelerator, self.0, Scheduler::by_step(self.1.into()))
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("an optimizer with a scheduler by step".to_owned());
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByEpoch>
+    for (ModuleOptimizer, PerEpoch<S>)
+{
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        scheduled(accelerator, self.0, Scheduler::by_epoch(self.1.0.into()))
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("an optimizer with a scheduler by epoch".to_owned());
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByProcess>
+    for (ModuleOptimizer, PerProcess<S>)
+{
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        let scheduler = Scheduler::by_process(self.1.0.into(), accelerator.world_size());
+        scheduled(accelerator, self.0, scheduler)
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("an optimizer with a scheduler by process".to_owned());
+    }
+}
+
+impl Prepare<kind::ShardedOptimizer> for Sharded<ModuleOptimizer> {
+    type Prepared = PreparedOptimizer<Manual>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        manual(accelerator, self)
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("a sharded optimizer".to_owned());
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByStep> for (Sharded<ModuleOptimizer>, S) {
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        scheduled(accelerator, self.0, Scheduler::by_step(self.1.into()))
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("a sharded optimizer with a scheduler by step".to_owned());
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByEpoch>
+    for (Sharded<ModuleOptimizer>, PerEpoch<S>)
+{
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        scheduled(accelerator, self.0, Scheduler::by_epoch(self.1.0.into()))
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("a sharded optimizer with a scheduler by epoch".to_owned());
+    }
+}
+
+impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByProcess>
+    for (Sharded<ModuleOptimizer>, PerProcess<S>)
+{
+    type Prepared = PreparedOptimizer<Scheduled>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        let scheduler = Scheduler::by_process(self.1.0.into(), accelerator.world_size());
+        scheduled(accelerator, self.0, scheduler)
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("a sharded optimizer with a scheduler by process".to_owned());
+    }
+}
+
+impl<O: Send + 'static> Prepare<kind::Loader> for Loader<O> {
+    type Prepared = PreparedLoader<O>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        PreparedLoader::sharded(accelerator, self)
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("a loader".to_owned());
+    }
+}
+
+impl<O: Send + 'static> Prepare<kind::Opaque> for AssumeDeterministic<O> {
+    type Prepared = PreparedLoader<O>;
+
+    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+        PreparedLoader::opaque(accelerator, self.0)
+    }
+
+    fn kinds(kinds: &mut Vec<String>) {
+        kinds.push("a loader of Burn's own".to_owned());
+    }
+}
+
+macro_rules! tuples {
+    ($($part:ident $kind:ident),+) => {
+        impl<$($part, $kind),+> Prepare<($($kind,)+)> for ($($part,)+)
+        where
+            $($part: Prepare<$kind>),+
+        {
+            type Prepared = ($($part::Prepared,)+);
+
+            #[allow(non_snake_case, reason = "the names are those of the type parameters")]
+            fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+                let ($($part,)+) = self;
+                Ok(($($part.prepare(accelerator)?,)+))
+            }
+
+            fn kinds(kinds: &mut Vec<String>) {
+                $($part::kinds(kinds);)+
+            }
+        }
+    };
+}
+
+tuples!(A KA);
+tuples!(A KA, B KB);
+tuples!(A KA, B KB, C KC);
+tuples!(A KA, B KB, C KC, D KD);
+tuples!(A KA, B KB, C KC, D KD, E KE);
+tuples!(A KA, B KB, C KC, D KD, E KE, F KF);
+tuples!(A KA, B KB, C KC, D KD, E KE, F KF, G KG);
+tuples!(A KA, B KB, C KC, D KD, E KE, F KF, G KG, H KH);
+
+/// An optimizer, with how its state is shared out over the ranks.
+trait Steps {
+    fn shared_out(self, accelerator: &Accelerator) -> Result<(ModuleOptimizer, Option<Shards>)>;
+}
+
+impl Steps for ModuleOptimizer {
+    fn shared_out(self, accelerator: &Accelerator) -> Result<(Self, Option<Shards>)> {
+        check_state(accelerator, &self)?;
+        Ok((self, None))
+    }
+}
+
+impl Steps for Sharded<ModuleOptimizer> {
+    #[track_caller]
+    fn shared_out(self, accelerator: &Accelerator) -> Result<(ModuleOptimizer, Option<Shards>)> {
+        check_state(accelerator, &self.0)?;
+        Shards::new(accelerator.group(), self.0)
+    }
+}
+
+/// Refuses state that was loaded in another type than that of its parameter, of a model that is known.
+fn check_state(accelerator: &Accelerator, optimizer: &ModuleOptimizer) -> Result<()> {
+    let known = |id| accelerator.shared.models.parameter(id);
+    check_types(optimizer, known, &accelerator.shared.device)
+}
+
+#[track_caller]
+fn manual(accelerator: &Accelerator, optimizer: impl Steps) -> Result<PreparedOptimizer<Manual>> {
+    let optimizer = optimizer.shared_out(accelerator)?;
+    Ok(PreparedOptimizer::manual(optimizer, accelerator))
+}
+
+#[track_caller]
+fn scheduled(
+    accelerator: &Accelerator,
+    optimizer: impl Steps,
+    scheduler: Scheduler,
+) -> Result<PreparedOptimizer<Scheduled>> {
+    let optimizer = optimizer.shared_out(accelerator)?;
+    Ok(PreparedOptimizer::scheduled(
+        optimizer,
+        scheduler,
+        accelerator,
+    ))
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn::nn::{Linear, LinearConfig};
+    use burn::optim::SgdConfig;
+
+    use super::*;
+
+    #[test]
+    fn another_order_is_named_on_every_rank_and_the_group_lives() {
+        let errors = crate::launch(3, |accelerator| {
+            let model = || -> Linear { LinearConfig::new(1, 1).init(&accelerator.device()) };
+            let optimizer = || SgdConfig::new().init();
+            let error = if accelerator.rank() == 1 {
+                accelerator.prepare((optimizer(), model())).map(drop)
+            } else {
+                accelerator.prepare((model(), optimizer())).map(drop)
+            };
+            let alone = if accelerator.rank() == 1 {
+                accelerator.prepare(model()).map(drop)
+            } else {
+                accelerator.prepare(Sharded(optimizer())).map(drop)
+            };
+            accelerator.wait_for_everyone()?;
+            Ok([error.unwrap_err(), alone.unwrap_err()])
+        })
+        .unwrap();
+        for [error, alone] in errors {
+            assert!(
+                error.is_misuse() && alone.is_misuse(),
+                "{error:?} {alone:?}"
+            );
+            let text = error.to_string();
+            assert!(
+                text.contains("ranks 0, 2: a model, an optimizer; rank 1: an optimizer, a model"),
+                "{text}"
+            );
+            let text = alone.to_string();
+            assert!(
+                text.contains("ranks 0, 2: a sharded optimizer; rank 1: a model"),
+                "{text}"
+            );
+        }
+    }
+}

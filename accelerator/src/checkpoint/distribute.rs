@@ -1,0 +1,51 @@
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::accelerator::Accelerator;
+use crate::core::error::Result;
+use crate::core::outcome;
+
+/// How many bytes travel in one broadcast.
+const CHUNK: usize = 64 << 20;
+
+/// What rank 0's `work` comes to, on every rank; where it fails, every rank gets the error. Work that
+/// lasts shows that it goes on.
+#[track_caller]
+pub(super) fn from_main<T: Serialize + DeserializeOwned>(
+    accelerator: &Accelerator,
+    action: &str,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let group = accelerator.group();
+    if accelerator.world_size() == 1 {
+        return work();
+    }
+    let reading = group.for_purpose(action);
+    if accelerator.is_main_process() {
+        let mine = outcome::tell(group, accelerator.alone(work))?;
+        return Ok(reading.broadcast_object(Some(&mine), 0)?);
+    }
+    outcome::hear(group, action)?;
+    Ok(reading.broadcast_object(None, 0)?)
+}
+
+/// The bytes that `read` gives on rank 0, on every rank.
+#[track_caller]
+pub(super) fn bytes_from_main(
+    accelerator: &Accelerator,
+    action: &str,
+    read: impl FnOnce() -> Result<Vec<u8>>,
+) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let length = from_main(accelerator, action, || {
+        bytes = read()?;
+        Ok(bytes.len() as u64)
+    })?;
+    bytes.resize(length as usize, 0);
+    if accelerator.world_size() > 1 {
+        for chunk in bytes.chunks_mut(CHUNK) {
+            accelerator.group().broadcast(chunk, 0)?;
+        }
+    }
+    Ok(bytes)
+}

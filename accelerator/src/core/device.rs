@@ -1,0 +1,278 @@
+#[cfg_attr(
+    not(any(feature = "cuda", feature = "wgpu")),
+    allow(dead_code, reason = "a CPU is shared by all ranks")
+)]
+mod assign;
+
+use core::fmt;
+use core::str::FromStr;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use accelerator_collective::Topology;
+use burn::tensor::{Device, FloatDType};
+
+use crate::core::choice::named;
+use crate::core::error::{Error, Kind, Result};
+use crate::core::panic_text::panic_text;
+
+pub use self::assign::Oversubscription;
+
+/// A kind of device that a program can run on.
+///
+/// Which kinds there are is decided by the crate's features: `flex` (the default) and `ndarray`
+/// on the CPU, `wgpu`, and `cuda`.
+///
+/// ```
+/// use accelerator::DeviceKind;
+///
+/// assert_eq!("flex".parse::<DeviceKind>()?, DeviceKind::Flex);
+/// assert!("banana".parse::<DeviceKind>().is_err());
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+///
+/// What this program can run on, and what it was not built for:
+///
+/// ```
+/// use accelerator::{Accelerator, DeviceKind};
+///
+/// let is_gpu = |kind: &DeviceKind| matches!(kind, DeviceKind::Cuda | DeviceKind::Wgpu);
+/// let (gpus, cpus): (Vec<_>, Vec<_>) = DeviceKind::ALL.into_iter().partition(is_gpu);
+/// assert_eq!(cpus, [DeviceKind::Flex, DeviceKind::NdArray]);
+/// assert!(cpus.into_iter().any(DeviceKind::is_compiled_in));
+/// for kind in gpus.into_iter().filter(|kind| !kind.is_compiled_in()) {
+///     let error = Accelerator::builder().device(kind).build().unwrap_err();
+///     assert!(error.is_device());
+/// }
+/// ```
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum DeviceKind {
+    /// NVIDIA devices; each rank of a host takes that of its local rank among those that
+    /// `CUDA_VISIBLE_DEVICES` shows (`accel-launch --gpu-ids`). With fewer devices than ranks see
+    /// [`Oversubscription`].
+    Cuda,
+    /// The CPU, through Burn's pure-Rust kernels.
+    Flex,
+    /// The CPU, through Burn's older ndarray kernels. They are slower than [`DeviceKind::Flex`]
+    /// by an order of magnitude and deprecated upstream.
+    NdArray,
+    /// Graphics devices by Vulkan, Metal or WebGPU. A rank that is alone on its host takes the best.
+    ///
+    /// Of several ranks of a host, each takes the discrete GPU of its local rank; with fewer such GPUs than
+    /// ranks see [`Oversubscription`]. Where there is no discrete GPU, or `CUBECL_WGPU_DEFAULT_DEVICE` names
+    /// a device, they share one. Gradients are gathered on the device and reduced
+    /// [through memory](crate::GradientReduction::Staged).
+    ///
+    /// Half [`precision`](crate::precision) is what the device has of it: many have f16, and no bf16.
+    Wgpu,
+}
+
+impl DeviceKind {
+    /// Every kind there is, compiled in or not.
+    pub const ALL: [Self; 4] = [Self::Cuda, Self::Wgpu, Self::Flex, Self::NdArray];
+
+    /// Whether this build of the crate has the feature for this kind.
+    pub fn is_compiled_in(self) -> bool {
+        match self {
+            Self::Cuda => cfg!(feature = "cuda"),
+            Self::Flex => cfg!(feature = "flex"),
+            Self::NdArray => cfg!(feature = "ndarray"),
+            Self::Wgpu => cfg!(feature = "wgpu"),
+        }
+    }
+
+    /// The fastest kind that is compiled in.
+    pub(crate) fn preferred() -> Self {
+        Self::ALL
+            .into_iter()
+            .find(|kind| kind.is_compiled_in())
+            .unwrap_or(Self::Flex)
+    }
+
+    /// Opens the device of this kind for the rank at this place of its host.
+    pub(crate) fn open(
+        self,
+        place: &Topology,
+        oversubscription: Oversubscription,
+    ) -> Result<Device> {
+        if !self.is_compiled_in() {
+            let there: Vec<_> = Self::ALL
+                .into_iter()
+                .filter(|kind| kind.is_compiled_in())
+                .map(|kind| format!("`{kind}`"))
+                .collect();
+            return Err(Error::new(
+                Kind::Device,
+                format!(
+                    "device `{self}` is not compiled in; this program has {}: build it with \
+                     `--features {self}`, or choose one of those",
+                    there.join(", ")
+                ),
+            ));
+        }
+        // Burn's GPU runtimes panic where the driver or the device is missing.
+        let open = AssertUnwindSafe(|| self.open_compiled(place, oversubscription));
+        catch_unwind(open).unwrap_or_else(|panic| {
+            Err(Error::new(
+                Kind::Device,
+                format!(
+                    "device `{self}` of local rank {} could not be opened: {}; check its driver, or choose \
+                     another device",
+                    place.local_rank(),
+                    panic_text(&*panic)
+                ),
+            ))
+        })
+    }
+
+    #[allow(unused_variables, reason = "a CPU is shared by all ranks")]
+    fn open_compiled(self, place: &Topology, oversubscription: Oversubscription) -> Result<Device> {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda => {
+                let devices = Device::enumerate(burn::tensor::DeviceType::Cuda);
+                let devices = devices.into_vec().len();
+                let index = share::take(place, self, devices, oversubscription)?;
+                opened(Device::cuda(index))
+            }
+            #[cfg(feature = "flex")]
+            Self::Flex => Ok(Device::flex()),
+            #[cfg(feature = "ndarray")]
+            #[allow(
+                deprecated,
+                reason = "the kind exists to give this device to who asks for it"
+            )]
+            Self::NdArray => Ok(Device::ndarray()),
+            #[cfg(feature = "wgpu")]
+            Self::Wgpu => opened(Device::wgpu(graphics(place, oversubscription)?)),
+            #[allow(
+                unreachable_patterns,
+                reason = "reached by the kinds that are not compiled in"
+            )]
+            other => Err(Error::new(
+                Kind::Device,
+                format!("device `{other}` is not compiled in"),
+            )),
+        }
+    }
+}
+
+impl fmt::Display for DeviceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Cuda => "cuda",
+            Self::Flex => "flex",
+            Self::NdArray => "ndarray",
+            Self::Wgpu => "wgpu",
+        })
+    }
+}
+
+impl FromStr for DeviceKind {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        named("device", name, &Self::ALL)
+    }
+}
+
+/// Makes `dtype` the device's default. Burn allows this once per process and before the first
+/// tensor.
+pub(crate) fn configure(device: &mut Device, dtype: FloatDType) -> Result<()> {
+    if dtype == FloatDType::Flex32 {
+        return Err(Error::config(
+            "the dtype Flex32 has no fixed size in memory and cannot be reduced; choose F32",
+        ));
+    }
+    if !device.supports_dtype(dtype) {
+        return Err(Error::new(
+            Kind::Device,
+            format!("the device {device:?} does not support {dtype:?}; choose another dtype"),
+        ));
+    }
+    match device.configure(dtype) {
+        Ok(()) => Ok(()),
+        Err(_) if device.settings().float_dtype == dtype => Ok(()),
+        Err(error) => Err(Error::with_source(
+            Kind::Config,
+            format!(
+                "the dtype {dtype:?} was asked for, but this process already computes in {:?} on \
+                 that device: build the Accelerator before the first tensor, and with one dtype \
+                 only",
+                device.settings().float_dtype
+            ),
+            error,
+        )),
+    }
+}
+
+/// The graphics device of the rank at this place of its host.
+#[cfg(feature = "wgpu")]
+fn graphics(
+    place: &Topology,
+    oversubscription: Oversubscription,
+) -> Result<burn::tensor::DeviceKind> {
+    use burn::tensor::DeviceKind::{DefaultDevice, DiscreteGpu};
+
+    /// By which the user says what the default device is.
+    const NAMED: &str = "CUBECL_WGPU_DEFAULT_DEVICE";
+
+    if place.local_world_size() == 1 || std::env::var_os(NAMED).is_some() {
+        return Ok(DefaultDevice);
+    }
+    let there = Device::enumerate(burn::tensor::DeviceType::Wgpu).into_vec();
+    // They are numbered from 0 among themselves.
+    let is_there = |index: &usize| there.contains(&Device::wgpu(DiscreteGpu(*index)));
+    match (0..there.len()).take_while(is_there).count() {
+        // One that is part of the processor, or computes on it: there is one of it, as there is of a CPU.
+        0 => Ok(DefaultDevice),
+        devices => {
+            let index = share::take(place, DeviceKind::Wgpu, devices, oversubscription)?;
+            Ok(match devices {
+                // The same device as that of plain Burn code, which asks for the default.
+                1 => DefaultDevice,
+                _ => DiscreteGpu(index),
+            })
+        }
+    }
+}
+
+/// Runs something on the device, so that a missing driver shows here and not in the first step.
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
+fn opened(device: Device) -> Result<Device> {
+    device.sync().map_err(|error| {
+        Error::new(
+            Kind::Device,
+            format!("the device {device:?} does not answer: {error:?}"),
+        )
+    })?;
+    Ok(device)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_round_trip() {
+        for kind in DeviceKind::ALL {
+            assert_eq!(kind.to_string().parse::<DeviceKind>().unwrap(), kind);
+        }
+    }
+
+    #[test]
+    fn a_device_that_is_not_compiled_in_says_how_to_get_it() {
+        for kind in DeviceKind::ALL
+            .into_iter()
+            .filter(|kind| !kind.is_compiled_in())
+        {
+            let place = Topology::single();
+            let error = kind.open(&place, Oversubscription::Refuse).unwrap_err();
+            assert!(error.is_device());
+            assert!(
+                error.to_string().contains(&format!("--features {kind}")),
+                "{error}"
+            );
+        }
+    }
+}

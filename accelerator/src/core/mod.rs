@@ -1,0 +1,12 @@
+pub(crate) mod agreement;
+pub(crate) mod autodiff;
+pub(crate) mod choice;
+pub(crate) mod device;
+pub(crate) mod error;
+pub(crate) mod module_path;
+pub(crate) mod outcome;
+pub(crate) mod panic_text;
+pub(crate) mod scalar;
+pub(crate) mod short_hash;
+pub(crate) mod tensor_rank;
+pub(crate) mod user_message;

@@ -1,0 +1,69 @@
+use core::fmt;
+use std::sync::{Arc, OnceLock};
+
+use burn::tensor::Tensor;
+
+/// A number, which is read from its device when somebody asks for it, and once.
+#[derive(Clone)]
+pub(crate) struct Scalar(Arc<ScalarValue>);
+
+struct ScalarValue {
+    /// Of one element; `None` where it was never on a device.
+    there: Option<Tensor<1>>,
+    read: OnceLock<f64>,
+}
+
+impl Scalar {
+    /// What a device has in one element.
+    pub(crate) fn on_device(there: Tensor<1>) -> Self {
+        Self(Arc::new(ScalarValue {
+            there: Some(there),
+            read: OnceLock::new(),
+        }))
+    }
+
+    /// Where it lies.
+    pub(crate) fn there(&self) -> Option<&Tensor<1>> {
+        self.0.there.as_ref()
+    }
+
+    /// Its value, for which this waits where it has not been read yet.
+    pub(crate) fn read(&self) -> f64 {
+        let ScalarValue { there, read } = &*self.0;
+        *read.get_or_init(|| there.clone().map_or(f64::NAN, number))
+    }
+
+    pub(crate) fn is_read(&self) -> bool {
+        self.0.read.get().is_some()
+    }
+}
+
+impl From<f64> for Scalar {
+    fn from(value: f64) -> Self {
+        Self(Arc::new(ScalarValue {
+            there: None,
+            read: OnceLock::from(value),
+        }))
+    }
+}
+
+/// Without a wait.
+impl fmt::Debug for Scalar {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.read.get() {
+            Some(value) => value.fmt(f),
+            None => f.write_str("on the device"),
+        }
+    }
+}
+
+/// The number of a tensor of one element, in `f64`; NaN of none.
+pub(crate) fn number(scalar: Tensor<1>) -> f64 {
+    let data = scalar.into_data();
+    // Losses are read in every step, and a conversion would take longer than this.
+    match data.as_slice::<f32>() {
+        Ok(values) => values.first().copied().map(f64::from),
+        Err(_) => data.iter::<f64>().next(),
+    }
+    .unwrap_or(f64::NAN)
+}

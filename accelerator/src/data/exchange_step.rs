@@ -1,0 +1,194 @@
+use core::fmt;
+use core::panic::Location;
+
+use accelerator_collective::ProcessGroup;
+use ciborium::Value;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::core::agreement::sides;
+use crate::core::error::{Error, Kind, Result};
+use crate::core::outcome::Failure;
+
+/// What a rank reads at the moment. It goes with everything that ranks tell each other about data, so that
+/// what belongs to one loader or epoch is never taken for a part of another.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(crate) struct ReadPosition {
+    pub(super) epoch: u64,
+    /// By its number among the loaders of the program.
+    pub(super) loader: u64,
+    pub(super) step: u64,
+}
+
+impl ReadPosition {
+    pub(crate) fn numbers(self) -> [u64; 3] {
+        [self.loader, self.epoch, self.step]
+    }
+}
+
+impl fmt::Display for ReadPosition {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            epoch,
+            loader,
+            step,
+        } = self;
+        write!(f, "step {step} of epoch {epoch} of loader {loader}")
+    }
+}
+
+/// Tells all ranks of this one's step, and hears of theirs, in rank order.
+///
+/// Where a rank has failed to do `action`, all fail: this one with its own error, if it has one. Where ranks
+/// are at different places, all fail alike. Errors of the communication name the line of `caller`.
+pub(super) fn meet<T: Serialize + DeserializeOwned>(
+    group: &ProcessGroup,
+    position: ReadPosition,
+    mine: Result<T, &Error>,
+    action: &str,
+    caller: &Location<'_>,
+) -> Result<Vec<T>> {
+    let word = match &mine {
+        Ok(word) => Ok(Value::serialized(word).map_err(unreadable)?),
+        Err(error) => Err(Failure::of(error)),
+    };
+    let group = group.for_purpose(PURPOSE);
+    let told = group.all_gather_object_at(&(position, word), caller);
+    let told: Vec<(ReadPosition, Result<Value, Failure>)> = match (told, mine.err()) {
+        (Ok(told), own) => {
+            same_place(&told, own)?;
+            if let Some(own) = own {
+                return Err(own.clone());
+            }
+            told
+        }
+        // What went wrong here is the cause.
+        (Err(_), Some(own)) => return Err(own.clone()),
+        (Err(error), None) => return Err(error.into()),
+    };
+    let words = told.into_iter().enumerate();
+    words
+        .map(|(rank, (_, word))| {
+            let word = word.map_err(|failure| failure.into_error(rank, action))?;
+            word.deserialized().map_err(unreadable)
+        })
+        .collect()
+}
+
+/// What ranks tell each other about data for, whatever they read: who reads other data than the others is named
+/// by [`ReadPosition`], and who reads none by this.
+pub(super) const PURPOSE: &str = "the next batch of a loader";
+
+fn same_place<T>(told: &[(ReadPosition, T)], own: Option<&Error>) -> Result<()> {
+    if told.iter().all(|(position, _)| *position == told[0].0) {
+        return Ok(());
+    }
+    let message = format!(
+        "the ranks read different data at the same time ({}): ask for batches of the same loader and epoch, \
+         in the same order, on every rank; loaders are numbered from 0, in the order in which they were prepared",
+        sides(told.iter().map(|(position, _)| position))
+    );
+    Err(match own {
+        Some(own) => Error::with_source(Kind::Misuse, message, own.clone()),
+        None => Error::misuse(message),
+    })
+}
+
+fn unreadable(error: ciborium::value::Error) -> Error {
+    let message =
+        "what ranks tell each other of a loader cannot be read: start the same program on all";
+    Error::with_source(Kind::Data, message, error)
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+
+    const POSITION: ReadPosition = ReadPosition {
+        epoch: 1,
+        loader: 0,
+        step: 7,
+    };
+
+    #[test]
+    fn another_place_is_named_on_every_rank_also_beside_a_failure() {
+        let errors = crate::launch(3, |accelerator| {
+            let rank = accelerator.rank();
+            let position = [
+                POSITION,
+                ReadPosition {
+                    loader: 2,
+                    ..POSITION
+                },
+                POSITION,
+            ][rank];
+            let failed = Error::new(Kind::Data, "no disk");
+            let mine = if rank == 2 { Err(&failed) } else { Ok(rank) };
+            let error = meet(
+                accelerator.group(),
+                position,
+                mine,
+                "read",
+                Location::caller(),
+            );
+            let error = error.unwrap_err();
+            // The group lives.
+            accelerator.wait_for_everyone()?;
+            Ok(error)
+        })
+        .unwrap();
+        for error in errors {
+            assert!(error.is_misuse(), "{error:?}");
+            let text = error.to_string();
+            for side in [
+                "ranks 0, 2: step 7 of epoch 1 of loader 0",
+                "rank 1: step 7 of epoch 1 of loader 2",
+            ] {
+                assert!(text.contains(side), "{text}");
+            }
+        }
+    }
+
+    /// Words of different kinds are not read before it is known that they are of one place.
+    #[test]
+    fn words_of_another_kind_are_of_another_place() {
+        let errors = crate::launch(2, |accelerator| {
+            let group = accelerator.group();
+            let error = match accelerator.rank() {
+                0 => meet(
+                    group,
+                    POSITION,
+                    Ok("aaa".to_owned()),
+                    "read",
+                    Location::caller(),
+                )
+                .unwrap_err(),
+                _ => {
+                    let position = ReadPosition {
+                        epoch: 2,
+                        ..POSITION
+                    };
+                    meet(group, position, Ok(5_u8), "read", Location::caller()).unwrap_err()
+                }
+            };
+            Ok(error)
+        });
+        for error in errors.unwrap() {
+            assert!(error.is_misuse() && !error.is_collective(), "{error:?}");
+        }
+    }
+
+    #[test]
+    fn what_failed_here_is_told_before_the_loss_of_another_rank() {
+        let errors = crate::launch(2, |accelerator| {
+            let group = accelerator.group();
+            group.abort("this rank gives up".to_owned());
+            let failed = Error::new(Kind::Data, "no disk");
+            let caller = Location::caller();
+            Ok(meet::<u8>(group, POSITION, Err(&failed), "read", caller).unwrap_err())
+        });
+        for error in errors.unwrap() {
+            assert!(error.is_data(), "{error:?}");
+        }
+    }
+}

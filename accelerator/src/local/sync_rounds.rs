@@ -1,0 +1,221 @@
+use core::num::NonZeroU64;
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn::tensor::Tensor;
+
+use super::Weighting;
+use crate::accelerator::Accelerator;
+use crate::core::agreement;
+use crate::core::error::{Error, Result};
+use crate::reduce::local_round::{LocalRound, OpenRoundConcern, sharded};
+use crate::reduce::{Gradients, MeanWeight, ModelState, ReduceScope, Weight};
+
+/// When ranks meet, and what each of them counts: what local training of both kinds has in common.
+#[derive(Debug)]
+pub struct SyncRounds {
+    pub(super) accelerator: Accelerator,
+    concern: OpenRoundConcern,
+    /// Gradients that were handed out and not used hold it too.
+    handed: Arc<()>,
+    period: NonZeroU64,
+    weighting: Weighting,
+}
+
+/// What goes on in rounds.
+pub trait InRounds {
+    #[doc(hidden)]
+    fn rounds(&self) -> &SyncRounds;
+}
+
+impl SyncRounds {
+    /// Compares what the program `said` with the other ranks.
+    #[track_caller]
+    pub(super) fn new(
+        accelerator: &Accelerator,
+        period: u64,
+        weighting: Weighting,
+        concern: OpenRoundConcern,
+        said: &str,
+    ) -> Result<Self> {
+        // Before what one rank refuses: others would wait for it.
+        agreement::check(accelerator.group(), "local training", said)?;
+        let period = NonZeroU64::new(period).ok_or_else(|| {
+            Error::config(
+                "local training averages after every 0 steps; expected 1 or more: 1 is after each one",
+            )
+        })?;
+        check_nothing_crosses(accelerator)?;
+        Ok(Self {
+            accelerator: accelerator.clone(),
+            concern,
+            handed: Arc::default(),
+            period,
+            weighting,
+        })
+    }
+
+    /// Runs the backward pass, and counts the window if that ends it.
+    #[track_caller]
+    pub(super) fn backward<M: Module>(
+        &self,
+        loss: Tensor<1>,
+        model: &M,
+        weight: Weight,
+    ) -> Result<Gradients> {
+        check_nothing_crosses(&self.accelerator)?;
+        if self.accelerator.shared.optimizers.has_only_shards() {
+            return Err(sharded());
+        }
+        let slot = self.slot(model)?;
+        slot.round().check_whole()?;
+        let steps = slot.round().steps();
+        if steps >= self.period.get() {
+            return Err(Error::misuse(format!(
+                "{steps} local steps were taken, and parameters are due to be averaged after {}: call \
+                 `local.step(&mut model)?` after each step of the optimizer",
+                self.period
+            )));
+        }
+        let gradients = self
+            .accelerator
+            .backward_of(loss, model, weight, ReduceScope::Local)?;
+        if !gradients.is_accumulating() {
+            let samples = gradients.samples().unwrap_or(0.0);
+            slot.round().count(samples, self.concern);
+        }
+        Ok(gradients.held_by(&self.handed))
+    }
+
+    /// Whether it is time to average.
+    pub(super) fn is_due<M: Module>(&self, model: &M) -> Result<bool> {
+        let slot = self.slot(model)?;
+        let mut round = slot.round();
+        let due = round.steps() >= self.period.get();
+        // Where ranks meet, the others hear of it.
+        match due {
+            true => Ok(true),
+            false => round.check_whole().map(|()| false),
+        }
+    }
+
+    pub(super) fn slot<M: Module>(&self, model: &M) -> Result<Arc<ModelState>> {
+        self.accelerator.shared.models.find(model)
+    }
+
+    /// What this rank counts in the average that comes next; `None` where no rank took a step.
+    #[track_caller]
+    pub(super) fn share(&self, slot: &ModelState) -> Result<Option<MeanWeight>> {
+        let round: LocalRound = *slot.round();
+        let obstacle = self.obstacle(slot);
+        let blocked = f64::from(u8::from(obstacle.is_some()));
+        let group = self.accelerator.group();
+        let mine = [round.steps() as f64, round.samples(), blocked];
+        let all = match group.world_size() {
+            1 => mine.to_vec(),
+            _ => group.all_gather(&mine)?,
+        };
+        if let Some(error) = obstacle {
+            return Err(error);
+        }
+        let each = |number| all.iter().skip(number).step_by(mine.len()).copied();
+        if let Some(rank) = each(2).position(|blocked| blocked > 0.0) {
+            return Err(Error::misuse(format!(
+                "rank {rank} was not ready to average parameters, and its own error says why: make the \
+                 same calls on every rank"
+            )));
+        }
+        if each(0).any(|steps| steps != mine[0]) {
+            let shown: Vec<_> = (0..)
+                .zip(each(0))
+                .map(|(rank, steps)| format!("{steps} on rank {rank}"))
+                .collect();
+            return Err(Error::misuse(format!(
+                "ranks average after different numbers of local steps: {}; run the same number of steps \
+                 on every rank, idle ones included: batches of a prepared loader do",
+                shown.join(", ")
+            )));
+        }
+        // Ranks are together, after the same steps.
+        self.accelerator.shared.timeline.deliver(group)?;
+        if round.steps() == 0 {
+            return Ok(None);
+        }
+        let samples: Vec<f64> = each(1).collect();
+        Ok(Some(self.weighting.share(&samples, group.rank())))
+    }
+
+    /// Why this rank cannot average. All ranks hear of it, since they wait for it.
+    fn obstacle(&self, slot: &ModelState) -> Option<Error> {
+        if let Err(error) = slot.round().check_whole() {
+            return Some(error);
+        }
+        let open = slot.open_micro_steps();
+        if open > 0 {
+            return Some(Error::misuse(format!(
+                "parameters are averaged between optimizer steps, and {open} micro-steps of the next one \
+                 are done: end the window with `trigger_sync`, or average at the end of an epoch"
+            )));
+        }
+        (Arc::strong_count(&self.handed) > 1).then(|| {
+            Error::misuse(
+                "the gradients of this rank's last backward are not used yet: let the optimizer step \
+                 (or drop them) before parameters are averaged",
+            )
+        })
+    }
+
+    /// The model is the same on every rank.
+    pub(super) fn close(slot: &ModelState) {
+        *slot.round() = LocalRound::default();
+    }
+}
+
+/// Refuses layers that ask other ranks in each forward: these have other parameters, and the gradients of
+/// such a layer are made to be averaged over all ranks.
+fn check_nothing_crosses(accelerator: &Accelerator) -> Result<()> {
+    if accelerator.world_size() == 1 || !accelerator.shared.crossing.is_noted() {
+        return Ok(());
+    }
+    Err(Error::misuse(
+        "local training steps each rank by itself, and a `SyncBatchNorm` of this accelerator normalises over \
+         all ranks in every forward: use Burn's `BatchNorm`, whose statistics are averaged with the \
+         parameters, or train with `accelerator.backward`",
+    ))
+}
+
+impl Weighting {
+    /// The share of a rank, where ranks stepped with so many samples. Ranks that count the same count 1:
+    /// multiplying by that changes no bit.
+    fn share(self, samples: &[f64], rank: usize) -> MeanWeight {
+        let alike = samples.iter().all(|count| *count == samples[0]);
+        if self == Self::Equal || alike {
+            return MeanWeight {
+                total: samples.len() as f64,
+                weight: 1.0,
+            };
+        }
+        MeanWeight {
+            total: samples.iter().sum(),
+            weight: samples[rank],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn share(weighting: Weighting, samples: &[f64]) -> [f64; 2] {
+        let MeanWeight { total, weight } = weighting.share(samples, 1);
+        [weight, total]
+    }
+
+    #[test]
+    fn a_rank_counts_what_it_saw_or_as_any_other() {
+        assert_eq!(share(Weighting::Samples, &[6.0, 2.0, 0.0]), [2.0, 8.0]);
+        assert_eq!(share(Weighting::Samples, &[7.0, 7.0, 7.0]), [1.0, 3.0]);
+        assert_eq!(share(Weighting::Samples, &[0.0, 0.0]), [1.0, 2.0]);
+        assert_eq!(share(Weighting::Equal, &[6.0, 2.0, 0.0]), [1.0, 3.0]);
+    }
+}

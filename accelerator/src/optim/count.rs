@@ -1,0 +1,55 @@
+use std::sync::Arc;
+
+/// How many of the optimizers that an accelerator has prepared live, by where their state lies.
+#[derive(Debug, Default)]
+pub(crate) struct OptimizerCount {
+    sharded: Arc<()>,
+    whole: Arc<()>,
+}
+
+/// An optimizer that is counted as long as it holds this.
+#[derive(Debug)]
+pub(crate) struct CountedOptimizer(
+    #[expect(dead_code, reason = "it is held to be counted")] Arc<()>,
+);
+
+/// Where the state of an optimizer lies.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum StateOf {
+    /// Each rank has a part.
+    Shards,
+    /// Each rank has all of it.
+    Whole,
+}
+
+impl OptimizerCount {
+    pub(crate) fn count(&self, state: StateOf) -> CountedOptimizer {
+        CountedOptimizer(match state {
+            StateOf::Shards => self.sharded.clone(),
+            StateOf::Whole => self.whole.clone(),
+        })
+    }
+
+    /// Whether there are optimizers, and each rank has only a part of the state of all of them.
+    pub(crate) fn has_only_shards(&self) -> bool {
+        // One handle is the census's own.
+        Arc::strong_count(&self.sharded) > 1 && Arc::strong_count(&self.whole) == 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_that_is_dropped_counts_no_more() {
+        let census = OptimizerCount::default();
+        assert!(!census.has_only_shards());
+        let _sharded = census.count(StateOf::Shards);
+        assert!(census.has_only_shards());
+        let whole = census.count(StateOf::Whole);
+        assert!(!census.has_only_shards());
+        drop(whole);
+        assert!(census.has_only_shards());
+    }
+}

@@ -1,0 +1,216 @@
+use core::ops::Range;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use burn::module::ParamId;
+
+use crate::model::Trainable;
+use crate::reduce::{BLOCK, ShardMap};
+
+/// A parameter is cut where each rank gets at least so many elements: below, what a piece costs by
+/// itself is more than what is saved.
+const WORTH_A_PIECE: usize = 4096;
+
+/// On which ranks the elements of a parameter live.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Partition {
+    /// Rank `r` has the elements from the `r`-th to the next one.
+    bounds: Vec<usize>,
+    shape: Vec<usize>,
+}
+
+impl Partition {
+    pub(super) fn range(&self, rank: usize) -> Range<usize> {
+        self.bounds[rank]..self.bounds[rank + 1]
+    }
+
+    /// The shape of a rank's piece: that of the parameter, if it has all of it.
+    pub(super) fn shape(&self, rank: usize) -> Vec<usize> {
+        let length = self.range(rank).len();
+        if length == self.elements() {
+            return self.shape.clone();
+        }
+        let mut shape = vec![1; self.shape.len().max(1)];
+        shape[0] = length;
+        shape
+    }
+
+    pub(super) fn whole_shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    pub(super) fn elements(&self) -> usize {
+        self.bounds.last().copied().unwrap_or(0)
+    }
+}
+
+/// Where the parameters live of models that were stepped so far.
+#[derive(Debug)]
+pub(super) struct Partitioner {
+    /// What bounds of gradients are known by.
+    identity: Arc<()>,
+    known: HashMap<ParamId, Partition>,
+    /// Bytes of parameters, by rank.
+    loads: Vec<usize>,
+}
+
+impl Partitioner {
+    pub(super) fn new(ranks: usize) -> Self {
+        Self {
+            identity: Arc::default(),
+            known: HashMap::new(),
+            loads: vec![0; ranks],
+        }
+    }
+
+    pub(super) fn known(&self) -> &HashMap<ParamId, Partition> {
+        &self.known
+    }
+
+    /// Whether these bounds are of these homes.
+    pub(super) fn are_at(&self, bounds: &ShardMap) -> bool {
+        bounds.are_of(&self.identity)
+    }
+
+    /// Where gradients of parameters are cut that have these homes, by number.
+    pub(super) fn bounds(&self, homes: Vec<Partition>) -> ShardMap {
+        let bounds = homes.into_iter().map(|home| home.bounds);
+        ShardMap::new(bounds.collect(), self.loads.len(), &self.identity)
+    }
+
+    /// Whether [`settle`](Self::settle) asks if this parameter may be cut.
+    pub(super) fn asks_about(&self, parameter: &Trainable) -> bool {
+        !self.known.contains_key(&parameter.id) && self.is_large(parameter)
+    }
+
+    /// Finds a home for a parameter. `may_be_cut` is asked where it is large.
+    pub(super) fn settle(
+        &mut self,
+        parameter: &Trainable,
+        may_be_cut: impl FnOnce() -> bool,
+    ) -> &Partition {
+        let (ranks, elements) = (self.loads.len(), parameter.shape.iter().product::<usize>());
+        let cut = self.is_large(parameter) && may_be_cut();
+        let bounds = if cut {
+            self.in_blocks(elements, parameter.float.width())
+        } else {
+            let owner = lightest(&self.loads);
+            let bound = |rank| if rank > owner { elements } else { 0 };
+            (0..=ranks).map(bound).collect()
+        };
+        let home = Partition {
+            bounds,
+            shape: parameter.shape.clone(),
+        };
+        for (rank, load) in self.loads.iter_mut().enumerate() {
+            *load += home.range(rank).len() * parameter.float.width();
+        }
+        self.known.entry(parameter.id).or_insert(home)
+    }
+
+    fn is_large(&self, parameter: &Trainable) -> bool {
+        parameter.shape.iter().product::<usize>() >= self.loads.len() * WORTH_A_PIECE
+    }
+
+    /// Cuts so many elements of `width` bytes at whole blocks, evenly at first. Those that are left over go to
+    /// the ranks that have least, and further ones from who has most to who has least, while that is more
+    /// than a block: the last block of each parameter may be short.
+    fn in_blocks(&self, elements: usize, width: usize) -> Vec<usize> {
+        let (blocks, ranks) = (elements.div_ceil(BLOCK), self.loads.len());
+        let (share, block) = (blocks / ranks, BLOCK * width);
+        let mut shares = vec![share; ranks];
+        let mut loads: Vec<_> = self.loads.iter().map(|load| load + share * block).collect();
+        loads[ranks - 1] -= blocks * block - elements * width;
+        for _ in 0..blocks % ranks {
+            let least = lightest(&loads);
+            shares[least] += 1;
+            loads[least] += block;
+        }
+        loop {
+            let (least, most) = (lightest(&loads), heaviest(&loads));
+            if loads[most] - loads[least] <= block || shares[most] == 1 {
+                break;
+            }
+            shares[most] -= 1;
+            loads[most] -= block;
+            shares[least] += 1;
+            loads[least] += block;
+        }
+        let mut reached = 0;
+        let ends = shares.into_iter().map(|share| {
+            reached += share * BLOCK;
+            reached.min(elements)
+        });
+        core::iter::once(0).chain(ends).collect()
+    }
+}
+
+/// The first of the ranks that have least.
+fn lightest(loads: &[usize]) -> usize {
+    let loads = loads.iter().enumerate();
+    loads.min_by_key(|(_, load)| **load).map_or(0, |(at, _)| at)
+}
+
+/// The last of the ranks that have most.
+fn heaviest(loads: &[usize]) -> usize {
+    let loads = loads.iter().enumerate();
+    loads.max_by_key(|(_, load)| **load).map_or(0, |(at, _)| at)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::model::Float;
+
+    fn parameter(elements: usize) -> Trainable {
+        Trainable {
+            id: ParamId::new(),
+            path: String::new(),
+            shape: vec![elements],
+            float: Float::F32,
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn homes_cover_every_element_once_and_are_balanced(
+            sizes in proptest::collection::vec(0_usize..60_000, 1..30),
+            ranks in 2_usize..6,
+        ) {
+            let mut homes = Partitioner::new(ranks);
+            for &size in &sizes {
+                let home = homes.settle(&parameter(size), || true).clone();
+                let mut covered = 0;
+                for rank in 0..ranks {
+                    prop_assert_eq!(home.range(rank).start, covered);
+                    prop_assert_eq!(
+                        home.shape(rank).iter().product::<usize>(),
+                        home.range(rank).len()
+                    );
+                    if !home.range(rank).is_empty() {
+                        prop_assert_eq!(home.range(rank).start % BLOCK, 0);
+                    }
+                    covered = home.range(rank).end;
+                }
+                prop_assert_eq!(covered, size);
+            }
+            let most = homes.loads.iter().max().unwrap();
+            let least = homes.loads.iter().min().unwrap();
+            // One parameter that is not cut, and a block of one that is.
+            let slack = 4 * (ranks * WORTH_A_PIECE + BLOCK);
+            prop_assert!(most - least <= slack, "{:?}", homes.loads);
+        }
+    }
+
+    #[test]
+    fn what_may_not_be_cut_lives_on_one_rank() {
+        let mut homes = Partitioner::new(2);
+        for owner in [0, 1] {
+            let home = homes.settle(&parameter(100_000), || false);
+            assert_eq!(home.range(owner), 0..100_000);
+            assert_eq!(home.shape(owner), [100_000]);
+        }
+    }
+}

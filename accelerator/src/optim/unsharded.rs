@@ -1,0 +1,211 @@
+//! The step of whole parameters, from sums where they lie if the optimizer can.
+
+use core::fmt;
+use std::collections::HashMap;
+
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::{Devices, Flag, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
+use burn::tensor::{Bool, Device, Int, Tensor};
+
+use super::fused::step::{self, StepOutput};
+use crate::reduce::{GradientMeans, with_rank};
+
+/// Which parameters a fused optimizer steps.
+#[derive(Debug, Default)]
+pub(super) struct FusedSupport(HashMap<ParamId, FusedKind>);
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum FusedKind {
+    Fused,
+    Other,
+}
+
+impl FusedSupport {
+    /// Finds out about parameters that are stepped for the first time.
+    pub(super) fn learn(&mut self, optimizer: &ModuleOptimizer, averages: &GradientMeans) {
+        let mut blank = None;
+        for parameter in averages.parameters() {
+            if self.0.contains_key(&parameter.id) {
+                continue;
+            }
+            let blank = blank.get_or_insert_with(|| {
+                let optimizer = optimizer.clone();
+                optimizer.load_record(OptimizerRecord::default())
+            });
+            let kind = match step::is_fused(blank, parameter, averages.device()) {
+                true => FusedKind::Fused,
+                false => FusedKind::Other,
+            };
+            self.0.insert(parameter.id, kind);
+        }
+    }
+
+    pub(super) fn is_fused(&self, id: ParamId) -> bool {
+        self.0.get(&id) == Some(&FusedKind::Fused)
+    }
+
+    /// Copies what an optimizer cannot read where it lies.
+    pub(super) fn ready(
+        &mut self,
+        optimizer: &ModuleOptimizer,
+        mut averages: GradientMeans,
+    ) -> StepInput {
+        if averages.are_on_device() {
+            let gradients = averages.params(|_| true);
+            return StepInput {
+                averages,
+                gradients,
+                waiting: HashMap::new(),
+            };
+        }
+        self.learn(optimizer, &averages);
+        let mut gradients = averages.params(|id| !self.is_fused(id));
+        let mut waiting = HashMap::new();
+        for parameter in averages.parameters() {
+            if self.is_fused(parameter.id) {
+                with_rank!(parameter.shape.len(), D => {
+                    if let Some(stand_in) = averages.stand_in::<D>(parameter.id) {
+                        gradients.register(parameter.id, stand_in);
+                    }
+                });
+                waiting.insert(parameter.id, parameter.shape.iter().product());
+            }
+        }
+        StepInput {
+            averages,
+            gradients,
+            waiting,
+        }
+    }
+}
+
+/// Averages that can be stepped with.
+pub(super) struct StepInput {
+    averages: GradientMeans,
+    gradients: GradientsParams,
+    waiting: HashMap<ParamId, usize>,
+}
+
+impl StepInput {
+    pub(super) fn step<M: Module>(
+        self,
+        optimizer: &mut ModuleOptimizer,
+        rate: ModuleLearningRate,
+        model: M,
+    ) -> M {
+        let Self {
+            averages,
+            gradients,
+            waiting,
+        } = self;
+        let model = ObservedModel { model, waiting };
+        let step = || optimizer.step(rate, model, gradients);
+        step::step_on(averages, StepOutput::Parameter, step).0.model
+    }
+}
+
+/// A model that says which parameter is stepped next.
+#[derive(Clone)]
+struct ObservedModel<M> {
+    model: M,
+    /// The parameters whose sums wait, with their numbers of elements.
+    waiting: HashMap<ParamId, usize>,
+}
+
+impl<M: Module> Module for ObservedModel<M> {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        self.model.collect_devices(devices)
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        self.with(|model| model.fork(device))
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        self.with(|model| model.to_device(device))
+    }
+
+    fn train(self) -> Self {
+        self.with(Module::train)
+    }
+
+    fn valid(&self) -> Self {
+        self.clone().with(|model| model.valid())
+    }
+
+    fn materialize(self) -> Self {
+        self.with(Module::materialize)
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        self.model.visit(visitor);
+    }
+
+    fn map<P: ModuleMapper>(self, mapper: &mut P) -> Self {
+        let Self { model, mut waiting } = self;
+        let mut mapper = StepObserver {
+            mapper,
+            waiting: &mut waiting,
+        };
+        Self {
+            model: model.map(&mut mapper),
+            waiting,
+        }
+    }
+}
+
+impl<M> ObservedModel<M> {
+    fn with(self, change: impl FnOnce(M) -> M) -> Self {
+        Self {
+            model: change(self.model),
+            waiting: self.waiting,
+        }
+    }
+}
+
+impl<M: fmt::Debug> fmt::Debug for ObservedModel<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.model.fmt(f)
+    }
+}
+
+struct StepObserver<'a, P> {
+    mapper: &'a mut P,
+    waiting: &'a mut HashMap<ParamId, usize>,
+}
+
+impl<P: ModuleMapper> ModuleMapper for StepObserver<'_, P> {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.mapper.enter_module(name, container_type);
+    }
+
+    fn exit_module(&mut self, name: &str, container_type: &str) {
+        self.mapper.exit_module(name, container_type);
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        // A tied parameter is stepped in its first place.
+        match self.waiting.remove(&param.id) {
+            None => self.mapper.map_float(param),
+            Some(elements) => {
+                step::step_next(param.id, 0..elements, || self.mapper.map_float(param)).0
+            }
+        }
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        self.mapper.map_int(param)
+    }
+
+    fn map_bool<const D: usize>(
+        &mut self,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        self.mapper.map_bool(param)
+    }
+
+    fn map_flag(&mut self, param: Param<Flag>) -> Param<Flag> {
+        self.mapper.map_flag(param)
+    }
+}

@@ -1,0 +1,418 @@
+use std::sync::atomic::Ordering;
+
+use accelerator_fault::{Point, fail_point};
+use burn::module::Module;
+use burn::optim::GradientsParams;
+use burn::tensor::{DType, Tensor};
+
+use super::failed_calls::BackwardCall;
+use super::gradients::Gradients;
+use super::model_state::{ModelState, WorkingCopy};
+use super::reducer::{Reduced, Reducer};
+use super::step_commit::StepCommit;
+use super::trial_memory::settle_road;
+use super::window::{Window, check_all_known};
+use crate::accelerator::{Accelerator, SameBatches};
+use crate::core::error::{Error, Result};
+use crate::core::tensor_rank::with_rank;
+use crate::core::user_message;
+use crate::data::weight::Weight;
+use crate::model::Trainable;
+use crate::precision::{Finiteness, Precision, SkipNotice};
+use crate::replicas;
+use crate::timeline::{EventSubject, Phase};
+
+/// Whose samples gradients are the average over.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum ReduceScope {
+    Global,
+    /// Those of this rank alone: nothing is communicated.
+    Local,
+}
+
+/// See [`Accelerator::backward`].
+#[track_caller]
+pub(crate) fn backward<M: Module>(
+    accelerator: &Accelerator,
+    loss: Tensor<1>,
+    model: &M,
+    weight: Weight,
+    reach: ReduceScope,
+) -> Result<Gradients> {
+    let group = accelerator.group();
+    // Where collectives are refused, this rank calls alone, and no other waits for it.
+    let needs_no_ranks = reach == ReduceScope::Local || group.world_size() == 1;
+    if needs_no_ranks || group.check_allowed("`backward`").is_err() {
+        return run(accelerator, loss, model, weight, reach, None);
+    }
+    let batch = weight.mark.as_ref().map(|mark| mark.position());
+    let open = accelerator.shared.failed_calls.begin();
+    let gradients = run(accelerator, loss, model, weight, reach, Some(open.call()));
+    open.end(gradients.as_ref().err());
+    gradients.map_err(|error| match batch {
+        Some(batch) => error.at_batch(batch),
+        None => error,
+    })
+}
+
+#[track_caller]
+fn run<M: Module>(
+    accelerator: &Accelerator,
+    loss: Tensor<1>,
+    model: &M,
+    weight: Weight,
+    reach: ReduceScope,
+    call: Option<&BackwardCall>,
+) -> Result<Gradients> {
+    let slot = accelerator.shared.models.find(model)?;
+    slot.note_trained();
+    slot.tied().check(model)?;
+    // The graph of a working copy is used up by this, or never.
+    let copy = slot.take_working();
+    let group = accelerator.group();
+    if group.world_size() > 1 {
+        // A `SyncBatchNorm` misused on this rank: whether the others call `backward` too is not known, so the call is
+        // not counted; if they do, their windows differ in batches.
+        check_together(accelerator)
+            .inspect_err(|_| call.into_iter().for_each(BackwardCall::mark_synchronized))?;
+    }
+    if reach == ReduceScope::Global {
+        slot.round().check_together("average its gradients")?;
+    }
+    check(&loss, &weight)?;
+    if let Some(mark) = &weight.mark {
+        mark.begin();
+    }
+    let steps = accelerator.accumulation_steps();
+    let timeline = &accelerator.shared.timeline;
+    let scale = slot.window().begin(slot.loss_scale());
+    let ends = |before: usize| weight.ends_window(before + 1, steps);
+    // What one rank computes is handed on as it is, where nothing is to be added or taken back.
+    let needs_no_ranks = reach == ReduceScope::Local || group.world_size() == 1;
+    let hands_on_untouched = needs_no_ranks && scale.is_none() && weight.count > 0.0;
+    if hands_on_untouched && slot.open_micro_steps() == 0 && ends(0) {
+        // Nobody looks at its gradients.
+        drop(copy);
+        warn_precision_unused(accelerator, &slot);
+        if reach == ReduceScope::Global {
+            timeline.deliver(group)?;
+        }
+        timeline.backward_begins();
+        let gradients = {
+            let _backward = timeline.span(Phase::Backward);
+            GradientsParams::from_grads(loss.backward(), model)
+        };
+        let loss = loss.inner();
+        let known = |parameter: &&Trainable| with_rank!(parameter.shape.len(), D => gradients.get::<D>(parameter.id).is_some());
+        let strangers = gradients.len() - slot.parameters().iter().filter(known).count();
+        check_all_known(strangers)?;
+        check_some_trained(&slot, !gradients.is_empty())?;
+        // What it asks of the caller concerns connections and files, of which there are none here.
+        let _ = fail_point(group.rank(), Point::Step(slot.steps()));
+        if reach == ReduceScope::Global {
+            let trigger = &accelerator.shared.trigger;
+            trigger.receive(trigger.send());
+        }
+        let gradients = Gradients::untouched(slot.clone(), gradients, loss, weight);
+        if slot.reads_losses() {
+            gradients.check_loss(&slot, group.rank())?;
+        }
+        return Ok(gradients);
+    }
+    let _turn = slot.turn().take(group)?;
+    let (window, _group_turn) = {
+        let mut window = slot.window();
+        if let Some(epoch) = window.left_epoch(&weight)
+            && accelerator.is_main_process()
+        {
+            slot.warn_left_epoch(epoch, window.micro_steps());
+        }
+        if !ends(window.micro_steps()) {
+            drop(copy);
+            timeline.backward_begins();
+            let gradients = {
+                let _backward = timeline.span(Phase::Backward);
+                GradientsParams::from_grads(scaled(loss.clone(), scale).backward(), model)
+            };
+            let _copy = timeline.span(Phase::Copy(EventSubject::Whole));
+            // Nothing is sent here, but within backward something may have been.
+            let crossed = accelerator.shared.crossing.check();
+            return crossed
+                .and_then(|()| window.add(&slot, group, gradients, loss.inner(), weight))
+                .map(|()| Gradients::accumulating())
+                .inspect_err(|_| *window = Window::default());
+        }
+        // Windows of other models are sent over the same group.
+        let group_turn = match reach {
+            ReduceScope::Global => accelerator.shared.turn.take(group)?,
+            ReduceScope::Local => None,
+        };
+        (core::mem::take(&mut *window), group_turn)
+    };
+    warn_precision_unused(accelerator, &slot);
+    if reach == ReduceScope::Global {
+        // All ranks come here, and to no other `backward`.
+        timeline.deliver(group)?;
+    }
+    timeline.backward_begins();
+    // As above.
+    let _ = fail_point(group.rank(), Point::Step(slot.steps()));
+    let reduced = match reach {
+        ReduceScope::Global => {
+            replicas::check_when_due(accelerator, &slot, model)?;
+            reduce(
+                accelerator,
+                &slot,
+                window,
+                loss,
+                (model, copy),
+                &weight,
+                call,
+            )?
+        }
+        ReduceScope::Local => add_up(accelerator, &slot, window, loss, model, &weight)?,
+    };
+    warn_same_losses(accelerator, &slot, reduced.same_losses);
+    if reduced.total <= 0.0 {
+        slot.take_back(reduced.ledger);
+        if reach == ReduceScope::Local {
+            slot.count_step();
+            let model = slot.first_id();
+            reduced.marks.iter().for_each(|mark| mark.commit(model));
+            return Ok(Gradients::idle(weight.epoch));
+        }
+        return Err(Error::misuse(
+            "the weights of this step add up to 0 over all ranks: there is no sample to average \
+             over",
+        ));
+    }
+    // All ranks see the same, but for steps of their own.
+    let some_trained = check_some_trained(&slot, reduced.ledger.present.contains(&true));
+    if let Err(error) = some_trained {
+        slot.take_back(reduced.ledger);
+        return Err(error);
+    }
+    let device = accelerator.shared.device.clone();
+    let wants_norm = reduced.wants_norm;
+    let mut gradients = Gradients::reduced(slot.clone(), device, reduced, weight.epoch);
+    // It takes all ranks, of which some may ask for it later, and others not.
+    if wants_norm && (gradients.is_spread() || scale.is_some()) {
+        let (part, bytes) = (EventSubject::Control, slot.parameters().len() * 8);
+        let _reduce = timeline.span(Phase::Reduce { part, bytes });
+        gradients.agree_on_norm()?;
+    }
+    if let Some(scale) = scale {
+        // All ranks see the same sums.
+        let finiteness = match gradients.norm() {
+            Some(norm) if norm.is_finite() => Finiteness::Finite,
+            _ => Finiteness::NotFinite,
+        };
+        gradients.note_finiteness(finiteness);
+        if finiteness == Finiteness::NotFinite {
+            // There is nothing to step with.
+            let commit = gradients.take_commit();
+            commit.into_iter().for_each(StepCommit::commit);
+            tracing::debug!(
+                step = slot.steps(),
+                scale,
+                "a step is skipped: gradients are not finite"
+            );
+            if accelerator.is_main_process() || reach == ReduceScope::Local {
+                report_skip(&slot, scale);
+            }
+            return Ok(Gradients::overflowed(scale, weight.epoch, reach));
+        }
+    }
+    Ok(gradients)
+}
+
+/// Runs the backward pass of the last micro-step, and sums the window over the ranks.
+#[track_caller]
+fn reduce<M: Module>(
+    accelerator: &Accelerator,
+    slot: &ModelState,
+    window: Window,
+    loss: Tensor<1>,
+    (model, copy): (&M, WorkingCopy),
+    weight: &Weight,
+    call: Option<&BackwardCall>,
+) -> Result<Reduced> {
+    let group = accelerator.group();
+    let scale = window.loss_scale();
+    let compression = accelerator.shared.settings.compression;
+    settle_road(accelerator)?;
+    accelerator.shared.road.window_begins();
+    let mut watching = slot.watching();
+    if accelerator.shared.crossing.is_noted() {
+        watching.give_way();
+    }
+    let repair = watching.repair();
+    let timeline = &accelerator.shared.timeline;
+    let reducer = Reducer::new(
+        slot,
+        group,
+        window,
+        weight.count,
+        compression,
+        repair,
+        timeline,
+    )?;
+    let reducer = reducer.with_loss_scale(scale.unwrap_or(1.0));
+    let reducer = reducer.with_trigger(accelerator.shared.trigger.clone());
+    let reducer = match call {
+        Some(call) => reducer.with_call(call),
+        None => reducer,
+    };
+    let value = loss.clone();
+    let (gradients, reducer, lesson) = {
+        let _backward = timeline.span(Phase::Backward);
+        watching.backward(scaled(loss, scale), model, copy, slot, reducer)
+    };
+    let mut reduced = reducer.finish(slot, gradients, value.inner(), weight.mark.clone())?;
+    watching.learn(lesson, &mut reduced, slot, group)?;
+    slot.note_overlap(watching.report());
+    accelerator.shared.road.window_ends();
+    Ok(reduced)
+}
+
+/// Runs the backward pass of the last micro-step, and adds the window up on this rank alone.
+fn add_up<M: Module>(
+    accelerator: &Accelerator,
+    slot: &ModelState,
+    window: Window,
+    loss: Tensor<1>,
+    model: &M,
+    weight: &Weight,
+) -> Result<Reduced> {
+    let (group, timeline) = (accelerator.group(), &accelerator.shared.timeline);
+    let scale = window.loss_scale();
+    let reducer = Reducer::alone(slot, group, window, weight.count, timeline);
+    let reducer = reducer.with_loss_scale(scale.unwrap_or(1.0));
+    let value = loss.clone();
+    let gradients = {
+        let _backward = timeline.span(Phase::Backward);
+        GradientsParams::from_grads(scaled(loss, scale).backward(), model)
+    };
+    reducer.finish(slot, gradients, value.inner(), weight.mark.clone())
+}
+
+/// In full precision, times the loss scale: small gradients in half precision would be 0 without.
+fn scaled(loss: Tensor<1>, scale: Option<f64>) -> Tensor<1> {
+    match scale {
+        Some(scale) => in_full(loss).mul_scalar(scale),
+        None => loss,
+    }
+}
+
+/// In `f32`, where it is in half precision.
+fn in_full(loss: Tensor<1>) -> Tensor<1> {
+    match loss.dtype() {
+        DType::F16 | DType::BF16 => loss.cast(DType::F32),
+        _ => loss,
+    }
+}
+
+/// Refuses a window with samples in which no parameter of the model has a gradient.
+fn check_some_trained(slot: &ModelState, some: bool) -> Result<()> {
+    if some {
+        return Ok(());
+    }
+    let parameters = slot.parameters();
+    Err(Error::misuse(format!(
+        "the loss does not depend on this model: none of its {} parameters (`{}`, …) has a gradient on any \
+         rank; pass the model that the loss was computed from, and do not detach it from there",
+        parameters.len(),
+        parameters.first().map_or("", |first| &first.path),
+    )))
+}
+
+/// Says once a model that what was asked for is not done: its steps compute in full precision.
+fn warn_precision_unused(accelerator: &Accelerator, slot: &ModelState) {
+    let precision = accelerator.precision();
+    if precision != Precision::No && slot.claim_precision_warning() && accelerator.is_main_process()
+    {
+        user_message::warn(&format!(
+            "the precision is {precision}, and a model is trained in full precision all the same: its forward \
+             pass does not use the working copy; write `accelerator.forward(&model, |model| …)` around it, \
+             with `accelerator.to_working(input)` for what goes in (said once a model)"
+        ));
+    }
+}
+
+/// Says at the first skipped step what that is, and after many in a row that something else is wrong.
+fn report_skip(slot: &ModelState, scale: f64) {
+    match slot.skip_notice() {
+        None => {}
+        Some(SkipNotice::First) => user_message::tell(&format!(
+            "step {} is skipped: its gradients are not finite at the loss scale {scale}, and the next losses are scaled \
+             by {}; the first steps in f16 often are, until the scale fits (said once a model)",
+            slot.steps().saturating_sub(1),
+            slot.loss_scale().unwrap_or(scale)
+        )),
+        Some(SkipNotice::Many(skips)) => user_message::warn(&format!(
+            "{skips} steps in a row were skipped, and gradients are not finite at the loss scale {scale} either: look \
+             for an overflow of f16 in the forward pass (above 65504), or for a loss that is not finite; `bf16` has the \
+             range of f32, and `LossScale::with_initial` begins lower (said once a model)"
+        )),
+    }
+}
+
+/// In how many windows, one after the other, ranks have the same loss before it is said. A model that begins with
+/// zeros, and whose first steps overflow or have a rate of 0, has the same one for any samples.
+const SAME_LOSSES: u64 = 8;
+
+/// Says once a model that its ranks compute the same, so that several do what one does.
+fn warn_same_losses(accelerator: &Accelerator, slot: &ModelState, same_losses: bool) {
+    let shared = &accelerator.shared;
+    if shared.settings.same_batches == SameBatches::Allowed
+        || !slot.count_same_losses(same_losses, SAME_LOSSES)
+        || !accelerator.is_main_process()
+    {
+        return;
+    }
+    let loaders = match shared.loaders.load(Ordering::Relaxed) {
+        0 => "no data loader was prepared; ",
+        _ => "",
+    };
+    user_message::warn(&format!(
+        "all {} ranks had the same loss, to the bit, in {SAME_LOSSES} steps one after the other: they train on the \
+         same samples, so that all of them together do what one does alone; {loaders}pass the loader through \
+         `accelerator.prepare`, take the batches of `loader.epoch(epoch)`, and draw what is made by hand from \
+         another seed on each rank; where it is meant, build the accelerator with `allow_same_batches()` (said \
+         once a model)",
+        accelerator.world_size()
+    ));
+}
+
+/// Refuses a call that this rank makes alone.
+fn check_together(accelerator: &Accelerator) -> Result<()> {
+    // What failed in forward says more than what comes of it.
+    accelerator.shared.crossing.check()?;
+    accelerator.group().check_allowed("`backward`")?;
+    Ok(())
+}
+
+fn check(loss: &Tensor<1>, weight: &Weight) -> Result<()> {
+    if weight.uneven {
+        return Err(Error::misuse(
+            "this batch is of a loader with the tail policy `uneven`, under which ranks may run \
+             different numbers of steps; train with `exact` (no sample twice, every rank the \
+             same number of steps), and keep `uneven` for evaluation",
+        ));
+    }
+    weight.check_count()?;
+    let [elements] = loss.dims();
+    if elements != 1 {
+        return Err(Error::misuse(format!(
+            "the loss has {elements} elements; expected one, the mean over the batch"
+        )));
+    }
+    if !loss.is_tracked() {
+        return Err(Error::misuse(
+            "the loss does not depend on a trainable parameter: build the model on \
+             `accelerator.device()`, and compute the loss from the model, not from \
+             `model.valid()`",
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,320 @@
+//! Values in buckets.
+
+use core::ops::Range;
+
+use accelerator_collective::{Buffer, DType};
+use burn::tensor::TensorData;
+
+use super::element_values::ElementValues;
+use crate::model::Float;
+
+/// How a gradient enters its place.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum WriteMode {
+    /// The first of the window: what lies there is of another one.
+    Replace,
+    Add,
+}
+
+/// Puts `weight · gradient` into a buffer. One in half precision may be that of the working copy of a parameter in
+/// `f64`, and is widened to the type of the buffer.
+pub(super) fn write(
+    buffer: &mut Buffer,
+    range: &Range<usize>,
+    gradient: ElementValues<'_>,
+    weight: f64,
+    entry: WriteMode,
+) {
+    let single = weight as f32;
+    match gradient {
+        ElementValues::F64(from) => put(f64s_mut(buffer, range), from, weight, entry, |v| v),
+        ElementValues::F32(from) => put(f32s_mut(buffer, range), from, single, entry, |v| v),
+        ElementValues::F16(from) => put_half(buffer, range, from, weight, entry, half::f16::to_f32),
+        ElementValues::Bf16(from) => {
+            put_half(buffer, range, from, weight, entry, half::bf16::to_f32)
+        }
+    }
+}
+
+/// Zeroes a place that no micro-step wrote to.
+pub(super) fn clear(buffer: &mut Buffer, range: &Range<usize>) {
+    match buffer.dtype() {
+        DType::F64 => f64s_mut(buffer, range).fill(0.0),
+        _ => f32s_mut(buffer, range).fill(0.0),
+    }
+}
+
+/// `value / total · factor` of a place, as the data of a gradient of that type and shape.
+pub(super) fn read(
+    buffer: &Buffer,
+    range: &Range<usize>,
+    float: Float,
+    shape: &[usize],
+    total: f64,
+    factor: Option<f64>,
+) -> TensorData {
+    let shape = shape.to_vec();
+    match float {
+        Float::F64 => {
+            let values = f64s(buffer, range);
+            TensorData::new(scaled(values, total, factor, |v| v), shape)
+        }
+        Float::F32 => TensorData::new(
+            scaled(
+                f32s(buffer, range),
+                total as f32,
+                factor.map(|f| f as f32),
+                |v| v,
+            ),
+            shape,
+        ),
+        Float::F16 => TensorData::new(
+            scaled(
+                f32s(buffer, range),
+                total as f32,
+                factor.map(|f| f as f32),
+                half::f16::from_f32,
+            ),
+            shape,
+        ),
+        Float::Bf16 => TensorData::new(
+            scaled(
+                f32s(buffer, range),
+                total as f32,
+                factor.map(|f| f as f32),
+                half::bf16::from_f32,
+            ),
+            shape,
+        ),
+    }
+}
+
+/// Elements whose powers are added up by themselves. Who has a part of a parameter has whole blocks, so
+/// that sums of powers have the same bits however parameters are cut.
+pub(crate) const BLOCK: usize = 1024;
+
+/// Block by block of a place: the sum of `|value / divisor|^order`, in f64, or the largest of them, where the
+/// order is infinite. Squares are those of values that are not divided. Powers are those of one library,
+/// whatever the system has: ranks on other hosts get the same bits.
+pub(super) fn powers(
+    buffer: &Buffer,
+    range: &Range<usize>,
+    divisor: f64,
+    order: f64,
+    mut give: impl FnMut(f64),
+) {
+    match buffer.dtype() {
+        DType::F64 => {
+            let divisor = if order == 2.0 { 1.0 } else { divisor };
+            let blocks = f64s(buffer, range).chunks(BLOCK);
+            blocks.for_each(|block| give(sum_of_powers(block, |v| v / divisor, order)));
+        }
+        _ => {
+            let divisor = if order == 2.0 { 1.0 } else { divisor as f32 };
+            let blocks = f32s(buffer, range).chunks(BLOCK);
+            blocks.for_each(|block| give(sum_of_powers(block, |v| f64::from(v / divisor), order)));
+        }
+    }
+}
+
+/// What the [powers](powers) of the blocks of a parameter come to.
+pub(super) fn joined(blocks: impl Iterator<Item = f64>, divisor: f64, order: f64) -> f64 {
+    if order == 2.0 {
+        blocks.sum::<f64>() / (divisor * divisor)
+    } else if order.is_infinite() {
+        blocks.fold(0.0, larger)
+    } else {
+        blocks.sum()
+    }
+}
+
+/// The same of a gradient as Burn made it.
+pub(super) fn power_of(gradient: ElementValues<'_>, order: f64) -> f64 {
+    match gradient {
+        ElementValues::F64(values) => by_blocks(values, |v| v, order),
+        ElementValues::F32(values) => by_blocks(values, f64::from, order),
+        ElementValues::F16(values) => by_blocks(values, half::f16::to_f64, order),
+        ElementValues::Bf16(values) => by_blocks(values, half::bf16::to_f64, order),
+    }
+}
+
+/// Replaces every value of a place.
+pub(super) fn change(buffer: &mut Buffer, range: &Range<usize>, new: impl Fn(f64) -> f64) {
+    match buffer.dtype() {
+        DType::F64 => f64s_mut(buffer, range)
+            .iter_mut()
+            .for_each(|value| *value = new(*value)),
+        _ => f32s_mut(buffer, range)
+            .iter_mut()
+            .for_each(|value| *value = new(f64::from(*value)) as f32),
+    }
+}
+
+/// The larger of two magnitudes, or what is no number.
+pub(super) fn larger(one: f64, other: f64) -> f64 {
+    if other > one || other.is_nan() {
+        other
+    } else {
+        one
+    }
+}
+
+fn put<S: Copy, T>(into: &mut [T], from: &[S], weight: T, entry: WriteMode, widen: impl Fn(S) -> T)
+where
+    T: Copy + core::ops::Mul<Output = T> + core::ops::AddAssign,
+{
+    match entry {
+        WriteMode::Replace => {
+            for (into, from) in into.iter_mut().zip(from) {
+                *into = widen(*from) * weight;
+            }
+        }
+        WriteMode::Add => {
+            for (into, from) in into.iter_mut().zip(from) {
+                *into += widen(*from) * weight;
+            }
+        }
+    }
+}
+
+fn put_half<S: Copy>(
+    buffer: &mut Buffer,
+    range: &Range<usize>,
+    from: &[S],
+    weight: f64,
+    entry: WriteMode,
+    widen: impl Fn(S) -> f32,
+) {
+    match buffer.dtype() {
+        DType::F64 => put(f64s_mut(buffer, range), from, weight, entry, |v| {
+            f64::from(widen(v))
+        }),
+        _ => put(f32s_mut(buffer, range), from, weight as f32, entry, widen),
+    }
+}
+
+fn scaled<T, R>(values: &[T], total: T, factor: Option<T>, narrow: impl Fn(T) -> R) -> Vec<R>
+where
+    T: Copy + core::ops::Div<Output = T> + core::ops::Mul<Output = T>,
+{
+    match factor {
+        None => values.iter().map(|&value| narrow(value / total)).collect(),
+        Some(factor) => values
+            .iter()
+            .map(|&value| narrow(value / total * factor))
+            .collect(),
+    }
+}
+
+fn by_blocks<T: Copy>(values: &[T], widen: impl Fn(T) -> f64 + Copy, order: f64) -> f64 {
+    let blocks = values.chunks(BLOCK);
+    joined(
+        blocks.map(|block| sum_of_powers(block, widen, order)),
+        1.0,
+        order,
+    )
+}
+
+fn sum_of_powers<T: Copy>(values: &[T], widen: impl Fn(T) -> f64, order: f64) -> f64 {
+    if order == 2.0 {
+        return sum_of_squares(values, widen);
+    }
+    let magnitudes = values.iter().map(|&value| widen(value).abs());
+    if order.is_infinite() {
+        magnitudes.fold(0.0, larger)
+    } else {
+        magnitudes
+            .map(|magnitude| libm::pow(magnitude, order))
+            .sum()
+    }
+}
+
+/// In eight lanes, which the compiler can turn into vector instructions; the order is fixed.
+fn sum_of_squares<T: Copy>(values: &[T], widen: impl Fn(T) -> f64) -> f64 {
+    let mut lanes = [0.0; 8];
+    let chunks = values.chunks_exact(8);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        for (lane, &value) in lanes.iter_mut().zip(chunk) {
+            let value = widen(value);
+            *lane += value * value;
+        }
+    }
+    for (lane, &value) in lanes.iter_mut().zip(rest) {
+        let value = widen(value);
+        *lane += value * value;
+    }
+    lanes.iter().sum()
+}
+
+// The `expect`s hold: a place is only read as the type that its bucket was allocated with, which
+// the callers match on.
+macro_rules! views {
+    ($shared:ident, $unique:ident, $type:ty) => {
+        fn $shared<'a>(buffer: &'a Buffer, range: &Range<usize>) -> &'a [$type] {
+            &buffer.as_slice::<$type>().expect("a bucket of that type")[range.clone()]
+        }
+
+        fn $unique<'a>(buffer: &'a mut Buffer, range: &Range<usize>) -> &'a mut [$type] {
+            &mut buffer
+                .as_mut_slice::<$type>()
+                .expect("a bucket of that type")[range.clone()]
+        }
+    };
+}
+
+views!(f32s, f32s_mut, f32);
+views!(f64s, f64s_mut, f64);
+
+#[cfg(test)]
+mod tests {
+    use accelerator_collective::ProcessGroup;
+
+    use super::*;
+
+    #[test]
+    fn half_precision_is_summed_in_single() {
+        let mut buffer = ProcessGroup::single().buffer(DType::F32, 6);
+        let gradient = TensorData::new(vec![half::f16::from_f32(2000.0); 4], [4]);
+        let range = &(1..5);
+        for entry in [WriteMode::Replace, WriteMode::Add] {
+            write(
+                &mut buffer,
+                range,
+                ElementValues::of(&gradient),
+                64.0,
+                entry,
+            );
+        }
+        let back = read(&buffer, range, Float::F16, &[4], 128.0, None);
+        assert_eq!(back, gradient);
+        let power = |order| {
+            let mut blocks = Vec::new();
+            powers(&buffer, range, 128.0, order, |block| blocks.push(block));
+            joined(blocks.into_iter(), 128.0, order)
+        };
+        assert_eq!(power(2.0), 4.0 * 2000.0 * 2000.0);
+        assert_eq!(power(1.0), 4.0 * 2000.0);
+        assert_eq!(power(f64::INFINITY), 2000.0);
+    }
+
+    #[test]
+    fn parts_of_whole_blocks_have_the_powers_of_the_whole() {
+        let count = 2 * BLOCK + 100;
+        let mut buffer = ProcessGroup::single().buffer(DType::F64, count);
+        let values = buffer.as_mut_slice::<f64>().unwrap();
+        for (at, value) in values.iter_mut().enumerate() {
+            *value = (at as f64).sin();
+        }
+        for order in [1.0, 2.0, 3.0, f64::INFINITY] {
+            let blocks = |range| {
+                let mut blocks = Vec::new();
+                powers(&buffer, &range, 3.0, order, |block| blocks.push(block));
+                blocks
+            };
+            let whole = blocks(0..count);
+            let parts = [blocks(0..BLOCK), blocks(BLOCK..count)].concat();
+            assert_eq!((whole.len(), &whole), (3, &parts), "{order}");
+        }
+    }
+}

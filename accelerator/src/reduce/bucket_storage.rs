@@ -1,0 +1,158 @@
+//! Where the sums of a bucket are.
+
+use core::fmt;
+use core::ops::Range;
+
+use accelerator_collective::{Buffer, DType, Element, ProcessGroup};
+use burn::backend::DispatchTensor;
+use burn::tensor::{Device, Tensor, TensorData};
+
+use super::bucket::{self, WriteMode};
+use super::device_bucket::DeviceBucket;
+use super::element_values::{ElementValues, with_values};
+
+/// Where the sums of a model are kept.
+#[derive(Clone, Debug, Default)]
+pub(crate) enum Placement {
+    /// In memory, where the CPU and other processes work on them.
+    #[default]
+    Host,
+    /// On the device of the gradients.
+    Device(Device),
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Host => "in memory",
+            Self::Device(_) => "on the device",
+        })
+    }
+}
+
+/// The sums of a bucket.
+#[derive(Debug)]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "there is one a bucket; tensors of some devices are large"
+)]
+pub(super) enum BucketStorage {
+    Host(Buffer),
+    Device(DeviceBucket),
+}
+
+/// What a member of a bucket gets.
+pub(super) struct MemberGradient<'a> {
+    pub(super) range: &'a Range<usize>,
+    pub(super) gradient: Option<&'a DispatchTensor>,
+    pub(super) entry: WriteMode,
+}
+
+impl BucketStorage {
+    /// For so many elements; what is in it means nothing.
+    pub(super) fn new(group: &ProcessGroup, home: &Placement, dtype: DType, length: usize) -> Self {
+        match home {
+            Placement::Host => Self::Host(group.buffer(dtype, length)),
+            Placement::Device(device) => Self::Device(DeviceBucket::new(dtype, length, device)),
+        }
+    }
+
+    /// Adds `weight · gradient` of each member. Those without one are left as they are.
+    pub(super) fn enter<'a>(
+        &mut self,
+        members: impl Iterator<Item = MemberGradient<'a>> + Clone,
+        weight: f64,
+    ) {
+        match self {
+            Self::Host(buffer) => {
+                let there = members
+                    .clone()
+                    .enumerate()
+                    .filter_map(|(at, member)| Some((at, member.gradient?)));
+                let members: Vec<_> = members.collect();
+                with_values(there, |at, values| {
+                    let MemberGradient { range, entry, .. } = members[at];
+                    bucket::write(buffer, range, values, weight, entry);
+                });
+            }
+            Self::Device(flat) => {
+                let members = members.map(|member| (member.range, member.gradient));
+                flat.enter(members, weight);
+            }
+        }
+    }
+
+    /// Zeroes a place that nobody has written to.
+    pub(super) fn clear(&mut self, range: &Range<usize>) {
+        match self {
+            Self::Host(buffer) => bucket::clear(buffer, range),
+            // It is 0 where nobody has written.
+            Self::Device(_) => {}
+        }
+    }
+
+    /// The same with zeros, and all its memory taken: a page or a tensor is there when it is written to.
+    pub(super) fn written(self) -> Self {
+        match self {
+            Self::Host(mut buffer) => {
+                buffer.bytes_mut().fill(0);
+                Self::Host(buffer)
+            }
+            Self::Device(flat) => Self::Device(flat.with(flat.tensor())),
+        }
+    }
+
+    /// Makes it ready for another window.
+    pub(super) fn reopen(self) -> Self {
+        match self {
+            Self::Host(buffer) => Self::Host(buffer),
+            Self::Device(flat) => Self::Device(flat.blank()),
+        }
+    }
+
+    /// The same sums, kept in memory.
+    pub(super) fn into_host(self, group: &ProcessGroup) -> Self {
+        let mut flat = match self {
+            Self::Host(buffer) => return Self::Host(buffer),
+            Self::Device(flat) => flat,
+        };
+        let length = flat.len();
+        let data = flat.take().into_data();
+        let values = ElementValues::of(&data);
+        let dtype = match values {
+            ElementValues::F64(_) => DType::F64,
+            _ => DType::F32,
+        };
+        let mut buffer = group.buffer(dtype, length);
+        bucket::write(&mut buffer, &(0..length), values, 1.0, WriteMode::Replace);
+        Self::Host(buffer)
+    }
+
+    /// The same sums, kept on that device.
+    pub(super) fn into_device(self, device: &Device) -> Self {
+        match self {
+            Self::Host(buffer) => {
+                let flat = DeviceBucket::new(buffer.dtype(), buffer.len(), device);
+                Self::Device(flat.with(uploaded(&buffer, device)))
+            }
+            Self::Device(flat) => Self::Device(flat),
+        }
+    }
+}
+
+/// A copy of what is in a buffer, on that device.
+pub(super) fn uploaded(buffer: &Buffer, device: &Device) -> Tensor<1> {
+    fn data<E: Element + burn::tensor::Element>(buffer: &Buffer) -> Option<TensorData> {
+        let values = buffer.as_slice::<E>().ok()?.to_vec();
+        Some(TensorData::new(values, [buffer.len()]))
+    }
+    let data = match buffer.dtype() {
+        DType::F64 => data::<f64>(buffer),
+        DType::BF16 => data::<half::bf16>(buffer),
+        _ => data::<f32>(buffer),
+    };
+    #[expect(clippy::expect_used, reason = "gradients travel in these types alone")]
+    let data = data.expect("a buffer of floats");
+    let dtype = data.dtype();
+    Tensor::from_data(data, (device, dtype))
+}

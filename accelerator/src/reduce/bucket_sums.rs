@@ -1,0 +1,387 @@
+use core::ops::Range;
+use std::sync::Arc;
+
+use accelerator_collective::{BufferSlice, ProcessGroup, ReduceOp};
+use burn::module::ParamId;
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Tensor};
+
+use super::bucket::{self, BLOCK};
+use super::bucket_set::BucketSet;
+use super::bucket_storage::BucketStorage;
+use super::device_bucket;
+use super::layout::BucketRange;
+use super::model_state::ModelState;
+use super::shard::SumScope;
+use super::window::LossSum;
+use crate::core::error::{Error, Result};
+use crate::core::tensor_rank::with_rank;
+use crate::model::Trainable;
+
+/// Sums, whose ledger goes back to its slot.
+pub(super) struct BucketSums {
+    /// The ranks, where each adds powers up on a device of its own. Devices choose among kernels that
+    /// round differently, so what all ranks scale by is what rank 0 has found.
+    pub(super) apart: Option<ProcessGroup>,
+    /// There until it is dropped. In a box, which its slot keeps with it: gradients are moved often.
+    pub(super) ledger: Option<Box<BucketSet>>,
+    /// What sums are divided by: the total weight, times the scale of the loss.
+    pub(super) divisor: f64,
+    /// Σ weight · loss.
+    pub(super) loss: LossSum,
+    /// Of how many ranks they are.
+    pub(super) ranks: usize,
+    pub(super) slot: Arc<ModelState>,
+    /// Which of them this rank has.
+    pub(super) spread: SumScope,
+    pub(super) total: f64,
+}
+
+impl BucketSums {
+    /// The parameters that have a gradient, in path order, and where its sum lies.
+    pub(super) fn there(
+        &self,
+    ) -> impl Iterator<Item = (usize, &Trainable, &BucketStorage, &Range<usize>)> {
+        let parameters = self.slot.parameters().iter().enumerate();
+        parameters.filter_map(|(index, parameter)| {
+            let (sums, range) = self.place(index)?;
+            Some((index, parameter, sums, range))
+        })
+    }
+
+    /// Whether this rank has its own part of them alone.
+    pub(super) fn is_spread(&self) -> bool {
+        !self.spread.is_whole()
+    }
+
+    /// Whether they lie on a device.
+    pub(super) fn is_on_device(&self) -> bool {
+        self.ledger
+            .as_ref()
+            .is_some_and(|ledger| ledger.is_on_device())
+    }
+
+    /// Brings them to memory, where they lie on a device.
+    pub(super) fn bring_home(&mut self, group: &ProcessGroup) {
+        if let Some(ledger) = &mut self.ledger {
+            ledger.bring_home(group);
+        }
+    }
+
+    /// Which elements of a parameter this rank has the sums of.
+    fn own(&self, index: usize) -> Range<usize> {
+        let shape = &self.slot.parameters()[index].shape;
+        self.spread.of_parameter(index, shape.iter().product())
+    }
+
+    /// By parameter: the sum of `|x|^order` of its elements, or the largest magnitude where the order is
+    /// infinite; 0 for what has no gradient, or is not asked for. Where sums are spread, each rank adds its
+    /// own blocks up, and all ranks call it. A device adds up in its own order and type.
+    #[track_caller]
+    pub(super) fn powers(&self, order: f64, asked: impl Fn(usize) -> bool) -> Result<Vec<f64>> {
+        let mut blocks = Vec::new();
+        let mut places = Vec::new();
+        let mut powers = vec![0.0; self.slot.parameters().len()];
+        let mut on_device = (Vec::new(), Vec::new());
+        for (at, _, store, range) in self.there().filter(|(at, ..)| asked(*at)) {
+            let buffer = match store {
+                BucketStorage::Host(buffer) => buffer,
+                BucketStorage::Device(flat) => {
+                    if !range.is_empty() {
+                        let values = flat.tensor().slice(range.clone());
+                        on_device.0.push(at);
+                        on_device.1.push(values);
+                    }
+                    continue;
+                }
+            };
+            let own = self.own(at);
+            let (start, count) = (blocks.len(), range.len().div_ceil(BLOCK));
+            blocks.resize(start + own.start.div_ceil(BLOCK), 0.0);
+            let own = range.start + own.start..range.start + own.end;
+            bucket::powers(buffer, &own, self.divisor, order, |power| {
+                blocks.push(power)
+            });
+            blocks.resize(start + count, 0.0);
+            places.push((at, start..start + count));
+        }
+        if let SumScope::Own { group, .. } = &self.spread {
+            // Those of others are 0 here, which changes no bit.
+            let op = match order.is_infinite() {
+                true => ReduceOp::Max,
+                false => ReduceOp::Sum,
+            };
+            let measuring = group.for_purpose("the norm of gradients");
+            measuring.all_reduce(&mut blocks, op)?;
+        }
+        let (numbers, values) = on_device;
+        let found = device_bucket::powers(values, self.divisor, order);
+        for (at, power) in numbers.into_iter().zip(found) {
+            powers[at] = power;
+        }
+        for (at, range) in places {
+            let blocks = blocks[range].iter().copied();
+            powers[at] = bucket::joined(blocks, self.divisor, order);
+        }
+        Ok(powers)
+    }
+
+    /// What the other ranks wait for does not come: they are told, and no step takes place.
+    pub(super) fn give_up(&self, error: &Error) {
+        let waiting = match &self.spread {
+            SumScope::Own { group, .. } => Some(group),
+            SumScope::Whole => self.apart.as_ref(),
+        };
+        if let Some(group) = waiting {
+            group.abort(format!(
+                "it could not take part in what all ranks do with gradients: {error}"
+            ));
+        }
+    }
+
+    /// Gives this rank the sums of all. All ranks call it.
+    #[track_caller]
+    pub(super) fn make_whole(&mut self) -> Result<()> {
+        let (SumScope::Own { cuts, group }, Some(ledger)) = (&self.spread, &mut self.ledger) else {
+            return Ok(());
+        };
+        let group = group.for_purpose("the gradients of all ranks");
+        let layout = ledger.layout.clone();
+        let mut parts = vec![Vec::new(); group.world_size()];
+        for (rank, parts) in parts.iter_mut().enumerate() {
+            for bucket in 0..layout.len() {
+                let width = layout.width(bucket);
+                let ranges = cuts.buckets[bucket].of(rank).iter();
+                parts.extend(ranges.map(|range| BufferSlice {
+                    buffer: bucket,
+                    bytes: range.start * width..range.end * width,
+                }));
+            }
+        }
+        let mut buffers = ledger.summed();
+        let mut whole: Vec<Vec<u8>> = buffers
+            .iter()
+            .map(|buffer| vec![0; buffer.bytes().len()])
+            .collect();
+        group.all_gather_parts(&mut buffers, &parts, |rank, number, bytes| {
+            let BufferSlice { buffer, bytes: at } = &parts[rank][number];
+            whole[*buffer][at.clone()].copy_from_slice(bytes);
+        })?;
+        for (buffer, whole) in buffers.into_iter().zip(whole) {
+            buffer.bytes_mut().copy_from_slice(&whole);
+        }
+        self.spread = SumScope::Whole;
+        Ok(())
+    }
+
+    /// Where the sum of a parameter lies, if it has a gradient.
+    pub(super) fn place(&self, index: usize) -> Option<(&BucketStorage, &Range<usize>)> {
+        let ledger = self.ledger.as_ref()?;
+        let place = ledger.layout.place(index);
+        let sums = ledger.sums(place.bucket)?;
+        ledger.present[index].then_some((sums, &place.range))
+    }
+
+    /// The same, to be changed.
+    pub(super) fn place_mut(&mut self, index: usize) -> Option<(&mut BucketStorage, Range<usize>)> {
+        let ledger = self.ledger.as_mut()?;
+        if !ledger.present[index] {
+            return None;
+        }
+        let BucketRange { bucket, range } = ledger.layout.place(index).clone();
+        Some((ledger.sums_mut(bucket)?, range))
+    }
+
+    /// Changes every element of the average.
+    pub(super) fn change(&mut self, change: MeanChange<'_>) {
+        let divisor = self.divisor;
+        if self.is_on_device() {
+            self.change_on_device(change);
+            return;
+        }
+        for index in 0..self.slot.parameters().len() {
+            let own = self.own(index);
+            if let Some((BucketStorage::Host(sums), place)) = self.place_mut(index) {
+                let own = place.start + own.start..place.start + own.end;
+                bucket::change(sums, &own, |value| change.of(index, value / divisor));
+            }
+        }
+        self.divisor = 1.0;
+    }
+
+    /// What is chosen, on its device: whole buckets where they are.
+    pub(super) fn there_on_device(&self, chosen: &[bool]) -> Vec<Tensor<1>> {
+        let Some(ledger) = self.ledger.as_ref() else {
+            return Vec::new();
+        };
+        let mut found = Vec::new();
+        for bucket in 0..ledger.layout.len() {
+            let Some(BucketStorage::Device(flat)) = ledger.sums(bucket) else {
+                continue;
+            };
+            let members = ledger.layout.members(bucket);
+            if members.iter().all(|&at| chosen[at]) {
+                found.push(flat.tensor());
+                continue;
+            }
+            let members = members.iter().filter(|&&at| chosen[at]);
+            let ranges = members.map(|&at| ledger.layout.place(at).range.clone());
+            let ranges = ranges.filter(|range| !range.is_empty());
+            found.extend(ranges.map(|range| flat.tensor().slice(range)));
+        }
+        found
+    }
+
+    /// Multiplies what is chosen, on its device.
+    pub(super) fn scale_on_device(&mut self, by: &Tensor<1>, chosen: &[bool]) {
+        let Some(ledger) = &mut self.ledger else {
+            return;
+        };
+        let layout = ledger.layout.clone();
+        for (bucket, flat) in ledger.summed_on_device() {
+            let members = layout.members(bucket).iter();
+            let places = members.map(|&at| (layout.place(at).range.clone(), chosen[at]));
+            flat.scale(by, places);
+        }
+    }
+
+    fn change_on_device(&mut self, change: MeanChange<'_>) {
+        let divisor = self.divisor;
+        let Some(ledger) = &mut self.ledger else {
+            return;
+        };
+        let layout = ledger.layout.clone();
+        for (bucket, flat) in ledger.summed_on_device() {
+            let members = layout.members(bucket);
+            let ranges = members.iter().map(|&at| layout.place(at).range.clone());
+            flat.change(ranges, |number, sums| {
+                change.of_tensor(members[number], sums.div_scalar(divisor))
+            });
+        }
+        self.divisor = 1.0;
+    }
+
+    /// The gradients of the parameters that are asked for. Elements are multiplied by the factor of their
+    /// parameter, where there are any. A bucket on a device is taken out where all of it is asked for.
+    pub(super) fn params(
+        &mut self,
+        device: &Device,
+        factors: &[f64],
+        asked: impl Fn(ParamId) -> bool,
+    ) -> GradientsParams {
+        let mut gradients = GradientsParams::new();
+        self.params_on_device(factors, &asked, &mut gradients);
+        for (index, parameter, store, range) in self.there() {
+            let BucketStorage::Host(buffer) = store else {
+                continue;
+            };
+            if !asked(parameter.id) {
+                continue;
+            }
+            let factor = factor(factors, index);
+            let (float, shape) = (parameter.float, &parameter.shape);
+            let data = bucket::read(buffer, range, float, shape, self.divisor, factor);
+            let dtype = data.dtype();
+            with_rank!(parameter.shape.len(), D => {
+                let gradient = Tensor::<D>::from_data(data, (device, dtype));
+                gradients.register(parameter.id, gradient);
+            });
+        }
+        gradients
+    }
+
+    fn params_on_device(
+        &mut self,
+        factors: &[f64],
+        asked: impl Fn(ParamId) -> bool,
+        gradients: &mut GradientsParams,
+    ) {
+        let (divisor, slot) = (self.divisor, self.slot.clone());
+        let Some(ledger) = &mut self.ledger else {
+            return;
+        };
+        let layout = ledger.layout.clone();
+        for bucket in 0..layout.len() {
+            let Some(BucketStorage::Device(flat)) = ledger.sums_mut(bucket) else {
+                continue;
+            };
+            let members = layout.members(bucket).iter();
+            let members = members.map(|&index| (index, &slot.parameters()[index]));
+            // Its memory is free again when gradients are made of it, unless somebody may come for the rest.
+            let sums = match members.clone().all(|(_, parameter)| asked(parameter.id)) {
+                true => flat.take(),
+                false => flat.tensor(),
+            };
+            let mean = divided(sums, divisor);
+            for (index, parameter) in members {
+                if !ledger.present[index] || !asked(parameter.id) {
+                    continue;
+                }
+                let gradient = mean.clone().slice(layout.place(index).range.clone());
+                let gradient = match factor(factors, index) {
+                    Some(factor) => gradient.mul_scalar(factor),
+                    None => gradient,
+                };
+                let gradient = gradient.cast(parameter.float.dtype());
+                with_rank!(parameter.shape.len(), D => {
+                    let mut shape = [1; D];
+                    for (to, from) in shape.iter_mut().zip(&parameter.shape) {
+                        *to = *from;
+                    }
+                    gradients.register(parameter.id, gradient.reshape(shape));
+                });
+            }
+        }
+    }
+}
+
+/// What is done to averages.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum MeanChange<'a> {
+    /// What is chosen is held within `-max..=max`.
+    Clamp { max: f64, chosen: &'a [bool] },
+    /// By parameter.
+    Multiply(&'a [f64]),
+}
+
+impl MeanChange<'_> {
+    fn of(&self, index: usize, value: f64) -> f64 {
+        match self {
+            Self::Clamp { max, chosen } if chosen[index] => value.clamp(-max, *max),
+            Self::Clamp { .. } => value,
+            Self::Multiply(factors) => value * factors[index],
+        }
+    }
+
+    fn of_tensor(&self, index: usize, values: Tensor<1>) -> Tensor<1> {
+        match self {
+            Self::Clamp { max, chosen } if chosen[index] => values.clamp(-max, *max),
+            Self::Clamp { .. } => values,
+            Self::Multiply(factors) => match factor(factors, index) {
+                Some(factor) => values.mul_scalar(factor),
+                None => values,
+            },
+        }
+    }
+}
+
+fn divided(sums: Tensor<1>, divisor: f64) -> Tensor<1> {
+    match divisor == 1.0 {
+        true => sums,
+        false => sums.div_scalar(divisor),
+    }
+}
+
+/// What the elements of a parameter are multiplied by. What is 1 changes no bit, and costs nothing where
+/// it is left out.
+pub(super) fn factor(factors: &[f64], index: usize) -> Option<f64> {
+    factors.get(index).copied().filter(|&factor| factor != 1.0)
+}
+
+impl Drop for BucketSums {
+    fn drop(&mut self) {
+        if let Some(ledger) = self.ledger.take() {
+            self.slot.take_back(ledger);
+        }
+    }
+}

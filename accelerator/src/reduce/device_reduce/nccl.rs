@@ -1,0 +1,183 @@
+//! Reductions from GPU to GPU.
+
+use core::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use accelerator_collective::{DType, ProcessGroup, ReduceOp};
+pub(super) use accelerator_nccl::GpuLocation;
+use accelerator_nccl::{Communicator, DevicePointer, Gpu, Library};
+use burn::tensor::{DType as TensorDType, Device, Tensor};
+
+use super::memory::{self, DeviceMemory};
+use crate::core::device::DeviceKind;
+use crate::core::error::{Error, Kind, Result};
+
+/// Whether a program can have it.
+pub(super) const IS_BUILT: bool = true;
+
+/// How long ranks wait for each other to connect.
+const CONNECT: Duration = Duration::from_secs(60);
+
+/// How long the end of a program waits for its last sums.
+const REST: Duration = Duration::from_secs(10);
+
+/// NCCL among all ranks.
+#[derive(Debug)]
+pub(in crate::reduce) struct Nccl {
+    communicator: Arc<Communicator>,
+    is_sound: AtomicBool,
+}
+
+/// What a rank needs for it.
+#[derive(Debug)]
+pub(super) struct NcclSetup {
+    gpu: Gpu,
+}
+
+/// A tensor that ranks are adding up, in place.
+pub(in crate::reduce) struct PendingReduce {
+    communicator: Arc<Communicator>,
+    /// Held until nothing of NCCL's touches it.
+    memory: Option<DeviceMemory>,
+    tensor: Tensor<1>,
+}
+
+impl NcclSetup {
+    /// For that device; or what the rank has in its place.
+    pub(super) fn find(kind: DeviceKind, device: &Device) -> core::result::Result<Self, String> {
+        let Some(ordinal) = memory::ordinal(device) else {
+            return Err(format!("the device `{kind}`"));
+        };
+        let missing = |error| format!("no NCCL: {error}");
+        let library = Library::load().map_err(missing)?;
+        let gpu = Gpu::open(&library, ordinal).map_err(missing)?;
+        Ok(Self { gpu })
+    }
+
+    pub(super) fn place(&self, group: &ProcessGroup) -> GpuLocation {
+        GpuLocation::of(&self.gpu, group)
+    }
+
+    /// Connects all ranks. All of them call it, and get the same outcome: why one of them could not, or an error
+    /// where the group has failed.
+    #[track_caller]
+    pub(super) fn connect(
+        &self,
+        group: &ProcessGroup,
+    ) -> Result<core::result::Result<Nccl, String>> {
+        match Communicator::connect_group(&self.gpu, group, CONNECT)? {
+            Ok(communicator) => Ok(Ok(Nccl {
+                communicator: Arc::new(communicator),
+                is_sound: AtomicBool::new(true),
+            })),
+            Err(error) => Ok(Err(error.to_string())),
+        }
+    }
+}
+
+impl Nccl {
+    /// Adds the ranks' values up, in place, after all that the device was given before. The tensor is
+    /// nobody else's.
+    pub(in crate::reduce) fn all_reduce(&self, tensor: Tensor<1>) -> Result<PendingReduce> {
+        let memory = memory::of(&tensor)?;
+        let dtype = match memory.dtype() {
+            TensorDType::BF16 => DType::BF16,
+            TensorDType::F16 => DType::F16,
+            TensorDType::F32 => DType::F32,
+            TensorDType::F64 => DType::F64,
+            other => {
+                let message =
+                    format!("gradients of type {other:?} are not reduced from GPU to GPU");
+                return Err(Error::new(Kind::Device, message));
+            }
+        };
+        let at = DevicePointer(memory.pointer());
+        #[expect(unsafe_code, reason = "the memory is CubeCL's")]
+        // SAFETY: `memory` is of so many elements of that type on the device of this communicator, and holds
+        // them in place. It is let go of in `PendingReduce::finish` or its drop, after `order_after`: whatever gets
+        // the memory then is enqueued behind the operation. Until then nobody has the tensor but `PendingReduce`.
+        let started = unsafe {
+            self.communicator
+                .all_reduce(at, memory.elements(), dtype, ReduceOp::Sum)
+        };
+        started.map_err(failed)?;
+        Ok(PendingReduce {
+            communicator: self.communicator.clone(),
+            memory: Some(memory),
+            tensor,
+        })
+    }
+
+    /// Lets what the device is given from now on wait for what was sent.
+    pub(in crate::reduce) fn order_after(&self) -> Result<()> {
+        self.communicator.order_after().map_err(failed)
+    }
+
+    /// Waits until the device has done it, for as long as that may take where all is well.
+    pub(super) fn rest(&self) {
+        let until = Instant::now() + REST;
+        // Where it failed, nothing is under way.
+        while matches!(self.communicator.is_done(), Ok(false)) && Instant::now() < until {
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Waits for the sums that were stepped with, and tells whether they are complete.
+    pub(super) fn confirm(&self) -> Result<()> {
+        self.communicator.wait().map_err(failed)
+    }
+
+    /// Another window begins: what was stepped with so far is known to be complete, or is not.
+    pub(super) fn window_begins(&self) {
+        let is_done = matches!(self.communicator.is_done(), Ok(true));
+        self.is_sound.store(is_done, Ordering::Release);
+    }
+
+    /// The window may be stepped with, though its sums are still on their way.
+    pub(super) fn window_ends(&self) {
+        self.is_sound.store(false, Ordering::Release);
+    }
+
+    /// Whether all that was stepped with is complete, as far as that is known when NCCL has ended.
+    pub(super) fn is_sound(&self) -> bool {
+        self.communicator.wait().is_ok() || self.is_sound.load(Ordering::Acquire)
+    }
+}
+
+impl PendingReduce {
+    /// The sums, for what the device is given after [`Nccl::order_after`].
+    pub(in crate::reduce) fn finish(mut self) -> Tensor<1> {
+        self.memory = None;
+        self.tensor.clone()
+    }
+}
+
+impl Drop for PendingReduce {
+    fn drop(&mut self) {
+        // Given up: what gets the memory next comes after the operation. Where that cannot be had, NCCL is being
+        // aborted, and may not have let go of it: nobody gets it.
+        if self.memory.is_some() && self.communicator.order_after().is_err() {
+            core::mem::forget(self.memory.take());
+        }
+    }
+}
+
+impl fmt::Debug for PendingReduce {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sending")
+            .field("is_held", &self.memory.is_some())
+            .finish_non_exhaustive()
+    }
+}
+
+fn failed(error: accelerator_nccl::Error) -> Error {
+    Error::with_source(
+        Kind::Collective,
+        "gradients could not be reduced from GPU to GPU; go on from a checkpoint, since the last step may have \
+         been taken with sums that were not complete",
+        error,
+    )
+}

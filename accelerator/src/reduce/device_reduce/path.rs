@@ -1,0 +1,46 @@
+//! Whether all ranks can take the way from GPU to GPU.
+
+use super::nccl::GpuLocation;
+use crate::core::error::{Error, Kind};
+
+/// What a rank has to offer: the GPU that it would reduce on, with the NCCL that it has; or what it has in
+/// their place.
+pub(super) type Offer = core::result::Result<GpuLocation, String>;
+
+/// Why not, if they cannot: the same on all ranks, which see the same offers.
+pub(super) fn obstacle(offers: Vec<Offer>) -> Option<String> {
+    let mut places = Vec::with_capacity(offers.len());
+    for (rank, offer) in offers.into_iter().enumerate() {
+        match offer {
+            Ok(place) => places.push(place),
+            Err(why) => return Some(format!("rank {rank} has {why}")),
+        }
+    }
+    GpuLocation::nccl_unavailable(&places)
+}
+
+/// NCCL was asked for, and cannot be had.
+pub(super) fn refused(obstacle: &str) -> Error {
+    Error::new(
+        Kind::Device,
+        format!(
+            "the reduction `nccl` was asked for, and cannot be: {obstacle}; ask for `auto` (by ACCEL_REDUCTION or \
+             `with_reduction`), which goes through memory where NCCL cannot be used"
+        ),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_rank_without_it_is_enough() {
+        let offers = vec![Err("no NCCL: libnccl.so was not found".to_owned())];
+        let obstacle = obstacle(offers).unwrap();
+        assert_eq!(obstacle, "rank 0 has no NCCL: libnccl.so was not found");
+        let error = refused(&obstacle);
+        assert!(error.is_device());
+        assert!(error.to_string().contains(&obstacle), "{error}");
+    }
+}

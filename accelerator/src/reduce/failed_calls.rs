@@ -1,0 +1,138 @@
+//! Calls of `backward` that failed on this rank before the other ranks heard of them.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use crate::core::error::Error;
+
+/// Calls of `backward` that failed on this rank before its first collective, since a model was last prepared. Other
+/// ranks would pair the next call with the failed one. Every window carries the number, so that ranks notice where
+/// theirs differ.
+#[derive(Debug, Default)]
+pub(crate) struct FailedCalls(Mutex<Failed>);
+
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub(super) struct Failed {
+    pub(super) calls: u64,
+    /// What the last of them failed with.
+    pub(super) last: String,
+}
+
+/// A call of `backward` that all ranks make.
+#[derive(Clone, Debug)]
+pub(super) struct BackwardCall {
+    calls: Arc<FailedCalls>,
+    /// Whether the other ranks have met this one in it.
+    synchronized: Arc<AtomicBool>,
+}
+
+/// Counts the call as one that failed, unless it [ends](Self::end) well or the ranks have met in it.
+#[derive(Debug)]
+pub(super) struct OpenCall(BackwardCall);
+
+impl FailedCalls {
+    pub(super) fn begin(self: &Arc<Self>) -> OpenCall {
+        OpenCall(BackwardCall {
+            calls: self.clone(),
+            synchronized: Arc::default(),
+        })
+    }
+
+    /// All ranks come here, and so are at one place again.
+    pub(crate) fn reset(&self) {
+        *self.lock() = Failed::default();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Failed> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl BackwardCall {
+    /// The ranks have met in this call: each of them knows how it goes.
+    pub(super) fn mark_synchronized(&self) {
+        self.synchronized.store(true, Ordering::Relaxed);
+    }
+
+    /// How many calls failed before this one.
+    pub(super) fn count(&self) -> u64 {
+        self.calls.lock().calls
+    }
+
+    /// Those calls, with what the last of them failed with.
+    pub(super) fn failed(&self) -> Failed {
+        self.calls.lock().clone()
+    }
+}
+
+impl OpenCall {
+    pub(super) fn call(&self) -> &BackwardCall {
+        &self.0
+    }
+
+    pub(super) fn end(self, error: Option<&Error>) {
+        if let Some(error) = error {
+            self.note(|| error.to_string());
+        }
+        // Nothing is left to count when it is dropped.
+        self.0.mark_synchronized();
+    }
+
+    fn note(&self, reason: impl FnOnce() -> String) {
+        if !self.0.synchronized.load(Ordering::Relaxed) {
+            let mut failed = self.0.calls.lock();
+            failed.calls += 1;
+            failed.last = reason();
+        }
+    }
+}
+
+impl Drop for OpenCall {
+    /// Dropped without `end`: the call panicked.
+    fn drop(&mut self) {
+        self.note(|| "it panicked".to_owned());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+
+    #[test]
+    fn a_call_that_others_wait_for_is_counted_where_it_fails_or_panics() {
+        let calls = Arc::new(FailedCalls::default());
+        let error = Error::misuse("the loss is no mean");
+        let caught = catch_unwind(AssertUnwindSafe(|| {
+            let _call = calls.begin();
+            panic!("a panic that the test wants");
+        }));
+        assert!(caught.is_err());
+        let panicked = Failed {
+            calls: 1,
+            last: "it panicked".to_owned(),
+        };
+        let look = calls.begin();
+        assert_eq!(look.call().failed(), panicked);
+        look.end(None);
+        // Of two that are under way at once, the ranks have met in the first.
+        let (synchronized, other) = (calls.begin(), calls.begin());
+        synchronized.call().mark_synchronized();
+        synchronized.end(Some(&error));
+        let look = calls.begin();
+        assert_eq!(look.call().failed(), panicked);
+        look.end(None);
+        other.end(Some(&error));
+        let look = calls.begin();
+        assert_eq!(look.call().failed().last, error.to_string());
+        assert_eq!(look.call().count(), 2);
+        look.end(None);
+        calls.reset();
+        let look = calls.begin();
+        assert_eq!(look.call().failed(), Failed::default());
+        look.end(None);
+    }
+}

@@ -1,0 +1,645 @@
+use core::fmt;
+use std::sync::{Arc, OnceLock};
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Tensor};
+
+use super::backward::ReduceScope;
+use super::bucket_sums::BucketSums;
+use super::clip::{Clip, Limit};
+use super::means::{GradientMean, GradientMeans};
+use super::model_state::ModelState;
+use super::non_finite_loss::{self, OnNonFiniteLoss};
+use super::reduced::{GradientStorage, NormAsked, ReducedGradients};
+use super::reducer::Reduced;
+use super::step_commit::{Clips, StepCommit};
+use crate::core::error::Result;
+use crate::core::scalar::Scalar;
+use crate::data::ConsumeTicket;
+use crate::data::weight::Weight;
+use crate::model::TiedParameters;
+use crate::precision::Finiteness;
+
+/// The averaged gradients of a window, or the news that it is still open.
+///
+/// Pass them to [`PreparedOptimizer::step`](crate::optim::PreparedOptimizer::step) in either
+/// case: an open window leaves the model as it is. Burn's own optimizers do not take them: where
+/// the compiler says "expected `GradientsParams`, found `Gradients`", the optimizer was not passed
+/// through [`Accelerator::prepare`](crate::Accelerator::prepare).
+///
+/// Between `backward` and `step` they can be clipped and asked for the loss:
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::Tensor;
+///
+/// let accelerator = Accelerator::new()?;
+/// let device = accelerator.device();
+/// let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+///
+/// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+/// let gradients = accelerator.backward(loss, &model, 4)?;
+/// assert!(gradients.loss().is_some() && gradients.samples() == Some(4.0));
+/// let mut gradients = gradients.clip_norm(0.5);
+/// assert!(gradients.norm().is_some_and(|norm| norm > 1.0), "before clipping");
+/// # Ok::<(), Error>(())
+/// ```
+#[must_use = "pass gradients to the optimizer's `step`"]
+pub struct Gradients(WindowResult);
+
+enum WindowResult {
+    Accumulating,
+    Reduced(Box<ReducedGradients>),
+    /// This rank had no sample in a step of its own.
+    Idle {
+        epoch: Option<u64>,
+    },
+    /// They were not finite, and the loss was scaled by this.
+    Overflowed {
+        scale: f64,
+        epoch: Option<u64>,
+        reach: ReduceScope,
+    },
+}
+
+impl Gradients {
+    pub(super) fn accumulating() -> Self {
+        Self(WindowResult::Accumulating)
+    }
+
+    pub(super) fn idle(epoch: Option<u64>) -> Self {
+        Self(WindowResult::Idle { epoch })
+    }
+
+    pub(super) fn overflowed(scale: f64, epoch: Option<u64>, reach: ReduceScope) -> Self {
+        Self(WindowResult::Overflowed {
+            scale,
+            epoch,
+            reach,
+        })
+    }
+
+    pub(super) fn untouched(
+        slot: Arc<ModelState>,
+        gradients: GradientsParams,
+        loss: Tensor<1>,
+        weight: Weight,
+    ) -> Self {
+        Self::closed(
+            slot,
+            loss.device(),
+            weight.epoch,
+            weight.mark.into_iter().collect(),
+            GradientStorage::Untouched {
+                gradients,
+                loss,
+                samples: weight.count,
+            },
+        )
+    }
+
+    pub(super) fn reduced(
+        slot: Arc<ModelState>,
+        device: Device,
+        reduced: Reduced,
+        epoch: Option<u64>,
+    ) -> Self {
+        let sums = BucketSums {
+            apart: reduced.apart,
+            ledger: Some(reduced.ledger),
+            divisor: reduced.divisor,
+            loss: reduced.loss,
+            ranks: reduced.ranks,
+            slot: slot.clone(),
+            spread: reduced.spread,
+            total: reduced.total,
+        };
+        Self::closed(
+            slot,
+            device,
+            epoch,
+            reduced.marks,
+            GradientStorage::Reduced(sums),
+        )
+    }
+
+    fn closed(
+        slot: Arc<ModelState>,
+        device: Device,
+        epoch: Option<u64>,
+        marks: Vec<ConsumeTicket>,
+        values: GradientStorage,
+    ) -> Self {
+        Self(WindowResult::Reduced(Box::new(ReducedGradients {
+            device,
+            epoch,
+            factors: Vec::new(),
+            loss: OnceLock::new(),
+            lost: false,
+            norm: None,
+            squares: None,
+            token: None,
+            commit: Some(StepCommit {
+                clips: Clips::default(),
+                marks,
+                finiteness: None,
+                _pending: slot.pending_step(),
+                slot: slot.clone(),
+            }),
+            slot,
+            values,
+        })))
+    }
+
+    /// What the scale of losses learns of them.
+    pub(super) fn note_finiteness(&mut self, finiteness: Finiteness) {
+        if let WindowResult::Reduced(closed) = &mut self.0
+            && let Some(commit) = &mut closed.commit
+        {
+            commit.finiteness = Some(finiteness);
+        }
+    }
+
+    /// As those of this rank alone, which are in use for as long as they hold `token`.
+    pub(crate) fn held_by(mut self, token: &Arc<()>) -> Self {
+        if let WindowResult::Reduced(closed) = &mut self.0 {
+            closed.token = Some(token.clone());
+        }
+        self
+    }
+
+    /// The path of a parameter that they were made for, where they are of none of this model's, or it is a clone from
+    /// before `prepare`.
+    pub(crate) fn stranger_to<M: Module>(&self, model: &M) -> Option<&str> {
+        let slot = &self.closed_ref()?.slot;
+        let mut search = KnownParameterSearch {
+            slot,
+            found: false,
+            is_clone_from_before: false,
+        };
+        model.visit(&mut search);
+        let first = slot.parameters().first()?;
+        (!search.found || search.is_clone_from_before).then_some(first.path.as_str())
+    }
+
+    /// Which places of their model hold the same parameter; `None` where no two do.
+    pub(crate) fn tied_parameters(&self) -> Option<Arc<TiedParameters>> {
+        let tied = self.closed_ref()?.slot.tied();
+        (!tied.is_empty()).then(|| tied.clone())
+    }
+
+    /// Whether they are those of this rank alone.
+    pub(crate) fn is_own(&self) -> bool {
+        self.closed_ref()
+            .is_some_and(|closed| closed.token.is_some())
+    }
+
+    /// Lets local training tell that a sharded optimizer was given these, which are this rank's alone.
+    pub(crate) fn refuse_shards(&self) {
+        if let Some(closed) = self.closed_ref() {
+            closed.slot.round().meet_shards();
+        }
+    }
+
+    /// Whether this rank had no sample in a step of its own.
+    pub(crate) fn is_idle(&self) -> bool {
+        matches!(self.0, WindowResult::Idle { .. })
+    }
+
+    /// Whether this is a step of the job that this rank alone does not take.
+    pub(crate) fn is_missed(&self) -> bool {
+        match self.0 {
+            WindowResult::Idle { .. } => true,
+            WindowResult::Overflowed { reach, .. } => reach == ReduceScope::Local,
+            WindowResult::Accumulating | WindowResult::Reduced(_) => false,
+        }
+    }
+
+    /// Scales the gradient down to the norm `max`, where it is longer: one norm over all
+    /// parameters, as `clip_grad_norm_` does in PyTorch, not one for each as Burn's
+    /// `GradientClippingConfig::Norm`. Nothing happens while the window is open.
+    ///
+    /// The factor is `max / (norm + 1e-6)`. Of two calls the stricter one holds; a negative `max`
+    /// is taken as 0. See [`clip`](Self::clip) for other norms, values, and groups of parameters.
+    #[track_caller]
+    pub fn clip_norm(self, max: f64) -> Self {
+        self.clip(Clip::norm(max))
+    }
+
+    /// Holds every element within `-max..=max`, as `clip_grad_value_` does in PyTorch. Nothing
+    /// happens while the window is open.
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    /// # let accelerator = Accelerator::new()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let mut gradients = accelerator.backward(loss, &model, 4)?.clip_value(0.125);
+    /// assert_eq!(gradients.norm_of_order(f64::INFINITY), Some(0.125));
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[track_caller]
+    pub fn clip_value(self, max: f64) -> Self {
+        self.clip(Clip::value(max))
+    }
+
+    /// Clips as `clip` says. Several are applied one after the other. What is clipped is the average
+    /// over all samples, without the scale of the loss, so that limits are the same at any world size,
+    /// accumulation and precision. Nothing happens while the window is open.
+    ///
+    /// All ranks clip alike. With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the
+    /// gradient each, they do it together.
+    ///
+    /// On one GPU, a limit of values or of the L2 norm is not waited for by the host; what several ranks clip by is
+    /// read.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use accelerator::Clip;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let device = accelerator.device();
+    /// let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let mut gradients = accelerator
+    ///     .backward(loss, &model, 4)?
+    ///     .clip(Clip::norm(0.5).of_order(f64::INFINITY))
+    ///     .clip(Clip::value(0.1).only(|path| path == "bias"));
+    /// assert!(gradients.norm_of_order(f64::INFINITY).is_some_and(|largest| largest <= 0.5));
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[track_caller]
+    pub fn clip(mut self, clip: Clip<'_>) -> Self {
+        let WindowResult::Reduced(closed) = &mut self.0 else {
+            return self;
+        };
+        let chosen = closed.chosen(&clip);
+        if !chosen.contains(&true) {
+            closed.slot.warn_unclipped();
+        }
+        if let Some(commit) = &mut closed.commit {
+            let (Limit::Norm { max, .. } | Limit::Value(max)) = clip.limit;
+            commit.clips.note(max);
+        }
+        let outcome = match clip.limit {
+            Limit::Norm { max, order } => closed.clip_norm(at_least_zero(max), order, &chosen),
+            Limit::Value(max) => closed.clamp(at_least_zero(max), &chosen),
+        };
+        if let Err(error) = outcome {
+            closed.give_up(&error);
+        }
+        self
+    }
+
+    /// The L2 norm of the averaged gradient over all parameters, before any clipping; `None` while
+    /// the window is open. Squares are added up in f64, parameter by parameter in path order, so
+    /// every rank has the same bits.
+    ///
+    /// On a device they are added up in its own order and type, so that ranks may differ in the last bits: a
+    /// [clip](Self::clip), for which all ranks use that of rank 0, makes them the same.
+    ///
+    /// One rank may ask alone: nothing is communicated. With a [`Sharded`](crate::optim::Sharded) optimizer,
+    /// whose ranks have a part of the gradient each, it travels along with every window from the one
+    /// on in which it, or a clip, was first asked for. So it is `None` once where that is not the first window.
+    pub fn norm(&mut self) -> Option<f64> {
+        let WindowResult::Reduced(closed) = &mut self.0 else {
+            return None;
+        };
+        if !closed.knows_norm() {
+            closed.slot.note_norm_wanted();
+            return None;
+        }
+        closed.whole_norm(NormAsked::ByOne).ok()
+    }
+
+    /// Lets the L2 norm be known on every rank, in the name of the caller; all ranks call it.
+    #[track_caller]
+    pub(super) fn agree_on_norm(&mut self) -> Result<()> {
+        match &mut self.0 {
+            WindowResult::Reduced(closed) => closed.whole_norm(NormAsked::ByAll).map(drop),
+            WindowResult::Accumulating
+            | WindowResult::Idle { .. }
+            | WindowResult::Overflowed { .. } => Ok(()),
+        }
+    }
+
+    /// The norm of another order, `(Σ |x|ᵖ)^(1/p)`, over all parameters, as they are now: after what
+    /// was clipped. With an infinite order it is the largest magnitude. `None` while the window is
+    /// open.
+    ///
+    /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, all
+    /// ranks call it. Where that fails it is `None`, and so does the next call that communicates.
+    #[track_caller]
+    pub fn norm_of_order(&mut self, order: f64) -> Option<f64> {
+        let WindowResult::Reduced(closed) = &mut self.0 else {
+            return None;
+        };
+        let all = vec![true; closed.slot.parameters().len()];
+        match closed.norm_of(order, &all, NormAsked::ByOne) {
+            Ok(norm) => Some(norm),
+            Err(error) => {
+                closed.give_up(&error);
+                None
+            }
+        }
+    }
+
+    /// The mean loss over every sample of every rank and micro-step; `None` while the window is
+    /// open. It was reduced with the gradients and costs no communication: it is the same on all ranks,
+    /// and must not be reduced again. On a GPU, asking for it waits until it is computed.
+    ///
+    /// The mean loss of an epoch, over all ranks, each window counting with its samples:
+    ///
+    /// ```
+    /// use accelerator::metric::Mean;
+    /// use accelerator::prelude::*;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::SgdConfig;
+    /// use burn::tensor::Tensor;
+    ///
+    /// let losses = Accelerator::builder().launch(2, |accelerator| {
+    ///     let device = accelerator.device();
+    ///     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+    ///     let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+    ///
+    ///     let mut epoch = Mean::new();
+    ///     for samples in [4, 4, 2] {
+    ///         let input = Tensor::<2>::ones([samples, 2], &device);
+    ///         let loss = model.forward(input).powi_scalar(2).mean();
+    ///         let gradients = accelerator.backward(loss, &model, samples)?;
+    ///         // `None` while gradients are accumulated.
+    ///         if let (Some(loss), Some(samples)) = (gradients.loss(), gradients.samples()) {
+    ///             epoch.update(loss, samples as usize);
+    ///         }
+    ///         model = optimizer.step(0.1, model, gradients);
+    ///     }
+    ///     accelerator.print(format_args!("mean loss {epoch}"));
+    ///     assert_eq!(epoch.samples(), 20.0, "of both ranks");
+    ///     Ok(epoch.value())
+    /// })?;
+    /// assert_eq!(losses[0], losses[1]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn loss(&self) -> Option<f64> {
+        let closed = self.closed_ref()?;
+        let loss = self.read_loss()?;
+        // What is read as it comes was looked at then.
+        if !loss.is_finite() && !closed.slot.reads_losses() {
+            closed.slot.warn_non_finite_loss("the mean loss", loss);
+        }
+        Some(loss)
+    }
+
+    fn read_loss(&self) -> Option<f64> {
+        let closed = self.closed_ref()?;
+        let read = || match &closed.values {
+            GradientStorage::Reduced(sums) => sums.loss.value() / sums.total,
+            GradientStorage::Untouched { loss, .. } => loss.clone().into_scalar::<f64>(),
+        };
+        Some(*closed.loss.get_or_init(read))
+    }
+
+    /// Reads the loss of this rank alone, and tells or refuses one that is not finite.
+    pub(super) fn check_loss(&self, slot: &ModelState, rank: usize) -> Result<()> {
+        let Some(loss) = self.read_loss().filter(|loss| !loss.is_finite()) else {
+            return Ok(());
+        };
+        match slot.on_non_finite_loss() {
+            OnNonFiniteLoss::Fail => Err(non_finite_loss::error(slot, [(rank, loss)])),
+            OnNonFiniteLoss::Warn => {
+                slot.warn_non_finite_loss(&format!("the loss of rank {rank}"), loss);
+                Ok(())
+            }
+        }
+    }
+
+    /// Over how many samples (or tokens) of all ranks this is the average; `None` while the window is
+    /// open. As the [`loss`](Self::loss), it must not be reduced again.
+    pub fn samples(&self) -> Option<f64> {
+        match &self.closed_ref()?.values {
+            GradientStorage::Reduced(sums) => Some(sums.total),
+            GradientStorage::Untouched { samples, .. } => Some(*samples),
+        }
+    }
+
+    /// Whether the window is still open, so that an optimizer will not step.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::builder().accumulation_steps(2).build()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let loss = || model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let first = accelerator.backward(loss(), &model, 4)?;
+    /// assert!(first.is_accumulating() && first.loss().is_none());
+    /// let second = accelerator.backward(loss(), &model, 4)?;
+    /// assert!(!second.is_accumulating() && second.loss().is_some());
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn is_accumulating(&self) -> bool {
+        matches!(self.0, WindowResult::Accumulating)
+    }
+
+    /// The scale of the loss with which the gradient left the range of
+    /// [`Precision::F16`](crate::precision::Precision::F16): it is dropped, on all ranks, and the optimizer skips
+    /// this step. `None` where it did not.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::builder().precision(Precision::F16).build()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let input = accelerator.to_working(Tensor::<2>::ones([4, 2], &device));
+    /// let loss = accelerator.forward(&model, |model| {
+    ///     accelerator.to_full(model.forward(input)).mean() * 1e4
+    /// });
+    /// let gradients = accelerator.backward(loss, &model, 4)?;
+    /// assert_eq!(gradients.overflow(), Some(65536.0));
+    /// assert_eq!(accelerator.loss_scale(&model)?, Some(32768.0), "for the next step");
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn overflow(&self) -> Option<f64> {
+        match self.0 {
+            WindowResult::Overflowed { scale, .. } => Some(scale),
+            WindowResult::Accumulating | WindowResult::Reduced(_) | WindowResult::Idle { .. } => {
+                None
+            }
+        }
+    }
+
+    /// As Burn's own type, clipped if that was asked for; `None` while the window is open, and where
+    /// the step is skipped.
+    ///
+    /// The window counts as stepped from here on: [save](crate::Accelerator::save_state) behind the step of your
+    /// optimizer, not between.
+    ///
+    /// For an optimizer of Burn's that was not prepared:
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// use burn::optim::SgdConfig;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    /// # let accelerator = Accelerator::new()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    ///
+    /// let mut optimizer = SgdConfig::new().init();
+    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let gradients = accelerator.backward(loss, &model, 4)?;
+    /// let model = match gradients.into_params() {
+    ///     Some(gradients) => optimizer.step(0.1, model, gradients),
+    ///     None => model,
+    /// };
+    /// # let _: Linear = model;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, all
+    /// ranks call it, and get everything. Where that fails it is `None`, and the next call that
+    /// communicates tells why.
+    #[track_caller]
+    pub fn into_params(mut self) -> Option<GradientsParams> {
+        if self.is_lost() {
+            return None;
+        }
+        let commit = self.take_commit();
+        let of_all_ranks = !self.is_own();
+        let params = match self.into_averaged()? {
+            GradientMean::Sums(mut averages) => {
+                averages.make_whole().ok()?;
+                averages.params(|_| true)
+            }
+            GradientMean::Untouched(gradients) => gradients,
+        };
+        if let Some(commit) = commit {
+            if of_all_ranks {
+                commit.note_update(None);
+            }
+            commit.commit();
+        }
+        Some(params)
+    }
+
+    /// For an optimizer that reads sums where they lie; `None` while the window is open, and where the
+    /// step is skipped.
+    pub(crate) fn into_averaged(self) -> Option<GradientMean> {
+        let WindowResult::Reduced(mut closed) = self.0 else {
+            return None;
+        };
+        if let GradientStorage::Untouched { .. } = closed.values {
+            closed.apply_factors();
+        }
+        let ReducedGradients {
+            device,
+            factors,
+            slot,
+            values,
+            ..
+        } = *closed;
+        Some(match values {
+            GradientStorage::Reduced(sums) => GradientMean::Sums(GradientMeans {
+                device,
+                factors,
+                slot,
+                sums,
+            }),
+            GradientStorage::Untouched { gradients, .. } => GradientMean::Untouched(gradients),
+        })
+    }
+
+    /// Whether each rank has a part of them alone.
+    pub(crate) fn is_spread(&self) -> bool {
+        let values = self.closed_ref().map(|closed| &closed.values);
+        matches!(values, Some(GradientStorage::Reduced(sums)) if sums.is_spread())
+    }
+
+    /// Whether something that all ranks do with them failed.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.closed_ref().is_some_and(|closed| closed.lost)
+    }
+
+    /// What a step with them moves on, once.
+    pub(crate) fn take_commit(&mut self) -> Option<StepCommit> {
+        match &mut self.0 {
+            WindowResult::Accumulating
+            | WindowResult::Idle { .. }
+            | WindowResult::Overflowed { .. } => None,
+            WindowResult::Reduced(closed) => closed.commit.take(),
+        }
+    }
+
+    pub(crate) fn epoch(&self) -> Option<u64> {
+        match &self.0 {
+            WindowResult::Accumulating => None,
+            WindowResult::Reduced(closed) => closed.epoch,
+            WindowResult::Idle { epoch } | WindowResult::Overflowed { epoch, .. } => *epoch,
+        }
+    }
+
+    /// The norm, if somebody asked for it, or for a clip.
+    pub(crate) fn known_norm(&self) -> Option<Scalar> {
+        let known = self.closed_ref()?.norm.as_ref()?;
+        Some(known.value.clone())
+    }
+
+    fn closed_ref(&self) -> Option<&ReducedGradients> {
+        match &self.0 {
+            WindowResult::Accumulating
+            | WindowResult::Idle { .. }
+            | WindowResult::Overflowed { .. } => None,
+            WindowResult::Reduced(closed) => Some(closed),
+        }
+    }
+}
+
+impl fmt::Debug for Gradients {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            WindowResult::Accumulating => f.write_str("Gradients(accumulating)"),
+            WindowResult::Idle { .. } => f.write_str("Gradients(idle)"),
+            WindowResult::Overflowed { scale, .. } => {
+                write!(f, "Gradients(not finite at scale {scale})")
+            }
+            WindowResult::Reduced(closed) => f
+                .debug_struct("Gradients")
+                .field("epoch", &closed.epoch)
+                .field("norm", &self.known_norm())
+                .field("samples", &self.samples())
+                .finish_non_exhaustive(),
+        }
+    }
+}
+
+/// Looks for a parameter that a slot knows.
+struct KnownParameterSearch<'a> {
+    slot: &'a ModelState,
+    found: bool,
+    /// Whether it is still what was given to `prepare`.
+    is_clone_from_before: bool,
+}
+
+impl ModuleVisitor for KnownParameterSearch<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.found |= self.slot.number(param.id).is_some();
+        self.is_clone_from_before |= self.slot.is_clone_from_before(param);
+    }
+}
+
+/// A limit that is no number stays so, and is seen in what it limits.
+fn at_least_zero(limit: f64) -> f64 {
+    if limit < 0.0 { 0.0 } else { limit }
+}

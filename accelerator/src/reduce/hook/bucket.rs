@@ -1,0 +1,237 @@
+use core::ops::Range;
+
+use accelerator_collective::{Buffer, ReduceOp};
+
+use super::Ranks;
+use crate::core::error::Result;
+use crate::model::Trainable;
+
+/// Gradients that are reduced together, as a [`CommunicationHook`](super::CommunicationHook) gets them.
+///
+/// A hook that halves what embeddings learn:
+///
+/// ```
+/// use accelerator::hook::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks};
+///
+/// struct Halved;
+///
+/// impl CommunicationHook for Halved {
+///     fn name(&self) -> String {
+///         "embeddings halved".to_owned()
+///     }
+///
+///     fn reduce(
+///         &mut self,
+///         bucket: &mut GradientBucket<'_>,
+///         ranks: &Ranks<'_>,
+///     ) -> Result<(), HookError> {
+///         let (parameters, values) = bucket.parts_mut();
+///         if let BucketValues::F32(values) = values {
+///             for parameter in parameters.iter().filter(|p| p.path.starts_with("embedding.")) {
+///                 values[parameter.range.clone()].iter_mut().for_each(|value| *value *= 0.5);
+///             }
+///         }
+///         Ok(bucket.all_reduce(ranks)?)
+///     }
+/// }
+/// # let model = |accelerator: accelerator::Accelerator| -> accelerator::Result<_> {
+/// #     use burn::{module::Module, nn::{Linear, LinearConfig}, tensor::Tensor};
+/// #     #[derive(Debug, Module)]
+/// #     struct Net { embedding: Linear, head: Linear }
+/// #     let device = accelerator.device();
+/// #     let layer = || LinearConfig::new(1, 1).init(&device);
+/// #     let model: Net = accelerator.prepare(Net { embedding: layer(), head: layer() })?;
+/// #     let input = Tensor::<2>::ones([1, 1], &device);
+/// #     let loss = (model.embedding.forward(input.clone()) + model.head.forward(input)).mean();
+/// #     Ok(accelerator.backward(loss, &model, 1)?.norm_of_order(1.0))
+/// # };
+/// # let builder = accelerator::Accelerator::builder().with_communication_hook(|| Halved);
+/// # let norms = builder.launch(2, model)?;
+/// # assert_eq!(norms, [Some(3.0); 2]);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+///
+/// One that tells what it does, and leaves the rest to the library:
+///
+/// ```
+/// use accelerator::hook::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks};
+///
+/// struct Told;
+///
+/// impl CommunicationHook for Told {
+///     fn name(&self) -> String {
+///         "told".to_owned()
+///     }
+///
+///     fn reduce(&mut self, bucket: &mut GradientBucket<'_>, ranks: &Ranks<'_>) -> Result<(), HookError> {
+///         let (number, count) = (bucket.number() + 1, bucket.count());
+///         println!("step {}: bucket {number} of {count}", bucket.step());
+///         let filled = bucket.parameters().last().map_or(0, |last| last.range.end);
+///         match bucket.values_mut() {
+///             BucketValues::F32(values) => assert_eq!(values.len(), filled),
+///             BucketValues::F64(values) => assert_eq!(values.len(), filled),
+///         }
+///         Ok(bucket.all_reduce(ranks)?)
+///     }
+/// }
+/// # let model = |accelerator: accelerator::Accelerator| -> accelerator::Result<_> {
+/// #     use burn::{nn::{Linear, LinearConfig}, tensor::Tensor};
+/// #     let device = accelerator.device();
+/// #     let model: Linear = accelerator.prepare(LinearConfig::new(1, 1).init(&device))?;
+/// #     let loss = model.forward(Tensor::<2>::ones([1, 1], &device)).mean();
+/// #     Ok(accelerator.backward(loss, &model, 1)?.norm_of_order(1.0))
+/// # };
+/// # let builder = accelerator::Accelerator::builder().with_communication_hook(|| Told);
+/// # assert_eq!(builder.launch(2, model)?, [Some(2.0); 2]);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct GradientBucket<'a> {
+    buffer: &'a mut Buffer,
+    count: usize,
+    number: usize,
+    parameters: Vec<BucketParameter<'a>>,
+    step: u64,
+}
+
+/// Where the gradient of a parameter lies in its bucket.
+///
+/// ```
+/// use accelerator::hook::BucketParameter;
+///
+/// /// The columns of the gradient of a matrix, for a hook that compresses some.
+/// fn columns<'v>(parameter: &BucketParameter<'_>, values: &'v [f32]) -> Option<Vec<&'v [f32]>> {
+///     match (parameter.path, parameter.shape) {
+///         // No rank has one in this step.
+///         _ if !parameter.is_present => None,
+///         (path, &[_, width]) if path.ends_with("weight") => {
+///             Some(values[parameter.range.clone()].chunks(width).collect())
+///         }
+///         _ => None,
+///     }
+/// }
+/// # let _ = columns;
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct BucketParameter<'a> {
+    /// The path of the parameter in its model: it names it for good, also where buckets are laid out
+    /// otherwise.
+    pub path: &'a str,
+    /// Its shape; elements lie in row-major order.
+    pub shape: &'a [usize],
+    /// Its elements' places among the values of the bucket.
+    pub range: Range<usize>,
+    /// Whether some rank has a gradient for it in this step. Where none has, its values are zeros on all
+    /// ranks, and what becomes of them is not looked at.
+    pub is_present: bool,
+}
+
+/// The values of a bucket. Half-precision gradients are reduced in `f32`.
+///
+/// ```
+/// use accelerator::hook::BucketValues;
+///
+/// /// In double precision, whatever the gradients are in.
+/// fn norm(values: &BucketValues<'_>) -> f64 {
+///     let squares: f64 = match values {
+///         BucketValues::F32(values) => values.iter().map(|value| f64::from(*value).powi(2)).sum(),
+///         BucketValues::F64(values) => values.iter().map(|value| value.powi(2)).sum(),
+///     };
+///     squares.sqrt()
+/// }
+/// assert_eq!(norm(&BucketValues::F32(&mut [3.0, 4.0])), 5.0);
+/// assert_eq!(norm(&BucketValues::F64(&mut [-2.0])), 2.0);
+/// ```
+#[derive(Debug)]
+pub enum BucketValues<'a> {
+    /// Of parameters in `f32` or less.
+    F32(&'a mut [f32]),
+    /// Of parameters in `f64`.
+    F64(&'a mut [f64]),
+}
+
+impl<'a> BucketParameter<'a> {
+    pub(in crate::reduce) fn new(
+        parameter: &'a Trainable,
+        range: Range<usize>,
+        is_present: bool,
+    ) -> Self {
+        Self {
+            path: &parameter.path,
+            shape: &parameter.shape,
+            range,
+            is_present,
+        }
+    }
+}
+
+impl<'a> GradientBucket<'a> {
+    /// The bucket of that number out of `count`, which holds f32 or f64.
+    pub(in crate::reduce) fn new(
+        buffer: &'a mut Buffer,
+        number: usize,
+        count: usize,
+        step: u64,
+        parameters: Vec<BucketParameter<'a>>,
+    ) -> Self {
+        Self {
+            buffer,
+            count,
+            number,
+            parameters,
+            step,
+        }
+    }
+
+    /// Its number among the buckets of the model, from 0.
+    pub fn number(&self) -> usize {
+        self.number
+    }
+
+    /// How many buckets the model has.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// How many steps of the model were reduced before this one, over the whole job: it goes on after a
+    /// resume.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// The parameters in it, one after the other: their ranges fill the bucket.
+    pub fn parameters(&self) -> &[BucketParameter<'a>] {
+        &self.parameters
+    }
+
+    /// The values, to be read and replaced.
+    pub fn values_mut(&mut self) -> BucketValues<'_> {
+        self.parts_mut().1
+    }
+
+    /// The parameters and the values, at once.
+    #[expect(clippy::expect_used, reason = "buckets hold f32 or f64, see `Buckets`")]
+    pub fn parts_mut(&mut self) -> (&[BucketParameter<'a>], BucketValues<'_>) {
+        // Asked first: an unsuccessful look would hold the borrow.
+        let values = if self.buffer.as_slice::<f64>().is_ok() {
+            BucketValues::F64(self.buffer.as_mut_slice().expect("it holds f64"))
+        } else {
+            BucketValues::F32(self.buffer.as_mut_slice().expect("it holds f32"))
+        };
+        (&self.parameters, values)
+    }
+
+    /// Puts the exact sum of all ranks in place of the values: what is done without a hook, as fast as
+    /// there.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
+    #[track_caller]
+    pub fn all_reduce(&mut self, ranks: &Ranks<'_>) -> Result<()> {
+        Ok(ranks
+            .group()
+            .all_reduce_buffer(self.buffer, ReduceOp::Sum)?)
+    }
+}

@@ -1,0 +1,216 @@
+//! Hooks that reduce gradients in the program's own way, in place of the all-reduce: see
+//! [`CommunicationHook`], and [`PowerSgd`] for one that is ready.
+//!
+//! ```
+//! use accelerator::hook::PowerSgd;
+//! use accelerator::prelude::*;
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::optim::SgdConfig;
+//! use burn::tensor::Tensor;
+//!
+//! Accelerator::builder()
+//!     .with_communication_hook(|| PowerSgd::new(2).start_after(1))
+//!     .launch(2, |accelerator| {
+//!         let model: Linear = accelerator.init(|device| LinearConfig::new(64, 64).init(device));
+//!         let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+//!         for _ in 0..3 {
+//!             let input = Tensor::<2>::ones([4, 64], &accelerator.device());
+//!             let gradients = accelerator.backward(model.forward(input).mean(), &model, 4)?;
+//!             model = optimizer.step(0.1, model, gradients);
+//!         }
+//!         accelerator.check_replicas(&model)
+//!     })?;
+//! # Ok::<(), accelerator::Error>(())
+//! ```
+
+mod bucket;
+mod instance;
+mod power_sgd;
+mod ranks;
+
+use std::error::Error as StdError;
+
+pub use self::bucket::{BucketParameter, BucketValues, GradientBucket};
+pub(crate) use self::instance::{HookFactory, HookInstance};
+pub use self::power_sgd::PowerSgd;
+pub use self::ranks::Ranks;
+
+/// Whatever a hook fails with.
+///
+/// ```
+/// use accelerator::hook::HookError;
+///
+/// /// What a hook makes of eight bytes that it saved.
+/// fn steps(state: &[u8]) -> Result<u64, HookError> {
+///     match u64::from_le_bytes(state.try_into()?) {
+///         u64::MAX => Err("no job does so many steps".into()),
+///         steps => Ok(steps),
+///     }
+/// }
+/// assert_eq!(steps(&7_u64.to_le_bytes()).unwrap(), 7);
+/// assert!(steps(&[1, 2, 3]).is_err());
+/// ```
+pub type HookError = Box<dyn StdError + Send + Sync>;
+
+/// Reduces the gradients of a model over the ranks, bucket by bucket, in place of the all-reduce.
+///
+/// It is given to [`with_communication_hook`](crate::AcceleratorBuilder::with_communication_hook), and
+/// built once for each prepared model of each rank, so that what it keeps belongs to one model.
+///
+/// # What it gets, and what it leaves
+///
+/// A bucket holds *this rank's share of the mean gradient*: `weight / total · gradient`, where `total` is
+/// the weight of all ranks in this step. The sum of the shares is the mean gradient over every sample of
+/// every rank; that sum, or what the hook takes for it, is what `reduce` leaves in the bucket. Gradients
+/// are accumulated and unscaled by then, and not clipped yet.
+///
+/// - **Every rank must leave the same bits.** Ranks step on their own from what they get: where it
+///   differs, they train different models from then on. What comes out of an all-reduce or an all-gather
+///   has the same bits on all ranks, and so has what is computed from it alone, in one order.
+///   [`check_replicas_every`](crate::AcceleratorBuilder::check_replicas_every) finds a hook that breaks
+///   this.
+/// - **Every rank makes the same calls** of [`Ranks`], in one order. It may depend on the bucket's number,
+///   step and parameters, which are the same on all ranks; not on this rank's values.
+/// - Values are finite. A step in which some rank's gradients are not is reduced as it is, on all ranks
+///   alike, and passes the hook by: what a hook keeps from step to step stays finite.
+/// - Buckets come in their order, when backward has ended: nothing is sent while it runs, whatever
+///   [`Overlap`](crate::Overlap) says ([`OverlapReport`](crate::OverlapReport) tells `Off`).
+/// - One rank alone has nothing to reduce, and calls no hook.
+/// - It may ask the accelerator what it knows, and call its collectives on every rank:
+///   [`overlap_report`](crate::Accelerator::overlap_report) tells of the step before. What belongs between steps is
+///   [refused](crate::Error::is_misuse) without waiting: a checkpoint of the model, and `backward`, which ends the
+///   group.
+///
+/// # Errors
+///
+/// An error or a panic ends the step on every rank: here as [`Error::is_hook`](crate::Error::is_hook) or
+/// [`Error::is_panic`](crate::Error::is_panic), on the others as a lost peer, whose cause is this error. An
+/// error of [`Ranks`] is handed on as it is.
+///
+/// # Examples
+///
+/// A hook that bounds how much a rank can add to an element:
+///
+/// ```
+/// use accelerator::hook::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks};
+///
+/// struct Bounded(f32);
+///
+/// impl CommunicationHook for Bounded {
+///     fn name(&self) -> String {
+///         format!("bounded to {}", self.0)
+///     }
+///
+///     fn reduce(&mut self, bucket: &mut GradientBucket<'_>, ranks: &Ranks<'_>) -> Result<(), HookError> {
+///         match bucket.values_mut() {
+///             BucketValues::F32(values) => values.iter_mut().for_each(|v| *v = v.clamp(-self.0, self.0)),
+///             BucketValues::F64(_) => return Err("only f32 is expected".into()),
+///         }
+///         Ok(bucket.all_reduce(ranks)?)
+///     }
+/// }
+///
+/// let accelerator = accelerator::Accelerator::builder()
+///     .with_communication_hook(|| Bounded(0.5))
+///     .build()?;
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+pub trait CommunicationHook: Send {
+    /// What it is, with every setting on which the result depends. It is compared between the ranks when
+    /// the accelerator is built, and between a checkpoint and the program that goes on from it.
+    fn name(&self) -> String;
+
+    /// Puts the sum over the ranks in the place of this rank's share.
+    ///
+    /// # Errors
+    ///
+    /// Whatever it likes; it ends the step on all ranks.
+    fn reduce(
+        &mut self,
+        bucket: &mut GradientBucket<'_>,
+        ranks: &Ranks<'_>,
+    ) -> Result<(), HookError>;
+
+    /// What this rank keeps from step to step, for a checkpoint. Called between steps. Empty, as by
+    /// default: there is nothing to keep.
+    ///
+    /// # Errors
+    ///
+    /// Whatever it likes; the save fails on all ranks.
+    fn save(&self) -> Result<Vec<u8>, HookError> {
+        Ok(Vec::new())
+    }
+
+    /// Goes on from what [`save`](Self::save) gave. It is called on every rank or on none, before the first
+    /// step, and only where the checkpoint was saved with a hook of the same [`name`](Self::name), which kept
+    /// something on some rank. `state` is empty where this rank kept nothing and another one did.
+    ///
+    /// What belongs to this rank alone is left out where it is another rank's:
+    ///
+    /// ```
+    /// use accelerator::hook::SavedBy;
+    /// # use accelerator::hook::{CommunicationHook, GradientBucket, HookError, Ranks};
+    /// # #[derive(Default)]
+    /// # struct Rests { steps: u64, rest: u64 }
+    ///
+    /// # impl CommunicationHook for Rests {
+    /// #     fn name(&self) -> String { "rests".to_owned() }
+    /// #     fn reduce(
+    /// #         &mut self,
+    /// #         bucket: &mut GradientBucket<'_>,
+    /// #         ranks: &Ranks<'_>,
+    /// #     ) -> Result<(), HookError> {
+    /// #         Ok(bucket.all_reduce(ranks)?)
+    /// #     }
+    /// fn save(&self) -> Result<Vec<u8>, HookError> {
+    ///     Ok([self.steps.to_le_bytes(), self.rest.to_le_bytes()].concat())
+    /// }
+    ///
+    /// fn restore(&mut self, state: &[u8], saved_by: SavedBy) -> Result<(), HookError> {
+    ///     let (steps, rest) = state.split_at(8);
+    ///     self.steps = u64::from_le_bytes(steps.try_into()?);
+    ///     if saved_by == SavedBy::ThisRank {
+    ///         self.rest = u64::from_le_bytes(rest.try_into()?);
+    ///     }
+    ///     Ok(())
+    /// }
+    /// # }
+    /// # let mut hook = Rests::default();
+    /// # hook.restore(&Rests { steps: 3, rest: 5 }.save().unwrap(), SavedBy::OneForAll).unwrap();
+    /// # assert_eq!((hook.steps, hook.rest), (3, 0));
+    /// # hook.restore(&Rests { steps: 3, rest: 5 }.save().unwrap(), SavedBy::ThisRank).unwrap();
+    /// # assert_eq!((hook.steps, hook.rest), (3, 5));
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Whatever it likes; the resume fails on all ranks.
+    fn restore(&mut self, state: &[u8], saved_by: SavedBy) -> Result<(), HookError> {
+        let _ = (state, saved_by);
+        Ok(())
+    }
+}
+
+/// Whose state a hook goes on from.
+///
+/// ```
+/// use accelerator::hook::SavedBy;
+///
+/// /// What this rank has not sent yet, as a hook goes on from it.
+/// fn rest(saved: Vec<f32>, by: SavedBy) -> Vec<f32> {
+///     match by {
+///         SavedBy::ThisRank => saved,
+///         SavedBy::OneForAll => vec![0.0; saved.len()],
+///     }
+/// }
+/// assert_eq!(rest(vec![0.5], SavedBy::ThisRank), [0.5]);
+/// assert_eq!(rest(vec![0.5], SavedBy::OneForAll), [0.0]);
+/// ```
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub enum SavedBy {
+    /// That of one of the ranks, the same one for all: the job had another number of ranks, or not all of
+    /// them were left to save. What a rank has for itself alone is to be left out.
+    OneForAll,
+    /// This rank's own.
+    ThisRank,
+}

@@ -1,0 +1,301 @@
+//! Thin matrices beside a wide one, in plain loops over rows.
+//!
+//! The wide matrix is `rows × columns`, row by row, as a gradient lies. The thin ones lie column by column:
+//! `left` has columns of `rows` elements, `right` columns of `columns` elements, as many of each. Every sum
+//! has one fixed order, so that ranks with the same numbers get the same bits.
+
+use core::ops::{AddAssign, Mul, SubAssign};
+
+use accelerator_collective::Element;
+
+use super::rng::StepRng;
+
+/// A floating-point type that gradients are reduced in.
+pub(super) trait MatrixFloat:
+    Element + AddAssign + Default + Mul<Output = Self> + SubAssign
+{
+    /// What is left of a column without its parts along others is rounding, if it is so much shorter.
+    const ROUNDING: f64;
+
+    fn narrowed(value: f64) -> Self;
+
+    fn widened(self) -> f64;
+}
+
+impl MatrixFloat for f32 {
+    const ROUNDING: f64 = 1e-5;
+
+    fn narrowed(value: f64) -> Self {
+        value as Self
+    }
+
+    fn widened(self) -> f64 {
+        f64::from(self)
+    }
+}
+
+impl MatrixFloat for f64 {
+    const ROUNDING: f64 = 1e-13;
+
+    fn narrowed(value: f64) -> Self {
+        value
+    }
+
+    fn widened(self) -> f64 {
+        self
+    }
+}
+
+/// Whether everything is finite.
+pub(super) fn is_finite<T: MatrixFloat>(values: &[T]) -> bool {
+    // Without an early end, so that it is done in vectors.
+    values
+        .iter()
+        .fold(true, |finite, value| finite & value.widened().is_finite())
+}
+
+/// `left = wide · right`.
+pub(super) fn times<T: MatrixFloat>(wide: &[T], columns: usize, right: &[T], left: &mut [T]) {
+    let rows = wide.len() / columns;
+    for (at, row) in wide.chunks_exact(columns).enumerate() {
+        let cells = left.iter_mut().skip(at).step_by(rows);
+        for (cell, right) in cells.zip(right.chunks_exact(columns)) {
+            *cell = dot(row, right);
+        }
+    }
+}
+
+/// `right = wideᵀ · left`.
+pub(super) fn transposed_times<T: MatrixFloat>(
+    wide: &[T],
+    columns: usize,
+    left: &[T],
+    right: &mut [T],
+) {
+    let rows = wide.len() / columns;
+    right.fill(T::default());
+    for (at, row) in wide.chunks_exact(columns).enumerate() {
+        let cells = left.iter().skip(at).step_by(rows);
+        for (&cell, right) in cells.zip(right.chunks_exact_mut(columns)) {
+            for (right, &value) in right.iter_mut().zip(row) {
+                *right += cell * value;
+            }
+        }
+    }
+}
+
+/// `wide = left · rightᵀ`.
+pub(super) fn multiply<T: MatrixFloat>(left: &[T], right: &[T], columns: usize, wide: &mut [T]) {
+    let rows = wide.len() / columns;
+    wide.fill(T::default());
+    for (at, row) in wide.chunks_exact_mut(columns).enumerate() {
+        let cells = left.iter().skip(at).step_by(rows);
+        for (&cell, right) in cells.zip(right.chunks_exact(columns)) {
+            for (value, &right) in row.iter_mut().zip(right) {
+                *value += cell * right;
+            }
+        }
+    }
+}
+
+/// `wide -= left · rightᵀ`.
+pub(super) fn subtract<T: MatrixFloat>(left: &[T], right: &[T], columns: usize, wide: &mut [T]) {
+    let rows = wide.len() / columns;
+    for (at, row) in wide.chunks_exact_mut(columns).enumerate() {
+        let cells = left.iter().skip(at).step_by(rows);
+        for (&cell, right) in cells.zip(right.chunks_exact(columns)) {
+            for (value, &right) in row.iter_mut().zip(right) {
+                *value -= cell * right;
+            }
+        }
+    }
+}
+
+/// Makes columns of that length orthonormal, one after the other (Gram-Schmidt, twice for each, which is
+/// enough: Giraud et al. 2005). One that depends on those before it, to rounding, is drawn anew where
+/// there are `draws`, and is zero otherwise.
+pub(super) fn orthonormalize<T: MatrixFloat>(
+    columns: &mut [T],
+    length: usize,
+    mut draws: Option<&mut StepRng>,
+) {
+    let count = columns.len() / length;
+    for at in 0..count {
+        let (before, rest) = columns.split_at_mut(at * length);
+        let column = &mut rest[..length];
+        if normalize(before, column) {
+            continue;
+        }
+        let drawn = draws.as_mut().is_some_and(|draws| {
+            (0..ATTEMPTS).any(|_| {
+                column.fill_with(|| T::narrowed(draws.next()));
+                normalize(before, column)
+            })
+        });
+        if !drawn {
+            column.fill(T::default());
+        }
+    }
+}
+
+/// How often a column is drawn that has nothing new in it.
+const ATTEMPTS: usize = 8;
+
+/// Takes the parts along orthonormal columns out of another one, and gives it the length 1; `false` if
+/// nothing is left to do that with.
+fn normalize<T: MatrixFloat>(before: &[T], column: &mut [T]) -> bool {
+    let norm = |column: &[T]| wide_dot(column, column).sqrt();
+    let whole = norm(column);
+    for _ in 0..2 {
+        for other in before.chunks_exact(column.len()) {
+            let along = T::narrowed(wide_dot(other, column));
+            for (value, &other) in column.iter_mut().zip(other) {
+                *value -= along * other;
+            }
+        }
+    }
+    let left = norm(column);
+    // Of what is not a number, nothing is left either.
+    if !(left > T::ROUNDING * whole && left.is_finite()) {
+        return false;
+    }
+    for value in column {
+        *value = T::narrowed(value.widened() / left);
+    }
+    true
+}
+
+/// In eight lanes, which the compiler can turn into vector instructions.
+fn dot<T: MatrixFloat>(left: &[T], right: &[T]) -> T {
+    let mut lanes = [T::default(); 8];
+    let (lefts, rights) = (left.chunks_exact(8), right.chunks_exact(8));
+    let rest = lefts.remainder().iter().zip(rights.remainder());
+    for (left, right) in lefts.zip(rights) {
+        for (lane, (&left, &right)) in lanes.iter_mut().zip(left.iter().zip(right)) {
+            *lane += left * right;
+        }
+    }
+    for (lane, (&left, &right)) in lanes.iter_mut().zip(rest) {
+        *lane += left * right;
+    }
+    let mut sum = T::default();
+    for lane in lanes {
+        sum += lane;
+    }
+    sum
+}
+
+/// The same in f64, where squares of small f32 values do not vanish.
+fn wide_dot<T: MatrixFloat>(left: &[T], right: &[T]) -> f64 {
+    let mut lanes = [0.0; 8];
+    let (lefts, rights) = (left.chunks_exact(8), right.chunks_exact(8));
+    let rest = lefts.remainder().iter().zip(rights.remainder());
+    for (left, right) in lefts.zip(rights) {
+        for (lane, (&left, &right)) in lanes.iter_mut().zip(left.iter().zip(right)) {
+            *lane += left.widened() * right.widened();
+        }
+    }
+    for (lane, (&left, &right)) in lanes.iter_mut().zip(rest) {
+        *lane += left.widened() * right.widened();
+    }
+    lanes.iter().sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn drawn(count: usize, seed: u64) -> Vec<f64> {
+        let mut draws = StepRng::new(seed, "a", 0);
+        (0..count).map(|_| draws.next()).collect()
+    }
+
+    fn assert_orthonormal(columns: &[f64], length: usize, bound: f64) {
+        for (at, left) in columns.chunks_exact(length).enumerate() {
+            for (other, right) in columns.chunks_exact(length).enumerate() {
+                let wanted = f64::from(u8::from(at == other));
+                let found: f64 = left.iter().zip(right).map(|(a, b)| a * b).sum();
+                assert!((found - wanted).abs() < bound, "{at} {other}: {found}");
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn products_are_those_of_the_definition(
+            rows in 1_usize..20, columns in 1_usize..40, rank in 1_usize..5, seed: u64,
+        ) {
+            let wide = drawn(rows * columns, seed);
+            let right = drawn(columns * rank, seed ^ 1);
+            let mut left = vec![7.0; rows * rank];
+            times(&wide, columns, &right, &mut left);
+            for row in 0..rows {
+                for k in 0..rank {
+                    let wanted: f64 = (0..columns)
+                        .map(|column| wide[row * columns + column] * right[k * columns + column])
+                        .sum();
+                    prop_assert!((left[k * rows + row] - wanted).abs() < 1e-12);
+                }
+            }
+            let mut back = vec![7.0; columns * rank];
+            transposed_times(&wide, columns, &left, &mut back);
+            for column in 0..columns {
+                for k in 0..rank {
+                    let wanted: f64 = (0..rows)
+                        .map(|row| wide[row * columns + column] * left[k * rows + row])
+                        .sum();
+                    prop_assert!((back[k * columns + column] - wanted).abs() < 1e-11);
+                }
+            }
+            let mut product = vec![7.0; rows * columns];
+            multiply(&left, &right, columns, &mut product);
+            for row in 0..rows {
+                for column in 0..columns {
+                    let wanted: f64 = (0..rank)
+                        .map(|k| left[k * rows + row] * right[k * columns + column])
+                        .sum();
+                    prop_assert!((product[row * columns + column] - wanted).abs() < 1e-12);
+                }
+            }
+            let mut nothing = product.clone();
+            subtract(&left, &right, columns, &mut nothing);
+            prop_assert!(nothing.iter().all(|value| value.abs() < 1e-12));
+        }
+
+        #[test]
+        fn columns_become_orthonormal(length in 4_usize..50, count in 1_usize..5, seed: u64) {
+            let mut columns = drawn(length * count, seed);
+            orthonormalize(&mut columns, length, None);
+            assert_orthonormal(&columns, length, 1e-12);
+        }
+    }
+
+    #[test]
+    fn a_column_that_says_nothing_is_zero_or_drawn_anew() {
+        let length = 9;
+        let mut columns = drawn(3 * length, 1);
+        let twice: Vec<f64> = columns[..length].iter().map(|value| value * -2.0).collect();
+        columns[length..2 * length].copy_from_slice(&twice);
+        let mut zeroed = columns.clone();
+        orthonormalize(&mut zeroed, length, None);
+        assert_eq!(zeroed[length..2 * length], [0.0; 9]);
+        zeroed.drain(length..2 * length);
+        assert_orthonormal(&zeroed, length, 1e-12);
+        orthonormalize(&mut columns, length, Some(&mut StepRng::new(1, "b", 0)));
+        assert_orthonormal(&columns, length, 1e-12);
+        // There are only so many directions.
+        let mut many = vec![0.0; 5 * 3];
+        orthonormalize(&mut many, 3, Some(&mut StepRng::new(1, "c", 0)));
+        assert_orthonormal(&many[..9], 3, 1e-12);
+        assert_eq!(many[9..], [0.0; 6]);
+    }
+
+    #[test]
+    fn small_columns_keep_their_direction() {
+        let mut columns = vec![3e-30_f32, 4e-30, 0.0, 0.0, 0.0, 1e-38];
+        orthonormalize(&mut columns, 3, None);
+        assert_eq!(columns, [0.6, 0.8, 0.0, 0.0, 0.0, 1.0]);
+    }
+}

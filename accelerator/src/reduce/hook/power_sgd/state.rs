@@ -1,0 +1,127 @@
+//! What goes into checkpoints, as a safetensors file: `right/PATH`, a column a row, and `rest/PATH`.
+
+use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
+
+use super::factors::{PowerSgdState, Tensor};
+use super::matrix::MatrixFloat;
+use crate::reduce::hook::{HookError, SavedBy};
+
+const RIGHT: &str = "right/";
+const REST: &str = "rest/";
+
+pub(super) fn save(
+    single: &PowerSgdState<f32>,
+    double: &PowerSgdState<f64>,
+) -> Result<Vec<u8>, HookError> {
+    let mut fields = fields(single);
+    fields.extend(self::fields(double));
+    if fields.is_empty() {
+        return Ok(Vec::new());
+    }
+    let views = fields.iter().map(|(name, dtype, shape, bytes)| {
+        TensorView::new(*dtype, shape.to_vec(), bytes).map(|view| (name, view))
+    });
+    Ok(serialize(views.collect::<Result<Vec<_>, _>>()?, None)?)
+}
+
+pub(super) fn restore(
+    saved: &[u8],
+    saved_by: SavedBy,
+    single: &mut PowerSgdState<f32>,
+    double: &mut PowerSgdState<f64>,
+) -> Result<(), HookError> {
+    if saved.is_empty() {
+        return Ok(());
+    }
+    for (name, view) in SafeTensors::deserialize(saved)?.iter() {
+        match view.dtype() {
+            Dtype::F64 => take(double, saved_by, name, &view),
+            _ => take(single, saved_by, name, &view),
+        }
+    }
+    Ok(())
+}
+
+/// A type that has a name in files.
+trait StoredFloat: MatrixFloat {
+    const DTYPE: Dtype;
+
+    fn append_to(self, bytes: &mut Vec<u8>);
+
+    /// Of as many bytes as it has.
+    fn of_bytes(bytes: &[u8]) -> Self;
+}
+
+macro_rules! stored {
+    ($($type:ident $dtype:ident),+) => {
+        $(
+            impl StoredFloat for $type {
+                const DTYPE: Dtype = Dtype::$dtype;
+
+                fn append_to(self, bytes: &mut Vec<u8>) {
+                    bytes.extend_from_slice(&self.to_le_bytes());
+                }
+
+                fn of_bytes(bytes: &[u8]) -> Self {
+                    let mut own = [0; size_of::<Self>()];
+                    own.copy_from_slice(bytes);
+                    Self::from_le_bytes(own)
+                }
+            }
+        )+
+    };
+}
+
+stored!(f32 F32, f64 F64);
+
+/// A name, with type, shape and bytes.
+type Field = (String, Dtype, [usize; 2], Vec<u8>);
+
+fn fields<T: StoredFloat>(lane: &PowerSgdState<T>) -> Vec<Field> {
+    let fields = lane.tensors.iter().flat_map(|(path, tensor)| {
+        // Nothing that was read may be divided by zero.
+        let columns = tensor.columns.max(1);
+        let field = move |kind: &str, values: &[T]| {
+            let mut bytes = Vec::with_capacity(size_of_val(values));
+            values.iter().for_each(|value| value.append_to(&mut bytes));
+            let shape = [values.len() / columns, columns];
+            (
+                format!("{kind}{path}"),
+                <T as StoredFloat>::DTYPE,
+                shape,
+                bytes,
+            )
+        };
+        let rest = (!tensor.rest.is_empty()).then(|| field(REST, &tensor.rest));
+        core::iter::once(field(RIGHT, &tensor.right)).chain(rest)
+    });
+    fields.collect()
+}
+
+/// Takes a field over. What does not fit the program's parameters is replaced when it is used.
+fn take<T: StoredFloat>(
+    lane: &mut PowerSgdState<T>,
+    saved_by: SavedBy,
+    name: &str,
+    view: &TensorView<'_>,
+) {
+    let values = || {
+        let bytes = view.data().chunks_exact(size_of::<T>());
+        bytes.map(T::of_bytes).collect::<Vec<_>>()
+    };
+    let blank = |columns| Tensor {
+        right: Vec::new(),
+        rest: Vec::new(),
+        columns,
+    };
+    let columns = view.shape().last().copied().unwrap_or(0);
+    if let Some(path) = name.strip_prefix(RIGHT) {
+        let tensor = lane.tensors.entry(path.to_owned());
+        tensor.or_insert_with(|| blank(columns)).right = values();
+    } else if let Some(path) = name.strip_prefix(REST)
+        && saved_by == SavedBy::ThisRank
+    {
+        let tensor = lane.tensors.entry(path.to_owned());
+        tensor.or_insert_with(|| blank(columns)).rest = values();
+    }
+}

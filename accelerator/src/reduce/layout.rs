@@ -1,0 +1,305 @@
+use core::ops::Range;
+use std::sync::Arc;
+
+use accelerator_collective::{Buffer, DType, ProcessGroup, ShardLayout};
+use burn::tensor::Device;
+
+use super::bucket_storage::{BucketStorage, Placement};
+use super::device_bucket::DeviceBucket;
+use super::overlap::ReadyOrder;
+use super::shard::{BucketShards, ShardMap};
+use crate::core::error::Result;
+use crate::model::{Float, Trainable};
+
+/// What is worth an all-reduce of its own, in bytes: the most that the first bucket holds, so that
+/// communication starts soon, and what a bucket holds at least before it is sent without one that is
+/// ready later.
+const WORTHWHILE: usize = 1 << 20;
+
+/// Where each parameter's gradient lies.
+#[derive(Debug)]
+pub(super) struct Buckets {
+    buckets: Vec<Bucket>,
+    /// Of which elements ranks get the sums; `None` where all get all.
+    cuts: Option<Arc<BucketShards>>,
+    places: Vec<BucketRange>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+struct Bucket {
+    dtype: DType,
+    /// In elements.
+    length: usize,
+    /// The parameters whose gradients lie there, one after the other.
+    members: Vec<usize>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct BucketRange {
+    pub(super) bucket: usize,
+    pub(super) range: Range<usize>,
+}
+
+impl Buckets {
+    /// Lays `parameters` out in that order, a bucket a dtype, each at most `size` bytes unless one
+    /// parameter alone is larger. A bucket that is worth an operation does not wait for a gradient
+    /// that is ready later. A bucket comes before those that are full later.
+    pub(super) fn new(parameters: &[Trainable], order: &ReadyOrder, size: usize) -> Self {
+        let mut buckets: Vec<Bucket> = Vec::new();
+        // The bucket that is being filled, for each dtype.
+        let mut open = [None; 2];
+        for (position, &index) in order.parameters.iter().enumerate() {
+            if position == order.early {
+                open = [None; 2];
+            } else if order.is_later(position) {
+                let size = |&bucket: &usize| {
+                    let Bucket { dtype, length, .. } = &buckets[bucket];
+                    length * width(*dtype)
+                };
+                open = open.map(|open| open.filter(|bucket| size(bucket) < WORTHWHILE));
+            }
+            let parameter = &parameters[index];
+            let dtype = dtype_of(parameter.float);
+            let length: usize = parameter.shape.iter().product();
+            let open = &mut open[usize::from(dtype == DType::F64)];
+            let limit = |bucket| {
+                if bucket == 0 {
+                    size.min(WORTHWHILE)
+                } else {
+                    size
+                }
+            };
+            let bucket = open
+                .filter(|&bucket: &usize| {
+                    (buckets[bucket].length + length) * width(dtype) <= limit(bucket)
+                })
+                .unwrap_or_else(|| {
+                    buckets.push(Bucket {
+                        dtype,
+                        length: 0,
+                        members: Vec::new(),
+                    });
+                    buckets.len() - 1
+                });
+            *open = Some(bucket);
+            buckets[bucket].length += length;
+            buckets[bucket].members.push(index);
+        }
+        let mut position = vec![0; parameters.len()];
+        for (at, &index) in order.parameters.iter().enumerate() {
+            position[index] = at;
+        }
+        buckets.sort_by_key(|bucket| bucket.members.last().map(|&last| position[last]));
+        let nowhere = BucketRange {
+            bucket: 0,
+            range: 0..0,
+        };
+        let mut places = vec![nowhere; parameters.len()];
+        for (number, bucket) in buckets.iter().enumerate() {
+            let mut start = 0;
+            for &index in &bucket.members {
+                let end = start + parameters[index].shape.iter().product::<usize>();
+                places[index] = BucketRange {
+                    bucket: number,
+                    range: start..end,
+                };
+                start = end;
+            }
+        }
+        Self {
+            buckets,
+            cuts: None,
+            places,
+        }
+    }
+
+    /// The same places, of whose sums each rank gets what lies within its bounds.
+    pub(super) fn cut_at(&self, bounds: &Arc<ShardMap>) -> Result<Self> {
+        let cut = |(number, bucket): (usize, &Bucket)| {
+            let ranges = |rank| {
+                let places = self.members(number).iter().map(|&index| {
+                    let (start, range) =
+                        (self.places[index].range.start, bounds.range(index, rank));
+                    start + range.start..start + range.end
+                });
+                places.collect()
+            };
+            let parts = (0..bounds.ranks()).map(ranges).collect();
+            Ok(Arc::new(ShardLayout::new(bucket.length, parts)?))
+        };
+        let cuts = self.buckets.iter().enumerate().map(cut);
+        Ok(Self {
+            buckets: self.buckets.clone(),
+            cuts: Some(Arc::new(BucketShards {
+                bounds: bounds.clone(),
+                buckets: cuts.collect::<Result<_>>()?,
+            })),
+            places: self.places.clone(),
+        })
+    }
+
+    /// The same places, of which every rank gets all sums.
+    pub(super) fn uncut(&self) -> Self {
+        Self {
+            buckets: self.buckets.clone(),
+            cuts: None,
+            places: self.places.clone(),
+        }
+    }
+
+    /// How sums are shared out, where not every rank gets all.
+    pub(super) fn cuts(&self) -> Option<&Arc<BucketShards>> {
+        self.cuts.as_ref()
+    }
+
+    /// Whether everything lies in the same places.
+    pub(super) fn is_placed_as(&self, other: &Self) -> bool {
+        self.buckets == other.buckets && self.places == other.places
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.buckets.len()
+    }
+
+    pub(super) fn place(&self, parameter: usize) -> &BucketRange {
+        &self.places[parameter]
+    }
+
+    /// The parameters of a bucket, by number.
+    pub(super) fn members(&self, bucket: usize) -> &[usize] {
+        &self.buckets[bucket].members
+    }
+
+    /// The size of a bucket.
+    pub(super) fn bytes(&self, bucket: usize) -> usize {
+        let (dtype, length) = (self.buckets[bucket].dtype, self.buckets[bucket].length);
+        length * width(dtype)
+    }
+
+    /// The bytes of an element of a bucket.
+    pub(super) fn width(&self, bucket: usize) -> usize {
+        width(self.buckets[bucket].dtype)
+    }
+
+    /// Where the sums of a bucket will be kept.
+    pub(super) fn store(
+        &self,
+        group: &ProcessGroup,
+        home: &Placement,
+        bucket: usize,
+    ) -> BucketStorage {
+        let Bucket { dtype, length, .. } = &self.buckets[bucket];
+        BucketStorage::new(group, home, *dtype, *length)
+    }
+
+    /// A bucket on a device, with nothing in it.
+    pub(super) fn flat(&self, device: &Device, bucket: usize) -> DeviceBucket {
+        let Bucket { dtype, length, .. } = &self.buckets[bucket];
+        DeviceBucket::new(*dtype, *length, device)
+    }
+
+    /// A new buffer for that bucket.
+    pub(super) fn allocate_one(&self, group: &ProcessGroup, bucket: usize) -> Buffer {
+        let Bucket { dtype, length, .. } = &self.buckets[bucket];
+        group.buffer(*dtype, *length)
+    }
+}
+
+fn dtype_of(float: Float) -> DType {
+    match float {
+        Float::F64 => DType::F64,
+        Float::Bf16 | Float::F16 | Float::F32 => DType::F32,
+    }
+}
+
+fn width(dtype: DType) -> usize {
+    if dtype == DType::F64 { 8 } else { 4 }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::module::ParamId;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn parameters(sizes: &[usize], float: Float) -> Vec<Trainable> {
+        sizes
+            .iter()
+            .map(|&size| Trainable {
+                id: ParamId::new(),
+                path: String::new(),
+                shape: vec![size],
+                float,
+            })
+            .collect()
+    }
+
+    #[test]
+    fn the_first_bucket_is_small_and_holds_the_last_parameters() {
+        let parameters = parameters(&[3 << 20, 100_000, 200_000], Float::F32);
+        let buckets = Buckets::new(&parameters, &ReadyOrder::reversed(3), 25 << 20);
+        assert_eq!(buckets.place(2).bucket, 0);
+        assert_eq!(buckets.place(2).range, 0..200_000);
+        // 300,000 × 4 bytes would be more than 1 MiB.
+        assert_eq!(buckets.place(1).bucket, 1);
+        assert_eq!(buckets.place(0).range.start, 100_000);
+    }
+
+    #[test]
+    fn what_is_late_shares_no_bucket_with_what_is_early() {
+        let mut parameters = parameters(&[10, 10, 10, 10], Float::F32);
+        parameters[2].float = Float::F64;
+        let order = ReadyOrder::of(&[None, Some(4), Some(2), Some(3)]);
+        let buckets = Buckets::new(&parameters, &order, 1024);
+        assert_eq!(buckets.len(), 3);
+        assert_eq!(buckets.members(0), [1, 3]);
+        assert_eq!(buckets.members(1), [2]);
+        assert_eq!(buckets.members(2), [0]);
+    }
+
+    #[test]
+    fn a_bucket_that_is_worth_it_does_not_wait_for_what_is_ready_later() {
+        // A classifier: a small last layer, a large one, and two convolutions.
+        let parameters = parameters(&[10_000, 20_000, 1 << 20, 1000, 500], Float::F32);
+        let order = ReadyOrder::of(&[Some(1), Some(2), Some(7), Some(8), Some(7)]);
+        let buckets = Buckets::new(&parameters, &order, 25 << 20);
+        assert_eq!(buckets.len(), 3);
+        assert_eq!(buckets.members(0), [3, 4]);
+        assert_eq!(buckets.members(1), [2]);
+        assert_eq!(buckets.members(2), [1, 0]);
+    }
+
+    proptest! {
+        #[test]
+        fn places_do_not_overlap_and_fill_the_buckets(
+            sizes in proptest::collection::vec(0_usize..5000, 1..40),
+            ready in proptest::collection::vec(proptest::option::of(0_usize..9), 40),
+            limit in 1024_usize..40_000,
+        ) {
+            let mut parameters = parameters(&sizes, Float::F32);
+            for parameter in parameters.iter_mut().step_by(3) {
+                parameter.float = Float::F64;
+            }
+            let order = ReadyOrder::of(&ready[..sizes.len()]);
+            let buckets = Buckets::new(&parameters, &order, limit);
+            let mut covered = vec![0; buckets.len()];
+            for &index in &order.parameters {
+                let place = buckets.place(index);
+                prop_assert_eq!(place.range.len(), sizes[index]);
+                prop_assert_eq!(place.range.start, covered[place.bucket]);
+                prop_assert!(buckets.members(place.bucket).contains(&index));
+                covered[place.bucket] = place.range.end;
+                let alone = place.range.start == 0;
+                let bytes = place.range.end * width(dtype_of(parameters[index].float));
+                prop_assert!(alone || bytes <= limit);
+            }
+            let lengths: Vec<_> = buckets.buckets.iter().map(|bucket| bucket.length).collect();
+            prop_assert_eq!(covered, lengths);
+            for bucket in &buckets.buckets {
+                let first = ready[bucket.members[0]].is_some();
+                prop_assert!(bucket.members.iter().all(|&at| ready[at].is_some() == first));
+            }
+        }
+    }
+}

@@ -1,0 +1,132 @@
+use core::panic::Location;
+
+use accelerator_collective::{ProcessGroup, ReduceOp};
+use burn::backend::DispatchTensor;
+use burn::tensor::Tensor;
+
+use crate::accelerator::Accelerator;
+use crate::core::error::{Error, Kind, Result};
+use crate::core::tensor_rank::with_rank;
+use crate::reduce::bucket::{self, WriteMode};
+use crate::reduce::element_values::{ElementValues, with_values};
+use crate::reduce::model_state::ModelState;
+
+/// What a rank counts in a mean over all of them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct MeanWeight {
+    /// Over all ranks.
+    pub(crate) total: f64,
+    pub(crate) weight: f64,
+}
+
+/// The weighted mean over the ranks of a value for each parameter, in the buckets that gradients travel
+/// in: the same bits on every rank. Values are given and returned by the numbers of their parameters, on
+/// the plain device.
+///
+/// All ranks pass shares of the same total. A rank whose share is nothing is left out, rather than
+/// multiplied by zero. Where a mean is not finite, all ranks get the same error, which names the rank.
+#[track_caller]
+pub(crate) fn mean_over_ranks(
+    accelerator: &Accelerator,
+    slot: &ModelState,
+    values: &[DispatchTensor],
+    share: MeanWeight,
+) -> Result<Vec<DispatchTensor>> {
+    let (group, device) = (accelerator.group(), &accelerator.shared.device);
+    let caller = Location::caller();
+    let _turn = accelerator.shared.turn.take(group)?;
+    let layout = slot.layout();
+    let mut pending = Vec::with_capacity(layout.len());
+    for number in 0..layout.len() {
+        let mut buffer = layout.allocate_one(group, number);
+        if share.weight > 0.0 {
+            let members = layout.members(number).iter();
+            with_values(members.map(|&at| (at, &values[at])), |at, values| {
+                let range = &layout.place(at).range;
+                bucket::write(&mut buffer, range, values, share.weight, WriteMode::Replace);
+            });
+        } else {
+            for &at in layout.members(number) {
+                bucket::clear(&mut buffer, &layout.place(at).range);
+            }
+        }
+        pending.push(group.start_all_reduce_at(buffer, ReduceOp::Sum, caller)?);
+    }
+    let mut means = values.to_vec();
+    let mut spoilt = None;
+    for (number, pending) in pending.into_iter().enumerate() {
+        let sums = pending.wait()?;
+        for &at in layout.members(number) {
+            let known = &slot.parameters()[at];
+            let range = &layout.place(at).range;
+            let data = bucket::read(&sums, range, known.float, &known.shape, share.total, None);
+            // All ranks see the same sums.
+            if spoilt.is_none() && !is_finite(ElementValues::of(&data)) {
+                spoilt = Some(&*known.path);
+            }
+            let dtype = data.dtype();
+            means[at] = with_rank!(known.shape.len(), D => {
+                Tensor::<D>::from_data(data, (device, dtype)).into_dispatch()
+            });
+        }
+    }
+    match spoilt {
+        None => Ok(means),
+        Some(path) => Err(whose_is_it(group, slot, values, share, path)?),
+    }
+}
+
+/// Asks all ranks which of them has put in what is not finite: nothing tells it in the sums, of which that
+/// of `path` is not finite.
+#[track_caller]
+fn whose_is_it(
+    group: &ProcessGroup,
+    slot: &ModelState,
+    values: &[DispatchTensor],
+    share: MeanWeight,
+    path: &str,
+) -> Result<Error> {
+    let mut first = None;
+    if share.weight > 0.0 {
+        with_values(values.iter().enumerate(), |at, values| {
+            if !is_finite(values) {
+                first = Some(first.map_or(at, |first: usize| first.min(at)));
+            }
+        });
+    }
+    let mine = first.map(|at| slot.parameters()[at].path.clone());
+    let all = group.all_gather_object(&mine)?;
+    let told = all.iter().enumerate().filter_map(|(rank, path)| {
+        let path = path.as_ref()?;
+        Some(format!("`{path}` on rank {rank}"))
+    });
+    let told: Vec<_> = told.collect();
+    let what = match told.is_empty() {
+        true => format!(
+            "parameters are finite on every rank, and too large to be added up: the sum of `{path}` is not finite"
+        ),
+        false => format!(
+            "parameters that an average would spread to every rank are not finite: {}",
+            told.join(", ")
+        ),
+    };
+    let message = format!(
+        "{what}; models are as they were: clip gradients or lower the learning rate, and go on from a checkpoint"
+    );
+    Ok(Error::new(Kind::NotFinite, message))
+}
+
+fn is_finite(values: ElementValues<'_>) -> bool {
+    // Without an early end, so that many are looked at at once.
+    fn all<T: Copy>(values: &[T], is_finite: impl Fn(T) -> bool) -> bool {
+        values
+            .iter()
+            .fold(true, |all, &value| all & is_finite(value))
+    }
+    match values {
+        ElementValues::Bf16(values) => all(values, half::bf16::is_finite),
+        ElementValues::F16(values) => all(values, half::f16::is_finite),
+        ElementValues::F32(values) => all(values, f32::is_finite),
+        ElementValues::F64(values) => all(values, f64::is_finite),
+    }
+}

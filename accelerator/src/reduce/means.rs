@@ -1,0 +1,312 @@
+use core::ops::{Div, Mul, Range};
+use std::sync::Arc;
+
+use accelerator_collective::{BufferSlice, Element, ProcessGroup};
+use burn::module::ParamId;
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Tensor, TensorData};
+
+use super::bucket;
+use super::bucket_storage::BucketStorage;
+use super::bucket_sums::{BucketSums, factor};
+use super::model_state::ModelState;
+use super::shard::ShardMap;
+use crate::core::error::Result;
+use crate::model::Trainable;
+
+/// The averaged gradients of a window that was reduced over several micro-steps or ranks: sums, to be read
+/// in parts, or where they lie.
+pub(crate) struct GradientMeans {
+    pub(super) device: Device,
+    pub(super) factors: Vec<f64>,
+    pub(super) slot: Arc<ModelState>,
+    pub(super) sums: BucketSums,
+}
+
+/// What an optimizer steps with.
+#[allow(
+    clippy::large_enum_variant,
+    reason = "there is one at a time, for a moment"
+)]
+pub(crate) enum GradientMean {
+    Sums(GradientMeans),
+    /// One rank, no accumulation: as Burn made them.
+    Untouched(GradientsParams),
+}
+
+/// Sums of elements, where they lie.
+pub(crate) struct SumLocation<'a, E> {
+    pub(crate) sums: &'a mut [E],
+    /// What makes gradients of them.
+    pub(crate) scale: MeanScale<E>,
+}
+
+/// How sums become gradients: `sum / total · factor`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MeanScale<E> {
+    by: MeanFactor<E>,
+    factor: Option<E>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum MeanFactor<E> {
+    Total(E),
+    /// Multiplies by what is one over a power of two, which gives the same bits as to divide.
+    Share(E),
+}
+
+impl GradientMeans {
+    /// All parameters of their model, in path order, with or without gradients.
+    pub(crate) fn all_parameters(&self) -> &[Trainable] {
+        self.slot.parameters()
+    }
+
+    /// Where those of their model's next window are cut.
+    pub(crate) fn next_bounds(&self) -> Option<Arc<ShardMap>> {
+        self.slot.bounds()
+    }
+
+    /// What these are cut at, where each rank has its own part of them alone.
+    pub(crate) fn bounds(&self) -> Option<&Arc<ShardMap>> {
+        self.sums.spread.bounds()
+    }
+
+    /// Gives every rank all sums, of this window and those to come. All ranks call it: where it fails on
+    /// one, the group fails.
+    #[track_caller]
+    pub(crate) fn make_whole(&mut self) -> Result<()> {
+        if self.sums.is_spread() {
+            let outcome = self.sums.make_whole();
+            outcome.inspect_err(|error| self.sums.give_up(error))?;
+            self.slot.unspread();
+        }
+        Ok(())
+    }
+
+    /// Of how many ranks they are.
+    pub(crate) fn ranks(&self) -> usize {
+        self.sums.ranks
+    }
+
+    /// Whether ranks can get their own part of the next windows alone.
+    pub(crate) fn can_spread(&self) -> bool {
+        self.slot.can_spread()
+    }
+
+    /// From the next window on, each rank gets the sums within its bounds alone. All ranks call it between
+    /// the same windows.
+    pub(crate) fn spread_next(&self, bounds: &Arc<ShardMap>) -> Result<()> {
+        self.slot.spread(bounds)
+    }
+
+    /// The parameters that have a gradient, in path order: the same on every rank.
+    pub(crate) fn parameters(&self) -> impl Iterator<Item = &Trainable> {
+        self.sums.there().map(|(_, parameter, _, _)| parameter)
+    }
+
+    /// Whether they lie on a device, where nothing can be read or written in parts.
+    pub(crate) fn are_on_device(&self) -> bool {
+        self.sums.is_on_device()
+    }
+
+    /// Brings them to memory, where they lie on a device.
+    pub(crate) fn bring_home(&mut self, group: &ProcessGroup) {
+        self.sums.bring_home(group);
+    }
+
+    /// Those elements of a parameter's gradient, clipped if that was asked for, in that shape; `None` where
+    /// it has none, or it is on a device.
+    pub(crate) fn part<const D: usize>(
+        &self,
+        id: ParamId,
+        range: &Range<usize>,
+        shape: &[usize],
+    ) -> Option<Tensor<D>> {
+        let index = self.slot.number(id)?;
+        let (BucketStorage::Host(buffer), place) = self.sums.place(index)? else {
+            return None;
+        };
+        let range = place.start + range.start..place.start + range.end;
+        let factor = factor(&self.factors, index);
+        let float = self.slot.parameters()[index].float;
+        let data = bucket::read(buffer, &range, float, shape, self.sums.divisor, factor);
+        let dtype = data.dtype();
+        Some(Tensor::from_data(data, (&self.device, dtype)))
+    }
+
+    /// The sums of those elements of a parameter; `None` where it has no gradient, or sums of another type, or
+    /// on a device.
+    pub(crate) fn place<E>(
+        &mut self,
+        id: ParamId,
+        range: &Range<usize>,
+    ) -> Option<SumLocation<'_, E>>
+    where
+        E: Element + GradientFloat,
+    {
+        let index = self.slot.number(id)?;
+        let scale = MeanScale::of(self.sums.divisor, factor(&self.factors, index));
+        let (BucketStorage::Host(buffer), place) = self.sums.place_mut(index)? else {
+            return None;
+        };
+        let sums = buffer.as_mut_slice::<E>().ok()?;
+        let sums = &mut sums[place.start + range.start..place.start + range.end];
+        Some(SumLocation { sums, scale })
+    }
+
+    /// What is registered as the gradient of a parameter whose sums are read where they lie. Whoever
+    /// reads it finds that it is no number.
+    pub(crate) fn stand_in<const D: usize>(&self, id: ParamId) -> Option<Tensor<D>> {
+        let parameter = &self.slot.parameters()[self.slot.number(id)?];
+        let dtype = parameter.float.dtype();
+        let data = TensorData::new(vec![f64::NAN], [1; D]).convert_dtype(dtype);
+        Some(Tensor::from_data(data, (&self.device, dtype)))
+    }
+
+    /// Puts bytes of new elements of a parameter in the place of their sums.
+    pub(crate) fn land(&mut self, id: ParamId, range: &Range<usize>, bytes: &[u8]) {
+        let width = bytes.len() / range.len().max(1);
+        if let Some(index) = self.slot.number(id)
+            && let Some((BucketStorage::Host(buffer), place)) = self.sums.place_mut(index)
+        {
+            let start = place.start * buffer.dtype().size() + range.start * width;
+            buffer.bytes_mut()[start..start + bytes.len()].copy_from_slice(bytes);
+        }
+    }
+
+    /// Shows every rank what has [landed](Self::land) on each: the bytes of the part of each
+    /// parameter that a rank has, and where they begin in the parameter. It shows everything, or nothing.
+    #[track_caller]
+    pub(crate) fn exchange(
+        &mut self,
+        group: &ProcessGroup,
+        part: impl Fn(ParamId, usize) -> Range<usize>,
+        mut sink: impl FnMut(ParamId, usize, &[u8]),
+    ) -> accelerator_collective::Result<()> {
+        let Some(ledger) = &mut self.sums.ledger else {
+            return Ok(());
+        };
+        let ranks = group.world_size();
+        let (mut parts, mut targets) = (vec![Vec::new(); ranks], vec![Vec::new(); ranks]);
+        for (index, parameter) in self.slot.parameters().iter().enumerate() {
+            if !ledger.present[index] {
+                continue;
+            }
+            let place = ledger.layout.place(index);
+            let start = place.range.start * ledger.layout.width(place.bucket);
+            let width = parameter.float.width();
+            for rank in 0..ranks {
+                let range = part(parameter.id, rank);
+                if !range.is_empty() {
+                    let (from, to) = (range.start * width, range.end * width);
+                    parts[rank].push(BufferSlice {
+                        buffer: place.bucket,
+                        bytes: start + from..start + to,
+                    });
+                    targets[rank].push((parameter.id, from));
+                }
+            }
+        }
+        let mut buffers = ledger.summed();
+        group.all_gather_parts(&mut buffers, &parts, |rank, number, bytes| {
+            let (id, start) = targets[rank][number];
+            sink(id, start, bytes);
+        })
+    }
+
+    /// The gradients of the parameters that are asked for, once.
+    pub(crate) fn params(&mut self, asked: impl Fn(ParamId) -> bool) -> GradientsParams {
+        self.sums.params(&self.device, &self.factors, asked)
+    }
+
+    /// The plain device of the gradients.
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+}
+
+/// What sums can be.
+pub(crate) trait GradientFloat: Copy + Div<Output = Self> + Mul<Output = Self> {
+    /// The nearest number.
+    fn near(value: f64) -> Self;
+
+    /// One over it, where it is a power of two and neither is subnormal.
+    fn exact_share(self) -> Option<Self>;
+}
+
+macro_rules! real {
+    ($($float:ty, $bits:ty, $mantissa:expr);+) => {
+        $(
+            impl GradientFloat for $float {
+                fn near(value: f64) -> Self {
+                    value as Self
+                }
+
+                fn exact_share(self) -> Option<Self> {
+                    let fraction: $bits = self.to_bits() << (<$bits>::BITS - $mantissa);
+                    let share = 1.0 / self;
+                    (fraction == 0 && self.is_normal() && share.is_normal()).then_some(share)
+                }
+            }
+        )+
+    };
+}
+
+real!(f32, u32, 23; f64, u64, 52);
+
+impl<E: GradientFloat> MeanScale<E> {
+    fn of(total: f64, factor: Option<f64>) -> Self {
+        let total = E::near(total);
+        Self {
+            by: total
+                .exact_share()
+                .map_or(MeanFactor::Total(total), MeanFactor::Share),
+            factor: factor.map(E::near),
+        }
+    }
+
+    /// Writes gradients of `sums`.
+    #[inline(always)]
+    pub(crate) fn write(self, sums: &[E], gradients: &mut [E]) {
+        let pairs = gradients.iter_mut().zip(sums);
+        match (self.by, self.factor) {
+            (MeanFactor::Total(total), None) => pairs.for_each(|(g, s)| *g = *s / total),
+            (MeanFactor::Total(total), Some(factor)) => {
+                pairs.for_each(|(g, s)| *g = *s / total * factor);
+            }
+            (MeanFactor::Share(share), None) => pairs.for_each(|(g, s)| *g = *s * share),
+            (MeanFactor::Share(share), Some(factor)) => {
+                pairs.for_each(|(g, s)| *g = *s * share * factor);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn sums_are_divided_to_the_same_bits(
+            sums in proptest::collection::vec(any::<f32>(), 1..20),
+            total in prop_oneof![
+                (-130_i32..130).prop_map(|power| f64::from(power).exp2()),
+                0.1..1e6_f64,
+            ],
+            factor in proptest::option::of(1e-6..1.0_f64),
+        ) {
+            let mut found = vec![0.0; sums.len()];
+            MeanScale::<f32>::of(total, factor).write(&sums, &mut found);
+            for (found, sum) in found.iter().zip(sums) {
+                let mut expected = sum / total as f32;
+                if let Some(factor) = factor {
+                    expected *= factor as f32;
+                }
+                prop_assert!(found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan());
+            }
+        }
+    }
+}

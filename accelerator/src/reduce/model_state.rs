@@ -1,0 +1,668 @@
+use core::fmt;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use accelerator_collective::ProcessGroup;
+use burn::backend::DispatchTensor;
+use burn::module::{Param, ParamId};
+use burn::tensor::Tensor;
+
+use super::backward_guard::BackwardGuard;
+use super::bucket_set::BucketSet;
+use super::bucket_storage::{BucketStorage, Placement};
+use super::compression::Compression;
+use super::device_reduce::DeviceReducer;
+use super::hook::HookInstance;
+use super::layout::Buckets;
+use super::non_finite_loss::{self, OnNonFiniteLoss};
+use super::overlap::{OverlapReport, OverlapScheduler, OverlapSwitch, ReadyOrder};
+use super::shard::ShardMap;
+use super::step_commit::Updates;
+use super::window::Window;
+use crate::core::autodiff;
+use crate::core::error::Result;
+use crate::core::user_message::{self, Once};
+use crate::local::LocalRound;
+use crate::model::{TiedParameters, Trainable};
+use crate::precision::{Cast, Finiteness, Scaler, ScalerState, SkipNotice};
+
+/// What is kept for a prepared model: which gradients it has, where they lie, and the window
+/// that is open.
+#[derive(Debug)]
+pub(crate) struct ModelState {
+    bucket_size: usize,
+    /// The graph's leaf that the first parameter was when the program gave the model to `prepare`.
+    leaf_before_prepare: Option<u64>,
+    /// Where sums are kept that are not cut.
+    home: Placement,
+    /// Where a hook of the program's reduces the gradients.
+    hook: Option<HookInstance>,
+    /// Of all that the model holds, frozen parameters and buffers included, in order.
+    ids: Vec<u64>,
+    /// The parameters' numbers.
+    numbers: HashMap<ParamId, usize>,
+    on_non_finite_loss: OnNonFiniteLoss,
+    /// How the last window was sent: beside what sends it, which is in use for the whole of a window.
+    overlap_report: Mutex<OverlapReport>,
+    parameters: Vec<Trainable>,
+    /// Held by gradients that wait for their step.
+    pending: Arc<()>,
+    /// How sums on a device get to other ranks.
+    road: Option<Arc<DeviceReducer>>,
+    said: ModelWarnings,
+    /// In how many windows up to now, one after the other, all ranks had the same loss.
+    same_losses: AtomicU64,
+    /// What this rank did by itself.
+    round: Mutex<LocalRound>,
+    shelf: Mutex<BucketPool>,
+    /// How many windows an optimizer has stepped with, skipped ones included, over the whole job.
+    steps: AtomicU64,
+    /// Which of its places hold the same parameter.
+    tied: Arc<TiedParameters>,
+    /// Of the threads that add to the window.
+    turn: BackwardGuard,
+    /// How this rank's replica was updated.
+    updates: Updates,
+    watching: Mutex<OverlapScheduler>,
+    window: Mutex<Window>,
+    working: Mutex<WorkingCopy>,
+    /// Whether a copy was ever made to be trained through.
+    works_on_copies: AtomicBool,
+    /// Whether its replicas were ever compared where something becomes of them.
+    was_compared: AtomicBool,
+    /// Whether `backward` was ever called for it.
+    was_trained: AtomicBool,
+    /// Where losses are scaled.
+    scaler: Mutex<Option<Scaler>>,
+    /// Whether somebody has asked for the norm of gradients.
+    wants_norm: AtomicBool,
+}
+
+/// What was said of a model.
+#[derive(Debug, Default)]
+struct ModelWarnings {
+    /// That an epoch was left in the midst of a window.
+    left_epoch: Once,
+    /// That only other ranks had a gradient of some parameter.
+    missing_gradient: Once,
+    non_finite_loss: Once,
+    /// That steps are in full precision, where another one was asked for.
+    precision: Once,
+    /// That a bucket did not fit the compressed type.
+    range: Once,
+    /// That a clip covers nothing.
+    unclipped: Once,
+}
+
+/// What was made of the parameters for the forward that comes next.
+#[derive(Debug, Default)]
+pub(crate) enum WorkingCopy {
+    /// The parameters themselves are used.
+    #[default]
+    None,
+    /// By parameter: what the forward uses in its place, where that is something else.
+    One(Vec<Option<WorkingPart>>),
+    /// Several, whose gradients are added up at the end.
+    Several,
+}
+
+/// What the forward uses in the place of a parameter.
+#[derive(Debug)]
+pub(crate) struct WorkingPart {
+    pub(crate) tensor: DispatchTensor,
+    /// What makes gradients of the parameter of its gradients, if that can be asked.
+    pub(crate) cast: Option<Arc<Cast>>,
+}
+
+/// Tells models apart, on all ranks alike.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct ModelName {
+    first: Option<ParamId>,
+}
+
+impl ModelName {
+    pub(super) fn number(self) -> u64 {
+        self.first.map_or(0, |id| id.val())
+    }
+}
+
+impl fmt::Display for ModelName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.first {
+            Some(id) => write!(f, "that with the parameter {id}"),
+            None => f.write_str("one without parameters"),
+        }
+    }
+}
+
+/// How gradients are laid out, and a ledger that nobody uses.
+#[derive(Debug)]
+struct BucketPool {
+    layout: Arc<Buckets>,
+    spare: Option<Box<BucketSet>>,
+}
+
+impl BucketPool {
+    /// Lays out the same places in another way.
+    fn replace(&mut self, layout: Buckets) {
+        self.layout = Arc::new(layout);
+        if let Some(spare) = &mut self.spare {
+            spare.layout = self.layout.clone();
+        }
+    }
+
+    fn fits(&self, ledger: &BucketSet) -> bool {
+        Arc::ptr_eq(&ledger.layout, &self.layout) || ledger.layout.is_placed_as(&self.layout)
+    }
+}
+
+impl ModelState {
+    /// With `overlap`, buckets are laid out anew when it is known which gradients are ready
+    /// first.
+    pub(crate) fn new(
+        parameters: Vec<Trainable>,
+        bucket_size: usize,
+        overlap: OverlapSwitch,
+    ) -> Self {
+        let order = ReadyOrder::reversed(parameters.len());
+        let layout = Arc::new(Buckets::new(&parameters, &order, bucket_size));
+        let numbers = parameters.iter().enumerate();
+        let watching = OverlapScheduler::new(overlap);
+        Self {
+            bucket_size,
+            leaf_before_prepare: None,
+            home: Placement::Host,
+            hook: None,
+            ids: Vec::new(),
+            numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
+            on_non_finite_loss: OnNonFiniteLoss::default(),
+            overlap_report: Mutex::new(watching.report()),
+            pending: Arc::default(),
+            road: None,
+            said: ModelWarnings::default(),
+            same_losses: AtomicU64::new(0),
+            round: Mutex::new(LocalRound::default()),
+            shelf: Mutex::new(BucketPool {
+                layout,
+                spare: None,
+            }),
+            steps: AtomicU64::new(0),
+            tied: Arc::default(),
+            turn: BackwardGuard::default(),
+            updates: Updates::default(),
+            watching: Mutex::new(watching),
+            window: Mutex::new(Window::default()),
+            working: Mutex::new(WorkingCopy::None),
+            works_on_copies: AtomicBool::new(false),
+            scaler: Mutex::new(None),
+            was_compared: AtomicBool::new(false),
+            was_trained: AtomicBool::new(false),
+            wants_norm: AtomicBool::new(false),
+            parameters,
+        }
+    }
+
+    pub(super) fn model(&self) -> ModelName {
+        let first = self.parameters.first();
+        ModelName {
+            first: first.map(|parameter| parameter.id),
+        }
+    }
+
+    /// For a model that has parameters in several places.
+    pub(crate) fn with_tied(self, tied: TiedParameters) -> Self {
+        Self {
+            tied: Arc::new(tied),
+            ..self
+        }
+    }
+
+    /// Which places of the model hold the same parameter.
+    pub(crate) fn tied(&self) -> &Arc<TiedParameters> {
+        &self.tied
+    }
+
+    /// For a model whose first parameter was that leaf of the graph when it was given to `prepare`.
+    pub(crate) fn with_leaf_before_prepare(self, leaf_before_prepare: Option<u64>) -> Self {
+        Self {
+            leaf_before_prepare,
+            ..self
+        }
+    }
+
+    pub(crate) fn leaf_before_prepare(&self) -> Option<u64> {
+        self.leaf_before_prepare
+    }
+
+    /// Whether a parameter is still what the program gave to `prepare`, and so one of a clone from before. Checked
+    /// before the first step only, since reading the leaf allocates.
+    pub(crate) fn is_clone_from_before<const D: usize>(&self, param: &Param<Tensor<D>>) -> bool {
+        let first = self.parameters.first().map(|first| first.id);
+        self.leaf_before_prepare.is_some()
+            && self.steps() == 0
+            && first == Some(param.id)
+            && autodiff::leaf_number(&param.val().into_dispatch()) == self.leaf_before_prepare
+    }
+
+    /// For a model that holds all of these.
+    pub(crate) fn with_ids(self, ids: Vec<u64>) -> Self {
+        Self { ids, ..self }
+    }
+
+    /// Of all that the model holds, frozen parameters and buffers included, in order.
+    pub(crate) fn ids(&self) -> &[u64] {
+        &self.ids
+    }
+
+    /// By which models are told apart, also where parts of them are frozen or unfrozen.
+    pub(super) fn first_id(&self) -> u64 {
+        self.ids.first().copied().unwrap_or_default()
+    }
+
+    /// For a model that was trained for so many steps before.
+    pub(crate) fn with_steps(self, steps: u64) -> Self {
+        Self {
+            steps: AtomicU64::new(steps),
+            ..self
+        }
+    }
+
+    /// With gradients that get to other ranks by that road, or that a hook reduces, which it does in memory.
+    pub(crate) fn with_road(self, road: Arc<DeviceReducer>, hook: Option<HookInstance>) -> Self {
+        let home = match hook {
+            Some(_) => Placement::Host,
+            None => road.home().clone(),
+        };
+        Self {
+            home,
+            hook,
+            road: Some(road),
+            ..self
+        }
+    }
+
+    /// With steps of which that becomes where their loss is not finite.
+    pub(crate) fn with_non_finite_losses(self, on_non_finite_loss: OnNonFiniteLoss) -> Self {
+        Self {
+            on_non_finite_loss,
+            ..self
+        }
+    }
+
+    pub(super) fn on_non_finite_loss(&self) -> OnNonFiniteLoss {
+        self.on_non_finite_loss
+    }
+
+    /// Says once that a loss is not finite, and whose.
+    pub(super) fn warn_non_finite_loss(&self, whose: &str, loss: f64) {
+        if self.said.non_finite_loss.first() {
+            non_finite_loss::warn(self, whose, loss);
+        }
+    }
+
+    /// Whether `backward` reads the loss: on the CPU it is ready; with `stop_at_non_finite_loss` it is waited for.
+    pub(super) fn reads_losses(&self) -> bool {
+        matches!(self.home, Placement::Host) || self.on_non_finite_loss == OnNonFiniteLoss::Fail
+    }
+
+    /// How sums on a device get to other ranks.
+    pub(super) fn road(&self) -> Option<&Arc<DeviceReducer>> {
+        self.road.as_ref()
+    }
+
+    pub(crate) fn hook(&self) -> Option<&HookInstance> {
+        self.hook.as_ref()
+    }
+
+    /// With losses that are scaled so.
+    pub(crate) fn with_scaler(self, scaler: Option<Scaler>) -> Self {
+        Self {
+            scaler: Mutex::new(scaler),
+            ..self
+        }
+    }
+
+    /// By what losses are multiplied before backward.
+    pub(crate) fn loss_scale(&self) -> Option<f64> {
+        self.scaler().as_ref().map(Scaler::scale)
+    }
+
+    /// How the scale of losses stands, for a checkpoint.
+    pub(crate) fn scaler_state(&self) -> Option<ScalerState> {
+        self.scaler().as_ref().map(Scaler::state)
+    }
+
+    /// Moves the scale by the outcome of a window.
+    pub(super) fn update_loss_scale(&self, gradients: Finiteness) {
+        if let Some(scaler) = &mut *self.scaler() {
+            scaler.update(gradients);
+        }
+    }
+
+    /// What is to be said of the step that was skipped last.
+    pub(super) fn skip_notice(&self) -> Option<SkipNotice> {
+        self.scaler().as_ref().and_then(Scaler::skip_notice)
+    }
+
+    fn scaler(&self) -> MutexGuard<'_, Option<Scaler>> {
+        self.scaler.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A copy that takes gradients was asked for, whatever of it had to be cast.
+    pub(crate) fn note_copied(&self) {
+        self.works_on_copies.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it is to be said that no copy was ever made to be trained through; true once.
+    pub(super) fn claim_precision_warning(&self) -> bool {
+        !self.works_on_copies.load(Ordering::Relaxed) && self.said.precision.first()
+    }
+
+    /// A window has ended, in which all ranks had the same loss to the bit or not. Tells once that it was so in that
+    /// many, one after the other.
+    pub(super) fn count_same_losses(&self, same: bool, windows: u64) -> bool {
+        let count = self.same_losses.load(Ordering::Relaxed);
+        if count >= windows {
+            return false;
+        }
+        let count = if same { count + 1 } else { 0 };
+        self.same_losses.store(count, Ordering::Relaxed);
+        count == windows
+    }
+
+    /// Its replicas are compared before something becomes of them.
+    pub(crate) fn note_compared(&self) {
+        self.was_compared.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn was_compared(&self) -> bool {
+        self.was_compared.load(Ordering::Relaxed)
+    }
+
+    /// `backward` is called for it.
+    pub(super) fn note_trained(&self) {
+        self.was_trained.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it was trained here, or before it was resumed.
+    pub(crate) fn was_trained(&self) -> bool {
+        self.was_trained.load(Ordering::Relaxed) || self.steps() > 0
+    }
+
+    /// Says once that a clip is of none of the parameters.
+    pub(super) fn warn_unclipped(&self) {
+        if let Some(first) = self.parameters.first()
+            && self.said.unclipped.first()
+        {
+            user_message::warn(&format!(
+                "a clip that was asked for covers none of the {} trainable parameters of its model: `only` is \
+                 given paths such as `{}` (said once a model)",
+                self.parameters.len(),
+                first.path
+            ));
+        }
+    }
+
+    /// Says once that so many micro-steps of an epoch that was left go into a step of another one.
+    pub(super) fn warn_left_epoch(&self, epoch: u64, micro_steps: usize) {
+        if self.said.left_epoch.first() {
+            user_message::warn(&format!(
+                "epoch {epoch} was left with {micro_steps} micro-steps in an accumulation window that is open, and \
+                 they go into the first step of the next epoch: end the window before leaving, with \
+                 `batch.weight().trigger_sync()`, or keep it open on purpose, with `no_sync` (said once a model)"
+            ));
+        }
+    }
+
+    /// Says that micro-steps are left, of which nothing comes any more.
+    pub(crate) fn warn_open_window(&self) {
+        let (open, first) = (self.open_micro_steps(), self.parameters.first());
+        if let Some(first) = first.filter(|_| open > 0) {
+            let hint = match self.window().has_bare_weights() {
+                true => {
+                    "`backward` was given a number, which does not know where its epoch ends, so that windows run \
+                     over the ends of epochs: pass `&batch`, or `batch.with_weight(number)`, or end the last window \
+                     with `Weight::from(number).trigger_sync()`"
+                }
+                false => {
+                    "end the last window with `batch.weight().trigger_sync()`, or run the epoch to its end"
+                }
+            };
+            user_message::warn(&format!(
+                "{open} micro-steps of the model with the parameter `{}` are in an accumulation window that is open, \
+                 and no optimizer step came of them: {hint}",
+                first.path
+            ));
+        }
+    }
+
+    /// A copy was made for the next forward.
+    pub(crate) fn note_working(&self, parts: Vec<Option<WorkingPart>>) {
+        let mut working = self.working.lock().unwrap_or_else(PoisonError::into_inner);
+        *working = match *working {
+            WorkingCopy::None => WorkingCopy::One(parts),
+            WorkingCopy::One(_) | WorkingCopy::Several => WorkingCopy::Several,
+        };
+    }
+
+    /// What the forward of this backward used.
+    pub(super) fn take_working(&self) -> WorkingCopy {
+        let mut working = self.working.lock().unwrap_or_else(PoisonError::into_inner);
+        core::mem::take(&mut *working)
+    }
+
+    pub(crate) fn parameters(&self) -> &[Trainable] {
+        &self.parameters
+    }
+
+    /// The number of a parameter.
+    pub(crate) fn number(&self, id: ParamId) -> Option<usize> {
+        self.numbers.get(&id).copied()
+    }
+
+    /// Kept for as long as gradients wait for their step.
+    pub(super) fn pending_step(&self) -> Arc<()> {
+        self.pending.clone()
+    }
+
+    /// Whether there are gradients of whole windows that no optimizer has stepped with yet.
+    pub(crate) fn has_pending_step(&self) -> bool {
+        Arc::strong_count(&self.pending) > 1
+    }
+
+    /// How many windows an optimizer has stepped with, skipped ones included, over the whole job.
+    pub(crate) fn steps(&self) -> u64 {
+        self.steps.load(Ordering::Relaxed)
+    }
+
+    /// An optimizer has stepped with a window.
+    pub(super) fn count_step(&self) {
+        self.steps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn updates(&self) -> &Updates {
+        &self.updates
+    }
+
+    /// How many micro-steps of the next step are done.
+    pub(crate) fn open_micro_steps(&self) -> usize {
+        self.window().micro_steps()
+    }
+
+    /// Says once, by path, that this rank had no gradient for a parameter that others trained.
+    pub(super) fn warn_missing_gradients(&self, rank: usize, written: &[bool], present: &[bool]) {
+        let missing = self.parameters.iter().zip(written.iter().zip(present));
+        let paths: Vec<_> = missing
+            .filter(|(_, (written, present))| !**written && **present)
+            .map(|(parameter, _)| parameter.path.as_str())
+            .collect();
+        if !paths.is_empty() && self.said.missing_gradient.first() {
+            user_message::warn(&format!(
+                "these parameters had no gradient on rank {rank}, and one on others: it counted as zeros there \
+                 (said once a model): {paths:?}"
+            ));
+        }
+    }
+
+    /// Says once that a compressed bucket had to be reduced again.
+    pub(super) fn warn_range(&self, compression: Compression) {
+        if self.said.range.first() {
+            user_message::warn(&format!(
+                "gradients of step {} that were sent as {compression} are not finite: they were too large, and the \
+                 step was reduced again in f32, or they are not finite themselves (said once a model)",
+                self.steps()
+            ));
+        }
+    }
+
+    /// What this rank did by itself since replicas were the same.
+    pub(crate) fn round(&self) -> MutexGuard<'_, LocalRound> {
+        self.round.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How gradients are laid out, which is the same on every rank.
+    pub(super) fn layout(&self) -> Arc<Buckets> {
+        self.shelf().layout.clone()
+    }
+
+    pub(super) fn turn(&self) -> &BackwardGuard {
+        &self.turn
+    }
+
+    pub(super) fn window(&self) -> MutexGuard<'_, Window> {
+        self.window.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How the last window was sent. Nobody waits for it: a hook of the program's may ask in the midst of one.
+    pub(crate) fn overlap_report(&self) -> OverlapReport {
+        *self.last_overlap()
+    }
+
+    /// A window was sent so.
+    pub(super) fn note_overlap(&self, report: OverlapReport) {
+        *self.last_overlap() = report;
+    }
+
+    fn last_overlap(&self) -> MutexGuard<'_, OverlapReport> {
+        let report = self.overlap_report.lock();
+        report.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn watching(&self) -> MutexGuard<'_, OverlapScheduler> {
+        self.watching.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A ledger to fill: a used one where there is one, since its pages are warm.
+    pub(super) fn lend(&self, group: &ProcessGroup) -> Box<BucketSet> {
+        let mut shelf = self.shelf();
+        let spare = shelf.spare.take();
+        spare.unwrap_or_else(|| {
+            let (home, layout) = (self.home_of(&shelf.layout), shelf.layout.clone());
+            Box::new(BucketSet::new(group, home, layout, self.parameters.len()))
+        })
+    }
+
+    /// Its buckets, made anew.
+    pub(super) fn stores(&self, group: &ProcessGroup) -> impl Iterator<Item = BucketStorage> {
+        let layout = self.layout();
+        let home = self.home_of(&layout).clone();
+        (0..layout.len()).map(move |bucket| layout.store(group, &home, bucket))
+    }
+
+    /// Gives the memory of the spare ledger back; the next window takes some anew.
+    pub(crate) fn release_spare(&self) {
+        self.shelf().spare = None;
+    }
+
+    /// Keeps one ledger, whose memory is laid out as the next window's.
+    pub(super) fn take_back(&self, mut ledger: Box<BucketSet>) {
+        let mut shelf = self.shelf();
+        let is_at_home = ledger.is_at(self.home_of(&shelf.layout));
+        if shelf.spare.is_none() && shelf.fits(&ledger) && is_at_home && ledger.reopen() {
+            ledger.layout = shelf.layout.clone();
+            shelf.spare = Some(ledger);
+        }
+    }
+
+    /// Lays the buckets out in another order, which all ranks have agreed on.
+    pub(super) fn lay_out(&self, order: &ReadyOrder) -> Result<Arc<Buckets>> {
+        let mut shelf = self.shelf();
+        let layout = Buckets::new(&self.parameters, order, self.bucket_size);
+        let layout = Arc::new(match shelf.layout.cuts() {
+            Some(cuts) => layout.cut_at(&cuts.bounds)?,
+            None => layout,
+        });
+        *shelf = BucketPool {
+            layout: layout.clone(),
+            spare: None,
+        };
+        Ok(layout)
+    }
+
+    /// From the next window on, ranks get the sums of what they step, and no others. All ranks call it
+    /// between the same windows.
+    pub(super) fn spread(&self, bounds: &Arc<ShardMap>) -> Result<()> {
+        let mut shelf = self.shelf();
+        let layout = shelf.layout.cut_at(bounds)?;
+        self.replace(&mut shelf, layout);
+        Ok(())
+    }
+
+    /// Whether sums can be shared out: a hook reduces all of them.
+    pub(super) fn can_spread(&self) -> bool {
+        self.hook.is_none()
+    }
+
+    /// Shares out the sums of a window as those that are reduced now, whenever it was opened: ranks
+    /// agree on the order of what they reduce, and on nothing else.
+    pub(super) fn renew(&self, group: &ProcessGroup, ledger: &mut BucketSet) {
+        let shelf = self.shelf();
+        if shelf.fits(ledger) {
+            ledger.layout = shelf.layout.clone();
+            ledger.move_to(group, self.home_of(&shelf.layout));
+        }
+    }
+
+    /// From the next window on, every rank gets all sums.
+    pub(super) fn unspread(&self) {
+        let mut shelf = self.shelf();
+        let layout = shelf.layout.uncut();
+        self.replace(&mut shelf, layout);
+    }
+
+    /// Where sums are kept that are laid out so. Those of which ranks get parts are cut in memory.
+    fn home_of(&self, layout: &Buckets) -> &Placement {
+        match layout.cuts() {
+            Some(_) => &Placement::Host,
+            None => &self.home,
+        }
+    }
+
+    /// Lays out the same places in another way.
+    fn replace(&self, shelf: &mut BucketPool, layout: Buckets) {
+        let home = self.home_of(&layout);
+        shelf.spare = shelf.spare.take().filter(|spare| spare.is_at(home));
+        shelf.replace(layout);
+    }
+
+    /// What the buckets are cut at.
+    pub(super) fn bounds(&self) -> Option<Arc<ShardMap>> {
+        let shelf = self.shelf();
+        shelf.layout.cuts().map(|cuts| cuts.bounds.clone())
+    }
+
+    /// Somebody has asked for the norm of gradients, and may again.
+    pub(super) fn note_norm_wanted(&self) {
+        self.wants_norm.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the norm of gradients is to be there when a window is reduced.
+    pub(super) fn wants_norm(&self) -> bool {
+        self.wants_norm.load(Ordering::Relaxed) || self.scaler().is_some()
+    }
+
+    fn shelf(&self) -> MutexGuard<'_, BucketPool> {
+        self.shelf.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

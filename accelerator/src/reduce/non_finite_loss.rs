@@ -1,0 +1,49 @@
+//! Losses that are not finite: nothing comes of training on from there.
+
+use super::model_state::ModelState;
+use crate::core::error::{Error, Kind};
+use crate::core::user_message;
+
+/// What becomes of a step whose loss is not finite.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) enum OnNonFiniteLoss {
+    /// It takes place, and is told once.
+    #[default]
+    Warn,
+    /// It fails, on all ranks; in local training on the rank whose loss it is.
+    Fail,
+}
+
+impl OnNonFiniteLoss {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Warn => "told once",
+            Self::Fail => "an error",
+        }
+    }
+}
+
+/// What is told of one, `whose` it is with it.
+pub(super) fn warn(slot: &ModelState, whose: &str, loss: f64) {
+    user_message::warn(&format!(
+        "{whose} in step {} is {loss}: parameters become so too, and nothing is learnt from there; lower the \
+         learning rate, clip gradients, or look at the samples; `stop_at_non_finite_loss` of the builder makes it \
+         an error (said once a model)",
+        slot.steps()
+    ));
+}
+
+/// The error for one, of ranks with their losses.
+pub(super) fn error(slot: &ModelState, losses: impl IntoIterator<Item = (usize, f64)>) -> Error {
+    let bad = losses.into_iter().filter(|(_, loss)| !loss.is_finite());
+    let bad: Vec<_> = bad
+        .map(|(rank, loss)| format!("{loss} on rank {rank}"))
+        .collect();
+    let message = format!(
+        "the loss of step {} is not finite: {}; the model is as it was before this step: lower the learning rate, \
+         clip gradients, or look at the samples, and go on from a checkpoint",
+        slot.steps(),
+        bad.join(", ")
+    );
+    Error::new(Kind::NotFinite, message)
+}

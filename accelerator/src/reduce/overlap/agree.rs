@@ -1,0 +1,178 @@
+use accelerator_collective::ProcessGroup;
+
+use super::plan::ReadyOrder;
+use crate::core::error::Result;
+
+/// For how many windows ranks wait for one that had no samples in any of them.
+const PATIENCE: u32 = 32;
+
+/// What a rank knows about when gradients are ready, from windows whose last micro-step had samples
+/// for it. What an idle rank computes may be anything, and teaches nothing.
+#[derive(Debug, Eq, PartialEq)]
+pub(in crate::reduce) enum WindowObservation {
+    /// How deep is the loss?
+    Depth,
+    /// Of a loss that is so deep: where is which gradient ready?
+    Places(usize),
+    /// By parameter: the depth at which its gradient is ready, where that is before the end.
+    Learnt(Vec<Option<usize>>),
+}
+
+/// How the first windows teach a model's ranks. Each rank learns by itself, and all of them end
+/// this together.
+#[derive(Debug)]
+pub(super) struct RankCalibration {
+    pub(super) lesson: WindowObservation,
+    /// How many windows passed.
+    windows: u32,
+}
+
+/// What all ranks come to, which is the same on each of them.
+#[derive(Debug, Eq, PartialEq)]
+pub(super) enum CalibrationOutcome {
+    /// Some rank goes on learning.
+    NotYet,
+    /// No gradient is ready before the end on any rank.
+    NothingEarly,
+    /// This is the order of one rank.
+    Order(ReadyOrder),
+}
+
+impl RankCalibration {
+    pub(super) fn new() -> Self {
+        Self {
+            lesson: WindowObservation::Depth,
+            windows: 0,
+        }
+    }
+
+    /// By parameter, where its gradient is ready on this rank.
+    pub(super) fn ready(&self, parameters: usize) -> Vec<Option<usize>> {
+        match &self.lesson {
+            WindowObservation::Learnt(ready) => ready.clone(),
+            WindowObservation::Depth | WindowObservation::Places(_) => vec![None; parameters],
+        }
+    }
+
+    /// A window was reduced. All ranks call it, for a model with so many parameters.
+    ///
+    /// The order is that of the first rank on which anything is ready early. It is there when every
+    /// rank has learnt, or when one has been waited for in vain: that one will send everything in
+    /// the end.
+    #[track_caller]
+    pub(super) fn agree(
+        &mut self,
+        parameters: usize,
+        group: &ProcessGroup,
+    ) -> Result<CalibrationOutcome> {
+        self.windows += 1;
+        let mine = CalibrationProgress::of(&self.lesson);
+        let all = group.all_gather(&[mine as u8])?;
+        if all.contains(&(CalibrationProgress::Learning as u8)) && self.windows < PATIENCE {
+            return Ok(CalibrationOutcome::NotYet);
+        }
+        let teacher = all
+            .iter()
+            .position(|&standing| standing == CalibrationProgress::Early as u8);
+        let Some(teacher) = teacher else {
+            return Ok(CalibrationOutcome::NothingEarly);
+        };
+        // 0 is what is ready in the end.
+        let mut depths: Vec<u64> = self
+            .ready(parameters)
+            .iter()
+            .map(|depth| depth.map_or(0, |depth| depth as u64))
+            .collect();
+        group.broadcast(&mut depths, teacher)?;
+        let depths: Vec<Option<usize>> = depths
+            .iter()
+            .map(|&depth| (depth > 0).then_some(depth as usize))
+            .collect();
+        Ok(CalibrationOutcome::Order(ReadyOrder::of(&depths)))
+    }
+}
+
+/// How far a rank is, as it is told to the others.
+#[derive(Clone, Copy, Debug)]
+#[repr(u8)]
+enum CalibrationProgress {
+    Learning,
+    /// Nothing is ready early.
+    Late,
+    /// Something is.
+    Early,
+}
+
+impl CalibrationProgress {
+    fn of(lesson: &WindowObservation) -> Self {
+        match lesson {
+            WindowObservation::Depth | WindowObservation::Places(_) => Self::Learning,
+            WindowObservation::Learnt(ready) if ready.iter().any(Option::is_some) => Self::Early,
+            WindowObservation::Learnt(_) => Self::Late,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What two ranks come to that know `lessons` after so many windows.
+    fn agreement(lessons: [fn() -> WindowObservation; 2], windows: u32) -> CalibrationOutcome {
+        let both = crate::launch(2, |accelerator| {
+            let mut learning = RankCalibration {
+                lesson: lessons[accelerator.rank()](),
+                windows: windows - 1,
+            };
+            learning.agree(3, accelerator.group())
+        });
+        let [one, other] = <[CalibrationOutcome; 2]>::try_from(both.unwrap()).unwrap();
+        assert_eq!(one, other);
+        one
+    }
+
+    fn late() -> WindowObservation {
+        WindowObservation::Learnt(vec![None; 3])
+    }
+
+    fn early() -> WindowObservation {
+        WindowObservation::Learnt(vec![Some(2), None, Some(5)])
+    }
+
+    fn earlier() -> WindowObservation {
+        WindowObservation::Learnt(vec![Some(7), Some(3), None])
+    }
+
+    #[test]
+    fn the_first_rank_that_knows_of_anything_early_teaches_all() {
+        let order = |lesson: WindowObservation| match lesson {
+            WindowObservation::Learnt(ready) => CalibrationOutcome::Order(ReadyOrder::of(&ready)),
+            WindowObservation::Depth | WindowObservation::Places(_) => CalibrationOutcome::NotYet,
+        };
+        assert_eq!(agreement([early, earlier], 2), order(early()));
+        assert_eq!(agreement([earlier, early], 2), order(earlier()));
+        assert_eq!(agreement([late, earlier], 2), order(earlier()));
+        assert_eq!(agreement([late, late], 2), CalibrationOutcome::NothingEarly);
+    }
+
+    #[test]
+    fn a_rank_that_had_no_samples_is_waited_for_but_not_for_ever() {
+        for idle in [
+            (|| WindowObservation::Depth) as fn() -> WindowObservation,
+            || WindowObservation::Places(9),
+        ] {
+            for lessons in [[idle, early], [early, idle]] {
+                assert_eq!(agreement(lessons, PATIENCE - 1), CalibrationOutcome::NotYet);
+                let outcome = agreement(lessons, PATIENCE);
+                assert!(
+                    matches!(outcome, CalibrationOutcome::Order(_)),
+                    "{outcome:?}"
+                );
+            }
+            assert_eq!(
+                agreement([idle, idle], PATIENCE),
+                CalibrationOutcome::NothingEarly
+            );
+        }
+    }
+}

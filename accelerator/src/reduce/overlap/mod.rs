@@ -1,0 +1,63 @@
+mod agree;
+mod anchors;
+mod calibration;
+mod hook;
+mod identity;
+mod plan;
+mod report;
+mod scheduler;
+mod setting;
+
+use std::sync::Arc;
+
+use burn::backend::DispatchTensor;
+use burn::tensor::Tensor;
+
+use self::anchors::Anchors;
+use self::hook::{Observer, ProbeWatch};
+pub(super) use self::identity::is_of;
+pub(super) use self::plan::ReadyOrder;
+pub use self::report::{OverlapReport, OverlapState};
+pub(super) use self::scheduler::OverlapScheduler;
+pub(crate) use self::scheduler::OverlapSwitch;
+pub use self::setting::Overlap;
+
+/// A place in backward at which to look at gradients.
+#[derive(Debug)]
+struct ProbePoint {
+    /// What is deeper has run when it is reached.
+    depth: usize,
+    /// The parameters whose gradients are looked at; `None` is one that has none.
+    leaves: Vec<Option<DispatchTensor>>,
+}
+
+/// The same loss, whose backward calls `observer` at each of `lookouts`, which are ordered from
+/// the deepest to the shallowest. Values and gradients stay as they are.
+fn watch(
+    loss: Tensor<1>,
+    anchors: &mut Anchors,
+    lookouts: Vec<ProbePoint>,
+    observer: &Arc<dyn Observer>,
+) -> Tensor<1> {
+    let chain = anchors.on(&loss.device());
+    let depths: Vec<usize> = lookouts.iter().map(|lookout| lookout.depth).collect();
+    let anchors = chain.at(&depths);
+    // Each watch stands on the next shallower one, so that one node joins all of them.
+    let mut watched = chain.leaf();
+    for (point, (lookout, anchor)) in lookouts.into_iter().zip(anchors).enumerate().rev() {
+        let watch = ProbeWatch {
+            leaves: lookout.leaves,
+            observer: Arc::clone(observer),
+            point,
+        };
+        watched = hook::watch(watched, anchor, watch);
+    }
+    Tensor::from_dispatch(hook::join(
+        loss.into_dispatch(),
+        watched,
+        Arc::clone(observer),
+    ))
+}
+
+#[cfg(test)]
+mod tests;

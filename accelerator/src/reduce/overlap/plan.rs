@@ -1,0 +1,158 @@
+//! From where each gradient is ready to the order of buckets and the places of watches.
+
+/// Parameters in the order in which they enter buckets, and how many of them are ready before the
+/// end of backward. Those that are not go last, and share no bucket with the others.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(in crate::reduce) struct ReadyOrder {
+    pub(in crate::reduce) parameters: Vec<usize>,
+    pub(in crate::reduce) early: usize,
+    /// By place in `parameters`: whether that gradient is ready later than the one in front of it.
+    later: Vec<bool>,
+}
+
+impl ReadyOrder {
+    /// From the last visited to the first, which is about the order in which backward makes
+    /// gradients.
+    pub(in crate::reduce) fn reversed(parameters: usize) -> Self {
+        Self::of(&vec![None; parameters])
+    }
+
+    /// The deepest first. `ready` has, for each parameter, the depth at which its gradient is
+    /// ready, where that is before the end.
+    pub(in crate::reduce) fn of(ready: &[Option<usize>]) -> Self {
+        let mut parameters: Vec<usize> = (0..ready.len()).rev().collect();
+        // `None` is less than every depth. The sort keeps the order of equals.
+        parameters.sort_by_key(|&parameter| core::cmp::Reverse(ready[parameter]));
+        let pairs = parameters.windows(2);
+        let later = pairs.map(|pair| ready[pair[0]] != ready[pair[1]]);
+        let later = core::iter::once(false).chain(later).collect();
+        Self {
+            parameters,
+            early: ready.iter().flatten().count(),
+            later,
+        }
+    }
+
+    /// Whether the gradient at that place is ready later than the one in front of it.
+    pub(in crate::reduce) fn is_later(&self, place: usize) -> bool {
+        self.later[place]
+    }
+}
+
+/// A point of backward, and the buckets that are complete there.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(in crate::reduce) struct FlushPoint {
+    pub(in crate::reduce) depth: usize,
+    pub(in crate::reduce) buckets: Vec<usize>,
+}
+
+/// Where to look on a rank on which gradients are ready at these depths: from the deepest to the
+/// shallowest. `buckets` has the parameters of each bucket.
+///
+/// Buckets are sent in their order, so that none is watched after one that is only complete in the
+/// end.
+pub(in crate::reduce) fn points(
+    buckets: &[Vec<usize>],
+    ready: &[Option<usize>],
+) -> Vec<FlushPoint> {
+    let depth = |bucket: &Vec<usize>| {
+        bucket
+            .iter()
+            .map(|&parameter| ready[parameter])
+            .min()
+            .flatten()
+    };
+    let mut depths: Vec<(usize, usize)> = buckets
+        .iter()
+        .map_while(depth)
+        .enumerate()
+        .map(|(bucket, depth)| (depth, bucket))
+        .collect();
+    depths.sort_by_key(|&(depth, bucket)| (core::cmp::Reverse(depth), bucket));
+    depths
+        .chunk_by(|(one, _), (next, _)| one == next)
+        .map(|together| FlushPoint {
+            depth: together[0].0,
+            buckets: together.iter().map(|&(_, bucket)| bucket).collect(),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn what_is_ready_first_goes_first_and_what_is_late_goes_last() {
+        let order = ReadyOrder::of(&[Some(3), None, Some(9), Some(3), None]);
+        assert_eq!(order.parameters, [2, 3, 0, 4, 1]);
+        assert_eq!(order.early, 3);
+        let later: Vec<bool> = (0..5).map(|place| order.is_later(place)).collect();
+        assert_eq!(later, [false, true, false, true, false]);
+        assert_eq!(ReadyOrder::reversed(3).parameters, [2, 1, 0]);
+    }
+
+    #[test]
+    fn a_bucket_is_watched_where_its_last_gradient_is_ready() {
+        let buckets = [vec![0, 1], vec![2], vec![3], vec![4]];
+        let ready = [Some(9), Some(5), Some(7), None, Some(2)];
+        let expected = [
+            FlushPoint {
+                depth: 7,
+                buckets: vec![1],
+            },
+            FlushPoint {
+                depth: 5,
+                buckets: vec![0],
+            },
+        ];
+        assert_eq!(points(&buckets, &ready), expected);
+        // A bucket without parameters has nothing to wait for, and is never watched.
+        assert_eq!(points(&[vec![]], &ready), []);
+    }
+
+    proptest! {
+        #[test]
+        fn an_order_has_every_parameter_once_and_depths_fall(
+            ready in proptest::collection::vec(proptest::option::of(0_usize..20), 0..60),
+        ) {
+            let order = ReadyOrder::of(&ready);
+            let mut sorted = order.parameters.clone();
+            sorted.sort_unstable();
+            prop_assert_eq!(sorted, (0..ready.len()).collect::<Vec<_>>());
+            let depths: Vec<_> = order.parameters.iter().map(|&at| ready[at]).collect();
+            prop_assert!(depths.is_sorted_by(|one, next| one >= next));
+            prop_assert!(depths[..order.early].iter().all(Option::is_some));
+            prop_assert!(depths[order.early..].iter().all(Option::is_none));
+        }
+
+        #[test]
+        fn no_point_comes_before_a_gradient_of_its_buckets_is_ready(
+            ready in proptest::collection::vec(proptest::option::of(0_usize..20), 1..60),
+            cut in 1_usize..10,
+        ) {
+            let order = ReadyOrder::of(&ready);
+            let buckets: Vec<Vec<usize>> =
+                order.parameters.chunks(cut).map(<[usize]>::to_vec).collect();
+            let points = points(&buckets, &ready);
+            prop_assert!(points.is_sorted_by(|one, next| one.depth > next.depth));
+            let mut watched: Vec<usize> = Vec::new();
+            for point in &points {
+                for &bucket in &point.buckets {
+                    watched.push(bucket);
+                    prop_assert!(
+                        buckets[bucket].iter().all(|&at| ready[at] >= Some(point.depth))
+                    );
+                }
+            }
+            watched.sort_unstable();
+            // A beginning of the buckets, each once, and as long as can be.
+            prop_assert_eq!(&watched, &(0..watched.len()).collect::<Vec<_>>());
+            if let Some(next) = buckets.get(watched.len()) {
+                prop_assert!(next.iter().any(|&at| ready[at].is_none()));
+            }
+        }
+    }
+}

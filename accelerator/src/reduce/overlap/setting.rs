@@ -1,0 +1,68 @@
+use core::fmt;
+use core::str::FromStr;
+
+use crate::core::choice::named;
+use crate::core::error::{Error, Result};
+
+/// Whether gradients are sent while backward still computes others.
+///
+/// It changes when bytes travel, and nothing else: results have the same bits.
+///
+/// ```
+/// use accelerator::{Accelerator, Overlap};
+///
+/// let accelerator = Accelerator::builder().with_overlap(Overlap::On).build()?;
+/// assert_eq!("off".parse::<Overlap>()?, Overlap::Off);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+///
+/// Its names are those of `ACCEL_OVERLAP`:
+///
+/// ```
+/// use accelerator::Overlap;
+///
+/// for overlap in [Overlap::Auto, Overlap::Off, Overlap::On] {
+///     assert_eq!(overlap.name().parse::<Overlap>()?, overlap);
+/// }
+/// assert_eq!(Overlap::default(), Overlap::Auto);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum Overlap {
+    /// On where ranks are on several hosts, or compute on CUDA devices. On the CPUs of one host there is little
+    /// to hide, and ranks that compute on all of its cores have none left over for sending.
+    #[default]
+    Auto,
+    /// When backward has ended.
+    Off,
+    /// As soon as gradients are ready, wherever there is more than one rank.
+    On,
+}
+
+impl Overlap {
+    const ALL: [Self; 3] = [Self::Auto, Self::Off, Self::On];
+
+    /// The name that `ACCEL_OVERLAP` takes: `auto`, `off` or `on`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Off => "off",
+            Self::On => "on",
+        }
+    }
+}
+
+impl fmt::Display for Overlap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Overlap {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        named("overlap", name, &Self::ALL)
+    }
+}

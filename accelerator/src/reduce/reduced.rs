@@ -1,0 +1,430 @@
+use std::sync::{Arc, OnceLock};
+
+use accelerator_collective::ProcessGroup;
+use burn::backend::DispatchTensorKind;
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Tensor};
+
+use super::bucket;
+use super::bucket_sums::{BucketSums, MeanChange};
+use super::clip::Clip;
+use super::device_bucket;
+use super::element_values::{self, ElementValues as Elements};
+use super::model_state::ModelState;
+use super::step_commit::StepCommit;
+use crate::core::error::{Error, Result};
+use crate::core::scalar::Scalar;
+use crate::core::tensor_rank::with_rank;
+
+/// The averaged gradients of a window that has ended.
+pub(super) struct ReducedGradients {
+    pub(super) device: Device,
+    pub(super) epoch: Option<u64>,
+    /// The mean, once it was read.
+    pub(super) loss: OnceLock<f64>,
+    /// By parameter: what its elements are multiplied by in the end; empty where they stay as they
+    /// are.
+    pub(super) factors: Vec<f64>,
+    /// Something that all ranks do with them failed here: no step may come of them.
+    pub(super) lost: bool,
+    /// Before clipping.
+    pub(super) norm: Option<KnownNorm<Scalar>>,
+    /// By parameter: the sum of the squares of its elements, before clipping.
+    pub(super) squares: Option<KnownNorm<Vec<f64>>>,
+    pub(super) slot: Arc<ModelState>,
+    /// Of gradients of this rank alone: held until they are used.
+    pub(super) token: Option<Arc<()>>,
+    /// What the step moves on; `None` where none comes of it.
+    pub(super) commit: Option<StepCommit>,
+    pub(super) values: GradientStorage,
+}
+
+/// Who asks for a norm.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum NormAsked {
+    /// All ranks, which get the same bits.
+    ByAll,
+    /// This rank alone.
+    ByOne,
+}
+
+/// What was found, for whom.
+#[derive(Clone, Debug)]
+pub(super) struct KnownNorm<T> {
+    pub(super) value: T,
+    pub(super) by: NormAsked,
+}
+
+#[allow(clippy::large_enum_variant, reason = "it lies in a box already")]
+pub(super) enum GradientStorage {
+    /// Sums over all ranks.
+    Reduced(BucketSums),
+    /// One rank, no accumulation: as Burn made them.
+    Untouched {
+        gradients: GradientsParams,
+        loss: Tensor<1>,
+        samples: f64,
+    },
+}
+
+impl ReducedGradients {
+    /// By parameter: whether it is clipped.
+    pub(super) fn chosen(&self, clip: &Clip<'_>) -> Vec<bool> {
+        let parameters = self.slot.parameters().iter();
+        parameters.map(|known| clip.covers(&known.path)).collect()
+    }
+
+    fn factor(&self, parameter: usize) -> Option<f64> {
+        self.factors.get(parameter).copied()
+    }
+
+    /// The L2 norm of everything, before clipping. All ranks call it where their sums are spread and it is
+    /// not [known](Self::knows_norm).
+    #[track_caller]
+    pub(super) fn whole_norm(&mut self, asked: NormAsked) -> Result<f64> {
+        // On devices it needs nothing of the window: ranks compare when all of them ask.
+        if self.apart().is_none() {
+            self.slot.note_norm_wanted();
+        }
+        match &self.norm {
+            Some(known) if self.serves(known, asked) => Ok(known.value.read()),
+            _ => {
+                let value = self.squares(asked)?.iter().sum::<f64>().sqrt();
+                self.norm = Some(KnownNorm {
+                    value: value.into(),
+                    by: asked,
+                });
+                Ok(value)
+            }
+        }
+    }
+
+    /// The ranks, where what they find may differ in bits.
+    fn apart(&self) -> Option<&ProcessGroup> {
+        match &self.values {
+            GradientStorage::Reduced(sums) => sums.apart.as_ref(),
+            GradientStorage::Untouched { .. } => None,
+        }
+    }
+
+    fn serves<T>(&self, known: &KnownNorm<T>, asked: NormAsked) -> bool {
+        self.apart().is_none() || asked == NormAsked::ByOne || known.by == NormAsked::ByAll
+    }
+
+    /// Whether the L2 norm can be had without the other ranks.
+    pub(super) fn knows_norm(&self) -> bool {
+        let is_spread = match &self.values {
+            GradientStorage::Reduced(sums) => sums.is_spread(),
+            GradientStorage::Untouched { .. } => false,
+        };
+        self.norm.is_some() || self.squares.is_some() || !is_spread
+    }
+
+    #[track_caller]
+    fn squares(&mut self, asked: NormAsked) -> Result<&[f64]> {
+        let known = match self.squares.take() {
+            Some(known) if self.serves(&known, asked) => known,
+            Some(KnownNorm { mut value, .. }) => {
+                self.make_alike(&mut value, asked)?;
+                KnownNorm { value, by: asked }
+            }
+            None => {
+                let value = self.powers(2.0, |_| true, asked)?;
+                KnownNorm { value, by: asked }
+            }
+        };
+        Ok(&self.squares.insert(known).value)
+    }
+
+    #[track_caller]
+    fn powers(
+        &mut self,
+        order: f64,
+        chosen: impl Fn(usize) -> bool,
+        asked: NormAsked,
+    ) -> Result<Vec<f64>> {
+        let (slot, device) = (&self.slot, &self.device);
+        let mut powers = self.values.powers(slot, device, order, chosen)?;
+        self.make_alike(&mut powers, asked)?;
+        Ok(powers)
+    }
+
+    #[track_caller]
+    fn make_alike(&self, powers: &mut [f64], asked: NormAsked) -> Result<()> {
+        if let (Some(group), NormAsked::ByAll) = (self.apart(), asked) {
+            let measuring = group.for_purpose("the norm of gradients");
+            measuring.broadcast(powers, 0)?;
+        }
+        Ok(())
+    }
+
+    /// The norm of what is chosen, as it is now. All ranks call it where their sums are spread.
+    #[track_caller]
+    pub(super) fn norm_of(&mut self, order: f64, chosen: &[bool], asked: NormAsked) -> Result<f64> {
+        if order == 2.0 {
+            let squares = self.squares(asked)?.to_vec();
+            let scaled = |(at, square): (usize, f64)| match self.factor(at) {
+                _ if !chosen[at] => 0.0,
+                Some(factor) => square * factor * factor,
+                None => square,
+            };
+            let sum: f64 = squares.into_iter().enumerate().map(scaled).sum();
+            return Ok(sum.sqrt());
+        }
+        let powers = self.powers(order, |at| chosen[at], asked)?;
+        let scaled = powers.into_iter().enumerate().map(|(at, power)| {
+            let factor = self.factor(at).unwrap_or(1.0);
+            power
+                * if order.is_infinite() {
+                    factor
+                } else {
+                    libm::pow(factor, order)
+                }
+        });
+        Ok(if order.is_infinite() {
+            scaled.fold(0.0, bucket::larger)
+        } else {
+            libm::pow(scaled.sum::<f64>(), 1.0 / order)
+        })
+    }
+
+    /// Scales what is chosen down to the norm `max`, where it is longer. All ranks call it where their sums are
+    /// spread.
+    #[track_caller]
+    pub(super) fn clip_norm(&mut self, max: f64, order: f64, chosen: &[bool]) -> Result<()> {
+        if order == 2.0 {
+            if self.clip_unread(max, chosen) {
+                return Ok(());
+            }
+            self.whole_norm(NormAsked::ByAll)?;
+        }
+        let factor = max / (self.norm_of(order, chosen, NormAsked::ByAll)? + 1e-6);
+        // Also when the norm is NaN: nothing is hidden then.
+        if factor.is_nan() || factor < 1.0 {
+            self.multiply(factor, chosen);
+        }
+        Ok(())
+    }
+
+    /// The same without a wait, where the device of one rank alone has everything and nobody has read it.
+    fn clip_unread(&mut self, max: f64, chosen: &[bool]) -> bool {
+        let is_read = |known: &KnownNorm<Scalar>| known.value.is_read();
+        if max.is_nan() || self.squares.is_some() || self.norm.as_ref().is_some_and(is_read) {
+            return false;
+        }
+        let is_first = self.norm.is_none() && self.factors.is_empty();
+        if !self.remember_unread() {
+            return false;
+        }
+        self.apply_factors();
+        let known = self.norm.as_ref().and_then(|known| known.value.there());
+        let norm = match known {
+            Some(norm) if is_first && chosen.iter().all(|chosen| *chosen) => Some(norm.clone()),
+            _ => self.norm_there(chosen),
+        };
+        if let Some(norm) = norm {
+            let factor = device_bucket::down_to(max, norm);
+            self.scale(&factor, chosen);
+        }
+        true
+    }
+
+    /// Keeps the norm as it is before clipping, to be read by who asks for it; `false` where that takes a wait.
+    fn remember_unread(&mut self) -> bool {
+        if self.apart().is_some() || !self.values.is_on_device(&self.slot) {
+            return false;
+        }
+        if self.norm.is_none() {
+            let all = vec![true; self.slot.parameters().len()];
+            let norm = self.norm_there(&all).map(Scalar::on_device);
+            self.norm = norm.map(|value| KnownNorm {
+                value,
+                by: NormAsked::ByAll,
+            });
+        }
+        self.norm.is_some()
+    }
+
+    /// The L2 norm of what is chosen, without factors, on the device.
+    fn norm_there(&self, chosen: &[bool]) -> Option<Tensor<1>> {
+        match &self.values {
+            GradientStorage::Reduced(sums) => {
+                let norm = device_bucket::norm(&sums.there_on_device(chosen))?;
+                Some(norm.div_scalar(sums.divisor))
+            }
+            GradientStorage::Untouched { gradients, .. } => {
+                let parameters = self.slot.parameters().iter().zip(chosen);
+                let chosen = parameters.filter(|(_, chosen)| **chosen);
+                let there = chosen.filter_map(|(known, _)| element_values::look(gradients, known));
+                let there = there.map(|gradient| {
+                    let gradient = Tensor::<1>::from_dispatch(gradient);
+                    let elements = gradient.shape().num_elements();
+                    gradient.reshape([elements])
+                });
+                device_bucket::norm(&there.collect::<Vec<_>>())
+            }
+        }
+    }
+
+    /// Multiplies what is chosen by a number of the device.
+    fn scale(&mut self, by: &Tensor<1>, chosen: &[bool]) {
+        match &mut self.values {
+            GradientStorage::Reduced(sums) => sums.scale_on_device(by, chosen),
+            GradientStorage::Untouched { gradients, .. } => {
+                let parameters = self.slot.parameters().iter().zip(chosen);
+                for (parameter, _) in parameters.filter(|(_, chosen)| **chosen) {
+                    with_rank!(parameter.shape.len(), D => {
+                        if let Some(gradient) = gradients.remove::<D>(parameter.id) {
+                            let by = by.clone().cast(gradient.dtype()).reshape([1; D]);
+                            gradients.register(parameter.id, gradient.mul(by));
+                        }
+                    });
+                }
+            }
+        }
+    }
+
+    /// What the other ranks wait for does not come: they are told, and no step takes place.
+    pub(super) fn give_up(&mut self, error: &Error) {
+        if let GradientStorage::Reduced(sums) = &self.values {
+            sums.give_up(error);
+        }
+        self.commit = None;
+        self.lost = true;
+    }
+
+    fn multiply(&mut self, factor: f64, chosen: &[bool]) {
+        if self.factors.is_empty() {
+            self.factors = vec![1.0; chosen.len()];
+        }
+        for (mine, chosen) in self.factors.iter_mut().zip(chosen) {
+            if *chosen {
+                *mine *= factor;
+            }
+        }
+    }
+
+    /// Holds the chosen elements within a range, where they lie. All ranks call it where their sums are
+    /// spread.
+    #[track_caller]
+    pub(super) fn clamp(&mut self, max: f64, chosen: &[bool]) -> Result<()> {
+        // It can be had later no more.
+        if !self.remember_unread() {
+            self.whole_norm(NormAsked::ByAll)?;
+        }
+        if max.is_nan() {
+            self.multiply(max, chosen);
+            return Ok(());
+        }
+        self.apply_factors();
+        self.squares = None;
+        match &mut self.values {
+            GradientStorage::Reduced(sums) => sums.change(MeanChange::Clamp { max, chosen }),
+            GradientStorage::Untouched { gradients, .. } => {
+                for (at, parameter) in self.slot.parameters().iter().enumerate() {
+                    if chosen[at] {
+                        with_rank!(parameter.shape.len(), D => {
+                            if let Some(gradient) = gradients.remove::<D>(parameter.id) {
+                                gradients.register(parameter.id, gradient.clamp(-max, max));
+                            }
+                        });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Multiplies now what would be multiplied in the end.
+    pub(super) fn apply_factors(&mut self) {
+        let factors = core::mem::take(&mut self.factors);
+        if factors.is_empty() {
+            return;
+        }
+        self.squares = None;
+        match &mut self.values {
+            GradientStorage::Reduced(sums) => sums.change(MeanChange::Multiply(&factors)),
+            GradientStorage::Untouched { gradients, .. } => {
+                for (parameter, factor) in self.slot.parameters().iter().zip(factors) {
+                    with_rank!(parameter.shape.len(), D => {
+                        if let Some(gradient) = gradients.remove::<D>(parameter.id) {
+                            gradients.register(parameter.id, gradient.mul_scalar(factor));
+                        }
+                    });
+                }
+            }
+        }
+    }
+}
+
+impl GradientStorage {
+    /// Whether all of them are on a device, and reading them waits for it.
+    fn is_on_device(&self, slot: &ModelState) -> bool {
+        match self {
+            Self::Reduced(sums) => sums.is_on_device(),
+            Self::Untouched { gradients, .. } => {
+                let parameters = slot.parameters().iter();
+                let mut there =
+                    parameters.filter_map(|known| element_values::look(gradients, known));
+                there.all(|gradient| !is_in_memory(&gradient.kind))
+            }
+        }
+    }
+
+    /// By parameter: the sum of `|x|^order` of its elements, or the largest magnitude where the order is
+    /// infinite; 0 for what has no gradient, or is not asked for.
+    #[track_caller]
+    fn powers(
+        &mut self,
+        slot: &ModelState,
+        device: &Device,
+        order: f64,
+        asked: impl Fn(usize) -> bool,
+    ) -> Result<Vec<f64>> {
+        match self {
+            Self::Reduced(sums) => sums.powers(order, asked),
+            Self::Untouched { gradients, .. } => {
+                let mut powers = vec![0.0; slot.parameters().len()];
+                let (mut numbers, mut on_device) = (Vec::new(), Vec::new());
+                for (at, parameter) in slot.parameters().iter().enumerate() {
+                    if !asked(at) {
+                        continue;
+                    }
+                    if let Some(gradient) = element_values::look(gradients, parameter)
+                        && !is_in_memory(&gradient.kind)
+                    {
+                        numbers.push(at);
+                        on_device.push(Tensor::from_dispatch(gradient));
+                        continue;
+                    }
+                    with_rank!(parameter.shape.len(), D => {
+                        if let Some(gradient) = gradients.remove::<D>(parameter.id) {
+                            // Taken out and put back, the data is nobody else's and not copied.
+                            let data = gradient.into_data();
+                            powers[at] = bucket::power_of(Elements::of(&data), order);
+                            let dtype = data.dtype();
+                            let gradient = Tensor::<D>::from_data(data, (device, dtype));
+                            gradients.register(parameter.id, gradient);
+                        }
+                    });
+                }
+                let found = device_bucket::powers(on_device, 1.0, order);
+                for (at, power) in numbers.into_iter().zip(found) {
+                    powers[at] = power;
+                }
+                Ok(powers)
+            }
+        }
+    }
+}
+
+/// Whether the CPU reads it where it lies.
+fn is_in_memory(tensor: &DispatchTensorKind) -> bool {
+    match tensor {
+        #[cfg(feature = "flex")]
+        DispatchTensorKind::Flex(_) => true,
+        #[cfg(feature = "ndarray")]
+        DispatchTensorKind::NdArray(_) => true,
+        _ => false,
+    }
+}

@@ -1,0 +1,427 @@
+//! What ranks tell each other beside the sums.
+
+use accelerator_collective::{Buffer, DType, ProcessGroup, ReduceOp};
+use accelerator_plan::mix;
+
+use super::{Reducer, SendMode, waited};
+use crate::core::agreement::sides;
+use crate::core::error::{Error, Kind, Result};
+use crate::data::ConsumeTicket;
+use crate::reduce::failed_calls::BackwardCall;
+use crate::reduce::step_commit::SeenUpdates;
+use crate::timeline::{EventSubject, Phase};
+
+/// How many numbers a control vector has.
+pub(in crate::reduce) fn length(parameters: usize, buckets: usize) -> usize {
+    HEADER + parameters + buckets + 1
+}
+
+/// How many stand in front of the flags.
+const HEADER: usize = size_of::<ControlHeader>() / size_of::<f64>();
+
+/// What stands in front of the flags: of one rank, or the sums over all of them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct ControlHeader {
+    pub(super) weight: f64,
+    /// Σ weight · loss.
+    pub(super) loss: f64,
+    window: WindowFingerprint,
+    batches: WindowFingerprint,
+    losses: WindowFingerprint,
+    /// How many ranks want the norm.
+    norm: f64,
+}
+
+impl ControlHeader {
+    fn read(values: &[f64]) -> Self {
+        let mut header = Self::default();
+        let mut values = values.iter();
+        header.each(|number| *number = values.next().copied().unwrap_or_default());
+        header
+    }
+
+    fn write(mut self, values: &mut [f64]) {
+        let mut values = values.iter_mut();
+        self.each(|number| values.next().into_iter().for_each(|value| *value = *number));
+    }
+
+    /// All numbers, in the order in which they are sent.
+    fn each(&mut self, visit: impl FnMut(&mut f64)) {
+        let Self {
+            weight,
+            loss,
+            window,
+            batches,
+            losses,
+            norm,
+        } = self;
+        let fingerprints = [window, batches, losses].into_iter();
+        let numbers = fingerprints.flat_map(|fingerprint| fingerprint.0.iter_mut());
+        [weight, loss, norm]
+            .into_iter()
+            .chain(numbers)
+            .for_each(visit);
+    }
+}
+
+/// What ranks compare: how many of them send a fingerprint, the sum of the fingerprints, and the sum of their echoes.
+#[derive(Clone, Copy, Debug, Default)]
+struct WindowFingerprint([f64; 3]);
+
+impl WindowFingerprint {
+    /// What one of so many ranks sends; `None` is not compared.
+    fn of(ranks: usize, numbers: Option<&[u64]>) -> Self {
+        numbers.map_or_else(Self::default, |numbers| {
+            let fingerprint = bounded(ranks, numbers);
+            let echo = bounded(ranks, &[fingerprint]);
+            Self([1.0, fingerprint as f64, echo as f64])
+        })
+    }
+
+    /// Whether all that was sent is one fingerprint, and of as many ranks as are `wanted`. Where it is one, it is the
+    /// mean, and so is its echo. All ranks see the same sums, and come to the same.
+    fn is_one(self, ranks: usize, wanted: Option<usize>) -> bool {
+        let [senders, fingerprints, echoes] = self.0;
+        let mean = (fingerprints as u64)
+            .checked_div(senders as u64)
+            .unwrap_or_default();
+        let echo = bounded(ranks, &[mean]);
+        wanted.is_none_or(|wanted| senders == wanted as f64)
+            && mean as f64 * senders == fingerprints
+            && echo as f64 * senders == echoes
+    }
+}
+
+/// A number of these in as many bits as leave the sum over the ranks exact in an `f64`.
+fn bounded(ranks: usize, numbers: &[u64]) -> u64 {
+    mix(numbers) % ((1 << f64::MANTISSA_DIGITS) / ranks as u64)
+}
+
+/// What all ranks have told each other in a control vector: sums over them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ControlSums<'a> {
+    pub(super) header: ControlHeader,
+    /// By parameter: how many ranks have a gradient.
+    present: &'a [f64],
+    /// By bucket: on how many ranks something is odd about it.
+    odd: &'a [f64],
+    /// What `Trigger` tells.
+    trigger: f64,
+}
+
+impl<'a> ControlSums<'a> {
+    /// What came of a window of so many parameters.
+    pub(super) fn read(control: &'a Option<Buffer>, parameters: usize) -> Result<Self> {
+        let values = match control {
+            Some(control) => control.as_slice::<f64>()?,
+            None => &[],
+        };
+        let Some((header, [flags @ .., trigger])) = values.split_at_checked(HEADER) else {
+            return Err(Error::new(
+                Kind::Collective,
+                "what ranks tell each other of a window was given up before it came",
+            ));
+        };
+        let (present, odd) = flags.split_at(parameters.min(flags.len()));
+        Ok(Self {
+            header: ControlHeader::read(header),
+            present,
+            odd,
+            trigger: *trigger,
+        })
+    }
+
+    pub(super) fn wants_norm(&self) -> bool {
+        self.header.norm > 0.0
+    }
+
+    /// By bucket: whether something is odd about it on some rank.
+    pub(super) fn odd(&self) -> impl Iterator<Item = bool> {
+        self.odd.iter().map(|ranks| *ranks > 0.0)
+    }
+
+    /// Whether windows of the same length, of the same model and the same batches, ended on all ranks, none of which
+    /// has missed one.
+    pub(super) fn windows_agree(&self, group: &ProcessGroup) -> bool {
+        let ranks = group.world_size();
+        let ControlHeader {
+            window, batches, ..
+        } = self.header;
+        window.is_one(ranks, Some(ranks)) && batches.is_one(ranks, None)
+    }
+
+    /// Whether all ranks have told a loss, which is the same to the bit.
+    pub(super) fn losses_agree(&self, group: &ProcessGroup) -> bool {
+        let ranks = group.world_size();
+        ranks > 1 && self.header.losses.is_one(ranks, Some(ranks))
+    }
+}
+
+impl Reducer {
+    /// Lets the ranks add up their weights, before anybody sends.
+    pub(super) fn start_weighing(&mut self) -> Result<()> {
+        let spare = self.ledger.total.take();
+        let mut total = spare.unwrap_or_else(|| self.group.buffer(DType::F64, 1));
+        total.as_mut_slice::<f64>()?[0] = self.total;
+        let pending = self
+            .group
+            .start_all_reduce_at(total, ReduceOp::Sum, self.caller)?;
+        self.promise.give();
+        self.weighing = Some(pending);
+        Ok(())
+    }
+
+    /// Whether it is so on all ranks.
+    pub(super) fn all_agree(&mut self, here: bool) -> Result<bool> {
+        let spare = self.ledger.total.take();
+        let mut others = spare.unwrap_or_else(|| self.group.buffer(DType::F64, 1));
+        others.as_mut_slice::<f64>()?[0] = f64::from(u8::from(!here));
+        self.group
+            .all_reduce_buffer_at(&mut others, ReduceOp::Max, self.caller)?;
+        self.promise.give();
+        let everywhere = others.as_slice::<f64>()? == [0.0];
+        self.ledger.total = Some(others);
+        Ok(everywhere)
+    }
+
+    pub(super) fn send_control(&mut self) -> Result<()> {
+        let ledger = &mut self.ledger;
+        let Some(mut control) = ledger.control.take() else {
+            return Ok(());
+        };
+        let Some((header, rest)) = control.as_mut_slice::<f64>()?.split_at_mut_checked(HEADER)
+        else {
+            return Ok(());
+        };
+        let ranks = self.group.world_size();
+        let failed = self.call.as_ref().map_or(0, BackwardCall::count);
+        let window = [
+            self.model.number(),
+            self.micro_steps as u64,
+            failed,
+            self.updates.digest,
+        ];
+        let batches = self.batches.number().map(|number| [number]);
+        // A loss of 0 tells nothing of the batch: an idle rank, a converged model and a loss still on the device all
+        // have it. Batches of prepared loaders are known to be others on each rank, whatever comes of them.
+        let loss = Some(self.loss.read).filter(|loss| loss.is_finite() && *loss != 0.0);
+        let loss = loss.filter(|_| batches.is_none());
+        let loss = loss.map(|loss| [loss.to_bits()]);
+        ControlHeader {
+            weight: self.total,
+            loss: self.loss.read,
+            window: WindowFingerprint::of(ranks, Some(&window)),
+            batches: WindowFingerprint::of(ranks, batches.as_ref().map(|batches| &batches[..])),
+            losses: WindowFingerprint::of(ranks, loss.as_ref().map(|loss| &loss[..])),
+            norm: f64::from(u8::from(self.wants_norm)),
+        }
+        .write(header);
+        let here = ledger.written.iter().zip(&ledger.here);
+        let here = here.map(|(written, here)| written | here);
+        for (value, flag) in rest
+            .iter_mut()
+            .zip(here.chain(ledger.wrong.iter().copied()))
+        {
+            *value = f64::from(u8::from(flag));
+        }
+        if let (Some(last), Some(trigger)) = (rest.last_mut(), &self.trigger) {
+            *last = trigger.send();
+        }
+        match self.pace {
+            SendMode::Nowhere => self.ledger.control = Some(control),
+            SendMode::InFlight => {
+                let pending =
+                    self.group
+                        .start_all_reduce_at(control, ReduceOp::Sum, self.caller)?;
+                self.promise.give();
+                self.control = Some(pending);
+            }
+            SendMode::Blocking => {
+                let (part, bytes) = (EventSubject::Control, control.bytes().len());
+                let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
+                self.group
+                    .all_reduce_buffer_at(&mut control, ReduceOp::Sum, self.caller)?;
+                self.promise.give();
+                self.ledger.control = Some(control);
+            }
+        }
+        Ok(())
+    }
+
+    /// What all ranks have told each other, once it is there.
+    pub(super) fn sums(&self) -> Result<ControlSums<'_>> {
+        ControlSums::read(&self.ledger.control, self.ledger.present.len())
+    }
+
+    pub(super) fn receive_control(&mut self) -> Result<()> {
+        if let Some(control) = self.control.take() {
+            let ledger = &self.ledger;
+            let bytes = 8 * length(ledger.here.len(), ledger.wrong.len());
+            self.ledger.control = Some(waited(
+                &self.timeline,
+                EventSubject::Control,
+                bytes,
+                control,
+            )?);
+        }
+        let ledger = &mut self.ledger;
+        let sums = ControlSums::read(&ledger.control, ledger.present.len())?;
+        if let Some(call) = &self.call {
+            call.mark_synchronized();
+        }
+        for (present, ranks) in ledger.present.iter_mut().zip(sums.present) {
+            *present = *ranks > 0.0;
+        }
+        if let Some(trigger) = &self.trigger {
+            trigger.receive(sums.trigger);
+        }
+        Ok(())
+    }
+}
+
+/// Whether windows of the same length, of the same model and the same batches, ended on all ranks, none of which has
+/// missed one, or updated its replica otherwise. All ranks see the same numbers, so all get the same error.
+pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
+    let group = &reducer.group;
+    if reducer.sums()?.windows_agree(group) {
+        return Ok(());
+    }
+    let failed = reducer.call.as_ref().map(BackwardCall::failed);
+    let mine = (
+        failed.unwrap_or_default(),
+        reducer.model.to_string(),
+        reducer.micro_steps as u64,
+        reducer.updates,
+        reducer.batches.number().map(|_| ends_of(&reducer.marks)),
+    );
+    let asking = group.for_purpose("average gradients");
+    let all = asking.all_gather_object(&mine)?;
+    let least = all.iter().map(|(failed, ..)| failed.calls).min();
+    let missed = (0..)
+        .zip(&all)
+        .filter(|(_, (failed, ..))| Some(failed.calls) > least);
+    let missed: Vec<_> = missed
+        .map(|(rank, (failed, ..))| format!("rank {rank} ({})", failed.last))
+        .collect();
+    if !missed.is_empty() {
+        return Err(Error::misuse(format!(
+            "`backward` failed on {} before the other ranks heard of it, and the program went on, so that ranks \
+             average the gradients of different steps: return the error from the program, or resume the model \
+             on every rank",
+            missed.join(", ")
+        )));
+    }
+    let models: Vec<_> = all.iter().map(|(_, model, ..)| model.clone()).collect();
+    if models.iter().any(|model| *model != models[0]) {
+        return Err(Error::misuse(format!(
+            "the ranks average gradients of different models with each other: {}; call `backward` for the \
+             models in the same order on every rank",
+            sides(models)
+        )));
+    }
+    let updates: Vec<_> = all.iter().map(|(.., updates, _)| *updates).collect();
+    SeenUpdates::check(&updates)?;
+    if all.iter().all(|(_, _, calls, ..)| *calls == all[0].2) {
+        return Err(Error::misuse(format!(
+            "the ranks average gradients of different batches, so that samples are used twice or never ({}): a rank \
+             has left out a batch, left its loop early or counts its epochs on its own; take the same batches in \
+             the same steps on every rank, and pass `batch.with_weight(0.0)` for one that is to count for nothing; \
+             where ranks are meant to read different loaders, pass a number of samples, such as `batch.real()`; \
+             loaders are numbered from 0, in the order in which they were prepared",
+            different_batches(all.into_iter().map(|(.., ends)| ends).collect())
+        )));
+    }
+    let shown: Vec<_> = (0..)
+        .zip(&all)
+        .map(|(rank, (_, _, calls, ..))| format!("{calls} on rank {rank}"))
+        .collect();
+    Err(Error::misuse(format!(
+        "the accumulation windows that end here hold different numbers of `backward` calls: {}; call \
+         `no_sync` and `trigger_sync` in the same steps on every rank, and run the same number of \
+         steps",
+        shown.join(", ")
+    )))
+}
+
+/// The last batch of each pass in a window, in words.
+fn ends_of(marks: &[ConsumeTicket]) -> String {
+    let ends: Vec<_> = marks
+        .iter()
+        .map(|mark| mark.position().to_string())
+        .collect();
+    ends.join(", ")
+}
+
+/// Where windows of different batches end, by rank: all that is known of their batches. A rank does not say where it is
+/// that has a weight of the program's own.
+fn different_batches(ends: Vec<Option<String>>) -> String {
+    let mut known = ends.iter().flatten();
+    match known.next() {
+        Some(first) if known.all(|one| one == first) => {
+            format!(
+                "their last batch is the same, {first}, and those before it in the window are not"
+            )
+        }
+        _ => sides(ends.into_iter().map(|ends| {
+            ends.unwrap_or_else(|| "not known (a weight of the program's own)".to_owned())
+        })),
+    }
+}
+
+/// The losses of all ranks, in their order. The sum does not tell which rank's loss is not finite, so all ranks exchange
+/// theirs.
+pub(super) fn gather_losses(reducer: &Reducer) -> Result<Vec<f64>> {
+    let asking = reducer.group.for_purpose("average gradients");
+    Ok(asking.all_gather_object(&reducer.loss.read)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// What ranks come to that are in these windows.
+    fn agree(windows: &[[u64; 3]]) -> bool {
+        agree_beside(0, windows)
+    }
+
+    /// The same, where there are so many more that tell nothing.
+    fn agree_beside(silent: usize, windows: &[[u64; 3]]) -> bool {
+        let ranks = windows.len() + silent;
+        let told = windows.iter().map(|window| Some(&window[..]));
+        let told = told.chain(core::iter::repeat_n(None, silent));
+        let sums = told.fold(WindowFingerprint::default(), |sums, window| {
+            let WindowFingerprint(mine) = WindowFingerprint::of(ranks, window);
+            WindowFingerprint(core::array::from_fn(|at| sums.0[at] + mine[at]))
+        });
+        let (all, agrees) = (sums.is_one(ranks, Some(ranks)), sums.is_one(ranks, None));
+        assert_eq!(all, agrees && silent == 0);
+        agrees
+    }
+
+    proptest! {
+        #[test]
+        fn ranks_agree_where_all_of_them_are_in_one_window(
+            window: [u64; 3],
+            others in proptest::collection::vec(any::<[u64; 3]>(), 1..4),
+            ranks in 1_usize..5000,
+            silent in 0_usize..5000,
+        ) {
+            let mut windows = vec![window; ranks];
+            prop_assert!(agree(&windows) && agree_beside(silent, &windows) && agree_beside(silent + 1, &[]));
+            windows.extend(others);
+            prop_assert!(!agree(&windows) && !agree_beside(silent, &windows));
+        }
+    }
+
+    #[test]
+    fn windows_that_differ_in_one_number_are_told_apart() {
+        let window = [7, 3, 0];
+        for at in 0..3 {
+            let mut other = window;
+            other[at] += 1;
+            assert!(!agree(&[window, other]) && !agree(&[window, other, window]));
+        }
+    }
+}

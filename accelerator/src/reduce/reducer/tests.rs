@@ -1,0 +1,217 @@
+use std::sync::Barrier;
+
+use accelerator_collective::GroupOptions;
+use burn::module::ParamId;
+use burn::tensor::{Device, Tensor};
+
+use super::*;
+use crate::model::{Float, Trainable};
+use crate::reduce::bucket_storage::BucketStorage;
+use crate::reduce::overlap::OverlapSwitch;
+use crate::timeline::Recording;
+
+fn slot() -> ModelState {
+    let parameters = (1..=2)
+        .map(|id| Trainable {
+            id: ParamId::from(id),
+            path: format!("{id}"),
+            shape: vec![1000],
+            float: Float::F32,
+        })
+        .collect();
+    ModelState::new(parameters, 1024, OverlapSwitch::On)
+}
+
+/// For a window whose only micro-step has the weight 1.
+fn reducer(slot: &ModelState, group: &ProcessGroup) -> Reducer {
+    let reducer = Reducer::new(
+        slot,
+        group,
+        Window::default(),
+        1.0,
+        Compression::None,
+        Repair::Possible,
+        &Timeline::new(group, Recording::Nothing).unwrap(),
+    );
+    reducer.unwrap()
+}
+
+fn on_two_ranks<T: Send>(body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
+    let groups = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
+    std::thread::scope(|scope| {
+        let body = &body;
+        let threads: Vec<_> = groups
+            .into_iter()
+            .map(|group| scope.spawn(move || body(group)))
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
+    })
+}
+
+fn gradient(value: f32) -> Tensor<1> {
+    Tensor::full([1000], value, &Device::default())
+}
+
+fn loss(value: f32) -> Tensor<1> {
+    Tensor::full([1], value, &Device::default())
+}
+
+/// Of both parameters.
+fn gradients(first: Tensor<1>, second: Tensor<1>) -> GradientsParams {
+    let mut gradients = GradientsParams::new();
+    gradients.register(ParamId::from(1), first);
+    gradients.register(ParamId::from(2), second);
+    gradients
+}
+
+#[test]
+fn a_bucket_is_reduced_before_backward_ends() {
+    let in_backward = Barrier::new(2);
+    let results = on_two_ranks(|group| {
+        let slot = slot();
+        let mut reducer = reducer(&slot, &group);
+        // The second parameter lies in the first bucket.
+        let (first, second) = (gradient(2.0), gradient(1.0 + group.rank() as f32));
+        let seen = second.clone().into_dispatch();
+        reducer.complete(0, &mut core::iter::once(Some(seen)));
+        // What follows is still backward, on both ranks: nobody has finished, and nobody will
+        // before the sum is there.
+        let BucketState::Sent(pending) = replace(&mut reducer.ledger.stages[0], BucketState::Lost)
+        else {
+            panic!("{reducer:?}");
+        };
+        let buffer = pending.wait().unwrap();
+        assert_eq!(buffer.as_slice::<f32>().unwrap(), [3.0; 1000]);
+        in_backward.wait();
+        reducer.ledger.stages[0] = BucketState::Summed(BucketStorage::Host(buffer));
+
+        let gradients = gradients(first, second);
+        let reduced = reducer.finish(&slot, gradients, loss(0.5), None).unwrap();
+        assert_eq!((reduced.early, reduced.repaired), (1, 0));
+        (
+            reduced.total,
+            reduced.loss.value(),
+            reduced.ledger.present.clone(),
+        )
+    });
+    assert_eq!(results, vec![(2.0, 1.0, vec![true, true]); 2]);
+}
+
+#[test]
+fn a_bucket_waits_for_those_before_it() {
+    on_two_ranks(|group| {
+        let slot = slot();
+        let mut reducer = reducer(&slot, &group);
+        let (first, second) = (gradient(1.0), gradient(2.0));
+        let (seen_first, seen_second) = (
+            first.clone().into_dispatch(),
+            second.clone().into_dispatch(),
+        );
+        // Rank 1 has them in the other order, and sends in the same.
+        if group.rank() == 1 {
+            reducer.complete(1, &mut core::iter::once(Some(seen_first)));
+            assert_eq!(reducer.early, 0);
+            reducer.complete(0, &mut core::iter::once(Some(seen_second)));
+        } else {
+            reducer.complete(0, &mut core::iter::once(Some(seen_second)));
+            assert_eq!(reducer.early, 1);
+            reducer.complete(1, &mut core::iter::once(Some(seen_first)));
+        }
+        assert_eq!(reducer.early, 2);
+        let gradients = gradients(first, second);
+        let reduced = reducer.finish(&slot, gradients, loss(0.0), None).unwrap();
+        let sums = |bucket| match reduced.ledger.sums(bucket) {
+            Some(BucketStorage::Host(buffer)) => buffer.as_slice::<f32>().unwrap(),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(sums(0), [4.0; 1000]);
+        assert_eq!(sums(1), [2.0; 1000]);
+    });
+}
+
+#[test]
+fn a_rank_that_stops_in_the_middle_fails_all_by_name() {
+    let over = Barrier::new(2);
+    let errors = on_two_ranks(|group| {
+        let slot = slot();
+        let mut reducer = reducer(&slot, &group);
+        let (first, second) = (gradient(1.0), gradient(2.0));
+        let seen = second.clone().into_dispatch();
+        reducer.complete(0, &mut core::iter::once(Some(seen)));
+        let mut gradients = gradients(first, second);
+        if group.rank() == 0 {
+            gradients.register(ParamId::from(3), gradient(3.0));
+        }
+        let error = reducer
+            .finish(&slot, gradients, loss(0.0), None)
+            .unwrap_err();
+        // Nobody hears of it since a group was dropped.
+        over.wait();
+        assert!(group.barrier().is_err());
+        error
+    });
+    assert!(errors[0].is_misuse(), "{:?}", errors[0]);
+    assert!(errors[1].is_peer_lost(), "{:?}", errors[1]);
+    let text = errors[1].to_string();
+    assert!(
+        text.contains("rank 0") && text.contains("1 parameters have a gradient that had none"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_window_that_the_group_refuses_owes_nothing() {
+    on_two_ranks(|group| {
+        let slot = slot();
+        let ready = reducer(&slot, &group);
+        let guard = group.forbid("ranks are not together");
+        let timeline = Timeline::new(&group, Recording::Nothing).unwrap();
+        let (window, half) = (Window::default(), Compression::F16);
+        let weighing = Reducer::new(
+            &slot,
+            &group,
+            window,
+            1.0,
+            half,
+            Repair::Possible,
+            &timeline,
+        );
+        assert!(weighing.unwrap_err().is_misuse());
+        let gradients = gradients(gradient(1.0), gradient(2.0));
+        let error = ready.finish(&slot, gradients, loss(0.0), None).unwrap_err();
+        assert!(error.is_misuse(), "{error:?}");
+        drop(guard);
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn models_are_told_apart_by_more_than_a_few_bits() {
+    // Ids that have 16 bits of their hashes in common, the upper or the lower ones.
+    let (upper, lower) = (|hash: u64| hash >> 48, |hash: u64| hash & 0xFFFF);
+    for bits in [upper, lower] {
+        let of = |id: u64| bits(accelerator_plan::mix(&[id]));
+        let twin = (2..).find(|&id| of(id) == of(1)).unwrap();
+        let errors = on_two_ranks(|group| {
+            let id = ParamId::from([1, twin][group.rank()]);
+            let parameter = Trainable {
+                id,
+                path: "weight".to_owned(),
+                shape: vec![1000],
+                float: Float::F32,
+            };
+            let slot = ModelState::new(vec![parameter], 1024, OverlapSwitch::On);
+            let mut gradients = GradientsParams::new();
+            gradients.register(id, gradient(1.0));
+            reducer(&slot, &group).finish(&slot, gradients, loss(0.0), None)
+        });
+        for error in errors {
+            let error = error.unwrap_err();
+            assert!(error.is_misuse(), "{error:?}");
+            assert!(error.to_string().contains("different models"), "{error}");
+        }
+    }
+}
