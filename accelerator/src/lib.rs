@@ -135,6 +135,7 @@ compile_error!(
 
 mod accelerator;
 pub mod checkpoint;
+mod context;
 mod core;
 pub mod data;
 mod ema;
@@ -152,16 +153,16 @@ pub mod timeline;
 pub use accelerator_collective as collective;
 pub use accelerator_plan as plan;
 
-pub use crate::accelerator::batch_size::BatchSizeFinder;
-pub use crate::accelerator::launch::launch;
-pub use crate::accelerator::prepare::{Prepare, kind};
-pub use crate::accelerator::{Accelerator, AcceleratorBuilder, PadSide, PaddedShare};
+pub use crate::accelerator::{
+    Accelerator, AcceleratorBuilder, BatchSizeFinder, PadSide, PaddedShare, Prepare, kind, launch,
+};
 pub use crate::core::device::{DeviceKind, Oversubscription};
 pub use crate::core::error::{Error, Result};
+pub use crate::data::weight::Weight;
 pub use crate::ema::Ema;
 pub use crate::reduce::hook;
 pub use crate::reduce::{
-    Clip, Compression, GradientReduction, Gradients, Overlap, OverlapReport, OverlapState, Weight,
+    Clip, Compression, GradientReduction, Gradients, Overlap, OverlapReport, OverlapState,
 };
 
 /// What a training program usually imports.

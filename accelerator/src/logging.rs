@@ -30,15 +30,13 @@ use std::io::IsTerminal;
 use std::sync::{Mutex, PoisonError};
 
 use accelerator_collective::{Launch, Topology};
-use tracing::{Event, Level, Metadata, Span, Subscriber};
+use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_subscriber::fmt::format::{Format, Full, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::layer::{Context, Filter, Layer};
 use tracing_subscriber::registry::LookupSpan;
 
-use crate::accelerator::Accelerator;
 use crate::core::error::Result;
-use crate::core::user_message;
 
 /// Which ranks' events are shown, up to `INFO`. Warnings and errors are those of every rank in any
 /// case, since they may concern one rank alone.
@@ -179,53 +177,12 @@ where
     }
 }
 
-/// Logs of this rank.
-impl Accelerator {
-    /// A span with `rank` and `world_size`, to be entered at the beginning of what this rank does: any
-    /// subscriber shows it with every event of this thread.
-    ///
-    /// ```
-    /// accelerator::launch(2, |accelerator| {
-    ///     let _rank = accelerator.span().entered();
-    ///     tracing::info!("training begins");
-    ///     Ok(())
-    /// })?;
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
-    pub fn span(&self) -> Span {
-        let (rank, world_size) = (self.rank(), self.world_size());
-        // At the level of errors, so that it is there whatever is filtered.
-        tracing::error_span!("rank", rank, world_size)
-    }
-
-    /// Warns on rank 0, once for each text: of what every rank finds, such as a setting that does not
-    /// fit. A program that collects no logs gets it on standard error.
-    ///
-    /// Nothing is communicated. What one rank alone finds is `tracing::warn!`'s.
-    ///
-    /// ```
-    /// let accelerator = accelerator::Accelerator::new()?;
-    /// for _epoch in 0..3 {
-    ///     accelerator.warn_once("this data set has no labels");
-    /// }
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
-    pub fn warn_once(&self, text: impl fmt::Display) {
-        if self.is_main_process() {
-            let text = text.to_string();
-            if self.shared.warned.is_first(&text) {
-                user_message::warn(&text);
-            }
-        }
-    }
-}
-
 /// What was warned of.
 #[derive(Debug, Default)]
 pub(crate) struct WarnedTexts(Mutex<HashSet<String>>);
 
 impl WarnedTexts {
-    fn is_first(&self, text: &str) -> bool {
+    pub(crate) fn is_first(&self, text: &str) -> bool {
         let mut warned = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         warned.insert(text.to_owned())
     }

@@ -6,68 +6,16 @@ use std::collections::HashSet;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
-use crate::accelerator::Accelerator;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::module_path::ModulePath;
 use crate::core::short_hash::short;
-use crate::model::running_states;
-use crate::reduce::ModelState;
+use crate::model::{running_states, sync_buffers};
+use crate::reduce::{ModelState, ReduceContext};
 
 /// What a comparison for its own sake is for, in errors.
 const CHECK: &str = "check_replicas";
 /// How many paths of differing parameters a message names.
 const SHOWN: usize = 3;
-
-impl Accelerator {
-    /// Compares the parameters of a prepared model between all ranks, bit for bit.
-    ///
-    /// The ranks of a job hold the same parameters after every step: each computes the same
-    /// update from the same averaged gradients. Where one does not, something outside of that
-    /// changed its copy: code that runs on some ranks only, a random choice in the forward pass
-    /// that touches parameters, memory that lost a bit. From then on the ranks train different
-    /// models, without a word.
-    /// [`check_replicas_every`](crate::AcceleratorBuilder::check_replicas_every) does this check
-    /// during training, and [`valid`](Self::valid), [`save_model`](Self::save_model) and
-    /// [`save_state`](Self::save_state) do it for the models that they are given. Those compare what is trained: to read
-    /// what is frozen as well, most of a large model that is fine-tuned, would cost more than they do. This method
-    /// compares both.
-    ///
-    /// Each rank hashes its parameters, and 32 bytes travel; measured on a 2-core machine, 7 MB
-    /// of parameters take 3 ms. Buffers, such as the running statistics of a batch norm, are
-    /// every rank's own and not compared.
-    ///
-    /// ```
-    /// use burn::nn::{Linear, LinearConfig};
-    ///
-    /// let outcomes = accelerator::launch(3, |accelerator| {
-    ///     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 2).init(device));
-    ///     let mut model = accelerator.prepare(model)?;
-    ///     accelerator.check_replicas(&model)?;
-    ///     if accelerator.rank() == 1 {
-    ///         model.weight = model.weight.map(|weight| {
-    ///             (weight + 1e-3).detach().require_grad()
-    ///         });
-    ///     }
-    ///     Ok(accelerator.check_replicas(&model).unwrap_err())
-    /// })?;
-    /// for error in outcomes {
-    ///     assert!(error.is_drift());
-    ///     assert!(error.to_string().contains("rank 1") && error.to_string().contains("`weight`"));
-    /// }
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// [`Error::is_drift`] on every rank, naming the ranks that differ from the majority, or all
-    /// of them where there is none, and the first path that differs; [`Error::is_misuse`] for a
-    /// model that was not prepared; [`Error::is_collective`] when another rank is lost.
-    #[track_caller]
-    pub fn check_replicas<M: Module>(&self, model: &M) -> Result<()> {
-        let slot = self.shared.models.find(model)?;
-        check(self, CHECK, &slot, model, ComparedParameters::All)
-    }
-}
 
 /// Which parameters are compared.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -77,22 +25,23 @@ enum ComparedParameters {
     Trainable,
 }
 
+/// Compares all parameters of a prepared model, frozen ones too.
+#[track_caller]
+pub(crate) fn check_all<M: Module>(context: &ReduceContext, model: &M) -> Result<()> {
+    let slot = context.models.find(model)?;
+    check(context, CHECK, &slot, model, ComparedParameters::All)
+}
+
 /// Checks the model where it is time for it; called by all ranks as a window ends, before the
 /// step that this window is for.
 #[track_caller]
 pub(crate) fn check_when_due<M: Module>(
-    accelerator: &Accelerator,
+    context: &ReduceContext,
     slot: &ModelState,
     model: &M,
 ) -> Result<()> {
-    if is_due(accelerator.shared.settings.check_replicas, slot.steps()) {
-        check(
-            accelerator,
-            CHECK,
-            slot,
-            model,
-            ComparedParameters::Trainable,
-        )
+    if is_due(context.settings.check_replicas, slot.steps()) {
+        check(context, CHECK, slot, model, ComparedParameters::Trainable)
     } else {
         Ok(())
     }
@@ -104,22 +53,16 @@ pub(crate) fn check_when_due<M: Module>(
 /// A model that was not prepared is each program's own affair.
 #[track_caller]
 pub(crate) fn check_and_sync<M: Module>(
-    accelerator: &Accelerator,
+    context: &ReduceContext,
     action: &str,
     model: &M,
 ) -> Result<()> {
-    if let Ok(slot) = accelerator.shared.models.find(model) {
+    if let Ok(slot) = context.models.find(model) {
         slot.note_compared();
         slot.round().check_together(action)?;
-        check(
-            accelerator,
-            action,
-            &slot,
-            model,
-            ComparedParameters::Trainable,
-        )?;
+        check(context, action, &slot, model, ComparedParameters::Trainable)?;
     }
-    accelerator.sync_buffers(model)
+    sync_buffers(context, model)
 }
 
 /// Whether a model that did so many steps is checked.
@@ -129,17 +72,17 @@ fn is_due(every: Option<NonZeroU64>, steps: u64) -> bool {
 
 #[track_caller]
 fn check<M: Module>(
-    accelerator: &Accelerator,
+    context: &ReduceContext,
     action: &str,
     slot: &ModelState,
     model: &M,
     compared: ComparedParameters,
 ) -> Result<()> {
-    let group = accelerator.group();
+    let group = context.group();
     if group.world_size() == 1 {
         return Ok(());
     }
-    accelerator.shared.crossing.check_in(group)?;
+    context.check_forward()?;
     let mine = ReplicaDigest::of(model, slot, compared);
     let checking = group.for_purpose(action);
     let digests = checking.all_gather::<u8>(mine.digest.as_bytes())?;

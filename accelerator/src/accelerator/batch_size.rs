@@ -179,7 +179,7 @@ impl<'a> BatchSizeFinder<'a> {
         let starts = group.all_gather_object(&self.start).map_err(Error::from)?;
         let start = starts.into_iter().min().unwrap_or(self.start);
         if !self.models.is_empty() {
-            settle_road(accelerator)?;
+            settle_road(&accelerator.shared.reduction)?;
         }
         let mut steps = Vec::new();
         let mut size = start;
@@ -202,7 +202,9 @@ impl<'a> BatchSizeFinder<'a> {
                     settled(accelerator)?;
                     Ok(value)
                 };
-                catch_unwind(AssertUnwindSafe(|| accelerator.alone(attempt)))
+                catch_unwind(AssertUnwindSafe(|| {
+                    accelerator.shared.context.alone(attempt)
+                }))
             };
             steps
                 .iter()
@@ -298,10 +300,10 @@ impl<'a> BatchSizeFinder<'a> {
 impl<M: Module, S> Trained for (&M, &PreparedOptimizer<S>) {
     fn reserve(&self, accelerator: &Accelerator, windows: Windows) -> Result<Step> {
         let (model, optimizer) = *self;
-        let slot = accelerator.shared.models.find(model)?;
+        let slot = accelerator.shared.reduction.models.find(model)?;
         // Buckets are there when the optimizer steps.
-        let gradients = Reserved::of(accelerator, slot.clone(), windows);
-        let device = &accelerator.shared.device;
+        let gradients = Reserved::of(&accelerator.shared.reduction, slot.clone(), windows);
+        let device = &accelerator.shared.context.device;
         let state = optimizer.reserve(model, slot.parameters(), device);
         Ok(Step {
             gradients,
@@ -316,7 +318,7 @@ impl<M: Module, S> Trained for (&M, &PreparedOptimizer<S>) {
 
 /// Waits for the device, which may find only then that its memory does not suffice.
 fn settled(accelerator: &Accelerator) -> Result<()> {
-    accelerator.shared.device.sync().map_err(|error| {
+    accelerator.shared.context.device.sync().map_err(|error| {
         let message = format!("the device could not compute what it was given: {error:?}");
         Error::new(Kind::Device, message)
     })

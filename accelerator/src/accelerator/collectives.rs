@@ -35,9 +35,9 @@ impl Accelerator {
     /// size, that have as many sums in all; [`Error::is_collective`] when they have more or fewer, or another rank is lost.
     #[track_caller]
     pub fn reduce<T: Metric>(&self, metric: T) -> Result<T> {
-        self.shared.crossing.check_in(&self.shared.group)?;
+        self.shared.context.check_forward()?;
         self.shared.uncounted.warn();
-        metric::reduce(&self.shared.group, metric)
+        metric::reduce(&self.shared.context.group, metric)
     }
 
     /// The sum, mean, minimum or maximum of a tensor over the ranks, element by element.
@@ -62,7 +62,7 @@ impl Accelerator {
     #[track_caller]
     pub fn all_reduce<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
         let (device, mut data) = (tensor.device(), tensor.into_data());
-        let group = &self.shared.group;
+        let group = &self.shared.context.group;
         validate::check(group, format_args!("all_reduce {op}"), &data)?;
         let dtype = data.dtype();
         match dtype {
@@ -182,7 +182,7 @@ impl Accelerator {
     ) -> Result<Tensor<D, K>> {
         let device = tensor.device();
         let data = tensor.into_data();
-        let group = &self.shared.group;
+        let group = &self.shared.context.group;
         validate::check(group, format_args!("broadcast from rank {root}"), &data)?;
         let (mut bytes, shape, dtype) = data.into_parts();
         group.broadcast::<u8>(&mut bytes, root)?;
@@ -199,13 +199,13 @@ impl Accelerator {
         rows: usize,
         samples: Option<usize>,
     ) -> Result<Tensor<D, K>> {
-        self.shared.crossing.check_in(&self.shared.group)?;
+        self.shared.context.check_forward()?;
         let (device, data) = (tensor.device(), tensor.into_data());
         let dtype = data.dtype();
         let mut shape: Vec<usize> = data.shape().to_vec();
         // What does not fit is exchanged too, so that no rank waits for one that has returned.
         let told = (shape.clone(), format!("{dtype:?}"), samples, rows);
-        let group = self.shared.group.for_purpose("gather");
+        let group = self.shared.context.group.for_purpose("gather");
         let all = group.all_gather_object(&told)?;
         if all
             .iter()
@@ -234,6 +234,7 @@ impl Accelerator {
         let kept = data.bytes().len() / shape[0].max(1) * rows;
         let bytes = self
             .shared
+            .context
             .group
             .all_gather_varied(&data.bytes()[..kept])?
             .concat();
@@ -258,7 +259,7 @@ impl Accelerator {
     /// [`Error::is_collective`] when another rank is lost or a value cannot be serialised.
     #[track_caller]
     pub fn gather_object<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
-        let group = self.shared.group.for_purpose("gather_object");
+        let group = self.shared.context.group.for_purpose("gather_object");
         Ok(group.all_gather_object(value)?)
     }
 
@@ -284,7 +285,7 @@ impl Accelerator {
         root: usize,
     ) -> Result<T> {
         let mine = (self.rank() == root).then_some(value);
-        let group = self.shared.group.for_purpose("broadcast_object");
+        let group = self.shared.context.group.for_purpose("broadcast_object");
         Ok(group.broadcast_object(mine, root)?)
     }
 }

@@ -68,7 +68,11 @@ impl Accelerator {
         let mut shape = tensor.dims();
         // Wrong dimensions are exchanged too, so that no rank waits for one that has returned.
         let told = (dim, shape.to_vec(), format!("{:?}", tensor.dtype()));
-        let group = self.shared.group.for_purpose("pad_across_processes");
+        let group = self
+            .shared
+            .context
+            .group
+            .for_purpose("pad_across_processes");
         let all = group.all_gather_object(&told)?;
         let (first_dim, first, first_dtype) = &all[0];
         let fits = all.iter().all(|(dim, dims, dtype)| {

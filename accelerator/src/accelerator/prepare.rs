@@ -12,6 +12,7 @@ use crate::optim::{
     Manual, PerEpoch, PerProcess, PreparedOptimizer, Scheduled, Scheduler, Sharded, Shards,
     check_types,
 };
+use crate::reduce;
 
 /// What [`Accelerator::prepare`] takes: a module, an optimizer, an optimizer with its scheduler,
 /// a data loader, or a tuple of these.
@@ -170,7 +171,7 @@ impl<M: Module + fmt::Display> Prepare<kind::Model> for M {
     type Prepared = M;
 
     fn prepare(self, accelerator: &Accelerator) -> Result<M> {
-        crate::model::prepare(accelerator, self)
+        reduce::prepare(&accelerator.shared.reduction, self)
     }
 
     fn kinds(kinds: &mut Vec<String>) {
@@ -301,7 +302,11 @@ impl<O: Send + 'static> Prepare<kind::Loader> for Loader<O> {
     type Prepared = PreparedLoader<O>;
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        PreparedLoader::sharded(accelerator, self)
+        PreparedLoader::sharded(
+            &accelerator.shared.context,
+            &accelerator.shared.uncounted,
+            self,
+        )
     }
 
     fn kinds(kinds: &mut Vec<String>) {
@@ -313,7 +318,11 @@ impl<O: Send + 'static> Prepare<kind::Opaque> for AssumeDeterministic<O> {
     type Prepared = PreparedLoader<O>;
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        PreparedLoader::opaque(accelerator, self.0)
+        PreparedLoader::opaque(
+            &accelerator.shared.context,
+            &accelerator.shared.uncounted,
+            self.0,
+        )
     }
 
     fn kinds(kinds: &mut Vec<String>) {
@@ -373,14 +382,18 @@ impl Steps for Sharded<ModuleOptimizer> {
 
 /// Refuses state that was loaded in another type than that of its parameter, of a model that is known.
 fn check_state(accelerator: &Accelerator, optimizer: &ModuleOptimizer) -> Result<()> {
-    let known = |id| accelerator.shared.models.parameter(id);
-    check_types(optimizer, known, &accelerator.shared.device)
+    let known = |id| accelerator.shared.reduction.models.parameter(id);
+    check_types(optimizer, known, &accelerator.shared.context.device)
 }
 
 #[track_caller]
 fn manual(accelerator: &Accelerator, optimizer: impl Steps) -> Result<PreparedOptimizer<Manual>> {
     let optimizer = optimizer.shared_out(accelerator)?;
-    Ok(PreparedOptimizer::manual(optimizer, accelerator))
+    Ok(PreparedOptimizer::manual(
+        optimizer,
+        &accelerator.shared.context,
+        &accelerator.shared.optimizers,
+    ))
 }
 
 #[track_caller]
@@ -393,7 +406,8 @@ fn scheduled(
     Ok(PreparedOptimizer::scheduled(
         optimizer,
         scheduler,
-        accelerator,
+        &accelerator.shared.context,
+        &accelerator.shared.optimizers,
     ))
 }
 

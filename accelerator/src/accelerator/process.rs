@@ -73,7 +73,7 @@ impl Accelerator {
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost or does not call it.
     #[track_caller]
     pub fn print_in_order(&self, line: impl fmt::Display) -> Result<()> {
-        let group = self.shared.group.for_purpose("print_in_order");
+        let group = self.shared.context.group.for_purpose("print_in_order");
         let lines = group.all_gather_object(&line.to_string())?;
         self.print(lines.join("\n"));
         Ok(())
@@ -107,7 +107,7 @@ impl Accelerator {
     /// when `work` panicked on another rank.
     #[track_caller]
     pub fn in_rank_order<T>(&self, work: impl FnOnce() -> T) -> Result<T> {
-        let group = &self.shared.group;
+        let group = &self.shared.context.group;
         group.barrier()?;
         let mut work = Some(work);
         let mut mine = None;
@@ -213,7 +213,7 @@ impl Accelerator {
     /// error of the same kind with that message, and does not run it.
     #[track_caller]
     pub fn main_process_first<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let group = &self.shared.group;
+        let group = &self.shared.context.group;
         if self.is_main_process() {
             return self.first(work, |failure| {
                 outcome::tell(group, failure.map_or(Ok(()), Err))
@@ -240,7 +240,7 @@ impl Accelerator {
     /// of theirs do not run it.
     #[track_caller]
     pub fn local_main_process_first<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let group = &self.shared.group;
+        let group = &self.shared.context.group;
         if self.is_local_main_process() {
             return self.first(work, |failure| {
                 outcome::exchange(group, failure.as_ref(), FIRST)
@@ -278,7 +278,7 @@ impl Accelerator {
     /// # Ok::<(), accelerator::Error>(())
     /// ```
     pub fn keep_alive(&self) {
-        self.shared.group.activity().keep_alive();
+        self.shared.context.group.activity().keep_alive();
     }
 
     /// Waits until every rank has come here.
@@ -300,7 +300,7 @@ impl Accelerator {
     /// [`Error::is_collective`](crate::Error::is_collective) when one does not.
     #[track_caller]
     pub fn wait_for_everyone(&self) -> Result<()> {
-        Ok(self.shared.group.barrier()?)
+        Ok(self.shared.context.group.barrier()?)
     }
 
     /// Runs what others wait for, and tells them how it went, panics too.
@@ -323,24 +323,12 @@ impl Accelerator {
 
     /// Runs a closure of the program on one rank, which others may wait for. It need not show that it works.
     fn busy_alone<T>(&self, work: impl FnOnce() -> T) -> T {
-        self.busy(|| self.alone(work))
+        self.busy(|| self.shared.context.alone(work))
     }
 
     /// Counts as one that works while the closure runs.
     fn busy<T>(&self, work: impl FnOnce() -> T) -> T {
-        let _busy = (self.world_size() > 1).then(|| self.shared.group.activity().busy());
-        work()
-    }
-
-    /// Runs what this rank does by itself, without collectives; work that lasts calls
-    /// [`keep_alive`](Self::keep_alive).
-    pub(crate) fn alone<T>(&self, work: impl FnOnce() -> T) -> T {
-        let _guard = (self.world_size() > 1).then(|| {
-            self.shared.group.forbid(
-                "it was called inside a closure that runs on one rank only, where the others \
-                 would never join it; move it out of the closure",
-            )
-        });
+        let _busy = (self.world_size() > 1).then(|| self.shared.context.group.activity().busy());
         work()
     }
 }

@@ -1,9 +1,4 @@
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-
-use accelerator_collective::{ProcessGroup, ReduceOp};
-
 use super::Accelerator;
-use crate::checkpoint::{BackgroundSave, SaveProgress};
 use crate::core::error::Result;
 
 /// A flag that any rank raises for all.
@@ -12,7 +7,7 @@ impl Accelerator {
     /// or to save, for a reason that only this rank knows. Nothing is communicated here, so that it may
     /// be called on one rank only.
     pub fn set_trigger(&self) {
-        self.shared.trigger.state().set = true;
+        self.shared.reduction.trigger.set();
     }
 
     /// Whether some rank has [raised the flag](Self::set_trigger): the same answer on every rank, and
@@ -45,75 +40,6 @@ impl Accelerator {
     /// lost.
     #[track_caller]
     pub fn check_trigger(&self) -> Result<bool> {
-        self.shared.trigger.check(&self.shared.group)
+        self.shared.reduction.trigger.check(self.group())
     }
 }
-
-/// What ranks tell each other with each window, beside the gradients: the flag, and whether rank 0 has
-/// written the checkpoint that was begun last.
-#[derive(Debug, Default)]
-pub(crate) struct Trigger(Mutex<TriggerState>);
-
-#[derive(Debug, Default)]
-struct TriggerState {
-    /// Raised on this rank, and not told to the others yet.
-    set: bool,
-    /// What windows since the last check have told; `None` where there was none.
-    told: Option<bool>,
-    /// Of the last checkpoint that was begun beside training.
-    saving: Weak<BackgroundSave>,
-}
-
-impl Trigger {
-    /// Tells of a checkpoint that is being written, from the next window on.
-    pub(crate) fn watch(&self, work: &Arc<BackgroundSave>) {
-        self.state().saving = Arc::downgrade(work);
-    }
-
-    /// What a window tells of this rank, as a summand.
-    pub(crate) fn send(&self) -> f64 {
-        let saving = self.state().saving.upgrade();
-        let written = saving.is_some_and(|work| work.has_ended());
-        self.take() + if written { WRITTEN } else { 0.0 }
-    }
-
-    /// What a window has told, as the sum over all ranks.
-    pub(crate) fn receive(&self, sum: f64) {
-        let mut state = self.state();
-        state.told = Some(state.told == Some(true) || sum % WRITTEN > 0.0);
-        if let Some(work) = state.saving.upgrade() {
-            work.hear(match sum >= WRITTEN {
-                true => SaveProgress::Done,
-                false => SaveProgress::Writing,
-            });
-        }
-    }
-
-    #[track_caller]
-    fn check(&self, group: &ProcessGroup) -> Result<bool> {
-        if let Some(told) = self.state().told.take() {
-            return Ok(told);
-        }
-        let mine = self.take();
-        let mut flag = [mine];
-        if let Err(error) = group.all_reduce(&mut flag, ReduceOp::Sum) {
-            // Nobody has heard of it.
-            self.state().set |= mine > 0.0;
-            return Err(error.into());
-        }
-        Ok(flag[0] > 0.0)
-    }
-
-    /// The flag as a summand; it is down afterwards.
-    fn take(&self) -> f64 {
-        f64::from(u8::from(std::mem::take(&mut self.state().set)))
-    }
-
-    fn state(&self) -> MutexGuard<'_, TriggerState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// What stands for a checkpoint that is written, which is one rank's to say: more than there are ranks to
-/// raise the flag, and both together are exact.
-const WRITTEN: f64 = (1_u64 << 32) as f64;

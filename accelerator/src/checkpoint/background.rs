@@ -4,12 +4,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
+use super::context::CheckpointContext;
 use super::distribute::from_main;
 use super::write::Saved;
-use crate::accelerator::Accelerator;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::panic_text::panic_text;
 use crate::core::user_message;
+use crate::reduce::{SaveProgress, WatchedSave};
 
 /// A checkpoint that is being written beside training; from
 /// [`Accelerator::save_state_async`](crate::Accelerator::save_state_async).
@@ -37,13 +38,13 @@ use crate::core::user_message;
 /// ```
 #[must_use = "`wait` tells how it went; so do the next save and `finish`"]
 pub struct Saving {
-    accelerator: Accelerator,
+    context: Arc<CheckpointContext>,
     work: Arc<BackgroundSave>,
 }
 
 impl Saving {
-    pub(super) fn new(accelerator: Accelerator, work: Arc<BackgroundSave>) -> Self {
-        Self { accelerator, work }
+    pub(super) fn new(context: Arc<CheckpointContext>, work: Arc<BackgroundSave>) -> Self {
+        Self { context, work }
     }
 
     /// Waits until the checkpoint is complete. Every rank must call it.
@@ -53,8 +54,8 @@ impl Saving {
     /// Those of [`save_state`](crate::Accelerator::save_state), on every rank.
     #[track_caller]
     pub fn wait(self) -> Result<Saved> {
-        let outcome = self.work.settle(&self.accelerator);
-        self.accelerator.shared.checkpoints.forget(&self.work);
+        let outcome = self.work.settle(&self.context);
+        self.context.ongoing.forget(&self.work);
         outcome
     }
 
@@ -75,7 +76,7 @@ impl Saving {
     /// [`Error::is_collective`] when rank 0 has to be asked and a rank is lost.
     #[track_caller]
     pub fn is_done(&self) -> Result<bool> {
-        let (group, work) = (self.accelerator.group(), &self.work);
+        let (group, work) = (self.context.group(), &self.work);
         if group.world_size() == 1 {
             return Ok(work.has_ended());
         }
@@ -178,9 +179,9 @@ impl Ongoing {
 
     /// Waits for an earlier save, and tells every rank how it went.
     #[track_caller]
-    pub(crate) fn settle(&self, accelerator: &Accelerator) -> Result<()> {
+    pub(crate) fn settle(&self, context: &CheckpointContext) -> Result<()> {
         let work = lock(&self.work).take();
-        work.map_or(Ok(()), |work| work.settle(accelerator).map(|_| ()))
+        work.map_or(Ok(()), |work| work.settle(context).map(|_| ()))
     }
 
     /// Waits, on this rank alone, for a save that it has begun.
@@ -212,16 +213,6 @@ pub(crate) struct BackgroundSave {
     news: Mutex<SaveProgress>,
 }
 
-/// What windows of gradients have told about the writing since the program asked last.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(crate) enum SaveProgress {
-    /// No window was reduced.
-    #[default]
-    Unknown,
-    Writing,
-    Done,
-}
-
 impl BackgroundSave {
     /// Runs `write` on a thread of its own; where none can be had, that is the outcome.
     pub(super) fn start(write: impl FnOnce() -> Result<Saved> + Send + 'static) -> Arc<Self> {
@@ -240,12 +231,6 @@ impl BackgroundSave {
         Arc::new(work)
     }
 
-    /// Whether this rank has written, and has done so.
-    pub(crate) fn has_ended(&self) -> bool {
-        let thread = lock(&self.thread);
-        self.ended.get().is_some() || thread.as_ref().is_some_and(JoinHandle::is_finished)
-    }
-
     fn news(&self) -> SaveProgress {
         match self.told.get() {
             Some(_) => SaveProgress::Done,
@@ -253,20 +238,12 @@ impl BackgroundSave {
         }
     }
 
-    /// Notes what all ranks have heard. What is done stays done.
-    pub(crate) fn hear(&self, news: SaveProgress) {
-        let mut known = lock(&self.news);
-        if *known != SaveProgress::Done {
-            *known = news;
-        }
-    }
-
     #[track_caller]
-    fn settle(&self, accelerator: &Accelerator) -> Result<Saved> {
+    fn settle(&self, context: &CheckpointContext) -> Result<Saved> {
         if let Some(told) = self.told.get() {
             return told.clone();
         }
-        let outcome = from_main(accelerator, "save the checkpoint", || {
+        let outcome = from_main(context, "save the checkpoint", || {
             let none = || {
                 Err(Error::misuse(
                     "rank 0 writes checkpoints, and has begun none",
@@ -288,6 +265,21 @@ impl BackgroundSave {
             let _ = self.ended.set(ended);
         }
         self.ended.get().cloned()
+    }
+}
+
+impl WatchedSave for BackgroundSave {
+    fn has_ended(&self) -> bool {
+        let thread = lock(&self.thread);
+        self.ended.get().is_some() || thread.as_ref().is_some_and(JoinHandle::is_finished)
+    }
+
+    /// What is done stays done.
+    fn hear(&self, news: SaveProgress) {
+        let mut known = lock(&self.news);
+        if *known != SaveProgress::Done {
+            *known = news;
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::accelerator::Accelerator;
+use super::context::CheckpointContext;
 use crate::core::error::Result;
 use crate::core::outcome;
 
@@ -12,17 +12,17 @@ const CHUNK: usize = 64 << 20;
 /// lasts shows that it goes on.
 #[track_caller]
 pub(super) fn from_main<T: Serialize + DeserializeOwned>(
-    accelerator: &Accelerator,
+    context: &CheckpointContext,
     action: &str,
     work: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
-    let group = accelerator.group();
-    if accelerator.world_size() == 1 {
+    let group = context.group();
+    if context.world_size() == 1 {
         return work();
     }
     let reading = group.for_purpose(action);
-    if accelerator.is_main_process() {
-        let mine = outcome::tell(group, accelerator.alone(work))?;
+    if context.is_main_process() {
+        let mine = outcome::tell(group, context.alone(work))?;
         return Ok(reading.broadcast_object(Some(&mine), 0)?);
     }
     outcome::hear(group, action)?;
@@ -32,19 +32,19 @@ pub(super) fn from_main<T: Serialize + DeserializeOwned>(
 /// The bytes that `read` gives on rank 0, on every rank.
 #[track_caller]
 pub(super) fn bytes_from_main(
-    accelerator: &Accelerator,
+    context: &CheckpointContext,
     action: &str,
     read: impl FnOnce() -> Result<Vec<u8>>,
 ) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    let length = from_main(accelerator, action, || {
+    let length = from_main(context, action, || {
         bytes = read()?;
         Ok(bytes.len() as u64)
     })?;
     bytes.resize(length as usize, 0);
-    if accelerator.world_size() > 1 {
+    if context.world_size() > 1 {
         for chunk in bytes.chunks_mut(CHUNK) {
-            accelerator.group().broadcast(chunk, 0)?;
+            context.group().broadcast(chunk, 0)?;
         }
     }
     Ok(bytes)

@@ -9,7 +9,6 @@ use super::snapshot::{PartKind, Snapshot, SnapshotExchange};
 use crate::core::error::Result;
 use crate::data::PreparedLoader;
 use crate::ema::Ema;
-use crate::local::{DiLoCo, LocalSgd};
 use crate::optim::{Manual, PreparedOptimizer, Scheduled};
 
 /// What [`Accelerator::save_state`](crate::Accelerator::save_state) takes: references to prepared
@@ -23,7 +22,7 @@ use crate::optim::{Manual, PreparedOptimizer, Scheduled};
 /// # let folder = tempfile::tempdir().unwrap();
 /// # let folder = folder.path();
 ///
-/// fn save_every<K>(accelerator: &Accelerator, folder: &str, step: u64, parts: impl Save<K>) -> Result<()> {
+/// fn save_every<K>(context: &CheckpointContext, folder: &str, step: u64, parts: impl Save<K>) -> Result<()> {
 ///     if step % 1000 == 0 {
 ///         accelerator.save_state(folder, parts)?;
 ///     }
@@ -68,7 +67,7 @@ pub trait Save<K> {
 /// # let folder = tempfile::tempdir().unwrap();
 /// # let folder = folder.path();
 ///
-/// fn resume_told<K, P: Resume<K>>(accelerator: &Accelerator, folder: &str, parts: P) -> Result<P> {
+/// fn resume_told<K, P: Resume<K>>(context: &CheckpointContext, folder: &str, parts: P) -> Result<P> {
 ///     let (parts, position) = accelerator.resume(folder, parts)?;
 ///     accelerator.print(format_args!("training goes on at {position}"));
 ///     Ok(parts)
@@ -244,55 +243,6 @@ impl<M: Module + fmt::Display> Resume<kind::Ema> for Ema<M> {
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
         let (average, decay) = self.into_parts();
         Ok(Self::from_parts(&restorer.companion(average)?, decay))
-    }
-}
-
-// Between rounds it has nothing to keep; within one, the model refuses.
-impl Save<kind::LocalSgd> for &LocalSgd {
-    fn collect(&self, _snapshot: &mut Snapshot<'_>) -> Result<()> {
-        Ok(())
-    }
-
-    fn settle(&self, _settling: &mut SnapshotExchange<'_>) -> Result<()> {
-        Ok(())
-    }
-}
-
-impl Resume<kind::LocalSgd> for LocalSgd {
-    fn kinds(_kinds: &mut Vec<PartKind>) {}
-
-    fn restore(self, _restorer: &mut Restorer<'_>) -> Result<Self> {
-        Ok(self)
-    }
-}
-
-// To a checkpoint it is two more models: the outer parameters, and their momentum.
-impl<M: Module + fmt::Display> Save<kind::DiLoCo> for &DiLoCo<M> {
-    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
-        self.states()
-            .into_iter()
-            .try_for_each(|state| snapshot.add_companion("`DiLoCo`", state))
-    }
-
-    fn settle(&self, settling: &mut SnapshotExchange<'_>) -> Result<()> {
-        // A closure would be the caller that errors name.
-        for state in self.states() {
-            settling.model(state)?;
-        }
-        Ok(())
-    }
-}
-
-impl<M: Module + fmt::Display> Resume<kind::DiLoCo> for DiLoCo<M> {
-    fn kinds(kinds: &mut Vec<PartKind>) {
-        kinds.extend([PartKind::Model, PartKind::Model]);
-    }
-
-    fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
-        let (rule, [outer, velocity]) = self.into_parts();
-        let outer = restorer.companion(outer)?;
-        let velocity = restorer.companion(velocity)?;
-        Ok(Self::from_parts(rule, [outer, velocity]))
     }
 }
 

@@ -9,6 +9,7 @@ use burn::tensor::Bytes;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::context::CheckpointContext;
 use super::distribute::{bytes_from_main, from_main};
 use super::parts::Resume;
 use super::position::Position;
@@ -16,7 +17,7 @@ use super::settings::{Checkpoints, Resumed};
 use super::snapshot::PartKind;
 use super::state::{HookState, Names, PartState, SavedHook, SavedModel, StateFile, decode};
 use super::world::{Rescale, WorldChange};
-use crate::accelerator::{Accelerator, WindowSize};
+use crate::context::WindowSize;
 use crate::core::agreement::{self, Term};
 use crate::core::error::{Error, Kind, Result};
 use crate::core::outcome;
@@ -27,30 +28,30 @@ use crate::reduce::hook::{HookInstance, SavedBy};
 
 /// See [`Accelerator::resume_with`].
 #[track_caller]
-pub(super) fn resume<K, P: Resume<K>>(
-    accelerator: &Accelerator,
+pub(crate) fn resume<K, P: Resume<K>>(
+    context: &CheckpointContext,
     settings: &Checkpoints,
     parts: P,
     rule: impl FnOnce(&WorldChange) -> Rescale,
 ) -> Result<(P, Position)> {
     let mut kinds = Vec::new();
     P::kinds(&mut kinds);
-    accelerator.shared.checkpoints.resumes(settings.path());
-    let Some((found, source)) = find(accelerator, settings, "resume", list(&kinds), rule)? else {
-        return Ok((parts, Position::start(accelerator.world_size())));
+    context.ongoing.resumes(settings.path());
+    let Some((found, source)) = find(context, settings, "resume", list(&kinds), rule)? else {
+        return Ok((parts, Position::start(context.world_size())));
     };
     found.compare(&kinds)?;
-    if found.seed.is_some_and(|seed| seed != accelerator.seed()) {
+    if found.seed.is_some_and(|seed| seed != context.seed) {
         tracing::warn!(
             "the checkpoint was saved with the seed {}, and this program has {}: dropout will draw \
              otherwise than if it had gone on",
             found.seed.unwrap_or_default(),
-            accelerator.seed()
+            context.seed
         );
     }
     let factor = found.state.factor * found.rescale.factor();
     let mut restorer = Restorer {
-        accelerator,
+        context,
         at: 0,
         factor,
         found: &found,
@@ -63,16 +64,16 @@ pub(super) fn resume<K, P: Resume<K>>(
     };
     let parts = parts.restore(&mut restorer)?;
     restorer.check_rates()?;
-    accelerator.shared.checkpoints.set_factor(factor);
-    from_main(accelerator, "resume", || {
-        let _busy = accelerator.group().activity().busy();
+    context.ongoing.set_factor(factor);
+    from_main(context, "resume", || {
+        let _busy = context.group().activity().busy();
         settings.run_after_resume(&Resumed {
             number: found.number,
             path: found.path.clone(),
             step: found.step,
         })
     })?;
-    if accelerator.is_main_process() {
+    if context.is_main_process() {
         tracing::info!(step = found.step, "going on from {}", found.path.display());
     }
     let position = Position {
@@ -82,7 +83,7 @@ pub(super) fn resume<K, P: Resume<K>>(
         passed_over: found.passed_over.clone(),
         step: found.step,
         steps: found.state.optimizer_steps(),
-        world_size: accelerator.world_size(),
+        world_size: context.world_size(),
         world_size_before: found.world_size,
     };
     Ok((parts, position))
@@ -90,15 +91,15 @@ pub(super) fn resume<K, P: Resume<K>>(
 
 /// See [`Accelerator::resume_loader_with`].
 #[track_caller]
-pub(super) fn resume_loader<O: Send + 'static>(
-    accelerator: &Accelerator,
+pub(crate) fn resume_loader<O: Send + 'static>(
+    context: &CheckpointContext,
     settings: &Checkpoints,
     loader: PreparedLoader<O>,
     rule: impl FnOnce(&WorldChange) -> Rescale,
 ) -> Result<PreparedLoader<O>> {
     let number = loader.number();
     let name = format!("loader {number} (the first that was prepared is 0)");
-    let Some((found, _)) = find(accelerator, settings, "resume_loader", name.clone(), rule)? else {
+    let Some((found, _)) = find(context, settings, "resume_loader", name.clone(), rule)? else {
         return Ok(loader);
     };
     let mut parts = found.state.parts.iter().enumerate();
@@ -116,35 +117,35 @@ pub(super) fn resume_loader<O: Send + 'static>(
             ),
         ));
     };
-    found.resume_loader(accelerator.world_size(), at, &name, saved, loader)
+    found.resume_loader(context.world_size(), at, &name, saved, loader)
 }
 
 /// What rank 0 finds in the folder, on every rank, and on rank 0 the checkpoint itself; `None` without one.
 /// Ranks compare what they are going to resume by that call.
 #[track_caller]
 fn find(
-    accelerator: &Accelerator,
+    context: &CheckpointContext,
     settings: &Checkpoints,
     call: &str,
     passed: String,
     rule: impl FnOnce(&WorldChange) -> Rescale,
 ) -> Result<Option<(FoundCheckpoint, Option<Checkpoint>)>> {
-    accelerator.shared.checkpoints.settle(accelerator)?;
+    context.ongoing.settle(context)?;
     let folder = settings.path().display();
     let terms = [
         Term::new(format!("what is passed to `{call}`"), passed),
         // Rank 0 alone reads, and the others' would not be looked into.
         Term::new("the folder of checkpoints", folder).shown_of_all(),
     ];
-    agreement::check_all(accelerator.group(), &terms)?;
+    agreement::check_all(context.group(), &terms)?;
     let mut source = None;
-    let found = from_main(accelerator, "find a checkpoint", || {
-        let activity = accelerator.group().activity();
+    let found = from_main(context, "find a checkpoint", || {
+        let activity = context.group().activity();
         let Some((checkpoint, passed_over)) = newest(settings.path(), activity)? else {
             return Ok(None);
         };
-        let window = accelerator.shared.settings.window;
-        let mut found = FoundCheckpoint::read(&checkpoint, accelerator.world_size(), window, rule)?;
+        let window = context.accumulation.window;
+        let mut found = FoundCheckpoint::read(&checkpoint, context.world_size(), window, rule)?;
         found.passed_over = passed_over;
         source = Some(checkpoint);
         Ok(Some(found))
@@ -336,7 +337,7 @@ fn list(kinds: &[PartKind]) -> String {
 
 /// Gives each part back what was saved of it, in order.
 pub struct Restorer<'a> {
-    accelerator: &'a Accelerator,
+    context: &'a CheckpointContext,
     at: usize,
     factor: f64,
     found: &'a FoundCheckpoint,
@@ -360,8 +361,8 @@ impl<'a> Restorer<'a> {
         let (saved, folder) = self.next_model()?;
         let hook = self.hook(saved.hook.as_ref(), folder.as_deref())?;
         let path = self.model_file(folder);
-        crate::model::resume(
-            self.accelerator,
+        crate::reduce::resume(
+            self.context,
             model,
             &path,
             &saved.layout,
@@ -373,10 +374,10 @@ impl<'a> Restorer<'a> {
 
     /// What is kept beside a model, and has its ids: values alone.
     #[track_caller]
-    pub(super) fn companion<M: Module>(&mut self, companion: M) -> Result<M> {
+    pub(crate) fn companion<M: Module>(&mut self, companion: M) -> Result<M> {
         let (saved, folder) = self.next_model()?;
         let path = self.model_file(folder);
-        crate::model::restore_values(self.accelerator, companion, &path, &saved.layout)
+        crate::model::restore_values(self.context, companion, &path, &saved.layout)
     }
 
     /// The state of the next part, which is a model, and the folder of its files if it has one.
@@ -402,12 +403,12 @@ impl<'a> Restorer<'a> {
         saved: Option<&HookState>,
         folder: Option<&str>,
     ) -> Result<Option<HookInstance>> {
-        let hook = self.accelerator.communication_hook();
+        let hook = self.context.communication_hook();
         let (Some(fresh), Some(saved)) = (&hook, saved) else {
             return Ok(hook);
         };
         if fresh.name() != saved.name {
-            if self.accelerator.is_main_process() {
+            if self.context.is_main_process() {
                 tracing::warn!(
                     "the checkpoint was saved with the communication hook `{}`, and this program has `{}`, \
                      which begins anew",
@@ -417,7 +418,7 @@ impl<'a> Restorer<'a> {
             }
             return Ok(hook);
         }
-        let (rank, ranks) = (self.accelerator.rank(), self.accelerator.world_size());
+        let (rank, ranks) = (self.context.rank(), self.context.world_size());
         let Some(first) = saved
             .saved
             .iter()
@@ -456,10 +457,9 @@ impl<'a> Restorer<'a> {
         let file = self.names.optimizer()?;
         let record = Bytes::from_bytes_vec(self.read(&file)?).shared();
         check_known(&name, &record, &self.ids)?;
-        let shared = &self.accelerator.shared;
-        let parameter = |id| shared.models.parameter(id);
-        let other = match self.accelerator.is_main_process() {
-            true => other_state(optimizer.inner(), &record, parameter, &shared.device),
+        let parameter = |id| self.context.models.parameter(id);
+        let other = match self.context.is_main_process() {
+            true => other_state(optimizer.inner(), &record, parameter, &self.context.device),
             false => Ok(None),
         };
         let optimizer = optimizer.resume_from(&name, saved.clone(), record, self.factor)?;
@@ -494,7 +494,7 @@ impl<'a> Restorer<'a> {
     /// steps were planned with the batches that training goes on with, a program may have meant it. Behind all parts,
     /// since a loader may stand behind its optimizer.
     fn check_rates(&self) -> Result<()> {
-        let (before, now) = (self.found.world_size, self.accelerator.world_size());
+        let (before, now) = (self.found.world_size, self.context.world_size());
         let keeps_samples = self.found.rescale.keeps_samples_of_step();
         for jump in &self.other_rates {
             if before != now && keeps_samples && self.keeps_batch == Some(true) && !self.plan_fits {
@@ -508,7 +508,7 @@ impl<'a> Restorer<'a> {
                     ),
                 ));
             }
-            if self.accelerator.is_main_process() {
+            if self.context.is_main_process() {
                 user_message::warn(&format!(
                     "{jump}; it goes on with the rates of this program"
                 ));
@@ -533,7 +533,7 @@ impl<'a> Restorer<'a> {
             ));
         }
         let planned = loader.planned_batch();
-        let world_size = self.accelerator.world_size();
+        let world_size = self.context.world_size();
         let loader = self
             .found
             .resume_loader(world_size, at, &name, saved, loader)?;
@@ -549,7 +549,7 @@ impl<'a> Restorer<'a> {
         if let (Some(was), Some(batch)) = (saved.global_batch, loader.global_batch())
             && before != world_size
             && saved.trained
-            && self.accelerator.is_main_process()
+            && self.context.is_main_process()
         {
             let most = |batch: u64, ranks: usize| batch.div_ceil(ranks as u64);
             tracing::info!(
@@ -562,7 +562,7 @@ impl<'a> Restorer<'a> {
         let (Some(planned), Some(batch)) = (planned, loader.global_batch()) else {
             return Ok(loader);
         };
-        if planned != batch && self.accelerator.is_main_process() {
+        if planned != batch && self.context.is_main_process() {
             user_message::warn(&format!(
                 "{name} goes on with {batch} samples a step over all ranks, and it had {planned} when `plan` or \
                  `steps` was called, before `resume`: what was computed from that does not hold; {RESUME_LOADER_HINT}"
@@ -584,7 +584,7 @@ impl<'a> Restorer<'a> {
         let (name, _) = self.next()?;
         let file = self.names.per_rank()?;
         let values: Vec<Option<Vec<u8>>> = decode(&name, &self.read(&file)?)?;
-        let mine = values.into_iter().nth(self.accelerator.rank()).flatten();
+        let mine = values.into_iter().nth(self.context.rank()).flatten();
         self.together(mine.map(|bytes| decode(&name, &bytes)).transpose())
     }
 
@@ -608,10 +608,10 @@ impl<'a> Restorer<'a> {
     /// What every rank did by itself, and may have failed on some alone: then it fails on all.
     #[track_caller]
     fn together<T>(&self, mine: Result<T>) -> Result<T> {
-        if self.accelerator.world_size() == 1 {
+        if self.context.world_size() == 1 {
             return mine;
         }
-        let group = self.accelerator.group();
+        let group = self.context.group();
         let told = outcome::exchange(group, mine.as_ref().err(), "resume");
         let mine = mine?;
         told.map(|()| mine)
@@ -620,7 +620,7 @@ impl<'a> Restorer<'a> {
     #[track_caller]
     fn read(&self, file: &FileName) -> Result<Vec<u8>> {
         let source = self.source;
-        bytes_from_main(self.accelerator, "read the checkpoint", || match source {
+        bytes_from_main(self.context, "read the checkpoint", || match source {
             Some(checkpoint) => Ok(checkpoint.read(file)?),
             None => Err(Error::misuse("rank 0 reads checkpoints, and found none")),
         })

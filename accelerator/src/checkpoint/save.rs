@@ -1,10 +1,11 @@
 use core::num::NonZeroUsize;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use accelerator_manifest::Draft;
 use serde::{Deserialize, Serialize};
 
 use super::background::{BackgroundSave, Saving};
+use super::context::CheckpointContext;
 use super::distribute::from_main;
 use super::parts::Save;
 use super::settings::Checkpoints;
@@ -12,20 +13,19 @@ use super::snapshot::{
     Snapshot, SnapshotExchange, SnapshotMode, SnapshotReport, TakenSnapshot, WriterRole,
 };
 use super::write::{self, JobInfo, Saved};
-use crate::accelerator::Accelerator;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::outcome::Failure;
 
 /// See [`Accelerator::save_state`].
 #[track_caller]
-pub(super) fn save<K>(
-    accelerator: &Accelerator,
+pub(crate) fn save<K>(
+    context: &CheckpointContext,
     settings: &Checkpoints,
     parts: impl Save<K>,
 ) -> Result<Saved> {
-    let (draft, taken) = prepare(accelerator, settings, parts)?;
-    let job = job(accelerator, SnapshotMode::Regular);
-    from_main(accelerator, "save the checkpoint", || match draft {
+    let (draft, taken) = prepare(context, settings, parts)?;
+    let job = job(context, SnapshotMode::Regular);
+    from_main(context, "save the checkpoint", || match draft {
         Some(draft) => write::write(draft, &taken, settings, job),
         None => Err(not_begun()),
     })
@@ -33,61 +33,62 @@ pub(super) fn save<K>(
 
 /// See [`Accelerator::save_state_async`].
 #[track_caller]
-pub(super) fn save_async<K>(
-    accelerator: &Accelerator,
+pub(crate) fn save_async<K>(
+    context: &Arc<CheckpointContext>,
     settings: Checkpoints,
     parts: impl Save<K>,
 ) -> Result<Saving> {
-    let (draft, taken) = prepare(accelerator, &settings, parts)?;
-    let job = job(accelerator, SnapshotMode::Regular);
+    let (draft, taken) = prepare(context, &settings, parts)?;
+    let job = job(context, SnapshotMode::Regular);
     let work = match draft {
         Some(draft) => BackgroundSave::start(move || write::write(draft, &taken, &settings, job)),
         None => Arc::default(),
     };
-    accelerator.shared.trigger.watch(&work);
-    accelerator.shared.checkpoints.begin(work.clone());
-    Ok(Saving::new(accelerator.clone(), work))
+    let watched: Weak<BackgroundSave> = Arc::downgrade(&work);
+    context.trigger.watch(watched);
+    context.ongoing.begin(work.clone());
+    Ok(Saving::new(context.clone(), work))
 }
 
 /// See [`Accelerator::save_emergency`].
-pub(super) fn save_emergency<K>(
-    accelerator: &Accelerator,
+pub(crate) fn save_emergency<K>(
+    context: &CheckpointContext,
     settings: &Checkpoints,
     parts: impl Save<K>,
 ) -> Result<Option<Saved>> {
-    let loss = loss(accelerator)?;
-    if !accelerator.shared.road.is_sound() {
+    let loss = loss(context)?;
+    if !context.device_reducer.is_sound() {
         let message = "the last step may have been taken with sums that the lost rank has left incomplete on \
             the GPUs, so it is not kept: go on from the last checkpoint";
         return Err(Error::with_source(Kind::Collective, message, loss));
     }
-    let mut lost = accelerator.group().lost();
-    accelerator.shared.checkpoints.join();
+    let mut lost = context.group().lost();
+    context.ongoing.join();
     let writer = loop {
-        let writer = (0..accelerator.world_size()).find(|rank| !lost.contains(rank));
-        let Some(other) = writer.filter(|rank| *rank != accelerator.rank()) else {
+        let writer = (0..context.world_size()).find(|rank| !lost.contains(rank));
+        let Some(other) = writer.filter(|rank| *rank != context.rank()) else {
             break writer;
         };
         // One that was dying a moment ago is not to be waited for.
-        let later = accelerator.group().lost();
+        let later = context.group().lost();
         if !later.contains(&other) {
             break writer;
         }
         lost = later;
     };
     match writer {
-        Some(writer) if writer == accelerator.rank() => {}
+        Some(writer) if writer == context.rank() => {}
         Some(_) => return Ok(None),
         None => {
             let message = format!("no rank is left to write the emergency checkpoint; {loss}");
             return Err(Error::with_source(Kind::Collective, message, loss));
         }
     }
-    let mut snapshot = Snapshot::new(accelerator, SnapshotMode::Emergency, WriterRole::This);
+    let mut snapshot = Snapshot::new(context, SnapshotMode::Emergency, WriterRole::This);
     parts.collect(&mut snapshot)?;
     let taken = snapshot.taken;
-    let draft = write::begin(settings, accelerator)?;
-    let job = job(accelerator, SnapshotMode::Emergency);
+    let draft = write::begin(settings, context)?;
+    let job = job(context, SnapshotMode::Emergency);
     write::write(draft, &taken, settings, job).map(Some)
 }
 
@@ -96,41 +97,41 @@ pub(super) fn save_emergency<K>(
 /// draft.
 #[track_caller]
 fn prepare<K>(
-    accelerator: &Accelerator,
+    context: &CheckpointContext,
     settings: &Checkpoints,
     parts: impl Save<K>,
 ) -> Result<(Option<Draft>, TakenSnapshot)> {
-    accelerator.shared.checkpoints.settle(accelerator)?;
-    let (rank, is_main) = (accelerator.rank(), accelerator.is_main_process());
+    context.ongoing.settle(context)?;
+    let (rank, is_main) = (context.rank(), context.is_main_process());
     let writer = if is_main {
         WriterRole::This
     } else {
         WriterRole::Other
     };
-    let mut snapshot = Snapshot::new(accelerator, SnapshotMode::Regular, writer);
+    let mut snapshot = Snapshot::new(context, SnapshotMode::Regular, writer);
     let collected = parts.collect(&mut snapshot);
     let mut taken = snapshot.taken;
-    let complete = accelerator.shared.road.confirm();
-    let complete = complete.and_then(|()| accelerator.shared.crossing.check());
+    let complete = context.device_reducer.confirm();
+    let complete = complete.and_then(|()| context.forward_collectives.check());
     let collected = collected.and_then(|()| taken.check_between_steps());
     let begun = complete.and(collected).and_then(|()| {
-        let draft = is_main.then(|| write::begin(settings, accelerator));
+        let draft = is_main.then(|| write::begin(settings, context));
         draft.transpose()
     });
     let mine = match &begun {
         Ok(_) => Vote::Ready(taken.report(settings.path(), rank)),
         Err(error) => Vote::Failed(Failure::of(error)),
     };
-    if accelerator.world_size() == 1 {
+    if context.world_size() == 1 {
         return Ok((begun?, taken));
     }
-    let group = accelerator.group().for_purpose("save a checkpoint");
+    let group = context.group().for_purpose("save a checkpoint");
     let votes = group.all_gather_object(&mine)?;
     let draft = begun?;
     let reports = count(votes)?;
     taken.complete(&reports);
-    parts.settle(&mut SnapshotExchange::new(accelerator, writer, &mut taken))?;
-    taken.gather(accelerator.group())?;
+    parts.settle(&mut SnapshotExchange::new(context, writer, &mut taken))?;
+    taken.gather(context.group())?;
     Ok((draft, taken))
 }
 
@@ -159,8 +160,8 @@ fn count(votes: Vec<Vote>) -> Result<Vec<SnapshotReport>> {
 
 /// The loss with which the group failed. In a group that failed, nothing is sent.
 #[track_caller]
-fn loss(accelerator: &Accelerator) -> Result<accelerator_collective::Error> {
-    match accelerator.group().barrier() {
+fn loss(context: &CheckpointContext) -> Result<accelerator_collective::Error> {
+    match context.group().barrier() {
         Err(error) if error.is_peer_lost() => Ok(error),
         Err(error) => Err(error.into()),
         Ok(()) => Err(Error::misuse(
@@ -170,13 +171,13 @@ fn loss(accelerator: &Accelerator) -> Result<accelerator_collective::Error> {
     }
 }
 
-fn job(accelerator: &Accelerator, mode: SnapshotMode) -> JobInfo {
+fn job(context: &CheckpointContext, mode: SnapshotMode) -> JobInfo {
     JobInfo {
-        activity: accelerator.group().activity(),
-        factor: accelerator.shared.checkpoints.factor(),
+        activity: context.group().activity(),
+        factor: context.ongoing.factor(),
         mode,
-        seed: accelerator.seed(),
-        world_size: NonZeroUsize::new(accelerator.world_size()).unwrap_or(NonZeroUsize::MIN),
+        seed: context.seed,
+        world_size: NonZeroUsize::new(context.world_size()).unwrap_or(NonZeroUsize::MIN),
     }
 }
 

@@ -7,8 +7,8 @@ use accelerator_collective::ProcessGroup;
 use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
+use super::context::CheckpointContext;
 use super::state::{HookState, PartState, SavedModel, StateFile, encode};
-use crate::accelerator::Accelerator;
 use crate::core::agreement::sides;
 use crate::core::error::{Error, Kind, Result};
 use crate::data::LoaderState;
@@ -20,7 +20,7 @@ use crate::replicas;
 /// Everything that goes into a checkpoint, at one moment: taken while training stands still,
 /// written later and elsewhere.
 pub struct Snapshot<'a> {
-    accelerator: &'a Accelerator,
+    context: &'a CheckpointContext,
     mode: SnapshotMode,
     writer: WriterRole,
     pub(super) taken: TakenSnapshot,
@@ -100,12 +100,12 @@ enum PartReport {
 
 impl<'a> Snapshot<'a> {
     pub(super) fn new(
-        accelerator: &'a Accelerator,
+        context: &'a CheckpointContext,
         mode: SnapshotMode,
         writer: WriterRole,
     ) -> Self {
         Self {
-            accelerator,
+            context,
             mode,
             writer,
             taken: TakenSnapshot::default(),
@@ -116,8 +116,8 @@ impl<'a> Snapshot<'a> {
         let slot = self.ready(model)?;
         let mut hooks = Vec::new();
         if let Some(hook) = slot.hook() {
-            hooks = vec![None; self.accelerator.world_size()];
-            hooks[self.accelerator.rank()] = Some(hook.save()?);
+            hooks = vec![None; self.context.world_size()];
+            hooks[self.context.rank()] = Some(hook.save()?);
         }
         let state = SavedModel {
             hook: slot.hook().map(|hook| HookState::new(hook.name(), &hooks)),
@@ -131,8 +131,8 @@ impl<'a> Snapshot<'a> {
 
     /// Adds what is kept beside a prepared model, under the same ids: its values, and after which step.
     /// What its training goes on from is saved with the model itself. `what` it is, errors say.
-    pub(super) fn add_companion<M: Module>(&mut self, what: &str, companion: &M) -> Result<()> {
-        if let Err(error) = self.accelerator.shared.models.find(companion) {
+    pub(crate) fn add_companion<M: Module>(&mut self, what: &str, companion: &M) -> Result<()> {
+        if let Err(error) = self.context.models.find(companion) {
             let message = format!(
                 "{what} cannot be saved: it does not belong to a prepared model. Begin it with the model that \
                  `prepare` gave, and not with the one that `prepare` took, whose parameter ids are others; \
@@ -153,7 +153,7 @@ impl<'a> Snapshot<'a> {
 
     /// The slot of a model, if it is at a place where it can be saved.
     fn ready<M: Module>(&mut self, model: &M) -> Result<Arc<ModelState>> {
-        let slot = self.accelerator.shared.models.find(model)?;
+        let slot = self.context.models.find(model)?;
         let open = slot.open_micro_steps();
         if open > 0 && self.mode == SnapshotMode::Regular {
             return Err(Error::misuse(format!(
@@ -173,7 +173,7 @@ impl<'a> Snapshot<'a> {
 
     fn push_model<M: Module>(&mut self, model: &M, state: SavedModel, hooks: Vec<Option<Vec<u8>>>) {
         // Several ranks bring their running statistics together before, once all are ready.
-        let is_settled = self.mode == SnapshotMode::Emergency || self.accelerator.world_size() == 1;
+        let is_settled = self.mode == SnapshotMode::Emergency || self.context.world_size() == 1;
         let takes = is_settled && self.writer == WriterRole::This;
         self.taken.parts.push(SnapshotPart::Model {
             state,
@@ -208,8 +208,8 @@ impl<'a> Snapshot<'a> {
     }
 
     pub(super) fn add_per_rank<T: Serialize>(&mut self, value: &T) -> Result<()> {
-        let mut values = vec![None; self.accelerator.world_size()];
-        values[self.accelerator.rank()] = Some(encode(value)?);
+        let mut values = vec![None; self.context.world_size()];
+        values[self.context.rank()] = Some(encode(value)?);
         self.taken.parts.push(SnapshotPart::PerRank(values));
         Ok(())
     }
@@ -217,7 +217,7 @@ impl<'a> Snapshot<'a> {
 
 /// Completes a snapshot with all ranks, part by part.
 pub struct SnapshotExchange<'a> {
-    accelerator: &'a Accelerator,
+    context: &'a CheckpointContext,
     at: usize,
     taken: &'a mut TakenSnapshot,
     writer: WriterRole,
@@ -225,12 +225,12 @@ pub struct SnapshotExchange<'a> {
 
 impl<'a> SnapshotExchange<'a> {
     pub(super) fn new(
-        accelerator: &'a Accelerator,
+        context: &'a CheckpointContext,
         writer: WriterRole,
         taken: &'a mut TakenSnapshot,
     ) -> Self {
         Self {
-            accelerator,
+            context,
             at: 0,
             taken,
             writer,
@@ -242,8 +242,8 @@ impl<'a> SnapshotExchange<'a> {
     }
 
     #[track_caller]
-    pub(super) fn model<M: Module>(&mut self, model: &M) -> Result<()> {
-        replicas::check_and_sync(self.accelerator, "save a checkpoint", model)?;
+    pub(crate) fn model<M: Module>(&mut self, model: &M) -> Result<()> {
+        replicas::check_and_sync(self.context, "save a checkpoint", model)?;
         if self.writer == WriterRole::This
             && let Some(SnapshotPart::Model { values, .. }) = self.taken.parts.get_mut(self.at)
         {

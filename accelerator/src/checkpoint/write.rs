@@ -7,10 +7,10 @@ use accelerator_manifest::{
 };
 use serde::{Deserialize, Serialize};
 
+use super::context::CheckpointContext;
 use super::settings::{Checkpoints, Draft};
 use super::snapshot::{SnapshotMode, SnapshotPart, TakenSnapshot};
 use super::state::{HookState, Names, StateFile, encode};
-use crate::accelerator::Accelerator;
 use crate::core::error::{Error, Result};
 use crate::data::LoaderState;
 use crate::model::{FileNames, Layout, SaveOptions};
@@ -66,7 +66,10 @@ pub(super) struct JobInfo {
 }
 
 /// Opens the folder and begins a checkpoint in it.
-pub(super) fn begin(settings: &Checkpoints, accelerator: &Accelerator) -> Result<manifest::Draft> {
+pub(super) fn begin(
+    settings: &Checkpoints,
+    context: &CheckpointContext,
+) -> Result<manifest::Draft> {
     settings.limit()?;
     if settings.path().join("manifest.json").exists() {
         return Err(Error::misuse(format!(
@@ -74,10 +77,10 @@ pub(super) fn begin(settings: &Checkpoints, accelerator: &Accelerator) -> Result
             settings.path().display()
         )));
     }
-    let activity = accelerator.group().activity();
+    let activity = context.group().activity();
     let folder = Folder::create(settings.path())?.with_progress(move || activity.keep_alive());
-    let draft = folder.begin(accelerator.rank())?;
-    let ongoing = &accelerator.shared.checkpoints;
+    let draft = folder.begin(context.rank())?;
+    let ongoing = &context.ongoing;
     ongoing.comes_next(settings.path(), draft.number())?;
     Ok(draft)
 }

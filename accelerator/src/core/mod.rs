@@ -3,6 +3,8 @@ pub(crate) mod autodiff;
 pub(crate) mod choice;
 pub(crate) mod device;
 pub(crate) mod error;
+pub(crate) mod forward_collectives;
+pub(crate) mod generator;
 pub(crate) mod module_path;
 pub(crate) mod outcome;
 pub(crate) mod panic_text;

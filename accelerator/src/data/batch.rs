@@ -9,7 +9,8 @@ use super::cursor::{ConsumeTicket, EpochPass};
 use super::deferred::DeferredBatch;
 use crate::core::error::Result;
 use crate::core::user_message;
-use crate::reduce::{Closing, Weight};
+use crate::data::weight::Closing;
+use crate::data::weight::Weight;
 
 /// What a batcher made of this rank's share of a step, with what is known about it. It derefs
 /// to the batcher's value: fields and methods of that are there as they are.

@@ -7,8 +7,8 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::tensor::{Device, Distribution, Tensor};
 
 use super::batch_stream::caught;
-use crate::accelerator::drawing;
 use crate::core::error::Result;
+use crate::core::generator::drawing;
 
 /// What a batcher made of samples, or what makes it.
 pub(super) enum DeferredBatch<O> {

@@ -10,8 +10,8 @@ use super::batch::{Batch, UncountedPadding};
 use super::batch_stream::Feed;
 use super::cursor::{ConsumeTicket, EpochPass, EpochPosition};
 use super::prepared::{Generator, LoaderContext};
-use crate::accelerator::drawing;
 use crate::core::error::{Error, Result};
+use crate::core::generator::drawing;
 use crate::core::user_message;
 use crate::timeline::Timeline;
 

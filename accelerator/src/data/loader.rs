@@ -4,6 +4,7 @@ use std::sync::Arc;
 use super::batch_size_spec::Spec;
 use super::source::ItemSource;
 use super::stream::SharedStream;
+use crate::core::error::Result;
 
 /// A loader that was built and not yet shared out: pass it to
 /// [`Accelerator::prepare`](crate::Accelerator::prepare).
@@ -42,7 +43,7 @@ pub(super) enum SampleSource<O> {
 impl<O> Loader<O> {
     /// Does not compile, and says why.
     #[doc(hidden)]
-    pub fn epoch(&self, _: u64) -> core::iter::Empty<crate::Result<super::Batch<O>>>
+    pub fn epoch(&self, _: u64) -> core::iter::Empty<Result<super::Batch<O>>>
     where
         Self: Epochs,
     {
@@ -51,7 +52,7 @@ impl<O> Loader<O> {
 
     /// Does not compile, and says why.
     #[doc(hidden)]
-    pub fn iter(&self) -> core::iter::Empty<crate::Result<super::Batch<O>>>
+    pub fn iter(&self) -> core::iter::Empty<Result<super::Batch<O>>>
     where
         Self: Epochs,
     {

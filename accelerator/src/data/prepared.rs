@@ -20,7 +20,7 @@ use super::opaque;
 use super::order::{EpochAssignment, SampleOrder};
 use super::source::{ItemSource, SourceSlice};
 use super::stream::{self, SharedStream, Sharing};
-use crate::accelerator::Accelerator;
+use crate::context::Context;
 use crate::core::agreement::{self, Term};
 use crate::core::error::{Error, Result};
 use crate::core::outcome;
@@ -141,10 +141,14 @@ impl<O> Clone for Samples<O> {
 
 impl<O: Send + 'static> PreparedLoader<O> {
     #[track_caller]
-    pub(crate) fn sharded(accelerator: &Accelerator, loader: Loader<O>) -> Result<Self> {
+    pub(crate) fn sharded(
+        context: &Context,
+        uncounted: &UncountedPadding,
+        loader: Loader<O>,
+    ) -> Result<Self> {
         let Loader { origin, spec } = loader;
-        let group = accelerator.group().clone();
-        let world_size = accelerator.world_size();
+        let group = context.group().clone();
+        let world_size = context.world_size();
         let mut digests = None;
         // What one rank refuses is told to all, below.
         let (samples, described) = match origin {
@@ -175,13 +179,13 @@ impl<O: Send + 'static> PreparedLoader<O> {
         if world_size > 1 {
             // Of a data set that one rank cannot read, the others hear that, and not that theirs is another one.
             let failed = digests.as_ref().and_then(|digests| digests.as_ref().err());
-            let group = accelerator.group();
+            let group = context.group();
             outcome::exchange(group, failed, "read items of the data set of a loader")?;
         }
         let items = digests.transpose()?.unwrap_or_default();
         let mut terms = vec![Term::new("a data loader", described)];
         terms.extend(items.iter().map(item_term));
-        agreement::check_all(accelerator.group(), &terms)?;
+        agreement::check_all(context.group(), &terms)?;
         // From here on it is the same on all ranks.
         let samples = samples?;
         if let Some(item) = items.iter().find(|item| item.changes_between_reads()) {
@@ -190,23 +194,24 @@ impl<O: Send + 'static> PreparedLoader<O> {
             )));
         }
         Ok(Self::new(
-            accelerator.shared.device.clone(),
-            LoaderContext::of(accelerator),
+            context.device.clone(),
+            LoaderContext::of(context),
             samples,
-            accelerator.shared.timeline.clone(),
-            accelerator.shared.uncounted.clone(),
+            context.timeline.clone(),
+            uncounted.clone(),
         ))
     }
 
     #[track_caller]
     pub(crate) fn opaque(
-        accelerator: &Accelerator,
+        context: &Context,
+        uncounted: &UncountedPadding,
         loader: Arc<dyn DataLoader<O>>,
     ) -> Result<Self> {
         let items = loader.num_items();
         let described = format!("{items} samples");
         agreement::check(
-            accelerator.group(),
+            context.group(),
             "one of Burn's own data loaders",
             &described,
         )?;
@@ -214,12 +219,12 @@ impl<O: Send + 'static> PreparedLoader<O> {
         if items == 0 && loader.iter().next().is_none() {
             return Err(no_samples());
         }
-        let device = accelerator.shared.device.clone();
+        let device = context.device.clone();
         let loader = loader.to_device(&device);
-        let timeline = accelerator.shared.timeline.clone();
+        let timeline = context.timeline.clone();
         let samples = Samples::Opaque(loader);
-        let place = LoaderContext::of(accelerator);
-        let uncounted = accelerator.shared.uncounted.clone();
+        let place = LoaderContext::of(context);
+        let uncounted = uncounted.clone();
         Ok(Self::new(device, place, samples, timeline, uncounted))
     }
 
@@ -520,17 +525,17 @@ fn check_stream(spec: &Spec, sharing: Sharing) -> Result<()> {
 }
 
 impl LoaderContext {
-    fn of(accelerator: &Accelerator) -> Self {
-        let are_threads = accelerator.group().transport() == TransportKind::Threads;
+    fn of(context: &Context) -> Self {
+        let are_threads = context.group().transport() == TransportKind::Threads;
         Self {
-            generator: match are_threads && accelerator.world_size() > 1 {
+            generator: match are_threads && context.world_size() > 1 {
                 true => Generator::Shared,
                 false => Generator::Own,
             },
-            number: accelerator.next_loader(),
-            rank: accelerator.rank(),
-            seed: accelerator.seed(),
-            world_size: accelerator.world_size(),
+            number: context.next_loader(),
+            rank: context.rank(),
+            seed: context.seed,
+            world_size: context.world_size(),
         }
     }
 }

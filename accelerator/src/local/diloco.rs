@@ -8,8 +8,9 @@ use super::sync_rounds::{InRounds, SyncRounds};
 use super::{LocalTraining, Weighting};
 use crate::accelerator::Accelerator;
 use crate::core::error::{Error, Result};
-use crate::reduce::local_round::OpenRoundConcern;
-use crate::reduce::{mean_over_ranks, with_rank};
+use crate::core::tensor_rank::with_rank;
+use crate::reduce::OpenRoundConcern;
+use crate::reduce::mean_over_ranks;
 
 /// How [`DiLoCo`] trains.
 ///
@@ -185,7 +186,7 @@ impl<M: Module> LocalTraining<M> for DiLoCo<M> {
                 (Tensor::<D>::from_dispatch(outer[at].clone()) - mine).into_dispatch()
             });
         }
-        let gradients = mean_over_ranks(accelerator, &slot, &changes, share)?;
+        let gradients = mean_over_ranks(&accelerator.shared.reduction, &slot, &changes, share)?;
         accelerator.sync_buffers(model)?;
         for (at, known) in slot.parameters().iter().enumerate() {
             with_rank!(known.shape.len(), D => {

@@ -71,6 +71,7 @@
 //! [`Gradients::loss`]: crate::Gradients::loss
 //! [`Gradients::samples`]: crate::Gradients::samples
 
+mod checkpoint;
 mod diloco;
 mod parameters;
 mod sgd;
@@ -82,8 +83,8 @@ use burn::tensor::Tensor;
 pub use self::diloco::{DiLoCo, DiLoCoConfig};
 pub use self::sgd::{LocalSgd, LocalSgdConfig};
 use crate::core::error::Result;
-pub(crate) use crate::reduce::local_round::LocalRound;
-use crate::reduce::{Gradients, Weight};
+use crate::data::weight::Weight;
+use crate::reduce::Gradients;
 
 /// A loop of local training: [`LocalSgd`] or [`DiLoCo`].
 ///

@@ -7,7 +7,7 @@ use super::sync_rounds::{InRounds, SyncRounds};
 use super::{LocalTraining, Weighting};
 use crate::accelerator::Accelerator;
 use crate::core::error::Result;
-use crate::reduce::local_round::OpenRoundConcern;
+use crate::reduce::OpenRoundConcern;
 use crate::reduce::mean_over_ranks;
 
 /// How [`LocalSgd`] trains.
@@ -118,7 +118,7 @@ impl<M: Module> LocalTraining<M> for LocalSgd {
             && accelerator.world_size() > 1
         {
             let mine = parameters::of(model, &slot)?;
-            let means = mean_over_ranks(accelerator, &slot, &mine, share)?;
+            let means = mean_over_ranks(&accelerator.shared.reduction, &slot, &mine, share)?;
             accelerator.sync_buffers(model)?;
             *model = parameters::replace(model, &slot, GradientForm::Trained, &means);
         }

@@ -8,8 +8,9 @@ use super::Weighting;
 use crate::accelerator::Accelerator;
 use crate::core::agreement;
 use crate::core::error::{Error, Result};
-use crate::reduce::local_round::{LocalRound, OpenRoundConcern, sharded};
-use crate::reduce::{Gradients, MeanWeight, ModelState, ReduceScope, Weight};
+use crate::data::weight::Weight;
+use crate::reduce::{Gradients, MeanWeight, ModelState, ReduceScope};
+use crate::reduce::{LocalRound, OpenRoundConcern, sharded};
 
 /// When ranks meet, and what each of them counts: what local training of both kinds has in common.
 #[derive(Debug)]
@@ -100,7 +101,7 @@ impl SyncRounds {
     }
 
     pub(super) fn slot<M: Module>(&self, model: &M) -> Result<Arc<ModelState>> {
-        self.accelerator.shared.models.find(model)
+        self.accelerator.shared.reduction.models.find(model)
     }
 
     /// What this rank counts in the average that comes next; `None` where no rank took a step.
@@ -137,7 +138,7 @@ impl SyncRounds {
             )));
         }
         // Ranks are together, after the same steps.
-        self.accelerator.shared.timeline.deliver(group)?;
+        self.accelerator.shared.context.timeline.deliver(group)?;
         if round.steps() == 0 {
             return Ok(None);
         }
@@ -174,7 +175,7 @@ impl SyncRounds {
 /// Refuses layers that ask other ranks in each forward: these have other parameters, and the gradients of
 /// such a layer are made to be averaged over all ranks.
 fn check_nothing_crosses(accelerator: &Accelerator) -> Result<()> {
-    if accelerator.world_size() == 1 || !accelerator.shared.crossing.is_noted() {
+    if accelerator.world_size() == 1 || !accelerator.shared.context.forward_collectives.is_noted() {
         return Ok(());
     }
     Err(Error::misuse(

@@ -8,7 +8,7 @@ use crate::core::error::{Error, Result};
 use crate::core::module_path::ModulePath;
 
 /// Refuses a model with a parameter on a plain device, which would be moved as one that is frozen.
-pub(super) fn check_autodiff<M: Module>(model: &M) -> Result<()> {
+pub(crate) fn check_autodiff<M: Module>(model: &M) -> Result<()> {
     let mut finder = PlainDeviceFinder::default();
     model.visit(&mut finder);
     if finder.plain.is_empty() {

@@ -6,156 +6,88 @@ use accelerator_collective::ReduceOp;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Tensor, TensorData};
 
-use crate::accelerator::Accelerator;
+use crate::context::Context;
 use crate::core::error::{Error, Result};
 use crate::core::module_path::ModulePath;
 use crate::core::short_hash::short;
-use crate::replicas;
 
 /// The statistics that Burn's batch norm keeps, by the names of its fields.
 const MEAN: &str = "running_mean";
 const VARIANCE: &str = "running_var";
 
-/// What is not trained, and each rank has of its own.
-impl Accelerator {
-    /// Gives every rank the running statistics of all: each has seen its own share of the data.
-    ///
-    /// Means are averaged, and a `running_var` becomes the variance of everything that the ranks have
-    /// seen, `mean(var + mean²) − mean(mean)²`. Any other buffer that a module keeps in a `RunningState` is
-    /// averaged. What is the same on all ranks stays as it is, to the bit, and costs eight bytes. Parameters,
-    /// trained or frozen, are neither compared nor touched.
-    ///
-    /// Every rank counts alike, however many samples it has seen: nothing tells how many went into a running
-    /// statistic. Where ranks train on shares of different sizes for long, or one idles often,
-    /// [`SyncBatchNorm`](crate::nn::SyncBatchNorm) weighs them.
-    ///
-    /// [`save_model`](Self::save_model) and [`save_state`](Self::save_state) do this by themselves, and
-    /// [`valid`](Self::valid) for evaluation. An emergency checkpoint holds the writer's own.
-    ///
-    /// ```
-    /// use burn::nn::{BatchNorm, BatchNormConfig};
-    /// use burn::tensor::Tensor;
-    ///
-    /// let means = accelerator::launch(2, |accelerator| {
-    ///     let device = accelerator.device();
-    ///     let model: BatchNorm = accelerator.prepare(BatchNormConfig::new(1).with_momentum(1.0).init(&device))?;
-    ///     let value = accelerator.rank() as f64 * 4.0;
-    ///     model.forward(Tensor::<2>::full([3, 1], value, &device));
-    ///     accelerator.sync_buffers(&model)?;
-    ///     Ok((model.running_mean.value().into_scalar::<f64>(), model.running_var.value().into_scalar::<f64>()))
-    /// })?;
-    /// assert_eq!(means, [(2.0, 4.0), (2.0, 4.0)]);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// [`Error::is_collective`] when another rank is lost, or has another model.
-    #[track_caller]
-    pub fn sync_buffers<M: Module>(&self, model: &M) -> Result<()> {
-        let group = self.group();
-        if group.world_size() == 1 {
-            return Ok(());
-        }
-        self.shared.crossing.check_in(&self.shared.group)?;
-        let mut reader = BufferReader {
-            running: running_states(model),
-            ..BufferReader::default()
-        };
-        if reader.running.is_empty() {
-            return Ok(());
-        }
-        model.visit(&mut reader);
-        let buffers = reader.buffers;
-        let mine: Vec<u64> = buffers.iter().map(Buffer::digest).collect();
-        let all = group.all_gather(&mine)?;
-        let same = |at: usize| {
-            all.chunks_exact(mine.len())
-                .all(|rank| rank[at] == mine[at])
-        };
-        let known: HashMap<&str, (usize, &Buffer)> = buffers
-            .iter()
-            .enumerate()
-            .map(|(at, buffer)| (&*buffer.path, (at, buffer)))
-            .collect();
-        // Ranks whose variances are the same have seen more than that where their means differ.
-        let mean_differs = |at: usize| {
-            let mean = known.get(&*buffers[at].mean());
-            mean.is_some_and(|&(mean, _)| !same(mean))
-        };
-        let differing: Vec<&Buffer> = (0..mine.len())
-            .filter(|&at| !same(at) || mean_differs(at))
-            .map(|at| &buffers[at])
-            .collect();
-        if differing.is_empty() {
-            return Ok(());
-        }
-        let mean_of = |buffer: &Buffer| known.get(&*buffer.mean()).map(|&(_, mean)| mean);
-        let sums: Vec<Vec<f64>> = differing
-            .iter()
-            .map(|buffer| moments(buffer, mean_of(buffer)))
-            .collect::<Result<_>>()?;
-        let mut flat = sums.concat();
-        group.all_reduce(&mut flat, ReduceOp::Mean)?;
-        let mut rest = &flat[..];
-        let mut means: HashMap<usize, Vec<f64>> = HashMap::new();
-        for buffer in &differing {
-            let (own, others) = rest.split_at(buffer.data.num_elements());
-            rest = others;
-            means.insert(buffer.place, own.to_vec());
-        }
-        let mut values = HashMap::new();
-        for buffer in &differing {
-            let mut own = means[&buffer.place].clone();
-            if let Some(mean) = mean_of(buffer) {
-                let center = match means.get(&mean.place) {
-                    Some(center) => center.clone(),
-                    // The same on all ranks.
-                    None => mean.values()?,
-                };
-                for (value, center) in own.iter_mut().zip(center) {
-                    *value = (*value - center * center).max(0.0);
-                }
+/// Gives every rank the running statistics of all. All ranks call it.
+#[track_caller]
+pub(crate) fn sync_buffers<M: Module>(context: &Context, model: &M) -> Result<()> {
+    let group = context.group();
+    if group.world_size() == 1 {
+        return Ok(());
+    }
+    context.check_forward()?;
+    let mut reader = BufferReader {
+        running: running_states(model),
+        ..BufferReader::default()
+    };
+    if reader.running.is_empty() {
+        return Ok(());
+    }
+    model.visit(&mut reader);
+    let buffers = reader.buffers;
+    let mine: Vec<u64> = buffers.iter().map(Buffer::digest).collect();
+    let all = group.all_gather(&mine)?;
+    let same = |at: usize| {
+        all.chunks_exact(mine.len())
+            .all(|rank| rank[at] == mine[at])
+    };
+    let known: HashMap<&str, (usize, &Buffer)> = buffers
+        .iter()
+        .enumerate()
+        .map(|(at, buffer)| (&*buffer.path, (at, buffer)))
+        .collect();
+    // Ranks whose variances are the same have seen more than that where their means differ.
+    let mean_differs = |at: usize| {
+        let mean = known.get(&*buffers[at].mean());
+        mean.is_some_and(|&(mean, _)| !same(mean))
+    };
+    let differing: Vec<&Buffer> = (0..mine.len())
+        .filter(|&at| !same(at) || mean_differs(at))
+        .map(|at| &buffers[at])
+        .collect();
+    if differing.is_empty() {
+        return Ok(());
+    }
+    let mean_of = |buffer: &Buffer| known.get(&*buffer.mean()).map(|&(_, mean)| mean);
+    let sums: Vec<Vec<f64>> = differing
+        .iter()
+        .map(|buffer| moments(buffer, mean_of(buffer)))
+        .collect::<Result<_>>()?;
+    let mut flat = sums.concat();
+    group.all_reduce(&mut flat, ReduceOp::Mean)?;
+    let mut rest = &flat[..];
+    let mut means: HashMap<usize, Vec<f64>> = HashMap::new();
+    for buffer in &differing {
+        let (own, others) = rest.split_at(buffer.data.num_elements());
+        rest = others;
+        means.insert(buffer.place, own.to_vec());
+    }
+    let mut values = HashMap::new();
+    for buffer in &differing {
+        let mut own = means[&buffer.place].clone();
+        if let Some(mean) = mean_of(buffer) {
+            let center = match means.get(&mean.place) {
+                Some(center) => center.clone(),
+                // The same on all ranks.
+                None => mean.values()?,
+            };
+            for (value, center) in own.iter_mut().zip(center) {
+                *value = (*value - center * center).max(0.0);
             }
-            let data = TensorData::new(own, buffer.data.shape().clone());
-            values.insert(buffer.place, data.convert_dtype(buffer.data.dtype()));
         }
-        // Clones share running states, which are changed in place.
-        model.clone().map(&mut BufferWriter { place: 0, values });
-        Ok(())
+        let data = TensorData::new(own, buffer.data.shape().clone());
+        values.insert(buffer.place, data.convert_dtype(buffer.data.dtype()));
     }
-
-    /// The model for evaluation, as Burn's `model.valid()`, with the running statistics of all ranks; see
-    /// [`sync_buffers`](Self::sync_buffers). The parameters of a prepared model are
-    /// [compared](Self::check_replicas) before. Every rank calls it.
-    ///
-    /// ```
-    /// use burn::nn::{BatchNorm, BatchNormConfig};
-    /// use burn::tensor::Tensor;
-    ///
-    /// let means = accelerator::launch(2, |accelerator| {
-    ///     let device = accelerator.device();
-    ///     let norm = BatchNormConfig::new(1).with_momentum(1.0).init(&device);
-    ///     let model: BatchNorm = accelerator.prepare(norm)?;
-    ///     model.forward(Tensor::<2>::full([3, 1], accelerator.rank() as f64, &device));
-    ///     let evaluated = accelerator.valid(&model)?;
-    ///     Ok(evaluated.running_mean.value().into_scalar::<f64>())
-    /// })?;
-    /// assert_eq!(means, [0.5, 0.5]);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// As [`sync_buffers`](Self::sync_buffers); [`Error::is_drift`] on every rank where the parameters are no longer
-    /// the same on all of them; [`Error::is_misuse`] on every rank in the middle of a round of
-    /// [local training](crate::local), where each rank has a model of its own, and what they measure together is
-    /// that of none: evaluate when it was averaged, or this rank's replica with Burn's `model.valid()`.
-    #[track_caller]
-    pub fn valid<M: Module>(&self, model: &M) -> Result<M> {
-        replicas::check_and_sync(self, "evaluate the model", model)?;
-        Ok(model.valid())
-    }
+    // Clones share running states, which are changed in place.
+    model.clone().map(&mut BufferWriter { place: 0, values });
+    Ok(())
 }
 
 /// Brings running statistics up to date, which Burn leaves a step behind until `valid` is called.

@@ -7,7 +7,7 @@ use crate::core::autodiff;
 
 /// The model with new leaves of the graph, and the old one of its first trainable parameter. A loss that was made
 /// with a clone from before gives it no gradient, on any rank.
-pub(super) fn fresh_leaves<M: Module>(model: M) -> (M, Option<u64>) {
+pub(crate) fn fresh_leaves<M: Module>(model: M) -> (M, Option<u64>) {
     let mut fresh = FreshLeaves { first: None };
     let model = model.map(&mut fresh);
     (model, fresh.first)

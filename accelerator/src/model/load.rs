@@ -11,7 +11,7 @@ use super::options::{Casts, MismatchMode};
 use super::read::{ModelFile, StoredTensor};
 use super::report::{LoadReport, Misshapen, Mistyped};
 use super::{FileLayout, LoadOptions, TiedParameters, dtype, replicate};
-use crate::accelerator::Accelerator;
+use crate::context::Context;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::outcome;
 
@@ -19,13 +19,13 @@ use crate::core::outcome;
 /// rank 0 only.
 #[track_caller]
 pub(crate) fn load_on_all<M: Module>(
-    accelerator: &Accelerator,
+    context: &Context,
     model: M,
     path: &Path,
     options: &LoadOptions,
     ids: Option<&[u64]>,
 ) -> Result<(M, LoadReport)> {
-    let group = accelerator.group();
+    let group = context.group();
     let load = |model| {
         let file = ModelFile::open(path, group.activity())?;
         load(model, &file, options, ids)
@@ -48,9 +48,23 @@ pub(crate) fn load_on_all<M: Module>(
     Ok((TiedParameters::of(&model).retie(model), report))
 }
 
+/// Gives a model the values and ids that were saved at `path`, which rank 0 alone reads.
+#[track_caller]
+pub(crate) fn restore_values<M: Module>(
+    context: &Context,
+    model: M,
+    path: &Path,
+    saved: &Layout,
+) -> Result<M> {
+    saved.check_saved(&Layout::of(&model))?;
+    let options = LoadOptions::new();
+    let (model, _) = load_on_all(context, model, path, &options, Some(&saved.ids()))?;
+    Ok(model)
+}
+
 /// Gives the model the file's values, and `ids` where there are some, one for each parameter and
 /// buffer in order. The values are the file's bit for bit, unless they are cast.
-pub(crate) fn load<M: Module>(
+pub(super) fn load<M: Module>(
     model: M,
     file: &ModelFile,
     options: &LoadOptions,
@@ -365,7 +379,7 @@ mod tests {
 
     #[test]
     fn saved_ids_come_back_with_the_values() {
-        let accelerator = Accelerator::new().unwrap();
+        let accelerator = crate::Accelerator::new().unwrap();
         let line = || -> Linear { LinearConfig::new(2, 3).init(&accelerator.device()) };
         let saved = line();
         let folder = tempfile::tempdir().unwrap();
@@ -383,15 +397,27 @@ mod tests {
         let folder = std::thread::spawn(write).join().unwrap().unwrap();
         let path = folder.path().join("weights.safetensors");
         let options = LoadOptions::new();
-        let (loaded, report) =
-            load_on_all(&accelerator, line(), &path, &options, Some(&ids)).unwrap();
+        let (loaded, report) = load_on_all(
+            &accelerator.shared.context,
+            line(),
+            &path,
+            &options,
+            Some(&ids),
+        )
+        .unwrap();
         assert!(report.is_complete());
         assert_eq!(loaded.weight.id, saved.weight.id);
         assert_eq!(
             loaded.weight.val().into_data(),
             saved.weight.val().into_data()
         );
-        let error = load_on_all(&accelerator, line(), &path, &options, Some(&ids[1..]));
+        let error = load_on_all(
+            &accelerator.shared.context,
+            line(),
+            &path,
+            &options,
+            Some(&ids[1..]),
+        );
         assert!(error.unwrap_err().is_model());
     }
 }

@@ -12,7 +12,7 @@ const CHUNK: usize = 64 << 20;
 ///
 /// Ids must be equal since optimizer records are keyed by them.
 #[track_caller]
-pub(super) fn from_rank_zero<M: Module>(
+pub(crate) fn from_rank_zero<M: Module>(
     group: &ProcessGroup,
     model: M,
     layout: &Layout,

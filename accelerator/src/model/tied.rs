@@ -10,7 +10,7 @@ use burn::tensor::Tensor;
 use crate::core::autodiff;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::module_path::ModulePath;
-use crate::reduce::with_rank;
+use crate::core::tensor_rank::with_rank;
 
 /// Makes all places of a tied parameter one tensor again: that of the first place.
 ///

@@ -8,9 +8,10 @@ use burn::nn::{BatchNorm, BatchNormConfig};
 use burn::tensor::{DType, Tensor, TensorData};
 
 use super::exchange::{self, ExchangeBackward};
-use crate::accelerator::{Accelerator, Shared};
+use crate::accelerator::Accelerator;
+use crate::context::Context;
 use crate::core::error::{Error, Kind};
-use crate::reduce::Weight;
+use crate::data::weight::Weight;
 
 /// Makes a [`SyncBatchNorm`]. The fields are those of Burn's [`BatchNormConfig`].
 ///
@@ -145,7 +146,7 @@ impl SyncBatchNorm {
     /// # Ok::<(), accelerator::Error>(())
     /// ```
     pub fn of(norm: BatchNorm, accelerator: &Accelerator) -> Self {
-        accelerator.shared.crossing.note();
+        accelerator.shared.context.forward_collectives.note();
         Self {
             gamma: norm.gamma,
             beta: norm.beta,
@@ -154,7 +155,7 @@ impl SyncBatchNorm {
             running_var: norm.running_var,
             momentum: norm.momentum,
             epsilon: norm.epsilon,
-            ranks: NormGroup(Arc::downgrade(&accelerator.shared)),
+            ranks: NormGroup(Arc::downgrade(&accelerator.shared.context)),
         }
     }
 
@@ -282,7 +283,7 @@ impl ModuleDisplay for SyncBatchNorm {
 
 /// The ranks that normalise together. A model that outlives its accelerator is alone.
 #[derive(Clone)]
-struct NormGroup(Weak<Shared>);
+struct NormGroup(Weak<Context>);
 
 impl NormGroup {
     fn group(&self) -> Option<ProcessGroup> {
@@ -310,7 +311,7 @@ struct BatchShare {
 }
 
 impl BatchShare {
-    fn new(shared: &Arc<Shared>, weight: f64, caller: &'static Location<'static>) -> Self {
+    fn new(shared: &Arc<Context>, weight: f64, caller: &'static Location<'static>) -> Self {
         Self {
             caller,
             group: shared.group.for_purpose("batch statistics"),
@@ -369,7 +370,7 @@ impl BatchShare {
             let message =
                 format!("a `SyncBatchNorm` in training normalises over all ranks{advice}: {error}");
             let error = Error::with_source(Kind::Collective, message, error.clone());
-            shared.crossing.failed(error);
+            shared.forward_collectives.failed(error);
         }
         summed.ok()
     }

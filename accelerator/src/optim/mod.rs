@@ -200,11 +200,12 @@ pub(crate) use self::state::{
     OptimizerSnapshot, OptimizerState, ScheduleKind, check_known, check_types, other_state,
 };
 use self::unsharded::FusedSupport;
-use crate::accelerator::Accelerator;
+use crate::context::Context;
 use crate::core::error::Result;
+use crate::core::scalar::Scalar;
 use crate::core::user_message;
 use crate::model::{Layout, Trainable};
-use crate::reduce::{GradientMean, Gradients, Scalar};
+use crate::reduce::{GradientMean, Gradients};
 use crate::timeline::{EventSubject, Phase, Timeline};
 
 /// What the last [`PreparedOptimizer::step`] did.
@@ -345,14 +346,15 @@ impl<S> PreparedOptimizer<S> {
     fn new(
         (optimizer, shards): (ModuleOptimizer, Option<Shards>),
         schedule: S,
-        accelerator: &Accelerator,
+        context: &Context,
+        prepared: &OptimizerCount,
     ) -> Self {
         let state = match shards {
             Some(_) => StateOf::Shards,
             None => StateOf::Whole,
         };
         Self {
-            _counted: accelerator.shared.optimizers.count(state),
+            _counted: prepared.count(state),
             factor: 1.0,
             kinds: FusedSupport::default(),
             norm: None,
@@ -362,8 +364,8 @@ impl<S> PreparedOptimizer<S> {
             schedule,
             shards,
             steps: 0,
-            timeline: accelerator.shared.timeline.clone(),
-            unchecked: Some(accelerator.shared.device.clone()),
+            timeline: context.timeline.clone(),
+            unchecked: Some(context.device.clone()),
         }
     }
 
@@ -596,10 +598,11 @@ impl<S> PreparedOptimizer<S> {
 impl PreparedOptimizer<Manual> {
     pub(crate) fn manual(
         optimizer: (ModuleOptimizer, Option<Shards>),
-        accelerator: &Accelerator,
+        context: &Context,
+        prepared: &OptimizerCount,
     ) -> Self {
-        let rates = ManualRates::new(accelerator.is_main_process());
-        Self::new(optimizer, Manual(rates), accelerator)
+        let rates = ManualRates::new(context.is_main_process());
+        Self::new(optimizer, Manual(rates), context, prepared)
     }
 
     /// Updates the model with that learning rate, if the accumulation window is full; gives it
@@ -635,9 +638,10 @@ impl PreparedOptimizer<Scheduled> {
     pub(crate) fn scheduled(
         optimizer: (ModuleOptimizer, Option<Shards>),
         scheduler: Scheduler,
-        accelerator: &Accelerator,
+        context: &Context,
+        prepared: &OptimizerCount,
     ) -> Self {
-        Self::new(optimizer, Scheduled(scheduler), accelerator)
+        Self::new(optimizer, Scheduled(scheduler), context, prepared)
     }
 
     /// Updates the model with the schedule's next learning rate, if the accumulation window is

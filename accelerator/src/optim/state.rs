@@ -13,8 +13,8 @@ use super::schedule::{Manual, ScheduleUnit, Scheduled, Scheduler};
 use super::sharded::{FullState, Shards, probe};
 use super::{PreparedOptimizer, StepOutcome};
 use crate::core::error::{Error, Kind, Result};
+use crate::core::scalar::Scalar;
 use crate::model::Trainable;
-use crate::reduce::Scalar;
 
 /// An optimizer at one moment, cheap to take: its tensors become bytes when they are asked for.
 pub(crate) struct OptimizerSnapshot {

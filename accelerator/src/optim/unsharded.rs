@@ -9,7 +9,8 @@ use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bool, Device, Int, Tensor};
 
 use super::fused::step::{self, StepOutput};
-use crate::reduce::{GradientMeans, with_rank};
+use crate::core::tensor_rank::with_rank;
+use crate::reduce::GradientMeans;
 
 /// Which parameters a fused optimizer steps.
 #[derive(Debug, Default)]

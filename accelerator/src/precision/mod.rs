@@ -74,17 +74,14 @@
 //! ```
 
 mod cast;
-mod copy;
 mod scale;
 
 use core::fmt;
 use core::str::FromStr;
 
-use burn::tensor::FloatDType;
+use burn::tensor::{DType, FloatDType, Tensor};
 
 pub(crate) use self::cast::Cast;
-pub(crate) use self::copy::WorkingUse;
-pub use self::copy::in_full;
 pub use self::scale::LossScale;
 pub(crate) use self::scale::{Finiteness, Scaler, ScalerState, SkipNotice};
 use crate::core::choice::named;
@@ -159,5 +156,29 @@ impl FromStr for Precision {
 
     fn from_str(name: &str) -> Result<Self> {
         named("precision", name, &Self::ALL)
+    }
+}
+
+/// Runs `layer` in `f32` on an input that may be in half precision, and gives its output in the
+/// input's type: for layers that do not compute in half precision. What is in full precision goes
+/// through as it is.
+///
+/// ```
+/// use accelerator::precision::in_full;
+/// use burn::nn::{BatchNorm, BatchNormConfig};
+/// use burn::tensor::{DType, Device, Tensor};
+///
+/// let norm: BatchNorm = BatchNormConfig::new(3).init(&Device::default());
+/// let half = Tensor::<3>::ones([2, 3, 4], &Device::default()).cast(DType::BF16);
+/// let output = in_full(half, |x| norm.forward(x));
+/// assert_eq!(output.dtype(), DType::BF16);
+/// ```
+pub fn in_full<const D: usize, const E: usize>(
+    input: Tensor<D>,
+    layer: impl FnOnce(Tensor<D>) -> Tensor<E>,
+) -> Tensor<E> {
+    match input.dtype() {
+        half @ (DType::F16 | DType::BF16) => layer(input.cast(DType::F32)).cast(half),
+        _ => layer(input),
     }
 }

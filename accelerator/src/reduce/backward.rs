@@ -5,6 +5,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 
+use super::context::{ReduceContext, SameBatches};
 use super::failed_calls::BackwardCall;
 use super::gradients::Gradients;
 use super::model_state::{ModelState, WorkingCopy};
@@ -12,14 +13,12 @@ use super::reducer::{Reduced, Reducer};
 use super::step_commit::StepCommit;
 use super::trial_memory::settle_road;
 use super::window::{Window, check_all_known};
-use crate::accelerator::{Accelerator, SameBatches};
 use crate::core::error::{Error, Result};
 use crate::core::tensor_rank::with_rank;
 use crate::core::user_message;
 use crate::data::weight::Weight;
 use crate::model::Trainable;
 use crate::precision::{Finiteness, Precision, SkipNotice};
-use crate::replicas;
 use crate::timeline::{EventSubject, Phase};
 
 /// Whose samples gradients are the average over.
@@ -30,24 +29,33 @@ pub(crate) enum ReduceScope {
     Local,
 }
 
-/// See [`Accelerator::backward`].
+/// See [`Accelerator::backward`](crate::Accelerator::backward). `before_reduction` is called by all ranks as a window ends.
 #[track_caller]
 pub(crate) fn backward<M: Module>(
-    accelerator: &Accelerator,
+    context: &ReduceContext,
     loss: Tensor<1>,
     model: &M,
     weight: Weight,
-    reach: ReduceScope,
+    scope: ReduceScope,
+    before_reduction: impl FnOnce(&ModelState) -> Result<()>,
 ) -> Result<Gradients> {
-    let group = accelerator.group();
+    let group = context.group();
     // Where collectives are refused, this rank calls alone, and no other waits for it.
-    let needs_no_ranks = reach == ReduceScope::Local || group.world_size() == 1;
+    let needs_no_ranks = scope == ReduceScope::Local || group.world_size() == 1;
     if needs_no_ranks || group.check_allowed("`backward`").is_err() {
-        return run(accelerator, loss, model, weight, reach, None);
+        return run(context, loss, model, weight, scope, before_reduction, None);
     }
     let batch = weight.mark.as_ref().map(|mark| mark.position());
-    let open = accelerator.shared.failed_calls.begin();
-    let gradients = run(accelerator, loss, model, weight, reach, Some(open.call()));
+    let open = context.failed_calls.begin();
+    let gradients = run(
+        context,
+        loss,
+        model,
+        weight,
+        scope,
+        before_reduction,
+        Some(open.call()),
+    );
     open.end(gradients.as_ref().err());
     gradients.map_err(|error| match batch {
         Some(batch) => error.at_batch(batch),
@@ -57,44 +65,45 @@ pub(crate) fn backward<M: Module>(
 
 #[track_caller]
 fn run<M: Module>(
-    accelerator: &Accelerator,
+    context: &ReduceContext,
     loss: Tensor<1>,
     model: &M,
     weight: Weight,
-    reach: ReduceScope,
+    scope: ReduceScope,
+    before_reduction: impl FnOnce(&ModelState) -> Result<()>,
     call: Option<&BackwardCall>,
 ) -> Result<Gradients> {
-    let slot = accelerator.shared.models.find(model)?;
+    let slot = context.models.find(model)?;
     slot.note_trained();
     slot.tied().check(model)?;
     // The graph of a working copy is used up by this, or never.
     let copy = slot.take_working();
-    let group = accelerator.group();
+    let group = context.group();
     if group.world_size() > 1 {
         // A `SyncBatchNorm` misused on this rank: whether the others call `backward` too is not known, so the call is
         // not counted; if they do, their windows differ in batches.
-        check_together(accelerator)
+        check_together(context)
             .inspect_err(|_| call.into_iter().for_each(BackwardCall::mark_synchronized))?;
     }
-    if reach == ReduceScope::Global {
+    if scope == ReduceScope::Global {
         slot.round().check_together("average its gradients")?;
     }
     check(&loss, &weight)?;
     if let Some(mark) = &weight.mark {
         mark.begin();
     }
-    let steps = accelerator.accumulation_steps();
-    let timeline = &accelerator.shared.timeline;
+    let steps = context.accumulation.steps();
+    let timeline = &context.timeline;
     let scale = slot.window().begin(slot.loss_scale());
     let ends = |before: usize| weight.ends_window(before + 1, steps);
     // What one rank computes is handed on as it is, where nothing is to be added or taken back.
-    let needs_no_ranks = reach == ReduceScope::Local || group.world_size() == 1;
+    let needs_no_ranks = scope == ReduceScope::Local || group.world_size() == 1;
     let hands_on_untouched = needs_no_ranks && scale.is_none() && weight.count > 0.0;
     if hands_on_untouched && slot.open_micro_steps() == 0 && ends(0) {
         // Nobody looks at its gradients.
         drop(copy);
-        warn_precision_unused(accelerator, &slot);
-        if reach == ReduceScope::Global {
+        warn_precision_unused(context, &slot);
+        if scope == ReduceScope::Global {
             timeline.deliver(group)?;
         }
         timeline.backward_begins();
@@ -109,8 +118,8 @@ fn run<M: Module>(
         check_some_trained(&slot, !gradients.is_empty())?;
         // What it asks of the caller concerns connections and files, of which there are none here.
         let _ = fail_point(group.rank(), Point::Step(slot.steps()));
-        if reach == ReduceScope::Global {
-            let trigger = &accelerator.shared.trigger;
+        if scope == ReduceScope::Global {
+            let trigger = &context.trigger;
             trigger.receive(trigger.send());
         }
         let gradients = Gradients::untouched(slot.clone(), gradients, loss, weight);
@@ -123,7 +132,7 @@ fn run<M: Module>(
     let (window, _group_turn) = {
         let mut window = slot.window();
         if let Some(epoch) = window.left_epoch(&weight)
-            && accelerator.is_main_process()
+            && context.is_main_process()
         {
             slot.warn_left_epoch(epoch, window.micro_steps());
         }
@@ -136,46 +145,38 @@ fn run<M: Module>(
             };
             let _copy = timeline.span(Phase::Copy(EventSubject::Whole));
             // Nothing is sent here, but within backward something may have been.
-            let crossed = accelerator.shared.crossing.check();
+            let crossed = context.forward_collectives.check();
             return crossed
                 .and_then(|()| window.add(&slot, group, gradients, loss.inner(), weight))
                 .map(|()| Gradients::accumulating())
                 .inspect_err(|_| *window = Window::default());
         }
         // Windows of other models are sent over the same group.
-        let group_turn = match reach {
-            ReduceScope::Global => accelerator.shared.turn.take(group)?,
+        let group_turn = match scope {
+            ReduceScope::Global => context.guard.take(group)?,
             ReduceScope::Local => None,
         };
         (core::mem::take(&mut *window), group_turn)
     };
-    warn_precision_unused(accelerator, &slot);
-    if reach == ReduceScope::Global {
+    warn_precision_unused(context, &slot);
+    if scope == ReduceScope::Global {
         // All ranks come here, and to no other `backward`.
         timeline.deliver(group)?;
     }
     timeline.backward_begins();
     // As above.
     let _ = fail_point(group.rank(), Point::Step(slot.steps()));
-    let reduced = match reach {
+    let reduced = match scope {
         ReduceScope::Global => {
-            replicas::check_when_due(accelerator, &slot, model)?;
-            reduce(
-                accelerator,
-                &slot,
-                window,
-                loss,
-                (model, copy),
-                &weight,
-                call,
-            )?
+            before_reduction(&slot)?;
+            reduce(context, &slot, window, loss, (model, copy), &weight, call)?
         }
-        ReduceScope::Local => add_up(accelerator, &slot, window, loss, model, &weight)?,
+        ReduceScope::Local => add_up(context, &slot, window, loss, model, &weight)?,
     };
-    warn_same_losses(accelerator, &slot, reduced.same_losses);
+    warn_same_losses(context, &slot, reduced.same_losses);
     if reduced.total <= 0.0 {
         slot.take_back(reduced.ledger);
-        if reach == ReduceScope::Local {
+        if scope == ReduceScope::Local {
             slot.count_step();
             let model = slot.first_id();
             reduced.marks.iter().for_each(|mark| mark.commit(model));
@@ -192,7 +193,7 @@ fn run<M: Module>(
         slot.take_back(reduced.ledger);
         return Err(error);
     }
-    let device = accelerator.shared.device.clone();
+    let device = context.device.clone();
     let wants_norm = reduced.wants_norm;
     let mut gradients = Gradients::reduced(slot.clone(), device, reduced, weight.epoch);
     // It takes all ranks, of which some may ask for it later, and others not.
@@ -217,10 +218,10 @@ fn run<M: Module>(
                 scale,
                 "a step is skipped: gradients are not finite"
             );
-            if accelerator.is_main_process() || reach == ReduceScope::Local {
+            if context.is_main_process() || scope == ReduceScope::Local {
                 report_skip(&slot, scale);
             }
-            return Ok(Gradients::overflowed(scale, weight.epoch, reach));
+            return Ok(Gradients::overflowed(scale, weight.epoch, scope));
         }
     }
     Ok(gradients)
@@ -229,7 +230,7 @@ fn run<M: Module>(
 /// Runs the backward pass of the last micro-step, and sums the window over the ranks.
 #[track_caller]
 fn reduce<M: Module>(
-    accelerator: &Accelerator,
+    context: &ReduceContext,
     slot: &ModelState,
     window: Window,
     loss: Tensor<1>,
@@ -237,17 +238,17 @@ fn reduce<M: Module>(
     weight: &Weight,
     call: Option<&BackwardCall>,
 ) -> Result<Reduced> {
-    let group = accelerator.group();
+    let group = context.group();
     let scale = window.loss_scale();
-    let compression = accelerator.shared.settings.compression;
-    settle_road(accelerator)?;
-    accelerator.shared.road.window_begins();
+    let compression = context.settings.compression;
+    settle_road(context)?;
+    context.device_reducer.window_begins();
     let mut watching = slot.watching();
-    if accelerator.shared.crossing.is_noted() {
+    if context.forward_collectives.is_noted() {
         watching.give_way();
     }
     let repair = watching.repair();
-    let timeline = &accelerator.shared.timeline;
+    let timeline = &context.timeline;
     let reducer = Reducer::new(
         slot,
         group,
@@ -258,7 +259,7 @@ fn reduce<M: Module>(
         timeline,
     )?;
     let reducer = reducer.with_loss_scale(scale.unwrap_or(1.0));
-    let reducer = reducer.with_trigger(accelerator.shared.trigger.clone());
+    let reducer = reducer.with_trigger(context.trigger.clone());
     let reducer = match call {
         Some(call) => reducer.with_call(call),
         None => reducer,
@@ -271,20 +272,20 @@ fn reduce<M: Module>(
     let mut reduced = reducer.finish(slot, gradients, value.inner(), weight.mark.clone())?;
     watching.learn(lesson, &mut reduced, slot, group)?;
     slot.note_overlap(watching.report());
-    accelerator.shared.road.window_ends();
+    context.device_reducer.window_ends();
     Ok(reduced)
 }
 
 /// Runs the backward pass of the last micro-step, and adds the window up on this rank alone.
 fn add_up<M: Module>(
-    accelerator: &Accelerator,
+    context: &ReduceContext,
     slot: &ModelState,
     window: Window,
     loss: Tensor<1>,
     model: &M,
     weight: &Weight,
 ) -> Result<Reduced> {
-    let (group, timeline) = (accelerator.group(), &accelerator.shared.timeline);
+    let (group, timeline) = (context.group(), &context.timeline);
     let scale = window.loss_scale();
     let reducer = Reducer::alone(slot, group, window, weight.count, timeline);
     let reducer = reducer.with_loss_scale(scale.unwrap_or(1.0));
@@ -327,10 +328,9 @@ fn check_some_trained(slot: &ModelState, some: bool) -> Result<()> {
 }
 
 /// Says once a model that what was asked for is not done: its steps compute in full precision.
-fn warn_precision_unused(accelerator: &Accelerator, slot: &ModelState) {
-    let precision = accelerator.precision();
-    if precision != Precision::No && slot.claim_precision_warning() && accelerator.is_main_process()
-    {
+fn warn_precision_unused(context: &ReduceContext, slot: &ModelState) {
+    let precision = context.settings.precision;
+    if precision != Precision::No && slot.claim_precision_warning() && context.is_main_process() {
         user_message::warn(&format!(
             "the precision is {precision}, and a model is trained in full precision all the same: its forward \
              pass does not use the working copy; write `accelerator.forward(&model, |model| …)` around it, \
@@ -362,15 +362,14 @@ fn report_skip(slot: &ModelState, scale: f64) {
 const SAME_LOSSES: u64 = 8;
 
 /// Says once a model that its ranks compute the same, so that several do what one does.
-fn warn_same_losses(accelerator: &Accelerator, slot: &ModelState, same_losses: bool) {
-    let shared = &accelerator.shared;
-    if shared.settings.same_batches == SameBatches::Allowed
+fn warn_same_losses(context: &ReduceContext, slot: &ModelState, same_losses: bool) {
+    if context.settings.same_batches == SameBatches::Allowed
         || !slot.count_same_losses(same_losses, SAME_LOSSES)
-        || !accelerator.is_main_process()
+        || !context.is_main_process()
     {
         return;
     }
-    let loaders = match shared.loaders.load(Ordering::Relaxed) {
+    let loaders = match context.loaders.load(Ordering::Relaxed) {
         0 => "no data loader was prepared; ",
         _ => "",
     };
@@ -380,15 +379,15 @@ fn warn_same_losses(accelerator: &Accelerator, slot: &ModelState, same_losses: b
          `accelerator.prepare`, take the batches of `loader.epoch(epoch)`, and draw what is made by hand from \
          another seed on each rank; where it is meant, build the accelerator with `allow_same_batches()` (said \
          once a model)",
-        accelerator.world_size()
+        context.world_size()
     ));
 }
 
 /// Refuses a call that this rank makes alone.
-fn check_together(accelerator: &Accelerator) -> Result<()> {
+fn check_together(context: &ReduceContext) -> Result<()> {
     // What failed in forward says more than what comes of it.
-    accelerator.shared.crossing.check()?;
-    accelerator.group().check_allowed("`backward`")?;
+    context.forward_collectives.check()?;
+    context.group().check_allowed("`backward`")?;
     Ok(())
 }
 

@@ -4,7 +4,7 @@ use accelerator_collective::{ProcessGroup, ReduceOp};
 use burn::backend::DispatchTensor;
 use burn::tensor::Tensor;
 
-use crate::accelerator::Accelerator;
+use super::context::ReduceContext;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::tensor_rank::with_rank;
 use crate::reduce::bucket::{self, WriteMode};
@@ -27,14 +27,14 @@ pub(crate) struct MeanWeight {
 /// multiplied by zero. Where a mean is not finite, all ranks get the same error, which names the rank.
 #[track_caller]
 pub(crate) fn mean_over_ranks(
-    accelerator: &Accelerator,
+    context: &ReduceContext,
     slot: &ModelState,
     values: &[DispatchTensor],
     share: MeanWeight,
 ) -> Result<Vec<DispatchTensor>> {
-    let (group, device) = (accelerator.group(), &accelerator.shared.device);
+    let (group, device) = (context.group(), &context.device);
     let caller = Location::caller();
-    let _turn = accelerator.shared.turn.take(group)?;
+    let _turn = context.guard.take(group)?;
     let layout = slot.layout();
     let mut pending = Vec::with_capacity(layout.len());
     for number in 0..layout.len() {

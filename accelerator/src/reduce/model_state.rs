@@ -15,6 +15,7 @@ use super::compression::Compression;
 use super::device_reduce::DeviceReducer;
 use super::hook::HookInstance;
 use super::layout::Buckets;
+use super::local_round::LocalRound;
 use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::overlap::{OverlapReport, OverlapScheduler, OverlapSwitch, ReadyOrder};
 use super::shard::ShardMap;
@@ -23,7 +24,6 @@ use super::window::Window;
 use crate::core::autodiff;
 use crate::core::error::Result;
 use crate::core::user_message::{self, Once};
-use crate::local::LocalRound;
 use crate::model::{TiedParameters, Trainable};
 use crate::precision::{Cast, Finiteness, Scaler, ScalerState, SkipNotice};
 

@@ -9,9 +9,9 @@ use burn::tensor::Tensor;
 
 use super::bucket_storage::BucketStorage;
 use super::compression::Compression;
+use super::context::ReduceContext;
 use super::model_state::ModelState;
 use super::overlap::OverlapSwitch;
-use crate::accelerator::Accelerator;
 use crate::core::error::Result;
 
 /// How many batches a window holds.
@@ -33,26 +33,25 @@ pub(crate) struct Reserved {
 
 /// Lets all ranks agree on how gradients get to the others, which takes memory of devices. All ranks call it.
 #[track_caller]
-pub(crate) fn settle_road(accelerator: &Accelerator) -> Result<()> {
-    let settings = &accelerator.shared.settings;
+pub(crate) fn settle_road(context: &ReduceContext) -> Result<()> {
+    let settings = &context.settings;
     // What a hook or f16 is for is done in memory, on all ranks.
     if settings.hook.is_none() && settings.compression != Compression::F16 {
-        accelerator.shared.road.settle(accelerator.group())?;
+        context.device_reducer.settle(context.group())?;
     }
     Ok(())
 }
 
 impl Reserved {
-    pub(crate) fn of(accelerator: &Accelerator, slot: Arc<ModelState>, windows: Windows) -> Self {
-        let group = accelerator.group();
+    pub(crate) fn of(context: &ReduceContext, slot: Arc<ModelState>, windows: Windows) -> Self {
+        let group = context.group();
         let several = group.world_size() > 1;
-        let accumulates = windows == Windows::KeptOpen
-            || accelerator.shared.settings.accumulation_steps.get() > 1;
+        let accumulates = windows == Windows::KeptOpen || context.accumulation.steps() > 1;
         // One rank alone hands the gradients of a lone batch on as they are.
         let sums = several || accumulates || slot.loss_scale().is_some();
         // Sums that are sent early are kept as they were, in case that they are to be sent again.
-        let undo = several && accumulates && accelerator.shared.overlap == OverlapSwitch::On;
-        let compression = accelerator.shared.settings.compression;
+        let undo = several && accumulates && context.overlap == OverlapSwitch::On;
+        let compression = context.settings.compression;
         // What earlier windows have left is counted once.
         slot.release_spare();
         let mut buckets = Vec::new();

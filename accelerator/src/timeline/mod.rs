@@ -34,7 +34,7 @@ pub(crate) use self::recorder::Recording;
 pub use self::schedule::{ProfilerSchedule, SchedulePhase};
 pub(crate) use self::span::Span;
 pub use self::summary::{Figure, StepSummary};
-pub(crate) use self::trace_file::{TraceFile, clear};
+pub(crate) use self::trace_file::{TraceFile, clear_traces};
 
 use self::clock::ClockSync;
 use self::profiler::Profiling;

@@ -12,140 +12,8 @@ use super::summary::StepSummary;
 use super::trace::RankTrace;
 use super::trace_file;
 use super::{Timeline, TraceFile, put};
-use crate::accelerator::Accelerator;
-use crate::core::agreement;
 use crate::core::error::{Error, Result};
-use crate::core::outcome;
 use crate::core::user_message;
-
-/// Recording of some steps, by a [`ProfilerSchedule`], while the program runs.
-impl Accelerator {
-    /// Records the steps that the schedule keeps, and writes a trace of all ranks for each of its cycles:
-    /// for `trace.json` the files are `trace.cycle0.json`, `trace.cycle1.json` and so on, which
-    /// [Perfetto](https://ui.perfetto.dev) opens; see [`with_trace`](crate::AcceleratorBuilder::with_trace).
-    /// Every rank must call it, with the same schedule. From outside it is asked for by `ACCEL_TRACE` and
-    /// `ACCEL_TRACE_SCHEDULE`.
-    ///
-    /// Steps are those of optimizers, and are counted by themselves: so a loop is recorded as it is,
-    /// micro-steps of a window belong together, and nothing can be called at the wrong place. Where a
-    /// program steps two optimizers in turn, a round of its loop is two steps.
-    ///
-    /// Recording ends with the schedule, with [`finish`](Self::finish), or when the [`Profiler`] is
-    /// dropped, which all ranks must do at the same place. What is kept of a cycle that is not complete
-    /// then is written as well, if a step was done. The ranks exchange what they have in the
-    /// [`backward`](Self::backward) that ends the next window, before it computes, in the next
-    /// [`average`](crate::local::LocalTraining::average) of local training, or in `finish`: that time is the
-    /// next step's, so let a cycle begin with steps that [wait](ProfilerSchedule::with_wait) or
-    /// [warm up](ProfilerSchedule::with_warm_up). Where ranks are lost, each one left writes its own, as
-    /// `trace.cycle0.rank3.json`.
-    ///
-    /// Files of an earlier run under these names are removed at the start, but not in a restart of the
-    /// job by the launcher.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// use accelerator::timeline::ProfilerSchedule;
-    /// use burn::nn::{Linear, LinearConfig};
-    /// use burn::optim::SgdConfig;
-    /// use burn::tensor::Tensor;
-    ///
-    /// # let folder = tempfile::tempdir().unwrap();
-    /// # let folder = folder.path();
-    /// let accelerator = Accelerator::new()?;
-    /// let device = accelerator.device();
-    /// let model: Linear = LinearConfig::new(2, 1).init(&device);
-    /// let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
-    ///
-    /// let schedule = ProfilerSchedule::new(2).with_skip_first(1).with_wait(1).with_warm_up(1).with_repeat(2);
-    /// let profiler = accelerator.profile(schedule, folder.join("trace.json"))?;
-    /// for _ in 0..10 {
-    ///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-    ///     let gradients = accelerator.backward(loss, &model, 4)?;
-    ///     model = optimizer.step(0.1, model, gradients);
-    /// }
-    /// drop(profiler);
-    /// accelerator.finish()?;
-    /// assert!(folder.join("trace.cycle0.json").is_file());
-    /// assert!(folder.join("trace.cycle1.json").is_file());
-    /// # assert_eq!(folder.read_dir().unwrap().count(), 2);
-    /// # Ok::<(), Error>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// On all ranks alike: [`Error::is_config`] for a schedule without active steps or that differs between
-    /// ranks, or a trace that rank 0 cannot write; [`Error::is_misuse`] while a trace is recorded already;
-    /// [`Error::is_collective`] when another rank is lost or does not call it. A trace that cannot be
-    /// written later is lost with a warning.
-    #[track_caller]
-    pub fn profile(
-        &self,
-        schedule: ProfilerSchedule,
-        path: impl Into<PathBuf>,
-    ) -> Result<Profiler> {
-        self.begin_profile(schedule, Output::Trace(path.into()))
-    }
-
-    /// Hands what the steps of each cycle came to, on this rank, to `on_ready`: at the end of the step
-    /// that completes it, or where recording [ends](Self::profile) within it after a step at least.
-    /// Nothing is written. A panic of its ends recording, and goes on in the program. What else holds for [`profile`](Self::profile) holds here.
-    ///
-    /// `on_ready` must keep no [`Accelerator`], which would then never be dropped.
-    ///
-    /// ```
-    /// # use accelerator::prelude::*;
-    /// use accelerator::timeline::ProfilerSchedule;
-    ///
-    /// let accelerator = Accelerator::new()?;
-    /// let schedule = ProfilerSchedule::new(10).with_wait(1000);
-    /// let profiler = accelerator.profile_with(schedule, |cycle| {
-    ///     println!("steps from {}:\n{}", cycle.first_step, cycle.summary);
-    /// })?;
-    /// # drop(profiler);
-    /// # Ok::<(), Error>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// As [`profile`](Self::profile).
-    #[track_caller]
-    pub fn profile_with(
-        &self,
-        schedule: ProfilerSchedule,
-        on_ready: impl FnMut(&Cycle) + Send + 'static,
-    ) -> Result<Profiler> {
-        self.begin_profile(schedule, Output::Call(Box::new(on_ready)))
-    }
-
-    #[track_caller]
-    fn begin_profile(&self, schedule: ProfilerSchedule, output: Output) -> Result<Profiler> {
-        let shared = &self.shared;
-        let mut mine = schedule.check().and_then(|()| shared.timeline.is_free());
-        if let Output::Trace(path) = &output
-            && mine.is_ok()
-        {
-            if self.is_main_process() {
-                mine = check_cycles(path);
-            }
-            if self.is_local_main_process() && self.restarts() == 0 {
-                trace_file::clear(path);
-            }
-        }
-        let told = outcome::exchange(&shared.group, mine.as_ref().err(), "begin to profile");
-        mine?;
-        told?;
-        agreement::check(
-            &shared.group,
-            "the schedule of the profiler",
-            &schedule.to_string(),
-        )?;
-        let number = shared.timeline.begin(&shared.group, schedule, output)?;
-        Ok(Profiler {
-            timeline: shared.timeline.clone(),
-            number,
-        })
-    }
-}
 
 /// Recording by a [`ProfilerSchedule`], for as long as this lives; see [`Accelerator::profile`].
 ///
@@ -447,8 +315,21 @@ impl Timeline {
         }
     }
 
+    /// Begins a recording that all ranks have agreed on, which ends with what this returns.
+    pub(crate) fn begin_profile(
+        &self,
+        group: &ProcessGroup,
+        schedule: ProfilerSchedule,
+        output: Output,
+    ) -> Result<Profiler> {
+        Ok(Profiler {
+            number: self.begin(group, schedule, output)?,
+            timeline: self.clone(),
+        })
+    }
+
     /// Refuses a second recording.
-    fn is_free(&self) -> Result<()> {
+    pub(crate) fn is_free(&self) -> Result<()> {
         let busy = self.profiling().runs.load(Ordering::Relaxed);
         match busy || self.0.recording == Recording::Events {
             true => Err(Error::misuse(

@@ -74,7 +74,7 @@ pub(super) fn of_cycle(path: &Path, cycle: u64) -> PathBuf {
 
 /// Removes what an earlier run left under the names of [`of_rank`] and [`of_cycle`]: nobody is to take
 /// it for this one's. That it cannot be removed is said, and is no error.
-pub(crate) fn clear(path: &Path) {
+pub(crate) fn clear_traces(path: &Path) {
     remove(path, |rest| {
         let (cycle, part) = rest.split_once('.').unwrap_or((rest, ""));
         match is_numbered(cycle, "cycle") {
@@ -207,7 +207,7 @@ mod tests {
         }
         clear_parts(&of_cycle(&path, 3));
         assert!(!folder.path().join(old[3]).exists() && folder.path().join(old[2]).exists());
-        clear(&path);
+        clear_traces(&path);
         for name in old {
             assert!(!folder.path().join(name).exists(), "{name}");
         }

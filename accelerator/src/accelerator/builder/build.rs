@@ -7,20 +7,19 @@ use burn::tensor::Device;
 
 use super::AcceleratorBuilder;
 use super::terms::{hook_term, switch, terms};
-use crate::accelerator::{Accelerator, Restarts, Settings, Shared, drawing, variables};
-use crate::checkpoint::Ongoing;
+use crate::accelerator::{Accelerator, Restarts, Settings, Shared, launch, variables};
+use crate::checkpoint::CheckpointContext;
+use crate::context::{Accumulation, Context};
 use crate::core::agreement;
 use crate::core::device::{self, DeviceKind};
 use crate::core::error::{Error, Kind, Result};
+use crate::core::forward_collectives::ForwardCollectives;
+use crate::core::generator::drawing;
 use crate::data::UncountedPadding;
 use crate::logging::WarnedTexts;
-use crate::model::Models;
-use crate::nn::ForwardCollectives;
 use crate::optim::OptimizerCount;
-use crate::precision::WorkingUse;
-use crate::reduce::DeviceReducer;
-use crate::reduce::{BackwardGuard, OverlapSwitch};
-use crate::timeline::{self, Output, Timeline, TraceFile, check_cycles};
+use crate::reduce::{DeviceReducer, OverlapSwitch, ReduceContext};
+use crate::timeline::{Output, Timeline, TraceFile, check_cycles, clear_traces};
 
 impl AcceleratorBuilder {
     /// Finds this process's place, connects it with the others, and opens the device.
@@ -54,7 +53,7 @@ impl AcceleratorBuilder {
             check_trace(&settings)?;
         }
         if launch.topology.is_local_main() && launch.restart() == 0 {
-            clear_traces(&settings);
+            clear_traces_of(&settings);
         }
         let group = ProcessGroup::connect(&launch, &self.group_options(&launch)?)?;
         let (kind, device) = match opened {
@@ -98,7 +97,7 @@ impl AcceleratorBuilder {
         let mut settings = self.settings()?;
         settings.accumulation_steps = self.steps(world_size)?;
         check_trace(&settings)?;
-        clear_traces(&settings);
+        clear_traces_of(&settings);
         let world_size = NonZeroUsize::new(world_size)
             .ok_or_else(|| Error::config("launch: 0 ranks were asked for; at least 1 is needed"))?;
         if !matches!(
@@ -117,7 +116,7 @@ impl AcceleratorBuilder {
             ));
         }
         let groups = ProcessGroup::threads(world_size.get(), &self.options)?;
-        crate::accelerator::launch::run(groups, |group| {
+        launch::run(groups, |group| {
             let (kind, device) = self.open_device(group.topology(), &settings)?;
             // Threads are started by this program, which nothing restarts.
             let restarts = Restarts {
@@ -125,7 +124,7 @@ impl AcceleratorBuilder {
                 most: None,
             };
             let switch = switch(group.topology(), &settings, kind);
-            if settings.hook.is_some() {
+            if settings.reduce.hook.is_some() {
                 // The rest is one setting, and each thread makes hooks of its own.
                 agreement::check_all(&group, &[hook_term(&settings)])?;
             }
@@ -153,30 +152,31 @@ impl AcceleratorBuilder {
         road.check(&group)?;
         tracing::debug!(topology = %group.topology(), device = %road.kind(), "accelerator ready");
         let timeline = Timeline::new(&group, settings.recording)?;
-        if let (Some(schedule), Some(path)) = (settings.trace_schedule, &settings.trace) {
+        if let (Some(schedule), Some(path)) = (settings.trace.schedule, &settings.trace.path) {
             timeline.begin(&group, schedule, Output::Trace(path.clone()))?;
         }
+        let context = Arc::new(Context {
+            accumulation: Accumulation::new(settings.accumulation_steps, settings.window),
+            device,
+            device_kind: road.kind(),
+            forward_collectives: ForwardCollectives::default(),
+            group,
+            loaders: AtomicU64::new(0),
+            seed: settings.seed,
+            timeline,
+        });
+        let reduction = ReduceContext::new(context.clone(), road, overlap, settings.reduce);
+        let reduction = Arc::new(reduction);
         Ok(Accelerator {
             shared: Arc::new(Shared {
-                checkpoints: Ongoing::default(),
-                device,
-                group,
-                kind: road.kind(),
-                loaders: AtomicU64::new(0),
-                models: Models::default(),
+                checkpoints: Arc::new(CheckpointContext::new(reduction.clone())),
+                context,
                 optimizers: OptimizerCount::default(),
-                overlap,
+                reduction,
                 restarts,
-                road: Arc::new(road),
-                settings,
-                timeline,
-                trigger: Arc::default(),
-                crossing: ForwardCollectives::default(),
-                failed_calls: Arc::default(),
-                turn: BackwardGuard::default(),
+                trace: settings.trace,
                 uncounted: UncountedPadding::default(),
                 warned: WarnedTexts::default(),
-                working: WorkingUse::default(),
             }),
         })
     }
@@ -188,7 +188,7 @@ impl AcceleratorBuilder {
         if let Some(dtype) = self.dtype {
             device::configure(&mut device, dtype)?;
         }
-        let precision = settings.precision;
+        let precision = settings.reduce.precision;
         if let Some(dtype) = precision.dtype()
             && !device.supports_dtype(dtype)
         {
@@ -206,15 +206,20 @@ impl AcceleratorBuilder {
 
 /// How gradients that are computed on that device get to the other ranks.
 fn road(settings: &Settings, kind: DeviceKind, device: &Device) -> DeviceReducer {
-    DeviceReducer::new(settings.reduction, kind, device, settings.compression)
+    DeviceReducer::new(
+        settings.reduce.reduction,
+        kind,
+        device,
+        settings.reduce.compression,
+    )
 }
 
 /// Refuses a trace that cannot be written, before there is anything to lose.
 fn check_trace(settings: &Settings) -> Result<()> {
-    let Some(path) = &settings.trace else {
+    let Some(path) = &settings.trace.path else {
         return Ok(());
     };
-    if settings.trace_schedule.is_some() {
+    if settings.trace.schedule.is_some() {
         return check_cycles(path);
     }
     match TraceFile::find(path) {
@@ -228,8 +233,8 @@ fn check_trace(settings: &Settings) -> Result<()> {
 }
 
 /// Removes what an earlier run left beside the trace.
-fn clear_traces(settings: &Settings) {
-    if let Some(path) = &settings.trace {
-        timeline::clear(path);
+fn clear_traces_of(settings: &Settings) {
+    if let Some(path) = &settings.trace.path {
+        clear_traces(path);
     }
 }

@@ -9,11 +9,10 @@ use std::path::PathBuf;
 use accelerator_collective::{GroupOptions, Launch, TransportKind};
 use burn::tensor::FloatDType;
 
-use crate::accelerator::SameBatches;
 use crate::core::device::{DeviceKind, Oversubscription};
 use crate::precision::{LossScale, Precision};
 use crate::reduce::hook::{CommunicationHook, HookFactory};
-use crate::reduce::{Compression, GradientReduction, OnNonFiniteLoss, Overlap};
+use crate::reduce::{Compression, GradientReduction, OnNonFiniteLoss, Overlap, SameBatches};
 use crate::timeline::{ProfilerSchedule, Recording};
 
 /// Settings for an [`Accelerator`](crate::Accelerator); begin with

@@ -3,9 +3,11 @@ use core::num::NonZeroUsize;
 use accelerator_collective::{GroupOptions, Launch, TransportKind};
 
 use super::{AcceleratorBuilder, GlobalBatch};
-use crate::accelerator::{Settings, WindowSize, is_drawing, variables};
+use crate::accelerator::{Settings, TraceSettings, variables};
+use crate::context::WindowSize;
 use crate::core::error::{Error, Kind, Result};
-use crate::reduce::{Compression, GradientReduction};
+use crate::core::generator::is_drawing;
+use crate::reduce::{Compression, GradientReduction, ReduceSettings};
 use crate::timeline::Recording;
 
 /// What the program and the variables say, once it is certain that they fit together.
@@ -66,20 +68,24 @@ impl AcceleratorBuilder {
         }
         Ok(Settings {
             accumulation_steps: NonZeroUsize::MIN,
-            bucket_size: self.bucket_size,
-            check_replicas: self.check_replicas,
-            compression,
-            hook: self.hook.clone(),
-            loss_scale: self.loss_scale,
-            on_non_finite_loss: self.on_non_finite_loss,
-            overlap: variables::overlap(self.overlap)?,
-            precision: variables::precision(self.precision)?,
             recording,
-            reduction,
-            same_batches: self.same_batches,
+            reduce: ReduceSettings {
+                bucket_size: self.bucket_size,
+                check_replicas: self.check_replicas,
+                compression,
+                hook: self.hook.clone(),
+                loss_scale: self.loss_scale,
+                on_non_finite_loss: self.on_non_finite_loss,
+                overlap: variables::overlap(self.overlap)?,
+                precision: variables::precision(self.precision)?,
+                reduction,
+                same_batches: self.same_batches,
+            },
             seed: self.seed,
-            trace,
-            trace_schedule,
+            trace: TraceSettings {
+                path: trace,
+                schedule: trace_schedule,
+            },
             window: match self.global_batch {
                 Some(_) => WindowSize::Samples,
                 None => WindowSize::Steps,

@@ -10,9 +10,9 @@ use crate::reduce::{DeviceReducer, Overlap, OverlapSwitch};
 
 /// What the setting comes to for ranks that stand so.
 pub(super) fn switch(topology: &Topology, settings: &Settings, kind: DeviceKind) -> OverlapSwitch {
-    let on = match settings.overlap {
+    let on = match settings.reduce.overlap {
         // Hooks run when backward has ended.
-        _ if settings.hook.is_some() => false,
+        _ if settings.reduce.hook.is_some() => false,
         Overlap::On => topology.world_size() > 1,
         Overlap::Off => false,
         // On one host, ranks compute on the cores that sending would need.
@@ -35,11 +35,11 @@ pub(super) fn terms(
     topology: &Topology,
     road: &DeviceReducer,
 ) -> Vec<Term> {
-    let replicas = match settings.check_replicas {
+    let replicas = match settings.reduce.check_replicas {
         Some(steps) => format!("every {steps} steps"),
         None => "never".to_owned(),
     };
-    let schedule = match settings.trace_schedule {
+    let schedule = match settings.trace.schedule {
         Some(schedule) => schedule.to_string(),
         None => "none".to_owned(),
     };
@@ -49,15 +49,15 @@ pub(super) fn terms(
             settings.accumulation_steps,
         )
         .set_by("ACCEL_ACCUMULATION_STEPS, `accumulation_steps` or `global_batch`"),
-        Term::new("the bucket size in bytes", settings.bucket_size).set_by("`bucket_size`"),
-        Term::new("the compression", settings.compression)
+        Term::new("the bucket size in bytes", settings.reduce.bucket_size).set_by("`bucket_size`"),
+        Term::new("the compression", settings.reduce.compression)
             .set_by("ACCEL_COMPRESSION or `with_compression`"),
         // Ranks that ask for it in other words may come to the same.
         Term::new("overlap", switch.name())
             .shown_as(explained(switch, settings, topology, road.kind()))
             .set_by("ACCEL_OVERLAP or `with_overlap`"),
-        Term::new("the precision", settings.precision).set_by("ACCEL_PRECISION or `precision`"),
-        Term::new("the reduction", settings.reduction)
+        Term::new("the precision", settings.reduce.precision).set_by("ACCEL_PRECISION or `precision`"),
+        Term::new("the reduction", settings.reduce.reduction)
             .set_by("ACCEL_REDUCTION or `with_reduction`"),
         // What all ranks scale by is found in one way on devices, and in another in memory.
         Term::new("where gradients are summed", road.home())
@@ -66,8 +66,8 @@ pub(super) fn terms(
                 "the kind of device, ACCEL_REDUCTION and ACCEL_COMPRESSION; ACCEL_REDUCTION=staged on every rank \
                  lets all kinds of devices train together",
             ),
-        Term::new("the scale of the loss", settings.loss_scale).set_by("`loss_scale`"),
-        Term::new("a loss that is not finite", settings.on_non_finite_loss.name())
+        Term::new("the scale of the loss", settings.reduce.loss_scale).set_by("`loss_scale`"),
+        Term::new("a loss that is not finite", settings.reduce.on_non_finite_loss.name())
             .set_by("`stop_at_non_finite_loss`"),
         Term::new("the seed", settings.seed).set_by("`seed`"),
         Term::new("what is recorded", settings.recording)
@@ -80,7 +80,7 @@ pub(super) fn terms(
 
 /// The hook, which is made to learn its name.
 pub(super) fn hook_term(settings: &Settings) -> Term {
-    let hook = settings.hook.as_ref().map(HookFactory::make);
+    let hook = settings.reduce.hook.as_ref().map(HookFactory::make);
     let name = hook.as_ref().map_or("none", |hook| hook.name());
     Term::new("the communication hook", name).set_by("`with_communication_hook`")
 }
@@ -92,8 +92,10 @@ fn explained(
     topology: &Topology,
     kind: DeviceKind,
 ) -> String {
-    match settings.overlap {
-        _ if settings.hook.is_some() => format!("{} (by a communication hook)", switch.name()),
+    match settings.reduce.overlap {
+        _ if settings.reduce.hook.is_some() => {
+            format!("{} (by a communication hook)", switch.name())
+        }
         Overlap::Auto => format!(
             "{} (`auto`, on the device `{kind}`, with {} of {} ranks on its host)",
             switch.name(),

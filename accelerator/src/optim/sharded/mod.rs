@@ -25,8 +25,9 @@ use super::fused::step::{self, StepOutput};
 use super::state::check_types;
 use super::unsharded::FusedSupport;
 use crate::core::error::{Error, Kind, Result};
+use crate::core::tensor_rank::with_rank;
 use crate::model::Trainable;
-use crate::reduce::{GradientMeans, ShardMap, with_rank};
+use crate::reduce::{GradientMeans, ShardMap};
 
 /// An optimizer whose state is shared out over the ranks: prepare `Sharded(optimizer)` in its place,
 /// with or without a scheduler.

@@ -9,8 +9,8 @@ use burn::tensor::{Bytes, Device, Shape, Tensor};
 use super::leaf;
 use super::partition::Partition;
 use crate::core::module_path::ModulePath;
+use crate::core::tensor_rank::with_rank;
 use crate::optim::fused::step;
-use crate::reduce::with_rank;
 
 /// This rank's pieces of parameters, as a module that Burn's optimizers step. They have the ids,
 /// paths and numbers of dimensions of what they are pieces of.

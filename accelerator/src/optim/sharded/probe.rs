@@ -4,8 +4,8 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor, TensorData};
 
 use super::param_shards::ParamShards;
+use crate::core::tensor_rank::with_rank;
 use crate::model::Trainable;
-use crate::reduce::with_rank;
 
 /// Elements of the tensor that is stepped: 8 rows and 6 columns, where there are two dimensions.
 const ELEMENTS: usize = 48;

@@ -7,8 +7,8 @@ use burn::tensor::{Device, Tensor};
 use super::param_shards::{ParamShard, ParamShards, ShardReader};
 use super::partition::Partitioner;
 use super::{Shards, probe};
+use crate::core::tensor_rank::with_rank;
 use crate::model::Trainable;
-use crate::reduce::with_rank;
 
 /// An optimizer without state, after it has stepped what this rank has of a model's parameters. The model stays as
 /// it is.

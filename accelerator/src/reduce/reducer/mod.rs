@@ -25,10 +25,10 @@ use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::shard::SumScope;
 use super::step_commit::SeenUpdates;
 use super::window::{self, BatchFingerprint, LossSum, Window, check_all_known};
-use crate::accelerator::Trigger;
 use crate::core::error::Result;
 use crate::data::ConsumeTicket;
 use crate::precision::Cast;
+use crate::reduce::trigger::Trigger;
 use crate::timeline::{EventSubject, Phase, Timeline};
 
 /// Sums a window over the ranks: takes the gradients of its last micro-step, in the middle of

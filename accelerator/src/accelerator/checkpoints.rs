@@ -1,0 +1,367 @@
+use super::Accelerator;
+use crate::checkpoint::{
+    self, Checkpoints, Position, Rescale, Resume, Save, Saved, Saving, WorldChange,
+};
+use crate::core::error::Result;
+use crate::data::PreparedLoader;
+
+/// Saving everything, and going on from there.
+/// Checkpoints. Only rank 0 writes and reads files, so no common file system is needed; every rank
+/// must call the same method, except [`save_emergency`](Self::save_emergency).
+impl Accelerator {
+    /// Saves a checkpoint: model, optimizer with its schedule, where the loaders stand, and values
+    /// of the program's own, in one new folder within `checkpoints`.
+    ///
+    /// Save between optimizer steps: when `optimizer.outcome()` is `Stepped`, or after an epoch.
+    /// Batches count as used when they went into an optimizer step; a batch that was taken from the
+    /// loader and is not there yet comes again.
+    ///
+    /// First all ranks compare what they are about to save; if one is not ready, none saves. Then
+    /// running statistics are brought together, so that they are the same on all ranks afterwards
+    /// ([`sync_buffers`](Self::sync_buffers)): a program that goes on from here has what one has that was never
+    /// interrupted. Then rank 0 writes, under a hidden name that is changed at the end. Then old checkpoints are
+    /// removed, beyond the [limit](Checkpoints::with_total_limit).
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// use burn::optim::AdamConfig;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    /// # let accelerator = Accelerator::new()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    ///
+    /// let optimizer = accelerator.prepare(AdamConfig::new().init())?;
+    /// let lowest_loss = 0.25;
+    /// let saved = accelerator.save_state(folder, (&model, &optimizer, Object(&lowest_loss)))?;
+    /// accelerator.print(format_args!("saved as {}", saved.path().display()));
+    /// # assert!(saved.path().is_dir());
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// The same on every rank: [`Error::is_misuse`](crate::Error::is_misuse) between the micro-steps
+    /// of a window, or between the steps of two models with one batch, for a model that was not prepared, an
+    /// optimizer without its model, or ranks that save different things; [`Error::is_config`](crate::Error::is_config) where ranks are given different
+    /// folders, which it shows; [`Error::is_drift`](crate::Error::is_drift) where the parameters of a model are no
+    /// longer [the same](Self::check_replicas) on all ranks;
+    /// [`Error::is_io`](crate::Error::is_io) when rank 0 cannot write;
+    /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) when a hook fails. The outcome of an
+    /// earlier [`save_state_async`](Self::save_state_async) that nobody waited for is told here,
+    /// and nothing is saved then. [`Error::is_collective`](crate::Error::is_collective) when a rank
+    /// is lost: a checkpoint is there complete, or not at all.
+    #[track_caller]
+    pub fn save_state<K>(
+        &self,
+        checkpoints: impl Into<Checkpoints>,
+        parts: impl Save<K>,
+    ) -> Result<Saved> {
+        checkpoint::save(&self.shared.checkpoints, &checkpoints.into(), parts)
+    }
+
+    /// As [`save_state`](Self::save_state), with the writing on a thread beside training, which
+    /// waits only until values are taken: handles of tensors, that later steps leave alone.
+    /// Meanwhile the old values take memory.
+    ///
+    /// One save runs at a time: the next one first waits for it.
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// # use accelerator::checkpoint::Object;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    /// # let accelerator = Accelerator::new()?;
+    /// let saving = accelerator.save_state_async(folder, Object(&"state"))?;
+    /// // Train on here; `saving.is_done()?` tells all ranks alike when waiting takes no time.
+    /// let saved = saving.wait()?;
+    /// assert_eq!(saved.number(), 1);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`save_state`](Self::save_state), for what is found before the writing begins. What goes
+    /// wrong later is told on every rank by [`Saving::wait`], the next save, or
+    /// [`finish`](Self::finish).
+    #[track_caller]
+    pub fn save_state_async<K>(
+        &self,
+        checkpoints: impl Into<Checkpoints>,
+        parts: impl Save<K>,
+    ) -> Result<Saving> {
+        checkpoint::save_async(&self.shared.checkpoints, checkpoints.into(), parts)
+    }
+
+    /// Saves what is left when another rank is lost: for the survivors, after an error that
+    /// [is about a lost peer](crate::Error::is_peer_lost).
+    ///
+    /// Ranks do not communicate here: each knows what it has heard of the others, waits up to a
+    /// second for more, and comes to the same
+    /// [list of lost ranks](crate::collective::ProcessGroup::lost). The lowest rank that is not on
+    /// it writes, on its own host, and gets `Some`; the others look a second time whether it lives, and
+    /// do nothing. Where the network splits,
+    /// each side takes the other for lost and writes a checkpoint: in a folder that both see there
+    /// are two, of the same step. A writer that dies while it writes leaves none, and the others
+    /// need not notice.
+    ///
+    /// The checkpoint is that of the last complete step: a window that failed, or is open, is not in
+    /// it, and its batches come again. Running statistics of a batch norm are the writer's own.
+    ///
+    /// ```no_run
+    /// # use accelerator::prelude::*;
+    /// # fn train(_: &Accelerator, _: &mut u64) -> Result<()> { Ok(()) }
+    /// use accelerator::checkpoint::Object;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let mut state = 0;
+    /// if let Err(error) = train(&accelerator, &mut state) {
+    ///     if error.is_peer_lost() {
+    ///         accelerator.save_emergency("runs/a", Object(&state))?;
+    ///     }
+    ///     return Err(error);
+    /// }
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`](crate::Error::is_misuse) when no rank is lost: every rank must have
+    /// come here to find that. The error of the group when it failed in another way.
+    /// [`Error::is_peer_lost`](crate::Error::is_peer_lost) when no rank is left that could write.
+    /// [`Error::is_io`](crate::Error::is_io) when the checkpoint cannot be written.
+    #[track_caller]
+    pub fn save_emergency<K>(
+        &self,
+        checkpoints: impl Into<Checkpoints>,
+        parts: impl Save<K>,
+    ) -> Result<Option<Saved>> {
+        checkpoint::save_emergency(&self.shared.checkpoints, &checkpoints.into(), parts)
+    }
+
+    /// Gives prepared parts what the newest good checkpoint in the folder saved of them, and says
+    /// where to go on. Without any checkpoint, parts come back as they are, and
+    /// [`Position::is_start`] says so.
+    ///
+    /// Pass the parts that were saved, in the same order, the values of your own as they are at the
+    /// start. `checkpoints` may also be the path of one checkpoint.
+    ///
+    /// - Models get values and parameter ids; optimizers their state, with schedule and count.
+    /// - Loaders: the epoch that was not finished goes on after the last sample that was used, with
+    ///   the same order of samples; every other epoch is whole. Loaders that no gradients were made
+    ///   from begin anew, as validation does. So does one that is read beside another (`labelled.zip(unlabelled)`) where
+    ///   `backward` gets the batch of that other alone: give it each batch with its own loss, in one window
+    ///   ([`no_sync`](crate::Weight::no_sync) for the first), and both go on; or save at the ends of epochs.
+    ///   Pass every loader of the training: one that was not saved begins anew.
+    /// - [`AssumeDeterministic`](crate::data::AssumeDeterministic) loaders of Burn's own skip what was used by reading and
+    ///   dropping it. That needs as many ranks as before, and an order that is the same each time.
+    /// - At another number of ranks, a step uses as many samples as before, divided as evenly as
+    ///   possible, and the learning rate stays: see [`resume_with`](Self::resume_with). With
+    ///   [`global_batch`](crate::AcceleratorBuilder::global_batch), batches stay as they are, and micro-steps
+    ///   follow. A schedule over the steps of a plan needs the loader first: see
+    ///   [`resume_loader`](Self::resume_loader).
+    /// - Running statistics of a batch norm are those of all ranks that saved, on every rank.
+    ///
+    /// Figures that are built over an epoch, such as its mean loss, are saved and resumed beside these: see
+    /// [`metric`](crate::metric#in-a-checkpoint), also for another number of ranks.
+    ///
+    /// Checkpoints that are damaged are passed over with a warning, and left where they are.
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// use burn::optim::AdamConfig;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    /// # let accelerator = Accelerator::new()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    ///
+    /// let optimizer = accelerator.prepare(AdamConfig::new().init())?;
+    /// let lowest_loss = f64::INFINITY;
+    /// let parts = (model, optimizer, Object(lowest_loss));
+    /// let ((model, optimizer, Object(lowest_loss)), position) =
+    ///     accelerator.resume(folder, parts)?;
+    /// for epoch in position.epoch()..3 {
+    ///     // Train.
+    ///     accelerator.save_state(folder, (&model, &optimizer, Object(&lowest_loss)))?;
+    /// }
+    /// # let (_, position) = accelerator.resume(folder, (model, optimizer, Object(lowest_loss)))?;
+    /// # assert_eq!(position.checkpoint(), Some(3));
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// The same on every rank. It never starts afresh by itself.
+    ///
+    /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) for
+    ///
+    /// - other parts than were saved,
+    /// - a loader with another number or order of samples,
+    /// - another kind of scheduler, or of optimizer by the state that it keeps (AdamW in place of Adam is not told, and a
+    ///   momentum that is turned on or off is a warning),
+    /// - a schedule that gives another rate for the last step where the number of ranks is another one and the
+    ///   samples of a step are not (elsewhere, and where the steps were planned with what
+    ///   [`resume_loader`](Self::resume_loader) gave back, it is a warning: a program may change its schedule),
+    /// - state of an optimizer that Burn would load in another float type than that in which it was saved (see
+    ///   [`fused`](crate::optim::fused)),
+    /// - checkpoints of which none is whole.
+    ///
+    /// [`Error::is_model`](crate::Error::is_model) for a model of another layout.
+    /// [`Error::is_config`](crate::Error::is_config) where batches cannot be divided over the ranks, or ranks are
+    /// given different folders or parts. [`Error::is_io`](crate::Error::is_io) when rank 0 cannot read.
+    #[track_caller]
+    pub fn resume<K, P: Resume<K>>(
+        &self,
+        checkpoints: impl Into<Checkpoints>,
+        parts: P,
+    ) -> Result<(P, Position)> {
+        checkpoint::resume(&self.shared.checkpoints, &checkpoints.into(), parts, |_| {
+            Rescale::default()
+        })
+    }
+
+    /// Gives a loader alone what [`resume`](Self::resume) will give it, before there is an optimizer: so that a
+    /// [plan](Self::plan), and a schedule over its steps, count the batches with which training goes on at
+    /// another number of ranks. Pass all parts to `resume` afterwards. Without any checkpoint, the loader comes
+    /// back as it is.
+    ///
+    /// The loader is found by its number among the loaders that the program has prepared. The checkpoint is
+    /// verified each time.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+    /// use burn::optim::SgdConfig;
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    ///
+    /// let life = |ranks| launch(ranks, |accelerator| {
+    ///     let dataset = InMemDataset::new((0..96).collect());
+    ///     let train = DataLoaderBuilder::new(Listed).batch_size(8).build(dataset);
+    ///     let train = accelerator.prepare(train)?;
+    ///     let train = accelerator.resume_loader(folder, train)?;
+    ///     let steps = accelerator.plan(&train, 3).steps.expect("a data set knows its length");
+    ///     let schedule = CosineAnnealingLrSchedulerConfig::new(1e-2, steps as usize).init().unwrap();
+    ///     let optimizer = accelerator.prepare((SgdConfig::new().init(), schedule))?;
+    ///     let ((optimizer, train), _) = accelerator.resume(folder, (optimizer, train))?;
+    ///     accelerator.save_state(folder, (&optimizer, &train))?;
+    ///     Ok(steps)
+    /// });
+    /// assert_eq!(life(2)?, [18, 18]);
+    /// assert_eq!(life(1)?, [18], "batches of 16 are kept");
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// The same on every rank: those of [`resume`](Self::resume) that are about loaders and folders, and
+    /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) where no loader of that number was saved.
+    #[track_caller]
+    pub fn resume_loader<O: Send + 'static>(
+        &self,
+        checkpoints: impl Into<Checkpoints>,
+        loader: PreparedLoader<O>,
+    ) -> Result<PreparedLoader<O>> {
+        checkpoint::resume_loader(
+            &self.shared.checkpoints,
+            &checkpoints.into(),
+            loader,
+            |_| Rescale::default(),
+        )
+    }
+
+    /// As [`resume_loader`](Self::resume_loader), for a program that goes on by
+    /// [`resume_with`](Self::resume_with): with its rule.
+    ///
+    /// ```
+    /// use accelerator::checkpoint::Rescale;
+    /// use accelerator::prelude::*;
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    /// # let train = || {
+    /// #     let dataset = InMemDataset::new((0..96).collect());
+    /// #     DataLoaderBuilder::new(Listed).batch_size(8).build(dataset)
+    /// # };
+    ///
+    /// launch(2, |accelerator| {
+    ///     let train = accelerator.prepare(train())?;
+    ///     accelerator.save_state(folder, &train).map(drop)
+    /// })?;
+    /// launch(3, |accelerator| {
+    ///     let train = accelerator.prepare(train())?;
+    ///     let train = accelerator
+    ///         .resume_loader_with(folder, train, |_| Rescale::keep_batch_per_rank())?;
+    ///     assert_eq!(train.steps(), Some(4));
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of both.
+    #[track_caller]
+    pub fn resume_loader_with<O: Send + 'static>(
+        &self,
+        checkpoints: impl Into<Checkpoints>,
+        loader: PreparedLoader<O>,
+        rule: impl FnOnce(&WorldChange) -> Rescale,
+    ) -> Result<PreparedLoader<O>> {
+        checkpoint::resume_loader(&self.shared.checkpoints, &checkpoints.into(), loader, rule)
+    }
+
+    /// As [`resume`](Self::resume), with a rule for another number of ranks; see [`Rescale`]. The
+    /// rule is asked on rank 0, and only if the number is another one.
+    ///
+    /// A batch size that was changed in the program holds as it is, whatever the rule.
+    ///
+    /// ```
+    /// use accelerator::checkpoint::Rescale;
+    /// use accelerator::prelude::*;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    ///
+    /// launch(2, |accelerator| accelerator.save_state(folder, Object(&1)).map(drop))?;
+    /// launch(3, |accelerator| {
+    ///     let (_, position) = accelerator.resume_with(folder, Object(0), |change| {
+    ///         // The same steps where the job shrank, larger ones where it grew.
+    ///         match change.now() < change.before() {
+    ///             true => Rescale::keep_global_batch(),
+    ///             false => Rescale::keep_batch_per_rank().with_learning_rate_factor(change.ratio()),
+    ///         }
+    ///     })?;
+    ///     assert_eq!(position.learning_rate_factor(), 1.5);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`resume`](Self::resume), and [`Error::is_config`](crate::Error::is_config) for a factor
+    /// that is not a positive number.
+    #[track_caller]
+    pub fn resume_with<K, P: Resume<K>>(
+        &self,
+        checkpoints: impl Into<Checkpoints>,
+        parts: P,
+        rule: impl FnOnce(&WorldChange) -> Rescale,
+    ) -> Result<(P, Position)> {
+        checkpoint::resume(&self.shared.checkpoints, &checkpoints.into(), parts, rule)
+    }
+}

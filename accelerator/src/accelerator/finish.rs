@@ -1,0 +1,111 @@
+use super::Accelerator;
+use crate::core::error::{Error, Result};
+use crate::core::user_message;
+use crate::reduce::SeenUpdates;
+
+/// The end of a job.
+impl Accelerator {
+    /// Says goodbye to the other ranks, once all have come here. Call it at the end of the
+    /// program: ranks that still communicate when another has left without it get an error that
+    /// says so. Where there are several ranks, a model that was prepared and for which
+    /// [`backward`](Self::backward) was never called is warned of, and so is one whose gradients no optimizer stepped
+    /// with.
+    /// Micro-steps in a window that is still open are lost, which rank 0 says.
+    ///
+    /// How often the ranks have updated each model, with which learning rates and clips, is compared: some 60 bytes a
+    /// model travel. The values of parameters are not looked at, so another kind of optimizer on some rank goes
+    /// unnoticed here; [`check_replicas`](Self::check_replicas) finds it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_drift`](crate::Error::is_drift) on every rank where one has updated a model otherwise than the
+    /// others, which [`backward`](Self::backward) tells of all updates but the last; the group is left all the same;
+    /// [`Error::is_collective`](crate::Error::is_collective) when a rank does not come;
+    /// [`Error::is_misuse`](crate::Error::is_misuse), and nothing happens, where only some ranks are. The error
+    /// of a checkpoint that was [saved beside training](Self::save_state_async), if nobody asked for it
+    /// before, or of a [`SyncBatchNorm`](crate::nn::SyncBatchNorm) whose output nothing has refused; the group is
+    /// left all the same. Where both go wrong, the error is that of the
+    /// checkpoint, with the other one as its [source](Error::collective).
+    #[track_caller]
+    pub fn finish(&self) -> Result<()> {
+        let (timeline, group) = (&self.shared.context.timeline, &self.shared.context.group);
+        if self.world_size() > 1 {
+            group.check_allowed("`finish`")?;
+        }
+        let alike = self.check_updates();
+        self.warn_without_backward();
+        if self.is_main_process() {
+            self.shared.reduction.models.warn_open_windows();
+        }
+        let saved = self.shared.checkpoints.settle();
+        let saved = saved.and_then(|()| self.shared.context.forward_collectives.check());
+        let saved = saved.and(alike);
+        if let Some(path) = self.shared.trace.whole()
+            && let Err(error) = timeline.write(group, path)
+        {
+            user_message::warn(&format!("the trace is lost: {error}"));
+        }
+        if let Err(error) = timeline.finish(group) {
+            // The barrier returns it.
+            tracing::debug!(%error, "ranks are missing: traces of cycles are each rank's own");
+        }
+        let met = self.shared.context.group.barrier();
+        self.shared.context.group.close()?;
+        match (saved, met) {
+            (saved, Ok(())) => saved,
+            (Ok(()), Err(lost)) => Err(lost.into()),
+            (Err(error), Err(_)) if error.is_collective() => Err(error),
+            (Err(error), Err(lost)) => {
+                let message = format!("{error:?}; and the ranks did not finish together: {lost}");
+                Err(Error::with_source(error.kind(), message, lost))
+            }
+        }
+    }
+
+    /// Whether all ranks have updated their models alike.
+    #[track_caller]
+    fn check_updates(&self) -> Result<()> {
+        if self.world_size() == 1 {
+            return Ok(());
+        }
+        let finishing = self.shared.context.group.for_purpose("finish");
+        // Of a rank that is missing, the barrier tells.
+        let Ok(ranks) = finishing.all_gather_object(&self.shared.reduction.models.updates()) else {
+            return Ok(());
+        };
+        for model in 0..ranks[0].len() {
+            let model: Vec<_> = ranks
+                .iter()
+                .filter_map(|models| models.get(model).copied())
+                .collect();
+            SeenUpdates::check(&model)?;
+        }
+        Ok(())
+    }
+
+    /// Warns of prepared models for which `backward` was never called.
+    fn warn_without_backward(&self) {
+        if !self.is_main_process() {
+            return;
+        }
+        for path in self.shared.reduction.models.unstepped() {
+            user_message::warn(&format!(
+                "`backward` was called for a model (its first parameter is `{path}`), and no optimizer stepped with \
+                 what it gave, so it is as it was: where it was to be trained, give those to the optimizer, and go on with the \
+                 model that `step` gives back"
+            ));
+        }
+        if self.world_size() == 1 {
+            return;
+        }
+        for path in self.shared.reduction.models.untrained() {
+            user_message::warn(&format!(
+                "a model was prepared (its first parameter is `{path}`), and `backward` was never called for it: \
+                 where it was trained, each of the {} ranks has trained a model of its own; write \
+                 `accelerator.backward(loss, &model, &batch)` and step with what that gives; where it is only \
+                 evaluated, do so with `accelerator.valid(&model)`, which compares it, or prepare it with `.no_grad()`",
+                self.world_size()
+            ));
+        }
+    }
+}

@@ -1,0 +1,265 @@
+use burn::module::Module;
+use burn::tensor::{Device, Tensor};
+
+use super::Accelerator;
+use super::prepare::{Prepare, check_kinds};
+use crate::core::error::Result;
+use crate::core::generator::drawing;
+use crate::data::weight::Weight;
+use crate::reduce::{self, Gradients, OverlapReport, ReduceScope};
+use crate::{model, replicas};
+
+/// The loop of a training.
+impl Accelerator {
+    /// Makes model, optimizer and data loaders ready for wherever this program was started, and
+    /// gives them back in the order in which they came.
+    ///
+    /// | give | get |
+    /// |---|---|
+    /// | a Burn module | the same module, with rank 0's parameters, buffers and parameter ids |
+    /// | a `ModuleOptimizer` | a [`PreparedOptimizer`](crate::optim::PreparedOptimizer) whose `step` takes the learning rate |
+    /// | `(optimizer, scheduler)` | one whose `step` advances the scheduler itself |
+    /// | [`Sharded(optimizer)`](crate::optim::Sharded) | the same, with its state shared out over the ranks |
+    /// | a [`Loader`](crate::data::Loader) | this rank's share, as a [`PreparedLoader`](crate::data::PreparedLoader) |
+    /// | [`AssumeDeterministic`](crate::data::AssumeDeterministic) around one of Burn's own loaders | the same, shared out batch by batch |
+    /// | a tuple of these | a tuple of those |
+    ///
+    /// Every rank must prepare the same things in the same order.
+    ///
+    /// A model is known by its parameters' ids, which are rank 0's from here on: go on with what comes back.
+    /// A clone that was made before is another model, which was not prepared, on one process too: clone afterwards.
+    ///
+    /// A model that was prepared before is prepared again when other parts of it are to be trained: see
+    /// [freezing](crate::optim#freezing-and-unfreezing-on-the-way). Its training goes on: the count of its steps,
+    /// and the scale of its losses. So a training from the start begins with a model that is built anew, and not
+    /// with a clone.
+    ///
+    /// A model that has one `ParamId` in several places, such as a language model whose output layer is a clone of
+    /// its token embedding, has one parameter there: it stays [tied](crate::model::retie_parameters).
+    ///
+    /// A model stays known as long as the accelerator lives, since nothing tells when a program has done with
+    /// it: that is a few hundred bytes for each of its parameters. A program that trains one model after the
+    /// other needs [memory for the gradients](Self::bucket_memory) of one.
+    ///
+    /// A bare number is a Burn module too, so `(optimizer, 1e-3)` could be two things, and the
+    /// compiler answers "type annotations needed" (E0283). Give a constant rate to `step`, or as
+    /// `(optimizer, ConstantLr::new(1e-3))`.
+    ///
+    /// ```
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # struct Listed;
+    /// # impl Batcher<u32, Vec<u32>> for Listed {
+    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
+    /// # }
+    /// use accelerator::prelude::*;
+    /// use burn::lr_scheduler::constant::ConstantLr;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::AdamConfig;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let model: Linear = LinearConfig::new(2, 1).init(&accelerator.device());
+    /// let optimizer = (AdamConfig::new().init(), ConstantLr::new(1e-3));
+    /// # let dataset = InMemDataset::new((0..32).collect());
+    /// let train = DataLoaderBuilder::new(Listed).batch_size(8).build(dataset);
+    /// let (model, optimizer, train) = accelerator.prepare((model, optimizer, train))?;
+    /// # assert_eq!((optimizer.steps(), train.steps()), (0, Some(4)));
+    /// # let _: Linear = model;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_model`](crate::Error::is_model) when the model's layout differs between ranks,
+    /// naming the rank and the first path that differs;
+    /// [`Error::is_config`](crate::Error::is_config) for a loader whose batch size is 0 or cannot be
+    /// shared by this many ranks, whose data set has no samples or makes no step, or that differs between ranks, in
+    /// [some of its items](crate::data#the-same-data-set-on-every-rank) too;
+    /// [`Error::is_data`](crate::Error::is_data) or [`is_panic`](crate::Error::is_panic) where no rank of several can
+    /// read these items;
+    /// [`Error::is_misuse`](crate::Error::is_misuse) when ranks prepare different things, or in another order,
+    /// for a model of which a parameter lies on a device that records no gradients, as `Device::default()`,
+    /// and for a model that is prepared again in the middle of an accumulation window or of
+    /// [local training](crate::local), which go on as if it had not been;
+    /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) for an optimizer with state that was loaded in another
+    /// float type than that of its parameter, of a model that was prepared before;
+    /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
+    #[track_caller]
+    pub fn prepare<K, P: Prepare<K>>(&self, parts: P) -> Result<P::Prepared> {
+        check_kinds::<K, P>(self)?;
+        parts.prepare(self)
+    }
+
+    /// Builds a model whose initial weights follow the seed alone, on the device of
+    /// [`device`](Self::device).
+    ///
+    /// A rank that is a process gets that from plain `Model::new(&accelerator.device())` as well.
+    /// Ranks that are threads share Burn's CPU generator, and draw from it all at once: there this
+    /// method lets one build at a time, from the seed.
+    ///
+    /// ```
+    /// use burn::nn::{Linear, LinearConfig};
+    ///
+    /// let train = |accelerator: accelerator::Accelerator| {
+    ///     let model: Linear = accelerator.init(|device| LinearConfig::new(3, 3).init(device));
+    ///     let model = accelerator.prepare(model)?;
+    ///     Ok(model.weight.val().into_data())
+    /// };
+    /// let alone = accelerator::launch(1, train)?;
+    /// let together = accelerator::launch(4, train)?;
+    /// assert!(together.iter().all(|weight| *weight == alone[0]));
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
+    /// Within `build`, another model may be built by `init`, from the seed again; an accelerator cannot be,
+    /// since that would set the generator under this model: [`Error::is_misuse`].
+    pub fn init<M: Module>(&self, build: impl FnOnce(&Device) -> M) -> M {
+        let _turn = drawing();
+        let device = self.device();
+        device.seed(self.seed());
+        let model = build(&device);
+        model::draw_all(&model);
+        model
+    }
+
+    /// Runs the backward pass of `loss` and, at the end of an accumulation window, averages the
+    /// gradients of `model` over every sample of every rank.
+    ///
+    /// `loss` is the mean over this rank's batch, as Burn's losses give it. `weight` says over
+    /// how many samples (or tokens): pass the batch itself, [`Batch::with_weight`], or a count. A bare count
+    /// is taken at its word, on an idle rank too: that has a batch of padding, whose `len()` is not 0. Pass
+    /// `&batch`, or [`Batch::real`], which leaves padding out.
+    /// The average is exact also where ranks or micro-steps hold different numbers of samples;
+    /// an idle rank's gradient counts as zero.
+    ///
+    /// Nothing is communicated before the window ends. The result goes to
+    /// [`PreparedOptimizer::step`], which leaves the model alone until then.
+    ///
+    /// Ranks pair gradients by the order of calls: where there are several, each calls it from one
+    /// thread at a time. Burn 0.22.1 itself may lock up where one thread is in a backward pass while
+    /// another computes with the same parameters.
+    ///
+    /// [`Batch::real`]: crate::data::Batch::real
+    /// [`Batch::with_weight`]: crate::data::Batch::with_weight
+    /// [`PreparedOptimizer::step`]: crate::optim::PreparedOptimizer::step
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let losses = launch(2, |accelerator| {
+    /// #     let device = accelerator.device();
+    /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+    /// #     let model = accelerator.prepare(model)?;
+    ///     // A loss of 0 over one sample on rank 0, and of 1 over three on rank 1.
+    ///     let samples = 1 + 2 * accelerator.rank();
+    /// #     let zero = model.forward(Tensor::<2>::ones([samples, 2], &device)).mean() * 0.0;
+    /// #     let loss = zero + accelerator.rank() as f64;
+    ///     let gradients = accelerator.backward(loss, &model, samples)?;
+    ///     Ok(gradients.loss())
+    /// })?;
+    /// assert_eq!(losses, [Some(0.75), Some(0.75)]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or whose replicas
+    /// differ in the middle of [local steps](crate::local), a loss that does not depend
+    /// on it on any rank (which all learn at the end of the window), a weight that is not a number of samples
+    /// or out of the [bounds](crate::Weight) of sums, a
+    /// batch of a loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), a call where the ranks are
+    /// not together, as in [`on_main_process`](Self::on_main_process), which leaves the window as it is, or after
+    /// a [`SyncBatchNorm`](crate::nn::SyncBatchNorm) was used there, a call after one that failed on some ranks
+    /// alone and that their programs went on from, which all ranks are told until the next
+    /// [`prepare`](Self::prepare) or [`resume`](Self::resume) of a model, a window whose batches are of other
+    /// loaders, epochs or steps than those of another rank, which all ranks are told, or a call while another
+    /// thread reduces gradients of the same model, or of one whose window is being reduced, which ends
+    /// the group;
+    /// [`Error::is_not_finite`](crate::Error::is_not_finite) for a loss that is NaN or infinite, where the builder
+    /// was asked to [stop there](AcceleratorBuilder::stop_at_non_finite_loss);
+    /// [`Error::is_drift`](crate::Error::is_drift), on every rank, where one has stepped more often than another since
+    /// the model was prepared, or with another learning rate or clip;
+    /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost. The model
+    /// is untouched in each case.
+    #[track_caller]
+    pub fn backward<M: Module>(
+        &self,
+        loss: Tensor<1>,
+        model: &M,
+        weight: impl Into<Weight>,
+    ) -> Result<Gradients> {
+        self.backward_of(loss, model, weight.into(), ReduceScope::Global)
+    }
+
+    /// The same over the samples of these ranks.
+    #[track_caller]
+    pub(crate) fn backward_of<M: Module>(
+        &self,
+        loss: Tensor<1>,
+        model: &M,
+        weight: Weight,
+        scope: ReduceScope,
+    ) -> Result<Gradients> {
+        let context = &*self.shared.reduction;
+        let timeline = &context.timeline;
+        let gradients = reduce::backward(context, loss, model, weight, scope, |slot| {
+            replicas::check_when_due(context, slot, model)
+        });
+        match gradients {
+            Ok(_) => timeline.backward_ends(),
+            Err(_) => timeline.step_failed(),
+        }
+        gradients
+    }
+
+    /// How the gradients of a model were sent in its last step. It waits for nobody: while `backward` runs, as for a
+    /// [communication hook](crate::hook::CommunicationHook) that asks, it tells of the step before.
+    ///
+    /// ```
+    /// use accelerator::{Accelerator, OverlapState};
+    /// use burn::nn::{Linear, LinearConfig};
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&accelerator.device()))?;
+    /// // One process has nothing to send.
+    /// assert_eq!(accelerator.overlap_report(&model)?.state, OverlapState::Off);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared.
+    pub fn overlap_report<M: Module>(&self, model: &M) -> Result<OverlapReport> {
+        Ok(self.shared.reduction.models.find(model)?.overlap_report())
+    }
+
+    /// The bytes of the flat buffers in which this rank keeps gradients for communication, of all
+    /// models together. One process that does not accumulate needs none.
+    ///
+    /// They hold the gradients once, half-precision ones as `f32`, with a few numbers for each
+    /// parameter, in whole pages. [Compression](crate::Compression) adds what travels. Where gradients are
+    /// accumulated and communication [overlaps](crate::Overlap), they are there twice, since a step
+    /// may have to be undone.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let bytes = launch(2, |accelerator| {
+    /// #     let device = accelerator.device();
+    ///     let model: Linear = accelerator.init(|device| LinearConfig::new(64, 64).init(device));
+    ///     let model = accelerator.prepare(model)?;
+    ///     let loss = model.forward(Tensor::<2>::ones([4, 64], &device)).mean();
+    ///     let gradients = accelerator.backward(loss, &model, 4)?;
+    /// #     let _ = gradients;
+    ///     Ok(accelerator.bucket_memory())
+    /// })?;
+    /// assert!(bytes[0] >= (64 * 64 + 64) * size_of::<f32>());
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn bucket_memory(&self) -> usize {
+        self.shared.context.group.buffer_bytes()
+    }
+}

@@ -1,0 +1,100 @@
+//! What every part of the library needs of its rank.
+
+use core::num::NonZeroUsize;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use accelerator_collective::ProcessGroup;
+use burn::tensor::Device;
+
+use crate::core::device::DeviceKind;
+use crate::core::error::Result;
+use crate::core::forward_collectives::ForwardCollectives;
+use crate::timeline::Timeline;
+
+/// A rank: its group, its device, its place in the training. The layers below the facade take it in the place of an
+/// [`Accelerator`](crate::Accelerator).
+#[derive(Debug)]
+pub(crate) struct Context {
+    pub(crate) accumulation: Accumulation,
+    /// Without gradients.
+    pub(crate) device: Device,
+    pub(crate) device_kind: DeviceKind,
+    pub(crate) forward_collectives: ForwardCollectives,
+    pub(crate) group: ProcessGroup,
+    /// How many loaders were prepared: the next one's number.
+    pub(crate) loaders: AtomicU64,
+    pub(crate) seed: u64,
+    pub(crate) timeline: Timeline,
+}
+
+/// How much an optimizer step takes.
+#[derive(Debug)]
+pub(crate) struct Accumulation {
+    /// Micro-steps.
+    steps: AtomicUsize,
+    pub(crate) window: WindowSize,
+}
+
+/// What the program says about how much an optimizer step takes.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum WindowSize {
+    /// So many samples over all ranks.
+    Samples,
+    /// So many micro-steps.
+    Steps,
+}
+
+impl Context {
+    /// With gradients.
+    pub(crate) fn autodiff_device(&self) -> Device {
+        self.device.clone().autodiff()
+    }
+
+    pub(crate) fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    pub(crate) fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    pub(crate) fn world_size(&self) -> usize {
+        self.group.world_size()
+    }
+
+    pub(crate) fn is_main_process(&self) -> bool {
+        self.group.topology().is_main()
+    }
+
+    /// Does what this rank alone does: collectives within it are refused.
+    pub(crate) fn alone<T>(&self, work: impl FnOnce() -> T) -> T {
+        let _guard = (self.world_size() > 1).then(|| {
+            self.group.forbid(
+                "it was called inside a closure that runs on one rank only, where the others \
+                 would never join it; move it out of the closure",
+            )
+        });
+        work()
+    }
+
+    /// Fails where a layer's collective failed in the forward pass, in a call that all ranks make.
+    pub(crate) fn check_forward(&self) -> Result<()> {
+        self.forward_collectives.check_in(&self.group)
+    }
+
+    /// The number of a loader that is prepared now.
+    pub(crate) fn next_loader(&self) -> u64 {
+        self.loaders.fetch_add(1, Ordering::Relaxed)
+    }
+}
+
+impl Accumulation {
+    pub(crate) fn new(steps: NonZeroUsize, window: WindowSize) -> Self {
+        let steps = AtomicUsize::new(steps.get());
+        Self { steps, window }
+    }
+
+    pub(crate) fn steps(&self) -> usize {
+        self.steps.load(Ordering::Relaxed)
+    }
+}

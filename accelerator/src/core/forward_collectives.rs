@@ -1,0 +1,59 @@
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use accelerator_collective::ProcessGroup;
+
+use super::error::{Error, Result};
+
+/// Whether there are layers whose backward waits for other ranks. Their operations come in the order of
+/// the graph; gradients that were sent in between would come in an order of their own.
+#[derive(Debug, Default)]
+pub(crate) struct ForwardCollectives {
+    /// Why such a layer, which can return no error, gave values of no use.
+    failure: Mutex<Option<Error>>,
+    there: AtomicBool,
+}
+
+impl ForwardCollectives {
+    pub(crate) fn note(&self) {
+        self.there.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_noted(&self) -> bool {
+        self.there.load(Ordering::Relaxed)
+    }
+
+    /// Keeps why the ranks could not compute a layer together.
+    pub(crate) fn failed(&self, error: Error) {
+        self.failure().get_or_insert(error);
+    }
+
+    /// Fails where a layer did, before what came of it is used: once for one that was called where it must
+    /// not be, which leaves the group as it was, and always for a group that has failed.
+    pub(crate) fn check(&self) -> Result<()> {
+        if !self.is_noted() {
+            return Ok(());
+        }
+        let mut failure = self.failure();
+        let lasts = failure.as_ref().is_some_and(|error| !error.is_misuse());
+        let error = match lasts {
+            true => failure.clone(),
+            false => failure.take(),
+        };
+        error.map_or(Ok(()), Err)
+    }
+
+    /// The same in a call that the other ranks make, too: they do not know of a misuse on this one, and would wait for
+    /// it, so the group ends with it.
+    pub(crate) fn check_in(&self, group: &ProcessGroup) -> Result<()> {
+        self.check().inspect_err(|error| {
+            if group.check_allowed("this call").is_ok() {
+                group.abort(error.to_string());
+            }
+        })
+    }
+
+    fn failure(&self) -> MutexGuard<'_, Option<Error>> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

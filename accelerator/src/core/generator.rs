@@ -1,0 +1,37 @@
+use core::cell::Cell;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// One of the threads of this process at a time sets the device's generator and draws from it. A thread
+/// whose turn it is goes on.
+pub(crate) fn drawing() -> Drawing {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let turn = (!is_drawing()).then(|| {
+        let turn = ONE_AT_A_TIME.lock();
+        turn.unwrap_or_else(PoisonError::into_inner)
+    });
+    DRAWING.set(true);
+    Drawing { turn }
+}
+
+/// Whether it is this thread's turn to draw.
+pub(crate) fn is_drawing() -> bool {
+    DRAWING.get()
+}
+
+thread_local! {
+    static DRAWING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A turn to draw, or a part of one.
+pub(crate) struct Drawing {
+    /// `None` for a part.
+    turn: Option<MutexGuard<'static, ()>>,
+}
+
+impl Drop for Drawing {
+    fn drop(&mut self) {
+        if self.turn.is_some() {
+            DRAWING.set(false);
+        }
+    }
+}

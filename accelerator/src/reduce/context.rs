@@ -1,0 +1,96 @@
+use core::num::NonZeroU64;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use super::backward_guard::BackwardGuard;
+use super::compression::Compression;
+use super::device_reduce::{DeviceReducer, GradientReduction};
+use super::failed_calls::FailedCalls;
+use super::hook::{HookFactory, HookInstance};
+use super::models::Models;
+use super::non_finite_loss::OnNonFiniteLoss;
+use super::overlap::{Overlap, OverlapSwitch};
+use super::trigger::Trigger;
+use super::working_copy::WorkingUse;
+use crate::context::Context;
+use crate::precision::{LossScale, Precision, Scaler};
+
+/// A rank that reduces gradients: its [`Context`], with the models that were prepared.
+#[derive(Debug)]
+pub(crate) struct ReduceContext {
+    pub(crate) context: Arc<Context>,
+    /// Between its device and the other ranks.
+    pub(crate) device_reducer: Arc<DeviceReducer>,
+    pub(crate) failed_calls: Arc<FailedCalls>,
+    /// Of the threads that reduce gradients.
+    pub(crate) guard: BackwardGuard,
+    pub(crate) models: Models,
+    pub(crate) overlap: OverlapSwitch,
+    pub(crate) settings: ReduceSettings,
+    pub(crate) trigger: Arc<Trigger>,
+    pub(crate) working: WorkingUse,
+}
+
+/// How gradients are reduced, as the program asks for it.
+#[derive(Clone, Debug)]
+pub(crate) struct ReduceSettings {
+    /// In bytes.
+    pub(crate) bucket_size: usize,
+    /// After how many optimizer steps the parameters of all ranks are compared.
+    pub(crate) check_replicas: Option<NonZeroU64>,
+    pub(crate) compression: Compression,
+    pub(crate) hook: Option<HookFactory>,
+    pub(crate) loss_scale: LossScale,
+    pub(crate) on_non_finite_loss: OnNonFiniteLoss,
+    pub(crate) overlap: Overlap,
+    pub(crate) precision: Precision,
+    pub(crate) reduction: GradientReduction,
+    pub(crate) same_batches: SameBatches,
+}
+
+/// What the program says of ranks that compute the same.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum SameBatches {
+    Allowed,
+    /// They are taken for a mistake.
+    Unexpected,
+}
+
+impl ReduceContext {
+    pub(crate) fn new(
+        context: Arc<Context>,
+        device_reducer: DeviceReducer,
+        overlap: OverlapSwitch,
+        settings: ReduceSettings,
+    ) -> Self {
+        Self {
+            context,
+            device_reducer: Arc::new(device_reducer),
+            failed_calls: Arc::default(),
+            guard: BackwardGuard::default(),
+            models: Models::default(),
+            overlap,
+            settings,
+            trigger: Arc::default(),
+            working: WorkingUse::default(),
+        }
+    }
+
+    /// The hook of one more model.
+    pub(crate) fn communication_hook(&self) -> Option<HookInstance> {
+        self.settings.hook.as_ref().map(HookFactory::make)
+    }
+
+    /// The scale of the losses of one more model, where losses are scaled.
+    pub(super) fn scaler(&self) -> Option<Scaler> {
+        (self.settings.precision == Precision::F16).then(|| Scaler::new(self.settings.loss_scale))
+    }
+}
+
+impl Deref for ReduceContext {
+    type Target = Context;
+
+    fn deref(&self) -> &Context {
+        &self.context
+    }
+}

@@ -1,0 +1,189 @@
+//! How a model becomes known to the reduction: when it is prepared, and when it is resumed.
+
+use std::path::Path;
+
+use burn::module::Module;
+use serde::{Deserialize, Serialize};
+
+use super::context::ReduceContext;
+use super::hook::HookInstance;
+use super::model_state::ModelState;
+use crate::core::error::{Error, Result};
+use crate::core::outcome::Failure;
+use crate::model::{self, Layout, TiedParameters, restore_values};
+use crate::precision::ScalerState;
+
+/// Gives every rank rank 0's values and ids, and makes the model known by them.
+#[track_caller]
+pub(crate) fn prepare<M: Module>(context: &ReduceContext, model: M) -> Result<M> {
+    let device = context.autodiff_device();
+    let on_autodiff = model::check_autodiff(&model);
+    let model = if model.devices().iter().all(|found| *found == device) {
+        model
+    } else {
+        model.fork(&device)
+    };
+    // Reading the layout initialises lazy parameters, in one order on every rank.
+    let layout = Layout::of(&model);
+    let known = context.models.same(&layout);
+    let between_steps = known.as_ref().map(|slot| check_between_steps(slot));
+    let group = context.group();
+    if group.world_size() == 1 {
+        on_autodiff?;
+        between_steps.transpose()?;
+        return make_known(context, model, &layout, known.as_deref());
+    }
+    let report = |checked: &Result<()>| checked.as_ref().copied().map_err(Failure::of);
+    let mine = PrepareReport {
+        on_autodiff: report(&on_autodiff),
+        layout: layout.clone(),
+        between_steps: between_steps.as_ref().map(report),
+    };
+    let preparing = group.for_purpose("prepare a model");
+    let reports: Vec<PrepareReport> = preparing.all_gather_object(&mine)?;
+    on_autodiff?;
+    let (mut layouts, mut all_between_steps) = (Vec::new(), Vec::new());
+    for (rank, report) in reports.into_iter().enumerate() {
+        let on_autodiff = report.on_autodiff;
+        on_autodiff.map_err(|failure| failure.into_error(rank, "prepare a model"))?;
+        layouts.push(report.layout);
+        all_between_steps.push(report.between_steps);
+    }
+    layout.check_against(&layouts)?;
+    // One that is new on some rank is new on all of them.
+    let all_between_steps: Option<Vec<_>> = all_between_steps.into_iter().collect();
+    let known = known.filter(|_| all_between_steps.is_some());
+    if let Some(all_between_steps) = all_between_steps {
+        between_steps.transpose()?;
+        for (rank, between_steps) in all_between_steps.into_iter().enumerate() {
+            between_steps.map_err(|failure| failure.into_error(rank, "prepare the model again"))?;
+        }
+        // Each rank has statistics of its own, which rank 0's replace.
+        model::sync_buffers(context, &model)?;
+    }
+    let model = model::from_rank_zero(group, model, &layout)?;
+    // Parameters have rank 0's ids now, and running statistics keep each rank's own.
+    let layout = Layout::of(&model);
+    // Of rank 0's values, so all ranks come to the same answer.
+    make_known(context, model, &layout, known.as_deref())
+}
+
+/// What ranks tell each other of a model that they prepare.
+#[derive(Deserialize, Serialize)]
+struct PrepareReport {
+    /// Whether it lies where gradients are recorded.
+    on_autodiff: Result<(), Failure>,
+    layout: Layout,
+    /// Of one that was prepared before: whether nothing of a step of it is lost.
+    between_steps: Option<Result<(), Failure>>,
+}
+
+/// Makes a model of that layout known, that was given `before`, or is new.
+fn make_known<M: Module>(
+    context: &ReduceContext,
+    model: M,
+    layout: &Layout,
+    before: Option<&ModelState>,
+) -> Result<M> {
+    let tied = TiedParameters::checked(&model)?;
+    let (model, leaf_before_prepare) = model::fresh_leaves(model);
+    let model = tied.retie(model);
+    let prior = match before {
+        Some(before) => PriorState {
+            leaf_before_prepare: before.leaf_before_prepare(),
+            scaler: before.scaler_state(),
+            steps: before.steps(),
+        },
+        None => PriorState {
+            leaf_before_prepare,
+            ..PriorState::default()
+        },
+    };
+    let hook = context.communication_hook();
+    insert(context, layout, tied, prior, hook);
+    Ok(model)
+}
+
+/// Refuses to prepare a model again where what it did since its last step would be lost.
+fn check_between_steps(slot: &ModelState) -> Result<()> {
+    slot.round().check_together("prepare a model again")?;
+    if slot.has_pending_step() {
+        return Err(Error::misuse(
+            "a model is prepared again while gradients of it wait for their step: give them to the optimizer, or \
+             drop them, first",
+        ));
+    }
+    match slot.open_micro_steps() {
+        0 => Ok(()),
+        open => Err(Error::misuse(format!(
+            "a model is prepared again between optimizer steps, and {open} micro-steps of the next one are \
+             done: end the window with `trigger_sync`, or prepare it at the end of an epoch; for a training \
+             from the start, build the model anew, since a clone is the same model"
+        ))),
+    }
+}
+
+/// Gives a prepared model the values and ids that were saved at `path`, which rank 0 alone reads,
+/// and makes it known by them, after so many steps, with that scale of its losses and that hook.
+#[track_caller]
+pub(crate) fn resume<M: Module>(
+    context: &ReduceContext,
+    model: M,
+    path: &Path,
+    saved: &Layout,
+    steps: u64,
+    scaler: Option<ScalerState>,
+    hook: Option<HookInstance>,
+) -> Result<M> {
+    let given = Layout::of(&model);
+    let model = restore_values(context, model, path, saved)?;
+    // Nothing has the ids any more under which the model was prepared.
+    context.models.forget(&given);
+    let prior = PriorState {
+        leaf_before_prepare: None,
+        scaler,
+        steps,
+    };
+    let tied = TiedParameters::of(&model);
+    insert(context, &Layout::of(&model), tied, prior, hook);
+    Ok(model)
+}
+
+/// What a model brings along from before it is made known.
+#[derive(Default)]
+struct PriorState {
+    /// See [`ModelState::is_clone_from_before`].
+    leaf_before_prepare: Option<u64>,
+    /// The scale of its losses.
+    scaler: Option<ScalerState>,
+    steps: u64,
+}
+
+/// Makes a model of that layout known, in that state, with that hook.
+fn insert(
+    context: &ReduceContext,
+    layout: &Layout,
+    tied: TiedParameters,
+    prior: PriorState,
+    hook: Option<HookInstance>,
+) {
+    let slot = ModelState::new(
+        layout.trainable(),
+        context.settings.bucket_size,
+        context.overlap,
+    );
+    let scaler = context.scaler().map(|fresh| match prior.scaler {
+        Some(state) => fresh.with_state(state),
+        None => fresh,
+    });
+    let slot = slot
+        .with_ids(layout.ids())
+        .with_tied(tied)
+        .with_leaf_before_prepare(prior.leaf_before_prepare)
+        .with_steps(prior.steps)
+        .with_non_finite_losses(context.settings.on_non_finite_loss)
+        .with_scaler(scaler)
+        .with_road(context.device_reducer.clone(), hook);
+    context.models.insert(layout, slot);
+    context.failed_calls.reset();
+}

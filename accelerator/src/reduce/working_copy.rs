@@ -1,0 +1,127 @@
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{FloatDType, Tensor};
+
+use super::context::ReduceContext;
+use super::model_state::{ModelState, WorkingPart};
+use crate::core::module_path::ModulePath;
+use crate::precision::Cast;
+
+/// The model with parameters in the precision to compute in, but for those that `keep` chooses by their paths.
+pub(crate) fn working_copy<M: Module>(
+    context: &ReduceContext,
+    model: &M,
+    keep: impl Fn(&str) -> bool,
+) -> M {
+    let Some(dtype) = context.settings.precision.dtype() else {
+        return model.clone();
+    };
+    context.working.copied.store(true, Ordering::Relaxed);
+    // One that was not prepared, for evaluation say, has no gradients to wait for.
+    let slot = context.models.find(model).ok();
+    let mut caster = Caster {
+        dtype,
+        keep: &keep,
+        norms: 0,
+        parts: Vec::new(),
+        path: ModulePath::default(),
+        slot: slot.as_deref(),
+        trains: false,
+    };
+    if let Some(slot) = &slot {
+        caster.parts.resize_with(slot.parameters().len(), || None);
+    }
+    let copy = model.clone().map(&mut caster);
+    let Caster { parts, trains, .. } = caster;
+    if let Some(slot) = &slot
+        && trains
+    {
+        slot.note_copied();
+    }
+    if let Some(slot) = &slot
+        && parts.iter().any(Option::is_some)
+    {
+        slot.note_working(parts);
+    }
+    copy
+}
+
+/// Which half of a forward pass in half precision the program has ever asked for.
+#[derive(Debug, Default)]
+pub(crate) struct WorkingUse {
+    /// An input was cast.
+    cast: AtomicBool,
+    /// A working copy of a model was made.
+    copied: AtomicBool,
+}
+
+impl WorkingUse {
+    pub(crate) fn note_cast(&self) {
+        self.cast.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether inputs are in half precision, and no model is: most models panic then, without a word of what is missing.
+    pub(crate) fn lacks_copy(&self) -> bool {
+        self.cast.load(Ordering::Relaxed) && !self.copied.load(Ordering::Relaxed)
+    }
+}
+
+/// Casts parameters inside the graph, and notes what became of those that take a gradient.
+struct Caster<'a, K> {
+    dtype: FloatDType,
+    keep: &'a K,
+    /// Inside of how many layers that do not compute in half precision.
+    norms: usize,
+    parts: Vec<Option<WorkingPart>>,
+    path: ModulePath,
+    slot: Option<&'a ModelState>,
+    /// Whether there is a parameter that takes a gradient.
+    trains: bool,
+}
+
+impl<K: Fn(&str) -> bool> ModuleMapper for Caster<'_, K> {
+    fn enter_module(&mut self, name: &str, kind: &str) {
+        self.path.enter(name);
+        self.norms += usize::from(is_norm(kind));
+    }
+
+    fn exit_module(&mut self, _name: &str, kind: &str) {
+        self.path.exit();
+        self.norms -= usize::from(is_norm(kind));
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.trains |= param.is_require_grad();
+        if self.norms > 0 || (self.keep)(self.path.as_str()) {
+            return param;
+        }
+        let (id, value, mapper) = param.consume();
+        let trained = value.is_require_grad();
+        let index = self.slot.and_then(|slot| slot.number(id));
+        let part = index.filter(|_| trained);
+        let mut part = part.and_then(|index| self.parts.get_mut(index));
+        // All places of a tied parameter get one cast, and it one gradient.
+        if let Some(Some(part)) = &part {
+            let working = Tensor::<D>::from_dispatch(part.tensor.clone());
+            return Param::from_mapped_value(id, working, mapper);
+        }
+        let (working, cast) = match trained {
+            true => Cast::of(value, self.dtype),
+            false => (value.cast(self.dtype), None),
+        };
+        if let Some(part) = &mut part {
+            **part = Some(WorkingPart {
+                tensor: working.clone().into_dispatch(),
+                cast,
+            });
+        }
+        Param::from_mapped_value(id, working, mapper)
+    }
+}
+
+/// Layers whose running statistics are shared by all copies of them, and stay in full precision: Burn's,
+/// and ours.
+fn is_norm(kind: &str) -> bool {
+    kind.ends_with(":BatchNorm") || kind.ends_with(":SyncBatchNorm")
+}
