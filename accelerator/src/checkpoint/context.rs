@@ -2,6 +2,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use super::background::Ongoing;
+use crate::core::error::Result;
 use crate::reduce::ReduceContext;
 
 /// A rank that saves checkpoints: its [`ReduceContext`], with what it keeps between saves.
@@ -21,7 +22,7 @@ impl CheckpointContext {
 
     /// Waits for a save that was begun, and tells every rank how it went.
     #[track_caller]
-    pub(crate) fn settle(&self) -> crate::core::error::Result<()> {
+    pub(crate) fn settle(&self) -> Result<()> {
         self.ongoing.settle(self)
     }
 }

@@ -1,7 +1,7 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::context::CheckpointContext;
+use crate::context::Context;
 use crate::core::error::Result;
 use crate::core::outcome;
 
@@ -12,7 +12,7 @@ const CHUNK: usize = 64 << 20;
 /// lasts shows that it goes on.
 #[track_caller]
 pub(super) fn from_main<T: Serialize + DeserializeOwned>(
-    context: &CheckpointContext,
+    context: &Context,
     action: &str,
     work: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
@@ -32,7 +32,7 @@ pub(super) fn from_main<T: Serialize + DeserializeOwned>(
 /// The bytes that `read` gives on rank 0, on every rank.
 #[track_caller]
 pub(super) fn bytes_from_main(
-    context: &CheckpointContext,
+    context: &Context,
     action: &str,
     read: impl FnOnce() -> Result<Vec<u8>>,
 ) -> Result<Vec<u8>> {

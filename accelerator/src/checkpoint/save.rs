@@ -4,10 +4,11 @@ use std::sync::{Arc, Weak};
 use accelerator_manifest::Draft;
 use serde::{Deserialize, Serialize};
 
-use super::background::{BackgroundSave, Saving};
+use super::background::BackgroundSave;
 use super::context::CheckpointContext;
 use super::distribute::from_main;
 use super::parts::Save;
+use super::saving::Saving;
 use super::settings::Checkpoints;
 use super::snapshot::{
     Snapshot, SnapshotExchange, SnapshotMode, SnapshotReport, TakenSnapshot, WriterRole,

@@ -1,4 +1,7 @@
 use core::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::error::{Error, Kind, Result};
 
 /// What a panic said.
 pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
@@ -7,4 +10,12 @@ pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
         .map(|text| (*text).to_owned())
         .or_else(|| panic.downcast_ref::<String>().cloned())
         .unwrap_or_else(|| "a panic without a message".to_owned())
+}
+
+/// What `work` gives, or how it panicked.
+pub(crate) fn caught<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let message = format!("{what} panicked: {}", panic_text(&*panic));
+        Err(Error::new(Kind::Panic, message))
+    })
 }

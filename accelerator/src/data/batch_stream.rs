@@ -1,4 +1,3 @@
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
@@ -12,7 +11,7 @@ use super::deferred::DeferredBatch;
 use super::order::EpochShare;
 use super::source::ItemSource;
 use crate::core::error::{Error, Kind, Result};
-use crate::core::panic_text::panic_text;
+use crate::core::panic_text::caught;
 use crate::timeline::Timeline;
 
 /// Where the batches of an epoch come from, in order. Some are left to be made by who asks for them.
@@ -160,14 +159,6 @@ impl<T> Drop for Worker<T> {
 
 /// What is read in order, perhaps ahead.
 pub(super) type Ahead<T> = Box<dyn Iterator<Item = Result<T>> + Send>;
-
-/// What `work` gives, or how it panicked.
-pub(super) fn caught<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
-        let message = format!("{what} panicked: {}", panic_text(&*panic));
-        Err(Error::new(Kind::Panic, message))
-    })
-}
 
 /// Reads ahead on a thread, where there is to be one. A panic is an error in both cases.
 pub(super) fn read_ahead<T: Send + 'static>(

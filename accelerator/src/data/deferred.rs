@@ -6,9 +6,9 @@ use std::sync::{Arc, OnceLock};
 use burn::data::dataloader::batcher::Batcher;
 use burn::tensor::{Device, Distribution, Tensor};
 
-use super::batch_stream::caught;
 use crate::core::error::Result;
 use crate::core::generator::drawing;
+use crate::core::panic_text::caught;
 
 /// What a batcher made of samples, or what makes it.
 pub(super) enum DeferredBatch<O> {

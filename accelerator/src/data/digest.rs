@@ -5,8 +5,8 @@ use core::fmt::{self, Write};
 use accelerator_plan::mix;
 use burn::data::dataset::Dataset;
 
-use super::batch_stream::caught;
 use crate::core::error::{Error, Kind, Result};
+use crate::core::panic_text::caught;
 
 /// How many items are compared.
 const ITEMS: u64 = 8;

@@ -9,7 +9,7 @@ use burn::tensor::Device;
 use super::batch::{Batch, UncountedPadding};
 use super::batch_stream::Feed;
 use super::cursor::{ConsumeTicket, EpochPass, EpochPosition};
-use super::prepared::{Generator, LoaderContext};
+use super::loader_context::{Generator, LoaderContext};
 use crate::core::error::{Error, Result};
 use crate::core::generator::drawing;
 use crate::core::user_message;

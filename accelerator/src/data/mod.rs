@@ -117,6 +117,7 @@ mod digest;
 mod epoch;
 mod exchange_step;
 mod loader;
+mod loader_context;
 mod loader_state;
 mod opaque;
 mod order;

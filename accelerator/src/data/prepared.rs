@@ -3,7 +3,7 @@ use core::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use accelerator_collective::{ProcessGroup, TransportKind};
+use accelerator_collective::ProcessGroup;
 use accelerator_plan::{Plan, TailPolicy};
 use burn::data::dataloader::DataLoader;
 use burn::tensor::Device;
@@ -16,6 +16,7 @@ use super::digest::{DRAWN_HINT, ItemDigest};
 use super::epoch::{Epoch, Open, Reseed};
 use super::exchange_step::ReadPosition;
 use super::loader::{Loader, SampleSource};
+use super::loader_context::LoaderContext;
 use super::opaque;
 use super::order::{EpochAssignment, SampleOrder};
 use super::source::{ItemSource, SourceSlice};
@@ -71,24 +72,6 @@ pub struct PreparedLoader<O> {
     pub(super) samples: Samples<O>,
     timeline: Timeline,
     uncounted: UncountedPadding,
-}
-
-/// Whose share it is.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct LoaderContext {
-    pub(super) generator: Generator,
-    pub(super) number: u64,
-    pub(super) rank: usize,
-    pub(super) seed: u64,
-    pub(super) world_size: usize,
-}
-
-/// Whether a rank draws from a generator of its own.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Generator {
-    Own,
-    /// Ranks are threads of one process.
-    Shared,
 }
 
 pub(super) enum Samples<O> {
@@ -522,22 +505,6 @@ fn check_stream(spec: &Spec, sharing: Sharing) -> Result<()> {
         ));
     }
     Ok(())
-}
-
-impl LoaderContext {
-    fn of(context: &Context) -> Self {
-        let are_threads = context.group().transport() == TransportKind::Threads;
-        Self {
-            generator: match are_threads && context.world_size() > 1 {
-                true => Generator::Shared,
-                false => Generator::Own,
-            },
-            number: context.next_loader(),
-            rank: context.rank(),
-            seed: context.seed,
-            world_size: context.world_size(),
-        }
-    }
 }
 
 impl<O> fmt::Debug for PreparedLoader<O> {

@@ -9,7 +9,9 @@ use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bool, Device, Int, Tensor};
 
 use super::fused::step::{self, StepOutput};
+use super::sharded::probe;
 use crate::core::tensor_rank::with_rank;
+use crate::model::Trainable;
 use crate::reduce::GradientMeans;
 
 /// Which parameters a fused optimizer steps.
@@ -34,7 +36,7 @@ impl FusedSupport {
                 let optimizer = optimizer.clone();
                 optimizer.load_record(OptimizerRecord::default())
             });
-            let kind = match step::is_fused(blank, parameter, averages.device()) {
+            let kind = match is_fused(blank, parameter, averages.device()) {
                 true => FusedKind::Fused,
                 false => FusedKind::Other,
             };
@@ -209,4 +211,10 @@ impl<P: ModuleMapper> ModuleMapper for StepObserver<'_, P> {
     fn map_flag(&mut self, param: Param<Flag>) -> Param<Flag> {
         self.mapper.map_flag(param)
     }
+}
+
+/// Whether an optimizer without state steps a parameter in the loops of `fused`.
+pub(super) fn is_fused(blank: &ModuleOptimizer, parameter: &Trainable, device: &Device) -> bool {
+    !blank.has_gradient_clipping()
+        && step::steps_in_loops(|| drop(probe::step_sample(blank, parameter, device)))
 }

@@ -5,14 +5,15 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 
-use super::context::{ReduceContext, SameBatches};
+use super::context::{ReduceContext, ReduceScope, SameBatches};
 use super::failed_calls::BackwardCall;
 use super::gradients::Gradients;
-use super::model_state::{ModelState, WorkingCopy};
+use super::model_state::ModelState;
 use super::reducer::{Reduced, Reducer};
 use super::step_commit::StepCommit;
 use super::trial_memory::settle_road;
 use super::window::{Window, check_all_known};
+use super::working_parts::WorkingCopy;
 use crate::core::error::{Error, Result};
 use crate::core::tensor_rank::with_rank;
 use crate::core::user_message;
@@ -20,14 +21,6 @@ use crate::data::weight::Weight;
 use crate::model::Trainable;
 use crate::precision::{Finiteness, Precision, SkipNotice};
 use crate::timeline::{EventSubject, Phase};
-
-/// Whose samples gradients are the average over.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum ReduceScope {
-    Global,
-    /// Those of this rank alone: nothing is communicated.
-    Local,
-}
 
 /// See [`Accelerator::backward`](crate::Accelerator::backward). `before_reduction` is called by all ranks as a window ends.
 #[track_caller]
@@ -147,7 +140,16 @@ fn run<M: Module>(
             // Nothing is sent here, but within backward something may have been.
             let crossed = context.forward_collectives.check();
             return crossed
-                .and_then(|()| window.add(&slot, group, gradients, loss.inner(), weight))
+                .and_then(|()| {
+                    let loss = slot.micro_loss(loss.inner());
+                    window.add(
+                        slot.parameters(),
+                        || slot.lend(group),
+                        gradients,
+                        loss,
+                        weight,
+                    )
+                })
                 .map(|()| Gradients::accumulating())
                 .inspect_err(|_| *window = Window::default());
         }

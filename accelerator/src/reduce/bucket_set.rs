@@ -5,11 +5,11 @@ use burn::backend::DispatchTensor;
 
 use super::bucket::WriteMode;
 use super::bucket_storage::{BucketStorage, MemberGradient, Placement};
+use super::control_vector;
 use super::device_bucket::DeviceBucket;
 use super::device_reduce::{PendingRead, PendingReduce};
 use super::layout::Buckets;
 use super::overlap;
-use super::reducer::control;
 use crate::precision::Cast;
 
 /// The sums of a window, with the books that are kept on them. The next window uses it again, so
@@ -130,7 +130,7 @@ impl BucketSet {
                 .take(parameters)
                 .collect(),
             present: vec![false; parameters],
-            control: Some(group.buffer(DType::F64, control::length(parameters, buckets))),
+            control: Some(group.buffer(DType::F64, control_vector::length(parameters, buckets))),
             total: None,
             layout,
         }

@@ -11,7 +11,7 @@ use super::models::Models;
 use super::non_finite_loss::OnNonFiniteLoss;
 use super::overlap::{Overlap, OverlapSwitch};
 use super::trigger::Trigger;
-use super::working_copy::WorkingUse;
+use super::working_parts::WorkingUse;
 use crate::context::Context;
 use crate::precision::{LossScale, Precision, Scaler};
 
@@ -54,6 +54,14 @@ pub(crate) enum SameBatches {
     Allowed,
     /// They are taken for a mistake.
     Unexpected,
+}
+
+/// Whose samples gradients are the average over.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum ReduceScope {
+    Global,
+    /// Those of this rank alone: nothing is communicated.
+    Local,
 }
 
 impl ReduceContext {

@@ -5,15 +5,16 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
-use super::backward::ReduceScope;
 use super::bucket_sums::BucketSums;
 use super::clip::{Clip, Limit};
+use super::context::ReduceScope;
 use super::means::{GradientMean, GradientMeans};
 use super::model_state::ModelState;
 use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::reduced::{GradientStorage, NormAsked, ReducedGradients};
 use super::reducer::Reduced;
-use super::step_commit::{Clips, StepCommit};
+use super::step_commit::StepCommit;
+use super::updates::Clips;
 use crate::core::error::Result;
 use crate::core::scalar::Scalar;
 use crate::data::ConsumeTicket;
@@ -412,7 +413,7 @@ impl Gradients {
             return Ok(());
         };
         match slot.on_non_finite_loss() {
-            OnNonFiniteLoss::Fail => Err(non_finite_loss::error(slot, [(rank, loss)])),
+            OnNonFiniteLoss::Fail => Err(non_finite_loss::error(slot.steps(), [(rank, loss)])),
             OnNonFiniteLoss::Warn => {
                 slot.warn_non_finite_loss(&format!("the loss of rank {rank}"), loss);
                 Ok(())

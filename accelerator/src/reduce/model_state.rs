@@ -4,7 +4,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use accelerator_collective::ProcessGroup;
-use burn::backend::DispatchTensor;
 use burn::module::{Param, ParamId};
 use burn::tensor::Tensor;
 
@@ -16,16 +15,18 @@ use super::device_reduce::DeviceReducer;
 use super::hook::HookInstance;
 use super::layout::Buckets;
 use super::local_round::LocalRound;
+use super::loss_sum::MicroLoss;
 use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::overlap::{OverlapReport, OverlapScheduler, OverlapSwitch, ReadyOrder};
 use super::shard::ShardMap;
-use super::step_commit::Updates;
+use super::updates::Updates;
 use super::window::Window;
+use super::working_parts::{WorkingCopy, WorkingPart};
 use crate::core::autodiff;
 use crate::core::error::Result;
 use crate::core::user_message::{self, Once};
 use crate::model::{TiedParameters, Trainable};
-use crate::precision::{Cast, Finiteness, Scaler, ScalerState, SkipNotice};
+use crate::precision::{Finiteness, Scaler, ScalerState, SkipNotice};
 
 /// What is kept for a prepared model: which gradients it has, where they lie, and the window
 /// that is open.
@@ -93,26 +94,6 @@ struct ModelWarnings {
     range: Once,
     /// That a clip covers nothing.
     unclipped: Once,
-}
-
-/// What was made of the parameters for the forward that comes next.
-#[derive(Debug, Default)]
-pub(crate) enum WorkingCopy {
-    /// The parameters themselves are used.
-    #[default]
-    None,
-    /// By parameter: what the forward uses in its place, where that is something else.
-    One(Vec<Option<WorkingPart>>),
-    /// Several, whose gradients are added up at the end.
-    Several,
-}
-
-/// What the forward uses in the place of a parameter.
-#[derive(Debug)]
-pub(crate) struct WorkingPart {
-    pub(crate) tensor: DispatchTensor,
-    /// What makes gradients of the parameter of its gradients, if that can be asked.
-    pub(crate) cast: Option<Arc<Cast>>,
 }
 
 /// Tells models apart, on all ranks alike.
@@ -297,13 +278,21 @@ impl ModelState {
     /// Says once that a loss is not finite, and whose.
     pub(super) fn warn_non_finite_loss(&self, whose: &str, loss: f64) {
         if self.said.non_finite_loss.first() {
-            non_finite_loss::warn(self, whose, loss);
+            non_finite_loss::warn(self.steps(), whose, loss);
         }
     }
 
     /// Whether `backward` reads the loss: on the CPU it is ready; with `stop_at_non_finite_loss` it is waited for.
     pub(super) fn reads_losses(&self) -> bool {
         matches!(self.home, Placement::Host) || self.on_non_finite_loss == OnNonFiniteLoss::Fail
+    }
+
+    /// The loss of a micro-step: read, or as it lies on its device.
+    pub(super) fn micro_loss(&self, loss: Tensor<1>) -> MicroLoss {
+        match self.reads_losses() {
+            true => MicroLoss::Read(loss.into_scalar::<f64>()),
+            false => MicroLoss::OnDevice(loss),
+        }
     }
 
     /// How sums on a device get to other ranks.

@@ -5,7 +5,7 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
 use super::model_state::ModelState;
-use super::step_commit::SeenUpdates;
+use super::updates::SeenUpdates;
 use crate::core::error::{Error, Result};
 use crate::model::{Layout, Trainable};
 

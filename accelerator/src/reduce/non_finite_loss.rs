@@ -1,6 +1,5 @@
 //! Losses that are not finite: nothing comes of training on from there.
 
-use super::model_state::ModelState;
 use crate::core::error::{Error, Kind};
 use crate::core::user_message;
 
@@ -24,17 +23,17 @@ impl OnNonFiniteLoss {
 }
 
 /// What is told of one, `whose` it is with it.
-pub(super) fn warn(slot: &ModelState, whose: &str, loss: f64) {
+pub(super) fn warn(step: u64, whose: &str, loss: f64) {
     user_message::warn(&format!(
         "{whose} in step {} is {loss}: parameters become so too, and nothing is learnt from there; lower the \
          learning rate, clip gradients, or look at the samples; `stop_at_non_finite_loss` of the builder makes it \
          an error (said once a model)",
-        slot.steps()
+        step
     ));
 }
 
 /// The error for one, of ranks with their losses.
-pub(super) fn error(slot: &ModelState, losses: impl IntoIterator<Item = (usize, f64)>) -> Error {
+pub(super) fn error(step: u64, losses: impl IntoIterator<Item = (usize, f64)>) -> Error {
     let bad = losses.into_iter().filter(|(_, loss)| !loss.is_finite());
     let bad: Vec<_> = bad
         .map(|(rank, loss)| format!("{loss} on rank {rank}"))
@@ -42,7 +41,7 @@ pub(super) fn error(slot: &ModelState, losses: impl IntoIterator<Item = (usize, 
     let message = format!(
         "the loss of step {} is not finite: {}; the model is as it was before this step: lower the learning rate, \
          clip gradients, or look at the samples, and go on from a checkpoint",
-        slot.steps(),
+        step,
         bad.join(", ")
     );
     Error::new(Kind::NotFinite, message)

@@ -1,15 +1,13 @@
-use accelerator_collective::ProcessGroup;
 use accelerator_plan::mix;
 use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
 
 use super::bucket_set::{BucketSet, BucketState};
-use super::device_bucket;
 use super::element_values;
-use super::model_state::ModelState;
+use super::loss_sum::{LossSum, MicroLoss};
 use crate::core::error::{Error, Result};
 use crate::data::ConsumeTicket;
 use crate::data::weight::{Closing, Weight};
+use crate::model::Trainable;
 
 /// The sums of the micro-steps since the last optimizer step.
 #[derive(Debug, Default)]
@@ -55,47 +53,6 @@ impl BatchFingerprint {
     }
 }
 
-/// Σ weight · loss: what was read of it, and what lies on the device.
-#[derive(Clone, Debug, Default)]
-pub(super) struct LossSum {
-    pub(super) read: f64,
-    /// Losses of one element, with their weights.
-    pub(super) unread: Vec<(f64, Tensor<1>)>,
-}
-
-impl LossSum {
-    /// Adds the loss of a micro-step, one element: as it is, where reading it waits for a device.
-    pub(super) fn add(&mut self, slot: &ModelState, weight: f64, loss: Tensor<1>) {
-        match slot.reads_losses() {
-            true => self.read += weight * loss.into_scalar::<f64>(),
-            false => self.unread.push((weight, loss)),
-        }
-    }
-
-    /// What lies on the device, in one element there that is nobody else's.
-    pub(super) fn sum_on(&self, device: &burn::tensor::Device) -> Tensor<1> {
-        let dtype = burn::tensor::DType::F32;
-        let zero = Tensor::zeros([1], (device, dtype));
-        let weighed =
-            |(weight, loss): &(f64, Tensor<1>)| loss.clone().cast(dtype).mul_scalar(*weight);
-        self.unread.iter().map(weighed).fold(zero, Tensor::add)
-    }
-
-    /// Reads what lies on the device.
-    pub(super) fn read_all(&mut self) {
-        self.read = self.value();
-        self.unread.clear();
-    }
-
-    /// All of it, read from the device at once.
-    pub(super) fn value(&self) -> f64 {
-        let losses = self.unread.iter().map(|(_, loss)| loss.clone()).collect();
-        let losses = device_bucket::numbers(losses);
-        let unread = self.unread.iter().zip(losses);
-        unread.fold(self.read, |sum, ((weight, _), loss)| sum + weight * loss)
-    }
-}
-
 /// Refuses gradients of parameters that the slot does not know, so many of them.
 pub(super) fn check_all_known(strangers: usize) -> Result<()> {
     if strangers == 0 {
@@ -132,10 +89,10 @@ impl Window {
     /// else of it counts.
     pub(super) fn add(
         &mut self,
-        slot: &ModelState,
-        group: &ProcessGroup,
+        parameters: &[Trainable],
+        lend: impl FnOnce() -> Box<BucketSet>,
         mut gradients: GradientsParams,
-        loss: Tensor<1>,
+        loss: MicroLoss,
         weight: Weight,
     ) -> Result<()> {
         let Weight {
@@ -145,7 +102,7 @@ impl Window {
             ..
         } = weight;
         self.kept_open = closing == Closing::KeepOpen;
-        let ledger = self.ledger.get_or_insert_with(|| slot.lend(group));
+        let ledger = self.ledger.get_or_insert_with(lend);
         if count > 0.0 {
             let layout = ledger.layout.clone();
             for bucket in 0..layout.len() {
@@ -153,8 +110,7 @@ impl Window {
                     continue;
                 };
                 for &index in layout.members(bucket) {
-                    ledger.held[index] =
-                        element_values::take(&mut gradients, &slot.parameters()[index]);
+                    ledger.held[index] = element_values::take(&mut gradients, &parameters[index]);
                     ledger.here[index] = ledger.held[index].is_some();
                 }
                 ledger.enter_held(bucket, &mut store, count);
@@ -164,7 +120,7 @@ impl Window {
                 }
             }
             check_all_known(gradients.len())?;
-            self.totals.loss.add(slot, count, loss);
+            self.totals.loss.add(count, loss);
             self.totals.weight += count;
         }
         self.totals.batches.add(mark.as_ref());
@@ -193,10 +149,9 @@ impl Window {
     /// What was added up so far, to be completed by the last micro-step.
     pub(super) fn into_parts(
         self,
-        slot: &ModelState,
-        group: &ProcessGroup,
+        lend: impl FnOnce() -> Box<BucketSet>,
     ) -> (Box<BucketSet>, Vec<ConsumeTicket>, Totals) {
-        let ledger = self.ledger.unwrap_or_else(|| slot.lend(group));
+        let ledger = self.ledger.unwrap_or_else(lend);
         (ledger, self.marks, self.totals)
     }
 }

@@ -1,10 +1,9 @@
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{FloatDType, Tensor};
 
 use super::context::ReduceContext;
-use super::model_state::{ModelState, WorkingPart};
+use super::model_state::ModelState;
+use super::working_parts::WorkingPart;
 use crate::core::module_path::ModulePath;
 use crate::precision::Cast;
 
@@ -17,7 +16,7 @@ pub(crate) fn working_copy<M: Module>(
     let Some(dtype) = context.settings.precision.dtype() else {
         return model.clone();
     };
-    context.working.copied.store(true, Ordering::Relaxed);
+    context.working.note_copied();
     // One that was not prepared, for evaluation say, has no gradients to wait for.
     let slot = context.models.find(model).ok();
     let mut caster = Caster {
@@ -45,26 +44,6 @@ pub(crate) fn working_copy<M: Module>(
         slot.note_working(parts);
     }
     copy
-}
-
-/// Which half of a forward pass in half precision the program has ever asked for.
-#[derive(Debug, Default)]
-pub(crate) struct WorkingUse {
-    /// An input was cast.
-    cast: AtomicBool,
-    /// A working copy of a model was made.
-    copied: AtomicBool,
-}
-
-impl WorkingUse {
-    pub(crate) fn note_cast(&self) {
-        self.cast.store(true, Ordering::Relaxed);
-    }
-
-    /// Whether inputs are in half precision, and no model is: most models panic then, without a word of what is missing.
-    pub(crate) fn lacks_copy(&self) -> bool {
-        self.cast.load(Ordering::Relaxed) && !self.copied.load(Ordering::Relaxed)
-    }
 }
 
 /// Casts parameters inside the graph, and notes what became of those that take a gradient.

@@ -5,6 +5,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::core::error::Result;
 
+/// What ranks exchange values for here.
+pub(super) const PURPOSE: &str = "the trace of all ranks";
+
 /// How this rank's time compared with rank 0's at one moment, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub(super) struct ClockSync {
@@ -58,7 +61,7 @@ impl ClockSync {
         let at = now();
         let (wall, error) = wall_minus(anchor);
         let all = group
-            .for_purpose(super::PURPOSE)
+            .for_purpose(PURPOSE)
             .all_gather_object(&ClockReading {
                 boot: std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
                     .unwrap_or_default(),

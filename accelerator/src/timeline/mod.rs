@@ -37,14 +37,12 @@ pub use self::summary::{Figure, StepSummary};
 pub(crate) use self::trace_file::{TraceFile, clear_traces};
 
 use self::clock::ClockSync;
+use self::clock::PURPOSE;
 use self::profiler::Profiling;
 use self::recorder::Recorder;
 use self::trace::RankTrace;
 use crate::core::error::{Error, Result};
 use crate::core::user_message;
-
-/// What ranks exchange values for here.
-const PURPOSE: &str = "the trace of all ranks";
 
 /// What one rank notes about its steps: a handle, clones of which note in one place.
 ///

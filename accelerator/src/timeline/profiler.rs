@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use accelerator_collective::ProcessGroup;
 
-use super::clock::ClockSync;
+use super::clock::{ClockSync, PURPOSE};
 use super::recorder::{RecordMode, Recorder, Recording};
 use super::schedule::{ProfilerSchedule, SchedulePhase};
 use super::summary::StepSummary;
@@ -278,10 +278,7 @@ impl Timeline {
         for mut one in ready {
             one.trace.clocks = vec![before, met];
             if lost.is_none() {
-                match group
-                    .for_purpose(super::PURPOSE)
-                    .gather_object(&one.trace, 0)
-                {
+                match group.for_purpose(PURPOSE).gather_object(&one.trace, 0) {
                     Ok(None) => continue,
                     Ok(Some(ranks)) => {
                         trace_file::clear_parts(&one.path);

@@ -7,8 +7,9 @@ use super::rounds::StreamRounds;
 use super::{SampleStream, StreamPass, Streamed};
 use crate::core::error::{Error, Kind, Result};
 use crate::core::outcome::Failure;
+use crate::core::panic_text::caught;
 use crate::data::batch::{Batch, BatchInfo};
-use crate::data::batch_stream::{Ahead, caught, read_ahead};
+use crate::data::batch_stream::{Ahead, read_ahead};
 use crate::data::deferred::DeferredBatch;
 use crate::data::exchange_step::{PURPOSE, ReadPosition, meet};
 

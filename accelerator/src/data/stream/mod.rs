@@ -23,7 +23,7 @@ use super::batch_stream::{Feed, read_ahead};
 use super::cursor::EpochPosition;
 use super::epoch::Reseed;
 use super::exchange_step::ReadPosition;
-use super::prepared::LoaderContext;
+use super::loader_context::LoaderContext;
 use super::source::Batching;
 use crate::core::error::Result;
 use crate::timeline::Timeline;

@@ -8,12 +8,9 @@ use core::cell::{Cell, RefCell};
 use core::ops::Range;
 
 use burn::module::ParamId;
-use burn::optim::ModuleOptimizer;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::Tensor;
 
 use super::memory::{Real, TakenElements, with_elements};
-use crate::model::Trainable;
-use crate::optim::sharded::probe;
 use crate::reduce::{GradientMeans, SumLocation};
 
 /// Elements that are stepped at once where they go through the cache.
@@ -81,7 +78,7 @@ impl Drop for RestorePending {
 ///
 /// # Panics
 ///
-/// Where the optimizer does not take the sums, though [`is_fused`] has said so, and where there are not
+/// Where the optimizer does not take the sums, though it [steps in loops](steps_in_loops), and where there are not
 /// as many as elements of the parameter.
 pub(in crate::optim) fn step_next<R>(
     id: ParamId,
@@ -99,18 +96,11 @@ pub(in crate::optim) fn step_next<R>(
     (result, landed)
 }
 
-/// Whether an optimizer without state steps a parameter in the loops of this module, which can read sums of
-/// gradients where they lie.
-pub(in crate::optim) fn is_fused(
-    blank: &ModuleOptimizer,
-    parameter: &Trainable,
-    device: &Device,
-) -> bool {
-    if blank.has_gradient_clipping() {
-        return false;
-    }
+/// Whether `work` has stepped a parameter in the loops of this module, which can read sums of gradients where they
+/// lie.
+pub(in crate::optim) fn steps_in_loops(work: impl FnOnce()) -> bool {
     let before = STEPPED.get();
-    let _ = probe::step_sample(blank, parameter, device);
+    work();
     STEPPED.get() > before
 }
 

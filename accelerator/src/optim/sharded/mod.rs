@@ -14,7 +14,7 @@ use accelerator_collective::ProcessGroup;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
-use burn::tensor::{Bytes, Tensor};
+use burn::tensor::Bytes;
 
 use self::param_shards::{ShardGradients, ShardReader};
 use self::partition::{Partition, Partitioner};
@@ -22,11 +22,11 @@ use self::record::{RecordEntry, Records};
 pub(super) use self::trial_state::state_for_trial;
 use self::write::Elements;
 use super::fused::step::{self, StepOutput};
-use super::state::check_types;
 use super::unsharded::FusedSupport;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::tensor_rank::with_rank;
 use crate::model::Trainable;
+use crate::optim::record_io::{bytes_of, check_types};
 use crate::reduce::{GradientMeans, ShardMap};
 
 /// An optimizer whose state is shared out over the ranks: prepare `Sharded(optimizer)` in its place,
@@ -330,7 +330,7 @@ impl FullState {
         optimizer: &ModuleOptimizer,
     ) -> Result<()> {
         // A rank without its state still takes part, or the others would wait for it.
-        let own = super::state::bytes_of(optimizer);
+        let own = bytes_of(optimizer);
         let mine = [u8::from(own.is_ok())];
         let mut lost = group.all_gather(&mine)?.into_iter().zip(0_usize..);
         let lost = lost.find(|(is_there, _)| *is_there == 0);
@@ -392,9 +392,4 @@ impl FullState {
         }
         whole.into_bytes()
     }
-}
-
-/// A tensor of plain values as one whose gradient is known.
-fn leaf<const D: usize>(value: Tensor<D>) -> Tensor<D> {
-    Tensor::from_inner(value).require_grad()
 }

@@ -6,7 +6,6 @@ use burn::backend::DispatchTensor;
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Bytes, Device, Shape, Tensor};
 
-use super::leaf;
 use super::partition::Partition;
 use crate::core::module_path::ModulePath;
 use crate::core::tensor_rank::with_rank;
@@ -230,4 +229,9 @@ impl ModuleVisitor for ShardReader<'_> {
             value: value.into_dispatch(),
         });
     }
+}
+
+/// A tensor of plain values as one whose gradient is known.
+pub(super) fn leaf<const D: usize>(value: Tensor<D>) -> Tensor<D> {
+    Tensor::from_inner(value).require_grad()
 }

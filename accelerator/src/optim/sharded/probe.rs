@@ -104,7 +104,7 @@ mod tests {
     use super::*;
     use crate::model::Float;
     use crate::optim::InitFused;
-    use crate::optim::fused::step::is_fused;
+    use crate::optim::unsharded::is_fused;
 
     fn is_cut(optimizer: ModuleOptimizer, path: &str, shape: &[usize], float: Float) -> bool {
         let parameter = Trainable {

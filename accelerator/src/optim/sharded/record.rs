@@ -7,7 +7,7 @@ use burn_pack::{Reader, Scalar, Tensor, Writer};
 
 use super::partition::Partition;
 use crate::core::error::Result;
-use crate::optim::state::{bytes_of, load, reader, unwritable};
+use crate::optim::record_io::{bytes_of, load, reader, unwritable};
 
 /// A record of Burn's, taken apart by parameters.
 #[derive(Clone, Default)]

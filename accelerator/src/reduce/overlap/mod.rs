@@ -1,5 +1,6 @@
 mod agree;
 mod anchors;
+mod backward;
 mod calibration;
 mod hook;
 mod identity;

@@ -1,26 +1,7 @@
-use core::mem::take;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-use accelerator_collective::ProcessGroup;
-use burn::backend::DispatchTensor;
-use burn::module::{Module, ModuleVisitor, Param};
-use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
-
-use super::agree::{CalibrationOutcome, RankCalibration, WindowObservation};
-use super::calibration::{self, Calibration};
-use super::plan::{self, FlushPoint, ReadyOrder};
+use super::Anchors;
+use super::agree::RankCalibration;
+use super::plan::FlushPoint;
 use super::report::{OverlapReport, OverlapState};
-use super::{Anchors, Observer, ProbePoint, identity, watch};
-use crate::core::autodiff;
-use crate::core::error::Result;
-use crate::precision::Cast;
-use crate::reduce::element_values;
-use crate::reduce::model_state::{ModelState, WorkingCopy, WorkingPart};
-use crate::reduce::reducer::{Reduced, Reducer, Repair};
-
-/// After how many steps in which a bucket was sent too early it is given up.
-const PATIENCE: u32 = 3;
 
 /// Whether buckets are to be sent while backward runs: the same on all ranks.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -42,19 +23,19 @@ impl OverlapSwitch {
 /// together, at the end of a window.
 #[derive(Debug)]
 pub(in crate::reduce) struct OverlapScheduler {
-    anchors: Anchors,
-    phase: SchedulerPhase,
+    pub(super) anchors: Anchors,
+    pub(super) phase: SchedulerPhase,
     /// In the last window: buckets, and how many were sent before backward ended.
-    buckets: usize,
-    early: usize,
+    pub(super) buckets: usize,
+    pub(super) early: usize,
     /// In all windows in which buckets could be sent early, and how many these were.
-    early_total: u64,
-    windows: u64,
-    repairs: u32,
+    pub(super) early_total: u64,
+    pub(super) windows: u64,
+    pub(super) repairs: u32,
 }
 
 #[derive(Debug)]
-enum SchedulerPhase {
+pub(super) enum SchedulerPhase {
     Off,
     /// When gradients are ready is not known to all ranks yet.
     Calibrating(RankCalibration),
@@ -90,13 +71,6 @@ impl OverlapScheduler {
         }
     }
 
-    pub(in crate::reduce) fn repair(&self) -> Repair {
-        match self.phase {
-            SchedulerPhase::Sending(_) => Repair::Possible,
-            _ => Repair::Unneeded,
-        }
-    }
-
     pub(in crate::reduce) fn report(&self) -> OverlapReport {
         OverlapReport {
             state: match self.phase {
@@ -110,292 +84,6 @@ impl OverlapScheduler {
             early_total: self.early_total,
             windows: self.windows,
             repairs: self.repairs,
-        }
-    }
-
-    /// Runs backward, while `reducer` sends what is ready if it is known where to look. Tells what was
-    /// learnt in it.
-    pub(in crate::reduce) fn backward<M: Module>(
-        &mut self,
-        loss: Tensor<1>,
-        model: &M,
-        mut copy: WorkingCopy,
-        slot: &ModelState,
-        reducer: Reducer,
-    ) -> (GradientsParams, Reducer, Option<WindowObservation>) {
-        let served = autodiff::serves(&loss);
-        let casts = casts(&copy);
-        let watched = match &self.phase {
-            // It has nothing to send but zeros, and nothing to learn from.
-            _ if reducer.is_idle() => None,
-            // What is added up last is ready in the end, and a step that follows may have one copy.
-            _ if matches!(copy, WorkingCopy::Several) => None,
-            SchedulerPhase::Sending(points) if served => Some((
-                CalibratingObserver::Sending(points.clone()),
-                at_points(points, Leaves::of(model, take(&mut copy), slot), &reducer),
-            )),
-            SchedulerPhase::Calibrating(learning) => match learning.lesson {
-                WindowObservation::Learnt(_) => None,
-                _ if !served => {
-                    let late = WindowObservation::Learnt(vec![None; slot.parameters().len()]);
-                    let gradients = GradientsParams::from_grads(loss.backward(), model);
-                    return (gradients, reducer, Some(late));
-                }
-                WindowObservation::Depth => Some((CalibratingObserver::Measuring(0), Vec::new())),
-                WindowObservation::Places(depth) => {
-                    let lookouts = everywhere(depth, &Leaves::of(model, take(&mut copy), slot));
-                    let depths = lookouts.iter().map(|lookout| lookout.depth).collect();
-                    let calibration = Calibration::new(slot.parameters().len(), depths);
-                    Some((CalibratingObserver::Calibrating(calibration), lookouts))
-                }
-            },
-            SchedulerPhase::Off | SchedulerPhase::Sending(_) | SchedulerPhase::GivenUp => None,
-        };
-        let Some((watcher, lookouts)) = watched else {
-            // Nobody compares what its casts make.
-            drop((copy, casts));
-            let gradients = GradientsParams::from_grads(loss.backward(), model);
-            return (gradients, reducer, None);
-        };
-        let reducer = match watcher {
-            CalibratingObserver::Sending(_) => reducer.with_casts(casts.clone()),
-            _ => reducer,
-        };
-        let eyes = Arc::new(BackwardObserver(Mutex::new(Some((watcher, reducer)))));
-        let observer: Arc<dyn Observer> = eyes.clone();
-        let gradients = watch(loss, &mut self.anchors, lookouts, &observer).backward();
-        let gradients = GradientsParams::from_grads(gradients, model);
-        drop(observer);
-        let (watcher, reducer) = eyes.close();
-        let lesson = match watcher {
-            CalibratingObserver::Measuring(depth) => Some(WindowObservation::Places(depth)),
-            CalibratingObserver::Calibrating(calibration) => Some(WindowObservation::Learnt(
-                calibration.result(|index, seen| {
-                    let gradient = element_values::look(&gradients, &slot.parameters()[index]);
-                    let cast = casts.get(index).and_then(Option::as_deref);
-                    gradient.is_some_and(|gradient| identity::is_of(seen, &gradient, cast))
-                }),
-            )),
-            CalibratingObserver::Sending(_) => None,
-        };
-        (gradients, reducer, lesson)
-    }
-
-    /// After a window was reduced, with what it has taught this rank: goes on to the next phase. All
-    /// ranks call it.
-    #[track_caller]
-    pub(in crate::reduce) fn learn(
-        &mut self,
-        lesson: Option<WindowObservation>,
-        reduced: &mut Reduced,
-        slot: &ModelState,
-        group: &ProcessGroup,
-    ) -> Result<()> {
-        self.buckets = reduced.ledger.layout.len();
-        self.early = reduced.early;
-        if let SchedulerPhase::Sending(_) = self.phase {
-            self.early_total += reduced.early as u64;
-            self.windows += 1;
-        }
-        match &mut self.phase {
-            SchedulerPhase::Calibrating(learning) => {
-                if let Some(lesson) = lesson {
-                    learning.lesson = lesson;
-                }
-                let parameters = slot.parameters().len();
-                match learning.agree(parameters, group)? {
-                    CalibrationOutcome::NotYet => {}
-                    CalibrationOutcome::NothingEarly => {
-                        tracing::debug!("no gradient of this model is ready before backward ends");
-                        self.phase = SchedulerPhase::Off;
-                    }
-                    CalibrationOutcome::Order(order) => {
-                        let ready = learning.ready(parameters);
-                        self.phase = SchedulerPhase::Sending(lay_out(&order, &ready, slot)?);
-                    }
-                }
-            }
-            SchedulerPhase::Sending(_) if reduced.repaired > 0 => {
-                self.repairs += 1;
-                if self.repairs >= PATIENCE {
-                    tracing::warn!(
-                        step = slot.steps(),
-                        "gradients became ready in another order than before in {PATIENCE} \
-                         steps, and had to be reduced again: from now on, gradients of this model are \
-                         sent when backward has ended (said once)"
-                    );
-                    self.phase = SchedulerPhase::GivenUp;
-                    self.anchors = Anchors::default();
-                    // No step is undone any more.
-                    reduced.ledger.undo.fill_with(|| None);
-                }
-            }
-            _ => {}
-        }
-        Ok(())
-    }
-}
-
-/// Looks on, and keeps what it learns.
-#[derive(Debug)]
-enum CalibratingObserver {
-    Measuring(usize),
-    Calibrating(Calibration),
-    Sending(Vec<FlushPoint>),
-}
-
-/// Open while backward runs.
-#[derive(Debug)]
-struct BackwardObserver(Mutex<Option<(CalibratingObserver, Reducer)>>);
-
-impl BackwardObserver {
-    #[expect(
-        clippy::expect_used,
-        reason = "nobody else takes it out, and this is called once"
-    )]
-    fn close(&self) -> (CalibratingObserver, Reducer) {
-        self.lock().take().expect("eyes that were open")
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<(CalibratingObserver, Reducer)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Observer for BackwardObserver {
-    fn begins(&self, depth: usize) {
-        if let Some((CalibratingObserver::Measuring(found), _)) = &mut *self.lock() {
-            *found = depth;
-        }
-    }
-
-    fn reached(&self, point: usize, gradients: &mut dyn Iterator<Item = Option<DispatchTensor>>) {
-        match &mut *self.lock() {
-            Some((CalibratingObserver::Calibrating(calibration), _)) => {
-                calibration.look(point, gradients)
-            }
-            Some((CalibratingObserver::Sending(points), reducer)) => {
-                for &bucket in &points[point].buckets {
-                    // Whatever becomes of one, the next starts at its own.
-                    let mut own = (&mut *gradients).take(reducer.members(bucket).len());
-                    reducer.complete(bucket, &mut own);
-                    own.for_each(drop);
-                }
-            }
-            _ => {}
-        }
-    }
-}
-
-/// Lays the buckets out in that order, and finds where to look on this rank, where gradients are
-/// `ready` at these depths.
-fn lay_out(
-    order: &ReadyOrder,
-    ready: &[Option<usize>],
-    slot: &ModelState,
-) -> Result<Vec<FlushPoint>> {
-    let layout = slot.lay_out(order)?;
-    let late = &order.parameters[order.early..];
-    let early: Vec<Vec<usize>> = (0..layout.len())
-        .map(|bucket| layout.members(bucket).to_vec())
-        .take_while(|members| !members.iter().any(|index| late.contains(index)))
-        .collect();
-    let points = plan::points(&early, ready);
-    tracing::debug!(
-        buckets = layout.len(),
-        points = points.len(),
-        late = late.len(),
-        "buckets are sent while backward runs"
-    );
-    Ok(points)
-}
-
-/// Looks at all parameters, at quantiles of the depth.
-fn everywhere(depth: usize, leaves: &[Option<DispatchTensor>]) -> Vec<ProbePoint> {
-    let depths = calibration::depths(depth).into_iter();
-    depths
-        .map(|depth| ProbePoint {
-            depth,
-            leaves: leaves.to_vec(),
-        })
-        .collect()
-}
-
-/// Looks at each bucket where it should be complete.
-fn at_points(
-    points: &[FlushPoint],
-    mut leaves: Vec<Option<DispatchTensor>>,
-    reducer: &Reducer,
-) -> Vec<ProbePoint> {
-    points
-        .iter()
-        .map(|point| ProbePoint {
-            depth: point.depth,
-            leaves: point
-                .buckets
-                .iter()
-                .flat_map(|&bucket| reducer.members(bucket))
-                .map(|&index| take(&mut leaves[index]))
-                .collect(),
-        })
-        .collect()
-}
-
-/// By parameter: what makes its gradient of that of its working copy.
-fn casts(copy: &WorkingCopy) -> Vec<Option<Arc<Cast>>> {
-    match copy {
-        WorkingCopy::One(parts) => {
-            let cast = |part: &Option<WorkingPart>| part.as_ref()?.cast.clone();
-            parts.iter().map(cast).collect()
-        }
-        WorkingCopy::None | WorkingCopy::Several => Vec::new(),
-    }
-}
-
-/// A model's parameters, by number.
-struct Leaves<'a> {
-    found: Vec<Option<DispatchTensor>>,
-    slot: &'a ModelState,
-}
-
-impl<'a> Leaves<'a> {
-    /// Those of a working copy are looked at in its place: their gradients are complete long before
-    /// they are cast to the type of the parameter, which is the last that backward does.
-    fn of<M: Module>(
-        model: &M,
-        copy: WorkingCopy,
-        slot: &'a ModelState,
-    ) -> Vec<Option<DispatchTensor>> {
-        let mut leaves = Leaves {
-            found: core::iter::repeat_with(|| None)
-                .take(slot.parameters().len())
-                .collect(),
-            slot,
-        };
-        model.visit(&mut leaves);
-        match copy {
-            WorkingCopy::None => {}
-            WorkingCopy::One(parts) => {
-                for (found, part) in leaves.found.iter_mut().zip(parts) {
-                    if let (Some(found), Some(part)) = (found, part) {
-                        *found = part.tensor;
-                    }
-                }
-            }
-            WorkingCopy::Several => leaves.found.fill(None),
-        }
-        leaves.found
-    }
-}
-
-impl ModuleVisitor for Leaves<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if !param.is_require_grad() {
-            return;
-        }
-        // All places of a tied parameter are one leaf.
-        if let Some(index) = self.slot.number(param.id) {
-            self.found[index] = Some(param.val().into_dispatch());
         }
     }
 }

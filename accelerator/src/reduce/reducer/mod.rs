@@ -1,4 +1,4 @@
-pub(super) mod control;
+mod control;
 mod handover;
 mod pending;
 mod repair;
@@ -20,11 +20,12 @@ use super::compression::{Compression, CompressionScale};
 use super::device_reduce::{DeviceReducer, PendingReduce};
 use super::element_values;
 use super::failed_calls::BackwardCall;
+use super::loss_sum::LossSum;
 use super::model_state::{ModelName, ModelState};
 use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::shard::SumScope;
-use super::step_commit::SeenUpdates;
-use super::window::{self, BatchFingerprint, LossSum, Window, check_all_known};
+use super::updates::SeenUpdates;
+use super::window::{self, BatchFingerprint, Window, check_all_known};
 use crate::core::error::Result;
 use crate::data::ConsumeTicket;
 use crate::precision::Cast;
@@ -197,7 +198,7 @@ impl Reducer {
         weight: f64,
         timeline: &Timeline,
     ) -> Self {
-        let (mut ledger, marks, before) = window.into_parts(slot, group);
+        let (mut ledger, marks, before) = window.into_parts(|| slot.lend(group));
         slot.renew(group, &mut ledger);
         Self {
             promise: PendingCollective::new(group),
@@ -346,7 +347,7 @@ impl Reducer {
     ) -> Result<usize> {
         replace(&mut self.outcome, Ok(()))?;
         if self.weight > 0.0 {
-            self.loss.add(slot, self.weight, loss);
+            self.loss.add(self.weight, slot.micro_loss(loss));
         } else {
             // What an idle rank computed may be anything.
             gradients = GradientsParams::new();
@@ -408,8 +409,10 @@ impl Reducer {
         if !sums.header.loss.is_finite() && slot.on_non_finite_loss() == OnNonFiniteLoss::Fail {
             let (rank, loss) = (self.group.rank(), self.loss.read);
             return Err(match self.pace {
-                SendMode::Nowhere => non_finite_loss::error(slot, [(rank, loss)]),
-                _ => non_finite_loss::error(slot, (0..).zip(control::gather_losses(&self)?)),
+                SendMode::Nowhere => non_finite_loss::error(slot.steps(), [(rank, loss)]),
+                _ => {
+                    non_finite_loss::error(slot.steps(), (0..).zip(control::gather_losses(&self)?))
+                }
             });
         }
         let (total, read, wants_norm) = (sums.header.weight, sums.header.loss, sums.wants_norm());

@@ -4,12 +4,12 @@ use core::mem::replace;
 
 use burn::optim::GradientsParams;
 
-use super::control::ControlSums;
 use super::{Reducer, Repair};
 use crate::core::error::{Error, Result};
 use crate::reduce::bucket_set::{BucketState, RangeCheck};
 use crate::reduce::bucket_storage::BucketStorage;
 use crate::reduce::compression::{self, Compression};
+use crate::reduce::control_vector::ControlSums;
 use crate::reduce::element_values;
 use crate::reduce::model_state::ModelState;
 use crate::timeline::{EventSubject, Phase};

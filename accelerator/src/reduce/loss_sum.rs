@@ -1,0 +1,52 @@
+use burn::tensor::Tensor;
+
+use super::device_bucket;
+
+/// The loss of a micro-step.
+#[derive(Debug)]
+pub(super) enum MicroLoss {
+    Read(f64),
+    /// One element, which lies on the device: reading it waits.
+    OnDevice(Tensor<1>),
+}
+
+/// Σ weight · loss: what was read of it, and what lies on the device.
+#[derive(Clone, Debug, Default)]
+pub(super) struct LossSum {
+    pub(super) read: f64,
+    /// Losses of one element, with their weights.
+    pub(super) unread: Vec<(f64, Tensor<1>)>,
+}
+
+impl LossSum {
+    /// Adds the loss of a micro-step.
+    pub(super) fn add(&mut self, weight: f64, loss: MicroLoss) {
+        match loss {
+            MicroLoss::Read(loss) => self.read += weight * loss,
+            MicroLoss::OnDevice(loss) => self.unread.push((weight, loss)),
+        }
+    }
+
+    /// What lies on the device, in one element there that is nobody else's.
+    pub(super) fn sum_on(&self, device: &burn::tensor::Device) -> Tensor<1> {
+        let dtype = burn::tensor::DType::F32;
+        let zero = Tensor::zeros([1], (device, dtype));
+        let weighed =
+            |(weight, loss): &(f64, Tensor<1>)| loss.clone().cast(dtype).mul_scalar(*weight);
+        self.unread.iter().map(weighed).fold(zero, Tensor::add)
+    }
+
+    /// Reads what lies on the device.
+    pub(super) fn read_all(&mut self) {
+        self.read = self.value();
+        self.unread.clear();
+    }
+
+    /// All of it, read from the device at once.
+    pub(super) fn value(&self) -> f64 {
+        let losses = self.unread.iter().map(|(_, loss)| loss.clone()).collect();
+        let losses = device_bucket::numbers(losses);
+        let unread = self.unread.iter().zip(losses);
+        unread.fold(self.read, |sum, ((weight, _), loss)| sum + weight * loss)
+    }
+}
