@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
 use super::distribute::from_main;
-use super::write::Saved;
+use super::saved::Saved;
 use crate::context::Context;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::panic_text::panic_text;

@@ -8,12 +8,13 @@ use super::background::BackgroundSave;
 use super::context::CheckpointContext;
 use super::distribute::from_main;
 use super::parts::Save;
+use super::saved::Saved;
 use super::saving::Saving;
 use super::settings::Checkpoints;
 use super::snapshot::{
     Snapshot, SnapshotExchange, SnapshotMode, SnapshotReport, TakenSnapshot, WriterRole,
 };
-use super::write::{self, JobInfo, Saved};
+use super::write::{self, JobInfo};
 use crate::core::error::{Error, Kind, Result};
 use crate::core::outcome::Failure;
 

@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use super::background::BackgroundSave;
 use super::context::CheckpointContext;
-use super::write::Saved;
+use super::saved::Saved;
 use crate::core::error::Result;
 use crate::reduce::{SaveProgress, WatchedSave};
 

@@ -1,13 +1,12 @@
 use core::num::NonZeroUsize;
-use std::path::PathBuf;
 
 use accelerator_collective::Activity;
 use accelerator_manifest::{
     self as manifest, CheckpointKind, FileName, Folder, Metadata, Role, VerifyLevel,
 };
-use serde::{Deserialize, Serialize};
 
 use super::context::CheckpointContext;
+use super::saved::Saved;
 use super::settings::{Checkpoints, Draft};
 use super::snapshot::{SnapshotMode, SnapshotPart, TakenSnapshot};
 use super::state::{HookState, Names, StateFile, encode};
@@ -15,44 +14,6 @@ use crate::core::error::{Error, Result};
 use crate::data::LoaderState;
 use crate::model::{FileNames, Layout, SaveOptions};
 use crate::optim::check_known;
-
-/// A checkpoint that was saved.
-///
-/// ```
-/// # use accelerator::prelude::*;
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let folder = folder.path();
-/// # let accelerator = Accelerator::new()?;
-/// let saved = accelerator.save_state(folder, Object(&"state"))?;
-/// assert_eq!((saved.number(), saved.step()), (1, 0));
-/// // Training goes on from this one, whatever comes later.
-/// let (Object(state), _) = accelerator.resume(saved.path(), Object(String::new()))?;
-/// assert_eq!(state, "state");
-/// # Ok::<(), Error>(())
-/// ```
-#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub struct Saved {
-    number: u64,
-    path: PathBuf,
-    step: u64,
-}
-
-impl Saved {
-    /// Its number: 1 for the first in a folder.
-    pub fn number(&self) -> u64 {
-        self.number
-    }
-
-    /// Where it lies, on the host of the rank that wrote it.
-    pub fn path(&self) -> &std::path::Path {
-        &self.path
-    }
-
-    /// How many optimizer steps were done.
-    pub fn step(&self) -> u64 {
-        self.step
-    }
-}
 
 /// What the job is, at the time of a save.
 #[derive(Clone, Debug)]

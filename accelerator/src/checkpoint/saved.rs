@@ -1,0 +1,41 @@
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// A checkpoint that was saved.
+///
+/// ```
+/// # use accelerator::prelude::*;
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+/// # let accelerator = Accelerator::new()?;
+/// let saved = accelerator.save_state(folder, Object(&"state"))?;
+/// assert_eq!((saved.number(), saved.step()), (1, 0));
+/// // Training goes on from this one, whatever comes later.
+/// let (Object(state), _) = accelerator.resume(saved.path(), Object(String::new()))?;
+/// assert_eq!(state, "state");
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Saved {
+    pub(super) number: u64,
+    pub(super) path: PathBuf,
+    pub(super) step: u64,
+}
+
+impl Saved {
+    /// Its number: 1 for the first in a folder.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Where it lies, on the host of the rank that wrote it.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// How many optimizer steps were done.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+}
