@@ -37,7 +37,7 @@ use crate::{
 /// | `ACCEL_RESTART`, `ACCEL_MAX_RESTARTS` | how often the job was restarted, and may be; set by the launcher |
 /// | `ACCEL_SET_BY_LAUNCHER` | which variables the launcher has [set itself](Self::SET_BY_LAUNCHER) |
 ///
-/// `ACCEL_FAULTS`, faults to inject for tests, is read by `accelerator-fault`.
+/// `ACCEL_FAULTS`, faults to inject for tests, is read by `burn-accelerate-fault`.
 ///
 /// Without `RANK` and `WORLD_SIZE` the process is a world of its own. Anything incomplete,
 /// malformed or contradictory is an error: a process never becomes rank 0 by accident. So it is an
@@ -109,7 +109,7 @@ pub struct Launch {
 impl Launch {
     /// The variables of this project that belong to a launch, beside torchrun's:
     /// [`from_env`](Self::from_env) reads them all but `ACCEL_FAULTS`, which
-    /// `accelerator-fault` reads, and [`SET_BY_LAUNCHER`](Self::SET_BY_LAUNCHER).
+    /// `burn-accelerate-fault` reads, and [`SET_BY_LAUNCHER`](Self::SET_BY_LAUNCHER).
     pub const VARIABLES: [&'static str; 11] = [
         env::FAULTS.name,
         env::INSECURE.name,

@@ -1,7 +1,7 @@
 //! Training on a graphics device, where there is one. Mesa's `lavapipe` is one that computes on the CPU:
 //!
 //! ```text
-//! cargo test --release -p accelerator --features wgpu,fusion --test graphics -- --nocapture
+//! cargo test --release -p burn-accelerate --features wgpu,fusion --test graphics -- --nocapture
 //! ```
 //!
 //! What it computes is compared with the CPU's where `flex` is there as well.
