@@ -7,7 +7,7 @@
 )]
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
-#[path = "suite/world.rs"]
+#[path = "it/suite/world.rs"]
 mod world;
 
 use std::{

@@ -1,0 +1,51 @@
+//! One suite of cases over every transport, at 1, 2, 3, 4 and 7 ranks.
+
+#[cfg(target_os = "linux")]
+transport!(shm, Means::Shm);
+transport!(tcp, Means::Tcp);
+transport!(threads, Means::Threads);
+
+#[cfg(target_os = "linux")]
+mod hierarchical {
+    use crate::suite::{cases, world::Means};
+
+    const MEANS: Means = Means::Hierarchical;
+
+    world!(three, 3, [reductions, exchanges, whole, failures], []);
+    world!(
+        four,
+        4,
+        [reductions],
+        [
+            beyond_a_bucket,
+            disagreements,
+            other_cuts,
+            a_rank_that_does_not_come,
+            a_rank_that_panics,
+            a_rank_that_aborts,
+        ]
+    );
+    world!(seven, 7, [reductions], [a_rank_that_panics]);
+}
+
+/// More ranks than a usual host has cores.
+mod many {
+    use crate::suite::{cases, world::Means};
+
+    #[test]
+    fn threads() {
+        cases::barriers(Means::Threads, 64);
+        cases::orderly_ends(Means::Threads, 64);
+    }
+
+    #[test]
+    fn processes() {
+        cases::barriers(Means::Tcp, 12);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn processes_of_one_host() {
+        cases::barriers(Means::Shm, 12);
+    }
+}

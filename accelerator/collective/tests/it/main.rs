@@ -1,0 +1,29 @@
+//! What ranks do together, a module for each subject.
+
+#![allow(
+    clippy::expect_used,
+    clippy::unwrap_used,
+    reason = "these are tests, helpers included"
+)]
+
+#[macro_use]
+mod suite;
+
+mod collectives;
+#[cfg(target_os = "linux")]
+mod failures;
+#[cfg(all(feature = "faults", target_os = "linux"))]
+mod faults;
+mod intruders;
+#[cfg(unix)]
+mod meeting;
+#[cfg(target_os = "linux")]
+mod netns;
+#[cfg(target_os = "linux")]
+mod networks;
+mod oracle;
+#[cfg(target_os = "linux")]
+mod processes;
+mod rendezvous;
+mod stderr_fallback;
+mod warnings;

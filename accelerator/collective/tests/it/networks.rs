@@ -1,0 +1,217 @@
+//! Ranks of several hosts, which are network namespaces; skipped where those are not allowed.
+
+use std::{
+    env,
+    time::{Duration, SystemTime},
+};
+
+use crate::netns::{Network, Rank};
+use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
+
+/// What a rank that belongs to a job does. Without the variables of a job it does nothing.
+#[test]
+fn a_rank() {
+    let Ok(deed) = env::var(DEED) else {
+        return;
+    };
+    // The harness has begun a line.
+    println!();
+    let options = GroupOptions::new().with_connect_timeout(Duration::from_secs(60));
+    let group = match ProcessGroup::connect(&Launch::from_env().unwrap(), &options) {
+        Ok(group) => group,
+        Err(error) => {
+            println!("refused\t{error}");
+            return;
+        }
+    };
+    println!("connected\t{}", group.transport());
+    match &*deed {
+        "reduce" => {
+            for len in LENGTHS {
+                let mut values = sample(group.rank(), len);
+                group.all_reduce(&mut values, ReduceOp::Sum).unwrap();
+                println!("sum\t{:016x}", digest(&values));
+            }
+            group.close().unwrap();
+        }
+        "go on" => {
+            let mut values = vec![1.0_f32; 300_000];
+            group.all_reduce(&mut values, ReduceOp::Mean).unwrap();
+            println!("ready");
+            let error = loop {
+                if let Err(error) = group.all_reduce(&mut values, ReduceOp::Mean) {
+                    break error;
+                }
+            };
+            println!("error\t{}\t{:?}\t{error}", now(), error.ranks());
+        }
+        _ => panic!("{deed} is no deed of this test"),
+    }
+}
+
+#[test]
+fn two_hosts() {
+    same_bits(2, 1, "tcp");
+}
+
+#[test]
+fn three_hosts() {
+    same_bits(3, 1, "tcp");
+}
+
+/// The ranks of each host share memory: only one rank's traffic leaves it.
+#[test]
+fn two_hosts_of_two_ranks() {
+    same_bits(2, 2, "hierarchical");
+}
+
+/// Without a token, several hosts must say that they want none.
+#[test]
+fn hosts_without_a_token_meet_only_if_they_say_so() {
+    let Some(network) = Network::new(2) else {
+        return;
+    };
+    // The one that hosts the store would wait for another one.
+    let host = network.start(0, 1, &[(DEED, "reduce")]);
+    let mut refused = network.start(1, 1, &[(DEED, "reduce")]);
+    assert!(refused.line("refused")[0].contains("ACCEL_INSECURE=1"));
+    drop((host, refused));
+    let insecure = [(DEED, "reduce"), ("ACCEL_INSECURE", "1")];
+    for mut rank in [
+        network.start(0, 1, &insecure),
+        network.start(1, 1, &insecure),
+    ] {
+        rank.line("connected");
+        rank.line("sum");
+        assert!(rank.end().success());
+    }
+}
+
+/// A cable is pulled: each side finds the other silent.
+#[test]
+fn a_link_that_goes_down_is_named() {
+    let Some((network, mut ranks)) = started(2, 1, "go on") else {
+        return;
+    };
+    for rank in &mut ranks {
+        rank.line("ready");
+    }
+    let cut = now();
+    network.cut(1);
+    for (rank, other) in ranks.iter_mut().zip([1, 0]) {
+        let error = rank.line("error");
+        assert_eq!(error[1], format!("[{other}]"), "{error:?}");
+        assert!(error[2].contains("silent"), "{error:?}");
+        // The liveness timeout is a second; the machine may be loaded.
+        let waited = error[0].parse::<u64>().unwrap() - cut;
+        assert!((900..5000).contains(&waited), "{waited} ms: {error:?}");
+    }
+}
+
+#[test]
+fn a_rank_that_dies_on_another_host_is_named() {
+    for (hosts, ranks_per_host) in [(3, 1), (2, 2)] {
+        a_rank_dies(hosts, ranks_per_host);
+    }
+}
+
+fn a_rank_dies(hosts: usize, ranks_per_host: usize) {
+    let Some((_network, mut ranks)) = started(hosts, ranks_per_host, "go on") else {
+        return;
+    };
+    for rank in &mut ranks {
+        rank.line("ready");
+    }
+    let victim = ranks.remove(1);
+    let (pid, dead) = (victim.pid(), now());
+    drop(victim);
+    for rank in &mut ranks {
+        let error = rank.line("error");
+        assert_eq!(error[1], "[1]", "{error:?}");
+        assert!(
+            error[2].contains(&format!("rank 1 (process {pid} on ")),
+            "{error:?}"
+        );
+        let waited = error[0].parse::<u64>().unwrap() - dead;
+        assert!(waited < 3000, "{waited} ms: {error:?}");
+    }
+}
+
+/// Every rank holds the sum that one thread computes: within each host in rank order, then host
+/// by host. A host sends as much as if it held one rank.
+fn same_bits(hosts: usize, ranks_per_host: usize, transport: &str) {
+    let Some((network, mut ranks)) = started(hosts, ranks_per_host, "reduce") else {
+        return;
+    };
+    for rank in &mut ranks {
+        assert_eq!(rank.line("connected"), [transport]);
+    }
+    for len in LENGTHS {
+        let by_host = (0..hosts).map(|host| {
+            let ranks = (0..ranks_per_host).map(|local| sample(host * ranks_per_host + local, len));
+            ranks.reduce(sum).unwrap()
+        });
+        let expected = format!("{:016x}", digest(&by_host.reduce(sum).unwrap()));
+        for rank in &mut ranks {
+            assert_eq!(rank.line("sum"), [&*expected], "{len} values");
+        }
+    }
+    for rank in ranks {
+        assert!(rank.end().success());
+    }
+    let total: usize = LENGTHS.iter().map(|len| 4 * len).sum();
+    let least = (2 * total * (hosts - 1) / hosts) as u64;
+    for host in 0..hosts {
+        let sent = network.sent(host);
+        // Heads, and what it takes to meet, to declare and to acknowledge.
+        let most = least + least / 8 + 300_000;
+        assert!(
+            (least..most).contains(&sent),
+            "host {host} sent {sent} bytes, not {least}"
+        );
+    }
+}
+
+fn started(hosts: usize, ranks_per_host: usize, deed: &str) -> Option<(Network, Vec<Rank>)> {
+    let network = Network::new(hosts)?;
+    let token = network.token();
+    let variables = [(DEED, deed), ("ACCEL_TOKEN_FILE", token.to_str().unwrap())];
+    let ranks = (0..hosts * ranks_per_host)
+        .map(|rank| network.start(rank, ranks_per_host, &variables))
+        .collect();
+    Some((network, ranks))
+}
+
+/// Values of many magnitudes, whose sum depends on the order.
+fn sample(rank: usize, len: usize) -> Vec<f32> {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(rank as u64 + 1);
+    let values = (0..len).map(|_| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        let magnitude = [1e-3, 1.0, 1e3, 1e6][(state & 3) as usize];
+        (state >> 40) as f32 / 16_777_216.0 * magnitude - magnitude / 2.0
+    });
+    values.collect()
+}
+
+fn sum(left: Vec<f32>, right: Vec<f32>) -> Vec<f32> {
+    left.iter().zip(&right).map(|(x, y)| x + y).collect()
+}
+
+fn digest(values: &[f32]) -> u64 {
+    values.iter().fold(0xcbf2_9ce4_8422_2325, |hash, value| {
+        (hash ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+/// Milliseconds on a clock that all processes of the machine share.
+fn now() -> u64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    now.unwrap().as_millis() as u64
+}
+
+/// Short, of one chunk a part, and of several.
+const LENGTHS: [usize; 4] = [10, 4000, 100_000, 1_000_003];
+
+const DEED: &str = "NETWORK_TEST_DEED";

@@ -1,0 +1,42 @@
+//! Where no logs are collected, standard error tells what a rank waits for.
+
+use std::{net::TcpListener, process::Command, time::Duration};
+
+use accelerator_collective::{GroupOptions, Launch, ProcessGroup};
+
+/// What the test below runs as a process of its own.
+#[test]
+fn a_rank() {
+    if std::env::var_os("RANK").is_none() {
+        return;
+    }
+    let launch = Launch::from_env().unwrap();
+    let options = GroupOptions::new().with_connect_timeout(Duration::from_secs(5));
+    let error = ProcessGroup::connect(&launch, &options).unwrap_err();
+    assert!(
+        error.to_string().contains("could not be reached"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_store_that_is_not_there_is_told_before_the_rank_gives_up() {
+    // Nobody listens where somebody did a moment ago.
+    let port = TcpListener::bind(("127.0.0.1", 0))
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
+    let rank = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "stderr_fallback::a_rank", "--nocapture"])
+        .envs([("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")])
+        .envs([("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")])
+        .env("MASTER_PORT", port.to_string())
+        .output()
+        .unwrap();
+    let told = String::from_utf8_lossy(&rank.stderr);
+    assert!(rank.status.success(), "{told}");
+    let expected = "accelerator: rank 1 has not reached the store at 127.0.0.1:";
+    assert!(told.contains(expected), "{told}");
+    assert!(told.contains("it gives up after 5 s"), "{told}");
+}

@@ -1,0 +1,236 @@
+//! Whatever happens to a file of a checkpoint is found, and the file named.
+
+use std::fs;
+use std::path::Path;
+
+use crate::support::{FILES, content, latest, name, save};
+use accelerator_manifest::{Checkpoint, Folder, VerifyLevel};
+use proptest::prelude::*;
+
+#[derive(Clone, Copy, Debug)]
+enum Damage {
+    Truncate(u64),
+    Flip(u64),
+    Append,
+    Delete,
+    Folder,
+    Link,
+}
+
+impl Damage {
+    /// `false` where the file has nothing to damage in this way.
+    fn strike(self, path: &Path) -> bool {
+        let mut bytes = fs::read(path).unwrap();
+        let len = bytes.len() as u64;
+        match self {
+            Self::Truncate(_) | Self::Flip(_) if len == 0 => return false,
+            Self::Truncate(at) => bytes.truncate((at % len) as usize),
+            Self::Flip(bit) => {
+                let bit = bit % (len * 8);
+                bytes[(bit / 8) as usize] ^= 1 << (bit % 8);
+            }
+            Self::Append => bytes.push(b'\n'),
+            Self::Delete => {
+                fs::remove_file(path).unwrap();
+                return true;
+            }
+            Self::Folder => {
+                fs::remove_file(path).unwrap();
+                fs::create_dir(path).unwrap();
+                return true;
+            }
+            // The right content, but not where it belongs.
+            Self::Link => {
+                let away = path.ancestors().nth(3).unwrap().join("elsewhere");
+                fs::rename(path, &away).unwrap();
+                std::os::unix::fs::symlink(&away, path).unwrap();
+                return true;
+            }
+        }
+        fs::write(path, bytes).unwrap();
+        true
+    }
+}
+
+fn damage() -> impl Strategy<Value = Damage> {
+    prop_oneof![
+        any::<u64>().prop_map(Damage::Truncate),
+        any::<u64>().prop_map(Damage::Flip),
+        Just(Damage::Append),
+        Just(Damage::Delete),
+        Just(Damage::Folder),
+        Just(Damage::Link),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn damage_is_found_and_the_file_is_named(file in 0..FILES.len() + 1, damage in damage()) {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = Folder::create(temporary.path().join("a")).unwrap();
+        save(&folder, 1).unwrap();
+        let newest = save(&folder, 2).unwrap();
+        let file = FILES.get(file).copied().unwrap_or("manifest.json");
+        prop_assume!(damage.strike(&newest.path().join(file)));
+
+        let report = newest.verify(VerifyLevel::Hashes);
+        let named: Vec<_> = report.defects.iter().map(|x| x.file.as_str()).collect();
+        prop_assert_eq!(&named, &[file]);
+        prop_assert!(report.defects[0].error.is_corrupt(), "{}", report);
+        prop_assert!(report.to_string().contains(file));
+
+        // Only what keeps the length of a data file needs a look at its content.
+        let quick = newest.verify(VerifyLevel::Sizes);
+        let hidden = matches!(damage, Damage::Flip(_)) && file != "manifest.json";
+        prop_assert_eq!(quick.is_good(), hidden);
+
+        // A reader that does not verify first is not deceived either.
+        let fresh = Checkpoint::at(newest.path()).unwrap();
+        if file == "manifest.json" {
+            prop_assert!(fresh.manifest().unwrap_err().is_corrupt());
+        } else {
+            prop_assert!(fresh.read(&name(file)).unwrap_err().is_corrupt());
+        }
+
+        prop_assert_eq!(latest(&folder), (Some(1), 1));
+        prop_assert!(newest.path().exists(), "nothing is deleted");
+        prop_assert_eq!(save(&folder, 3).unwrap().number(), 3);
+        prop_assert_eq!(latest(&folder), (Some(3), 0));
+    }
+}
+
+#[test]
+fn all_defects_are_listed() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    let checkpoint = save(&folder, 1).unwrap();
+    fs::remove_file(checkpoint.path().join("empty")).unwrap();
+    Damage::Flip(77).strike(&checkpoint.path().join("model.safetensors"));
+    fs::remove_dir_all(checkpoint.path().join("ranks")).unwrap();
+    fs::write(checkpoint.path().join("notes.txt"), "mine").unwrap();
+
+    let report = checkpoint.verify(VerifyLevel::Hashes);
+    let text: Vec<_> = report.defects.iter().map(ToString::to_string).collect();
+    assert_eq!(text.len(), 3, "{text:?}");
+    assert!(text[0].starts_with("empty is missing"), "{text:?}");
+    assert!(
+        text[1].starts_with("model.safetensors has changed since it was written"),
+        "{text:?}"
+    );
+    assert!(
+        text[2].starts_with("ranks/00000.json: ranks is missing"),
+        "{text:?}"
+    );
+    assert_eq!(report.untracked, ["notes.txt"]);
+}
+
+#[test]
+fn a_stranger_in_a_checkpoint_does_no_harm() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    let checkpoint = save(&folder, 1).unwrap();
+    fs::write(checkpoint.path().join("notes.txt"), "mine").unwrap();
+    std::os::unix::fs::symlink("/etc", checkpoint.path().join("link")).unwrap();
+    let report = checkpoint.verify(VerifyLevel::Hashes);
+    assert!(report.is_good(), "{report}");
+    assert_eq!(report.untracked, ["link", "notes.txt"]);
+    assert_eq!(latest(&folder), (Some(1), 0));
+}
+
+#[test]
+fn links_in_the_place_of_folders_are_refused() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::create(temporary.path().join("a")).unwrap();
+    save(&folder, 1).unwrap();
+    let checkpoint = save(&folder, 2).unwrap();
+    let away = temporary.path().join("away");
+    fs::rename(checkpoint.path().join("ranks"), &away).unwrap();
+    std::os::unix::fs::symlink(&away, checkpoint.path().join("ranks")).unwrap();
+    let report = checkpoint.verify(VerifyLevel::Sizes);
+    assert_eq!(report.defects.len(), 1);
+    assert!(report.to_string().contains("a symbolic link"), "{report}");
+
+    // The same for the whole checkpoint.
+    fs::rename(
+        folder.path().join("checkpoint-000001"),
+        temporary.path().join("b"),
+    )
+    .unwrap();
+    std::os::unix::fs::symlink(
+        temporary.path().join("b"),
+        folder.path().join("checkpoint-000001"),
+    )
+    .unwrap();
+    assert_eq!(latest(&folder), (None, 2));
+}
+
+#[test]
+fn a_size_that_cannot_be_is_refused_before_memory_is_taken() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    let checkpoint = save(&folder, 1).unwrap();
+    // Sparse: neither has these bytes on the disk.
+    let grow = |file: &str, bytes| {
+        let file = fs::File::options()
+            .write(true)
+            .open(checkpoint.path().join(file))
+            .unwrap();
+        file.set_len(bytes).unwrap();
+    };
+    grow("optimizer.bin", 1 << 40);
+    let fresh = Checkpoint::at(checkpoint.path()).unwrap();
+    assert!(
+        fresh
+            .read(&name("optimizer.bin"))
+            .unwrap_err()
+            .to_string()
+            .contains("is too long")
+    );
+    grow("manifest.json", 1 << 40);
+    let fresh = Checkpoint::at(checkpoint.path()).unwrap();
+    assert!(
+        fresh
+            .manifest()
+            .unwrap_err()
+            .to_string()
+            .contains("expected at most")
+    );
+}
+
+#[test]
+fn readers_are_told_at_the_end() {
+    use std::io::Read;
+
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    let checkpoint = save(&folder, 1).unwrap();
+    let file = name("model.safetensors");
+    let mut text = Vec::new();
+    checkpoint
+        .open(&file)
+        .unwrap()
+        .read_to_end(&mut text)
+        .unwrap();
+    assert_eq!(text, content("model.safetensors", 1));
+
+    Damage::Flip(5).strike(&checkpoint.path_of(&file));
+    let error = checkpoint
+        .open(&file)
+        .unwrap()
+        .read_to_end(&mut text)
+        .unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::InvalidData);
+    assert!(
+        error
+            .to_string()
+            .contains("has changed since it was written"),
+        "{error}"
+    );
+    assert!(
+        checkpoint
+            .open(&name("no-such"))
+            .unwrap_err()
+            .is_not_found()
+    );
+}

@@ -1,0 +1,7 @@
+//! What plans hold: laws, documented tables, and the tables of Accelerate.
+
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
+mod laws;
+mod tables;
+mod vectors;

@@ -1,0 +1,304 @@
+//! Plans written out: the documented tables of the four tail policies.
+
+use accelerator_plan::{
+    BatchKind, BatchPlan, BatchSize, EpochPlan, PlanConfig, PlannedBatch, TailPolicy,
+};
+
+fn epoch(samples: u64, batch_size: usize, world_size: usize, tail: TailPolicy) -> EpochPlan {
+    PlanConfig::new(samples, BatchSize::per_rank(batch_size).unwrap())
+        .with_world_size(world_size)
+        .with_tail(tail)
+        .init()
+        .unwrap()
+        .epoch(0)
+}
+
+/// Every rank's batches, written `0 1 2 | 6 7`: repeated samples in parentheses, an idle rank's
+/// batch in brackets.
+fn table(epoch: &EpochPlan) -> Vec<String> {
+    (0..epoch.plan().world_size())
+        .map(|rank| epoch.rank(rank).map(cell).collect::<Vec<_>>().join(" | "))
+        .collect()
+}
+
+fn cell(batch: PlannedBatch) -> String {
+    let real = batch.real_indices().iter().map(u64::to_string);
+    match batch.kind {
+        BatchKind::Real => real
+            .chain(batch.padding().iter().map(|index| format!("({index})")))
+            .collect::<Vec<_>>()
+            .join(" "),
+        BatchKind::Idle => format!("{:?}", batch.indices),
+    }
+}
+
+/// The same of batches that are given.
+fn dealt(plan: &BatchPlan, world_size: usize) -> Vec<String> {
+    let row = |rank: usize| -> Vec<String> {
+        let batches = (0..plan.steps(rank)).map(|step| plan.batch(rank, step).unwrap());
+        batches.map(cell).collect()
+    };
+    (0..world_size).map(|rank| row(rank).join(" | ")).collect()
+}
+
+/// C1: the tables of batch samplers whose batches have different sizes.
+#[test]
+fn given_batches_go_round_as_in_accelerate() {
+    let five = vec![
+        vec![0, 1, 2],
+        vec![3, 4],
+        vec![5, 6, 7, 8],
+        vec![9, 10, 11],
+        vec![12, 13],
+    ];
+    let deal = |batches: &[Vec<u64>], ranks, tail| {
+        dealt(
+            &BatchPlan::new(batches.to_vec(), ranks, tail).unwrap(),
+            ranks,
+        )
+    };
+    let zero = "0 1 2 | 5 6 7 8 | 12 13";
+    let pad = deal(&five, 2, TailPolicy::Pad);
+    assert_eq!(pad, [zero, "3 4 | 9 10 11 | (0) (1) (2)"]);
+    assert_eq!(deal(&five, 2, TailPolicy::Uneven), [zero, "3 4 | 9 10 11"]);
+    let drop = deal(&five, 2, TailPolicy::Drop);
+    assert_eq!(drop, ["0 1 2 | 5 6 7 8", "3 4 | 9 10 11"]);
+    let exact = deal(&five, 2, TailPolicy::Exact);
+    assert_eq!(exact, [zero, "3 4 | 9 10 11 | [9, 10, 11]"]);
+    for tail in [
+        TailPolicy::Pad,
+        TailPolicy::Exact,
+        TailPolicy::Drop,
+        TailPolicy::Uneven,
+    ] {
+        assert_eq!(
+            deal(&five[..4], 2, tail),
+            ["0 1 2 | 5 6 7 8", "3 4 | 9 10 11"]
+        );
+        assert_eq!(deal(&[], 2, tail), ["", ""]);
+    }
+    let again = "(0) (1) (2)";
+    assert_eq!(deal(&five[..1], 2, TailPolicy::Pad), ["0 1 2", again]);
+    assert_eq!(
+        deal(&five[..1], 3, TailPolicy::Pad),
+        ["0 1 2", again, again]
+    );
+    let seven = [
+        vec![0],
+        vec![1, 2],
+        vec![3, 4, 5],
+        vec![6],
+        vec![7, 8],
+        vec![9, 10, 11],
+        vec![12, 13],
+    ];
+    assert_eq!(
+        deal(&seven, 3, TailPolicy::Pad),
+        [
+            "0 | 6 | 12 13",
+            "1 2 | 7 8 | (0)",
+            "3 4 5 | 9 10 11 | (1) (2)"
+        ]
+    );
+}
+
+#[test]
+fn given_batches_go_on_where_one_ended() {
+    let batches = vec![vec![0, 1, 2], vec![3, 4], vec![5, 6, 7, 8], vec![9]];
+    let plan = BatchPlan::new(batches, 2, TailPolicy::Exact).unwrap();
+    assert_eq!([0, 1, 2].map(|step| plan.consumed_after(step)), [5, 10, 10]);
+    // By three ranks two batches were used in the first step, say, and two ranks go on.
+    let rest = plan.clone().starting_at(5).unwrap();
+    assert_eq!(dealt(&rest, 2), ["5 6 7 8", "9"]);
+    assert_eq!(dealt(&plan.clone().starting_at(10).unwrap(), 2), ["", ""]);
+    assert!(plan.starting_at(6).unwrap_err().is_start());
+    let error = BatchPlan::new(vec![vec![0], vec![]], 2, TailPolicy::Exact).unwrap_err();
+    assert!(
+        error.is_batch_size() && error.to_string().contains("batch 1"),
+        "{error}"
+    );
+    assert!(
+        BatchPlan::new(vec![], 0, TailPolicy::Exact)
+            .unwrap_err()
+            .is_world_size()
+    );
+}
+
+#[test]
+fn a_list_of_samples_is_dealt_as_an_epoch_of_its_own() {
+    let plan = PlanConfig::new(100, BatchSize::per_rank(2).unwrap()).with_world_size(2);
+    let rows = |tail| {
+        let plan = plan.clone().with_tail(tail).init().unwrap();
+        table(&plan.listed(3, [9, 9, 7, 5, 0]).unwrap())
+    };
+    assert_eq!(rows(TailPolicy::Exact), ["9 9 | 0", "7 5 | [7, 5]"]);
+    assert_eq!(rows(TailPolicy::Pad), ["9 9 | 0 (9)", "7 5 | (9) (7)"]);
+    let plan = plan.init().unwrap();
+    let rest = plan
+        .listed(3, [9, 9, 7, 5, 0])
+        .unwrap()
+        .starting_at(1)
+        .unwrap();
+    assert_eq!(table(&rest), ["9 7", "5 0"]);
+    assert!(
+        plan.listed(3, [1])
+            .unwrap()
+            .starting_at(2)
+            .unwrap_err()
+            .is_start()
+    );
+}
+
+#[test]
+fn exact_divides_the_tail_evenly() {
+    let exact = |samples, size, ranks| table(&epoch(samples, size, ranks, TailPolicy::Exact));
+    assert_eq!(exact(12, 3, 2), ["0 1 2 | 6 7 8", "3 4 5 | 9 10 11"]);
+    assert_eq!(exact(11, 3, 2), ["0 1 2 | 6 7 8", "3 4 5 | 9 10"]);
+    assert_eq!(exact(9, 3, 2), ["0 1 2 | 6 7", "3 4 5 | 8"]);
+    assert_eq!(exact(8, 3, 2), ["0 1 2 | 6", "3 4 5 | 7"]);
+    assert_eq!(exact(2, 3, 2), ["0", "1"]);
+    assert_eq!(exact(11, 4, 3), ["0 1 2 3", "4 5 6 7", "8 9 10"]);
+    assert_eq!(exact(10, 4, 3), ["0 1 2 3", "4 5 6", "7 8 9"]);
+}
+
+#[test]
+fn exact_idles_ranks_only_below_one_sample_each() {
+    let exact = |samples, size, ranks| table(&epoch(samples, size, ranks, TailPolicy::Exact));
+    // An idle rank gets its batch before; where there is none, rank 0's.
+    assert_eq!(exact(7, 3, 2), ["0 1 2 | 6", "3 4 5 | [3, 4, 5]"]);
+    assert_eq!(exact(8, 2, 3), ["0 1 | 6", "2 3 | 7", "4 5 | [4, 5]"]);
+    assert_eq!(exact(2, 4, 4), ["0", "1", "[0]", "[0]"]);
+    let resumed = epoch(8, 2, 3, TailPolicy::Exact).starting_at(7).unwrap();
+    assert_eq!(table(&resumed), ["7", "[7]", "[7]"]);
+}
+
+#[test]
+fn pad_cycles_the_start_of_the_epoch() {
+    let pad = |samples, size, ranks| table(&epoch(samples, size, ranks, TailPolicy::Pad));
+    assert_eq!(pad(9, 3, 2), ["0 1 2 | 6 7 8", "3 4 5 | (0) (1) (2)"]);
+    assert_eq!(pad(8, 3, 2), ["0 1 2 | 6 7 (0)", "3 4 5 | (1) (2) (3)"]);
+    assert_eq!(pad(2, 3, 2), ["0 1 (0)", "(1) (0) (1)"]);
+    assert_eq!(pad(1, 4, 2), ["0 (0) (0) (0)", "(0) (0) (0) (0)"]);
+    assert_eq!(pad(5, 2, 4), ["0 1", "2 3", "4 (0)", "(1) (2)"]);
+    // Resumed, the padding still comes from the start of the whole epoch.
+    let resumed = epoch(8, 3, 2, TailPolicy::Pad).starting_at(6).unwrap();
+    assert_eq!(table(&resumed), ["6 7 (0)", "(1) (2) (3)"]);
+    let resumed = epoch(8, 3, 2, TailPolicy::Pad).starting_at(7).unwrap();
+    assert_eq!(table(&resumed), ["7 (0) (1)", "(2) (3) (4)"]);
+}
+
+#[test]
+fn drop_leaves_out_the_incomplete_global_batch() {
+    let drop = |samples, size, ranks| table(&epoch(samples, size, ranks, TailPolicy::Drop));
+    assert_eq!(drop(11, 3, 2), ["0 1 2", "3 4 5"]);
+    assert_eq!(drop(12, 3, 2), ["0 1 2 | 6 7 8", "3 4 5 | 9 10 11"]);
+    assert_eq!(drop(5, 3, 2), ["", ""]);
+    let epoch = epoch(11, 3, 2, TailPolicy::Drop);
+    assert_eq!((epoch.consumed_after(0), epoch.consumed_after(9)), (6, 6));
+}
+
+#[test]
+fn uneven_gives_what_is_left_to_the_first_ranks() {
+    let uneven = |samples, size, ranks| table(&epoch(samples, size, ranks, TailPolicy::Uneven));
+    assert_eq!(uneven(10, 3, 2), ["0 1 2 | 6 7 8", "3 4 5 | 9"]);
+    assert_eq!(uneven(8, 3, 2), ["0 1 2 | 6 7", "3 4 5"]);
+    assert_eq!(uneven(1, 3, 2), ["0", ""]);
+}
+
+#[test]
+fn an_empty_epoch_has_no_steps() {
+    for tail in [
+        TailPolicy::Exact,
+        TailPolicy::Pad,
+        TailPolicy::Drop,
+        TailPolicy::Uneven,
+    ] {
+        for epoch in [
+            epoch(0, 4, 3, tail),
+            epoch(7, 4, 3, tail).starting_at(7).unwrap(),
+        ] {
+            assert_eq!(table(&epoch), ["", "", ""]);
+            assert_eq!(epoch.steps(0), 0);
+            assert_eq!(epoch.batch(0, 0), None);
+            assert_eq!(epoch.consumed_after(0), epoch.start());
+        }
+    }
+}
+
+#[test]
+fn steps_and_offsets_are_told() {
+    let epoch = epoch(10, 2, 2, TailPolicy::Exact);
+    assert_eq!(
+        (0..4)
+            .map(|step| epoch.consumed_after(step))
+            .collect::<Vec<_>>(),
+        [4, 8, 10, 10]
+    );
+    assert_eq!(
+        epoch.rank(1).map(|batch| batch.step).collect::<Vec<_>>(),
+        [0, 1, 2]
+    );
+    assert_eq!(
+        epoch.rank(1).map(|batch| batch.is_last).collect::<Vec<_>>(),
+        [false, false, true]
+    );
+    assert_eq!(
+        (epoch.epoch(), epoch.start(), epoch.plan().samples()),
+        (0, 0, 10)
+    );
+    // A rank outside the world has nothing, rather than somebody else's samples.
+    assert_eq!(
+        (epoch.steps(2), epoch.batch(2, 0), epoch.rank(2).next()),
+        (0, None, None)
+    );
+}
+
+#[test]
+fn iterators_skip_without_walking() {
+    let epoch = epoch(1 << 60, 1, 2, TailPolicy::Exact);
+    let mut batches = epoch.rank(1);
+    assert_eq!(batches.size_hint().0 as u64, 1 << 59);
+    assert_eq!(batches.nth((1 << 59) - 2).unwrap().indices, [(1 << 60) - 3]);
+    let last = batches.next().unwrap();
+    assert!(last.is_last && last.indices == [(1 << 60) - 1]);
+    assert_eq!((batches.size_hint(), batches.next()), ((0, Some(0)), None));
+    assert_eq!(epoch.rank(0).nth(usize::MAX), None);
+}
+
+#[test]
+fn refuses_to_start_behind_the_end() {
+    let error = epoch(10, 2, 2, TailPolicy::Exact)
+        .starting_at(11)
+        .unwrap_err();
+    assert!(error.is_start());
+    let message = error.to_string();
+    assert!(
+        message.contains("after 11 samples") && message.contains("give at most 10"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_global_batch_that_does_not_divide_gives_the_first_ranks_more() {
+    let global = |samples, size, ranks, tail| {
+        let plan = PlanConfig::new(samples, BatchSize::global(size).unwrap())
+            .with_world_size(ranks)
+            .with_tail(tail)
+            .init()
+            .unwrap();
+        assert_eq!(plan.batch_size(), size.div_ceil(ranks));
+        table(&plan.epoch(0))
+    };
+    assert_eq!(
+        global(14, 5, 3, TailPolicy::Exact),
+        ["0 1 | 5 6 | 10 11", "2 3 | 7 8 | 12", "4 | 9 | 13"]
+    );
+    assert_eq!(
+        global(11, 5, 3, TailPolicy::Exact),
+        ["0 1 | 5 6 | 10", "2 3 | 7 8 | [7, 8]", "4 | 9 | [9]"]
+    );
+    assert_eq!(
+        global(14, 5, 2, TailPolicy::Drop),
+        ["0 1 2 | 5 6 7", "3 4 | 8 9"]
+    );
+}

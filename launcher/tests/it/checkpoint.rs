@@ -1,0 +1,302 @@
+//! `accel-launch checkpoint`.
+
+use std::fs;
+use std::num::NonZeroUsize;
+
+use crate::support::Folder;
+use accelerator_manifest::{Checkpoint, CheckpointKind, LoaderState, Metadata, Role};
+
+/// `runs/a` with three checkpoints, the last one an emergency save.
+fn runs(folder: &Folder) -> Vec<Checkpoint> {
+    let checkpoints = accelerator_manifest::Folder::create(folder.path().join("runs/a")).unwrap();
+    let save = |step: u64| {
+        let mut draft = checkpoints.begin(0).unwrap();
+        draft
+            .write_bytes(
+                &"model.safetensors".parse().unwrap(),
+                Role::Model,
+                &[7; 3000],
+            )
+            .unwrap();
+        draft
+            .write_bytes(&"ranks/00000.json".parse().unwrap(), Role::Ranks, b"{}")
+            .unwrap();
+        let mut metadata = Metadata {
+            step: step * 100,
+            epoch: step,
+            seed: Some(42),
+            ..Metadata::new(NonZeroUsize::new(2).unwrap())
+        };
+        metadata.loaders.push(LoaderState {
+            samples: 1000,
+            order: "shuffled".to_owned(),
+            tail: "exact".to_owned(),
+            global_batch: 32,
+            epoch: step,
+            consumed: 64,
+            step: 2,
+            finished: false,
+            extra: Default::default(),
+        });
+        if step == 3 {
+            metadata.kind = CheckpointKind::Emergency;
+        }
+        draft.commit(metadata).unwrap()
+    };
+    (1..=3).map(save).collect()
+}
+
+/// A line's words, one blank apart.
+fn lines(text: &str) -> Vec<String> {
+    text.lines()
+        .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
+        .collect()
+}
+
+fn spoil(checkpoint: &Checkpoint) {
+    let path = checkpoint.path().join("model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[1234] ^= 1;
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn list_shows_what_is_there_and_what_is_cut_off() {
+    let folder = Folder::new();
+    let saved = runs(&folder);
+    fs::write(saved[1].path().join("model.safetensors"), "short").unwrap();
+    fs::remove_file(saved[0].path().join("manifest.json")).unwrap();
+    let draft = folder.write(
+        "runs/a/.checkpoint-000004.partial-00000000-1-0123456789abcdef/x",
+        "",
+    );
+
+    let text = folder
+        .launch(["checkpoint", "list", "runs/a"])
+        .expect(0)
+        .text();
+    let shown = lines(&text);
+    assert_eq!(shown[0], "number step epoch ranks size age kind state");
+    assert!(
+        shown[1].starts_with("1 - - - - - - broken: manifest.json is missing"),
+        "{text}"
+    );
+    assert!(
+        shown[2].starts_with("2 200 2 2 2.9 KiB ")
+            && shown[2].contains(" full broken: model.safetensors is cut off"),
+        "{text}"
+    );
+    assert!(
+        shown[3].starts_with("3 300 3 2 2.9 KiB ")
+            && shown[3].ends_with("emergency latest, sizes ok"),
+        "{text}"
+    );
+    let draft = draft
+        .parent()
+        .unwrap()
+        .file_name()
+        .unwrap()
+        .to_str()
+        .unwrap();
+    assert!(
+        shown[4].starts_with("unfinished: ") && shown[4].ends_with(draft),
+        "{text}"
+    );
+
+    let text = folder
+        .launch(["checkpoint", "list", "runs/a", "--json"])
+        .expect(0)
+        .text();
+    let list: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(list["latest"], 3);
+    assert_eq!(list["checkpoints"][2]["kind"], "emergency");
+    assert_eq!(list["checkpoints"][2]["bytes"], 3002);
+    let whole: Vec<_> = (0..3)
+        .map(|x| list["checkpoints"][x]["whole"].as_bool().unwrap())
+        .collect();
+    assert_eq!(whole, [false, false, true]);
+    assert_eq!(list["unfinished"].as_array().unwrap().len(), 1);
+
+    // One checkpoint is a list as well.
+    let one = folder
+        .launch(["checkpoint", "list", "runs/a/checkpoint-000003"])
+        .expect(0)
+        .text();
+    assert_eq!(lines(&one).len(), 2);
+}
+
+#[test]
+fn show_tells_what_a_checkpoint_says() {
+    let folder = Folder::new();
+    let saved = runs(&folder);
+    for (arguments, step) in [
+        (&["runs/a"][..], 300),
+        (&["runs/a", "latest"], 300),
+        (&["runs/a", "2"], 200),
+        (&["runs/a", "checkpoint-000002"], 200),
+        (&["runs/a/checkpoint-000001"], 100),
+    ] {
+        let line = [&["checkpoint", "show"], arguments].concat();
+        let text = folder.launch(line.clone()).expect(0).text();
+        let shown = lines(&text);
+        assert!(shown.contains(&format!("step {step}")), "{text}");
+        assert!(
+            shown.contains(&"ranks 2".to_owned()) && shown.contains(&"seed 42".to_owned()),
+            "{text}"
+        );
+        assert!(
+            text.contains("64 of 1000 samples in 2 batches of 32, shuffled, tail exact"),
+            "{text}"
+        );
+        assert!(
+            shown
+                .iter()
+                .any(|x| x.starts_with("model.safetensors 2.9 KiB model ")),
+            "{text}"
+        );
+
+        let text = folder
+            .launch([&line[..], &["--json"]].concat())
+            .expect(0)
+            .text();
+        let manifest: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(manifest["step"], step);
+        assert_eq!(manifest["files"]["ranks/00000.json"]["bytes"], 2);
+    }
+
+    // The newest that is whole; and of a broken one, what can still be told.
+    fs::write(saved[2].path().join("model.safetensors"), "short").unwrap();
+    let text = folder
+        .launch(["checkpoint", "show", "runs/a"])
+        .expect(0)
+        .text();
+    assert!(lines(&text).contains(&"number 2".to_owned()), "{text}");
+    fs::write(saved[2].path().join("manifest.json"), "{}").unwrap();
+    folder
+        .launch(["checkpoint", "show", "runs/a", "3"])
+        .expect(1)
+        .says("seal");
+    folder
+        .launch(["checkpoint", "show", "runs/a", "9"])
+        .expect(2)
+        .says("no checkpoint 9");
+}
+
+#[test]
+fn verify_names_every_defect() {
+    let folder = Folder::new();
+    let saved = runs(&folder);
+    let text = folder
+        .launch(["checkpoint", "verify", "runs/a"])
+        .expect(0)
+        .text();
+    assert_eq!(
+        text.matches(": good (2 files, 2.9 KiB)").count(),
+        3,
+        "{text}"
+    );
+
+    spoil(&saved[1]);
+    fs::remove_dir_all(saved[1].path().join("ranks")).unwrap();
+    fs::write(saved[0].path().join("notes"), "").unwrap();
+    // What `list` cannot see.
+    let listed = folder
+        .launch(["checkpoint", "list", "runs/a/checkpoint-000003"])
+        .expect(0)
+        .text();
+    assert!(listed.contains("sizes ok"), "{listed}");
+
+    let text = folder
+        .launch(["checkpoint", "verify", "runs/a"])
+        .expect(1)
+        .text();
+    assert_eq!(text.matches(": good").count(), 2, "{text}");
+    assert!(text.contains("checkpoint-000002: BROKEN"), "{text}");
+    assert!(
+        text.contains("  model.safetensors has changed since"),
+        "{text}"
+    );
+    assert!(
+        text.contains("  ranks/00000.json: ranks is missing"),
+        "{text}"
+    );
+    assert!(text.contains("  notes: not in the manifest"), "{text}");
+
+    let text = folder
+        .launch(["checkpoint", "verify", "runs/a", "--json"])
+        .expect(1)
+        .text();
+    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(report["good"], false);
+    assert_eq!(
+        report["checkpoints"][1]["defects"][0]["file"],
+        "model.safetensors"
+    );
+    assert_eq!(report["checkpoints"][2]["good"], true);
+
+    folder
+        .launch(["checkpoint", "verify", "runs/a/checkpoint-000003"])
+        .expect(0);
+    folder
+        .launch(["checkpoint", "verify", "runs/a/checkpoint-000002"])
+        .expect(1);
+}
+
+#[test]
+fn wrong_places_are_told() {
+    let folder = Folder::new();
+    folder.write("file", "");
+    folder.write("empty/notes", "");
+    for action in ["list", "show", "verify"] {
+        for place in ["missing", "file"] {
+            folder
+                .launch(["checkpoint", action, place])
+                .expect(2)
+                .says("expected a folder of checkpoints")
+                .says(place);
+        }
+    }
+    folder
+        .launch(["checkpoint", "show", "empty"])
+        .expect(2)
+        .says("no checkpoints");
+    // A manifest that is no checkpoint's, and a folder whose name looks like one.
+    folder.write("odd/manifest.json", "{}");
+    folder
+        .launch(["checkpoint", "verify", "odd"])
+        .expect(2)
+        .says("seal");
+    runs(&folder);
+    fs::rename(
+        folder.path().join("runs/a"),
+        folder.path().join("checkpoint-000009"),
+    )
+    .unwrap();
+    folder.write("checkpoint-000009/manifest.json", "{}");
+    let text = folder
+        .launch(["checkpoint", "list", "checkpoint-000009"])
+        .expect(0)
+        .text();
+    assert_eq!(text.matches("sizes ok").count(), 3, "{text}");
+    // Nothing is not everything: a script that asks must not go on.
+    folder.launch(["checkpoint", "verify", "empty"]).expect(1);
+    assert!(
+        folder
+            .launch(["checkpoint", "list", "empty"])
+            .expect(0)
+            .text()
+            .contains("no checkpoints")
+    );
+    folder.launch(["checkpoint"]).expect(2);
+}
+
+#[test]
+fn a_program_called_checkpoint_can_be_run() {
+    let folder = Folder::new();
+    folder.script("checkpoint", "echo \"ran $1\"");
+    let text = folder
+        .launch(["--no-prefix", "./checkpoint", "list"])
+        .expect(0)
+        .text();
+    assert_eq!(text, "ran list\n");
+}

@@ -1,0 +1,183 @@
+//! `accel-launch env`.
+
+use crate::support::{Folder, Run};
+
+#[test]
+fn json_tells_what_is_there() {
+    let folder = Folder::new();
+    let text = folder.launch(["env", "--json"]).expect(0).text();
+    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let cores = std::thread::available_parallelism().unwrap().get();
+    assert_eq!(report["cores"], cores);
+    assert_eq!(report["threads"][0]["threads_per_rank"], cores);
+    assert_eq!(report["platform"]["os"], std::env::consts::OS);
+    assert_eq!(report["tools"][0]["name"], "cargo");
+    assert!(
+        report["tools"][0]["version"]
+            .as_str()
+            .unwrap()
+            .starts_with("cargo ")
+    );
+    assert_eq!(report["errors"], serde_json::json!([]));
+    assert!(
+        report["settings"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(|setting| setting["name"] == "world size")
+    );
+}
+
+#[test]
+fn settings_have_origins() {
+    let folder = Folder::new();
+    let mut command = folder.launcher();
+    command.arg("env").envs([
+        ("RANK", "1"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "29500"),
+        ("OMP_NUM_THREADS", "3"),
+    ]);
+    let text = Run::start(command).end().expect(0).text();
+    let lines: Vec<String> = text
+        .lines()
+        .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
+        .collect();
+    for expected in [
+        "rank 1 RANK",
+        "world size 2 WORLD_SIZE",
+        "store port 29500 MASTER_PORT",
+        "OMP_NUM_THREADS 3 environment",
+    ] {
+        assert!(
+            lines.iter().any(|line| line == expected),
+            "{expected:?} is not in {text}"
+        );
+    }
+}
+
+#[test]
+fn errors_in_the_environment_are_shown() {
+    let folder = Folder::new();
+    for arguments in [&["env"][..], &["env", "--json"]] {
+        let mut command = folder.launcher();
+        command
+            .args(arguments)
+            .env("RANK", "banana")
+            .env("WORLD_SIZE", "2");
+        let ended = Run::start(command).end().expect(1);
+        let text = ended.text();
+        assert!(text.contains("RANK") && text.contains("banana"), "{text}");
+        if arguments.len() == 2 {
+            let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+            assert_eq!(report["errors"].as_array().unwrap().len(), 1);
+            assert!(report["topology"].is_null());
+        }
+    }
+}
+
+/// What every rank would refuse, one variable after the other.
+const WRONG: [(&str, &str); 6] = [
+    ("ACCEL_OVERLAP", "yes"),
+    ("ACCEL_COMPRESSION", "fp16"),
+    ("ACCEL_TRACE", "/no/such/folder/x.json"),
+    ("ACCEL_DEVICE", "tpu"),
+    ("ACCEL_TRANSPORT", "pigeons"),
+    ("ACCEL_FOO", "banana"),
+];
+
+#[test]
+fn wrong_variables_are_errors_in_every_command() {
+    let folder = Folder::new();
+    folder.script("ran.sh", "echo ran >> ran");
+    for (name, value) in WRONG {
+        for (line, code) in [
+            ("env --json", 1),
+            ("--dry-run -n 2 ran.sh", 2),
+            ("-n 2 ran.sh", 2),
+            ("bench all-reduce --sizes 4KiB --iterations 2", 2),
+            (
+                "bench all-reduce --sizes 4KiB --iterations 2 --transport threads",
+                2,
+            ),
+        ] {
+            let mut command = folder.launcher();
+            command.args(line.split(' ')).env(name, value);
+            let ended = Run::start(command).end().expect(code);
+            if code == 2 {
+                assert!(ended.stdout.is_empty(), "{line}: {ended:?}");
+                assert_eq!(ended.stderr.lines().count(), 1, "{line}: {ended:?}");
+                ended.says(name).says("; expected ");
+            } else {
+                let report: serde_json::Value = serde_json::from_str(&ended.text()).unwrap();
+                let errors = report["errors"].as_array().unwrap();
+                assert_eq!(errors.len(), 1, "{report}");
+                assert!(errors[0].as_str().unwrap().contains(name), "{report}");
+            }
+        }
+    }
+    assert!(!folder.path().join("ran").exists());
+}
+
+#[test]
+fn variables_that_are_not_set_are_listed_with_their_defaults() {
+    let text = Folder::new().launch(["env", "--json"]).expect(0).text();
+    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let settings = report["settings"].as_array().unwrap();
+    for (name, default) in [("ACCEL_OVERLAP", "auto"), ("ACCEL_COMPRESSION", "none")] {
+        let entry = settings.iter().find(|entry| entry["name"] == name).unwrap();
+        assert_eq!(entry["value"], default, "{entry}");
+        assert_eq!(entry["origin"], "default", "{entry}");
+        assert_eq!(entry["read_by"], "ranks", "{entry}");
+        assert!(entry["expected"].is_string(), "{entry}");
+    }
+}
+
+#[test]
+fn a_dry_run_lists_what_ranks_get_for_their_allocator() {
+    let folder = Folder::new();
+    folder.script("run.sh", "true");
+    let mut command = folder.launcher();
+    command
+        .args(["--dry-run", "-n", "2", "run.sh"])
+        .env("MALLOC_TOP_PAD_", "7")
+        .env("ACCEL_OVERLAP", "off");
+    let text = Run::start(command).end().expect(0).text();
+    let row = |name: &str| {
+        let row = text.lines().find(|line| line.starts_with(name)).unwrap();
+        row.split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    assert_eq!(row("MALLOC_TOP_PAD_"), "MALLOC_TOP_PAD_ 7 environment");
+    assert_eq!(row("ACCEL_OVERLAP"), "ACCEL_OVERLAP off environment");
+    assert!(row("GLIBC_TUNABLES").contains("glibc.malloc.hugetlb=1 default"));
+    assert!(row("MALLOC_TRIM_THRESHOLD_").contains("4294967296 default"));
+}
+
+#[test]
+fn an_empty_variable_is_not_set() {
+    let folder = Folder::new();
+    folder.script("rank.sh", "echo rank $RANK");
+    let empty = [
+        "ACCEL_ACCUMULATION_STEPS",
+        "ACCEL_DEVICE",
+        "ACCEL_FAULTS",
+        "ACCEL_JOB",
+        "ACCEL_LIVENESS_TIMEOUT",
+        "ACCEL_NO_SUCH_VARIABLE",
+        "ACCEL_TOKEN_FILE",
+        "ACCEL_TRANSPORT",
+        "OMP_NUM_THREADS",
+        "RANK",
+        "WORLD_SIZE",
+    ];
+    let run = |args: &[&str], values: &[(&str, &str)]| {
+        let mut command = folder.launcher();
+        command.args(args).envs(values.iter().copied());
+        Run::start(command).end().expect(0).text()
+    };
+    let empty = empty.map(|name| (name, ""));
+    assert_eq!(run(&["env"], &empty), run(&["env"], &[]));
+    let text = run(&["-n", "1", "--no-prefix", "rank.sh"], &empty);
+    assert_eq!(text, "rank 0\n");
+}

@@ -1,0 +1,29 @@
+//! What `accel-launch` does, a module for each subject.
+
+#![allow(
+    clippy::expect_used,
+    clippy::unwrap_used,
+    reason = "these are tests, helpers included"
+)]
+
+mod bench;
+mod cargo;
+#[cfg(feature = "faults")]
+mod chaos;
+mod checkpoint;
+mod env;
+mod estimate;
+mod failure;
+mod gpus;
+mod output;
+mod ranks;
+mod restarts;
+mod root_cause;
+mod security;
+mod selftest;
+mod shim;
+mod signals;
+mod store;
+mod support;
+mod terminal;
+mod usage;

@@ -1,0 +1,295 @@
+//! What the ranks are given.
+
+use std::io::Write;
+use std::process::Stdio;
+
+use crate::support::{Folder, Run};
+
+#[test]
+fn every_rank_knows_its_place() {
+    let folder = Folder::new();
+    folder.script(
+        "show.sh",
+        "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $ACCEL_STORE\n\
+         [ \"$MASTER_PORT\" = \"$ACCEL_PORT\" ] && [ \"$MASTER_PORT\" -gt 0 ] && echo $MASTER_PORT >> ports",
+    );
+    let ended = folder.launch(["-n", "3", "show.sh"]).expect(0);
+    let expected: Vec<String> = (0..3)
+        .map(|rank| format!("[{rank}] {rank} 3 {rank} 3 127.0.0.1 launcher"))
+        .collect();
+    assert_eq!(ended.sorted(), expected);
+    let ports = folder.read("ports");
+    let mut ports: Vec<&str> = ports.lines().collect();
+    assert_eq!(ports.len(), 3);
+    ports.dedup();
+    assert_eq!(ports.len(), 1, "all ranks meet at one port");
+}
+
+#[test]
+fn the_launchers_own_rank_is_not_inherited() {
+    let folder = Folder::new();
+    folder.script(
+        "show.sh",
+        "echo $RANK $WORLD_SIZE ${TORCHELASTIC_RUN_ID-none}",
+    );
+    let mut command = folder.launcher();
+    command.args(["-n", "1", "show.sh"]).envs([
+        ("RANK", "5"),
+        ("WORLD_SIZE", "9"),
+        ("TORCHELASTIC_RUN_ID", "x"),
+    ]);
+    assert_eq!(Run::start(command).end().expect(0).text(), "0 1 none\n");
+}
+
+#[test]
+fn ranks_are_told_what_the_launcher_has_set_itself() {
+    let folder = Folder::new();
+    folder.script(
+        "show.sh",
+        "echo $ACCEL_SET_BY_LAUNCHER; env | grep ^ACCEL_ | cut -d= -f1 | sort | paste -sd,",
+    );
+    let mut command = folder.launcher();
+    command
+        .args(["-n", "1", "--no-prefix", "--oversubscribe-gpus", "show.sh"])
+        .env("ACCEL_OVERLAP", "off");
+    let text = Run::start(command).end().expect(0).text();
+    let (listed, all) = text.trim().split_once('\n').unwrap();
+    let mut listed: Vec<&str> = listed.split(',').collect();
+    assert!(listed.contains(&"ACCEL_OVERSUBSCRIBE_GPUS"), "{text}");
+    listed.extend(["ACCEL_OVERLAP", "ACCEL_SET_BY_LAUNCHER"]);
+    listed.sort_unstable();
+    assert_eq!(listed.join(","), all);
+}
+
+#[test]
+fn variables_of_a_newer_launcher_are_ignored_and_not_inherited() {
+    let folder = Folder::new();
+    folder.script("show.sh", "echo ${ACCEL_FUTURE-none}");
+    let run = |name: &str| {
+        let mut command = folder.launcher();
+        command.args(["-n", "1", "--no-prefix", "show.sh"]).envs([
+            (name, "1"),
+            ("ACCEL_SET_BY_LAUNCHER", "ACCEL_JOB,ACCEL_FUTURE"),
+        ]);
+        Run::start(command).end()
+    };
+    assert_eq!(run("ACCEL_FUTURE").expect(0).text(), "none\n");
+    run("ACCEL_FUTUER")
+        .expect(2)
+        .says("ACCEL_FUTUER is not known");
+}
+
+#[test]
+fn a_launcher_in_a_job_of_another_one_has_a_job_of_its_own() {
+    let folder = Folder::new();
+    folder.script("inner.sh", "echo $ACCEL_JOB $ACCEL_TOKEN_FILE");
+    folder.script(
+        "outer.sh",
+        "echo $ACCEL_JOB $ACCEL_TOKEN_FILE; $LAUNCHER -q -n 2 --no-prefix inner.sh",
+    );
+    let mut command = folder.launcher();
+    command
+        .args(["-n", "2", "--no-prefix", "outer.sh"])
+        .env("LAUNCHER", env!("CARGO_BIN_EXE_accel-launch"))
+        // Set to nothing, it is not set.
+        .env("TMPDIR", "");
+    let text = Run::start(command).end().expect(0).text();
+    let jobs: std::collections::BTreeSet<&str> = text.lines().collect();
+    // Two ranks of the outer job, and two each of two inner ones.
+    assert_eq!((jobs.len(), text.lines().count()), (3, 6), "{text}");
+    assert!(jobs.iter().all(|job| job.contains(" /tmp/")), "{text}");
+}
+
+#[test]
+fn a_launcher_that_another_one_started_several_times_is_refused() {
+    let folder = Folder::new();
+    folder.script("ran.sh", "echo ran >> ran");
+    for (size, rank) in [
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ] {
+        let mut command = folder.launcher();
+        command
+            .args(["-n", "2", "ran.sh"])
+            .envs([(size, "2"), (rank, "1")]);
+        Run::start(command)
+            .end()
+            .expect(2)
+            .says(size)
+            .says("start it once a job");
+    }
+    assert_eq!(folder.read("ran"), "");
+}
+
+#[test]
+fn the_store_listens_while_ranks_run() {
+    let folder = Folder::new();
+    // The kernel's table of listening sockets, by port in hexadecimal.
+    folder.script("look.sh", "grep -i \":$(printf %04X $MASTER_PORT) 00000000:0000 0A\" /proc/net/tcp > /dev/null && echo listens");
+    assert_eq!(
+        folder.launch(["-n", "2", "look.sh"]).expect(0).sorted(),
+        ["[0] listens", "[1] listens"]
+    );
+}
+
+#[test]
+fn a_port_can_be_chosen_and_a_taken_one_is_an_error() {
+    let folder = Folder::new();
+    folder.script("show.sh", "echo $MASTER_PORT >> ran");
+    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = listener.local_addr().unwrap().port().to_string();
+    folder
+        .launch(["-n", "2", "--master-port", &port, "show.sh"])
+        .expect(1)
+        .says("is taken")
+        .says(&port);
+    assert_eq!(folder.read("ran"), "");
+    drop(listener);
+    folder
+        .launch(["-n", "2", "--master-port", &port, "show.sh"])
+        .expect(0);
+    assert_eq!(folder.read("ran"), format!("{port}\n{port}\n"));
+}
+
+#[test]
+fn arguments_after_the_script_are_its_own() {
+    let folder = Folder::new();
+    folder.script(
+        "show.sh",
+        "for argument in \"$@\"; do echo \"<$argument>\"; done",
+    );
+    let arguments = [
+        "--num-processes",
+        "7",
+        "-n",
+        "--",
+        "--log-dir=x",
+        "two words",
+        "",
+        "--help",
+    ];
+    let ended = folder
+        .launch(
+            ["--num-processes", "1", "show.sh"]
+                .into_iter()
+                .chain(arguments),
+        )
+        .expect(0);
+    let expected: String = arguments
+        .iter()
+        .map(|argument| format!("<{argument}>\n"))
+        .collect();
+    assert_eq!(ended.text(), expected);
+    assert_eq!(
+        folder
+            .launch(["-n", "1", "--", "./show.sh", "-n"])
+            .expect(0)
+            .text(),
+        "<-n>\n"
+    );
+}
+
+#[test]
+fn thread_counts_share_the_cores() {
+    let folder = Folder::new();
+    folder.script(
+        "show.sh",
+        "echo ${RAYON_NUM_THREADS-none} ${OMP_NUM_THREADS-none}",
+    );
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let share = (cores / 2).max(1);
+    let ended = folder.launch(["-n", "2", "show.sh"]).expect(0);
+    assert_eq!(
+        ended.sorted(),
+        [
+            format!("[0] {share} {share}"),
+            format!("[1] {share} {share}")
+        ]
+    );
+
+    assert_eq!(
+        folder.launch(["-n", "1", "show.sh"]).expect(0).text(),
+        "none none\n"
+    );
+    let ended = folder
+        .launch(["-n", "1", "--threads-per-process", "3", "show.sh"])
+        .expect(0);
+    assert_eq!(ended.text(), "3 3\n");
+
+    let mut command = folder.launcher();
+    command
+        .args(["-n", "2", "show.sh"])
+        .env("RAYON_NUM_THREADS", "11");
+    let ended = Run::start(command).end().expect(0);
+    assert_eq!(
+        ended.sorted(),
+        [format!("[0] 11 {share}"), format!("[1] 11 {share}")]
+    );
+}
+
+#[test]
+fn rank_0_reads_standard_input() {
+    let folder = Folder::new();
+    folder.script("show.sh", "read line && echo got $line; exit 0");
+    let mut command = folder.launcher();
+    command
+        .args(["-n", "2", "show.sh"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    child.stdin.take().unwrap().write_all(b"hello\n").unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), "[0] got hello\n");
+}
+
+#[test]
+fn a_dry_run_starts_nothing() {
+    let folder = Folder::new();
+    folder.script("show.sh", "echo ran > ran");
+    let ended = folder.launch([
+        "-n",
+        "2",
+        "--grace",
+        "0.5",
+        "--log-dir",
+        "logs",
+        "--dry-run",
+        "show.sh",
+        "--epochs",
+        "3",
+    ]);
+    let text = ended.expect(0).text();
+    let lines: Vec<String> = text
+        .lines()
+        .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
+        .collect();
+    for expected in [
+        "0 0 2 2",
+        "1 1 2 2",
+        "processes 2 --num-processes",
+        "grace 0.5 s --grace",
+        "store port a free one default",
+        "log folder logs --log-dir",
+    ] {
+        assert!(
+            lines.iter().any(|line| line == expected),
+            "{expected:?} is not in {text}"
+        );
+    }
+    assert!(text.contains("show.sh --epochs 3"));
+    assert!(!folder.path().join("ran").exists());
+    assert!(!folder.path().join("logs").exists());
+}
+
+#[test]
+fn a_default_of_one_process_is_said_once() {
+    let folder = Folder::new();
+    folder.script("show.sh", "echo $WORLD_SIZE");
+    let ended = folder
+        .launch(["show.sh"])
+        .expect(0)
+        .says("starting 1 process; --num-processes N starts more");
+    assert_eq!(ended.text(), "1\n");
+    assert_eq!(folder.launch(["--quiet", "show.sh"]).expect(0).stderr, "");
+    assert_eq!(folder.launch(["-n", "1", "show.sh"]).expect(0).stderr, "");
+}

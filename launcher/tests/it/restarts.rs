@@ -1,0 +1,343 @@
+//! Starting a job that failed again, with as many processes or fewer.
+
+use std::time::Duration;
+
+use crate::support::{Folder, LONG_SLEEP, Run, wait_until};
+use rustix::process::Signal;
+use serde_json::Value;
+
+/// What every attempt writes to `seen`: its number, the most, and the world size, once a job.
+const NOTE: &str = "[ $RANK = 0 ] && echo $ACCEL_RESTART $ACCEL_MAX_RESTARTS $WORLD_SIZE >> seen; ";
+
+/// Lets rank 1 fail when rank 0 has taken its note.
+const WAIT_FOR_NOTE: &str =
+    "while [ $(cat seen 2> /dev/null | wc -l) -le $ACCEL_RESTART ]; do sleep 0.02; done; ";
+
+fn report(folder: &Folder) -> Value {
+    serde_json::from_str(&folder.read("logs/latest/failure.json")).unwrap()
+}
+
+/// The log of a rank that failed, with `RUN` for the name of its run's folder.
+fn log_of(first: &Value) -> String {
+    let log = std::path::Path::new(first["log"].as_str().unwrap());
+    let [logs, _run, file] = log.iter().collect::<Vec<_>>()[..] else {
+        panic!("{first:#}");
+    };
+    let [logs, file] = [logs, file].map(|part| part.to_str().unwrap());
+    format!("{logs}/RUN/{file}")
+}
+
+#[test]
+fn a_job_is_restarted_until_it_ends_well() {
+    let folder = Folder::new();
+    folder.script(
+        "job.sh",
+        &format!(
+            "{NOTE}echo $ACCEL_JOB >> jobs; {WAIT_FOR_NOTE}\n\
+             [ $RANK = 1 ] && [ $ACCEL_RESTART -lt 2 ] && kill -KILL $$; echo life $ACCEL_RESTART"
+        ),
+    );
+    let ended = folder
+        .launch([
+            "-n",
+            "2",
+            "--max-restarts",
+            "3",
+            "--restart-delay",
+            "0.1",
+            "--log-dir",
+            "logs",
+            "job.sh",
+        ])
+        .expect(0)
+        .says("rank 1 was killed by SIGKILL; restart 1 of 3 in 0.1 s\n")
+        .says("rank 1 was killed by SIGKILL, as before; restart 2 of 3 in 0.2 s\n")
+        .says("succeeded after 2 restarts");
+    assert!(!ended.stderr.contains("giving up"), "{ended:?}");
+    assert_eq!(folder.read("seen"), "0 3 2\n1 3 2\n2 3 2\n");
+    let mut jobs: Vec<String> = folder.read("jobs").lines().map(str::to_owned).collect();
+    jobs.sort();
+    jobs.dedup();
+    assert_eq!(jobs.len(), 3, "every attempt is a job of its own: {jobs:?}");
+    // Each life has logs of its own.
+    assert_eq!(folder.read("logs/latest/rank-1.log"), "");
+    assert_eq!(folder.read("logs/latest/rank-1.restart-2.log"), "life 2\n");
+    let report = report(&folder);
+    assert_eq!(report["version"], 1);
+    assert_eq!(report["ending"], "recovered");
+    assert_eq!(report["attempts"].as_array().unwrap().len(), 2);
+    assert_eq!(
+        log_of(&report["attempts"][0]["first"]),
+        "logs/RUN/rank-1.log"
+    );
+    assert_eq!(report["attempts"][1]["restarts"], 1);
+    assert_eq!(report["first"]["rank"], 1);
+}
+
+#[test]
+fn c21_three_restarts_are_enough_for_what_succeeds_the_fourth_time() {
+    let folder = Folder::new();
+    // A rank each time, so that no slot fails twice in a row.
+    folder.script(
+        "job.sh",
+        "[ $RANK = $((ACCEL_RESTART % 2)) ] && [ $ACCEL_RESTART -lt 3 ] && exit 1; echo life $ACCEL_RESTART",
+    );
+    let launch = |restarts: &str| {
+        let more = ["--max-restarts", restarts, "--restart-delay", "0.1"];
+        let ends = ["-n", "2", "--log-dir", "logs", "job.sh"];
+        folder.launch(more.into_iter().chain(ends))
+    };
+    launch("3").expect(0).says("succeeded after 3 restarts");
+    launch("2").expect(1).says("giving up");
+}
+
+#[test]
+fn a_job_that_fails_on_is_given_up_with_the_culprits_code() {
+    let folder = Folder::new();
+    folder.script(
+        "job.sh",
+        &format!("{NOTE}{WAIT_FOR_NOTE}[ $RANK = 1 ] && {{ echo why >&2; exit 7; }}; {LONG_SLEEP}"),
+    );
+    let ended = folder
+        .launch([
+            "-n",
+            "2",
+            "--max-restarts",
+            "1",
+            "--restart-delay",
+            "0",
+            "--log-dir",
+            "logs",
+            "job.sh",
+        ])
+        .expect(7)
+        .says("rank 1 ended with exit code 7; restart 1 of 1\n")
+        .says("failed first: exit code 7")
+        .says("giving up: it was restarted once, as --max-restarts allows");
+    assert_eq!(ended.stderr.matches("failed first").count(), 1, "{ended:?}");
+    assert_eq!(folder.read("seen"), "0 1 2\n1 1 2\n");
+    let report = report(&folder);
+    assert_eq!(report["ending"], "failed");
+    assert_eq!(report["exit_code"], 7);
+    assert_eq!(report["restarts"], 1);
+    assert_eq!(log_of(&report["first"]), "logs/RUN/rank-1.restart-1.log");
+}
+
+#[test]
+fn without_the_option_nothing_is_restarted() {
+    let folder = Folder::new();
+    folder.script("job.sh", &format!("{NOTE}exit 3"));
+    let ended = folder.launch(["-n", "1", "job.sh"]).expect(3);
+    assert!(!ended.stderr.contains("restart"), "{ended:?}");
+    assert!(!ended.stderr.contains("giving up"), "{ended:?}");
+    assert_eq!(folder.read("seen"), "0 0 1\n");
+}
+
+#[test]
+fn a_signal_ends_the_wait_before_a_restart() {
+    let folder = Folder::new();
+    folder.script("job.sh", &format!("{NOTE}exit 3"));
+    let mut command = folder.launcher();
+    let options = ["-n", "1", "--max-restarts", "3", "--restart-delay", "300"];
+    command.args(options).args(["--log-dir", "logs", "job.sh"]);
+    let run = Run::start(command);
+    wait_until("the failure to be recorded", || {
+        folder
+            .read("logs/latest/failure.json")
+            .contains("restarting")
+            .then_some(())
+    });
+    run.signal(Signal::TERM);
+    let ended = run
+        .end()
+        .expect(143)
+        .says("ended by SIGTERM before the restart");
+    assert!(ended.took < Duration::from_secs(60), "{ended:?}");
+    assert_eq!(folder.read("seen"), "0 3 1\n");
+    assert_eq!(report(&folder)["ending"], "interrupted");
+}
+
+#[test]
+fn a_job_that_was_told_to_end_is_not_restarted() {
+    let folder = Folder::new();
+    folder.script(
+        "job.sh",
+        &format!("trap 'exit 9' TERM; {NOTE}echo $$ >> pids; {LONG_SLEEP} & wait"),
+    );
+    let mut command = folder.launcher();
+    command.args([
+        "-n",
+        "2",
+        "--max-restarts",
+        "3",
+        "--restart-delay",
+        "0",
+        "job.sh",
+    ]);
+    let run = Run::start(command);
+    folder.wait_for_lines("pids", 2);
+    folder.wait_for_lines("seen", 1);
+    run.signal(Signal::TERM);
+    run.end().expect(143);
+    assert_eq!(folder.read("seen"), "0 3 2\n");
+}
+
+#[test]
+fn a_slot_that_fails_twice_in_a_row_is_given_up() {
+    let folder = Folder::new();
+    folder.script(
+        "job.sh",
+        &format!(
+            "{NOTE}{WAIT_FOR_NOTE}[ $RANK = 2 ] && exit 5; [ $WORLD_SIZE = 2 ] || {LONG_SLEEP}"
+        ),
+    );
+    folder
+        .launch(["-n", "2:3", "--restart-delay", "0", "job.sh"])
+        .expect(0)
+        .says("rank 2 ended with exit code 5; restart 1 of 3\n")
+        .says("restart 2 of 3, with 2 of 3 processes: slot 2 is taken as gone for good");
+    assert_eq!(folder.read("seen"), "0 3 3\n1 3 3\n2 3 2\n");
+}
+
+#[test]
+fn a_job_is_given_up_rather_than_run_with_too_few() {
+    let folder = Folder::new();
+    folder.script(
+        "job.sh",
+        &format!("{NOTE}{WAIT_FOR_NOTE}[ $RANK = $((WORLD_SIZE - 1)) ] && exit 5; {LONG_SLEEP}"),
+    );
+    folder
+        .launch([
+            "-n",
+            "2:3",
+            "--max-restarts",
+            "9",
+            "--restart-delay",
+            "0",
+            "job.sh",
+        ])
+        .expect(5)
+        .says("giving up: the place of rank 1 is gone for good")
+        .says("no fewer than 2");
+    assert_eq!(folder.read("seen"), "0 9 3\n1 9 3\n2 9 2\n3 9 2\n");
+}
+
+#[test]
+fn a_range_without_restarts_is_refused() {
+    let folder = Folder::new();
+    folder.script("job.sh", "echo ran >> ran");
+    folder
+        .launch(["-n", "1:2", "--max-restarts", "0", "job.sh"])
+        .expect(2)
+        .says("--max-restarts");
+    assert_eq!(folder.read("ran"), "");
+}
+
+#[test]
+fn a_fixed_port_is_free_again_for_the_restart() {
+    let folder = Folder::new();
+    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = listener.local_addr().unwrap().port().to_string();
+    drop(listener);
+    folder.script(
+        "job.sh",
+        "echo $MASTER_PORT >> ports; [ $ACCEL_RESTART = 2 ]",
+    );
+    folder
+        .launch([
+            "-n",
+            "1",
+            "--master-port",
+            &port,
+            "--max-restarts",
+            "2",
+            "--restart-delay",
+            "0",
+            "job.sh",
+        ])
+        .expect(0);
+    assert_eq!(folder.read("ports"), format!("{port}\n{port}\n{port}\n"));
+}
+
+/// Runs a script that fails and does `harm`, so that it cannot be started again; checks that the
+/// failure is told, and why there was no restart.
+#[track_caller]
+fn check_that_a_restart_fails(harm: &str, max_restarts: &str, reason: &str) {
+    let folder = Folder::new();
+    // When rank 1 does it, both have been started.
+    folder.script(
+        "job.sh",
+        &format!(
+            "[ $RANK = 0 ] && {{ touch ready; {LONG_SLEEP}; }}\n\
+             while [ ! -e ready ]; do sleep 0.02; done; {harm}; exit 3"
+        ),
+    );
+    let ended = folder
+        .launch([
+            "-n",
+            "2",
+            "--max-restarts",
+            max_restarts,
+            "--restart-delay",
+            "0",
+            "--log-dir",
+            "logs",
+            "job.sh",
+        ])
+        .expect(3)
+        .says("ended with exit code 3; restart 1 of")
+        .says("giving up: ")
+        .says(reason);
+    assert_eq!(ended.stderr.matches("failed first").count(), 1, "{ended:?}");
+    let report = report(&folder);
+    assert_eq!(report["ending"], "failed", "{report:#}");
+    assert_eq!(report["exit_code"], 3);
+    assert_eq!(report["attempts"].as_array().unwrap().len(), 1);
+    let recorded = report["reason"].as_str().unwrap();
+    assert!(recorded.contains(reason), "{report:#}");
+}
+
+#[test]
+fn a_restart_that_may_not_run_the_program_says_so() {
+    let harm = "chmod -x \"$0\"";
+    check_that_a_restart_fails(harm, "1", "could not be started");
+    // With restarts left, each is tried.
+    check_that_a_restart_fails(harm, "2", "Permission denied");
+}
+
+#[test]
+fn a_restart_of_a_program_that_is_gone_says_so() {
+    check_that_a_restart_fails("rm -f \"$0\"", "3", "job.sh is gone");
+}
+
+#[test]
+fn a_restart_that_cannot_be_prepared_says_so() {
+    // Where the log of the restart is to be, there is a folder.
+    let harm = "mkdir logs/latest/rank-0.restart-1.log";
+    check_that_a_restart_fails(harm, "3", "rank-0.restart-1.log");
+}
+
+#[test]
+fn a_launch_that_cannot_be_prepared_leaves_no_report_of_another() {
+    let folder = Folder::new();
+    folder.script("job.sh", "exit 3");
+    folder
+        .launch(["-n", "1", "--log-dir", "logs", "job.sh"])
+        .expect(3);
+    assert_eq!(report(&folder)["ending"], "failed");
+    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = listener.local_addr().unwrap().port().to_string();
+    folder
+        .launch([
+            "-n",
+            "1",
+            "--master-port",
+            &port,
+            "--log-dir",
+            "logs",
+            "job.sh",
+        ])
+        .expect(1)
+        .says("is taken");
+    assert_eq!(folder.read("logs/latest/failure.json"), "");
+}

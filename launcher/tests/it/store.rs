@@ -1,0 +1,160 @@
+//! Ranks that really meet at the launcher's store. The test program is its own rank.
+
+use crate::support::{DEADLINE, Ended, Folder, Run};
+use accelerator_collective::rendezvous::Token;
+use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
+use accelerator_manifest::StagedFolder;
+
+/// Set for the ranks, to the name of the file that each of them adds its sum to.
+const RANK_OUTPUT: &str = "LAUNCHER_TEST_OUTPUT";
+
+fn is_rank() -> bool {
+    std::env::var_os(RANK_OUTPUT).is_some()
+}
+
+/// What a rank does: adds up all ranks' numbers and writes the sum to a file of its own.
+fn work() -> accelerator_collective::Result<()> {
+    let launch = Launch::from_env()?;
+    let options = GroupOptions::new().with_connect_timeout(DEADLINE / 2);
+    let group = ProcessGroup::connect(&launch, &options)?;
+    let mut values = [1.0_f64, group.rank() as f64];
+    group.all_reduce(&mut values, ReduceOp::Sum)?;
+    if let Some(path) = std::env::var_os(RANK_OUTPUT) {
+        let path = std::path::Path::new(&path).with_extension(group.rank().to_string());
+        std::fs::write(path, format!("{values:?}")).ok();
+    }
+    group.close()
+}
+
+/// Launches this test program as ranks that run only the test `name` of this module.
+fn launch(folder: &Folder, name: &str, options: &[&str], variables: &[(&str, &str)]) -> Ended {
+    let mut command = folder.launcher();
+    let program = std::env::current_exe().ok();
+    command
+        .args(options)
+        .args(program)
+        .args(["--exact", &format!("store::{name}"), "--test-threads", "1"])
+        .env(RANK_OUTPUT, folder.path().join("sum"))
+        .envs(variables.iter().copied());
+    Run::start(command).end()
+}
+
+#[test]
+fn ranks_meet_at_the_launchers_store() -> accelerator_collective::Result<()> {
+    if is_rank() {
+        return work();
+    }
+    let folder = Folder::new();
+    launch(
+        &folder,
+        "ranks_meet_at_the_launchers_store",
+        &["-n", "3"],
+        &[],
+    )
+    .expect(0);
+    for rank in 0..3 {
+        assert_eq!(folder.read(&format!("sum.{rank}")), "[3.0, 3.0]");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_single_rank_needs_no_store() -> accelerator_collective::Result<()> {
+    if is_rank() {
+        return work();
+    }
+    let folder = Folder::new();
+    launch(&folder, "a_single_rank_needs_no_store", &["-n", "1"], &[]).expect(0);
+    assert_eq!(folder.read("sum.0"), "[1.0, 0.0]");
+    Ok(())
+}
+
+#[test]
+fn a_token_is_asked_for_and_proved() -> accelerator_collective::Result<()> {
+    if is_rank() {
+        return work();
+    }
+    let folder = Folder::new();
+    let path = folder.path().join("token");
+    Token::generate()?.write_file(&path)?;
+    let variables = [("ACCEL_TOKEN_FILE", path.to_str().unwrap_or_default())];
+    let name = "a_token_is_asked_for_and_proved";
+    launch(&folder, name, &["-n", "2"], &variables).expect(0);
+    assert_eq!(folder.read("sum.1"), "[2.0, 1.0]");
+
+    let short = folder.write("short", "too short");
+    let variables = [("ACCEL_TOKEN_FILE", short.to_str().unwrap_or_default())];
+    launch(&folder, name, &["-n", "2"], &variables)
+        .expect(2)
+        .says("token file");
+    Ok(())
+}
+
+#[test]
+fn a_local_job_has_a_token_of_its_own() -> accelerator_collective::Result<()> {
+    const TOKEN: &str = "ACCEL_TOKEN_FILE";
+    if is_rank() {
+        let launch = Launch::from_vars(|name| match name {
+            TOKEN => None,
+            _ => std::env::var(name).ok(),
+        })?;
+        let options = GroupOptions::new().with_connect_timeout(DEADLINE / 2);
+        let error = ProcessGroup::connect(&launch, &options).unwrap_err();
+        assert!(error.is_unauthorized(), "{error}");
+        return work();
+    }
+    let folder = Folder::new();
+    let name = "a_local_job_has_a_token_of_its_own";
+    let temporary = folder.path().join("temporary");
+    std::fs::create_dir(&temporary).unwrap();
+    // As a launcher leaves it that was killed.
+    let staged = format!("accel-token-{}", rustix::process::getuid().as_raw());
+    let staged = StagedFolder::create(&temporary, &staged, |_| false).unwrap();
+    let left = staged.path().to_owned();
+    drop(staged);
+    std::fs::create_dir(&left).unwrap();
+    let variables = [("TMPDIR", temporary.to_str().unwrap_or_default())];
+    launch(&folder, name, &["-n", "2"], &variables).expect(0);
+    assert_eq!(folder.read("sum.1"), "[2.0, 1.0]");
+    let left = temporary.read_dir().unwrap().count();
+    assert_eq!(left, 0, "tokens go with their jobs");
+    // Whoever may not join a job with a token may join one that waives it.
+    folder.script("show.sh", "echo ${ACCEL_TOKEN_FILE:-none}");
+    let shown = |options: &[&str], insecure: &str| {
+        let mut command = folder.launcher();
+        command.args(options).args(["--no-prefix", "show.sh"]);
+        let ended = Run::start({
+            command.env("ACCEL_INSECURE", insecure);
+            command
+        });
+        ended.end().expect(0).sorted()
+    };
+    assert_eq!(shown(&["-n", "2"], "1"), ["none", "none"]);
+    assert_eq!(
+        shown(&["-n", "1"], "0"),
+        ["none"],
+        "there is nobody to meet"
+    );
+    let told = shown(&["-n", "2"], "0");
+    assert!(told[0] == told[1] && told[0] != "none", "{told:?}");
+    Ok(())
+}
+
+#[test]
+fn a_rank_of_another_job_is_refused() -> accelerator_collective::Result<()> {
+    if is_rank() {
+        let launch = Launch::from_vars(|name| match name {
+            "ACCEL_JOB" => Some("another".to_owned()),
+            _ => std::env::var(name).ok(),
+        })?;
+        let options = GroupOptions::new().with_connect_timeout(DEADLINE / 2);
+        return ProcessGroup::connect(&launch, &options).map(|_| ());
+    }
+    let folder = Folder::new();
+    let name = "a_rank_of_another_job_is_refused";
+    let ended = launch(&folder, name, &["-n", "2", "--log-dir", "logs"], &[]);
+    assert_ne!(ended.code(), 0);
+    let log = folder.read("logs/latest/rank-0.log");
+    assert!(log.contains("another"), "{log}");
+    Ok(())
+}

@@ -1,0 +1,276 @@
+//! What the tests of the launcher share: a folder of scripts, and runs with a deadline.
+
+use std::fs;
+use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal};
+
+/// No run takes longer, or the test fails; far above what any needs, for loaded machines.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Long enough that a test which waits for it has failed.
+pub(crate) const LONG_SLEEP: &str = "sleep 300";
+
+const LAUNCHER: &str = env!("CARGO_BIN_EXE_accel-launch");
+
+/// A temporary folder with the scripts of a test.
+pub(crate) struct Folder {
+    folder: tempfile::TempDir,
+}
+
+impl Folder {
+    pub(crate) fn new() -> Self {
+        Self {
+            folder: tempfile::tempdir().unwrap(),
+        }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Writes an executable `/bin/sh` script.
+    pub(crate) fn script(&self, name: &str, body: &str) -> PathBuf {
+        let path = self.write(name, &format!("#!/bin/sh\n{body}\n"));
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    }
+
+    pub(crate) fn write(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.path().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, text).unwrap();
+        path
+    }
+
+    pub(crate) fn read(&self, name: &str) -> String {
+        String::from_utf8(fs::read(self.path().join(name)).unwrap_or_default()).unwrap()
+    }
+
+    /// The launcher, to be started in this folder, with nothing of a launch in its environment.
+    pub(crate) fn launcher(&self) -> Command {
+        self.prepared(Command::new(LAUNCHER))
+    }
+
+    /// The same, and it receives SIGHUP, which a process ignores for good that inherits it ignored: as where
+    /// the tests run under `nohup`.
+    pub(crate) fn launcher_that_hears_hangups(&self) -> Command {
+        if !hangup_is_ignored() {
+            return self.launcher();
+        }
+        let mut command = Command::new("env");
+        command.args(["--default-signal=HUP", LAUNCHER]);
+        self.prepared(command)
+    }
+
+    fn prepared(&self, mut command: Command) -> Command {
+        command.current_dir(self.path());
+        for (name, _) in std::env::vars_os() {
+            let text = name.to_string_lossy();
+            let is_launch = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+                .contains(&&*text)
+                || ["ACCEL_", "MASTER_", "TORCHELASTIC_"]
+                    .iter()
+                    .any(|prefix| text.starts_with(prefix))
+                || ["RAYON_NUM_THREADS", "OMP_NUM_THREADS", "NO_COLOR"].contains(&&*text)
+                || ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"].contains(&&*text);
+            if is_launch {
+                command.env_remove(name);
+            }
+        }
+        command
+    }
+
+    /// Runs the launcher with `arguments` to its end.
+    pub(crate) fn launch<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Ended {
+        let mut command = self.launcher();
+        command.args(arguments);
+        Run::start(command).end()
+    }
+
+    /// Waits until `name` has `lines` lines, and gives them.
+    pub(crate) fn wait_for_lines(&self, name: &str, lines: usize) -> Vec<String> {
+        wait_until(&format!("{lines} lines in {name}"), || {
+            let text = self.read(name);
+            let found: Vec<String> = text
+                .split_inclusive('\n')
+                .filter(|line| line.ends_with('\n'))
+                .map(|line| line.trim().to_owned())
+                .collect();
+            (found.len() >= lines).then_some(found)
+        })
+    }
+}
+
+/// A running launcher; killed when dropped.
+pub(crate) struct Run {
+    child: Child,
+    started: Instant,
+    stdout: Option<JoinHandle<Vec<u8>>>,
+    stderr: Option<JoinHandle<Vec<u8>>>,
+}
+
+/// A launcher that has ended.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    pub(crate) status: ExitStatus,
+    pub(crate) stdout: Vec<u8>,
+    pub(crate) stderr: String,
+    pub(crate) took: Duration,
+}
+
+impl Run {
+    pub(crate) fn start(command: Command) -> Self {
+        Self::start_into(command, Stdio::piped())
+    }
+
+    /// The same, with another standard output, of which [`end`](Self::end) then gives nothing.
+    pub(crate) fn start_into(mut command: Command, stdout: Stdio) -> Self {
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(stdout)
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let stdout = child.stdout.take().map(collect);
+        let stderr = child.stderr.take().map(collect);
+        Self {
+            child,
+            started: Instant::now(),
+            stdout,
+            stderr,
+        }
+    }
+
+    pub(crate) fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        rustix::process::kill_process(self.pid(), signal).unwrap();
+    }
+
+    pub(crate) fn end(mut self) -> Ended {
+        let status = wait_until("the launcher to end", || self.child.try_wait().unwrap());
+        let took = self.started.elapsed();
+        let read = |reader: Option<JoinHandle<Vec<u8>>>| {
+            reader.map_or_else(Vec::new, |reader| reader.join().unwrap())
+        };
+        let stdout = read(self.stdout.take());
+        let stderr = String::from_utf8_lossy(&read(self.stderr.take())).into_owned();
+        Ended {
+            status,
+            stdout,
+            stderr,
+            took,
+        }
+    }
+}
+
+impl Run {
+    /// Waits until nobody holds the launcher's standard error any more, and gives what was said.
+    pub(crate) fn close(mut self) -> String {
+        let stderr = self.stderr.take().unwrap().join().unwrap();
+        String::from_utf8_lossy(&stderr).into_owned()
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        if let Ok(None) = self.child.try_wait() {
+            // Asked first, it ends its ranks too.
+            let _ = rustix::process::kill_process(self.pid(), Signal::TERM);
+            let until = Instant::now() + Duration::from_secs(8);
+            while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < until {
+                thread::sleep(Duration::from_millis(20));
+            }
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+impl Ended {
+    pub(crate) fn code(&self) -> i32 {
+        self.status
+            .code()
+            .unwrap_or_else(|| panic!("no exit code: {self:?}"))
+    }
+
+    #[track_caller]
+    pub(crate) fn expect(self, code: i32) -> Self {
+        assert_eq!(self.code(), code, "{self:?}");
+        self
+    }
+
+    pub(crate) fn text(&self) -> String {
+        String::from_utf8(self.stdout.clone()).unwrap()
+    }
+
+    /// The lines of standard output in alphabetical order.
+    pub(crate) fn sorted(&self) -> Vec<String> {
+        let mut lines: Vec<String> = self.text().lines().map(str::to_owned).collect();
+        lines.sort();
+        lines
+    }
+
+    #[track_caller]
+    pub(crate) fn says(self, text: &str) -> Self {
+        assert!(self.stderr.contains(text), "{text:?} is not in {self:?}");
+        self
+    }
+}
+
+/// Asks `question` until it has an answer.
+#[track_caller]
+pub(crate) fn wait_until<T>(what: &str, mut question: impl FnMut() -> Option<T>) -> T {
+    let until = Instant::now() + DEADLINE;
+    loop {
+        if let Some(answer) = question() {
+            return answer;
+        }
+        assert!(Instant::now() < until, "waited {DEADLINE:?} for {what}");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Waits until the process with this id is gone, or a zombie that only its parent can clear.
+#[track_caller]
+pub(crate) fn wait_until_dead(pid: &str) {
+    wait_until(&format!("process {pid} to be dead"), || {
+        (!is_alive(pid)).then_some(())
+    });
+}
+
+pub(crate) fn is_alive(pid: &str) -> bool {
+    let pid: i32 = pid.parse().unwrap();
+    if let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) {
+        // The state follows the name, which stands in parentheses.
+        let state = stat
+            .rsplit(')')
+            .next()
+            .and_then(|rest| rest.split_whitespace().next());
+        return !matches!(state, Some("Z" | "X"));
+    }
+    Pid::from_raw(pid).is_some_and(|pid| rustix::process::test_kill_process(pid).is_ok())
+}
+
+fn hangup_is_ignored() -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    // Bit 0 is signal 1, which is SIGHUP.
+    mask.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).unwrap() & 1 != 0)
+}
+
+fn collect(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let _ = pipe.read_to_end(&mut bytes);
+        bytes
+    })
+}

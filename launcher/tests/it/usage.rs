@@ -1,0 +1,124 @@
+//! What bad input gets: a message and exit code 2, before anything is started.
+
+use std::os::unix::fs::PermissionsExt;
+
+use crate::support::{Folder, Run};
+
+#[test]
+fn scripts_that_cannot_be_run() {
+    let folder = Folder::new();
+    folder.write("plain", "text");
+    folder.write("dir/inner", "");
+    for (script, says) in [
+        ("missing", "the script missing cannot be found"),
+        ("plain", "the script plain is not executable"),
+        ("dir", "the script dir is a folder"),
+        ("missing.rs", "the source file missing.rs cannot be found"),
+        ("sh", "the PATH has /"),
+    ] {
+        let ended = folder
+            .launch(["-n", "2", script])
+            .expect(2)
+            .says("error: ")
+            .says(says);
+        assert!(ended.stdout.is_empty());
+    }
+}
+
+#[test]
+fn an_interpreter_that_is_missing() {
+    let folder = Folder::new();
+    let path = folder.write("lost", "#!/no/such/interpreter\n");
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    folder
+        .launch(["-n", "2", "lost"])
+        .expect(2)
+        .says("interpreter");
+}
+
+#[test]
+fn options_that_make_no_sense() {
+    let folder = Folder::new();
+    folder.script("ran.sh", "echo ran >> ran");
+    for (arguments, says) in [
+        (&["-n", "0", "ran.sh"][..], "--num-processes"),
+        (
+            &["--num-processes", "two", "ran.sh"],
+            "whole number of at least 1",
+        ),
+        (
+            &["--threads-per-process", "0", "ran.sh"],
+            "--threads-per-process",
+        ),
+        (&["--grace", "-1", "ran.sh"], "--grace"),
+        (&["--no-such-option", "ran.sh"], "--no-such-option"),
+        (
+            &["--master-addr", "no.such.host.invalid", "ran.sh"],
+            "--master-addr",
+        ),
+        (
+            &["--features", "x", "ran.sh"],
+            "--features is for a target that cargo builds",
+        ),
+        (&["--example", "x"], "no Cargo.toml"),
+        (&[], "nothing to start"),
+        (&["plan"], "--samples"),
+    ] {
+        folder
+            .launch(arguments.iter().copied())
+            .expect(2)
+            .says(says);
+    }
+    assert!(!folder.path().join("ran").exists());
+}
+
+#[test]
+fn an_address_of_another_machine() {
+    let folder = Folder::new();
+    folder.script("ran.sh", "echo ran >> ran");
+    let mut command = folder.launcher();
+    // An address for documentation, which no machine has.
+    command
+        .args(["-n", "2", "--master-addr", "203.0.113.77", "ran.sh"])
+        .env("ACCEL_INSECURE", "1");
+    Run::start(command).end().expect(1).says("--master-addr");
+    assert!(!folder.path().join("ran").exists());
+}
+
+#[test]
+fn help_and_version() {
+    let folder = Folder::new();
+    let help = folder.launch(["--help"]).expect(0).text();
+    for word in [
+        "--num-processes",
+        "--log-dir",
+        "--example",
+        "Exit code",
+        "env",
+        "plan",
+    ] {
+        assert!(help.contains(word), "{word} is not in {help}");
+    }
+    assert!(
+        folder
+            .launch(["--version"])
+            .expect(0)
+            .text()
+            .starts_with("accel-launch ")
+    );
+}
+
+#[test]
+fn completions_and_a_manual_page_are_printed() {
+    let folder = Folder::new();
+    for shell in ["bash", "zsh", "fish"] {
+        let text = folder.launch(["completions", shell]).expect(0).text();
+        assert!(text.contains("num-processes"), "{shell}: {text}");
+    }
+    let page = folder.launch(["man"]).expect(0).text();
+    assert!(
+        page.starts_with(".ie") || page.contains(".TH accel-launch"),
+        "{page}"
+    );
+    assert!(page.contains("max\\-restarts"), "{page}");
+}
