@@ -49,7 +49,7 @@ impl Rendezvous {
         if let Some(Effect::DropConnection) = fail_point(topology.rank(), Point::Rendezvous) {
             return Err(Error::new(
                 Kind::Rendezvous,
-                format!("{topology} was inject_disconnect off from the store by an injected fault"),
+                format!("{topology} was cut off from the store by an injected fault"),
             ));
         }
         let liveness = bounded(liveness);
@@ -84,10 +84,7 @@ impl Rendezvous {
             listener,
             stream,
         } = attempt.run(&targets)?;
-        let key = match &attempt.key {
-            Some(key) => Key::new(key.prove("job", &[&secret])),
-            None => Key::new(secret),
-        };
+        let key = Key::of_job(&secret, attempt.key.as_ref());
         let store_client =
             StoreClient::open(topology.rank(), stream, liveness, attempt.store(), store)?;
         Ok(Meeting {

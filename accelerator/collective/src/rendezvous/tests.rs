@@ -484,7 +484,7 @@ fn idle_connections_keep_nobody_out_of_a_rank() {
     let idle: Vec<TcpStream> = (0..400)
         .map(|index| TcpStream::connect(table.ranks[index % 2].address).unwrap())
         .collect();
-    let key = super::Key::new(table.secret);
+    let key = super::Key::of_job(&table.secret, None);
     let meeting = super::Meeting {
         ranks: table.ranks,
         listener: odd.listener.try_clone().unwrap(),

@@ -3,7 +3,8 @@
 use super::{ShmOp, reduce::chunk};
 use crate::{
     buffer::{Buffer, Loan},
-    buffer_slice::{DIGEST, GatherLayout, gather_layouts_differ},
+    buffer_slice::{GatherLayout, gather_layouts_differ},
+    digest::Digest,
     error::Result,
     shm::{MemoryRange, SHM_CHUNK},
 };
@@ -102,14 +103,14 @@ impl ShmOp<'_> {
         }
         self.publish_header(None, &notice)?;
         // Lengths and parts are the same where digests are.
-        if !self.agree_on(&layout.digest()) {
+        if !self.agree_on(layout.digest()) {
             return Err(gather_layouts_differ(self.deadline.sequence));
         }
         let mut places = Vec::with_capacity(self.size() * lens.len());
         for peer in 0..self.size() {
             let offsets = match peer == self.rank() {
-                true => &notice[DIGEST..],
-                false => &self.view(peer, 0..notice.len())[DIGEST..],
+                true => &notice[size_of::<Digest>()..],
+                false => &self.view(peer, 0..notice.len())[size_of::<Digest>()..],
             };
             for (offset, len) in offsets.chunks_exact(size_of::<u64>()).zip(&lens) {
                 let mut bytes = [0; size_of::<u64>()];

@@ -253,7 +253,7 @@ pub(crate) const PREAMBLE: usize = 16 * 1024;
 const LISTED: usize = 256;
 
 const MAGIC: [u8; 4] = *b"ACLF";
-const VERSION: u8 = 5;
+const VERSION: u8 = 6;
 const _: () = assert!(CollectiveFingerprint::BOUND <= PREAMBLE);
 
 #[cfg(test)]

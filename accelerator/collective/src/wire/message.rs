@@ -262,7 +262,7 @@ pub(crate) const LISTED: usize = 64;
 pub(crate) const TEXT: usize = 2000;
 
 const MAGIC: [u8; 4] = *b"ACLR";
-const VERSION: u8 = 4;
+const VERSION: u8 = 5;
 const ENVELOPE: usize = 16;
 
 #[cfg(test)]
@@ -301,8 +301,8 @@ mod tests {
         });
         let back = Message::read(&mut &bytes[..], SHORT).unwrap();
         assert!(matches!(back, Message::Greet { from: 3, to: 1, nonce } if nonce == [7; 32]));
-        for inject_disconnect in 0..bytes.len() {
-            assert!(Message::read(&mut &bytes[..inject_disconnect], SHORT).is_err());
+        for cut in 0..bytes.len() {
+            assert!(Message::read(&mut &bytes[..cut], SHORT).is_err());
         }
         assert!(
             Message::read(&mut &bytes[..], 10).is_err(),
@@ -323,7 +323,7 @@ mod tests {
         let mut bytes = exchange(&Message::Confirm { proof: [0; 32] });
         bytes[4] = 9;
         let error = Message::read(&mut &bytes[..], SHORT).unwrap_err();
-        assert!(error.to_string().contains("protocol version 9, expected 4"));
+        assert!(error.to_string().contains("protocol version 9, expected 5"));
     }
 
     #[test]

@@ -57,9 +57,9 @@ impl OpContext<'_> {
             return steps.all_gather_parts(buffers, layout, sink);
         }
         let digest = layout.digest();
-        self.send_header(|_| &digest)?;
+        self.send_header(|_| digest)?;
         self.exchange_headers(|_, _| digest.len())?;
-        if !self.agree_on(&digest) {
+        if !self.agree_on(digest) {
             return Err(gather_layouts_differ(self.deadline.sequence));
         }
         let own = layout.collect(self.rank, buffers);

@@ -8,11 +8,12 @@ use super::{
 };
 use crate::{
     buffer::Buffer,
+    digest::Digest,
     element::DType,
     error::Result,
     kernel::combine,
     reduce_op::{ReduceOp, SHORT},
-    shard_layout::{DIGEST, shard_layouts_differ},
+    shard_layout::shard_layouts_differ,
     transport::Stage,
 };
 
@@ -105,7 +106,7 @@ impl Reduction {
                     let progress = ctx.try_exchange_headers(|_, fingerprint| match layout {
                         ChunkLayout::Even(_) if is_short => fingerprint.bytes(),
                         ChunkLayout::Even(parts) => parts.chunk(rank, 0).len(),
-                        ChunkLayout::Sharded(..) => DIGEST,
+                        ChunkLayout::Sharded(..) => size_of::<Digest>(),
                     })?;
                     if progress != OpProgress::Done {
                         return Ok(progress);

@@ -141,7 +141,7 @@ fn final_message(stream: &mut TcpStream) -> Abort {
 
 /// Rank 0 of two, whose pulse the test is, and the bare connection of rank 1.
 fn pair() -> (Tcp, TcpStream) {
-    let mut meetings = meetings(b"job");
+    let mut meetings = meetings(1);
     let (second, first) = (meetings.pop().unwrap(), meetings.pop().unwrap());
     let patience = Duration::from_secs(40);
     let other = thread::spawn(move || {
@@ -153,7 +153,7 @@ fn pair() -> (Tcp, TcpStream) {
 }
 
 /// What two ranks know that have met.
-fn meetings(key: &[u8]) -> Vec<Meeting> {
+fn meetings(job: u8) -> Vec<Meeting> {
     let listeners = [0, 1].map(|_| TcpListener::bind(("127.0.0.1", 0)).unwrap());
     let addresses = [0, 1].map(|rank: usize| listeners[rank].local_addr().unwrap());
     let ranks: Vec<Registration> = (0..2)
@@ -173,7 +173,7 @@ fn meetings(key: &[u8]) -> Vec<Meeting> {
     let meeting = |listener| Meeting {
         ranks: ranks.clone(),
         listener,
-        key: Key::new(key),
+        key: Key::of_job(&[job; 32], None),
         store: None,
     };
     listeners.into_iter().map(meeting).collect()
@@ -469,13 +469,12 @@ fn frames_out_of_order_are_told() {
 /// Strangers at the door of a rank neither get in nor keep the others out.
 #[test]
 fn strangers_do_not_disturb_the_mesh() {
-    let mut own = meetings(b"job");
+    let mut own = meetings(1);
     let (second, first) = (own.pop().unwrap(), own.pop().unwrap());
     let address = first.ranks[0].address;
     let stranger = Meeting {
         ranks: first.ranks.clone(),
-        key: Key::new(b"another job"),
-        ..meetings(b"another job").remove(1)
+        ..meetings(2).remove(1)
     };
     let deadline = Instant::now() + Duration::from_secs(40);
     let silent = TcpStream::connect(address).unwrap();
