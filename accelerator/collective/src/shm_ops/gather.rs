@@ -15,48 +15,9 @@ impl ShmOp<'_> {
         self.publish_header(None, &[])
     }
 
-    /// Sends `own` to every rank and gives what the others sent to `sink`, in order for each
-    /// rank.
-    pub(crate) fn all_gather(self, own: &[u8], sink: impl FnMut(usize, &[u8])) -> Result<()> {
-        self.exchange(own, |_| true, sink)
-    }
-
-    /// Sends `own` to the root, and there gives what the others sent to `sink`, in order for
-    /// each rank.
+    /// Shows `own` to all ranks, chunk by chunk, and gives what the ranks that are `wanted` show to `sink`, in
+    /// order for each rank. All ranks take as many steps as the longest declared data have chunks.
     pub(crate) fn gather(
-        self,
-        root: usize,
-        own: &[u8],
-        sink: impl FnMut(usize, &[u8]),
-    ) -> Result<()> {
-        let is_root = self.rank() == root;
-        self.exchange(own, |_| is_root, sink)
-    }
-
-    /// The root's side of a broadcast.
-    pub(crate) fn broadcast_from(self, bytes: &[u8]) -> Result<()> {
-        self.exchange(bytes, |_| false, |_, _| {})
-    }
-
-    /// Every other rank's side of a broadcast: gives what the root sent to `sink`, in order.
-    pub(crate) fn broadcast_to(self, root: usize, mut sink: impl FnMut(&[u8])) -> Result<()> {
-        self.exchange(&[], |peer| peer == root, |_, piece| sink(piece))
-    }
-
-    /// The root's side of a scatter: `bytes` is all that it has for others, one after the other.
-    pub(crate) fn scatter_from(self, bytes: &[u8]) -> Result<()> {
-        self.exchange(bytes, |_| false, |_, _| {})
-    }
-
-    /// Every other rank's side of a scatter: gives what the root has for all to `sink`, in order. It
-    /// lies in memory that is shared: who leaves a part alone copies nothing of it.
-    pub(crate) fn scatter_to(self, root: usize, mut sink: impl FnMut(&[u8])) -> Result<()> {
-        self.exchange(&[], |peer| peer == root, |_, piece| sink(piece))
-    }
-
-    /// Puts what this rank has, chunk by chunk, and takes what it wants. All ranks take as many
-    /// steps as the longest declared data have chunks.
-    fn exchange(
         mut self,
         own: &[u8],
         wanted: impl Fn(usize) -> bool,

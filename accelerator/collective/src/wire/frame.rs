@@ -125,27 +125,27 @@ impl Head {
 pub(crate) enum FrameKind {
     /// The rank gives up; the preamble says why.
     Abort = 1,
-    /// The declaration of an operation (the preamble) and its first data.
-    Begin = 2,
+    /// The fingerprint of an operation (the preamble) and its first chunk.
+    Header = 2,
     /// The rank leaves; the number of the chunk says how: 0 in good order, 1 without a word.
     Goodbye = 3,
     /// A sign of life. The number of the chunk says after how many milliseconds of silence the
     /// sender gives a peer up, that of the operation is a [`Heartbeat`].
     Heartbeat = 4,
-    /// Data on its way to the rank that owns its part.
-    Inward = 5,
-    /// Data on its way from its owner to everyone.
-    Outward = 6,
+    /// A chunk for the rank that reduces it.
+    Reduce = 5,
+    /// A chunk for a rank that keeps it.
+    Gather = 6,
 }
 
 impl FrameKind {
     const ALL: [Self; 6] = [
         Self::Abort,
-        Self::Begin,
+        Self::Header,
         Self::Goodbye,
         Self::Heartbeat,
-        Self::Inward,
-        Self::Outward,
+        Self::Reduce,
+        Self::Gather,
     ];
 
     fn from_code(code: u8) -> Option<Self> {
@@ -317,7 +317,7 @@ mod tests {
             at in any::<proptest::sample::Index>(),
             flip in 1_u8..,
         ) {
-            let head = Head::new(FrameKind::Begin, 1, 0, &preamble, &payload);
+            let head = Head::new(FrameKind::Header, 1, 0, &preamble, &payload);
             prop_assert!(head.check(&preamble, &payload).is_ok());
             let mut changed = payload.clone();
             changed[at.index(payload.len())] ^= flip;
@@ -328,7 +328,7 @@ mod tests {
     #[test]
     fn lengths_beyond_the_bounds_are_refused() {
         let head = Head {
-            kind: FrameKind::Outward,
+            kind: FrameKind::Gather,
             sequence: 0,
             index: 0,
             preamble: PREAMBLE + 1,

@@ -14,7 +14,7 @@ use crate::{
     kernel::combine,
     reduce_op::{ReduceOp, SHORT},
     shard_layout::shard_layouts_differ,
-    transport::Stage,
+    transport::OpPhase,
 };
 
 /// A reduction of a buffer that can stop wherever it waits for others, and go on later.
@@ -135,7 +135,7 @@ impl Reduction {
                                 let part = ctx.try_receive(
                                     peer,
                                     awaited.clone(),
-                                    Stage::Inward,
+                                    OpPhase::Reduce,
                                     round,
                                     own.len(),
                                 )?;
@@ -167,7 +167,7 @@ impl Reduction {
                                 let part = ctx.try_receive(
                                     peer,
                                     awaited.clone(),
-                                    Stage::Outward,
+                                    OpPhase::Gather,
                                     behind,
                                     chunk.len(),
                                 )?;
@@ -197,8 +197,8 @@ impl Reduction {
 impl OpContext<'_> {
     /// Reduces `bytes` over all ranks, in place; see [`Reduction`].
     pub(crate) fn all_reduce(mut self, dtype: DType, op: ReduceOp, bytes: &mut [u8]) -> Result<()> {
-        if let Some(steps) = self.steps() {
-            return steps.all_reduce(dtype, op, bytes);
+        if let Some(shm) = self.shm_op() {
+            return shm.all_reduce(dtype, op, bytes);
         }
         if let Some(hosts) = self.transport.hosts()
             && Self::is_hierarchical(dtype, op)
@@ -223,10 +223,10 @@ impl OpContext<'_> {
             Output::Shard(_) if self.world_size == 1 => None,
             Output::Shard(shards) => Some(&**shards),
         };
-        if let Some(steps) = self.steps() {
+        if let Some(shm) = self.shm_op() {
             return match shards {
-                None => steps.all_reduce_buffer(op, buffer),
-                Some(shards) => steps.reduce_scatter_buffer(op, buffer, shards),
+                None => shm.all_reduce_buffer(op, buffer),
+                Some(shards) => shm.reduce_scatter_buffer(op, buffer, shards),
             };
         }
         let bytes = buffer.bytes_mut();
@@ -266,8 +266,8 @@ impl OpContext<'_> {
         if self.world_size == 1 {
             return self.send_header(|_| &[]);
         }
-        if let Some(steps) = self.steps() {
-            return steps.reduce_scatter(dtype, op, bytes, own);
+        if let Some(shm) = self.shm_op() {
+            return shm.reduce_scatter(dtype, op, bytes, own);
         }
         let parts = EvenShards::new(bytes.len() / dtype.size(), dtype.size(), self.world_size);
         let (rank, offset) = (self.rank, parts.part(self.rank).start);
@@ -297,11 +297,15 @@ impl OpContext<'_> {
                 continue;
             }
             match chunk {
-                ChunkRange::One(range) => self.send(peer, Stage::Inward, round, &bytes[range])?,
+                ChunkRange::One(range) => self.send(peer, OpPhase::Reduce, round, &bytes[range])?,
                 ChunkRange::Many(pieces) => {
                     let mut packed = std::mem::take(self.packed);
-                    let sent =
-                        self.send(peer, Stage::Inward, round, pieces.pack(bytes, &mut packed));
+                    let sent = self.send(
+                        peer,
+                        OpPhase::Reduce,
+                        round,
+                        pieces.pack(bytes, &mut packed),
+                    );
                     *self.packed = packed;
                     sent?;
                 }
@@ -327,7 +331,7 @@ impl OpContext<'_> {
         if round > 0 {
             for peer in self.others() {
                 let awaited = peer..self.world_size;
-                let chunk = self.receive(peer, awaited, Stage::Inward, round, len)?;
+                let chunk = self.receive(peer, awaited, OpPhase::Reduce, round, len)?;
                 self.received[peer] = Some(chunk);
             }
         }

@@ -10,7 +10,7 @@ use super::peer_liveness::PeerLiveness;
 use crate::{
     error::Certainty,
     fingerprint::CollectiveFingerprint,
-    transport::{Abort, Inbox, LeaveKind, RecvChunk, Stage, Tag, pool::PooledBuffer},
+    transport::{Abort, Inbox, LeaveKind, OpPhase, RecvChunk, Tag, pool::PooledBuffer},
     wire::{
         ReadError,
         frame::{FrameError, FrameKind, Head, Heartbeat, PREAMBLE},
@@ -277,7 +277,7 @@ impl<S: Read> FrameReader<S> {
 
     fn deliver(&mut self, head: Head, chunk: PooledBuffer) -> Result<(), ReadError> {
         let rank = self.rank;
-        let stage = match head.kind {
+        let phase = match head.kind {
             FrameKind::Abort => {
                 let abort = Abort::decode(head.sequence, &self.preamble);
                 let abort = abort.ok_or(FrameError::Fingerprint)?;
@@ -301,20 +301,20 @@ impl<S: Read> FrameReader<S> {
                 }
                 return Ok(());
             }
-            FrameKind::Begin => Stage::Begin,
-            FrameKind::Inward => Stage::Inward,
-            FrameKind::Outward => Stage::Outward,
+            FrameKind::Header => OpPhase::Header,
+            FrameKind::Reduce => OpPhase::Reduce,
+            FrameKind::Gather => OpPhase::Gather,
         };
-        let fingerprint = match stage {
-            Stage::Begin => {
+        let fingerprint = match phase {
+            OpPhase::Header => {
                 Some(CollectiveFingerprint::decode(&self.preamble).ok_or(FrameError::Fingerprint)?)
             }
-            Stage::Inward | Stage::Outward => None,
+            OpPhase::Reduce | OpPhase::Gather => None,
         };
         let received = RecvChunk {
             tag: Tag {
                 sequence: head.sequence,
-                stage,
+                phase,
                 index: head.index,
             },
             fingerprint,
@@ -395,7 +395,7 @@ mod tests {
     fn frames() -> Vec<Vec<u8>> {
         let payloads = [vec![], vec![1; 40], vec![2; 2 * STAGE], vec![3; 7]];
         let frames = payloads.iter().enumerate().map(|(index, payload)| {
-            let head = Head::new(FrameKind::Inward, 5, index as u32, &[], payload);
+            let head = Head::new(FrameKind::Reduce, 5, index as u32, &[], payload);
             [&head.encode()[..], payload].concat()
         });
         frames.collect()
@@ -454,7 +454,7 @@ mod tests {
         let chunk = |index| RecvChunk {
             tag: Tag {
                 sequence: 5,
-                stage: Stage::Inward,
+                phase: OpPhase::Reduce,
                 index,
             },
             fingerprint: None,
@@ -482,7 +482,7 @@ mod tests {
             .by_ref()
             .take(3)
             .map(|index| {
-                Head::new(FrameKind::Inward, 5, index, &[], &[])
+                Head::new(FrameKind::Reduce, 5, index, &[], &[])
                     .encode()
                     .to_vec()
             })
