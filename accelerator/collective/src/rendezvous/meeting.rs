@@ -10,7 +10,7 @@ use std::{
 use accelerator_fault::{Effect, Point, fail_point};
 
 use super::{
-    LONGEST, Rendezvous, StoreClient, StoreHost, StoreOptions, StoreServer, TokenSource,
+    MAX_WAIT, Rendezvous, StoreClient, StoreHost, StoreOptions, StoreServer, TokenSource,
     address::{any_like, reachable},
     join::{JoinAttempt, Joined, RETRY},
     token::{Key, Token},
@@ -53,7 +53,7 @@ impl Rendezvous {
             ));
         }
         let liveness = bounded(liveness);
-        let deadline = Instant::now() + patience.min(LONGEST);
+        let deadline = Instant::now() + patience.min(MAX_WAIT);
         let token = match &self.token {
             TokenSource::File(path) => Some(Token::from_file(path)?),
             TokenSource::Given(token) => Some(token.clone()),

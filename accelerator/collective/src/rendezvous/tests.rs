@@ -158,7 +158,7 @@ impl Odd {
     fn hear(&self) -> Message {
         loop {
             let deadline = Instant::now() + SOON;
-            match Message::receive(&self.stream, message::LONG, deadline).unwrap() {
+            match Message::receive(&self.stream, message::MAX_TABLE_BYTES, deadline).unwrap() {
                 Message::Heartbeat => {}
                 message => return message,
             }
@@ -308,8 +308,8 @@ fn a_rank_that_gives_up_is_heard_by_all() {
     );
     odd.say(&Message::ReportFailure(crate::wire::WireError::bounded(
         &error,
-        message::TEXT,
-        message::LISTED,
+        message::MAX_TEXT_BYTES,
+        message::MAX_MESSAGE_RANKS,
     )));
     for error in ranks.errors() {
         assert!(error.is_rendezvous());
@@ -331,7 +331,7 @@ fn a_store_that_is_gone_ends_the_wait() {
         let ranks = Ranks::start(&[1], 2, &at(address).with_store(host));
         let (stream, _) = listener.accept().unwrap();
         let deadline = Instant::now() + SOON;
-        let hello = Message::receive(&stream, message::SHORT, deadline).unwrap();
+        let hello = Message::receive(&stream, message::MAX_SHORT_BYTES, deadline).unwrap();
         assert!(matches!(hello, Message::Hello { .. }));
         let nonce = random().unwrap();
         let challenge = Message::Challenge {
@@ -341,7 +341,7 @@ fn a_store_that_is_gone_ends_the_wait() {
             pid: 4711,
         };
         challenge.send(&stream).unwrap();
-        let register = Message::receive(&stream, message::SHORT, deadline).unwrap();
+        let register = Message::receive(&stream, message::MAX_SHORT_BYTES, deadline).unwrap();
         assert!(matches!(register, Message::Register { .. }));
         let started = Instant::now();
         drop((stream, listener));
@@ -407,7 +407,7 @@ fn a_rank_that_reads_nothing_delays_nobody() {
     assert_eq!(stopped.table().ranks.len(), 3);
     for number in 0.. {
         let deadline = Instant::now() + SOON;
-        match Message::receive(&stopped.stream, message::LONG, deadline) {
+        match Message::receive(&stopped.stream, message::MAX_TABLE_BYTES, deadline) {
             Ok(Message::ExitNotice {
                 rank: 1,
                 text: heard,

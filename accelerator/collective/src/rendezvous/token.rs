@@ -52,7 +52,7 @@ impl Token {
             })
             .and_then(|file| {
                 check_privacy(&file)?;
-                file.take(LONGEST as u64 + 1).read_to_end(&mut text)
+                file.take(MAX_TOKEN_BYTES as u64 + 1).read_to_end(&mut text)
             });
         if let Err(error) = read {
             return Err(Error::caused(
@@ -67,11 +67,11 @@ impl Token {
             ));
         }
         let token = text.trim_ascii();
-        if token.len() < SHORTEST || text.len() > LONGEST {
+        if token.len() < MIN_TOKEN_BYTES || text.len() > MAX_TOKEN_BYTES {
             return Err(Error::new(
                 Kind::Unauthorized,
                 format!(
-                    "the token file {} holds {} bytes; expected {SHORTEST} to {LONGEST}",
+                    "the token file {} holds {} bytes; expected {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}",
                     path.display(),
                     token.len()
                 ),
@@ -196,8 +196,8 @@ fn hex(bytes: &[u8]) -> String {
 const TOKEN_KEY: &str = "accelerator-collective 2026 key of a token";
 const JOB_KEY: &str = "accelerator-collective 2026 key of a job";
 
-const SHORTEST: usize = 16;
-const LONGEST: usize = 4096;
+const MIN_TOKEN_BYTES: usize = 16;
+const MAX_TOKEN_BYTES: usize = 4096;
 
 #[cfg(test)]
 mod tests {
@@ -251,7 +251,9 @@ mod tests {
         let error = Token::from_file(&short).unwrap_err();
         assert!(error.to_string().contains("7 bytes"), "{error}");
         let long = folder.path().join("long");
-        Token(vec![b'x'; LONGEST + 1]).write_file(&long).unwrap();
+        Token(vec![b'x'; MAX_TOKEN_BYTES + 1])
+            .write_file(&long)
+            .unwrap();
         let error = Token::from_file(&long).unwrap_err();
         assert!(error.to_string().contains("4097 bytes"), "{error}");
     }

@@ -91,7 +91,7 @@ impl OpContext<'_> {
     ) -> Result<()> {
         let (rank, world_size) = (self.rank, self.world_size);
         let part = |peer: usize| parts[peer].as_ref();
-        let lens: Vec<[u8; LEN]> = (0..world_size)
+        let lens: Vec<[u8; LEN_BYTES]> = (0..world_size)
             .map(|peer| (part(peer).len() as u64).to_le_bytes())
             .collect();
         if let Some(shm) = self.shm_op() {
@@ -110,7 +110,7 @@ impl OpContext<'_> {
             );
         }
         self.send_header(|peer| &lens[peer])?;
-        self.exchange_headers(|_, _| LEN)?;
+        self.exchange_headers(|_, _| LEN_BYTES)?;
         let lens: Vec<usize> = self
             .received
             .iter_mut()
@@ -177,7 +177,7 @@ enum FirstChunk {
 /// whole elements of every type.
 pub(crate) fn all_to_all_len(parts: &[impl AsRef<[u8]>]) -> usize {
     let lens = parts.iter().map(|part| part.as_ref().len());
-    parts.len() * LEN + lens.sum::<usize>()
+    parts.len() * LEN_BYTES + lens.sum::<usize>()
 }
 
 /// The part of one rank in the parts of all, which come piece by piece, behind their lengths.
@@ -195,7 +195,7 @@ impl ScatterReader {
         Self {
             rank,
             lens: Vec::new(),
-            header: LEN * world_size,
+            header: LEN_BYTES * world_size,
             passed: 0,
         }
     }
@@ -208,7 +208,7 @@ impl ScatterReader {
         if self.lens.len() < self.header {
             return;
         }
-        let mut lens = self.lens.chunks_exact(LEN).map(read_len);
+        let mut lens = self.lens.chunks_exact(LEN_BYTES).map(read_len);
         let before: usize = lens.by_ref().take(self.rank).sum();
         let mine = before..before + lens.next().unwrap_or(0);
         let within = |end: usize| end.saturating_sub(self.passed).min(data.len());
@@ -221,10 +221,10 @@ impl ScatterReader {
 }
 
 /// The bytes of a length.
-const LEN: usize = size_of::<u64>();
+const LEN_BYTES: usize = size_of::<u64>();
 
 fn read_len(bytes: &[u8]) -> usize {
-    let mut len = [0; LEN];
+    let mut len = [0; LEN_BYTES];
     len.copy_from_slice(bytes);
     u64::from_le_bytes(len) as usize
 }

@@ -11,7 +11,7 @@ use crate::{
     partition::{self, Partition},
     reduce_op::ReduceOp,
     shard_layout::{ShardLayout, shard_layouts_differ},
-    shm::{Hosts, SHM_CHUNK as STAGE},
+    shm::{Hosts, SHM_CHUNK},
     transport::OpPhase,
 };
 
@@ -104,7 +104,7 @@ impl OpContext<'_> {
                     let part = plan.part(index, lane).bytes(plan.dtype);
                     let target = &mut bytes[chunk.start * plan.dtype.size()..][part.clone()];
                     let steps = self.local(hosts);
-                    target.copy_from_slice(steps.view(lane, STAGE..STAGE + part.len()));
+                    target.copy_from_slice(steps.view(lane, SHM_CHUNK..SHM_CHUNK + part.len()));
                 }
             }
             self.put_chunk(hosts, plan, step + 1, bytes, staging);
@@ -237,7 +237,7 @@ impl OpContext<'_> {
                 result[share].copy_from_slice(chunk.payload.bytes());
             }
         }
-        self.local(hosts).put(STAGE, result);
+        self.local(hosts).put(SHM_CHUNK, result);
         Ok(())
     }
 }
@@ -263,8 +263,8 @@ impl HierarchicalPlan {
         let wide = wide(dtype);
         // The results of a lane have half a slot.
         let size = match hosts.lanes() {
-            1 => STAGE / 2 / wide.size(),
-            _ => STAGE / wide.size(),
+            1 => SHM_CHUNK / 2 / wide.size(),
+            _ => SHM_CHUNK / wide.size(),
         };
         let chunks = len.div_ceil(size);
         Self {

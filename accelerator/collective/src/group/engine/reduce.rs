@@ -12,7 +12,7 @@ use crate::{
     element::DType,
     error::Result,
     kernel::combine,
-    reduce_op::{ReduceOp, SHORT},
+    reduce_op::{ONE_EXCHANGE_BYTES, ReduceOp},
     shard_layout::shard_layouts_differ,
     transport::OpPhase,
 };
@@ -77,7 +77,7 @@ impl Reduction {
         bytes: &mut [u8],
     ) -> Result<OpProgress> {
         let (layout, rank, world_size) = (&self.layout, ctx.rank, ctx.world_size);
-        let is_short = matches!(layout, ChunkLayout::Even(_)) && bytes.len() <= SHORT;
+        let is_short = matches!(layout, ChunkLayout::Even(_)) && bytes.len() <= ONE_EXCHANGE_BYTES;
         let rounds = match layout {
             ChunkLayout::Even(_) => layout.rounds() + PREFETCH,
             // No results come back.

@@ -39,7 +39,7 @@ fn run<R: Send + 'static>(
     run_with_witness(world_size, options, honest, |streams, _| odd(streams))
 }
 
-/// The same, where the odd rank can let the store report_exit.
+/// The same, where the odd rank can let the store report its exit.
 fn run_with_witness<R: Send + 'static>(
     world_size: usize,
     options: &GroupOptions,
