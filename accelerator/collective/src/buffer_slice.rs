@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use crate::{
     buffer::Buffer,
+    digest::{Digest, DigestBuilder},
     error::{Error, Kind, Result},
     shm::SHM_CHUNK,
 };
@@ -38,7 +39,7 @@ pub struct BufferSlice {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GatherLayout<'a> {
     shares: &'a [Vec<BufferSlice>],
-    digest: u64,
+    digest: Digest,
 }
 
 impl<'a> GatherLayout<'a> {
@@ -59,7 +60,7 @@ impl<'a> GatherLayout<'a> {
                 buffers.len()
             )));
         }
-        let mut digest = Digest::new();
+        let mut digest = DigestBuilder::default();
         for buffer in buffers {
             digest.add(buffer.bytes().len());
         }
@@ -82,13 +83,13 @@ impl<'a> GatherLayout<'a> {
         }
         Ok(Self {
             shares,
-            digest: digest.0,
+            digest: digest.finish(),
         })
     }
 
     /// A digest of buffer lengths and slices, which ranks compare.
-    pub(crate) fn digest(&self) -> [u8; DIGEST] {
-        self.digest.to_le_bytes()
+    pub(crate) fn digest(&self) -> &Digest {
+        &self.digest
     }
 
     pub(crate) fn of(&self, rank: usize) -> &'a [BufferSlice] {
@@ -140,10 +141,7 @@ impl<'a> GatherLayout<'a> {
 }
 
 /// A declaration of so many fits one step in shared memory.
-const MOST_BUFFERS: usize = SHM_CHUNK / size_of::<u64>() - 1;
-
-/// The bytes of a digest.
-pub(crate) const DIGEST: usize = size_of::<u64>();
+const MOST_BUFFERS: usize = (SHM_CHUNK - size_of::<Digest>()) / size_of::<u64>();
 
 /// The error of an operation whose ranks pass different slices. It is the same on every rank.
 pub(crate) fn gather_layouts_differ(sequence: u64) -> Error {
@@ -158,21 +156,6 @@ pub(crate) fn gather_layouts_differ(sequence: u64) -> Error {
 
 fn misuse(message: String) -> Error {
     Error::new(Kind::Misuse, message)
-}
-
-/// FNV-1a over whole words.
-struct Digest(u64);
-
-impl Digest {
-    fn new() -> Self {
-        Self(0xcbf2_9ce4_8422_2325)
-    }
-
-    fn add(&mut self, number: usize) {
-        for byte in (number as u64).to_le_bytes() {
-            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-        }
-    }
 }
 
 #[cfg(test)]

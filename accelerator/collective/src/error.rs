@@ -431,12 +431,16 @@ pub(crate) fn list_ranks(ranks: &[usize]) -> String {
     match ranks {
         [] => "no rank".to_owned(),
         [rank] => format!("rank {rank}"),
-        [first @ .., last] if first.len() < LISTED => {
+        [first @ .., last] if first.len() < MAX_LISTED_RANKS => {
             let first: Vec<String> = first.iter().map(usize::to_string).collect();
             format!("ranks {} and {last}", first.join(", "))
         }
         [first @ .., last] => {
-            let shown: Vec<String> = first.iter().take(LISTED).map(usize::to_string).collect();
+            let shown: Vec<String> = first
+                .iter()
+                .take(MAX_LISTED_RANKS)
+                .map(usize::to_string)
+                .collect();
             let more = first.len() - shown.len();
             format!("ranks {}, {more} more and {last}", shown.join(", "))
         }
@@ -458,7 +462,7 @@ impl fmt::Display for Seconds {
 }
 
 /// How many ranks a message lists one by one.
-const LISTED: usize = 8;
+const MAX_LISTED_RANKS: usize = 8;
 
 #[cfg(test)]
 mod tests {

@@ -64,7 +64,7 @@ impl CollectiveFingerprint {
         Self { purpose, ..self }
     }
 
-    /// Whether two ranks mean the same operation. OpKind sites may differ.
+    /// Whether two ranks mean the same operation. Call sites may differ.
     pub(crate) fn agrees_with(&self, other: &Self) -> bool {
         self.kind == other.kind
             && self.op == other.op

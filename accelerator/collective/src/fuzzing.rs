@@ -26,7 +26,7 @@ use crate::{
         PeerLocation, Transport, TransportKind, feed,
     },
     wire::{
-        frame::{FrameKind, Head, PREAMBLE},
+        frame::{FrameKind, Head, MAX_PREAMBLE},
         message::{self, Message, RankTable, Registration},
     },
 };
@@ -61,7 +61,7 @@ pub fn frames(bytes: &[u8]) {
 
 /// Reads bytes as messages of those who meet, from unknown processes and from the store.
 pub fn messages(bytes: &[u8]) {
-    for bound in [message::SHORT, message::LONG] {
+    for bound in [message::MAX_SHORT_BYTES, message::MAX_TABLE_BYTES] {
         let mut rest = Cursor::new(bytes);
         while let Ok(message) = Message::read(&mut rest, bound) {
             if let Message::Register { body, .. } | Message::Welcome { body, .. } = message {
@@ -116,8 +116,10 @@ fn reduce(group: &ProcessGroup) -> Vec<Result<Vec<f32>>> {
 }
 
 fn blocks(rank: usize, len: usize) -> Vec<Range<usize>> {
-    let starts = (rank * BLOCK..len).step_by(2 * BLOCK);
-    starts.map(|start| start..len.min(start + BLOCK)).collect()
+    let starts = (rank * RUN_LEN..len).step_by(2 * RUN_LEN);
+    starts
+        .map(|start| start..len.min(start + RUN_LEN))
+        .collect()
 }
 
 fn kept(rank: usize, values: &[f32]) -> Vec<f32> {
@@ -125,7 +127,7 @@ fn kept(rank: usize, values: &[f32]) -> Vec<f32> {
     blocks.flat_map(|block| values[block].to_vec()).collect()
 }
 
-const BLOCK: usize = 1000;
+const RUN_LEN: usize = 1000;
 
 /// What rank 0 makes of a stream from rank 1.
 fn receive(stream: impl Read + Send) -> Vec<Result<Vec<f32>>> {
@@ -212,7 +214,7 @@ fn damage_frames(frames: &mut Vec<Vec<u8>>, [what, frame, high, low]: [u8; 4]) {
             // Lengths out of bounds, under a correct seal.
             if let Some(head) = frames[frame].get_mut(..Head::LEN) {
                 let (field, value) = match low % 2 {
-                    0 => (20, PREAMBLE as u32 + 1 + u32::from(high)),
+                    0 => (20, MAX_PREAMBLE as u32 + 1 + u32::from(high)),
                     _ => (24, u32::MAX - u32::from(high)),
                 };
                 head[field..field + 4].copy_from_slice(&value.to_le_bytes());

@@ -28,6 +28,7 @@
 
 mod buffer;
 mod buffer_slice;
+mod digest;
 mod element;
 mod error;
 mod fingerprint;

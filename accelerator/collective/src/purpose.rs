@@ -35,14 +35,17 @@ impl Purpose {
         std::str::from_utf8(&self.bytes[..usize::from(self.len)]).unwrap_or("?")
     }
 
-    /// A number that tells purposes apart (FNV-1a); zero where there is none.
-    pub(crate) fn mark(&self) -> u64 {
+    /// A number that tells purposes apart, from their BLAKE3 digest; zero where there is none.
+    pub(crate) fn digest(&self) -> u64 {
         if self.len == 0 {
             return 0;
         }
-        let mix = |mark: u64, byte: &u8| (mark ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
-        let text = &self.bytes[..usize::from(self.len)];
-        text.iter().fold(0xcbf2_9ce4_8422_2325, mix)
+        let digest = blake3::hash(self.as_str().as_bytes());
+        let (mark, _) = digest
+            .as_bytes()
+            .split_first_chunk()
+            .unwrap_or((&[0; 8], &[]));
+        u64::from_le_bytes(*mark)
     }
 
     /// The most bytes of a purpose.
@@ -68,10 +71,10 @@ mod tests {
     }
 
     #[test]
-    fn marks_tell_purposes_apart() {
-        assert_eq!(Purpose::NONE.mark(), 0);
+    fn digests_tell_purposes_apart() {
+        assert_eq!(Purpose::NONE.digest(), 0);
         assert_eq!(Purpose::new(""), Purpose::NONE);
-        assert_ne!(Purpose::new("a").mark(), Purpose::new("b").mark());
-        assert_ne!(Purpose::new("a").mark(), 0);
+        assert_ne!(Purpose::new("a").digest(), Purpose::new("b").digest());
+        assert_ne!(Purpose::new("a").digest(), 0);
     }
 }

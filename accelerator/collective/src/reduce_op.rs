@@ -87,7 +87,7 @@ impl fmt::Display for ReduceOp {
 }
 
 /// Up to this many bytes a buffer is reduced by every rank for itself: one exchange, not two.
-pub(crate) const SHORT: usize = 16 * 1024;
+pub(crate) const ONE_EXCHANGE_BYTES: usize = 16 * 1024;
 
 #[cfg(test)]
 mod tests {

@@ -2,9 +2,10 @@
 
 use std::{iter, ops::Range};
 
-use sha2::{Digest, Sha256};
-
-use crate::error::{Error, Kind, Result};
+use crate::{
+    digest::{Digest, DigestBuilder},
+    error::{Error, Kind, Result},
+};
 
 /// Which elements of a buffer each rank keeps of a reduction; see
 /// [`ProcessGroup::reduce_scatter_buffer`](crate::ProcessGroup::reduce_scatter_buffer).
@@ -30,7 +31,7 @@ pub struct ShardLayout {
     parts: Vec<RankShard>,
     /// The most elements that a rank keeps.
     largest: usize,
-    digest: [u8; DIGEST],
+    digest: Digest,
 }
 
 impl ShardLayout {
@@ -117,9 +118,8 @@ impl ShardLayout {
         }
     }
 
-    /// A SHA-256 digest, which ranks compare. Ranks that share memory rely on it for who writes
-    /// what, so it must be collision resistant.
-    pub(crate) fn digest(&self) -> &[u8; DIGEST] {
+    /// What ranks compare.
+    pub(crate) fn digest(&self) -> &Digest {
         &self.digest
     }
 }
@@ -199,21 +199,17 @@ impl Iterator for Runs<'_> {
     }
 }
 
-/// The bytes of a digest.
-pub(crate) const DIGEST: usize = 32;
-
-fn digest(len: usize, parts: &[RankShard]) -> [u8; DIGEST] {
-    let mut digest = Sha256::new();
-    let mut add = |number: usize| digest.update((number as u64).to_le_bytes());
-    add(len);
+fn digest(len: usize, parts: &[RankShard]) -> Digest {
+    let mut digest = DigestBuilder::default();
+    digest.add(len);
     for RankShard { ranges, .. } in parts {
-        add(ranges.len());
+        digest.add(ranges.len());
         for range in ranges {
-            add(range.start);
-            add(range.end);
+            digest.add(range.start);
+            digest.add(range.end);
         }
     }
-    digest.finalize().into()
+    digest.finish()
 }
 
 /// The error of an operation whose ranks pass different shard layouts. It is the same on every rank.

@@ -34,7 +34,7 @@ impl ProcessGroup {
 ///
 /// A collective that waits for a rank fails after the
 /// [progress timeout](crate::GroupOptions::with_progress_timeout). Each sign of work of that rank counts
-/// as progress. ActivityClock travel with the heartbeats, so they arrive within a second; a heartbeat alone is
+/// as progress. Signs of activity travel with the heartbeats, so they arrive within a second; a heartbeat alone is
 /// none, since the process of a hung rank sends heartbeats too.
 ///
 /// It is a handle that keeps no group open: clones are cheap and may be used from any thread.

@@ -2,7 +2,7 @@
 
 use std::panic::Location;
 
-use super::ProcessGroup;
+use super::{ProcessGroup, engine::all_to_all_len};
 use crate::{
     buffer::Buffer,
     buffer_slice::{BufferSlice, GatherLayout},
@@ -85,10 +85,14 @@ impl ProcessGroup {
         let part = size_of_val(values);
         let mut next: Vec<usize> = (0..self.world_size()).map(|rank| rank * part).collect();
         self.run(&fingerprint, |ctx| {
-            ctx.all_gather(bytemuck::cast_slice(values), |rank, piece| {
-                bytes[next[rank]..][..piece.len()].copy_from_slice(piece);
-                next[rank] += piece.len();
-            })
+            ctx.gather(
+                bytemuck::cast_slice(values),
+                |_, _| true,
+                |rank, piece| {
+                    bytes[next[rank]..][..piece.len()].copy_from_slice(piece);
+                    next[rank] += piece.len();
+                },
+            )
         })?;
         Ok(all)
     }
@@ -107,9 +111,13 @@ impl ProcessGroup {
         all[self.rank()].extend_from_slice(values);
         self.run(&fingerprint, |ctx| {
             // A piece is a whole number of elements, aligned to a cache line.
-            ctx.all_gather(bytemuck::cast_slice(values), |rank, piece| {
-                all[rank].extend_from_slice(bytemuck::cast_slice(piece));
-            })
+            ctx.gather(
+                bytemuck::cast_slice(values),
+                |_, _| true,
+                |rank, piece| {
+                    all[rank].extend_from_slice(bytemuck::cast_slice(piece));
+                },
+            )
         })?;
         Ok(all)
     }
@@ -142,9 +150,13 @@ impl ProcessGroup {
                 .with_data(T::DTYPE, values.len());
         self.run(&fingerprint, |ctx| {
             // A piece is a whole number of elements, aligned to a cache line.
-            ctx.all_gather(bytemuck::cast_slice(values), |rank, piece| {
-                sink(rank, bytemuck::cast_slice(piece));
-            })
+            ctx.gather(
+                bytemuck::cast_slice(values),
+                |_, _| true,
+                |rank, piece| {
+                    sink(rank, bytemuck::cast_slice(piece));
+                },
+            )
         })
     }
 
@@ -248,17 +260,15 @@ impl ProcessGroup {
                 ),
             ));
         }
-        let total: usize = parts.iter().map(|part| part.as_ref().len()).sum();
-        // In shared memory the parts follow their lengths, which are whole elements.
-        let lens = world_size * size_of::<u64>() / T::DTYPE.size();
-        let fingerprint =
-            CollectiveFingerprint::new(OpKind::AllToAll, site).with_data(T::DTYPE, lens + total);
         let mut all = vec![Vec::new(); world_size];
         all[self.rank()].extend_from_slice(parts[self.rank()].as_ref());
         let parts: Vec<&[u8]> = parts
             .iter()
             .map(|part| bytemuck::cast_slice(part.as_ref()))
             .collect();
+        let len = all_to_all_len(&parts) / T::DTYPE.size();
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::AllToAll, site).with_data(T::DTYPE, len);
         self.run(&fingerprint, |ctx| {
             // A piece is a whole number of elements, aligned to the largest of them.
             ctx.all_to_all(&parts, |rank, piece| {

@@ -222,7 +222,11 @@ where
     let mut all = vec![Vec::new(); rank_state.topology.world_size()];
     let patience = rank_state.options.patience_to_connect(began.elapsed());
     rank_state.run_op(0, &fingerprint, patience, |ctx| {
-        ctx.all_gather(&own, |rank, piece| all[rank].extend_from_slice(piece))
+        ctx.gather(
+            &own,
+            |_, _| true,
+            |rank, piece| all[rank].extend_from_slice(piece),
+        )
     })?;
     all[rank_state.topology.rank()] = own;
     let read = all.iter().enumerate().map(|(rank, bytes)| {

@@ -4,7 +4,7 @@ use std::panic::Location;
 
 use serde::{Serialize, de::DeserializeOwned};
 
-use super::ProcessGroup;
+use super::{ProcessGroup, engine::all_to_all_len};
 use crate::{
     element::DType,
     error::{Error, Kind, Result},
@@ -54,7 +54,11 @@ impl ProcessGroup {
             .with_data(DType::U8, own.len());
         let mut all = vec![Vec::new(); self.world_size()];
         self.run(&fingerprint, |ctx| {
-            ctx.all_gather(&own, |rank, piece| all[rank].extend_from_slice(piece))
+            ctx.gather(
+                &own,
+                |_, _| true,
+                |rank, piece| all[rank].extend_from_slice(piece),
+            )
         })?;
         all[self.rank()] = own;
         read_all(&all, site)
@@ -78,7 +82,11 @@ impl ProcessGroup {
             .with_root(root);
         let mut all = vec![Vec::new(); self.world_size()];
         self.run(&fingerprint, |ctx| {
-            ctx.gather(root, &own, |rank, piece| all[rank].extend_from_slice(piece))
+            ctx.gather(
+                &own,
+                |_, to| to == root,
+                |rank, piece| all[rank].extend_from_slice(piece),
+            )
         })?;
         if self.rank() != root {
             return Ok(None);
@@ -100,7 +108,7 @@ impl ProcessGroup {
         root: usize,
     ) -> Result<S> {
         let site = CallSite::of(Location::caller());
-        let fingerprint = CollectiveFingerprint::new(OpKind::BroadcastObject, site).with_root(root);
+        let mut own = Vec::new();
         if self.rank() == root {
             let Some(value) = value else {
                 return Err(Error::new(
@@ -111,16 +119,20 @@ impl ProcessGroup {
                     ),
                 ));
             };
-            let bytes = write(value, site)?;
-            let fingerprint = fingerprint.with_data(DType::U8, bytes.len());
-            self.run(&fingerprint, |ctx| ctx.broadcast_from(root, &bytes))?;
-            return read(&bytes, root, site);
+            own = write(value, site)?;
         }
-        let fingerprint = fingerprint.with_data(DType::U8, 0);
-        let mut bytes = Vec::new();
+        let fingerprint = CollectiveFingerprint::new(OpKind::BroadcastObject, site)
+            .with_root(root)
+            .with_data(DType::U8, own.len());
+        let mut received = Vec::new();
         self.run(&fingerprint, |ctx| {
-            ctx.broadcast_to(root, |piece| bytes.extend_from_slice(piece))
+            ctx.gather(
+                &own,
+                |from, _| from == root,
+                |_, piece| received.extend_from_slice(piece),
+            )
         })?;
+        let bytes = if self.rank() == root { own } else { received };
         read(&bytes, root, site)
     }
 
@@ -166,34 +178,31 @@ impl ProcessGroup {
         caller: &Location<'_>,
     ) -> Result<T> {
         let site = CallSite::of(caller);
-        let fingerprint = CollectiveFingerprint::new(OpKind::ScatterObject, site).with_root(root);
-        if self.rank() != root {
-            let fingerprint = fingerprint.with_data(DType::U8, 0);
-            let mut part = Vec::new();
-            self.run(&fingerprint, |ctx| {
-                part = ctx.scatter_to(root)?;
-                Ok(())
-            })?;
-            return read(&part, root, site);
+        let world_size = self.world_size();
+        let mut parts = vec![Vec::new(); world_size];
+        if self.rank() == root {
+            let values = values.unwrap_or_default();
+            if values.len() != world_size {
+                return Err(Error::new(
+                    Kind::Misuse,
+                    format!(
+                        "rank {root} is the root of scatter_object at {site}, and passed {} values for \
+                         {world_size} ranks; pass one for each",
+                        values.len()
+                    ),
+                ));
+            }
+            for (part, value) in parts.iter_mut().zip(values) {
+                *part = write(value, site)?;
+            }
         }
-        let (values, world_size) = (values.unwrap_or_default(), self.world_size());
-        if values.len() != world_size {
-            return Err(Error::new(
-                Kind::Misuse,
-                format!(
-                    "rank {root} is the root of scatter_object at {site}, and passed {} values for \
-                     {world_size} ranks; pass one for each",
-                    values.len()
-                ),
-            ));
-        }
-        let parts = values.iter().map(|value| write(value, site));
-        let mut parts = parts.collect::<Result<Vec<_>>>()?;
-        let own = std::mem::take(&mut parts[root]);
-        // What lies in shared memory: the parts, behind their lengths.
-        let bytes = parts.iter().map(Vec::len).sum::<usize>() + world_size * size_of::<u64>();
-        let fingerprint = fingerprint.with_data(DType::U8, bytes);
-        self.run(&fingerprint, |ctx| ctx.scatter_from(&parts))?;
+        let mut own = std::mem::take(&mut parts[self.rank()]);
+        let fingerprint = CollectiveFingerprint::new(OpKind::ScatterObject, site)
+            .with_root(root)
+            .with_data(DType::U8, all_to_all_len(&parts));
+        self.run(&fingerprint, |ctx| {
+            ctx.all_to_all(&parts, |_, piece| own.extend_from_slice(piece))
+        })?;
         read(&own, root, site)
     }
 }

@@ -144,7 +144,7 @@ impl GroupOptions {
 
     /// After how long without a sign of life a rank is lost.
     pub fn liveness_timeout(&self) -> Duration {
-        self.liveness_timeout.unwrap_or(LIVENESS)
+        self.liveness_timeout.unwrap_or(DEFAULT_LIVENESS)
     }
 
     /// After how long without progress a warning is logged.
@@ -208,7 +208,7 @@ impl GroupOptions {
     pub(crate) fn patience_to_connect(&self, spent: Duration) -> OpTimeouts {
         let left = self.connect_timeout.saturating_sub(spent);
         OpTimeouts {
-            timeout: left.max(MOMENT),
+            timeout: left.max(MIN_NEGOTIATION_TIME),
             warn_after: self.warn_after,
             limit: TimeoutKind::Connect,
         }
@@ -221,10 +221,10 @@ impl Default for GroupOptions {
     }
 }
 
-const LIVENESS: Duration = Duration::from_secs(5);
+const DEFAULT_LIVENESS: Duration = Duration::from_secs(5);
 
 /// The least that ranks which have met get to agree on how they exchange data.
-const MOMENT: Duration = Duration::from_secs(5);
+const MIN_NEGOTIATION_TIME: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {

@@ -55,7 +55,7 @@ pub(super) fn last_panic() -> String {
 
 fn describe(info: &PanicHookInfo<'_>) -> String {
     let message = info.payload_as_str().unwrap_or("a value that is no text");
-    let end = message.char_indices().nth(LONGEST);
+    let end = message.char_indices().nth(MAX_MESSAGE_CHARS);
     let message = &message[..end.map_or(message.len(), |(at, _)| at)];
     match info.location() {
         Some(place) => format!(
@@ -67,7 +67,7 @@ fn describe(info: &PanicHookInfo<'_>) -> String {
     }
 }
 
-/// Lets every rank_state of the process tell that it is lost, within a moment: the panicking thread
+/// Lets every rank of the process tell that it is lost, within a moment: the panicking thread
 /// may hold what another thread needs for that.
 fn tell(text: &str) {
     let ranks: Vec<Weak<RankState>> = match RANKS.try_lock() {
@@ -83,7 +83,7 @@ fn tell(text: &str) {
         drop(sender);
     });
     if spawned.is_ok() {
-        let _ = done.recv_timeout(MOMENT);
+        let _ = done.recv_timeout(ABORT_SEND_WAIT);
     }
 }
 
@@ -94,7 +94,7 @@ thread_local! {
 static RANKS: Mutex<Vec<Weak<RankState>>> = Mutex::new(Vec::new());
 
 /// How many characters of a panic's message are told.
-const LONGEST: usize = 1000;
+const MAX_MESSAGE_CHARS: usize = 1000;
 
 /// How long a panic that aborts waits for the abort to be sent.
-const MOMENT: Duration = Duration::from_millis(1500);
+const ABORT_SEND_WAIT: Duration = Duration::from_millis(1500);

@@ -145,7 +145,7 @@ impl SlotPool {
                     outcome: Mutex::new(SlotState::Running),
                     done: Condvar::new(),
                 });
-                if slots.len() < KEPT {
+                if slots.len() < MAX_FREE_SLOTS {
                     slots.push(Arc::clone(&slot));
                 }
                 slot
@@ -195,7 +195,7 @@ fn interrupted() -> Error {
 }
 
 /// How many slots are kept.
-const KEPT: usize = 256;
+const MAX_FREE_SLOTS: usize = 256;
 
 #[cfg(test)]
 mod tests {

@@ -115,11 +115,12 @@ impl RankState {
         }
         // A rank's own final message may be on its way for a moment.
         news.retain(|(rank, text, came)| {
-            came.elapsed() < ON_ITS_WAY || !self.transport.control().report_exit(*rank, text)
+            came.elapsed() < FINAL_MESSAGE_DELAY
+                || !self.transport.control().report_exit(*rank, text)
         });
         match news.is_empty() {
             true => Some(pause),
-            false => Some(pause.min(ON_ITS_WAY / 4)),
+            false => Some(pause.min(FINAL_MESSAGE_DELAY / 4)),
         }
     }
 
@@ -212,7 +213,7 @@ impl RankState {
     pub(crate) fn leave(&self) {
         if thread::panicking() {
             self.abort(&panics::last_panic());
-        } else if self.order.is_idle_within(LINGER) {
+        } else if self.order.is_idle_within(DROP_WAIT) {
             self.send_final_message(&FinalMessage::Goodbye(LeaveKind::Dropped));
         } else {
             self.abort(
@@ -249,7 +250,7 @@ impl RankState {
     /// See [`ProcessGroup::lost`](super::ProcessGroup::lost).
     pub(crate) fn lost(&self) -> Vec<usize> {
         let failure = self.failure.get();
-        let patience = failure.map_or(Duration::ZERO, |_| MOMENT);
+        let patience = failure.map_or(Duration::ZERO, |_| FINAL_MESSAGES_WAIT);
         let inbox = self.transport.inbox();
         let speechless = inbox.wait_for_final_messages(self.topology.rank(), patience);
         let mut lost = inbox.gone();
@@ -339,7 +340,7 @@ impl RankState {
         if culprit.certainty == Certainty::Settled || culprit.rank() == self.topology.rank() {
             return error;
         }
-        match store.exit_notice(culprit.rank(), PATIENCE) {
+        match store.exit_notice(culprit.rank(), EXIT_NOTICE_WAIT) {
             Some(text) => error.with_exit_notice(&text),
             None => error,
         }
@@ -402,13 +403,13 @@ impl Drop for AbortOnPanic<'_> {
 }
 
 /// How long dropping the last handle waits for operations that were started.
-const LINGER: Duration = Duration::from_secs(1);
+const DROP_WAIT: Duration = Duration::from_secs(1);
 
 /// How long to wait for the final messages of others after a failure.
-const MOMENT: Duration = Duration::from_secs(2);
+const FINAL_MESSAGES_WAIT: Duration = Duration::from_secs(2);
 
 /// How long a failing rank waits for what the store knows.
-const PATIENCE: Duration = Duration::from_millis(250);
+const EXIT_NOTICE_WAIT: Duration = Duration::from_millis(250);
 
 /// How long the final message of a rank may come after the news of its end.
-const ON_ITS_WAY: Duration = Duration::from_millis(200);
+const FINAL_MESSAGE_DELAY: Duration = Duration::from_millis(200);

@@ -98,7 +98,7 @@ pub(crate) fn combine_by(
         len == 0 || out.align_offset(dtype.size()) == 0,
         "an output aligned to its elements"
     );
-    let mut few = [std::ptr::null(); FEW];
+    let mut few = [std::ptr::null(); MAX_STACK_POINTERS];
     let many: Vec<*const u8>;
     let sources = if let Some(few) = few.get_mut(..shares.len()) {
         for (slot, share) in few.iter_mut().zip(shares) {
@@ -116,7 +116,7 @@ pub(crate) fn combine_by(
 }
 
 /// As many ranks find room for their pointers on the stack.
-const FEW: usize = 128;
+const MAX_STACK_POINTERS: usize = 128;
 
 /// As [`fold`], by the instructions that are given.
 ///

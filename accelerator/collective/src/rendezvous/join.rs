@@ -14,7 +14,7 @@ use super::{
     locality::boot_id,
     peer_origin::PeerOrigin,
     store_client::{HeartbeatTimer, Store},
-    store_state::RETURN,
+    store_state::RECONNECT_TIME,
     token::{Key, random},
 };
 use crate::{
@@ -75,7 +75,7 @@ impl JoinAttempt<'_> {
                 Err(JoinError::Final(error)) => return Err(error),
                 Err(JoinError::Again(failure)) => failure,
                 Err(JoinError::Lost(failure)) => {
-                    lost.get_or_insert(Instant::now() + RETURN);
+                    lost.get_or_insert(Instant::now() + RECONNECT_TIME);
                     failure
                 }
             };
@@ -118,7 +118,7 @@ impl JoinAttempt<'_> {
                 },
             },
         )?;
-        let own = match self.hear(&stream, message::SHORT, self.deadline)? {
+        let own = match self.hear(&stream, message::MAX_SHORT_BYTES, self.deadline)? {
             Message::Challenge {
                 nonce: own,
                 proof,
@@ -154,14 +154,14 @@ impl JoinAttempt<'_> {
         let started = Instant::now();
         // The store answers at its deadline at the latest, which is not after this rank's; the
         // rest is for the way.
-        let until = self.deadline + SLACK;
+        let until = self.deadline + VERDICT_WAIT;
         let mut timer = HeartbeatTimer::new(self.liveness);
         loop {
             let lost = |error: ReadError| JoinError::Lost(error.to_string());
             if Message::arrives(stream, Some(timer.pause())).map_err(lost)? {
                 timer.heard();
-                let due = Instant::now() + SLACK;
-                match self.hear(stream, message::LONG, due) {
+                let due = Instant::now() + VERDICT_WAIT;
+                match self.hear(stream, message::MAX_TABLE_BYTES, due) {
                     Ok(Message::Welcome { body, proof }) => return Ok((body, proof)),
                     Ok(Message::Waiting { missing, count }) => {
                         self.warn(started, &missing, count);
@@ -184,7 +184,7 @@ impl JoinAttempt<'_> {
             {
                 return Err(JoinError::Final(self.store().error(format_args!(
                     "has been silent for {} before the ranks had met: stopped, swapped out, or \
-                     inject_disconnect off from the network",
+                     cut off from the network",
                     Seconds(silence)
                 ))));
             }
@@ -453,6 +453,6 @@ pub(super) fn host_name() -> String {
 pub(super) const RETRY: Duration = Duration::from_millis(50);
 /// How long a store may take to accept a connection.
 const ACCEPTANCE: Duration = Duration::from_secs(1);
-const SLACK: Duration = Duration::from_secs(5);
+const VERDICT_WAIT: Duration = Duration::from_secs(5);
 /// How long a store may be away before anybody is told; each time twice as long.
 const WARN_AFTER: Duration = Duration::from_secs(3);

@@ -10,7 +10,7 @@ use std::{
 use accelerator_fault::{Effect, Point, fail_point};
 
 use super::{
-    LONGEST, Rendezvous, StoreClient, StoreHost, StoreOptions, StoreServer, TokenSource,
+    MAX_WAIT, Rendezvous, StoreClient, StoreHost, StoreOptions, StoreServer, TokenSource,
     address::{any_like, reachable},
     join::{JoinAttempt, Joined, RETRY},
     token::{Key, Token},
@@ -49,11 +49,11 @@ impl Rendezvous {
         if let Some(Effect::DropConnection) = fail_point(topology.rank(), Point::Rendezvous) {
             return Err(Error::new(
                 Kind::Rendezvous,
-                format!("{topology} was inject_disconnect off from the store by an injected fault"),
+                format!("{topology} was cut off from the store by an injected fault"),
             ));
         }
         let liveness = bounded(liveness);
-        let deadline = Instant::now() + patience.min(LONGEST);
+        let deadline = Instant::now() + patience.min(MAX_WAIT);
         let token = match &self.token {
             TokenSource::File(path) => Some(Token::from_file(path)?),
             TokenSource::Given(token) => Some(token.clone()),
@@ -84,10 +84,7 @@ impl Rendezvous {
             listener,
             stream,
         } = attempt.run(&targets)?;
-        let key = match &attempt.key {
-            Some(key) => Key::new(key.prove("job", &[&secret])),
-            None => Key::new(secret),
-        };
+        let key = Key::of_job(&secret, attempt.key.as_ref());
         let store_client =
             StoreClient::open(topology.rank(), stream, liveness, attempt.store(), store)?;
         Ok(Meeting {

@@ -25,7 +25,7 @@ use std::{fmt, net::IpAddr, path::PathBuf};
 pub use report::{FailureReport, Report};
 pub use server::StoreServer;
 pub use store_options::StoreOptions;
-pub(crate) use store_state::LONGEST;
+pub(crate) use store_state::MAX_WAIT;
 pub use token::Token;
 
 pub(crate) use address::reachable;

@@ -15,7 +15,7 @@ use rustix::{
 
 use crate::{
     sync::{Condvar, Mutex, MutexGuard},
-    wire::message::{self, SOON},
+    wire::message::{self, SHORT_SEND_TIMEOUT},
 };
 
 /// The way out to a rank, on which nobody waits for it: what the rank does not take at once
@@ -55,10 +55,8 @@ impl Outbox {
         if rest.is_empty() {
             return;
         }
-        if backlog.bytes.len() + rest.len() > MOST {
-            tracing::debug!(
-                "a rank takes nothing of what the store says, and is inject_disconnect off"
-            );
+        if backlog.bytes.len() + rest.len() > MAX_QUEUED_BYTES {
+            tracing::debug!("a rank takes nothing of what the store says, and is cut off");
             return self.end();
         }
         backlog.bytes.extend_from_slice(rest);
@@ -151,7 +149,7 @@ enum Writer {
 
 /// Until when whoever is spoken to last may take it.
 pub(super) fn last_call() -> Instant {
-    Instant::now() + SOON
+    Instant::now() + SHORT_SEND_TIMEOUT
 }
 
 /// Rust's programs ignore the signal of a broken pipe; the others must not end by it.
@@ -161,7 +159,7 @@ const FLAGS: SendFlags = SendFlags::DONTWAIT.union(SendFlags::NOSIGNAL);
 const FLAGS: SendFlags = SendFlags::DONTWAIT;
 
 /// The most bytes that wait for a rank: a table, and said of very many deaths.
-const MOST: usize = 4 * message::LONG;
+const MAX_QUEUED_BYTES: usize = 4 * message::MAX_TABLE_BYTES;
 
 #[cfg(test)]
 mod tests {

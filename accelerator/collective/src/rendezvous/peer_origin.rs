@@ -62,12 +62,12 @@ fn owner(local: SocketAddr, remote: SocketAddr, patience: Duration) -> Option<u3
             return found;
         }
         // The table is read in pieces, so a line may be missed while others come and go.
-        thread::sleep(PAUSE);
+        thread::sleep(LOOKUP_INTERVAL);
     }
 }
 
 #[cfg(target_os = "linux")]
-const PAUSE: Duration = Duration::from_millis(10);
+const LOOKUP_INTERVAL: Duration = Duration::from_millis(10);
 
 #[cfg(not(target_os = "linux"))]
 fn owner(_local: SocketAddr, _remote: SocketAddr, _patience: Duration) -> Option<u32> {

@@ -19,7 +19,7 @@ pub(crate) struct PendingHandshakes {
 
 impl PendingHandshakes {
     /// How long a handshake may take to say who it is.
-    pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
+    pub(crate) const TIMEOUT: Duration = Duration::from_secs(10);
 
     /// A pending for so many map, at least one.
     pub(crate) fn new(limit: usize) -> Arc<Self> {

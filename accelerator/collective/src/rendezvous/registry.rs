@@ -1,4 +1,4 @@
-//! Where the store keeps its ranks.
+//! The ranks of a store, with their connections.
 
 use std::{
     collections::HashMap,
@@ -17,12 +17,12 @@ use crate::wire::message::{Message, Nonce};
 /// The state machine with the connections of the ranks.
 pub(super) struct Registry {
     pub(super) state: StoreState,
-    pub(super) lines: HashMap<Connection, RankConnection>,
+    pub(super) connections: HashMap<Connection, RankConnection>,
     /// To the observer.
     pub(super) reports: Option<mpsc::Sender<Report>>,
 }
 
-/// The store's end of a rank's line.
+/// The store's end of a connection to a rank.
 pub(super) struct RankConnection {
     pub(super) outbox: Arc<Outbox>,
     /// The nonces of its challenge, for the proof of the answer.
@@ -33,25 +33,22 @@ impl Registry {
     /// Whether bytes wait to be read. The end of a connection does too, and is told by its
     /// thread.
     pub(super) fn has_news(&self, connection: Connection) -> bool {
-        let Some(line) = self.lines.get(&connection) else {
+        let Some(rank) = self.connections.get(&connection) else {
             return false;
         };
-        let mut polled = [PollFd::new(line.outbox.stream(), PollFlags::IN)];
+        let mut polled = [PollFd::new(rank.outbox.stream(), PollFlags::IN)];
         poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
     }
 
     pub(super) fn tell(&self, connections: &[Connection], message: &Message) {
         let message = message.encode();
-        for line in self.lines(connections) {
-            line.outbox.push(&message);
+        for rank in self.of(connections) {
+            rank.outbox.push(&message);
         }
     }
 
-    pub(super) fn lines(
-        &self,
-        connections: &[Connection],
-    ) -> impl Iterator<Item = &RankConnection> {
-        let line = |connection| self.lines.get(connection);
-        connections.iter().filter_map(line)
+    pub(super) fn of(&self, connections: &[Connection]) -> impl Iterator<Item = &RankConnection> {
+        let rank = |connection| self.connections.get(connection);
+        connections.iter().filter_map(rank)
     }
 }

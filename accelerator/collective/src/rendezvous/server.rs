@@ -125,7 +125,7 @@ impl StoreServer {
             rejected_handshakes: PendingHandshakes::new(8),
             registry: Mutex::new(Registry {
                 state: StoreState::new(options.world_size),
-                lines: HashMap::new(),
+                connections: HashMap::new(),
                 reports: None,
             }),
             options,
@@ -173,7 +173,7 @@ impl StoreServer {
     /// # }
     /// ```
     pub fn report_exit(&self, rank: usize, text: impl Into<String>) {
-        let text = shorten(&text.into(), message::TEXT);
+        let text = shorten(&text.into(), message::MAX_TEXT_BYTES);
         self.shared.step(StoreInput::ExitNotice { rank, text });
     }
 
@@ -182,7 +182,7 @@ impl StoreServer {
         self.address
     }
 
-    /// What the rank that hosts the store says, without the way over its line.
+    /// What the rank that hosts the store says, which needs no connection.
     pub(super) fn said(&self, rank: usize, said: RankMessage) {
         self.shared.step(StoreInput::Said { rank, said });
     }
@@ -212,12 +212,12 @@ impl Drop for StoreServer {
         self.shared.stopped.store(true, Ordering::Release);
         let mut registry = self.shared.registry();
         registry.reports = None;
-        let lines: Vec<_> = registry.lines.drain().map(|(_, line)| line).collect();
+        let ranks: Vec<_> = registry.connections.drain().map(|(_, rank)| rank).collect();
         drop(registry);
         let deadline = outbox::last_call();
-        for line in lines {
-            line.outbox.flush(deadline);
-            line.outbox.end();
+        for rank in ranks {
+            rank.outbox.flush(deadline);
+            rank.outbox.end();
         }
         self.shared.pending.clear();
         self.shared.rejected_handshakes.clear();
@@ -272,8 +272,8 @@ impl ServerState {
             }
             StoreAction::Beat { connections } => {
                 let message = Message::Heartbeat.encode();
-                for line in registry.lines(&connections) {
-                    line.outbox.beat(&message);
+                for rank in registry.of(&connections) {
+                    rank.outbox.beat(&message);
                 }
             }
             StoreAction::Refuse { connection, error } => {
@@ -290,7 +290,7 @@ impl ServerState {
                 mut missing,
             } => {
                 let count = missing.len();
-                missing.truncate(message::LISTED);
+                missing.truncate(message::MAX_MESSAGE_RANKS);
                 registry.tell(&[connection], &Message::Waiting { missing, count });
             }
             StoreAction::ReportExit {
@@ -311,11 +311,11 @@ impl ServerState {
                     secret: self.secret,
                 });
                 let key = self.options.token.as_ref().map(Token::key);
-                for line in registry.lines(&connections) {
-                    let parts: [&[u8]; 3] = [&line.nonces[0], &line.nonces[1], &body];
+                for rank in registry.of(&connections) {
+                    let parts: [&[u8]; 3] = [&rank.nonces[0], &rank.nonces[1], &body];
                     let proof = key.as_ref().map(|key| key.prove("welcome", &parts));
                     let body = body.clone();
-                    line.outbox.push(&Message::Welcome { body, proof }.encode());
+                    rank.outbox.push(&Message::Welcome { body, proof }.encode());
                 }
             }
         }

@@ -16,7 +16,7 @@ use crate::{
     sync::{Condvar, Mutex, MutexGuard},
     wire::{
         WireError,
-        message::{self, LISTED, Message, Registration, TEXT},
+        message::{self, MAX_MESSAGE_RANKS, MAX_TEXT_BYTES, Message, Registration},
         shorten,
     },
 };
@@ -26,7 +26,7 @@ use crate::{
 /// the last one, and with it the store, where this rank hosts it.
 ///
 /// Nothing here waits for the store, except [`exit_notice`](Self::exit_notice) for as long as it is
-/// asked to. Once the ranks are connected, the end of the line means nothing to them.
+/// asked to. Once the ranks are connected, the end of the connection means nothing to them.
 #[derive(Clone)]
 pub(crate) struct StoreClient(Arc<ClientHandle>);
 
@@ -50,10 +50,15 @@ impl StoreClient {
         });
         let listening = Arc::clone(&connection);
         thread::Builder::new()
-            .name("store-line".to_owned())
+            .name("store-client".to_owned())
             .stack_size(512 * 1024)
             .spawn(move || listening.listen())
-            .map_err(|error| Error::io("the line to the store cannot be kept", error))?;
+            .map_err(|error| {
+                Error::io(
+                    "no thread can be started for the connection to the store",
+                    error,
+                )
+            })?;
         Ok(Self(Arc::new(ClientHandle {
             rank,
             connection,
@@ -91,17 +96,21 @@ impl StoreClient {
         if !told {
             self.say(
                 RankMessage::ReportFailure(error.clone()),
-                &Message::ReportFailure(WireError::bounded(error, TEXT, LISTED)),
+                &Message::ReportFailure(WireError::bounded(
+                    error,
+                    MAX_TEXT_BYTES,
+                    MAX_MESSAGE_RANKS,
+                )),
             );
         }
     }
 
-    /// A exit_notice that has arrived, each given once: the rank and the text.
+    /// An exit notice that has arrived, each given once: the rank and the text.
     pub(crate) fn news(&self) -> Option<(usize, String)> {
         self.0.connection.known().news.pop_front()
     }
 
-    /// Calls `wake` on the line's thread whenever there may be [`news`](Self::news), and once at
+    /// Calls `wake` on the thread that reads whenever there may be [`news`](Self::news), and once at
     /// once. It takes the place of the one before.
     pub(crate) fn on_news(&self, wake: impl Fn() + Send + Sync + 'static) {
         let wake: Wake = Arc::new(wake);
@@ -128,7 +137,7 @@ impl StoreClient {
 
     /// Cuts the connection, as a broken network would.
     pub(crate) fn inject_disconnect(&self) {
-        // It may be inject_disconnect already.
+        // It may be closed already.
         let _ = self.0.connection.stream.shutdown(Shutdown::Both);
     }
 
@@ -264,7 +273,7 @@ impl HeartbeatTimer {
     }
 }
 
-/// What all clones of a line share; dropped, it ends the connection.
+/// What all clones of a client share; dropped, it ends the connection.
 struct ClientHandle {
     rank: usize,
     connection: Arc<StoreConnection>,
@@ -274,7 +283,7 @@ struct ClientHandle {
 
 impl Drop for ClientHandle {
     fn drop(&mut self) {
-        // The thread of the line sees it, and ends.
+        // The reading thread sees it, and ends.
         let _ = self.connection.stream.shutdown(Shutdown::Both);
     }
 }
@@ -311,7 +320,7 @@ struct StoreNews {
 enum ConnectionEnd {
     /// The store has closed in good order.
     StoreClosing,
-    /// The line broke.
+    /// The connection broke.
     Broken,
     #[default]
     Open,
@@ -325,8 +334,8 @@ impl StoreConnection {
             let pause = (!connected).then(|| timer.pause());
             match Message::arrives(&self.stream, pause) {
                 Ok(true) => {
-                    let due = Instant::now() + SLACK;
-                    match Message::receive(&self.stream, message::LONG, due) {
+                    let due = Instant::now() + REST_OF_MESSAGE;
+                    match Message::receive(&self.stream, message::MAX_TABLE_BYTES, due) {
                         Ok(message) => self.take(message),
                         Err(_) => break,
                     }
@@ -370,7 +379,8 @@ impl StoreConnection {
                     if known.connected && error.is_peer_lost() {
                         for &rank in error.ranks() {
                             if !known.exit_notices.contains_key(&rank) {
-                                known.report_exit(rank, shorten(&error.to_string(), TEXT));
+                                known
+                                    .report_exit(rank, shorten(&error.to_string(), MAX_TEXT_BYTES));
                             }
                         }
                     }
@@ -429,4 +439,4 @@ impl StoreNews {
 }
 
 /// How long the rest of a message may take.
-const SLACK: Duration = Duration::from_secs(10);
+const REST_OF_MESSAGE: Duration = Duration::from_secs(10);

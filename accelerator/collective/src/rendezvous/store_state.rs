@@ -156,7 +156,7 @@ impl StoreState {
         } = registration.clone();
         let participant = Participant {
             connection: Some(connection),
-            deadline: now + registration.patience.min(LONGEST),
+            deadline: now + registration.patience.min(MAX_WAIT),
             heard: now,
             gone: None,
             ended: None,
@@ -380,7 +380,7 @@ impl StoreState {
     }
 
     fn note(&mut self, note: String) {
-        if matches!(self.phase, Phase::Gathering) && self.notes.len() < NOTES {
+        if matches!(self.phase, Phase::Gathering) && self.notes.len() < MAX_NOTES {
             self.notes.push(note);
         }
     }
@@ -431,10 +431,10 @@ enum Phase {
 }
 
 /// The longest wait that is computed with, so that adding it to a point in time cannot overflow.
-pub(crate) const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+pub(crate) const MAX_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// How long a rank whose connection ended may take to come again.
-pub(crate) const RETURN: Duration = Duration::from_millis(500);
+pub(crate) const RECONNECT_TIME: Duration = Duration::from_millis(500);
 
 /// How long the launcher may take to say how a process ended whose connection did.
 const EXIT_NOTICE: Duration = Duration::from_millis(250);
@@ -447,7 +447,7 @@ const TELL_AFTER: Duration = Duration::from_secs(5);
 const TELL_AGAIN: Duration = Duration::from_secs(30);
 
 /// How many notes are kept.
-const NOTES: usize = 8;
+const MAX_NOTES: usize = 8;
 
 #[cfg(test)]
 mod tests;

@@ -158,7 +158,7 @@ impl Odd {
     fn hear(&self) -> Message {
         loop {
             let deadline = Instant::now() + SOON;
-            match Message::receive(&self.stream, message::LONG, deadline).unwrap() {
+            match Message::receive(&self.stream, message::MAX_TABLE_BYTES, deadline).unwrap() {
                 Message::Heartbeat => {}
                 message => return message,
             }
@@ -308,8 +308,8 @@ fn a_rank_that_gives_up_is_heard_by_all() {
     );
     odd.say(&Message::ReportFailure(crate::wire::WireError::bounded(
         &error,
-        message::TEXT,
-        message::LISTED,
+        message::MAX_TEXT_BYTES,
+        message::MAX_MESSAGE_RANKS,
     )));
     for error in ranks.errors() {
         assert!(error.is_rendezvous());
@@ -331,7 +331,7 @@ fn a_store_that_is_gone_ends_the_wait() {
         let ranks = Ranks::start(&[1], 2, &at(address).with_store(host));
         let (stream, _) = listener.accept().unwrap();
         let deadline = Instant::now() + SOON;
-        let hello = Message::receive(&stream, message::SHORT, deadline).unwrap();
+        let hello = Message::receive(&stream, message::MAX_SHORT_BYTES, deadline).unwrap();
         assert!(matches!(hello, Message::Hello { .. }));
         let nonce = random().unwrap();
         let challenge = Message::Challenge {
@@ -341,7 +341,7 @@ fn a_store_that_is_gone_ends_the_wait() {
             pid: 4711,
         };
         challenge.send(&stream).unwrap();
-        let register = Message::receive(&stream, message::SHORT, deadline).unwrap();
+        let register = Message::receive(&stream, message::MAX_SHORT_BYTES, deadline).unwrap();
         assert!(matches!(register, Message::Register { .. }));
         let started = Instant::now();
         drop((stream, listener));
@@ -407,7 +407,7 @@ fn a_rank_that_reads_nothing_delays_nobody() {
     assert_eq!(stopped.table().ranks.len(), 3);
     for number in 0.. {
         let deadline = Instant::now() + SOON;
-        match Message::receive(&stopped.stream, message::LONG, deadline) {
+        match Message::receive(&stopped.stream, message::MAX_TABLE_BYTES, deadline) {
             Ok(Message::ExitNotice {
                 rank: 1,
                 text: heard,
@@ -484,7 +484,7 @@ fn idle_connections_keep_nobody_out_of_a_rank() {
     let idle: Vec<TcpStream> = (0..400)
         .map(|index| TcpStream::connect(table.ranks[index % 2].address).unwrap())
         .collect();
-    let key = super::Key::new(table.secret);
+    let key = super::Key::of_job(&table.secret, None);
     let meeting = super::Meeting {
         ranks: table.ranks,
         listener: odd.listener.try_clone().unwrap(),

@@ -6,9 +6,6 @@ use std::{
     path::Path,
 };
 
-use hmac::{Hmac, Mac};
-use sha2::Sha256;
-
 use crate::error::{Error, Kind, Result};
 
 /// A secret that the ranks of a job share. It is proved by challenge and never sent.
@@ -55,7 +52,7 @@ impl Token {
             })
             .and_then(|file| {
                 check_privacy(&file)?;
-                file.take(LONGEST as u64 + 1).read_to_end(&mut text)
+                file.take(MAX_TOKEN_BYTES as u64 + 1).read_to_end(&mut text)
             });
         if let Err(error) = read {
             return Err(Error::caused(
@@ -70,11 +67,11 @@ impl Token {
             ));
         }
         let token = text.trim_ascii();
-        if token.len() < SHORTEST || text.len() > LONGEST {
+        if token.len() < MIN_TOKEN_BYTES || text.len() > MAX_TOKEN_BYTES {
             return Err(Error::new(
                 Kind::Unauthorized,
                 format!(
-                    "the token file {} holds {} bytes; expected {SHORTEST} to {LONGEST}",
+                    "the token file {} holds {} bytes; expected {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}",
                     path.display(),
                     token.len()
                 ),
@@ -109,7 +106,7 @@ impl Token {
     }
 
     pub(crate) fn key(&self) -> Key {
-        Key(self.0.clone())
+        Key(blake3::derive_key(TOKEN_KEY, &self.0))
     }
 }
 
@@ -119,34 +116,35 @@ impl fmt::Debug for Token {
     }
 }
 
-/// A key for proofs: the token itself, or what was derived from it for one job.
+/// A key for proofs: that of a token, or that of one job.
 #[derive(Clone)]
-pub(crate) struct Key(Vec<u8>);
+pub(crate) struct Key([u8; blake3::KEY_LEN]);
 
 impl Key {
-    pub(crate) fn new(bytes: impl Into<Vec<u8>>) -> Self {
-        Self(bytes.into())
+    /// The key of a job, from the secret of its store and the key of its token where it has one.
+    pub(crate) fn of_job(secret: &[u8; 32], token: Option<&Self>) -> Self {
+        let token = token.map_or(&[][..], |key| &key.0);
+        Self(blake3::derive_key(JOB_KEY, &[secret, token].concat()))
     }
 
     /// The proof that the holder of this key said these parts, in this order, in this role.
     pub(crate) fn prove(&self, role: &str, parts: &[&[u8]]) -> Proof {
-        self.mac(role, parts).finalize().into_bytes().into()
+        self.mac(role, parts).into()
     }
 
     /// Checks a proof in constant time.
     pub(crate) fn accepts(&self, role: &str, parts: &[&[u8]], proof: &[u8]) -> bool {
-        self.mac(role, parts).verify_slice(proof).is_ok()
+        self.mac(role, parts) == *proof
     }
 
-    #[expect(clippy::expect_used, reason = "HMAC takes keys of every length")]
-    fn mac(&self, role: &str, parts: &[&[u8]]) -> Hmac<Sha256> {
-        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("any length will do");
+    fn mac(&self, role: &str, parts: &[&[u8]]) -> blake3::Hash {
+        let mut mac = blake3::Hasher::new_keyed(&self.0);
         for part in std::iter::once(&role.as_bytes()).chain(parts) {
             // Lengths keep the borders between the parts apart.
             mac.update(&(part.len() as u64).to_le_bytes());
             mac.update(part);
         }
-        mac
+        mac.finalize()
     }
 }
 
@@ -194,8 +192,12 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-const SHORTEST: usize = 16;
-const LONGEST: usize = 4096;
+/// What keys are derived for: BLAKE3's context strings.
+const TOKEN_KEY: &str = "accelerator-collective 2026 key of a token";
+const JOB_KEY: &str = "accelerator-collective 2026 key of a job";
+
+const MIN_TOKEN_BYTES: usize = 16;
+const MAX_TOKEN_BYTES: usize = 4096;
 
 #[cfg(test)]
 mod tests {
@@ -213,6 +215,20 @@ mod tests {
         assert!(!key.accepts("store", &[b"ab", b"c"], &[]));
         let other = Token::generate().unwrap().key();
         assert!(!other.accepts("store", &[b"ab", b"c"], &proof));
+    }
+
+    #[test]
+    fn a_job_has_a_key_of_its_own() {
+        let token = Token::generate().unwrap().key();
+        let keys = [
+            token.clone(),
+            Key::of_job(&[1; 32], Some(&token)),
+            Key::of_job(&[2; 32], Some(&token)),
+            Key::of_job(&[1; 32], None),
+        ];
+        for (number, key) in keys.iter().enumerate() {
+            assert!(keys[..number].iter().all(|other| other.0 != key.0));
+        }
     }
 
     #[test]
@@ -235,7 +251,9 @@ mod tests {
         let error = Token::from_file(&short).unwrap_err();
         assert!(error.to_string().contains("7 bytes"), "{error}");
         let long = folder.path().join("long");
-        Token(vec![b'x'; LONGEST + 1]).write_file(&long).unwrap();
+        Token(vec![b'x'; MAX_TOKEN_BYTES + 1])
+            .write_file(&long)
+            .unwrap();
         let error = Token::from_file(&long).unwrap_err();
         assert!(error.to_string().contains("4097 bytes"), "{error}");
     }

@@ -13,8 +13,8 @@ use crate::fingerprint::CollectiveFingerprint;
 /// | 1 | number of elements |
 /// | 2 | sequence number of the operation |
 /// | 3 | offset of the data in the rank's arena, or all ones |
-/// | 4 | the mark of what the operation is for |
-/// | 5 | a check of the words before |
+/// | 4 | a digest of what the operation is for |
+/// | 5 | the CRC-32 of the words before |
 /// | 6.. | line of the call and length of the purpose, file of the call, purpose |
 ///
 /// Ranks that agree read the first six words, which lie in one cache line.
@@ -48,7 +48,7 @@ impl ShmHeader {
         words[1] = word(8..16);
         words[2] = sequence;
         words[3] = data.map_or(u64::MAX, |offset| offset as u64);
-        words[4] = fingerprint.purpose.mark();
+        words[4] = fingerprint.purpose.digest();
         words[CHECK] = check(&words);
         words[6] = word(16..24);
         for (target, source) in words[TEXTS..].iter_mut().zip(texts.chunks(8)) {
@@ -107,7 +107,7 @@ pub(crate) struct HeaderDigest {
     /// The number of elements.
     pub(crate) len: u64,
     pub(crate) sequence: u64,
-    /// The mark of what the operation is for.
+    /// A digest of what the operation is for.
     pub(crate) purpose: u64,
     /// Where the data lie in the rank's arena.
     pub(crate) data: Option<u64>,
@@ -126,16 +126,11 @@ impl HeaderDigest {
     }
 }
 
-/// Enough to notice words that somebody else has written.
+/// The CRC-32 of the words before it. That of zeros is not zero, so words that nobody has written are no
+/// declaration.
 fn check(words: &[u64]) -> u64 {
-    words[..CHECK].iter().fold(SEED, |check, word| {
-        let mixed = (check ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        mixed ^ mixed >> 29
-    })
+    crc32fast::hash(bytemuck::cast_slice(&words[..CHECK])).into()
 }
-
-/// Not zero, so that words that nobody has written are no declaration.
-const SEED: u64 = 0x6163_6365_6c5f_7368;
 
 const CHECK: usize = 5;
 const TEXTS: usize = 7;

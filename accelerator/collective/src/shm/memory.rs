@@ -1,4 +1,4 @@
-//! RawMemory that other ranks write to, from creation to the end of its last user.
+//! Memory that other ranks write to, from creation to the end of its last user.
 
 use std::{alloc::Layout, fmt, io, ptr::NonNull, slice};
 

@@ -25,11 +25,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How far its allocator is, for others to wait for.
+/// How far its owner is, for others to wait for.
 ///
 /// It may lie in memory that several processes map, each at an address of its own; zeroed memory is
-/// a signal that was never raised. It has a cache line, and the neighbour that processors fetch with
-/// it, for itself.
+/// a counter that was never published. It has a cache line, and the adjacent one that processors
+/// prefetch, for itself.
 ///
 /// Counts wrap around. They have 31 bits: of a count that is given as a `u32` the highest bit falls
 /// away, so a caller's counter may wrap where a `u32` does. Of two counts the later one is that
@@ -40,7 +40,7 @@ pub(crate) struct SeqCounter {
 }
 
 impl SeqCounter {
-    /// A signal at count 0.
+    /// A counter at 0.
     #[cfg(test)]
     pub(crate) const fn new() -> Self {
         Self {

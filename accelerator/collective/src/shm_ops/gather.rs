@@ -3,7 +3,8 @@
 use super::{ShmOp, reduce::chunk};
 use crate::{
     buffer::{Buffer, Loan},
-    buffer_slice::{DIGEST, GatherLayout, gather_layouts_differ},
+    buffer_slice::{GatherLayout, gather_layouts_differ},
+    digest::Digest,
     error::Result,
     shm::{MemoryRange, SHM_CHUNK},
 };
@@ -14,48 +15,9 @@ impl ShmOp<'_> {
         self.publish_header(None, &[])
     }
 
-    /// Sends `own` to every rank and gives what the others sent to `sink`, in order for each
-    /// rank.
-    pub(crate) fn all_gather(self, own: &[u8], sink: impl FnMut(usize, &[u8])) -> Result<()> {
-        self.exchange(own, |_| true, sink)
-    }
-
-    /// Sends `own` to the root, and there gives what the others sent to `sink`, in order for
-    /// each rank.
+    /// Shows `own` to all ranks, chunk by chunk, and gives what the ranks that are `wanted` show to `sink`, in
+    /// order for each rank. All ranks take as many steps as the longest declared data have chunks.
     pub(crate) fn gather(
-        self,
-        root: usize,
-        own: &[u8],
-        sink: impl FnMut(usize, &[u8]),
-    ) -> Result<()> {
-        let is_root = self.rank() == root;
-        self.exchange(own, |_| is_root, sink)
-    }
-
-    /// The root's side of a broadcast.
-    pub(crate) fn broadcast_from(self, bytes: &[u8]) -> Result<()> {
-        self.exchange(bytes, |_| false, |_, _| {})
-    }
-
-    /// Every other rank's side of a broadcast: gives what the root sent to `sink`, in order.
-    pub(crate) fn broadcast_to(self, root: usize, mut sink: impl FnMut(&[u8])) -> Result<()> {
-        self.exchange(&[], |peer| peer == root, |_, piece| sink(piece))
-    }
-
-    /// The root's side of a scatter: `bytes` is all that it has for others, one after the other.
-    pub(crate) fn scatter_from(self, bytes: &[u8]) -> Result<()> {
-        self.exchange(bytes, |_| false, |_, _| {})
-    }
-
-    /// Every other rank's side of a scatter: gives what the root has for all to `sink`, in order. It
-    /// lies in memory that is shared: who leaves a part alone copies nothing of it.
-    pub(crate) fn scatter_to(self, root: usize, mut sink: impl FnMut(&[u8])) -> Result<()> {
-        self.exchange(&[], |peer| peer == root, |_, piece| sink(piece))
-    }
-
-    /// Puts what this rank has, chunk by chunk, and takes what it wants. All ranks take as many
-    /// steps as the longest declared data have chunks.
-    fn exchange(
         mut self,
         own: &[u8],
         wanted: impl Fn(usize) -> bool,
@@ -102,14 +64,14 @@ impl ShmOp<'_> {
         }
         self.publish_header(None, &notice)?;
         // Lengths and parts are the same where digests are.
-        if !self.agree_on(&layout.digest()) {
+        if !self.agree_on(layout.digest()) {
             return Err(gather_layouts_differ(self.deadline.sequence));
         }
         let mut places = Vec::with_capacity(self.size() * lens.len());
         for peer in 0..self.size() {
             let offsets = match peer == self.rank() {
-                true => &notice[DIGEST..],
-                false => &self.view(peer, 0..notice.len())[DIGEST..],
+                true => &notice[size_of::<Digest>()..],
+                false => &self.view(peer, 0..notice.len())[size_of::<Digest>()..],
             };
             for (offset, len) in offsets.chunks_exact(size_of::<u64>()).zip(&lens) {
                 let mut bytes = [0; size_of::<u64>()];

@@ -9,7 +9,7 @@ use crate::{
     error::Result,
     kernel::fold,
     partition::{self, Partition},
-    reduce_op::{ReduceOp, SHORT},
+    reduce_op::{ONE_EXCHANGE_BYTES, ReduceOp},
     shard_layout::{ShardLayout, shard_layouts_differ},
     shm::SHM_CHUNK,
 };
@@ -17,7 +17,7 @@ use crate::{
 impl ShmOp<'_> {
     /// Reduces `bytes` over all ranks, in place, through the slots.
     pub(crate) fn all_reduce(mut self, dtype: DType, op: ReduceOp, bytes: &mut [u8]) -> Result<()> {
-        if bytes.len() <= SHORT {
+        if bytes.len() <= ONE_EXCHANGE_BYTES {
             return self.short(dtype, op, bytes);
         }
         self.publish_header(None, &bytes[chunk(bytes.len(), 0)])?;
@@ -33,7 +33,7 @@ impl ShmOp<'_> {
     /// an error its contents are unspecified.
     pub(crate) fn all_reduce_buffer(mut self, op: ReduceOp, buffer: &mut Buffer) -> Result<()> {
         let (dtype, len) = (buffer.dtype(), buffer.bytes().len());
-        if len <= SHORT {
+        if len <= ONE_EXCHANGE_BYTES {
             return self.short(dtype, op, buffer.bytes_mut());
         }
         let Some(loan) = buffer.lend(self.arena()) else {
@@ -41,7 +41,7 @@ impl ShmOp<'_> {
         };
         self.publish_header(Some(loan.offset()), &[])?;
         if self.placement()? == Placement::All {
-            let part = lines(len, self.size(), self.rank());
+            let part = cache_lines(len, self.size(), self.rank());
             self.locate(len)?;
             // SAFETY: every rank declared its buffer, as this one has lent its own, and touches
             // its own part of them until all have taken the next step. The loan ends after that; an
@@ -71,7 +71,7 @@ impl ShmOp<'_> {
         let (dtype, len) = (buffer.dtype(), buffer.bytes().len());
         let parts = layout.of(self.rank()).iter();
         let parts = parts.map(|part| part.start * dtype.size()..part.end * dtype.size());
-        if len <= SHORT {
+        if len <= ONE_EXCHANGE_BYTES {
             let bytes = buffer.bytes_mut();
             self.put(LINE, bytes);
             self.publish_header(None, layout.digest())?;
@@ -129,7 +129,7 @@ impl ShmOp<'_> {
         let (len, size, rank) = (bytes.len(), self.size(), self.rank());
         let part = |index: usize, rank: usize| {
             let chunk = chunk(len, index);
-            let part = lines(chunk.len(), size, rank);
+            let part = cache_lines(chunk.len(), size, rank);
             (
                 part.clone(),
                 chunk.start + part.start..chunk.start + part.end,
@@ -216,7 +216,7 @@ impl ShmOp<'_> {
         own: &mut [u8],
     ) -> Result<()> {
         let partition = Partition::new(bytes.len() / dtype.size(), self.size());
-        // What a rank gets in one step; a whole number of lines.
+        // What a rank gets in one step; a whole number of cache lines.
         let most = SHM_CHUNK / self.size() / LINE * LINE;
         let piece = |peer: usize, index: usize| {
             let part = partition.range(peer);
@@ -257,7 +257,7 @@ enum Targets {
 }
 
 /// A rank's part of `len` bytes: whole cache lines, so that no two ranks write to the same one.
-fn lines(len: usize, world_size: usize, rank: usize) -> Range<usize> {
+fn cache_lines(len: usize, world_size: usize, rank: usize) -> Range<usize> {
     let range = Partition::new(len.div_ceil(LINE), world_size).range(rank);
     len.min(range.start * LINE)..len.min(range.end * LINE)
 }

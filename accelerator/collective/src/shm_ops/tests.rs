@@ -126,7 +126,7 @@ fn operations_touch_no_more_than_their_memory() {
     }
 }
 
-/// ShmOp are counted in 31 bits.
+/// Steps are counted in 31 bits.
 #[test]
 fn steps_go_on_where_their_count_begins_anew() {
     for before in 1..=6 {

@@ -110,10 +110,10 @@ impl OpDeadline {
         let waited = self.since.elapsed();
         let left = self.patience.timeout.saturating_sub(waited);
         if self.warned {
-            return Ok(left.max(SHORTEST));
+            return Ok(left.max(MIN_SLEEP));
         }
         match self.patience.warn_after.checked_sub(waited) {
-            Some(calm) if !calm.is_zero() => Ok(left.min(calm).max(SHORTEST)),
+            Some(calm) if !calm.is_zero() => Ok(left.min(calm).max(MIN_SLEEP)),
             _ => {
                 self.warned = true;
                 let missing = missing(self);
@@ -137,7 +137,7 @@ impl OpDeadline {
                     "{text}"
                 );
                 stderr_fallback(&text);
-                Ok(left.max(SHORTEST))
+                Ok(left.max(MIN_SLEEP))
             }
         }
     }
@@ -275,7 +275,7 @@ impl fmt::Display for OpDeadline {
     }
 }
 
-const SHORTEST: Duration = Duration::from_millis(1);
+const MIN_SLEEP: Duration = Duration::from_millis(1);
 
 /// A thread that wakes so much later than it asked for was kept from running.
 pub(crate) const SUSPEND_THRESHOLD: Duration = Duration::from_millis(250);

@@ -285,13 +285,13 @@ impl OutgoingChunk<'_> {
     pub(crate) fn head(&self, preamble: &[u8]) -> Head {
         let Tag {
             sequence,
-            stage,
+            phase,
             index,
         } = self.tag;
-        let kind = match stage {
-            Stage::Begin => FrameKind::Begin,
-            Stage::Inward => FrameKind::Inward,
-            Stage::Outward => FrameKind::Outward,
+        let kind = match phase {
+            OpPhase::Header => FrameKind::Header,
+            OpPhase::Reduce => FrameKind::Reduce,
+            OpPhase::Gather => FrameKind::Gather,
         };
         Head::new(kind, sequence, index, preamble, self.payload)
     }
@@ -302,20 +302,20 @@ impl OutgoingChunk<'_> {
 pub(crate) struct Tag {
     /// The number of the operation.
     pub(crate) sequence: u64,
-    pub(crate) stage: Stage,
-    /// The number of the chunk within its stage.
+    pub(crate) phase: OpPhase,
+    /// The number of the chunk within its phase.
     pub(crate) index: u32,
 }
 
-/// The stages of an operation.
+/// The phases of an operation.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Stage {
-    /// The declaration, with the first data.
-    Begin,
-    /// Data on its way to the rank that owns its part.
-    Inward,
-    /// Data on its way from its owner to everyone.
-    Outward,
+pub(crate) enum OpPhase {
+    /// The fingerprint, with the first chunk.
+    Header,
+    /// A chunk for the rank that reduces it.
+    Reduce,
+    /// A chunk for a rank that keeps it.
+    Gather,
 }
 
 /// The final message of a rank.

@@ -68,7 +68,7 @@ impl Drop for PooledBuffer {
     fn drop(&mut self) {
         if let Some(pool) = self.pool.take() {
             let mut free = pool.lock();
-            if free.len() < KEPT {
+            if free.len() < MAX_FREE_CHUNKS {
                 free.push(std::mem::take(&mut self.storage));
             }
         }
@@ -76,7 +76,7 @@ impl Drop for PooledBuffer {
 }
 
 /// How many chunks are kept: with the largest parts, 16 MiB.
-const KEPT: usize = 64;
+const MAX_FREE_CHUNKS: usize = 64;
 
 #[cfg(test)]
 mod tests {

@@ -54,8 +54,8 @@ impl Head {
 
     pub(crate) fn encode(&self) -> [u8; Self::LEN] {
         let mut out = [0; Self::LEN];
-        out[0..4].copy_from_slice(&MAGIC);
-        out[4] = VERSION;
+        out[0..4].copy_from_slice(&FRAME_MAGIC);
+        out[4] = FRAME_PROTOCOL_VERSION;
         out[5] = self.kind as u8;
         out[8..16].copy_from_slice(&self.sequence.to_le_bytes());
         out[16..20].copy_from_slice(&self.index.to_le_bytes());
@@ -74,10 +74,10 @@ impl Head {
         let word = |at: usize| {
             u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
         };
-        if bytes[0..4] != MAGIC {
+        if bytes[0..4] != FRAME_MAGIC {
             return Err(FrameError::Magic([bytes[0], bytes[1], bytes[2], bytes[3]]));
         }
-        if bytes[4] != VERSION {
+        if bytes[4] != FRAME_PROTOCOL_VERSION {
             return Err(FrameError::Version(bytes[4]));
         }
         if word(32) != crc32fast::hash(&bytes[..32]) {
@@ -87,7 +87,7 @@ impl Head {
             return Err(FrameError::Kind(bytes[5]));
         };
         let (preamble, payload) = (word(20) as usize, word(24) as usize);
-        if bytes[6..8] != [0, 0] || preamble > PREAMBLE || payload > CHUNK {
+        if bytes[6..8] != [0, 0] || preamble > MAX_PREAMBLE || payload > CHUNK {
             return Err(FrameError::Bounds { preamble, payload });
         }
         Ok(Self {
@@ -125,27 +125,27 @@ impl Head {
 pub(crate) enum FrameKind {
     /// The rank gives up; the preamble says why.
     Abort = 1,
-    /// The declaration of an operation (the preamble) and its first data.
-    Begin = 2,
+    /// The fingerprint of an operation (the preamble) and its first chunk.
+    Header = 2,
     /// The rank leaves; the number of the chunk says how: 0 in good order, 1 without a word.
     Goodbye = 3,
     /// A sign of life. The number of the chunk says after how many milliseconds of silence the
     /// sender gives a peer up, that of the operation is a [`Heartbeat`].
     Heartbeat = 4,
-    /// Data on its way to the rank that owns its part.
-    Inward = 5,
-    /// Data on its way from its owner to everyone.
-    Outward = 6,
+    /// A chunk for the rank that reduces it.
+    Reduce = 5,
+    /// A chunk for a rank that keeps it.
+    Gather = 6,
 }
 
 impl FrameKind {
     const ALL: [Self; 6] = [
         Self::Abort,
-        Self::Begin,
+        Self::Header,
         Self::Goodbye,
         Self::Heartbeat,
-        Self::Inward,
-        Self::Outward,
+        Self::Reduce,
+        Self::Gather,
     ];
 
     fn from_code(code: u8) -> Option<Self> {
@@ -202,14 +202,17 @@ impl fmt::Display for FrameError {
         match self {
             Self::Bounds { preamble, payload } => write!(
                 f,
-                "lengths out of bounds: {preamble} and {payload} bytes, at most {PREAMBLE} and \
+                "lengths out of bounds: {preamble} and {payload} bytes, at most {MAX_PREAMBLE} and \
                  {CHUNK} are allowed"
             ),
             Self::Checksum => f.write_str("a wrong checksum"),
             Self::Fingerprint => f.write_str("a malformed fingerprint"),
             Self::Kind(kind) => write!(f, "an unknown kind of frame, {kind}"),
             Self::Magic(found) => write!(f, "bytes that begin no frame, {found:02x?}"),
-            Self::Version(found) => write!(f, "protocol version {found}, expected {VERSION}"),
+            Self::Version(found) => write!(
+                f,
+                "protocol version {found}, expected {FRAME_PROTOCOL_VERSION}"
+            ),
         }
     }
 }
@@ -226,7 +229,7 @@ pub(crate) struct Abort {
 impl Abort {
     /// The preamble of an abort frame.
     pub(crate) fn encode(&self) -> Vec<u8> {
-        WireError::bounded(&self.error, PREAMBLE / 2, LISTED).encode()
+        WireError::bounded(&self.error, MAX_PREAMBLE / 2, MAX_ABORT_RANKS).encode()
     }
 
     /// Reads what [`encode`](Self::encode) wrote.
@@ -247,14 +250,14 @@ fn checksum(preamble: &[u8], payload: &[u8]) -> u32 {
 pub(crate) const CHUNK: usize = 256 * 1024;
 
 /// The most bytes of a preamble: an abort that quotes a disagreement of many ranks.
-pub(crate) const PREAMBLE: usize = 16 * 1024;
+pub(crate) const MAX_PREAMBLE: usize = 16 * 1024;
 
 /// The most ranks that an abort lists.
-const LISTED: usize = 256;
+const MAX_ABORT_RANKS: usize = 256;
 
-const MAGIC: [u8; 4] = *b"ACLF";
-const VERSION: u8 = 5;
-const _: () = assert!(CollectiveFingerprint::BOUND <= PREAMBLE);
+const FRAME_MAGIC: [u8; 4] = *b"ACLF";
+const FRAME_PROTOCOL_VERSION: u8 = 6;
+const _: () = assert!(CollectiveFingerprint::BOUND <= MAX_PREAMBLE);
 
 #[cfg(test)]
 mod tests {
@@ -269,7 +272,7 @@ mod tests {
             kind,
             any::<u64>(),
             any::<u32>(),
-            0..=PREAMBLE,
+            0..=MAX_PREAMBLE,
             0..=CHUNK,
             any::<u32>(),
         )
@@ -317,7 +320,7 @@ mod tests {
             at in any::<proptest::sample::Index>(),
             flip in 1_u8..,
         ) {
-            let head = Head::new(FrameKind::Begin, 1, 0, &preamble, &payload);
+            let head = Head::new(FrameKind::Header, 1, 0, &preamble, &payload);
             prop_assert!(head.check(&preamble, &payload).is_ok());
             let mut changed = payload.clone();
             changed[at.index(payload.len())] ^= flip;
@@ -328,10 +331,10 @@ mod tests {
     #[test]
     fn lengths_beyond_the_bounds_are_refused() {
         let head = Head {
-            kind: FrameKind::Outward,
+            kind: FrameKind::Gather,
             sequence: 0,
             index: 0,
-            preamble: PREAMBLE + 1,
+            preamble: MAX_PREAMBLE + 1,
             payload: 0,
             checksum: 0,
         };
@@ -370,11 +373,11 @@ mod tests {
 
     #[test]
     fn aborts_survive_the_wire() {
-        let text = "é".repeat(PREAMBLE);
+        let text = "é".repeat(MAX_PREAMBLE);
         for text in ["rank 1 is lost", &text] {
             let error = Error::about(Kind::Timeout, vec![1, 63], text);
             let bytes = Abort { sequence: 7, error }.encode();
-            assert!(bytes.len() <= PREAMBLE);
+            assert!(bytes.len() <= MAX_PREAMBLE);
             let back = Abort::decode(7, &bytes).unwrap();
             assert!(back.error.is_timeout());
             assert_eq!(back.error.ranks(), [1, 63]);
@@ -386,7 +389,7 @@ mod tests {
 
     #[test]
     fn culprits_survive_the_wire() {
-        let long = "é".repeat(PREAMBLE);
+        let long = "é".repeat(MAX_PREAMBLE);
         let cases = [
             (Some(7), "it panicked", Certainty::Settled),
             (None, &long, Certainty::Guessed),
@@ -401,7 +404,7 @@ mod tests {
             };
             let error = Error::blaming(Kind::PeerLost, culprit, format!("it is lost: {cause}"));
             let bytes = Abort { sequence: 7, error }.encode();
-            assert!(bytes.len() <= PREAMBLE);
+            assert!(bytes.len() <= MAX_PREAMBLE);
             let back = Abort::decode(7, &bytes).unwrap().error;
             assert!(back.is_peer_lost());
             assert_eq!(back.ranks(), [63]);

@@ -45,7 +45,7 @@ pub(crate) enum Message {
     Refused(WireError),
     /// Either way until the rank is connected: a sign of life.
     Heartbeat,
-    /// The store to a rank that waits: whom for. At most [`LISTED`] of them, and how many.
+    /// The store to a rank that waits: whom for. At most [`MAX_MESSAGE_RANKS`] of them, and how many.
     Waiting { missing: Vec<usize>, count: usize },
     /// The rank to the store: it is connected to all others.
     Connected,
@@ -76,9 +76,9 @@ impl Message {
     }
 
     /// Sends the message, in one piece, to somebody who may not take it: without any progress
-    /// that [soon](SOON) is an error, and the connection is of no use any more.
+    /// that [soon](SHORT_SEND_TIMEOUT) is an error, and the connection is of no use any more.
     pub(crate) fn offer(&self, stream: &TcpStream) -> Result<(), ReadError> {
-        self.send_within(stream, SOON)
+        self.send_within(stream, SHORT_SEND_TIMEOUT)
     }
 
     fn send_within(&self, mut stream: &TcpStream, limit: Duration) -> Result<(), ReadError> {
@@ -91,9 +91,9 @@ impl Message {
     /// The bytes that go over the connection.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let body = to_bytes(self);
-        let mut out = Vec::with_capacity(ENVELOPE + body.len());
-        out.extend_from_slice(&MAGIC);
-        out.extend_from_slice(&[VERSION, 0, 0, 0]);
+        let mut out = Vec::with_capacity(ENVELOPE_BYTES + body.len());
+        out.extend_from_slice(&MESSAGE_MAGIC);
+        out.extend_from_slice(&[STORE_PROTOCOL_VERSION, 0, 0, 0]);
         out.extend_from_slice(&(body.len() as u32).to_le_bytes());
         out.extend_from_slice(&crc32fast::hash(&body).to_le_bytes());
         out.extend_from_slice(&body);
@@ -130,7 +130,7 @@ impl Message {
     }
 
     pub(crate) fn read(from: &mut impl Read, bound: usize) -> Result<Self, ReadError> {
-        let mut envelope = [0; ENVELOPE];
+        let mut envelope = [0; ENVELOPE_BYTES];
         fill(from, &mut envelope)?;
         let said = |at: usize| {
             u32::from_le_bytes([
@@ -140,15 +140,15 @@ impl Message {
                 envelope[at + 3],
             ])
         };
-        if envelope[..4] != MAGIC {
+        if envelope[..4] != MESSAGE_MAGIC {
             return Err(ReadError::Message(format!(
                 "bytes of another protocol, {:02x?}",
                 &envelope[..4]
             )));
         }
-        if envelope[4] != VERSION {
+        if envelope[4] != STORE_PROTOCOL_VERSION {
             return Err(ReadError::Message(format!(
-                "protocol version {}, expected {VERSION}: all ranks and the launcher must be \
+                "protocol version {}, expected {STORE_PROTOCOL_VERSION}: all ranks and the launcher must be \
                  built with the same version of this library",
                 envelope[4]
             )));
@@ -247,23 +247,23 @@ pub(crate) fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ReadErr
 }
 
 /// How long somebody may take to make room for a few bytes.
-pub(crate) const SOON: Duration = Duration::from_millis(200);
+pub(crate) const SHORT_SEND_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// The most bytes of a message that somebody unknown may send.
-pub(crate) const SHORT: usize = 4 * 1024;
+pub(crate) const MAX_SHORT_BYTES: usize = 4 * 1024;
 
 /// The most bytes of a table: over a thousand ranks.
-pub(crate) const LONG: usize = 1024 * 1024;
+pub(crate) const MAX_TABLE_BYTES: usize = 1024 * 1024;
 
 /// The most ranks that a message lists.
-pub(crate) const LISTED: usize = 64;
+pub(crate) const MAX_MESSAGE_RANKS: usize = 64;
 
-/// The most bytes of a text in a [`SHORT`] message.
-pub(crate) const TEXT: usize = 2000;
+/// The most bytes of a text in a [`MAX_SHORT_BYTES`] message.
+pub(crate) const MAX_TEXT_BYTES: usize = 2000;
 
-const MAGIC: [u8; 4] = *b"ACLR";
-const VERSION: u8 = 4;
-const ENVELOPE: usize = 16;
+const MESSAGE_MAGIC: [u8; 4] = *b"ACLR";
+const STORE_PROTOCOL_VERSION: u8 = 5;
+const ENVELOPE_BYTES: usize = 16;
 
 #[cfg(test)]
 mod tests {
@@ -299,10 +299,10 @@ mod tests {
             to: 1,
             nonce: [7; 32],
         });
-        let back = Message::read(&mut &bytes[..], SHORT).unwrap();
+        let back = Message::read(&mut &bytes[..], MAX_SHORT_BYTES).unwrap();
         assert!(matches!(back, Message::Greet { from: 3, to: 1, nonce } if nonce == [7; 32]));
-        for inject_disconnect in 0..bytes.len() {
-            assert!(Message::read(&mut &bytes[..inject_disconnect], SHORT).is_err());
+        for cut in 0..bytes.len() {
+            assert!(Message::read(&mut &bytes[..cut], MAX_SHORT_BYTES).is_err());
         }
         assert!(
             Message::read(&mut &bytes[..], 10).is_err(),
@@ -312,7 +312,7 @@ mod tests {
             let mut changed = bytes.clone();
             changed[at] ^= 1;
             assert!(
-                Message::read(&mut &changed[..], SHORT).is_err(),
+                Message::read(&mut &changed[..], MAX_SHORT_BYTES).is_err(),
                 "byte {at}"
             );
         }
@@ -322,8 +322,8 @@ mod tests {
     fn another_version_is_told() {
         let mut bytes = exchange(&Message::Confirm { proof: [0; 32] });
         bytes[4] = 9;
-        let error = Message::read(&mut &bytes[..], SHORT).unwrap_err();
-        assert!(error.to_string().contains("protocol version 9, expected 4"));
+        let error = Message::read(&mut &bytes[..], MAX_SHORT_BYTES).unwrap_err();
+        assert!(error.to_string().contains("protocol version 9, expected 5"));
     }
 
     #[test]
@@ -366,15 +366,20 @@ mod tests {
     fn failure_reports_are_bounded() {
         let ranks = (1_000_000..1_100_000).collect();
         let error = Error::about(Kind::PeerLost, ranks, "é".repeat(5000));
-        let report_failure = Message::ReportFailure(WireError::bounded(&error, TEXT, LISTED));
+        let report_failure = Message::ReportFailure(WireError::bounded(
+            &error,
+            MAX_TEXT_BYTES,
+            MAX_MESSAGE_RANKS,
+        ));
         let bytes = exchange(&report_failure);
-        assert!(bytes.len() <= SHORT);
-        let Message::ReportFailure(back) = Message::read(&mut &bytes[..], SHORT).unwrap() else {
+        assert!(bytes.len() <= MAX_SHORT_BYTES);
+        let Message::ReportFailure(back) = Message::read(&mut &bytes[..], MAX_SHORT_BYTES).unwrap()
+        else {
             panic!("another message");
         };
         let back = back.into_error();
         assert!(back.is_peer_lost());
-        assert_eq!(back.ranks().len(), LISTED);
+        assert_eq!(back.ranks().len(), MAX_MESSAGE_RANKS);
         assert!(back.to_string().ends_with("é…"));
         assert_eq!(shorten("short", 5), "short");
         assert_eq!(shorten("short", 4), "shor…");
@@ -391,10 +396,13 @@ mod tests {
         };
         let error = Error::blaming(Kind::PeerLost, culprit, "x".repeat(5000));
         let bytes = exchange(&Message::ReportFailure(WireError::bounded(
-            &error, TEXT, LISTED,
+            &error,
+            MAX_TEXT_BYTES,
+            MAX_MESSAGE_RANKS,
         )));
-        assert!(bytes.len() <= SHORT);
-        let Message::ReportFailure(back) = Message::read(&mut &bytes[..], SHORT).unwrap() else {
+        assert!(bytes.len() <= MAX_SHORT_BYTES);
+        let Message::ReportFailure(back) = Message::read(&mut &bytes[..], MAX_SHORT_BYTES).unwrap()
+        else {
             panic!("another message");
         };
         let back = back.into_error();
@@ -414,7 +422,7 @@ mod tests {
         Message::Heartbeat.send(&near).unwrap();
         assert!(Message::arrives(&far, None).unwrap());
         let due = Instant::now() + Duration::from_secs(30);
-        let message = Message::receive(&far, SHORT, due).unwrap();
+        let message = Message::receive(&far, MAX_SHORT_BYTES, due).unwrap();
         assert!(matches!(message, Message::Heartbeat));
         drop(near);
         assert!(matches!(
@@ -426,7 +434,7 @@ mod tests {
     proptest! {
         #[test]
         fn rubbish_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
-            prop_assert!(Message::read(&mut &bytes[..], SHORT).is_err());
+            prop_assert!(Message::read(&mut &bytes[..], MAX_SHORT_BYTES).is_err());
             let _ = from_bytes::<Message>(&bytes);
             let _ = from_bytes::<RankTable>(&bytes);
         }

@@ -21,8 +21,8 @@ impl WireError {
     /// One whose text has at most `text` bytes, and its list at most `ranks` ranks.
     pub(crate) fn bounded(error: &Error, text: usize, ranks: usize) -> Self {
         let culprit = error.culprit().map(|culprit| Culprit {
-            host: prefix(&culprit.host, HOST).to_owned(),
-            cause: prefix(&culprit.cause, CAUSE.min(text / 2)).to_owned(),
+            host: prefix(&culprit.host, MAX_HOST_BYTES).to_owned(),
+            cause: prefix(&culprit.cause, MAX_CAUSE_BYTES.min(text / 2)).to_owned(),
             ..culprit.clone()
         });
         Self {
@@ -73,7 +73,7 @@ fn prefix(text: &str, bytes: usize) -> &str {
 }
 
 /// The most bytes of the name of a host.
-const HOST: usize = 256;
+const MAX_HOST_BYTES: usize = 256;
 
 /// The most bytes of a cause.
-const CAUSE: usize = 2048;
+const MAX_CAUSE_BYTES: usize = 2048;

@@ -405,7 +405,7 @@ fn another_version_is_refused_in_words() {
     let _ = stream.read_to_end(&mut answer);
     let answer = String::from_utf8_lossy(&answer);
     assert!(
-        answer.contains("protocol version 9, expected 4"),
+        answer.contains("protocol version 9, expected 5"),
         "{answer}"
     );
 

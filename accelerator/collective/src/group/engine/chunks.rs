@@ -21,7 +21,7 @@ pub(crate) enum Output {
 /// A part of a buffer for each rank to reduce, each part in chunks, in bytes.
 #[derive(Debug)]
 pub(super) enum ChunkLayout {
-    /// EvenShards that are equally long.
+    /// One part for each rank, of equal length but for the last ones.
     Even(EvenShards),
     /// The shards of a layout, and the size of an element.
     Sharded(Arc<ShardLayout>, usize),

@@ -11,8 +11,8 @@ use crate::{
     partition::{self, Partition},
     reduce_op::ReduceOp,
     shard_layout::{ShardLayout, shard_layouts_differ},
-    shm::{Hosts, SHM_CHUNK as STAGE},
-    transport::Stage,
+    shm::{Hosts, SHM_CHUNK},
+    transport::OpPhase,
 };
 
 /// Memory that reductions over hosts use again and again.
@@ -104,7 +104,7 @@ impl OpContext<'_> {
                     let part = plan.part(index, lane).bytes(plan.dtype);
                     let target = &mut bytes[chunk.start * plan.dtype.size()..][part.clone()];
                     let steps = self.local(hosts);
-                    target.copy_from_slice(steps.view(lane, STAGE..STAGE + part.len()));
+                    target.copy_from_slice(steps.view(lane, SHM_CHUNK..SHM_CHUNK + part.len()));
                 }
             }
             self.put_chunk(hosts, plan, step + 1, bytes, staging);
@@ -165,7 +165,7 @@ impl OpContext<'_> {
         for host in hosts.ring() {
             let share = &partial[plan.share(part.len(), host).bytes(plan.wide)];
             if !share.is_empty() {
-                self.send(hosts.rank(host, lane), Stage::Inward, index, share)?;
+                self.send(hosts.rank(host, lane), OpPhase::Reduce, index, share)?;
             }
         }
         let share = &partial[plan.share(part.len(), hosts.host()).bytes(plan.wide)];
@@ -194,7 +194,7 @@ impl OpContext<'_> {
         let len = share.len() * plan.wide.size();
         for host in hosts.ring() {
             let peer = hosts.rank(host, lane);
-            let chunk = self.receive(peer, peer..peer + 1, Stage::Inward, index, len)?;
+            let chunk = self.receive(peer, peer..peer + 1, OpPhase::Reduce, index, len)?;
             self.received[host] = Some(chunk);
         }
         self.received[hosts.host()] = None;
@@ -209,7 +209,7 @@ impl OpContext<'_> {
         }
         finish(plan.dtype, owned, result);
         for host in hosts.ring() {
-            self.send(hosts.rank(host, lane), Stage::Outward, index, result)?;
+            self.send(hosts.rank(host, lane), OpPhase::Gather, index, result)?;
         }
         Ok(())
     }
@@ -233,11 +233,11 @@ impl OpContext<'_> {
             if !share.is_empty() {
                 let peer = hosts.rank(host, lane);
                 let chunk =
-                    self.receive(peer, peer..peer + 1, Stage::Outward, index, share.len())?;
+                    self.receive(peer, peer..peer + 1, OpPhase::Gather, index, share.len())?;
                 result[share].copy_from_slice(chunk.payload.bytes());
             }
         }
-        self.local(hosts).put(STAGE, result);
+        self.local(hosts).put(SHM_CHUNK, result);
         Ok(())
     }
 }
@@ -261,10 +261,10 @@ struct HierarchicalPlan {
 impl HierarchicalPlan {
     fn new(hosts: &Hosts, dtype: DType, len: usize) -> Self {
         let wide = wide(dtype);
-        // The results of a lane have half a stage.
+        // The results of a lane have half a slot.
         let size = match hosts.lanes() {
-            1 => STAGE / 2 / wide.size(),
-            _ => STAGE / wide.size(),
+            1 => SHM_CHUNK / 2 / wide.size(),
+            _ => SHM_CHUNK / wide.size(),
         };
         let chunks = len.div_ceil(size);
         Self {

@@ -19,12 +19,12 @@ use crate::{
     fingerprint::{CollectiveFingerprint, mismatch},
     shm::Hosts,
     shm_ops::{self, ShmOp},
-    transport::{OpDeadline, OpPosition, OutgoingChunk, RecvChunk, Stage, Tag, Transport},
+    transport::{OpDeadline, OpPhase, OpPosition, OutgoingChunk, RecvChunk, Tag, Transport},
 };
-use chunks::chunk;
 use hierarchical::HierarchicalScratch;
 
 pub(crate) use chunks::Output;
+pub(crate) use gather::all_to_all_len;
 pub(crate) use reduce::Reduction;
 
 /// Memory that the operations of one rank use again and again.
@@ -119,15 +119,15 @@ impl<'a> OpContext<'a> {
 
     /// Returns when every rank has called.
     pub(crate) fn barrier(mut self) -> Result<()> {
-        if let Some(steps) = self.steps() {
-            return steps.barrier();
+        if let Some(shm) = self.shm_op() {
+            return shm.barrier();
         }
         self.send_header(|_| &[])?;
         self.exchange_headers(|_, _| 0)
     }
 
     /// The same operation through shared memory, where there is some.
-    fn steps(&mut self) -> Option<ShmOp<'_>> {
+    fn shm_op(&mut self) -> Option<ShmOp<'_>> {
         let world = self.transport.shared()?;
         Some(ShmOp::new(
             world,
@@ -145,7 +145,7 @@ impl<'a> OpContext<'a> {
     /// Declares the operation to every rank, with the first data for it.
     fn send_header<'b>(&mut self, payload: impl Fn(usize) -> &'b [u8]) -> Result<()> {
         let fingerprint = self.deadline.fingerprint;
-        let tag = self.tag(Stage::Begin, 0);
+        let tag = self.tag(OpPhase::Header, 0);
         for peer in self.ring() {
             let part = OutgoingChunk {
                 tag,
@@ -185,7 +185,7 @@ impl<'a> OpContext<'a> {
                 Ok(None) => return Ok(OpProgress::Waiting(peer..self.world_size)),
                 Err(error) => return Err(self.disagreement(error)),
             };
-            let wanted = self.tag(Stage::Begin, 0);
+            let wanted = self.tag(OpPhase::Header, 0);
             let (true, Some(header)) = (chunk.tag == wanted, chunk.fingerprint) else {
                 return Err(self.unexpected(peer, &chunk, wanted));
             };
@@ -238,33 +238,15 @@ impl<'a> OpContext<'a> {
     fn broadcast_chunk(&mut self, round: usize, bytes: &[u8]) -> Result<()> {
         if !bytes.is_empty() {
             for peer in self.ring() {
-                self.send(peer, Stage::Outward, round, bytes)?;
+                self.send(peer, OpPhase::Gather, round, bytes)?;
             }
         }
         Ok(())
     }
 
-    /// The chunk of a round from one peer, where that of round 0 came at the beginning.
-    fn round(&mut self, peer: usize, stage: Stage, round: usize, len: usize) -> Result<RecvChunk> {
-        match self.received[peer].take() {
-            Some(chunk) => Ok(chunk),
-            None => self.receive(peer, peer..peer + 1, stage, round, len),
-        }
-    }
-
-    /// The chunk of a round that a peer has to send, going by the length that it declared.
-    fn declared_chunk(&self, peer: usize, round: usize) -> Range<usize> {
-        chunk(
-            self.headers[peer]
-                .as_ref()
-                .map_or(0, CollectiveFingerprint::bytes),
-            round,
-        )
-    }
-
-    fn send(&mut self, to: usize, stage: Stage, round: usize, payload: &[u8]) -> Result<()> {
+    fn send(&mut self, to: usize, phase: OpPhase, round: usize, payload: &[u8]) -> Result<()> {
         let part = OutgoingChunk {
-            tag: self.tag(stage, round),
+            tag: self.tag(phase, round),
             fingerprint: None,
             payload,
         };
@@ -292,11 +274,11 @@ impl<'a> OpContext<'a> {
         &mut self,
         from: usize,
         awaited: Range<usize>,
-        stage: Stage,
+        phase: OpPhase,
         round: usize,
         len: usize,
     ) -> Result<RecvChunk> {
-        match self.try_receive(from, awaited, stage, round, len)? {
+        match self.try_receive(from, awaited, phase, round, len)? {
             Some(chunk) => Ok(chunk),
             // Only an operation that is resumed is ever in between.
             None => Err(self.deadline.interrupted()),
@@ -308,14 +290,14 @@ impl<'a> OpContext<'a> {
         &mut self,
         from: usize,
         awaited: Range<usize>,
-        stage: Stage,
+        phase: OpPhase,
         round: usize,
         len: usize,
     ) -> Result<Option<RecvChunk>> {
         let Some(chunk) = self.fetch(from, awaited)? else {
             return Ok(None);
         };
-        let wanted = self.tag(stage, round);
+        let wanted = self.tag(phase, round);
         if chunk.tag != wanted {
             return Err(self.unexpected(from, &chunk, wanted));
         }
@@ -336,10 +318,10 @@ impl<'a> OpContext<'a> {
         }
     }
 
-    fn tag(&self, stage: Stage, round: usize) -> Tag {
+    fn tag(&self, phase: OpPhase, round: usize) -> Tag {
         Tag {
             sequence: self.deadline.sequence,
-            stage,
+            phase,
             // Chunks are numbered within 32 bits up to an exabyte.
             index: round as u32,
         }

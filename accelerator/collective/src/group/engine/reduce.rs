@@ -8,12 +8,13 @@ use super::{
 };
 use crate::{
     buffer::Buffer,
+    digest::Digest,
     element::DType,
     error::Result,
     kernel::combine,
-    reduce_op::{ReduceOp, SHORT},
-    shard_layout::{DIGEST, shard_layouts_differ},
-    transport::Stage,
+    reduce_op::{ONE_EXCHANGE_BYTES, ReduceOp},
+    shard_layout::shard_layouts_differ,
+    transport::OpPhase,
 };
 
 /// A reduction of a buffer that can stop wherever it waits for others, and go on later.
@@ -76,7 +77,7 @@ impl Reduction {
         bytes: &mut [u8],
     ) -> Result<OpProgress> {
         let (layout, rank, world_size) = (&self.layout, ctx.rank, ctx.world_size);
-        let is_short = matches!(layout, ChunkLayout::Even(_)) && bytes.len() <= SHORT;
+        let is_short = matches!(layout, ChunkLayout::Even(_)) && bytes.len() <= ONE_EXCHANGE_BYTES;
         let rounds = match layout {
             ChunkLayout::Even(_) => layout.rounds() + PREFETCH,
             // No results come back.
@@ -105,7 +106,7 @@ impl Reduction {
                     let progress = ctx.try_exchange_headers(|_, fingerprint| match layout {
                         ChunkLayout::Even(_) if is_short => fingerprint.bytes(),
                         ChunkLayout::Even(parts) => parts.chunk(rank, 0).len(),
-                        ChunkLayout::Sharded(..) => DIGEST,
+                        ChunkLayout::Sharded(..) => size_of::<Digest>(),
                     })?;
                     if progress != OpProgress::Done {
                         return Ok(progress);
@@ -134,7 +135,7 @@ impl Reduction {
                                 let part = ctx.try_receive(
                                     peer,
                                     awaited.clone(),
-                                    Stage::Inward,
+                                    OpPhase::Reduce,
                                     round,
                                     own.len(),
                                 )?;
@@ -166,7 +167,7 @@ impl Reduction {
                                 let part = ctx.try_receive(
                                     peer,
                                     awaited.clone(),
-                                    Stage::Outward,
+                                    OpPhase::Gather,
                                     behind,
                                     chunk.len(),
                                 )?;
@@ -196,8 +197,8 @@ impl Reduction {
 impl OpContext<'_> {
     /// Reduces `bytes` over all ranks, in place; see [`Reduction`].
     pub(crate) fn all_reduce(mut self, dtype: DType, op: ReduceOp, bytes: &mut [u8]) -> Result<()> {
-        if let Some(steps) = self.steps() {
-            return steps.all_reduce(dtype, op, bytes);
+        if let Some(shm) = self.shm_op() {
+            return shm.all_reduce(dtype, op, bytes);
         }
         if let Some(hosts) = self.transport.hosts()
             && Self::is_hierarchical(dtype, op)
@@ -222,10 +223,10 @@ impl OpContext<'_> {
             Output::Shard(_) if self.world_size == 1 => None,
             Output::Shard(shards) => Some(&**shards),
         };
-        if let Some(steps) = self.steps() {
+        if let Some(shm) = self.shm_op() {
             return match shards {
-                None => steps.all_reduce_buffer(op, buffer),
-                Some(shards) => steps.reduce_scatter_buffer(op, buffer, shards),
+                None => shm.all_reduce_buffer(op, buffer),
+                Some(shards) => shm.reduce_scatter_buffer(op, buffer, shards),
             };
         }
         let bytes = buffer.bytes_mut();
@@ -265,8 +266,8 @@ impl OpContext<'_> {
         if self.world_size == 1 {
             return self.send_header(|_| &[]);
         }
-        if let Some(steps) = self.steps() {
-            return steps.reduce_scatter(dtype, op, bytes, own);
+        if let Some(shm) = self.shm_op() {
+            return shm.reduce_scatter(dtype, op, bytes, own);
         }
         let parts = EvenShards::new(bytes.len() / dtype.size(), dtype.size(), self.world_size);
         let (rank, offset) = (self.rank, parts.part(self.rank).start);
@@ -296,11 +297,15 @@ impl OpContext<'_> {
                 continue;
             }
             match chunk {
-                ChunkRange::One(range) => self.send(peer, Stage::Inward, round, &bytes[range])?,
+                ChunkRange::One(range) => self.send(peer, OpPhase::Reduce, round, &bytes[range])?,
                 ChunkRange::Many(pieces) => {
                     let mut packed = std::mem::take(self.packed);
-                    let sent =
-                        self.send(peer, Stage::Inward, round, pieces.pack(bytes, &mut packed));
+                    let sent = self.send(
+                        peer,
+                        OpPhase::Reduce,
+                        round,
+                        pieces.pack(bytes, &mut packed),
+                    );
                     *self.packed = packed;
                     sent?;
                 }
@@ -326,7 +331,7 @@ impl OpContext<'_> {
         if round > 0 {
             for peer in self.others() {
                 let awaited = peer..self.world_size;
-                let chunk = self.receive(peer, awaited, Stage::Inward, round, len)?;
+                let chunk = self.receive(peer, awaited, OpPhase::Reduce, round, len)?;
                 self.received[peer] = Some(chunk);
             }
         }

@@ -34,7 +34,7 @@ impl Notes {
     /// What the other rank sent.
     fn arrive(
         &self,
-        stage: Stage,
+        phase: OpPhase,
         index: u32,
         fingerprint: Option<CollectiveFingerprint>,
         payload: &[u8],
@@ -43,7 +43,7 @@ impl Notes {
         chunk.bytes_mut().copy_from_slice(payload);
         let tag = Tag {
             sequence: 0,
-            stage,
+            phase,
             index,
         };
         let received = RecvChunk {
@@ -54,9 +54,9 @@ impl Notes {
         assert!(self.inbox.push(1, received));
     }
 
-    fn sent(&self, stage: Stage) -> Vec<usize> {
+    fn sent(&self, phase: OpPhase) -> Vec<usize> {
         let sent = self.sent.lock().unwrap();
-        let parts = sent.iter().filter(|(tag, _)| tag.stage == stage);
+        let parts = sent.iter().filter(|(tag, _)| tag.phase == phase);
         parts.map(|(_, len)| *len).collect()
     }
 }
@@ -127,17 +127,17 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
         reduction.advance(&mut ctx, buffer.bytes_mut()).unwrap()
     };
     assert_eq!(go_on(), OpProgress::Waiting(1..2));
-    assert_eq!(notes.sent(Stage::Begin), [shards.digest().len()]);
-    assert_eq!(notes.sent(Stage::Inward).len(), PREFETCH);
-    notes.arrive(Stage::Begin, 0, Some(fingerprint), shards.digest());
+    assert_eq!(notes.sent(OpPhase::Header), [shards.digest().len()]);
+    assert_eq!(notes.sent(OpPhase::Reduce).len(), PREFETCH);
+    notes.arrive(OpPhase::Header, 0, Some(fingerprint), shards.digest());
     for round in 0..rounds {
         assert_eq!(go_on(), OpProgress::Waiting(1..2));
-        let sent = notes.sent(Stage::Inward);
+        let sent = notes.sent(OpPhase::Reduce);
         assert_eq!(sent.len(), rounds.min(round + PREFETCH + 1));
-        notes.arrive(Stage::Inward, round as u32, None, &[]);
+        notes.arrive(OpPhase::Reduce, round as u32, None, &[]);
     }
     assert_eq!(go_on(), OpProgress::Done);
-    assert!(notes.sent(Stage::Outward).is_empty(), "no results travel");
-    let sent = notes.sent(Stage::Inward);
+    assert!(notes.sent(OpPhase::Gather).is_empty(), "no results travel");
+    let sent = notes.sent(OpPhase::Reduce);
     assert_eq!(sent, vec![CHUNK; rounds]);
 }

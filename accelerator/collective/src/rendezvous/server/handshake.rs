@@ -40,7 +40,7 @@ impl ServerState {
             let handshake = self.pending.enter(&stream);
             let shared = Arc::clone(self);
             let spawned = thread::Builder::new()
-                .name("store-line".to_owned())
+                .name("store-rank".to_owned())
                 .stack_size(512 * 1024)
                 .spawn(move || shared.receive(connection, &stream, handshake));
             if let Err(error) = spawned {
@@ -56,11 +56,11 @@ impl ServerState {
         stream: &Arc<TcpStream>,
         mut handshake: PendingHandshake,
     ) {
-        // Without a token only some may join at all. The others are told so in a pending of their
+        // Without a token only some may join at all. The others are told so from a list of their
         // own, where they take no place from those who may.
         let origin = match self.options.token {
             Some(_) => None,
-            None => Some(PeerOrigin::of(stream, GLANCE)),
+            None => Some(PeerOrigin::of(stream, ORIGIN_LOOKUP_TIME)),
         };
         if self.check_origin(origin).is_err() {
             drop(handshake);
@@ -89,7 +89,7 @@ impl ServerState {
             }
             let outbox = Arc::clone(&outbox);
             registry
-                .lines
+                .connections
                 .insert(connection, RankConnection { outbox, nonces });
         }
         self.step(StoreInput::Registered {
@@ -102,7 +102,7 @@ impl ServerState {
             // The rank reads why it was refused, and goes.
             let _ = Message::arrives(stream, Some(Duration::from_secs(1)));
         }
-        self.registry().lines.remove(&connection);
+        self.registry().connections.remove(&connection);
         outbox.end();
         self.step(StoreInput::Gone { connection });
     }
@@ -110,8 +110,8 @@ impl ServerState {
     /// What a rank says, until it or the store ends.
     fn listen(&self, stream: &TcpStream, rank: usize) {
         while let Ok(true) = Message::arrives(stream, None) {
-            let deadline = Instant::now() + PendingHandshakes::PATIENCE;
-            let said = match Message::receive(stream, message::SHORT, deadline) {
+            let deadline = Instant::now() + PendingHandshakes::TIMEOUT;
+            let said = match Message::receive(stream, message::MAX_SHORT_BYTES, deadline) {
                 Ok(Message::ReportFailure(refusal)) => {
                     RankMessage::ReportFailure(refusal.into_error())
                 }
@@ -132,7 +132,7 @@ impl ServerState {
         tracing::debug!(%peer, %error, "the store turned a connection away");
         // Nobody may be there to read it.
         let _ = Message::Refused(WireError::new(error)).offer(stream);
-        if self.rejected_count.fetch_add(1, Ordering::AcqRel) < WORDS {
+        if self.rejected_count.fetch_add(1, Ordering::AcqRel) < MAX_REJECTION_NOTES {
             let note = format!("{peer} was turned away: {error}");
             self.step(StoreInput::Rejected { note });
         }
@@ -144,13 +144,14 @@ impl ServerState {
         stream: &TcpStream,
         origin: Option<PeerOrigin>,
     ) -> Result<(Registration, [Nonce; 2])> {
-        let deadline = Instant::now() + PendingHandshakes::PATIENCE;
+        let deadline = Instant::now() + PendingHandshakes::TIMEOUT;
         let unreadable =
             |error: ReadError| Error::new(Kind::Protocol, format!("no rank of this job: {error}"));
         // A rank that waits must not be delayed; without this it only takes longer.
         let _ = stream.set_nodelay(true);
         let key = self.options.token.as_ref().map(Token::key);
-        let hello = Message::receive(stream, message::SHORT, deadline).map_err(unreadable)?;
+        let hello =
+            Message::receive(stream, message::MAX_SHORT_BYTES, deadline).map_err(unreadable)?;
         let Message::Hello { nonce, job, proves } = hello else {
             return Err(Error::new(Kind::Protocol, "it did not say hello"));
         };
@@ -181,7 +182,8 @@ impl ServerState {
         }
         .send(stream)
         .map_err(unreadable)?;
-        let register = Message::receive(stream, message::SHORT, deadline).map_err(unreadable)?;
+        let register =
+            Message::receive(stream, message::MAX_SHORT_BYTES, deadline).map_err(unreadable)?;
         let Message::Register { body, proof } = register else {
             return Err(Error::new(Kind::Protocol, "it did not register"));
         };
@@ -229,7 +231,7 @@ impl ServerState {
 }
 
 /// How long the owner of a connection that has come is looked for.
-const GLANCE: Duration = Duration::from_millis(100);
+const ORIGIN_LOOKUP_TIME: Duration = Duration::from_millis(100);
 
 /// How many rejected connections are answered and noted.
-const WORDS: usize = 64;
+const MAX_REJECTION_NOTES: usize = 64;

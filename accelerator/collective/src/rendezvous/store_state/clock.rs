@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::{
-    EXIT_NOTICE, FINAL_MESSAGE_WAIT, JoinStage, Participant, Phase, RETURN, StoreAction,
+    EXIT_NOTICE, FINAL_MESSAGE_WAIT, JoinStage, Participant, Phase, RECONNECT_TIME, StoreAction,
     StoreState, TELL_AGAIN,
 };
 use crate::{
@@ -31,7 +31,7 @@ impl StoreState {
                         .to_owned()
                 }
                 (None, None) => format!(
-                    "it has been silent for {}: stopped, swapped out, or inject_disconnect off from the network",
+                    "it has been silent for {}: stopped, swapped out, or cut off from the network",
                     Seconds(now - participant.heard)
                 ),
             };
@@ -90,11 +90,11 @@ impl StoreState {
             return None;
         }
         if let Some((_, at)) = participant.ended {
-            // The end of the line comes behind everything that the rank has said.
+            // The end of the connection comes behind everything that the rank has said.
             return Some(participant.gone.unwrap_or(at + FINAL_MESSAGE_WAIT));
         }
         Some(match (participant.gone, &self.phase) {
-            (Some(gone), Phase::Gathering) => gone + RETURN,
+            (Some(gone), Phase::Gathering) => gone + RECONNECT_TIME,
             // Nobody can come again. The launcher may still say how the process ended.
             (Some(gone), _) => gone + EXIT_NOTICE,
             (None, _) => {

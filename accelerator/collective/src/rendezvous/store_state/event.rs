@@ -71,7 +71,7 @@ pub(crate) enum StoreAction {
     },
 }
 
-/// What a exit_notice is worth.
+/// What an exit notice is worth.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Severity {
     /// The rank is lost.

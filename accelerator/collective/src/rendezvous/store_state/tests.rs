@@ -316,14 +316,14 @@ fn a_rank_that_goes_may_come_again_soon() {
     state.step(come(1, 0, 3), now);
     state.step(come(2, 1, 3), now);
     state.step(StoreInput::Gone { connection: 2 }, now);
-    assert!(state.due().unwrap() <= now + RETURN);
-    assert!(refusals(&state.step(StoreInput::Tick, now + RETURN - MS)).is_empty());
-    state.step(come(3, 1, 3), now + RETURN - MS);
-    assert!(refusals(&state.step(StoreInput::Tick, now + RETURN)).is_empty());
+    assert!(state.due().unwrap() <= now + RECONNECT_TIME);
+    assert!(refusals(&state.step(StoreInput::Tick, now + RECONNECT_TIME - MS)).is_empty());
+    state.step(come(3, 1, 3), now + RECONNECT_TIME - MS);
+    assert!(refusals(&state.step(StoreInput::Tick, now + RECONNECT_TIME)).is_empty());
 
-    let then = now + RETURN;
+    let then = now + RECONNECT_TIME;
     state.step(StoreInput::Gone { connection: 3 }, then);
-    let actions = state.step(StoreInput::Tick, then + RETURN);
+    let actions = state.step(StoreInput::Tick, then + RECONNECT_TIME);
     let error = refusal(&actions, &[1]);
     assert!(error.is_peer_lost());
     assert_eq!(error.ranks(), [1]);
@@ -370,8 +370,8 @@ fn a_store_that_overslept_accuses_nobody() {
     let late = start + 10 * LIVENESS;
     state.step(StoreInput::Suspended, late);
     assert!(refusals(&state.step(StoreInput::Tick, late)).is_empty());
-    assert!(refusals(&state.step(StoreInput::Tick, late + RETURN - MS)).is_empty());
-    let error = refusal(&state.step(StoreInput::Tick, late + RETURN), &[1]);
+    assert!(refusals(&state.step(StoreInput::Tick, late + RECONNECT_TIME - MS)).is_empty());
+    let error = refusal(&state.step(StoreInput::Tick, late + RECONNECT_TIME), &[1]);
     assert_eq!(error.ranks(), [2]);
 }
 

@@ -65,7 +65,7 @@ struct ArenaHeader {
 unsafe impl Atomics for ArenaHeader {}
 
 impl Arena {
-    /// RawMemory for one of several threads of this process.
+    /// Memory for one of several threads of this process.
     pub(crate) fn of_thread() -> io::Result<Self> {
         #[cfg(target_os = "linux")]
         return Self::private(installed());
@@ -91,7 +91,7 @@ impl Arena {
         })
     }
 
-    /// RawMemory in a file of its own, which other processes can open as long as this value lives.
+    /// Memory in a file of its own, which other processes can open as long as this value lives.
     #[cfg(target_os = "linux")]
     pub(crate) fn of_process(nonce: [u64; 2]) -> io::Result<Self> {
         let arena = Self::in_file(installed())?;
@@ -137,7 +137,7 @@ impl Arena {
 
         let path = format!("/proc/{pid}/fd/{}", key.file);
         // Where processes are numbered otherwise there, this is some other file, which is better not
-        // header_step.
+        // opened.
         let target = std::fs::read_link(&path)?;
         if !target.to_string_lossy().contains(NAME) {
             return Err(unknown(format!("{path} is {}", target.display())));

@@ -34,7 +34,7 @@ pub(super) struct InboxState {
 
 impl InboxState {
     pub(super) fn blame(&mut self, sequence: Option<u64>, cause: FailureCause) {
-        if self.failures.len() < BLAMES {
+        if self.failures.len() < MAX_FAILURES {
             self.failures.push(ObservedFailure {
                 sequence,
                 cause,
@@ -259,7 +259,7 @@ pub(super) enum FailureCause {
 pub(super) const GRACE: Duration = Duration::from_millis(100);
 
 /// How many failures are kept.
-const BLAMES: usize = 64;
+const MAX_FAILURES: usize = 64;
 
 pub(super) const DROPPED: &str =
     "it dropped its group without closing it: its program returned early or failed";

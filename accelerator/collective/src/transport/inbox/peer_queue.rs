@@ -28,8 +28,8 @@ impl RecvChunk {
     /// How much of its queue it takes: its content, and what it costs to keep it. A peer that
     /// sends parts without content fills its queue too.
     pub(super) fn weight(&self) -> usize {
-        const KEPT: usize = 512;
-        self.payload.bytes().len() + KEPT
+        const CHUNK_OVERHEAD: usize = 512;
+        self.payload.bytes().len() + CHUNK_OVERHEAD
     }
 }
 

@@ -2,7 +2,7 @@ use super::*;
 use crate::{
     error::{Error, Kind},
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
-    transport::{OpTimeouts, Peer, PeerLocation, Stage, Tag, TimeoutKind},
+    transport::{OpPhase, OpTimeouts, Peer, PeerLocation, Tag, TimeoutKind},
 };
 
 fn deadline(sequence: u64) -> OpDeadline {
@@ -120,7 +120,7 @@ fn each_operation_finds_its_own_parts() {
     let part = |sequence, index| RecvChunk {
         tag: Tag {
             sequence,
-            stage: Stage::Inward,
+            phase: OpPhase::Reduce,
             index,
         },
         fingerprint: None,

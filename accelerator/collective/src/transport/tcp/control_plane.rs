@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{LINGER, Tcp, link::Link};
+use super::{FINAL_MESSAGES_TIMEOUT, Tcp, link::Link};
 use crate::{
     error::Certainty,
     transport::{ControlPlane, FinalMessage, LeaveKind},
@@ -34,7 +34,7 @@ impl ControlPlane for Tcp {
             .partition(|(rank, _)| self.inbox.can_receive(*rank));
         // Nor for one that broke the protocol, and may take nothing.
         receivers.sort_by_key(|(rank, _)| !self.inbox.is_present(*rank));
-        let until = Instant::now() + LINGER;
+        let until = Instant::now() + FINAL_MESSAGES_TIMEOUT;
         for (_, link) in &receivers {
             link.part(&head, &preamble, until);
         }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{LINGER, Tcp, link};
+use super::{FINAL_MESSAGES_TIMEOUT, Tcp, link};
 use crate::{
     error::{Certainty, Error, Result},
     transport::{ControlPlane, DataPlane, MAX_IN_FLIGHT, OpDeadline, OutgoingChunk, TransportKind},
@@ -36,7 +36,7 @@ impl DataPlane for Tcp {
                 let now = Instant::now();
                 let mut due = match stuck {
                     Some((at, due)) if at == written => due,
-                    _ => now + link::TICK,
+                    _ => now + link::WRITER_CHECK_INTERVAL,
                 };
                 if written > stuck.map_or(0, |(at, _)| at) {
                     deadline.on_progress(now);
@@ -45,7 +45,7 @@ impl DataPlane for Tcp {
                 let was_calm = self.inbox.has_no_failures();
                 if failure.is_none() && (now >= due || !was_calm) {
                     deadline.compensate(due, now);
-                    due = now + link::TICK;
+                    due = now + link::WRITER_CHECK_INTERVAL;
                     let check = self.inbox.check(to, &self.peers, deadline);
                     let check = check.and_then(|()| {
                         let roots = |deadline: &OpDeadline| self.inbox.roots(vec![to], deadline);
@@ -57,7 +57,7 @@ impl DataPlane for Tcp {
                         // Who is lost takes nothing more.
                         let linger = match error.is_peer_lost() && error.ranks().contains(&to) {
                             true => Duration::ZERO,
-                            false => LINGER,
+                            false => FINAL_MESSAGES_TIMEOUT,
                         };
                         failure = Some((error, now + linger));
                     }

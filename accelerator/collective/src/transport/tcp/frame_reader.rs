@@ -10,10 +10,10 @@ use super::peer_liveness::PeerLiveness;
 use crate::{
     error::Certainty,
     fingerprint::CollectiveFingerprint,
-    transport::{Abort, Inbox, LeaveKind, RecvChunk, Stage, Tag, pool::PooledBuffer},
+    transport::{Abort, Inbox, LeaveKind, OpPhase, RecvChunk, Tag, pool::PooledBuffer},
     wire::{
         ReadError,
-        frame::{FrameError, FrameKind, Head, Heartbeat, PREAMBLE},
+        frame::{FrameError, FrameKind, Head, Heartbeat, MAX_PREAMBLE},
     },
 };
 
@@ -86,7 +86,7 @@ impl<S: Read> FrameReader<S> {
             rank,
             inbox,
             liveness,
-            stage: vec![0; STAGE].into(),
+            stage: vec![0; STAGING_BYTES].into(),
             from: 0,
             to: 0,
             preamble: Vec::new(),
@@ -277,7 +277,7 @@ impl<S: Read> FrameReader<S> {
 
     fn deliver(&mut self, head: Head, chunk: PooledBuffer) -> Result<(), ReadError> {
         let rank = self.rank;
-        let stage = match head.kind {
+        let phase = match head.kind {
             FrameKind::Abort => {
                 let abort = Abort::decode(head.sequence, &self.preamble);
                 let abort = abort.ok_or(FrameError::Fingerprint)?;
@@ -301,20 +301,20 @@ impl<S: Read> FrameReader<S> {
                 }
                 return Ok(());
             }
-            FrameKind::Begin => Stage::Begin,
-            FrameKind::Inward => Stage::Inward,
-            FrameKind::Outward => Stage::Outward,
+            FrameKind::Header => OpPhase::Header,
+            FrameKind::Reduce => OpPhase::Reduce,
+            FrameKind::Gather => OpPhase::Gather,
         };
-        let fingerprint = match stage {
-            Stage::Begin => {
+        let fingerprint = match phase {
+            OpPhase::Header => {
                 Some(CollectiveFingerprint::decode(&self.preamble).ok_or(FrameError::Fingerprint)?)
             }
-            Stage::Inward | Stage::Outward => None,
+            OpPhase::Reduce | OpPhase::Gather => None,
         };
         let received = RecvChunk {
             tag: Tag {
                 sequence: head.sequence,
-                stage,
+                phase,
                 index: head.index,
             },
             fingerprint,
@@ -347,8 +347,8 @@ const READER_PANICKED: &str = "a thread that reads its connections panicked";
 const ENDED: &str = "its connection ended: the process died or lost the network";
 
 /// Takes a short frame in one read, and the longest preamble with its head.
-const STAGE: usize = 24 * 1024;
-const _: () = assert!(Head::LEN + PREAMBLE <= STAGE);
+const STAGING_BYTES: usize = 24 * 1024;
+const _: () = assert!(Head::LEN + MAX_PREAMBLE <= STAGING_BYTES);
 
 /// So many times what the stage holds is taken in one go from a peer that is not listened to.
 const READS: usize = 16;
@@ -393,9 +393,9 @@ mod tests {
 
     /// Payloads shorter and longer than the stage.
     fn frames() -> Vec<Vec<u8>> {
-        let payloads = [vec![], vec![1; 40], vec![2; 2 * STAGE], vec![3; 7]];
+        let payloads = [vec![], vec![1; 40], vec![2; 2 * STAGING_BYTES], vec![3; 7]];
         let frames = payloads.iter().enumerate().map(|(index, payload)| {
-            let head = Head::new(FrameKind::Inward, 5, index as u32, &[], payload);
+            let head = Head::new(FrameKind::Reduce, 5, index as u32, &[], payload);
             [&head.encode()[..], payload].concat()
         });
         frames.collect()
@@ -436,7 +436,7 @@ mod tests {
         let mut reader = reader();
         reader.source.0.push_back(frames()[0].clone());
         assert_eq!(reader.read_frames(), ReadOutcome::Frames);
-        reader.source.0.push_back(vec![b'x'; 3 * STAGE]);
+        reader.source.0.push_back(vec![b'x'; 3 * STAGING_BYTES]);
         assert_eq!(reader.read_frames(), ReadOutcome::Nothing);
         assert!(reader.source.0.is_empty() && reader.discarding);
         let version = reader.inbox.version();
@@ -454,7 +454,7 @@ mod tests {
         let chunk = |index| RecvChunk {
             tag: Tag {
                 sequence: 5,
-                stage: Stage::Inward,
+                phase: OpPhase::Reduce,
                 index,
             },
             fingerprint: None,
@@ -482,7 +482,7 @@ mod tests {
             .by_ref()
             .take(3)
             .map(|index| {
-                Head::new(FrameKind::Inward, 5, index, &[], &[])
+                Head::new(FrameKind::Reduce, 5, index, &[], &[])
                     .encode()
                     .to_vec()
             })

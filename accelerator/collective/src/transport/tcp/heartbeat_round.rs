@@ -1,4 +1,4 @@
-//! ActivityClock of life, and the judgement of silence.
+//! A round of heartbeats: sends them, and finds silent peers.
 
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ impl Tcp {
     pub(super) fn round(&self, clock: &mut RoundClock, liveness: Duration) -> Duration {
         self.inbox.note_running(liveness);
         let now = Instant::now();
-        let slack = suspend_tolerance(liveness).max(SHORTEST);
+        let slack = suspend_tolerance(liveness).max(MIN_PAUSE);
         let late = clock
             .due
             .map_or(Duration::ZERO, |due| now.saturating_duration_since(due));
@@ -58,10 +58,10 @@ impl Tcp {
             };
             let silence = link.liveness.silence(now);
             if silence < limit {
-                next = next.min((limit - silence).max(SHORTEST));
+                next = next.min((limit - silence).max(MIN_PAUSE));
                 continue;
             }
-            next = next.min(SHORTEST);
+            next = next.min(MIN_PAUSE);
             // Asked before the clock: a stop in between makes the clock late, and nobody guilty.
             if link.has_news() {
                 continue;
@@ -99,4 +99,4 @@ impl Tcp {
     }
 }
 
-const SHORTEST: Duration = Duration::from_millis(20);
+const MIN_PAUSE: Duration = Duration::from_millis(20);

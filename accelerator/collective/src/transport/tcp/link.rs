@@ -98,7 +98,7 @@ impl Link {
         {
             // A connection that says it is writable has room for some kilobytes; who else writes
             // holds the lock.
-            let until = Instant::now() + TICK;
+            let until = Instant::now() + WRITER_CHECK_INTERVAL;
             let _ = self.write_to(&mut stream, [frame, &[], &[]], |written| {
                 written > 0 && self.has_room_by(until)
             });
@@ -232,4 +232,4 @@ pub(super) fn timespec(pause: Duration) -> Timespec {
 }
 
 /// How often a writer that waits asks whether to go on.
-pub(super) const TICK: Duration = Duration::from_millis(100);
+pub(super) const WRITER_CHECK_INTERVAL: Duration = Duration::from_millis(100);

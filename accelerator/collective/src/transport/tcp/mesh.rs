@@ -79,7 +79,7 @@ fn assemble(rank: usize, meeting: &Meeting, deadline: Instant) -> Result<Vec<Opt
             return Err(error);
         }
         // The caller knows best why it got no connection; it says so at the deadline.
-        let left = (deadline + SLACK).saturating_duration_since(Instant::now());
+        let left = (deadline + RESULT_GRACE).saturating_duration_since(Instant::now());
         match events.recv_timeout(left) {
             Ok(MeshEvent::Failed(error)) => return Err(error),
             Ok(MeshEvent::News) => {}
@@ -174,7 +174,7 @@ impl OutboundConnect {
         // The peer has listened since before it registered: who refuses is not there any more,
         // of which the store usually knows more.
         let mut refused: Option<Instant> = None;
-        let mut pause = SHORTEST;
+        let mut pause = MIN_RETRY_DELAY;
         loop {
             let failure = match self.try_once(peer) {
                 Ok(stream) => return Some(Ok(stream)),
@@ -202,7 +202,7 @@ impl OutboundConnect {
                 )));
             }
             thread::sleep(pause);
-            pause = (2 * pause).min(LONGEST);
+            pause = (2 * pause).min(MAX_RETRY_DELAY);
         }
     }
 
@@ -238,15 +238,15 @@ impl OutboundConnect {
 
     /// The next message of the peer, as long as somebody waits for it.
     fn hear(&self, stream: &TcpStream) -> Result<Message, ReadError> {
-        while !Message::arrives(stream, Some(TICK))? {
+        while !Message::arrives(stream, Some(CANCEL_CHECK_INTERVAL))? {
             if self.is_closed() || Instant::now() > self.deadline {
                 return Err(ReadError::Io(io::ErrorKind::TimedOut.into()));
             }
         }
         Message::receive(
             stream,
-            message::SHORT,
-            Instant::now() + PendingHandshakes::PATIENCE,
+            message::MAX_SHORT_BYTES,
+            Instant::now() + PendingHandshakes::TIMEOUT,
         )
     }
 
@@ -301,7 +301,10 @@ impl Drop for Acceptor {
         // A last visitor wakes the thread that accepts. Should it not get through, the thread
         // ends with the next one.
         if let Ok(address) = self.listener.local_addr() {
-            drop(TcpStream::connect_timeout(&reachable(address), TICK));
+            drop(TcpStream::connect_timeout(
+                &reachable(address),
+                CANCEL_CHECK_INTERVAL,
+            ));
         }
     }
 }
@@ -356,10 +359,10 @@ impl InboundHandshake {
         stream: Arc<TcpStream>,
         handshake: PendingHandshake,
     ) -> Result<(), ReadError> {
-        let deadline = Instant::now() + PendingHandshakes::PATIENCE;
+        let deadline = Instant::now() + PendingHandshakes::TIMEOUT;
         let _ = stream.set_nodelay(true);
         let Message::Greet { from, to, nonce } =
-            Message::receive(&stream, message::SHORT, deadline)?
+            Message::receive(&stream, message::MAX_SHORT_BYTES, deadline)?
         else {
             return Err(ReadError::Message("no greeting".to_owned()));
         };
@@ -374,7 +377,8 @@ impl InboundHandshake {
         let said = transcript(peer, self.rank, &nonce, &own);
         let proof = self.key.prove("answer", &[&said]);
         Message::Answer { nonce: own, proof }.send(&stream)?;
-        let Message::Confirm { proof } = Message::receive(&stream, message::SHORT, deadline)?
+        let Message::Confirm { proof } =
+            Message::receive(&stream, message::MAX_SHORT_BYTES, deadline)?
         else {
             return Err(ReadError::Message("no confirmation".to_owned()));
         };
@@ -410,11 +414,11 @@ fn transcript(from: usize, to: usize, nonce: &Nonce, own: &Nonce) -> Vec<u8> {
 const REFUSED: Duration = Duration::from_secs(1);
 
 /// How often a caller looks whether anybody waits for it.
-const TICK: Duration = Duration::from_millis(100);
+const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How long to wait before calling again, from the first time to the last.
-const SHORTEST: Duration = Duration::from_millis(10);
-const LONGEST: Duration = Duration::from_millis(200);
+const MIN_RETRY_DELAY: Duration = Duration::from_millis(10);
+const MAX_RETRY_DELAY: Duration = Duration::from_millis(200);
 
 /// By how much the caller's news may come after the deadline.
-const SLACK: Duration = Duration::from_millis(250);
+const RESULT_GRACE: Duration = Duration::from_millis(250);

@@ -20,7 +20,7 @@ use std::{
 use super::{ControlPlane, Inbox, Peer, PeerLocation, Transport, waker::Waker};
 use crate::{
     error::{Error, Result},
-    rendezvous::{LONGEST, Meeting},
+    rendezvous::{MAX_WAIT, Meeting},
     shm::cores,
     sync::Mutex,
     topology::Topology,
@@ -57,7 +57,7 @@ impl Tcp {
         patience: Duration,
     ) -> Result<Self> {
         let rank = topology.rank();
-        let streams = mesh::connect(rank, &meeting, Instant::now() + patience.min(LONGEST))?;
+        let streams = mesh::connect(rank, &meeting, Instant::now() + patience.min(MAX_WAIT))?;
         let peers: Arc<[Peer]> = meeting
             .ranks
             .into_iter()
@@ -137,16 +137,16 @@ fn busy(peers: &[Peer], rank: usize) -> Duration {
     };
     let ranks = peers.iter().filter_map(here).count();
     match ranks <= cores(peers.iter().filter_map(here)) {
-        true => BUSY,
+        true => SPIN_TIME,
         false => Duration::ZERO,
     }
 }
 
 /// Longer than two switches to and from sleep.
-const BUSY: Duration = Duration::from_micros(100);
+const SPIN_TIME: Duration = Duration::from_micros(100);
 
 /// How long the final messages take at most, to all peers together.
-const LINGER: Duration = Duration::from_secs(1);
+const FINAL_MESSAGES_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests;

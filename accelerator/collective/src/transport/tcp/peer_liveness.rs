@@ -39,7 +39,7 @@ impl PeerLiveness {
     /// Takes so much off the silence; none is left at most.
     pub(super) fn credit(&self, silence: Duration, now: Instant) {
         let heard = Duration::from_millis(self.heard.load(Ordering::Acquire));
-        let heard = self.since + heard.min(LONGEST) + silence.min(LONGEST);
+        let heard = self.since + heard.min(MAX_SILENCE) + silence.min(MAX_SILENCE);
         self.refresh(heard.min(now));
     }
 
@@ -94,7 +94,7 @@ impl PeerLiveness {
 }
 
 /// A bound that keeps the arithmetic of clocks from overflowing.
-const LONGEST: Duration = Duration::from_secs(1 << 40);
+const MAX_SILENCE: Duration = Duration::from_secs(1 << 40);
 
 #[cfg(test)]
 mod tests {

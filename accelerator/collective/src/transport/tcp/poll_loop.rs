@@ -76,7 +76,7 @@ impl Tcp {
                 return;
             }
             // No event tells that all has left.
-            await_ready(link.stream(), PollFlags::IN, left.min(GLANCE));
+            await_ready(link.stream(), PollFlags::IN, left.min(SEND_CHECK_INTERVAL));
             take();
         }
         // A peer that ended just now has sent its own final message before.
@@ -96,9 +96,9 @@ impl Tcp {
 
     /// Waits for one of these, or for bytes from anyone whose bytes can be taken.
     fn poll<const N: usize>(&self, these: [PollFd<'_>; N], pause: Duration) {
-        let mut few = std::array::from_fn::<_, FEW, _>(|at| these[at.min(N - 1)].clone());
+        let mut few = std::array::from_fn::<_, MAX_STACK_FDS, _>(|at| these[at.min(N - 1)].clone());
         let mut many = Vec::new();
-        let fds = match self.links.len() + N <= FEW {
+        let fds = match self.links.len() + N <= MAX_STACK_FDS {
             true => &mut few[..],
             false => {
                 many.extend_from_slice(&these);
@@ -119,7 +119,7 @@ impl Tcp {
 }
 
 /// How often to look whether the final message has left.
-const GLANCE: Duration = Duration::from_millis(1);
+const SEND_CHECK_INTERVAL: Duration = Duration::from_millis(1);
 
 /// So many connections need no memory to be polled.
-const FEW: usize = 64;
+const MAX_STACK_FDS: usize = 64;

@@ -59,7 +59,7 @@ pub(crate) fn feed(source: impl Read, peer: Peer, inbox: Arc<Inbox>) {
     loop {
         match reader.read_frames() {
             ReadOutcome::Frames | ReadOutcome::Nothing => {}
-            ReadOutcome::Full => drop(inbox.has_room(peer.rank, TICK)),
+            ReadOutcome::Full => drop(inbox.has_room(peer.rank, CLOSE_CHECK_INTERVAL)),
             ReadOutcome::Ended => return,
         }
     }
@@ -80,8 +80,12 @@ impl ReaderThread {
             self.handoff.wait_for_turn();
             match read_frames(&self.reader) {
                 ReadOutcome::Frames => {}
-                ReadOutcome::Nothing => drop(await_ready(&self.stream, PollFlags::IN, TICK)),
-                ReadOutcome::Full => drop(self.inbox.has_room(self.rank, TICK)),
+                ReadOutcome::Nothing => drop(await_ready(
+                    &self.stream,
+                    PollFlags::IN,
+                    CLOSE_CHECK_INTERVAL,
+                )),
+                ReadOutcome::Full => drop(self.inbox.has_room(self.rank, CLOSE_CHECK_INTERVAL)),
                 ReadOutcome::Ended => return,
             }
             if self.inbox.is_closed() {
@@ -95,7 +99,7 @@ impl ReaderThread {
 }
 
 /// How often a reader that waits looks whether the inbox is closed.
-const TICK: Duration = Duration::from_millis(500);
+const CLOSE_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// How long a closed inbox lets the peer finish.
 const DRAIN: Duration = Duration::from_secs(2);

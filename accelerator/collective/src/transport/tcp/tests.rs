@@ -39,7 +39,7 @@ fn run<R: Send + 'static>(
     run_with_witness(world_size, options, honest, |streams, _| odd(streams))
 }
 
-/// The same, where the odd rank can let the store report_exit.
+/// The same, where the odd rank can let the store report its exit.
 fn run_with_witness<R: Send + 'static>(
     world_size: usize,
     options: &GroupOptions,
@@ -117,7 +117,7 @@ fn declarations(stream: &mut TcpStream, count: u64) -> Vec<(Head, Vec<u8>)> {
         let head = Head::read(stream).unwrap();
         let mut body = vec![0; head.preamble + head.payload];
         stream.read_exact(&mut body).unwrap();
-        if head.kind == FrameKind::Begin {
+        if head.kind == FrameKind::Header {
             assert_eq!(head.sequence, frames.len() as u64);
             frames.push((head, body));
         }
@@ -141,7 +141,7 @@ fn final_message(stream: &mut TcpStream) -> Abort {
 
 /// Rank 0 of two, whose pulse the test is, and the bare connection of rank 1.
 fn pair() -> (Tcp, TcpStream) {
-    let mut meetings = meetings(b"job");
+    let mut meetings = meetings(1);
     let (second, first) = (meetings.pop().unwrap(), meetings.pop().unwrap());
     let patience = Duration::from_secs(40);
     let other = thread::spawn(move || {
@@ -153,7 +153,7 @@ fn pair() -> (Tcp, TcpStream) {
 }
 
 /// What two ranks know that have met.
-fn meetings(key: &[u8]) -> Vec<Meeting> {
+fn meetings(job: u8) -> Vec<Meeting> {
     let listeners = [0, 1].map(|_| TcpListener::bind(("127.0.0.1", 0)).unwrap());
     let addresses = [0, 1].map(|rank: usize| listeners[rank].local_addr().unwrap());
     let ranks: Vec<Registration> = (0..2)
@@ -173,7 +173,7 @@ fn meetings(key: &[u8]) -> Vec<Meeting> {
     let meeting = |listener| Meeting {
         ranks: ranks.clone(),
         listener,
-        key: Key::new(key),
+        key: Key::of_job(&[job; 32], None),
         store: None,
     };
     listeners.into_iter().map(meeting).collect()
@@ -211,7 +211,7 @@ fn a_death_in_the_operation_is_named_by_all() {
 #[test]
 fn a_death_within_a_frame_is_named() {
     let errors = run(3, &patient(), reduce(10), |mut streams| {
-        let head = Head::new(FrameKind::Begin, 0, 0, &[0; 20], &[0; 40]).encode();
+        let head = Head::new(FrameKind::Header, 0, 0, &[0; 20], &[0; 40]).encode();
         for stream in &mut streams {
             stream.write_all(&head[..20]).unwrap();
         }
@@ -330,7 +330,7 @@ fn a_rank_that_takes_nothing_is_named_in_time() {
             .with_data(u8::DTYPE, 60_000_000)
             .with_root(0);
             let (bytes, len) = fingerprint.encode();
-            let head = Head::new(FrameKind::Begin, 0, 0, &bytes[..len], &[]);
+            let head = Head::new(FrameKind::Header, 0, 0, &bytes[..len], &[]);
             declared.write_all(&head.encode()).unwrap();
             declared.write_all(&bytes[..len]).unwrap();
             // Until the test is over.
@@ -347,12 +347,12 @@ fn bytes_that_are_no_frame_are_told() {
     let rubbish: [(&[u8], &str); 3] = [
         (&[b'x'; 100], "bytes that begin no frame"),
         (
-            &Head::new(FrameKind::Begin, 0, 0, &[], &[]).encode(),
+            &Head::new(FrameKind::Header, 0, 0, &[], &[]).encode(),
             "a malformed fingerprint",
         ),
         (
             &{
-                let mut head = Head::new(FrameKind::Outward, 0, 0, &[], &[]).encode();
+                let mut head = Head::new(FrameKind::Gather, 0, 0, &[], &[]).encode();
                 head[27] = 0xff;
                 head
             },
@@ -458,7 +458,7 @@ fn what_comes_before_an_error_is_done() {
 fn frames_out_of_order_are_told() {
     let (release, held) = mpsc::channel::<()>();
     let errors = run(2, &patient(), reduce(10), move |mut streams| {
-        let head = Head::new(FrameKind::Outward, 5, 3, &[], &[]);
+        let head = Head::new(FrameKind::Gather, 5, 3, &[], &[]);
         streams[0].write_all(&head.encode()).unwrap();
         let _ = held.recv();
     });
@@ -469,13 +469,12 @@ fn frames_out_of_order_are_told() {
 /// Strangers at the door of a rank neither get in nor keep the others out.
 #[test]
 fn strangers_do_not_disturb_the_mesh() {
-    let mut own = meetings(b"job");
+    let mut own = meetings(1);
     let (second, first) = (own.pop().unwrap(), own.pop().unwrap());
     let address = first.ranks[0].address;
     let stranger = Meeting {
         ranks: first.ranks.clone(),
-        key: Key::new(b"another job"),
-        ..meetings(b"another job").remove(1)
+        ..meetings(2).remove(1)
     };
     let deadline = Instant::now() + Duration::from_secs(40);
     let silent = TcpStream::connect(address).unwrap();

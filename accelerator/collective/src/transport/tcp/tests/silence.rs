@@ -15,7 +15,7 @@ use crate::{
     group::ProcessGroup,
     reduce_op::ReduceOp,
     transport::{
-        CHUNK, DataPlane, OpDeadline, OutgoingChunk, Stage, Tag, tcp::heartbeat_round::RoundClock,
+        CHUNK, DataPlane, OpDeadline, OpPhase, OutgoingChunk, Tag, tcp::heartbeat_round::RoundClock,
     },
     wire::frame::{FrameKind, Head},
 };
@@ -152,8 +152,8 @@ fn a_full_queue_is_no_silence() {
         for index in 0..LEN.div_ceil(CHUNK) {
             let payload = &values[..CHUNK.min(LEN - index * CHUNK)];
             let (kind, preamble) = match index {
-                0 => (FrameKind::Begin, &bytes[..len]),
-                _ => (FrameKind::Outward, &[][..]),
+                0 => (FrameKind::Header, &bytes[..len]),
+                _ => (FrameKind::Gather, &[][..]),
             };
             let head = Head::new(kind, 0, index as u32, preamble, payload);
             for piece in [&head.encode()[..], preamble, payload] {
@@ -229,7 +229,7 @@ fn who_cannot_send_says_whom_it_waits_for() {
             let part = OutgoingChunk {
                 tag: Tag {
                     sequence: 4,
-                    stage: Stage::Inward,
+                    phase: OpPhase::Reduce,
                     index: 0,
                 },
                 fingerprint: None,

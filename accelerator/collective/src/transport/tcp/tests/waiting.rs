@@ -18,8 +18,8 @@ use crate::{
     error::{Certainty, Error, Kind},
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     transport::{
-        Abort, CHUNK, ControlPlane, DataPlane, FinalMessage, LeaveKind, OpDeadline, OpTimeouts,
-        OutgoingChunk, Stage, Tag, TimeoutKind,
+        Abort, CHUNK, ControlPlane, DataPlane, FinalMessage, LeaveKind, OpDeadline, OpPhase,
+        OpTimeouts, OutgoingChunk, Tag, TimeoutKind,
         tcp::{
             Tcp,
             link::{Link, await_ready},
@@ -94,7 +94,7 @@ fn who_cannot_write_reads() {
         let payload = [1; CHUNK];
         other.set_write_timeout(Some(LONG)).unwrap();
         for index in 0..PARTS {
-            let head = Head::new(FrameKind::Inward, 4, index, &[], &payload);
+            let head = Head::new(FrameKind::Reduce, 4, index, &[], &payload);
             other.write_all(&head.encode()).unwrap();
             other.write_all(&payload).unwrap();
         }
@@ -209,7 +209,7 @@ fn part(index: u32, payload: &[u8]) -> OutgoingChunk<'_> {
     OutgoingChunk {
         tag: Tag {
             sequence: 4,
-            stage: Stage::Inward,
+            phase: OpPhase::Reduce,
             index,
         },
         fingerprint: None,
