@@ -94,6 +94,10 @@ impl Accumulation {
         Self { steps, window }
     }
 
+    pub(crate) fn set_steps(&self, steps: NonZeroUsize) {
+        self.steps.store(steps.get(), Ordering::Relaxed);
+    }
+
     pub(crate) fn steps(&self) -> usize {
         self.steps.load(Ordering::Relaxed)
     }

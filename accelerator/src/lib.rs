@@ -154,7 +154,8 @@ pub use accelerator_collective as collective;
 pub use accelerator_plan as plan;
 
 pub use crate::accelerator::{
-    Accelerator, AcceleratorBuilder, BatchSizeFinder, PadSide, PaddedShare, Prepare, kind, launch,
+    Accelerator, AcceleratorBuilder, BatchSizeFinder, DistributedType, PadSide, PaddedShare,
+    Prepare, TensorMap, Tensors, kind, launch, launch_processes,
 };
 pub use crate::core::device::{DeviceKind, Oversubscription};
 pub use crate::core::error::{Error, Result};

@@ -4,6 +4,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::tensors::{TensorMap, Tensors};
 use super::{Accelerator, validate};
 use crate::core::agreement::sides;
 use crate::core::error::{Error, Result};
@@ -97,9 +98,11 @@ impl Accelerator {
     /// [`Error::is_misuse`] on every rank, with what each has, when shapes do not fit together or types
     /// differ; [`Error::is_collective`] when another rank is lost.
     #[track_caller]
-    pub fn gather<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
-        let rows = tensor.dims()[0];
-        self.gather_rows(tensor, rows, None)
+    pub fn gather<T: Tensors>(&self, tensors: T) -> Result<T> {
+        tensors.map_tensors(&mut GatherRows {
+            accelerator: self,
+            batch: None,
+        })
     }
 
     /// As [`gather`](Self::gather), of the rows of `tensor` that belong to samples: padding and
@@ -140,11 +143,7 @@ impl Accelerator {
     /// [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), under which other ranks may have had
     /// their last batch: keep rows of such a loader until its end, and gather once then.
     #[track_caller]
-    pub fn gather_for_metrics<const D: usize, K: Basic, O>(
-        &self,
-        tensor: Tensor<D, K>,
-        batch: &Batch<O>,
-    ) -> Result<Tensor<D, K>> {
+    pub fn gather_for_metrics<T: Tensors, O>(&self, tensors: T, batch: &Batch<O>) -> Result<T> {
         if batch.is_uneven() {
             return Err(Error::misuse(
                 "gather_for_metrics: this batch is of a loader with the tail policy `uneven`, under \
@@ -153,7 +152,10 @@ impl Accelerator {
                  use metrics and `reduce`",
             ));
         }
-        self.gather_rows(tensor, batch.real(), Some(batch.len()))
+        tensors.map_tensors(&mut GatherRows {
+            accelerator: self,
+            batch: Some((batch.real(), batch.len())),
+        })
     }
 
     /// The tensor of rank `root`, on every rank; the others' own gives the shape.
@@ -287,6 +289,24 @@ impl Accelerator {
         let mine = (self.rank() == root).then_some(value);
         let group = self.shared.context.group.for_purpose("broadcast_object");
         Ok(group.broadcast_object(mine, root)?)
+    }
+}
+
+/// Gathers each tensor of a structure.
+struct GatherRows<'a> {
+    accelerator: &'a Accelerator,
+    /// Of how many rows, the first that belong to samples, and all of them; `None` for all that there are.
+    batch: Option<(usize, usize)>,
+}
+
+impl TensorMap for GatherRows<'_> {
+    #[track_caller]
+    fn map<const D: usize, K: Basic>(&mut self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
+        let (rows, samples) = match self.batch {
+            Some((real, samples)) => (real, Some(samples)),
+            None => (tensor.dims()[0], None),
+        };
+        self.accelerator.gather_rows(tensor, rows, samples)
     }
 }
 

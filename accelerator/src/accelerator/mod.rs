@@ -2,6 +2,7 @@ mod batch_size;
 mod builder;
 mod checkpoints;
 mod collectives;
+mod distributed_type;
 mod finish;
 mod launch;
 mod log;
@@ -11,11 +12,13 @@ mod plan;
 mod precision;
 mod prepare;
 mod process;
+mod processes;
 mod profile;
 #[cfg(feature = "progress")]
 mod progress;
 mod replicas;
 mod split;
+mod tensors;
 mod training;
 mod trigger;
 mod validate;
@@ -25,20 +28,24 @@ use core::fmt;
 use core::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use accelerator_collective::{ProcessGroup, Topology};
 use burn::tensor::Device;
 
 pub use self::batch_size::BatchSizeFinder;
 pub use self::builder::AcceleratorBuilder;
+pub use self::distributed_type::DistributedType;
 pub use self::launch::launch;
 pub use self::padding::PadSide;
 pub use self::prepare::{Prepare, kind};
+pub use self::processes::launch_processes;
 pub use self::split::PaddedShare;
+pub use self::tensors::{TensorMap, Tensors};
 use crate::checkpoint::CheckpointContext;
 use crate::context::{Context, WindowSize};
 use crate::core::device::DeviceKind;
-use crate::core::error::Result;
+use crate::core::error::{Error, Result};
 use crate::core::user_message;
 use crate::data::UncountedPadding;
 use crate::logging::WarnedTexts;
@@ -68,6 +75,8 @@ pub struct Accelerator {
 }
 
 pub(crate) struct Shared {
+    /// Whether the last `backward` left its window open.
+    accumulates: AtomicBool,
     checkpoints: Arc<CheckpointContext>,
     pub(crate) context: Arc<Context>,
     /// That were prepared, and live.
@@ -191,6 +200,31 @@ impl Accelerator {
     /// How many calls of [`backward`](Self::backward) make one optimizer step.
     pub fn accumulation_steps(&self) -> usize {
         self.shared.context.accumulation.steps()
+    }
+
+    /// Changes how many micro-steps an accumulation window has, from the one that is open on: on all ranks, in the same
+    /// places.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    ///
+    /// let accelerator = Accelerator::builder().accumulation_steps(2).build()?;
+    /// accelerator.set_accumulation_steps(4)?;
+    /// assert_eq!(accelerator.accumulation_steps(), 4);
+    /// assert!(accelerator.set_accumulation_steps(0).unwrap_err().is_config());
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_config`](crate::Error::is_config) for 0 steps. Where ranks say different numbers, the window that
+    /// they end differently fails on all of them.
+    pub fn set_accumulation_steps(&self, steps: usize) -> Result<()> {
+        let steps = NonZeroUsize::new(steps).ok_or_else(|| {
+            Error::config("accumulation_steps is 0; expected at least 1 (no accumulation)")
+        })?;
+        self.shared.context.accumulation.set_steps(steps);
+        Ok(())
     }
 
     /// The type in which forward and backward compute; see [`precision`](crate::precision).

@@ -1,9 +1,13 @@
+use std::io;
 use std::path::Path;
 
 use burn::module::Module;
+use serde::Serialize;
+use tempfile::NamedTempFile;
 
 use super::Accelerator;
-use crate::core::error::Result;
+use crate::core::error::{Error, Result};
+use crate::core::outcome;
 use crate::model::{self, LoadOptions, LoadReport, SaveOptions};
 use crate::replicas;
 
@@ -152,4 +156,45 @@ impl Accelerator {
     ) -> Result<(M, LoadReport)> {
         model::load_on_all(&self.shared.context, model, path.as_ref(), options, None)
     }
+
+    /// Writes a value to `path` as JSON, once for all ranks: rank 0 writes, the others learn how it went. The file
+    /// appears whole or not at all. A number that is not finite is `null` in JSON; tensors go into
+    /// [models](Self::save_model) and [checkpoints](Self::save_state).
+    ///
+    /// ```
+    /// # fn main() -> accelerator::Result<()> {
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("metrics.json");
+    /// let accelerator = accelerator::Accelerator::new()?;
+    /// accelerator.save(&("accuracy", 0.75), &path)?;
+    /// assert_eq!(std::fs::read_to_string(&path)?, "[\"accuracy\",0.75]");
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_io`](crate::Error::is_io) on every rank when rank 0 could not write, or the value is none that JSON
+    /// holds; [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
+    #[track_caller]
+    pub fn save<T: Serialize>(&self, value: &T, path: impl AsRef<Path>) -> Result<()> {
+        let (context, path) = (&self.shared.context, path.as_ref());
+        if !self.is_main_process() {
+            return outcome::hear(self.group(), "save the value");
+        }
+        let failed = |error| Error::io("write the value to", path, error);
+        let written = context.alone(|| write_json(value, path).map_err(failed));
+        outcome::tell(self.group(), written)
+    }
+}
+
+fn write_json<T: Serialize>(value: &T, path: &Path) -> io::Result<()> {
+    let folder = path
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty());
+    let mut file = NamedTempFile::new_in(folder.unwrap_or(Path::new(".")))?;
+    serde_json::to_writer(&mut file, value)?;
+    file.as_file().sync_all()?;
+    file.persist(path)?;
+    Ok(())
 }

@@ -1,3 +1,5 @@
+use std::sync::atomic::Ordering;
+
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
 
@@ -206,6 +208,12 @@ impl Accelerator {
         let gradients = reduce::backward(context, loss, model, weight, scope, |slot| {
             replicas::check_when_due(context, slot, model)
         });
+        if let Ok(gradients) = &gradients {
+            let accumulates = gradients.is_accumulating();
+            self.shared
+                .accumulates
+                .store(accumulates, Ordering::Relaxed);
+        }
         match gradients {
             Ok(_) => timeline.backward_ends(),
             Err(_) => timeline.step_failed(),
@@ -261,5 +269,39 @@ impl Accelerator {
     /// ```
     pub fn bucket_memory(&self) -> usize {
         self.shared.context.group.buffer_bytes()
+    }
+
+    /// Whether the last [`backward`](Self::backward) ended its accumulation window, so that its gradients are
+    /// those of all ranks: what [`is_accumulating`](Gradients::is_accumulating) of them denies. True before the first.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::builder().accumulation_steps(2).build()?;
+    /// # let device = accelerator.device();
+    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
+    /// # let loss = || model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let open = accelerator.backward(loss(), &model, 4)?;
+    /// assert!(!accelerator.sync_gradients() && open.is_accumulating());
+    /// let gradients = accelerator.backward(loss(), &model, 4)?;
+    /// assert!(accelerator.sync_gradients() && !gradients.is_accumulating());
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn sync_gradients(&self) -> bool {
+        !self.shared.accumulates.load(Ordering::Relaxed)
+    }
+
+    /// Whether the last step of an optimizer was skipped, since gradients were not finite in half precision: what
+    /// its [`outcome`](crate::optim::PreparedOptimizer::outcome) says, too.
+    pub fn optimizer_step_was_skipped(&self) -> bool {
+        self.shared.optimizers.skipped()
+    }
+
+    /// Gives back the memory that is kept between steps: that in which gradients travel, of all models. The next step
+    /// takes it anew. Burn frees tensors when they are dropped, and its devices keep memory for later ones.
+    pub fn free_memory(&self) {
+        self.shared.reduction.models.release_spares();
     }
 }

@@ -7,6 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use super::cursor::{ConsumeTicket, EpochPass};
 use super::deferred::DeferredBatch;
+use burn::tensor::Tensor;
+use burn::tensor::kind::Basic;
+
 use crate::core::error::Result;
 use crate::core::user_message;
 use crate::data::weight::Closing;
@@ -335,6 +338,19 @@ impl<O> Batch<O> {
     /// ```
     pub fn real_indices(&self) -> &[u64] {
         &self.info.indices[..self.real().min(self.info.indices.len())]
+    }
+
+    /// The rows of a tensor that belong to samples of this rank, where it has a row for each one of the batch: padding
+    /// and idle batches are left out. `None` where there is none, since Burn has no tensor without rows.
+    ///
+    /// What is made of it counts each sample once over all ranks, as
+    /// [`gather_for_metrics`](crate::Accelerator::gather_for_metrics) does.
+    pub fn real_rows<const D: usize, K: Basic>(
+        &self,
+        tensor: &Tensor<D, K>,
+    ) -> Option<Tensor<D, K>> {
+        let rows = self.real().min(tensor.dims()[0]);
+        (rows > 0).then(|| tensor.clone().narrow(0, 0, rows))
     }
 
     /// The epoch that was asked for.

@@ -65,6 +65,26 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
         }
     }
 
+    /// The same with a function in the place of a batcher.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::data::dataset::InMemDataset;
+    /// use burn::tensor::Tensor;
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let loader = DataLoaderBuilder::from_fn(|rows: Vec<f32>, device| Tensor::<1>::from_floats(&*rows, device))
+    ///     .batch_size(2)
+    ///     .build(InMemDataset::new(vec![0.5, 1.5, 2.5]));
+    /// let loader = accelerator.prepare(loader)?;
+    /// let sums: Result<Vec<f32>> = loader.epoch(0).map(|batch| Ok(batch?.clone().sum().into_scalar())).collect();
+    /// assert_eq!(sums?, [2.0, 2.5]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn from_fn(batch: impl Fn(Vec<I>, &Device) -> O + Send + Sync + 'static) -> Self {
+        Self::new(FnBatcher(batch))
+    }
+
     /// How many samples each rank gets in a step. `W` ranks use `W` times as many together.
     pub fn batch_size(mut self, samples: usize) -> Self {
         self.spec.size = BatchSizeSpec::PerRank(samples);
@@ -468,6 +488,15 @@ impl<I: Send + 'static, O: Send + 'static> BuildUncompared<I, O> for DataLoaderB
     note = "batches of a prepared loader arrive on the device of the accelerator, `accelerator.device()`"
 )]
 pub trait OnDevice {}
+
+/// A function that makes batches.
+struct FnBatcher<F>(F);
+
+impl<I, O, F: Fn(Vec<I>, &Device) -> O + Send + Sync> Batcher<I, O> for FnBatcher<F> {
+    fn batch(&self, items: Vec<I>, device: &Device) -> O {
+        (self.0)(items, device)
+    }
+}
 
 impl<I, O> fmt::Debug for DataLoaderBuilder<I, O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

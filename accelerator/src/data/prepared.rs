@@ -287,6 +287,34 @@ impl<O: Send + 'static> PreparedLoader<O> {
         Epoch::new(open, pass, reseed, steps, timeline, uncounted)
     }
 
+    /// This rank's batches of one pass, to evaluate: each sample once, in the same order each time.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::data::dataset::InMemDataset;
+    /// use burn::tensor::Tensor;
+    ///
+    /// let counts = launch(2, |accelerator| {
+    ///     let loader = DataLoaderBuilder::from_fn(|rows: Vec<f32>, device| Tensor::<1>::from_floats(&*rows, device))
+    ///         .batch_size(2)
+    ///         .build(InMemDataset::new(vec![1.0; 5]));
+    ///     let loader = accelerator.prepare(loader)?;
+    ///     let mut count = 0;
+    ///     for batch in loader.eval() {
+    ///         let batch = batch?;
+    ///         // Without the padding of ranks that have no sample left.
+    ///         count += batch.real_rows(&*batch).map_or(0, |rows| rows.dims()[0]);
+    ///     }
+    ///     Ok(count)
+    /// })?;
+    /// assert_eq!(counts.iter().sum::<usize>(), 5);
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[track_caller]
+    pub fn eval(&self) -> Epoch<O> {
+        self.epoch(0)
+    }
+
     /// How an epoch is read from there on.
     fn open(
         &self,

@@ -1,17 +1,33 @@
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// How many of the optimizers that an accelerator has prepared live, by where their state lies.
 #[derive(Debug, Default)]
 pub(crate) struct OptimizerCount {
     sharded: Arc<()>,
     whole: Arc<()>,
+    /// Whether the last step of one was skipped.
+    skipped: Arc<AtomicBool>,
 }
 
 /// An optimizer that is counted as long as it holds this.
 #[derive(Debug)]
-pub(crate) struct CountedOptimizer(
-    #[expect(dead_code, reason = "it is held to be counted")] Arc<()>,
-);
+pub(crate) struct CountedOptimizer {
+    _count: Arc<()>,
+    skipped: Arc<AtomicBool>,
+}
+
+impl CountedOptimizer {
+    /// It has taken a step.
+    pub(super) fn note_stepped(&self) {
+        self.skipped.store(false, Ordering::Relaxed);
+    }
+
+    /// It has skipped a step, whose gradients were not finite.
+    pub(super) fn note_skipped(&self) {
+        self.skipped.store(true, Ordering::Relaxed);
+    }
+}
 
 /// Where the state of an optimizer lies.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -24,10 +40,18 @@ pub(crate) enum StateOf {
 
 impl OptimizerCount {
     pub(crate) fn count(&self, state: StateOf) -> CountedOptimizer {
-        CountedOptimizer(match state {
-            StateOf::Shards => self.sharded.clone(),
-            StateOf::Whole => self.whole.clone(),
-        })
+        let count = match state {
+            StateOf::Shards => &self.sharded,
+            StateOf::Whole => &self.whole,
+        };
+        CountedOptimizer {
+            _count: count.clone(),
+            skipped: self.skipped.clone(),
+        }
+    }
+
+    pub(crate) fn skipped(&self) -> bool {
+        self.skipped.load(Ordering::Relaxed)
     }
 
     /// Whether there are optimizers, and each rank has only a part of the state of all of them.

@@ -135,7 +135,7 @@ pub enum StepOutcome {
 /// # Ok::<(), Error>(())
 /// ```
 pub struct PreparedOptimizer<S> {
-    _counted: CountedOptimizer,
+    counted: CountedOptimizer,
     /// What the rates of the schedule are multiplied by, since training went on at another size.
     pub(super) factor: f64,
     kinds: FusedSupport,
@@ -167,7 +167,7 @@ impl<S> PreparedOptimizer<S> {
             None => StateOf::Whole,
         };
         Self {
-            _counted: prepared.count(state),
+            counted: prepared.count(state),
             factor: 1.0,
             kinds: FusedSupport::default(),
             norm: None,
@@ -208,6 +208,9 @@ impl<S> PreparedOptimizer<S> {
                 // Other ranks step, and schedules keep pace.
                 rate(&mut self.schedule, &model);
                 self.steps += 1;
+            }
+            if let StepOutcome::Skipped { .. } = outcome {
+                self.counted.note_skipped();
             }
             self.outcome = outcome;
             self.timeline.step_ends();
@@ -250,6 +253,7 @@ impl<S> PreparedOptimizer<S> {
         match outcome.map(retie).map_err(retie) {
             Ok(model) => {
                 (self.outcome, self.norm) = (stepped, norm);
+                self.counted.note_stepped();
                 self.steps += 1;
                 if let Some(commit) = commit {
                     if of_all_ranks {
@@ -333,6 +337,11 @@ impl<S> PreparedOptimizer<S> {
             },
             other => other,
         }
+    }
+
+    /// Whether the last step was skipped, since gradients were not finite in half precision.
+    pub fn step_was_skipped(&self) -> bool {
+        matches!(self.outcome, StepOutcome::Skipped { .. })
     }
 
     /// How many times the model was updated; in [local training](crate::local), on any rank.

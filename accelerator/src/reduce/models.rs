@@ -105,6 +105,11 @@ impl Models {
         models.iter().map(|slot| slot.updates().seen()).collect()
     }
 
+    /// Gives back the memory in which gradients of the models travel.
+    pub(crate) fn release_spares(&self) {
+        self.models().for_each(|slot| slot.release_spare());
+    }
+
     /// Each model once.
     fn models(&self) -> impl Iterator<Item = Arc<ModelState>> {
         let slots = self.lock();

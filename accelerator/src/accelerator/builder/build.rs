@@ -1,6 +1,6 @@
 use core::num::NonZeroUsize;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use accelerator_collective::{Launch, ProcessGroup, Topology, TransportKind};
 use burn::tensor::Device;
@@ -169,6 +169,7 @@ impl AcceleratorBuilder {
         let reduction = Arc::new(reduction);
         Ok(Accelerator {
             shared: Arc::new(Shared {
+                accumulates: AtomicBool::new(false),
                 checkpoints: Arc::new(CheckpointContext::new(reduction.clone())),
                 context,
                 optimizers: OptimizerCount::default(),

@@ -1,0 +1,33 @@
+use super::Accelerator;
+use crate::core::device::DeviceKind;
+
+/// On what a training runs, by the names of Accelerate.
+///
+/// ```
+/// use accelerator::DistributedType;
+///
+/// let alone = accelerator::Accelerator::new()?;
+/// assert_eq!(alone.distributed_type(), DistributedType::No);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum DistributedType {
+    /// One rank alone.
+    No,
+    /// Several ranks that compute on CPUs.
+    MultiCpu,
+    /// Several ranks that compute on GPUs.
+    MultiGpu,
+}
+
+impl Accelerator {
+    /// Whether there are several ranks, and on which kind of device they compute.
+    pub fn distributed_type(&self) -> DistributedType {
+        match self.device_kind() {
+            _ if self.world_size() == 1 => DistributedType::No,
+            DeviceKind::Flex | DeviceKind::NdArray => DistributedType::MultiCpu,
+            _ => DistributedType::MultiGpu,
+        }
+    }
+}
