@@ -1,6 +1,5 @@
 //! How often a training waits for what a graphics device has computed.
 
-#![cfg(feature = "wgpu")]
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 
 mod common;

@@ -5,7 +5,6 @@
 //! cargo test --release -p accelerator-examples --features wgpu --test graphics_mnist
 //! ```
 
-#![cfg(feature = "wgpu")]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use std::fs::{self, File};

@@ -4,6 +4,7 @@ use std::io::Read;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 /// How long a job of a test may take before its processes are killed. Generous: the machine may
@@ -54,6 +55,24 @@ pub fn run_ranks(
 ///
 /// When one cannot be started or the deadline passes.
 pub fn run_all(commands: impl Iterator<Item = Command>) -> Vec<Ended> {
+    let _others = JOBS.read().unwrap_or_else(PoisonError::into_inner);
+    wait_for_all(commands)
+}
+
+/// Runs a command that keeps short deadlines, while no other job of this process runs.
+///
+/// # Panics
+///
+/// When it cannot be started or the deadline passes.
+pub fn run_alone(command: Command) -> Ended {
+    let _alone = JOBS.write().unwrap_or_else(PoisonError::into_inner);
+    wait_for_all(std::iter::once(command)).remove(0)
+}
+
+/// Read by jobs that may run beside others.
+static JOBS: RwLock<()> = RwLock::new(());
+
+fn wait_for_all(commands: impl Iterator<Item = Command>) -> Vec<Ended> {
     let mut running: Vec<Running> = commands.map(Running::start).collect();
     let deadline = Instant::now() + DEADLINE;
     while running.iter_mut().any(|rank| !rank.has_ended()) {

@@ -6,7 +6,6 @@
 //!
 //! What it computes is compared with the CPU's where `flex` is there as well.
 
-#![cfg(feature = "wgpu")]
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 
 #[path = "../common/mod.rs"]

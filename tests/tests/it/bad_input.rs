@@ -1,7 +1,5 @@
 //! What people get wrong is answered at once, by name.
 
-#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
-
 use std::path::Path;
 use std::process::Command;
 

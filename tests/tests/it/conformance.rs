@@ -1,7 +1,5 @@
 //! The conformance table names all tests that have a number, and no others.
 
-#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
-
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};

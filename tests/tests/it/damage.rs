@@ -1,8 +1,6 @@
 //! A checkpoint whose files were cut, changed or lost is found out, named, and left alone; the one
 //! before it is used.
 
-#![allow(clippy::unwrap_used, reason = "these are tests")]
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,7 +1,5 @@
 //! The example programs learn, and every rank tells the same of it.
 
-#![allow(clippy::unwrap_used, reason = "these are tests")]
-
 use accelerator_tests::processes::{Ended, example, run_ranks};
 
 /// Runs an example on one process and on two. Each rank says, in its last line,

@@ -3,13 +3,13 @@
 
 use std::process::Command;
 
-use accelerator_tests::processes::{launcher, run_all};
+use accelerator_tests::processes::{launcher, run_alone};
 
 #[test]
 fn a_dead_rank_is_named_by_every_survivor_whatever_happens_and_wherever() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_matrix"));
     command.arg("--sample");
     command.env("LAUNCHER_UNDER_TEST", launcher());
-    let ended = run_all(std::iter::once(command)).remove(0);
+    let ended = run_alone(command);
     assert!(ended.status.success(), "{}\n{}", ended.stderr, ended.stdout);
 }

@@ -1,7 +1,5 @@
 //! The number of ranks does not change what is learnt.
 
-#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
-
 use std::path::Path;
 
 use accelerator_tests::problems::{Clipping, Outcome, Rule, Setting, State, Which};

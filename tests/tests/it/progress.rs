@@ -1,7 +1,5 @@
 //! Progress bars, as a terminal shows them.
 
-#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
-
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
 use std::io::Read;
@@ -27,7 +25,12 @@ fn bars_in_a_child() {
 fn child() -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
-        .args(["--ignored", "--exact", "bars_in_a_child", "--nocapture"])
+        .args([
+            "--ignored",
+            "--exact",
+            "progress::bars_in_a_child",
+            "--nocapture",
+        ])
         .env("TERM", "xterm")
         .env_remove("NO_COLOR")
         .stdin(Stdio::null())

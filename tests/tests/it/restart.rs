@@ -1,7 +1,5 @@
 //! Nothing is lost: a job that is killed again and again ends as one that was never disturbed.
 
-#![allow(clippy::unwrap_used, reason = "these are tests")]
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Command;

@@ -1,7 +1,5 @@
 //! Traces by a schedule that the environment names, of ranks that are processes.
 
-#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
-
 use std::collections::BTreeSet;
 use std::path::Path;
 

@@ -1,7 +1,5 @@
 //! Every trajectory that PyTorch DDP produced, on both CPU devices, on threads and on processes.
 
-#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
-
 use std::io::Write;
 use std::path::Path;
 

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use crate::blocks;
-use crate::modules::ModulePath;
+use super::blocks;
+use super::modules::ModulePath;
 
 /// A public item, at the shortest path that leads to it.
 pub(crate) struct Item {

@@ -4,8 +4,6 @@
 //! macros, at whatever path they are re-exported. Its example is a code block of its own, or one of its type,
 //! of its module, or of another item of the same type, where that block uses it by name.
 
-#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
-
 mod blocks;
 mod items;
 mod modules;

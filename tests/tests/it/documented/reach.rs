@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use syn::{Attribute, Fields, Ident, ImplItem, Item as Source, TraitItem, Type, Visibility};
 
-use crate::items::{Item, Kind};
-use crate::modules::{ModulePath, Modules, Target, docs, imports, is_left_out, name_of};
+use super::items::{Item, Kind};
+use super::modules::{ModulePath, Modules, Target, docs, imports, is_left_out, name_of};
 
 /// All public items of a crate, ordered by their paths.
 pub(crate) fn public_items(modules: &Modules) -> Vec<Item> {

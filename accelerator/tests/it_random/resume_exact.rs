@@ -1,12 +1,10 @@
 //! Interrupted after any step and resumed, training ends with the bits of a run that was not.
 
-#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
-
-mod common;
-
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
 
+use crate::alone;
+use crate::common::checkpoints::train_epochs;
+use crate::common::{Column, ColumnBatcher, columns, distance, flat, line, loader};
 use accelerator::data::Loader;
 use accelerator::metric::Mean;
 use accelerator::optim::Scheduled;
@@ -17,11 +15,6 @@ use burn::nn::{BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Linear, Linea
 use burn::optim::{AdamWConfig, SgdConfig};
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor};
-use common::checkpoints::train_epochs;
-use common::{Column, ColumnBatcher, columns, flat, line};
-
-/// Burn's CPU generator is one for the whole process, and every batch that is taken seeds it.
-static GENERATOR: Mutex<()> = Mutex::new(());
 
 #[derive(Debug, Module)]
 struct Net {
@@ -135,7 +128,7 @@ fn program(
 
 #[test]
 fn c17_a_run_resumed_after_any_step_ends_with_the_same_bits() {
-    let _turn = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     for per_epoch in [false, true] {
         let folder = tempfile::tempdir().unwrap();
         let undisturbed = program(None, None, per_epoch);
@@ -172,7 +165,7 @@ fn ranks(from: Option<&Path>, into: Option<&Path>, samples: usize) -> Vec<f32> {
 
 #[test]
 fn c17_two_ranks_resumed_after_any_step_end_with_the_same_bits() {
-    let _turn = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     // 25 samples in global batches of 8: the last one leaves rank 1 idle.
     for samples in [25, 28] {
         let folder = tempfile::tempdir().unwrap();
@@ -242,7 +235,7 @@ fn save_at(
                 _ => Ok(()),
             };
             at(Line::Batch, &model, &optimizer)?;
-            let loss = common::distance(&model, &batch);
+            let loss = distance(&model, &batch);
             at(Line::Loss, &model, &optimizer)?;
             let gradients = accelerator.backward(loss, &model, &batch)?;
             // The end of the epoch may be seen before its last step.
@@ -260,7 +253,7 @@ fn save_at(
 
 #[test]
 fn a_checkpoint_is_exact_behind_every_line_of_a_loop() {
-    let _turn = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     for (ranks, accumulation) in [(1, 1), (1, 2), (2, 1), (2, 2)] {
         let run = |from: Option<&Path>, save: Option<(&Path, Line, usize)>| {
             let ranks = Accelerator::builder()
@@ -382,7 +375,7 @@ impl Gan {
                     };
                 }
                 at!(GanLine::Batch);
-                let loss = common::distance(&critic, &batch);
+                let loss = distance(&critic, &batch);
                 let gradients = accelerator.backward(loss, &critic, &batch)?;
                 at!(GanLine::CriticBackward);
                 critic = judging.step(0.05, critic, gradients);
@@ -407,7 +400,7 @@ impl Gan {
 
 #[test]
 fn two_models_resume_exactly_from_every_line_of_a_loop_or_their_checkpoint_is_refused() {
-    let _turn = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let each = |ranks, accumulation| Gan {
         accumulation,
         every: 1,
@@ -462,7 +455,7 @@ fn two_models_resume_exactly_from_every_line_of_a_loop_or_their_checkpoint_is_re
 /// What is known of the models that train on a loader goes on with it.
 #[test]
 fn a_resumed_training_of_two_models_refuses_a_checkpoint_between_them_at_once() {
-    let _turn = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let gan = Gan {
         accumulation: 1,
         every: 1,
@@ -488,11 +481,11 @@ fn a_model_that_stops_training_hinders_no_checkpoint_of_the_epochs_behind() {
     for epoch in 0..3 {
         for batch in train.epoch(epoch) {
             let batch = batch.unwrap();
-            let loss = common::distance(&first, &batch);
+            let loss = distance(&first, &batch);
             let gradients = accelerator.backward(loss, &first, &batch).unwrap();
             first = one.step(0.05, first, gradients);
             if epoch == 0 || (epoch == 2 && batch.step() % 2 == 0) {
-                let loss = common::distance(&second, &batch);
+                let loss = distance(&second, &batch);
                 let gradients = accelerator.backward(loss, &second, &batch).unwrap();
                 second = two.step(0.05, second, gradients);
             }
@@ -514,8 +507,7 @@ fn bare_counts(
     let accelerator = Accelerator::new()?;
     let model = line(&accelerator.device());
     let sgd = SgdConfig::new().init();
-    let mut parts =
-        accelerator.prepare((model, sgd, common::loader(8, 2), common::loader(32, 4)))?;
+    let mut parts = accelerator.prepare((model, sgd, loader(8, 2), loader(32, 4)))?;
     let mut start = 0;
     if resume {
         let position;
@@ -534,7 +526,7 @@ fn bare_counts(
                     .epoch(0)
                     .try_for_each(|batch| batch.map(|batch| assert!(batch.real() > 0)))?;
             }
-            let loss = common::distance(&model, &batch);
+            let loss = distance(&model, &batch);
             let gradients = accelerator.backward(loss, &model, batch.real())?;
             if save(epoch, 2 * batch.step()) {
                 accelerator.save_state(folder, (&model, &optimizer, &valid, &train))?;
@@ -585,8 +577,7 @@ fn gradients_without_a_step_do_not_make_a_loader_the_one_that_is_trained_on() {
         let accelerator = Accelerator::new()?;
         let model = line(&accelerator.device());
         let sgd = SgdConfig::new().init();
-        let mut parts =
-            accelerator.prepare((model, sgd, common::loader(8, 2), common::loader(32, 2)))?;
+        let mut parts = accelerator.prepare((model, sgd, loader(8, 2), loader(32, 2)))?;
         let mut start = 0;
         if resume {
             let position;
@@ -597,13 +588,13 @@ fn gradients_without_a_step_do_not_make_a_loader_the_one_that_is_trained_on() {
         for epoch in start..3 {
             for batch in train.epoch(epoch) {
                 let batch = batch?;
-                let loss = common::distance(&model, &batch);
+                let loss = distance(&model, &batch);
                 let gradients = accelerator.backward(loss, &model, &batch)?;
                 model = optimizer.step(0.01, model, gradients);
             }
             for batch in valid.epoch(0) {
                 let batch = batch?;
-                let loss = common::distance(&model, &batch);
+                let loss = distance(&model, &batch);
                 let mut gradients = accelerator.backward(loss, &model, &batch)?;
                 assert!(gradients.norm().is_some());
             }

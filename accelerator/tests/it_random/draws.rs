@@ -1,26 +1,16 @@
-//! What is drawn from the device's generator, of which this process has one.
-
-#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
-
-mod common;
+//! What is drawn from the device's generator.
 
 use std::sync::mpsc::channel;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{current, scope, sleep};
 use std::time::Duration;
 
+use crate::alone;
+use crate::common::{columns, devices, flat};
 use accelerator::data::Loader;
 use accelerator::prelude::*;
 use burn::data::dataloader::batcher::Batcher;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Distribution, Tensor};
-use common::{columns, devices, flat};
-
-/// Tests would draw from each other's.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 fn draw(device: &Device) -> Vec<f32> {
     let drawn = Tensor::<1>::random([4], Distribution::Default, device);

@@ -1,0 +1,177 @@
+//! Padding that is counted, and weights that make no sense.
+
+use super::logged;
+use crate::common::{Column, ColumnBatcher, columns, distance, line, loader};
+use accelerator::data::Batch;
+use accelerator::metric::Sum;
+use accelerator::prelude::*;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::Tensor;
+
+type Read = fn(&PreparedLoader<Column>, &Linear) -> Result<()>;
+
+type Count = fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>;
+
+/// What each rank counts in two epochs of five samples, and what it logs until the count is reduced.
+fn counted(
+    tail: TailPolicy,
+    count: fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>,
+) -> Vec<(f64, String)> {
+    let counts = accelerator::launch(2, |accelerator| {
+        let mut model = accelerator.prepare(line(&accelerator.device()))?;
+        let valid = DataLoaderBuilder::new(ColumnBatcher)
+            .batch_size(2)
+            .tail(tail)
+            .build(columns(5));
+        let valid = accelerator.prepare(valid)?;
+        let (total, text) = logged(|| -> Result<f64> {
+            let mut total = 0.0;
+            for epoch in 0..2 {
+                let mut sum = Sum::new();
+                for batch in valid.epoch(epoch) {
+                    sum.count(count(&accelerator, &mut model, &batch?)?);
+                }
+                total += accelerator.reduce(sum)?.value();
+            }
+            Ok(total)
+        });
+        Ok((total?, text))
+    });
+    counts.unwrap()
+}
+
+#[test]
+fn rows_of_padding_that_go_into_a_metric_are_told_once() {
+    // Nothing is left for rank 1 in the last step, and with padding there are samples again.
+    for (tail, told) in [
+        (TailPolicy::Exact, "an idle batch"),
+        (TailPolicy::Pad, "samples that others have"),
+    ] {
+        let rows: [Count; 3] = [
+            |_, _, batch| Ok(batch.values.dims()[0]),
+            |_, _, batch| Ok(batch.len()),
+            |_, _, batch| Ok(batch.indices().len()),
+        ];
+        for count in rows {
+            let ranks = counted(tail, count);
+            let padded = ranks.iter().filter(|(_, text)| !text.is_empty());
+            assert_eq!(padded.count(), if told.contains("idle") { 1 } else { 2 });
+            let (total, text) = &ranks[1];
+            assert!(*total > 10.0, "rows of padding are there");
+            assert_eq!(text.matches(told).count(), 1, "{text}");
+            assert!(text.contains("`batch.real()`"), "{text}");
+        }
+        let known: [Count; 3] = [
+            |_, _, batch| Ok(batch.real()),
+            |_, _, batch| match batch.is_idle() {
+                true => Ok(0),
+                false => Ok(batch.values.dims()[0] - (batch.len() - batch.real())),
+            },
+            |_, _, batch| Ok(batch.real_indices().len()),
+        ];
+        for count in known {
+            for (total, text) in counted(tail, count) {
+                assert_eq!((total, text.as_str()), (10.0, ""));
+            }
+        }
+        // In training, what was passed to `backward` is known.
+        let trained = counted(tail, |accelerator, model, batch| {
+            let gradients = accelerator.backward(distance(model, batch), model, batch)?;
+            drop(gradients);
+            Ok(0)
+        });
+        assert!(
+            trained.iter().all(|(_, text)| text.is_empty()),
+            "{trained:?}"
+        );
+    }
+}
+
+#[test]
+fn padding_of_which_nothing_is_counted_is_not_warned_of() {
+    let reads: [Read; 6] = [
+        |valid, _| {
+            assert_eq!(valid.epoch(0).count(), 3);
+            Ok(())
+        },
+        |valid, _| {
+            let last = valid.epoch(0).last().unwrap()?;
+            assert_eq!(last.step(), 2);
+            Ok(())
+        },
+        // A warm-up.
+        |valid, model| {
+            for batch in valid.epoch(0) {
+                model.forward(batch?.values.clone());
+            }
+            Ok(())
+        },
+        |valid, _| {
+            for batch in valid.epoch(0) {
+                if batch?.is_last() {
+                    break;
+                }
+            }
+            Ok(())
+        },
+        // Another error.
+        |valid, model| {
+            for batch in valid.epoch(0) {
+                let batch = batch?;
+                model.forward(batch.values.clone());
+                if batch.is_last() {
+                    return Ok(());
+                }
+            }
+            Ok(())
+        },
+        |valid, _| {
+            for batch in valid.epoch(0) {
+                assert!(batch?.len() <= 2);
+            }
+            Ok(())
+        },
+    ];
+    for (number, read) in reads.into_iter().enumerate() {
+        let texts = accelerator::launch(3, |accelerator| {
+            let model = line(&accelerator.device());
+            let valid = accelerator.prepare(loader(13, 2))?;
+            let (done, text) = logged(|| -> Result<()> {
+                read(&valid, &model)?;
+                // What is counted behind it is counted well.
+                let mut sum = Sum::new();
+                for batch in valid.epoch(1) {
+                    sum.count(batch?.real());
+                }
+                assert_eq!(accelerator.reduce(sum)?.value(), 13.0);
+                accelerator.finish()
+            });
+            done?;
+            Ok(text)
+        });
+        assert_eq!(texts.unwrap(), [""; 3], "read {number}");
+    }
+}
+
+#[test]
+fn a_weight_below_zero_is_shown_as_it_was_written() {
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    let model: Linear = accelerator
+        .prepare(LinearConfig::new(2, 1).init(&device))
+        .unwrap();
+    let loss = || model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    let text = |weight: f64| {
+        let error = accelerator.backward(loss(), &model, weight).unwrap_err();
+        assert!(error.is_misuse(), "{error:?}");
+        error.to_string()
+    };
+    let negative = text(-3.0);
+    assert!(negative.contains("is -3.0; expected"), "{negative}");
+    assert!(!negative.contains("e-13"), "{negative}");
+    let tiny = text(1e-20);
+    assert!(
+        tiny.contains("is 1e-20; expected") && tiny.contains("e-13"),
+        "{tiny}"
+    );
+}

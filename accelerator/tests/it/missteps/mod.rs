@@ -1,0 +1,38 @@
+//! What is easily written wrong, and would go unnoticed.
+
+mod divergence;
+mod epochs;
+mod losses;
+mod metrics;
+mod models;
+mod resuming;
+mod steps;
+
+use std::io::Write;
+use std::sync::{Arc, Mutex};
+
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What this thread logs meanwhile.
+fn logged<T>(work: impl FnOnce() -> T) -> (T, String) {
+    let lines = Lines::default();
+    let writer = lines.clone();
+    let subscriber = tracing_subscriber::fmt()
+        .with_writer(move || writer.clone())
+        .with_ansi(false)
+        .finish();
+    let value = tracing::subscriber::with_default(subscriber, work);
+    let bytes = lines.0.lock().unwrap().clone();
+    (value, String::from_utf8(bytes).unwrap())
+}

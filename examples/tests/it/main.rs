@@ -1,0 +1,4 @@
+//! What examples share, and what the README shows of them.
+
+mod double;
+mod readme;

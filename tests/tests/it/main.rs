@@ -1,0 +1,15 @@
+//! What programs on several processes do, and what documents say of tests, a module for each subject.
+
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
+mod bad_input;
+mod conformance;
+mod damage;
+mod documented;
+mod examples;
+mod faults;
+mod invariance;
+mod progress;
+mod restart;
+mod traces;
+mod vectors;
