@@ -185,8 +185,8 @@ impl Accelerator {
         AcceleratorBuilder::new()
     }
 
-    /// Makes model, optimizer and data loaders ready for wherever this program was started, and
-    /// gives them back in the order in which they came.
+    /// Prepares model, optimizer and data loaders for the ranks that there are, and returns them in
+    /// the same order.
     ///
     /// | give | get |
     /// |---|---|
@@ -436,9 +436,8 @@ impl Accelerator {
         Ok(Some(mean))
     }
 
-    /// Says goodbye to the other ranks, once all have come here. Call it at the end of the
-    /// program: ranks that still communicate when another has left without it get an error that
-    /// says so. Where there are several ranks, a model that was prepared and for which
+    /// Leaves the group, once all ranks have called it. Call it at the end of the program: ranks
+    /// that still communicate when another has left without it get an error that says so. Where there are several ranks, a model that was prepared and for which
     /// [`backward`](Self::backward) was never called is warned of, and so is one whose gradients no optimizer stepped
     /// with.
     /// Micro-steps in a window that is still open are lost, which rank 0 says.

@@ -267,8 +267,8 @@ pub enum StepOutcome {
     /// same where such an optimizer got gradients of [local training](crate::local), whose next call says what
     /// to do: [`Error::is_misuse`](crate::Error::is_misuse).
     ///
-    /// Each rank tells of itself: where one had every new value before the other rank was lost, it has
-    /// `Stepped`. They can do nothing together any more, so both are whole.
+    /// Ranks may differ by one step: one that had every new value before the other rank was lost has
+    /// `Stepped`. On each rank the model is consistent, and the group has ended.
     Lost,
     /// Gradients were not finite in [`Precision::F16`](crate::precision::Precision::F16), on all ranks alike: the
     /// model is as it was, and so is the schedule. The next losses are scaled by less. In a
