@@ -79,10 +79,9 @@
 //!
 //! # Environment variables
 //!
-//! What the program leaves open can be said where it is started. Where both speak, they must agree; but
-//! for the timeout, where the program's word holds. An `ACCEL_…` variable that is not known is an error, unless
-//! a newer `accel-launch` has set it, which lists what it sets in `ACCEL_SET_BY_LAUNCHER`; one that is set to
-//! nothing counts as not set.
+//! Conflicting values in code and environment are an error; for timeouts, code wins. An unknown `ACCEL_…`
+//! variable is an error, unless a newer `accel-launch` has set it and lists it in `ACCEL_SET_BY_LAUNCHER`; an
+//! empty variable counts as not set.
 //!
 //! | variable | values | default | in the program |
 //! |---|---|---|---|
@@ -130,7 +129,7 @@
 )))]
 compile_error!(
     "accelerator: no device is enabled; choose at least one of the features `flex` (CPU, the \
-     default), `ndarray`, `wgpu`, `cuda`, for example `accelerator = { features = [\"flex\"] }`"
+     default), `ndarray`, `wgpu`, `cuda`, for example `burn-accelerate = { features = [\"flex\"] }`"
 );
 
 mod accelerator;

@@ -77,8 +77,8 @@ pub fn markdown() -> String {
     let mut text = String::from(
         "# Environment variables\n\n\
          `accel-launch env` shows their values and refuses wrong ones; a variable with the prefix `ACCEL_` that is not \
-         in this table is an error.\nAn empty variable counts as not set. Where code and environment both set a value, \
-         they must agree; for timeouts, code wins.\n\n\
+         in this table is an error.\nAn empty variable counts as not set. Conflicting values in code and \
+         environment are an error; for timeouts, code wins.\n\n\
          | variable | meaning | values | default | in code | read by |\n|---|---|---|---|---|---|\n",
     );
     let shown = VARIABLES

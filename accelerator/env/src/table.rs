@@ -29,7 +29,7 @@ variables! {
     ACCUMULATION_STEPS, Ranks, Count, default "1", code "accumulation_steps":
         "micro-batches per optimizer step";
     COMPRESSION, Ranks, OneOf(&["none", "f16", "bf16"]), default "none", code "with_compression":
-        "in which type gradients are sent";
+        "the type in which gradients are sent";
     DEVICE, Ranks, OneOf(&["cuda", "wgpu", "flex", "ndarray"]), default "the fastest that the program is built with", code "device":
         "the device of each rank";
     FAULTS, Ranks, Text("a plan of faults, for programs that are built with them"), default "none", code "":
@@ -37,15 +37,15 @@ variables! {
     FIXTURES, Tests, Text("a folder"), default "the fixtures of this project", code "":
         "the fixtures of this project's tests";
     INSECURE, LauncherAndRanks, Switch, default "0", code "":
-        "whether several hosts may meet without a token";
+        "whether several hosts may connect without a token";
     JOB, LauncherAndRanks, Text("a name"), default "a new one for every launch", code "":
         "the name of the job; ranks of another job are refused";
-    LIVENESS_TIMEOUT, Ranks, Seconds, default "that of the transport", code "liveness_timeout":
-        "after how much silence a rank counts as lost";
+    LIVENESS_TIMEOUT, Ranks, Seconds, default "5", code "liveness_timeout":
+        "after how much silence a rank is considered lost";
     MAX_RESTARTS, SetByLauncher, Number, default "--max-restarts", code "":
         "how often the launcher restarts the job at most";
     OVERLAP, Ranks, OneOf(&["auto", "on", "off"]), default "auto", code "with_overlap":
-        "whether gradients are sent during backward";
+        "whether gradients are sent during backward; auto: between hosts, and on CUDA devices";
     OVERSUBSCRIBE_GPUS, LauncherAndRanks, Switch, default "0", code "with_oversubscription":
         "whether more ranks than GPUs may share them";
     PORT, SetByLauncher, Port, default "--master-port", code "":
@@ -53,19 +53,19 @@ variables! {
     PRECISION, Ranks, OneOf(&["no", "f16", "bf16"]), default "no", code "precision":
         "the type in which `forward` computes";
     REDUCTION, Ranks, OneOf(&["auto", "nccl", "staged"]), default "auto: NCCL where every rank has a CUDA device of its own", code "with_reduction":
-        "how gradients of GPUs reach other ranks: by NCCL, or through host memory";
+        "how gradients of GPUs are reduced: by NCCL, or through host memory";
     RESTART, SetByLauncher, Number, default "0", code "":
         "how often the job has been restarted";
-    SET_BY_LAUNCHER, SetByLauncher, Text("names of variables, with commas between them"), default "none", code "":
+    SET_BY_LAUNCHER, SetByLauncher, Text("names of variables, separated by commas"), default "none", code "":
         "the variables that the launcher has set; a program that does not know one of them ignores it";
     STORE, SetByLauncher, OneOf(&["launcher", "rank0"]), default "rank0", code "":
         "who hosts the store";
     TOKEN_FILE, LauncherAndRanks, ExistingFile, default "none", code "":
         "the file that holds the job token";
     TRACE, Ranks, NewFile, default "none", code "with_trace":
-        "the file of the trace";
+        "the file to write the trace of all ranks to";
     TRACE_SCHEDULE, Ranks, TraceSchedule, default "none: one trace of everything", code "with_trace_schedule":
         "which steps are traced";
     TRANSPORT, Ranks, OneOf(&["auto", "hierarchical", "shm", "tcp", "threads"]), default "auto", code "transport":
-        "how ranks exchange data";
+        "how ranks exchange data; auto: shm on one host, hierarchical where a host has several ranks, else tcp";
 }

@@ -153,7 +153,7 @@ enum Sub {
     Completions(CompletionsArgs),
     /// Print the manual page: `accel-launch man > accel-launch.1`.
     Man,
-    /// Measure how fast ranks of this machine compute together, beside what its memory can do.
+    /// Measure collectives between ranks of this machine, relative to its memory bandwidth.
     Bench(BenchArgs),
     /// A rank of a measurement.
     #[command(name = "__bench", hide = true)]
@@ -167,7 +167,7 @@ that of a command, such as `env`, write `./env`.
 
 Rank 0 reads the launcher's standard input, unless that is a terminal. SIGINT, SIGTERM,
 SIGHUP and SIGQUIT end all ranks, and a second one kills them; SIGUSR1 and SIGUSR2 are
-handed on. Nothing that the ranks start outlives the job, daemons and `kill -9` of the
+forwarded. Nothing that the ranks start outlives the job, daemons and `kill -9` of the
 launcher included.
 
 Exit code: 0 when every rank succeeds; that of the rank that failed first; 128 + signal

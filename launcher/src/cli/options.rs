@@ -17,22 +17,22 @@ pub(crate) struct Options {
     /// A program, or the source file of a binary or an example of a cargo package.
     ///
     /// A source file's target is built with cargo first. Everything after the script is
-    /// handed to it untouched.
+    /// passed to it unchanged.
     #[arg(value_name = "SCRIPT")]
     pub(crate) script: Option<PathBuf>,
 
     /// How many processes (ranks) to start on this machine, or MIN:MAX of them [default: 1].
     ///
-    /// MIN:MAX starts MAX. A rank that fails first in two attempts in a row, or cannot be
-    /// started, is given up: the job is restarted with one less, and never with fewer than MIN.
+    /// MIN:MAX starts MAX. Where one rank is the first to fail in two attempts in a row, or cannot
+    /// be started, the job restarts with one rank less, down to MIN.
     #[arg(short = 'n', long, value_name = "N|MIN:MAX", value_parser = processes, allow_negative_numbers = true)]
     pub(crate) num_processes: Option<Processes>,
 
-    /// Run this example of the cargo package; it stands in the place of the script.
+    /// Run this example of the cargo package, in place of a script.
     #[arg(long, value_name = "NAME", help_heading = "Cargo targets", conflicts_with_all = ["bin", "script"])]
     pub(crate) example: Option<String>,
 
-    /// Run this binary of the cargo package; it stands in the place of the script.
+    /// Run this binary of the cargo package, in place of a script.
     #[arg(
         long,
         value_name = "NAME",
@@ -76,43 +76,43 @@ pub(crate) struct Options {
 
     /// Threads of a rank (RAYON_NUM_THREADS and OMP_NUM_THREADS).
     ///
-    /// By default the cores are divided by the number of ranks; one rank alone, and
-    /// variables that are set already, are left as they are.
+    /// By default the number of cores divided by that of ranks. Not set for a single rank, nor
+    /// where the variables are set already.
     #[arg(long, value_name = "N", value_parser = count, allow_negative_numbers = true)]
     pub(crate) threads_per_process: Option<NonZeroUsize>,
 
-    /// The NVIDIA GPUs of the ranks: `all`, or numbers or ids with commas between them, such as 0,2
+    /// The NVIDIA GPUs of the ranks: `all`, or numbers or ids separated by commas, such as 0,2
     /// [default: all].
     ///
-    /// The ranks find them in CUDA_VISIBLE_DEVICES, and each takes that of its local rank. Numbers
-    /// are those of `accel-launch env`, which nvidia-smi has too; where CUDA_VISIBLE_DEVICES is set
-    /// already, they are places in it, from 0.
+    /// Sets CUDA_VISIBLE_DEVICES for the ranks; local rank R uses the R-th of them. Numbers are those
+    /// of `accel-launch env` and nvidia-smi; where CUDA_VISIBLE_DEVICES is set already, they are
+    /// indices into it, from 0.
     #[arg(long, value_name = "LIST", allow_negative_numbers = true)]
     pub(crate) gpu_ids: Option<GpuIds>,
 
     /// Allow more ranks than GPUs: local rank R uses GPU R mod N (ACCEL_OVERSUBSCRIBE_GPUS=1).
     ///
-    /// Otherwise ranks that compute on GPUs fail before they train where there are too few.
+    /// Without it, a GPU job with more ranks than GPUs fails before training.
     #[arg(long)]
     pub(crate) oversubscribe_gpus: bool,
 
     /// Also write each rank's output to DIR/latest/rank-N.log, and a failure to DIR/latest/failure.json.
     ///
-    /// Each run has a folder of its own in DIR, named by the time at which it began (UTC), and DIR/latest is a link
-    /// to the last. After restart K the files are rank-N.restart-K.log in the same folder.
+    /// Each run has a folder of its own in DIR, named by its start time (UTC), and DIR/latest links to the last.
+    /// After restart K the files are rank-N.restart-K.log in the same folder.
     #[arg(long, value_name = "DIR")]
     pub(crate) log_dir: Option<PathBuf>,
 
     /// Seconds between the request to end (SIGTERM) and SIGKILL [default: 5].
     ///
-    /// When a rank fails, the others have as long to end by themselves before they are asked to.
+    /// When a rank fails, the others have the same time to exit by themselves before SIGTERM.
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) grace: Option<Duration>,
 
-    /// How often a job that failed is started again [default: 0; with MIN:MAX processes 3].
+    /// How often a failed job is restarted [default: 0; with MIN:MAX processes 3].
     ///
-    /// All ranks are ended and started anew; the program goes on from its last checkpoint. The
-    /// number holds for the whole job, however long it ran in between.
+    /// A restart ends all ranks and starts new ones; the program resumes from its last checkpoint.
+    /// The count is never reset, however long the job ran in between.
     #[arg(long, value_name = "N")]
     pub(crate) max_restarts: Option<u64>,
 
@@ -121,7 +121,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) restart_delay: Option<Duration>,
 
-    /// Do not put `[rank]` before the lines of the output.
+    /// Do not prefix lines of the output with `[rank]`.
     #[arg(long)]
     pub(crate) no_prefix: bool,
 

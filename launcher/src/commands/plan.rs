@@ -27,7 +27,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "W")]
     world_size: usize,
 
-    /// What becomes of the last samples when they do not fill a batch on every rank
+    /// How to handle the last samples when they do not fill a batch on every rank
     /// [default: exact; with --iterable: pad].
     #[arg(long, value_name = "POLICY", value_parser = tail_parser())]
     tail: Option<TailPolicy>,
@@ -54,7 +54,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "E", default_value_t = 0)]
     epoch: u64,
 
-    /// Show the rest of the epoch after so many of its samples were used.
+    /// Show the rest of the epoch after this number of samples.
     #[arg(long, value_name = "OFFSET", default_value_t = 0)]
     start: u64,
 

@@ -47,13 +47,13 @@ pub(crate) struct TestArgs {
     #[arg(long, value_name = "STAGE")]
     stage: Vec<Stage>,
 
-    /// Also measure how long it takes from the launcher's start to the first all-reduce that is
-    /// done, on as many processes: the median of ten times.
+    /// Also measure the time from the launcher's start to the end of the first all-reduce: the
+    /// median of ten runs.
     #[arg(long)]
     timing: bool,
 
-    /// Instead, injects faults into a small training job, and compares its weights with those of
-    /// an undisturbed run. Takes a program that is built with the feature `faults`.
+    /// Instead, inject faults into a small training job, and compare its weights with those of a
+    /// run without faults. Needs a build with the feature `faults`.
     #[arg(long, conflicts_with_all = ["stage", "timing", "master_port"])]
     chaos: bool,
 
@@ -61,11 +61,11 @@ pub(crate) struct TestArgs {
     #[arg(long, value_name = "S", requires = "chaos", default_value_t = 0)]
     seed: u64,
 
-    /// How long schedules are drawn, in minutes.
+    /// For how many minutes to draw schedules.
     #[arg(long, value_name = "M", requires = "chaos", conflicts_with = "schedules", value_parser = minutes)]
     minutes: Option<Duration>,
 
-    /// How many schedules there are [default: 20].
+    /// How many schedules to run [default: 20].
     #[arg(long, value_name = "N", requires = "chaos")]
     schedules: Option<u64>,
 

@@ -58,7 +58,7 @@ enum What {
 #[derive(Args, Clone, Debug)]
 #[command(after_help = BENCH_HELP)]
 pub(crate) struct AllReduceArgs {
-    /// How many ranks compute together; one is enough for --device cuda.
+    /// How many ranks; one is enough for --device cuda.
     #[arg(short = 'n', long, value_name = "N", default_value = "2", value_parser = processes)]
     num_processes: NonZeroUsize,
 
@@ -70,7 +70,7 @@ pub(crate) struct AllReduceArgs {
     #[arg(long, value_name = "KIND", default_value_t, value_parser = transport)]
     transport: TransportKind,
 
-    /// The sizes, with commas between them: bytes, KiB, MiB, GiB, KB, MB or GB.
+    /// The sizes, separated by commas: bytes, KiB, MiB, GiB, KB, MB or GB.
     #[arg(
         long,
         value_name = "SIZE,...",
@@ -79,7 +79,7 @@ pub(crate) struct AllReduceArgs {
     )]
     sizes: Vec<Size>,
 
-    /// The element types, with commas between them: bf16, f16, f32, f64, i8 to i64, u8 to u64.
+    /// The element types, separated by commas: bf16, f16, f32, f64, i8 to i64, u8 to u64.
     #[arg(
         long,
         value_name = "TYPE,...",
@@ -89,15 +89,15 @@ pub(crate) struct AllReduceArgs {
     )]
     dtype: Vec<DType>,
 
-    /// What is called, and so which memory is reduced.
+    /// Which all-reduce is called, and so which memory is reduced.
     #[arg(long, value_name = "CALL", value_enum, default_value_t = Call::Buffer)]
     call: Call,
 
-    /// How many operations of each size count [default: 400 MB in all, 20 to 10,000].
+    /// How many operations of each size are timed [default: 400 MB in all, 20 to 10,000].
     #[arg(long, value_name = "N", value_parser = iterations, allow_negative_numbers = true)]
     iterations: Option<NonZeroUsize>,
 
-    /// How many come before, which do not count.
+    /// How many untimed operations come first.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = warmup, allow_negative_numbers = true)]
     warmup: usize,
 
@@ -273,29 +273,29 @@ const DTYPES: [DType; 12] = [
 ];
 
 const BENCH_HELP: &str = "\
-The iterations run one after the other, with nothing between them, and are timed in up to 100 blocks;
-the time of a block is that of its slowest rank. Shown are, of one operation, the median over blocks, the
-least, and the 95th percentile. The inputs change with every operation, on every rank, and the time that this takes is part of the figures, so N more iterations take N times as much longer.
+Iterations run back to back and are timed in up to 100 blocks; the time of a block is that of its
+slowest rank. The table shows the median over blocks, the minimum and the 95th percentile, for one operation.
+Every operation gets new inputs on every rank, and the time to write them is part of the figures.
 
 Algorithm bandwidth is bytes / time; bus bandwidth is that x 2 (N - 1) / N.
 
-The bound is what memory allows an all-reduce in place that waits for nobody: each rank reads
-1/N of N arrays and writes the sum back to all N, which is `bytes` read and `bytes` written a rank.
-It is timed in the same run, on all ranks at once, each on N arrays of its own in memory of the kind
-that is reduced (buffers of the group, or the heap with --call slice), which no other rank touches.
-It is a plain loop without the widest vectors: what lies in the caches can be faster, above 100 %.
+The bound is an all-reduce in place without synchronization: each rank reads 1/N of N arrays and writes the
+sum back to all N, which is `bytes` read and `bytes` written a rank. It is timed in the same run, on all ranks
+at once, each on N arrays of its own in the kind of memory that is reduced (buffers of the group, or the heap
+with --call slice). It is a plain loop without the widest vectors: what fits into the caches can be faster,
+above 100 %.
 
-With --device cuda (in a build with the feature `cuda`: cargo install ... --features cuda) each rank
-takes the GPU of its local rank, and NCCL reduces: operations are enqueued back to back, and a block ends
-when its last one has. Inputs are not written in between, as in NVIDIA's nccl-tests, whose bandwidths these
-are. There is no bound. The driver and NCCL are loaded when it runs.
+With --device cuda (in a build with the feature `cuda`: cargo install ... --features cuda) local rank R uses
+GPU R, and NCCL reduces: operations are enqueued back to back, and a block ends with its last one. Inputs are
+not written in between, so bandwidths are those of NVIDIA's nccl-tests. There is no bound. The driver and NCCL
+are loaded at run time.
 
 With --json the figures are one object: seconds, bytes, and bytes a second. The README in the folder
-launcher/src/commands/bench has a table of all fields with their units. Where the machine has more to do than its
-cores can (`load_1m` above `cores`), figures show waiting as well.
+launcher/src/commands/bench has a table of all fields with their units. On an overloaded machine (`load_1m`
+above `cores`) the figures include time spent waiting for a core.
 
-Exit code: 0, or 1 where a sum is wrong, a rank fails, the ranks cannot be connected so or the output
-cannot be written; 2 for a wrong command line or environment.
+Exit code: 0, or 1 where a sum is wrong, a rank fails, the ranks cannot be connected in this way, or the
+output cannot be written; 2 for a wrong command line or environment.
 
 Examples:
   accel-launch bench all-reduce --num-processes 2

@@ -31,11 +31,11 @@ enum CheckpointCommand {
         #[command(flatten)]
         place: PathArgs,
 
-        /// The checkpoint's number, or `latest` for the newest that is whole.
+        /// The checkpoint's number, or `latest` for the newest complete one.
         #[arg(value_name = "NUMBER", default_value = "latest", value_parser = which)]
         which: Which,
     },
-    /// Read all checkpoints, and name every file that is not as it was written.
+    /// Read all checkpoints, and name every damaged file.
     ///
     /// The exit code is 0 if everything is good, and 1 otherwise.
     Verify(PathArgs),
