@@ -51,6 +51,22 @@ fn main() -> Result<()> {
             let builder = Accelerator::builder().accumulation_steps(1 + rank);
             print(&problems::train(&builder.build()?, &from_json(setting))?);
         }
+        ["launch-processes", world_size, what] => {
+            accelerator::launch_processes(number(world_size), |accelerator| {
+                let pid = std::process::id();
+                println!("rank in {pid}");
+                match what {
+                    "fail" if accelerator.rank() == 1 => {
+                        return Err(Error::other("no labels here"));
+                    }
+                    "sleep" => std::thread::sleep(Duration::from_secs(600)),
+                    _ => {}
+                }
+                accelerator.wait_for_everyone()?;
+                accelerator.finish()
+            })?;
+            println!("behind");
+        }
         // Ranks as threads: in a process of its own all the same, since Burn fixes the dtype.
         ["train-threads", world_size, dtype, accumulate, setting] => {
             let setting = from_json(setting);

@@ -9,6 +9,7 @@ mod documented;
 mod examples;
 mod faults;
 mod invariance;
+mod launched;
 mod progress;
 mod restart;
 mod traces;

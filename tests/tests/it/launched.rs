@@ -1,0 +1,87 @@
+//! A program that starts its own ranks, as processes.
+
+#![allow(clippy::unwrap_used, reason = "these are tests")]
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+fn program(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rank"));
+    command.args(args).env("RAYON_NUM_THREADS", "1");
+    command
+}
+
+fn run(args: &[&str]) -> Output {
+    program(args).output().unwrap()
+}
+
+#[test]
+fn ranks_are_processes_and_what_follows_runs_once() {
+    let ended = run(&["launch-processes", "2", "work"]);
+    let stdout = String::from_utf8(ended.stdout).unwrap();
+    assert!(ended.status.success(), "{stdout}");
+    let pids: Vec<&str> = stdout
+        .lines()
+        .filter_map(|line| line.strip_prefix("rank in "))
+        .collect();
+    assert_eq!(pids.len(), 2, "{stdout}");
+    assert_ne!(pids[0], pids[1]);
+    assert_eq!(
+        stdout.lines().filter(|line| *line == "behind").count(),
+        1,
+        "{stdout}"
+    );
+}
+
+#[test]
+fn a_rank_that_fails_is_named_and_ends_the_others() {
+    let begun = Instant::now();
+    let ended = run(&["launch-processes", "3", "fail"]);
+    let stderr = String::from_utf8(ended.stderr).unwrap();
+    assert!(!ended.status.success());
+    assert!(stderr.contains("rank 1 of 3 failed"), "{stderr}");
+    assert!(stderr.contains("no labels here"), "{stderr}");
+    assert!(begun.elapsed() < Duration::from_secs(60), "{stderr}");
+}
+
+#[test]
+fn a_program_that_is_a_rank_already_starts_none() {
+    let ended = program(&["launch-processes", "2", "work"])
+        .envs([("RANK", "0"), ("WORLD_SIZE", "1")])
+        .output()
+        .unwrap();
+    let stdout = String::from_utf8(ended.stdout).unwrap();
+    assert!(ended.status.success(), "{stdout}");
+    assert_eq!(
+        stdout
+            .lines()
+            .filter(|line| line.starts_with("rank in "))
+            .count(),
+        1,
+        "{stdout}"
+    );
+}
+
+#[test]
+fn ranks_end_with_a_program_that_is_killed() {
+    let mut parent = program(&["launch-processes", "2", "sleep"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(parent.stdout.take().unwrap()).lines();
+    let pids: Vec<String> = lines
+        .take(2)
+        .map(|line| line.unwrap().strip_prefix("rank in ").unwrap().to_owned())
+        .collect();
+    parent.kill().unwrap();
+    parent.wait().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(30);
+    for pid in pids {
+        while Path::new(&format!("/proc/{pid}")).exists() {
+            assert!(Instant::now() < deadline, "rank {pid} outlives its parent");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
