@@ -6,7 +6,7 @@ use super::logged;
 use crate::common::{Column, ColumnBatcher, columns, distance, line, loader};
 use accelerator::Weight;
 use accelerator::checkpoint::{Object, PerRank};
-use accelerator::data::{Batch, AssumeDeterministic, Loader, StreamPart};
+use accelerator::data::{AssumeDeterministic, Batch, Loader, StreamPart};
 use accelerator::metric::Mean;
 use accelerator::prelude::*;
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
