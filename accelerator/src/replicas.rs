@@ -28,8 +28,8 @@ enum ComparedParameters {
 /// Compares all parameters of a prepared model, frozen ones too.
 #[track_caller]
 pub(crate) fn check_all<M: Module>(context: &ReduceContext, model: &M) -> Result<()> {
-    let slot = context.models.find(model)?;
-    check(context, CHECK, &slot, model, ComparedParameters::All)
+    let model_state = context.models.find(model)?;
+    check(context, CHECK, &model_state, model, ComparedParameters::All)
 }
 
 /// Checks the model where it is time for it; called by all ranks as a window ends, before the
@@ -37,11 +37,17 @@ pub(crate) fn check_all<M: Module>(context: &ReduceContext, model: &M) -> Result
 #[track_caller]
 pub(crate) fn check_when_due<M: Module>(
     context: &ReduceContext,
-    slot: &ModelState,
+    model_state: &ModelState,
     model: &M,
 ) -> Result<()> {
-    if is_due(context.settings.check_replicas, slot.steps()) {
-        check(context, CHECK, slot, model, ComparedParameters::Trainable)
+    if is_due(context.settings.check_replicas, model_state.steps()) {
+        check(
+            context,
+            CHECK,
+            model_state,
+            model,
+            ComparedParameters::Trainable,
+        )
     } else {
         Ok(())
     }
@@ -57,10 +63,16 @@ pub(crate) fn check_and_sync<M: Module>(
     action: &str,
     model: &M,
 ) -> Result<()> {
-    if let Ok(slot) = context.models.find(model) {
-        slot.note_compared();
-        slot.round().check_together(action)?;
-        check(context, action, &slot, model, ComparedParameters::Trainable)?;
+    if let Ok(model_state) = context.models.find(model) {
+        model_state.note_compared();
+        model_state.round().check_together(action)?;
+        check(
+            context,
+            action,
+            &model_state,
+            model,
+            ComparedParameters::Trainable,
+        )?;
     }
     sync_buffers(context, model)
 }
@@ -74,7 +86,7 @@ fn is_due(every: Option<NonZeroU64>, steps: u64) -> bool {
 fn check<M: Module>(
     context: &ReduceContext,
     action: &str,
-    slot: &ModelState,
+    model_state: &ModelState,
     model: &M,
     compared: ComparedParameters,
 ) -> Result<()> {
@@ -83,7 +95,7 @@ fn check<M: Module>(
         return Ok(());
     }
     context.check_forward()?;
-    let mine = ReplicaDigest::of(model, slot, compared);
+    let mine = ReplicaDigest::of(model, model_state, compared);
     let checking = group.for_purpose(action);
     let digests = checking.all_gather::<u8>(mine.digest.as_bytes())?;
     let mut digests = digests.chunks_exact(blake3::OUT_LEN);
@@ -109,13 +121,17 @@ struct ReplicaDigest {
 }
 
 impl ReplicaDigest {
-    fn of<M: Module>(model: &M, slot: &ModelState, compared: ComparedParameters) -> Self {
+    fn of<M: Module>(model: &M, model_state: &ModelState, compared: ComparedParameters) -> Self {
         let mut reader = ReplicaReader {
             chosen: match compared {
                 ComparedParameters::All => ReplicaSelection::AllBut(running_states(model)),
-                ComparedParameters::Trainable => {
-                    ReplicaSelection::Ids(slot.parameters().iter().map(|known| known.id).collect())
-                }
+                ComparedParameters::Trainable => ReplicaSelection::Ids(
+                    model_state
+                        .parameters()
+                        .iter()
+                        .map(|known| known.id)
+                        .collect(),
+                ),
             },
             place: 0,
             path: ModulePath::default(),
@@ -179,7 +195,7 @@ impl ModuleVisitor for ReplicaReader {
 struct Drift {
     ranks: usize,
     /// Those that differ from the majority; all where no value has one.
-    odd: Vec<usize>,
+    deviating: Vec<usize>,
     /// The parameters that are not the same on every rank.
     parameters: Vec<usize>,
 }
@@ -189,7 +205,7 @@ impl Drift {
     fn of(ranks: &[Vec<u64>]) -> Self {
         let votes = |hashes: &Vec<u64>| ranks.iter().filter(|other| *other == hashes).count();
         let majority = ranks.iter().find(|hashes| votes(hashes) * 2 > ranks.len());
-        let odd = (0..ranks.len()).filter(|&rank| Some(&ranks[rank]) != majority);
+        let deviating = (0..ranks.len()).filter(|&rank| Some(&ranks[rank]) != majority);
         let count = ranks.iter().map(Vec::len).max().unwrap_or(0);
         let differs = |at: &usize| {
             ranks
@@ -198,13 +214,13 @@ impl Drift {
         };
         Self {
             ranks: ranks.len(),
-            odd: odd.collect(),
+            deviating: deviating.collect(),
             parameters: (0..count).filter(differs).collect(),
         }
     }
 
     fn describe(&self, paths: &[String]) -> String {
-        let named: Vec<_> = self.odd.iter().map(usize::to_string).collect();
+        let named: Vec<_> = self.deviating.iter().map(usize::to_string).collect();
         let (who, verb) = match &named[..] {
             [one] => (format!("rank {one}"), "differs"),
             [rest @ .., last] if !rest.is_empty() => {
@@ -212,7 +228,7 @@ impl Drift {
             }
             _ => ("no rank".to_owned(), "differs"),
         };
-        let from = match self.ranks - self.odd.len() {
+        let from = match self.ranks - self.deviating.len() {
             0 => "from each other, and no value has a majority".to_owned(),
             others => format!("from the other {others}"),
         };

@@ -14,7 +14,7 @@ use crate::core::outcome::Failure;
 use crate::core::panic_text::panic_text;
 use crate::core::user_message;
 use crate::optim::PreparedOptimizer;
-use crate::reduce::{Reserved, Windows, forget_graphs, settle_road};
+use crate::reduce::{Reserved, Windows, forget_graphs, settle_device_reducer};
 
 /// Finds the largest batch that memory holds, the same on every rank:
 /// [`Accelerator::find_executable_batch_size`] with more to choose.
@@ -179,7 +179,7 @@ impl<'a> BatchSizeFinder<'a> {
         let starts = group.all_gather_object(&self.start).map_err(Error::from)?;
         let start = starts.into_iter().min().unwrap_or(self.start);
         if !self.models.is_empty() {
-            settle_road(&accelerator.shared.reduction)?;
+            settle_device_reducer(&accelerator.shared.reduction)?;
         }
         let mut steps = Vec::new();
         let mut size = start;
@@ -300,11 +300,11 @@ impl<'a> BatchSizeFinder<'a> {
 impl<M: Module, S> Trained for (&M, &PreparedOptimizer<S>) {
     fn reserve(&self, accelerator: &Accelerator, windows: Windows) -> Result<Step> {
         let (model, optimizer) = *self;
-        let slot = accelerator.shared.reduction.models.find(model)?;
+        let model_state = accelerator.shared.reduction.models.find(model)?;
         // Buckets are there when the optimizer steps.
-        let gradients = Reserved::of(&accelerator.shared.reduction, slot.clone(), windows);
+        let gradients = Reserved::of(&accelerator.shared.reduction, model_state.clone(), windows);
         let device = &accelerator.shared.context.device;
-        let state = optimizer.reserve(model, slot.parameters(), device);
+        let state = optimizer.reserve(model, model_state.parameters(), device);
         Ok(Step {
             gradients,
             _state: state,

@@ -205,8 +205,8 @@ impl Accelerator {
     ) -> Result<Gradients> {
         let context = &*self.shared.reduction;
         let timeline = &context.timeline;
-        let gradients = reduce::backward(context, loss, model, weight, scope, |slot| {
-            replicas::check_when_due(context, slot, model)
+        let gradients = reduce::backward(context, loss, model, weight, scope, |model_state| {
+            replicas::check_when_due(context, model_state, model)
         });
         if let Ok(gradients) = &gradients {
             let accumulates = gradients.is_accumulating();

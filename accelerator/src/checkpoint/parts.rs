@@ -272,7 +272,7 @@ optimizers!(Manual, Scheduled);
 
 impl<O: Send + 'static> Save<kind::Loader> for &PreparedLoader<O> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
-        snapshot.add_loader(self.standing());
+        snapshot.add_loader(self.loader_state());
         Ok(())
     }
 }

@@ -113,17 +113,19 @@ impl<'a> Snapshot<'a> {
     }
 
     pub(super) fn add_model<M: Module>(&mut self, model: &M) -> Result<()> {
-        let slot = self.ready(model)?;
+        let model_state = self.ready(model)?;
         let mut hooks = Vec::new();
-        if let Some(hook) = slot.hook() {
+        if let Some(hook) = model_state.hook() {
             hooks = vec![None; self.context.world_size()];
             hooks[self.context.rank()] = Some(hook.save()?);
         }
         let state = SavedModel {
-            hook: slot.hook().map(|hook| HookState::new(hook.name(), &hooks)),
+            hook: model_state
+                .hook()
+                .map(|hook| HookState::new(hook.name(), &hooks)),
             layout: Layout::of(model),
-            scaler: slot.scaler_state(),
-            steps: slot.steps(),
+            scaler: model_state.scaler_state(),
+            steps: model_state.steps(),
         };
         self.push_model(model, state, hooks);
         Ok(())
@@ -140,35 +142,38 @@ impl<'a> Snapshot<'a> {
             );
             return Err(Error::with_source(Kind::Misuse, message, error));
         }
-        let slot = self.ready(companion)?;
+        let model_state = self.ready(companion)?;
         let state = SavedModel {
             hook: None,
             layout: Layout::of(companion),
             scaler: None,
-            steps: slot.steps(),
+            steps: model_state.steps(),
         };
         self.push_model(companion, state, Vec::new());
         Ok(())
     }
 
-    /// The slot of a model, if it is at a place where it can be saved.
+    /// The model state of a model, if it is at a place where it can be saved.
     fn ready<M: Module>(&mut self, model: &M) -> Result<Arc<ModelState>> {
-        let slot = self.context.models.find(model)?;
-        let open = slot.open_micro_steps();
+        let model_state = self.context.models.find(model)?;
+        let open = model_state.open_micro_steps();
         if open > 0 && self.mode == SnapshotMode::Regular {
             return Err(Error::misuse(format!(
                 "a checkpoint is saved between optimizer steps, and {open} micro-steps of the next one are done \
                  for the model whose first parameter is `{}`: save when its optimizer's `outcome()` is `Stepped`, \
                  or at the end of an epoch; a model whose last batch was an earlier one ends its window by that \
                  batch's `weight().trigger_sync()`",
-                slot.parameters().first().map_or("", |first| &first.path)
+                model_state
+                    .parameters()
+                    .first()
+                    .map_or("", |first| &first.path)
             )));
         }
-        self.taken.has_pending_step |= slot.has_pending_step();
+        self.taken.has_pending_step |= model_state.has_pending_step();
         if self.mode == SnapshotMode::Regular {
-            slot.round().check_together("save a checkpoint")?;
+            model_state.round().check_together("save a checkpoint")?;
         }
-        Ok(slot)
+        Ok(model_state)
     }
 
     fn push_model<M: Module>(&mut self, model: &M, state: SavedModel, hooks: Vec<Option<Vec<u8>>>) {
@@ -198,8 +203,8 @@ impl<'a> Snapshot<'a> {
         Ok(())
     }
 
-    pub(super) fn add_loader(&mut self, standing: LoaderState) {
-        self.taken.parts.push(SnapshotPart::Loader(standing));
+    pub(super) fn add_loader(&mut self, loader_state: LoaderState) {
+        self.taken.parts.push(SnapshotPart::Loader(loader_state));
     }
 
     pub(super) fn add_object<T: Serialize>(&mut self, value: &T) -> Result<()> {
@@ -261,7 +266,7 @@ impl TakenSnapshot {
         let loaders = || {
             let parts = self.parts.iter().enumerate();
             parts.filter_map(|(at, part)| match part {
-                SnapshotPart::Loader(standing) => Some((at + 1, standing)),
+                SnapshotPart::Loader(loader_state) => Some((at + 1, loader_state)),
                 _ => None,
             })
         };
@@ -293,7 +298,9 @@ impl TakenSnapshot {
 
     pub(super) fn report(&self, folder: &Path, rank: usize) -> SnapshotReport {
         let parts = self.parts.iter().map(|part| match part {
-            SnapshotPart::Loader(standing) => PartReport::Loader(Box::new(standing.clone())),
+            SnapshotPart::Loader(loader_state) => {
+                PartReport::Loader(Box::new(loader_state.clone()))
+            }
             SnapshotPart::Model { state, .. } => PartReport::Model { steps: state.steps },
             SnapshotPart::Object(_) => PartReport::Object,
             SnapshotPart::Optimizer(optimizer) => PartReport::Optimizer {
@@ -358,7 +365,7 @@ impl TakenSnapshot {
     /// What the learning rates of the job are multiplied by.
     pub(super) fn state(&self, factor: f64) -> StateFile {
         let parts = self.parts.iter().map(|part| match part {
-            SnapshotPart::Loader(standing) => PartState::Loader(standing.clone()),
+            SnapshotPart::Loader(loader_state) => PartState::Loader(loader_state.clone()),
             SnapshotPart::Model { state, .. } => PartState::Model(state.clone()),
             SnapshotPart::Object(_) => PartState::Object,
             SnapshotPart::Optimizer(optimizer) => PartState::Optimizer(optimizer.state.clone()),
@@ -460,7 +467,7 @@ impl fmt::Display for PartName<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             None => f.write_str("nothing"),
-            Some(PartReport::Loader(standing)) => match standing.spot {
+            Some(PartReport::Loader(loader_state)) => match loader_state.spot {
                 Some(spot) => write!(
                     f,
                     "a loader in epoch {} after {} samples",

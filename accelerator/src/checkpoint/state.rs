@@ -160,7 +160,7 @@ impl StateFile {
 
     pub(super) fn loaders(&self) -> impl Iterator<Item = &LoaderState> {
         self.parts.iter().filter_map(|part| match part {
-            PartState::Loader(standing) => Some(standing),
+            PartState::Loader(loader_state) => Some(loader_state),
             _ => None,
         })
     }

@@ -166,15 +166,15 @@ fn metadata(taken: &TakenSnapshot, state: &StateFile, job: &JobInfo) -> Metadata
     }
 }
 
-fn loader(standing: &LoaderState) -> manifest::LoaderState {
-    let spot = standing.spot.unwrap_or_default();
+fn loader(loader_state: &LoaderState) -> manifest::LoaderState {
+    let spot = loader_state.spot.unwrap_or_default();
     let mut extra = serde_json::Map::new();
-    extra.insert("trained".to_owned(), standing.trained.into());
+    extra.insert("trained".to_owned(), loader_state.trained.into());
     manifest::LoaderState {
-        samples: standing.samples,
-        order: standing.order.clone(),
-        tail: standing.tail.clone(),
-        global_batch: standing.global_batch.unwrap_or(0),
+        samples: loader_state.samples,
+        order: loader_state.order.clone(),
+        tail: loader_state.tail.clone(),
+        global_batch: loader_state.global_batch.unwrap_or(0),
         epoch: spot.epoch,
         consumed: spot.consumed,
         step: spot.step,

@@ -61,7 +61,7 @@ pub struct Batch<O> {
     value: O,
     info: BatchInfo,
     /// Where it ends; known when it is handed out.
-    mark: Option<ConsumeTicket>,
+    ticket: Option<ConsumeTicket>,
     /// Of one with padding, when it is handed out.
     padding: Option<Arc<PaddingWatch>>,
 }
@@ -152,7 +152,7 @@ impl<O> Batch<O> {
         Self {
             value,
             info,
-            mark: None,
+            ticket: None,
             padding: None,
         }
     }
@@ -162,17 +162,17 @@ impl<O> Batch<O> {
     }
 
     /// It is handed out, and ends there.
-    pub(super) fn set_mark(&mut self, mark: ConsumeTicket, uncounted: &UncountedPadding) {
+    pub(super) fn set_mark(&mut self, ticket: ConsumeTicket, uncounted: &UncountedPadding) {
         self.padding = (self.info.real < self.info.len).then(|| {
             Arc::new(PaddingWatch {
                 counted: AtomicBool::new(false),
-                pass: mark.pass.clone(),
+                pass: ticket.pass.clone(),
                 share: self.info.share,
                 uncounted: uncounted.clone(),
                 used: AtomicBool::new(false),
             })
         });
-        self.mark = Some(mark);
+        self.ticket = Some(ticket);
     }
 
     /// The program knows how much of it is padding.
@@ -298,7 +298,7 @@ impl<O> Batch<O> {
             count: if self.is_idle() { 0.0 } else { count.into() },
             ends_epoch: self.info.is_last,
             epoch: Some(self.info.epoch),
-            mark: self.mark.clone(),
+            ticket: self.ticket.clone(),
             closing: Closing::AsSet,
             uneven: self.info.uneven,
         }
@@ -398,13 +398,13 @@ impl<O> Batch<DeferredBatch<O>> {
         let Self {
             value,
             info,
-            mark,
+            ticket,
             padding,
         } = self;
         Ok(Batch {
             value: value.resolve(seed)?,
             info,
-            mark,
+            ticket,
             padding,
         })
     }
@@ -414,13 +414,13 @@ impl<O> Batch<DeferredBatch<O>> {
         let Batch {
             value,
             info,
-            mark,
+            ticket,
             padding,
         } = self.resolve(seed)?;
         Ok(Self {
             value: DeferredBatch::Ready(value),
             info,
-            mark,
+            ticket,
             padding,
         })
     }

@@ -28,7 +28,7 @@ impl<O: Send + 'static> DataLoader<O> for PreparedLoader<O> {
             Samples::Planned {
                 plan, source, spec, ..
             } => match EpochAssignment::new(spec, plan, source.len(), 0) {
-                Ok(dealt) => dealt.share.real(self.place.rank),
+                Ok(assignment) => assignment.share.real(self.place.rank),
                 // It is told when batches are asked for.
                 Err(_) => 0,
             },

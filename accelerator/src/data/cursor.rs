@@ -374,9 +374,9 @@ mod tests {
         }
     }
 
-    fn step(mark: &ConsumeTicket) {
-        mark.begin();
-        mark.commit(1);
+    fn step(ticket: &ConsumeTicket) {
+        ticket.begin();
+        ticket.commit(1);
     }
 
     #[test]

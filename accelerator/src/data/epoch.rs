@@ -221,12 +221,12 @@ impl<O> Iterator for Epoch<O> {
                 step: batch.step() + 1,
             };
             self.pass.advance(end);
-            let mark = ConsumeTicket {
+            let ticket = ConsumeTicket {
                 loader: self.reseed.place.number,
                 pass: self.pass.clone(),
                 end,
             };
-            batch.set_mark(mark, &self.uncounted);
+            batch.set_mark(ticket, &self.uncounted);
             self.reseed.at(batch.step());
         }
         batch

@@ -56,7 +56,7 @@ pub(crate) struct LoaderResume<'a> {
 }
 
 impl<O: Send + 'static> PreparedLoader<O> {
-    pub(crate) fn standing(&self) -> LoaderState {
+    pub(crate) fn loader_state(&self) -> LoaderState {
         let spot = self.cursor.spot();
         let passes = self.passes.load(Ordering::Relaxed);
         // The pass that is not finished is to be begun again.
@@ -122,7 +122,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         saved: &LoaderState,
         how: &LoaderResume<'_>,
     ) -> Result<Self> {
-        let mine = self.standing();
+        let mine = self.loader_state();
         saved.compare(name, &mine)?;
         let in_mid_epoch = how.goes_on && saved.spot.is_some_and(|spot| spot.step > 0);
         let world_size = self.place.world_size;

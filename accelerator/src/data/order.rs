@@ -154,7 +154,7 @@ impl EpochAssignment {
         if group.world_size() == 1 {
             return mine;
         }
-        let digest = mine.as_ref().map(|dealt| dealt.digest);
+        let digest = mine.as_ref().map(|assignment| assignment.digest);
         let digests = meet(group, position, digest, "sample an epoch", caller)?;
         let mine = mine?;
         if digests.iter().all(|digest| *digest == mine.digest) {

@@ -237,7 +237,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
 
     /// Samples of a full step over all ranks, where it is known.
     pub(crate) fn global_batch(&self) -> Option<u64> {
-        self.standing().global_batch
+        self.loader_state().global_batch
     }
 
     /// A training is planned with it, or its steps were told.
@@ -335,19 +335,19 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 source,
                 spec,
             } => Box::new(move |skip| {
-                let mut dealt = EpochAssignment::new(&spec, &plan, source.len(), epoch);
+                let mut assignment = EpochAssignment::new(&spec, &plan, source.len(), epoch);
                 if spec.order().is_given() {
                     let position = ReadPosition {
                         epoch,
                         loader: place.number,
                         step: start.step.saturating_add(skip),
                     };
-                    dealt = EpochAssignment::agreed(dealt, &group, position, caller);
+                    assignment = EpochAssignment::agreed(assignment, &group, position, caller);
                 }
-                let rest = dealt.and_then(|dealt| {
-                    dealt.goes_on_from(start)?;
-                    pass.deal(dealt.digest);
-                    dealt.share.starting_at(start.consumed)
+                let rest = assignment.and_then(|assignment| {
+                    assignment.goes_on_from(start)?;
+                    pass.deal(assignment.digest);
+                    assignment.share.starting_at(start.consumed)
                 });
                 let plan = match rest {
                     Ok(plan) => plan,

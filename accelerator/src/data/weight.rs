@@ -38,7 +38,7 @@ pub struct Weight {
     pub(crate) ends_epoch: bool,
     pub(crate) epoch: Option<u64>,
     /// Where its batch ends in its loader.
-    pub(crate) mark: Option<ConsumeTicket>,
+    pub(crate) ticket: Option<ConsumeTicket>,
     /// Whether the program itself says what becomes of the window.
     pub(crate) closing: Closing,
     /// The batch is from a loader whose ranks may run different numbers of steps.
@@ -163,7 +163,7 @@ impl From<f64> for Weight {
             count,
             ends_epoch: false,
             epoch: None,
-            mark: None,
+            ticket: None,
             closing: Closing::AsSet,
             uneven: false,
         }

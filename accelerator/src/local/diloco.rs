@@ -101,10 +101,10 @@ impl DiLoCoConfig {
                 self.momentum
             )));
         }
-        let slot = rounds.slot(model)?;
-        slot.round().check_together("begin local training")?;
+        let model_state = rounds.model_state(model)?;
+        model_state.round().check_together("begin local training")?;
         let outer = model.valid();
-        parameters::of(&outer, &slot)?;
+        parameters::of(&outer, &model_state)?;
         Ok(DiLoCo {
             rule: OuterRule {
                 momentum: self.momentum,
@@ -173,22 +173,23 @@ impl<M: Module> LocalTraining<M> for DiLoCo<M> {
     #[track_caller]
     fn average(&mut self, model: &mut M) -> Result<()> {
         let accelerator = &self.rule.rounds.accelerator;
-        let slot = self.rule.rounds.slot(model)?;
-        let Some(share) = self.rule.rounds.share(&slot)? else {
+        let model_state = self.rule.rounds.model_state(model)?;
+        let Some(share) = self.rule.rounds.share(&model_state)? else {
             return Ok(());
         };
-        let mut outer = parameters::of(&self.outer, &slot)?;
-        let mut velocity = parameters::of(&self.velocity, &slot)?;
-        let mut changes = parameters::of(model, &slot)?;
-        for (at, known) in slot.parameters().iter().enumerate() {
+        let mut outer = parameters::of(&self.outer, &model_state)?;
+        let mut velocity = parameters::of(&self.velocity, &model_state)?;
+        let mut changes = parameters::of(model, &model_state)?;
+        for (at, known) in model_state.parameters().iter().enumerate() {
             changes[at] = with_rank!(known.shape.len(), D => {
                 let mine = Tensor::<D>::from_dispatch(changes[at].clone());
                 (Tensor::<D>::from_dispatch(outer[at].clone()) - mine).into_dispatch()
             });
         }
-        let gradients = mean_over_ranks(&accelerator.shared.reduction, &slot, &changes, share)?;
+        let gradients =
+            mean_over_ranks(&accelerator.shared.reduction, &model_state, &changes, share)?;
         accelerator.sync_buffers(model)?;
-        for (at, known) in slot.parameters().iter().enumerate() {
+        for (at, known) in model_state.parameters().iter().enumerate() {
             with_rank!(known.shape.len(), D => {
                 let tensor = |value: &_| Tensor::<D>::from_dispatch(Clone::clone(value));
                 let gradient = tensor(&gradients[at]);
@@ -198,10 +199,11 @@ impl<M: Module> LocalTraining<M> for DiLoCo<M> {
                 velocity[at] = moved.into_dispatch();
             });
         }
-        self.outer = parameters::replace(&self.outer, &slot, GradientForm::Plain, &outer);
-        self.velocity = parameters::replace(&self.velocity, &slot, GradientForm::Plain, &velocity);
-        *model = parameters::replace(model, &slot, GradientForm::Trained, &outer);
-        SyncRounds::close(&slot);
+        self.outer = parameters::replace(&self.outer, &model_state, GradientForm::Plain, &outer);
+        self.velocity =
+            parameters::replace(&self.velocity, &model_state, GradientForm::Plain, &velocity);
+        *model = parameters::replace(model, &model_state, GradientForm::Trained, &outer);
+        SyncRounds::close(&model_state);
         Ok(())
     }
 }

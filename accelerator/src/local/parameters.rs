@@ -8,13 +8,13 @@ use crate::core::error::{Error, Result};
 use crate::reduce::ModelState;
 
 /// The values by the numbers of their parameters, on the plain device.
-pub(super) fn of<M: Module>(model: &M, slot: &ModelState) -> Result<Vec<DispatchTensor>> {
+pub(super) fn of<M: Module>(model: &M, model_state: &ModelState) -> Result<Vec<DispatchTensor>> {
     let mut reader = LocalReader {
-        slot,
-        values: vec![None; slot.parameters().len()],
+        model_state,
+        values: vec![None; model_state.parameters().len()],
     };
     model.visit(&mut reader);
-    let values = reader.values.into_iter().zip(slot.parameters());
+    let values = reader.values.into_iter().zip(model_state.parameters());
     let values = values.map(|(value, known)| {
         value.ok_or_else(|| {
             Error::misuse(format!(
@@ -42,27 +42,27 @@ pub(super) enum GradientForm {
 /// The model with other values, which are given by the numbers of their parameters.
 pub(super) fn replace<M: Module>(
     model: &M,
-    slot: &ModelState,
+    model_state: &ModelState,
     form: GradientForm,
     values: &[DispatchTensor],
 ) -> M {
     let mut writer = LocalWriter {
-        slot,
+        model_state,
         form,
         values: values.iter().cloned().map(Some).collect(),
     };
-    slot.tied().retie(model.clone().map(&mut writer))
+    model_state.tied().retie(model.clone().map(&mut writer))
 }
 
 struct LocalReader<'a> {
-    slot: &'a ModelState,
+    model_state: &'a ModelState,
     values: Vec<Option<DispatchTensor>>,
 }
 
 impl ModuleVisitor for LocalReader<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         // A frozen clone may come behind the parameter.
-        if let Some(number) = self.slot.number(param.id)
+        if let Some(number) = self.model_state.number(param.id)
             && self.values[number].is_none()
         {
             let value = param.val().without_autodiff();
@@ -81,7 +81,7 @@ impl ModuleMapper for ZeroParameters {
 }
 
 struct LocalWriter<'a> {
-    slot: &'a ModelState,
+    model_state: &'a ModelState,
     form: GradientForm,
     /// Those that have no place yet.
     values: Vec<Option<DispatchTensor>>,
@@ -89,7 +89,7 @@ struct LocalWriter<'a> {
 
 impl ModuleMapper for LocalWriter<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let number = self.slot.number(param.id);
+        let number = self.model_state.number(param.id);
         let Some(value) = number.and_then(|number| self.values[number].take()) else {
             return param;
         };

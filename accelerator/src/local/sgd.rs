@@ -65,8 +65,8 @@ impl LocalSgdConfig {
         };
         let said = format!("{self:?}");
         let rounds = SyncRounds::new(accelerator, self.period, self.weighting, concern, &said)?;
-        let slot = rounds.slot(model)?;
-        slot.round().check_together("begin local training")?;
+        let model_state = rounds.model_state(model)?;
+        model_state.round().check_together("begin local training")?;
         Ok(LocalSgd { rounds })
     }
 }
@@ -113,16 +113,16 @@ impl<M: Module> LocalTraining<M> for LocalSgd {
     #[track_caller]
     fn average(&mut self, model: &mut M) -> Result<()> {
         let accelerator = &self.rounds.accelerator;
-        let slot = self.rounds.slot(model)?;
-        if let Some(share) = self.rounds.share(&slot)?
+        let model_state = self.rounds.model_state(model)?;
+        if let Some(share) = self.rounds.share(&model_state)?
             && accelerator.world_size() > 1
         {
-            let mine = parameters::of(model, &slot)?;
-            let means = mean_over_ranks(&accelerator.shared.reduction, &slot, &mine, share)?;
+            let mine = parameters::of(model, &model_state)?;
+            let means = mean_over_ranks(&accelerator.shared.reduction, &model_state, &mine, share)?;
             accelerator.sync_buffers(model)?;
-            *model = parameters::replace(model, &slot, GradientForm::Trained, &means);
+            *model = parameters::replace(model, &model_state, GradientForm::Trained, &means);
         }
-        SyncRounds::close(&slot);
+        SyncRounds::close(&model_state);
         Ok(())
     }
 }

@@ -68,9 +68,9 @@ impl SyncRounds {
         if self.accelerator.shared.optimizers.has_only_shards() {
             return Err(sharded());
         }
-        let slot = self.slot(model)?;
-        slot.round().check_whole()?;
-        let steps = slot.round().steps();
+        let model_state = self.model_state(model)?;
+        model_state.round().check_whole()?;
+        let steps = model_state.round().steps();
         if steps >= self.period.get() {
             return Err(Error::misuse(format!(
                 "{steps} local steps were taken, and parameters are due to be averaged after {}: call \
@@ -83,15 +83,15 @@ impl SyncRounds {
             .backward_of(loss, model, weight, ReduceScope::Local)?;
         if !gradients.is_accumulating() {
             let samples = gradients.samples().unwrap_or(0.0);
-            slot.round().count(samples, self.concern);
+            model_state.round().count(samples, self.concern);
         }
         Ok(gradients.held_by(&self.handed))
     }
 
     /// Whether it is time to average.
     pub(super) fn is_due<M: Module>(&self, model: &M) -> Result<bool> {
-        let slot = self.slot(model)?;
-        let mut round = slot.round();
+        let model_state = self.model_state(model)?;
+        let mut round = model_state.round();
         let due = round.steps() >= self.period.get();
         // Where ranks meet, the others hear of it.
         match due {
@@ -100,15 +100,15 @@ impl SyncRounds {
         }
     }
 
-    pub(super) fn slot<M: Module>(&self, model: &M) -> Result<Arc<ModelState>> {
+    pub(super) fn model_state<M: Module>(&self, model: &M) -> Result<Arc<ModelState>> {
         self.accelerator.shared.reduction.models.find(model)
     }
 
     /// What this rank counts in the average that comes next; `None` where no rank took a step.
     #[track_caller]
-    pub(super) fn share(&self, slot: &ModelState) -> Result<Option<MeanWeight>> {
-        let round: LocalRound = *slot.round();
-        let obstacle = self.obstacle(slot);
+    pub(super) fn share(&self, model_state: &ModelState) -> Result<Option<MeanWeight>> {
+        let round: LocalRound = *model_state.round();
+        let obstacle = self.obstacle(model_state);
         let blocked = f64::from(u8::from(obstacle.is_some()));
         let group = self.accelerator.group();
         let mine = [round.steps() as f64, round.samples(), blocked];
@@ -147,11 +147,11 @@ impl SyncRounds {
     }
 
     /// Why this rank cannot average. All ranks hear of it, since they wait for it.
-    fn obstacle(&self, slot: &ModelState) -> Option<Error> {
-        if let Err(error) = slot.round().check_whole() {
+    fn obstacle(&self, model_state: &ModelState) -> Option<Error> {
+        if let Err(error) = model_state.round().check_whole() {
             return Some(error);
         }
-        let open = slot.open_micro_steps();
+        let open = model_state.open_micro_steps();
         if open > 0 {
             return Some(Error::misuse(format!(
                 "parameters are averaged between optimizer steps, and {open} micro-steps of the next one \
@@ -167,8 +167,8 @@ impl SyncRounds {
     }
 
     /// The model is the same on every rank.
-    pub(super) fn close(slot: &ModelState) {
-        *slot.round() = LocalRound::default();
+    pub(super) fn close(model_state: &ModelState) {
+        *model_state.round() = LocalRound::default();
     }
 }
 

@@ -67,13 +67,13 @@ mod tests {
 
     #[test]
     fn one_that_is_dropped_counts_no_more() {
-        let census = OptimizerCount::default();
-        assert!(!census.has_only_shards());
-        let _sharded = census.count(StateOf::Shards);
-        assert!(census.has_only_shards());
-        let whole = census.count(StateOf::Whole);
-        assert!(!census.has_only_shards());
+        let count = OptimizerCount::default();
+        assert!(!count.has_only_shards());
+        let _sharded = count.count(StateOf::Shards);
+        assert!(count.has_only_shards());
+        let whole = count.count(StateOf::Whole);
+        assert!(!count.has_only_shards());
         drop(whole);
-        assert!(census.has_only_shards());
+        assert!(count.has_only_shards());
     }
 }

@@ -192,7 +192,7 @@ impl<S> PreparedOptimizer<S> {
     where
         S: Clone,
     {
-        if let Some(path) = gradients.stranger_to(&model) {
+        if let Some(path) = gradients.unknown_to(&model) {
             panic!(
                 "these gradients are of another model, whose first trainable parameter is `{path}`: the model \
                  that `step` was given has none of its parameters, or is a clone from before `prepare`, which is \
@@ -233,7 +233,7 @@ impl<S> PreparedOptimizer<S> {
             warn_of_other_state(&core::mem::take(&mut self.resumed), &Layout::of(&model));
         }
         // Only steps that communicate can fail.
-        let may_fail = self.shards.is_some() || gradients.is_spread() || gradients.is_lost();
+        let may_fail = self.shards.is_some() || gradients.is_sharded() || gradients.is_lost();
         let before = may_fail.then(|| self.schedule.clone());
         let commit = gradients.take_commit();
         let of_all_ranks = !gradients.is_own();
@@ -297,12 +297,12 @@ impl<S> PreparedOptimizer<S> {
         };
         let optimizer = &mut self.optimizer;
         match (averaged, &mut self.shards) {
-            (GradientMean::Sums(mut averages), None) => {
+            (GradientMean::Sums(mut means), None) => {
                 // They may have been cut for another optimizer.
-                if averages.make_whole().is_err() {
+                if means.make_whole().is_err() {
                     return Err(model);
                 }
-                let ready = self.kinds.ready(optimizer, averages);
+                let ready = self.kinds.ready(optimizer, means);
                 drop(copy);
                 let _optimizer = self.timeline.span(Phase::Optimizer);
                 Ok(ready.step(optimizer, rate, model))
@@ -312,10 +312,10 @@ impl<S> PreparedOptimizer<S> {
                 let _optimizer = self.timeline.span(Phase::Optimizer);
                 Ok(optimizer.step(rate, model, gradients))
             }
-            (GradientMean::Sums(averages), Some(shards)) => {
+            (GradientMean::Sums(means), Some(shards)) => {
                 drop(copy);
                 let _optimizer = self.timeline.span(Phase::Optimizer);
-                shards.step(optimizer, rate, model, averages)
+                shards.step(optimizer, rate, model, means)
             }
             // They are of an accelerator that is one rank alone.
             (GradientMean::Untouched(_), Some(shards)) => {

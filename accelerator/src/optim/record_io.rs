@@ -148,12 +148,12 @@ pub(crate) fn check_types(
 
 /// Whether the state in `record` belongs to parameters with these ids alone.
 pub(crate) fn check_known(name: &str, record: &Bytes, ids: &HashSet<u64>) -> Result<()> {
-    let strangers = ids_in(record)?.difference(ids).count();
-    if strangers == 0 {
+    let unknown = ids_in(record)?.difference(ids).count();
+    if unknown == 0 {
         return Ok(());
     }
     Err(Error::misuse(format!(
-        "{name} has state for {strangers} parameters of models that are not beside it: save, and resume, an \
+        "{name} has state for {unknown} parameters of models that are not beside it: save, and resume, an \
          optimizer together with its model"
     )))
 }

@@ -14,7 +14,7 @@ use crate::core::scalar::Scalar;
 /// An optimizer at one moment, cheap to take: its tensors become bytes when they are asked for.
 pub(crate) struct OptimizerSnapshot {
     /// Of a sharded optimizer, this rank's part.
-    joint: Option<FullState>,
+    full_state: Option<FullState>,
     optimizer: ModuleOptimizer,
     pub(crate) state: OptimizerState,
 }
@@ -61,8 +61,8 @@ impl OptimizerState {
 impl OptimizerSnapshot {
     /// Burn's record, as the bytes of a file.
     pub(crate) fn bytes(&self) -> Result<Bytes> {
-        match &self.joint {
-            Some(joint) => joint.bytes(),
+        match &self.full_state {
+            Some(full_state) => full_state.bytes(),
             None => bytes_of(&self.optimizer),
         }
     }
@@ -70,15 +70,15 @@ impl OptimizerSnapshot {
     /// Brings the state of a sharded optimizer together on rank 0. All ranks call it.
     #[track_caller]
     pub(crate) fn gather(&mut self, group: &ProcessGroup) -> Result<()> {
-        match &mut self.joint {
-            Some(joint) => joint.gather(group, &self.optimizer),
+        match &mut self.full_state {
+            Some(full_state) => full_state.gather(group, &self.optimizer),
             None => Ok(()),
         }
     }
 
     /// Whether there is state of other ranks beside it.
     pub(crate) fn is_sharded(&self) -> bool {
-        self.joint.is_some()
+        self.full_state.is_some()
     }
 }
 
@@ -88,7 +88,7 @@ impl<S> PreparedOptimizer<S> {
         S: ScheduleKind,
     {
         Ok(OptimizerSnapshot {
-            joint: self.shards.as_ref().map(Shards::joint),
+            full_state: self.shards.as_ref().map(Shards::full_state),
             optimizer: self.optimizer.clone(),
             state: OptimizerState {
                 factor: self.factor,

@@ -26,9 +26,9 @@ enum FusedKind {
 
 impl FusedSupport {
     /// Finds out about parameters that are stepped for the first time.
-    pub(super) fn learn(&mut self, optimizer: &ModuleOptimizer, averages: &GradientMeans) {
+    pub(super) fn learn(&mut self, optimizer: &ModuleOptimizer, means: &GradientMeans) {
         let mut blank = None;
-        for parameter in averages.parameters() {
+        for parameter in means.parameters() {
             if self.0.contains_key(&parameter.id) {
                 continue;
             }
@@ -36,7 +36,7 @@ impl FusedSupport {
                 let optimizer = optimizer.clone();
                 optimizer.load_record(OptimizerRecord::default())
             });
-            let kind = match is_fused(blank, parameter, averages.device()) {
+            let kind = match is_fused(blank, parameter, means.device()) {
                 true => FusedKind::Fused,
                 false => FusedKind::Other,
             };
@@ -52,23 +52,23 @@ impl FusedSupport {
     pub(super) fn ready(
         &mut self,
         optimizer: &ModuleOptimizer,
-        mut averages: GradientMeans,
+        mut means: GradientMeans,
     ) -> StepInput {
-        if averages.are_on_device() {
-            let gradients = averages.params(|_| true);
+        if means.are_on_device() {
+            let gradients = means.params(|_| true);
             return StepInput {
-                averages,
+                means,
                 gradients,
                 waiting: HashMap::new(),
             };
         }
-        self.learn(optimizer, &averages);
-        let mut gradients = averages.params(|id| !self.is_fused(id));
+        self.learn(optimizer, &means);
+        let mut gradients = means.params(|id| !self.is_fused(id));
         let mut waiting = HashMap::new();
-        for parameter in averages.parameters() {
+        for parameter in means.parameters() {
             if self.is_fused(parameter.id) {
                 with_rank!(parameter.shape.len(), D => {
-                    if let Some(stand_in) = averages.stand_in::<D>(parameter.id) {
+                    if let Some(stand_in) = means.stand_in::<D>(parameter.id) {
                         gradients.register(parameter.id, stand_in);
                     }
                 });
@@ -76,7 +76,7 @@ impl FusedSupport {
             }
         }
         StepInput {
-            averages,
+            means,
             gradients,
             waiting,
         }
@@ -85,7 +85,7 @@ impl FusedSupport {
 
 /// Averages that can be stepped with.
 pub(super) struct StepInput {
-    averages: GradientMeans,
+    means: GradientMeans,
     gradients: GradientsParams,
     waiting: HashMap<ParamId, usize>,
 }
@@ -98,13 +98,13 @@ impl StepInput {
         model: M,
     ) -> M {
         let Self {
-            averages,
+            means,
             gradients,
             waiting,
         } = self;
         let model = ObservedModel { model, waiting };
         let step = || optimizer.step(rate, model, gradients);
-        step::step_on(averages, StepOutput::Parameter, step).0.model
+        step::step_on(means, StepOutput::Parameter, step).0.model
     }
 }
 

@@ -11,7 +11,7 @@ use super::gradients::Gradients;
 use super::model_state::ModelState;
 use super::reducer::{Reduced, Reducer};
 use super::step_commit::StepCommit;
-use super::trial_memory::settle_road;
+use super::trial_memory::settle_device_reducer;
 use super::window::{Window, check_all_known};
 use super::working_parts::WorkingCopy;
 use crate::core::error::{Error, Result};
@@ -38,7 +38,7 @@ pub(crate) fn backward<M: Module>(
     if needs_no_ranks || group.check_allowed("`backward`").is_err() {
         return run(context, loss, model, weight, scope, before_reduction, None);
     }
-    let batch = weight.mark.as_ref().map(|mark| mark.position());
+    let batch = weight.ticket.as_ref().map(|ticket| ticket.position());
     let open = context.failed_calls.begin();
     let gradients = run(
         context,
@@ -66,11 +66,11 @@ fn run<M: Module>(
     before_reduction: impl FnOnce(&ModelState) -> Result<()>,
     call: Option<&BackwardCall>,
 ) -> Result<Gradients> {
-    let slot = context.models.find(model)?;
-    slot.note_trained();
-    slot.tied().check(model)?;
+    let model_state = context.models.find(model)?;
+    model_state.note_trained();
+    model_state.tied().check(model)?;
     // The graph of a working copy is used up by this, or never.
-    let copy = slot.take_working();
+    let copy = model_state.take_working();
     let group = context.group();
     if group.world_size() > 1 {
         // A `SyncBatchNorm` misused on this rank: whether the others call `backward` too is not known, so the call is
@@ -79,23 +79,25 @@ fn run<M: Module>(
             .inspect_err(|_| call.into_iter().for_each(BackwardCall::mark_synchronized))?;
     }
     if scope == ReduceScope::Global {
-        slot.round().check_together("average its gradients")?;
+        model_state
+            .round()
+            .check_together("average its gradients")?;
     }
     check(&loss, &weight)?;
-    if let Some(mark) = &weight.mark {
-        mark.begin();
+    if let Some(ticket) = &weight.ticket {
+        ticket.begin();
     }
     let steps = context.accumulation.steps();
     let timeline = &context.timeline;
-    let scale = slot.window().begin(slot.loss_scale());
+    let scale = model_state.window().begin(model_state.loss_scale());
     let ends = |before: usize| weight.ends_window(before + 1, steps);
     // What one rank computes is handed on as it is, where nothing is to be added or taken back.
     let needs_no_ranks = scope == ReduceScope::Local || group.world_size() == 1;
     let hands_on_untouched = needs_no_ranks && scale.is_none() && weight.count > 0.0;
-    if hands_on_untouched && slot.open_micro_steps() == 0 && ends(0) {
+    if hands_on_untouched && model_state.open_micro_steps() == 0 && ends(0) {
         // Nobody looks at its gradients.
         drop(copy);
-        warn_precision_unused(context, &slot);
+        warn_precision_unused(context, &model_state);
         if scope == ReduceScope::Global {
             timeline.deliver(group)?;
         }
@@ -106,28 +108,28 @@ fn run<M: Module>(
         };
         let loss = loss.inner();
         let known = |parameter: &&Trainable| with_rank!(parameter.shape.len(), D => gradients.get::<D>(parameter.id).is_some());
-        let strangers = gradients.len() - slot.parameters().iter().filter(known).count();
-        check_all_known(strangers)?;
-        check_some_trained(&slot, !gradients.is_empty())?;
+        let unknown = gradients.len() - model_state.parameters().iter().filter(known).count();
+        check_all_known(unknown)?;
+        check_some_trained(&model_state, !gradients.is_empty())?;
         // What it asks of the caller concerns connections and files, of which there are none here.
-        let _ = fail_point(group.rank(), Point::Step(slot.steps()));
+        let _ = fail_point(group.rank(), Point::Step(model_state.steps()));
         if scope == ReduceScope::Global {
             let trigger = &context.trigger;
             trigger.receive(trigger.send());
         }
-        let gradients = Gradients::untouched(slot.clone(), gradients, loss, weight);
-        if slot.reads_losses() {
-            gradients.check_loss(&slot, group.rank())?;
+        let gradients = Gradients::untouched(model_state.clone(), gradients, loss, weight);
+        if model_state.reads_losses() {
+            gradients.check_loss(&model_state, group.rank())?;
         }
         return Ok(gradients);
     }
-    let _turn = slot.turn().take(group)?;
+    let _turn = model_state.turn().take(group)?;
     let (window, _group_turn) = {
-        let mut window = slot.window();
+        let mut window = model_state.window();
         if let Some(epoch) = window.left_epoch(&weight)
             && context.is_main_process()
         {
-            slot.warn_left_epoch(epoch, window.micro_steps());
+            model_state.warn_left_epoch(epoch, window.micro_steps());
         }
         if !ends(window.micro_steps()) {
             drop(copy);
@@ -141,10 +143,10 @@ fn run<M: Module>(
             let crossed = context.forward_collectives.check();
             return crossed
                 .and_then(|()| {
-                    let loss = slot.micro_loss(loss.inner());
+                    let loss = model_state.micro_loss(loss.inner());
                     window.add(
-                        slot.parameters(),
-                        || slot.lend(group),
+                        model_state.parameters(),
+                        || model_state.lend(group),
                         gradients,
                         loss,
                         weight,
@@ -160,28 +162,39 @@ fn run<M: Module>(
         };
         (core::mem::take(&mut *window), group_turn)
     };
-    warn_precision_unused(context, &slot);
+    warn_precision_unused(context, &model_state);
     if scope == ReduceScope::Global {
         // All ranks come here, and to no other `backward`.
         timeline.deliver(group)?;
     }
     timeline.backward_begins();
     // As above.
-    let _ = fail_point(group.rank(), Point::Step(slot.steps()));
+    let _ = fail_point(group.rank(), Point::Step(model_state.steps()));
     let reduced = match scope {
         ReduceScope::Global => {
-            before_reduction(&slot)?;
-            reduce(context, &slot, window, loss, (model, copy), &weight, call)?
+            before_reduction(&model_state)?;
+            reduce(
+                context,
+                &model_state,
+                window,
+                loss,
+                (model, copy),
+                &weight,
+                call,
+            )?
         }
-        ReduceScope::Local => add_up(context, &slot, window, loss, model, &weight)?,
+        ReduceScope::Local => add_up(context, &model_state, window, loss, model, &weight)?,
     };
-    warn_same_losses(context, &slot, reduced.same_losses);
+    warn_same_losses(context, &model_state, reduced.same_losses);
     if reduced.total <= 0.0 {
-        slot.take_back(reduced.ledger);
+        model_state.take_back(reduced.bucket_set);
         if scope == ReduceScope::Local {
-            slot.count_step();
-            let model = slot.first_id();
-            reduced.marks.iter().for_each(|mark| mark.commit(model));
+            model_state.count_step();
+            let model = model_state.first_id();
+            reduced
+                .tickets
+                .iter()
+                .for_each(|ticket| ticket.commit(model));
             return Ok(Gradients::idle(weight.epoch));
         }
         return Err(Error::misuse(
@@ -190,17 +203,17 @@ fn run<M: Module>(
         ));
     }
     // All ranks see the same, but for steps of their own.
-    let some_trained = check_some_trained(&slot, reduced.ledger.present.contains(&true));
+    let some_trained = check_some_trained(&model_state, reduced.bucket_set.present.contains(&true));
     if let Err(error) = some_trained {
-        slot.take_back(reduced.ledger);
+        model_state.take_back(reduced.bucket_set);
         return Err(error);
     }
     let device = context.device.clone();
     let wants_norm = reduced.wants_norm;
-    let mut gradients = Gradients::reduced(slot.clone(), device, reduced, weight.epoch);
+    let mut gradients = Gradients::reduced(model_state.clone(), device, reduced, weight.epoch);
     // It takes all ranks, of which some may ask for it later, and others not.
-    if wants_norm && (gradients.is_spread() || scale.is_some()) {
-        let (part, bytes) = (EventSubject::Control, slot.parameters().len() * 8);
+    if wants_norm && (gradients.is_sharded() || scale.is_some()) {
+        let (part, bytes) = (EventSubject::Control, model_state.parameters().len() * 8);
         let _reduce = timeline.span(Phase::Reduce { part, bytes });
         gradients.agree_on_norm()?;
     }
@@ -216,12 +229,12 @@ fn run<M: Module>(
             let commit = gradients.take_commit();
             commit.into_iter().for_each(StepCommit::commit);
             tracing::debug!(
-                step = slot.steps(),
+                step = model_state.steps(),
                 scale,
                 "a step is skipped: gradients are not finite"
             );
             if context.is_main_process() || scope == ReduceScope::Local {
-                report_skip(&slot, scale);
+                report_skip(&model_state, scale);
             }
             return Ok(Gradients::overflowed(scale, weight.epoch, scope));
         }
@@ -233,7 +246,7 @@ fn run<M: Module>(
 #[track_caller]
 fn reduce<M: Module>(
     context: &ReduceContext,
-    slot: &ModelState,
+    model_state: &ModelState,
     window: Window,
     loss: Tensor<1>,
     (model, copy): (&M, WorkingCopy),
@@ -243,16 +256,16 @@ fn reduce<M: Module>(
     let group = context.group();
     let scale = window.loss_scale();
     let compression = context.settings.compression;
-    settle_road(context)?;
+    settle_device_reducer(context)?;
     context.device_reducer.window_begins();
-    let mut watching = slot.watching();
+    let mut scheduler = model_state.scheduler();
     if context.forward_collectives.is_noted() {
-        watching.give_way();
+        scheduler.give_way();
     }
-    let repair = watching.repair();
+    let repair = scheduler.repair();
     let timeline = &context.timeline;
     let reducer = Reducer::new(
-        slot,
+        model_state,
         group,
         window,
         weight.count,
@@ -267,13 +280,14 @@ fn reduce<M: Module>(
         None => reducer,
     };
     let value = loss.clone();
-    let (gradients, reducer, lesson) = {
+    let (gradients, reducer, observation) = {
         let _backward = timeline.span(Phase::Backward);
-        watching.backward(scaled(loss, scale), model, copy, slot, reducer)
+        scheduler.backward(scaled(loss, scale), model, copy, model_state, reducer)
     };
-    let mut reduced = reducer.finish(slot, gradients, value.inner(), weight.mark.clone())?;
-    watching.learn(lesson, &mut reduced, slot, group)?;
-    slot.note_overlap(watching.report());
+    let mut reduced =
+        reducer.finish(model_state, gradients, value.inner(), weight.ticket.clone())?;
+    scheduler.learn(observation, &mut reduced, model_state, group)?;
+    model_state.note_overlap(scheduler.report());
     context.device_reducer.window_ends();
     Ok(reduced)
 }
@@ -281,7 +295,7 @@ fn reduce<M: Module>(
 /// Runs the backward pass of the last micro-step, and adds the window up on this rank alone.
 fn add_up<M: Module>(
     context: &ReduceContext,
-    slot: &ModelState,
+    model_state: &ModelState,
     window: Window,
     loss: Tensor<1>,
     model: &M,
@@ -289,14 +303,14 @@ fn add_up<M: Module>(
 ) -> Result<Reduced> {
     let (group, timeline) = (context.group(), &context.timeline);
     let scale = window.loss_scale();
-    let reducer = Reducer::alone(slot, group, window, weight.count, timeline);
+    let reducer = Reducer::alone(model_state, group, window, weight.count, timeline);
     let reducer = reducer.with_loss_scale(scale.unwrap_or(1.0));
     let value = loss.clone();
     let gradients = {
         let _backward = timeline.span(Phase::Backward);
         GradientsParams::from_grads(scaled(loss, scale).backward(), model)
     };
-    reducer.finish(slot, gradients, value.inner(), weight.mark.clone())
+    reducer.finish(model_state, gradients, value.inner(), weight.ticket.clone())
 }
 
 /// In full precision, times the loss scale: small gradients in half precision would be 0 without.
@@ -316,11 +330,11 @@ fn in_full(loss: Tensor<1>) -> Tensor<1> {
 }
 
 /// Refuses a window with samples in which no parameter of the model has a gradient.
-fn check_some_trained(slot: &ModelState, some: bool) -> Result<()> {
+fn check_some_trained(model_state: &ModelState, some: bool) -> Result<()> {
     if some {
         return Ok(());
     }
-    let parameters = slot.parameters();
+    let parameters = model_state.parameters();
     Err(Error::misuse(format!(
         "the loss does not depend on this model: none of its {} parameters (`{}`, …) has a gradient on any \
          rank; pass the model that the loss was computed from, and do not detach it from there",
@@ -330,9 +344,12 @@ fn check_some_trained(slot: &ModelState, some: bool) -> Result<()> {
 }
 
 /// Says once a model that what was asked for is not done: its steps compute in full precision.
-fn warn_precision_unused(context: &ReduceContext, slot: &ModelState) {
+fn warn_precision_unused(context: &ReduceContext, model_state: &ModelState) {
     let precision = context.settings.precision;
-    if precision != Precision::No && slot.claim_precision_warning() && context.is_main_process() {
+    if precision != Precision::No
+        && model_state.claim_precision_warning()
+        && context.is_main_process()
+    {
         user_message::warn(&format!(
             "the precision is {precision}, and a model is trained in full precision all the same: its forward \
              pass does not use the working copy; write `accelerator.forward(&model, |model| …)` around it, \
@@ -342,14 +359,14 @@ fn warn_precision_unused(context: &ReduceContext, slot: &ModelState) {
 }
 
 /// Says at the first skipped step what that is, and after many in a row that something else is wrong.
-fn report_skip(slot: &ModelState, scale: f64) {
-    match slot.skip_notice() {
+fn report_skip(model_state: &ModelState, scale: f64) {
+    match model_state.skip_notice() {
         None => {}
         Some(SkipNotice::First) => user_message::tell(&format!(
             "step {} is skipped: its gradients are not finite at the loss scale {scale}, and the next losses are scaled \
              by {}; the first steps in f16 often are, until the scale fits (said once a model)",
-            slot.steps().saturating_sub(1),
-            slot.loss_scale().unwrap_or(scale)
+            model_state.steps().saturating_sub(1),
+            model_state.loss_scale().unwrap_or(scale)
         )),
         Some(SkipNotice::Many(skips)) => user_message::warn(&format!(
             "{skips} steps in a row were skipped, and gradients are not finite at the loss scale {scale} either: look \
@@ -364,9 +381,9 @@ fn report_skip(slot: &ModelState, scale: f64) {
 const SAME_LOSSES: u64 = 8;
 
 /// Says once a model that its ranks compute the same, so that several do what one does.
-fn warn_same_losses(context: &ReduceContext, slot: &ModelState, same_losses: bool) {
+fn warn_same_losses(context: &ReduceContext, model_state: &ModelState, same_losses: bool) {
     if context.settings.same_batches == SameBatches::Allowed
-        || !slot.count_same_losses(same_losses, SAME_LOSSES)
+        || !model_state.count_same_losses(same_losses, SAME_LOSSES)
         || !context.is_main_process()
     {
         return;

@@ -17,10 +17,10 @@ use crate::precision::Cast;
 #[derive(Debug)]
 pub(super) struct BucketSet {
     /// Where its sums are kept.
-    pub(super) home: Placement,
+    pub(super) placement: Placement,
     pub(super) layout: Arc<Buckets>,
     /// By bucket.
-    pub(super) stages: Vec<BucketState>,
+    pub(super) states: Vec<BucketState>,
     /// By bucket: sums as they were before the last micro-step, which can be undone.
     pub(super) undo: Vec<Option<BucketStorage>>,
     /// By bucket: whether this rank sent it too early.
@@ -34,7 +34,7 @@ pub(super) struct BucketSet {
     /// By parameter: a gradient that is being read.
     pub(super) held: Vec<Option<DispatchTensor>>,
     /// By parameter: what was sent before backward ended.
-    pub(super) sights: Vec<FlushObserver>,
+    pub(super) flushed: Vec<FlushObserver>,
     /// By parameter: whether some rank had a gradient, once that is known.
     pub(super) present: Vec<bool>,
     /// What ranks tell each other beside the sums; `None` while it travels.
@@ -111,22 +111,22 @@ impl FlushObserver {
 impl BucketSet {
     pub(super) fn new(
         group: &ProcessGroup,
-        home: &Placement,
+        placement: &Placement,
         layout: Arc<Buckets>,
         parameters: usize,
     ) -> Self {
         let buckets = layout.len();
-        let store = |bucket| BucketState::Open(layout.store(group, home, bucket));
+        let store = |bucket| BucketState::Open(layout.store(group, placement, bucket));
         Self {
-            home: home.clone(),
-            stages: (0..buckets).map(store).collect(),
+            placement: placement.clone(),
+            states: (0..buckets).map(store).collect(),
             undo: none(buckets),
             wrong: vec![false; buckets],
             wires: none(buckets),
             written: vec![false; parameters],
             here: vec![false; parameters],
             held: none(parameters),
-            sights: core::iter::repeat_with(FlushObserver::default)
+            flushed: core::iter::repeat_with(FlushObserver::default)
                 .take(parameters)
                 .collect(),
             present: vec![false; parameters],
@@ -138,7 +138,7 @@ impl BucketSet {
 
     /// Whether its sums lie on a device.
     pub(super) fn is_on_device(&self) -> bool {
-        matches!(self.home, Placement::Device(_))
+        matches!(self.placement, Placement::Device(_))
     }
 
     /// Makes it ready for another window; `false` where a buffer was lost.
@@ -151,7 +151,7 @@ impl BucketSet {
         for undo in &mut self.undo {
             undo.take_if(|undo| matches!(undo, BucketStorage::Device(_)));
         }
-        for stage in &mut self.stages {
+        for stage in &mut self.states {
             *stage = match core::mem::replace(stage, BucketState::Lost) {
                 BucketState::Open(store)
                 | BucketState::Complete(store)
@@ -168,13 +168,13 @@ impl BucketSet {
     }
 
     /// Moves sums that are still open to where the others of their model are kept.
-    pub(super) fn move_to(&mut self, group: &ProcessGroup, home: &Placement) {
-        if self.is_at(home) {
+    pub(super) fn move_to(&mut self, group: &ProcessGroup, placement: &Placement) {
+        if self.is_at(placement) {
             return;
         }
-        for bucket in 0..self.stages.len() {
-            let stage = core::mem::replace(&mut self.stages[bucket], BucketState::Lost);
-            self.stages[bucket] = match (stage, home) {
+        for bucket in 0..self.states.len() {
+            let stage = core::mem::replace(&mut self.states[bucket], BucketState::Lost);
+            self.states[bucket] = match (stage, placement) {
                 (BucketState::Open(store), Placement::Host) => {
                     BucketState::Open(store.into_host(group))
                 }
@@ -186,30 +186,30 @@ impl BucketSet {
                 (other, _) => other,
             };
         }
-        self.home = home.clone();
+        self.placement = placement.clone();
         self.undo.fill_with(|| None);
         self.wires.fill_with(|| None);
     }
 
     /// Whether sums are kept there.
-    pub(super) fn is_at(&self, home: &Placement) -> bool {
+    pub(super) fn is_at(&self, placement: &Placement) -> bool {
         matches!(
-            (&self.home, home),
+            (&self.placement, placement),
             (Placement::Host, Placement::Host) | (Placement::Device(_), Placement::Device(_))
         )
     }
 
     /// Lets go of the gradients that were seen.
     pub(super) fn forget(&mut self) {
-        self.sights.fill_with(FlushObserver::default);
+        self.flushed.fill_with(FlushObserver::default);
     }
 
     /// Takes a bucket out that may still get gradients.
     pub(super) fn open(&mut self, bucket: usize) -> Option<BucketStorage> {
-        match core::mem::replace(&mut self.stages[bucket], BucketState::Lost) {
+        match core::mem::replace(&mut self.states[bucket], BucketState::Lost) {
             BucketState::Open(store) => Some(store),
             other => {
-                self.stages[bucket] = other;
+                self.states[bucket] = other;
                 None
             }
         }
@@ -217,10 +217,10 @@ impl BucketSet {
 
     /// Takes a bucket out that is to be sent.
     pub(super) fn complete(&mut self, bucket: usize) -> Option<BucketStorage> {
-        match core::mem::replace(&mut self.stages[bucket], BucketState::Lost) {
+        match core::mem::replace(&mut self.states[bucket], BucketState::Lost) {
             BucketState::Complete(store) => Some(store),
             other => {
-                self.stages[bucket] = other;
+                self.states[bucket] = other;
                 None
             }
         }
@@ -309,7 +309,7 @@ impl BucketSet {
 
     /// The sums of all ranks, of a window that was reduced.
     pub(super) fn sums(&self, bucket: usize) -> Option<&BucketStorage> {
-        match &self.stages[bucket] {
+        match &self.states[bucket] {
             BucketState::Summed(store) => Some(store),
             _ => None,
         }
@@ -317,7 +317,7 @@ impl BucketSet {
 
     /// The same, to be changed.
     pub(super) fn sums_mut(&mut self, bucket: usize) -> Option<&mut BucketStorage> {
-        match &mut self.stages[bucket] {
+        match &mut self.states[bucket] {
             BucketState::Summed(store) => Some(store),
             _ => None,
         }
@@ -325,8 +325,8 @@ impl BucketSet {
 
     /// The sums of buckets on a device, of a window that was reduced, by bucket.
     pub(super) fn summed_on_device(&mut self) -> impl Iterator<Item = (usize, &mut DeviceBucket)> {
-        let stages = self.stages.iter_mut().enumerate();
-        stages.filter_map(|(bucket, stage)| match stage {
+        let states = self.states.iter_mut().enumerate();
+        states.filter_map(|(bucket, stage)| match stage {
             BucketState::Summed(BucketStorage::Device(flat)) => Some((bucket, flat)),
             _ => None,
         })
@@ -338,18 +338,18 @@ impl BucketSet {
             &mut BucketState::Summed(BucketStorage::Host(ref mut buffer)) => Some(buffer),
             _ => None,
         };
-        self.stages.iter_mut().filter_map(summed).collect()
+        self.states.iter_mut().filter_map(summed).collect()
     }
 
     /// Brings the sums of a window that was reduced to memory.
     pub(super) fn bring_home(&mut self, group: &ProcessGroup) {
-        for stage in &mut self.stages {
+        for stage in &mut self.states {
             *stage = match core::mem::replace(stage, BucketState::Lost) {
                 BucketState::Summed(store) => BucketState::Summed(store.into_host(group)),
                 other => other,
             };
         }
-        self.home = Placement::Host;
+        self.placement = Placement::Host;
     }
 
     fn is_used(&self, bucket: usize) -> bool {

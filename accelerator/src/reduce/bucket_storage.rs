@@ -50,8 +50,13 @@ pub(super) struct MemberGradient<'a> {
 
 impl BucketStorage {
     /// For so many elements; what is in it means nothing.
-    pub(super) fn new(group: &ProcessGroup, home: &Placement, dtype: DType, length: usize) -> Self {
-        match home {
+    pub(super) fn new(
+        group: &ProcessGroup,
+        placement: &Placement,
+        dtype: DType,
+        length: usize,
+    ) -> Self {
+        match placement {
             Placement::Host => Self::Host(group.buffer(dtype, length)),
             Placement::Device(device) => Self::Device(DeviceBucket::new(dtype, length, device)),
         }

@@ -18,22 +18,22 @@ use crate::core::error::{Error, Result};
 use crate::core::tensor_rank::with_rank;
 use crate::model::Trainable;
 
-/// Sums, whose ledger goes back to its slot.
+/// Sums, whose bucket set goes back to its model state.
 pub(super) struct BucketSums {
     /// The ranks, where each adds powers up on a device of its own. Devices choose among kernels that
     /// round differently, so what all ranks scale by is what rank 0 has found.
     pub(super) apart: Option<ProcessGroup>,
-    /// There until it is dropped. In a box, which its slot keeps with it: gradients are moved often.
-    pub(super) ledger: Option<Box<BucketSet>>,
+    /// There until it is dropped. In a box, which its model state keeps with it: gradients are moved often.
+    pub(super) bucket_set: Option<Box<BucketSet>>,
     /// What sums are divided by: the total weight, times the scale of the loss.
     pub(super) divisor: f64,
     /// Σ weight · loss.
     pub(super) loss: LossSum,
     /// Of how many ranks they are.
     pub(super) ranks: usize,
-    pub(super) slot: Arc<ModelState>,
+    pub(super) model_state: Arc<ModelState>,
     /// Which of them this rank has.
-    pub(super) spread: SumScope,
+    pub(super) sum_scope: SumScope,
     pub(super) total: f64,
 }
 
@@ -42,7 +42,7 @@ impl BucketSums {
     pub(super) fn there(
         &self,
     ) -> impl Iterator<Item = (usize, &Trainable, &BucketStorage, &Range<usize>)> {
-        let parameters = self.slot.parameters().iter().enumerate();
+        let parameters = self.model_state.parameters().iter().enumerate();
         parameters.filter_map(|(index, parameter)| {
             let (sums, range) = self.place(index)?;
             Some((index, parameter, sums, range))
@@ -50,28 +50,28 @@ impl BucketSums {
     }
 
     /// Whether this rank has its own part of them alone.
-    pub(super) fn is_spread(&self) -> bool {
-        !self.spread.is_whole()
+    pub(super) fn is_sharded(&self) -> bool {
+        !self.sum_scope.is_whole()
     }
 
     /// Whether they lie on a device.
     pub(super) fn is_on_device(&self) -> bool {
-        self.ledger
+        self.bucket_set
             .as_ref()
-            .is_some_and(|ledger| ledger.is_on_device())
+            .is_some_and(|bucket_set| bucket_set.is_on_device())
     }
 
     /// Brings them to memory, where they lie on a device.
     pub(super) fn bring_home(&mut self, group: &ProcessGroup) {
-        if let Some(ledger) = &mut self.ledger {
-            ledger.bring_home(group);
+        if let Some(bucket_set) = &mut self.bucket_set {
+            bucket_set.bring_home(group);
         }
     }
 
     /// Which elements of a parameter this rank has the sums of.
     fn own(&self, index: usize) -> Range<usize> {
-        let shape = &self.slot.parameters()[index].shape;
-        self.spread.of_parameter(index, shape.iter().product())
+        let shape = &self.model_state.parameters()[index].shape;
+        self.sum_scope.of_parameter(index, shape.iter().product())
     }
 
     /// By parameter: the sum of `|x|^order` of its elements, or the largest magnitude where the order is
@@ -81,7 +81,7 @@ impl BucketSums {
     pub(super) fn powers(&self, order: f64, asked: impl Fn(usize) -> bool) -> Result<Vec<f64>> {
         let mut blocks = Vec::new();
         let mut places = Vec::new();
-        let mut powers = vec![0.0; self.slot.parameters().len()];
+        let mut powers = vec![0.0; self.model_state.parameters().len()];
         let mut on_device = (Vec::new(), Vec::new());
         for (at, _, store, range) in self.there().filter(|(at, ..)| asked(*at)) {
             let buffer = match store {
@@ -105,7 +105,7 @@ impl BucketSums {
             blocks.resize(start + count, 0.0);
             places.push((at, start..start + count));
         }
-        if let SumScope::Own { group, .. } = &self.spread {
+        if let SumScope::Own { group, .. } = &self.sum_scope {
             // Those of others are 0 here, which changes no bit.
             let op = match order.is_infinite() {
                 true => ReduceOp::Max,
@@ -128,7 +128,7 @@ impl BucketSums {
 
     /// What the other ranks wait for does not come: they are told, and no step takes place.
     pub(super) fn give_up(&self, error: &Error) {
-        let waiting = match &self.spread {
+        let waiting = match &self.sum_scope {
             SumScope::Own { group, .. } => Some(group),
             SumScope::Whole => self.apart.as_ref(),
         };
@@ -142,11 +142,13 @@ impl BucketSums {
     /// Gives this rank the sums of all. All ranks call it.
     #[track_caller]
     pub(super) fn make_whole(&mut self) -> Result<()> {
-        let (SumScope::Own { cuts, group }, Some(ledger)) = (&self.spread, &mut self.ledger) else {
+        let (SumScope::Own { cuts, group }, Some(bucket_set)) =
+            (&self.sum_scope, &mut self.bucket_set)
+        else {
             return Ok(());
         };
         let group = group.for_purpose("the gradients of all ranks");
-        let layout = ledger.layout.clone();
+        let layout = bucket_set.layout.clone();
         let mut parts = vec![Vec::new(); group.world_size()];
         for (rank, parts) in parts.iter_mut().enumerate() {
             for bucket in 0..layout.len() {
@@ -158,7 +160,7 @@ impl BucketSums {
                 }));
             }
         }
-        let mut buffers = ledger.summed();
+        let mut buffers = bucket_set.summed();
         let mut whole: Vec<Vec<u8>> = buffers
             .iter()
             .map(|buffer| vec![0; buffer.bytes().len()])
@@ -170,26 +172,26 @@ impl BucketSums {
         for (buffer, whole) in buffers.into_iter().zip(whole) {
             buffer.bytes_mut().copy_from_slice(&whole);
         }
-        self.spread = SumScope::Whole;
+        self.sum_scope = SumScope::Whole;
         Ok(())
     }
 
     /// Where the sum of a parameter lies, if it has a gradient.
     pub(super) fn place(&self, index: usize) -> Option<(&BucketStorage, &Range<usize>)> {
-        let ledger = self.ledger.as_ref()?;
-        let place = ledger.layout.place(index);
-        let sums = ledger.sums(place.bucket)?;
-        ledger.present[index].then_some((sums, &place.range))
+        let bucket_set = self.bucket_set.as_ref()?;
+        let place = bucket_set.layout.place(index);
+        let sums = bucket_set.sums(place.bucket)?;
+        bucket_set.present[index].then_some((sums, &place.range))
     }
 
     /// The same, to be changed.
     pub(super) fn place_mut(&mut self, index: usize) -> Option<(&mut BucketStorage, Range<usize>)> {
-        let ledger = self.ledger.as_mut()?;
-        if !ledger.present[index] {
+        let bucket_set = self.bucket_set.as_mut()?;
+        if !bucket_set.present[index] {
             return None;
         }
-        let BucketRange { bucket, range } = ledger.layout.place(index).clone();
-        Some((ledger.sums_mut(bucket)?, range))
+        let BucketRange { bucket, range } = bucket_set.layout.place(index).clone();
+        Some((bucket_set.sums_mut(bucket)?, range))
     }
 
     /// Changes every element of the average.
@@ -199,7 +201,7 @@ impl BucketSums {
             self.change_on_device(change);
             return;
         }
-        for index in 0..self.slot.parameters().len() {
+        for index in 0..self.model_state.parameters().len() {
             let own = self.own(index);
             if let Some((BucketStorage::Host(sums), place)) = self.place_mut(index) {
                 let own = place.start + own.start..place.start + own.end;
@@ -211,21 +213,21 @@ impl BucketSums {
 
     /// What is chosen, on its device: whole buckets where they are.
     pub(super) fn there_on_device(&self, chosen: &[bool]) -> Vec<Tensor<1>> {
-        let Some(ledger) = self.ledger.as_ref() else {
+        let Some(bucket_set) = self.bucket_set.as_ref() else {
             return Vec::new();
         };
         let mut found = Vec::new();
-        for bucket in 0..ledger.layout.len() {
-            let Some(BucketStorage::Device(flat)) = ledger.sums(bucket) else {
+        for bucket in 0..bucket_set.layout.len() {
+            let Some(BucketStorage::Device(flat)) = bucket_set.sums(bucket) else {
                 continue;
             };
-            let members = ledger.layout.members(bucket);
+            let members = bucket_set.layout.members(bucket);
             if members.iter().all(|&at| chosen[at]) {
                 found.push(flat.tensor());
                 continue;
             }
             let members = members.iter().filter(|&&at| chosen[at]);
-            let ranges = members.map(|&at| ledger.layout.place(at).range.clone());
+            let ranges = members.map(|&at| bucket_set.layout.place(at).range.clone());
             let ranges = ranges.filter(|range| !range.is_empty());
             found.extend(ranges.map(|range| flat.tensor().slice(range)));
         }
@@ -234,11 +236,11 @@ impl BucketSums {
 
     /// Multiplies what is chosen, on its device.
     pub(super) fn scale_on_device(&mut self, by: &Tensor<1>, chosen: &[bool]) {
-        let Some(ledger) = &mut self.ledger else {
+        let Some(bucket_set) = &mut self.bucket_set else {
             return;
         };
-        let layout = ledger.layout.clone();
-        for (bucket, flat) in ledger.summed_on_device() {
+        let layout = bucket_set.layout.clone();
+        for (bucket, flat) in bucket_set.summed_on_device() {
             let members = layout.members(bucket).iter();
             let places = members.map(|&at| (layout.place(at).range.clone(), chosen[at]));
             flat.scale(by, places);
@@ -247,11 +249,11 @@ impl BucketSums {
 
     fn change_on_device(&mut self, change: MeanChange<'_>) {
         let divisor = self.divisor;
-        let Some(ledger) = &mut self.ledger else {
+        let Some(bucket_set) = &mut self.bucket_set else {
             return;
         };
-        let layout = ledger.layout.clone();
-        for (bucket, flat) in ledger.summed_on_device() {
+        let layout = bucket_set.layout.clone();
+        for (bucket, flat) in bucket_set.summed_on_device() {
             let members = layout.members(bucket);
             let ranges = members.iter().map(|&at| layout.place(at).range.clone());
             flat.change(ranges, |number, sums| {
@@ -296,17 +298,17 @@ impl BucketSums {
         asked: impl Fn(ParamId) -> bool,
         gradients: &mut GradientsParams,
     ) {
-        let (divisor, slot) = (self.divisor, self.slot.clone());
-        let Some(ledger) = &mut self.ledger else {
+        let (divisor, model_state) = (self.divisor, self.model_state.clone());
+        let Some(bucket_set) = &mut self.bucket_set else {
             return;
         };
-        let layout = ledger.layout.clone();
+        let layout = bucket_set.layout.clone();
         for bucket in 0..layout.len() {
-            let Some(BucketStorage::Device(flat)) = ledger.sums_mut(bucket) else {
+            let Some(BucketStorage::Device(flat)) = bucket_set.sums_mut(bucket) else {
                 continue;
             };
             let members = layout.members(bucket).iter();
-            let members = members.map(|&index| (index, &slot.parameters()[index]));
+            let members = members.map(|&index| (index, &model_state.parameters()[index]));
             // Its memory is free again when gradients are made of it, unless somebody may come for the rest.
             let sums = match members.clone().all(|(_, parameter)| asked(parameter.id)) {
                 true => flat.take(),
@@ -314,7 +316,7 @@ impl BucketSums {
             };
             let mean = divided(sums, divisor);
             for (index, parameter) in members {
-                if !ledger.present[index] || !asked(parameter.id) {
+                if !bucket_set.present[index] || !asked(parameter.id) {
                     continue;
                 }
                 let gradient = mean.clone().slice(layout.place(index).range.clone());
@@ -380,8 +382,8 @@ pub(super) fn factor(factors: &[f64], index: usize) -> Option<f64> {
 
 impl Drop for BucketSums {
     fn drop(&mut self) {
-        if let Some(ledger) = self.ledger.take() {
-            self.slot.take_back(ledger);
+        if let Some(bucket_set) = self.bucket_set.take() {
+            self.model_state.take_back(bucket_set);
         }
     }
 }

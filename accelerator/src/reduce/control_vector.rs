@@ -98,7 +98,7 @@ pub(super) struct ControlSums<'a> {
     /// By parameter: how many ranks have a gradient.
     pub(super) present: &'a [f64],
     /// By bucket: on how many ranks something is odd about it.
-    odd: &'a [f64],
+    needs_retry: &'a [f64],
     /// What `Trigger` tells.
     pub(super) trigger: f64,
 }
@@ -116,11 +116,11 @@ impl<'a> ControlSums<'a> {
                 "what ranks tell each other of a window was given up before it came",
             ));
         };
-        let (present, odd) = flags.split_at(parameters.min(flags.len()));
+        let (present, needs_retry) = flags.split_at(parameters.min(flags.len()));
         Ok(Self {
             header: ControlHeader::read(header),
             present,
-            odd,
+            needs_retry,
             trigger: *trigger,
         })
     }
@@ -130,8 +130,8 @@ impl<'a> ControlSums<'a> {
     }
 
     /// By bucket: whether something is odd about it on some rank.
-    pub(super) fn odd(&self) -> impl Iterator<Item = bool> {
-        self.odd.iter().map(|ranks| *ranks > 0.0)
+    pub(super) fn needs_retry(&self) -> impl Iterator<Item = bool> {
+        self.needs_retry.iter().map(|ranks| *ranks > 0.0)
     }
 
     /// Whether windows of the same length, of the same model and the same batches, ended on all ranks, none of which

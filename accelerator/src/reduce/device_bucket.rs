@@ -253,8 +253,10 @@ pub(super) fn powers(tensors: Vec<Tensor<1>>, divisor: f64, order: f64) -> Vec<f
     }
     let mut squares = plainly(|values| values.clone().mul(values).sum());
     // Squares leave the range of a float long before values do.
-    let odd = |square: f64| !(1e-30..=1e30).contains(&square);
-    let doubtful: Vec<_> = (0..squares.len()).filter(|&at| odd(squares[at])).collect();
+    let is_extreme = |square: f64| !(1e-30..=1e30).contains(&square);
+    let doubtful: Vec<_> = (0..squares.len())
+        .filter(|&at| is_extreme(squares[at]))
+        .collect();
     let again: Vec<_> = doubtful.iter().map(|&at| tensors[at].clone()).collect();
     for (at, square) in doubtful.into_iter().zip(scaled(&again, order)) {
         squares[at] = square;

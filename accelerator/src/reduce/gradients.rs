@@ -83,16 +83,16 @@ impl Gradients {
     }
 
     pub(super) fn untouched(
-        slot: Arc<ModelState>,
+        model_state: Arc<ModelState>,
         gradients: GradientsParams,
         loss: Tensor<1>,
         weight: Weight,
     ) -> Self {
         Self::closed(
-            slot,
+            model_state,
             loss.device(),
             weight.epoch,
-            weight.mark.into_iter().collect(),
+            weight.ticket.into_iter().collect(),
             GradientStorage::Untouched {
                 gradients,
                 loss,
@@ -102,35 +102,35 @@ impl Gradients {
     }
 
     pub(super) fn reduced(
-        slot: Arc<ModelState>,
+        model_state: Arc<ModelState>,
         device: Device,
         reduced: Reduced,
         epoch: Option<u64>,
     ) -> Self {
         let sums = BucketSums {
             apart: reduced.apart,
-            ledger: Some(reduced.ledger),
+            bucket_set: Some(reduced.bucket_set),
             divisor: reduced.divisor,
             loss: reduced.loss,
             ranks: reduced.ranks,
-            slot: slot.clone(),
-            spread: reduced.spread,
+            model_state: model_state.clone(),
+            sum_scope: reduced.sum_scope,
             total: reduced.total,
         };
         Self::closed(
-            slot,
+            model_state,
             device,
             epoch,
-            reduced.marks,
+            reduced.tickets,
             GradientStorage::Reduced(sums),
         )
     }
 
     fn closed(
-        slot: Arc<ModelState>,
+        model_state: Arc<ModelState>,
         device: Device,
         epoch: Option<u64>,
-        marks: Vec<ConsumeTicket>,
+        tickets: Vec<ConsumeTicket>,
         values: GradientStorage,
     ) -> Self {
         Self(WindowResult::Reduced(Box::new(ReducedGradients {
@@ -144,12 +144,12 @@ impl Gradients {
             token: None,
             commit: Some(StepCommit {
                 clips: Clips::default(),
-                marks,
+                tickets,
                 finiteness: None,
-                _pending: slot.pending_step(),
-                slot: slot.clone(),
+                _pending: model_state.pending_step(),
+                model_state: model_state.clone(),
             }),
-            slot,
+            model_state,
             values,
         })))
     }
@@ -173,21 +173,21 @@ impl Gradients {
 
     /// The path of a parameter that they were made for, where they are of none of this model's, or it is a clone from
     /// before `prepare`.
-    pub(crate) fn stranger_to<M: Module>(&self, model: &M) -> Option<&str> {
-        let slot = &self.closed_ref()?.slot;
+    pub(crate) fn unknown_to<M: Module>(&self, model: &M) -> Option<&str> {
+        let model_state = &self.closed_ref()?.model_state;
         let mut search = KnownParameterSearch {
-            slot,
+            model_state,
             found: false,
             is_clone_from_before: false,
         };
         model.visit(&mut search);
-        let first = slot.parameters().first()?;
+        let first = model_state.parameters().first()?;
         (!search.found || search.is_clone_from_before).then_some(first.path.as_str())
     }
 
     /// Which places of their model hold the same parameter; `None` where no two do.
     pub(crate) fn tied_parameters(&self) -> Option<Arc<TiedParameters>> {
-        let tied = self.closed_ref()?.slot.tied();
+        let tied = self.closed_ref()?.model_state.tied();
         (!tied.is_empty()).then(|| tied.clone())
     }
 
@@ -200,7 +200,7 @@ impl Gradients {
     /// Lets local training tell that a sharded optimizer was given these, which are this rank's alone.
     pub(crate) fn refuse_shards(&self) {
         if let Some(closed) = self.closed_ref() {
-            closed.slot.round().meet_shards();
+            closed.model_state.round().meet_shards();
         }
     }
 
@@ -283,7 +283,7 @@ impl Gradients {
         };
         let chosen = closed.chosen(&clip);
         if !chosen.contains(&true) {
-            closed.slot.warn_unclipped();
+            closed.model_state.warn_unclipped();
         }
         if let Some(commit) = &mut closed.commit {
             let (Limit::Norm { max, .. } | Limit::Value(max)) = clip.limit;
@@ -314,7 +314,7 @@ impl Gradients {
             return None;
         };
         if !closed.knows_norm() {
-            closed.slot.note_norm_wanted();
+            closed.model_state.note_norm_wanted();
             return None;
         }
         closed.whole_norm(NormAsked::ByOne).ok()
@@ -342,7 +342,7 @@ impl Gradients {
         let WindowResult::Reduced(closed) = &mut self.0 else {
             return None;
         };
-        let all = vec![true; closed.slot.parameters().len()];
+        let all = vec![true; closed.model_state.parameters().len()];
         match closed.norm_of(order, &all, NormAsked::ByOne) {
             Ok(norm) => Some(norm),
             Err(error) => {
@@ -392,8 +392,10 @@ impl Gradients {
         let closed = self.closed_ref()?;
         let loss = self.read_loss()?;
         // What is read as it comes was looked at then.
-        if !loss.is_finite() && !closed.slot.reads_losses() {
-            closed.slot.warn_non_finite_loss("the mean loss", loss);
+        if !loss.is_finite() && !closed.model_state.reads_losses() {
+            closed
+                .model_state
+                .warn_non_finite_loss("the mean loss", loss);
         }
         Some(loss)
     }
@@ -408,14 +410,16 @@ impl Gradients {
     }
 
     /// Reads the loss of this rank alone, and tells or refuses one that is not finite.
-    pub(super) fn check_loss(&self, slot: &ModelState, rank: usize) -> Result<()> {
+    pub(super) fn check_loss(&self, model_state: &ModelState, rank: usize) -> Result<()> {
         let Some(loss) = self.read_loss().filter(|loss| !loss.is_finite()) else {
             return Ok(());
         };
-        match slot.on_non_finite_loss() {
-            OnNonFiniteLoss::Fail => Err(non_finite_loss::error(slot.steps(), [(rank, loss)])),
+        match model_state.on_non_finite_loss() {
+            OnNonFiniteLoss::Fail => {
+                Err(non_finite_loss::error(model_state.steps(), [(rank, loss)]))
+            }
             OnNonFiniteLoss::Warn => {
-                slot.warn_non_finite_loss(&format!("the loss of rank {rank}"), loss);
+                model_state.warn_non_finite_loss(&format!("the loss of rank {rank}"), loss);
                 Ok(())
             }
         }
@@ -520,9 +524,9 @@ impl Gradients {
         let commit = self.take_commit();
         let of_all_ranks = !self.is_own();
         let params = match self.into_averaged()? {
-            GradientMean::Sums(mut averages) => {
-                averages.make_whole().ok()?;
-                averages.params(|_| true)
+            GradientMean::Sums(mut means) => {
+                means.make_whole().ok()?;
+                means.params(|_| true)
             }
             GradientMean::Untouched(gradients) => gradients,
         };
@@ -547,7 +551,7 @@ impl Gradients {
         let ReducedGradients {
             device,
             factors,
-            slot,
+            model_state,
             values,
             ..
         } = *closed;
@@ -555,7 +559,7 @@ impl Gradients {
             GradientStorage::Reduced(sums) => GradientMean::Sums(GradientMeans {
                 device,
                 factors,
-                slot,
+                model_state,
                 sums,
             }),
             GradientStorage::Untouched { gradients, .. } => GradientMean::Untouched(gradients),
@@ -563,9 +567,9 @@ impl Gradients {
     }
 
     /// Whether each rank has a part of them alone.
-    pub(crate) fn is_spread(&self) -> bool {
+    pub(crate) fn is_sharded(&self) -> bool {
         let values = self.closed_ref().map(|closed| &closed.values);
-        matches!(values, Some(GradientStorage::Reduced(sums)) if sums.is_spread())
+        matches!(values, Some(GradientStorage::Reduced(sums)) if sums.is_sharded())
     }
 
     /// Whether something that all ranks do with them failed.
@@ -625,9 +629,9 @@ impl fmt::Debug for Gradients {
     }
 }
 
-/// Looks for a parameter that a slot knows.
+/// Looks for a parameter that a model state knows.
 struct KnownParameterSearch<'a> {
-    slot: &'a ModelState,
+    model_state: &'a ModelState,
     found: bool,
     /// Whether it is still what was given to `prepare`.
     is_clone_from_before: bool,
@@ -635,8 +639,8 @@ struct KnownParameterSearch<'a> {
 
 impl ModuleVisitor for KnownParameterSearch<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.found |= self.slot.number(param.id).is_some();
-        self.is_clone_from_before |= self.slot.is_clone_from_before(param);
+        self.found |= self.model_state.number(param.id).is_some();
+        self.is_clone_from_before |= self.model_state.is_clone_from_before(param);
     }
 }
 

@@ -185,11 +185,11 @@ impl Buckets {
     pub(super) fn store(
         &self,
         group: &ProcessGroup,
-        home: &Placement,
+        placement: &Placement,
         bucket: usize,
     ) -> BucketStorage {
         let Bucket { dtype, length, .. } = &self.buckets[bucket];
-        BucketStorage::new(group, home, *dtype, *length)
+        BucketStorage::new(group, placement, *dtype, *length)
     }
 
     /// A bucket on a device, with nothing in it.

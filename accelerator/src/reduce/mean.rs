@@ -28,14 +28,14 @@ pub(crate) struct MeanWeight {
 #[track_caller]
 pub(crate) fn mean_over_ranks(
     context: &ReduceContext,
-    slot: &ModelState,
+    model_state: &ModelState,
     values: &[DispatchTensor],
     share: MeanWeight,
 ) -> Result<Vec<DispatchTensor>> {
     let (group, device) = (context.group(), &context.device);
     let caller = Location::caller();
     let _turn = context.guard.take(group)?;
-    let layout = slot.layout();
+    let layout = model_state.layout();
     let mut pending = Vec::with_capacity(layout.len());
     for number in 0..layout.len() {
         let mut buffer = layout.allocate_one(group, number);
@@ -57,7 +57,7 @@ pub(crate) fn mean_over_ranks(
     for (number, pending) in pending.into_iter().enumerate() {
         let sums = pending.wait()?;
         for &at in layout.members(number) {
-            let known = &slot.parameters()[at];
+            let known = &model_state.parameters()[at];
             let range = &layout.place(at).range;
             let data = bucket::read(&sums, range, known.float, &known.shape, share.total, None);
             // All ranks see the same sums.
@@ -72,7 +72,7 @@ pub(crate) fn mean_over_ranks(
     }
     match spoilt {
         None => Ok(means),
-        Some(path) => Err(whose_is_it(group, slot, values, share, path)?),
+        Some(path) => Err(whose_is_it(group, model_state, values, share, path)?),
     }
 }
 
@@ -81,7 +81,7 @@ pub(crate) fn mean_over_ranks(
 #[track_caller]
 fn whose_is_it(
     group: &ProcessGroup,
-    slot: &ModelState,
+    model_state: &ModelState,
     values: &[DispatchTensor],
     share: MeanWeight,
     path: &str,
@@ -94,7 +94,7 @@ fn whose_is_it(
             }
         });
     }
-    let mine = first.map(|at| slot.parameters()[at].path.clone());
+    let mine = first.map(|at| model_state.parameters()[at].path.clone());
     let all = group.all_gather_object(&mine)?;
     let told = all.iter().enumerate().filter_map(|(rank, path)| {
         let path = path.as_ref()?;

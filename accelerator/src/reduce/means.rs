@@ -19,7 +19,7 @@ use crate::model::Trainable;
 pub(crate) struct GradientMeans {
     pub(super) device: Device,
     pub(super) factors: Vec<f64>,
-    pub(super) slot: Arc<ModelState>,
+    pub(super) model_state: Arc<ModelState>,
     pub(super) sums: BucketSums,
 }
 
@@ -58,27 +58,27 @@ enum MeanFactor<E> {
 impl GradientMeans {
     /// All parameters of their model, in path order, with or without gradients.
     pub(crate) fn all_parameters(&self) -> &[Trainable] {
-        self.slot.parameters()
+        self.model_state.parameters()
     }
 
     /// Where those of their model's next window are cut.
     pub(crate) fn next_bounds(&self) -> Option<Arc<ShardMap>> {
-        self.slot.bounds()
+        self.model_state.bounds()
     }
 
     /// What these are cut at, where each rank has its own part of them alone.
     pub(crate) fn bounds(&self) -> Option<&Arc<ShardMap>> {
-        self.sums.spread.bounds()
+        self.sums.sum_scope.bounds()
     }
 
     /// Gives every rank all sums, of this window and those to come. All ranks call it: where it fails on
     /// one, the group fails.
     #[track_caller]
     pub(crate) fn make_whole(&mut self) -> Result<()> {
-        if self.sums.is_spread() {
+        if self.sums.is_sharded() {
             let outcome = self.sums.make_whole();
             outcome.inspect_err(|error| self.sums.give_up(error))?;
-            self.slot.unspread();
+            self.model_state.unshard();
         }
         Ok(())
     }
@@ -89,14 +89,14 @@ impl GradientMeans {
     }
 
     /// Whether ranks can get their own part of the next windows alone.
-    pub(crate) fn can_spread(&self) -> bool {
-        self.slot.can_spread()
+    pub(crate) fn can_shard(&self) -> bool {
+        self.model_state.can_shard()
     }
 
     /// From the next window on, each rank gets the sums within its bounds alone. All ranks call it between
     /// the same windows.
     pub(crate) fn spread_next(&self, bounds: &Arc<ShardMap>) -> Result<()> {
-        self.slot.spread(bounds)
+        self.model_state.shard(bounds)
     }
 
     /// The parameters that have a gradient, in path order: the same on every rank.
@@ -122,13 +122,13 @@ impl GradientMeans {
         range: &Range<usize>,
         shape: &[usize],
     ) -> Option<Tensor<D>> {
-        let index = self.slot.number(id)?;
+        let index = self.model_state.number(id)?;
         let (BucketStorage::Host(buffer), place) = self.sums.place(index)? else {
             return None;
         };
         let range = place.start + range.start..place.start + range.end;
         let factor = factor(&self.factors, index);
-        let float = self.slot.parameters()[index].float;
+        let float = self.model_state.parameters()[index].float;
         let data = bucket::read(buffer, &range, float, shape, self.sums.divisor, factor);
         let dtype = data.dtype();
         Some(Tensor::from_data(data, (&self.device, dtype)))
@@ -144,7 +144,7 @@ impl GradientMeans {
     where
         E: Element + GradientFloat,
     {
-        let index = self.slot.number(id)?;
+        let index = self.model_state.number(id)?;
         let scale = MeanScale::of(self.sums.divisor, factor(&self.factors, index));
         let (BucketStorage::Host(buffer), place) = self.sums.place_mut(index)? else {
             return None;
@@ -157,7 +157,7 @@ impl GradientMeans {
     /// What is registered as the gradient of a parameter whose sums are read where they lie. Whoever
     /// reads it finds that it is no number.
     pub(crate) fn stand_in<const D: usize>(&self, id: ParamId) -> Option<Tensor<D>> {
-        let parameter = &self.slot.parameters()[self.slot.number(id)?];
+        let parameter = &self.model_state.parameters()[self.model_state.number(id)?];
         let dtype = parameter.float.dtype();
         let data = TensorData::new(vec![f64::NAN], [1; D]).convert_dtype(dtype);
         Some(Tensor::from_data(data, (&self.device, dtype)))
@@ -166,7 +166,7 @@ impl GradientMeans {
     /// Puts bytes of new elements of a parameter in the place of their sums.
     pub(crate) fn land(&mut self, id: ParamId, range: &Range<usize>, bytes: &[u8]) {
         let width = bytes.len() / range.len().max(1);
-        if let Some(index) = self.slot.number(id)
+        if let Some(index) = self.model_state.number(id)
             && let Some((BucketStorage::Host(buffer), place)) = self.sums.place_mut(index)
         {
             let start = place.start * buffer.dtype().size() + range.start * width;
@@ -183,17 +183,17 @@ impl GradientMeans {
         part: impl Fn(ParamId, usize) -> Range<usize>,
         mut sink: impl FnMut(ParamId, usize, &[u8]),
     ) -> accelerator_collective::Result<()> {
-        let Some(ledger) = &mut self.sums.ledger else {
+        let Some(bucket_set) = &mut self.sums.bucket_set else {
             return Ok(());
         };
         let ranks = group.world_size();
         let (mut parts, mut targets) = (vec![Vec::new(); ranks], vec![Vec::new(); ranks]);
-        for (index, parameter) in self.slot.parameters().iter().enumerate() {
-            if !ledger.present[index] {
+        for (index, parameter) in self.model_state.parameters().iter().enumerate() {
+            if !bucket_set.present[index] {
                 continue;
             }
-            let place = ledger.layout.place(index);
-            let start = place.range.start * ledger.layout.width(place.bucket);
+            let place = bucket_set.layout.place(index);
+            let start = place.range.start * bucket_set.layout.width(place.bucket);
             let width = parameter.float.width();
             for rank in 0..ranks {
                 let range = part(parameter.id, rank);
@@ -207,7 +207,7 @@ impl GradientMeans {
                 }
             }
         }
-        let mut buffers = ledger.summed();
+        let mut buffers = bucket_set.summed();
         group.all_gather_parts(&mut buffers, &parts, |rank, number, bytes| {
             let (id, start) = targets[rank][number];
             sink(id, start, bytes);

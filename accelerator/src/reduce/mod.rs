@@ -54,7 +54,7 @@ pub(crate) use self::overlap::OverlapSwitch;
 pub use self::overlap::{Overlap, OverlapReport, OverlapState};
 pub(crate) use self::register::{prepare, resume};
 pub(crate) use self::shard::ShardMap;
-pub(crate) use self::trial_memory::{Reserved, Windows, forget_graphs, settle_road};
+pub(crate) use self::trial_memory::{Reserved, Windows, forget_graphs, settle_device_reducer};
 pub(crate) use self::trigger::{SaveProgress, WatchedSave};
 pub(crate) use self::updates::SeenUpdates;
 pub(crate) use self::working_copy::working_copy;

@@ -36,7 +36,7 @@ pub(crate) struct ModelState {
     /// The graph's leaf that the first parameter was when the program gave the model to `prepare`.
     leaf_before_prepare: Option<u64>,
     /// Where sums are kept that are not cut.
-    home: Placement,
+    placement: Placement,
     /// Where a hook of the program's reduces the gradients.
     hook: Option<HookInstance>,
     /// Of all that the model holds, frozen parameters and buffers included, in order.
@@ -50,13 +50,13 @@ pub(crate) struct ModelState {
     /// Held by gradients that wait for their step.
     pending: Arc<()>,
     /// How sums on a device get to other ranks.
-    road: Option<Arc<DeviceReducer>>,
+    device_reducer: Option<Arc<DeviceReducer>>,
     said: ModelWarnings,
     /// In how many windows up to now, one after the other, all ranks had the same loss.
     same_losses: AtomicU64,
     /// What this rank did by itself.
     round: Mutex<LocalRound>,
-    shelf: Mutex<BucketPool>,
+    pool: Mutex<BucketPool>,
     /// How many windows an optimizer has stepped with, skipped ones included, over the whole job.
     steps: AtomicU64,
     /// Which of its places hold the same parameter.
@@ -65,7 +65,7 @@ pub(crate) struct ModelState {
     turn: BackwardGuard,
     /// How this rank's replica was updated.
     updates: Updates,
-    watching: Mutex<OverlapScheduler>,
+    scheduler: Mutex<OverlapScheduler>,
     window: Mutex<Window>,
     working: Mutex<WorkingCopy>,
     /// Whether a copy was ever made to be trained through.
@@ -117,7 +117,7 @@ impl fmt::Display for ModelName {
     }
 }
 
-/// How gradients are laid out, and a ledger that nobody uses.
+/// How gradients are laid out, and a bucket set that nobody uses.
 #[derive(Debug)]
 struct BucketPool {
     layout: Arc<Buckets>,
@@ -133,8 +133,9 @@ impl BucketPool {
         }
     }
 
-    fn fits(&self, ledger: &BucketSet) -> bool {
-        Arc::ptr_eq(&ledger.layout, &self.layout) || ledger.layout.is_placed_as(&self.layout)
+    fn fits(&self, bucket_set: &BucketSet) -> bool {
+        Arc::ptr_eq(&bucket_set.layout, &self.layout)
+            || bucket_set.layout.is_placed_as(&self.layout)
     }
 }
 
@@ -149,22 +150,22 @@ impl ModelState {
         let order = ReadyOrder::reversed(parameters.len());
         let layout = Arc::new(Buckets::new(&parameters, &order, bucket_size));
         let numbers = parameters.iter().enumerate();
-        let watching = OverlapScheduler::new(overlap);
+        let scheduler = OverlapScheduler::new(overlap);
         Self {
             bucket_size,
             leaf_before_prepare: None,
-            home: Placement::Host,
+            placement: Placement::Host,
             hook: None,
             ids: Vec::new(),
             numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
             on_non_finite_loss: OnNonFiniteLoss::default(),
-            overlap_report: Mutex::new(watching.report()),
+            overlap_report: Mutex::new(scheduler.report()),
             pending: Arc::default(),
-            road: None,
+            device_reducer: None,
             said: ModelWarnings::default(),
             same_losses: AtomicU64::new(0),
             round: Mutex::new(LocalRound::default()),
-            shelf: Mutex::new(BucketPool {
+            pool: Mutex::new(BucketPool {
                 layout,
                 spare: None,
             }),
@@ -172,7 +173,7 @@ impl ModelState {
             tied: Arc::default(),
             turn: BackwardGuard::default(),
             updates: Updates::default(),
-            watching: Mutex::new(watching),
+            scheduler: Mutex::new(scheduler),
             window: Mutex::new(Window::default()),
             working: Mutex::new(WorkingCopy::None),
             works_on_copies: AtomicBool::new(false),
@@ -249,16 +250,20 @@ impl ModelState {
         }
     }
 
-    /// With gradients that get to other ranks by that road, or that a hook reduces, which it does in memory.
-    pub(crate) fn with_road(self, road: Arc<DeviceReducer>, hook: Option<HookInstance>) -> Self {
-        let home = match hook {
+    /// With gradients that get to other ranks by that device reducer, or that a hook reduces, which it does in memory.
+    pub(crate) fn with_device_reducer(
+        self,
+        device_reducer: Arc<DeviceReducer>,
+        hook: Option<HookInstance>,
+    ) -> Self {
+        let placement = match hook {
             Some(_) => Placement::Host,
-            None => road.home().clone(),
+            None => device_reducer.placement().clone(),
         };
         Self {
-            home,
+            placement,
             hook,
-            road: Some(road),
+            device_reducer: Some(device_reducer),
             ..self
         }
     }
@@ -284,7 +289,8 @@ impl ModelState {
 
     /// Whether `backward` reads the loss: on the CPU it is ready; with `stop_at_non_finite_loss` it is waited for.
     pub(super) fn reads_losses(&self) -> bool {
-        matches!(self.home, Placement::Host) || self.on_non_finite_loss == OnNonFiniteLoss::Fail
+        matches!(self.placement, Placement::Host)
+            || self.on_non_finite_loss == OnNonFiniteLoss::Fail
     }
 
     /// The loss of a micro-step: read, or as it lies on its device.
@@ -296,8 +302,8 @@ impl ModelState {
     }
 
     /// How sums on a device get to other ranks.
-    pub(super) fn road(&self) -> Option<&Arc<DeviceReducer>> {
-        self.road.as_ref()
+    pub(super) fn device_reducer(&self) -> Option<&Arc<DeviceReducer>> {
+        self.device_reducer.as_ref()
     }
 
     pub(crate) fn hook(&self) -> Option<&HookInstance> {
@@ -512,7 +518,7 @@ impl ModelState {
 
     /// How gradients are laid out, which is the same on every rank.
     pub(super) fn layout(&self) -> Arc<Buckets> {
-        self.shelf().layout.clone()
+        self.pool().layout.clone()
     }
 
     pub(super) fn turn(&self) -> &BackwardGuard {
@@ -538,51 +544,58 @@ impl ModelState {
         report.unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn watching(&self) -> MutexGuard<'_, OverlapScheduler> {
-        self.watching.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn scheduler(&self) -> MutexGuard<'_, OverlapScheduler> {
+        self.scheduler
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A ledger to fill: a used one where there is one, since its pages are warm.
+    /// A bucket set to fill: a used one where there is one, since its pages are warm.
     pub(super) fn lend(&self, group: &ProcessGroup) -> Box<BucketSet> {
-        let mut shelf = self.shelf();
-        let spare = shelf.spare.take();
+        let mut pool = self.pool();
+        let spare = pool.spare.take();
         spare.unwrap_or_else(|| {
-            let (home, layout) = (self.home_of(&shelf.layout), shelf.layout.clone());
-            Box::new(BucketSet::new(group, home, layout, self.parameters.len()))
+            let (placement, layout) = (self.placement_of(&pool.layout), pool.layout.clone());
+            Box::new(BucketSet::new(
+                group,
+                placement,
+                layout,
+                self.parameters.len(),
+            ))
         })
     }
 
     /// Its buckets, made anew.
     pub(super) fn stores(&self, group: &ProcessGroup) -> impl Iterator<Item = BucketStorage> {
         let layout = self.layout();
-        let home = self.home_of(&layout).clone();
-        (0..layout.len()).map(move |bucket| layout.store(group, &home, bucket))
+        let placement = self.placement_of(&layout).clone();
+        (0..layout.len()).map(move |bucket| layout.store(group, &placement, bucket))
     }
 
-    /// Gives the memory of the spare ledger back; the next window takes some anew.
+    /// Gives the memory of the spare bucket set back; the next window takes some anew.
     pub(crate) fn release_spare(&self) {
-        self.shelf().spare = None;
+        self.pool().spare = None;
     }
 
-    /// Keeps one ledger, whose memory is laid out as the next window's.
-    pub(super) fn take_back(&self, mut ledger: Box<BucketSet>) {
-        let mut shelf = self.shelf();
-        let is_at_home = ledger.is_at(self.home_of(&shelf.layout));
-        if shelf.spare.is_none() && shelf.fits(&ledger) && is_at_home && ledger.reopen() {
-            ledger.layout = shelf.layout.clone();
-            shelf.spare = Some(ledger);
+    /// Keeps one bucket set, whose memory is laid out as the next window's.
+    pub(super) fn take_back(&self, mut bucket_set: Box<BucketSet>) {
+        let mut pool = self.pool();
+        let is_at_home = bucket_set.is_at(self.placement_of(&pool.layout));
+        if pool.spare.is_none() && pool.fits(&bucket_set) && is_at_home && bucket_set.reopen() {
+            bucket_set.layout = pool.layout.clone();
+            pool.spare = Some(bucket_set);
         }
     }
 
     /// Lays the buckets out in another order, which all ranks have agreed on.
     pub(super) fn lay_out(&self, order: &ReadyOrder) -> Result<Arc<Buckets>> {
-        let mut shelf = self.shelf();
+        let mut pool = self.pool();
         let layout = Buckets::new(&self.parameters, order, self.bucket_size);
-        let layout = Arc::new(match shelf.layout.cuts() {
+        let layout = Arc::new(match pool.layout.cuts() {
             Some(cuts) => layout.cut_at(&cuts.bounds)?,
             None => layout,
         });
-        *shelf = BucketPool {
+        *pool = BucketPool {
             layout: layout.clone(),
             spare: None,
         };
@@ -591,54 +604,54 @@ impl ModelState {
 
     /// From the next window on, ranks get the sums of what they step, and no others. All ranks call it
     /// between the same windows.
-    pub(super) fn spread(&self, bounds: &Arc<ShardMap>) -> Result<()> {
-        let mut shelf = self.shelf();
-        let layout = shelf.layout.cut_at(bounds)?;
-        self.replace(&mut shelf, layout);
+    pub(super) fn shard(&self, bounds: &Arc<ShardMap>) -> Result<()> {
+        let mut pool = self.pool();
+        let layout = pool.layout.cut_at(bounds)?;
+        self.replace(&mut pool, layout);
         Ok(())
     }
 
     /// Whether sums can be shared out: a hook reduces all of them.
-    pub(super) fn can_spread(&self) -> bool {
+    pub(super) fn can_shard(&self) -> bool {
         self.hook.is_none()
     }
 
     /// Shares out the sums of a window as those that are reduced now, whenever it was opened: ranks
     /// agree on the order of what they reduce, and on nothing else.
-    pub(super) fn renew(&self, group: &ProcessGroup, ledger: &mut BucketSet) {
-        let shelf = self.shelf();
-        if shelf.fits(ledger) {
-            ledger.layout = shelf.layout.clone();
-            ledger.move_to(group, self.home_of(&shelf.layout));
+    pub(super) fn renew(&self, group: &ProcessGroup, bucket_set: &mut BucketSet) {
+        let pool = self.pool();
+        if pool.fits(bucket_set) {
+            bucket_set.layout = pool.layout.clone();
+            bucket_set.move_to(group, self.placement_of(&pool.layout));
         }
     }
 
     /// From the next window on, every rank gets all sums.
-    pub(super) fn unspread(&self) {
-        let mut shelf = self.shelf();
-        let layout = shelf.layout.uncut();
-        self.replace(&mut shelf, layout);
+    pub(super) fn unshard(&self) {
+        let mut pool = self.pool();
+        let layout = pool.layout.uncut();
+        self.replace(&mut pool, layout);
     }
 
     /// Where sums are kept that are laid out so. Those of which ranks get parts are cut in memory.
-    fn home_of(&self, layout: &Buckets) -> &Placement {
+    fn placement_of(&self, layout: &Buckets) -> &Placement {
         match layout.cuts() {
             Some(_) => &Placement::Host,
-            None => &self.home,
+            None => &self.placement,
         }
     }
 
     /// Lays out the same places in another way.
-    fn replace(&self, shelf: &mut BucketPool, layout: Buckets) {
-        let home = self.home_of(&layout);
-        shelf.spare = shelf.spare.take().filter(|spare| spare.is_at(home));
-        shelf.replace(layout);
+    fn replace(&self, pool: &mut BucketPool, layout: Buckets) {
+        let placement = self.placement_of(&layout);
+        pool.spare = pool.spare.take().filter(|spare| spare.is_at(placement));
+        pool.replace(layout);
     }
 
     /// What the buckets are cut at.
     pub(super) fn bounds(&self) -> Option<Arc<ShardMap>> {
-        let shelf = self.shelf();
-        shelf.layout.cuts().map(|cuts| cuts.bounds.clone())
+        let pool = self.pool();
+        pool.layout.cuts().map(|cuts| cuts.bounds.clone())
     }
 
     /// Somebody has asked for the norm of gradients, and may again.
@@ -651,7 +664,7 @@ impl ModelState {
         self.wants_norm.load(Ordering::Relaxed) || self.scaler().is_some()
     }
 
-    fn shelf(&self) -> MutexGuard<'_, BucketPool> {
-        self.shelf.lock().unwrap_or_else(PoisonError::into_inner)
+    fn pool(&self) -> MutexGuard<'_, BucketPool> {
+        self.pool.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

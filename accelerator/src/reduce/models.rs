@@ -18,13 +18,13 @@ use crate::model::{Layout, Trainable};
 pub(crate) struct Models(Mutex<HashMap<ParamId, Arc<ModelState>>>);
 
 impl Models {
-    /// The slot of a prepared model, whatever has become of its values since.
+    /// The model state of a prepared model, whatever has become of its values since.
     ///
     /// What a model trains tells which one it is: a part that is frozen in it may be a model of its own.
     pub(crate) fn find<M: Module>(&self, model: &M) -> Result<Arc<ModelState>> {
-        let slots = self.lock();
+        let known = self.lock();
         let mut search = IdSearch {
-            slots: &slots,
+            known: &known,
             trained: FoundIds::default(),
             frozen: FoundIds::default(),
             trains: false,
@@ -50,7 +50,7 @@ impl Models {
             trained => trained,
         };
         match found {
-            FoundIds::One(slot) => Ok(slot),
+            FoundIds::One(model_state) => Ok(model_state),
             FoundIds::Several => Err(Error::misuse(
                 "parts of this model were prepared as parts of different models: prepare it as \
                  one, after the others",
@@ -68,86 +68,100 @@ impl Models {
 
     /// By the first of its parameters: the models for which `backward` was called, and no optimizer stepped.
     pub(crate) fn unstepped(&self) -> Vec<String> {
-        let unstepped = self
-            .models()
-            .filter(|slot| slot.was_trained() && slot.steps() == 0 && slot.open_micro_steps() == 0);
-        let firsts = unstepped.filter_map(|slot| Some(slot.parameters().first()?.path.clone()));
+        let unstepped = self.models().filter(|model_state| {
+            model_state.was_trained()
+                && model_state.steps() == 0
+                && model_state.open_micro_steps() == 0
+        });
+        let firsts = unstepped
+            .filter_map(|model_state| Some(model_state.parameters().first()?.path.clone()));
         firsts.collect()
     }
 
     /// By the first of its parameters: the models for which `backward` was never called, and which may have been trained
     /// all the same: neither was another one trained, beside which it may be a target, nor were its replicas compared.
     pub(crate) fn untrained(&self) -> Vec<String> {
-        let trains_another = self.models().any(|slot| slot.was_trained());
+        let trains_another = self.models().any(|model_state| model_state.was_trained());
         let untrained = self
             .models()
-            .filter(|slot| !trains_another && !slot.was_compared());
-        let firsts = untrained.filter_map(|slot| Some(slot.parameters().first()?.path.clone()));
+            .filter(|model_state| !trains_another && !model_state.was_compared());
+        let firsts = untrained
+            .filter_map(|model_state| Some(model_state.parameters().first()?.path.clone()));
         firsts.collect()
     }
 
     /// A trainable parameter of a prepared model.
     pub(crate) fn parameter(&self, id: ParamId) -> Option<Trainable> {
-        let slots = self.lock();
-        let slot = slots.get(&id)?;
-        Some(slot.parameters()[slot.number(id)?].clone())
+        let known = self.lock();
+        let model_state = known.get(&id)?;
+        Some(model_state.parameters()[model_state.number(id)?].clone())
     }
 
     /// Warns of the models of which micro-steps are left, now that the program is at its end.
     pub(crate) fn warn_open_windows(&self) {
-        self.models().for_each(|slot| slot.warn_open_window());
+        self.models()
+            .for_each(|model_state| model_state.warn_open_window());
     }
 
     /// How each was updated on this rank, in an order that is the same on all of them.
     pub(crate) fn updates(&self) -> Vec<SeenUpdates> {
         let mut models: Vec<_> = self.models().collect();
-        models.sort_by_key(|slot| slot.parameters().first().map(|first| first.id.val()));
-        models.iter().map(|slot| slot.updates().seen()).collect()
+        models.sort_by_key(|model_state| {
+            model_state.parameters().first().map(|first| first.id.val())
+        });
+        models
+            .iter()
+            .map(|model_state| model_state.updates().seen())
+            .collect()
     }
 
     /// Gives back the memory in which gradients of the models travel.
     pub(crate) fn release_spares(&self) {
-        self.models().for_each(|slot| slot.release_spare());
+        self.models()
+            .for_each(|model_state| model_state.release_spare());
     }
 
     /// Each model once.
     fn models(&self) -> impl Iterator<Item = Arc<ModelState>> {
-        let slots = self.lock();
-        let firsts = slots
+        let known = self.lock();
+        let firsts = known
             .iter()
-            .filter(|(id, slot)| slot.number(**id) == Some(0));
-        let models: Vec<_> = firsts.map(|(_, slot)| slot.clone()).collect();
+            .filter(|(id, model_state)| model_state.number(**id) == Some(0));
+        let models: Vec<_> = firsts.map(|(_, model_state)| model_state.clone()).collect();
         models.into_iter()
     }
 
-    /// The slot of the model with all of these parameters, and no others, trained or frozen.
+    /// The model state of the model with all of these parameters, and no others, trained or frozen.
     pub(super) fn same(&self, layout: &Layout) -> Option<Arc<ModelState>> {
         let ids = layout.ids();
-        let slots = self.lock();
-        let known = |id: &u64| slots.get(&ParamId::from(*id));
+        let known = self.lock();
+        let known = |id: &u64| known.get(&ParamId::from(*id));
         ids.iter()
             .filter_map(known)
-            .find(|slot| slot.ids() == ids)
+            .find(|model_state| model_state.ids() == ids)
             .cloned()
     }
 
     /// Makes a model known; where it was before, as what it is now.
-    pub(super) fn insert(&self, layout: &Layout, slot: ModelState) {
+    pub(super) fn insert(&self, layout: &Layout, model_state: ModelState) {
         // What is frozen now is known no more by what was trained then.
         self.forget(layout);
-        let slot = Arc::new(slot);
-        let mut slots = self.lock();
+        let model_state = Arc::new(model_state);
+        let mut known = self.lock();
         // One that still trains takes it again.
-        slots.values().for_each(|slot| slot.release_spare());
-        for parameter in slot.parameters() {
-            slots.insert(parameter.id, slot.clone());
+        known
+            .values()
+            .for_each(|model_state| model_state.release_spare());
+        for parameter in model_state.parameters() {
+            known.insert(parameter.id, model_state.clone());
         }
     }
 
-    /// Removes the slot of the model with these parameters, if it is known.
+    /// Removes the model state of the model with these parameters, if it is known.
     pub(super) fn forget(&self, layout: &Layout) {
         if let Some(before) = self.same(layout) {
-            self.lock().retain(|_, slot| !Arc::ptr_eq(slot, &before));
+            self.lock()
+                .retain(|_, model_state| !Arc::ptr_eq(model_state, &before));
         }
     }
 
@@ -157,7 +171,7 @@ impl Models {
 }
 
 struct IdSearch<'a> {
-    slots: &'a HashMap<ParamId, Arc<ModelState>>,
+    known: &'a HashMap<ParamId, Arc<ModelState>>,
     /// By what takes a gradient.
     trained: FoundIds,
     /// By the rest: all of a model for evaluation.
@@ -180,17 +194,17 @@ impl ModuleVisitor for IdSearch<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let trains = param.is_require_grad();
         self.trains |= trains;
-        let Some(slot) = self.slots.get(&param.id) else {
+        let Some(model_state) = self.known.get(&param.id) else {
             return;
         };
-        self.is_clone_from_before |= trains && slot.is_clone_from_before(param);
+        self.is_clone_from_before |= trains && model_state.is_clone_from_before(param);
         let found = match trains {
             true => &mut self.trained,
             false => &mut self.frozen,
         };
         match found {
-            FoundIds::None => *found = FoundIds::One(slot.clone()),
-            FoundIds::One(known) if Arc::ptr_eq(known, slot) => {}
+            FoundIds::None => *found = FoundIds::One(model_state.clone()),
+            FoundIds::One(known) if Arc::ptr_eq(known, model_state) => {}
             FoundIds::One(_) | FoundIds::Several => *found = FoundIds::Several,
         }
     }

@@ -31,7 +31,7 @@ pub(super) struct ReducedGradients {
     pub(super) norm: Option<KnownNorm<Scalar>>,
     /// By parameter: the sum of the squares of its elements, before clipping.
     pub(super) squares: Option<KnownNorm<Vec<f64>>>,
-    pub(super) slot: Arc<ModelState>,
+    pub(super) model_state: Arc<ModelState>,
     /// Of gradients of this rank alone: held until they are used.
     pub(super) token: Option<Arc<()>>,
     /// What the step moves on; `None` where none comes of it.
@@ -70,7 +70,7 @@ pub(super) enum GradientStorage {
 impl ReducedGradients {
     /// By parameter: whether it is clipped.
     pub(super) fn chosen(&self, clip: &Clip<'_>) -> Vec<bool> {
-        let parameters = self.slot.parameters().iter();
+        let parameters = self.model_state.parameters().iter();
         parameters.map(|known| clip.covers(&known.path)).collect()
     }
 
@@ -84,7 +84,7 @@ impl ReducedGradients {
     pub(super) fn whole_norm(&mut self, asked: NormAsked) -> Result<f64> {
         // On devices it needs nothing of the window: ranks compare when all of them ask.
         if self.apart().is_none() {
-            self.slot.note_norm_wanted();
+            self.model_state.note_norm_wanted();
         }
         match &self.norm {
             Some(known) if self.serves(known, asked) => Ok(known.value.read()),
@@ -113,11 +113,11 @@ impl ReducedGradients {
 
     /// Whether the L2 norm can be had without the other ranks.
     pub(super) fn knows_norm(&self) -> bool {
-        let is_spread = match &self.values {
-            GradientStorage::Reduced(sums) => sums.is_spread(),
+        let is_sharded = match &self.values {
+            GradientStorage::Reduced(sums) => sums.is_sharded(),
             GradientStorage::Untouched { .. } => false,
         };
-        self.norm.is_some() || self.squares.is_some() || !is_spread
+        self.norm.is_some() || self.squares.is_some() || !is_sharded
     }
 
     #[track_caller]
@@ -143,8 +143,8 @@ impl ReducedGradients {
         chosen: impl Fn(usize) -> bool,
         asked: NormAsked,
     ) -> Result<Vec<f64>> {
-        let (slot, device) = (&self.slot, &self.device);
-        let mut powers = self.values.powers(slot, device, order, chosen)?;
+        let (model_state, device) = (&self.model_state, &self.device);
+        let mut powers = self.values.powers(model_state, device, order, chosen)?;
         self.make_alike(&mut powers, asked)?;
         Ok(powers)
     }
@@ -231,11 +231,11 @@ impl ReducedGradients {
 
     /// Keeps the norm as it is before clipping, to be read by who asks for it; `false` where that takes a wait.
     fn remember_unread(&mut self) -> bool {
-        if self.apart().is_some() || !self.values.is_on_device(&self.slot) {
+        if self.apart().is_some() || !self.values.is_on_device(&self.model_state) {
             return false;
         }
         if self.norm.is_none() {
-            let all = vec![true; self.slot.parameters().len()];
+            let all = vec![true; self.model_state.parameters().len()];
             let norm = self.norm_there(&all).map(Scalar::on_device);
             self.norm = norm.map(|value| KnownNorm {
                 value,
@@ -253,7 +253,7 @@ impl ReducedGradients {
                 Some(norm.div_scalar(sums.divisor))
             }
             GradientStorage::Untouched { gradients, .. } => {
-                let parameters = self.slot.parameters().iter().zip(chosen);
+                let parameters = self.model_state.parameters().iter().zip(chosen);
                 let chosen = parameters.filter(|(_, chosen)| **chosen);
                 let there = chosen.filter_map(|(known, _)| element_values::look(gradients, known));
                 let there = there.map(|gradient| {
@@ -271,7 +271,7 @@ impl ReducedGradients {
         match &mut self.values {
             GradientStorage::Reduced(sums) => sums.scale_on_device(by, chosen),
             GradientStorage::Untouched { gradients, .. } => {
-                let parameters = self.slot.parameters().iter().zip(chosen);
+                let parameters = self.model_state.parameters().iter().zip(chosen);
                 for (parameter, _) in parameters.filter(|(_, chosen)| **chosen) {
                     with_rank!(parameter.shape.len(), D => {
                         if let Some(gradient) = gradients.remove::<D>(parameter.id) {
@@ -321,7 +321,7 @@ impl ReducedGradients {
         match &mut self.values {
             GradientStorage::Reduced(sums) => sums.change(MeanChange::Clamp { max, chosen }),
             GradientStorage::Untouched { gradients, .. } => {
-                for (at, parameter) in self.slot.parameters().iter().enumerate() {
+                for (at, parameter) in self.model_state.parameters().iter().enumerate() {
                     if chosen[at] {
                         with_rank!(parameter.shape.len(), D => {
                             if let Some(gradient) = gradients.remove::<D>(parameter.id) {
@@ -345,7 +345,7 @@ impl ReducedGradients {
         match &mut self.values {
             GradientStorage::Reduced(sums) => sums.change(MeanChange::Multiply(&factors)),
             GradientStorage::Untouched { gradients, .. } => {
-                for (parameter, factor) in self.slot.parameters().iter().zip(factors) {
+                for (parameter, factor) in self.model_state.parameters().iter().zip(factors) {
                     with_rank!(parameter.shape.len(), D => {
                         if let Some(gradient) = gradients.remove::<D>(parameter.id) {
                             gradients.register(parameter.id, gradient.mul_scalar(factor));
@@ -359,11 +359,11 @@ impl ReducedGradients {
 
 impl GradientStorage {
     /// Whether all of them are on a device, and reading them waits for it.
-    fn is_on_device(&self, slot: &ModelState) -> bool {
+    fn is_on_device(&self, model_state: &ModelState) -> bool {
         match self {
             Self::Reduced(sums) => sums.is_on_device(),
             Self::Untouched { gradients, .. } => {
-                let parameters = slot.parameters().iter();
+                let parameters = model_state.parameters().iter();
                 let mut there =
                     parameters.filter_map(|known| element_values::look(gradients, known));
                 there.all(|gradient| !is_in_memory(&gradient.kind))
@@ -376,7 +376,7 @@ impl GradientStorage {
     #[track_caller]
     fn powers(
         &mut self,
-        slot: &ModelState,
+        model_state: &ModelState,
         device: &Device,
         order: f64,
         asked: impl Fn(usize) -> bool,
@@ -384,9 +384,9 @@ impl GradientStorage {
         match self {
             Self::Reduced(sums) => sums.powers(order, asked),
             Self::Untouched { gradients, .. } => {
-                let mut powers = vec![0.0; slot.parameters().len()];
+                let mut powers = vec![0.0; model_state.parameters().len()];
                 let (mut numbers, mut on_device) = (Vec::new(), Vec::new());
-                for (at, parameter) in slot.parameters().iter().enumerate() {
+                for (at, parameter) in model_state.parameters().iter().enumerate() {
                     if !asked(at) {
                         continue;
                     }

@@ -26,7 +26,9 @@ pub(crate) fn prepare<M: Module>(context: &ReduceContext, model: M) -> Result<M>
     // Reading the layout initialises lazy parameters, in one order on every rank.
     let layout = Layout::of(&model);
     let known = context.models.same(&layout);
-    let between_steps = known.as_ref().map(|slot| check_between_steps(slot));
+    let between_steps = known
+        .as_ref()
+        .map(|model_state| check_between_steps(model_state));
     let group = context.group();
     if group.world_size() == 1 {
         on_autodiff?;
@@ -105,15 +107,17 @@ fn make_known<M: Module>(
 }
 
 /// Refuses to prepare a model again where what it did since its last step would be lost.
-fn check_between_steps(slot: &ModelState) -> Result<()> {
-    slot.round().check_together("prepare a model again")?;
-    if slot.has_pending_step() {
+fn check_between_steps(model_state: &ModelState) -> Result<()> {
+    model_state
+        .round()
+        .check_together("prepare a model again")?;
+    if model_state.has_pending_step() {
         return Err(Error::misuse(
             "a model is prepared again while gradients of it wait for their step: give them to the optimizer, or \
              drop them, first",
         ));
     }
-    match slot.open_micro_steps() {
+    match model_state.open_micro_steps() {
         0 => Ok(()),
         open => Err(Error::misuse(format!(
             "a model is prepared again between optimizer steps, and {open} micro-steps of the next one are \
@@ -167,7 +171,7 @@ fn insert(
     prior: PriorState,
     hook: Option<HookInstance>,
 ) {
-    let slot = ModelState::new(
+    let model_state = ModelState::new(
         layout.trainable(),
         context.settings.bucket_size,
         context.overlap,
@@ -176,14 +180,14 @@ fn insert(
         Some(state) => fresh.with_state(state),
         None => fresh,
     });
-    let slot = slot
+    let model_state = model_state
         .with_ids(layout.ids())
         .with_tied(tied)
         .with_leaf_before_prepare(prior.leaf_before_prepare)
         .with_steps(prior.steps)
         .with_non_finite_losses(context.settings.on_non_finite_loss)
         .with_scaler(scaler)
-        .with_road(context.device_reducer.clone(), hook);
-    context.models.insert(layout, slot);
+        .with_device_reducer(context.device_reducer.clone(), hook);
+    context.models.insert(layout, model_state);
     context.failed_calls.reset();
 }

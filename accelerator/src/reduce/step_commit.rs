@@ -12,27 +12,27 @@ use crate::precision::Finiteness;
 pub(crate) struct StepCommit {
     /// What the gradients were clipped by.
     pub(super) clips: Clips,
-    pub(super) marks: Vec<ConsumeTicket>,
+    pub(super) tickets: Vec<ConsumeTicket>,
     /// What the scale of losses learns of this window, where losses are scaled.
     pub(super) finiteness: Option<Finiteness>,
     pub(super) _pending: Arc<()>,
-    pub(super) slot: Arc<ModelState>,
+    pub(super) model_state: Arc<ModelState>,
 }
 
 impl StepCommit {
     /// The window's samples are used, its step counts, and the scale of losses moves by it.
     pub(crate) fn commit(self) {
-        self.slot.count_step();
-        let model = self.slot.first_id();
-        self.marks.iter().for_each(|mark| mark.commit(model));
+        self.model_state.count_step();
+        let model = self.model_state.first_id();
+        self.tickets.iter().for_each(|ticket| ticket.commit(model));
         if let Some(finiteness) = self.finiteness {
-            self.slot.update_loss_scale(finiteness);
+            self.model_state.update_loss_scale(finiteness);
         }
     }
 
     /// The replica of this rank is updated so, as those of all ranks must be; without a rate where the program steps by
     /// itself.
     pub(crate) fn note_update(&self, rate: Option<f64>) {
-        self.slot.updates().note(rate, self.clips);
+        self.model_state.updates().note(rate, self.clips);
     }
 }

@@ -26,14 +26,14 @@ pub(crate) enum Windows {
 /// The buckets of a model, and what else of their size its windows hold. The memory is given back when this is
 /// dropped.
 pub(crate) struct Reserved {
-    slot: Arc<ModelState>,
+    model_state: Arc<ModelState>,
     _buckets: Vec<BucketStorage>,
     _wires: Vec<Buffer>,
 }
 
 /// Lets all ranks agree on how gradients get to the others, which takes memory of devices. All ranks call it.
 #[track_caller]
-pub(crate) fn settle_road(context: &ReduceContext) -> Result<()> {
+pub(crate) fn settle_device_reducer(context: &ReduceContext) -> Result<()> {
     let settings = &context.settings;
     // What a hook or f16 is for is done in memory, on all ranks.
     if settings.hook.is_none() && settings.compression != Compression::F16 {
@@ -43,20 +43,24 @@ pub(crate) fn settle_road(context: &ReduceContext) -> Result<()> {
 }
 
 impl Reserved {
-    pub(crate) fn of(context: &ReduceContext, slot: Arc<ModelState>, windows: Windows) -> Self {
+    pub(crate) fn of(
+        context: &ReduceContext,
+        model_state: Arc<ModelState>,
+        windows: Windows,
+    ) -> Self {
         let group = context.group();
         let several = group.world_size() > 1;
         let accumulates = windows == Windows::KeptOpen || context.accumulation.steps() > 1;
         // One rank alone hands the gradients of a lone batch on as they are.
-        let sums = several || accumulates || slot.loss_scale().is_some();
+        let sums = several || accumulates || model_state.loss_scale().is_some();
         // Sums that are sent early are kept as they were, in case that they are to be sent again.
         let undo = several && accumulates && context.overlap == OverlapSwitch::On;
         let compression = context.settings.compression;
         // What earlier windows have left is counted once.
-        slot.release_spare();
+        model_state.release_spare();
         let mut buckets = Vec::new();
         for _ in 0..usize::from(sums) + usize::from(undo) {
-            buckets.extend(slot.stores(group).map(BucketStorage::written));
+            buckets.extend(model_state.stores(group).map(BucketStorage::written));
         }
         let wire = |store: &BucketStorage| match store {
             BucketStorage::Host(buffer) if several => {
@@ -69,7 +73,7 @@ impl Reserved {
         let first = buckets.len() / (1 + usize::from(undo));
         let wires = buckets[..first].iter().filter_map(wire).collect();
         Self {
-            slot,
+            model_state,
             _buckets: buckets,
             _wires: wires,
         }
@@ -77,7 +81,7 @@ impl Reserved {
 
     /// Forgets what was made for the forward of an attempt, which no `backward` uses up.
     pub(crate) fn attempt_ends(&self) {
-        self.slot.take_working();
+        self.model_state.take_working();
     }
 }
 

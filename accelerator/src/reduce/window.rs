@@ -14,11 +14,11 @@ use crate::model::Trainable;
 pub(super) struct Window {
     /// Whether the program said with the last micro-step that the window stays open.
     kept_open: bool,
-    ledger: Option<Box<BucketSet>>,
+    bucket_set: Option<Box<BucketSet>>,
     /// By what its losses are multiplied: a step of the window before may move the scale meanwhile.
     loss_scale: Option<f64>,
     /// Where the batches end that are in it: the last one of each pass.
-    marks: Vec<ConsumeTicket>,
+    tickets: Vec<ConsumeTicket>,
     totals: Totals,
 }
 
@@ -40,9 +40,9 @@ pub(super) struct BatchFingerprint {
 }
 
 impl BatchFingerprint {
-    pub(super) fn add(&mut self, mark: Option<&ConsumeTicket>) {
-        match mark {
-            Some(mark) => self.sum = self.sum.wrapping_add(mix(&mark.position().numbers())),
+    pub(super) fn add(&mut self, ticket: Option<&ConsumeTicket>) {
+        match ticket {
+            Some(ticket) => self.sum = self.sum.wrapping_add(mix(&ticket.position().numbers())),
             None => self.has_others = true,
         }
     }
@@ -53,22 +53,22 @@ impl BatchFingerprint {
     }
 }
 
-/// Refuses gradients of parameters that the slot does not know, so many of them.
-pub(super) fn check_all_known(strangers: usize) -> Result<()> {
-    if strangers == 0 {
+/// Refuses gradients of parameters that the model state does not know, so many of them.
+pub(super) fn check_all_known(unknown: usize) -> Result<()> {
+    if unknown == 0 {
         return Ok(());
     }
     Err(Error::misuse(format!(
-        "{strangers} parameters have a gradient that had none when the model was prepared (they were \
+        "{unknown} parameters have a gradient that had none when the model was prepared (they were \
          frozen, or belong to another model): prepare the model again after unfreezing"
     )))
 }
 
 /// Notes where a batch ends.
-pub(super) fn note(marks: &mut Vec<ConsumeTicket>, mark: Option<ConsumeTicket>) {
-    if let Some(mark) = mark {
-        marks.retain(|earlier| !mark.follows(earlier));
-        marks.push(mark);
+pub(super) fn note(tickets: &mut Vec<ConsumeTicket>, ticket: Option<ConsumeTicket>) {
+    if let Some(ticket) = ticket {
+        tickets.retain(|earlier| !ticket.follows(earlier));
+        tickets.push(ticket);
     }
 }
 
@@ -97,34 +97,35 @@ impl Window {
     ) -> Result<()> {
         let Weight {
             count,
-            mark,
+            ticket,
             closing,
             ..
         } = weight;
         self.kept_open = closing == Closing::KeepOpen;
-        let ledger = self.ledger.get_or_insert_with(lend);
+        let bucket_set = self.bucket_set.get_or_insert_with(lend);
         if count > 0.0 {
-            let layout = ledger.layout.clone();
+            let layout = bucket_set.layout.clone();
             for bucket in 0..layout.len() {
-                let Some(mut store) = ledger.open(bucket) else {
+                let Some(mut store) = bucket_set.open(bucket) else {
                     continue;
                 };
                 for &index in layout.members(bucket) {
-                    ledger.held[index] = element_values::take(&mut gradients, &parameters[index]);
-                    ledger.here[index] = ledger.held[index].is_some();
+                    bucket_set.held[index] =
+                        element_values::take(&mut gradients, &parameters[index]);
+                    bucket_set.here[index] = bucket_set.held[index].is_some();
                 }
-                ledger.enter_held(bucket, &mut store, count);
-                ledger.stages[bucket] = BucketState::Open(store);
+                bucket_set.enter_held(bucket, &mut store, count);
+                bucket_set.states[bucket] = BucketState::Open(store);
                 for &index in layout.members(bucket) {
-                    ledger.written[index] |= ledger.here[index];
+                    bucket_set.written[index] |= bucket_set.here[index];
                 }
             }
             check_all_known(gradients.len())?;
             self.totals.loss.add(count, loss);
             self.totals.weight += count;
         }
-        self.totals.batches.add(mark.as_ref());
-        note(&mut self.marks, mark);
+        self.totals.batches.add(ticket.as_ref());
+        note(&mut self.tickets, ticket);
         self.totals.micro_steps += 1;
         Ok(())
     }
@@ -141,8 +142,8 @@ impl Window {
     /// The epoch that this batch's loader left while the window was open; `None` if the program kept it open with
     /// `no_sync`.
     pub(super) fn left_epoch(&self, weight: &Weight) -> Option<u64> {
-        let mark = weight.mark.as_ref().filter(|_| !self.kept_open)?;
-        let left = self.marks.iter().find(|earlier| mark.leaves(earlier))?;
+        let ticket = weight.ticket.as_ref().filter(|_| !self.kept_open)?;
+        let left = self.tickets.iter().find(|earlier| ticket.leaves(earlier))?;
         Some(left.epoch())
     }
 
@@ -151,7 +152,7 @@ impl Window {
         self,
         lend: impl FnOnce() -> Box<BucketSet>,
     ) -> (Box<BucketSet>, Vec<ConsumeTicket>, Totals) {
-        let ledger = self.ledger.unwrap_or_else(lend);
-        (ledger, self.marks, self.totals)
+        let bucket_set = self.bucket_set.unwrap_or_else(lend);
+        (bucket_set, self.tickets, self.totals)
     }
 }

@@ -18,30 +18,32 @@ pub(crate) fn working_copy<M: Module>(
     };
     context.working.note_copied();
     // One that was not prepared, for evaluation say, has no gradients to wait for.
-    let slot = context.models.find(model).ok();
+    let model_state = context.models.find(model).ok();
     let mut caster = Caster {
         dtype,
         keep: &keep,
         norms: 0,
         parts: Vec::new(),
         path: ModulePath::default(),
-        slot: slot.as_deref(),
+        model_state: model_state.as_deref(),
         trains: false,
     };
-    if let Some(slot) = &slot {
-        caster.parts.resize_with(slot.parameters().len(), || None);
+    if let Some(model_state) = &model_state {
+        caster
+            .parts
+            .resize_with(model_state.parameters().len(), || None);
     }
     let copy = model.clone().map(&mut caster);
     let Caster { parts, trains, .. } = caster;
-    if let Some(slot) = &slot
+    if let Some(model_state) = &model_state
         && trains
     {
-        slot.note_copied();
+        model_state.note_copied();
     }
-    if let Some(slot) = &slot
+    if let Some(model_state) = &model_state
         && parts.iter().any(Option::is_some)
     {
-        slot.note_working(parts);
+        model_state.note_working(parts);
     }
     copy
 }
@@ -54,7 +56,7 @@ struct Caster<'a, K> {
     norms: usize,
     parts: Vec<Option<WorkingPart>>,
     path: ModulePath,
-    slot: Option<&'a ModelState>,
+    model_state: Option<&'a ModelState>,
     /// Whether there is a parameter that takes a gradient.
     trains: bool,
 }
@@ -77,7 +79,9 @@ impl<K: Fn(&str) -> bool> ModuleMapper for Caster<'_, K> {
         }
         let (id, value, mapper) = param.consume();
         let trained = value.is_require_grad();
-        let index = self.slot.and_then(|slot| slot.number(id));
+        let index = self
+            .model_state
+            .and_then(|model_state| model_state.number(id));
         let part = index.filter(|_| trained);
         let mut part = part.and_then(|index| self.parts.get_mut(index));
         // All places of a tied parameter get one cast, and it one gradient.

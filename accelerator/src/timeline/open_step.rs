@@ -11,7 +11,7 @@ pub(super) struct OpenStep {
     /// When it began; unknown until its first batch is asked for.
     begun: Option<u64>,
     /// Since when the forward pass runs.
-    mark: u64,
+    ticket: u64,
     state: OpenStepState,
     /// The phases that the main thread is in, the innermost last.
     within: Vec<OpenPhase>,
@@ -54,7 +54,7 @@ impl OpenStep {
     /// Forgets what was noted: the next step may begin.
     pub(super) fn reset(&mut self, now: u64) {
         self.begun = None;
-        self.mark = now;
+        self.ticket = now;
         self.state = OpenStepState::New;
         self.times = StepTimes::default();
         self.operations.clear();
@@ -67,12 +67,12 @@ impl OpenStep {
             self.begun = Some(start);
             self.times = StepTimes::default();
         }
-        self.mark = end;
+        self.ticket = end;
     }
 
     /// Tells when the forward pass before it began.
     pub(super) fn backward_begins(&mut self, now: u64) -> u64 {
-        let start = self.mark.min(now);
+        let start = self.ticket.min(now);
         if self.state == OpenStepState::New && self.begun.is_none() {
             self.begun = Some(start);
         }
@@ -82,7 +82,7 @@ impl OpenStep {
 
     pub(super) fn backward_ends(&mut self, now: u64) {
         self.state = OpenStepState::Between;
-        self.mark = now;
+        self.ticket = now;
         // All operations that were started have ended.
         self.times.communicating += self.operations.length();
         self.times.exposed += self.operations.common(&self.waits);
@@ -92,7 +92,7 @@ impl OpenStep {
 
     /// When it began, and what it came to. The next step may begin.
     pub(super) fn ends(&mut self, now: u64) -> (u64, StepTimes) {
-        let begun = self.begun.unwrap_or(self.mark).min(now);
+        let begun = self.begun.unwrap_or(self.ticket).min(now);
         let mut times = self.times;
         times.total = now - begun;
         self.reset(now);

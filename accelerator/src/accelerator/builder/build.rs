@@ -62,15 +62,15 @@ impl AcceleratorBuilder {
             None => open(group.topology()).inspect_err(|error| group.abort(error.to_string()))?,
         };
         let switch = switch(group.topology(), &settings, kind);
-        let road = road(&settings, kind, &device);
-        let mut terms = terms(&settings, switch, group.topology(), &road);
+        let device_reducer = device_reducer(&settings, kind, &device);
+        let mut terms = terms(&settings, switch, group.topology(), &device_reducer);
         terms.push(hook_term(&settings));
         agreement::check_all(&group, &terms)?;
         let restarts = Restarts {
             done: launch.restart(),
             most: launch.max_restarts(),
         };
-        self.join(group, settings, switch, restarts, road, device)
+        self.join(group, settings, switch, restarts, device_reducer, device)
     }
 
     /// Runs `body` on `world_size` ranks, each a thread of this process, and returns what they
@@ -128,8 +128,15 @@ impl AcceleratorBuilder {
                 // The rest is one setting, and each thread makes hooks of its own.
                 agreement::check_all(&group, &[hook_term(&settings)])?;
             }
-            let road = road(&settings, kind, &device);
-            body(self.join(group, settings.clone(), switch, restarts, road, device)?)
+            let device_reducer = device_reducer(&settings, kind, &device);
+            body(self.join(
+                group,
+                settings.clone(),
+                switch,
+                restarts,
+                device_reducer,
+                device,
+            )?)
         })
     }
 
@@ -140,7 +147,7 @@ impl AcceleratorBuilder {
         settings: Settings,
         overlap: OverlapSwitch,
         restarts: Restarts,
-        road: DeviceReducer,
+        device_reducer: DeviceReducer,
         device: Device,
     ) -> Result<Accelerator> {
         {
@@ -149,8 +156,8 @@ impl AcceleratorBuilder {
             let _turn = drawing();
             device.seed(settings.seed);
         }
-        road.check(&group)?;
-        tracing::debug!(topology = %group.topology(), device = %road.kind(), "accelerator ready");
+        device_reducer.check(&group)?;
+        tracing::debug!(topology = %group.topology(), device = %device_reducer.kind(), "accelerator ready");
         let timeline = Timeline::new(&group, settings.recording)?;
         if let (Some(schedule), Some(path)) = (settings.trace.schedule, &settings.trace.path) {
             timeline.begin(&group, schedule, Output::Trace(path.clone()))?;
@@ -158,14 +165,15 @@ impl AcceleratorBuilder {
         let context = Arc::new(Context {
             accumulation: Accumulation::new(settings.accumulation_steps, settings.window),
             device,
-            device_kind: road.kind(),
+            device_kind: device_reducer.kind(),
             forward_collectives: ForwardCollectives::default(),
             group,
             loaders: AtomicU64::new(0),
             seed: settings.seed,
             timeline,
         });
-        let reduction = ReduceContext::new(context.clone(), road, overlap, settings.reduce);
+        let reduction =
+            ReduceContext::new(context.clone(), device_reducer, overlap, settings.reduce);
         let reduction = Arc::new(reduction);
         Ok(Accelerator {
             shared: Arc::new(Shared {
@@ -206,7 +214,7 @@ impl AcceleratorBuilder {
 }
 
 /// How gradients that are computed on that device get to the other ranks.
-fn road(settings: &Settings, kind: DeviceKind, device: &Device) -> DeviceReducer {
+fn device_reducer(settings: &Settings, kind: DeviceKind, device: &Device) -> DeviceReducer {
     DeviceReducer::new(
         settings.reduce.reduction,
         kind,

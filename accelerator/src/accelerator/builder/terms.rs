@@ -33,7 +33,7 @@ pub(super) fn terms(
     settings: &Settings,
     switch: OverlapSwitch,
     topology: &Topology,
-    road: &DeviceReducer,
+    device_reducer: &DeviceReducer,
 ) -> Vec<Term> {
     let replicas = match settings.reduce.check_replicas {
         Some(steps) => format!("every {steps} steps"),
@@ -54,14 +54,14 @@ pub(super) fn terms(
             .set_by("ACCEL_COMPRESSION or `with_compression`"),
         // Ranks that ask for it in other words may come to the same.
         Term::new("overlap", switch.name())
-            .shown_as(explained(switch, settings, topology, road.kind()))
+            .shown_as(explained(switch, settings, topology, device_reducer.kind()))
             .set_by("ACCEL_OVERLAP or `with_overlap`"),
         Term::new("the precision", settings.reduce.precision).set_by("ACCEL_PRECISION or `precision`"),
         Term::new("the reduction", settings.reduce.reduction)
             .set_by("ACCEL_REDUCTION or `with_reduction`"),
         // What all ranks scale by is found in one way on devices, and in another in memory.
-        Term::new("where gradients are summed", road.home())
-            .shown_as(format!("{} (of `{}`)", road.home(), road.kind()))
+        Term::new("where gradients are summed", device_reducer.placement())
+            .shown_as(format!("{} (of `{}`)", device_reducer.placement(), device_reducer.kind()))
             .set_by(
                 "the kind of device, ACCEL_REDUCTION and ACCEL_COMPRESSION; ACCEL_REDUCTION=staged on every rank \
                  lets all kinds of devices train together",

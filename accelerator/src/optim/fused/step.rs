@@ -33,8 +33,8 @@ pub(in crate::optim) enum StepOutput {
 
 /// What a step works on.
 struct PendingStep {
-    averages: GradientMeans,
-    landing: StepOutput,
+    means: GradientMeans,
+    output: StepOutput,
     /// The elements of the parameter that comes next, where its gradient stands for sums.
     next: Option<(ParamId, Range<usize>)>,
     /// Whether the last one lies in the place of its sums.
@@ -43,13 +43,13 @@ struct PendingStep {
 
 /// Runs a step on sums. Gives them back.
 pub(in crate::optim) fn step_on<R>(
-    averages: GradientMeans,
-    landing: StepOutput,
+    means: GradientMeans,
+    output: StepOutput,
     step: impl FnOnce() -> R,
 ) -> (R, GradientMeans) {
     let waiting = PendingStep {
-        averages,
-        landing,
+        means,
+        output,
         next: None,
         landed: false,
     };
@@ -61,7 +61,7 @@ pub(in crate::optim) fn step_on<R>(
     )]
     let waiting = WAITING.take().expect("what the step works on");
     drop(restore);
-    (result, waiting.averages)
+    (result, waiting.means)
 }
 
 /// Puts back what waited before, also after a panic.
@@ -109,7 +109,7 @@ pub(super) fn gradient<const D: usize>(tensor: &Tensor<D>, gradient: Tensor<D>) 
     let part = with_waiting(|waiting| {
         let (id, elements) = waiting.next.take()?;
         waiting.landed = false;
-        waiting.averages.part(id, &elements, &tensor.dims())
+        waiting.means.part(id, &elements, &tensor.dims())
     });
     part.flatten().unwrap_or(gradient)
 }
@@ -131,8 +131,8 @@ pub(super) fn step<E: Real, const D: usize>(
         return parameters.into_tensor();
     };
     let stepped = with_waiting(|waiting| {
-        waiting.landed = waiting.landing == StepOutput::Sums;
-        let SumLocation { sums, scale } = waiting.averages.place::<E>(id, &elements)?;
+        waiting.landed = waiting.output == StepOutput::Sums;
+        let SumLocation { sums, scale } = waiting.means.place::<E>(id, &elements)?;
         let mut gradients = [E::ZERO; BLOCK];
         let mut start = 0;
         if waiting.landed {

@@ -89,7 +89,7 @@ pub(crate) struct Shards {
     /// Without any state.
     blank: ModuleOptimizer,
     group: ProcessGroup,
-    homes: Partitioner,
+    partitions: Partitioner,
     kinds: FusedSupport,
     /// State of whole parameters that were not stepped since it was loaded.
     loaded: Records,
@@ -97,7 +97,7 @@ pub(crate) struct Shards {
 
 /// The state of all ranks at one moment.
 pub(super) struct FullState {
-    homes: HashMap<ParamId, Partition>,
+    partitions: HashMap<ParamId, Partition>,
     loaded: Records,
     /// Each rank's own, once they came together on rank 0.
     parts: Vec<Vec<u8>>,
@@ -117,7 +117,7 @@ impl Shards {
         let shards = Self {
             blank: blank.clone(),
             group: group.clone(),
-            homes: Partitioner::new(group.world_size()),
+            partitions: Partitioner::new(group.world_size()),
             kinds: FusedSupport::default(),
             loaded,
         };
@@ -128,7 +128,7 @@ impl Shards {
     /// without state.
     pub(super) fn resume_from(&mut self, record: Bytes) -> Result<ModuleOptimizer> {
         self.loaded = Records::read(record)?;
-        self.homes = Partitioner::new(self.group.world_size());
+        self.partitions = Partitioner::new(self.group.world_size());
         Ok(self.blank.clone())
     }
 
@@ -142,9 +142,9 @@ impl Shards {
         self.loaded.size()
     }
 
-    pub(super) fn joint(&self) -> FullState {
+    pub(super) fn full_state(&self) -> FullState {
         FullState {
-            homes: self.homes.known().clone(),
+            partitions: self.partitions.known().clone(),
             loaded: self.loaded.clone(),
             parts: Vec::new(),
         }
@@ -167,49 +167,49 @@ impl Shards {
         optimizer: &mut ModuleOptimizer,
         rate: ModuleLearningRate,
         model: M,
-        mut averages: GradientMeans,
+        mut means: GradientMeans,
     ) -> core::result::Result<M, M> {
-        if averages.ranks() != self.group.world_size() {
+        if means.ranks() != self.group.world_size() {
             self.refuse_foreign();
             return Err(model);
         }
         let rank = self.group.rank();
-        averages.bring_home(&self.group);
-        let bounds = match self.settle(optimizer, &mut averages) {
+        means.bring_home(&self.group);
+        let bounds = match self.settle(optimizer, &mut means) {
             Ok(bounds) => bounds,
             Err(error) => {
                 self.group.abort(error.to_string());
                 return Err(model);
             }
         };
-        self.kinds.learn(&self.blank, &averages);
-        let averaged = averages.parameters().map(|known| known.id).collect();
-        let mut reader = ShardReader::new(rank, self.homes.known(), averaged);
+        self.kinds.learn(&self.blank, &means);
+        let averaged = means.parameters().map(|known| known.id).collect();
+        let mut reader = ShardReader::new(rank, self.partitions.known(), averaged);
         model.visit(&mut reader);
-        let (mut pieces, stepped) = reader.finish();
+        let (mut shards, stepped) = reader.finish();
         let mut gradients = GradientsParams::new();
-        for piece in pieces.iter_mut() {
-            with_rank!(piece.dimensions(), D => {
-                let gradient = if self.kinds.is_fused(piece.id) {
-                    piece.sums = ShardGradients::Waiting;
-                    averages.stand_in::<D>(piece.id)
+        for shard in shards.iter_mut() {
+            with_rank!(shard.dimensions(), D => {
+                let gradient = if self.kinds.is_fused(shard.id) {
+                    shard.sums = ShardGradients::Waiting;
+                    means.stand_in::<D>(shard.id)
                 } else {
-                    averages.part::<D>(piece.id, &piece.range, piece.shape())
+                    means.part::<D>(shard.id, &shard.range, shard.shape())
                 };
                 if let Some(gradient) = gradient {
-                    gradients.register(piece.id, gradient);
+                    gradients.register(shard.id, gradient);
                 }
             });
         }
-        let step = || optimizer.step(rate, pieces, gradients);
-        let (pieces, mut averages) = step::step_on(averages, StepOutput::Sums, step);
-        for piece in pieces.into_elsewhere() {
-            let (id, range) = (piece.id, piece.range.clone());
-            averages.land(id, &range, &piece.into_bytes());
+        let step = || optimizer.step(rate, shards, gradients);
+        let (shards, mut means) = step::step_on(means, StepOutput::Sums, step);
+        for shard in shards.into_elsewhere() {
+            let (id, range) = (shard.id, shard.range.clone());
+            means.land(id, &range, &shard.into_bytes());
         }
-        let model = self.exchange(model, &mut averages, stepped)?;
+        let model = self.exchange(model, &mut means, stepped)?;
         if let Some(bounds) = bounds
-            && let Err(error) = averages.spread_next(&bounds)
+            && let Err(error) = means.spread_next(&bounds)
         {
             // Other ranks cut the next window.
             self.group.abort(error.to_string());
@@ -222,18 +222,18 @@ impl Shards {
     fn exchange<M: Module>(
         &self,
         model: M,
-        averages: &mut GradientMeans,
+        means: &mut GradientMeans,
         stepped: HashSet<ParamId>,
     ) -> core::result::Result<M, M> {
-        let homes = self.homes.known();
-        let part = |id: ParamId, rank| match homes.get(&id) {
-            Some(home) if stepped.contains(&id) => home.range(rank),
+        let partitions = self.partitions.known();
+        let part = |id: ParamId, rank| match partitions.get(&id) {
+            Some(partition) if stepped.contains(&id) => partition.range(rank),
             _ => 0..0,
         };
         let mut elements = Elements::default();
         let model = model.map(&mut elements.taker(stepped.clone()));
         let mut all_there = false;
-        let gathered = averages.exchange(&self.group, part, |id, start, bytes| {
+        let gathered = means.exchange(&self.group, part, |id, start, bytes| {
             all_there = true;
             elements.write(id, start, bytes);
         });
@@ -257,31 +257,31 @@ impl Shards {
     fn settle(
         &mut self,
         optimizer: &mut ModuleOptimizer,
-        averages: &mut GradientMeans,
+        means: &mut GradientMeans,
     ) -> Result<Option<Arc<ShardMap>>> {
-        if averages
+        if means
             .bounds()
-            .is_some_and(|bounds| !self.homes.are_at(bounds))
+            .is_some_and(|bounds| !self.partitions.are_at(bounds))
         {
-            averages.make_whole()?;
+            means.make_whole()?;
         }
-        let next = averages.next_bounds();
-        if next.is_some_and(|bounds| self.homes.are_at(&bounds)) {
+        let next = means.next_bounds();
+        if next.is_some_and(|bounds| self.partitions.are_at(&bounds)) {
             return Ok(None);
         }
-        let (mut homes, mut cut) = (Vec::new(), Records::default());
-        let mut told = self.judge(averages)?.into_iter();
-        for parameter in averages.all_parameters() {
-            if let Some(home) = self.homes.known().get(&parameter.id) {
-                homes.push(home.clone());
+        let (mut partitions, mut cut) = (Vec::new(), Records::default());
+        let mut told = self.judge(means)?.into_iter();
+        for parameter in means.all_parameters() {
+            if let Some(partition) = self.partitions.known().get(&parameter.id) {
+                partitions.push(partition.clone());
                 continue;
             }
-            let home = self
-                .homes
+            let partition = self
+                .partitions
                 .settle(parameter, || told.next().unwrap_or(false));
-            homes.push(home.clone());
+            partitions.push(partition.clone());
             if let Some(entry) = self.loaded.remove(parameter.id)
-                && let Some(entry) = entry.cut(home, self.group.rank())
+                && let Some(entry) = entry.cut(partition, self.group.rank())
             {
                 cut.insert(parameter.id, entry);
             }
@@ -290,29 +290,31 @@ impl Shards {
             let mut all = Records::of(optimizer)?;
             all.extend(cut);
             let loaded = all.load_into(self.blank.clone())?;
-            let parameters = averages.all_parameters();
+            let parameters = means.all_parameters();
             let known = |id| parameters.iter().find(|known| known.id == id).cloned();
-            check_types(&loaded, known, averages.device())?;
+            check_types(&loaded, known, means.device())?;
             *optimizer = loaded;
         }
-        let bounds = averages.can_spread().then(|| self.homes.bounds(homes));
+        let bounds = means
+            .can_shard()
+            .then(|| self.partitions.bounds(partitions));
         Ok(bounds.map(Arc::new))
     }
 
     /// Whether each parameter is stepped element by element, of those that are settled next and are large. Rank 0
     /// decides: the processors of other hosts may round otherwise.
     #[track_caller]
-    fn judge(&self, averages: &GradientMeans) -> Result<Vec<bool>> {
-        let parameters = averages.all_parameters().iter();
+    fn judge(&self, means: &GradientMeans) -> Result<Vec<bool>> {
+        let parameters = means.all_parameters().iter();
         let large: Vec<_> = parameters
-            .filter(|parameter| self.homes.asks_about(parameter))
+            .filter(|parameter| self.partitions.asks_about(parameter))
             .collect();
         if large.is_empty() {
             return Ok(Vec::new());
         }
         let judged = (self.group.rank() == 0).then(|| {
             let judge = |&parameter: &&Trainable| {
-                probe::is_element_wise(&self.blank, parameter, averages.device())
+                probe::is_element_wise(&self.blank, parameter, means.device())
             };
             large.iter().map(judge).collect::<Vec<_>>()
         });
@@ -346,9 +348,9 @@ impl FullState {
         }
         let mut parts = vec![Vec::new(); group.world_size()];
         let is_main = group.rank() == 0;
-        group.all_gather_varied_with(&own, |rank, piece: &[u8]| {
+        group.all_gather_varied_with(&own, |rank, shard: &[u8]| {
             if is_main {
-                parts[rank].extend_from_slice(piece);
+                parts[rank].extend_from_slice(shard);
             }
         })?;
         if is_main {
@@ -364,20 +366,20 @@ impl FullState {
         for part in &self.parts {
             ranks.push(Records::read(Bytes::from_bytes_vec(part.clone()))?);
         }
-        let mut pieces: BTreeMap<ParamId, Vec<Option<RecordEntry>>> = BTreeMap::new();
+        let mut shards: BTreeMap<ParamId, Vec<Option<RecordEntry>>> = BTreeMap::new();
         let count = ranks.len();
         for (rank, records) in ranks.into_iter().enumerate() {
             for (id, entry) in records.into_entries() {
-                let all = pieces
+                let all = shards
                     .entry(id)
                     .or_insert_with(|| core::iter::repeat_with(|| None).take(count).collect());
                 all[rank] = Some(entry);
             }
         }
         let mut whole = self.loaded.clone();
-        for (id, entries) in pieces {
-            let home = self.homes.get(&id);
-            let entry = home.and_then(|home| RecordEntry::join(entries, home));
+        for (id, entries) in shards {
+            let partition = self.partitions.get(&id);
+            let entry = partition.and_then(|partition| RecordEntry::join(entries, partition));
             let entry = entry.ok_or_else(|| {
                 Error::new(
                     Kind::Checkpoint,

@@ -57,21 +57,21 @@ impl ParamShards {
 
     /// Those that do not lie in the place of their sums.
     pub(super) fn into_elsewhere(self) -> impl Iterator<Item = ParamShard> {
-        let pieces = self.0.into_iter();
-        pieces.filter(|piece| piece.sums != ShardGradients::Replaced)
+        let shards = self.0.into_iter();
+        shards.filter(|shard| shard.sums != ShardGradients::Replaced)
     }
 
     /// The values.
     pub(super) fn into_bytes(self) -> impl Iterator<Item = (ParamId, Bytes)> {
         self.0
             .into_iter()
-            .map(|piece| (piece.id, piece.into_bytes()))
+            .map(|shard| (shard.id, shard.into_bytes()))
     }
 }
 
 impl From<ParamShard> for ParamShards {
-    fn from(piece: ParamShard) -> Self {
-        Self(vec![piece])
+    fn from(shard: ParamShard) -> Self {
+        Self(vec![shard])
     }
 }
 
@@ -117,34 +117,34 @@ impl Module for ParamShards {
     }
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        for piece in &self.0 {
-            visitor.enter_module(&piece.path, "");
-            with_rank!(piece.dimensions(), D => {
-                let value = Tensor::<D>::from_dispatch(piece.value.clone());
-                visitor.visit_float(&Param::initialized(piece.id, leaf(value)));
+        for shard in &self.0 {
+            visitor.enter_module(&shard.path, "");
+            with_rank!(shard.dimensions(), D => {
+                let value = Tensor::<D>::from_dispatch(shard.value.clone());
+                visitor.visit_float(&Param::initialized(shard.id, leaf(value)));
             });
-            visitor.exit_module(&piece.path, "");
+            visitor.exit_module(&shard.path, "");
         }
     }
 
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        let map = |mut piece: ParamShard| {
-            mapper.enter_module(&piece.path, "");
-            piece.value = with_rank!(piece.dimensions(), D => {
-                let value = leaf(Tensor::<D>::from_dispatch(piece.value));
-                let step = || mapper.map_float(Param::initialized(piece.id, value));
-                let (param, replaced) = match piece.sums {
-                    ShardGradients::Waiting => step::step_next(piece.id, piece.range.clone(), step),
+        let map = |mut shard: ParamShard| {
+            mapper.enter_module(&shard.path, "");
+            shard.value = with_rank!(shard.dimensions(), D => {
+                let value = leaf(Tensor::<D>::from_dispatch(shard.value));
+                let step = || mapper.map_float(Param::initialized(shard.id, value));
+                let (param, replaced) = match shard.sums {
+                    ShardGradients::Waiting => step::step_next(shard.id, shard.range.clone(), step),
                     ShardGradients::Copied | ShardGradients::Replaced => (step(), false),
                 };
                 if replaced {
-                    piece.sums = ShardGradients::Replaced;
+                    shard.sums = ShardGradients::Replaced;
                 }
                 let (_, value, _) = param.consume();
                 value.inner().into_dispatch()
             });
-            mapper.exit_module(&piece.path, "");
-            piece
+            mapper.exit_module(&shard.path, "");
+            shard
         };
         Self(self.0.into_iter().map(map).collect())
     }
@@ -152,7 +152,7 @@ impl Module for ParamShards {
 
 impl fmt::Debug for ParamShards {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let paths = self.0.iter().map(|piece| (&piece.path, &piece.range));
+        let paths = self.0.iter().map(|shard| (&shard.path, &shard.range));
         f.debug_map().entries(paths).finish()
     }
 }
@@ -161,10 +161,10 @@ impl fmt::Debug for ParamShards {
 /// ranks step.
 pub(super) struct ShardReader<'a> {
     rank: usize,
-    homes: &'a HashMap<ParamId, Partition>,
+    partitions: &'a HashMap<ParamId, Partition>,
     averaged: HashSet<ParamId>,
     path: ModulePath,
-    pieces: ParamShards,
+    shards: ParamShards,
     stepped: HashSet<ParamId>,
 }
 
@@ -172,21 +172,21 @@ impl<'a> ShardReader<'a> {
     /// For the parameters with these ids.
     pub(super) fn new(
         rank: usize,
-        homes: &'a HashMap<ParamId, Partition>,
+        partitions: &'a HashMap<ParamId, Partition>,
         averaged: HashSet<ParamId>,
     ) -> Self {
         Self {
             rank,
-            homes,
+            partitions,
             averaged,
             path: ModulePath::default(),
-            pieces: ParamShards::default(),
+            shards: ParamShards::default(),
             stepped: HashSet::new(),
         }
     }
 
     pub(super) fn finish(self) -> (ParamShards, HashSet<ParamId>) {
-        (self.pieces, self.stepped)
+        (self.shards, self.stepped)
     }
 }
 
@@ -204,23 +204,23 @@ impl ModuleVisitor for ShardReader<'_> {
         if !self.averaged.remove(&param.id) {
             return;
         }
-        let Some(home) = self.homes.get(&param.id) else {
+        let Some(partition) = self.partitions.get(&param.id) else {
             return;
         };
         let value = param.val().inner();
         self.stepped.insert(param.id);
-        let range = home.range(self.rank);
+        let range = partition.range(self.rank);
         if range.is_empty() {
             return;
         }
-        let shape = home.shape(self.rank);
-        let value = if range.len() == home.elements() {
+        let shape = partition.shape(self.rank);
+        let value = if range.len() == partition.elements() {
             value
         } else {
-            let flat = value.reshape([home.elements()]).slice([range.clone()]);
+            let flat = value.reshape([partition.elements()]).slice([range.clone()]);
             flat.reshape(Shape::from(shape.clone()))
         };
-        self.pieces.0.push(ParamShard {
+        self.shards.0.push(ParamShard {
             id: param.id,
             path: self.path.as_str().to_owned(),
             range,

@@ -73,8 +73,8 @@ impl Partitioner {
     }
 
     /// Where gradients of parameters are cut that have these homes, by number.
-    pub(super) fn bounds(&self, homes: Vec<Partition>) -> ShardMap {
-        let bounds = homes.into_iter().map(|home| home.bounds);
+    pub(super) fn bounds(&self, partitions: Vec<Partition>) -> ShardMap {
+        let bounds = partitions.into_iter().map(|partition| partition.bounds);
         ShardMap::new(bounds.collect(), self.loads.len(), &self.identity)
     }
 
@@ -98,14 +98,14 @@ impl Partitioner {
             let bound = |rank| if rank > owner { elements } else { 0 };
             (0..=ranks).map(bound).collect()
         };
-        let home = Partition {
+        let partition = Partition {
             bounds,
             shape: parameter.shape.clone(),
         };
         for (rank, load) in self.loads.iter_mut().enumerate() {
-            *load += home.range(rank).len() * parameter.float.width();
+            *load += partition.range(rank).len() * parameter.float.width();
         }
-        self.known.entry(parameter.id).or_insert(home)
+        self.known.entry(parameter.id).or_insert(partition)
     }
 
     fn is_large(&self, parameter: &Trainable) -> bool {
@@ -179,38 +179,38 @@ mod tests {
             sizes in proptest::collection::vec(0_usize..60_000, 1..30),
             ranks in 2_usize..6,
         ) {
-            let mut homes = Partitioner::new(ranks);
+            let mut partitions = Partitioner::new(ranks);
             for &size in &sizes {
-                let home = homes.settle(&parameter(size), || true).clone();
+                let partition = partitions.settle(&parameter(size), || true).clone();
                 let mut covered = 0;
                 for rank in 0..ranks {
-                    prop_assert_eq!(home.range(rank).start, covered);
+                    prop_assert_eq!(partition.range(rank).start, covered);
                     prop_assert_eq!(
-                        home.shape(rank).iter().product::<usize>(),
-                        home.range(rank).len()
+                        partition.shape(rank).iter().product::<usize>(),
+                        partition.range(rank).len()
                     );
-                    if !home.range(rank).is_empty() {
-                        prop_assert_eq!(home.range(rank).start % BLOCK, 0);
+                    if !partition.range(rank).is_empty() {
+                        prop_assert_eq!(partition.range(rank).start % BLOCK, 0);
                     }
-                    covered = home.range(rank).end;
+                    covered = partition.range(rank).end;
                 }
                 prop_assert_eq!(covered, size);
             }
-            let most = homes.loads.iter().max().unwrap();
-            let least = homes.loads.iter().min().unwrap();
+            let most = partitions.loads.iter().max().unwrap();
+            let least = partitions.loads.iter().min().unwrap();
             // One parameter that is not cut, and a block of one that is.
             let slack = 4 * (ranks * WORTH_A_PIECE + BLOCK);
-            prop_assert!(most - least <= slack, "{:?}", homes.loads);
+            prop_assert!(most - least <= slack, "{:?}", partitions.loads);
         }
     }
 
     #[test]
     fn what_may_not_be_cut_lives_on_one_rank() {
-        let mut homes = Partitioner::new(2);
+        let mut partitions = Partitioner::new(2);
         for owner in [0, 1] {
-            let home = homes.settle(&parameter(100_000), || false);
-            assert_eq!(home.range(owner), 0..100_000);
-            assert_eq!(home.shape(owner), [100_000]);
+            let partition = partitions.settle(&parameter(100_000), || false);
+            assert_eq!(partition.range(owner), 0..100_000);
+            assert_eq!(partition.shape(owner), [100_000]);
         }
     }
 }

@@ -70,13 +70,13 @@ fn run(
             Tensor::<D>::from_data(data, (device, dtype))
         };
         let start = tensor(0, 1.0).into_dispatch();
-        let mut pieces = ParamShards::one(id, &parameter.path, shape.clone(), start);
+        let mut shards = ParamShards::one(id, &parameter.path, shape.clone(), start);
         for (step, scale) in (1..).zip(SCALES) {
             let mut gradients = GradientsParams::new();
             gradients.register(id, tensor(step, scale));
-            pieces = optimizer.step(0.01, pieces, gradients);
+            shards = optimizer.step(0.01, shards, gradients);
         }
-        let values = pieces.into_bytes().flat_map(|(_, bytes)| bytes.to_vec());
+        let values = shards.into_bytes().flat_map(|(_, bytes)| bytes.to_vec());
         values.collect()
     })
 }

@@ -123,22 +123,22 @@ impl Records {
 
 impl RecordEntry {
     /// What a rank keeps of the state of a whole parameter.
-    pub(super) fn cut(self, home: &Partition, rank: usize) -> Option<Self> {
-        let range = home.range(rank);
-        if range.is_empty() && home.elements() > 0 {
+    pub(super) fn cut(self, partition: &Partition, rank: usize) -> Option<Self> {
+        let range = partition.range(rank);
+        if range.is_empty() && partition.elements() > 0 {
             return None;
         }
-        if range.len() == home.elements() {
+        if range.len() == partition.elements() {
             return Some(self);
         }
         let cut = |field: RecordField| {
-            if field.shape.iter().product::<usize>() != home.elements() {
+            if field.shape.iter().product::<usize>() != partition.elements() {
                 return field;
             }
             let width = field.dtype.size();
             let bytes = field.bytes[range.start * width..range.end * width].to_vec();
             RecordField {
-                shape: home.shape(rank),
+                shape: partition.shape(rank),
                 bytes: Bytes::from_bytes_vec(bytes),
                 ..field
             }
@@ -151,24 +151,24 @@ impl RecordEntry {
 
     /// The state of a whole parameter, of what each rank keeps of it; `None` where a rank has none of
     /// elements that live there, or other tensors than the first.
-    pub(super) fn join(parts: Vec<Option<Self>>, home: &Partition) -> Option<Self> {
+    pub(super) fn join(parts: Vec<Option<Self>>, partition: &Partition) -> Option<Self> {
         let mut parts = parts.into_iter().enumerate();
         let (rank, mut whole) = parts.find_map(|(rank, part)| Some((rank, part?)))?;
-        let length = home.range(rank).len();
-        if length == home.elements() {
+        let length = partition.range(rank).len();
+        if length == partition.elements() {
             return Some(whole);
         }
-        let mut reached = home.range(rank).end;
+        let mut reached = partition.range(rank).end;
         let mut rest = Vec::new();
         for (rank, part) in parts {
-            let range = home.range(rank);
+            let range = partition.range(rank);
             if range.is_empty() {
                 continue;
             }
             reached = range.end;
             rest.push((range.len(), part?));
         }
-        if home.range(rank).start != 0 || reached != home.elements() {
+        if partition.range(rank).start != 0 || reached != partition.elements() {
             return None;
         }
         for (at, field) in whole.tensors.iter_mut().enumerate() {
@@ -184,7 +184,7 @@ impl RecordEntry {
                 bytes.extend_from_slice(&other.bytes);
             }
             field.bytes = Bytes::from_bytes_vec(bytes);
-            field.shape = home.whole_shape().to_vec();
+            field.shape = partition.whole_shape().to_vec();
         }
         Some(whole)
     }

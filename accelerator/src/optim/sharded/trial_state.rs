@@ -25,29 +25,29 @@ pub(in crate::optim) fn state_for_trial<M: Module>(
     let (rank, ranks) = shards.map_or((0, 1), |shards| {
         (shards.group.rank(), shards.group.world_size())
     });
-    let mut homes = Partitioner::new(ranks);
+    let mut partitions = Partitioner::new(ranks);
     for parameter in parameters {
         // Where the processors of ranks round otherwise, it is rank 0 whose answer counts in a step: this is about
         // sizes alone.
-        homes.settle(parameter, || {
+        partitions.settle(parameter, || {
             shards.is_some_and(|shards| probe::is_element_wise(&shards.blank, parameter, device))
         });
     }
     let ids = parameters.iter().map(|parameter| parameter.id).collect();
-    let mut reader = ShardReader::new(rank, homes.known(), ids);
+    let mut reader = ShardReader::new(rank, partitions.known(), ids);
     model.visit(&mut reader);
-    let (pieces, _) = reader.finish();
-    let with_gradient = |piece: ParamShard| {
+    let (shards, _) = reader.finish();
+    let with_gradient = |shard: ParamShard| {
         let mut gradients = GradientsParams::new();
-        with_rank!(piece.dimensions(), D => {
-            let value = Tensor::<D>::from_dispatch(piece.value.clone());
-            gradients.register(piece.id, value.ones_like());
+        with_rank!(shard.dimensions(), D => {
+            let value = Tensor::<D>::from_dispatch(shard.value.clone());
+            gradients.register(shard.id, value.ones_like());
         });
-        (piece, gradients)
+        (shard, gradients)
     };
-    let pieces: Vec<_> = pieces.into_elsewhere().map(with_gradient).collect();
-    for (piece, gradients) in pieces {
-        drop(optimizer.step(0.0, ParamShards::from(piece), gradients));
+    let shards: Vec<_> = shards.into_elsewhere().map(with_gradient).collect();
+    for (shard, gradients) in shards {
+        drop(optimizer.step(0.0, ParamShards::from(shard), gradients));
     }
     optimizer
 }

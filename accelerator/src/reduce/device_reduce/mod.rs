@@ -101,7 +101,7 @@ impl FromStr for GradientReduction {
 pub(crate) struct DeviceReducer {
     asked: GradientReduction,
     device: Device,
-    home: Placement,
+    placement: Placement,
     kind: DeviceKind,
     reader: OnceLock<DeviceReader>,
     /// Once all ranks have agreed.
@@ -125,7 +125,7 @@ impl DeviceReducer {
         Self {
             asked,
             device: device.clone(),
-            home: home(asked, kind, device, compression),
+            placement: placement(asked, kind, device, compression),
             kind,
             reader: OnceLock::new(),
             way: OnceLock::new(),
@@ -163,14 +163,14 @@ impl DeviceReducer {
 
     #[track_caller]
     fn agree(&self, group: &ProcessGroup) -> Result<ReducePath> {
-        let kit = NcclSetup::find(self.kind, &self.device);
-        let offer = kit.as_ref().map(|kit| kit.place(group));
+        let setup = NcclSetup::find(self.kind, &self.device);
+        let offer = setup.as_ref().map(|setup| setup.place(group));
         let offer: Offer = offer.map_err(String::clone);
         let offers = group.all_gather_object(&offer)?;
         let connected = match path::obstacle(offers) {
             Some(why) => Err(why),
-            None => match kit {
-                Ok(kit) => kit.connect(group)?,
+            None => match setup {
+                Ok(setup) => setup.connect(group)?,
                 Err(why) => Err(why),
             },
         };
@@ -244,8 +244,8 @@ impl DeviceReducer {
 
     /// Where the sums are kept of a model whose gradients travel so: on the device of each rank, or in the
     /// memory of each.
-    pub(crate) fn home(&self) -> &Placement {
-        &self.home
+    pub(crate) fn placement(&self) -> &Placement {
+        &self.placement
     }
 
     pub(super) fn reader(&self) -> Result<&DeviceReader> {
@@ -258,7 +258,7 @@ impl DeviceReducer {
 }
 
 /// What f16 does to sums is looked at in memory, and so is bf16 rounded for a device that has none.
-fn home(
+fn placement(
     asked: GradientReduction,
     kind: DeviceKind,
     device: &Device,

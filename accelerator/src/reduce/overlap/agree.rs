@@ -22,7 +22,7 @@ pub(in crate::reduce) enum WindowObservation {
 /// this together.
 #[derive(Debug)]
 pub(super) struct RankCalibration {
-    pub(super) lesson: WindowObservation,
+    pub(super) observation: WindowObservation,
     /// How many windows passed.
     windows: u32,
 }
@@ -41,14 +41,14 @@ pub(super) enum CalibrationOutcome {
 impl RankCalibration {
     pub(super) fn new() -> Self {
         Self {
-            lesson: WindowObservation::Depth,
+            observation: WindowObservation::Depth,
             windows: 0,
         }
     }
 
     /// By parameter, where its gradient is ready on this rank.
     pub(super) fn ready(&self, parameters: usize) -> Vec<Option<usize>> {
-        match &self.lesson {
+        match &self.observation {
             WindowObservation::Learnt(ready) => ready.clone(),
             WindowObservation::Depth | WindowObservation::Places(_) => vec![None; parameters],
         }
@@ -66,14 +66,14 @@ impl RankCalibration {
         group: &ProcessGroup,
     ) -> Result<CalibrationOutcome> {
         self.windows += 1;
-        let mine = CalibrationProgress::of(&self.lesson);
+        let mine = CalibrationProgress::of(&self.observation);
         let all = group.all_gather(&[mine as u8])?;
         if all.contains(&(CalibrationProgress::Learning as u8)) && self.windows < PATIENCE {
             return Ok(CalibrationOutcome::NotYet);
         }
         let teacher = all
             .iter()
-            .position(|&standing| standing == CalibrationProgress::Early as u8);
+            .position(|&loader_state| loader_state == CalibrationProgress::Early as u8);
         let Some(teacher) = teacher else {
             return Ok(CalibrationOutcome::NothingEarly);
         };
@@ -104,8 +104,8 @@ enum CalibrationProgress {
 }
 
 impl CalibrationProgress {
-    fn of(lesson: &WindowObservation) -> Self {
-        match lesson {
+    fn of(observation: &WindowObservation) -> Self {
+        match observation {
             WindowObservation::Depth | WindowObservation::Places(_) => Self::Learning,
             WindowObservation::Learnt(ready) if ready.iter().any(Option::is_some) => Self::Early,
             WindowObservation::Learnt(_) => Self::Late,
@@ -121,7 +121,7 @@ mod tests {
     fn agreement(lessons: [fn() -> WindowObservation; 2], windows: u32) -> CalibrationOutcome {
         let both = crate::launch(2, |accelerator| {
             let mut learning = RankCalibration {
-                lesson: lessons[accelerator.rank()](),
+                observation: lessons[accelerator.rank()](),
                 windows: windows - 1,
             };
             learning.agree(3, accelerator.group())
@@ -145,7 +145,7 @@ mod tests {
 
     #[test]
     fn the_first_rank_that_knows_of_anything_early_teaches_all() {
-        let order = |lesson: WindowObservation| match lesson {
+        let order = |observation: WindowObservation| match observation {
             WindowObservation::Learnt(ready) => CalibrationOutcome::Order(ReadyOrder::of(&ready)),
             WindowObservation::Depth | WindowObservation::Places(_) => CalibrationOutcome::NotYet,
         };

@@ -39,7 +39,7 @@ impl OverlapScheduler {
         loss: Tensor<1>,
         model: &M,
         mut copy: WorkingCopy,
-        slot: &ModelState,
+        model_state: &ModelState,
         reducer: Reducer,
     ) -> (GradientsParams, Reducer, Option<WindowObservation>) {
         let served = autodiff::serves(&loss);
@@ -51,26 +51,32 @@ impl OverlapScheduler {
             _ if matches!(copy, WorkingCopy::Several) => None,
             SchedulerPhase::Sending(points) if served => Some((
                 CalibratingObserver::Sending(points.clone()),
-                at_points(points, Leaves::of(model, take(&mut copy), slot), &reducer),
+                at_points(
+                    points,
+                    Leaves::of(model, take(&mut copy), model_state),
+                    &reducer,
+                ),
             )),
-            SchedulerPhase::Calibrating(learning) => match learning.lesson {
+            SchedulerPhase::Calibrating(learning) => match learning.observation {
                 WindowObservation::Learnt(_) => None,
                 _ if !served => {
-                    let late = WindowObservation::Learnt(vec![None; slot.parameters().len()]);
+                    let late =
+                        WindowObservation::Learnt(vec![None; model_state.parameters().len()]);
                     let gradients = GradientsParams::from_grads(loss.backward(), model);
                     return (gradients, reducer, Some(late));
                 }
                 WindowObservation::Depth => Some((CalibratingObserver::Measuring(0), Vec::new())),
                 WindowObservation::Places(depth) => {
-                    let lookouts = everywhere(depth, &Leaves::of(model, take(&mut copy), slot));
-                    let depths = lookouts.iter().map(|lookout| lookout.depth).collect();
-                    let calibration = Calibration::new(slot.parameters().len(), depths);
-                    Some((CalibratingObserver::Calibrating(calibration), lookouts))
+                    let probes =
+                        everywhere(depth, &Leaves::of(model, take(&mut copy), model_state));
+                    let depths = probes.iter().map(|lookout| lookout.depth).collect();
+                    let calibration = Calibration::new(model_state.parameters().len(), depths);
+                    Some((CalibratingObserver::Calibrating(calibration), probes))
                 }
             },
             SchedulerPhase::Off | SchedulerPhase::Sending(_) | SchedulerPhase::GivenUp => None,
         };
-        let Some((watcher, lookouts)) = watched else {
+        let Some((watcher, probes)) = watched else {
             // Nobody compares what its casts make.
             drop((copy, casts));
             let gradients = GradientsParams::from_grads(loss.backward(), model);
@@ -80,24 +86,25 @@ impl OverlapScheduler {
             CalibratingObserver::Sending(_) => reducer.with_casts(casts.clone()),
             _ => reducer,
         };
-        let eyes = Arc::new(BackwardObserver(Mutex::new(Some((watcher, reducer)))));
-        let observer: Arc<dyn Observer> = eyes.clone();
-        let gradients = watch(loss, &mut self.anchors, lookouts, &observer).backward();
+        let observer = Arc::new(BackwardObserver(Mutex::new(Some((watcher, reducer)))));
+        let watching: Arc<dyn Observer> = observer.clone();
+        let gradients = watch(loss, &mut self.anchors, probes, &watching).backward();
         let gradients = GradientsParams::from_grads(gradients, model);
-        drop(observer);
-        let (watcher, reducer) = eyes.close();
-        let lesson = match watcher {
+        drop(watching);
+        let (watcher, reducer) = observer.close();
+        let observation = match watcher {
             CalibratingObserver::Measuring(depth) => Some(WindowObservation::Places(depth)),
             CalibratingObserver::Calibrating(calibration) => Some(WindowObservation::Learnt(
                 calibration.result(|index, seen| {
-                    let gradient = element_values::look(&gradients, &slot.parameters()[index]);
+                    let gradient =
+                        element_values::look(&gradients, &model_state.parameters()[index]);
                     let cast = casts.get(index).and_then(Option::as_deref);
                     gradient.is_some_and(|gradient| identity::is_of(seen, &gradient, cast))
                 }),
             )),
             CalibratingObserver::Sending(_) => None,
         };
-        (gradients, reducer, lesson)
+        (gradients, reducer, observation)
     }
 
     /// After a window was reduced, with what it has taught this rank: goes on to the next phase. All
@@ -105,12 +112,12 @@ impl OverlapScheduler {
     #[track_caller]
     pub(in crate::reduce) fn learn(
         &mut self,
-        lesson: Option<WindowObservation>,
+        observation: Option<WindowObservation>,
         reduced: &mut Reduced,
-        slot: &ModelState,
+        model_state: &ModelState,
         group: &ProcessGroup,
     ) -> Result<()> {
-        self.buckets = reduced.ledger.layout.len();
+        self.buckets = reduced.bucket_set.layout.len();
         self.early = reduced.early;
         if let SchedulerPhase::Sending(_) = self.phase {
             self.early_total += reduced.early as u64;
@@ -118,10 +125,10 @@ impl OverlapScheduler {
         }
         match &mut self.phase {
             SchedulerPhase::Calibrating(learning) => {
-                if let Some(lesson) = lesson {
-                    learning.lesson = lesson;
+                if let Some(observation) = observation {
+                    learning.observation = observation;
                 }
-                let parameters = slot.parameters().len();
+                let parameters = model_state.parameters().len();
                 match learning.agree(parameters, group)? {
                     CalibrationOutcome::NotYet => {}
                     CalibrationOutcome::NothingEarly => {
@@ -130,7 +137,7 @@ impl OverlapScheduler {
                     }
                     CalibrationOutcome::Order(order) => {
                         let ready = learning.ready(parameters);
-                        self.phase = SchedulerPhase::Sending(lay_out(&order, &ready, slot)?);
+                        self.phase = SchedulerPhase::Sending(lay_out(&order, &ready, model_state)?);
                     }
                 }
             }
@@ -138,7 +145,7 @@ impl OverlapScheduler {
                 self.repairs += 1;
                 if self.repairs >= PATIENCE {
                     tracing::warn!(
-                        step = slot.steps(),
+                        step = model_state.steps(),
                         "gradients became ready in another order than before in {PATIENCE} \
                          steps, and had to be reduced again: from now on, gradients of this model are \
                          sent when backward has ended (said once)"
@@ -146,7 +153,7 @@ impl OverlapScheduler {
                     self.phase = SchedulerPhase::GivenUp;
                     self.anchors = Anchors::default();
                     // No step is undone any more.
-                    reduced.ledger.undo.fill_with(|| None);
+                    reduced.bucket_set.undo.fill_with(|| None);
                 }
             }
             _ => {}
@@ -211,9 +218,9 @@ impl Observer for BackwardObserver {
 fn lay_out(
     order: &ReadyOrder,
     ready: &[Option<usize>],
-    slot: &ModelState,
+    model_state: &ModelState,
 ) -> Result<Vec<FlushPoint>> {
-    let layout = slot.lay_out(order)?;
+    let layout = model_state.lay_out(order)?;
     let late = &order.parameters[order.early..];
     let early: Vec<Vec<usize>> = (0..layout.len())
         .map(|bucket| layout.members(bucket).to_vec())
@@ -274,7 +281,7 @@ fn casts(copy: &WorkingCopy) -> Vec<Option<Arc<Cast>>> {
 /// A model's parameters, by number.
 struct Leaves<'a> {
     found: Vec<Option<DispatchTensor>>,
-    slot: &'a ModelState,
+    model_state: &'a ModelState,
 }
 
 impl<'a> Leaves<'a> {
@@ -283,13 +290,13 @@ impl<'a> Leaves<'a> {
     fn of<M: Module>(
         model: &M,
         copy: WorkingCopy,
-        slot: &'a ModelState,
+        model_state: &'a ModelState,
     ) -> Vec<Option<DispatchTensor>> {
         let mut leaves = Leaves {
             found: core::iter::repeat_with(|| None)
-                .take(slot.parameters().len())
+                .take(model_state.parameters().len())
                 .collect(),
-            slot,
+            model_state,
         };
         model.visit(&mut leaves);
         match copy {
@@ -313,7 +320,7 @@ impl ModuleVisitor for Leaves<'_> {
             return;
         }
         // All places of a tied parameter are one leaf.
-        if let Some(index) = self.slot.number(param.id) {
+        if let Some(index) = self.model_state.number(param.id) {
             self.found[index] = Some(param.val().into_dispatch());
         }
     }

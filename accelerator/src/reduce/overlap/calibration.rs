@@ -23,7 +23,7 @@ pub(super) fn depths(loss: usize) -> Vec<usize> {
 #[derive(Debug)]
 pub(super) struct Calibration {
     depths: Vec<usize>,
-    sights: Vec<Option<ObservedGradient>>,
+    flushed: Vec<Option<ObservedGradient>>,
 }
 
 #[derive(Debug)]
@@ -37,7 +37,7 @@ impl Calibration {
     pub(super) fn new(parameters: usize, depths: Vec<usize>) -> Self {
         Self {
             depths,
-            sights: core::iter::repeat_with(|| None).take(parameters).collect(),
+            flushed: core::iter::repeat_with(|| None).take(parameters).collect(),
         }
     }
 
@@ -47,10 +47,10 @@ impl Calibration {
         point: usize,
         gradients: impl Iterator<Item = Option<DispatchTensor>>,
     ) {
-        for (sight, gradient) in self.sights.iter_mut().zip(gradients) {
-            *sight = match (sight.take(), gradient) {
-                (Some(sight), Some(gradient)) if identity::same(&sight.gradient, &gradient) => {
-                    Some(sight)
+        for (flushed, gradient) in self.flushed.iter_mut().zip(gradients) {
+            *flushed = match (flushed.take(), gradient) {
+                (Some(flushed), Some(gradient)) if identity::same(&flushed.gradient, &gradient) => {
+                    Some(flushed)
                 }
                 (_, gradient) => gradient.map(|gradient| ObservedGradient {
                     gradient,
@@ -67,10 +67,10 @@ impl Calibration {
         is_final: impl Fn(usize, &DispatchTensor) -> bool,
     ) -> Vec<Option<usize>> {
         let depths = self.depths;
-        let sights = self.sights.into_iter().enumerate();
-        sights
-            .map(|(parameter, sight)| {
-                let ObservedGradient { gradient, since } = sight?;
+        let flushed = self.flushed.into_iter().enumerate();
+        flushed
+            .map(|(parameter, flushed)| {
+                let ObservedGradient { gradient, since } = flushed?;
                 is_final(parameter, &gradient).then(|| depths[since])
             })
             .collect()

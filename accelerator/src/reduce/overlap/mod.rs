@@ -32,20 +32,20 @@ struct ProbePoint {
     leaves: Vec<Option<DispatchTensor>>,
 }
 
-/// The same loss, whose backward calls `observer` at each of `lookouts`, which are ordered from
+/// The same loss, whose backward calls `observer` at each of `probes`, which are ordered from
 /// the deepest to the shallowest. Values and gradients stay as they are.
 fn watch(
     loss: Tensor<1>,
     anchors: &mut Anchors,
-    lookouts: Vec<ProbePoint>,
+    probes: Vec<ProbePoint>,
     observer: &Arc<dyn Observer>,
 ) -> Tensor<1> {
     let chain = anchors.on(&loss.device());
-    let depths: Vec<usize> = lookouts.iter().map(|lookout| lookout.depth).collect();
+    let depths: Vec<usize> = probes.iter().map(|lookout| lookout.depth).collect();
     let anchors = chain.at(&depths);
     // Each watch stands on the next shallower one, so that one node joins all of them.
     let mut watched = chain.leaf();
-    for (point, (lookout, anchor)) in lookouts.into_iter().zip(anchors).enumerate().rev() {
+    for (point, (lookout, anchor)) in probes.into_iter().zip(anchors).enumerate().rev() {
         let watch = ProbeWatch {
             leaves: lookout.leaves,
             observer: Arc::clone(observer),

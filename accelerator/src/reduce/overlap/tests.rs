@@ -53,10 +53,10 @@ fn leaf(values: [f32; 4], device: &Device) -> Tensor<2> {
 }
 
 fn depth_of(loss: Tensor<1>, anchors: &mut Anchors) -> usize {
-    let eyes = Arc::new(Eyes::default());
-    let observer: Arc<dyn Observer> = eyes.clone();
-    watch(loss, anchors, Vec::new(), &observer).backward();
-    let seen = eyes.0.lock().unwrap();
+    let observer = Arc::new(Eyes::default());
+    let watching: Arc<dyn Observer> = observer.clone();
+    watch(loss, anchors, Vec::new(), &watching).backward();
+    let seen = observer.0.lock().unwrap();
     seen.depth.unwrap()
 }
 
@@ -68,7 +68,7 @@ fn calibrate(
 ) -> (usize, Vec<Option<usize>>) {
     let depth = depth_of(loss(), anchors);
     let depths = depths(depth);
-    let lookouts: Vec<ProbePoint> = depths
+    let probes: Vec<ProbePoint> = depths
         .iter()
         .map(|&depth| ProbePoint {
             depth,
@@ -78,17 +78,17 @@ fn calibrate(
                 .collect(),
         })
         .collect();
-    let eyes = Arc::new(Eyes::default());
-    eyes.0.lock().unwrap().calibration = Some(Calibration::new(leaves.len(), depths));
-    let observer: Arc<dyn Observer> = eyes.clone();
-    let count = lookouts.len();
-    let gradients = watch(loss(), anchors, lookouts, &observer).backward();
+    let observer = Arc::new(Eyes::default());
+    observer.0.lock().unwrap().calibration = Some(Calibration::new(leaves.len(), depths));
+    let watching: Arc<dyn Observer> = observer.clone();
+    let count = probes.len();
+    let gradients = watch(loss(), anchors, probes, &watching).backward();
     let plain = loss().backward();
     for leaf in leaves {
         let data = |gradients| leaf.grad(gradients).map(Tensor::into_data);
         assert_eq!(data(&gradients), data(&plain), "the bits of plain Burn");
     }
-    let mut seen = eyes.0.lock().unwrap();
+    let mut seen = observer.0.lock().unwrap();
     assert_eq!(seen.points, (0..count).collect::<Vec<_>>(), "in order");
     let is_final = |index: usize, seen: &DispatchTensor| {
         let gradient = leaves[index].grad(&gradients).map(Tensor::into_dispatch);
@@ -177,8 +177,8 @@ fn a_frozen_model_and_a_loss_without_nodes_are_watched_without_harm() {
         assert_eq!(ready[0], None);
         // The loss itself is a leaf.
         let leaf = Tensor::<1>::ones([1], &device).require_grad();
-        let eyes: Arc<dyn Observer> = Arc::new(Eyes::default());
-        let gradients = watch(leaf.clone(), &mut anchors, Vec::new(), &eyes).backward();
+        let observer: Arc<dyn Observer> = Arc::new(Eyes::default());
+        let gradients = watch(leaf.clone(), &mut anchors, Vec::new(), &observer).backward();
         let one = leaf.grad(&gradients).unwrap().into_scalar::<f32>();
         assert_eq!(one, 1.0);
     }

@@ -16,33 +16,33 @@ use crate::timeline::{EventSubject, Phase};
 impl Reducer {
     /// Lets the ranks add up their weights, before anybody sends.
     pub(super) fn start_weighing(&mut self) -> Result<()> {
-        let spare = self.ledger.total.take();
+        let spare = self.bucket_set.total.take();
         let mut total = spare.unwrap_or_else(|| self.group.buffer(DType::F64, 1));
         total.as_mut_slice::<f64>()?[0] = self.total;
         let pending = self
             .group
             .start_all_reduce_at(total, ReduceOp::Sum, self.caller)?;
-        self.promise.give();
+        self.owed.give();
         self.weighing = Some(pending);
         Ok(())
     }
 
     /// Whether it is so on all ranks.
     pub(super) fn all_agree(&mut self, here: bool) -> Result<bool> {
-        let spare = self.ledger.total.take();
+        let spare = self.bucket_set.total.take();
         let mut others = spare.unwrap_or_else(|| self.group.buffer(DType::F64, 1));
         others.as_mut_slice::<f64>()?[0] = f64::from(u8::from(!here));
         self.group
             .all_reduce_buffer_at(&mut others, ReduceOp::Max, self.caller)?;
-        self.promise.give();
+        self.owed.give();
         let everywhere = others.as_slice::<f64>()? == [0.0];
-        self.ledger.total = Some(others);
+        self.bucket_set.total = Some(others);
         Ok(everywhere)
     }
 
     pub(super) fn send_control(&mut self) -> Result<()> {
-        let ledger = &mut self.ledger;
-        let Some(mut control) = ledger.control.take() else {
+        let bucket_set = &mut self.bucket_set;
+        let Some(mut control) = bucket_set.control.take() else {
             return Ok(());
         };
         let Some((header, rest)) = control.as_mut_slice::<f64>()?.split_at_mut_checked(HEADER)
@@ -72,24 +72,24 @@ impl Reducer {
             norm: f64::from(u8::from(self.wants_norm)),
         }
         .write(header);
-        let here = ledger.written.iter().zip(&ledger.here);
+        let here = bucket_set.written.iter().zip(&bucket_set.here);
         let here = here.map(|(written, here)| written | here);
         for (value, flag) in rest
             .iter_mut()
-            .zip(here.chain(ledger.wrong.iter().copied()))
+            .zip(here.chain(bucket_set.wrong.iter().copied()))
         {
             *value = f64::from(u8::from(flag));
         }
         if let (Some(last), Some(trigger)) = (rest.last_mut(), &self.trigger) {
             *last = trigger.send();
         }
-        match self.pace {
-            SendMode::Nowhere => self.ledger.control = Some(control),
+        match self.send_mode {
+            SendMode::Nowhere => self.bucket_set.control = Some(control),
             SendMode::InFlight => {
                 let pending =
                     self.group
                         .start_all_reduce_at(control, ReduceOp::Sum, self.caller)?;
-                self.promise.give();
+                self.owed.give();
                 self.control = Some(pending);
             }
             SendMode::Blocking => {
@@ -97,8 +97,8 @@ impl Reducer {
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
                 self.group
                     .all_reduce_buffer_at(&mut control, ReduceOp::Sum, self.caller)?;
-                self.promise.give();
-                self.ledger.control = Some(control);
+                self.owed.give();
+                self.bucket_set.control = Some(control);
             }
         }
         Ok(())
@@ -106,26 +106,26 @@ impl Reducer {
 
     /// What all ranks have told each other, once it is there.
     pub(super) fn sums(&self) -> Result<ControlSums<'_>> {
-        ControlSums::read(&self.ledger.control, self.ledger.present.len())
+        ControlSums::read(&self.bucket_set.control, self.bucket_set.present.len())
     }
 
     pub(super) fn receive_control(&mut self) -> Result<()> {
         if let Some(control) = self.control.take() {
-            let ledger = &self.ledger;
-            let bytes = 8 * length(ledger.here.len(), ledger.wrong.len());
-            self.ledger.control = Some(waited(
+            let bucket_set = &self.bucket_set;
+            let bytes = 8 * length(bucket_set.here.len(), bucket_set.wrong.len());
+            self.bucket_set.control = Some(waited(
                 &self.timeline,
                 EventSubject::Control,
                 bytes,
                 control,
             )?);
         }
-        let ledger = &mut self.ledger;
-        let sums = ControlSums::read(&ledger.control, ledger.present.len())?;
+        let bucket_set = &mut self.bucket_set;
+        let sums = ControlSums::read(&bucket_set.control, bucket_set.present.len())?;
         if let Some(call) = &self.call {
             call.mark_synchronized();
         }
-        for (present, ranks) in ledger.present.iter_mut().zip(sums.present) {
+        for (present, ranks) in bucket_set.present.iter_mut().zip(sums.present) {
             *present = *ranks > 0.0;
         }
         if let Some(trigger) = &self.trigger {
@@ -148,7 +148,7 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
         reducer.model.to_string(),
         reducer.micro_steps as u64,
         reducer.updates,
-        reducer.batches.number().map(|_| ends_of(&reducer.marks)),
+        reducer.batches.number().map(|_| ends_of(&reducer.tickets)),
     );
     let asking = group.for_purpose("average gradients");
     let all = asking.all_gather_object(&mine)?;
@@ -200,10 +200,10 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
 }
 
 /// The last batch of each pass in a window, in words.
-fn ends_of(marks: &[ConsumeTicket]) -> String {
-    let ends: Vec<_> = marks
+fn ends_of(tickets: &[ConsumeTicket]) -> String {
+    let ends: Vec<_> = tickets
         .iter()
-        .map(|mark| mark.position().to_string())
+        .map(|ticket| ticket.position().to_string())
         .collect();
     ends.join(", ")
 }

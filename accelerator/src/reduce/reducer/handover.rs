@@ -17,28 +17,32 @@ impl Reducer {
     /// was sent too early, which is nothing here, in which buckets some rank has values that are not
     /// finite: such a step goes past the hook, whose memory would never be rid of them. What decides has the
     /// same bits on all ranks.
-    pub(super) fn hand_over(&mut self, slot: &ModelState, hook: &HookInstance) -> Result<()> {
-        self.pace = SendMode::Blocking;
-        let ledger = &mut self.ledger;
-        for (odd, stage) in ledger.wrong.iter_mut().zip(&ledger.stages) {
-            *odd = match stage {
+    pub(super) fn hand_over(
+        &mut self,
+        model_state: &ModelState,
+        hook: &HookInstance,
+    ) -> Result<()> {
+        self.send_mode = SendMode::Blocking;
+        let bucket_set = &mut self.bucket_set;
+        for (needs_retry, stage) in bucket_set.wrong.iter_mut().zip(&bucket_set.states) {
+            *needs_retry = match stage {
                 BucketState::Complete(BucketStorage::Host(buffer)) => !is_finite(buffer)?,
                 _ => false,
             };
         }
         self.send_control()?;
         self.receive_control()?;
-        self.ledger.wrong.fill(false);
+        self.bucket_set.wrong.fill(false);
         let sums = self.sums()?;
-        let (total, is_finite) = (sums.header.weight, !sums.odd().any(|is_odd| is_odd));
+        let (total, is_finite) = (sums.header.weight, !sums.needs_retry().any(|is_odd| is_odd));
         // All ranks get the same error for these.
         if total <= 0.0 || !sums.windows_agree(&self.group) {
             return Ok(());
         }
         let group = self.group.clone();
-        let layout = self.ledger.layout.clone();
+        let layout = self.bucket_set.layout.clone();
         for number in 0..layout.len() {
-            let Some(store) = self.ledger.complete(number) else {
+            let Some(store) = self.bucket_set.complete(number) else {
                 continue;
             };
             // Where there is a hook, sums are kept in memory already.
@@ -51,22 +55,27 @@ impl Reducer {
             }
             divide(&mut buffer, total * self.loss_scale)?;
             let parameters = layout.members(number).iter().map(|&index| {
-                let parameter = &slot.parameters()[index];
+                let parameter = &model_state.parameters()[index];
                 BucketParameter::new(
                     parameter,
                     layout.place(index).range.clone(),
-                    self.ledger.present[index],
+                    self.bucket_set.present[index],
                 )
             });
             let parameters = parameters.collect();
-            let mut bucket =
-                GradientBucket::new(&mut buffer, number, layout.len(), slot.steps(), parameters);
+            let mut bucket = GradientBucket::new(
+                &mut buffer,
+                number,
+                layout.len(),
+                model_state.steps(),
+                parameters,
+            );
             {
                 let (part, bytes) = (EventSubject::bucket(number), layout.bytes(number));
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
                 hook.reduce(&mut bucket, &Ranks::new(&group))?;
             }
-            self.ledger.stages[number] = BucketState::Summed(BucketStorage::Host(buffer));
+            self.bucket_set.states[number] = BucketState::Summed(BucketStorage::Host(buffer));
         }
         self.handed_over = is_finite;
         Ok(())

@@ -41,7 +41,7 @@ use crate::timeline::{EventSubject, Phase, Timeline};
 #[derive(Debug)]
 pub(super) struct Reducer {
     /// First, so that others hear of a failure before what is on its way is given up.
-    promise: PendingCollective,
+    owed: PendingCollective,
     batches: BatchFingerprint,
     /// Where the program called `backward`, for errors: much is sent from inside Burn.
     caller: &'static Location<'static>,
@@ -56,11 +56,11 @@ pub(super) struct Reducer {
     group: ProcessGroup,
     /// Whether buckets hold the mean gradient in the end, or sums.
     handed_over: bool,
-    ledger: Box<BucketSet>,
+    bucket_set: Box<BucketSet>,
     loss: LossSum,
     /// By what the loss was multiplied before backward.
     loss_scale: f64,
-    marks: Vec<ConsumeTicket>,
+    tickets: Vec<ConsumeTicket>,
     /// How many calls of `backward` are in the window.
     micro_steps: usize,
     /// Whose gradients these are.
@@ -69,14 +69,14 @@ pub(super) struct Reducer {
     next: usize,
     /// What went wrong while nobody could be told.
     outcome: Result<()>,
-    pace: SendMode,
+    send_mode: SendMode,
     repair: Repair,
     /// How sums on a device get to other ranks.
-    road: Option<Arc<DeviceReducer>>,
+    device_reducer: Option<Arc<DeviceReducer>>,
     scale: Option<CompressionScale>,
     /// The loss, on its way from device to device.
     sent_loss: Option<PendingReduce>,
-    spread: SumScope,
+    sum_scope: SumScope,
     timeline: Timeline,
     /// How this rank has updated the model before this window.
     updates: SeenUpdates,
@@ -102,20 +102,20 @@ pub(super) enum Repair {
 #[derive(Debug)]
 pub(super) struct Reduced {
     /// With Σ weight · gradient, and which parameters had a gradient somewhere.
-    pub(super) ledger: Box<BucketSet>,
+    pub(super) bucket_set: Box<BucketSet>,
     pub(super) loss: LossSum,
     /// The ranks, where each has the sums on a device of its own.
     pub(super) apart: Option<ProcessGroup>,
     /// How many ranks sent theirs.
     pub(super) ranks: usize,
     /// Which of the sums this rank has.
-    pub(super) spread: SumScope,
+    pub(super) sum_scope: SumScope,
     /// Whether all ranks have the same loss, to the bit.
     pub(super) same_losses: bool,
     /// Whether some rank wants to know the norm.
     pub(super) wants_norm: bool,
     /// Where the batches end that are in it.
-    pub(super) marks: Vec<ConsumeTicket>,
+    pub(super) tickets: Vec<ConsumeTicket>,
     /// Σ weight.
     pub(super) total: f64,
     /// What the sums are to be divided by.
@@ -148,7 +148,7 @@ impl Reducer {
     /// step's backward.
     #[track_caller]
     pub(super) fn new(
-        slot: &ModelState,
+        model_state: &ModelState,
         group: &ProcessGroup,
         window: Window,
         weight: f64,
@@ -161,8 +161,8 @@ impl Reducer {
         } else {
             compression
         };
-        let alone = Self::alone(slot, group, window, weight, timeline);
-        let spread = match alone.ledger.layout.cuts() {
+        let alone = Self::alone(model_state, group, window, weight, timeline);
+        let sum_scope = match alone.bucket_set.layout.cuts() {
             Some(cuts) => SumScope::Own {
                 cuts: cuts.clone(),
                 group: group.clone(),
@@ -171,14 +171,14 @@ impl Reducer {
         };
         let mut reducer = Self {
             compression,
-            pace: match group.world_size() {
+            send_mode: match group.world_size() {
                 1 => SendMode::Nowhere,
                 _ => SendMode::InFlight,
             },
             repair,
             scale: None,
-            spread,
-            wants_norm: slot.wants_norm(),
+            sum_scope,
+            wants_norm: model_state.wants_norm(),
             ..alone
         };
         if compression == Compression::None {
@@ -192,16 +192,16 @@ impl Reducer {
     /// For a window that stays on this rank: its sums are those of its own gradients.
     #[track_caller]
     pub(super) fn alone(
-        slot: &ModelState,
+        model_state: &ModelState,
         group: &ProcessGroup,
         window: Window,
         weight: f64,
         timeline: &Timeline,
     ) -> Self {
-        let (mut ledger, marks, before) = window.into_parts(|| slot.lend(group));
-        slot.renew(group, &mut ledger);
+        let (mut bucket_set, tickets, before) = window.into_parts(|| model_state.lend(group));
+        model_state.renew(group, &mut bucket_set);
         Self {
-            promise: PendingCollective::new(group),
+            owed: PendingCollective::new(group),
             batches: before.batches,
             caller: Location::caller(),
             casts: Vec::new(),
@@ -211,23 +211,23 @@ impl Reducer {
             call: None,
             group: group.clone(),
             handed_over: false,
-            ledger,
+            bucket_set,
             loss: before.loss,
             loss_scale: 1.0,
-            marks,
+            tickets,
             micro_steps: before.micro_steps + 1,
-            model: slot.model(),
+            model: model_state.model(),
             next: 0,
             outcome: Ok(()),
-            pace: SendMode::Nowhere,
+            send_mode: SendMode::Nowhere,
             repair: Repair::Unneeded,
-            road: slot.road().cloned(),
+            device_reducer: model_state.device_reducer().cloned(),
             scale: Some(Compression::None.scale(1.0)),
             sent_loss: None,
-            spread: SumScope::Whole,
+            sum_scope: SumScope::Whole,
             timeline: timeline.clone(),
             total: before.weight + weight,
-            updates: slot.updates().seen(),
+            updates: model_state.updates().seen(),
             trigger: None,
             wants_norm: false,
             weighing: None,
@@ -271,7 +271,7 @@ impl Reducer {
 
     /// The parameters of a bucket, by number.
     pub(super) fn members(&self, bucket: usize) -> &[usize] {
-        self.ledger.layout.members(bucket)
+        self.bucket_set.layout.members(bucket)
     }
 
     /// A bucket is complete, if these are the gradients of its members. It is sent as soon as
@@ -284,22 +284,23 @@ impl Reducer {
         if self.outcome.is_err() {
             return;
         }
-        let Some(mut store) = self.ledger.open(bucket) else {
+        let Some(mut store) = self.bucket_set.open(bucket) else {
             return;
         };
         let copy = self
             .timeline
             .span(Phase::Copy(EventSubject::bucket(bucket)));
-        let ledger = &mut self.ledger;
-        ledger.keep(&self.group, bucket, &store);
-        let layout = ledger.layout.clone();
+        let bucket_set = &mut self.bucket_set;
+        bucket_set.keep(&self.group, bucket, &store);
+        let layout = bucket_set.layout.clone();
         for (&parameter, gradient) in layout.members(bucket).iter().zip(gradients) {
-            ledger.sights[parameter] = gradient.map_or(FlushObserver::Absent, FlushObserver::Seen);
+            bucket_set.flushed[parameter] =
+                gradient.map_or(FlushObserver::Absent, FlushObserver::Seen);
         }
-        let seen = |parameter: usize| ledger.sights[parameter].gradient();
-        ledger.enter(bucket, &mut store, seen, self.weight);
-        ledger.clear(bucket, &mut store, |parameter| seen(parameter).is_some());
-        ledger.stages[bucket] = BucketState::Complete(store);
+        let seen = |parameter: usize| bucket_set.flushed[parameter].gradient();
+        bucket_set.enter(bucket, &mut store, seen, self.weight);
+        bucket_set.clear(bucket, &mut store, |parameter| seen(parameter).is_some());
+        bucket_set.states[bucket] = BucketState::Complete(store);
         drop(copy);
         // Backward does not wait for anybody.
         if self
@@ -322,17 +323,17 @@ impl Reducer {
     /// for what this one does not send.
     pub(super) fn finish(
         mut self,
-        slot: &ModelState,
+        model_state: &ModelState,
         gradients: GradientsParams,
         loss: Tensor<1>,
-        mark: Option<ConsumeTicket>,
+        ticket: Option<ConsumeTicket>,
     ) -> Result<Reduced> {
-        self.batches.add(mark.as_ref());
-        window::note(&mut self.marks, mark);
-        match self.conclude(slot, gradients, loss) {
-            Ok(repaired) => self.into_reduced(slot, repaired),
+        self.batches.add(ticket.as_ref());
+        window::note(&mut self.tickets, ticket);
+        match self.conclude(model_state, gradients, loss) {
+            Ok(repaired) => self.into_reduced(model_state, repaired),
             Err(error) => {
-                self.promise.break_for(&error);
+                self.owed.break_for(&error);
                 Err(error)
             }
         }
@@ -341,45 +342,50 @@ impl Reducer {
     /// Sends what is left, and waits for everything. Tells how many buckets were sent too early.
     fn conclude(
         &mut self,
-        slot: &ModelState,
+        model_state: &ModelState,
         mut gradients: GradientsParams,
         loss: Tensor<1>,
     ) -> Result<usize> {
         replace(&mut self.outcome, Ok(()))?;
         if self.weight > 0.0 {
-            self.loss.add(self.weight, slot.micro_loss(loss));
+            self.loss.add(self.weight, model_state.micro_loss(loss));
         } else {
             // What an idle rank computed may be anything.
             gradients = GradientsParams::new();
         }
-        if !self.loss.read.is_finite() && slot.on_non_finite_loss() == OnNonFiniteLoss::Warn {
+        if !self.loss.read.is_finite() && model_state.on_non_finite_loss() == OnNonFiniteLoss::Warn
+        {
             let whose = format!("the loss of rank {}", self.group.rank());
-            slot.warn_non_finite_loss(&whose, self.loss.read / self.total);
+            model_state.warn_non_finite_loss(&whose, self.loss.read / self.total);
         }
-        check_all_known(self.fill(slot, &mut gradients))?;
-        let repaired = match slot.hook() {
-            Some(hook) if self.group.world_size() > 1 && self.pace != SendMode::Nowhere => {
-                self.hand_over(slot, hook)?;
+        check_all_known(self.fill(model_state, &mut gradients))?;
+        let repaired = match model_state.hook() {
+            Some(hook) if self.group.world_size() > 1 && self.send_mode != SendMode::Nowhere => {
+                self.hand_over(model_state, hook)?;
                 0
             }
-            _ => self.exchange(slot, &gradients)?,
+            _ => self.exchange(model_state, &gradients)?,
         };
-        let ledger = &mut self.ledger;
-        for (written, here) in ledger.written.iter_mut().zip(&ledger.here) {
+        let bucket_set = &mut self.bucket_set;
+        for (written, here) in bucket_set.written.iter_mut().zip(&bucket_set.here) {
             *written |= here;
         }
         // An idle rank has none of its own, and that is as it should be.
         if self.total > 0.0 {
-            slot.warn_missing_gradients(self.group.rank(), &ledger.written, &ledger.present);
+            model_state.warn_missing_gradients(
+                self.group.rank(),
+                &bucket_set.written,
+                &bucket_set.present,
+            );
         }
         Ok(repaired)
     }
 
     /// Sends the buckets that are left, and the control vector, and takes in what comes to that. Tells
     /// how many buckets were sent too early.
-    fn exchange(&mut self, slot: &ModelState, gradients: &GradientsParams) -> Result<usize> {
-        if self.pace == SendMode::InFlight && self.early == 0 && !is_networked(&self.group) {
-            self.pace = SendMode::Blocking;
+    fn exchange(&mut self, model_state: &ModelState, gradients: &GradientsParams) -> Result<usize> {
+        if self.send_mode == SendMode::InFlight && self.early == 0 && !is_networked(&self.group) {
+            self.send_mode = SendMode::Blocking;
         }
         self.send_complete()?;
         self.send_read(ReadWait::Yes)?;
@@ -387,17 +393,20 @@ impl Reducer {
         self.send_control()?;
         self.receive()?;
         self.receive_control()?;
-        let repaired = self.redo(slot, gradients)?;
-        self.settle(slot)?;
+        let repaired = self.redo(model_state, gradients)?;
+        self.settle(model_state)?;
         Ok(repaired)
     }
 
-    fn into_reduced(mut self, slot: &ModelState, repaired: usize) -> Result<Reduced> {
-        self.promise.keep();
-        if self.pace != SendMode::Nowhere {
+    fn into_reduced(mut self, model_state: &ModelState, repaired: usize) -> Result<Reduced> {
+        self.owed.keep();
+        if self.send_mode != SendMode::Nowhere {
             let windows = control::check_windows(&self);
             if let Err(error) = &windows
-                && self.road.as_ref().is_some_and(|road| road.nccl().is_some())
+                && self
+                    .device_reducer
+                    .as_ref()
+                    .is_some_and(|device_reducer| device_reducer.nccl().is_some())
             {
                 // What GPUs have begun together does not fit together, and would not end.
                 self.group.abort(error.to_string());
@@ -406,21 +415,24 @@ impl Reducer {
         }
         let sums = self.sums()?;
         // All ranks see the same sum.
-        if !sums.header.loss.is_finite() && slot.on_non_finite_loss() == OnNonFiniteLoss::Fail {
+        if !sums.header.loss.is_finite()
+            && model_state.on_non_finite_loss() == OnNonFiniteLoss::Fail
+        {
             let (rank, loss) = (self.group.rank(), self.loss.read);
-            return Err(match self.pace {
-                SendMode::Nowhere => non_finite_loss::error(slot.steps(), [(rank, loss)]),
-                _ => {
-                    non_finite_loss::error(slot.steps(), (0..).zip(control::gather_losses(&self)?))
-                }
+            return Err(match self.send_mode {
+                SendMode::Nowhere => non_finite_loss::error(model_state.steps(), [(rank, loss)]),
+                _ => non_finite_loss::error(
+                    model_state.steps(),
+                    (0..).zip(control::gather_losses(&self)?),
+                ),
             });
         }
         let (total, read, wants_norm) = (sums.header.weight, sums.header.loss, sums.wants_norm());
-        let same_losses = self.pace != SendMode::Nowhere && sums.losses_agree(&self.group);
-        let is_apart = self.pace != SendMode::Nowhere && self.ledger.is_on_device();
+        let same_losses = self.send_mode != SendMode::Nowhere && sums.losses_agree(&self.group);
+        let is_apart = self.send_mode != SendMode::Nowhere && self.bucket_set.is_on_device();
         Ok(Reduced {
             loss: LossSum { read, ..self.loss },
-            marks: self.marks,
+            tickets: self.tickets,
             total,
             divisor: match self.handed_over {
                 true => 1.0,
@@ -431,50 +443,51 @@ impl Reducer {
             apart: is_apart.then_some(self.group),
             repaired,
             same_losses,
-            spread: self.spread,
+            sum_scope: self.sum_scope,
             wants_norm,
-            ledger: self.ledger,
+            bucket_set: self.bucket_set,
         })
     }
 
     /// Fills the buckets that are open, and compares what the others were filled with. Tells how
     /// many gradients are of no parameter that is known.
-    fn fill(&mut self, slot: &ModelState, gradients: &mut GradientsParams) -> usize {
-        let mut strangers = gradients.len();
-        let ledger = &mut self.ledger;
-        let layout = ledger.layout.clone();
+    fn fill(&mut self, model_state: &ModelState, gradients: &mut GradientsParams) -> usize {
+        let mut unknown = gradients.len();
+        let bucket_set = &mut self.bucket_set;
+        let layout = bucket_set.layout.clone();
         for bucket in 0..layout.len() {
             let _copy = self
                 .timeline
                 .span(Phase::Copy(EventSubject::bucket(bucket)));
-            let open = ledger.open(bucket);
+            let open = bucket_set.open(bucket);
             for &index in layout.members(bucket) {
-                let parameter = &slot.parameters()[index];
+                let parameter = &model_state.parameters()[index];
                 let gradient = match self.repair {
                     // Another rank may ask for it once more.
                     Repair::Possible => element_values::look(gradients, parameter),
                     Repair::Unneeded => element_values::take(gradients, parameter),
                 };
-                ledger.here[index] = gradient.is_some();
-                strangers -= usize::from(gradient.is_some());
+                bucket_set.here[index] = gradient.is_some();
+                unknown -= usize::from(gradient.is_some());
                 if open.is_some() {
-                    ledger.held[index] = gradient;
+                    bucket_set.held[index] = gradient;
                 } else {
                     let cast = self.casts.get(index).and_then(Option::as_deref);
-                    ledger.wrong[bucket] |= !ledger.sights[index].is_of(gradient.as_ref(), cast);
+                    bucket_set.wrong[bucket] |=
+                        !bucket_set.flushed[index].is_of(gradient.as_ref(), cast);
                 }
             }
             if let Some(mut store) = open {
                 if self.repair == Repair::Possible {
-                    ledger.keep(&self.group, bucket, &store);
+                    bucket_set.keep(&self.group, bucket, &store);
                 }
-                ledger.enter_held(bucket, &mut store, self.weight);
-                ledger.clear(bucket, &mut store, |index| ledger.here[index]);
-                ledger.stages[bucket] = BucketState::Complete(store);
+                bucket_set.enter_held(bucket, &mut store, self.weight);
+                bucket_set.clear(bucket, &mut store, |index| bucket_set.here[index]);
+                bucket_set.states[bucket] = BucketState::Complete(store);
             }
         }
-        ledger.forget();
-        strangers
+        bucket_set.forget();
+        unknown
     }
 }
 

@@ -16,14 +16,18 @@ use crate::timeline::{EventSubject, Phase};
 
 impl Reducer {
     /// Reduces the buckets again that some rank has sent too early. Tells how many there were.
-    pub(super) fn redo(&mut self, slot: &ModelState, gradients: &GradientsParams) -> Result<usize> {
-        let ledger = &mut self.ledger;
-        let layout = ledger.layout.clone();
-        let sums = ControlSums::read(&ledger.control, ledger.present.len())?;
-        for (wrong, is_odd) in ledger.wrong.iter_mut().zip(sums.odd()) {
+    pub(super) fn redo(
+        &mut self,
+        model_state: &ModelState,
+        gradients: &GradientsParams,
+    ) -> Result<usize> {
+        let bucket_set = &mut self.bucket_set;
+        let layout = bucket_set.layout.clone();
+        let sums = ControlSums::read(&bucket_set.control, bucket_set.present.len())?;
+        for (wrong, is_odd) in bucket_set.wrong.iter_mut().zip(sums.needs_retry()) {
             *wrong = is_odd;
         }
-        if self.repair == Repair::Unneeded && ledger.wrong.contains(&true) {
+        if self.repair == Repair::Unneeded && bucket_set.wrong.contains(&true) {
             return Err(Error::misuse(
                 "another rank sends gradients while backward runs, and this one does not: build the same \
                  layers on every rank",
@@ -31,22 +35,23 @@ impl Reducer {
         }
         let mut count = 0;
         for bucket in 0..layout.len() {
-            let ledger = &mut self.ledger;
-            if !ledger.wrong[bucket] {
+            let bucket_set = &mut self.bucket_set;
+            if !bucket_set.wrong[bucket] {
                 continue;
             }
             count += 1;
-            let mut store = match replace(&mut ledger.stages[bucket], BucketState::Lost) {
+            let mut store = match replace(&mut bucket_set.states[bucket], BucketState::Lost) {
                 BucketState::Summed(store) => store,
                 BucketState::Rounded(buffer, _) => BucketStorage::Host(buffer),
                 _ => continue,
             };
-            ledger.restore(bucket, &mut store);
+            bucket_set.restore(bucket, &mut store);
             for &index in layout.members(bucket) {
-                ledger.held[index] = element_values::look(gradients, &slot.parameters()[index]);
+                bucket_set.held[index] =
+                    element_values::look(gradients, &model_state.parameters()[index]);
             }
-            ledger.enter_held(bucket, &mut store, self.weight);
-            ledger.clear(bucket, &mut store, |index| ledger.here[index]);
+            bucket_set.enter_held(bucket, &mut store, self.weight);
+            bucket_set.clear(bucket, &mut store, |index| bucket_set.here[index]);
             self.send(bucket, store)?;
         }
         if count > 0 {
@@ -58,38 +63,41 @@ impl Reducer {
     /// Takes rounded sums over, or reduces all of them again as they are if one of them is not
     /// finite: all ranks see the same bits or tell each other, so all of them do. All, since what a
     /// parameter gets must not depend on the bucket in which it lies.
-    pub(super) fn settle(&mut self, slot: &ModelState) -> Result<()> {
-        let mut stages = self.ledger.stages.iter();
+    pub(super) fn settle(&mut self, model_state: &ModelState) -> Result<()> {
+        let mut states = self.bucket_set.states.iter();
         let mut fits =
-            !stages.any(|stage| matches!(stage, BucketState::Rounded(_, RangeCheck::Beyond)));
-        if self.compression != Compression::None && !self.spread.is_whole() {
+            !states.any(|stage| matches!(stage, BucketState::Rounded(_, RangeCheck::Beyond)));
+        if self.compression != Compression::None && !self.sum_scope.is_whole() {
             fits = self.all_agree(fits)?;
         }
         if !fits && self.group.rank() == 0 {
-            slot.warn_range(self.compression);
+            model_state.warn_range(self.compression);
         }
-        for bucket in 0..self.ledger.layout.len() {
-            let ledger = &mut self.ledger;
-            ledger.stages[bucket] = match replace(&mut ledger.stages[bucket], BucketState::Lost) {
-                BucketState::Rounded(mut sums, _) => match (&ledger.wires[bucket], self.scale) {
-                    (Some(wire), Some(scale)) if fits => {
-                        let _copy = self
-                            .timeline
-                            .span(Phase::Copy(EventSubject::bucket(bucket)));
-                        for range in self.spread.of_bucket(bucket, wire.len()) {
-                            compression::expand(wire, &mut sums, range, scale);
+        for bucket in 0..self.bucket_set.layout.len() {
+            let bucket_set = &mut self.bucket_set;
+            bucket_set.states[bucket] =
+                match replace(&mut bucket_set.states[bucket], BucketState::Lost) {
+                    BucketState::Rounded(mut sums, _) => {
+                        match (&bucket_set.wires[bucket], self.scale) {
+                            (Some(wire), Some(scale)) if fits => {
+                                let _copy = self
+                                    .timeline
+                                    .span(Phase::Copy(EventSubject::bucket(bucket)));
+                                for range in self.sum_scope.of_bucket(bucket, wire.len()) {
+                                    compression::expand(wire, &mut sums, range, scale);
+                                }
+                                BucketState::Summed(BucketStorage::Host(sums))
+                            }
+                            _ => BucketState::Complete(BucketStorage::Host(sums)),
                         }
-                        BucketState::Summed(BucketStorage::Host(sums))
                     }
-                    _ => BucketState::Complete(BucketStorage::Host(sums)),
-                },
-                other => other,
-            };
-            match ledger.complete(bucket) {
+                    other => other,
+                };
+            match bucket_set.complete(bucket) {
                 Some(BucketStorage::Host(buffer)) => self.send_exactly(bucket, buffer)?,
                 // Nothing of a device is rounded here.
                 Some(store @ BucketStorage::Device(_)) => {
-                    ledger.stages[bucket] = BucketState::Summed(store)
+                    bucket_set.states[bucket] = BucketState::Summed(store)
                 }
                 None => {}
             }

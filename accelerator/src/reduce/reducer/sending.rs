@@ -21,10 +21,10 @@ impl Reducer {
             let total = waited(&self.timeline, EventSubject::Weight, 8, total)?;
             let total_weight = total.as_slice::<f64>()?[0];
             self.scale = Some(self.compression.scale(total_weight * self.loss_scale));
-            self.ledger.total = Some(total);
+            self.bucket_set.total = Some(total);
         }
-        while self.next < self.ledger.layout.len() {
-            let Some(store) = self.ledger.complete(self.next) else {
+        while self.next < self.bucket_set.layout.len() {
+            let Some(store) = self.bucket_set.complete(self.next) else {
                 break;
             };
             self.send(self.next, store)?;
@@ -41,7 +41,7 @@ impl Reducer {
         let (Some(dtype), Some(scale)) = (self.compression.wire(buffer.dtype()), self.scale) else {
             return self.send_exactly(bucket, buffer);
         };
-        let spare = self.ledger.wires[bucket].take();
+        let spare = self.bucket_set.wires[bucket].take();
         let mut wire = spare.unwrap_or_else(|| self.group.buffer(dtype, buffer.len()));
         {
             let _copy = self
@@ -50,26 +50,31 @@ impl Reducer {
             compression::compress(&buffer, &mut wire, scale);
         }
         let pending = self.start(bucket, wire)?;
-        self.ledger.stages[bucket] = BucketState::SentRounded(buffer, pending);
+        self.bucket_set.states[bucket] = BucketState::SentRounded(buffer, pending);
         Ok(())
     }
 
     pub(super) fn send_exactly(&mut self, bucket: usize, mut buffer: Buffer) -> Result<()> {
-        self.ledger.stages[bucket] = match self.pace {
+        self.bucket_set.states[bucket] = match self.send_mode {
             SendMode::Nowhere => BucketState::Summed(BucketStorage::Host(buffer)),
             SendMode::InFlight => BucketState::Sent(self.start(bucket, buffer)?),
             SendMode::Blocking => {
                 let (part, bytes) = (EventSubject::bucket(bucket), buffer.bytes().len());
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
                 let (group, caller) = (&self.group, self.caller);
-                match self.spread.cut(bucket) {
+                match self.sum_scope.cut(bucket) {
                     Some(cut) => {
                         group.reduce_scatter_buffer_at(&mut buffer, ReduceOp::Sum, cut, caller)?;
                     }
                     None => group.all_reduce_buffer_at(&mut buffer, ReduceOp::Sum, caller)?,
                 }
-                self.promise.give();
-                BucketState::Summed(arrived(&mut self.ledger, bucket, buffer, &self.timeline))
+                self.owed.give();
+                BucketState::Summed(arrived(
+                    &mut self.bucket_set,
+                    bucket,
+                    buffer,
+                    &self.timeline,
+                ))
             }
         };
         Ok(())
@@ -77,8 +82,10 @@ impl Reducer {
 
     /// Lets sums on a device travel.
     fn send_flat(&mut self, bucket: usize, mut flat: DeviceBucket) -> Result<()> {
-        let (Some(road), SendMode::Blocking | SendMode::InFlight) = (&self.road, self.pace) else {
-            self.ledger.stages[bucket] = BucketState::Summed(BucketStorage::Device(flat));
+        let (Some(device_reducer), SendMode::Blocking | SendMode::InFlight) =
+            (&self.device_reducer, self.send_mode)
+        else {
+            self.bucket_set.states[bucket] = BucketState::Summed(BucketStorage::Device(flat));
             return Ok(());
         };
         let sums = match self.compression.wire(flat.dtype()) {
@@ -86,30 +93,30 @@ impl Reducer {
             Some(_) => flat.take().cast(DType::BF16),
             None => flat.take(),
         };
-        if let Some(nccl) = road.nccl() {
+        if let Some(nccl) = device_reducer.nccl() {
             let (part, bytes) = (
                 EventSubject::bucket(bucket),
-                self.ledger.layout.bytes(bucket),
+                self.bucket_set.layout.bytes(bucket),
             );
             let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
             // What can be had again is nobody's to add to.
-            let sums = match self.ledger.undo[bucket] {
+            let sums = match self.bucket_set.undo[bucket] {
                 Some(_) => sums.mul_scalar(1.0),
                 None => sums,
             };
             let sending = nccl.all_reduce(sums)?;
-            self.promise.give();
-            self.ledger.stages[bucket] = BucketState::SentOnDevice(sending);
+            self.owed.give();
+            self.bucket_set.states[bucket] = BucketState::SentOnDevice(sending);
             return Ok(());
         }
-        self.ledger.stages[bucket] = BucketState::Read(road.reader()?.read(sums));
+        self.bucket_set.states[bucket] = BucketState::Read(device_reducer.reader()?.read(sums));
         Ok(())
     }
 
     /// Sends what was read, in its order: all of it, or what is there.
     pub(super) fn send_read(&mut self, wait: ReadWait) -> Result<()> {
-        for bucket in 0..self.ledger.layout.len() {
-            let stage = &mut self.ledger.stages[bucket];
+        for bucket in 0..self.bucket_set.layout.len() {
+            let stage = &mut self.bucket_set.states[bucket];
             let is_there = match stage {
                 BucketState::Read(reading) => wait == ReadWait::Yes || reading.is_ready(),
                 // Those behind it come after it.
@@ -126,7 +133,7 @@ impl Reducer {
                 .timeline
                 .span(Phase::Copy(EventSubject::bucket(bucket)));
             let data = reading.wait()?;
-            let spare = self.ledger.wires[bucket].take();
+            let spare = self.bucket_set.wires[bucket].take();
             let buffer = filled(&self.group, spare, ElementValues::of(&data))?;
             drop((copy, data));
             self.send_exactly(bucket, buffer)?;
@@ -136,14 +143,17 @@ impl Reducer {
 
     /// Lets the loss of the window travel, or puts it with what ranks tell each other.
     pub(super) fn send_loss(&mut self) -> Result<()> {
-        if self.pace == SendMode::Nowhere {
+        if self.send_mode == SendMode::Nowhere {
             return Ok(());
         }
-        if let Some(nccl) = self.road.as_ref().and_then(|road| road.nccl())
-            && let Placement::Device(device) = &self.ledger.home
+        if let Some(nccl) = self
+            .device_reducer
+            .as_ref()
+            .and_then(|device_reducer| device_reducer.nccl())
+            && let Placement::Device(device) = &self.bucket_set.placement
         {
             let sending = nccl.all_reduce(self.loss.sum_on(device))?;
-            self.promise.give();
+            self.owed.give();
             self.loss.unread.clear();
             self.sent_loss = Some(sending);
             return Ok(());
@@ -156,11 +166,11 @@ impl Reducer {
     /// Lets the sums of a bucket travel, or what was rounded of them.
     fn start(&mut self, bucket: usize, buffer: Buffer) -> Result<Pending> {
         let (group, caller) = (&self.group, self.caller);
-        let pending = match self.spread.cut(bucket) {
+        let pending = match self.sum_scope.cut(bucket) {
             Some(cut) => group.start_reduce_scatter_at(buffer, ReduceOp::Sum, cut, caller)?,
             None => group.start_all_reduce_at(buffer, ReduceOp::Sum, caller)?,
         };
-        self.promise.give();
+        self.owed.give();
         Ok(pending)
     }
 
@@ -169,30 +179,31 @@ impl Reducer {
     pub(super) fn receive(&mut self) -> Result<()> {
         self.send_read(ReadWait::Yes)?;
         self.receive_on_device()?;
-        let ledger = &mut self.ledger;
+        let bucket_set = &mut self.bucket_set;
         let timeline = &self.timeline;
-        for bucket in 0..ledger.layout.len() {
-            ledger.stages[bucket] = match replace(&mut ledger.stages[bucket], BucketState::Lost) {
-                BucketState::Sent(pending) => {
-                    let bytes = ledger.layout.bytes(bucket);
-                    let sums = waited(timeline, EventSubject::bucket(bucket), bytes, pending)?;
-                    BucketState::Summed(arrived(ledger, bucket, sums, timeline))
-                }
-                BucketState::SentRounded(sums, pending) => {
-                    let bytes = sums.bytes().len() / 2;
-                    let wire = waited(timeline, EventSubject::bucket(bucket), bytes, pending)?;
-                    let _copy = timeline.span(Phase::Copy(EventSubject::bucket(bucket)));
-                    let mut own = self.spread.of_bucket(bucket, wire.len());
-                    let fit = if own.all(|range| compression::is_finite(&wire, range)) {
-                        RangeCheck::Within
-                    } else {
-                        RangeCheck::Beyond
-                    };
-                    ledger.wires[bucket] = Some(wire);
-                    BucketState::Rounded(sums, fit)
-                }
-                other => other,
-            };
+        for bucket in 0..bucket_set.layout.len() {
+            bucket_set.states[bucket] =
+                match replace(&mut bucket_set.states[bucket], BucketState::Lost) {
+                    BucketState::Sent(pending) => {
+                        let bytes = bucket_set.layout.bytes(bucket);
+                        let sums = waited(timeline, EventSubject::bucket(bucket), bytes, pending)?;
+                        BucketState::Summed(arrived(bucket_set, bucket, sums, timeline))
+                    }
+                    BucketState::SentRounded(sums, pending) => {
+                        let bytes = sums.bytes().len() / 2;
+                        let wire = waited(timeline, EventSubject::bucket(bucket), bytes, pending)?;
+                        let _copy = timeline.span(Phase::Copy(EventSubject::bucket(bucket)));
+                        let mut own = self.sum_scope.of_bucket(bucket, wire.len());
+                        let fit = if own.all(|range| compression::is_finite(&wire, range)) {
+                            RangeCheck::Within
+                        } else {
+                            RangeCheck::Beyond
+                        };
+                        bucket_set.wires[bucket] = Some(wire);
+                        BucketState::Rounded(sums, fit)
+                    }
+                    other => other,
+                };
         }
         Ok(())
     }
@@ -200,21 +211,25 @@ impl Reducer {
     /// Takes in what travels from device to device, without waiting for it: what the device is given from
     /// now on does.
     fn receive_on_device(&mut self) -> Result<()> {
-        let Some(nccl) = self.road.as_ref().and_then(|road| road.nccl()) else {
+        let Some(nccl) = self
+            .device_reducer
+            .as_ref()
+            .and_then(|device_reducer| device_reducer.nccl())
+        else {
             return Ok(());
         };
-        let Placement::Device(device) = &self.ledger.home else {
+        let Placement::Device(device) = &self.bucket_set.placement else {
             return Ok(());
         };
         nccl.order_after()?;
         if let Some(sent) = self.sent_loss.take() {
             self.loss.unread.push((1.0, sent.finish()));
         }
-        for bucket in 0..self.ledger.layout.len() {
-            let stage = &mut self.ledger.stages[bucket];
+        for bucket in 0..self.bucket_set.layout.len() {
+            let stage = &mut self.bucket_set.states[bucket];
             *stage = match replace(stage, BucketState::Lost) {
                 BucketState::SentOnDevice(sending) => {
-                    let flat = self.ledger.layout.flat(device, bucket);
+                    let flat = self.bucket_set.layout.flat(device, bucket);
                     BucketState::Summed(BucketStorage::Device(flat.with(sending.finish())))
                 }
                 other => other,
@@ -226,18 +241,18 @@ impl Reducer {
 
 /// What came of a bucket: sums in memory, or those of a device, which get back there.
 fn arrived(
-    ledger: &mut BucketSet,
+    bucket_set: &mut BucketSet,
     bucket: usize,
     buffer: Buffer,
     timeline: &Timeline,
 ) -> BucketStorage {
-    let Placement::Device(device) = &ledger.home else {
+    let Placement::Device(device) = &bucket_set.placement else {
         return BucketStorage::Host(buffer);
     };
     let _copy = timeline.span(Phase::Copy(EventSubject::bucket(bucket)));
-    let flat = ledger.layout.flat(device, bucket);
+    let flat = bucket_set.layout.flat(device, bucket);
     let flat = flat.with(uploaded(&buffer, device));
-    ledger.wires[bucket] = Some(buffer);
+    bucket_set.wires[bucket] = Some(buffer);
     BucketStorage::Device(flat)
 }
 

@@ -10,7 +10,7 @@ use crate::reduce::bucket_storage::BucketStorage;
 use crate::reduce::overlap::OverlapSwitch;
 use crate::timeline::Recording;
 
-fn slot() -> ModelState {
+fn model_state() -> ModelState {
     let parameters = (1..=2)
         .map(|id| Trainable {
             id: ParamId::from(id),
@@ -23,9 +23,9 @@ fn slot() -> ModelState {
 }
 
 /// For a window whose only micro-step has the weight 1.
-fn reducer(slot: &ModelState, group: &ProcessGroup) -> Reducer {
+fn reducer(model_state: &ModelState, group: &ProcessGroup) -> Reducer {
     let reducer = Reducer::new(
-        slot,
+        model_state,
         group,
         Window::default(),
         1.0,
@@ -71,30 +71,33 @@ fn gradients(first: Tensor<1>, second: Tensor<1>) -> GradientsParams {
 fn a_bucket_is_reduced_before_backward_ends() {
     let in_backward = Barrier::new(2);
     let results = on_two_ranks(|group| {
-        let slot = slot();
-        let mut reducer = reducer(&slot, &group);
+        let model_state = model_state();
+        let mut reducer = reducer(&model_state, &group);
         // The second parameter lies in the first bucket.
         let (first, second) = (gradient(2.0), gradient(1.0 + group.rank() as f32));
         let seen = second.clone().into_dispatch();
         reducer.complete(0, &mut core::iter::once(Some(seen)));
         // What follows is still backward, on both ranks: nobody has finished, and nobody will
         // before the sum is there.
-        let BucketState::Sent(pending) = replace(&mut reducer.ledger.stages[0], BucketState::Lost)
+        let BucketState::Sent(pending) =
+            replace(&mut reducer.bucket_set.states[0], BucketState::Lost)
         else {
             panic!("{reducer:?}");
         };
         let buffer = pending.wait().unwrap();
         assert_eq!(buffer.as_slice::<f32>().unwrap(), [3.0; 1000]);
         in_backward.wait();
-        reducer.ledger.stages[0] = BucketState::Summed(BucketStorage::Host(buffer));
+        reducer.bucket_set.states[0] = BucketState::Summed(BucketStorage::Host(buffer));
 
         let gradients = gradients(first, second);
-        let reduced = reducer.finish(&slot, gradients, loss(0.5), None).unwrap();
+        let reduced = reducer
+            .finish(&model_state, gradients, loss(0.5), None)
+            .unwrap();
         assert_eq!((reduced.early, reduced.repaired), (1, 0));
         (
             reduced.total,
             reduced.loss.value(),
-            reduced.ledger.present.clone(),
+            reduced.bucket_set.present.clone(),
         )
     });
     assert_eq!(results, vec![(2.0, 1.0, vec![true, true]); 2]);
@@ -103,8 +106,8 @@ fn a_bucket_is_reduced_before_backward_ends() {
 #[test]
 fn a_bucket_waits_for_those_before_it() {
     on_two_ranks(|group| {
-        let slot = slot();
-        let mut reducer = reducer(&slot, &group);
+        let model_state = model_state();
+        let mut reducer = reducer(&model_state, &group);
         let (first, second) = (gradient(1.0), gradient(2.0));
         let (seen_first, seen_second) = (
             first.clone().into_dispatch(),
@@ -122,8 +125,10 @@ fn a_bucket_waits_for_those_before_it() {
         }
         assert_eq!(reducer.early, 2);
         let gradients = gradients(first, second);
-        let reduced = reducer.finish(&slot, gradients, loss(0.0), None).unwrap();
-        let sums = |bucket| match reduced.ledger.sums(bucket) {
+        let reduced = reducer
+            .finish(&model_state, gradients, loss(0.0), None)
+            .unwrap();
+        let sums = |bucket| match reduced.bucket_set.sums(bucket) {
             Some(BucketStorage::Host(buffer)) => buffer.as_slice::<f32>().unwrap(),
             other => panic!("{other:?}"),
         };
@@ -136,8 +141,8 @@ fn a_bucket_waits_for_those_before_it() {
 fn a_rank_that_stops_in_the_middle_fails_all_by_name() {
     let over = Barrier::new(2);
     let errors = on_two_ranks(|group| {
-        let slot = slot();
-        let mut reducer = reducer(&slot, &group);
+        let model_state = model_state();
+        let mut reducer = reducer(&model_state, &group);
         let (first, second) = (gradient(1.0), gradient(2.0));
         let seen = second.clone().into_dispatch();
         reducer.complete(0, &mut core::iter::once(Some(seen)));
@@ -146,7 +151,7 @@ fn a_rank_that_stops_in_the_middle_fails_all_by_name() {
             gradients.register(ParamId::from(3), gradient(3.0));
         }
         let error = reducer
-            .finish(&slot, gradients, loss(0.0), None)
+            .finish(&model_state, gradients, loss(0.0), None)
             .unwrap_err();
         // Nobody hears of it since a group was dropped.
         over.wait();
@@ -165,13 +170,13 @@ fn a_rank_that_stops_in_the_middle_fails_all_by_name() {
 #[test]
 fn a_window_that_the_group_refuses_owes_nothing() {
     on_two_ranks(|group| {
-        let slot = slot();
-        let ready = reducer(&slot, &group);
+        let model_state = model_state();
+        let ready = reducer(&model_state, &group);
         let guard = group.forbid("ranks are not together");
         let timeline = Timeline::new(&group, Recording::Nothing).unwrap();
         let (window, half) = (Window::default(), Compression::F16);
         let weighing = Reducer::new(
-            &slot,
+            &model_state,
             &group,
             window,
             1.0,
@@ -181,7 +186,9 @@ fn a_window_that_the_group_refuses_owes_nothing() {
         );
         assert!(weighing.unwrap_err().is_misuse());
         let gradients = gradients(gradient(1.0), gradient(2.0));
-        let error = ready.finish(&slot, gradients, loss(0.0), None).unwrap_err();
+        let error = ready
+            .finish(&model_state, gradients, loss(0.0), None)
+            .unwrap_err();
         assert!(error.is_misuse(), "{error:?}");
         drop(guard);
         group.barrier().unwrap();
@@ -203,10 +210,10 @@ fn models_are_told_apart_by_more_than_a_few_bits() {
                 shape: vec![1000],
                 float: Float::F32,
             };
-            let slot = ModelState::new(vec![parameter], 1024, OverlapSwitch::On);
+            let model_state = ModelState::new(vec![parameter], 1024, OverlapSwitch::On);
             let mut gradients = GradientsParams::new();
             gradients.register(id, gradient(1.0));
-            reducer(&slot, &group).finish(&slot, gradients, loss(0.0), None)
+            reducer(&model_state, &group).finish(&model_state, gradients, loss(0.0), None)
         });
         for error in errors {
             let error = error.unwrap_err();
