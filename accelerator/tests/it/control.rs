@@ -335,27 +335,46 @@ fn who_waits_for_the_first_hears_of_its_panic() {
 /// However long it takes, and whichever way it is one rank's alone.
 #[test]
 fn who_works_while_others_wait_is_waited_for() {
-    let long = || std::thread::sleep(Duration::from_secs(3));
-    Accelerator::builder()
-        .progress_timeout(Duration::from_secs(2))
-        .launch(2, |accelerator| {
+    fn long() {
+        std::thread::sleep(Duration::from_secs(3));
+    }
+    let ways: [fn(&Accelerator) -> Result<()>; 4] = [
+        |accelerator| {
             accelerator.main_process_first(|| {
                 accelerator.on_main_process(long);
                 Ok(())
-            })?;
-            accelerator.in_rank_order(long)?;
+            })
+        },
+        |accelerator| accelerator.in_rank_order(long).map(drop),
+        |accelerator| {
             accelerator.on_last_process(long);
-            accelerator.wait_for_everyone()?;
-            // Without a closure.
+            Ok(())
+        },
+        // Without a closure.
+        |accelerator| {
             if accelerator.is_main_process() {
                 for _ in 0..15 {
                     std::thread::sleep(Duration::from_millis(200));
                     accelerator.keep_alive();
                 }
             }
-            accelerator.wait_for_everyone()
-        })
-        .unwrap();
+            Ok(())
+        },
+    ];
+    // All at the same time, since they mostly sleep.
+    std::thread::scope(|scope| {
+        for way in ways {
+            scope.spawn(move || {
+                Accelerator::builder()
+                    .progress_timeout(Duration::from_secs(2))
+                    .launch(2, |accelerator| {
+                        way(&accelerator)?;
+                        accelerator.wait_for_everyone()
+                    })
+                    .unwrap();
+            });
+        }
+    });
 }
 
 #[test]

@@ -76,6 +76,15 @@ fn the_slow_program() {
     }
 }
 
+/// Both ways at the same time, since they mostly sleep.
+fn save_slowly_each_way(faults: &str) -> [(&'static str, Vec<String>); 2] {
+    std::thread::scope(|scope| {
+        ["at-once", "beside"]
+            .map(|name| (name, scope.spawn(move || save_slowly(name, faults))))
+            .map(|(name, saves)| (name, saves.join().unwrap()))
+    })
+}
+
 fn save_slowly(name: &str, faults: &str) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
     let output = Command::new(std::env::current_exe().unwrap())
@@ -97,8 +106,8 @@ fn save_slowly(name: &str, faults: &str) -> Vec<String> {
 #[test]
 fn a_save_that_goes_on_is_waited_for() {
     let faults = "rank=0 save=1 data slow 2.5s; rank=0 save=1 written slow 2.5s; rank=0 save=1 renamed slow 2.5s";
-    for name in ["at-once", "beside"] {
-        for outcome in save_slowly(name, faults) {
+    for (name, outcomes) in save_slowly_each_way(faults) {
+        for outcome in outcomes {
             assert!(outcome.ends_with("Ok(1)"), "{name}: {outcome}");
         }
     }
@@ -106,8 +115,7 @@ fn a_save_that_goes_on_is_waited_for() {
 
 #[test]
 fn a_save_that_hangs_is_named() {
-    for name in ["at-once", "beside"] {
-        let outcomes = save_slowly(name, "rank=0 save=1 data slow 12s");
+    for (name, outcomes) in save_slowly_each_way("rank=0 save=1 data slow 7s") {
         let text = &outcomes[1];
         assert!(
             text.contains("rank 1 waited ") && text.contains(" for rank 0 in "),

@@ -111,8 +111,8 @@ fn builds_by_name_and_by_source_file() {
     );
 }
 
-/// What the launcher builds in this repository, and what `cargo build --package` does, share all that they
-/// depend on: it takes minutes to compile.
+/// What the launcher builds in this repository, and what cargo does with the package of the examples or of the
+/// library, share all that they depend on: it takes minutes to compile.
 #[test]
 fn an_example_of_this_repository_is_compiled_with_the_same_features_either_way() {
     let features = |selection: &[&str]| -> BTreeSet<String> {
@@ -135,10 +135,12 @@ fn an_example_of_this_repository_is_compiled_with_the_same_features_either_way()
         let list = String::from_utf8(output.stdout).unwrap();
         list.lines().map(str::to_owned).collect()
     };
-    let alone = features(&["--package", "accelerator-examples"]);
     let together = features(&[]);
-    let again: Vec<_> = alone.difference(&together).collect();
-    assert!(again.is_empty(), "compiled with other features: {again:#?}");
+    for package in ["accelerator", "accelerator-examples"] {
+        let alone = features(&["--package", package]);
+        let again: Vec<_> = alone.difference(&together).collect();
+        assert!(again.is_empty(), "compiled with other features: {again:#?}");
+    }
 }
 
 #[test]

@@ -19,7 +19,8 @@ const SOON: Duration = Duration::from_secs(6);
 const FAMILY: &str = "sh -c 'echo $$ >> pids; exec sleep 300' &\n\
     setsid sh -c 'echo $$ >> pids; exec sleep 300' &\n\
     setsid sh -c \"trap '' TERM; echo \\$\\$ >> pids; for i in \\$(seq 1500); do sleep 0.2; done\" &\n\
-    while [ $(wc -l < pids) -lt $((3 * WORLD_SIZE)) ]; do sleep 0.02; done; echo $$ >> pids\n";
+    while [ $(wc -l < pids) -lt $((3 * WORLD_SIZE)) ]; do sleep 0.02; done; echo $$ >> pids\n\
+    while [ $(wc -l < pids) -lt $((4 * WORLD_SIZE)) ]; do sleep 0.02; done\n";
 
 /// Starts two such ranks, and gives the numbers of all their processes.
 fn start(folder: &Folder, options: &[&str], rest: &str) -> (Run, Vec<String>) {

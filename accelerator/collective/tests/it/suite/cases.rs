@@ -1,7 +1,10 @@
 //! What every transport must do: how ranks end, fail and disagree. What they compute is beside.
 
 use std::{
-    sync::{Arc, Barrier},
+    sync::{
+        Arc, Barrier,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
@@ -171,15 +174,18 @@ pub(crate) fn a_rank_that_does_not_come(means: Means, world_size: usize) {
     let late = world_size - 1;
     // Who connects last may be late by more than that.
     let connected = Arc::new(Barrier::new(world_size));
+    let given_up = Arc::new(Barrier::new(world_size));
     let errors = run_with(means, world_size, &options, move |group| {
         connected.wait();
         group.barrier().unwrap();
         if group.rank() == late {
-            std::thread::sleep(Duration::from_secs(3));
+            given_up.wait();
         }
-        group
-            .all_reduce(&mut [1.0_f32; 10], ReduceOp::Sum)
-            .unwrap_err()
+        let reduced = group.all_reduce(&mut [1.0_f32; 10], ReduceOp::Sum);
+        if group.rank() != late {
+            given_up.wait();
+        }
+        reduced.unwrap_err()
     });
     for error in errors {
         assert!(error.is_timeout(), "{error}");
@@ -204,12 +210,12 @@ pub(crate) fn a_rank_that_works_is_waited_for(means: Means, world_size: usize) {
         group.barrier().unwrap();
         let activity = group.activity();
         if group.rank() == 0 {
-            for _ in 0..16 {
+            for _ in 0..12 {
                 std::thread::sleep(timeout / 10);
                 activity.keep_alive();
             }
             let _busy = activity.busy();
-            std::thread::sleep(timeout * 8 / 5);
+            std::thread::sleep(timeout * 6 / 5);
         }
         let mut values = vec![1.0_f32; 100_000];
         group.all_reduce(&mut values, ReduceOp::Sum).unwrap();
@@ -225,21 +231,26 @@ pub(crate) fn a_rank_that_works_no_more(means: Means, world_size: usize) {
         .with_busy_timeout(Duration::from_millis(500))
         .with_progress_timeout(Duration::from_secs(2));
     let hung = world_size - 1;
+    let works = move |rank| rank == 0 && world_size > 2;
     let connected = Arc::new(Barrier::new(world_size));
+    let given_up = Arc::new(AtomicUsize::new(0));
+    let waiting = (0..hung).filter(|rank| !works(*rank)).count();
     let errors = run_with(means, world_size, &options, move |group| {
         connected.wait();
         group.barrier().unwrap();
         let activity = group.activity();
-        let busy = (group.rank() == hung).then(|| activity.busy());
-        if group.rank() == hung {
-            std::thread::sleep(Duration::from_secs(5));
-        } else if group.rank() == 0 && world_size > 2 {
-            for _ in 0..40 {
+        let is_hung = group.rank() == hung;
+        let busy = is_hung.then(|| activity.busy());
+        if is_hung || works(group.rank()) {
+            while given_up.load(Ordering::Acquire) < waiting {
                 std::thread::sleep(Duration::from_millis(100));
-                activity.keep_alive();
+                if !is_hung {
+                    activity.keep_alive();
+                }
             }
         }
         let error = group.barrier().unwrap_err();
+        given_up.fetch_add(1, Ordering::Release);
         drop(busy);
         error
     });
