@@ -7,9 +7,10 @@ use serde::Deserialize;
 use super::cargo;
 use super::suggest::Suggestion;
 use crate::error::{Error, Result};
+use crate::event::Channel;
+use crate::process::End;
 use crate::settings::target::{Selector, TargetKind};
-use crate::supervisor::job::End;
-use crate::supervisor::tool::{self, Channel, Stderr};
+use crate::supervisor::tool::{self, Stderr};
 
 /// The answer of `cargo metadata`, as far as it is needed.
 #[derive(Debug, Deserialize)]

@@ -10,9 +10,10 @@ use std::process::Command;
 
 use crate::cli::Options;
 use crate::error::{Error, Result};
+use crate::event::Channel;
+use crate::process::End;
 use crate::settings::target::{Selector, TargetKind};
-use crate::supervisor::job::End;
-use crate::supervisor::tool::{self, Channel, Stderr};
+use crate::supervisor::tool::{self, Stderr};
 use metadata::{Artifact, Found, Metadata};
 use suggest::{Suggestion, nearest};
 

@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use crate::cargo::Build;
 use crate::cli::Options;
 use crate::error::{Error, Result, chain};
+use crate::event::Channel;
 use crate::gpu::{GpuId, Gpus};
 use crate::output::{Output, logs};
 use crate::settings::rank_env::RankEnv;
@@ -18,7 +19,6 @@ use crate::supervisor::job_loop::JobLoop;
 use crate::supervisor::shim::LivenessPipe;
 use crate::supervisor::signals::{self, Relay};
 use crate::supervisor::spawner::LocalSpawner;
-use crate::supervisor::tool::Channel;
 use crate::text::{columns, print};
 use crate::variables;
 

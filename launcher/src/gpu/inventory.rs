@@ -14,8 +14,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::{VISIBLE, Visible};
-use crate::supervisor::process::Process;
-use crate::supervisor::spawner::RankProcess;
+use crate::process::{Process, RankProcess};
 use crate::text::size;
 
 /// A GPU of this machine. What is `None` is not known.
