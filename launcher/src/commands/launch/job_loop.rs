@@ -6,16 +6,16 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use crate::cli::Options;
+use super::restart::{AttemptFailure, Decision, Restarts};
 use crate::error::{Error, Result, chain};
 use crate::event::{Channel, Event};
 use crate::output::Output;
 use crate::report::{self, FailureRecord, JobOutcome};
+use crate::settings::options::Options;
 use crate::settings::{Settings, variable};
 use crate::supervisor::attempt::{Attempt, AttemptOutcome, FinishedAttempt};
 use crate::supervisor::job::Cause;
 use crate::supervisor::leftovers::LeftBehind;
-use crate::supervisor::restart::{AttemptFailure, Decision, Restarts};
 use crate::supervisor::signals::Relay;
 use crate::supervisor::spawner::Spawner;
 use crate::text::list;
