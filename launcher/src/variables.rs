@@ -60,6 +60,25 @@ pub(crate) fn of_outer_launcher() -> impl Iterator<Item = String> {
 /// What a launcher makes anew for each job.
 const OF_A_JOB: [&str; 2] = [JOB.name, TOKEN_FILE.name];
 
+/// The variables that cargo sets for a program it runs, and that mislead another cargo or
+/// program when the launcher itself was started by `cargo run`.
+pub(crate) fn of_cargo() -> impl Iterator<Item = OsString> {
+    const EXACT: [&str; 6] = [
+        "CARGO_BIN_NAME",
+        "CARGO_CRATE_NAME",
+        "CARGO_MANIFEST_DIR",
+        "CARGO_MANIFEST_PATH",
+        "CARGO_PRIMARY_PACKAGE",
+        "OUT_DIR",
+    ];
+    std::env::vars_os().map(|(name, _)| name).filter(|name| {
+        let name = name.to_string_lossy();
+        EXACT.contains(&&*name)
+            || name.starts_with("CARGO_PKG_")
+            || name.starts_with("CARGO_BIN_EXE_")
+    })
+}
+
 /// Whether a variable of this name belongs to this project.
 pub(crate) fn is_ours(name: &str) -> bool {
     name.starts_with(accelerator_env::PREFIX)

@@ -1,15 +1,16 @@
 //! The output of `cargo metadata`.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use serde::Deserialize;
 
-use super::cargo;
 use super::suggest::Suggestion;
 use crate::error::{Error, Result};
+use crate::event::Channel;
+use crate::process::End;
 use crate::settings::target::{Selector, TargetKind};
-use crate::supervisor::job::End;
-use crate::supervisor::tool::{self, Channel, Stderr};
+use crate::supervisor::tool::{self, Stderr};
 
 /// The answer of `cargo metadata`, as far as it is needed.
 #[derive(Debug, Deserialize)]
@@ -57,13 +58,16 @@ impl Metadata {
     ///
     /// # Errors
     /// When cargo fails or a signal ends it.
-    pub(crate) fn read(manifest: Option<&Path>, channel: &Channel) -> Result<Self> {
-        let mut command = cargo();
-        command.args(["metadata", "--no-deps", "--format-version", "1"]);
+    pub(crate) fn read(
+        mut cargo: Command,
+        manifest: Option<&Path>,
+        channel: &Channel,
+    ) -> Result<Self> {
+        cargo.args(["metadata", "--no-deps", "--format-version", "1"]);
         if let Some(manifest) = manifest {
-            command.arg("--manifest-path").arg(manifest);
+            cargo.arg("--manifest-path").arg(manifest);
         }
-        let finished = tool::run(command, Stderr::Keep, channel)?;
+        let finished = tool::run(cargo, Stderr::Keep, channel)?;
         if finished.end != End::Code(0) {
             let said = String::from_utf8_lossy(&finished.stderr);
             return Err(Error::build(format!(

@@ -8,11 +8,13 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::cli::Options;
 use crate::error::{Error, Result};
+use crate::event::Channel;
+use crate::process::End;
+use crate::settings::options::Options;
 use crate::settings::target::{Selector, TargetKind};
-use crate::supervisor::job::End;
-use crate::supervisor::tool::{self, Channel, Stderr};
+use crate::supervisor::tool::{self, Stderr};
+use crate::variables;
 use metadata::{Artifact, Found, Metadata};
 use suggest::{Suggestion, nearest};
 
@@ -43,7 +45,7 @@ impl Build {
         }
         let mut known = Vec::new();
         for manifest in &manifests {
-            let metadata = Metadata::read(manifest.as_deref(), channel)?;
+            let metadata = Metadata::read(cargo(), manifest.as_deref(), channel)?;
             let found = metadata.matches(selector, options.package.as_deref());
             match found.as_slice() {
                 [] => known.extend(metadata.runnable()),
@@ -172,30 +174,11 @@ impl Build {
     }
 }
 
-/// The variables that cargo sets for a program it runs, and that mislead another cargo or
-/// program when the launcher itself was started by `cargo run`.
-pub(crate) fn leftovers() -> impl Iterator<Item = OsString> {
-    const EXACT: [&str; 6] = [
-        "CARGO_BIN_NAME",
-        "CARGO_CRATE_NAME",
-        "CARGO_MANIFEST_DIR",
-        "CARGO_MANIFEST_PATH",
-        "CARGO_PRIMARY_PACKAGE",
-        "OUT_DIR",
-    ];
-    env::vars_os().map(|(name, _)| name).filter(|name| {
-        let name = name.to_string_lossy();
-        EXACT.contains(&&*name)
-            || name.starts_with("CARGO_PKG_")
-            || name.starts_with("CARGO_BIN_EXE_")
-    })
-}
-
 /// Cargo, the same one that started the launcher where one did.
 pub(crate) fn cargo() -> Command {
     let mut command =
         Command::new(accelerator_env::variable("CARGO").unwrap_or_else(|| "cargo".into()));
-    for name in leftovers() {
+    for name in variables::of_cargo() {
         command.env_remove(name);
     }
     command

@@ -1,112 +1,24 @@
 //! The command line.
 
 mod argv;
-mod options;
 
 use std::ffi::OsString;
+use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use crate::commands::bench::{AllReduceArgs, BenchArgs};
-use crate::commands::checkpoint::CheckpointArgs;
-use crate::commands::docs::CompletionsArgs;
-use crate::commands::env::EnvArgs;
-use crate::commands::estimate::EstimateArgs;
-use crate::commands::plan::PlanArgs;
-use crate::selftest::{RankArgs, TestArgs};
+use crate::commands::bench::{self, AllReduceArgs, BenchArgs};
+use crate::commands::checkpoint::{self, CheckpointArgs};
+use crate::commands::docs::{self, CompletionsArgs};
+use crate::commands::env::{self, EnvArgs};
+use crate::commands::estimate::{self, EstimateArgs};
+use crate::commands::launch;
+use crate::commands::plan::{self, PlanArgs};
+use crate::commands::selftest::{self, RankArgs, TestArgs};
+use crate::error::Result;
+use crate::settings::options::Options;
+use crate::supervisor::shim::LivenessPipe;
 use argv::Argv;
-pub(crate) use options::{Options, Processes};
-
-/// What the launcher was asked to do.
-#[derive(Debug)]
-pub(crate) enum Invocation {
-    /// Start a script.
-    Launch {
-        /// The launcher's options.
-        options: Box<Options>,
-        /// The script's arguments.
-        arguments: Vec<OsString>,
-    },
-    /// Show the environment.
-    Env(EnvArgs),
-    /// Show who gets which sample.
-    Plan(PlanArgs),
-    /// Estimate the memory that a model takes.
-    Estimate(EstimateArgs),
-    /// Show or verify checkpoints.
-    Checkpoint(CheckpointArgs),
-    /// Test this installation.
-    Test(TestArgs),
-    /// Be a rank of such a test.
-    Rank(RankArgs),
-    /// Print the completions of a shell.
-    Completions(CompletionsArgs),
-    /// Print the manual page.
-    Man,
-    /// Measure collectives.
-    Bench(BenchArgs),
-    /// Be a rank of such a measurement.
-    BenchRank(AllReduceArgs),
-}
-
-impl Invocation {
-    /// Whether processes are started that must not outlive the launcher.
-    pub(crate) fn runs_a_job(&self) -> bool {
-        match self {
-            Self::Launch { options, .. } => !options.dry_run,
-            Self::Bench(arguments) => arguments.starts_processes(),
-            _ => false,
-        }
-    }
-
-    /// Reads a command line whose first item is the program's name.
-    ///
-    /// # Errors
-    /// Clap's, which knows how to print itself; `--help` and `--version` are such errors too.
-    pub(crate) fn parse(
-        arguments: impl IntoIterator<Item = OsString>,
-    ) -> Result<Self, clap::Error> {
-        let mut command = underscored(Cli::command());
-        // Fills in the parts that clap derives late, such as `--help`.
-        command.build();
-        let argv = Argv::split(&command, arguments);
-        let cli = Cli::from_arg_matches(&command.try_get_matches_from(argv.launcher)?)?;
-        Ok(match cli.command {
-            Some(Sub::Env(arguments)) => Self::Env(arguments),
-            Some(Sub::Estimate(arguments)) => Self::Estimate(arguments),
-            Some(Sub::Plan(arguments)) => Self::Plan(arguments),
-            Some(Sub::Checkpoint(arguments)) => Self::Checkpoint(arguments),
-            Some(Sub::Test(arguments)) => Self::Test(arguments),
-            Some(Sub::Rank(arguments)) => Self::Rank(arguments),
-            Some(Sub::Completions(arguments)) => Self::Completions(arguments),
-            Some(Sub::Man) => Self::Man,
-            Some(Sub::Bench(arguments)) => Self::Bench(arguments),
-            Some(Sub::BenchRank(arguments)) => Self::BenchRank(arguments),
-            None => Self::Launch {
-                options: Box::new(cli.options),
-                arguments: argv.script,
-            },
-        })
-    }
-}
-
-/// The command, whose options may also be written with underscores, as other launchers' are.
-fn underscored(command: clap::Command) -> clap::Command {
-    let names: Vec<String> = command
-        .get_subcommands()
-        .map(|subcommand| subcommand.get_name().to_owned())
-        .collect();
-    let command = command.mut_args(|option| match option.get_long() {
-        Some(long) if long.contains('-') => {
-            let alias = long.replace('-', "_");
-            option.alias(alias)
-        }
-        _ => option,
-    });
-    names.into_iter().fold(command, |command, name| {
-        command.mut_subcommand(name, underscored)
-    })
-}
 
 /// Starts a training program on many processes.
 #[derive(Debug, Parser)]
@@ -131,6 +43,9 @@ pub(crate) struct Cli {
     command: Option<Sub>,
     #[command(flatten)]
     options: Options,
+    /// The script's arguments, which clap does not see.
+    #[arg(skip)]
+    arguments: Vec<OsString>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -160,6 +75,79 @@ enum Sub {
     BenchRank(AllReduceArgs),
 }
 
+impl Cli {
+    /// Reads a command line whose first item is the program's name.
+    ///
+    /// # Errors
+    /// Clap's, which knows how to print itself; `--help` and `--version` are such errors too.
+    pub(crate) fn read(
+        arguments: impl IntoIterator<Item = OsString>,
+    ) -> std::result::Result<Self, clap::Error> {
+        let mut command = underscored(Self::command());
+        // Fills in the parts that clap derives late, such as `--help`.
+        command.build();
+        let argv = Argv::split(&command, arguments);
+        let mut cli = Self::from_arg_matches(&command.try_get_matches_from(argv.launcher)?)?;
+        cli.arguments = argv.script;
+        Ok(cli)
+    }
+
+    /// Whether processes are started that must not outlive the launcher.
+    pub(crate) fn runs_a_job(&self) -> bool {
+        match &self.command {
+            None => !self.options.dry_run,
+            Some(Sub::Bench(arguments)) => arguments.starts_processes(),
+            Some(_) => false,
+        }
+    }
+
+    /// Runs the command; without one, launches the script.
+    ///
+    /// `line` is the command line that was read, and `liveness` the pipe from its shim.
+    ///
+    /// # Errors
+    /// Those of the command.
+    pub(crate) fn run(
+        &self,
+        line: &[OsString],
+        liveness: Option<LivenessPipe>,
+    ) -> Result<ExitCode> {
+        let Some(command) = &self.command else {
+            return launch::run(&self.options, &self.arguments, line, liveness);
+        };
+        match command {
+            Sub::Env(arguments) => env::run(arguments),
+            Sub::Plan(arguments) => plan::run(arguments),
+            Sub::Checkpoint(arguments) => checkpoint::run(arguments),
+            Sub::Estimate(arguments) => estimate::run(arguments),
+            Sub::Test(arguments) => selftest::run(arguments),
+            Sub::Rank(arguments) => Ok(selftest::rank(arguments)),
+            Sub::Completions(arguments) => docs::completions(arguments, Self::command()),
+            Sub::Man => docs::man(Self::command()),
+            Sub::Bench(arguments) => bench::run(arguments, line, liveness),
+            Sub::BenchRank(arguments) => Ok(bench::rank(arguments)),
+        }
+    }
+}
+
+/// The command, whose options may also be written with underscores, as other launchers' are.
+fn underscored(command: clap::Command) -> clap::Command {
+    let names: Vec<String> = command
+        .get_subcommands()
+        .map(|subcommand| subcommand.get_name().to_owned())
+        .collect();
+    let command = command.mut_args(|option| match option.get_long() {
+        Some(long) if long.contains('-') => {
+            let alias = long.replace('-', "_");
+            option.alias(alias)
+        }
+        _ => option,
+    });
+    names.into_iter().fold(command, |command, name| {
+        command.mut_subcommand(name, underscored)
+    })
+}
+
 const AFTER_HELP: &str = "\
 Options before the script are the launcher's, everything after it is the script's. After
 a cargo target a first `--` is dropped, as `cargo run` does. To run a program whose name is
@@ -186,13 +174,20 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::settings::options::Processes;
 
-    fn parse(line: &str) -> Result<Invocation, clap::Error> {
-        Invocation::parse(
+    fn parse(line: &str) -> std::result::Result<Cli, clap::Error> {
+        Cli::read(
             std::iter::once("accel-launch")
                 .chain(line.split_whitespace())
                 .map(OsString::from),
         )
+    }
+
+    fn launch(line: &str) -> (Options, Vec<OsString>) {
+        let cli = parse(line).unwrap();
+        assert!(cli.command.is_none(), "expected a launch: {line}");
+        (cli.options, cli.arguments)
     }
 
     #[test]
@@ -206,9 +201,7 @@ mod tests {
             "--num_processes 3 --max_restarts=2 --gpu_ids 0,2 --log_dir d train --num_processes 9",
             "--num-processes 3 --max-restarts=2 --gpu-ids 0,2 --log-dir d train --num_processes 9",
         ] {
-            let Ok(Invocation::Launch { options, arguments }) = parse(line) else {
-                panic!("expected a launch: {line}");
-            };
+            let (options, arguments) = launch(line);
             let three = NonZeroUsize::new(3).unwrap();
             assert_eq!(options.num_processes, Some(Processes::exactly(three)));
             assert_eq!(options.script, Some(PathBuf::from("train")));
@@ -221,11 +214,7 @@ mod tests {
 
     #[test]
     fn reads_a_launch() {
-        let Ok(Invocation::Launch { options, arguments }) =
-            parse("-n 2 --grace 0.5 train --quiet -n 3")
-        else {
-            panic!("expected a launch");
-        };
+        let (options, arguments) = launch("-n 2 --grace 0.5 train --quiet -n 3");
         let two = NonZeroUsize::new(2).unwrap();
         assert_eq!(options.num_processes, Some(Processes::exactly(two)));
         assert_eq!(options.grace, Some(Duration::from_millis(500)));
@@ -236,9 +225,7 @@ mod tests {
 
     #[test]
     fn reads_a_range_of_processes() {
-        let Ok(Invocation::Launch { options, .. }) = parse("-n 2:4 --max-restarts 5 train") else {
-            panic!("expected a launch");
-        };
+        let (options, _) = launch("-n 2:4 --max-restarts 5 train");
         let processes = options.num_processes.unwrap();
         assert!(processes.is_range());
         assert_eq!(processes.to_string(), "2:4");
@@ -278,17 +265,15 @@ mod tests {
 
     #[test]
     fn reads_sub_commands() {
+        let command = |line: &str| parse(line).unwrap().command;
         assert!(matches!(
-            parse("checkpoint show runs/a 3 --json"),
-            Ok(Invocation::Checkpoint(_))
+            command("checkpoint show runs/a 3 --json"),
+            Some(Sub::Checkpoint(_))
         ));
         for line in ["checkpoint", "checkpoint list", "checkpoint show a first"] {
             assert_eq!(parse(line).err().map(|x| x.exit_code()), Some(2), "{line}");
         }
-        assert!(matches!(parse("env --json"), Ok(Invocation::Env(_))));
-        assert!(matches!(
-            parse("./env --json"),
-            Ok(Invocation::Launch { .. })
-        ));
+        assert!(matches!(command("env --json"), Some(Sub::Env(_))));
+        assert!(command("./env --json").is_none());
     }
 }

@@ -2,11 +2,10 @@
 
 use std::process::ExitCode;
 
-use clap::{Args, CommandFactory};
+use clap::{Args, Command};
 use clap_complete::Shell;
 use clap_mangen::Man;
 
-use crate::cli::Cli;
 use crate::error::{Error, Result};
 use crate::text::print;
 
@@ -17,28 +16,23 @@ pub(crate) struct CompletionsArgs {
     shell: Shell,
 }
 
-/// Prints the completions of a shell.
+/// Prints the completions of a shell for `command`.
 ///
 /// # Errors
 /// When standard output cannot be written.
-pub(crate) fn completions(arguments: &CompletionsArgs) -> Result<ExitCode> {
+pub(crate) fn completions(arguments: &CompletionsArgs, mut command: Command) -> Result<ExitCode> {
     let mut script = Vec::new();
-    clap_complete::generate(
-        arguments.shell,
-        &mut Cli::command(),
-        "accel-launch",
-        &mut script,
-    );
+    clap_complete::generate(arguments.shell, &mut command, "accel-launch", &mut script);
     print(&String::from_utf8_lossy(&script))
 }
 
-/// Prints the manual page, in the format of `man`.
+/// Prints the manual page of `command`, in the format of `man`.
 ///
 /// # Errors
 /// When standard output cannot be written.
-pub(crate) fn man() -> Result<ExitCode> {
+pub(crate) fn man(command: Command) -> Result<ExitCode> {
     let mut page = Vec::new();
-    Man::new(Cli::command())
+    Man::new(command)
         .render(&mut page)
         .map_err(|error| Error::system("the manual page cannot be written").with_source(error))?;
     print(&String::from_utf8_lossy(&page))

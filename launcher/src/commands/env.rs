@@ -14,7 +14,8 @@ use serde::Serialize;
 
 use crate::cargo;
 use crate::error::{Error, Result, chain};
-use crate::gpu::{self, Gpu, Sources, Visible};
+use crate::gpu::inventory::{self, Gpu, Sources};
+use crate::gpu::visible::{VISIBLE, Visible, shown};
 use crate::settings::allocator;
 use crate::settings::threads;
 use crate::text::{columns, print};
@@ -152,7 +153,7 @@ impl EnvReport {
             }
         };
         settings.extend(variables(&ours));
-        let visible = Visible::of(std::env::var_os(gpu::VISIBLE).as_deref());
+        let visible = Visible::of(std::env::var_os(VISIBLE).as_deref());
         Self {
             version: env!("CARGO_PKG_VERSION"),
             platform: Platform {
@@ -263,8 +264,8 @@ fn variables(ours: &[(String, OsString)]) -> Vec<SettingEntry> {
         .map(|(name, default)| SettingEntry::variable(name, variable(name), default))
         .collect();
     // It alone has a meaning where it is empty.
-    let visible = std::env::var_os(gpu::VISIBLE).map(|value| gpu::shown(&value).into());
-    entries.push(SettingEntry::variable(gpu::VISIBLE, visible, "all devices"));
+    let visible = std::env::var_os(VISIBLE).map(|value| shown(&value).into());
+    entries.push(SettingEntry::variable(VISIBLE, visible, "all devices"));
     let of = |name: &str| ours.iter().find(|(known, _)| known == name);
     for variable in VARIABLES {
         let value = of(variable.name).map(|(_, value)| value.clone());
@@ -307,13 +308,13 @@ fn rustc() -> Command {
 fn gpus(visible: &Visible) -> Vec<Gpu> {
     /// A tool that takes longer waits for a device that hangs.
     const LIMIT: Duration = Duration::from_secs(2);
-    let mut gpus = gpu::list(Sources {
+    let mut gpus = inventory::list(Sources {
         folder: Path::new("/proc/driver/nvidia"),
         program: "nvidia-smi".as_ref(),
         limit: LIMIT,
     });
     for gpu in &mut gpus {
-        gpu.visible = visible.shows(gpu);
+        gpu.visible = gpu.is_visible(visible);
     }
     gpus
 }

@@ -1,4 +1,4 @@
-//! The commands of `accel-launch`, one module each; the self-test is in `crate::selftest`.
+//! The commands of `accel-launch`, one module each.
 
 pub(crate) mod bench;
 pub(crate) mod checkpoint;
@@ -7,3 +7,4 @@ pub(crate) mod env;
 pub(crate) mod estimate;
 pub(crate) mod launch;
 pub(crate) mod plan;
+pub(crate) mod selftest;

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::io::{self, BufWriter, ErrorKind, Write};
+use std::process::ExitCode;
 
 use accelerator_plan::{
     BatchKind, BatchSize, EpochPlan, Order, PlanConfig, PlannedBatch, TailPolicy,
@@ -67,13 +68,19 @@ pub(crate) struct PlanArgs {
     json: bool,
 }
 
-/// Writes the plan, while it is computed, so that a large one needs no memory.
+/// Prints the plan, while it is computed, so that a large one needs no memory.
 ///
 /// A closed pipe is no error.
 ///
 /// # Errors
 /// When an option is wrong, the message names it and what to do; or the output cannot be written.
-pub(crate) fn run(args: &PlanArgs, out: &mut impl Write) -> Result<(), Box<dyn Error>> {
+pub(crate) fn run(args: &PlanArgs) -> crate::error::Result<ExitCode> {
+    write_plan(args, &mut io::stdout().lock())
+        .map_err(|error| crate::error::Error::usage(error.to_string()))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn write_plan(args: &PlanArgs, out: &mut impl Write) -> Result<(), Box<dyn Error>> {
     let epoch = args.epoch_plan()?;
     let mut out = BufWriter::new(out);
     let written = match args.json {
@@ -267,7 +274,7 @@ mod tests {
             .map_err(|error| error.to_string())?
             .args;
         let mut out = Vec::new();
-        run(&args, &mut out).map_err(|error| error.to_string())?;
+        write_plan(&args, &mut out).map_err(|error| error.to_string())?;
         Ok(String::from_utf8(out).unwrap())
     }
 
@@ -454,8 +461,9 @@ mod tests {
             let args = Command::try_parse_from(line.split_whitespace())
                 .unwrap()
                 .args;
-            run(&args, &mut Refuses(ErrorKind::BrokenPipe, 100_000)).unwrap();
-            let full = run(&args, &mut Refuses(ErrorKind::StorageFull, 100_000)).unwrap_err();
+            write_plan(&args, &mut Refuses(ErrorKind::BrokenPipe, 100_000)).unwrap();
+            let full =
+                write_plan(&args, &mut Refuses(ErrorKind::StorageFull, 100_000)).unwrap_err();
             assert!(
                 full.to_string().starts_with("cannot write the plan: "),
                 "{full}"

@@ -81,7 +81,7 @@ impl FromStr for GpuIds {
 }
 
 /// With commas, as `CUDA_VISIBLE_DEVICES` has them.
-pub(super) fn joined(ids: &[GpuId]) -> String {
+pub(crate) fn joined(ids: &[GpuId]) -> String {
     let ids: Vec<_> = ids.iter().map(GpuId::to_string).collect();
     ids.join(",")
 }

@@ -13,9 +13,9 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::{VISIBLE, Visible};
-use crate::supervisor::process::Process;
-use crate::supervisor::spawner::RankProcess;
+use super::id::GpuId;
+use super::visible::{VISIBLE, Visible};
+use crate::process::{Process, RankProcess};
 use crate::text::size;
 
 /// A GPU of this machine. What is `None` is not known.
@@ -90,6 +90,33 @@ impl Gpu {
         let details: Vec<String> = details.into_iter().flatten().collect();
         let number = number.unwrap_or_else(|| "GPU".to_owned());
         [number, value, details.join(", ")]
+    }
+
+    /// Whether a program that sees `visible` sees this GPU or a part of it; `None` where that is unknown.
+    pub(crate) fn is_visible(&self, visible: &Visible) -> Option<bool> {
+        let Visible::Listed(there) = visible else {
+            return Some(true);
+        };
+        let mut is_certain = true;
+        for id in there {
+            let shown = match (id, self.index, &self.uuid) {
+                (GpuId::Number(number), Some(index), _) => Some(*number == index),
+                (GpuId::Uuid(id), _, Some(uuid)) if id.starts_with("GPU-") => {
+                    Some(uuid.starts_with(id))
+                }
+                // Such a part names its GPU.
+                (GpuId::Uuid(id), _, Some(uuid)) if id.starts_with("MIG-GPU-") => {
+                    Some(id.contains(uuid))
+                }
+                _ => None,
+            };
+            match shown {
+                Some(true) => return Some(true),
+                Some(false) => {}
+                None => is_certain = false,
+            }
+        }
+        is_certain.then_some(false)
     }
 
     /// Fills missing fields from another source about the same GPU.
@@ -323,5 +350,31 @@ mod tests {
             Some("NVIDIA H100"),
             "of the folder"
         );
+    }
+
+    #[test]
+    fn a_gpu_is_visible_by_number_id_or_part() {
+        let gpu = Gpu {
+            index: Some(1),
+            uuid: Some("GPU-5a2c".to_owned()),
+            ..Gpu::default()
+        };
+        for (value, shown) in [
+            ("0,1", Some(true)),
+            ("0,2", Some(false)),
+            ("", Some(false)),
+            ("GPU-5a", Some(true)),
+            ("GPU-7", Some(false)),
+            ("MIG-GPU-5a2c/1/0", Some(true)),
+            ("MIG-GPU-77/1/0", Some(false)),
+            ("MIG-77", None),
+        ] {
+            assert_eq!(
+                gpu.is_visible(&Visible::of(Some(value.as_ref()))),
+                shown,
+                "{value:?}"
+            );
+        }
+        assert_eq!(gpu.is_visible(&Visible::All), Some(true));
     }
 }

@@ -3,8 +3,10 @@
 use std::ffi::OsStr;
 
 use super::id::{GpuId, joined};
-use super::{Gpu, VISIBLE};
 use crate::error::{Error, Result};
+
+/// The variable that limits which devices CUDA shows to a program.
+pub(crate) const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
 /// The GPUs that a program sees; it numbers them by their order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,7 +33,7 @@ impl Visible {
     ///
     /// # Errors
     /// For one that is not visible, and for one that is named twice.
-    pub(super) fn select(&self, ids: &[GpuId]) -> Result<Vec<GpuId>> {
+    pub(crate) fn select(&self, ids: &[GpuId]) -> Result<Vec<GpuId>> {
         let Self::Listed(there) = self else {
             return Ok(ids.to_vec());
         };
@@ -54,32 +56,13 @@ impl Visible {
         }
         Ok(chosen)
     }
+}
 
-    /// Whether a program sees this GPU or a part of it; `None` where that is unknown.
-    pub(crate) fn shows(&self, gpu: &Gpu) -> Option<bool> {
-        let Self::Listed(there) = self else {
-            return Some(true);
-        };
-        let mut is_certain = true;
-        for id in there {
-            let shown = match (id, gpu.index, &gpu.uuid) {
-                (GpuId::Number(number), Some(index), _) => Some(*number == index),
-                (GpuId::Uuid(id), _, Some(uuid)) if id.starts_with("GPU-") => {
-                    Some(uuid.starts_with(id))
-                }
-                // Such a part names its GPU.
-                (GpuId::Uuid(id), _, Some(uuid)) if id.starts_with("MIG-GPU-") => {
-                    Some(id.contains(uuid))
-                }
-                _ => None,
-            };
-            match shown {
-                Some(true) => return Some(true),
-                Some(false) => {}
-                None => is_certain = false,
-            }
-        }
-        is_certain.then_some(false)
+/// A value of [`VISIBLE`] for people: where it is empty, nothing is visible.
+pub(crate) fn shown(value: &OsStr) -> String {
+    match value.to_string_lossy() {
+        text if text.trim().is_empty() => "none: the variable is empty".to_owned(),
+        text => text.into_owned(),
     }
 }
 
@@ -169,27 +152,5 @@ mod tests {
                 assert!(error.to_string().contains(part), "{error}");
             }
         }
-    }
-
-    #[test]
-    fn a_gpu_is_visible_by_number_id_or_part() {
-        let gpu = Gpu {
-            index: Some(1),
-            uuid: Some("GPU-5a2c".to_owned()),
-            ..Gpu::default()
-        };
-        for (value, shown) in [
-            ("0,1", Some(true)),
-            ("0,2", Some(false)),
-            ("", Some(false)),
-            ("GPU-5a", Some(true)),
-            ("GPU-7", Some(false)),
-            ("MIG-GPU-5a2c/1/0", Some(true)),
-            ("MIG-GPU-77/1/0", Some(false)),
-            ("MIG-77", None),
-        ] {
-            assert_eq!(visible(value).shows(&gpu), shown, "{value:?}");
-        }
-        assert_eq!(Visible::All.shows(&gpu), Some(true));
     }
 }

@@ -9,14 +9,13 @@ use std::fs::File;
 use std::io::{self, ErrorKind, IsTerminal, Read, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::supervisor::group::Notice;
-use crate::supervisor::signals;
+use crate::event::{Channel, Event};
 use lines::Lines;
 use logs::{Log, open_logs};
 use shared_writer::{BlockingWriter, Separator, SharedWriter, Source};
@@ -80,7 +79,7 @@ impl Output {
         log_dir: Option<&Path>,
         restart: u64,
         on_output_error: OnOutputError,
-        notices: Sender<Notice>,
+        events: Sender<Event>,
     ) -> Result<Self> {
         let logs = match log_dir {
             Some(dir) => open_logs(dir, size, restart)?,
@@ -106,13 +105,13 @@ impl Output {
                 stderr_drained: (0..size).map(|_| AtomicBool::new(false)).collect(),
                 writing: AtomicUsize::new(0),
                 over: AtomicBool::new(false),
-                notices,
+                events,
             }),
         })
     }
 
     /// Reads `pipe`, the given stream of `rank`, to its end on a thread of its own, which
-    /// then sends [`Notice::Drained`].
+    /// then sends [`Event::Drained`].
     ///
     /// # Errors
     /// When no thread can be started.
@@ -125,7 +124,7 @@ impl Output {
                 if stream == Stream::Err {
                     shared.stderr_drained[rank].store(true, Ordering::Release);
                 }
-                let _ = shared.notices.send(Notice::Drained);
+                let _ = shared.events.send(Event::Drained);
             })
             .map_err(|error| {
                 Error::system(format!(
@@ -150,26 +149,22 @@ impl Output {
         &self,
         readers: usize,
         mut drained: usize,
-        notices: &Receiver<Notice>,
+        channel: &Channel,
     ) -> Option<i32> {
         self.shared.over.store(true, Ordering::Relaxed);
         let mut silent_since = Instant::now();
         while drained < readers {
-            match notices.recv_timeout(Duration::from_millis(20)) {
-                Ok(Notice::Drained) => {
+            match channel.next(Some(Instant::now() + Duration::from_millis(20))) {
+                Event::Drained => {
                     drained += 1;
                     silent_since = Instant::now();
                 }
-                Ok(Notice::Signal(signal)) if signals::asks_to_end(signal) => return Some(signal),
-                Ok(_) => {}
-                Err(RecvTimeoutError::Timeout) => {
-                    if self.shared.writing.load(Ordering::Relaxed) > 0 {
-                        silent_since = Instant::now();
-                    } else if silent_since.elapsed() >= SILENT_PIPE_TIMEOUT {
-                        break;
-                    }
+                Event::Signal(signal) => return Some(signal),
+                Event::Tick if self.shared.writing.load(Ordering::Relaxed) > 0 => {
+                    silent_since = Instant::now();
                 }
-                Err(RecvTimeoutError::Disconnected) => break,
+                Event::Tick if silent_since.elapsed() >= SILENT_PIPE_TIMEOUT => break,
+                _ => {}
             }
         }
         // A stream that cannot be written to has been dealt with before.
@@ -220,7 +215,7 @@ struct Shared {
     writing: AtomicUsize,
     /// Whether all ranks have ended.
     over: AtomicBool,
-    notices: Sender<Notice>,
+    events: Sender<Event>,
 }
 
 impl Shared {
@@ -293,7 +288,7 @@ impl Shared {
             return;
         }
         if error.kind() == ErrorKind::BrokenPipe {
-            let _ = self.notices.send(Notice::OutputClosed);
+            let _ = self.events.send(Event::OutputClosed);
         } else if stream == Stream::Out {
             let what = match self.on_output_error {
                 OnOutputError::Continue => "; the job goes on without it",
@@ -302,7 +297,7 @@ impl Shared {
             self.note(&format!("standard output cannot be written: {error}{what}"));
             if self.on_output_error == OnOutputError::EndJob {
                 self.lost.store(true, Ordering::Release);
-                let _ = self.notices.send(Notice::OutputClosed);
+                let _ = self.events.send(Event::OutputClosed);
             }
         }
     }

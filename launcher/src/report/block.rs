@@ -7,7 +7,7 @@ use signal_hook::consts::signal;
 
 use super::{FailureRecord, FirstFailure, OtherRank};
 use crate::output::headline;
-use crate::supervisor::job::End;
+use crate::process::End;
 use crate::supervisor::rank_reports::FailureReport;
 use crate::text::list;
 

@@ -10,8 +10,9 @@ use std::time::SystemTime;
 use serde::Serialize;
 use signal_hook::low_level::signal_name;
 
+use crate::process::End;
 use crate::supervisor::attempt::FinishedAttempt;
-use crate::supervisor::job::{Cause, End};
+use crate::supervisor::job::Cause;
 use crate::supervisor::rank_reports::FailureReport;
 use crate::text::{shell_line, utc};
 use crate::variables;

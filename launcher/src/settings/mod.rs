@@ -1,6 +1,8 @@
 //! The settings of a launch, and where each comes from.
 
 pub(crate) mod allocator;
+pub(crate) mod gpus;
+pub(crate) mod options;
 pub(crate) mod rank_env;
 pub(crate) mod target;
 pub(crate) mod threads;
@@ -10,10 +12,10 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::cli::{Options, Processes};
-use crate::gpu::Gpus;
 use crate::output::{OnOutputError, Prefix};
 use crate::variables;
+use gpus::Gpus;
+use options::{Options, Processes};
 use threads::Threads;
 
 /// Time between SIGTERM and SIGKILL where nothing else is asked for.

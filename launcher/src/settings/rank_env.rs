@@ -7,7 +7,6 @@ use std::process::Command;
 
 use accelerator_env as env;
 
-use crate::cargo;
 use crate::settings::Settings;
 use crate::settings::allocator;
 use crate::settings::threads::Threads;
@@ -104,7 +103,7 @@ fn misleading(package_dir: Option<&Path>) -> Vec<OsString> {
     let is_own =
         std::env::var_os("CARGO_PKG_NAME").is_some_and(|name| name == env!("CARGO_PKG_NAME"));
     if is_own || package_dir.is_some() {
-        names.extend(cargo::leftovers());
+        names.extend(variables::of_cargo());
     }
     names
 }
@@ -112,8 +111,8 @@ fn misleading(package_dir: Option<&Path>) -> Vec<OsString> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::{Options, Processes};
-    use crate::gpu::Gpus;
+    use crate::settings::gpus::Gpus;
+    use crate::settings::options::{Options, Processes};
 
     #[test]
     fn ranks_differ_in_their_rank_only() {

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Access, access};
 
-use crate::cli::Options;
 use crate::error::{Error, Result};
+use crate::settings::options::Options;
 
 /// What was asked to be run. Paths have been checked.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -5,17 +5,18 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
+use crate::event::{Channel, Event};
 use crate::output::{Output, Stream};
+use crate::process::{End, RankProcess};
 use crate::settings::Settings;
 use crate::settings::rank_env::RankEnv;
-use crate::supervisor::group::{EndedBy, GroupOutcome, KillScope, Notice, Observer, supervise};
-use crate::supervisor::job::{Cause, End};
+use crate::supervisor::group::{EndedBy, GroupOutcome, Observer, supervise};
+use crate::supervisor::job::Cause;
+use crate::supervisor::leftovers::KillScope;
 use crate::supervisor::rank_reports::RankReports;
 use crate::supervisor::shim::KillOnDrop;
-use crate::supervisor::signals;
-use crate::supervisor::spawner::{RankProcess, Spawner};
+use crate::supervisor::spawner::Spawner;
 use crate::supervisor::store::{Store, StoreHandle};
-use crate::supervisor::tool::Channel;
 use crate::text::list;
 
 /// How long failure reports may take to arrive after ranks have ended.
@@ -82,8 +83,8 @@ impl Attempt {
         )?;
         let rank_reports = RankReports::default();
         let observer = {
-            let (rank_reports, notices) = (rank_reports.clone(), channel.sender.clone());
-            move |report| rank_reports.record(report, &notices)
+            let (rank_reports, events) = (rank_reports.clone(), channel.sender.clone());
+            move |report| rank_reports.record(report, &events)
         };
         let store = Store::open(&settings, observer)?;
         Ok(Self {
@@ -139,8 +140,7 @@ impl Attempt {
             &mut group,
             settings.grace,
             KillScope::Descendants(guard.excluded()),
-            &channel.sender,
-            &channel.notices,
+            channel,
             &mut observer,
         );
         guard.disarm();
@@ -153,7 +153,7 @@ impl Attempt {
                 speakers.iter().all(|&rank| rank_reports.has_reported(rank))
             });
         }
-        let asked = output.drain(readers, outcome.drained, &channel.notices);
+        let asked = output.drain(readers, outcome.drained, channel);
         outcome.asked_to_end = outcome.asked_to_end.or(asked);
         Ok(AttemptOutcome::Ran(Box::new(FinishedAttempt {
             outcome,
@@ -254,13 +254,11 @@ fn wait_until(limit: Duration, is_so: impl Fn() -> bool) -> bool {
 
 /// The error of a launcher that receives a signal while it starts ranks: there may be thousands.
 fn interrupted(channel: &Channel) -> Result<()> {
-    match channel.notices.try_recv() {
-        Ok(Notice::Signal(signal)) if signals::asks_to_end(signal) => {
-            Err(Error::interrupted(signal))
-        }
-        Ok(notice) => {
+    match channel.events.try_recv() {
+        Ok(Event::Signal(signal)) => Err(Error::interrupted(signal)),
+        Ok(event) => {
             // Kept for when all run. It can be sent, since the receiver is here.
-            let _ = channel.sender.send(notice);
+            let _ = channel.sender.send(event);
             Ok(())
         }
         Err(_) => Ok(()),

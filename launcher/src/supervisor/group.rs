@@ -1,46 +1,16 @@
 //! Runs a group of processes to its end: carries out the decisions of [`Job`].
 
-use std::sync::mpsc::{Receiver, Sender};
+use std::sync::mpsc::Sender;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use signal_hook::consts::signal;
 
-use crate::supervisor::descendants::Excluded;
-use crate::supervisor::job::{Action, Cause, End, Event, Job};
-use crate::supervisor::leftovers::{LeftBehind, left_behind, sweep};
-use crate::supervisor::signals;
-use crate::supervisor::spawner::RankProcess;
-
-/// A message from another thread of the launcher to the main thread.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Notice {
-    /// A process ended.
-    Ended {
-        /// Its place in the group.
-        rank: usize,
-        /// How it ended.
-        end: End,
-    },
-    /// A rank has joined the job.
-    Joined(usize),
-    /// A rank has closed its group.
-    Closed(usize),
-    /// A rank reported to the store that its group has failed.
-    FailureReported {
-        /// The rank that reports it.
-        rank: usize,
-        /// The ranks that it blames.
-        blamed: Vec<usize>,
-    },
-    /// The launcher received a signal.
-    Signal(i32),
-    /// The launcher's output was closed.
-    OutputClosed,
-    /// A reader of a rank's output has come to its end.
-    Drained,
-}
+use crate::event::{Channel, Event};
+use crate::process::{End, RankProcess};
+use crate::supervisor::job::{Action, Cause, Job};
+use crate::supervisor::leftovers::{KillScope, LeftBehind, end_group, left_behind, sweep};
 
 /// Who ended a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,19 +45,10 @@ pub(crate) struct NoopObserver;
 
 impl Observer for NoopObserver {}
 
-/// Which processes are ended with a group.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum KillScope<'a> {
-    /// Those in the groups that its members lead.
-    Groups,
-    /// All descendants of this process but the excluded ones.
-    Descendants(&'a Excluded),
-}
-
 /// How a group ended.
 #[derive(Clone, Debug)]
 pub(crate) struct GroupOutcome {
-    pub(super) job: Job,
+    job: Job,
     /// How many output readers finished meanwhile.
     pub(crate) drained: usize,
     /// Processes that were left when the members had ended; they were then ended.
@@ -121,50 +82,37 @@ impl GroupOutcome {
 /// Waits for every process of `group`, ends all when one fails or a signal asks for it, and ends what
 /// `scope` covers.
 ///
-/// `sender` and `notices` are the two ends of the channel on which signals arrive.
+/// Signals arrive on `channel`, too.
 pub(crate) fn supervise(
     group: &mut [Box<dyn RankProcess>],
     grace: Duration,
     scope: KillScope<'_>,
-    sender: &Sender<Notice>,
-    notices: &Receiver<Notice>,
+    channel: &Channel,
     observer: &mut impl Observer,
 ) -> GroupOutcome {
     let mut job = Job::new(group.len(), grace);
     let mut drained = 0;
     for (rank, process) in group.iter().enumerate() {
-        watch(rank, &**process, sender);
+        watch(rank, &**process, &channel.sender);
     }
     while !job.is_over() {
-        let notice = next(notices, job.deadline());
-        let ended = match notice {
-            Some(Notice::Ended { rank, end }) => Some((rank, end)),
-            _ => None,
-        };
-        let event = match notice {
-            Some(Notice::Ended { rank, end }) => Event::Ended { rank, end },
-            Some(Notice::Joined(rank)) => {
-                observer.joined(rank);
-                Event::Joined(rank)
-            }
-            Some(Notice::Closed(rank)) => Event::Closed(rank),
-            Some(Notice::FailureReported { rank, blamed }) => {
-                Event::FailureReported { rank, blamed }
-            }
-            Some(Notice::Signal(number)) if signals::asks_to_end(number) => Event::Signal(number),
-            Some(Notice::Signal(number)) => {
+        let event = channel.next(job.deadline());
+        let mut ended = None;
+        match event {
+            Event::Ended { rank, end } => ended = Some((rank, end)),
+            Event::Joined(rank) => observer.joined(rank),
+            Event::ForwardSignal(number) => {
                 if let Some(named) = Signal::from_named_raw(number) {
                     group.iter().for_each(|process| process.signal(named));
                 }
                 continue;
             }
-            Some(Notice::OutputClosed) => Event::OutputClosed,
-            Some(Notice::Drained) => {
+            Event::Drained => {
                 drained += 1;
                 continue;
             }
-            None => Event::Tick,
-        };
+            _ => {}
+        }
         let actions = job.step(event, Instant::now());
         if let Some((rank, end)) = ended {
             let ended_by = match job.ended_by_itself(rank) {
@@ -185,32 +133,24 @@ pub(crate) fn supervise(
             }
         }
     }
-    let mut outcome = GroupOutcome {
-        left_behind: left_behind(group, &job, scope),
-        asked_to_end: job.asked_to_end(),
+    let left_behind = left_behind(group, &job, scope);
+    let swept = sweep(group, &job, grace, scope, channel);
+    GroupOutcome {
+        left_behind,
+        asked_to_end: job.asked_to_end().or(swept.asked_to_end),
+        drained: drained + swept.drained,
         job,
-        drained,
-    };
-    sweep(group, &mut outcome, grace, scope, notices);
-    outcome
-}
-
-/// Sends `signal` to the group of `process`, and lets what is stopped there receive it.
-pub(super) fn end_group(process: &dyn RankProcess, signal: Signal) {
-    process.signal_group(signal);
-    if signal != Signal::KILL {
-        process.signal_group(Signal::CONT);
     }
 }
 
 /// Starts the thread that reports the end of `process`.
-fn watch(rank: usize, process: &dyn RankProcess, sender: &Sender<Notice>) {
+fn watch(rank: usize, process: &dyn RankProcess, sender: &Sender<Event>) {
     let wait = process.waiter();
     let report = {
         let sender = sender.clone();
         move || {
             let end = wait();
-            let _ = sender.send(Notice::Ended { rank, end });
+            let _ = sender.send(Event::Ended { rank, end });
         }
     };
     if thread::Builder::new()
@@ -220,27 +160,16 @@ fn watch(rank: usize, process: &dyn RankProcess, sender: &Sender<Notice>) {
     {
         // Without a thread to watch it, a process cannot be supervised: end it.
         process.signal_group(Signal::KILL);
-        let _ = sender.send(Notice::Ended {
+        let _ = sender.send(Event::Ended {
             rank,
             end: End::Signal(signal::SIGKILL),
         });
     }
 }
 
-pub(super) fn next(notices: &Receiver<Notice>, deadline: Option<Instant>) -> Option<Notice> {
-    match deadline {
-        // This side holds a sender, so the channel cannot be disconnected.
-        None => notices.recv().ok(),
-        Some(at) => notices
-            .recv_timeout(at.saturating_duration_since(Instant::now()))
-            .ok(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs::File;
-    use std::sync::mpsc;
     use std::sync::{Arc, Condvar, Mutex};
 
     use super::*;
@@ -320,14 +249,12 @@ mod tests {
         let mut group = ranks
             .clone()
             .map(|rank| Box::new(rank) as Box<dyn RankProcess>);
-        let (sender, notices) = mpsc::channel();
         ranks[1].end(End::Code(7));
         let outcome = supervise(
             &mut group,
             Duration::from_secs(60),
             KillScope::Groups,
-            &sender,
-            &notices,
+            &Channel::new(),
             &mut NoopObserver,
         );
         assert_eq!(

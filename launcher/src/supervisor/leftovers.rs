@@ -1,22 +1,29 @@
 //! Processes that outlive their rank: listing and ending them.
 
 use std::collections::BTreeSet;
-use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::supervisor::descendants;
-use crate::supervisor::group::{GroupOutcome, KillScope, Notice, end_group, next};
+use crate::event::{Channel, Event};
+use crate::process::RankProcess;
+use crate::process::descendants::{self, Excluded};
 use crate::supervisor::job::Job;
-use crate::supervisor::signals;
-use crate::supervisor::spawner::RankProcess;
 
 /// How long the launcher waits for leftover processes after SIGKILL.
 const LEFTOVER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How often the launcher checks for leftover processes: the first interval and the longest.
 const SWEEP_INTERVALS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(50)];
+
+/// Which processes are ended with a group.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum KillScope<'a> {
+    /// Those in the groups that its members lead.
+    Groups,
+    /// All descendants of this process but the excluded ones.
+    Descendants(&'a Excluded),
+}
 
 /// Processes that outlived the rank that started them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -27,6 +34,15 @@ pub(crate) struct LeftBehind {
     pub(crate) others: usize,
 }
 
+/// What arrived while leftover processes were ended.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Swept {
+    /// How many output readers finished.
+    pub(super) drained: usize,
+    /// The first signal that asked the launcher to end.
+    pub(super) asked_to_end: Option<i32>,
+}
+
 /// Ends what the processes of `group`, all over, have left behind.
 ///
 /// The first signal goes to the process groups, while the unreaped leaders still pin their numbers.
@@ -34,12 +50,13 @@ pub(crate) struct LeftBehind {
 /// been seen populated ever since.
 pub(super) fn sweep(
     group: &mut [Box<dyn RankProcess>],
-    outcome: &mut GroupOutcome,
+    job: &Job,
     grace: Duration,
     scope: KillScope<'_>,
-    notices: &Receiver<Notice>,
-) {
-    let first = if outcome.job.was_killed() {
+    channel: &Channel,
+) -> Swept {
+    let mut swept = Swept::default();
+    let first = if job.was_killed() {
         Signal::KILL
     } else {
         Signal::TERM
@@ -47,7 +64,7 @@ pub(super) fn sweep(
     let mut stuck = BTreeSet::new();
     let mut left = Vec::new();
     for (rank, process) in group.iter_mut().enumerate() {
-        if outcome.end(rank).is_none() {
+        if job.end(rank).is_none() {
             process.abandon();
             stuck.extend(process.local_pid());
             continue;
@@ -94,7 +111,7 @@ pub(super) fn sweep(
             }
         };
         if is_clear || give_up_at.is_some_and(|at| now >= at) {
-            return;
+            return swept;
         }
         if is_killing && give_up_at.is_none() {
             kill_at = None;
@@ -102,14 +119,22 @@ pub(super) fn sweep(
         }
         let look_at = kill_at.map_or(now + pause, |at| at.min(now + pause));
         pause = longest.min(pause * 2);
-        match next(notices, Some(look_at)) {
-            Some(Notice::Signal(number)) if signals::asks_to_end(number) => {
-                outcome.asked_to_end.get_or_insert(number);
+        match channel.next(Some(look_at)) {
+            Event::Signal(number) => {
+                swept.asked_to_end.get_or_insert(number);
                 kill_at = kill_at.map(|_| now);
             }
-            Some(Notice::Drained) => outcome.drained += 1,
+            Event::Drained => swept.drained += 1,
             _ => {}
         }
+    }
+}
+
+/// Sends `signal` to the group of `process`, and lets what is stopped there receive it.
+pub(super) fn end_group(process: &dyn RankProcess, signal: Signal) {
+    process.signal_group(signal);
+    if signal != Signal::KILL {
+        process.signal_group(Signal::CONT);
     }
 }
 

@@ -1,14 +1,10 @@
-//! Starting, watching, ending and restarting the processes of a job. `README.md` beside this file explains the design.
+//! Starting, watching and ending the processes of a job. `README.md` beside this file explains the design.
 
 pub(crate) mod attempt;
-pub(crate) mod descendants;
 pub(crate) mod group;
 pub(crate) mod job;
-pub(crate) mod job_loop;
 pub(crate) mod leftovers;
-pub(crate) mod process;
 pub(crate) mod rank_reports;
-pub(crate) mod restart;
 pub(crate) mod root_cause;
 pub(crate) mod shim;
 pub(crate) mod signals;

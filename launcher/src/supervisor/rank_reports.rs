@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use accelerator_collective::rendezvous::Report;
 
-use crate::supervisor::group::Notice;
+use crate::event::Event;
 
 /// What the ranks of one attempt have reported. Clones share it.
 #[derive(Clone, Debug, Default)]
@@ -26,12 +26,12 @@ pub(crate) struct FailureReport {
 }
 
 impl RankReports {
-    /// Records what the store reports, and forwards to `notices` what the supervisor needs.
-    pub(crate) fn record(&self, report: Report, notices: &Sender<Notice>) {
-        let notice = match report {
+    /// Records what the store reports, and forwards to `events` what the supervisor needs.
+    pub(crate) fn record(&self, report: Report, events: &Sender<Event>) {
+        let event = match report {
             Report::Joined { rank, host, .. } => {
                 self.lock().joined.insert(rank, host);
-                Notice::Joined(rank)
+                Event::Joined(rank)
             }
             Report::Failed(report) => {
                 let is_first = self.lock().keep_first(FailureReport {
@@ -42,19 +42,19 @@ impl RankReports {
                 if !is_first {
                     return;
                 }
-                Notice::FailureReported {
+                Event::FailureReported {
                     rank: report.rank,
                     blamed: report.blamed,
                 }
             }
             Report::Closed { rank, .. } => {
                 self.lock().closed.insert(rank);
-                Notice::Closed(rank)
+                Event::Closed(rank)
             }
             _ => return,
         };
-        // Without a listener the attempt is over.
-        let _ = notices.send(notice);
+        // Without a receiver the attempt is over.
+        let _ = events.send(event);
     }
 
     /// Whether any rank has joined the job.

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use signal_hook::consts::signal;
 
-use crate::supervisor::job::End;
+use crate::process::End;
 
 /// The exit code of a Rust program whose `main` returned an error, as after losing another rank.
 const ERROR_EXIT: i32 = 1;

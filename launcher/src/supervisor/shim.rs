@@ -17,9 +17,8 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Pid, WaitOptions, WaitStatus};
 use signal_hook::consts::signal;
 
-use crate::supervisor::descendants::{self, Excluded};
-use crate::supervisor::job::End;
-use crate::supervisor::process;
+use crate::process::descendants::{self, Excluded};
+use crate::process::{self, End};
 use crate::supervisor::signals::{self, Relay, Route};
 
 /// The process name of the launcher proper; `pkill accel-launch` does not match it.

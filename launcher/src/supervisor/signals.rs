@@ -10,8 +10,8 @@ use signal_hook::consts::signal::{SIGCHLD, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIG
 use signal_hook::iterator::Signals;
 
 use crate::error::{Error, Result};
-use crate::supervisor::group::Notice;
-use crate::supervisor::process;
+use crate::event::Event;
+use crate::process;
 
 /// A second request this soon after the first is the same one, sent twice: to the process and to
 /// its group, as `timeout` does.
@@ -80,10 +80,10 @@ pub(crate) struct Relay {
 }
 
 impl Relay {
-    /// A relay that sends every signal to `notices`.
-    pub(crate) fn new(notices: Sender<Notice>) -> Self {
+    /// A relay that sends every signal to `events`.
+    pub(crate) fn new(events: Sender<Event>) -> Self {
         let target = RelayTarget {
-            notices,
+            events,
             requests: Requests::default(),
         };
         Self {
@@ -91,9 +91,9 @@ impl Relay {
         }
     }
 
-    /// Sends signals to `notices` from now on.
-    pub(crate) fn redirect(&self, notices: Sender<Notice>) {
-        self.lock().notices = notices;
+    /// Sends signals to `events` from now on.
+    pub(crate) fn redirect(&self, events: Sender<Event>) {
+        self.lock().events = events;
     }
 
     /// Forwards `signal`, unless it has already arrived by the other route.
@@ -101,7 +101,10 @@ impl Relay {
         let mut target = self.lock();
         if target.requests.counts(signal, path, Instant::now()) {
             // At the very end there is no receiver any more, and the signal is too late.
-            let _ = target.notices.send(Notice::Signal(signal));
+            let _ = target.events.send(match asks_to_end(signal) {
+                true => Event::Signal(signal),
+                false => Event::ForwardSignal(signal),
+            });
         }
     }
 
@@ -112,7 +115,7 @@ impl Relay {
 
 #[derive(Debug)]
 struct RelayTarget {
-    notices: Sender<Notice>,
+    events: Sender<Event>,
     requests: Requests,
 }
 

@@ -1,22 +1,17 @@
 //! The seam through which the ranks of an attempt are started.
 //!
 //! A [`Spawner`] decides where a rank runs: on this machine ([`LocalSpawner`]), on another host, or in a batch system.
-//! The supervisor signals and waits for ranks as [`RankProcess`]es, wherever they run. `commands/launch.rs` chooses the
+//! The supervisor signals and waits for ranks as [`RankProcess`]es, wherever they run. `commands/launch/` chooses the
 //! spawner of a job.
 
 use std::ffi::OsString;
-use std::fmt::Debug;
-use std::fs::File;
 use std::io::{self, ErrorKind, IsTerminal};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-use rustix::process::Signal;
-
 use crate::error::{Error, Result};
+use crate::process::{Process, RankProcess};
 use crate::settings::rank_env::RankEnv;
-use crate::supervisor::job::End;
-use crate::supervisor::process::Process;
 
 /// Starts ranks.
 pub(crate) trait Spawner {
@@ -25,40 +20,6 @@ pub(crate) trait Spawner {
     /// # Errors
     /// When the rank cannot be started; a [usage error](Error::is_usage) where no other rank could be started either.
     fn spawn(&self, rank: usize, environment: &RankEnv) -> Result<Box<dyn RankProcess>>;
-}
-
-/// A rank that was started. Dropped before [`reap`](Self::reap), it is killed with the processes that it started.
-pub(crate) trait RankProcess: Debug {
-    /// Its process id on the host that it runs on.
-    fn pid(&self) -> i32;
-
-    /// Its process id where it runs on this machine.
-    fn local_pid(&self) -> Option<i32>;
-
-    /// Its standard output, once.
-    fn take_stdout(&mut self) -> Option<File>;
-
-    /// Its standard error, once.
-    fn take_stderr(&mut self) -> Option<File>;
-
-    /// A function that blocks until the rank has ended and returns how; another thread calls it. The rank is not
-    /// reaped.
-    fn waiter(&self) -> Box<dyn FnOnce() -> End + Send>;
-
-    /// Sends `signal` to the rank, if it has not been reaped.
-    fn signal(&self, signal: Signal);
-
-    /// Sends `signal` to the rank and to the processes of its group.
-    fn signal_group(&self, signal: Signal);
-
-    /// Whether any process of its group is left. Called after [`reap`](Self::reap).
-    fn has_group(&self) -> bool;
-
-    /// Frees what the system keeps of the rank, which has ended; processes that it started may go on.
-    fn reap(&mut self);
-
-    /// Gives the rank up, which did not end on SIGKILL: it is not touched any more.
-    fn abandon(&mut self);
 }
 
 /// Starts every rank on this machine, with the same program and arguments.

@@ -3,35 +3,18 @@
 use std::fs::File;
 use std::io::Read;
 use std::process::{Command, Stdio};
-use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
-use crate::supervisor::group::{KillScope, NoopObserver, Notice, supervise};
-use crate::supervisor::job::{Cause, End};
-use crate::supervisor::process::Process;
-use crate::supervisor::spawner::RankProcess;
+use crate::event::Channel;
+use crate::process::{End, Process, RankProcess};
+use crate::supervisor::group::{NoopObserver, supervise};
+use crate::supervisor::job::Cause;
+use crate::supervisor::leftovers::KillScope;
 
 /// How long a tool may take to end after a signal.
 const TOOL_GRACE: Duration = Duration::from_secs(5);
-
-/// The two ends of the channel on which the launcher's threads report.
-#[derive(Debug)]
-pub(crate) struct Channel {
-    /// Cloned for every thread that reports.
-    pub(crate) sender: Sender<Notice>,
-    /// Read by the main thread.
-    pub(crate) notices: Receiver<Notice>,
-}
-
-impl Channel {
-    /// A channel on which nothing has been reported.
-    pub(crate) fn new() -> Self {
-        let (sender, notices) = mpsc::channel();
-        Self { sender, notices }
-    }
-}
 
 /// What becomes of a tool's standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,8 +59,7 @@ pub(crate) fn run(mut command: Command, stderr: Stderr, channel: &Channel) -> Re
         &mut group,
         TOOL_GRACE,
         KillScope::Groups,
-        &channel.sender,
-        &channel.notices,
+        channel,
         &mut NoopObserver,
     );
     if let Some(Cause::Signal(signal)) = outcome.cause() {

@@ -19,10 +19,10 @@ use std::process::ExitCode;
 use accelerator_collective::{DType, TransportKind};
 use clap::{Args, Subcommand, ValueEnum};
 
-use crate::cli::{Options, Processes};
 use crate::commands::launch;
 use crate::error::{Error, Result};
 use crate::output::OnOutputError;
+use crate::settings::options::{Options, Processes};
 use crate::supervisor::shim::LivenessPipe;
 use crate::variables;
 use size::Size;

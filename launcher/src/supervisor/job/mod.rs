@@ -3,14 +3,16 @@
 //! It is pure: it takes events and the time and returns actions, so that every order of events can be tested without a
 //! process. `../README.md` shows its states.
 
-mod event;
+mod action;
 
 use std::time::{Duration, Instant};
 
 use signal_hook::consts::signal;
 
+use crate::event::Event;
+use crate::process::End;
 use crate::supervisor::root_cause::{Evidence, RootCause};
-pub(crate) use event::{Action, Cause, End, Event};
+pub(crate) use action::{Action, Cause};
 
 /// How long to wait, when a rank fails, for notices that others have joined the job: ranks that have not are
 /// ended at once, ranks that have get the grace period.
@@ -82,7 +84,7 @@ impl Job {
                     self.terminate_all(cause, signal::SIGTERM, now, &mut actions);
                 }
             }
-            Event::Tick => {}
+            Event::ForwardSignal(_) | Event::Drained | Event::Tick => {}
         }
         self.diagnose(now);
         self.apply_timeouts(now, &mut actions);

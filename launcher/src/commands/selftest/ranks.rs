@@ -19,9 +19,7 @@ use super::Context;
 use super::rank::{Sabotage, Task};
 use super::results::StageFailure;
 use crate::error::{Error, Result, chain};
-use crate::supervisor::job::End;
-use crate::supervisor::process::{Process, wait_for_end};
-use crate::supervisor::spawner::RankProcess;
+use crate::process::{End, Process, RankProcess, wait_for_end};
 
 /// Running processes of one stage. Dropped, they are killed, with their process groups.
 #[derive(Debug)]

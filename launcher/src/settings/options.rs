@@ -8,7 +8,7 @@ use std::time::Duration;
 use accelerator_collective::Topology;
 use clap::Args;
 
-use crate::gpu::GpuIds;
+use crate::gpu::id::GpuIds;
 use crate::output::OnOutputError;
 
 /// The options of a launch. What is `None` was not given.

@@ -9,8 +9,7 @@ use super::rank::Task;
 use super::ranks::{RankEvent, command, expect_success, listen};
 use super::results::StageFailure;
 use crate::error::chain;
-use crate::supervisor::process::Process;
-use crate::supervisor::spawner::RankProcess;
+use crate::process::{Process, RankProcess};
 
 /// From the start of `accel-launch` to the end of the first all-reduce on rank 0, as seen from
 /// outside.

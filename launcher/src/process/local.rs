@@ -20,9 +20,7 @@ use std::time::{Duration, Instant};
 use rustix::io::FdFlags;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitOptions};
 
-use crate::supervisor::descendants;
-use crate::supervisor::job::End;
-use crate::supervisor::spawner::RankProcess;
+use super::{End, RankProcess, descendants};
 
 /// How long a program file may be busy (still open for writing somewhere) before that is an error.
 const BUSY: Duration = Duration::from_secs(2);

@@ -9,8 +9,8 @@ use serde::Deserialize;
 
 use super::failed;
 use super::training;
+use crate::commands::selftest::results::StageFailure;
 use crate::report;
-use crate::selftest::results::StageFailure;
 
 /// What is known about a job that succeeded in the end.
 #[derive(Debug)]

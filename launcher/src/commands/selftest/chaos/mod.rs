@@ -23,9 +23,7 @@ use super::results::{StageFailure, StageResult, TestReport};
 use super::{Context, TestArgs};
 use crate::error::{Error, Result, chain};
 use crate::output::logs;
-use crate::supervisor::job::End;
-use crate::supervisor::process::Process;
-use crate::supervisor::spawner::RankProcess;
+use crate::process::{End, Process, RankProcess};
 use attempts::Attempts;
 
 /// Runs schedules until as many are done, or so much time has passed, as was asked for. `false`

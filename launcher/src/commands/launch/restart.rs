@@ -1,6 +1,6 @@
 //! Whether a job that failed is started again, when, and with how many ranks.
 //!
-//! A pure state machine, as `job`; `README.md` beside this file has the rules.
+//! A pure state machine, as `supervisor::job`; `supervisor/README.md` has the rules.
 
 use std::time::Duration;
 

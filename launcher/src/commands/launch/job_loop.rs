@@ -6,19 +6,18 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use crate::cli::Options;
+use super::restart::{AttemptFailure, Decision, Restarts};
 use crate::error::{Error, Result, chain};
+use crate::event::{Channel, Event};
 use crate::output::Output;
 use crate::report::{self, FailureRecord, JobOutcome};
+use crate::settings::options::Options;
 use crate::settings::{Settings, variable};
 use crate::supervisor::attempt::{Attempt, AttemptOutcome, FinishedAttempt};
-use crate::supervisor::group::Notice;
 use crate::supervisor::job::Cause;
 use crate::supervisor::leftovers::LeftBehind;
-use crate::supervisor::restart::{AttemptFailure, Decision, Restarts};
-use crate::supervisor::signals::{self, Relay};
+use crate::supervisor::signals::Relay;
 use crate::supervisor::spawner::Spawner;
-use crate::supervisor::tool::Channel;
 use crate::text::list;
 
 /// A job: what all of its attempts have in common.
@@ -193,16 +192,16 @@ impl JobLoop<'_> {
         let new = Channel::new();
         self.relay.redirect(new.sender.clone());
         let until = Instant::now() + wait;
-        let asks = |notice| match notice {
-            Notice::Signal(signal) if signals::asks_to_end(signal) => Some(signal),
+        let asks = |event| match event {
+            Event::Signal(signal) => Some(signal),
             _ => None,
         };
-        if let Some(signal) = old.notices.try_iter().find_map(asks) {
+        if let Some(signal) = old.events.try_iter().find_map(asks) {
             return Err(Error::interrupted_restart(signal));
         }
         loop {
             let left = until.saturating_duration_since(Instant::now());
-            match new.notices.recv_timeout(left).map(asks) {
+            match new.events.recv_timeout(left).map(asks) {
                 Ok(Some(signal)) => return Err(Error::interrupted_restart(signal)),
                 Ok(None) => {}
                 Err(_) => return Ok(new),

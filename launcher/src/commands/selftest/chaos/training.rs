@@ -10,30 +10,30 @@ use accelerator_manifest::{FileName, Folder, Metadata, Role, VerifyLevel};
 use accelerator_plan::{BatchSize, Order, Plan, PlanConfig, PlannedBatch};
 use serde::{Deserialize, Serialize};
 
+use crate::commands::selftest::RankArgs;
+use crate::commands::selftest::rank::{Sabotage, apply_sabotage, print_line};
 use crate::error::BoxResult as Result;
-use crate::selftest::RankArgs;
-use crate::selftest::rank::{Sabotage, apply_sabotage, print_line};
 
 /// The number of steps of a run that is not disturbed.
-pub(in crate::selftest) const STEPS: u64 = EPOCHS * SAMPLES / BATCH;
+pub(in crate::commands::selftest) const STEPS: u64 = EPOCHS * SAMPLES / BATCH;
 
 /// After how many steps there is a checkpoint.
-pub(in crate::selftest) const SAVE_EVERY: u64 = 4;
+pub(in crate::commands::selftest) const SAVE_EVERY: u64 = 4;
 
 /// The collectives of a step.
-pub(in crate::selftest) const OPERATIONS: u64 = 3;
+pub(in crate::commands::selftest) const OPERATIONS: u64 = 3;
 
 /// Rank 0 prints this before the step that it begins with.
-pub(in crate::selftest) const BEGINS: &str = "begins with step";
+pub(in crate::commands::selftest) const BEGINS: &str = "begins with step";
 
 /// Rank 0 prints this before the number of each checkpoint that it writes.
-pub(in crate::selftest) const SAVES: &str = "saves checkpoint";
+pub(in crate::commands::selftest) const SAVES: &str = "saves checkpoint";
 
 /// The file with the final weights, as they are in memory.
-pub(in crate::selftest) const FINAL: &str = "final.bin";
+pub(in crate::commands::selftest) const FINAL: &str = "final.bin";
 
 /// The folder of the checkpoints.
-pub(in crate::selftest) const CHECKPOINTS: &str = "checkpoints";
+pub(in crate::commands::selftest) const CHECKPOINTS: &str = "checkpoints";
 
 const EPOCHS: u64 = 2;
 const SAMPLES: u64 = 96;
@@ -42,7 +42,7 @@ const RATE: f64 = 0.05;
 const SEED: u64 = 11;
 
 /// Trains below `folder` to the end.
-pub(in crate::selftest) fn run(arguments: &RankArgs, folder: &Path) -> Result<String> {
+pub(in crate::commands::selftest) fn run(arguments: &RankArgs, folder: &Path) -> Result<String> {
     accelerator_fault::check()?;
     let launch = Launch::from_env()?;
     let restart = launch.restart();

@@ -1,26 +1,30 @@
 //! A launch from its options to its exit code.
 
+mod job_loop;
+mod restart;
+
 use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use crate::cargo::Build;
-use crate::cli::Options;
 use crate::error::{Error, Result, chain};
-use crate::gpu::{GpuId, Gpus};
+use crate::event::Channel;
+use crate::gpu::id::GpuId;
 use crate::output::{Output, logs};
+use crate::settings::gpus::Gpus;
+use crate::settings::options::Options;
 use crate::settings::rank_env::RankEnv;
 use crate::settings::target::Target;
 use crate::settings::{Settings, variable};
 use crate::supervisor::attempt::Attempt;
-use crate::supervisor::job_loop::JobLoop;
 use crate::supervisor::shim::LivenessPipe;
 use crate::supervisor::signals::{self, Relay};
 use crate::supervisor::spawner::LocalSpawner;
-use crate::supervisor::tool::Channel;
 use crate::text::{columns, print};
 use crate::variables;
+use job_loop::JobLoop;
 
 /// Starts what `options` ask for with the script's own `arguments`, and waits until the job has ended.
 ///

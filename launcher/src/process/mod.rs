@@ -1,0 +1,82 @@
+//! Processes: starting, signalling and reaping one, how it ends, and the descendants of this one.
+
+pub(crate) mod descendants;
+mod local;
+
+use std::fmt::Debug;
+use std::fs::File;
+
+use rustix::process::Signal;
+
+pub(crate) use local::{Process, close, inherited, reap_orphans, spawn_with, wait_for_end};
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum End {
+    /// It exited with this code.
+    Code(i32),
+    /// It was killed by this signal.
+    Signal(i32),
+}
+
+impl End {
+    /// The exit code a shell would report: the code itself, or 128 + signal.
+    pub(crate) fn exit_code(self) -> u8 {
+        match self {
+            // The kernel keeps eight bits of an exit code.
+            Self::Code(code) => (code & 0xff) as u8,
+            Self::Signal(signal) => u8::try_from(128 + signal).unwrap_or(u8::MAX),
+        }
+    }
+
+    /// Whether it exited with code 0.
+    pub(crate) fn is_success(self) -> bool {
+        self == Self::Code(0)
+    }
+}
+
+impl std::fmt::Display for End {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Code(code) => write!(formatter, "exit code {code}"),
+            Self::Signal(signal) => match signal_hook::low_level::signal_name(*signal) {
+                Some(name) => write!(formatter, "killed by {name}"),
+                None => write!(formatter, "killed by signal {signal}"),
+            },
+        }
+    }
+}
+
+/// A rank that was started. Dropped before [`reap`](Self::reap), it is killed with the processes that it started.
+pub(crate) trait RankProcess: Debug {
+    /// Its process id on the host that it runs on.
+    fn pid(&self) -> i32;
+
+    /// Its process id where it runs on this machine.
+    fn local_pid(&self) -> Option<i32>;
+
+    /// Its standard output, once.
+    fn take_stdout(&mut self) -> Option<File>;
+
+    /// Its standard error, once.
+    fn take_stderr(&mut self) -> Option<File>;
+
+    /// A function that blocks until the rank has ended and returns how; another thread calls it. The rank is not
+    /// reaped.
+    fn waiter(&self) -> Box<dyn FnOnce() -> End + Send>;
+
+    /// Sends `signal` to the rank, if it has not been reaped.
+    fn signal(&self, signal: Signal);
+
+    /// Sends `signal` to the rank and to the processes of its group.
+    fn signal_group(&self, signal: Signal);
+
+    /// Whether any process of its group is left. Called after [`reap`](Self::reap).
+    fn has_group(&self) -> bool;
+
+    /// Frees what the system keeps of the rank, which has ended; processes that it started may go on.
+    fn reap(&mut self);
+
+    /// Gives the rank up, which did not end on SIGKILL: it is not touched any more.
+    fn abandon(&mut self);
+}
