@@ -76,7 +76,7 @@ impl Outbox {
         }
     }
 
-    /// Sends a sign of life, where nothing else is on its way that says as much.
+    /// Sends a heartbeat, unless another message is queued.
     pub(super) fn beat(self: &Arc<Self>, message: &[u8]) {
         let busy = self.backlog().writer == Writer::Busy;
         if !busy {
@@ -192,7 +192,7 @@ mod tests {
             say(number);
             number += 1;
         }
-        outbox.beat(b"no sign of life is needed");
+        outbox.beat(b"no heartbeat is needed");
         (0..3).for_each(|more| say(number + more));
         let mut heard = vec![0; said.len()];
         far.read_exact(&mut heard).unwrap();

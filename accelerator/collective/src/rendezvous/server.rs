@@ -17,8 +17,7 @@ use std::{
 
 use super::{
     StoreOptions,
-    address::reachable,
-    join::host_name,
+    address::{host_name, reachable},
     outbox,
     pending_handshakes::PendingHandshakes,
     registry::Registry,
@@ -222,7 +221,7 @@ impl Drop for StoreServer {
         self.shared.pending.clear();
         self.shared.rejected_handshakes.clear();
         self.shared.changed.notify_all();
-        // A last visitor wakes the thread that accepts. Should it not get through, the thread
+        // A last connection wakes the thread that accepts. Should it not get through, the thread
         // ends with the next one.
         let address = reachable(self.address);
         drop(TcpStream::connect_timeout(&address, Duration::from_secs(1)));
@@ -333,7 +332,7 @@ impl ServerState {
             }
             registry = match registry.state.due() {
                 Some(due) if due <= now => {
-                    // A sign of life may have come that its thread had no time to read.
+                    // A heartbeat may have come that its thread had no time to read.
                     for (rank, connection) in registry.state.silent(now) {
                         if registry.has_news(connection) {
                             let said = RankMessage::Heartbeat;

@@ -16,7 +16,7 @@ use crate::{
     sync::{Condvar, Mutex, MutexGuard},
     wire::{
         WireError,
-        message::{self, MAX_MESSAGE_RANKS, MAX_TEXT_BYTES, Message, Registration},
+        message::{self, MAX_MESSAGE_RANKS, MAX_TEXT_BYTES, Message},
         shorten,
     },
 };
@@ -204,19 +204,8 @@ impl fmt::Display for Store {
     }
 }
 
-/// Who a registered rank is, and why it is to blame.
-pub(super) fn culprit(rank: &Registration, cause: impl Into<String>) -> Culprit {
-    Culprit {
-        rank: rank.rank,
-        host: rank.host.clone(),
-        pid: Some(rank.pid),
-        cause: cause.into(),
-        certainty: Certainty::Settled,
-    }
-}
-
-/// Signs of life in both directions: when the next one is due, and for how long the other side
-/// has given none. Time in which this side itself was stopped does not count.
+/// Heartbeats in both directions: when the next one is due, and for how long nothing has come from the
+/// other side. Time in which this side itself was stopped does not count.
 #[derive(Debug)]
 pub(super) struct HeartbeatTimer {
     liveness: Duration,
@@ -244,12 +233,12 @@ impl HeartbeatTimer {
         self.expected.saturating_duration_since(now)
     }
 
-    /// The other side has given a sign of life.
+    /// Something has come from the other side.
     pub(super) fn heard(&mut self) {
         self.heard = Instant::now();
     }
 
-    /// Whether it is time for a sign of life, which is then taken to be given.
+    /// Whether a heartbeat is due, which is then taken to be sent.
     pub(super) fn is_due(&mut self) -> bool {
         let now = Instant::now();
         if now > self.expected + suspend_tolerance(self.liveness) {

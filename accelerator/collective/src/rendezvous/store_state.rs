@@ -39,7 +39,7 @@ pub(crate) struct StoreState {
     ranks: BTreeMap<usize, Participant>,
     /// When the first rank came.
     started: Option<Instant>,
-    /// When the ranks are next given a sign of life.
+    /// When the next heartbeat to the ranks is due.
     beat_at: Instant,
     /// What else happened, told when the rendezvous fails.
     notes: Vec<String>,

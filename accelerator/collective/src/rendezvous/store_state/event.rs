@@ -1,6 +1,6 @@
 //! What happens to a store, and what it does about it.
 
-use super::{Error, Registration, Report};
+use crate::{error::Error, rendezvous::Report, wire::message::Registration};
 
 /// Something that happens to a store.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ pub(crate) enum RankMessage {
 pub(crate) enum StoreAction {
     /// Says that the store closes in good order.
     CloseStore { connections: Vec<Connection> },
-    /// Gives a sign of life.
+    /// Sends a heartbeat.
     Beat { connections: Vec<Connection> },
     Refuse {
         connection: Connection,

@@ -3,7 +3,7 @@
 //! minute), and which finds a rank that sleeps for ever and memory that is written while it is read.
 //!
 //! The operations are those of `steps/mod.rs`: a rank writes what belongs to a step into its slot of
-//! the step's parity, raises its counter, and waits until all have taken the step.
+//! the step's parity, publishes its counter, and waits until all have taken the step.
 #![expect(unsafe_code, reason = "cells that loom checks")]
 #![expect(
     clippy::arc_with_non_send_sync,

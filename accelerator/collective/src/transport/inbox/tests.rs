@@ -16,7 +16,7 @@ fn deadline(sequence: u64) -> OpDeadline {
 }
 
 #[test]
-fn who_is_accused_is_gone_and_who_accuses_is_not() {
+fn who_is_blamed_is_gone_and_who_blames_is_not() {
     let inbox = Inbox::new(5);
     let abort = |rank: usize| {
         let peer = Peer {
@@ -32,7 +32,7 @@ fn who_is_accused_is_gone_and_who_accuses_is_not() {
     assert!(inbox.gone().is_empty());
     inbox.aborted(1, abort(2));
     assert_eq!(inbox.gone(), [2]);
-    // This rank, 0, is accused, and an error may name a rank that is none.
+    // This rank, 0, is blamed, and an error may name a rank that is none.
     inbox.aborted(1, abort(0));
     inbox.aborted(1, abort(9));
     inbox.aborted(3, abort(3));

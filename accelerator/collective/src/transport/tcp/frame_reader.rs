@@ -432,7 +432,7 @@ mod tests {
 
     /// Until it ends, so that whoever sends it can read what it is told.
     #[test]
-    fn what_follows_rubbish_is_taken_and_dropped() {
+    fn what_follows_garbage_is_taken_and_dropped() {
         let mut reader = reader();
         reader.source.0.push_back(frames()[0].clone());
         assert_eq!(reader.read_frames(), ReadOutcome::Frames);

@@ -16,7 +16,7 @@ pub(super) struct RoundClock {
 }
 
 impl Tcp {
-    /// One round: a sign of life on every idle link, then judgement on every silent one.
+    /// One round: a heartbeat on every idle link, then a check of every silent one.
     ///
     /// A process that was stopped, or kept from running, hears nothing meanwhile. Who comes late
     /// here does not count that time, and after more than a whole period judges nobody before

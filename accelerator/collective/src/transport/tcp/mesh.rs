@@ -298,7 +298,7 @@ impl Drop for Acceptor {
     fn drop(&mut self) {
         self.closed.store(true, Ordering::Release);
         self.pending.clear();
-        // A last visitor wakes the thread that accepts. Should it not get through, the thread
+        // A last connection wakes the thread that accepts. Should it not get through, the thread
         // ends with the next one.
         if let Ok(address) = self.listener.local_addr() {
             drop(TcpStream::connect_timeout(
@@ -340,7 +340,7 @@ impl InboundHandshake {
             let handshake = pending.enter(&stream);
             let visit = self.clone();
             let spawned = thread::Builder::new()
-                .name("mesh-visitor".to_owned())
+                .name("mesh-handshake".to_owned())
                 .stack_size(512 * 1024)
                 .spawn(move || {
                     if let Err(error) = visit.receive(stream, handshake) {

@@ -131,7 +131,7 @@ fn a_rank_that_is_given_up_is_told() {
 }
 
 /// A rank that computes for long while another one sends it more than it holds reads nothing
-/// meanwhile, signs of life included.
+/// meanwhile, heartbeats included.
 #[test]
 fn a_full_queue_is_no_silence() {
     const LEN: usize = 40_000_000;
@@ -166,9 +166,9 @@ fn a_full_queue_is_no_silence() {
     assert_eq!(whole, [true]);
 }
 
-/// Who did not run for a while accuses nobody of the silence that it slept through.
+/// Who did not run for a while blames nobody of the silence that it slept through.
 #[test]
-fn who_was_stopped_accuses_nobody() {
+fn who_was_stopped_blames_nobody() {
     let liveness = Duration::from_millis(800);
     let (tcp, mut other) = pair();
     show_life(std::slice::from_mut(&mut other));
