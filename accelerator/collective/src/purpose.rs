@@ -35,9 +35,11 @@ impl Purpose {
         std::str::from_utf8(&self.bytes[..usize::from(self.len)]).unwrap_or("?")
     }
 
-    /// The text as words, zeros behind it.
-    pub(crate) fn words(&self) -> [u64; Self::BOUND / size_of::<u64>()] {
-        bytemuck::cast(self.bytes)
+    /// The text as words, zeros behind it; nothing where there is no purpose.
+    pub(crate) fn words(&self) -> impl Iterator<Item = u64> {
+        let used = usize::from(self.len).next_multiple_of(size_of::<u64>());
+        let words = self.bytes[..used].as_chunks().0.iter();
+        words.map(|word| u64::from_le_bytes(*word))
     }
 
     /// The most bytes of a purpose.

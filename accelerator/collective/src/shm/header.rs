@@ -48,8 +48,8 @@ impl ShmHeader {
         words[1] = word(8..16);
         words[2] = sequence;
         words[3] = data.map_or(u64::MAX, |offset| offset as u64);
-        words[4] = mix(&fingerprint.purpose.words());
-        words[CHECK] = mix(&words[..CHECK]);
+        words[4] = mix(fingerprint.purpose.words());
+        words[CHECK] = mix(words[..CHECK].iter().copied());
         words[6] = word(16..24);
         for (target, source) in words[TEXTS..].iter_mut().zip(texts.chunks(8)) {
             let mut word = [0; 8];
@@ -72,7 +72,7 @@ impl ShmHeader {
     /// Reads what matters to ranks that agree; `None` where the check is wrong.
     pub(crate) fn read(&self) -> Option<HeaderDigest> {
         let words: [u64; CHECK + 1] = std::array::from_fn(|i| self.word(i));
-        if mix(&words[..CHECK]) != words[CHECK] {
+        if mix(words[..CHECK].iter().copied()) != words[CHECK] {
             return None;
         }
         Some(HeaderDigest::of(&words))
@@ -128,8 +128,8 @@ impl HeaderDigest {
 
 /// A check against accidents, not against forgery. It is taken several times in an operation of half a microsecond,
 /// of which a CRC-32 would be a fifth.
-fn mix(words: &[u64]) -> u64 {
-    words.iter().fold(SEED, |check, word| {
+fn mix(words: impl Iterator<Item = u64>) -> u64 {
+    words.fold(SEED, |check, word| {
         let mixed = (check ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         mixed ^ mixed >> 29
     })
