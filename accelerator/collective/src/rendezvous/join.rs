@@ -107,7 +107,7 @@ impl JoinAttempt<'_> {
         let _ = stream.set_nodelay(true);
         self.check_origin(&stream, until)?;
         let nonce = random().map_err(JoinError::Final)?;
-        self.say(
+        self.send(
             &stream,
             &Message::Hello {
                 nonce,
@@ -118,7 +118,7 @@ impl JoinAttempt<'_> {
                 },
             },
         )?;
-        let own = match self.hear(&stream, message::MAX_SHORT_BYTES, self.deadline)? {
+        let own = match self.receive(&stream, message::MAX_SHORT_BYTES, self.deadline)? {
             Message::Challenge {
                 nonce: own,
                 proof,
@@ -138,7 +138,7 @@ impl JoinAttempt<'_> {
             .key
             .as_ref()
             .map(|key| key.prove("rank", &[&own, &nonce, &body]));
-        self.say(&stream, &Message::Register { body, proof })?;
+        self.send(&stream, &Message::Register { body, proof })?;
         let (body, proof) = self.wait(&stream)?;
         let (ranks, secret) = self.read(&body, proof, &[nonce, own])?;
         Ok(Joined {
@@ -159,9 +159,9 @@ impl JoinAttempt<'_> {
         loop {
             let lost = |error: ReadError| JoinError::Lost(error.to_string());
             if Message::arrives(stream, Some(timer.pause())).map_err(lost)? {
-                timer.heard();
+                timer.on_received();
                 let due = Instant::now() + VERDICT_WAIT;
-                match self.hear(stream, message::MAX_TABLE_BYTES, due) {
+                match self.receive(stream, message::MAX_TABLE_BYTES, due) {
                     Ok(Message::Welcome { body, proof }) => return Ok((body, proof)),
                     Ok(Message::Waiting { missing, count }) => {
                         self.warn(started, &missing, count);
@@ -379,13 +379,13 @@ impl JoinAttempt<'_> {
         Ok((table.ranks, table.secret))
     }
 
-    fn say(&self, stream: &TcpStream, message: &Message) -> Result<(), JoinError> {
+    fn send(&self, stream: &TcpStream, message: &Message) -> Result<(), JoinError> {
         message
             .send(stream)
             .map_err(|error| JoinError::Again(error.to_string()))
     }
 
-    fn hear(
+    fn receive(
         &self,
         stream: &TcpStream,
         bound: usize,

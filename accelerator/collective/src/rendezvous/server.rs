@@ -149,7 +149,7 @@ impl StoreServer {
         }
         server.spawn("store-clock", {
             let shared = Arc::clone(&shared);
-            move || shared.keep_time()
+            move || shared.run_clock()
         })?;
         server.spawn("store", move || shared.accept(&listener))?;
         Ok(server)
@@ -267,16 +267,16 @@ impl ServerState {
     fn act(&self, registry: &Registry, action: StoreAction) {
         match action {
             StoreAction::CloseStore { connections } => {
-                registry.tell(&connections, &Message::StoreClosing);
+                registry.send(&connections, &Message::StoreClosing);
             }
-            StoreAction::Beat { connections } => {
+            StoreAction::Heartbeat { connections } => {
                 let message = Message::Heartbeat.encode();
                 for rank in registry.of(&connections) {
-                    rank.outbox.beat(&message);
+                    rank.outbox.heartbeat(&message);
                 }
             }
             StoreAction::Refuse { connection, error } => {
-                registry.tell(&[connection], &Message::Refused(WireError::new(&error)));
+                registry.send(&[connection], &Message::Refused(WireError::new(&error)));
             }
             StoreAction::Report(report) => {
                 if let Some(reports) = &registry.reports {
@@ -284,13 +284,13 @@ impl ServerState {
                     let _ = reports.send(report);
                 }
             }
-            StoreAction::Tell {
+            StoreAction::ReportMissing {
                 connection,
                 mut missing,
             } => {
                 let count = missing.len();
                 missing.truncate(message::MAX_MESSAGE_RANKS);
-                registry.tell(&[connection], &Message::Waiting { missing, count });
+                registry.send(&[connection], &Message::Waiting { missing, count });
             }
             StoreAction::ReportExit {
                 connections,
@@ -302,7 +302,7 @@ impl ServerState {
                     Severity::RankLost => Message::ExitNotice { rank, text },
                     Severity::ExitInfo => Message::ExitInfo { rank, text },
                 };
-                registry.tell(&connections, &message);
+                registry.send(&connections, &message);
             }
             StoreAction::Welcome { connections, ranks } => {
                 let body = message::to_bytes(&RankTable {
@@ -320,14 +320,13 @@ impl ServerState {
         }
     }
 
-    fn keep_time(&self) {
+    fn run_clock(&self) {
         let mut registry = self.registry();
         // When the clock should have been looked at.
         let mut expected = None;
         while !self.is_stopped() {
             let now = Instant::now();
-            let late = |by| expected.is_some_and(|at: Instant| now > at + by);
-            if registry.state.tolerance().is_some_and(late) {
+            if registry.state.was_suspended(expected, now) {
                 self.step_at(&mut registry, StoreInput::Suspended, now);
             }
             registry = match registry.state.due() {

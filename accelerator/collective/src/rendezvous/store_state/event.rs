@@ -45,7 +45,7 @@ pub(crate) enum StoreAction {
     /// Says that the store closes in good order.
     CloseStore { connections: Vec<Connection> },
     /// Sends a heartbeat.
-    Beat { connections: Vec<Connection> },
+    Heartbeat { connections: Vec<Connection> },
     Refuse {
         connection: Connection,
         error: Error,
@@ -53,7 +53,7 @@ pub(crate) enum StoreAction {
     /// Tells the process that hosts the store.
     Report(Report),
     /// Tells a rank whom it is waiting for.
-    Tell {
+    ReportMissing {
         connection: Connection,
         missing: Vec<usize>,
     },

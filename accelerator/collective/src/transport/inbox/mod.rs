@@ -98,7 +98,7 @@ impl Inbox {
         queue.bytes += chunk.weight();
         queue.chunks.push_back(chunk);
         let has_room = queue.bytes < QUEUE_BYTES;
-        self.tell(state);
+        self.notify(state);
         has_room
     }
 
@@ -128,7 +128,7 @@ impl Inbox {
         if kind == LeaveKind::Dropped {
             state.dropped.get_or_insert((rank, Instant::now()));
         }
-        self.tell(state);
+        self.notify(state);
     }
 
     /// Notes that a peer is gone without a word, unless it has sent a final message before.
@@ -151,7 +151,7 @@ impl Inbox {
         };
         state.blame(None, cause);
         self.has_failures.store(true, Ordering::Release);
-        self.tell(state);
+        self.notify(state);
     }
 
     /// Notes that a peer sends what the protocol does not allow.
@@ -160,7 +160,7 @@ impl Inbox {
         state.queues[rank].state = PeerState::Broken;
         state.blame(Some(0), FailureCause::Broke(rank, what));
         self.has_failures.store(true, Ordering::Release);
-        self.tell(state);
+        self.notify(state);
     }
 
     /// Notes that this rank cannot go on.
@@ -168,7 +168,7 @@ impl Inbox {
         let mut state = self.lock();
         state.blame(Some(0), FailureCause::Own(why.to_owned()));
         self.has_failures.store(true, Ordering::Release);
-        self.tell(state);
+        self.notify(state);
     }
 
     /// Notes that a peer has given up.
@@ -191,7 +191,7 @@ impl Inbox {
         };
         state.blame(Some(abort.sequence), cause);
         self.has_failures.store(true, Ordering::Release);
-        self.tell(state);
+        self.notify(state);
     }
 
     /// Notes for which rank this one waits, so that others do not take it for the cause.
@@ -319,7 +319,7 @@ impl Inbox {
         self.lock().closed
     }
 
-    fn tell(&self, mut state: MutexGuard<'_, InboxState>) {
+    fn notify(&self, mut state: MutexGuard<'_, InboxState>) {
         state.version += 1;
         let asleep = state.sleepers > 0;
         self.wake_poller(&mut state);

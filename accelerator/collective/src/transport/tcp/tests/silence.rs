@@ -14,9 +14,7 @@ use crate::{
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     group::ProcessGroup,
     reduce_op::ReduceOp,
-    transport::{
-        CHUNK, DataPlane, OpDeadline, OpPhase, OutgoingChunk, Tag, tcp::heartbeat_round::RoundClock,
-    },
+    transport::{CHUNK, DataPlane, OpDeadline, OpPhase, OutgoingChunk, Tag},
     wire::frame::{FrameKind, Head},
 };
 
@@ -177,17 +175,17 @@ fn who_was_stopped_blames_nobody() {
         assert!(Instant::now() < until, "nothing was heard");
         thread::sleep(Duration::from_millis(1));
     }
-    let mut clock = RoundClock::default();
-    tcp.round(&mut clock, liveness);
+    let mut due = None;
+    tcp.round(&mut due, liveness);
     // What a stopped process does.
     thread::sleep(3 * liveness);
     let woke = Instant::now();
-    let mut pause = tcp.round(&mut clock, liveness);
+    let mut pause = tcp.round(&mut due, liveness);
     assert!(tcp.inbox.is_present(1), "it was asleep itself");
     while tcp.inbox.is_present(1) {
         assert!(Instant::now() < until, "silence is never noticed");
         thread::sleep(pause);
-        pause = tcp.round(&mut clock, liveness);
+        pause = tcp.round(&mut due, liveness);
     }
     // The clocks count whole milliseconds.
     let least = liveness - Duration::from_millis(5);
@@ -199,7 +197,7 @@ fn who_was_stopped_blames_nobody() {
 fn who_was_stopped_and_given_up_knows_it() {
     let liveness = Duration::from_millis(100);
     let (tcp, other) = pair();
-    tcp.round(&mut RoundClock::default(), liveness);
+    tcp.round(&mut None, liveness);
     thread::sleep(5 * liveness);
     drop(other);
     let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
