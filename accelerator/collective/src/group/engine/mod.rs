@@ -1,5 +1,5 @@
-//! The algorithms over connections: `reduce` and `gather` hold them, `hosts` that over several
-//! hosts, here is what they share. Where all ranks share memory, operations go to `steps/`.
+//! The algorithms over connections: `reduce` and `gather`, `hierarchical` over several hosts, and here what they
+//! share. Where all ranks share memory, operations go through `shm_ops`.
 
 mod chunks;
 mod gather;
