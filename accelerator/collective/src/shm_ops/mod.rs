@@ -1,7 +1,7 @@
-//! Operations through memory that ranks share, step by step; see the README of [`shared`](crate::shared).
+//! Operations through memory that ranks share, step by step; see the README of [`shm`](crate::shm).
 #![expect(
     unsafe_code,
-    reason = "memory that other ranks write to has no references; see the README of `shared`"
+    reason = "memory that other ranks write to has no references; see the README of `shm`"
 )]
 
 mod gather;
