@@ -86,15 +86,15 @@ fn who_waits_for_another_is_not_the_one_that_is_missing() {
     let deadline = deadline(0);
     let roots = |missing: &[usize]| inbox.roots(missing.to_vec(), &deadline);
     assert_eq!(roots(&[1, 2]), [1, 2]);
-    inbox.waits(1, Some(2));
-    inbox.waits(2, Some(3));
+    inbox.note_waiting(1, Some(2));
+    inbox.note_waiting(2, Some(3));
     assert_eq!(roots(&[1, 2, 4]), [3, 4]);
-    inbox.waits(2, None);
+    inbox.note_waiting(2, None);
     assert_eq!(roots(&[1]), [2]);
     // A circle, one through this rank, and a rank that is none.
-    inbox.waits(2, Some(1));
-    inbox.waits(4, Some(0));
-    inbox.waits(3, Some(9));
+    inbox.note_waiting(2, Some(1));
+    inbox.note_waiting(4, Some(0));
+    inbox.note_waiting(3, Some(9));
     assert_eq!(roots(&[1, 4]), [1, 4]);
     assert_eq!(roots(&[3]), [3]);
 }
@@ -103,10 +103,10 @@ fn who_waits_for_another_is_not_the_one_that_is_missing() {
 #[test]
 fn for_whom_a_rank_waited_before_does_not_count() {
     let inbox = Inbox::new(3);
-    inbox.waits(2, Some(1));
+    inbox.note_waiting(2, Some(1));
     let deadline = deadline(0);
     assert_eq!(inbox.roots(vec![2], &deadline), [2]);
-    inbox.waits(2, Some(1));
+    inbox.note_waiting(2, Some(1));
     assert_eq!(inbox.roots(vec![2], &deadline), [1]);
 }
 

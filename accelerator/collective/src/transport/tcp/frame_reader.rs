@@ -295,9 +295,9 @@ impl<S: Read> FrameReader<S> {
             FrameKind::Heartbeat => {
                 self.liveness.set_peer_limit(head.index);
                 let heartbeat = Heartbeat::decode(head.sequence);
-                self.inbox.waits(rank, heartbeat.awaited);
+                self.inbox.note_waiting(rank, heartbeat.awaited);
                 if let Some(age) = heartbeat.active {
-                    self.inbox.works(rank, age);
+                    self.inbox.note_activity(rank, age);
                 }
                 return Ok(());
             }
