@@ -140,7 +140,7 @@ impl<'a> GatherLayout<'a> {
     }
 }
 
-/// A declaration of so many fits one step in shared memory.
+/// The offsets of so many fit one step in shared memory.
 const MOST_BUFFERS: usize = (SHM_CHUNK - size_of::<Digest>()) / size_of::<u64>();
 
 /// The error of an operation whose ranks pass different slices. It is the same on every rank.

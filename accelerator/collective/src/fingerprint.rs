@@ -412,7 +412,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn rubbish_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn garbage_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             let _ = CollectiveFingerprint::decode(&bytes);
         }
     }

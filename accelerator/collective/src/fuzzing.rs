@@ -265,8 +265,8 @@ impl DataPlane for FuzzWire {
     }
 
     fn send(&self, _: usize, chunk: OutgoingChunk<'_>, _: &mut OpDeadline) -> Result<()> {
-        let declaration = chunk.fingerprint.map(|fingerprint| fingerprint.encode());
-        let preamble = match &declaration {
+        let encoded = chunk.fingerprint.map(|fingerprint| fingerprint.encode());
+        let preamble = match &encoded {
             Some((bytes, len)) => &bytes[..*len],
             None => &[],
         };

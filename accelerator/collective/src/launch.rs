@@ -205,7 +205,7 @@ impl Launch {
         .launch()
     }
 
-    /// After how long without a sign of life a rank counts as lost, where the environment says
+    /// After how long without a heartbeat a rank counts as lost, where the environment says
     /// (`ACCEL_LIVENESS_TIMEOUT`, in seconds).
     ///
     /// ```

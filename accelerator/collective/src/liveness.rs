@@ -1,10 +1,10 @@
 //! The policy of liveness: how often heartbeats are sent, how long a peer may be silent, and when this process takes itself
 //! for suspended.
 //!
-//! Three loops follow it: the heartbeats of the mesh (`transport/tcp/heartbeat_round.rs`), a rank's connection to the store
+//! Three loops follow it, and find by it that they were suspended: the heartbeats of the mesh (`transport/tcp/heartbeat_round.rs`), a rank's connection to the store
 //! (`rendezvous/store_client.rs`), and the clock of the store (`rendezvous/store_state/clock.rs`).
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How often a rank and the store send each other a heartbeat while the ranks meet: four times in a liveness timeout, and
 /// four times a second at least.
@@ -18,10 +18,15 @@ pub(crate) fn mesh_interval(timeout: Duration) -> Duration {
     (timeout / 4).clamp(Duration::from_millis(50), Duration::from_secs(1)) / 2
 }
 
-/// How late a loop may run before it takes the process for suspended: stopped, or kept from running. It then blames no
-/// peer for the silence of that time.
-pub(crate) fn suspend_tolerance(timeout: Duration) -> Duration {
-    timeout / 4
+/// How late a loop runs that wanted to run when it was `due`, where that is so late that the process was suspended:
+/// stopped, or kept from running. It then blames no peer for the silence of that time.
+pub(crate) fn suspended_for(
+    due: Option<Instant>,
+    now: Instant,
+    timeout: Duration,
+) -> Option<Duration> {
+    let late = now.saturating_duration_since(due?);
+    (late > timeout / 4).then_some(late)
 }
 
 /// A timeout within reason.

@@ -94,7 +94,7 @@ fn lengths_beyond_the_bounds_are_refused_before_memory_is_taken() {
 #[test]
 fn bytes_that_are_no_frames_are_refused() {
     for seed in 500..508 {
-        play(Some(Damage::new(seed, What::Rubbish))).assert_noticed();
+        play(Some(Damage::new(seed, What::Garbage))).assert_noticed();
     }
 }
 
@@ -111,7 +111,7 @@ enum What {
     Flip,
     Flood,
     Oversize,
-    Rubbish,
+    Garbage,
     Swap,
     Truncate,
 }
@@ -173,12 +173,12 @@ impl Damage {
                 let seal = crc32fast::hash(&bytes[..32]);
                 bytes[32..36].copy_from_slice(&seal.to_le_bytes());
             }
-            What::Rubbish => {
-                let rubbish = self.place.to_le_bytes().repeat(20);
-                bytes.splice(0..0, rubbish);
+            What::Garbage => {
+                let garbage = self.place.to_le_bytes().repeat(20);
+                bytes.splice(0..0, garbage);
             }
             What::Flood => {
-                // The same declaration again, without data, as fast as it goes.
+                // The same header again, without data, as fast as it goes.
                 let preamble = u32::from_le_bytes(bytes[20..24].try_into().unwrap()) as usize;
                 let preamble = bytes[HEAD..HEAD + preamble].to_vec();
                 let mut empty = bytes[..HEAD].to_vec();

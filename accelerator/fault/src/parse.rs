@@ -198,7 +198,7 @@ mod tests {
         }
 
         #[test]
-        fn rubbish_never_panics(text in "[a-z0-9=; -]{0,60}") {
+        fn garbage_never_panics(text in "[a-z0-9=; -]{0,60}") {
             let _ = text.parse::<FaultPlan>();
         }
     }

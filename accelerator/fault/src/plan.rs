@@ -72,7 +72,7 @@ pub enum Point {
     /// At the collective with this sequence number, when the rank has declared it and sent its
     /// first data.
     Operation(u64),
-    /// Within the collective with this sequence number: behind its declaration and its first data,
+    /// Within the collective with this sequence number: behind its header and its first chunk,
     /// before the rank shows or sends more. A collective that ends with its first data has no such
     /// place.
     Within(u64),

@@ -7,8 +7,8 @@ use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use crate::checkpoint_name::parse_name;
 use crate::error::{Error, Kind, Result};
-use crate::folder::parse_name;
 use crate::hash::ContentHash;
 use crate::manifest::{FileEntry, Manifest};
 use crate::name::{FileName, MANIFEST};
@@ -450,7 +450,7 @@ impl Read for VerifiedReader {
             return Ok(0);
         }
         let message = if self.bytes != self.expected.bytes {
-            size_message(&self.path, self.expected.bytes, self.bytes)
+            tree::size_message(&self.path, self.expected.bytes, self.bytes)
         } else {
             let found = ContentHash::from(self.hash.finalize());
             if found == self.expected.blake3 {
@@ -465,18 +465,6 @@ impl Read for VerifiedReader {
         let error = Error::new(Kind::Corrupt, message);
         Err(io::Error::new(io::ErrorKind::InvalidData, error))
     }
-}
-
-pub(crate) fn size_message(path: &Path, expected: u64, found: u64) -> String {
-    let what = if found < expected {
-        "cut off"
-    } else {
-        "too long"
-    };
-    format!(
-        "{} is {what}: expected {expected} bytes, found {found}",
-        path.display()
-    )
 }
 
 fn read_manifest(root: &Path) -> Result<Manifest> {

@@ -44,6 +44,7 @@ pub use name::FileName;
 pub use staged::StagedFolder;
 
 mod checkpoint;
+mod checkpoint_name;
 mod draft;
 mod error;
 mod folder;

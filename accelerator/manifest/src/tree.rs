@@ -4,7 +4,6 @@ use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 
-use crate::checkpoint::size_message;
 use crate::error::{Error, Kind, Result};
 use crate::manifest::Manifest;
 use crate::name::{FileName, MANIFEST};
@@ -62,6 +61,19 @@ pub(crate) fn expect_file(root: &Path, name: &FileName, bytes: u64) -> Result<Fi
         return Err(Error::new(Kind::Corrupt, size_message(&path, bytes, found)));
     }
     Ok(file)
+}
+
+/// What is wrong with the length of a file.
+pub(crate) fn size_message(path: &Path, expected: u64, found: u64) -> String {
+    let what = if found < expected {
+        "cut off"
+    } else {
+        "too long"
+    };
+    format!(
+        "{} is {what}: expected {expected} bytes, found {found}",
+        path.display()
+    )
 }
 
 /// A folder of a checkpoint, and not a link to one.

@@ -103,7 +103,7 @@ impl GroupOptions {
         }
     }
 
-    /// After how long without a sign of life a rank is lost: stopped, swapped out, or cut off
+    /// After how long without a heartbeat a rank is lost: stopped, swapped out, or cut off
     /// from the network. A rank that lives shows it, however busy it is; one that is merely slow
     /// has the [progress timeout](Self::with_progress_timeout). Below a second, a loaded machine
     /// may make ranks look dead; less than 0.1 seconds is refused. Threads of one process
@@ -142,7 +142,7 @@ impl GroupOptions {
         self.busy_timeout
     }
 
-    /// After how long without a sign of life a rank is lost.
+    /// After how long without a heartbeat a rank is lost.
     pub fn liveness_timeout(&self) -> Duration {
         self.liveness_timeout.unwrap_or(DEFAULT_LIVENESS)
     }

@@ -31,7 +31,7 @@ pub(super) fn install_hook(rank_state: &Arc<RankState>) {
         panic::set_hook(Box::new(move |info| {
             let text = describe(info);
             if cfg!(panic = "abort") {
-                tell(&text);
+                report_panic(&text);
             }
             // The memory of a thread that is ending may be gone.
             let _ = LAST_PANIC.try_with(|said| {
@@ -69,7 +69,7 @@ fn describe(info: &PanicHookInfo<'_>) -> String {
 
 /// Lets every rank of the process tell that it is lost, within a moment: the panicking thread
 /// may hold what another thread needs for that.
-fn tell(text: &str) {
+fn report_panic(text: &str) {
     let ranks: Vec<Weak<RankState>> = match RANKS.try_lock() {
         Some(ranks) => ranks.clone(),
         None => return,

@@ -11,7 +11,7 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 #[derive(Debug, Default)]
 pub(crate) struct TicketLock {
     state: Mutex<TicketState>,
-    on_progress: Condvar,
+    changed: Condvar,
 }
 
 impl TicketLock {
@@ -33,7 +33,7 @@ impl TicketLock {
         if state.serving != number {
             state.waiting += 1;
             let waited = self
-                .on_progress
+                .changed
                 .wait_while(state, |state| state.serving != number);
             state = waited;
             state.waiting -= 1;
@@ -56,7 +56,7 @@ impl TicketLock {
         let mut state = self.lock();
         state.waiting += 1;
         let waited = self
-            .on_progress
+            .changed
             .wait_timeout_while(state, pause, |state| state.serving != state.next);
         let mut state = waited;
         state.waiting -= 1;
@@ -79,7 +79,7 @@ impl TicketLock {
         drop(state);
         // The system is asked only where somebody waits: it takes longer than a small operation.
         if awaited {
-            self.on_progress.notify_all();
+            self.changed.notify_all();
         }
     }
 

@@ -6,7 +6,7 @@ use super::{Reader, invalid};
 use crate::error::Result;
 
 /// Where a process may learn its place from.
-pub(super) enum Source {
+pub(super) enum EnvSource {
     /// A launcher whose variables tell each process its place.
     Supported(PlaceVariables),
     /// A launcher that is not supported. Where it has started several processes, each would train alone.
@@ -41,37 +41,37 @@ pub(super) enum Evidence {
 }
 
 /// All sources. Supported ones come first; of the others the innermost, whose variables count where several are set.
-static SOURCES: [Source; 7] = [
+static SOURCES: [EnvSource; 7] = [
     // accel-launch and torchrun.
-    Source::Supported(PlaceVariables {
+    EnvSource::Supported(PlaceVariables {
         rank: "RANK",
         world_size: "WORLD_SIZE",
         local_rank: "LOCAL_RANK",
         local_world_size: "LOCAL_WORLD_SIZE",
     }),
     // The settings of torchrun in Kubernetes' operators, where torchrun itself was not started.
-    Source::Refused {
+    EnvSource::Refused {
         launcher: "torchrun",
         evidence: Evidence::Counts(&["PET_NNODES", "PET_NPROC_PER_NODE"]),
     },
-    Source::Refused {
+    EnvSource::Refused {
         launcher: "Open MPI",
         evidence: Evidence::SizeAndRank("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     },
-    Source::Refused {
+    EnvSource::Refused {
         launcher: "an MPI launcher (PMI)",
         evidence: Evidence::SizeAndRank("PMI_SIZE", "PMI_RANK"),
     },
     // The body of a batch script is in no step, and so is alone.
-    Source::Refused {
+    EnvSource::Refused {
         launcher: "Slurm",
         evidence: Evidence::SizeAndRank("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     },
-    Source::Refused {
+    EnvSource::Refused {
         launcher: "an MPI launcher (PMI)",
         evidence: Evidence::Rank("PMI_ID"),
     },
-    Source::Refused {
+    EnvSource::Refused {
         launcher: "PMIx",
         evidence: Evidence::Rank("PMIX_RANK"),
     },
@@ -80,8 +80,8 @@ static SOURCES: [Source; 7] = [
 /// The variables of the launchers that are supported.
 pub(super) fn supported() -> impl Iterator<Item = &'static PlaceVariables> {
     SOURCES.iter().filter_map(|source| match source {
-        Source::Supported(place) => Some(place),
-        Source::Refused { .. } => None,
+        EnvSource::Supported(place) => Some(place),
+        EnvSource::Refused { .. } => None,
     })
 }
 
@@ -110,7 +110,7 @@ impl<F: Fn(&str) -> Option<String>> Reader<F> {
     /// The launcher whose job may have several processes, and the variables that show it.
     fn job(&self) -> Result<Option<(&'static str, Vec<&'static str>)>> {
         for source in &SOURCES {
-            let Source::Refused { launcher, evidence } = source else {
+            let EnvSource::Refused { launcher, evidence } = source else {
                 continue;
             };
             match *evidence {

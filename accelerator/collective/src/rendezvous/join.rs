@@ -10,7 +10,7 @@ use std::{
 
 use super::{
     Rendezvous, Security, StoreHost,
-    address::any_like,
+    address::{any_like, host_name},
     locality::boot_id,
     peer_origin::PeerOrigin,
     store_client::{HeartbeatTimer, Store},
@@ -35,7 +35,7 @@ pub(super) struct JoinAttempt<'a> {
     pub(super) key: Option<Key>,
     pub(super) deadline: Instant,
     pub(super) patience: Duration,
-    /// After how long without a sign of life somebody is lost.
+    /// After how long without a heartbeat somebody is lost.
     pub(super) liveness: Duration,
     /// The transport that this rank was asked to use.
     pub(super) transport: TransportKind,
@@ -107,7 +107,7 @@ impl JoinAttempt<'_> {
         let _ = stream.set_nodelay(true);
         self.check_origin(&stream, until)?;
         let nonce = random().map_err(JoinError::Final)?;
-        self.say(
+        self.send(
             &stream,
             &Message::Hello {
                 nonce,
@@ -118,7 +118,7 @@ impl JoinAttempt<'_> {
                 },
             },
         )?;
-        let own = match self.hear(&stream, message::MAX_SHORT_BYTES, self.deadline)? {
+        let own = match self.receive(&stream, message::MAX_SHORT_BYTES, self.deadline)? {
             Message::Challenge {
                 nonce: own,
                 proof,
@@ -138,7 +138,7 @@ impl JoinAttempt<'_> {
             .key
             .as_ref()
             .map(|key| key.prove("rank", &[&own, &nonce, &body]));
-        self.say(&stream, &Message::Register { body, proof })?;
+        self.send(&stream, &Message::Register { body, proof })?;
         let (body, proof) = self.wait(&stream)?;
         let (ranks, secret) = self.read(&body, proof, &[nonce, own])?;
         Ok(Joined {
@@ -149,7 +149,7 @@ impl JoinAttempt<'_> {
         })
     }
 
-    /// Waits for the table, with signs of life in both directions.
+    /// Waits for the table, with heartbeats in both directions.
     fn wait(&self, stream: &TcpStream) -> Result<(Vec<u8>, Option<[u8; 32]>), JoinError> {
         let started = Instant::now();
         // The store answers at its deadline at the latest, which is not after this rank's; the
@@ -159,9 +159,9 @@ impl JoinAttempt<'_> {
         loop {
             let lost = |error: ReadError| JoinError::Lost(error.to_string());
             if Message::arrives(stream, Some(timer.pause())).map_err(lost)? {
-                timer.heard();
+                timer.on_received();
                 let due = Instant::now() + VERDICT_WAIT;
-                match self.hear(stream, message::MAX_TABLE_BYTES, due) {
+                match self.receive(stream, message::MAX_TABLE_BYTES, due) {
                     Ok(Message::Welcome { body, proof }) => return Ok((body, proof)),
                     Ok(Message::Waiting { missing, count }) => {
                         self.warn(started, &missing, count);
@@ -379,13 +379,13 @@ impl JoinAttempt<'_> {
         Ok((table.ranks, table.secret))
     }
 
-    fn say(&self, stream: &TcpStream, message: &Message) -> Result<(), JoinError> {
+    fn send(&self, stream: &TcpStream, message: &Message) -> Result<(), JoinError> {
         message
             .send(stream)
             .map_err(|error| JoinError::Again(error.to_string()))
     }
 
-    fn hear(
+    fn receive(
         &self,
         stream: &TcpStream,
         bound: usize,
@@ -435,19 +435,6 @@ enum JoinError {
     Final(Error),
     /// The store was there and is gone; it may come again soon.
     Lost(String),
-}
-
-/// The name of this host, for messages.
-pub(super) fn host_name() -> String {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname");
-    let name = name.or_else(|_| std::env::var("HOSTNAME"));
-    let mut name = name.unwrap_or_default().trim().to_owned();
-    let end = name.char_indices().nth(64).map_or(name.len(), |(at, _)| at);
-    name.truncate(end);
-    match name.is_empty() {
-        true => "an unnamed host".to_owned(),
-        false => name,
-    }
 }
 
 pub(super) const RETRY: Duration = Duration::from_millis(50);

@@ -76,8 +76,8 @@ impl Outbox {
         }
     }
 
-    /// Sends a sign of life, where nothing else is on its way that says as much.
-    pub(super) fn beat(self: &Arc<Self>, message: &[u8]) {
+    /// Sends a heartbeat, unless another message is queued.
+    pub(super) fn heartbeat(self: &Arc<Self>, message: &[u8]) {
         let busy = self.backlog().writer == Writer::Busy;
         if !busy {
             self.push(message);
@@ -192,14 +192,14 @@ mod tests {
             say(number);
             number += 1;
         }
-        outbox.beat(b"no sign of life is needed");
+        outbox.heartbeat(b"no heartbeat is needed");
         (0..3).for_each(|more| say(number + more));
         let mut heard = vec![0; said.len()];
         far.read_exact(&mut heard).unwrap();
         assert!(heard == said);
         outbox.flush(Instant::now() + Duration::from_secs(30));
         assert!(!is_busy(&outbox));
-        outbox.beat(b"beat");
+        outbox.heartbeat(b"beat");
         let mut beat = [0; 4];
         far.read_exact(&mut beat).unwrap();
         assert_eq!(&beat, b"beat");

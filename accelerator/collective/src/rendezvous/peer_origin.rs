@@ -137,8 +137,8 @@ mod tests {
         assert_eq!(user(8082), Some(1002));
         assert_eq!(user(8083), None);
         assert_eq!(user(8084), None, "its process has closed it");
-        for rubbish in ["", "x", "0100007F:", "0100007:1F90", "é100007F:1F90"] {
-            assert_eq!(address(rubbish), None);
+        for garbage in ["", "x", "0100007F:", "0100007:1F90", "é100007F:1F90"] {
+            assert_eq!(address(garbage), None);
         }
     }
 

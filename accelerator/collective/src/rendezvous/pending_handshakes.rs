@@ -21,7 +21,7 @@ impl PendingHandshakes {
     /// How long a handshake may take to say who it is.
     pub(crate) const TIMEOUT: Duration = Duration::from_secs(10);
 
-    /// A pending for so many map, at least one.
+    /// Room for so many connections, at least one.
     pub(crate) fn new(limit: usize) -> Arc<Self> {
         Arc::new(Self {
             limit: limit.max(1),
@@ -47,7 +47,7 @@ impl PendingHandshakes {
         }
     }
 
-    /// Sends everybody away.
+    /// Closes all of them.
     pub(crate) fn clear(&self) {
         for (_, stream) in std::mem::take(&mut self.map().present) {
             // The other end may be gone already.

@@ -40,7 +40,7 @@ impl Registry {
         poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
     }
 
-    pub(super) fn tell(&self, connections: &[Connection], message: &Message) {
+    pub(super) fn send(&self, connections: &[Connection], message: &Message) {
         let message = message.encode();
         for rank in self.of(connections) {
             rank.outbox.push(&message);

@@ -17,8 +17,7 @@ use std::{
 
 use super::{
     StoreOptions,
-    address::reachable,
-    join::host_name,
+    address::{host_name, reachable},
     outbox,
     pending_handshakes::PendingHandshakes,
     registry::Registry,
@@ -150,7 +149,7 @@ impl StoreServer {
         }
         server.spawn("store-clock", {
             let shared = Arc::clone(&shared);
-            move || shared.keep_time()
+            move || shared.run_clock()
         })?;
         server.spawn("store", move || shared.accept(&listener))?;
         Ok(server)
@@ -222,7 +221,7 @@ impl Drop for StoreServer {
         self.shared.pending.clear();
         self.shared.rejected_handshakes.clear();
         self.shared.changed.notify_all();
-        // A last visitor wakes the thread that accepts. Should it not get through, the thread
+        // A last connection wakes the thread that accepts. Should it not get through, the thread
         // ends with the next one.
         let address = reachable(self.address);
         drop(TcpStream::connect_timeout(&address, Duration::from_secs(1)));
@@ -268,16 +267,16 @@ impl ServerState {
     fn act(&self, registry: &Registry, action: StoreAction) {
         match action {
             StoreAction::CloseStore { connections } => {
-                registry.tell(&connections, &Message::StoreClosing);
+                registry.send(&connections, &Message::StoreClosing);
             }
-            StoreAction::Beat { connections } => {
+            StoreAction::Heartbeat { connections } => {
                 let message = Message::Heartbeat.encode();
                 for rank in registry.of(&connections) {
-                    rank.outbox.beat(&message);
+                    rank.outbox.heartbeat(&message);
                 }
             }
             StoreAction::Refuse { connection, error } => {
-                registry.tell(&[connection], &Message::Refused(WireError::new(&error)));
+                registry.send(&[connection], &Message::Refused(WireError::new(&error)));
             }
             StoreAction::Report(report) => {
                 if let Some(reports) = &registry.reports {
@@ -285,13 +284,13 @@ impl ServerState {
                     let _ = reports.send(report);
                 }
             }
-            StoreAction::Tell {
+            StoreAction::ReportMissing {
                 connection,
                 mut missing,
             } => {
                 let count = missing.len();
                 missing.truncate(message::MAX_MESSAGE_RANKS);
-                registry.tell(&[connection], &Message::Waiting { missing, count });
+                registry.send(&[connection], &Message::Waiting { missing, count });
             }
             StoreAction::ReportExit {
                 connections,
@@ -303,7 +302,7 @@ impl ServerState {
                     Severity::RankLost => Message::ExitNotice { rank, text },
                     Severity::ExitInfo => Message::ExitInfo { rank, text },
                 };
-                registry.tell(&connections, &message);
+                registry.send(&connections, &message);
             }
             StoreAction::Welcome { connections, ranks } => {
                 let body = message::to_bytes(&RankTable {
@@ -321,19 +320,18 @@ impl ServerState {
         }
     }
 
-    fn keep_time(&self) {
+    fn run_clock(&self) {
         let mut registry = self.registry();
         // When the clock should have been looked at.
         let mut expected = None;
         while !self.is_stopped() {
             let now = Instant::now();
-            let late = |by| expected.is_some_and(|at: Instant| now > at + by);
-            if registry.state.tolerance().is_some_and(late) {
+            if registry.state.was_suspended(expected, now) {
                 self.step_at(&mut registry, StoreInput::Suspended, now);
             }
             registry = match registry.state.due() {
                 Some(due) if due <= now => {
-                    // A sign of life may have come that its thread had no time to read.
+                    // A heartbeat may have come that its thread had no time to read.
                     for (rank, connection) in registry.state.silent(now) {
                         if registry.has_news(connection) {
                             let said = RankMessage::Heartbeat;

@@ -12,11 +12,11 @@ use std::{
 use super::{StoreHost, StoreServer, store_state::RankMessage};
 use crate::{
     error::{Certainty, Culprit, Error, Kind, Result, Seconds},
-    liveness::{store_interval, suspend_tolerance},
+    liveness::{store_interval, suspended_for},
     sync::{Condvar, Mutex, MutexGuard},
     wire::{
         WireError,
-        message::{self, MAX_MESSAGE_RANKS, MAX_TEXT_BYTES, Message, Registration},
+        message::{self, MAX_MESSAGE_RANKS, MAX_TEXT_BYTES, Message},
         shorten,
     },
 };
@@ -94,7 +94,7 @@ impl StoreClient {
             !known.connected && known.connect_failure.is_some()
         };
         if !told {
-            self.say(
+            self.send(
                 RankMessage::ReportFailure(error.clone()),
                 &Message::ReportFailure(WireError::bounded(
                     error,
@@ -120,14 +120,14 @@ impl StoreClient {
 
     /// Tells the store that this rank leaves in good order.
     pub(crate) fn leave(&self) {
-        self.say(RankMessage::Leave, &Message::Leave);
+        self.send(RankMessage::Leave, &Message::Leave);
     }
 
     /// Tells the store that this rank is connected to all others. From here on the store judges
     /// nobody, and its end means nothing.
     pub(crate) fn connected(&self) {
         self.0.connection.known().connected = true;
-        self.say(RankMessage::Connected, &Message::Connected);
+        self.send(RankMessage::Connected, &Message::Connected);
     }
 
     /// Why the ranks cannot become connected, as far as the store knows.
@@ -141,7 +141,7 @@ impl StoreClient {
         let _ = self.0.connection.stream.shutdown(Shutdown::Both);
     }
 
-    fn say(&self, said: RankMessage, message: &Message) {
+    fn send(&self, said: RankMessage, message: &Message) {
         match &self.0.server {
             // What this rank says last must be known before its store ends.
             Some(server) => server.said(self.0.rank, said),
@@ -204,19 +204,8 @@ impl fmt::Display for Store {
     }
 }
 
-/// Who a registered rank is, and why it is to blame.
-pub(super) fn culprit(rank: &Registration, cause: impl Into<String>) -> Culprit {
-    Culprit {
-        rank: rank.rank,
-        host: rank.host.clone(),
-        pid: Some(rank.pid),
-        cause: cause.into(),
-        certainty: Certainty::Settled,
-    }
-}
-
-/// Signs of life in both directions: when the next one is due, and for how long the other side
-/// has given none. Time in which this side itself was stopped does not count.
+/// Heartbeats in both directions: when the next one is due, and for how long nothing has come from the
+/// other side. Time in which this side itself was stopped does not count.
 #[derive(Debug)]
 pub(super) struct HeartbeatTimer {
     liveness: Duration,
@@ -244,15 +233,15 @@ impl HeartbeatTimer {
         self.expected.saturating_duration_since(now)
     }
 
-    /// The other side has given a sign of life.
-    pub(super) fn heard(&mut self) {
+    /// Something has come from the other side.
+    pub(super) fn on_received(&mut self) {
         self.heard = Instant::now();
     }
 
-    /// Whether it is time for a sign of life, which is then taken to be given.
+    /// Whether a heartbeat is due, which is then taken to be sent.
     pub(super) fn is_due(&mut self) -> bool {
         let now = Instant::now();
-        if now > self.expected + suspend_tolerance(self.liveness) {
+        if suspended_for(Some(self.expected), now, self.liveness).is_some() {
             self.heard = now;
         }
         let due = now >= self.next();
@@ -339,7 +328,7 @@ impl StoreConnection {
                         Ok(message) => self.take(message),
                         Err(_) => break,
                     }
-                    timer.heard();
+                    timer.on_received();
                 }
                 Ok(false) => {}
                 Err(_) => break,
@@ -353,7 +342,7 @@ impl StoreConnection {
             if self.store.host == StoreHost::Rank0
                 && let Some(silence) = timer.silence()
             {
-                self.judge(format_args!("has been silent for {}", Seconds(silence)));
+                self.store_failed(format_args!("has been silent for {}", Seconds(silence)));
             }
         }
         {
@@ -362,7 +351,7 @@ impl StoreConnection {
                 known.end = ConnectionEnd::Broken;
             }
         }
-        self.judge(format_args!("is gone"));
+        self.store_failed(format_args!("is gone"));
     }
 
     fn take(&self, message: Message) {
@@ -394,7 +383,7 @@ impl StoreConnection {
     }
 
     /// The store does not do its part; that matters until the ranks are connected.
-    fn judge(&self, what: fmt::Arguments<'_>) {
+    fn store_failed(&self, what: fmt::Arguments<'_>) {
         {
             let mut known = self.known();
             if !known.connected && known.end != ConnectionEnd::StoreClosing {

@@ -13,7 +13,7 @@ use std::{
 use super::{FailureReport, Report, locality::local_places};
 use crate::{
     error::{Error, Kind, list_ranks},
-    liveness::{MAX_TIMEOUT, bounded, suspend_tolerance},
+    liveness::{MAX_TIMEOUT, bounded, suspended_for},
     wire::message::Registration,
 };
 
@@ -39,8 +39,8 @@ pub(crate) struct StoreState {
     ranks: BTreeMap<usize, Participant>,
     /// When the first rank came.
     started: Option<Instant>,
-    /// When the ranks are next given a sign of life.
-    beat_at: Instant,
+    /// When the next heartbeat to the ranks is due.
+    heartbeat_at: Instant,
     /// What else happened, told when the rendezvous fails.
     notes: Vec<String>,
     /// Whether the ranks got the table.
@@ -54,7 +54,7 @@ impl StoreState {
             world_size,
             ranks: BTreeMap::new(),
             started: None,
-            beat_at: Instant::now(),
+            heartbeat_at: Instant::now(),
             notes: Vec::new(),
             complete: false,
             phase: Phase::Gathering,
@@ -74,7 +74,7 @@ impl StoreState {
             StoreInput::Said { rank, said } => self.said(rank, said, now),
             StoreInput::Rejected { note } => self.rejected(note),
             StoreInput::ExitNotice { rank, text } => self.exit_notice(rank, text, now),
-            StoreInput::Tick => self.judge(now),
+            StoreInput::Tick => self.on_tick(now),
         }
     }
 
@@ -91,14 +91,14 @@ impl StoreState {
                 self.loss_at(participant),
             ]
         });
-        let beat = (!self.ranks.is_empty()).then_some(self.beat_at);
+        let beat = (!self.ranks.is_empty()).then_some(self.heartbeat_at);
         each.chain([beat]).flatten().min()
     }
 
-    /// How late [`StoreInput::Tick`] may come before it must be preceded by [`StoreInput::Suspended`].
-    pub(crate) fn tolerance(&self) -> Option<Duration> {
+    /// Whether [`StoreInput::Tick`], which was `due`, comes so late that [`StoreInput::Suspended`] must precede it.
+    pub(crate) fn was_suspended(&self, due: Option<Instant>, now: Instant) -> bool {
         let judging = self.is_meeting() && !self.ranks.is_empty();
-        judging.then(|| suspend_tolerance(self.liveness()))
+        judging && suspended_for(due, now, self.liveness()).is_some()
     }
 
     /// The ranks that the next [`StoreInput::Tick`] finds silent, with their connections.
@@ -149,7 +149,7 @@ impl StoreState {
         }
         if self.ranks.is_empty() {
             self.started.get_or_insert(now);
-            self.beat_at = now;
+            self.heartbeat_at = now;
         }
         let Registration {
             rank, host, pid, ..

@@ -87,7 +87,7 @@ impl Ranks {
     }
 }
 
-/// A rank that registers, gives signs of life, and does nothing more.
+/// A rank that registers, gives heartbeats, and does nothing more.
 struct Odd {
     stream: TcpStream,
     beating: Arc<AtomicBool>,
@@ -143,7 +143,7 @@ impl Odd {
         });
     }
 
-    /// Gives no more signs of life, as if it were stopped.
+    /// Gives no more heartbeats, as if it were stopped.
     fn freeze(&self) {
         self.beating.store(false, Ordering::Relaxed);
     }
@@ -154,7 +154,7 @@ impl Odd {
         self.stream.shutdown(Shutdown::Both).unwrap();
     }
 
-    /// The next message that is no sign of life.
+    /// The next message that is no heartbeat.
     fn hear(&self) -> Message {
         loop {
             let deadline = Instant::now() + SOON;

@@ -1,19 +1,19 @@
 //! How a rank tells the others how far it is, and how they wait for it.
 //!
-//! A [`SeqCounter`] is one word in shared memory that counts what its allocator has done. Only the allocator
-//! raises it, so there is no lock, and nothing that a dead rank could leave locked.
+//! A [`SeqCounter`] is one word in shared memory that counts what its owner has done. Only the owner
+//! advances it, so there is no lock, and nothing that a dead rank could leave locked.
 //!
 //! The word's lowest bit says that somebody sleeps; the count is above it:
 //!
 //! ```text
 //!   sleeper:  count·0 ── sets the bit, if the count is still the same ──► count·1 ── sleeps while
 //!                                                                         the word is count·1
-//!   allocator:    swaps in (count+1)·0; if the bit was set, wakes all that sleep
+//!   owner:    swaps in (count+1)·0; if the bit was set, wakes all that sleep
 //! ```
 //!
 //! Count and bit change in one atomic step, so their order needs no fence: either the sleeper's
-//! step fails since the count has moved on, or the allocator's step sees the bit. The futex itself
-//! compares the word before it sleeps. Every step of the allocator clears the bit, so a sleeper that
+//! step fails since the count has moved on, or the owner's step sees the bit. The futex itself
+//! compares the word before it sleeps. Every step of the owner clears the bit, so a sleeper that
 //! died costs one needless wake-up and no more.
 //!
 //! The steps are generic over the word and over what waiting is made of; `signal/model.rs`
@@ -48,19 +48,19 @@ impl SeqCounter {
         }
     }
 
-    /// Says that the allocator is at `to`; what it wrote before can be read by who has seen the count.
+    /// Says that the owner is at `to`; what it wrote before can be read by who has seen the count.
     ///
-    /// Only the allocator may call this, with counts that never go back.
+    /// Only the owner may call this, with counts that never go back.
     pub(crate) fn publish(&self, to: u32) {
         publish(&self.word, to, wake_all);
     }
 
-    /// Whether the allocator is at `target` or beyond.
+    /// Whether the owner is at `target` or beyond.
     pub(crate) fn reached(&self, target: u32) -> bool {
         is_reached(SharedWord::load(&self.word), target)
     }
 
-    /// Waits until the allocator is at `target` or beyond, but no longer than about `slice`, and says
+    /// Waits until the owner is at `target` or beyond, but no longer than about `slice`, and says
     /// whether it is.
     ///
     /// It spins as `spin` says, then sleeps. Time in which it spins counts as part of the slice;
@@ -156,7 +156,7 @@ mod affinity {
 /// Somebody sleeps until the word changes.
 const ASLEEP: u32 = 1;
 
-/// Moves the allocator's word to `to`, and wakes who sleeps on it.
+/// Moves the owner's word to `to`, and wakes who sleeps on it.
 fn publish<W: SharedWord>(word: &W, to: u32, wake_all: impl FnOnce(&W)) {
     let before = word.swap(to << 1);
     debug_assert!(is_reached(to << 1, before >> 1), "a count went back");
@@ -192,7 +192,7 @@ fn is_reached(word: u32, target: u32) -> bool {
 
 /// What is asked of a word in shared memory.
 trait SharedWord {
-    /// Reads it; what its allocator wrote before can be read after this.
+    /// Reads it; what its owner wrote before can be read after this.
     fn load(&self) -> u32;
 
     /// Writes it and returns what it was; what was written before this can be read by who reads it.
@@ -213,8 +213,8 @@ macro_rules! word {
                 <$atomic>::swap(self, value, <$ordering>::Release)
             }
 
-            // A step that only sets the bit continues what the allocator released: who reads the word
-            // after it has seen the allocator's writes as well.
+            // A step that only sets the bit continues what the owner released: who reads the word
+            // after it has seen the owner's writes as well.
             fn replace(&self, from: u32, to: u32) -> bool {
                 <$atomic>::compare_exchange(
                     self,

@@ -1,7 +1,7 @@
-//! Operations through memory that ranks share, step by step; see the README of [`shared`](crate::shared).
+//! Operations through memory that ranks share, step by step; see the README of [`shm`](crate::shm).
 #![expect(
     unsafe_code,
-    reason = "memory that other ranks write to has no references; see the README of `shared`"
+    reason = "memory that other ranks write to has no references; see the README of `shm`"
 )]
 
 mod gather;
@@ -30,8 +30,8 @@ use crate::{
 
 /// The way of one operation through steps that all ranks take together.
 ///
-/// A rank writes what belongs to the next step, raises its signal, and waits until all have. What
-/// the others wrote can then be read until the next raise: that is what the borrows say, since
+/// A rank writes what belongs to the next step, publishes its counter, and waits until all have. What
+/// the others wrote can then be read until the next step: that is what the borrows say, since
 /// [`advance`](Self::advance) needs the whole.
 #[derive(Debug)]
 pub(crate) struct ShmOp<'a> {
@@ -41,7 +41,7 @@ pub(crate) struct ShmOp<'a> {
     scratch: &'a mut ShmScratch,
     /// The last step that this rank has taken.
     step: u32,
-    /// The step of the declaration.
+    /// The step of the header.
     header_step: u32,
 }
 
@@ -82,8 +82,8 @@ impl<'a> ShmOp<'a> {
         (0..self.size()).filter(move |peer| *peer != rank)
     }
 
-    /// The first step: declares the operation, with the offset of a buffer in this rank's arena or
-    /// with the first data, and waits for everyone's declaration. Ranks that disagree all fail
+    /// The first step: publishes the header, with the offset of a buffer in this rank's arena or
+    /// with the first data, and waits for everyone's header. Ranks that disagree all fail
     /// alike.
     fn publish_header(&mut self, data: Option<usize>, first: &[u8]) -> Result<()> {
         let (own, next) = (self.peers.own(), self.step.wrapping_add(1));
@@ -122,7 +122,7 @@ impl<'a> ShmOp<'a> {
         let slot = self.peers.own().slot(self.step.wrapping_add(1));
         let place = slot.part(at, bytes.len());
         // SAFETY: in bounds. This rank alone writes to its slots, and nobody reads this one: it was
-        // read last before the raise of this step, for which this rank has waited.
+        // read last before this step was published, for which this rank has waited.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.start(), bytes.len());
         }
@@ -131,7 +131,7 @@ impl<'a> ShmOp<'a> {
     /// What a rank wrote into its slot of this step.
     pub(crate) fn view(&self, peer: usize, range: Range<usize>) -> &[u8] {
         let slot = self.peers.arena(peer).slot(self.step);
-        // SAFETY: the peer writes to this slot again after this rank has raised the next step,
+        // SAFETY: the peer writes to this slot again after this rank has published the next step,
         // which needs `&mut self`.
         unsafe { slot.part(range.start, range.len()).bytes() }
     }
@@ -151,7 +151,7 @@ impl<'a> ShmOp<'a> {
             });
         }
         let len = out.len() / dtype.size();
-        // SAFETY: the slots of this step are read until this rank raises the next one, and `out` is
+        // SAFETY: the slots of this step are read until this rank publishes the next one, and `out` is
         // borrowed mutably. Slots and chunks start at whole elements.
         unsafe { fold(dtype, op, &pointers.sources, &[out.as_mut_ptr()], len) };
     }
@@ -297,12 +297,12 @@ impl<'a> ShmOp<'a> {
         inbox.check_abort(self.transport.peers(), self.deadline)
     }
 
-    /// A rank's declaration, in the step of the declarations: in a later one a rank that is done
-    /// may declare its next operation.
+    /// A rank's header, in the step of the headers: in a later one a rank that is done may publish
+    /// the header of its next operation.
     fn digest(&self, peer: usize) -> Result<HeaderDigest> {
         debug_assert_eq!(
             self.step, self.header_step,
-            "declarations are read in their step"
+            "headers are read in their step"
         );
         let header = self.peers.arena(peer).header(self.header_step);
         header.read().ok_or_else(|| self.bad_header(peer))
@@ -337,7 +337,7 @@ impl<'a> ShmOp<'a> {
     }
 
     fn bad_header(&self, peer: usize) -> Error {
-        let what = "it sent a wrong checksum with its declaration";
+        let what = "it sent a wrong checksum with its header";
         self.deadline.protocol(self.peer(peer), what)
     }
 

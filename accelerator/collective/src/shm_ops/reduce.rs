@@ -179,7 +179,7 @@ impl ShmOp<'_> {
     /// # Safety
     ///
     /// The buffers were located in this step. Nobody else reads or writes this part of any rank's
-    /// buffer between the declaration and the next step, and there is no reference to this rank's
+    /// buffer between the header and the next step, and there is no reference to this rank's
     /// own.
     unsafe fn fold_in_place(
         &mut self,

@@ -1,7 +1,9 @@
 //! How data get from one rank to another, and how ranks learn who is gone.
 
+mod chunk;
 mod deadline;
 mod inbox;
+mod peer;
 mod pool;
 mod tcp;
 mod threads;
@@ -13,8 +15,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+pub(crate) use chunk::{OpPhase, OutgoingChunk, Tag};
 pub(crate) use deadline::{OpDeadline, OpTimeouts, TimeoutKind};
 pub(crate) use inbox::{ActivityClock, Inbox, MAX_IN_FLIGHT, OpPosition, RecvChunk};
+pub(crate) use peer::{LeaveKind, Peer, PeerLocation};
 pub(crate) use tcp::Tcp;
 #[cfg(feature = "fuzzing")]
 pub(crate) use tcp::feed;
@@ -28,10 +32,8 @@ pub(crate) use crate::{
 use crate::{
     buffer::Buffer,
     element::DType,
-    error::{Certainty, Culprit, Error, Result},
-    fingerprint::CollectiveFingerprint,
+    error::{Error, Result},
     shm::{Hosts, ShmPeers},
-    wire::frame::{FrameKind, Head},
 };
 
 /// How a group exchanges data and learns who is gone: a control plane, and the path that data take.
@@ -271,53 +273,6 @@ impl fmt::Debug for Transport {
     }
 }
 
-/// One part on its way: at most [`CHUNK`] bytes, and where it belongs.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct OutgoingChunk<'a> {
-    pub(crate) tag: Tag,
-    /// The sender's declaration, on the first part of an operation.
-    pub(crate) fingerprint: Option<&'a CollectiveFingerprint>,
-    pub(crate) payload: &'a [u8],
-}
-
-impl OutgoingChunk<'_> {
-    /// The header of its frame, behind which its declaration is sent as the preamble.
-    pub(crate) fn head(&self, preamble: &[u8]) -> Head {
-        let Tag {
-            sequence,
-            phase,
-            index,
-        } = self.tag;
-        let kind = match phase {
-            OpPhase::Header => FrameKind::Header,
-            OpPhase::Reduce => FrameKind::Reduce,
-            OpPhase::Gather => FrameKind::Gather,
-        };
-        Head::new(kind, sequence, index, preamble, self.payload)
-    }
-}
-
-/// Where a part belongs.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct Tag {
-    /// The number of the operation.
-    pub(crate) sequence: u64,
-    pub(crate) phase: OpPhase,
-    /// The number of the chunk within its phase.
-    pub(crate) index: u32,
-}
-
-/// The phases of an operation.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum OpPhase {
-    /// The fingerprint, with the first chunk.
-    Header,
-    /// A chunk for the rank that reduces it.
-    Reduce,
-    /// A chunk for a rank that keeps it.
-    Gather,
-}
-
 /// The final message of a rank.
 #[derive(Clone, Debug)]
 pub(crate) enum FinalMessage {
@@ -325,55 +280,4 @@ pub(crate) enum FinalMessage {
     Abort(Abort),
     /// The rank has finished.
     Goodbye(LeaveKind),
-}
-
-/// How a rank leaves that has not failed.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum LeaveKind {
-    /// In good order.
-    Closed,
-    /// Its last handle was dropped, and nobody said why.
-    Dropped,
-}
-
-/// Who a rank is, for messages.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Peer {
-    pub(crate) rank: usize,
-    pub(crate) location: PeerLocation,
-}
-
-/// Where a rank runs.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) enum PeerLocation {
-    Process { host: String, pid: u32 },
-    Thread,
-}
-
-impl Peer {
-    /// The peer as the one to blame.
-    pub(crate) fn culprit(&self, cause: impl Into<String>, certainty: Certainty) -> Culprit {
-        let (host, pid) = match &self.location {
-            PeerLocation::Process { host, pid } => (host.clone(), Some(*pid)),
-            PeerLocation::Thread => ("this process".to_owned(), None),
-        };
-        Culprit {
-            rank: self.rank,
-            host,
-            pid,
-            cause: cause.into(),
-            certainty,
-        }
-    }
-}
-
-impl fmt::Display for Peer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.location {
-            PeerLocation::Process { host, pid } => {
-                write!(f, "rank {} (process {pid} on {host})", self.rank)
-            }
-            PeerLocation::Thread => write!(f, "rank {} (a thread of this process)", self.rank),
-        }
-    }
 }

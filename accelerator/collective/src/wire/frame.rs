@@ -129,7 +129,7 @@ pub(crate) enum FrameKind {
     Header = 2,
     /// The rank leaves; the number of the chunk says how: 0 in good order, 1 without a word.
     Goodbye = 3,
-    /// A sign of life. The number of the chunk says after how many milliseconds of silence the
+    /// The number of the chunk says after how many milliseconds of silence the
     /// sender gives a peer up, that of the operation is a [`Heartbeat`].
     Heartbeat = 4,
     /// A chunk for the rank that reduces it.
@@ -308,7 +308,7 @@ mod tests {
         }
 
         #[test]
-        fn rubbish_is_no_frame(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn garbage_is_no_frame(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             prop_assert!(Head::read(&mut &bytes[..]).is_err());
             let _ = Abort::decode(0, &bytes);
         }

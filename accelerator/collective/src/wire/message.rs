@@ -10,9 +10,12 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::{
     WireError,
-    source::{ReadError, Source, fill},
+    source::{DeadlineReader, ReadError, fill},
 };
-use crate::transport_kind::TransportKind;
+use crate::{
+    error::{Certainty, Culprit},
+    transport_kind::TransportKind,
+};
 
 /// Everything that is said outside of operations.
 #[derive(Debug, Deserialize, Serialize)]
@@ -43,7 +46,7 @@ pub(crate) enum Message {
     },
     /// The store to the rank: no, and why; until it is connected, also after the table.
     Refused(WireError),
-    /// Either way until the rank is connected: a sign of life.
+    /// Either way until the rank is connected.
     Heartbeat,
     /// The store to a rank that waits: whom for. At most [`MAX_MESSAGE_RANKS`] of them, and how many.
     Waiting { missing: Vec<usize>, count: usize },
@@ -126,7 +129,7 @@ impl Message {
         bound: usize,
         deadline: Instant,
     ) -> Result<Self, ReadError> {
-        Self::read(&mut Source::new(stream, deadline), bound)
+        Self::read(&mut DeadlineReader::new(stream, deadline), bound)
     }
 
     pub(crate) fn read(from: &mut impl Read, bound: usize) -> Result<Self, ReadError> {
@@ -189,7 +192,7 @@ pub(crate) struct Registration {
     pub(crate) address: SocketAddr,
     /// How long it will wait for the others.
     pub(crate) patience: Duration,
-    /// After how long without a sign of life it takes others for lost.
+    /// After how long without a heartbeat it takes others for lost.
     pub(crate) liveness: Duration,
     /// The transport that it was asked to use.
     #[serde(with = "name")]
@@ -200,6 +203,19 @@ pub(crate) struct Registration {
     /// Its place on its host, where it was told.
     #[serde(default)]
     pub(crate) local: Option<LocalPlace>,
+}
+
+impl Registration {
+    /// The rank as the one to blame.
+    pub(crate) fn culprit(&self, cause: impl Into<String>) -> Culprit {
+        Culprit {
+            rank: self.rank,
+            host: self.host.clone(),
+            pid: Some(self.pid),
+            cause: cause.into(),
+            certainty: Certainty::Settled,
+        }
+    }
 }
 
 /// The place of a rank on its host: its number among the ranks there, and how many they are.
@@ -433,7 +449,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn rubbish_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+        fn garbage_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
             prop_assert!(Message::read(&mut &bytes[..], MAX_SHORT_BYTES).is_err());
             let _ = from_bytes::<Message>(&bytes);
             let _ = from_bytes::<RankTable>(&bytes);

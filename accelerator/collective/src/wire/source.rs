@@ -11,18 +11,18 @@ use super::frame::FrameError;
 
 /// A connection that is read until a deadline, however slowly the bytes come.
 #[derive(Debug)]
-pub(crate) struct Source<'a> {
+pub(crate) struct DeadlineReader<'a> {
     stream: &'a TcpStream,
     deadline: Instant,
 }
 
-impl<'a> Source<'a> {
+impl<'a> DeadlineReader<'a> {
     pub(crate) fn new(stream: &'a TcpStream, deadline: Instant) -> Self {
         Self { stream, deadline }
     }
 }
 
-impl Read for Source<'_> {
+impl Read for DeadlineReader<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let left = self.deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {

@@ -35,7 +35,7 @@ fn a_rank_that_loses_its_connections_is_named_and_knows_it() {
 }
 
 #[test]
-fn a_rank_that_sends_a_spoilt_frame_is_named() {
+fn a_rank_that_sends_a_corrupt_frame_is_named() {
     let cause = "it broke the protocol: it sent a wrong checksum";
     let ranks = strike("corrupt-frame", "protocol", cause);
     assert_eq!(ranks[1].error.as_ref().unwrap().rank, 1);

@@ -8,8 +8,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use accelerator_fault::SaveStage;
 
 use crate::checkpoint::Checkpoint;
+use crate::checkpoint_name::{name_of, point_latest};
 use crate::error::{Error, Kind, Result};
-use crate::folder::{name_of, point_latest};
 use crate::manifest::{FileEntry, Manifest, Metadata, Role};
 use crate::name::{FileName, MANIFEST};
 use crate::staged::{self, Lock};

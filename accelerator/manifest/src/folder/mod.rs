@@ -8,6 +8,9 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use crate::checkpoint::{Checkpoint, VerifyLevel, VerifyReport};
+use crate::checkpoint_name::{
+    LARGEST, LATEST, is_leftover, is_ours, name_of, parse_name, temporary,
+};
 use crate::draft::Draft;
 use crate::error::{Error, Kind, Result};
 use crate::progress::Progress;
@@ -15,11 +18,6 @@ use crate::staged::{self, Lock, State};
 use crate::tree::open_file;
 use crate::vfs::Vfs;
 
-pub(crate) use names::{name_of, parse_name, temporary};
-
-use names::{is_leftover, is_ours};
-
-mod names;
 #[cfg(test)]
 mod tests;
 
@@ -104,7 +102,7 @@ pub struct Search {
 
 impl Folder {
     /// The largest number of a checkpoint.
-    pub const LARGEST: u64 = 999_999_999_999_999_999;
+    pub const LARGEST: u64 = LARGEST;
 
     /// A folder that exists.
     ///
@@ -360,29 +358,6 @@ impl Folder {
         list(&self.path).map_err(|error| Error::io("list", &self.path, error))
     }
 }
-
-/// Replaces the text file `latest`, all of it or nothing.
-pub(crate) fn point_latest(vfs: &Vfs, folder: &Path, number: u64) -> io::Result<()> {
-    let draft = folder.join(temporary(LATEST, State::Partial));
-    let replace = || {
-        let mut file = vfs.create(&draft)?;
-        // It is there for a moment; where it is swept before it is locked, this fails.
-        let _ = file.try_lock();
-        vfs.write(
-            &draft,
-            &mut file,
-            format!("{}\n", name_of(number)).as_bytes(),
-        )?;
-        vfs.sync(&draft, &file)?;
-        vfs.rename(&draft, &folder.join(LATEST))?;
-        vfs.sync_folder(folder)
-    };
-    replace().inspect_err(|_| {
-        let _ = vfs.remove_file(&draft);
-    })
-}
-
-pub(crate) const LATEST: &str = "latest";
 
 /// Makes a folder and those above it, from the top down, and flushes the name of each: files are
 /// lost with a folder that has none.

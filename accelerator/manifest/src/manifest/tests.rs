@@ -142,7 +142,7 @@ proptest! {
     }
 
     #[test]
-    fn rubbish_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+    fn garbage_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
         fuzz_manifest(&bytes);
     }
 

@@ -57,7 +57,7 @@ impl ChunkLayout {
         }
     }
 
-    /// Whether a chunk of a round travels by itself, rather than with a declaration or not at all.
+    /// Whether a chunk of a round travels by itself, rather than with a header or not at all.
     pub(super) fn sends(&self, chunk: &ChunkRange<'_>, round: usize) -> bool {
         match self {
             Self::Even(_) => round > 0 && !chunk.is_empty(),

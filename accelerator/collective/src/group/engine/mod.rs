@@ -1,5 +1,5 @@
-//! The algorithms over connections: `reduce` and `gather` hold them, `hosts` that over several
-//! hosts, here is what they share. Where all ranks share memory, operations go to `steps/`.
+//! The algorithms over connections: `reduce` and `gather`, `hierarchical` over several hosts, and here what they
+//! share. Where all ranks share memory, operations go through `shm_ops`.
 
 mod chunks;
 mod gather;
@@ -157,7 +157,7 @@ impl<'a> OpContext<'a> {
         self.inject_fault(Point::Operation(self.deadline.sequence))
     }
 
-    /// Waits for everyone's declaration, and fails on every rank alike where they disagree. The
+    /// Waits for everyone's header, and fails on every rank alike where they disagree. The
     /// data that came with them is kept; `expected` says how much it should be.
     fn exchange_headers(
         &mut self,
@@ -170,7 +170,7 @@ impl<'a> OpContext<'a> {
         }
     }
 
-    /// Takes everyone's declaration; see [`exchange_headers`](Self::exchange_headers).
+    /// Takes everyone's header; see [`exchange_headers`](Self::exchange_headers).
     fn try_exchange_headers(
         &mut self,
         expected: impl Fn(usize, &CollectiveFingerprint) -> usize,
@@ -209,7 +209,7 @@ impl<'a> OpContext<'a> {
         Ok(OpProgress::Done)
     }
 
-    /// Whether every other rank sent these bytes, and nothing else, with its declaration. They are
+    /// Whether every other rank sent these bytes, and nothing else, with its header. They are
     /// not kept.
     fn agree_on(&mut self, head: &[u8]) -> bool {
         let mut agree = true;
@@ -228,7 +228,7 @@ impl<'a> OpContext<'a> {
         }
     }
 
-    /// Whether the declarations that are here agree.
+    /// Whether the headers that are here agree.
     fn do_agree(&self) -> bool {
         let mut headers = self.headers.iter().flatten();
         headers.all(|header| header.agrees_with(&self.deadline.fingerprint))

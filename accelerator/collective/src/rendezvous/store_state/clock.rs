@@ -13,7 +13,7 @@ use crate::{
 
 impl StoreState {
     /// The clock: who is lost, who has waited too long, who wants to hear something.
-    pub(super) fn judge(&mut self, now: Instant) -> Vec<StoreAction> {
+    pub(super) fn on_tick(&mut self, now: Instant) -> Vec<StoreAction> {
         if !self.is_meeting() {
             return Vec::new();
         }
@@ -38,7 +38,7 @@ impl StoreState {
             return self.lose(rank, &cause);
         }
         if !matches!(self.phase, Phase::Gathering) {
-            return self.beat(now);
+            return self.heartbeats(now);
         }
         if self
             .ranks
@@ -49,14 +49,14 @@ impl StoreState {
             return self.fail(error);
         }
         let missing = self.missing();
-        let mut actions = self.beat(now);
+        let mut actions = self.heartbeats(now);
         for participant in self.ranks.values_mut() {
             if let Some(connection) = participant.connection
                 && participant.tell_at <= now
             {
                 participant.tell_at = now + TELL_AGAIN;
                 let missing = missing.clone();
-                actions.push(StoreAction::Tell {
+                actions.push(StoreAction::ReportMissing {
                     connection,
                     missing,
                 });
@@ -65,13 +65,13 @@ impl StoreState {
         actions
     }
 
-    pub(super) fn beat(&mut self, now: Instant) -> Vec<StoreAction> {
-        if self.beat_at > now {
+    pub(super) fn heartbeats(&mut self, now: Instant) -> Vec<StoreAction> {
+        if self.heartbeat_at > now {
             return Vec::new();
         }
-        self.beat_at = now + store_interval(self.liveness());
+        self.heartbeat_at = now + store_interval(self.liveness());
         let connections = self.connections(|x| x.stage == JoinStage::Waiting);
-        vec![StoreAction::Beat { connections }]
+        vec![StoreAction::Heartbeat { connections }]
     }
 
     /// The time passed without anybody watching: whoever is judged gets a fresh period.
@@ -98,7 +98,7 @@ impl StoreState {
             // Nobody can come again. The launcher may still say how the process ended.
             (Some(gone), _) => gone + EXIT_NOTICE,
             (None, _) => {
-                // A rank that is more patient beats less often.
+                // A rank that is more patient sends heartbeats less often.
                 let own = 4 * store_interval(bounded(participant.registration.liveness));
                 participant.heard + self.liveness().max(own)
             }

@@ -1,6 +1,6 @@
 //! What happens to a store, and what it does about it.
 
-use super::{Error, Registration, Report};
+use crate::{error::Error, rendezvous::Report, wire::message::Registration};
 
 /// Something that happens to a store.
 #[derive(Debug)]
@@ -44,8 +44,8 @@ pub(crate) enum RankMessage {
 pub(crate) enum StoreAction {
     /// Says that the store closes in good order.
     CloseStore { connections: Vec<Connection> },
-    /// Gives a sign of life.
-    Beat { connections: Vec<Connection> },
+    /// Sends a heartbeat.
+    Heartbeat { connections: Vec<Connection> },
     Refuse {
         connection: Connection,
         error: Error,
@@ -53,7 +53,7 @@ pub(crate) enum StoreAction {
     /// Tells the process that hosts the store.
     Report(Report),
     /// Tells a rank whom it is waiting for.
-    Tell {
+    ReportMissing {
         connection: Connection,
         missing: Vec<usize>,
     },

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::{JoinStage, Participant, Phase, Severity, StoreAction, StoreState};
 use crate::{
     error::{Error, Kind, Seconds, list_ranks},
-    rendezvous::{FailureReport, Report, store_client::culprit},
+    rendezvous::{FailureReport, Report},
     wire::message::Registration,
 };
 
@@ -44,7 +44,7 @@ impl StoreState {
         };
         match participant {
             Some(Participant { registration, .. }) => {
-                Error::blaming(Kind::PeerLost, culprit(registration, cause), message)
+                Error::blaming(Kind::PeerLost, registration.culprit(cause), message)
             }
             None => Error::about(Kind::PeerLost, vec![rank], message),
         }

@@ -12,7 +12,7 @@ pub(super) struct Participant {
     pub(super) registration: Registration,
     /// When it gives up waiting for the others.
     pub(super) deadline: Instant,
-    /// When it last gave a sign of life.
+    /// When it was last heard.
     pub(super) heard: Instant,
     /// Since when the connection is gone.
     pub(super) gone: Option<Instant>,

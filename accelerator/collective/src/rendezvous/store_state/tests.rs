@@ -137,7 +137,7 @@ fn the_last_rank_completes_the_table() {
         );
     }
     assert_eq!(state.due(), None);
-    assert_eq!(state.tolerance(), None);
+    assert!(!state.was_suspended(Some(now), now + LIVENESS));
     // Nothing changes afterwards.
     let late = state.step(other_process(13, 1, 3), now);
     assert!(refusals(&late)[0].1.to_string().contains("too late"));
@@ -366,7 +366,9 @@ fn a_store_that_overslept_accuses_nobody() {
     state.step(come(1, 0, 3), start);
     state.step(come(2, 2, 3), start);
     state.step(StoreInput::Gone { connection: 2 }, start);
-    assert_eq!(state.tolerance(), Some(LIVENESS / 4));
+    assert!(!state.was_suspended(None, start + LIVENESS));
+    assert!(!state.was_suspended(Some(start), start + LIVENESS / 4));
+    assert!(state.was_suspended(Some(start), start + LIVENESS / 4 + MS));
     let late = start + 10 * LIVENESS;
     state.step(StoreInput::Suspended, late);
     assert!(refusals(&state.step(StoreInput::Tick, late)).is_empty());
@@ -621,7 +623,7 @@ fn who_waits_is_told_whom_for() {
         state.step(say(0, RankMessage::Heartbeat), now);
         state.step(say(2, RankMessage::Heartbeat), now);
         for action in state.step(StoreInput::Tick, now) {
-            if let StoreAction::Tell {
+            if let StoreAction::ReportMissing {
                 connection,
                 missing,
             } = action
@@ -641,7 +643,7 @@ fn signs_of_life_are_given_until_all_are_connected() {
     let mut state = met(2, now);
     let beats = |actions: Vec<StoreAction>| {
         let beats = actions.into_iter().find_map(|action| match action {
-            StoreAction::Beat { connections } => Some(connections),
+            StoreAction::Heartbeat { connections } => Some(connections),
             _ => None,
         });
         beats.unwrap_or_default()
@@ -758,7 +760,7 @@ proptest! {
             for action in &actions {
                 match action {
                     StoreAction::CloseStore { .. } => prop_assert!(false),
-                    StoreAction::Beat { connections } => {
+                    StoreAction::Heartbeat { connections } => {
                         prop_assert!(judging && !after);
                         prop_assert!(connections.iter().all(|x| present.contains_key(x)));
                     }
@@ -768,7 +770,7 @@ proptest! {
                     }
                     StoreAction::Report(Report::Met) => prop_assert!(welcomed.is_empty()),
                     StoreAction::Report(_) => {}
-                    StoreAction::Tell { connection, missing } => {
+                    StoreAction::ReportMissing { connection, missing } => {
                         prop_assert!(judging && !missing.is_empty());
                         prop_assert!(present.contains_key(connection));
                     }

@@ -36,7 +36,7 @@ pub(crate) struct ArenaId {
     pub(crate) nonce: [u64; 2],
 }
 
-/// What a rank shares: how far it is, what it declares, two slots of data, and the buffers that it
+/// What a rank shares: how far it is, its headers, two slots of data, and the buffers that it
 /// has made.
 ///
 /// ```text
@@ -180,7 +180,7 @@ impl Arena {
         &self.head().counter
     }
 
-    /// The declaration that belongs to a step.
+    /// The header of a step.
     pub(crate) fn header(&self, step: u32) -> &ShmHeader {
         &self.head().headers[step as usize % SLOTS]
     }

@@ -2,8 +2,8 @@
 //! allows (with few preemptions where there are many orders; of three ranks, as many as fit into a
 //! minute), and which finds a rank that sleeps for ever and memory that is written while it is read.
 //!
-//! The operations are those of `steps/mod.rs`: a rank writes what belongs to a step into its slot of
-//! the step's parity, raises its counter, and waits until all have taken the step.
+//! The operations are those of `shm_ops/mod.rs`: a rank writes what belongs to a step into its slot of
+//! the step's parity, publishes its counter, and waits until all have taken the step.
 #![expect(unsafe_code, reason = "cells that loom checks")]
 #![expect(
     clippy::arc_with_non_send_sync,

@@ -27,13 +27,13 @@ pub(super) struct InboxState {
     pub(super) polling: bool,
     /// When this process last said that it runs, and after how long without that the others may
     /// give it up.
-    pub(super) note_running: Option<(Instant, Duration)>,
+    pub(super) last_run: Option<(Instant, Duration)>,
     /// When it ran again after it had not for too long, and for how long.
-    pub(super) slept: Option<(Instant, Duration)>,
+    pub(super) suspended: Option<(Instant, Duration)>,
 }
 
 impl InboxState {
-    pub(super) fn blame(&mut self, sequence: Option<u64>, cause: FailureCause) {
+    pub(super) fn record_failure(&mut self, sequence: Option<u64>, cause: FailureCause) {
         if self.failures.len() < MAX_FAILURES {
             self.failures.push(ObservedFailure {
                 sequence,
@@ -44,11 +44,11 @@ impl InboxState {
     }
 
     pub(super) fn detect_suspension(&mut self, now: Instant) {
-        if let Some((last, limit)) = self.note_running {
+        if let Some((last, limit)) = self.last_run {
             let slept = now.saturating_duration_since(last);
             if slept > limit {
-                self.slept = Some((now, slept));
-                self.note_running = Some((now, limit));
+                self.suspended = Some((now, slept));
+                self.last_run = Some((now, limit));
             }
         }
     }
@@ -85,7 +85,7 @@ impl InboxState {
     /// spoke of. A connection that ended without a word may have ended because of that.
     pub(super) fn cause(&self, me: usize) -> Option<&ObservedFailure> {
         let about_me = |blame: &&ObservedFailure| match &blame.cause {
-            FailureCause::Told(_, error) => error.culprit().is_some_and(|x| x.rank() == me),
+            FailureCause::Reported(_, error) => error.culprit().is_some_and(|x| x.rank() == me),
             _ => false,
         };
         let failures = || self.failures.iter();
@@ -99,7 +99,7 @@ impl InboxState {
     /// Why a rank is lost, from those who know best.
     pub(super) fn settled(&self, rank: usize) -> Option<&Culprit> {
         let mut told = self.failures.iter().filter_map(|blame| match &blame.cause {
-            FailureCause::Told(_, error) => error.culprit(),
+            FailureCause::Reported(_, error) => error.culprit(),
             _ => None,
         });
         told.find(|x| x.rank() == rank && x.certainty == Certainty::Settled)
@@ -119,13 +119,13 @@ impl InboxState {
                 }
                 _ => deadline.lost(&peers[*rank], cause, *certainty),
             },
-            FailureCause::Own(why) => deadline.lost(me, why, Certainty::Settled),
+            FailureCause::OwnFailure(why) => deadline.lost(me, why, Certainty::Settled),
             FailureCause::Suspended(slept, rank, seen) => {
                 let seen = format!("rank {rank} gave it up ({seen})");
                 deadline.suspended(me, *slept, &seen)
             }
-            FailureCause::Broke(rank, what) => deadline.protocol(&peers[*rank], what),
-            FailureCause::Told(by, error) => match error.culprit() {
+            FailureCause::BrokeProtocol(rank, what) => deadline.protocol(&peers[*rank], what),
+            FailureCause::Reported(by, error) => match error.culprit() {
                 Some(culprit) if culprit.rank() == deadline.rank && error.is_peer_lost() => {
                     deadline.given_up(me, *by, culprit.cause())
                 }
@@ -141,9 +141,9 @@ impl InboxState {
     }
 
     /// The same in words, where no operation asks.
-    pub(super) fn told(&self, cause: &FailureCause, peers: &[Peer], me: usize) -> String {
+    pub(super) fn describe(&self, cause: &FailureCause, peers: &[Peer], me: usize) -> String {
         match cause {
-            FailureCause::Broke(rank, what) => {
+            FailureCause::BrokeProtocol(rank, what) => {
                 format!("{} broke the protocol: {what}", peers[*rank])
             }
             FailureCause::Lost(rank, why, certainty) => {
@@ -152,11 +152,11 @@ impl InboxState {
                 let why = settled.map_or(&**why, Culprit::cause);
                 format!("{} is lost: {why}", peers[*rank])
             }
-            FailureCause::Own(why) => format!("{} is lost: {why}", peers[me]),
+            FailureCause::OwnFailure(why) => format!("{} is lost: {why}", peers[me]),
             FailureCause::Suspended(_, rank, seen) => {
                 format!("{} is gone, or gave this one up: {seen}", peers[*rank])
             }
-            FailureCause::Told(_, error) => error.to_string(),
+            FailureCause::Reported(_, error) => error.to_string(),
         }
     }
 
@@ -245,15 +245,15 @@ impl ObservedFailure {
 #[derive(Debug)]
 pub(super) enum FailureCause {
     /// This rank sends what is not allowed.
-    Broke(usize, String),
+    BrokeProtocol(usize, String),
     /// This rank is gone, by its own word or without one.
     Lost(usize, String, Certainty),
     /// This rank itself cannot go on.
-    Own(String),
+    OwnFailure(String),
     /// This process did not run for so long, and then found that this rank was gone.
     Suspended(Duration, usize, String),
     /// This rank says that another one failed, or that all disagree.
-    Told(usize, Error),
+    Reported(usize, Error),
 }
 
 pub(super) const GRACE: Duration = Duration::from_millis(100);

@@ -1,4 +1,4 @@
-//! Where the parts for one rank wait for its engine.
+//! The receive queue of a rank, and what it knows of its peers.
 
 mod activity_clock;
 mod failures;
@@ -69,8 +69,8 @@ impl Inbox {
                 sleepers: 0,
                 blocked: 0,
                 polling: false,
-                note_running: None,
-                slept: None,
+                last_run: None,
+                suspended: None,
             }),
             arrival: Condvar::new(),
             room: Condvar::new(),
@@ -98,7 +98,7 @@ impl Inbox {
         queue.bytes += chunk.weight();
         queue.chunks.push_back(chunk);
         let has_room = queue.bytes < QUEUE_BYTES;
-        self.tell(state);
+        self.notify(state);
         has_room
     }
 
@@ -128,10 +128,10 @@ impl Inbox {
         if kind == LeaveKind::Dropped {
             state.dropped.get_or_insert((rank, Instant::now()));
         }
-        self.tell(state);
+        self.notify(state);
     }
 
-    /// Notes that a peer is gone without a word, unless it has sent a final message before.
+    /// Notes that a peer is gone, unless it has sent a final message before.
     pub(crate) fn lost(&self, rank: usize, cause: impl Into<String>, certainty: Certainty) {
         let mut state = self.lock();
         if state.queues[rank].state != PeerState::Present {
@@ -140,42 +140,42 @@ impl Inbox {
         state.queues[rank].state = PeerState::Lost;
         let cause = cause.into();
         state.detect_suspension(Instant::now());
-        let cause = match state.slept {
+        let cause = match state.suspended {
             // Who ended a connection meanwhile has given this rank up.
             Some((woke, slept))
-                if certainty == Certainty::Guessed && woke.elapsed() < AFTERMATH =>
+                if certainty == Certainty::Guessed && woke.elapsed() < SUSPENSION_GRACE =>
             {
                 FailureCause::Suspended(slept, rank, cause)
             }
             _ => FailureCause::Lost(rank, cause, certainty),
         };
-        state.blame(None, cause);
+        state.record_failure(None, cause);
         self.has_failures.store(true, Ordering::Release);
-        self.tell(state);
+        self.notify(state);
     }
 
     /// Notes that a peer sends what the protocol does not allow.
     pub(crate) fn broke(&self, rank: usize, what: String) {
         let mut state = self.lock();
         state.queues[rank].state = PeerState::Broken;
-        state.blame(Some(0), FailureCause::Broke(rank, what));
+        state.record_failure(Some(0), FailureCause::BrokeProtocol(rank, what));
         self.has_failures.store(true, Ordering::Release);
-        self.tell(state);
+        self.notify(state);
     }
 
     /// Notes that this rank cannot go on.
     pub(crate) fn failed(&self, why: &str) {
         let mut state = self.lock();
-        state.blame(Some(0), FailureCause::Own(why.to_owned()));
+        state.record_failure(Some(0), FailureCause::OwnFailure(why.to_owned()));
         self.has_failures.store(true, Ordering::Release);
-        self.tell(state);
+        self.notify(state);
     }
 
     /// Notes that a peer has given up.
     pub(crate) fn aborted(&self, rank: usize, abort: Abort) {
         let mut state = self.lock();
         let cause = match abort.error.culprit() {
-            // It tells its own end; who hears it says in which operation that was.
+            // It reports its own end; the receiver adds the operation.
             Some(culprit) if culprit.rank() == rank && abort.error.is_peer_lost() => {
                 state.queues[rank].state = PeerState::Lost;
                 FailureCause::Lost(rank, culprit.cause().to_owned(), culprit.certainty)
@@ -186,12 +186,12 @@ impl Inbox {
                     queue.blamed = true;
                 }
                 state.queues[rank].state = PeerState::Aborted;
-                FailureCause::Told(rank, abort.error)
+                FailureCause::Reported(rank, abort.error)
             }
         };
-        state.blame(Some(abort.sequence), cause);
+        state.record_failure(Some(abort.sequence), cause);
         self.has_failures.store(true, Ordering::Release);
-        self.tell(state);
+        self.notify(state);
     }
 
     /// Notes for which rank this one waits, so that others do not take it for the cause.
@@ -211,7 +211,7 @@ impl Inbox {
     }
 
     /// Notes how long ago a peer showed that it works.
-    pub(crate) fn works(&self, rank: usize, age: Duration) {
+    pub(crate) fn note_activity(&self, rank: usize, age: Duration) {
         let at = Instant::now().checked_sub(age);
         let active = &mut self.lock().queues[rank].active;
         *active = at.max(*active);
@@ -223,7 +223,7 @@ impl Inbox {
     }
 
     /// Notes for which rank a peer waits.
-    pub(crate) fn waits(&self, rank: usize, awaited: Option<usize>) {
+    pub(crate) fn note_waiting(&self, rank: usize, awaited: Option<usize>) {
         let mut state = self.lock();
         let world_size = state.queues.len();
         let awaited = awaited.filter(|rank| *rank < world_size);
@@ -274,13 +274,13 @@ impl Inbox {
         let state = self.lock();
         if let Some(blame) = state.cause(me) {
             let is_settled = blame.since.elapsed() >= GRACE;
-            return is_settled.then(|| state.told(&blame.cause, peers, me));
+            return is_settled.then(|| state.describe(&blame.cause, peers, me));
         }
         let (rank, since) = state.dropped?;
         (since.elapsed() >= GRACE).then(|| format!("{} is lost: {DROPPED}", peers[rank]))
     }
 
-    /// The ranks that are gone, by their own word or without one, or by the word of others.
+    /// The ranks that are gone, by their own message or without one, or by the message of others.
     pub(crate) fn gone(&self) -> Vec<usize> {
         let state = self.lock();
         let queues = state.queues.iter().enumerate();
@@ -290,13 +290,13 @@ impl Inbox {
             .collect()
     }
 
-    /// Notes that this process runs, and will say so again soon. Where it did not for `limit`,
+    /// Notes that this process runs, and does so again soon. Where it did not for `limit`,
     /// the others have reason to give it up.
     pub(crate) fn note_running(&self, limit: Duration) {
         let now = Instant::now();
         let mut state = self.lock();
         state.detect_suspension(now);
-        state.note_running = Some((now, limit));
+        state.last_run = Some((now, limit));
     }
 
     /// Drops what is there and whatever still comes.
@@ -319,7 +319,7 @@ impl Inbox {
         self.lock().closed
     }
 
-    fn tell(&self, mut state: MutexGuard<'_, InboxState>) {
+    fn notify(&self, mut state: MutexGuard<'_, InboxState>) {
         state.version += 1;
         let asleep = state.sleepers > 0;
         self.wake_poller(&mut state);
@@ -358,7 +358,7 @@ impl Inbox {
 
 /// How long after this process ran again the end of a connection is taken for the answer to its
 /// silence.
-const AFTERMATH: Duration = Duration::from_secs(2);
+const SUSPENSION_GRACE: Duration = Duration::from_secs(2);
 
 #[cfg(test)]
 mod tests;

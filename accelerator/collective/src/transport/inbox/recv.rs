@@ -102,7 +102,7 @@ impl Inbox {
 
     /// Ends the wait of [`wait_for_news`](Self::wait_for_news).
     pub(crate) fn wake(&self) {
-        self.tell(self.lock());
+        self.notify(self.lock());
     }
 
     /// Waits until something may have happened.

@@ -16,7 +16,7 @@ fn deadline(sequence: u64) -> OpDeadline {
 }
 
 #[test]
-fn who_is_accused_is_gone_and_who_accuses_is_not() {
+fn who_is_blamed_is_gone_and_who_blames_is_not() {
     let inbox = Inbox::new(5);
     let abort = |rank: usize| {
         let peer = Peer {
@@ -32,7 +32,7 @@ fn who_is_accused_is_gone_and_who_accuses_is_not() {
     assert!(inbox.gone().is_empty());
     inbox.aborted(1, abort(2));
     assert_eq!(inbox.gone(), [2]);
-    // This rank, 0, is accused, and an error may name a rank that is none.
+    // This rank, 0, is blamed, and an error may name a rank that is none.
     inbox.aborted(1, abort(0));
     inbox.aborted(1, abort(9));
     inbox.aborted(3, abort(3));
@@ -86,15 +86,15 @@ fn who_waits_for_another_is_not_the_one_that_is_missing() {
     let deadline = deadline(0);
     let roots = |missing: &[usize]| inbox.roots(missing.to_vec(), &deadline);
     assert_eq!(roots(&[1, 2]), [1, 2]);
-    inbox.waits(1, Some(2));
-    inbox.waits(2, Some(3));
+    inbox.note_waiting(1, Some(2));
+    inbox.note_waiting(2, Some(3));
     assert_eq!(roots(&[1, 2, 4]), [3, 4]);
-    inbox.waits(2, None);
+    inbox.note_waiting(2, None);
     assert_eq!(roots(&[1]), [2]);
     // A circle, one through this rank, and a rank that is none.
-    inbox.waits(2, Some(1));
-    inbox.waits(4, Some(0));
-    inbox.waits(3, Some(9));
+    inbox.note_waiting(2, Some(1));
+    inbox.note_waiting(4, Some(0));
+    inbox.note_waiting(3, Some(9));
     assert_eq!(roots(&[1, 4]), [1, 4]);
     assert_eq!(roots(&[3]), [3]);
 }
@@ -103,10 +103,10 @@ fn who_waits_for_another_is_not_the_one_that_is_missing() {
 #[test]
 fn for_whom_a_rank_waited_before_does_not_count() {
     let inbox = Inbox::new(3);
-    inbox.waits(2, Some(1));
+    inbox.note_waiting(2, Some(1));
     let deadline = deadline(0);
     assert_eq!(inbox.roots(vec![2], &deadline), [2]);
-    inbox.waits(2, Some(1));
+    inbox.note_waiting(2, Some(1));
     assert_eq!(inbox.roots(vec![2], &deadline), [1]);
 }
 

@@ -52,8 +52,8 @@ impl ControlPlane for Tcp {
     }
 
     fn heartbeat(&self, liveness: Duration) -> Option<Duration> {
-        let mut clock = self.clock.lock();
-        Some(self.round(&mut clock, liveness))
+        let mut due = self.round_due.lock();
+        Some(self.round(&mut due, liveness))
     }
 
     fn silent(&self, silence: Duration) -> Vec<usize> {

@@ -19,8 +19,8 @@ impl DataPlane for Tcp {
         let Some(link) = &self.links[to] else {
             return Err(deadline.protocol(&self.peers[self.rank], "it sent a part to itself"));
         };
-        let declaration = chunk.fingerprint.map(|fingerprint| fingerprint.encode());
-        let preamble = match &declaration {
+        let encoded = chunk.fingerprint.map(|fingerprint| fingerprint.encode());
+        let preamble = match &encoded {
             Some((bytes, len)) => &bytes[..*len],
             None => &[],
         };

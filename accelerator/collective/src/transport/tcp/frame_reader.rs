@@ -295,9 +295,9 @@ impl<S: Read> FrameReader<S> {
             FrameKind::Heartbeat => {
                 self.liveness.set_peer_limit(head.index);
                 let heartbeat = Heartbeat::decode(head.sequence);
-                self.inbox.waits(rank, heartbeat.awaited);
+                self.inbox.note_waiting(rank, heartbeat.awaited);
                 if let Some(age) = heartbeat.active {
-                    self.inbox.works(rank, age);
+                    self.inbox.note_activity(rank, age);
                 }
                 return Ok(());
             }
@@ -432,7 +432,7 @@ mod tests {
 
     /// Until it ends, so that whoever sends it can read what it is told.
     #[test]
-    fn what_follows_rubbish_is_taken_and_dropped() {
+    fn what_follows_garbage_is_taken_and_dropped() {
         let mut reader = reader();
         reader.source.0.push_back(frames()[0].clone());
         assert_eq!(reader.read_frames(), ReadOutcome::Frames);

@@ -5,31 +5,21 @@ use std::time::{Duration, Instant};
 use super::{Tcp, link::Link};
 use crate::{
     error::{Certainty, Seconds},
-    liveness::{mesh_interval, suspend_tolerance},
+    liveness::{mesh_interval, suspended_for},
     wire::frame::{FrameKind, Head, Heartbeat},
 };
 
-/// When the one who judges wanted to run again.
-#[derive(Debug, Default)]
-pub(super) struct RoundClock {
-    due: Option<Instant>,
-}
-
 impl Tcp {
-    /// One round: a sign of life on every idle link, then judgement on every silent one.
+    /// One round: a heartbeat on every idle link, then a check of every silent one.
     ///
-    /// A process that was stopped, or kept from running, hears nothing meanwhile. Who comes late
-    /// here does not count that time, and after more than a whole period judges nobody before
-    /// another one has passed; and nobody is silent whose bytes wait to be read.
-    pub(super) fn round(&self, clock: &mut RoundClock, liveness: Duration) -> Duration {
+    /// A process that was suspended receives nothing meanwhile. A round that comes later than it was `due` does not
+    /// count that time, and after more than a whole period finds nobody silent before another one has passed; and
+    /// nobody is silent whose bytes wait to be read.
+    pub(super) fn round(&self, due: &mut Option<Instant>, liveness: Duration) -> Duration {
         self.inbox.note_running(liveness);
         let now = Instant::now();
-        let slack = suspend_tolerance(liveness).max(MIN_PAUSE);
-        let late = clock
-            .due
-            .map_or(Duration::ZERO, |due| now.saturating_duration_since(due));
-        if late > slack {
-            self.forgive(match late < liveness {
+        if let Some(late) = suspended_for(*due, now, liveness) {
+            self.credit_silence(match late < liveness {
                 true => late,
                 false => liveness.saturating_add(late),
             });
@@ -43,7 +33,7 @@ impl Tcp {
         let frame = Head::new(FrameKind::Heartbeat, heartbeat, milliseconds, &[], &[]).encode();
         let mut tick = mesh_interval(liveness);
         for (_, link) in self.present() {
-            link.beat(&frame);
+            link.heartbeat(&frame);
             tick = link
                 .liveness
                 .peer_limit()
@@ -62,12 +52,12 @@ impl Tcp {
                 continue;
             }
             next = next.min(MIN_PAUSE);
-            // Asked before the clock: a stop in between makes the clock late, and nobody guilty.
+            // The socket is checked before the clock, so that a suspension in between blames no peer.
             if link.has_news() {
                 continue;
             }
-            if now.elapsed() > slack {
-                self.forgive(liveness.saturating_add(now.elapsed()));
+            if let Some(late) = suspended_for(Some(now), Instant::now(), liveness) {
+                self.credit_silence(liveness.saturating_add(late));
                 break;
             }
             let cause = format!(
@@ -81,12 +71,12 @@ impl Tcp {
             );
             self.inbox.lost(rank, cause, Certainty::Settled);
         }
-        clock.due = Some(Instant::now() + next);
+        *due = Some(Instant::now() + next);
         next
     }
 
     /// Takes so much silence off every peer.
-    fn forgive(&self, silence: Duration) {
+    fn credit_silence(&self, silence: Duration) {
         let now = Instant::now();
         for (_, link) in self.others() {
             link.liveness.credit(silence, now);

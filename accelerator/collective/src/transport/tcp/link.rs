@@ -89,7 +89,7 @@ impl Link {
 
     /// Writes a short frame where nothing was written since the last call. Never waits: where a
     /// frame is under way the link is not idle, and a peer that takes nothing is not reading.
-    pub(super) fn beat(&self, frame: &[u8]) {
+    pub(super) fn heartbeat(&self, frame: &[u8]) {
         if self.used.swap(false, Ordering::Relaxed) {
             return;
         }

@@ -219,7 +219,7 @@ impl OutboundConnect {
             nonce,
         }
         .send(&stream)?;
-        let Message::Answer { nonce: own, proof } = self.hear(&stream)? else {
+        let Message::Answer { nonce: own, proof } = self.receive(&stream)? else {
             return Err(ReadError::Message("no answer to the greeting".to_owned()));
         };
         let said = transcript(self.rank, peer.rank, &nonce, &own);
@@ -230,14 +230,14 @@ impl OutboundConnect {
             proof: self.key.prove("confirm", &[&said]),
         }
         .send(&stream)?;
-        match self.hear(&stream)? {
+        match self.receive(&stream)? {
             Message::Accepted => Ok(stream),
             _ => Err(ReadError::Message("no word of welcome".to_owned())),
         }
     }
 
     /// The next message of the peer, as long as somebody waits for it.
-    fn hear(&self, stream: &TcpStream) -> Result<Message, ReadError> {
+    fn receive(&self, stream: &TcpStream) -> Result<Message, ReadError> {
         while !Message::arrives(stream, Some(CANCEL_CHECK_INTERVAL))? {
             if self.is_closed() || Instant::now() > self.deadline {
                 return Err(ReadError::Io(io::ErrorKind::TimedOut.into()));
@@ -298,7 +298,7 @@ impl Drop for Acceptor {
     fn drop(&mut self) {
         self.closed.store(true, Ordering::Release);
         self.pending.clear();
-        // A last visitor wakes the thread that accepts. Should it not get through, the thread
+        // A last connection wakes the thread that accepts. Should it not get through, the thread
         // ends with the next one.
         if let Ok(address) = self.listener.local_addr() {
             drop(TcpStream::connect_timeout(
@@ -340,7 +340,7 @@ impl InboundHandshake {
             let handshake = pending.enter(&stream);
             let visit = self.clone();
             let spawned = thread::Builder::new()
-                .name("mesh-visitor".to_owned())
+                .name("mesh-handshake".to_owned())
                 .stack_size(512 * 1024)
                 .spawn(move || {
                     if let Err(error) = visit.receive(stream, handshake) {

@@ -25,7 +25,6 @@ use crate::{
     sync::Mutex,
     topology::Topology,
 };
-use heartbeat_round::RoundClock;
 use link::Link;
 use reader_handoff::ReaderHandoff;
 #[cfg(feature = "fuzzing")]
@@ -44,7 +43,7 @@ pub(crate) struct Tcp {
     busy: Duration,
     /// How long the others may take to complete their connections.
     patience: Duration,
-    clock: Mutex<RoundClock>,
+    round_due: Mutex<Option<Instant>>,
     /// Whether the next chunk is to be corrupted, as a fault.
     corrupt_next: AtomicBool,
 }
@@ -94,7 +93,7 @@ impl Tcp {
             inbox,
             handoff,
             patience,
-            clock: Mutex::default(),
+            round_due: Mutex::default(),
             corrupt_next: AtomicBool::new(false),
         })
     }

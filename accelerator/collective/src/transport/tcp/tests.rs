@@ -109,9 +109,9 @@ fn show_life(streams: &mut [TcpStream]) {
     }
 }
 
-/// Reads frames until that many operations were declared, and gives the declarations with what
+/// Reads frames until that many operations have begun, and gives the headers with what
 /// follows their heads.
-fn declarations(stream: &mut TcpStream, count: u64) -> Vec<(Head, Vec<u8>)> {
+fn read_headers(stream: &mut TcpStream, count: u64) -> Vec<(Head, Vec<u8>)> {
     let mut frames = Vec::new();
     while (frames.len() as u64) < count {
         let head = Head::read(stream).unwrap();
@@ -344,7 +344,7 @@ fn a_rank_that_takes_nothing_is_named_in_time() {
 
 #[test]
 fn bytes_that_are_no_frame_are_told() {
-    let rubbish: [(&[u8], &str); 3] = [
+    let garbage: [(&[u8], &str); 3] = [
         (&[b'x'; 100], "bytes that begin no frame"),
         (
             &Head::new(FrameKind::Header, 0, 0, &[], &[]).encode(),
@@ -359,7 +359,7 @@ fn bytes_that_are_no_frame_are_told() {
             "a wrong checksum",
         ),
     ];
-    for (bytes, text) in rubbish {
+    for (bytes, text) in garbage {
         let bytes = bytes.to_vec();
         let (release, held) = mpsc::channel::<()>();
         let errors = run(3, &patient(), reduce(10), move |mut streams| {
@@ -399,7 +399,7 @@ fn started_operations_are_under_way_together() {
             sums.collect::<Vec<f32>>()
         },
         |mut streams| {
-            let frames = declarations(&mut streams[0], 3);
+            let frames = read_headers(&mut streams[0], 3);
             for (head, body) in frames.into_iter().rev() {
                 streams[0].write_all(&head.encode()).unwrap();
                 streams[0].write_all(&body).unwrap();
@@ -428,7 +428,7 @@ fn what_comes_before_an_error_is_done() {
             outcomes.collect::<Vec<_>>()
         },
         |mut streams| {
-            let frames = declarations(&mut streams[0], 3);
+            let frames = read_headers(&mut streams[0], 3);
             // The second one is never answered; the third one is wrong, and heard of at once.
             let mut wrong = frames[2].0;
             wrong.payload = 0;

@@ -1,7 +1,10 @@
-//! Names within a folder of checkpoints.
+//! Names within a folder of checkpoints, and the file that names the newest.
 
-use super::{Folder, LATEST};
+use std::io;
+use std::path::Path;
+
 use crate::staged::{StagedName, State};
+use crate::vfs::Vfs;
 
 /// `checkpoint-000003`.
 pub(crate) fn name_of(number: u64) -> String {
@@ -12,7 +15,7 @@ pub(crate) fn name_of(number: u64) -> String {
 /// number.
 pub(crate) fn parse_name(name: &str) -> Option<u64> {
     let number = name.strip_prefix("checkpoint-")?.parse().ok()?;
-    let is_number = (1..=Folder::LARGEST).contains(&number) && name_of(number) == name;
+    let is_number = (1..=LARGEST).contains(&number) && name_of(number) == name;
     is_number.then_some(number)
 }
 
@@ -30,6 +33,32 @@ pub(crate) fn is_leftover(name: &str) -> bool {
 pub(crate) fn is_ours(staged: &StagedName) -> bool {
     staged.target() == LATEST || parse_name(staged.target()).is_some()
 }
+
+/// Replaces the text file `latest`, all of it or nothing.
+pub(crate) fn point_latest(vfs: &Vfs, folder: &Path, number: u64) -> io::Result<()> {
+    let draft = folder.join(temporary(LATEST, State::Partial));
+    let replace = || {
+        let mut file = vfs.create(&draft)?;
+        // It is there for a moment; where it is swept before it is locked, this fails.
+        let _ = file.try_lock();
+        vfs.write(
+            &draft,
+            &mut file,
+            format!("{}\n", name_of(number)).as_bytes(),
+        )?;
+        vfs.sync(&draft, &file)?;
+        vfs.rename(&draft, &folder.join(LATEST))?;
+        vfs.sync_folder(folder)
+    };
+    replace().inspect_err(|_| {
+        let _ = vfs.remove_file(&draft);
+    })
+}
+
+pub(crate) const LATEST: &str = "latest";
+
+/// The largest number of a checkpoint.
+pub(crate) const LARGEST: u64 = 999_999_999_999_999_999;
 
 #[cfg(test)]
 mod tests {

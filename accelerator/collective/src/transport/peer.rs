@@ -1,0 +1,56 @@
+//! Who the other ranks are.
+
+use std::fmt;
+
+use crate::error::{Certainty, Culprit};
+
+/// Who a rank is, for messages.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Peer {
+    pub(crate) rank: usize,
+    pub(crate) location: PeerLocation,
+}
+
+/// Where a rank runs.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) enum PeerLocation {
+    Process { host: String, pid: u32 },
+    Thread,
+}
+
+impl Peer {
+    /// The peer as the one to blame.
+    pub(crate) fn culprit(&self, cause: impl Into<String>, certainty: Certainty) -> Culprit {
+        let (host, pid) = match &self.location {
+            PeerLocation::Process { host, pid } => (host.clone(), Some(*pid)),
+            PeerLocation::Thread => ("this process".to_owned(), None),
+        };
+        Culprit {
+            rank: self.rank,
+            host,
+            pid,
+            cause: cause.into(),
+            certainty,
+        }
+    }
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.location {
+            PeerLocation::Process { host, pid } => {
+                write!(f, "rank {} (process {pid} on {host})", self.rank)
+            }
+            PeerLocation::Thread => write!(f, "rank {} (a thread of this process)", self.rank),
+        }
+    }
+}
+
+/// How a rank leaves that has not failed.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum LeaveKind {
+    /// In good order.
+    Closed,
+    /// Its last handle was dropped, and nobody said why.
+    Dropped,
+}
