@@ -18,7 +18,7 @@ const JOB: &str = "launch_processes";
 ///
 /// This is how a program trains on several processes without [`accel-launch`](crate#how-a-program-is-started), as
 /// Accelerate's `notebook_launcher` does. What stands before the call runs on each rank, too; what stands behind it runs
-/// once, in the process that the user has started. Ranks write to its standard output and error. They end when it
+/// once, in the process that the user has started. RankProcesses write to its standard output and error. They end when it
 /// ends, however that is.
 ///
 /// In a program that `accel-launch`, torchrun or a cluster has started as a rank, it starts nothing, and runs
@@ -87,7 +87,7 @@ impl AcceleratorBuilder {
         )?;
         let port = store.local_addr().port();
         let ranks = (0..world_size).map(|rank| start(&program, rank, world_size, port));
-        supervise(Ranks(ranks.collect::<Result<_>>()?))
+        supervise(RankProcesses(ranks.collect::<Result<_>>()?))
     }
 }
 
@@ -114,10 +114,10 @@ fn start(program: &Path, rank: usize, world_size: usize, port: u16) -> Result<Ch
     child.map_err(|error| Error::io("start a rank of", program, error))
 }
 
-/// Ranks that run. They end when this is dropped.
-struct Ranks(Vec<Child>);
+/// RankProcesses that run. They end when this is dropped.
+struct RankProcesses(Vec<Child>);
 
-impl Ranks {
+impl RankProcesses {
     fn end(&mut self) {
         for rank in &mut self.0 {
             // One that has ended is no error.
@@ -127,14 +127,14 @@ impl Ranks {
     }
 }
 
-impl Drop for Ranks {
+impl Drop for RankProcesses {
     fn drop(&mut self) {
         self.end();
     }
 }
 
 /// Waits for all ranks; of several that fail, the first is told.
-fn supervise(mut ranks: Ranks) -> Result<()> {
+fn supervise(mut ranks: RankProcesses) -> Result<()> {
     let mut failed: Option<(usize, ExitStatus, Instant)> = None;
     loop {
         let mut running = 0;
