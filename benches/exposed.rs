@@ -127,7 +127,7 @@ fn start(args: &Args, overlap: &str) -> Result<Rounds, Box<dyn Error>> {
 /// Measures as one of two ranks.
 fn rank(args: &Args, report: &std::path::Path) -> Result<(), Box<dyn Error>> {
     let accelerator = Accelerator::builder()
-        .device(DeviceKind::Flex)
+        .device(BackendKind::Flex)
         .allow_same_batches()
         .build()?;
     let mut pair = Pair::new(&accelerator, args.model, args.steps)?;

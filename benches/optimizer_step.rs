@@ -122,7 +122,7 @@ struct Side {
 
 fn measure(args: &Args) -> Result<(), Box<dyn Error>> {
     let accelerator = Accelerator::builder()
-        .device(DeviceKind::Flex)
+        .device(BackendKind::Flex)
         .allow_same_batches()
         .build()?;
     let device = accelerator.device();

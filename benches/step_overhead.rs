@@ -45,7 +45,7 @@ struct Line {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let args = Args::parse();
-    let accelerator = Accelerator::builder().device(DeviceKind::Flex).build()?;
+    let accelerator = Accelerator::builder().device(BackendKind::Flex).build()?;
     for &model in &args.model {
         let line = measure(&args, &accelerator, model)?;
         if args.json {

@@ -54,7 +54,7 @@ fn main() -> Result<(), Report> {
     let device = accelerator.device();
 
     let model = CnnConfig::new().with_dropout(mnist.dropout).init(&device);
-    let train = DataLoaderBuilder::new(DigitBatcher)
+    let train = LoaderBuilder::new(DigitBatcher)
         .batch_size(batch_size)
         .shuffle(mnist.seed)
         .build(digits.train);

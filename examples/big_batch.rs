@@ -58,7 +58,7 @@ fn main() -> Result<(), Report> {
         "memory holds {size} samples: {micro_steps} × {together} in a step of all processes"
     ));
 
-    let train = DataLoaderBuilder::new(DigitBatcher)
+    let train = LoaderBuilder::new(DigitBatcher)
         .global_batch_size(together)
         .shuffle(mnist.seed)
         .build(digits.train);

@@ -45,11 +45,11 @@ fn main() -> Result<(), Report> {
         let model = CnnConfig::new()
             .with_dropout(mnist.dropout)
             .init(&accelerator.device());
-        let train = DataLoaderBuilder::new(DigitBatcher)
+        let train = LoaderBuilder::new(DigitBatcher)
             .batch_size(mnist.batch_size.get())
             .shuffle(mnist.seed + fold)
             .build(select(&digits, |index| index % folds != fold));
-        let valid = DataLoaderBuilder::new(DigitBatcher)
+        let valid = LoaderBuilder::new(DigitBatcher)
             .batch_size(64)
             .build(select(&digits, |index| index % folds == fold));
         let (mut model, mut optimizer, train, valid) =

@@ -54,7 +54,7 @@ fn main() -> Result<()> {
     let device = accelerator.device();
 
     let adam = || AdamConfig::new().with_beta_1(0.5).init();
-    let train = DataLoaderBuilder::new(PointBatcher)
+    let train = LoaderBuilder::new(PointBatcher)
         .batch_size(32)
         .shuffle(42)
         .build(cloud(1024));
@@ -71,7 +71,8 @@ fn main() -> Result<()> {
     for epoch in 0..20 {
         for batch in train.epoch(epoch) {
             let batch = batch?;
-            let noise = Tensor::random([batch.len(), NOISE], Distribution::Default, &device) - 0.5;
+            let noise =
+                Tensor::random([batch.num_samples(), NOISE], Distribution::Default, &device) - 0.5;
 
             let made = generator.forward(noise.clone()).detach();
             let real = softplus(-critic.forward((*batch).clone()), 1.0).mean();

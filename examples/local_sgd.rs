@@ -43,7 +43,7 @@ fn main() -> Result<(), Report> {
     let model = CnnConfig::new()
         .with_dropout(mnist.dropout)
         .init(&accelerator.device());
-    let train = DataLoaderBuilder::new(DigitBatcher)
+    let train = LoaderBuilder::new(DigitBatcher)
         .batch_size(mnist.batch_size.get())
         .shuffle(mnist.seed)
         .build(digits.train);
@@ -85,7 +85,7 @@ fn run(
             }
             model = optimizer.step(args.learning_rate(), model, gradients);
             if local.step(&mut model)? == LocalOutcome::Averaged {
-                let mean = accelerator.reduce(core::mem::take(&mut round))?;
+                let mean = accelerator.reduce_metric(core::mem::take(&mut round))?;
                 course.note(mean.value());
             }
         }

@@ -44,11 +44,11 @@ fn main() -> Result<(), Report> {
         .with_dropout(mnist.dropout)
         .init(&accelerator.device());
     let optimizer = mnist.optimizer.init();
-    let train = DataLoaderBuilder::new(DigitBatcher)
+    let train = LoaderBuilder::new(DigitBatcher)
         .batch_size(mnist.batch_size.get())
         .shuffle(mnist.seed)
         .build(digits.train);
-    let valid = DataLoaderBuilder::new(DigitBatcher)
+    let valid = LoaderBuilder::new(DigitBatcher)
         .batch_size(64)
         .build(digits.validation);
     let (mut model, mut optimizer, train, valid) =
@@ -74,7 +74,7 @@ fn main() -> Result<(), Report> {
             }
         }
         let (loss, accuracy, top, confusion) =
-            accelerator.reduce(evaluate(&model.valid(), &valid)?)?;
+            accelerator.reduce_metric(evaluate(&model.valid(), &valid)?)?;
         accelerator.print(format_args!(
             "epoch {epoch}: loss {loss} accuracy {accuracy} best three {top}\n{confusion}"
         ));

@@ -25,14 +25,14 @@ fn main() -> Result<(), Report> {
 
     let model = CnnConfig::new().with_dropout(args.dropout).init(&device);
     let optimizer = args.optimizer.init();
-    let train = DataLoaderBuilder::new(DigitBatcher)
+    let train = LoaderBuilder::new(DigitBatcher)
         .batch_size(args.batch_size.get())
         .shuffle(args.seed)
         .build(digits.train);
-    let valid = DataLoaderBuilder::new(DigitBatcher)
+    let valid = LoaderBuilder::new(DigitBatcher)
         .batch_size(256)
         .build(digits.validation);
-    let test = DataLoaderBuilder::new(DigitBatcher)
+    let test = LoaderBuilder::new(DigitBatcher)
         .batch_size(256)
         .build(digits.test);
     let (mut model, mut optimizer, train, valid, test) =
@@ -54,11 +54,11 @@ fn main() -> Result<(), Report> {
             model = optimizer.step(lr, model, gradients);
             samples.log(batch.real_indices())?;
         }
-        let score = accelerator.reduce(evaluate(&model.valid(), &valid)?)?;
+        let score = accelerator.reduce_metric(evaluate(&model.valid(), &valid)?)?;
         reporter.validated(epoch, score.loss(), score.accuracy())?;
     }
 
-    let score = accelerator.reduce(evaluate(&model.valid(), &test)?)?;
+    let score = accelerator.reduce_metric(evaluate(&model.valid(), &test)?)?;
     reporter.tested(score.loss(), score.accuracy())?;
     if let Some(path) = &args.save {
         accelerator.save_model(&model, path)?;

@@ -76,7 +76,7 @@ fn main() -> Result<(), Report> {
         .with_layers(args.layers)
         .with_tied(args.tied);
     let model = accelerator.init(|device| model.init(device));
-    let train = DataLoaderBuilder::new(TextBatcher)
+    let train = LoaderBuilder::new(TextBatcher)
         .batch_size(args.batch_size.get())
         .shuffle(42)
         .build(windows);

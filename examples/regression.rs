@@ -48,16 +48,16 @@ fn main() -> Result<()> {
 
     let model = LinearConfig::new(1, 1).init(&device);
     let optimizer = SgdConfig::new().init();
-    let train = DataLoaderBuilder::new(PointBatcher)
+    let train = LoaderBuilder::new(PointBatcher)
         .batch_size(16)
         .shuffle(42)
         .build(points(256));
     let (mut model, mut optimizer, train) = accelerator.prepare((model, optimizer, train))?;
 
-    let ranks = accelerator.reduce(Mean::of(1.0, 1))?.samples();
+    let ranks = accelerator.reduce_metric(Mean::of(1.0, 1))?.samples();
     accelerator.print(format_args!(
         "ready: {ranks} ranks, {}",
-        accelerator.device_kind()
+        accelerator.backend_kind()
     ));
 
     accelerator.print(accelerator.plan(&train, 10));

@@ -57,11 +57,11 @@ fn main() -> Result<(), Report> {
 
     let model = CnnConfig::new().with_dropout(args.dropout).init(&device);
     let optimizer = args.optimizer.init();
-    let train = DataLoaderBuilder::new(DigitBatcher)
+    let train = LoaderBuilder::new(DigitBatcher)
         .batch_size(args.batch_size.get())
         .shuffle(args.seed)
         .build(digits.train);
-    let valid = DataLoaderBuilder::new(DigitBatcher)
+    let valid = LoaderBuilder::new(DigitBatcher)
         .batch_size(256)
         .build(digits.validation);
     let (model, optimizer, train, valid) = accelerator.prepare((model, optimizer, train, valid))?;
@@ -92,7 +92,7 @@ fn main() -> Result<(), Report> {
                 saved = optimizer.steps();
             }
         }
-        let score = accelerator.reduce(evaluate(&model.valid(), &valid)?)?;
+        let score = accelerator.reduce_metric(evaluate(&model.valid(), &valid)?)?;
         reporter.validated(epoch, score.loss(), score.accuracy())?;
         best = best.max(score.accuracy());
     }

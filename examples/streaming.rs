@@ -57,7 +57,7 @@ fn main() -> Result<(), Report> {
         let mine = (part.index()..digits.len()).step_by(part.count());
         mine.map(move |index| digits.get(index))
     };
-    let builder = DataLoaderBuilder::new(DigitBatcher).batch_size(args.batch_size.get());
+    let builder = LoaderBuilder::new(DigitBatcher).batch_size(args.batch_size.get());
     let train = match sharing {
         Sharing::Dispatched => builder.build_dispatched_stream(stream),
         Sharing::Sharded => builder.build_sharded_stream(stream),

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use accelerator_collective::ProcessGroup;
 use burn::tensor::Device;
 
-use crate::core::device::DeviceKind;
+use crate::core::device::BackendKind;
 use crate::core::error::Result;
 use crate::core::forward_collectives::ForwardCollectives;
 use crate::timeline::Timeline;
@@ -18,7 +18,7 @@ pub(crate) struct Context {
     pub(crate) accumulation: Accumulation,
     /// Without gradients.
     pub(crate) device: Device,
-    pub(crate) device_kind: DeviceKind,
+    pub(crate) backend_kind: BackendKind,
     pub(crate) forward_collectives: ForwardCollectives,
     pub(crate) group: ProcessGroup,
     /// How many loaders were prepared: the next one's number.

@@ -26,7 +26,7 @@
 //! let model: Linear = LinearConfig::new(1, 1).init(&device);
 //! let optimizer = SgdConfig::new().init();
 //! # let dataset = InMemDataset::new((0..64).map(|i| i as f32 / 64.0).collect());
-//! let train = DataLoaderBuilder::new(Points).batch_size(8).shuffle(42).build(dataset);
+//! let train = LoaderBuilder::new(Points).batch_size(8).shuffle(42).build(dataset);
 //!
 //! let (mut model, mut optimizer, train) = accelerator.prepare((model, optimizer, train))?;
 //!
@@ -47,8 +47,8 @@
 //! |---|---|
 //! | start, choose device, precision, seed | [`Accelerator::new`], [`Accelerator::builder`] |
 //! | shard and prefetch data exactly, of every kind: data sets, samplers, streams | [`data`] |
-//! | average gradients, accumulate, clip | [`Accelerator::backward`], [`Weight`], [`Gradients`], [`Clip`] |
-//! | know which GPU a rank takes, and share one | [`DeviceKind`], [`Oversubscription`] |
+//! | average gradients, accumulate, clip | [`Accelerator::backward`], [`Weight`], [`AveragedGradients`], [`Clip`] |
+//! | know which GPU a rank takes, and share one | [`BackendKind`], [`Oversubscription`] |
 //! | compute in half precision | [`precision`] |
 //! | send gradients in half precision | [`Compression`] |
 //! | choose how gradients of GPUs are reduced | [`GradientReduction`] |
@@ -59,8 +59,8 @@
 //! | know how many steps there will be | [`Accelerator::plan`] |
 //! | average weights over time | [`Ema`] |
 //! | step faster on the CPU, and keep a part of an optimizer's state on each rank | [`optim::fused`], [`optim::Sharded`] |
-//! | see where the time of a step goes | [`Accelerator::step_summary`], [`AcceleratorBuilder::with_trace`], [`Accelerator::profile`] |
-//! | evaluate | [`metric`], [`Accelerator::reduce`], [`Accelerator::gather_for_metrics`] |
+//! | see where the time of a step goes | [`Accelerator::step_summary`], [`AcceleratorBuilder::trace`], [`Accelerator::profile`] |
+//! | evaluate | [`metric`], [`Accelerator::reduce_metric`], [`Accelerator::gather_for_metrics`] |
 //! | exchange tensors and objects | [`Accelerator::gather`], [`Accelerator::pad_across_processes`], [`Accelerator::gather_object`] |
 //! | share out other work than batches | [`Accelerator::split_between_processes`] |
 //! | do something on one rank only, or there first | [`Accelerator::on_main_process`], [`Accelerator::main_process_first`] |
@@ -73,7 +73,7 @@
 //! | find a rank whose parameters drifted | [`Accelerator::check_replicas`] |
 //! | save everything, and go on from there | [`checkpoint`] |
 //! | go on with a schedule at another number of ranks | [`Accelerator::resume_loader`] |
-//! | do on purpose what is warned of or refused | [`allow_same_batches`](AcceleratorBuilder::allow_same_batches), [`without_item_check`](data::DataLoaderBuilder::without_item_check) |
+//! | do on purpose what is warned of or refused | [`allow_same_batches`](AcceleratorBuilder::allow_same_batches), [`without_item_check`](data::LoaderBuilder::without_item_check) |
 //! | end a training whose loss is not finite | [`stop_at_non_finite_loss`](AcceleratorBuilder::stop_at_non_finite_loss) |
 //! | run on several ranks inside one process, in tests | [`launch`] |
 //!
@@ -87,13 +87,13 @@
 //! |---|---|---|---|
 //! | `ACCEL_ACCUMULATION_STEPS` | a number | 1 | [`accumulation_steps`](AcceleratorBuilder::accumulation_steps) |
 //! | `ACCEL_DEVICE` | `cuda`, `wgpu`, `flex`, `ndarray` | the fastest that is compiled in | [`device`](AcceleratorBuilder::device) |
-//! | `ACCEL_COMPRESSION` | `none`, `f16`, `bf16` | `none` | [`with_compression`](AcceleratorBuilder::with_compression) |
-//! | `ACCEL_OVERLAP` | `auto`, `off`, `on` | `auto`: on between hosts, and on CUDA devices | [`with_overlap`](AcceleratorBuilder::with_overlap) |
-//! | `ACCEL_OVERSUBSCRIBE_GPUS` | `1`: more ranks than GPUs share them; `0` | `0` | [`with_oversubscription`](AcceleratorBuilder::with_oversubscription) |
+//! | `ACCEL_COMPRESSION` | `none`, `f16`, `bf16` | `none` | [`compression`](AcceleratorBuilder::compression) |
+//! | `ACCEL_OVERLAP` | `auto`, `off`, `on` | `auto`: on between hosts, and on CUDA devices | [`overlap`](AcceleratorBuilder::overlap) |
+//! | `ACCEL_OVERSUBSCRIBE_GPUS` | `1`: more ranks than GPUs share them; `0` | `0` | [`oversubscription`](AcceleratorBuilder::oversubscription) |
 //! | `ACCEL_PRECISION` | `no`, `f16`, `bf16` | `no` | [`precision`](AcceleratorBuilder::precision) |
-//! | `ACCEL_REDUCTION` | `auto`, `nccl`, `staged` | `auto`: NCCL where it can be | [`with_reduction`](AcceleratorBuilder::with_reduction) |
-//! | `ACCEL_TRACE` | a path | no trace | [`with_trace`](AcceleratorBuilder::with_trace) |
-//! | `ACCEL_TRACE_SCHEDULE` | `active=3,wait=1,warm_up=1,repeat=2,skip_first=10`; all but `active` may be left out | one trace of everything | [`with_trace_schedule`](AcceleratorBuilder::with_trace_schedule) |
+//! | `ACCEL_REDUCTION` | `auto`, `nccl`, `staged` | `auto`: NCCL where it can be | [`gradient_reduction`](AcceleratorBuilder::gradient_reduction) |
+//! | `ACCEL_TRACE` | a path | no trace | [`trace`](AcceleratorBuilder::trace) |
+//! | `ACCEL_TRACE_SCHEDULE` | `active=3,wait=1,warm_up=1,repeat=2,skip_first=10`; all but `active` may be left out | one trace of everything | [`trace_schedule`](AcceleratorBuilder::trace_schedule) |
 //! | `ACCEL_TRANSPORT` | `auto`, `hierarchical`, `shm`, `tcp` | `auto`: for where the ranks are | [`transport`](AcceleratorBuilder::transport) |
 //! | `ACCEL_LIVENESS_TIMEOUT` | seconds | 5 | [`liveness_timeout`](AcceleratorBuilder::liveness_timeout) |
 //!
@@ -156,13 +156,13 @@ pub use crate::accelerator::{
     Accelerator, AcceleratorBuilder, BatchSizeFinder, DistributedType, PadSide, PaddedShare,
     Prepare, TensorMap, Tensors, kind, launch, launch_processes,
 };
-pub use crate::core::device::{DeviceKind, Oversubscription};
+pub use crate::core::device::{BackendKind, Oversubscription};
 pub use crate::core::error::{Error, Result};
 pub use crate::data::weight::Weight;
 pub use crate::ema::Ema;
 pub use crate::reduce::hook;
 pub use crate::reduce::{
-    Clip, Compression, GradientReduction, Gradients, Overlap, OverlapReport, OverlapState,
+    AveragedGradients, Clip, Compression, GradientReduction, Overlap, OverlapReport, OverlapState,
 };
 
 /// What a training program usually imports.
@@ -190,7 +190,7 @@ pub mod prelude {
     pub use crate::checkpoint::{Checkpoints, Object, PerRank};
     pub use crate::collective::ReduceOp;
     pub use crate::data::{
-        AssumeDeterministic, Batch, BuildUncompared as _, DataLoaderBuilder, PreparedLoader,
+        AssumeDeterministic, Batch, BuildUncompared as _, LoaderBuilder, PreparedLoader,
     };
     pub use crate::ema::Ema;
     pub use crate::local::{DiLoCoConfig, LocalOutcome, LocalSgdConfig, LocalTraining};
@@ -200,7 +200,7 @@ pub mod prelude {
     pub use crate::plan::TailPolicy;
     pub use crate::precision::Precision;
     pub use crate::{
-        Accelerator, Compression, DeviceKind, Error, GradientReduction, Gradients, Overlap,
-        Oversubscription, PadSide, Result, launch,
+        Accelerator, AveragedGradients, BackendKind, Compression, Error, GradientReduction,
+        Overlap, Oversubscription, PadSide, Result, launch,
     };
 }

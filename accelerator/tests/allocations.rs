@@ -136,10 +136,10 @@ fn taken(overlap: Overlap, accumulation: usize) -> Vec<(Vec<Taken>, usize)> {
         Ok((taken, model.size()))
     };
     Accelerator::builder()
-        .device(DeviceKind::Flex)
+        .device(BackendKind::Flex)
         .bucket_size(WIDTH * WIDTH * 4)
         .accumulation_steps(accumulation)
-        .with_overlap(overlap)
+        .overlap(overlap)
         .launch(2, train)
         .unwrap()
 }
@@ -204,11 +204,11 @@ impl Training {
             }
         };
         Accelerator::builder()
-            .device(DeviceKind::Flex)
+            .device(BackendKind::Flex)
             .bucket_size(WIDTH * WIDTH * 4)
             .accumulation_steps(self.accumulation)
-            .with_compression(self.compression)
-            .with_overlap(self.overlap)
+            .compression(self.compression)
+            .overlap(self.overlap)
             .launch(self.ranks, rank)
             .unwrap()
     }
@@ -336,7 +336,7 @@ fn c20_a_batch_size_for_a_model_that_was_not_prepared_is_refused() {
 fn c20_what_an_attempt_recorded_that_failed_is_not_held_in_the_next() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let accelerator = Accelerator::builder()
-        .device(DeviceKind::Flex)
+        .device(BackendKind::Flex)
         .build()
         .unwrap();
     let device = accelerator.device();

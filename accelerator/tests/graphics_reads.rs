@@ -41,8 +41,8 @@ impl Log for Reads {
 struct Setting {
     ranks: usize,
     accumulation: usize,
-    looks: fn(&mut Gradients),
-    clip: fn(Gradients) -> Gradients,
+    looks: fn(&mut AveragedGradients),
+    clip: fn(AveragedGradients) -> AveragedGradients,
     /// Whether the outcome of a step is asked for.
     told: bool,
 }
@@ -55,8 +55,8 @@ struct Net {
 /// How many pieces of memory were read in so many steps, by all ranks together.
 fn reads(setting: Setting, steps: usize) -> usize {
     let counts = Accelerator::builder()
-        .device(DeviceKind::Wgpu)
-        .with_oversubscription(Oversubscription::Allow)
+        .device(BackendKind::Wgpu)
+        .oversubscription(Oversubscription::Allow)
         .accumulation_steps(setting.accumulation)
         .launch(setting.ranks, |accelerator| {
             let device = accelerator.device();
@@ -92,7 +92,7 @@ fn reads(setting: Setting, steps: usize) -> usize {
 
 #[test]
 fn steps_read_what_they_are_asked_for_and_no_more() {
-    if let Err(error) = Accelerator::builder().device(DeviceKind::Wgpu).build() {
+    if let Err(error) = Accelerator::builder().device(BackendKind::Wgpu).build() {
         assert!(error.is_device(), "{error:?}");
         eprintln!("skipped, since there is no graphics device here: {error}");
         return;
@@ -113,14 +113,14 @@ fn steps_read_what_they_are_asked_for_and_no_more() {
             // What is read once for all is in both.
             reads(setting, 12) - reads(setting, 2)
         };
-        let of = |ranks, looks: fn(&mut Gradients)| {
+        let of = |ranks, looks: fn(&mut AveragedGradients)| {
             more(Setting {
                 ranks,
                 looks,
                 ..plain
             })
         };
-        let clips: [fn(Gradients) -> Gradients; 3] = [
+        let clips: [fn(AveragedGradients) -> AveragedGradients; 3] = [
             |gradients| gradients.clip_norm(0.1),
             |gradients| gradients.clip_value(0.1),
             |gradients| gradients.clip_norm(0.1).clip_value(0.01),

@@ -97,7 +97,7 @@ const BOTH: [State; 2] = [State::Whole, State::Sharded];
 struct Case {
     accumulate: usize,
     clip: Option<f64>,
-    device: DeviceKind,
+    device: BackendKind,
     dtype: DType,
     make: Make,
     schedule: Schedule,
@@ -114,7 +114,7 @@ enum Schedule {
 const CASE: Case = Case {
     accumulate: 1,
     clip: None,
-    device: DeviceKind::Flex,
+    device: BackendKind::Flex,
     dtype: DType::F32,
     make: adamw,
     schedule: Schedule::PerStep,
@@ -148,7 +148,7 @@ impl Case {
             // Several buckets.
             .bucket_size(20_000);
         match self.device {
-            DeviceKind::Flex => builder,
+            BackendKind::Flex => builder,
             _ => builder.dtype(float(self.dtype)),
         }
     }
@@ -157,7 +157,7 @@ impl Case {
         RANK.set(accelerator.rank());
         let model = Net::new(&accelerator.device(), self.dtype);
         // 11 samples in global batches of 4: in the last one, a rank of three is idle.
-        let train = DataLoaderBuilder::new(ColumnBatcher)
+        let train = LoaderBuilder::new(ColumnBatcher)
             .global_batch_size(4)
             .build(columns(10));
         let (optimizer, scheduler) = ((self.make)(), self.scheduler());
@@ -495,9 +495,9 @@ fn resumed(folder: &Path, ranks: usize, state: State) -> Vec<Vec<f64>> {
 fn of_another_type() -> Vec<Case> {
     let case = |dtype| Case { dtype, ..CASE };
     let mut cases: Vec<_> = [DType::F64, DType::F16, DType::BF16].map(case).into();
-    if DeviceKind::NdArray.is_compiled_in() {
+    if BackendKind::NdArray.is_compiled_in() {
         cases.push(Case {
-            device: DeviceKind::NdArray,
+            device: BackendKind::NdArray,
             ..case(DType::F64)
         });
     }
@@ -789,7 +789,7 @@ fn gradients_of_another_accelerator_are_refused_by_that_name() {
         let linear: Linear = accelerator.init(|device| LinearConfig::new(3, 2).init(device));
         let (model, mut optimizer) = accelerator.prepare((linear, Sharded(adamw())))?;
         let alone = Accelerator::builder()
-            .device(accelerator.device_kind())
+            .device(accelerator.backend_kind())
             .build()?;
         let model = alone.prepare(model)?;
         let input = Tensor::<2>::ones([2, 3], &alone.device());

@@ -52,7 +52,7 @@ impl<'a> Pair<'a> {
     pub fn new(accelerator: &'a Accelerator, model: Model, steps: usize) -> Result<Self> {
         let (device, samples) = (accelerator.device(), model.samples());
         let share = steps * model.batch_size();
-        let loader = DataLoaderBuilder::new(samples.batcher())
+        let loader = LoaderBuilder::new(samples.batcher())
             .batch_size(model.batch_size())
             .num_workers(0)
             .build(Samples::dataset(share * accelerator.world_size()));

@@ -97,9 +97,9 @@ fn plain(args: &WorkerArgs) -> Result<(), Box<dyn std::error::Error>> {
 }
 
 fn prepared(args: &WorkerArgs) -> Result<(), Box<dyn std::error::Error>> {
-    let accelerator = Accelerator::builder().device(DeviceKind::Flex).build()?;
+    let accelerator = Accelerator::builder().device(BackendKind::Flex).build()?;
     let model = args.model.init(&accelerator.device());
-    let loader = DataLoaderBuilder::new(args.model.samples().batcher())
+    let loader = LoaderBuilder::new(args.model.samples().batcher())
         .batch_size(args.batch_size)
         .num_workers(0)
         .build(Samples::dataset(SAMPLES));

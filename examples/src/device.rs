@@ -1,6 +1,6 @@
 use core::fmt;
 
-use accelerator::DeviceKind;
+use accelerator::BackendKind;
 use burn::tensor::{Device, FloatDType};
 use clap::ValueEnum;
 
@@ -34,7 +34,7 @@ impl DeviceName {
             #[allow(deprecated, reason = "who asks for this device gets it")]
             Self::NdArray => Ok(Device::ndarray()),
             #[cfg(feature = "wgpu")]
-            Self::Wgpu => Ok(Device::wgpu(burn::tensor::DeviceKind::DefaultDevice)),
+            Self::Wgpu => Ok(Device::wgpu(burn::tensor::BackendKind::DefaultDevice)),
             #[cfg(feature = "cuda")]
             Self::Cuda => Ok(Device::cuda(0)),
             #[allow(
@@ -52,7 +52,7 @@ impl DeviceName {
     }
 }
 
-impl From<DeviceName> for DeviceKind {
+impl From<DeviceName> for BackendKind {
     fn from(name: DeviceName) -> Self {
         match name {
             DeviceName::Flex => Self::Flex,

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use accelerator::collective::rendezvous::StoreServer;
-use accelerator::{Accelerator, DeviceKind};
+use accelerator::{Accelerator, BackendKind};
 
 /// The CPU goes from a mean loss of 2.27 in the first one to 1.01 in the last.
 const EPOCHS: &str = "6";
@@ -84,7 +84,7 @@ fn losses(ranks: usize, folder: &Path) -> Vec<f64> {
 
 #[test]
 fn two_processes_learn_digits_as_one_does() {
-    if let Err(error) = Accelerator::builder().device(DeviceKind::Wgpu).build() {
+    if let Err(error) = Accelerator::builder().device(BackendKind::Wgpu).build() {
         assert!(error.is_device(), "{error:?}");
         eprintln!("skipped, since there is no graphics device here: {error}");
         return;

@@ -84,7 +84,7 @@ pub fn train(accelerator: &Accelerator, job: &Endurance) -> Result<()> {
         .init()
         .expect("a valid schedule");
     let loader = |count, seed: Option<u64>| {
-        let builder = DataLoaderBuilder::new(RowBatcher).batch_size(job.batch_size);
+        let builder = LoaderBuilder::new(RowBatcher).batch_size(job.batch_size);
         let builder = match seed {
             Some(seed) => builder.shuffle(seed).num_workers(2).prefetch(3),
             None => builder,
@@ -145,7 +145,7 @@ pub fn train(accelerator: &Accelerator, job: &Endurance) -> Result<()> {
             let loss = loss(&model, &batch);
             seen.update(loss.into_scalar::<f64>(), batch.real());
         }
-        history.push(accelerator.reduce(seen)?.samples() as u64);
+        history.push(accelerator.reduce_metric(seen)?.samples() as u64);
     }
     if accelerator.is_main_process() {
         let mut parameters = Vec::new();

@@ -67,7 +67,7 @@ pub enum Clipping {
 }
 
 impl Clipping {
-    fn of(self, gradients: Gradients) -> Gradients {
+    fn of(self, gradients: AveragedGradients) -> AveragedGradients {
         match self {
             Self::Norm => gradients.clip_norm(1.0),
             Self::Manifold => gradients
@@ -145,7 +145,7 @@ fn fit<M: Module + std::fmt::Display>(
         Rule::Adamw => AdamWConfig::new().with_weight_decay(0.01).init(),
         Rule::Sgd => SgdConfig::new().init(),
     };
-    let train = DataLoaderBuilder::new(PictureBatcher)
+    let train = LoaderBuilder::new(PictureBatcher)
         .global_batch_size(setting.global_batch)
         .shuffle(3)
         .build(InMemDataset::new((0..setting.samples).collect()));

@@ -46,7 +46,7 @@ pub fn run(accelerator: &Accelerator, case: &Case, problem: &Problem) -> Result<
     assert!(case.even_batches, "the trajectories pad");
     let device = accelerator.device();
     let model = Net::new(&problem.initial, &device);
-    let train = DataLoaderBuilder::new(SampleBatcher)
+    let train = LoaderBuilder::new(SampleBatcher)
         .batch_size(case.batch_size)
         .tail(TailPolicy::Pad)
         .build(samples(problem));

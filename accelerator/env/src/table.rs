@@ -28,7 +28,7 @@ macro_rules! variables {
 variables! {
     ACCUMULATION_STEPS, Ranks, Count, default "1", code "accumulation_steps":
         "micro-batches per optimizer step";
-    COMPRESSION, Ranks, OneOf(&["none", "f16", "bf16"]), default "none", code "with_compression":
+    COMPRESSION, Ranks, OneOf(&["none", "f16", "bf16"]), default "none", code "compression":
         "the type in which gradients are sent";
     DEVICE, Ranks, OneOf(&["cuda", "wgpu", "flex", "ndarray"]), default "the fastest that the program is built with", code "device":
         "the device of each rank";
@@ -44,15 +44,15 @@ variables! {
         "after how much silence a rank is considered lost";
     MAX_RESTARTS, SetByLauncher, Number, default "--max-restarts", code "":
         "how often the launcher restarts the job at most";
-    OVERLAP, Ranks, OneOf(&["auto", "on", "off"]), default "auto", code "with_overlap":
+    OVERLAP, Ranks, OneOf(&["auto", "on", "off"]), default "auto", code "overlap":
         "whether gradients are sent during backward; auto: between hosts, and on CUDA devices";
-    OVERSUBSCRIBE_GPUS, LauncherAndRanks, Switch, default "0", code "with_oversubscription":
+    OVERSUBSCRIBE_GPUS, LauncherAndRanks, Switch, default "0", code "oversubscription":
         "whether more ranks than GPUs may share them";
     PORT, SetByLauncher, Port, default "--master-port", code "":
         "the port of the store";
     PRECISION, Ranks, OneOf(&["no", "f16", "bf16"]), default "no", code "precision":
         "the type in which `forward` computes";
-    REDUCTION, Ranks, OneOf(&["auto", "nccl", "staged"]), default "auto: NCCL where every rank has a CUDA device of its own", code "with_reduction":
+    REDUCTION, Ranks, OneOf(&["auto", "nccl", "staged"]), default "auto: NCCL where every rank has a CUDA device of its own", code "gradient_reduction":
         "how gradients of GPUs are reduced: by NCCL, or through host memory";
     RESTART, SetByLauncher, Number, default "0", code "":
         "how often the job has been restarted";
@@ -62,9 +62,9 @@ variables! {
         "who hosts the store";
     TOKEN_FILE, LauncherAndRanks, ExistingFile, default "none", code "":
         "the file that holds the job token";
-    TRACE, Ranks, NewFile, default "none", code "with_trace":
+    TRACE, Ranks, NewFile, default "none", code "trace":
         "the file to write the trace of all ranks to";
-    TRACE_SCHEDULE, Ranks, TraceSchedule, default "none: one trace of everything", code "with_trace_schedule":
+    TRACE_SCHEDULE, Ranks, TraceSchedule, default "none: one trace of everything", code "trace_schedule":
         "which steps are traced";
     TRANSPORT, Ranks, OneOf(&["auto", "hierarchical", "shm", "tcp", "threads"]), default "auto", code "transport":
         "how ranks exchange data; auto: shm on one host, hierarchical where a host has several ranks, else tcp";

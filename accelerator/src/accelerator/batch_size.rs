@@ -26,7 +26,7 @@ use crate::reduce::{Reserved, Windows, forget_graphs, settle_device_reducer};
 ///
 /// let accelerator = Accelerator::new()?;
 /// let finder = BatchSizeFinder::starting_at(128)
-///     .with_reduction(|size| size / 2)
+///     .with_next_size(|size| size / 2)
 ///     .with_out_of_memory(|text| text.contains("too big"));
 /// let (size, ()) = finder.find(&accelerator, |size| {
 ///     assert!(size <= 50, "{size} is too big");
@@ -145,7 +145,7 @@ impl<'a> BatchSizeFinder<'a> {
 
     /// What to try after a size that was too large. It must become smaller; a size that does not is
     /// made smaller by one.
-    pub fn with_reduction(mut self, reduce: impl Fn(usize) -> usize + 'static) -> Self {
+    pub fn with_next_size(mut self, reduce: impl Fn(usize) -> usize + 'static) -> Self {
         self.reduce = Box::new(reduce);
         self
     }
@@ -518,13 +518,13 @@ mod tests {
 
     #[test]
     fn c20_sizes_are_reduced_by_the_programs_own_rule() {
-        let halves = || BatchSizeFinder::starting_at(64).with_reduction(|size| size / 2);
+        let halves = || BatchSizeFinder::starting_at(64).with_next_size(|size| size / 2);
         for (sizes, found) in tried(halves, [10, 64, 64]).unwrap() {
             assert_eq!(sizes, [64, 32, 16, 8]);
             assert_eq!(found.unwrap(), 8);
         }
         // One that never ends is ended.
-        let never = || BatchSizeFinder::starting_at(4).with_reduction(|size| size);
+        let never = || BatchSizeFinder::starting_at(4).with_next_size(|size| size);
         for (sizes, found) in tried(never, [2; 3]).unwrap() {
             assert_eq!((sizes, found.unwrap()), (vec![4, 3, 2], 2));
         }
@@ -642,7 +642,7 @@ mod tests {
         let train = |largest: Option<usize>| {
             let builder = Accelerator::builder()
                 .precision(Precision::Bf16)
-                .with_overlap(Overlap::On);
+                .overlap(Overlap::On);
             builder.launch(2, |accelerator| {
                 let device = accelerator.device();
                 let model: Linear = accelerator.init(|device| LinearConfig::new(5, 3).init(device));

@@ -247,7 +247,7 @@ impl Accelerator {
     ///
     /// let life = |ranks| launch(ranks, |accelerator| {
     ///     let dataset = InMemDataset::new((0..96).collect());
-    ///     let train = DataLoaderBuilder::new(Listed).batch_size(8).build(dataset);
+    ///     let train = LoaderBuilder::new(Listed).batch_size(8).build(dataset);
     ///     let train = accelerator.prepare(train)?;
     ///     let train = accelerator.resume_loader(folder, train)?;
     ///     let steps = accelerator.plan(&train, 3).steps.expect("a data set knows its length");
@@ -295,7 +295,7 @@ impl Accelerator {
     /// # let folder = folder.path();
     /// # let train = || {
     /// #     let dataset = InMemDataset::new((0..96).collect());
-    /// #     DataLoaderBuilder::new(Listed).batch_size(8).build(dataset)
+    /// #     LoaderBuilder::new(Listed).batch_size(8).build(dataset)
     /// # };
     ///
     /// launch(2, |accelerator| {

@@ -21,7 +21,7 @@ impl Accelerator {
     /// let means = accelerator::launch(2, |accelerator| {
     ///     let mut mean = Mean::new();
     ///     mean.update(accelerator.rank() as f64, 1 + accelerator.rank());
-    ///     Ok(accelerator.reduce(mean)?.value())
+    ///     Ok(accelerator.reduce_metric(mean)?.value())
     /// })?;
     /// assert_eq!(means, [2.0 / 3.0, 2.0 / 3.0]);
     /// # Ok::<(), accelerator::Error>(())
@@ -35,7 +35,7 @@ impl Accelerator {
     /// [`Error::is_misuse`] on every rank, with what each has, when ranks reduce other metrics, or of another
     /// size, that have as many sums in all; [`Error::is_collective`] when they have more or fewer, or another rank is lost.
     #[track_caller]
-    pub fn reduce<T: Metric>(&self, metric: T) -> Result<T> {
+    pub fn reduce_metric<T: Metric>(&self, metric: T) -> Result<T> {
         self.shared.context.check_forward()?;
         self.shared.uncounted.warn();
         metric::reduce(&self.shared.context.group, metric)
@@ -49,7 +49,7 @@ impl Accelerator {
     ///
     /// let sums = launch(2, |accelerator| {
     ///     let tensor = Tensor::<1>::from_floats([1.0, 2.0], &accelerator.device());
-    ///     let sum = accelerator.all_reduce(tensor, ReduceOp::Sum)?;
+    ///     let sum = accelerator.reduce(tensor, ReduceOp::Sum)?;
     ///     Ok(sum.into_data().try_to_vec::<f32>().unwrap_or_default())
     /// })?;
     /// assert_eq!(sums, [[2.0, 4.0], [2.0, 4.0]]);
@@ -61,7 +61,7 @@ impl Accelerator {
     /// [`Error::is_misuse`] on every rank, with what each has, when tensors differ in shape or type, or
     /// ranks ask for different reductions; [`Error::is_collective`] when another rank is lost.
     #[track_caller]
-    pub fn all_reduce<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
+    pub fn reduce<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
         let (device, mut data) = (tensor.device(), tensor.into_data());
         let group = &self.shared.context.group;
         validate::check(group, format_args!("all_reduce {op}"), &data)?;
@@ -118,7 +118,7 @@ impl Accelerator {
     /// use burn::tensor::Tensor;
     ///
     /// let answers = launch(2, |accelerator| {
-    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///     let loader = LoaderBuilder::new(Listed)
     ///         .batch_size(2)
     ///         .build(InMemDataset::new((0..5).collect()));
     ///     let mut all = Vec::new();
@@ -154,7 +154,7 @@ impl Accelerator {
         }
         tensors.map_tensors(&mut GatherRows {
             accelerator: self,
-            batch: Some((batch.real(), batch.len())),
+            batch: Some((batch.real(), batch.num_samples())),
         })
     }
 

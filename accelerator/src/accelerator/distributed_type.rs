@@ -1,5 +1,5 @@
 use super::Accelerator;
-use crate::core::device::DeviceKind;
+use crate::core::device::BackendKind;
 
 /// On what a training runs, by the names of Accelerate.
 ///
@@ -24,9 +24,9 @@ pub enum DistributedType {
 impl Accelerator {
     /// Whether there are several ranks, and on which kind of device they compute.
     pub fn distributed_type(&self) -> DistributedType {
-        match self.device_kind() {
+        match self.backend_kind() {
             _ if self.world_size() == 1 => DistributedType::No,
-            DeviceKind::Flex | DeviceKind::NdArray => DistributedType::MultiCpu,
+            BackendKind::Flex | BackendKind::NdArray => DistributedType::MultiCpu,
             _ => DistributedType::MultiGpu,
         }
     }

@@ -44,7 +44,7 @@ pub use self::split::PaddedShare;
 pub use self::tensors::{TensorMap, Tensors};
 use crate::checkpoint::CheckpointContext;
 use crate::context::{Context, WindowSize};
-use crate::core::device::DeviceKind;
+use crate::core::device::BackendKind;
 use crate::core::error::{Error, Result};
 use crate::core::user_message;
 use crate::data::UncountedPadding;
@@ -64,7 +64,7 @@ use crate::timeline::{ProfilerSchedule, Recording};
 /// use accelerator::Accelerator;
 ///
 /// let accelerator = Accelerator::new()?;
-/// accelerator.print(format_args!("{} on {}", accelerator.topology(), accelerator.device_kind()));
+/// accelerator.print(format_args!("{} on {}", accelerator.topology(), accelerator.backend_kind()));
 /// accelerator.finish()
 /// # .map(|()| assert!(accelerator.is_main_process()))
 /// # ; Ok::<(), accelerator::Error>(())
@@ -172,8 +172,8 @@ impl Accelerator {
     }
 
     /// The kind of [`device`](Self::device).
-    pub fn device_kind(&self) -> DeviceKind {
-        self.shared.context.device_kind
+    pub fn backend_kind(&self) -> BackendKind {
+        self.shared.context.backend_kind
     }
 
     /// Where this rank stands.

@@ -20,7 +20,7 @@ impl Accelerator {
     /// # let dataset = InMemDataset::new(vec![0.5_f32; 100]);
     ///
     /// let accelerator = Accelerator::builder().accumulation_steps(4).build()?;
-    /// let train = DataLoaderBuilder::new(Rows).batch_size(8).build(dataset);
+    /// let train = LoaderBuilder::new(Rows).batch_size(8).build(dataset);
     /// let train = accelerator.prepare(train)?;
     /// let plan = accelerator.plan(&train, 3);
     /// assert_eq!((plan.effective_batch, plan.steps), (Some(32), Some(12)));

@@ -43,7 +43,7 @@ use crate::reduce;
     label = "not a Burn module, optimizer, `(optimizer, scheduler)`, data loader, or tuple of these",
     note = "of a tuple, prepare one part after the other to see which of them it is",
     note = "one of Burn's own loaders (`Arc<dyn DataLoader<_>>`) is built with Burn's `DataLoaderBuilder`: import \
-            `accelerator::data::DataLoaderBuilder` in its place, which has the same methods, or write \
+            `accelerator::data::LoaderBuilder` in its place, which has the same methods, or write \
             `AssumeDeterministic(loader)` if it reads its batches in the same order on every rank",
     note = "a module must derive `Module`",
     note = "an optimizer is Burn's `ModuleOptimizer`: call `.init()` on its config; a scheduler goes \
@@ -114,7 +114,7 @@ pub(crate) fn check_kinds<K, P: Prepare<K>>(accelerator: &Accelerator) -> Result
 /// prepares::<kind::ShardedByProcess, (Sharded<Optimizer>, PerProcess<Rate>)>();
 /// ```
 pub mod kind {
-    /// A loader built with [`DataLoaderBuilder`](crate::data::DataLoaderBuilder).
+    /// A loader built with [`LoaderBuilder`](crate::data::LoaderBuilder).
     #[derive(Debug)]
     pub enum Loader {}
 

@@ -95,7 +95,7 @@ impl Accelerator {
     /// ```
     /// accelerator::launch(2, |accelerator| {
     ///     let _rank = accelerator.span().entered();
-    ///     accelerator.in_rank_order(|| tracing::info!("{} is ready", accelerator.device_kind()))
+    ///     accelerator.in_rank_order(|| tracing::info!("{} is ready", accelerator.backend_kind()))
     /// })?;
     /// # Ok::<(), accelerator::Error>(())
     /// ```

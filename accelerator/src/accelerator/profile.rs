@@ -11,7 +11,7 @@ use crate::timeline::{
 /// Where the time of a step goes.
 impl Accelerator {
     /// Where the time of this rank's steps went so far; `None` before the first one, and where the
-    /// builder was not [asked](AcceleratorBuilder::with_step_summary) to note it.
+    /// builder was not [asked](AcceleratorBuilder::step_summary) to note it.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -19,7 +19,7 @@ impl Accelerator {
     /// use burn::optim::SgdConfig;
     /// use burn::tensor::Tensor;
     ///
-    /// let accelerator = Accelerator::builder().with_step_summary().build()?;
+    /// let accelerator = Accelerator::builder().step_summary().build()?;
     /// let device = accelerator.device();
     /// let model: Linear = LinearConfig::new(2, 1).init(&device);
     /// let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
@@ -50,7 +50,7 @@ impl Accelerator {
     /// # use burn::optim::SgdConfig;
     /// # use burn::tensor::Tensor;
     ///
-    /// let means = Accelerator::builder().with_step_summary().launch(2, |accelerator| {
+    /// let means = Accelerator::builder().step_summary().launch(2, |accelerator| {
     /// #     let device = accelerator.device();
     /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
     /// #     let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
@@ -96,7 +96,7 @@ impl Accelerator {
 
     /// Records the steps that the schedule keeps, and writes a trace of all ranks for each of its cycles:
     /// for `trace.json` the files are `trace.cycle0.json`, `trace.cycle1.json` and so on, which
-    /// [Perfetto](https://ui.perfetto.dev) opens; see [`with_trace`](crate::AcceleratorBuilder::with_trace).
+    /// [Perfetto](https://ui.perfetto.dev) opens; see [`trace`](crate::AcceleratorBuilder::trace).
     /// Every rank must call it, with the same schedule. From outside it is asked for by `ACCEL_TRACE` and
     /// `ACCEL_TRACE_SCHEDULE`.
     ///

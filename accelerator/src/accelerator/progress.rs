@@ -18,7 +18,7 @@ impl Accelerator {
     /// #     fn batch(&self, items: Vec<u32>, _device: &burn::tensor::Device) -> Vec<u32> { items }
     /// # }
     /// let accelerator = Accelerator::new()?;
-    /// # let loader = DataLoaderBuilder::new(Listed).build(InMemDataset::new(vec![1, 2, 3]));
+    /// # let loader = LoaderBuilder::new(Listed).build(InMemDataset::new(vec![1, 2, 3]));
     /// let train = accelerator.prepare(loader)?;
     /// let bar = accelerator.progress(train.steps());
     /// for batch in bar.wrap_iter(train.epoch(0)) {

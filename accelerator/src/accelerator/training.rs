@@ -8,7 +8,7 @@ use super::prepare::{Prepare, check_kinds};
 use crate::core::error::Result;
 use crate::core::generator::drawing;
 use crate::data::weight::Weight;
-use crate::reduce::{self, Gradients, OverlapReport, ReduceScope};
+use crate::reduce::{self, AveragedGradients, OverlapReport, ReduceScope};
 use crate::{model, replicas};
 
 /// The loop of a training.
@@ -62,7 +62,7 @@ impl Accelerator {
     /// let model: Linear = LinearConfig::new(2, 1).init(&accelerator.device());
     /// let optimizer = (AdamConfig::new().init(), ConstantLr::new(1e-3));
     /// # let dataset = InMemDataset::new((0..32).collect());
-    /// let train = DataLoaderBuilder::new(Listed).batch_size(8).build(dataset);
+    /// let train = LoaderBuilder::new(Listed).batch_size(8).build(dataset);
     /// let (model, optimizer, train) = accelerator.prepare((model, optimizer, train))?;
     /// # assert_eq!((optimizer.steps(), train.steps()), (0, Some(4)));
     /// # let _: Linear = model;
@@ -128,7 +128,7 @@ impl Accelerator {
     ///
     /// `loss` is the mean over this rank's batch, as Burn's losses give it. `weight` says over
     /// how many samples (or tokens): pass the batch itself, [`Batch::with_weight`], or a count. A bare count
-    /// is taken at its word, on an idle rank too: that has a batch of padding, whose `len()` is not 0. Pass
+    /// is taken at its word, on an idle rank too: that has a batch of padding, whose `num_samples()` is not 0. Pass
     /// `&batch`, or [`Batch::real`], which leaves padding out.
     /// The average is exact also where ranks or micro-steps hold different numbers of samples;
     /// an idle rank's gradient counts as zero.
@@ -190,7 +190,7 @@ impl Accelerator {
         loss: Tensor<1>,
         model: &M,
         weight: impl Into<Weight>,
-    ) -> Result<Gradients> {
+    ) -> Result<AveragedGradients> {
         self.backward_of(loss, model, weight.into(), ReduceScope::Global)
     }
 
@@ -202,7 +202,7 @@ impl Accelerator {
         model: &M,
         weight: Weight,
         scope: ReduceScope,
-    ) -> Result<Gradients> {
+    ) -> Result<AveragedGradients> {
         let context = &*self.shared.reduction;
         let timeline = &context.timeline;
         let gradients = reduce::backward(context, loss, model, weight, scope, |model_state| {
@@ -272,7 +272,7 @@ impl Accelerator {
     }
 
     /// Whether the last [`backward`](Self::backward) ended its accumulation window, so that its gradients are
-    /// those of all ranks: what [`is_accumulating`](Gradients::is_accumulating) of them denies. True before the first.
+    /// those of all ranks: what [`is_accumulating`](AveragedGradients::is_accumulating) of them denies. True before the first.
     ///
     /// ```
     /// use accelerator::prelude::*;

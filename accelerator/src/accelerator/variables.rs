@@ -10,15 +10,15 @@ use accelerator_env::{
     REDUCTION, SET_BY_LAUNCHER, TRACE, TRACE_SCHEDULE, Variable, variable,
 };
 
-use crate::core::device::{DeviceKind, Oversubscription};
+use crate::core::device::{BackendKind, Oversubscription};
 use crate::core::error::{Error, Result};
 use crate::precision::Precision;
 use crate::reduce::{Compression, GradientReduction, Overlap};
 use crate::timeline::ProfilerSchedule;
 
 /// The device of the program and of the environment, which must not contradict each other.
-pub(super) fn device(asked: Option<DeviceKind>) -> Result<DeviceKind> {
-    Ok(agreed("device", asked, DEVICE)?.unwrap_or_else(DeviceKind::preferred))
+pub(super) fn device(asked: Option<BackendKind>) -> Result<BackendKind> {
+    Ok(agreed("device", asked, DEVICE)?.unwrap_or_else(BackendKind::preferred))
 }
 
 /// The compression of the program and of the environment, in the same way.
@@ -223,7 +223,7 @@ mod tests {
             let count = expected.replace(" or ", ", ").split(", ").count();
             assert_eq!(variable.words().len(), count, "{}: {error}", variable.name);
         }
-        check::<DeviceKind>(DEVICE);
+        check::<BackendKind>(DEVICE);
         check::<Compression>(COMPRESSION);
         check::<GradientReduction>(REDUCTION);
         check::<Overlap>(OVERLAP);

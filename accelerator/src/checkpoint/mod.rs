@@ -21,7 +21,7 @@
 //! let accelerator = Accelerator::new()?;
 //! let model: Linear = LinearConfig::new(1, 1).init(&accelerator.device());
 //! # let dataset = InMemDataset::new(vec![0.5_f32; 40]);
-//! let train = DataLoaderBuilder::new(Rows).batch_size(4).shuffle(1).build(dataset);
+//! let train = LoaderBuilder::new(Rows).batch_size(4).shuffle(1).build(dataset);
 //! let (model, optimizer, train) =
 //!     accelerator.prepare((model, AdamWConfig::new().init(), train))?;
 //! let lowest = f64::INFINITY;

@@ -23,22 +23,22 @@ pub use self::assign::Oversubscription;
 /// on the CPU, `wgpu`, and `cuda`.
 ///
 /// ```
-/// use accelerator::DeviceKind;
+/// use accelerator::BackendKind;
 ///
-/// assert_eq!("flex".parse::<DeviceKind>()?, DeviceKind::Flex);
-/// assert!("banana".parse::<DeviceKind>().is_err());
+/// assert_eq!("flex".parse::<BackendKind>()?, BackendKind::Flex);
+/// assert!("banana".parse::<BackendKind>().is_err());
 /// # Ok::<(), accelerator::Error>(())
 /// ```
 ///
 /// What this program can run on, and what it was not built for:
 ///
 /// ```
-/// use accelerator::{Accelerator, DeviceKind};
+/// use accelerator::{Accelerator, BackendKind};
 ///
-/// let is_gpu = |kind: &DeviceKind| matches!(kind, DeviceKind::Cuda | DeviceKind::Wgpu);
-/// let (gpus, cpus): (Vec<_>, Vec<_>) = DeviceKind::ALL.into_iter().partition(is_gpu);
-/// assert_eq!(cpus, [DeviceKind::Flex, DeviceKind::NdArray]);
-/// assert!(cpus.into_iter().any(DeviceKind::is_compiled_in));
+/// let is_gpu = |kind: &BackendKind| matches!(kind, BackendKind::Cuda | BackendKind::Wgpu);
+/// let (gpus, cpus): (Vec<_>, Vec<_>) = BackendKind::ALL.into_iter().partition(is_gpu);
+/// assert_eq!(cpus, [BackendKind::Flex, BackendKind::NdArray]);
+/// assert!(cpus.into_iter().any(BackendKind::is_compiled_in));
 /// for kind in gpus.into_iter().filter(|kind| !kind.is_compiled_in()) {
 ///     let error = Accelerator::builder().device(kind).build().unwrap_err();
 ///     assert!(error.is_device());
@@ -46,14 +46,14 @@ pub use self::assign::Oversubscription;
 /// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
-pub enum DeviceKind {
+pub enum BackendKind {
     /// NVIDIA devices; each rank of a host takes that of its local rank among those that
     /// `CUDA_VISIBLE_DEVICES` shows (`accel-launch --gpu-ids`). With fewer devices than ranks see
     /// [`Oversubscription`].
     Cuda,
     /// The CPU, through Burn's pure-Rust kernels.
     Flex,
-    /// The CPU, through Burn's older ndarray kernels. They are slower than [`DeviceKind::Flex`]
+    /// The CPU, through Burn's older ndarray kernels. They are slower than [`BackendKind::Flex`]
     /// by an order of magnitude and deprecated upstream.
     NdArray,
     /// Graphics devices by Vulkan, Metal or WebGPU. A rank that is alone on its host takes the best.
@@ -67,7 +67,7 @@ pub enum DeviceKind {
     Wgpu,
 }
 
-impl DeviceKind {
+impl BackendKind {
     /// Every kind there is, compiled in or not.
     pub const ALL: [Self; 4] = [Self::Cuda, Self::Wgpu, Self::Flex, Self::NdArray];
 
@@ -157,7 +157,7 @@ impl DeviceKind {
     }
 }
 
-impl fmt::Display for DeviceKind {
+impl fmt::Display for BackendKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Cuda => "cuda",
@@ -168,7 +168,7 @@ impl fmt::Display for DeviceKind {
     }
 }
 
-impl FromStr for DeviceKind {
+impl FromStr for BackendKind {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
@@ -211,8 +211,8 @@ pub(crate) fn configure(device: &mut Device, dtype: FloatDType) -> Result<()> {
 fn graphics(
     place: &Topology,
     oversubscription: Oversubscription,
-) -> Result<burn::tensor::DeviceKind> {
-    use burn::tensor::DeviceKind::{DefaultDevice, DiscreteGpu};
+) -> Result<burn::tensor::BackendKind> {
+    use burn::tensor::BackendKind::{DefaultDevice, DiscreteGpu};
 
     /// By which the user says what the default device is.
     const NAMED: &str = "CUBECL_WGPU_DEFAULT_DEVICE";
@@ -227,7 +227,7 @@ fn graphics(
         // One that is part of the processor, or computes on it: there is one of it, as there is of a CPU.
         0 => Ok(DefaultDevice),
         devices => {
-            let index = share::take(place, DeviceKind::Wgpu, devices, oversubscription)?;
+            let index = share::take(place, BackendKind::Wgpu, devices, oversubscription)?;
             Ok(match devices {
                 // The same device as that of plain Burn code, which asks for the default.
                 1 => DefaultDevice,
@@ -255,14 +255,14 @@ mod tests {
 
     #[test]
     fn names_round_trip() {
-        for kind in DeviceKind::ALL {
-            assert_eq!(kind.to_string().parse::<DeviceKind>().unwrap(), kind);
+        for kind in BackendKind::ALL {
+            assert_eq!(kind.to_string().parse::<BackendKind>().unwrap(), kind);
         }
     }
 
     #[test]
     fn a_device_that_is_not_compiled_in_says_how_to_get_it() {
-        for kind in DeviceKind::ALL
+        for kind in BackendKind::ALL
             .into_iter()
             .filter(|kind| !kind.is_compiled_in())
         {

@@ -41,7 +41,7 @@ use crate::data::weight::Weight;
 /// use accelerator::prelude::*;
 ///
 /// let batches = launch(2, |accelerator| {
-///     let loader = DataLoaderBuilder::new(Listed)
+///     let loader = LoaderBuilder::new(Listed)
 ///         .batch_size(2)
 ///         .build(InMemDataset::new((0..5).collect()));
 ///     accelerator.prepare(loader)?.epoch(0).collect::<Result<Vec<_>>>()
@@ -190,8 +190,7 @@ impl<O> Batch<O> {
     }
 
     /// How many samples it holds, duplicates included: the rows of its tensors.
-    #[allow(clippy::len_without_is_empty, reason = "a batch is never empty")]
-    pub fn len(&self) -> usize {
+    pub fn num_samples(&self) -> usize {
         self.note_used();
         self.info.len
     }
@@ -201,7 +200,7 @@ impl<O> Batch<O> {
     ///
     /// This is what a figure counts that is added up by hand. The rows of an idle batch's tensors are there as those of
     /// any other. Where a batch with padding was used and nobody has asked for this, or for its weight, the library says so
-    /// when a metric is [reduced](crate::Accelerator::reduce) behind that pass, once a loader. In training,
+    /// when a metric is [reduced](crate::Accelerator::reduce_metric) behind that pass, once a loader. In training,
     /// `backward` asks for the weight: a figure that is counted beside it is not looked at.
     ///
     /// ```
@@ -214,7 +213,7 @@ impl<O> Batch<O> {
     /// use accelerator::prelude::*;
     ///
     /// let even = launch(3, |accelerator| {
-    ///     let valid = DataLoaderBuilder::new(Listed)
+    ///     let valid = LoaderBuilder::new(Listed)
     ///         .batch_size(2)
     ///         .build(InMemDataset::new((0..13).collect()));
     ///     let mut even = Sum::new();
@@ -222,7 +221,7 @@ impl<O> Batch<O> {
     ///         let batch = batch?;
     ///         even.count(batch[..batch.real()].iter().filter(|item| **item % 2 == 0).count());
     ///     }
-    ///     Ok(accelerator.reduce(even)?.value())
+    ///     Ok(accelerator.reduce_metric(even)?.value())
     /// })?;
     /// assert_eq!(even, [7.0; 3]);
     /// # Ok::<(), Error>(())
@@ -248,12 +247,12 @@ impl<O> Batch<O> {
     /// # let accelerator = Accelerator::new()?;
     /// # let device = accelerator.device();
     /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    /// # let loader = DataLoaderBuilder::new(Listed).batch_size(3).build(InMemDataset::new(vec![1; 6]));
+    /// # let loader = LoaderBuilder::new(Listed).batch_size(3).build(InMemDataset::new(vec![1; 6]));
     /// # let loader = accelerator.prepare(loader)?;
     /// // All batches of an epoch in one step.
     /// for batch in loader.epoch(0) {
     ///     let batch = batch?;
-    ///     let loss = model.forward(Tensor::<2>::ones([batch.len(), 2], &device)).mean();
+    ///     let loss = model.forward(Tensor::<2>::ones([batch.num_samples(), 2], &device)).mean();
     ///     let weight = match batch.is_last() {
     ///         true => batch.weight(),
     ///         false => batch.weight().no_sync(),
@@ -283,7 +282,7 @@ impl<O> Batch<O> {
     /// # let device = accelerator.device();
     /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
     /// # let dataset = InMemDataset::new(vec![3, 5, 4]);
-    /// # let loader = DataLoaderBuilder::new(Listed).batch_size(3).build(dataset);
+    /// # let loader = LoaderBuilder::new(Listed).batch_size(3).build(dataset);
     /// # let loader = accelerator.prepare(loader)?;
     /// # let batch = loader.epoch(0).next().unwrap()?;
     /// # let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
@@ -323,12 +322,12 @@ impl<O> Batch<O> {
     /// use accelerator::prelude::*;
     ///
     /// let seen = launch(2, |accelerator| {
-    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///     let loader = LoaderBuilder::new(Listed)
     ///         .batch_size(2)
     ///         .tail(TailPolicy::Pad)
     ///         .build(InMemDataset::new((0..5).collect()));
     ///     let batches = accelerator.prepare(loader)?.epoch(0).collect::<Result<Vec<_>>>()?;
-    ///     assert!(batches.iter().all(|batch| batch.len() == 2), "duplicates included");
+    ///     assert!(batches.iter().all(|batch| batch.num_samples() == 2), "duplicates included");
     ///     Ok(batches.iter().flat_map(|batch| batch.real_indices().to_vec()).collect::<Vec<_>>())
     /// })?;
     /// let mut seen = seen.concat();

@@ -20,7 +20,7 @@ use crate::core::error::Result;
 /// before, so that it is the same on every rank and can be resumed anywhere.
 ///
 /// ```
-/// use accelerator::data::{DataLoaderBuilder, TailPolicy};
+/// use accelerator::data::{LoaderBuilder, TailPolicy};
 /// use burn::data::dataloader::batcher::Batcher;
 /// use burn::data::dataset::InMemDataset;
 /// use burn::tensor::Device;
@@ -31,7 +31,7 @@ use crate::core::error::Result;
 /// }
 ///
 /// let shares = accelerator::launch(2, |accelerator| {
-///     let loader = DataLoaderBuilder::new(Listed)
+///     let loader = LoaderBuilder::new(Listed)
 ///         .batch_size(2)
 ///         .build(InMemDataset::new((0..6).collect()));
 ///     let loader = accelerator.prepare(loader)?;
@@ -42,13 +42,13 @@ use crate::core::error::Result;
 /// # Ok::<(), accelerator::Error>(())
 /// ```
 #[must_use]
-pub struct DataLoaderBuilder<I, O> {
+pub struct LoaderBuilder<I, O> {
     pub(super) batching: Batching<I, O>,
     items: ItemCheck,
     pub(super) spec: Spec,
 }
 
-impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
+impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// Begins with what makes a batch of samples. The batch size is 1 until it is set.
     ///
     /// The batcher may draw random numbers from the device it is given: see
@@ -73,7 +73,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// use burn::tensor::Tensor;
     ///
     /// let accelerator = Accelerator::new()?;
-    /// let loader = DataLoaderBuilder::from_fn(|rows: Vec<f32>, device| Tensor::<1>::from_floats(&*rows, device))
+    /// let loader = LoaderBuilder::from_fn(|rows: Vec<f32>, device| Tensor::<1>::from_floats(&*rows, device))
     ///     .batch_size(2)
     ///     .build(InMemDataset::new(vec![0.5, 1.5, 2.5]));
     /// let loader = accelerator.prepare(loader)?;
@@ -105,11 +105,11 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// use accelerator::prelude::*;
     ///
     /// let sizes = launch(3, |accelerator| {
-    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///     let loader = LoaderBuilder::new(Listed)
     ///         .global_batch_size(4)
     ///         .build(InMemDataset::new((0..8).collect()));
     ///     let loader = accelerator.prepare(loader)?;
-    ///     loader.epoch(0).map(|batch| Ok(batch?.len())).collect::<Result<Vec<_>>>()
+    ///     loader.epoch(0).map(|batch| Ok(batch?.num_samples())).collect::<Result<Vec<_>>>()
     /// })?;
     /// assert_eq!(sizes, [[2, 2], [1, 1], [1, 1]]);
     /// # Ok::<(), Error>(())
@@ -142,7 +142,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// use accelerator::prelude::*;
     ///
     /// let shares = launch(2, |accelerator| {
-    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///     let loader = LoaderBuilder::new(Listed)
     ///         .batch_size(2)
     ///         .sampler(|epoch| (epoch..10).rev().collect())
     ///         .build(InMemDataset::new((0..10).collect()));
@@ -180,7 +180,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// use accelerator::prelude::*;
     ///
     /// let shares = launch(2, |accelerator| {
-    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///     let loader = LoaderBuilder::new(Listed)
     ///         .batch_sampler(|_epoch| vec![vec![0, 1, 2], vec![3], vec![4, 5]])
     ///         .build(InMemDataset::new((0..6).collect()));
     ///     let loader = accelerator.prepare(loader)?;
@@ -211,7 +211,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// use accelerator::prelude::*;
     ///
     /// let accelerator = Accelerator::new()?;
-    /// let loader = DataLoaderBuilder::new(Listed)
+    /// let loader = LoaderBuilder::new(Listed)
     ///     .batch_size(50)
     ///     .weighted(WeightedSampler::new([1.0, 1.0, 8.0])?, 100, 42)
     ///     .build(InMemDataset::new(vec![0, 1, 2]));
@@ -244,7 +244,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// use accelerator::prelude::*;
     ///
     /// let accelerator = Accelerator::new()?;
-    /// let loader = DataLoaderBuilder::new(Listed)
+    /// let loader = LoaderBuilder::new(Listed)
     ///     .batch_size(2)
     ///     .weighted_without_replacement(WeightedSampler::new([1.0, 0.0, 8.0])?, 2, 42)?
     ///     .build(InMemDataset::new(vec![0, 1, 2]));
@@ -291,7 +291,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// use accelerator::prelude::*;
     ///
     /// let noisy = |ranks| launch(ranks, |accelerator| {
-    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///     let loader = LoaderBuilder::new(Listed)
     ///         .batch_size(2)
     ///         // In a program: a generator that is seeded by this.
     ///         .map_samples(|item, place| item * 1000 + place.rng_seed(42) % 1000)
@@ -331,7 +331,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// # use accelerator::prelude::*;
     /// # let accelerator = Accelerator::new()?;
     /// let read = |workers| -> Result<Vec<_>> {
-    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///     let loader = LoaderBuilder::new(Listed)
     ///         .batch_size(4)
     ///         .shuffle(42)
     ///         .num_workers(workers)
@@ -364,11 +364,11 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// # use accelerator::prelude::*;
     /// # let accelerator = Accelerator::new()?;
     /// let sizes = |policy| -> Result<Vec<_>> {
-    ///     let loader = DataLoaderBuilder::new(Listed)
+    ///     let loader = LoaderBuilder::new(Listed)
     ///         .batch_size(4)
     ///         .tail(policy)
     ///         .build(InMemDataset::new((0..10).collect()));
-    ///     accelerator.prepare(loader)?.epoch(0).map(|batch| Ok(batch?.len())).collect()
+    ///     accelerator.prepare(loader)?.epoch(0).map(|batch| Ok(batch?.num_samples())).collect()
     /// };
     /// assert_eq!(sizes(TailPolicy::Exact)?, [4, 4, 2]);
     /// assert_eq!(sizes(TailPolicy::Pad)?, [4, 4, 4]);
@@ -395,7 +395,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     ///
     /// let prepared = |check: bool| launch(2, |accelerator| {
     ///     let mine = InMemDataset::new(vec![accelerator.rank(); 8]);
-    ///     let builder = DataLoaderBuilder::new(Listed).batch_size(2);
+    ///     let builder = LoaderBuilder::new(Listed).batch_size(2);
     ///     let builder = if check { builder } else { builder.without_item_check() };
     ///     accelerator.prepare(builder.build(mine)).map(drop)
     /// });
@@ -433,7 +433,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     }
 }
 
-impl<I: fmt::Debug + Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
+impl<I: fmt::Debug + Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// Adds the data set, of which ranks compare some items when the loader is prepared: see
     /// [the same data set on every rank](crate::data#the-same-data-set-on-every-rank).
     ///
@@ -462,7 +462,7 @@ impl<I: fmt::Debug + Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> 
 /// }
 ///
 /// let accelerator = Accelerator::new()?;
-/// let loader = DataLoaderBuilder::new(Listed)
+/// let loader = LoaderBuilder::new(Listed)
 ///     .batch_size(2)
 ///     .build(InMemDataset::new(vec![Secret(1), Secret(2)]));
 /// let loader = accelerator.prepare(loader)?;
@@ -470,11 +470,11 @@ impl<I: fmt::Debug + Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> 
 /// # Ok::<(), Error>(())
 /// ```
 pub trait BuildUncompared<I, O> {
-    /// Adds the data set. Where items implement `Debug`, this is [`DataLoaderBuilder::build`].
+    /// Adds the data set. Where items implement `Debug`, this is [`LoaderBuilder::build`].
     fn build(self, dataset: impl Dataset<I> + 'static) -> Loader<O>;
 }
 
-impl<I: Send + 'static, O: Send + 'static> BuildUncompared<I, O> for DataLoaderBuilder<I, O> {
+impl<I: Send + 'static, O: Send + 'static> BuildUncompared<I, O> for LoaderBuilder<I, O> {
     fn build(self, dataset: impl Dataset<I> + 'static) -> Loader<O> {
         self.build_with(dataset, None)
     }
@@ -498,9 +498,9 @@ impl<I, O, F: Fn(Vec<I>, &Device) -> O + Send + Sync> Batcher<I, O> for FnBatche
     }
 }
 
-impl<I, O> fmt::Debug for DataLoaderBuilder<I, O> {
+impl<I, O> fmt::Debug for LoaderBuilder<I, O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DataLoaderBuilder")
+        f.debug_struct("LoaderBuilder")
             .field("spec", &self.spec)
             .finish_non_exhaustive()
     }

@@ -29,14 +29,14 @@ use crate::timeline::Timeline;
 /// use accelerator::prelude::*;
 ///
 /// # let accelerator = Accelerator::new()?;
-/// # let loader = DataLoaderBuilder::new(Listed)
+/// # let loader = LoaderBuilder::new(Listed)
 /// #     .batch_size(4)
 /// #     .build(InMemDataset::new((0..16).collect()));
 /// # let loader = accelerator.prepare(loader)?;
 /// let mut batches = loader.epoch(0);
 /// assert_eq!(batches.size_hint().1, Some(4), "an error may end it earlier");
 /// for batch in batches.by_ref().take(2) {
-///     assert_eq!(batch?.len(), 4);
+///     assert_eq!(batch?.num_samples(), 4);
 /// }
 /// assert_eq!(*batches.next().unwrap()?, [8, 9, 10, 11]);
 /// accelerator.print(format_args!("waited {:?} for data", batches.waited()));
@@ -102,7 +102,7 @@ impl<O> Epoch<O> {
     /// use accelerator::prelude::*;
     ///
     /// let accelerator = Accelerator::new()?;
-    /// let loader = DataLoaderBuilder::new(Listed)
+    /// let loader = LoaderBuilder::new(Listed)
     ///     .batch_size(4)
     ///     .build(InMemDataset::new((0..16).collect()));
     /// let loader = accelerator.prepare(loader)?;
@@ -153,7 +153,7 @@ impl<O> Epoch<O> {
     /// use accelerator::prelude::*;
     ///
     /// let accelerator = Accelerator::new()?;
-    /// let loader = DataLoaderBuilder::new(Listed)
+    /// let loader = LoaderBuilder::new(Listed)
     ///     .batch_size(4)
     ///     .build(InMemDataset::new((0..16).collect()));
     /// let loader = accelerator.prepare(loader)?;

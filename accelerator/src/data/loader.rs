@@ -15,12 +15,12 @@ use crate::core::error::Result;
 /// # impl Batcher<u32, Vec<u32>> for Listed {
 /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
 /// # }
-/// use accelerator::data::{DataLoaderBuilder, Loader};
+/// use accelerator::data::{LoaderBuilder, Loader};
 /// use accelerator::Accelerator;
 ///
 /// fn numbers(count: u32) -> Loader<Vec<u32>> {
 ///     let dataset = InMemDataset::new((0..count).collect());
-///     DataLoaderBuilder::new(Listed).batch_size(8).build(dataset)
+///     LoaderBuilder::new(Listed).batch_size(8).build(dataset)
 /// }
 ///
 /// let accelerator = Accelerator::new()?;

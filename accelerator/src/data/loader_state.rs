@@ -149,10 +149,10 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 ));
             }
             Samples::Opaque(_) if in_mid_epoch && !how.same_world => {
-                return Err(other_world(name, "one of Burn's own", "DataLoaderBuilder"));
+                return Err(other_world(name, "one of Burn's own", "LoaderBuilder"));
             }
             Samples::Stream { .. } if in_mid_epoch && !how.same_world => {
-                let builder = "DataLoaderBuilder::build_dispatched_stream";
+                let builder = "LoaderBuilder::build_dispatched_stream";
                 return Err(other_world(name, "a stream that is read in parts", builder));
             }
             Samples::Opaque(_) | Samples::Stream { .. } => {}

@@ -1,6 +1,6 @@
 //! Data loaders that share samples out among ranks.
 //!
-//! [`DataLoaderBuilder`] has the vocabulary of Burn's own. What it builds becomes this rank's
+//! [`LoaderBuilder`] has the vocabulary of Burn's own. What it builds becomes this rank's
 //! share by [`Accelerator::prepare`](crate::Accelerator::prepare).
 //!
 //! Who gets which sample is a pure function of the loader's settings, the world size, the epoch
@@ -11,12 +11,12 @@
 //!
 //! | samples | build with | place and order |
 //! |---|---|---|
-//! | a data set | [`build`](DataLoaderBuilder::build) | in sequence, or shuffled by seed and epoch |
-//! | … in an order of your own | [`sampler`](DataLoaderBuilder::sampler), [`weighted`](DataLoaderBuilder::weighted) | a list for each epoch, compared between ranks |
-//! | … in batches of your own | [`batch_sampler`](DataLoaderBuilder::batch_sampler) | whole batches go round the ranks |
-//! | a stream that is cheap to read | [`build_stream`](DataLoaderBuilder::build_stream) | every rank reads all of it |
-//! | a stream in parts | [`build_sharded_stream`](DataLoaderBuilder::build_sharded_stream) | each rank reads its own part |
-//! | a stream that one rank can read | [`build_dispatched_stream`](DataLoaderBuilder::build_dispatched_stream) | rank 0 reads and sends |
+//! | a data set | [`build`](LoaderBuilder::build) | in sequence, or shuffled by seed and epoch |
+//! | … in an order of your own | [`sampler`](LoaderBuilder::sampler), [`weighted`](LoaderBuilder::weighted) | a list for each epoch, compared between ranks |
+//! | … in batches of your own | [`batch_sampler`](LoaderBuilder::batch_sampler) | whole batches go round the ranks |
+//! | a stream that is cheap to read | [`build_stream`](LoaderBuilder::build_stream) | every rank reads all of it |
+//! | a stream in parts | [`build_sharded_stream`](LoaderBuilder::build_sharded_stream) | each rank reads its own part |
+//! | a stream that one rank can read | [`build_dispatched_stream`](LoaderBuilder::build_dispatched_stream) | rank 0 reads and sends |
 //! | one of Burn's own loaders | [`AssumeDeterministic`] | every rank reads all of it |
 //!
 //! All of them are saved and resumed in mid-epoch, skip batches
@@ -33,7 +33,7 @@
 //! `map_samples` and the batcher make of them, nor streams are compared, and of Burn's own loaders the length alone. A
 //! data set that cannot deliver these items is refused here, and not in its first epoch. Items without
 //! `Debug` are not either: [`BuildUncompared`] builds their loaders. Where reading items takes long, or they are to
-//! differ, leave it out with [`without_item_check`](DataLoaderBuilder::without_item_check): also where items hold what
+//! differ, leave it out with [`without_item_check`](LoaderBuilder::without_item_check): also where items hold what
 //! each process has for itself, such as a path in a folder of its own, an `Instant` or a `ThreadId`. The error shows how
 //! the first item begins that differs.
 //!
@@ -48,9 +48,9 @@
 //! | a data set that is drawn | is the same on every rank with |
 //! |---|---|
 //! | from `rand::rng()` or the time, while it is built | a generator that is seeded by a number of the program, such as [`Accelerator::seed`](crate::Accelerator::seed) |
-//! | by Burn's `ShuffledDataset` | `ShuffledDataset::new(dataset, seed)`, not the system's generator; or the builder's [`shuffle`](DataLoaderBuilder::shuffle), which is another order in each epoch |
-//! | by Burn's `SamplerDataset` | nothing, also not `with_seed`: it draws anew for each index that is read, in the order of reading. Use [`weighted`](DataLoaderBuilder::weighted), [`weighted_without_replacement`](DataLoaderBuilder::weighted_without_replacement) or [`sampler`](DataLoaderBuilder::sampler) |
-//! | for augmentation, in `get` | [`map_samples`](DataLoaderBuilder::map_samples), seeded by [`SamplePlace::rng_seed`] |
+//! | by Burn's `ShuffledDataset` | `ShuffledDataset::new(dataset, seed)`, not the system's generator; or the builder's [`shuffle`](LoaderBuilder::shuffle), which is another order in each epoch |
+//! | by Burn's `SamplerDataset` | nothing, also not `with_seed`: it draws anew for each index that is read, in the order of reading. Use [`weighted`](LoaderBuilder::weighted), [`weighted_without_replacement`](LoaderBuilder::weighted_without_replacement) or [`sampler`](LoaderBuilder::sampler) |
+//! | for augmentation, in `get` | [`map_samples`](LoaderBuilder::map_samples), seeded by [`SamplePlace::rng_seed`] |
 //!
 //! # Random numbers
 //!
@@ -60,14 +60,14 @@
 //! | what draws | from | depends on |
 //! |---|---|---|
 //! | the order of samples | nothing: it is a function | the loader's seed and the epoch |
-//! | [`map_samples`](DataLoaderBuilder::map_samples) | a generator of the program's own, seeded by [`SamplePlace::rng_seed`] | a seed, the epoch and the sample; the same at any number of ranks |
+//! | [`map_samples`](LoaderBuilder::map_samples) | a generator of the program's own, seeded by [`SamplePlace::rng_seed`] | a seed, the epoch and the sample; the same at any number of ranks |
 //! | the batcher | the device: `Tensor::random` | the accelerator's seed, the rank, the loader, the epoch and the step |
 //! | the model in a step: dropout | the device | the same |
 //!
 //! A device has one generator, from which the model draws while workers load. So a batcher that draws from the
 //! device is called on the thread that asks for the batch, before the step begins; workers go on to load its
 //! samples. Its first batch shows whether it draws. Where a batcher draws in some batches only, the first may not
-//! show it: build its loader with [`num_workers(0)`](DataLoaderBuilder::num_workers). Data sets, streams and
+//! show it: build its loader with [`num_workers(0)`](LoaderBuilder::num_workers). Data sets, streams and
 //! `map_samples` always run on workers, and must not draw from the device.
 //!
 //! ```
@@ -86,7 +86,7 @@
 //! }
 //!
 //! let accelerator = Accelerator::new()?;
-//! let loader = DataLoaderBuilder::new(Noisy)
+//! let loader = LoaderBuilder::new(Noisy)
 //!     .batch_size(4)
 //!     .num_workers(2)
 //!     .build(InMemDataset::new(vec![1.0; 40]));
@@ -129,7 +129,7 @@ pub(crate) mod weight;
 
 pub use self::batch::Batch;
 pub(crate) use self::batch::UncountedPadding;
-pub use self::builder::{BuildUncompared, DataLoaderBuilder};
+pub use self::builder::{BuildUncompared, LoaderBuilder};
 pub(crate) use self::cursor::{ConsumeTicket, EpochPosition};
 pub(crate) use self::digest::DRAWN_HINT;
 pub use self::epoch::{Epoch, NumberedBatches};

@@ -17,7 +17,7 @@ use crate::core::error::{Error, Kind, Result};
 ///
 /// Burn's builder keeps the promise with at most one worker. With `num_workers(2)` and more the
 /// order depends on timing, and ranks would use some samples twice and others never. Build with
-/// [`DataLoaderBuilder`](super::DataLoaderBuilder) where you can: it reads this rank's share only.
+/// [`LoaderBuilder`](super::LoaderBuilder) where you can: it reads this rank's share only.
 ///
 /// It is read on a thread, so its batcher must not draw from the device's generator, from which the model draws
 /// meanwhile.
@@ -186,7 +186,7 @@ impl<O> AssumedSteps<'_, O> {
             return Err(Error::new(
                 Kind::Data,
                 "the data loader's progress does not say how many items a batch holds, so it \
-                 cannot be weighed; build it with `accelerator::data::DataLoaderBuilder`",
+                 cannot be weighed; build it with `accelerator::data::LoaderBuilder`",
             ));
         }
         Ok(Some(BatchCounter { value, samples }))

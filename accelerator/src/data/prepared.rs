@@ -47,7 +47,7 @@ use crate::timeline::Timeline;
 /// use accelerator::prelude::*;
 ///
 /// let accelerator = Accelerator::new()?;
-/// let train = DataLoaderBuilder::new(Listed)
+/// let train = LoaderBuilder::new(Listed)
 ///     .batch_size(4)
 ///     .shuffle(1)
 ///     .build(InMemDataset::new((0..10).collect()));
@@ -295,7 +295,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
     /// use burn::tensor::Tensor;
     ///
     /// let counts = launch(2, |accelerator| {
-    ///     let loader = DataLoaderBuilder::from_fn(|rows: Vec<f32>, device| Tensor::<1>::from_floats(&*rows, device))
+    ///     let loader = LoaderBuilder::from_fn(|rows: Vec<f32>, device| Tensor::<1>::from_floats(&*rows, device))
     ///         .batch_size(2)
     ///         .build(InMemDataset::new(vec![1.0; 5]));
     ///     let loader = accelerator.prepare(loader)?;

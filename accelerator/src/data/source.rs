@@ -9,9 +9,9 @@ use super::deferred::{BatcherThread, DeferredBatch};
 use super::digest::{self, Digest, ItemDigest};
 use crate::core::error::{Error, Kind, Result};
 
-/// Which sample it is that a function of [`DataLoaderBuilder::map_samples`] gets.
+/// Which sample it is that a function of [`LoaderBuilder::map_samples`] gets.
 ///
-/// [`DataLoaderBuilder::map_samples`]: super::DataLoaderBuilder::map_samples
+/// [`LoaderBuilder::map_samples`]: super::LoaderBuilder::map_samples
 ///
 /// ```
 /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
@@ -22,7 +22,7 @@ use crate::core::error::{Error, Kind, Result};
 /// use accelerator::prelude::*;
 ///
 /// # let accelerator = Accelerator::new()?;
-/// let loader = DataLoaderBuilder::new(Listed)
+/// let loader = LoaderBuilder::new(Listed)
 ///     .batch_size(2)
 ///     .map_samples(|_, place| (100 * place.epoch() + place.index()) as u32)
 ///     .build(InMemDataset::new(vec![0; 4]));
@@ -60,7 +60,7 @@ impl SamplePlace {
     /// use accelerator::prelude::*;
     ///
     /// # let accelerator = Accelerator::new()?;
-    /// let loader = DataLoaderBuilder::new(Listed)
+    /// let loader = LoaderBuilder::new(Listed)
     ///     .map_samples(|_, place| place.rng_seed(42))
     ///     .build(InMemDataset::new(vec![0; 4]));
     /// let loader = accelerator.prepare(loader)?;

@@ -9,7 +9,7 @@ use crate::data::{Batch, ConsumeTicket};
 /// not know its epoch, nor where that ends, nor of which loader it is, so that nobody notices where ranks count
 /// different steps of the data: use
 /// [`Batch::with_weight`] when you accumulate, have a schedule by epoch, or save checkpoints. Nor does a
-/// number know padding: `batch.len()` of the batch that an idle rank gets counts like any other, and the
+/// number know padding: `batch.num_samples()` of the batch that an idle rank gets counts like any other, and the
 /// average is over samples that are none. Use [`Batch::real`] where it must be a number.
 ///
 /// Gradients are multiplied by it and added up, in `f32` where they are `f32`: it is 0, or from 2⁻⁴⁰ to 2⁴⁰

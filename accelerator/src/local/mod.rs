@@ -23,7 +23,7 @@
 //! let weights = accelerator::launch(2, |accelerator| {
 //!     let model: Linear = accelerator.init(|device| LinearConfig::new(1, 1).init(device));
 //! #   let dataset = InMemDataset::new((0..52).map(|i| i as f32 / 52.0).collect());
-//!     let train = DataLoaderBuilder::new(Rows).batch_size(4).shuffle(1).build(dataset);
+//!     let train = LoaderBuilder::new(Rows).batch_size(4).shuffle(1).build(dataset);
 //!     let (mut model, mut optimizer, train) =
 //!         accelerator.prepare((model, SgdConfig::new().init(), train))?;
 //!
@@ -45,8 +45,8 @@
 //! ```
 //!
 //! Accumulation, clipping, loss scales and schedules work as with [`Accelerator::backward`], on each rank by
-//! itself: a norm is that of this rank's gradient, and so are [`Gradients::loss`] and
-//! [`Gradients::samples`]. A rank without samples in a step does not step
+//! itself: a norm is that of this rank's gradient, and so are [`AveragedGradients::loss`] and
+//! [`AveragedGradients::samples`]. A rank without samples in a step does not step
 //! ([`StepOutcome::Idle`](crate::optim::StepOutcome::Idle)) and counts it all the same, so that all ranks
 //! average at the same moment. While replicas differ, `accelerator.backward`, `valid`, `save_state` and
 //! `save_model` refuse the model, on all ranks, with a typed error. Burn's `model.valid()` evaluates this rank's
@@ -68,8 +68,8 @@
 //! optimizer keeps no state (SGD without momentum), and otherwise goes on with rank 0's moments on all ranks.
 //!
 //! [`Accelerator::backward`]: crate::Accelerator::backward
-//! [`Gradients::loss`]: crate::Gradients::loss
-//! [`Gradients::samples`]: crate::Gradients::samples
+//! [`AveragedGradients::loss`]: crate::AveragedGradients::loss
+//! [`AveragedGradients::samples`]: crate::AveragedGradients::samples
 
 mod checkpoint;
 mod diloco;
@@ -84,7 +84,7 @@ pub use self::diloco::{DiLoCo, DiLoCoConfig};
 pub use self::sgd::{LocalSgd, LocalSgdConfig};
 use crate::core::error::Result;
 use crate::data::weight::Weight;
-use crate::reduce::Gradients;
+use crate::reduce::AveragedGradients;
 
 /// A loop of local training: [`LocalSgd`] or [`DiLoCo`].
 ///
@@ -137,7 +137,7 @@ pub trait LocalTraining<M: Module>: sync_rounds::InRounds + Sized {
         loss: Tensor<1>,
         model: &M,
         weight: impl Into<Weight>,
-    ) -> Result<Gradients> {
+    ) -> Result<AveragedGradients> {
         self.rounds().backward(loss, model, weight.into())
     }
 

@@ -9,7 +9,7 @@ use crate::accelerator::Accelerator;
 use crate::core::agreement;
 use crate::core::error::{Error, Result};
 use crate::data::weight::Weight;
-use crate::reduce::{Gradients, MeanWeight, ModelState, ReduceScope};
+use crate::reduce::{AveragedGradients, MeanWeight, ModelState, ReduceScope};
 use crate::reduce::{LocalRound, OpenRoundConcern, sharded};
 
 /// When ranks meet, and what each of them counts: what local training of both kinds has in common.
@@ -63,7 +63,7 @@ impl SyncRounds {
         loss: Tensor<1>,
         model: &M,
         weight: Weight,
-    ) -> Result<Gradients> {
+    ) -> Result<AveragedGradients> {
         check_nothing_crosses(&self.accelerator)?;
         if self.accelerator.shared.optimizers.has_only_shards() {
             return Err(sharded());

@@ -8,8 +8,8 @@ use super::{Metric, Sums};
 /// A weighted mean, of a loss for example. Its value over no samples is NaN.
 ///
 /// What each rank has added of its own, as in an evaluation, becomes the mean of all by
-/// [`Accelerator::reduce`](crate::Accelerator::reduce). The training loss of
-/// [`Gradients::loss`](crate::Gradients::loss) is that of all ranks already: it only needs to be added up.
+/// [`Accelerator::reduce_metric`](crate::Accelerator::reduce_metric). The training loss of
+/// [`AveragedGradients::loss`](crate::AveragedGradients::loss) is that of all ranks already: it only needs to be added up.
 ///
 /// ```
 /// use accelerator::metric::Mean;
@@ -58,7 +58,7 @@ impl Mean {
     ///     let errors = Tensor::<1>::full([4], accelerator.rank() as f64, &accelerator.device());
     ///     let mut loss = Mean::new();
     ///     loss.update_with(errors.mean(), 4);
-    ///     Ok(accelerator.reduce(loss)?.value())
+    ///     Ok(accelerator.reduce_metric(loss)?.value())
     /// })?;
     /// assert_eq!(means, [0.5, 0.5]);
     /// # Ok::<(), Error>(())

@@ -19,7 +19,7 @@
 //!     loss.update(0.5, 3);
 //!     confusion.count(&[0, 1, 1], &[0, 1, 0])?;
 //!     // After it, both in one reduction:
-//!     let (loss, confusion) = accelerator.reduce((loss, confusion))?;
+//!     let (loss, confusion) = accelerator.reduce_metric((loss, confusion))?;
 //!     Ok((loss.samples(), confusion.accuracy()))
 //! })?;
 //! assert_eq!(figures, [(6.0, 2.0 / 3.0); 2]);
@@ -29,7 +29,7 @@
 //! # In a checkpoint
 //!
 //! A figure that is built over an epoch is a part of the training, where that is saved in mid-epoch. What
-//! is the same on every rank, as a mean of [`Gradients::loss`](crate::Gradients::loss), goes into the checkpoint
+//! is the same on every rank, as a mean of [`AveragedGradients::loss`](crate::AveragedGradients::loss), goes into the checkpoint
 //! as an [`Object`](crate::checkpoint::Object). What each rank has counted by itself goes there as a
 //! [`PerRank`](crate::checkpoint::PerRank) value, as long as there are as many ranks: rank `r` goes on with
 //! what rank `r` had. That of a rank which is no longer there would be lost; so where training may go on at
@@ -45,7 +45,7 @@
 //! # let folder = folder.path();
 //! launch(3, |accelerator| {
 //!     let mine = Mean::of(accelerator.rank() as f64, 2);
-//!     let all = accelerator.reduce(mine)?;
+//!     let all = accelerator.reduce_metric(mine)?;
 //!     accelerator.save_state(folder, Object(&all))?;
 //!     Ok(())
 //! })?;
@@ -53,7 +53,7 @@
 //!     let (Object(all), _) = accelerator.resume(folder, Object(Mean::new()))?;
 //!     let mut mine = if accelerator.is_main_process() { all } else { Mean::new() };
 //!     mine.update(4.0, 1);
-//!     accelerator.reduce(mine)
+//!     accelerator.reduce_metric(mine)
 //! })?;
 //! assert_eq!(means, [Mean::of(14.0 / 8.0, 8); 2]);
 //! # Ok::<(), accelerator::Error>(())
@@ -78,7 +78,7 @@ pub use self::top_k::TopK;
 /// it over all samples. Tuples of metrics are metrics.
 ///
 /// One method shows every sum, always in the same order. How many there are may be known at run
-/// time only; [`Accelerator::reduce`](crate::Accelerator::reduce) makes sure that all ranks have
+/// time only; [`Accelerator::reduce_metric`](crate::Accelerator::reduce_metric) makes sure that all ranks have
 /// the same.
 ///
 /// ```
@@ -96,7 +96,7 @@ pub use self::top_k::TopK;
 ///
 /// let accelerator = accelerator::Accelerator::new()?;
 /// let mine = Histogram { counts: vec![0.0; 256], total: 0.0 };
-/// let all = accelerator.reduce(mine)?;
+/// let all = accelerator.reduce_metric(mine)?;
 /// # assert_eq!(all.counts.len(), 256);
 /// # Ok::<(), accelerator::Error>(())
 /// ```
@@ -125,7 +125,7 @@ pub trait Metric {
     ///
     /// let errors = accelerator::launch(2, |accelerator| {
     ///     let mine = Within { distance: accelerator.rank() as f64, hits: 3.0 };
-    ///     Ok(accelerator.reduce(mine).err())
+    ///     Ok(accelerator.reduce_metric(mine).err())
     /// })?;
     /// assert!(errors.into_iter().flatten().all(|error| error.is_misuse()));
     /// # Ok::<(), accelerator::Error>(())

@@ -13,7 +13,7 @@ use super::{Metric, Sums};
 ///     let (mut tokens, mut skipped) = (Sum::new(), Sum::new());
 ///     tokens.update(100.0 + accelerator.rank() as f64);
 ///     skipped.count(1);
-///     let (tokens, skipped) = accelerator.reduce((tokens, skipped))?;
+///     let (tokens, skipped) = accelerator.reduce_metric((tokens, skipped))?;
 ///     Ok((tokens.value(), skipped.value()))
 /// })?;
 /// assert_eq!(totals, [(201.0, 2.0); 2]);

@@ -22,7 +22,7 @@ use crate::core::error::{Error, Result};
 ///
 /// let centres = accelerator::launch(2, |accelerator| {
 ///     let mine = Centre { count: 2.0, sum: vec![accelerator.rank() as f64, 3.0] };
-///     let all = accelerator.reduce(mine)?;
+///     let all = accelerator.reduce_metric(mine)?;
 ///     Ok(all.sum.iter().map(|sum| sum / all.count).collect::<Vec<_>>())
 /// })?;
 /// assert_eq!(centres[0], [0.25, 1.5]);
@@ -141,7 +141,7 @@ mod tests {
             let means = vec![Mean::of(accelerator.rank() as f64, 2); 4];
             let mut confusion = Confusion::new(2);
             confusion.count(&[1], &[0])?;
-            accelerator.reduce((means, confusion))
+            accelerator.reduce_metric((means, confusion))
         })
         .unwrap();
         for (means, confusion) in reduced {
@@ -156,9 +156,9 @@ mod tests {
         let errors = crate::launch(3, |accelerator| {
             let (two, three) = (Confusion::new(2), Confusion::new(3));
             let outcome = if accelerator.rank() == 2 {
-                accelerator.reduce((two, three)).map(drop)
+                accelerator.reduce_metric((two, three)).map(drop)
             } else {
-                accelerator.reduce((three, two)).map(drop)
+                accelerator.reduce_metric((three, two)).map(drop)
             };
             let error = outcome.unwrap_err();
             accelerator.wait_for_everyone()?;
@@ -183,12 +183,14 @@ mod tests {
         let errors = crate::launch(2, |accelerator| {
             let mean = Mean::of(1.0, 2);
             let error = if accelerator.is_main_process() {
-                accelerator.reduce((mean, vec![mean; 2])).unwrap_err()
+                accelerator
+                    .reduce_metric((mean, vec![mean; 2]))
+                    .unwrap_err()
             } else {
                 let others = (Accuracy::new(), vec![mean; 2]);
-                accelerator.reduce(others).unwrap_err()
+                accelerator.reduce_metric(others).unwrap_err()
             };
-            let other_k = accelerator.reduce(TopK::new(accelerator.rank()));
+            let other_k = accelerator.reduce_metric(TopK::new(accelerator.rank()));
             assert!(other_k.unwrap_err().is_misuse());
             Ok(error)
         })
@@ -208,7 +210,7 @@ mod tests {
     fn another_number_of_sums_is_refused_on_every_rank() {
         let errors = crate::launch(2, |accelerator| {
             let confusion = Confusion::new(2 + accelerator.rank());
-            Ok(accelerator.reduce(confusion).unwrap_err())
+            Ok(accelerator.reduce_metric(confusion).unwrap_err())
         })
         .unwrap();
         assert!(errors.iter().all(crate::Error::is_collective), "{errors:?}");

@@ -168,7 +168,7 @@ impl SyncBatchNorm {
     /// All ranks call it in training. Where one of them is lost, or where a rank is alone, as in
     /// [`on_main_process`](Accelerator::on_main_process), there is nothing to normalise with: every value of
     /// the output is NaN, the running statistics stay as they are, and the error is returned by what comes
-    /// next on this rank, be it `backward`, a save, [`Accelerator::valid`], [`reduce`](Accelerator::reduce),
+    /// next on this rank, be it `backward`, a save, [`Accelerator::valid`], [`reduce`](Accelerator::reduce_metric),
     /// [`gather`](Accelerator::gather) or [`finish`](Accelerator::finish). On one rank, evaluate with
     /// `model.valid()`.
     ///

@@ -24,7 +24,7 @@
 //! let optimizer = AdamWConfig::new().init();
 //! let scheduler = CosineAnnealingLrSchedulerConfig::new(1e-2, 100).init().unwrap();
 //! # let dataset = InMemDataset::new(vec![0.5_f32; 40]);
-//! let train = DataLoaderBuilder::new(Rows).batch_size(4).build(dataset);
+//! let train = LoaderBuilder::new(Rows).batch_size(4).build(dataset);
 //!
 //! let (mut model, mut optimizer, train) =
 //!     accelerator.prepare((model, (optimizer, scheduler), train))?;

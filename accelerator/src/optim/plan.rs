@@ -36,7 +36,7 @@ pub enum RateScaling {
 /// # }
 ///
 /// let plans = Accelerator::builder().accumulation_steps(3).launch(2, |accelerator| {
-///     let train = DataLoaderBuilder::new(Listed).batch_size(8).build(InMemDataset::new((0..100).collect()));
+///     let train = LoaderBuilder::new(Listed).batch_size(8).build(InMemDataset::new((0..100).collect()));
 ///     Ok(accelerator.plan(&accelerator.prepare(train)?, 5))
 /// })?;
 /// let plan = plans[0];
@@ -85,7 +85,7 @@ impl TrainingPlan {
     /// # }
     /// # let accelerator = Accelerator::new()?;
     /// # let dataset = InMemDataset::new((0..96).collect());
-    /// # let train = DataLoaderBuilder::new(Listed).batch_size(8).build(dataset);
+    /// # let train = LoaderBuilder::new(Listed).batch_size(8).build(dataset);
     /// # let train = accelerator.prepare(train)?;
     ///
     /// let steps = accelerator.plan(&train, 3).steps.expect("a data set knows its length");

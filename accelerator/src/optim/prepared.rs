@@ -18,7 +18,7 @@ use crate::core::error::Result;
 use crate::core::scalar::Scalar;
 use crate::core::user_message;
 use crate::model::{Layout, Trainable};
-use crate::reduce::{GradientMean, Gradients};
+use crate::reduce::{AveragedGradients, GradientMean};
 use crate::timeline::{EventSubject, Phase, Timeline};
 
 /// What the last [`PreparedOptimizer::step`] did.
@@ -186,7 +186,7 @@ impl<S> PreparedOptimizer<S> {
     fn apply<M: Module>(
         &mut self,
         model: M,
-        mut gradients: Gradients,
+        mut gradients: AveragedGradients,
         rate: impl FnOnce(&mut S, &M) -> ModuleLearningRate,
     ) -> M
     where
@@ -281,7 +281,7 @@ impl<S> PreparedOptimizer<S> {
         &mut self,
         rate: ModuleLearningRate,
         model: M,
-        gradients: Gradients,
+        gradients: AveragedGradients,
     ) -> core::result::Result<M, M> {
         // Pieces would get gradients of different ranks.
         if self.shards.is_some() && gradients.is_own() {
@@ -441,7 +441,7 @@ impl PreparedOptimizer<Manual> {
         &mut self,
         rate: impl IntoLearningRate,
         model: M,
-        gradients: Gradients,
+        gradients: AveragedGradients,
     ) -> M {
         let rate = rate.into_learning_rate();
         if gradients.is_accumulating() {
@@ -476,7 +476,7 @@ impl PreparedOptimizer<Scheduled> {
     /// model, with state that was loaded in another float type than that of a parameter.
     #[must_use]
     #[track_caller]
-    pub fn step<M: Module>(&mut self, model: M, gradients: Gradients) -> M {
+    pub fn step<M: Module>(&mut self, model: M, gradients: AveragedGradients) -> M {
         let (epoch, factor) = (gradients.epoch(), self.factor);
         self.apply(model, gradients, |schedule, model| {
             factor::scaled(schedule.0.next(epoch), factor, model)

@@ -27,7 +27,7 @@ use super::rate::ManualRates;
 /// # let device = accelerator.device();
 /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
 /// # let dataset = InMemDataset::new((0..8).collect());
-/// # let train = DataLoaderBuilder::new(Listed).batch_size(2).build(dataset);
+/// # let train = LoaderBuilder::new(Listed).batch_size(2).build(dataset);
 ///
 /// let schedule = LinearLrSchedulerConfig::new(0.5, 0.25, 2).init().unwrap();
 /// let (mut model, mut optimizer, train) =

@@ -7,7 +7,7 @@ use burn::tensor::{DType, Tensor};
 
 use super::context::{ReduceContext, ReduceScope, SameBatches};
 use super::failed_calls::BackwardCall;
-use super::gradients::Gradients;
+use super::gradients::AveragedGradients;
 use super::model_state::ModelState;
 use super::reducer::{Reduced, Reducer};
 use super::step_commit::StepCommit;
@@ -31,7 +31,7 @@ pub(crate) fn backward<M: Module>(
     weight: Weight,
     scope: ReduceScope,
     before_reduction: impl FnOnce(&ModelState) -> Result<()>,
-) -> Result<Gradients> {
+) -> Result<AveragedGradients> {
     let group = context.group();
     // Where collectives are refused, this rank calls alone, and no other waits for it.
     let needs_no_ranks = scope == ReduceScope::Local || group.world_size() == 1;
@@ -65,7 +65,7 @@ fn run<M: Module>(
     scope: ReduceScope,
     before_reduction: impl FnOnce(&ModelState) -> Result<()>,
     call: Option<&BackwardCall>,
-) -> Result<Gradients> {
+) -> Result<AveragedGradients> {
     let model_state = context.models.find(model)?;
     model_state.note_trained();
     model_state.tied().check(model)?;
@@ -117,7 +117,7 @@ fn run<M: Module>(
             let trigger = &context.trigger;
             trigger.receive(trigger.send());
         }
-        let gradients = Gradients::untouched(model_state.clone(), gradients, loss, weight);
+        let gradients = AveragedGradients::untouched(model_state.clone(), gradients, loss, weight);
         if model_state.reads_losses() {
             gradients.check_loss(&model_state, group.rank())?;
         }
@@ -152,7 +152,7 @@ fn run<M: Module>(
                         weight,
                     )
                 })
-                .map(|()| Gradients::accumulating())
+                .map(|()| AveragedGradients::accumulating())
                 .inspect_err(|_| *window = Window::default());
         }
         // Windows of other models are sent over the same group.
@@ -195,7 +195,7 @@ fn run<M: Module>(
                 .tickets
                 .iter()
                 .for_each(|ticket| ticket.commit(model));
-            return Ok(Gradients::idle(weight.epoch));
+            return Ok(AveragedGradients::idle(weight.epoch));
         }
         return Err(Error::misuse(
             "the weights of this step add up to 0 over all ranks: there is no sample to average \
@@ -210,7 +210,8 @@ fn run<M: Module>(
     }
     let device = context.device.clone();
     let wants_norm = reduced.wants_norm;
-    let mut gradients = Gradients::reduced(model_state.clone(), device, reduced, weight.epoch);
+    let mut gradients =
+        AveragedGradients::reduced(model_state.clone(), device, reduced, weight.epoch);
     // It takes all ranks, of which some may ask for it later, and others not.
     if wants_norm && (gradients.is_sharded() || scale.is_some()) {
         let (part, bytes) = (EventSubject::Control, model_state.parameters().len() * 8);
@@ -236,7 +237,7 @@ fn run<M: Module>(
             if context.is_main_process() || scope == ReduceScope::Local {
                 report_skip(&model_state, scale);
             }
-            return Ok(Gradients::overflowed(scale, weight.epoch, scope));
+            return Ok(AveragedGradients::overflowed(scale, weight.epoch, scope));
         }
     }
     Ok(gradients)

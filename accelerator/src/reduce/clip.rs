@@ -1,11 +1,11 @@
 use core::fmt;
 
-/// How gradients are clipped: see [`Gradients::clip`](crate::Gradients::clip).
+/// How gradients are clipped: see [`AveragedGradients::clip`](crate::AveragedGradients::clip).
 ///
 /// ```
 /// use accelerator::Clip;
 ///
-/// // One L2 norm over everything, as `Gradients::clip_norm(1.0)`.
+/// // One L2 norm over everything, as `AveragedGradients::clip_norm(1.0)`.
 /// let whole = Clip::norm(1.0);
 /// // The largest magnitude.
 /// let largest = Clip::norm(1.0).of_order(f64::INFINITY);

@@ -38,7 +38,7 @@ use crate::core::error::{Error, Result};
 /// use accelerator::{Accelerator, Compression};
 ///
 /// let accelerator = Accelerator::builder()
-///     .with_compression(Compression::Bf16)
+///     .compression(Compression::Bf16)
 ///     .build()?;
 /// assert_eq!("bf16".parse::<Compression>()?, Compression::Bf16);
 /// # Ok::<(), accelerator::Error>(())

@@ -26,7 +26,7 @@ use crate::precision::Finiteness;
 ///
 /// Pass them to [`PreparedOptimizer::step`](crate::optim::PreparedOptimizer::step) in either
 /// case: an open window leaves the model as it is. Burn's own optimizers do not take them: where
-/// the compiler says "expected `GradientsParams`, found `Gradients`", the optimizer was not passed
+/// the compiler says "expected `GradientsParams`, found `AveragedGradients`", the optimizer was not passed
 /// through [`Accelerator::prepare`](crate::Accelerator::prepare).
 ///
 /// Between `backward` and `step` they can be clipped and asked for the loss:
@@ -48,7 +48,7 @@ use crate::precision::Finiteness;
 /// # Ok::<(), Error>(())
 /// ```
 #[must_use = "pass gradients to the optimizer's `step`"]
-pub struct Gradients(WindowResult);
+pub struct AveragedGradients(WindowResult);
 
 enum WindowResult {
     Accumulating,
@@ -65,7 +65,7 @@ enum WindowResult {
     },
 }
 
-impl Gradients {
+impl AveragedGradients {
     pub(super) fn accumulating() -> Self {
         Self(WindowResult::Accumulating)
     }
@@ -611,7 +611,7 @@ impl Gradients {
     }
 }
 
-impl fmt::Debug for Gradients {
+impl fmt::Debug for AveragedGradients {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
             WindowResult::Accumulating => f.write_str("Gradients(accumulating)"),

@@ -44,7 +44,7 @@ pub(crate) use self::device_reduce::DeviceReducer;
 pub use self::device_reduce::GradientReduction;
 #[cfg_attr(not(feature = "flex"), allow(unused_imports))]
 pub(crate) use self::element_values::{ElementValues, with_values};
-pub use self::gradients::Gradients;
+pub use self::gradients::AveragedGradients;
 pub(crate) use self::local_round::{LocalRound, OpenRoundConcern, sharded};
 pub(crate) use self::mean::{MeanWeight, mean_over_ranks};
 pub(crate) use self::means::{GradientFloat as Summand, GradientMean, GradientMeans, SumLocation};

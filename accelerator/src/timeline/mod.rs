@@ -1,7 +1,7 @@
 //! Where the time of a step goes.
 //!
 //! Ask for it when the accelerator is built, and read the [`StepSummary`]; or write a
-//! [trace](crate::AcceleratorBuilder::with_trace) of all ranks and look at it. Of a long training, record
+//! [trace](crate::AcceleratorBuilder::trace) of all ranks and look at it. Of a long training, record
 //! some steps now and then, by a [`ProfilerSchedule`]: with [`Accelerator::profile`](crate::Accelerator::profile),
 //! or from outside.
 

@@ -330,7 +330,7 @@ impl Timeline {
         let busy = self.profiling().runs.load(Ordering::Relaxed);
         match busy || self.0.recording == Recording::Events {
             true => Err(Error::misuse(
-                "a trace is recorded already, by `with_trace`, ACCEL_TRACE or another profiler; let one of \
+                "a trace is recorded already, by `trace`, ACCEL_TRACE or another profiler; let one of \
                  them end before the next one begins",
             )),
             false => Ok(()),

@@ -22,7 +22,7 @@ use super::step_stats::StepTimes;
 /// # use burn::optim::SgdConfig;
 /// # use burn::tensor::Tensor;
 ///
-/// Accelerator::builder().with_step_summary().launch(2, |accelerator| {
+/// Accelerator::builder().step_summary().launch(2, |accelerator| {
 /// #     let device = accelerator.device();
 /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
 /// #     let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
@@ -107,7 +107,7 @@ impl StepSummary {
     /// # use burn::nn::{Linear, LinearConfig};
     /// # use burn::optim::SgdConfig;
     /// # use burn::tensor::Tensor;
-    /// Accelerator::builder().with_step_summary().launch(2, |accelerator| {
+    /// Accelerator::builder().step_summary().launch(2, |accelerator| {
     /// #     let device = accelerator.device();
     /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
     /// #     let optimizer = SgdConfig::new().init();

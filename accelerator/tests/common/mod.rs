@@ -12,8 +12,8 @@ use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor, TensorData};
 
 /// The CPU devices of this build: tests run on each.
-pub fn devices() -> impl Iterator<Item = DeviceKind> {
-    [DeviceKind::Flex, DeviceKind::NdArray]
+pub fn devices() -> impl Iterator<Item = BackendKind> {
+    [BackendKind::Flex, BackendKind::NdArray]
         .into_iter()
         .filter(|kind| kind.is_compiled_in())
 }
@@ -43,7 +43,7 @@ pub fn columns(samples: usize) -> InMemDataset<usize> {
 }
 
 pub fn loader(samples: usize, batch_size: usize) -> accelerator::data::Loader<Column> {
-    DataLoaderBuilder::new(ColumnBatcher)
+    LoaderBuilder::new(ColumnBatcher)
         .batch_size(batch_size)
         .build(columns(samples))
 }

@@ -9,7 +9,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 use crate::common::{flat, of_every_rank};
 use crate::harness::{Setting, cpu, is_there};
 
-const CLIPS: [fn(Gradients) -> Gradients; 7] = [
+const CLIPS: [fn(AveragedGradients) -> AveragedGradients; 7] = [
     |gradients| gradients,
     |gradients| gradients.clip_norm(0.1),
     |gradients| gradients.clip_value(0.02),
@@ -52,10 +52,14 @@ struct Numbers {
 }
 
 /// What a step of rate 1 takes off numbers that have these gradients.
-fn moved(ranks: usize, slopes: [f32; 3], clip: fn(Gradients) -> Gradients) -> (f64, Vec<f32>) {
+fn moved(
+    ranks: usize,
+    slopes: [f32; 3],
+    clip: fn(AveragedGradients) -> AveragedGradients,
+) -> (f64, Vec<f32>) {
     let rows = Accelerator::builder()
-        .device(DeviceKind::Wgpu)
-        .with_oversubscription(Oversubscription::Allow)
+        .device(BackendKind::Wgpu)
+        .oversubscription(Oversubscription::Allow)
         .launch(ranks, |accelerator| {
             let device = accelerator.device();
             let zeros = |count| {
@@ -95,7 +99,7 @@ fn what_is_no_number_is_not_hidden() {
         assert!(norm.is_nan(), "{norm}");
         assert!(moved[1].is_nan(), "{moved:?}");
         assert_eq!([moved[0], moved[2], moved[3]], [0.5, -0.5, 0.5]);
-        let by_largest: fn(Gradients) -> Gradients =
+        let by_largest: fn(AveragedGradients) -> AveragedGradients =
             |g| g.clip(Clip::norm(0.5).of_order(f64::INFINITY));
         let (_, moved) = self::moved(ranks, [1.0, f32::NAN, -3.0], by_largest);
         assert!(moved.iter().all(|value| value.is_nan()), "{moved:?}");

@@ -19,7 +19,7 @@ const SEEN: usize = 3;
 
 /// Whether there is a graphics device here. Says so where there is none.
 pub(crate) fn is_there() -> bool {
-    match Accelerator::builder().device(DeviceKind::Wgpu).build() {
+    match Accelerator::builder().device(BackendKind::Wgpu).build() {
         Ok(_) => true,
         Err(error) => {
             assert!(error.is_device(), "{error:?}");
@@ -30,8 +30,8 @@ pub(crate) fn is_there() -> bool {
 }
 
 /// The CPU, to compare with, where it is compiled in. Says so where it is not.
-pub(crate) fn cpu() -> Option<DeviceKind> {
-    let cpu = Some(DeviceKind::Flex).filter(|kind| kind.is_compiled_in());
+pub(crate) fn cpu() -> Option<BackendKind> {
+    let cpu = Some(BackendKind::Flex).filter(|kind| kind.is_compiled_in());
     if cpu.is_none() {
         eprintln!("not compared with the CPU, since `flex` is not compiled in");
     }
@@ -137,9 +137,9 @@ pub(crate) enum Reading {
 #[derive(Clone, Copy)]
 pub(crate) struct Setting {
     pub(crate) accumulation: usize,
-    pub(crate) clip: fn(Gradients) -> Gradients,
+    pub(crate) clip: fn(AveragedGradients) -> AveragedGradients,
     pub(crate) compression: Compression,
-    pub(crate) kind: DeviceKind,
+    pub(crate) kind: BackendKind,
     pub(crate) overlap: Overlap,
     pub(crate) precision: Precision,
     pub(crate) ranks: usize,
@@ -155,7 +155,7 @@ impl Setting {
             accumulation: 1,
             clip: |gradients| gradients,
             compression: Compression::None,
-            kind: DeviceKind::Wgpu,
+            kind: BackendKind::Wgpu,
             overlap: Overlap::Off,
             precision: Precision::No,
             ranks,
@@ -181,12 +181,12 @@ impl Setting {
     pub(crate) fn try_run(self) -> Result<Vec<Outcome>, Error> {
         Accelerator::builder()
             .device(self.kind)
-            .with_oversubscription(Oversubscription::Allow)
+            .oversubscription(Oversubscription::Allow)
             .accumulation_steps(self.accumulation)
             .bucket_size(2048)
             .precision(self.precision)
-            .with_compression(self.compression)
-            .with_overlap(self.overlap)
+            .compression(self.compression)
+            .overlap(self.overlap)
             .launch(self.ranks, |accelerator| self.train(&accelerator))
     }
 

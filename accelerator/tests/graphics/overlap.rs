@@ -69,12 +69,12 @@ impl ModuleVisitor for Outcome {
 /// What both ranks have after two epochs.
 fn train(overlap: Overlap) -> Vec<Outcome> {
     Accelerator::builder()
-        .device(DeviceKind::Wgpu)
-        .with_oversubscription(Oversubscription::Allow)
-        .with_overlap(overlap)
+        .device(BackendKind::Wgpu)
+        .oversubscription(Oversubscription::Allow)
+        .overlap(overlap)
         .bucket_size(1 << 18)
         .launch(2, |accelerator| {
-            let train = DataLoaderBuilder::new(common::ColumnBatcher)
+            let train = LoaderBuilder::new(common::ColumnBatcher)
                 .batch_size(4)
                 .build(columns(24));
             let parts = (accelerator.init(Net::new), AdamWConfig::new().init(), train);

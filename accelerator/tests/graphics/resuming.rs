@@ -14,8 +14,8 @@ const EPOCHS: u64 = 2;
 /// What ranks end with, from a checkpoint or the beginning; saves after each step into a folder.
 fn train(ranks: usize, from: Option<&Path>, into: Option<&Path>) -> Vec<f32> {
     let rows = Accelerator::builder()
-        .device(DeviceKind::Wgpu)
-        .with_oversubscription(Oversubscription::Allow)
+        .device(BackendKind::Wgpu)
+        .oversubscription(Oversubscription::Allow)
         .accumulation_steps(2)
         .launch(ranks, |accelerator| {
             let line = line(&accelerator.device());

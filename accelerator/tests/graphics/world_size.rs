@@ -98,8 +98,8 @@ fn compressed_gradients_train_about_the_same() {
 /// Steps with Burn's own optimizer.
 fn with_burns_optimizer(ranks: usize) -> Vec<f32> {
     let rows = Accelerator::builder()
-        .device(DeviceKind::Wgpu)
-        .with_oversubscription(Oversubscription::Allow)
+        .device(BackendKind::Wgpu)
+        .oversubscription(Oversubscription::Allow)
         .launch(ranks, |accelerator| {
             let parts = (line(&accelerator.device()), loader(26, 8 / ranks));
             let (mut model, train): (Linear, _) = accelerator.prepare(parts)?;
@@ -128,10 +128,10 @@ fn burns_own_optimizer_takes_what_ranks_have_averaged() {
 }
 
 /// What two ranks have after local steps, of which every third ends with an average.
-fn local(kind: DeviceKind) -> Vec<f32> {
+fn local(kind: BackendKind) -> Vec<f32> {
     let rows = Accelerator::builder()
         .device(kind)
-        .with_oversubscription(Oversubscription::Allow)
+        .oversubscription(Oversubscription::Allow)
         .launch(2, |accelerator| {
             let parts = (
                 line(&accelerator.device()),
@@ -158,7 +158,7 @@ fn local_sgd_averages_what_ranks_have_learnt() {
     if !is_there() {
         return;
     }
-    let here = local(DeviceKind::Wgpu);
+    let here = local(BackendKind::Wgpu);
     assert!(here != [0.5, 0.25], "it has learnt something");
     if let Some(kind) = cpu() {
         crate::common::assert_close(&here, &local(kind), 1e-5);

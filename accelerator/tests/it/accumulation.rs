@@ -23,7 +23,7 @@ fn c6_windows_end_when_they_are_full_and_with_the_loader() {
             let rows = Accelerator::builder()
                 .accumulation_steps(2)
                 .launch(ranks, |accelerator| {
-                    let train = DataLoaderBuilder::new(crate::common::ColumnBatcher)
+                    let train = LoaderBuilder::new(crate::common::ColumnBatcher)
                         .global_batch_size(16)
                         .build(crate::common::columns(samples));
                     let parts = (line(&accelerator.device()), SgdConfig::new().init(), train);

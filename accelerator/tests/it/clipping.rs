@@ -25,9 +25,9 @@ fn numbers(device: &Device) -> Numbers {
 
 /// What a step of rate 1 takes off the numbers whose mean gradient is `[3, -4, 12]`, after `clip`.
 fn moved(
-    kind: DeviceKind,
+    kind: BackendKind,
     ranks: usize,
-    clip: &(impl Fn(Gradients) -> Gradients + Sync),
+    clip: &(impl Fn(AveragedGradients) -> AveragedGradients + Sync),
 ) -> Vec<f32> {
     let rows = Accelerator::builder()
         .device(kind)
@@ -51,7 +51,7 @@ fn moved(
     of_every_rank(rows.unwrap())
 }
 
-fn check(clip: impl Fn(Gradients) -> Gradients + Sync, expected: [f32; 3]) {
+fn check(clip: impl Fn(AveragedGradients) -> AveragedGradients + Sync, expected: [f32; 3]) {
     for kind in devices() {
         for ranks in [1, 2] {
             assert_close(&moved(kind, ranks, &clip), &expected, 1e-5);
@@ -161,7 +161,7 @@ fn a_limit_that_is_no_number_is_seen_in_what_it_limits() {
         for ranks in [1, 2] {
             let values = moved(kind, ranks, &|gradients| gradients.clip_value(f64::NAN));
             assert!(values.iter().all(|value| value.is_nan()), "{values:?}");
-            let head = |gradients: Gradients| {
+            let head = |gradients: AveragedGradients| {
                 gradients.clip(Clip::value(f64::NAN).only(|path| path == "head"))
             };
             let values = moved(kind, ranks, &head);

@@ -61,7 +61,7 @@ fn trained(builder: AcceleratorBuilder, ranks: usize) -> Vec<Vec<f32>> {
         .bucket_size(1024)
         .launch(ranks, |accelerator| {
             let model = Network::new(&accelerator.device());
-            let train = DataLoaderBuilder::new(crate::common::ColumnBatcher)
+            let train = LoaderBuilder::new(crate::common::ColumnBatcher)
                 .global_batch_size(12)
                 .shuffle(3)
                 .build(columns(31));
@@ -100,12 +100,12 @@ fn c26_compressed_trajectories_stay_within_a_hundredth_of_the_exact_one() {
     for kind in devices() {
         let builder = || Accelerator::builder().device(kind);
         let power_sgd =
-            |rank| builder().with_communication_hook(move || PowerSgd::new(rank).start_after(3));
+            |rank| builder().communication_hook(move || PowerSgd::new(rank).start_after(3));
         for ranks in [2, 3] {
             let exact = trained(builder(), ranks);
             let ways = [
-                ("bf16", builder().with_compression(Compression::Bf16)),
-                ("f16", builder().with_compression(Compression::F16)),
+                ("bf16", builder().compression(Compression::Bf16)),
+                ("f16", builder().compression(Compression::F16)),
                 ("PowerSGD of rank 1", power_sgd(1)),
                 ("PowerSGD of rank 2", power_sgd(2)),
             ];
@@ -159,8 +159,8 @@ fn what_is_never_the_largest_arrives_by_error_feedback_only() {
     let hook = || PowerSgd::new(1).start_after(0).min_compression(0.0);
     let builder = Accelerator::builder;
     let exact = distance_of_the_quiet_row(builder());
-    let with = distance_of_the_quiet_row(builder().with_communication_hook(hook));
-    let without = builder().with_communication_hook(move || hook().without_error_feedback());
+    let with = distance_of_the_quiet_row(builder().communication_hook(hook));
+    let without = builder().communication_hook(move || hook().without_error_feedback());
     let without = distance_of_the_quiet_row(without);
     assert!(exact < 1e-3, "{exact}");
     assert!(with < 0.1, "{with}");
@@ -216,7 +216,7 @@ fn plain(builder: AcceleratorBuilder) -> (AcceleratorBuilder, Arc<AtomicUsize>) 
     let calls = Arc::<AtomicUsize>::default();
     let counted = calls.clone();
     (
-        builder.with_communication_hook(move || Plain(counted.clone())),
+        builder.communication_hook(move || Plain(counted.clone())),
         calls,
     )
 }
@@ -348,7 +348,7 @@ fn errors_of(odd: fn() -> Result<(), HookError>) -> Vec<Error> {
     }
     Accelerator::builder()
         .bucket_size(1024)
-        .with_communication_hook(move || Odd(odd))
+        .communication_hook(move || Odd(odd))
         .launch(2, |accelerator| {
             let model = Network::new(&accelerator.device());
             let (mut model, mut optimizer) =
@@ -443,7 +443,7 @@ impl CommunicationHook for Unlike {
 #[test]
 fn a_hook_with_other_results_on_each_rank_is_found_as_drift() {
     let errors = Accelerator::builder()
-        .with_communication_hook(|| Unlike)
+        .communication_hook(|| Unlike)
         .check_replicas_every(1)
         .launch(2, |accelerator| {
             let (mut model, mut optimizer) =
@@ -470,7 +470,7 @@ fn ranks_with_different_hooks_are_told_when_they_are_built() {
             let builder = Accelerator::builder()
                 .launched_as(Launch::new(topology, rendezvous.clone()))
                 .transport(TransportKind::Tcp)
-                .with_communication_hook(move || PowerSgd::new(1 + rank));
+                .communication_hook(move || PowerSgd::new(1 + rank));
             scope.spawn(move || builder.build().unwrap_err())
         });
         threads.map(|thread| thread.join().unwrap())
@@ -488,7 +488,7 @@ fn ranks_with_different_hooks_are_told_when_they_are_built() {
     // So are threads, whose hooks are made one by one.
     let made = AtomicUsize::new(1);
     let error = Accelerator::builder()
-        .with_communication_hook(move || PowerSgd::new(made.fetch_add(1, Ordering::Relaxed)))
+        .communication_hook(move || PowerSgd::new(made.fetch_add(1, Ordering::Relaxed)))
         .launch(2, |_| Ok(()))
         .unwrap_err();
     assert!(
@@ -499,19 +499,16 @@ fn ranks_with_different_hooks_are_told_when_they_are_built() {
 
 #[test]
 fn a_hook_takes_the_place_of_compression_and_overlap() {
-    let hooked = || Accelerator::builder().with_communication_hook(|| PowerSgd::new(1));
-    let error = hooked()
-        .with_compression(Compression::F16)
-        .build()
-        .unwrap_err();
+    let hooked = || Accelerator::builder().communication_hook(|| PowerSgd::new(1));
+    let error = hooked().compression(Compression::F16).build().unwrap_err();
     assert!(error.is_config(), "{error:?}");
     let text = error.to_string();
     assert!(
-        text.contains("with_communication_hook") && text.contains("f16"),
+        text.contains("communication_hook") && text.contains("f16"),
         "{text}"
     );
     hooked()
-        .with_overlap(Overlap::On)
+        .overlap(Overlap::On)
         .launch(2, |accelerator| {
             let (mut model, mut optimizer) =
                 accelerator.prepare((line(&accelerator.device()), SgdConfig::new().init()))?;
@@ -559,10 +556,10 @@ fn ranks_whose_windows_differ_are_told_before_a_hook_is_called() {
 fn interrupted(ranks: usize, rank: usize, from: Option<&Path>, into: Option<&Path>) -> Vec<f32> {
     let outcomes = Accelerator::builder()
         .bucket_size(1024)
-        .with_communication_hook(move || PowerSgd::new(rank).start_after(1))
+        .communication_hook(move || PowerSgd::new(rank).start_after(1))
         .launch(ranks, |accelerator| {
             let model = Network::new(&accelerator.device());
-            let train = DataLoaderBuilder::new(crate::common::ColumnBatcher)
+            let train = LoaderBuilder::new(crate::common::ColumnBatcher)
                 .global_batch_size(8)
                 .shuffle(1)
                 .build(columns(20));
@@ -655,7 +652,7 @@ impl CommunicationHook for Forgetful {
 fn state_that_is_not_saved_or_not_restored_is_an_error_on_every_rank() {
     let run = |fails_to_save, folder: &Path| {
         Accelerator::builder()
-            .with_communication_hook(move || Forgetful {
+            .communication_hook(move || Forgetful {
                 rank: 9,
                 fails_to_save,
             })
@@ -688,7 +685,7 @@ fn state_that_is_not_saved_or_not_restored_is_an_error_on_every_rank() {
 fn a_sharded_optimizer_steps_by_what_a_hook_has_reduced() {
     let run = |is_sharded: bool| {
         let outcomes = Accelerator::builder()
-            .with_communication_hook(|| PowerSgd::new(1).start_after(2))
+            .communication_hook(|| PowerSgd::new(1).start_after(2))
             .launch(2, |accelerator| {
                 let optimizer = AdamWConfig::new().init();
                 let model = Network::new(&accelerator.device());
@@ -759,7 +756,7 @@ fn every_rank_gets_its_own_state_back_once_also_where_it_kept_nothing() {
             rank: 9,
         };
         Accelerator::builder()
-            .with_communication_hook(make)
+            .communication_hook(make)
             .launch(ranks, |accelerator| {
                 let (mut model, mut optimizer) =
                     accelerator.prepare((line(&accelerator.device()), SgdConfig::new().init()))?;
@@ -852,9 +849,9 @@ fn a_hook_may_ask_the_accelerator_and_is_not_kept_waiting() {
     };
     let trained = in_time(move || {
         Accelerator::builder()
-            .with_overlap(Overlap::On)
-            .with_step_summary()
-            .with_communication_hook(move || Asking(path.clone()))
+            .overlap(Overlap::On)
+            .step_summary()
+            .communication_hook(move || Asking(path.clone()))
             .launch(2, train)
     });
     assert_eq!(trained.unwrap(), [(); 2]);
@@ -891,7 +888,7 @@ fn a_hook_that_calls_backward_is_refused_on_every_rank() {
         ASKED.set(None);
         Ok(outcome.map(drop).unwrap_err())
     };
-    let builder = Accelerator::builder().with_communication_hook(|| Nested);
+    let builder = Accelerator::builder().communication_hook(|| Nested);
     for error in in_time(move || builder.launch(2, train)).unwrap() {
         let text = format!("{error:?}");
         assert!(

@@ -42,7 +42,7 @@ fn trained(builder: AcceleratorBuilder, ranks: usize) -> Vec<f32> {
         .bucket_size(1024)
         .launch(ranks, |accelerator| {
             let model = Network::new(&accelerator.device());
-            let train = DataLoaderBuilder::new(crate::common::ColumnBatcher)
+            let train = LoaderBuilder::new(crate::common::ColumnBatcher)
                 .global_batch_size(12)
                 .shuffle(3)
                 .build(columns(31));
@@ -69,7 +69,7 @@ fn a_compressed_trajectory_stays_close_and_repeats_to_the_bit() {
             let exact = trained(builder(), ranks);
             let scale = length(&exact);
             for compression in COMPRESSED {
-                let compressed = builder().with_compression(compression);
+                let compressed = builder().compression(compression);
                 let ours = trained(compressed.clone(), ranks);
                 let off: Vec<f32> = ours.iter().zip(&exact).map(|(a, b)| a - b).collect();
                 let off = length(&off) / scale;
@@ -88,11 +88,11 @@ fn a_window_is_rounded_once_and_one_rank_not_at_all() {
     for compression in COMPRESSED {
         let builder = || Accelerator::builder().accumulation_steps(3);
         let exact = trained(builder(), 2);
-        let ours = trained(builder().with_compression(compression), 2);
+        let ours = trained(builder().compression(compression), 2);
         let off: Vec<f32> = ours.iter().zip(&exact).map(|(a, b)| a - b).collect();
         let off = length(&off) / length(&exact);
         assert!(off > 0.0 && off < 1e-2, "{off}");
-        let alone = trained(builder().with_compression(compression), 1);
+        let alone = trained(builder().compression(compression), 1);
         assert_eq!(alone, trained(builder(), 1));
     }
 }
@@ -104,10 +104,10 @@ fn length(values: &[f32]) -> f32 {
 /// The gradients of a line on two ranks, where the loss is multiplied by `factors[rank]`.
 fn gradients_of(compression: Compression, factors: [f32; 2]) -> Vec<f32> {
     let outcomes = Accelerator::builder()
-        .with_compression(compression)
+        .compression(compression)
         .launch(2, |accelerator| {
             let model = line(&accelerator.device());
-            let train = DataLoaderBuilder::new(crate::common::ColumnBatcher)
+            let train = LoaderBuilder::new(crate::common::ColumnBatcher)
                 .global_batch_size(10)
                 .build(columns(10));
             let (model, mut optimizer, train) =

@@ -46,7 +46,7 @@ fn c13_a_flag_that_one_rank_raises_is_seen_by_all_once() {
 /// Every step is checked; the last rank raises the flag in one of them. Gives what each check said, and
 /// how many operations there were.
 fn steps(
-    kind: DeviceKind,
+    kind: BackendKind,
     ranks: usize,
     accumulation: usize,
     overlap: Overlap,
@@ -55,7 +55,7 @@ fn steps(
     Accelerator::builder()
         .device(kind)
         .accumulation_steps(accumulation)
-        .with_overlap(overlap)
+        .overlap(overlap)
         .launch(ranks, |accelerator| {
             let parts = (
                 line(&accelerator.device()),

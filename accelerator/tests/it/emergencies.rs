@@ -16,7 +16,7 @@ fn survivors_save_the_last_complete_step() {
     let folder = tempfile::tempdir().unwrap();
     let saved = Mutex::new(Vec::new());
     let lost = accelerator::launch(3, |accelerator| {
-        let train = DataLoaderBuilder::new(ColumnBatcher)
+        let train = LoaderBuilder::new(ColumnBatcher)
             .batch_size(1)
             .num_workers(2)
             .build(columns(12));
@@ -178,7 +178,7 @@ enum Dies {
 fn with_hook(ranks: usize, folder: &Path, dies: Dies) -> (Result<Vec<f32>>, Restored) {
     let restored = Restored::default();
     let seen = restored.clone();
-    let builder = Accelerator::builder().with_communication_hook(move || Counting {
+    let builder = Accelerator::builder().communication_hook(move || Counting {
         calls: 0,
         fails_in: (dies == Dies::InItsHook).then_some(2),
         rank: 9,

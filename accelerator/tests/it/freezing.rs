@@ -64,7 +64,7 @@ impl Net {
 }
 
 /// What Burn alone does, and the average of its weights.
-fn plain(kind: DeviceKind) -> Vec<f32> {
+fn plain(kind: BackendKind) -> Vec<f32> {
     let accelerator = Accelerator::builder().device(kind).build().unwrap();
     let mut net = Net::new(&accelerator.device());
     let mut optimizer = AdamWConfig::new().init();
@@ -201,8 +201,8 @@ fn gradients_of_a_frozen_part_are_not_sent_and_overlap_is_calibrated_again() {
         let builder = Accelerator::builder()
             .bucket_size(1024)
             .precision(precision)
-            .with_overlap(overlap)
-            .with_compression(compression);
+            .overlap(overlap)
+            .compression(compression);
         let outcomes = builder.launch(2, |accelerator| {
             let parts = (Net::new(&accelerator.device()), AdamWConfig::new().init());
             let (mut model, mut optimizer) = accelerator.prepare(parts)?;

@@ -55,7 +55,7 @@ fn c12_each_sample_is_gathered_once_under_every_policy_and_size() {
             for tail in [TailPolicy::Exact, TailPolicy::Pad] {
                 for global in [false, true] {
                     let steps = accelerator::launch(ranks, |accelerator| {
-                        let builder = DataLoaderBuilder::new(ColumnBatcher).tail(tail);
+                        let builder = LoaderBuilder::new(ColumnBatcher).tail(tail);
                         let builder = if global {
                             builder.global_batch_size(batch_size * ranks)
                         } else {
@@ -82,7 +82,7 @@ fn c12_each_sample_is_gathered_once_under_every_policy_and_size() {
 fn c12_a_dropped_tail_is_gathered_nowhere() {
     for ranks in [1, 2, 3] {
         let steps = accelerator::launch(ranks, |accelerator| {
-            let loader = DataLoaderBuilder::new(ColumnBatcher)
+            let loader = LoaderBuilder::new(ColumnBatcher)
                 .batch_size(5)
                 .tail(TailPolicy::Drop)
                 .build(columns(10 * ranks + 1));
@@ -121,7 +121,7 @@ fn c12_an_epoch_that_goes_on_gathers_the_rest_also_on_more_ranks() {
     for ranks in [1, 2, 3] {
         let folder = tempfile::tempdir().unwrap();
         let parts = |accelerator: &Accelerator| {
-            let loader = DataLoaderBuilder::new(ColumnBatcher)
+            let loader = LoaderBuilder::new(ColumnBatcher)
                 .global_batch_size(6)
                 .shuffle(3)
                 .build(columns(41));
@@ -155,7 +155,7 @@ fn c12_an_epoch_that_goes_on_gathers_the_rest_also_on_more_ranks() {
 #[test]
 fn c12_what_ranks_with_other_numbers_of_steps_gather_is_gathered_at_the_end() {
     let gathered = accelerator::launch(2, |accelerator| {
-        let loader = DataLoaderBuilder::new(ColumnBatcher)
+        let loader = LoaderBuilder::new(ColumnBatcher)
             .batch_size(16)
             .tail(TailPolicy::Uneven)
             .build(columns(97));
@@ -180,7 +180,7 @@ fn c12_metrics_of_every_kind_count_each_sample_once() {
     let samples = 23;
     let figures = accelerator::launch(3, |accelerator| {
         let device = accelerator.device().inner();
-        let loader = DataLoaderBuilder::new(ColumnBatcher)
+        let loader = LoaderBuilder::new(ColumnBatcher)
             .batch_size(4)
             .tail(TailPolicy::Pad)
             .build(columns(samples));
@@ -191,13 +191,13 @@ fn c12_metrics_of_every_kind_count_each_sample_once() {
             let batch = batch?;
             // The answer is always class 1, then class 2.
             let logits = Tensor::<1>::from_floats([0.0, 2.0, 1.0], &device);
-            let logits = logits.reshape([1, 3]).repeat_dim(0, batch.len());
+            let logits = logits.reshape([1, 3]).repeat_dim(0, batch.num_samples());
             let targets = numbers(&batch, &device).remainder_scalar(3);
             accuracy.update(logits.clone(), targets.clone(), batch.real());
             top.update(logits.clone(), targets.clone(), batch.real());
             confusion.update(logits, targets, batch.real())?;
         }
-        let (accuracy, top, confusion) = accelerator.reduce((accuracy, top, confusion))?;
+        let (accuracy, top, confusion) = accelerator.reduce_metric((accuracy, top, confusion))?;
         assert_eq!(confusion.samples(), samples as u64);
         let of = [0, 1, 2].map(|class| confusion.of(class, 1));
         assert_eq!(confusion.accuracy(), accuracy.value());
@@ -286,18 +286,12 @@ fn c5_tensors_that_do_not_fit_together_are_named_on_every_rank() {
         ),
         (
             "all_reduce, with as many elements",
-            |x, _| {
-                x.all_reduce(tensor(x, [2, 3], [3, 2]), ReduceOp::Sum)
-                    .map(drop)
-            },
+            |x, _| x.reduce(tensor(x, [2, 3], [3, 2]), ReduceOp::Sum).map(drop),
             ["[2, 3] of F32", "[3, 2] of F32"],
         ),
         (
             "all_reduce",
-            |x, _| {
-                x.all_reduce(tensor(x, [2, 3], [2, 2]), ReduceOp::Max)
-                    .map(drop)
-            },
+            |x, _| x.reduce(tensor(x, [2, 3], [2, 2]), ReduceOp::Max).map(drop),
             ["[2, 3] of F32", "[2, 2] of F32"],
         ),
         (
@@ -309,7 +303,7 @@ fn c5_tensors_that_do_not_fit_together_are_named_on_every_rank() {
                 } else {
                     tensor
                 };
-                x.all_reduce(tensor, ReduceOp::Sum).map(drop)
+                x.reduce(tensor, ReduceOp::Sum).map(drop)
             },
             ["all_reduce sum of [2, 3] of F32", "[2, 3] of F64"],
         ),
@@ -321,7 +315,7 @@ fn c5_tensors_that_do_not_fit_together_are_named_on_every_rank() {
                 } else {
                     ReduceOp::Sum
                 };
-                x.all_reduce(tensor(x, [2, 3], [2, 3]), op).map(drop)
+                x.reduce(tensor(x, [2, 3], [2, 3]), op).map(drop)
             },
             ["all_reduce sum of [2, 3]", "all_reduce max of [2, 3]"],
         ),
@@ -360,15 +354,15 @@ fn c5_tensors_that_do_not_fit_together_are_named_on_every_rank() {
             |x, _| {
                 let (two, three) = (Confusion::new(2), Confusion::new(3));
                 match x.rank() {
-                    1 => x.reduce((two, three)).map(drop),
-                    _ => x.reduce((three, two)).map(drop),
+                    1 => x.reduce_metric((two, three)).map(drop),
+                    _ => x.reduce_metric((three, two)).map(drop),
                 }
             },
             ["[9, 4]", "[4, 9]"],
         ),
     ];
     accelerator::launch(3, |accelerator| {
-        let loader = DataLoaderBuilder::new(ColumnBatcher).batch_size(2);
+        let loader = LoaderBuilder::new(ColumnBatcher).batch_size(2);
         let loader = accelerator.prepare(loader.build(columns(6)))?;
         let batch = loader.epoch(0).next().unwrap()?;
         for (name, call, [others, one]) in calls {

@@ -23,7 +23,7 @@ fn shares(
             .epoch(epoch)
             .map(|batch| {
                 let batch = batch?;
-                assert_eq!(batch.numbers.len(), batch.len());
+                assert_eq!(batch.numbers.len(), batch.num_samples());
                 let numbers: Vec<u64> = batch.numbers.iter().map(|&n| n as u64).collect();
                 assert_eq!(numbers, batch.indices());
                 Ok((batch.numbers.clone(), batch.real(), batch.is_idle()))
@@ -45,7 +45,7 @@ fn the_last_step_is_divided_and_an_idle_rank_repeats_itself() {
 fn workers_do_not_change_the_order() {
     let build = |workers| {
         move || {
-            DataLoaderBuilder::new(ColumnBatcher)
+            LoaderBuilder::new(ColumnBatcher)
                 .batch_size(3)
                 .shuffle(9)
                 .num_workers(workers)
@@ -73,7 +73,7 @@ fn workers_do_not_change_the_order() {
 fn metrics_see_each_sample_once() {
     for tail in [TailPolicy::Exact, TailPolicy::Pad, TailPolicy::Uneven] {
         let gathered = accelerator::launch(2, |accelerator| {
-            let loader = DataLoaderBuilder::new(ColumnBatcher)
+            let loader = LoaderBuilder::new(ColumnBatcher)
                 .batch_size(16)
                 .tail(tail)
                 .build(columns(99));
@@ -96,7 +96,7 @@ fn metrics_see_each_sample_once() {
                     values.extend(all.into_data().try_to_vec::<f32>().unwrap());
                 }
             }
-            let mean = accelerator.reduce(mean)?;
+            let mean = accelerator.reduce_metric(mean)?;
             assert_eq!(mean.samples(), 99.0);
             assert!((mean.value() - 3.9).abs() < 1e-6, "{mean}");
             Ok(values)
@@ -214,7 +214,7 @@ fn a_data_set_that_fails_ends_the_epoch_with_its_error() {
                 continue; // That one reaches the program itself, as a panic does.
             }
             let accelerator = Accelerator::new().unwrap();
-            let loader = DataLoaderBuilder::new(ColumnBatcher)
+            let loader = LoaderBuilder::new(ColumnBatcher)
                 .batch_size(2)
                 .num_workers(workers)
                 .build(Broken { at: 5, how });
@@ -248,7 +248,7 @@ fn sizes_that_make_no_sense_are_refused() {
     );
     for (tail, size) in [(TailPolicy::Exact, 1), (TailPolicy::Pad, 5)] {
         let error = accelerator::launch(2, |accelerator| {
-            let loader = DataLoaderBuilder::new(ColumnBatcher)
+            let loader = LoaderBuilder::new(ColumnBatcher)
                 .global_batch_size(size)
                 .tail(tail)
                 .build(columns(10));
@@ -264,7 +264,7 @@ fn sizes_that_make_no_sense_are_refused() {
 #[test]
 fn a_global_batch_that_does_not_divide_is_shared_as_evenly_as_possible() {
     let build = || {
-        DataLoaderBuilder::new(ColumnBatcher)
+        LoaderBuilder::new(ColumnBatcher)
             .global_batch_size(5)
             .build(columns(12))
     };
@@ -290,7 +290,7 @@ fn loaders_that_differ_between_ranks_are_named() {
             (1, "tail") => (10, 2, 1, TailPolicy::Drop),
             _ => (10, 2, 1, TailPolicy::Exact),
         };
-        DataLoaderBuilder::new(ColumnBatcher)
+        LoaderBuilder::new(ColumnBatcher)
             .batch_size(size)
             .shuffle(seed)
             .tail(tail)
@@ -314,7 +314,7 @@ fn prepared_of_each<D: Dataset<usize> + 'static>(
     dataset: impl Fn(usize) -> D + Sync,
 ) -> Vec<Result<()>> {
     let outcomes = accelerator::launch(2, |accelerator| {
-        let train = DataLoaderBuilder::new(ColumnBatcher)
+        let train = LoaderBuilder::new(ColumnBatcher)
             .batch_size(4)
             .build(dataset(accelerator.rank()));
         let outcome = accelerator.prepare(train).map(drop);
@@ -369,7 +369,7 @@ fn a_data_set_that_draws_for_each_read_is_refused_on_several_ranks() {
     }
     // One process draws what it likes.
     let accelerator = Accelerator::new().unwrap();
-    let train = DataLoaderBuilder::new(ColumnBatcher)
+    let train = LoaderBuilder::new(ColumnBatcher)
         .batch_size(4)
         .build(drawn(sizes().with_system_rng()));
     accelerator.prepare(train).unwrap();
@@ -402,13 +402,13 @@ fn a_data_set_that_cannot_be_read_is_told_to_every_rank() {
 fn a_loader_that_one_rank_refuses_is_told_to_every_rank() {
     let weighted = |samples: usize, weights: usize| {
         let sampler = WeightedSampler::new(vec![1.0; weights]).unwrap();
-        DataLoaderBuilder::new(ColumnBatcher)
+        LoaderBuilder::new(ColumnBatcher)
             .batch_size(2)
             .weighted(sampler, 8, 1)
             .build(columns(samples))
     };
     let small = |batch: usize| {
-        DataLoaderBuilder::new(ColumnBatcher)
+        LoaderBuilder::new(ColumnBatcher)
             .global_batch_size(batch)
             .build(columns(8))
     };

@@ -48,7 +48,7 @@ fn every_rank_ends_with_the_same_bits_and_statistics() {
         let parts = (
             accelerator.init(Net::new),
             (SgdConfig::new().init(), schedule),
-            DataLoaderBuilder::new(ColumnBatcher)
+            LoaderBuilder::new(ColumnBatcher)
                 .batch_size(4)
                 .shuffle(3)
                 .build(columns(58)),
@@ -313,7 +313,7 @@ fn settings_that_cannot_be_are_refused() {
 #[test]
 fn loaders_that_are_uneven_are_refused() {
     accelerator::launch(2, |accelerator| {
-        let uneven = DataLoaderBuilder::new(ColumnBatcher)
+        let uneven = LoaderBuilder::new(ColumnBatcher)
             .batch_size(2)
             .tail(TailPolicy::Uneven)
             .build(columns(7));
@@ -542,7 +542,7 @@ fn resumed_is_uninterrupted() {
     let folder = tempfile::tempdir().unwrap();
     let run = |stop_after: Option<u64>, resumed: bool| {
         let outcomes = Accelerator::builder().seed(5).launch(2, |accelerator| {
-            let train = DataLoaderBuilder::new(ColumnBatcher)
+            let train = LoaderBuilder::new(ColumnBatcher)
                 .batch_size(4)
                 .shuffle(3)
                 .build(columns(58));

@@ -114,7 +114,7 @@ fn loaders_whose_ranks_meet() {
     accelerator::launch(2, |accelerator| {
         let notes = observed(&accelerator);
         let numbers = |_part| (0..6_usize).map(std::io::Result::Ok);
-        let builder = || DataLoaderBuilder::new(ColumnBatcher).batch_size(2);
+        let builder = || LoaderBuilder::new(ColumnBatcher).batch_size(2);
         let parts = (
             builder().build_dispatched_stream(numbers),
             builder().build_sharded_stream(numbers),

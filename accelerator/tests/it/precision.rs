@@ -79,11 +79,11 @@ struct Setting {
 /// The parameters and losses of each rank after eight steps, and whether anything was sent early.
 fn train(setting: Setting, ranks: usize) -> (Vec<f32>, Vec<f64>, bool) {
     let rows = Accelerator::builder()
-        .device(DeviceKind::Flex)
+        .device(BackendKind::Flex)
         .bucket_size(1024)
         .accumulation_steps(setting.accumulation)
-        .with_compression(setting.compression)
-        .with_overlap(setting.overlap)
+        .compression(setting.compression)
+        .overlap(setting.overlap)
         .precision(setting.precision)
         .launch(ranks, |accelerator| {
             let device = accelerator.device();
@@ -173,7 +173,7 @@ fn half_precision_learns_what_full_does_and_overlap_changes_no_bit() {
 #[test]
 fn masters_stay_full_and_copies_are_half_but_for_what_cannot_be() {
     let builder = Accelerator::builder()
-        .device(DeviceKind::Flex)
+        .device(BackendKind::Flex)
         .precision(Precision::Bf16);
     let accelerator = builder.build().unwrap();
     let model = accelerator
@@ -197,7 +197,7 @@ fn masters_stay_full_and_copies_are_half_but_for_what_cannot_be() {
 fn c10_a_step_that_overflows_is_skipped_on_all_ranks_and_the_schedule_waits() {
     for ranks in [1, 2] {
         let rows = Accelerator::builder()
-            .device(DeviceKind::Flex)
+            .device(BackendKind::Flex)
             .precision(Precision::F16)
             .loss_scale(LossScale::new().with_growth_interval(2))
             .launch(ranks, |accelerator| {
@@ -262,7 +262,7 @@ fn c10_a_step_that_overflows_is_skipped_on_all_ranks_and_the_schedule_waits() {
 fn a_gradient_that_f16_cannot_hold_survives_by_the_scale() {
     let gradient = |precision| {
         let builder = Accelerator::builder()
-            .device(DeviceKind::Flex)
+            .device(BackendKind::Flex)
             .precision(precision);
         let accelerator = builder.build().unwrap();
         let model: Linear = accelerator.prepare(line(&accelerator.device())).unwrap();
@@ -288,7 +288,7 @@ fn the_scale_comes_back_with_a_checkpoint() {
     let folder = folder.path();
     let prepared = || {
         let builder = Accelerator::builder()
-            .device(DeviceKind::Flex)
+            .device(BackendKind::Flex)
             .precision(Precision::F16);
         let accelerator = builder
             .loss_scale(LossScale::new().with_growth_interval(2))
@@ -327,10 +327,10 @@ fn the_scale_comes_back_with_a_checkpoint() {
 
 #[test]
 fn what_a_device_cannot_compute_in_is_refused() {
-    if DeviceKind::NdArray.is_compiled_in() {
+    if BackendKind::NdArray.is_compiled_in() {
         for precision in [Precision::F16, Precision::Bf16] {
             let builder = Accelerator::builder()
-                .device(DeviceKind::NdArray)
+                .device(BackendKind::NdArray)
                 .precision(precision);
             let error = builder.build().unwrap_err();
             assert!(error.is_device(), "{error:?}");
@@ -353,9 +353,9 @@ fn what_a_device_cannot_compute_in_is_refused() {
 fn a_step_may_have_several_copies_and_one_that_no_backward_uses() {
     let run = |overlap: Overlap| {
         let builder = Accelerator::builder()
-            .device(DeviceKind::Flex)
+            .device(BackendKind::Flex)
             .bucket_size(1024)
-            .with_overlap(overlap)
+            .overlap(overlap)
             .precision(Precision::Bf16);
         let rows = builder.launch(2, |accelerator| {
             let device = accelerator.device();
@@ -418,11 +418,11 @@ fn train_masters(
     reduction: GradientReduction,
 ) -> Vec<(Vec<TensorData>, Vec<f64>, u64)> {
     Accelerator::builder()
-        .device(DeviceKind::Flex)
+        .device(BackendKind::Flex)
         .bucket_size(1024)
         .accumulation_steps(accumulation)
-        .with_overlap(overlap)
-        .with_reduction(reduction)
+        .overlap(overlap)
+        .gradient_reduction(reduction)
         .precision(precision)
         .launch(2, |accelerator| {
             let device = accelerator.device();

@@ -25,18 +25,12 @@ fn tensors_are_gathered_reduced_and_broadcast() {
                     || Tensor::<1>::from_floats([1.0 + 2.0 * rank, 2.0 + 2.0 * rank], &device);
                 assert_eq!(list(accelerator.gather(mine())?), [1.0, 2.0, 3.0, 4.0]);
                 assert_eq!(list(accelerator.broadcast(mine(), 0)?), [1.0, 2.0]);
+                assert_eq!(list(accelerator.reduce(mine(), ReduceOp::Sum)?), [4.0, 6.0]);
                 assert_eq!(
-                    list(accelerator.all_reduce(mine(), ReduceOp::Sum)?),
-                    [4.0, 6.0]
-                );
-                assert_eq!(
-                    list(accelerator.all_reduce(mine(), ReduceOp::Mean)?),
+                    list(accelerator.reduce(mine(), ReduceOp::Mean)?),
                     [2.0, 3.0]
                 );
-                assert_eq!(
-                    list(accelerator.all_reduce(mine(), ReduceOp::Max)?),
-                    [3.0, 4.0]
-                );
+                assert_eq!(list(accelerator.reduce(mine(), ReduceOp::Max)?), [3.0, 4.0]);
                 let some = mine().narrow(0, 0, 1 + accelerator.rank());
                 assert_eq!(list(accelerator.gather(some)?), [1.0, 3.0, 4.0]);
                 assert_eq!(accelerator.broadcast_object(&accelerator.rank(), 1)?, 1);
@@ -318,7 +312,7 @@ fn connected(ranks: [(usize, AcceleratorBuilder); 2]) -> [Result<Accelerator>; 2
 #[test]
 fn ranks_for_which_overlap_comes_to_different_things_are_refused_alike() {
     // A host that was started wrongly: what one rank takes for two hosts is one to the other.
-    let overlap = |overlap| Accelerator::builder().with_overlap(overlap);
+    let overlap = |overlap| Accelerator::builder().overlap(overlap);
     let outcomes = connected([(1, overlap(Overlap::Auto)), (2, overlap(Overlap::Auto))]);
     let errors = outcomes.map(|outcome| outcome.unwrap_err());
     for error in &errors {
@@ -327,7 +321,7 @@ fn ranks_for_which_overlap_comes_to_different_things_are_refused_alike() {
     }
     let text = errors[0].to_string();
     for part in [
-        "overlap (set by ACCEL_OVERLAP or `with_overlap`) differs between ranks: rank 0 has",
+        "overlap (set by ACCEL_OVERLAP or `overlap`) differs between ranks: rank 0 has",
         "rank 0 has on (`auto`, on the device `flex`, with 1 of 2 ranks on its host)",
         "rank 1 has off (`auto`, on the device `flex`, with 2 of 2 ranks on its host); start",
     ] {
@@ -347,7 +341,7 @@ fn ranks_for_which_overlap_comes_to_different_things_are_refused_alike() {
 /// What all ranks scale by would have other bits here than there.
 #[test]
 fn ranks_that_sum_gradients_in_different_places_are_refused_alike() {
-    let reduction = |asked| (2, Accelerator::builder().with_reduction(asked));
+    let reduction = |asked| (2, Accelerator::builder().gradient_reduction(asked));
     let ranks = [GradientReduction::Staged, GradientReduction::Auto];
     let errors = connected(ranks.map(reduction)).map(|outcome| outcome.unwrap_err());
     for error in &errors {
@@ -372,7 +366,7 @@ fn ranks_that_sum_gradients_in_different_places_are_refused_alike() {
 fn nccl_that_cannot_be_is_refused_alike() {
     let nccl = || {
         let builder = Accelerator::builder();
-        (2, builder.with_reduction(GradientReduction::Nccl))
+        (2, builder.gradient_reduction(GradientReduction::Nccl))
     };
     let errors = connected([nccl(), nccl()]).map(|outcome| outcome.unwrap_err());
     for error in &errors {
@@ -414,7 +408,7 @@ fn a_rank_opens_its_device_when_it_knows_its_local_rank() {
     let expected = [0, 1].map(|rank| format!("rank {rank} of 2 (local {rank} of 2)"));
     assert_eq!(places, expected);
     // Where it has none, the others are told why.
-    let missing = DeviceKind::ALL
+    let missing = BackendKind::ALL
         .into_iter()
         .find(|kind| !kind.is_compiled_in());
     let Some(missing) = missing else { return };

@@ -116,9 +116,9 @@ fn c24_a_builders_schedule_counts_from_the_first_step() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     let builder = Accelerator::builder()
-        .with_trace(&path)
-        .with_trace_schedule(schedule());
-    let summaries = builder.with_step_summary().launch(2, |accelerator| {
+        .trace(&path)
+        .trace_schedule(schedule());
+    let summaries = builder.step_summary().launch(2, |accelerator| {
         let error = accelerator.profile(schedule(), "other.json").unwrap_err();
         assert!(error.is_misuse(), "{error:?}");
         train(&accelerator, 9, |_| ())?;
@@ -283,10 +283,10 @@ fn what_would_fail_later_is_refused_at_once_on_all_ranks() {
         let error = builder.build().unwrap_err();
         assert!(error.is_config(), "{error:?}");
     };
-    let traced = |name: &str| Accelerator::builder().with_trace(folder.join(name));
-    refused(Accelerator::builder().with_trace_schedule(schedule()));
-    refused(traced("missing/trace.json").with_trace_schedule(schedule()));
-    refused(traced("trace.json").with_trace_schedule(ProfilerSchedule::new(0)));
+    let traced = |name: &str| Accelerator::builder().trace(folder.join(name));
+    refused(Accelerator::builder().trace_schedule(schedule()));
+    refused(traced("missing/trace.json").trace_schedule(schedule()));
+    refused(traced("trace.json").trace_schedule(ProfilerSchedule::new(0)));
 }
 
 #[test]
@@ -331,7 +331,7 @@ fn traces_of_an_earlier_run_do_not_stay() {
     assert_eq!(count(), 0);
     drop(profiler);
     put();
-    let builder = Accelerator::builder().with_trace(&path);
+    let builder = Accelerator::builder().trace(&path);
     let accelerator = builder.clone().build().unwrap();
     assert_eq!(count(), 0);
     accelerator.finish().unwrap();

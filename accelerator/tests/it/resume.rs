@@ -269,14 +269,14 @@ fn parts_that_were_not_saved_so_are_refused() {
     let other = [
         (loader(13, 2), "number of samples was 12"),
         (
-            DataLoaderBuilder::new(ColumnBatcher)
+            LoaderBuilder::new(ColumnBatcher)
                 .batch_size(2)
                 .shuffle(3)
                 .build(columns(12)),
             "shuffled by 3",
         ),
         (
-            DataLoaderBuilder::new(ColumnBatcher)
+            LoaderBuilder::new(ColumnBatcher)
                 .batch_size(2)
                 .tail(TailPolicy::Drop)
                 .build(columns(12)),
@@ -491,7 +491,7 @@ fn a_global_batch_that_micro_steps_reach_is_kept_at_another_number_of_ranks() {
             .global_batch(16, 4)
             .launch(ranks, |accelerator| {
                 assert_eq!(accelerator.accumulation_steps() * ranks, 4);
-                let train = DataLoaderBuilder::new(ColumnBatcher)
+                let train = LoaderBuilder::new(ColumnBatcher)
                     .batch_size(4)
                     .build(columns(160));
                 let optimizer = SgdConfig::new().init();
@@ -533,7 +533,7 @@ fn through_sizes(sizes: &[usize], steps: usize) -> (Vec<Vec<u64>>, Vec<f32>) {
         let is_last = life + 1 == sizes.len();
         let outcomes = accelerator::launch(ranks, |accelerator| {
             let device = accelerator.device();
-            let train = DataLoaderBuilder::new(ColumnBatcher)
+            let train = LoaderBuilder::new(ColumnBatcher)
                 .batch_size(12 / sizes[0])
                 .shuffle(5)
                 .num_workers(2)

@@ -9,8 +9,8 @@ use accelerator::prelude::*;
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
 use burn::optim::SgdConfig;
 
-fn builder() -> DataLoaderBuilder<usize, Column> {
-    DataLoaderBuilder::new(ColumnBatcher)
+fn builder() -> LoaderBuilder<usize, Column> {
+    LoaderBuilder::new(ColumnBatcher)
 }
 
 type Seen = (Vec<usize>, usize, bool);
@@ -295,7 +295,11 @@ fn c11_uneven_ranks_are_joined() {
             let mut weights = Vec::new();
             for batch in train.epoch(0) {
                 let batch = batch?;
-                weights.push(if batch.is_idle() { 0 } else { batch.len() });
+                weights.push(if batch.is_idle() {
+                    0
+                } else {
+                    batch.num_samples()
+                });
                 let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
                 model = optimizer.step(0.1, model, gradients);
             }

@@ -110,7 +110,7 @@ fn a_schedule_by_process_goes_on_where_it_was_saved() {
 #[test]
 fn a_plan_of_a_stream_does_not_make_a_number_up() {
     let accelerator = Accelerator::new().unwrap();
-    let stream = DataLoaderBuilder::new(ColumnBatcher)
+    let stream = LoaderBuilder::new(ColumnBatcher)
         .batch_size(4)
         .build_stream(|_| (0..9).map(std::io::Result::Ok));
     let train = accelerator.prepare(stream).unwrap();
@@ -314,7 +314,7 @@ fn groups_have_rates_of_their_own_and_frozen_parameters_stay_on_any_number_of_ra
             let model = model.freeze_group(ParamGroup::from_predicate("frozen."));
             let scheduler =
                 ModuleLrScheduler::new(0.01).with_group(ParamGroup::from_predicate("fast."), 0.1);
-            let train = DataLoaderBuilder::new(crate::common::ColumnBatcher)
+            let train = LoaderBuilder::new(crate::common::ColumnBatcher)
                 .global_batch_size(4)
                 .build(crate::common::columns(12));
             let parts = (model, (SgdConfig::new().init(), scheduler), train);

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use crate::common::{devices, flat};
 use accelerator::optim::{InitFused, Manual, Sharded};
 use accelerator::prelude::*;
-use accelerator::{AcceleratorBuilder, Clip, Compression, Gradients};
+use accelerator::{AcceleratorBuilder, AveragedGradients, Clip, Compression};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, LambConfig, ModuleOptimizer, SgdConfig};
@@ -102,7 +102,7 @@ fn optimizer(
 /// What ranks have after each of six steps: the figures that `look` takes, and the model.
 type Told = Vec<(Vec<u64>, Vec<f32>)>;
 
-type Look = fn(Gradients, Place) -> (Gradients, Vec<Option<f64>>);
+type Look = fn(AveragedGradients, Place) -> (AveragedGradients, Vec<Option<f64>>);
 
 fn trained(builder: AcceleratorBuilder, ranks: usize, state: State, look: Look) -> Vec<Told> {
     let builder = builder.bucket_size(30_000);
@@ -190,7 +190,7 @@ fn norms_and_clips_have_the_bits_of_whole_gradients() {
 #[test]
 fn compressed_gradients_have_the_bits_of_whole_ones_also_beyond_their_range() {
     for compression in [Compression::F16, Compression::Bf16] {
-        let builder = || Accelerator::builder().with_compression(compression);
+        let builder = || Accelerator::builder().compression(compression);
         check(compression.name(), builder, |gradients, _| {
             let mut gradients = gradients.clip_norm(0.1);
             let figures = vec![gradients.norm()];
@@ -199,7 +199,7 @@ fn compressed_gradients_have_the_bits_of_whole_ones_also_beyond_their_range() {
     }
     // The gradient of one parameter, which one rank steps, is too large for f16.
     let [whole, sharded] = BOTH.map(|state| {
-        let builder = Accelerator::builder().with_compression(Compression::F16);
+        let builder = Accelerator::builder().compression(Compression::F16);
         let outcome = builder.launch(2, |accelerator| {
             let device = accelerator.device();
             let mut model = accelerator.prepare(Net::new(&device))?;
@@ -233,7 +233,7 @@ fn operations(accelerator: &Accelerator) -> impl Fn() -> Vec<&'static str> + use
 #[test]
 fn from_the_second_window_on_sums_go_to_those_who_step_them() {
     let of_ranks = Accelerator::builder()
-        .with_overlap(Overlap::Off)
+        .overlap(Overlap::Off)
         .launch(2, |accelerator| {
             let device = accelerator.device();
             let mut model = accelerator.prepare(Net::new(&device))?;
@@ -432,7 +432,7 @@ enum Use {
 /// has seen, where it could save, and what is left of 24 samples then.
 fn left_after_a_death(usage: Use, at: usize) -> Option<(usize, usize)> {
     let parts = |accelerator: &Accelerator| {
-        let train = DataLoaderBuilder::new(crate::common::ColumnBatcher)
+        let train = LoaderBuilder::new(crate::common::ColumnBatcher)
             .batch_size(1)
             .build(crate::common::columns(24));
         accelerator.prepare((crate::common::line(&accelerator.device()), train))

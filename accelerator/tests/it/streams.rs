@@ -39,15 +39,15 @@ impl SampleStream for Numbers {
     }
 }
 
-fn builder(batch_size: usize, tail: TailPolicy) -> DataLoaderBuilder<usize, Column> {
-    DataLoaderBuilder::new(ColumnBatcher)
+fn builder(batch_size: usize, tail: TailPolicy) -> LoaderBuilder<usize, Column> {
+    LoaderBuilder::new(ColumnBatcher)
         .batch_size(batch_size)
         .tail(tail)
 }
 
 fn build<S: SampleStream<Item = usize>>(
     kind: Kind,
-    builder: DataLoaderBuilder<usize, Column>,
+    builder: LoaderBuilder<usize, Column>,
     stream: S,
 ) -> Loader<Column> {
     match kind {
@@ -61,7 +61,7 @@ fn build<S: SampleStream<Item = usize>>(
 type Seen = (Vec<usize>, usize, bool);
 
 fn seen(batch: &Batch<Column>) -> Seen {
-    assert_eq!(batch.numbers.len(), batch.len());
+    assert_eq!(batch.numbers.len(), batch.num_samples());
     (batch.numbers.clone(), batch.real(), batch.is_last())
 }
 
@@ -92,7 +92,7 @@ fn c2_rounds_keep_the_order_of_the_stream() {
         for (ranks, size, is_global) in [(1, 8, false), (2, 8, false), (2, 8, true), (3, 5, false)]
         {
             accelerator::launch(ranks, |accelerator| {
-                let builder = DataLoaderBuilder::new(ColumnBatcher);
+                let builder = LoaderBuilder::new(ColumnBatcher);
                 let builder = match is_global {
                     true => builder.global_batch_size(size),
                     false => builder.batch_size(size),
@@ -391,7 +391,7 @@ fn a_sample_that_cannot_be_read_fails_every_rank_whosever_it_is() {
     for (ranks, size, good) in [(2, 6, 0), (2, 4, 0), (3, 2, 1), (1, 4, 1)] {
         let outcomes = accelerator::launch(ranks, |accelerator| {
             let numbers = |_: StreamPart| (0..40).map(|n| std::io::Result::Ok(Fragile(n)));
-            let loader = DataLoaderBuilder::new(FragileBatcher)
+            let loader = LoaderBuilder::new(FragileBatcher)
                 .batch_size(size)
                 .build_dispatched_stream(numbers);
             let loader = accelerator.prepare(loader)?;
@@ -427,9 +427,7 @@ fn a_batcher_that_panics_on_one_rank_is_an_error_on_every_rank() {
         for workers in [0, 1] {
             let errors = accelerator::launch(3, |accelerator| {
                 // Of both, sample 3 is in rank 1's first batch or in rank 0's second one.
-                let builder = DataLoaderBuilder::new(Falls)
-                    .batch_size(2)
-                    .num_workers(workers);
+                let builder = LoaderBuilder::new(Falls).batch_size(2).num_workers(workers);
                 let loader = accelerator.prepare(build(kind, builder, Numbers(40)))?;
                 let error = loader.epoch(0).find_map(Result::err).unwrap();
                 accelerator.wait_for_everyone()?;
@@ -851,7 +849,7 @@ fn time_spent_waiting_for_a_stream_is_told() {
     const PAUSE: Duration = Duration::from_millis(3);
     for kind in KINDS {
         let summaries = Accelerator::builder()
-            .with_step_summary()
+            .step_summary()
             .launch(2, |accelerator| {
                 let slow = |part: StreamPart| {
                     let mine = (part.index()..8).step_by(part.count());

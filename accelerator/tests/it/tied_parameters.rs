@@ -350,7 +350,7 @@ fn tied_embeddings_follow_pytorchs_trajectory() {
                     let outcomes = Accelerator::builder()
                         .device(kind)
                         .bucket_size(1024)
-                        .with_overlap(overlap)
+                        .overlap(overlap)
                         .launch(ranks, |accelerator| {
                             let mut parts =
                                 prepare(&accelerator, optimizer, DType::F64, Places::Two)?;
@@ -383,7 +383,7 @@ fn train_in_two_parts(
 ) -> (Vec<[f64; 2]>, Transformer) {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    let builder = || Accelerator::builder().device(DeviceKind::Flex);
+    let builder = || Accelerator::builder().device(BackendKind::Flex);
     let first = builder().launch(before, |accelerator| {
         let mut parts = prepare(&accelerator, optimizer, dtype, Places::Two)?;
         let told = train(&accelerator, &mut parts, 0..cut)?;
@@ -447,11 +447,11 @@ fn two_places_learn_the_bits_of_one() {
             for ranks in [1, 2] {
                 let run = |places| {
                     Accelerator::builder()
-                        .device(DeviceKind::Flex)
+                        .device(BackendKind::Flex)
                         .accumulation_steps(2)
                         .bucket_size(1024)
                         .precision(precision)
-                        .with_overlap(overlap)
+                        .overlap(overlap)
                         .launch(ranks, |accelerator| {
                             let mut model =
                                 Transformer::new(&accelerator.device(), DType::F32, places);
@@ -491,10 +491,10 @@ fn two_places_learn_the_bits_of_one() {
 fn a_place_that_is_kept_in_full_precision_gets_its_gradient_too() {
     let run = |overlap| {
         Accelerator::builder()
-            .device(DeviceKind::Flex)
+            .device(BackendKind::Flex)
             .bucket_size(1024)
             .precision(Precision::Bf16)
-            .with_overlap(overlap)
+            .overlap(overlap)
             .launch(2, |accelerator| {
                 let Parts {
                     mut model,
@@ -528,7 +528,7 @@ fn a_place_that_is_kept_in_full_precision_gets_its_gradient_too() {
 fn local_training_keeps_parameters_tied() {
     let run = |places| {
         Accelerator::builder()
-            .device(DeviceKind::Flex)
+            .device(BackendKind::Flex)
             .launch(2, |accelerator| {
                 let Parts {
                     mut model,
@@ -558,7 +558,7 @@ fn a_model_file_keeps_parameters_tied() {
     let path = folder.path().join("model.safetensors");
     for ranks in [1, 2] {
         Accelerator::builder()
-            .device(DeviceKind::Flex)
+            .device(BackendKind::Flex)
             .launch(ranks, |accelerator| {
                 let mut parts = prepare(&accelerator, ADAMW, DType::F64, Places::Two)?;
                 train(&accelerator, &mut parts, 0..2)?;

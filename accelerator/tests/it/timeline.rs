@@ -22,7 +22,7 @@ fn trained(builder: AcceleratorBuilder, steps: usize) -> Vec<Option<StepSummary>
         .launch(2, |accelerator| {
             let device = accelerator.device();
             let model: Linear = LinearConfig::new(SIDE, SIDE).init(&device);
-            let train = DataLoaderBuilder::new(crate::common::ColumnBatcher)
+            let train = LoaderBuilder::new(crate::common::ColumnBatcher)
                 .batch_size(2)
                 .num_workers(2)
                 .build(columns(4 * steps));
@@ -50,7 +50,7 @@ fn nothing_is_noted_where_nobody_asked() {
 
 #[test]
 fn phases_share_out_the_step() {
-    for summary in trained(Accelerator::builder().with_step_summary(), 6) {
+    for summary in trained(Accelerator::builder().step_summary(), 6) {
         let summary = summary.unwrap();
         assert_eq!(summary.steps, 6);
         let phases = [
@@ -83,7 +83,7 @@ fn phases_share_out_the_step() {
 #[test]
 fn what_is_hidden_is_a_part_of_the_communication() {
     let builder = Accelerator::builder().bucket_size(1024);
-    let builder = builder.with_overlap(Overlap::On).with_step_summary();
+    let builder = builder.overlap(Overlap::On).step_summary();
     for summary in trained(builder, 12) {
         let summary = summary.unwrap();
         let (exposed, waiting) = (summary.exposed.mean, summary.waiting.mean);
@@ -106,8 +106,8 @@ fn what_is_hidden_is_a_part_of_the_communication() {
 #[test]
 fn bytes_are_those_of_the_buckets() {
     let bytes = |compression| {
-        let builder = Accelerator::builder().with_compression(compression);
-        let [first, second] = &trained(builder.with_step_summary(), 3)[..] else {
+        let builder = Accelerator::builder().compression(compression);
+        let [first, second] = &trained(builder.step_summary(), 3)[..] else {
             panic!("two ranks");
         };
         let (first, second) = (first.as_ref().unwrap(), second.as_ref().unwrap());
@@ -130,9 +130,7 @@ fn bytes_are_those_of_the_buckets() {
 
 #[test]
 fn an_accumulated_window_is_one_step() {
-    let builder = Accelerator::builder()
-        .accumulation_steps(3)
-        .with_step_summary();
+    let builder = Accelerator::builder().accumulation_steps(3).step_summary();
     for summary in trained(builder, 6) {
         assert_eq!(summary.unwrap().steps, 2);
     }
@@ -142,7 +140,7 @@ fn an_accumulated_window_is_one_step() {
 fn a_trace_shows_all_ranks_and_what_they_did() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
-    let builder = Accelerator::builder().bucket_size(1024).with_trace(&path);
+    let builder = Accelerator::builder().bucket_size(1024).trace(&path);
     let steps = 5;
     let summaries = trained(builder, steps);
     let trace = read(&path);
@@ -284,7 +282,7 @@ fn a_rank_that_is_left_alone_writes_its_own_trace() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     let outcomes = Accelerator::builder()
-        .with_trace(&path)
+        .trace(&path)
         .launch(2, |accelerator| {
             if accelerator.rank() == 1 {
                 accelerator.group().abort("its disk is full");
@@ -306,7 +304,7 @@ fn a_loop_that_an_error_ends_leaves_its_own_trace() {
     // All ranks have made the first step.
     let stepped = Barrier::new(3);
     let outcome = Accelerator::builder()
-        .with_trace(&path)
+        .trace(&path)
         .launch(3, |accelerator| {
             let parts = (line(&accelerator.device()), SgdConfig::new().init());
             let (mut model, mut optimizer) = accelerator.prepare(parts)?;
@@ -344,14 +342,14 @@ fn a_loop_that_an_error_ends_leaves_its_own_trace() {
 fn one_process_that_does_not_finish_leaves_a_trace() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
-    let accelerator = Accelerator::builder().with_trace(&path).build().unwrap();
+    let accelerator = Accelerator::builder().trace(&path).build().unwrap();
     let other = accelerator.clone();
     drop(accelerator);
     assert!(!path.exists(), "there is another handle");
     drop(other);
     assert_eq!(read(&path)["otherData"]["ranks"][0]["rank"], 0);
     // What is written once is not written again.
-    let accelerator = Accelerator::builder().with_trace(&path).build().unwrap();
+    let accelerator = Accelerator::builder().trace(&path).build().unwrap();
     accelerator.finish().unwrap();
     std::fs::remove_file(&path).unwrap();
     drop(accelerator);
@@ -361,7 +359,7 @@ fn one_process_that_does_not_finish_leaves_a_trace() {
 #[test]
 fn a_trace_that_could_not_be_written_is_refused_at_once() {
     let folder = tempfile::tempdir().unwrap();
-    let builder = |path: &str| Accelerator::builder().with_trace(folder.path().join(path));
+    let builder = |path: &str| Accelerator::builder().trace(folder.path().join(path));
     let pipe = folder.path().join("pipe");
     let made = std::process::Command::new("mkfifo").arg(&pipe).status();
     assert!(made.unwrap().success());
@@ -377,7 +375,7 @@ fn a_trace_that_is_lost_in_the_end_costs_nothing_else() {
     let folder = tempfile::tempdir().unwrap();
     let inner = folder.path().join("inner");
     std::fs::create_dir(&inner).unwrap();
-    let builder = Accelerator::builder().with_trace(inner.join("trace.json"));
+    let builder = Accelerator::builder().trace(inner.join("trace.json"));
     let accelerator = builder.build().unwrap();
     std::fs::remove_dir(&inner).unwrap();
     accelerator.finish().unwrap();
@@ -386,7 +384,7 @@ fn a_trace_that_is_lost_in_the_end_costs_nothing_else() {
 
 #[test]
 fn a_loop_without_a_loader_is_noted_too() {
-    let accelerator = Accelerator::builder().with_step_summary().build().unwrap();
+    let accelerator = Accelerator::builder().step_summary().build().unwrap();
     let device = accelerator.device();
     let parts = (
         line(&device),

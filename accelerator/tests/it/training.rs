@@ -38,12 +38,12 @@ fn one_rank_does_what_plain_burn_does_bit_for_bit() {
 
 /// Seven samples in batches of two for each of two ranks: the last step has one sample for rank
 /// 0 and one for rank 1, or an idle rank.
-fn after_one_epoch(kind: DeviceKind, ranks: usize, samples: usize, global: usize) -> Vec<f32> {
+fn after_one_epoch(kind: BackendKind, ranks: usize, samples: usize, global: usize) -> Vec<f32> {
     let outcomes = Accelerator::builder()
         .device(kind)
         .launch(ranks, |accelerator| {
             let device = accelerator.device();
-            let train = DataLoaderBuilder::new(crate::common::ColumnBatcher)
+            let train = LoaderBuilder::new(crate::common::ColumnBatcher)
                 .global_batch_size(global)
                 .build(columns(samples));
             let parts = (line(&device), SgdConfig::new().init(), train);
@@ -97,11 +97,11 @@ impl Batcher<usize, Tensor<2>> for Pairs {
 }
 
 /// Three epochs over 96 pairs with SGD at 0.1; `batch` is of each rank, or of all where it is split.
-fn three_epochs(ranks: usize, kind: DeviceKind, split: bool, batch: usize) -> Vec<f32> {
+fn three_epochs(ranks: usize, kind: BackendKind, split: bool, batch: usize) -> Vec<f32> {
     let outcomes = Accelerator::builder()
         .device(kind)
         .launch(ranks, |accelerator| {
-            let loader = DataLoaderBuilder::new(Pairs).shuffle(42);
+            let loader = LoaderBuilder::new(Pairs).shuffle(42);
             let loader = if split {
                 loader.global_batch_size(batch)
             } else {
@@ -272,8 +272,8 @@ fn two_models_in_another_order_on_another_rank_are_told_apart() {
     for compression in [Compression::None, Compression::F16] {
         for overlap in [Overlap::Off, Overlap::On] {
             let builder = Accelerator::builder()
-                .with_compression(compression)
-                .with_overlap(overlap);
+                .compression(compression)
+                .overlap(overlap);
             let errors = builder.launch(3, |accelerator| {
                 let device = accelerator.device();
                 let models = accelerator.prepare((line(&device), line(&device)))?;
@@ -312,7 +312,7 @@ fn clipping_is_by_one_norm_over_all_parameters() {
                 .launch(ranks, |accelerator| {
                     let device = accelerator.device();
                     let model = line(&device);
-                    let train = DataLoaderBuilder::new(crate::common::ColumnBatcher)
+                    let train = LoaderBuilder::new(crate::common::ColumnBatcher)
                         .global_batch_size(6)
                         .build(columns(6));
                     let (model, mut optimizer, train) =
@@ -407,7 +407,7 @@ fn tokens_can_weigh_instead_of_samples() {
 fn misuse_is_answered_before_anything_moves() {
     let accelerator = Accelerator::new().unwrap();
     let device = accelerator.device();
-    let uneven = DataLoaderBuilder::new(crate::common::ColumnBatcher)
+    let uneven = LoaderBuilder::new(crate::common::ColumnBatcher)
         .tail(TailPolicy::Uneven)
         .build(columns(4));
     let (model, train, uneven) = accelerator

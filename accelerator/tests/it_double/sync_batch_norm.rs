@@ -66,14 +66,14 @@ fn double() -> AcceleratorBuilder {
 }
 
 /// Three epochs over 25 samples, 6 in a step and the last one alone: with more ranks, some idle.
-fn train(kind: DeviceKind, ranks: usize, overlap: Overlap, steps: usize) -> Vec<f64> {
+fn train(kind: BackendKind, ranks: usize, overlap: Overlap, steps: usize) -> Vec<f64> {
     let builder = double()
         .device(kind)
         .seed(3)
         .accumulation_steps(steps)
-        .with_overlap(overlap);
+        .overlap(overlap);
     let outcomes = builder.launch(ranks, |accelerator| {
-        let train = DataLoaderBuilder::new(crate::common::ColumnBatcher)
+        let train = LoaderBuilder::new(crate::common::ColumnBatcher)
             .global_batch_size(6)
             .shuffle(5)
             .build(crate::common::columns(25));
@@ -189,7 +189,7 @@ fn what_counts_for_nothing_on_all_ranks_leaves_no_trace() {
 #[test]
 fn a_forward_where_a_rank_is_alone_changes_nothing_and_backward_says_so() {
     let outcomes = double().launch(2, |accelerator| {
-        let train = DataLoaderBuilder::new(crate::common::ColumnBatcher)
+        let train = LoaderBuilder::new(crate::common::ColumnBatcher)
             .batch_size(2)
             .build(crate::common::columns(8));
         let (model, train) = accelerator.prepare((Net::new(&accelerator), train))?;
@@ -232,7 +232,7 @@ fn what_a_forward_without_the_others_gives_is_neither_saved_nor_evaluated() {
         accelerator.save_model(model, folder.join("model.safetensors"))
     };
     let evaluate: Use = |accelerator, model, _| accelerator.valid(model).map(drop);
-    let measure: Use = |accelerator, _, _| accelerator.reduce(Mean::of(1.0, 2)).map(drop);
+    let measure: Use = |accelerator, _, _| accelerator.reduce_metric(Mean::of(1.0, 2)).map(drop);
     let gather: Use = |accelerator, _, _| {
         let answers = Tensor::<1>::ones([2], &accelerator.device());
         accelerator.gather(answers).map(drop)
@@ -278,7 +278,7 @@ fn no_gradient_is_taken_from_activations_without_the_others() {
     for leaves in ["before forward", "before backward"] {
         let builder = double().accumulation_steps(2);
         let outcomes = builder.launch(2, |accelerator| {
-            let train = DataLoaderBuilder::new(crate::common::ColumnBatcher)
+            let train = LoaderBuilder::new(crate::common::ColumnBatcher)
                 .batch_size(2)
                 .build(crate::common::columns(8));
             let (model, train) = accelerator.prepare((Net::new(&accelerator), train))?;

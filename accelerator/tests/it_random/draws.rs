@@ -68,7 +68,7 @@ impl Of {
         workers: usize,
     ) -> Loader<Drawn> {
         let samples = 2 * BATCHES;
-        let builder = DataLoaderBuilder::new(batcher)
+        let builder = LoaderBuilder::new(batcher)
             .batch_size(2)
             .num_workers(workers);
         let numbers = move |_part| (0..samples).map(std::io::Result::Ok);
@@ -84,7 +84,7 @@ impl Of {
 const ALL: [Of; 4] = [Of::DataSet, Of::Dispatched, Of::Parts, Of::Stream];
 
 /// What batches and steps draw in an epoch, from that batch on.
-fn epoch(kind: DeviceKind, of: Of, workers: usize, epoch: u64, skip: u64) -> Vec<[Vec<f32>; 2]> {
+fn epoch(kind: BackendKind, of: Of, workers: usize, epoch: u64, skip: u64) -> Vec<[Vec<f32>; 2]> {
     let accelerator = Accelerator::builder().device(kind).seed(3).build().unwrap();
     let loader = accelerator.prepare(of.loader(Drawing, workers)).unwrap();
     let batches = loader.epoch(epoch).skip_first_batches(skip);

@@ -42,7 +42,7 @@ impl Net {
 }
 
 fn train_loader(samples: usize) -> Loader<Column> {
-    DataLoaderBuilder::new(ColumnBatcher)
+    LoaderBuilder::new(ColumnBatcher)
         .batch_size(4)
         .shuffle(42)
         .num_workers(2)
@@ -75,7 +75,7 @@ fn program(
     let model = Net::new(&accelerator.device());
     let scheduler = ExponentialLrSchedulerConfig::new(0.05, 0.9).init().unwrap();
     let optimizer = AdamWConfig::new().init();
-    let valid = DataLoaderBuilder::new(ColumnBatcher)
+    let valid = LoaderBuilder::new(ColumnBatcher)
         .batch_size(8)
         .build(columns(12));
     let (train, notes) = (train_loader(22), Object(Vec::new()));
@@ -114,7 +114,7 @@ fn program(
         for batch in valid.epoch(0) {
             let batch = batch.unwrap();
             let loss = model.valid().loss(&batch).into_scalar::<f64>();
-            mean.update(loss, batch.len());
+            mean.update(loss, batch.num_samples());
         }
         notes.push(mean.value());
         if let Some(into) = into {

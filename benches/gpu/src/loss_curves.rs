@@ -154,11 +154,11 @@ fn train(args: &Args, computing: Computing, split: &Split) -> Result<Training, B
     let device = accelerator.device();
     device.seed(SEED);
     let model = CnnConfig::new().with_dropout(0.0).init(&device);
-    let train = DataLoaderBuilder::new(DigitBatcher)
+    let train = LoaderBuilder::new(DigitBatcher)
         .batch_size(args.batch_size)
         .shuffle(SEED)
         .build(split.train.clone());
-    let test = DataLoaderBuilder::new(DigitBatcher)
+    let test = LoaderBuilder::new(DigitBatcher)
         .batch_size(250)
         .build(split.test.clone());
     let optimizer = AdamWConfig::new().init();

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use accelerator::DeviceKind;
+use accelerator::BackendKind;
 use burn::tensor::Device;
 use serde::Serialize;
 
@@ -22,7 +22,7 @@ pub(crate) struct Memory {
 impl Memory {
     /// Runs `steps` with an empty reserve, and tells what they left in it.
     pub(crate) fn of<E>(
-        kind: DeviceKind,
+        kind: BackendKind,
         device: &Device,
         steps: impl FnOnce() -> Result<(), E>,
     ) -> Result<Self, E> {
@@ -34,7 +34,7 @@ impl Memory {
         Ok(Self {
             reserved_mib: usage.map(|usage| usage.bytes_reserved as f64 / MIB),
             in_use_mib: usage.map(|usage| usage.bytes_in_use as f64 / MIB),
-            driver_mib: (kind == DeviceKind::Cuda).then(driver).flatten(),
+            driver_mib: (kind == BackendKind::Cuda).then(driver).flatten(),
         })
     }
 }

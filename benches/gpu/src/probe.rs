@@ -39,7 +39,7 @@ pub(crate) struct Probe {
 /// Looks.
 pub(crate) fn run(args: &Args) -> Result<Probe, Box<dyn Error>> {
     let accelerator = Accelerator::builder()
-        .device(DeviceKind::from(args.device))
+        .device(BackendKind::from(args.device))
         .build()?;
     let device = accelerator.device().inner();
     let probe = Probe {

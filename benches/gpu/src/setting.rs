@@ -63,7 +63,7 @@ pub(crate) fn open(
     computing: Computing,
     seed: u64,
 ) -> Result<Accelerator, Box<dyn Error>> {
-    let builder = || Accelerator::builder().device(DeviceKind::from(device));
+    let builder = || Accelerator::builder().device(BackendKind::from(device));
     if let Some(dtype) = computing.dtype() {
         let whole = builder().build()?;
         if !whole.device().supports_dtype(dtype) {

@@ -24,7 +24,7 @@ fn main() -> Result<()> {
             let training = Training::load();
             let case = &training.cases[number(case)];
             let accelerator = Accelerator::builder()
-                .device(device.parse::<DeviceKind>()?)
+                .device(device.parse::<BackendKind>()?)
                 .accumulation_steps(case.accumulate)
                 .build()?;
             print(&trajectory::run(
@@ -35,7 +35,7 @@ fn main() -> Result<()> {
         }
         ["train", dtype, accumulate, setting] => {
             let builder = Accelerator::builder()
-                .device(DeviceKind::Flex)
+                .device(BackendKind::Flex)
                 .dtype(float(dtype))
                 .accumulation_steps(number(accumulate))
                 // Small, so that these small networks have several buckets.
@@ -71,7 +71,7 @@ fn main() -> Result<()> {
         ["train-threads", world_size, dtype, accumulate, setting] => {
             let setting = from_json(setting);
             let builder = Accelerator::builder()
-                .device(DeviceKind::Flex)
+                .device(BackendKind::Flex)
                 .dtype(float(dtype))
                 .accumulation_steps(number(accumulate))
                 .bucket_size(1024);
@@ -83,7 +83,7 @@ fn main() -> Result<()> {
         ["endure", job] => {
             let job = serde_json::from_str(job).expect("a job");
             let accelerator = Accelerator::builder()
-                .device(DeviceKind::Flex)
+                .device(BackendKind::Flex)
                 .accumulation_steps(2)
                 .seed(5)
                 .build()?;
@@ -106,7 +106,7 @@ fn main() -> Result<()> {
             if accelerator.is_main_process() {
                 accelerator.wait_for_everyone()?;
             } else {
-                accelerator.reduce(Mean::new())?;
+                accelerator.reduce_metric(Mean::new())?;
             }
         }
         ["die", rank] => {

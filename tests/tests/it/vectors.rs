@@ -40,7 +40,7 @@ fn say(line: std::fmt::Arguments<'_>) {
 }
 
 /// Every table of Accelerate's, read through prepared loaders.
-fn sharding(device: DeviceKind) {
+fn sharding(device: BackendKind) {
     let sharding = Sharding::load();
     for case in &sharding.cases {
         let tail = match case.even_batches {
@@ -53,7 +53,7 @@ fn sharding(device: DeviceKind) {
             .device(device)
             .launch(case.world_size, |accelerator| {
                 let builder = || {
-                    let builder = DataLoaderBuilder::new(Numbers).tail(tail);
+                    let builder = LoaderBuilder::new(Numbers).tail(tail);
                     if case.split_batches {
                         builder.global_batch_size(case.batch_size)
                     } else {
@@ -115,7 +115,7 @@ impl Batcher<i64, Tensor<1, Int>> for Numbers {
     }
 }
 
-fn on_threads(device: DeviceKind) {
+fn on_threads(device: BackendKind) {
     let training = Training::load();
     for case in &training.cases {
         let ranks = Accelerator::builder()
@@ -133,7 +133,7 @@ fn on_threads(device: DeviceKind) {
     ));
 }
 
-fn on_processes(device: DeviceKind) {
+fn on_processes(device: BackendKind) {
     let training = Training::load();
     let program = Path::new(env!("CARGO_BIN_EXE_rank"));
     for (number, case) in training.cases.iter().enumerate() {
@@ -161,30 +161,30 @@ fn on_processes(device: DeviceKind) {
 
 #[test]
 fn sharding_vectors_through_loaders_flex() {
-    sharding(DeviceKind::Flex);
+    sharding(BackendKind::Flex);
 }
 
 #[test]
 fn sharding_vectors_through_loaders_ndarray() {
-    sharding(DeviceKind::NdArray);
+    sharding(BackendKind::NdArray);
 }
 
 #[test]
 fn training_vectors_on_threads_flex() {
-    on_threads(DeviceKind::Flex);
+    on_threads(BackendKind::Flex);
 }
 
 #[test]
 fn training_vectors_on_threads_ndarray() {
-    on_threads(DeviceKind::NdArray);
+    on_threads(BackendKind::NdArray);
 }
 
 #[test]
 fn training_vectors_on_processes_flex() {
-    on_processes(DeviceKind::Flex);
+    on_processes(BackendKind::Flex);
 }
 
 #[test]
 fn training_vectors_on_processes_ndarray() {
-    on_processes(DeviceKind::NdArray);
+    on_processes(BackendKind::NdArray);
 }

@@ -11,7 +11,7 @@ use crate::accelerator::{Accelerator, Restarts, Settings, Shared, launch, variab
 use crate::checkpoint::CheckpointContext;
 use crate::context::{Accumulation, Context};
 use crate::core::agreement;
-use crate::core::device::{self, DeviceKind};
+use crate::core::device::{self, BackendKind};
 use crate::core::error::{Error, Kind, Result};
 use crate::core::forward_collectives::ForwardCollectives;
 use crate::core::generator::drawing;
@@ -165,7 +165,7 @@ impl AcceleratorBuilder {
         let context = Arc::new(Context {
             accumulation: Accumulation::new(settings.accumulation_steps, settings.window),
             device,
-            device_kind: device_reducer.kind(),
+            backend_kind: device_reducer.kind(),
             forward_collectives: ForwardCollectives::default(),
             group,
             loaders: AtomicU64::new(0),
@@ -190,7 +190,7 @@ impl AcceleratorBuilder {
         })
     }
 
-    fn open_device(&self, place: &Topology, settings: &Settings) -> Result<(DeviceKind, Device)> {
+    fn open_device(&self, place: &Topology, settings: &Settings) -> Result<(BackendKind, Device)> {
         let kind = variables::device(self.device)?;
         let oversubscription = variables::oversubscription(self.oversubscription)?;
         let mut device = kind.open(place, oversubscription)?;
@@ -214,7 +214,7 @@ impl AcceleratorBuilder {
 }
 
 /// How gradients that are computed on that device get to the other ranks.
-fn device_reducer(settings: &Settings, kind: DeviceKind, device: &Device) -> DeviceReducer {
+fn device_reducer(settings: &Settings, kind: BackendKind, device: &Device) -> DeviceReducer {
     DeviceReducer::new(
         settings.reduce.reduction,
         kind,

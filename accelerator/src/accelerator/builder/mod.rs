@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use accelerator_collective::{GroupOptions, Launch, TransportKind};
 use burn::tensor::FloatDType;
 
-use crate::core::device::{DeviceKind, Oversubscription};
+use crate::core::device::{BackendKind, Oversubscription};
 use crate::precision::{LossScale, Precision};
 use crate::reduce::hook::{CommunicationHook, HookFactory};
 use crate::reduce::{Compression, GradientReduction, OnNonFiniteLoss, Overlap, SameBatches};
@@ -19,10 +19,10 @@ use crate::timeline::{ProfilerSchedule, Recording};
 /// [`Accelerator::builder`](crate::Accelerator::builder).
 ///
 /// ```
-/// use accelerator::{Accelerator, DeviceKind};
+/// use accelerator::{Accelerator, BackendKind};
 ///
 /// let accelerator = Accelerator::builder()
-///     .device(DeviceKind::Flex)
+///     .device(BackendKind::Flex)
 ///     .seed(7)
 ///     .accumulation_steps(4)
 ///     .build()?;
@@ -41,8 +41,8 @@ use crate::timeline::{ProfilerSchedule, Recording};
 ///     .precision(Precision::F16)
 ///     .loss_scale(LossScale::new().with_initial(1024.0))
 ///     .transport(TransportKind::Tcp)
-///     .with_compression(Compression::F16)
-///     .with_overlap(Overlap::On)
+///     .compression(Compression::F16)
+///     .overlap(Overlap::On)
 ///     .bucket_size(8 << 20)
 ///     .build()?;
 /// assert_eq!(accelerator.precision(), Precision::F16);
@@ -56,7 +56,7 @@ pub struct AcceleratorBuilder {
     check_replicas: Option<NonZeroU64>,
     compression: Option<Compression>,
     reduction: Option<GradientReduction>,
-    device: Option<DeviceKind>,
+    device: Option<BackendKind>,
     dtype: Option<FloatDType>,
     global_batch: Option<GlobalBatch>,
     hook: Option<HookFactory>,
@@ -227,7 +227,7 @@ impl AcceleratorBuilder {
 
     /// The device; `None` is the default: `ACCEL_DEVICE`, else the fastest kind that is
     /// compiled in.
-    pub fn device(mut self, kind: impl Into<Option<DeviceKind>>) -> Self {
+    pub fn device(mut self, kind: impl Into<Option<BackendKind>>) -> Self {
         self.device = kind.into();
         self
     }
@@ -362,7 +362,7 @@ impl AcceleratorBuilder {
 
     /// The type in which gradients travel between ranks. Default: `ACCEL_COMPRESSION`, else
     /// [`Compression::None`].
-    pub fn with_compression(mut self, compression: Compression) -> Self {
+    pub fn compression(mut self, compression: Compression) -> Self {
         self.compression = Some(compression);
         self
     }
@@ -375,13 +375,13 @@ impl AcceleratorBuilder {
     /// use accelerator::{Accelerator, Oversubscription, GradientReduction};
     ///
     /// let accelerator = Accelerator::builder()
-    ///     .with_oversubscription(Oversubscription::Allow)
-    ///     .with_reduction(GradientReduction::Staged)
+    ///     .oversubscription(Oversubscription::Allow)
+    ///     .gradient_reduction(GradientReduction::Staged)
     ///     .build()?;
     /// # let _ = accelerator;
     /// # Ok::<(), accelerator::Error>(())
     /// ```
-    pub fn with_reduction(mut self, reduction: GradientReduction) -> Self {
+    pub fn gradient_reduction(mut self, reduction: GradientReduction) -> Self {
         self.reduction = Some(reduction);
         self
     }
@@ -398,13 +398,13 @@ impl AcceleratorBuilder {
     /// use accelerator::hook::PowerSgd;
     /// use accelerator::prelude::*;
     ///
-    /// let builder = Accelerator::builder().with_communication_hook(|| PowerSgd::new(2));
-    /// let error = builder.clone().with_compression(Compression::Bf16).build().unwrap_err();
+    /// let builder = Accelerator::builder().communication_hook(|| PowerSgd::new(2));
+    /// let error = builder.clone().compression(Compression::Bf16).build().unwrap_err();
     /// assert!(error.is_config(), "gradients travel in one way or the other");
     /// let accelerator = builder.build()?;
     /// # Ok::<(), Error>(())
     /// ```
-    pub fn with_communication_hook<H: CommunicationHook + 'static>(
+    pub fn communication_hook<H: CommunicationHook + 'static>(
         mut self,
         make: impl Fn() -> H + Send + Sync + 'static,
     ) -> Self {
@@ -419,14 +419,14 @@ impl AcceleratorBuilder {
     /// At the end of the program, the mean of all ranks on the main one:
     ///
     /// ```
-    /// # let accelerator = accelerator::Accelerator::builder().with_step_summary().build()?;
+    /// # let accelerator = accelerator::Accelerator::builder().step_summary().build()?;
     /// # // Nothing is trained here.
     /// if let Some(summary) = accelerator.mean_step_summary()? {
     ///     accelerator.print(summary);
     /// }
     /// # Ok::<(), accelerator::Error>(())
     /// ```
-    pub fn with_step_summary(mut self) -> Self {
+    pub fn step_summary(mut self) -> Self {
         self.recording = Recording::Steps;
         self
     }
@@ -440,11 +440,11 @@ impl AcceleratorBuilder {
     /// this rank alone: end the program with it.
     ///
     /// On a CPU it costs nothing. On a GPU each call of `backward` waits until its loss is computed; without it, such
-    /// a loss is told there when the program asks for [`Gradients::loss`](crate::Gradients::loss).
+    /// a loss is told there when the program asks for [`AveragedGradients::loss`](crate::AveragedGradients::loss).
     ///
     /// The loss alone is looked at. Gradients that are not finite under a finite loss show in the loss of the next step;
     /// after the last step they are in what is saved, and nothing is said:
-    /// [`Gradients::norm`](crate::Gradients::norm) tells.
+    /// [`AveragedGradients::norm`](crate::AveragedGradients::norm) tells.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -471,7 +471,7 @@ impl AcceleratorBuilder {
 
     /// Records a trace of every rank, which [`Accelerator::finish`](crate::Accelerator::finish) gathers and
     /// rank 0 writes to `path`: a JSON file that [Perfetto](https://ui.perfetto.dev) opens (Chrome's trace
-    /// event format). Implies [`with_step_summary`](Self::with_step_summary). Default: `ACCEL_TRACE`, else
+    /// event format). Implies [`step_summary`](Self::step_summary). Default: `ACCEL_TRACE`, else
     /// none.
     ///
     /// A process of it is a rank; its threads are the one that trains, the one that communicates, and
@@ -490,24 +490,24 @@ impl AcceleratorBuilder {
     /// [`std::process::exit`], writes nothing. Such parts of an earlier run are removed at the start, but
     /// not in a restart of the job by the launcher, and where a whole trace is written.
     ///
-    /// Of a long training, record some steps: [`with_trace_schedule`](Self::with_trace_schedule).
+    /// Of a long training, record some steps: [`trace_schedule`](Self::trace_schedule).
     ///
     /// ```
     /// # let folder = tempfile::tempdir().unwrap();
     /// # let path = folder.path().join("trace.json");
-    /// let accelerator = accelerator::Accelerator::builder().with_trace(&path).build()?;
+    /// let accelerator = accelerator::Accelerator::builder().trace(&path).build()?;
     /// // Train here.
     /// accelerator.finish()?;
     /// assert!(path.is_file());
     /// # Ok::<(), accelerator::Error>(())
     /// ```
-    pub fn with_trace(mut self, path: impl Into<PathBuf>) -> Self {
+    pub fn trace(mut self, path: impl Into<PathBuf>) -> Self {
         self.trace = Some(path.into());
         self
     }
 
     /// Of the steps from the first on, records those that the schedule keeps, in a trace for each of its
-    /// cycles beside the file of [`with_trace`](Self::with_trace): `trace.cycle0.json` and so on. It is
+    /// cycles beside the file of [`trace`](Self::trace): `trace.cycle0.json` and so on. It is
     /// [`Accelerator::profile`](crate::Accelerator::profile) from the start to the end of the program.
     /// Default: `ACCEL_TRACE_SCHEDULE`, else one trace of everything.
     ///
@@ -519,21 +519,21 @@ impl AcceleratorBuilder {
     /// // Five steps of every thousand.
     /// let schedule = ProfilerSchedule::new(5).with_wait(994).with_warm_up(1);
     /// let accelerator = accelerator::Accelerator::builder()
-    ///     .with_trace(&path)
-    ///     .with_trace_schedule(schedule)
+    ///     .trace(&path)
+    ///     .trace_schedule(schedule)
     ///     .build()?;
     /// # accelerator.finish()?;
     /// # assert!(!path.exists());
     /// # Ok::<(), accelerator::Error>(())
     /// ```
-    pub fn with_trace_schedule(mut self, schedule: ProfilerSchedule) -> Self {
+    pub fn trace_schedule(mut self, schedule: ProfilerSchedule) -> Self {
         self.trace_schedule = Some(schedule);
         self
     }
 
     /// Whether gradients are sent while backward still runs. Results do not depend on it.
     /// Default: `ACCEL_OVERLAP`, else [`Overlap::Auto`].
-    pub fn with_overlap(mut self, overlap: Overlap) -> Self {
+    pub fn overlap(mut self, overlap: Overlap) -> Self {
         self.overlap = Some(overlap);
         self
     }
@@ -545,12 +545,12 @@ impl AcceleratorBuilder {
     /// ```
     /// use accelerator::{Accelerator, Oversubscription};
     ///
-    /// let builder = Accelerator::builder().with_oversubscription(Oversubscription::Allow);
+    /// let builder = Accelerator::builder().oversubscription(Oversubscription::Allow);
     /// // A rank that is alone on its host shares with nobody.
     /// assert_eq!(builder.build()?.world_size(), 1);
     /// # Ok::<(), accelerator::Error>(())
     /// ```
-    pub fn with_oversubscription(mut self, oversubscription: Oversubscription) -> Self {
+    pub fn oversubscription(mut self, oversubscription: Oversubscription) -> Self {
         self.oversubscription = Some(oversubscription);
         self
     }

@@ -40,7 +40,7 @@ impl AcceleratorBuilder {
             (None, None) => self.recording,
             (None, Some(schedule)) => {
                 return Err(Error::config(format!(
-                    "the schedule `{schedule}` was given, and no trace; name its file by `with_trace` or \
+                    "the schedule `{schedule}` was given, and no trace; name its file by `trace` or \
                      ACCEL_TRACE, or leave the schedule out"
                 )));
             }
@@ -48,8 +48,8 @@ impl AcceleratorBuilder {
         let compression = variables::compression(self.compression)?;
         if self.hook.is_some() && compression != Compression::None {
             return Err(Error::config(format!(
-                "`with_communication_hook` was called, and the compression is {compression} (by \
-                 ACCEL_COMPRESSION or `with_compression`): a hook decides itself in which type gradients \
+                "`communication_hook` was called, and the compression is {compression} (by \
+                 ACCEL_COMPRESSION or `compression`): a hook decides itself in which type gradients \
                  travel; leave one of them out"
             )));
         }
@@ -62,7 +62,7 @@ impl AcceleratorBuilder {
                 None => "the compression f16, whose range is looked at in memory",
             };
             return Err(Error::config(format!(
-                "the reduction `nccl` was asked for (by ACCEL_REDUCTION or `with_reduction`), and {what}: ask \
+                "the reduction `nccl` was asked for (by ACCEL_REDUCTION or `gradient_reduction`), and {what}: ask \
                  for `auto`, or leave the other out"
             )));
         }

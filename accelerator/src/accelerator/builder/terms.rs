@@ -4,12 +4,12 @@ use accelerator_collective::Topology;
 
 use crate::accelerator::Settings;
 use crate::core::agreement::Term;
-use crate::core::device::DeviceKind;
+use crate::core::device::BackendKind;
 use crate::reduce::hook::HookFactory;
 use crate::reduce::{DeviceReducer, Overlap, OverlapSwitch};
 
 /// What the setting comes to for ranks that stand so.
-pub(super) fn switch(topology: &Topology, settings: &Settings, kind: DeviceKind) -> OverlapSwitch {
+pub(super) fn switch(topology: &Topology, settings: &Settings, kind: BackendKind) -> OverlapSwitch {
     let on = match settings.reduce.overlap {
         // Hooks run when backward has ended.
         _ if settings.reduce.hook.is_some() => false,
@@ -17,7 +17,7 @@ pub(super) fn switch(topology: &Topology, settings: &Settings, kind: DeviceKind)
         Overlap::Off => false,
         // On one host, ranks compute on the cores that sending would need.
         Overlap::Auto => {
-            let computes_elsewhere = kind == DeviceKind::Cuda && topology.world_size() > 1;
+            let computes_elsewhere = kind == BackendKind::Cuda && topology.world_size() > 1;
             topology.local_world_size() < topology.world_size() || computes_elsewhere
         }
     };
@@ -51,14 +51,14 @@ pub(super) fn terms(
         .set_by("ACCEL_ACCUMULATION_STEPS, `accumulation_steps` or `global_batch`"),
         Term::new("the bucket size in bytes", settings.reduce.bucket_size).set_by("`bucket_size`"),
         Term::new("the compression", settings.reduce.compression)
-            .set_by("ACCEL_COMPRESSION or `with_compression`"),
+            .set_by("ACCEL_COMPRESSION or `compression`"),
         // Ranks that ask for it in other words may come to the same.
         Term::new("overlap", switch.name())
             .shown_as(explained(switch, settings, topology, device_reducer.kind()))
-            .set_by("ACCEL_OVERLAP or `with_overlap`"),
+            .set_by("ACCEL_OVERLAP or `overlap`"),
         Term::new("the precision", settings.reduce.precision).set_by("ACCEL_PRECISION or `precision`"),
         Term::new("the reduction", settings.reduce.reduction)
-            .set_by("ACCEL_REDUCTION or `with_reduction`"),
+            .set_by("ACCEL_REDUCTION or `gradient_reduction`"),
         // What all ranks scale by is found in one way on devices, and in another in memory.
         Term::new("where gradients are summed", device_reducer.placement())
             .shown_as(format!("{} (of `{}`)", device_reducer.placement(), device_reducer.kind()))
@@ -71,9 +71,9 @@ pub(super) fn terms(
             .set_by("`stop_at_non_finite_loss`"),
         Term::new("the seed", settings.seed).set_by("`seed`"),
         Term::new("what is recorded", settings.recording)
-            .set_by("ACCEL_TRACE, `with_trace` or `with_step_summary`"),
+            .set_by("ACCEL_TRACE, `trace` or `step_summary`"),
         Term::new("the schedule of the trace", schedule)
-            .set_by("ACCEL_TRACE_SCHEDULE or `with_trace_schedule`"),
+            .set_by("ACCEL_TRACE_SCHEDULE or `trace_schedule`"),
         Term::new("when replicas are checked", replicas).set_by("`check_replicas_every`"),
     ]
 }
@@ -82,7 +82,7 @@ pub(super) fn terms(
 pub(super) fn hook_term(settings: &Settings) -> Term {
     let hook = settings.reduce.hook.as_ref().map(HookFactory::make);
     let name = hook.as_ref().map_or("none", |hook| hook.name());
-    Term::new("the communication hook", name).set_by("`with_communication_hook`")
+    Term::new("the communication hook", name).set_by("`communication_hook`")
 }
 
 /// What the setting came to, and why.
@@ -90,7 +90,7 @@ fn explained(
     switch: OverlapSwitch,
     settings: &Settings,
     topology: &Topology,
-    kind: DeviceKind,
+    kind: BackendKind,
 ) -> String {
     match settings.reduce.overlap {
         _ if settings.reduce.hook.is_some() => {

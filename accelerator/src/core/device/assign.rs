@@ -2,7 +2,7 @@
 
 use accelerator_collective::Topology;
 
-use crate::core::device::DeviceKind;
+use crate::core::device::BackendKind;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::user_message;
 
@@ -17,7 +17,7 @@ use crate::core::user_message;
 ///
 /// // To try two ranks on a machine with one GPU; on the CPU it means nothing.
 /// let world_sizes = Accelerator::builder()
-///     .with_oversubscription(Oversubscription::Allow)
+///     .oversubscription(Oversubscription::Allow)
 ///     .launch(2, |accelerator| Ok(accelerator.world_size()))?;
 /// assert_eq!(world_sizes, [2, 2]);
 /// assert_eq!(Oversubscription::default(), Oversubscription::Refuse);
@@ -44,7 +44,7 @@ pub enum Oversubscription {
 /// of the host alike, so that none of them waits for another.
 pub(crate) fn choose(
     place: &Topology,
-    kind: DeviceKind,
+    kind: BackendKind,
     devices: usize,
     oversubscription: Oversubscription,
 ) -> Result<usize> {
@@ -62,7 +62,7 @@ pub(crate) fn choose(
     }
     error(format!(
         "this host has {} and {}: start at most {devices} here, or let ranks share devices \
-         (`accel-launch --oversubscribe-gpus`, ACCEL_OVERSUBSCRIBE_GPUS=1 or `with_oversubscription`)",
+         (`accel-launch --oversubscribe-gpus`, ACCEL_OVERSUBSCRIBE_GPUS=1 or `oversubscription`)",
         counted(ranks, "rank"),
         counted(devices, noun(kind))
     ))
@@ -71,7 +71,7 @@ pub(crate) fn choose(
 /// The same, and says once on a host where ranks share.
 pub(crate) fn take(
     place: &Topology,
-    kind: DeviceKind,
+    kind: BackendKind,
     devices: usize,
     oversubscription: Oversubscription,
 ) -> Result<usize> {
@@ -85,7 +85,7 @@ pub(crate) fn take(
 }
 
 /// What is worth saying of ranks that share devices.
-fn remark(ranks: usize, kind: DeviceKind, devices: usize) -> Option<String> {
+fn remark(ranks: usize, kind: BackendKind, devices: usize) -> Option<String> {
     (ranks > devices).then(|| {
         format!(
             "{} of this host share {}: local rank r takes number r mod {devices}",
@@ -96,21 +96,21 @@ fn remark(ranks: usize, kind: DeviceKind, devices: usize) -> Option<String> {
 }
 
 /// What is counted.
-fn noun(kind: DeviceKind) -> &'static str {
+fn noun(kind: BackendKind) -> &'static str {
     match kind {
-        DeviceKind::Cuda => "`cuda` device",
-        DeviceKind::Wgpu => "discrete `wgpu` device",
-        DeviceKind::Flex | DeviceKind::NdArray => "device",
+        BackendKind::Cuda => "`cuda` device",
+        BackendKind::Wgpu => "discrete `wgpu` device",
+        BackendKind::Flex | BackendKind::NdArray => "device",
     }
 }
 
 /// Where to look, at the end of an error.
-fn advice(kind: DeviceKind) -> &'static str {
+fn advice(kind: BackendKind) -> &'static str {
     match kind {
-        DeviceKind::Cuda => {
+        BackendKind::Cuda => {
             "; `accel-launch env` lists the GPUs, and those that CUDA_VISIBLE_DEVICES hides"
         }
-        DeviceKind::Flex | DeviceKind::NdArray | DeviceKind::Wgpu => "",
+        BackendKind::Flex | BackendKind::NdArray | BackendKind::Wgpu => "",
     }
 }
 
@@ -134,7 +134,7 @@ mod tests {
 
     fn chosen(ranks: usize, devices: usize, setting: Oversubscription) -> Vec<Result<usize>> {
         host(ranks)
-            .map(|place| choose(&place, DeviceKind::Cuda, devices, setting))
+            .map(|place| choose(&place, BackendKind::Cuda, devices, setting))
             .collect()
     }
 
@@ -146,7 +146,7 @@ mod tests {
                 assert_eq!(chosen.unwrap(), [0, 1, 2]);
             }
         }
-        assert_eq!(remark(3, DeviceKind::Cuda, 3), None);
+        assert_eq!(remark(3, BackendKind::Cuda, 3), None);
     }
 
     #[test]
@@ -165,7 +165,7 @@ mod tests {
     fn ranks_that_may_share_take_turns_over_the_devices() {
         let chosen: Result<Vec<_>> = chosen(5, 2, Oversubscription::Allow).into_iter().collect();
         assert_eq!(chosen.unwrap(), [0, 1, 0, 1, 0]);
-        let text = remark(5, DeviceKind::Wgpu, 1).unwrap();
+        let text = remark(5, BackendKind::Wgpu, 1).unwrap();
         assert!(
             text.contains("5 ranks of this host share 1 discrete `wgpu` device:"),
             "{text}"

@@ -4,11 +4,11 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{Dispatched, Interleaved, Parts, SampleStream, Streamed};
-use crate::data::DataLoaderBuilder;
+use crate::data::LoaderBuilder;
 use crate::data::batch_size_spec::Spec;
 use crate::data::loader::{Loader, SampleSource};
 
-impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
+impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// Adds a stream without a length, of which every rank reads all, and keeps its own samples: step
     /// by step, as it would of a data set in sequence. Ranks need not talk, and each decodes everything
     /// (`W` ranks do `W` times the work of one), so it is for streams that cost little.
@@ -48,7 +48,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     ///         Ok(file) => Box::new(BufReader::new(file).lines()) as Box<dyn Iterator<Item = _> + Send>,
     ///         Err(error) => Box::new(std::iter::once(Err(error))),
     ///     };
-    ///     let loader = DataLoaderBuilder::new(Joined).batch_size(2).build_stream(lines);
+    ///     let loader = LoaderBuilder::new(Joined).batch_size(2).build_stream(lines);
     ///     let loader = accelerator.prepare(loader)?;
     ///     loader.epoch(0).map(|batch| Ok(batch?.into_inner())).collect::<Result<Vec<_>>>()
     /// })?;
@@ -93,7 +93,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     ///         let mine = files.clone().into_iter().skip(part.index()).step_by(part.count());
     ///         mine.flatten().map(std::io::Result::Ok)
     ///     };
-    ///     let loader = DataLoaderBuilder::new(Listed).batch_size(4).build_sharded_stream(numbers);
+    ///     let loader = LoaderBuilder::new(Listed).batch_size(4).build_sharded_stream(numbers);
     ///     let loader = accelerator.prepare(loader)?;
     ///     loader.epoch(0).map(|batch| batch.map(|batch| (batch.to_vec(), batch.real()))).collect()
     /// })?;
@@ -132,7 +132,7 @@ impl<I: Send + 'static, O: Send + 'static> DataLoaderBuilder<I, O> {
     /// let shares = launch(2, |accelerator| {
     ///     // In a program: lines of a file that only rank 0 has.
     ///     let lines = |_part| "a b c d e".split(' ').map(|word| std::io::Result::Ok(word.to_owned()));
-    ///     let loader = DataLoaderBuilder::new(Listed).batch_size(2).build_dispatched_stream(lines);
+    ///     let loader = LoaderBuilder::new(Listed).batch_size(2).build_dispatched_stream(lines);
     ///     let loader = accelerator.prepare(loader)?;
     ///     loader.epoch(0).map(|batch| batch.map(|batch| (batch.concat(), batch.real()))).collect()
     /// })?;

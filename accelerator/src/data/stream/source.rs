@@ -52,7 +52,7 @@ pub type StreamItems<I> = Box<dyn Iterator<Item = Result<I, StreamError>> + Send
 /// let shares = launch(2, |accelerator| {
 ///     // In a program: the lines of a file, with `Err` where reading fails.
 ///     let numbers = |_part| (0..7).map(std::io::Result::Ok);
-///     let loader = DataLoaderBuilder::new(Listed).batch_size(2).build_stream(numbers);
+///     let loader = LoaderBuilder::new(Listed).batch_size(2).build_stream(numbers);
 ///     let loader = accelerator.prepare(loader)?;
 ///     loader.epoch(0).map(|batch| Ok(batch?.into_inner())).collect()
 /// })?;

@@ -36,7 +36,7 @@ use crate::reduce::{GradientMeans, ShardMap};
 /// others (ZeRO stage 1): time and memory of the optimizer are divided by the number of ranks, and a step
 /// ends with an all-gather of the parameters. Gradients are reduced to the part that a rank steps, from the
 /// second step on: so a step sends what it would send without, and the norm is added up over the ranks where somebody
-/// asks for it ([`Gradients::norm`](crate::Gradients::norm)). Training has the same bits as without, on the CPU. One
+/// asks for it ([`AveragedGradients::norm`](crate::AveragedGradients::norm)). Training has the same bits as without, on the CPU. One
 /// rank alone has nothing to share.
 ///
 /// ```

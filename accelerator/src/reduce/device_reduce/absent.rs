@@ -4,7 +4,7 @@ use accelerator_collective::ProcessGroup;
 use burn::tensor::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
-use crate::core::device::DeviceKind;
+use crate::core::device::BackendKind;
 use crate::core::error::Result;
 
 /// Whether a program can have it.
@@ -29,7 +29,7 @@ impl GpuLocation {
 }
 
 impl NcclSetup {
-    pub(super) fn find(kind: DeviceKind, _device: &Device) -> core::result::Result<Self, String> {
+    pub(super) fn find(kind: BackendKind, _device: &Device) -> core::result::Result<Self, String> {
         Err(format!(
             "the device `{kind}`, in a program that was built without the feature `cuda`"
         ))

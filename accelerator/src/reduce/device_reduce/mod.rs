@@ -19,7 +19,7 @@ pub(super) use self::reader::{DeviceReader, PendingRead};
 use super::bucket_storage::Placement;
 use super::compression::Compression;
 use crate::core::choice::named;
-use crate::core::device::DeviceKind;
+use crate::core::device::BackendKind;
 use crate::core::error::{Error, Result};
 use crate::core::user_message;
 
@@ -31,7 +31,7 @@ use crate::core::user_message;
 /// use accelerator::{Accelerator, GradientReduction};
 ///
 /// let accelerator = Accelerator::builder()
-///     .with_reduction(GradientReduction::Staged)
+///     .gradient_reduction(GradientReduction::Staged)
 ///     .build()?;
 /// assert_eq!("nccl".parse::<GradientReduction>()?, GradientReduction::Nccl);
 /// # Ok::<(), accelerator::Error>(())
@@ -102,7 +102,7 @@ pub(crate) struct DeviceReducer {
     asked: GradientReduction,
     device: Device,
     placement: Placement,
-    kind: DeviceKind,
+    kind: BackendKind,
     reader: OnceLock<DeviceReader>,
     /// Once all ranks have agreed.
     way: OnceLock<ReducePath>,
@@ -118,7 +118,7 @@ enum ReducePath {
 impl DeviceReducer {
     pub(crate) fn new(
         asked: GradientReduction,
-        kind: DeviceKind,
+        kind: BackendKind,
         device: &Device,
         compression: Compression,
     ) -> Self {
@@ -189,7 +189,7 @@ impl DeviceReducer {
 
     /// Tells of GPUs, which there are none of on most machines.
     fn say(&self, group: &ProcessGroup, way: &str) {
-        if group.topology().is_main() && self.kind == DeviceKind::Cuda {
+        if group.topology().is_main() && self.kind == BackendKind::Cuda {
             user_message::tell(&format!("gradients of the GPUs are reduced {way}"));
         }
     }
@@ -238,7 +238,7 @@ impl DeviceReducer {
         self.nccl().is_none_or(Nccl::is_sound)
     }
 
-    pub(crate) fn kind(&self) -> DeviceKind {
+    pub(crate) fn kind(&self) -> BackendKind {
         self.kind
     }
 
@@ -260,11 +260,11 @@ impl DeviceReducer {
 /// What f16 does to sums is looked at in memory, and so is bf16 rounded for a device that has none.
 fn placement(
     asked: GradientReduction,
-    kind: DeviceKind,
+    kind: BackendKind,
     device: &Device,
     compression: Compression,
 ) -> Placement {
-    let gpu = matches!(kind, DeviceKind::Cuda | DeviceKind::Wgpu);
+    let gpu = matches!(kind, BackendKind::Cuda | BackendKind::Wgpu);
     let flat = gpu || asked == GradientReduction::Staged;
     let rounds = match compression {
         Compression::None => true,

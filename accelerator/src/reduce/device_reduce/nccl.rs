@@ -12,7 +12,7 @@ use accelerator_nccl::{Communicator, DevicePointer, Gpu, Library};
 use burn::tensor::{DType as TensorDType, Device, Tensor};
 
 use super::memory::{self, DeviceMemory};
-use crate::core::device::DeviceKind;
+use crate::core::device::BackendKind;
 use crate::core::error::{Error, Kind, Result};
 
 /// Whether a program can have it.
@@ -47,7 +47,7 @@ pub(in crate::reduce) struct PendingReduce {
 
 impl NcclSetup {
     /// For that device; or what the rank has in its place.
-    pub(super) fn find(kind: DeviceKind, device: &Device) -> core::result::Result<Self, String> {
+    pub(super) fn find(kind: BackendKind, device: &Device) -> core::result::Result<Self, String> {
         let Some(ordinal) = memory::ordinal(device) else {
             return Err(format!("the device `{kind}`"));
         };

@@ -25,7 +25,7 @@ pub(super) fn refused(obstacle: &str) -> Error {
         Kind::Device,
         format!(
             "the reduction `nccl` was asked for, and cannot be: {obstacle}; ask for `auto` (by ACCEL_REDUCTION or \
-             `with_reduction`), which goes through memory where NCCL cannot be used"
+             `gradient_reduction`), which goes through memory where NCCL cannot be used"
         ),
     )
 }

@@ -45,7 +45,7 @@ use crate::model::Trainable;
 /// #     let loss = (model.embedding.forward(input.clone()) + model.head.forward(input)).mean();
 /// #     Ok(accelerator.backward(loss, &model, 1)?.norm_of_order(1.0))
 /// # };
-/// # let builder = accelerator::Accelerator::builder().with_communication_hook(|| Halved);
+/// # let builder = accelerator::Accelerator::builder().communication_hook(|| Halved);
 /// # let norms = builder.launch(2, model)?;
 /// # assert_eq!(norms, [Some(3.0); 2]);
 /// # Ok::<(), accelerator::Error>(())
@@ -81,7 +81,7 @@ use crate::model::Trainable;
 /// #     let loss = model.forward(Tensor::<2>::ones([1, 1], &device)).mean();
 /// #     Ok(accelerator.backward(loss, &model, 1)?.norm_of_order(1.0))
 /// # };
-/// # let builder = accelerator::Accelerator::builder().with_communication_hook(|| Told);
+/// # let builder = accelerator::Accelerator::builder().communication_hook(|| Told);
 /// # assert_eq!(builder.launch(2, model)?, [Some(2.0); 2]);
 /// # Ok::<(), accelerator::Error>(())
 /// ```

@@ -9,7 +9,7 @@
 //! use burn::tensor::Tensor;
 //!
 //! Accelerator::builder()
-//!     .with_communication_hook(|| PowerSgd::new(2).start_after(1))
+//!     .communication_hook(|| PowerSgd::new(2).start_after(1))
 //!     .launch(2, |accelerator| {
 //!         let model: Linear = accelerator.init(|device| LinearConfig::new(64, 64).init(device));
 //!         let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
@@ -54,7 +54,7 @@ pub type HookError = Box<dyn StdError + Send + Sync>;
 
 /// Reduces the gradients of a model over the ranks, bucket by bucket, in place of the all-reduce.
 ///
-/// It is given to [`with_communication_hook`](crate::AcceleratorBuilder::with_communication_hook), and
+/// It is given to [`communication_hook`](crate::AcceleratorBuilder::communication_hook), and
 /// built once for each prepared model of each rank, so that what it keeps belongs to one model.
 ///
 /// # What it gets, and what it leaves
@@ -111,7 +111,7 @@ pub type HookError = Box<dyn StdError + Send + Sync>;
 /// }
 ///
 /// let accelerator = accelerator::Accelerator::builder()
-///     .with_communication_hook(|| Bounded(0.5))
+///     .communication_hook(|| Bounded(0.5))
 ///     .build()?;
 /// # Ok::<(), accelerator::Error>(())
 /// ```

@@ -34,7 +34,7 @@ use crate::core::error::Result;
 ///         Ok(())
 ///     }
 /// }
-/// # let builder = Accelerator::builder().with_communication_hook(|| Vote);
+/// # let builder = Accelerator::builder().communication_hook(|| Vote);
 /// # let largest = builder.launch(2, |accelerator| {
 /// #     use burn::{nn::{Linear, LinearConfig}, tensor::Tensor};
 /// #     let device = accelerator.device();
@@ -81,7 +81,7 @@ use crate::core::error::Result;
 ///         Ok(())
 ///     }
 /// }
-/// # let builder = accelerator::Accelerator::builder().with_communication_hook(|| Sparse);
+/// # let builder = accelerator::Accelerator::builder().communication_hook(|| Sparse);
 /// # let sums = builder.launch(2, |accelerator| {
 /// #     use burn::{nn::{Linear, LinearConfig}, tensor::Tensor};
 /// #     let device = accelerator.device();

@@ -12,7 +12,7 @@
 /// # use burn::nn::{Linear, LinearConfig};
 /// # use burn::tensor::Tensor;
 ///
-/// let reports = Accelerator::builder().with_overlap(Overlap::On).launch(2, |accelerator| {
+/// let reports = Accelerator::builder().overlap(Overlap::On).launch(2, |accelerator| {
 /// #     let device = accelerator.device();
 /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
 /// #     let model = accelerator.prepare(model)?;

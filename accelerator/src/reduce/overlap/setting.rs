@@ -11,7 +11,7 @@ use crate::core::error::{Error, Result};
 /// ```
 /// use accelerator::{Accelerator, Overlap};
 ///
-/// let accelerator = Accelerator::builder().with_overlap(Overlap::On).build()?;
+/// let accelerator = Accelerator::builder().overlap(Overlap::On).build()?;
 /// assert_eq!("off".parse::<Overlap>()?, Overlap::Off);
 /// # Ok::<(), accelerator::Error>(())
 /// ```

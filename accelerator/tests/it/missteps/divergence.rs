@@ -83,10 +83,10 @@ fn a_call_that_failed_on_one_rank_alone_is_told_to_all_by_the_next() {
     let builders = || {
         let plain = Accelerator::builder;
         [
-            plain().with_overlap(Overlap::Off),
-            plain().with_overlap(Overlap::On),
-            plain().with_compression(Compression::F16),
-            plain().with_communication_hook(|| PowerSgd::new(1)),
+            plain().overlap(Overlap::Off),
+            plain().overlap(Overlap::On),
+            plain().compression(Compression::F16),
+            plain().communication_hook(|| PowerSgd::new(1)),
         ]
     };
     for misstep in [Misstep::Loss, Misstep::Model] {
@@ -171,7 +171,7 @@ fn ranks_at_different_places_in_the_data_are_told_in_that_step() {
         for builder in [
             builder(),
             builder().accumulation_steps(2),
-            builder().with_communication_hook(|| PowerSgd::new(1)),
+            builder().communication_hook(|| PowerSgd::new(1)),
         ] {
             for (rank, (done, error)) in after_a_divergence(builder, divergence)
                 .into_iter()

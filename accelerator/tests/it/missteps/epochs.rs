@@ -43,11 +43,11 @@ fn epoch(ranks: usize, folder: &Path, until: Option<usize>) -> Vec<(Mean, Mean)>
             model = optimizer.step(0.0, model, gradients);
         }
         if until.is_some() {
-            let all = accelerator.reduce(mine)?;
+            let all = accelerator.reduce_metric(mine)?;
             let parts = (&model, &optimizer, &train, PerRank(&own), Object(&all));
             accelerator.save_state(folder, parts)?;
         }
-        accelerator.reduce((own, mine))
+        accelerator.reduce_metric((own, mine))
     };
     accelerator::launch(ranks, run).unwrap()
 }
@@ -82,7 +82,7 @@ fn a_data_set_that_makes_no_step_is_refused_when_it_is_prepared() {
     for ranks in [1, 2] {
         let errors = accelerator::launch(ranks, |accelerator| {
             let empty = accelerator.prepare(loader(0, 2)).unwrap_err();
-            let short = DataLoaderBuilder::new(ColumnBatcher)
+            let short = LoaderBuilder::new(ColumnBatcher)
                 .batch_size(4)
                 .tail(TailPolicy::Drop)
                 .build(columns(3));
@@ -116,7 +116,7 @@ fn a_data_set_that_makes_no_step_is_refused_when_it_is_prepared() {
 fn an_epoch_without_batches_is_told_once() {
     for ranks in [1, 2] {
         let texts = accelerator::launch(ranks, |accelerator| {
-            let builder = || DataLoaderBuilder::new(ColumnBatcher).batch_size(2);
+            let builder = || LoaderBuilder::new(ColumnBatcher).batch_size(2);
             let empty = |_: u64| Vec::<u64>::new();
             let sampled = accelerator.prepare(builder().sampler(empty).build(columns(8)))?;
             let items = |part: StreamPart| (0..4 * part.epoch() as usize).map(std::io::Result::Ok);
@@ -271,7 +271,7 @@ fn a_data_set_that_draws_at_each_read_is_told_where_one_rank_resumes() {
     fn drawn(check: bool) -> Loader<Column> {
         let options = SamplerDatasetOptions::default().with_fixed_size(8);
         let dataset = SamplerDataset::new(columns(1 << 20), options.with_seed(7));
-        let builder = DataLoaderBuilder::new(ColumnBatcher).batch_size(2);
+        let builder = LoaderBuilder::new(ColumnBatcher).batch_size(2);
         match check {
             true => builder.build(dataset),
             false => builder.without_item_check().build(dataset),
@@ -387,7 +387,7 @@ fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
         assert!(text.contains("run the epoch to its end"), "{text}");
         assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
         // Nobody can tell where its epochs end.
-        let texts = warnings_after_breaks(ranks, [4, 4], |batch| Weight::from(batch.len()));
+        let texts = warnings_after_breaks(ranks, [4, 4], |batch| Weight::from(batch.num_samples()));
         let text = &texts[0];
         assert_eq!(text.matches("2 micro-steps").count(), 1, "{text}");
         assert!(text.contains("`backward` was given a number"), "{text}");

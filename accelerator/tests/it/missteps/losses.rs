@@ -40,7 +40,7 @@ fn ranks_that_compute_the_same_losses_are_warned_of_once() {
     let builders = [
         Accelerator::builder(),
         Accelerator::builder().accumulation_steps(2),
-        Accelerator::builder().with_communication_hook(|| PowerSgd::new(1)),
+        Accelerator::builder().communication_hook(|| PowerSgd::new(1)),
     ];
     for builder in builders {
         let texts = logged_in_steps(builder, 40, |_, step| 1.0 + step as f32);

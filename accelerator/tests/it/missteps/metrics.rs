@@ -19,7 +19,7 @@ fn counted(
 ) -> Vec<(f64, String)> {
     let counts = accelerator::launch(2, |accelerator| {
         let mut model = accelerator.prepare(line(&accelerator.device()))?;
-        let valid = DataLoaderBuilder::new(ColumnBatcher)
+        let valid = LoaderBuilder::new(ColumnBatcher)
             .batch_size(2)
             .tail(tail)
             .build(columns(5));
@@ -31,7 +31,7 @@ fn counted(
                 for batch in valid.epoch(epoch) {
                     sum.count(count(&accelerator, &mut model, &batch?)?);
                 }
-                total += accelerator.reduce(sum)?.value();
+                total += accelerator.reduce_metric(sum)?.value();
             }
             Ok(total)
         });
@@ -49,7 +49,7 @@ fn rows_of_padding_that_go_into_a_metric_are_told_once() {
     ] {
         let rows: [Count; 3] = [
             |_, _, batch| Ok(batch.values.dims()[0]),
-            |_, _, batch| Ok(batch.len()),
+            |_, _, batch| Ok(batch.num_samples()),
             |_, _, batch| Ok(batch.indices().len()),
         ];
         for count in rows {
@@ -65,7 +65,7 @@ fn rows_of_padding_that_go_into_a_metric_are_told_once() {
             |_, _, batch| Ok(batch.real()),
             |_, _, batch| match batch.is_idle() {
                 true => Ok(0),
-                false => Ok(batch.values.dims()[0] - (batch.len() - batch.real())),
+                false => Ok(batch.values.dims()[0] - (batch.num_samples() - batch.real())),
             },
             |_, _, batch| Ok(batch.real_indices().len()),
         ];
@@ -127,7 +127,7 @@ fn padding_of_which_nothing_is_counted_is_not_warned_of() {
         },
         |valid, _| {
             for batch in valid.epoch(0) {
-                assert!(batch?.len() <= 2);
+                assert!(batch?.num_samples() <= 2);
             }
             Ok(())
         },
@@ -143,7 +143,7 @@ fn padding_of_which_nothing_is_counted_is_not_warned_of() {
                 for batch in valid.epoch(1) {
                     sum.count(batch?.real());
                 }
-                assert_eq!(accelerator.reduce(sum)?.value(), 13.0);
+                assert_eq!(accelerator.reduce_metric(sum)?.value(), 13.0);
                 accelerator.finish()
             });
             done?;

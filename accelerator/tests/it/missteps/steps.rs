@@ -14,7 +14,7 @@ use burn::tensor::Tensor;
 #[test]
 fn half_precision_that_nothing_computes_in_is_warned_of_once_a_model() {
     let texts = Accelerator::builder()
-        .device(DeviceKind::Flex)
+        .device(BackendKind::Flex)
         .precision(Precision::Bf16)
         .launch(2, |accelerator| {
             let device = accelerator.device();
@@ -55,7 +55,7 @@ fn half_precision_that_nothing_computes_in_is_warned_of_once_a_model() {
 fn logged_in_a_panic(precision: Precision, forward: bool) -> String {
     let train = || {
         let builder = Accelerator::builder()
-            .device(DeviceKind::Flex)
+            .device(BackendKind::Flex)
             .precision(precision);
         let accelerator = builder.build().unwrap();
         let model = accelerator.prepare(line(&accelerator.device())).unwrap();
@@ -114,7 +114,7 @@ fn logged_in_f16(ranks: usize, steps: usize, bad: fn(usize) -> bool) -> Vec<Stri
         Ok(text)
     };
     let builder = Accelerator::builder()
-        .device(DeviceKind::Flex)
+        .device(BackendKind::Flex)
         .precision(Precision::F16);
     builder.launch(ranks, train).unwrap()
 }

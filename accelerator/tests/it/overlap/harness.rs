@@ -46,13 +46,13 @@ pub(crate) struct Setting {
     pub(crate) compression: Compression,
     /// Where a rank has no samples.
     pub(crate) idle: fn(&Place) -> bool,
-    pub(crate) kind: DeviceKind,
+    pub(crate) kind: BackendKind,
     pub(crate) ranks: usize,
     pub(crate) steps: usize,
 }
 
 impl Setting {
-    pub(crate) fn new(kind: DeviceKind) -> Self {
+    pub(crate) fn new(kind: BackendKind) -> Self {
         Self {
             accumulation: 1,
             compression: Compression::None,
@@ -125,9 +125,9 @@ fn run<M: Module + Display>(
         .device(setting.kind)
         .bucket_size(1024)
         .accumulation_steps(setting.accumulation)
-        .with_compression(setting.compression)
-        .with_overlap(way.overlap)
-        .with_reduction(way.reduction)
+        .compression(setting.compression)
+        .overlap(way.overlap)
+        .gradient_reduction(way.reduction)
         .launch(setting.ranks, |accelerator| {
             let model = known(build(&accelerator.device()));
             let optimizer = AdamWConfig::new().init();

@@ -53,7 +53,7 @@ fn what_overflows_in_one_bucket_leaves_no_trace_of_the_layout() {
 #[test]
 fn parameters_of_several_types() {
     // ndarray has no half precision.
-    for kind in devices().filter(|kind| *kind == DeviceKind::Flex) {
+    for kind in devices().filter(|kind| *kind == BackendKind::Flex) {
         assert_on(&same_bits(Setting::new(kind), Mixed::new, Mixed::loss));
     }
 }

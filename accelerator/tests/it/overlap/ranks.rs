@@ -37,7 +37,7 @@ fn a_rank_that_is_lost_in_the_middle_of_a_step_is_named() {
     let trained = Barrier::new(3);
     let outcomes = Accelerator::builder()
         .bucket_size(1024)
-        .with_overlap(Overlap::On)
+        .overlap(Overlap::On)
         .launch(3, |accelerator| {
             let model = accelerator.prepare(known(Mlp::four(&accelerator.device())))?;
             for step in 0..4 {
@@ -100,8 +100,8 @@ fn ranks_at_odds_are_told_the_lines_of_the_program() {
     ] {
         let texts = Accelerator::builder()
             .bucket_size(1024)
-            .with_compression(compression)
-            .with_overlap(overlap)
+            .compression(compression)
+            .overlap(overlap)
             .launch(2, |accelerator| {
                 let model = accelerator.prepare(known(Mlp::four(&accelerator.device())))?;
                 for step in 0..4 {
@@ -163,7 +163,7 @@ fn threads_that_train_at_once_are_refused_and_every_rank_hears_of_it() {
         let errors = Accelerator::builder()
             .bucket_size(1024)
             .accumulation_steps(accumulation)
-            .with_overlap(Overlap::On)
+            .overlap(Overlap::On)
             .launch(2, |accelerator| {
                 let device = accelerator.device();
                 let model = || accelerator.prepare(known(Mlp::four(&device)));

@@ -19,7 +19,7 @@ fn trained<T: Send>(
     body: impl Fn(&Accelerator, Mlp, usize) -> accelerator::Result<T> + Send + Sync,
 ) -> Vec<Vec<accelerator::Result<T>>> {
     let outcome = Accelerator::builder()
-        .with_reduction(reduction)
+        .gradient_reduction(reduction)
         .bucket_size(1024)
         .launch(2, |accelerator| {
             let model = known(Mlp::four(&accelerator.device()));
@@ -33,7 +33,7 @@ fn trained<T: Send>(
 
 #[test]
 fn nccl_that_cannot_be_is_refused_before_anything_is_trained() {
-    let nccl = || Accelerator::builder().with_reduction(GradientReduction::Nccl);
+    let nccl = || Accelerator::builder().gradient_reduction(GradientReduction::Nccl);
     let error = nccl().launch(2, |_| Ok(())).unwrap_err();
     assert!(
         error.is_device()
@@ -78,7 +78,7 @@ fn buckets_of_a_device_take_no_memory_of_the_host_where_there_is_one_rank() {
     const WIDTH: usize = 128;
     let bytes = |reduction| {
         let accelerator = Accelerator::builder()
-            .with_reduction(reduction)
+            .gradient_reduction(reduction)
             .accumulation_steps(2)
             .build()?;
         let device = accelerator.device();
@@ -111,7 +111,7 @@ fn buckets_of_a_device_take_no_memory_of_the_host_where_there_is_one_rank() {
 fn what_moves_to_a_device_takes_nothing_of_an_older_window_along() {
     let run = |reduction| {
         let builder = Accelerator::builder()
-            .with_reduction(reduction)
+            .gradient_reduction(reduction)
             .bucket_size(1024);
         let outcome = builder.accumulation_steps(2).launch(2, |accelerator| {
             let mut model = accelerator.prepare(known(Mlp::four(&accelerator.device())))?;
@@ -164,7 +164,7 @@ enum Part {
 #[test]
 fn no_step_is_taken_with_what_could_not_be_clipped() {
     let moved = Mutex::new(None);
-    let builder = Accelerator::builder().with_reduction(GradientReduction::Staged);
+    let builder = Accelerator::builder().gradient_reduction(GradientReduction::Staged);
     let outcome = builder.launch(2, |accelerator| {
         let model = known(Mlp::four(&accelerator.device()));
         let parts = (model, SgdConfig::new().init());
@@ -192,7 +192,7 @@ fn no_step_is_taken_with_what_could_not_be_clipped() {
 #[test]
 fn one_rank_clips_on_its_device_as_in_memory_and_reads_nothing() {
     let biases = |path: &str| path.ends_with("bias");
-    let clips: [&dyn Fn(Gradients) -> Gradients; 6] = [
+    let clips: [&dyn Fn(AveragedGradients) -> AveragedGradients; 6] = [
         &|gradients| gradients.clip_norm(0.1),
         &|gradients| gradients.clip_norm(1e9),
         &|gradients| gradients.clip_value(0.02),
@@ -206,7 +206,7 @@ fn one_rank_clips_on_its_device_as_in_memory_and_reads_nothing() {
     for (number, clip) in clips.into_iter().enumerate() {
         let run = |reduction| {
             let accelerator = Accelerator::builder()
-                .with_reduction(reduction)
+                .gradient_reduction(reduction)
                 .accumulation_steps(2)
                 .bucket_size(1024)
                 .build()?;
@@ -256,9 +256,9 @@ fn one_rank_clips_on_its_device_as_in_memory_and_reads_nothing() {
 
 #[test]
 fn what_nccl_cannot_do_is_refused_at_once() {
-    let nccl = || Accelerator::builder().with_reduction(GradientReduction::Nccl);
-    let compressed = nccl().with_compression(Compression::F16);
-    let hooked = nccl().with_communication_hook(|| PowerSgd::new(1));
+    let nccl = || Accelerator::builder().gradient_reduction(GradientReduction::Nccl);
+    let compressed = nccl().compression(Compression::F16);
+    let hooked = nccl().communication_hook(|| PowerSgd::new(1));
     for builder in [compressed, hooked] {
         let error = builder.build().unwrap_err();
         assert!(

@@ -23,7 +23,7 @@ fn buckets_hold_the_gradients_once() {
         let outcomes = Accelerator::builder()
             .bucket_size(BUCKET)
             .accumulation_steps(accumulation)
-            .with_overlap(overlap)
+            .overlap(overlap)
             .launch(2, |accelerator| {
                 let device = accelerator.device();
                 let layer = |_| LinearConfig::new(WIDTH, WIDTH).init(&device);
@@ -71,7 +71,7 @@ fn the_variable_and_the_program_must_not_contradict_each_other() {
 #[ignore = "a part of another test"]
 fn asks_for_overlap() {
     let error = Accelerator::builder()
-        .with_overlap(Overlap::On)
+        .overlap(Overlap::On)
         .build()
         .unwrap_err();
     assert!(error.is_config() && error.to_string().contains("ACCEL_OVERLAP"));

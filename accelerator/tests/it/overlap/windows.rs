@@ -26,7 +26,7 @@ fn two_models_in_turn_and_two_backward_calls_in_a_step() {
             Accelerator::builder()
                 .device(kind)
                 .bucket_size(1024)
-                .with_overlap(overlap)
+                .overlap(overlap)
                 .launch(2, |accelerator| {
                     let parts = (
                         known(Mlp::four(&accelerator.device())),

@@ -169,14 +169,14 @@ fn measure(args: &Args, model: Model, batch_size: usize) -> Result<Figures, Box<
     };
     let prepared = || {
         device.seed(SEED);
-        let loader = DataLoaderBuilder::new(batcher.clone())
+        let loader = LoaderBuilder::new(batcher.clone())
             .batch_size(batch_size)
             .num_workers(args.workers)
             .build(Samples::dataset(batch_size * ENDLESS));
         Prepared::new(&accelerator, model.init(&device), loader)
     };
 
-    let kind = accelerator.device_kind();
+    let kind = accelerator.backend_kind();
     let (first_steps_seconds, plain_memory) = alone(kind, &device, plain())?;
     let (_, prepared_memory) = alone(kind, &device, prepared()?)?;
 
@@ -225,7 +225,7 @@ fn measure(args: &Args, model: Model, batch_size: usize) -> Result<Figures, Box<
 
 /// The seconds that the first steps of a loop take, and the memory that it needs, while there is nothing else.
 fn alone(
-    kind: DeviceKind,
+    kind: BackendKind,
     device: &Device,
     mut side: impl Side,
 ) -> Result<(f64, Memory), Box<dyn Error>> {

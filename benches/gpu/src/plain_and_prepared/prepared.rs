@@ -34,7 +34,7 @@ impl<'a> Prepared<'a> {
         })
     }
 
-    fn step(&mut self, seen: impl FnOnce(&Gradients)) -> Result<(), Box<dyn Error>> {
+    fn step(&mut self, seen: impl FnOnce(&AveragedGradients)) -> Result<(), Box<dyn Error>> {
         let accelerator = self.accelerator;
         let net = self.net.take().ok_or("an earlier step failed")?;
         let batch = self.batches.next().ok_or("the data ended")??;

@@ -45,19 +45,19 @@ pub(crate) struct RankArgs {
 /// Trains as a rank of the job that this process belongs to.
 pub(crate) fn run(args: &RankArgs) -> Result<(), Box<dyn Error>> {
     let accelerator = Accelerator::builder()
-        .device(DeviceKind::from(args.device))
+        .device(BackendKind::from(args.device))
         .bucket_size(args.bucket_size)
-        .with_overlap(match args.sending {
+        .overlap(match args.sending {
             Sending::After => Overlap::Off,
             Sending::Within => Overlap::On,
         })
-        .with_step_summary()
+        .step_summary()
         .build()?;
     let device = accelerator.device();
     let model = Model::new(args.model, args.size);
     let global_batch = args.global_batch.unwrap_or(model.batch_size() / 2);
     device.seed(SEED);
-    let loader = DataLoaderBuilder::new(model.samples().batcher())
+    let loader = LoaderBuilder::new(model.samples().batcher())
         .global_batch_size(global_batch)
         .build(Samples::dataset(global_batch * args.steps));
     let parts = (model.init(&device), SgdConfig::new().init(), loader);

@@ -41,7 +41,7 @@ use super::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks, S
 /// use accelerator::hook::PowerSgd;
 ///
 /// let accelerator = accelerator::Accelerator::builder()
-///     .with_communication_hook(|| PowerSgd::new(4).start_after(100))
+///     .communication_hook(|| PowerSgd::new(4).start_after(100))
 ///     .build()?;
 /// # Ok::<(), accelerator::Error>(())
 /// ```
