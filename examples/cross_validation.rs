@@ -67,9 +67,9 @@ fn main() -> Result<(), Report> {
             }
         }
 
-        let model = model.valid();
+        let model = accelerator.valid(&model)?;
         let mut part = Confusion::new(10);
-        for batch in valid.epoch(0) {
+        for batch in valid.eval() {
             let batch = batch?;
             let answers = model.forward(batch.images.clone()).argmax(1).flatten(0, 1);
             // Of all processes, and without what only fills up the last batch.

@@ -74,7 +74,7 @@ fn main() -> Result<(), Report> {
             }
         }
         let (loss, accuracy, top, confusion) =
-            accelerator.reduce_metric(evaluate(&model.valid(), &valid)?)?;
+            accelerator.reduce_metric(evaluate(&accelerator.valid(&model)?, &valid)?)?;
         accelerator.print(format_args!(
             "epoch {epoch}: loss {loss} accuracy {accuracy} best three {top}\n{confusion}"
         ));
@@ -89,7 +89,7 @@ type Figures = (Mean, Accuracy, TopK, Confusion);
 fn evaluate(model: &Cnn, loader: &PreparedLoader<DigitBatch>) -> Result<Figures, Report> {
     let (mut loss, mut accuracy) = (Mean::new(), Accuracy::new());
     let (mut top, mut confusion) = (TopK::new(3), Confusion::new(10));
-    for batch in loader.epoch(0) {
+    for batch in loader.eval() {
         let batch = batch?;
         let (targets, real) = (batch.targets.clone(), batch.real());
         let logits = model.forward(batch.images.clone());

@@ -54,11 +54,11 @@ fn main() -> Result<(), Report> {
             model = optimizer.step(lr, model, gradients);
             samples.log(batch.real_indices())?;
         }
-        let score = accelerator.reduce_metric(evaluate(&model.valid(), &valid)?)?;
+        let score = accelerator.reduce_metric(evaluate(&accelerator.valid(&model)?, &valid)?)?;
         reporter.validated(epoch, score.loss(), score.accuracy())?;
     }
 
-    let score = accelerator.reduce_metric(evaluate(&model.valid(), &test)?)?;
+    let score = accelerator.reduce_metric(evaluate(&accelerator.valid(&model)?, &test)?)?;
     reporter.tested(score.loss(), score.accuracy())?;
     if let Some(path) = &args.save {
         accelerator.save_model(&model, path)?;
@@ -68,7 +68,7 @@ fn main() -> Result<(), Report> {
 
 fn evaluate(model: &Cnn, loader: &PreparedLoader<DigitBatch>) -> Result<Score, Report> {
     let mut score = Score::new();
-    for batch in loader.epoch(0) {
+    for batch in loader.eval() {
         let batch = batch?;
         let logits = model.forward(batch.images.clone());
         score.update(logits, batch.targets.clone(), batch.real());

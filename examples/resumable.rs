@@ -92,7 +92,7 @@ fn main() -> Result<(), Report> {
                 saved = optimizer.steps();
             }
         }
-        let score = accelerator.reduce_metric(evaluate(&model.valid(), &valid)?)?;
+        let score = accelerator.reduce_metric(evaluate(&accelerator.valid(&model)?, &valid)?)?;
         reporter.validated(epoch, score.loss(), score.accuracy())?;
         best = best.max(score.accuracy());
     }
@@ -110,7 +110,7 @@ fn main() -> Result<(), Report> {
 
 fn evaluate(model: &Cnn, loader: &PreparedLoader<DigitBatch>) -> Result<Score, Report> {
     let mut score = Score::new();
-    for batch in loader.epoch(0) {
+    for batch in loader.eval() {
         let batch = batch?;
         let logits = model.forward(batch.images.clone());
         score.update(logits, batch.targets.clone(), batch.real());
