@@ -13,7 +13,6 @@ use accelerator_examples::{
 };
 use burn::data::dataset::Dataset;
 use burn::data::dataset::transform::SelectionDataset;
-use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 use clap::Parser;
 

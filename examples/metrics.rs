@@ -15,7 +15,6 @@ use accelerator_examples::{
     Cnn, CnnConfig, Course, DigitBatch, DigitBatcher, MnistArgs, Report, cross_entropy,
     init_logging,
 };
-use burn::module::Module;
 use clap::Parser;
 
 /// Train, and measure what was learnt

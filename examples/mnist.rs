@@ -7,7 +7,6 @@ use accelerator_examples::{
     Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, Reporter, SampleLog, Score,
     cross_entropy, init_logging,
 };
-use burn::module::Module;
 use clap::Parser;
 
 fn main() -> Result<(), Report> {

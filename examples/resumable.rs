@@ -16,7 +16,6 @@ use accelerator_examples::{
     Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, Reporter, Score, cross_entropy,
     init_logging,
 };
-use burn::module::Module;
 use clap::Parser;
 
 #[derive(Debug, Parser)]
