@@ -136,7 +136,7 @@ fn an_example_of_this_repository_is_compiled_with_the_same_features_either_way()
         list.lines().map(str::to_owned).collect()
     };
     let together = features(&[]);
-    for package in ["accelerator", "accelerator-examples"] {
+    for package in ["burn-accelerate", "accelerator-examples"] {
         let alone = features(&["--package", package]);
         let again: Vec<_> = alone.difference(&together).collect();
         assert!(again.is_empty(), "compiled with other features: {again:#?}");
