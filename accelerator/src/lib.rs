@@ -154,7 +154,7 @@ pub use accelerator_plan as plan;
 
 pub use crate::accelerator::{
     Accelerator, AcceleratorBuilder, BatchSizeFinder, DistributedType, PadSide, PaddedShare,
-    Prepare, TensorMap, Tensors, kind, launch, launch_processes,
+    Prepare, Tensors, kind, launch, launch_processes,
 };
 pub use crate::core::device::{BackendKind, Oversubscription};
 pub use crate::core::error::{Error, Result};

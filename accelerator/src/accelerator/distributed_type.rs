@@ -6,8 +6,15 @@ use crate::core::device::BackendKind;
 /// ```
 /// use accelerator::DistributedType;
 ///
-/// let alone = accelerator::Accelerator::new()?;
-/// assert_eq!(alone.distributed_type(), DistributedType::No);
+/// let seen = accelerator::launch(2, |accelerator| {
+///     Ok(match accelerator.distributed_type() {
+///         DistributedType::No => "alone",
+///         DistributedType::MultiCpu => "on CPUs",
+///         DistributedType::MultiGpu => "on GPUs",
+///         _ => "?",
+///     })
+/// })?;
+/// assert_eq!(seen, ["on CPUs"; 2]);
 /// # Ok::<(), accelerator::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

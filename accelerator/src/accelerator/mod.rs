@@ -41,7 +41,7 @@ pub use self::padding::PadSide;
 pub use self::prepare::{Prepare, kind};
 pub use self::processes::launch_processes;
 pub use self::split::PaddedShare;
-pub use self::tensors::{TensorMap, Tensors};
+pub use self::tensors::Tensors;
 use crate::checkpoint::CheckpointContext;
 use crate::context::{Context, WindowSize};
 use crate::core::device::BackendKind;

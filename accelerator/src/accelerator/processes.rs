@@ -18,7 +18,7 @@ const JOB: &str = "launch_processes";
 ///
 /// This is how a program trains on several processes without [`accel-launch`](crate#how-a-program-is-started), as
 /// Accelerate's `notebook_launcher` does. What stands before the call runs on each rank, too; what stands behind it runs
-/// once, in the process that the user has started. RankProcesses write to its standard output and error. They end when it
+/// once, in the process that the user has started. Ranks write to its standard output and error. They end when it
 /// ends, however that is.
 ///
 /// In a program that `accel-launch`, torchrun or a cluster has started as a rank, it starts nothing, and runs
@@ -52,6 +52,15 @@ pub fn launch_processes(
 
 impl AcceleratorBuilder {
     /// See [`launch_processes`].
+    ///
+    /// ```no_run
+    /// use accelerator::prelude::*;
+    ///
+    /// Accelerator::builder()
+    ///     .accumulation_steps(4)
+    ///     .launch_processes(2, |accelerator| accelerator.wait_for_everyone())?;
+    /// # Ok::<(), Error>(())
+    /// ```
     ///
     /// # Errors
     ///
@@ -114,7 +123,7 @@ fn start(program: &Path, rank: usize, world_size: usize, port: u16) -> Result<Ch
     child.map_err(|error| Error::io("start a rank of", program, error))
 }
 
-/// RankProcesses that run. They end when this is dropped.
+/// Ranks that run. They end when this is dropped.
 struct RankProcesses(Vec<Child>);
 
 impl RankProcesses {

@@ -295,12 +295,25 @@ impl Accelerator {
 
     /// Whether the last step of an optimizer was skipped, since gradients were not finite in half precision: what
     /// its [`outcome`](crate::optim::PreparedOptimizer::outcome) says, too.
+    ///
+    /// ```
+    /// let accelerator = accelerator::Accelerator::new()?;
+    /// assert!(!accelerator.optimizer_step_was_skipped());
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn optimizer_step_was_skipped(&self) -> bool {
         self.shared.optimizers.skipped()
     }
 
     /// Gives back the memory that is kept between steps: that in which gradients travel, of all models. The next step
     /// takes it anew. Burn frees tensors when they are dropped, and its devices keep memory for later ones.
+    ///
+    /// ```
+    /// let accelerator = accelerator::Accelerator::new()?;
+    /// accelerator.free_memory();
+    /// assert_eq!(accelerator.bucket_memory(), 0);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn free_memory(&self) {
         self.shared.reduction.models.release_spares();
     }

@@ -340,6 +340,14 @@ impl<S> PreparedOptimizer<S> {
     }
 
     /// Whether the last step was skipped, since gradients were not finite in half precision.
+    ///
+    /// ```
+    /// # use burn::optim::SgdConfig;
+    /// let accelerator = accelerator::Accelerator::new()?;
+    /// let optimizer = accelerator.prepare(SgdConfig::new().init())?;
+    /// assert!(!optimizer.step_was_skipped());
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn step_was_skipped(&self) -> bool {
         matches!(self.outcome, StepOutcome::Skipped { .. })
     }

@@ -479,7 +479,7 @@ fn ranks_with_different_hooks_are_told_when_they_are_built() {
         assert!(error.is_config(), "{error:?}");
         let text = error.to_string();
         for part in [
-            "the communication hook (set by `with_comm",
+            "the communication hook (set by `comm",
             "rank 0 has PowerSGD of rank 1 ",
         ] {
             assert!(text.contains(part), "{part} is not in: {text}");
