@@ -180,6 +180,7 @@ pub(crate) fn a_rank_that_does_not_come(means: Means, world_size: usize) {
         group.barrier().unwrap();
         if group.rank() == late {
             given_up.wait();
+            wait_for_failure(&group);
         }
         let reduced = group.all_reduce(&mut [1.0_f32; 10], ReduceOp::Sum);
         if group.rank() != late {
@@ -196,6 +197,13 @@ pub(crate) fn a_rank_that_does_not_come(means: Means, world_size: usize) {
             "{error}"
         );
         assert!(text.contains("all_reduce sum f32 x 10"), "{error}");
+    }
+}
+
+/// Waits until this rank has heard that others gave up, who may have left in shared memory all that an operation takes.
+fn wait_for_failure(group: &ProcessGroup) {
+    while group.failure().is_none() {
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -248,6 +256,7 @@ pub(crate) fn a_rank_that_works_no_more(means: Means, world_size: usize) {
                     activity.keep_alive();
                 }
             }
+            wait_for_failure(&group);
         }
         let error = group.barrier().unwrap_err();
         given_up.fetch_add(1, Ordering::Release);
