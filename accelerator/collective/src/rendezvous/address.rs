@@ -21,6 +21,19 @@ pub(super) fn any_like(other: SocketAddr) -> IpAddr {
     }
 }
 
+/// The name of this host, for messages.
+pub(crate) fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname");
+    let name = name.or_else(|_| std::env::var("HOSTNAME"));
+    let mut name = name.unwrap_or_default().trim().to_owned();
+    let end = name.char_indices().nth(64).map_or(name.len(), |(at, _)| at);
+    name.truncate(end);
+    match name.is_empty() {
+        true => "an unnamed host".to_owned(),
+        false => name,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -36,18 +49,5 @@ mod tests {
             assert_eq!(reachable(listener).to_string(), expected);
             assert_eq!(any_like(listener).to_string(), any);
         }
-    }
-}
-
-/// The name of this host, for messages.
-pub(crate) fn host_name() -> String {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname");
-    let name = name.or_else(|_| std::env::var("HOSTNAME"));
-    let mut name = name.unwrap_or_default().trim().to_owned();
-    let end = name.char_indices().nth(64).map_or(name.len(), |(at, _)| at);
-    name.truncate(end);
-    match name.is_empty() {
-        true => "an unnamed host".to_owned(),
-        false => name,
     }
 }

@@ -24,7 +24,7 @@ impl ActivityClock {
     }
 
     /// Notes that work begins which shows activity all the time, for at most `limit` after the last
-    /// one that was [shown](Self::show).
+    /// one that was [recorded](Self::record).
     pub(crate) fn begin(&self, limit: Duration) {
         let mut state = self.lock();
         state.last = Some(Instant::now());

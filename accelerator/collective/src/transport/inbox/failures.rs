@@ -58,7 +58,7 @@ impl InboxState {
         self.queues.get(rank)?.active
     }
 
-    /// See [`Inbox::roots`]. Ranks that wait in a circle, or for this one, are taken as they are.
+    /// See [`Inbox::roots`](super::Inbox::roots). Ranks that wait in a circle, or for this one, are taken as they are.
     pub(super) fn roots(&self, missing: Vec<usize>, deadline: &OpDeadline) -> Vec<usize> {
         let awaited = |rank: usize| {
             let (awaited, told) = self.queues.get(rank)?.awaited?;

@@ -32,7 +32,7 @@ pub(super) struct Link {
     /// Whether a frame was left unfinished or the final message is sent, after which nothing can be
     /// sent any more.
     torn: AtomicBool,
-    /// Whether something was sent since [`beat`](Self::beat) asked last.
+    /// Whether something was sent since [`heartbeat`](Self::heartbeat) asked last.
     used: AtomicBool,
 }
 
