@@ -307,11 +307,11 @@ fn rustc() -> Command {
 /// NVIDIA's GPUs, and which of them programs that are started here see.
 fn gpus(visible: &Visible) -> Vec<Gpu> {
     /// A tool that takes longer waits for a device that hangs.
-    const LIMIT: Duration = Duration::from_secs(2);
+    const NVIDIA_SMI_TIMEOUT: Duration = Duration::from_secs(2);
     let mut gpus = inventory::list(Sources {
         folder: Path::new("/proc/driver/nvidia"),
         program: "nvidia-smi".as_ref(),
-        limit: LIMIT,
+        limit: NVIDIA_SMI_TIMEOUT,
     });
     for gpu in &mut gpus {
         gpu.visible = gpu.is_visible(visible);

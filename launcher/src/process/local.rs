@@ -3,7 +3,7 @@
 //! Every process leads a process group of its own, so a signal reaches its children too.
 //! On Linux it is killed by the kernel when the launcher dies without a chance to clean up.
 //! A process that has ended is not reaped before its group is dealt with: as long as the
-//! kernel keeps its entry, its number cannot be given to a stranger.
+//! kernel keeps its entry, its id cannot be given to another process.
 
 #![allow(unsafe_code)]
 
@@ -83,7 +83,7 @@ impl Process {
         self.pid
     }
 
-    /// From here on its number may be anybody's.
+    /// From here on its id can belong to another process.
     fn forget(&mut self) {
         self.reaped = true;
         started().remove(&self.pid.as_raw_pid());

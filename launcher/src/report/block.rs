@@ -67,18 +67,14 @@ impl FailureRecord {
         if self.first.signal == Some(signal::SIGKILL) {
             text.push_str(", as when the machine runs out of memory");
         }
-        let said = shown.said.as_ref();
-        if let Some(statement) = said.filter(|said| !self.first.has_shown(said)) {
-            let who = if statement.rank == *rank {
+        let reported = shown.report.as_ref();
+        if let Some(reported) = reported.filter(|reported| !self.first.has_shown(reported)) {
+            let who = if reported.rank == *rank {
                 "it said".to_owned()
             } else {
-                format!("rank {} said", statement.rank)
+                format!("rank {} said", reported.rank)
             };
-            let _ = write!(
-                text,
-                "\n  {who}: {}",
-                statement.text.replace('\n', "\n    ")
-            );
+            let _ = write!(text, "\n  {who}: {}", reported.text.replace('\n', "\n    "));
         }
         if !reported_by.is_empty() {
             let _ = write!(text, "\n  reported by {}", list(reported_by));

@@ -62,7 +62,7 @@ struct FirstFailure {
 #[derive(Clone, Debug)]
 struct FirstText {
     end_text: String,
-    said: Option<FailureReport>,
+    report: Option<FailureReport>,
 }
 
 /// Another rank of the job, and how it ended.
@@ -113,13 +113,13 @@ impl FailureRecord {
         let other = |rank| {
             let (exit_code, signal) = parts(finished.outcome.end(rank));
             let last_words = finished.output.stderr_tail(rank);
-            let statement = failure_reports.iter().find(|said| said.rank == rank);
-            let named = statement.filter(|said| said.blamed.contains(&first.rank));
+            let own_report = failure_reports.iter().find(|report| report.rank == rank);
+            let named = own_report.filter(|report| report.blamed.contains(&first.rank));
             OtherRank {
-                names_first: named.is_some_and(|said| {
+                names_first: named.is_some_and(|report| {
                     last_words
                         .last()
-                        .is_some_and(|line| line.contains(&said.text))
+                        .is_some_and(|line| line.contains(&report.text))
                 }),
                 rank,
                 pid: finished.pids[rank],
@@ -158,7 +158,7 @@ impl FailureRecord {
     pub(crate) fn is_certain(&self) -> bool {
         self.first.exit_code != Some(1)
             || !self.first.reported_by.is_empty()
-            || self.first.shown.said.is_some()
+            || self.first.shown.report.is_some()
     }
 
     /// The exit code of a job that ends with it.
@@ -167,11 +167,11 @@ impl FailureRecord {
     }
 }
 
-/// Writes `attempts`, of which the last speaks for the job, to the report in `folder`.
+/// Writes `attempts` to the report in `folder`; the last is the failure of the job.
 ///
 /// `reason` is why there was no further attempt, where there might have been one.
 ///
-/// It is written beside and then renamed, so a reader never sees half of it.
+/// The file is replaced by a rename, so a reader never sees half of it.
 ///
 /// # Errors
 /// When the folder cannot be written.
@@ -214,11 +214,11 @@ impl FirstFailure {
         let failure_reports = finished.rank_reports.failure_reports();
         let own_report = failure_reports
             .iter()
-            .find(|said| said.rank == rank)
-            .filter(|said| said.blamed.contains(&rank));
+            .find(|report| report.rank == rank)
+            .filter(|report| report.blamed.contains(&rank));
         let other_report = failure_reports
             .iter()
-            .find(|said| said.rank != rank && said.blamed.contains(&rank));
+            .find(|report| report.rank != rank && report.blamed.contains(&rank));
         let end_text = match (end, own_report) {
             (Some(End::Signal(_)), _) => format!("was {}", shown(end)),
             (Some(End::Code(0)), _) => {
@@ -228,7 +228,7 @@ impl FirstFailure {
             (None, Some(_)) => "reported a failure, and did not end".to_owned(),
             (None, None) => "stopped responding, and did not end".to_owned(),
         };
-        let said = own_report.or(other_report.filter(|_| !matches!(end, Some(End::Signal(_)))));
+        let report = own_report.or(other_report.filter(|_| !matches!(end, Some(End::Signal(_)))));
         let cause = match own_report {
             Some(own_report) => own_report.text.clone(),
             None => match (end, other_report) {
@@ -253,12 +253,12 @@ impl FirstFailure {
             log,
             reported_by: failure_reports
                 .iter()
-                .filter(|said| said.rank != rank && said.blamed.contains(&rank))
-                .map(|said| said.rank)
+                .filter(|report| report.rank != rank && report.blamed.contains(&rank))
+                .map(|report| report.rank)
                 .collect(),
             shown: FirstText {
                 end_text,
-                said: said.cloned(),
+                report: report.cloned(),
             },
         }
     }
@@ -307,7 +307,7 @@ mod tests {
             reported_by: BTreeSet::new(),
             shown: FirstText {
                 end_text: String::new(),
-                said: None,
+                report: None,
             },
         };
         FailureRecord {
@@ -328,7 +328,7 @@ mod tests {
     fn a_panic_that_the_rank_reported_is_shown_once() {
         let mut failure = failure("no such digit: 10", Vec::new());
         let mut said = |rank: usize| {
-            failure.first.shown.said = Some(FailureReport {
+            failure.first.shown.report = Some(FailureReport {
                 rank,
                 blamed: BTreeSet::from([0]),
                 text: "it panicked: no such digit: 10 (at src/main.rs:3:5)".to_owned(),

@@ -27,7 +27,7 @@ impl Threads {
     /// `--threads-per-process`, the ranks on this machine and its cores.
     ///
     /// Ranks that each start a thread per core hinder one another, so the cores are divided
-    /// between them. A single rank has no neighbour to think of.
+    /// between them. A single rank has all cores.
     pub(crate) fn choose(
         option: Option<NonZeroUsize>,
         inherited: Option<String>,

@@ -145,12 +145,14 @@ impl Attempt {
         );
         guard.disarm();
         if let Some(Cause::Failure(failed_rank)) = outcome.cause() {
-            let speakers: Vec<usize> = (0..group.len())
+            let failed_ranks: Vec<usize> = (0..group.len())
                 .filter(|&rank| rank != failed_rank && outcome.ended_by_itself(rank))
                 .filter(|&rank| matches!(outcome.end(rank), Some(End::Code(1..))))
                 .collect();
             wait_until(REPORTS_WITHIN, || {
-                speakers.iter().all(|&rank| rank_reports.has_reported(rank))
+                failed_ranks
+                    .iter()
+                    .all(|&rank| rank_reports.has_reported(rank))
             });
         }
         let asked = output.drain(readers, outcome.drained, channel);

@@ -45,7 +45,7 @@ pub(super) struct Swept {
 
 /// Ends what the processes of `group`, all over, have left behind.
 ///
-/// The first signal goes to the process groups, while the unreaped leaders still pin their numbers.
+/// The first signal goes to the process groups, while their unreaped leaders keep the ids from being reused.
 /// What is left then is looked up: descendants, where they can be listed; else groups that have
 /// been seen populated ever since.
 pub(super) fn sweep(

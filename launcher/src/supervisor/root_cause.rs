@@ -19,7 +19,7 @@ const ERROR_EXIT: i32 = 1;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Evidence {
     ranks: BTreeMap<usize, RankEvidence>,
-    heard: usize,
+    next_order: usize,
 }
 
 /// The rank that failed first, and why it is taken for that.
@@ -110,8 +110,8 @@ impl Evidence {
     }
 
     fn known(&mut self, rank: usize) -> &mut RankEvidence {
-        let order = self.heard;
-        self.heard += 1;
+        let order = self.next_order;
+        self.next_order += 1;
         self.ranks.entry(rank).or_insert_with(|| RankEvidence {
             order,
             ..RankEvidence::default()
@@ -255,7 +255,7 @@ mod tests {
             1,
             Killed,
         );
-        // Panicked; a neighbour aborts over it.
+        // Panicked; another rank aborts because of it.
         check(
             &[
                 FailureReported(1, &[1]),

@@ -37,19 +37,19 @@ pub(crate) fn run(arguments: &[OsString]) -> Option<ExitCode> {
     }
     // A shell that became this program by `exec` may have left it children.
     let excluded = Excluded::present();
-    let (listen, mut speak) = pipe_with(PipeFlags::CLOEXEC)
-        .map(|(listen, speak)| (listen, File::from(speak)))
+    let (read_end, mut write_end) = pipe_with(PipeFlags::CLOEXEC)
+        .map(|(read_end, write_end)| (read_end, File::from(write_end)))
         .ok()?;
     // Before the start, so that no signal in between ends the shim alone.
     let mut signals = signals::receive(&[]).ok()?;
-    let number = std::os::fd::AsRawFd::as_raw_fd(&listen);
+    let number = std::os::fd::AsRawFd::as_raw_fd(&read_end);
     let mut command = Command::new("/proc/self/exe");
     command
         .arg0(NAME)
         .arg(format!("{PIPE_MARK}{number}"))
         .args(arguments);
-    let child = process::spawn_with(&mut command, listen).ok()?;
-    // It held this side's copy of the end that the launcher proper reads.
+    let child = process::spawn_with(&mut command, read_end).ok()?;
+    // It held this process's copy of the read end.
     drop(command);
     let asked = Arc::new(AtomicBool::new(false));
     let forward = {
@@ -58,7 +58,7 @@ pub(crate) fn run(arguments: &[OsString]) -> Option<ExitCode> {
             for signal in signals.forever() {
                 asked.fetch_or(signals::asks_to_end(signal), Ordering::Relaxed);
                 // Signal numbers fit in a byte. A launcher that is gone needs none.
-                let _ = speak.write_all(&[signal as u8]);
+                let _ = write_end.write_all(&[signal as u8]);
             }
         }
     };
@@ -72,10 +72,10 @@ pub(crate) fn run(arguments: &[OsString]) -> Option<ExitCode> {
         End::Code(_) => ExitCode::from(end.exit_code()),
         End::Signal(_) => {
             let count = descendants::kill(&excluded);
-            // Told to end before it could listen, it has ended as any program would.
+            // Asked to end before it had handlers, it ended as any program does.
             let is_ordinary = asked.load(Ordering::Relaxed) && count == 0;
             if !is_ordinary {
-                say(&format!(
+                print(&format!(
                     "the process that ran the job (pid {pid}) was {end}; ended {} of the job",
                     processes(count)
                 ));
@@ -209,15 +209,15 @@ fn processes(count: usize) -> String {
 
 /// Prints it, but does not wait for a stopped terminal.
 fn print_without_blocking(text: String) {
-    let (done, said) = mpsc::channel();
+    let (done, printed) = mpsc::channel();
     let _ = thread::Builder::new().spawn(move || {
-        say(&text);
+        print(&text);
         let _ = done.send(());
     });
-    let _ = said.recv_timeout(Duration::from_millis(200));
+    let _ = printed.recv_timeout(Duration::from_millis(200));
 }
 
-fn say(text: &str) {
+fn print(text: &str) {
     // Standard error may be closed.
     let _ = writeln!(std::io::stderr(), "accel-launch: {text}");
 }

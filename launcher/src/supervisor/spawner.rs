@@ -1,4 +1,4 @@
-//! The seam through which the ranks of an attempt are started.
+//! The trait through which the ranks of an attempt are started.
 //!
 //! A [`Spawner`] decides where a rank runs: on this machine ([`LocalSpawner`]), on another host, or in a batch system.
 //! The supervisor signals and waits for ranks as [`RankProcess`]es, wherever they run. `commands/launch/` chooses the

@@ -56,12 +56,12 @@ impl Store {
             own = Some(made);
         }
         // The store of the attempt before gives its port back when its last thread ends.
-        let patience = if settings.restart > 0 {
+        let timeout = if settings.restart > 0 {
             PORT_RELEASE_TIMEOUT
         } else {
             Duration::ZERO
         };
-        let until = Instant::now() + patience;
+        let until = Instant::now() + timeout;
         let server = loop {
             match StoreServer::bind_with((host, port), options.clone()) {
                 Err(error) if error.is_address_in_use() && Instant::now() < until => {

@@ -51,8 +51,8 @@ pub(crate) fn run(mut command: Command, stderr: Stderr, channel: &Channel) -> Re
             format!("`{program}` could not be started; is it installed, and on the PATH?");
         Error::system(message).with_source(error)
     })?;
-    let said = process.take_stdout().map(collect).transpose()?;
-    let complained = process.take_stderr().map(collect).transpose()?;
+    let stdout = process.take_stdout().map(collect).transpose()?;
+    let stderr = process.take_stderr().map(collect).transpose()?;
     let mut group: [Box<dyn RankProcess>; 1] = [Box::new(process)];
     // A compiler cache that cargo started may stay: it serves other builds.
     let outcome = supervise(
@@ -67,8 +67,8 @@ pub(crate) fn run(mut command: Command, stderr: Stderr, channel: &Channel) -> Re
     }
     Ok(ToolOutput {
         end: outcome.end(0).unwrap_or(End::Code(1)),
-        stdout: bytes(said),
-        stderr: bytes(complained),
+        stdout: bytes(stdout),
+        stderr: bytes(stderr),
     })
 }
 

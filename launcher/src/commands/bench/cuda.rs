@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use accelerator_collective::{DType, ProcessGroup, ReduceOp, TransportKind};
 use accelerator_nccl::{Communicator, DeviceMemory, Gpu, GpuLocation, Library};
 
+use super::args::{AllReduceArgs, Call};
 use super::figures::GpuInfo;
 use super::input::Input;
-use super::rank::{self, BLOCKS, Sample};
+use super::sample::{BLOCKS, Sample, iterations};
 use super::size::Size;
-use super::{AllReduceArgs, Call};
 use crate::error::{BoxResult, Error, Result};
 use crate::number::Small;
 
@@ -88,7 +88,7 @@ impl GpuRank {
         size: Size,
     ) -> BoxResult<Sample> {
         let bytes = size.bytes();
-        let iterations = rank::iterations(arguments, size);
+        let iterations = iterations(arguments, size);
         let (rank, ranks) = (self.communicator.rank(), self.communicator.world_size());
         let is_sabotaged = arguments.sabotage && rank + 1 == ranks;
         let input = Input::new(rank, ranks);

@@ -5,9 +5,9 @@ use std::num::NonZeroUsize;
 use accelerator_collective::{DType, ProcessGroup, TransportKind};
 use serde::Serialize;
 
-use super::rank::Sample;
+use super::args::{AllReduceArgs, Call};
+use super::sample::Sample;
 use super::size::Size;
-use super::{AllReduceArgs, Call};
 use crate::settings::threads;
 
 /// What was measured so far.
@@ -301,7 +301,7 @@ fn bandwidth(bytes_per_second: f64) -> String {
     format!("{:.3} GB/s", bytes_per_second / 1e9)
 }
 
-/// Said in the JSON, so that no reader has to guess.
+/// Notes in the JSON that explain its figures.
 const BOUND: &str = "the least traffic of an all-reduce in place: all ranks at once, each reads \
     1/num_processes of num_processes arrays and writes the sum back to each of them (bytes read and \
     bytes written a rank), waiting for nobody; on memory of the rank's own, warmed";

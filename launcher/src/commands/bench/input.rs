@@ -27,7 +27,7 @@ pub(super) struct Input<T> {
 }
 
 impl<T: Small> Input<T> {
-    /// The input of `rank` among `ranks`, which are at most [`MOST`](super::MOST).
+    /// The input of `rank` among `ranks`, which are at most [`MOST`](super::args::MOST).
     pub(super) fn new(rank: usize, ranks: usize) -> Self {
         let modulus = modulus(ranks);
         let sum = |index: usize| -> u64 {
@@ -240,7 +240,7 @@ mod tests {
 
     #[test]
     fn every_count_of_ranks_has_inputs() {
-        for ranks in 2..=super::super::MOST {
+        for ranks in 2..=super::super::args::MOST {
             follow::<i8>(ranks, 700);
             follow::<bf16>(ranks, 700);
         }

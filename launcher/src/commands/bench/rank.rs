@@ -11,37 +11,19 @@ use accelerator_collective::{
     Buffer, DType, Element, GroupOptions, Launch, ProcessGroup, ReduceOp,
 };
 use half::{bf16, f16};
-use serde::{Deserialize, Serialize};
 
+use super::args::{AllReduceArgs, BenchDevice, Call};
 use super::bound;
 use super::cuda;
 use super::figures::BenchReport;
 use super::input::Input;
+use super::sample::{BLOCKS, Sample, TRAFFIC, iterations};
 use super::size::Size;
-use super::{AllReduceArgs, BenchDevice, Call};
 use crate::error::{BoxResult as Result, Error, chain};
 use crate::number::Small;
 use crate::text::print;
 
-/// What one rank has measured.
-#[derive(Debug, Deserialize, Serialize)]
-pub(super) struct Sample {
-    /// Of an operation in each block of them, in seconds.
-    pub(super) seconds: Vec<f64>,
-    /// All iterations, in seconds.
-    pub(super) elapsed: f64,
-    /// The same work without waiting, in seconds an operation; nothing on GPUs.
-    pub(super) bound: Vec<f64>,
-    /// How many operations there were.
-    pub(super) iterations: usize,
-    /// How many values inputs have, and after how many operations they are written as a whole, where
-    /// they are written.
-    pub(super) inputs: (usize, Option<usize>),
-    /// Of the last sum.
-    pub(super) checksum: String,
-}
-
-/// Is a rank that is a process; rank 0's output is the report.
+/// Runs one rank as a process; rank 0 prints the report.
 pub(crate) fn run(arguments: &AllReduceArgs) -> ExitCode {
     let options = GroupOptions::new().with_transport(arguments.transport);
     let connect = || Ok(ProcessGroup::connect(&Launch::from_env()?, &options)?);
@@ -54,7 +36,7 @@ pub(crate) fn run(arguments: &AllReduceArgs) -> ExitCode {
     }
 }
 
-/// Is all ranks, each a thread.
+/// Runs all ranks as threads of this process.
 ///
 /// # Errors
 /// The first rank's that failed.
@@ -171,14 +153,6 @@ impl Samples<'_> {
             Some(ranks) => ranks.sample::<T>(self.arguments, self.size),
             None => sample::<T>(self.group, self.arguments, self.size),
         }
-    }
-}
-
-/// How many operations of a size count.
-pub(super) fn iterations(arguments: &AllReduceArgs, size: Size) -> usize {
-    match arguments.iterations {
-        Some(iterations) => iterations.get(),
-        None => (TRAFFIC / size.bytes()).clamp(20, 10_000),
     }
 }
 
@@ -353,12 +327,6 @@ impl Bound {
 
 /// In bytes. Below, several passes of the bound are timed together: one is too short for the clock.
 const SHORT: usize = 1 << 20;
-
-/// In how many blocks the iterations are timed, where there are so many.
-pub(super) const BLOCKS: usize = 100;
-
-/// How many bytes of a size are reduced where the number of iterations is left open.
-const TRAFFIC: usize = 400_000_000;
 
 /// How often the bound's loop runs before it counts.
 const WARM: usize = 3;

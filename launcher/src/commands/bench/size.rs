@@ -22,7 +22,7 @@ impl FromStr for Size {
         let number_ends = text.find(|c: char| !c.is_ascii_digit() && c != '.');
         let (number, unit) = text.split_at(number_ends.unwrap_or(text.len()));
         let unit = unit.trim_start();
-        let factor = match UNITS
+        let factor = match SIZE_UNITS
             .iter()
             .find(|(name, _)| name.eq_ignore_ascii_case(unit))
         {
@@ -35,7 +35,7 @@ impl FromStr for Size {
                          powers of 1024"
                     ));
                 }
-                let names: Vec<&str> = UNITS.iter().map(|(name, _)| *name).collect();
+                let names: Vec<&str> = SIZE_UNITS.iter().map(|(name, _)| *name).collect();
                 return Err(format!(
                     "{unit:?} is no unit; expected a number with one of{}, such as 64KiB",
                     names.join(" ")
@@ -66,7 +66,7 @@ impl fmt::Display for Size {
     /// In the largest unit that it is a whole number of.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let bytes = self.bytes();
-        let whole = UNITS
+        let whole = SIZE_UNITS
             .iter()
             .rev()
             .find(|(_, factor)| bytes.is_multiple_of(*factor));
@@ -80,7 +80,7 @@ impl fmt::Display for Size {
 }
 
 /// In ascending order.
-const UNITS: [(&str, usize); 10] = [
+const SIZE_UNITS: [(&str, usize); 10] = [
     ("", 1),
     ("B", 1),
     ("KB", 1_000),

@@ -2,9 +2,9 @@
 
 use accelerator_collective::ProcessGroup;
 
-use super::AllReduceArgs;
+use super::args::AllReduceArgs;
 use super::figures::GpuInfo;
-use super::rank::Sample;
+use super::sample::Sample;
 use super::size::Size;
 use crate::error::{BoxResult, Error, Result};
 use crate::number::Small;

@@ -5,18 +5,15 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::rendezvous::{StoreOptions, StoreServer};
 use rustix::process::Pid;
-use signal_hook::consts::signal::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
-use super::Context;
-use super::rank::{Sabotage, Task};
+use super::args::{Sabotage, Task};
+use super::context::{Context, Interrupt};
 use super::results::StageFailure;
 use crate::error::{Error, Result, chain};
 use crate::process::{End, Process, RankProcess, wait_for_end};
@@ -223,35 +220,6 @@ pub(super) fn listen(rank: usize, process: &mut Process, events: Sender<RankEven
     };
     thread::Builder::new().spawn(read).map_err(no_thread)?;
     Ok(())
-}
-
-/// Whether a signal asked the test to end. It ends then as it always does, and leaves nothing.
-#[derive(Clone, Debug)]
-pub(super) struct Interrupt(Arc<AtomicUsize>);
-
-impl Interrupt {
-    /// Notes signals from now on.
-    ///
-    /// # Errors
-    /// When the handlers cannot be installed.
-    pub(super) fn listen() -> Result<Self> {
-        let received = Arc::new(AtomicUsize::new(0));
-        for signal in [SIGINT, SIGTERM, SIGHUP, SIGQUIT] {
-            signal_hook::flag::register_usize(signal, Arc::clone(&received), signal as usize)
-                .map_err(|error| {
-                    Error::system("the signal handlers could not be installed").with_source(error)
-                })?;
-        }
-        Ok(Self(received))
-    }
-
-    /// The last signal that was received.
-    pub(super) fn signal(&self) -> Option<i32> {
-        match self.0.load(Ordering::Acquire) {
-            0 => None,
-            signal => i32::try_from(signal).ok(),
-        }
-    }
 }
 
 fn store(context: &Context, world_size: usize) -> std::result::Result<StoreServer, StageFailure> {

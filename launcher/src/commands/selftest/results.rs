@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::timing::LaunchTimes;
+use crate::error::chain;
 
 /// The result of a stage: details for people, or why it failed.
 pub(super) type StageResult = Result<String, StageFailure>;
@@ -20,6 +20,11 @@ pub(super) enum StageFailure {
     TimedOut(String),
     /// It cannot run here.
     Skipped(String),
+}
+
+/// A failure whose cause is `error`.
+pub(super) fn failed(what: &str, error: &dyn std::error::Error) -> StageFailure {
+    StageFailure::Failed(format!("{what}: {}", chain(error)))
 }
 
 /// The status of a stage.
@@ -72,6 +77,15 @@ pub(super) struct TestReport {
     first_all_reduce_seconds_max: Option<f64>,
     #[serde(skip)]
     shown: String,
+}
+
+/// From the start of `accel-launch` to the end of the first all-reduce on rank 0, as seen from
+/// outside.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LaunchTimes {
+    pub(super) median: Duration,
+    pub(super) min: Duration,
+    pub(super) max: Duration,
 }
 
 #[derive(Clone, Debug, Serialize)]

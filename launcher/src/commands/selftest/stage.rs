@@ -3,66 +3,15 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use clap::ValueEnum;
 use rustix::process::{Signal, kill_process};
 
-use super::Context;
-use super::rank::{Loss, Task};
+use super::args::{Stage, Task};
+use super::context::Context;
+use super::rank::Loss;
 use super::ranks::{RankEvent, RankProcesses, RankSpec, expect_success};
 use super::results::{StageFailure, StageResult};
 
-/// One stage.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum Stage {
-    /// The processes find one another.
-    Rendezvous,
-    /// Every collective, between threads.
-    Threads,
-    /// Every collective, between processes that share memory.
-    Shm,
-    /// Every collective, between processes over connections.
-    Tcp,
-    /// Every sample is used exactly once.
-    Plan,
-    /// Many ranks learn what one rank learns.
-    Training,
-    /// A rank that is killed is named.
-    Death,
-    /// A rank that is stopped is named.
-    Silence,
-    /// A damaged checkpoint is found.
-    Checkpoint,
-}
-
 impl Stage {
-    /// All, or those that were named, in order.
-    pub(super) fn chosen(named: &[Self]) -> impl Iterator<Item = Self> {
-        let all = Self::value_variants().iter().copied();
-        all.filter(|stage| named.is_empty() || named.contains(stage))
-    }
-
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Rendezvous => "rendezvous",
-            Self::Threads => "collectives, threads",
-            Self::Shm => "collectives, shm",
-            Self::Tcp => "collectives, tcp",
-            Self::Plan => "sharding plan",
-            Self::Training => "training",
-            Self::Death => "killed rank",
-            Self::Silence => "stopped rank",
-            Self::Checkpoint => "checkpoint",
-        }
-    }
-
-    /// Whether it needs ranks that can connect.
-    pub(super) fn needs_rendezvous(self) -> bool {
-        matches!(
-            self,
-            Self::Shm | Self::Tcp | Self::Training | Self::Death | Self::Silence
-        )
-    }
-
     /// Runs the stage within the limit.
     pub(super) fn run(self, context: &Context) -> StageResult {
         match self {
@@ -148,41 +97,43 @@ impl Stage {
                 }
             }
         }
-        let victim = world_size - 1;
-        let pid = ranks.pid(victim);
+        let lost = world_size - 1;
+        let pid = ranks.pid(lost);
         kill_process(pid, signal).map_err(|error| {
-            StageFailure::Failed(format!("rank {victim} cannot be {what}: {error}"))
+            StageFailure::Failed(format!("rank {lost} cannot be {what}: {error}"))
         })?;
-        let struck = Instant::now();
+        let signalled_at = Instant::now();
         let mut slowest = Duration::ZERO;
         let mut named = 0;
-        while named < victim {
+        while named < lost {
             let (rank, text, at) = match ranks.next()? {
-                RankEvent::Line { rank, text, at } if rank != victim => (rank, text, at),
-                RankEvent::Ended { rank, end, words } if rank != victim => {
+                RankEvent::Line { rank, text, at } if rank != lost => (rank, text, at),
+                RankEvent::Ended { rank, end, words } if rank != lost => {
                     expect_success(rank, end, &words)?;
                     continue;
                 }
                 _ => continue,
             };
             let loss = Loss::parse(&text).ok_or_else(|| {
-                StageFailure::Failed(format!("rank {rank} said what makes no sense: {text}"))
+                StageFailure::Failed(format!(
+                    "rank {rank} reported what cannot be parsed: {text}"
+                ))
             })?;
-            if !loss.names(victim, pid.as_raw_pid()) {
+            if !loss.names(lost, pid.as_raw_pid()) {
                 return Err(StageFailure::Failed(format!(
-                    "rank {victim} (process {}) was {what}, but rank {rank} named {:?} and said: {}",
+                    "rank {lost} (process {}) was {what}, but rank {rank} named {:?} and said: {}",
                     pid.as_raw_pid(),
                     loss.ranks,
                     loss.text
                 )));
             }
-            slowest = slowest.max(at.saturating_duration_since(struck));
+            slowest = slowest.max(at.saturating_duration_since(signalled_at));
             named += 1;
         }
         let took = format!("{:.0} ms", slowest.as_secs_f64() * 1e3);
         if slowest > within {
             return Err(StageFailure::Failed(format!(
-                "rank {victim} was {what} and was named after {took}; expected within {} s",
+                "rank {lost} was {what} and was named after {took}; expected within {} s",
                 within.as_secs_f64()
             )));
         }
@@ -203,11 +154,11 @@ impl Stage {
 /// What ranks say that were asked to share memory and cannot.
 const NO_MEMORY: &str = "the transport `shm` was asked for, but ";
 
-/// How soon a death must be known.
+/// How soon the loss of a killed rank must be reported.
 const DEATH_WITHIN: Duration = Duration::from_secs(1);
 
 /// The liveness timeout of the stage with a stopped rank.
 const LIVENESS: Duration = Duration::from_secs(1);
 
-/// How much later than that silence must be known.
+/// How much later than that the loss of a stopped rank may be reported.
 const SILENCE_SLACK: Duration = Duration::from_secs(1);

@@ -4,21 +4,11 @@ use std::fmt;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use super::Context;
-use super::rank::Task;
+use super::args::Task;
+use super::context::Context;
 use super::ranks::{RankEvent, command, expect_success, listen};
-use super::results::StageFailure;
-use crate::error::chain;
+use super::results::{LaunchTimes, StageFailure, failed};
 use crate::process::{Process, RankProcess};
-
-/// From the start of `accel-launch` to the end of the first all-reduce on rank 0, as seen from
-/// outside.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct LaunchTimes {
-    pub(super) median: Duration,
-    pub(super) min: Duration,
-    pub(super) max: Duration,
-}
 
 impl fmt::Display for LaunchTimes {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -48,9 +38,6 @@ pub(super) fn measure(context: &Context) -> Result<LaunchTimes, StageFailure> {
 }
 
 fn once(context: &Context) -> Result<Duration, StageFailure> {
-    let failed = |what: &str, error: &dyn std::error::Error| {
-        StageFailure::Failed(format!("{what}: {}", chain(error)))
-    };
     let limit = context.arguments.limit;
     let mut command = command(&context.program);
     command
@@ -62,7 +49,8 @@ fn once(context: &Context) -> Result<Duration, StageFailure> {
     let started = Instant::now();
     let mut process = Process::spawn(&mut command)
         .map_err(|error| failed("the launcher cannot start", &error))?;
-    listen(0, &mut process, sender).map_err(|error| failed("nothing can be heard", &error))?;
+    listen(0, &mut process, sender)
+        .map_err(|error| failed("the launcher's output cannot be read", &error))?;
     let mut first = None;
     loop {
         if context.interrupt.signal().is_some() {
@@ -75,7 +63,7 @@ fn once(context: &Context) -> Result<Duration, StageFailure> {
                 process.reap();
                 return match first {
                     Some(at) => Ok(at.saturating_duration_since(started)),
-                    None => Err(StageFailure::Failed("rank 0 said nothing".into())),
+                    None => Err(StageFailure::Failed("rank 0 printed nothing".into())),
                 };
             }
             Err(_) if started.elapsed() < limit => {}

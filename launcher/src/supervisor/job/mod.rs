@@ -348,13 +348,13 @@ impl Job {
         let kill_at = if survivors.is_empty() {
             until
         } else {
-            let told = self
+            let signalled = self
                 .all()
                 .into_iter()
                 .filter(|rank| !survivors.contains(rank));
             actions.push(Action::Signal {
                 signal: signal::SIGKILL,
-                ranks: told.collect(),
+                ranks: signalled.collect(),
             });
             for &rank in &survivors {
                 self.members[rank].signalled = true;

@@ -60,7 +60,7 @@ fn first_failure_ends_the_group_and_gives_the_code() {
 }
 
 #[test]
-fn a_death_by_signal_just_after_a_failing_exit_is_the_culprit() {
+fn a_death_by_signal_just_after_a_failing_exit_is_the_root_cause() {
     let (mut job, now) = job(2);
     job.step(ended(0, End::Code(1)), now);
     let actions = job.step(ended(1, End::Signal(signal::SIGSEGV)), now + DIAGNOSE / 2);
@@ -74,7 +74,7 @@ fn a_death_by_signal_just_after_a_failing_exit_is_the_culprit() {
 }
 
 #[test]
-fn another_code_just_after_an_error_is_the_culprit() {
+fn another_code_just_after_an_error_is_the_root_cause() {
     // Rank 0 lost rank 1, which panicked and ended a little later.
     let (mut job, now) = job(3);
     job.step(ended(0, End::Code(ERROR_EXIT)), now);
@@ -97,7 +97,7 @@ fn another_code_just_after_an_error_is_the_culprit() {
 }
 
 #[test]
-fn a_death_by_our_own_signal_is_not_the_culprit() {
+fn a_death_by_our_own_signal_is_not_the_root_cause() {
     let (mut job, now) = job(2);
     job.step(ended(0, End::Code(3)), now);
     job.step(Event::Tick, now + DIAGNOSE);
@@ -106,7 +106,7 @@ fn a_death_by_our_own_signal_is_not_the_culprit() {
 }
 
 #[test]
-fn all_failing_at_once_needs_no_settling() {
+fn all_failing_at_once_needs_no_wait() {
     let (mut job, now) = job(2);
     job.step(ended(1, End::Code(4)), now);
     job.step(ended(0, End::Code(5)), now);
@@ -222,7 +222,7 @@ fn a_survivor_that_stays_is_told_after_the_grace_and_killed_after_another() {
 }
 
 #[test]
-fn a_silent_rank_is_the_culprit_and_the_code_is_that_of_a_rank_that_lost_it() {
+fn a_silent_rank_is_the_root_cause_and_the_code_is_that_of_a_rank_that_lost_it() {
     let (mut job, now) = job(3);
     (0..3).for_each(|rank| drop(job.step(Event::Joined(rank), now)));
     job.step(blamed(0, &[1]), now);

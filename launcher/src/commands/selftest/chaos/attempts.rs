@@ -7,9 +7,8 @@ use std::path::{Path, PathBuf};
 use accelerator_fault::{FaultPlan, Point};
 use serde::Deserialize;
 
-use super::failed;
-use super::training;
-use crate::commands::selftest::results::StageFailure;
+use crate::commands::selftest::rank::training;
+use crate::commands::selftest::results::{StageFailure, failed};
 use crate::report;
 
 /// What is known about a job that succeeded in the end.
@@ -93,29 +92,29 @@ impl Attempts {
     /// # Errors
     /// When they differ.
     pub(super) fn compare(&self, plan: &FaultPlan, ranks: usize) -> Result<(), StageFailure> {
-        let deadly = |attempt: usize| {
+        let fatal_fault = |attempt: usize| {
             let mut faults = plan.faults.iter();
             faults.find(|fault| fault.restart == attempt as u64 && fault.action.is_deadly())
         };
         for (attempt, ReportedAttempt { first }) in self.failed.iter().enumerate() {
             let ReportedFirst { rank, cause } = first;
-            match deadly(attempt) {
+            match fatal_fault(attempt) {
                 Some(fault) if fault.rank == *rank => {}
                 Some(fault) => {
                     return Err(StageFailure::Failed(format!(
-                        "`{fault}` struck, but rank {rank} was named: {cause}"
+                        "`{fault}` was injected, but rank {rank} was named: {cause}"
                     )));
                 }
                 None => {
                     return Err(StageFailure::Failed(format!(
-                        "attempt {attempt} failed without a deadly fault: rank {rank}: {cause}"
+                        "attempt {attempt} failed without a fatal fault: rank {rank}: {cause}"
                     )));
                 }
             }
         }
-        match deadly(self.failed.len()) {
+        match fatal_fault(self.failed.len()) {
             Some(fault) if self.last.has_reached(fault.point, ranks) => Err(StageFailure::Failed(
-                format!("the job came to the place of `{fault}`, and ended well"),
+                format!("the job reached `{fault}` and succeeded"),
             )),
             _ => Ok(()),
         }
@@ -188,7 +187,7 @@ mod tests {
         }
     }
 
-    const ONE: &str = r#"{"attempts": [{"first": {"rank": 1, "cause": "it died"}}]}"#;
+    const ONE_FAILURE: &str = r#"{"attempts": [{"first": {"rank": 1, "cause": "it died"}}]}"#;
 
     #[test]
     fn a_report_that_cannot_be_read_is_an_error() {
@@ -205,7 +204,7 @@ mod tests {
     fn every_restart_is_in_the_report() {
         let logs = logs(1, 0);
         failure(Attempts::read(logs.path()), "tells of 0 failures");
-        report(&logs, ONE);
+        report(&logs, ONE_FAILURE);
         assert_eq!(Attempts::read(logs.path()).unwrap().restarts(), 1);
         fs::write(log(logs.path(), 2), "").unwrap();
         failure(Attempts::read(logs.path()), "restarted 2 times");
@@ -214,12 +213,12 @@ mod tests {
     #[test]
     fn the_rank_with_the_fault_is_named() {
         let logs = logs(1, 0);
-        report(&logs, ONE);
+        report(&logs, ONE_FAILURE);
         let attempts = Attempts::read(logs.path()).unwrap();
         let compare = |plan: &str| attempts.compare(&plan.parse().unwrap(), 2);
         compare("rank=1 step=3 kill").unwrap();
         failure(compare("rank=0 step=3 kill"), "rank 1 was named");
-        failure(compare("rank=1 step=3 slow 1ms"), "without a deadly fault");
+        failure(compare("rank=1 step=3 slow 1ms"), "without a fatal fault");
     }
 
     #[test]
@@ -242,7 +241,7 @@ mod tests {
             let compare = |fault: &str| attempts.compare(&fault.parse().unwrap(), 2);
             let found = compare(&format!("rank=0 {place} kill"));
             if is_reached {
-                failure(found, "and ended well");
+                failure(found, "and succeeded");
             } else {
                 found.unwrap();
             }

@@ -1,4 +1,4 @@
-//! Schedules of faults against a small training program (`training.rs`), under the launcher's
+//! Schedules of faults against a small training program (`rank/training.rs`), under the launcher's
 //! own restarts.
 //!
 //! After every schedule this holds: the job ends in time; every failed attempt names the rank with the fault; no
@@ -6,7 +6,6 @@
 //! process, temporary file or broken checkpoint is left.
 
 mod attempts;
-pub(super) mod training;
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -17,11 +16,12 @@ use std::time::{Duration, Instant};
 use accelerator_fault::{Action, Bounds, FaultPlan, Point};
 use accelerator_manifest::{Folder, VerifyLevel};
 
-use super::rank::{Sabotage, Task};
+use super::args::{Task, TestArgs};
+use super::context::Context;
+use super::rank::training;
 use super::ranks::{RankEvent, command, listen};
-use super::results::{StageFailure, StageResult, TestReport};
-use super::{Context, TestArgs};
-use crate::error::{Error, Result, chain};
+use super::results::{StageFailure, StageResult, TestReport, failed};
+use crate::error::{Error, Result};
 use crate::output::logs;
 use crate::process::{End, Process, RankProcess};
 use attempts::Attempts;
@@ -217,7 +217,8 @@ impl<'a> Schedule<'a> {
         let (sender, events) = mpsc::channel();
         let mut process = Process::spawn(&mut command)
             .map_err(|error| failed("the launcher cannot be started", &error))?;
-        listen(0, &mut process, sender).map_err(|error| failed("nothing can be heard", &error))?;
+        listen(0, &mut process, sender)
+            .map_err(|error| failed("the launcher's output cannot be read", &error))?;
         let limit = 2 * context.arguments.limit;
         let started = Instant::now();
         loop {
@@ -245,7 +246,7 @@ impl<'a> Schedule<'a> {
 /// How long a rank waits for running ranks, in seconds.
 const RANK_LIMIT: &str = "5";
 
-/// All must be whole, and nothing unfinished be left.
+/// Every checkpoint must verify, and none be unfinished.
 fn check_checkpoints(path: &Path) -> std::result::Result<(), StageFailure> {
     let wrong = |error: &dyn std::error::Error| failed("the checkpoints cannot be read", error);
     let folder = Folder::open(path).map_err(|error| wrong(&error))?;
@@ -292,7 +293,7 @@ fn processes_of(root: &Path) -> Vec<String> {
 
 const SHARED: &str = "/dev/shm";
 
-/// What of ours lies in shared memory.
+/// The files of this project in shared memory.
 fn shared_memory() -> BTreeSet<String> {
     let names = entries(Path::new(SHARED)).into_iter();
     let names = names.filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
@@ -310,14 +311,4 @@ fn replay(arguments: &TestArgs, seed: u64) -> String {
         "accel-launch test --chaos --seed {seed} --schedules 1 --num-processes {}",
         arguments.num_processes
     )
-}
-
-/// A failure whose cause is `error`.
-pub(super) fn failed(what: &str, error: &dyn std::error::Error) -> StageFailure {
-    StageFailure::Failed(format!("{what}: {}", chain(error)))
-}
-
-/// The ways in which the training can be broken on purpose.
-pub(super) fn parse_sabotage(text: &str) -> std::result::Result<Sabotage, String> {
-    <Sabotage as clap::ValueEnum>::from_str(text, false)
 }

@@ -1,4 +1,4 @@
-//! Many ranks learn what one rank learns.
+//! Several ranks train to the weights that one rank trains to.
 
 use accelerator_collective::{ProcessGroup, ReduceOp};
 use accelerator_plan::{BatchSize, EpochPlan, PlanConfig};

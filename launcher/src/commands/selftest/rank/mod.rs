@@ -6,6 +6,7 @@ mod checkpoint;
 mod collectives;
 mod line_fit;
 mod sharding;
+pub(super) mod training;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -13,72 +14,10 @@ use std::thread;
 use std::time::Duration;
 
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
-use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use super::RankArgs;
-use super::chaos::training;
+use super::args::{RankArgs, Sabotage, Task};
 use crate::error::{BoxResult as Result, chain};
-
-/// What a rank is to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum Task {
-    /// Meet the others.
-    Rendezvous,
-    /// All collectives, among threads of this process.
-    Threads,
-    /// All collectives, with other processes.
-    Collectives,
-    /// Check the sharding plan.
-    Plan,
-    /// Train with all ranks, and on one rank.
-    Training,
-    /// All-reduces without end, and a report of the error that ends them.
-    Reduce,
-    /// One all-reduce.
-    First,
-    /// Write, damage and find checkpoints.
-    Checkpoint,
-    /// Train, save and resume, for schedules of faults.
-    Train,
-}
-
-impl Task {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Rendezvous => "rendezvous",
-            Self::Threads => "threads",
-            Self::Collectives => "collectives",
-            Self::Plan => "plan",
-            Self::Training => "training",
-            Self::Reduce => "reduce",
-            Self::First => "first",
-            Self::Checkpoint => "checkpoint",
-            Self::Train => "train",
-        }
-    }
-}
-
-/// How a rank breaks its stage on purpose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum Sabotage {
-    /// It never comes to an end.
-    Hang,
-    /// It dies.
-    Crash,
-    /// Its result is wrong.
-    Wrong,
-}
-
-impl Sabotage {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Hang => "hang",
-            Self::Crash => "crash",
-            Self::Wrong => "wrong",
-        }
-    }
-}
 
 /// A rank's report about a lost rank.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -118,7 +57,7 @@ pub(super) fn run(arguments: &RankArgs) -> ExitCode {
     }
 }
 
-/// Hangs or dies if the sabotage says so.
+/// Hangs or aborts if `sabotage` asks for it.
 pub(super) fn apply_sabotage(sabotage: Option<Sabotage>) {
     match sabotage {
         Some(Sabotage::Hang) => loop {
@@ -283,16 +222,6 @@ pub(super) fn print_line(text: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn names_are_those_of_the_command_line() {
-        for task in Task::value_variants() {
-            assert_eq!(Task::from_str(task.name(), false), Ok(*task));
-        }
-        for sabotage in Sabotage::value_variants() {
-            assert_eq!(Sabotage::from_str(sabotage.name(), false), Ok(*sabotage));
-        }
-    }
 
     #[test]
     fn a_loss_names_rank_and_process() {

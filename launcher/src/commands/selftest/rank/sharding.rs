@@ -4,7 +4,7 @@ use accelerator_plan::{BatchSize, EpochPlan, Order, PlanConfig};
 
 use super::{Contribution, Result};
 
-/// Shares out epochs of many sizes.
+/// Divides epochs of many sizes over ranks.
 pub(super) fn check(contribution: Contribution) -> Result<String> {
     let mut shared_out = 0;
     for samples in [0, 1, 7, 1000, 4096] {

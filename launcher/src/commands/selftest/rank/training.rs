@@ -10,8 +10,8 @@ use accelerator_manifest::{FileName, Folder, Metadata, Role, VerifyLevel};
 use accelerator_plan::{BatchSize, Order, Plan, PlanConfig, PlannedBatch};
 use serde::{Deserialize, Serialize};
 
-use crate::commands::selftest::RankArgs;
-use crate::commands::selftest::rank::{Sabotage, apply_sabotage, print_line};
+use super::{apply_sabotage, print_line};
+use crate::commands::selftest::args::{RankArgs, Sabotage};
 use crate::error::BoxResult as Result;
 
 /// The number of steps of a run that is not disturbed.
