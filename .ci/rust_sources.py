@@ -14,7 +14,7 @@ def files(root):
         parts = list(path.relative_to(root).with_suffix("").parts)
         if parts[-1] in ("mod", "lib", "main"):
             parts.pop()
-        if parts and parts[-1] == "tests":
+        if "tests" in parts:
             continue
         found[tuple(parts)] = path
     return found
