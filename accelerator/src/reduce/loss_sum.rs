@@ -4,6 +4,10 @@ use super::device_bucket;
 
 /// The loss of a micro-step.
 #[derive(Debug)]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "it is added to the sum at once; tensors of some devices are large"
+)]
 pub(super) enum MicroLoss {
     Read(f64),
     /// One element, which lies on the device: reading it waits.
