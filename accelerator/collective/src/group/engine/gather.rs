@@ -62,10 +62,10 @@ impl OpContext<'_> {
         if let Some(shm) = self.shm_op() {
             return shm.all_gather_parts(buffers, layout, sink);
         }
-        let digest = layout.digest();
-        self.send_header(|_| digest)?;
-        self.exchange_headers(|_, _| digest.len())?;
-        if !self.agree_on(digest) {
+        let checksum = layout.checksum();
+        self.send_header(|_| &checksum)?;
+        self.exchange_headers(|_, _| checksum.len())?;
+        if !self.agree_on(&checksum) {
             return Err(gather_layouts_differ(self.deadline.sequence));
         }
         let own = layout.collect(self.rank, buffers);
