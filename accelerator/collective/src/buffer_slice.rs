@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::{
     buffer::Buffer,
-    digest::{Digest, DigestBuilder},
+    checksum::{SEED, mix},
     error::{Error, Kind, Result},
     shm::SHM_CHUNK,
 };
@@ -39,7 +39,7 @@ pub struct BufferSlice {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GatherLayout<'a> {
     shares: &'a [Vec<BufferSlice>],
-    digest: Digest,
+    checksum: u64,
 }
 
 impl<'a> GatherLayout<'a> {
@@ -60,12 +60,13 @@ impl<'a> GatherLayout<'a> {
                 buffers.len()
             )));
         }
-        let mut digest = DigestBuilder::default();
+        let mut checksum = SEED;
+        let mut add = |number: usize| checksum = mix(checksum, number as u64);
         for buffer in buffers {
-            digest.add(buffer.bytes().len());
+            add(buffer.bytes().len());
         }
         for (rank, parts) in shares.iter().enumerate() {
-            digest.add(parts.len());
+            add(parts.len());
             for BufferSlice { buffer, bytes } in parts {
                 let len = buffers
                     .get(*buffer)
@@ -76,20 +77,17 @@ impl<'a> GatherLayout<'a> {
                          {buffer}, which has {len}, for rank {rank}"
                     )));
                 }
-                digest.add(*buffer);
-                digest.add(bytes.start);
-                digest.add(bytes.end);
+                add(*buffer);
+                add(bytes.start);
+                add(bytes.end);
             }
         }
-        Ok(Self {
-            shares,
-            digest: digest.finish(),
-        })
+        Ok(Self { shares, checksum })
     }
 
-    /// A digest of buffer lengths and slices, which ranks compare.
-    pub(crate) fn digest(&self) -> &Digest {
-        &self.digest
+    /// A checksum of buffer lengths and slices, which ranks compare.
+    pub(crate) fn checksum(&self) -> [u8; size_of::<u64>()] {
+        self.checksum.to_le_bytes()
     }
 
     pub(crate) fn of(&self, rank: usize) -> &'a [BufferSlice] {
@@ -141,7 +139,7 @@ impl<'a> GatherLayout<'a> {
 }
 
 /// The offsets of so many fit one step in shared memory.
-const MOST_BUFFERS: usize = (SHM_CHUNK - size_of::<Digest>()) / size_of::<u64>();
+const MOST_BUFFERS: usize = SHM_CHUNK / size_of::<u64>() - 1;
 
 /// The error of an operation whose ranks pass different slices. It is the same on every rank.
 pub(crate) fn gather_layouts_differ(sequence: u64) -> Error {

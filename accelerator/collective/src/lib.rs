@@ -28,7 +28,7 @@
 
 mod buffer;
 mod buffer_slice;
-mod digest;
+mod checksum;
 mod element;
 mod error;
 mod fingerprint;

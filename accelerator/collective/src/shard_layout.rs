@@ -2,10 +2,7 @@
 
 use std::{iter, ops::Range};
 
-use crate::{
-    digest::{Digest, DigestBuilder},
-    error::{Error, Kind, Result},
-};
+use crate::error::{Error, Kind, Result};
 
 /// Which elements of a buffer each rank keeps of a reduction; see
 /// [`ProcessGroup::reduce_scatter_buffer`](crate::ProcessGroup::reduce_scatter_buffer).
@@ -118,7 +115,8 @@ impl ShardLayout {
         }
     }
 
-    /// What ranks compare.
+    /// A BLAKE3 digest, which ranks compare. Ranks that share memory rely on it for who writes
+    /// what, so it must be collision resistant.
     pub(crate) fn digest(&self) -> &Digest {
         &self.digest
     }
@@ -199,17 +197,22 @@ impl Iterator for Runs<'_> {
     }
 }
 
+pub(crate) type Digest = [u8; blake3::OUT_LEN];
+
 fn digest(len: usize, parts: &[RankShard]) -> Digest {
-    let mut digest = DigestBuilder::default();
-    digest.add(len);
+    let mut digest = blake3::Hasher::new();
+    let mut add = |number: usize| {
+        digest.update(&(number as u64).to_le_bytes());
+    };
+    add(len);
     for RankShard { ranges, .. } in parts {
-        digest.add(ranges.len());
+        add(ranges.len());
         for range in ranges {
-            digest.add(range.start);
-            digest.add(range.end);
+            add(range.start);
+            add(range.end);
         }
     }
-    digest.finish()
+    digest.finalize().into()
 }
 
 /// The error of an operation whose ranks pass different shard layouts. It is the same on every rank.

@@ -3,7 +3,10 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::memory::Atomics;
-use crate::fingerprint::CollectiveFingerprint;
+use crate::{
+    checksum::{SEED, mix},
+    fingerprint::CollectiveFingerprint,
+};
 
 /// One rank's header of one operation, and where its data lie.
 ///
@@ -13,8 +16,8 @@ use crate::fingerprint::CollectiveFingerprint;
 /// | 1 | number of elements |
 /// | 2 | sequence number of the operation |
 /// | 3 | offset of the data in the rank's arena, or all ones |
-/// | 4 | a check of what the operation is for |
-/// | 5 | a check of the words before |
+/// | 4 | a checksum of what the operation is for |
+/// | 5 | a checksum of the words before |
 /// | 6.. | line of the call and length of the purpose, file of the call, purpose |
 ///
 /// Ranks that agree read the first six words, which lie in one cache line.
@@ -48,8 +51,8 @@ impl ShmHeader {
         words[1] = word(8..16);
         words[2] = sequence;
         words[3] = data.map_or(u64::MAX, |offset| offset as u64);
-        words[4] = mix(fingerprint.purpose.words());
-        words[CHECK] = mix(words[..CHECK].iter().copied());
+        words[4] = fingerprint.purpose.words().fold(SEED, mix);
+        words[CHECK] = words[..CHECK].iter().copied().fold(SEED, mix);
         words[6] = word(16..24);
         for (target, source) in words[TEXTS..].iter_mut().zip(texts.chunks(8)) {
             let mut word = [0; 8];
@@ -72,7 +75,7 @@ impl ShmHeader {
     /// Reads what matters to ranks that agree; `None` where the check is wrong.
     pub(crate) fn read(&self) -> Option<HeaderDigest> {
         let words: [u64; CHECK + 1] = std::array::from_fn(|i| self.word(i));
-        if mix(words[..CHECK].iter().copied()) != words[CHECK] {
+        if words[..CHECK].iter().copied().fold(SEED, mix) != words[CHECK] {
             return None;
         }
         Some(HeaderDigest::of(&words))
@@ -107,7 +110,7 @@ pub(crate) struct HeaderDigest {
     /// The number of elements.
     pub(crate) len: u64,
     pub(crate) sequence: u64,
-    /// A check of what the operation is for.
+    /// A checksum of what the operation is for.
     pub(crate) purpose: u64,
     /// Where the data lie in the rank's arena.
     pub(crate) data: Option<u64>,
@@ -125,18 +128,6 @@ impl HeaderDigest {
         }
     }
 }
-
-/// A check against accidents, not against forgery. It is taken several times in an operation of half a microsecond,
-/// of which a CRC-32 would be a fifth.
-fn mix(words: impl Iterator<Item = u64>) -> u64 {
-    words.fold(SEED, |check, word| {
-        let mixed = (check ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        mixed ^ mixed >> 29
-    })
-}
-
-/// Not zero, so that words that nobody has written are no header.
-const SEED: u64 = 0x6163_6365_6c5f_7368;
 
 const CHECK: usize = 5;
 const TEXTS: usize = 7;

@@ -4,7 +4,6 @@ use super::{ShmOp, reduce::chunk};
 use crate::{
     buffer::{Buffer, Loan},
     buffer_slice::{GatherLayout, gather_layouts_differ},
-    digest::Digest,
     error::Result,
     shm::{MemoryRange, SHM_CHUNK},
 };
@@ -55,7 +54,7 @@ impl ShmOp<'_> {
     ) -> Result<()> {
         let lens: Vec<usize> = buffers.iter().map(|buffer| buffer.bytes().len()).collect();
         let mut loans = Vec::with_capacity(buffers.len());
-        let mut notice = layout.digest().to_vec();
+        let mut notice = layout.checksum().to_vec();
         for buffer in buffers.iter_mut() {
             let loan = buffer.lend(self.arena());
             let offset = loan.as_ref().map_or(NOWHERE, |loan| loan.offset() as u64);
@@ -63,15 +62,15 @@ impl ShmOp<'_> {
             loans.extend(loan);
         }
         self.publish_header(None, &notice)?;
-        // Lengths and parts are the same where digests are.
-        if !self.agree_on(layout.digest()) {
+        // Lengths and parts are the same where checksums are.
+        if !self.agree_on(&layout.checksum()) {
             return Err(gather_layouts_differ(self.deadline.sequence));
         }
         let mut places = Vec::with_capacity(self.size() * lens.len());
         for peer in 0..self.size() {
             let offsets = match peer == self.rank() {
-                true => &notice[size_of::<Digest>()..],
-                false => &self.view(peer, 0..notice.len())[size_of::<Digest>()..],
+                true => &notice[size_of::<u64>()..],
+                false => &self.view(peer, 0..notice.len())[size_of::<u64>()..],
             };
             for (offset, len) in offsets.chunks_exact(size_of::<u64>()).zip(&lens) {
                 let mut bytes = [0; size_of::<u64>()];

@@ -62,10 +62,10 @@ impl OpContext<'_> {
         if let Some(shm) = self.shm_op() {
             return shm.all_gather_parts(buffers, layout, sink);
         }
-        let digest = layout.digest();
-        self.send_header(|_| digest)?;
-        self.exchange_headers(|_, _| digest.len())?;
-        if !self.agree_on(digest) {
+        let checksum = layout.checksum();
+        self.send_header(|_| &checksum)?;
+        self.exchange_headers(|_, _| checksum.len())?;
+        if !self.agree_on(&checksum) {
             return Err(gather_layouts_differ(self.deadline.sequence));
         }
         let own = layout.collect(self.rank, buffers);
@@ -96,7 +96,8 @@ impl OpContext<'_> {
             .collect();
         if let Some(shm) = self.shm_op() {
             // Where memory is shared, all parts lie in it, behind their lengths.
-            let mut all = lens.as_flattened().to_vec();
+            let mut all = Vec::with_capacity(all_to_all_len(parts));
+            all.extend_from_slice(lens.as_flattened());
             (0..world_size).for_each(|peer| all.extend_from_slice(part(peer)));
             let mut readers: Vec<ScatterReader> = (0..world_size)
                 .map(|_| ScatterReader::new(rank, world_size))

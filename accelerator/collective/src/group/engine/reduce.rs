@@ -8,12 +8,11 @@ use super::{
 };
 use crate::{
     buffer::Buffer,
-    digest::Digest,
     element::DType,
     error::Result,
     kernel::combine,
     reduce_op::{ONE_EXCHANGE_BYTES, ReduceOp},
-    shard_layout::shard_layouts_differ,
+    shard_layout::{Digest, shard_layouts_differ},
     transport::OpPhase,
 };
 
