@@ -18,7 +18,7 @@ const JOB: &str = "launch_processes";
 ///
 /// This is how a program trains on several processes without [`accel-launch`](crate#how-a-program-is-started), as
 /// Accelerate's `notebook_launcher` does. What stands before the call runs on each rank, too; what stands behind it runs
-/// once, in the process that the user has started. RankProcesses write to its standard output and error. They end when it
+/// once, in the process that the user has started. Ranks write to its standard output and error. They end when it
 /// ends, however that is.
 ///
 /// In a program that `accel-launch`, torchrun or a cluster has started as a rank, it starts nothing, and runs
